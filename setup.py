@@ -1,0 +1,24 @@
+"Build the package from settings.ini, so that names, versions and dependencies stand in one place."
+from configparser import ConfigParser
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+_parser = ConfigParser(delimiters=["="], interpolation=None)
+_parser.read("settings.ini", encoding="utf-8")
+cfg = _parser["DEFAULT"]
+
+setup(
+    name=cfg["lib_name"],
+    version=cfg["version"],
+    description=cfg["description"],
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author=cfg["author"],
+    license="Apache-2.0",
+    python_requires=">=" + cfg["min_python"],
+    packages=find_packages(include=["leakmel", "leakmel.*"]),
+    install_requires=cfg["requirements"].split(),
+    extras_require={"dev": cfg["dev_requirements"].split()},
+    entry_points={"console_scripts": [cfg["console_scripts"]]},
+)
