@@ -12,7 +12,7 @@ from typing import Any
 
 log = logging.getLogger("leakmel")
 
-# %% ../../nbs/core/progress.ipynb #a2b14577
+# %% ../../nbs/core/progress.ipynb #bb67daa1
 @dataclass(frozen=True)
 class Standing:
     "How far a run is at one moment."
@@ -29,7 +29,7 @@ class Standing:
         if self.state == "stopped": count = f"stopped at {count}"
         parts = [f"{count} in {_clock(self.seconds)}"]
         if self.seconds > 0 and self.n_done: parts.append(f"{_rate(self.n_done / self.seconds)} {self.unit}/s")
-        if self.state == "running" and self.n_done: parts.append(f"about {_clock(self.seconds_left)} left")
+        if self.state == "running" and 0 < self.share < 1: parts.append(f"about {_clock(self.seconds_left)} left")
         if self.note: parts.append(self.note)
         return (f"{self.label}: " if self.label else "") + ", ".join(parts)
 
@@ -92,12 +92,12 @@ class _Terminal:
         self.bar.n = standing.n_done
         self.bar.close()
 
-# %% ../../nbs/core/progress.ipynb #876102fe
+# %% ../../nbs/core/progress.ipynb #ce392fe3
 class _Log:
     "A line of the log every few seconds, and one at the end."
     every_s = 5.0
 
-    def __init__(self, standing: Standing): pass
+    def __init__(self, standing: Standing | None): pass
 
     def show(self, standing: Standing) -> None: log.info("%r", standing)
 
@@ -118,7 +118,37 @@ def front_end() -> str:
     if any(c.__name__ == "ZMQInteractiveShell" for c in type(shell).__mro__): return "notebook"
     return "terminal" if sys.stderr is not None and sys.stderr.isatty() else "log"
 
-# %% ../../nbs/core/progress.ipynb #a72009e7
+# %% ../../nbs/core/progress.ipynb #9d1a2bf9
+class _Painter:
+    "Draws on one front end; threads that come while another draws pass by."
+
+    def __init__(self, kind: str, standing: Standing):
+        self.front: Any = _Silent(standing)
+        self.drawn, self.closed, self.lock = time.monotonic(), False, threading.Lock()
+        try: self.front = _FRONT_ENDS[kind](standing)
+        except Exception as e: self._drop(e)
+
+    def is_due(self) -> bool: return time.monotonic() - self.drawn >= self.front.every_s
+
+    def show(self, standing: Standing) -> None:
+        if not self.lock.acquire(blocking=False): return
+        try:
+            self.drawn = time.monotonic()
+            if not self.closed: self.front.show(standing)
+        except Exception as e: self._drop(e)
+        finally: self.lock.release()
+
+    def close(self, standing: Standing) -> None:
+        with self.lock:
+            self.closed = True
+            try: self.front.close(standing)
+            except Exception as e: self._drop(e)
+
+    def _drop(self, error: Exception) -> None:
+        log.debug("progress is not shown any more: %r", error)
+        self.front = _Silent(None)
+
+# %% ../../nbs/core/progress.ipynb #76ec45a6
 class Progress:
     "Show how far the body is, wherever it runs."
 
@@ -133,10 +163,8 @@ class Progress:
         if show != "auto" and show not in _FRONT_ENDS: raise ValueError(f"unknown show {show!r}, known: auto, {', '.join(_FRONT_ENDS)}")
         self.total, self.unit, self.label = int(total), unit, label
         self.n_done, self.note, self.state = 0, "", "running"
-        self._began, self._drawn, self._ended = time.monotonic(), time.monotonic(), 0.0
-        self._lock = threading.Lock()
-        self._front: Any = _Silent(self.standing)
-        self._guard(lambda: setattr(self, "_front", _FRONT_ENDS[front_end() if show == "auto" else show](self.standing)))
+        self._began, self._ended = time.monotonic(), 0.0
+        self._painter = _Painter(front_end() if show == "auto" else show, self.standing)
 
     @property
     def standing(self) -> Standing:
@@ -152,27 +180,16 @@ class Progress:
         "Take note of a new count, and draw it when it is time."
         if n_done > self.n_done: self.n_done = n_done
         if note: self.note = note
-        if time.monotonic() - self._drawn < self._front.every_s or not self._lock.acquire(blocking=False): return
-        try:
-            if self.state == "running": self._guard(lambda: self._front.show(self.standing))
-            self._drawn = time.monotonic()
-        finally: self._lock.release()
+        if self._painter.is_due(): self._painter.show(self.standing)
 
     def close(self, state: str = "done") -> None:
-        "Draw the last standing; a second call does nothing."
-        with self._lock:
-            if self.state != "running": return
-            self.state, self._ended = state, time.monotonic()
-            self._guard(lambda: self._front.close(self.standing))
+        "Draw the last standing, \"done\" or \"stopped\"; a second call does nothing."
+        if self.state != "running": return
+        self.state, self._ended = state, time.monotonic()
+        self._painter.close(self.standing)
 
     def __enter__(self) -> "Progress": return self
 
     def __exit__(self, kind, error, trace) -> None: self.close("done" if kind is None else "stopped")
 
     def __repr__(self) -> str: return repr(self.standing)
-
-    def _guard(self, draw) -> None:
-        try: draw()
-        except Exception as e:
-            log.debug("progress is not shown any more: %r", e)
-            self._front = _Silent(self.standing)
