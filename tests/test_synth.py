@@ -1,5 +1,5 @@
 "The demo set: same bytes for the same seed, every file accounted for, never half written, hard enough to be honest."
-import errno, os, threading
+import errno, os, signal, subprocess, sys, threading
 from collections import Counter
 from pathlib import Path
 
@@ -283,6 +283,18 @@ def test_what_a_killed_run_left_is_cleared(tmp_path: Path) -> None:
     (stale / "note").symlink_to("/nowhere")
     summary = write_demo(tmp_path / "demo", n_files=6)
     assert len(contents(summary.root)) == 6
+    assert os.listdir(tmp_path) == ["demo"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_set_and_no_lock(tmp_path: Path) -> None:
+    code = ("import os, signal; from leakmel.audio.synth import write_demo\n"
+            f"write_demo({str(tmp_path / 'demo')!r}, n_files=2000, progress=lambda n: n > 200 and os.kill(os.getpid(), signal.SIGKILL))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(synth.__file__).parents[2], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == [".demo.partial"]
+    assert len(contents(tmp_path)) >= 200
+    assert len(contents(write_demo(tmp_path / "demo", n_files=20).root)) == 20
     assert os.listdir(tmp_path) == ["demo"]
 
 

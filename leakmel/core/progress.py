@@ -12,7 +12,17 @@ from typing import Any
 
 log = logging.getLogger("leakmel")
 
-# %% ../../nbs/core/progress.ipynb #bb67daa1
+# %% ../../nbs/core/progress.ipynb #8c85bce8
+def _clock(seconds: float) -> str:
+    "Seconds as a person says them."
+    if seconds < 60: return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2g}"
+
+# %% ../../nbs/core/progress.ipynb #28f98bc0
 @dataclass(frozen=True)
 class Standing:
     "How far a run is at one moment."
@@ -48,15 +58,6 @@ class Standing:
         return (f'<div style="max-width:640px;margin:2px 0"><div>{html.escape(repr(self))}</div>'
                 f'<div style="height:6px;background-color:rgba(128,128,128,0.3)" aria-hidden="true">'
                 f'<div style="height:6px;width:{100 * self.share:.1f}%;background-color:{colour}"></div></div></div>')
-
-def _clock(seconds: float) -> str:
-    "Seconds as a person says them."
-    if seconds < 60: return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-def _rate(per_second: float) -> str:
-    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2g}"
 
 # %% ../../nbs/core/progress.ipynb #4034d05c
 class _Notebook:
@@ -148,8 +149,25 @@ class _Painter:
         log.debug("progress is not shown any more: %r", error)
         self.front = _Silent(None)
 
-# %% ../../nbs/core/progress.ipynb #76ec45a6
-class Progress:
+# %% ../../nbs/core/progress.ipynb #d33c93b6
+class _Tally:
+    "What was counted, and since when."
+
+    def __init__(self, total: int, unit: str, label: str):
+        self.total, self.unit, self.label = int(total), unit, label
+        self.n_done, self.note, self.state = 0, "", "running"
+        self.began_s, self.ended_s = time.monotonic(), 0.0
+
+    @property
+    def standing(self) -> Standing:
+        "The moment as it is now."
+        seconds = (self.ended_s or time.monotonic()) - self.began_s
+        return Standing(self.n_done, self.total, seconds, self.unit, self.label, self.note, self.state)
+
+    def __repr__(self) -> str: return repr(self.standing)
+
+# %% ../../nbs/core/progress.ipynb #9af07d66
+class Progress(_Tally):
     "Show how far the body is, wherever it runs."
 
     def __init__(
@@ -160,17 +178,9 @@ class Progress:
         label: str = "",          # the phase or split: one row each
         show: str = "auto",       # "auto", "notebook", "terminal", "log" or "none"
     ):
+        super().__init__(total, unit, label)
         if show != "auto" and show not in _FRONT_ENDS: raise ValueError(f"unknown show {show!r}, known: auto, {', '.join(_FRONT_ENDS)}")
-        self.total, self.unit, self.label = int(total), unit, label
-        self.n_done, self.note, self.state = 0, "", "running"
-        self._began, self._ended = time.monotonic(), 0.0
         self._painter = _Painter(front_end() if show == "auto" else show, self.standing)
-
-    @property
-    def standing(self) -> Standing:
-        "The moment as it is now."
-        seconds = (self._ended or time.monotonic()) - self._began
-        return Standing(self.n_done, self.total, seconds, self.unit, self.label, self.note, self.state)
 
     def update(
         self,
@@ -183,13 +193,11 @@ class Progress:
         if self._painter.is_due(): self._painter.show(self.standing)
 
     def close(self, state: str = "done") -> None:
-        "Draw the last standing, \"done\" or \"stopped\"; a second call does nothing."
+        "Draw the last standing, as done or stopped; a second call does nothing."
         if self.state != "running": return
-        self.state, self._ended = state, time.monotonic()
+        self.state, self.ended_s = state, time.monotonic()
         self._painter.close(self.standing)
 
     def __enter__(self) -> "Progress": return self
 
     def __exit__(self, kind, error, trace) -> None: self.close("done" if kind is None else "stopped")
-
-    def __repr__(self) -> str: return repr(self.standing)

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['STAGES', 'SCHEMA', 'MAX_SPANS', 'Span', 'Gauge', 'Counts', 'Timeline', 'thin', 'write_timeline', 'read_timeline']
 
-# %% ../../nbs/core/timeline.ipynb #75fd3d68
+# %% ../../nbs/core/timeline.ipynb #90f435e8
 import json, os, time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import DataError

@@ -37,7 +37,7 @@ if TYPE_CHECKING: import pandas as pd
 
 log = logging.getLogger("leakmel")
 
-# %% ../../nbs/dataset/pipeline.ipynb #53e3ea24
+# %% ../../nbs/dataset/pipeline.ipynb #a535ba88
 @dataclass(frozen=True, repr=False)
 class BuildResult:
     "A published data set and how it came about."
@@ -51,6 +51,7 @@ class BuildResult:
     verified: VerifyReport
     timeline_path: Path
     summary: dict[str, Any]             # for machines: what FILE.report.json holds
+    timeline: Timeline                  # of the whole run, all splits built together
 
     @property
     def files_per_s(self) -> float:
@@ -239,7 +240,7 @@ def _start_up(timeline: Timeline, lane: str):
     from leakmel.core.timeline import Span
     return Span("start_up", lane, 0.0, timeline.now_s())
 
-# %% ../../nbs/dataset/pipeline.ipynb #6606f4a7
+# %% ../../nbs/dataset/pipeline.ipynb #8447c138
 def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -> BuildResult:
     "The result of a published job; writes report and timeline beside the data set."
     timeline, target, report = build.timeline, job.file.target, build.reports[job.split]
@@ -254,7 +255,7 @@ def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -
     body = summary | {"created_at_utc": datetime.now(UTC).isoformat(timespec="seconds"), "rejected_files": [_rejected_dict(r) for r in job.rejected]}
     target.with_name(target.name + ".report.json").write_text(json.dumps(body, indent=1, default=str) + "\n", encoding="utf-8")
     return BuildResult(target, job.split, int(job.good.sum()), len(job.listing), tuple(sorted(job.rejected, key=lambda r: r.path)),
-                       seconds, import_s, report, timeline_path, summary)
+                       seconds, import_s, report, timeline_path, summary, timeline)
 
 def _rejected_dict(rejected: Rejected) -> dict[str, str]:
     "A rejected file for JSON; a path that is not plain text is there in base64 too."

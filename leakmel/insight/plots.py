@@ -5,15 +5,17 @@
 # %% auto #0
 __all__ = ['STAGE_COLORS', 'MAX_POINTS', 'exclusive_bar', 'batch_timeline', 'utilization', 'frame_starts_s', 'mels_by_label']
 
-# %% ../../nbs/insight/plots.ipynb #1bce9e1b
+# %% ../../nbs/insight/plots.ipynb #86a95e91
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..core.errors import DataError, show_path
+from ..core.monitor import mean, peak
 from ..core.timeline import STAGES, Gauge, Span, Timeline
 from .diagnose import attribute, interval_s, lane_pieces, spans_of
 
@@ -254,7 +256,7 @@ def utilization(
     fig.update_xaxes(title=dict(text="time since the run began (s)"), row=len(rows), col=1)
     return _dress(fig, _load_title(timeline), subtitle, 150 + 110 * len(rows))
 
-# %% ../../nbs/insight/plots.ipynb #c1b61a38
+# %% ../../nbs/insight/plots.ipynb #bc4004bf
 def _line(name: str, t: np.ndarray, v: np.ndarray, colour: str, shape: str = "linear") -> "go.Scatter":
     import plotly.graph_objects as go
     return go.Scatter(name=name, x=_f32(t), y=_f32(v), mode="lines", line=dict(color=colour, width=1.6, shape=shape),
@@ -266,7 +268,6 @@ def _cpu_top(timeline: Timeline, percent: np.ndarray) -> float:
 
 def _load_title(timeline: Timeline) -> str:
     "The mean processor load and the peak of the memory, as far as they are known."
-    from leakmel.core.monitor import mean, peak
     cpu, ram = mean(timeline.samples, "cpu_percent"), peak(timeline.samples, "rss_bytes")
     n_cores = timeline.meta.get("monitor", {}).get("n_cores")
     parts = []
@@ -274,10 +275,10 @@ def _load_title(timeline: Timeline) -> str:
     if ram is not None: parts.append(f"{ram / 1e6:,.0f} MB of RAM at most")
     return ", ".join(parts) or "Load of the machine"
 
-# %% ../../nbs/insight/plots.ipynb #da336441
+# %% ../../nbs/insight/plots.ipynb #42c33a9c
 def frame_starts_s(
-    long_start_s: Sequence[float],     # [L], seconds from the start of the recording
-    short_start_s: Sequence[float],    # [S], seconds from the start of the long segment
+    long_start_s: ArrayLike,           # [L], seconds from the start of the recording
+    short_start_s: ArrayLike,          # [S], seconds from the start of the long segment
     n_frames: int,                     # T, frames of a short segment
     hop_s: float,                      # seconds between frames of a short segment
 ) -> tuple[np.ndarray, np.ndarray]:    # times, and where they stand in [L * S * T]
@@ -285,14 +286,14 @@ def frame_starts_s(
     t = np.add.outer(np.add.outer(np.asarray(long_start_s), np.asarray(short_start_s)), hop_s * np.arange(n_frames))
     return np.unique(np.round(t.ravel(), 6), return_index=True)
 
-# %% ../../nbs/insight/plots.ipynb #5d3c705a
+# %% ../../nbs/insight/plots.ipynb #0dbfe1cd
 def mels_by_label(
     mels_db: np.ndarray,               # [K, L, S, M, T], dB, one recording per label
     labels: Sequence[str],             # [K], a title for each
-    mel_hz: Sequence[float],           # [M], centres of the bands, Hz, rising
+    mel_hz: ArrayLike,                 # [M], centres of the bands, Hz, rising
     *,
-    long_start_s: Sequence[float],     # [L], seconds from the start of the recording
-    short_start_s: Sequence[float],    # [S], seconds from the start of the long segment
+    long_start_s: ArrayLike,           # [L], seconds from the start of the recording
+    short_start_s: ArrayLike,          # [S], seconds from the start of the long segment
     hop_s: float = 0.0,                # seconds between frames of a short segment
     range_db: float = 80.0,            # colours span at most this much below the maximum, dB
 ) -> "go.Figure":
@@ -322,11 +323,11 @@ def mels_by_label(
     fig = _dress(fig, _mel_title(flat, labels), "One recording per label, mel bands at their centres, colours shared", 130 + 190 * n_rows)
     return fig.update_layout(margin=dict(t=96))
 
-# %% ../../nbs/insight/plots.ipynb #57451115
-def _check_mels(mels_db: np.ndarray, labels: Sequence[str], mel_hz: Sequence[float]) -> None:
+# %% ../../nbs/insight/plots.ipynb #5be345f6
+def _check_mels(mels_db: np.ndarray, labels: Sequence[str], mel_hz: ArrayLike) -> None:
     if mels_db.ndim != 5: raise DataError("mels of another shape", found=mels_db.shape, expected="[K, L, S, M, T]")
     if len(labels) != mels_db.shape[0]: raise DataError("labels do not fit the mels", found=f"{len(labels)} labels", expected=mels_db.shape[0])
-    if len(mel_hz) != mels_db.shape[3]: raise DataError("band centres do not fit the mels", found=f"{len(mel_hz)} centres", expected=mels_db.shape[3])
+    if np.shape(mel_hz) != mels_db.shape[3:4]: raise DataError("band centres do not fit the mels", found=np.shape(mel_hz), expected=mels_db.shape[3:4])
 
 def _colour_range(flat: np.ndarray, range_db: float) -> tuple[float, float]:
     "Colours from the first percentile to the maximum, in whole dB, not wider than `range_db`."

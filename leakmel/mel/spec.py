@@ -67,7 +67,7 @@ def mel_filterbank(
     bank = np.maximum(0, np.minimum(rise, fall))
     return bank * (2 / (corners[2:] - corners[:-2])) if norm == "slaney" else bank
 
-# %% ../../nbs/mel/spec.ipynb #879457e7
+# %% ../../nbs/mel/spec.ipynb #84917c4c
 @dataclass(frozen=True, repr=False)
 class MelSpec:
     "Settings that define log-mel features; two equal specs give the same features from the same engine."
@@ -82,7 +82,7 @@ class MelSpec:
     n_mels: int = 64                                    # mel bands
     f_min_hz: float = 0.0                               # lower corner of the lowest band
     f_max_hz: float | None = None                       # upper corner of the highest band; None: half the rate
-    mel_scale: Literal["htk", "slaney"] = "htk"
+    mel_scale: Literal["htk", "slaney"] = "htk"         # formula of the mel scale
     mel_norm: Literal["slaney"] | None = None           # None: triangles of height 1
     power: float = 1.0                                  # 1 magnitude (20 log10), 2 power (10 log10)
     floor: float = 1e-10                                # values below are raised to it before the logarithm

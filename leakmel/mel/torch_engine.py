@@ -18,7 +18,7 @@ from .engines import Engine, SpanFactory, no_span
 from .reference import hann_periodic
 from .spec import MelSpec
 
-# %% ../../nbs/mel/torch_engine.ipynb #2a1240b0
+# %% ../../nbs/mel/torch_engine.ipynb #73223638
 def int16_moments(
     x: torch.Tensor,     # [B, N] int16, on any device
 ) -> torch.Tensor:       # [B, 5] float64 on the CPU
@@ -27,12 +27,11 @@ def int16_moments(
         low, high = torch.from_numpy(x.numpy().min(axis=1)), torch.from_numpy(x.numpy().max(axis=1))
     else:
         low, high = torch.aminmax(x, dim=1)
-    wide = x.to(torch.int32)
-    total, squares = x.sum(dim=1), (wide * wide).sum(dim=1)
-    clipped = torch.zeros_like(total)
-    loud = torch.maximum(high.to(torch.int32), -low.to(torch.int32)) >= FULL_SCALE
-    if loud.any(): clipped[loud] = (wide[loud].abs() >= FULL_SCALE).sum(dim=1)
-    return torch.stack([low.double(), high.double(), total.double(), squares.double(), clipped.double()], dim=1).cpu()
+    low, high, wide = low.double(), high.double(), x.double()
+    clipped = torch.zeros_like(low)
+    loud = torch.maximum(high, -low) >= FULL_SCALE
+    if loud.any(): clipped[loud] = (wide[loud].abs() >= FULL_SCALE).sum(dim=1).double()
+    return torch.stack([low, high, wide.sum(dim=1), torch.linalg.vecdot(wide, wide), clipped], dim=1).cpu()
 
 # %% ../../nbs/mel/torch_engine.ipynb #9c7b6707
 FRAME_ALIGN = 16             # frames of a recording are padded to a multiple of this

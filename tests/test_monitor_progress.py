@@ -1,0 +1,341 @@
+"The monitor measures or says that it did not; progress ends with the truth in every front end."
+import html
+import io
+import json
+import logging
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from leakmel.core import monitor as monitor_module
+from leakmel.core.monitor import SAMPLE_KEYS, Load, Monitor, Sampler, machine_facts, mean, monitor_cost, peak, rate
+from leakmel.core.progress import Progress, Standing, front_end
+from leakmel.core.timeline import Timeline, read_timeline, write_timeline
+
+
+def run_monitor(seconds: float = 0.15, interval_s: float = 0.03) -> Timeline:
+    timeline = Timeline()
+    with Monitor(timeline, interval_s): time.sleep(seconds)
+    return timeline
+
+
+class Fake:
+    "Anything that is asked for an attribute has it."
+
+    def __init__(self, **values): self.__dict__.update(values)
+
+
+def fake_nvml(**broken: Exception) -> types.ModuleType:
+    "An NVML with one GPU; functions named in `broken` raise."
+    nv = types.ModuleType("pynvml")
+    answers = {
+        "nvmlInit": None, "nvmlDeviceGetHandleByIndex": "gpu", "nvmlDeviceGetUtilizationRates": Fake(gpu=42),
+        "nvmlDeviceGetMemoryInfo": Fake(used=7_000_000_000), "nvmlDeviceGetPcieThroughput": 3, "nvmlDeviceGetName": "a GPU",
+    }
+    def function(name):
+        def call(*_):
+            if name in broken: raise broken[name]
+            return answers[name]
+        return call
+    for name in answers: setattr(nv, name, function(name))
+    nv.NVML_PCIE_UTIL_RX_BYTES, nv.NVML_PCIE_UTIL_TX_BYTES = 1, 0  # type: ignore[attr-defined]
+    return nv
+
+
+@pytest.fixture
+def no_nvml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)     # an import of it raises ImportError
+
+
+def test_samples_cover_the_run(no_nvml):
+    timeline = run_monitor()
+    assert len(timeline.samples) >= 4
+    assert all(set(s) == {"time_s", *SAMPLE_KEYS} for s in timeline.samples)
+    times = [s["time_s"] for s in timeline.samples]
+    assert times == sorted(times)
+    assert times[-1] - times[0] >= 0.15
+    assert timeline.samples[0]["cpu_percent"] is None
+    assert timeline.samples[0]["rss_bytes"] > 1e6
+    assert timeline.meta["monitor"]["n_cores"] >= 1
+
+
+def test_shortest_run_has_two_samples():
+    timeline = Timeline()
+    with Monitor(timeline, 10.0): pass
+    assert len(timeline.samples) == 2
+
+
+def test_stops_at_once_however_long_the_interval():
+    began = time.monotonic()
+    with Monitor(Timeline(), 60.0): pass
+    assert time.monotonic() - began < 1
+    assert not [t for t in threading.enumerate() if t.name == "leakmel-monitor"]
+
+
+def test_stops_within_a_second_when_a_driver_hangs(monkeypatch):
+    release = threading.Event()
+    timeline = Timeline()
+    monitor = Monitor(timeline, 0.01)
+    monitor.__enter__()
+    monitor.sampler.probes.append((("gpu_percent",), lambda: (release.wait(5),)))
+    time.sleep(0.05)
+    began = time.monotonic()
+    monitor.__exit__(None, None, None)
+    assert time.monotonic() - began < 1
+    release.set()
+
+
+def test_failure_of_the_body_comes_through():
+    timeline = Timeline()
+    with pytest.raises(OSError, match="disk full"), Monitor(timeline): raise OSError("disk full")
+    assert len(timeline.samples) == 2
+
+
+def test_no_nvml_gives_none_and_one_reason(no_nvml):
+    timeline = run_monitor()
+    for key in ("gpu_percent", "vram_bytes", "pcie_rx_bytes_per_s", "pcie_tx_bytes_per_s"):
+        assert all(s[key] is None for s in timeline.samples)
+        assert "pynvml" in timeline.meta["monitor"]["missing"][key]
+        assert peak(timeline.samples, key) is None
+
+
+def test_gpu_figures_come_from_nvml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    sample = Sampler().take()
+    assert (sample["gpu_percent"], sample["vram_bytes"], sample["pcie_rx_bytes_per_s"]) == (42, 7_000_000_000, 3 * 1024)
+    assert machine_facts()["gpu"] == "a GPU"
+
+
+def test_one_refused_query_costs_only_its_own_figure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvmlDeviceGetUtilizationRates=RuntimeError("Not Supported")))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    sampler = Sampler()
+    sample = sampler.take()
+    assert sample["gpu_percent"] is None
+    assert sample["vram_bytes"] == 7_000_000_000
+    assert sampler.missing["gpu_percent"] == "RuntimeError: Not Supported"
+    assert "vram_bytes" not in sampler.missing
+
+
+def test_hidden_gpu_is_not_measured(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sampler = Sampler()
+    assert sampler.take()["vram_bytes"] is None
+    assert "hides" in sampler.missing["vram_bytes"]
+
+
+@pytest.mark.parametrize("error", [AttributeError("no io_counters"), PermissionError("denied")])
+def test_no_disk_counters_is_none_not_zero(monkeypatch, error):
+    import psutil
+    def refuse(self): raise error
+    monkeypatch.setattr(psutil.Process, "io_counters", refuse, raising=False)
+    timeline = run_monitor()
+    assert all(s["disk_read_bytes"] is None and s["disk_written_bytes"] is None for s in timeline.samples)
+    assert str(error) in timeline.meta["monitor"]["missing"]["disk_written_bytes"]
+    assert rate(timeline.samples, "disk_read_bytes") is None
+    assert timeline.samples[-1]["rss_bytes"] > 0
+
+
+def test_without_psutil_nothing_is_claimed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    timeline = run_monitor()
+    assert len(timeline.samples) >= 2
+    assert all(s[key] is None for s in timeline.samples for key in SAMPLE_KEYS)
+    assert set(timeline.meta["monitor"]["missing"]) == set(SAMPLE_KEYS)
+
+
+def test_thread_that_cannot_start_is_told(monkeypatch):
+    def refuse(self): raise RuntimeError("can't start new thread")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    timeline = run_monitor(0.01)
+    assert len(timeline.samples) == 2
+    assert "new thread" in timeline.meta["monitor"]["missing"]["thread"]
+
+
+def test_samples_survive_the_file(tmp_path):
+    timeline = run_monitor()
+    back = read_timeline(write_timeline(timeline, tmp_path / "timeline.json"))
+    assert len(back.samples) == len(timeline.samples)
+    assert back.samples[0]["cpu_percent"] is None
+
+
+def test_a_busy_thread_loads_about_a_core():
+    load = Load(monitor_module._process_clocks)
+    assert load() is None
+    until = time.thread_time() + 0.1
+    while time.thread_time() < until: pass
+    value = load()
+    assert value is not None
+    assert 10 < value <= 130          # the machine may be shared: less than a core is possible, much more is not
+
+
+def test_mean_weights_by_time_and_peak_skips_none():
+    samples: list[dict] = [dict(time_s=0.0, v=None), dict(time_s=1.0, v=10.0), dict(time_s=4.0, v=30.0)]
+    assert mean(samples, "v") == (10 * 1 + 30 * 3) / 4
+    assert peak(samples, "v") == 30
+    assert rate(samples, "v") == 20 / 3
+    assert mean([dict(time_s=0.0, v=5.0)], "v") == 5
+    assert mean([], "v") is peak([], "v") is rate([], "v") is None
+
+
+def test_machine_facts_are_plain_and_name_no_host(monkeypatch):
+    import platform
+    monkeypatch.setattr(platform, "node", lambda: "secret-host")
+    facts = machine_facts()
+    assert "secret-host" not in json.dumps(facts)
+    assert set(facts) == {"cpu", "n_cores", "n_cores_machine", "ram_bytes", "gpu", "os", "python", "numpy", "h5py", "torch"}
+
+
+def test_machine_without_a_package_has_no_version(monkeypatch):
+    from importlib import metadata
+    def missing(name): raise metadata.PackageNotFoundError(name)
+    monkeypatch.setattr(metadata, "version", missing)
+    assert machine_facts()["torch"] is None
+
+
+def test_monitor_is_cheap():
+    assert monitor_cost(5) < 0.05      # the goal is 0.01; a busy machine is slower
+
+
+# ---- progress
+
+
+def test_text_of_a_standing():
+    assert repr(Standing(0, 10, 0.0)) == "0 of 10 files in 0.0 s"
+    assert repr(Standing(5, 10, 2.0, "rows", "verify", "cpu")) == "verify: 5 of 10 rows in 2.0 s, 2.5 rows/s, about 2.0 s left, cpu"
+    assert repr(Standing(10, 10, 2.0, state="done")) == "10 of 10 files in 2.0 s, 5 files/s"
+    assert repr(Standing(0, 0, 1.0, state="done")) == "0 of 0 files in 1.0 s"
+    assert "1 h 01 min" in repr(Standing(1, 2, 3660.0))
+
+
+def test_html_holds_the_text_and_escapes_it():
+    standing = Standing(5, 10, 2.0, label="<b>&")
+    shown = standing._repr_html_()
+    assert html.escape(repr(standing)) in shown
+    assert "<b>" not in shown
+    assert len(shown) < 600
+
+
+class Cell:
+    "A notebook output that remembers what it was given."
+
+    def __init__(self, monkeypatch):
+        import IPython.display
+        self.shown: list[Standing] = []
+        def display(standing, display_id):
+            assert display_id is True
+            self.shown.append(standing)
+            return Fake(update=self.shown.append)
+        monkeypatch.setattr(IPython.display, "display", display)
+
+
+def test_notebook_ends_with_n_of_n(monkeypatch):
+    cell = Cell(monkeypatch)
+    with Progress(40, label="TESTING", show="notebook") as progress:
+        for i in range(40): progress.update(i + 1)
+    assert "40 of 40 files" in cell.shown[-1]._repr_html_()
+    assert "width:100.0%" in cell.shown[-1]._repr_html_()
+    assert len(cell.shown) == 2        # the first and the last: the rest came too quickly to be drawn
+
+
+def test_notebook_failure_says_where_it_stopped(monkeypatch):
+    cell = Cell(monkeypatch)
+    def fail():
+        with Progress(40, show="notebook") as progress:
+            progress.update(12)
+            raise KeyError
+    with pytest.raises(KeyError): fail()
+    assert "stopped at 12 of 40 files" in cell.shown[-1]._repr_html_()
+
+
+def test_drawing_is_limited(monkeypatch):
+    cell = Cell(monkeypatch)
+    with Progress(1000, show="notebook") as progress:
+        until, i = time.monotonic() + 0.5, 0
+        while time.monotonic() < until: progress.update(i := i + 1)
+    assert 2 <= len(cell.shown) <= 5
+
+
+def test_updates_from_many_threads(monkeypatch):
+    cell = Cell(monkeypatch)
+    monkeypatch.setattr("leakmel.core.progress._Notebook.every_s", 0.0)
+    progress = Progress(4000, show="notebook")
+    def count(k):
+        for i in range(1000): progress.update(k + 4 * i + 1)
+    threads = [threading.Thread(target=count, args=(k,)) for k in range(4)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    progress.close()
+    progress.close()
+    assert cell.shown[-1].n_done == 4000
+    assert cell.shown[-1].state == "done"
+    assert [s.state for s in cell.shown].count("done") == 1
+
+
+def test_log_has_a_line_in_a_while_and_one_at_the_end(monkeypatch, caplog):
+    monkeypatch.setattr("leakmel.core.progress._Log.every_s", 0.05)
+    with caplog.at_level(logging.INFO, logger="leakmel"), Progress(10, label="TESTING", show="log") as progress:
+        for i in range(10):
+            time.sleep(0.012)
+            progress.update(i + 1)
+    lines = [r.getMessage() for r in caplog.records]
+    assert 2 <= len(lines) <= 4
+    assert lines[-1].startswith("TESTING: 10 of 10 files")
+
+
+def test_quick_work_logs_one_line(caplog):
+    with caplog.at_level(logging.INFO, logger="leakmel"), Progress(10, show="log") as progress:
+        for i in range(10): progress.update(i + 1)
+    assert len(caplog.records) == 1
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool: return True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_terminal_bar(monkeypatch, fails):
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert front_end() == "terminal"
+    progress = Progress(40, label="TESTING", show="auto")
+    progress.update(12)
+    progress.close("stopped" if fails else "done")
+    last = screen.getvalue().split("\r")[-1]
+    assert "TESTING" in last
+    assert "12/40" in last
+    assert ("stopped at 12 of 40 files" in last) is fails
+
+
+def test_silent_front_end_and_pytest_is_no_notebook(capfd):
+    assert front_end() in ("log", "terminal")
+    with Progress(3, show="none") as progress: progress.update(3)
+    assert capfd.readouterr() == ("", "")
+    assert repr(progress).startswith("3 of 3 files")
+
+
+def test_broken_front_end_does_not_stop_the_work(monkeypatch):
+    class Broken:
+        every_s = 0.0
+        def __init__(self, standing): pass
+        def show(self, standing): raise BrokenPipeError
+        close = show
+    monkeypatch.setitem(__import__("leakmel.core.progress", fromlist=["x"])._FRONT_ENDS, "terminal", Broken)
+    with Progress(3, show="terminal") as progress: progress.update(3)
+    assert progress.n_done == 3
+
+
+def test_count_never_goes_back():
+    progress = Progress(10, show="none")
+    for n in (3, 7, 5): progress.update(n)
+    assert progress.n_done == 7
+
+
+def test_unknown_front_end_is_refused():
+    with pytest.raises(ValueError, match="known: auto, notebook"): Progress(1, show="tv")
