@@ -84,7 +84,7 @@ def check_types(
         wrong.append(f"{name} must be {said}, got {value!r}")
     if wrong: raise UsageError("; ".join(wrong))
 
-# %% ../../nbs/core/parameters.ipynb #8e6165f5
+# %% ../../nbs/core/parameters.ipynb #8210b63a
 class ParameterCheck:
     "Finds the parameters of a run notebook, also unknown ones."
 
@@ -97,7 +97,7 @@ class ParameterCheck:
         kinds: Kinds,                # name -> allowed types
     ) -> dict[str, Any]:             # name -> value
         "The parameters; raises UsageError for unknown names and wrong types."
-        came = {n for n in set(namespace) - self.before if not n.startswith("_")}
+        came = {n for n in set(namespace) - self.before if not n.startswith("_") and namespace[n] is not self}
         if unknown := sorted(came - set(kinds)):
             raise UsageError("; ".join(answer_unknown(n, kinds) for n in unknown), expected=f"some of {', '.join(kinds)}")
         values = {n: namespace[n] for n in kinds}

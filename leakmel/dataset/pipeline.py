@@ -264,14 +264,14 @@ def _rejected_dict(rejected: Rejected) -> dict[str, str]:
     exact = {} if shown.encode() == rejected.path else {"path_base64": base64.b64encode(rejected.path).decode()}
     return {"path": shown, "code": rejected.code, "message": rejected.message} | exact
 
-# %% ../../nbs/dataset/pipeline.ipynb #7165bc6c
+# %% ../../nbs/dataset/pipeline.ipynb #a7588245
 def _summary(build: _Build, job: Job, workers: Workers, seconds: float, import_s: float, samples: list[dict]) -> dict[str, Any]:
     "The machine-readable summary of one split."
     from leakmel import __version__
     n, config = len(job.listing), build.config
     written, read = _grown(samples, "disk_written_bytes"), _grown(samples, "disk_read_bytes")
     return {
-        "leakmel_version": __version__, "split": job.listing.split, "path": show_path(job.file.target), "root": show_path(build.manifest.root),
+        "leakmel_version": __version__, "split": job.listing.split, "span_name": job.split, "path": show_path(job.file.target), "root": show_path(build.manifest.root),
         "found": n, "rows": int(job.good.sum()), "rejected": len(job.rejected), "rejected_by_code": dict(Counter(r.code for r in job.rejected)),
         "status_counts": dict(Counter(s for _, s in job.unusual.values())), "label_names": [show_path(x) for x in build.manifest.label_names],
         "seconds": seconds, "files_per_s": n / seconds, "start_up_s": import_s, "source_bytes": int(job.listing.sizes.sum()),

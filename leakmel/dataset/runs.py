@@ -6,9 +6,8 @@
 __all__ = ['DEMO_FILES', 'build_kinds', 'spec_changes', 'pipeline_config', 'runs_folder', 'find_data', 'RunPlan', 'plan_run',
            'execute', 'write_summary', 'describe_run']
 
-# %% ../../nbs/dataset/runs.ipynb #7948de03
+# %% ../../nbs/dataset/runs.ipynb #a4acbf73
 import json, os
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from ..audio.manifest import Manifest, scan
 from ..core.errors import OutputError, UsageError, show_path
 from ..core.parameters import Kinds, field_kinds
+from ..core.progress import Progress
 from .pipeline import BuildResult, build, build_all, resolve_spec
 from .ring import PipelineConfig, Workers, plan_workers, slot_bytes
 from .schema import data_set_name
@@ -39,7 +39,7 @@ def pipeline_config(parameters: dict[str, Any]) -> PipelineConfig:
     "The speed settings."
     return PipelineConfig(**{f.name: parameters[f.name] for f in fields(PipelineConfig)})
 
-# %% ../../nbs/dataset/runs.ipynb #9f13c0c2
+# %% ../../nbs/dataset/runs.ipynb #bc151dfb
 DEMO_FILES = 1200
 
 def runs_folder() -> Path:
@@ -51,10 +51,10 @@ def runs_folder() -> Path:
     return here / "runs"
 
 def find_data(
-    data_root: str | None,                          # what the user said
+    data_root: str | None,     # what the user said
     *,
-    progress: Callable[[int], None] | None = None,  # told how many recordings of a demo set are written
-) -> tuple[Path, str]:                              # folder, and a sentence on where it comes from
+    progress: str = "auto",    # where progress of writing a demo set is drawn
+) -> tuple[Path, str]:         # folder, and a sentence on where it comes from
     "The data folder: as said, by LEAKMEL_DATA, or the demo set, which is written if it is not there."
     from leakmel.audio.synth import write_demo
     if data_root is not None: return Path(os.path.abspath(os.path.expanduser(data_root))), "given as data_root"
@@ -62,7 +62,8 @@ def find_data(
     demo = runs_folder() / "demo"
     if demo.is_dir(): return demo, "the demo set, written earlier; set LEAKMEL_DATA or data_root for your own recordings"
     demo.parent.mkdir(parents=True, exist_ok=True)
-    done = write_demo(demo, n_files=DEMO_FILES, progress=progress)
+    with Progress(DEMO_FILES, label="demo set", show=progress) as bar:
+        done = write_demo(demo, n_files=DEMO_FILES, progress=bar.update)
     return demo, f"no data were named, so a demo set was written ({done.n_files:,} made recordings); set LEAKMEL_DATA or data_root for your own"
 
 # %% ../../nbs/dataset/runs.ipynb #23a01566
@@ -110,12 +111,12 @@ class RunPlan:
         rows = "".join(f"<tr><th style='text-align:right;vertical-align:top'>{escape(k)}</th><td style='text-align:left'>{escape(v)}</td></tr>" for k, v in self.rows())
         return f"<table>{rows}</table>"
 
-# %% ../../nbs/dataset/runs.ipynb #cdf4d92d
+# %% ../../nbs/dataset/runs.ipynb #bcddd7bb
 def plan_run(
-    parameters: dict[str, Any],                     # as build_kinds lists them
+    parameters: dict[str, Any],   # as build_kinds lists them
     *,
-    progress: Callable[[int], None] | None = None,  # for the demo set
-) -> RunPlan:                                       # raises LeakmelError for all that is wrong before the work
+    progress: str = "auto",       # where progress of writing a demo set is drawn
+) -> RunPlan:                     # raises LeakmelError for all that is wrong before the work
     "Find the data, resolve the spec, open the engine once, choose the folder."
     root, note = find_data(parameters["data_root"], progress=progress)
     everything = scan(root)
