@@ -105,10 +105,10 @@ def pick_rows(
     more = np.random.default_rng(n_rows).choice(rest, sample - len(chosen), replace=False)
     return np.sort(np.concatenate([chosen, more]).astype(np.int64))
 
-# %% ../../nbs/dataset/verify.ipynb #538342f3
+# %% ../../nbs/dataset/verify.ipynb #3c9dc062
 def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndarray, report: VerifyReport) -> Iterator[str]:
     "Recompute the picked rows."
-    per_block = max(1, (64 << 20) // (8 * (spec.n_samples + 2 * int(np.prod(spec.row_shape)))))
+    per_block = max(1, (4 << 20) // (8 * (spec.n_samples + 2 * int(np.prod(spec.row_shape)))))
     columns = {name: f[f"files/{name}"][:][picked].tolist() for name in ("path", "digest", "status")}
     stored = [_Stored(*row) for row in zip(picked.tolist(), columns["path"], columns["digest"], columns["status"])]
     for start in range(0, len(stored), per_block):
