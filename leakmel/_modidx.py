@@ -667,6 +667,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'leakmel.mel.engines._log': ('mel/engines.html#_log', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines._open_first': ('mel/engines.html#_open_first', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines.check_recording': ('mel/engines.html#check_recording', 'leakmel/mel/engines.py'),
+                                     'leakmel.mel.engines.load_engine': ('mel/engines.html#load_engine', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines.log_mel': ('mel/engines.html#log_mel', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines.no_span': ('mel/engines.html#no_span', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines.open_engine': ('mel/engines.html#open_engine', 'leakmel/mel/engines.py'),

@@ -45,7 +45,7 @@ def given_fields(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     "The fields of a dataclass that were given as options."
     return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
 
-# %% ../nbs/cli.ipynb #704a35b3
+# %% ../nbs/cli.ipynb #6222bf47
 Outcome = tuple[int, dict[str, Any], str]   # exit status, for machines, for people
 
 def run_demo(args: argparse.Namespace) -> Outcome:
@@ -54,26 +54,26 @@ def run_demo(args: argparse.Namespace) -> Outcome:
     from leakmel.core.progress import Progress
     with Progress(args.files, label="demo set", show=_front_end(args)) as bar:
         done = write_demo(args.dir, n_files=args.files, seed=args.seed, faults=args.faults, progress=bar.update)
-    faults = [{"path": f.path, "what": f.what} for f in done.faults]
+    faults = [{"path": show_path(path), "what": what} for path, what in done.faults]
     body = {"root": show_path(done.root), "n_files": done.n_files, "n_bytes": done.n_bytes, "seconds": done.seconds, "splits": done.splits, "faults": faults}
-    return 0, body, "\n".join([repr(done), *(f"  planted: {show_path(f['path'])}: {f['what']}" for f in faults)])
+    return 0, body, "\n".join([repr(done), *(f"  planted: {f['path']}: {f['what']}" for f in faults)])
 
 def run_scan(args: argparse.Namespace) -> Outcome:
     "List a data folder."
     from leakmel.audio.manifest import scan
     from leakmel.core.errors import REJECT_CODES
     manifest = scan(args.root, split=args.split, content=args.content)
-    problems = [dict(kind=r.kind, path=r.path, message=r.message) for r in manifest.problems.itertuples()]
+    problems = manifest.problems.to_dict("records")
     lost = [p for p in problems if p["kind"] in REJECT_CODES]
     lines = [repr(manifest)]
-    for split, counts in manifest.counts().items(): lines.append(f"  {split}: " + ", ".join(f"{show_path(n)} {k:,}" for n, k in counts.items()))
+    lines += [f"  {split}: " + ", ".join(f"{show_path(n)} {k:,}" for n, k in counts.items()) for split, counts in manifest.counts().items()]
     lines += [f"  {p['kind']}: {p['path']}: {p['message']}" for p in problems[:args.most]]
     if len(problems) > args.most: lines.append(f"  and {len(problems) - args.most:,} more (--most N, --json for all)")
     body = {"root": show_path(manifest.root), "found": len(manifest), "label_names": [show_path(n) for n in manifest.label_names],
             "counts": manifest.counts(), "problems": problems, "would_be_rejected": len(lost)}
     return (1 if lost else 0), body, "\n".join(lines)
 
-# %% ../nbs/cli.ipynb #b6ad3f67
+# %% ../nbs/cli.ipynb #eba9a79d
 def run_build(args: argparse.Namespace) -> Outcome:
     "Build one split, or all."
     from leakmel.dataset.pipeline import build, build_all
@@ -90,8 +90,9 @@ def run_build(args: argparse.Namespace) -> Outcome:
 def _build_text(result: Any) -> str:
     "A built data set in a few lines."
     from collections import Counter
-    lines = [f"{show_path(result.path)}", f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
-             f"  {result.seconds:.2f} s from listing to published file, {result.files_per_s:,.0f} files/s end to end (start-up {result.start_up_s:.2f} s apart)",
+    lines = [show_path(result.path), f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
+             f"  {result.seconds:.2f} s from listing to published file (imports of {result.start_up_s:.2f} s apart)",
+             f"  {result.files_per_s:,.0f} files/s end to end",
              f"  {result.verified.verdict}"]
     lines += [f"  rejected: {n:,} x {code}" for code, n in Counter(r.code for r in result.rejections).most_common()]
     return "\n".join(lines)
@@ -107,7 +108,7 @@ def _front_end(args: argparse.Namespace) -> str:
     "Where progress is drawn: nowhere for machines."
     return "none" if args.json or args.quiet else "auto"
 
-# %% ../nbs/cli.ipynb #7b9435f9
+# %% ../nbs/cli.ipynb #5052ab23
 def _count_or_all(text: str) -> int | None:
     "A number, or None for `all`."
     if text == "all": return None
@@ -157,7 +158,7 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     p.add_argument("--engine", default="auto", choices=["auto", *ENGINES], help="what computes (default auto)")
     p.add_argument("--mode", default="auto", choices=MODES, help="how recordings reach the engine (default auto)")
     p.add_argument("--check", type=_count_or_all, default=64, metavar="N", help="rows recomputed in float64 before publishing, or all (default 64)")
-    add_field_options(p, MelSpec, "features: they decide what is in the data set; what is not given is as in the preset, rate and length as in the data", show_defaults=False)
+    add_field_options(p, MelSpec, "features: what is in the data set (not given: as in the preset, rate and length as in the data)", show_defaults=False)
     add_field_options(p, PipelineConfig, "speed: never changes the data set")
 
 def _add_verify(p: argparse.ArgumentParser) -> None:

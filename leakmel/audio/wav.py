@@ -7,13 +7,17 @@ __all__ = ['MACHINE_FAULTS', 'OPEN_FLAGS', 'HEADER_BYTES', 'MAX_CHUNKS', 'MAX_CH
            'read_error', 'open_regular', 'canonical_header', 'WavHeader', 'parse_header', 'digest_of', 'Recording',
            'read_open_wav', 'read_wav']
 
-# %% ../../nbs/audio/wav.ipynb #721b6451
+# %% ../../nbs/audio/wav.ipynb #3597598f
 import errno, os, stat, struct
 from dataclasses import dataclass
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..core.errors import MachineError, RecordingError
+
+if TYPE_CHECKING: from typing_extensions import Buffer
 
 # %% ../../nbs/audio/wav.ipynb #f377a332
 MACHINE_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ENOSPC, errno.ENODEV, errno.ESTALE, errno.ENOTCONN})
@@ -137,15 +141,15 @@ def _ds64_data_size(body: bytes, at: int) -> int:
     if len(body) < 16: raise RecordingError("not_wav", "ds64 chunk too short", offset=at)
     return struct.unpack("<QQ", body)[1]
 
-# %% ../../nbs/audio/wav.ipynb #b571f5d2
+# %% ../../nbs/audio/wav.ipynb #11e4070b
 DIGEST_ALGORITHM = "xxh3-128"
 
 def digest_of(
-    data: bytes | bytearray | memoryview | np.ndarray,  # contiguous bytes
-) -> str:                                               # 32 hexadecimal digits
+    data: "Buffer | np.ndarray",   # contiguous
+) -> str:                        # 32 hexadecimal digits
     "xxh3-128 of some bytes."
     import xxhash
-    return xxhash.xxh3_128_hexdigest(data)
+    return xxhash.xxh3_128_hexdigest(data.data if isinstance(data, np.ndarray) else data)
 
 # %% ../../nbs/audio/wav.ipynb #4380126b
 @dataclass(frozen=True, repr=False)

@@ -64,7 +64,9 @@ def field_choices(
     found = {f.name: next((h for h in (hints[f.name], *typing.get_args(hints[f.name])) if typing.get_origin(h) is typing.Literal), None) for f in fields(cls)}
     return {name: typing.get_args(h) for name, h in found.items() if h is not None}
 
-# %% ../../nbs/core/parameters.ipynb #e85313f6
+# %% ../../nbs/core/parameters.ipynb #c3a65e9d
+_KIND_WORDS: dict[type | None, str] = {None: "None", str: "text", int: "a whole number", float: "a number", bool: "True or False"}
+
 def _fits(value: Any, kind: type) -> bool:
     "Whether a value is of a plain type."
     if kind is float: return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -80,8 +82,7 @@ def check_types(
     for name, value in values.items():
         allowed = kinds[name]
         if value is None and None in allowed or any(k is not None and _fits(value, k) for k in allowed): continue
-        said = " or ".join("None" if k is None else {"str": "text", "int": "a whole number", "float": "a number", "bool": "True or False"}[k.__name__] for k in allowed)
-        wrong.append(f"{name} must be {said}, got {value!r}")
+        wrong.append(f"{name} must be {' or '.join(_KIND_WORDS[k] for k in allowed)}, got {value!r}")
     if wrong: raise UsageError("; ".join(wrong))
 
 # %% ../../nbs/core/parameters.ipynb #8210b63a

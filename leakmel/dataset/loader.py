@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['Facts', 'Slot', 'Disagreement', 'BatchReader', 'follow_data', 'disagreement']
 
-# %% ../../nbs/dataset/loader.ipynb #58a6e19c
+# %% ../../nbs/dataset/loader.ipynb #b52da6a5
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from ..core.errors import DataError, MachineError, RecordingError
 from .schema import Rejected
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/loader.ipynb #c56c8275
+# %% ../../nbs/dataset/loader.ipynb #e5796dc6
 @dataclass
 class Facts:
     "What reading taught about one recording."
@@ -45,10 +46,11 @@ class Slot:
         self.moments = np.zeros((n_files, 5))
         self.head = np.zeros((n_files, HEADER_BYTES), np.uint8)
         self._wide: np.ndarray | None = None
-        self._views = [[memoryview(h), memoryview(x).cast("B"), bytearray(1)] for h, x in zip(self.head, self.samples)]
+        # per row: header, samples, and one byte more, by which a longer file is seen
+        self._views: list[list[Any]] = [[h.data, x.data.cast("B"), bytearray(1)] for h, x in zip(self.head, self.samples)]
         self.begin(None, 0, 0, 0)
 
-    def begin(self, job: object, batch: int, first: int, n: int) -> None:
+    def begin(self, job: Any, batch: int, first: int, n: int) -> None:
         "Take on candidates first ... first + n of a job."
         self.job, self.batch, self.first, self.n = job, batch, first, n
         self.wide_rows = False
@@ -113,7 +115,7 @@ def _read_any(path: bytes, size: int, spec: MelSpec, follows: Collection[str]) -
 class Disagreement(DataError):
     "Recordings of different rate or length where the spec was to follow them."
 
-# %% ../../nbs/dataset/loader.ipynb #3203276c
+# %% ../../nbs/dataset/loader.ipynb #fc7bf394
 class BatchReader:
     "Reads batches of one listing into slots; shared by all reader threads."
 
@@ -146,7 +148,7 @@ class BatchReader:
         if self.listing.label_ids[k] < 0: raise RecordingError("no_label", "lies in no label folder")
         path = self.base + self.listing.paths[k]
         if self.listing.sizes[k] == self.size and _read_canonical(path, slot._views[i], self.header, slot.head[i]):
-            return Facts(self.spec.sample_rate, self.spec.n_samples, 1, "pcm16", "ok", digest_of(slot._views[i][1]))
+            return Facts(self.spec.sample_rate, self.spec.n_samples, 1, "pcm16", "ok", digest_of(slot.samples[i]))
         row, facts = _read_any(path, int(self.listing.sizes[k]), self.spec, self.follows)
         if facts.whole: slot.samples[i] = row
         else:
@@ -154,7 +156,7 @@ class BatchReader:
             slot.widen(i, row)
         return facts
 
-# %% ../../nbs/dataset/loader.ipynb #329e4ce2
+# %% ../../nbs/dataset/loader.ipynb #63fa1644
 def _rate_and_length(path: bytes) -> tuple[int, int] | None:
     "Rate in Hz and samples per channel by the header, None for what cannot be read."
     try: fd, n_file = open_regular(path)
@@ -180,9 +182,8 @@ def disagreement(
 ) -> Disagreement:         # to be raised
     "The error for recordings of different rate or length: how many of each, and what to do."
     listings = list(listings)
-    kinds = Counter(_rate_and_length(x.full_path(k)) for x in listings for k in range(len(x)) if x.label_ids[k] >= 0)
-    kinds.pop(None, None)
+    kinds = Counter(kind for x in listings for k in range(len(x)) if x.label_ids[k] >= 0 and (kind := _rate_and_length(x.full_path(k))))
     shown = "; ".join(f"{n:,} of {length / rate:g} s at {rate} Hz" for (rate, length), n in kinds.most_common(6))
     rate, length = kinds.most_common(1)[0][0]
-    return Disagreement("the recordings differ in rate or length, so the spec cannot follow them", path=listings[0].folder, found=shown,
-                        remedy=f"say what you want, for example sample_rate={rate} and duration_s={length / rate:g} (others are then resampled, cut or padded by the spec's rules)")
+    remedy = f"say what you want, for example sample_rate={rate} and duration_s={length / rate:g}; others are then resampled, cut or padded by the spec's rules"
+    return Disagreement("the recordings differ in rate or length, so the spec cannot follow them", path=listings[0].folder, found=shown, remedy=remedy)

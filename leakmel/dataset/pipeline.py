@@ -6,12 +6,12 @@
 __all__ = ['log', 'SpecLike', 'MODES', 'BuildResult', 'check_target', 'check_listing', 'resolve_spec', 'job_metadata', 'build',
            'build_all']
 
-# %% ../../nbs/dataset/pipeline.ipynb #c26d90e2
-import json, logging, os, time
+# %% ../../nbs/dataset/pipeline.ipynb #455f5c4e
+import json, logging, os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -21,16 +21,16 @@ import numpy as np
 
 from ..audio.manifest import Listing, Manifest, scan, split_folders
 from ..audio.quality import quality
-from ..core.errors import DataError, LeakmelError, OutputError, UsageError, VerifyError, show_path
+from ..core.errors import DataError, OutputError, UsageError, VerifyError, show_path
 from ..core.monitor import Monitor, machine_facts, mean, peak
 from ..core.progress import Progress
 from ..core.timeline import Timeline, write_timeline
 from .loader import Disagreement, disagreement, follow_data
 from .ring import Job, PipelineConfig, Ring, Workers, plan_workers
-from .schema import FILE_COLUMNS, Metadata, Rejected, byte_column, data_set_name, name_columns, root_attributes
+from .schema import Metadata, Rejected, byte_column, data_set_name, name_columns, root_attributes
 from .verify import VerifyReport, verify
 from .writer import OutputLock, RowFile, require_space
-from ..mel.engines import Engine, open_engine
+from ..mel.engines import Engine, load_engine, open_engine
 from ..mel.spec import MelSpec
 
 if TYPE_CHECKING: import pandas as pd
@@ -68,7 +68,7 @@ class BuildResult:
         return (f"BuildResult({self.path.name}: {self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files, "
                 f"{self.seconds:.2f} s, {self.files_per_s:,.0f} files/s end to end; {self.verified.verdict})")
 
-# %% ../../nbs/dataset/pipeline.ipynb #8f349ff3
+# %% ../../nbs/dataset/pipeline.ipynb #597f27b3
 def check_target(
     target: Path,   # final name of the data set
     root: Path,     # data folder
@@ -77,7 +77,8 @@ def check_target(
     folder = target.parent
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(root)):
         raise OutputError("the output lies inside the data folder", path=target, remedy="choose a folder beside it")
-    if target.is_dir(): raise OutputError("the output is a folder, a file name is needed", path=target, remedy=f"for example {show_path(target / 'TRAINING_DATASET.H5')}")
+    if target.is_dir():
+        raise OutputError("the output is a folder, a file name is needed", path=target, remedy=f"for example {show_path(target / 'TRAINING_DATASET.H5')}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -94,14 +95,15 @@ def check_listing(
     if not manifest.label_names:
         raise DataError("no label folders", path=listing.folder, found=f"{len(listing)} recordings side by side", expected="one folder per label")
     missing = set(range(len(manifest.label_names))) - set(np.unique(listing.label_ids).tolist())
-    listed = {x.split for x in manifest.listings}
-    for split, folder in split_folders(manifest.root).items():
+    listed = {x.split: x for x in manifest.listings}
+    for split in split_folders(manifest.root):
         if not missing: return
-        others = next((x for x in manifest.listings if x.split == split), None) if split in listed else scan(manifest.root, split=split).listings[0]
-        if others is not None: missing -= set(np.unique(others.label_ids).tolist())
+        other = listed[split] if split in listed else scan(manifest.root, split=split).listings[0]
+        missing -= set(np.unique(other.label_ids).tolist())
     if missing:
         names = ", ".join(show_path(manifest.label_names[i]) for i in sorted(missing))
-        raise DataError(f"label without recordings in any split: {names}", path=manifest.root, remedy="fill the folder or remove it; it would be a class nobody can learn")
+        raise DataError(f"label without recordings in any split: {names}", path=manifest.root,
+                        remedy="fill the folder or remove it; it would be a class nobody can learn")
 
 # %% ../../nbs/dataset/pipeline.ipynb #ddc67693
 SpecLike = MelSpec | dict[str, Any] | None
@@ -137,7 +139,7 @@ def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Meta
     rejected = tuple(sorted(job.rejected, key=lambda r: r.path))
     return Metadata(job.spec, attributes, job.listing.label_ids[keep].astype(np.int16), columns, job.row_digests[keep], rejected)
 
-# %% ../../nbs/dataset/pipeline.ipynb #afc1ea7a
+# %% ../../nbs/dataset/pipeline.ipynb #752a457f
 @dataclass
 class _Build:
     "What a run of one or more splits shares."
@@ -151,22 +153,22 @@ class _Build:
 
     def publish(self, job: Job) -> None:
         "Complete, check and publish one job; runs in the publisher's thread."
-        span = dict(lane="publisher", split=job.split)
+        def span(stage: str): return self.timeline.span(stage, "publisher", split=job.split)
         if not job.good.any(): raise _all_rejected(job)
-        with self.timeline.span("publish", **span) as moved:
+        with span("publish") as moved:
             job.file.close_ranks(job.good)
             meta = job_metadata(job, self.engine, self.manifest.label_names)
             job.file.finish(meta)
             if self.config.compression == "gzip": job.file.compress(meta)
             moved.n_files, moved.n_bytes = len(meta.labels), job.file.partial.stat().st_size
-        with self.timeline.span("verify", **span) as moved:
+        with span("verify") as moved:
             report = verify(job.file.partial, root=job.listing.folder, sample=self.check, accounting=False)
             moved.n_files = report.checked
         report.path = os.fspath(job.file.target)
         if not report.ok:
-            raise VerifyError("the rows do not stand up to the check, so nothing was published", path=job.file.target, found="; ".join(report.problems[:3]),
-                              remedy="build again with engine='reference' and report this")
-        with self.timeline.span("publish", **span):
+            raise VerifyError("the rows do not stand up to the check, so nothing was published", path=job.file.target,
+                              found="; ".join(report.problems[:3]), remedy="build again with engine='reference' and report this")
+        with span("publish"):
             if self.config.fsync: job.file.sync()
             job.file.publish(sync=self.config.fsync)
         self.reports[job.split], self.published_s[job.split] = report, self.timeline.now_s()
@@ -175,7 +177,8 @@ def _all_rejected(job: Job) -> DataError:
     "The error for a split in which no recording is good."
     reasons = ", ".join(f"{n:,} {code}" for code, n in Counter(r.code for r in job.rejected).most_common())
     first = min(job.rejected, key=lambda r: r.path)
-    return DataError("all recordings were rejected, nothing was written", path=job.listing.folder, found=f"{reasons}; first {show_path(first.path)}: {first.message}",
+    return DataError("all recordings were rejected, nothing was written", path=job.listing.folder,
+                     found=f"{reasons}; first {show_path(first.path)}: {first.message}",
                      remedy="check the recordings (`leakmel scan --content`) and the spec's rules")
 
 # %% ../../nbs/dataset/pipeline.ipynb #735dd0b8
@@ -264,22 +267,25 @@ def _rejected_dict(rejected: Rejected) -> dict[str, str]:
     exact = {} if shown.encode() == rejected.path else {"path_base64": base64.b64encode(rejected.path).decode()}
     return {"path": shown, "code": rejected.code, "message": rejected.message} | exact
 
-# %% ../../nbs/dataset/pipeline.ipynb #a7588245
+# %% ../../nbs/dataset/pipeline.ipynb #f1ad12c2
 def _summary(build: _Build, job: Job, workers: Workers, seconds: float, import_s: float, samples: list[dict]) -> dict[str, Any]:
     "The machine-readable summary of one split."
     from leakmel import __version__
     n, config = len(job.listing), build.config
     written, read = _grown(samples, "disk_written_bytes"), _grown(samples, "disk_read_bytes")
     return {
-        "leakmel_version": __version__, "split": job.listing.split, "span_name": job.split, "path": show_path(job.file.target), "root": show_path(build.manifest.root),
-        "found": n, "rows": int(job.good.sum()), "rejected": len(job.rejected), "rejected_by_code": dict(Counter(r.code for r in job.rejected)),
+        "leakmel_version": __version__, "split": job.listing.split, "span_name": job.split,
+        "path": show_path(job.file.target), "root": show_path(build.manifest.root),
+        "found": n, "rows": int(job.good.sum()), "rejected": len(job.rejected),
+        "rejected_by_code": dict(Counter(r.code for r in job.rejected)),
         "status_counts": dict(Counter(s for _, s in job.unusual.values())), "label_names": [show_path(x) for x in build.manifest.label_names],
         "seconds": seconds, "files_per_s": n / seconds, "start_up_s": import_s, "source_bytes": int(job.listing.sizes.sum()),
         "file_bytes": job.file.target.stat().st_size, "engine": build.engine.identity, "device": build.engine.device,
         "fingerprint": job.spec.fingerprint(build.engine.identity), "spec": job.spec.to_dict(), "pipeline": asdict(config) | asdict(workers),
         "verified": build.reports[job.split].to_dict(),
-        "peak_rss_bytes": peak(samples, "rss_bytes"), "mean_rss_bytes": mean(samples, "rss_bytes"), "peak_vram_bytes": peak(samples, "vram_bytes"),
-        "mean_vram_bytes": mean(samples, "vram_bytes"), "mean_cpu_percent": mean(samples, "cpu_percent"), "mean_gpu_percent": mean(samples, "gpu_percent"),
+        "peak_rss_bytes": peak(samples, "rss_bytes"), "mean_rss_bytes": mean(samples, "rss_bytes"),
+        "peak_vram_bytes": peak(samples, "vram_bytes"), "mean_vram_bytes": mean(samples, "vram_bytes"),
+        "mean_cpu_percent": mean(samples, "cpu_percent"), "mean_gpu_percent": mean(samples, "gpu_percent"),
         "disk_read_bytes": read, "disk_written_bytes": written, "machine": build.timeline.meta.get("machine"),
     }
 
@@ -288,16 +294,14 @@ def _grown(samples: list[dict], key: str) -> int | None:
     values = [s[key] for s in samples if s.get(key) is not None]
     return values[-1] - values[0] if len(values) > 1 else None
 
-# %% ../../nbs/dataset/pipeline.ipynb #c25c4c5e
+# %% ../../nbs/dataset/pipeline.ipynb #70998448
 MODES = ("auto", "stream")   # how recordings reach the slots
 
 def _prepare(root: str | os.PathLike, engine: str, mode: str, split: str | None, manifest: Manifest | None) -> tuple[Timeline, float, Manifest]:
     "Load the engine's packages, then list; returns timeline, time at which listing began, and manifest."
     if mode not in MODES: raise UsageError("unknown mode", found=repr(mode), expected=" or ".join(MODES))
     timeline = Timeline()
-    if engine in ("auto", "torch"):
-        try: import leakmel.mel.torch_engine   # noqa: F401 (imports are not part of the job; opening the engine is)
-        except ImportError: pass   # noqa: SIM105 (open_engine says what is missing, or takes another)
+    load_engine(engine)      # imports are not part of the job; opening the engine is
     timeline.spans.append(_start_up(timeline, "imports"))
     listed_s = timeline.now_s()
     return timeline, listed_s, scan(root, split=split) if manifest is None else manifest

@@ -89,13 +89,13 @@ class MelDataset:
         counts = ", ".join(f"{n} {int((self.labels == i).sum()):,}" for i, n in enumerate(self.class_names))
         return f"MelDataset({show_path(self.path.name)}: {len(self):,} rows of {self.mels.shape[1:]}, {counts})"
 
-# %% ../../nbs/dataset/reader.ipynb #501b874d
+# %% ../../nbs/dataset/reader.ipynb #110bd3bb
 def _files_table(ds: MelDataset) -> "pd.DataFrame":
     "The columns of /files with text decoded."
     import pandas as pd
     names = np.array(ds.class_names, dtype=object)
     table: dict[str, Any] = {}
-    for name in ds.file["files"] if "files" in ds.file else []:
+    for name in ds.file.get("files", ()):
         values = ds.file[f"files/{name}"][:]
         table[name] = [os.fsdecode(v) for v in values.tolist()] if values.dtype.kind == "S" else values
     order = ["path", *[n for n in table if n != "path"]] if "path" in table else list(table)

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['BATCH_FILES', 'PipelineConfig', 'Workers', 'slot_bytes', 'plan_workers', 'Job', 'Ring']
 
-# %% ../../nbs/dataset/ring.ipynb #c8c01369
+# %% ../../nbs/dataset/ring.ipynb #c52036d7
 import os, threading
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import numpy as np
@@ -48,7 +48,7 @@ class PipelineConfig:
         if self.max_bytes_in_flight < 1: raise UsageError("max_bytes_in_flight must be at least 1", found=self.max_bytes_in_flight)
         if not self.monitor_interval_s >= 0: raise UsageError("monitor_interval_s must be 0 or more", found=self.monitor_interval_s)
 
-# %% ../../nbs/dataset/ring.ipynb #0607eeb1
+# %% ../../nbs/dataset/ring.ipynb #3512f6cb
 @dataclass(frozen=True)
 class Workers:
     "The numbers a build really uses."
@@ -76,7 +76,8 @@ def plan_workers(
     slots = config.slots or read + compute + 2
     room = config.max_bytes_in_flight // slot_bytes(spec)      # recordings that may be in flight
     if room < 1:
-        raise UsageError("max_bytes_in_flight holds not even one recording", found=config.max_bytes_in_flight, expected=f"at least {slot_bytes(spec):,}")
+        raise UsageError("max_bytes_in_flight holds not even one recording", found=config.max_bytes_in_flight,
+                         expected=f"at least {slot_bytes(spec):,}")
     per_batch = min(per_batch, max(1, n_files), room)
     slots = max(1, min(slots, room // per_batch))
     if slots < 3 and config.files_per_batch is None: per_batch, slots = max(1, room // 3), min(3, room)
@@ -121,7 +122,7 @@ class Job:
         self.digests[k], self.row_digests[k] = facts.digest, digest_of(row)
         if (facts.encoding, facts.status) != ("pcm16", "ok"): self.unusual[k] = facts.encoding, facts.status
 
-# %% ../../nbs/dataset/ring.ipynb #6c122a15
+# %% ../../nbs/dataset/ring.ipynb #4f9b4580
 class Ring:
     "Runs the batches of some jobs through readers, engine threads and one writer."
 
@@ -209,10 +210,7 @@ class Ring:
     def _compute(self, lane: str) -> None:
         "Compute in filled slots."
         while (slot := self._take(self._filled, "queue.compute")) is not None and not self._stopping.is_set():
-            job: Job = slot.job
-            def span(stage: str):
-                return self.timeline.span(stage, lane, split=job.split, batch=slot.batch)   # noqa: B023 (used before the next slot)
-            with span("compute") as moved:
+            with self.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
                 slot.moments[:slot.n] = self.engine.run(slot.input, slot.mels[:slot.n])
                 whole = [i for i, f in enumerate(slot.facts) if f is not None and f.whole] if slot.wide_rows else []
                 if whole: slot.moments[whole] = moments_of(slot.samples[whole])
@@ -228,7 +226,7 @@ class Ring:
         for job in self.jobs:
             if len(job.listing) == 0: self._publish.put(job)
         while (slot := self._take(self._computed, "queue.write")) is not None and not self._stopping.is_set():
-            job: Job = slot.job
+            job = slot.job
             with self.timeline.span("write", lane, split=job.split, batch=slot.batch) as moved:
                 moved.n_files, moved.n_bytes = slot.n, job.take(slot)
             self._free.put(slot)
@@ -254,5 +252,6 @@ def _as_ours(error: BaseException) -> BaseException:
     "An error of a thread as one of leakmel's, where the machine is at fault."
     if isinstance(error, MemoryError): return MachineError("out of memory", remedy="lower files_per_batch, slots or max_bytes_in_flight")
     if isinstance(error, OSError) and not isinstance(error, LeakmelError):
-        return OutputError(f"the data set could not be written ({os.strerror(error.errno or 0)})", path=error.filename, remedy="mend the target and build again")
+        return OutputError(f"the data set could not be written ({os.strerror(error.errno or 0)})", path=error.filename,
+                           remedy="mend the target and build again")
     return error

@@ -6,8 +6,8 @@
 __all__ = ['DEMO_FILES', 'build_kinds', 'spec_changes', 'pipeline_config', 'runs_folder', 'find_data', 'RunPlan', 'plan_run',
            'execute', 'write_summary', 'describe_run']
 
-# %% ../../nbs/dataset/runs.ipynb #a4acbf73
-import json, os
+# %% ../../nbs/dataset/runs.ipynb #050d6891
+import json, math, os
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -23,10 +23,11 @@ from .schema import data_set_name
 from ..mel.engines import open_engine
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/runs.ipynb #ebdcc7f1
+# %% ../../nbs/dataset/runs.ipynb #3f9173a8
 def build_kinds() -> Kinds:
     "Names and types of the parameters of build.ipynb."
-    own: Kinds = {"data_root": (str, None), "split": (str,), "out": (str, None), "preset": (str,), "engine": (str,), "mode": (str,), "check": (int, None)}
+    own: Kinds = {"data_root": (str, None), "split": (str,), "out": (str, None), "preset": (str,), "engine": (str,), "mode": (str,),
+                  "check": (int, None)}
     spec = {name: (*kinds, None) for name, kinds in field_kinds(MelSpec).items() if name != "preset_name"}
     return own | spec | field_kinds(PipelineConfig)
 
@@ -66,7 +67,7 @@ def find_data(
         done = write_demo(demo, n_files=DEMO_FILES, progress=bar.update)
     return demo, f"no data were named, so a demo set was written ({done.n_files:,} made recordings); set LEAKMEL_DATA or data_root for your own"
 
-# %% ../../nbs/dataset/runs.ipynb #23a01566
+# %% ../../nbs/dataset/runs.ipynb #cc7ac7e6
 @dataclass(frozen=True, repr=False)
 class RunPlan:
     "A build that is about to begin."
@@ -94,13 +95,13 @@ class RunPlan:
         "Pairs of a word and what it stands for, for display."
         n, follow = len(self.manifest), {"sample_rate": "rate", "duration_s": "length"}
         followed = f" ({' and '.join(follow[k] for k in self.follows)} as in the data)" if self.follows else ""
-        n_bytes = n * 2 * int(self.spec.row_shape[0] * self.spec.row_shape[1] * self.spec.row_shape[2] * self.spec.row_shape[3])
+        n_bytes, w = n * 2 * math.prod(self.spec.row_shape), self.workers
         return [("data", f"{show_path(self.data_root)}: {self.data_note}"),
                 ("recordings", f"{n:,}: " + ", ".join(f"{x.split or 'one folder'} {len(x):,}" for x in self.manifest.listings)),
                 ("labels", ", ".join(f"{i} {show_path(name)}" for i, name in enumerate(self.manifest.label_names))),
                 ("spec", repr(self.spec) + followed), ("rows", f"{self.spec.row_shape} float16 dB, about {n_bytes / 1e6:,.1f} MB in all"),
-                ("engine", f"{self.identity}, {self.workers.compute_workers} threads; {self.workers.read_workers} readers, "
-                           f"{self.workers.slots} slots of {self.workers.files_per_batch} recordings ({self.workers.slots * self.workers.files_per_batch * slot_bytes(self.spec) / 1e6:,.0f} MB)"),
+                ("engine", f"{self.identity}, {w.compute_workers} threads; {w.read_workers} readers, {w.slots} slots of {w.files_per_batch} recordings "
+                           f"({w.slots * w.files_per_batch * slot_bytes(self.spec) / 1e6:,.0f} MB)"),
                 ("check", "all rows" if self.check is None else f"{self.check} rows of each data set recomputed in float64 before it is published"),
                 ("to", show_path(self.out))]
 
@@ -108,10 +109,11 @@ class RunPlan:
 
     def _repr_html_(self) -> str:
         from html import escape
-        rows = "".join(f"<tr><th style='text-align:right;vertical-align:top'>{escape(k)}</th><td style='text-align:left'>{escape(v)}</td></tr>" for k, v in self.rows())
+        rows = "".join(f"<tr><th style='text-align:right;vertical-align:top'>{escape(k)}</th><td style='text-align:left'>{escape(v)}</td></tr>"
+                       for k, v in self.rows())
         return f"<table>{rows}</table>"
 
-# %% ../../nbs/dataset/runs.ipynb #bcddd7bb
+# %% ../../nbs/dataset/runs.ipynb #d43089c5
 def plan_run(
     parameters: dict[str, Any],   # as build_kinds lists them
     *,
@@ -122,7 +124,8 @@ def plan_run(
     everything = scan(root)
     split = parameters["split"]
     if not everything.listings[0].split:
-        if split not in ("all", ""): raise UsageError("the folder holds label folders and no splits", path=root, found=f"split={split!r}", remedy="use split='all'")
+        if split not in ("all", ""):
+            raise UsageError("the folder holds label folders and no splits", path=root, found=f"split={split!r}", remedy="use split='all'")
         manifest, split = everything, ""
     else: manifest = everything if split == "all" else scan(root, split=split)
     config, changes = pipeline_config(parameters), spec_changes(parameters)
@@ -130,21 +133,23 @@ def plan_run(
     with open_engine(parameters["engine"], spec, device=config.device) as engine:
         workers, identity = plan_workers(config, spec, engine, max(map(len, manifest.listings))), engine.identity
     out = Path(os.path.abspath(parameters["out"])) if parameters["out"] else _new_folder(split or "all", spec.fingerprint(identity))
-    return RunPlan(root, note, manifest, split, spec, follows, changes, parameters["engine"], identity, workers, config, parameters["mode"], parameters["check"], out)
+    return RunPlan(root, note, manifest, split, spec, follows, changes, parameters["engine"], identity, workers, config,
+                   parameters["mode"], parameters["check"], out)
 
 def _new_folder(split: str, fingerprint: str) -> Path:
     "A name below runs/ that is not taken."
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{split.lower()}-{fingerprint}"
     return next(p for n in range(1000) if not (p := runs_folder() / (name if n == 0 else f"{name}-{n}")).exists())
 
-# %% ../../nbs/dataset/runs.ipynb #fa49a47f
+# %% ../../nbs/dataset/runs.ipynb #765a17af
 def execute(
     plan: RunPlan,
     *,
     progress: str = "auto",
 ) -> list[BuildResult]:
     "Build what was planned and write summary.json."
-    common: dict[str, Any] = dict(spec=plan.changes, engine=plan.engine, mode=plan.mode, pipeline=plan.config, check=plan.check, manifest=plan.manifest, progress=progress)
+    common: dict[str, Any] = dict(spec=plan.changes, engine=plan.engine, mode=plan.mode, pipeline=plan.config, check=plan.check,
+                                  manifest=plan.manifest, progress=progress)
     if plan.split in ("all", ""): results = build_all(plan.data_root, out_dir=plan.out, **common)
     else: results = [build(plan.data_root, split=plan.split, out=plan.targets[0], **common)]
     write_summary(plan.out, results)
@@ -165,6 +170,7 @@ def describe_run(
     path = Path(folder) / "summary.json"
     if not path.is_file(): raise OutputError("this is no folder of a finished run", path=folder, expected="summary.json in it")
     body = json.loads(path.read_text(encoding="utf-8"))
-    lines = [f"{s['path']}\n    {s['rows']:,} rows, {s['rejected']:,} rejected; {s['files_per_s']:,.0f} files/s; {s['verified']['verdict']}" for s in body["splits"]]
+    lines = [f"{s['path']}\n    {s['rows']:,} rows, {s['rejected']:,} rejected; {s['files_per_s']:,.0f} files/s; {s['verified']['verdict']}"
+             for s in body["splits"]]
     notebooks = [f"executed notebook: {show_path(p)}" for p in sorted(Path(folder).glob("*.ipynb"))]
     return "\n".join([*lines, *notebooks, f"summary: {show_path(path)}", "verdict: " + ("all data sets verified" if body["ok"] else "NOT OK")])

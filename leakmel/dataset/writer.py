@@ -6,13 +6,13 @@
 __all__ = ['SPARE_BYTES', 'GZIP_LEVEL', 'CHUNK_BYTES', 'OutputLock', 'require_space', 'reserve', 'rows_offset', 'RowFile',
            'sync_folder', 'compress']
 
-# %% ../../nbs/dataset/writer.ipynb #57e22b1b
+# %% ../../nbs/dataset/writer.ipynb #bdd2b1fd
 import errno, fcntl, os
 from pathlib import Path
 
 import numpy as np
 
-from ..core.errors import OutputError, SpaceError, show_path
+from ..core.errors import OutputError, SpaceError
 from .schema import Metadata, create_rows, new_file, write_metadata
 
 # %% ../../nbs/dataset/writer.ipynb #bc00a5e5
@@ -86,7 +86,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         n = os.pwrite(fd, data, offset)
         data, offset = data[n:], offset + n
 
-# %% ../../nbs/dataset/writer.ipynb #434e58c0
+# %% ../../nbs/dataset/writer.ipynb #85e1c1e6
 class RowFile:
     "A data set on its way: rows by candidate number, then everything around them, then the final name."
 
@@ -111,7 +111,7 @@ class RowFile:
 
     def write(self, first: int, rows: np.ndarray) -> int:
         "Put rows [k, L, S, M, T] float16 at candidates first, first + 1 ...; returns the bytes written."
-        _write_all(self.fd, memoryview(rows).cast("B"), self.offset + first * self.row_bytes)
+        _write_all(self.fd, rows.data.cast("B"), self.offset + first * self.row_bytes)
         return rows.nbytes
 
     def close_ranks(self, good: np.ndarray) -> None:

@@ -29,7 +29,7 @@ def _percent(value: float | None) -> str:
 def _per_second(value: float | None) -> str:
     return NOT_AVAILABLE if value is None else f"{value / 1e6:,.1f} MB/s"
 
-# %% ../../nbs/insight/cards.ipynb #be01c65e
+# %% ../../nbs/insight/cards.ipynb #bc4f0e40
 def split_facts(result: BuildResult) -> list[tuple[str, str]]:
     "What there is to say about one data set."
     s = result.summary
@@ -51,9 +51,10 @@ def run_facts(results: Sequence[BuildResult]) -> list[tuple[str, str]]:
         ("start-up", f"{s['start_up_s']:.2f} s for imports that were not loaded yet, not part of the rates"),
         ("RAM", _pair(s["peak_rss_bytes"], s["mean_rss_bytes"])),
         ("VRAM", _pair(s["peak_vram_bytes"], s["mean_vram_bytes"])),
-        ("CPU", _percent(s["mean_cpu_percent"]) + ("" if s["mean_cpu_percent"] is None else f" of {100 * s['machine']['n_cores']} % (one core is 100 %)")),
+        ("CPU", _percent(s["mean_cpu_percent"]) + ("" if s["mean_cpu_percent"] is None else f" of {100 * s['machine']['n_cores']} %")),
         ("GPU", _percent(s["mean_gpu_percent"])),
-        ("disk", f"read {_per_second(rate(timeline.samples, 'disk_read_bytes'))}, written {_per_second(rate(timeline.samples, 'disk_written_bytes'))} (what reached the device)"),
+        ("disk", f"read {_per_second(rate(timeline.samples, 'disk_read_bytes'))}, "
+                 f"written {_per_second(rate(timeline.samples, 'disk_written_bytes'))} (what reached the device)"),
     ]
 
 # %% ../../nbs/insight/cards.ipynb #27fd7a23

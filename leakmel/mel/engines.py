@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SpanFactory', 'ENGINES', 'AUTO_ORDER', 'no_span', 'Engine', 'ReferenceEngine', 'check_recording', 'self_check',
-           'open_engine', 'log_mel']
+           'load_engine', 'open_engine', 'log_mel']
 
 # %% ../../nbs/mel/engines.ipynb #97b9a59e
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from ..core.errors import EngineError, SpecError, UsageError
 from .reference import compare, reference_log_mel
 from .spec import MelSpec
 
-# %% ../../nbs/mel/engines.ipynb #19b1352b
+# %% ../../nbs/mel/engines.ipynb #268dad37
 SpanFactory = Callable[[str], AbstractContextManager]   # stage name -> context that times its body
 
 def no_span(stage: str) -> AbstractContextManager:
@@ -48,7 +48,7 @@ class Engine(ABC):
     def run(self, samples: np.ndarray, out: np.ndarray, *, span: SpanFactory = no_span) -> np.ndarray:
         "Fill `out` [B, L, S, M, T] (float16 or float32, dB) from `samples` [B, N]; returns the moments [B, 5] float64."
 
-    def close(self) -> None:
+    def close(self) -> None:   # noqa: B027 (an engine that holds nothing has nothing to do)
         "Give back what the engine holds."
 
     def __enter__(self): return self
@@ -91,9 +91,18 @@ def self_check(engine: Engine) -> None:
             raise EngineError(f"engine {engine.identity} does not reproduce the reference on this machine", found=str(verdict),
                               remedy="use another engine (engine='reference' always works) and report this")
 
-# %% ../../nbs/mel/engines.ipynb #42d21b0d
+# %% ../../nbs/mel/engines.ipynb #f32bcde2
 ENGINES = {"torch": ("leakmel.mel.torch_engine", "TorchEngine"), "reference": ("leakmel.mel.engines", "ReferenceEngine")}
 AUTO_ORDER = ("torch", "reference")
+
+def load_engine(
+    name: str,    # "auto" or one of ENGINES
+) -> None:
+    "Import the packages of an engine; one that is not installed is passed over (`open_engine` says so)."
+    for each in AUTO_ORDER if name == "auto" else (name,):
+        try: import_module(ENGINES[each][0])
+        except (ImportError, KeyError): continue
+        return
 
 def open_engine(
     name: str,                  # "auto" or one of ENGINES

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['PRESETS', 'hz_to_mel', 'mel_to_hz', 'mel_corners_hz', 'mel_filterbank', 'MelSpec', 'spec_from_dict']
 
-# %% ../../nbs/mel/spec.ipynb #03c2f6ec
+# %% ../../nbs/mel/spec.ipynb #35830562
 import hashlib, json, math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -176,7 +176,7 @@ def _check_types(spec: MelSpec) -> None:
         if getattr(spec, name) not in allowed:
             raise SpecError(f"{name} is not known", found=repr(getattr(spec, name)), expected=" or ".join(map(repr, allowed)))
 
-# %% ../../nbs/mel/spec.ipynb #c8bf3aad
+# %% ../../nbs/mel/spec.ipynb #c414f250
 def _check_spec(spec: MelSpec) -> None:
     "Refuse settings that cannot give meaningful features."
     _check_types(spec)
@@ -185,7 +185,7 @@ def _check_spec(spec: MelSpec) -> None:
     if not 0 <= spec.f_min_hz < spec.top_hz <= spec.sample_rate / 2:
         raise SpecError("the band limits do not fit", found=f"f_min_hz {spec.f_min_hz:g}, f_max_hz {spec.top_hz:g}",
                         expected=f"0 <= f_min_hz < f_max_hz <= {spec.sample_rate / 2:g} (half the rate)", remedy="change f_min_hz or f_max_hz")
-    spec.grid.shape   # raises where nothing fits
+    _ = spec.grid.shape   # raises where nothing fits
     if spec.n_mels > spec.n_fft + 2:
         raise SpecError("more mel bands than the bins can fill", found=spec.n_mels, remedy=f"use at most {spec.n_fft // 4}, or raise n_fft with its windows")
     empty = np.flatnonzero(spec.filterbank.max(axis=0) <= 0)

@@ -134,7 +134,7 @@ class TorchEngine(Engine):
         space.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
         return space.values if self._index is None else space.values[:, self._index]
 
-# %% ../../nbs/mel/torch_engine.ipynb #6451bdfd
+# %% ../../nbs/mel/torch_engine.ipynb #ccbf5b7f
 class _one_thread:
     "Let torch use one thread in the body, on this thread."
     def __enter__(self):
@@ -148,6 +148,7 @@ def _pick_device(device: str) -> str:
     "The device asked for, if it is there."
     if device == "auto": return "cuda" if torch.cuda.is_available() else "cpu"
     if device.split(":")[0] == "cuda" and not torch.cuda.is_available():
-        raise EngineError("no CUDA device is usable", found=f"torch {torch.__version__}", remedy="use device='cpu', or install a CUDA build of torch and its driver")
+        raise EngineError("no CUDA device is usable", found=f"torch {torch.__version__}",
+                          remedy="use device='cpu', or install a CUDA build of torch and its driver")
     try: return str(torch.device(device))
     except RuntimeError as e: raise EngineError("unknown device", found=repr(device), expected="auto, cpu, cuda or cuda:0") from e
