@@ -18,16 +18,18 @@ from .engines import Engine, SpanFactory, no_span
 from .reference import hann_periodic
 from .spec import MelSpec
 
-# %% ../../nbs/mel/torch_engine.ipynb #73223638
+# %% ../../nbs/mel/torch_engine.ipynb #46aae7fd
 def int16_moments(
     x: torch.Tensor,     # [B, N] int16, on any device
+    wide: torch.Tensor,  # [B or more, N] float64 on the same device: work space
 ) -> torch.Tensor:       # [B, 5] float64 on the CPU
     "The moments of 16-bit recordings."
+    wide = wide[:len(x)].copy_(x)
     if x.device.type == "cpu":
         low, high = torch.from_numpy(x.numpy().min(axis=1)), torch.from_numpy(x.numpy().max(axis=1))
     else:
         low, high = torch.aminmax(x, dim=1)
-    low, high, wide = low.double(), high.double(), x.double()
+    low, high = low.double(), high.double()
     clipped = torch.zeros_like(low)
     loud = torch.maximum(high, -low) >= FULL_SCALE
     if loud.any(): clipped[loud] = (wide[loud].abs() >= FULL_SCALE).sum(dim=1).double()
@@ -47,7 +49,7 @@ def block_files(
     per_file = frames * 4 * (spec.n_fft + 3 * (spec.n_fft // 2 + 1) + spec.n_mels)
     return max(1, (CPU_BLOCK_BYTES if device == "cpu" else CUDA_BLOCK_BYTES) // per_file)
 
-# %% ../../nbs/mel/torch_engine.ipynb #2b0a0dfa
+# %% ../../nbs/mel/torch_engine.ipynb #4f4feb4b
 class _WorkSpace:
     "Reused buffers for one block on one device."
 
@@ -57,14 +59,16 @@ class _WorkSpace:
         def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
         self.samples = {dtype: buffer(n_files, spec.n_samples, dtype=dtype) for dtype in (torch.int16, torch.float32)}
+        self.wide = buffer(n_files, spec.n_samples, dtype=torch.float64)
         self.padded = buffer(n_files, n_padded, spec.n_fft)
         self.frames = self.padded[:, :n_distinct]
         self.spectrum = buffer(n_files, n_padded, n_bins, dtype=torch.complex64)
+        self.parts = torch.view_as_real(self.spectrum)
         self.magnitude = buffer(n_files, n_padded, n_bins)
         self.mels = buffer(n_files, n_padded, spec.n_mels)
         self.values = self.mels[:, :n_distinct]
 
-# %% ../../nbs/mel/torch_engine.ipynb #e1ea05c4
+# %% ../../nbs/mel/torch_engine.ipynb #e33d2b64
 class TorchEngine(Engine):
     "Log-mel features by torch, in float32."
     name = "torch"
@@ -111,7 +115,7 @@ class TorchEngine(Engine):
                 x[:n].copy_(source)
         with span("compute"):
             values = self._features(x, space)
-            moments = int16_moments(x[:n]).numpy() if source.dtype == torch.int16 else moments_of(source.numpy())
+            moments = int16_moments(x[:n], space.wide).numpy() if source.dtype == torch.int16 else moments_of(source.numpy())
         with span("copy_out"):
             n_long, n_short, n_mels, n_frames = self.spec.row_shape
             target.copy_(values[:n].view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
@@ -126,9 +130,8 @@ class TorchEngine(Engine):
             views = x.unfold(1, n_fft, 1)[:, self._starts]
         torch.mul(views, self._windows[x.dtype], out=space.frames)
         torch.fft.rfft(space.padded, out=space.spectrum)
-        parts = torch.view_as_real(space.spectrum)
-        torch.mul(parts[..., 0], parts[..., 0], out=space.magnitude)
-        space.magnitude.addcmul_(parts[..., 1], parts[..., 1])
+        space.parts.square_()      # real and imaginary part side by side: twice as fast as apart
+        torch.add(space.parts[..., 0], space.parts[..., 1], out=space.magnitude)
         if self.spec.power == 1: space.magnitude.sqrt_()
         torch.bmm(space.magnitude, self._bank, out=space.mels)
         space.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
