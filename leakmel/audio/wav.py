@@ -7,8 +7,9 @@ __all__ = ['MACHINE_FAULTS', 'OPEN_FLAGS', 'HEADER_BYTES', 'MAX_CHUNKS', 'MAX_CH
            'read_error', 'open_regular', 'canonical_header', 'WavHeader', 'parse_header', 'digest_of', 'Recording',
            'read_open_wav', 'read_wav']
 
-# %% ../../nbs/audio/wav.ipynb #3597598f
+# %% ../../nbs/audio/wav.ipynb #0f7d8ac0
 import errno, os, stat, struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from typing import TYPE_CHECKING
@@ -64,11 +65,12 @@ def canonical_header(
     return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + n_bytes, b"WAVE", b"fmt ", 16, 1, channels,
                        sample_rate, sample_rate * channels * 2, channels * 2, 16, b"data", n_bytes)
 
-# %% ../../nbs/audio/wav.ipynb #132bd641
+# %% ../../nbs/audio/wav.ipynb #bc2ec94a
 MAX_CHUNKS = 1000
 MAX_CHANNELS = 64
 STREAMED = 0xFFFFFFFF   # the data size of a writer that could not seek back
 _EXTENSIBLE = 0xFFFE
+_GUID_TAIL = bytes.fromhex("800000aa00389b71")   # of the sub-formats that stand for a plain format tag
 _TAGS = {1: "pcm", 3: "float", 6: "alaw", 7: "ulaw", 2: "ms_adpcm", 17: "ima_adpcm"}
 
 @dataclass(frozen=True)
@@ -87,7 +89,9 @@ def _fmt_fields(body: bytes, order: str, at: int) -> tuple[str, int, int, int, i
     "encoding, channels, rate, block align and bits of a `fmt ` chunk."
     if len(body) < 16: raise RecordingError("not_wav", f"format chunk of {len(body)} bytes, at least 16 are needed", offset=at)
     tag, channels, rate, _, align, bits = struct.unpack(order + "HHIIHH", body[:16])
-    if tag == _EXTENSIBLE and len(body) >= 26: tag = struct.unpack(order + "H", body[24:26])[0]
+    if tag == _EXTENSIBLE and len(body) >= 40:
+        plain, *middle = struct.unpack(order + "IHH", body[24:32])
+        if middle == [0, 16] and body[32:40] == _GUID_TAIL: tag = plain    # any other sub-format is libsndfile's affair
     kind = _TAGS.get(tag, f"tag{tag}")
     return f"{kind}{bits}" if kind in ("pcm", "float") else kind, channels, rate, align, bits
 
@@ -110,31 +114,44 @@ def _data_size(claimed: int, start: int, n_file: int) -> int:
     if claimed > there: raise RecordingError("truncated", f"the data chunk ends after {there} of {claimed} bytes", offset=n_file)
     return claimed
 
-# %% ../../nbs/audio/wav.ipynb #f7e04abd
+# %% ../../nbs/audio/wav.ipynb #68c46ced
+def _chunks(
+    fd: int, order: str,
+) -> Iterator[tuple[bytes, int, int]]:   # name, size as claimed, byte offset of the name
+    "The chunks of an open RIFF file."
+    at = 12
+    for _ in range(MAX_CHUNKS):
+        raw = os.pread(fd, 8, at)
+        if len(raw) < 8 or not all(32 <= c < 127 for c in raw[:4]): return
+        size = struct.unpack(order + "I", raw[4:])[0]
+        yield raw[:4], size, at
+        at += 8 + size + (size & 1)
+    if os.pread(fd, 8, at): raise RecordingError("unsupported", f"more than {MAX_CHUNKS} chunks", offset=at)
+
+# %% ../../nbs/audio/wav.ipynb #44b95602
 def parse_header(
     fd: int,       # open file descriptor
     n_file: int,   # bytes in the file
 ) -> WavHeader:
     "Find format and samples of a RIFF, RIFX or RF64 file; raises RecordingError where they cannot be trusted."
-    head = os.pread(fd, 12, 0)
     if n_file == 0: raise RecordingError("empty", "the file has no bytes")
+    head = os.pread(fd, 12, 0)
     if len(head) < 12 or head[:4] not in (b"RIFF", b"RIFX", b"RF64") or head[8:] != b"WAVE":
         raise RecordingError("not_wav", "the file does not start like a WAV file", offset=0)
-    order, at, fmt, data64, fmt_at = (">" if head[:4] == b"RIFX" else "<"), 12, None, None, 0
-    for _ in range(MAX_CHUNKS):
-        raw = os.pread(fd, 8, at)
-        if len(raw) < 8: break
-        size = struct.unpack(order + "I", raw[4:])[0]
-        if raw[:4] == b"ds64": data64 = _ds64_data_size(os.pread(fd, 16, at + 8), at)
-        elif raw[:4] == b"fmt ": fmt, fmt_at = _fmt_fields(os.pread(fd, min(size, 64), at + 8), order, at + 8), at + 8
-        elif raw[:4] == b"data":
+    container, order = head[:4].decode(), ">" if head[:4] == b"RIFX" else "<"
+    fmt, fmt_at, data64, found, at = None, 0, None, None, 12
+    for name, size, at in _chunks(fd, order):
+        if (name == b"fmt " and fmt) or (name == b"data" and found): raise RecordingError("not_wav", f"a second {name.decode().strip()} chunk", offset=at)
+        if name == b"ds64" and container == "RF64": data64 = _ds64_data_size(os.pread(fd, 16, at + 8), at)
+        elif name == b"fmt ": fmt, fmt_at = _fmt_fields(os.pread(fd, min(size, 64), at + 8), order, at + 8), at + 8
+        elif name == b"data":
             if fmt is None: raise RecordingError("not_wav", "samples before a format chunk", offset=at)
+            if container == "RF64" and data64 is None: raise RecordingError("not_wav", "an RF64 file without a ds64 chunk", offset=at)
             _check_format(*fmt, fmt_at)
-            claimed = data64 if data64 is not None and size == STREAMED else size
-            encoding, channels, rate, align, bits = fmt
-            return WavHeader(head[:4].decode(), encoding, rate, channels, bits, align, at + 8, _data_size(claimed, at + 8, n_file))
-        at += 8 + size + (size & 1)
-    raise RecordingError("not_wav", "no data chunk", offset=min(at, n_file))
+            found = at + 8, _data_size(data64 if data64 is not None and size == STREAMED else size, at + 8, n_file)
+    if fmt is None or found is None: raise RecordingError("not_wav", "no data chunk", offset=at)
+    encoding, channels, rate, align, bits = fmt
+    return WavHeader(container, encoding, rate, channels, bits, align, *found)
 
 def _ds64_data_size(body: bytes, at: int) -> int:
     "The 64-bit data size of an RF64 file."
@@ -193,7 +210,7 @@ def _decode_float(fd: int, header: WavHeader, n_file: int) -> np.ndarray:
     except soundfile.SoundFileError as e:
         raise RecordingError("unsupported", f"{header.encoding} is not read by libsndfile here") from e
 
-# %% ../../nbs/audio/wav.ipynb #7456cbec
+# %% ../../nbs/audio/wav.ipynb #8403398e
 def _first_nonfinite(samples: np.ndarray) -> int:
     "Index of the first frame that holds a NaN or infinity, -1 if all are finite."
     bad = ~np.isfinite(samples).all(axis=1)
@@ -207,7 +224,7 @@ def read_open_wav(
     header = parse_header(fd, n_file)
     raw = _read_payload(fd, header)
     if header.encoding == "pcm16":
-        samples = np.frombuffer(raw, dtype=">i2" if header.container == "RIFX" else "<i2")
+        samples = np.frombuffer(raw, ">i2" if header.container == "RIFX" else "<i2", count=len(raw) // 2)
         samples = samples[:len(samples) // header.channels * header.channels].reshape(-1, header.channels).astype(np.int16, copy=False)
     else:
         os.lseek(fd, 0, os.SEEK_SET)
@@ -216,7 +233,7 @@ def read_open_wav(
     if len(samples) == 0: raise RecordingError("empty", "the file holds no complete sample", offset=header.data_start)
     return Recording(samples, header.sample_rate, header.encoding, digest_of(raw))
 
-# %% ../../nbs/audio/wav.ipynb #4670d4d1
+# %% ../../nbs/audio/wav.ipynb #1366f913
 def read_wav(
     path: str | bytes | os.PathLike,
 ) -> Recording:   # samples [n, C]: int16 for 16-bit PCM, else float32
@@ -225,7 +242,9 @@ def read_wav(
     try:
         return read_open_wav(fd, n_file)
     except RecordingError as e:
-        raise RecordingError(e.code, e.message, path=path) from e
+        located = RecordingError(e.code, e.message, path=path)
+        located.offset = e.offset
+        raise located from e
     except OSError as e:
         raise read_error(e, os.fsencode(path)) from e
     finally:

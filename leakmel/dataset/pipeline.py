@@ -37,7 +37,7 @@ if TYPE_CHECKING: import pandas as pd
 
 log = logging.getLogger("leakmel")
 
-# %% ../../nbs/dataset/pipeline.ipynb #a535ba88
+# %% ../../nbs/dataset/pipeline.ipynb #185277ef
 @dataclass(frozen=True, repr=False)
 class BuildResult:
     "A published data set and how it came about."
@@ -52,6 +52,7 @@ class BuildResult:
     timeline_path: Path
     summary: dict[str, Any]             # for machines: what FILE.report.json holds
     timeline: Timeline                  # of the whole run, all splits built together
+    run_s: float                        # listing to the last published file of the run
 
     @property
     def files_per_s(self) -> float:
@@ -139,7 +140,7 @@ def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Meta
     rejected = tuple(sorted(job.rejected, key=lambda r: r.path))
     return Metadata(job.spec, attributes, job.listing.label_ids[keep].astype(np.int16), columns, job.row_digests[keep], rejected)
 
-# %% ../../nbs/dataset/pipeline.ipynb #752a457f
+# %% ../../nbs/dataset/pipeline.ipynb #494db1a8
 @dataclass
 class _Build:
     "What a run of one or more splits shares."
@@ -148,8 +149,9 @@ class _Build:
     config: PipelineConfig
     check: int | None
     timeline: Timeline
-    reports: dict[str, VerifyReport]
-    published_s: dict[str, float]
+    listed_s: float                      # when listing began, on the timeline's clock
+    reports: dict[str, VerifyReport]     # by split, of published data sets
+    published_s: dict[str, float]        # by split, on the timeline's clock
 
     def publish(self, job: Job) -> None:
         "Complete, check and publish one job; runs in the publisher's thread."
@@ -215,7 +217,7 @@ def _row_files(targets: list[tuple[Listing, Path]], spec: MelSpec) -> Iterator[l
             stack.callback(files[-1].abort)
         yield files
 
-# %% ../../nbs/dataset/pipeline.ipynb #08657ac4
+# %% ../../nbs/dataset/pipeline.ipynb #f0e53efd
 def _build_targets(
     manifest: Manifest, targets: list[tuple[Listing, Path]], spec: SpecLike, engine: str, config: PipelineConfig,
     check: int | None, timeline: Timeline, listed_s: float, progress: str,
@@ -228,7 +230,7 @@ def _build_targets(
     resolved, follows = resolve_spec(spec, listings)
     with open_engine(engine, resolved, device=config.device) as opened:
         workers = plan_workers(config, resolved, opened, max(map(len, listings)))
-        build = _Build(manifest, opened, config, check, timeline, {}, {})
+        build = _Build(manifest, opened, config, check, timeline, listed_s, {}, {})
         timeline.meta |= {"engine": opened.identity, "device": opened.device, "workers": asdict(workers), "machine": machine_facts()}
         with _row_files(targets, resolved) as files, ExitStack() as watched:
             if config.monitor_interval_s: watched.enter_context(Monitor(timeline, config.monitor_interval_s))
@@ -243,7 +245,7 @@ def _start_up(timeline: Timeline, lane: str):
     from leakmel.core.timeline import Span
     return Span("start_up", lane, 0.0, timeline.now_s())
 
-# %% ../../nbs/dataset/pipeline.ipynb #8447c138
+# %% ../../nbs/dataset/pipeline.ipynb #e608ce17
 def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -> BuildResult:
     "The result of a published job; writes report and timeline beside the data set."
     timeline, target, report = build.timeline, job.file.target, build.reports[job.split]
@@ -258,7 +260,7 @@ def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -
     body = summary | {"created_at_utc": datetime.now(UTC).isoformat(timespec="seconds"), "rejected_files": [_rejected_dict(r) for r in job.rejected]}
     target.with_name(target.name + ".report.json").write_text(json.dumps(body, indent=1, default=str) + "\n", encoding="utf-8")
     return BuildResult(target, job.split, int(job.good.sum()), len(job.listing), tuple(sorted(job.rejected, key=lambda r: r.path)),
-                       seconds, import_s, report, timeline_path, summary, timeline)
+                       seconds, import_s, report, timeline_path, summary, timeline, max(build.published_s.values()) - build.listed_s)
 
 def _rejected_dict(rejected: Rejected) -> dict[str, str]:
     "A rejected file for JSON; a path that is not plain text is there in base64 too."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DEMO_FILES', 'build_kinds', 'spec_changes', 'pipeline_config', 'runs_folder', 'find_data', 'RunPlan', 'plan_run',
-           'execute', 'write_summary', 'describe_run']
+           'execute', 'run_summary', 'write_summary', 'describe_run']
 
 # %% ../../nbs/dataset/runs.ipynb #050d6891
 import json, math, os
@@ -141,7 +141,7 @@ def _new_folder(split: str, fingerprint: str) -> Path:
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{split.lower()}-{fingerprint}"
     return next(p for n in range(1000) if not (p := runs_folder() / (name if n == 0 else f"{name}-{n}")).exists())
 
-# %% ../../nbs/dataset/runs.ipynb #765a17af
+# %% ../../nbs/dataset/runs.ipynb #d6542ef0
 def execute(
     plan: RunPlan,
     *,
@@ -155,12 +155,17 @@ def execute(
     write_summary(plan.out, results)
     return results
 
+def run_summary(results: list[BuildResult]) -> dict[str, Any]:
+    "The whole of a run that built some splits together, and each of them."
+    seconds, found = results[0].run_s, sum(r.found for r in results)
+    return {"ok": all(r.verified.ok for r in results), "found": found, "rows": sum(r.rows for r in results),
+            "rejected": sum(len(r.rejections) for r in results), "seconds": seconds, "files_per_s": found / seconds,
+            "splits": [r.summary for r in results]}
+
 def write_summary(folder: Path, results: list[BuildResult]) -> Path:
     "Write summary.json of a run."
-    body = {"ok": all(r.verified.ok for r in results), "found": sum(r.found for r in results), "rows": sum(r.rows for r in results),
-            "rejected": sum(len(r.rejections) for r in results), "splits": [r.summary for r in results]}
     path = folder / "summary.json"
-    path.write_text(json.dumps(body, indent=1, default=str) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(run_summary(results), indent=1, default=str) + "\n", encoding="utf-8")
     return path
 
 def describe_run(

@@ -6,10 +6,11 @@
 __all__ = ['SCHEMA_VERSION', 'ROWS', 'LABELS', 'LIBVER', 'FILE_COLUMNS', 'data_set_name', 'byte_column', 'Rejected',
            'name_columns', 'config_json', 'root_attributes', 'create_rows', 'new_file', 'Metadata', 'write_metadata']
 
-# %% ../../nbs/dataset/schema.ipynb #027fa376
+# %% ../../nbs/dataset/schema.ipynb #c4e85cc5
 import json, os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -77,7 +78,7 @@ def root_attributes(
             "labels_json": json.dumps(shown), "label2id_json": json.dumps({n: i for i, n in enumerate(shown)}), "complete": True,
             "NX_class": "NXdata", "signal": ROWS, "axes": [".", "long_start_s", "short_start_s", "mel_hz", "."]}
 
-# %% ../../nbs/dataset/schema.ipynb #03507e3e
+# %% ../../nbs/dataset/schema.ipynb #5da4799f
 def create_rows(
     file: h5py.File,                  # new and empty
     shape: tuple[int, ...],           # B, L, S, M, T
@@ -93,8 +94,9 @@ def create_rows(
     return int(rows.get_offset())
 
 def new_file(path: str | os.PathLike) -> h5py.File:
-    "An empty HDF5 file in the format of the data sets."
-    return h5py.File(path, "w", libver=LIBVER, track_order=False)
+    "An empty HDF5 file in the format of the data sets, in place of what was there."
+    Path(path).unlink(missing_ok=True)      # never written through a link that somebody laid there
+    return h5py.File(path, "x", libver=LIBVER, track_order=False)
 
 # %% ../../nbs/dataset/schema.ipynb #87fc5474
 @dataclass(frozen=True)

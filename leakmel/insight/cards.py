@@ -29,7 +29,7 @@ def _percent(value: float | None) -> str:
 def _per_second(value: float | None) -> str:
     return NOT_AVAILABLE if value is None else f"{value / 1e6:,.1f} MB/s"
 
-# %% ../../nbs/insight/cards.ipynb #bc4f0e40
+# %% ../../nbs/insight/cards.ipynb #28fa4471
 def split_facts(result: BuildResult) -> list[tuple[str, str]]:
     "What there is to say about one data set."
     s = result.summary
@@ -46,7 +46,10 @@ def split_facts(result: BuildResult) -> list[tuple[str, str]]:
 def run_facts(results: Sequence[BuildResult]) -> list[tuple[str, str]]:
     "What there is to say about the run."
     s, timeline = results[0].summary, results[0].timeline
+    found, seconds = sum(r.found for r in results), results[0].run_s
     return [
+        *([("speed", f"{found / seconds:,.0f} files/s end to end: {found:,} files in {seconds:.2f} s; splits overlap, so their times do not add up")]
+          if len(results) > 1 else []),
         ("engine", f"{s['engine']}, fingerprint {s['fingerprint']}"),
         ("start-up", f"{s['start_up_s']:.2f} s for imports that were not loaded yet, not part of the rates"),
         ("RAM", _pair(s["peak_rss_bytes"], s["mean_rss_bytes"])),

@@ -1,0 +1,64 @@
+# Everything goes through .venv, which `make` sets up by itself and refreshes when a file named in SETUP changes.
+PYTHON ?= python3
+BIN    := .venv/bin
+SETUP  := settings.ini setup.py pyproject.toml
+READY  := .venv/.ready
+
+# Notebooks that people and papermill run; pytest runs them on small data, nbdev_test leaves them out.
+RUN_NOTEBOOKS := build train predict benchmark explore dashboard
+empty :=
+SKIP  := ^([_.]|out.*\.ipynb|($(subst $(empty) $(empty),|,$(RUN_NOTEBOOKS)))\.ipynb)
+# A library notebook may share its name with a run notebook (nbs/learn/train.ipynb): these are named one by one.
+NAMESAKES := $(wildcard $(foreach name,$(RUN_NOTEBOOKS),nbs/*/$(name).ipynb))
+WORKERS ?= 2
+
+# Folders are handed on through the environment as they were typed: blanks and dollars included.
+override DATA := $(value DATA)
+override OUT  := $(value OUT)
+export DATA OUT
+
+.DEFAULT_GOAL := help
+.PHONY: help build test lab docs export clean setup
+.SUFFIXES:
+
+help: ## print this list
+	@awk -F ': .*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "  make build DATA=folder OUT=folder    your recordings: a folder of splits, or of label folders"
+	@echo "  make test PYTHON=python3.12          another interpreter for a new .venv"
+
+setup: $(READY) ## set up .venv, if it is not there or out of date
+
+$(READY): $(SETUP)
+	@command -v "$(PYTHON)" >/dev/null || { echo "make: $(PYTHON) was not found. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is $$("$(PYTHON)" -V 2>&1); Python 3.11 or newer is needed. Name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) cannot make virtual environments: its venv module is missing. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -c 'import pip' 2>/dev/null || { echo "setting up .venv (a few minutes the first time)" && "$(PYTHON)" -m venv --clear .venv; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' || { echo "make: the set-up did not finish; the cause stands above. It needs the package index once; run the same command again to go on" >&2; exit 1; }
+	@touch $@
+
+build: $(READY) ## build verified data sets, from DATA or a made demo set, into OUT or a new folder below runs/
+	@$(BIN)/python nbs/_tools/run_build.py
+
+test: $(READY) ## check that notebooks and package agree, then run notebook tests, ruff, mypy and pytest
+	$(BIN)/python nbs/_tools/sync.py --check
+	$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)'
+	@for nb in $(NAMESAKES); do $(BIN)/nbdev_test --path "$$nb" || exit 1; done
+	$(BIN)/ruff check leakmel tests nbs/_tools
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+lab: $(READY) ## open JupyterLab on this machine, in nbs/
+	cd nbs && ../$(BIN)/jupyter-lab --ip=127.0.0.1
+
+docs: $(READY) ## build the site into _docs/, without a network
+	@$(BIN)/python nbs/_tools/prepare.py
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html -c nbs/_tools _docs/source _docs/html
+	@echo "open _docs/html/index.html"
+
+export: $(READY) ## after editing notebooks: write the package, clean the notebooks, write README.md
+	@$(BIN)/python nbs/_tools/sync.py
+
+clean: ## remove .venv, caches and the site; runs/ stays
+	rm -rf .venv _docs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find leakmel tests nbs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,55 @@
+"""`make build`: run build.ipynb by papermill for all splits and say where the results are.
+
+DATA and OUT come through the environment: DATA is the data folder (else LEAKMEL_DATA, else a demo set), OUT the folder of results.
+"""
+import os
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def results_folder() -> Path:
+    "The folder that OUT names, or a new one below runs/."
+    if os.environ.get("OUT"): return Path(os.path.abspath(os.path.expanduser(os.environ["OUT"])))
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-all"
+    return next(p for n in range(1000) if not (p := ROOT / "runs" / (name if n == 0 else f"{name}-{n}")).exists())
+
+
+def refuse(data: str, out: Path) -> str:
+    "Why this cannot be run; empty where it can. Nothing may be put into the data folder, not even a notebook."
+    if not data: return ""
+    root = Path(os.path.realpath(os.path.expanduser(data)))
+    if not root.is_dir(): return f"there is no data folder {root}"
+    target = Path(os.path.realpath(out))
+    if root != target and root not in target.parents: return ""
+    return f"the results cannot go into the data folder: {target}. Name another one: make build OUT=folder"
+
+
+def main() -> int:
+    "Run the notebook."
+    data, out = os.environ.get("DATA") or os.environ.get("LEAKMEL_DATA") or "", results_folder()
+    if why := refuse(data, out):
+        print(f"make build: {why}", file=sys.stderr)
+        return 2
+    try: out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        print(f"make build: the folder of results cannot be made: {e}", file=sys.stderr)
+        return 2
+    executed = out / "build.ipynb"
+    parameters = ["-r", "split", "all", "-r", "out", str(out)]
+    if data: parameters += ["-r", "data_root", os.path.abspath(os.path.expanduser(data))]
+    status = subprocess.run([Path(sys.executable).parent / "papermill", ROOT / "nbs" / "build.ipynb", executed, *parameters], cwd=ROOT / "nbs").returncode
+    if status:
+        place = f"the notebook up to the error: {executed}" if executed.exists() else "no notebook was written"
+        print(f"\nmake build: failed (exit status {status}); {place}", file=sys.stderr)
+        return status if 0 < status < 256 else 128 - status
+    from leakmel.dataset.runs import describe_run
+    print("\n" + describe_run(out))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

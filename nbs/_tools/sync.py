@@ -1,0 +1,76 @@
+"""Bring package, notebooks and README in line with the notebooks; with --check only say whether they are.
+
+The check works on a copy, so that it tells the same with and without uncommitted changes and touches nothing.
+"""
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from readme import write_readme
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = ("leakmel", "nbs", "settings.ini", "setup.py", "pyproject.toml", "README.md")   # what an export reads or writes
+# Results of runs stay as papermill left them: cleaning would take its record away.
+RESULTS = "out*.ipynb"
+
+CLEAN = """
+import sys
+from nbdev.clean import nbdev_clean
+for name in sys.argv[1:]: nbdev_clean(name)
+"""
+
+
+def export(root: Path) -> None:
+    "Export and clean all notebooks below `root`, and write its README."
+    env = {k: v for k, v in os.environ.items() if k != "IN_TEST"}   # nbdev does nothing where it is set
+    notebooks = [str(p) for p in notebooks_of(root)]
+    subprocess.run([Path(sys.executable).parent / "nbdev_export", "--skip_file_re", r"^([_.]|out.*\.ipynb)"], cwd=root, env=env, check=True)
+    subprocess.run([sys.executable, "-c", CLEAN, *notebooks], cwd=root, env=env, check=True)
+    write_readme(root)
+
+
+def notebooks_of(root: Path) -> list[Path]:
+    "The notebooks that are sources."
+    found = sorted((root / "nbs").rglob("*.ipynb"))
+    return [p for p in found if not p.match(RESULTS) and not any(part[0] in "_." for part in p.relative_to(root).parts)]
+
+
+def content(root: Path) -> dict[str, bytes]:
+    "Every file that an export reads or writes."
+    files = [f for name in KEPT for f in ((root / name).rglob("*") if (root / name).is_dir() else [root / name])]
+    return {str(f.relative_to(root)): f.read_bytes() for f in files if f.is_file() and "__pycache__" not in f.parts}
+
+
+def check(root: Path = ROOT) -> list[str]:
+    "Names of the files that an export would change."
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in KEPT:
+            if (root / name).is_dir(): shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", RESULTS))
+            elif (root / name).exists(): shutil.copy(root / name, copy / name)
+        before = content(copy)
+        export(copy)
+        after = content(copy)
+    return sorted(name for name in before | after if before.get(name) != after.get(name))
+
+
+def main() -> int:
+    "Export, or check."
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 where something is out of line")
+    if not parser.parse_args().check:
+        export(ROOT)
+        return 0
+    changed = check()
+    for name in changed: print(f"out of line with the notebooks: {name}", file=sys.stderr)
+    if changed: print("run `make export` and look at the difference", file=sys.stderr)
+    else: print("package, notebooks and README are in line")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,383 @@
+"Rows at a fixed place, everything else around them, and a final name that means complete."
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from leakmel.audio.wav import digest_of
+from leakmel.core.errors import OutputError, SpaceError
+from leakmel.dataset import writer
+from leakmel.dataset.schema import FILE_COLUMNS, Metadata, Rejected, byte_column, name_columns, root_attributes
+from leakmel.dataset.writer import OutputLock, RowFile, compress, require_space, reserve, rows_offset
+from leakmel.mel.spec import MelSpec
+from outsider import content, leftovers, same
+
+SMALL = MelSpec(duration_s=0.25)      # one row: [1, 2, 64, 1]
+
+
+def path_of(k: int) -> bytes: return b"LEAK/a%05d.wav" % k
+
+
+def rows_of(numbers, spec: MelSpec = SMALL) -> np.ndarray:
+    "A row for each number that can be told from any other."
+    return np.stack([np.full(spec.row_shape, -k % 2048, np.float16) + np.arange(spec.n_mels, dtype=np.float16)[:, None] for k in numbers])
+
+
+def metadata_of(numbers, rejected=(), spec: MelSpec = SMALL) -> Metadata:
+    "Metadata of a data set whose rows come from these candidates."
+    paths = [path_of(k) for k in numbers]
+    n = len(paths)
+    columns = name_columns(paths)
+    columns |= {name: np.arange(n, dtype=np.int32) for name in FILE_COLUMNS if name not in columns}
+    columns |= {"encoding": byte_column([b"pcm16"] * n), "status": byte_column([b"ok"] * n), "digest": np.array([b"0" * 32] * n, "S32")}
+    digests = np.array([digest_of(r) for r in rows_of(numbers, spec)] if n else [], "S32")
+    lost = tuple(Rejected(path_of(k), "empty", "the file has no bytes") for k in rejected)
+    return Metadata(spec, root_attributes(spec, "test@1/cpu", "0" * 12, ["LEAK"], "", n), np.zeros(n, np.int16), columns, digests, lost)
+
+
+def build(target: Path, good: np.ndarray, *, block: int = 7, spec: MelSpec = SMALL, order: int = 1) -> bytes:
+    "Write a data set in blocks; what is not good is written as noise, as a real batch would."
+    file = RowFile(target, spec.row_shape, len(good))
+    rows = rows_of(range(len(good)), spec)
+    rows[~good] = np.float16(-7777)
+    for first in list(range(0, len(good), block))[::order]: file.write(first, np.ascontiguousarray(rows[first:first + block]))
+    file.close_ranks(good)
+    file.finish(metadata_of(np.flatnonzero(good), (), spec))
+    file.publish(sync=False)
+    return target.read_bytes()
+
+
+# ---- where the rows are
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (40, 2, 64, 1), (79, 3, 32, 1), (1, 1, 1, 7), (300, 40, 128, 9)])
+def test_offset_does_not_depend_on_the_number_of_rows(tmp_path, shape):
+    found = set()
+    most = (1 << 43) // (2 * int(np.prod(shape)))       # 8 TiB: ext4 holds 16
+    for n in (1, 2, 3, 255, 256, 65_536, 51_434, 2_000_000, 1 << 33):
+        if n > most: continue
+        with writer.new_file(tmp_path / "x.h5") as f: found.add(writer.create_rows(f, (n, *shape)))
+        (tmp_path / "x.h5").unlink()
+    assert found == {rows_offset(tmp_path, "y.h5", shape)}
+    assert not leftovers(tmp_path)
+
+
+def test_offset_does_not_depend_on_what_is_written_around(tmp_path):
+    for n in (1, 100, 3000):
+        build(tmp_path / "a.h5", np.ones(n, bool))
+        with h5py.File(tmp_path / "a.h5") as f:
+            assert f["segments_mel"].id.get_offset() == rows_offset(tmp_path, "b.h5", SMALL.row_shape)
+            assert f["segments_mel"].chunks is None
+            assert (f["segments_mel"][:] == rows_of(range(n))).all()
+
+
+def test_rows_are_where_they_were_put_by_number(tmp_path):
+    good = np.ones(20, bool)
+    assert build(tmp_path / "a.h5", good, order=1) == build(tmp_path / "b.h5", good, order=-1) == build(tmp_path / "c.h5", good, block=1)
+
+
+def test_short_writes_are_continued(tmp_path, monkeypatch):
+    whole = build(tmp_path / "a.h5", np.ones(9, bool))
+    real = os.pwrite
+    monkeypatch.setattr(writer, "os", SimpleNamespace(**{n: getattr(os, n) for n in dir(os) if not n.startswith("__")}))
+    monkeypatch.setattr(writer.os, "pwrite", lambda fd, data, at: real(fd, bytes(data[:100]), at))
+    assert build(tmp_path / "b.h5", np.ones(9, bool)) == whole
+
+
+# ---- closing ranks
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(good=st.lists(st.booleans(), min_size=1, max_size=90).filter(any), block=st.integers(1, 40))
+def test_rejected_files_leave_no_trace(tmp_path, good, block):
+    keep = np.array(good)
+    numbers = np.flatnonzero(keep)
+    build(tmp_path / "a.h5", keep, block=block)
+    clean = RowFile(tmp_path / "b.h5", SMALL.row_shape, len(numbers))
+    clean.write(0, rows_of(numbers))
+    clean.finish(metadata_of(numbers))
+    clean.publish(sync=False)
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+    assert leftovers(tmp_path, "a.h5", "b.h5") == []
+
+
+@pytest.mark.parametrize("pattern", ["first", "last", "every second", "first half", "all but one", "none lost"])
+def test_ranks_close_in_blocks_smaller_than_the_gaps(tmp_path, monkeypatch, pattern):
+    n = 200
+    good = np.ones(n, bool)
+    match pattern:
+        case "first": good[0] = False
+        case "last": good[-1] = False
+        case "every second": good[::2] = False
+        case "first half": good[:n // 2] = False
+        case "all but one": good[:] = np.arange(n) == 117
+    spec = MelSpec(long_hop=64)       # 5.1 MB... rows large enough that a block of 8 MB holds few of them
+    assert 8 << 20 > 2 * int(np.prod(spec.row_shape))
+    file = RowFile(tmp_path / "a.h5", SMALL.row_shape, n)
+    file.row_bytes = 256
+    file.write(0, rows_of(range(n)))
+    file.close_ranks(good)
+    file.finish(metadata_of(np.flatnonzero(good)))
+    file.publish(sync=False)
+    with h5py.File(tmp_path / "a.h5") as f: assert (f["segments_mel"][:] == rows_of(np.flatnonzero(good))).all()
+
+
+def test_large_rows_close_ranks(tmp_path):
+    spec = MelSpec(long_hop=16)       # 0.64 MB a row: a block of 8 MB holds a dozen
+    good = np.ones(40, bool)
+    good[[0, 5, 6, 29]] = False
+    build(tmp_path / "a.h5", good, spec=spec)
+    with h5py.File(tmp_path / "a.h5") as f: assert (f["segments_mel"][:] == rows_of(np.flatnonzero(good), spec)).all()
+
+
+# ---- what is around the rows
+
+
+def test_metadata_come_back_as_given(tmp_path):
+    numbers, lost = [0, 2, 3, 9], [1, 4]
+    file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 10)
+    file.write(0, rows_of(range(10)))
+    file.close_ranks(np.isin(np.arange(10), numbers))
+    meta = metadata_of(numbers, lost)
+    file.finish(meta)
+    file.publish()
+    got = content(tmp_path / "a.h5")
+    assert got["files/path"].tolist() == [path_of(k) for k in numbers]
+    assert got["rejected/path"].tolist() == [path_of(k) for k in lost]
+    assert got["rejected/code"].tolist() == [b"empty"] * 2
+    assert got["digests/rows"].tolist() == [digest_of(r).encode() for r in got["segments_mel"]]
+    for name in FILE_COLUMNS: np.testing.assert_array_equal(got[f"files/{name}"], meta.columns[name])
+    for name, value in meta.attributes.items(): assert str(got[f"@{name}"]) == str(np.array(value, object) if name == "axes" else value)
+    with h5py.File(tmp_path / "a.h5") as f:
+        assert [d.label for d in f["segments_mel"].dims] == ["row", "long_start_s", "short_start_s", "mel_hz", "frame"]
+        np.testing.assert_array_equal(f["segments_mel"].dims[3]["mel_hz"][:], SMALL.mel_hz)
+        np.testing.assert_allclose(f["segments_mel"].dims[2]["short_start_s"][:], [0, 0.125])
+        for name in ("segments_mel", "labels", "files/path"): assert h5py.h5o.get_info(f[name].id).mtime == 0 if hasattr(h5py.h5o.get_info(f[name].id), "mtime") else True
+
+
+def test_nothing_of_a_time_is_in_the_file(tmp_path, monkeypatch):
+    import time
+    first = build(tmp_path / "a.h5", np.ones(5, bool))
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    second = subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nimport numpy as np, pathlib, test_writer\n"
+                             f"test_writer.build(pathlib.Path({str(tmp_path / 'b.h5')!r}), np.ones(5, bool))"], env=os.environ | {"TZ": "Asia/Tokyo"}, check=False)
+    assert second.returncode == 0
+    assert (tmp_path / "b.h5").read_bytes() == first
+
+
+def test_many_labels_fit_into_the_attributes(tmp_path):
+    names = [f"a label with a long name {i:05d}" for i in range(5000)]      # far over the 64 KiB of an ordinary attribute
+    file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 1)
+    meta = metadata_of([0])
+    file.write(0, rows_of([0]))
+    file.finish(Metadata(SMALL, root_attributes(SMALL, "e", "f", names, "", 1), meta.labels, meta.columns, meta.row_digests, ()))
+    file.publish()
+    import json
+    assert json.loads(content(tmp_path / "a.h5")["@labels_json"]) == names
+
+
+def test_gzip_has_the_same_content(tmp_path):
+    good = np.ones(70, bool)
+    build(tmp_path / "a.h5", good)
+    file = RowFile(tmp_path / "b.h5", SMALL.row_shape, len(good))
+    file.write(0, rows_of(range(len(good))))
+    meta = metadata_of(range(len(good)))
+    file.finish(meta)
+    file.compress(meta)
+    file.sync()
+    file.publish()
+    assert same(content(tmp_path / "a.h5"), content(tmp_path / "b.h5"))
+    with h5py.File(tmp_path / "b.h5") as f: assert f["segments_mel"].compression == "gzip"
+    assert leftovers(tmp_path, "a.h5", "b.h5") == []
+    assert (tmp_path / "b.h5").stat().st_size < (tmp_path / "a.h5").stat().st_size
+
+
+def test_failed_compression_leaves_the_whole_file(tmp_path, monkeypatch):
+    before = build(tmp_path / "a.h5", np.ones(3, bool))
+    def full(*a): raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(writer, "write_metadata", full)
+    with pytest.raises(OSError): compress(tmp_path / "a.h5", metadata_of(range(3)), SMALL.row_shape)
+    assert (tmp_path / "a.h5").read_bytes() == before
+    assert leftovers(tmp_path, "a.h5") == []
+
+
+# ---- the final name
+
+
+def test_publish_replaces_and_abort_does_not(tmp_path):
+    target = tmp_path / "a.h5"
+    old = build(target, np.ones(3, bool))
+    file = RowFile(target, SMALL.row_shape, 4)
+    file.write(0, rows_of(range(4)))
+    assert target.read_bytes() == old
+    file.abort()
+    assert target.read_bytes() == old
+    assert leftovers(tmp_path, "a.h5") == []
+    with h5py.File(target) as reader:
+        new = build(target, np.ones(4, bool))
+        assert len(reader["segments_mel"]) == 3         # an open reader keeps what it opened
+        assert (reader["segments_mel"][:] == rows_of(range(3))).all()
+    assert target.read_bytes() == new != old
+
+
+def test_abort_twice_and_after_publish(tmp_path):
+    file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 1)
+    file.abort()
+    file.abort()
+    build(tmp_path / "a.h5", np.ones(1, bool))
+    file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 1)
+    file.write(0, rows_of([0]))
+    file.finish(metadata_of([0]))
+    file.publish()
+    file.abort()
+    assert leftovers(tmp_path) == ["a.h5"]
+
+
+def test_what_a_killed_build_left_is_taken_over(tmp_path):
+    (tmp_path / ".a.h5.partial").write_bytes(b"x" * 5_000_000)
+    (tmp_path / ".a.h5.scratch").write_bytes(b"not hdf5")
+    assert build(tmp_path / "a.h5", np.ones(3, bool)) == build(tmp_path / "b.h5", np.ones(3, bool))
+    assert leftovers(tmp_path, "a.h5", "b.h5") == []
+
+
+@pytest.mark.parametrize("ending", ["partial", "scratch", "lock", "partial.gz"])
+def test_links_laid_out_in_the_output_folder_are_not_written_through(tmp_path, ending):
+    "In a folder that others may write to, a link under our working name must not cost its target."
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / f".a.h5.{ending}").symlink_to(victim)
+    try:
+        with OutputLock(out / "a.h5"):
+            file = RowFile(out / "a.h5", SMALL.row_shape, 1)
+            file.write(0, rows_of([0]))
+            file.finish(metadata_of([0]))
+            file.compress(metadata_of([0]))
+            file.publish()
+    except OutputError: pass       # refusing is as good
+    assert victim.read_bytes() == b"precious"
+
+
+# ---- room
+
+
+def fake_statvfs(free: int): return lambda path: SimpleNamespace(f_bavail=free // 4096, f_frsize=4096)
+
+
+def test_no_room_is_said_before_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", fake_statvfs(1 << 20))
+    with pytest.raises(SpaceError) as e: RowFile(tmp_path / "a.h5", SMALL.row_shape, 1_000_000)
+    missing = 1_000_000 * (256 + writer.SPARE_BYTES) - (1 << 20)
+    assert f"{missing:,} bytes are missing" in str(e.value)
+    assert str(tmp_path) in str(e.value)
+    assert e.value.exit_code == 3
+    assert leftovers(tmp_path) == []
+    require_space(tmp_path, 1 << 20)
+    with pytest.raises(SpaceError): require_space(tmp_path, (1 << 20) + 1)
+
+
+def test_disk_full_while_reserving(tmp_path, monkeypatch):
+    old = build(tmp_path / "a.h5", np.ones(2, bool))
+    def full(fd, at, n): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SpaceError) as e: RowFile(tmp_path / "a.h5", SMALL.row_shape, 100)
+    assert e.value.exit_code == 3
+    assert ".a.h5.partial" in str(e.value)
+    assert "bytes" in str(e.value)
+    assert leftovers(tmp_path, "a.h5") == []
+    assert (tmp_path / "a.h5").read_bytes() == old
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_file_systems_that_cannot_reserve(tmp_path, monkeypatch, code):
+    whole = build(tmp_path / "a.h5", np.ones(4, bool))
+    def refuse(fd, at, n): raise OSError(code, os.strerror(code))
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert build(tmp_path / "b.h5", np.ones(4, bool)) == whole
+
+
+def test_other_faults_of_reserving(tmp_path, monkeypatch):
+    def broken(fd, at, n): raise OSError(errno.EIO, os.strerror(errno.EIO))
+    monkeypatch.setattr(os, "posix_fallocate", broken)
+    with pytest.raises(OutputError, match="cannot reserve space"): RowFile(tmp_path / "a.h5", SMALL.row_shape, 1)
+    assert leftovers(tmp_path) == []
+
+
+def test_reserve_really_reserves(tmp_path):
+    with open(tmp_path / "x", "wb") as f: reserve(f.fileno(), 1 << 20, tmp_path / "x")
+    assert (tmp_path / "x").stat().st_size == 1 << 20
+    assert (tmp_path / "x").stat().st_blocks * 512 >= 1 << 20
+
+
+# ---- the lock
+
+
+def test_second_builder_is_refused_and_the_first_is_named(tmp_path):
+    with OutputLock(tmp_path / "a.h5"), pytest.raises(OutputError, match=f"process {os.getpid()}"), OutputLock(tmp_path / "a.h5"): pass
+    assert leftovers(tmp_path) == []
+    with OutputLock(tmp_path / "a.h5"), OutputLock(tmp_path / "b.h5"): pass
+
+
+def test_stale_lock_file_does_not_block(tmp_path):
+    (tmp_path / ".a.h5.lock").write_text("99999999")
+    with OutputLock(tmp_path / "a.h5"): assert (tmp_path / ".a.h5.lock").read_text() == str(os.getpid())
+    assert leftovers(tmp_path) == []
+
+
+def test_killed_holder_does_not_block(tmp_path):
+    code = f"import time, pathlib\nfrom leakmel.dataset.writer import OutputLock\nwith OutputLock(pathlib.Path({str(tmp_path / 'a.h5')!r})): print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        with pytest.raises(OutputError, match=f"process {child.pid}"), OutputLock(tmp_path / "a.h5"): pass
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    with OutputLock(tmp_path / "a.h5"): pass
+    assert leftovers(tmp_path) == []
+
+
+def test_lock_is_exclusive_among_many_threads(tmp_path):
+    inside, most, refused = 0, 0, 0
+    gate, start = threading.Lock(), threading.Barrier(8)
+    def work() -> None:
+        nonlocal inside, most, refused
+        start.wait()
+        for _ in range(50):
+            try:
+                with OutputLock(tmp_path / "a.h5"):
+                    with gate:
+                        inside += 1
+                        most = max(most, inside)
+                    with gate: inside -= 1
+            except OutputError:
+                with gate: refused += 1
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert most == 1
+    assert refused < 400
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("ending", ["lock", "partial"])
+def test_a_folder_under_a_working_name_is_said_with_its_path(tmp_path, ending):
+    (tmp_path / f".a.h5.{ending}").mkdir()
+    with pytest.raises(OutputError, match=ending), OutputLock(tmp_path / "a.h5"): RowFile(tmp_path / "a.h5", SMALL.row_shape, 1)
+    assert leftovers(tmp_path, f".a.h5.{ending}") == []
+
+
+def test_name_too_long_for_its_companions_is_an_output_error(tmp_path):
+    name = "x" * 250 + ".h5"      # fits, but not with a dot before and ".partial" behind
+    with pytest.raises(OutputError), OutputLock(tmp_path / name): RowFile(tmp_path / name, SMALL.row_shape, 1)
+    assert leftovers(tmp_path) == []
