@@ -186,7 +186,7 @@ class Recording:
         n, c = self.samples.shape
         return f"Recording({n} samples x {c} channel{'s' * (c > 1)}, {self.sample_rate} Hz, {self.duration_s:g} s, {self.encoding})"
 
-# %% ../../nbs/audio/wav.ipynb #8a6e4dd2
+# %% ../../nbs/audio/wav.ipynb #61dd3579
 def _read_payload(fd: int, header: WavHeader) -> bytearray:
     "The bytes of the data chunk."
     raw = bytearray(header.data_bytes)
@@ -205,8 +205,8 @@ def _decode_float(fd: int, header: WavHeader, n_file: int) -> np.ndarray:
         raise MachineError(f"{header.encoding} needs the package soundfile, which does not load here ({e})", remedy="pip install soundfile") from e
     try:
         with soundfile.SoundFile(os.dup(fd), closefd=True) as f:
-            if f.frames * f.channels > 16 * n_file: raise RecordingError("truncated", f"{f.frames} frames claimed by a file of {n_file} bytes")
-            return f.read(dtype="float32", always_2d=True)
+            if not 0 <= f.frames * f.channels <= 16 * n_file: raise RecordingError("truncated", f"{f.frames} frames claimed by a file of {n_file} bytes")
+            return f.read(f.frames, dtype="float32", always_2d=True)    # some codecs cannot seek, and want the number
     except soundfile.SoundFileError as e:
         raise RecordingError("unsupported", f"{header.encoding} is not read by libsndfile here") from e
 

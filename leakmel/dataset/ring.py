@@ -122,7 +122,7 @@ class Job:
         self.digests[k], self.row_digests[k] = facts.digest, digest_of(row)
         if (facts.encoding, facts.status) != ("pcm16", "ok"): self.unusual[k] = facts.encoding, facts.status
 
-# %% ../../nbs/dataset/ring.ipynb #4f9b4580
+# %% ../../nbs/dataset/ring.ipynb #d1c944e6
 class Ring:
     "Runs the batches of some jobs through readers, engine threads and one writer."
 
@@ -176,8 +176,11 @@ class Ring:
             for _ in self._threads: queue.put(None)
 
     def join(self) -> None:
-        "Wait for all threads; raise the first error."
-        for thread in self._threads: thread.join()
+        "Wait for all threads, also through further signals (their files must not be closed under them); raise the first error."
+        for thread in self._threads:
+            while thread.is_alive():
+                try: thread.join()
+                except BaseException as e: self.stop(e)   # kept, and raised below
         if self.error is not None: raise self.error
 
     def _guard(self, work: Callable[[str], None], lane: str) -> None:

@@ -52,8 +52,8 @@ class VerifyReport:
         return {"ok": self.ok, "verdict": self.verdict, "scope": self.scope, "n_rows": self.n_rows, "checked": self.checked,
                 "max_abs_db": self.max_abs_db, "problems": self.problems}
 
-# %% ../../nbs/dataset/verify.ipynb #9c3d541b
-_BLOCK_BYTES = 32 << 20
+# %% ../../nbs/dataset/verify.ipynb #e3c68b4c
+_BLOCK_BYTES = 2 << 20
 _EXPONENT = np.uint16(0x7C00)   # the exponent bits of float16, all set in what is not finite
 
 def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:

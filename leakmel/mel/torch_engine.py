@@ -68,7 +68,7 @@ class _WorkSpace:
         self.mels = buffer(n_files, n_padded, spec.n_mels)
         self.values = self.mels[:, :n_distinct]
 
-# %% ../../nbs/mel/torch_engine.ipynb #e33d2b64
+# %% ../../nbs/mel/torch_engine.ipynb #f07dd50d
 class TorchEngine(Engine):
     "Log-mel features by torch, in float32."
     name = "torch"
@@ -118,7 +118,9 @@ class TorchEngine(Engine):
             moments = int16_moments(x[:n], space.wide).numpy() if source.dtype == torch.int16 else moments_of(source.numpy())
         with span("copy_out"):
             n_long, n_short, n_mels, n_frames = self.spec.row_shape
-            target.copy_(values[:n].view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
+            rows = values[:n].view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4)
+            if rows.device != target.device: rows = rows.to(target.dtype).contiguous()   # float16 crosses the bus
+            target.copy_(rows)
         return moments
 
     def _features(self, x: torch.Tensor, space: _WorkSpace) -> torch.Tensor:

@@ -1,0 +1,108 @@
+"""Reference pages from signatures, docstrings and the comments beside parameters."""
+import dataclasses
+import importlib
+import inspect
+import re
+from typing import Any
+
+from fastcore.docments import docments
+
+
+def room_page(room: str, modules: list[str]) -> str:
+    "One page: the modules of a room and what they export."
+    parts = [f"# {room}", f"What the modules of `leakmel.{room}` export. Each module's notebook tells why it is as it is."]
+    for name in modules: parts += _module(name)
+    return "\n\n".join(parts) + "\n"
+
+
+def _module(name: str) -> list[str]:
+    "A module's section."
+    module = importlib.import_module(name)
+    short, notebook = name.removeprefix("leakmel."), name.removeprefix("leakmel.").replace(".", "/")
+    parts = [f"## {short}", f"{inspect.getdoc(module)} [Notebook](../reference/{notebook}.ipynb)", f"```{{py:module}} {name}\n:no-index-entry:\n```"]
+    for public in getattr(module, "__all__", []):
+        value = getattr(module, public)
+        if getattr(value, "__module__", name) != name: continue
+        if inspect.isclass(value): parts.append(_class(name, value))
+        elif inspect.isfunction(value): parts.append(_entry("function", f"{name}.{public}", value))
+        else: parts.append(_directive("data", f"{name}.{public}", [":no-index-entry:"], _shown(value)))
+    return parts
+
+
+def _directive(kind: str, signature: str, options: list[str], *body: str, fence: str = ":::") -> str:
+    "A description of the Python domain."
+    return "\n".join([f"{fence}{{py:{kind}}} {signature}", *options, "", *(b + "\n" for b in body if b), fence])
+
+
+def _shown(value: Any) -> str:
+    "A constant's value, where it fits on a line."
+    text = repr(value)
+    return f"`{text}`" if len(text) <= 120 and "`" not in text and " at 0x" not in text else ""
+
+
+def _class(module: str, cls: type, ) -> str:
+    "A class with its fields or its constructor's parameters, and its public methods and properties."
+    full, body = f"{module}.{cls.__name__}", [_prose(cls)]
+    if dataclasses.is_dataclass(cls): body.append(_table([(f.name, d) for f in dataclasses.fields(cls) if (d := _docments(cls).get(f.name)) and not f.name.startswith("_")]))
+    elif "__init__" in vars(cls): body.append(_parameters(cls.__init__))
+    for name, member in vars(cls).items():
+        if name.startswith("_"): continue
+        if isinstance(member, (classmethod, staticmethod)): body.append(_entry("method", f"{full}.{name}", member.__func__, "::::", type(member).__name__))
+        elif inspect.isfunction(member): body.append(_entry("method", f"{full}.{name}", member, "::::"))
+        elif isinstance(member, property): body.append(_directive("property", f"{full}.{name}", [":no-index-entry:"], _prose(member), fence="::::"))
+    return _directive("class", full + _signature(cls, short=dataclasses.is_dataclass(cls)), [":no-index-entry:"], *body, fence=":::::")
+
+
+def _entry(kind: str, full: str, function: Any, fence: str = ":::", how: str = "") -> str:
+    "A function or method."
+    options = [":no-index-entry:", *([f":{how}:"] if how else [])]
+    return _directive(kind, full + _signature(function, bound=kind == "method" and how != "staticmethod"), options, _prose(function), _parameters(function), fence=fence)
+
+
+def _prose(value: Any) -> str:
+    "The docstring, unless it is the one that a dataclass makes up."
+    text = inspect.getdoc(value) or ""
+    return "" if inspect.isclass(value) and text.startswith(f"{value.__name__}(") else re.sub(r"(?<=\S)\*(?=\S)", r"\\*", text)
+
+
+def _signature(value: Any, *, bound: bool = False, short: bool = False) -> str:
+    "Names and defaults; types stand in the table."
+    if short: return ""
+    try: signature = inspect.signature(value)
+    except (TypeError, ValueError): return ""
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()][int(bound):]
+    text = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    return re.sub(r"<[^>]*>", "...", text)
+
+
+def _docments(value: Any) -> dict[str, Any]:
+    "Comments, types and defaults by parameter; `return` for the result."
+    try: return dict(docments(value, full=True, returns=True, eval_str=False))
+    except (TypeError, OSError, ValueError, SyntaxError): return {}
+
+
+def _parameters(function: Any) -> str:
+    "The table of a function's parameters and of its result."
+    return _table([(name, d) for name, d in _docments(function).items() if name != "self"])
+
+
+def _table(rows: list[tuple[str, Any]]) -> str:
+    "Name, type, default and comment; nothing where nobody said a type or a word."
+    cells = [[f"`{name}`" if name != "return" else "returns", _type(d.get("anno")), _default(d.get("default")), _cell(d.get("docment") or "")]
+             for name, d in rows if d.get("docment") or _type(d.get("anno"))]
+    if not cells: return ""
+    return "\n".join(["| | type | default | |", "|:--|:--|:--|:--|", *("| " + " | ".join(row) + " |" for row in cells)])
+
+
+def _type(anno: Any) -> str:
+    if anno is None or anno is inspect.Parameter.empty: return ""
+    return f"`{_cell(anno if isinstance(anno, str) else inspect.formatannotation(anno)).replace(chr(92) + '|', '|')}`".replace("|", "\\|").replace("leakmel.", "")
+
+
+def _default(value: Any) -> str:
+    if value is inspect.Parameter.empty or value is None or value is dataclasses.MISSING or type(value).__name__ == "_MISSING_TYPE": return ""
+    text = repr(value)
+    return "" if text.startswith("<") else f"`{_cell(text)}`"
+
+
+def _cell(text: str) -> str: return re.sub(r"\s+", " ", str(text)).replace("|", "\\|")

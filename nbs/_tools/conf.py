@@ -1,0 +1,46 @@
+"""Sphinx settings of the site. Its pages are written to _docs/source by prepare.py, already executed; nothing is loaded from a network."""
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+
+_parser = ConfigParser(delimiters=["="], interpolation=None)
+_parser.read(Path(__file__).resolve().parents[2] / "settings.ini", encoding="utf-8")
+_cfg = _parser["DEFAULT"]
+
+project, author, copyright = _cfg["title"], _cfg["author"], _cfg["copyright"]
+version = release = _cfg["version"]
+
+extensions = ["myst_nb", "sphinx_copybutton", "sphinx_design"]
+nb_execution_mode = "off"
+nb_ipywidgets_js: dict = {}     # no widget state is stored, so no script has to be fetched for it
+nb_merge_streams = True
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+python_maximum_signature_line_length = 100
+add_module_names = False
+exclude_patterns = ["**/.ipynb_checkpoints"]
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"leakmel {version}"
+html_static_path = [str(Path(__file__).resolve().parents[2] / "_docs" / "source" / "static")]
+html_css_files = ["leakmel.css"]
+html_show_sourcelink = False
+html_copy_source = False
+html_sidebars = {"index": [], "build": [], "commands": [], "changelog": []}
+html_theme_options = {
+    "show_nav_level": 2, "navigation_depth": 3, "show_prev_next": False, "navbar_align": "left", "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"], "footer_end": [], "pygments_light_style": "tango", "pygments_dark_style": "monokai",
+}
+html_context = {"default_mode": "auto"}
+
+
+def _load_plotly(app, page, template, context, doctree):
+    "Give plotly's script, which is large and stored once, to the pages that have a figure."
+    if 'class="plotly-figure"' in context.get("body", ""): app.add_js_file("plotly.min.js")
+
+
+def setup(app):
+    "Called by Sphinx."
+    if not any((Path(app.srcdir) / f"index.{kind}").exists() for kind in ("ipynb", "md")): sys.exit("run prepare.py first: make docs does")
+    app.connect("html-page-context", _load_plotly)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,188 @@
+"""Write the pages of the site to _docs/source: notebooks executed and dressed, reference pages, the command line, the changelog.
+
+What nbdev's directives say is kept: `hide` drops a cell, `echo: false` its source, `export` folds it, `eval: false`, `slow` and `cuda` leave it unexecuted.
+Executed notebooks are kept in _docs/cache under a digest of everything they depend on, so a second run is quick.
+"""
+import hashlib
+import io
+import os
+import re
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import nbformat
+from api import room_page
+from figures import copy_plotly, show_figures
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS, PACKAGE = ROOT / "nbs", ROOT / "leakmel"
+DOCS = ROOT / "_docs"
+SOURCE, CACHE = DOCS / "source", DOCS / "cache"
+ROOMS = {
+    "core": "errors, time, progress: what everything else uses", "audio": "from files to numbers", "mel": "from numbers to mels",
+    "dataset": "from a folder to a verified file", "insight": "where the time went, and what was learned", "learn": "from mels to a detector",
+    "ops": "measuring and setting up", "cli": "the command line",
+}
+DEMO_FILES = 120
+
+
+# ---- notebooks -----------------------------------------------------------------------------------------------------
+
+def directives_of(cell: nbformat.NotebookNode) -> set[str]:
+    "What nbdev is told about a cell."
+    return {re.sub(r"\s*:\s*", ": ", line[2:].strip()) for line in cell.source.splitlines() if line.startswith("#|")}
+
+
+def is_skipped(cell: nbformat.NotebookNode) -> bool:
+    "Whether a cell is not to be executed."
+    return cell.cell_type == "code" and bool(directives_of(cell) & {"eval: false", "slow", "cuda"})
+
+
+def dress(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    "Turn directives into the tags that the site knows, and figures into HTML."
+    cells = [c for c in notebook.cells if c.cell_type != "code" or not any(d.startswith("default_exp") or d == "hide" for d in directives_of(c))]
+    for cell in cells:
+        if cell.cell_type != "code": continue
+        said, tags = directives_of(cell), set(cell.metadata.get("tags", []))
+        if "echo: false" in said: tags.add("remove-input")
+        if {"export", "exporti"} & {d.split(":")[0] for d in said}: tags.add("hide-input")
+        cell.metadata["tags"] = sorted(tags)
+        cell.source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("#|")).strip("\n")
+    notebook.cells = [c for c in cells if c.cell_type != "code" or c.source.strip()]
+    show_figures(notebook)
+    notebook.metadata = nbformat.from_dict({"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+                                            "language_info": {"name": "python", "pygments_lexer": "ipython3"}})
+    return notebook
+
+
+def execute(path: Path, parameters: str = "") -> nbformat.NotebookNode:
+    "An executed copy of a notebook; `parameters` are assignments that follow its parameters cell."
+    notebook = nbformat.read(path, as_version=4)
+    for i, cell in enumerate(notebook.cells):
+        if parameters and "parameters" in cell.metadata.get("tags", []):
+            notebook.cells.insert(i + 1, nbformat.v4.new_code_cell(parameters, metadata={"tags": ["remove-cell"]}))
+            break
+    kept = CACHE / f"{_digest(notebook)}.ipynb"
+    if kept.exists(): return nbformat.read(kept, as_version=4)
+    every, run = notebook.cells, [c for c in notebook.cells if not is_skipped(c)]
+    notebook.cells = run
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    notebook.cells = every
+    text = re.sub(rf"{re.escape(str(ROOT))}/?", "", nbformat.writes(notebook))   # a site does not tell where it was made
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(text, encoding="utf-8")
+    return nbformat.reads(text, as_version=4)
+
+
+def _digest(notebook: nbformat.NotebookNode) -> str:
+    "Of a notebook's sources, the package and the versions below it."
+    parts = [sys.version, *(f"{c.cell_type}{c.source}" for c in notebook.cells), *(p.read_text(encoding="utf-8") for p in sorted(PACKAGE.rglob("*.py")))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def write_page(notebook: nbformat.NotebookNode, name: str, extra: str = "") -> None:
+    "Write a dressed notebook as a page; `extra` is Markdown for its end."
+    page = dress(notebook)
+    if extra: page.cells.append(nbformat.v4.new_markdown_cell(extra))
+    target = SOURCE / f"{name}.ipynb"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(page, target)
+
+
+# ---- pages ---------------------------------------------------------------------------------------------------------
+
+def toctree(names: list[str], *options: str) -> str:
+    "A list of pages."
+    return "\n".join(["```{toctree}", *(f":{o}" for o in options), "", *names, "```"])
+
+
+def write_text(name: str, text: str) -> None:
+    "Write a Markdown page."
+    target = SOURCE / f"{name}.md"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+
+
+def library_notebooks() -> list[Path]:
+    "Notebooks that export a module."
+    found = [p for p in sorted(NOTEBOOKS.rglob("*.ipynb")) if not any(part[0] in "_." for part in p.relative_to(NOTEBOOKS).parts)]
+    return [p for p in found if any(c.source.startswith("#| default_exp") for c in nbformat.read(p, as_version=4).cells)]
+
+
+def run_parameters() -> str:
+    "Settings under which the executed example is made: a small made set."
+    from leakmel.audio.synth import write_demo
+    demo, out = DOCS / "demo", DOCS / "run"
+    if not (demo / "TRAINING").is_dir(): write_demo(demo, n_files=DEMO_FILES)
+    shutil.rmtree(out, ignore_errors=True)
+    return f"data_root = {str(demo)!r}\nout = {str(out)!r}"
+
+
+def write_notebooks() -> None:
+    "The front page, the executed example and the library notebooks, two at a time."
+    library, front = library_notebooks(), NOTEBOOKS / "index.ipynb"
+    with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
+        done = {p: pool.submit(execute, p) for p in library}
+        done[NOTEBOOKS / "build.ipynb"] = pool.submit(execute, NOTEBOOKS / "build.ipynb", run_parameters())
+        if front.exists(): done[front] = pool.submit(execute, front)
+        for path, future in done.items():
+            name = str(path.relative_to(NOTEBOOKS).with_suffix(""))
+            write_page(future.result(), name if path in (front, NOTEBOOKS / "build.ipynb") else f"reference/{name}", CONTENTS if path == front else "")
+
+
+CONTENTS = toctree(["build", "commands", "reference/index", "api/index", "changelog"], "hidden:")
+
+
+def write_lists() -> None:
+    "The pages that list notebooks and modules by room."
+    names = [str(p.relative_to(NOTEBOOKS).with_suffix("")) for p in library_notebooks()]
+    parts, pages = ["# Notebooks", "The library is written in these notebooks, room by room; each one was executed to make its page. Arrows go one way, from the first room to the last."], []
+    for room, what in ROOMS.items():
+        here = [n for n in names if n.split("/")[0] == room]
+        if not here: continue
+        parts.append(toctree(here, f"caption: {room}", "maxdepth: 1"))
+        write_text(f"api/{room}", room_page(room, [f"leakmel.{n.replace('/', '.')}" for n in here]))
+        pages.append((room, what))
+    write_text("reference/index", "\n\n".join(parts))
+    listed = "\n".join(f"- [{room}]({room}.md): {what}" for room, what in pages)
+    write_text("api/index", "\n\n".join(["# API", "Signatures and parameters, by room.", listed, toctree([room for room, _ in pages], "hidden:")]))
+
+
+def write_commands() -> None:
+    "The `--help` texts of the command line."
+    from leakmel.cli import main
+    os.environ["COLUMNS"] = "110"
+    def said(*args: str) -> str:
+        with redirect_stdout(io.StringIO()) as text:
+            try: main([*args, "--help"])
+            except SystemExit: pass
+        return text.getvalue().strip("\n")
+    names = re.findall(r"^    (\w+) +\S", said(), re.M)
+    parts = ["# Command line", "The same functions from a shell. Every command has `--json`, which prints one object and nothing else.", f"```text\n{said()}\n```"]
+    for name in names: parts += [f"## leakmel {name}", f"```text\n{said(name)}\n```"]
+    write_text("commands", "\n\n".join(parts))
+
+
+def main() -> None:
+    "Write all pages."
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    static = SOURCE / "static"
+    shutil.copytree(Path(__file__).parent / "static", static)
+    copy_plotly(static)
+    for picture in [p for kind in ("png", "svg", "jpg") for p in NOTEBOOKS.rglob(f"*.{kind}")]:
+        target = SOURCE / picture.relative_to(NOTEBOOKS)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, target)
+    write_notebooks()
+    write_lists()
+    write_commands()
+    write_text("changelog", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    if not (SOURCE / "index.ipynb").exists(): write_text("index", f"# leakmel\n\n{CONTENTS}")
+
+
+if __name__ == "__main__":
+    main()
