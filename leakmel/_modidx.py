@@ -425,6 +425,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'leakmel/dataset/reader.py'),
                                         'leakmel.dataset.reader.MelDataset.spec': ( 'dataset/reader.html#meldataset.spec',
                                                                                     'leakmel/dataset/reader.py'),
+                                        'leakmel.dataset.reader.MelDataset.typical_rows': ( 'dataset/reader.html#meldataset.typical_rows',
+                                                                                            'leakmel/dataset/reader.py'),
                                         'leakmel.dataset.reader._files_table': ( 'dataset/reader.html#_files_table',
                                                                                  'leakmel/dataset/reader.py'),
                                         'leakmel.dataset.reader._require': ('dataset/reader.html#_require', 'leakmel/dataset/reader.py'),

@@ -140,7 +140,7 @@ def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Meta
     rejected = tuple(sorted(job.rejected, key=lambda r: r.path))
     return Metadata(job.spec, attributes, job.listing.label_ids[keep].astype(np.int16), columns, job.row_digests[keep], rejected)
 
-# %% ../../nbs/dataset/pipeline.ipynb #494db1a8
+# %% ../../nbs/dataset/pipeline.ipynb #1739dda3
 @dataclass
 class _Build:
     "What a run of one or more splits shares."
@@ -164,7 +164,7 @@ class _Build:
             if self.config.compression == "gzip": job.file.compress(meta)
             moved.n_files, moved.n_bytes = len(meta.labels), job.file.partial.stat().st_size
         with span("verify") as moved:
-            report = verify(job.file.partial, root=job.listing.folder, sample=self.check, accounting=False)
+            report = verify(job.file.partial, root=self.manifest.root, sample=self.check, accounting=False)
             moved.n_files = report.checked
         report.path = os.fspath(job.file.target)
         if not report.ok:

@@ -19,7 +19,7 @@ from ..mel.spec import MelSpec, spec_from_dict
 
 if TYPE_CHECKING: import pandas as pd
 
-# %% ../../nbs/dataset/reader.ipynb #6ffa7bf4
+# %% ../../nbs/dataset/reader.ipynb #d0f7e1b7
 def _require(file: h5py.File, path: Path) -> None:
     "Refuse what is not a complete data set."
     if "schema_version" not in file.attrs:
@@ -76,6 +76,12 @@ class MelDataset:
     def files(self) -> "pd.DataFrame":
         "One row per recording: path, label, sensor, level, status ..."
         return _files_table(self)
+
+    def typical_rows(self) -> dict[str, int]:
+        "For each label that is present, the row whose level is its label's median."
+        level = self.file["files/rms_db"][:] if "files/rms_db" in self.file else np.zeros(len(self))
+        members = {name: np.flatnonzero(self.labels == i) for i, name in enumerate(self.class_names)}
+        return {name: int(rows[level[rows].argsort(kind="stable")[(len(rows) - 1) // 2]]) for name, rows in members.items() if len(rows)}
 
     def close(self) -> None:
         "Close the file."
