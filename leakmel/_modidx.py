@@ -493,6 +493,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'leakmel/dataset/schema.py'),
                                         'leakmel.dataset.schema.data_set_name': ( 'dataset/schema.html#data_set_name',
                                                                                   'leakmel/dataset/schema.py'),
+                                        'leakmel.dataset.schema.metadata_digest': ( 'dataset/schema.html#metadata_digest',
+                                                                                    'leakmel/dataset/schema.py'),
                                         'leakmel.dataset.schema.name_columns': ( 'dataset/schema.html#name_columns',
                                                                                  'leakmel/dataset/schema.py'),
                                         'leakmel.dataset.schema.new_file': ('dataset/schema.html#new_file', 'leakmel/dataset/schema.py'),

@@ -147,6 +147,7 @@ def test_16_bit_samples_that_are_read_are_those_of_libsndfile(tmp_path: Path, co
     path = tmp_path / "x.wav"
     got = read_or_refuse(path, content)
     if got is None or got.encoding != "pcm16": return
-    right, rate = soundfile.read(path, dtype="int16", always_2d=True)
+    try: right, rate = soundfile.read(path, dtype="int16", always_2d=True)
+    except soundfile.SoundFileError: return     # it looks at more fields than are needed to find the samples
     assert rate == got.sample_rate
     assert np.array_equal(got.samples, right)

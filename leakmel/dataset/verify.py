@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VerifyReport', 'pick_rows', 'verify']
 
-# %% ../../nbs/dataset/verify.ipynb #1f32d2c6
+# %% ../../nbs/dataset/verify.ipynb #72f96cc4
 import json, os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from ..audio.conform import conform
 from ..audio.manifest import is_recording_name, split_folders
 from ..audio.wav import digest_of, read_wav
 from ..core.errors import REJECT_CODES, LeakmelError, show_path
+from .schema import DIGEST_ATTRIBUTE, metadata_digest
 from ..mel.reference import compare, reference_log_mel
 from ..mel.spec import MelSpec, spec_from_dict
 
@@ -52,13 +53,14 @@ class VerifyReport:
         return {"ok": self.ok, "verdict": self.verdict, "scope": self.scope, "n_rows": self.n_rows, "checked": self.checked,
                 "max_abs_db": self.max_abs_db, "problems": self.problems}
 
-# %% ../../nbs/dataset/verify.ipynb #e3c68b4c
+# %% ../../nbs/dataset/verify.ipynb #64761c13
 _BLOCK_BYTES = 2 << 20
 _EXPONENT = np.uint16(0x7C00)   # the exponent bits of float16, all set in what is not finite
 
 def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:
     "Problems of names, shapes and counts."
     rows, n = f["segments_mel"], int(f.attrs["n_rows"])
+    if f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f): yield "labels, columns or attributes do not match their digest"
     if not f.attrs["complete"]: yield "the file does not call itself complete"
     if rows.dtype != np.float16 or rows.shape != (n, *spec.row_shape):
         yield f"segments_mel is {rows.dtype} {rows.shape}, its own settings say float16 {(n, *spec.row_shape)}"
