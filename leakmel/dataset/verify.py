@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VerifyReport', 'pick_rows', 'verify']
 
-# %% ../../nbs/dataset/verify.ipynb #72f96cc4
+# %% ../../nbs/dataset/verify.ipynb #1558f74a
 import json, os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from ..audio.manifest import is_recording_name, split_folders
 from ..audio.wav import digest_of, read_wav
 from ..core.errors import REJECT_CODES, LeakmelError, show_path
 from .schema import DIGEST_ATTRIBUTE, metadata_digest
-from ..mel.reference import compare, reference_log_mel
+from ..mel.reference import Reference, compare, reference_features
 from ..mel.spec import MelSpec, spec_from_dict
 
 # %% ../../nbs/dataset/verify.ipynb #55f8883d
@@ -107,7 +107,7 @@ def pick_rows(
     more = np.random.default_rng(n_rows).choice(rest, sample - len(chosen), replace=False)
     return np.sort(np.concatenate([chosen, more]).astype(np.int64))
 
-# %% ../../nbs/dataset/verify.ipynb #3c9dc062
+# %% ../../nbs/dataset/verify.ipynb #f29f1edf
 def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndarray, report: VerifyReport) -> Iterator[str]:
     "Recompute the picked rows."
     per_block = max(1, (4 << 20) // (8 * (spec.n_samples + 2 * int(np.prod(spec.row_shape)))))
@@ -118,9 +118,9 @@ def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndar
         yield from (problem for _, _, problem in sources if problem)
         usable = [(s, x) for s, x, _ in sources if x is not None]
         if not usable: continue
-        right = reference_log_mel(np.stack([x for _, x in usable]), spec)
-        for (s, _), row, reference in zip(usable, f["segments_mel"][[s.row for s, _ in usable]], right):
-            verdict = compare(row, reference, spec)
+        right = reference_features(np.stack([x for _, x in usable]), spec)
+        for (s, _), row, db, strongest in zip(usable, f["segments_mel"][[s.row for s, _ in usable]], right.db, right.strongest_db):
+            verdict = compare(row, Reference(db, strongest), spec)
             report.checked += 1
             report.max_abs_db = max(report.max_abs_db, verdict.max_abs_db)
             if not verdict.ok: yield f"{s} differs from the reference: {verdict.n_wrong} of {verdict.n_values} values, {verdict.max_abs_db:.3g} dB"

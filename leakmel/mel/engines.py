@@ -6,7 +6,7 @@
 __all__ = ['SpanFactory', 'ENGINES', 'AUTO_ORDER', 'no_span', 'Engine', 'ReferenceEngine', 'check_recording', 'self_check',
            'load_engine', 'open_engine', 'log_mel']
 
-# %% ../../nbs/mel/engines.ipynb #97b9a59e
+# %% ../../nbs/mel/engines.ipynb #f1d8d7c5
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ import numpy as np
 
 from ..audio.quality import moments_of
 from ..core.errors import EngineError, SpecError, UsageError
-from .reference import compare, reference_log_mel
+from .reference import compare, reference_features, reference_log_mel
 from .spec import MelSpec
 
 # %% ../../nbs/mel/engines.ipynb #268dad37
@@ -68,7 +68,7 @@ class ReferenceEngine(Engine):
             out[...] = reference_log_mel(samples, self.spec)
             return moments_of(samples)
 
-# %% ../../nbs/mel/engines.ipynb #05a44982
+# %% ../../nbs/mel/engines.ipynb #0f89e927
 def check_recording(spec: MelSpec) -> np.ndarray:
     "One recording with the traits that break engines, [1, N] int16."
     n = spec.n_samples
@@ -83,7 +83,7 @@ def check_recording(spec: MelSpec) -> np.ndarray:
 def self_check(engine: Engine) -> None:
     "Raise EngineError unless the engine reproduces the reference on `check_recording`, from int16 and from float32."
     samples = check_recording(engine.spec)
-    right = reference_log_mel(samples, engine.spec)
+    right = reference_features(samples, engine.spec)
     for x in (samples, (samples / np.float32(32_768)).astype(np.float32)):
         out = np.full((1, *engine.spec.row_shape), np.nan, np.float16)
         engine.run(x, out)
@@ -132,7 +132,14 @@ def _log():
     import logging
     return logging.getLogger("leakmel")
 
-# %% ../../nbs/mel/engines.ipynb #ccfce250
+# %% ../../nbs/mel/engines.ipynb #674a2820
+def _as_samples(samples: np.ndarray) -> np.ndarray:
+    "Samples as native int16 or as floats; other numbers have no full scale that could be known."
+    samples = np.asarray(samples)
+    if samples.dtype.kind == "f": return samples.astype(samples.dtype.newbyteorder("="), copy=False)
+    if samples.dtype.kind == "i" and samples.dtype.itemsize == 2: return samples.astype(np.int16, copy=False)
+    raise SpecError("samples of a type without a known full scale", found=samples.dtype, expected="int16 or float with full scale 1.0", remedy="convert them first")
+
 def log_mel(
     samples: np.ndarray,      # [..., N] int16 (means / 32768) or float, N as the spec has it
     spec: MelSpec,
@@ -140,12 +147,12 @@ def log_mel(
     engine: str = "auto",
 ) -> np.ndarray:              # [..., L, S, M, T] float32, dB; float64 from the reference
     "Log-mel features of recordings that are in memory; raises SpecError for another length."
-    samples = np.asarray(samples)
+    samples = _as_samples(samples)
     if samples.ndim == 0 or samples.shape[-1] != spec.n_samples:
         raise SpecError("recordings of another length", found=f"shape {samples.shape}", expected=f"[..., {spec.n_samples}]", remedy="conform them first")
     if engine == "reference": return reference_log_mel(samples, spec)
     flat = samples.reshape(-1, spec.n_samples)
-    flat = np.ascontiguousarray(flat if flat.dtype == np.int16 else flat.astype(np.float32))
+    flat = np.require(flat, np.int16 if flat.dtype == np.int16 else np.float32, ["C", "W"])
     out = np.empty((len(flat), *spec.row_shape), np.float32)
     with open_engine(engine, spec) as opened:
         opened.run(flat, out)

@@ -40,10 +40,10 @@ def _shown(value: Any) -> str:
     return f"`{text}`" if len(text) <= 120 and "`" not in text and " at 0x" not in text else ""
 
 
-def _class(module: str, cls: type, ) -> str:
+def _class(module: str, cls: type) -> str:
     "A class with its fields or its constructor's parameters, and its public methods and properties."
     full, body = f"{module}.{cls.__name__}", [_prose(cls)]
-    if dataclasses.is_dataclass(cls): body.append(_table([(f.name, d) for f in dataclasses.fields(cls) if (d := _docments(cls).get(f.name)) and not f.name.startswith("_")]))
+    if dataclasses.is_dataclass(cls): body.append(_table([(name, d) for name, d in _docments(cls).items() if name in cls.__dataclass_fields__]))
     elif "__init__" in vars(cls): body.append(_parameters(cls.__init__))
     for name, member in vars(cls).items():
         if name.startswith("_"): continue
@@ -56,7 +56,8 @@ def _class(module: str, cls: type, ) -> str:
 def _entry(kind: str, full: str, function: Any, fence: str = ":::", how: str = "") -> str:
     "A function or method."
     options = [":no-index-entry:", *([f":{how}:"] if how else [])]
-    return _directive(kind, full + _signature(function, bound=kind == "method" and how != "staticmethod"), options, _prose(function), _parameters(function), fence=fence)
+    signature = _signature(function, bound=kind == "method" and how != "staticmethod")
+    return _directive(kind, full + signature, options, _prose(function), _parameters(function), fence=fence)
 
 
 def _prose(value: Any) -> str:
@@ -96,7 +97,8 @@ def _table(rows: list[tuple[str, Any]]) -> str:
 
 def _type(anno: Any) -> str:
     if anno is None or anno is inspect.Parameter.empty: return ""
-    return f"`{_cell(anno if isinstance(anno, str) else inspect.formatannotation(anno)).replace(chr(92) + '|', '|')}`".replace("|", "\\|").replace("leakmel.", "")
+    text = anno if isinstance(anno, str) else inspect.formatannotation(anno)
+    return f"`{_cell(text.replace('leakmel.', ''))}`"
 
 
 def _default(value: Any) -> str:

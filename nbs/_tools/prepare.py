@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import nbformat
@@ -70,7 +70,8 @@ def execute(path: Path, parameters: str = "") -> nbformat.NotebookNode:
     if kept.exists(): return nbformat.read(kept, as_version=4)
     every, run = notebook.cells, [c for c in notebook.cells if not is_skipped(c)]
     notebook.cells = run
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}},
+                   extra_arguments=["--log-level=ERROR"]).execute()
     notebook.cells = every
     text = re.sub(rf"{re.escape(str(ROOT))}/?", "", nbformat.writes(notebook))   # a site does not tell where it was made
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -122,9 +123,9 @@ def run_parameters() -> str:
     return f"data_root = {str(demo)!r}\nout = {str(out)!r}"
 
 
-def write_notebooks() -> None:
-    "The front page, the executed example and the library notebooks, two at a time."
-    library, front = library_notebooks(), NOTEBOOKS / "index.ipynb"
+def write_notebooks(library: list[Path]) -> None:
+    "The front page, the executed example and the library notebooks, a few at a time."
+    front = NOTEBOOKS / "index.ipynb"
     with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
         done = {p: pool.submit(execute, p) for p in library}
         done[NOTEBOOKS / "build.ipynb"] = pool.submit(execute, NOTEBOOKS / "build.ipynb", run_parameters())
@@ -134,13 +135,15 @@ def write_notebooks() -> None:
             write_page(future.result(), name if path in (front, NOTEBOOKS / "build.ipynb") else f"reference/{name}", CONTENTS if path == front else "")
 
 
+LIBRARY_TEXT = """The library is written in these notebooks, room by room, and each was executed to make its page. A module uses only
+what stands before it: core, audio, mel, dataset, insight and so on."""
 CONTENTS = toctree(["build", "commands", "reference/index", "api/index", "changelog"], "hidden:")
 
 
-def write_lists() -> None:
+def write_lists(library: list[Path]) -> None:
     "The pages that list notebooks and modules by room."
-    names = [str(p.relative_to(NOTEBOOKS).with_suffix("")) for p in library_notebooks()]
-    parts, pages = ["# Notebooks", "The library is written in these notebooks, room by room; each one was executed to make its page. Arrows go one way, from the first room to the last."], []
+    names = [str(p.relative_to(NOTEBOOKS).with_suffix("")) for p in library]
+    parts, pages = ["# Notebooks", LIBRARY_TEXT], []
     for room, what in ROOMS.items():
         here = [n for n in names if n.split("/")[0] == room]
         if not here: continue
@@ -157,12 +160,11 @@ def write_commands() -> None:
     from leakmel.cli import main
     os.environ["COLUMNS"] = "110"
     def said(*args: str) -> str:
-        with redirect_stdout(io.StringIO()) as text:
-            try: main([*args, "--help"])
-            except SystemExit: pass
+        with redirect_stdout(io.StringIO()) as text, suppress(SystemExit): main([*args, "--help"])
         return text.getvalue().strip("\n")
     names = re.findall(r"^    (\w+) +\S", said(), re.M)
-    parts = ["# Command line", "The same functions from a shell. Every command has `--json`, which prints one object and nothing else.", f"```text\n{said()}\n```"]
+    parts = ["# Command line", "The same functions from a shell. Every command has `--json`, which prints one object and nothing else."]
+    parts.append(f"```text\n{said()}\n```")
     for name in names: parts += [f"## leakmel {name}", f"```text\n{said(name)}\n```"]
     write_text("commands", "\n\n".join(parts))
 
@@ -177,8 +179,9 @@ def main() -> None:
         target = SOURCE / picture.relative_to(NOTEBOOKS)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, target)
-    write_notebooks()
-    write_lists()
+    library = library_notebooks()
+    write_notebooks(library)
+    write_lists(library)
     write_commands()
     write_text("changelog", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
     if not (SOURCE / "index.ipynb").exists(): write_text("index", f"# leakmel\n\n{CONTENTS}")
