@@ -182,7 +182,7 @@ def _add_bench(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rounds", type=int, default=5, help="counted rounds of each setting (default 5)")
     p.add_argument("--out", default="runs/benchmarks", help="folder of the figures (default runs/benchmarks)")
 
-# %% ../nbs/cli.ipynb #d4aa75e9
+# %% ../nbs/cli.ipynb #ba75292b
 class _Signalled(BaseException):
     "A signal that asks to end."
     def __init__(self, number: int): self.number = number
@@ -194,7 +194,7 @@ def main(
     argv: Sequence[str] | None = None,   # default: the process's arguments
 ) -> int:                                # exit status
     "Run the command line."
-    logging.basicConfig(level=os.environ.get("LEAKMEL_LOG_LEVEL", "WARNING").upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+    _start_streams()
     args = _parser().parse_args(argv)
     handlers = _catch_signals()
     try:
@@ -208,6 +208,14 @@ def main(
     finally:
         for number, handler in handlers.items(): signal.signal(number, handler)
     return _print(args, status, body, text)
+
+def _start_streams() -> None:
+    "Log to stderr at the level of LEAKMEL_LOG_LEVEL; letters that the terminal lacks are escaped."
+    asked = os.environ.get("LEAKMEL_LOG_LEVEL", "").strip().upper() or "WARNING"
+    level = int(asked) if asked.isdecimal() else logging.getLevelNamesMapping().get(asked)
+    logging.basicConfig(level=logging.WARNING if level is None else level, format="%(levelname)s %(message)s", stream=sys.stderr)
+    if level is None: logging.getLogger("leakmel").warning("LEAKMEL_LOG_LEVEL: %r is no level; DEBUG, INFO, WARNING and ERROR are", asked)
+    if hasattr(sys.stdout, "reconfigure"): sys.stdout.reconfigure(errors="backslashreplace")
 
 def _print(args: argparse.Namespace, status: int, body: dict[str, Any], text: str) -> int:
     "Print the outcome; a reader that went away is no error."

@@ -74,13 +74,14 @@ def bank(config: dict[str, Any]) -> np.ndarray:
     return out
 
 
-def log_mel(x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+def log_mel(x: np.ndarray, config: dict[str, Any], *, periodic: bool = True) -> np.ndarray:
     "The features [L, S, M, T] of one recording in float64: segments are cut out first, then framed."
-    window, triangles = scipy.signal.get_window("hann", config["n_fft"], fftbins=True), bank(config)
+    window, triangles = scipy.signal.get_window("hann", config["n_fft"], fftbins=periodic), bank(config)
     def pieces(y: np.ndarray, length: int, hop: int) -> np.ndarray:
         return np.stack([y[..., a:a + length] for a in range(0, y.shape[-1] - length + 1, hop)], axis=-2)
     frames = x
-    for length, hop in (("long_window", "long_hop"), ("short_window", "short_hop"), ("n_fft", "hop_length")): frames = pieces(frames, config[length], config[hop])
+    for length, hop in (("long_window", "long_hop"), ("short_window", "short_hop"), ("n_fft", "hop_length")):
+        frames = pieces(frames, config[length], config[hop])
     spectrum = np.abs(scipy.fft.rfft(frames * window, axis=-1))     # [L, S, T, F]
     values = spectrum ** config["power"] @ triangles.T              # [L, S, T, M]
     decibel = (20 if config["power"] == 1 else 10) * np.log10(np.maximum(values, config["floor"]))

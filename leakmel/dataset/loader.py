@@ -79,8 +79,8 @@ class Slot:
         "Bytes of its buffers, the float32 one left out."
         return self.samples.nbytes + self.mels.nbytes + self.moments.nbytes + self.head.nbytes
 
-# %% ../../nbs/dataset/loader.ipynb #4c188f9b
-def _read_canonical(path: bytes, views: list, header: bytes, head: np.ndarray) -> bool:
+# %% ../../nbs/dataset/loader.ipynb #d4ee5ef1
+def _read_canonical(path: bytes, mtime_ns: int, views: list, header: bytes, head: np.ndarray) -> bool:
     "Read a canonical recording into its row; False where the file is anything else."
     try:
         fd = os.open(path, OPEN_FLAGS)
@@ -88,20 +88,22 @@ def _read_canonical(path: bytes, views: list, header: bytes, head: np.ndarray) -
         raise read_error(e, path) from e
     try:
         n = os.preadv(fd, views, 0)
+        same = os.fstat(fd).st_mtime_ns == mtime_ns      # after reading: a write in between shows too
     except OSError as e:
         if isinstance(fault := read_error(e, path), MachineError): raise fault from e
         return False    # not a file that can be read by offset: the slow path says what it is
     finally:
         os.close(fd)
-    return n == HEADER_BYTES + len(views[1]) and head.tobytes() == header
+    return same and n == HEADER_BYTES + len(views[1]) and head.tobytes() == header
 
-# %% ../../nbs/dataset/loader.ipynb #afe65dea
-def _read_any(path: bytes, size: int, spec: MelSpec, follows: Collection[str]) -> tuple[np.ndarray, Facts]:
+# %% ../../nbs/dataset/loader.ipynb #63d06ab1
+def _read_any(path: bytes, size: int, mtime_ns: int, spec: MelSpec, follows: Collection[str]) -> tuple[np.ndarray, Facts]:
     "Read any recording and make it fit; raises RecordingError, or Disagreement where it should have been like the others."
     fd, n_file = open_regular(path)
     try:
         if n_file != size: raise RecordingError("changed", f"{size} bytes when listed, {n_file} when read")
         recording = read_open_wav(fd, n_file)
+        if os.fstat(fd).st_mtime_ns != mtime_ns: raise RecordingError("changed", "modified after it was listed")
     except OSError as e:
         raise read_error(e, path) from e
     finally:
@@ -115,7 +117,7 @@ def _read_any(path: bytes, size: int, spec: MelSpec, follows: Collection[str]) -
 class Disagreement(DataError):
     "Recordings of different rate or length where the spec was to follow them."
 
-# %% ../../nbs/dataset/loader.ipynb #fc7bf394
+# %% ../../nbs/dataset/loader.ipynb #7b516f44
 class BatchReader:
     "Reads batches of one listing into slots; shared by all reader threads."
 
@@ -147,16 +149,17 @@ class BatchReader:
         "Read candidate k into row i."
         if self.listing.label_ids[k] < 0: raise RecordingError("no_label", "lies in no label folder")
         path = self.base + self.listing.paths[k]
-        if self.listing.sizes[k] == self.size and _read_canonical(path, slot._views[i], self.header, slot.head[i]):
+        size, mtime_ns = int(self.listing.sizes[k]), int(self.listing.mtimes_ns[k])
+        if size == self.size and _read_canonical(path, mtime_ns, slot._views[i], self.header, slot.head[i]):
             return Facts(self.spec.sample_rate, self.spec.n_samples, 1, "pcm16", "ok", digest_of(slot.samples[i]))
-        row, facts = _read_any(path, int(self.listing.sizes[k]), self.spec, self.follows)
+        row, facts = _read_any(path, size, mtime_ns, self.spec, self.follows)
         if facts.whole: slot.samples[i] = row
         else:
             slot.samples[i] = 0
             slot.widen(i, row)
         return facts
 
-# %% ../../nbs/dataset/loader.ipynb #63fa1644
+# %% ../../nbs/dataset/loader.ipynb #46dd82a1
 def _rate_and_length(path: bytes) -> tuple[int, int] | None:
     "Rate in Hz and samples per channel by the header, None for what cannot be read."
     try: fd, n_file = open_regular(path)
@@ -166,6 +169,9 @@ def _rate_and_length(path: bytes) -> tuple[int, int] | None:
         if h.encoding.startswith(("pcm", "float")): return h.sample_rate, h.data_bytes // h.block_align
         return h.sample_rate, len(read_open_wav(fd, n_file).samples)    # coded samples: only decoding tells
     except RecordingError: return None
+    except OSError as e:
+        if isinstance(fault := read_error(e, path), MachineError): raise fault from e
+        return None
     finally: os.close(fd)
 
 def follow_data(

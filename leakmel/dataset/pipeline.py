@@ -6,7 +6,7 @@
 __all__ = ['log', 'SpecLike', 'MODES', 'BuildResult', 'check_target', 'check_listing', 'resolve_spec', 'job_metadata', 'build',
            'build_all']
 
-# %% ../../nbs/dataset/pipeline.ipynb #455f5c4e
+# %% ../../nbs/dataset/pipeline.ipynb #eaa80104
 import json, logging, os
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from .loader import Disagreement, disagreement, follow_data
 from .ring import Job, PipelineConfig, Ring, Workers, plan_workers
 from .schema import Metadata, Rejected, byte_column, data_set_name, name_columns, root_attributes
 from .verify import VerifyReport, verify
-from .writer import OutputLock, RowFile, require_space
+from .writer import OutputLock, RowFile, output_error, require_space
 from ..mel.engines import Engine, load_engine, open_engine
 from ..mel.spec import MelSpec
 
@@ -183,14 +183,14 @@ def _all_rejected(job: Job) -> DataError:
                      found=f"{reasons}; first {show_path(first.path)}: {first.message}",
                      remedy="check the recordings (`leakmel scan --content`) and the spec's rules")
 
-# %% ../../nbs/dataset/pipeline.ipynb #735dd0b8
+# %% ../../nbs/dataset/pipeline.ipynb #b90ed8ab
 def _run_ring(build: _Build, jobs: list[Job], workers: Workers, progress: str) -> None:
     "Run all jobs; raises the first error."
     ring = Ring(jobs, build.engine, workers, build.timeline, build.publish)
     with ExitStack() as stack:
         bars = [stack.enter_context(Progress(len(job.listing), label=job.split, show=progress)) for job in jobs]
-        ring.start()
         try:
+            ring.start()
             while not ring.finished.wait(0.2):
                 for bar, job in zip(bars, jobs): bar.update(job.n_done, _note(job, build))
         except BaseException as e:     # Ctrl-C: everybody leaves, then it goes on
@@ -217,7 +217,7 @@ def _row_files(targets: list[tuple[Listing, Path]], spec: MelSpec) -> Iterator[l
             stack.callback(files[-1].abort)
         yield files
 
-# %% ../../nbs/dataset/pipeline.ipynb #f0e53efd
+# %% ../../nbs/dataset/pipeline.ipynb #27cf00d1
 def _build_targets(
     manifest: Manifest, targets: list[tuple[Listing, Path]], spec: SpecLike, engine: str, config: PipelineConfig,
     check: int | None, timeline: Timeline, listed_s: float, progress: str,
@@ -232,20 +232,24 @@ def _build_targets(
         workers = plan_workers(config, resolved, opened, max(map(len, listings)))
         build = _Build(manifest, opened, config, check, timeline, listed_s, {}, {})
         timeline.meta |= {"engine": opened.identity, "device": opened.device, "workers": asdict(workers), "machine": machine_facts()}
-        with _row_files(targets, resolved) as files, ExitStack() as watched:
-            if config.monitor_interval_s: watched.enter_context(Monitor(timeline, config.monitor_interval_s))
-            jobs = [Job(x, resolved, f, follows=follows) for x, f in zip(listings, files)]
-            timeline.spans.append(replace(_start_up(timeline, "main"), start_s=listed_s))
-            try: _run_ring(build, jobs, workers, progress)
-            except Disagreement: raise disagreement(listings) from None
-        return [_result(build, job, workers, listed_s if job is jobs[0] else None) for job in jobs]
+        jobs: list[Job] = []
+        try:
+            with _row_files(targets, resolved) as files, ExitStack() as watched:
+                if config.monitor_interval_s: watched.enter_context(Monitor(timeline, config.monitor_interval_s))
+                jobs += [Job(x, resolved, f, follows=follows) for x, f in zip(listings, files)]
+                timeline.spans.append(replace(_start_up(timeline, "main"), start_s=listed_s))
+                try: _run_ring(build, jobs, workers, progress)
+                except Disagreement: raise disagreement(listings) from None
+        finally:   # also when a later split failed: what was published gets its own report
+            results = [_result(build, job, workers, listed_s if job is jobs[0] else None) for job in jobs if job.split in build.published_s]
+        return results
 
 def _start_up(timeline: Timeline, lane: str):
     "A start-up span from the timeline's beginning to now."
     from leakmel.core.timeline import Span
     return Span("start_up", lane, 0.0, timeline.now_s())
 
-# %% ../../nbs/dataset/pipeline.ipynb #e608ce17
+# %% ../../nbs/dataset/pipeline.ipynb #dc0cc16f
 def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -> BuildResult:
     "The result of a published job; writes report and timeline beside the data set."
     timeline, target, report = build.timeline, job.file.target, build.reports[job.split]
@@ -255,10 +259,13 @@ def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -
     samples = [s for s in timeline.samples if started <= s["time_s"] <= build.published_s[job.split]] or timeline.samples
     import_s = max((s.end_s for s in timeline.spans if s.stage == "start_up" and s.lane == "imports"), default=0.0)
     summary = _summary(build, job, workers, seconds, import_s, samples)
-    timeline_path = write_timeline(timeline, target.with_name(target.name + ".timeline.json"), split=job.split)
+    timeline_path, report_path = (target.with_name(f"{target.name}.{what}.json") for what in ("timeline", "report"))
     summary["timeline_path"] = show_path(timeline_path)
     body = summary | {"created_at_utc": datetime.now(UTC).isoformat(timespec="seconds"), "rejected_files": [_rejected_dict(r) for r in job.rejected]}
-    target.with_name(target.name + ".report.json").write_text(json.dumps(body, indent=1, default=str) + "\n", encoding="utf-8")
+    try:
+        write_timeline(timeline, timeline_path, split=job.split)
+        report_path.write_text(json.dumps(body, indent=1, default=str) + "\n", encoding="utf-8")
+    except OSError as e: raise output_error(e, e.filename or report_path) from e
     return BuildResult(target, job.split, int(job.good.sum()), len(job.listing), tuple(sorted(job.rejected, key=lambda r: r.path)),
                        seconds, import_s, report, timeline_path, summary, timeline, max(build.published_s.values()) - build.listed_s)
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MelDataset', 'open_dataset']
 
-# %% ../../nbs/dataset/reader.ipynb #5f42549d
-import json, os
+# %% ../../nbs/dataset/reader.ipynb #f5f0cfea
+import json, os, stat
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,18 +15,22 @@ import h5py
 import numpy as np
 
 from ..core.errors import DataError, LeakmelError, VerifyError, show_path
+from .schema import unsafe_parts
 from ..mel.spec import MelSpec, spec_from_dict
 
 if TYPE_CHECKING: import pandas as pd
 
-# %% ../../nbs/dataset/reader.ipynb #d0f7e1b7
+# %% ../../nbs/dataset/reader.ipynb #4175756e
 def _require(file: h5py.File, path: Path) -> None:
-    "Refuse what is not a complete data set."
+    "Refuse what is not a complete data set, before data are read."
+    if (problem := next(unsafe_parts(file), None)): raise VerifyError("this file is not safe to read", path=path, found=problem)
     if "schema_version" not in file.attrs:
         raise VerifyError("not a data set of leakmel", path=path, remedy="files of the earlier system open with legacy=True; their rows are unverified")
     if file.attrs["schema_version"] != 1: raise VerifyError("a data set of another schema", path=path, found=file.attrs["schema_version"], expected=1)
-    rows = file["segments_mel"]
-    if not file.attrs.get("complete", False) or len(rows) != file.attrs["n_rows"] or len(file["labels"]) != len(rows):
+    rows, labels = file["segments_mel"], file["labels"]
+    if not all(isinstance(part, h5py.Dataset) for part in (rows, labels)) or rows.ndim != 5 or labels.ndim != 1:
+        raise VerifyError("rows or labels are not what they should be", path=path, found=f"{rows}, {labels}")
+    if not file.attrs.get("complete", False) or len(rows) != file.attrs["n_rows"] or len(labels) != len(rows):
         raise VerifyError("the data set is not complete", path=path, remedy="build it again")
 
 class MelDataset:
@@ -40,6 +44,7 @@ class MelDataset:
     ):
         self.path, self.legacy = Path(path), legacy
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode): raise VerifyError("not a regular file", path=path)   # a named pipe would be waited for
             self.file = h5py.File(path, "r")
         except FileNotFoundError as e:
             raise DataError("no such data set", path=path) from e
@@ -50,7 +55,9 @@ class MelDataset:
             self.labels: np.ndarray = self.file["labels"][:]     # [B] int16
             self.class_names: list[str] = json.loads(self.file.attrs["labels_json"])
             self.mels: h5py.Dataset = self.file["segments_mel"]  # [B, L, S, M, T] float16, dB
-        except (KeyError, ValueError, OSError, LeakmelError) as e:
+            known = len(self.class_names) if isinstance(self.class_names, list) else 0
+            if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < known: raise ValueError("labels without a name")
+        except (KeyError, ValueError, TypeError, OSError, LeakmelError) as e:
             self.file.close()
             if isinstance(e, LeakmelError): raise
             raise VerifyError("the data set lacks a part", path=path, found=str(e)) from e

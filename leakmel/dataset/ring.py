@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['BATCH_FILES', 'PipelineConfig', 'Workers', 'slot_bytes', 'plan_workers', 'Job', 'Ring']
 
-# %% ../../nbs/dataset/ring.ipynb #c52036d7
+# %% ../../nbs/dataset/ring.ipynb #8f75ef9f
 import os, threading
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -16,12 +17,12 @@ import numpy as np
 from ..audio.manifest import Listing
 from ..audio.quality import moments_of
 from ..audio.wav import digest_of
-from ..core.errors import LeakmelError, MachineError, OutputError, UsageError
+from ..core.errors import EngineError, LeakmelError, MachineError, UsageError
 from ..core.monitor import usable_cores
 from ..core.timeline import Timeline
 from .loader import BatchReader, Facts, Slot
 from .schema import Rejected
-from .writer import RowFile
+from .writer import RowFile, output_error
 from ..mel.engines import Engine
 from ..mel.spec import MelSpec
 
@@ -48,7 +49,7 @@ class PipelineConfig:
         if self.max_bytes_in_flight < 1: raise UsageError("max_bytes_in_flight must be at least 1", found=self.max_bytes_in_flight)
         if not self.monitor_interval_s >= 0: raise UsageError("monitor_interval_s must be 0 or more", found=self.monitor_interval_s)
 
-# %% ../../nbs/dataset/ring.ipynb #3512f6cb
+# %% ../../nbs/dataset/ring.ipynb #852d8207
 @dataclass(frozen=True)
 class Workers:
     "The numbers a build really uses."
@@ -78,7 +79,8 @@ def plan_workers(
     if room < 1:
         raise UsageError("max_bytes_in_flight holds not even one recording", found=config.max_bytes_in_flight,
                          expected=f"at least {slot_bytes(spec):,}")
-    per_batch = min(per_batch, max(1, n_files), room)
+    if config.files_per_batch is None: per_batch = min(per_batch, -(-n_files // (2 * compute)))   # work for every thread, also in a small split
+    per_batch = max(1, min(per_batch, n_files, room))
     slots = max(1, min(slots, room // per_batch))
     if slots < 3 and config.files_per_batch is None: per_batch, slots = max(1, room // 3), min(3, room)
     return Workers(read, compute, per_batch, slots)
@@ -122,7 +124,7 @@ class Job:
         self.digests[k], self.row_digests[k] = facts.digest, digest_of(row)
         if (facts.encoding, facts.status) != ("pcm16", "ok"): self.unusual[k] = facts.encoding, facts.status
 
-# %% ../../nbs/dataset/ring.ipynb #d1c944e6
+# %% ../../nbs/dataset/ring.ipynb #574bc111
 class Ring:
     "Runs the batches of some jobs through readers, engine threads and one writer."
 
@@ -145,7 +147,9 @@ class Ring:
         self._filled: SimpleQueue = SimpleQueue()
         self._computed: SimpleQueue = SimpleQueue()
         self._publish: SimpleQueue = SimpleQueue()
-        for _ in range(workers.slots): self._free.put(Slot(workers.files_per_batch, engine.spec))
+        try:
+            for _ in range(workers.slots): self._free.put(Slot(workers.files_per_batch, engine.spec))
+        except MemoryError as e: raise _as_ours(e) from e
         names = [(f"reader-{i}", self._read) for i in range(workers.read_workers)]
         names += [(f"engine-{i}", self._compute) for i in range(workers.compute_workers)]
         names += [("writer", self._write), ("publisher", self._finish)]
@@ -165,7 +169,10 @@ class Ring:
 
     def start(self) -> None:
         "Start all threads."
-        for thread in self._threads: thread.start()
+        try:
+            for thread in self._threads: thread.start()
+        except RuntimeError as e:
+            raise MachineError(f"a thread could not be started ({e})", remedy="lower read_workers and compute_workers, or raise the limit on processes") from e
 
     def stop(self, error: BaseException | None = None) -> None:
         "Make everybody leave; the first error is kept."
@@ -214,7 +221,7 @@ class Ring:
         "Compute in filled slots."
         while (slot := self._take(self._filled, "queue.compute")) is not None and not self._stopping.is_set():
             with self.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
-                slot.moments[:slot.n] = self.engine.run(slot.input, slot.mels[:slot.n])
+                with _computing(self.engine, slot): slot.moments[:slot.n] = self.engine.run(slot.input, slot.mels[:slot.n])
                 whole = [i for i, f in enumerate(slot.facts) if f is not None and f.whole] if slot.wide_rows else []
                 if whole: slot.moments[whole] = moments_of(slot.samples[whole])
                 moved.n_files, moved.n_bytes = slot.n, slot.input.nbytes
@@ -230,7 +237,7 @@ class Ring:
             if len(job.listing) == 0: self._publish.put(job)
         while (slot := self._take(self._computed, "queue.write")) is not None and not self._stopping.is_set():
             job = slot.job
-            with self.timeline.span("write", lane, split=job.split, batch=slot.batch) as moved:
+            with _writing(job), self.timeline.span("write", lane, split=job.split, batch=slot.batch) as moved:
                 moved.n_files, moved.n_bytes = slot.n, job.take(slot)
             self._free.put(slot)
             if job.n_done == len(job.listing): self._publish.put(job)
@@ -239,7 +246,7 @@ class Ring:
     def _finish(self, lane: str) -> None:
         "Complete jobs while the next one is under way."
         while (job := self._publish.get()) is not None and not self._stopping.is_set():
-            self.on_rows_done(job)
+            with _writing(job): self.on_rows_done(job)
             job.rows_done.set()
 
     def _hand_on(self, queue: SimpleQueue, slot: Slot, gauge: str) -> None:
@@ -251,10 +258,24 @@ class Ring:
         self.timeline.gauge(gauge, queue.qsize())
         return slot
 
+@contextmanager
+def _writing(job: Job) -> Iterator[None]:
+    "Say of an OSError in the body which target it was about."
+    try: yield
+    except OSError as e: raise output_error(e, e.filename or job.file.target) from e
+
+@contextmanager
+def _computing(engine: Engine, slot: Slot) -> Iterator[None]:
+    "Say of an error in the body which engine and batch it was."
+    try: yield
+    except (LeakmelError, MemoryError): raise
+    except Exception as e:
+        raise EngineError(f"engine {engine.identity} failed in batch {slot.batch} ({type(e).__name__}: {e})",
+                          remedy="build again; if it fails again, use another engine and report this") from e
+
 def _as_ours(error: BaseException) -> BaseException:
     "An error of a thread as one of leakmel's, where the machine is at fault."
     if isinstance(error, MemoryError): return MachineError("out of memory", remedy="lower files_per_batch, slots or max_bytes_in_flight")
     if isinstance(error, OSError) and not isinstance(error, LeakmelError):
-        return OutputError(f"the data set could not be written ({os.strerror(error.errno or 0)})", path=error.filename,
-                           remedy="mend the target and build again")
+        return MachineError(f"the machine failed ({os.strerror(error.errno or 0)})", path=error.filename, remedy="repair it, then build again")
     return error

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['VerifyReport', 'pick_rows', 'verify']
 
-# %% ../../nbs/dataset/verify.ipynb #1558f74a
-import json, os
+# %% ../../nbs/dataset/verify.ipynb #5287fa0c
+import json, os, stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +17,9 @@ import numpy as np
 
 from ..audio.conform import conform
 from ..audio.manifest import is_recording_name, split_folders
-from ..audio.wav import digest_of, read_wav
-from ..core.errors import REJECT_CODES, LeakmelError, show_path
-from .schema import DIGEST_ATTRIBUTE, metadata_digest
+from ..audio.wav import DIGEST_ALGORITHM, digest_of, read_wav
+from ..core.errors import REJECT_CODES, DataError, LeakmelError, show_path
+from .schema import DIGEST_ATTRIBUTE, SCHEMA_VERSION, metadata_digest, unsafe_parts
 from ..mel.reference import Reference, compare, reference_features
 from ..mel.spec import MelSpec, spec_from_dict
 
@@ -53,7 +53,7 @@ class VerifyReport:
         return {"ok": self.ok, "verdict": self.verdict, "scope": self.scope, "n_rows": self.n_rows, "checked": self.checked,
                 "max_abs_db": self.max_abs_db, "problems": self.problems}
 
-# %% ../../nbs/dataset/verify.ipynb #64761c13
+# %% ../../nbs/dataset/verify.ipynb #65dcffa5
 _BLOCK_BYTES = 2 << 20
 _EXPONENT = np.uint16(0x7C00)   # the exponent bits of float16, all set in what is not finite
 
@@ -61,12 +61,16 @@ def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:
     "Problems of names, shapes and counts."
     rows, n = f["segments_mel"], int(f.attrs["n_rows"])
     if f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f): yield "labels, columns or attributes do not match their digest"
+    if f.attrs["schema_version"] != SCHEMA_VERSION: yield f"schema {f.attrs['schema_version']}, {SCHEMA_VERSION} is read here"
+    if f.attrs["digest_algorithm"] != DIGEST_ALGORITHM: yield f"digests of another algorithm: {f.attrs['digest_algorithm']}"
     if not f.attrs["complete"]: yield "the file does not call itself complete"
     if rows.dtype != np.float16 or rows.shape != (n, *spec.row_shape):
         yield f"segments_mel is {rows.dtype} {rows.shape}, its own settings say float16 {(n, *spec.row_shape)}"
     for name in ("labels", "digests/rows", *(f"files/{c}" for c in f["files"])):
         if f[name].shape != (n,): yield f"{name} has shape {f[name].shape}, there are {n} rows"
     paths = f["files/path"][:].tolist()
+    if out := [p for p in paths if not p or p.startswith(b"/") or b".." in p.split(b"/")]:
+        yield f"a path leads out of the data folder: {show_path(out[0])}"
     if any(a >= b for a, b in zip(paths, paths[1:])): yield "paths are not in the order of their bytes, or one is there twice"
     for code in set(f["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}: yield f"unknown reject code {code!r}"
     ids = f["labels"][:]
@@ -107,7 +111,7 @@ def pick_rows(
     more = np.random.default_rng(n_rows).choice(rest, sample - len(chosen), replace=False)
     return np.sort(np.concatenate([chosen, more]).astype(np.int64))
 
-# %% ../../nbs/dataset/verify.ipynb #f29f1edf
+# %% ../../nbs/dataset/verify.ipynb #ce919518
 def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndarray, report: VerifyReport) -> Iterator[str]:
     "Recompute the picked rows."
     per_block = max(1, (4 << 20) // (8 * (spec.n_samples + 2 * int(np.prod(spec.row_shape)))))
@@ -150,12 +154,12 @@ def _source_row(stored: _Stored, spec: MelSpec, folder: bytes) -> tuple[np.ndarr
 def _accounting(f: h5py.File, folder: bytes) -> Iterator[str]:
     "Rows + rejected against a walk of the folder."
     known = set(f["files/path"][:].tolist()) | set(f["rejected/path"][:].tolist())
-    there = {os.path.join(at, n)[len(folder) + 1:] for at, _, names in os.walk(folder, followlinks=True) for n in names if is_recording_name(n)}
-    if gone := sorted(known - there): yield f"{len(gone)} recordings of the data set are not in the folder any more, first {show_path(gone[0])}"
+    there = {os.path.join(at, n)[len(folder) + 1:] for at, _, names in os.walk(folder) for n in names if is_recording_name(n)}   # not through links
+    if gone := sorted(p for p in known - there if not os.path.isfile(os.path.join(folder, p))): yield f"{len(gone)} recordings of the data set are not in the folder any more, first {show_path(gone[0])}"
     if new := sorted(p for p in there - known if os.path.isfile(os.path.join(folder, p)) and not os.path.islink(os.path.join(folder, p))):
         yield f"{len(new)} recordings in the folder are neither rows nor rejected, first {show_path(new[0])}"
 
-# %% ../../nbs/dataset/verify.ipynb #2c34c9c1
+# %% ../../nbs/dataset/verify.ipynb #dcb95f35
 def verify(
     path: str | os.PathLike,                # a data set
     *,
@@ -166,13 +170,16 @@ def verify(
     "Check a data set against its own digests and, with `root`, against its sources."
     report = VerifyReport(os.fspath(path))
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode): raise DataError("not a regular file")     # a named pipe would be waited for
         with h5py.File(path, "r") as f: _check_open(f, root, sample, accounting, report)
-    except (OSError, KeyError, ValueError, TypeError, RuntimeError, AttributeError, LeakmelError) as e:
+    except Exception as e:   # in a damaged file any call of the HDF5 library can fail in any way
         report.problems.append(f"the file cannot be read as a data set: {type(e).__name__}: {e}")
     return report
 
 def _check_open(f: h5py.File, root: str | os.PathLike | None, sample: int | None, accounting: bool, report: VerifyReport) -> None:
     "All checks of an open file."
+    report.problems += unsafe_parts(f)
+    if report.problems: return
     config = json.loads(f.attrs["config_json"])
     spec = spec_from_dict({k: v for k, v in config.items() if k not in ("duration_sec", "center")})
     report.n_rows = len(f["segments_mel"])

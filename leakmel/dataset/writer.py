@@ -15,14 +15,15 @@ import numpy as np
 from ..core.errors import OutputError, SpaceError
 from .schema import Metadata, create_rows, new_file, write_metadata
 
-# %% ../../nbs/dataset/writer.ipynb #a29799d6
+# %% ../../nbs/dataset/writer.ipynb #858593e5
 def output_error(
     error: OSError,      # what writing said
     path: str | os.PathLike,
 ) -> OutputError:        # to be raised
     "Turn an OSError of writing into the error it really is."
     reason = f"{errno.errorcode.get(error.errno or 0, 'unknown error')}: {os.strerror(error.errno or 0)}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT): return SpaceError(f"no room left while writing ({reason})", path=path, remedy="free some space and build again")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return SpaceError(f"no room left while writing ({reason})", path=path, remedy="free some space and build again")
     return OutputError(f"cannot be written ({reason})", path=path, remedy="mend the target, or build to another folder")
 
 # %% ../../nbs/dataset/writer.ipynb #bb8d3b7c

@@ -132,13 +132,14 @@ def _log():
     import logging
     return logging.getLogger("leakmel")
 
-# %% ../../nbs/mel/engines.ipynb #674a2820
+# %% ../../nbs/mel/engines.ipynb #7b82644f
 def _as_samples(samples: np.ndarray) -> np.ndarray:
     "Samples as native int16 or as floats; other numbers have no full scale that could be known."
     samples = np.asarray(samples)
     if samples.dtype.kind == "f": return samples.astype(samples.dtype.newbyteorder("="), copy=False)
     if samples.dtype.kind == "i" and samples.dtype.itemsize == 2: return samples.astype(np.int16, copy=False)
-    raise SpecError("samples of a type without a known full scale", found=samples.dtype, expected="int16 or float with full scale 1.0", remedy="convert them first")
+    raise SpecError("samples of a type without a known full scale", found=samples.dtype, expected="int16 or float with full scale 1.0",
+                    remedy="convert them first")
 
 def log_mel(
     samples: np.ndarray,      # [..., N] int16 (means / 32768) or float, N as the spec has it

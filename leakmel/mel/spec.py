@@ -179,12 +179,13 @@ def _check_types(spec: MelSpec) -> None:
         if getattr(spec, name) not in allowed:
             raise SpecError(f"{name} is not known", found=repr(getattr(spec, name)), expected=" or ".join(map(repr, allowed)))
 
-# %% ../../nbs/mel/spec.ipynb #47aaccfe
+# %% ../../nbs/mel/spec.ipynb #6be3dc68
 def _check_spec(spec: MelSpec) -> None:
     "Refuse settings that cannot give meaningful features."
     _check_types(spec)
     if not spec.duration_s > 0: raise SpecError("duration_s must be above 0", found=spec.duration_s)
-    if spec.duration_s * spec.sample_rate > MAX_SAMPLES: raise SpecError("duration_s is too long", found=f"{spec.duration_s:g} s", expected=f"at most {MAX_SAMPLES:,} samples")
+    if spec.duration_s * spec.sample_rate > MAX_SAMPLES:
+        raise SpecError("duration_s is too long", found=f"{spec.duration_s:g} s", expected=f"at most {MAX_SAMPLES:,} samples")
     if not spec.floor >= 1e-30: raise SpecError("floor must be at least 1e-30, or float32 would lose it", found=spec.floor)
     if not 0 <= spec.f_min_hz < spec.top_hz <= spec.sample_rate / 2:
         raise SpecError("the band limits do not fit", found=f"f_min_hz {spec.f_min_hz:g}, f_max_hz {spec.top_hz:g}",

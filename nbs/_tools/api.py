@@ -8,25 +8,20 @@ from typing import Any
 from fastcore.docments import docments
 
 
-def room_page(room: str, modules: list[str]) -> str:
-    "One page: the modules of a room and what they export."
-    parts = [f"# {room}", f"What the modules of `leakmel.{room}` export. Each module's notebook tells why it is as it is."]
-    for name in modules: parts += _module(name)
-    return "\n\n".join(parts) + "\n"
-
-
-def _module(name: str) -> list[str]:
-    "A module's section."
+def module_page(name: str) -> str:
+    "One page: what a module exports."
     module = importlib.import_module(name)
-    short, notebook = name.removeprefix("leakmel."), name.removeprefix("leakmel.").replace(".", "/")
-    parts = [f"## {short}", f"{inspect.getdoc(module)} [Notebook](../reference/{notebook}.ipynb)", f"```{{py:module}} {name}\n:no-index-entry:\n```"]
+    short = name.removeprefix("leakmel.")
+    up = "../" * (short.count(".") + 1)
+    parts = [f"# {short}", f"```{{py:module}} {name}\n:no-index-entry:\n```",
+             f"{inspect.getdoc(module)} The [notebook]({up}reference/{short.replace('.', '/')}.ipynb) tells why it is as it is."]
     for public in getattr(module, "__all__", []):
         value = getattr(module, public)
         if getattr(value, "__module__", name) != name: continue
-        if inspect.isclass(value): parts.append(_class(name, value))
-        elif inspect.isfunction(value): parts.append(_entry("function", f"{name}.{public}", value))
-        else: parts.append(_directive("data", f"{name}.{public}", [":no-index-entry:"], _shown(value)))
-    return parts
+        if inspect.isclass(value): parts.append(_class(value))
+        elif inspect.isfunction(value): parts.append(_entry("function", public, value))
+        else: parts.append(_directive("data", public, [":no-index-entry:"], _shown(value)))
+    return "\n\n".join(parts) + "\n"
 
 
 def _directive(kind: str, signature: str, options: list[str], *body: str, fence: str = ":::") -> str:
@@ -40,17 +35,17 @@ def _shown(value: Any) -> str:
     return f"`{text}`" if len(text) <= 120 and "`" not in text and " at 0x" not in text else ""
 
 
-def _class(module: str, cls: type) -> str:
+def _class(cls: type) -> str:
     "A class with its fields or its constructor's parameters, and its public methods and properties."
-    full, body = f"{module}.{cls.__name__}", [_prose(cls)]
+    body = [_prose(cls)]
     if dataclasses.is_dataclass(cls): body.append(_table([(name, d) for name, d in _docments(cls).items() if name in cls.__dataclass_fields__]))
     elif "__init__" in vars(cls): body.append(_parameters(cls.__init__))
     for name, member in vars(cls).items():
         if name.startswith("_"): continue
-        if isinstance(member, (classmethod, staticmethod)): body.append(_entry("method", f"{full}.{name}", member.__func__, "::::", type(member).__name__))
-        elif inspect.isfunction(member): body.append(_entry("method", f"{full}.{name}", member, "::::"))
-        elif isinstance(member, property): body.append(_directive("property", f"{full}.{name}", [":no-index-entry:"], _prose(member), fence="::::"))
-    return _directive("class", full + _signature(cls, short=dataclasses.is_dataclass(cls)), [":no-index-entry:"], *body, fence=":::::")
+        if isinstance(member, (classmethod, staticmethod)): body.append(_entry("method", name, member.__func__, "::::", type(member).__name__))
+        elif inspect.isfunction(member): body.append(_entry("method", name, member, "::::"))
+        elif isinstance(member, property): body.append(_directive("property", name, [":no-index-entry:"], _prose(member), fence="::::"))
+    return _directive("class", cls.__name__ + _signature(cls, short=dataclasses.is_dataclass(cls)), [":no-index-entry:"], *body, fence=":::::")
 
 
 def _entry(kind: str, full: str, function: Any, fence: str = ":::", how: str = "") -> str:
@@ -92,13 +87,16 @@ def _table(rows: list[tuple[str, Any]]) -> str:
     cells = [[f"`{name}`" if name != "return" else "returns", _type(d.get("anno")), _default(d.get("default")), _cell(d.get("docment") or "")]
              for name, d in rows if d.get("docment") or _type(d.get("anno"))]
     if not cells: return ""
-    return "\n".join(["| | type | default | |", "|:--|:--|:--|:--|", *("| " + " | ".join(row) + " |" for row in cells)])
+    cells = [["", "type", "default", ""], [":--"] * 4, *cells]
+    if not any(row[2] for row in cells[2:]): cells = [[row[0], row[1], row[3]] for row in cells]
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 
 def _type(anno: Any) -> str:
     if anno is None or anno is inspect.Parameter.empty: return ""
     text = anno if isinstance(anno, str) else inspect.formatannotation(anno)
-    return f"`{_cell(text.replace('leakmel.', ''))}`"
+    short = re.sub(r"(?:[A-Za-z_]\w*[.])+(?=[A-Za-z_])", "", text)   # the last part of a name says enough
+    return f"`{_cell(short)}`"
 
 
 def _default(value: Any) -> str:

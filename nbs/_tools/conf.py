@@ -16,7 +16,7 @@ nb_ipywidgets_js: dict = {}     # no widget state is stored, so no script has to
 nb_merge_streams = True
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-python_maximum_signature_line_length = 100
+python_maximum_signature_line_length = 110
 add_module_names = False
 exclude_patterns = ["**/.ipynb_checkpoints"]
 

@@ -14,7 +14,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import nbformat
-from api import room_page
+from api import module_page
 from figures import copy_plotly, show_figures
 from nbclient import NotebookClient
 
@@ -42,6 +42,12 @@ def is_skipped(cell: nbformat.NotebookNode) -> bool:
     return cell.cell_type == "code" and bool(directives_of(cell) & {"eval: false", "slow", "cuda"})
 
 
+def defined(cell: nbformat.NotebookNode) -> list[str]:
+    "Names that an exported cell defines."
+    found = re.findall(r"^(?:(?:class|def) (\w+)|(\w+)(?:: [^=\n]+)? =)", cell.source, re.M)
+    return [a or b for a, b in found]
+
+
 def dress(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     "Turn directives into the tags that the site knows, and figures into HTML."
     cells = [c for c in notebook.cells if c.cell_type != "code" or not any(d.startswith("default_exp") or d == "hide" for d in directives_of(c))]
@@ -49,7 +55,9 @@ def dress(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         if cell.cell_type != "code": continue
         said, tags = directives_of(cell), set(cell.metadata.get("tags", []))
         if "echo: false" in said: tags.add("remove-input")
-        if {"export", "exporti"} & {d.split(":")[0] for d in said}: tags.add("hide-input")
+        if {"export", "exporti"} & {d.split(":")[0] for d in said}:
+            tags.add("hide-input")
+            cell.metadata["mystnb"] = {"code_prompt_show": f"Source of {', '.join(defined(cell)) or 'the imports'}", "code_prompt_hide": "Hide the source"}
         cell.metadata["tags"] = sorted(tags)
         cell.source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("#|")).strip("\n")
     notebook.cells = [c for c in cells if c.cell_type != "code" or c.source.strip()]
@@ -141,18 +149,24 @@ CONTENTS = toctree(["build", "commands", "reference/index", "api/index", "change
 
 
 def write_lists(library: list[Path]) -> None:
-    "The pages that list notebooks and modules by room."
-    names = [str(p.relative_to(NOTEBOOKS).with_suffix("")) for p in library]
-    parts, pages = ["# Notebooks", LIBRARY_TEXT], []
+    "The reference pages, and the pages that list them and the notebooks by room."
+    notebooks, api = ["# Notebooks", LIBRARY_TEXT], ["# API", "Signatures and parameters, module by module."]
     for room, what in ROOMS.items():
-        here = [n for n in names if n.split("/")[0] == room]
+        here = {str(p.relative_to(NOTEBOOKS).with_suffix("")): sentence(p) for p in library}
+        here = {name: text for name, text in here.items() if name.split("/")[0] == room}
         if not here: continue
-        parts.append(toctree(here, f"caption: {room}", "maxdepth: 1"))
-        write_text(f"api/{room}", room_page(room, [f"leakmel.{n.replace('/', '.')}" for n in here]))
-        pages.append((room, what))
-    write_text("reference/index", "\n\n".join(parts))
-    listed = "\n".join(f"- [{room}]({room}.md): {what}" for room, what in pages)
-    write_text("api/index", "\n\n".join(["# API", "Signatures and parameters, by room.", listed, toctree([room for room, _ in pages], "hidden:")]))
+        for name in here: write_text(f"api/{name}", module_page(f"leakmel.{name.replace('/', '.')}"))
+        for page, kind in ((notebooks, "ipynb"), (api, "md")):
+            listed = "\n".join(f"- [{name.split('/')[-1]}]({name}.{kind}): {text}" for name, text in here.items())
+            page += [f"## {room}", f"{what[0].upper()}{what[1:]}.", listed, toctree(list(here), "hidden:", f"caption: {room}")]
+    write_text("reference/index", "\n\n".join(notebooks))
+    write_text("api/index", "\n\n".join(api))
+
+
+def sentence(path: Path) -> str:
+    "What a notebook is for: the line under its title."
+    lines = nbformat.read(path, as_version=4).cells[0].source.splitlines()
+    return next((line[1:].strip() for line in lines if line.startswith(">")), "")
 
 
 def write_commands() -> None:

@@ -42,7 +42,7 @@ def notebooks_of(root: Path) -> list[Path]:
 def content(root: Path) -> dict[str, bytes]:
     "Every file that an export reads or writes."
     files = [f for name in KEPT for f in ((root / name).rglob("*") if (root / name).is_dir() else [root / name])]
-    return {str(f.relative_to(root)): f.read_bytes() for f in files if f.is_file() and "__pycache__" not in f.parts}
+    return {str(f.relative_to(root)): f.read_bytes() for f in files if f.is_file() and "__pycache__" not in f.parts and not f.match(RESULTS)}
 
 
 def check(root: Path = ROOT) -> list[str]:

@@ -1,0 +1,312 @@
+"The command line: exit codes, one JSON object, errors on stderr, no traceback; and a light import."
+import ast
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import h5py
+import pytest
+
+import leakmel as lm
+from leakmel.cli import main
+from leakmel.dataset.pipeline import PipelineConfig
+from outsider import check, leftovers, walk
+
+
+def shell(*args: str | os.PathLike, env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    "Run `python -m leakmel` in a process of its own; a traceback fails at once."
+    command = [sys.executable, "-m", "leakmel", *[os.fspath(a) for a in args]]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=os.environ | (env or {}), cwd=cwd, timeout=60, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+@pytest.fixture
+def say(capsys):
+    "Run main() with some arguments; returns status, stdout and stderr."
+    def run(*args: str | os.PathLike) -> tuple[int, str, str]:
+        try: status = main([os.fspath(a) for a in args])
+        except SystemExit as e: status = int(e.code or 0)      # argparse
+        out, err = capsys.readouterr()
+        return status, out, err
+    return run
+
+
+@pytest.fixture
+def data(tmp_path, make_wav) -> Path:
+    "Nine recordings of 1 s, and one that is broken."
+    for k in range(9): make_wav(tmp_path / "data" / ("LEAK" if k % 2 else "NOLEAK") / f"{k}.wav", seed=k)
+    (tmp_path / "data" / "LEAK" / "x.wav").write_bytes(b"RIFF")
+    return tmp_path / "data"
+
+
+def only_json(text: str) -> dict:
+    "The one JSON object that is all of stdout; NaN and Infinity are no JSON."
+    def refuse(word: str): raise AssertionError(f"{word} is no JSON")
+    return json.loads(text, parse_constant=refuse)
+
+
+# ---- each command as a person would type it
+
+
+@pytest.mark.slow
+def test_from_nothing_to_a_verified_data_set(tmp_path):
+    done = shell("demo", tmp_path / "demo", "--files", "12", "--faults")
+    assert done.returncode == 0, done.stderr
+    assert "planted" in done.stdout
+    assert len(walk(tmp_path / "demo")) == 27
+    done = shell("scan", tmp_path / "demo")
+    assert done.returncode == 1       # one file lies in no label folder
+    assert "no_label" in done.stdout
+    done = shell("build", tmp_path / "demo", "--split", "all", "--out", tmp_path / "out", "--sample-rate", "4096", "--duration-s", "10")
+    assert done.returncode == 0, done.stderr
+    for split in ("TRAINING", "VALIDATION", "TESTING"):
+        path = tmp_path / "out" / f"{split}_DATASET.H5"
+        assert str(path) in done.stdout
+        check(path, tmp_path / "demo" / split)
+    done = shell("verify", tmp_path / "out" / "TRAINING_DATASET.H5", "--root", tmp_path / "demo", "--sample", "all")
+    assert done.returncode == 0, done.stdout
+    assert "recomputed" in done.stdout
+    assert done.stderr == ""
+    assert shell("--version").stdout == f"leakmel {lm.__version__}\n"
+
+
+# ---- exit codes and JSON
+
+
+def test_json_is_one_object_and_nothing_else(data, tmp_path, say):
+    status, out, err = say("demo", tmp_path / "demo", "--files", "6", "--json")
+    assert (status, err) == (0, "")
+    assert only_json(out)["n_files"] == 6
+    status, out, err = say("scan", data, "--json", "--content")
+    assert (status, err) == (1, "")
+    assert only_json(out)["would_be_rejected"] == 1
+    assert only_json(out)["found"] == 10
+    status, out, err = say("build", data, "--out", tmp_path / "x.h5", "--json")
+    assert (status, err) == (0, "")
+    body = only_json(out)
+    assert body["ok"] is True
+    assert body["exit_status"] == 0
+    assert body["rows"] + body["rejected"] == body["found"] == 10
+    assert body["verified"]["ok"] is True
+    status, out, err = say("verify", tmp_path / "x.h5", "--root", data, "--json")
+    assert (status, err) == (0, "")
+    assert only_json(out)["checked"] == 9
+    status, out, err = say("build", tmp_path / "demo", "--split", "all", "--out", tmp_path / "o", "--json")
+    assert status == 0
+    assert [s["split"] for s in only_json(out)["splits"]] == ["TRAINING", "VALIDATION", "TESTING"]
+
+
+def test_failures_are_json_too_and_say_why_on_stderr(data, tmp_path, say):
+    target = tmp_path / "x.h5"
+    cases: list[tuple[int, tuple[str | Path, ...]]] = [
+        (1, ("build", tmp_path / "nowhere", "--out", target)), (1, ("scan", tmp_path / "nowhere")), (1, ("verify", tmp_path / "nowhere.h5")),
+        (2, ("build", data, "--out", target, "--n-mels", "300")), (2, ("build", data, "--out", target, "--slots", "0")),
+        (2, ("build", data, "--out", target, "--preset", "magic")), (2, ("demo", tmp_path / "d", "--files", "2")),
+        (1, ("build", data, "--out", data / "x.h5")), (1, ("demo", data))]
+    for status, args in cases:
+        got, out, err = say(*args, "--json")
+        body = only_json(out)
+        assert (got, body["exit_status"], body["ok"]) == (status, status, False)
+        plain, out, err = say(*args)
+        assert plain == status
+        if args[0] != "verify":
+            assert err.startswith(f"leakmel {args[0]}: ")
+            assert body["error"] in err
+            assert out == ""
+    assert leftovers(tmp_path) == ["data"]
+
+
+@pytest.mark.parametrize("args", [(), ("--nonsense",), ("magic",), ("build",), ("build", "x"), ("build", "x", "--out", "y", "--n-mels", "many"),
+                                  ("verify", "x", "--sample", "-3"),
+                                  ("build", "x", "--out", "y", "--check", "some"), ("build", "x", "--out", "y", "--engine", "steam"), ("demo",),
+                                  ("build", "x", "--out", "y", "--mel-scale")])
+def test_usage_errors(args, say):
+    status, out, err = say(*args)
+    assert status == 2
+    assert out == ""
+    assert "usage: leakmel" in err
+
+
+def test_wrong_choice_is_answered_with_the_right_ones(data, tmp_path, say):
+    status, _, err = say("build", data, "--out", tmp_path / "x.h5", "--mel-scale", "bark")
+    assert status == 2
+    assert "htk" in err
+    assert "slaney" in err
+    status, _, err = say("build", data, "--out", tmp_path / "x.h5", "--split", "holdout")
+    assert status == 2
+    assert "training" in err
+
+
+def test_no_space_is_3(data, tmp_path, say, monkeypatch):
+    from types import SimpleNamespace
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096))
+    status, _, err = say("build", data, "--out", tmp_path / "x.h5")
+    assert status == 3
+    assert "bytes are missing" in err
+    assert str(tmp_path) in err
+
+
+def test_bad_data_set_is_1(data, tmp_path, say):
+    say("build", data, "--out", tmp_path / "x.h5", "--quiet")
+    with h5py.File(tmp_path / "x.h5", "r+") as f: f["segments_mel"][3] = 0
+    status, out, _ = say("verify", tmp_path / "x.h5")
+    assert status == 1
+    assert "NOT OK" in out
+    status, out, _ = say("verify", tmp_path / "x.h5", "--json")
+    assert status == 1
+    assert only_json(out)["ok"] is False
+    assert only_json(out)["problems"]
+
+
+def test_options_reach_the_build(data, tmp_path, say):
+    status, out, _ = say("build", data, "--out", tmp_path / "x.h5", "--preset", "overlap", "--n-mels", "20", "--f-max-hz", "1500", "--mel-norm", "none",
+                         "--rate", "reject", "--check", "all", "--engine", "reference", "--files-per-batch", "2", "--no-fsync", "--compression", "gzip",
+                         "--monitor-interval-s", "0", "--json")
+    body = only_json(out)
+    assert status == 0
+    for name, value in {"n_mels": 20, "f_max_hz": 1500.0, "mel_norm": None, "rate": "reject", "power": 2.0}.items(): assert body["spec"][name] == value
+    for name, setting in {"files_per_batch": 2, "fsync": False, "compression": "gzip"}.items(): assert body["pipeline"][name] == setting
+    assert body["verified"]["checked"] == 9
+    assert body["engine"].startswith("reference@")
+    check(tmp_path / "x.h5", data)
+
+
+def test_help_has_one_option_per_field(say):
+    status, out, err = say("build", "--help")
+    assert (status, err) == (0, "")
+    words = out.replace(",", " ").split()
+    for cls in (lm.MelSpec, PipelineConfig):
+        for f in fields(cls):
+            if f.name != "preset_name": assert "--" + f.name.replace("_", "-") in words, f.name
+    assert "--preset-name" not in words
+    for command in ("demo", "scan", "verify"):
+        status, out, _ = say(command, "--help")
+        assert status == 0
+        assert "--json" in out
+    status, out, _ = say("--help")
+    assert all(command in out for command in ("demo", "scan", "build", "verify"))
+    assert "exit status" in out
+
+
+def test_quiet_and_progress(data, tmp_path, say):
+    status, out, err = say("build", data, "--out", tmp_path / "x.h5", "--quiet")
+    assert (status, err) == (0, "")
+    assert "9 rows + 1 rejected = 10 files found" in out
+    assert "rejected: 1 x not_wav" in out
+
+
+def test_hostile_names_are_shown_on_one_line(tmp_path, make_wav, say):
+    root = tmp_path / "data"
+    make_wav(root / "A" / "good.wav")
+    (root / "A" / os.fsdecode(b"a\n\x1b[31m\xff.wav")).write_bytes(b"")
+    status, out, _ = say("scan", root, "--content")
+    assert status == 1
+    assert "\x1b" not in out
+    assert "a\\n\\x1b[31m\\xff.wav" in out
+    status, out, _ = say("build", root, "--out", tmp_path / "--x\n.h5")
+    assert status == 0
+    assert "--x\\n.h5" in out
+
+
+# ---- the process around it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["DEBUG", "warning", "nonsense", "", "17", "  info "])
+def test_log_level(data, level):
+    done = shell("scan", data, env={"LEAKMEL_LOG_LEVEL": level})
+    assert done.returncode == 0
+    assert "recordings" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"},
+                                 {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+def test_terminals_that_know_few_letters(tmp_path, make_wav, env):
+    make_wav(tmp_path / "Größe 水" / "Straße 水" / "ä.wav")
+    done = shell("build", tmp_path / "Größe 水", "--out", tmp_path / "Größe.h5", env=env)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "Größe.h5").exists()
+    done = shell("build", tmp_path / "fehlt 水", "--out", tmp_path / "Größe.h5", env=env)
+    assert done.returncode == 1
+    assert "no such folder" in done.stderr
+
+
+@pytest.mark.slow
+def test_reader_that_goes_away(data):
+    for more in ([], ["--json"]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        command = [sys.executable, "-m", "leakmel", "scan", str(data), *more]
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        os.close(writing)
+        assert "Traceback" not in done.stderr
+        assert "Exception ignored" not in done.stderr
+        assert done.returncode in (0, 1)
+
+
+@pytest.mark.slow
+def test_python_m_and_the_installed_command_are_the_same(data):
+    script = Path(sys.executable).with_name("leakmel")
+    if not script.exists(): pytest.skip("not installed as a command")
+    done = subprocess.run([script, "scan", data], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == shell("scan", data).stdout
+
+
+def test_signal_handlers_are_put_back(data, say):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    say("scan", data)
+    say("scan", data / "nowhere")
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_main_works_in_a_thread(data):
+    got: list[int] = []
+    thread = threading.Thread(target=lambda: got.append(main(["scan", os.fspath(data), "--json"])))
+    thread.start()
+    thread.join()
+    assert got == [0]
+
+
+# ---- import
+
+
+HEAVY = ("numpy", "torch", "torchaudio", "pandas", "plotly", "IPython", "h5py", "scipy", "soundfile", "soxr", "psutil", "pynvml", "tqdm", "xxhash", "asyncio")
+
+
+def modules_after(statement: str) -> set[str]:
+    "Top-level modules that a fresh process holds after a statement."
+    code = f"import sys\n{statement}\nprint(sorted({{m.split('.')[0] for m in sys.modules}}))"
+    return set(ast.literal_eval(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout))
+
+
+def test_import_is_light():
+    assert not modules_after("import leakmel") & set(HEAVY)
+    assert not modules_after("import leakmel; dir(leakmel); leakmel.__version__") & set(HEAVY)
+    later = {"torch", "torchaudio", "pandas", "plotly", "IPython", "soundfile", "soxr", "pynvml", "scipy"}
+    assert not modules_after("import leakmel.dataset.pipeline, leakmel.cli") & later
+    assert not modules_after("import leakmel; leakmel.MelSpec; leakmel.read_wav; leakmel.scan") & {"torch", "pandas", "h5py", "plotly", "IPython"}
+
+
+@pytest.mark.slow
+def test_import_is_quick():
+    def seconds(code: str) -> float:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+        return time.perf_counter() - began
+    assert statistics.median(seconds("import leakmel") for _ in range(5)) < 0.5
+
+
+def test_public_names():
+    for name in lm.__all__: assert getattr(lm, name) is not None
+    assert set(lm.__all__) <= set(dir(lm))
+    assert {"build", "build_all", "verify", "open_dataset", "scan", "read_wav", "log_mel", "MelSpec", "LeakmelError", "__version__"} <= set(lm.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'magic'"): _ = lm.magic

@@ -1,0 +1,241 @@
+"One recording made to fit: every rule, what is written down about it, and a resampler held against analytic tones."
+import itertools, sys, tracemalloc
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import scipy.signal
+
+from leakmel.audio.conform import ConformRules, conform, fit_length, to_mono, to_rate
+from leakmel.core.errors import REJECT_CODES, MachineError, RecordingError
+
+RATE, N = 4096, 4096
+
+
+def rules(**changes: Any) -> ConformRules:
+    "One second at 4,096 Hz."
+    return replace(ConformRules(RATE, N), **changes)
+
+
+def noise(n: int, channels: int = 1, seed: int = 0) -> np.ndarray:
+    "Noise [n, C] int16."
+    return np.random.default_rng(seed).integers(-9000, 9000, (n, channels), dtype=np.int16)
+
+
+# -- what is written down -------------------------------------------------------------------------------------------------
+
+STATUSES: dict[str, tuple[np.ndarray, int]] = {
+    "ok": (noise(N), RATE),
+    "padded": (noise(N - 1), RATE),
+    "cut": (noise(N + 1), RATE),
+    "identical_channels": (np.repeat(noise(N), 2, 1), RATE),
+    "identical_channels+cut": (np.repeat(noise(N + 9), 64, 1), RATE),
+    "identical_channels+resampled+padded": (np.repeat(noise(N), 2, 1), 8000),
+    "downmixed": (noise(N, 2), RATE),
+    "downmixed+cut": (noise(N + 7, 3), RATE),
+    "downmixed+padded": (noise(5, 2), RATE),
+    "downmixed+resampled": (noise(8000, 2), 8000),
+    "downmixed+resampled+cut": (noise(8 * N, 2), 8000),
+    "resampled": (noise(2 * N), 2 * RATE),
+    "resampled+padded": (noise(N), 2 * RATE),
+    "resampled+cut": (noise(N), RATE // 2 + 1),
+}
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_statuses(status: str) -> None:
+    samples, rate = STATUSES[status]
+    before = samples.copy()
+    row, said = conform(samples, rate, rules())
+    assert said == status
+    assert row.shape == (N,)
+    assert np.array_equal(samples, before), "the recording itself is left alone"
+    changed = "downmixed" in status or "resampled" in status
+    assert row.dtype == (np.float32 if changed else np.int16), "16 bits stay 16 bits where no number was changed"
+
+
+@pytest.mark.parametrize("n", [N - 100, N, N + 100])
+@pytest.mark.parametrize("dtype", [np.int16, np.float32])
+def test_nothing_is_changed_that_need_not_be(n: int, dtype: type) -> None:
+    samples: np.ndarray = noise(n).astype(dtype)
+    row, _ = conform(samples, RATE, rules())
+    shared = min(n, N)
+    assert row.dtype == dtype
+    assert np.array_equal(row[:shared], samples[:shared, 0])
+    assert not row[shared:].any()
+
+
+REJECTED: dict[str, tuple[np.ndarray, int, dict[str, str]]] = {
+    "wrong_rate": (noise(N), 8000, {"rate": "reject"}),
+    "too_short": (noise(N - 1), RATE, {"short": "reject"}),
+    "too_long": (noise(N + 1), RATE, {"long": "reject"}),
+}
+
+
+@pytest.mark.parametrize("code", REJECTED)
+def test_rejections(code: str) -> None:
+    samples, rate, changes = REJECTED[code]
+    with pytest.raises(RecordingError) as caught: conform(samples, rate, rules(**changes))
+    assert caught.value.code == code
+    assert code in REJECT_CODES
+    assert str(N) in str(caught.value) or str(RATE) in str(caught.value), "the message says what was asked for"
+    assert conform(samples, rate, rules())[0].shape == (N,), "the other rule takes it"
+
+
+def test_the_length_is_judged_at_the_rate_asked_for() -> None:
+    strict = rules(short="reject", long="reject")
+    assert conform(noise(8000), 8000, strict)[1] == "resampled"
+    with pytest.raises(RecordingError) as caught: conform(noise(7990), 8000, strict)
+    assert caught.value.code == "too_short"
+
+
+# -- channels ---------------------------------------------------------------------------------------------------------------
+
+def test_mean_and_first() -> None:
+    stereo = noise(100, 2)
+    mean, said = to_mono(stereo, "mean")
+    assert said == "downmixed"
+    assert np.array_equal(mean, (stereo.astype(np.float64).mean(axis=1) / 32_768).astype(np.float32))
+    first, said = to_mono(stereo, "first")
+    assert (said, first.dtype) == ("downmixed", np.int16)
+    assert np.array_equal(first, stereo[:, 0])
+
+
+def test_the_mean_of_floats_is_taken_in_float64() -> None:
+    x = np.array([[1.0, 2**-30, -1.0]], np.float32)
+    assert to_mono(x, "mean")[0][0] == np.float32(2**-30 / 3)
+    assert to_mono(x, "mean")[0].dtype == np.float32
+
+
+def test_opposite_channels_are_silence_and_no_crash() -> None:
+    x = noise(N)
+    row, said = conform(np.concatenate([x, -x], axis=1), RATE, rules())
+    assert said == "downmixed"
+    assert row.dtype == np.float32
+    assert not row.any()
+
+
+def test_extremes_do_not_wrap_around() -> None:
+    loud = np.array([[32_767, 32_766], [-32_768, -32_767]], np.int16)
+    assert np.allclose(to_mono(loud, "mean")[0] * 32_768, [32_766.5, -32_767.5], atol=0.01)
+
+
+def test_one_differing_sample_makes_channels_different() -> None:
+    x = np.repeat(noise(N), 2, axis=1)
+    assert to_mono(x, "mean")[1] == "identical_channels"
+    x[N - 1, 1] += 1
+    assert to_mono(x, "mean")[1] == "downmixed"
+
+
+# -- rate -------------------------------------------------------------------------------------------------------------------
+
+PAIRS = [(8000, 4096), (48_000, 4096), (44_100, 4096), (51_200, 4096), (292, 4096), (4096, 8000), (4095, 4096), (4096, 292), (11_025, 8000)]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_tones_stay_what_they_are(source: int, target: int) -> None:
+    "Away from the ends a tone keeps frequency and phase, nothing is added, and its level changes by less than 0.01 dB up to 0.84 of half the rate."
+    for share, loss in ((0.02, 1e-6), (0.1, 1e-6), (0.2, 1e-5), (0.42, 1e-3)):
+        hz = share * min(source, target)
+        got = to_rate((0.5 * np.sin(2 * np.pi * hz * np.arange(2 * source) / source + 0.4)).astype(np.float32), source, target).astype(np.float64)
+        assert len(got) == 2 * target
+        inner = slice(target // 2, -target // 2)
+        turns = 2 * np.pi * hz * np.arange(2 * target)[inner] / target + 0.4
+        basis = np.stack([np.sin(turns), np.cos(turns)], axis=1)
+        (in_phase, quadrature), *_ = np.linalg.lstsq(basis, got[inner])
+        assert abs(in_phase / 0.5 - 1) < loss, hz
+        assert abs(quadrature / 0.5) < 1e-6, hz
+        assert np.abs(got[inner] - basis @ [in_phase, quadrature]).max() < 3e-7, hz
+
+
+@pytest.mark.parametrize("source", [8000, 48_000, 51_200])
+def test_what_the_lower_rate_cannot_hold_is_gone(source: int) -> None:
+    t = np.arange(2 * source) / source
+    for hz in (2200, 2600, 3900):
+        got = to_rate((0.5 * np.sin(2 * np.pi * hz * t)).astype(np.float32), source, RATE)
+        assert np.abs(got[1000:-1000]).max() < 1e-6, "120 dB down: nothing is folded back"
+
+
+@pytest.mark.parametrize(("source", "target"), [(8000, 4096), (12_288, 4096), (2048, 4096)])
+def test_another_resampler_agrees(source: int, target: int) -> None:
+    "A long windowed sinc by scipy, on noise that leaves room for both filters' slopes."
+    rng = np.random.default_rng(1)
+    spectrum = np.fft.rfft(rng.normal(0, 0.1, 4 * source))
+    spectrum[int(0.35 * min(source, target)) * 4:] = 0
+    x = np.fft.irfft(spectrum).astype(np.float32)
+    common = np.gcd(source, target)
+    up, down = target // common, source // common
+    taps = scipy.signal.firwin(2 * 400 * max(up, down) + 1, 1 / max(up, down), window=("kaiser", 14.0))
+    theirs = scipy.signal.resample_poly(x.astype(np.float64), up, down, window=taps)
+    ours = to_rate(x, source, target)
+    assert len(ours) == len(theirs)
+    assert np.abs(ours - theirs)[1000:-1000].max() < 1e-4 * np.abs(theirs).max()     # soxr's slope begins early and softly
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize("n", [1, 2, 3, 99, 1000, 4097])
+def test_lengths_are_what_the_ratio_says(source: int, target: int, n: int) -> None:
+    got = to_rate(noise(n)[:, 0], source, target)
+    assert len(got) == int(np.floor(n * target / source + 0.5))
+    assert got.dtype == np.float32
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("source", [292, 8000, 11_025, 44_100, 51_200])
+def test_cutting_before_resampling_changes_no_bit(source: int) -> None:
+    x = noise(40 * source)
+    row, status = conform(x, source, rules())
+    assert status == "resampled+cut"
+    assert np.array_equal(row, to_rate(x[:, 0], source, RATE)[:N])
+
+
+@pytest.mark.parametrize("long", ["cut", "reject"])
+def test_a_rate_that_lies_costs_no_memory(long: Literal["cut", "reject"]) -> None:
+    x = noise(40_960)
+    tracemalloc.start()
+    if long == "cut": assert conform(x, 1, rules(long=long))[1] == "resampled+cut"
+    else:
+        with pytest.raises(RecordingError, match="167772160 samples"): conform(x, 1, rules(long=long))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200e6
+
+
+def test_16_bits_and_the_same_numbers_as_floats_give_the_same_bits() -> None:
+    x = noise(8000)
+    whole, wide = (conform(v, 8000, rules())[0] for v in (x, (x / np.float32(32_768)).astype(np.float32)))
+    assert np.array_equal(whole, wide)
+
+
+def test_without_soxr_nothing_else_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    with pytest.raises(MachineError, match="Pip install soxr"): conform(noise(N), 8000, rules())
+    assert conform(noise(N), RATE, rules())[1] == "ok", "needed only where a rate is converted"
+
+
+# -- all together --------------------------------------------------------------------------------------------------------------
+
+def test_every_combination_gives_a_row_or_a_reason() -> None:
+    sources = [(n, c, rate, dtype) for n in (1, N - 1, N, 3 * N) for c in (1, 2) for rate in (RATE, 8000) for dtype in (np.int16, np.float32)]
+    choices = itertools.product(("mean", "first"), ("pad", "reject"), ("cut", "reject"), ("resample", "reject"))
+    for channels, short, long, rate_rule in choices:
+        for n, c, rate, dtype in sources:
+            x = noise(n, c).astype(dtype) if dtype == np.int16 else (noise(n, c) / 32_768).astype(dtype)
+            wanted = rules(channels=channels, short=short, long=long, rate=rate_rule)
+            length = (2 * n * RATE + rate) // (2 * rate)
+            if (rate != RATE and rate_rule == "reject") or (length < N and short == "reject") or (length > N and long == "reject"):
+                with pytest.raises(RecordingError): conform(x, rate, wanted)
+                continue
+            row, status = conform(x, rate, wanted)
+            assert row.shape == (N,)
+            assert row.dtype in (np.int16, np.float32)
+            assert set(status.split("+")) <= {"ok", "padded", "cut", "resampled", "downmixed", "identical_channels"}
+            assert np.abs(row.astype(np.float64)).max() <= (32_768 if row.dtype == np.int16 else 1.2)
+
+
+def test_fit_length() -> None:
+    x = np.arange(5, dtype=np.int16)
+    assert fit_length(x, 3).tolist() == [0, 1, 2]
+    assert fit_length(x, 7).tolist() == [0, 1, 2, 3, 4, 0, 0]
+    assert fit_length(x, 7).dtype == np.int16

@@ -1,0 +1,398 @@
+"Which files are found, in which order, under which label: against a walk of its own, with every odd name and place."
+import errno, os, subprocess, sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from leakmel.audio import manifest as manifest_module
+from leakmel.audio.manifest import Manifest, parse_name, scan, split_name
+from leakmel.audio.synth import wav_bytes, write_demo
+from leakmel.core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError
+
+WAV = wav_bytes(np.arange(64, dtype=np.int16))
+
+
+def put(root: Path, *names: str | bytes, content: bytes = WAV) -> None:
+    "Write recordings below a root."
+    for name in names:
+        path = os.path.join(os.fsencode(root), os.fsencode(name))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as f: f.write(content)
+
+
+def found(manifest: Manifest) -> list[bytes]:
+    "Paths of all recordings below the root, in the manifest's order."
+    return [os.path.relpath(x.full_path(i), os.fsencode(manifest.root)) for x in manifest.listings for i in range(len(x))]
+
+
+def outside_walk(folder: Path) -> list[bytes]:
+    "An independent walk: `find`, with the rule of names and types in its own words."
+    command = ["find", os.fspath(folder), "-type", "f", "(", "-iname", "*.wav", "-o", "-iname", "*.wave", ")", "!", "-name", ".*", "-print0"]
+    listed = subprocess.run(command, capture_output=True, check=True, env=os.environ | {"LC_ALL": "C"}).stdout.split(b"\0")[:-1]
+    return sorted(os.path.relpath(p, os.fsencode(folder)) for p in listed)
+
+
+def kinds(manifest: Manifest) -> dict[str, set[str]]:
+    "Paths of the problems by kind."
+    table = manifest.problems
+    return {kind: set(table["path"][table["kind"] == kind]) for kind in set(table["kind"])}
+
+
+# -- which files ------------------------------------------------------------------------------------------------------------
+
+def test_files_found_are_those_of_an_outside_walk(demo: Path, faulty: Path) -> None:
+    for root in (demo, faulty):
+        for x in scan(root).listings:
+            assert x.paths == outside_walk(x.folder)
+            assert x.sizes.tolist() == [os.path.getsize(x.full_path(i)) for i in range(len(x))]
+            assert x.mtimes_ns.tolist() == [os.stat(x.full_path(i)).st_mtime_ns for i in range(len(x))]
+
+
+ODD_NAMES = [b"plain.wav", b"UPPER.WAV", b"Mixed.WaV", b"long.wave", b"LONG.WAVE", b"two blanks  .wav", b" leading.wav", b"-rf.wav", b"--help.wav",
+             b"new\nline.wav", b"tab\t.wav", b"quote'\".wav", b"semi;colon$(x).wav", b"caf\xe9.wav", b"\xff\xfe.wav",
+             "Schacht Süd – 3.wav".encode(), "水.wav".encode(), b"a.b.c.wav",
+             b"~~~.wav", b"%s%n.wav", b"*.wav", b"\\.wav", b"x" * 251 + b".wav", b"w.wav", b"a=b&c.wav", b"\x7f\x01.wav"]
+NOT_RECORDINGS = [b".hidden.wav", b".wav", b"a.wav.txt", b"a.wav~", b"wav", b"a.mp3", b"a.wavs", b"awav", b"a.wav ", b"a.waves", b"notes.md"]
+
+
+def test_odd_names(tmp_path: Path) -> None:
+    put(tmp_path, *(b"LEAK/" + n for n in ODD_NAMES + NOT_RECORDINGS))
+    m = scan(tmp_path)
+    assert m.listings[0].paths == sorted(b"LEAK/" + n for n in ODD_NAMES) == outside_walk(tmp_path)
+    assert [os.fsencode(p) for p in m.table["path"]] == m.listings[0].paths, "names survive the round trip through text"
+    assert m.table["label"].eq("LEAK").all()
+    assert "\n" not in repr(m)
+    assert m._repr_html_().count("<") > 5
+
+
+def test_reading_files_of_odd_names(tmp_path: Path) -> None:
+    put(tmp_path, *(b"LEAK/" + n for n in ODD_NAMES))
+    put(tmp_path, *(b"LEAK/bad" + n for n in ODD_NAMES if len(n) < 200), content=b"no wav")
+    m = scan(tmp_path, content=True)
+    assert m.table["n_samples"].eq(64).sum() == len(ODD_NAMES)
+    paths = kinds(m)["not_wav"]
+    assert len(paths) == len(ODD_NAMES) - 1
+    assert all(p.isprintable() and p.encode() for p in paths)
+
+
+def test_order_is_that_of_the_bytes(tmp_path: Path) -> None:
+    names = ["b.wav", "B.wav", "a.wav", "ä.wav", "a-b.wav", "a/z.wav", "a b.wav", "a0.wav", "A/z.wav", "10.wav", "9.wav", "é.wav", "e\u0301.wav"]
+    put(tmp_path, *(f"LEAK/{n}" for n in names))
+    got = scan(tmp_path).listings[0].paths
+    assert got == sorted(got)
+    assert len(got) == len(names)
+
+
+def test_the_order_of_the_file_system_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, *(f"LEAK/{i}/{j}.wav" for i in range(4) for j in range(4)))
+    right, real = scan(tmp_path).listings[0].paths, os.scandir
+
+    class Backwards:
+        "A listing from the end."
+        def __init__(self, path: bytes):
+            with real(path) as entries: self.entries = list(entries)[::-1]
+        def __enter__(self): return iter(self.entries)
+        def __exit__(self, *exc: object) -> None: pass
+
+    monkeypatch.setattr(manifest_module.os, "scandir", Backwards)
+    assert scan(tmp_path).listings[0].paths == right
+
+
+def test_groups_hidden_folders_and_loose_files(tmp_path: Path) -> None:
+    put(tmp_path / "TRAINING", "LEAK/a.wav", "LEAK/site 1/b.wav", "LEAK/site 1/deep/er/c.wav", "LEAK/.cache/d.wav", ".trash/e.wav", "f.wav",
+        "NOLEAK/LEAK/g.wav")
+    m = scan(tmp_path)
+    assert m.listings[0].paths == outside_walk(tmp_path / "TRAINING")
+    assert m.label_names == ("LEAK", "NOLEAK"), "a nested folder is a group, a hidden one no label"
+    labels = dict(zip(m.listings[0].paths, m.table["label"]))
+    assert labels == {b".trash/e.wav": "", b"f.wav": "", b"LEAK/.cache/d.wav": "LEAK", b"LEAK/a.wav": "LEAK", b"LEAK/site 1/b.wav": "LEAK",
+                      b"LEAK/site 1/deep/er/c.wav": "LEAK", b"NOLEAK/LEAK/g.wav": "NOLEAK"}
+    assert kinds(m)["no_label"] == {"TRAINING/f.wav", "TRAINING/.trash/e.wav"}
+    assert m.counts() == {"TRAINING": {"(no label)": 2, "LEAK": 4, "NOLEAK": 1}}
+
+
+def test_very_deep_folders(tmp_path: Path) -> None:
+    depth = (4000 - len(os.fsencode(tmp_path))) // 2
+    put(tmp_path, "LEAK/a.wav")
+    here = os.open(tmp_path / "LEAK", os.O_RDONLY)
+    for _ in range(min(depth, 1500)):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(os.open("b.wav", os.O_CREAT | os.O_WRONLY, dir_fd=here))
+    os.close(here)
+    try:
+        assert len(scan(tmp_path)) == 2
+    finally:
+        subprocess.run(["rm", "-rf", tmp_path / "LEAK"], check=True)     # too deep for what clears away after the tests
+
+
+# -- links and what is no file ------------------------------------------------------------------------------------------------
+
+def test_links_are_followed_inside_the_root_only(tmp_path: Path) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    put(outside, "secret.wav", "folder/secret.wav")
+    put(root / "TRAINING", "LEAK/a.wav")
+    put(root / "archive", "b.wav", "more/c.wav")
+    leak = root / "TRAINING" / "LEAK"
+    (leak / "inside.wav").symlink_to(root / "archive" / "b.wav")
+    (leak / "relative.wav").symlink_to("../../archive/b.wav")
+    (leak / "group").symlink_to(root / "archive" / "more")
+    (leak / "out.wav").symlink_to(outside / "secret.wav")
+    (leak / "out").symlink_to(outside / "folder")
+    (leak / "nowhere.wav").symlink_to(root / "nothing.wav")
+    (leak / "self.wav").symlink_to("self.wav")
+    (leak / "up").symlink_to(root / "TRAINING")
+    (leak / "root").symlink_to(root)
+    (leak / "notes.txt").symlink_to(outside / "secret.wav")
+    (root / "rootling").symlink_to(outside)
+    m = scan(root, content=True)
+    assert m.listings[0].paths == [b"LEAK/a.wav", b"LEAK/group/c.wav", b"LEAK/inside.wav", b"LEAK/relative.wav"]
+    linked = {os.path.basename(p) for p in kinds(m)["link"]}
+    assert {"out.wav", "out", "nowhere.wav", "self.wav", "root"} <= linked
+    assert not {"a.wav", "group", "inside.wav", "relative.wav"} & linked
+
+
+def test_a_root_that_is_a_link_and_one_with_a_like_named_neighbour(tmp_path: Path) -> None:
+    put(tmp_path / "data", "LEAK/a.wav")
+    put(tmp_path / "data2", "LEAK/b.wav")
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "LEAK" / "c.wav").symlink_to(tmp_path / "data" / "LEAK" / "a.wav")
+    (tmp_path / "data" / "LEAK" / "d.wav").symlink_to(tmp_path / "data2" / "LEAK" / "b.wav")
+    assert scan(tmp_path / "link").listings[0].paths == scan(tmp_path / "data").listings[0].paths == [b"LEAK/a.wav", b"LEAK/c.wav"]
+
+
+def test_label_and_split_folders_that_are_links(tmp_path: Path) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    put(outside, "LEAK/secret.wav")
+    put(root / "TRAINING", "LEAK/a.wav")
+    (root / "TRAINING" / "TWIN").symlink_to("LEAK")
+    (root / "TRAINING" / "BURST").symlink_to(outside / "LEAK")
+    m = scan(root)
+    assert m.label_names == ("LEAK", "TWIN"), "a link out of the root makes no label"
+    assert m.listings[0].paths == [b"LEAK/a.wav", b"TWIN/a.wav"]
+    assert "link" in kinds(m)
+    (root / "VALIDATION").symlink_to(outside)
+    with pytest.raises(DataError, match="link out of the data folder"): scan(root)
+
+
+def test_loops_of_links_end(tmp_path: Path) -> None:
+    put(tmp_path, "LEAK/a/x.wav", "LEAK/b/y.wav")
+    (tmp_path / "LEAK" / "a" / "to_b").symlink_to("../b")
+    (tmp_path / "LEAK" / "b" / "to_a").symlink_to("../a")
+    assert scan(tmp_path).listings[0].paths == [b"LEAK/a/to_b/y.wav", b"LEAK/a/x.wav", b"LEAK/b/to_a/x.wav", b"LEAK/b/y.wav"]
+
+
+def test_what_is_no_file_is_left_out_and_said(tmp_path: Path) -> None:
+    put(tmp_path, "LEAK/a.wav", "LEAK/folder.wav/b.wav")
+    os.mkfifo(tmp_path / "LEAK" / "fifo.wav")
+    os.mkfifo(tmp_path / "LEAK" / "fifo")
+    (tmp_path / "LEAK" / "linked.wav").symlink_to("fifo.wav")
+    m = scan(tmp_path, content=True)
+    assert m.listings[0].paths == [b"LEAK/a.wav", b"LEAK/folder.wav/b.wav"]
+    assert {os.path.basename(p) for p in kinds(m)["special"]} == {"fifo.wav", "linked.wav"}
+
+
+# -- labels -------------------------------------------------------------------------------------------------------------------
+
+def test_one_label_map_for_all_splits(tmp_path: Path) -> None:
+    put(tmp_path, "TRAINING/LEAK/a.wav", "TRAINING/NORMAL/b.wav", "VALIDATION/BURST/c.wav", "TESTING/LEAK/d.wav")
+    (tmp_path / "TESTING" / "QUIET").mkdir()
+    whole = scan(tmp_path)
+    assert whole.label_names == ("BURST", "LEAK", "NORMAL", "QUIET")
+    for x in whole.listings:
+        alone = scan(tmp_path, split=x.split.lower())
+        assert alone.label_names == whole.label_names
+        assert alone.listings[0].paths == x.paths
+        assert alone.listings[0].label_ids.tolist() == x.label_ids.tolist()
+    assert {"TRAINING/BURST", "TRAINING/QUIET", "VALIDATION/LEAK", "TESTING/QUIET"} <= kinds(whole)["empty_label"]
+
+
+def test_labels_are_numbered_by_their_bytes(tmp_path: Path) -> None:
+    put(tmp_path, *(os.fsencode(n) + b"/a.wav" for n in ("leak", "LEAK", "Zug", "Ärger", "10", "9", " x")), b"\xff/a.wav")
+    m = scan(tmp_path)
+    names = [os.fsencode(n) for n in m.label_names]
+    assert names == sorted(names)
+    assert [names[i] for i in m.listings[0].label_ids] == [p.split(b"/")[0] for p in m.listings[0].paths]
+    assert kinds(m)["case_twins"] == {"LEAK, leak"}
+
+
+def test_a_folder_of_label_folders(tmp_path: Path) -> None:
+    put(tmp_path, "LEAK/a.wav", "NOLEAK/b.wav", "loose.wav")
+    (tmp_path / "EMPTY").mkdir()
+    m = scan(tmp_path)
+    assert [x.split for x in m.listings] == [""]
+    assert m.label_names == ("EMPTY", "LEAK", "NOLEAK")
+    assert m.listings[0].label_ids.tolist() == [1, 2, -1]
+    assert kinds(m) == {"no_label": {"loose.wav"}, "empty_label": {"EMPTY"}}
+    with pytest.raises(DataError, match="no split folder at all") as caught: scan(tmp_path, split="training")
+    assert "name no split" in str(caught.value)
+
+
+def test_nothing_at_all(tmp_path: Path) -> None:
+    m = scan(tmp_path, content=True)
+    assert (len(m), m.label_names) == (0, ())
+    assert len(m.problems) == 0
+    assert len(m.table) == 0
+    assert m._repr_html_()
+    (tmp_path / "TRAINING").mkdir()
+    assert len(scan(tmp_path, split="training")) == 0
+
+
+# -- splits -------------------------------------------------------------------------------------------------------------------
+
+SPELLINGS: dict[str, str | None] = {
+    "TRAINING": "TRAINING",
+    "training": "TRAINING",
+    "Train": "TRAINING",
+    "DATASET_TRAINING": "TRAINING",
+    "dataset-train": "TRAINING",
+    "Dataset Training": "TRAINING",
+    "VALIDATION": "VALIDATION",
+    "val": "VALIDATION",
+    "Valid": "VALIDATION",
+    "DATASET_VALIDATION": "VALIDATION",
+    "TESTING": "TESTING",
+    "test": "TESTING",
+    "dataset_testing": "TESTING",
+    "LEAK": None,
+    "TRAININGS": None,
+    "my_training": None,
+    "": None,
+    "DATASET_": None,
+}
+
+
+def test_spellings_of_splits() -> None:
+    assert {spelling: split_name(spelling) for spelling in SPELLINGS} == SPELLINGS
+
+
+@pytest.mark.parametrize("folder", [s for s, split in SPELLINGS.items() if split])
+def test_each_spelling_is_found(tmp_path: Path, folder: str) -> None:
+    put(tmp_path, f"{folder}/LEAK/a.wav")
+    for asked in (None, SPELLINGS[folder], str(SPELLINGS[folder]).lower(), folder):
+        m = scan(tmp_path, split=asked)
+        assert [(x.split, x.paths) for x in m.listings] == [(SPELLINGS[folder], [b"LEAK/a.wav"])]
+        assert m.listings[0].folder == tmp_path / folder
+
+
+def test_splits_come_in_their_order(tmp_path: Path) -> None:
+    put(tmp_path, "test/A/1.wav", "Train/A/1.wav", "DATASET_VALIDATION/A/1.wav", "notes/x.wav")
+    assert [x.split for x in scan(tmp_path).listings] == ["TRAINING", "VALIDATION", "TESTING"]
+
+
+@pytest.mark.parametrize("twin", ["train", "DATASET_TRAINING", "Training"])
+def test_two_folders_for_one_split(tmp_path: Path, twin: str) -> None:
+    put(tmp_path, "TRAINING/A/1.wav", f"{twin}/A/1.wav")
+    with pytest.raises(DataError, match="two folders for the split TRAINING") as caught: scan(tmp_path)
+    assert twin in str(caught.value)
+
+
+def test_missing_roots_and_splits(tmp_path: Path) -> None:
+    put(tmp_path, "TRAINING/A/1.wav")
+    with pytest.raises(DataError, match="no such folder"): scan(tmp_path / "nothing")
+    with pytest.raises(DataError, match="no such folder"): scan(tmp_path / "TRAINING" / "A" / "1.wav")
+    with pytest.raises(DataError, match="no folder for the split TESTING") as caught: scan(tmp_path, split="test")
+    assert "TRAINING" in str(caught.value)
+    with pytest.raises(UsageError, match="one of training, validation, testing"): scan(tmp_path, split="trainings")
+
+
+# -- names --------------------------------------------------------------------------------------------------------------------
+
+def test_parts_of_names() -> None:
+    parts = parse_name(b"/x/TRAINING/LEAK/H07~000123~20250314_020000~16.wav")
+    assert (parts.sensor, parts.recording, parts.start_time, parts.gain) == ("H07", "000123", "2025-03-14T02:00:00", 16.0)
+    assert parse_name(b"s~r~20250314_020000~gain-2.5.WAVE").gain == -2.5
+    assert parse_name(b"s~r~yesterday~3.wav").start_time == ""
+    for name in (b"a.wav", b"a~b~c.wav", b"a~b~c~d~e.wav", b"~~~.wav", b"\xff~\xfe~x~y.wav", b""):
+        assert np.isnan(parse_name(name).gain)
+
+
+def test_a_hydrophone_that_hung_dry_is_flagged(tmp_path: Path) -> None:
+    put(tmp_path, "TRAINING/LEAK/a~1~20250101_000000~1.wav", "TRAINING/LEAK/a~2~20250101_000000~10.wav", "TRAINING/LEAK/1.wav")
+    assert kinds(scan(tmp_path))["gain_1"] == {"TRAINING/LEAK/a~1~20250101_000000~1.wav"}
+
+
+# -- content ------------------------------------------------------------------------------------------------------------------
+
+def test_planted_faults_are_named(tmp_path: Path) -> None:
+    summary = write_demo(tmp_path / "set", n_files=24, faults=True)
+    m = scan(tmp_path / "set", content=True)
+    by_path = {path: kind for kind, paths in kinds(m).items() for path in paths if kind not in ("empty_label",)}
+    expected = {"empty file": "empty", "header without samples": "empty", "truncated": "truncated", "git-lfs pointer": "not_wav",
+                "float samples with a NaN": "nonfinite", "gain 1: the hydrophone hung dry": "gain_1", "directly under the split, without a label": "no_label"}
+    planted = {what: path for path, what in summary.faults}
+    assert expected.keys() <= planted.keys()
+    for what, kind in expected.items(): assert by_path.pop(planted[what]) == kind, what
+    assert not by_path, "no good recording is called bad"
+    table = m.table.assign(whole="TRAINING/").set_index(m.table["split"] + "/" + m.table["path"])
+    assert len(table) == summary.n_files
+    assert table.loc[planted["8 kHz"], "sample_rate"] == 8000
+    assert table.loc[planted["two identical channels"], "channels"] == 2
+    assert bool(table.loc[planted["silent"], "silent"])
+    assert float(table.loc[planted["clipped"], "clipped_share"]) > 0.05    # type: ignore[arg-type]
+    assert table.loc[planted["3 s instead of 10 s"], "n_samples"] == 3 * 4096
+    assert table["digest"].duplicated().sum() >= 2, "two copies of a recording have its digest"
+    assert {k for k in table["code"] if k} <= set(REJECT_CODES)
+
+
+def test_nothing_is_read_without_being_asked(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> int: raise AssertionError("a file was opened")
+    monkeypatch.setattr(manifest_module.os, "open", refuse)
+    m = scan(demo)
+    assert len(m.table) == 60
+    assert "sample_rate" not in m.table.columns
+
+
+# -- faults of the machine -------------------------------------------------------------------------------------------------------
+
+def failing_below(folder: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Listing anything below `folder` fails."
+    real = os.scandir
+    def call(path: str | bytes | os.PathLike):
+        if os.fsencode(path).startswith(os.fsencode(folder)): raise OSError(code, os.strerror(code), os.fspath(path))
+        return real(path)
+    monkeypatch.setattr(manifest_module.os, "scandir", call)
+
+
+@pytest.mark.parametrize("below", ["", "TRAINING", "TRAINING/LEAK"])
+@pytest.mark.parametrize(("code", "kind"), [(errno.EMFILE, MachineError), (errno.EIO, MachineError), (errno.EACCES, DataError), (errno.ENOENT, DataError)])
+def test_a_folder_that_cannot_be_listed_stops_the_scan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str, code: int, kind: type[LeakmelError],
+) -> None:
+    put(tmp_path, "TRAINING/LEAK/a.wav")
+    failing_below(tmp_path / below, code, monkeypatch)
+    with pytest.raises(kind, match=errno.errorcode[code]) as caught: scan(tmp_path)
+    assert caught.value.path is not None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may list everything")
+def test_a_folder_without_permission(tmp_path: Path) -> None:
+    put(tmp_path, "TRAINING/LEAK/a.wav")
+    (tmp_path / "TRAINING" / "LEAK").chmod(0)
+    try:
+        with pytest.raises(DataError, match="cannot be listed"): scan(tmp_path)
+    finally:
+        (tmp_path / "TRAINING" / "LEAK").chmod(0o755)
+
+
+def test_a_fault_of_the_machine_while_reading_is_no_list_of_bad_files(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from leakmel.audio import wav
+    def fail(*args: object, **kwargs: object) -> int: raise OSError(errno.EMFILE, "")
+    monkeypatch.setattr(wav.os, "preadv", fail)
+    with pytest.raises(MachineError, match="EMFILE"): scan(demo, content=True)
+
+
+def test_the_locale_changes_nothing(tmp_path: Path) -> None:
+    put(tmp_path, *(b"LEAK/" + n for n in ODD_NAMES))
+    script = f"""
+import hashlib
+from leakmel.audio.manifest import scan
+m = scan({os.fspath(tmp_path)!r})
+print(hashlib.sha256(repr((m.listings[0].paths, m.label_names)).encode()).hexdigest())
+"""
+    seen = {subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ | more).stdout
+            for more in ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONHASHSEED": "1"}, {"LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "2"})}
+    assert len(seen) == 1

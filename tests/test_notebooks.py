@@ -1,0 +1,231 @@
+"Run notebooks through papermill, as people run them, on tiny sets."
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+import pytest
+
+import leakmel as lm
+from leakmel.audio.synth import write_demo
+
+ROOT = Path(__file__).resolve().parents[1]
+PLOTLY = "application/vnd.plotly.v1+json"
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Run:
+    "A run that is over."
+    status: int
+    log: str
+    notebook: Path
+    project: Path
+
+    @property
+    def outputs(self) -> list:
+        return [o for c in nbformat.read(self.notebook, as_version=4).cells if c.cell_type == "code" for o in c.outputs]
+
+    @property
+    def text(self) -> str:
+        "All that the notebook says, as plain text and as HTML."
+        said = [o.text if o.output_type == "stream" else "\n".join(str(v) for k, v in o.get("data", {}).items() if k.startswith("text/")) for o in self.outputs]
+        return "\n".join(said)
+
+    @property
+    def errors(self) -> list[str]: return [f"{o.ename}: {o.evalue}" for o in self.outputs if o.output_type == "error"]
+
+    @property
+    def data_sets(self) -> list[Path]: return sorted(self.project.rglob("*.H5"))
+
+
+def copy_project(folder: Path) -> Path:
+    "As much of a checkout as a run notebook needs: its own folder, and the settings that mark the project's root."
+    (folder / "nbs").mkdir(parents=True)
+    shutil.copy(ROOT / "settings.ini", folder)
+    shutil.copy(ROOT / "nbs" / "build.ipynb", folder / "nbs")
+    return folder
+
+
+def papermill(project: Path, *args: str, data: Path | None = None, out: str = "out.ipynb") -> Run:
+    "`papermill build.ipynb out.ipynb ...` in nbs/, with nothing of the user's own settings."
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("LEAKMEL_", "JUPYTER", "IPYTHON", "PYTEST_"))} | {"HOME": str(project)}
+    if data: env["LEAKMEL_DATA"] = str(data)
+    command = [str(Path(sys.executable).parent / "papermill"), "build.ipynb", out, "--no-progress-bar", *args]
+    done = subprocess.run(command, cwd=project / "nbs", env=env, capture_output=True, text=True, timeout=240)
+    return Run(done.returncode, done.stdout + done.stderr, project / "nbs" / out, project)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("data") / "tiny"
+    write_demo(root, n_files=24)
+    return root
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tiny) -> Run:
+    "All splits, data by LEAKMEL_DATA."
+    return papermill(copy_project(tmp_path_factory.mktemp("whole")), data=tiny)
+
+
+def assert_looks_right(run: Run) -> None:
+    "What every saved notebook of a good run shows."
+    assert run.status == 0, run.log
+    assert run.errors == []
+    assert sum(PLOTLY in o.get("data", {}) for o in run.outputs) == 4
+    assert "verified" in run.text
+    assert "NOT verified" not in run.text
+    assert re.search(r"\b([\d,]+) of \1 files in", run.text), "progress that reads right when it is saved"
+    assert not any("widget" in kind for o in run.outputs for kind in o.get("data", {}))
+    assert "widgets" not in nbformat.read(run.notebook, as_version=4).metadata
+    assert not re.search(r"\b0%\||Widget\(|HBox\(|FloatProgress", run.text)
+    assert run.notebook.stat().st_size < 1_500_000
+
+
+def summary_of(run: Run) -> dict:
+    (path,) = run.project.rglob("summary.json")
+    return json.loads(path.read_text())
+
+
+def test_all_splits(whole, tiny):
+    assert_looks_right(whole)
+    summary = summary_of(whole)
+    assert (summary["ok"], summary["found"], summary["rows"]) == (True, 24, 24)
+    assert [p.name for p in whole.data_sets] == ["TESTING_DATASET.H5", "TRAINING_DATASET.H5", "VALIDATION_DATASET.H5"]
+    for path in whole.data_sets:
+        report = lm.verify(path, root=tiny, sample=None)
+        assert report.ok, report.problems
+    for name in ("TRAINING", "VALIDATION", "TESTING"): assert re.search(rf"{name}: (\d+) of \1 files", whole.text)
+
+
+def test_leakmel_data_is_used_and_said(whole, tiny):
+    assert str(tiny) in whole.text
+    assert "from the environment variable LEAKMEL_DATA" in whole.text
+    (folder,) = {p.parent for p in whole.data_sets}
+    assert re.fullmatch(r"\d{8}-\d{6}-all-[0-9a-f]+", folder.name)
+    assert folder.parent == whole.project / "runs"
+
+
+def test_figures_have_titles_and_units(whole):
+    figures = [o.data[PLOTLY] for o in whole.outputs if PLOTLY in o.get("data", {})]
+    for figure in figures:
+        assert len(figure["layout"]["title"]["text"]) > 5
+        assert figure["data"]
+    titles = [a["title"]["text"] for f in figures for k, a in f["layout"].items() if k.startswith(("xaxis", "yaxis")) and a.get("title")]
+    assert any("(s)" in t for t in titles)
+    assert any("(Hz)" in t for t in titles)
+
+
+def test_what_is_not_there_is_not_zero(whole):
+    "A machine without a GPU has no VRAM: that is not 0 MB."
+    card = next(o.data["text/plain"] for o in whole.outputs if "verdict" in o.get("data", {}).get("text/plain", ""))
+    vram = next(line for line in card.splitlines() if line.split()[:1] == ["VRAM"])
+    assert "not available" in vram or re.search(r"[1-9]", vram)
+
+
+def test_literal_command_writes_a_demo_set(tmp_path):
+    "`papermill build.ipynb out.ipynb -p split training`, with no data anywhere."
+    run = papermill(copy_project(tmp_path), "-p", "split", "training")
+    assert_looks_right(run)
+    assert "a demo set was written" in run.text
+    assert (tmp_path / "runs" / "demo" / "TRAINING").is_dir()
+    assert [p.name for p in run.data_sets] == ["TRAINING_DATASET.H5"]
+    assert re.search(r"-training-[0-9a-f]+$", run.data_sets[0].parent.name)
+    names = {p.name for p in (tmp_path / "runs" / "demo" / "TRAINING").iterdir()}
+    with lm.open_dataset(run.data_sets[0]) as ds: assert set(ds.class_names) == names
+
+
+def test_one_folder_of_label_folders_in_the_other_preset(tmp_path, tiny):
+    results = tmp_path / "my results"
+    given = {"data_root": str(tiny / "TRAINING"), "out": str(results), "preset": "overlap"}
+    run = papermill(copy_project(tmp_path / "p"), *(word for name, value in given.items() for word in ("-r", name, value)), "-p", "n_mels", "24")
+    assert_looks_right(run)
+    (data_set,) = results.glob("*.H5")
+    with lm.open_dataset(data_set) as ds: assert ds[0][0].shape[:3] == (79, 3, 24)
+    assert lm.verify(data_set, root=tiny / "TRAINING", sample=None).ok
+
+
+@pytest.mark.parametrize(("args", "said"), [
+    (("-p", "files_per_bach", "3", "-p", "stage_dir", "x"), ["did you mean files_per_batch", "here it is data_root", "read_workers", "n_mels", "compression"]),
+    (("-p", "check", "many", "-p", "fsync", "3", "-p", "preset", "7"),
+     ["check must be a whole number or None, got 'many'", "fsync must be True or False", "preset must be text"]),
+    (("-p", "n_mels", "500"), ["n_mels"]),
+], ids=["unknown", "ill-typed", "nonsense"])
+def test_a_wrong_parameter_stops_the_run(tmp_path, tiny, args, said):
+    run = papermill(copy_project(tmp_path), *args, data=tiny)
+    assert run.status != 0
+    (error,) = run.errors
+    for words in said: assert words in error
+    assert run.data_sets == []
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_failed_build_is_a_failed_notebook(tmp_path):
+    for label in ("LEAK", "NOLEAK"):
+        (tmp_path / "bad" / label).mkdir(parents=True)
+        for i in range(3): (tmp_path / "bad" / label / f"{i}.wav").write_bytes(b"no recording")
+    run = papermill(copy_project(tmp_path / "p"), "-p", "sample_rate", "4096", "-p", "duration_s", "10", data=tmp_path / "bad")
+    assert run.status != 0
+    (error,) = run.errors
+    assert "bad" in error
+    assert run.data_sets == []
+    assert not list(run.project.rglob("*.partial"))
+
+
+def test_a_killed_kernel_is_a_failure(tmp_path, tiny):
+    project = copy_project(tmp_path)
+    notebook = nbformat.read(project / "nbs" / "build.ipynb", as_version=4)
+    at = next(i for i, c in enumerate(notebook.cells) if c.source.startswith("results = execute"))
+    notebook.cells.insert(at, nbformat.v4.new_code_cell("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
+    nbformat.write(notebook, project / "nbs" / "build.ipynb")
+    run = papermill(project, data=tiny)
+    assert run.status != 0
+    assert run.data_sets == []
+
+
+def make_build(data: Path | str, out: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    "`make build DATA=... OUT=...`, by the script that it calls."
+    given = {k: v for k, v in os.environ.items() if not k.startswith(("LEAKMEL_", "JUPYTER", "IPYTHON", "PYTEST_"))}
+    return subprocess.run([sys.executable, str(ROOT / "nbs" / "_tools" / "run_build.py")], env=given | {"DATA": str(data), "OUT": str(out)} | env,
+                          cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+def test_make_build_says_where_things_are(tmp_path, tiny):
+    data = tmp_path / "my data $HOME"
+    shutil.copytree(tiny, data)
+    out = tmp_path / "my results"
+    done = make_build(data, out)
+    assert done.returncode == 0, done.stderr
+    for name in ("TRAINING_DATASET.H5", "VALIDATION_DATASET.H5", "TESTING_DATASET.H5"):
+        assert (out / name).is_file()
+        assert str(out / name) in done.stdout
+    assert f"executed notebook: {out / 'build.ipynb'}" in done.stdout
+    assert "verdict: all data sets verified" in done.stdout
+
+
+def test_make_build_fails_with_the_place_of_the_notebook(tmp_path):
+    (tmp_path / "empty").mkdir()
+    done = make_build(tmp_path / "empty", tmp_path / "out")
+    assert done.returncode == 1
+    assert f"the notebook up to the error: {tmp_path / 'out' / 'build.ipynb'}" in done.stderr
+    assert (tmp_path / "out" / "build.ipynb").is_file()
+    assert "verified" not in done.stdout
+
+
+def test_make_build_leaves_the_data_folder_alone(tmp_path, tiny):
+    before = sorted(tiny.rglob("*"))
+    for out in (tiny, tiny / "TRAINING", tiny / "new"):
+        done = make_build(tiny, out)
+        assert done.returncode == 2
+        assert "cannot go into the data folder" in done.stderr
+    assert sorted(tiny.rglob("*")) == before
+    done = make_build(tmp_path / "nowhere", tmp_path / "out")
+    assert done.returncode == 2
+    assert "there is no data folder" in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,218 @@
+"Opening a data set: what it offers, and what it refuses."
+import os
+import time
+import warnings
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import leakmel as lm
+from leakmel.core.errors import DataError, LeakmelError, VerifyError
+from outsider import content
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    "A data set of 7 rows of three labels, one of them without rows here."
+    from leakmel.audio.synth import write_wav
+    root = tmp_path_factory.mktemp("reader") / "data"
+    for k, label in enumerate(["LEAK", "NOLEAK", "LEAK", "Straße 3", "NOLEAK", "LEAK", "LEAK"]):
+        (root / "TRAINING" / label).mkdir(parents=True, exist_ok=True)
+        write_wav(root / "TRAINING" / label / f"s{k}~{k:03d}~20240229_12000{k}~{k}.wav", np.random.default_rng(k).integers(-999, 999, 4096, np.int16), 4096)
+    (root / "TESTING" / "CRACK").mkdir(parents=True)
+    write_wav(root / "TESTING" / "CRACK" / "a.wav", np.zeros(4096, np.int16), 4096)
+    (root / "TRAINING" / "LEAK" / os.fsdecode(b"\xff\n~x~y~2.wav")).write_bytes((root / "TRAINING" / "LEAK" / "s0~000~20240229_120000~0.wav").read_bytes())
+    return lm.build(root, split="training", out=root.parent / "x.h5", progress="none").path
+
+
+def broken(built: Path, path: Path, change) -> Path:
+    "A copy of the data set with something changed."
+    path.write_bytes(built.read_bytes())
+    with h5py.File(path, "r+") as f: change(f)
+    return path
+
+
+def test_rows_and_labels(built):
+    raw = content(built)
+    with lm.open_dataset(built) as ds:
+        assert len(ds) == 8
+        assert ds.class_names == ["CRACK", "LEAK", "NOLEAK", "Straße 3"]
+        assert ds.labels.tolist() == [1, 1, 1, 1, 1, 2, 2, 3]
+        assert ds.labels.dtype == np.int16
+        for i in (*range(8), *range(-8, 0), np.int64(3), np.int16(-1)):
+            row, label = ds[i]
+            assert row.dtype == np.float16
+            assert row.shape == (4, 2, 64, 1)
+            assert isinstance(label, int)
+            assert label == raw["labels"][i]
+            assert (row == raw["segments_mel"][i]).all()
+        row[...] = 0                                     # the caller's own copy
+        assert (ds[-1][0] == raw["segments_mel"][-1]).all()
+
+
+@pytest.mark.parametrize("i", [8, -9, 1 << 40])
+def test_row_that_is_not_there(built, i):
+    with lm.open_dataset(built) as ds, pytest.raises(IndexError, match=f"row {i} of 8"): ds[i]
+
+
+def test_iteration_ends(built):
+    with lm.open_dataset(os.fspath(built)) as ds: assert [label for _, label in ds] == ds.labels.tolist()   # by IndexError, as sequences do
+
+
+def test_files_table(built):
+    with lm.open_dataset(built) as ds:
+        table = ds.files
+        assert len(table) == len(ds)
+        assert table["label"].tolist() == [ds.class_names[i] for i in ds.labels]
+        assert table["path"].map(os.fsencode).tolist() == content(built)["files/path"].tolist()
+        assert table["sensor"].tolist()[0] == "s0"
+        assert table["start_time"].tolist()[0] == "2024-02-29T12:00:00"
+        assert table["gain"].tolist()[:4] == [0, 2, 5, 6]
+        assert set(table["status"]) == {"ok"}
+        assert {"rms_db", "peak", "clipped_share", "dc_offset", "silent", "digest", "encoding", "channels", "n_samples", "sample_rate",
+                "recording"} <= set(table)
+        assert list(table.columns[:2]) == ["label", "path"]
+
+
+def test_spec_comes_back(built):
+    with lm.open_dataset(built) as ds:
+        assert ds.spec == lm.MelSpec(duration_s=1.0)
+        assert ds.spec.preset_name == "disjoint@1"
+        assert ds.config["center"] is False
+        row, _ = ds[0]
+        assert row.shape == ds.spec.row_shape
+
+
+def test_repr_names_what_is_in_it(built):
+    with lm.open_dataset(built) as ds: assert repr(ds) == "MelDataset(x.h5: 8 rows of (4, 2, 64, 1), CRACK 0, LEAK 5, NOLEAK 2, Straße 3 1)"
+
+
+def test_closed_by_with_and_by_close(built):
+    with lm.open_dataset(built) as ds: assert ds.file
+    assert not ds.file
+    ds.close()
+    assert ds.labels.tolist()[0] == 1        # what was read stays
+
+
+def test_open_readers_do_not_stop_a_build(built, tmp_path):
+    root = built.parent / "data"
+    target = tmp_path / "x.h5"
+    target.write_bytes(built.read_bytes())
+    with lm.open_dataset(target) as ds:
+        lm.build(root, split="testing", out=target, progress="none")
+        assert len(ds) == 8
+        ds[3]
+    with lm.open_dataset(target) as ds: assert len(ds) == 1
+
+
+# ---- the earlier system's files
+
+
+def legacy_file(path: Path) -> Path:
+    "A file as the earlier system writes it."
+    with h5py.File(path, "w") as f:
+        f["labels"] = np.array([0, 1, 1], np.int16)
+        f["segments_mel"] = np.zeros((3, 40, 2, 64, 1), np.float16)
+        f.attrs["config_json"] = '{"sample_rate": 4096, "duration_sec": 10.0, "n_mels": 64}'
+        f.attrs["labels_json"] = '["LEAK", "NOLEAK"]'
+        f.attrs["label2id_json"] = '{"LEAK": 0, "NOLEAK": 1}'
+        f.attrs["created_at_utc"] = "2024-01-01T00:00:00Z"
+    return path
+
+
+def test_legacy(tmp_path):
+    path = legacy_file(tmp_path / "old.h5")
+    with pytest.raises(VerifyError, match="not a data set of leakmel") as e: lm.open_dataset(path)
+    assert "legacy=True" in str(e.value)
+    with lm.open_dataset(path, legacy=True) as ds:
+        assert ds.class_names == ["LEAK", "NOLEAK"]
+        assert ds[2][1] == 1
+        assert ds.config["duration_sec"] == 10.0
+        assert ds.files["label"].tolist() == ["LEAK", "NOLEAK", "NOLEAK"]
+        with pytest.raises(DataError, match="no full spec"): _ = ds.spec
+    assert not lm.verify(path).ok
+
+
+def test_ours_opens_as_legacy_too(built):
+    with lm.open_dataset(built, legacy=True) as ds: assert len(ds) == 8
+
+
+# ---- refusals
+
+
+def test_what_is_not_there_or_not_hdf5(tmp_path):
+    with pytest.raises(DataError, match="no such data set") as e: lm.open_dataset(tmp_path / "nowhere.h5")
+    assert "nowhere.h5" in str(e.value)
+    for name, raw in (("a", b""), ("b", b"RIFF"), ("c", b"\x89HDF\r\n\x1a\n" + bytes(99))):
+        (tmp_path / name).write_bytes(raw)
+        with pytest.raises(VerifyError, match="not an HDF5 file"): lm.open_dataset(tmp_path / name)
+    with pytest.raises(LeakmelError): lm.open_dataset(tmp_path)
+
+
+def test_a_named_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.h5")
+    with pytest.raises(LeakmelError, match="regular file"): lm.open_dataset(tmp_path / "pipe.h5")
+
+
+@pytest.mark.parametrize(("name", "change", "said"), [
+    ("incomplete", lambda f: f.attrs.__setitem__("complete", False), "not complete"),
+    ("no word on it", lambda f: f.attrs.__delitem__("complete"), "not complete"),
+    ("other count", lambda f: f.attrs.__setitem__("n_rows", 7), "not complete"),
+    ("other schema", lambda f: f.attrs.__setitem__("schema_version", 2), "another schema"),
+    ("no schema", lambda f: f.attrs.__delitem__("schema_version"), "not a data set"),
+    ("no rows", lambda f: f.__delitem__("segments_mel"), "lacks a part"),
+    ("no labels", lambda f: f.__delitem__("labels"), "lacks a part"),
+    ("no names", lambda f: f.attrs.__delitem__("labels_json"), "lacks a part"),
+    ("names that are no JSON", lambda f: f.attrs.__setitem__("labels_json", "["), "lacks a part"),
+    ("names that are a number", lambda f: f.attrs.__setitem__("labels_json", 7), None),
+    ("names too few", lambda f: f.attrs.__setitem__("labels_json", "[]"), None),
+    ("rows are a group", lambda f: (f.__delitem__("segments_mel"), f.create_group("segments_mel")), None),
+    ("rows are a scalar", lambda f: (f.__delitem__("segments_mel"), f.__setitem__("segments_mel", 1.0)), None),
+    ("labels are a scalar", lambda f: (f.__delitem__("labels"), f.__setitem__("labels", 1)), None),
+    ("rows are flat", lambda f: (f.__delitem__("segments_mel"), f.__setitem__("segments_mel", np.zeros(8, np.float16))), None),
+])
+def test_refusals_name_the_file_and_close_it(built, tmp_path, name, change, said):
+    path = broken(built, tmp_path / "y.h5", change)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(VerifyError, match=said) as e: lm.open_dataset(path)
+    assert "y.h5" in str(e.value)
+    with h5py.File(path, "r+") as f: assert f      # nobody holds it any more
+
+
+@pytest.mark.parametrize("kind", ["external storage", "external link", "virtual", "huge"])
+def test_a_strangers_file_is_refused_before_data_are_read(built, tmp_path, kind):
+    "Such a file could show other files of this machine as rows, or ask for terabytes."
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(range(256)) * 4096)
+    def change(f):
+        shape = (8, 4, 2, 64, 1)
+        del f["segments_mel"]
+        match kind:
+            case "external storage": f.create_dataset("segments_mel", shape, "f2", external=[(os.fspath(secret), 0, 8192)])
+            case "external link":
+                with h5py.File(tmp_path / "other.h5", "w") as g: g["segments_mel"] = np.zeros(shape, np.float16)
+                f["segments_mel"] = h5py.ExternalLink(os.fspath(tmp_path / "other.h5"), "segments_mel")
+            case "virtual":
+                with h5py.File(tmp_path / "other.h5", "w") as g: g["segments_mel"] = np.zeros(shape, np.float16)
+                layout = h5py.VirtualLayout(shape, "f2")
+                layout[:] = h5py.VirtualSource(os.fspath(tmp_path / "other.h5"), "segments_mel", shape)
+                f.create_virtual_dataset("segments_mel", layout)
+            case "huge":
+                f.create_dataset("segments_mel", (1 << 33, *shape[1:]), "f2", chunks=(8, *shape[1:]))
+                del f["labels"]
+                f.create_dataset("labels", (1 << 33,), "i2", chunks=(1 << 20,))
+                f.attrs["n_rows"] = 1 << 33
+    path = broken(built, tmp_path / "y.h5", change)
+    began = time.monotonic()
+    with pytest.raises(VerifyError): lm.open_dataset(path)
+    assert not lm.verify(path).ok
+    assert time.monotonic() - began < 1
+
+
+def test_warnings_are_not_given_for_a_good_file(built):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with lm.open_dataset(built) as ds: assert ds.files is ds.files

@@ -1,0 +1,452 @@
+"The check can fail: every way of spoiling a finished data set is reported, and none of them is an exception."
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import leakmel as lm
+from leakmel.audio.wav import digest_of
+from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
+from leakmel.dataset.verify import VerifyReport, pick_rows
+from outsider import fit, log_mel, read
+
+N = 30
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    "A folder of 31 files, one of them broken, and its data set."
+    from leakmel.audio.synth import write_wav
+    base = tmp_path_factory.mktemp("verify")
+    for k in range(N):
+        where = base / "data" / ("LEAK" if k % 2 else "NOLEAK")
+        where.mkdir(parents=True, exist_ok=True)
+        write_wav(where / f"s{k % 3}~{k:03d}~20240229_120000~5.wav", np.random.default_rng(k).integers(-8000, 8000, 4096, dtype=np.int16), 4096)
+    (base / "data" / "LEAK" / "broken.wav").write_bytes(b"RIFF")
+    result = lm.build(base / "data", out=base / "x.h5", progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0))
+    assert (result.rows, len(result.rejections)) == (N, 1)
+    return base / "data", result.path
+
+
+@pytest.fixture
+def data(built, tmp_path) -> Path:
+    "A copy of the folder that may be spoiled."
+    return Path(shutil.copytree(built[0], tmp_path / "data"))
+
+
+@pytest.fixture
+def file(built, tmp_path) -> Path:
+    "A copy of the data set that may be spoiled."
+    return Path(shutil.copy(built[1], tmp_path / "x.h5"))
+
+
+def bad(report: VerifyReport, *words: str) -> VerifyReport:
+    "The report says no, and why."
+    assert not report.ok
+    assert report.problems
+    assert report.verdict.startswith("NOT OK")
+    for w in words: assert any(w in p for p in report.problems), report.problems
+    assert json.loads(json.dumps(report.to_dict()))["ok"] is False
+    return report
+
+
+def spoil(path: Path, change: Callable[[h5py.File], None], *, rows_resealed: bool = False, resealed: bool = False) -> None:
+    "Change a data set; resealed: with digests that fit, as a builder that is wrong, or a forger, would write it."
+    with h5py.File(path, "r+") as f:
+        change(f)
+        if rows_resealed: f["digests/rows"][:] = np.array([digest_of(r) for r in f["segments_mel"][:]], "S32")
+        if rows_resealed or resealed: f.attrs[DIGEST_ATTRIBUTE] = metadata_digest(f)
+
+
+# ---- good is good
+
+
+def test_good_data_set(built):
+    data, path = built
+    report = lm.verify(path, root=data)
+    assert report.ok
+    assert (report.n_rows, report.checked, report.scope) == (N, N, "against the sources")
+    assert 0 < report.max_abs_db < 0.1
+    assert "recomputed" in report.verdict
+    assert lm.verify(os.fspath(path), root=os.fspath(data), sample=None).checked == N
+    assert lm.verify(path, root=data, sample=3).checked == 3
+
+
+def test_without_sources_the_verdict_says_so(built):
+    report = lm.verify(built[1])
+    assert report.ok
+    assert report.checked == 0
+    assert "integrity only" in report.verdict
+    assert "recomputed" not in report.verdict
+
+
+def test_verify_touches_nothing(built):
+    data, path = built
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in [path, *data.rglob("*.wav")]}
+    lm.verify(path, root=data)
+    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in before} == before
+    path.chmod(0o400)
+    assert lm.verify(path).ok
+
+
+def test_splits_are_found_from_the_root_and_labels_may_bear_their_names(demo, tmp_path):
+    r = lm.build(demo, split="testing", out=tmp_path / "x.h5", progress="none")
+    assert lm.verify(r.path, root=demo).ok
+    bad(lm.verify(r.path, root=demo / "VALIDATION"))
+
+
+@pytest.mark.parametrize("sample", [1, 2, 5, 29, 30, 64, None, 0])
+def test_sample_has_its_size(built, sample):
+    assert lm.verify(built[1], root=built[0], sample=sample).checked == min(N, N if sample is None else sample)
+
+
+def test_sample_holds_what_matters():
+    rng = np.random.default_rng(0)
+    labels, level = rng.integers(0, 5, 10_000).astype(np.int16), rng.normal(size=10_000)
+    labels[7777] = 9
+    picked = set(pick_rows(10_000, 64, labels, level).tolist())
+    assert {0, 9999, 63, 64, 127, 128, 7777, int(level.argmin()), int(level.argmax())} <= picked
+    assert len(picked) == 64
+    assert picked == set(pick_rows(10_000, 64, labels, level).tolist())
+    for n in (1, 2, 63, 64, 65):
+        rows = pick_rows(n, 64, np.zeros(n, np.int16), np.zeros(n))
+        assert len(rows) == len(set(rows.tolist())) == min(n, 64)
+        assert (np.diff(rows) > 0).all()
+
+
+# ---- rows
+
+
+def test_swapped_rows(built, file):
+    def swap(f): f["segments_mel"][[3, 17]] = f["segments_mel"][[3, 17]][::-1]
+    spoil(file, swap)
+    bad(lm.verify(file), "2 rows do not match their digest")
+    spoil(file, swap)
+    assert lm.verify(file).ok
+    spoil(file, swap, rows_resealed=True)
+    assert lm.verify(file).ok                       # a forger's file: only the sources tell
+    bad(lm.verify(file, root=built[0], sample=None), "row 3", "row 17")
+
+
+@pytest.mark.parametrize("value", [0, -200, 1e-3])
+def test_one_row_of_one_value(built, file, value):
+    def flatten(f): f["segments_mel"][11] = value
+    spoil(file, flatten)
+    bad(lm.verify(file), "first row 11")
+    spoil(file, lambda f: None, rows_resealed=True)
+    bad(lm.verify(file, root=built[0]), "row 11")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_rows_that_are_not_finite(file, value):
+    def put(f): f["segments_mel"][29, 3, 1, 63, 0] = value
+    spoil(file, put, rows_resealed=True)
+    bad(lm.verify(file), "row 29 holds values that are not finite")
+
+
+def wrong_rows(f: h5py.File, data: Path, change: Callable[[np.ndarray, dict], np.ndarray]) -> None:
+    "All rows made anew by somebody whose features are a little different."
+    config = json.loads(f.attrs["config_json"])
+    for k, p in enumerate(f["files/path"][:].tolist()):
+        f["segments_mel"][k] = change(fit(*read(os.path.join(os.fsencode(data), p)), config), config)
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("shift by a frame", lambda x, c: log_mel(np.roll(x, -c["hop_length"]), c)),
+    ("shift by a sample", lambda x, c: log_mel(np.roll(x, 1), c)),
+    ("other mel scale", lambda x, c: log_mel(x, c | {"mel_scale": "slaney"})),
+    ("slaney norm", lambda x, c: log_mel(x, c | {"mel_norm": "slaney"})),
+    ("power", lambda x, c: log_mel(x, c | {"power": 2.0})),
+    ("symmetric window", lambda x, c: log_mel(x, c, periodic=False)),
+    ("scaled by 32767", lambda x, c: log_mel(x * 32_768 / 32_767 * 1.003, c)),
+    ("bands turned over", lambda x, c: log_mel(x, c)[:, :, ::-1]),
+    ("segments exchanged", lambda x, c: log_mel(x, c)[:, ::-1]),
+    ("clipped 80 dB below the maximum", lambda x, c: np.maximum(log_mel(x, c), log_mel(x, c).max() - 20)),
+])
+def test_features_of_another_definition(built, file, name, change):
+    spoil(file, lambda f: wrong_rows(f, built[0], change), rows_resealed=True)
+    assert lm.verify(file).ok
+    report = bad(lm.verify(file, root=built[0], sample=4), "differs from the reference")
+    assert len(report.problems) == 4
+
+
+def test_the_outsiders_own_rows_pass(built, file):
+    spoil(file, lambda f: wrong_rows(f, built[0], lambda x, c: log_mel(x, c)), rows_resealed=True)
+    assert lm.verify(file, root=built[0], sample=None).ok
+
+
+# ---- labels, names, attributes
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("label", lambda f: f["labels"].__setitem__(5, 1 - f["labels"][5])),
+    ("label out of range", lambda f: f["labels"].__setitem__(5, 77)),
+    ("negative label", lambda f: f["labels"].__setitem__(5, -1)),
+    ("label names turned over", lambda f: f.attrs.__setitem__("labels_json", '["NOLEAK", "LEAK"]')),
+    ("a label name less", lambda f: f.attrs.__setitem__("labels_json", '["LEAK"]')),
+    ("order of paths", lambda f: f["files/path"].__setitem__(slice(0, 2), f["files/path"][:2][::-1])),
+    ("path twice", lambda f: f["files/path"].__setitem__(1, f["files/path"][0])),
+    ("rejected code", lambda f: f["rejected/code"].__setitem__(0, b"weather")),
+    ("count", lambda f: f.attrs.__setitem__("n_rows", N + 1)),
+    ("not complete", lambda f: f.attrs.__setitem__("complete", False)),
+    ("other geometry", lambda f: f.attrs.__setitem__("config_json", json.dumps(json.loads(f.attrs["config_json"]) | {"long_hop": 512}))),
+    ("senseless geometry", lambda f: f.attrs.__setitem__("config_json", json.dumps(json.loads(f.attrs["config_json"]) | {"n_fft": 0}))),
+    ("unknown setting", lambda f: f.attrs.__setitem__("config_json", json.dumps(json.loads(f.attrs["config_json"]) | {"colour": 1}))),
+    ("path up", lambda f: f["files/path"].__setitem__(0, b"LEAK/../../../../../../../../etc/passwd")),
+    ("schema", lambda f: f.attrs.__setitem__("schema_version", 2)),
+    ("digest algorithm", lambda f: f.attrs.__setitem__("digest_algorithm", "md5")),
+])
+def test_metadata_that_contradict_themselves_are_found_even_when_resealed(file, name, change):
+    spoil(file, change, resealed=True)
+    bad(lm.verify(file))
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("path within its folder", lambda f: f["files/path"].__setitem__(N - 1, f["files/path"][N - 1][:-5] + b"9.wav")),
+    ("level", lambda f: f["files/rms_db"].__setitem__(3, -3)),
+    ("rate", lambda f: f["files/sample_rate"].__setitem__(3, 44_100)),
+    ("sensor", lambda f: f["files/sensor"].__setitem__(3, b"s9")),
+    ("status", lambda f: f["files/status"].__setitem__(3, b"up")),
+    ("source digest", lambda f: f["files/digest"].__setitem__(3, b"0" * 32)),
+    ("rejected path", lambda f: f["rejected/path"].__setitem__(0, b"LEAK/brokem.wav")),
+    ("rejected message", lambda f: f["rejected/message"].__setitem__(0, b"fine")),
+    ("band centres", lambda f: f["mel_hz"].__setitem__(3, 1.0)),
+    ("start times", lambda f: f["long_start_s"].__setitem__(3, 1.0)),
+    ("fingerprint", lambda f: f.attrs.__setitem__("fingerprint", "0" * 12)),
+    ("engine", lambda f: f.attrs.__setitem__("engine", "magic@1/cpu")),
+    ("floor", lambda f: f.attrs.__setitem__("config_json", json.dumps(json.loads(f.attrs["config_json"]) | {"floor": 1e-9}, sort_keys=True))),
+    ("split", lambda f: f.attrs.__setitem__("split", "TRAINING")),
+])
+def test_any_change_of_the_metadata_is_found_without_the_sources(file, name, change):
+    spoil(file, change)
+    bad(lm.verify(file))
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("path within its folder", lambda f: f["files/path"].__setitem__(N - 1, f["files/path"][N - 1][:-5] + b"9.wav")),
+    ("status", lambda f: f["files/status"].__setitem__(3, b"up")),
+    ("source digest", lambda f: f["files/digest"].__setitem__(3, b"0" * 32)),
+    ("rejected path", lambda f: f["rejected/path"].__setitem__(0, b"LEAK/brokem.wav")),
+])
+def test_resealed_metadata_are_found_with_the_sources(built, file, name, change):
+    spoil(file, change, resealed=True)
+    assert lm.verify(file).ok
+    bad(lm.verify(file, root=built[0]))
+
+
+@pytest.mark.parametrize("name", ["segments_mel", "labels", "files", "files/path", "files/digest", "files/rms_db", "files/status", "digests/rows",
+                                  "digests", "rejected", "rejected/code", "mel_hz", "rejected/path"])
+def test_missing_parts(built, file, name):
+    spoil(file, lambda f: f.__delitem__(name))
+    bad(lm.verify(file))
+    bad(lm.verify(file, root=built[0]))
+
+
+@pytest.mark.parametrize("name", ["config_json", "labels_json", "n_rows", "complete", DIGEST_ATTRIBUTE, "split", "schema_version", "fingerprint"])
+def test_missing_attributes(built, file, name):
+    spoil(file, lambda f: f.attrs.__delitem__(name))
+    bad(lm.verify(file))
+    bad(lm.verify(file, root=built[0]))
+
+
+@pytest.mark.parametrize("name", ["segments_mel", "labels", "files/path", "files/rms_db", "files/status", "digests/rows", "rejected/path", "rejected/code"])
+@pytest.mark.parametrize("kind", ["shorter", "longer", "scalar", "empty", "group", "float64", "flat", "text", "dangling link"])
+def test_parts_of_another_shape_or_type_are_reported_and_no_exception(built, file, name, kind):
+    def change(f):
+        values = f[name][()]
+        del f[name]
+        match kind:
+            case "shorter": f[name] = values[:-1]
+            case "longer": f[name] = np.concatenate([values, values[:1]])
+            case "scalar": f[name] = values[0] if values.ndim == 1 else values[0, 0, 0, 0, 0]
+            case "empty": f[name] = h5py.Empty(values.dtype)
+            case "group": f.create_group(name)
+            case "float64": f[name] = np.zeros(values.shape)
+            case "flat": f[name] = np.zeros((1, values.size), np.int32)
+            case "text": f.create_dataset(name, data=["x"] * len(values), dtype=h5py.string_dtype())
+            case "dangling link": f[name] = h5py.SoftLink("/nowhere")
+    spoil(file, change)
+    bad(lm.verify(file))
+    bad(lm.verify(file, root=built[0]))
+
+
+@pytest.mark.parametrize("value", [7, "7", "[]", "{", "null", "[1, 2]", '{"a": 1}', b"\xff\xfe", np.zeros(3), "[" * 100_000, h5py.Empty("S1")])
+@pytest.mark.parametrize("name", ["config_json", "labels_json", "n_rows", "complete", "split", "digest_algorithm", DIGEST_ATTRIBUTE])
+def test_senseless_attributes_are_reported_and_no_exception(built, file, name, value):
+    def change(f):
+        del f.attrs[name]
+        f.attrs[name] = value
+    spoil(file, change)
+    bad(lm.verify(file))
+    bad(lm.verify(file, root=built[0]))
+
+
+# ---- files that are no data set
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\x89HDF\r\n\x1a\n", b"\x89HDF\r\n\x1a\n" + bytes(5000)])
+def test_no_data_set_at_all(tmp_path, content):
+    (tmp_path / "x.h5").write_bytes(content)
+    bad(lm.verify(tmp_path / "x.h5"))
+    bad(lm.verify(tmp_path / "nowhere.h5"), "nowhere.h5")
+    bad(lm.verify(tmp_path))
+    with h5py.File(tmp_path / "y.h5", "w"): pass
+    bad(lm.verify(tmp_path / "y.h5"))
+    os.mkfifo(tmp_path / "z.h5")
+    bad(lm.verify(tmp_path / "z.h5"))
+
+
+@pytest.mark.parametrize("n", [1, 2, 100, 4096])
+def test_truncated(file, n):
+    os.truncate(file, file.stat().st_size - n)
+    bad(lm.verify(file))
+
+
+def test_data_set_that_claims_to_be_huge(tmp_path, file):
+    "A terabyte of nothing in a few kilobytes: refused before anything is read into memory."
+    def change(f):
+        del f["segments_mel"]
+        f.create_dataset("segments_mel", (1 << 33, 4, 2, 64, 1), "f2", chunks=(64, 4, 2, 64, 1))
+    spoil(file, change)
+    began = time.monotonic()
+    bad(lm.verify(file))
+    assert time.monotonic() - began < 2
+
+
+# ---- sources
+
+
+def test_changed_source(built, data, file):
+    victim = sorted(data.rglob("s*.wav"))[4]
+    raw = bytearray(victim.read_bytes())
+    raw[-1] ^= 1
+    victim.write_bytes(raw)
+    bad(lm.verify(file, root=data), "another digest")
+
+
+def test_missing_renamed_and_added_sources(data, file):
+    victim = sorted(data.rglob("s*.wav"))[4]
+    victim.rename(victim.with_name("other.wav"))
+    report = bad(lm.verify(file, root=data, sample=0), "not in the folder any more", "neither rows nor rejected")
+    assert any("other.wav" in p for p in report.problems)
+    assert any(victim.name in p for p in report.problems)
+    victim.with_name("other.wav").unlink()
+    bad(lm.verify(file, root=data, sample=0), "1 recordings of the data set are not in the folder any more")
+    bad(lm.verify(file, root=data), "the source cannot be used now")
+
+
+def test_broken_source_that_was_rejected_may_not_vanish(data, file):
+    (data / "LEAK" / "broken.wav").unlink()
+    bad(lm.verify(file, root=data), "broken.wav")
+
+
+def test_wrong_root(tmp_path, file):
+    bad(lm.verify(file, root=tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    bad(lm.verify(file, root=tmp_path / "empty"), f"{N + 1} recordings of the data set are not in the folder any more")
+
+
+def test_links_in_the_folder_are_no_false_alarm(tmp_path, data, make_wav):
+    "A circle, a folder elsewhere and a link to a recording: what a scan leaves out, the accounting leaves out too."
+    make_wav(tmp_path / "elsewhere" / "a.wav")
+    (data / "LEAK" / "circle").symlink_to(data)
+    (data / "LEAK" / "away").symlink_to(tmp_path / "elsewhere")
+    (data / "LEAK" / "away.wav").symlink_to(tmp_path / "elsewhere" / "a.wav")
+    (data / "LEAK" / "twin.wav").symlink_to(sorted((data / "NOLEAK").iterdir())[0])
+    (data / "NOLEAK" / "more").symlink_to(data / "LEAK")
+    r = lm.build(data, out=tmp_path / "y.h5", progress="none")
+    assert r.rows > N
+    began = time.monotonic()
+    report = lm.verify(r.path, root=data, sample=None)
+    assert report.ok, report.problems
+    assert report.checked == r.rows
+    assert time.monotonic() - began < 5
+
+
+def test_paths_of_a_stranger_do_not_lead_out_of_the_root(tmp_path, data, make_wav):
+    "A data set from somebody else names files outside the folder: they are not opened."
+    samples = make_wav(tmp_path / "secret" / "a.wav", seed=5)
+    assert len(samples) == 4096
+    r = lm.build(data, out=tmp_path / "y.h5", progress="none")
+    for name in (b"../secret/a.wav", os.fsencode(tmp_path / "secret" / "a.wav"), b"LEAK/../../secret/a.wav"):
+        def change(f, name=name):
+            paths = f["files/path"][:].astype("S200")
+            paths[0] = name
+            del f["files/path"]
+            f["files/path"] = paths
+        whole = r.path.read_bytes()
+        spoil(r.path, change, resealed=True)
+        report = bad(lm.verify(r.path, root=data))
+        assert not any("digest than when" in p for p in report.problems), "the file outside was read"
+        r.path.write_bytes(whole)
+
+
+# ---- bit rot
+
+
+def _verify_quietly(path: str, queue) -> None: queue.put(lm.verify(path).ok)
+
+
+def verdict_of_child(path: Path, seconds: float = 20) -> str:
+    "What verify says in a process of its own: HDF5 may hang or crash on a damaged file."
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=_verify_quietly, args=(os.fspath(path), queue))
+    child.start()
+    child.join(seconds)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        return "hung"
+    if child.exitcode: return f"died of {child.exitcode}"
+    return "ok" if queue.get() else "not ok"
+
+
+def regions(path: Path) -> dict[str, tuple[int, int]]:
+    "Where the parts of a data set lie in its file."
+    with h5py.File(path) as f:
+        names = ["segments_mel", "labels", "digests/rows", *(f"files/{n}" for n in f["files"]), *(f"rejected/{n}" for n in f["rejected"])]
+        return {n: (f[n].id.get_offset(), f[n].id.get_storage_size()) for n in names}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flipped_bits_in_the_data_are_all_found(file, seed):
+    rng, raw = np.random.default_rng(seed), file.read_bytes()
+    for name, (at, size) in regions(file).items():
+        for _ in range(6 if name in ("segments_mel", "labels", "files/path", "digests/rows") else 1):
+            damaged = bytearray(raw)
+            damaged[at + int(rng.integers(size))] ^= 1 << int(rng.integers(8))
+            file.write_bytes(damaged)
+            report = lm.verify(file)
+            assert not report.ok, name
+    file.write_bytes(raw)
+    assert lm.verify(file).ok
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_flipped_bits_anywhere_else_are_found_or_harmless(file):
+    "In the structure around the data: the file does not open, is not ok, or reads exactly as before."
+    from outsider import content, same
+    rng, raw, before = np.random.default_rng(1), file.read_bytes(), content(file)
+    spans = sorted(regions(file).values())
+    inside = np.zeros(len(raw), bool)
+    for at, size in spans: inside[at:at + size] = True
+    outside = np.flatnonzero(~inside)
+    verdicts: dict[str, int] = {}
+    for at in rng.choice(outside, 60, replace=False):
+        damaged = bytearray(raw)
+        damaged[at] ^= 1 << int(rng.integers(8))
+        file.write_bytes(damaged)
+        verdict = verdict_of_child(file)
+        verdicts[verdict] = verdicts.get(verdict, 0) + 1
+        if verdict == "ok": assert same(content(file), before, "@axes"), f"byte {at}"
+    assert set(verdicts) <= {"ok", "not ok"}, verdicts
