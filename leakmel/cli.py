@@ -15,12 +15,12 @@ from . import __version__
 from .core.errors import LeakmelError, show_path
 from .core.parameters import field_choices, field_kinds
 
-# %% ../nbs/cli.ipynb #d1264682
+# %% ../nbs/cli.ipynb #53308c27
 def _field_comments(cls: type) -> dict[str, str]:
     "The comments that stand beside the fields of a dataclass in its source."
     import inspect, re
-    found = re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", inspect.getsource(cls), re.M)
-    return {name: text.strip() for name, text in found}
+    sources = [inspect.getsource(c) for c in reversed(cls.__mro__) if hasattr(c, "__dataclass_fields__")]
+    return {name: text.strip() for source in sources for name, text in re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", source, re.M)}
 
 def _converter(allowed: tuple[type | None, ...]) -> Any:
     "What turns an option's text into a field's value; `none` where a field may be None."
@@ -73,7 +73,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
             "counts": manifest.counts(), "problems": problems, "would_be_rejected": len(lost)}
     return (1 if lost else 0), body, "\n".join(lines)
 
-# %% ../nbs/cli.ipynb #a36213de
+# %% ../nbs/cli.ipynb #583098f6
 def run_build(args: argparse.Namespace) -> Outcome:
     "Build one split, or all."
     from leakmel.dataset.pipeline import build, build_all
@@ -88,6 +88,7 @@ def run_build(args: argparse.Namespace) -> Outcome:
     result = build(args.root, split=args.split, out=args.out, **common)
     return 0, result.summary, _build_text(result)
 
+# %% ../nbs/cli.ipynb #d1a82d1a
 def _build_text(result: Any) -> str:
     "A built data set in a few lines."
     from collections import Counter
@@ -116,7 +117,7 @@ def _front_end(args: argparse.Namespace) -> str:
     "Where progress is drawn: nowhere for machines."
     return "none" if args.json or args.quiet else "auto"
 
-# %% ../nbs/cli.ipynb #6a9e7aaf
+# %% ../nbs/cli.ipynb #b594943b
 def _count_or_all(text: str) -> int | None:
     "A number, or None for `all`."
     if text == "all": return None
@@ -143,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(command("bench", run_bench))
     return parser
 
+# %% ../nbs/cli.ipynb #70c0674a
 def _add_demo(p: argparse.ArgumentParser) -> None:
     p.add_argument("dir", help="folder to make; it must not exist or be empty")
     p.add_argument("--files", type=int, default=1200, help="recordings in all splits together (default 1200; 82 kB each)")
@@ -182,7 +184,7 @@ def _add_bench(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rounds", type=int, default=5, help="counted rounds of each setting (default 5)")
     p.add_argument("--out", default="runs/benchmarks", help="folder of the figures (default runs/benchmarks)")
 
-# %% ../nbs/cli.ipynb #ba75292b
+# %% ../nbs/cli.ipynb #c844585c
 class _Signalled(BaseException):
     "A signal that asks to end."
     def __init__(self, number: int): self.number = number
@@ -217,6 +219,7 @@ def _start_streams() -> None:
     if level is None: logging.getLogger("leakmel").warning("LEAKMEL_LOG_LEVEL: %r is no level; DEBUG, INFO, WARNING and ERROR are", asked)
     if hasattr(sys.stdout, "reconfigure"): sys.stdout.reconfigure(errors="backslashreplace")
 
+# %% ../nbs/cli.ipynb #25fc3d79
 def _print(args: argparse.Namespace, status: int, body: dict[str, Any], text: str) -> int:
     "Print the outcome; a reader that went away is no error."
     try:

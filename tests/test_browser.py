@@ -137,7 +137,7 @@ def open_notebook(watched: Watched, url: str) -> Any:
     page = watched.page
     page.goto(url, timeout=60_000)
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
-    page.wait_for_selector(".jp-NotebookPanel-toolbar .jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=60_000, state="attached")
+    page.wait_for_selector("text=/ipykernel.* \\| Idle/", timeout=60_000)     # before that, running would ask which kernel to take
     return page
 
 

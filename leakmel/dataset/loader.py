@@ -21,7 +21,7 @@ from ..core.errors import DataError, MachineError, RecordingError
 from .schema import Rejected
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/loader.ipynb #e5796dc6
+# %% ../../nbs/dataset/loader.ipynb #7e5d0f42
 @dataclass
 class Facts:
     "What reading taught about one recording."
@@ -33,6 +33,7 @@ class Facts:
     digest: str = ""         # xxh3-128 of the payload, hex
     whole: bool = True       # the row's samples are 16-bit
 
+# %% ../../nbs/dataset/loader.ipynb #cee726f6
 class Slot:
     "Buffers and results of one batch; reused, so a batch must be written out before its slot is given back."
 
@@ -117,7 +118,7 @@ def _read_any(path: bytes, size: int, mtime_ns: int, spec: MelSpec, follows: Col
 class Disagreement(DataError):
     "Recordings of different rate or length where the spec was to follow them."
 
-# %% ../../nbs/dataset/loader.ipynb #7b516f44
+# %% ../../nbs/dataset/loader.ipynb #981321e1
 class BatchReader:
     "Reads batches of one listing into slots; shared by all reader threads."
 
@@ -153,10 +154,8 @@ class BatchReader:
         if size == self.size and _read_canonical(path, mtime_ns, slot._views[i], self.header, slot.head[i]):
             return Facts(self.spec.sample_rate, self.spec.n_samples, 1, "pcm16", "ok", digest_of(slot.samples[i]))
         row, facts = _read_any(path, size, mtime_ns, self.spec, self.follows)
-        if facts.whole: slot.samples[i] = row
-        else:
-            slot.samples[i] = 0
-            slot.widen(i, row)
+        slot.samples[i] = row if facts.whole else 0
+        if not facts.whole: slot.widen(i, row)
         return facts
 
 # %% ../../nbs/dataset/loader.ipynb #46dd82a1

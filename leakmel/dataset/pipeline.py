@@ -6,11 +6,11 @@
 __all__ = ['log', 'SpecLike', 'MODES', 'BuildResult', 'check_target', 'check_listing', 'resolve_spec', 'job_metadata', 'build',
            'build_all']
 
-# %% ../../nbs/dataset/pipeline.ipynb #eaa80104
+# %% ../../nbs/dataset/pipeline.ipynb #03a269b5
 import json, logging, os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -140,7 +140,7 @@ def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Meta
     rejected = tuple(sorted(job.rejected, key=lambda r: r.path))
     return Metadata(job.spec, attributes, job.listing.label_ids[keep].astype(np.int16), columns, job.row_digests[keep], rejected)
 
-# %% ../../nbs/dataset/pipeline.ipynb #1739dda3
+# %% ../../nbs/dataset/pipeline.ipynb #70ffe862
 @dataclass
 class _Build:
     "What a run of one or more splits shares."
@@ -175,6 +175,7 @@ class _Build:
             job.file.publish(sync=self.config.fsync)
         self.reports[job.split], self.published_s[job.split] = report, self.timeline.now_s()
 
+# %% ../../nbs/dataset/pipeline.ipynb #b75321ab
 def _all_rejected(job: Job) -> DataError:
     "The error for a split in which no recording is good."
     reasons = ", ".join(f"{n:,} {code}" for code, n in Counter(r.code for r in job.rejected).most_common())
@@ -183,19 +184,19 @@ def _all_rejected(job: Job) -> DataError:
                      found=f"{reasons}; first {show_path(first.path)}: {first.message}",
                      remedy="check the recordings (`leakmel scan --content`) and the spec's rules")
 
-# %% ../../nbs/dataset/pipeline.ipynb #b90ed8ab
+# %% ../../nbs/dataset/pipeline.ipynb #4e7f1eb9
 def _run_ring(build: _Build, jobs: list[Job], workers: Workers, progress: str) -> None:
     "Run all jobs; raises the first error."
     ring = Ring(jobs, build.engine, workers, build.timeline, build.publish)
     with ExitStack() as stack:
         bars = [stack.enter_context(Progress(len(job.listing), label=job.split, show=progress)) for job in jobs]
         try:
-            ring.start()
+            ring.lanes.start()
             while not ring.finished.wait(0.2):
                 for bar, job in zip(bars, jobs): bar.update(job.n_done, _note(job, build))
         except BaseException as e:     # Ctrl-C: everybody leaves, then it goes on
-            ring.stop(e)
-        ring.join()
+            ring.lanes.stop(e)
+        ring.lanes.join()
         for bar, job in zip(bars, jobs): bar.update(job.n_done, _note(job, build))
 
 def _note(job: Job, build: _Build) -> str:
@@ -217,31 +218,28 @@ def _row_files(targets: list[tuple[Listing, Path]], spec: MelSpec) -> Iterator[l
             stack.callback(files[-1].abort)
         yield files
 
-# %% ../../nbs/dataset/pipeline.ipynb #27cf00d1
+# %% ../../nbs/dataset/pipeline.ipynb #5be1d60d
 def _build_targets(
     manifest: Manifest, targets: list[tuple[Listing, Path]], spec: SpecLike, engine: str, config: PipelineConfig,
     check: int | None, timeline: Timeline, listed_s: float, progress: str,
 ) -> list[BuildResult]:
     "Build some splits as one stream."
-    for listing, target in targets:
-        check_target(target, manifest.root)
-        check_listing(listing, manifest)
     listings = [x for x, _ in targets]
+    for listing in listings: check_listing(listing, manifest)
     resolved, follows = resolve_spec(spec, listings)
+    for _, target in targets: check_target(target, manifest.root)
     with open_engine(engine, resolved, device=config.device) as opened:
         workers = plan_workers(config, resolved, opened, max(map(len, listings)))
         build = _Build(manifest, opened, config, check, timeline, listed_s, {}, {})
         timeline.meta |= {"engine": opened.identity, "device": opened.device, "workers": asdict(workers), "machine": machine_facts()}
-        jobs: list[Job] = []
-        try:
-            with _row_files(targets, resolved) as files, ExitStack() as watched:
-                if config.monitor_interval_s: watched.enter_context(Monitor(timeline, config.monitor_interval_s))
-                jobs += [Job(x, resolved, f, follows=follows) for x, f in zip(listings, files)]
-                timeline.spans.append(replace(_start_up(timeline, "main"), start_s=listed_s))
-                try: _run_ring(build, jobs, workers, progress)
-                except Disagreement: raise disagreement(listings) from None
-        finally:   # also when a later split failed: what was published gets its own report
-            results = [_result(build, job, workers, listed_s if job is jobs[0] else None) for job in jobs if job.split in build.published_s]
+        with _row_files(targets, resolved) as files:
+            jobs = [Job(x, resolved, f, follows=follows) for x, f in zip(listings, files)]
+            timeline.spans.append(replace(_start_up(timeline, "main"), start_s=listed_s))
+            try:
+                with Monitor(timeline, config.monitor_interval_s) if config.monitor_interval_s else nullcontext(): _run_ring(build, jobs, workers, progress)
+            except Disagreement: raise disagreement(listings) from None
+            finally:   # also when a later split failed: what was published gets its own report, while nobody else may build it
+                results = [_result(build, job, workers, listed_s if job is jobs[0] else None) for job in jobs if job.split in build.published_s]
         return results
 
 def _start_up(timeline: Timeline, lane: str):
@@ -303,7 +301,7 @@ def _grown(samples: list[dict], key: str) -> int | None:
     values = [s[key] for s in samples if s.get(key) is not None]
     return values[-1] - values[0] if len(values) > 1 else None
 
-# %% ../../nbs/dataset/pipeline.ipynb #70998448
+# %% ../../nbs/dataset/pipeline.ipynb #a1f61677
 MODES = ("auto", "stream")   # how recordings reach the slots
 
 def _prepare(root: str | os.PathLike, engine: str, mode: str, split: str | None, manifest: Manifest | None) -> tuple[Timeline, float, Manifest]:
@@ -315,6 +313,7 @@ def _prepare(root: str | os.PathLike, engine: str, mode: str, split: str | None,
     listed_s = timeline.now_s()
     return timeline, listed_s, scan(root, split=split) if manifest is None else manifest
 
+# %% ../../nbs/dataset/pipeline.ipynb #cc67e752
 def build(
     root: str | os.PathLike,              # folder of splits, or one folder of label folders
     *,
@@ -345,7 +344,7 @@ def _pick_listing(manifest: Manifest, split: str | None) -> Listing:
         if x.split == wanted: return x
     raise UsageError("the manifest does not hold this split", found=", ".join(x.split for x in manifest.listings), expected=split)
 
-# %% ../../nbs/dataset/pipeline.ipynb #057bc745
+# %% ../../nbs/dataset/pipeline.ipynb #db07ff87
 def build_all(
     root: str | os.PathLike,                  # folder of splits, or one folder of label folders
     *,
@@ -357,7 +356,7 @@ def build_all(
     manifest: Manifest | None = None,
     check: int | None = 64,
     progress: str = "auto",
-) -> list[BuildResult]:                       # one per split that holds recordings, in the order TRAINING, VALIDATION, TESTING
+) -> list[BuildResult]:                       # one per split folder, in the order TRAINING, VALIDATION, TESTING; an empty one is an error
     "Build the data sets of all splits as one stream: the next one is read while the last one is written."
     timeline, listed_s, manifest = _prepare(root, engine, mode, None, manifest)
     out = Path(os.path.abspath(out_dir if out_dir is not None else "."))

@@ -20,7 +20,7 @@ from ..mel.spec import MelSpec, spec_from_dict
 
 if TYPE_CHECKING: import pandas as pd
 
-# %% ../../nbs/dataset/reader.ipynb #4175756e
+# %% ../../nbs/dataset/reader.ipynb #08fd4fd5
 def _require(file: h5py.File, path: Path) -> None:
     "Refuse what is not a complete data set, before data are read."
     if (problem := next(unsafe_parts(file), None)): raise VerifyError("this file is not safe to read", path=path, found=problem)
@@ -33,6 +33,36 @@ def _require(file: h5py.File, path: Path) -> None:
     if not file.attrs.get("complete", False) or len(rows) != file.attrs["n_rows"] or len(labels) != len(rows):
         raise VerifyError("the data set is not complete", path=path, remedy="build it again")
 
+def _open(path: Path, legacy: bool) -> h5py.File:
+    "Open a file that may be read; the caller closes it."
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode): raise VerifyError("not a regular file", path=path)   # a named pipe would be waited for
+        file = h5py.File(path, "r")
+    except FileNotFoundError as e:
+        raise DataError("no such data set", path=path) from e
+    except OSError as e:
+        raise VerifyError("not an HDF5 file that can be read", path=path, found=str(e)) from e
+    try:
+        if not legacy: _require(file, path)
+    except (KeyError, ValueError, TypeError, OSError, LeakmelError) as e:
+        file.close()
+        if isinstance(e, LeakmelError): raise
+        raise VerifyError("the data set lacks a part", path=path, found=str(e)) from e
+    return file
+
+def _labels(file: h5py.File, path: Path) -> tuple[np.ndarray, list[str]]:
+    "Label numbers and names; each number has a name."
+    try:
+        labels, names = file["labels"][:], json.loads(file.attrs["labels_json"])
+        known = len(names) if isinstance(names, list) else 0
+        if len(labels) and not 0 <= labels.min() <= labels.max() < known: raise ValueError("labels without a name")
+        _ = file["segments_mel"].shape
+    except (KeyError, ValueError, TypeError, AttributeError, OSError) as e:
+        file.close()
+        raise VerifyError("the data set lacks a part", path=path, found=str(e)) from e
+    return labels, names
+
+# %% ../../nbs/dataset/reader.ipynb #c50a9cfd
 class MelDataset:
     "Rows and labels of a data set file; `ds[i]` gives (float16 array [L, S, M, T], label number)."
 
@@ -43,24 +73,9 @@ class MelDataset:
         legacy: bool = False,    # a file of the earlier system: no schema, no digests
     ):
         self.path, self.legacy = Path(path), legacy
-        try:
-            if not stat.S_ISREG(os.stat(path).st_mode): raise VerifyError("not a regular file", path=path)   # a named pipe would be waited for
-            self.file = h5py.File(path, "r")
-        except FileNotFoundError as e:
-            raise DataError("no such data set", path=path) from e
-        except OSError as e:
-            raise VerifyError("not an HDF5 file that can be read", path=path, found=str(e)) from e
-        try:
-            if not legacy: _require(self.file, self.path)
-            self.labels: np.ndarray = self.file["labels"][:]     # [B] int16
-            self.class_names: list[str] = json.loads(self.file.attrs["labels_json"])
-            self.mels: h5py.Dataset = self.file["segments_mel"]  # [B, L, S, M, T] float16, dB
-            known = len(self.class_names) if isinstance(self.class_names, list) else 0
-            if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < known: raise ValueError("labels without a name")
-        except (KeyError, ValueError, TypeError, OSError, LeakmelError) as e:
-            self.file.close()
-            if isinstance(e, LeakmelError): raise
-            raise VerifyError("the data set lacks a part", path=path, found=str(e)) from e
+        self.file = _open(self.path, legacy)
+        self.labels, self.class_names = _labels(self.file, self.path)   # [B] int16, names in id order
+        self.mels: h5py.Dataset = self.file["segments_mel"]             # [B, L, S, M, T] float16, dB
 
     def __len__(self) -> int: return len(self.labels)
 
@@ -86,9 +101,7 @@ class MelDataset:
 
     def typical_rows(self) -> dict[str, int]:
         "For each label that is present, the row whose level is its label's median."
-        level = self.file["files/rms_db"][:] if "files/rms_db" in self.file else np.zeros(len(self))
-        members = {name: np.flatnonzero(self.labels == i) for i, name in enumerate(self.class_names)}
-        return {name: int(rows[level[rows].argsort(kind="stable")[(len(rows) - 1) // 2]]) for name, rows in members.items() if len(rows)}
+        return _typical_rows(self)
 
     def close(self) -> None:
         "Close the file."
@@ -102,7 +115,7 @@ class MelDataset:
         counts = ", ".join(f"{n} {int((self.labels == i).sum()):,}" for i, n in enumerate(self.class_names))
         return f"MelDataset({show_path(self.path.name)}: {len(self):,} rows of {self.mels.shape[1:]}, {counts})"
 
-# %% ../../nbs/dataset/reader.ipynb #110bd3bb
+# %% ../../nbs/dataset/reader.ipynb #123926c2
 def _files_table(ds: MelDataset) -> "pd.DataFrame":
     "The columns of /files with text decoded."
     import pandas as pd
@@ -113,6 +126,12 @@ def _files_table(ds: MelDataset) -> "pd.DataFrame":
         table[name] = [os.fsdecode(v) for v in values.tolist()] if values.dtype.kind == "S" else values
     order = ["path", *[n for n in table if n != "path"]] if "path" in table else list(table)
     return pd.DataFrame({"label": names[ds.labels]} | {n: table[n] for n in order})
+
+def _typical_rows(ds: MelDataset) -> dict[str, int]:
+    "The row of median level of each label."
+    level = ds.file["files/rms_db"][:] if "files/rms_db" in ds.file else np.zeros(len(ds))
+    members = {name: np.flatnonzero(ds.labels == i) for i, name in enumerate(ds.class_names)}
+    return {name: int(rows[level[rows].argsort(kind="stable")[(len(rows) - 1) // 2]]) for name, rows in members.items() if len(rows)}
 
 def open_dataset(
     path: str | os.PathLike,

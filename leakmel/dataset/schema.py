@@ -100,7 +100,7 @@ def new_file(path: str | os.PathLike) -> h5py.File:
     Path(path).unlink(missing_ok=True)      # never written through a link that somebody laid there
     return h5py.File(path, "x", libver=LIBVER, track_order=False)
 
-# %% ../../nbs/dataset/schema.ipynb #99dd13c1
+# %% ../../nbs/dataset/schema.ipynb #90b03c34
 @dataclass(frozen=True)
 class Metadata:
     "All of a data set but its rows."
@@ -111,6 +111,7 @@ class Metadata:
     row_digests: np.ndarray              # [B] S32
     rejected: tuple[Rejected, ...]
 
+# %% ../../nbs/dataset/schema.ipynb #5b62ceb9
 def metadata_digest(file: h5py.File) -> str:
     "xxh3-128 over everything but the rows: names, kinds, shapes and bytes of all data sets, and the root's attributes."
     import xxhash

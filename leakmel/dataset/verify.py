@@ -111,24 +111,7 @@ def pick_rows(
     more = np.random.default_rng(n_rows).choice(rest, sample - len(chosen), replace=False)
     return np.sort(np.concatenate([chosen, more]).astype(np.int64))
 
-# %% ../../nbs/dataset/verify.ipynb #ce919518
-def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndarray, report: VerifyReport) -> Iterator[str]:
-    "Recompute the picked rows."
-    per_block = max(1, (4 << 20) // (8 * (spec.n_samples + 2 * int(np.prod(spec.row_shape)))))
-    columns = {name: f[f"files/{name}"][:][picked].tolist() for name in ("path", "digest", "status")}
-    stored = [_Stored(*row) for row in zip(picked.tolist(), columns["path"], columns["digest"], columns["status"])]
-    for start in range(0, len(stored), per_block):
-        sources = [(s, *_source_row(s, spec, folder)) for s in stored[start:start + per_block]]
-        yield from (problem for _, _, problem in sources if problem)
-        usable = [(s, x) for s, x, _ in sources if x is not None]
-        if not usable: continue
-        right = reference_features(np.stack([x for _, x in usable]), spec)
-        for (s, _), row, db, strongest in zip(usable, f["segments_mel"][[s.row for s, _ in usable]], right.db, right.strongest_db):
-            verdict = compare(row, Reference(db, strongest), spec)
-            report.checked += 1
-            report.max_abs_db = max(report.max_abs_db, verdict.max_abs_db)
-            if not verdict.ok: yield f"{s} differs from the reference: {verdict.n_wrong} of {verdict.n_values} values, {verdict.max_abs_db:.3g} dB"
-
+# %% ../../nbs/dataset/verify.ipynb #0dd11ba5
 @dataclass(frozen=True, repr=False)
 class _Stored:
     "What the data set says of one row's recording."
@@ -151,11 +134,31 @@ def _source_row(stored: _Stored, spec: MelSpec, folder: bytes) -> tuple[np.ndarr
     if status.encode() != stored.status: return wide, f"{stored}: status is {stored.status.decode()!r}, the source says {status!r}"
     return wide, ""
 
+# %% ../../nbs/dataset/verify.ipynb #de6d5bca
+def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndarray, report: VerifyReport) -> Iterator[str]:
+    "Recompute the picked rows."
+    per_block = max(1, (4 << 20) // (8 * (spec.n_samples + 2 * int(np.prod(spec.row_shape)))))
+    columns = {name: f[f"files/{name}"][:][picked].tolist() for name in ("path", "digest", "status")}
+    stored = [_Stored(*row) for row in zip(picked.tolist(), columns["path"], columns["digest"], columns["status"])]
+    for start in range(0, len(stored), per_block):
+        sources = [(s, *_source_row(s, spec, folder)) for s in stored[start:start + per_block]]
+        yield from (problem for _, _, problem in sources if problem)
+        usable = [(s, x) for s, x, _ in sources if x is not None]
+        if not usable: continue
+        right = reference_features(np.stack([x for _, x in usable]), spec)
+        for (s, _), row, db, strongest in zip(usable, f["segments_mel"][[s.row for s, _ in usable]], right.db, right.strongest_db):
+            verdict = compare(row, Reference(db, strongest), spec)
+            report.checked += 1
+            report.max_abs_db = max(report.max_abs_db, verdict.max_abs_db)
+            if not verdict.ok: yield f"{s} differs from the reference: {verdict.n_wrong} of {verdict.n_values} values, {verdict.max_abs_db:.3g} dB"
+
+# %% ../../nbs/dataset/verify.ipynb #21233e95
 def _accounting(f: h5py.File, folder: bytes) -> Iterator[str]:
     "Rows + rejected against a walk of the folder."
     known = set(f["files/path"][:].tolist()) | set(f["rejected/path"][:].tolist())
     there = {os.path.join(at, n)[len(folder) + 1:] for at, _, names in os.walk(folder) for n in names if is_recording_name(n)}   # not through links
-    if gone := sorted(p for p in known - there if not os.path.isfile(os.path.join(folder, p))): yield f"{len(gone)} recordings of the data set are not in the folder any more, first {show_path(gone[0])}"
+    if gone := sorted(p for p in known - there if not os.path.isfile(os.path.join(folder, p))):
+        yield f"{len(gone)} recordings of the data set are not in the folder any more, first {show_path(gone[0])}"
     if new := sorted(p for p in there - known if os.path.isfile(os.path.join(folder, p)) and not os.path.islink(os.path.join(folder, p))):
         yield f"{len(new)} recordings in the folder are neither rows nor rejected, first {show_path(new[0])}"
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SPARE_BYTES', 'GZIP_LEVEL', 'CHUNK_BYTES', 'output_error', 'OutputLock', 'require_space', 'reserve', 'rows_offset',
-           'RowFile', 'sync_folder', 'compress']
+           'PartialFile', 'RowFile', 'sync_folder', 'compress']
 
 # %% ../../nbs/dataset/writer.ipynb #bdd2b1fd
 import errno, fcntl, os
@@ -104,9 +104,9 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         n = os.pwrite(fd, data, offset)
         data, offset = data[n:], offset + n
 
-# %% ../../nbs/dataset/writer.ipynb #438b59fc
-class RowFile:
-    "A data set on its way: rows by candidate number, then everything around them, then the final name."
+# %% ../../nbs/dataset/writer.ipynb #7823317d
+class PartialFile:
+    "Reserved room for rows under a name of its own, until it is published or given up."
 
     def __init__(
         self,
@@ -134,6 +134,27 @@ class RowFile:
         "Put rows [k, L, S, M, T] float16 at candidates first, first + 1 ...; returns the bytes written."
         _write_all(self.fd, rows.data.cast("B"), self.offset + first * self.row_bytes)
         return rows.nbytes
+
+    def sync(self) -> None:
+        "Wait until the file is on the disk."
+        os.fsync(self.fd)
+
+    def publish(self, *, sync: bool = True) -> None:
+        "Give the file its final name."
+        os.close(self.fd)
+        self.fd = -1
+        os.replace(self.partial, self.target)
+        if sync: sync_folder(self.target.parent)
+
+    def abort(self) -> None:
+        "Leave nothing behind; what stood under the final name stays."
+        if self.fd >= 0: os.close(self.fd)
+        self.fd = -1
+        for path in (self.partial, self.scratch): path.unlink(missing_ok=True)
+
+# %% ../../nbs/dataset/writer.ipynb #82c95319
+class RowFile(PartialFile):
+    "A data set on its way: rows by candidate number, then everything around them, then the final name."
 
     def close_ranks(self, good: np.ndarray) -> None:
         "Move good rows down over the others; `good` is [n_candidates] bool."
@@ -169,23 +190,7 @@ class RowFile:
         os.close(self.fd)
         self.fd = os.open(self.partial, os.O_RDWR | os.O_CLOEXEC)
 
-    def sync(self) -> None:
-        "Wait until the file is on the disk."
-        os.fsync(self.fd)
-
-    def publish(self, *, sync: bool = True) -> None:
-        "Give the file its final name."
-        os.close(self.fd)
-        self.fd = -1
-        os.replace(self.partial, self.target)
-        if sync: sync_folder(self.target.parent)
-
-    def abort(self) -> None:
-        "Leave nothing behind; what stood under the final name stays."
-        if self.fd >= 0: os.close(self.fd)
-        self.fd = -1
-        for path in (self.partial, self.scratch): path.unlink(missing_ok=True)
-
+# %% ../../nbs/dataset/writer.ipynb #7bff087f
 def _run_length(keep: np.ndarray) -> int:
     "How many of the first numbers follow each other."
     gaps = np.flatnonzero(np.diff(keep) != 1)

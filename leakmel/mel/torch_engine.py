@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FRAME_ALIGN', 'CPU_BLOCK_BYTES', 'CUDA_BLOCK_BYTES', 'int16_moments', 'block_files', 'TorchEngine']
 
-# %% ../../nbs/mel/torch_engine.ipynb #3cb1bf2d
-import os, threading
+# %% ../../nbs/mel/torch_engine.ipynb #b82246b5
+import threading
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch
 from ..audio.quality import FULL_SCALE, moments_of
 from ..audio.segments import even_step
 from ..core.errors import EngineError
+from ..core.monitor import usable_cores
 from .engines import Engine, SpanFactory, no_span
 from .reference import hann_periodic
 from .spec import MelSpec
@@ -68,7 +69,38 @@ class _WorkSpace:
         self.mels = buffer(n_files, n_padded, spec.n_mels)
         self.values = self.mels[:, :n_distinct]
 
-# %% ../../nbs/mel/torch_engine.ipynb #f07dd50d
+# %% ../../nbs/mel/torch_engine.ipynb #82e6deca
+class _Chain:
+    "What turns a block of samples into features: window, filterbank and the starts of distinct frames, on one device."
+
+    def __init__(self, spec: MelSpec, device: torch.device, n_block: int):
+        self.spec, self.n_block = spec, n_block
+        starts, index = spec.grid.distinct
+        self.n_distinct, self.step = len(starts), even_step(starts)
+        self.starts = torch.from_numpy(starts).to(device)
+        self.index = None if np.array_equal(index.ravel(), np.arange(len(starts))) else torch.from_numpy(index.ravel()).to(device)
+        window = torch.from_numpy(hann_periodic(spec.n_fft).astype(np.float32)).to(device)
+        self.windows = {torch.int16: window / 32_768, torch.float32: window}
+        bank = torch.from_numpy(spec.filterbank.astype(np.float32)).to(device)
+        self.bank = bank.expand(n_block, *bank.shape)
+
+    def frames(self, x: torch.Tensor) -> torch.Tensor:
+        "Distinct frames of a block [n_block, N] -> [n_block, D, n_fft], as a view where that is possible."
+        if self.step is None: return x.unfold(1, self.spec.n_fft, 1)[:, self.starts]
+        return x.as_strided((self.n_block, self.n_distinct, self.spec.n_fft), (x.stride(0), self.step, 1))
+
+    def features(self, x: torch.Tensor, space: _WorkSpace) -> torch.Tensor:
+        "Log-mel of a whole block [n_block, N] -> [n_block, L*S*T, M]."
+        torch.mul(self.frames(x), self.windows[x.dtype], out=space.frames)
+        torch.fft.rfft(space.padded, out=space.spectrum)
+        space.parts.square_()      # real and imaginary part side by side: twice as fast as apart
+        torch.add(space.parts[..., 0], space.parts[..., 1], out=space.magnitude)
+        if self.spec.power == 1: space.magnitude.sqrt_()
+        torch.bmm(space.magnitude, self.bank, out=space.mels)
+        space.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
+        return space.values if self.index is None else space.values[:, self.index]
+
+# %% ../../nbs/mel/torch_engine.ipynb #1c396200
 class TorchEngine(Engine):
     "Log-mel features by torch, in float32."
     name = "torch"
@@ -76,23 +108,14 @@ class TorchEngine(Engine):
     def __init__(self, spec: MelSpec, *, device: str = "auto"):
         super().__init__(spec)
         self.device = _pick_device(device)
-        self._torch_device = torch.device(self.device)
-        self._local = threading.local()
+        self._torch_device, self._local = torch.device(self.device), threading.local()
         self.n_block = block_files(spec, self._torch_device.type)
-        starts, index = spec.grid.distinct
-        self._step = even_step(starts)
-        self._starts = torch.from_numpy(starts).to(self._torch_device)
-        self._index = None if np.array_equal(index.ravel(), np.arange(len(starts))) else torch.from_numpy(index.ravel()).to(self._torch_device)
-        window = torch.from_numpy(hann_periodic(spec.n_fft).astype(np.float32)).to(self._torch_device)
-        self._windows = {torch.int16: window / 32_768, torch.float32: window}
-        bank = torch.from_numpy(spec.filterbank.astype(np.float32)).to(self._torch_device)
-        self._bank = bank.expand(self.n_block, *bank.shape)
+        self._chain = _Chain(spec, self._torch_device, self.n_block)
 
     @property
     def workers(self) -> int:
         "One thread per core on a CPU; one in all on another device."
-        if self._torch_device.type != "cpu": return 1
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return usable_cores() if self._torch_device.type == "cpu" else 1
 
     def run(self, samples: np.ndarray, out: np.ndarray, *, span: SpanFactory = no_span) -> np.ndarray:
         "Compute block by block; safe to call from several threads."
@@ -101,43 +124,24 @@ class TorchEngine(Engine):
         with torch.inference_mode(), _one_thread():
             for start in range(0, len(samples), self.n_block):
                 stop = min(start + self.n_block, len(samples))
-                moments[start:stop] = self._run_block(torch.from_numpy(samples[start:stop]), torch.from_numpy(out[start:stop]), span)
+                moments[start:stop] = self._run_block(samples[start:stop], torch.from_numpy(out[start:stop]), self._local.space, span)
         return moments
 
-    def _run_block(self, source: torch.Tensor, target: torch.Tensor, span: SpanFactory) -> np.ndarray:
-        "One block: copy in, compute, copy out."
-        space: _WorkSpace = self._local.space
-        n = len(source)
+    def _run_block(self, samples: np.ndarray, target: torch.Tensor, space: _WorkSpace, span: SpanFactory) -> np.ndarray:
+        "One block: copy in, compute, copy out; returns its moments."
+        source, n = torch.from_numpy(samples), len(samples)
         with span("copy_in"):
             if n == self.n_block and self._torch_device.type == "cpu": x = source
-            else:
-                x = space.samples[source.dtype]
-                x[:n].copy_(source)
+            else: (x := space.samples[source.dtype])[:n].copy_(source)
         with span("compute"):
-            values = self._features(x, space)
-            moments = int16_moments(x[:n], space.wide).numpy() if source.dtype == torch.int16 else moments_of(source.numpy())
+            values = self._chain.features(x, space)
+            moments = int16_moments(x[:n], space.wide).numpy() if source.dtype == torch.int16 else moments_of(samples)
         with span("copy_out"):
             n_long, n_short, n_mels, n_frames = self.spec.row_shape
             rows = values[:n].view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4)
             if rows.device != target.device: rows = rows.to(target.dtype).contiguous()   # float16 crosses the bus
             target.copy_(rows)
         return moments
-
-    def _features(self, x: torch.Tensor, space: _WorkSpace) -> torch.Tensor:
-        "Log-mel of a whole block [n_block, N] -> [n_block, L*S*T, M]."
-        n_fft = self.spec.n_fft
-        if self._step is not None:
-            views = x.as_strided((self.n_block, space.frames.shape[1], n_fft), (x.stride(0), self._step, 1))
-        else:
-            views = x.unfold(1, n_fft, 1)[:, self._starts]
-        torch.mul(views, self._windows[x.dtype], out=space.frames)
-        torch.fft.rfft(space.padded, out=space.spectrum)
-        space.parts.square_()      # real and imaginary part side by side: twice as fast as apart
-        torch.add(space.parts[..., 0], space.parts[..., 1], out=space.magnitude)
-        if self.spec.power == 1: space.magnitude.sqrt_()
-        torch.bmm(space.magnitude, self._bank, out=space.mels)
-        space.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
-        return space.values if self._index is None else space.values[:, self._index]
 
 # %% ../../nbs/mel/torch_engine.ipynb #ccbf5b7f
 class _one_thread:

@@ -1,0 +1,203 @@
+"What a person sees: JupyterLab in a real browser, and pages of executed notebooks opened from the disk."
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from conftest import need
+
+from leakmel.audio.synth import write_demo
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "nbs" / "_tools"))
+pytestmark = pytest.mark.slow
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+# What JupyterLab itself says on a machine without a network or a user; anything else on the console fails the test.
+HARMLESS = ("favicon", "Failed to load resource", "Download the React DevTools", "jupyterlab.github.io", "@jupyter-notebook", "ResizeObserver")
+
+MARKS = ".point path, .lines path, .hm image"     # what plotly draws bars, lines and pictures with
+
+ERRORS = "[data-mime-type='application/vnd.jupyter.error'], [data-mime-type='application/vnd.jupyter.stderr']"
+OVER = f"""document.querySelector("{ERRORS}")
+           || [...document.querySelectorAll('.jp-Notebook .jp-OutputArea-output pre')].some(e => e.textContent.includes('"ok": true'))"""
+
+
+def chromium() -> str | None:
+    return next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
+
+
+class Watched:
+    "A page, with what it asked for and what it complained about."
+
+    def __init__(self, page: Any):
+        self.page, self.requests, self.complaints = page, [], []
+        page.on("request", lambda r: self.requests.append(r.url))
+        page.on("console", lambda m: self.complaints.append(m.text) if m.type == "error" else None)
+        page.on("pageerror", lambda e: self.complaints.append(str(e)))
+
+    @property
+    def serious(self) -> list[str]: return [c for c in self.complaints if not any(h in c for h in HARMLESS)]
+
+    def outside(self, *allowed: str) -> list[str]:
+        "Requests that went anywhere but to `allowed` and the page itself."
+        return [u for u in self.requests if not u.startswith((*allowed, "data:", "blob:"))]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    found = chromium()
+    need(found, "Chromium")
+    from playwright.sync_api import sync_playwright
+    with sync_playwright() as p:
+        opened = p.chromium.launch(executable_path=found, args=FLAGS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def watched(browser) -> Iterator[Watched]:
+    page = browser.new_page(viewport={"width": 1400, "height": 6400})     # tall, so that a picture shows a whole notebook
+    yield Watched(page)
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    "A copy of what a run notebook needs, and a tiny set."
+    folder = tmp_path_factory.mktemp("browser")
+    (folder / "nbs").mkdir()
+    shutil.copy(ROOT / "settings.ini", folder)
+    shutil.copy(ROOT / "nbs" / "build.ipynb", folder / "nbs")
+    write_demo(folder / "tiny", n_files=24)
+    return folder
+
+
+def clean_env(home: Path, **more: str) -> dict[str, str]:
+    "An environment without the user's own Jupyter settings; cells that are out of sight stay on the page, so that they can be counted."
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("LEAKMEL_", "JUPYTER", "IPYTHON", "PYTEST_"))} | {"HOME": str(home)}
+    for name in ("JUPYTER_CONFIG_DIR", "JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        (home / name).mkdir(exist_ok=True)
+        env[name] = str(home / name)
+    for name, text in (("notebook-extension/tracker", '{"windowingMode": "none"}'), ("apputils-extension/notification", '{"fetchNews": "false"}')):
+        settings = home / "JUPYTERLAB_SETTINGS_DIR" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        settings.parent.mkdir(parents=True, exist_ok=True)
+        settings.write_text(text)
+    return env | more
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def is_up(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/api/status", timeout=5): return True
+    except (urllib.error.URLError, ConnectionError): return False
+
+
+@pytest.fixture(scope="module")
+def lab(project, browser) -> Iterator[str]:
+    "JupyterLab on 127.0.0.1, on a port that is free; ends with the module's tests."
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [str(Path(sys.executable).parent / "jupyter-lab"), "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
+               "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=",
+               f"--ServerApp.root_dir={project / 'nbs'}", "--LabApp.extension_manager=readonly",
+               "--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    env = clean_env(project, LEAKMEL_DATA=str(project / "tiny"))
+    with (project / "lab.log").open("w") as log:
+        server = subprocess.Popen(command, cwd=project / "nbs", env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        for _ in range(300):
+            if is_up(url): break
+            assert server.poll() is None, (project / "lab.log").read_text()
+            with suppress(subprocess.TimeoutExpired): server.wait(0.2)
+        else: pytest.fail("JupyterLab did not answer: " + (project / "lab.log").read_text()[-2000:])
+        yield url
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try: server.wait(20)
+        except subprocess.TimeoutExpired: os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def open_notebook(watched: Watched, url: str) -> Any:
+    page = watched.page
+    page.goto(url, timeout=60_000)
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
+    page.wait_for_selector("text=/ipykernel.* \\| Idle/", timeout=60_000)     # before that, running would ask which kernel to take
+    return page
+
+
+def assert_shows_results(watched: Watched, lab: str) -> None:
+    "Four figures that are drawn, the verdict, no error, no widget, nothing fetched from elsewhere."
+    page = watched.page
+    page.wait_for_function("document.querySelectorAll('.jp-Notebook .js-plotly-plot .gtitle').length === 4", timeout=60_000)
+    heights = page.evaluate("[...document.querySelectorAll('.jp-Notebook .js-plotly-plot')].map(e => e.getBoundingClientRect().height)")
+    assert len(heights) == 4
+    assert min(heights) > 150
+    assert page.locator(".jupyter-widgets").count() == 0
+    assert page.locator(ERRORS).all_text_contents() == []
+    assert page.get_by_text("24 rows, all data sets verified").count() == 1
+    assert watched.serious == []
+    assert watched.outside(lab, lab.replace("http", "ws")) == []
+
+
+def test_build_in_jupyterlab(lab, watched, project, tmp_path):
+    page = open_notebook(watched, f"{lab}/lab/tree/build.ipynb?reset")
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_text("Run All Cells", exact=True).click()
+    try: page.wait_for_function(OVER, timeout=30_000)
+    finally: page.screenshot(path=tmp_path / "lab.png")
+    assert page.locator(ERRORS).all_text_contents() == []
+    assert_shows_results(watched, lab)
+    page.screenshot(path=tmp_path / "lab.png")
+    assert len(list(project.glob("runs/*/*.H5"))) == 3
+
+
+@pytest.fixture(scope="module")
+def executed(project, browser) -> Path:
+    "The notebook after papermill."
+    done = subprocess.run([str(Path(sys.executable).parent / "papermill"), "build.ipynb", "out.ipynb", "--no-progress-bar"], cwd=project / "nbs",
+                          env=clean_env(project, LEAKMEL_DATA=str(project / "tiny")), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return project / "nbs" / "out.ipynb"
+
+
+def test_saved_notebook_in_jupyterlab(lab, watched, executed, tmp_path):
+    "What papermill saved shows its figures when it is opened, without being run or trusted."
+    page = open_notebook(watched, f"{lab}/lab/tree/{executed.name}?reset")
+    assert_shows_results(watched, lab)
+    page.screenshot(path=tmp_path / "saved.png")
+
+
+def test_executed_notebook_as_a_page(executed, watched, tmp_path):
+    "The site's way to show figures: HTML, one local script, no network."
+    from figures import copy_plotly, show_figures
+    from nbconvert import HTMLExporter
+    notebook = nbformat.read(executed, as_version=4)
+    assert show_figures(notebook) == 4
+    body, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
+    copy_plotly(tmp_path)
+    (tmp_path / "page.html").write_text(f"<!doctype html><meta charset='utf-8'><script src='plotly.min.js'></script><body>{body}</body>", encoding="utf-8")
+    page = watched.page
+    page.goto((tmp_path / "page.html").as_uri())
+    page.wait_for_selector(".plotly-figure .main-svg", timeout=30_000)
+    page.screenshot(path=tmp_path / "page.png", full_page=True)
+    assert page.locator(".plotly-figure:has(.gtitle)").count() == 4
+    marks = page.evaluate(f"[...document.querySelectorAll('.plotly-figure')].map(e => e.querySelectorAll('{MARKS}').length)")
+    assert all(n > 0 for n in marks), marks
+    assert watched.complaints == []
+    assert watched.outside("file:") == []
