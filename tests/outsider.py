@@ -134,4 +134,4 @@ def check(path: str | os.PathLike, folder: str | os.PathLike) -> dict[str, Any]:
 
 def leftovers(folder: Path, *known: str) -> list[str]:
     "Names in an output folder that should not be there."
-    return sorted(n for n in os.listdir(folder) if n not in known)
+    return sorted(n for n in os.listdir(folder) if n not in known) if folder.is_dir() else []

@@ -14,54 +14,20 @@ from typing import Any
 
 import nbformat
 import pytest
-from conftest import need
+from watched import Watched, assert_figures, chromium
 
 from leakmel.audio.synth import write_demo
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "nbs" / "_tools"))
 pytestmark = pytest.mark.slow
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-# What JupyterLab itself says on a machine without a network or a user; anything else on the console fails the test.
-HARMLESS = ("favicon", "Failed to load resource", "Download the React DevTools", "jupyterlab.github.io", "@jupyter-notebook", "ResizeObserver")
-
-MARKS = ".point path, .lines path, .hm image"     # what plotly draws bars, lines and pictures with
-
 ERRORS = "[data-mime-type='application/vnd.jupyter.error'], [data-mime-type='application/vnd.jupyter.stderr']"
 OVER = f"""document.querySelector("{ERRORS}")
            || [...document.querySelectorAll('.jp-Notebook .jp-OutputArea-output pre')].some(e => e.textContent.includes('"ok": true'))"""
 
 
-def chromium() -> str | None:
-    return next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
-
-
-class Watched:
-    "A page, with what it asked for and what it complained about."
-
-    def __init__(self, page: Any):
-        self.page, self.requests, self.complaints = page, [], []
-        page.on("request", lambda r: self.requests.append(r.url))
-        page.on("console", lambda m: self.complaints.append(m.text) if m.type == "error" else None)
-        page.on("pageerror", lambda e: self.complaints.append(str(e)))
-
-    @property
-    def serious(self) -> list[str]: return [c for c in self.complaints if not any(h in c for h in HARMLESS)]
-
-    def outside(self, *allowed: str) -> list[str]:
-        "Requests that went anywhere but to `allowed` and the page itself."
-        return [u for u in self.requests if not u.startswith((*allowed, "data:", "blob:"))]
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    found = chromium()
-    need(found, "Chromium")
-    from playwright.sync_api import sync_playwright
-    with sync_playwright() as p:
-        opened = p.chromium.launch(executable_path=found, args=FLAGS)
-        yield opened
-        opened.close()
+    with chromium() as opened: yield opened
 
 
 @pytest.fixture
@@ -196,8 +162,6 @@ def test_executed_notebook_as_a_page(executed, watched, tmp_path):
     page.goto((tmp_path / "page.html").as_uri())
     page.wait_for_selector(".plotly-figure .main-svg", timeout=30_000)
     page.screenshot(path=tmp_path / "page.png", full_page=True)
-    assert page.locator(".plotly-figure:has(.gtitle)").count() == 4
-    marks = page.evaluate(f"[...document.querySelectorAll('.plotly-figure')].map(e => e.querySelectorAll('{MARKS}').length)")
-    assert all(n > 0 for n in marks), marks
+    assert_figures(page, 4)
     assert watched.complaints == []
     assert watched.outside("file:") == []

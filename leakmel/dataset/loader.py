@@ -33,7 +33,7 @@ class Facts:
     digest: str = ""         # xxh3-128 of the payload, hex
     whole: bool = True       # the row's samples are 16-bit
 
-# %% ../../nbs/dataset/loader.ipynb #cee726f6
+# %% ../../nbs/dataset/loader.ipynb #ddd78675
 class Slot:
     "Buffers and results of one batch; reused, so a batch must be written out before its slot is given back."
 
@@ -74,11 +74,6 @@ class Slot:
         if not self.wide_rows or self._wide is None: return
         for i, facts in enumerate(self.facts):
             if facts is None or facts.whole: np.multiply(self.samples[i], np.float32(1 / 32_768), out=self._wide[i])
-
-    @property
-    def n_bytes(self) -> int:
-        "Bytes of its buffers, the float32 one left out."
-        return self.samples.nbytes + self.mels.nbytes + self.moments.nbytes + self.head.nbytes
 
 # %% ../../nbs/dataset/loader.ipynb #d4ee5ef1
 def _read_canonical(path: bytes, mtime_ns: int, views: list, header: bytes, head: np.ndarray) -> bool:

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['MelDataset', 'open_dataset']
 
-# %% ../../nbs/dataset/reader.ipynb #f5f0cfea
+# %% ../../nbs/dataset/reader.ipynb #efe70fdc
 import json, os, stat
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import h5py
 import numpy as np
@@ -62,8 +62,21 @@ def _labels(file: h5py.File, path: Path) -> tuple[np.ndarray, list[str]]:
         raise VerifyError("the data set lacks a part", path=path, found=str(e)) from e
     return labels, names
 
-# %% ../../nbs/dataset/reader.ipynb #c50a9cfd
-class MelDataset:
+# %% ../../nbs/dataset/reader.ipynb #0368bae8
+class _OpenFile:
+    "An HDF5 file that is closed at the end of a `with`."
+    file: h5py.File
+
+    def close(self) -> None:
+        "Close the file."
+        self.file.close()
+
+    def __enter__(self) -> Self: return self
+
+    def __exit__(self, *exc) -> None: self.close()
+
+# %% ../../nbs/dataset/reader.ipynb #8fa78297
+class MelDataset(_OpenFile):
     "Rows and labels of a data set file; `ds[i]` gives (float16 array [L, S, M, T], label number)."
 
     def __init__(
@@ -102,14 +115,6 @@ class MelDataset:
     def typical_rows(self) -> dict[str, int]:
         "For each label that is present, the row whose level is its label's median."
         return _typical_rows(self)
-
-    def close(self) -> None:
-        "Close the file."
-        self.file.close()
-
-    def __enter__(self) -> "MelDataset": return self
-
-    def __exit__(self, *exc) -> None: self.close()
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{n} {int((self.labels == i).sum()):,}" for i, n in enumerate(self.class_names))

@@ -186,7 +186,7 @@ class Lanes:
         try: work(lane)
         except BaseException as e: self.stop(_as_ours(e))
 
-# %% ../../nbs/dataset/ring.ipynb #e5ef2cb4
+# %% ../../nbs/dataset/ring.ipynb #629cb7db
 class Ring:
     "Runs the batches of some jobs through readers, engine threads and one writer."
 
@@ -226,6 +226,7 @@ class Ring:
         with self.lanes.lock: self._here[role] -= 1
         return self._here[role] == 0
 
+# %% ../../nbs/dataset/ring.ipynb #fa12737f
 def _batches(jobs: list[Job], step: int) -> Iterator[tuple[Job, int, int, int]]:
     "Job, batch number, first candidate and count of every batch, in order."
     for job in jobs:

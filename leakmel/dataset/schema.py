@@ -111,7 +111,7 @@ class Metadata:
     row_digests: np.ndarray              # [B] S32
     rejected: tuple[Rejected, ...]
 
-# %% ../../nbs/dataset/schema.ipynb #5b62ceb9
+# %% ../../nbs/dataset/schema.ipynb #1f308e5d
 def metadata_digest(file: h5py.File) -> str:
     "xxh3-128 over everything but the rows: names, kinds, shapes and bytes of all data sets, and the root's attributes."
     import xxhash
@@ -140,6 +140,7 @@ def write_metadata(file: h5py.File, meta: Metadata) -> None:
     for name, value in meta.attributes.items(): file.attrs[name] = value
     file.attrs[DIGEST_ATTRIBUTE] = metadata_digest(file)
 
+# %% ../../nbs/dataset/schema.ipynb #51dae87e
 def _write_scales(file: h5py.File, spec: MelSpec) -> None:
     "Starts of segments and centres of bands, attached to the dimensions of the rows."
     n_long, n_short, _, _ = spec.row_shape

@@ -104,7 +104,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         n = os.pwrite(fd, data, offset)
         data, offset = data[n:], offset + n
 
-# %% ../../nbs/dataset/writer.ipynb #7823317d
+# %% ../../nbs/dataset/writer.ipynb #b5859aed
 class PartialFile:
     "Reserved room for rows under a name of its own, until it is published or given up."
 
@@ -115,8 +115,7 @@ class PartialFile:
         n_candidates: int,             # rows there may be at the most
     ):
         self.target, self.row_shape, self.n_candidates = target, row_shape, n_candidates
-        self.partial = target.with_name(f".{target.name}.partial")
-        self.scratch = target.with_name(f".{target.name}.scratch")
+        self.partial, self.scratch = (target.with_name(f".{target.name}.{kind}") for kind in ("partial", "scratch"))
         self.row_bytes = int(np.prod(row_shape)) * 2
         require_space(target.parent, n_candidates * (self.row_bytes + SPARE_BYTES))
         try:

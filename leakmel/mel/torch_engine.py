@@ -69,12 +69,12 @@ class _WorkSpace:
         self.mels = buffer(n_files, n_padded, spec.n_mels)
         self.values = self.mels[:, :n_distinct]
 
-# %% ../../nbs/mel/torch_engine.ipynb #82e6deca
+# %% ../../nbs/mel/torch_engine.ipynb #b6857ca7
 class _Chain:
     "What turns a block of samples into features: window, filterbank and the starts of distinct frames, on one device."
 
-    def __init__(self, spec: MelSpec, device: torch.device, n_block: int):
-        self.spec, self.n_block = spec, n_block
+    def __init__(self, spec: MelSpec, device: torch.device):
+        self.spec, self.n_block = spec, block_files(spec, device.type)
         starts, index = spec.grid.distinct
         self.n_distinct, self.step = len(starts), even_step(starts)
         self.starts = torch.from_numpy(starts).to(device)
@@ -82,7 +82,7 @@ class _Chain:
         window = torch.from_numpy(hann_periodic(spec.n_fft).astype(np.float32)).to(device)
         self.windows = {torch.int16: window / 32_768, torch.float32: window}
         bank = torch.from_numpy(spec.filterbank.astype(np.float32)).to(device)
-        self.bank = bank.expand(n_block, *bank.shape)
+        self.bank = bank.expand(self.n_block, *bank.shape)
 
     def frames(self, x: torch.Tensor) -> torch.Tensor:
         "Distinct frames of a block [n_block, N] -> [n_block, D, n_fft], as a view where that is possible."
@@ -100,7 +100,7 @@ class _Chain:
         space.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
         return space.values if self.index is None else space.values[:, self.index]
 
-# %% ../../nbs/mel/torch_engine.ipynb #1c396200
+# %% ../../nbs/mel/torch_engine.ipynb #08efdfb1
 class TorchEngine(Engine):
     "Log-mel features by torch, in float32."
     name = "torch"
@@ -109,13 +109,15 @@ class TorchEngine(Engine):
         super().__init__(spec)
         self.device = _pick_device(device)
         self._torch_device, self._local = torch.device(self.device), threading.local()
-        self.n_block = block_files(spec, self._torch_device.type)
-        self._chain = _Chain(spec, self._torch_device, self.n_block)
+        self._chain = _Chain(spec, self._torch_device)
+
+    @property
+    def n_block(self) -> int: return self._chain.n_block
 
     @property
     def workers(self) -> int:
         "One thread per core on a CPU; one in all on another device."
-        return usable_cores() if self._torch_device.type == "cpu" else 1
+        return usable_cores() if self.device == "cpu" else 1
 
     def run(self, samples: np.ndarray, out: np.ndarray, *, span: SpanFactory = no_span) -> np.ndarray:
         "Compute block by block; safe to call from several threads."
@@ -131,8 +133,8 @@ class TorchEngine(Engine):
         "One block: copy in, compute, copy out; returns its moments."
         source, n = torch.from_numpy(samples), len(samples)
         with span("copy_in"):
-            if n == self.n_block and self._torch_device.type == "cpu": x = source
-            else: (x := space.samples[source.dtype])[:n].copy_(source)
+            x = source if n == self.n_block and self.device == "cpu" else space.samples[source.dtype]
+            if x is not source: x[:n].copy_(source)
         with span("compute"):
             values = self._chain.features(x, space)
             moments = int16_moments(x[:n], space.wide).numpy() if source.dtype == torch.int16 else moments_of(samples)

@@ -39,7 +39,7 @@ def _class(cls: type) -> str:
     "A class with its fields or its constructor's parameters, and its public methods and properties."
     body = [_prose(cls)]
     if dataclasses.is_dataclass(cls): body.append(_table([(name, d) for name, d in _docments(cls).items() if name in cls.__dataclass_fields__]))
-    elif "__init__" in vars(cls): body.append(_parameters(cls.__init__))
+    elif "__init__" in vars(cls): body.append(_parameters(vars(cls)["__init__"]))
     for name, member in vars(cls).items():
         if name.startswith("_"): continue
         if isinstance(member, (classmethod, staticmethod)): body.append(_entry("method", name, member.__func__, "::::", type(member).__name__))

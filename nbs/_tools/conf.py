@@ -22,11 +22,10 @@ exclude_patterns = ["**/.ipynb_checkpoints"]
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"leakmel {version}"
-html_static_path = [str(Path(__file__).resolve().parents[2] / "_docs" / "source" / "static")]
 html_css_files = ["leakmel.css"]
 html_show_sourcelink = False
 html_copy_source = False
-html_sidebars = {"index": [], "build": [], "commands": [], "changelog": []}
+html_sidebars: dict[str, list[str]] = {"index": [], "build": [], "commands": [], "changelog": []}
 html_theme_options = {
     "show_nav_level": 2, "navigation_depth": 3, "show_prev_next": False, "navbar_align": "left", "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"], "footer_end": [], "pygments_light_style": "tango", "pygments_dark_style": "monokai",
@@ -42,5 +41,6 @@ def _load_plotly(app, page, template, context, doctree):
 def setup(app):
     "Called by Sphinx."
     if not any((Path(app.srcdir) / f"index.{kind}").exists() for kind in ("ipynb", "md")): sys.exit("run prepare.py first: make docs does")
+    app.connect("config-inited", lambda app, config: config.html_static_path.append(str(Path(app.srcdir) / "static")))
     app.connect("html-page-context", _load_plotly)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

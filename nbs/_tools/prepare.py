@@ -183,8 +183,8 @@ def write_commands() -> None:
     write_text("commands", "\n\n".join(parts))
 
 
-def main() -> None:
-    "Write all pages."
+def write_site(library: list[Path]) -> None:
+    "Write all pages; `library` are the notebooks that get one."
     shutil.rmtree(SOURCE, ignore_errors=True)
     static = SOURCE / "static"
     shutil.copytree(Path(__file__).parent / "static", static)
@@ -193,7 +193,6 @@ def main() -> None:
         target = SOURCE / picture.relative_to(NOTEBOOKS)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, target)
-    library = library_notebooks()
     write_notebooks(library)
     write_lists(library)
     write_commands()
@@ -202,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_site(library_notebooks())
