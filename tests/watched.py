@@ -15,11 +15,11 @@ MARKS = ".point path, .lines path, .hm image"     # what plotly draws bars, line
 @contextmanager
 def chromium() -> Iterator[Any]:
     "A browser; skips the test where there is none."
-    found = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     need(found, "Chromium")
     from playwright.sync_api import sync_playwright
-    with sync_playwright() as p:
-        opened = p.chromium.launch(executable_path=found, args=FLAGS)
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=found, args=FLAGS)
         yield opened
         opened.close()
 

@@ -19,22 +19,23 @@ from .engines import Engine, SpanFactory, no_span
 from .reference import hann_periodic
 from .spec import MelSpec
 
-# %% ../../nbs/mel/torch_engine.ipynb #46aae7fd
+# %% ../../nbs/mel/torch_engine.ipynb #424bf7b1
 def int16_moments(
     x: torch.Tensor,     # [B, N] int16, on any device
-    wide: torch.Tensor,  # [B or more, N] float64 on the same device: work space
+    wide: torch.Tensor,  # [N] float64 on the same device: work space
 ) -> torch.Tensor:       # [B, 5] float64 on the CPU
     "The moments of 16-bit recordings."
-    wide = wide[:len(x)].copy_(x)
     if x.device.type == "cpu":
-        low, high = torch.from_numpy(x.numpy().min(axis=1)), torch.from_numpy(x.numpy().max(axis=1))
+        low, high = (torch.from_numpy(f(x.numpy(), axis=1)).double() for f in (np.min, np.max))   # many times as fast as torch's
+        sums = [(row.sum(), torch.dot(row, row)) for row in map(wide.copy_, x)]
+        total, squares = (torch.stack(s) for s in zip(*sums))
     else:
-        low, high = torch.aminmax(x, dim=1)
-    low, high = low.double(), high.double()
+        low, high = (v.double() for v in torch.aminmax(x, dim=1))
+        total, squares = x.sum(dim=1).double(), torch.linalg.vecdot(x.double(), x.double())
     clipped = torch.zeros_like(low)
     loud = torch.maximum(high, -low) >= FULL_SCALE
-    if loud.any(): clipped[loud] = (wide[loud].abs() >= FULL_SCALE).sum(dim=1).double()
-    return torch.stack([low, high, wide.sum(dim=1), torch.linalg.vecdot(wide, wide), clipped], dim=1).cpu()
+    if loud.any(): clipped[loud] = (x[loud].int().abs() >= FULL_SCALE).sum(dim=1).double()
+    return torch.stack([low, high, total, squares, clipped], dim=1).cpu()
 
 # %% ../../nbs/mel/torch_engine.ipynb #9c7b6707
 FRAME_ALIGN = 16             # frames of a recording are padded to a multiple of this
@@ -50,7 +51,7 @@ def block_files(
     per_file = frames * 4 * (spec.n_fft + 3 * (spec.n_fft // 2 + 1) + spec.n_mels)
     return max(1, (CPU_BLOCK_BYTES if device == "cpu" else CUDA_BLOCK_BYTES) // per_file)
 
-# %% ../../nbs/mel/torch_engine.ipynb #4f4feb4b
+# %% ../../nbs/mel/torch_engine.ipynb #930bef6d
 class _WorkSpace:
     "Reused buffers for one block on one device."
 
@@ -60,7 +61,7 @@ class _WorkSpace:
         def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
         self.samples = {dtype: buffer(n_files, spec.n_samples, dtype=dtype) for dtype in (torch.int16, torch.float32)}
-        self.wide = buffer(n_files, spec.n_samples, dtype=torch.float64)
+        self.wide = buffer(spec.n_samples, dtype=torch.float64)
         self.padded = buffer(n_files, n_padded, spec.n_fft)
         self.frames = self.padded[:, :n_distinct]
         self.spectrum = buffer(n_files, n_padded, n_bins, dtype=torch.complex64)

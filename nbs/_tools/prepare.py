@@ -3,6 +3,7 @@
 What nbdev's directives say is kept: `hide` drops a cell, `echo: false` its source, `export` folds it, `eval: false`, `slow` and `cuda` leave it unexecuted.
 Executed notebooks are kept in _docs/cache under a digest of everything they depend on, so a second run is quick.
 """
+import asyncio
 import hashlib
 import io
 import os
@@ -78,8 +79,9 @@ def execute(path: Path, parameters: str = "") -> nbformat.NotebookNode:
     if kept.exists(): return nbformat.read(kept, as_version=4)
     every, run = notebook.cells, [c for c in notebook.cells if not is_skipped(c)]
     notebook.cells = run
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}},
-                   extra_arguments=["--log-level=ERROR"]).execute()
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}},
+                            extra_arguments=["--log-level=ERROR"])
+    asyncio.run(client.async_execute())      # a loop of this thread's own, closed at the end
     notebook.cells = every
     text = re.sub(rf"{re.escape(str(ROOT))}/?", "", nbformat.writes(notebook))   # a site does not tell where it was made
     kept.parent.mkdir(parents=True, exist_ok=True)
