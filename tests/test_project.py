@@ -11,6 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from readme import readme_text
+from sync import run_front_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, NOTEBOOKS = ROOT / "leakmel", ROOT / "nbs"
@@ -279,6 +280,17 @@ def test_results_are_not_tracked():
 
 def test_readme_is_the_front_page():
     assert (ROOT / "README.md").read_text(encoding="utf-8") == readme_text(NOTEBOOKS / "index.ipynb"), "run `make export`"
+
+
+@pytest.mark.slow
+def test_the_front_page_shows_what_its_code_prints(tmp_path):
+    "Run again, on the figures that are tracked, it is the same notebook."
+    for name in ("nbs/index.ipynb", *(str(p.relative_to(ROOT)) for p in (ROOT / "runs" / "benchmarks").glob("*.json"))):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    run_front_page(tmp_path)
+    stored, printed = (nbformat.read(root / "nbs" / "index.ipynb", as_version=4).cells for root in (ROOT, tmp_path))
+    assert [c.get("outputs") for c in printed] == [c.get("outputs") for c in stored], "run `make export`"
 
 
 def test_readme_text(tmp_path):

@@ -24,6 +24,21 @@ for name in sys.argv[1:]: nbdev_clean(name)
 """
 
 
+def run_front_page(root: Path) -> None:
+    "Run index.ipynb, so that what it shows is what the code prints; only text is kept."
+    import nbformat
+    from nbclient import NotebookClient
+    path = root / "nbs" / "index.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    for cell in notebook.cells:
+        if cell.cell_type != "code": continue
+        cell.execution_count, cell.metadata = None, nbformat.NotebookNode()
+        text = "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stdout")
+        cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)] if text else []
+    nbformat.write(notebook, path)
+
+
 def export(root: Path) -> None:
     "Export and clean all notebooks below `root`, and write its README."
     env = {k: v for k, v in os.environ.items() if k != "IN_TEST"}   # nbdev does nothing where it is set
@@ -63,6 +78,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 where something is out of line")
     if not parser.parse_args().check:
+        export(ROOT)            # the front page runs the package as it is now
+        run_front_page(ROOT)
         export(ROOT)
         return 0
     changed = check()
