@@ -49,7 +49,7 @@ test: $(READY) ## check that notebooks and package agree, then run notebook test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lab: $(READY) ## open JupyterLab on this machine, in nbs/
-	cd nbs && ../$(BIN)/jupyter-lab --ip=127.0.0.1
+	cd nbs && ../$(BIN)/jupyter-lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root)
 
 docs: $(READY) ## build the site into _docs/, without a network
 	@$(BIN)/python nbs/_tools/prepare.py
