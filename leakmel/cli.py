@@ -88,13 +88,12 @@ def run_build(args: argparse.Namespace) -> Outcome:
     result = build(args.root, split=args.split, out=args.out, **common)
     return 0, result.summary, _build_text(result)
 
-# %% ../nbs/cli.ipynb #d1a82d1a
+# %% ../nbs/cli.ipynb #d52d724d
 def _build_text(result: Any) -> str:
     "A built data set in a few lines."
     from collections import Counter
     lines = [show_path(result.path), f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
-             f"  {result.seconds:.2f} s from listing to published file (imports of {result.start_up_s:.2f} s apart)",
-             f"  {result.files_per_s:,.0f} files/s end to end",
+             f"  {result.seconds:.2f} s to the published file (imports of {result.start_up_s:.2f} s apart), {result.files_per_s:,.0f} files/s end to end",
              f"  {result.verified.verdict}"]
     lines += [f"  rejected: {n:,} x {code}" for code, n in Counter(r.code for r in result.rejections).most_common()]
     return "\n".join(lines)
@@ -184,12 +183,13 @@ def _add_bench(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rounds", type=int, default=5, help="counted rounds of each setting (default 5)")
     p.add_argument("--out", default="runs/benchmarks", help="folder of the figures (default runs/benchmarks)")
 
-# %% ../nbs/cli.ipynb #c844585c
+# %% ../nbs/cli.ipynb #9cbb0787
 class _Signalled(BaseException):
     "A signal that asks to end."
     def __init__(self, number: int): self.number = number
 
 def _raise_signalled(number: int, frame: Any) -> None:
+    for n in (signal.SIGINT, signal.SIGTERM): signal.signal(n, signal.SIG_IGN)    # one is enough: threads are being stopped
     raise _Signalled(number)
 
 def main(

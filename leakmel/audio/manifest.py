@@ -6,10 +6,11 @@
 __all__ = ['SPLITS', 'CONTENT', 'split_name', 'NameParts', 'parse_name', 'is_recording_name', 'Problem', 'Listing', 'list_split',
            'split_folders', 'label_map', 'Manifest', 'scan']
 
-# %% ../../nbs/audio/manifest.ipynb #e3ee4b99
-import errno, os, re, stat
+# %% ../../nbs/audio/manifest.ipynb #7ddba6b1
+import errno, os, re, stat, time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ def split_name(
     "The split a folder name stands for."
     return _ALIASES.get(re.sub(r"^dataset[_ -]", "", folder.casefold()))
 
-# %% ../../nbs/audio/manifest.ipynb #9e2ba702
+# %% ../../nbs/audio/manifest.ipynb #653659b6
 @dataclass(frozen=True)
 class NameParts:
     "Metadata from a file name; empty where the name does not say."
@@ -41,7 +42,7 @@ class NameParts:
     start_time: str = ""          # ISO 8601 without a zone
     gain: float = float("nan")    # the number in the last part
 
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?", re.ASCII)
 
 def parse_name(
     path: bytes,   # a path or name of a recording
@@ -49,9 +50,15 @@ def parse_name(
     "The parts of a logger's file name."
     parts = os.fsdecode(os.path.splitext(os.path.basename(path))[0]).split("~")
     if len(parts) != 4: return NameParts()
-    m, number = re.fullmatch(r"(\d{4})(\d\d)(\d\d)_(\d\d)(\d\d)(\d\d)", parts[2]), _NUMBER.search(parts[3])
+    number = _NUMBER.search(parts[3])
+    return NameParts(parts[0], parts[1], _iso_time(parts[2]), float(number.group()) if number else float("nan"))
+
+def _iso_time(text: str) -> str:
+    "YYYYMMDD_HHMMSS in ISO 8601; empty for what is no date and time."
+    m = re.fullmatch(r"(\d{4})(\d\d)(\d\d)_(\d\d)(\d\d)(\d\d)", text, re.ASCII)
     when = "{}-{}-{}T{}:{}:{}".format(*m.groups()) if m else ""
-    return NameParts(parts[0], parts[1], when, float(number.group()) if number else float("nan"))
+    try: return datetime.fromisoformat(when).isoformat() if when else ""
+    except ValueError: return ""
 
 # %% ../../nbs/audio/manifest.ipynb #875f0b6e
 def is_recording_name(
@@ -182,7 +189,7 @@ def label_map(
     "Union of the label folder names, sorted by their bytes."
     return tuple(sorted({name for folder in folders for name, inside in _folders(folder, root) if inside}, key=os.fsencode))
 
-# %% ../../nbs/audio/manifest.ipynb #7ec10eb8
+# %% ../../nbs/audio/manifest.ipynb #9ba9cd19
 @dataclass(frozen=True, eq=False, repr=False)
 class Manifest:
     "Recordings, labels and problems of a data folder."
@@ -190,6 +197,7 @@ class Manifest:
     label_names: tuple[str, ...]         # in id order
     listings: tuple[Listing, ...]        # one per split that was listed
     notes: tuple[Problem, ...] = ()      # problems seen while listing
+    seconds: float = 0.0                 # that listing took, reading of content left out
     content: "pd.DataFrame | None" = None  # what reading the files taught: `scan(content=True)`
 
     def __len__(self) -> int: return sum(map(len, self.listings))
@@ -280,7 +288,7 @@ def _target_folders(root: Path, split: str | None) -> dict[str, Path]:
                         remedy=f"add a folder {wanted}, or name no split to build a folder of label folders" if not splits else f"add a folder {wanted}")
     return {wanted: splits[wanted]}
 
-# %% ../../nbs/audio/manifest.ipynb #458df7fc
+# %% ../../nbs/audio/manifest.ipynb #5b3c76ce
 def scan(
     root: str | os.PathLike,      # folder of splits, or of label folders
     *,
@@ -288,15 +296,25 @@ def scan(
     content: bool = False,        # read every file too: rate, length, level, digest; what cannot be read becomes a problem
 ) -> Manifest:                    # raises DataError for a missing folder or split
     "List the recordings of a data folder from names and stat alone."
-    root = Path(os.path.abspath(root))
+    began, root = time.perf_counter(), Path(os.path.abspath(root))
     targets = _target_folders(root, split)
-    labels = label_map(list(split_folders(root).values()) or [root], root)
+    splits = split_folders(root)
+    labels = label_map(list(splits.values()) or [root], root)
     listed = [list_split(folder, name, labels, root) for name, folder in targets.items()]
     listings = tuple(listing for listing, _ in listed)
-    notes = [p for _, problems in listed for p in problems]
-    if not content: return Manifest(root, labels, listings, tuple(notes))
+    notes = [*_beside_splits(root, splits), *(p for _, problems in listed for p in problems)]
+    seconds = time.perf_counter() - began
+    if not content: return Manifest(root, labels, listings, tuple(notes), seconds)
     table, unread = _read_content(listings)
-    return Manifest(root, labels, listings, (*notes, *unread), table)
+    return Manifest(root, labels, listings, (*notes, *unread), seconds, table)
+
+def _beside_splits(root: Path, splits: dict[str, Path]) -> Iterator[Problem]:
+    "What lies beside split folders is no part of any data set; better said than found out."
+    if not splits: return
+    taken = {folder.name for folder in splits.values()}
+    for name in sorted(n for n in os.listdir(root) if n not in taken and not n.startswith(".")):
+        if (root / name).is_dir(): yield Problem("not_a_split", show_path(name), "a folder beside the splits that names none; nothing in it is read")
+        elif is_recording_name(os.fsencode(name)): yield Problem("not_a_split", show_path(name), "a recording beside the splits; it is not read")
 
 # %% ../../nbs/audio/manifest.ipynb #03fd0449
 CONTENT = ("split", "path", "code", "message", "sample_rate", "n_samples", "channels", "encoding", "digest",

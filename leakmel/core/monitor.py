@@ -132,7 +132,7 @@ def usable_cores() -> int:
     try: return len(os.sched_getaffinity(0))
     except AttributeError: return os.cpu_count() or 1
 
-# %% ../../nbs/core/monitor.ipynb #0a5d71ba
+# %% ../../nbs/core/monitor.ipynb #741b3176
 class Monitor:
     "Sample the machine into `timeline.samples` while the body runs; never raises into it."
 
@@ -151,6 +151,9 @@ class Monitor:
         self._sample()
         try: self._thread.start()
         except RuntimeError as e: self.sampler.miss(("thread",), e)
+        except BaseException:      # a signal just now: nobody else would stop the thread
+            self._stop.set()
+            raise
         return self
 
     def __exit__(self, *failure) -> None:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Facts', 'Slot', 'Disagreement', 'BatchReader', 'follow_data', 'disagreement']
 
-# %% ../../nbs/dataset/loader.ipynb #b52da6a5
+# %% ../../nbs/dataset/loader.ipynb #1bd232e7
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..audio.conform import conform
+from ..audio.conform import conform, resampled_length
 from ..audio.manifest import Listing
 from ..audio.wav import HEADER_BYTES, OPEN_FLAGS, canonical_header, digest_of, open_regular, parse_header, read_error, read_open_wav
 from ..core.errors import DataError, MachineError, RecordingError
@@ -92,7 +92,7 @@ def _read_canonical(path: bytes, mtime_ns: int, views: list, header: bytes, head
         os.close(fd)
     return same and n == HEADER_BYTES + len(views[1]) and head.tobytes() == header
 
-# %% ../../nbs/dataset/loader.ipynb #63d06ab1
+# %% ../../nbs/dataset/loader.ipynb #42592b54
 def _read_any(path: bytes, size: int, mtime_ns: int, spec: MelSpec, follows: Collection[str]) -> tuple[np.ndarray, Facts]:
     "Read any recording and make it fit; raises RecordingError, or Disagreement where it should have been like the others."
     fd, n_file = open_regular(path)
@@ -106,7 +106,8 @@ def _read_any(path: bytes, size: int, mtime_ns: int, spec: MelSpec, follows: Col
         os.close(fd)
     n, channels = recording.samples.shape
     if "sample_rate" in follows and recording.sample_rate != spec.sample_rate: raise Disagreement("recordings differ in rate")
-    if "duration_s" in follows and n * spec.sample_rate != spec.n_samples * recording.sample_rate: raise Disagreement("recordings differ in length")
+    if "duration_s" in follows and resampled_length(n, recording.sample_rate, spec.sample_rate) != spec.n_samples:
+        raise Disagreement("recordings differ in length")
     row, status = conform(recording.samples, recording.sample_rate, spec.rules)
     return row, Facts(recording.sample_rate, n, channels, recording.encoding, status, recording.digest, row.dtype == np.int16)
 

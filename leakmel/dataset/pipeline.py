@@ -6,7 +6,7 @@
 __all__ = ['log', 'SpecLike', 'MODES', 'BuildResult', 'check_target', 'check_listing', 'resolve_spec', 'job_metadata', 'build',
            'build_all']
 
-# %% ../../nbs/dataset/pipeline.ipynb #03a269b5
+# %% ../../nbs/dataset/pipeline.ipynb #f9e18149
 import json, logging, os
 from collections import Counter
 from collections.abc import Iterator
@@ -21,15 +21,15 @@ import numpy as np
 
 from ..audio.manifest import Listing, Manifest, scan, split_folders
 from ..audio.quality import quality
-from ..core.errors import DataError, OutputError, UsageError, VerifyError, show_path
+from ..core.errors import DataError, LeakmelError, OutputError, UsageError, VerifyError, show_path
 from ..core.monitor import Monitor, machine_facts, mean, peak
 from ..core.progress import Progress
 from ..core.timeline import Timeline, write_timeline
 from .loader import Disagreement, disagreement, follow_data
 from .ring import Job, PipelineConfig, Ring, Workers, plan_workers
 from .schema import Metadata, Rejected, byte_column, data_set_name, name_columns, root_attributes
-from .verify import VerifyReport, verify
-from .writer import OutputLock, RowFile, output_error, require_space
+from .verify import VerifyReport, check_data_set, check_sample
+from .writer import OutputLock, RowFile, replacing, require_space
 from ..mel.engines import Engine, load_engine, open_engine
 from ..mel.spec import MelSpec
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING: import pandas as pd
 
 log = logging.getLogger("leakmel")
 
-# %% ../../nbs/dataset/pipeline.ipynb #185277ef
+# %% ../../nbs/dataset/pipeline.ipynb #bdc78e48
 @dataclass(frozen=True, repr=False)
 class BuildResult:
     "A published data set and how it came about."
@@ -46,8 +46,8 @@ class BuildResult:
     rows: int
     found: int                          # files found in the split; rows + rejected
     rejections: tuple[Rejected, ...]
-    seconds: float                      # listing to published file; imports and the engine's start are left out
-    start_up_s: float                   # imports and the engine's start
+    seconds: float                      # listing to published file; for a later split of the same run: its first read to published file
+    start_up_s: float                   # imports, which are left out of `seconds`
     verified: VerifyReport
     timeline_path: Path
     summary: dict[str, Any]             # for machines: what FILE.report.json holds
@@ -69,7 +69,7 @@ class BuildResult:
         return (f"BuildResult({self.path.name}: {self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files, "
                 f"{self.seconds:.2f} s, {self.files_per_s:,.0f} files/s end to end; {self.verified.verdict})")
 
-# %% ../../nbs/dataset/pipeline.ipynb #597f27b3
+# %% ../../nbs/dataset/pipeline.ipynb #b684d667
 def check_target(
     target: Path,   # final name of the data set
     root: Path,     # data folder
@@ -93,6 +93,9 @@ def check_listing(
 ) -> None:              # raises DataError
     "Refuse a split from which no data set can come, and labels nobody recorded."
     if len(listing) == 0: raise DataError("no recordings", path=listing.folder, found="no file that ends in .wav or .wave", remedy="check the folder")
+    shown = Counter(map(show_path, manifest.label_names))
+    if twins := [name for name, n in shown.items() if n > 1]:
+        raise DataError(f"two label folders are written alike: {twins[0]}", path=manifest.root, remedy="rename one of them; names are stored as text")
     if not manifest.label_names:
         raise DataError("no label folders", path=listing.folder, found=f"{len(listing)} recordings side by side", expected="one folder per label")
     missing = set(range(len(manifest.label_names))) - set(np.unique(listing.label_ids).tolist())
@@ -140,18 +143,24 @@ def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Meta
     rejected = tuple(sorted(job.rejected, key=lambda r: r.path))
     return Metadata(job.spec, attributes, job.listing.label_ids[keep].astype(np.int16), columns, job.row_digests[keep], rejected)
 
-# %% ../../nbs/dataset/pipeline.ipynb #70ffe862
+# %% ../../nbs/dataset/pipeline.ipynb #11d56a1b
 @dataclass
 class _Build:
     "What a run of one or more splits shares."
     manifest: Manifest
     engine: Engine
     config: PipelineConfig
+    workers: Workers
     check: int | None
     timeline: Timeline
     listed_s: float                      # when listing began, on the timeline's clock
     reports: dict[str, VerifyReport]     # by split, of published data sets
     published_s: dict[str, float]        # by split, on the timeline's clock
+
+    def edges(self, job: Job) -> list[int]:
+        "Row numbers at the edges of the first batches."
+        step, keep = self.workers.files_per_batch, np.flatnonzero(job.good)
+        return np.searchsorted(keep, [k * step + d for k in (1, 2, 3) for d in (-1, 0)]).tolist()
 
     def publish(self, job: Job) -> None:
         "Complete, check and publish one job; runs in the publisher's thread."
@@ -164,18 +173,25 @@ class _Build:
             if self.config.compression == "gzip": job.file.compress(meta)
             moved.n_files, moved.n_bytes = len(meta.labels), job.file.partial.stat().st_size
         with span("verify") as moved:
-            report = verify(job.file.partial, root=self.manifest.root, sample=self.check, accounting=False)
+            report = check_data_set(job.file.partial, root=self.manifest.root, sample=self.check, accounting=False, edges=self.edges(job))
             moved.n_files = report.checked
         report.path = os.fspath(job.file.target)
-        if not report.ok:
-            raise VerifyError("the rows do not stand up to the check, so nothing was published", path=job.file.target,
-                              found="; ".join(report.problems[:3]), remedy="build again with engine='reference' and report this")
+        if not report.ok: raise _not_right(job, report)
         with span("publish"):
             if self.config.fsync: job.file.sync()
             job.file.publish(sync=self.config.fsync)
         self.reports[job.split], self.published_s[job.split] = report, self.timeline.now_s()
 
-# %% ../../nbs/dataset/pipeline.ipynb #b75321ab
+# %% ../../nbs/dataset/pipeline.ipynb #94f7db82
+def _not_right(job: Job, report: VerifyReport) -> LeakmelError:
+    "The error for rows that do not stand up to the check: because the recordings moved, or because the rows are wrong."
+    found = "; ".join(report.problems[:3])
+    if len(report.moved) == len(report.problems):
+        return DataError("recordings changed or went away while the data set was built, so nothing was published", path=job.listing.folder, found=found,
+                         remedy="build again when nobody writes there")
+    return VerifyError("the rows do not stand up to the check, so nothing was published", path=job.file.target, found=found,
+                       remedy="build again with engine='reference' and report this")
+
 def _all_rejected(job: Job) -> DataError:
     "The error for a split in which no recording is good."
     reasons = ", ".join(f"{n:,} {code}" for code, n in Counter(r.code for r in job.rejected).most_common())
@@ -184,7 +200,7 @@ def _all_rejected(job: Job) -> DataError:
                      found=f"{reasons}; first {show_path(first.path)}: {first.message}",
                      remedy="check the recordings (`leakmel scan --content`) and the spec's rules")
 
-# %% ../../nbs/dataset/pipeline.ipynb #4e7f1eb9
+# %% ../../nbs/dataset/pipeline.ipynb #071a4b05
 def _run_ring(build: _Build, jobs: list[Job], workers: Workers, progress: str) -> None:
     "Run all jobs; raises the first error."
     ring = Ring(jobs, build.engine, workers, build.timeline, build.publish)
@@ -194,8 +210,7 @@ def _run_ring(build: _Build, jobs: list[Job], workers: Workers, progress: str) -
             ring.lanes.start()
             while not ring.finished.wait(0.2):
                 for bar, job in zip(bars, jobs): bar.update(job.n_done, _note(job, build))
-        except BaseException as e:     # Ctrl-C: everybody leaves, then it goes on
-            ring.lanes.stop(e)
+        except BaseException as e: ring.lanes.interrupted(e)     # Ctrl-C: everybody leaves, then it goes on
         ring.lanes.join()
         for bar, job in zip(bars, jobs): bar.update(job.n_done, _note(job, build))
 
@@ -218,23 +233,24 @@ def _row_files(targets: list[tuple[Listing, Path]], spec: MelSpec) -> Iterator[l
             stack.callback(files[-1].abort)
         yield files
 
-# %% ../../nbs/dataset/pipeline.ipynb #5be1d60d
+# %% ../../nbs/dataset/pipeline.ipynb #76317e71
 def _build_targets(
     manifest: Manifest, targets: list[tuple[Listing, Path]], spec: SpecLike, engine: str, config: PipelineConfig,
     check: int | None, timeline: Timeline, listed_s: float, progress: str,
 ) -> list[BuildResult]:
     "Build some splits as one stream."
+    check_sample(check)
     listings = [x for x, _ in targets]
     for listing in listings: check_listing(listing, manifest)
     resolved, follows = resolve_spec(spec, listings)
     for _, target in targets: check_target(target, manifest.root)
     with open_engine(engine, resolved, device=config.device) as opened:
         workers = plan_workers(config, resolved, opened, max(map(len, listings)))
-        build = _Build(manifest, opened, config, check, timeline, listed_s, {}, {})
+        build = _Build(manifest, opened, config, workers, check, timeline, listed_s, {}, {})
         timeline.meta |= {"engine": opened.identity, "device": opened.device, "workers": asdict(workers), "machine": machine_facts()}
         with _row_files(targets, resolved) as files:
             jobs = [Job(x, resolved, f, follows=follows) for x, f in zip(listings, files)]
-            timeline.spans.append(replace(_start_up(timeline, "main"), start_s=listed_s))
+            timeline.spans.append(replace(_start_up(timeline, "main"), start_s=max(0.0, listed_s)))
             try:
                 with Monitor(timeline, config.monitor_interval_s) if config.monitor_interval_s else nullcontext(): _run_ring(build, jobs, workers, progress)
             except Disagreement: raise disagreement(listings) from None
@@ -247,7 +263,7 @@ def _start_up(timeline: Timeline, lane: str):
     from leakmel.core.timeline import Span
     return Span("start_up", lane, 0.0, timeline.now_s())
 
-# %% ../../nbs/dataset/pipeline.ipynb #dc0cc16f
+# %% ../../nbs/dataset/pipeline.ipynb #e1ef4074
 def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -> BuildResult:
     "The result of a published job; writes report and timeline beside the data set."
     timeline, target, report = build.timeline, job.file.target, build.reports[job.split]
@@ -260,10 +276,8 @@ def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -
     timeline_path, report_path = (target.with_name(f"{target.name}.{what}.json") for what in ("timeline", "report"))
     summary["timeline_path"] = show_path(timeline_path)
     body = summary | {"created_at_utc": datetime.now(UTC).isoformat(timespec="seconds"), "rejected_files": [_rejected_dict(r) for r in job.rejected]}
-    try:
-        write_timeline(timeline, timeline_path, split=job.split)
-        report_path.write_text(json.dumps(body, indent=1, default=str) + "\n", encoding="utf-8")
-    except OSError as e: raise output_error(e, e.filename or report_path) from e
+    with replacing(timeline_path) as new: write_timeline(timeline, new, split=job.split)
+    with replacing(report_path) as new: new.write_text(json.dumps(body, indent=1, default=str) + "\n", encoding="utf-8")
     return BuildResult(target, job.split, int(job.good.sum()), len(job.listing), tuple(sorted(job.rejected, key=lambda r: r.path)),
                        seconds, import_s, report, timeline_path, summary, timeline, max(build.published_s.values()) - build.listed_s)
 
@@ -274,7 +288,7 @@ def _rejected_dict(rejected: Rejected) -> dict[str, str]:
     exact = {} if shown.encode() == rejected.path else {"path_base64": base64.b64encode(rejected.path).decode()}
     return {"path": shown, "code": rejected.code, "message": rejected.message} | exact
 
-# %% ../../nbs/dataset/pipeline.ipynb #f1ad12c2
+# %% ../../nbs/dataset/pipeline.ipynb #e757bb1c
 def _summary(build: _Build, job: Job, workers: Workers, seconds: float, import_s: float, samples: list[dict]) -> dict[str, Any]:
     "The machine-readable summary of one split."
     from leakmel import __version__
@@ -285,7 +299,7 @@ def _summary(build: _Build, job: Job, workers: Workers, seconds: float, import_s
         "path": show_path(job.file.target), "root": show_path(build.manifest.root),
         "found": n, "rows": int(job.good.sum()), "rejected": len(job.rejected),
         "rejected_by_code": dict(Counter(r.code for r in job.rejected)),
-        "status_counts": dict(Counter(s for _, s in job.unusual.values())), "label_names": [show_path(x) for x in build.manifest.label_names],
+        "status_counts": dict(Counter(s for _, s in job.unusual.values() if s != "ok")), "label_names": [show_path(x) for x in build.manifest.label_names],
         "seconds": seconds, "files_per_s": n / seconds, "start_up_s": import_s, "source_bytes": int(job.listing.sizes.sum()),
         "file_bytes": job.file.target.stat().st_size, "engine": build.engine.identity, "device": build.engine.device,
         "fingerprint": job.spec.fingerprint(build.engine.identity), "spec": job.spec.to_dict(), "pipeline": asdict(config) | asdict(workers),
@@ -301,7 +315,7 @@ def _grown(samples: list[dict], key: str) -> int | None:
     values = [s[key] for s in samples if s.get(key) is not None]
     return values[-1] - values[0] if len(values) > 1 else None
 
-# %% ../../nbs/dataset/pipeline.ipynb #a1f61677
+# %% ../../nbs/dataset/pipeline.ipynb #69d816ef
 MODES = ("auto", "stream")   # how recordings reach the slots
 
 def _prepare(root: str | os.PathLike, engine: str, mode: str, split: str | None, manifest: Manifest | None) -> tuple[Timeline, float, Manifest]:
@@ -311,7 +325,10 @@ def _prepare(root: str | os.PathLike, engine: str, mode: str, split: str | None,
     load_engine(engine)      # imports are not part of the job; opening the engine is
     timeline.spans.append(_start_up(timeline, "imports"))
     listed_s = timeline.now_s()
-    return timeline, listed_s, scan(root, split=split) if manifest is None else manifest
+    if manifest is None: return timeline, listed_s, scan(root, split=split)
+    if os.path.realpath(root) != os.path.realpath(manifest.root):
+        raise UsageError("the manifest is of another folder", path=root, found=show_path(manifest.root), remedy="give the root that was scanned")
+    return timeline, listed_s - manifest.seconds, manifest      # the time of that listing counts
 
 # %% ../../nbs/dataset/pipeline.ipynb #cc67e752
 def build(

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MelDataset', 'open_dataset']
 
-# %% ../../nbs/dataset/reader.ipynb #efe70fdc
+# %% ../../nbs/dataset/reader.ipynb #6af0fcfe
 import json, os, stat
 from functools import cached_property
 from pathlib import Path
@@ -15,19 +15,20 @@ import h5py
 import numpy as np
 
 from ..core.errors import DataError, LeakmelError, VerifyError, show_path
-from .schema import unsafe_parts
-from ..mel.spec import MelSpec, spec_from_dict
+from .schema import LABELS, ROWS, SCHEMA_VERSION, stored_spec, unsafe_parts
+from ..mel.spec import MelSpec
 
 if TYPE_CHECKING: import pandas as pd
 
-# %% ../../nbs/dataset/reader.ipynb #08fd4fd5
+# %% ../../nbs/dataset/reader.ipynb #01eb0ed3
 def _require(file: h5py.File, path: Path) -> None:
     "Refuse what is not a complete data set, before data are read."
     if (problem := next(unsafe_parts(file), None)): raise VerifyError("this file is not safe to read", path=path, found=problem)
     if "schema_version" not in file.attrs:
         raise VerifyError("not a data set of leakmel", path=path, remedy="files of the earlier system open with legacy=True; their rows are unverified")
-    if file.attrs["schema_version"] != 1: raise VerifyError("a data set of another schema", path=path, found=file.attrs["schema_version"], expected=1)
-    rows, labels = file["segments_mel"], file["labels"]
+    if (schema := file.attrs["schema_version"]) != SCHEMA_VERSION:
+        raise VerifyError("a data set of another schema", path=path, found=schema, expected=SCHEMA_VERSION)
+    rows, labels = file[ROWS], file[LABELS]
     if not all(isinstance(part, h5py.Dataset) for part in (rows, labels)) or rows.ndim != 5 or labels.ndim != 1:
         raise VerifyError("rows or labels are not what they should be", path=path, found=f"{rows}, {labels}")
     if not file.attrs.get("complete", False) or len(rows) != file.attrs["n_rows"] or len(labels) != len(rows):
@@ -75,7 +76,7 @@ class _OpenFile:
 
     def __exit__(self, *exc) -> None: self.close()
 
-# %% ../../nbs/dataset/reader.ipynb #8fa78297
+# %% ../../nbs/dataset/reader.ipynb #6cc24415
 class MelDataset(_OpenFile):
     "Rows and labels of a data set file; `ds[i]` gives (float16 array [L, S, M, T], label number)."
 
@@ -105,7 +106,7 @@ class MelDataset(_OpenFile):
     def spec(self) -> MelSpec:
         "The spec of the features."
         if self.legacy: raise DataError("a file of the earlier system holds no full spec", path=self.path, remedy="look at .config")
-        return spec_from_dict({k: v for k, v in self.config.items() if k not in ("duration_sec", "center")})
+        return stored_spec(self.file)
 
     @cached_property
     def files(self) -> "pd.DataFrame":

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BATCH_FILES', 'PipelineConfig', 'Workers', 'slot_bytes', 'plan_workers', 'Job', 'Lanes', 'Ring']
 
-# %% ../../nbs/dataset/ring.ipynb #2b9c3d79
+# %% ../../nbs/dataset/ring.ipynb #b1492cce
 import os, threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -20,14 +20,15 @@ from ..audio.quality import moments_of
 from ..audio.wav import digest_of
 from ..core.errors import EngineError, LeakmelError, MachineError, UsageError
 from ..core.monitor import usable_cores
+from ..core.parameters import check_types, field_kinds
 from ..core.timeline import Timeline
 from .loader import BatchReader, Facts, Slot
 from .schema import Rejected
 from .writer import RowFile, output_error
-from ..mel.engines import Engine
+from ..mel.engines import Engine, no_span
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/ring.ipynb #4b364773
+# %% ../../nbs/dataset/ring.ipynb #b898fb88
 @dataclass(frozen=True)
 class PipelineConfig:
     "How a build uses the machine; results do not depend on it."
@@ -35,22 +36,22 @@ class PipelineConfig:
     compute_workers: int | None = None       # threads that call the engine
     files_per_batch: int | None = None       # recordings in a slot
     slots: int | None = None                 # batches that may be under way at once
-    max_bytes_in_flight: int = 1 << 30       # bound on the bytes of all slots; lowers slots, then files_per_batch
+    max_bytes_in_flight: int = 1 << 30       # bound on the bytes of all slots (16-bit recordings); lowers slots, then files_per_batch
     device: str = "auto"                     # "auto", "cpu", "cuda", "cuda:0"
     fsync: bool = True                       # wait for the disk before publishing
     compression: str = "none"                # "none" or "gzip", applied when publishing
     monitor_interval_s: float = 0.1          # seconds between samples of CPU, memory, disk and GPU; 0: none
 
     def __post_init__(self):
+        check_types(vars(self), field_kinds(type(self)))
         for name in ("read_workers", "compute_workers", "files_per_batch", "slots"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name} must be None or a whole number from 1", found=repr(value))
+            if value is not None and value < 1: raise UsageError(f"{name} must be None or a whole number from 1", found=repr(value))
         if self.compression not in ("none", "gzip"): raise UsageError("unknown compression", found=repr(self.compression), expected="none or gzip")
         if self.max_bytes_in_flight < 1: raise UsageError("max_bytes_in_flight must be at least 1", found=self.max_bytes_in_flight)
         if not self.monitor_interval_s >= 0: raise UsageError("monitor_interval_s must be 0 or more", found=self.monitor_interval_s)
 
-# %% ../../nbs/dataset/ring.ipynb #852d8207
+# %% ../../nbs/dataset/ring.ipynb #89bfdac5
 @dataclass(frozen=True)
 class Workers:
     "The numbers a build really uses."
@@ -62,7 +63,7 @@ class Workers:
 BATCH_FILES = {"cpu": 64, "cuda": 512}
 
 def slot_bytes(spec: MelSpec) -> int:
-    "Bytes of a slot for each of its recordings."
+    "Bytes of a slot for each of its recordings; one that met a recording of more than 16 bits has 4 more for each sample."
     return 2 * spec.n_samples + 2 * int(np.prod(spec.row_shape)) + 128
 
 def plan_workers(
@@ -83,7 +84,7 @@ def plan_workers(
     if config.files_per_batch is None: per_batch = min(per_batch, -(-n_files // (2 * compute)))   # work for every thread, also in a small split
     per_batch = max(1, min(per_batch, n_files, room))
     slots = max(1, min(slots, room // per_batch))
-    if slots < 3 and config.files_per_batch is None: per_batch, slots = max(1, room // 3), min(3, room)
+    if slots < 3 and config.slots is None: per_batch, slots = max(1, min(per_batch, room // 3)), min(3, room)   # or nothing would overlap
     return Workers(read, compute, per_batch, slots)
 
 # %% ../../nbs/dataset/ring.ipynb #dab03471
@@ -147,7 +148,7 @@ def _as_ours(error: BaseException) -> BaseException:
         return MachineError(f"the machine failed ({os.strerror(error.errno or 0)})", path=error.filename, remedy="repair it, then build again")
     return error
 
-# %% ../../nbs/dataset/ring.ipynb #fabbc594
+# %% ../../nbs/dataset/ring.ipynb #c3d91513
 class Lanes:
     "Named threads that stop together at the first error."
 
@@ -173,12 +174,22 @@ class Lanes:
         self.stopping.set()
         self._wake(len(self._threads))
 
+    def interrupted(self, error: BaseException) -> None:
+        "`stop`, whatever signals come meanwhile, and wait: no file may be closed under a thread."
+        while True:
+            try:
+                self.stop(error)
+                for thread in self._threads:
+                    if thread.ident is not None: thread.join()
+            except BaseException: continue   # a further signal: the first one is being seen to
+            return
+
     def join(self) -> None:
-        "Wait for all threads, also through further signals (their files must not be closed under them); raise the first error."
-        for thread in self._threads:
-            while thread.is_alive():
-                try: thread.join()
-                except BaseException as e: self.stop(e)   # kept, and raised below
+        "Wait for all threads; raise the first error."
+        try:
+            for thread in self._threads:
+                if thread.ident is not None: thread.join()
+        except BaseException as e: self.interrupted(e)
         if self.error is not None: raise self.error
 
     def _guard(self, work: Callable[[str], None], lane: str) -> None:
@@ -186,7 +197,7 @@ class Lanes:
         try: work(lane)
         except BaseException as e: self.stop(_as_ours(e))
 
-# %% ../../nbs/dataset/ring.ipynb #629cb7db
+# %% ../../nbs/dataset/ring.ipynb #7133ca0f
 class Ring:
     "Runs the batches of some jobs through readers, engine threads and one writer."
 
@@ -223,8 +234,9 @@ class Ring:
 
     def is_last(self, role: str) -> bool:
         "Note that a thread of a role leaves; whether it was the last one."
-        with self.lanes.lock: self._here[role] -= 1
-        return self._here[role] == 0
+        with self.lanes.lock:
+            self._here[role] -= 1
+            return self._here[role] == 0
 
 # %% ../../nbs/dataset/ring.ipynb #fa12737f
 def _batches(jobs: list[Job], step: int) -> Iterator[tuple[Job, int, int, int]]:
@@ -258,12 +270,13 @@ def _read_batches(ring: Ring, lane: str) -> None:
     if ring.is_last("reader"):
         for _ in range(ring.workers.compute_workers): ring.filled.put(None)
 
-# %% ../../nbs/dataset/ring.ipynb #ca1946ea
+# %% ../../nbs/dataset/ring.ipynb #8271b3c3
 def _compute_batches(ring: Ring, lane: str) -> None:
     "Compute in filled slots."
     while (slot := _take(ring, ring.filled, "queue.compute")) is not None:
         with ring.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
-            with _computing(ring.engine, slot): slot.moments[:slot.n] = ring.engine.run(slot.input, slot.mels[:slot.n])
+            span = partial(ring.timeline.span, lane=lane, split=slot.job.split, batch=slot.batch) if ring.engine.device != "cpu" else no_span
+            with _computing(ring.engine, slot): slot.moments[:slot.n] = ring.engine.run(slot.input, slot.mels[:slot.n], span=span)
             whole = [i for i, f in enumerate(slot.facts) if f is not None and f.whole] if slot.wide_rows else []
             if whole: slot.moments[whole] = moments_of(slot.samples[whole])
             moved.n_files, moved.n_bytes = slot.n, slot.input.nbytes

@@ -23,7 +23,7 @@ from .schema import data_set_name
 from ..mel.engines import open_engine
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/runs.ipynb #3f9173a8
+# %% ../../nbs/dataset/runs.ipynb #46d24ee1
 def build_kinds() -> Kinds:
     "Names and types of the parameters of build.ipynb."
     own: Kinds = {"data_root": (str, None), "split": (str,), "out": (str, None), "preset": (str,), "engine": (str,), "mode": (str,),
@@ -34,6 +34,7 @@ def build_kinds() -> Kinds:
 def spec_changes(parameters: dict[str, Any]) -> dict[str, Any]:
     "The preset and the spec fields that were given."
     given = {f.name: parameters[f.name] for f in fields(MelSpec) if parameters.get(f.name) is not None}
+    if given.get("mel_norm") == "none": given["mel_norm"] = None
     return {"preset": parameters["preset"]} | given
 
 def pipeline_config(parameters: dict[str, Any]) -> PipelineConfig:

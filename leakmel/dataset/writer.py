@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['SPARE_BYTES', 'GZIP_LEVEL', 'CHUNK_BYTES', 'output_error', 'OutputLock', 'require_space', 'reserve', 'rows_offset',
-           'PartialFile', 'RowFile', 'sync_folder', 'compress']
+           'PartialFile', 'RowFile', 'replacing', 'sync_folder', 'compress']
 
-# %% ../../nbs/dataset/writer.ipynb #bdd2b1fd
+# %% ../../nbs/dataset/writer.ipynb #f733d2b2
 import errno, fcntl, os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +106,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         n = os.pwrite(fd, data, offset)
         data, offset = data[n:], offset + n
 
-# %% ../../nbs/dataset/writer.ipynb #b5859aed
+# %% ../../nbs/dataset/writer.ipynb #eb500305
 class PartialFile:
     "Reserved room for rows under a name of its own, until it is published or given up."
 
@@ -120,6 +122,7 @@ class PartialFile:
         require_space(target.parent, n_candidates * (self.row_bytes + SPARE_BYTES))
         try:
             self.offset = rows_offset(target.parent, target.name, row_shape)
+            self.partial.with_name(self.partial.name + ".gz").unlink(missing_ok=True)
             self.partial.unlink(missing_ok=True)      # made anew: never written through a link that somebody laid there
             self.fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as e: raise output_error(e, e.filename or self.partial) from e
@@ -151,7 +154,7 @@ class PartialFile:
         self.fd = -1
         for path in (self.partial, self.scratch): path.unlink(missing_ok=True)
 
-# %% ../../nbs/dataset/writer.ipynb #82c95319
+# %% ../../nbs/dataset/writer.ipynb #bc5b4159
 class RowFile(PartialFile):
     "A data set on its way: rows by candidate number, then everything around them, then the final name."
 
@@ -187,13 +190,25 @@ class RowFile(PartialFile):
         "Rewrite the complete partial file with its rows in gzip chunks."
         compress(self.partial, meta, self.row_shape)
         os.close(self.fd)
+        self.fd = -1
         self.fd = os.open(self.partial, os.O_RDWR | os.O_CLOEXEC)
 
-# %% ../../nbs/dataset/writer.ipynb #7bff087f
+# %% ../../nbs/dataset/writer.ipynb #eec2f845
 def _run_length(keep: np.ndarray) -> int:
     "How many of the first numbers follow each other."
     gaps = np.flatnonzero(np.diff(keep) != 1)
     return int(gaps[0]) + 1 if len(gaps) else len(keep)
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    "A new file beside `path` for the body to write, which then takes its place; never written through a link."
+    new = path.with_name(f".{path.name}.new")
+    try:
+        new.unlink(missing_ok=True)
+        yield new
+        os.replace(new, path)
+    except OSError as e: raise output_error(e, e.filename or path) from e
+    finally: new.unlink(missing_ok=True)
 
 def sync_folder(folder: Path) -> None:
     "Wait until the names in a folder are on the disk."

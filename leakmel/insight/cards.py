@@ -5,19 +5,20 @@
 # %% auto #0
 __all__ = ['NOT_AVAILABLE', 'megabytes', 'split_facts', 'run_facts', 'ResultCard']
 
-# %% ../../nbs/insight/cards.ipynb #e0c2f9cc
+# %% ../../nbs/insight/cards.ipynb #0317d784
 from collections.abc import Sequence
 from html import escape
 
-from ..core.monitor import rate
+from ..core.monitor import mean, peak, rate
 from ..dataset.pipeline import BuildResult
 
-# %% ../../nbs/insight/cards.ipynb #f1d73fc7
+# %% ../../nbs/insight/cards.ipynb #d480bc01
 NOT_AVAILABLE = "not available"
 
 def megabytes(n_bytes: float | None) -> str:
-    "Bytes in MB of a million."
-    return NOT_AVAILABLE if n_bytes is None else f"{n_bytes / 1e6:,.1f} MB"
+    "Bytes in MB of a million, small numbers in kB."
+    if n_bytes is None: return NOT_AVAILABLE
+    return f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:,.1f} kB"
 
 def _pair(peak: float | None, mean: float | None) -> str:
     "Peak and mean of a number of bytes."
@@ -29,33 +30,35 @@ def _percent(value: float | None) -> str:
 def _per_second(value: float | None) -> str:
     return NOT_AVAILABLE if value is None else f"{value / 1e6:,.1f} MB/s"
 
-# %% ../../nbs/insight/cards.ipynb #28fa4471
+# %% ../../nbs/insight/cards.ipynb #813780c3
 def split_facts(result: BuildResult) -> list[tuple[str, str]]:
     "What there is to say about one data set."
     s = result.summary
     left_out = ", ".join(f"{n:,} {code}" for code, n in s["rejected_by_code"].items())
-    changed = ", ".join(f"{n:,} {status}" for status, n in s["status_counts"].items() if status != "ok")
+    changed = ", ".join(f"{n:,} {status}" for status, n in s["status_counts"].items())
     return [
         ("verdict", result.verified.verdict),
         ("rows", f"{result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found" + (f" ({left_out})" if left_out else "")),
         *([("changed to fit", changed)] if changed else []),
-        ("speed", f"{result.files_per_s:,.0f} files/s end to end: {result.found:,} files in {result.seconds:.2f} s from listing to published file"),
+        ("speed", f"{result.files_per_s:,.0f} files/s end to end: {result.found:,} files in {result.seconds:.2f} s to the published file"),
         ("size", f"{megabytes(s['source_bytes'])} of recordings, {megabytes(s['file_bytes'])} in {result.path.name}"),
     ]
 
 def run_facts(results: Sequence[BuildResult]) -> list[tuple[str, str]]:
     "What there is to say about the run."
     s, timeline = results[0].summary, results[0].timeline
+    def pair(key: str) -> str: return _pair(peak(timeline.samples, key), mean(timeline.samples, key))
+    cpu = mean(timeline.samples, "cpu_percent")
     found, seconds = sum(r.found for r in results), results[0].run_s
     return [
         *([("speed", f"{found / seconds:,.0f} files/s end to end: {found:,} files in {seconds:.2f} s; splits overlap, so their times do not add up")]
           if len(results) > 1 else []),
         ("engine", f"{s['engine']}, fingerprint {s['fingerprint']}"),
         ("start-up", f"{s['start_up_s']:.2f} s for imports that were not loaded yet, not part of the rates"),
-        ("RAM", _pair(s["peak_rss_bytes"], s["mean_rss_bytes"])),
-        ("VRAM", _pair(s["peak_vram_bytes"], s["mean_vram_bytes"])),
-        ("CPU", _percent(s["mean_cpu_percent"]) + ("" if s["mean_cpu_percent"] is None else f" of {100 * s['machine']['n_cores']} %")),
-        ("GPU", _percent(s["mean_gpu_percent"])),
+        ("RAM", pair("rss_bytes")),
+        ("VRAM", pair("vram_bytes")),
+        ("CPU", _percent(cpu) + ("" if cpu is None else f" of {100 * s['machine']['n_cores']} %")),
+        ("GPU", _percent(mean(timeline.samples, "gpu_percent"))),
         ("disk", f"read {_per_second(rate(timeline.samples, 'disk_read_bytes'))}, "
                  f"written {_per_second(rate(timeline.samples, 'disk_written_bytes'))} (what reached the device)"),
     ]

@@ -212,7 +212,7 @@ def _cells(r: StageRow) -> tuple[str, ...]:
     rate = "" if r.mb_per_s is None else f"{r.mb_per_s:,.0f}" if r.mb_per_s >= 10 else f"{r.mb_per_s:.2g}"
     return (r.stage, *spans, f"{r.n_files:,}" if r.n_files else "", rate, f"{r.exclusive_s:.3f}", f"{100 * r.share:.1f} %")
 
-# %% ../../nbs/insight/diagnose.ipynb #2dc7601b
+# %% ../../nbs/insight/diagnose.ipynb #3b622d91
 def report_text(
     timeline: Timeline,
     *,
@@ -220,7 +220,7 @@ def report_text(
     found: int,                   # files found
     rows: int,                    # rows in the data set
     rejected: int,                # files rejected; rows + rejected = found
-    seconds: float,               # from listing to the published file
+    seconds: float,               # from listing to the published file; of a later split of the same run from its first read
     split: str | None = None,     # spans of this split, None for all of the timeline
 ) -> str:                         # lines of text
     "Report one build: rate, stages, queues, and where most of the time went."
@@ -228,7 +228,7 @@ def report_text(
     outside_s = seconds - sum(r.exclusive_s for r in table)
     parts = [
         f"{title}: {found:,} files found, {rows:,} rows, {rejected:,} rejected, {seconds:.2f} s",
-        f"{found / seconds:,.0f} files found per second, from listing to the published file" if seconds > 0 else "no time measured",
+        f"{found / seconds:,.0f} files found per second, end to end" if seconds > 0 else "no time measured",
         "", _table_text(table) if table else "no spans", "",
         *(f"{name}: mean {q.mean:.2f}, max {q.max:g}" for name, q in queue_stats(timeline, split).items()),
         verdict(timeline, split),

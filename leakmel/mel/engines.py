@@ -6,7 +6,7 @@
 __all__ = ['SpanFactory', 'ENGINES', 'AUTO_ORDER', 'no_span', 'Engine', 'ReferenceEngine', 'check_recording', 'self_check',
            'load_engine', 'open_engine', 'log_mel']
 
-# %% ../../nbs/mel/engines.ipynb #f1d8d7c5
+# %% ../../nbs/mel/engines.ipynb #4a646d26
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,8 +14,9 @@ from importlib import import_module
 
 import numpy as np
 
+from ..audio.conform import check_range
 from ..audio.quality import moments_of
-from ..core.errors import EngineError, SpecError, UsageError
+from ..core.errors import EngineError, RecordingError, SpecError, UsageError
 from .reference import compare, reference_features, reference_log_mel
 from .spec import MelSpec
 
@@ -91,7 +92,7 @@ def self_check(engine: Engine) -> None:
             raise EngineError(f"engine {engine.identity} does not reproduce the reference on this machine", found=str(verdict),
                               remedy="use another engine (engine='reference' always works) and report this")
 
-# %% ../../nbs/mel/engines.ipynb #f32bcde2
+# %% ../../nbs/mel/engines.ipynb #2265c032
 ENGINES = {"torch": ("leakmel.mel.torch_engine", "TorchEngine"), "reference": ("leakmel.mel.engines", "ReferenceEngine")}
 AUTO_ORDER = ("torch", "reference")
 
@@ -114,6 +115,7 @@ def open_engine(
     if name == "auto": return _open_first(spec, device)
     if name not in ENGINES: raise UsageError("unknown engine", found=repr(name), expected=f"auto or {', '.join(ENGINES)}")
     module, kind = ENGINES[name]
+    if name == "reference" and device not in ("auto", "cpu"): raise EngineError("the reference engine computes on the CPU", found=f"device={device!r}")
     try:
         engine = getattr(import_module(module), kind)(spec, **({} if name == "reference" else {"device": device}))
     except ImportError as e:
@@ -125,18 +127,23 @@ def _open_first(spec: MelSpec, device: str) -> Engine:
     "The first engine of AUTO_ORDER that works; raises the last reason if none does."
     for name in AUTO_ORDER[:-1]:
         try: return open_engine(name, spec, device=device)
-        except EngineError as e: _log().warning("engine %s passed over: %s", name, e)
-    return open_engine(AUTO_ORDER[-1], spec)
+        except EngineError as e:
+            if device not in ("auto", "cpu"): raise      # the device was asked for: nothing else is put in its place
+            _log().warning("engine %s passed over: %s", name, e)
+    return open_engine(AUTO_ORDER[-1], spec, device=device)
 
 def _log():
     import logging
     return logging.getLogger("leakmel")
 
-# %% ../../nbs/mel/engines.ipynb #7b82644f
+# %% ../../nbs/mel/engines.ipynb #8c1f7bb8
 def _as_samples(samples: np.ndarray) -> np.ndarray:
     "Samples as native int16 or as floats; other numbers have no full scale that could be known."
     samples = np.asarray(samples)
-    if samples.dtype.kind == "f": return samples.astype(samples.dtype.newbyteorder("="), copy=False)
+    if samples.dtype.kind == "f":
+        try: check_range(samples)
+        except RecordingError as e: raise SpecError(e.message, remedy="scale the samples so that full scale is 1.0") from e
+        return samples.astype(samples.dtype.newbyteorder("="), copy=False)
     if samples.dtype.kind == "i" and samples.dtype.itemsize == 2: return samples.astype(np.int16, copy=False)
     raise SpecError("samples of a type without a known full scale", found=samples.dtype, expected="int16 or float with full scale 1.0",
                     remedy="convert them first")

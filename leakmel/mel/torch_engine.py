@@ -51,7 +51,7 @@ def block_files(
     per_file = frames * 4 * (spec.n_fft + 3 * (spec.n_fft // 2 + 1) + spec.n_mels)
     return max(1, (CPU_BLOCK_BYTES if device == "cpu" else CUDA_BLOCK_BYTES) // per_file)
 
-# %% ../../nbs/mel/torch_engine.ipynb #930bef6d
+# %% ../../nbs/mel/torch_engine.ipynb #dd7edae0
 class _WorkSpace:
     "Reused buffers for one block on one device."
 
@@ -64,13 +64,11 @@ class _WorkSpace:
         self.wide = buffer(spec.n_samples, dtype=torch.float64)
         self.padded = buffer(n_files, n_padded, spec.n_fft)
         self.frames = self.padded[:, :n_distinct]
-        self.spectrum = buffer(n_files, n_padded, n_bins, dtype=torch.complex64)
-        self.parts = torch.view_as_real(self.spectrum)
         self.magnitude = buffer(n_files, n_padded, n_bins)
         self.mels = buffer(n_files, n_padded, spec.n_mels)
         self.values = self.mels[:, :n_distinct]
 
-# %% ../../nbs/mel/torch_engine.ipynb #b6857ca7
+# %% ../../nbs/mel/torch_engine.ipynb #2fb61b88
 class _Chain:
     "What turns a block of samples into features: window, filterbank and the starts of distinct frames, on one device."
 
@@ -92,10 +90,9 @@ class _Chain:
 
     def features(self, x: torch.Tensor, space: _WorkSpace) -> torch.Tensor:
         "Log-mel of a whole block [n_block, N] -> [n_block, L*S*T, M]."
-        torch.mul(self.frames(x), self.windows[x.dtype], out=space.frames)
-        torch.fft.rfft(space.padded, out=space.spectrum)
-        space.parts.square_()      # real and imaginary part side by side: twice as fast as apart
-        torch.add(space.parts[..., 0], space.parts[..., 1], out=space.magnitude)
+        space.frames.copy_(self.frames(x)).mul_(self.windows[x.dtype])     # in two steps: mixed types would need a temporary
+        parts = torch.view_as_real(torch.fft.rfft(space.padded)).square_()   # side by side: twice as fast as apart
+        torch.add(parts[..., 0], parts[..., 1], out=space.magnitude)
         if self.spec.power == 1: space.magnitude.sqrt_()
         torch.bmm(space.magnitude, self.bank, out=space.mels)
         space.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
