@@ -112,10 +112,11 @@ def test_sample_holds_what_matters():
     rng = np.random.default_rng(0)
     labels, level = rng.integers(0, 5, 10_000).astype(np.int16), rng.normal(size=10_000)
     labels[7777] = 9
-    picked = set(pick_rows(10_000, 64, labels, level).tolist())
+    edges = (63, 64, 127, 128, 10_000)
+    picked = set(pick_rows(10_000, 64, labels, level, edges).tolist())
     assert {0, 9999, 63, 64, 127, 128, 7777, int(level.argmin()), int(level.argmax())} <= picked
     assert len(picked) == 64
-    assert picked == set(pick_rows(10_000, 64, labels, level).tolist())
+    assert picked == set(pick_rows(10_000, 64, labels, level, edges).tolist())
     for n in (1, 2, 63, 64, 65):
         rows = pick_rows(n, 64, np.zeros(n, np.int16), np.zeros(n))
         assert len(rows) == len(set(rows.tolist())) == min(n, 64)

@@ -112,7 +112,7 @@ def pick_rows(
     more = np.random.default_rng(n_rows).choice(rest, sample - len(chosen), replace=False)
     return np.sort(np.concatenate([chosen, more]).astype(np.int64))
 
-# %% ../../nbs/dataset/verify.ipynb #ecf166fd
+# %% ../../nbs/dataset/verify.ipynb #c9344ff3
 @dataclass(frozen=True, repr=False)
 class _Stored:
     "What the data set says of one row's recording."
@@ -121,10 +121,13 @@ class _Stored:
 
     def __str__(self) -> str: return f"row {self.row} ({show_path(self.facts['path'])})"
 
-    def differences(self, truth: dict[str, Any]) -> list[str]:
-        "Facts that are not what the source says."
-        wrong = [k for k, v in truth.items() if self.facts[k] != v and not (v != v and self.facts[k] != self.facts[k])]   # NaN is NaN
-        return [f"{self}: {k} is {self.facts[k]!r}, the source says {truth[k]!r}" for k in wrong]
+    def wrong_facts(self, truth: dict[str, Any]) -> list[str]:
+        "Names of columns that are not what the source says."
+        return [k for k, v in truth.items() if self.facts[k] != v and not (v != v and self.facts[k] != self.facts[k])]   # NaN is NaN
+
+def _plain(value: Any) -> str:
+    "A column's value as text."
+    return show_path(value) if isinstance(value, bytes) else f"{value:.6g}"
 
 def _truth(recording: Recording, x: np.ndarray, status: str, path: bytes) -> dict[str, Any]:
     "What the columns of a row should say, from its recording and its samples [N]."
@@ -134,7 +137,7 @@ def _truth(recording: Recording, x: np.ndarray, status: str, path: bytes) -> dic
     return {"digest": recording.digest.encode(), "status": status.encode(), "encoding": recording.encoding.encode(), "sample_rate": recording.sample_rate,
             "n_samples": n, "channels": channels} | names | {k: v[0] for k, v in figures.items()}
 
-# %% ../../nbs/dataset/verify.ipynb #af5bacca
+# %% ../../nbs/dataset/verify.ipynb #a731e67d
 def _source_row(stored: _Stored, spec: MelSpec, folder: bytes, report: VerifyReport) -> tuple[np.ndarray | None, list[str]]:
     "The samples a row should come from in float64, and what is wrong with its columns; raises MachineError."
     try:
@@ -144,8 +147,10 @@ def _source_row(stored: _Stored, spec: MelSpec, folder: bytes, report: VerifyRep
     except LeakmelError as e:
         report.moved.append(f"{stored}: the source cannot be used now: {e}")
         return None, report.moved[-1:]
-    problems = stored.differences(_truth(recording, x, status, stored.facts["path"]))
-    if problems and problems[0].startswith(f"{stored}: digest"):
+    truth = _truth(recording, x, status, stored.facts["path"])
+    wrong = stored.wrong_facts(truth)
+    problems = [f"{stored}: " + ", ".join(f"{k} is {_plain(stored.facts[k])}, the source says {_plain(truth[k])}" for k in wrong)] if wrong else []
+    if "digest" in wrong:
         report.moved.append(f"{stored}: the source has another digest than when the row was made")
         problems = report.moved[-1:]
     return x.astype(np.float64) / (32_768 if x.dtype == np.int16 else 1), problems

@@ -106,7 +106,13 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         n = os.pwrite(fd, data, offset)
         data, offset = data[n:], offset + n
 
-# %% ../../nbs/dataset/writer.ipynb #eb500305
+# %% ../../nbs/dataset/writer.ipynb #df4d3f83
+def _make_anew(path: Path) -> int:
+    "Open a new file for writing, never through a link that somebody laid there; what a killed build left is removed."
+    for old in (path, path.with_name(path.name + ".gz")): old.unlink(missing_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+# %% ../../nbs/dataset/writer.ipynb #0a390a33
 class PartialFile:
     "Reserved room for rows under a name of its own, until it is published or given up."
 
@@ -122,9 +128,7 @@ class PartialFile:
         require_space(target.parent, n_candidates * (self.row_bytes + SPARE_BYTES))
         try:
             self.offset = rows_offset(target.parent, target.name, row_shape)
-            self.partial.with_name(self.partial.name + ".gz").unlink(missing_ok=True)
-            self.partial.unlink(missing_ok=True)      # made anew: never written through a link that somebody laid there
-            self.fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self.fd = _make_anew(self.partial)
         except OSError as e: raise output_error(e, e.filename or self.partial) from e
         try:
             reserve(self.fd, self.offset + n_candidates * self.row_bytes, self.partial)
@@ -193,12 +197,13 @@ class RowFile(PartialFile):
         self.fd = -1
         self.fd = os.open(self.partial, os.O_RDWR | os.O_CLOEXEC)
 
-# %% ../../nbs/dataset/writer.ipynb #eec2f845
+# %% ../../nbs/dataset/writer.ipynb #c6186729
 def _run_length(keep: np.ndarray) -> int:
     "How many of the first numbers follow each other."
     gaps = np.flatnonzero(np.diff(keep) != 1)
     return int(gaps[0]) + 1 if len(gaps) else len(keep)
 
+# %% ../../nbs/dataset/writer.ipynb #d145c70c
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     "A new file beside `path` for the body to write, which then takes its place; never written through a link."
