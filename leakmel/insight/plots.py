@@ -194,11 +194,11 @@ def _split_trace(timeline: Timeline, names: list[str]) -> "go.Bar":
         name="Split", orientation="h", y=np.arange(len(names), dtype=np.int16), x=times[:, 1] - times[:, 0], base=times[:, 0], customdata=times,
         width=0.25, marker=dict(color=_TEXT, line=dict(width=0)), hovertemplate="from %{customdata[0]:.3f} to %{customdata[1]:.3f} s<extra></extra>")
 
-# %% ../../nbs/insight/plots.ipynb #a75f7957
+# %% ../../nbs/insight/plots.ipynb #4898d638
 _CURVES: tuple[tuple[str, tuple[tuple[str, str, float, str], ...]], ...] = (   # row title; key, name, factor, colour
     ("CPU (%)", (("cpu_percent", "CPU, this process", 1, "#56B4E9"),)),
     ("RAM (MB)", (("rss_bytes", "RAM, this process", 1e-6, "#CC79A7"),)),
-    ("disk (MB/s)", (("disk_read_bytes", "read from disk", 1e-6, "#1F82C6"), ("disk_written_bytes", "written to disk", 1e-6, "#009E73"))),
+    ("disk (MB/s)", (("disk_read_bytes", "read from disk", 1e-6, "#1F82C6"), ("disk_written_bytes", "written to disk", 1e-6, "#8C6BB1"))),
     ("GPU (%)", (("gpu_percent", "GPU busy", 1, "#D55E00"),)),
     ("VRAM (MB)", (("vram_bytes", "VRAM, machine", 1e-6, "#CC79A7"),)),
 )
@@ -227,7 +227,7 @@ def _queue_curves(timeline: Timeline, last_s: float) -> list[tuple[str, np.ndarr
         curves.append((name, np.array(times), np.array([g.value for g in kept] + [gauges[-1].value])))
     return curves
 
-# %% ../../nbs/insight/plots.ipynb #6e34ab6a
+# %% ../../nbs/insight/plots.ipynb #eed551e8
 def utilization(
     timeline: Timeline,
 ) -> "go.Figure":
@@ -254,6 +254,7 @@ def utilization(
         if title == "GPU (%)": fig.update_yaxes(range=[0, 105], row=i, col=1)
         if title == "CPU (%)": fig.update_yaxes(range=[0, _cpu_top(timeline, lines[0].y)], row=i, col=1)
     fig.update_xaxes(title=dict(text="time since the run began (s)"), row=len(rows), col=1)
+    if within: fig.update_xaxes(range=[0, within[1]])      # the clock of the batch timeline
     return _dress(fig, _load_title(timeline), subtitle, 150 + 110 * len(rows))
 
 # %% ../../nbs/insight/plots.ipynb #bc4004bf
