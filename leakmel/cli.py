@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['Outcome', 'add_field_options', 'given_fields', 'run_demo', 'run_scan', 'run_build', 'run_verify', 'run_bench', 'main']
 
-# %% ../nbs/cli.ipynb #4fa3e04e
-import argparse, json, logging, os, signal, sys
+# %% ../nbs/cli.ipynb #e90105af
+import argparse, json, logging, os, re, signal, sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 from . import __version__
 from .core.errors import LeakmelError, show_path
-from .core.parameters import field_choices, field_kinds
+from .core.parameters import answer_unknown, field_choices, field_kinds
 
 # %% ../nbs/cli.ipynb #53308c27
 def _field_comments(cls: type) -> dict[str, str]:
@@ -88,13 +88,14 @@ def run_build(args: argparse.Namespace) -> Outcome:
     result = build(args.root, split=args.split, out=args.out, **common)
     return 0, result.summary, _build_text(result)
 
-# %% ../nbs/cli.ipynb #d52d724d
+# %% ../nbs/cli.ipynb #0f3c7c7a
 def _build_text(result: Any) -> str:
     "A built data set in a few lines."
     from collections import Counter
     lines = [show_path(result.path), f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
              f"  {result.seconds:.2f} s to the published file (imports of {result.start_up_s:.2f} s apart), {result.files_per_s:,.0f} files/s end to end",
              f"  {result.verified.verdict}"]
+    lines += [f"  changed to fit: {n:,} x {status}" for status, n in result.summary["status_counts"].items()]
     lines += [f"  rejected: {n:,} x {code}" for code, n in Counter(r.code for r in result.rejections).most_common()]
     return "\n".join(lines)
 
@@ -116,7 +117,7 @@ def _front_end(args: argparse.Namespace) -> str:
     "Where progress is drawn: nowhere for machines."
     return "none" if args.json or args.quiet else "auto"
 
-# %% ../nbs/cli.ipynb #b594943b
+# %% ../nbs/cli.ipynb #aae36390
 def _count_or_all(text: str) -> int | None:
     "A number, or None for `all`."
     if text == "all": return None
@@ -124,14 +125,23 @@ def _count_or_all(text: str) -> int | None:
     if value < 0: raise ValueError(text)
     return value
 
+class _Parser(argparse.ArgumentParser):
+    "Says what is wrong in one line, with the option that was perhaps meant."
+
+    def error(self, message: str) -> NoReturn:
+        known = [o.removeprefix("--") for o in self._option_string_actions]
+        for word in re.findall(r"--([\w-]+)", message) if message.startswith("unrecognized") else []:
+            message = f"unknown option --{word}: " + answer_unknown(word.replace("-", "_"), [k.replace("-", "_") for k in known])
+        self.exit(2, f"{self.prog}: {message}. See {self.prog} --help\n")
+
 def _parser() -> argparse.ArgumentParser:
     "The command line."
-    parser = argparse.ArgumentParser(prog="leakmel", description="Folders of pipe recordings to verified log-mel data sets.",
+    parser = _Parser(prog="leakmel", allow_abbrev=False, description="Folders of pipe recordings to verified log-mel data sets.",
                                      epilog="exit status: 0 done, 1 failed or not ok, 2 usage, 3 no space, 128+n on signal n")
     parser.add_argument("--version", action="version", version=f"leakmel {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     def command(name: str, run: Any) -> argparse.ArgumentParser:
-        p = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+        p = commands.add_parser(name, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
         p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         p.add_argument("--quiet", action="store_true", help="draw no progress")
         p.set_defaults(run=run)
@@ -143,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(command("bench", run_bench))
     return parser
 
-# %% ../nbs/cli.ipynb #70c0674a
+# %% ../nbs/cli.ipynb #8b8005b4
 def _add_demo(p: argparse.ArgumentParser) -> None:
     p.add_argument("dir", help="folder to make; it must not exist or be empty")
     p.add_argument("--files", type=int, default=1200, help="recordings in all splits together (default 1200; 82 kB each)")
@@ -153,7 +163,7 @@ def _add_demo(p: argparse.ArgumentParser) -> None:
 def _add_scan(p: argparse.ArgumentParser) -> None:
     p.add_argument("root", help="folder of splits, or of label folders")
     p.add_argument("--split", help="training, validation or testing (default: all)")
-    p.add_argument("--content", action="store_true", help="read every recording too")
+    p.add_argument("--content", action="store_true", help="read every recording too; exit status 1 where one would be rejected")
     p.add_argument("--most", type=int, default=20, help="problems to print (default 20)")
 
 def _add_build(p: argparse.ArgumentParser) -> None:
@@ -169,7 +179,7 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     p.add_argument("--mode", default="auto", choices=MODES, help="how recordings reach the engine (default auto)")
     p.add_argument("--check", type=_count_or_all, default=64, metavar="N", help="rows recomputed in float64 before publishing, or all (default 64)")
     add_field_options(p, MelSpec, "features: what is in the data set (not given: as in the preset, rate and length as in the data)", show_defaults=False)
-    add_field_options(p, PipelineConfig, "speed: never changes the data set")
+    add_field_options(p, PipelineConfig, "speed: never changes a row")
 
 def _add_verify(p: argparse.ArgumentParser) -> None:
     p.add_argument("file", help="data set")
@@ -183,7 +193,7 @@ def _add_bench(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rounds", type=int, default=5, help="counted rounds of each setting (default 5)")
     p.add_argument("--out", default="runs/benchmarks", help="folder of the figures (default runs/benchmarks)")
 
-# %% ../nbs/cli.ipynb #9cbb0787
+# %% ../nbs/cli.ipynb #8b546bf4
 class _Signalled(BaseException):
     "A signal that asks to end."
     def __init__(self, number: int): self.number = number
@@ -197,7 +207,7 @@ def main(
 ) -> int:                                # exit status
     "Run the command line."
     _start_streams()
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     handlers = _catch_signals()
     try:
         status, body, text = args.run(args)
@@ -219,7 +229,16 @@ def _start_streams() -> None:
     if level is None: logging.getLogger("leakmel").warning("LEAKMEL_LOG_LEVEL: %r is no level; DEBUG, INFO, WARNING and ERROR are", asked)
     if hasattr(sys.stdout, "reconfigure"): sys.stdout.reconfigure(errors="backslashreplace")
 
-# %% ../nbs/cli.ipynb #25fc3d79
+# %% ../nbs/cli.ipynb #39cf0a24
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    "Parse; an unknown option is answered by the parser of its command, which knows the others."
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
 def _print(args: argparse.Namespace, status: int, body: dict[str, Any], text: str) -> int:
     "Print the outcome; a reader that went away is no error."
     try:

@@ -275,12 +275,22 @@ def _manifest_html(manifest: Manifest) -> str:
     return (f"<div><b>{len(manifest):,} recordings</b> in {escape(show_path(manifest.root))}"
             f"<table><tr><th></th>{head}<th>all</th></tr>{body}</table>Problems: {found}</div>")
 
-# %% ../../nbs/audio/manifest.ipynb #864a815e
+# %% ../../nbs/audio/manifest.ipynb #e3a84c89
+def _check_depth(root: Path) -> None:
+    "Refuse a root whose label folders hold splits: one level too high, everything would become one class."
+    for name, inside in _folders(root, root):
+        splits = [inner for inner, _ in _folders(root / name, root) if split_name(inner)] if inside else []
+        if splits:
+            raise DataError("the splits lie a level deeper", path=root, found=", ".join(f"{show_path(name)}/{show_path(s)}" for s in splits),
+                            remedy=f"give {show_path(root / name)}")
+
 def _target_folders(root: Path, split: str | None) -> dict[str, Path]:
     "The folders to list, by split name."
     if not root.is_dir(): raise DataError("no such folder", path=root, remedy="give the folder that holds TRAINING, VALIDATION and TESTING, or label folders")
     splits = split_folders(root)
-    if split is None: return splits or {"": root}
+    if split is None:
+        if not splits: _check_depth(root)
+        return splits or {"": root}
     wanted = split_name(split)
     if wanted is None: raise UsageError("unknown split", found=repr(split), expected=f"one of {', '.join(s.lower() for s in SPLITS)}")
     if wanted not in splits:
@@ -288,7 +298,7 @@ def _target_folders(root: Path, split: str | None) -> dict[str, Path]:
                         remedy=f"add a folder {wanted}, or name no split to build a folder of label folders" if not splits else f"add a folder {wanted}")
     return {wanted: splits[wanted]}
 
-# %% ../../nbs/audio/manifest.ipynb #5b3c76ce
+# %% ../../nbs/audio/manifest.ipynb #fc4692d8
 def scan(
     root: str | os.PathLike,      # folder of splits, or of label folders
     *,
@@ -312,6 +322,8 @@ def _beside_splits(root: Path, splits: dict[str, Path]) -> Iterator[Problem]:
     "What lies beside split folders is no part of any data set; better said than found out."
     if not splits: return
     taken = {folder.name for folder in splits.values()}
+    for split in SPLITS:
+        if split not in splits: yield Problem("missing_split", split, "no folder for this split")
     for name in sorted(n for n in os.listdir(root) if n not in taken and not n.startswith(".")):
         if (root / name).is_dir(): yield Problem("not_a_split", show_path(name), "a folder beside the splits that names none; nothing in it is read")
         elif is_recording_name(os.fsencode(name)): yield Problem("not_a_split", show_path(name), "a recording beside the splits; it is not read")

@@ -233,11 +233,12 @@ def read_open_wav(
     if len(samples) == 0: raise RecordingError("empty", "the file holds no complete sample", offset=header.data_start)
     return Recording(samples, header.sample_rate, header.encoding, digest_of(raw))
 
-# %% ../../nbs/audio/wav.ipynb #1366f913
+# %% ../../nbs/audio/wav.ipynb #a8ef6e25
 def read_wav(
     path: str | bytes | os.PathLike,
 ) -> Recording:   # samples [n, C]: int16 for 16-bit PCM, else float32
     "Read one WAV file; raises RecordingError with path, code and offset where it cannot be trusted."
+    if not os.path.lexists(path): raise RecordingError("unreadable", "no such file", path=path)
     fd, n_file = open_regular(path)
     try:
         return read_open_wav(fd, n_file)

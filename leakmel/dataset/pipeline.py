@@ -6,11 +6,11 @@
 __all__ = ['log', 'SpecLike', 'MODES', 'BuildResult', 'check_target', 'check_listing', 'resolve_spec', 'job_metadata', 'build',
            'build_all']
 
-# %% ../../nbs/dataset/pipeline.ipynb #f9e18149
+# %% ../../nbs/dataset/pipeline.ipynb #f6340b3f
 import json, logging, os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -69,7 +69,7 @@ class BuildResult:
         return (f"BuildResult({self.path.name}: {self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files, "
                 f"{self.seconds:.2f} s, {self.files_per_s:,.0f} files/s end to end; {self.verified.verdict})")
 
-# %% ../../nbs/dataset/pipeline.ipynb #b684d667
+# %% ../../nbs/dataset/pipeline.ipynb #1ea1fb4b
 def check_target(
     target: Path,   # final name of the data set
     root: Path,     # data folder
@@ -80,6 +80,7 @@ def check_target(
         raise OutputError("the output lies inside the data folder", path=target, remedy="choose a folder beside it")
     if target.is_dir():
         raise OutputError("the output is a folder, a file name is needed", path=target, remedy=f"for example {show_path(target / 'TRAINING_DATASET.H5')}")
+    if target.exists(): _check_replaced(target)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -87,6 +88,15 @@ def check_target(
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError("the output folder cannot be written", path=folder, remedy="choose another one or change its permissions")
 
+def _check_replaced(target: Path) -> None:
+    "Only a data set may be replaced; anything else in the way is somebody's."
+    import h5py
+    try:
+        with h5py.File(target, "r") as f: ours = "segments_mel" in f
+    except OSError: ours = False
+    if not ours: raise OutputError("a file that is no data set is in the way", path=target, remedy="choose another name, or remove it yourself")
+
+# %% ../../nbs/dataset/pipeline.ipynb #fe99cbb2
 def check_listing(
     listing: Listing,
     manifest: Manifest,
@@ -109,7 +119,7 @@ def check_listing(
         raise DataError(f"label without recordings in any split: {names}", path=manifest.root,
                         remedy="fill the folder or remove it; it would be a class nobody can learn")
 
-# %% ../../nbs/dataset/pipeline.ipynb #ddc67693
+# %% ../../nbs/dataset/pipeline.ipynb #d09a8a41
 SpecLike = MelSpec | dict[str, Any] | None
 
 def resolve_spec(
@@ -118,6 +128,8 @@ def resolve_spec(
 ) -> tuple[MelSpec, tuple[str, ...]]:   # the spec, and which of sample_rate and duration_s follow the data
     "The spec to build with."
     if isinstance(spec, MelSpec): return spec, ()
+    if spec is not None and not isinstance(spec, dict):
+        raise UsageError("spec must be a MelSpec, or a dict of fields to change in a preset", found=repr(spec), remedy="for example spec={'preset': 'overlap'}")
     changes = {k: v for k, v in (spec or {}).items() if k != "preset"}
     follows = tuple(k for k in ("sample_rate", "duration_s") if k not in changes)
     if follows:
@@ -200,7 +212,7 @@ def _all_rejected(job: Job) -> DataError:
                      found=f"{reasons}; first {show_path(first.path)}: {first.message}",
                      remedy="check the recordings (`leakmel scan --content`) and the spec's rules")
 
-# %% ../../nbs/dataset/pipeline.ipynb #071a4b05
+# %% ../../nbs/dataset/pipeline.ipynb #278adc94
 def _run_ring(build: _Build, jobs: list[Job], workers: Workers, progress: str) -> None:
     "Run all jobs; raises the first error."
     ring = Ring(jobs, build.engine, workers, build.timeline, build.publish)
@@ -221,6 +233,17 @@ def _note(job: Job, build: _Build) -> str:
     return rejected + state
 
 @contextmanager
+def _folders_of(targets: list[Path], root: Path) -> Iterator[None]:
+    "The targets' folders, checked and made; one that was made for a build that failed is removed again if nothing is in it."
+    made = [t.parent for t in targets if not t.parent.exists()]
+    for target in targets: check_target(target, root)
+    try: yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError): folder.rmdir()
+        raise
+
+@contextmanager
 def _row_files(targets: list[tuple[Listing, Path]], spec: MelSpec) -> Iterator[list[RowFile]]:
     "Locked, reserved partial files; those that were not published are removed at the end."
     with ExitStack() as stack:
@@ -233,7 +256,7 @@ def _row_files(targets: list[tuple[Listing, Path]], spec: MelSpec) -> Iterator[l
             stack.callback(files[-1].abort)
         yield files
 
-# %% ../../nbs/dataset/pipeline.ipynb #76317e71
+# %% ../../nbs/dataset/pipeline.ipynb #30f9bf6c
 def _build_targets(
     manifest: Manifest, targets: list[tuple[Listing, Path]], spec: SpecLike, engine: str, config: PipelineConfig,
     check: int | None, timeline: Timeline, listed_s: float, progress: str,
@@ -243,8 +266,7 @@ def _build_targets(
     listings = [x for x, _ in targets]
     for listing in listings: check_listing(listing, manifest)
     resolved, follows = resolve_spec(spec, listings)
-    for _, target in targets: check_target(target, manifest.root)
-    with open_engine(engine, resolved, device=config.device) as opened:
+    with _folders_of([target for _, target in targets], manifest.root), open_engine(engine, resolved, device=config.device) as opened:
         workers = plan_workers(config, resolved, opened, max(map(len, listings)))
         build = _Build(manifest, opened, config, workers, check, timeline, listed_s, {}, {})
         timeline.meta |= {"engine": opened.identity, "device": opened.device, "workers": asdict(workers), "machine": machine_facts()}
@@ -330,7 +352,7 @@ def _prepare(root: str | os.PathLike, engine: str, mode: str, split: str | None,
         raise UsageError("the manifest is of another folder", path=root, found=show_path(manifest.root), remedy="give the root that was scanned")
     return timeline, listed_s - manifest.seconds, manifest      # the time of that listing counts
 
-# %% ../../nbs/dataset/pipeline.ipynb #cc67e752
+# %% ../../nbs/dataset/pipeline.ipynb #c5ab137d
 def build(
     root: str | os.PathLike,              # folder of splits, or one folder of label folders
     *,
@@ -347,8 +369,9 @@ def build(
     "Build one data set from a folder of recordings, verified."
     timeline, listed_s, manifest = _prepare(root, engine, mode, split, manifest)
     if split is None and len(manifest.listings) > 1 or (split is None and manifest.listings[0].split):
+        one = manifest.listings[0].split.lower()
         raise UsageError("the folder holds splits, and none was named", path=root, found=", ".join(x.split for x in manifest.listings),
-                         remedy=f"name one (split='{manifest.listings[0].split.lower()}') or build all (build_all)")
+                         remedy=f"name one (split='{one}', --split {one}) or build all (build_all, --split all)")
     listing = _pick_listing(manifest, split)
     target = Path(os.path.abspath(out if out is not None else data_set_name(listing.split)))
     return _build_targets(manifest, [(listing, target)], spec, engine, pipeline or PipelineConfig(), check, timeline, listed_s, progress)[0]

@@ -28,7 +28,7 @@ from .writer import RowFile, output_error
 from ..mel.engines import Engine, no_span
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/ring.ipynb #b898fb88
+# %% ../../nbs/dataset/ring.ipynb #bcaf87cd
 @dataclass(frozen=True)
 class PipelineConfig:
     "How a build uses the machine; results do not depend on it."
@@ -37,9 +37,9 @@ class PipelineConfig:
     files_per_batch: int | None = None       # recordings in a slot
     slots: int | None = None                 # batches that may be under way at once
     max_bytes_in_flight: int = 1 << 30       # bound on the bytes of all slots (16-bit recordings); lowers slots, then files_per_batch
-    device: str = "auto"                     # "auto", "cpu", "cuda", "cuda:0"
+    device: str = "auto"                     # "auto", "cpu", "cuda", "cuda:0"; part of the engine's identity
     fsync: bool = True                       # wait for the disk before publishing
-    compression: str = "none"                # "none" or "gzip", applied when publishing
+    compression: str = "none"                # "none" or "gzip", applied when publishing: the same rows in other bytes
     monitor_interval_s: float = 0.1          # seconds between samples of CPU, memory, disk and GPU; 0: none
 
     def __post_init__(self):
@@ -51,7 +51,7 @@ class PipelineConfig:
         if self.max_bytes_in_flight < 1: raise UsageError("max_bytes_in_flight must be at least 1", found=self.max_bytes_in_flight)
         if not self.monitor_interval_s >= 0: raise UsageError("monitor_interval_s must be 0 or more", found=self.monitor_interval_s)
 
-# %% ../../nbs/dataset/ring.ipynb #89bfdac5
+# %% ../../nbs/dataset/ring.ipynb #99c4d323
 @dataclass(frozen=True)
 class Workers:
     "The numbers a build really uses."
@@ -60,7 +60,7 @@ class Workers:
     files_per_batch: int
     slots: int
 
-BATCH_FILES = {"cpu": 64, "cuda": 512}
+BATCH_FILES = {"cpu": 32, "cuda": 512}
 
 def slot_bytes(spec: MelSpec) -> int:
     "Bytes of a slot for each of its recordings; one that met a recording of more than 16 bits has 4 more for each sample."
@@ -74,7 +74,8 @@ def plan_workers(
 ) -> Workers:
     "Fill in what the settings leave open, within max_bytes_in_flight."
     compute = config.compute_workers or engine.workers
-    read = config.read_workers or max(1, min(8, usable_cores()))
+    on_cpu = engine.device == "cpu"        # where the engine needs the cores too
+    read = config.read_workers or max(1, min(8, usable_cores() // 2 if on_cpu else usable_cores()))
     per_batch = config.files_per_batch or BATCH_FILES.get(engine.device.split(":")[0], 64)
     slots = config.slots or read + compute + 2
     room = config.max_bytes_in_flight // slot_bytes(spec)      # recordings that may be in flight

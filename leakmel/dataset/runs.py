@@ -6,15 +6,16 @@
 __all__ = ['DEMO_FILES', 'build_kinds', 'spec_changes', 'pipeline_config', 'runs_folder', 'find_data', 'RunPlan', 'plan_rows',
            'plan_run', 'execute', 'run_summary', 'write_summary', 'describe_run']
 
-# %% ../../nbs/dataset/runs.ipynb #050d6891
+# %% ../../nbs/dataset/runs.ipynb #965b5149
 import json, math, os
+from collections import Counter
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ..audio.manifest import Manifest, scan
-from ..core.errors import OutputError, UsageError, show_path
+from ..core.errors import DataError, OutputError, UsageError, show_path
 from ..core.parameters import Kinds, field_kinds
 from ..core.progress import Progress
 from .pipeline import BuildResult, build, build_all, resolve_spec
@@ -41,7 +42,7 @@ def pipeline_config(parameters: dict[str, Any]) -> PipelineConfig:
     "The speed settings."
     return PipelineConfig(**{f.name: parameters[f.name] for f in fields(PipelineConfig)})
 
-# %% ../../nbs/dataset/runs.ipynb #bc151dfb
+# %% ../../nbs/dataset/runs.ipynb #eb648268
 DEMO_FILES = 1200
 
 def runs_folder() -> Path:
@@ -60,7 +61,11 @@ def find_data(
     "The data folder: as said, by LEAKMEL_DATA, or the demo set, which is written if it is not there."
     from leakmel.audio.synth import write_demo
     if data_root is not None: return Path(os.path.abspath(os.path.expanduser(data_root))), "given as data_root"
-    if os.environ.get("LEAKMEL_DATA"): return Path(os.path.abspath(os.environ["LEAKMEL_DATA"])), "from the environment variable LEAKMEL_DATA"
+    if named := os.environ.get("LEAKMEL_DATA"):
+        folder = Path(os.path.abspath(os.path.expanduser(named)))
+        if not folder.is_dir():
+            raise DataError("no such folder", path=folder, found="it in the environment variable LEAKMEL_DATA", remedy="correct or unset it")
+        return folder, "from the environment variable LEAKMEL_DATA"
     demo = runs_folder() / "demo"
     if demo.is_dir(): return demo, "the demo set, written earlier; set LEAKMEL_DATA or data_root for your own recordings"
     demo.parent.mkdir(parents=True, exist_ok=True)
@@ -100,19 +105,25 @@ class RunPlan:
                        for k, v in plan_rows(self))
         return f"<table>{rows}</table>"
 
-# %% ../../nbs/dataset/runs.ipynb #0fe3f7c2
+# %% ../../nbs/dataset/runs.ipynb #bba24001
 def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     "Pairs of a word and what it stands for, for display."
     n, follow = len(plan.manifest), {"sample_rate": "rate", "duration_s": "length"}
-    followed = f" ({' and '.join(follow[k] for k in plan.follows)} as in the data)" if plan.follows else ""
+    followed = f" ({' and '.join(follow[k] for k in plan.follows)} of the first recording; the build stops if another differs)" if plan.follows else ""
+    counts = {name: sum(c.get(name, 0) for c in plan.manifest.counts().values()) for name in plan.manifest.label_names}
+    problems = ", ".join(f"{k:,} {kind}" for kind, k in Counter(plan.manifest.problems["kind"]).items())
+    n_long, n_short, n_mels, n_frames = plan.spec.row_shape
     n_bytes, w = n * 2 * math.prod(plan.spec.row_shape), plan.workers
     return [("data", f"{show_path(plan.data_root)}: {plan.data_note}"),
             ("recordings", f"{n:,}: " + ", ".join(f"{x.split or 'one folder'} {len(x):,}" for x in plan.manifest.listings)),
-            ("labels", ", ".join(f"{i} {show_path(name)}" for i, name in enumerate(plan.manifest.label_names))),
-            ("spec", repr(plan.spec) + followed), ("rows", f"{plan.spec.row_shape} float16 dB, about {n_bytes / 1e6:,.1f} MB in all"),
+            ("labels", ", ".join(f"{show_path(name)} = {i} ({counts[name]:,} recordings)" for i, name in enumerate(plan.manifest.label_names))),
+            ("problems", f"{problems} (plan.manifest.problems has them)" if problems else "none seen in names and folders"),
+            ("spec", repr(plan.spec) + followed),
+            ("rows", f"{n_long} long x {n_short} short segments x {n_mels} mels x {n_frames} frame{'s' * (n_frames > 1)}, float16 dB, "
+                     f"about {n_bytes / 1e6:,.1f} MB in all"),
             ("engine", f"{plan.identity}, {w.compute_workers} threads; {w.read_workers} readers, {w.slots} slots of {w.files_per_batch} recordings "
                        f"({w.slots * w.files_per_batch * slot_bytes(plan.spec) / 1e6:,.0f} MB)"),
-            ("check", "all rows" if plan.check is None else f"{plan.check} rows of each data set recomputed in float64 before it is published"),
+            ("check", "all rows" if plan.check is None else f"up to {plan.check} rows of each data set recomputed in float64 before it is published"),
             ("to", show_path(plan.out))]
 
 # %% ../../nbs/dataset/runs.ipynb #d43089c5
@@ -143,7 +154,7 @@ def _new_folder(split: str, fingerprint: str) -> Path:
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{split.lower()}-{fingerprint}"
     return next(p for n in range(1000) if not (p := runs_folder() / (name if n == 0 else f"{name}-{n}")).exists())
 
-# %% ../../nbs/dataset/runs.ipynb #d6542ef0
+# %% ../../nbs/dataset/runs.ipynb #61645948
 def execute(
     plan: RunPlan,
     *,
@@ -180,4 +191,6 @@ def describe_run(
     lines = [f"{s['path']}\n    {s['rows']:,} rows, {s['rejected']:,} rejected; {s['files_per_s']:,.0f} files/s; {s['verified']['verdict']}"
              for s in body["splits"]]
     notebooks = [f"executed notebook: {show_path(p)}" for p in sorted(Path(folder).glob("*.ipynb"))]
-    return "\n".join([*lines, *notebooks, f"summary: {show_path(path)}", "verdict: " + ("all data sets verified" if body["ok"] else "NOT OK")])
+    checked = sum(s["verified"]["checked"] for s in body["splits"])
+    verdict = f"all data sets verified, {checked:,} of {body['rows']:,} rows recomputed" if body["ok"] else "NOT OK"
+    return "\n".join([*lines, *notebooks, f"summary: {show_path(path)}", f"verdict: {verdict}"])

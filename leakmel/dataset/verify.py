@@ -82,15 +82,19 @@ def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:
         wrong = [p for p, b, k in zip(paths, folders, ids) if shown[b] != labels[k]]
         if wrong: yield f"{len(wrong)} rows carry a label other than their folder, first {show_path(wrong[0])}"
 
-# %% ../../nbs/dataset/verify.ipynb #3fadbaf5
+# %% ../../nbs/dataset/verify.ipynb #d6c22f16
 def _integrity(f: h5py.File) -> Iterator[str]:
     "Problems of single rows, found without the sources."
     rows, digests = f["segments_mel"], f["digests/rows"][:]
-    step = max(1, _BLOCK_BYTES // max(1, rows[:1].nbytes))
+    step = max(1, min(len(rows), _BLOCK_BYTES // (rows.dtype.itemsize * int(np.prod(rows.shape[1:])))))
+    buffer = np.empty((step, *rows.shape[1:]), np.float16)      # read into again and again: fresh memory is dear
+    exponents = np.empty(buffer.shape, np.uint16)
     for start in range(0, len(rows), step):
-        block = np.ascontiguousarray(rows[start:start + step])
-        bad = (block.view(np.uint16) & _EXPONENT) == _EXPONENT      # infinity or NaN; far quicker than isfinite on float16
-        if bad.any(): yield f"row {start + int(bad.any(axis=(1, 2, 3, 4)).argmax())} holds values that are not finite"
+        n = min(step, len(rows) - start)
+        rows.read_direct(buffer, np.s_[start:start + n], np.s_[:n])
+        block, bits = buffer[:n], np.bitwise_and(buffer[:n].view(np.uint16), _EXPONENT, out=exponents[:n])
+        if bits.max(initial=0) == _EXPONENT:      # infinity or NaN; far quicker than isfinite on float16
+            yield f"row {start + int((bits == _EXPONENT).any(axis=(1, 2, 3, 4)).argmax())} holds values that are not finite"
         wrong = [start + i for i, row in enumerate(block) if digest_of(row).encode() != digests[start + i]]
         if wrong: yield f"{len(wrong)} rows do not match their digest, first row {wrong[0]}"
 
@@ -182,7 +186,7 @@ def _accounting(f: h5py.File, folder: bytes) -> Iterator[str]:
     if new := sorted(p for p in there - known if os.path.isfile(os.path.join(folder, p)) and not os.path.islink(os.path.join(folder, p))):
         yield f"{len(new)} recordings in the folder are neither rows nor rejected, first {show_path(new[0])}"
 
-# %% ../../nbs/dataset/verify.ipynb #8c924ac6
+# %% ../../nbs/dataset/verify.ipynb #5fbe5429
 def check_data_set(
     path: str | os.PathLike,
     *,
@@ -195,11 +199,13 @@ def check_data_set(
     check_sample(sample)
     report = VerifyReport(os.fspath(path))
     try:
+        if not os.path.exists(path): raise DataError("no such file")
         if not stat.S_ISREG(os.stat(path).st_mode): raise DataError("not a regular file")     # a named pipe would be waited for
+        if not h5py.is_hdf5(path): raise DataError("not an HDF5 file", remedy="give a data set that leakmel wrote")
         with h5py.File(path, "r") as f: _check_open(f, root, sample, accounting, edges, report)
     except (MachineError, MemoryError): raise
     except Exception as e:   # in a damaged file any call of the HDF5 library can fail in any way
-        report.problems.append(f"the file cannot be read as a data set: {type(e).__name__}: {e}")
+        report.problems.append(f"the file cannot be read as a data set: {e if isinstance(e, LeakmelError) else f'{type(e).__name__}: {e}'}")
     return report
 
 def check_sample(sample: int | None) -> None:
@@ -220,6 +226,12 @@ def _check_open(f: h5py.File, root: str | os.PathLike | None, sample: int | None
     if root is None or report.problems: return
     splits = split_folders(Path(root))
     folder = os.fsencode(os.path.abspath(splits.get(f.attrs["split"], root)))
+    paths = f["files/path"][:].tolist()
+    if paths and not any(os.path.lexists(os.path.join(folder, p)) for p in paths):
+        report.moved.append(f"none of the {len(paths):,} recordings is below {show_path(folder)}, for example {show_path(paths[0])}: "
+                            "give the root it was built from")
+        report.problems += report.moved
+        return
     picked = pick_rows(report.n_rows, sample, f["labels"][:], f["files/rms_db"][:], edges)
     if len(picked): report.scope = "against the sources"
     report.problems += _against_sources(f, spec, folder, picked, report)
