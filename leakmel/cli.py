@@ -117,7 +117,7 @@ def _front_end(args: argparse.Namespace) -> str:
     "Where progress is drawn: nowhere for machines."
     return "none" if args.json or args.quiet else "auto"
 
-# %% ../nbs/cli.ipynb #aae36390
+# %% ../nbs/cli.ipynb #566df24b
 def _count_or_all(text: str) -> int | None:
     "A number, or None for `all`."
     if text == "all": return None
@@ -133,6 +133,8 @@ class _Parser(argparse.ArgumentParser):
         for word in re.findall(r"--([\w-]+)", message) if message.startswith("unrecognized") else []:
             message = f"unknown option --{word}: " + answer_unknown(word.replace("-", "_"), [k.replace("-", "_") for k in known])
         self.exit(2, f"{self.prog}: {message}. See {self.prog} --help\n")
+
+_count_or_all.__name__ = "number of rows (0 or more, or all):"    # argparse puts it into its message
 
 def _parser() -> argparse.ArgumentParser:
     "The command line."

@@ -132,7 +132,9 @@ def test_usage_errors(args, say):
     status, out, err = say(*args)
     assert status == 2
     assert out == ""
-    assert "usage: leakmel" in err
+    assert err.startswith("leakmel")
+    assert err.endswith("--help\n")
+    assert err.count("\n") == 1, "one line that says what is wrong"
 
 
 def test_wrong_choice_is_answered_with_the_right_ones(data, tmp_path, say):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import leakmel as lm
-from leakmel.core.errors import DataError, EngineError, MachineError, SpecError, UsageError, VerifyError
+from leakmel.core.errors import DataError, EngineError, MachineError, OutputError, SpecError, UsageError, VerifyError
 from leakmel.dataset import verify as verify_module
 from leakmel.dataset.ring import Job, Lanes, PipelineConfig
 
@@ -116,3 +116,22 @@ def test_a_second_interrupt_does_not_leave_threads(tmp_path, data, monkeypatch):
     assert not [t.name for t in threading.enumerate() if t.name.startswith("leakmel-")]
     assert not (tmp_path / "x.h5").exists()
     assert not list(tmp_path.glob(".x*"))
+
+
+def test_only_a_data_set_is_replaced(tmp_path, data):
+    for name, content in (("notes.txt", b"mine"), ("other.wav", b"RIFF")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(OutputError, match="no data set is in the way"): lm.build(data, out=tmp_path / name, **QUIET)
+        assert (tmp_path / name).read_bytes() == content
+    assert lm.build(data, out=tmp_path / "x.h5", **QUIET).path == lm.build(data, out=tmp_path / "x.h5", **QUIET).path
+
+
+def test_one_level_too_high_is_refused(tmp_path, make_wav):
+    make_wav(tmp_path / "up" / "set" / "TRAINING" / "LEAK" / "a.wav")
+    with pytest.raises(DataError, match="a level deeper.*set/TRAINING"): lm.scan(tmp_path / "up")
+
+
+def test_a_refused_build_leaves_no_folder(tmp_path, data, make_wav):
+    make_wav(data / "LEAK" / "long.wav", n=5000)
+    with pytest.raises(DataError, match="differ in rate or length"): lm.build(data, out=tmp_path / "new" / "x.h5", **QUIET)
+    assert not (tmp_path / "new").exists()

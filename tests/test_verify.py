@@ -352,7 +352,7 @@ def test_broken_source_that_was_rejected_may_not_vanish(data, file):
 def test_wrong_root(tmp_path, file):
     bad(lm.verify(file, root=tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    bad(lm.verify(file, root=tmp_path / "empty"), f"{N + 1} recordings of the data set are not in the folder any more")
+    bad(lm.verify(file, root=tmp_path / "empty"), "give the root it was built from")
 
 
 def test_links_in_the_folder_are_no_false_alarm(tmp_path, data, make_wav):

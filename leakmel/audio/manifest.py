@@ -157,13 +157,20 @@ def list_split(
     return Listing(split, folder, [p for p, _, _ in found], np.array([s for _, s, _ in found], np.int64),
                    np.array([m for _, _, m in found], np.int64), np.array(labels, np.int16)), walk.problems
 
-# %% ../../nbs/audio/manifest.ipynb #cc495c11
+# %% ../../nbs/audio/manifest.ipynb #8cb917bb
+def _leads_to_folder(entry: os.DirEntry) -> bool:
+    "Whether an entry is a folder or a link to one; a link in a circle is not."
+    try: return entry.is_dir()
+    except OSError as e:
+        if e.errno in MACHINE_FAULTS: raise
+        return False
+
 def _folders(path: Path, root: Path) -> list[tuple[str, bool]]:
     "Names of the folders in a folder, without hidden ones, and whether each lies in the root; links may lead out of it."
     try:
         with os.scandir(path) as entries:
             return sorted((e.name, not e.is_symlink() or _is_inside(e.path, os.path.realpath(root)))
-                          for e in entries if not e.name.startswith(".") and e.is_dir())
+                          for e in entries if not e.name.startswith(".") and _leads_to_folder(e))
     except OSError as e:
         raise _list_error(e, path) from e
 

@@ -186,7 +186,7 @@ def _accounting(f: h5py.File, folder: bytes) -> Iterator[str]:
     if new := sorted(p for p in there - known if os.path.isfile(os.path.join(folder, p)) and not os.path.islink(os.path.join(folder, p))):
         yield f"{len(new)} recordings in the folder are neither rows nor rejected, first {show_path(new[0])}"
 
-# %% ../../nbs/dataset/verify.ipynb #5fbe5429
+# %% ../../nbs/dataset/verify.ipynb #970a1205
 def check_data_set(
     path: str | os.PathLike,
     *,
@@ -199,9 +199,9 @@ def check_data_set(
     check_sample(sample)
     report = VerifyReport(os.fspath(path))
     try:
-        if not os.path.exists(path): raise DataError("no such file")
-        if not stat.S_ISREG(os.stat(path).st_mode): raise DataError("not a regular file")     # a named pipe would be waited for
-        if not h5py.is_hdf5(path): raise DataError("not an HDF5 file", remedy="give a data set that leakmel wrote")
+        if not os.path.exists(path): raise DataError("no such file", path=path)
+        if not stat.S_ISREG(os.stat(path).st_mode): raise DataError("not a regular file", path=path)     # a named pipe would be waited for
+        if not h5py.is_hdf5(path): raise DataError("not an HDF5 file", path=path, remedy="give a data set that leakmel wrote")
         with h5py.File(path, "r") as f: _check_open(f, root, sample, accounting, edges, report)
     except (MachineError, MemoryError): raise
     except Exception as e:   # in a damaged file any call of the HDF5 library can fail in any way
@@ -213,6 +213,7 @@ def check_sample(sample: int | None) -> None:
     if sample is None or isinstance(sample, (int, np.integer)) and not isinstance(sample, bool) and sample >= 0: return
     raise UsageError("the number of rows to recompute must be 0 or more, or None for all", found=repr(sample))
 
+# %% ../../nbs/dataset/verify.ipynb #b3cb3063
 def _check_open(f: h5py.File, root: str | os.PathLike | None, sample: int | None, accounting: bool, edges: Sequence[int], report: VerifyReport) -> None:
     "All checks of an open file."
     report.problems += unsafe_parts(f)
