@@ -572,6 +572,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'leakmel.dataset.verify._plain': ('dataset/verify.html#_plain', 'leakmel/dataset/verify.py'),
                                         'leakmel.dataset.verify._source_row': ( 'dataset/verify.html#_source_row',
                                                                                 'leakmel/dataset/verify.py'),
+                                        'leakmel.dataset.verify._stacked': ('dataset/verify.html#_stacked', 'leakmel/dataset/verify.py'),
                                         'leakmel.dataset.verify._structure': ( 'dataset/verify.html#_structure',
                                                                                'leakmel/dataset/verify.py'),
                                         'leakmel.dataset.verify._truth': ('dataset/verify.html#_truth', 'leakmel/dataset/verify.py'),
@@ -840,4 +841,5 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'leakmel.ops.bench.run_leakmel': ('ops/bench.html#run_leakmel', 'leakmel/ops/bench.py'),
                                    'leakmel.ops.bench.spread': ('ops/bench.html#spread', 'leakmel/ops/bench.py'),
                                    'leakmel.ops.bench.store': ('ops/bench.html#store', 'leakmel/ops/bench.py'),
-                                   'leakmel.ops.bench.table': ('ops/bench.html#table', 'leakmel/ops/bench.py')}}}
+                                   'leakmel.ops.bench.table': ('ops/bench.html#table', 'leakmel/ops/bench.py'),
+                                   'leakmel.ops.bench.total_for': ('ops/bench.html#total_for', 'leakmel/ops/bench.py')}}}

@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(command("bench", run_bench))
     return parser
 
-# %% ../nbs/cli.ipynb #8b8005b4
+# %% ../nbs/cli.ipynb #b7ec9371
 def _add_demo(p: argparse.ArgumentParser) -> None:
     p.add_argument("dir", help="folder to make; it must not exist or be empty")
     p.add_argument("--files", type=int, default=1200, help="recordings in all splits together (default 1200; 82 kB each)")
@@ -191,7 +191,7 @@ def _add_verify(p: argparse.ArgumentParser) -> None:
 def _add_bench(p: argparse.ArgumentParser) -> None:
     p.add_argument("dir", help="work folder for the made recordings and the data sets; recordings that are there are used again")
     p.add_argument("--suite", choices=["build"], default="build", help="what to measure (default build)")
-    p.add_argument("--files", type=int, default=8000, help="recordings of the made set (default 8000; 82 kB each)")
+    p.add_argument("--files", type=int, default=8000, help="recordings of the training split of the made set (default 8000; 82 kB each)")
     p.add_argument("--rounds", type=int, default=5, help="counted rounds of each setting (default 5)")
     p.add_argument("--out", default="runs/benchmarks", help="folder of the figures (default runs/benchmarks)")
 

@@ -141,9 +141,9 @@ def _truth(recording: Recording, x: np.ndarray, status: str, path: bytes) -> dic
     return {"digest": recording.digest.encode(), "status": status.encode(), "encoding": recording.encoding.encode(), "sample_rate": recording.sample_rate,
             "n_samples": n, "channels": channels} | names | {k: v[0] for k, v in figures.items()}
 
-# %% ../../nbs/dataset/verify.ipynb #a731e67d
+# %% ../../nbs/dataset/verify.ipynb #3d6e491b
 def _source_row(stored: _Stored, spec: MelSpec, folder: bytes, report: VerifyReport) -> tuple[np.ndarray | None, list[str]]:
-    "The samples a row should come from in float64, and what is wrong with its columns; raises MachineError."
+    "The samples a row should come from, and what is wrong with its columns; raises MachineError."
     try:
         recording = read_wav(os.path.join(folder, stored.facts["path"]))
         x, status = conform(recording.samples, recording.sample_rate, spec.rules)
@@ -157,7 +157,12 @@ def _source_row(stored: _Stored, spec: MelSpec, folder: bytes, report: VerifyRep
     if "digest" in wrong:
         report.moved.append(f"{stored}: the source has another digest than when the row was made")
         problems = report.moved[-1:]
-    return x.astype(np.float64) / (32_768 if x.dtype == np.int16 else 1), problems
+    return x, problems
+
+def _stacked(rows: list[np.ndarray]) -> np.ndarray:
+    "Rows as one array: int16 where all are, else float64."
+    if all(x.dtype == np.int16 for x in rows): return np.stack(rows)
+    return np.stack([x.astype(np.float64) / (32_768 if x.dtype == np.int16 else 1) for x in rows])
 
 def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndarray, report: VerifyReport) -> Iterator[str]:
     "Recompute the picked rows."
@@ -169,7 +174,7 @@ def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndar
         for _, _, problems in sources: yield from problems
         usable = [(s, x) for s, x, _ in sources if x is not None]
         if not usable: continue
-        right = reference_features(np.stack([x for _, x in usable]), spec)
+        right = reference_features(_stacked([x for _, x in usable]), spec)
         for (s, _), row, db, strongest in zip(usable, f["segments_mel"][[s.row for s, _ in usable]], right.db, right.strongest_db):
             verdict = compare(row, Reference(db, strongest), spec)
             report.checked += 1
