@@ -227,7 +227,7 @@ def _queue_curves(timeline: Timeline, last_s: float) -> list[tuple[str, np.ndarr
         curves.append((name, np.array(times), np.array([g.value for g in kept] + [gauges[-1].value])))
     return curves
 
-# %% ../../nbs/insight/plots.ipynb #eed551e8
+# %% ../../nbs/insight/plots.ipynb #241b7dac
 def utilization(
     timeline: Timeline,
 ) -> "go.Figure":
@@ -254,13 +254,14 @@ def utilization(
         if title == "GPU (%)": fig.update_yaxes(range=[0, 105], row=i, col=1)
         if title == "CPU (%)": fig.update_yaxes(range=[0, _cpu_top(timeline, lines[0].y)], row=i, col=1)
     fig.update_xaxes(title=dict(text="time since the run began (s)"), row=len(rows), col=1)
-    if within: fig.update_xaxes(range=[0, within[1]])      # the clock of the batch timeline
+    last_s = max([within[1] if within else 0.0, *(sample["time_s"] for sample in timeline.samples)])
+    fig.update_xaxes(range=[0, 1.01 * last_s])      # the clock of the batch timeline
     return _dress(fig, _load_title(timeline), subtitle, 150 + 110 * len(rows))
 
-# %% ../../nbs/insight/plots.ipynb #bc4004bf
+# %% ../../nbs/insight/plots.ipynb #1c90a765
 def _line(name: str, t: np.ndarray, v: np.ndarray, colour: str, shape: str = "linear") -> "go.Scatter":
     import plotly.graph_objects as go
-    return go.Scatter(name=name, x=_f32(t), y=_f32(v), mode="lines", line=dict(color=colour, width=1.6, shape=shape),
+    return go.Scatter(name=name, x=_f32(t), y=_f32(v), mode="lines" if len(t) > 2 else "lines+markers", line=dict(color=colour, width=1.6, shape=shape),
                       hovertemplate="%{y:,.4~g} at %{x:.2f} s<extra>%{fullData.name}</extra>")
 
 def _cpu_top(timeline: Timeline, percent: np.ndarray) -> float:
@@ -287,7 +288,7 @@ def frame_starts_s(
     t = np.add.outer(np.add.outer(np.asarray(long_start_s), np.asarray(short_start_s)), hop_s * np.arange(n_frames))
     return np.unique(np.round(t.ravel(), 6), return_index=True)
 
-# %% ../../nbs/insight/plots.ipynb #0dbfe1cd
+# %% ../../nbs/insight/plots.ipynb #6a79bbc7
 def mels_by_label(
     mels_db: np.ndarray,               # [K, L, S, M, T], dB, one recording per label
     labels: Sequence[str],             # [K], a title for each
@@ -296,7 +297,7 @@ def mels_by_label(
     long_start_s: ArrayLike,           # [L], seconds from the start of the recording
     short_start_s: ArrayLike,          # [S], seconds from the start of the long segment
     hop_s: float = 0.0,                # seconds between frames of a short segment
-    range_db: float = 80.0,            # colours span at most this much below the maximum, dB
+    range_db: float = 80.0,            # colours span at most this much below their upper end, dB
 ) -> "go.Figure":
     "Draw one mel spectrogram per label, all in the same colours."
     import plotly.graph_objects as go
@@ -313,7 +314,7 @@ def mels_by_label(
                         horizontal_spacing=0.04, vertical_spacing=0.3 / (n_rows + 1))
     fig.layout.template = {}
     for i, picture in enumerate(flat):
-        z = np.round(np.clip(np.nan_to_num(picture, nan=low), low, high)).astype(np.int16)
+        z = np.round(np.maximum(np.nan_to_num(picture, nan=low, posinf=high, neginf=low), low)).astype(np.int16)   # hover shows what is louder
         fig.add_trace(go.Heatmap(z=_smallest(z), x=_f32(times), y=_f32(mel_hz), coloraxis="coloraxis", name=_plain(labels[i]),
                                  hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra>%{fullData.name}</extra>"), row=1 + i // n_cols, col=1 + i % n_cols)
     for i in range(k):
@@ -324,17 +325,17 @@ def mels_by_label(
     fig = _dress(fig, _mel_title(flat, labels), "One recording per label, mel bands at their centres, colours shared", 130 + 190 * n_rows)
     return fig.update_layout(margin=dict(t=96))
 
-# %% ../../nbs/insight/plots.ipynb #5be345f6
+# %% ../../nbs/insight/plots.ipynb #258484b3
 def _check_mels(mels_db: np.ndarray, labels: Sequence[str], mel_hz: ArrayLike) -> None:
     if mels_db.ndim != 5: raise DataError("mels of another shape", found=mels_db.shape, expected="[K, L, S, M, T]")
     if len(labels) != mels_db.shape[0]: raise DataError("labels do not fit the mels", found=f"{len(labels)} labels", expected=mels_db.shape[0])
     if np.shape(mel_hz) != mels_db.shape[3:4]: raise DataError("band centres do not fit the mels", found=np.shape(mel_hz), expected=mels_db.shape[3:4])
 
 def _colour_range(flat: np.ndarray, range_db: float) -> tuple[float, float]:
-    "Colours from the first percentile to the maximum, in whole dB, not wider than `range_db`."
+    "Colours from the 1st to the 99th percentile, in whole dB, not wider than `range_db`."
     finite = flat[np.isfinite(flat)]
     if not len(finite): return -1.0, 0.0
-    high = float(np.ceil(finite.max()))
+    high = float(np.ceil(np.percentile(finite, 99)))
     return min(max(float(np.floor(np.percentile(finite, 1))), high - range_db), high - 1), high
 
 def _smallest(z: np.ndarray) -> np.ndarray:
