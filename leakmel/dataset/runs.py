@@ -105,7 +105,7 @@ class RunPlan:
                        for k, v in plan_rows(self))
         return f"<table>{rows}</table>"
 
-# %% ../../nbs/dataset/runs.ipynb #f3e6e4a1
+# %% ../../nbs/dataset/runs.ipynb #03a28d3d
 def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     "Pairs of a word and what it stands for, for display."
     n, follow = len(plan.manifest), {"sample_rate": "rate", "duration_s": "length"}
@@ -121,7 +121,8 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
             ("spec", repr(plan.spec) + followed),
             ("rows", f"{n_long} long x {n_short} short segments x {n_mels} mels x {n_frames} frame{'s' * (n_frames > 1)}, float16 dB, "
                      f"about {n_bytes / 1e6:,.1f} MB in all"),
-            ("engine", f"{plan.identity}, {w.compute_workers} threads; {w.read_workers} reader{'s' * (w.read_workers > 1)}, {w.slots} slots of {w.files_per_batch} recordings "
+            ("engine", f"{plan.identity}, {w.compute_workers} threads; {w.read_workers} reader{'s' * (w.read_workers > 1)}, "
+                       f"{w.slots} slots of {w.files_per_batch} recordings "
                        f"({w.slots * w.files_per_batch * slot_bytes(plan.spec) / 1e6:,.0f} MB)"),
             ("check", "all rows" if plan.check is None else f"up to {plan.check} rows of each data set recomputed in float64 before it is published"),
             ("to", show_path(plan.out))]
