@@ -14,6 +14,7 @@ from pathlib import Path
 import h5py
 import pytest
 
+from conftest import need
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.dataset.pipeline import PipelineConfig
@@ -258,7 +259,7 @@ def test_reader_that_goes_away(data):
 @pytest.mark.slow
 def test_python_m_and_the_installed_command_are_the_same(data):
     script = Path(sys.executable).with_name("leakmel")
-    if not script.exists(): pytest.skip("not installed as a command")
+    need(script.exists(), "the installed command")
     done = subprocess.run([script, "scan", data], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == shell("scan", data).stdout
 

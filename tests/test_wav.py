@@ -380,8 +380,9 @@ def test_lying_sizes_allocate_nothing(tmp_path: Path) -> None:
 
 def test_real_recordings() -> None:
     folder = os.environ.get("LEAKMEL_REAL_WAVS", "")
-    files = sorted(Path(folder).rglob("*.wav")) if folder else []
-    if not files: pytest.skip("LEAKMEL_REAL_WAVS names no folder of real recordings")
+    if not folder: pytest.skip("LEAKMEL_REAL_WAVS is not set")
+    files = sorted(Path(folder).rglob("*.wav"))
+    assert files, "LEAKMEL_REAL_WAVS names a folder without recordings"
     for path in files:
         right, rate = soundfile.read(path, dtype="int16", always_2d=True)
         got = read_wav(path)
