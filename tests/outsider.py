@@ -4,6 +4,7 @@ Nothing of leakmel is imported here, on purpose.
 """
 import json
 import os
+import warnings
 import wave
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ def read(path: bytes) -> tuple[np.ndarray, int]:
                 raw = np.frombuffer(f.readframes(f.getnframes()), "<i2").reshape(-1, f.getnchannels())
                 return raw / 32768.0, f.getframerate()
     except wave.Error: pass   # not 16-bit PCM
-    rate, x = scipy.io.wavfile.read(os.fsdecode(path))
+    with warnings.catch_warnings(action="ignore", category=scipy.io.wavfile.WavFileWarning):    # of chunks it does not know
+        rate, x = scipy.io.wavfile.read(os.fsdecode(path))
     x = x[:, None] if x.ndim == 1 else x
+    if x.dtype == np.uint8: return (x - 128.0) / 128, rate
     return (x / 2.0 ** 31 if x.dtype == np.int32 else x.astype(np.float64)), rate   # SciPy puts 24 bits into the upper end of 32
 
 
@@ -124,6 +127,7 @@ def check(path: str | os.PathLike, folder: str | os.PathLike) -> dict[str, Any]:
     assert sorted([*paths, *rejected]) == walk(folder), "rows + rejected are not the files that are there"
     assert paths == sorted(paths)
     assert [names[i] for i in all_of["labels"]] == [os.fsdecode(p).split("/")[0] for p in paths]
+    assert all_of["files/folder"].tolist() == [b"/".join(p.split(b"/")[1:-1]) for p in paths]
     assert len(all_of["segments_mel"]) == len(paths) == all_of["@n_rows"]
     for k, p in enumerate(paths):
         x, rate = read(os.path.join(os.fsencode(folder), p))

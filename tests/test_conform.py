@@ -1,5 +1,5 @@
 "One recording made to fit: every rule, what is written down about it, and a resampler held against analytic tones."
-import itertools, sys, tracemalloc
+import itertools, math, sys, tracemalloc
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import scipy.signal
 
-from leakmel.audio.conform import ConformRules, conform, fit_length, to_mono, to_rate
+from leakmel.audio import conform as conform_module
+from leakmel.audio.conform import ConformRules, conform, fit_length, opposite_phase, to_mono, to_rate
 from leakmel.core.errors import REJECT_CODES, MachineError, RecordingError
 
 RATE, N = 4096, 4096
@@ -37,6 +38,8 @@ STATUSES: dict[str, tuple[np.ndarray, int]] = {
     "downmixed+padded": (noise(5, 2), RATE),
     "downmixed+resampled": (noise(8000, 2), 8000),
     "downmixed+resampled+cut": (noise(8 * N, 2), 8000),
+    "downmixed+opposite_phase": (noise(N) * np.array([[1, -1]], np.int16), RATE),
+    "downmixed+opposite_phase+resampled+padded": (noise(N) * np.array([[1, -1]], np.int16), 8000),
     "resampled": (noise(2 * N), 2 * RATE),
     "resampled+padded": (noise(N), 2 * RATE),
     "resampled+cut": (noise(N), RATE // 2 + 1),
@@ -111,9 +114,51 @@ def test_the_mean_of_floats_is_taken_in_float64() -> None:
 def test_opposite_channels_are_silence_and_no_crash() -> None:
     x = noise(N)
     row, said = conform(np.concatenate([x, -x], axis=1), RATE, rules())
-    assert said == "downmixed"
+    assert said == "downmixed+opposite_phase"
     assert row.dtype == np.float32
     assert not row.any()
+    first, said = conform(np.concatenate([x, -x], axis=1), RATE, rules(channels="first"))
+    assert said == "downmixed+opposite_phase", "said under either rule"
+    assert np.array_equal(first, x[:, 0])
+
+
+def share(samples: np.ndarray) -> float:
+    "Energy of the channels' mean over their mean energy, as Python's whole and floating numbers give it."
+    rows = [[float(v) for v in frame] for frame in samples]
+    return math.fsum((math.fsum(r) / len(r)) ** 2 for r in rows) / (math.fsum(v * v for r in rows for v in r) / len(rows[0]))
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.float32])
+@pytest.mark.parametrize("n_channels", [2, 3, 8, 64])
+def test_opposite_phase_is_20_db(dtype: type, n_channels: int) -> None:
+    "Channels that cancel but for a growing common part: the flag goes at 1 % of the energy, and nowhere else."
+    own = np.random.default_rng(2).normal(0, 3000, (N, n_channels))
+    own -= own.mean(axis=1, keepdims=True)
+    common, seen = np.random.default_rng(3).normal(0, 1, (N, 1)), set()
+    for level in (0, 100, 200, 280, 290, 295, 310, 320, 400, 3000):
+        x = np.clip(np.round(own + level * common), -32_768, 32_767).astype(dtype) if dtype == np.int16 else ((own + level * common) / 32_768).astype(dtype)
+        assert opposite_phase(x) == (share(x) < 0.01), level
+        seen.add(opposite_phase(x))
+    assert seen == {True, False}
+
+
+def test_silence_and_one_channel_are_not_opposite() -> None:
+    assert not opposite_phase(np.zeros((N, 2), np.int16))
+    assert not opposite_phase(noise(N))
+    assert not opposite_phase(noise(N, 64)), "64 channels that have nothing to do with each other lie 18 dB below"
+    assert opposite_phase(np.array([[-32_768, 32_767]] * N, np.int16)), "sums do not wrap around"
+    assert opposite_phase(np.array([[1e30, -1e30]] * N, np.float32))
+    half_dead = noise(N, 2)
+    half_dead[:, 1] = 0
+    assert to_mono(half_dead, "mean")[1] == "downmixed"
+
+
+def test_mono_recordings_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looked(samples: np.ndarray) -> bool: raise AssertionError("a cost for every mono file")
+    monkeypatch.setattr(conform_module, "opposite_phase", looked)
+    assert conform(noise(N), RATE, rules())[1] == "ok"
+    assert conform(np.repeat(noise(N), 2, 1), RATE, rules())[1] == "identical_channels"
+    with pytest.raises(AssertionError): conform(noise(N, 2), RATE, rules())
 
 
 def test_extremes_do_not_wrap_around() -> None:
@@ -230,7 +275,7 @@ def test_every_combination_gives_a_row_or_a_reason() -> None:
             row, status = conform(x, rate, wanted)
             assert row.shape == (N,)
             assert row.dtype in (np.int16, np.float32)
-            assert set(status.split("+")) <= {"ok", "padded", "cut", "resampled", "downmixed", "identical_channels"}
+            assert set(status.split("+")) <= {"ok", "padded", "cut", "resampled", "downmixed", "identical_channels", "opposite_phase"}
             assert np.abs(row.astype(np.float64)).max() <= (32_768 if row.dtype == np.int16 else 1.2)
 
 

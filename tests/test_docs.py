@@ -15,18 +15,19 @@ from watched import Watched, assert_figures, chromium
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ["core/errors", "audio/segments", "mel/spec"]
+GUIDES = ["explanations/refused"]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    "The site of a few library notebooks, the front page and the executed example."
+    "The site of a few library notebooks, a guide, the front page and the executed example."
     docs = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as m:
         for name, path in (("DOCS", docs), ("SOURCE", docs / "source"), ("CACHE", docs / "cache")): m.setattr(prepare, name, path)
         for name in [k for k in os.environ if k.startswith("LEAKMEL_")]: m.delenv(name)
         m.setenv("COLUMNS", "110")
         m.setattr(prepare, "DEMO_FILES", 24)
-        prepare.write_site([ROOT / "nbs" / f"{name}.ipynb" for name in LIBRARY])
+        prepare.write_site([ROOT / "nbs" / f"{name}.ipynb" for name in LIBRARY], [ROOT / "nbs" / f"{name}.ipynb" for name in GUIDES])
     sphinx = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "nbs" / "_tools")]
     done = subprocess.run([*sphinx, str(docs / "source"), str(docs / "html")], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -40,7 +41,7 @@ def page(site) -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_pages_are_there(site):
-    names = ["index", "build", "commands", "changelog", "reference/index", "api/index"]
+    names = ["index", "build", "commands", "changelog", "reference/index", "api/index", "explanations/index", *GUIDES]
     for name in (*names, *(f"{kind}/{name}" for kind in ("reference", "api") for name in LIBRARY)): assert (site / f"{name}.html").is_file(), name
     assert len(list(site.rglob("plotly.min.js"))) == 1
     for path in site.rglob("*.html"): assert f"{ROOT}/" not in path.read_text(encoding="utf-8"), path.name
@@ -52,7 +53,7 @@ def test_pages_are_there(site):
 @pytest.mark.slow
 def test_pages_in_a_browser(site, page, tmp_path):
     watched = Watched(page)
-    for name, n_figures in (("index", 0), ("build", 4), ("reference/mel/spec", 0), ("api/mel/spec", 0)):
+    for name, n_figures in (("index", 0), ("build", 4), ("reference/mel/spec", 0), ("api/mel/spec", 0), ("explanations/refused", 0)):
         page.goto((site / f"{name}.html").as_uri())
         page.wait_for_load_state()
         assert_figures(page, n_figures)
@@ -61,6 +62,25 @@ def test_pages_in_a_browser(site, page, tmp_path):
     assert page.locator("text=undefined").count() == 0
     assert watched.complaints == []
     assert watched.outside("file:") == []
+
+
+@pytest.mark.slow
+def test_guides_are_in_the_table_of_contents(site):
+    front, listed, page = ((site / f"{name}.html").read_text(encoding="utf-8") for name in ("index", "explanations/index", "explanations/refused"))
+    assert 'href="explanations/index.html"' in front
+    assert "tutorials/index" not in front, "a folder without notebooks has no page"
+    assert 'href="refused.html"' in listed
+    assert "Each reject code with what it means" in listed
+    assert page.count("<table") == 3, "codes, headers that lie, encodings"
+    assert "MEANING = {" not in page, "a cell with echo: false shows what it makes, not its source"
+
+
+def test_guides_are_the_notebooks_of_their_folders():
+    "All of them, and they export nothing."
+    guides = prepare.guide_notebooks()
+    assert ROOT / "nbs" / "explanations" / "refused.ipynb" in guides
+    assert {p.parent.name for p in guides} <= set(prepare.GUIDES)
+    assert not set(guides) & set(prepare.library_notebooks())
 
 
 def test_directives_become_tags():

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +25,16 @@ from leakmel.mel import engines, reference
 from leakmel.mel.engines import ReferenceEngine
 from outsider import check, content, leftovers, log_mel, walk
 
-QUIET = dict(progress="none", pipeline=PipelineConfig(files_per_batch=4, read_workers=2, compute_workers=2, slots=4, monitor_interval_s=0.0))
+QUIET: dict[str, Any] = dict(progress="none", pipeline=PipelineConfig(files_per_batch=4, read_workers=2, compute_workers=2, slots=4, monitor_interval_s=0.0))
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
+
+
+@pytest.fixture(autouse=True, params=["hand to hand", "each for itself"])
+def hands(request, monkeypatch) -> str:
+    "Both ways to work: readers, engine threads and a writer, or threads that take every step themselves."
+    alone = {} if request.param == "hand to hand" else {"read_workers": None, "slots": None}
+    monkeypatch.setitem(QUIET, "pipeline", replace(QUIET["pipeline"], **alone))
+    return request.param
 
 
 @pytest.fixture
@@ -296,7 +306,8 @@ def test_slots_that_cannot_be_had(tmp_path, data, old, monkeypatch):
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 3, 5])
-def test_threads_that_cannot_be_started(tmp_path, data, old, monkeypatch, allowed):
+def test_threads_that_cannot_be_started(tmp_path, data, old, monkeypatch, allowed, hands):
+    allowed = min(allowed, 5 if hands == "hand to hand" else 2)       # two readers, two engine threads, writer, publisher; or two workers, publisher
     begun: list[str] = []
     real = threading.Thread.start
     def start(self):

@@ -9,7 +9,8 @@ import pytest
 import leakmel as lm
 from leakmel.core.errors import DataError, EngineError, MachineError, OutputError, SpecError, UsageError, VerifyError
 from leakmel.dataset import verify as verify_module
-from leakmel.dataset.ring import Job, Lanes, PipelineConfig
+from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.ring import Job, Lanes
 
 QUIET = {"progress": "none", "pipeline": PipelineConfig(monitor_interval_s=0.0, files_per_batch=4)}
 

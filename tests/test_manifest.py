@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from leakmel.audio import manifest as manifest_module
-from leakmel.audio.manifest import Manifest, parse_name, scan, split_name
+from leakmel.audio.manifest import Manifest, scan
+from leakmel.audio.naming import parse_name, split_name
+from leakmel.audio.problems import WORTH_A_LOOK, group_of
 from leakmel.audio.synth import wav_bytes, write_demo
 from leakmel.core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError
 
@@ -110,6 +112,8 @@ def test_groups_hidden_folders_and_loose_files(tmp_path: Path) -> None:
                       b"LEAK/site 1/deep/er/c.wav": "LEAK", b"NOLEAK/LEAK/g.wav": "NOLEAK"}
     assert kinds(m)["no_label"] == {"TRAINING/f.wav", "TRAINING/.trash/e.wav"}
     assert m.counts() == {"TRAINING": {"(no label)": 2, "LEAK": 4, "NOLEAK": 1}}
+    assert dict(zip(m.listings[0].paths, m.table["folder"]))[b"LEAK/site 1/deep/er/c.wav"] == "site 1/deep/er"
+    assert m.groups("folder")["recordings"].to_dict() == {".cache": 1, "LEAK": 1, "site 1": 1, "site 1/deep/er": 1}
 
 
 def test_very_deep_folders(tmp_path: Path) -> None:
@@ -320,7 +324,7 @@ def test_a_hydrophone_that_hung_dry_is_flagged(tmp_path: Path) -> None:
 def test_planted_faults_are_named(tmp_path: Path) -> None:
     summary = write_demo(tmp_path / "set", n_files=24, faults=True)
     m = scan(tmp_path / "set", content=True)
-    by_path = {path: kind for kind, paths in kinds(m).items() for path in paths if kind not in ("empty_label",)}
+    by_path = {path: kind for kind, paths in kinds(m).items() for path in paths if group_of(kind) != WORTH_A_LOOK and kind != "empty_label"}
     expected = {"empty file": "empty", "header without samples": "empty", "truncated": "truncated", "git-lfs pointer": "not_wav",
                 "float samples with a NaN": "nonfinite", "gain 1: the hydrophone hung dry": "gain_1", "directly under the split, without a label": "no_label"}
     planted = {what: path for path, what in summary.faults}

@@ -1,8 +1,11 @@
 "Opening a data set: what it offers, and what it refuses."
+import json
 import os
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -110,33 +113,138 @@ def test_open_readers_do_not_stop_a_build(built, tmp_path):
 # ---- the earlier system's files
 
 
-def legacy_file(path: Path) -> Path:
-    "A file as the earlier system writes it."
+ORIGINAL_CONFIG = {"sample_rate": 4096, "duration_sec": 10.0, "long_window": 1024, "short_window": 512, "n_mels": 64, "n_fft": 512,
+                   "hop_length": 128, "power": 1.0, "center": False}
+
+
+def legacy_rows(n: int = 5) -> np.ndarray: return np.random.default_rng(0).normal(-40, 9, (n, 40, 2, 64, 1)).astype(np.float16)
+
+
+def legacy_waves(n: int = 5) -> np.ndarray: return np.random.default_rng(1).normal(0, 0.1, (n, 40, 2, 512)).astype(np.float32)
+
+
+def legacy_file(path: Path, *, storage: str = "contiguous", text: str = "string", waves: bool = False, without: tuple[str, ...] = ()) -> Path:
+    "A file as the earlier system writes it, with h5py's defaults."
+    forms: dict[str, dict[str, Any]] = {"contiguous": {}, "gzip": {"chunks": (1, 40, 2, 64, 1), "compression": "gzip"}, "chunked": {"chunks": True}}
+    packed = forms[storage]
+    def form(s: str) -> str | bytes: return np.bytes_(s.encode()) if text == "bytes" else s
+    attributes: dict[str, Any] = {
+        "config_json": form(json.dumps(ORIGINAL_CONFIG)), "labels_json": form('["LEAK", "NOLEAK", "Straße"]'),
+        "label2id_json": form('{"LEAK": 0, "NOLEAK": 1, "Straße": 2}'), "created_at_utc": form("2025-01-01T00:00:00Z")}
+    if text == "list": attributes["labels_json"] = ["LEAK", "NOLEAK", "Straße"]
     with h5py.File(path, "w") as f:
-        f["labels"] = np.array([0, 1, 1], np.int16)
-        f["segments_mel"] = np.zeros((3, 40, 2, 64, 1), np.float16)
-        f.attrs["config_json"] = '{"sample_rate": 4096, "duration_sec": 10.0, "n_mels": 64}'
-        f.attrs["labels_json"] = '["LEAK", "NOLEAK"]'
-        f.attrs["label2id_json"] = '{"LEAK": 0, "NOLEAK": 1}'
-        f.attrs["created_at_utc"] = "2024-01-01T00:00:00Z"
+        f.create_dataset("labels", data=np.array([0, 1, 1, 2, 0], np.int16))
+        f.create_dataset("segments_mel", data=legacy_rows(), **packed)
+        if waves: f.create_dataset("segments_waveform", data=legacy_waves(), **(packed if storage != "gzip" else {"compression": "gzip"}))
+        for name, value in attributes.items(): f.attrs[name] = value
+        for name in without: del (f.attrs if name in f.attrs else f)[name]
     return path
 
 
-def test_legacy(tmp_path):
-    path = legacy_file(tmp_path / "old.h5")
+@pytest.mark.parametrize("storage", ["contiguous", "gzip", "chunked"])
+@pytest.mark.parametrize("text", ["string", "bytes", "list"])
+@pytest.mark.parametrize("waves", [False, True])
+def test_legacy(tmp_path, storage, text, waves):
+    path = legacy_file(tmp_path / "TRAINING_DATASET.H5", storage=storage, text=text, waves=waves)
     with pytest.raises(VerifyError, match="not a data set of leakmel") as e: lm.open_dataset(path)
     assert "legacy=True" in str(e.value)
     with lm.open_dataset(path, legacy=True) as ds:
-        assert ds.class_names == ["LEAK", "NOLEAK"]
-        assert ds[2][1] == 1
-        assert ds.config["duration_sec"] == 10.0
-        assert ds.files["label"].tolist() == ["LEAK", "NOLEAK", "NOLEAK"]
+        assert ds.class_names == ["LEAK", "NOLEAK", "Straße"]
+        assert ds.labels.tolist() == [0, 1, 1, 2, 0]
+        assert ds.labels.dtype == np.int16
+        for i, right in enumerate(legacy_rows()):
+            row, label = ds[i]
+            assert row.dtype == np.float16
+            assert (row == right).all()
+            assert label == [0, 1, 1, 2, 0][i]
+        assert ds.config == ORIGINAL_CONFIG
+        assert ds.files["label"].tolist() == ["LEAK", "NOLEAK", "NOLEAK", "Straße", "LEAK"]
+        assert ds.typical_rows() == {"LEAK": 0, "NOLEAK": 1, "Straße": 3}
+        if waves: assert (ds.waveforms[:] == legacy_waves()).all()
+        else: assert ds.waveforms is None
         with pytest.raises(DataError, match="no full spec"): _ = ds.spec
     assert not lm.verify(path).ok
 
 
+@pytest.mark.parametrize("without", [("label2id_json",), ("created_at_utc",), ("label2id_json", "created_at_utc", "config_json")])
+def test_legacy_files_need_only_rows_labels_and_names(tmp_path, without):
+    with lm.open_dataset(legacy_file(tmp_path / "old.h5", without=without), legacy=True) as ds:
+        assert len(ds) == 5
+        if "config_json" in without:
+            with pytest.raises(VerifyError, match=r"old\.h5.*config_json"): _ = ds.config
+
+
+@pytest.mark.parametrize("without", ["segments_mel", "labels", "labels_json"])
+def test_legacy_file_that_lacks_something_is_told_what(tmp_path, without):
+    path = legacy_file(tmp_path / "old.h5", without=(without,))
+    with pytest.raises(VerifyError, match=rf"old\.h5: the data set lacks a part.*{without}"): lm.open_dataset(path, legacy=True)
+    with h5py.File(path, "r+") as f: assert f      # nobody holds it any more
+
+
+def put(name: str, value) -> Callable[[h5py.File], None]:
+    "A change that puts something in the place of a data set or an attribute."
+    def change(f):
+        if name in f: del f[name]
+        (f if name.startswith(("segments", "labels")) and not name.endswith("json") else f.attrs)[name] = value
+    return change
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (put("labels", np.array([0, 1, 1, 2], np.int16)), "not complete.*'labels': 4"),
+    (put("labels", np.array([0, 1, 1, 3, 0], np.int16)), "labels without a name"),
+    (put("labels", np.array([0, 1, 1, -1, 0], np.int16)), "labels without a name"),
+    (put("labels", np.zeros(5)), "labels is not what it should be"),
+    (put("labels", np.zeros((5, 1), np.int16)), "labels is not what it should be"),
+    (put("segments_mel", np.zeros((5, 80, 64), np.float16)), "segments_mel is not what it should be"),
+    (put("segments_mel", np.zeros((5, 40, 2, 64, 1), np.int16)), "segments_mel is not what it should be"),
+    (put("segments_waveform", np.zeros((4, 40, 2, 512), np.float32)), "not complete.*'segments_waveform': 4"),
+    (put("segments_waveform", np.zeros((5, 512), np.float32)), "segments_waveform is not what it should be"),
+    (put("labels_json", '["LEAK"]'), "labels without a name"),
+    (put("labels_json", '{"LEAK": 0, "NOLEAK": 1, "CRACK": 2}'), "labels without a name"),
+    (put("labels_json", "[1, 2, 3]"), "labels without a name"),
+    (put("labels_json", b"\xff\xfe\xff"), "lacks a part"),
+    (put("labels_json", "[" * 60_000), "lacks a part"),
+    (put("labels_json", "__import__('os').mkdir('made')"), "lacks a part"),
+    (put("labels_json", h5py.Empty("S1")), "lacks a part"),
+])
+def test_legacy_file_of_another_form_is_refused_by_name(tmp_path, monkeypatch, change, said):
+    monkeypatch.chdir(tmp_path)
+    path = legacy_file(tmp_path / "old.h5")
+    with h5py.File(path, "r+") as f: change(f)
+    with pytest.raises(VerifyError, match=said) as e: lm.open_dataset(path, legacy=True)
+    assert "old.h5" in str(e.value)
+    assert os.listdir(tmp_path) == ["old.h5"]       # nothing in it was executed
+    with h5py.File(path, "r+") as f: assert f
+
+
+@pytest.mark.parametrize("value", ["[]", "7", "{", b"\xff", "__import__('os').mkdir('made')"])
+def test_legacy_settings_that_are_no_settings(tmp_path, monkeypatch, value):
+    monkeypatch.chdir(tmp_path)
+    path = legacy_file(tmp_path / "old.h5")
+    with h5py.File(path, "r+") as f: f.attrs["config_json"] = value
+    with lm.open_dataset(path, legacy=True) as ds, pytest.raises(VerifyError, match=r"old\.h5"): _ = ds.config
+    assert os.listdir(tmp_path) == ["old.h5"]
+
+
 def test_ours_opens_as_legacy_too(built):
     with lm.open_dataset(built, legacy=True) as ds: assert len(ds) == 8
+
+
+# ---- waveforms
+
+
+def test_waveforms_where_the_data_set_has_them(built, tmp_path):
+    root = built.parent / "data"
+    path = lm.build(root, split="training", out=tmp_path / "w.h5", with_waveforms=True, progress="none").path
+    with lm.open_dataset(built) as ds: assert ds.waveforms is None
+    with lm.open_dataset(path) as ds, h5py.File(built) as plain:
+        assert isinstance(ds.waveforms, h5py.Dataset)
+        assert ds.waveforms.shape == (8, 4, 2, 512)
+        assert (ds.waveforms[7] == content(path)["segments_waveform"][7]).all()
+        assert (ds.mels[:] == plain["segments_mel"][:]).all()
+    for change in (lambda f: (f.__delitem__("segments_waveform"), f.__setitem__("segments_waveform", np.zeros((7, 4, 2, 512), np.float32))),
+                   lambda f: (f.__delitem__("segments_waveform"), f.create_group("segments_waveform"))):
+        with pytest.raises(VerifyError): lm.open_dataset(broken(path, tmp_path / "y.h5", change))
 
 
 # ---- refusals
@@ -182,8 +290,9 @@ def test_refusals_name_the_file_and_close_it(built, tmp_path, name, change, said
     with h5py.File(path, "r+") as f: assert f      # nobody holds it any more
 
 
-@pytest.mark.parametrize("kind", ["external storage", "external link", "virtual", "huge"])
-def test_a_strangers_file_is_refused_before_data_are_read(built, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["external storage", "external link", "soft link", "virtual", "huge"])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_strangers_file_is_refused_before_data_are_read(built, tmp_path, kind, legacy):
     "Such a file could show other files of this machine as rows, or ask for terabytes."
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(range(256)) * 4096)
@@ -195,6 +304,9 @@ def test_a_strangers_file_is_refused_before_data_are_read(built, tmp_path, kind)
             case "external link":
                 with h5py.File(tmp_path / "other.h5", "w") as g: g["segments_mel"] = np.zeros(shape, np.float16)
                 f["segments_mel"] = h5py.ExternalLink(os.fspath(tmp_path / "other.h5"), "segments_mel")
+            case "soft link":
+                f["elsewhere"] = np.zeros(shape, np.float16)
+                f["segments_mel"] = h5py.SoftLink("/elsewhere")
             case "virtual":
                 with h5py.File(tmp_path / "other.h5", "w") as g: g["segments_mel"] = np.zeros(shape, np.float16)
                 layout = h5py.VirtualLayout(shape, "f2")
@@ -207,7 +319,7 @@ def test_a_strangers_file_is_refused_before_data_are_read(built, tmp_path, kind)
                 f.attrs["n_rows"] = 1 << 33
     path = broken(built, tmp_path / "y.h5", change)
     began = time.monotonic()
-    with pytest.raises(VerifyError): lm.open_dataset(path)
+    with pytest.raises(VerifyError, match="not safe to read"): lm.open_dataset(path, legacy=legacy)
     assert not lm.verify(path).ok
     assert time.monotonic() - began < 1
 

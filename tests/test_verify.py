@@ -1,4 +1,5 @@
 "The check can fail: every way of spoiling a finished data set is reported, and none of them is an exception."
+import ast
 import json
 import multiprocessing
 import os
@@ -13,10 +14,15 @@ import pytest
 
 import leakmel as lm
 from leakmel.audio.wav import digest_of
+from leakmel.core.errors import VerifyError
+from leakmel.dataset import waveforms
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
 from leakmel.dataset.verify import VerifyReport, pick_rows
-from outsider import fit, log_mel, read
+from leakmel.dataset.writer import RowFile
+from leakmel.mel.engines import ReferenceEngine
+from leakmel.mel.reference import reference_log_mel
+from outsider import fit, leftovers, log_mel, read
 
 N = 30
 
@@ -62,7 +68,9 @@ def spoil(path: Path, change: Callable[[h5py.File], None], *, rows_resealed: boo
     "Change a data set; resealed: with digests that fit, as a builder that is wrong, or a forger, would write it."
     with h5py.File(path, "r+") as f:
         change(f)
-        if rows_resealed: f["digests/rows"][:] = np.array([digest_of(r) for r in f["segments_mel"][:]], "S32")
+        if rows_resealed:
+            f["digests/rows"][:] = np.array([digest_of(r) for r in f["segments_mel"][:]], "S32")
+            if "segments_waveform" in f: f["digests/waveforms"][:] = np.array([digest_of(w) for w in f["segments_waveform"][:]], "S32")
         if rows_resealed or resealed: f.attrs[DIGEST_ATTRIBUTE] = metadata_digest(f)
 
 
@@ -184,6 +192,223 @@ def test_the_outsiders_own_rows_pass(built, file):
     assert lm.verify(file, root=built[0], sample=None).ok
 
 
+@pytest.mark.parametrize("bit", [5, 9, 12, 14, 15])
+def test_a_flipped_bit_of_a_row(built, file, bit):
+    "From the mantissa's middle to the sign; a lower one may be as small as honest rounding, and only its digest tells."
+    def flip(f):
+        row = f["segments_mel"][8].view(np.uint16)
+        row[2, 1, 40, 0] ^= 1 << bit
+        f["segments_mel"][8] = row.view(np.float16)
+    spoil(file, flip)
+    bad(lm.verify(file), "first row 8")
+    spoil(file, lambda f: None, rows_resealed=True)
+    bad(lm.verify(file, root=built[0], sample=None), "row 8")
+
+
+# ---- builders that are wrong
+
+
+def swap_two(engine, out, samples) -> None: out[[0, 1]] = out[[1, 0]]
+def zero_one(engine, out, samples) -> None: out[-1] = 0
+def shift_a_frame(engine, out, samples) -> None: out[...] = reference_log_mel(np.roll(samples, -engine.spec.hop_length, axis=1), engine.spec)
+def flip_a_bit(engine, out, samples) -> None: out.view(np.uint16)[0, 3, 1, 7, 0] ^= 1 << 12
+
+
+def other_scale(engine, out, samples) -> None:
+    for x, row in zip(samples, out): row[...] = log_mel(x / 32_768, engine.spec.to_dict() | {"mel_scale": "slaney"})
+
+
+def symmetric_window(engine, out, samples) -> None:
+    for x, row in zip(samples, out): row[...] = log_mel(x / 32_768, engine.spec.to_dict(), periodic=False)
+
+
+QUIET = dict(engine="reference", progress="none", pipeline=PipelineConfig(files_per_batch=5, monitor_interval_s=0.0))
+
+
+@pytest.mark.parametrize("wrong", [swap_two, zero_one, shift_a_frame, other_scale, symmetric_window, flip_a_bit])
+def test_what_a_wrong_builder_publishes_unchecked_is_found_by_the_sources(built, tmp_path, monkeypatch, wrong):
+    "The digests are those of the wrong rows: without the sources the file is in order."
+    real = ReferenceEngine.run
+    def run(self, samples, out, **more):
+        moments = real(self, samples, out, **more)
+        if len(samples) > 1: wrong(self, out, samples)      # one alone: the engine's check of itself
+        return moments
+    monkeypatch.setattr(ReferenceEngine, "run", run)
+    r = lm.build(built[0], out=tmp_path / "y.h5", check=0, **QUIET)
+    assert lm.verify(r.path).ok
+    bad(lm.verify(r.path, root=built[0], sample=None), "differs from the reference")
+    with pytest.raises(VerifyError, match="differs from the reference"): lm.build(built[0], out=tmp_path / "y.h5", check=None, **QUIET)
+
+
+def one_place_too_far(file, first, rows, real): return real(file, first + (first == 5), rows)
+def one_write_lost(file, first, rows, real): return rows.nbytes if first == 10 else real(file, first, rows)
+def two_rows_exchanged(file, first, rows, real): return real(file, first, np.ascontiguousarray(rows[::-1]))
+
+
+def a_bit_on_the_way(file, first, rows, real):
+    rows = rows.copy()
+    rows.view(np.uint16)[0, 0, 0, 0, 0] ^= 1
+    return real(file, first, rows)
+
+
+@pytest.mark.parametrize("wrong", [one_place_too_far, one_write_lost, two_rows_exchanged, a_bit_on_the_way])
+def test_a_writer_that_errs_publishes_nothing(built, tmp_path, monkeypatch, wrong):
+    "Rows that reach the file otherwise than they left the engine, down to one bit, do not match their digest; no source is needed."
+    real = RowFile.write
+    monkeypatch.setattr(RowFile, "write", lambda self, first, rows: wrong(self, first, rows, real))
+    with pytest.raises(VerifyError, match="do not match their digest"): lm.build(built[0], out=tmp_path / "y.h5", check=0, **QUIET)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_writer_that_leaves_gaps_or_stops_a_byte_early_publishes_nothing(data, tmp_path, monkeypatch):
+    (data / "LEAK" / "s0~000.wav").write_bytes(b"no recording")       # comes first
+    def gap(self, good): self.waveform_offset -= int((~good).sum()) * self.row_bytes
+    monkeypatch.setattr(RowFile, "close_ranks", gap)
+    with pytest.raises(VerifyError, match="do not match their digest"): lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
+    monkeypatch.undo()
+    real = RowFile.finish
+    def early(self, meta):
+        real(self, meta)
+        os.truncate(self.partial, self.partial.stat().st_size - 1)
+    monkeypatch.setattr(RowFile, "finish", early)
+    with pytest.raises(VerifyError, match="nothing was published"): lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_verify_shares_no_code_with_what_builds():
+    "No path of imports leads from verify to the loader, the engines, the ring or the writer."
+    import leakmel.dataset.verify
+    package = Path(lm.__file__).parent
+    seen, todo = set(), [Path(leakmel.dataset.verify.__file__)]
+    while todo:
+        if (path := todo.pop()) in seen: continue
+        seen.add(path)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not node.level: continue
+            base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            todo += [p for p in (base.with_suffix(".py"), *(base / f"{a.name}.py" for a in node.names)) if p.is_file()]
+    names = {"/".join(p.relative_to(package).with_suffix("").parts) for p in seen}
+    assert {"dataset/verify", "dataset/schema", "mel/reference", "audio/conform"} <= names
+    assert not {n for n in names if n.split("/")[-1] in ("loader", "ring", "pipeline", "writer", "waveforms", "engines", "torch_engine", "stock")}
+
+
+# ---- waveforms
+
+
+@pytest.fixture(scope="module")
+def built_with_waveforms(built, tmp_path_factory) -> Path:
+    "The data set of the same folder with its waveforms."
+    return lm.build(built[0], out=tmp_path_factory.mktemp("waves") / "x.h5", with_waveforms=True, **QUIET).path
+
+
+@pytest.fixture
+def waved(built_with_waveforms, tmp_path) -> Path:
+    "A copy of the data set with waveforms that may be spoiled."
+    return Path(shutil.copy(built_with_waveforms, tmp_path / "w.h5"))
+
+
+def test_good_waveforms(built, built_with_waveforms):
+    report = lm.verify(built_with_waveforms, root=built[0], sample=None)
+    assert report.ok
+    assert report.checked == N
+    assert lm.verify(built_with_waveforms).ok
+
+
+def change_waves(change: Callable[[np.ndarray], None]) -> Callable[[h5py.File], None]:
+    "Something done to the waveforms of a file."
+    def done(f):
+        waves = f["segments_waveform"][:]
+        change(waves)
+        f["segments_waveform"][:] = waves
+    return done
+
+
+def swap_waves(w: np.ndarray) -> None: w[[3, 17]] = w[[17, 3]]
+def scale_waves(w: np.ndarray) -> None: w *= np.float32(32_768 / 32_767)
+def zero_waves(w: np.ndarray) -> None: w[17] = 0
+def shift_waves(w: np.ndarray) -> None: w[:] = np.roll(w.reshape(len(w), -1), 1, axis=1).reshape(w.shape)
+def turn_waves(w: np.ndarray) -> None: w[17] = -w[17]
+def flip_lowest_bit(w: np.ndarray) -> None: w.view(np.uint32)[17, 3, 1, 511] ^= 1
+def exchange_segments(w: np.ndarray) -> None: w[17] = w[17][:, ::-1].copy()
+
+
+@pytest.mark.parametrize("change", [swap_waves, scale_waves, zero_waves, shift_waves, turn_waves, flip_lowest_bit, exchange_segments])
+def test_spoiled_waveforms(built, waved, change):
+    "Found by their digests; with digests that a forger repaired, by the recordings, to the last bit."
+    spoil(waved, change_waves(change))
+    bad(lm.verify(waved), "waveforms of", "do not match their digest")
+    spoil(waved, lambda f: None, rows_resealed=True)
+    assert lm.verify(waved).ok
+    bad(lm.verify(waved, root=built[0], sample=None), "row 17", "the waveforms are not the recording's")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_waveforms_that_are_not_finite(waved, value):
+    spoil(waved, change_waves(lambda w: w.__setitem__((29, 3, 1, 511), value)), rows_resealed=True)
+    bad(lm.verify(waved), "the waveforms of row 29 hold values that are not finite")
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("no digests", lambda f: f.__delitem__("digests/waveforms")),
+    ("no waveforms", lambda f: f.__delitem__("segments_waveform")),
+    ("digests exchanged", lambda f: f["digests/waveforms"].__setitem__(slice(0, 2), f["digests/waveforms"][:2][::-1])),
+    ("one digest less", lambda f: replace_set(f, "digests/waveforms", f["digests/waveforms"][:-1])),
+    ("one row less", lambda f: replace_set(f, "segments_waveform", f["segments_waveform"][:-1])),
+    ("one row more", lambda f: replace_set(f, "segments_waveform", np.concatenate([f["segments_waveform"][:], f["segments_waveform"][:1]]))),
+    ("float64", lambda f: replace_set(f, "segments_waveform", f["segments_waveform"][:].astype(np.float64))),
+    ("int16", lambda f: replace_set(f, "segments_waveform", np.round(f["segments_waveform"][:] * 32_768).astype(np.int16))),
+    ("flat", lambda f: replace_set(f, "segments_waveform", f["segments_waveform"][:].reshape(N, -1))),
+    ("a group", lambda f: (f.__delitem__("segments_waveform"), f.create_group("segments_waveform"))),
+    ("a scalar", lambda f: replace_set(f, "segments_waveform", np.array(1, np.float32))),
+])
+def test_waveforms_that_are_something_else(built, waved, name, change):
+    spoil(waved, change, resealed=True)
+    bad(lm.verify(waved))
+    bad(lm.verify(waved, root=built[0]))
+
+
+def replace_set(f: h5py.File, name: str, values: np.ndarray) -> None:
+    "Put a data set in the place of another."
+    del f[name]
+    f[name] = values
+
+
+def test_waveforms_slipped_into_a_data_set_without(built, file):
+    spoil(file, lambda f: f.create_dataset("segments_waveform", data=np.zeros((N, 4, 2, 512), np.float32)))
+    bad(lm.verify(file), "waveforms without digests")
+
+
+def cut_late(samples, spec): return REAL_VIEW(np.ascontiguousarray(np.roll(samples, 1, axis=1)), spec)
+def cut_from_neighbours(samples, spec): return REAL_VIEW(np.ascontiguousarray(np.roll(samples, 1, axis=0)), spec)
+def cut_backwards(samples, spec): return REAL_VIEW(samples, spec)[..., ::-1]
+def cut_by_32767(samples, spec): return REAL_VIEW((samples * (32_768 / 32_767)).astype(np.float32), spec)
+
+
+REAL_VIEW = waveforms.segment_view
+
+
+@pytest.mark.parametrize("wrong", [cut_late, cut_from_neighbours, cut_backwards, cut_by_32767])
+def test_a_builder_that_cuts_wrongly_publishes_nothing(built, tmp_path, monkeypatch, wrong):
+    monkeypatch.setattr(waveforms, "segment_view", wrong)
+    with pytest.raises(VerifyError, match="the waveforms are not the recording's"):
+        lm.build(built[0], out=tmp_path / "y.h5", with_waveforms=True, check=None, **QUIET)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_waveform_that_is_lost_or_spoiled_on_its_way_is_not_published(built, tmp_path, monkeypatch):
+    real = RowFile.write_waveform
+    def lost(self, k, wave): return real(self, k, wave) if k != 9 else wave.nbytes
+    def flipped(self, k, wave):
+        wave = wave.copy()
+        wave.view(np.uint32)[0, 0, 0] ^= 1
+        return real(self, k, wave)
+    for wrong in (lost, flipped):
+        monkeypatch.setattr(RowFile, "write_waveform", wrong)
+        with pytest.raises(VerifyError, match="waveforms of .* do not match their digest"):
+            lm.build(built[0], out=tmp_path / "y.h5", with_waveforms=True, check=0, **QUIET)
+    assert leftovers(tmp_path) == []
+
+
 # ---- labels, names, attributes
 
 
@@ -225,6 +450,8 @@ def test_metadata_that_contradict_themselves_are_found_even_when_resealed(file, 
     ("engine", lambda f: f.attrs.__setitem__("engine", "magic@1/cpu")),
     ("floor", lambda f: f.attrs.__setitem__("config_json", json.dumps(json.loads(f.attrs["config_json"]) | {"floor": 1e-9}, sort_keys=True))),
     ("split", lambda f: f.attrs.__setitem__("split", "TRAINING")),
+    ("naming", lambda f: f.attrs.__setitem__("naming_json", f.attrs["naming_json"].replace(" ", ""))),
+    ("folder", lambda f: f["files/folder"].__setitem__(3, b"x")),
 ])
 def test_any_change_of_the_metadata_is_found_without_the_sources(file, name, change):
     spoil(file, change)
@@ -236,6 +463,8 @@ def test_any_change_of_the_metadata_is_found_without_the_sources(file, name, cha
     ("status", lambda f: f["files/status"].__setitem__(3, b"up")),
     ("source digest", lambda f: f["files/digest"].__setitem__(3, b"0" * 32)),
     ("rejected path", lambda f: f["rejected/path"].__setitem__(0, b"LEAK/brokem.wav")),
+    ("folder", lambda f: f["files/folder"].__setitem__(3, b"x")),
+    ("session", lambda f: f["files/session"].__setitem__(3, b"x")),
 ])
 def test_resealed_metadata_are_found_with_the_sources(built, file, name, change):
     spoil(file, change, resealed=True)
@@ -414,7 +643,8 @@ def verdict_of_child(path: Path, seconds: float = 20) -> str:
 def regions(path: Path) -> dict[str, tuple[int, int]]:
     "Where the parts of a data set lie in its file."
     with h5py.File(path) as f:
-        names = ["segments_mel", "labels", "digests/rows", *(f"files/{n}" for n in f["files"]), *(f"rejected/{n}" for n in f["rejected"])]
+        names = ["segments_mel", "labels", *(f"{g}/{n}" for g in ("digests", "files", "rejected") for n in f[g])]
+        if "segments_waveform" in f: names.append("segments_waveform")
         return {n: (f[n].id.get_offset(), f[n].id.get_storage_size()) for n in names}
 
 
@@ -430,6 +660,16 @@ def test_flipped_bits_in_the_data_are_all_found(file, seed):
             assert not report.ok, name
     file.write_bytes(raw)
     assert lm.verify(file).ok
+
+
+@pytest.mark.parametrize("name", ["segments_waveform", "digests/waveforms", "segments_mel"])
+def test_flipped_bits_beside_waveforms_are_all_found(waved, name):
+    rng, raw, (at, size) = np.random.default_rng(5), waved.read_bytes(), regions(waved)[name]
+    for _ in range(20):
+        damaged = bytearray(raw)
+        damaged[at + int(rng.integers(size))] ^= 1 << int(rng.integers(8))
+        waved.write_bytes(damaged)
+        assert not lm.verify(waved).ok
 
 
 @pytest.mark.slow

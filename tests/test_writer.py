@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -137,6 +138,117 @@ def test_large_rows_close_ranks(tmp_path):
     with h5py.File(tmp_path / "a.h5") as f: assert (f["segments_mel"][:] == rows_of(np.flatnonzero(good), spec)).all()
 
 
+# ---- waveforms, where they are wanted
+
+WAVE = (1, 2, 512)       # the segments of one row
+
+
+def waves_of(numbers) -> np.ndarray:
+    "Waveforms for each number that can be told from any other."
+    return np.stack([np.arange(np.prod(WAVE), dtype=np.float32).reshape(WAVE) / 1024 + int(k) for k in numbers])
+
+
+def with_waves(meta: Metadata, numbers) -> Metadata:
+    "The metadata of a data set that holds the waveforms of these candidates."
+    return replace(meta, waveform_digests=np.array([digest_of(w) for w in waves_of(numbers)], "S32"))
+
+
+def build_both(target: Path, good: np.ndarray, order: int = 1) -> RowFile:
+    "Rows and waveforms of all candidates, in any order; what is not good is noise. Closed, not yet complete."
+    file = RowFile(target, SMALL.row_shape, len(good), WAVE)
+    for k in range(len(good))[::order]:
+        file.write(k, rows_of([k]) if good[k] else np.full((1, *SMALL.row_shape), -7777, np.float16))
+        if good[k] or k % 2: file.write_waveform(k, waves_of([k])[0] if good[k] else np.full(WAVE, np.nan, np.float32))
+    file.close_ranks(good)
+    return file
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(good=st.lists(st.booleans(), min_size=1, max_size=60).filter(any))
+def test_rejected_files_leave_no_trace_in_waveforms(tmp_path, good):
+    keep = np.array(good)
+    numbers = np.flatnonzero(keep)
+    meta = with_waves(metadata_of(numbers), numbers)
+    for name, mask, order in (("a.h5", keep, 1), ("b.h5", keep, -1)):
+        file = build_both(tmp_path / name, mask, order)
+        file.finish(meta)
+        file.publish(sync=False)
+    clean = RowFile(tmp_path / "c.h5", SMALL.row_shape, len(numbers), WAVE)
+    clean.write(0, rows_of(numbers))
+    for k, wave in enumerate(waves_of(numbers)): clean.write_waveform(k, wave)
+    clean.finish(meta)
+    clean.publish(sync=False)
+    with h5py.File(tmp_path / "a.h5") as f:
+        assert (f["segments_waveform"][:] == waves_of(numbers)).all()
+        assert (f["segments_mel"][:] == rows_of(numbers)).all()
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes() == (tmp_path / "c.h5").read_bytes()
+    assert leftovers(tmp_path, "a.h5", "b.h5", "c.h5") == []
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 500])
+def test_mels_lie_where_they_lie_without_waveforms(tmp_path, n):
+    build(tmp_path / "plain.h5", np.ones(n, bool))
+    file = build_both(tmp_path / "a.h5", np.ones(n, bool))
+    file.finish(with_waves(metadata_of(range(n)), range(n)))
+    file.publish(sync=False)
+    end = rows_offset(tmp_path, "a.h5", SMALL.row_shape) + n * file.row_bytes
+    with h5py.File(tmp_path / "plain.h5") as a, h5py.File(tmp_path / "a.h5") as b:
+        assert "segments_waveform" not in a
+        assert "digests/waveforms" not in a
+        assert a["segments_mel"].id.get_offset() == b["segments_mel"].id.get_offset() == end - n * file.row_bytes
+        assert b["segments_waveform"].id.get_offset() == end
+        assert b["segments_waveform"].chunks is None
+    for name in ("plain.h5", "a.h5"): assert (tmp_path / name).read_bytes()[end - n * file.row_bytes:end] == rows_of(range(n)).tobytes()
+
+
+def test_nothing_moves_where_no_candidate_was_rejected(tmp_path, monkeypatch):
+    def never(*a): raise AssertionError("bytes were moved")
+    file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 20, WAVE)
+    before = file.waveform_offset
+    monkeypatch.setattr(writer, "_write_all", never)
+    monkeypatch.setattr(os, "pread", never)
+    file.close_ranks(np.ones(20, bool))
+    assert file.waveform_offset == before
+    monkeypatch.undo()
+    file.abort()
+
+
+def test_room_for_waveforms_is_asked_for_and_reserved(tmp_path, monkeypatch):
+    file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 100, WAVE)
+    room = file.offset + 100 * (256 + 4096)
+    assert file.partial.stat().st_size == room
+    assert file.partial.stat().st_blocks * 512 >= room
+    file.abort()
+    monkeypatch.setattr(os, "statvfs", fake_statvfs(1 << 20))
+    with pytest.raises(SpaceError) as e: RowFile(tmp_path / "a.h5", SMALL.row_shape, 1000, WAVE)
+    assert f"{1000 * (256 + 4096 + writer.SPARE_BYTES) - (1 << 20):,} bytes are missing" in str(e.value)
+    assert leftovers(tmp_path) == []
+
+
+def test_gzip_takes_waveforms_along_and_asks_for_their_room(tmp_path, monkeypatch):
+    n = 70
+    meta = with_waves(metadata_of(range(n)), range(n))
+    whole = build_both(tmp_path / "a.h5", np.ones(n, bool))
+    whole.finish(meta)
+    whole.publish(sync=False)
+    packed = build_both(tmp_path / "b.h5", np.ones(n, bool))
+    packed.finish(meta)
+    asked: list[int] = []
+    monkeypatch.setattr(writer, "require_space", lambda folder, n_bytes: asked.append(n_bytes))
+    packed.compress(meta)
+    packed.publish(sync=False)
+    assert asked == [n * (256 + 4096 + writer.SPARE_BYTES)]
+    assert same(content(tmp_path / "a.h5"), content(tmp_path / "b.h5"))
+    with h5py.File(tmp_path / "b.h5") as f: assert f["segments_waveform"].compression == "gzip"
+
+
+def test_ranks_that_were_not_closed_are_noticed(tmp_path):
+    file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 4, WAVE)
+    with pytest.raises(OutputError, match="moved the rows"): file.finish(with_waves(metadata_of([0, 1]), [0, 1]))
+    file.abort()
+    assert leftovers(tmp_path) == []
+
+
 # ---- what is around the rows
 
 
@@ -204,7 +316,7 @@ def test_failed_compression_leaves_the_whole_file(tmp_path, monkeypatch):
     before = build(tmp_path / "a.h5", np.ones(3, bool))
     def full(*a): raise OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(writer, "write_metadata", full)
-    with pytest.raises(OSError): compress(tmp_path / "a.h5", metadata_of(range(3)), SMALL.row_shape)
+    with pytest.raises(OSError): compress(tmp_path / "a.h5", metadata_of(range(3)))
     assert (tmp_path / "a.h5").read_bytes() == before
     assert leftovers(tmp_path, "a.h5") == []
 

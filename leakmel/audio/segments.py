@@ -13,7 +13,10 @@ import numpy as np
 
 from ..core.errors import SpecError
 
-# %% ../../nbs/audio/segments.ipynb #36e5abba
+# %% ../../nbs/audio/segments.ipynb #3d03f923
+_WAYS_OUT = {"long segment": "lower long_window, or raise duration_s", "short segment": "lower short_window, or raise long_window",
+             "frame": "lower n_fft, or raise short_window"}
+
 def piece_count(
     n_samples: int,  # samples in the parent
     window: int,     # samples in a piece
@@ -23,7 +26,7 @@ def piece_count(
     "Number of pieces of a parent that is not padded."
     if window < 1 or hop < 1: raise SpecError(f"{what}: window and hop must be at least 1 sample", found=f"window {window}, hop {hop}")
     if n_samples < window:
-        raise SpecError(f"no {what} fits", found=f"{n_samples} samples, {what} of {window}", remedy=f"shorten the {what} or lengthen what holds it")
+        raise SpecError(f"no {what} fits", found=f"{n_samples} samples, {what} of {window}", remedy=_WAYS_OUT.get(what))
     return 1 + (n_samples - window) // hop
 
 # %% ../../nbs/audio/segments.ipynb #2dd03d9d

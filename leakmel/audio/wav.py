@@ -65,13 +65,14 @@ def canonical_header(
     return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + n_bytes, b"WAVE", b"fmt ", 16, 1, channels,
                        sample_rate, sample_rate * channels * 2, channels * 2, 16, b"data", n_bytes)
 
-# %% ../../nbs/audio/wav.ipynb #bc2ec94a
+# %% ../../nbs/audio/wav.ipynb #aac9f6c2
 MAX_CHUNKS = 1000
 MAX_CHANNELS = 64
 STREAMED = 0xFFFFFFFF   # the data size of a writer that could not seek back
 _EXTENSIBLE = 0xFFFE
 _GUID_TAIL = bytes.fromhex("800000aa00389b71")   # of the sub-formats that stand for a plain format tag
 _TAGS = {1: "pcm", 3: "float", 6: "alaw", 7: "ulaw", 2: "ms_adpcm", 17: "ima_adpcm"}
+_BITS = {"pcm": range(1, 33), "float": (32, 64)}    # that are decoded here
 
 @dataclass(frozen=True)
 class WavHeader:
@@ -84,6 +85,7 @@ class WavHeader:
     block_align: int    # bytes per frame of all channels, as the header has it
     data_start: int     # byte offset of the first sample
     data_bytes: int     # bytes of samples
+    fmt_start: int      # byte offset of the format's fields
 
 def _fmt_fields(body: bytes, order: str, at: int) -> tuple[str, int, int, int, int]:
     "encoding, channels, rate, block align and bits of a `fmt ` chunk."
@@ -91,72 +93,85 @@ def _fmt_fields(body: bytes, order: str, at: int) -> tuple[str, int, int, int, i
     tag, channels, rate, _, align, bits = struct.unpack(order + "HHIIHH", body[:16])
     if tag == _EXTENSIBLE and len(body) >= 40:
         plain, *middle = struct.unpack(order + "IHH", body[24:32])
-        if middle == [0, 16] and body[32:40] == _GUID_TAIL: tag = plain    # any other sub-format is libsndfile's affair
+        if middle == [0, 16] and body[32:40] == _GUID_TAIL: tag = plain
     kind = _TAGS.get(tag, f"tag{tag}")
     return f"{kind}{bits}" if kind in ("pcm", "float") else kind, channels, rate, align, bits
 
-# %% ../../nbs/audio/wav.ipynb #48793832
+# %% ../../nbs/audio/wav.ipynb #dbe46b7e
 def _check_format(encoding: str, channels: int, rate: int, align: int, bits: int, at: int) -> None:
     "Refuse formats whose samples cannot be trusted."
     if not 1 <= channels <= MAX_CHANNELS:
         raise RecordingError("channels", f"{channels} channels, from 1 to {MAX_CHANNELS} are read", offset=at)
     if not 1 <= rate <= 10_000_000: raise RecordingError("unsupported", f"sample rate of {rate} Hz", offset=at)
-    if encoding.startswith(("pcm", "float")):
-        wanted = channels * -(-bits // 8)
-        if bits == 0 or align != wanted:   # libsndfile decodes 24 bit in 4-byte containers to noise
-            raise RecordingError("unsupported", f"{bits}-bit samples of {channels} channels in frames of {align} bytes, {wanted} fit", offset=at)
+    kind = encoding.rstrip("0123456789")
+    if encoding == f"tag{_EXTENSIBLE}": raise RecordingError("unsupported", "an extensible format without a plain sub-format", offset=at)
+    if kind in _BITS and bits not in _BITS[kind]: raise RecordingError("unsupported", f"{kind} samples of {bits} bits", offset=at)
+    wanted = channels * -(-bits // 8) if kind in _BITS else channels if kind in ("alaw", "ulaw") else align
+    if align != wanted:   # libsndfile decodes 24 bit in 4-byte containers to noise
+        raise RecordingError("unsupported", f"frames of {align} bytes for {channels} x {bits} bits, {wanted} fit", offset=at)
 
-def _data_size(claimed: int, start: int, n_file: int) -> int:
+def _data_size(claimed: int, start: int, n_file: int, may_stream: bool) -> int:
     "Bytes of samples, by the header's claim and the file's size."
     if claimed == 0: raise RecordingError("empty", "the data chunk says 0 bytes: the recorder never finished its header", offset=start - 4)
     there = n_file - start
-    if claimed == STREAMED: return there
+    if claimed == STREAMED and may_stream: return there
     if claimed > there: raise RecordingError("truncated", f"the data chunk ends after {there} of {claimed} bytes", offset=n_file)
     return claimed
 
-# %% ../../nbs/audio/wav.ipynb #68c46ced
+# %% ../../nbs/audio/wav.ipynb #64b7f269
 def _chunks(
-    fd: int, order: str,
+    fd: int, container: str,
 ) -> Iterator[tuple[bytes, int, int]]:   # name, size as claimed, byte offset of the name
     "The chunks of an open RIFF file."
-    at = 12
+    at, order, data64 = 12, ">" if container == "RIFX" else "<", None
     for _ in range(MAX_CHUNKS):
         raw = os.pread(fd, 8, at)
         if len(raw) < 8 or not all(32 <= c < 127 for c in raw[:4]): return
-        size = struct.unpack(order + "I", raw[4:])[0]
-        yield raw[:4], size, at
+        name, size = raw[:4], struct.unpack(order + "I", raw[4:])[0]
+        if container == "RF64" and name == b"ds64": data64 = _ds64_data_size(os.pread(fd, 16, at + 8), at)
+        if container == "RF64" and name == b"data": size = _rf64_data_size(size, data64, at)
+        yield name, size, at
         at += 8 + size + (size & 1)
     if os.pread(fd, 8, at): raise RecordingError("unsupported", f"more than {MAX_CHUNKS} chunks", offset=at)
-
-# %% ../../nbs/audio/wav.ipynb #44b95602
-def parse_header(
-    fd: int,       # open file descriptor
-    n_file: int,   # bytes in the file
-) -> WavHeader:
-    "Find format and samples of a RIFF, RIFX or RF64 file; raises RecordingError where they cannot be trusted."
-    if n_file == 0: raise RecordingError("empty", "the file has no bytes")
-    head = os.pread(fd, 12, 0)
-    if len(head) < 12 or head[:4] not in (b"RIFF", b"RIFX", b"RF64") or head[8:] != b"WAVE":
-        raise RecordingError("not_wav", "the file does not start like a WAV file", offset=0)
-    container, order = head[:4].decode(), ">" if head[:4] == b"RIFX" else "<"
-    fmt, fmt_at, data64, found, at = None, 0, None, None, 12
-    for name, size, at in _chunks(fd, order):
-        if (name == b"fmt " and fmt) or (name == b"data" and found): raise RecordingError("not_wav", f"a second {name.decode().strip()} chunk", offset=at)
-        if name == b"ds64" and container == "RF64": data64 = _ds64_data_size(os.pread(fd, 16, at + 8), at)
-        elif name == b"fmt ": fmt, fmt_at = _fmt_fields(os.pread(fd, min(size, 64), at + 8), order, at + 8), at + 8
-        elif name == b"data":
-            if fmt is None: raise RecordingError("not_wav", "samples before a format chunk", offset=at)
-            if container == "RF64" and data64 is None: raise RecordingError("not_wav", "an RF64 file without a ds64 chunk", offset=at)
-            _check_format(*fmt, fmt_at)
-            found = at + 8, _data_size(data64 if data64 is not None and size == STREAMED else size, at + 8, n_file)
-    if fmt is None or found is None: raise RecordingError("not_wav", "no data chunk", offset=at)
-    encoding, channels, rate, align, bits = fmt
-    return WavHeader(container, encoding, rate, channels, bits, align, *found)
 
 def _ds64_data_size(body: bytes, at: int) -> int:
     "The 64-bit data size of an RF64 file."
     if len(body) < 16: raise RecordingError("not_wav", "ds64 chunk too short", offset=at)
     return struct.unpack("<QQ", body)[1]
+
+def _rf64_data_size(size: int, data64: int | None, at: int) -> int:
+    "The data size of an RF64 file by its two claims."
+    if data64 is None: raise RecordingError("not_wav", "an RF64 file without a ds64 chunk", offset=at)
+    if size in (STREAMED, data64): return data64
+    raise RecordingError("not_wav", f"{size} bytes of samples by the data chunk, {data64} by the ds64 chunk", offset=at + 4)
+
+# %% ../../nbs/audio/wav.ipynb #348dcf28
+_ONCE = (b"fmt ", b"data", b"ds64")
+
+def parse_header(
+    fd: int,       # open file descriptor
+    n_file: int,   # bytes in the file
+) -> WavHeader:
+    "Find format and samples of a RIFF, RIFX or RF64 file; raises RecordingError where they cannot be trusted."
+    if n_file == 0: raise RecordingError("empty", "the file has no bytes", offset=0)
+    head = os.pread(fd, 12, 0)
+    if len(head) < 12 or head[:4] not in (b"RIFF", b"RIFX", b"RF64") or head[8:] != b"WAVE":
+        raise RecordingError("not_wav", "the file does not start like a WAV file", offset=0)
+    container, seen = head[:4].decode(), set[bytes]()
+    fmt, fmt_at, found, end = None, 0, None, 12
+    for name, size, at in _chunks(fd, container):
+        end = at + 8 + size + (size & 1)
+        if name in seen: raise RecordingError("not_wav", f"a second {name.decode().strip()} chunk", offset=at)
+        if name in _ONCE: seen.add(name)
+        if name == b"fmt ": fmt, fmt_at = _fmt_fields(os.pread(fd, min(size, 64), at + 8), ">" if container == "RIFX" else "<", at + 8), at + 8
+        elif name == b"data":
+            if fmt is None: raise RecordingError("not_wav", "samples before a format chunk", offset=at)
+            _check_format(*fmt, fmt_at)
+            found = at + 8, _data_size(size, at + 8, n_file, container != "RF64")
+            if found[1] + at + 8 == n_file: break     # nothing behind; a streamed file may be larger than its size field can say
+    if fmt is None or found is None: raise RecordingError("not_wav", "the chunks end, and there is no data chunk", offset=min(end, n_file))
+    encoding, channels, rate, align, bits = fmt
+    return WavHeader(container, encoding, rate, channels, bits, align, *found, fmt_at)
 
 # %% ../../nbs/audio/wav.ipynb #11e4070b
 DIGEST_ALGORITHM = "xxh3-128"
@@ -186,7 +201,7 @@ class Recording:
         n, c = self.samples.shape
         return f"Recording({n} samples x {c} channel{'s' * (c > 1)}, {self.sample_rate} Hz, {self.duration_s:g} s, {self.encoding})"
 
-# %% ../../nbs/audio/wav.ipynb #61dd3579
+# %% ../../nbs/audio/wav.ipynb #0cdbecfd
 def _read_payload(fd: int, header: WavHeader) -> bytearray:
     "The bytes of the data chunk."
     raw = bytearray(header.data_bytes)
@@ -197,7 +212,31 @@ def _read_payload(fd: int, header: WavHeader) -> bytearray:
         done += n
     return raw
 
-def _decode_float(fd: int, header: WavHeader, n_file: int) -> np.ndarray:
+# %% ../../nbs/audio/wav.ipynb #2cfcef99
+def _decode_plain(raw: bytearray, header: WavHeader) -> np.ndarray:
+    "Samples [n, C] of PCM or float bytes: int16 for 16-bit PCM, else float32."
+    order, width, channels = ">" if header.container == "RIFX" else "<", -(-header.bits // 8), header.channels
+    n = len(raw) // header.block_align * channels
+    if header.encoding.startswith("float"): return _scaled(np.frombuffer(raw, f"{order}f{width}", n).reshape(-1, channels), 0)
+    if width in (2, 4):
+        values = np.frombuffer(raw, f"{order}i{width}", n).reshape(-1, channels)
+        return values.astype(np.int16, copy=False) if header.encoding == "pcm16" else _scaled(values, 8 * width - 1)
+    if width == 1: return _scaled(np.frombuffer(raw, np.uint8, n).reshape(-1, channels).astype(np.int16) - 128, 7)
+    wide = np.zeros((n, 4), np.uint8)
+    part = np.frombuffer(raw, np.uint8, 3 * n).reshape(n, 3)
+    if order == "<": wide[:, 1:] = part
+    else: wide[:, :3] = part
+    return _scaled(wide.view(f"{order}i4").reshape(-1, channels), 31)
+
+def _scaled(values: np.ndarray, bits: int) -> np.ndarray:
+    "float32 of values over 2 ** bits."
+    with np.errstate(over="ignore", invalid="ignore"):   # a 64-bit float beyond float32 becomes infinite, and is refused
+        out = values.astype(np.float32)
+    if bits: out *= np.float32(2.0 ** -bits)
+    return out
+
+# %% ../../nbs/audio/wav.ipynb #ad60fbff
+def _decode_coded(fd: int, header: WavHeader, n_file: int) -> np.ndarray:
     "Samples [n, C] float32 by libsndfile."
     try:
         import soundfile
@@ -205,16 +244,19 @@ def _decode_float(fd: int, header: WavHeader, n_file: int) -> np.ndarray:
         raise MachineError(f"{header.encoding} needs the package soundfile, which does not load here ({e})", remedy="pip install soundfile") from e
     try:
         with soundfile.SoundFile(os.dup(fd), closefd=True) as f:
-            if not 0 <= f.frames * f.channels <= 16 * n_file: raise RecordingError("truncated", f"{f.frames} frames claimed by a file of {n_file} bytes")
+            if not 0 <= f.frames * f.channels <= 16 * n_file:
+                raise RecordingError("truncated", f"{f.frames} frames claimed by a file of {n_file} bytes", offset=header.data_start)
             return f.read(f.frames, dtype="float32", always_2d=True)    # some codecs cannot seek, and want the number
     except soundfile.SoundFileError as e:
-        raise RecordingError("unsupported", f"{header.encoding} is not read by libsndfile here") from e
+        raise RecordingError("unsupported", f"{header.encoding} is not read by libsndfile here", offset=header.fmt_start) from e
 
-# %% ../../nbs/audio/wav.ipynb #8403398e
-def _first_nonfinite(samples: np.ndarray) -> int:
-    "Index of the first frame that holds a NaN or infinity, -1 if all are finite."
-    bad = ~np.isfinite(samples).all(axis=1)
-    return int(bad.argmax()) if bad.any() else -1
+# %% ../../nbs/audio/wav.ipynb #59999fb6
+def _check_finite(samples: np.ndarray, header: WavHeader) -> None:
+    "Refuse samples [n, C] that hold a NaN or an infinity, by the first one's index."
+    if samples.dtype == np.int16 or (good := np.isfinite(samples)).all(): return
+    frame, channel = divmod(int(good.argmin()), header.channels)
+    offset = header.data_start + frame * header.block_align + channel * header.bits // 8
+    raise RecordingError("nonfinite", f"sample {frame} is not a finite number", offset=offset if header.encoding.startswith("float") else header.data_start)
 
 def read_open_wav(
     fd: int,      # open file descriptor; its position is not used
@@ -223,13 +265,11 @@ def read_open_wav(
     "Read a WAV file that is open already."
     header = parse_header(fd, n_file)
     raw = _read_payload(fd, header)
-    if header.encoding == "pcm16":
-        samples = np.frombuffer(raw, ">i2" if header.container == "RIFX" else "<i2", count=len(raw) // 2)
-        samples = samples[:len(samples) // header.channels * header.channels].reshape(-1, header.channels).astype(np.int16, copy=False)
+    if header.encoding.startswith(("pcm", "float")): samples = _decode_plain(raw, header)
     else:
         os.lseek(fd, 0, os.SEEK_SET)
-        samples = _decode_float(fd, header, n_file)
-        if (at := _first_nonfinite(samples)) >= 0: raise RecordingError("nonfinite", f"sample {at} is not a finite number")
+        samples = _decode_coded(fd, header, n_file)
+    _check_finite(samples, header)
     if len(samples) == 0: raise RecordingError("empty", "the file holds no complete sample", offset=header.data_start)
     return Recording(samples, header.sample_rate, header.encoding, digest_of(raw))
 

@@ -13,16 +13,15 @@ from typing import Any
 
 from .errors import UsageError
 
-# %% ../../nbs/core/parameters.ipynb #ec247bb7
+# %% ../../nbs/core/parameters.ipynb #2c8e093a
 EARLIER_NAMES: dict[str, str] = {
     "cpu_max_workers": "read_workers and compute_workers", "prefetch_threads": "read_workers",
     "disk_files_per_task": "files_per_batch", "files_per_task": "files_per_batch",
     "disk_max_inflight": "slots", "disk_submit_window": "slots", "prefetch_depth": "slots", "ram_prefetch_depth": "slots", "ram_audio_q_size": "slots",
     "warmup_queue_size": "nothing: the engine starts with the first batch that is filled",
     "drive_buffersize": "nothing: a recording is read in one call", "async_copies": "nothing: reading, computing and writing always overlap",
-    "use_async_pipeline": "mode='stream', which is the default: reading, computing and writing always overlap",
-    "use_ram_preload": "mode='stream' in this version", "use_memmap_cache": "mode='stream' in this version",
-    "memmap_cache_dir": "nothing in this version: there is no cache", "precision": "nothing: float32 inside, float16 in the file",
+    "use_async_pipeline": "mode='stream': reading, computing and writing always overlap",
+    "use_ram_preload": "mode='preload'", "use_memmap_cache": "mode='memmap'", "memmap_cache_dir": "cache_dir", "precision": "nothing: float32 inside, float16 in the file",
     "sample_length_sec": "duration_s", "duration_sec": "duration_s", "long_win": "long_window", "short_win": "short_window", "hop": "hop_length",
     "num_mels": "n_mels", "f_min": "f_min_hz", "f_max": "f_max_hz", "fmin": "f_min_hz", "fmax": "f_max_hz",
     "stage_dir": "data_root", "dataset_dir": "data_root", "data_dir": "data_root", "output_dir": "out", "out_dir": "out",

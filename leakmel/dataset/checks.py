@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['check_target', 'check_listing']
 
-# %% ../../nbs/dataset/checks.ipynb #6f23df8d
+# %% ../../nbs/dataset/checks.ipynb #ae68cfd8
 import os
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from ..audio.manifest import Listing, Manifest, scan, split_folders
+from ..audio.listing import Listing
+from ..audio.manifest import Manifest, scan
 from ..core.errors import DataError, OutputError, show_path
 
 # %% ../../nbs/dataset/checks.ipynb #1ea1fb4b
@@ -42,7 +43,7 @@ def _check_replaced(target: Path) -> None:
     except OSError: ours = False
     if not ours: raise OutputError("a file that is no data set is in the way", path=target, remedy="choose another name, or remove it yourself")
 
-# %% ../../nbs/dataset/checks.ipynb #fe99cbb2
+# %% ../../nbs/dataset/checks.ipynb #4f92bd56
 def check_listing(
     listing: Listing,
     manifest: Manifest,
@@ -52,14 +53,16 @@ def check_listing(
     shown = Counter(map(show_path, manifest.label_names))
     if twins := [name for name, n in shown.items() if n > 1]:
         raise DataError(f"two label folders are written alike: {twins[0]}", path=manifest.root, remedy="rename one of them; names are stored as text")
+    if not manifest.label_names and not manifest.naming.labels_by_folder:
+        raise DataError("the pattern fits no recording", path=listing.folder, found=f"{len(listing)} recordings, for example {listing.show(0)}",
+                        expected=show_path(manifest.naming.pattern), remedy="try it with leakmel scan --pattern")
     if not manifest.label_names:
         raise DataError("no label folders", path=listing.folder, found=f"{len(listing)} recordings side by side", expected="one folder per label")
-    missing = set(range(len(manifest.label_names))) - set(np.unique(listing.label_ids).tolist())
-    listed = {x.split: x for x in manifest.listings}
-    for split in split_folders(manifest.root):
-        if not missing: return
-        other = listed[split] if split in listed else scan(manifest.root, split=split).listings[0]
-        missing -= set(np.unique(other.label_ids).tolist())
+    if not manifest.naming.labels_by_folder: return      # such a label is known from its recordings
+    missing = set(range(len(manifest.label_names)))
+    for x in manifest.listings: missing -= set(np.unique(x.label_ids).tolist())
+    if missing:
+        for x in scan(manifest.root, pattern=manifest.naming.pattern or None).listings: missing -= set(np.unique(x.label_ids).tolist())
     if missing:
         names = ", ".join(show_path(manifest.label_names[i]) for i in sorted(missing))
         raise DataError(f"label without recordings in any split: {names}", path=manifest.root,

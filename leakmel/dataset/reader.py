@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MelDataset', 'open_dataset']
 
-# %% ../../nbs/dataset/reader.ipynb #6af0fcfe
+# %% ../../nbs/dataset/reader.ipynb #a9568b79
 import json, os, stat
 from functools import cached_property
 from pathlib import Path
@@ -15,25 +15,38 @@ import h5py
 import numpy as np
 
 from ..core.errors import DataError, LeakmelError, VerifyError, show_path
-from .schema import LABELS, ROWS, SCHEMA_VERSION, stored_spec, unsafe_parts
+from .schema import LABELS, ROWS, SCHEMA_VERSION, WAVEFORMS, stored_spec, unsafe_parts
 from ..mel.spec import MelSpec
 
 if TYPE_CHECKING: import pandas as pd
 
-# %% ../../nbs/dataset/reader.ipynb #01eb0ed3
-def _require(file: h5py.File, path: Path) -> None:
+# %% ../../nbs/dataset/reader.ipynb #667ca4ea
+def _require(file: h5py.File, path: Path, legacy: bool) -> None:
     "Refuse what is not a complete data set, before data are read."
     if (problem := next(unsafe_parts(file), None)): raise VerifyError("this file is not safe to read", path=path, found=problem)
+    if not legacy: _require_schema(file, path)
+    _require_parts(file, path)
+    if not legacy and (not file.attrs.get("complete", False) or len(file[ROWS]) != file.attrs["n_rows"]):
+        raise VerifyError("the data set is not complete", path=path, remedy="build it again")
+
+def _require_schema(file: h5py.File, path: Path) -> None:
+    "Refuse files of others and of other schemas."
     if "schema_version" not in file.attrs:
         raise VerifyError("not a data set of leakmel", path=path, remedy="files of the earlier system open with legacy=True; their rows are unverified")
     if (schema := file.attrs["schema_version"]) != SCHEMA_VERSION:
         raise VerifyError("a data set of another schema", path=path, found=schema, expected=SCHEMA_VERSION)
-    rows, labels = file[ROWS], file[LABELS]
-    if not all(isinstance(part, h5py.Dataset) for part in (rows, labels)) or rows.ndim != 5 or labels.ndim != 1:
-        raise VerifyError("rows or labels are not what they should be", path=path, found=f"{rows}, {labels}")
-    if not file.attrs.get("complete", False) or len(rows) != file.attrs["n_rows"] or len(labels) != len(rows):
-        raise VerifyError("the data set is not complete", path=path, remedy="build it again")
 
+def _require_parts(file: h5py.File, path: Path) -> None:
+    "Refuse rows, labels and waveforms that are something else, or do not fit together."
+    for name, n_axes, kinds in ((ROWS, 5, "f"), (LABELS, 1, "iu"), (WAVEFORMS, 4, "f")):
+        if name == WAVEFORMS and name not in file: continue
+        part = file[name]
+        if not isinstance(part, h5py.Dataset) or part.ndim != n_axes or part.dtype.kind not in kinds:
+            raise VerifyError(f"{name} is not what it should be", path=path, found=part)
+    counts = {name: len(file[name]) for name in (ROWS, LABELS, WAVEFORMS) if name in file}
+    if len(set(counts.values())) > 1: raise VerifyError("the data set is not complete", path=path, found=counts, remedy="build it again")
+
+# %% ../../nbs/dataset/reader.ipynb #49322437
 def _open(path: Path, legacy: bool) -> h5py.File:
     "Open a file that may be read; the caller closes it."
     try:
@@ -44,21 +57,26 @@ def _open(path: Path, legacy: bool) -> h5py.File:
     except OSError as e:
         raise VerifyError("not an HDF5 file that can be read", path=path, found=str(e)) from e
     try:
-        if not legacy: _require(file, path)
+        _require(file, path, legacy)
     except (KeyError, ValueError, TypeError, OSError, LeakmelError) as e:
         file.close()
         if isinstance(e, LeakmelError): raise
         raise VerifyError("the data set lacks a part", path=path, found=str(e)) from e
     return file
 
+def _stored_json(file: h5py.File, name: str) -> Any:
+    "What a JSON attribute holds; a list may also be stored as an array of strings."
+    value = file.attrs[name]
+    if isinstance(value, np.ndarray): return [v.decode() if isinstance(v, bytes) else v for v in value.tolist()]
+    return json.loads(value)
+
 def _labels(file: h5py.File, path: Path) -> tuple[np.ndarray, list[str]]:
     "Label numbers and names; each number has a name."
     try:
-        labels, names = file["labels"][:], json.loads(file.attrs["labels_json"])
-        known = len(names) if isinstance(names, list) else 0
+        labels, names = file[LABELS][:], _stored_json(file, "labels_json")
+        known = len(names) if isinstance(names, list) and all(isinstance(n, str) for n in names) else 0
         if len(labels) and not 0 <= labels.min() <= labels.max() < known: raise ValueError("labels without a name")
-        _ = file["segments_mel"].shape
-    except (KeyError, ValueError, TypeError, AttributeError, OSError) as e:
+    except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as e:
         file.close()
         raise VerifyError("the data set lacks a part", path=path, found=str(e)) from e
     return labels, names
@@ -76,7 +94,7 @@ class _OpenFile:
 
     def __exit__(self, *exc) -> None: self.close()
 
-# %% ../../nbs/dataset/reader.ipynb #6cc24415
+# %% ../../nbs/dataset/reader.ipynb #2c2ff16e
 class MelDataset(_OpenFile):
     "Rows and labels of a data set file; `ds[i]` gives (float16 array [L, S, M, T], label number)."
 
@@ -89,7 +107,8 @@ class MelDataset(_OpenFile):
         self.path, self.legacy = Path(path), legacy
         self.file = _open(self.path, legacy)
         self.labels, self.class_names = _labels(self.file, self.path)   # [B] int16, names in id order
-        self.mels: h5py.Dataset = self.file["segments_mel"]             # [B, L, S, M, T] float16, dB
+        self.mels: h5py.Dataset = self.file[ROWS]                       # [B, L, S, M, T] float16, dB
+        self.waveforms: h5py.Dataset | None = self.file.get(WAVEFORMS)  # [B, L, S, short_window] float32, where the data set has them
 
     def __len__(self) -> int: return len(self.labels)
 
@@ -100,7 +119,11 @@ class MelDataset(_OpenFile):
     @cached_property
     def config(self) -> dict[str, Any]:
         "The settings as stored."
-        return json.loads(self.file.attrs["config_json"])
+        try: config = _stored_json(self.file, "config_json")
+        except (KeyError, ValueError, TypeError, RecursionError) as e:
+            raise VerifyError("the data set lacks a part", path=self.path, found=str(e)) from e
+        if not isinstance(config, dict): raise VerifyError("config_json is not what it should be", path=self.path, found=f"a {type(config).__name__}")
+        return config
 
     @cached_property
     def spec(self) -> MelSpec:

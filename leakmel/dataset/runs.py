@@ -6,7 +6,7 @@
 __all__ = ['DEMO_FILES', 'build_kinds', 'spec_changes', 'pipeline_config', 'runs_folder', 'find_data', 'RunPlan', 'plan_rows',
            'plan_run', 'execute', 'run_summary', 'write_summary', 'describe_run']
 
-# %% ../../nbs/dataset/runs.ipynb #965b5149
+# %% ../../nbs/dataset/runs.ipynb #a400b856
 import json, math, os
 from collections import Counter
 from dataclasses import dataclass, fields
@@ -18,17 +18,20 @@ from ..audio.manifest import Manifest, scan
 from ..core.errors import DataError, OutputError, UsageError, show_path
 from ..core.parameters import Kinds, field_kinds
 from ..core.progress import Progress
-from .pipeline import BuildResult, build, build_all, resolve_spec
-from .ring import PipelineConfig, Workers, plan_workers, slot_bytes
+from .follow import resolve_spec
+from .pipeline import BuildResult, build, build_all
+from .config import PipelineConfig, Workers, plan_workers, slot_bytes
+from .modes import ModeChoice, pick_mode
 from .schema import data_set_name
+from .waveforms import waveform_shape
 from ..mel.engines import open_engine
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/runs.ipynb #46d24ee1
+# %% ../../nbs/dataset/runs.ipynb #229c48d3
 def build_kinds() -> Kinds:
     "Names and types of the parameters of build.ipynb."
-    own: Kinds = {"data_root": (str, None), "split": (str,), "out": (str, None), "preset": (str,), "engine": (str,), "mode": (str,),
-                  "check": (int, None)}
+    own: Kinds = {"data_root": (str, None), "split": (str,), "table": (str, None), "pattern": (str, None), "out": (str, None),
+                  "preset": (str,), "engine": (str,), "mode": (str,), "check": (int, None), "with_waveforms": (bool,)}
     spec = {name: (*kinds, None) for name, kinds in field_kinds(MelSpec).items() if name != "preset_name"}
     return own | spec | field_kinds(PipelineConfig)
 
@@ -73,7 +76,7 @@ def find_data(
         done = write_demo(demo, n_files=DEMO_FILES, progress=bar.update)
     return demo, f"no data were named, so a demo set was written ({done.n_files:,} made recordings); set LEAKMEL_DATA or data_root for your own"
 
-# %% ../../nbs/dataset/runs.ipynb #ef701af9
+# %% ../../nbs/dataset/runs.ipynb #d5489f2b
 @dataclass(frozen=True, repr=False)
 class RunPlan:
     "A build that is about to begin."
@@ -89,8 +92,10 @@ class RunPlan:
     workers: Workers
     config: PipelineConfig
     mode: str
+    choice: ModeChoice          # what the mode comes to
     check: int | None
     out: Path                   # the run's folder
+    with_waveforms: bool = False
 
     @property
     def targets(self) -> list[Path]:
@@ -105,7 +110,7 @@ class RunPlan:
                        for k, v in plan_rows(self))
         return f"<table>{rows}</table>"
 
-# %% ../../nbs/dataset/runs.ipynb #03a28d3d
+# %% ../../nbs/dataset/runs.ipynb #6a777fe6
 def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     "Pairs of a word and what it stands for, for display."
     n, follow = len(plan.manifest), {"sample_rate": "rate", "duration_s": "length"}
@@ -114,6 +119,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     problems = ", ".join(f"{k:,} {kind}" for kind, k in Counter(plan.manifest.problems["kind"]).items())
     n_long, n_short, n_mels, n_frames = plan.spec.row_shape
     n_bytes, w = n * 2 * math.prod(plan.spec.row_shape), plan.workers
+    readers = f"{w.read_workers} reader{'s' * (w.read_workers > 1)}" if w.read_workers else "each reads and writes for itself"
     return [("data", f"{show_path(plan.data_root)}: {plan.data_note}"),
             ("recordings", f"{n:,}: " + ", ".join(f"{x.split or 'one folder'} {len(x):,}" for x in plan.manifest.listings)),
             ("labels", ", ".join(f"{show_path(name)} = {i} ({counts[name]:,} recordings)" for i, name in enumerate(plan.manifest.label_names))),
@@ -121,13 +127,19 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
             ("spec", repr(plan.spec) + followed),
             ("rows", f"{n_long} long x {n_short} short segments x {n_mels} mels x {n_frames} frame{'s' * (n_frames > 1)}, float16 dB, "
                      f"about {n_bytes / 1e6:,.1f} MB in all"),
-            ("engine", f"{plan.identity}, {w.compute_workers} threads; {w.read_workers} reader{'s' * (w.read_workers > 1)}, "
-                       f"{w.slots} slots of {w.files_per_batch} recordings "
+            ("mode", str(plan.choice).removeprefix("mode ")),
+            ("engine", f"{plan.identity}, {w.compute_workers} threads, {readers}, {w.slots} slot{'s' * (w.slots > 1)} of {w.files_per_batch} recordings "
                        f"({w.slots * w.files_per_batch * slot_bytes(plan.spec) / 1e6:,.0f} MB)"),
+            ("waveforms", f"short segments of {plan.spec.short_window} samples, float32, {_waveform_gb(plan):.3g} GB more" if plan.with_waveforms
+                          else f"not stored (with_waveforms; {_waveform_gb(plan):.3g} GB more)"),
             ("check", "all rows" if plan.check is None else f"up to {plan.check} rows of each data set recomputed in float64 before it is published"),
             ("to", show_path(plan.out))]
 
-# %% ../../nbs/dataset/runs.ipynb #d43089c5
+def _waveform_gb(plan: RunPlan) -> float:
+    "What waveforms add to the data sets, GB."
+    return 4 * len(plan.manifest) * math.prod(waveform_shape(plan.spec)) / 1e9
+
+# %% ../../nbs/dataset/runs.ipynb #46b26ecc
 def plan_run(
     parameters: dict[str, Any],   # as build_kinds lists them
     *,
@@ -135,27 +147,30 @@ def plan_run(
 ) -> RunPlan:                     # raises LeakmelError for all that is wrong before the work
     "Find the data, resolve the spec, open the engine once, choose the folder."
     root, note = find_data(parameters["data_root"], progress=progress)
-    everything = scan(root)
+    named_by = {"table": parameters["table"], "pattern": parameters["pattern"]}
+    everything = scan(root, **named_by)
+    note += next((f"; names by {what} {show_path(value)}" for what, value in named_by.items() if value is not None), "")
     split = parameters["split"]
     if not everything.listings[0].split:
         if split not in ("all", ""):
             raise UsageError("the folder holds label folders and no splits", path=root, found=f"split={split!r}", remedy="use split='all'")
         manifest, split = everything, ""
-    else: manifest = everything if split == "all" else scan(root, split=split)
+    else: manifest = everything if split == "all" else scan(root, split=split, **named_by)
     config, changes = pipeline_config(parameters), spec_changes(parameters)
-    spec, follows = resolve_spec(changes, list(manifest.listings))
+    listings = list(manifest.listings)
+    spec, follows = resolve_spec(changes, listings)
     with open_engine(parameters["engine"], spec, device=config.device) as engine:
         workers, identity = plan_workers(config, spec, engine, max(map(len, manifest.listings))), engine.identity
     out = Path(os.path.abspath(parameters["out"])) if parameters["out"] else _new_folder(split or "all", spec.fingerprint(identity))
     return RunPlan(root, note, manifest, split, spec, follows, changes, parameters["engine"], identity, workers, config,
-                   parameters["mode"], parameters["check"], out)
+                   parameters["mode"], pick_mode(listings, spec, parameters["mode"], config), parameters["check"], out, parameters["with_waveforms"])
 
 def _new_folder(split: str, fingerprint: str) -> Path:
     "A name below runs/ that is not taken."
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{split.lower()}-{fingerprint}"
     return next(p for n in range(1000) if not (p := runs_folder() / (name if n == 0 else f"{name}-{n}")).exists())
 
-# %% ../../nbs/dataset/runs.ipynb #61645948
+# %% ../../nbs/dataset/runs.ipynb #7d768315
 def execute(
     plan: RunPlan,
     *,
@@ -163,7 +178,7 @@ def execute(
 ) -> list[BuildResult]:
     "Build what was planned and write summary.json."
     common: dict[str, Any] = dict(spec=plan.changes, engine=plan.engine, mode=plan.mode, pipeline=plan.config, check=plan.check,
-                                  manifest=plan.manifest, progress=progress)
+                                  manifest=plan.manifest, progress=progress, with_waveforms=plan.with_waveforms)
     if plan.split in ("all", ""): results = build_all(plan.data_root, out_dir=plan.out, **common)
     else: results = [build(plan.data_root, split=plan.split, out=plan.targets[0], **common)]
     write_summary(plan.out, results)

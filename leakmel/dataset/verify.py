@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VerifyReport', 'pick_rows', 'check_data_set', 'check_sample', 'verify']
 
-# %% ../../nbs/dataset/verify.ipynb #87da46c5
+# %% ../../nbs/dataset/verify.ipynb #2dd6628e
 import json, os, stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +16,19 @@ import h5py
 import numpy as np
 
 from ..audio.conform import conform
-from ..audio.manifest import is_recording_name, split_folders
+from ..audio.manifest import split_folders
+from ..audio.naming import Naming
 from ..audio.quality import moments_of, quality
+from ..audio.tables import NameTable, read_table
 from ..audio.wav import DIGEST_ALGORITHM, Recording, digest_of, read_wav
 from ..core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError, show_path
-from .schema import DIGEST_ATTRIBUTE, FILE_COLUMNS, SCHEMA_VERSION, metadata_digest, name_columns, stored_spec, unsafe_parts
+from .names import accounting as account
+from .names import against_table, name_facts, stored_columns, stored_naming, wrong_labels
+from .schema import DIGEST_ATTRIBUTE, SCHEMA_VERSION, metadata_digest, stored_spec, unsafe_parts
 from ..mel.reference import Reference, compare, reference_features
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/verify.ipynb #ff1811a3
+# %% ../../nbs/dataset/verify.ipynb #4ace052b
 @dataclass
 class VerifyReport:
     "What was checked, and what was found wrong."
@@ -33,6 +37,7 @@ class VerifyReport:
     checked: int = 0                  # rows recomputed from their sources
     max_abs_db: float = 0.0           # largest difference from the reference in the upper 90 dB of a frame
     scope: str = "integrity only"     # or "against the sources"
+    labels_compared: bool = True      # False: they come from a table that was not given
     problems: list[str] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)   # those of the problems that are sources which went away or changed
 
@@ -45,17 +50,19 @@ class VerifyReport:
     def verdict(self) -> str:
         "The verdict in one line."
         if self.problems: return f"NOT OK: {len(self.problems)} problem{'s' * (len(self.problems) > 1)}, first: {self.problems[0]}"
-        if self.scope == "integrity only": return f"ok (integrity only: {self.n_rows:,} rows have their digests; none was compared with its source)"
-        return f"ok: {self.checked:,} of {self.n_rows:,} rows recomputed in float64, largest difference {self.max_abs_db:.4f} dB"
+        labels = "" if self.labels_compared else "; labels and names were not compared: give the table they come from"
+        if self.scope == "integrity only":
+            return f"ok (integrity only: {self.n_rows:,} rows have their digests; none was compared with its source){labels}"
+        return f"ok: {self.checked:,} of {self.n_rows:,} rows recomputed in float64, largest difference {self.max_abs_db:.4f} dB{labels}"
 
     def __repr__(self) -> str: return f"VerifyReport({show_path(Path(self.path).name)}: {self.verdict})"
 
     def to_dict(self) -> dict[str, Any]:
         "For JSON."
-        return {"ok": self.ok, "verdict": self.verdict, "scope": self.scope, "n_rows": self.n_rows, "checked": self.checked,
-                "max_abs_db": self.max_abs_db, "problems": self.problems}
+        return {"ok": self.ok, "verdict": self.verdict, "scope": self.scope, "labels_compared": self.labels_compared, "n_rows": self.n_rows,
+                "checked": self.checked, "max_abs_db": self.max_abs_db, "problems": self.problems}
 
-# %% ../../nbs/dataset/verify.ipynb #d2642130
+# %% ../../nbs/dataset/verify.ipynb #e33a2f64
 _BLOCK_BYTES = 2 << 20
 _EXPONENT = np.uint16(0x7C00)   # the exponent bits of float16, all set in what is not finite
 
@@ -67,7 +74,11 @@ def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:
     if not f.attrs["complete"]: yield "the file does not call itself complete"
     if rows.dtype != np.float16 or rows.shape != (n, *spec.row_shape):
         yield f"segments_mel is {rows.dtype} {rows.shape}, its own settings say float16 {(n, *spec.row_shape)}"
-    for name in ("labels", "digests/rows", *(f"files/{c}" for c in f["files"])):
+    if ("segments_waveform" in f) != ("digests/waveforms" in f): yield "there are waveforms without digests, or digests without waveforms"
+    elif "segments_waveform" in f:
+        waves, shape = f["segments_waveform"], (n, *spec.grid.shape[:2], spec.short_window)
+        if waves.dtype != np.float32 or waves.shape != shape: yield f"segments_waveform is {waves.dtype} {waves.shape}, its settings say float32 {shape}"
+    for name in ("labels", *(f"digests/{d}" for d in f["digests"]), *(f"files/{c}" for c in f["files"])):
         if f[name].shape != (n,): yield f"{name} has shape {f[name].shape}, there are {n} rows"
     paths = f["files/path"][:].tolist()
     if out := [p for p in paths if not p or p.startswith(b"/") or b".." in p.split(b"/")]:
@@ -76,14 +87,28 @@ def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:
     for code in set(f["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}: yield f"unknown reject code {code!r}"
     ids = f["labels"][:]
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(labels): yield f"label numbers {ids.min()} to {ids.max()}, there are {len(labels)} names"
-    else:
-        folders = [p.split(b"/", 1)[0] for p in paths]
-        shown = {b: show_path(b) for b in set(folders)}
-        wrong = [p for p, b, k in zip(paths, folders, ids) if shown[b] != labels[k]]
-        if wrong: yield f"{len(wrong)} rows carry a label other than their folder, first {show_path(wrong[0])}"
+    else: yield from wrong_labels(paths, ids, labels, stored_naming(f), f.attrs["split"])
 
-# %% ../../nbs/dataset/verify.ipynb #d6c22f16
+# %% ../../nbs/dataset/verify.ipynb #562401ca
 def _integrity(f: h5py.File) -> Iterator[str]:
+    "Problems of single rows and waveforms, found without the sources."
+    yield from _row_integrity(f)
+    if "segments_waveform" in f: yield from _waveform_integrity(f["segments_waveform"], f["digests/waveforms"][:])
+
+# %% ../../nbs/dataset/verify.ipynb #a56db237
+def _waveform_integrity(waves: h5py.Dataset, digests: np.ndarray) -> Iterator[str]:
+    "Problems of single recordings' waveforms, found without the sources."
+    step = max(1, min(len(waves), _BLOCK_BYTES // (waves.dtype.itemsize * int(np.prod(waves.shape[1:])))))
+    buffer = np.empty((step, *waves.shape[1:]), np.float32)
+    for start in range(0, len(waves), step):
+        block = buffer[:min(step, len(waves) - start)]
+        waves.read_direct(block, np.s_[start:start + len(block)])
+        wild = np.flatnonzero(~np.isfinite(block).all(axis=(1, 2, 3)))
+        if len(wild): yield f"the waveforms of row {start + wild[0]} hold values that are not finite"
+        wrong = [start + i for i, one in enumerate(block) if digest_of(one).encode() != digests[start + i]]
+        if wrong: yield f"the waveforms of {len(wrong)} rows do not match their digest, first row {wrong[0]}"
+
+def _row_integrity(f: h5py.File) -> Iterator[str]:
     "Problems of single rows, found without the sources."
     rows, digests = f["segments_mel"], f["digests/rows"][:]
     step = max(1, min(len(rows), _BLOCK_BYTES // (rows.dtype.itemsize * int(np.prod(rows.shape[1:])))))
@@ -116,7 +141,7 @@ def pick_rows(
     more = np.random.default_rng(n_rows).choice(rest, sample - len(chosen), replace=False)
     return np.sort(np.concatenate([chosen, more]).astype(np.int64))
 
-# %% ../../nbs/dataset/verify.ipynb #c9344ff3
+# %% ../../nbs/dataset/verify.ipynb #17b1f92b
 @dataclass(frozen=True, repr=False)
 class _Stored:
     "What the data set says of one row's recording."
@@ -133,16 +158,15 @@ def _plain(value: Any) -> str:
     "A column's value as text."
     return show_path(value) if isinstance(value, bytes) else f"{value:.6g}"
 
-def _truth(recording: Recording, x: np.ndarray, status: str, path: bytes) -> dict[str, Any]:
-    "What the columns of a row should say, from its recording and its samples [N]."
+def _truth(recording: Recording, x: np.ndarray, status: str, names: dict[str, Any]) -> dict[str, Any]:
+    "What the columns of a row should say, from its recording, its samples [N] and its path."
     n, channels = recording.samples.shape
     figures = quality(moments_of(x[None]), len(x), x.dtype == np.int16)
-    names = {k: v[0] for k, v in name_columns([path]).items()}
     return {"digest": recording.digest.encode(), "status": status.encode(), "encoding": recording.encoding.encode(), "sample_rate": recording.sample_rate,
             "n_samples": n, "channels": channels} | names | {k: v[0] for k, v in figures.items()}
 
-# %% ../../nbs/dataset/verify.ipynb #3d6e491b
-def _source_row(stored: _Stored, spec: MelSpec, folder: bytes, report: VerifyReport) -> tuple[np.ndarray | None, list[str]]:
+# %% ../../nbs/dataset/verify.ipynb #84232b89
+def _source_row(stored: _Stored, spec: MelSpec, naming: Naming, folder: bytes, report: VerifyReport) -> tuple[np.ndarray | None, list[str]]:
     "The samples a row should come from, and what is wrong with its columns; raises MachineError."
     try:
         recording = read_wav(os.path.join(folder, stored.facts["path"]))
@@ -151,7 +175,7 @@ def _source_row(stored: _Stored, spec: MelSpec, folder: bytes, report: VerifyRep
     except LeakmelError as e:
         report.moved.append(f"{stored}: the source cannot be used now: {e}")
         return None, report.moved[-1:]
-    truth = _truth(recording, x, status, stored.facts["path"])
+    truth = _truth(recording, x, status, name_facts(stored.facts["path"], naming, list(stored.facts)))
     wrong = stored.wrong_facts(truth)
     problems = [f"{stored}: " + ", ".join(f"{k} is {_plain(stored.facts[k])}, the source says {_plain(truth[k])}" for k in wrong)] if wrong else []
     if "digest" in wrong:
@@ -164,16 +188,31 @@ def _stacked(rows: list[np.ndarray]) -> np.ndarray:
     if all(x.dtype == np.int16 for x in rows): return np.stack(rows)
     return np.stack([x.astype(np.float64) / (32_768 if x.dtype == np.int16 else 1) for x in rows])
 
+def _cut_pieces(x: np.ndarray, spec: MelSpec) -> np.ndarray:
+    "The short segments [L, S, short_window] of samples [N] as float32 in full scale, piece by piece."
+    x = x.astype(np.float32) / np.float32(32_768 if x.dtype == np.int16 else 1)
+    n_long, n_short, _ = spec.grid.shape
+    starts = [[i * spec.long_hop + j * spec.short_hop for j in range(n_short)] for i in range(n_long)]
+    return np.array([[x[a:a + spec.short_window] for a in row] for row in starts])
+
+# %% ../../nbs/dataset/verify.ipynb #feb5e1f2
+def _wrong_waveforms(f: h5py.File, spec: MelSpec, usable: list[tuple[_Stored, np.ndarray]]) -> Iterator[str]:
+    "Waveforms that are not exactly the segments of their recording."
+    for s, x in usable:
+        stored, right = f["segments_waveform"][s.row], _cut_pieces(x, spec)
+        if n := int((stored != right).sum()): yield f"{s}: the waveforms are not the recording's: {n} of {right.size} values differ"
+
 def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndarray, report: VerifyReport) -> Iterator[str]:
     "Recompute the picked rows."
     per_block = max(1, (4 << 20) // (8 * (spec.n_samples + 2 * int(np.prod(spec.row_shape)))))
-    columns = {name: f[f"files/{name}"][:][picked] for name in FILE_COLUMNS}
+    columns, naming = {name: f[f"files/{name}"][:][picked] for name in stored_columns(f)}, stored_naming(f)
     stored = [_Stored(row, {name: values[i] for name, values in columns.items()}) for i, row in enumerate(picked.tolist())]
     for start in range(0, len(stored), per_block):
-        sources = [(s, *_source_row(s, spec, folder, report)) for s in stored[start:start + per_block]]
+        sources = [(s, *_source_row(s, spec, naming, folder, report)) for s in stored[start:start + per_block]]
         for _, _, problems in sources: yield from problems
         usable = [(s, x) for s, x, _ in sources if x is not None]
         if not usable: continue
+        if "segments_waveform" in f: yield from _wrong_waveforms(f, spec, usable)
         right = reference_features(_stacked([x for _, x in usable]), spec)
         for (s, _), row, db, strongest in zip(usable, f["segments_mel"][[s.row for s, _ in usable]], right.db, right.strongest_db):
             verdict = compare(row, Reference(db, strongest), spec)
@@ -181,17 +220,7 @@ def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndar
             report.max_abs_db = max(report.max_abs_db, verdict.max_abs_db)
             if not verdict.ok: yield f"{s} differs from the reference: {verdict.n_wrong} of {verdict.n_values} values, {verdict.max_abs_db:.3g} dB"
 
-# %% ../../nbs/dataset/verify.ipynb #21233e95
-def _accounting(f: h5py.File, folder: bytes) -> Iterator[str]:
-    "Rows + rejected against a walk of the folder."
-    known = set(f["files/path"][:].tolist()) | set(f["rejected/path"][:].tolist())
-    there = {os.path.join(at, n)[len(folder) + 1:] for at, _, names in os.walk(folder) for n in names if is_recording_name(n)}   # not through links
-    if gone := sorted(p for p in known - there if not os.path.isfile(os.path.join(folder, p))):
-        yield f"{len(gone)} recordings of the data set are not in the folder any more, first {show_path(gone[0])}"
-    if new := sorted(p for p in there - known if os.path.isfile(os.path.join(folder, p)) and not os.path.islink(os.path.join(folder, p))):
-        yield f"{len(new)} recordings in the folder are neither rows nor rejected, first {show_path(new[0])}"
-
-# %% ../../nbs/dataset/verify.ipynb #970a1205
+# %% ../../nbs/dataset/verify.ipynb #1e532f5f
 def check_data_set(
     path: str | os.PathLike,
     *,
@@ -199,15 +228,17 @@ def check_data_set(
     sample: int | None,
     accounting: bool = True,
     edges: Sequence[int] = (),     # rows to recompute in any case
-) -> VerifyReport:                 # raises only what is not the file's fault: MachineError, MemoryError, UsageError
+    table: str | os.PathLike | None = None,   # that the labels come from
+) -> VerifyReport:                 # raises only what is not the file's fault: MachineError, MemoryError, UsageError, DataError of the table
     "`verify` for builders, which have to know a failing machine from a bad row."
     check_sample(sample)
+    names = None if table is None else read_table(table)
     report = VerifyReport(os.fspath(path))
     try:
         if not os.path.exists(path): raise DataError("no such file", path=path)
         if not stat.S_ISREG(os.stat(path).st_mode): raise DataError("not a regular file", path=path)     # a named pipe would be waited for
         if not h5py.is_hdf5(path): raise DataError("not an HDF5 file", path=path, remedy="give a data set that leakmel wrote")
-        with h5py.File(path, "r") as f: _check_open(f, root, sample, accounting, edges, report)
+        with h5py.File(path, "r") as f: _check_open(f, root, sample, accounting, edges, names, report)
     except (MachineError, MemoryError): raise
     except Exception as e:   # in a damaged file any call of the HDF5 library can fail in any way
         report.problems.append(f"the file cannot be read as a data set: {e if isinstance(e, LeakmelError) else f'{type(e).__name__}: {e}'}")
@@ -218,19 +249,24 @@ def check_sample(sample: int | None) -> None:
     if sample is None or isinstance(sample, (int, np.integer)) and not isinstance(sample, bool) and sample >= 0: return
     raise UsageError("the number of rows to recompute must be 0 or more, or None for all", found=repr(sample))
 
-# %% ../../nbs/dataset/verify.ipynb #b3cb3063
-def _check_open(f: h5py.File, root: str | os.PathLike | None, sample: int | None, accounting: bool, edges: Sequence[int], report: VerifyReport) -> None:
+# %% ../../nbs/dataset/verify.ipynb #89de90c0
+def _check_open(
+    f: h5py.File, root: str | os.PathLike | None, sample: int | None, accounting: bool, edges: Sequence[int], table: NameTable | None,
+    report: VerifyReport,
+) -> None:
     "All checks of an open file."
     report.problems += unsafe_parts(f)
     if not report.problems and f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f):
         report.problems.append("labels, columns or attributes do not match their digest")
     if report.problems: return
-    spec = stored_spec(f)
+    spec, labels, naming = stored_spec(f), json.loads(f.attrs["labels_json"]), stored_naming(f)
     report.n_rows = len(f["segments_mel"])
-    report.problems += _structure(f, spec, json.loads(f.attrs["labels_json"]))
+    report.problems += _structure(f, spec, labels)
     report.problems += _integrity(f)
+    report.labels_compared = naming.source != "table" or table is not None
+    if table is not None and not report.problems: report.problems += against_table(f, labels, naming, table)
     if root is None or report.problems: return
-    splits = split_folders(Path(root))
+    splits = split_folders(Path(root)) if naming.base == "split" else {}
     folder = os.fsencode(os.path.abspath(splits.get(f.attrs["split"], root)))
     paths = f["files/path"][:].tolist()
     if paths and not any(os.path.lexists(os.path.join(folder, p)) for p in paths):
@@ -241,17 +277,18 @@ def _check_open(f: h5py.File, root: str | os.PathLike | None, sample: int | None
     picked = pick_rows(report.n_rows, sample, f["labels"][:], f["files/rms_db"][:], edges)
     if len(picked): report.scope = "against the sources"
     report.problems += _against_sources(f, spec, folder, picked, report)
-    if accounting: report.problems += _accounting(f, folder)
+    if accounting: report.problems += account(f, folder, naming)
 
-# %% ../../nbs/dataset/verify.ipynb #ed345a89
+# %% ../../nbs/dataset/verify.ipynb #a4455cd2
 def verify(
     path: str | os.PathLike,                # a data set
     *,
     root: str | os.PathLike | None = None,  # the data folder it was built from
     sample: int | None = 64,                # rows to recompute; None: all
     accounting: bool = True,                # walk the folder and compare the names too
+    table: str | os.PathLike | None = None, # that the labels come from, where they come from one
 ) -> VerifyReport:                          # .ok, .checked, .max_abs_db, .problems; never raises for a bad data set
     "Check a data set against its own digests and, with `root`, against its sources."
-    try: return check_data_set(path, root=root, sample=sample, accounting=accounting)
+    try: return check_data_set(path, root=root, sample=sample, accounting=accounting, table=table)
     except (MachineError, MemoryError) as e:
         return VerifyReport(os.fspath(path), problems=[f"the check could not be finished: {type(e).__name__}: {e}"])

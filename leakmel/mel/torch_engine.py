@@ -19,16 +19,16 @@ from .engines import Engine, SpanFactory, no_span
 from .reference import hann_periodic
 from .spec import MelSpec
 
-# %% ../../nbs/mel/torch_engine.ipynb #424bf7b1
+# %% ../../nbs/mel/torch_engine.ipynb #31af694e
 def int16_moments(
     x: torch.Tensor,     # [B, N] int16, on any device
-    wide: torch.Tensor,  # [N] float64 on the same device: work space
+    wide: torch.Tensor,  # [B or more, N] float64 on the CPU: work space
 ) -> torch.Tensor:       # [B, 5] float64 on the CPU
     "The moments of 16-bit recordings."
     if x.device.type == "cpu":
         low, high = (torch.from_numpy(f(x.numpy(), axis=1)).double() for f in (np.min, np.max))   # many times as fast as torch's
-        sums = [(row.sum(), torch.dot(row, row)) for row in map(wide.copy_, x)]
-        total, squares = (torch.stack(s) for s in zip(*sums))
+        rows = wide[:len(x)].copy_(x)
+        total, squares = rows.sum(dim=1), torch.stack([torch.dot(row, row) for row in rows.unbind()])
     else:
         low, high = (v.double() for v in torch.aminmax(x, dim=1))
         total, squares = x.sum(dim=1).double(), torch.linalg.vecdot(x.double(), x.double())
@@ -37,9 +37,9 @@ def int16_moments(
     if loud.any(): clipped[loud] = (x[loud].int().abs() >= FULL_SCALE).sum(dim=1).double()
     return torch.stack([low, high, total, squares, clipped], dim=1).cpu()
 
-# %% ../../nbs/mel/torch_engine.ipynb #9c7b6707
+# %% ../../nbs/mel/torch_engine.ipynb #bd8d3499
 FRAME_ALIGN = 16             # frames of a recording are padded to a multiple of this
-CPU_BLOCK_BYTES = 2 << 20
+CPU_BLOCK_BYTES = 4 << 20
 CUDA_BLOCK_BYTES = 512 << 20
 
 def block_files(
@@ -49,9 +49,10 @@ def block_files(
     "Recordings worked on together: as many as fit the device's block of frames, spectra and magnitudes."
     frames = -(-len(spec.grid.distinct[0]) // FRAME_ALIGN) * FRAME_ALIGN
     per_file = frames * 4 * (spec.n_fft + 3 * (spec.n_fft // 2 + 1) + spec.n_mels)
-    return max(1, (CPU_BLOCK_BYTES if device == "cpu" else CUDA_BLOCK_BYTES) // per_file)
+    if device != "cpu": return max(1, CUDA_BLOCK_BYTES // per_file)
+    return 1 << max(0, (CPU_BLOCK_BYTES // per_file).bit_length() - 1)
 
-# %% ../../nbs/mel/torch_engine.ipynb #dd7edae0
+# %% ../../nbs/mel/torch_engine.ipynb #74a93de4
 class _WorkSpace:
     "Reused buffers for one block on one device."
 
@@ -61,7 +62,7 @@ class _WorkSpace:
         def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
         self.samples = {dtype: buffer(n_files, spec.n_samples, dtype=dtype) for dtype in (torch.int16, torch.float32)}
-        self.wide = buffer(spec.n_samples, dtype=torch.float64)
+        self.wide = torch.zeros((n_files if device.type == "cpu" else 0, spec.n_samples), dtype=torch.float64)
         self.padded = buffer(n_files, n_padded, spec.n_fft)
         self.frames = self.padded[:, :n_distinct]
         self.magnitude = buffer(n_files, n_padded, n_bins)

@@ -14,6 +14,7 @@ extensions = ["myst_nb", "sphinx_copybutton", "sphinx_design"]
 nb_execution_mode = "off"
 nb_ipywidgets_js: dict = {}     # no widget state is stored, so no script has to be fetched for it
 nb_merge_streams = True
+nb_render_markdown_format = "myst"   # what a cell prints as Markdown may hold a table
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 python_maximum_signature_line_length = 110

@@ -28,6 +28,10 @@ ROOMS = {
     "dataset": "from a folder to a verified file", "insight": "where the time went, and what was learned", "learn": "from mels to a detector",
     "ops": "measuring and setting up", "cli": "the command line",
 }
+GUIDES = {   # folder of notebooks that export nothing -> title and sentence of its page
+    "tutorials": ("Tutorials", "From the first recordings to a data set, step by step."),
+    "explanations": ("Explanations", "What the library does with recordings, and why."),
+}
 DEMO_FILES = 120
 
 
@@ -124,6 +128,11 @@ def library_notebooks() -> list[Path]:
     return [p for p in found if any(c.source.startswith("#| default_exp") for c in nbformat.read(p, as_version=4).cells)]
 
 
+def guide_notebooks() -> list[Path]:
+    "Tutorials and explanations."
+    return [p for folder in GUIDES for p in sorted((NOTEBOOKS / folder).glob("*.ipynb")) if p.name[0] not in "_."]
+
+
 def run_parameters() -> str:
     "Settings under which the executed example is made: a small made set."
     from leakmel.audio.synth import write_demo
@@ -133,21 +142,40 @@ def run_parameters() -> str:
     return f"data_root = {str(demo)!r}\nout = {str(out)!r}"
 
 
-def write_notebooks(library: list[Path]) -> None:
-    "The front page, the executed example and the library notebooks, a few at a time."
+def write_notebooks(library: list[Path], guides: list[Path]) -> None:
+    "The front page, the executed example, the guides and the library notebooks, a few at a time."
     front = NOTEBOOKS / "index.ipynb"
+    in_place = {front, NOTEBOOKS / "build.ipynb", *guides}
     with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
-        done = {p: pool.submit(execute, p) for p in library}
+        done = {p: pool.submit(execute, p) for p in [*library, *guides]}
         done[NOTEBOOKS / "build.ipynb"] = pool.submit(execute, NOTEBOOKS / "build.ipynb", run_parameters())
         if front.exists(): done[front] = pool.submit(execute, front)
         for path, future in done.items():
             name = str(path.relative_to(NOTEBOOKS).with_suffix(""))
-            write_page(future.result(), name if path in (front, NOTEBOOKS / "build.ipynb") else f"reference/{name}", CONTENTS if path == front else "")
+            write_page(future.result(), name if path in in_place else f"reference/{name}", contents(guides) if path == front else "")
 
 
 LIBRARY_TEXT = """The library is written in these notebooks, room by room, and each was executed to make its page. A module uses only
 what stands before it: core, audio, mel, dataset, insight and so on."""
-CONTENTS = toctree(["build", "commands", "reference/index", "api/index", "changelog"], "hidden:")
+
+
+def contents(guides: list[Path]) -> str:
+    "The site's table of contents."
+    folders = [f"{folder}/index" for folder in GUIDES if any(p.parent.name == folder for p in guides)]
+    return toctree(["build", *folders, "commands", "reference/index", "api/index", "changelog"], "hidden:")
+
+
+def write_guides(guides: list[Path]) -> None:
+    "The pages that list tutorials and explanations."
+    for folder, (title, text) in GUIDES.items():
+        here = [p for p in guides if p.parent.name == folder]
+        listed = "\n".join(f"- [{title_of(p)}]({p.name}): {sentence(p)}" for p in here)
+        if here: write_text(f"{folder}/index", "\n\n".join([f"# {title}", text, listed, toctree([p.stem for p in here], "hidden:")]))
+
+
+def title_of(path: Path) -> str:
+    "A notebook's first line."
+    return str(nbformat.read(path, as_version=4).cells[0].source.splitlines()[0]).lstrip("# ")
 
 
 def write_lists(library: list[Path]) -> None:
@@ -185,8 +213,8 @@ def write_commands() -> None:
     write_text("commands", "\n\n".join(parts))
 
 
-def write_site(library: list[Path]) -> None:
-    "Write all pages; `library` are the notebooks that get one."
+def write_site(library: list[Path], guides: list[Path]) -> None:
+    "Write all pages; `library` and `guides` are the notebooks that get one."
     shutil.rmtree(SOURCE, ignore_errors=True)
     static = SOURCE / "static"
     shutil.copytree(Path(__file__).parent / "static", static)
@@ -195,12 +223,13 @@ def write_site(library: list[Path]) -> None:
         target = SOURCE / picture.relative_to(NOTEBOOKS)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, target)
-    write_notebooks(library)
+    write_notebooks(library, guides)
+    write_guides(guides)
     write_lists(library)
     write_commands()
     write_text("changelog", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
-    if not (SOURCE / "index.ipynb").exists(): write_text("index", f"# leakmel\n\n{CONTENTS}")
+    if not (SOURCE / "index.ipynb").exists(): write_text("index", f"# leakmel\n\n{contents(guides)}")
 
 
 if __name__ == "__main__":
-    write_site(library_notebooks())
+    write_site(library_notebooks(), guide_notebooks())

@@ -1,0 +1,398 @@
+"Every mode gives the same bytes; what is held is used only while it is what the files say; a place too small is left for the next one."
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+import leakmel as lm
+from leakmel.audio.manifest import scan
+from leakmel.core.errors import DataError, LeakmelError, OutputError, UsageError
+from leakmel.core.timeline import Timeline
+from leakmel.dataset import cache, held, modes
+from leakmel.dataset.cache import SUFFIX, cache_folder, cache_path, clear_cache, list_cache
+from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.held import FileRows, MemoryRows, held_key
+from leakmel.dataset.loader import BatchReader
+from leakmel.dataset.modes import MODES, choose_mode
+from leakmel.dataset.writer import OutputLock
+from leakmel.mel.spec import MelSpec
+
+SPEC = MelSpec.preset("disjoint", duration_s=1)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch) -> Path:
+    "No test touches the user's cache folder."
+    monkeypatch.setenv("LEAKMEL_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def mixed(tmp_path, make_wav) -> Path:
+    "Recordings of every kind: plain, padded, cut, resampled, stereo, 24 bit, and some that are rejected."
+    root = tmp_path / "data"
+    for k in range(20): make_wav(root / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02d}.wav", seed=k)
+    make_wav(root / "LEAK" / "a short.wav", n=3000, seed=50)
+    make_wav(root / "LEAK" / "b long.wav", n=6000, seed=51)
+    make_wav(root / "LEAK" / "c 8 kHz.wav", n=8000, rate=8000, seed=52)
+    noise = np.random.default_rng(5).normal(0, 0.1, (4096, 2)).astype(np.float32)
+    soundfile.write(root / "LEAK" / "d stereo.wav", noise, 4096, subtype="FLOAT")
+    soundfile.write(root / "NOLEAK" / "e 24.wav", noise[:, 0], 4096, subtype="PCM_24")
+    (root / "LEAK" / "f pointer.wav").write_text("version https://git-lfs.github.com/spec/v1")
+    (root / "NOLEAK" / "g empty.wav").write_bytes(b"")
+    make_wav(root / "loose.wav")
+    return root
+
+
+def build(root: Path, out: Path, mode: str = "auto", *, preloaded=None, spec=SPEC, **config) -> lm.BuildResult:
+    config = {"monitor_interval_s": 0.0, "files_per_batch": 4} | config
+    return lm.build(root, out=out, mode=mode, preloaded=preloaded, spec=spec, progress="none", pipeline=PipelineConfig(**config))
+
+
+def read_counter(monkeypatch) -> list[bytes]:
+    "Paths that were read from their files, from now on."
+    paths: list[bytes] = []
+    real = BatchReader.fill_row
+    def fill_row(self, slot, i):
+        paths.append(self.listing.paths[slot.first + i])
+        return real(self, slot, i)
+    monkeypatch.setattr(BatchReader, "fill_row", fill_row)
+    return paths
+
+
+# ---- the same bytes
+
+
+@pytest.mark.parametrize("engine_threads", [1, 3])
+def test_same_bytes_from_every_mode(tmp_path, mixed, engine_threads):
+    results: dict[tuple[int, str], bytes] = {}
+    for mode in (*MODES, "memmap"):
+        results[len(results), mode] = build(mixed, tmp_path / "x.h5", mode, compute_workers=engine_threads).path.read_bytes()
+    with lm.preload(mixed, spec=SPEC, progress="none") as ready:
+        for k in range(2): results[k, "preloaded"] = build(mixed, tmp_path / "x.h5", preloaded=ready).path.read_bytes()
+    assert len(set(results.values())) == 1, {k: len(v) for k, v in results.items()}
+
+
+def test_reports_agree_too(tmp_path, mixed):
+    rejected, statuses = set(), set()
+    for mode in ("stream", "preload", "memmap", "memmap"):
+        result = build(mixed, tmp_path / "x.h5", mode)
+        rejected.add(tuple(map(tuple, result.rejected.to_numpy().tolist())))
+        statuses.add(json.dumps(result.summary["status_counts"], sort_keys=True))
+        assert result.rows + len(result.rejections) == result.found == 28
+    assert len(rejected) == len(statuses) == 1
+
+
+def test_all_splits_from_every_mode(tmp_path, demo):
+    found = set()
+    for mode in ("stream", "preload", "memmap", "memmap"):
+        results = lm.build_all(demo, out_dir=tmp_path / "out", mode=mode, progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0))
+        found.add(tuple(r.path.read_bytes() for r in results))
+        assert {r.summary["mode"] for r in results} == {mode}
+    assert len(found) == 1
+
+
+# ---- held means not read again
+
+
+def test_preloaded_recordings_are_not_read_again(tmp_path, mixed, monkeypatch):
+    with lm.preload(mixed, spec=SPEC, progress="none") as ready:
+        read = read_counter(monkeypatch)
+        for preset in ("disjoint", "overlap"): build(mixed, tmp_path / "x.h5", preloaded=ready, spec=MelSpec.preset(preset, duration_s=1))
+    assert sorted(set(read)) == [b"LEAK/f pointer.wav", b"NOLEAK/g empty.wav", b"loose.wav"]     # what was rejected is asked again
+    assert ready.n_bytes == 0 and not ready.held
+
+
+def test_cache_file_is_made_once_and_opened_later(tmp_path, mixed, monkeypatch, own_cache):
+    first = build(mixed, tmp_path / "x.h5", "memmap")
+    assert "cache file created, 25 of 28 recordings" in first.summary["mode_lines"][1] and "files/s" in first.summary["mode_lines"][1]
+    read = read_counter(monkeypatch)
+    later = build(mixed, tmp_path / "x.h5", "memmap", spec=MelSpec.preset("overlap", duration_s=1))
+    assert "cache file loaded, 25 of 28" in later.summary["mode_lines"][1] and len(read) == 3
+    assert [p.suffix for p in own_cache.iterdir()] == [SUFFIX]        # no lock, no partial file
+    auto = build(mixed, tmp_path / "x.h5")
+    assert (auto.summary["mode"], auto.summary["mode_asked"]) == ("memmap", "auto") and "is there" in auto.summary["mode_lines"][0]
+
+
+@pytest.mark.parametrize("change", ["rate", "duration_s", "channels", "short", "new file", "touched", "longer", "removed"])
+def test_other_recordings_or_rules_have_another_cache_file(tmp_path, mixed, own_cache, change):
+    build(mixed, tmp_path / "x.h5", "memmap")
+    spec = SPEC
+    if change == "rate": spec = MelSpec.preset("disjoint", duration_s=1, sample_rate=8000)
+    elif change == "duration_s": spec = MelSpec.preset("disjoint", duration_s=0.5)
+    elif change in ("channels", "short"): spec = MelSpec.preset("disjoint", duration_s=1, **{"channels": {"channels": "first"}, "short": {"short": "reject"}}[change])
+    elif change == "new file": (mixed / "LEAK" / "z.wav").write_bytes((mixed / "LEAK" / "01.wav").read_bytes())
+    elif change == "touched": os.utime(mixed / "LEAK" / "01.wav", ns=(1, 1))
+    elif change == "longer": (mixed / "LEAK" / "01.wav").write_bytes((mixed / "LEAK" / "01.wav").read_bytes() + b"more")
+    else: (mixed / "LEAK" / "01.wav").unlink()
+    held_ = build(mixed, tmp_path / "x.h5", "memmap", spec=spec)
+    assert "created" in held_.summary["mode_lines"][1] and len(list(own_cache.glob(f"*{SUFFIX}"))) == 2
+    assert held_.path.read_bytes() == build(mixed, tmp_path / "y.h5", "stream", spec=spec).path.read_bytes()
+
+
+# ---- stale, damaged, half written
+
+
+@pytest.mark.parametrize("mode", ["preload", "memmap"])
+def test_a_file_that_changed_since_is_treated_as_by_the_stream(tmp_path, mixed, mode):
+    "The same manifest, and one file that is another one now: rejected as changed, not taken from what is held."
+    manifest = lm.scan(mixed)
+    with lm.preload(mixed, spec=SPEC, manifest=manifest, mode=mode, progress="none") as ready:
+        path = mixed / "LEAK" / "03.wav"
+        path.write_bytes(path.read_bytes()[:-2] + b"\1\1")
+        (mixed / "LEAK" / "05.wav").unlink()
+        common = dict(manifest=manifest, spec=SPEC, progress="none")
+        from_held = lm.build(mixed, out=tmp_path / "x.h5", preloaded=ready, **common)
+        streamed = lm.build(mixed, out=tmp_path / "y.h5", mode="stream", **common)
+    assert from_held.path.read_bytes() == streamed.path.read_bytes()
+    assert {"LEAK/03.wav", "LEAK/05.wav"} <= set(from_held.rejected.query("code == 'changed'")["path"])
+
+
+def test_preloaded_recordings_of_another_state_are_refused(tmp_path, mixed, make_wav):
+    with lm.preload(mixed, spec=SPEC, progress="none") as ready:
+        with pytest.raises(UsageError, match="not those of this build"):
+            build(mixed, tmp_path / "x.h5", preloaded=ready, spec=MelSpec.preset("disjoint", duration_s=0.5))
+        make_wav(mixed / "LEAK" / "new.wav", seed=77)
+        with pytest.raises(UsageError, match="load them again"): build(mixed, tmp_path / "x.h5", preloaded=ready)
+        with pytest.raises(UsageError, match="own mode"): build(mixed, tmp_path / "x.h5", "stream", preloaded=ready)
+    assert not (tmp_path / "x.h5").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut by 1", "cut in rows", "cut to footer", "empty", "longer", "flipped facts", "flipped footer", "other file", "zeros"])
+def test_a_damaged_cache_file_is_made_anew(tmp_path, mixed, own_cache, damage):
+    plain = build(mixed, tmp_path / "x.h5", "stream").path.read_bytes()
+    build(mixed, tmp_path / "x.h5", "memmap")
+    path, = own_cache.iterdir()
+    raw = bytearray(path.read_bytes())
+    broken = {"cut by 1": raw[:-1], "cut in rows": raw[:5000], "cut to footer": raw[-64:], "empty": b"", "longer": raw + b"x", "other file": b"%PDF-1.7" * 100,
+              "zeros": bytes(len(raw))}
+    if damage == "flipped facts": raw[-400] ^= 4
+    if damage == "flipped footer": raw[-40] ^= 4
+    path.write_bytes(broken.get(damage, raw))
+    again = build(mixed, tmp_path / "x.h5", "memmap")
+    assert "created" in again.summary["mode_lines"][1] and again.path.read_bytes() == plain
+    assert "loaded" in build(mixed, tmp_path / "x.h5", "memmap").summary["mode_lines"][1]
+
+
+@pytest.mark.parametrize("at", [0, 12_345, 100_000, 230_000])
+def test_a_flipped_bit_in_held_rows_is_seen_and_read_again(tmp_path, mixed, own_cache, caplog, at):
+    plain = build(mixed, tmp_path / "x.h5", "stream").path.read_bytes()
+    build(mixed, tmp_path / "x.h5", "memmap")
+    path, = own_cache.iterdir()
+    before = path.stat().st_mtime_ns
+    with path.open("r+b") as f:
+        f.seek(at); byte = f.read(1)
+        f.seek(at); f.write(bytes([byte[0] ^ 16]))
+    os.utime(path, ns=(before, before))
+    with caplog.at_level(logging.WARNING, "leakmel"): again = build(mixed, tmp_path / "x.h5", "memmap")
+    assert "loaded" in again.summary["mode_lines"][1] and again.path.read_bytes() == plain
+    row = at // (2 * SPEC.n_samples)
+    rejected = {b"LEAK/f pointer.wav", b"NOLEAK/g empty.wav", b"loose.wav"}
+    wide = {b"LEAK/c 8 kHz.wav", b"LEAK/d stereo.wav", b"NOLEAK/e 24.wav"}
+    paths = scan(mixed).listings[0].paths       # behind their 16-bit rows lie the rows of more than 16 bits
+    if row >= len(paths) or paths[row] not in rejected | wide: assert "digest" in caplog.text     # else nothing is held there
+
+
+def test_a_cache_file_cut_short_under_a_build_is_no_signal(tmp_path, mixed, own_cache, caplog):
+    with lm.preload(mixed, spec=SPEC, mode="memmap", progress="none") as ready:
+        path, = own_cache.iterdir()
+        os.truncate(path, 20_000)
+        with caplog.at_level(logging.WARNING, "leakmel"): result = build(mixed, tmp_path / "x.h5", preloaded=ready)
+    assert result.path.read_bytes() == build(mixed, tmp_path / "y.h5", "stream").path.read_bytes() and "cache file cannot be read" in caplog.text
+
+
+def test_a_killed_maker_leaves_nothing_that_counts(tmp_path, mixed, own_cache):
+    "Killed while the cache file is being written: no file under its name, the next build makes it."
+    code = ("import os, sys, leakmel as lm\nfrom leakmel.dataset import cache\n"
+            "cache.write_facts = lambda *a: os.kill(os.getpid(), 9)\n"
+            f"lm.build({str(mixed)!r}, out={str(tmp_path / 'k.h5')!r}, mode='memmap', spec=lm.MelSpec.preset('disjoint', duration_s=1), progress='none')")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -9
+    left = [p.name for p in own_cache.iterdir()]
+    assert not [n for n in left if n.endswith(SUFFIX)] and [n for n in left if n.endswith(".partial")]
+    assert "created" in build(mixed, tmp_path / "x.h5", "memmap").summary["mode_lines"][1]
+    assert [p.suffix for p in own_cache.iterdir()] == [SUFFIX]
+
+
+def test_two_processes_share_one_cache_file(tmp_path, mixed, own_cache):
+    "Started together: one makes the file, the other waits and opens it; both data sets are the stream's."
+    command = [sys.executable, "-m", "leakmel", "build", str(mixed), "--mode", "memmap", "--duration-s", "1", "--sample-rate", "4096", "--json", "--out"]
+    both = [subprocess.Popen([*command, str(tmp_path / f"{k}.h5")], stdout=subprocess.PIPE, text=True) for k in range(2)]
+    bodies = [json.loads(p.communicate(timeout=60)[0]) for p in both]
+    assert sorted(b["mode_lines"][1].split(",")[0] for b in bodies) == ["memmap: cache file created", "memmap: cache file loaded"]
+    plain = build(mixed, tmp_path / "x.h5", "stream").path.read_bytes()
+    assert all((tmp_path / f"{k}.h5").read_bytes() == plain for k in range(2)) and len(list(own_cache.iterdir())) == 1
+
+
+def test_a_second_maker_waits(tmp_path, mixed):
+    path = cache_path(cache_folder(), "", held_key(scan(mixed).listings[0], SPEC))
+    path.parent.mkdir()
+    done = threading.Event()
+    def work():
+        build(mixed, tmp_path / "x.h5", "memmap")
+        done.set()
+    with OutputLock(path):
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert not done.wait(0.5)
+    thread.join(30)
+    assert done.is_set()
+
+
+# ---- a place that is too small
+
+
+def test_preload_that_does_not_fit_goes_to_a_cache_file(tmp_path, mixed, own_cache):
+    result = build(mixed, tmp_path / "x.h5", "preload", ram_fraction=1e-9)
+    lines = result.summary["mode_lines"]
+    assert result.summary["mode"] == "memmap" and "preload was asked for" in lines[0] and "do not fit" in lines[0] and "created" in lines[1]
+    assert len(list(own_cache.iterdir())) == 1
+
+
+def test_memory_that_runs_out_on_the_way_goes_to_a_cache_file(tmp_path, mixed, monkeypatch):
+    def none(self, n_files, n_samples): raise MemoryError
+    monkeypatch.setattr(MemoryRows, "__init__", none)
+    result = build(mixed, tmp_path / "x.h5", "preload")
+    assert result.summary["mode"] == "memmap" and any("preload was not possible" in line for line in result.summary["mode_lines"])
+
+
+@pytest.mark.parametrize("trouble", ["no room", "disk full on the way", "a file for a folder"])
+def test_cache_folder_that_does_not_do_is_streamed(tmp_path, mixed, own_cache, monkeypatch, trouble):
+    plain = build(mixed, tmp_path / "x.h5", "stream").path.read_bytes()
+    def full(*a, **k): raise OSError(28, "No space left on device")
+    if trouble == "no room": monkeypatch.setattr(cache, "require_space", lambda *a: (_ for _ in ()).throw(OutputError("not enough room")))
+    if trouble == "disk full on the way": monkeypatch.setattr(FileRows, "write", full)
+    if trouble == "a file for a folder": own_cache.write_text("mine")
+    result = build(mixed, tmp_path / "x.h5", "memmap")
+    assert result.summary["mode"] == "stream" and "memmap was not possible" in result.summary["mode_lines"][-1] and result.path.read_bytes() == plain
+    if trouble != "a file for a folder": assert list(own_cache.iterdir()) == []
+
+
+def test_an_error_while_loading_is_the_builds_error(tmp_path, mixed, monkeypatch, own_cache):
+    def broken(self, slot): raise ValueError("a bug")
+    monkeypatch.setattr(BatchReader, "fill", broken)
+    for mode in ("preload", "memmap"):
+        with pytest.raises(ValueError, match="a bug"): build(mixed, tmp_path / "x.h5", mode)
+    assert not list(tmp_path.glob("*x.h5*")) and list(own_cache.iterdir()) == []
+    assert not [t for t in threading.enumerate() if t.name.startswith("leakmel-")]
+
+
+def test_ctrl_c_while_loading(tmp_path, mixed, monkeypatch, own_cache):
+    def wait(self, timeout=None): raise KeyboardInterrupt
+    monkeypatch.setattr(threading.Event, "wait", wait)
+    for mode in ("preload", "memmap"):
+        with pytest.raises(KeyboardInterrupt): lm.preload(mixed, spec=SPEC, mode=mode, progress="none")
+    assert not own_cache.exists() or list(own_cache.iterdir()) == []
+    assert not [t for t in threading.enumerate() if t.name.startswith("leakmel-")]
+
+
+@pytest.mark.parametrize("mode", ["preload", "memmap"])
+def test_recordings_that_differ_stop_a_spec_that_follows(tmp_path, make_wav, mode):
+    make_wav(tmp_path / "data" / "A" / "a.wav")
+    make_wav(tmp_path / "data" / "A" / "b.wav", n=5000)
+    with pytest.raises(DataError, match="differ in rate or length"): build(tmp_path / "data", tmp_path / "x.h5", mode, spec=None)
+    with lm.preload(tmp_path / "data", spec=SPEC, mode=mode, progress="none") as ready:
+        with pytest.raises(DataError, match="differ in rate or length"): build(tmp_path / "data", tmp_path / "x.h5", preloaded=ready, spec=None)
+
+
+# ---- the choice, the folder, the command
+
+
+def test_auto_says_need_free_and_reason():
+    config, gb = PipelineConfig(ram_fraction=0.5), 10**9
+    fits, not_ = choose_mode("auto", gb, config, free_bytes=4 * gb), choose_mode("auto", 3 * gb, config, free_bytes=4 * gb)
+    assert fits.used == not_.used == "stream" and fits.reason != not_.reason and "cache_dir" in not_.reason
+    assert "1.00 GB of samples, 4.00 GB of memory free" in str(fits)
+    assert choose_mode("auto", gb, config, free_bytes=gb, cached=True).used == "memmap"
+    assert choose_mode("auto", gb, PipelineConfig(cache_dir="c"), free_bytes=gb).used == "memmap"
+    assert choose_mode("preload", 2 * gb, config, free_bytes=4 * gb).used == "preload"
+    assert choose_mode("preload", 2 * gb + 1, config, free_bytes=4 * gb).used == "memmap"
+    with pytest.raises(UsageError, match="auto or stream or preload or memmap"): choose_mode("ram", gb, config)
+
+
+def test_lines_are_said_where_the_run_is_shown(tmp_path, mixed, capsys, caplog):
+    with caplog.at_level(logging.INFO, "leakmel"):
+        lm.build(mixed, out=tmp_path / "x.h5", mode="preload", spec=SPEC, progress="log")
+    assert "mode preload: 0.23 MB of samples" in caplog.text and "preload: read into memory, 25 of 28 recordings" in caplog.text
+    assert "data: preload: 28 of 28 files" in caplog.text and "data: 28 of 28 files" in caplog.text      # a bar for each phase
+    assert capsys.readouterr().out == ""
+
+
+def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    assert cache_folder(tmp_path / "named") == tmp_path / "named"
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("LEAKMEL_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "leakmel"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative, which the standard says to ignore")
+    assert cache_folder() == Path.home() / ".cache" / "leakmel"
+
+
+def test_list_and_clear_by_command(tmp_path, mixed, own_cache):
+    def run(*words):
+        done = subprocess.run([sys.executable, "-m", "leakmel", "cache", *words], capture_output=True, text=True, check=True)
+        return json.loads(done.stdout) if "--json" in words else done.stdout
+    assert run("list", "--json")["files"] == []
+    build(mixed, tmp_path / "x.h5", "memmap")
+    (own_cache / f"training-0{SUFFIX}").write_bytes(b"half")
+    (own_cache / "notes.txt").write_text("mine")
+    listed = run("list", "--json")
+    assert {f["recordings"] for f in listed["files"]} == {28, 0} and any("not a complete cache file" in f["problem"] for f in listed["files"])
+    assert f"28 recordings of {mixed}" in run("list")
+    assert "removed 0 cache files" in run("clear", "--unused-days", "1")
+    assert run("clear", "--json")["n_bytes"] > 0 and [p.name for p in own_cache.iterdir()] == ["notes.txt"]
+
+
+def test_clear_leaves_a_cache_file_in_the_making(mixed, own_cache):
+    own_cache.mkdir()
+    target = own_cache / f"all-1{SUFFIX}"
+    partial = own_cache / f".{target.name}.partial"
+    partial.write_bytes(b"")
+    with OutputLock(target):
+        clear_cache()
+        assert partial.exists()
+    clear_cache()
+    assert not partial.exists() and list_cache() == []
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_regular_file_is_not_opened(tmp_path, mixed, own_cache, kind):
+    path = cache_path(own_cache, "", held_key(scan(mixed).listings[0], SPEC))
+    own_cache.mkdir()
+    if kind == "link":
+        (tmp_path / "elsewhere").write_bytes(b"mine")
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "pipe": os.mkfifo(path)
+    else: path.mkdir()
+    result = build(mixed, tmp_path / "x.h5", "memmap")
+    assert result.verified.ok
+    if kind == "link": assert (tmp_path / "elsewhere").read_bytes() == b"mine"
+
+
+def test_key_ignores_mels_and_knows_the_rest(mixed):
+    listing = scan(mixed).listings[0]
+    assert held_key(listing, SPEC) == held_key(listing, MelSpec.preset("overlap", duration_s=1)) == held_key(scan(mixed).listings[0], SPEC)
+    other = [MelSpec.preset("disjoint", duration_s=1, **c) for c in ({"long": "reject"}, {"rate": "reject"}, {"sample_rate": 4000}, {"channels": "first"})]
+    assert len({held_key(listing, s) for s in [SPEC, *other]}) == 5
+
+
+def test_memory_is_what_the_samples_need(mixed):
+    with lm.preload(mixed, spec=SPEC, progress="none") as ready:
+        wide = 3 * 4 * SPEC.n_samples
+        assert ready.n_bytes == 28 * 2 * SPEC.n_samples + wide
+        assert "25 of 28 recordings" in repr(ready) and ready.seconds > 0
+
+
+def test_threads_of_a_loader_end_with_the_first_error(mixed):
+    listing = scan(mixed).listings[0]
+    class Broken(BatchReader):
+        def fill(self, slot): raise LeakmelError("enough")
+    with pytest.raises(LeakmelError, match="enough"):
+        held.load(Broken(listing, SPEC), MemoryRows(len(listing), SPEC.n_samples), "k", n_threads=4, timeline=Timeline(), watch=lambda n: None)
+    assert modes.MODES[0] == "auto"
