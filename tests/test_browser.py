@@ -108,11 +108,11 @@ def open_notebook(watched: Watched, url: str) -> Any:
 
 
 def assert_shows_results(watched: Watched, lab: str) -> None:
-    "Four figures that are drawn, the verdict, no error, no widget, nothing fetched from elsewhere."
+    "Five figures that are drawn, the verdict, no error, no widget, nothing fetched from elsewhere."
     page = watched.page
-    page.wait_for_function("document.querySelectorAll('.jp-Notebook .js-plotly-plot .gtitle').length === 4", timeout=60_000)
+    page.wait_for_function("document.querySelectorAll('.jp-Notebook .js-plotly-plot .gtitle').length === 5", timeout=60_000)
     heights = page.evaluate("[...document.querySelectorAll('.jp-Notebook .js-plotly-plot')].map(e => e.getBoundingClientRect().height)")
-    assert len(heights) == 4
+    assert len(heights) == 5
     assert min(heights) > 150
     assert page.locator(".jupyter-widgets").count() == 0
     assert page.locator(ERRORS).all_text_contents() == []
@@ -154,7 +154,7 @@ def test_executed_notebook_as_a_page(executed, watched, tmp_path):
     from figures import copy_plotly, show_figures
     from nbconvert import HTMLExporter
     notebook = nbformat.read(executed, as_version=4)
-    assert show_figures(notebook) == 4
+    assert show_figures(notebook) == 5
     body, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
     copy_plotly(tmp_path)
     (tmp_path / "page.html").write_text(f"<!doctype html><meta charset='utf-8'><script src='plotly.min.js'></script><body>{body}</body>", encoding="utf-8")
@@ -162,6 +162,6 @@ def test_executed_notebook_as_a_page(executed, watched, tmp_path):
     page.goto((tmp_path / "page.html").as_uri())
     page.wait_for_selector(".plotly-figure .main-svg", timeout=30_000)
     page.screenshot(path=tmp_path / "page.png", full_page=True)
-    assert_figures(page, 4)
+    assert_figures(page, 5)
     assert watched.complaints == []
     assert watched.outside("file:") == []

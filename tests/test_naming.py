@@ -364,7 +364,8 @@ def test_faults_of_a_table_are_named_with_their_line(tmp_path, text, words):
 def test_tables_that_are_no_file(tmp_path):
     put(tmp_path / "data", "a.wav")
     os.mkfifo(tmp_path / "fifo.csv")
-    for name in ("fifo.csv", "nowhere.csv", "data"):
+    os.mkfifo(tmp_path / "fifo.parquet")
+    for name in ("fifo.csv", "fifo.parquet", "nowhere.csv", "data"):
         with pytest.raises(DataError, match=name): scan(tmp_path / "data", table=tmp_path / name)
     with pytest.raises(DataError, match="no such folder"): scan(tmp_path / "nowhere", table=table(tmp_path, "path,label\na.wav,LEAK\n"))
     with pytest.raises(UsageError, match="not from both"): scan(tmp_path / "data", table=tmp_path / "names.csv", pattern="{label}")
@@ -384,6 +385,11 @@ def test_a_table_in_parquet(tmp_path, monkeypatch):
     t = read_table(file)
     assert (t.paths, t.labels, t.splits) == ([b"a.wav", b"caf\xe9.wav"], ["1", "2"], ["TRAINING", "VALIDATION"])
     assert (t.parts[0].gain, t.parts[0].start_time, t.parts[1].start_time) == (2.5, "2025-03-14T02:00:00", "")
+    rows["gain"] = [pd.NA, [1]]
+    with pytest.raises(DataError, match="row 2: no number"): read_table(file)
+    monkeypatch.setattr(pd, "read_parquet", lambda path: pd.DataFrame(rows | {"gain": [pd.NA, 3]}).set_index("Path"))
+    assert read_table(file).parts[1].gain == 3
+    monkeypatch.setattr(pd, "read_parquet", lambda path: pd.DataFrame(rows))
     rows["label"][1] = None
     with pytest.raises(DataError, match="row 2: the label is empty"): read_table(file)
     def fail(path: Path) -> pd.DataFrame: raise ValueError("bad magic")
@@ -544,6 +550,15 @@ def test_a_build_from_a_table(by_table):
         assert report.ok, report.problems
         assert report.labels_compared
         assert "not compared" not in report.verdict
+
+
+@pytest.mark.parametrize("mode", ["stream", "preload", "memmap"])
+def test_a_build_from_a_table_gives_the_same_bytes_in_each_mode(by_table, tmp_path, mode):
+    data, file, (training, _) = by_table
+    pipeline = replace(QUIET, cache_dir=str(tmp_path / "cache"))
+    r = lm.build(data, split="train", manifest=scan(data, split="train", table=file), out=tmp_path / "x.h5", mode=mode, progress="none", pipeline=pipeline)
+    assert r.path.read_bytes() == training.read_bytes()
+    assert r.summary["source_bytes"] == sum((data / "day 1" / n).stat().st_size for n in ("a.wav", "b.wav")) * 2
 
 
 def test_without_its_table_the_labels_of_a_data_set_are_not_compared(by_table):

@@ -28,6 +28,7 @@ from leakmel.cli import main
 from leakmel.core.errors import MachineError
 from leakmel.core.progress import Progress
 from leakmel.insight.cards import ProblemTable, ResultCard
+from leakmel.insight.plots import MAX_POINTS, level_by_label
 
 SPEC = {"sample_rate": 4096, "duration_s": 1}
 HEALTHY_RMS = 2000
@@ -244,16 +245,13 @@ def test_a_level_that_tells_the_label() -> None:
 
 
 def test_pairs_have_their_limits() -> None:
-    "20 x 20 recordings: 380 of 400 pairs are 0.95, 379 are less."
-    c = made(40)
+    "10 recordings of a label against 40 of two others: 380 of 400 pairs are 0.95, 379 are less."
+    labels = np.concatenate([np.zeros(10, int), 1 + np.arange(40) % 2])
+    c = replace(made(50, splits=1), labels=("LEAK", "NOLEAK", "BURST"), label_id=labels)
     for wrong, is_tied in ((20, True), (21, False)):
-        order = np.arange(40.0)
-        order[20] = 20 - wrong - 0.5 if wrong <= 20 else order[20] - 20.5
-        if wrong > 20: order[21] = 21 - (wrong - 20) - 1.5
-        shares = pair_shares(order, np.repeat([0, 1], 20))
-        assert shares[1] == pytest.approx(1 - wrong / 400)
-        columns = replace(c, label_id=np.repeat([0, 1], 20), rms_db=order - 100, split_id=np.zeros(40, int))
-        assert ("label_tied" in found(columns)) == is_tied
+        level = np.concatenate([[39.5 - wrong], np.full(9, 50.0), np.arange(40)])
+        assert pair_shares(level, labels)[0] == pytest.approx(1 - wrong / 400)
+        for sign in (1, -1): assert found(replace(c, rms_db=sign * level / 2 - 50)) == ({"label_tied": {"LEAK"}} if is_tied else {})
 
 
 @given(st.lists(st.tuples(st.integers(-4, 4), st.integers(0, 3)), min_size=1, max_size=40))
@@ -366,6 +364,16 @@ def test_a_manifest_that_was_read_adds_no_rejected_file_to_the_problems(messy, t
     results = lm.build_all(root, out_dir=tmp_path, manifest=manifest, spec=SPEC, engine="reference", check=4, progress="none")
     assert "empty" not in {*results[0].problems["kind"], *results[1].problems["kind"]}
     assert not any(p.startswith("TRAINING/") for p in results[1].problems["path"])
+
+
+def test_notes_are_told_with_their_split(tmp_path: Path) -> None:
+    healthy(tmp_path / "set", 8)
+    link = tmp_path / "set" / "TESTING" / "LEAK" / "nowhere.wav"
+    link.symlink_to("nothing.wav")
+    (tmp_path / "set" / "notes").mkdir()
+    training, testing = lm.build_all(tmp_path / "set", out_dir=tmp_path, spec=SPEC, engine="reference", check=4, progress="none")
+    assert kinds_of(testing.problems) == {"link": {os.fspath(link)}, "not_a_split": {"notes"}, "missing_split": {"VALIDATION"}}
+    assert set(training.problems["kind"]) == {"not_a_split", "missing_split"}
 
 
 def test_padded_rows_have_levels_of_their_own(tmp_path: Path) -> None:
@@ -537,6 +545,23 @@ def test_the_card_counts_and_groups(messy) -> None:
     assert "and 3 more" in repr(report)
     assert "and 3 more" in report._repr_html_()
     assert repr(ProblemReport([])) == "No problem was seen."
+
+
+def test_the_figure_of_levels() -> None:
+    rng = np.random.default_rng(0)
+    level, labels = rng.normal(-30, 5, 5000), ["LEAK", "<b>NO", "BURST"] * 1666 + ["LEAK", "LEAK"]
+    level[np.array(labels) == "BURST"] += 15
+    level[:2] = -200
+    fig = level_by_label(level, labels)
+    assert fig.layout.title.text.startswith("BURST is louder than the others in 9")
+    assert "2 silent ones" in fig.layout.title.subtitle.text
+    assert [t.name for t in fig.data] == ["&lt;b&gt;NO (1,665)", "BURST (1,666)", "LEAK (1,667)"]
+    for trace in fig.data:
+        assert sum(trace.y) == pytest.approx(100, abs=1e-3)
+        assert len(trace.x) == len(trace.y) <= MAX_POINTS
+    assert "half of the recordings are louder than -20 dB" in level_by_label([-20.0] * 3, ["LEAK"] * 3).layout.title.text
+    assert level_by_label([-200.0], ["LEAK"]).layout.title.text == "No level to show"
+    assert len(level_by_label([-1e30, float("nan"), -50.0], ["A"] * 3).data[0].x) < 10
 
 
 # -- the command line -------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 __all__ = ['Found', 'is_recording_name', 'list_error', 'is_inside', 'Walk', 'Listing', 'show_place', 'found_below',
            'make_listing']
 
-# %% ../../nbs/audio/listing.ipynb #b35030c0
+# %% ../../nbs/audio/listing.ipynb #8c454bde
 import errno, os, stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .naming import NameParts, Naming
+from .naming import NameParts, Naming, parse_name
 from .problems import Problem
 from .wav import MACHINE_FAULTS
 from ..core.errors import DataError, LeakmelError, MachineError, show_path
@@ -77,7 +77,7 @@ class Walk:
             except OSError as e:
                 raise list_error(e, folder) from e
 
-# %% ../../nbs/audio/listing.ipynb #9e6b741c
+# %% ../../nbs/audio/listing.ipynb #c956373c
 @dataclass(frozen=True, eq=False)
 class Listing:
     "The recordings of one split, in the order of the bytes of their paths."
@@ -108,7 +108,8 @@ class Listing:
     @property
     def names(self) -> list[NameParts]:
         "What the names say, one for each recording."
-        return list(self.parts) if self.parts is not None else [self.naming.parse(p) for p in self.paths]
+        if self.parts is not None: return list(self.parts)
+        return list(map(parse_name if self.naming.source == "folders" else self.naming.parse, self.paths))
 
 def show_place(split: str, path: bytes, naming: Naming) -> str:
     "A path of a split for display, below the root."

@@ -6,11 +6,11 @@
 __all__ = ['SPLITS', 'FIELDS', 'Token', 'split_name', 'iso_time', 'number_in', 'NameParts', 'parse_name', 'pattern_tokens',
            'match_pattern', 'Named', 'Naming', 'pattern_naming']
 
-# %% ../../nbs/audio/naming.ipynb #67107d56
+# %% ../../nbs/audio/naming.ipynb #deb338dc
 import json, math, os, re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import date, datetime
 from functools import lru_cache
 
 from ..core.errors import DataError, UsageError
@@ -27,7 +27,7 @@ def split_name(
     "The split a folder name stands for."
     return _ALIASES.get(re.sub(r"^dataset[_ -]", "", folder.casefold()))
 
-# %% ../../nbs/audio/naming.ipynb #9201c534
+# %% ../../nbs/audio/naming.ipynb #c3dbfb8a
 _DIGITS = re.compile(r"(\d{4})(\d\d)(\d\d)[_T](\d\d)(\d\d)(\d\d)(Z|[+-]\d\d:?\d\d)?|(\d{4})-(\d\d)-(\d\d)_(\d\d)-(\d\d)-(\d\d)()", re.ASCII)
 _ISO = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?", re.ASCII)
@@ -36,6 +36,9 @@ def iso_time(
     text: str,    # YYYYMMDD_HHMMSS, YYYYMMDDTHHMMSS, YYYY-MM-DD_HH-MM-SS or ISO 8601 with date and time
 ) -> str:         # ISO 8601, with a zone where the text has one; empty for what is no date and time
     "A time as loggers and tables write it, in ISO 8601."
+    if len(text) == 15 and text[8] == "_" and text.isascii() and text[:8].isdigit() and text[9:].isdigit():     # nearly all of them
+        day, hour, minute, second = _iso_day(text[:8]), text[9:11], text[11:13], text[13:]
+        return f"{day}T{hour}:{minute}:{second}" if day and hour < "24" and minute < "60" and second < "60" else ""
     if len(text) > 40: return ""
     if m := _DIGITS.fullmatch(text):
         text = "{}-{}-{}T{}:{}:{}{}".format(*(g or "" for g in (m.groups()[:7] if m.group(1) else m.groups()[7:])))
@@ -43,6 +46,13 @@ def iso_time(
     try: return datetime.fromisoformat(text).isoformat()
     except ValueError: return ""
 
+@lru_cache(4096)
+def _iso_day(text: str) -> str:
+    "YYYYMMDD as YYYY-MM-DD; empty for a day that does not exist."
+    try: return date(int(text[:4]), int(text[4:6]), int(text[6:])).isoformat()
+    except ValueError: return ""
+
+@lru_cache(4096)
 def number_in(
     text: str,
 ) -> float:     # the first number; NaN where there is none, or none that float32 can hold
@@ -51,7 +61,7 @@ def number_in(
     value = float(found.group()) if found else math.nan
     return value if abs(value) < 3e38 else math.nan
 
-# %% ../../nbs/audio/naming.ipynb #f7267283
+# %% ../../nbs/audio/naming.ipynb #5acf34ae
 @dataclass(frozen=True, slots=True)
 class NameParts:
     "What the name of a recording says; empty where it does not."
@@ -67,7 +77,7 @@ def parse_name(
 ) -> NameParts:
     "The parts of a logger's file name, and the folders it lies in."
     *folders, name = os.fsdecode(path).split("/")
-    parts, folder = os.path.splitext(name)[0].split("~"), "/".join(folders[1:])
+    parts, folder = (name.rpartition(".")[0] or name).split("~"), "/".join(folders[1:])
     if len(parts) != 4: return NameParts(folder=folder)
     return NameParts(parts[0], parts[1], iso_time(parts[2]), number_in(parts[3]), folder=folder)
 

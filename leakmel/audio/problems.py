@@ -287,7 +287,7 @@ def label_problems(
         for i, name in enumerate(label_names):
             if i not in present: yield Problem("empty_label", "/".join(filter(None, [split, show_path(name)])), "no recording of this label in this split")
 
-# %% ../../nbs/audio/problems.ipynb #e6679d06
+# %% ../../nbs/audio/problems.ipynb #028dfa01
 def shared_out(
     counts: Sequence[int],   # examples there are of each kind
     most: int,               # to be shown in all
@@ -298,6 +298,14 @@ def shared_out(
         for i in open_[:most - sum(given)]: given[i] += 1
     return given
 
+def _html_row(kind: str, found: Sequence[Problem], n_shown: int) -> str:
+    "One kind as a row: how many, what it means, examples."
+    cell = "style='text-align:{};vertical-align:top;white-space:{};overflow-wrap:anywhere;padding:3px 8px;border-top:1px solid rgba(128,128,128,0.35)'"
+    shown = "".join(f"<br><span style='opacity:0.75'>{escape(p.path)}: {escape(p.message)}</span>" for p in found[:n_shown])
+    return (f"<tr><td {cell.format('right', 'nowrap')}>{len(found):,}</td><td {cell.format('left', 'nowrap')}><code>{escape(kind)}</code></td>"
+            f"<td {cell.format('left', 'normal')}>{escape(meaning_of(kind))}{shown}</td></tr>")
+
+# %% ../../nbs/audio/problems.ipynb #05013e61
 class ProblemReport:
     "Problems by group and kind for a notebook or a terminal."
 
@@ -324,14 +332,8 @@ class ProblemReport:
 
     def _repr_html_(self) -> str:
         if not self.by_kind: return f"<p>{self!r}</p>"
-        rows = "".join(f"<tr><th colspan='3' style='text-align:left;padding-top:6px'>{escape(group)}</th></tr>" + "".join(map(self._row, kinds))
+        rows = "".join(f"<tr><th colspan='3' style='text-align:left;padding-top:6px'>{escape(group)}</th></tr>"
+                       + "".join(_html_row(kind, self.by_kind[kind], self.given[kind]) for kind in kinds)
                        for group, kinds in self.groups().items())
         more = f"<p>and {self.more:,} more</p>" if self.more else ""
         return f"<table style='border-collapse:collapse;max-width:1000px;color:inherit'>{rows}</table>{more}"
-
-    def _row(self, kind: str) -> str:
-        "One kind as a row: how many, what it means, examples."
-        cell = "style='text-align:{};vertical-align:top;white-space:{};overflow-wrap:anywhere;padding:3px 8px;border-top:1px solid rgba(128,128,128,0.35)'"
-        shown = "".join(f"<br><span style='opacity:0.75'>{escape(p.path)}: {escape(p.message)}</span>" for p in self.by_kind[kind][:self.given[kind]])
-        return (f"<tr><td {cell.format('right', 'nowrap')}>{len(self.by_kind[kind]):,}</td><td {cell.format('left', 'nowrap')}><code>{escape(kind)}</code></td>"
-                f"<td {cell.format('left', 'normal')}>{escape(meaning_of(kind))}{shown}</td></tr>")

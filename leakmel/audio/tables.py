@@ -49,14 +49,19 @@ def _column_names(header: list[str], file: Path) -> list[str]:
                             expected="path, label and, where known, " + ", ".join(TABLE_COLUMNS[3:]))
     return names
 
-# %% ../../nbs/audio/tables.ipynb #a6298cd1
+# %% ../../nbs/audio/tables.ipynb #2148cd93
 Row = tuple[str, list[str]]    # where it stands ("line 7"), and its cells
+
+def _require_file(file: Path) -> None:
+    "Refuse a table that is no regular file: a named pipe would be waited for."
+    try: mode = os.stat(file).st_mode
+    except OSError as e:
+        raise DataError(f"the table cannot be read ({e.strerror})", path=file) from e
+    if not stat.S_ISREG(mode): raise DataError("the table is not a regular file", path=file)
 
 def _csv_text(file: Path) -> str:
     "The text of a CSV file."
-    try:
-        if not stat.S_ISREG(os.stat(file).st_mode): raise DataError("the table is not a regular file", path=file)     # a named pipe would be waited for
-        data = file.read_bytes()
+    try: data = file.read_bytes()
     except OSError as e:
         raise DataError(f"the table cannot be read ({e.strerror})", path=file) from e
     if data.startswith((b"\xff\xfe", b"\xfe\xff")): raise DataError("the table is UTF-16", path=file, remedy="save it as CSV in UTF-8")
@@ -83,10 +88,11 @@ def _csv_rows(file: Path) -> Iterator[Row]:
         raise DataError(f"line {line + 1}: no CSV ({e})", path=file,
                         remedy='write a cell that holds a quote, a line end or the divider in "quotes", and each quote in it twice') from e
 
-# %% ../../nbs/audio/tables.ipynb #4bfc6ce0
+# %% ../../nbs/audio/tables.ipynb #fe4aa643
 def _cell(value: Any) -> str:
     "A value of a Parquet file as the text a CSV file would have."
-    if value is None or value != value: return ""       # NaN and NaT are unequal to themselves
+    import pandas as pd
+    if pd.api.types.is_scalar(value) and pd.isna(value): return ""
     if isinstance(value, bytes): return os.fsdecode(value)
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
@@ -97,8 +103,9 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
     if find_spec("pyarrow") is None:
         raise UsageError("a table in Parquet needs pyarrow, which is not installed", path=file, remedy="pip install pyarrow, or save the table as CSV")
     try: table = pd.read_parquet(file)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, NotImplementedError) as e:
         raise DataError("the table cannot be read as Parquet", path=file, found=str(e)) from e
+    if table.index.names != [None]: table = table.reset_index()
     yield "header", [str(name) for name in table.columns]
     for i, row in enumerate(table.itertuples(index=False, name=None), start=1): yield f"row {i}", [_cell(v) for v in row]
 
@@ -144,12 +151,13 @@ class _Line:
         if not self.text("split"): self.wrong("the split is empty", remedy="fill it in every line, or remove the column")
         return split_name(self.text("split")) or self.wrong("unknown split", "split", "write training, validation or testing")
 
-# %% ../../nbs/audio/tables.ipynb #21f09ec8
+# %% ../../nbs/audio/tables.ipynb #4b1b1081
 def read_table(
     file: str | os.PathLike,   # CSV; or Parquet (.parquet, .pq), where pyarrow is installed
 ) -> NameTable:                # raises DataError that names the line, UsageError without pyarrow
     "Read a table of recordings."
     file = Path(os.path.abspath(file))
+    _require_file(file)
     rows = _parquet_rows(file) if file.suffix.lower() in (".parquet", ".pq") else _csv_rows(file)
     _, header = next(rows, ("", []))
     if not any(header): raise DataError("the table is empty", path=file, expected="a line of column names, for example path,label")

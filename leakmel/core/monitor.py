@@ -208,13 +208,15 @@ def rate(
     if len(values) < 2 or values[-1][0] <= values[0][0]: return None
     return (values[-1][1] - values[0][1]) / (values[-1][0] - values[0][0])
 
-# %% ../../nbs/core/monitor.ipynb #94d85787
+# %% ../../nbs/core/monitor.ipynb #47bdc9f7
 def free_memory(
     cgroup: str | os.PathLike = "/sys/fs/cgroup",   # where the control group's files are
 ) -> int:                                           # bytes
     "Memory that this process may still take."
-    import psutil
-    free = int(psutil.virtual_memory().available)
+    try:
+        import psutil
+        free = int(psutil.virtual_memory().available)
+    except ImportError: free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")      # less: the page cache is not counted as free
     def number(name: str, key: str = "") -> int:
         words = (Path(cgroup) / name).read_text(encoding="ascii").split()
         return int(words[words.index(key) + 1] if key else words[0])

@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import UsageError
 
-# %% ../../nbs/core/parameters.ipynb #2c8e093a
+# %% ../../nbs/core/parameters.ipynb #601d0b5c
 EARLIER_NAMES: dict[str, str] = {
     "cpu_max_workers": "read_workers and compute_workers", "prefetch_threads": "read_workers",
     "disk_files_per_task": "files_per_batch", "files_per_task": "files_per_batch",
@@ -21,7 +21,8 @@ EARLIER_NAMES: dict[str, str] = {
     "warmup_queue_size": "nothing: the engine starts with the first batch that is filled",
     "drive_buffersize": "nothing: a recording is read in one call", "async_copies": "nothing: reading, computing and writing always overlap",
     "use_async_pipeline": "mode='stream': reading, computing and writing always overlap",
-    "use_ram_preload": "mode='preload'", "use_memmap_cache": "mode='memmap'", "memmap_cache_dir": "cache_dir", "precision": "nothing: float32 inside, float16 in the file",
+    "use_ram_preload": "mode='preload'", "use_memmap_cache": "mode='memmap'", "memmap_cache_dir": "cache_dir",
+    "precision": "nothing: float32 inside, float16 in the file",
     "sample_length_sec": "duration_s", "duration_sec": "duration_s", "long_win": "long_window", "short_win": "short_window", "hop": "hop_length",
     "num_mels": "n_mels", "f_min": "f_min_hz", "f_max": "f_max_hz", "fmin": "f_min_hz", "fmax": "f_max_hz",
     "stage_dir": "data_root", "dataset_dir": "data_root", "data_dir": "data_root", "output_dir": "out", "out_dir": "out",

@@ -163,7 +163,7 @@ class Held:
         rate, n_samples, channels, whole, _ = self.numbers[k].tolist()
         return Facts(rate, n_samples, channels, *self.unusual.get(k, ("pcm16", "ok")), self.digests[k].decode(), whole)
 
-# %% ../../nbs/dataset/held.ipynb #f80f76cf
+# %% ../../nbs/dataset/held.ipynb #f373fbc0
 def _check_follows(held: Held, spec: MelSpec, follows: Collection[str]) -> None:
     "Raise Disagreement where a spec was to follow recordings that differ."
     from leakmel.audio.conform import resampled_length
@@ -173,7 +173,14 @@ def _check_follows(held: Held, spec: MelSpec, follows: Collection[str]) -> None:
     for rate, n in {(int(r), int(n)) for r, n in np.unique(here[["sample_rate", "n_samples"]])}:
         if resampled_length(n, rate, spec.sample_rate) != spec.n_samples: raise Disagreement("recordings differ in length")
 
-# %% ../../nbs/dataset/held.ipynb #2020f181
+
+def _is_unchanged(reader: BatchReader, k: int) -> bool:
+    "Whether candidate k's file is as it was when listed."
+    try: st = os.stat(reader.base + reader.listing.paths[k])
+    except OSError: return False
+    return (st.st_size, st.st_mtime_ns) == (reader.listing.sizes[k], reader.listing.mtimes_ns[k])
+
+# %% ../../nbs/dataset/held.ipynb #f5cdf8de
 class HeldReader:
     "Fills slots from held recordings; shared by all threads."
 
@@ -190,12 +197,12 @@ class HeldReader:
             return self.plain.fill(slot)
         for i in range(slot.n): self._fill_row(slot, i)
         slot.scale_whole_rows()
-        return int(self.listing.sizes[slot.first:slot.first + slot.n].sum())
+        return int(self.listing.sizes[slot.first:slot.first + slot.n].clip(0).sum())
 
     def _fill_row(self, slot: Slot, i: int) -> None:
         "Fill one row, from its file where what is held does not do."
         k = slot.first + i
-        if not (self.held.numbers["here"][k] and self._is_unchanged(k)):
+        if not (self.held.numbers["here"][k] and _is_unchanged(self.plain, k)):
             self.plain.fill_row(slot, i)
             return
         facts = self.held.facts(k)
@@ -209,12 +216,6 @@ class HeldReader:
         if not facts.whole:
             slot.samples[i] = 0
             slot.widen(i, row)
-
-    def _is_unchanged(self, k: int) -> bool:
-        "Whether the file is as it was when listed."
-        try: st = os.stat(self.plain.base + self.listing.paths[k])
-        except OSError: return False
-        return (st.st_size, st.st_mtime_ns) == (self.listing.sizes[k], self.listing.mtimes_ns[k])
 
     def _warn(self, what: str) -> None:
         "Say once that something is read from the files again."

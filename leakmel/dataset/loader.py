@@ -113,13 +113,16 @@ def _read_any(path: bytes, size: int, mtime_ns: int, spec: MelSpec, follows: Col
 class Disagreement(DataError):
     "Recordings of different rate or length where the spec was to follow them."
 
-# %% ../../nbs/dataset/loader.ipynb #5a0d3a74
+# %% ../../nbs/dataset/loader.ipynb #2f794cf6
 class Source(Protocol):
     "What fills slots with the recordings of one listing."
     listing: Listing
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's candidates; returns the bytes of their files."
+
+# %% ../../nbs/dataset/loader.ipynb #a490b886
+_NO_LABEL = {"folders": "lies in no label folder", "pattern": "the name does not match the pattern, so it has no label", "table": "has no label"}
 
 class BatchReader:
     "Reads batches of one listing into slots; shared by all reader threads."
@@ -152,7 +155,7 @@ class BatchReader:
 
     def _read(self, slot: Slot, i: int, k: int) -> Facts:
         "Read candidate k into row i."
-        if self.listing.label_ids[k] < 0: raise RecordingError("no_label", "lies in no label folder")
+        if self.listing.label_ids[k] < 0: raise RecordingError("no_label", _NO_LABEL[self.listing.naming.source])
         path = self.base + self.listing.paths[k]
         size, mtime_ns = int(self.listing.sizes[k]), int(self.listing.mtimes_ns[k])
         if size < 0: raise RecordingError("unreadable", "named in the table, but there is no such file")

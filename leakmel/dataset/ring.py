@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Job', 'Lanes', 'run_lanes', 'Ring']
 
-# %% ../../nbs/dataset/ring.ipynb #8e57faf1
-import os, threading
+# %% ../../nbs/dataset/ring.ipynb #9c984b3c
+import math, os, threading, time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -93,21 +93,36 @@ def _as_ours(error: BaseException) -> BaseException:
         return MachineError(f"the machine failed ({os.strerror(error.errno or 0)})", path=error.filename, remedy="repair it, then build again")
     return error
 
-# %% ../../nbs/dataset/ring.ipynb #6e86100c
+# %% ../../nbs/dataset/ring.ipynb #0be775ba
+class _Lane(threading.Thread):
+    "A thread that knows when it was asked to begin: a signal may come between that and its first step."
+    asked_s = -math.inf
+
+    def start(self) -> None:
+        self.asked_s = time.monotonic()
+        super().start()
+
+    @property
+    def has_begun(self) -> bool:
+        "Whether it runs or ran; the first step of one that was asked to begin just now is waited for."
+        while self.ident is None and time.monotonic() < self.asked_s + 1: time.sleep(0)
+        return self.ident is not None
+
+# %% ../../nbs/dataset/ring.ipynb #bc23dc4d
 class Lanes:
     "Named threads that stop together at the first error."
 
     def __init__(self, wake: Callable[[int], None]):   # called with the number of threads to get them out of their queues
         self.error: BaseException | None = None
         self.stopping, self.lock, self._wake = threading.Event(), threading.Lock(), wake
-        self._threads: list[threading.Thread] = []
+        self._threads: list[_Lane] = []
 
     def add(self, lane: str, work: Callable[[str], None]) -> None:
         "One more thread, not started; `work` gets its name."
         def guarded() -> None:      # an error stops all
             try: work(lane)
             except BaseException as e: self.stop(_as_ours(e))
-        self._threads.append(threading.Thread(target=guarded, name=f"leakmel-{lane}", daemon=True))
+        self._threads.append(_Lane(target=guarded, name=f"leakmel-{lane}", daemon=True))
 
     def start(self) -> None:
         "Start all threads."
@@ -127,16 +142,14 @@ class Lanes:
         while True:
             try:
                 self.stop(error)
-                for thread in self._threads:
-                    if thread.ident is not None: thread.join()
+                for thread in (t for t in self._threads if t.has_begun): thread.join()
             except BaseException: continue   # a further signal: the first one is being seen to
             return
 
     def join(self) -> None:
         "Wait for all threads; raise the first error."
         try:
-            for thread in self._threads:
-                if thread.ident is not None: thread.join()
+            for thread in (t for t in self._threads if t.has_begun): thread.join()
         except BaseException as e: self.interrupted(e)
         if self.error is not None: raise self.error
 

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['VerifyReport', 'pick_rows', 'check_data_set', 'check_sample', 'verify']
 
-# %% ../../nbs/dataset/verify.ipynb #2dd6628e
+# %% ../../nbs/dataset/verify.ipynb #0e563cd1
 import json, os, stat
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ..audio.quality import moments_of, quality
 from ..audio.tables import NameTable, read_table
 from ..audio.wav import DIGEST_ALGORITHM, Recording, digest_of, read_wav
 from ..core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError, show_path
+from ..core.monitor import usable_cores
 from .names import accounting as account
 from .names import against_table, name_facts, stored_columns, stored_naming, wrong_labels
 from .schema import DIGEST_ATTRIBUTE, SCHEMA_VERSION, metadata_digest, stored_spec, unsafe_parts
@@ -195,7 +197,7 @@ def _cut_pieces(x: np.ndarray, spec: MelSpec) -> np.ndarray:
     starts = [[i * spec.long_hop + j * spec.short_hop for j in range(n_short)] for i in range(n_long)]
     return np.array([[x[a:a + spec.short_window] for a in row] for row in starts])
 
-# %% ../../nbs/dataset/verify.ipynb #feb5e1f2
+# %% ../../nbs/dataset/verify.ipynb #4ef542e6
 def _wrong_waveforms(f: h5py.File, spec: MelSpec, usable: list[tuple[_Stored, np.ndarray]]) -> Iterator[str]:
     "Waveforms that are not exactly the segments of their recording."
     for s, x in usable:
@@ -204,21 +206,31 @@ def _wrong_waveforms(f: h5py.File, spec: MelSpec, usable: list[tuple[_Stored, np
 
 def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndarray, report: VerifyReport) -> Iterator[str]:
     "Recompute the picked rows."
-    per_block = max(1, (4 << 20) // (8 * (spec.n_samples + 2 * int(np.prod(spec.row_shape)))))
+    per_block = max(1, (2 << 20) // (8 * (spec.n_samples + 2 * int(np.prod(spec.row_shape)))))
     columns, naming = {name: f[f"files/{name}"][:][picked] for name in stored_columns(f)}, stored_naming(f)
     stored = [_Stored(row, {name: values[i] for name, values in columns.items()}) for i, row in enumerate(picked.tolist())]
-    for start in range(0, len(stored), per_block):
-        sources = [(s, *_source_row(s, spec, naming, folder, report)) for s in stored[start:start + per_block]]
-        for _, _, problems in sources: yield from problems
-        usable = [(s, x) for s, x, _ in sources if x is not None]
-        if not usable: continue
-        if "segments_waveform" in f: yield from _wrong_waveforms(f, spec, usable)
-        right = reference_features(_stacked([x for _, x in usable]), spec)
-        for (s, _), row, db, strongest in zip(usable, f["segments_mel"][[s.row for s, _ in usable]], right.db, right.strongest_db):
-            verdict = compare(row, Reference(db, strongest), spec)
-            report.checked += 1
-            report.max_abs_db = max(report.max_abs_db, verdict.max_abs_db)
-            if not verdict.ok: yield f"{s} differs from the reference: {verdict.n_wrong} of {verdict.n_values} values, {verdict.max_abs_db:.3g} dB"
+    blocks = (stored[i:i + per_block] for i in range(0, len(stored), per_block))
+    with ThreadPoolExecutor(usable_cores(), "leakmel-verify") as pool:
+        for found in pool.map(lambda block: _block_against_sources(f, spec, naming, folder, block), blocks):
+            report.checked, report.max_abs_db = report.checked + found.checked, max(report.max_abs_db, found.max_abs_db)
+            report.moved += found.moved
+            yield from found.problems
+
+def _block_against_sources(f: h5py.File, spec: MelSpec, naming: Naming, folder: bytes, block: list[_Stored]) -> VerifyReport:
+    "Recompute a few rows; what was found, as a report of its own."
+    report = VerifyReport("")
+    sources = [(s, *_source_row(s, spec, naming, folder, report)) for s in block]
+    report.problems += [p for _, _, problems in sources for p in problems]
+    usable = [(s, x) for s, x, _ in sources if x is not None]
+    if not usable: return report
+    if "segments_waveform" in f: report.problems += _wrong_waveforms(f, spec, usable)
+    right = reference_features(_stacked([x for _, x in usable]), spec)
+    for (s, _), row, db, strongest in zip(usable, f["segments_mel"][[s.row for s, _ in usable]], right.db, right.strongest_db):
+        verdict = compare(row, Reference(db, strongest), spec)
+        report.checked, report.max_abs_db = report.checked + 1, max(report.max_abs_db, verdict.max_abs_db)
+        if not verdict.ok:
+            report.problems.append(f"{s} differs from the reference: {verdict.n_wrong} of {verdict.n_values} values, {verdict.max_abs_db:.3g} dB")
+    return report
 
 # %% ../../nbs/dataset/verify.ipynb #1e532f5f
 def check_data_set(

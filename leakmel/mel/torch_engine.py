@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['FRAME_ALIGN', 'CPU_BLOCK_BYTES', 'CUDA_BLOCK_BYTES', 'int16_moments', 'block_files', 'TorchEngine']
 
-# %% ../../nbs/mel/torch_engine.ipynb #b82246b5
+# %% ../../nbs/mel/torch_engine.ipynb #7b38d91e
 import threading
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ def block_files(
     if device != "cpu": return max(1, CUDA_BLOCK_BYTES // per_file)
     return 1 << max(0, (CPU_BLOCK_BYTES // per_file).bit_length() - 1)
 
-# %% ../../nbs/mel/torch_engine.ipynb #74a93de4
+# %% ../../nbs/mel/torch_engine.ipynb #dda705e1
 class _WorkSpace:
     "Reused buffers for one block on one device."
 
@@ -61,7 +62,7 @@ class _WorkSpace:
         n_padded = -(-n_distinct // FRAME_ALIGN) * FRAME_ALIGN
         def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
-        self.samples = {dtype: buffer(n_files, spec.n_samples, dtype=dtype) for dtype in (torch.int16, torch.float32)}
+        self.sample_buffer = lru_cache(lambda dtype: buffer(n_files, spec.n_samples, dtype=dtype))   # most builds need one kind, or none
         self.wide = torch.zeros((n_files if device.type == "cpu" else 0, spec.n_samples), dtype=torch.float64)
         self.padded = buffer(n_files, n_padded, spec.n_fft)
         self.frames = self.padded[:, :n_distinct]
@@ -99,7 +100,7 @@ class _Chain:
         space.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
         return space.values if self.index is None else space.values[:, self.index]
 
-# %% ../../nbs/mel/torch_engine.ipynb #08efdfb1
+# %% ../../nbs/mel/torch_engine.ipynb #2013d6f5
 class TorchEngine(Engine):
     "Log-mel features by torch, in float32."
     name = "torch"
@@ -132,7 +133,7 @@ class TorchEngine(Engine):
         "One block: copy in, compute, copy out; returns its moments."
         source, n = torch.from_numpy(samples), len(samples)
         with span("copy_in"):
-            x = source if n == self.n_block and self.device == "cpu" else space.samples[source.dtype]
+            x = source if n == self.n_block and self.device == "cpu" else space.sample_buffer(source.dtype)
             if x is not source: x[:n].copy_(source)
         with span("compute"):
             values = self._chain.features(x, space)

@@ -58,7 +58,7 @@ def commit() -> dict[str, Any]:
     changes = git("status", "--porcelain", "--untracked-files=no", "--", "leakmel")
     return {"commit": git("rev-parse", "HEAD"), "changed": None if changes is None else bool(changes)}
 
-# %% ../../nbs/ops/bench.ipynb #7c848d7d
+# %% ../../nbs/ops/bench.ipynb #13560582
 SETTINGS: dict[str, tuple[str, ...]] = {
     "disjoint": ("--split", "training", "--preset", "disjoint", "--no-fsync"),
     "overlap": ("--split", "training", "--preset", "overlap", "--no-fsync"),
@@ -76,6 +76,7 @@ def _round(root: Path, out: Path, name: str) -> dict[str, Any]:
     return {"seconds": done.body["seconds"], "files_per_s": done.body["files_per_s"], "process_s": done.wall_s, "cpu_s": done.cpu_s,
             "peak_rss_bytes": done.peak_rss_bytes, "start_up_s": splits[0]["start_up_s"], "found": sum(s["found"] for s in splits)}
 
+# %% ../../nbs/ops/bench.ipynb #b0b187c5
 def total_for(
     n_training: int,     # recordings in the training split
 ) -> int:                # recordings of the smallest made set that has as many
