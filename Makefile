@@ -12,10 +12,11 @@ SKIP  := ^([_.]|out.*\.ipynb|($(subst $(empty) $(empty),|,$(RUN_NOTEBOOKS)))\.ip
 NAMESAKES := $(wildcard $(foreach name,$(RUN_NOTEBOOKS),nbs/*/$(name).ipynb))
 WORKERS ?= 2
 
-# Folders are handed on through the environment as they were typed: blanks and dollars included.
+# Folders and settings are handed on through the environment as they were typed: blanks and dollars included.
 override DATA := $(value DATA)
 override OUT  := $(value OUT)
-export DATA OUT
+override SETTINGS := $(value SETTINGS)
+export DATA OUT SETTINGS
 
 .DEFAULT_GOAL := help
 .PHONY: help build test lab docs export clean setup
@@ -25,6 +26,8 @@ help: ## print this list
 	@awk -F ': .*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "  make build DATA=folder OUT=folder    your recordings: a folder of splits, or of label folders"
+	@echo "  make build SETTINGS=\"sample_rate=4096 duration_s=1 preset=overlap\""
+	@echo "                                       any parameter of nbs/build.ipynb; quote values with blanks: table='my list.csv'"
 	@echo "  make test PYTHON=python3.12          another interpreter for a new .venv"
 
 setup: $(READY) ## set up .venv, if it is not there or out of date

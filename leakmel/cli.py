@@ -46,7 +46,7 @@ def given_fields(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     "The fields of a dataclass that were given as options."
     return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
 
-# %% ../nbs/cli.ipynb #0b808b86
+# %% ../nbs/cli.ipynb #a1da6c40
 Outcome = tuple[int, dict[str, Any], str]   # exit status, for machines, for people
 
 def run_demo(args: argparse.Namespace) -> Outcome:
@@ -66,6 +66,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
     manifest = scan(args.root, split=args.split, content=args.content, table=args.table, pattern=args.pattern, progress=_front_end(args))
     problems, report = manifest.problems.to_dict("records"), manifest.report(args.most)
     lost = {p["path"] for p in problems if group_of(p["kind"]) == CANNOT_BE_USED}
+    lost |= {x.show(i) for x in manifest.listings for i, label in enumerate(x.label_ids) if label < 0}      # also those that do not fit a pattern
     lines = [repr(manifest)]
     lines += [f"  {split}: " + ", ".join(f"{show_path(n)} {k:,}" for n, k in counts.items()) for split, counts in manifest.counts().items()]
     if manifest.preview is not None: lines.append(repr(manifest.preview))
@@ -77,7 +78,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
             "preview": None if manifest.preview is None else manifest.preview.to_dict()}
     return (1 if lost or args.strict and problems else 0), body, "\n".join(lines)
 
-# %% ../nbs/cli.ipynb #6e79ea5f
+# %% ../nbs/cli.ipynb #23206245
 def run_build(args: argparse.Namespace) -> Outcome:
     "Build one split, or all."
     from leakmel.audio.manifest import scan
@@ -90,23 +91,23 @@ def run_build(args: argparse.Namespace) -> Outcome:
                   with_waveforms=args.with_waveforms)
     if args.table is not None or args.pattern is not None:
         common["manifest"] = scan(args.root, split=None if args.split == "all" else args.split, table=args.table, pattern=args.pattern)
-    if args.split == "all":
-        results = build_all(args.root, out_dir=args.out, **common)
-        return 0, run_summary(results), "\n".join(map(_build_text, results))
-    result = build(args.root, split=args.split, out=args.out, **common)
-    return 0, result.summary, _build_text(result)
+    if args.split == "all": results = build_all(args.root, out_dir=args.out, **common)
+    else: results = [build(args.root, split=args.split, out=args.out, **common)]
+    text = "\n".join([*results[0].summary["mode_lines"], *map(_build_text, results)])
+    return 0, run_summary(results) if args.split == "all" else results[0].summary, text
 
-# %% ../nbs/cli.ipynb #321d66de
+# %% ../nbs/cli.ipynb #2a2f8c14
 def _build_text(result: Any) -> str:
     "A built data set in a few lines."
     from collections import Counter
-    lines = [show_path(result.path), *(f"  {line}" for line in result.summary["mode_lines"]),
+    from leakmel.audio.problems import in_words, wrapped
+    lines = [show_path(result.path),
              f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
              f"  {result.seconds:.2f} s to the published file (imports of {result.start_up_s:.2f} s apart), {result.files_per_s:,.0f} files/s end to end",
              f"  {result.verified.verdict}"]
-    lines += [f"  changed to fit: {n:,} x {status}" for status, n in result.summary["status_counts"].items()]
+    if result.summary["status_counts"]: lines.append(wrapped("  changed to fit: ", in_words(result.summary["status_counts"])))
     problems = ", ".join(f"{n:,} x {kind}" for kind, n in result.summary["problems_by_kind"].items())
-    if problems: lines.append(f"  problems: {problems} (leakmel scan --content lists them; so does the report beside the data set)")
+    if problems: lines.append(wrapped("  problems: ", f"{problems} (leakmel scan --content lists them; so does the report beside the data set)"))
     lines += [f"  rejected: {n:,} x {code}" for code, n in Counter(r.code for r in result.rejections).most_common()]
     return "\n".join(lines)
 
@@ -185,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(command("bench", run_bench))
     return parser
 
-# %% ../nbs/cli.ipynb #1a6559bd
+# %% ../nbs/cli.ipynb #956d469f
 def _add_demo(p: argparse.ArgumentParser) -> None:
     p.add_argument("dir", help="folder to make; it must not exist or be empty")
     p.add_argument("--files", type=int, default=1200, help="recordings in all splits together (default 1200; 82 kB each)")
@@ -197,7 +198,7 @@ def _add_scan(p: argparse.ArgumentParser) -> None:
     p.add_argument("--split", help="training, validation or testing (default: all)")
     p.add_argument("--content", action="store_true", help="read every recording too: what cannot be used, and what is worth a look (copies, clipping ...)")
     p.add_argument("--strict", action="store_true", help="exit status 1 for any problem at all")
-    p.add_argument("--most", type=_count, default=20, metavar="N", help="examples of problems to print (default 20)")
+    p.add_argument("--most", type=_count, default=20, metavar="N", help="examples of problems to print (default 20; one of each kind at the least; 0: none)")
     p.epilog = ("exit status: 0 no recording would be rejected; 1 one would be, because it has no label or, with --content, because it cannot be read "
                 "(with --strict: any problem); 2 usage; 128+n on signal n")
     _add_names(p)

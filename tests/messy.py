@@ -134,7 +134,7 @@ def _plain(m: _Maker) -> None:
     m.made.tied = {("TRAINING", "QUIET", "sample rate"), *((split, "LEAK", "level") for split in SPLITS)}
     m.row("TRAINING", "leak/a class of its own.wav")
     os.makedirs(m.made.root / SPLITS["TESTING"] / "QUIET")     # empty; in VALIDATION it is not even there
-    m.made.places |= {("empty_label", f"{split}/{label}") for split in ("VALIDATION", "TESTING") for label in ("QUIET", "leak")}
+    m.made.places |= {("empty_label", f"{SPLITS[split]}/{label}") for split in ("VALIDATION", "TESTING") for label in ("QUIET", "leak")}
     m.made.places.add(("case_twins", "LEAK, leak"))
 
 
@@ -246,15 +246,16 @@ def _links(m: _Maker) -> None:
     for name, to in (("LEAK/out.wav", outside / "LEAK" / "private.wav"), ("LEAK/out", outside / "LEAK"), ("LEAK/circle.wav", Path("circle.wav")),
                      ("LEAK/nowhere.wav", Path("nothing.wav")), ("LINKED", outside / "LEAK"), ("NOLEAK/root", root)):
         (training / name).symlink_to(to)
-        made.places.add(("link", str(training / name)))
     (training / "NOLEAK" / "round").symlink_to("..")         # to the split: what is in there is there already
+    made.places |= {("link", f"{training.name}/{name}") for name in ("LEAK/out.wav", "LEAK/out", "LEAK/circle.wav", "LEAK/nowhere.wav", "LINKED",
+                                                                      "NOLEAK/root", "NOLEAK/round")}
     (training / "NOLEAK" / "linked.wav").symlink_to(root / SPLITS["VALIDATION"] / "NOLEAK" / "plain 00.wav")
     (training / "NOLEAK" / "again").symlink_to(Path("../..") / SPLITS["VALIDATION"] / "NOLEAK" / "session 1")
     for f in made.of("VALIDATION"):
         if f.path == b"NOLEAK/plain 00.wav": made.files.append(replace(f, split="TRAINING", path=b"NOLEAK/linked.wav"))
         if f.path.startswith(b"NOLEAK/session 1/"): made.files.append(replace(f, split="TRAINING", path=b"NOLEAK/again/" + os.path.basename(f.path)))
     os.mkfifo(training / "LEAK" / "pipe.wav")
-    made.places.add(("special", str(training / "LEAK" / "pipe.wav")))
+    made.places.add(("special", f"{training.name}/LEAK/pipe.wav"))
     m.row("TRAINING", "LEAK/folder.wav/inside.wav")
     for name in ("LEAK/.hidden.wav", "LEAK/notes.txt", "LEAK/._plain 00.wav", "Thumbs.db", "LEAK/wav", "LEAK/x.wav.part"):
         m.put("TRAINING", name, b"not a recording")

@@ -48,6 +48,22 @@ def data(tmp_path, make_wav) -> Path:
     return tmp_path / "data"
 
 
+def test_recordings_that_differ_are_counted_and_the_remedy_is_said_in_every_language(tmp_path, make_wav, say):
+    "Ten kinds, of which six are named; what is said to leakmel is then right as it stands."
+    for k in range(9): make_wav(tmp_path / "set" / "A" / f"odd{k}.wav", n=4000 - k, seed=k)
+    for k in range(3): make_wav(tmp_path / "set" / "A" / f"plain{k}.wav", n=4096, seed=20 + k)
+    status, _, err = say("build", tmp_path / "set", "--out", tmp_path / "x.h5", "--quiet")
+    assert status == 1
+    assert "found 3 of 1 s at 4096 Hz; 1 of " in err
+    assert err.count(" s at 4096 Hz") == 6
+    assert "; and 4 more kinds. " in err
+    for words in ("spec={'sample_rate': 4096, 'duration_s': 1} in Python", "--sample-rate 4096 --duration-s 1 to leakmel",
+                  "-p sample_rate 4096 -p duration_s 1 to papermill", 'SETTINGS="sample_rate=4096 duration_s=1" to make build'):
+        assert words in err, words
+    options = err.split("in Python, ")[1].split(" to leakmel")[0].split()
+    assert say("build", tmp_path / "set", "--out", tmp_path / "x.h5", "--quiet", *options)[0] == 0
+
+
 def only_json(text: str) -> dict:
     "The one JSON object that is all of stdout; NaN and Infinity are no JSON."
     def refuse(word: str): raise AssertionError(f"{word} is no JSON")

@@ -168,6 +168,22 @@ def test_a_root_that_is_a_link_and_one_with_a_like_named_neighbour(tmp_path: Pat
     assert scan(tmp_path / "link").listings[0].paths == scan(tmp_path / "data").listings[0].paths == [b"LEAK/a.wav", b"LEAK/c.wav"]
 
 
+def test_each_link_in_a_circle_is_named_once_below_the_root(tmp_path: Path) -> None:
+    put(tmp_path, "Dataset_Training/LEAK/deep/a.wav", "Dataset_Training/NOLEAK/b.wav", "val/LEAK/c.wav")
+    training = tmp_path / "Dataset_Training"
+    for at, to in (("LEAK/z round", ".."), ("LEAK/deep/here", "."), ("LEAK/deep/up", "../.."), ("NOLEAK/other", "../LEAK/deep"), ("again", "../val/LEAK"),
+                   ("top", "."), ("NOLEAK/out", "../../..")):
+        (training / at).symlink_to(to)
+    m = scan(tmp_path)
+    places = [p["path"] for p in m.problems.to_dict("records") if p["kind"] == "link"]
+    assert places == [f"Dataset_Training/{x}" for x in ("LEAK/deep/here", "LEAK/deep/up", "LEAK/z round", "NOLEAK/out", "top")]
+    assert m.label_names == ("LEAK", "NOLEAK", "again"), "a link to the split itself is no label"
+    assert m.listings[0].paths == [b"LEAK/deep/a.wav", b"NOLEAK/b.wav", b"NOLEAK/other/a.wav", b"again/c.wav"]
+    (tmp_path / "LINK").symlink_to(tmp_path)
+    again = scan(tmp_path / "LINK")
+    assert [p["path"] for p in again.problems.to_dict("records") if p["kind"] == "link"] == places, "the root may be named by a link"
+
+
 def test_label_and_split_folders_that_are_links(tmp_path: Path) -> None:
     outside, root = tmp_path / "outside", tmp_path / "root"
     put(outside, "LEAK/secret.wav")

@@ -3,11 +3,13 @@ import base64
 import csv
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
 from collections import Counter
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import show_path
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
-from messy import LABELS, RATE, SPLITS, Messy, write_messy
+from leakmel.insight.cards import ProblemTable, RejectedTable, ResultCard
+from messy import LABELS, RATE, SPLITS, Messy, sound, write_messy
 from outsider import content, fit, log_mel, off
 
 SPEC = lm.MelSpec.preset("disjoint", sample_rate=RATE, duration_s=1.0)
@@ -61,8 +64,8 @@ def right_rows(folder: Path, paths: list[bytes], config: dict[str, Any]) -> list
 
 
 def shown(split: str, path: bytes) -> str:
-    "A recording as reports show it."
-    return f"{split}/{show_path(path)}"
+    "A recording as reports show it: where it is below the root."
+    return f"{SPLITS[split]}/{show_path(path)}"
 
 
 def named(problems: Any) -> Named:
@@ -148,11 +151,10 @@ def test_every_row_and_column_is_right(messy: Messy, built: list[lm.BuildResult]
         for k, f in enumerate(rows):
             x, rate = samples(os.path.join(os.fsencode(folder), f.path))
             assert (got["files/sample_rate"][k], got["files/n_samples"][k], got["files/channels"][k]) == (rate, *x.shape)
-            y = fit(x, rate, config)
-            rms = np.sqrt((y ** 2).mean())
+            rms = np.sqrt((x ** 2).mean())      # of the recording as it lies in its file, whatever was made of it
             assert got["files/rms_db"][k] == pytest.approx(20 * np.log10(rms) if rms else -200, abs=0.01), f.path
-            assert (got["files/peak"][k], got["files/dc_offset"][k]) == pytest.approx((np.abs(y).max(), y.mean()), abs=1e-6), f.path
-            assert bool(got["files/silent"][k]) == (np.ptp(y) <= 1 / 32_768), f.path
+            assert (got["files/peak"][k], got["files/dc_offset"][k]) == pytest.approx((np.abs(x).max(), x.mean()), abs=1e-6), f.path
+            assert bool(got["files/silent"][k]) == (np.ptp(x) <= 1 / 32_768), f.path
             sensor, recording, time, gain = f.fields or ("", "", "", "nan")
             start = f"{time[:4]}-{time[4:6]}-{time[6:8]}T{time[9:11]}:{time[11:13]}:{time[13:]}" if len(time) == 15 else ""
             assert [os.fsdecode(got[f"files/{c}"][k]) for c in ("sensor", "recording", "start_time")] == [sensor, recording, start], f.path
@@ -167,15 +169,16 @@ def test_a_scan_names_every_problem_and_no_other(messy: Messy, scanned: list[dic
     assert named(scanned) == planted
     assert tied(scanned) == {(label, what) for _, label, what in messy.tied}
     assert all(p["message"] for p in scanned)
+    (rate,) = [p["message"] for p in scanned if p["kind"] == "label_tied" and p["path"] == "QUIET"]
+    share = 100 * sum(f.label == "QUIET" for f in messy.rows) / len(messy.rows)
+    assert f"18 of the 18 recordings with 8000 Hz have this label, which {share:.0f} % of all recordings have; " in rate
 
 
 def expected_of(messy: Messy, split: str) -> Named:
     "What the report of a split has to name, rejected files apart."
     own = {(kind, shown(split, f.path)) for f in messy.of(split) if f.status for kind in f.kinds}
-    # a build looks at the rows: the mean of opposite channels is nothing
-    own |= {("silent", shown(split, f.path)) for f in messy.of(split) if "opposite_phase" in f.kinds}
-    folders = {other: (f"{other}/", f"{messy.root / SPLITS[other]}/") for other in SPLITS if other != split}
-    places = {p for p in messy.places if not p[1].startswith(tuple(start for starts in folders.values() for start in starts))}
+    folders = tuple(f"{folder}/" for other, folder in SPLITS.items() if other != split)
+    places = {p for p in messy.places if not p[1].startswith(folders)}
     return own | (places if split == "TRAINING" else places - {("dead_sensor", "H9")})      # the sensor recorded for that split only
 
 
@@ -188,6 +191,45 @@ def test_the_report_of_a_build_names_every_problem_and_no_other(messy: Messy, bu
         assert report["problems_by_kind"] == r.summary["problems_by_kind"] == dict(Counter(p["kind"] for p in report["problems"]))
         exact = [base64.b64decode(x["path_base64"]) if "path_base64" in x else x["path"].encode() for x in report["rejected_files"]]
         assert dict(zip(exact, (x["code"] for x in report["rejected_files"]))) == {f.path: f.code for f in messy.of(r.split) if f.code}
+
+
+def test_every_place_can_be_pasted_behind_the_root(messy: Messy, scanned: list[dict[str, str]], built: list[lm.BuildResult]) -> None:
+    no_paths = {"label_tied", "dead_sensor", "case_twins", "empty_label"}
+    shown_places = {p["path"] for p in scanned if p["kind"] not in no_paths}
+    for r in built:
+        report = json.loads(Path(f"{r.path}.report.json").read_text(encoding="utf-8"))
+        shown_places |= {p["path"] for p in report["problems"] if p["kind"] not in no_paths}
+        assert report["folder"] == SPLITS[r.split]
+    rejected_places = [path for path, _, _ in RejectedTable(built).files]
+    assert sorted(rejected_places) == sorted(shown(f.split, f.path) for f in messy.files if f.code)
+    assert len(shown_places) > 100
+    for place in shown_places | set(rejected_places): assert os.path.lexists(messy.root / place), place
+
+
+def test_problems_of_a_kind_that_the_walk_finds_are_in_order(messy: Messy, scanned: list[dict[str, str]]) -> None:
+    for split in SPLITS.values():
+        walked = [p["path"] for p in scanned if p["kind"] in ("link", "special") and p["path"].startswith(f"{split}/")]
+        assert walked == sorted(walked, key=os.fsencode)
+        assert len(walked) == (8 if split == SPLITS["TRAINING"] else 0)
+
+
+def test_every_kind_has_an_example_and_some_have_all(messy: Messy, scanned: list[dict[str, str]], built: list[lm.BuildResult], say) -> None:
+    always = {"label_tied", "dead_sensor", "duplicate_labels", "empty_label"}
+    text = say("scan", messy.root, "--content", "--quiet")[1]
+    said = {(path, message) for p in scanned if (line := f"    {(path := p['path'])}: {(message := p['message'])}\n") and line in text}
+    assert {p["kind"] for p in scanned if (p["path"], p["message"]) in said} == {p["kind"] for p in scanned}
+    assert all((p["path"], p["message"]) in said for p in scanned if p["kind"] in always)
+    table = ProblemTable(built)
+    for r in built:
+        assert len({p.kind for p in r.noted}) > (0 if r.split == "VALIDATION" else ProblemTable.most) - 1
+        given = table.reports[r.path.name].given
+        assert set(given) == {p.kind for p in r.noted}
+        assert all(n >= 1 for n in given.values())
+        for p in r.noted:
+            if p.kind not in always: continue
+            assert f"    {p.path}: {p.message}\n" in repr(table) + "\n"
+            assert escape(f"{p.path}: {p.message}") in table._repr_html_()
+    assert "    " not in say("scan", messy.root, "--content", "--quiet", "--most", "0")[1]
 
 
 # -- modes, rules, verify ---------------------------------------------------------------------------------------------------------
@@ -271,6 +313,24 @@ def test_a_pattern_gives_the_same_rows_for_names_that_have_the_fields(messy: Mes
             assert got[name].tolist() == before[name][keep].tolist(), name
 
 
+def test_a_misfit_of_a_pattern_is_said_once(messy: Messy, tmp_path: Path, say) -> None:
+    pattern = "{label}/{**}/{sensor}~{recording}~{start_time}~{gain}"
+    misfits = {shown(f.split, f.path) for f in messy.files if not (f.fields and all(f.fields))}
+    status, text = say("scan", messy.root, "--pattern", pattern, "--json", "--quiet")
+    body = json.loads(text)
+    places = Counter((p["kind"], p["path"]) for p in body["problems"])
+    assert {path for kind, path in places if kind == "no_match"} == misfits
+    assert max(places.values()) == 1
+    assert "no_label" not in body["problems_by_kind"]
+    assert (status, body["would_be_rejected"]) == (1, len(misfits))
+    r = lm.build(messy.root, split="testing", out=tmp_path / "x.h5", manifest=lm.scan(messy.root, pattern=pattern), spec=SPEC, check=2, progress="none")
+    assert "no_match" not in r.summary["problems_by_kind"], "it is rejected, which says so"
+    assert {x.message for x in r.rejections if x.code == "no_label"} == {"the name does not match the pattern, so it has no label"}
+    status, text = say("scan", messy.root, "--pattern", "{sensor}~{*}", "--json", "--quiet")
+    loose = [p for p in json.loads(text)["problems"] if p["path"] == "dataset_Training/loose.wav"]
+    assert [p["kind"] for p in loose] == ["no_match"]
+
+
 # -- the command line ---------------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -280,6 +340,11 @@ def say(capsys):
         status = main([str(a) for a in argv])
         return status, capsys.readouterr().out
     return run
+
+
+def unwrapped(text: str) -> str:
+    "Text whose long lists are on one line again."
+    return re.sub(r"\n    (?! )", " ", text)
 
 
 def test_scan_on_the_command_line_names_everything(messy: Messy, scanned: list[dict[str, str]], say) -> None:
@@ -308,6 +373,36 @@ def test_build_on_the_command_line_counts_everything(messy: Messy, built: list[l
     assert done.returncode == 0, done.stderr
     for plain in built:
         assert f"  {plain.rows} rows + {len(plain.rejections)} rejected = {plain.found} files found\n" in done.stdout
-        for what, counts in (("rejected", plain.summary["rejected_by_code"]), ("changed to fit", plain.summary["status_counts"])):
-            for word, n in counts.items(): assert f"  {what}: {n} x {word}\n" in done.stdout
-        assert f"  problems: {', '.join(f'{n} x {kind}' for kind, n in plain.summary['problems_by_kind'].items())} (" in done.stdout
+        for word, n in plain.summary["rejected_by_code"].items(): assert f"  rejected: {n} x {word}\n" in done.stdout
+        assert f"  problems: {', '.join(f'{n} x {kind}' for kind, n in plain.summary['problems_by_kind'].items())} (" in unwrapped(done.stdout)
+        counts = sorted(plain.summary["status_counts"].items(), key=lambda item: (-item[1], item[0]))
+        assert list(plain.summary["status_counts"].items()) == counts
+        assert len(counts) > 6
+        words = ", ".join(f"{n} x {word}" for word, n in counts[:6])
+        assert f"  changed to fit: {words} and {len(counts) - 6} more\n" in unwrapped(done.stdout)
+        assert words in repr(ResultCard(built)).replace("\n" + 18 * " ", " ")
+    (mode,) = built[0].summary["mode_lines"]
+    assert [line.split(":")[0] for line in done.stdout.splitlines()].count("mode stream (auto was asked for)") == 1, mode
+    assert max(map(len, done.stdout.splitlines()[1:])) <= 100
+
+
+# -- recordings, not rows ------------------------------------------------------------------------------------------------------
+
+def test_a_build_says_of_recordings_what_a_scan_says_of_them(tmp_path: Path) -> None:
+    "Clipping is gone after resampling, opposite channels are silent after the mean: the report is about what was recorded."
+    root = tmp_path / "set"
+    def hard(n: int, seed: int) -> np.ndarray: return np.clip(4 * sound(seed, 0.5, n), -1, 32_767 / 32_768)
+    def put(name: str, x: np.ndarray, rate: int = RATE, subtype: str = "PCM_16") -> None: soundfile.write(root / name, x, rate, subtype=subtype)
+    for split in ("TRAINING", "VALIDATION", "TESTING"):
+        for label in LABELS[:2]:
+            (root / split / label).mkdir(parents=True)
+            for k in range(6): put(f"{split}/{label}/H1~{k}~20250101_000000~8.wav", sound(len(split) * 100 + len(label) * 10 + k))
+    put("TRAINING/LEAK/fast.wav", hard(48_000, 1), 48_000)
+    put("TRAINING/LEAK/one of two.wav", np.hstack([hard(RATE, 2), sound(3)]))
+    put("TRAINING/LEAK/24 bits.wav", np.clip(4 * sound(4, 0.5), -0.9, 1 - 2.0 ** -23), subtype="PCM_24")
+    for k in range(4): put(f"TRAINING/NOLEAK/H8~wired{k}~20250101_000000~8.wav", sound(50 + k, 0.1) * [[1, -1]])
+    put("TESTING/NOLEAK/lent.wav", sound(50, 0.1) * [[1, -1]])
+    scanned = lm.scan(root, content=True, progress="none").problems
+    assert {p for k, p in zip(scanned["kind"], scanned["path"]) if k == "clipped"} == {f"TRAINING/LEAK/{n}.wav" for n in ("fast", "one of two", "24 bits")}
+    built = lm.build_all(root, out_dir=tmp_path / "out", spec=SPEC, check=2, progress="none")
+    assert set().union(*(named(r.problems.to_dict("records")) for r in built)) == named(scanned.to_dict("records"))

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 
 import leakmel as lm
-from leakmel.audio.synth import write_demo
+from leakmel.audio.synth import wav_bytes, write_demo
 
 ROOT = Path(__file__).resolve().parents[1]
 PLOTLY = "application/vnd.plotly.v1+json"
@@ -216,6 +217,41 @@ def test_make_build_fails_with_the_place_of_the_notebook(tmp_path):
     assert f"the notebook up to the error: {tmp_path / 'out' / 'build.ipynb'}" in done.stderr
     assert (tmp_path / "out" / "build.ipynb").is_file()
     assert "verified" not in done.stdout
+
+
+def test_make_build_takes_any_parameter_of_the_notebook(tmp_path, tiny):
+    "Mixed data stop a build, which says what to type; typed like that, it goes through. A table is found from where make was called."
+    mixed = tmp_path / "mixed"
+    shutil.copytree(tiny, mixed)
+    wavs = sorted(p.relative_to(mixed) for p in mixed.rglob("*.wav"))
+    (mixed / wavs[0]).write_bytes(wav_bytes(np.arange(9000, dtype=np.int16), 8000))
+    done = make_build(mixed, tmp_path / "out")
+    assert done.returncode == 1
+    said = re.search(r'SETTINGS="(sample_rate=4096 duration_s=10)" to make build', done.stderr)
+    assert said, done.stderr
+    table = tmp_path / "my list.csv"
+    table.write_text("path,label,split\n" + "".join(f"{p},{p.parts[1]},{p.parts[0]}\n" for p in wavs))
+    named = os.path.relpath(table, ROOT)
+    done = make_build(mixed, tmp_path / "out", SETTINGS=f"{said[1]} preset=overlap table='{named}' check=3 split=validation fsync=False")
+    assert done.returncode == 0, done.stderr
+    (made,) = (tmp_path / "out").glob("*.H5")
+    with lm.open_dataset(made) as ds:
+        assert (made.name, ds.spec) == ("VALIDATION_DATASET.H5", lm.MelSpec.preset("overlap", sample_rate=4096, duration_s=10.0))
+        assert json.loads(ds.file.attrs["naming_json"])["source"] == "table"
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())["splits"][0]
+    assert (summary["verified"]["checked"], summary["pipeline"]["fsync"]) == (3, False)
+    done = make_build(mixed, tmp_path / "other", SETTINGS="sample_rat=4096")
+    assert done.returncode == 1
+    assert "sample_rat is unknown; did you mean sample_rate?" in done.stderr
+
+
+@pytest.mark.parametrize(("settings", "said"), [("preset", "not NAME=VALUE: 'preset'"), ("=3", "not NAME=VALUE"), ("a-b=3", "not NAME=VALUE"),
+                                                ("pattern='{label}", "quotation"), ("out=x", "OUT=folder"), ("data_root=x", "DATA=folder")])
+def test_settings_that_are_none_stop_make_build_before_the_work(tmp_path, tiny, settings, said):
+    done = make_build(tiny, tmp_path / "out", SETTINGS=settings)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_make_build_leaves_the_data_folder_alone(tmp_path, tiny):

@@ -1,6 +1,7 @@
 "The quality report: each kind is found when planted and not a notch below its threshold, in a scan, a build and on a card."
 import json
 import os
+import re
 import threading
 import time
 import tracemalloc
@@ -20,7 +21,7 @@ from leakmel.audio import content as content_module
 from leakmel.audio.content import BLOCK, CONTENT, read_content
 from leakmel.audio.manifest import scan
 from leakmel.audio.problems import (
-    CLIPPED_SHARE, DC_OFFSET, DEAD_FILES, GROUPS, WORTH_A_LOOK, Columns, Problem, ProblemReport, content_problems, count_kinds, group_of, meaning_of,
+    ALL_SHOWN, CLIPPED_SHARE, DC_OFFSET, DEAD_FILES, GROUPS, WORTH_A_LOOK, Columns, Problem, ProblemReport, content_problems, count_kinds, group_of, meaning_of,
     pair_shares, shared_out, tied_values,
 )
 from leakmel.audio.synth import wav_bytes, write_demo
@@ -372,17 +373,17 @@ def test_notes_are_told_with_their_split(tmp_path: Path) -> None:
     link.symlink_to("nothing.wav")
     (tmp_path / "set" / "notes").mkdir()
     training, testing = lm.build_all(tmp_path / "set", out_dir=tmp_path, spec=SPEC, engine="reference", check=4, progress="none")
-    assert kinds_of(testing.problems) == {"link": {os.fspath(link)}, "not_a_split": {"notes"}, "missing_split": {"VALIDATION"}}
+    assert kinds_of(testing.problems) == {"link": {"TESTING/LEAK/nowhere.wav"}, "not_a_split": {"notes"}, "missing_split": {"VALIDATION"}}
     assert set(training.problems["kind"]) == {"not_a_split", "missing_split"}
 
 
-def test_padded_rows_have_levels_of_their_own(tmp_path: Path) -> None:
-    "A clipped recording of a tenth of the length is not clipped enough as a row: the figures of a build are those of the row."
+def test_padding_does_not_thin_out_what_is_clipped(tmp_path: Path) -> None:
+    "A clipped recording of a tenth of the length: the figures of a build are those of the recording, not of its row."
     healthy(tmp_path / "set", 8)
     name = put(tmp_path / "set", "TRAINING/LEAK/short.wav", np.where(np.arange(409) % 20, noise(1, 409), 32767).astype(np.int16))
     assert name in kinds_of(scan(tmp_path / "set", content=True, progress="none").problems)["clipped"]
     built = lm.build(tmp_path / "set", split="training", out=tmp_path / "x.h5", spec=SPEC, engine="reference", check=4, progress="none")
-    assert set(built.problems["kind"]) == {"other_length", "missing_split"}
+    assert set(built.problems["kind"]) == {"other_length", "missing_split", "clipped", "dc_offset"}
 
 
 @pytest.mark.parametrize("n_files", [300, 1200])
@@ -485,11 +486,46 @@ def test_every_kind_has_a_meaning_and_one_group() -> None:
     assert len(kinds) == len(set(kinds))
     assert all(meaning_of(kind) for kind in kinds)
     assert meaning_of("never heard of") == ""
-    import re
     sources = Path(content_module.__file__).parent
-    said = {kind for p in sources.glob("*.py") for kind in re.findall(r'Problem\("(\w+)"', p.read_text(encoding="utf-8"))}
+    said = {kind for p in sources.glob("*.py") for kind in re.findall(r'(?:Problem\(|leave_out\([\w.]+, )"(\w+)"', p.read_text(encoding="utf-8"))}
     assert {"duplicate", "gain_1", "link"} <= said
     assert said <= set(kinds), "a kind that is said and not explained"
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6), st.integers(0, 30))
+def test_examples_that_have_to_be_shown_are(pairs: list[tuple[int, int]], most: int) -> None:
+    counts, least = [n for n, _ in pairs], [n for _, n in pairs]
+    given_ = shared_out(counts, most, least)
+    assert all(min(n, wanted) <= g <= n for g, n, wanted in zip(given_, counts, least, strict=True))
+    assert sum(given_) == max(min(most, sum(counts)), sum(map(min, counts, least)))
+
+
+def test_a_report_stays_bounded() -> None:
+    problems = [Problem("duplicate_labels", f"LEAK/{k}.wav", "same samples") for k in range(5000)] + [Problem("clipped", "a.wav", "loud")]
+    text = repr(ProblemReport(problems, 3))
+    assert "    a.wav: loud" in text
+    assert len(text.splitlines()) == 1 + 2 + 100 + 1 + 1
+    assert f"and {5000 - 100:,} more" in text
+    assert "LEAK/0.wav" not in repr(ProblemReport(problems, 0))
+
+
+@pytest.mark.parametrize("kind", [kind for kinds in GROUPS.values() for kind in kinds])
+def test_a_code_word_is_not_broken(kind: str) -> None:
+    assert re.search(rf"<code style='[^']*white-space:nowrap[^']*'>{kind}</code>", ProblemReport([Problem(kind, "a.wav", "so")])._repr_html_())
+
+
+def test_what_counts_as_a_copy(tmp_path: Path) -> None:
+    "The same bytes under another name and behind another header are a copy; the same sound in another encoding is none, and the text says so."
+    import soundfile
+    whole = noise(3).astype(np.float64) / 32768
+    for name, subtype in (("a", "PCM_16"), ("b", "PCM_16"), ("c", "PCM_24"), ("d", "FLOAT")):
+        path = tmp_path / "LEAK" / f"{name}.wav"
+        path.parent.mkdir(exist_ok=True)
+        soundfile.write(path, whole, 4096, subtype=subtype)
+    with (tmp_path / "LEAK" / "b.wav").open("ab") as f: f.write(b"LIST\4\0\0\0abcd")
+    found_ = scan(tmp_path, content=True, progress="none")
+    assert kinds_of(found_.problems)["duplicate"] == {"LEAK/b.wav"}
+    assert "another encoding is not found" in repr(found_.report())
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 30))
@@ -601,7 +637,9 @@ def test_the_text_of_scan_is_grouped(messy, say) -> None:
     _, text = say("scan", root, "--content", "--most", "3")
     for kind, paths in planted.items(): assert f"  {len(paths)} x {kind}: {meaning_of(kind)}" in text
     assert [line for line in text.splitlines() if line in {f"{g}:" for g in GROUPS}] == [f"{g}:" for g in GROUPS]
-    assert sum(line.startswith("    ") for line in text.splitlines()) == 3
+    kinds = {line.split(" x ")[1].split(":")[0] for line in text.splitlines() if re.match(r"  \d", line)}
+    everything = {kind for kind in kinds if kind in ALL_SHOWN}
+    assert sum(line.startswith("    ") for line in text.splitlines()) == len(kinds - everything) + sum(len(planted.get(k, "x")) for k in everything)
     assert "more (--most N, --json for all)" in text
     assert "--content reads the recordings" not in text
 
@@ -618,7 +656,8 @@ def test_the_text_of_build_counts_problems(messy, tmp_path: Path, say) -> None:
     root, _ = messy
     _, text = say("build", root, "--split", "training", "--out", tmp_path / "x.h5", "--sample-rate", "4096", "--duration-s", "1", "--engine", "reference",
                   "--check", "2", "--quiet")
-    (line,) = [x for x in text.splitlines() if x.startswith("  problems: ")]
+    assert all(len(line) <= 100 for line in text.splitlines() if not line.startswith("mode"))
+    line = text.partition("  problems: ")[2].replace("\n    ", " ")
     assert "3 x silent" in line
     assert "1 x dead_sensor" in line
     assert "leakmel scan --content" in line

@@ -338,6 +338,19 @@ def test_make_names_what_is_missing(tmp_path, script, said):
     assert not (tmp_path / ".venv").exists()
 
 
+def test_make_hands_folders_and_settings_on_as_they_were_typed(tmp_path):
+    for name in ("Makefile", "settings.ini", "setup.py", "pyproject.toml"): (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nprintf '%s|' \"$DATA\" \"$OUT\" \"$SETTINGS\"\n")
+    python.chmod(0o755)
+    (tmp_path / ".venv" / ".ready").touch()
+    settings = "sample_rate=4096 pattern='{label}/$HOME {sensor}~#%' preset=overlap"
+    done = subprocess.run(["make", "-s", "build", "DATA=a $(b)", "OUT=c", f"SETTINGS={settings}"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"a $(b)|c|{settings}|"), done.stderr
+    assert "SETTINGS=" in subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True).stdout
+
+
 @pytest.mark.slow
 def test_check_of_the_export_sees_a_difference(tmp_path):
     "The check compares before and after, so it needs no commit; and it changes nothing."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FACTS', 'CONTENT', 'BLOCK', 'read_facts', 'read_content', 'content_columns']
 
-# %% ../../nbs/audio/content.ipynb #80a38d9e
+# %% ../../nbs/audio/content.ipynb #0a14b037
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -15,7 +15,7 @@ import numpy as np
 
 from .conform import check_range, to_mono
 from .problems import Columns, Problem
-from .quality import moments_of, quality
+from .quality import FIGURES, figures_of
 from .wav import read_wav
 from ..core.errors import MachineError, RecordingError
 from ..core.monitor import usable_cores
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from leakmel.audio.listing import Listing
 
-# %% ../../nbs/audio/content.ipynb #7620708a
+# %% ../../nbs/audio/content.ipynb #00e6769c
 FACTS = np.dtype([("sample_rate", "i4"), ("n_samples", "i8"), ("channels", "i2"), ("encoding", "S24"), ("status", "S24"), ("digest", "S32"),
-                  ("rms_db", "f4"), ("peak", "f4"), ("clipped_share", "f4"), ("dc_offset", "f4"), ("silent", "?")])
+                  *FIGURES.descr])
 CONTENT = ("split", "path", "code", "message", *(FACTS.names or ()))     # columns of the table
 
 def read_facts(
@@ -38,8 +38,8 @@ def read_facts(
     except MemoryError as e: raise MachineError("out of memory while reading", path=path, remedy="free some memory, or take the file away") from e
     x = recording.samples
     if x.dtype != np.int16: check_range(x)
-    figures = quality(moments_of(x.reshape(1, -1)), x.size, x.dtype == np.int16)
-    return (recording.sample_rate, *x.shape, recording.encoding, to_mono(x, "first")[1] or "ok", recording.digest, *(v[0] for v in figures.values()))
+    said = to_mono(x, "first")[1] or "ok"
+    return (recording.sample_rate, *x.shape, recording.encoding, said, recording.digest, *figures_of(x, recording.encoding))
 
 # %% ../../nbs/audio/content.ipynb #8a8b41ae
 BLOCK = 16     # files a thread takes at once: progress moves, and Ctrl-C waits for no more than these
@@ -75,7 +75,7 @@ def read_content(
     refused.sort(key=lambda item: item[:2])
     return _table(listings, facts, refused), [Problem(e.code, listings[split].show(k), e.message) for split, k, e in refused]
 
-# %% ../../nbs/audio/content.ipynb #b96c4e2a
+# %% ../../nbs/audio/content.ipynb #33a28c36
 def _table(listings: "Sequence[Listing]", facts: list[np.ndarray], refused: list[tuple[int, int, RecordingError]]) -> "pd.DataFrame":
     "What was learned as a table; numbers of files that could not be read are missing, texts are empty."
     import pandas as pd
@@ -106,5 +106,5 @@ def content_columns(
         kind = FACTS[name].kind if name in CONTENT else "S"
         return np.array([os.fsencode(v) for v in values], "S") if kind == "S" else values.to_numpy(FACTS[name])
     names = [n for n in ("sensor", *(FACTS.names or ())) if n != "peak"]
-    places = tuple(x.split if x.naming.base == "split" else "" for x in listings)
+    places = tuple(x.place for x in listings)
     return Columns(places, tuple(label_names), split_id[good], label_id[good].astype(np.int64), [paths[i] for i in good], **{n: take(n) for n in names})

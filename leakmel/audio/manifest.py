@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GROUPS', 'split_folders', 'label_map', 'Manifest', 'scan', 'preview_pattern']
 
-# %% ../../nbs/audio/manifest.ipynb #0bed2251
+# %% ../../nbs/audio/manifest.ipynb #f6201643
 import os, stat, time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .content import content_columns, read_content
-from .listing import Found, Listing, Walk, found_below, is_inside, is_recording_name, list_error, make_listing, show_place
+from .listing import Found, Listing, Walk, found_below, is_inside, is_recording_name, list_error, make_listing
 from .naming import SPLITS, Naming, pattern_naming, split_name
 from .preview import PatternPreview, preview_names
-from .problems import Problem, ProblemReport, content_problems, label_problems, name_problems
+from .problems import Problem, ProblemReport, content_problems, label_problems, name_problems, show_place
 from .tables import NameTable, read_table
 from .wav import MACHINE_FAULTS
 from ..core.errors import DataError, UsageError, show_path
@@ -27,13 +27,18 @@ from ..core.parameters import answer_unknown
 
 if TYPE_CHECKING: import pandas as pd
 
-# %% ../../nbs/audio/manifest.ipynb #08a56466
+# %% ../../nbs/audio/manifest.ipynb #9438e3a2
 def _leads_to_folder(entry: os.DirEntry) -> bool:
     "Whether an entry is a folder or a link to one; a link in a circle is not."
     try: return entry.is_dir()
     except OSError as e:
         if e.errno in MACHINE_FAULTS: raise
         return False
+
+def _leads_up(path: Path) -> bool:
+    "Whether a path is a link to a folder that it lies in."
+    parent, leads_to = os.path.realpath(path.parent), os.path.realpath(path)
+    return path.is_symlink() and (parent == leads_to or is_inside(parent, leads_to))
 
 def _folders(path: Path, root: Path) -> list[tuple[str, bool]]:
     "Names of the folders in a folder, without hidden ones, and whether each lies in the root; links may lead out of it."
@@ -64,7 +69,7 @@ def label_map(
     root: Path,                 # links are followed inside it
 ) -> tuple[str, ...]:           # names in id order
     "Union of the label folder names, sorted by their bytes."
-    return tuple(sorted({name for folder in folders for name, inside in _folders(folder, root) if inside}, key=os.fsencode))
+    return tuple(sorted({name for folder in folders for name, inside in _folders(folder, root) if inside and not _leads_up(folder / name)}, key=os.fsencode))
 
 # %% ../../nbs/audio/manifest.ipynb #17215f3a
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,7 +121,7 @@ class Manifest:
     def _repr_html_(self) -> str:
         return _manifest_html(self)
 
-# %% ../../nbs/audio/manifest.ipynb #a13916d1
+# %% ../../nbs/audio/manifest.ipynb #285c2c91
 def _counts(manifest: Manifest) -> dict[str, dict[str, int]]:
     "Recordings per split and label."
     names = ("(no label)", *manifest.label_names)
@@ -130,7 +135,7 @@ def _problems(problems: list[Problem]) -> "pd.DataFrame":
 
 def _preview(manifest: Manifest) -> PatternPreview:
     "The preview of the pattern, in the order of the paths."
-    names = [*((x.split, p) for x in manifest.listings for p in x.paths), *(("", p) for p in manifest.unmatched)]
+    names = [*((x.place, p) for x in manifest.listings for p in x.paths), *(("", p) for p in manifest.unmatched)]
     return preview_names(manifest.naming, sorted(names, key=lambda n: n[1]) if manifest.naming.base == "root" else names)
 
 def _table(manifest: Manifest) -> "pd.DataFrame":
@@ -171,11 +176,13 @@ def _shared_groups(manifest: Manifest) -> Iterator[str]:
         n_splits = known.groupby(by)["split"].nunique()
         if len(n_splits): yield f"{(n_splits > 1).sum():,} of {len(n_splits):,} {by}s lie in more than one split"
 
-# %% ../../nbs/audio/manifest.ipynb #31ad3204
+# %% ../../nbs/audio/manifest.ipynb #119ecc68
 def _seen(manifest: Manifest) -> Iterator[Problem]:
     "Problems of names, labels and, where the files were read, of what is in them."
-    for x in manifest.listings: yield from name_problems(x.show, x.label_ids, np.array([p.gain for p in x.names]))
-    yield from label_problems(manifest.label_names, [(x.split, x.label_ids) for x in manifest.listings])
+    misfits = {p.path for p in manifest.notes if p.kind == "no_match"}       # which says why they have no label
+    for x in manifest.listings:
+        yield from (p for p in name_problems(x.show, x.label_ids, np.array([p.gain for p in x.names])) if p.kind != "no_label" or p.path not in misfits)
+    yield from label_problems(manifest.label_names, [(x.place or x.split, x.label_ids) for x in manifest.listings])
     if manifest.content is not None: yield from content_problems(content_columns(manifest.listings, manifest.label_names, manifest.table))
 
 # %% ../../nbs/audio/manifest.ipynb #2fd19f17
@@ -222,7 +229,7 @@ def _target_folders(root: Path, split: str | None, naming: Naming) -> dict[str, 
                         remedy=f"add a folder {wanted}, or name no split to build a folder of label folders" if not splits else f"add a folder {wanted}")
     return {wanted: splits[wanted]}
 
-# %% ../../nbs/audio/manifest.ipynb #6218208a
+# %% ../../nbs/audio/manifest.ipynb #ea431901
 def _by_folders(root: Path, split: str | None, naming: Naming) -> Manifest:
     "The manifest of a root whose splits are folders."
     targets, splits = _target_folders(root, split, naming), split_folders(root)
@@ -232,7 +239,7 @@ def _by_folders(root: Path, split: str | None, naming: Naming) -> Manifest:
     said = {name: _labels(naming, names) for name, names in found.items()}
     if not naming.labels_by_folder: labels = tuple(sorted({n for names, _ in said.values() for n in names if n is not None}, key=os.fsencode))
     listings = tuple(make_listing(name, folder, found[name], said[name][0], labels, naming) for name, folder in targets.items())
-    misfits = (_no_match(naming, name, found[name][i][0]) for name in targets for i in said[name][1])
+    misfits = (_no_match(naming, x.place, x.paths[i]) for x in listings for i in said[x.split][1])
     notes = (*_beside_splits(root, splits), *(p for name in targets for p in walks[name].problems), *misfits)
     return Manifest(root, labels, listings, notes, naming=naming)
 
@@ -242,10 +249,10 @@ def _labels(naming: Naming, found: list[Found]) -> tuple[list[str | None], list[
     said = [naming.read(path) for path, _, _ in found]
     return [s.label for s in said], [i for i, s in enumerate(said) if not s.fits]
 
-def _no_match(naming: Naming, split: str, path: bytes) -> Problem:
+def _no_match(naming: Naming, place: str, path: bytes) -> Problem:
     "The problem of a name that does not fit."
     lost = "belongs to no split" if naming.base == "root" else "has no label and will be rejected"
-    return Problem("no_match", show_place(split, path, naming), f"does not fit the pattern {show_path(naming.pattern)}, so it {lost}")
+    return Problem("no_match", show_place(place, path), f"does not fit the pattern {show_path(naming.pattern)}, so it {lost}")
 
 # %% ../../nbs/audio/manifest.ipynb #f783e34e
 def _by_names(root: Path, split: str | None, naming: Naming) -> Manifest:
@@ -304,7 +311,7 @@ def _beside_table(table: NameTable, there: dict[bytes, tuple[int, int]]) -> Iter
     if extra := sorted(there.keys() - set(table.paths)):
         yield Problem("not_in_table", show_path(extra[0]), f"{len(extra):,} recordings in the data folder are not in the table; this is the first")
 
-# %% ../../nbs/audio/manifest.ipynb #60b8d198
+# %% ../../nbs/audio/manifest.ipynb #8dba14a2
 def scan(
     root: str | os.PathLike,      # folder of splits, or of label folders
     *,
@@ -336,7 +343,8 @@ def preview_pattern(
     root, naming = Path(os.path.abspath(root)), pattern_naming(pattern)
     _require_folder(root)
     folders = {"": root} if naming.base == "root" else _target_folders(root, None, naming)
-    return preview_names(naming, [(s, path) for s, folder in folders.items() for path, _, _ in found_below(Walk(root), folder)], most=most)
+    return preview_names(naming, [(folder.name if s else "", path) for s, folder in folders.items() for path, _, _ in found_below(Walk(root), folder)],
+                         most=most)
 
 # %% ../../nbs/audio/manifest.ipynb #ebb5008a
 def _beside_splits(root: Path, splits: dict[str, Path]) -> Iterator[Problem]:

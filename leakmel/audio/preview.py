@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['PatternPreview', 'preview_names']
 
-# %% ../../nbs/audio/preview.ipynb #68bf09d8
+# %% ../../nbs/audio/preview.ipynb #774c86c3
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .listing import show_place
+from .problems import show_place
 from .naming import FIELDS, Named, Naming, pattern_tokens
 from ..core.errors import show_path
 
@@ -84,10 +84,10 @@ def _preview_html(preview: PatternPreview) -> str:
     table = f"<table>{row(['path', *preview.fields], 'th')}{''.join(row(r, 'td') for r in preview.rows)}</table>" if preview.rows else ""
     return f"<div>{'<br>'.join(lines)}{table}</div>"
 
-# %% ../../nbs/audio/preview.ipynb #4952133b
+# %% ../../nbs/audio/preview.ipynb #4c140bf1
 def preview_names(
     naming: Naming,                           # of a pattern
-    names: Sequence[tuple[str, bytes]],       # split, and path relative to the naming's base
+    names: Sequence[tuple[str, bytes]],       # folder of the split below the root, and path relative to it
     *,
     most: int = 10,                           # rows, values of a field and misses to show
 ) -> PatternPreview:
@@ -98,6 +98,6 @@ def preview_names(
     fit, miss = [i for i, s in enumerate(said) if s.fits], [i for i, s in enumerate(said) if not s.fits]
     def spread(numbers: list[int]) -> list[int]: return [numbers[k * len(numbers) // most] for k in range(most)] if len(numbers) > most else numbers
     counts = {f: Counter(_value(said[i], f) for i in fit) for f in fields}
-    rows = tuple((show_place(*names[i], naming), *(_value(said[i], f) for f in fields)) for i in spread(fit))
+    rows = tuple((show_place(*names[i]), *(_value(said[i], f) for f in fields)) for i in spread(fit))
     return PatternPreview(naming.pattern, len(fit), len(miss), fields, rows, {f: dict(c.most_common(most)) for f, c in counts.items()},
-                          {f: len(c) for f, c in counts.items()}, tuple(show_place(*names[i], naming) for i in spread(miss)))
+                          {f: len(c) for f, c in counts.items()}, tuple(show_place(*names[i]) for i in spread(miss)))

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['CANNOT_BE_USED', 'WORTH_A_LOOK', 'NAMES', 'GROUPS', 'CLIPPED_SHARE', 'DC_OFFSET', 'SAME_LENGTH', 'DEAD_FILES',
-           'DEAD_RMS', 'TIED_FILES', 'TIED_SHARE', 'TIED_DOUBT', 'BY_CHANCE', 'Problem', 'group_of', 'meaning_of',
-           'count_kinds', 'Columns', 'tied_values', 'pair_shares', 'content_problems', 'name_problems',
-           'label_problems', 'shared_out', 'ProblemReport']
+           'DEAD_RMS', 'TIED_FILES', 'TIED_SHARE', 'TIED_DOUBT', 'BY_CHANCE', 'ALL_SHOWN', 'MOST_OF_A_KIND', 'Problem',
+           'group_of', 'meaning_of', 'count_kinds', 'in_words', 'wrapped', 'show_place', 'Columns', 'tied_values',
+           'pair_shares', 'content_problems', 'name_problems', 'label_problems', 'shared_out', 'ProblemReport']
 
-# %% ../../nbs/audio/problems.ipynb #c582e88d
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+# %% ../../nbs/audio/problems.ipynb #85646cdc
+import math, os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -37,7 +37,7 @@ _REJECTED = {
     "missing_file": "named in the table, and not there",
 }
 
-# %% ../../nbs/audio/problems.ipynb #0a525d9c
+# %% ../../nbs/audio/problems.ipynb #578179b8
 _CONTENT = {
     "other_rate": "another sample rate than most: it has to be resampled, and its upper band is empty or cut off",
     "other_length": "another length than most: it has to be cut, or padded with silence that was never recorded",
@@ -46,7 +46,7 @@ _CONTENT = {
     "clipped": "too loud for the recorder: what is missing at the tops sounds like noise in all bands",
     "silent": "nothing was recorded", "dc_offset": "the recorder's zero is far off: it shows in the lowest bands and in the level",
     "dead_sensor": "a sensor that never recorded anything: broken, unplugged or not in the water",
-    "duplicate": "the same samples twice in a split: they count double",
+    "duplicate": "the same sample bytes twice in a split: they count double (the same sound in another encoding is not found)",
     "duplicate_across_splits": "the same samples in two splits: a score on one of them is no test of anything",
     "duplicate_labels": "the same samples under two labels: one of the labels is wrong",
     "label_tied": "something beside the sound gives the label away",
@@ -68,7 +68,7 @@ def meaning_of(kind: str) -> str:
     "What a kind means; empty for an unknown one."
     return GROUPS[group_of(kind)].get(kind, "")
 
-# %% ../../nbs/audio/problems.ipynb #482d8148
+# %% ../../nbs/audio/problems.ipynb #1826d254
 def count_kinds(
     kinds: Iterable[str],
 ) -> dict[str, int]:       # in the order of the groups, the most frequent first
@@ -77,11 +77,38 @@ def count_kinds(
     order = list(GROUPS)
     return dict(sorted(Counter(kinds).items(), key=lambda item: (order.index(group_of(item[0])), -item[1], item[0])))
 
-# %% ../../nbs/audio/problems.ipynb #ff263f9e
+def in_words(
+    counts: Mapping[str, int],
+    most: int = 6,            # to be named
+) -> str:
+    "Counts on one line, the largest first."
+    words = [f"{n:,} x {word}" for word, n in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+    return ", ".join(words[:most]) + (f" and {len(words) - most:,} more" if len(words) > most else "")
+
+def wrapped(
+    head: str,          # what the first line begins with
+    text: str,
+    indent: int = 4,    # of the lines below
+    width: int = 100,
+) -> str:
+    "A long list as lines of a readable length; a count stays with what it counts."
+    from textwrap import fill
+    kept = text.replace(" x ", "\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}")
+    lines = fill(kept, width, initial_indent=head, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}", " x ")
+
+def show_place(
+    place: str,                          # folder of a split below the root; empty where it is the root
+    path: str | bytes | os.PathLike,     # relative to that folder
+) -> str:
+    "A path for display, as it can be pasted behind the root."
+    return "/".join(filter(None, [show_path(place), show_path(path)]))
+
+# %% ../../nbs/audio/problems.ipynb #70911b54
 @dataclass(frozen=True, eq=False, repr=False)
 class Columns:
     "Facts of the recordings of some splits, one after another."
-    places: tuple[str, ...]      # what is written before a path of each split: its name, or nothing
+    places: tuple[str, ...]      # folder of each split below the root; empty where it is the root
     labels: tuple[str, ...]      # names of the labels
     split_id: np.ndarray         # [B] int, into places
     label_id: np.ndarray         # [B] int, into labels
@@ -104,7 +131,7 @@ class Columns:
 
     def show(self, i: int) -> str:
         "Recording `i` as it is displayed."
-        return "/".join(filter(None, [self.places[self.split_id[i]], show_path(self.path[i])]))
+        return show_place(self.places[self.split_id[i]], self.path[i])
 
     @cached_property
     def duration_s(self) -> np.ndarray:
@@ -224,7 +251,7 @@ def pair_shares(
     with np.errstate(invalid="ignore", divide="ignore"):
         return (np.bincount(label_id, ranks) - n * (n + 1) / 2) / (n * (len(values) - n))
 
-# %% ../../nbs/audio/problems.ipynb #f1948e7f
+# %% ../../nbs/audio/problems.ipynb #a595c47c
 def _tied_numbers(name: str, more: str, less: str, values: np.ndarray, c: Columns) -> Iterator[Problem]:
     "Labels that a number gives away."
     shares, counts = pair_shares(values, c.label_id), np.bincount(c.label_id)
@@ -245,11 +272,11 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
             lengths |= name == "length"
             shown = show_path(value) if isinstance(value, bytes) else f"{value:.6g}" if isinstance(value, float) else str(value)
             yield Problem("label_tied", show_path(c.labels[label]), f"{name}: {n_both:,} of the {n:,} recordings with {shown}{unit} have this label, "
-                          f"{100 * share:.0f} % of all; a detector would learn the recorder, not the leak")
+                          f"which {100 * share:.0f} % of all recordings have; a detector would learn the recorder, not the leak")
     yield from _tied_numbers("level", "louder", "quieter", c.rms_db, c)
     if not lengths: yield from _tied_numbers("length", "longer", "shorter", c.duration_s, c)
 
-# %% ../../nbs/audio/problems.ipynb #f2c13629
+# %% ../../nbs/audio/problems.ipynb #019f4a4a
 def content_problems(
     columns: Columns,
     *,
@@ -275,45 +302,53 @@ def name_problems(
 
 def label_problems(
     label_names: Sequence[str],                       # in id order
-    label_ids: Iterable[tuple[str, np.ndarray]],      # of each split: its name, and [B] of its recordings
+    label_ids: Iterable[tuple[str, np.ndarray]],      # of each split: its folder below the root, or its name, and [B] of its recordings
 ) -> Iterator[Problem]:
     "Labels that differ only in case, and labels without recordings."
     seen: dict[str, str] = {}
     for name in label_names:
         twin = seen.setdefault(name.casefold(), name)
         if twin != name: yield Problem("case_twins", f"{show_path(twin)}, {show_path(name)}", "labels that differ only in case are two classes")
-    for split, ids in label_ids:
+    for place, ids in label_ids:
         present = set(np.unique(ids).tolist())
         for i, name in enumerate(label_names):
-            if i not in present: yield Problem("empty_label", "/".join(filter(None, [split, show_path(name)])), "no recording of this label in this split")
+            if i not in present: yield Problem("empty_label", show_place(place, name), "no recording of this label in this split")
 
-# %% ../../nbs/audio/problems.ipynb #028dfa01
+# %% ../../nbs/audio/problems.ipynb #b1903c72
+ALL_SHOWN, MOST_OF_A_KIND = ("label_tied", "dead_sensor", "duplicate_labels", "empty_label"), 100
+
 def shared_out(
-    counts: Sequence[int],   # examples there are of each kind
-    most: int,               # to be shown in all
-) -> list[int]:              # of each kind
+    counts: Sequence[int],       # examples there are of each kind
+    most: int,                   # to be shown in all
+    least: Sequence[int] = (),   # to be shown of each kind, also where that is more in all
+) -> list[int]:                  # of each kind
     "Examples for each kind, one each in turn until there are enough."
-    given = [0] * len(counts)
+    given = [min(pair) for pair in zip(counts, least)] or [0] * len(counts)
     while sum(given) < most and (open_ := [i for i, n in enumerate(counts) if given[i] < n]):
         for i in open_[:most - sum(given)]: given[i] += 1
     return given
+
+def _html_code(text: str) -> str:
+    "A code word that is not broken at the end of a line."
+    return f"<code style='white-space:nowrap;overflow-wrap:normal;word-break:keep-all'>{escape(text)}</code>"
 
 def _html_row(kind: str, found: Sequence[Problem], n_shown: int) -> str:
     "One kind as a row: how many, what it means, examples."
     cell = "style='text-align:{};vertical-align:top;white-space:{};overflow-wrap:anywhere;padding:3px 8px;border-top:1px solid rgba(128,128,128,0.35)'"
     shown = "".join(f"<br><span style='opacity:0.75'>{escape(p.path)}: {escape(p.message)}</span>" for p in found[:n_shown])
-    return (f"<tr><td {cell.format('right', 'nowrap')}>{len(found):,}</td><td {cell.format('left', 'nowrap')}><code>{escape(kind)}</code></td>"
+    return (f"<tr><td {cell.format('right', 'nowrap')}>{len(found):,}</td><td {cell.format('left', 'nowrap')}>{_html_code(kind)}</td>"
             f"<td {cell.format('left', 'normal')}>{escape(meaning_of(kind))}{shown}</td></tr>")
 
-# %% ../../nbs/audio/problems.ipynb #05013e61
+# %% ../../nbs/audio/problems.ipynb #4909d51d
 class ProblemReport:
     "Problems by group and kind for a notebook or a terminal."
 
-    def __init__(self, problems: Iterable[Problem], most: int = 20):     # examples to show in all
+    def __init__(self, problems: Iterable[Problem], most: int = 20):     # examples to show in all, or more where there are many kinds; 0: none
         self.by_kind: dict[str, list[Problem]] = {}
         for p in problems: self.by_kind.setdefault(p.kind, []).append(p)
         self.by_kind = {kind: self.by_kind[kind] for kind in count_kinds(k for k, found in self.by_kind.items() for _ in found)}
-        self.given = dict(zip(self.by_kind, shared_out([len(found) for found in self.by_kind.values()], max(0, most))))
+        least = [MOST_OF_A_KIND if kind in ALL_SHOWN else 1 for kind in self.by_kind] if most > 0 else []
+        self.given = dict(zip(self.by_kind, shared_out([len(found) for found in self.by_kind.values()], max(0, most), least)))
         self.more = sum(map(len, self.by_kind.values())) - sum(self.given.values())    # that are not shown
 
     def groups(self) -> dict[str, list[str]]:

@@ -42,7 +42,7 @@ class PipelineConfig:
         if not 0 < self.ram_fraction <= 1: raise UsageError("ram_fraction must be above 0 and at most 1", found=self.ram_fraction)
         if not self.monitor_interval_s >= 0: raise UsageError("monitor_interval_s must be 0 or more", found=self.monitor_interval_s)
 
-# %% ../../nbs/dataset/config.ipynb #9dba7f3a
+# %% ../../nbs/dataset/config.ipynb #00a7cd43
 @dataclass(frozen=True)
 class Workers:
     "The numbers a build really uses."
@@ -51,7 +51,7 @@ class Workers:
     files_per_batch: int
     slots: int
 
-BATCH_FILES = {"cpu": 16, "cuda": 512}
+BATCH_FILES = {"cpu": 32, "cuda": 512}
 
 def slot_bytes(spec: MelSpec) -> int:
     "Bytes of a slot for each of its recordings; one that met a recording of more than 16 bits has 4 more for each sample."

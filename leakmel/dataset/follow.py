@@ -17,7 +17,7 @@ from ..core.errors import DataError, MachineError, RecordingError, UsageError
 from .loader import Disagreement
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/follow.ipynb #663a496b
+# %% ../../nbs/dataset/follow.ipynb #f5819fe0
 def _rate_and_length(path: bytes) -> tuple[int, int] | None:
     "Rate in Hz and samples per channel by the header, None for what cannot be read."
     try: fd, n_file = open_regular(path)
@@ -41,17 +41,29 @@ def follow_data(
             if x.label_ids[k] >= 0 and x.sizes[k] >= 0 and (found := _rate_and_length(x.full_path(k))) and found[1]: return found
     raise DataError("no recording can be read", path=next(iter(listings)).folder, remedy="run `leakmel scan --content` to see what is wrong with them")
 
+_KINDS_SHOWN = 6     # of rate and length, in an error
+
 def disagreement(
     listings: Iterable[Listing],
 ) -> Disagreement:         # to be raised
     "The error for recordings of different rate or length: how many of each, and what to do."
     listings = list(listings)
     kinds = Counter(kind for x in listings for k in range(len(x))
-                    if x.label_ids[k] >= 0 and x.sizes[k] >= 0 and (kind := _rate_and_length(x.full_path(k))))
-    shown = "; ".join(f"{n:,} of {length / rate:g} s at {rate} Hz" for (rate, length), n in kinds.most_common(6))
+                    if x.label_ids[k] >= 0 and x.sizes[k] >= 0 and (kind := _rate_and_length(x.full_path(k))) and kind[1])
+    shown = "; ".join(f"{n:,} of {length / rate:g} s at {rate} Hz" for (rate, length), n in kinds.most_common(_KINDS_SHOWN))
+    if len(kinds) > _KINDS_SHOWN: shown += f"; and {len(kinds) - _KINDS_SHOWN:,} more kinds"
     rate, length = kinds.most_common(1)[0][0]
-    remedy = f"say what you want, for example sample_rate={rate} and duration_s={length / rate:g}; others are then resampled, cut or padded by the spec's rules"
-    return Disagreement("the recordings differ in rate or length, so the spec cannot follow them", path=listings[0].folder, found=shown, remedy=remedy)
+    return Disagreement("the recordings differ in rate or length, so the spec cannot follow them", path=listings[0].folder, found=shown,
+                        remedy=_say({"sample_rate": rate, "duration_s": float(f"{length / rate:g}")}))
+
+def _say(settings: dict[str, float]) -> str:
+    "How to say settings: in Python, in a shell, to papermill and to make."
+    pairs = [(name, f"{value:g}") for name, value in settings.items()]
+    python = "spec={" + ", ".join(f"'{name}': {value}" for name, value in pairs) + "}"
+    shell = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in pairs)
+    papermill, make = " ".join(f"-p {name} {value}" for name, value in pairs), " ".join(f"{name}={value}" for name, value in pairs)
+    return (f'say what you want, for example {python} in Python, {shell} to leakmel, {papermill} to papermill or SETTINGS="{make}" to make build; '
+            "others are then resampled, cut or padded by the spec's rules")
 
 # %% ../../nbs/dataset/follow.ipynb #d09a8a41
 SpecLike = MelSpec | dict[str, Any] | None

@@ -6,7 +6,7 @@
 __all__ = ['log', 'HELD_VERSION', 'NUMBERS', 'LOAD_FILES', 'held_key', 'MemoryRows', 'FileRows', 'Held', 'HeldReader', 'load',
            'write_facts', 'read_about', 'open_facts']
 
-# %% ../../nbs/dataset/held.ipynb #b8ecc6c2
+# %% ../../nbs/dataset/held.ipynb #f6ad3ca7
 import io, json, logging, os, struct, threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..audio.manifest import Listing
+from ..audio.quality import FIGURES
 from ..audio.wav import digest_of
 from ..core.errors import DataError
 from ..core.timeline import Timeline
@@ -133,8 +134,8 @@ def _read_at(fd: int, out: np.ndarray, offset: int) -> None:
         if n == 0: raise OSError(5, "the cache file ends too early")
         data, offset = data[n:], offset + n
 
-# %% ../../nbs/dataset/held.ipynb #e71e1195
-NUMBERS = np.dtype([("sample_rate", "i4"), ("n_samples", "i8"), ("channels", "i2"), ("whole", "?"), ("here", "?")])
+# %% ../../nbs/dataset/held.ipynb #bd9c0a3b
+NUMBERS = np.dtype([("sample_rate", "i4"), ("n_samples", "i8"), ("channels", "i2"), ("whole", "?"), ("figured", "?"), ("here", "?"), *FIGURES.descr])
 
 class Held:
     "The recordings of one listing, made to fit, and what reading taught about each."
@@ -156,12 +157,14 @@ class Held:
             if not facts.whole: self.rows.write_wide(k, row)
             if (facts.encoding, facts.status) != ("pcm16", "ok"): self.unusual[k] = facts.encoding, facts.status
             self.digests[k], self.row_digests[k] = facts.digest, digest_of(row)
-            self.numbers[k] = facts.sample_rate, facts.n_samples, facts.channels, facts.whole, True
+            own = facts.figures
+            self.numbers[k] = facts.sample_rate, facts.n_samples, facts.channels, facts.whole, own is not None, True, *(own or (0, 0, 0, 0, False))
 
     def facts(self, k: int) -> Facts:
         "What is known of candidate k."
-        rate, n_samples, channels, whole, _ = self.numbers[k].tolist()
-        return Facts(rate, n_samples, channels, *self.unusual.get(k, ("pcm16", "ok")), self.digests[k].decode(), whole)
+        rate, n_samples, channels, whole, figured, _, *figures = self.numbers[k].tolist()
+        own = tuple(figures) if figured else None
+        return Facts(rate, n_samples, channels, *self.unusual.get(k, ("pcm16", "ok")), self.digests[k].decode(), whole, own)
 
 # %% ../../nbs/dataset/held.ipynb #f373fbc0
 def _check_follows(held: Held, spec: MelSpec, follows: Collection[str]) -> None:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Facts', 'Slot', 'Disagreement', 'Source', 'BatchReader']
 
-# %% ../../nbs/dataset/loader.ipynb #9fcd9b3d
+# %% ../../nbs/dataset/loader.ipynb #73effe3c
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ import numpy as np
 
 from ..audio.conform import conform, resampled_length
 from ..audio.manifest import Listing
+from ..audio.quality import figures_of
 from ..audio.wav import HEADER_BYTES, OPEN_FLAGS, canonical_header, digest_of, open_regular, read_error, read_open_wav
 from ..core.errors import DataError, MachineError, RecordingError
 from .schema import Rejected
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/loader.ipynb #7e5d0f42
+# %% ../../nbs/dataset/loader.ipynb #c461e4b2
 @dataclass
 class Facts:
     "What reading taught about one recording."
@@ -31,6 +32,7 @@ class Facts:
     status: str = "ok"
     digest: str = ""         # xxh3-128 of the payload, hex
     whole: bool = True       # the row's samples are 16-bit
+    figures: tuple | None = None   # of the recording, in the order of quality.FIGURES; None: its row is the recording, and the engine tells
 
 # %% ../../nbs/dataset/loader.ipynb #ddd78675
 class Slot:
@@ -91,7 +93,7 @@ def _read_canonical(path: bytes, mtime_ns: int, views: list, header: bytes, head
         os.close(fd)
     return same and n == HEADER_BYTES + len(views[1]) and head.tobytes() == header
 
-# %% ../../nbs/dataset/loader.ipynb #42592b54
+# %% ../../nbs/dataset/loader.ipynb #ea71d4ff
 def _read_any(path: bytes, size: int, mtime_ns: int, spec: MelSpec, follows: Collection[str]) -> tuple[np.ndarray, Facts]:
     "Read any recording and make it fit; raises RecordingError, or Disagreement where it should have been like the others."
     fd, n_file = open_regular(path)
@@ -108,7 +110,8 @@ def _read_any(path: bytes, size: int, mtime_ns: int, spec: MelSpec, follows: Col
     if "duration_s" in follows and resampled_length(n, recording.sample_rate, spec.sample_rate) != spec.n_samples:
         raise Disagreement("recordings differ in length")
     row, status = conform(recording.samples, recording.sample_rate, spec.rules)
-    return row, Facts(recording.sample_rate, n, channels, recording.encoding, status, recording.digest, row.dtype == np.int16)
+    figures = figures_of(recording.samples, recording.encoding)
+    return row, Facts(recording.sample_rate, n, channels, recording.encoding, status, recording.digest, row.dtype == np.int16, figures)
 
 class Disagreement(DataError):
     "Recordings of different rate or length where the spec was to follow them."

@@ -26,7 +26,7 @@ from .schema import Metadata, Rejected
 from .verify import VerifyReport
 from ..mel.engines import Engine
 
-# %% ../../nbs/dataset/report.ipynb #79379fb3
+# %% ../../nbs/dataset/report.ipynb #2098fe5a
 @dataclass(frozen=True, eq=False, repr=False)
 class Learned:
     "What a build knows about the recordings that became rows."
@@ -36,12 +36,11 @@ class Learned:
 def learned_from(meta: Metadata, listing: Listing, label_names: tuple[str, ...]) -> Learned:
     "Keep what the rules of `audio.problems` need of a finished data set."
     names = ("sensor", "status", "sample_rate", "n_samples", "channels", "encoding", "digest", "rms_db", "clipped_share", "dc_offset")
-    place = listing.split if listing.naming.base == "split" else ""
-    columns = Columns((place,), label_names, np.zeros(len(meta.labels), np.int64), meta.labels.astype(np.int64), meta.columns["path"],
+    columns = Columns((listing.place,), label_names, np.zeros(len(meta.labels), np.int64), meta.labels.astype(np.int64), meta.columns["path"],
                       silent=meta.columns["silent"].astype(bool), **{name: meta.columns[name] for name in names})
     return Learned(columns, meta.columns["gain"])
 
-# %% ../../nbs/dataset/report.ipynb #9d4a7924
+# %% ../../nbs/dataset/report.ipynb #9ee75cd8
 def split_problems(
     manifest: Manifest,
     listing: Listing,                 # of the split
@@ -51,8 +50,9 @@ def split_problems(
     earlier = list(takewhile(lambda x: x is not listing, manifest.listings))
     c, before = learned[name_of(listing)].columns, [learned[name_of(x)].columns for x in earlier if name_of(x) in learned]
     found = [*_notes_of(manifest, listing), *name_problems(c.show, c.label_id, learned[name_of(listing)].gains),
-             *label_problems(manifest.label_names, [(listing.split, listing.label_ids)]), *content_problems(c, before=before)]
-    return tuple(p for p in found if group_of(p.kind) != CANNOT_BE_USED)
+             *label_problems(manifest.label_names, [(listing.place or listing.split, listing.label_ids)]), *content_problems(c, before=before)]
+    misfits_are_rejected = listing.naming.base == "split"      # else they belong to no split, and no report but this one tells
+    return tuple(p for p in found if group_of(p.kind) != CANNOT_BE_USED and not (p.kind == "no_match" and misfits_are_rejected))
 
 def name_of(listing: Listing) -> str:
     "The name under which a split is built."
@@ -61,10 +61,10 @@ def name_of(listing: Listing) -> str:
 def _notes_of(manifest: Manifest, listing: Listing) -> Iterator[Problem]:
     "Notes of the listing but those about another split."
     others = [x for x in manifest.listings if x is not listing]
-    starts = tuple(start for x in others for start in (f"{x.split}/", f"{show_path(x.folder)}/" if x.folder != listing.folder else "") if len(start) > 1)
-    return (p for p in manifest.notes if not starts or not p.path.startswith(starts))
+    starts = tuple(f"{show_path(x.place)}/" for x in others if x.place)
+    return (p for p in manifest.notes if not p.path.startswith(starts))
 
-# %% ../../nbs/dataset/report.ipynb #d2f17c21
+# %% ../../nbs/dataset/report.ipynb #a56f0300
 def split_summary(
     job: Job, manifest: Manifest, engine: Engine, config: PipelineConfig, workers: Workers, timeline: Timeline, verified: VerifyReport,
     seconds: float, import_s: float, samples: list[dict], noted: Sequence[Problem],
@@ -74,11 +74,12 @@ def split_summary(
     n = len(job.listing)
     written, read = _grown(samples, "disk_written_bytes"), _grown(samples, "disk_read_bytes")
     return {
-        "leakmel_version": __version__, "split": job.listing.split, "span_name": job.split,
+        "leakmel_version": __version__, "split": job.listing.split, "folder": show_path(job.listing.place), "span_name": job.split,
         "path": show_path(job.file.target), "root": show_path(manifest.root),
         "found": n, "rows": int(job.good.sum()), "rejected": len(job.rejected),
-        "rejected_by_code": dict(Counter(r.code for r in job.rejected)), "problems_by_kind": count_kinds(p.kind for p in noted),
-        "status_counts": dict(Counter(s for _, s in job.unusual.values() if s != "ok")), "label_names": [show_path(x) for x in manifest.label_names],
+        "rejected_by_code": dict(Counter(sorted(r.code for r in job.rejected)).most_common()), "problems_by_kind": count_kinds(p.kind for p in noted),
+        "status_counts": dict(Counter(sorted(s for _, s in job.unusual.values() if s != "ok")).most_common()),
+        "label_names": [show_path(x) for x in manifest.label_names],
         "seconds": seconds, "files_per_s": n / seconds, "start_up_s": import_s, "source_bytes": job.listing.n_bytes,
         "with_waveforms": job.waveform_digests is not None, "file_bytes": job.file.target.stat().st_size, "engine": engine.identity,
         "device": engine.device,

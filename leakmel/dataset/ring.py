@@ -27,7 +27,7 @@ from .writer import RowFile, output_error
 from ..mel.engines import Engine, no_span
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/ring.ipynb #25f9a358
+# %% ../../nbs/dataset/ring.ipynb #aefa2e77
 class Job:
     "The state of one split's build."
 
@@ -37,8 +37,9 @@ class Job:
         self.plain = BatchReader(listing, spec, follows=follows)
         self.reader: Source = self.plain                  # or what was held ready
         self.good = np.zeros(n, bool)
-        self.numbers = np.zeros(n, [("sample_rate", "i4"), ("n_samples", "i8"), ("channels", "i2"), ("whole", "?")])
-        self.moments = np.zeros((n, 5))
+        self.numbers = np.zeros(n, [("sample_rate", "i4"), ("n_samples", "i8"), ("channels", "i2")])
+        self.moments = np.zeros((n, 5))                   # of rows that are their recordings
+        self.figures: dict[int, tuple] = {}               # candidate -> quality figures of the others' recordings
         self.digests, self.row_digests = np.zeros(n, "S32"), np.zeros(n, "S32")
         self.waveform_digests = np.zeros(n, "S32") if file.waveform_shape is not None else None
         self.unusual: dict[int, tuple[str, str]] = {}     # candidate -> encoding, status, where not "pcm16", "ok"
@@ -66,7 +67,8 @@ class Job:
     def _note(self, k: int, facts: Facts, row: np.ndarray) -> None:
         "Keep the facts of candidate k."
         self.good[k] = True
-        self.numbers[k] = facts.sample_rate, facts.n_samples, facts.channels, facts.whole
+        self.numbers[k] = facts.sample_rate, facts.n_samples, facts.channels
+        if facts.figures is not None: self.figures[k] = facts.figures
         self.digests[k], self.row_digests[k] = facts.digest, digest_of(row)
         if (facts.encoding, facts.status) != ("pcm16", "ok"): self.unusual[k] = facts.encoding, facts.status
 
@@ -221,7 +223,7 @@ def _roles(workers: Workers) -> list[tuple[str, Callable[[Ring, str], None]]]:
     return [*((f"reader-{i}", _read_batches) for i in range(workers.read_workers)), *((f"engine-{i}", _compute_batches) for i in engines),
             ("writer", _write_batches), ("publisher", _complete_jobs)]
 
-# %% ../../nbs/dataset/ring.ipynb #39b53d15
+# %% ../../nbs/dataset/ring.ipynb #c5f08676
 def _read(ring: Ring, lane: str, slot: Slot, item: tuple[Job, int, int, int]) -> None:
     "Fill a slot with the recordings of a batch."
     slot.begin(*item)
@@ -233,7 +235,7 @@ def _compute(ring: Ring, lane: str, slot: Slot) -> None:
     with ring.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
         span = partial(ring.timeline.span, lane=lane, split=slot.job.split, batch=slot.batch) if ring.engine.device != "cpu" else no_span
         with _computing(ring.engine, slot): slot.moments[:slot.n] = ring.engine.run(slot.input, slot.mels[:slot.n], span=span)
-        whole = [i for i, f in enumerate(slot.facts) if f is not None and f.whole] if slot.wide_rows else []
+        whole = [i for i, f in enumerate(slot.facts) if f is not None and f.figures is None] if slot.wide_rows else []
         if whole: slot.moments[whole] = moments_of(slot.samples[whole])
         moved.n_files, moved.n_bytes = slot.n, slot.input.nbytes
 

@@ -6,15 +6,15 @@
 __all__ = ['DEMO_FILES', 'build_kinds', 'spec_changes', 'pipeline_config', 'runs_folder', 'find_data', 'RunPlan', 'plan_rows',
            'plan_run', 'execute', 'run_summary', 'write_summary', 'describe_run']
 
-# %% ../../nbs/dataset/runs.ipynb #a400b856
+# %% ../../nbs/dataset/runs.ipynb #3c58bf27
 import json, math, os
-from collections import Counter
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ..audio.manifest import Manifest, scan
+from ..audio.problems import count_kinds
 from ..core.errors import DataError, OutputError, UsageError, show_path
 from ..core.parameters import Kinds, field_kinds
 from ..core.progress import Progress
@@ -110,13 +110,13 @@ class RunPlan:
                        for k, v in plan_rows(self))
         return f"<table>{rows}</table>"
 
-# %% ../../nbs/dataset/runs.ipynb #6a777fe6
+# %% ../../nbs/dataset/runs.ipynb #2985df75
 def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     "Pairs of a word and what it stands for, for display."
     n, follow = len(plan.manifest), {"sample_rate": "rate", "duration_s": "length"}
     followed = f" ({' and '.join(follow[k] for k in plan.follows)} of the first recording; the build stops if another differs)" if plan.follows else ""
     counts = {name: sum(c.get(name, 0) for c in plan.manifest.counts().values()) for name in plan.manifest.label_names}
-    problems = ", ".join(f"{k:,} {kind}" for kind, k in Counter(plan.manifest.problems["kind"]).items())
+    problems = ", ".join(f"{k:,} {kind}" for kind, k in count_kinds(plan.manifest.problems["kind"]).items())
     n_long, n_short, n_mels, n_frames = plan.spec.row_shape
     n_bytes, w = n * 2 * math.prod(plan.spec.row_shape), plan.workers
     readers = f"{w.read_workers} reader{'s' * (w.read_workers > 1)}" if w.read_workers else "each reads and writes for itself"

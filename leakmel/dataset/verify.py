@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['VerifyReport', 'pick_rows', 'check_data_set', 'check_sample', 'verify']
 
-# %% ../../nbs/dataset/verify.ipynb #0e563cd1
+# %% ../../nbs/dataset/verify.ipynb #2713fdb9
 import json, os, stat
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,13 @@ from typing import Any
 import h5py
 import numpy as np
 
-from ..audio.conform import conform
 from ..audio.manifest import split_folders
 from ..audio.naming import Naming
-from ..audio.quality import moments_of, quality
+from ..audio.quality import FIGURES, figures_of
 from ..audio.tables import NameTable, read_table
 from ..audio.wav import DIGEST_ALGORITHM, Recording, digest_of, read_wav
-from ..core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError, show_path
-from ..core.monitor import usable_cores
+from ..core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, RecordingError, UsageError, show_path
+from .expected import expected_row
 from .names import accounting as account
 from .names import against_table, name_facts, stored_columns, stored_naming, wrong_labels
 from .schema import DIGEST_ATTRIBUTE, SCHEMA_VERSION, metadata_digest, stored_spec, unsafe_parts
@@ -64,8 +62,9 @@ class VerifyReport:
         return {"ok": self.ok, "verdict": self.verdict, "scope": self.scope, "labels_compared": self.labels_compared, "n_rows": self.n_rows,
                 "checked": self.checked, "max_abs_db": self.max_abs_db, "problems": self.problems}
 
-# %% ../../nbs/dataset/verify.ipynb #e33a2f64
+# %% ../../nbs/dataset/verify.ipynb #542d89ef
 _BLOCK_BYTES = 2 << 20
+_CHECKED_BYTES = 16 << 20     # of samples and features recomputed together: fewer and larger steps
 _EXPONENT = np.uint16(0x7C00)   # the exponent bits of float16, all set in what is not finite
 
 def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:
@@ -143,7 +142,7 @@ def pick_rows(
     more = np.random.default_rng(n_rows).choice(rest, sample - len(chosen), replace=False)
     return np.sort(np.concatenate([chosen, more]).astype(np.int64))
 
-# %% ../../nbs/dataset/verify.ipynb #17b1f92b
+# %% ../../nbs/dataset/verify.ipynb #8efac919
 @dataclass(frozen=True, repr=False)
 class _Stored:
     "What the data set says of one row's recording."
@@ -160,30 +159,29 @@ def _plain(value: Any) -> str:
     "A column's value as text."
     return show_path(value) if isinstance(value, bytes) else f"{value:.6g}"
 
-def _truth(recording: Recording, x: np.ndarray, status: str, names: dict[str, Any]) -> dict[str, Any]:
-    "What the columns of a row should say, from its recording, its samples [N] and its path."
+def _truth(recording: Recording, status: str, names: dict[str, Any]) -> dict[str, Any]:
+    "What the columns of a row should say, from its recording and its path."
     n, channels = recording.samples.shape
-    figures = quality(moments_of(x[None]), len(x), x.dtype == np.int16)
+    figures = dict(zip(FIGURES.names or (), figures_of(recording.samples, recording.encoding)))
     return {"digest": recording.digest.encode(), "status": status.encode(), "encoding": recording.encoding.encode(), "sample_rate": recording.sample_rate,
-            "n_samples": n, "channels": channels} | names | {k: v[0] for k, v in figures.items()}
+            "n_samples": n, "channels": channels} | names | figures
 
-# %% ../../nbs/dataset/verify.ipynb #84232b89
+# %% ../../nbs/dataset/verify.ipynb #fe0eab61
 def _source_row(stored: _Stored, spec: MelSpec, naming: Naming, folder: bytes, report: VerifyReport) -> tuple[np.ndarray | None, list[str]]:
     "The samples a row should come from, and what is wrong with its columns; raises MachineError."
-    try:
-        recording = read_wav(os.path.join(folder, stored.facts["path"]))
-        x, status = conform(recording.samples, recording.sample_rate, spec.rules)
+    try: recording = read_wav(os.path.join(folder, stored.facts["path"]))
     except MachineError: raise
     except LeakmelError as e:
         report.moved.append(f"{stored}: the source cannot be used now: {e}")
         return None, report.moved[-1:]
-    truth = _truth(recording, x, status, name_facts(stored.facts["path"], naming, list(stored.facts)))
-    wrong = stored.wrong_facts(truth)
-    problems = [f"{stored}: " + ", ".join(f"{k} is {_plain(stored.facts[k])}, the source says {_plain(truth[k])}" for k in wrong)] if wrong else []
-    if "digest" in wrong:
+    if recording.digest.encode() != stored.facts["digest"]:
         report.moved.append(f"{stored}: the source has another digest than when the row was made")
-        problems = report.moved[-1:]
-    return x, problems
+        return None, report.moved[-1:]
+    try: x, status = expected_row(recording, spec)
+    except RecordingError as e: return None, [f"{stored}: by the rules of its settings the recording should have been rejected: {e.message}"]
+    truth = _truth(recording, status, name_facts(stored.facts["path"], naming, list(stored.facts)))
+    wrong = stored.wrong_facts(truth)
+    return x, [f"{stored}: " + ", ".join(f"{k} is {_plain(stored.facts[k])}, the source says {_plain(truth[k])}" for k in wrong)] if wrong else []
 
 def _stacked(rows: list[np.ndarray]) -> np.ndarray:
     "Rows as one array: int16 where all are, else float64."
@@ -197,40 +195,31 @@ def _cut_pieces(x: np.ndarray, spec: MelSpec) -> np.ndarray:
     starts = [[i * spec.long_hop + j * spec.short_hop for j in range(n_short)] for i in range(n_long)]
     return np.array([[x[a:a + spec.short_window] for a in row] for row in starts])
 
-# %% ../../nbs/dataset/verify.ipynb #4ef542e6
+# %% ../../nbs/dataset/verify.ipynb #8e35734d
 def _wrong_waveforms(f: h5py.File, spec: MelSpec, usable: list[tuple[_Stored, np.ndarray]]) -> Iterator[str]:
-    "Waveforms that are not exactly the segments of their recording."
+    "Waveforms that are not the segments of their recording: exactly, or where samples were computed with, within a step of 20 bits."
     for s, x in usable:
         stored, right = f["segments_waveform"][s.row], _cut_pieces(x, spec)
-        if n := int((stored != right).sum()): yield f"{s}: the waveforms are not the recording's: {n} of {right.size} values differ"
+        wrong = stored != right if x.dtype == np.int16 else ~(np.abs(stored - right) <= 1e-6)
+        if n := int(wrong.sum()): yield f"{s}: the waveforms are not the recording's: {n} of {right.size} values differ"
 
 def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndarray, report: VerifyReport) -> Iterator[str]:
     "Recompute the picked rows."
-    per_block = max(1, (2 << 20) // (8 * (spec.n_samples + 2 * int(np.prod(spec.row_shape)))))
+    per_block = max(1, _CHECKED_BYTES // (8 * (spec.n_samples + 2 * int(np.prod(spec.row_shape)))))
     columns, naming = {name: f[f"files/{name}"][:][picked] for name in stored_columns(f)}, stored_naming(f)
     stored = [_Stored(row, {name: values[i] for name, values in columns.items()}) for i, row in enumerate(picked.tolist())]
-    blocks = (stored[i:i + per_block] for i in range(0, len(stored), per_block))
-    with ThreadPoolExecutor(usable_cores(), "leakmel-verify") as pool:
-        for found in pool.map(lambda block: _block_against_sources(f, spec, naming, folder, block), blocks):
-            report.checked, report.max_abs_db = report.checked + found.checked, max(report.max_abs_db, found.max_abs_db)
-            report.moved += found.moved
-            yield from found.problems
-
-def _block_against_sources(f: h5py.File, spec: MelSpec, naming: Naming, folder: bytes, block: list[_Stored]) -> VerifyReport:
-    "Recompute a few rows; what was found, as a report of its own."
-    report = VerifyReport("")
-    sources = [(s, *_source_row(s, spec, naming, folder, report)) for s in block]
-    report.problems += [p for _, _, problems in sources for p in problems]
-    usable = [(s, x) for s, x, _ in sources if x is not None]
-    if not usable: return report
-    if "segments_waveform" in f: report.problems += _wrong_waveforms(f, spec, usable)
-    right = reference_features(_stacked([x for _, x in usable]), spec)
-    for (s, _), row, db, strongest in zip(usable, f["segments_mel"][[s.row for s, _ in usable]], right.db, right.strongest_db):
-        verdict = compare(row, Reference(db, strongest), spec)
-        report.checked, report.max_abs_db = report.checked + 1, max(report.max_abs_db, verdict.max_abs_db)
-        if not verdict.ok:
-            report.problems.append(f"{s} differs from the reference: {verdict.n_wrong} of {verdict.n_values} values, {verdict.max_abs_db:.3g} dB")
-    return report
+    for start in range(0, len(stored), per_block):
+        sources = [(s, *_source_row(s, spec, naming, folder, report)) for s in stored[start:start + per_block]]
+        for _, _, problems in sources: yield from problems
+        usable = [(s, x) for s, x, _ in sources if x is not None]
+        if not usable: continue
+        if "segments_waveform" in f: yield from _wrong_waveforms(f, spec, usable)
+        right = reference_features(_stacked([x for _, x in usable]), spec)
+        for (s, _), row, db, strongest in zip(usable, f["segments_mel"][[s.row for s, _ in usable]], right.db, right.strongest_db):
+            verdict = compare(row, Reference(db, strongest), spec)
+            report.checked += 1
+            report.max_abs_db = max(report.max_abs_db, verdict.max_abs_db)
+            if not verdict.ok: yield f"{s} differs from the reference: {verdict.n_wrong} of {verdict.n_values} values, {verdict.max_abs_db:.3g} dB"
 
 # %% ../../nbs/dataset/verify.ipynb #1e532f5f
 def check_data_set(
@@ -261,7 +250,7 @@ def check_sample(sample: int | None) -> None:
     if sample is None or isinstance(sample, (int, np.integer)) and not isinstance(sample, bool) and sample >= 0: return
     raise UsageError("the number of rows to recompute must be 0 or more, or None for all", found=repr(sample))
 
-# %% ../../nbs/dataset/verify.ipynb #89de90c0
+# %% ../../nbs/dataset/verify.ipynb #77848716
 def _check_open(
     f: h5py.File, root: str | os.PathLike | None, sample: int | None, accounting: bool, edges: Sequence[int], table: NameTable | None,
     report: VerifyReport,
@@ -274,10 +263,15 @@ def _check_open(
     spec, labels, naming = stored_spec(f), json.loads(f.attrs["labels_json"]), stored_naming(f)
     report.n_rows = len(f["segments_mel"])
     report.problems += _structure(f, spec, labels)
-    report.problems += _integrity(f)
     report.labels_compared = naming.source != "table" or table is not None
+    report.problems += _integrity(f)
     if table is not None and not report.problems: report.problems += against_table(f, labels, naming, table)
-    if root is None or report.problems: return
+    if root is not None and not report.problems: _check_sources(f, spec, naming, root, sample, accounting, edges, report)
+
+def _check_sources(
+    f: h5py.File, spec: MelSpec, naming: Naming, root: str | os.PathLike, sample: int | None, accounting: bool, edges: Sequence[int], report: VerifyReport,
+) -> None:
+    "Compare a sample of rows with their recordings, and the names of all."
     splits = split_folders(Path(root)) if naming.base == "split" else {}
     folder = os.fsencode(os.path.abspath(splits.get(f.attrs["split"], root)))
     paths = f["files/path"][:].tolist()

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['NOT_AVAILABLE', 'megabytes', 'split_facts', 'run_facts', 'ResultCard', 'RejectedTable', 'ProblemTable']
 
-# %% ../../nbs/insight/cards.ipynb #09056fdf
+# %% ../../nbs/insight/cards.ipynb #6ea67e76
+import re
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
-from ..audio.problems import ProblemReport
-from ..core.errors import show_path
+from ..audio.problems import ProblemReport, in_words, show_place, wrapped
 from ..core.monitor import mean, peak, rate
 from ..dataset.pipeline import BuildResult
 
@@ -34,13 +34,13 @@ def _percent(value: float | None) -> str:
 def _per_second(value: float | None) -> str:
     return NOT_AVAILABLE if value is None else f"{value / 1e6:,.1f} MB/s"
 
-# %% ../../nbs/insight/cards.ipynb #fe6daf53
+# %% ../../nbs/insight/cards.ipynb #43ad955b
 def split_facts(result: BuildResult) -> list[tuple[str, str]]:
     "What there is to say about one data set."
     s = result.summary
-    left_out = ", ".join(f"{n:,} {code}" for code, n in s["rejected_by_code"].items())
-    problems = ", ".join(f"{n:,} {kind}" for kind, n in s["problems_by_kind"].items())
-    changed = ", ".join(f"{n:,} {status}" for status, n in s["status_counts"].items())
+    left_out = in_words(s["rejected_by_code"], most=len(s["rejected_by_code"]))
+    problems = ", ".join(f"{n:,} x {kind}" for kind, n in s["problems_by_kind"].items())
+    changed = in_words(s["status_counts"])
     return [
         ("verdict", result.verified.verdict),
         ("rows", f"{result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found" + (f" ({left_out})" if left_out else "")),
@@ -69,7 +69,11 @@ def run_facts(results: Sequence[BuildResult]) -> list[tuple[str, str]]:
                  f"written {_per_second(rate(timeline.samples, 'disk_written_bytes'))} (what reached the device)"),
     ]
 
-# %% ../../nbs/insight/cards.ipynb #185deea3
+# %% ../../nbs/insight/cards.ipynb #babc1a89
+def _html_counts(text: str) -> str:
+    "Text in which a count is not parted from what it counts."
+    return re.sub(r"(\d) x (\w[\w+]*)", r"<span style='white-space:nowrap'>\1 x \2</span>", escape(text))
+
 class ResultCard:
     "The results of a run for a notebook or a terminal."
 
@@ -81,7 +85,7 @@ class ResultCard:
         self.blocks = [(r.path.name, split_facts(r)) for r in results] + [("the run", run_facts(results))]
 
     def __repr__(self) -> str:
-        return "\n".join([self.title, *(f"\n{name}\n" + "\n".join(f"  {k:>14}  {v}" for k, v in facts) for name, facts in self.blocks)])
+        return "\n".join([self.title, *(f"\n{name}\n" + "\n".join(wrapped(f"  {k:>14}  ", v, 18) for k, v in facts) for name, facts in self.blocks)])
 
     def _repr_html_(self) -> str:
         colour = "#2e8b57" if self.ok else "#c0392b"
@@ -89,17 +93,17 @@ class ResultCard:
         for name, facts in self.blocks:
             rows += f"<tr><th colspan='2' style='text-align:left;padding-top:8px'>{escape(name)}</th></tr>"
             rows += "".join(f"<tr><td style='text-align:right;opacity:.7;white-space:nowrap;vertical-align:top'>{escape(k)}</td>"
-                            f"<td style='text-align:left'>{escape(v)}</td></tr>" for k, v in facts)
+                            f"<td style='text-align:left'>{_html_counts(v)}</td></tr>" for k, v in facts)
         return (f"<div style='border-left:6px solid {colour};padding:2px 12px'><div style='font-size:120%;font-weight:bold'>{escape(self.title)}</div>"
                 f"<table style='border-collapse:collapse'>{rows}</table></div>")
 
-# %% ../../nbs/insight/cards.ipynb #67743ac2
+# %% ../../nbs/insight/cards.ipynb #79696c8c
 class RejectedTable:
     "Rejected files of a run, first counted by reason, then one by one."
     most = 50     # files shown; all of them are in the data sets and reports
 
     def __init__(self, results: Sequence[BuildResult]):
-        self.files = [("/".join(filter(None, [r.split, show_path(x.path)])), x.code, x.message) for r in results for x in r.rejections]
+        self.files = [(show_place(r.summary["folder"], x.path), x.code, x.message) for r in results for x in r.rejections]
         self.counts = Counter(code for _, code, _ in self.files)
 
     def __repr__(self) -> str:
@@ -115,10 +119,10 @@ class RejectedTable:
                         for row in self.files[:self.most])
         return f"<p>Rejected: {escape(head)}</p><table>{cells}</table><p>{escape(tail)}</p>"
 
-# %% ../../nbs/insight/cards.ipynb #88faf741
+# %% ../../nbs/insight/cards.ipynb #60a36461
 class ProblemTable:
     "Problems of a run by kind, with some examples of each."
-    most = 12     # examples shown of each data set
+    most = 12     # examples shown of each data set, or more where there are many kinds
 
     def __init__(self, results: Sequence[BuildResult]):
         self.reports = {r.path.name: ProblemReport(r.noted, self.most) for r in results if r.noted}

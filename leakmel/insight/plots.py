@@ -350,7 +350,7 @@ def _mel_title(flat: np.ndarray, labels: Sequence[str]) -> str:
     low, high = int(np.argmin(medians)), int(np.argmax(medians))
     return f"Median level from {medians[low]:.0f} dB ({_plain(labels[low])}) to {medians[high]:.0f} dB ({_plain(labels[high])})"
 
-# %% ../../nbs/insight/plots.ipynb #1d9d6936
+# %% ../../nbs/insight/plots.ipynb #357c0c3e
 LEVEL_STEP_DB = 2.0
 SILENT_DB = -120.0      # 16 bits end at -96 dB
 
@@ -365,11 +365,13 @@ def level_by_label(
     if not heard.any(): return _figure([], "No level to show", height=200)
     edges = np.arange(np.floor(level[heard].min() / LEVEL_STEP_DB), np.floor(level[heard].max() / LEVEL_STEP_DB) + 2) * LEVEL_STEP_DB
     traces = []
-    for k, name in enumerate(sorted(set(names[heard]))):
+    found = sorted(set(names[heard]))
+    for k, name in enumerate(found):
         mine = level[heard & (names == name)]
         share = 100 * np.histogram(mine, edges)[0] / len(mine)
         traces.append(go.Scatter(name=f"{_plain(name)} ({len(mine):,})", x=_f32([edges[0], *edges]), y=_f32([0, *share, 0]), mode="lines",
-                                 line=dict(shape="hv", color=_LABEL_COLORS[k % len(_LABEL_COLORS)]), hovertemplate="%{y:.1f} % at %{x:.0f} dB"))
+                                 line=dict(shape="hv", color=_LABEL_COLORS[k % len(_LABEL_COLORS)], width=2 + 1.5 * min(len(found) - 1 - k, 4)),     # a line below another shows beside it
+                                 hovertemplate="%{y:.1f} % at %{x:.0f} dB"))
     silent = f"; {np.count_nonzero(~heard):,} silent ones are not drawn" if not heard.all() else ""
     return _figure(traces, _level_title(level[heard], names[heard]), f"Share of each label's recordings in steps of {LEVEL_STEP_DB:g} dB{silent}",
                    height=300, xaxis=dict(title=dict(text="level (dB re full scale)")), yaxis=dict(title=dict(text="recordings (%)"), rangemode="tozero"))
@@ -383,4 +385,4 @@ def _level_title(level: np.ndarray, names: np.ndarray) -> str:
     shares = pair_shares(level, label_id)
     k = int(np.abs(shares - 0.5).argmax())
     others = _plain(found[1 - k]) if len(found) == 2 else "the others"
-    return f"{_plain(found[k])} is {'louder' if shares[k] >= 0.5 else 'quieter'} than {others} in {100 * max(shares[k], 1 - shares[k]):.0f} % of all pairs"
+    return f"{_plain(found[k])} is {'louder' if shares[k] >= 0.5 else 'quieter'} than {others} in {100 * max(shares[k], 1 - shares[k]):.3g} % of all pairs"

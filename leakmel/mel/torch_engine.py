@@ -70,7 +70,20 @@ class _WorkSpace:
         self.mels = buffer(n_files, n_padded, spec.n_mels)
         self.values = self.mels[:, :n_distinct]
 
-# %% ../../nbs/mel/torch_engine.ipynb #2fb61b88
+# %% ../../nbs/mel/torch_engine.ipynb #15270a79
+def _magnitudes(
+    spectrum: torch.Tensor,   # [B, D, F] complex64; used up
+    power: float,             # 1 or 2
+    out: torch.Tensor,        # [B, D, F] float32
+) -> None:
+    "Absolute values of a spectrum, or their squares."
+    if power == 1 and out.device.type == "cpu":       # in one step, a third of the time of three; torch's own abs takes ten times as long
+        np.abs(spectrum.numpy(), out=out.numpy())
+        return
+    parts = torch.view_as_real(spectrum).square_()    # side by side: twice as fast as apart
+    torch.add(parts[..., 0], parts[..., 1], out=out)
+    if power == 1: out.sqrt_()
+
 class _Chain:
     "What turns a block of samples into features: window, filterbank and the starts of distinct frames, on one device."
 
@@ -93,17 +106,16 @@ class _Chain:
     def features(self, x: torch.Tensor, space: _WorkSpace) -> torch.Tensor:
         "Log-mel of a whole block [n_block, N] -> [n_block, L*S*T, M]."
         space.frames.copy_(self.frames(x)).mul_(self.windows[x.dtype])     # in two steps: mixed types would need a temporary
-        parts = torch.view_as_real(torch.fft.rfft(space.padded)).square_()   # side by side: twice as fast as apart
-        torch.add(parts[..., 0], parts[..., 1], out=space.magnitude)
-        if self.spec.power == 1: space.magnitude.sqrt_()
+        _magnitudes(torch.fft.rfft(space.padded), self.spec.power, space.magnitude)
         torch.bmm(space.magnitude, self.bank, out=space.mels)
         space.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
         return space.values if self.index is None else space.values[:, self.index]
 
-# %% ../../nbs/mel/torch_engine.ipynb #2013d6f5
+# %% ../../nbs/mel/torch_engine.ipynb #4cd5554e
 class TorchEngine(Engine):
     "Log-mel features by torch, in float32."
     name = "torch"
+    version = "2"
 
     def __init__(self, spec: MelSpec, *, device: str = "auto"):
         super().__init__(spec)

@@ -58,7 +58,7 @@ def commit() -> dict[str, Any]:
     changes = git("status", "--porcelain", "--untracked-files=no", "--", "leakmel")
     return {"commit": git("rev-parse", "HEAD"), "changed": None if changes is None else bool(changes)}
 
-# %% ../../nbs/ops/bench.ipynb #13560582
+# %% ../../nbs/ops/bench.ipynb #fad28f1a
 SETTINGS: dict[str, tuple[str, ...]] = {
     "disjoint": ("--split", "training", "--preset", "disjoint", "--no-fsync"),
     "overlap": ("--split", "training", "--preset", "overlap", "--no-fsync"),
@@ -71,6 +71,7 @@ def _round(root: Path, out: Path, name: str) -> dict[str, Any]:
     "Build all splits once; the figures of the run."
     target = out / name.replace(", ", "-").replace(" ", "-")
     target = target if "all" in SETTINGS[name] else target / "TRAINING_DATASET.H5"
+    for old in (out / target.relative_to(out).parts[0]).glob("*.H5"): old.unlink()      # a new data set, as nearly all are
     done = run_leakmel("build", str(root), "--out", str(target), *SETTINGS[name])
     splits = done.body.get("splits", [done.body])
     return {"seconds": done.body["seconds"], "files_per_s": done.body["files_per_s"], "process_s": done.wall_s, "cpu_s": done.cpu_s,

@@ -29,12 +29,13 @@ def evict(
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally: os.close(fd)
 
-# %% ../../nbs/ops/bench_modes.ipynb #1e635d6a
+# %% ../../nbs/ops/bench_modes.ipynb #6ece1d49
 _ONE_BUILD = ("stream", "preload", "memmap, first", "memmap, later")
 
 def _build_once(root: Path, work: Path, name: str, cold: bool) -> dict[str, Any]:
     "One build by a mode in a process of its own."
     cache, out, mode = work / "cache", work / name.replace(", ", "-") / "TRAINING_DATASET.H5", name.split(",")[0]
+    out.unlink(missing_ok=True)
     if name == "memmap, first": shutil.rmtree(cache, ignore_errors=True)
     if cold: evict([*(root / "TRAINING").rglob("*.wav"), *cache.glob("*")])
     words = ["--split", "training", "--no-fsync", "--mode", mode, *(["--cache-dir", str(cache)] if mode == "memmap" else [])]

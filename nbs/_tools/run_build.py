@@ -1,14 +1,17 @@
 """`make build`: run build.ipynb by papermill for all splits and say where the results are.
 
-DATA and OUT come through the environment: DATA is the data folder (else LEAKMEL_DATA, else a demo set), OUT the folder of results.
+DATA, OUT and SETTINGS come through the environment: DATA is the data folder (else LEAKMEL_DATA, else a demo set), OUT the folder of results,
+SETTINGS more parameters of the notebook, as in "sample_rate=4096 duration_s=1 preset=overlap"; values with blanks are quoted as in a shell.
 """
 import os
+import shlex
 import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = ("table", "cache_dir")     # parameters that name files: relative to where make is called
 
 
 def results_folder() -> Path:
@@ -28,9 +31,32 @@ def refuse(data: str, out: Path) -> str:
     return f"the results cannot go into the data folder: {target}. Name another one: make build OUT=folder"
 
 
+def given_settings(text: str) -> dict[str, str]:
+    "What SETTINGS says; raises ValueError for what is no setting. Whether the notebook knows it, the notebook says."
+    settings = {}
+    for word in shlex.split(text):
+        name, sign, value = word.partition("=")
+        if not sign or not name.isidentifier(): raise ValueError(f"not NAME=VALUE: {word!r}")
+        if name in ("data_root", "out"): raise ValueError(f"{name} is said by {'OUT' if name == 'out' else 'DATA'}=folder")
+        settings[name] = value
+    return settings
+
+
+def as_parameters(settings: dict[str, str]) -> list[str]:
+    "Options of papermill: numbers, True, False and None are typed by it, paths stay text."
+    def option(name: str, value: str) -> list[str]:
+        if name not in PATHS or value in ("", "None"): return ["-p", name, value]
+        return ["-r", name, os.path.abspath(os.path.expanduser(value))]
+    return [word for name, value in ({"split": "all"} | settings).items() for word in option(name, value)]
+
+
 def main() -> int:
     "Run the notebook."
     data, out = os.environ.get("DATA") or os.environ.get("LEAKMEL_DATA") or "", results_folder()
+    try: settings = given_settings(os.environ.get("SETTINGS", ""))
+    except ValueError as e:
+        print(f'make build: SETTINGS: {e}; for example SETTINGS="sample_rate=4096 duration_s=1"', file=sys.stderr)
+        return 2
     if why := refuse(data, out):
         print(f"make build: {why}", file=sys.stderr)
         return 2
@@ -39,7 +65,7 @@ def main() -> int:
         print(f"make build: the folder of results cannot be made: {e}", file=sys.stderr)
         return 2
     executed = out / "build.ipynb"
-    parameters = ["-r", "split", "all", "-r", "out", str(out)]
+    parameters = [*as_parameters(settings), "-r", "out", str(out)]
     if data: parameters += ["-r", "data_root", os.path.abspath(os.path.expanduser(data))]
     status = subprocess.run([Path(sys.executable).parent / "papermill", ROOT / "nbs" / "build.ipynb", executed, *parameters], cwd=ROOT / "nbs").returncode
     if status:
