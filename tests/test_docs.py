@@ -53,7 +53,7 @@ def test_pages_are_there(site):
 @pytest.mark.slow
 def test_pages_in_a_browser(site, page, tmp_path):
     watched = Watched(page)
-    for name, n_figures in (("index", 0), ("build", 4), ("reference/mel/spec", 0), ("api/mel/spec", 0), ("explanations/refused", 0)):
+    for name, n_figures in (("index", 0), ("build", 5), ("reference/mel/spec", 0), ("api/mel/spec", 0), ("explanations/refused", 0)):
         page.goto((site / f"{name}.html").as_uri())
         page.wait_for_load_state()
         assert_figures(page, n_figures)

@@ -79,7 +79,7 @@ def assert_looks_right(run: Run) -> None:
     "What every saved notebook of a good run shows."
     assert run.status == 0, run.log
     assert run.errors == []
-    assert sum(PLOTLY in o.get("data", {}) for o in run.outputs) == 4
+    assert sum(PLOTLY in o.get("data", {}) for o in run.outputs) == 5
     assert "verified" in run.text
     assert "NOT verified" not in run.text
     assert re.search(r"\b([\d,]+) of \1 files in", run.text), "progress that reads right when it is saved"
@@ -232,13 +232,14 @@ def test_make_build_takes_any_parameter_of_the_notebook(tmp_path, tiny):
     table = tmp_path / "my list.csv"
     table.write_text("path,label,split\n" + "".join(f"{p},{p.parts[1]},{p.parts[0]}\n" for p in wavs))
     named = os.path.relpath(table, ROOT)
-    done = make_build(mixed, tmp_path / "out", SETTINGS=f"{said[1]} preset=overlap table='{named}' check=3 split=validation fsync=False")
+    out = tmp_path / "results"
+    done = make_build(mixed, out, SETTINGS=f"{said[1]} preset=overlap table='{named}' check=3 split=validation fsync=False")
     assert done.returncode == 0, done.stderr
-    (made,) = (tmp_path / "out").glob("*.H5")
+    (made,) = out.glob("*.H5")
     with lm.open_dataset(made) as ds:
         assert (made.name, ds.spec) == ("VALIDATION_DATASET.H5", lm.MelSpec.preset("overlap", sample_rate=4096, duration_s=10.0))
         assert json.loads(ds.file.attrs["naming_json"])["source"] == "table"
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())["splits"][0]
+    summary = json.loads((out / "summary.json").read_text())["splits"][0]
     assert (summary["verified"]["checked"], summary["pipeline"]["fsync"]) == (3, False)
     done = make_build(mixed, tmp_path / "other", SETTINGS="sample_rat=4096")
     assert done.returncode == 1

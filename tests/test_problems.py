@@ -487,7 +487,7 @@ def test_every_kind_has_a_meaning_and_one_group() -> None:
     assert all(meaning_of(kind) for kind in kinds)
     assert meaning_of("never heard of") == ""
     sources = Path(content_module.__file__).parent
-    said = {kind for p in sources.glob("*.py") for kind in re.findall(r'(?:Problem\(|leave_out\([\w.]+, )"(\w+)"', p.read_text(encoding="utf-8"))}
+    said = {kind for p in sources.glob("*.py") for kind in re.findall(r'(?:Problem|left_out\.add)\("(\w+)"', p.read_text(encoding="utf-8"))}
     assert {"duplicate", "gain_1", "link"} <= said
     assert said <= set(kinds), "a kind that is said and not explained"
 
@@ -595,6 +595,9 @@ def test_the_figure_of_levels() -> None:
     for trace in fig.data:
         assert sum(trace.y) == pytest.approx(100, abs=1e-3)
         assert len(trace.x) == len(trace.y) <= MAX_POINTS
+    widths = [t.line.width for t in level_by_label([-20.0] * 12, [*"ABCDEF"] * 2).data]
+    assert widths == sorted(widths, reverse=True), "what lies below another line shows beside it"
+    assert widths[0] > widths[-1]
     assert "half of the recordings are louder than -20 dB" in level_by_label([-20.0] * 3, ["LEAK"] * 3).layout.title.text
     assert level_by_label([-200.0], ["LEAK"]).layout.title.text == "No level to show"
     assert len(level_by_label([-1e30, float("nan"), -50.0], ["A"] * 3).data[0].x) < 10

@@ -17,7 +17,7 @@ from ..core.errors import DataError, MachineError, RecordingError, UsageError
 from .loader import Disagreement
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/follow.ipynb #f5819fe0
+# %% ../../nbs/dataset/follow.ipynb #e14b48e0
 def _rate_and_length(path: bytes) -> tuple[int, int] | None:
     "Rate in Hz and samples per channel by the header, None for what cannot be read."
     try: fd, n_file = open_regular(path)
@@ -41,6 +41,7 @@ def follow_data(
             if x.label_ids[k] >= 0 and x.sizes[k] >= 0 and (found := _rate_and_length(x.full_path(k))) and found[1]: return found
     raise DataError("no recording can be read", path=next(iter(listings)).folder, remedy="run `leakmel scan --content` to see what is wrong with them")
 
+# %% ../../nbs/dataset/follow.ipynb #3f5a7e05
 _KINDS_SHOWN = 6     # of rate and length, in an error
 
 def disagreement(

@@ -6,8 +6,8 @@
 __all__ = ['log', 'HELD_VERSION', 'NUMBERS', 'LOAD_FILES', 'held_key', 'MemoryRows', 'FileRows', 'Held', 'HeldReader', 'load',
            'write_facts', 'read_about', 'open_facts']
 
-# %% ../../nbs/dataset/held.ipynb #f6ad3ca7
-import io, json, logging, os, struct, threading
+# %% ../../nbs/dataset/held.ipynb #19505c33
+import io, json, logging, math, os, struct, threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from ..audio.manifest import Listing
 from ..audio.quality import FIGURES
 from ..audio.wav import digest_of
-from ..core.errors import DataError
+from ..core.errors import DataError, SpaceError
 from ..core.timeline import Timeline
 from .loader import BatchReader, Disagreement, Facts, Slot
 from .ring import Lanes, run_lanes
@@ -50,21 +50,27 @@ def _decoders() -> dict[str, str]:
         except PackageNotFoundError: found[name] = ""
     return found
 
-# %% ../../nbs/dataset/held.ipynb #01a32301
+# %% ../../nbs/dataset/held.ipynb #8c919171
 class MemoryRows:
     "Samples in memory."
 
-    def __init__(self, n_files: int, n_samples: int):
+    def __init__(
+        self,
+        n_files: int,
+        n_samples: int,
+        most_bytes: float = math.inf,   # that may be held; rows of more than 16 bits come on top of what was planned
+    ):
         self.samples = np.empty((n_files, n_samples), np.int16)     # raises MemoryError
         self.wide: dict[int, np.ndarray] = {}
-        self.n_bytes = self.samples.nbytes
+        self.n_bytes, self.most_bytes = self.samples.nbytes, most_bytes
 
     def write(self, first: int, rows: np.ndarray) -> None:
         "Hold 16-bit rows [n, N] of candidates first ... first + n."
         self.samples[first:first + len(rows)] = rows
 
     def write_wide(self, k: int, row: np.ndarray) -> None:
-        "Hold the float32 row [N] of candidate k."
+        "Hold the float32 row [N] of candidate k; raises MemoryError where that is more than may be held."
+        if self.n_bytes + row.nbytes > self.most_bytes: raise MemoryError
         self.wide[k] = row.copy()
         self.n_bytes += row.nbytes
 
@@ -225,7 +231,7 @@ class HeldReader:
         if not self._warned: log.warning("%s; the recordings are read from their files instead", what)
         self._warned = True
 
-# %% ../../nbs/dataset/held.ipynb #b3c3590b
+# %% ../../nbs/dataset/held.ipynb #df2f0521
 LOAD_FILES = 32     # recordings in a batch
 
 def load(
@@ -250,6 +256,7 @@ def load(
             with timeline.span("read", lane, split=split, batch=slot.batch) as moved: moved.n_files, moved.n_bytes = slot.n, reader.fill(slot)
             try: held.take(slot)
             except OSError as e: raise output_error(e, "the cache file") from e
+            except MemoryError as e: raise SpaceError("the recordings take more memory than they may") from e
             with lanes.lock: done[0] += slot.n
         with lanes.lock: done[1] += 1
         if done[1] == n_threads: finished.set()

@@ -108,7 +108,7 @@ class Preloaded:
         n = sum(len(h) for h in self.held.values())
         return f"Preloaded({n:,} of {len(self.manifest):,} recordings, {_gb(self.n_bytes)}, mode {self.choice.used}, {self.seconds:.2f} s)"
 
-# %% ../../nbs/dataset/modes.ipynb #62481930
+# %% ../../nbs/dataset/modes.ipynb #bf622bb4
 @dataclass(frozen=True)
 class _Preparation:
     "What preparing the listings of a build needs."
@@ -131,7 +131,8 @@ class _Preparation:
         "Hold one listing in memory or in a cache file; returns it and a line on what was done."
         key, began = held_key(listing, self.spec), self.timeline.now_s()
         if used == "preload":
-            held, what, where = self.fill(listing, key, "preload")(MemoryRows(len(listing), self.spec.n_samples)), "preload: read into memory", ""
+            rows = MemoryRows(len(listing), self.spec.n_samples, self.config.ram_fraction * free_memory())
+            held, what, where = self.fill(listing, key, "preload")(rows), "preload: read into memory", ""
         else:
             path = cache_path(cache_folder(self.config.cache_dir), listing.split, key)
             reader = BatchReader(listing, self.spec, follows=self.follows)

@@ -82,7 +82,7 @@ class BuildResult:
         return (f"BuildResult({self.path.name}: {self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files, "
                 f"{self.seconds:.2f} s, {self.files_per_s:,.0f} files/s end to end; {self.verified.verdict})")
 
-# %% ../../nbs/dataset/pipeline.ipynb #8dec1e83
+# %% ../../nbs/dataset/pipeline.ipynb #845c0853
 def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Metadata:
     "All of a finished job's data set but its rows."
     keep = np.flatnonzero(job.good)
@@ -96,8 +96,8 @@ def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Meta
     columns |= {name: numbers[name].copy() for name in ("sample_rate", "n_samples", "channels")}
     columns |= {"encoding": byte_column(encoding), "status": byte_column(status), "digest": job.digests[keep]}
     figures = quality(job.moments[keep], job.spec.n_samples, True)
-    for k, own in job.figures.items():
-        for values, value in zip(figures.values(), own): values[np.searchsorted(keep, k)] = value
+    own, whole = job.figures[keep], job.read_whole[keep]
+    for name, values in figures.items(): values[whole] = own[name][whole]
     columns |= {name: values.astype(np.uint8) if values.dtype == bool else values for name, values in figures.items()}
     attributes = root_attributes(job.spec, engine.identity, job.spec.fingerprint(engine.identity), label_names, job.listing.split, n,
                                  job.listing.naming)

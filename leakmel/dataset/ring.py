@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Job', 'Lanes', 'run_lanes', 'Ring']
 
-# %% ../../nbs/dataset/ring.ipynb #9c984b3c
-import math, os, threading, time
+# %% ../../nbs/dataset/ring.ipynb #9c3bcd6a
+import math, os, sys, threading, time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from ..audio.manifest import Listing
-from ..audio.quality import moments_of
+from ..audio.quality import FIGURES, moments_of
 from ..audio.wav import digest_of
 from ..core.errors import EngineError, LeakmelError, MachineError
 from ..core.timeline import Timeline
@@ -27,7 +27,7 @@ from .writer import RowFile, output_error
 from ..mel.engines import Engine, no_span
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/ring.ipynb #aefa2e77
+# %% ../../nbs/dataset/ring.ipynb #619a6530
 class Job:
     "The state of one split's build."
 
@@ -39,7 +39,8 @@ class Job:
         self.good = np.zeros(n, bool)
         self.numbers = np.zeros(n, [("sample_rate", "i4"), ("n_samples", "i8"), ("channels", "i2")])
         self.moments = np.zeros((n, 5))                   # of rows that are their recordings
-        self.figures: dict[int, tuple] = {}               # candidate -> quality figures of the others' recordings
+        self.read_whole = np.zeros(n, bool)               # the others: their quality figures came with the reading
+        self.figures = np.zeros(n, FIGURES)
         self.digests, self.row_digests = np.zeros(n, "S32"), np.zeros(n, "S32")
         self.waveform_digests = np.zeros(n, "S32") if file.waveform_shape is not None else None
         self.unusual: dict[int, tuple[str, str]] = {}     # candidate -> encoding, status, where not "pcm16", "ok"
@@ -68,9 +69,9 @@ class Job:
         "Keep the facts of candidate k."
         self.good[k] = True
         self.numbers[k] = facts.sample_rate, facts.n_samples, facts.channels
-        if facts.figures is not None: self.figures[k] = facts.figures
+        if facts.figures is not None: self.figures[k], self.read_whole[k] = facts.figures, True
         self.digests[k], self.row_digests[k] = facts.digest, digest_of(row)
-        if (facts.encoding, facts.status) != ("pcm16", "ok"): self.unusual[k] = facts.encoding, facts.status
+        if (facts.encoding, facts.status) != ("pcm16", "ok"): self.unusual[k] = sys.intern(facts.encoding), sys.intern(facts.status)
 
 # %% ../../nbs/dataset/ring.ipynb #880eff3b
 @contextmanager

@@ -350,7 +350,7 @@ def _mel_title(flat: np.ndarray, labels: Sequence[str]) -> str:
     low, high = int(np.argmin(medians)), int(np.argmax(medians))
     return f"Median level from {medians[low]:.0f} dB ({_plain(labels[low])}) to {medians[high]:.0f} dB ({_plain(labels[high])})"
 
-# %% ../../nbs/insight/plots.ipynb #357c0c3e
+# %% ../../nbs/insight/plots.ipynb #76674ef9
 LEVEL_STEP_DB = 2.0
 SILENT_DB = -120.0      # 16 bits end at -96 dB
 
@@ -369,8 +369,9 @@ def level_by_label(
     for k, name in enumerate(found):
         mine = level[heard & (names == name)]
         share = 100 * np.histogram(mine, edges)[0] / len(mine)
+        width = 2 + 1.5 * min(len(found) - 1 - k, 4)     # a line below another shows beside it
         traces.append(go.Scatter(name=f"{_plain(name)} ({len(mine):,})", x=_f32([edges[0], *edges]), y=_f32([0, *share, 0]), mode="lines",
-                                 line=dict(shape="hv", color=_LABEL_COLORS[k % len(_LABEL_COLORS)], width=2 + 1.5 * min(len(found) - 1 - k, 4)),     # a line below another shows beside it
+                                 line=dict(shape="hv", color=_LABEL_COLORS[k % len(_LABEL_COLORS)], width=width),
                                  hovertemplate="%{y:.1f} % at %{x:.0f} dB"))
     silent = f"; {np.count_nonzero(~heard):,} silent ones are not drawn" if not heard.all() else ""
     return _figure(traces, _level_title(level[heard], names[heard]), f"Share of each label's recordings in steps of {LEVEL_STEP_DB:g} dB{silent}",
