@@ -46,7 +46,7 @@ def given_fields(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     "The fields of a dataclass that were given as options."
     return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
 
-# %% ../nbs/cli.ipynb #a1da6c40
+# %% ../nbs/cli.ipynb #585eb970
 Outcome = tuple[int, dict[str, Any], str]   # exit status, for machines, for people
 
 def run_demo(args: argparse.Namespace) -> Outcome:
@@ -63,20 +63,23 @@ def run_scan(args: argparse.Namespace) -> Outcome:
     "List a data folder."
     from leakmel.audio.manifest import scan
     from leakmel.audio.problems import CANNOT_BE_USED, count_kinds, group_of
-    manifest = scan(args.root, split=args.split, content=args.content, table=args.table, pattern=args.pattern, progress=_front_end(args))
+    split = None if args.split == "all" else args.split
+    manifest = scan(args.root, split=split, content=args.content, table=args.table, pattern=args.pattern, progress=_front_end(args))
     problems, report = manifest.problems.to_dict("records"), manifest.report(args.most)
-    lost = {p["path"] for p in problems if group_of(p["kind"]) == CANNOT_BE_USED}
+    lost = {p["path"] for p in problems if p["kind"] != "no_recordings" and group_of(p["kind"]) == CANNOT_BE_USED}
     lost |= {x.show(i) for x in manifest.listings for i, label in enumerate(x.label_ids) if label < 0}      # also those that do not fit a pattern
     lines = [repr(manifest)]
-    lines += [f"  {split}: " + ", ".join(f"{show_path(n)} {k:,}" for n, k in counts.items()) for split, counts in manifest.counts().items()]
+    lines += [f"  {split}: " + (", ".join(f"{show_path(n)} {k:,}" for n, k in counts.items()) or "none") for split, counts in manifest.counts().items()]
     if manifest.preview is not None: lines.append(repr(manifest.preview))
+    lines += (hints := manifest.hints())
     lines.append(f"{report!r}{' (--most N, --json for all)' if report.more else ''}" if problems
                  else f"No problem was seen{'' if args.content else ' in names and folders (--content reads the recordings)'}.")
     body = {"root": show_path(manifest.root), "found": len(manifest), "label_names": [show_path(n) for n in manifest.label_names],
             "counts": manifest.counts(), "problems": problems,
             "problems_by_kind": count_kinds(manifest.problems["kind"]), "would_be_rejected": len(lost),
+            "hints": hints, "groups": manifest.shared(),
             "preview": None if manifest.preview is None else manifest.preview.to_dict()}
-    return (1 if lost or args.strict and problems else 0), body, "\n".join(lines)
+    return (1 if lost or not len(manifest) or args.strict and problems else 0), body, "\n".join(lines)
 
 # %% ../nbs/cli.ipynb #23206245
 def run_build(args: argparse.Namespace) -> Outcome:
@@ -96,7 +99,7 @@ def run_build(args: argparse.Namespace) -> Outcome:
     text = "\n".join([*results[0].summary["mode_lines"], *map(_build_text, results)])
     return 0, run_summary(results) if args.split == "all" else results[0].summary, text
 
-# %% ../nbs/cli.ipynb #2a2f8c14
+# %% ../nbs/cli.ipynb #0a4cde4f
 def _build_text(result: Any) -> str:
     "A built data set in a few lines."
     from collections import Counter
@@ -115,18 +118,27 @@ def run_verify(args: argparse.Namespace) -> Outcome:
     "Check a data set."
     from leakmel.dataset.verify import verify
     report = verify(args.file, root=args.root, sample=args.sample, table=args.table)
-    lines = [f"{show_path(args.file)}: {report.verdict}", *(f"  {p}" for p in report.problems[:20])]
+    lines = [f"{show_path(args.file)}: {report.verdict}", *(f"  {p}" for p in report.problems[1:20])]      # the verdict has the first
     return (0 if report.ok else 1), report.to_dict() | {"path": show_path(args.file)}, "\n".join(lines)
 
+# %% ../nbs/cli.ipynb #82d75c4b
 def run_cache(args: argparse.Namespace) -> Outcome:
     "List or clear the cache files of mode memmap."
+    from leakmel.core.monitor import size_text
     from leakmel.dataset.cache import cache_folder, clear_cache, list_cache
     folder = cache_folder(args.cache_dir)
     files = list_cache(folder) if args.what == "list" else clear_cache(folder, unused_days=args.unused_days)
     n_bytes, done = sum(f.n_bytes for f in files), "" if args.what == "list" else "removed "
-    lines = [f"{done}{len(files):,} cache file{'s' * (len(files) != 1)}, {n_bytes / 1e9:.2f} GB in {show_path(folder)}", *(f"  {f!r}" for f in files)]
+    there = show_path(folder) if folder.is_dir() else f"{show_path(folder)} (no such folder)"
+    lines = [f"{done}{len(files):,} cache file{'s' * (len(files) != 1)}, {size_text(n_bytes)} in {there}", *(f"  {_cache_line(f)}" for f in files)]
     body = {"folder": show_path(folder), "n_bytes": n_bytes, "files": [vars(f) | {"path": show_path(f.path)} for f in files]}
     return 0, body, "\n".join(lines)
+
+def _cache_line(file: Any) -> str:
+    "A cache file in a line."
+    from leakmel.core.monitor import size_text
+    what = file.problem or f"{file.recordings:,} recordings of {file.folder}"
+    return f"{file.used_utc[:16].replace('T', ' ')}  {size_text(file.n_bytes):>9}  {file.path.name}  {what}"
 
 def run_bench(args: argparse.Namespace) -> Outcome:
     "Measure builds on this machine."
@@ -141,7 +153,7 @@ def _front_end(args: argparse.Namespace) -> str:
     "Where progress is drawn: nowhere for machines."
     return "none" if args.json or args.quiet else "auto"
 
-# %% ../nbs/cli.ipynb #49567abc
+# %% ../nbs/cli.ipynb #d3638e12
 def _count_or_all(text: str) -> int | None:
     "A number, or None for `all`."
     if text == "all": return None
@@ -154,6 +166,9 @@ def _count(text: str) -> int:
     if (value := int(text)) < 0: raise ValueError(text)
     return value
 
+class _Usage(Exception):
+    "What is wrong with the words of a command line."
+
 class _Parser(argparse.ArgumentParser):
     "Says what is wrong in one line, with the option that was perhaps meant."
 
@@ -161,7 +176,7 @@ class _Parser(argparse.ArgumentParser):
         known = [o.removeprefix("--") for o in self._option_string_actions]
         for word in re.findall(r"--([\w-]+)", message) if message.startswith("unrecognized") else []:
             message = f"unknown option --{word}: " + answer_unknown(word.replace("-", "_"), [k.replace("-", "_") for k in known])
-        self.exit(2, f"{self.prog}: {message}. See {self.prog} --help\n")
+        raise _Usage(f"{self.prog}: {message}. See {self.prog} --help")
 
 _count.__name__ = "number (0 or more):"
 _count_or_all.__name__ = "number of rows (0 or more, or all):"    # argparse puts it into its message
@@ -186,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(command("bench", run_bench))
     return parser
 
-# %% ../nbs/cli.ipynb #956d469f
+# %% ../nbs/cli.ipynb #0d8a7e6c
 def _add_demo(p: argparse.ArgumentParser) -> None:
     p.add_argument("dir", help="folder to make; it must not exist or be empty")
     p.add_argument("--files", type=int, default=1200, help="recordings in all splits together (default 1200; 82 kB each)")
@@ -195,21 +210,22 @@ def _add_demo(p: argparse.ArgumentParser) -> None:
 
 def _add_scan(p: argparse.ArgumentParser) -> None:
     p.add_argument("root", help="folder of splits, or of label folders")
-    p.add_argument("--split", help="training, validation or testing (default: all)")
+    p.add_argument("--split", help="training, validation, testing or all (default all)")
     p.add_argument("--content", action="store_true", help="read every recording too: what cannot be used, and what is worth a look (copies, clipping ...)")
     p.add_argument("--strict", action="store_true", help="exit status 1 for any problem at all")
     p.add_argument("--most", type=_count, default=20, metavar="N", help="examples of problems to print (default 20; one of each kind at the least; 0: none)")
-    p.epilog = ("exit status: 0 no recording would be rejected; 1 one would be, because it has no label or, with --content, because it cannot be read "
+    p.epilog = ("exit status: 0 no recording would be rejected; 1 one would be, because it has no label or, with --content, because "
+                "it cannot be read, or there is none at all "
                 "(with --strict: any problem); 2 usage; 128+n on signal n")
     _add_names(p)
 
 def _add_names(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--table", metavar="FILE", help="CSV or Parquet file that names the recordings: columns path and label, and if wanted split, sensor, "
-                                                   "recording, session, start_time, gain, folder")
+    p.add_argument("--table", metavar="FILE", help="CSV or Parquet file that names the recordings: columns path (or file, filename) and label, and if wanted "
+                                                   "split, sensor, recording, session, start_time, gain, folder")
     p.add_argument("--pattern", metavar="TEXT", help="form of the paths without their extension, for example '{label}/{session}/{sensor}~{*}~{start_time}': "
                                                      "fields as in --table, {*} any text, {**} any folders")
 
-# %% ../nbs/cli.ipynb #aca3388b
+# %% ../nbs/cli.ipynb #99401f29
 def _add_build(p: argparse.ArgumentParser) -> None:
     from leakmel.dataset.modes import MODES
     from leakmel.dataset.config import PipelineConfig
@@ -234,7 +250,7 @@ def _add_verify(p: argparse.ArgumentParser) -> None:
     p.add_argument("--table", metavar="FILE", help="the table that the labels came from; without it they cannot be compared")
 
 def _add_cache(p: argparse.ArgumentParser) -> None:
-    p.add_argument("what", choices=["list", "clear"], help="list the cache files, or remove them")
+    p.add_argument("what", choices=["list", "clear"], metavar="list|clear", help="list the cache files, or remove them")
     p.add_argument("--cache-dir", metavar="DIR", help="their folder (default: LEAKMEL_CACHE_DIR, or leakmel in the user's cache folder)")
     p.add_argument("--unused-days", type=float, default=0, metavar="N", help="clear only files that were not used for N days (default 0: all)")
 
@@ -245,7 +261,7 @@ def _add_bench(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rounds", type=int, default=5, help="counted rounds of each setting (default 5)")
     p.add_argument("--out", default="runs/benchmarks", help="folder of the figures (default runs/benchmarks)")
 
-# %% ../nbs/cli.ipynb #8b546bf4
+# %% ../nbs/cli.ipynb #d2dc0bcb
 class _Signalled(BaseException):
     "A signal that asks to end."
     def __init__(self, number: int): self.number = number
@@ -259,7 +275,11 @@ def main(
 ) -> int:                                # exit status
     "Run the command line."
     _start_streams()
-    args = _parse(argv)
+    try: args = _parse(argv)
+    except _Usage as e:
+        print(e, file=sys.stderr)
+        words = sys.argv[1:] if argv is None else argv
+        return _print(argparse.Namespace(json="--json" in words), 2, {"error": str(e), "error_type": "UsageError"}, "")
     handlers = _catch_signals()
     try:
         status, body, text = args.run(args)

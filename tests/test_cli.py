@@ -179,6 +179,7 @@ def test_bad_data_set_is_1(data, tmp_path, say):
     status, out, _ = say("verify", tmp_path / "x.h5")
     assert status == 1
     assert "NOT OK" in out
+    assert out.count("do not match their digest") == 1, "one problem, said once"
     status, out, _ = say("verify", tmp_path / "x.h5", "--json")
     assert status == 1
     assert only_json(out)["ok"] is False
@@ -329,3 +330,82 @@ def test_public_names():
     assert set(lm.__all__) <= set(dir(lm))
     assert {"build", "build_all", "verify", "open_dataset", "scan", "read_wav", "log_mel", "MelSpec", "LeakmelError", "__version__"} <= set(lm.__all__)
     with pytest.raises(AttributeError, match="no attribute 'magic'"): _ = lm.magic
+
+
+# ---- what people get wrong -------------------------------------------------------------------------------------------
+
+def test_scan_of_nothing_is_1(tmp_path, say):
+    (tmp_path / "empty").mkdir()
+    status, out, _ = say("scan", tmp_path / "empty")
+    assert status == 1
+    assert "  empty: none\ncannot be used:\n  1 x no_recordings" in out
+    assert "no file that ends in .wav or .wave below" in out
+    status, out, _ = say("scan", tmp_path / "empty", "--json")
+    assert (only_json(out)["found"], only_json(out)["would_be_rejected"]) == (0, 0)
+
+
+def test_scan_with_one_split_empty_is_0(tmp_path, make_wav, say):
+    make_wav(tmp_path / "set" / "TRAINING" / "LEAK" / "a.wav")
+    (tmp_path / "set" / "TESTING").mkdir()
+    status, out, _ = say("scan", tmp_path / "set", "--split", "all")
+    assert status == 0
+    assert "TESTING: no file that ends in .wav or .wave" in out
+    status, out, _ = say("scan", tmp_path / "set", "--split", "testing")
+    assert status == 1, "nothing else was asked for"
+
+
+def test_scan_of_a_label_folder_and_of_a_file(data, say):
+    status, out, _ = say("scan", data / "LEAK")
+    assert status == 1
+    assert out.count("this looks like one label folder: give its parent") == 1
+    assert out.index("this looks like") < out.index("no_label")
+    status, _, err = say("scan", data / "LEAK" / "1.wav")
+    assert status == 1
+    assert "1.wav: is a file, a folder is needed" in err
+
+
+def test_scan_tells_sensors_in_several_splits(tmp_path, make_wav, say):
+    for split, sensor in (("TRAINING", "H1"), ("TRAINING", "H2"), ("TESTING", "H1")):
+        make_wav(tmp_path / "set" / split / "LEAK" / f"{sensor}~1~20250101_000000~5.wav")
+    status, out, _ = say("scan", tmp_path / "set")
+    assert status == 0
+    assert "\n1 of 2 sensors lie in more than one split\n" in out
+    _, out, _ = say("scan", tmp_path / "set", "--json")
+    assert only_json(out)["groups"] == {"sensor": {"n": 2, "in_more_than_one_split": 1}}
+    assert only_json(out)["hints"] == ["1 of 2 sensors lie in more than one split"]
+
+
+def test_help_names_the_other_names_of_path(say):
+    for command in ("scan", "build"): assert "path (or file, filename) and label" in " ".join(say(command, "--help")[1].split())
+
+
+def test_verify_with_what_does_not_belong_to_it(data, tmp_path, say):
+    say("build", data, "--out", tmp_path / "x.h5", "--quiet")
+    status, out, _ = say("verify", tmp_path / "x.h5", "--root", tmp_path / "nowhere")
+    assert status == 1
+    assert out.count("nowhere does not exist; the data set was not compared") == 1
+    assert "cannot be read as a data set" not in out
+    (tmp_path / "t.csv").write_text("path,label\nLEAK/1.wav,LEAK\n")
+    status, out, err = say("verify", tmp_path / "x.h5", "--table", tmp_path / "t.csv")
+    assert (status, out) == (2, "")
+    assert "the labels of this data set come from folders: leave the table away" in err
+
+
+WRONG_WORDS = [("build", "x", "--out", "y", "--mode", "fast"), ("scan", "x", "--most", "-1"), ("cache",), ("scan", "x", "--contents"), ("nothing",)]
+
+
+@pytest.mark.parametrize("words", WRONG_WORDS)
+def test_machines_are_told_of_wrong_words_too(words, capsys):
+    assert main([*words, "--json"]) == 2
+    out, err = capsys.readouterr()
+    body = json.loads(out)
+    assert (body["ok"], body["exit_status"], body["error_type"]) == (False, 2, "UsageError")
+    assert body["error"] in err
+    assert main(list(words)) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_cache_is_listed_in_columns(tmp_path, capsys):
+    assert main(["cache", "list", "--cache-dir", str(tmp_path / "none")]) == 0
+    assert "no such folder" in capsys.readouterr().out
+    assert main(["cache", "clear", "--cache-dir", str(tmp_path), "--unused-days", "-1"]) == 2

@@ -254,7 +254,9 @@ def test_a_folder_of_label_folders(tmp_path: Path) -> None:
 def test_nothing_at_all(tmp_path: Path) -> None:
     m = scan(tmp_path, content=True)
     assert (len(m), m.label_names) == (0, ())
-    assert len(m.problems) == 0
+    assert m.problems["kind"].tolist() == ["no_recordings"]
+    assert f"below {tmp_path}: check the folder, is the disk mounted?" in m.problems["message"][0]
+    assert repr(m).endswith("labels none; 1 problem)")
     assert len(m.table) == 0
     assert m._repr_html_()
     (tmp_path / "TRAINING").mkdir()
@@ -313,7 +315,7 @@ def test_two_folders_for_one_split(tmp_path: Path, twin: str) -> None:
 def test_missing_roots_and_splits(tmp_path: Path) -> None:
     put(tmp_path, "TRAINING/A/1.wav")
     with pytest.raises(DataError, match="no such folder"): scan(tmp_path / "nothing")
-    with pytest.raises(DataError, match="no such folder"): scan(tmp_path / "TRAINING" / "A" / "1.wav")
+    with pytest.raises(DataError, match="is a file, a folder is needed"): scan(tmp_path / "TRAINING" / "A" / "1.wav")
     with pytest.raises(DataError, match="no folder for the split TESTING") as caught: scan(tmp_path, split="test")
     assert "TRAINING" in str(caught.value)
     with pytest.raises(UsageError, match="one of training, validation, testing"): scan(tmp_path, split="trainings")
@@ -416,3 +418,27 @@ print(hashlib.sha256(repr((m.listings[0].paths, m.label_names)).encode()).hexdig
     seen = {subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ | more).stdout
             for more in ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONHASHSEED": "1"}, {"LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "2"})}
     assert len(seen) == 1
+
+
+def test_a_split_without_recordings_is_named(tmp_path: Path) -> None:
+    put(tmp_path, "TRAINING/A/1.wav")
+    (tmp_path / "TESTING" / "A").mkdir(parents=True)
+    found = scan(tmp_path).problems
+    assert found["path"][found["kind"] == "no_recordings"].tolist() == ["TESTING"]
+    assert repr(scan(tmp_path, split="train")).startswith("Manifest(1 recording: TRAINING 1; labels A; ")
+
+
+def test_one_label_folder_is_told_from_a_set(tmp_path: Path) -> None:
+    put(tmp_path, "TRAINING/A/1.wav", "TRAINING/A/2.wav", "TRAINING/B/3.wav")
+    assert scan(tmp_path / "TRAINING" / "A").hints() == [
+        f"no recording lies in a label folder; this looks like one label folder: give its parent {tmp_path / 'TRAINING'}"]
+    for root in (tmp_path, tmp_path / "TRAINING"): assert scan(root).hints() == []
+
+
+def test_groups_in_several_splits_are_told(tmp_path: Path) -> None:
+    put(tmp_path, *(f"{place}~1~20250101_000000~5.wav" for place in ("TRAINING/A/x/H1", "TRAINING/A/x/H2", "TESTING/A/x/H1", "TESTING/A/y/H3")))
+    m = scan(tmp_path)
+    assert m.shared() == {"sensor": {"n": 3, "in_more_than_one_split": 1}, "folder": {"n": 2, "in_more_than_one_split": 1}}
+    assert m.hints() == ["1 of 3 sensors lie in more than one split", "1 of 2 folders lie in more than one split"]
+    for sentence in m.hints(): assert sentence in m._repr_html_()
+    assert scan(tmp_path, split="train").shared() == {}

@@ -126,9 +126,10 @@ def test_patterns_fit_what_a_lazy_regular_expression_fits(words, name):
      (None, "LEAK", NameParts("H07", "12", "2025-03-14T02:00:00", 16.0, "night 3"))),
     ("{split}_{label}_{sensor}_{*}", "train_LEAK_H1_x_y.wave", ("TRAINING", "LEAK", NameParts("H1"))),
     ("{split}_{label}_{sensor}_{*}", "Dataset_Val_LEAK_H1_.WAV", ("VALIDATION", "LEAK", NameParts("H1"))),
-    ("{sensor}_{start_time}_{gain}", "LEAK/pump_2_2025-03-14_02-00-00_-3.5.wav", (None, None, NameParts())),
+    ("{sensor}_{start_time}_{gain}", "LEAK/pump_2_2025-03-14_02-00-00_-3.5.wav", (None, "LEAK", NameParts())),
     ("{label}/{sensor}_{start_time}_{gain}", "LEAK/pump_2_2025-03-14_02-00-00_-3.5.wav", (None, "LEAK", NameParts("pump_2", "", "2025-03-14T02:00:00", -3.5))),
-    ("{*}/{sensor}_{start_time}", "LEAK/a/b.wav", (None, None, NameParts())),
+    ("{*}/{sensor}_{start_time}", "LEAK/a/b.wav", (None, "LEAK", NameParts(folder="a"))), ("{label}-{sensor}", "LEAK/a.wav", (None, None, NameParts())),
+    ("{folder}/{sensor}_{start_time}", "LEAK/a/b.wav", (None, "LEAK", NameParts())), ("{split}_{sensor}", "LEAK/b.wav", (None, "LEAK", NameParts())),
     ("{**}/{sensor}-{gain}", "LEAK/site/pit 1/H1-8.wav", (None, "LEAK", NameParts("H1", gain=8.0, folder="site/pit 1"))),
     ("{**}/{sensor}", "a.wav", (None, None, NameParts("a"))),
     ("{label}.{sensor}", "LEAK.H1.wav", (None, "LEAK", NameParts("H1"))),
@@ -164,12 +165,13 @@ def test_times(text, expected): assert iso_time(text) == expected
     ("{label}/{**}", ["whole folders"]), ("{label}_{**}/{sensor}", ["whole folders"]), ("{**}{label}", ["whole folders"]),
     ("{**}{**}/{label}", ["whole folders"]),
     ("{label", ["a single {"]), ("label}", ["a single }", "write }}"]), ("{}", ["is unknown"]), ("/{label}/{*}", ["relative"]),
-    ("{label}/{*}.wav", ["leave .wav away"]), ("{label}/{*}.WAVE", ["without the extension"]), ("{label}" + "x" * 500, ["more than 500"]),
+    ("{label}/{*}.wav", ["the pattern '{label}/{*}.wav' ends in .wav: leave the extension away"]), ("{label}/{*}.WAVE", ["ends in .WAVE: leave"]), ("{label}" + "x" * 500, ["more than 500"]),
 ])
 def test_patterns_that_cannot_be_used(tmp_path, pattern, words):
     put(tmp_path, "LEAK/a.wav")
     with pytest.raises(UsageError) as caught: scan(tmp_path, pattern=pattern)
     for w in words: assert w.casefold() in str(caught.value).casefold()
+    assert str(caught.value).startswith("the pattern '")
 
 
 HOSTILE_NAMES = ["_" * 250, "a_1_" * 62, "train_" * 40, "1_" * 125 + "x", "/".join(["a_1_b"] * 600), "/".join("a" * 2000), "20250101_000000_" * 15,
@@ -352,7 +354,10 @@ def test_odd_names_go_through_a_table_and_back(tmp_path):
     ('path,label\n"a.wav,LEAK\nb.wav,LEAK\n', ["line 2: no CSV"]), ('path,label\nb.wav,LEAK\n"a"b.wav,LEAK\n', ["line 3: no CSV"]),
     ("path_base64,label\n????,LEAK\n", ["line 2: not base64"]), ("path_base64,label\n" + base64.b64encode(b"/a.wav").decode() + ",LEAK\n", ["absolute"]),
     ("path,label\n" + "x" * 140_000 + ".wav,LEAK\n", ["line 2: no CSV"]),
-    (b"path,label\na.wav,LEAK\ncaf\xe9.wav,LEAK\n", ["line 3: not UTF-8", "path_base64"]), ("path,label\na.wav,LEAK\n".encode("utf-16"), ["UTF-16"]),
+    (b"path,label\na.wav,LEAK\ncaf\xe9.wav,LEAK\n", ["line 3: not UTF-8", "Save it as CSV UTF-8, or give path_base64"]),
+    (b"PK\x03\x04\x14\0\x06\0", ["an Excel workbook", "Save it as CSV UTF-8"]), ("name,label\na.wav,LEAK\n", ["path (or file, or filename)"]),
+    ("sep=;\npath;label\na.wav;LEAK\nb.wav;\n", ["line 4: the label is empty"]), ('path,label,gain\na.wav,LEAK,"1,5"\n', ["line 2: no number"]),
+    ("path,label\na.wav,LEAK\n".encode("utf-16"), ["UTF-16"]),
 ])
 def test_faults_of_a_table_are_named_with_their_line(tmp_path, text, words):
     put(tmp_path / "data", "a.wav", "b.wav")
@@ -624,7 +629,10 @@ def test_sources_of_a_table_that_went_away(by_table, copy, tmp_path):
 def test_a_table_for_a_data_set_that_has_none_and_a_table_that_is_none(by_table, tmp_path):
     put(tmp_path / "data", "LEAK/a.wav", "NORMAL/b.wav")
     r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", progress="none", pipeline=QUIET)
-    bad(lm.verify(r.path, root=tmp_path / "data", table=by_table[1]), "labels of this data set come from folders")
+    with pytest.raises(UsageError, match="the labels of this data set come from folders: leave the table away"):
+        lm.verify(r.path, root=tmp_path / "data", table=by_table[1])
+    with h5py.File(r.path, "r+") as f: f["labels"][0] = 1
+    bad(lm.verify(r.path, table=by_table[1]), "do not match their digest")      # a damaged file is said to be one, table or not
     with pytest.raises(DataError, match="nowhere"): lm.verify(r.path, table=tmp_path / "nowhere.csv")
 
 
@@ -780,3 +788,80 @@ def test_a_run_is_planned_from_a_table(by_table, tmp_path):
 
 
 def test_types(by_table): assert isinstance(read_table(by_table[1]), NameTable)
+
+
+# ---- what people get wrong -------------------------------------------------------------------------------------------------------
+
+def test_a_pattern_without_label_leaves_the_labels_to_the_folders(tmp_path):
+    put(tmp_path / "data", "TRAINING/LEAK/H1_5.wav", "TRAINING/LEAK/odd.wav", "TRAINING/NORMAL/deep/odder.wav", "TRAINING/H2_5.wav", "TRAINING/stray.wav")
+    m = scan(tmp_path / "data", pattern="{*}/{sensor}_{gain}")
+    assert m.counts()["TRAINING"] == {"(no label)": 2, "LEAK": 2, "NORMAL": 1}
+    assert m.table.set_index("path")["sensor"].to_dict() == {
+        "LEAK/H1_5.wav": "H1", "LEAK/odd.wav": "", "NORMAL/deep/odder.wav": "", "H2_5.wav": "", "stray.wav": ""}
+    assert len(kinds(m)["no_match"]) == 4
+    assert kinds(m)["no_label"] == ["TRAINING/H2_5.wav", "TRAINING/stray.wav"], "they lie in no label folder, whatever their names are"
+    assert m.problems["message"][0] != ""
+    assert set(m.problems["message"][m.problems["kind"] == "no_match"]) == {"the name does not fit the pattern {*}/{sensor}_{gain}, its fields stay empty"}
+    assert m.preview is not None
+    assert (m.preview.n_fit, m.preview.n_not) == (1, 4)
+    assert m.report().groups()["names and folders"][0] == "no_match"
+    assert "1 of 5 names fit" in m._repr_html_()
+    r = lm.build(tmp_path / "data", split="train", manifest=m, out=tmp_path / "x.h5", progress="none", pipeline=QUIET)
+    assert (r.rows, [x.message for x in r.rejections]) == (3, ["lies in no label folder"] * 2)
+    assert r.summary["problems_by_kind"]["no_match"] == 4
+    assert lm.verify(r.path, root=tmp_path / "data", sample=None).ok
+    with h5py.File(r.path, "r+") as f:
+        f["labels"][1] = 1
+        f.attrs[DIGEST_ATTRIBUTE] = metadata_digest(f)
+    bad(lm.verify(r.path), "carry a label other than their name by the pattern, first LEAK/odd.wav")
+
+
+def test_a_name_that_does_not_fit_cannot_be_used_where_it_is_the_label(tmp_path, capsys):
+    put(tmp_path, "LEAK_H1.wav", "odd.wav")
+    assert scan(tmp_path, pattern="{label}_{sensor}").report().groups()["cannot be used"] == ["no_match"]
+    assert main(["scan", str(tmp_path), "--pattern", "{label}_{sensor}"]) == 1
+    put(tmp_path / "splits", "train_LEAK.wav", "odd.wav")
+    by_split = scan(tmp_path / "splits", pattern="{split}_{label}")
+    assert by_split.report().groups()["names and folders"][0] == "no_match", "it is rejected by no data set"
+    assert main(["scan", str(tmp_path / "splits"), "--pattern", "{split}_{label}"]) == 0
+    capsys.readouterr()
+
+
+def test_a_pattern_that_fits_nothing_says_so_once(tmp_path):
+    put(tmp_path, "LEAK/H1_5.wav", "NORMAL/H2_5.wav")
+    m = scan(tmp_path, pattern="{label}-*_{sensor}")
+    assert "labels none; " in repr(m)
+    assert m.preview is not None
+    assert m.preview.counts() == ["no name fits", "`*` is taken literally; write {*}"]
+    assert preview_pattern(tmp_path, "{*}/{sensor}_{gain}").counts()[0] == "label: from folders, LEAK 1, NORMAL 1"
+    put(tmp_path / "flat", "train_H1.wav")
+    assert preview_pattern(tmp_path / "flat", "{split}_{sensor}").counts()[1] == "label: from folders"
+
+
+def test_a_table_as_excel_writes_it(tmp_path):
+    t = read_table(table(tmp_path, "sep=;\r\nFile;Label;Gain\r\na.wav;LEAK;1,5\r\nb.wav;NORMAL;-3.25\r\n"))
+    assert (t.paths, t.labels, [p.gain for p in t.parts]) == ([b"a.wav", b"b.wav"], ["LEAK", "NORMAL"], [1.5, -3.25])
+    assert read_table(table(tmp_path, 'SEP=,\npath,label\n"a;b.wav",LEAK\n')).paths == [b"a;b.wav"]
+
+
+@pytest.mark.parametrize(("rows", "words"), [
+    (("LEAK/a.wav", "LEAK/b.wav"), "; 2 of them would be there below TRAINING: give {root}/TRAINING"),
+    (("data/TRAINING/LEAK/a.wav", "gone.wav"), "; 1 of them would be there without their first folder, data: give {parent}"),
+    (("x/TRAINING/LEAK/a.wav",), "; 1 of them would be there without their first folder, x: leave it away"),
+    (("p.wav", "q.wav", "r.wav"), "and 2 others"),
+])
+def test_a_table_written_for_another_folder(tmp_path, rows, words):
+    put(tmp_path / "data", "TRAINING/LEAK/a.wav", "TRAINING/LEAK/b.wav")
+    m = scan(tmp_path / "data", table=table(tmp_path, "path,label\n" + "".join(f"{r},LEAK\n" for r in rows)))
+    (hint,) = m.problems["message"][m.problems["kind"] == "wrong_root"]
+    assert hint.startswith(f"paths are relative to {tmp_path / 'data'}, ")
+    assert hint.endswith(words.format(root=tmp_path / "data", parent=tmp_path))
+    assert len(kinds(m)["missing_file"]) == len(rows)
+
+
+def test_a_path_that_differs_only_in_case(tmp_path):
+    put(tmp_path / "data", "LEAK/a.wav", "LEAK/b.wav")
+    m = scan(tmp_path / "data", table=table(tmp_path, "path,label\nLEAK/a.wav,LEAK\nleak/B.WAV,LEAK\n"))
+    (message,) = m.problems["message"][m.problems["kind"] == "missing_file"]
+    assert message.endswith("LEAK/b.wav is there, which differs only in case")
+    assert "wrong_root" not in kinds(m), "a row is there, so the root is right"

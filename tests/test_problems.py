@@ -21,8 +21,8 @@ from leakmel.audio import content as content_module
 from leakmel.audio.content import BLOCK, CONTENT, read_content
 from leakmel.audio.manifest import scan
 from leakmel.audio.problems import (
-    ALL_SHOWN, CLIPPED_SHARE, DC_OFFSET, DEAD_FILES, GROUPS, WORTH_A_LOOK, Columns, Problem, ProblemReport, content_problems, count_kinds, group_of, meaning_of,
-    pair_shares, shared_out, tied_values,
+    ALL_SHOWN, CLIPPED_SHARE, DC_OFFSET, DEAD_FILES, GROUPS, WORTH_A_LOOK, Columns, Problem, ProblemReport, content_problems, count_kinds, group_of, how_many,
+    meaning_of, pair_shares, shared_out, tied_values,
 )
 from leakmel.audio.synth import wav_bytes, write_demo
 from leakmel.cli import main
@@ -664,3 +664,15 @@ def test_the_text_of_build_counts_problems(messy, tmp_path: Path, say) -> None:
     assert "3 x silent" in line
     assert "1 x dead_sensor" in line
     assert "leakmel scan --content" in line
+
+
+def test_a_level_that_tells_the_label_says_what_to_check() -> None:
+    c = made()
+    level = np.where(c.label_id == 0, -10.0, -40.0)
+    told = [p.message for p in content_problems(change(c, rms_db=dict(enumerate(level)))) if p.kind == "label_tied"]
+    assert len(told) == 1
+    assert told[0].endswith("a detector may learn the level alone: check that gain and recorder are the same for all labels")
+
+
+def test_one_is_not_many() -> None:
+    assert [how_many(n, "problem") for n in (0, 1, 2, 1000)] == ["0 problems", "1 problem", "2 problems", "1,000 problems"]

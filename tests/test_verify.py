@@ -691,3 +691,26 @@ def test_flipped_bits_anywhere_else_are_found_or_harmless(file):
         verdicts[verdict] = verdicts.get(verdict, 0) + 1
         if verdict == "ok": assert same(content(file), before, "@axes"), f"byte {at}"
     assert set(verdicts) <= {"ok", "not ok"}, verdicts
+
+
+# ---- a data folder that is none ----------------------------------------------------------------------------------------------
+
+def test_a_data_folder_that_is_none_is_no_fault_of_the_data_set(file, tmp_path):
+    report = bad(lm.verify(file, root=tmp_path / "nowhere"), f"the data folder {tmp_path / 'nowhere'} does not exist; the data set was not compared")
+    assert (len(report.problems), report.labels_compared, report.scope, report.checked) == (1, False, "integrity only", 0)
+    assert report.n_rows > 0
+    bad(lm.verify(file, root=file), "is no folder; the data set was not compared")
+    (tmp_path / "twice" / "train").mkdir(parents=True)
+    (tmp_path / "twice" / "TRAINING").mkdir()
+    report = bad(lm.verify(file, root=tmp_path / "twice"), "the data folder cannot be used; the data set was not compared")
+    assert not any("cannot be read as a data set" in p for p in report.problems)
+    with h5py.File(file, "r+") as f: f["segments_mel"][0] = 0
+    bad(lm.verify(file, root=tmp_path / "nowhere"), "do not match their digest")
+
+
+def test_labels_of_what_cannot_be_read_were_not_compared(file, data, tmp_path):
+    assert lm.verify(file).labels_compared
+    (tmp_path / "none.h5").write_bytes(b"nothing")
+    assert not bad(lm.verify(tmp_path / "none.h5"), "not an HDF5 file").labels_compared
+    (tmp_path / "elsewhere").mkdir()
+    assert not bad(lm.verify(file, root=tmp_path / "elsewhere"), "give the root it was built from").labels_compared

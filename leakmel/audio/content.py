@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FACTS', 'CONTENT', 'BLOCK', 'read_facts', 'read_content', 'content_columns']
 
-# %% ../../nbs/audio/content.ipynb #0a14b037
+# %% ../../nbs/audio/content.ipynb #ab539a08
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -16,8 +16,8 @@ import numpy as np
 from .conform import check_range, to_mono
 from .problems import Columns, Problem
 from .quality import FIGURES, figures_of
-from .wav import read_wav
-from ..core.errors import MachineError, RecordingError
+from .wav import OutOfMemory, Recording, read_wav
+from ..core.errors import RecordingError
 from ..core.monitor import usable_cores
 from ..core.progress import Progress
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from leakmel.audio.listing import Listing
 
-# %% ../../nbs/audio/content.ipynb #00e6769c
+# %% ../../nbs/audio/content.ipynb #7d49944d
 FACTS = np.dtype([("sample_rate", "i4"), ("n_samples", "i8"), ("channels", "i2"), ("encoding", "S24"), ("status", "S24"), ("digest", "S32"),
                   *FIGURES.descr])
 CONTENT = ("split", "path", "code", "message", *(FACTS.names or ()))     # columns of the table
@@ -34,8 +34,11 @@ def read_facts(
     path: str | bytes | os.PathLike,
 ) -> tuple[Any, ...]:          # in the order of FACTS
     "What reading one recording teaches; raises RecordingError for one that cannot become a row."
-    try: recording = read_wav(path)
-    except MemoryError as e: raise MachineError("out of memory while reading", path=path, remedy="free some memory, or take the file away") from e
+    try: return _facts(read_wav(path))
+    except MemoryError as e: raise OutOfMemory(path) from e
+
+def _facts(recording: Recording) -> tuple[Any, ...]:
+    "FACTS of a recording."
     x = recording.samples
     if x.dtype != np.int16: check_range(x)
     said = to_mono(x, "first")[1] or "ok"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GROUPS', 'split_folders', 'label_map', 'Manifest', 'scan', 'preview_pattern']
 
-# %% ../../nbs/audio/manifest.ipynb #f6201643
+# %% ../../nbs/audio/manifest.ipynb #faed7806
 import os, stat, time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,15 +19,15 @@ from .content import content_columns, read_content
 from .listing import Found, Listing, Walk, found_below, is_inside, is_recording_name, list_error, make_listing
 from .naming import SPLITS, Naming, pattern_naming, split_name
 from .preview import PatternPreview, preview_names
-from .problems import Problem, ProblemReport, content_problems, label_problems, name_problems, show_place
-from .tables import NameTable, read_table
+from .problems import Problem, ProblemReport, content_problems, how_many, label_problems, name_problems, show_place
+from .tables import NameTable, missing_files, read_table
 from .wav import MACHINE_FAULTS
 from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import answer_unknown
 
 if TYPE_CHECKING: import pandas as pd
 
-# %% ../../nbs/audio/manifest.ipynb #9438e3a2
+# %% ../../nbs/audio/manifest.ipynb #15e0eb6a
 def _leads_to_folder(entry: os.DirEntry) -> bool:
     "Whether an entry is a folder or a link to one; a link in a circle is not."
     try: return entry.is_dir()
@@ -35,10 +35,10 @@ def _leads_to_folder(entry: os.DirEntry) -> bool:
         if e.errno in MACHINE_FAULTS: raise
         return False
 
-def _leads_up(path: Path) -> bool:
-    "Whether a path is a link to a folder that it lies in."
+def _leads_back(path: Path) -> bool:
+    "Whether a path is a link to a folder that it lies in, or to one that is listed in its own place below the same folder."
     parent, leads_to = os.path.realpath(path.parent), os.path.realpath(path)
-    return path.is_symlink() and (parent == leads_to or is_inside(parent, leads_to))
+    return path.is_symlink() and (parent == leads_to or is_inside(parent, leads_to) or is_inside(leads_to, parent))
 
 def _folders(path: Path, root: Path) -> list[tuple[str, bool]]:
     "Names of the folders in a folder, without hidden ones, and whether each lies in the root; links may lead out of it."
@@ -69,9 +69,9 @@ def label_map(
     root: Path,                 # links are followed inside it
 ) -> tuple[str, ...]:           # names in id order
     "Union of the label folder names, sorted by their bytes."
-    return tuple(sorted({name for folder in folders for name, inside in _folders(folder, root) if inside and not _leads_up(folder / name)}, key=os.fsencode))
+    return tuple(sorted({name for folder in folders for name, inside in _folders(folder, root) if inside and not _leads_back(folder / name)}, key=os.fsencode))
 
-# %% ../../nbs/audio/manifest.ipynb #17215f3a
+# %% ../../nbs/audio/manifest.ipynb #84b31a04
 @dataclass(frozen=True, eq=False, repr=False)
 class Manifest:
     "Recordings, labels and problems of a data folder."
@@ -89,7 +89,8 @@ class Manifest:
 
     def __repr__(self) -> str:
         splits = ", ".join(f"{x.split or x.folder.name} {len(x)}" for x in self.listings)
-        return f"Manifest({len(self)} recordings: {splits}; labels {', '.join(map(show_path, self.label_names))}; {len(self.problems)} problems)"
+        labels = ", ".join(map(show_path, self.label_names)) or "none"
+        return f"Manifest({how_many(len(self), 'recording')}: {splits}; labels {labels}; {how_many(len(self.problems), 'problem')})"
 
     def counts(self) -> dict[str, dict[str, int]]:
         "Recordings per split and label; files in no label folder count as '(no label)'."
@@ -117,6 +118,14 @@ class Manifest:
     def groups(self, by: str) -> "pd.DataFrame":   # "sensor", "session" or "folder"
         "Recordings of each sensor, session or folder: in all, per split and label, and in how many splits it lies."
         return _groups(self, by)
+
+    def shared(self) -> dict[str, dict[str, int]]:
+        "For sensors, sessions and folders: how many there are, and how many of them lie in more than one split; {} for one split."
+        return _shared(self)
+
+    def hints(self) -> list[str]:
+        "Sentences on the whole set, the weightiest first."
+        return list(_hints(self))
 
     def _repr_html_(self) -> str:
         return _manifest_html(self)
@@ -154,38 +163,46 @@ def _table(manifest: Manifest) -> "pd.DataFrame":
     if manifest.content is None: return table
     return pd.concat([table, manifest.content.drop(columns=["split", "path"])], axis=1)    # one row per recording in both, in the same order
 
-# %% ../../nbs/audio/manifest.ipynb #75219773
+# %% ../../nbs/audio/manifest.ipynb #41f3da53
 GROUPS = ("sensor", "session", "folder")
 
 def _groups(manifest: Manifest, by: str) -> "pd.DataFrame":
     "One row per group; recordings of no group are left out."
+    import pandas as pd
     if by not in GROUPS: raise UsageError(answer_unknown(str(by), GROUPS), expected=f"one of {', '.join(GROUPS)}")
     known = manifest.table[manifest.table[by] != ""]
     groups = known.groupby(by, sort=True)
-    out = groups.size().to_frame("recordings")
-    splits = [x.split for x in manifest.listings if x.split]
-    for split in splits: out[split] = (known["split"] == split).groupby(known[by]).sum()
-    for name in manifest.label_names: out[f"label {show_path(name)}"] = (known["label"] == name).groupby(known[by]).sum()
-    out["n_splits"] = groups["split"].nunique()
-    return out
+    def counts(column: str, names: list[str]) -> "pd.DataFrame": return pd.crosstab(known[by], known[column]).reindex(columns=names, fill_value=0)
+    labels = counts("label", list(manifest.label_names)).set_axis([f"label {show_path(n)}" for n in manifest.label_names], axis=1)
+    return pd.concat([groups.size().rename("recordings"), counts("split", [x.split for x in manifest.listings if x.split]), labels,
+                      groups["split"].nunique().rename("n_splits")], axis=1)
 
-def _shared_groups(manifest: Manifest) -> Iterator[str]:
-    "Sentences on groups that lie in more than one split."
+def _shared(manifest: Manifest) -> dict[str, dict[str, int]]:
+    "Groups there are, and those that lie in more than one split."
+    counts = {}
     for by in GROUPS if len(manifest.listings) > 1 else ():
-        known = manifest.table[manifest.table[by] != ""]
-        n_splits = known.groupby(by)["split"].nunique()
-        if len(n_splits): yield f"{(n_splits > 1).sum():,} of {len(n_splits):,} {by}s lie in more than one split"
+        n_splits = manifest.table[manifest.table[by] != ""].groupby(by)["split"].nunique()
+        if len(n_splits): counts[by] = {"n": len(n_splits), "in_more_than_one_split": int((n_splits > 1).sum())}
+    return counts
 
-# %% ../../nbs/audio/manifest.ipynb #119ecc68
+def _hints(manifest: Manifest) -> Iterator[str]:
+    "Sentences on the whole set."
+    first = manifest.listings[0]
+    if manifest.naming.labels_by_folder and len(manifest) and not first.split and (first.label_ids < 0).all():
+        yield f"no recording lies in a label folder; this looks like one label folder: give its parent {show_path(manifest.root.parent)}"
+    for by, n in _shared(manifest).items(): yield f"{n['in_more_than_one_split']:,} of {n['n']:,} {by}s lie in more than one split"
+
+# %% ../../nbs/audio/manifest.ipynb #8ad4f61d
 def _seen(manifest: Manifest) -> Iterator[Problem]:
     "Problems of names, labels and, where the files were read, of what is in them."
-    misfits = {p.path for p in manifest.notes if p.kind == "no_match"}       # which says why they have no label
+    by_name = not manifest.naming.labels_by_folder
+    misfits = {p.path for p in manifest.notes if p.kind == "no_match" and by_name}       # which says why they have no label
     for x in manifest.listings:
         yield from (p for p in name_problems(x.show, x.label_ids, np.array([p.gain for p in x.names])) if p.kind != "no_label" or p.path not in misfits)
     yield from label_problems(manifest.label_names, [(x.place or x.split, x.label_ids) for x in manifest.listings])
     if manifest.content is not None: yield from content_problems(content_columns(manifest.listings, manifest.label_names, manifest.table))
 
-# %% ../../nbs/audio/manifest.ipynb #2fd19f17
+# %% ../../nbs/audio/manifest.ipynb #4381b92e
 def _manifest_html(manifest: Manifest) -> str:
     "A small table for notebooks: recordings by split and label, then the problems by kind, each with its first example."
     from html import escape
@@ -195,11 +212,12 @@ def _manifest_html(manifest: Manifest) -> str:
     body = "".join(f"<tr><th style='text-align:left'>{escape(s)}</th>" + "".join(f"<td>{c.get(n, 0):,}</td>" for n in labels)
                    + f"<td>{sum(c.values()):,}</td></tr>" for s, c in counts.items())
     looked = "" if manifest.content is not None else "<p>Only names were looked at; scan(..., content=True) reads the recordings.</p>"
-    shared = "".join(f"{sentence}<br>" for sentence in _shared_groups(manifest))
-    return (f"<div><b>{len(manifest):,} recordings</b> in {escape(show_path(manifest.root))}"
+    fit = [f"{p.n_fit:,} of {p.n_fit + p.n_not:,} names fit {show_path(p.pattern)}"] if (p := manifest.preview) else []
+    shared = "".join(f"{escape(sentence)}<br>" for sentence in [*fit, *manifest.hints()])
+    return (f"<div><b>{how_many(len(manifest), 'recording')}</b> in {escape(show_path(manifest.root))}"
             f"<table><tr><th></th>{head}<th>all</th></tr>{body}</table>{shared}{report._repr_html_()}{looked}</div>")
 
-# %% ../../nbs/audio/manifest.ipynb #57ec5788
+# %% ../../nbs/audio/manifest.ipynb #aaaccd18
 def _check_depth(root: Path) -> None:
     "Refuse a root whose label folders hold splits: one level too high, everything would become one class."
     for name, inside in _folders(root, root):
@@ -210,7 +228,9 @@ def _check_depth(root: Path) -> None:
 
 def _require_folder(root: Path) -> None:
     "Refuse a root that is none."
-    if not root.is_dir(): raise DataError("no such folder", path=root, remedy="give the folder that holds TRAINING, VALIDATION and TESTING, or label folders")
+    if root.is_dir(): return
+    raise DataError("is a file, a folder is needed" if root.is_file() else "no such folder", path=root,
+                    remedy="give the folder that holds TRAINING, VALIDATION and TESTING, or label folders")
 
 def _wanted_split(split: str) -> str:
     "The split that was asked for."
@@ -229,7 +249,7 @@ def _target_folders(root: Path, split: str | None, naming: Naming) -> dict[str, 
                         remedy=f"add a folder {wanted}, or name no split to build a folder of label folders" if not splits else f"add a folder {wanted}")
     return {wanted: splits[wanted]}
 
-# %% ../../nbs/audio/manifest.ipynb #ea431901
+# %% ../../nbs/audio/manifest.ipynb #a3ab58c2
 def _by_folders(root: Path, split: str | None, naming: Naming) -> Manifest:
     "The manifest of a root whose splits are folders."
     targets, splits = _target_folders(root, split, naming), split_folders(root)
@@ -240,7 +260,9 @@ def _by_folders(root: Path, split: str | None, naming: Naming) -> Manifest:
     if not naming.labels_by_folder: labels = tuple(sorted({n for names, _ in said.values() for n in names if n is not None}, key=os.fsencode))
     listings = tuple(make_listing(name, folder, found[name], said[name][0], labels, naming) for name, folder in targets.items())
     misfits = (_no_match(naming, x.place, x.paths[i]) for x in listings for i in said[x.split][1])
-    notes = (*_beside_splits(root, splits), *(p for name in targets for p in walks[name].problems), *misfits)
+    empty = (Problem("no_recordings", show_path(x.place or "."), "no file that ends in .wav or .wave "
+                     f"below {show_path(x.folder)}: check the folder, is the disk mounted?") for x in listings if not len(x))
+    notes = (*_beside_splits(root, splits), *(p for name in targets for p in walks[name].problems), *empty, *misfits)
     return Manifest(root, labels, listings, notes, naming=naming)
 
 def _labels(naming: Naming, found: list[Found]) -> tuple[list[str | None], list[int]]:
@@ -251,8 +273,9 @@ def _labels(naming: Naming, found: list[Found]) -> tuple[list[str | None], list[
 
 def _no_match(naming: Naming, place: str, path: bytes) -> Problem:
     "The problem of a name that does not fit."
-    lost = "belongs to no split" if naming.base == "root" else "has no label and will be rejected"
-    return Problem("no_match", show_place(place, path), f"does not fit the pattern {show_path(naming.pattern)}, so it {lost}")
+    lost = "so it belongs to no split" if naming.base == "root" else "its fields stay empty" if naming.labels_by_folder \
+        else "so it has no label and will be rejected"
+    return Problem("no_match", show_place(place, path), f"the name does not fit the pattern {show_path(naming.pattern)}, {lost}")
 
 # %% ../../nbs/audio/manifest.ipynb #f783e34e
 def _by_names(root: Path, split: str | None, naming: Naming) -> Manifest:
@@ -272,7 +295,7 @@ def _by_names(root: Path, split: str | None, naming: Naming) -> Manifest:
     notes = (*walk.problems, *(_no_match(naming, "", path) for path in unmatched))
     return Manifest(root, labels, listings, notes, naming=naming, unmatched=unmatched)
 
-# %% ../../nbs/audio/manifest.ipynb #c3bc29ff
+# %% ../../nbs/audio/manifest.ipynb #76f905af
 def _by_table(root: Path, split: str | None, file: str | os.PathLike) -> Manifest:
     "The manifest of a root whose recordings stand in a table."
     table, naming = read_table(file), Naming("table", base="root")
@@ -283,12 +306,14 @@ def _by_table(root: Path, split: str | None, file: str | os.PathLike) -> Manifes
         raise DataError(f"the table names no recording of the split {wanted[0]}", path=table.file, found=", ".join(sorted(set(table.splits or ()))))
     there = {path: (size, mtime) for path, size, mtime in found_below(Walk(root), root)}
     labels = tuple(sorted(set(table.labels), key=os.fsencode))
-    notes, listings = list(_beside_table(table, there)), []
+    notes, listings, missing, n_rows = list(_beside_table(table, there)), [], [], 0
     for name in wanted if table.splits is not None else [""]:
         rows = table.rows_of(name)
         found = [(p, *(there.get(p) or _stat_inside(root, p))) for p in (table.paths[i] for i in rows)]
         listings.append(make_listing(name, root, found, [table.labels[i] for i in rows], labels, naming, [table.parts[i] for i in rows]))
-        notes += [_missing(path) for path, size, _ in found if size < 0]
+        missing += [path for path, size, _ in found if size < 0]
+        n_rows += len(found)
+    notes += missing_files(missing, n_rows, there, root)
     return Manifest(root, labels, tuple(listings), tuple(notes), naming=naming, table_path=table.file)
 
 def _stat_inside(root: Path, path: bytes) -> tuple[int, int]:
@@ -300,16 +325,12 @@ def _stat_inside(root: Path, path: bytes) -> tuple[int, int]:
         st = None
     return (st.st_size, st.st_mtime_ns) if st is not None and stat.S_ISREG(st.st_mode) else (-1, 0)
 
-def _missing(path: bytes) -> Problem:
-    "The problem of a row without a file."
-    hint = '; folders are divided by "/" here' if b"\\" in path else ""
-    return Problem("missing_file", show_path(path), f"named in the table, but there is no such file in the data folder{hint}")
-
 def _beside_table(table: NameTable, there: dict[bytes, tuple[int, int]]) -> Iterator[Problem]:
     "What the table says in vain, and what it does not say."
     if table.ignored: yield Problem("ignored_column", ", ".join(map(show_path, table.ignored)), "columns of the table that mean nothing here")
     if extra := sorted(there.keys() - set(table.paths)):
-        yield Problem("not_in_table", show_path(extra[0]), f"{len(extra):,} recordings in the data folder are not in the table; this is the first")
+        more = f"{len(extra):,} recordings in the data folder are not in the table; this is the first"
+        yield Problem("not_in_table", show_path(extra[0]), more if len(extra) > 1 else "a recording in the data folder that is not in the table")
 
 # %% ../../nbs/audio/manifest.ipynb #8dba14a2
 def scan(

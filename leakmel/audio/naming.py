@@ -81,7 +81,7 @@ def parse_name(
     if len(parts) != 4: return NameParts(folder=folder)
     return NameParts(parts[0], parts[1], iso_time(parts[2]), number_in(parts[3]), folder=folder)
 
-# %% ../../nbs/audio/naming.ipynb #40fb7793
+# %% ../../nbs/audio/naming.ipynb #7b685296
 FIELDS = ("split", "label", "sensor", "recording", "session", "start_time", "gain", "folder")
 _TOKEN = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[{}]|[^{}]+")
 _MOST_LETTERS = 500     # of a pattern
@@ -91,34 +91,34 @@ Token = tuple[str, str]    # "text", "field" or "folders", and the text or the f
 def _pattern_error(message: str, pattern: str, remedy: str | None = None) -> UsageError:
     "The error for a pattern that cannot be used."
     known = ", ".join(f"{{{name}}}" for name in FIELDS)
-    return UsageError(message, found=f"the pattern {pattern[:_MOST_LETTERS]!r}", expected=f"text with {known}, {{*}} or {{**}}", remedy=remedy)
+    return UsageError(f"the pattern {pattern[:_MOST_LETTERS]!r} {message}", expected=f"text with {known}, {{*}} or {{**}}", remedy=remedy)
 
 def _tokens(pattern: str) -> Iterator[Token]:
     "Literal text and fields of a pattern; two pieces of text may follow each other."
     for word in _TOKEN.findall(pattern):
         if word in ("{{", "}}"): yield "text", word[0]
-        elif word in ("{", "}"): raise _pattern_error(f"a single {word}", pattern, f"write {word}{word} for the letter {word}")
+        elif word in ("{", "}"): raise _pattern_error(f"has a single {word}", pattern, f"write {word}{word} for the letter {word}")
         elif word == "{**}": yield "folders", ""
         elif not word.startswith("{"): yield "text", word
         elif (name := word[1:-1]) in ("*", *FIELDS): yield "field", name
-        else: raise _pattern_error(answer_unknown(name, FIELDS), pattern)
+        else: raise _pattern_error(f"has a field that nobody knows: {answer_unknown(name, FIELDS)}", pattern)
 
-# %% ../../nbs/audio/naming.ipynb #cd3e4026
+# %% ../../nbs/audio/naming.ipynb #ec7b7c64
 @lru_cache(256)
 def pattern_tokens(
     pattern: str,             # for example "{split}_{label}_{sensor}_{*}"
 ) -> tuple[Token, ...]:       # pieces of text joined; raises UsageError
     "A pattern, cut and checked."
-    if len(pattern) > _MOST_LETTERS: raise _pattern_error(f"more than {_MOST_LETTERS} letters", pattern)
+    if len(pattern) > _MOST_LETTERS: raise _pattern_error(f"has more than {_MOST_LETTERS} letters", pattern)
     tokens: list[Token] = []
     for kind, value in _tokens(pattern):
         if tokens and kind == tokens[-1][0] == "text": tokens[-1] = ("text", tokens[-1][1] + value)
         else: tokens.append((kind, value))
     named = [value for kind, value in tokens if kind == "field" and value != "*"]
-    if doubled := next((name for name in named if named.count(name) > 1), None): raise _pattern_error(f"{doubled} is there twice", pattern)
-    if not named: raise _pattern_error("it names nothing", pattern, "name at least one field")
-    if pattern.startswith("/"): raise _pattern_error("paths are relative to the data folder", pattern, "leave the first / away")
-    if pattern.lower().endswith((".wav", ".wave")): raise _pattern_error("it is compared without the extension", pattern, "leave .wav away")
+    if doubled := next((name for name in named if named.count(name) > 1), None): raise _pattern_error(f"has a field twice: {doubled} is there twice", pattern)
+    if not named: raise _pattern_error("names nothing", pattern, "name at least one field")
+    if pattern.startswith("/"): raise _pattern_error("begins with /, but paths are relative to the data folder", pattern, "leave the first / away")
+    if (end := os.path.splitext(pattern)[1]).lower() in (".wav", ".wave"): raise _pattern_error(f"ends in {end}: leave the extension away", pattern)
     _check_neighbours(tokens, pattern)
     for i, (kind, _) in enumerate(tokens):
         if kind == "folders": tokens[i + 1] = ("text", tokens[i + 1][1][1:])      # the slash behind goes with the folders: there may be none
@@ -128,9 +128,10 @@ def _check_neighbours(tokens: list[Token], pattern: str) -> None:
     "Fields have something between them, and {**} stands between slashes."
     for before, this, after in zip([("text", "/"), *tokens], tokens, [*tokens[1:], ("field", "")]):
         if this[0] == "folders" and not (before[0] == "text" and before[1].endswith("/") and after[0] == "text" and after[1].startswith("/")):
-            raise _pattern_error("{**} stands for whole folders", pattern, "put it between slashes and a name behind it: {**}/{sensor}")
+            raise _pattern_error("has {**} beside text, but it stands for whole folders", pattern, "put it between slashes and a name behind it: {**}/{sensor}")
         if this[0] == after[0] == "field" and after[1]:
-            raise _pattern_error(f"nothing stands between {{{this[1]}}} and {{{after[1]}}}", pattern, "nobody could tell where one ends")
+            raise _pattern_error(f"has fields side by side: nothing stands between {{{this[1]}}} and {{{after[1]}}}", pattern,
+                                 "nobody could tell where one ends")
 
 # %% ../../nbs/audio/naming.ipynb #22351eae
 _FORMS = frozenset({"split", "start_time", "gain"})     # fields that not every text can be
@@ -277,13 +278,15 @@ class Naming:
         except (TypeError, ValueError, AttributeError) as e:
             raise DataError("no naming", found=repr(text)[:200]) from e
 
-# %% ../../nbs/audio/naming.ipynb #919868d7
+# %% ../../nbs/audio/naming.ipynb #3433a20a
 def _named(pattern: str, path: bytes, folder: str | None, labels_by_folder: bool) -> Named:
     "What a path says by a pattern."
     text = os.path.splitext(os.fsdecode(path))[0]
     found = match_pattern(pattern, text)
-    if found is None: return Named(fits=False)
     below = "/".join(text.split("/")[1:-1]) if labels_by_folder else ""
+    if found is None:      # a folder is a label whatever the name below it says
+        return Named(label=folder, parts=NameParts(folder="" if ("field", "folder") in pattern_tokens(pattern) else below), fits=False) \
+            if labels_by_folder else Named(fits=False)
     parts = NameParts(found.get("sensor", ""), found.get("recording", ""), iso_time(found.get("start_time", "")), number_in(found.get("gain", "")),
                       found.get("session", ""), found.get("folder", below))
     split = split_name(found["split"]) if "split" in found else None

@@ -17,7 +17,7 @@ from ..core.errors import show_path
 
 if TYPE_CHECKING: import pandas as pd
 
-# %% ../../nbs/audio/preview.ipynb #1c52462c
+# %% ../../nbs/audio/preview.ipynb #9e9f9ea2
 _NOTHING = "(not read)"
 
 def _value(said: Named, field: str) -> str:
@@ -51,7 +51,12 @@ class PatternPreview:
 
     def counts(self) -> list[str]:
         "One line per field: its values and how often each is there."
-        return [f"{name}: {_counted(self.values[name], self.n_values[name])}" for name in self.fields]
+        lines = [f"{name}: {_counted(self.values[name], self.n_values[name])}" for name in self.fields] if self.n_fit else ["no name fits"]
+        tokens = pattern_tokens(self.pattern)
+        if self.n_fit and "label" in self.fields and ("field", "label") not in tokens:
+            values = {value: n for value, n in self.values["label"].items() if value != _NOTHING}
+            lines[self.fields.index("label")] = "label: from folders" + (f", {_counted(values, self.n_values['label'])}" if values else "")
+        return [*lines, *(["`*` is taken literally; write {*}"] if any(kind == "text" and "*" in value for kind, value in tokens) else [])]
 
     def __repr__(self) -> str:
         head = f"{self.n_fit:,} of {self.n_fit + self.n_not:,} names fit {show_path(self.pattern)}"
@@ -61,10 +66,10 @@ class PatternPreview:
     def _repr_html_(self) -> str:
         return _preview_html(self)
 
-# %% ../../nbs/audio/preview.ipynb #569131f8
+# %% ../../nbs/audio/preview.ipynb #eb703966
 def _counted(values: dict[str, int], n_values: int) -> str:
     "Values and counts in a line."
-    if n_values > 3 and max(values.values()) == 1: return f"{n_values:,} values, for example {', '.join(list(values)[:2])}"
+    if n_values > 3 and max(values.values(), default=0) == 1: return f"{n_values:,} values, for example {', '.join(list(values)[:2])}"
     more = f", and {n_values - len(values):,} more" if n_values > len(values) else ""
     return ", ".join(f"{value} {n:,}" for value, n in values.items()) + more
 

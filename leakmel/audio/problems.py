@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['CANNOT_BE_USED', 'WORTH_A_LOOK', 'NAMES', 'GROUPS', 'CLIPPED_SHARE', 'DC_OFFSET', 'SAME_LENGTH', 'DEAD_FILES',
            'DEAD_RMS', 'TIED_FILES', 'TIED_SHARE', 'TIED_DOUBT', 'BY_CHANCE', 'ALL_SHOWN', 'MOST_OF_A_KIND', 'Problem',
-           'group_of', 'meaning_of', 'count_kinds', 'in_words', 'wrapped', 'show_place', 'Columns', 'tied_values',
-           'pair_shares', 'content_problems', 'name_problems', 'label_problems', 'shared_out', 'ProblemReport']
+           'group_of', 'meaning_of', 'count_kinds', 'how_many', 'in_words', 'wrapped', 'show_place', 'Columns',
+           'tied_values', 'pair_shares', 'content_problems', 'name_problems', 'label_problems', 'shared_out',
+           'ProblemReport']
 
 # %% ../../nbs/audio/problems.ipynb #85646cdc
 import math, os
@@ -20,7 +21,7 @@ import numpy as np
 from .quality import LSB
 from ..core.errors import show_path
 
-# %% ../../nbs/audio/problems.ipynb #da2947ef
+# %% ../../nbs/audio/problems.ipynb #ad18bc1d
 @dataclass(frozen=True)
 class Problem:
     "Something about the data that its owner should know."
@@ -28,16 +29,21 @@ class Problem:
     path: str       # what it is about, printable
     message: str    # one sentence
 
+    @property
+    def group(self) -> str:
+        "One of `GROUPS`; whatever says that a recording will be rejected cannot be used."
+        return CANNOT_BE_USED if self.message.endswith("will be rejected") else group_of(self.kind)
+
 CANNOT_BE_USED, WORTH_A_LOOK, NAMES = "cannot be used", "worth a look", "names and folders"
 _REJECTED = {
     "unreadable": "the file cannot be opened or read", "not_wav": "the file is no WAV file", "unsupported": "a format or content that is not computed from",
     "empty": "the file holds no samples", "truncated": "the file ends before its samples do", "too_short": "shorter than asked for",
     "too_long": "longer than asked for", "wrong_rate": "another sample rate than asked for", "nonfinite": "a sample is not a finite number",
     "channels": "a number of channels that is not read", "no_label": "the recording has no label", "changed": "the file changed after it was listed",
-    "missing_file": "named in the table, and not there",
+    "missing_file": "named in the table, and not there", "no_recordings": "a folder without a recording",
 }
 
-# %% ../../nbs/audio/problems.ipynb #578179b8
+# %% ../../nbs/audio/problems.ipynb #4b4ebb11
 _CONTENT = {
     "other_rate": "another sample rate than most: it has to be resampled, and its upper band is empty or cut off",
     "other_length": "another length than most: it has to be cut, or padded with silence that was never recorded",
@@ -56,6 +62,7 @@ _NAMED = {
     "empty_label": "a label without recordings in a split", "missing_split": "a split that is not there",
     "not_a_split": "beside the splits, so it is not read", "link": "a link that is not followed", "special": "not a regular file",
     "no_match": "a name that does not fit the pattern",
+    "wrong_root": "no path of the table is there: they are relative to the data folder",
     "not_in_table": "there, and not named in the table", "ignored_column": "a column of the table that means nothing here",
 }
 GROUPS = {CANNOT_BE_USED: _REJECTED, WORTH_A_LOOK: _CONTENT, NAMES: _NAMED}
@@ -68,7 +75,7 @@ def meaning_of(kind: str) -> str:
     "What a kind means; empty for an unknown one."
     return GROUPS[group_of(kind)].get(kind, "")
 
-# %% ../../nbs/audio/problems.ipynb #1826d254
+# %% ../../nbs/audio/problems.ipynb #f4508556
 def count_kinds(
     kinds: Iterable[str],
 ) -> dict[str, int]:       # in the order of the groups, the most frequent first
@@ -76,6 +83,10 @@ def count_kinds(
     from collections import Counter
     order = list(GROUPS)
     return dict(sorted(Counter(kinds).items(), key=lambda item: (order.index(group_of(item[0])), -item[1], item[0])))
+
+def how_many(n: int, what: str) -> str:
+    "A number and what it counts: 1 recording, 2 recordings."
+    return f"{n:,} {what}{'s' * (n != 1)}"
 
 def in_words(
     counts: Mapping[str, int],
@@ -251,8 +262,11 @@ def pair_shares(
     with np.errstate(invalid="ignore", divide="ignore"):
         return (np.bincount(label_id, ranks) - n * (n + 1) / 2) / (n * (len(values) - n))
 
-# %% ../../nbs/audio/problems.ipynb #a595c47c
-def _tied_numbers(name: str, more: str, less: str, values: np.ndarray, c: Columns) -> Iterator[Problem]:
+# %% ../../nbs/audio/problems.ipynb #dc0bab59
+_RECORDER = "a detector would learn the recorder, not the leak"
+_LEVEL = "a detector may learn the level alone: check that gain and recorder are the same for all labels"
+
+def _tied_numbers(name: str, more: str, less: str, values: np.ndarray, c: Columns, danger: str) -> Iterator[Problem]:
     "Labels that a number gives away."
     shares, counts = pair_shares(values, c.label_id), np.bincount(c.label_id)
     enough = (counts >= TIED_FILES) & (len(c) - counts >= TIED_FILES)
@@ -260,8 +274,7 @@ def _tied_numbers(name: str, more: str, less: str, values: np.ndarray, c: Column
     if np.count_nonzero(counts) == 2: tied = tied[:1]        # the other one says the same
     for k in tied:
         share, word = max((shares[k], more), (1 - shares[k], less))
-        yield Problem("label_tied", show_path(c.labels[k]), f"{name}: in {100 * share:.1f} % of the pairs the recording with this label is {word}; "
-                      "a detector would learn the recorder, not the leak")
+        yield Problem("label_tied", show_path(c.labels[k]), f"{name}: in {100 * share:.1f} % of the pairs the recording with this label is {word}; {danger}")
 
 def _tied_labels(c: Columns) -> Iterator[Problem]:
     "Labels that something beside the sound gives away."
@@ -272,9 +285,9 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
             lengths |= name == "length"
             shown = show_path(value) if isinstance(value, bytes) else f"{value:.6g}" if isinstance(value, float) else str(value)
             yield Problem("label_tied", show_path(c.labels[label]), f"{name}: {n_both:,} of the {n:,} recordings with {shown}{unit} have this label, "
-                          f"which {100 * share:.0f} % of all recordings have; a detector would learn the recorder, not the leak")
-    yield from _tied_numbers("level", "louder", "quieter", c.rms_db, c)
-    if not lengths: yield from _tied_numbers("length", "longer", "shorter", c.duration_s, c)
+                          f"which {100 * share:.0f} % of all recordings have; {_RECORDER}")
+    yield from _tied_numbers("level", "louder", "quieter", c.rms_db, c, _LEVEL)
+    if not lengths: yield from _tied_numbers("length", "longer", "shorter", c.duration_s, c, _RECORDER)
 
 # %% ../../nbs/audio/problems.ipynb #019f4a4a
 def content_problems(
@@ -339,7 +352,7 @@ def _html_row(kind: str, found: Sequence[Problem], n_shown: int) -> str:
     return (f"<tr><td {cell.format('right', 'nowrap')}>{len(found):,}</td><td {cell.format('left', 'nowrap')}>{_html_code(kind)}</td>"
             f"<td {cell.format('left', 'normal')}>{escape(meaning_of(kind))}{shown}</td></tr>")
 
-# %% ../../nbs/audio/problems.ipynb #4909d51d
+# %% ../../nbs/audio/problems.ipynb #4bd4b4cf
 class ProblemReport:
     "Problems by group and kind for a notebook or a terminal."
 
@@ -353,7 +366,7 @@ class ProblemReport:
 
     def groups(self) -> dict[str, list[str]]:
         "Kinds by group, those of each group that are there."
-        found = {group: [kind for kind in self.by_kind if group_of(kind) == group] for group in GROUPS}
+        found = {group: [kind for kind, problems in self.by_kind.items() if problems[0].group == group] for group in GROUPS}
         return {group: kinds for group, kinds in found.items() if kinds}
 
     def __repr__(self) -> str:

@@ -5,21 +5,27 @@
 # %% auto #0
 __all__ = ['SUFFIX', 'cache_folder', 'cache_path', 'open_cache', 'make_cache', 'CacheFile', 'list_cache', 'clear_cache']
 
-# %% ../../nbs/dataset/cache.ipynb #bc18e7ef
-import os, time
+# %% ../../nbs/dataset/cache.ipynb #e4a608a6
+import os, re, stat, time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ..core.errors import DataError, LeakmelError, OutputError, show_path
+from ..core.errors import DataError, LeakmelError, OutputError, UsageError, show_path
+from ..core.monitor import size_text
 from .held import FileRows, Held, open_facts, read_about, write_facts
 from .loader import BatchReader
 from .writer import OutputLock, output_error, require_space, reserve
 
-# %% ../../nbs/dataset/cache.ipynb #d08bafde
+# %% ../../nbs/dataset/cache.ipynb #d7ff00fe
 SUFFIX = ".samples"
+_OURS = re.compile(r"(all|training|validation|testing)-[0-9a-f]{32}\.samples")
+
+def _is_ours(path: Path) -> bool:
+    "Whether a file can be a cache file: by its name, and no link, folder or pipe."
+    return _OURS.fullmatch(path.name) is not None and stat.S_ISREG(path.lstat().st_mode)
 
 def cache_folder(
     cache_dir: str | os.PathLike | None = None,   # as the user said
@@ -38,25 +44,38 @@ def cache_path(
     "The file of a listing's samples."
     return folder / f"{(split or 'ALL').lower()}-{key}{SUFFIX}"
 
-# %% ../../nbs/dataset/cache.ipynb #9eccbdcd
+# %% ../../nbs/dataset/cache.ipynb #0e9aca1a
 def open_cache(
     path: Path,
     reader: BatchReader,
     key: str,
     fill: Callable[[FileRows], Held],    # reads all recordings into rows
+    say: Callable[[str], None] = lambda line: None,   # told when another process is waited for
 ) -> tuple[Held, bool]:                  # the file is open; whether it was made now. Raises OutputError, SpaceError, and what `fill` raises
     "Open the cache file of a listing, or make it; a file that is no complete cache is made anew."
+    try: path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        reason = "is a file, not a folder" if path.parent.is_file() else f"cannot be made ({os.strerror(e.errno or 0)})"
+        raise OutputError(f"the cache folder {reason}", path=path.parent, remedy="choose another cache_dir") from e
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with OutputLock(path, wait=True):       # another process may be making it
-            if path.exists():
-                with suppress(DataError):
-                    held = open_facts(path, reader.spec, key)
-                    os.utime(path)              # when it was last used
-                    return held, False
+        if (held := _open_complete(path, reader, key)) is not None: return held, False
+        with OutputLock(path, wait=lambda holder: say(f"memmap: waiting for {holder}, which makes the cache file")):
+            if (held := _open_complete(path, reader, key)) is not None: return held, False
             make_cache(path, reader, fill)
         return open_facts(path, reader.spec, key), True
     except OSError as e: raise output_error(e, e.filename or path) from e
+
+# %% ../../nbs/dataset/cache.ipynb #3d82134d
+def _open_complete(path: Path, reader: BatchReader, key: str) -> Held | None:
+    "A complete cache file that is there; its name is given when it is complete, so no lock is needed."
+    if not path.exists(): return None
+    try: held = open_facts(path, reader.spec, key)
+    except DataError: return None
+    if len(held.numbers) != len(reader.listing):
+        held.rows.close()
+        return None
+    with suppress(OSError): os.utime(path)      # when it was last used
+    return held
 
 def make_cache(path: Path, reader: BatchReader, fill: Callable[[FileRows], Held]) -> None:
     "Write a cache file beside its name and give it the name when it is complete; the caller holds its lock."
@@ -76,7 +95,7 @@ def make_cache(path: Path, reader: BatchReader, fill: Callable[[FileRows], Held]
         os.close(fd)
         partial.unlink(missing_ok=True)
 
-# %% ../../nbs/dataset/cache.ipynb #6a51bccb
+# %% ../../nbs/dataset/cache.ipynb #7be369a7
 @dataclass(frozen=True)
 class CacheFile:
     "A file of the cache folder."
@@ -90,9 +109,9 @@ class CacheFile:
 
     def __repr__(self) -> str:
         what = self.problem or f"{self.recordings:,} recordings of {self.folder}"
-        return f"CacheFile({self.path.name}: {self.n_bytes / 1e9:.2f} GB, last used {self.used_utc}, {what})"
+        return f"CacheFile({self.path.name}: {size_text(self.n_bytes)}, last used {self.used_utc}, {what})"
 
-# %% ../../nbs/dataset/cache.ipynb #9c8a08f8
+# %% ../../nbs/dataset/cache.ipynb #13cb2c7d
 def list_cache(
     cache_dir: str | os.PathLike | None = None,
 ) -> list[CacheFile]:      # the one used last comes first
@@ -100,6 +119,7 @@ def list_cache(
     found = []
     for path in cache_folder(cache_dir).glob(f"*{SUFFIX}"):
         with suppress(FileNotFoundError):       # another process cleared it just now
+            if not _is_ours(path): continue
             st = path.stat()
             when = datetime.fromtimestamp(st.st_mtime, UTC).isoformat(timespec="seconds")
             try: about, problem = read_about(path), ""
@@ -113,6 +133,7 @@ def clear_cache(
     unused_days: float = 0,    # only files that were not used for so long
 ) -> list[CacheFile]:          # that were removed; raises OutputError
     "Remove cache files, and what a killed process left; a build that reads one goes on from its files."
+    if not unused_days >= 0: raise UsageError("unused_days must be 0 or more", found=unused_days)
     folder, removed = cache_folder(cache_dir), []
     before = time.time() - unused_days * 86_400
     for each in list_cache(folder):
@@ -121,6 +142,7 @@ def clear_cache(
             each.path.unlink()
             removed.append(each)
     for partial in folder.glob(f".*{SUFFIX}.partial"):
+        if not _OURS.fullmatch(partial.name[1:].removesuffix(".partial")): continue
         with suppress(OutputError), _removing(partial), OutputLock(partial.with_name(partial.name[1:].removesuffix(".partial"))): partial.unlink()
     return removed
 

@@ -5,19 +5,19 @@
 # %% auto #0
 __all__ = ['SpecLike', 'follow_data', 'disagreement', 'resolve_spec']
 
-# %% ../../nbs/dataset/follow.ipynb #db5072a4
+# %% ../../nbs/dataset/follow.ipynb #c2eb0c21
 import os
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from ..audio.manifest import Listing
-from ..audio.wav import open_regular, parse_header, read_error, read_open_wav
+from ..audio.wav import OutOfMemory, open_regular, parse_header, read_error, read_open_wav
 from ..core.errors import DataError, MachineError, RecordingError, UsageError
 from .loader import Disagreement
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/follow.ipynb #e14b48e0
+# %% ../../nbs/dataset/follow.ipynb #bedc96a6
 def _rate_and_length(path: bytes) -> tuple[int, int] | None:
     "Rate in Hz and samples per channel by the header, None for what cannot be read."
     try: fd, n_file = open_regular(path)
@@ -27,6 +27,7 @@ def _rate_and_length(path: bytes) -> tuple[int, int] | None:
         if h.encoding.startswith(("pcm", "float")): return h.sample_rate, h.data_bytes // h.block_align
         return h.sample_rate, len(read_open_wav(fd, n_file).samples)    # coded samples: only decoding tells
     except RecordingError: return None
+    except MemoryError as e: raise OutOfMemory(path) from e
     except OSError as e:
         if isinstance(fault := read_error(e, path), MachineError): raise fault from e
         return None

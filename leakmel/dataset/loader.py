@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Facts', 'Slot', 'Disagreement', 'Source', 'BatchReader']
 
-# %% ../../nbs/dataset/loader.ipynb #73effe3c
+# %% ../../nbs/dataset/loader.ipynb #59354de3
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ import numpy as np
 from ..audio.conform import conform, resampled_length
 from ..audio.manifest import Listing
 from ..audio.quality import figures_of
-from ..audio.wav import HEADER_BYTES, OPEN_FLAGS, canonical_header, digest_of, open_regular, read_error, read_open_wav
+from ..audio.wav import HEADER_BYTES, OPEN_FLAGS, OutOfMemory, canonical_header, digest_of, open_regular, read_error, read_open_wav
 from ..core.errors import DataError, MachineError, RecordingError
 from .schema import Rejected
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/loader.ipynb #c461e4b2
+# %% ../../nbs/dataset/loader.ipynb #10545665
 @dataclass
 class Facts:
     "What reading taught about one recording."
@@ -33,6 +33,7 @@ class Facts:
     digest: str = ""         # xxh3-128 of the payload, hex
     whole: bool = True       # the row's samples are 16-bit
     figures: tuple | None = None   # of the recording, in the order of quality.FIGURES; None: its row is the recording, and the engine tells
+    ctime_ns: int = 0        # when the file was last changed in any way
 
 # %% ../../nbs/dataset/loader.ipynb #ddd78675
 class Slot:
@@ -76,31 +77,32 @@ class Slot:
         for i, facts in enumerate(self.facts):
             if facts is None or facts.whole: np.multiply(self.samples[i], np.float32(1 / 32_768), out=self._wide[i])
 
-# %% ../../nbs/dataset/loader.ipynb #d4ee5ef1
-def _read_canonical(path: bytes, mtime_ns: int, views: list, header: bytes, head: np.ndarray) -> bool:
-    "Read a canonical recording into its row; False where the file is anything else."
+# %% ../../nbs/dataset/loader.ipynb #1b88ae7b
+def _read_canonical(path: bytes, mtime_ns: int, views: list, header: bytes, head: np.ndarray) -> int | None:
+    "Read a canonical recording into its row; returns its ctime in ns, None where the file is anything else."
     try:
         fd = os.open(path, OPEN_FLAGS)
     except OSError as e:
         raise read_error(e, path) from e
     try:
         n = os.preadv(fd, views, 0)
-        same = os.fstat(fd).st_mtime_ns == mtime_ns      # after reading: a write in between shows too
+        st = os.fstat(fd)      # after reading: a write in between shows too
     except OSError as e:
         if isinstance(fault := read_error(e, path), MachineError): raise fault from e
-        return False    # not a file that can be read by offset: the slow path says what it is
+        return None     # not a file that can be read by offset: the slow path says what it is
     finally:
         os.close(fd)
-    return same and n == HEADER_BYTES + len(views[1]) and head.tobytes() == header
+    return st.st_ctime_ns if st.st_mtime_ns == mtime_ns and n == HEADER_BYTES + len(views[1]) and head.tobytes() == header else None
 
-# %% ../../nbs/dataset/loader.ipynb #ea71d4ff
+# %% ../../nbs/dataset/loader.ipynb #42d0a304
 def _read_any(path: bytes, size: int, mtime_ns: int, spec: MelSpec, follows: Collection[str]) -> tuple[np.ndarray, Facts]:
     "Read any recording and make it fit; raises RecordingError, or Disagreement where it should have been like the others."
     fd, n_file = open_regular(path)
     try:
         if n_file != size: raise RecordingError("changed", f"{size} bytes when listed, {n_file} when read")
         recording = read_open_wav(fd, n_file)
-        if os.fstat(fd).st_mtime_ns != mtime_ns: raise RecordingError("changed", "modified after it was listed")
+        st = os.fstat(fd)
+        if st.st_mtime_ns != mtime_ns: raise RecordingError("changed", "modified after it was listed")
     except OSError as e:
         raise read_error(e, path) from e
     finally:
@@ -111,24 +113,26 @@ def _read_any(path: bytes, size: int, mtime_ns: int, spec: MelSpec, follows: Col
         raise Disagreement("recordings differ in length")
     row, status = conform(recording.samples, recording.sample_rate, spec.rules)
     figures = figures_of(recording.samples, recording.encoding)
-    return row, Facts(recording.sample_rate, n, channels, recording.encoding, status, recording.digest, row.dtype == np.int16, figures)
+    return row, Facts(recording.sample_rate, n, channels, recording.encoding, status, recording.digest, row.dtype == np.int16, figures, st.st_ctime_ns)
 
 class Disagreement(DataError):
     "Recordings of different rate or length where the spec was to follow them."
 
-# %% ../../nbs/dataset/loader.ipynb #2f794cf6
+# %% ../../nbs/dataset/loader.ipynb #08f298da
+_NO_LABEL = {"folders": "lies in no label folder", "pattern": "the name does not match the pattern, so it has no label", "table": "has no label"}
+
 class Source(Protocol):
     "What fills slots with the recordings of one listing."
     listing: Listing
+    stage: str         # of the timeline: "read" from files, "copy_in" from what was held ready
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's candidates; returns the bytes of their files."
 
-# %% ../../nbs/dataset/loader.ipynb #a490b886
-_NO_LABEL = {"folders": "lies in no label folder", "pattern": "the name does not match the pattern, so it has no label", "table": "has no label"}
-
+# %% ../../nbs/dataset/loader.ipynb #d5afa855
 class BatchReader:
     "Reads batches of one listing into slots; shared by all reader threads."
+    stage = "read"
 
     def __init__(
         self,
@@ -158,13 +162,16 @@ class BatchReader:
 
     def _read(self, slot: Slot, i: int, k: int) -> Facts:
         "Read candidate k into row i."
-        if self.listing.label_ids[k] < 0: raise RecordingError("no_label", _NO_LABEL[self.listing.naming.source])
+        if self.listing.label_ids[k] < 0:
+            naming = self.listing.naming
+            raise RecordingError("no_label", _NO_LABEL["folders" if naming.labels_by_folder else naming.source])
         path = self.base + self.listing.paths[k]
         size, mtime_ns = int(self.listing.sizes[k]), int(self.listing.mtimes_ns[k])
         if size < 0: raise RecordingError("unreadable", "named in the table, but there is no such file")
-        if size == self.size and _read_canonical(path, mtime_ns, slot._views[i], self.header, slot.head[i]):
-            return Facts(self.spec.sample_rate, self.spec.n_samples, 1, "pcm16", "ok", digest_of(slot.samples[i]))
-        row, facts = _read_any(path, size, mtime_ns, self.spec, self.follows)
+        if size == self.size and (ctime_ns := _read_canonical(path, mtime_ns, slot._views[i], self.header, slot.head[i])) is not None:
+            return Facts(self.spec.sample_rate, self.spec.n_samples, 1, "pcm16", "ok", digest_of(slot.samples[i]), ctime_ns=ctime_ns)
+        try: row, facts = _read_any(path, size, mtime_ns, self.spec, self.follows)
+        except MemoryError as e: raise OutOfMemory(path) from e
         slot.samples[i] = row if facts.whole else 0
         if not facts.whole: slot.widen(i, row)
         return facts

@@ -57,7 +57,7 @@ def wrong_labels(
     if naming.base == "root" and (wrong := [p for p, s in zip(paths, said) if s.split != split]):
         yield f"{len(wrong)} rows are of another split by the pattern, first {show_path(wrong[0])}"
 
-# %% ../../nbs/dataset/names.ipynb #42d21992
+# %% ../../nbs/dataset/names.ipynb #8e606a58
 def against_table(
     file: h5py.File,
     labels: Sequence[str],
@@ -65,9 +65,6 @@ def against_table(
     table: NameTable,
 ) -> Iterator[str]:        # sentences
     "Labels, splits and parts of names that are not what the table says."
-    if naming.source != "table":
-        yield f"a table was given, but the labels of this data set come from {'folders' if naming.source == 'folders' else 'a pattern'}"
-        return
     entry = {table.paths[i]: i for i in table.rows_of(file.attrs["split"])}
     paths, ids, rejected = file["files/path"][:].tolist(), file["labels"][:], file["rejected/path"][:].tolist()
     if stray := [p for p in [*paths, *rejected] if p not in entry]:

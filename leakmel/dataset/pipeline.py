@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['log', 'BuildResult', 'job_metadata', 'build', 'build_all']
 
-# %% ../../nbs/dataset/pipeline.ipynb #f3bbd062
+# %% ../../nbs/dataset/pipeline.ipynb #623e34d0
 import json, logging, os
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ import numpy as np
 from ..audio.manifest import Listing, Manifest, scan
 from ..audio.problems import Problem
 from ..audio.quality import quality
-from ..core.errors import DataError, LeakmelError, UsageError, VerifyError, show_path
+from ..core.errors import DataError, LeakmelError, OutputError, UsageError, VerifyError, show_path
 from ..core.monitor import Monitor, machine_facts
 from ..core.progress import Progress
 from ..core.timeline import Timeline, write_timeline
@@ -29,13 +29,13 @@ from .checks import check_listing, check_target
 from .config import PipelineConfig, Workers, plan_workers
 from .follow import SpecLike, disagreement, resolve_spec
 from .loader import Disagreement
-from .modes import MODES, Preloaded, prepare
+from .modes import MODES, Preloaded, prepare, with_rules_of
 from .report import Learned, learned_from, rejected_dict, split_problems, split_summary
 from .ring import Job, Ring, run_lanes
 from .schema import Metadata, Rejected, byte_column, data_set_name, name_columns, root_attributes
 from .verify import VerifyReport, check_data_set, check_sample
 from .waveforms import waveform_shape
-from .writer import OutputLock, RowFile, part_bytes, replacing, require_space
+from .writer import OutputLock, RowFile, output_error, part_bytes, replacing, require_space
 from ..mel.engines import Engine, load_engine, open_engine
 from ..mel.spec import MelSpec
 
@@ -105,7 +105,7 @@ def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Meta
     return Metadata(job.spec, attributes, job.listing.label_ids[keep].astype(np.int16), columns, job.row_digests[keep], rejected,
                     None if job.waveform_digests is None else job.waveform_digests[keep])
 
-# %% ../../nbs/dataset/pipeline.ipynb #aa748962
+# %% ../../nbs/dataset/pipeline.ipynb #2872750a
 @dataclass
 class _Build:
     "What a run of one or more splits shares."
@@ -144,11 +144,23 @@ class _Build:
         if not report.ok: raise _not_right(job, report)
         with span("publish"):
             if self.config.fsync: job.file.sync()
+            for old in _beside(job.file.target): _remove(old)      # a report of an earlier data set must not stay beside this one
             job.file.publish(sync=self.config.fsync)
         self.learned[job.split] = learned_from(meta, job.listing, self.manifest.label_names)
         self.reports[job.split], self.published_s[job.split] = report, self.timeline.now_s()
 
-# %% ../../nbs/dataset/pipeline.ipynb #94f7db82
+# %% ../../nbs/dataset/pipeline.ipynb #36fb681f
+def _beside(target: Path) -> tuple[Path, Path]:
+    "Timeline and report of a data set."
+    timeline, report = (target.with_name(f"{target.name}.{what}.json") for what in ("timeline", "report"))
+    return timeline, report
+
+def _remove(old: Path) -> None:
+    "Remove a report; a folder of its name is none, and is met when the new one is written."
+    try: old.unlink(missing_ok=True)
+    except OSError as e:
+        if not old.is_dir(): raise output_error(e, old) from e
+
 def _not_right(job: Job, report: VerifyReport) -> LeakmelError:
     "The error for rows that do not stand up to the check: because the recordings moved, or because the rows are wrong."
     found = "; ".join(report.problems[:3])
@@ -206,7 +218,7 @@ def _row_files(targets: list[tuple[Listing, Path]], spec: MelSpec, with_waveform
             stack.callback(files[-1].abort)
         yield files
 
-# %% ../../nbs/dataset/pipeline.ipynb #595a4fa1
+# %% ../../nbs/dataset/pipeline.ipynb #c2d88a3d
 def _build_targets(
     order: "_Order", manifest: Manifest, targets: list[tuple[Listing, Path]], timeline: Timeline, listed_s: float,
 ) -> list[BuildResult]:
@@ -214,7 +226,7 @@ def _build_targets(
     check_sample(order.check)
     listings, config = [x for x, _ in targets], order.config
     for listing in listings: check_listing(listing, manifest)
-    spec, follows = resolve_spec(order.spec, listings)
+    spec, follows = resolve_spec(with_rules_of(order.preloaded, order.spec), listings)
     with _folders_of([target for _, target in targets], manifest.root), open_engine(order.engine, spec, device=config.device) as engine:
         workers = plan_workers(config, spec, engine, max(map(len, listings)))
         build = _Build(manifest, engine, config, workers, order.check, timeline, listed_s, {}, {}, {})
@@ -248,7 +260,7 @@ def _start_up(timeline: Timeline, lane: str):
     from leakmel.core.timeline import Span
     return Span("start_up", lane, 0.0, timeline.now_s())
 
-# %% ../../nbs/dataset/pipeline.ipynb #03808a0e
+# %% ../../nbs/dataset/pipeline.ipynb #6a3454d8
 def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -> BuildResult:
     "The result of a published job; writes report and timeline beside the data set."
     timeline, target, report = build.timeline, job.file.target, build.reports[job.split]
@@ -259,16 +271,25 @@ def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -
     import_s = max((s.end_s for s in timeline.spans if s.stage == "start_up" and s.lane == "imports"), default=0.0)
     noted = split_problems(build.manifest, job.listing, build.learned)
     summary = split_summary(job, build.manifest, build.engine, build.config, workers, timeline, report, seconds, import_s, samples, noted) | build.mode
-    timeline_path, report_path = (target.with_name(f"{target.name}.{what}.json") for what in ("timeline", "report"))
+    timeline_path, report_path = _beside(target)
     summary["timeline_path"] = show_path(timeline_path)
     body = summary | {"created_at_utc": datetime.now(UTC).isoformat(timespec="seconds"), "rejected_files": [rejected_dict(r) for r in job.rejected],
                       "problems": [asdict(p) for p in noted]}
-    with replacing(timeline_path) as new: write_timeline(timeline, new, split=job.split)
-    with replacing(report_path) as new: new.write_text(json.dumps(body, indent=1, default=str) + "\n", encoding="utf-8")
+    with _data_set_stands(target):
+        with replacing(timeline_path) as new: write_timeline(timeline, new, split=job.split)
+        with replacing(report_path) as new: new.write_text(json.dumps(body, indent=1, default=str) + "\n", encoding="utf-8")
     return BuildResult(target, job.split, int(job.good.sum()), len(job.listing), tuple(sorted(job.rejected, key=lambda r: r.path)),
                        seconds, import_s, report, timeline_path, summary, timeline, max(build.published_s.values()) - build.listed_s, noted)
 
-# %% ../../nbs/dataset/pipeline.ipynb #c1a7b07d
+
+@contextmanager
+def _data_set_stands(target: Path) -> Iterator[None]:
+    "Say of a report that cannot be written that its data set is published all the same."
+    try: yield
+    except OutputError as e:
+        raise type(e)("the data set itself is complete and stands, but its report or timeline could not be written", path=target, found=str(e)) from e
+
+# %% ../../nbs/dataset/pipeline.ipynb #b7a080da
 @dataclass(frozen=True)
 class _Order:
     "What the caller of a build asked for."
@@ -284,8 +305,10 @@ class _Order:
 
 def _prepare(order: _Order, split: str | None, manifest: Manifest | None) -> tuple[Timeline, float, Manifest]:
     "Load the engine's packages, then list; returns timeline, time at which listing began, and manifest."
+    for name, value, kind in (("pipeline", order.config, PipelineConfig), ("preloaded", order.preloaded, Preloaded | None)):
+        if not isinstance(value, kind): raise UsageError(f"{name} must be a {getattr(kind, '__name__', 'Preloaded')} or None", found=repr(value))
     if order.mode not in MODES: raise UsageError("unknown mode", found=repr(order.mode), expected=" or ".join(MODES))
-    if order.preloaded is not None and order.mode not in ("auto", order.preloaded.choice.used):
+    if order.preloaded is not None and order.mode not in ("auto", order.preloaded.choice.used, order.preloaded.choice.asked):
         raise UsageError("preloaded recordings are read in their own mode", found=f"mode={order.mode!r}", expected=f"auto or {order.preloaded.choice.used}")
     timeline = Timeline()
     load_engine(order.engine)      # imports are not part of the job; opening the engine is

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Learned', 'learned_from', 'split_problems', 'name_of', 'split_summary', 'rejected_dict']
 
-# %% ../../nbs/dataset/report.ipynb #00689513
+# %% ../../nbs/dataset/report.ipynb #1a344777
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ import numpy as np
 
 from ..audio.listing import Listing
 from ..audio.manifest import Manifest
-from ..audio.problems import CANNOT_BE_USED, Columns, Problem, content_problems, count_kinds, group_of, label_problems, name_problems
+from ..audio.problems import CANNOT_BE_USED, Columns, Problem, content_problems, count_kinds, label_problems, name_problems
 from ..core.errors import show_path
 from ..core.monitor import mean, peak
 from ..core.timeline import Timeline
@@ -40,7 +40,7 @@ def learned_from(meta: Metadata, listing: Listing, label_names: tuple[str, ...])
                       silent=meta.columns["silent"].astype(bool), **{name: meta.columns[name] for name in names})
     return Learned(columns, meta.columns["gain"])
 
-# %% ../../nbs/dataset/report.ipynb #9ee75cd8
+# %% ../../nbs/dataset/report.ipynb #64dbdf9a
 def split_problems(
     manifest: Manifest,
     listing: Listing,                 # of the split
@@ -51,8 +51,7 @@ def split_problems(
     c, before = learned[name_of(listing)].columns, [learned[name_of(x)].columns for x in earlier if name_of(x) in learned]
     found = [*_notes_of(manifest, listing), *name_problems(c.show, c.label_id, learned[name_of(listing)].gains),
              *label_problems(manifest.label_names, [(listing.place or listing.split, listing.label_ids)]), *content_problems(c, before=before)]
-    misfits_are_rejected = listing.naming.base == "split"      # else they belong to no split, and no report but this one tells
-    return tuple(p for p in found if group_of(p.kind) != CANNOT_BE_USED and not (p.kind == "no_match" and misfits_are_rejected))
+    return tuple(p for p in found if p.group != CANNOT_BE_USED)
 
 def name_of(listing: Listing) -> str:
     "The name under which a split is built."

@@ -224,11 +224,11 @@ def _roles(workers: Workers) -> list[tuple[str, Callable[[Ring, str], None]]]:
     return [*((f"reader-{i}", _read_batches) for i in range(workers.read_workers)), *((f"engine-{i}", _compute_batches) for i in engines),
             ("writer", _write_batches), ("publisher", _complete_jobs)]
 
-# %% ../../nbs/dataset/ring.ipynb #c5f08676
+# %% ../../nbs/dataset/ring.ipynb #9685db49
 def _read(ring: Ring, lane: str, slot: Slot, item: tuple[Job, int, int, int]) -> None:
     "Fill a slot with the recordings of a batch."
     slot.begin(*item)
-    with ring.timeline.span("read", lane, split=slot.job.split, batch=slot.batch) as moved:
+    with ring.timeline.span(slot.job.reader.stage, lane, split=slot.job.split, batch=slot.batch) as moved:
         moved.n_files, moved.n_bytes = slot.n, slot.job.reader.fill(slot)
 
 def _compute(ring: Ring, lane: str, slot: Slot) -> None:

@@ -28,7 +28,7 @@ from .schema import DIGEST_ATTRIBUTE, SCHEMA_VERSION, metadata_digest, stored_sp
 from ..mel.reference import Reference, compare, reference_features
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/verify.ipynb #4ace052b
+# %% ../../nbs/dataset/verify.ipynb #fae71a10
 @dataclass
 class VerifyReport:
     "What was checked, and what was found wrong."
@@ -37,7 +37,7 @@ class VerifyReport:
     checked: int = 0                  # rows recomputed from their sources
     max_abs_db: float = 0.0           # largest difference from the reference in the upper 90 dB of a frame
     scope: str = "integrity only"     # or "against the sources"
-    labels_compared: bool = True      # False: they come from a table that was not given
+    labels_compared: bool = True      # False: they come from a table that was not given, or nothing could be compared
     problems: list[str] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)   # those of the problems that are sources which went away or changed
 
@@ -221,7 +221,7 @@ def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndar
             report.max_abs_db = max(report.max_abs_db, verdict.max_abs_db)
             if not verdict.ok: yield f"{s} differs from the reference: {verdict.n_wrong} of {verdict.n_values} values, {verdict.max_abs_db:.3g} dB"
 
-# %% ../../nbs/dataset/verify.ipynb #1e532f5f
+# %% ../../nbs/dataset/verify.ipynb #3524b17f
 def check_data_set(
     path: str | os.PathLike,
     *,
@@ -234,23 +234,26 @@ def check_data_set(
     "`verify` for builders, which have to know a failing machine from a bad row."
     check_sample(sample)
     names = None if table is None else read_table(table)
-    report = VerifyReport(os.fspath(path))
+    report = VerifyReport(os.fspath(path), labels_compared=False)
     try:
         if not os.path.exists(path): raise DataError("no such file", path=path)
         if not stat.S_ISREG(os.stat(path).st_mode): raise DataError("not a regular file", path=path)     # a named pipe would be waited for
         if not h5py.is_hdf5(path): raise DataError("not an HDF5 file", path=path, remedy="give a data set that leakmel wrote")
         with h5py.File(path, "r") as f: _check_open(f, root, sample, accounting, edges, names, report)
-    except (MachineError, MemoryError): raise
+    except (MachineError, MemoryError, _TableForFolders): raise
     except Exception as e:   # in a damaged file any call of the HDF5 library can fail in any way
         report.problems.append(f"the file cannot be read as a data set: {e if isinstance(e, LeakmelError) else f'{type(e).__name__}: {e}'}")
     return report
+
+class _TableForFolders(UsageError):
+    "A table was given for a data set whose labels come from elsewhere."
 
 def check_sample(sample: int | None) -> None:
     "Refuse a number of rows that is none."
     if sample is None or isinstance(sample, (int, np.integer)) and not isinstance(sample, bool) and sample >= 0: return
     raise UsageError("the number of rows to recompute must be 0 or more, or None for all", found=repr(sample))
 
-# %% ../../nbs/dataset/verify.ipynb #77848716
+# %% ../../nbs/dataset/verify.ipynb #2a6c37e6
 def _check_open(
     f: h5py.File, root: str | os.PathLike | None, sample: int | None, accounting: bool, edges: Sequence[int], table: NameTable | None,
     report: VerifyReport,
@@ -265,13 +268,30 @@ def _check_open(
     report.problems += _structure(f, spec, labels)
     report.labels_compared = naming.source != "table" or table is not None
     report.problems += _integrity(f)
+    if table is not None and naming.source != "table" and not report.problems:
+        raise _TableForFolders(f"the labels of this data set come from {'folders' if naming.labels_by_folder else 'a pattern'}: leave the table away",
+                               path=f.filename)
     if table is not None and not report.problems: report.problems += against_table(f, labels, naming, table)
     if root is not None and not report.problems: _check_sources(f, spec, naming, root, sample, accounting, edges, report)
+
+def _unusable(root: str | os.PathLike) -> list[str]:
+    "Why nothing can be compared with a data folder; raises MachineError."
+    if not os.path.isdir(root):
+        fault = "is no folder" if os.path.exists(root) else "does not exist"
+        return [f"the data folder {show_path(root)} {fault}; the data set was not compared"]
+    try: split_folders(Path(root))
+    except DataError as e: return [f"the data folder cannot be used; the data set was not compared: {e}"]
+    return []
 
 def _check_sources(
     f: h5py.File, spec: MelSpec, naming: Naming, root: str | os.PathLike, sample: int | None, accounting: bool, edges: Sequence[int], report: VerifyReport,
 ) -> None:
     "Compare a sample of rows with their recordings, and the names of all."
+    report.moved += _unusable(root)
+    if report.moved:
+        report.problems += report.moved
+        report.labels_compared = False
+        return
     splits = split_folders(Path(root)) if naming.base == "split" else {}
     folder = os.fsencode(os.path.abspath(splits.get(f.attrs["split"], root)))
     paths = f["files/path"][:].tolist()
@@ -279,13 +299,14 @@ def _check_sources(
         report.moved.append(f"none of the {len(paths):,} recordings is below {show_path(folder)}, for example {show_path(paths[0])}: "
                             "give the root it was built from")
         report.problems += report.moved
+        report.labels_compared = False
         return
     picked = pick_rows(report.n_rows, sample, f["labels"][:], f["files/rms_db"][:], edges)
     if len(picked): report.scope = "against the sources"
     report.problems += _against_sources(f, spec, folder, picked, report)
     if accounting: report.problems += account(f, folder, naming)
 
-# %% ../../nbs/dataset/verify.ipynb #a4455cd2
+# %% ../../nbs/dataset/verify.ipynb #6abc4881
 def verify(
     path: str | os.PathLike,                # a data set
     *,
@@ -297,4 +318,4 @@ def verify(
     "Check a data set against its own digests and, with `root`, against its sources."
     try: return check_data_set(path, root=root, sample=sample, accounting=accounting, table=table)
     except (MachineError, MemoryError) as e:
-        return VerifyReport(os.fspath(path), problems=[f"the check could not be finished: {type(e).__name__}: {e}"])
+        return VerifyReport(os.fspath(path), labels_compared=False, problems=[f"the check could not be finished: {type(e).__name__}: {e}"])

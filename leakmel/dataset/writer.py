@@ -6,9 +6,9 @@
 __all__ = ['SPARE_BYTES', 'GZIP_LEVEL', 'CHUNK_BYTES', 'output_error', 'OutputLock', 'require_space', 'reserve', 'part_bytes',
            'rows_offset', 'waveforms_offset', 'PartialFile', 'RowFile', 'replacing', 'sync_folder', 'compress']
 
-# %% ../../nbs/dataset/writer.ipynb #497726bb
+# %% ../../nbs/dataset/writer.ipynb #91837275
 import errno, fcntl, os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,14 @@ def output_error(
         return SpaceError(f"no room left while writing ({reason})", path=path, remedy="free some space and build again")
     return OutputError(f"cannot be written ({reason})", path=path, remedy="mend the target, or build to another folder")
 
-# %% ../../nbs/dataset/writer.ipynb #691e1b22
+# %% ../../nbs/dataset/writer.ipynb #c693bc3e
+def _await_lock(fd: int, path: Path) -> None:
+    "Wait until the holder of a lock is through; closes the file."
+    try: fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as e: raise output_error(e, path) from e
+    finally: os.close(fd)
+
+# %% ../../nbs/dataset/writer.ipynb #90ff3872
 class OutputLock:
     "Exclusive right to build one data set; a context manager."
 
@@ -36,7 +43,7 @@ class OutputLock:
         self,
         target: Path,
         *,
-        wait: bool = False,   # for its holder to be through, instead of refusing
+        wait: Callable[[str], None] | None = None,   # wait for its holder to be through, instead of refusing; told who that is
     ):
         self.target, self.path, self.fd, self.wait = target, target.with_name(f".{target.name}.lock"), -1, wait
 
@@ -45,9 +52,13 @@ class OutputLock:
             try: fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             except OSError as e: raise output_error(e, self.path) from e
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | (0 if self.wait else fcntl.LOCK_NB))
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(fd, 64, 0).decode("ascii", "replace").strip()
+                if self.wait is not None:
+                    self.wait(f"process {holder or 'unknown'}")
+                    _await_lock(fd, self.path)
+                    continue
                 os.close(fd)
                 raise OutputError("another build is writing this data set", path=self.target, found=f"process {holder or 'unknown'}",
                                   remedy="wait for it, or build to another file") from None

@@ -34,7 +34,7 @@ def _percent(value: float | None) -> str:
 def _per_second(value: float | None) -> str:
     return NOT_AVAILABLE if value is None else f"{value / 1e6:,.1f} MB/s"
 
-# %% ../../nbs/insight/cards.ipynb #43ad955b
+# %% ../../nbs/insight/cards.ipynb #73e27dcd
 def split_facts(result: BuildResult) -> list[tuple[str, str]]:
     "What there is to say about one data set."
     s = result.summary
@@ -59,6 +59,7 @@ def run_facts(results: Sequence[BuildResult]) -> list[tuple[str, str]]:
     return [
         *([("speed", f"{found / seconds:,.0f} files/s end to end: {found:,} files in {seconds:.2f} s; splits overlap, so their times do not add up")]
           if len(results) > 1 else []),
+        *([("mode", "; ".join(line.removeprefix("mode ") for line in s["mode_lines"]))] if s.get("mode_lines") else []),
         ("engine", f"{s['engine']}, fingerprint {s['fingerprint']}"),
         *([("start-up", f"{s['start_up_s']:.2f} s for imports, not part of the rates")] if s["start_up_s"] >= 0.01 else []),
         ("RAM", pair("rss_bytes")),
