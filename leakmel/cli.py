@@ -46,7 +46,7 @@ def given_fields(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     "The fields of a dataclass that were given as options."
     return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
 
-# %% ../nbs/cli.ipynb #585eb970
+# %% ../nbs/cli.ipynb #5dee17f6
 Outcome = tuple[int, dict[str, Any], str]   # exit status, for machines, for people
 
 def run_demo(args: argparse.Namespace) -> Outcome:
@@ -61,7 +61,7 @@ def run_demo(args: argparse.Namespace) -> Outcome:
 
 def run_scan(args: argparse.Namespace) -> Outcome:
     "List a data folder."
-    from leakmel.audio.manifest import scan
+    from leakmel.audio.manifest import hints, scan, shared_groups
     from leakmel.audio.problems import CANNOT_BE_USED, count_kinds, group_of
     split = None if args.split == "all" else args.split
     manifest = scan(args.root, split=split, content=args.content, table=args.table, pattern=args.pattern, progress=_front_end(args))
@@ -71,13 +71,13 @@ def run_scan(args: argparse.Namespace) -> Outcome:
     lines = [repr(manifest)]
     lines += [f"  {split}: " + (", ".join(f"{show_path(n)} {k:,}" for n, k in counts.items()) or "none") for split, counts in manifest.counts().items()]
     if manifest.preview is not None: lines.append(repr(manifest.preview))
-    lines += (hints := manifest.hints())
+    lines += (whole := list(hints(manifest)))
     lines.append(f"{report!r}{' (--most N, --json for all)' if report.more else ''}" if problems
                  else f"No problem was seen{'' if args.content else ' in names and folders (--content reads the recordings)'}.")
     body = {"root": show_path(manifest.root), "found": len(manifest), "label_names": [show_path(n) for n in manifest.label_names],
             "counts": manifest.counts(), "problems": problems,
             "problems_by_kind": count_kinds(manifest.problems["kind"]), "would_be_rejected": len(lost),
-            "hints": hints, "groups": manifest.shared(),
+            "hints": whole, "groups": shared_groups(manifest),
             "preview": None if manifest.preview is None else manifest.preview.to_dict()}
     return (1 if lost or not len(manifest) or args.strict and problems else 0), body, "\n".join(lines)
 

@@ -103,6 +103,6 @@ def test_a_figure_cannot_end_its_script():
 def test_api_page_shows_units_and_types():
     page = module_page("leakmel.audio.segments")
     assert page.startswith("# audio.segments\n")
-    assert "{py:function} frame_count(" in page or "{py:" in page
-    assert "samples" in page
-    assert "| returns |" in page
+    assert ":::{py:function} piece_count(n_samples, window, hop, what)\n" in page
+    assert "\n| `window` | `int` | samples in a piece |\n" in page
+    assert "\n| returns | `int` | pieces that fit without padding |\n" in page

@@ -89,7 +89,7 @@ def test_missing_root(tmp_path):
 
 def test_root_is_a_file(tmp_path):
     (tmp_path / "f").write_bytes(b"x")
-    fails(tmp_path / "f", tmp_path, DataError, "no such folder")
+    fails(tmp_path / "f", tmp_path, DataError, "is a file")
 
 
 def test_empty_split(tmp_path, data, make_wav):
@@ -353,6 +353,30 @@ def test_interrupt_in_the_main_thread_ends_all(tmp_path, data, old, monkeypatch,
 def test_report_that_cannot_be_written_is_an_output_error(tmp_path, data):
     (tmp_path / "out" / "x.h5.report.json").mkdir(parents=True)
     with pytest.raises(OutputError, match=re.escape("x.h5.report.json")): lm.build(data, out=tmp_path / "out" / "x.h5", **QUIET)
+
+
+@pytest.mark.parametrize("lost", ["timeline", "report"])
+def test_no_room_for_the_report_leaves_none_of_an_earlier_data_set(tmp_path, data, old, monkeypatch, lost):
+    "What was published stands and is said to; what lies beside it is about it, or is not there."
+    target = tmp_path / "out" / "x.h5"
+    real = Path.write_text
+    def full(self, *a, **k):
+        if f".{lost}.json" in self.name: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(self, *a, **k)
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(SpaceError, match="the data set itself is complete and stands") as e: lm.build(data, out=target, spec={"n_mels": 16}, **QUIET)
+    assert f"x.h5.{lost}.json: no room left while writing (ENOSPC" in str(e.value)
+    monkeypatch.undo()
+    with lm.open_dataset(target) as ds: assert ds.mels.shape[3] == 16, "the new one"
+    assert lm.verify(target, root=data, sample=None).ok
+    assert sorted(p.name for p in target.parent.iterdir() if not p.name.endswith(".lock")) == ["x.h5"] + ["x.h5.timeline.json"] * (lost == "report")
+
+
+def test_a_data_set_that_is_not_replaced_keeps_its_report(tmp_path, data, old, monkeypatch):
+    reports = {name: (tmp_path / "out" / name).read_bytes() for name in BESIDE}
+    monkeypatch.setattr(pipeline, "check_data_set", lambda *a, **k: 1 / 0)
+    fails(data, tmp_path, ZeroDivisionError)
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in BESIDE} == reports
 
 
 def test_second_builder_leaves_the_first_alone(tmp_path, data, old):

@@ -1,18 +1,21 @@
 "Which files are found, in which order, under which label: against a walk of its own, with every odd name and place."
-import errno, os, subprocess, sys
+import errno, os, subprocess, sys, time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from leakmel.audio import manifest as manifest_module
-from leakmel.audio.manifest import Manifest, scan
+from leakmel.audio.manifest import Manifest, hints, scan, shared_groups
 from leakmel.audio.naming import parse_name, split_name
 from leakmel.audio.problems import WORTH_A_LOOK, group_of
 from leakmel.audio.synth import wav_bytes, write_demo
 from leakmel.core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError
 
 WAV = wav_bytes(np.arange(64, dtype=np.int16))
+SCANDIR = os.scandir
 
 
 def put(root: Path, *names: str | bytes, content: bytes = WAV) -> None:
@@ -176,9 +179,9 @@ def test_each_link_in_a_circle_is_named_once_below_the_root(tmp_path: Path) -> N
         (training / at).symlink_to(to)
     m = scan(tmp_path)
     places = [p["path"] for p in m.problems.to_dict("records") if p["kind"] == "link"]
-    assert places == [f"Dataset_Training/{x}" for x in ("LEAK/deep/here", "LEAK/deep/up", "LEAK/z round", "NOLEAK/out", "top")]
+    assert places == [f"Dataset_Training/{x}" for x in ("LEAK/deep/here", "LEAK/deep/up", "LEAK/z round", "NOLEAK/other", "NOLEAK/out", "top")]
     assert m.label_names == ("LEAK", "NOLEAK", "again"), "a link to the split itself is no label"
-    assert m.listings[0].paths == [b"LEAK/deep/a.wav", b"NOLEAK/b.wav", b"NOLEAK/other/a.wav", b"again/c.wav"]
+    assert m.listings[0].paths == [b"LEAK/deep/a.wav", b"NOLEAK/b.wav", b"again/c.wav"]
     (tmp_path / "LINK").symlink_to(tmp_path)
     again = scan(tmp_path / "LINK")
     assert [p["path"] for p in again.problems.to_dict("records") if p["kind"] == "link"] == places, "the root may be named by a link"
@@ -188,12 +191,15 @@ def test_label_and_split_folders_that_are_links(tmp_path: Path) -> None:
     outside, root = tmp_path / "outside", tmp_path / "root"
     put(outside, "LEAK/secret.wav")
     put(root / "TRAINING", "LEAK/a.wav")
+    put(root / "archive", "QUIET/b.wav")
     (root / "TRAINING" / "TWIN").symlink_to("LEAK")
+    (root / "TRAINING" / "QUIET").symlink_to("../archive/QUIET")
     (root / "TRAINING" / "BURST").symlink_to(outside / "LEAK")
     m = scan(root)
-    assert m.label_names == ("LEAK", "TWIN"), "a link out of the root makes no label"
-    assert m.listings[0].paths == [b"LEAK/a.wav", b"TWIN/a.wav"]
-    assert "link" in kinds(m)
+    assert m.label_names == ("LEAK", "QUIET"), "neither a link out of the root nor another name of a label makes a label"
+    assert m.listings[0].paths == [b"LEAK/a.wav", b"QUIET/b.wav"]
+    assert kinds(m)["link"] == {"TRAINING/TWIN", "TRAINING/BURST"}
+    assert "empty_label" not in kinds(m)
     (root / "VALIDATION").symlink_to(outside)
     with pytest.raises(DataError, match="link out of the data folder"): scan(root)
 
@@ -202,7 +208,50 @@ def test_loops_of_links_end(tmp_path: Path) -> None:
     put(tmp_path, "LEAK/a/x.wav", "LEAK/b/y.wav")
     (tmp_path / "LEAK" / "a" / "to_b").symlink_to("../b")
     (tmp_path / "LEAK" / "b" / "to_a").symlink_to("../a")
-    assert scan(tmp_path).listings[0].paths == [b"LEAK/a/to_b/y.wav", b"LEAK/a/x.wav", b"LEAK/b/to_a/x.wav", b"LEAK/b/y.wav"]
+    m = scan(tmp_path)
+    assert m.listings[0].paths == [b"LEAK/a/x.wav", b"LEAK/b/y.wav"]
+    assert kinds(m)["link"] == {"LEAK/a/to_b", "LEAK/b/to_a"}
+
+
+def test_folders_that_all_link_to_each_other_are_listed_once(tmp_path: Path) -> None:
+    "Each way through them would be a folder of its own: of 8 folders there are 109,600 of them."
+    for i in range(8): put(tmp_path, f"LEAK/s{i}/{i}.wav")
+    for i, j in [(i, j) for i in range(8) for j in range(8) if i != j]: (tmp_path / f"LEAK/s{i}/to{j}").symlink_to(f"../s{j}")
+    began = time.monotonic()
+    m = scan(tmp_path)
+    assert time.monotonic() - began < 2
+    assert m.listings[0].paths == [f"LEAK/s{i}/{i}.wav".encode() for i in range(8)]
+    notes = [n for n in m.notes if n.kind == "link"]
+    assert {n.path for n in notes} == {f"LEAK/s{i}/to{j}" for i in range(8) for j in range(8) if i != j}
+    assert {n.message for n in notes} == {"a link to a folder that is listed already is not followed"}
+
+
+@contextmanager
+def turned_round(path: bytes) -> Iterator[list[os.DirEntry]]:
+    "What scandir gives, in the opposite order of the names."
+    with SCANDIR(path) as entries: yield sorted(entries, key=lambda e: e.name, reverse=True)
+
+
+@contextmanager
+def in_order(path: bytes) -> Iterator[list[os.DirEntry]]:
+    "What scandir gives, in the order of the names."
+    with SCANDIR(path) as entries: yield sorted(entries, key=lambda e: e.name)
+
+
+@pytest.mark.parametrize("lister", [in_order, turned_round])
+def test_a_folder_outside_the_split_is_followed_once_by_the_first_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lister: Callable) -> None:
+    "Whatever order the file system lists them in; a link in a linked folder stands at its place too."
+    put(tmp_path / "archive", "top.wav", "deep/b.wav", "deep/er/c.wav")
+    put(tmp_path / "other", "d.wav")
+    for at, to in (("LEAK/m/deep", "archive/deep"), ("LEAK/n", "archive"), ("LEAK/z/deep", "archive/deep"), ("NOLEAK/all", "archive")):
+        (tmp_path / "TRAINING" / at).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "TRAINING" / at).symlink_to(tmp_path / to)
+    (tmp_path / "archive/deep/a").symlink_to(tmp_path / "other")
+    (tmp_path / "TRAINING/LEAK/o").symlink_to(tmp_path / "other")
+    monkeypatch.setattr(os, "scandir", lister)
+    m = scan(tmp_path, split="training")
+    assert m.listings[0].paths == [b"LEAK/m/deep/a/d.wav", b"LEAK/m/deep/b.wav", b"LEAK/m/deep/er/c.wav", b"LEAK/n/top.wav"]
+    assert kinds(m)["link"] == {f"TRAINING/{x}" for x in ("LEAK/n/deep", "LEAK/o", "LEAK/z/deep", "NOLEAK/all")}
 
 
 def test_what_is_no_file_is_left_out_and_said(tmp_path: Path) -> None:
@@ -430,15 +479,17 @@ def test_a_split_without_recordings_is_named(tmp_path: Path) -> None:
 
 def test_one_label_folder_is_told_from_a_set(tmp_path: Path) -> None:
     put(tmp_path, "TRAINING/A/1.wav", "TRAINING/A/2.wav", "TRAINING/B/3.wav")
-    assert scan(tmp_path / "TRAINING" / "A").hints() == [
+    assert list(hints(scan(tmp_path / "TRAINING" / "A"))) == [
         f"no recording lies in a label folder; this looks like one label folder: give its parent {tmp_path / 'TRAINING'}"]
-    for root in (tmp_path, tmp_path / "TRAINING"): assert scan(root).hints() == []
+    for root in (tmp_path, tmp_path / "TRAINING"): assert not list(hints(scan(root)))
+    put(tmp_path, "TRAINING/stray.wav")
+    assert not list(hints(scan(tmp_path / "TRAINING"))), "a set of label folders, and a recording that lies beside them"
 
 
 def test_groups_in_several_splits_are_told(tmp_path: Path) -> None:
     put(tmp_path, *(f"{place}~1~20250101_000000~5.wav" for place in ("TRAINING/A/x/H1", "TRAINING/A/x/H2", "TESTING/A/x/H1", "TESTING/A/y/H3")))
     m = scan(tmp_path)
-    assert m.shared() == {"sensor": {"n": 3, "in_more_than_one_split": 1}, "folder": {"n": 2, "in_more_than_one_split": 1}}
-    assert m.hints() == ["1 of 3 sensors lie in more than one split", "1 of 2 folders lie in more than one split"]
-    for sentence in m.hints(): assert sentence in m._repr_html_()
-    assert scan(tmp_path, split="train").shared() == {}
+    assert shared_groups(m) == {"sensor": {"n": 3, "in_more_than_one_split": 1}, "folder": {"n": 2, "in_more_than_one_split": 1}}
+    assert list(hints(m)) == ["1 of 3 sensors lie in more than one split", "1 of 2 folders lie in more than one split"]
+    for sentence in hints(m): assert sentence in m._repr_html_()
+    assert shared_groups(scan(tmp_path, split="train")) == {}

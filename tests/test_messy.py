@@ -305,6 +305,7 @@ def test_a_pattern_gives_the_same_rows_for_names_that_have_the_fields(messy: Mes
     for r, plain in zip(lm.build_all(messy.root, manifest=manifest, out_dir=tmp_path, spec=SPEC, check=2, progress="none"), built, strict=True):
         folder = os.fsencode(SPLITS[r.split]) + b"/" if above else b""
         with_fields = {f.path for f in messy.of(r.split) if f.fields and all(f.fields)}
+        if above: with_fields -= {p for p in with_fields if p.startswith(b"NOLEAK/again/")}     # one walk for all splits: a linked folder is listed once
         assert len(with_fields) > 5
         assert mels(r.path) == {folder + path: row for path, row in mels(plain.path).items() if path in with_fields}
         got, before = content(r.path), content(plain.path)
@@ -328,7 +329,7 @@ def test_a_misfit_of_a_pattern_is_said_once(messy: Messy, tmp_path: Path, say) -
     assert {x.message for x in r.rejections if x.code == "no_label"} == {"the name does not match the pattern, so it has no label"}
     status, text = say("scan", messy.root, "--pattern", "{sensor}~{*}", "--json", "--quiet")
     loose = [p for p in json.loads(text)["problems"] if p["path"] == "dataset_Training/loose.wav"]
-    assert [p["kind"] for p in loose] == ["no_match"]
+    assert [p["kind"] for p in loose] == ["no_label"], "it lies in no label folder, whatever its name says"
 
 
 # -- the command line ---------------------------------------------------------------------------------------------------------------

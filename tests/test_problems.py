@@ -625,8 +625,7 @@ def test_exit_codes_of_scan(messy, tmp_path: Path, say) -> None:
     assert [say("scan", tmp_path / "good", *more)[0] for more in ((), ("--strict",), ("--content",))] == [0, 0, 1]
     put(tmp_path / "good", "TRAINING/loose.wav", noise(77))
     assert say("scan", tmp_path / "good")[0] == 1
-    with pytest.raises(SystemExit) as stopped: say("scan", messy[0], "--most", "-1")
-    assert stopped.value.code == 2
+    assert say("scan", messy[0], "--most", "-1")[0] == 2
 
 
 def test_scan_says_its_exit_codes(capsys) -> None:

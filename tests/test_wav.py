@@ -1,5 +1,5 @@
 "The reader of WAV files: what it says of one file, names that are no text, and faults of the machine told from faults of a file."
-import contextlib, errno, math, os, subprocess, sys
+import contextlib, errno, math, os, struct, subprocess, sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,8 +8,10 @@ import pytest
 import soundfile
 
 from leakmel.audio import wav
-from leakmel.audio.wav import digest_of, parse_header, read_wav
+from leakmel.audio.manifest import scan
+from leakmel.audio.wav import MAX_SAMPLE_BYTES, STREAMED, digest_of, parse_header, read_wav
 from leakmel.core.errors import REJECT_CODES, MachineError, RecordingError
+from leakmel.dataset.pipeline import build
 from odd_wavs import MONO, PCM16, READ, REFUSED, holed
 
 
@@ -21,6 +23,48 @@ def refusal(path: str | bytes | os.PathLike) -> RecordingError:
     assert error.path is not None
     assert os.fsencode(error.path) == os.fsencode(path)
     return error
+
+
+# -- too large for memory ------------------------------------------------------------------------------------------------
+
+def sparse(path: Path, n_bytes: int, encoding: str = "pcm16") -> Path:
+    "A file of so many bytes that takes none, with a data size that was never filled in."
+    tag, bits = {"pcm16": (1, 16), "pcm8": (1, 8), "alaw": (6, 8)}[encoding]
+    fmt = struct.pack("<HHIIHH", tag, 1, 4096, 4096 * bits // 8, bits // 8, bits)
+    path.write_bytes(struct.pack("<4sI4s4sI16s4sI", b"RIFF", STREAMED, b"WAVE", b"fmt ", 16, fmt, b"data", STREAMED))
+    os.truncate(path, n_bytes)
+    return path
+
+
+@pytest.mark.parametrize(("encoding", "n_bytes", "needed"), [("pcm16", 1 << 42, (1 << 42) - 44), ("pcm16", MAX_SAMPLE_BYTES + 46, MAX_SAMPLE_BYTES + 2),
+                                                             ("pcm8", (1 << 30) + 45, (1 << 32) + 4), ("alaw", (1 << 30) + 45, (1 << 32) + 4)])
+def test_more_samples_than_a_recording_may_have_are_refused_before_memory_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, n_bytes: int, needed: int,
+) -> None:
+    monkeypatch.setattr(wav, "_read_payload", lambda fd, header: pytest.fail("memory was asked for"))
+    error = refusal(sparse(tmp_path / "giant.wav", n_bytes, encoding))
+    assert (error.code, error.offset) == ("unsupported", 44)
+    assert f"{needed} bytes of samples, at most {MAX_SAMPLE_BYTES} are read" in str(error)
+
+
+@pytest.mark.parametrize(("encoding", "n_bytes"), [("pcm16", MAX_SAMPLE_BYTES + 44), ("pcm8", (1 << 30) + 44), ("alaw", (1 << 30) + 44)])
+def test_a_recording_may_have_as_many_samples_as_a_plain_file_can_say(tmp_path: Path, encoding: str, n_bytes: int) -> None:
+    with open(sparse(tmp_path / "large.wav", n_bytes, encoding), "rb") as f: assert parse_header(f.fileno(), n_bytes).data_bytes == n_bytes - 44
+
+
+def test_a_file_too_large_for_the_memory_there_is_names_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "It is no fault of the recording, so it is not rejected: scan, read and build stop."
+    path = tmp_path / "LEAK" / "large.wav"
+    path.parent.mkdir()
+    path.write_bytes(READ["canonical"].content)
+    def none(fd: int, header: wav.WavHeader) -> bytearray: raise MemoryError
+    monkeypatch.setattr(wav, "_read_payload", none)
+    with pytest.raises(MachineError, match=r"LEAK/large\.wav: out of memory while reading"): read_wav(path)
+    with pytest.raises(MachineError, match=r"LEAK/large\.wav: out of memory while reading"): scan(tmp_path, content=True, progress="none")
+    spec = {"sample_rate": 8000, "duration_s": 1}
+    for mode in ("stream", "preload"):
+        with pytest.raises(MachineError, match=r"LEAK/large\.wav: out of memory while reading"):
+            build(tmp_path, out=tmp_path.with_name("out") / "x.h5", spec=spec, mode=mode, engine="reference", progress="none")
 
 
 # -- one file ---------------------------------------------------------------------------------------------------------

@@ -59,7 +59,19 @@ class LeftOut:
         first = {own: (path, kind, message) for path, own, kind, message in sorted(self._seen, reverse=True)}
         return [Problem(kind, show_place("", path), message) for path, kind, message in sorted(first.values())]
 
-# %% ../../nbs/audio/listing.ipynb #2b6769ea
+# %% ../../nbs/audio/listing.ipynb #8d63e517
+def _entry_stat(entry: os.DirEntry, root: bytes, left_out: LeftOut) -> os.stat_result | None:
+    "stat of an entry, through links inside the root, whose own links are resolved; None for what is not to be read."
+    try:
+        if not entry.is_symlink(): return entry.stat(follow_symlinks=False)
+        if is_inside(entry.path, root): return entry.stat()
+    except OSError as e:
+        if e.errno in MACHINE_FAULTS: raise
+        if not entry.is_symlink(): return None      # went away while the folder was listed
+    left_out.add("link", entry.path, "a link that leads nowhere, in a circle or out of the data folder is not followed")
+    return None
+
+# %% ../../nbs/audio/listing.ipynb #90c946af
 class Walk:
     "One walk below a folder; collects files and problems."
 
@@ -71,17 +83,6 @@ class Walk:
     def problems(self) -> list[Problem]:
         "What was not read."
         return self.left_out.problems()
-
-    def entry_stat(self, entry: os.DirEntry) -> os.stat_result | None:
-        "stat of an entry, through links inside the root; None for what is not to be read."
-        try:
-            if not entry.is_symlink(): return entry.stat(follow_symlinks=False)
-            if is_inside(entry.path, self.root): return entry.stat()
-        except OSError as e:
-            if e.errno in MACHINE_FAULTS: raise
-            if not entry.is_symlink(): return None      # went away while the folder was listed
-        self.left_out.add("link", entry.path, "a link that leads nowhere, in a circle or out of the data folder is not followed")
-        return None
 
     def files(self, top: bytes) -> Iterator[tuple[bytes, os.stat_result]]:
         "Recordings below `top` with their stat, in any order."
@@ -101,7 +102,7 @@ class Walk:
                     for entry in entries:
                         wanted = is_recording_name(entry.name)
                         if not wanted and not (entry.is_symlink() or entry.is_dir(follow_symlinks=False)): continue
-                        st = self.entry_stat(entry)
+                        st = _entry_stat(entry, self.root, self.left_out)
                         if st is None: continue
                         if stat.S_ISDIR(st.st_mode) and entry.is_symlink(): heappush(links, entry.path)
                         elif stat.S_ISDIR(st.st_mode): waiting.append(entry.path)

@@ -133,20 +133,28 @@ def _check_neighbours(tokens: list[Token], pattern: str) -> None:
             raise _pattern_error(f"has fields side by side: nothing stands between {{{this[1]}}} and {{{after[1]}}}", pattern,
                                  "nobody could tell where one ends")
 
-# %% ../../nbs/audio/naming.ipynb #22351eae
+# %% ../../nbs/audio/naming.ipynb #598ac380
 _FORMS = frozenset({"split", "start_time", "gain"})     # fields that not every text can be
+_MOST_STEPS = 30_000    # to fit one path, in all its attempts; names of 250 letters and ten fields take up to 22,000
+_LONGEST = {"split": 64, "start_time": 40, "gain": 64}    # letters that are looked at: no such value is longer
 
 def _fits(name: str, value: str) -> bool:
     "Whether a value can be that of a field with a form of its own."
+    if len(value) > _LONGEST[name]: return False
     if name == "split": return split_name(value) is not None
     return bool(iso_time(value)) if name == "start_time" else not math.isnan(number_in(value))
 
-# %% ../../nbs/audio/naming.ipynb #307a84db
+def _folder_ends(path: str, at: int) -> Iterator[int]:
+    "Places behind no folder, one folder, two ..."
+    yield at
+    while (at := path.find("/", at) + 1): yield at
+
+# %% ../../nbs/audio/naming.ipynb #0981bccf
 class _Match:
     "One attempt to fit a path to a pattern."
 
-    def __init__(self, tokens: tuple[Token, ...], path: str, strict: frozenset[str]):
-        self.tokens, self.path, self.strict = tokens, path, strict
+    def __init__(self, tokens: tuple[Token, ...], path: str, strict: frozenset[str], steps: int = _MOST_STEPS):
+        self.tokens, self.path, self.strict, self.steps = tokens, path, strict, steps      # steps that are left
         self.failed: set[tuple[int, int]] = set()
         self.failed_from = dict.fromkeys(range(len(tokens)), len(path) + 1)    # folders: from this place on they failed
 
@@ -156,6 +164,8 @@ class _Match:
         if at >= self.failed_from[k] or (k, at) in self.failed: return None
         kind, value = self.tokens[k]
         for end in self.ends(k, at):
+            self.steps -= 1
+            if self.steps < 0: return None
             if kind == "field" and value in self.strict and not _fits(value, self.path[at:end]): continue
             if (rest := self.rest(k + 1, end)) is not None: return [(value, self.path[at:end]), *rest] if kind == "field" else rest
         if kind == "folders": self.failed_from[k] = at      # a later place has fewer folders to choose from
@@ -167,13 +177,8 @@ class _Match:
         kind, value = self.tokens[k]
         if kind == "text":
             if self.path.startswith(value, at): yield at + len(value)
-        elif kind == "folders": yield from self.folder_ends(at)
+        elif kind == "folders": yield from _folder_ends(self.path, at)
         else: yield from self.field_ends(k, at + (value != "*"), value)
-
-    def folder_ends(self, at: int) -> Iterator[int]:
-        "Places behind no folder, one folder, two ..."
-        yield at
-        while (at := self.path.find("/", at) + 1): yield at
 
     def field_ends(self, k: int, least: int, name: str) -> Iterator[int]:
         "Places at which a field can end, for what follows it."
@@ -202,7 +207,7 @@ def _first_try(tokens: tuple[Token, ...]) -> re.Pattern | None:
         else: text += f"(?>({letters}?){after})" if parts else f"({letters}){after}"
     return re.compile(text)
 
-# %% ../../nbs/audio/naming.ipynb #0b2b0336
+# %% ../../nbs/audio/naming.ipynb #98bfce5b
 def match_pattern(
     pattern: str,
     path: str,                    # relative, without its extension
@@ -214,9 +219,11 @@ def match_pattern(
         found = list(zip(fields, m.groups()))
         if all(_fits(name, value) for name, value in found if name in _FORMS): return {name: value for name, value in found if name != "*"}
     forms = _FORMS.intersection(fields) - {"split"}
+    steps = _MOST_STEPS
     for given_up in (frozenset[str](), {"gain"}, {"start_time"}, {"start_time", "gain"}):
         if not given_up <= forms: continue
-        matched = _Match(tokens, path, (forms | {"split"}) - given_up).rest(0, 0)
+        attempt = _Match(tokens, path, (forms | {"split"}) - given_up, steps)
+        matched, steps = attempt.rest(0, 0), attempt.steps
         if matched is not None: return {name: value for name, value in matched if name != "*"}
     return None
 

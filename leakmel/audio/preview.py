@@ -66,10 +66,11 @@ class PatternPreview:
     def _repr_html_(self) -> str:
         return _preview_html(self)
 
-# %% ../../nbs/audio/preview.ipynb #eb703966
+# %% ../../nbs/audio/preview.ipynb #f6b435e9
 def _counted(values: dict[str, int], n_values: int) -> str:
     "Values and counts in a line."
-    if n_values > 3 and max(values.values(), default=0) == 1: return f"{n_values:,} values, for example {', '.join(list(values)[:2])}"
+    if not values: return f"{n_values:,} values"
+    if n_values > 3 and max(values.values()) == 1: return f"{n_values:,} values, for example {', '.join(list(values)[:2])}"
     more = f", and {n_values - len(values):,} more" if n_values > len(values) else ""
     return ", ".join(f"{value} {n:,}" for value, n in values.items()) + more
 

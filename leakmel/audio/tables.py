@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['TABLE_COLUMNS', 'Row', 'NameTable', 'read_table', 'missing_files']
 
-# %% ../../nbs/audio/tables.ipynb #59c7985d
+# %% ../../nbs/audio/tables.ipynb #93ee1b4a
 import base64, binascii, csv, io, math, os, re, stat
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,8 +52,12 @@ def _column_names(header: list[str], file: Path) -> list[str]:
                             expected="path (or file, or filename), label and, where known, " + ", ".join(TABLE_COLUMNS[3:]))
     return names
 
-# %% ../../nbs/audio/tables.ipynb #636c6fd5
+# %% ../../nbs/audio/tables.ipynb #84578403
 Row = tuple[str, list[str]]    # where it stands ("line 7"), and its cells
+
+def _is_blank(cells: Sequence[str]) -> bool:
+    "Whether a line holds nothing."
+    return not any(cell.strip() for cell in cells)
 
 def _require_file(file: Path) -> None:
     "Refuse a table that is no regular file: a named pipe would be waited for."
@@ -77,7 +82,7 @@ def _divider(text: str) -> tuple[str, int]:
     "What divides the cells of a CSV file, and where its header begins: Excel may have written a first line that says it."
     if said := re.match(r'"?sep=([,;\t|])"?\r?\n', text, re.IGNORECASE): return said.group(1), said.end()
     def known(delimiter: str) -> int:
-        try: cells = next(filter(any, csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)), [])
+        try: cells = next(filterfalse(_is_blank, csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)), [])
         except csv.Error: return 0
         return sum(_OTHER_NAMES.get(n := cell.strip().casefold(), n) in TABLE_COLUMNS for cell in cells)
     return max(",;\t", key=known), 0
@@ -157,7 +162,7 @@ class _Line:
         if not self.text("split"): self.wrong("the split is empty", remedy="fill it in every line, or remove the column")
         return split_name(self.text("split")) or self.wrong("unknown split", "split", "write training, validation or testing")
 
-# %% ../../nbs/audio/tables.ipynb #dc549535
+# %% ../../nbs/audio/tables.ipynb #26050a1e
 def read_table(
     file: str | os.PathLike,   # CSV; or Parquet (.parquet, .pq), where pyarrow is installed
 ) -> NameTable:                # raises DataError that names the line, UsageError without pyarrow
@@ -168,7 +173,7 @@ def read_table(
     if file.suffix.lower() not in (".parquet", ".pq"):
         delimiter, start = _divider(text := _csv_text(file))
         rows = _csv_rows(file, text, delimiter, start)
-    header = next((cells for _, cells in rows if any(cell.strip() for cell in cells)), [])
+    header = next((cells for _, cells in rows if not _is_blank(cells)), [])
     if not header: raise DataError("the table is empty", path=file, expected="a line of column names, for example path,label")
     names = _column_names(header, file)
     table = NameTable(file, [], [], [] if "split" in names else None, [], tuple(n for n in names if n not in TABLE_COLUMNS and n))
@@ -180,7 +185,7 @@ def _fill(table: NameTable, names: list[str], rows: Iterable[Row], decimal: str)
     "Add the rows to a table."
     seen: dict[bytes, str] = {}
     for where, cells in rows:
-        if not any(cell.strip() for cell in cells): continue
+        if _is_blank(cells): continue
         line = _Line(table.file, where, dict(zip(names, cells)), decimal)
         if len(cells) < len(names) or any(cells[len(names):]): line.wrong(f"{len(cells)} cells, the header has {len(names)}")
         path, label = line.path(), line.text("label")

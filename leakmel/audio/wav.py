@@ -20,7 +20,7 @@ from ..core.errors import MachineError, RecordingError
 
 if TYPE_CHECKING: from typing_extensions import Buffer
 
-# %% ../../nbs/audio/wav.ipynb #c9aee2f8
+# %% ../../nbs/audio/wav.ipynb #c0026704
 MACHINE_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ENOSPC, errno.ENODEV, errno.ESTALE, errno.ENOTCONN})
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
@@ -40,7 +40,7 @@ class OutOfMemory(MachineError):
     "Too little memory for one recording, named with its path."
 
     def __init__(self, path: str | bytes | os.PathLike):
-        super().__init__("out of memory while reading", path=path, remedy="free some memory or use fewer threads, or take the file away; no recording was rejected for this")
+        super().__init__("out of memory while reading", path=path, remedy="free some memory, use fewer threads, or take the file away")
 
 # %% ../../nbs/audio/wav.ipynb #b8d36702
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY

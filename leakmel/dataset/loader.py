@@ -129,7 +129,7 @@ class Source(Protocol):
     def fill(self, slot: Slot) -> int:
         "Fill the slot's candidates; returns the bytes of their files."
 
-# %% ../../nbs/dataset/loader.ipynb #d5afa855
+# %% ../../nbs/dataset/loader.ipynb #08fe205c
 class BatchReader:
     "Reads batches of one listing into slots; shared by all reader threads."
     stage = "read"
@@ -145,6 +145,7 @@ class BatchReader:
         self.header = canonical_header(spec.sample_rate, spec.n_samples)
         self.size = HEADER_BYTES + 2 * spec.n_samples
         self.base = os.fsencode(listing.folder) + b"/"
+        self.no_label = _NO_LABEL["folders" if listing.naming.labels_by_folder else listing.naming.source]
 
     def fill(self, slot: Slot) -> int:
         "Read the slot's candidates; returns the bytes of their files."
@@ -162,9 +163,7 @@ class BatchReader:
 
     def _read(self, slot: Slot, i: int, k: int) -> Facts:
         "Read candidate k into row i."
-        if self.listing.label_ids[k] < 0:
-            naming = self.listing.naming
-            raise RecordingError("no_label", _NO_LABEL["folders" if naming.labels_by_folder else naming.source])
+        if self.listing.label_ids[k] < 0: raise RecordingError("no_label", self.no_label)
         path = self.base + self.listing.paths[k]
         size, mtime_ns = int(self.listing.sizes[k]), int(self.listing.mtimes_ns[k])
         if size < 0: raise RecordingError("unreadable", "named in the table, but there is no such file")

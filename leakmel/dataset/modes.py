@@ -237,7 +237,7 @@ def _falling_back(ready: Preloaded, say: Callable[[str], None]) -> Iterator[None
         ready.choice = ModeChoice(ready.choice.asked, used, reason, ready.choice.need_bytes, ready.choice.free_bytes)
         say(str(ready.choice))
 
-# %% ../../nbs/dataset/modes.ipynb #c58f31c8
+# %% ../../nbs/dataset/modes.ipynb #1b05be26
 def with_rules_of(
     ready: Preloaded | None,
     spec: SpecLike,
@@ -256,7 +256,7 @@ def preload(
     manifest: Manifest | None = None,     # what `scan` gave, to save listing again
     progress: str = "auto",
 ) -> Preloaded:                           # a context manager; close it to give the memory back
-    "Read recordings once, for several builds: `build(..., preloaded=...)`."
+    "Read recordings once, for several builds of one rate, length and rules: `build(..., preloaded=...)`."
     if mode not in ("preload", "memmap"): raise UsageError("recordings are held by preload or memmap", found=repr(mode))
     found = scan(root, split=split) if manifest is None else manifest
     if os.path.realpath(root) != os.path.realpath(found.root):

@@ -35,7 +35,7 @@ def name_facts(path: bytes, naming: Naming, columns: Sequence[str]) -> dict[str,
     if naming.source == "table": return {}
     return {k: v[0] for k, v in name_columns([path], [naming.parse(path)]).items() if k in columns}
 
-# %% ../../nbs/dataset/names.ipynb #5a3e70f2
+# %% ../../nbs/dataset/names.ipynb #1e9b7632
 def wrong_labels(
     paths: Sequence[bytes],      # of the rows
     ids: np.ndarray,             # [B], numbers of their labels
@@ -53,7 +53,8 @@ def wrong_labels(
         return
     said = [naming.read(p) for p in paths]
     if wrong := [p for p, s, k in zip(paths, said, ids) if s.label is None or show_path(s.label) != labels[k]]:
-        yield f"{len(wrong)} rows carry a label other than their name by the pattern, first {show_path(wrong[0])}"
+        source = "folder" if naming.labels_by_folder else "name by the pattern"
+        yield f"{len(wrong)} rows carry a label other than their {source}, first {show_path(wrong[0])}"
     if naming.base == "root" and (wrong := [p for p, s in zip(paths, said) if s.split != split]):
         yield f"{len(wrong)} rows are of another split by the pattern, first {show_path(wrong[0])}"
 

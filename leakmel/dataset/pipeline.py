@@ -260,7 +260,7 @@ def _start_up(timeline: Timeline, lane: str):
     from leakmel.core.timeline import Span
     return Span("start_up", lane, 0.0, timeline.now_s())
 
-# %% ../../nbs/dataset/pipeline.ipynb #6a3454d8
+# %% ../../nbs/dataset/pipeline.ipynb #5ceca15d
 def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -> BuildResult:
     "The result of a published job; writes report and timeline beside the data set."
     timeline, target, report = build.timeline, job.file.target, build.reports[job.split]
@@ -273,7 +273,8 @@ def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -
     summary = split_summary(job, build.manifest, build.engine, build.config, workers, timeline, report, seconds, import_s, samples, noted) | build.mode
     timeline_path, report_path = _beside(target)
     summary["timeline_path"] = show_path(timeline_path)
-    body = summary | {"created_at_utc": datetime.now(UTC).isoformat(timespec="seconds"), "rejected_files": [rejected_dict(r) for r in job.rejected],
+    body = summary | {"created_at_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+                      "rejected_files": [rejected_dict(r) for r in sorted(job.rejected, key=lambda r: r.path)],
                       "problems": [asdict(p) for p in noted]}
     with _data_set_stands(target):
         with replacing(timeline_path) as new: write_timeline(timeline, new, split=job.split)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VerifyReport', 'pick_rows', 'check_data_set', 'check_sample', 'verify']
 
-# %% ../../nbs/dataset/verify.ipynb #2713fdb9
+# %% ../../nbs/dataset/verify.ipynb #655c94eb
 import json, os, stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from ..audio.quality import FIGURES, figures_of
 from ..audio.tables import NameTable, read_table
 from ..audio.wav import DIGEST_ALGORITHM, Recording, digest_of, read_wav
 from ..core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, RecordingError, UsageError, show_path
+from .consistency import accounting_problems, against_folders, attribute_problems, path_problems, rejected_problems, scale_problems, wrong_split
 from .expected import expected_row
 from .names import accounting as account
 from .names import against_table, name_facts, stored_columns, stored_naming, wrong_labels
@@ -62,7 +63,7 @@ class VerifyReport:
         return {"ok": self.ok, "verdict": self.verdict, "scope": self.scope, "labels_compared": self.labels_compared, "n_rows": self.n_rows,
                 "checked": self.checked, "max_abs_db": self.max_abs_db, "problems": self.problems}
 
-# %% ../../nbs/dataset/verify.ipynb #542d89ef
+# %% ../../nbs/dataset/verify.ipynb #0c1799c9
 _BLOCK_BYTES = 2 << 20
 _CHECKED_BYTES = 16 << 20     # of samples and features recomputed together: fewer and larger steps
 _EXPONENT = np.uint16(0x7C00)   # the exponent bits of float16, all set in what is not finite
@@ -81,9 +82,9 @@ def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:
         if waves.dtype != np.float32 or waves.shape != shape: yield f"segments_waveform is {waves.dtype} {waves.shape}, its settings say float32 {shape}"
     for name in ("labels", *(f"digests/{d}" for d in f["digests"]), *(f"files/{c}" for c in f["files"])):
         if f[name].shape != (n,): yield f"{name} has shape {f[name].shape}, there are {n} rows"
+    yield from scale_problems(f, spec)
+    yield from accounting_problems(f)
     paths = f["files/path"][:].tolist()
-    if out := [p for p in paths if not p or p.startswith(b"/") or b".." in p.split(b"/")]:
-        yield f"a path leads out of the data folder: {show_path(out[0])}"
     if any(a >= b for a, b in zip(paths, paths[1:])): yield "paths are not in the order of their bytes, or one is there twice"
     for code in set(f["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}: yield f"unknown reject code {code!r}"
     ids = f["labels"][:]
@@ -253,7 +254,7 @@ def check_sample(sample: int | None) -> None:
     if sample is None or isinstance(sample, (int, np.integer)) and not isinstance(sample, bool) and sample >= 0: return
     raise UsageError("the number of rows to recompute must be 0 or more, or None for all", found=repr(sample))
 
-# %% ../../nbs/dataset/verify.ipynb #2a6c37e6
+# %% ../../nbs/dataset/verify.ipynb #11bb1e1a
 def _check_open(
     f: h5py.File, root: str | os.PathLike | None, sample: int | None, accounting: bool, edges: Sequence[int], table: NameTable | None,
     report: VerifyReport,
@@ -262,9 +263,11 @@ def _check_open(
     report.problems += unsafe_parts(f)
     if not report.problems and f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f):
         report.problems.append("labels, columns or attributes do not match their digest")
+    if not report.problems: report.problems += path_problems(f)     # before anything is read from them
     if report.problems: return
     spec, labels, naming = stored_spec(f), json.loads(f.attrs["labels_json"]), stored_naming(f)
     report.n_rows = len(f["segments_mel"])
+    report.problems += attribute_problems(f.attrs, spec, report.n_rows)
     report.problems += _structure(f, spec, labels)
     report.labels_compared = naming.source != "table" or table is not None
     report.problems += _integrity(f)
@@ -272,8 +275,11 @@ def _check_open(
         raise _TableForFolders(f"the labels of this data set come from {'folders' if naming.labels_by_folder else 'a pattern'}: leave the table away",
                                path=f.filename)
     if table is not None and not report.problems: report.problems += against_table(f, labels, naming, table)
+    if root is not None and table is None and naming.source == "table" and not report.problems:
+        report.problems += against_folders(f["files/path"][:].tolist(), f["labels"][:], labels)
     if root is not None and not report.problems: _check_sources(f, spec, naming, root, sample, accounting, edges, report)
 
+# %% ../../nbs/dataset/verify.ipynb #76f8fada
 def _unusable(root: str | os.PathLike) -> list[str]:
     "Why nothing can be compared with a data folder; raises MachineError."
     if not os.path.isdir(root):
@@ -303,7 +309,9 @@ def _check_sources(
         return
     picked = pick_rows(report.n_rows, sample, f["labels"][:], f["files/rms_db"][:], edges)
     if len(picked): report.scope = "against the sources"
+    if naming.base == "split": report.problems += wrong_split(f.attrs["split"], root, splits)
     report.problems += _against_sources(f, spec, folder, picked, report)
+    report.problems += rejected_problems(f, spec, naming, json.loads(f.attrs["labels_json"]), folder, root, sample, report.moved)
     if accounting: report.problems += account(f, folder, naming)
 
 # %% ../../nbs/dataset/verify.ipynb #6abc4881

@@ -1,0 +1,199 @@
+"Contradictions that need no digest: rejected files that are good, splits and labels against the folders, and a stranger's long paths."
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import leakmel as lm
+from leakmel.audio.naming import match_pattern
+from leakmel.core.errors import RecordingError, VerifyError
+from leakmel.dataset.consistency import pick_rejected
+from leakmel.dataset.loader import BatchReader
+from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
+from outsider import leftovers
+
+QUIET = dict(engine="reference", progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0, files_per_batch=2))
+SETTINGS = dict(sample_rate=4096, duration_s=1.0, preset="disjoint", long="reject", rate="reject")
+
+
+@pytest.fixture
+def data(tmp_path, make_wav) -> Path:
+    "Twelve good files, and eight that are rejected for five reasons."
+    root = tmp_path / "data"
+    for k in range(12): make_wav(root / ("LEAK" if k % 2 else "DRY") / f"{k:02d}.wav", seed=k)
+    for k in range(3): (root / "LEAK" / f"broken {k}.wav").write_bytes(b"RIFF")
+    (root / "DRY" / "empty.wav").write_bytes(b"")
+    make_wav(root / "DRY" / "fast.wav", rate=8000)
+    make_wav(root / "DRY" / "long.wav", n=5000)
+    make_wav(root / "lost.wav")
+    make_wav(root / ".hidden" / "a.wav")
+    return root
+
+
+def forged(path: Path, **attributes) -> None:
+    "Give a data set other attributes, and digests that fit."
+    with h5py.File(path, "r+") as f:
+        f.attrs.update(attributes)
+        f.attrs[DIGEST_ATTRIBUTE] = metadata_digest(f)
+
+
+def set_column(file: Path, **columns: list[bytes]) -> None:
+    "Give a data set other rejected files, and digests that fit."
+    with h5py.File(file, "r+") as f:
+        for name, values in columns.items():
+            del f[f"rejected/{name}"]
+            f[f"rejected/{name}"] = np.array(values)
+        f.attrs[DIGEST_ATTRIBUTE] = metadata_digest(f)
+
+
+def rejected_of(path: Path) -> tuple[list[bytes], list[bytes]]:
+    "Paths and codes of the rejected files."
+    with h5py.File(path) as f: return f["rejected/path"][:].tolist(), f["rejected/code"][:].tolist()
+
+
+# ---- rejected files
+
+
+def test_what_had_to_be_rejected_is_no_problem(data, tmp_path):
+    r = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET)
+    assert {x.code for x in r.rejections} >= {"empty", "wrong_rate", "too_long", "no_label"}
+    for sample in (64, 2, None):
+        report = lm.verify(r.path, root=data, sample=sample)
+        assert report.ok, report.problems
+        assert report.checked == min(r.rows, r.rows if sample is None else sample), "rejected files are not counted"
+
+
+def test_rejected_files_are_reported_in_the_order_of_their_paths(data, tmp_path, monkeypatch):
+    "Whatever thread read them, and when."
+    real = BatchReader._read
+    def read(self, slot, i, k):
+        if k < 2: time.sleep(0.2)       # the others overtake it
+        return real(self, slot, i, k)
+    monkeypatch.setattr(BatchReader, "_read", read)
+    r = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, engine="reference", progress="none",
+                 pipeline=PipelineConfig(compute_workers=2, read_workers=3, slots=5, files_per_batch=2))
+    shown = [x["path"] for x in json.loads(Path(f"{r.path}.report.json").read_text())["rejected_files"]]
+    assert shown == [os.fsdecode(x.path) for x in r.rejections] == sorted(shown)
+    assert shown[0] == ".hidden/a.wav"
+    assert len(shown) > 5
+
+
+def test_a_builder_that_calls_good_files_unreadable_publishes_nothing(data, tmp_path, monkeypatch):
+    real = BatchReader._read
+    def read(self, slot, i, k):
+        if self.listing.paths[k] == b"LEAK/03.wav": raise RecordingError("unreadable", "the file cannot be read (EFAULT)")
+        return real(self, slot, i, k)
+    monkeypatch.setattr(BatchReader, "_read", read)
+    with pytest.raises(VerifyError, match=r"03.wav: rejected as unreadable, but the recording gives a row: either it was rejected wrongly or it was mended"):
+        lm.build(data, out=tmp_path / "out" / "x.h5", spec=SETTINGS, check=None, **QUIET)
+    assert not leftovers(tmp_path / "out")
+    r = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, check=0, **QUIET)
+    assert lm.verify(r.path).ok
+    assert not lm.verify(r.path, root=data, sample=None).ok
+
+
+@pytest.mark.parametrize(("name", "code", "words"), [
+    (b"DRY/fast.wav", b"too_short", "rejected as too_short, but the recording is to be rejected as wrong_rate"),
+    (b"DRY/long.wav", b"no_label", "is to be rejected as too_long"), (b"lost.wav", b"empty", "is to be rejected as no_label"),
+    (b"DRY/empty.wav", b"unreadable", "is to be rejected as empty"),
+])
+def test_a_wrong_reason_is_a_problem(data, tmp_path, name, code, words):
+    path = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET).path
+    paths, codes = rejected_of(path)
+    set_column(path, code=[code if p == name else c for p, c in zip(paths, codes)])
+    report = lm.verify(path, root=data)
+    assert [p for p in report.problems if words in p and os.fsdecode(name) in p] == report.problems != []
+    set_column(path, code=[b"changed" if p == name else c for p, c in zip(paths, codes)])
+    assert lm.verify(path, root=data).ok, "it may have been in the middle of a write"
+
+
+def test_a_rejected_file_that_was_mended_or_went_away(data, tmp_path):
+    path = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET).path
+    shutil.copy(data / "LEAK" / "01.wav", data / "DRY" / "empty.wav")
+    assert ["mended since" in p for p in lm.verify(path, root=data).problems] == [True]
+    (data / "DRY" / "empty.wav").unlink()
+    report = lm.verify(path, root=data, accounting=False)
+    assert report.problems == report.moved == ["DRY/empty.wav: rejected as empty, and not there any more"]
+
+
+def test_a_rejected_file_outside_the_root_is_not_read(data, tmp_path, make_wav):
+    path = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET).path
+    make_wav(tmp_path / "outside" / "a.wav")
+    (data / "DRY" / "empty.wav").unlink()
+    (data / "DRY" / "empty.wav").symlink_to(tmp_path / "outside" / "a.wav")
+    assert lm.verify(path, root=data, accounting=False).ok
+
+
+def test_sample_of_rejected_files():
+    codes = np.array([b"empty", b"changed", b"not_wav", *[b"empty"] * 500, b"truncated", b"empty", b"changed"])
+    for n in (0, 1, 4, 20, 64):
+        picked = pick_rejected(codes, n).tolist()
+        assert len(set(picked)) == n
+        assert picked == sorted(picked) == pick_rejected(codes, n).tolist()
+    assert {0, 2, 503, 504} <= set(pick_rejected(codes, 4).tolist())
+    assert set(pick_rejected(codes, None).tolist()) == set(range(506)) - {1, 505}
+    assert len(pick_rejected(codes[:0], 5)) == len(pick_rejected(np.array([b"changed"]), 5)) == 0
+
+
+# ---- folders
+
+
+def test_splits_against_the_folders(demo, data, tmp_path):
+    path = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET).path
+    forged(path, split="TESTING")
+    assert lm.verify(path).ok
+    assert any("of the split TESTING, but" in p for p in lm.verify(path, root=data).problems)
+    path = lm.build(demo, split="testing", out=tmp_path / "y.h5", **QUIET).path
+    assert lm.verify(path, root=demo).ok
+    forged(path, split="")
+    assert not lm.verify(path, root=demo).ok
+    data.rename(tmp_path / "TESTING")
+    path = lm.build(tmp_path, split="testing", out=tmp_path.parent / f"{tmp_path.name}.h5", spec=SETTINGS, **QUIET).path
+    assert lm.verify(path, root=tmp_path / "TESTING").ok, "the split's own folder"
+    assert lm.verify(path, root=tmp_path).ok
+
+
+def test_labels_that_claim_to_come_from_a_table(data, tmp_path):
+    path = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET).path
+    set_column(path, path=[b"DRY/empty.wav"], code=[b"empty"], message=[b"x"])
+    forged(path, naming_json=json.dumps({"source": "table", "pattern": "", "base": "root"}))
+    assert lm.verify(path, root=data, accounting=False).ok
+    with h5py.File(path, "r+") as f: f["labels"][:] = 1 - f["labels"][:]
+    forged(path)
+    assert any("labels contradict the folders in 12 rows" in p and "give the table they came from" in p for p in lm.verify(path, root=data).problems)
+    assert lm.verify(path).ok
+
+
+# ---- a stranger's paths
+
+
+@pytest.mark.parametrize("step", [b"a" * 3000, b"a" * 250 + b"/", b"a1_" * 60 + b"/"])
+@pytest.mark.parametrize("pattern", ["{start_time}a{gain}a{split}a{label}", "{start_time}a{gain}a{sensor}a{label}", "{**}/{start_time}a{gain}a{split}a{label}",
+                                     "{*}a{*}a{*}a{gain}a{start_time}a{label}b"])
+def test_long_paths_of_a_stranger_are_answered_in_a_second(data, tmp_path, pattern, step):
+    path = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET).path
+    with h5py.File(path, "r+") as f:
+        del f["files/path"]
+        f["files/path"] = np.array([(step * 20)[:3990].rstrip(b"/") + b"/%02d.wav" % k for k in range(12)])
+    forged(path, naming_json=json.dumps({"source": "pattern", "pattern": pattern, "base": "root" if "{split}" in pattern else "split"}))
+    began = time.perf_counter()
+    assert not lm.verify(path).ok
+    lm.open_dataset(path).close()
+    assert time.perf_counter() - began < 1
+
+
+def test_names_of_real_length_are_within_the_steps():
+    name = "train_" + "pump_16_" * 20 + "LEAK_H07_x_20250314_020000_16dB"
+    assert len(name) > 190
+    found = match_pattern("{split}_{folder}_{label}_{sensor}_{session}_{start_time}_{gain}", name)
+    assert found is not None
+    assert (found["split"], found["start_time"], found["gain"]) == ("train", "20250314_020000", "16dB")
+    began = time.perf_counter()
+    assert match_pattern("{start_time}a{gain}a{split}a{sensor}", "a" * 4000) is None
+    assert time.perf_counter() - began < 1
