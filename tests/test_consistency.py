@@ -13,6 +13,7 @@ import leakmel as lm
 from leakmel.audio.naming import match_pattern
 from leakmel.core.errors import RecordingError, VerifyError
 from leakmel.dataset.consistency import pick_rejected
+from leakmel.dataset import loader
 from leakmel.dataset.loader import BatchReader
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
@@ -85,6 +86,7 @@ def test_rejected_files_are_reported_in_the_order_of_their_paths(data, tmp_path,
 
 
 def test_a_builder_that_calls_good_files_unreadable_publishes_nothing(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "native", lambda: None)
     real = BatchReader._read
     def read(self, slot, i, k):
         if self.listing.paths[k] == b"LEAK/03.wav": raise RecordingError("unreadable", "the file cannot be read (EFAULT)")

@@ -176,7 +176,7 @@ def test_input_inside_the_output_is_fine(tmp_path, data):
 def test_no_space_is_said_before_work(tmp_path, data, old, monkeypatch):
     from types import SimpleNamespace
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096))
-    monkeypatch.setattr(loader, "_read_canonical", lambda *a: pytest.fail("work had begun"))
+    monkeypatch.setattr(loader.BatchReader, "fill", lambda *a: pytest.fail("work had begun"))
     e = fails(data, tmp_path, SpaceError, "bytes are missing")
     assert isinstance(e, SpaceError)
     assert e.exit_code == 3
@@ -193,6 +193,7 @@ def test_empty_mel_band(tmp_path, data):
 
 
 def test_read_faults_of_the_machine(tmp_path, data, old, monkeypatch):
+    monkeypatch.setattr(loader, "native", lambda: None)      # read by Python, where faults can be planted
     real = os.preadv
     for code in (errno.EIO, errno.EMFILE, errno.ENOMEM):
         calls: list[int] = []
@@ -207,6 +208,7 @@ def test_read_faults_of_the_machine(tmp_path, data, old, monkeypatch):
 
 
 def test_open_faults_of_the_machine(tmp_path, data, old, monkeypatch):
+    monkeypatch.setattr(loader, "native", lambda: None)      # read by Python, where faults can be planted
     real = os.open
     def broken(path, flags, *more, **named):
         if str(path).endswith("17.wav'"): raise OSError(errno.EMFILE, "Too many open files", path)
@@ -320,6 +322,7 @@ def test_threads_that_cannot_be_started(tmp_path, data, old, monkeypatch, allowe
 
 
 def test_many_faults_at_once_give_one_error(tmp_path, data, old, monkeypatch):
+    monkeypatch.setattr(loader, "native", lambda: None)      # read by Python, where faults can be planted
     def broken(*a, **k): raise OSError(errno.EIO, os.strerror(errno.EIO))
     monkeypatch.setattr(os, "preadv", broken)
     monkeypatch.setattr(RowFile, "write", broken)
@@ -438,6 +441,7 @@ def test_file_that_changed_since_it_was_listed(tmp_path, data, change, follows):
 
 
 def test_unreadable_file_is_rejected_and_others_are_not(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(loader, "native", lambda: None)      # read by Python, where faults can be planted
     real = os.open
     def broken(path, flags, *more, **named):
         if os.fsencode(path).endswith(b"17.wav"): raise PermissionError(errno.EACCES, "Permission denied", path)

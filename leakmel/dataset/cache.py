@@ -65,13 +65,13 @@ def open_cache(
         return open_facts(path, reader.spec, key), True
     except OSError as e: raise output_error(e, e.filename or path) from e
 
-# %% ../../nbs/dataset/cache.ipynb #3d82134d
+# %% ../../nbs/dataset/cache.ipynb #4c3abd53
 def _open_complete(path: Path, reader: BatchReader, key: str) -> Held | None:
     "A complete cache file that is there; its name is given when it is complete, so no lock is needed."
     if not path.exists(): return None
     try: held = open_facts(path, reader.spec, key)
     except DataError: return None
-    if len(held.numbers) != len(reader.listing):
+    if len(held.facts) != len(reader.listing):
         held.rows.close()
         return None
     with suppress(OSError): os.utime(path)      # when it was last used

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['log', 'BuildResult', 'job_metadata', 'build', 'build_all']
 
-# %% ../../nbs/dataset/pipeline.ipynb #623e34d0
+# %% ../../nbs/dataset/pipeline.ipynb #17135498
 import json, logging, os
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..audio.compiled import native
 from ..audio.manifest import Listing, Manifest, scan
 from ..audio.problems import Problem
 from ..audio.quality import quality
@@ -82,22 +83,21 @@ class BuildResult:
         return (f"BuildResult({self.path.name}: {self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files, "
                 f"{self.seconds:.2f} s, {self.files_per_s:,.0f} files/s end to end; {self.verified.verdict})")
 
-# %% ../../nbs/dataset/pipeline.ipynb #845c0853
+# %% ../../nbs/dataset/pipeline.ipynb #56ecd3fa
 def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Metadata:
     "All of a finished job's data set but its rows."
     keep = np.flatnonzero(job.good)
-    numbers, n = job.numbers[keep], len(keep)
+    facts, n = job.facts[keep], len(keep)
     encoding, status = [b"pcm16"] * n, [b"ok"] * n
     for k, (e, s) in job.unusual.items():
         row = int(np.searchsorted(keep, k))
         encoding[row], status[row] = e.encode(), s.encode()
     names = job.listing.names
     columns = name_columns([job.listing.paths[k] for k in keep], [names[k] for k in keep])
-    columns |= {name: numbers[name].copy() for name in ("sample_rate", "n_samples", "channels")}
-    columns |= {"encoding": byte_column(encoding), "status": byte_column(status), "digest": job.digests[keep]}
+    columns |= {name: facts[name].copy() for name in ("sample_rate", "n_samples", "channels")}
+    columns |= {"encoding": byte_column(encoding), "status": byte_column(status), "digest": facts["digest"].copy()}
     figures = quality(job.moments[keep], job.spec.n_samples, True)
-    own, whole = job.figures[keep], job.read_whole[keep]
-    for name, values in figures.items(): values[whole] = own[name][whole]
+    for name, values in figures.items(): values[facts["figured"]] = facts[name][facts["figured"]]
     columns |= {name: values.astype(np.uint8) if values.dtype == bool else values for name, values in figures.items()}
     attributes = root_attributes(job.spec, engine.identity, job.spec.fingerprint(engine.identity), label_names, job.listing.split, n,
                                  job.listing.naming)
@@ -290,7 +290,7 @@ def _data_set_stands(target: Path) -> Iterator[None]:
     except OutputError as e:
         raise type(e)("the data set itself is complete and stands, but its report or timeline could not be written", path=target, found=str(e)) from e
 
-# %% ../../nbs/dataset/pipeline.ipynb #b7a080da
+# %% ../../nbs/dataset/pipeline.ipynb #8c2cdb28
 @dataclass(frozen=True)
 class _Order:
     "What the caller of a build asked for."
@@ -312,7 +312,8 @@ def _prepare(order: _Order, split: str | None, manifest: Manifest | None) -> tup
     if order.preloaded is not None and order.mode not in ("auto", order.preloaded.choice.used, order.preloaded.choice.asked):
         raise UsageError("preloaded recordings are read in their own mode", found=f"mode={order.mode!r}", expected=f"auto or {order.preloaded.choice.used}")
     timeline = Timeline()
-    load_engine(order.engine)      # imports are not part of the job; opening the engine is
+    native()                       # imports are not part of the job; opening the engine is
+    load_engine(order.engine)
     timeline.spans.append(_start_up(timeline, "imports"))
     listed_s = timeline.now_s()
     if manifest is None: return timeline, listed_s, scan(order.root, split=split)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Job', 'Lanes', 'run_lanes', 'Ring']
 
-# %% ../../nbs/dataset/ring.ipynb #9c3bcd6a
-import math, os, sys, threading, time
+# %% ../../nbs/dataset/ring.ipynb #73115d25
+import math, os, threading, time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,20 +14,20 @@ from queue import SimpleQueue
 
 import numpy as np
 
+from ..audio.compiled import digests_of
 from ..audio.manifest import Listing
-from ..audio.quality import FIGURES, moments_of
-from ..audio.wav import digest_of
+from ..audio.quality import moments_of
 from ..core.errors import EngineError, LeakmelError, MachineError
 from ..core.timeline import Timeline
 from .config import Workers
-from .loader import BatchReader, Facts, Slot, Source
+from .loader import FACTS, BatchReader, Slot, Source
 from .schema import Rejected
 from .waveforms import store_waveforms
 from .writer import RowFile, output_error
 from ..mel.engines import Engine, no_span
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/ring.ipynb #619a6530
+# %% ../../nbs/dataset/ring.ipynb #03e26f68
 class Job:
     "The state of one split's build."
 
@@ -36,17 +36,19 @@ class Job:
         self.listing, self.spec, self.file = listing, spec, file
         self.plain = BatchReader(listing, spec, follows=follows)
         self.reader: Source = self.plain                  # or what was held ready
-        self.good = np.zeros(n, bool)
-        self.numbers = np.zeros(n, [("sample_rate", "i4"), ("n_samples", "i8"), ("channels", "i2")])
-        self.moments = np.zeros((n, 5))                   # of rows that are their recordings
-        self.read_whole = np.zeros(n, bool)               # the others: their quality figures came with the reading
-        self.figures = np.zeros(n, FIGURES)
-        self.digests, self.row_digests = np.zeros(n, "S32"), np.zeros(n, "S32")
+        self.facts = np.zeros(n, FACTS)
+        self.moments = np.zeros((n, 5))                   # of rows that are their recordings; the others have their figures in the facts
+        self.row_digests = np.zeros(n, "S32")
         self.waveform_digests = np.zeros(n, "S32") if file.waveform_shape is not None else None
-        self.unusual: dict[int, tuple[str, str]] = {}     # candidate -> encoding, status, where not "pcm16", "ok"
+        self.unusual: dict[int, tuple[str, str]] = {}     # candidate -> encoding, status, where not PLAIN
         self.rejected: list[Rejected] = []
         self.n_done = 0                                   # candidates written or rejected
         self._lock = threading.Lock()
+
+    @property
+    def good(self) -> np.ndarray:
+        "Which candidates have become rows, [n] bool."
+        return self.facts["good"]
 
     @property
     def split(self) -> str:
@@ -57,21 +59,13 @@ class Job:
         "Write a computed slot's rows and note its facts; returns the bytes written and whether the job has all its rows now."
         n_bytes = self.file.write(slot.first, slot.mels[:slot.n])
         if self.waveform_digests is not None: n_bytes += store_waveforms(slot, self.spec, self.file, self.waveform_digests)
-        for i, facts in enumerate(slot.facts):
-            if facts is not None: self._note(slot.first + i, facts, slot.mels[i])
-        self.moments[slot.first:slot.first + slot.n] = slot.moments[:slot.n]
-        with self._lock:      # the rest belongs to candidates, and each candidate to one thread
+        mine = slice(slot.first, slot.first + slot.n)      # candidates, each of which belongs to one thread
+        self.facts[mine], self.moments[mine], self.row_digests[mine] = slot.facts, slot.moments[:slot.n], digests_of(slot.mels[:slot.n])
+        with self._lock:
+            self.unusual |= {slot.first + i: words for i, words in slot.unusual.items()}
             self.rejected += slot.rejected
             self.n_done += slot.n
             return n_bytes, self.n_done == len(self.listing)
-
-    def _note(self, k: int, facts: Facts, row: np.ndarray) -> None:
-        "Keep the facts of candidate k."
-        self.good[k] = True
-        self.numbers[k] = facts.sample_rate, facts.n_samples, facts.channels
-        if facts.figures is not None: self.figures[k], self.read_whole[k] = facts.figures, True
-        self.digests[k], self.row_digests[k] = facts.digest, digest_of(row)
-        if (facts.encoding, facts.status) != ("pcm16", "ok"): self.unusual[k] = sys.intern(facts.encoding), sys.intern(facts.status)
 
 # %% ../../nbs/dataset/ring.ipynb #880eff3b
 @contextmanager
@@ -224,7 +218,7 @@ def _roles(workers: Workers) -> list[tuple[str, Callable[[Ring, str], None]]]:
     return [*((f"reader-{i}", _read_batches) for i in range(workers.read_workers)), *((f"engine-{i}", _compute_batches) for i in engines),
             ("writer", _write_batches), ("publisher", _complete_jobs)]
 
-# %% ../../nbs/dataset/ring.ipynb #9685db49
+# %% ../../nbs/dataset/ring.ipynb #65b4557f
 def _read(ring: Ring, lane: str, slot: Slot, item: tuple[Job, int, int, int]) -> None:
     "Fill a slot with the recordings of a batch."
     slot.begin(*item)
@@ -236,8 +230,9 @@ def _compute(ring: Ring, lane: str, slot: Slot) -> None:
     with ring.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
         span = partial(ring.timeline.span, lane=lane, split=slot.job.split, batch=slot.batch) if ring.engine.device != "cpu" else no_span
         with _computing(ring.engine, slot): slot.moments[:slot.n] = ring.engine.run(slot.input, slot.mels[:slot.n], span=span)
-        whole = [i for i, f in enumerate(slot.facts) if f is not None and f.figures is None] if slot.wide_rows else []
-        if whole: slot.moments[whole] = moments_of(slot.samples[whole])
+        if slot.wide_rows:
+            whole = np.flatnonzero(slot.facts["good"] & ~slot.facts["figured"])
+            slot.moments[whole] = moments_of(slot.samples[whole])
         moved.n_files, moved.n_bytes = slot.n, slot.input.nbytes
 
 def _write(ring: Ring, lane: str, slot: Slot) -> None:

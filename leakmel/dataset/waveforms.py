@@ -31,7 +31,7 @@ def segment_view(
     shape = (len(samples), *waveform_shape(spec))
     return as_strided(samples, shape, (row, spec.long_hop * step, spec.short_hop * step, step), writeable=False)
 
-# %% ../../nbs/dataset/waveforms.ipynb #4bd596b7
+# %% ../../nbs/dataset/waveforms.ipynb #5c351122
 def store_waveforms(
     slot: Slot,            # read, and not yet given back
     spec: MelSpec,
@@ -42,8 +42,7 @@ def store_waveforms(
     samples, n_bytes = slot.input, 0
     pieces, buffer = segment_view(samples, spec), np.empty(waveform_shape(spec), np.float32)
     scale = np.float32(1 / 32_768 if samples.dtype == np.int16 else 1)
-    for i, facts in enumerate(slot.facts):
-        if facts is None: continue
+    for i in np.flatnonzero(slot.facts["good"]).tolist():
         np.multiply(pieces[i], scale, out=buffer)
         digests[slot.first + i] = digest_of(buffer)
         n_bytes += file.write_waveform(slot.first + i, buffer)

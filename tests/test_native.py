@@ -1,0 +1,263 @@
+"Compiled reading, digests and moments: the same as without them, to the bit, and nothing that goes wrong is taken for a recording."
+import errno
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import leakmel as lm
+from leakmel.audio import compiled, native
+from leakmel.audio.compiled import digests_of, int16_moments
+from leakmel.audio.native import LOOK_CLOSER, READ, read_rows
+from leakmel.audio.quality import moments_of
+from leakmel.audio.wav import canonical_header
+from leakmel.core.errors import MachineError
+from leakmel.dataset import held, loader, ring
+from leakmel.dataset.pipeline import PipelineConfig
+from messy import write_messy
+
+N = 512
+HEADER = canonical_header(4096, N)
+QUIET: dict[str, Any] = dict(progress="none", pipeline=PipelineConfig(files_per_batch=8, monitor_interval_s=0.0))
+
+
+@pytest.fixture(autouse=True)
+def without_a_cache_of_answers():
+    "Whether compiled code is to be had is asked anew in every test."
+    compiled.native.cache_clear()
+    yield
+    compiled.native.cache_clear()
+
+
+def written(path: Path, x: np.ndarray, header: bytes = HEADER, more: bytes = b"") -> bytes:
+    "A file and its path as bytes."
+    path.write_bytes(header + x.tobytes() + more)
+    return os.fsencode(path)
+
+
+def noise(n_rows: int, n: int = N, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-32_768, 32_768, (n_rows, n)).astype(np.int16)
+
+
+def mtimes(paths: list[bytes]) -> np.ndarray:
+    return np.array([os.stat(p).st_mtime_ns if os.path.exists(p) else 0 for p in paths])
+
+
+# ---- digests and moments
+
+
+@settings(deadline=None, max_examples=200)
+@given(n_rows=st.integers(0, 3), n_bytes=st.integers(1, 9000), seed=st.integers(0, 2**32 - 1))
+def test_digests_are_those_of_xxhash(n_rows: int, n_bytes: int, seed: int) -> None:
+    rows = np.random.default_rng(seed).integers(0, 256, (n_rows, n_bytes), dtype=np.uint8)
+    assert digests_of(rows).tolist() == [xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in rows]
+
+
+@pytest.mark.parametrize("n_bytes", [8, 240, 241, 248, 256, 1016, 1024, 1032, 1088, 2048, 81_920, 1 << 20])
+def test_digests_at_the_borders_of_blocks(n_bytes: int) -> None:
+    assert native.can_digest(n_bytes) == (n_bytes > 240 and n_bytes % 8 == 0)
+    for fill in (0, 255):
+        rows = np.full((2, n_bytes), fill, np.uint8)
+        rows[1, -1] ^= 1
+        assert digests_of(rows).tolist() == [xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in rows]
+
+
+def test_digests_of_rows_of_any_shape() -> None:
+    mels = np.random.default_rng(2).normal(size=(3, 5, 2, 64, 1)).astype(np.float16)
+    assert digests_of(mels).tolist() == [xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in mels]
+
+
+@settings(deadline=None, max_examples=100)
+@given(n=st.integers(1, 5000), seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(["noise", "low", "high", "quiet"]))
+def test_moments_are_exact(n: int, seed: int, kind: str) -> None:
+    x = {"noise": noise(2, n, seed), "low": np.full((2, n), -32_768, np.int16), "high": np.full((2, n), 32_767, np.int16),
+         "quiet": noise(2, n, seed) // np.int16(3000)}[kind]
+    assert np.array_equal(int16_moments(x), moments_of(x))
+
+
+# ---- reading
+
+
+def test_canonical_recordings_are_read_into_their_rows(tmp_path: Path) -> None:
+    x = noise(5)
+    paths = [written(tmp_path / f"{i} \u00e4\udcff.wav", row) for i, row in enumerate(x)]
+    wanted = np.array([True, False, True, True, True])
+    samples = np.full((5, N), 77, np.int16)
+    outcomes, ctimes_ns, digests = read_rows(paths, wanted, mtimes(paths), HEADER, samples)
+    assert outcomes.tolist() == [READ, LOOK_CLOSER, READ, READ, READ]
+    assert np.array_equal(samples[wanted], x[wanted])
+    assert (samples[1] == 77).all(), "what was not asked for is left alone"
+    assert ctimes_ns[wanted].tolist() == [os.stat(p).st_ctime_ns for p, w in zip(paths, wanted) if w]
+    assert digests[wanted].tolist() == [xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in x[wanted]]
+
+
+def odd_files(folder: Path) -> dict[str, bytes]:
+    "Files that are not what they were listed as, by what is odd about each."
+    x = noise(1)[0]
+    made = {"one byte longer": written(folder / "long", x, more=b"\0"), "one byte shorter": written(folder / "short", x[:-1], more=b"\0"),
+            "another rate": written(folder / "rate", x, canonical_header(4097, N)),
+            "another count": written(folder / "count", x, canonical_header(4096, N - 1)),
+            "no header": written(folder / "head", x, bytes(44)), "empty": written(folder / "empty", x[:0], b""), "header only": written(folder / "only", x[:0])}
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "around").symlink_to("around")
+    long = folder / ("n" * 300)
+    return made | {"a folder": os.fsencode(folder / "folder"), "a pipe": os.fsencode(folder / "pipe"), "gone": os.fsencode(folder / "gone"),
+                   "a link to itself": os.fsencode(folder / "around"), "too long a name": os.fsencode(long), "below a file": made["no header"] + b"/x"}
+
+
+def test_nothing_else_passes_for_a_recording(tmp_path: Path) -> None:
+    made = odd_files(tmp_path)
+    made["modified since"] = written(tmp_path / "late", noise(1)[0])
+    good = written(tmp_path / "good", noise(1)[0])
+    paths = [*made.values(), good]
+    times = mtimes([p if not os.path.islink(p) and len(os.path.basename(p)) < 200 else b"/" for p in paths])
+    times[list(made).index("modified since")] += 1
+    outcomes, _, _ = read_rows(paths, np.ones(len(paths), bool), times, HEADER, np.zeros((len(paths), N), np.int16))
+    found = dict(zip(made, outcomes.tolist()))
+    assert found.pop("gone") == errno.ENOENT
+    assert found.pop("a link to itself") == errno.ELOOP
+    assert found.pop("too long a name") == errno.ENAMETOOLONG
+    assert found.pop("below a file") == errno.ENOTDIR
+    assert found.pop("a folder") in (errno.EISDIR, LOOK_CLOSER)
+    assert found.pop("a pipe") in (errno.ESPIPE, LOOK_CLOSER)
+    assert set(found.values()) == {LOOK_CLOSER}, found
+    assert outcomes[-1] == READ, "and the next one is read all the same"
+
+
+def test_a_path_with_a_zero_byte_shifts_no_other(tmp_path: Path) -> None:
+    good = [written(tmp_path / name, noise(1, seed=k)[0]) for k, name in enumerate("ab")]
+    outcomes, _, _ = read_rows([good[0], b"x\0" + good[0], good[1]], np.array([True, False, True]), mtimes([good[0], b"/", good[1]]), HEADER,
+                               samples := np.zeros((3, N), np.int16))
+    assert outcomes.tolist() == [READ, LOOK_CLOSER, READ]
+    assert np.array_equal(samples[2], noise(1, seed=1)[0])
+
+
+def test_reading_closes_what_it_opens(tmp_path: Path) -> None:
+    paths = [*odd_files(tmp_path).values(), written(tmp_path / "good", noise(1)[0])]
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3): read_rows(paths, np.ones(len(paths), bool), np.zeros(len(paths), np.int64), HEADER, np.zeros((len(paths), N), np.int16))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_no_rows_at_all() -> None:
+    outcomes, ctimes_ns, digests = read_rows([], np.zeros(0, bool), np.zeros(0, np.int64), HEADER, np.zeros((0, N), np.int16))
+    assert len(outcomes) == len(ctimes_ns) == len(digests) == 0
+
+
+def test_the_interpreter_runs_on_while_files_are_read(tmp_path: Path) -> None:
+    "Compiled reading holds no lock: another thread counts on meanwhile."
+    paths = [written(tmp_path / f"{k}", noise(1, 40_960)[0], canonical_header(4096, 40_960)) for k in range(64)] * 20
+    times, samples, count, over = mtimes(paths), np.zeros((len(paths), 40_960), np.int16), [0], threading.Event()
+    def look_on() -> None:
+        while not over.is_set(): count[0] += 1
+    thread = threading.Thread(target=look_on)
+    thread.start()
+    before = count[0]
+    outcomes, _, _ = read_rows(paths, np.ones(len(paths), bool), times, canonical_header(4096, 40_960), samples)
+    counted = count[0] - before
+    over.set()
+    thread.join()
+    assert (outcomes == READ).all()
+    assert counted > 1000
+
+
+# ---- builds with and without
+
+
+@pytest.mark.parametrize("mode", ["stream", "memmap"])
+def test_the_same_data_set_without_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    write_messy(tmp_path / "data")
+    monkeypatch.setenv("LEAKMEL_CACHE_DIR", str(tmp_path / "cache"))
+    def built(name: str) -> tuple[bytes, list]:
+        results = lm.build_all(tmp_path / "data", out_dir=tmp_path / name, mode=mode, spec={"sample_rate": 4096, "duration_s": 1.0}, **QUIET)
+        return b"".join(r.path.read_bytes() for r in results), [x for r in results for x in r.rejected.to_numpy().tolist()]
+    compiled_bytes, compiled_rejected = built("with")
+    for module in (loader, ring, held):
+        if hasattr(module, "native"): monkeypatch.setattr(module, "native", lambda: None)
+        monkeypatch.setattr(module, "digests_of", lambda rows: np.array([xxhash.xxh3_128_hexdigest(r.tobytes()) for r in rows], "S32"))
+    assert built("without") == (compiled_bytes, compiled_rejected)
+    assert len(compiled_rejected) > 5
+
+
+def test_compiled_code_reads_what_is_canonical(tmp_path: Path, make_wav, monkeypatch: pytest.MonkeyPatch) -> None:
+    "And only what is not goes through Python."
+    for k in range(10): make_wav(tmp_path / "data" / "A" / f"{k}.wav", seed=k)
+    (tmp_path / "data" / "A" / "3.wav").write_bytes(canonical_header(4096, 4096)[:20])
+    slow: list[int] = []
+    real = loader.BatchReader.fill_row
+    def fill_row(self, slot, i):
+        slow.append(slot.first + i)
+        real(self, slot, i)
+    monkeypatch.setattr(loader.BatchReader, "fill_row", fill_row)
+    r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec={"duration_s": 1.0, "short": "reject"}, **QUIET)
+    assert (r.rows, slow) == (9, [3])
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE])
+def test_a_fault_of_the_machine_rejects_no_recording(tmp_path: Path, make_wav, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    for k in range(10): make_wav(tmp_path / "data" / "A" / f"{k}.wav", seed=k)
+    def broken(paths, *a):
+        outcomes, *others = read_rows(paths, *a)
+        outcomes[-1] = code
+        return outcomes, *others
+    monkeypatch.setattr(loader, "native", lambda: SimpleNamespace(**vars(native) | {"read_rows": broken}))
+    with pytest.raises(MachineError, match=errno.errorcode[code]) as caught: lm.build(tmp_path / "data", out=tmp_path / "x.h5", **QUIET)
+    assert str(tmp_path / "data") in str(caught.value)
+    assert "no recording was rejected" in str(caught.value)
+    assert not list(tmp_path.glob("*x.h5*"))
+
+
+def test_descriptors_that_run_out(tmp_path: Path) -> None:
+    "For real, in a process of its own."
+    path = written(tmp_path / "good", noise(1)[0])
+    code = ("import os, resource, sys, numpy as np; from leakmel.audio.native import read_rows; from leakmel.audio.wav import canonical_header\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1,) * 2)\n"
+            f"print(read_rows([{path!r}], np.ones(1, bool), np.zeros(1, np.int64), canonical_header(4096, {N}), np.zeros((1, {N}), np.int16))[0][0])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(errno.EMFILE), done.stderr
+
+
+# ---- where it cannot be had
+
+
+def test_without_numba_everything_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
+    monkeypatch.delattr("leakmel.audio.native", raising=False)
+    with caplog.at_level(logging.WARNING, "leakmel"):
+        x = noise(2)
+        assert digests_of(x).tolist() == [xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in x]
+        assert np.array_equal(int16_moments(x), moments_of(x))
+    assert caplog.text.count("without compiled code") == 1, "said once"
+
+
+@pytest.mark.parametrize("part", ["digest_rows", "int16_moments"])
+def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    real = getattr(native, part)
+    def wrong(rows):
+        out = real(rows)
+        out[-1] = out[0]
+        return out
+    native.self_check()
+    monkeypatch.setattr(native, part, wrong)
+    with pytest.raises(ImportError, match="remove numba's cache"): native.self_check()
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    "numba's cache has no place: results are the same, with or without compiled code."
+    blocked = tmp_path / "blocked"
+    blocked.write_text("no folder")
+    code = ("from leakmel.audio.compiled import digests_of; import numpy as np; from leakmel.audio.wav import digest_of\n"
+            "x = np.ones((2, 400), np.int16); assert digests_of(x).tolist() == [digest_of(r).encode() for r in x]; print('right')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ | {"NUMBA_CACHE_DIR": str(blocked / "x")})
+    assert done.stdout.strip() == "right", done.stderr
