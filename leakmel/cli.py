@@ -121,7 +121,7 @@ def run_verify(args: argparse.Namespace) -> Outcome:
     lines = [f"{show_path(args.file)}: {report.verdict}", *(f"  {p}" for p in report.problems[1:20])]      # the verdict has the first
     return (0 if report.ok else 1), report.to_dict() | {"path": show_path(args.file)}, "\n".join(lines)
 
-# %% ../nbs/cli.ipynb #82d75c4b
+# %% ../nbs/cli.ipynb #2950f423
 def run_cache(args: argparse.Namespace) -> Outcome:
     "List or clear the cache files of mode memmap."
     from leakmel.core.monitor import size_text
@@ -144,10 +144,23 @@ def run_bench(args: argparse.Namespace) -> Outcome:
     "Measure builds on this machine."
     from leakmel.ops.bench import bench_build, store, table
     from leakmel.ops.bench_modes import bench_modes
+    if args.suite == "gpu": return _bench_gpu(args)
     suite = {"build": bench_build, "modes": bench_modes}[args.suite]
-    figures = suite(args.dir, n_files=args.files, rounds=args.rounds, say=lambda text: print(text, file=sys.stderr))
+    figures = suite(args.dir, n_files=8000 if args.files is None else args.files, rounds=5 if args.rounds is None else args.rounds, say=_say)
     path = store(figures, args.out)
     return (0 if figures["verified"]["all_ok"] else 1), figures | {"path": show_path(path)}, f"{table(figures)}\nstored as {show_path(path)}"
+
+def _bench_gpu(args: argparse.Namespace) -> Outcome:
+    "Measure a machine with a GPU; figures are stored as they come."
+    from leakmel.ops.bench import store, total_for
+    from leakmel.ops.bench_gpu import bench_gpu
+    from leakmel.ops.bench_gpu_table import gpu_table
+    figures = bench_gpu(args.dir, n_files=None if args.files is None else total_for(args.files), rounds=args.rounds, budget_s=args.budget_s,
+                        rehearse=args.rehearse, commit_id=args.commit, keep=lambda figures: store(figures, args.out), say=_say)
+    path = store(figures, args.out)
+    return (0 if figures["ok"] else 1), figures | {"path": show_path(path)}, f"{gpu_table(figures)}\nstored as {show_path(path)}"
+
+def _say(text: str) -> None: print(text, file=sys.stderr, flush=True)
 
 def _front_end(args: argparse.Namespace) -> str:
     "Where progress is drawn: nowhere for machines."
@@ -225,7 +238,7 @@ def _add_names(p: argparse.ArgumentParser) -> None:
     p.add_argument("--pattern", metavar="TEXT", help="form of the paths without their extension, for example '{label}/{session}/{sensor}~{*}~{start_time}': "
                                                      "fields as in --table, {*} any text, {**} any folders")
 
-# %% ../nbs/cli.ipynb #99401f29
+# %% ../nbs/cli.ipynb #057401b0
 def _add_build(p: argparse.ArgumentParser) -> None:
     from leakmel.dataset.modes import MODES
     from leakmel.dataset.config import PipelineConfig
@@ -256,9 +269,13 @@ def _add_cache(p: argparse.ArgumentParser) -> None:
 
 def _add_bench(p: argparse.ArgumentParser) -> None:
     p.add_argument("dir", help="work folder for the made recordings and the data sets; recordings that are there are used again")
-    p.add_argument("--suite", choices=["build", "modes"], default="build", help="what to measure: whole builds, or what each mode costs (default build)")
-    p.add_argument("--files", type=int, default=8000, help="recordings of the training split of the made set (default 8000; 82 kB each)")
-    p.add_argument("--rounds", type=int, default=5, help="counted rounds of each setting (default 5)")
+    p.add_argument("--suite", choices=["build", "modes", "gpu"], default="build",
+                   help="what to measure: whole builds, what each mode costs, or a machine with a GPU (default build)")
+    p.add_argument("--files", type=int, help="recordings of the training split of the made set (default 8000, with gpu the reference set's 39,563; 82 kB each)")
+    p.add_argument("--rounds", type=int, help="counted rounds of each setting (default 5, with gpu 3)")
+    p.add_argument("--budget-s", type=float, default=420, metavar="S", help="seconds that the suite gpu may take; what matters least is left out (default 420)")
+    p.add_argument("--rehearse", action="store_true", help="go through the suite gpu on a CPU, tiny; its figures mean nothing")
+    p.add_argument("--commit", help="commit to note in the figures of the suite gpu where there is no git")
     p.add_argument("--out", default="runs/benchmarks", help="folder of the figures (default runs/benchmarks)")
 
 # %% ../nbs/cli.ipynb #d2dc0bcb

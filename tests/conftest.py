@@ -18,6 +18,12 @@ def need(found: object, what: str) -> None:
     pytest.skip(f"{what} is not there")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    "With `-m gpu`, import only the files that have such tests: a bare machine with a GPU lacks what some of the others need."
+    if config.option.markexpr.strip() != "gpu" or not collection_path.match("test_*.py"): return None
+    return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
+
+
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory) -> Path:
     "A made set of 60 recordings in three splits."

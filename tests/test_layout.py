@@ -22,7 +22,7 @@ from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.dataset.runs import build_kinds, execute, plan_rows, plan_run
 from leakmel.dataset.waveforms import store_waveforms, waveform_shape
 from leakmel.dataset.writer import RowFile
-from leakmel.mel.engines import ENGINES
+from leakmel.mel.engines import CPU_ENGINES
 from outsider import content, fit, leftovers, log_mel, off, read, walk
 
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
@@ -288,7 +288,7 @@ def test_waveforms_are_the_recordings_samples_in_full_scale(recordings, waved):
             assert np.abs(waves).max() <= 1
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", CPU_ENGINES)
 @pytest.mark.parametrize("compression", ["none", "gzip"])
 def test_waveforms_of_any_recording_are_cut_from_what_the_row_is_made_of(tmp_path, make_wav, engine, compression):
     "Stereo, another rate, too short, too long, float; with rejected files before and between; overlapping segments."
@@ -366,7 +366,7 @@ def decibels_by_librosa(x: np.ndarray, settings: dict[str, Any]) -> np.ndarray:
     return (20 if settings["power"] == 1 else 10) * np.log10(np.maximum(values, 1e-10))
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", CPU_ENGINES)
 @pytest.mark.parametrize(("name", "settings", "shape"), [("builder", BUILDER, (40, 2, 64, 1)), ("pipeline", PIPELINE, (79, 3, 32, 1))])
 def test_both_definitions_by_spec(recordings, tmp_path, engine, name, settings, shape):
     "Written out field by field, not taken from the file: whole data sets against SciPy and librosa."
@@ -420,7 +420,7 @@ def neighbours(root: Path, which: str, victim: np.ndarray) -> bytes:
     return b"A/" + name.encode()
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", CPU_ENGINES)
 def test_a_row_never_depends_on_its_batch(tmp_path, engine):
     "Not on how many files a batch holds, on who is in it, on the place in it, on a loud neighbour, on rejected ones; waveforms neither."
     victim = np.random.default_rng(9).normal(0, 15, 4096).astype(np.int16)      # quiet: a clip under a loud neighbour's maximum would show

@@ -96,7 +96,9 @@ def test_package_metadata_come_from_settings_ini():
     def same(found: set[tuple[str, str]], text: str) -> bool:
         return {(n, frozenset(b.split(","))) for n, b in found} == {(n, frozenset(b.split(","))) for n, b in map(requirement, text.split())}
     assert same(run, s["requirements"])
-    assert same({requirement(r.split(";")[0].replace(" ", "")) for r in declared if "extra ==" in r}, s["dev_requirements"])
+    for extra in ("dev", "gpu"):
+        found = {requirement(r.split(";")[0].replace(" ", "")) for r in declared if re.search(rf"extra == ['\"]{extra}['\"]", r)}
+        assert same(found, s[f"{extra}_requirements"])
     (script,) = [e for e in entry_points(group="console_scripts") if e.name == "leakmel"]
     assert f"{script.name}={script.value}" == s["console_scripts"]
 

@@ -26,7 +26,7 @@ def native() -> ModuleType | None:
         logging.getLogger("leakmel").warning("reading goes on without compiled code, slower, with the same results: %s: %s", type(e).__name__, e)
         return None
 
-# %% ../../nbs/audio/compiled.ipynb #d2d29a0b
+# %% ../../nbs/audio/compiled.ipynb #187e33c7
 def digests_of(
     rows: np.ndarray,   # [n, ...], contiguous
 ) -> np.ndarray:        # [n] S32
@@ -36,8 +36,8 @@ def digests_of(
     return np.array([digest_of(row) for row in rows], "S32")
 
 def int16_moments(
-    rows: np.ndarray,   # [n, N] int16, contiguous
+    rows: np.ndarray,   # [n, N] int16
 ) -> np.ndarray:        # [n, 5] float64
     "The moments of 16-bit recordings, as `moments_of` gives them."
     module = native()
-    return moments_of(rows) if module is None else module.int16_moments(rows)
+    return moments_of(rows) if module is None else module.int16_moments(np.ascontiguousarray(rows))

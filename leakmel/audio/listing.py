@@ -111,7 +111,7 @@ class Walk:
             except OSError as e:
                 raise list_error(e, folder) from e
 
-# %% ../../nbs/audio/listing.ipynb #4b536c40
+# %% ../../nbs/audio/listing.ipynb #7ce234a3
 @dataclass(frozen=True, eq=False)
 class Listing:
     "The recordings of one split, in the order of the bytes of their paths."
@@ -147,8 +147,12 @@ class Listing:
     @property
     def names(self) -> list[NameParts]:
         "What the names say, one for each recording."
-        if self.parts is not None: return list(self.parts)
-        return list(map(parse_name if self.naming.source == "folders" else self.naming.parse, self.paths))
+        return self.names_of(slice(None))
+
+    def names_of(self, some: slice) -> list[NameParts]:
+        "What the names of some recordings say."
+        if self.parts is not None: return list(self.parts[some])
+        return list(map(parse_name if self.naming.source == "folders" else self.naming.parse, self.paths[some]))
 
 # %% ../../nbs/audio/listing.ipynb #856b4e61
 Found = tuple[bytes, int, int]   # path relative to the folder, bytes, mtime in ns

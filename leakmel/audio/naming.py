@@ -6,12 +6,13 @@
 __all__ = ['SPLITS', 'FIELDS', 'Token', 'split_name', 'iso_time', 'number_in', 'NameParts', 'parse_name', 'pattern_tokens',
            'match_pattern', 'Named', 'Naming', 'pattern_naming']
 
-# %% ../../nbs/audio/naming.ipynb #deb338dc
+# %% ../../nbs/audio/naming.ipynb #b8c45b64
 import json, math, os, re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import date, datetime
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..core.errors import DataError, UsageError
 from ..core.parameters import answer_unknown
@@ -61,9 +62,8 @@ def number_in(
     value = float(found.group()) if found else math.nan
     return value if abs(value) < 3e38 else math.nan
 
-# %% ../../nbs/audio/naming.ipynb #5acf34ae
-@dataclass(frozen=True, slots=True)
-class NameParts:
+# %% ../../nbs/audio/naming.ipynb #cc3e4c92
+class NameParts(NamedTuple):
     "What the name of a recording says; empty where it does not."
     sensor: str = ""
     recording: str = ""

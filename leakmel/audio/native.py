@@ -5,15 +5,13 @@
 # %% auto #0
 __all__ = ['LEAST_BYTES', 'READ', 'LOOK_CLOSER', 'can_digest', 'digest_rows', 'int16_moments', 'read_rows', 'self_check']
 
-# %% ../../nbs/audio/native.ipynb #66b6b1d1
-import sys
+# %% ../../nbs/audio/native.ipynb #00adc345
+import os, sys
 
 import numpy as np
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
-
-from .wav import OPEN_FLAGS
 
 if not sys.platform.startswith("linux"): raise ImportError("compiled reading is for Linux")
 
@@ -145,9 +143,10 @@ def _errno():
     "Why the last system call of this thread failed."
     return carray(_pointer(_errno_at()), (1,), dtype=np.int32)[0]
 
-# %% ../../nbs/audio/native.ipynb #cb0188a1
+# %% ../../nbs/audio/native.ipynb #8742f1bf
 READ, LOOK_CLOSER = 0, -1      # outcomes; from 1 up: errno of opening or reading
-_FLAGS, _HERE, _OF_DESCRIPTOR, _TIMES = OPEN_FLAGS, -100, 0x1000, 0x80 | 0x40     # AT_FDCWD, AT_EMPTY_PATH, STATX_CTIME | STATX_MTIME
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY       # as wav.OPEN_FLAGS; here, because a stale cache sees only this file
+_HERE, _OF_DESCRIPTOR, _TIMES = -100, 0x1000, 0x80 | 0x40               # AT_FDCWD, AT_EMPTY_PATH, STATX_CTIME | STATX_MTIME
 _CTIME, _MTIME = 96 // 8, 112 // 8     # where struct statx has them, in 64-bit words
 
 @njit

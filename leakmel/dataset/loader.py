@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['FACTS', 'PLAIN', 'Slot', 'Disagreement', 'Source', 'BatchReader']
 
-# %% ../../nbs/dataset/loader.ipynb #0f43c9f1
+# %% ../../nbs/dataset/loader.ipynb #6500419f
 import os, sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,7 +36,7 @@ FACTS = np.dtype([
 ])
 PLAIN = ("pcm16", "ok")      # encoding and status of nearly all
 
-# %% ../../nbs/dataset/loader.ipynb #1a6cc1a9
+# %% ../../nbs/dataset/loader.ipynb #43cedabc
 class Slot:
     "Buffers and results of one batch; reused, so a batch must be written out before its slot is given back."
 
@@ -44,9 +44,10 @@ class Slot:
         self,
         n_files: int,      # recordings it holds at the most
         spec: MelSpec,
+        host_array: Callable[..., np.ndarray] = np.zeros,   # makes arrays of zeros from a shape and a type, where a device can reach them
     ):
-        self.samples = np.zeros((n_files, spec.n_samples), np.int16)
-        self.mels = np.zeros((n_files, *spec.row_shape), np.float16)
+        self._host_array = host_array
+        self.samples, self.mels = host_array((n_files, spec.n_samples), np.int16), host_array((n_files, *spec.row_shape), np.float16)
         self.moments = np.zeros((n_files, 5))
         self._facts = np.zeros(n_files, FACTS)
         self._wide: np.ndarray | None = None
@@ -55,6 +56,7 @@ class Slot:
     def begin(self, job: Any, batch: int, first: int, n: int) -> None:
         "Take on candidates first ... first + n of a job."
         self.job, self.batch, self.first, self.n = job, batch, first, n
+        self.ticket: Any = None        # of the engine, while it computes
         self.wide_rows = False
         self.facts[:] = np.zeros((), FACTS)
         self.unusual: dict[int, tuple[str, str]] = {}      # row -> encoding, status, where not PLAIN
@@ -72,7 +74,7 @@ class Slot:
 
     def widen(self, i: int, row: np.ndarray) -> None:
         "Put float32 samples at row i; the slot's input is float32 from now on."
-        if self._wide is None: self._wide = np.zeros(self.samples.shape, np.float32)
+        if self._wide is None: self._wide = self._host_array(self.samples.shape, np.float32)
         self.wide_rows = True
         self._wide[i] = row
 

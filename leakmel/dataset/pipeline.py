@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['log', 'BuildResult', 'job_metadata', 'build', 'build_all']
 
-# %% ../../nbs/dataset/pipeline.ipynb #17135498
+# %% ../../nbs/dataset/pipeline.ipynb #91306548
 import json, logging, os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,11 @@ from ..audio.manifest import Listing, Manifest, scan
 from ..audio.problems import Problem
 from ..audio.quality import quality
 from ..core.errors import DataError, LeakmelError, OutputError, UsageError, VerifyError, show_path
-from ..core.monitor import Monitor, machine_facts
+from ..core.monitor import Monitor, machine_facts, size_text
 from ..core.progress import Progress
 from ..core.timeline import Timeline, write_timeline
 from .checks import check_listing, check_target
-from .config import PipelineConfig, Workers, plan_workers
+from .config import PipelineConfig, Workers, device_options, plan_workers
 from .follow import SpecLike, disagreement, resolve_spec
 from .loader import Disagreement
 from .modes import MODES, Preloaded, prepare, with_rules_of
@@ -83,7 +84,7 @@ class BuildResult:
         return (f"BuildResult({self.path.name}: {self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files, "
                 f"{self.seconds:.2f} s, {self.files_per_s:,.0f} files/s end to end; {self.verified.verdict})")
 
-# %% ../../nbs/dataset/pipeline.ipynb #56ecd3fa
+# %% ../../nbs/dataset/pipeline.ipynb #e3789913
 def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Metadata:
     "All of a finished job's data set but its rows."
     keep = np.flatnonzero(job.good)
@@ -92,8 +93,7 @@ def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Meta
     for k, (e, s) in job.unusual.items():
         row = int(np.searchsorted(keep, k))
         encoding[row], status[row] = e.encode(), s.encode()
-    names = job.listing.names
-    columns = name_columns([job.listing.paths[k] for k in keep], [names[k] for k in keep])
+    columns = name_columns([job.listing.paths[k] for k in keep], [job.names[k] for k in keep])
     columns |= {name: facts[name].copy() for name in ("sample_rate", "n_samples", "channels")}
     columns |= {"encoding": byte_column(encoding), "status": byte_column(status), "digest": facts["digest"].copy()}
     figures = quality(job.moments[keep], job.spec.n_samples, True)
@@ -105,7 +105,7 @@ def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Meta
     return Metadata(job.spec, attributes, job.listing.label_ids[keep].astype(np.int16), columns, job.row_digests[keep], rejected,
                     None if job.waveform_digests is None else job.waveform_digests[keep])
 
-# %% ../../nbs/dataset/pipeline.ipynb #2872750a
+# %% ../../nbs/dataset/pipeline.ipynb #823982f9
 @dataclass
 class _Build:
     "What a run of one or more splits shares."
@@ -120,6 +120,7 @@ class _Build:
     published_s: dict[str, float]        # by split, on the timeline's clock
     learned: dict[str, Learned]          # by split, of published data sets: what the problems are found from
     mode: dict[str, Any] = field(default_factory=dict)    # how recordings were read, for the summary
+    pinned: dict[str, str] = field(default_factory=dict)  # by split: whether its slots' pinned memory was allocated or used again
 
     def edges(self, job: Job) -> list[int]:
         "Row numbers at the edges of the first batches."
@@ -178,10 +179,14 @@ def _all_rejected(job: Job) -> DataError:
                      found=f"{reasons}; first {show_path(first.path)}: {first.message}",
                      remedy="check the recordings (`leakmel scan --content`) and the spec's rules")
 
-# %% ../../nbs/dataset/pipeline.ipynb #c5c49922
+# %% ../../nbs/dataset/pipeline.ipynb #8a52cd72
 def _run_ring(build: _Build, jobs: list[Job], workers: Workers, progress: str) -> None:
     "Run all jobs; raises the first error."
     ring = Ring(jobs, build.engine, workers, build.timeline, build.publish)
+    if n_bytes := build.engine.host_bytes:     # slots that a device copies from; they go round, over batches and splits
+        for job in jobs:
+            build.pinned[job.split] = "allocated" if job is jobs[0] else "reused"
+            log.info("%s: %s of pinned memory in %d slots, %s", job.split, size_text(n_bytes), workers.slots, build.pinned[job.split])
     with ExitStack() as stack:
         bars = [stack.enter_context(Progress(len(job.listing), label=job.split, show=progress)) for job in jobs]
         def watch() -> None:
@@ -218,7 +223,7 @@ def _row_files(targets: list[tuple[Listing, Path]], spec: MelSpec, with_waveform
             stack.callback(files[-1].abort)
         yield files
 
-# %% ../../nbs/dataset/pipeline.ipynb #c2d88a3d
+# %% ../../nbs/dataset/pipeline.ipynb #ba9dd287
 def _build_targets(
     order: "_Order", manifest: Manifest, targets: list[tuple[Listing, Path]], timeline: Timeline, listed_s: float,
 ) -> list[BuildResult]:
@@ -227,7 +232,8 @@ def _build_targets(
     listings, config = [x for x, _ in targets], order.config
     for listing in listings: check_listing(listing, manifest)
     spec, follows = resolve_spec(with_rules_of(order.preloaded, order.spec), listings)
-    with _folders_of([target for _, target in targets], manifest.root), open_engine(order.engine, spec, device=config.device) as engine:
+    opened = partial(open_engine, order.engine, spec, device=config.device, options=device_options(config))
+    with _folders_of([target for _, target in targets], manifest.root), opened() as engine:
         workers = plan_workers(config, spec, engine, max(map(len, listings)))
         build = _Build(manifest, engine, config, workers, order.check, timeline, listed_s, {}, {}, {})
         timeline.meta |= {"engine": engine.identity, "device": engine.device, "workers": asdict(workers), "machine": machine_facts()}
@@ -260,7 +266,7 @@ def _start_up(timeline: Timeline, lane: str):
     from leakmel.core.timeline import Span
     return Span("start_up", lane, 0.0, timeline.now_s())
 
-# %% ../../nbs/dataset/pipeline.ipynb #5ceca15d
+# %% ../../nbs/dataset/pipeline.ipynb #a76b743a
 def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -> BuildResult:
     "The result of a published job; writes report and timeline beside the data set."
     timeline, target, report = build.timeline, job.file.target, build.reports[job.split]
@@ -271,6 +277,7 @@ def _result(build: _Build, job: Job, workers: Workers, listed_s: float | None) -
     import_s = max((s.end_s for s in timeline.spans if s.stage == "start_up" and s.lane == "imports"), default=0.0)
     noted = split_problems(build.manifest, job.listing, build.learned)
     summary = split_summary(job, build.manifest, build.engine, build.config, workers, timeline, report, seconds, import_s, samples, noted) | build.mode
+    summary |= {"pinned_bytes": build.engine.host_bytes, "pinned": build.pinned.get(job.split)}
     timeline_path, report_path = _beside(target)
     summary["timeline_path"] = show_path(timeline_path)
     body = summary | {"created_at_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -290,7 +297,7 @@ def _data_set_stands(target: Path) -> Iterator[None]:
     except OutputError as e:
         raise type(e)("the data set itself is complete and stands, but its report or timeline could not be written", path=target, found=str(e)) from e
 
-# %% ../../nbs/dataset/pipeline.ipynb #8c2cdb28
+# %% ../../nbs/dataset/pipeline.ipynb #700cf2c3
 @dataclass(frozen=True)
 class _Order:
     "What the caller of a build asked for."
@@ -313,6 +320,7 @@ def _prepare(order: _Order, split: str | None, manifest: Manifest | None) -> tup
         raise UsageError("preloaded recordings are read in their own mode", found=f"mode={order.mode!r}", expected=f"auto or {order.preloaded.choice.used}")
     timeline = Timeline()
     native()                       # imports are not part of the job; opening the engine is
+    with suppress(ImportError): import_module("psutil")
     load_engine(order.engine)
     timeline.spans.append(_start_up(timeline, "imports"))
     listed_s = timeline.now_s()

@@ -5,29 +5,29 @@
 # %% auto #0
 __all__ = ['Job', 'Lanes', 'run_lanes', 'Ring']
 
-# %% ../../nbs/dataset/ring.ipynb #73115d25
+# %% ../../nbs/dataset/ring.ipynb #6fbff4e4
 import math, os, threading, time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
-from ..audio.compiled import digests_of
+from ..audio.compiled import digests_of, int16_moments
 from ..audio.manifest import Listing
-from ..audio.quality import moments_of
 from ..core.errors import EngineError, LeakmelError, MachineError
-from ..core.timeline import Timeline
+from ..core.timeline import Counts, Timeline
 from .config import Workers
 from .loader import FACTS, BatchReader, Slot, Source
 from .schema import Rejected
 from .waveforms import store_waveforms
 from .writer import RowFile, output_error
-from ..mel.engines import Engine, no_span
+from ..mel.engines import Engine, EngineLane
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/ring.ipynb #03e26f68
+# %% ../../nbs/dataset/ring.ipynb #64aa4cf0
 class Job:
     "The state of one split's build."
 
@@ -39,6 +39,7 @@ class Job:
         self.facts = np.zeros(n, FACTS)
         self.moments = np.zeros((n, 5))                   # of rows that are their recordings; the others have their figures in the facts
         self.row_digests = np.zeros(n, "S32")
+        self.names: list[Any] = [None] * n                # NameParts, parsed along with the reading
         self.waveform_digests = np.zeros(n, "S32") if file.waveform_shape is not None else None
         self.unusual: dict[int, tuple[str, str]] = {}     # candidate -> encoding, status, where not PLAIN
         self.rejected: list[Rejected] = []
@@ -166,7 +167,7 @@ def run_lanes(
 
 
 
-# %% ../../nbs/dataset/ring.ipynb #895f3822
+# %% ../../nbs/dataset/ring.ipynb #5ae2beb1
 class Ring:
     "Runs the batches of some jobs through a fixed number of slots."
 
@@ -183,14 +184,17 @@ class Ring:
         queues: list[SimpleQueue] = [SimpleQueue() for _ in range(4)]
         self.free, self.filled, self.computed, self.complete = queues
         self.lanes = Lanes(self._wake)
+        self.engine_lanes: list[EngineLane] = []
+        self.to_warm_up, self.warm = workers.warmup_slots, threading.Event()
         self._todo = _batches(jobs, workers.files_per_batch)
-        self._here = {"reader": workers.read_workers, "engine": workers.compute_workers}
+        self._here = {"reader": workers.read_workers, "engine": workers.compute_workers, "writer": workers.write_workers}
         try:
-            for _ in range(workers.slots): self.free.put(Slot(workers.files_per_batch, engine.spec))
+            for _ in range(workers.slots): self.free.put(Slot(workers.files_per_batch, engine.spec, engine.host_array))
         except MemoryError as e: raise _as_ours(e) from e
         for lane, work in _roles(workers): self.lanes.add(lane, partial(work, self))
 
     def _wake(self, n_threads: int) -> None:
+        self.warm.set()
         for queue in (self.free, self.filled, self.computed, self.complete):
             for _ in range(n_threads): queue.put(None)
 
@@ -198,13 +202,18 @@ class Ring:
         "The next batch to read; None when there is none, or when all are to stop."
         with self.lanes.lock: return None if self.lanes.stopping.is_set() else next(self._todo, None)
 
+    def warm_up(self) -> None:
+        "Note that a slot was filled; engines begin when enough of them are."
+        with self.lanes.lock: self.to_warm_up -= 1
+        if self.to_warm_up <= 0: self.warm.set()
+
     def is_last(self, role: str) -> bool:
         "Note that a thread of a role leaves; whether it was the last one."
         with self.lanes.lock:
             self._here[role] -= 1
             return self._here[role] == 0
 
-# %% ../../nbs/dataset/ring.ipynb #bb8c5db6
+# %% ../../nbs/dataset/ring.ipynb #5e920fec
 def _batches(jobs: list[Job], step: int) -> Iterator[tuple[Job, int, int, int]]:
     "Job, batch number, first candidate and count of every batch, in order."
     for job in jobs:
@@ -215,25 +224,29 @@ def _roles(workers: Workers) -> list[tuple[str, Callable[[Ring, str], None]]]:
     "Names and work of the threads."
     engines = range(workers.compute_workers)
     if not workers.read_workers: return [*((f"worker-{i}", _work_alone) for i in engines), ("publisher", _complete_jobs)]
-    return [*((f"reader-{i}", _read_batches) for i in range(workers.read_workers)), *((f"engine-{i}", _compute_batches) for i in engines),
-            ("writer", _write_batches), ("publisher", _complete_jobs)]
+    return [*((f"reader-{i}", _read_batches) for i in range(workers.read_workers)), *((f"engine-{i}", partial(_submit_batches, k=i)) for i in engines),
+            *((f"writer-{i}", _write_batches) for i in range(workers.write_workers)), ("publisher", _complete_jobs)]
 
-# %% ../../nbs/dataset/ring.ipynb #65b4557f
+# %% ../../nbs/dataset/ring.ipynb #81d7d8c6
 def _read(ring: Ring, lane: str, slot: Slot, item: tuple[Job, int, int, int]) -> None:
     "Fill a slot with the recordings of a batch."
     slot.begin(*item)
     with ring.timeline.span(slot.job.reader.stage, lane, split=slot.job.split, batch=slot.batch) as moved:
         moved.n_files, moved.n_bytes = slot.n, slot.job.reader.fill(slot)
+        slot.job.names[slot.first:slot.first + slot.n] = slot.job.listing.names_of(slice(slot.first, slot.first + slot.n))
 
 def _compute(ring: Ring, lane: str, slot: Slot) -> None:
     "Compute a filled slot's mels and moments."
     with ring.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
-        span = partial(ring.timeline.span, lane=lane, split=slot.job.split, batch=slot.batch) if ring.engine.device != "cpu" else no_span
-        with _computing(ring.engine, slot): slot.moments[:slot.n] = ring.engine.run(slot.input, slot.mels[:slot.n], span=span)
-        if slot.wide_rows:
-            whole = np.flatnonzero(slot.facts["good"] & ~slot.facts["figured"])
-            slot.moments[whole] = moments_of(slot.samples[whole])
+        with _computing(ring.engine, slot): _keep_moments(slot, ring.engine.run(slot.input, slot.mels[:slot.n]))
         moved.n_files, moved.n_bytes = slot.n, slot.input.nbytes
+
+def _keep_moments(slot: Slot, moments: np.ndarray) -> None:
+    "Note the moments of a computed slot."
+    slot.moments[:slot.n] = moments
+    if not slot.wide_rows: return
+    whole = np.flatnonzero(slot.facts["good"] & ~slot.facts["figured"])
+    slot.moments[whole] = int16_moments(slot.samples[whole])
 
 def _write(ring: Ring, lane: str, slot: Slot) -> None:
     "Write a computed slot's rows; tell the publisher of a job whose rows are complete."
@@ -243,7 +256,7 @@ def _write(ring: Ring, lane: str, slot: Slot) -> None:
         moved.n_bytes, complete = job.take(slot)
     if complete: ring.complete.put(job)
 
-# %% ../../nbs/dataset/ring.ipynb #23ce0317
+# %% ../../nbs/dataset/ring.ipynb #1f0b3d57
 def _work_alone(ring: Ring, lane: str) -> None:
     "Take batch after batch from its files to its rows."
     slot = ring.free.get()
@@ -259,18 +272,40 @@ def _read_batches(ring: Ring, lane: str) -> None:
     while (slot := ring.free.get()) is not None and (item := ring.next_batch()):
         _read(ring, lane, slot, item)
         _hand_on(ring, ring.filled, slot, "queue.compute")
+        ring.warm_up()
     ring.free.put(slot)                       # for the next reader, which will leave in the same way
     if ring.is_last("reader"):
+        ring.warm.set()
         for _ in range(ring.workers.compute_workers): ring.filled.put(None)
 
-def _compute_batches(ring: Ring, lane: str) -> None:
-    "Compute in filled slots."
-    while (slot := _take(ring, ring.filled, "queue.compute")) is not None:
-        _compute(ring, lane, slot)
-        _hand_on(ring, ring.computed, slot, "queue.write")
-    if ring.is_last("engine"): ring.computed.put(None)
+def _submit_batches(ring: Ring, lane: str, k: int) -> None:
+    "Hand filled slots to the engine, some at a time; they are written when they are computed."
+    engine_lane = ring.engine.open_lane(k, ring.timeline)
+    with ring.lanes.lock: ring.engine_lanes.append(engine_lane)
+    ring.warm.wait()
+    while slots := _take_some(ring):
+        labels = [(slot.job.split, slot.batch) for slot in slots]
+        with _timed(ring, lane, *labels[0]) as moved:
+            tickets = engine_lane.submit([(slot.input, slot.mels[:slot.n]) for slot in slots], labels=labels)
+            moved.n_files, moved.n_bytes = sum(slot.n for slot in slots), sum(slot.input.nbytes for slot in slots)
+        for slot, ticket in zip(slots, tickets):
+            slot.ticket = ticket
+            _hand_on(ring, ring.computed, slot, "queue.write")
+    if ring.is_last("engine"):
+        for _ in range(ring.workers.write_workers): ring.computed.put(None)
 
-# %% ../../nbs/dataset/ring.ipynb #024f6b0e
+def _timed(ring: Ring, lane: str, split: str, batch: int) -> AbstractContextManager[Counts]:
+    "A span of computing on this thread; a device keeps its own."
+    return ring.timeline.span("compute", lane, split=split, batch=batch) if ring.engine.device == "cpu" else nullcontext(Counts())
+
+def _take_some(ring: Ring) -> list[Slot]:
+    "The next slots to compute together; none to leave."
+    slots: list[Slot] = []
+    while len(slots) < ring.workers.batch_accumulation and (slot := _take(ring, ring.filled, "queue.compute")) is not None: slots.append(slot)
+    if 0 < len(slots) < ring.workers.batch_accumulation: ring.filled.put(None)      # the word to leave came before the group was whole: it is heeded next time
+    return [] if ring.lanes.stopping.is_set() else slots
+
+# %% ../../nbs/dataset/ring.ipynb #1c604c4c
 def _take(ring: Ring, queue: SimpleQueue, gauge: str) -> Slot | None:
     "The next slot of a queue; None to leave."
     slot = queue.get()
@@ -285,8 +320,11 @@ def _hand_on(ring: Ring, queue: SimpleQueue, slot: Slot, gauge: str) -> None:
 def _write_batches(ring: Ring, lane: str) -> None:
     "Write computed slots and give them back."
     while (slot := _take(ring, ring.computed, "queue.write")) is not None:
+        with _computing(ring.engine, slot): _keep_moments(slot, slot.ticket.wait())
         _write(ring, lane, slot)
         ring.free.put(slot)
+    if not ring.is_last("writer"): return
+    for engine_lane in ring.engine_lanes: engine_lane.close()
     ring.complete.put(None)
 
 def _complete_jobs(ring: Ring, lane: str) -> None:

@@ -6,8 +6,8 @@
 __all__ = ['SETTINGS', 'ProcessRun', 'run_leakmel', 'spread', 'commit', 'total_for', 'made_set', 'verify_all', 'bench_build',
            'store', 'newest', 'table']
 
-# %% ../../nbs/ops/bench.ipynb #d81b5fc3
-import json, os, statistics, subprocess, sys, time
+# %% ../../nbs/ops/bench.ipynb #b94f0ed7
+import itertools, json, os, statistics, subprocess, sys, time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -131,16 +131,17 @@ def bench_build(
             "settings": {name: list(words) for name, words in SETTINGS.items()}, "verified": verify_all(root, out),
             "figures": {name: {key: spread([r[key] for r in kept]) for key in kept[0]} for name, kept in runs.items()}}
 
-# %% ../../nbs/ops/bench.ipynb #da934ee1
+# %% ../../nbs/ops/bench.ipynb #abecea54
 def store(
     figures: dict[str, Any],
     folder: str | os.PathLike,     # usually runs/benchmarks
 ) -> Path:
-    "Write figures under a name of suite, date and commit."
+    "Write figures under a name of suite, date and commit; a second run of that day and commit has a number too."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     date, short = figures["made_utc"][:10].replace("-", ""), (figures["commit"] or "unknown")[:8]
-    path = folder / f"{figures['suite']}-{date}-{short}.json"
+    names = (f"{figures['suite']}-{date}-{short}{'' if n == 1 else f'-{n}'}.json" for n in itertools.count(1))
+    path = next(p for p in map(folder.joinpath, names) if not p.exists() or json.loads(p.read_text(encoding="utf-8"))["made_utc"] == figures["made_utc"])
     path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return path
 
@@ -148,8 +149,9 @@ def newest(
     suite: str,
     folder: str | os.PathLike,
 ) -> dict[str, Any] | None:       # None: not measured
-    "The newest figures of a suite."
-    found = [json.loads(p.read_text(encoding="utf-8")) for p in Path(folder).glob(f"{suite}-*.json")]
+    "The newest figures of a suite; a rehearsal's are none."
+    every = (json.loads(p.read_text(encoding="utf-8")) for p in Path(folder).glob(f"{suite}-*.json"))
+    found = [f for f in every if f["suite"] == suite and not f.get("rehearsal")]
     return max(found, key=lambda f: f["made_utc"], default=None)
 
 def table(figures: dict[str, Any]) -> str:

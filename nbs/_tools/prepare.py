@@ -12,6 +12,7 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
@@ -33,6 +34,7 @@ GUIDES = {   # folder of notebooks that export nothing -> title and sentence of 
     "explanations": ("Explanations", "What the library does with recordings, and why."),
 }
 DEMO_FILES = 120
+EXTRAS = {"mel/triton_kernel": "triton"}    # library notebooks that need more than the requirements
 
 
 # ---- notebooks -----------------------------------------------------------------------------------------------------
@@ -72,9 +74,18 @@ def dress(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     return notebook
 
 
+def lacking(name: str) -> str:
+    "A sentence on what a library notebook needs and is not installed here; empty where all is there."
+    package = EXTRAS.get(name, "")
+    return f"Not executed: {package} was not installed where this page was made." if package and not find_spec(package) else ""
+
+
 def execute(path: Path, parameters: str = "") -> nbformat.NotebookNode:
     "An executed copy of a notebook; `parameters` are assignments that follow its parameters cell."
     notebook = nbformat.read(path, as_version=4)
+    if reason := lacking(path.relative_to(NOTEBOOKS).with_suffix("").as_posix()):
+        notebook.cells.insert(1, nbformat.v4.new_markdown_cell(f"*{reason}*"))
+        return notebook
     for i, cell in enumerate(notebook.cells):
         if parameters and "parameters" in cell.metadata.get("tags", []):
             notebook.cells.insert(i + 1, nbformat.v4.new_code_cell(parameters, metadata={"tags": ["remove-cell"]}))
@@ -185,7 +196,7 @@ def write_lists(library: list[Path]) -> None:
         here = {str(p.relative_to(NOTEBOOKS).with_suffix("")): sentence(p) for p in library}
         here = {name: text for name, text in here.items() if name.split("/")[0] == room}
         if not here: continue
-        for name in here: write_text(f"api/{name}", module_page(f"leakmel.{name.replace('/', '.')}"))
+        for name in here: write_text(f"api/{name}", f"# {name}\n\n{said}" if (said := lacking(name)) else module_page(f"leakmel.{name.replace('/', '.')}"))
         for page, kind in ((notebooks, "ipynb"), (api, "md")):
             listed = "\n".join(f"- [{name.split('/')[-1]}]({name}.{kind}): {text}" for name, text in here.items())
             page += [f"## {room}", f"{what[0].upper()}{what[1:]}.", listed, toctree(list(here), "hidden:", f"caption: {room}")]

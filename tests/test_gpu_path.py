@@ -1,0 +1,235 @@
+"Whole builds over a device: the same bytes however it is used, next batches under way before the last ones are through, and nothing kept when it fails."
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import leakmel as lm
+from leakmel.core.errors import EngineError, LeakmelError
+from leakmel.dataset import ring
+from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.mel import torch_engine
+from leakmel.mel.device_engine import DeviceLane
+from leakmel.mel.rehearsal import Faults, HostDevice
+from messy import write_messy
+
+SPEC = {"sample_rate": 4096, "duration_s": 1.0}
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[HostDevice]]]:
+    "Decide which rehearsed devices the next engine gets; afterwards, none of them holds memory."
+    made: list[HostDevice] = []
+    def use(*faults: Faults) -> list[HostDevice]:
+        fresh = [HostDevice(f"rehearsal:{i}", f) for i, f in enumerate(faults)]
+        made.extend(fresh)
+        monkeypatch.setattr(torch_engine, "open_devices", lambda device: fresh)
+        return fresh
+    yield use
+    for device in made: device.error = None
+    gc.collect()      # errors hold frames, and frames what they worked on
+    for device in made:
+        assert device.counts["pinned_bytes"] == 0
+        assert device.counts["device_bytes"] == 0
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("leakmel")]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    "Mixed rates, encodings and faults in three splits."
+    root = tmp_path_factory.mktemp("device") / "data"
+    write_messy(root)
+    return root
+
+
+def build(root: Path, out: Path, **config: Any) -> list[lm.BuildResult]:
+    config = {"device": "rehearsal", "monitor_interval_s": 0.0, "fsync": False, "files_per_batch": 8, "read_workers": 2} | config
+    return lm.build_all(root, out_dir=out, engine="torch", spec=SPEC, progress="none", pipeline=PipelineConfig(**config))
+
+
+def contents(results: list[lm.BuildResult]) -> list[bytes]:
+    return [r.path.read_bytes() for r in results]
+
+
+# ---- the same bytes
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one file at a time": {"files_per_batch": 1, "slots": 3},
+    "large batches": {"files_per_batch": 64},
+    "one stream": {"gpu_streams": 1},
+    "four streams": {"gpu_streams": 4, "read_workers": 4, "slots": 12},
+    "copies on the stream of computing": {"async_copies": False},
+    "no graph": {"cuda_graph": False},
+    "four batches together": {"batch_accumulation": 4, "files_per_batch": 3},
+    "more together than there are slots": {"batch_accumulation": 9, "slots": 4},
+    "warm-up": {"warmup_slots": 5},
+    "a warm-up that no split fills": {"warmup_slots": 1000, "files_per_batch": 64},
+    "little memory": {"max_bytes_in_flight": 300_000},
+}
+
+
+@pytest.fixture(scope="module")
+def right(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    "The data sets of one build, all rows of which were recomputed."
+    results = build(mixed, tmp_path_factory.mktemp("right"))
+    for r in results: assert lm.verify(r.path, root=mixed, sample=None).ok
+    assert {r.summary["engine"] for r in results} == {"torch@2/rehearsal"}
+    return contents(results)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_change_no_byte(mixed: Path, tmp_path: Path, right: list[bytes], name: str) -> None:
+    assert contents(build(mixed, tmp_path, **SETTINGS[name])) == right
+
+
+@pytest.mark.parametrize("n_devices", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_devices_that_come_late_change_no_byte(mixed: Path, tmp_path: Path, right: list[bytes], devices: Callable, n_devices: int, seed: int) -> None:
+    "Every operation up to 4 ms late, on each device in another order."
+    used = devices(*(Faults(delay_s=0.004, seed=seed) for _ in range(n_devices)))
+    assert contents(build(mixed, tmp_path, batch_accumulation=seed)) == right
+    for device in used: assert device.counts["launches"] > 2, "every device had a share"
+
+
+@pytest.mark.parametrize("mode", ["preload", "memmap"])
+def test_modes_change_no_byte(mixed: Path, tmp_path: Path, right: list[bytes], monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    monkeypatch.setenv("LEAKMEL_CACHE_DIR", str(tmp_path / "cache"))
+    results = lm.build_all(mixed, out_dir=tmp_path, engine="torch", spec=SPEC, progress="none", mode=mode,
+                           pipeline=PipelineConfig(device="rehearsal", monitor_interval_s=0.0, fsync=False, files_per_batch=5))
+    assert contents(results) == right
+
+
+# ---- nobody waits
+
+
+def test_slots_lie_where_the_device_copies_from(demo: Path, tmp_path: Path, devices: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    "Allocated once, used again by every split, and said."
+    device, = devices(Faults())
+    most = [0]
+    real = HostDevice.pinned
+    def pinned(self, shape, dtype):
+        made = real(self, shape, dtype)
+        most[0] = max(most[0], self.counts["pinned_bytes"])
+        return made
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "leakmel"):
+        patch.setattr(HostDevice, "pinned", pinned)
+        results = lm.build_all(demo, out_dir=tmp_path, engine="torch", progress="none",
+                               pipeline=PipelineConfig(device="rehearsal", files_per_batch=4, slots=5, read_workers=1, monitor_interval_s=0.0))
+    slot = 4 * 2 * (results[0].summary["spec"]["sample_rate"] * 10 + 40 * 2 * 64)
+    assert [r.summary["pinned_bytes"] for r in results] == [5 * slot] * 3
+    assert most[0] < 5 * slot + 500_000, "and nothing else but small results: no staging"
+    assert [r.summary["pinned"] for r in results] == ["allocated", "reused", "reused"]
+    assert "TRAINING: " in caplog.text
+    assert "of pinned memory in 5 slots, allocated" in caplog.text
+    assert caplog.text.count("reused") == 2
+
+
+def test_the_next_split_is_read_before_the_last_one_is_written(demo: Path, tmp_path: Path, devices: Callable) -> None:
+    devices(Faults(delay_s=0.01, seed=3))
+    results = lm.build_all(demo, out_dir=tmp_path, engine="torch", progress="none",
+                           pipeline=PipelineConfig(device="rehearsal", files_per_batch=4, slots=5, read_workers=1, monitor_interval_s=0.0))
+    spans = results[0].timeline.spans
+    def times(split: str, stage: str) -> list[tuple[float, float]]: return [(s.start_s, s.end_s) for s in spans if (s.split, s.stage) == (split, stage)]
+    for last, following in (("TRAINING", "VALIDATION"), ("VALIDATION", "TESTING")):
+        assert min(times(following, "read"))[0] < max(times(last, "write"))[1], f"{following} waited for {last}"
+
+
+def test_the_timeline_tells_copies_from_computing(demo: Path, tmp_path: Path, devices: Callable) -> None:
+    devices(Faults(), Faults())
+    spans = build(demo, tmp_path)[0].timeline.spans
+    assert {s.lane for s in spans if s.stage in ("copy_in", "compute", "copy_out")} == {"rehearsal:0", "rehearsal:1"}
+    for split in ("TRAINING", "VALIDATION", "TESTING"):
+        stages = ("read", "copy_in", "compute", "copy_out", "write")
+        n_files = {stage: sum(s.n_files for s in spans if (s.stage, s.split) == (stage, split)) for stage in stages}
+        assert len(set(n_files.values())) == 1, n_files
+    assert all(s.end_s >= s.start_s for s in spans)
+
+
+def submissions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    "Batches handed to the engine together, and slots filled until then, from now on."
+    seen: list[tuple[int, int]] = []
+    filled = [0]
+    real_submit, real_read = DeviceLane.submit, ring._read
+    def submit(self, batches, **named):
+        if threading.current_thread().name.startswith("leakmel-engine"): seen.append((len(batches), filled[0]))     # and not the self-check
+        return real_submit(self, batches, **named)
+    def read(*a):
+        real_read(*a)
+        filled[0] += 1
+    monkeypatch.setattr(DeviceLane, "submit", submit)
+    monkeypatch.setattr(ring, "_read", read)
+    return seen
+
+
+def test_accumulated_batches_are_launched_together(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = submissions(monkeypatch)
+    build(demo, tmp_path, batch_accumulation=3, files_per_batch=4)
+    sizes = [n for n, _ in seen]
+    assert set(sizes[:-1]) == {3}
+    assert 1 <= sizes[-1] <= 3
+    assert sum(sizes) == sum(-(-len(listing) // 4) for listing in lm.scan(demo).listings)
+
+
+@pytest.mark.parametrize("warmup", [1, 4])
+def test_a_device_begins_when_enough_is_read(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: int) -> None:
+    seen = submissions(monkeypatch)
+    real = ring._read
+    def slowly(*a):
+        real(*a)
+        time.sleep(0.01)      # so that a device that did not wait would be ahead
+    monkeypatch.setattr(ring, "_read", slowly)
+    build(demo, tmp_path, warmup_slots=warmup, files_per_batch=4, read_workers=1, slots=8)
+    assert seen[0][1] >= warmup
+    if warmup == 1: assert seen[0][1] < 4
+
+
+# ---- when it fails
+
+
+@pytest.mark.parametrize("k", [0, 7, 20, 60, 90])
+@pytest.mark.parametrize("kind", ["fail_call", "fail_work"])
+def test_a_failing_device_fails_the_build_and_nothing_else(demo: Path, tmp_path: Path, devices: Callable, kind: str, k: int) -> None:
+    old = contents(build(demo, tmp_path / "out"))
+    devices(Faults(**{kind: k, "delay_s": 0.002}))
+    with pytest.raises(LeakmelError) as caught: build(demo, tmp_path / "out")
+    assert "rehearsal" in str(caught.value)
+    files = sorted(tmp_path.glob("out/*"))
+    assert [p.name for p in files if p.suffix == ".H5"] == ["TESTING_DATASET.H5", "TRAINING_DATASET.H5", "VALIDATION_DATASET.H5"]
+    assert not [p for p in files if "partial" in p.name or "lock" in p.name]
+    assert sorted(p.read_bytes() for p in files if p.suffix == ".H5") == sorted(old)
+
+
+def test_device_memory_that_runs_out_makes_blocks_smaller(mixed: Path, tmp_path: Path, right: list[bytes], devices: Callable,
+                                                          caplog: pytest.LogCaptureFixture) -> None:
+    devices(Faults(largest_bytes=2_000_000))
+    assert contents(build(mixed, tmp_path, files_per_batch=32)) == right
+    assert "out of memory, going on with blocks of" in caplog.text
+
+
+def test_no_room_at_all_is_said(demo: Path, tmp_path: Path, devices: Callable) -> None:
+    devices(Faults(limit_bytes=1000))
+    with pytest.raises(EngineError, match="memory does not hold"): build(demo, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_a_device_is_busy(demo: Path, tmp_path: Path, devices: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices(Faults(delay_s=0.02, seed=5))
+    begun = threading.Event()
+    real = DeviceLane.submit
+    def submit(self, batches, **named):
+        begun.set()
+        return real(self, batches, **named)
+    monkeypatch.setattr(DeviceLane, "submit", submit)
+    real_wait = threading.Event.wait
+    def wait(self, timeout=None):
+        if timeout == 0.2 and real_wait(begun, 10): raise KeyboardInterrupt
+        return real_wait(self, timeout)
+    monkeypatch.setattr(threading.Event, "wait", wait)
+    with pytest.raises(KeyboardInterrupt): build(demo, tmp_path)
+    assert list(tmp_path.iterdir()) == []
