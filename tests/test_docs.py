@@ -53,7 +53,8 @@ def test_pages_are_there(site):
 @pytest.mark.slow
 def test_pages_in_a_browser(site, page, tmp_path):
     watched = Watched(page)
-    n_figures_of = {"index": 0, "build": 5, "reference/mel/spec": 0, "api/mel/spec": 0, "explanations/refused": 0, "explanations/gpu_limits": 1, "explanations/gpu_path": 1}
+    n_figures_of = {"index": 0, "build": 5, "reference/mel/spec": 0, "api/mel/spec": 0, "explanations/refused": 0, "explanations/gpu_limits": 1,
+                    "explanations/gpu_path": 1}
     for name, n_figures in n_figures_of.items():
         page.goto((site / f"{name}.html").as_uri())
         page.wait_for_load_state()

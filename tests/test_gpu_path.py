@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def build(root: Path, out: Path, **config: Any) -> list[lm.BuildResult]:
-    config = {"device": "rehearsal", "monitor_interval_s": 0.0, "fsync": False, "files_per_batch": 8, "read_workers": 2} | config
+def build(root: Path, out: Path, **given: Any) -> list[lm.BuildResult]:
+    config: dict[str, Any] = {"device": "rehearsal", "monitor_interval_s": 0.0, "fsync": False, "files_per_batch": 8, "read_workers": 2} | given
     return lm.build_all(root, out_dir=out, engine="torch", spec=SPEC, progress="none", pipeline=PipelineConfig(**config))
 
 
@@ -196,7 +197,7 @@ def test_a_device_begins_when_enough_is_read(demo: Path, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("kind", ["fail_call", "fail_work"])
 def test_a_failing_device_fails_the_build_and_nothing_else(demo: Path, tmp_path: Path, devices: Callable, kind: str, k: int) -> None:
     old = contents(build(demo, tmp_path / "out"))
-    devices(Faults(**{kind: k, "delay_s": 0.002}))
+    devices(replace(Faults(delay_s=0.002), **{kind: k}))
     with pytest.raises(LeakmelError) as caught: build(demo, tmp_path / "out")
     assert "rehearsal" in str(caught.value)
     files = sorted(tmp_path.glob("out/*"))

@@ -329,14 +329,14 @@ def _prepare(order: _Order, split: str | None, manifest: Manifest | None) -> tup
         raise UsageError("the manifest is of another folder", path=order.root, found=show_path(manifest.root), remedy="give the root that was scanned")
     return timeline, listed_s - manifest.seconds, manifest      # the time of that listing counts
 
-# %% ../../nbs/dataset/pipeline.ipynb #6d539533
+# %% ../../nbs/dataset/pipeline.ipynb #ec01e357
 def build(
     root: str | os.PathLike,              # folder of splits, or one folder of label folders
     *,
     split: str | None = None,             # "training", "validation", "testing"; None: the root is one folder of label folders
     out: str | os.PathLike | None = None, # the data set's file; default {SPLIT}_DATASET.H5 in the working folder
     spec: SpecLike = None,                # MelSpec; or fields to change in a preset, rate and length then follow the data
-    engine: str = "auto",                 # "auto", "torch" or "reference"
+    engine: str = "auto",                 # "auto", "triton", "torch" or "reference"
     mode: str = "auto",                   # "auto", "stream", "preload" or "memmap": how recordings are read
     preloaded: Preloaded | None = None,   # recordings held ready by `leakmel.preload`
     pipeline: PipelineConfig | None = None,

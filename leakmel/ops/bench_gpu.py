@@ -67,9 +67,9 @@ class Worker:
     def _end(self) -> None:
         with suppress(ProcessLookupError): os.killpg(self._process.pid, signal.SIGKILL)      # a command it runs goes with it
 
-# %% ../../nbs/ops/bench_gpu.ipynb #0892adc4
-class _Run:
-    "Figures as they come in, and those who give them."
+# %% ../../nbs/ops/bench_gpu.ipynb #7954b1c8
+class _Crew:
+    "Those who answer, and the figures as they come in."
 
     def __init__(self, folder: Path, device: str, budget: Budget, hire: Callable[[], Measurer], say: Callable[[str], None], figures: dict[str, Any],
                  keep: Callable[[dict[str, Any]], object]):
@@ -84,6 +84,18 @@ class _Run:
         got = worker.ask(words, limit_s or self.budget.limit_s)
         if "error" in got: self._workers.pop(engine).close()      # a fault of the device stays with its process
         return got
+
+    def fail(self, what: str, error: str) -> None: self.figures["errors"].append({"what": what, "error": error})
+
+    def miss(self, what: str, why: str) -> None: self.figures["not_measured"].append({"what": what, "why": why})
+
+    def close(self) -> None:
+        for worker in self._workers.values(): worker.close()
+        self._workers.clear()
+
+# %% ../../nbs/ops/bench_gpu.ipynb #305bf2a1
+class _Run(_Crew):
+    "A run of the suite."
 
     def part(self, part: Part) -> None:
         "Ask a part's question and keep the answer."
@@ -108,20 +120,15 @@ class _Run:
         if "error" in got: self.fail(f"{part.group}: {what}", got["error"])
         return "error" not in got
 
-    def fail(self, what: str, error: str) -> None: self.figures["errors"].append({"what": what, "error": error})
 
-    def miss(self, what: str, why: str) -> None: self.figures["not_measured"].append({"what": what, "why": why})
 
-    def close(self) -> None:
-        for worker in self._workers.values(): worker.close()
-        self._workers.clear()
-
-# %% ../../nbs/ops/bench_gpu.ipynb #e6dcab44
+# %% ../../nbs/ops/bench_gpu.ipynb #90ebffe4
 def _prepared(run: _Run, engines: tuple[str, ...], n_files: int, budget_s: float, tiny: bool) -> list[str]:
     "Make the set and check the engines; returns those that are right."
     def checked(engine: str) -> dict[str, Any]:
         got = run.ask(engine, {"what": "parity", "tiny": tiny}, limit_s=0.6 * budget_s + 20)
         return got.get("figures", {"ok": False, "checks": {}, "error": got.get("error")}) | {"seconds": got["seconds"], "warnings": got["warnings"]}
+    run.say(f"parity of {' and '.join(engines)}, and the recordings: that may take a minute")
     with ThreadPoolExecutor(1 + len(engines)) as pool:
         made = pool.submit(gpu_set, run.folder, n_files, limit_s=budget_s / 4, say=run.say)
         found = dict(zip(engines, pool.map(checked, engines)))
@@ -176,7 +183,9 @@ def _joined(values: list[Any]) -> Any:
     if all(isinstance(v, list) and all(isinstance(w, str) for w in v) for v in values): return sorted({w for v in values for w in v})
     return values[-1]
 
-# %% ../../nbs/ops/bench_gpu.ipynb #48ffa457
+# %% ../../nbs/ops/bench_gpu.ipynb #99304ae1
+ENGINES_ASKED = ("triton", "torch")      # the most important first
+
 def _facts(rehearse: bool, commit_id: str | None) -> dict[str, Any]:
     "What is known before anything is asked."
     own = commit()
@@ -186,9 +195,7 @@ def _facts(rehearse: bool, commit_id: str | None) -> dict[str, Any]:
             "interval": "first file read to last data set published, all splits, no fsync unless named; imports, listing, opening and pinning beside it",
             "not_measured": [], "errors": []}
 
-# %% ../../nbs/ops/bench_gpu.ipynb #fb0c0872
-ENGINES_ASKED = ("triton", "torch")      # the most important first
-
+# %% ../../nbs/ops/bench_gpu.ipynb #c16ce7bc
 def bench_gpu(
     folder: str | os.PathLike,                               # work folder, on fast local storage; recordings that are there are used again
     *,

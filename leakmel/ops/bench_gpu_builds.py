@@ -146,7 +146,7 @@ def verify_built(out: str, root: str, sample: int) -> dict[str, Any]:
             "checked": sum(r.checked for r in reports), "max_abs_db": max((r.max_abs_db for r in reports), default=None),
             "problems": [p for r in reports for p in r.problems][:5]}
 
-# %% ../../nbs/ops/bench_gpu_builds.ipynb #c3e73a21
+# %% ../../nbs/ops/bench_gpu_builds.ipynb #41681e5c
 def card(device: str) -> dict[str, Any]:
     "Whether there is a device, and what it and its software are."
     import torch
@@ -187,4 +187,4 @@ def serve() -> None:
         for line in sys.stdin:
             answers.write(json.dumps(answer(json.loads(line)), default=str) + "\n")
             answers.flush()
-    except KeyboardInterrupt: raise SystemExit(130) from None
+    except (KeyboardInterrupt, BrokenPipeError): os._exit(130)      # nobody waits for an answer any more

@@ -13,7 +13,7 @@ from typing import Any
 
 from .bench_gpu_parts import CONTEST
 
-# %% ../../nbs/ops/bench_gpu_plan.ipynb #7d53771a
+# %% ../../nbs/ops/bench_gpu_plan.ipynb #19213c78
 @dataclass(frozen=True)
 class Part:
     "A question to be asked."
@@ -37,7 +37,8 @@ _ROOM = {"max_bytes_in_flight": 4 << 30}
 SWEEPS: dict[str, dict[str, Any]] = {
     "streams 4": {"settings": {"gpu_streams": 4}}, "streams 8": {"settings": {"gpu_streams": 8}},
     **{f"batch {n}": {"settings": {"files_per_batch": n} | _ROOM} for n in (128, 256, 1024, 2048)},
-    **{f"readers {n}": {"settings": {"read_workers": n}} for n in (4, 8, 32)}, **{f"slots {n}": {"settings": {"slots": n} | _ROOM} for n in (6, 12, 40)},
+    **{f"readers {n}": {"settings": {"read_workers": n}} for n in (4, 8, 32)},
+    **{f"writers {n}": {"settings": {"write_workers": n}} for n in (1, 2, 8)}, **{f"slots {n}": {"settings": {"slots": n} | _ROOM} for n in (6, 12, 40)},
     "warm-up 8": {"settings": {"warmup_slots": 8}}, "4 GB in flight": {"settings": dict(_ROOM)}}
 _CACHE = {"settings": {"cache_dir": "CACHE"}}      # the word stands for a folder in the work folder
 MODES_ASKED: dict[str, dict[str, Any]] = {"mode preload": {"mode": "preload"}, "mode memmap, first": {"mode": "memmap"} | _CACHE,

@@ -10,7 +10,7 @@ from typing import Any
 
 from .bench import spread
 
-# %% ../../nbs/ops/bench_gpu_table.ipynb #033ada6d
+# %% ../../nbs/ops/bench_gpu_table.ipynb #9326e728
 TARGETS = {"A": (100_000, 300_000), "B": (60_000, 150_000)}      # files/s: must, aim
 
 def gpu_table(
@@ -33,6 +33,8 @@ def _range(f: dict[str, float], scale: float = 1, digits: int = 0) -> str:
     "Median and range."
     return f"{f['median'] / scale:,.{digits}f} ({f['least'] / scale:,.{digits}f} to {f['most'] / scale:,.{digits}f})"
 
+_APART, _BUSY = ("listing", "opening", "pinning"), ("read", "copy_in", "compute", "copy_out", "write", "publish", "verify")
+
 def _build_lines(figures: dict[str, Any]) -> list[str]:
     lines = [f"{'build':<12} {'files/s':>30} {'must/aim':>15} {'with start':>10} {'CPU s':>6} {'GB/s in':>8} {'of plain':>8}"]
     for name, f in figures.get("builds", {}).items():
@@ -42,6 +44,9 @@ def _build_lines(figures: dict[str, Any]) -> list[str]:
         lines.append(f"{name:<12} {_range(f['files_per_s']):>30} {must // 1000:>6,}k/{aim // 1000:,}k".ljust(59)
                      + f" {f['files_per_s_with_listing_and_opening']['median']:>10,.0f} {f['cpu_s']['median']:>6.1f} "
                      f"{f['bus']['copying_gb_per_s']:>8.1f} {'' if share is None else f'{share:.0%}':>8}{others}")
+    for name, f in figures.get("builds", {}).items():
+        apart, busy = (", ".join(f"{key} {f[f'{key}_s']['median']:.3f}" for key in keys) for keys in (_APART, _BUSY))
+        lines.append(f"{name}: {apart} s; then {f['work_s']['median']:.3f} s, in which were busy: {busy} s")
     for name, f in figures.get("processes", {}).items():
         lines.append(f"{name}, a process of its own: {f['process_s']['median']:.1f} s in all, first batch after {f['to_first_batch_s']['median']:.1f} s, "
                      f"then {f['files_per_s']['median']:,.0f} files/s")
