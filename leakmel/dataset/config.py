@@ -16,7 +16,11 @@ from ..core.parameters import check_types, field_kinds
 from ..mel.engines import DeviceOptions, Engine
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/config.ipynb #0473eb0c
+# %% ../../nbs/dataset/config.ipynb #d4fe9ea9
+_COUNTS = ("read_workers", "compute_workers", "write_workers", "files_per_batch", "slots", "gpu_streams", "batch_accumulation", "warmup_slots",
+           "max_bytes_in_flight")
+
+# %% ../../nbs/dataset/config.ipynb #d437751a
 @dataclass(frozen=True)
 class PipelineConfig:
     "How a build uses the machine; results do not depend on it."
@@ -40,15 +44,14 @@ class PipelineConfig:
 
     def __post_init__(self):
         check_types(vars(self), field_kinds(type(self)))
-        for name in ("read_workers", "compute_workers", "write_workers", "files_per_batch", "slots", "gpu_streams", "batch_accumulation", "warmup_slots"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1: raise UsageError(f"{name} must be a whole number from 1", found=repr(value))
         if self.compression not in ("none", "gzip"): raise UsageError("unknown compression", found=repr(self.compression), expected="none or gzip")
-        if self.max_bytes_in_flight < 1: raise UsageError("max_bytes_in_flight must be at least 1", found=self.max_bytes_in_flight)
         if not 0 < self.ram_fraction <= 1: raise UsageError("ram_fraction must be above 0 and at most 1", found=self.ram_fraction)
         if not self.monitor_interval_s >= 0: raise UsageError("monitor_interval_s must be 0 or more", found=self.monitor_interval_s)
 
-# %% ../../nbs/dataset/config.ipynb #e2f62c07
+# %% ../../nbs/dataset/config.ipynb #2376d7a1
 @dataclass(frozen=True)
 class Workers:
     "The numbers a build really uses."
@@ -71,6 +74,9 @@ def slot_bytes(spec: MelSpec) -> int:
     "Bytes of a slot for each of its recordings; one that met a recording of more than 16 bits has 4 more for each sample."
     return 2 * spec.n_samples + 2 * int(np.prod(spec.row_shape)) + 128
 
+
+
+# %% ../../nbs/dataset/config.ipynb #ccd50afc
 def plan_workers(
     config: PipelineConfig,
     spec: MelSpec,

@@ -105,7 +105,7 @@ def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Meta
     return Metadata(job.spec, attributes, job.listing.label_ids[keep].astype(np.int16), columns, job.row_digests[keep], rejected,
                     None if job.waveform_digests is None else job.waveform_digests[keep])
 
-# %% ../../nbs/dataset/pipeline.ipynb #823982f9
+# %% ../../nbs/dataset/pipeline.ipynb #ee4cb849
 @dataclass
 class _Build:
     "What a run of one or more splits shares."
@@ -120,12 +120,7 @@ class _Build:
     published_s: dict[str, float]        # by split, on the timeline's clock
     learned: dict[str, Learned]          # by split, of published data sets: what the problems are found from
     mode: dict[str, Any] = field(default_factory=dict)    # how recordings were read, for the summary
-    pinned: dict[str, str] = field(default_factory=dict)  # by split: whether its slots' pinned memory was allocated or used again
-
-    def edges(self, job: Job) -> list[int]:
-        "Row numbers at the edges of the first batches."
-        step, keep = self.workers.files_per_batch, np.flatnonzero(job.good)
-        return np.searchsorted(keep, [k * step + d for k in (1, 2, 3) for d in (-1, 0)]).tolist()
+    pinned: dict[str, str] = field(default_factory=dict)  # by split: "allocated" or "reused" memory of its slots
 
     def publish(self, job: Job) -> None:
         "Complete, check and publish one job; runs in the publisher's thread."
@@ -138,7 +133,7 @@ class _Build:
             if self.config.compression == "gzip": job.file.compress(meta)
             moved.n_files, moved.n_bytes = len(meta.labels), job.file.partial.stat().st_size
         with span("verify") as moved:
-            report = check_data_set(job.file.partial, root=self.manifest.root, sample=self.check, accounting=False, edges=self.edges(job),
+            report = check_data_set(job.file.partial, root=self.manifest.root, sample=self.check, accounting=False, edges=_edges(self, job),
                                     table=self.manifest.table_path)
             moved.n_files = report.checked
         report.path = os.fspath(job.file.target)
@@ -150,7 +145,12 @@ class _Build:
         self.learned[job.split] = learned_from(meta, job.listing, self.manifest.label_names)
         self.reports[job.split], self.published_s[job.split] = report, self.timeline.now_s()
 
-# %% ../../nbs/dataset/pipeline.ipynb #36fb681f
+# %% ../../nbs/dataset/pipeline.ipynb #6508617c
+def _edges(build: _Build, job: Job) -> list[int]:
+    "Row numbers at the edges of the first batches."
+    step, keep = build.workers.files_per_batch, np.flatnonzero(job.good)
+    return np.searchsorted(keep, [k * step + d for k in (1, 2, 3) for d in (-1, 0)]).tolist()
+
 def _beside(target: Path) -> tuple[Path, Path]:
     "Timeline and report of a data set."
     timeline, report = (target.with_name(f"{target.name}.{what}.json") for what in ("timeline", "report"))

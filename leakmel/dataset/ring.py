@@ -256,7 +256,7 @@ def _write(ring: Ring, lane: str, slot: Slot) -> None:
         moved.n_bytes, complete = job.take(slot)
     if complete: ring.complete.put(job)
 
-# %% ../../nbs/dataset/ring.ipynb #1f0b3d57
+# %% ../../nbs/dataset/ring.ipynb #0209b0bc
 def _work_alone(ring: Ring, lane: str) -> None:
     "Take batch after batch from its files to its rows."
     slot = ring.free.get()
@@ -294,6 +294,7 @@ def _submit_batches(ring: Ring, lane: str, k: int) -> None:
     if ring.is_last("engine"):
         for _ in range(ring.workers.write_workers): ring.computed.put(None)
 
+# %% ../../nbs/dataset/ring.ipynb #28d94924
 def _timed(ring: Ring, lane: str, split: str, batch: int) -> AbstractContextManager[Counts]:
     "A span of computing on this thread; a device keeps its own."
     return ring.timeline.span("compute", lane, split=split, batch=batch) if ring.engine.device == "cpu" else nullcontext(Counts())

@@ -109,17 +109,21 @@ class CudaStream:
         "Record an event."
         self.raw.record_event(event.raw)
 
-# %% ../../nbs/mel/device.ipynb #5cb8f670
+# %% ../../nbs/mel/device.ipynb #3a9f8479
 _LOG = logging.getLogger("leakmel")
-_CAPTURING = threading.Lock()
+_CAPTURING = threading.Lock()     # held as well by those who wait for a whole device: that would break a capture, whichever thread does it
+_HUGE = 2 << 20
 
 def _page_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    "Zeroed memory that shares its pages with nothing else."
+    "Zeroed memory that shares its pages with nothing else; large pieces begin at a huge page."
     n_bytes = int(np.prod(shape)) * dtype.itemsize
-    memory = mmap.mmap(-1, max(n_bytes, 1))
-    if n_bytes >= 4 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
+    align = _HUGE if n_bytes >= 2 * _HUGE else 1
+    memory = mmap.mmap(-1, max(n_bytes, 1) + align - 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)     # shared memory gets no huge pages
+    if align > 1 and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError): memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(memory, np.uint8)[:n_bytes]).view(dtype).view(shape)
+    whole = np.frombuffer(memory, np.uint8)
+    first = -whole.ctypes.data % align
+    return torch.from_numpy(whole[first:first + n_bytes]).view(dtype).view(shape)
 
 class _CudaMemory:
     "Memory of a CUDA device, and host memory it copies from by itself."
@@ -155,11 +159,11 @@ class _CudaMemory:
         return made
 
     def unpin(self, tensor: torch.Tensor) -> None:
-        "Make pinned memory ordinary again."
-        if self._pinned.pop(tensor.data_ptr(), None) is not None:
-            with torch.cuda.device(self.torch_device): torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        "Make pinned memory ordinary again; a device that is past help does so when the process ends."
+        if self._pinned.pop(tensor.data_ptr(), None) is None: return
+        with suppress(RuntimeError), torch.cuda.device(self.torch_device): torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
-# %% ../../nbs/mel/device.ipynb #8e76ae3b
+# %% ../../nbs/mel/device.ipynb #daa7c935
 @cache
 def _nvtx() -> Any:
     "The nvtx package, or None."
@@ -182,12 +186,13 @@ class CudaDevice(_CudaMemory):
         "A graph of what `fn` launches; calling it inside `stream.do` replays it."
         graph = torch.cuda.CUDAGraph()
         capturing = torch.cuda.graph(graph, pool=stream.pool, stream=stream.raw, capture_error_mode="thread_local")
-        with _CAPTURING, torch.inference_mode(), torch.cuda.stream(stream.raw), capturing: fn()
+        # Inference mode comes last: what torch keeps for all graphs of the process must not be an inference tensor.
+        with _CAPTURING, torch.cuda.stream(stream.raw), capturing, torch.inference_mode(): fn()
         return graph.replay
 
     def synchronize(self) -> None:
         "Block until the device is idle."
-        torch.cuda.synchronize(self.torch_device)
+        with _CAPTURING: torch.cuda.synchronize(self.torch_device)
 
     def ran_out(self, error: BaseException) -> bool:
         "Whether an error means that device memory ran out; libraries say it in words of their own."
@@ -199,7 +204,8 @@ class CudaDevice(_CudaMemory):
 
     def trim(self) -> None:
         "Give memory that nobody holds back to the system; a device that is past help does so when the process ends."
-        with suppress(RuntimeError), torch.cuda.device(self.torch_device): torch.cuda.empty_cache()
+        if not torch.cuda.is_initialized(): return       # or a device that was opened and never used would be set up now
+        with suppress(RuntimeError), _CAPTURING: torch.cuda.empty_cache()
 
     def close(self) -> None:
         "Make pinned memory ordinary again, and give device memory back."

@@ -234,7 +234,7 @@ class _Buffers:
         for tensor in self._staging.values(): self._device.unpin(tensor)
         self._staging.clear()
 
-# %% ../../nbs/mel/flights.ipynb #9e0d087d
+# %% ../../nbs/mel/flights.ipynb #9b8faaf0
 class Flight(_Buffers):
     "Device buffers for one block, the stream that computes in them, and what is known about launches there."
 
@@ -250,7 +250,7 @@ class Flight(_Buffers):
         moments, sums = self.figures[:5 * n].view(n, 5), self.figures[5 * n:6 * n]
         def launch() -> None:
             self.chain.features(x, mels, moments if x.dtype == torch.int16 else None)
-            torch.sum(mels.view(n, -1), dim=1, dtype=torch.float64, out=sums)     # not a number if one value is none
+            sums.copy_(torch.sum(mels.view(n, -1), dim=1, dtype=torch.float32))   # no number if one value is none; float64 would copy all values first
         return launch
 
     def clear(self) -> None:

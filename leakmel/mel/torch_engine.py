@@ -104,13 +104,12 @@ class _Chain(_Tables):
         space.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
         return space.values if self.index is None else space.values[:, self.index]
 
-# %% ../../nbs/mel/torch_engine.ipynb #a08d033e
+# %% ../../nbs/mel/torch_engine.ipynb #ab25675f
 class _Steps(_Tables):
     "The steps of a granule."
     low: torch.dtype | None      # what is rounded to, if anything
     scale: float                 # of magnitudes
     padded: torch.Tensor         # [G, frames, n_fft] windowed samples
-    spectrum: torch.Tensor       # [G, frames, F]
     magnitude: torch.Tensor      # [G, frames, F] in the numbers of the product
     products: torch.Tensor       # [G, frames, M] likewise
     bank: torch.Tensor           # [G, F, M] likewise
@@ -124,8 +123,7 @@ class _Steps(_Tables):
         frames = self.padded[:len(x), :self.n_distinct]
         torch.mul(self.distinct_frames(x), self.windows[x.dtype], out=frames)
         if self.low is not None: frames.copy_(frames.to(self.low))
-        torch.fft.rfft(self.padded, out=self.spectrum)
-        parts = torch.view_as_real(self.spectrum)
+        parts = torch.view_as_real(torch.fft.rfft(self.padded))     # into a given place it would be copied once more
         out = self.magnitude if self.low is None else torch.empty_like(self.magnitude, dtype=torch.float32)
         torch.hypot(parts[..., 0], parts[..., 1], out=out)
         if self.spec.power == 2: out.square_()
@@ -147,7 +145,7 @@ class _Steps(_Tables):
         out[:, 3].copy_(squares.sum(dim=1))
         out[:, 4].copy_(torch.ge(squares, FULL_SCALE ** 2, out=loud).sum(dim=1))
 
-# %% ../../nbs/mel/torch_engine.ipynb #879e0517
+# %% ../../nbs/mel/torch_engine.ipynb #b79c82a3
 PRECISIONS = {"fp32": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}    # and the numbers of the mel product
 
 class TorchChain(_Steps):
@@ -160,7 +158,6 @@ class TorchChain(_Steps):
         loudest = (spec.n_fft / 2) ** spec.power
         self.scale = 1.0 if precision != "fp16" else 2.0 ** (13 - int(np.ceil(np.log2(loudest))))    # or power 2 would leave float16
         self.padded = device.empty((n, n_padded, spec.n_fft), torch.float32).zero_()
-        self.spectrum = device.empty((n, n_padded, n_bins), torch.complex64)
         self.magnitude = device.empty((n, n_padded, n_bins), PRECISIONS[precision])
         self.products = device.empty((n, n_padded, spec.n_mels), PRECISIONS[precision])
         self.mels = device.empty((n, n_padded, spec.n_mels), torch.float32)
