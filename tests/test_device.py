@@ -1,12 +1,18 @@
 "Engines on devices: the same bytes whatever comes late, no row from what failed, nothing kept. Rehearsed devices here, a card where there is one."
+import gc
 import inspect
 import itertools
 import logging
+import mmap
+import re
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +22,9 @@ import torch
 from leakmel.audio.quality import moments_of
 from leakmel.core.errors import EngineError, UsageError
 from leakmel.core.timeline import Timeline
+from leakmel.mel import device as module
 from leakmel.mel import flights, runner
-from leakmel.mel.device import Device, open_devices
+from leakmel.mel.device import CudaDevice, Device, open_devices
 from leakmel.mel.device_engine import DeviceEngine
 from leakmel.mel.engines import DeviceOptions, EngineLane, Ticket, check_recording, open_engine, self_check
 from leakmel.mel.reference import reference_log_mel
@@ -600,7 +607,104 @@ def test_a_mel_product_in_tf32_cannot_happen() -> None:
     device.close()
 
 
+# ---- the CUDA device, as far as that goes without a card -------------------------------------------------------------------
+
+def flags_of(address: int) -> set[str]:
+    "What the system knows of the memory at an address."
+    for one in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        start, stop = (int(x, 16) for x in one.split(" ", 1)[0].split("-"))
+        if start <= address < stop: return set(one.split("VmFlags:")[1].split())
+    raise AssertionError("no memory there")
+
+
+class Cudart:
+    "Takes all host memory, or refuses it."
+    def __init__(self, code: int = 0): self.code, self.held = code, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
+        if not self.code: self.held[address] = n_bytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int: return 0 if self.held.pop(address) else 1
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    "CUDA's calls for host memory."
+    made = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return made
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists() or not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux tells what memory is like")
+def test_pinned_memory_is_private_in_huge_pages_and_stays_with_its_process(cudart: Cudart) -> None:
+    device = CudaDevice(0)
+    large, small = device.pinned((3, 1 << 20), torch.float16), device.pinned((5,), torch.float64)
+    assert cudart.held == {large.data_ptr(): 6 << 20, small.data_ptr(): 40}
+    assert large.data_ptr() % (2 << 20) == 0
+    large_flags, small_flags = flags_of(large.data_ptr()), flags_of(small.data_ptr())
+    assert "hg" in large_flags
+    assert "sh" not in large_flags | small_flags, "shared memory has small pages"
+    assert {"dc"} <= large_flags & small_flags, "not copied at a fork"
+    device.close()
+    assert not cudart.held
+    assert "dc" not in flags_of(large.data_ptr()) | flags_of(small.data_ptr()), "ordinary again"
+    large[2, -1], small[4] = 1, 2
+    assert (large.sum(), small.sum()) == (1, 2)
+
+
+def test_a_card_past_help_is_closed_quietly(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> None:
+    "What went wrong before is what has to be told."
+    device = CudaDevice(0)
+    device.pinned((4,), torch.int16)
+    def fails(*_: Any) -> Any: raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(torch.cuda, "device", fails)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", fails)
+    device.close()
+    device.close()
+
+
+def test_a_card_that_is_not_used_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    "To select a card sets it up: half a second, and hundreds of megabytes of its memory."
+    def touched(*_: Any) -> Any: raise AssertionError("touched")
+    for name in ("device", "empty_cache", "synchronize"): monkeypatch.setattr(torch.cuda, name, touched)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    CudaDevice(1).close()
+
+
+def test_nobody_waits_for_a_whole_card_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    "That would break it, whichever thread does it; and a capture begins outside of inference mode."
+    seen: list[tuple[str, bool]] = []
+    def note(what: str) -> Callable[..., None]: return lambda *_: seen.append((what, module._CAPTURING.locked()))
+    class Graph:
+        def __init__(self, *_: Any, **words: Any): assert words["capture_error_mode"] == "thread_local"
+        def __enter__(self) -> None: seen.append(("begin", module._CAPTURING.locked() and not torch.is_inference_mode_enabled()))
+        def __exit__(self, *_: object) -> None: seen.append(("end", module._CAPTURING.locked() and not torch.is_inference_mode_enabled()))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", note("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", note("empty_cache"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda raw: nullcontext())
+    device = CudaDevice(0)
+    device.synchronize()
+    device.trim()
+    stream: Any = SimpleNamespace(raw=None, pool=(0, 1))
+    device.capture(stream, lambda: seen.append(("work", torch.is_inference_mode_enabled())))
+    assert seen == [(what, True) for what in ("synchronize", "empty_cache", "begin", "work", "end")]
+    assert not module._CAPTURING.locked()
+
+
 # ---- on a card -----------------------------------------------------------------------------------------------------------
+
+def taken() -> int:
+    "Bytes in use on the card, what its library of matrix products keeps for each stream left out."
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
 
 @pytest.mark.gpu
 def test_tf32_changes_no_bit_on_a_card() -> None:
@@ -621,7 +725,7 @@ def test_tf32_changes_no_bit_on_a_card() -> None:
 def test_a_card_that_runs_out_of_memory(caplog: pytest.LogCaptureFixture) -> None:
     "Refused at some allocations; whatever was taken is given back."
     (device,) = on_device("cuda")
-    taken, calls, whole = torch.cuda.memory_allocated(), itertools.count(), device.empty
+    before, calls, whole = taken(), itertools.count(), device.empty
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if next(calls) in (3, 20): raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(shape, dtype)
@@ -630,7 +734,7 @@ def test_a_card_that_runs_out_of_memory(caplog: pytest.LogCaptureFixture) -> Non
     with TorchEngine(SHORT, device=[device], options=DeviceOptions(max_block=4096)) as engine: engine.run(x, out)
     assert (out == out[0]).all()
     assert "out of memory, going on" in caplog.text
-    assert torch.cuda.memory_allocated() == taken
+    assert taken() == before
 
 
 @pytest.mark.gpu

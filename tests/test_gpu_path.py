@@ -1,4 +1,5 @@
 "Whole builds over a device: the same bytes however it is used, next batches under way before the last ones are through, and nothing kept when it fails."
+import errno
 import gc
 import logging
 import threading
@@ -8,14 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import leakmel as lm
-from leakmel.core.errors import EngineError, LeakmelError
+from leakmel.core.errors import EngineError, LeakmelError, MachineError
 from leakmel.dataset import ring
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.mel import torch_engine
-from leakmel.mel.device_engine import DeviceLane
+from leakmel.mel.device_engine import DeviceEngine, DeviceLane
 from leakmel.mel.rehearsal import Faults, HostDevice
 from messy import write_messy
 
@@ -141,14 +143,15 @@ def test_the_next_split_is_read_before_the_last_one_is_written(demo: Path, tmp_p
         assert min(times(following, "read"))[0] < max(times(last, "write"))[1], f"{following} waited for {last}"
 
 
-def test_the_timeline_tells_copies_from_computing(demo: Path, tmp_path: Path, devices: Callable) -> None:
-    devices(Faults(), Faults())
-    spans = build(demo, tmp_path)[0].timeline.spans
-    assert {s.lane for s in spans if s.stage in ("copy_in", "compute", "copy_out")} == {"rehearsal:0", "rehearsal:1"}
+@pytest.mark.parametrize(("n_devices", "together"), [(2, 1), (1, 5)])
+def test_the_timeline_tells_copies_from_computing(demo: Path, tmp_path: Path, devices: Callable, n_devices: int, together: int) -> None:
+    used = devices(*(Faults() for _ in range(n_devices)))
+    spans = build(demo, tmp_path, batch_accumulation=together, slots=12)[0].timeline.spans
+    assert {s.lane for s in spans if s.stage in ("copy_in", "compute", "copy_out")} == {device.name for device in used}
     for split in ("TRAINING", "VALIDATION", "TESTING"):
         stages = ("read", "copy_in", "compute", "copy_out", "write")
         n_files = {stage: sum(s.n_files for s in spans if (s.stage, s.split) == (stage, split)) for stage in stages}
-        assert len(set(n_files.values())) == 1, n_files
+        assert len(set(n_files.values())) == 1, (split, n_files)
     assert all(s.end_s >= s.start_s for s in spans)
 
 
@@ -169,12 +172,13 @@ def submissions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_accumulated_batches_are_launched_together(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Four at a time as they come; a group ends where its split does."
     seen = submissions(monkeypatch)
-    build(demo, tmp_path, batch_accumulation=3, files_per_batch=4)
-    sizes = [n for n, _ in seen]
-    assert set(sizes[:-1]) == {3}
-    assert 1 <= sizes[-1] <= 3
-    assert sum(sizes) == sum(-(-len(listing) // 4) for listing in lm.scan(demo).listings)
+    build(demo, tmp_path, batch_accumulation=4, files_per_batch=4, read_workers=1)
+    splits = [k for k, listing in enumerate(lm.scan(demo).listings) for _ in range(-(-len(listing) // 4))]
+    groups = [splits[i:i + 4] for i in range(0, len(splits), 4)]
+    assert [n for n, _ in seen] == [group.count(k) for group in groups for k in dict.fromkeys(group)]
+    assert max(n for n, _ in seen) == 4
 
 
 @pytest.mark.parametrize("warmup", [1, 4])
@@ -216,6 +220,19 @@ def test_device_memory_that_runs_out_makes_blocks_smaller(mixed: Path, tmp_path:
 def test_no_room_at_all_is_said(demo: Path, tmp_path: Path, devices: Callable) -> None:
     devices(Faults(limit_bytes=1000))
     with pytest.raises(EngineError, match="memory does not hold"): build(demo, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [np.int16, np.float32])
+def test_host_memory_that_runs_out_is_said(mixed: Path, tmp_path: Path, devices: Callable, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    "When slots are made, and when one of them meets its first wide recording."
+    devices(Faults())
+    real = DeviceEngine.host_array
+    def host_array(self, shape, dtype):
+        if dtype is kind: raise OSError(errno.ENOMEM, "Cannot allocate memory")      # as mapping memory says it
+        return real(self, shape, dtype)
+    monkeypatch.setattr(DeviceEngine, "host_array", host_array)
+    with pytest.raises(MachineError, match="out of memory.*[Ll]ower files_per_batch, slots"): build(mixed, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,5 +1,6 @@
 "Compiled reading, digests and moments: the same as without them, to the bit, and nothing that goes wrong is taken for a recording."
 import errno
+import importlib.abc
 import logging
 import os
 import subprocess
@@ -178,8 +179,8 @@ def test_the_interpreter_runs_on_while_files_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["stream", "memmap"])
 def test_the_same_data_set_without_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     write_messy(tmp_path / "data")
-    monkeypatch.setenv("LEAKMEL_CACHE_DIR", str(tmp_path / "cache"))
     def built(name: str) -> tuple[bytes, list]:
+        monkeypatch.setenv("LEAKMEL_CACHE_DIR", str(tmp_path / f"cache {name}"))      # nothing of the one is held for the other
         results = lm.build_all(tmp_path / "data", out_dir=tmp_path / name, mode=mode, spec={"sample_rate": 4096, "duration_s": 1.0}, **QUIET)
         return b"".join(r.path.read_bytes() for r in results), [x for r in results for x in r.rejected.to_numpy().tolist()]
     compiled_bytes, compiled_rejected = built("with")
@@ -239,6 +240,28 @@ def test_without_numba_everything_goes_on(monkeypatch: pytest.MonkeyPatch, caplo
         assert digests_of(x).tolist() == [xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in x]
         assert np.array_equal(int16_moments(x), moments_of(x))
     assert caplog.text.count("without compiled code") == 1, "said once"
+
+
+class _Damaged(importlib.abc.MetaPathFinder):
+    "What numba does about a cache with empty files."
+
+    def find_spec(self, fullname: str, *others: Any) -> None:
+        if fullname == "leakmel.audio.native": raise EOFError("Ran out of input")
+
+
+def test_a_damaged_cache_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delitem(sys.modules, "leakmel.audio.native")
+    monkeypatch.delattr("leakmel.audio.native")
+    monkeypatch.setattr(sys, "meta_path", [_Damaged(), *sys.meta_path])
+    with caplog.at_level(logging.WARNING, "leakmel"): assert compiled.native() is None
+    assert "EOFError: Ran out of input; if this stays, remove numba's cache" in caplog.text
+
+
+def test_numba_switched_off_is_numba_not_there() -> None:
+    code = "from leakmel.audio.compiled import native; print(native())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ | {"NUMBA_DISABLE_JIT": "1"})
+    assert done.stdout.strip() == "None", "compiled reading without compiling cannot make system calls"
+    assert "NUMBA_DISABLE_JIT" in done.stderr
 
 
 @pytest.mark.parametrize("part", ["digest_rows", "int16_moments"])

@@ -15,15 +15,17 @@ import numpy as np
 from .quality import moments_of
 from .wav import digest_of
 
-# %% ../../nbs/audio/compiled.ipynb #611e49bf
+# %% ../../nbs/audio/compiled.ipynb #a4c960d8
 @cache
 def native() -> ModuleType | None:
     "The module of compiled functions, checked; None where it cannot be had. The first call imports numba, and may have to compile."
     try:
         from leakmel.audio import native as module
         return module
-    except Exception as e:      # not installed, another system, no folder for its cache, wrong results: all the same here
-        logging.getLogger("leakmel").warning("reading goes on without compiled code, slower, with the same results: %s: %s", type(e).__name__, e)
+    except Exception as e:      # not installed, another system, no folder for its cache or a damaged one, wrong results: all the same here
+        remedy = "" if isinstance(e, ImportError) else "; if this stays, remove numba's cache (__pycache__ beside the package, or NUMBA_CACHE_DIR)" \
+            ", or set NUMBA_CACHE_DIR to a folder that can be written"
+        logging.getLogger("leakmel").warning("reading goes on without compiled code, slower, with the same results: %s: %s%s", type(e).__name__, e, remedy)
         return None
 
 # %% ../../nbs/audio/compiled.ipynb #187e33c7

@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['LEAST_BYTES', 'READ', 'LOOK_CLOSER', 'can_digest', 'digest_rows', 'int16_moments', 'read_rows', 'self_check']
 
-# %% ../../nbs/audio/native.ipynb #00adc345
+# %% ../../nbs/audio/native.ipynb #47ffd4cb
 import os, sys
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 if not sys.platform.startswith("linux"): raise ImportError("compiled reading is for Linux")
+if config.DISABLE_JIT: raise ImportError("NUMBA_DISABLE_JIT is set, and system calls exist only in compiled code")
 
 # %% ../../nbs/audio/native.ipynb #86c4e2a0
 _SECRET = bytes.fromhex(

@@ -9,12 +9,13 @@ __all__ = ['REJECT_CODES', 'show_path', 'LeakmelError', 'UsageError', 'SpecError
 # %% ../../nbs/core/errors.ipynb #292ef69c
 import os
 
-# %% ../../nbs/core/errors.ipynb #cbc5be88
+# %% ../../nbs/core/errors.ipynb #3a5e90f0
 def show_path(
     path: str | bytes | os.PathLike,  # any path, also one that is not UTF-8 or holds a newline
 ) -> str:                             # printable on one line
     "A path as text that any terminal can print on one line."
     text = os.fsdecode(path)
+    if text.isprintable(): return text      # nearly all; a byte that is not UTF-8 is a surrogate, which is not printable
     clean = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in clean)
 

@@ -20,17 +20,17 @@ from ..mel.spec import MelSpec
 _COUNTS = ("read_workers", "compute_workers", "write_workers", "files_per_batch", "slots", "gpu_streams", "batch_accumulation", "warmup_slots",
            "max_bytes_in_flight")
 
-# %% ../../nbs/dataset/config.ipynb #d437751a
+# %% ../../nbs/dataset/config.ipynb #bdcdcc0b
 @dataclass(frozen=True)
 class PipelineConfig:
     "How a build uses the machine; results do not depend on it."
     read_workers: int | None = None          # threads that only read; none given on a CPU: each engine thread reads for itself
     compute_workers: int | None = None       # threads that call the engine
-    write_workers: int | None = None         # threads that only write; as read_workers
+    write_workers: int | None = None         # threads that only write; on a CPU only where read_workers are given
     files_per_batch: int | None = None       # recordings in a slot
     slots: int | None = None                 # batches that may be under way at once
     max_bytes_in_flight: int = 1 << 30       # bound on the bytes of all slots (16-bit recordings); lowers slots, then files_per_batch
-    device: str = "auto"                     # "auto", "cpu", "cuda" (every GPU there is), "cuda:0", "rehearsal"; its kind is part of the engine's identity
+    device: str = "auto"                     # "auto", "cpu", "cuda" (every GPU), "cuda:0", "rehearsal" (a GPU played on the CPU); part of the engine's identity
     gpu_streams: int = 2                     # streams on each GPU that compute side by side
     batch_accumulation: int = 1              # batches that a GPU computes in one launch
     warmup_slots: int = 1                    # batches that are read before a GPU begins

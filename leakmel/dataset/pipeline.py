@@ -105,7 +105,7 @@ def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Meta
     return Metadata(job.spec, attributes, job.listing.label_ids[keep].astype(np.int16), columns, job.row_digests[keep], rejected,
                     None if job.waveform_digests is None else job.waveform_digests[keep])
 
-# %% ../../nbs/dataset/pipeline.ipynb #ee4cb849
+# %% ../../nbs/dataset/pipeline.ipynb #405e6a25
 @dataclass
 class _Build:
     "What a run of one or more splits shares."
@@ -122,9 +122,9 @@ class _Build:
     mode: dict[str, Any] = field(default_factory=dict)    # how recordings were read, for the summary
     pinned: dict[str, str] = field(default_factory=dict)  # by split: "allocated" or "reused" memory of its slots
 
-    def publish(self, job: Job) -> None:
-        "Complete, check and publish one job; runs in the publisher's thread."
-        def span(stage: str): return self.timeline.span(stage, "publisher", split=job.split)
+    def publish(self, job: Job, lane: str) -> None:
+        "Complete, check and publish one job; runs in a publisher's thread."
+        def span(stage: str): return self.timeline.span(stage, lane, split=job.split)
         if not job.good.any(): raise _all_rejected(job)
         with span("publish") as moved:
             job.file.close_ranks(job.good)

@@ -125,14 +125,14 @@ class ChainRack(_Room):
                 log.log(logging.INFO if isinstance(e, NotHere) else logging.WARNING, "engine %s passed over: %s", name, str(e))
         return self.made(names[-1], spec, wide)
 
-# %% ../../nbs/dataset/recompute.ipynb #5812f72b
+# %% ../../nbs/dataset/recompute.ipynb #9f89c5c6
 class _Work:
     "Features of all held recordings, block by block; a block can be launched again."
 
     def __init__(self, rack: ChainRack, rows: DeviceRows, spec: MelSpec):
         self._rack, self._rows, n_wide = rack, rows, len(rows.wide)
         self.mels = rack.device.empty((rows.n, *spec.row_shape), torch.float16)
-        self.sums = rack.device.empty((rows.n,), torch.float64)
+        self.sums = rack.device.empty((rows.n,), torch.float32)
         self._buffer = rack.device.empty((min(n_wide, PAGE_ROWS), *spec.row_shape), torch.float16)
         self._places = rack.device.upload(torch.tensor(rows.wide, dtype=torch.int64))
         self._is_wide = np.zeros(rows.n, bool)
@@ -157,7 +157,7 @@ class _Work:
 
     def add_up(self) -> None:
         "Launch the sum of each row."
-        self._rack.stream.do(lambda: torch.sum(self.mels.view(len(self.mels), -1), dim=1, dtype=torch.float64, out=self.sums))
+        self._rack.stream.do(lambda: torch.sum(self.mels.view(len(self.mels), -1), dim=1, dtype=torch.float32, out=self.sums))
 
 # %% ../../nbs/dataset/recompute.ipynb #db02283d
 _LESS = "let go of features you no longer need (`del mels`), or of some bands, or hold fewer recordings"

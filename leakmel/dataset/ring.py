@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['Job', 'Lanes', 'run_lanes', 'Ring']
 
-# %% ../../nbs/dataset/ring.ipynb #6fbff4e4
-import math, os, threading, time
+# %% ../../nbs/dataset/ring.ipynb #39b7c6d3
+import errno, math, os, threading, time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import groupby
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from ..audio.compiled import digests_of, int16_moments
 from ..audio.manifest import Listing
 from ..core.errors import EngineError, LeakmelError, MachineError
+from ..core.monitor import usable_cores
 from ..core.timeline import Counts, Timeline
 from .config import Workers
 from .loader import FACTS, BatchReader, Slot, Source
@@ -68,7 +70,7 @@ class Job:
             self.n_done += slot.n
             return n_bytes, self.n_done == len(self.listing)
 
-# %% ../../nbs/dataset/ring.ipynb #880eff3b
+# %% ../../nbs/dataset/ring.ipynb #fbcee70f
 @contextmanager
 def _writing(job: Job) -> Iterator[None]:
     "Say of an OSError in the body which target it was about."
@@ -86,8 +88,10 @@ def _computing(engine: Engine, slot: Slot) -> Iterator[None]:
 
 def _as_ours(error: BaseException) -> BaseException:
     "An error of a thread as one of leakmel's, where the machine is at fault."
-    if isinstance(error, MemoryError): return MachineError("out of memory", remedy="lower files_per_batch, slots or max_bytes_in_flight")
-    if isinstance(error, OSError) and not isinstance(error, LeakmelError):
+    if isinstance(error, LeakmelError): return error
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):      # pinned memory is mapped by a system call
+        return MachineError("out of memory", remedy="lower files_per_batch, slots or max_bytes_in_flight")
+    if isinstance(error, OSError):
         return MachineError(f"the machine failed ({os.strerror(error.errno or 0)})", path=error.filename, remedy="repair it, then build again")
     return error
 
@@ -167,7 +171,7 @@ def run_lanes(
 
 
 
-# %% ../../nbs/dataset/ring.ipynb #5ae2beb1
+# %% ../../nbs/dataset/ring.ipynb #223903ee
 class Ring:
     "Runs the batches of some jobs through a fixed number of slots."
 
@@ -177,7 +181,7 @@ class Ring:
         engine: Engine,
         workers: Workers,
         timeline: Timeline,
-        on_rows_done: Callable[[Job], None],   # called in a thread of its own when all rows of a job are in its file
+        on_rows_done: Callable[[Job, str], None],   # called in a thread of its own, with its name, when all rows of a job are in its file
     ):
         self.jobs, self.engine, self.workers, self.timeline, self.on_rows_done = jobs, engine, workers, timeline, on_rows_done
         self.finished = threading.Event()      # nothing is left to do, or an error stopped all
@@ -187,11 +191,12 @@ class Ring:
         self.engine_lanes: list[EngineLane] = []
         self.to_warm_up, self.warm = workers.warmup_slots, threading.Event()
         self._todo = _batches(jobs, workers.files_per_batch)
-        self._here = {"reader": workers.read_workers, "engine": workers.compute_workers, "writer": workers.write_workers}
+        self._here = {"reader": workers.read_workers, "engine": workers.compute_workers, "writer": workers.write_workers,
+                      "publisher": min(len(jobs), usable_cores())}
         try:
             for _ in range(workers.slots): self.free.put(Slot(workers.files_per_batch, engine.spec, engine.host_array))
-        except MemoryError as e: raise _as_ours(e) from e
-        for lane, work in _roles(workers): self.lanes.add(lane, partial(work, self))
+        except (MemoryError, OSError) as e: raise _as_ours(e) from e
+        for lane, work in _roles(workers, self._here["publisher"]): self.lanes.add(lane, partial(work, self))
 
     def _wake(self, n_threads: int) -> None:
         self.warm.set()
@@ -213,19 +218,19 @@ class Ring:
             self._here[role] -= 1
             return self._here[role] == 0
 
-# %% ../../nbs/dataset/ring.ipynb #5e920fec
+# %% ../../nbs/dataset/ring.ipynb #3ef70393
 def _batches(jobs: list[Job], step: int) -> Iterator[tuple[Job, int, int, int]]:
     "Job, batch number, first candidate and count of every batch, in order."
     for job in jobs:
         for batch, first in enumerate(range(0, len(job.listing), step)):
             yield job, batch, first, min(step, len(job.listing) - first)
 
-def _roles(workers: Workers) -> list[tuple[str, Callable[[Ring, str], None]]]:
+def _roles(workers: Workers, n_publishers: int) -> list[tuple[str, Callable[[Ring, str], None]]]:
     "Names and work of the threads."
-    engines = range(workers.compute_workers)
-    if not workers.read_workers: return [*((f"worker-{i}", _work_alone) for i in engines), ("publisher", _complete_jobs)]
+    engines, publishers = range(workers.compute_workers), [(f"publisher-{i}", _complete_jobs) for i in range(n_publishers)]
+    if not workers.read_workers: return [*((f"worker-{i}", _work_alone) for i in engines), *publishers]
     return [*((f"reader-{i}", _read_batches) for i in range(workers.read_workers)), *((f"engine-{i}", partial(_submit_batches, k=i)) for i in engines),
-            *((f"writer-{i}", _write_batches) for i in range(workers.write_workers)), ("publisher", _complete_jobs)]
+            *((f"writer-{i}", _write_batches) for i in range(workers.write_workers)), *publishers]
 
 # %% ../../nbs/dataset/ring.ipynb #81d7d8c6
 def _read(ring: Ring, lane: str, slot: Slot, item: tuple[Job, int, int, int]) -> None:
@@ -256,7 +261,7 @@ def _write(ring: Ring, lane: str, slot: Slot) -> None:
         moved.n_bytes, complete = job.take(slot)
     if complete: ring.complete.put(job)
 
-# %% ../../nbs/dataset/ring.ipynb #0209b0bc
+# %% ../../nbs/dataset/ring.ipynb #02fb76e8
 def _work_alone(ring: Ring, lane: str) -> None:
     "Take batch after batch from its files to its rows."
     slot = ring.free.get()
@@ -265,7 +270,7 @@ def _work_alone(ring: Ring, lane: str) -> None:
         _compute(ring, lane, slot)
         _write(ring, lane, slot)
     ring.free.put(slot)
-    if ring.is_last("engine"): ring.complete.put(None)
+    if ring.is_last("engine"): _all_complete(ring)
 
 def _read_batches(ring: Ring, lane: str) -> None:
     "Fill slots until there is nothing left to read."
@@ -284,17 +289,21 @@ def _submit_batches(ring: Ring, lane: str, k: int) -> None:
     with ring.lanes.lock: ring.engine_lanes.append(engine_lane)
     ring.warm.wait()
     while slots := _take_some(ring):
-        labels = [(slot.job.split, slot.batch) for slot in slots]
-        with _timed(ring, lane, *labels[0]) as moved:
-            tickets = engine_lane.submit([(slot.input, slot.mels[:slot.n]) for slot in slots], labels=labels)
-            moved.n_files, moved.n_bytes = sum(slot.n for slot in slots), sum(slot.input.nbytes for slot in slots)
-        for slot, ticket in zip(slots, tickets):
-            slot.ticket = ticket
-            _hand_on(ring, ring.computed, slot, "queue.write")
+        for _, together in groupby(slots, lambda slot: slot.job): _submit(ring, lane, engine_lane, list(together))
     if ring.is_last("engine"):
         for _ in range(ring.workers.write_workers): ring.computed.put(None)
 
-# %% ../../nbs/dataset/ring.ipynb #28d94924
+# %% ../../nbs/dataset/ring.ipynb #c9f06f82
+def _submit(ring: Ring, lane: str, engine_lane: EngineLane, slots: list[Slot]) -> None:
+    "Hand filled slots of one job to the engine, and on to the writers."
+    labels = [(slot.job.split, slot.batch) for slot in slots]
+    with _timed(ring, lane, *labels[0]) as moved:
+        tickets = engine_lane.submit([(slot.input, slot.mels[:slot.n]) for slot in slots], labels=labels)
+        moved.n_files, moved.n_bytes = sum(slot.n for slot in slots), sum(slot.input.nbytes for slot in slots)
+    for slot, ticket in zip(slots, tickets):
+        slot.ticket = ticket
+        _hand_on(ring, ring.computed, slot, "queue.write")
+
 def _timed(ring: Ring, lane: str, split: str, batch: int) -> AbstractContextManager[Counts]:
     "A span of computing on this thread; a device keeps its own."
     return ring.timeline.span("compute", lane, split=split, batch=batch) if ring.engine.device == "cpu" else nullcontext(Counts())
@@ -306,7 +315,7 @@ def _take_some(ring: Ring) -> list[Slot]:
     if 0 < len(slots) < ring.workers.batch_accumulation: ring.filled.put(None)      # the word to leave came before the group was whole: it is heeded next time
     return [] if ring.lanes.stopping.is_set() else slots
 
-# %% ../../nbs/dataset/ring.ipynb #1c604c4c
+# %% ../../nbs/dataset/ring.ipynb #bda2e40b
 def _take(ring: Ring, queue: SimpleQueue, gauge: str) -> Slot | None:
     "The next slot of a queue; None to leave."
     slot = queue.get()
@@ -326,11 +335,16 @@ def _write_batches(ring: Ring, lane: str) -> None:
         ring.free.put(slot)
     if not ring.is_last("writer"): return
     for engine_lane in ring.engine_lanes: engine_lane.close()
-    ring.complete.put(None)
+    _all_complete(ring)
+
+def _all_complete(ring: Ring) -> None:
+    "Let the publishers leave when they are through."
+    for _ in ring.jobs: ring.complete.put(None)      # at least one for each
 
 def _complete_jobs(ring: Ring, lane: str) -> None:
     "Complete jobs while the next one is under way."
     try:
         while (job := ring.complete.get()) is not None and not ring.lanes.stopping.is_set():
-            with _writing(job): ring.on_rows_done(job)
-    finally: ring.finished.set()
+            with _writing(job): ring.on_rows_done(job, lane)
+    finally:
+        if ring.is_last("publisher") or ring.lanes.stopping.is_set(): ring.finished.set()

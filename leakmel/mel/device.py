@@ -109,28 +109,32 @@ class CudaStream:
         "Record an event."
         self.raw.record_event(event.raw)
 
-# %% ../../nbs/mel/device.ipynb #3a9f8479
+# %% ../../nbs/mel/device.ipynb #d858482f
 _LOG = logging.getLogger("leakmel")
 _CAPTURING = threading.Lock()     # held as well by those who wait for a whole device: that would break a capture, whichever thread does it
 _HUGE = 2 << 20
 
-def _page_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    "Zeroed memory that shares its pages with nothing else; large pieces begin at a huge page."
+def _page_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
+    "Zeroed memory that shares its pages with nothing else, and what it lies in; large pieces begin at a huge page."
     n_bytes = int(np.prod(shape)) * dtype.itemsize
     align = _HUGE if n_bytes >= 2 * _HUGE else 1
     memory = mmap.mmap(-1, max(n_bytes, 1) + align - 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)     # shared memory gets no huge pages
-    if align > 1 and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError): memory.madvise(mmap.MADV_HUGEPAGE)
+    if align > 1: _advise(memory, "MADV_HUGEPAGE")
     whole = np.frombuffer(memory, np.uint8)
     first = -whole.ctypes.data % align
-    return torch.from_numpy(whole[first:first + n_bytes]).view(dtype).view(shape)
+    return torch.from_numpy(whole[first:first + n_bytes]).view(dtype).view(shape), memory
 
+def _advise(memory: mmap.mmap, advice: str) -> None:
+    "Tell the system how memory is used, where it knows such advice."
+    with suppress(OSError, AttributeError): memory.madvise(getattr(mmap, advice))
+
+# %% ../../nbs/mel/device.ipynb #3b2cbe48
 class _CudaMemory:
     "Memory of a CUDA device, and host memory it copies from by itself."
 
     def __init__(self, index: int):
         self.name, self.torch_device = f"cuda:{index}", torch.device("cuda", index)
-        self._pinned: dict[int, torch.Tensor] = {}
+        self._pinned: dict[int, tuple[torch.Tensor, mmap.mmap]] = {}      # by address
 
     def free_bytes(self) -> int:
         "Device memory that is free, what torch keeps for later included."
@@ -147,7 +151,7 @@ class _CudaMemory:
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         "Host memory from which the device copies by itself, zeroed."
-        made = _page_aligned(shape, dtype)
+        made, memory = _page_aligned(shape, dtype)
         if not made.nbytes: return made
         with torch.cuda.device(self.torch_device):
             code = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), made.nbytes, 1))    # 1: for all devices
@@ -155,15 +159,17 @@ class _CudaMemory:
                 _LOG.warning("%d MB of host memory could not be pinned (CUDA error %d): copies will be slower", made.nbytes >> 20, code)
                 with suppress(RuntimeError): torch.zeros(1, device=self.torch_device)            # takes the error with it
                 return made
-        self._pinned[made.data_ptr()] = made
+        _advise(memory, "MADV_DONTFORK")      # or after a fork of this process its own writes could go to pages that the device does not see
+        self._pinned[made.data_ptr()] = made, memory
         return made
 
     def unpin(self, tensor: torch.Tensor) -> None:
         "Make pinned memory ordinary again; a device that is past help does so when the process ends."
-        if self._pinned.pop(tensor.data_ptr(), None) is None: return
+        if (found := self._pinned.pop(tensor.data_ptr(), None)) is None: return
         with suppress(RuntimeError), torch.cuda.device(self.torch_device): torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        _advise(found[1], "MADV_DOFORK")
 
-# %% ../../nbs/mel/device.ipynb #daa7c935
+# %% ../../nbs/mel/device.ipynb #e9278b8c
 @cache
 def _nvtx() -> Any:
     "The nvtx package, or None."
@@ -209,7 +215,7 @@ class CudaDevice(_CudaMemory):
 
     def close(self) -> None:
         "Make pinned memory ordinary again, and give device memory back."
-        for tensor in list(self._pinned.values()): self.unpin(tensor)
+        for tensor, _ in list(self._pinned.values()): self.unpin(tensor)
         self.trim()
 
 # %% ../../nbs/mel/device.ipynb #50acdb92

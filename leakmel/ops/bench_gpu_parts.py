@@ -234,14 +234,14 @@ def card_alone(device: str, n_bytes: int, n_matrix: int, window_s: float) -> dic
                 "float16_per_s": [2 * n_matrix**3 / s for s in timed(on, stream, lambda: torch.matmul(x, y, out=z), window_s=window_s)]}
     finally: on.close()
 
-# %% ../../nbs/ops/bench_gpu_parts.ipynb #732e9749
+# %% ../../nbs/ops/bench_gpu_parts.ipynb #afb5747c
 LAUNCHES = ((128, 8, 3), (128, 8, 2), (128, 8, 4), (128, 4, 3), (64, 4, 3), (64, 4, 4), (64, 2, 3), (256, 8, 3))      # rows, warps, stages
 
 def launches(device: str, name: str, n_block: int, window_s: float) -> dict[str, Any]:
     "Recordings per second of the fused kernel alone, by rows, warps and stages."
     import torch
     from leakmel.mel.device import open_devices
-    from leakmel.mel.triton_kernel import Launch, TritonChain
+    from leakmel.mel.triton_kernel import TritonChain, launch_for
     spec, on, found = contest_spec(name), open_devices(device)[0], dict[str, Any]()
     try:
         x, mels, moments = _on_device(on, spec, n_block)
@@ -250,7 +250,8 @@ def launches(device: str, name: str, n_block: int, window_s: float) -> dict[str,
             mels.fill_(torch.nan)
             on.synchronize()
             try:
-                chain = TritonChain(spec, on.torch_device, n_block, launch=Launch(rows, warps, stages))
+                shape = replace(launch_for(on.torch_device), rows=rows, warps=warps, stages=stages, float_stages=stages)
+                chain = TritonChain(spec, on.torch_device, n_block, launch=shape)
                 times = timed(on, stream, partial(chain.features, x, mels, moments), window_s=window_s)
                 right = mels.clone() if right is None else right
                 found[f"{rows} rows, {warps} warps, {stages} stages"] = {
