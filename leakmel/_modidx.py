@@ -1063,6 +1063,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'leakmel/dataset/schema.py'),
                                         'leakmel.dataset.schema.name_columns': ( 'dataset/schema.html#name_columns',
                                                                                  'leakmel/dataset/schema.py'),
+                                        'leakmel.dataset.schema.narrowed': ('dataset/schema.html#narrowed', 'leakmel/dataset/schema.py'),
                                         'leakmel.dataset.schema.new_file': ('dataset/schema.html#new_file', 'leakmel/dataset/schema.py'),
                                         'leakmel.dataset.schema.root_attributes': ( 'dataset/schema.html#root_attributes',
                                                                                     'leakmel/dataset/schema.py'),

@@ -487,3 +487,16 @@ def test_real_recordings(tmp_path):
         assert (config["sample_rate"], config["duration_s"]) == (8000, 5.0)
         assert (r.rows, len(r.rejections)) == (len(walk(root)), 0)
         assert lm.verify(r.path, root=root, sample=None).checked == r.rows
+
+
+def test_columns_are_no_wider_than_what_became_a_row(tmp_path, make_wav):
+    "A rejected file with a long name leaves no trace in the columns."
+    import h5py
+    make_wav(tmp_path / "data" / "A" / "s~r~20240101_000000~2.wav")
+    (tmp_path / "data" / "A" / ("long" * 30 + "~r~20240101_000001~2.wav")).write_bytes(b"no recording")
+    (tmp_path / "data" / "A" / ("a" * 50 + ".wav")).write_bytes(b"no recording")
+    r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec={"duration_s": 1.0}, **QUIET)
+    assert (r.rows, r.found) == (1, 3)
+    with h5py.File(r.path) as f:
+        assert f["files/path"][:].tolist() == [b"A/s~r~20240101_000000~2.wav"]
+        assert {name: f[f"files/{name}"].dtype.itemsize for name in ("path", "sensor", "folder")} == {"path": 27, "sensor": 1, "folder": 1}

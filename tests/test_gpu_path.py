@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import leakmel as lm
+from leakmel.cli import main
 from leakmel.core.errors import EngineError, LeakmelError, MachineError
 from leakmel.dataset import ring
 from leakmel.dataset.pipeline import PipelineConfig
@@ -251,3 +252,37 @@ def test_ctrl_c_while_a_device_is_busy(demo: Path, tmp_path: Path, devices: Call
     monkeypatch.setattr(threading.Event, "wait", wait)
     with pytest.raises(KeyboardInterrupt): build(demo, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["settle", "clear", "rest"])
+def test_ctrl_c_while_an_engine_is_closed(demo: Path, tmp_path: Path, devices: Callable, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    "Every device is given back all the same."
+    devices(Faults(), Faults())
+    build(demo, tmp_path)
+    from leakmel.mel.runner import Runner
+    real, once = getattr(Runner, step), [True]
+    def interrupted(self, *a):
+        real(self, *a)
+        if self.closed and once or step == "settle" and once:
+            once.clear()
+            raise KeyboardInterrupt
+    fresh = devices(Faults(), Faults())
+    engine = torch_engine.TorchEngine(lm.MelSpec(), device="rehearsal")
+    monkeypatch.setattr(Runner, step, interrupted)
+    if step == "rest": engine.runners[0].closed = "about to be"
+    with pytest.raises(KeyboardInterrupt): engine.close()
+    assert not once
+    assert [d.counts["pinned_bytes"] for d in fresh] == [0, 0]
+
+
+def test_an_unknown_device_is_an_error_of_use(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["build", str(demo), "--split", "training", "--out", str(tmp_path / "x.h5"), "--device", "toaster", "--quiet"]) == 2
+    assert "unknown device" in capsys.readouterr().err
+    assert "passed over" not in caplog.text
+
+
+def test_a_rehearsal_by_the_first_engine_that_can(demo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "leakmel"):
+        r = lm.build(demo, split="testing", out=tmp_path / "x.h5", progress="none", pipeline=PipelineConfig(device="rehearsal", monitor_interval_s=0.0))
+    assert r.summary["engine"] == "torch@2/rehearsal"
+    assert "passed over" not in caplog.text

@@ -306,7 +306,7 @@ def test_an_engine_that_errs_is_found_out() -> None:
 def test_unknown_engines_and_devices() -> None:
     spec = MelSpec.preset("disjoint", duration_s=1)
     with pytest.raises(UsageError, match="auto or"): open_engine("quick", spec)
-    with pytest.raises(EngineError, match="unknown device"): open_engine("torch", spec, device="toaster")
+    with pytest.raises(UsageError, match="unknown device"): open_engine("torch", spec, device="toaster")
     if not torch.cuda.is_available():
         for name in ("torch", "triton"):
             with pytest.raises(EngineError, match="no CUDA device"): open_engine(name, spec, device="cuda")

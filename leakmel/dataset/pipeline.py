@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['log', 'BuildResult', 'job_metadata', 'build', 'build_all']
 
-# %% ../../nbs/dataset/pipeline.ipynb #91306548
+# %% ../../nbs/dataset/pipeline.ipynb #0f3e271e
 import json, logging, os
 from collections import Counter
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ from .loader import Disagreement
 from .modes import MODES, Preloaded, prepare, with_rules_of
 from .report import Learned, learned_from, rejected_dict, split_problems, split_summary
 from .ring import Job, Ring, run_lanes
-from .schema import Metadata, Rejected, byte_column, data_set_name, name_columns, root_attributes
+from .schema import Metadata, Rejected, byte_column, data_set_name, narrowed, root_attributes
 from .verify import VerifyReport, check_data_set, check_sample
 from .waveforms import waveform_shape
 from .writer import OutputLock, RowFile, output_error, part_bytes, replacing, require_space
@@ -84,7 +84,7 @@ class BuildResult:
         return (f"BuildResult({self.path.name}: {self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files, "
                 f"{self.seconds:.2f} s, {self.files_per_s:,.0f} files/s end to end; {self.verified.verdict})")
 
-# %% ../../nbs/dataset/pipeline.ipynb #e3789913
+# %% ../../nbs/dataset/pipeline.ipynb #5deeefd0
 def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Metadata:
     "All of a finished job's data set but its rows."
     keep = np.flatnonzero(job.good)
@@ -93,7 +93,7 @@ def job_metadata(job: Job, engine: Engine, label_names: tuple[str, ...]) -> Meta
     for k, (e, s) in job.unusual.items():
         row = int(np.searchsorted(keep, k))
         encoding[row], status[row] = e.encode(), s.encode()
-    columns = name_columns([job.listing.paths[k] for k in keep], [job.names[k] for k in keep])
+    columns = {name: narrowed(np.concatenate([job.names[k][name] for k in sorted(job.names)])[keep]) for name in job.names[0]}
     columns |= {name: facts[name].copy() for name in ("sample_rate", "n_samples", "channels")}
     columns |= {"encoding": byte_column(encoding), "status": byte_column(status), "digest": facts["digest"].copy()}
     figures = quality(job.moments[keep], job.spec.n_samples, True)

@@ -5,14 +5,13 @@
 # %% auto #0
 __all__ = ['Job', 'Lanes', 'run_lanes', 'Ring']
 
-# %% ../../nbs/dataset/ring.ipynb #39b7c6d3
+# %% ../../nbs/dataset/ring.ipynb #6240a628
 import errno, math, os, threading, time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 
@@ -23,13 +22,13 @@ from ..core.monitor import usable_cores
 from ..core.timeline import Counts, Timeline
 from .config import Workers
 from .loader import FACTS, BatchReader, Slot, Source
-from .schema import Rejected
+from .schema import Rejected, name_columns
 from .waveforms import store_waveforms
 from .writer import RowFile, output_error
 from ..mel.engines import Engine, EngineLane
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/ring.ipynb #64aa4cf0
+# %% ../../nbs/dataset/ring.ipynb #ec362e68
 class Job:
     "The state of one split's build."
 
@@ -41,7 +40,7 @@ class Job:
         self.facts = np.zeros(n, FACTS)
         self.moments = np.zeros((n, 5))                   # of rows that are their recordings; the others have their figures in the facts
         self.row_digests = np.zeros(n, "S32")
-        self.names: list[Any] = [None] * n                # NameParts, parsed along with the reading
+        self.names: dict[int, dict[str, np.ndarray]] = {} # first candidate of a batch -> what its names say, parsed along with the reading
         self.waveform_digests = np.zeros(n, "S32") if file.waveform_shape is not None else None
         self.unusual: dict[int, tuple[str, str]] = {}     # candidate -> encoding, status, where not PLAIN
         self.rejected: list[Rejected] = []
@@ -232,13 +231,14 @@ def _roles(workers: Workers, n_publishers: int) -> list[tuple[str, Callable[[Rin
     return [*((f"reader-{i}", _read_batches) for i in range(workers.read_workers)), *((f"engine-{i}", partial(_submit_batches, k=i)) for i in engines),
             *((f"writer-{i}", _write_batches) for i in range(workers.write_workers)), *publishers]
 
-# %% ../../nbs/dataset/ring.ipynb #81d7d8c6
+# %% ../../nbs/dataset/ring.ipynb #665423c0
 def _read(ring: Ring, lane: str, slot: Slot, item: tuple[Job, int, int, int]) -> None:
     "Fill a slot with the recordings of a batch."
     slot.begin(*item)
     with ring.timeline.span(slot.job.reader.stage, lane, split=slot.job.split, batch=slot.batch) as moved:
         moved.n_files, moved.n_bytes = slot.n, slot.job.reader.fill(slot)
-        slot.job.names[slot.first:slot.first + slot.n] = slot.job.listing.names_of(slice(slot.first, slot.first + slot.n))
+        mine = slice(slot.first, slot.first + slot.n)
+        slot.job.names[slot.first] = name_columns(slot.job.listing.paths[mine], slot.job.listing.names_of(mine))
 
 def _compute(ring: Ring, lane: str, slot: Slot) -> None:
     "Compute a filled slot's mels and moments."

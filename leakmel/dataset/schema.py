@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCHEMA_VERSION', 'ROWS', 'LABELS', 'WAVEFORMS', 'PARTS', 'DIGEST_ATTRIBUTE', 'EARLIER_KEYS', 'LIBVER', 'FILE_COLUMNS',
-           'MOST_PACKED', 'data_set_name', 'byte_column', 'Rejected', 'name_columns', 'config_json', 'stored_spec',
-           'root_attributes', 'create_rows', 'create_parts', 'new_file', 'Metadata', 'metadata_digest',
+           'MOST_PACKED', 'data_set_name', 'byte_column', 'narrowed', 'Rejected', 'name_columns', 'config_json',
+           'stored_spec', 'root_attributes', 'create_rows', 'create_parts', 'new_file', 'Metadata', 'metadata_digest',
            'write_metadata', 'unsafe_parts']
 
 # %% ../../nbs/dataset/schema.ipynb #3b81a2c0
@@ -41,12 +41,19 @@ def data_set_name(
     "The file name of a split's data set."
     return f"{split or 'ALL'}_DATASET.H5"
 
-# %% ../../nbs/dataset/schema.ipynb #c7aac690
+# %% ../../nbs/dataset/schema.ipynb #432692cb
 def byte_column(
     values: Sequence[bytes],
 ) -> np.ndarray:             # [B] S<longest, at least 1>
     "Byte strings as a column of fixed length."
     return np.array(values, dtype=f"S{max(map(len, values), default=0) or 1}")
+
+def narrowed(
+    column: np.ndarray,       # [B]
+) -> np.ndarray:              # [B], S<longest, at least 1> where it holds byte strings
+    "A column no wider than its longest string."
+    if column.dtype.kind != "S": return column
+    return column.astype(f"S{int(np.strings.str_len(column).max(initial=0)) or 1}", copy=False)
 
 @dataclass(frozen=True)
 class Rejected:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Event', 'Stream', 'Device', 'CudaEvent', 'CudaStream', 'CudaDevice', 'open_devices']
 
-# %% ../../nbs/mel/device.ipynb #bdc93ee5
+# %% ../../nbs/mel/device.ipynb #06a0211f
 import logging, mmap, re, threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..core.errors import EngineError
+from ..core.errors import EngineError, UsageError
 from .engines import NotHere
 from .rehearsal import HostDevice
 
@@ -218,7 +218,7 @@ class CudaDevice(_CudaMemory):
         for tensor, _ in list(self._pinned.values()): self.unpin(tensor)
         self.trim()
 
-# %% ../../nbs/mel/device.ipynb #50acdb92
+# %% ../../nbs/mel/device.ipynb #4ec92020
 def open_devices(
     device: str,              # "cuda" or "auto" (all that are visible), "cuda:1", "rehearsal", "rehearsal:0", "rehearsal*3"
 ) -> list[Device]:            # at least one; the caller closes them
@@ -236,5 +236,5 @@ def _parts(device: str) -> tuple[str, int | None, int | None]:
     "Kind, number and count in a device's name."
     match = re.fullmatch(r"(auto|cuda|rehearsal)(?::(\d{1,3})|\*([1-9]\d?))?", device)
     if not match or (match[1] == "auto" and device != "auto") or (match[1] == "cuda" and match[3]):
-        raise EngineError("unknown device", found=repr(device), expected="auto, cpu, cuda, cuda:0 or rehearsal")
+        raise UsageError("unknown device", found=repr(device), expected="auto, cpu, cuda, cuda:0, rehearsal or rehearsal*2")
     return match[1], int(match[2]) if match[2] else None, int(match[3]) if match[3] else None

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['DeviceLane', 'DeviceEngine']
 
-# %% ../../nbs/mel/device_engine.ipynb #c91c864e
+# %% ../../nbs/mel/device_engine.ipynb #98f2fce8
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -86,7 +86,7 @@ class _PinnedArrays(Engine):
         pinned = self.is_pinned(samples), out.dtype == np.float16 and self.is_pinned(out)
         return Ticket(samples, out, label, pinned, said, log)
 
-# %% ../../nbs/mel/device_engine.ipynb #f967a589
+# %% ../../nbs/mel/device_engine.ipynb #7308d881
 class DeviceEngine(_PinnedArrays):
     "A chain of launches on some devices; without a device, an engine for the CPU that has its own `run`."
 
@@ -128,6 +128,7 @@ class DeviceEngine(_PinnedArrays):
 
     def close(self) -> None:
         "Wait for what is under way; give devices and pinned memory back."
-        for runner in self.runners: runner.settle()
-        for runner in self.runners: runner.close()
-        self._arrays.clear()
+        with ExitStack() as last:      # each of them, also when somebody interrupts
+            last.callback(self._arrays.clear)
+            for runner in self.runners: last.callback(runner.close)
+            for runner in self.runners: runner.settle()

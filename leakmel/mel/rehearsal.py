@@ -187,7 +187,7 @@ class _HostMemory:
         "A copy in device memory."
         return self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
-# %% ../../nbs/mel/rehearsal.ipynb #f333564e
+# %% ../../nbs/mel/rehearsal.ipynb #ddbdac07
 _PINNED: dict[int, int] = {}      # address -> bytes
 
 class _HostPinned(_HostMemory):
@@ -195,7 +195,8 @@ class _HostPinned(_HostMemory):
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         "Host memory from which the device copies by itself, zeroed."
-        made = torch.zeros(shape, dtype=dtype)
+        try: made = torch.zeros(shape, dtype=dtype)
+        except RuntimeError as e: raise MemoryError(str(e)) from e     # what torch says of it
         if made.nbytes: self._pinned[made.data_ptr()], _PINNED[made.data_ptr()] = made, made.nbytes
         self._count("pinned_bytes", made.nbytes)
         return made

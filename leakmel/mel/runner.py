@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['MOST_RECORDINGS', 'MOST_BYTES', 'MAX_UNDER_WAY', 'MAX_GRAPHS', 'block_size', 'Traffic', 'bare', 'Runner']
 
-# %% ../../nbs/mel/runner.ipynb #b8cb246a
+# %% ../../nbs/mel/runner.ipynb #1047ea2a
 import logging, threading, traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -266,7 +267,7 @@ class _Resting(_Sender):
         for flight in self.flights: flight.last = flight.staged = None
         self.sending = None
 
-# %% ../../nbs/mel/runner.ipynb #7ffb616a
+# %% ../../nbs/mel/runner.ipynb #d1167729
 class Runner(_Resting):
     "Takes batches for one device; any thread may call."
 
@@ -301,9 +302,9 @@ class Runner(_Resting):
 
     def close(self) -> None:
         "Wait for all that is under way and give everything back."
-        with self._lock:
+        with self._lock, ExitStack() as last:      # each step, also when somebody interrupts
+            last.callback(self.device.close)
+            last.callback(self.kits.clear)
+            last.callback(self.clear)
             self.rest()
             self.closed = self.closed or "it was closed by its owner"
-            self.clear()
-            self.kits.clear()
-            self.device.close()

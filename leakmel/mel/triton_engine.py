@@ -5,20 +5,20 @@
 # %% auto #0
 __all__ = ['is_interpreted', 'TritonEngine']
 
-# %% ../../nbs/mel/triton_engine.ipynb #47cdc097
+# %% ../../nbs/mel/triton_engine.ipynb #b099fe4e
 import os, threading
 from importlib import import_module
 
 import torch
 
-from ..core.errors import EngineError
+
 from .device import Device, open_devices
 from .device_engine import DeviceEngine
 from .engines import DeviceOptions, NotHere
 from .flights import Chain
 from .spec import MelSpec
 
-# %% ../../nbs/mel/triton_engine.ipynb #e2a1ffad
+# %% ../../nbs/mel/triton_engine.ipynb #44c9f996
 def is_interpreted() -> bool:
     "Whether Triton's interpreter was asked for."
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
@@ -31,7 +31,7 @@ def _devices(device: str | list[Device]) -> list[Device]:
     else: raise NotHere("the triton engine computes on CUDA devices", found="device='cpu'", remedy="use engine='torch'")
     if (found[0].kind == "cuda") == is_interpreted():
         for each in found: each.close()
-        raise EngineError("triton computes on CUDA devices, and its interpreter on rehearsed ones", found=found[0].name,
+        raise NotHere("triton computes on CUDA devices, and its interpreter on rehearsed ones", found=found[0].name,
                           remedy="unset TRITON_INTERPRET" if is_interpreted() else "set TRITON_INTERPRET=1, or use engine='torch'")
     return found
 
