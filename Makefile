@@ -47,7 +47,7 @@ build: $(READY) ## build verified data sets, from DATA or a made demo set, into 
 
 test: $(READY) ## check that notebooks and package agree, then run notebook tests, ruff, mypy and pytest
 	$(BIN)/python nbs/_tools/sync.py --check
-	@$(if $(UNMET),echo "not run: nbs/mel/triton_kernel.ipynb, for want of triton ($(BIN)/pip install -e '.[gpu]')",true)
+	@[ -z '$(UNMET)' ] || echo "not run, for want of triton: nbs/mel/triton_kernel.ipynb ($(BIN)/pip install -e '.[gpu]' brings it)"
 	$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)$(UNMET)'
 	@for nb in $(NAMESAKES); do $(BIN)/nbdev_test --path "$$nb" || exit 1; done
 	$(BIN)/ruff check leakmel tests nbs/_tools
