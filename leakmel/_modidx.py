@@ -1976,6 +1976,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'leakmel/ops/bench_modes.py'),
                                          'leakmel.ops.bench_modes.bench_modes': ( 'ops/bench_modes.html#bench_modes',
                                                                                   'leakmel/ops/bench_modes.py'),
+                                         'leakmel.ops.bench_modes.bring_in': ( 'ops/bench_modes.html#bring_in',
+                                                                               'leakmel/ops/bench_modes.py'),
                                          'leakmel.ops.bench_modes.evict': ('ops/bench_modes.html#evict', 'leakmel/ops/bench_modes.py'),
                                          'leakmel.ops.bench_modes.modes_table': ( 'ops/bench_modes.html#modes_table',
                                                                                   'leakmel/ops/bench_modes.py')}}}
