@@ -66,7 +66,7 @@ def _build_preloaded(root: Path, work: Path, rounds: int) -> list[dict[str, Any]
                          "peak_rss_bytes": result.summary["peak_rss_bytes"], "held_seconds": ready.seconds})
     return kept[1:]
 
-# %% ../../nbs/ops/bench_modes.ipynb #a93ee7d6
+# %% ../../nbs/ops/bench_modes.ipynb #8e9d1f69
 def bench_modes(
     folder: str | os.PathLike,                      # work folder: the made set is kept there and used again
     *,
@@ -78,7 +78,7 @@ def bench_modes(
     if rounds < 1: raise UsageError("rounds must be at least 1", found=rounds)
     root, work = made_set(folder, n_files, say), Path(folder) / "modes"
     runs: dict[str, list[dict[str, Any]]] = {f"{name}, {cache}": [] for cache in ("warm", "cold") for name in _ONE_BUILD}
-    for i in range(-1, rounds):      # a round before the first one warms the page cache
+    for i in range(-1, rounds):      # a round before the first one is not counted
         for name, kept in runs.items():
             plain, cache = name.rsplit(", ", 1)
             figures = _build_once(root, work, plain, cache == "cold")
