@@ -1,5 +1,7 @@
 "Inputs and calls at the edge of what can be answered: each gets a right row or a clear refusal."
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -136,3 +138,15 @@ def test_a_refused_build_leaves_no_folder(tmp_path, data, make_wav):
     make_wav(data / "LEAK" / "long.wav", n=5000)
     with pytest.raises(DataError, match="differ in rate or length"): lm.build(data, out=tmp_path / "new" / "x.h5", **QUIET)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_forked_process_builds_too(tmp_path, data):
+    "After a build in its parent, whose threads it has not got: a notebook's worker processes are made like that."
+    code = (f"import os, leakmel as lm\n"
+            f"def build(name): return lm.build({str(data)!r}, out={str(tmp_path)!r} + '/' + name, engine='torch', progress='none').rows\n"
+            "assert build('parent.h5') == 12\n"
+            "if (child := os.fork()) == 0: os._exit(build('child.h5'))\n"
+            "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "12", done.stderr
+    assert (tmp_path / "parent.h5").read_bytes() == (tmp_path / "child.h5").read_bytes()

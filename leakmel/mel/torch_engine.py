@@ -181,7 +181,7 @@ def _devices(device: str | list[Device]) -> list[Device]:
     if device == "auto": device = "cuda" if torch.cuda.is_available() else "cpu"
     return [] if device == "cpu" else open_devices(device)
 
-# %% ../../nbs/mel/torch_engine.ipynb #1d520c93
+# %% ../../nbs/mel/torch_engine.ipynb #52c94eef
 class TorchEngine(DeviceEngine):
     "Log-mel features by torch, in float32."
     name = "torch"
@@ -205,9 +205,9 @@ class TorchEngine(DeviceEngine):
         "Compute block by block; safe to call from several threads."
         if self.runners: return super().run(samples, out, span=span)
         n_block = self._chain.n_block
-        if not hasattr(self._local, "space"): self._local.space = _WorkSpace(self.spec, n_block)
         moments = np.empty((len(samples), 5))
-        with torch.inference_mode(), one_thread():
+        with torch.inference_mode(), one_thread():      # buffers too: torch's own threads do not live through a fork
+            if not hasattr(self._local, "space"): self._local.space = _WorkSpace(self.spec, n_block)
             for start in range(0, len(samples), n_block):
                 stop = min(start + n_block, len(samples))
                 moments[start:stop] = self._run_block(samples[start:stop], torch.from_numpy(out[start:stop]), self._local.space, span)
