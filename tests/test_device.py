@@ -1,5 +1,4 @@
 "Engines on devices: the same bytes whatever comes late, no row from what failed, nothing kept. Rehearsed devices here, a card where there is one."
-import gc
 import inspect
 import itertools
 import logging
@@ -32,6 +31,7 @@ from leakmel.mel.rehearsal import Faults, HostDevice, HostStream
 from leakmel.mel.runner import Runner
 from leakmel.mel.spec import MelSpec
 from leakmel.mel.torch_engine import PRECISIONS, TorchEngine, precision_error
+from rehearsed import taken
 
 # A recording of 128 samples and a row of 16 values: what is under test is the way to the device and back.
 TINY = MelSpec(n_fft=16, hop_length=16, short_window=16, short_hop=16, long_window=32, long_hop=32, n_mels=2, duration_s=1 / 32)
@@ -698,13 +698,6 @@ def test_nobody_waits_for_a_whole_card_during_a_capture(monkeypatch: pytest.Monk
 
 
 # ---- on a card -----------------------------------------------------------------------------------------------------------
-
-def taken() -> int:
-    "Bytes in use on the card, what its library of matrix products keeps for each stream left out."
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    return torch.cuda.memory_allocated()
-
 
 @pytest.mark.gpu
 def test_tf32_changes_no_bit_on_a_card() -> None:

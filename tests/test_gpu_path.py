@@ -1,6 +1,5 @@
 "Whole builds over a device: the same bytes however it is used, next batches under way before the last ones are through, and nothing kept when it fails."
 import errno
-import gc
 import logging
 import threading
 import time
@@ -21,26 +20,14 @@ from leakmel.mel import torch_engine
 from leakmel.mel.device_engine import DeviceEngine, DeviceLane
 from leakmel.mel.rehearsal import Faults, HostDevice
 from messy import write_messy
+from rehearsed import Use, counted
 
 SPEC = {"sample_rate": 4096, "duration_s": 1.0}
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[HostDevice]]]:
-    "Decide which rehearsed devices the next engine gets; afterwards, none of them holds memory."
-    made: list[HostDevice] = []
-    def use(*faults: Faults) -> list[HostDevice]:
-        fresh = [HostDevice(f"rehearsal:{i}", f) for i, f in enumerate(faults)]
-        made.extend(fresh)
-        monkeypatch.setattr(torch_engine, "open_devices", lambda device: fresh)
-        return fresh
-    yield use
-    for device in made: device.error = None
-    gc.collect()      # errors hold frames, and frames what they worked on
-    for device in made:
-        assert device.counts["pinned_bytes"] == 0
-        assert device.counts["device_bytes"] == 0
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("leakmel")]
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
+    yield from counted(monkeypatch, torch_engine)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import need
+from rehearsed import Use, counted, taken
 
 import leakmel as lm
 from leakmel.audio.synth import SPLIT_SIZES
@@ -31,23 +32,11 @@ BASE = {"sample_rate": 4096, "duration_s": 1.0}
 SHORT = {"sample_rate": 4096, "duration_s": 0.5}
 SPECS: dict[str, dict[str, Any]] = {"disjoint": {}, "overlap": {"preset": "overlap"},
                                     "uneven": {"n_fft": 256, "hop_length": 100, "long_hop": 700, "short_hop": 300, "n_mels": 24}}
-Use = Callable[..., list[HostDevice]]
 
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
-    "Decide which rehearsed devices are there; afterwards, none of them holds memory."
-    made: list[HostDevice] = []
-    def use(*faults: Faults) -> list[HostDevice]:
-        fresh = [HostDevice(f"rehearsal:{i}", f) for i, f in enumerate(faults)]
-        made.extend(fresh)
-        monkeypatch.setattr(resident, "open_devices", lambda name: fresh)
-        return fresh
-    yield use
-    for device in made: device.error = None
-    gc.collect()      # errors hold frames, and frames what they worked on
-    for device in made: assert (device.counts["device_bytes"], device.counts["pinned_bytes"]) == (0, 0)
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("leakmel")]
+    yield from counted(monkeypatch, resident)
 
 
 @pytest.fixture(scope="module")
@@ -547,13 +536,6 @@ def test_time_resident_gives_figures_for_json(demo: Path, devices: Use) -> None:
 
 
 # ---- on a card
-
-
-def taken() -> int:
-    "Bytes in use on the card, what its library of matrix products keeps for each stream left out."
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    return torch.cuda.memory_allocated()
 
 
 @pytest.mark.gpu

@@ -104,13 +104,13 @@ def digest_rows(
     if len(rows): _hash_rows(rows.reshape(len(rows), -1).view(np.uint64), out)
     return out.view("S32").ravel()
 
-# %% ../../nbs/audio/native.ipynb #c8540ee3
+# %% ../../nbs/audio/native.ipynb #5ef899d5
 @njit("void(i2[:, ::1], f8[:, ::1])", nogil=True, cache=True)
 def _moments(rows, out):
     for i in range(len(rows)):
         x = rows[i]
         low, high, total, squares, clipped = x[0], x[0], np.int64(0), np.int64(0), 0
-        for k in range(len(x)):      # by number: a loop over the values themselves is not turned into vectors, and takes seven times as long
+        for k in range(len(x)):      # by number: a loop over the values themselves is not turned into vectors
             low, high, wide = min(low, x[k]), max(high, x[k]), np.int64(x[k])
             total += wide
             squares += wide * wide
