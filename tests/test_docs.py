@@ -41,7 +41,7 @@ def page(site) -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_pages_are_there(site):
-    names = ["index", "build", "commands", "changelog", "reference/index", "api/index", "explanations/index", *GUIDES]
+    names = ["index", "build", "dashboard", "benchmark", "commands", "changelog", "reference/index", "api/index", "explanations/index", *GUIDES]
     for name in (*names, *(f"{kind}/{name}" for kind in ("reference", "api") for name in LIBRARY)): assert (site / f"{name}.html").is_file(), name
     assert len(list(site.rglob("plotly.min.js"))) == 1
     for path in site.rglob("*.html"): assert f"{ROOT}/" not in path.read_text(encoding="utf-8"), path.name
@@ -53,8 +53,8 @@ def test_pages_are_there(site):
 @pytest.mark.slow
 def test_pages_in_a_browser(site, page, tmp_path):
     watched = Watched(page)
-    n_figures_of = {"index": 0, "build": 5, "reference/mel/spec": 0, "api/mel/spec": 0, "explanations/refused": 0, "explanations/gpu_limits": 1,
-                    "explanations/gpu_path": 1}
+    n_figures_of = {"index": 0, "build": 5, "dashboard": 12, "benchmark": 8, "reference/mel/spec": 0, "api/mel/spec": 0, "explanations/refused": 0,
+                    "explanations/gpu_limits": 1, "explanations/gpu_path": 1}
     for name, n_figures in n_figures_of.items():
         page.goto((site / f"{name}.html").as_uri())
         page.wait_for_load_state()
@@ -80,7 +80,7 @@ def test_guides_are_in_the_table_of_contents(site):
 def test_guides_are_the_notebooks_of_their_folders():
     "All of them, and they export nothing."
     guides = prepare.guide_notebooks()
-    assert ROOT / "nbs" / "explanations" / "refused.ipynb" in guides
+    for name in ("explanations/refused", "tutorials/speed_ladder"): assert ROOT / "nbs" / f"{name}.ipynb" in guides
     assert {p.parent.name for p in guides} <= set(prepare.GUIDES)
     assert not [p.name for p in guides if "default_exp" in p.read_text(encoding="utf-8")]
 

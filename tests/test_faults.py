@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,8 @@ def test_read_faults_of_the_machine(tmp_path, data, old, monkeypatch):
     real = os.preadv
     for code in (errno.EIO, errno.EMFILE, errno.ENOMEM):
         calls: list[int] = []
-        def broken(fd, views, at, code=code, calls=calls):
+        def broken(fd, views, at, *flags, code=code, calls=calls):
+            if flags: return real(fd, views, at, *flags)      # a look at the page cache, which fails in silence
             calls.append(fd)
             if len(calls) == 12: raise OSError(code, os.strerror(code))
             return real(fd, views, at)
@@ -362,11 +364,11 @@ def test_report_that_cannot_be_written_is_an_output_error(tmp_path, data):
 def test_no_room_for_the_report_leaves_none_of_an_earlier_data_set(tmp_path, data, old, monkeypatch, lost):
     "What was published stands and is said to; what lies beside it is about it, or is not there."
     target = tmp_path / "out" / "x.h5"
-    real = Path.write_text
-    def full(self, *a, **k):
+    real = {way: getattr(Path, way) for way in ("write_text", "open")}
+    def full(self, *a, way: str, **k):
         if f".{lost}.json" in self.name: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(self, *a, **k)
-    monkeypatch.setattr(Path, "write_text", full)
+        return real[way](self, *a, **k)
+    for way in real: monkeypatch.setattr(Path, way, partialmethod(full, way=way))
     with pytest.raises(SpaceError, match="the data set itself is complete and stands") as e: lm.build(data, out=target, spec={"n_mels": 16}, **QUIET)
     assert f"x.h5.{lost}.json: no room left while writing (ENOSPC" in str(e.value)
     monkeypatch.undo()
@@ -564,6 +566,24 @@ def test_signal_during_a_build(tmp_path, data, old, number):
     assert "Traceback" not in done.stderr
     assert (tmp_path / "out" / "x.h5").read_bytes() == old
     assert leftovers(tmp_path / "out", *BESIDE) == []
+
+
+@pytest.mark.parametrize("place", ["fcntl.flock", "os.pwrite", "os.posix_fallocate", "os.unlink"])
+def test_ctrl_c_while_files_are_made_or_removed_leaves_none(tmp_path, data, monkeypatch, place):
+    "Between the step that makes a file and the one that notes it."
+    target, owner = tmp_path / "out" / "x.h5", {"fcntl": writer.fcntl, "os": os}[place.split(".")[0]]
+    name, came = place.split(".")[1], list[str]()
+    real = getattr(owner, name)
+    def pressed(*args, **named):
+        done = real(*args, **named)
+        if not came and threading.current_thread() is threading.main_thread():
+            came.append(place)
+            signal.raise_signal(signal.SIGINT)
+        return done
+    monkeypatch.setattr(owner, name, pressed)
+    with pytest.raises(KeyboardInterrupt): lm.build(data, out=target, engine="reference", **QUIET)
+    assert came == [place]
+    assert leftovers(tmp_path / "out") in ([], ["x.h5"])
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_wrong_facts_are_found_before_publishing(tmp_path, data, monkeypatch, co
 
 def test_a_failing_machine_is_not_called_a_bad_row(tmp_path, data, monkeypatch):
     def read(path): raise MachineError("the machine failed while reading (EMFILE)", path=path)
-    monkeypatch.setattr(verify_module, "read_wav", read)
+    monkeypatch.setattr("leakmel.dataset.sources.read_wav", read)
     with pytest.raises(MachineError, match="EMFILE"): lm.build(data, out=tmp_path / "x.h5", **QUIET)
 
 

@@ -11,6 +11,7 @@ import types
 import pytest
 
 from leakmel.core import monitor as monitor_module
+from leakmel.core import progress as progress_module
 from leakmel.core.monitor import SAMPLE_KEYS, Load, Monitor, Sampler, machine_facts, mean, monitor_cost, peak, rate
 from leakmel.core.progress import Progress, Standing, front_end
 from leakmel.core.timeline import Timeline, read_timeline, write_timeline
@@ -252,6 +253,26 @@ def test_notebook_failure_says_where_it_stopped(monkeypatch):
             raise KeyError
     with pytest.raises(KeyError): fail()
     assert "stopped at 12 of 40 files" in cell.shown[-1]._repr_html_()
+
+
+@pytest.mark.parametrize("attended", [False, True])
+def test_an_unattended_notebook_has_lines_of_long_runs_only(monkeypatch, capsys, attended):
+    Cell(monkeypatch)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    monkeypatch.delenv("VSCODE_PID", raising=False)
+    if attended: monkeypatch.setenv("JPY_SESSION_NAME", "/notebooks/build.ipynb")
+    with Progress(40, show="notebook") as progress: progress.update(40)
+    assert capsys.readouterr().err == "", "a short run needs none"
+    monkeypatch.setattr(progress_module._Log, "every_s", 0.05)
+    with Progress(40, label="TRAINING", show="notebook") as progress:
+        for i in range(8):
+            progress.update(i, "reading")
+            time.sleep(0.08)
+    lines = capsys.readouterr().err.splitlines()
+    assert (len(lines) >= 2) == (not attended)
+    if not attended:
+        assert "TRAINING" in lines[0]
+        assert "7 of 40 files" in lines[-1]
 
 
 def test_drawing_is_limited(monkeypatch):

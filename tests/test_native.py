@@ -86,6 +86,18 @@ def test_moments_are_exact(n: int, seed: int, kind: str) -> None:
     assert np.array_equal(int16_moments(x), moments_of(x))
 
 
+def test_moments_of_long_recordings_are_exact() -> None:
+    "More samples than sums of 32 bits can take: they are added up in between."
+    n = 3_000_000
+    x = np.full((3, n), -32_768, np.int16)
+    x[1, ::2], x[2] = 32_767, noise(1, n)[0]
+    right = [[-32_768, -32_768, -32_768 * n, 32_768**2 * n, n],
+             [-32_768, 32_767, -(n // 2), (32_768**2 + 32_767**2) * (n // 2), n]]
+    got = int16_moments(x)
+    assert got[:2].tolist() == right
+    assert np.array_equal(got, moments_of(x))
+
+
 # ---- reading
 
 
@@ -276,11 +288,52 @@ def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ImportError, match="remove numba's cache"): native.self_check()
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
-    "numba's cache has no place: results are the same, with or without compiled code."
-    blocked = tmp_path / "blocked"
-    blocked.write_text("no folder")
-    code = ("from leakmel.audio.compiled import digests_of; import numpy as np; from leakmel.audio.wav import digest_of\n"
-            "x = np.ones((2, 400), np.int16); assert digests_of(x).tolist() == [digest_of(r).encode() for r in x]; print('right')")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ | {"NUMBA_CACHE_DIR": str(blocked / "x")})
-    assert done.stdout.strip() == "right", done.stderr
+CHILD = """
+import sys
+import numba.core.caching as caching
+if sys.argv[1] == "no place": caching.CacheImpl._locator_classes = []
+import leakmel as lm
+from leakmel.audio.compiled import native
+r = lm.build(sys.argv[2], out=sys.argv[3], progress="none")
+assert native() is not None
+print(r.summary["engine"], r.rows)
+"""
+
+
+def built_by_a_child(data: Path, out: Path, cache: Path, kind: str = "") -> tuple[bytes, str]:
+    "The data set that a process of its own makes with numba's cache in a folder or without any, and what it said."
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_")} | {"NUMBA_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", CHILD, kind, str(data), str(out)], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.stdout.split() == ["cpu@2/cpu", "6"], done.stderr
+    return out.read_bytes(), done.stderr
+
+
+@pytest.fixture
+def six(tmp_path: Path, make_wav) -> tuple[Path, bytes]:
+    "A folder of six recordings, and their data set."
+    for k in range(6): make_wav(tmp_path / "data" / "A" / f"{k}.wav", seed=k)
+    return tmp_path / "data", lm.build(tmp_path / "data", out=tmp_path / "right.h5", engine="cpu", **QUIET).path.read_bytes()
+
+
+def test_without_a_place_to_keep_code_rows_are_the_same(tmp_path: Path, six: tuple[Path, bytes]) -> None:
+    "No place for numba's cache: the same engine, and one warning."
+    got, said = built_by_a_child(six[0], tmp_path / "x.h5", tmp_path / "cache", "no place")
+    assert got == six[1]
+    assert said.count("cannot be kept") == 1, said
+    assert not (tmp_path / "cache").exists()
+
+
+def test_code_that_was_cut_off_stops_nothing(tmp_path: Path, six: tuple[Path, bytes]) -> None:
+    "A full disk leaves files of numba's cache that are empty or end too early: the same engine, and one warning."
+    cache = tmp_path / "cache"
+    got, said = built_by_a_child(six[0], tmp_path / "x.h5", cache)
+    assert got == six[1]
+    assert "cannot be kept" not in said
+    functions = sorted(cache.rglob("*.nbi"))
+    assert len(functions) > 3
+    for i, index in enumerate(functions):      # of each function the index or the code
+        spoilt = index if i % 2 else next(index.parent.glob(index.stem + "*.nbc"))
+        spoilt.write_bytes(spoilt.read_bytes()[:40 * (i // 2 % 2)])
+    got, said = built_by_a_child(six[0], tmp_path / "x.h5", cache)
+    assert got == six[1]
+    assert said.count("cannot be kept") == 1, said

@@ -49,15 +49,15 @@ def copy_project(folder: Path) -> Path:
     "As much of a checkout as a run notebook needs: its own folder, and the settings that mark the project's root."
     (folder / "nbs").mkdir(parents=True)
     shutil.copy(ROOT / "settings.ini", folder)
-    shutil.copy(ROOT / "nbs" / "build.ipynb", folder / "nbs")
+    for name in ("build", "benchmark"): shutil.copy(ROOT / "nbs" / f"{name}.ipynb", folder / "nbs")
     return folder
 
 
-def papermill(project: Path, *args: str, data: Path | None = None, out: str = "out.ipynb") -> Run:
+def papermill(project: Path, *args: str, data: Path | None = None, out: str = "out.ipynb", notebook: str = "build.ipynb") -> Run:
     "`papermill build.ipynb out.ipynb ...` in nbs/, with nothing of the user's own settings."
     env = {k: v for k, v in os.environ.items() if not k.startswith(("LEAKMEL_", "JUPYTER", "IPYTHON", "PYTEST_"))} | {"HOME": str(project)}
     if data: env["LEAKMEL_DATA"] = str(data)
-    command = [str(Path(sys.executable).parent / "papermill"), "build.ipynb", out, "--no-progress-bar", *args]
+    command = [str(Path(sys.executable).parent / "papermill"), notebook, out, "--no-progress-bar", *args]
     done = subprocess.run(command, cwd=project / "nbs", env=env, capture_output=True, text=True, timeout=240)
     return Run(done.returncode, done.stdout + done.stderr, project / "nbs" / out, project)
 
@@ -266,3 +266,76 @@ def test_make_build_leaves_the_data_folder_alone(tmp_path, tiny):
     assert done.returncode == 2
     assert "there is no data folder" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+# ---- benchmark.ipynb -----------------------------------------------------------------------------------------------
+
+TINY = ("-p", "n_files", "12", "-p", "growth_files", "8", "-p", "rounds", "1", "-p", "run_s", "0.1")
+
+
+def benchmark(project: Path, *args: str) -> Run: return papermill(project, *args, notebook="benchmark.ipynb")
+
+
+def titles_of(run: Run) -> list[str]: return [o.data[PLOTLY]["layout"]["title"]["text"] for o in run.outputs if PLOTLY in o.get("data", {})]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> Run:
+    "Two of the suites, tiny."
+    return benchmark(copy_project(tmp_path_factory.mktemp("measured")), *TINY, "-p", "suites", "compare,growth", "-p", "only", "leakmel reference")
+
+
+def test_benchmark_measures_keeps_and_draws(measured):
+    assert measured.status == 0, measured.log
+    compare, parts, trust, growth, modes, reader, start, build = titles_of(measured)
+    assert re.search(r"leakmel cpu: not measured", compare), "it was not among those that were asked for"
+    assert "8 files at" in growth
+    for title in (parts, trust, modes, reader, start, build): assert title.endswith("not measured")
+    assert re.search(r"^leakmel reference +[\d,]+ ", measured.text, re.M)
+    assert "right, then measured: compare, growth" in measured.text
+    (folder,) = (measured.project / "runs").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{6}-benchmark", folder.name), "a small set is not taken for the project's own figures"
+    assert sorted(p.name.split("-")[0] for p in folder.iterdir()) == ["compare", "growth"]
+    assert measured.notebook.stat().st_size < 1_500_000
+
+
+def test_benchmark_shows_records_that_are_there(measured, tmp_path):
+    (folder,) = (measured.project / "runs").iterdir()
+    run = benchmark(copy_project(tmp_path), "-p", "run", "False", "-r", "out", str(folder))
+    assert run.status == 0, run.log
+    assert titles_of(run) == titles_of(measured)
+    assert not (tmp_path / "runs").exists(), "nothing is measured"
+
+
+def test_benchmark_without_records_says_so(tmp_path):
+    run = benchmark(copy_project(tmp_path), "-p", "run", "False")
+    assert run.status == 0, run.log
+    assert [title.endswith("not measured") for title in titles_of(run)] == [True] * 8
+    assert not (tmp_path / "runs").exists()
+
+
+def test_benchmark_fails_where_rows_were_wrong_and_still_draws(measured, tmp_path):
+    project = copy_project(tmp_path)
+    (folder,) = (measured.project / "runs").iterdir()
+    shutil.copytree(folder, tmp_path / "records")
+    (path,) = (tmp_path / "records").glob("growth-*.json")
+    path.write_text(path.read_text().replace('"all_ok": true', '"all_ok": false'))
+    run = benchmark(project, "-p", "run", "False", "-r", "out", str(tmp_path / "records"))
+    assert run.status != 0
+    assert len(titles_of(run)) == 8
+    (error,) = run.errors
+    assert "what was measured is not all right; found growth" in error
+
+
+@pytest.mark.parametrize(("args", "said"), [
+    (("-p", "n_file", "3", "-p", "speed", "x"), ["n_file is unknown; did you mean n_files?", "speed is unknown"]),
+    (("-p", "n_files", "many", "-p", "run", "3"), ["n_files must be a whole number, got 'many'", "run must be True or False"]),
+    (("-p", "suites", "compare,part", "-p", "rounds", "0", "-p", "only", "torchaudo"),
+     ["suite part is unknown; did you mean parts?", "rounds must be at least 1", "contestant torchaudo is unknown; did you mean torchaudio?"]),
+], ids=["unknown", "ill-typed", "nonsense"])
+def test_a_wrong_parameter_stops_the_benchmark_before_the_work(tmp_path, args, said):
+    run = benchmark(copy_project(tmp_path), *args)
+    assert run.status != 0
+    (error,) = run.errors
+    for words in said: assert words in error
+    assert not (tmp_path / "runs").exists()

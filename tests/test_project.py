@@ -9,6 +9,7 @@ from importlib.metadata import entry_points, metadata
 from pathlib import Path
 
 import nbformat
+import pictures
 import pytest
 from readme import readme_text
 from sync import run_front_page
@@ -294,6 +295,13 @@ def test_the_front_page_shows_what_its_code_prints(tmp_path):
     run_front_page(tmp_path)
     stored, printed = (nbformat.read(root / "nbs" / "index.ipynb", as_version=4).cells for root in (ROOT, tmp_path))
     assert [c.get("outputs") for c in printed] == [c.get("outputs") for c in stored], "run `make export`"
+
+
+def test_the_chart_of_the_front_page_is_that_of_the_newest_record():
+    from leakmel.ops.bench import newest
+    record = newest("compare", ROOT / "runs" / "benchmarks")
+    said = pictures.note_of((NOTEBOOKS / "images" / "compare.png").read_bytes())
+    assert said == (record["made_utc"] if record else "not measured"), "run `python nbs/_tools/pictures.py --compare`"
 
 
 def test_readme_text(tmp_path):

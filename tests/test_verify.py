@@ -161,6 +161,16 @@ def test_rows_that_are_not_finite(file, value):
     bad(lm.verify(file), "row 29 holds values that are not finite")
 
 
+@pytest.mark.parametrize("row", [0, 14, N - 1])
+def test_the_largest_difference_is_that_of_all_blocks(built, file, row):
+    "Rows are checked some at a time; the worst may be in the first lot or the last."
+    def lift(f): f["segments_mel"][row] = f["segments_mel"][row] + np.float16(3)
+    spoil(file, lift, rows_resealed=True)
+    report = bad(lm.verify(file, root=built[0], sample=None), f"row {row} ")
+    assert len(report.problems) == 1
+    assert report.max_abs_db == pytest.approx(3, abs=0.2)
+
+
 def wrong_rows(f: h5py.File, data: Path, change: Callable[[np.ndarray, dict], np.ndarray]) -> None:
     "All rows made anew by somebody whose features are a little different."
     config = json.loads(f.attrs["config_json"])

@@ -9,7 +9,7 @@ from conftest import need
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
 # What JupyterLab itself says on a machine without a network or a user; anything else on the console fails the test.
 HARMLESS = ("favicon", "Failed to load resource", "ResizeObserver")
-MARKS = ".point path, .lines path, .hm image"     # what plotly draws bars, lines and pictures with
+MARKS = ".point path, path.point, .lines path, .hm image"     # what plotly draws bars, points, lines and pictures with
 
 
 @contextmanager

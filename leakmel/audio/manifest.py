@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GROUPS', 'split_folders', 'label_map', 'Manifest', 'shared_groups', 'hints', 'scan', 'preview_pattern']
 
-# %% ../../nbs/audio/manifest.ipynb #faed7806
+# %% ../../nbs/audio/manifest.ipynb #23d98444
 import os, stat, time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .content import content_columns, read_content
-from .listing import Found, Listing, Walk, found_below, is_inside, is_recording_name, list_error, make_listing
+from .listing import Finds, Listing, Walk, found_below, is_inside, is_recording_name, list_error, make_listing
 from .naming import SPLITS, Naming, pattern_naming, split_name
 from .preview import PatternPreview, preview_names
 from .problems import Problem, ProblemReport, content_problems, how_many, label_problems, name_problems, show_place
@@ -243,14 +243,14 @@ def _target_folders(root: Path, split: str | None, naming: Naming) -> dict[str, 
                         remedy=f"add a folder {wanted}, or name no split to build a folder of label folders" if not splits else f"add a folder {wanted}")
     return {wanted: splits[wanted]}
 
-# %% ../../nbs/audio/manifest.ipynb #62c9666d
+# %% ../../nbs/audio/manifest.ipynb #cd756d1a
 def _by_folders(root: Path, split: str | None, naming: Naming) -> Manifest:
     "The manifest of a root whose splits are folders."
     targets, splits = _target_folders(root, split, naming), split_folders(root)
     labels = label_map(list(splits.values()) or [root], root) if naming.labels_by_folder else ()
     walks = {name: Walk(root) for name in (targets if naming.labels_by_folder else splits | targets)}
     found = {name: found_below(walk, (splits | targets)[name]) for name, walk in walks.items()}
-    said = {name: _labels(naming, names) for name, names in found.items()}
+    said = {name: _labels(naming, x.paths) for name, x in found.items()}
     if not naming.labels_by_folder: labels = tuple(sorted({n for names, _ in said.values() for n in names if n is not None}, key=os.fsencode))
     listings = tuple(make_listing(name, folder, found[name], said[name][0], labels, naming) for name, folder in targets.items())
     misfits = (_no_match(naming, x.place, x.paths[i]) for x in listings for i in said[x.split][1]
@@ -260,11 +260,20 @@ def _by_folders(root: Path, split: str | None, naming: Naming) -> Manifest:
     notes = (*_beside_splits(root, splits), *(p for name in targets for p in walks[name].problems), *empty, *misfits)
     return Manifest(root, labels, listings, notes, naming=naming)
 
-def _labels(naming: Naming, found: list[Found]) -> tuple[list[str | None], list[int]]:
+def _labels(naming: Naming, paths: list[bytes]) -> tuple[list[str | None], list[int]]:
     "The label of each name, and the numbers of names that do not fit."
-    if naming.source == "folders": return [os.fsdecode(path.split(b"/", 1)[0]) if b"/" in path else None for path, _, _ in found], []
-    said = [naming.read(path) for path, _, _ in found]
+    if naming.source == "folders": return list(_first_folders(paths)), []
+    said = [naming.read(path) for path in paths]
     return [s.label for s in said], [i for i, s in enumerate(said) if not s.fits]
+
+def _first_folders(paths: list[bytes]) -> Iterator[str | None]:
+    "The first folder of each path, None where there is none; decoded once for paths of one folder that follow each other."
+    start, label = b"/", None      # no path begins with a slash
+    for path in paths:
+        if not path.startswith(start):
+            folder, slash, _ = path.partition(b"/")
+            start, label = (folder + slash, os.fsdecode(folder)) if slash else (b"/", None)
+        yield label
 
 def _no_match(naming: Naming, place: str, path: bytes) -> Problem:
     "The problem of a name that does not fit."
@@ -272,12 +281,12 @@ def _no_match(naming: Naming, place: str, path: bytes) -> Problem:
         else "so it has no label and will be rejected"
     return Problem("no_match", show_place(place, path), f"the name does not fit the pattern {show_path(naming.pattern)}, {lost}")
 
-# %% ../../nbs/audio/manifest.ipynb #f783e34e
+# %% ../../nbs/audio/manifest.ipynb #0cbe199f
 def _by_names(root: Path, split: str | None, naming: Naming) -> Manifest:
     "The manifest of a root whose splits are told by the names."
     wanted, walk = SPLITS if split is None else (_wanted_split(split),), Walk(root)
     found = found_below(walk, root)
-    said = [naming.read(path) for path, _, _ in found]
+    said = [naming.read(path) for path in found.paths]
     present = [s for s in SPLITS if any(x.split == s for x in said)]
     if not present or not set(wanted) & set(present):
         raise DataError(f"the pattern finds no recording{'' if split is None else f' of the split {wanted[0]}'}", path=root,
@@ -285,12 +294,12 @@ def _by_names(root: Path, split: str | None, naming: Naming) -> Manifest:
                         expected=show_path(naming.pattern), remedy="try it with leakmel.audio.manifest.preview_pattern")
     labels = label_map([root], root) if naming.labels_by_folder else tuple(sorted({x.label for x in said if x.label is not None}, key=os.fsencode))
     of = {s: [i for i, x in enumerate(said) if x.split == s] for s in present if s in wanted}
-    listings = tuple(make_listing(s, root, [found[i] for i in rows], [said[i].label for i in rows], labels, naming) for s, rows in of.items())
-    unmatched = tuple(path for (path, _, _), x in zip(found, said) if not x.fits)
+    listings = tuple(make_listing(s, root, Finds(found[i] for i in rows), [said[i].label for i in rows], labels, naming) for s, rows in of.items())
+    unmatched = tuple(path for path, x in zip(found.paths, said) if not x.fits)
     notes = (*walk.problems, *(_no_match(naming, "", path) for path in unmatched))
     return Manifest(root, labels, listings, notes, naming=naming, unmatched=unmatched)
 
-# %% ../../nbs/audio/manifest.ipynb #76f905af
+# %% ../../nbs/audio/manifest.ipynb #d3b691eb
 def _by_table(root: Path, split: str | None, file: str | os.PathLike) -> Manifest:
     "The manifest of a root whose recordings stand in a table."
     table, naming = read_table(file), Naming("table", base="root")
@@ -304,7 +313,7 @@ def _by_table(root: Path, split: str | None, file: str | os.PathLike) -> Manifes
     notes, listings, missing, n_rows = list(_beside_table(table, there)), [], [], 0
     for name in wanted if table.splits is not None else [""]:
         rows = table.rows_of(name)
-        found = [(p, *(there.get(p) or _stat_inside(root, p))) for p in (table.paths[i] for i in rows)]
+        found = Finds((p, *(there.get(p) or _stat_inside(root, p))) for p in (table.paths[i] for i in rows))
         listings.append(make_listing(name, root, found, [table.labels[i] for i in rows], labels, naming, [table.parts[i] for i in rows]))
         missing += [path for path, size, _ in found if size < 0]
         n_rows += len(found)
@@ -327,7 +336,7 @@ def _beside_table(table: NameTable, there: dict[bytes, tuple[int, int]]) -> Iter
         more = f"{len(extra):,} recordings in the data folder are not in the table; this is the first"
         yield Problem("not_in_table", show_path(extra[0]), more if len(extra) > 1 else "a recording in the data folder that is not in the table")
 
-# %% ../../nbs/audio/manifest.ipynb #8dba14a2
+# %% ../../nbs/audio/manifest.ipynb #e791af2e
 def scan(
     root: str | os.PathLike,      # folder of splits, or of label folders
     *,
@@ -359,7 +368,7 @@ def preview_pattern(
     root, naming = Path(os.path.abspath(root)), pattern_naming(pattern)
     _require_folder(root)
     folders = {"": root} if naming.base == "root" else _target_folders(root, None, naming)
-    return preview_names(naming, [(folder.name if s else "", path) for s, folder in folders.items() for path, _, _ in found_below(Walk(root), folder)],
+    return preview_names(naming, [(folder.name if s else "", path) for s, folder in folders.items() for path in found_below(Walk(root), folder).paths],
                          most=most)
 
 # %% ../../nbs/audio/manifest.ipynb #ebb5008a

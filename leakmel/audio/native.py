@@ -5,90 +5,94 @@
 # %% auto #0
 __all__ = ['LEAST_BYTES', 'READ', 'LOOK_CLOSER', 'can_digest', 'digest_rows', 'int16_moments', 'read_rows', 'self_check']
 
-# %% ../../nbs/audio/native.ipynb #47ffd4cb
-import os, sys
+# %% ../../nbs/audio/native.ipynb #a7e739bc
+from typing import Any
 
 import numpy as np
-from numba import carray, config, njit, types
+from llvmlite import ir
+from numba import njit
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-if not sys.platform.startswith("linux"): raise ImportError("compiled reading is for Linux")
-if config.DISABLE_JIT: raise ImportError("NUMBA_DISABLE_JIT is set, and system calls exist only in compiled code")
+from ..core import calls
+from ..core.vectors import LANES, WORD, Vector, address, compiled, constant, emitted, load, moved, source_key
 
-# %% ../../nbs/audio/native.ipynb #86c4e2a0
+# %% ../../nbs/audio/native.ipynb #024e8a25
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
     "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
     "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e")
 
-def _words(start: int) -> np.ndarray:
-    "Eight 64-bit words of the secret from a byte on."
-    return np.frombuffer(_SECRET[start:start + 64], "<u8").copy()
+_PRIME32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+_PRIME64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
+_START = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
+_AVALANCHE = 0x165667919E3779F9
+_MIX_AT, _LAST_AT, _LOW_AT, _HIGH_AT = 128, 121, 11, 117     # bytes of the secret that these steps take
 
-_KEYS = np.stack([_words(8 * i) for i in range(16)])         # for the stripes of a block
-_MIX, _LAST, _LOW, _HIGH = (_words(i) for i in (128, 121, 11, 117))
-_PRIME32 = tuple(np.uint64(v) for v in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D))
-_PRIME64 = tuple(np.uint64(v) for v in (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5))
-_START = np.array([_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0]], np.uint64)
-_LOW32, _32, _37, _47, _MX = (np.uint64(v) for v in (0xFFFFFFFF, 32, 37, 47, 0x165667919E3779F9))
-_P32_1, _P64_1, _P64_2 = _PRIME32[0], _PRIME64[0], _PRIME64[1]
+# %% ../../nbs/audio/native.ipynb #5d32b722
+_SUMS, _WIDE = ir.VectorType(WORD, 8), ir.IntType(128)
 
-# %% ../../nbs/audio/native.ipynb #3e58bd84
-@njit
-def _take_stripe(sums, words, at, keys):
-    "Take 64 bytes into the sums."
-    for i in range(8):
-        keyed = words[at + i] ^ keys[i]
-        sums[i] += (keyed & _LOW32) * (keyed >> _32) + words[at + (i ^ 1)]
+def _secret(builder: ir.IRBuilder, at: int | ir.Value) -> Vector:
+    "Eight words of the secret from a byte on."
+    name = "leakmel.xxh3.secret"
+    data = builder.module.globals.get(name) or cgutils.global_constant(
+        builder.module, name, ir.Constant(ir.ArrayType(ir.IntType(8), len(_SECRET)), bytearray(_SECRET)))
+    return load(builder, moved(builder, builder.ptrtoint(data, WORD), at), _SUMS, 1)
 
-@njit
-def _fold(a, b):
-    "Both halves of the 128-bit product of two words, one over the other."
-    low, middle = (a & _LOW32) * (b & _LOW32), (a >> _32) * (b & _LOW32)
-    cross = (low >> _32) + (middle & _LOW32) + (a & _LOW32) * (b >> _32)
-    return ((middle >> _32) + (cross >> _32) + (a >> _32) * (b >> _32)) ^ ((cross << _32) | (low & _LOW32))
+def _take_stripe(builder: ir.IRBuilder, sums: Vector, place: ir.Value, key: Vector) -> Vector:
+    "The sums with 64 bytes more."
+    taken = load(builder, place, _SUMS, 2)
+    keyed = taken ^ key
+    return sums + ((keyed & 0xFFFFFFFF) * keyed.high(32) + taken.picked([i ^ 1 for i in range(8)]))
 
-@njit
-def _merge(sums, keys, total):
-    "One word from the sums."
-    for i in range(4): total += _fold(sums[2 * i] ^ keys[2 * i], sums[2 * i + 1] ^ keys[2 * i + 1])
-    total = (total ^ (total >> _37)) * _MX
-    return total ^ (total >> _32)
+def _merged(builder: ir.IRBuilder, sums: Vector, at: int, start: ir.Value) -> ir.Value:
+    "One word from the sums: halves of 128-bit products, one over the other."
+    mixed, total = (sums ^ _secret(builder, at)).value, start
+    for i in range(4):
+        a, b = (builder.zext(builder.extract_element(mixed, ir.IntType(32)(2 * i + k)), _WIDE) for k in (0, 1))
+        product = builder.mul(a, b)
+        total = builder.add(total, builder.xor(builder.trunc(product, WORD), builder.trunc(builder.lshr(product, _WIDE(64)), WORD)))
+    total = builder.mul(builder.xor(total, builder.lshr(total, WORD(37))), WORD(_AVALANCHE))
+    return builder.xor(total, builder.lshr(total, WORD(32)))
 
-@njit
-def _xxh3(words, sums):
-    "High and low word of the digest of more than 30 words."
-    n_bytes = 8 * len(words)
-    n_blocks = (n_bytes - 1) // 1024
-    for i in range(8): sums[i] = _START[i]
-    for block in range(n_blocks + 1):
-        stripes = 16 if block < n_blocks else (n_bytes - 1 - 1024 * n_blocks) // 64
-        for s in range(stripes): _take_stripe(sums, words, 128 * block + 8 * s, _KEYS[s])
-        if block < n_blocks:
-            for i in range(8): sums[i] = (sums[i] ^ (sums[i] >> _47) ^ _MIX[i]) * _P32_1
-    _take_stripe(sums, words, len(words) - 8, _LAST)
-    n = np.uint64(n_bytes)
-    return _merge(sums, _HIGH, ~(n * _P64_2)), _merge(sums, _LOW, n * _P64_1)
+# %% ../../nbs/audio/native.ipynb #fe8993e3
+@emitted
+def _digest(builder, data, n_bytes, out):
+    "High and low word of the digest of more than 240 bytes, a multiple of 8, to an address."
+    kept = cgutils.alloca_once_value(builder, constant(_SUMS, _START))
+    def stripes(place: ir.Value, n: ir.Value) -> None:
+        with cgutils.for_range(builder, n) as loop:
+            sums, key = Vector(builder, builder.load(kept)), _secret(builder, builder.mul(loop.index, WORD(8)))
+            builder.store(_take_stripe(builder, sums, builder.add(place, builder.mul(loop.index, WORD(64))), key).value, kept)
+    last = builder.sub(n_bytes, WORD(1))
+    n_blocks = builder.lshr(last, WORD(10))
+    with cgutils.for_range(builder, n_blocks) as block:
+        stripes(builder.add(data, builder.shl(block.index, WORD(10))), WORD(16))
+        sums = Vector(builder, builder.load(kept))
+        builder.store(((sums ^ sums.high(47) ^ _secret(builder, _MIX_AT)) * _PRIME32[0]).value, kept)
+    stripes(builder.add(data, builder.shl(n_blocks, WORD(10))), builder.lshr(builder.and_(last, WORD(1023)), WORD(6)))
+    sums = _take_stripe(builder, Vector(builder, builder.load(kept)), builder.sub(builder.add(data, n_bytes), WORD(64)), _secret(builder, _LAST_AT))
+    high, low = (builder.mul(n_bytes, WORD(prime)) for prime in (_PRIME64[1], _PRIME64[0]))
+    for i, word in enumerate((_merged(builder, sums, _HIGH_AT, builder.not_(high)), _merged(builder, sums, _LOW_AT, low))):
+        builder.store(word, builder.inttoptr(moved(builder, out, 8 * i), WORD.as_pointer()))
 
-# %% ../../nbs/audio/native.ipynb #d9dc1e4d
+# %% ../../nbs/audio/native.ipynb #b2ae842a
 LEAST_BYTES = 241     # below, XXH3 works in another way
+_HEX = np.frombuffer(b"".join(b"%02x" % i for i in range(256)), np.uint16)
 
-@njit
-def _write_hex(high, low, out):
-    "The 32 digits of a digest, as ASCII."
-    for i in range(16):
-        shift = np.uint64(60 - 4 * i)
-        for k, word in enumerate((high, low)):
-            digit = np.uint8((word >> shift) & np.uint64(15))
-            out[16 * k + i] = digit + (np.uint8(48) if digit < 10 else np.uint8(87))
+def _as_digits(words: np.ndarray) -> np.ndarray:
+    "High and low words [n, 2] uint64 as digests [n] S32."
+    return _HEX[words.astype(">u8").view(np.uint8)].view("S32").ravel()
 
-@njit("void(u8[:, ::1], u1[:, ::1])", nogil=True, cache=True)
-def _hash_rows(rows, out):
-    sums = np.empty(8, np.uint64)
-    for i in range(len(rows)):
-        high, low = _xxh3(rows[i], sums)
-        _write_hex(high, low, out[i])
+def _make_hash_rows(key: str) -> Any:
+    "Digests of rows; numba compares `key` with that of its cache."
+    @compiled("void(u1[:, ::1], u8[:, ::1])")
+    def hash_rows(rows, out):
+        key      # noqa: B018 (taken from outside, so that it is compared)
+        for i in range(len(rows)): _digest((address(rows[i]), rows.shape[1], address(out[i])))
+    return hash_rows
+
+_KEY = source_key(globals().get("__file__"), calls.__file__)
+_hash_rows = _make_hash_rows(_KEY)
 
 def can_digest(
     n_bytes: int,     # of a row
@@ -100,116 +104,132 @@ def digest_rows(
     rows: np.ndarray,   # [n, ...], each row contiguous after the one before, of a size that `can_digest`
 ) -> np.ndarray:        # [n] S32
     "xxh3-128 of each row's bytes, as hexadecimal digits."
-    out = np.empty((len(rows), 32), np.uint8)
-    if len(rows): _hash_rows(rows.reshape(len(rows), -1).view(np.uint64), out)
-    return out.view("S32").ravel()
+    rows, out = np.require(rows, requirements=["C", "W"]), np.empty((len(rows), 2), np.uint64)      # compiled for what may be written
+    if len(rows): _hash_rows(rows.reshape(len(rows), -1).view(np.uint8), out)
+    return _as_digits(out)
 
-# %% ../../nbs/audio/native.ipynb #5ef899d5
-@njit("void(i2[:, ::1], f8[:, ::1])", nogil=True, cache=True)
-def _moments(rows, out):
-    for i in range(len(rows)):
-        x = rows[i]
-        low, high, total, squares, clipped = x[0], x[0], np.int64(0), np.int64(0), 0
-        for k in range(len(x)):      # by number: a loop over the values themselves is not turned into vectors
-            low, high, wide = min(low, x[k]), max(high, x[k]), np.int64(x[k])
-            total += wide
-            squares += wide * wide
-        if high == 32_767 or low <= -32_767:
-            for k in range(len(x)): clipped += x[k] == 32_767 or x[k] <= -32_767
-        out[i, 0], out[i, 1], out[i, 2], out[i, 3], out[i, 4] = low, high, total, squares, clipped
+# %% ../../nbs/audio/native.ipynb #b27b114d
+_PAIRS = 2 * LANES             # samples taken at once, as pairs
+_FLUSH = 1 << 14               # steps after which the sums of 32 bits are added up
+
+def _joined(builder: ir.IRBuilder, how: str, a: ir.Value, b: ir.Value) -> ir.Value:
+    "The sum, the least or the largest of two words."
+    return builder.add(a, b) if how == "add" else builder.select(builder.icmp_signed("<" if how == "smin" else ">", a, b), a, b)
+
+@emitted
+def _add_up(builder, samples, n_steps, sums):
+    "Take samples into least, largest, sum and sum of squares, four whole numbers of 64 bits at an address."
+    pairs, wide, words = ir.VectorType(ir.IntType(16), _PAIRS), ir.VectorType(ir.IntType(32), LANES), ir.VectorType(WORD, LANES)
+    starts = [constant(pairs, 32_767), constant(pairs, -32_768), *3 * [constant(wide, 0)]]
+    kept = [cgutils.alloca_once_value(builder, start) for start in starts]
+    with cgutils.for_range(builder, n_steps) as loop:
+        x = load(builder, moved(builder, samples, builder.mul(loop.index, WORD(2 * _PAIRS))), pairs, 2)
+        low, high, total, low_square, high_square = (Vector(builder, builder.load(place)) for place in kept)
+        first, second = (x.picked(range(k, _PAIRS, 2)).wide(wide) for k in (0, 1))
+        square = first * first + second * second      # at most 2**31, taken as unsigned
+        for place, value in zip(kept, (low.where(low < x, x), high.where(high > x, x), total + (first + second),
+                                       low_square + (square & 0xFFFF), high_square + square.high(16))): builder.store(value.value, place)
+    low, high, total, low_square, high_square = (Vector(builder, builder.load(place)) for place in kept)
+    squares = low_square.wide(words) + (high_square.wide(words) << 16)
+    for i, (vector, how) in enumerate(((low, "smin"), (high, "smax"), (total.wide(words), "add"), (squares, "add"))):
+        place = builder.inttoptr(moved(builder, sums, 8 * i), WORD.as_pointer())
+        builder.store(_joined(builder, how, builder.load(place), vector.across(how)), place)
+
+# %% ../../nbs/audio/native.ipynb #9bc40e7b
+def _make_moments(key: str) -> Any:
+    "Moments of rows; numba compares `key` with that of its cache."
+    @compiled("void(i2[:, ::1], i8[:, ::1])")
+    def moments(rows, out):
+        key      # noqa: B018 (taken from outside, so that it is compared)
+        n_steps = rows.shape[1] // _PAIRS
+        for i in range(len(rows)):
+            x, sums = rows[i], out[i]
+            sums[0], sums[1] = 32_767, -32_768
+            for start in range(0, n_steps, _FLUSH): _add_up((address(x) + 2 * _PAIRS * start, min(_FLUSH, n_steps - start), address(sums)))
+            for k in range(n_steps * _PAIRS, len(x)):
+                value = np.int64(x[k])
+                sums[0], sums[1], sums[2], sums[3] = min(sums[0], value), max(sums[1], value), sums[2] + value, sums[3] + value * value
+            if sums[1] == 32_767 or sums[0] <= -32_767:
+                for k in range(len(x)): sums[4] += x[k] == 32_767 or x[k] <= -32_767
+    return moments
+
+_moments = _make_moments(_KEY)
 
 def int16_moments(
     rows: np.ndarray,   # [n, N] int16, contiguous, N at least 1
 ) -> np.ndarray:        # [n, 5] float64
     "The moments of 16-bit recordings, exact."
-    out = np.empty((len(rows), 5))
-    _moments(rows, out)
-    return out
+    rows, sums = np.require(rows, np.int16, ["C", "W"]), np.zeros((len(rows), 5), np.int64)
+    _moments(rows, sums)
+    return sums.astype(np.float64)
 
-# %% ../../nbs/audio/native.ipynb #efa0fa66
-_openat = types.ExternalFunction("openat", types.int32(types.int32, types.intp, types.int32, types.int32))
-_preadv = types.ExternalFunction("preadv", types.intp(types.int32, types.intp, types.int32, types.int64))
-_statx = types.ExternalFunction("statx", types.int32(types.int32, types.intp, types.int32, types.uint32, types.intp))
-_close = types.ExternalFunction("close", types.int32(types.int32))
-_errno_at = types.ExternalFunction("__errno_location", types.intp())
-
-@intrinsic
-def _pointer(typing_context, address):
-    "An address as a pointer."
-    def codegen(context, builder, signature, args): return builder.inttoptr(args[0], cgutils.voidptr_t)
-    return types.voidptr(address), codegen
-
-@njit
-def _errno():
-    "Why the last system call of this thread failed."
-    return carray(_pointer(_errno_at()), (1,), dtype=np.int32)[0]
-
-# %% ../../nbs/audio/native.ipynb #8742f1bf
+# %% ../../nbs/audio/native.ipynb #6d5321e2
 READ, LOOK_CLOSER = 0, -1      # outcomes; from 1 up: errno of opening or reading
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY       # as wav.OPEN_FLAGS; here, because a stale cache sees only this file
-_HERE, _OF_DESCRIPTOR, _TIMES = -100, 0x1000, 0x80 | 0x40               # AT_FDCWD, AT_EMPTY_PATH, STATX_CTIME | STATX_MTIME
+_OF_DESCRIPTOR, _TIMES = 0x1000, 0x80 | 0x40     # AT_EMPTY_PATH, STATX_CTIME | STATX_MTIME
 _CTIME, _MTIME = 96 // 8, 112 // 8     # where struct statx has them, in 64-bit words
 
-@njit
+@njit(inline="always")
 def _read_one(path, pieces, n_bytes, stat, nothing):
-    "Open, read, look at the times, close; returns READ, LOOK_CLOSER or errno."
-    fd = _openat(_HERE, path, _FLAGS, 0)
-    if fd < 0: return _errno()
+    "Open, read, look at the times, close; returns READ, LOOK_CLOSER or errno, why the last call of this thread failed."
+    fd = calls.openat(calls.HERE, path, calls.OPEN_FLAGS, 0)
+    if fd < 0: return calls.int32_at(calls.errno_at())
     outcome = READ
-    got = _preadv(fd, pieces.ctypes.data, 3, 0)
-    if got < 0: outcome = _errno()
-    elif got != n_bytes or _statx(fd, nothing.ctypes.data, _OF_DESCRIPTOR, _TIMES, stat.ctypes.data) != 0: outcome = LOOK_CLOSER
-    _close(fd)
+    got = calls.preadv(fd, address(pieces), 3, 0)
+    if got < 0: outcome = calls.int32_at(calls.errno_at())
+    elif got != n_bytes or calls.statx(fd, nothing, _OF_DESCRIPTOR, _TIMES, address(stat)) != 0: outcome = LOOK_CLOSER
+    calls.close(fd)
     return outcome
 
-@njit
+@njit(inline="always")
 def _time_ns(stat, word):
     "A time of struct statx: seconds, then nanoseconds in 32 bits."
     return stat[word] * 1_000_000_000 + (stat[word + 1] & 0xFFFFFFFF)
 
-@njit
+@njit(inline="always")
 def _is_expected(head, header):
     "Whether two headers are the same."
     same = True
     for i in range(len(header)): same &= head[i] == header[i]
     return same
 
-# %% ../../nbs/audio/native.ipynb #5253a475
-@njit("void(u1[::1], u1[::1], i8[::1], i8[::1], u1[::1], i2[:, ::1], i4[::1], i8[::1], u1[:, ::1])", nogil=True, cache=True)
-def _read_rows(wanted, paths, starts, mtimes_ns, header, samples, outcomes, ctimes_ns, digests):
-    pieces, stat, sums = np.zeros(6, np.int64), np.zeros(32, np.int64), np.empty(8, np.uint64)
-    head, extra, nothing = np.zeros(len(header), np.uint8), np.zeros(1, np.uint8), np.zeros(1, np.uint8)
-    row_bytes = 2 * samples.shape[1]
-    for i in range(len(wanted)):
-        if wanted[i]:
-            pieces[0], pieces[1], pieces[2], pieces[3] = head.ctypes.data, len(head), samples[i].ctypes.data, row_bytes
-            pieces[4], pieces[5] = extra.ctypes.data, 1
-            outcomes[i] = _read_one(paths.ctypes.data + starts[i], pieces, len(head) + row_bytes, stat, nothing)
-            if outcomes[i] == READ:
-                ctimes_ns[i] = _time_ns(stat, _CTIME)
-                if _time_ns(stat, _MTIME) != mtimes_ns[i] or not _is_expected(head, header): outcomes[i] = LOOK_CLOSER
-                elif row_bytes >= LEAST_BYTES and row_bytes % 8 == 0:
-                    high, low = _xxh3(samples[i].view(np.uint64), sums)
-                    _write_hex(high, low, digests[i])
+# %% ../../nbs/audio/native.ipynb #6d0e9ac4
+def _make_read_rows(key: str) -> Any:
+    "Reading of rows; numba compares `key` with that of its cache."
+    @compiled("void(u1[::1], u1[::1], i8[::1], i8[::1], u1[::1], u1[::1], i8[::1], i8[::1], i2[:, ::1], i4[::1], i8[::1], u8[:, ::1])")
+    def read_rows(wanted, paths, starts, mtimes_ns, header, head, pieces, stat, samples, outcomes, ctimes_ns, digests):
+        key      # noqa: B018 (taken from outside, so that it is compared)
+        n_head, n_row = len(header), 2 * samples.shape[1]
+        pieces[0], pieces[1], pieces[3], pieces[4], pieces[5] = address(head), n_head, n_row, address(head) + n_head, 1
+        for i in range(len(wanted)):
+            if wanted[i]:
+                pieces[2] = address(samples[i])
+                outcomes[i] = _read_one(address(paths) + starts[i], pieces, n_head + n_row, stat, address(head) + n_head + 1)
+                if outcomes[i] == READ:
+                    ctimes_ns[i] = _time_ns(stat, _CTIME)
+                    if _time_ns(stat, _MTIME) != mtimes_ns[i] or not _is_expected(head, header): outcomes[i] = LOOK_CLOSER
+                    elif n_row >= LEAST_BYTES and n_row % 8 == 0: _digest((pieces[2], n_row, address(digests[i])))
+    return read_rows
 
-# %% ../../nbs/audio/native.ipynb #dad08853
+_read_rows = _make_read_rows(_KEY)
+
+# %% ../../nbs/audio/native.ipynb #ba386557
 def read_rows(
     paths: list[bytes],        # [n], full paths
     wanted: np.ndarray,        # [n] bool: which to read
     mtimes_ns: np.ndarray,     # [n] int64, when each was modified, as listed
     header: bytes,             # 44 bytes that each has to begin with
     samples: np.ndarray,       # [n, N] int16, contiguous; rows of `wanted` are filled
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:   # [n] outcome: READ, LOOK_CLOSER or errno; [n] ctime in ns; [n] digest S32 (b"" where `can_digest` says no)
-    "Read canonical recordings into their rows; raises nothing."
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:   # [n] outcome: READ, LOOK_CLOSER or errno; [n] ctime in ns; [n] digest S32, where it was READ and `can_digest`
+    "Read canonical recordings into their rows; raises nothing but ValueError for arrays of other lengths."
     n = len(paths)
-    outcomes, ctimes_ns, digests = np.full(n, LOOK_CLOSER, np.int32), np.zeros(n, np.int64), np.zeros((n, 32), np.uint8)
+    if not n == len(wanted) == len(mtimes_ns) == len(samples): raise ValueError(f"{n} paths, {len(wanted)} marks, {len(mtimes_ns)} times, {len(samples)} rows")
+    outcomes, ctimes_ns, digests = np.full(n, LOOK_CLOSER, np.int32), np.zeros(n, np.int64), np.zeros((n, 2), np.uint64)
     if n:
-        names = np.frombuffer(b"\0".join(paths) + b"\0", np.uint8).copy()     # a copy: compiled for what may be written
-        starts = np.zeros(n, np.int64)
-        np.cumsum([len(path) + 1 for path in paths[:-1]], out=starts[1:])
-        _read_rows(wanted.view(np.uint8), names, starts, np.ascontiguousarray(mtimes_ns, np.int64), np.frombuffer(header, np.uint8).copy(),
-                   samples, outcomes, ctimes_ns, digests)
-    return outcomes, ctimes_ns, digests.view("S32").ravel()
+        names, starts = calls.as_bytes(paths)
+        head = np.zeros(len(header) + 2, np.uint8)     # the header that is read; a byte too many; an empty name
+        _read_rows(wanted.view(np.uint8), names, starts, np.ascontiguousarray(mtimes_ns, np.int64), np.frombuffer(header, np.uint8).copy(), head,
+                   np.zeros(6, np.int64), np.zeros(32, np.int64), samples, outcomes, ctimes_ns, digests)
+    return outcomes, ctimes_ns, _as_digits(digests)
 
 # %% ../../nbs/audio/native.ipynb #970d467b
 def self_check() -> None:

@@ -21,8 +21,8 @@ import numpy as np
 from .quality import LSB
 from ..core.errors import show_path
 
-# %% ../../nbs/audio/problems.ipynb #ad18bc1d
-@dataclass(frozen=True)
+# %% ../../nbs/audio/problems.ipynb #3cc9b84f
+@dataclass(frozen=True, slots=True)
 class Problem:
     "Something about the data that its owner should know."
     kind: str       # short code, for example "gain_1"

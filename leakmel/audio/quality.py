@@ -8,7 +8,7 @@ __all__ = ['MOMENTS', 'FULL_SCALE', 'LSB', 'RMS_FLOOR_DB', 'FIGURES', 'full_scal
 # %% ../../nbs/audio/quality.ipynb #5ecc14cc
 import numpy as np
 
-# %% ../../nbs/audio/quality.ipynb #e7a4840c
+# %% ../../nbs/audio/quality.ipynb #7500e0e3
 MOMENTS = ("minimum", "maximum", "total", "squares", "n_clipped")
 FULL_SCALE = 32_767   # of 16-bit samples
 _CODED = {"alaw": 32_256 / 32_768, "ulaw": 32_124 / 32_768}
@@ -28,8 +28,10 @@ def moments_of(
     if limit is None: limit = FULL_SCALE if samples.dtype == np.int16 else FULL_SCALE / 32_768
     out = np.empty((len(samples), len(MOMENTS)))
     for b, row in enumerate(samples):
+        low, high = float(row.min()), float(row.max())
         x = row.astype(np.float64)   # exact for 16 bits: the sum of squares stays far below 2**53
-        out[b] = x.min(), x.max(), x.sum(), (x * x).sum(), np.count_nonzero(np.abs(x) >= limit)
+        clipped = np.count_nonzero(np.abs(x) >= limit) if max(-low, high) >= limit else 0
+        out[b] = low, high, x.sum(), np.square(x, out=x).sum(), clipped
     return out
 
 # %% ../../nbs/audio/quality.ipynb #fa383835

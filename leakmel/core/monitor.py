@@ -6,19 +6,21 @@
 __all__ = ['SAMPLE_KEYS', 'Probe', 'Load', 'Sampler', 'usable_cores', 'Monitor', 'peak', 'mean', 'rate', 'size_text',
            'free_memory', 'machine_facts', 'monitor_cost']
 
-# %% ../../nbs/core/monitor.ipynb #6ee9cd23
+# %% ../../nbs/core/monitor.ipynb #989b44a6
 import os, platform, threading, time
 from collections.abc import Callable
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from .timeline import Timeline
 
-# %% ../../nbs/core/monitor.ipynb #509e831d
+# %% ../../nbs/core/monitor.ipynb #0186309d
 SAMPLE_KEYS = {
     "cpu_percent": "processor time of this process, 100 is one core",
     "cpu_total_percent": "processor time of everything on the machine, 100 is all cores",
+    "cpu_cores_percent": "the same core by core: a list of whole numbers",
     "rss_bytes": "memory of this process in RAM",
     "ram_used_bytes": "memory in use on the machine, without caches",
     "disk_read_bytes": "read from storage by this process since it began",
@@ -49,7 +51,7 @@ class Load:
         if before is None: return None
         return max(0.0, 100 * (now[0] - before[0]) / (now[1] - before[1]))
 
-# %% ../../nbs/core/monitor.ipynb #8a2506bb
+# %% ../../nbs/core/monitor.ipynb #191df9e2
 def _process_clocks() -> tuple[float, float]:
     "Seconds all threads of this process spent computing, and seconds that passed."
     return time.process_time(), time.perf_counter()
@@ -57,27 +59,46 @@ def _process_clocks() -> tuple[float, float]:
 def _machine_clocks() -> tuple[float, float]:
     "Seconds all cores were busy, and seconds they had."
     import psutil
-    t = psutil.cpu_times()._asdict()
+    return _busy_and_all(psutil.cpu_times())
+
+def _busy_and_all(times: Any) -> tuple[float, float]:
+    "Busy seconds and all seconds of what psutil calls cpu_times."
+    t = times._asdict()
     total = sum(t.values()) - t.get("guest", 0) - t.get("guest_nice", 0)   # guests are in user and nice already
     return total - t["idle"] - t.get("iowait", 0), total
 
-# %% ../../nbs/core/monitor.ipynb #01fb0d04
+# %% ../../nbs/core/monitor.ipynb #5d0d4501
 Probe = tuple[tuple[str, ...], Callable[[], tuple]]   # the keys, and what reads their values
+
+def _core_loads() -> Callable[[], list[int] | None]:
+    "What gives the load of each core since its last call."
+    import psutil
+    now: list[tuple[float, float]] = []
+    def clocks(k: int) -> Load: return Load(lambda: now[k])
+    loads: list[Load] = []
+    def read() -> list[int] | None:
+        now[:] = [_busy_and_all(t) for t in psutil.cpu_times(percpu=True)]
+        if len(loads) != len(now): loads[:] = [clocks(k) for k in range(len(now))]     # the first look, or a core came or went
+        values = [load() for load in loads]
+        return None if any(v is None for v in values) else [round(min(100.0, v or 0.0)) for v in values]
+    return read
 
 def _system_probes() -> list[Probe]:
     "What needs no GPU."
     import psutil
-    me, mine, machine = psutil.Process(), Load(_process_clocks), Load(_machine_clocks)
+    me = cache(psutil.Process)      # asked for when it is needed: a refusal costs only the figures that come from it
+    mine, machine, cores = Load(_process_clocks), Load(_machine_clocks), _core_loads()
     def ram():
         m = psutil.virtual_memory()
         return (m.total - m.available,)
     def disk():
-        io = me.io_counters()
+        io = me().io_counters()
         return io.read_bytes, io.write_bytes
     return [
         (("cpu_percent",), lambda: (mine(),)),
         (("cpu_total_percent",), lambda: (machine(),)),
-        (("rss_bytes",), lambda: (me.memory_info().rss,)),
+        (("cpu_cores_percent",), lambda: (cores(),)),
+        (("rss_bytes",), lambda: (me().memory_info().rss,)),
         (("ram_used_bytes",), ram),
         (("disk_read_bytes", "disk_written_bytes"), disk),
     ]

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['log', 'Standing', 'front_end', 'Progress', 'announce']
 
-# %% ../../nbs/core/progress.ipynb #02bef007
-import html, logging, sys, threading, time
+# %% ../../nbs/core/progress.ipynb #51bc8b38
+import html, logging, os, sys, threading, time
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,9 @@ class Standing:
                 f'<div style="height:6px;background-color:rgba(128,128,128,0.3)" aria-hidden="true">'
                 f'<div style="height:6px;width:{100 * self.share:.1f}%;background-color:{colour}"></div></div></div>')
 
-# %% ../../nbs/core/progress.ipynb #4034d05c
+# %% ../../nbs/core/progress.ipynb #1ef2c1f7
+_ATTENDED = ("JPY_SESSION_NAME", "VSCODE_PID")      # set by Jupyter's server and by VS Code for the notebooks that they show
+
 class _Notebook:
     "One output of a notebook cell, replaced again and again."
     every_s = 0.2
@@ -67,11 +69,25 @@ class _Notebook:
     def __init__(self, standing: Standing):
         from IPython.display import display
         self.handle: Any = display(standing, display_id=True)
+        self.lines = _Unattended(standing)
 
     def show(self, standing: Standing) -> None:
         if self.handle is not None: self.handle.update(standing)
+        self.lines.show(standing)
 
     close = show
+
+class _Unattended:
+    "A line every few seconds for a notebook that nobody looks at while it runs: `papermill --log-output` passes on lines, not outputs that are replaced."
+
+    def __init__(self, standing: Standing):
+        self.is_on, self.written, self.n_lines = not any(name in os.environ for name in _ATTENDED), time.monotonic(), 0
+
+    def show(self, standing: Standing) -> None:
+        is_due = time.monotonic() - self.written >= _Log.every_s if standing.state == "running" else self.n_lines > 0
+        if not self.is_on or not is_due: return
+        self.written, self.n_lines = time.monotonic(), self.n_lines + 1
+        sys.stderr.write(f"{standing!r}\n")
 
 class _Terminal:
     "A plain tqdm bar."

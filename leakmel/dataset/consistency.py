@@ -6,7 +6,7 @@
 __all__ = ['LONGEST_PATH', 'LONGEST_NAME', 'path_problems', 'attribute_problems', 'scale_problems', 'wrong_split',
            'against_folders', 'pick_rejected', 'rejected_problems', 'accounting_problems']
 
-# %% ../../nbs/dataset/consistency.ipynb #03d78b02
+# %% ../../nbs/dataset/consistency.ipynb #702401df
 import json, os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,19 +21,26 @@ from ..audio.naming import SPLITS, Naming, split_name
 from ..audio.wav import read_wav
 from ..core.errors import RecordingError, show_path
 from .expected import expected_row
+from .schema import read_column
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/consistency.ipynb #bac7ef6f
+# %% ../../nbs/dataset/consistency.ipynb #877cd0df
 LONGEST_PATH, LONGEST_NAME = 4096, 255   # bytes; PATH_MAX and NAME_MAX of Linux
 
 def _cannot_be(path: bytes) -> bool:
     "Whether a path cannot be that of a recording."
     return len(path) > LONGEST_PATH or len(path) > LONGEST_NAME and max(map(len, path.split(b"/"))) > LONGEST_NAME
 
+def _odd_paths(paths: np.ndarray) -> list[Any]:
+    "The paths that have to be looked at one by one."
+    if paths.dtype.kind != "S" or paths.ndim != 1: return paths.tolist()
+    odd = (paths == b"") | np.strings.startswith(paths, b"/") | (np.strings.find(paths, b"..") >= 0) | (np.strings.str_len(paths) > LONGEST_NAME)
+    return paths[odd].tolist()
+
 def path_problems(file: h5py.File) -> Iterator[str]:   # sentences
     "Paths of rows and rejected files that no recording can have, or that lead out of the data folder."
     for part, what in (("files/path", "a path"), ("rejected/path", "the path of a rejected file")):
-        paths = file[part][:].tolist()
+        paths = _odd_paths(read_column(file[part]))
         if (wrong := next((p for p in paths if not isinstance(p, bytes)), None)) is not None:
             yield f"{part} holds {wrong!r:.80}, which is no path"
             continue
@@ -156,11 +163,12 @@ def rejected_problems(
         gives = f"is to be rejected as {now}" if now else "gives a row"
         yield f"{show_path(path)}: rejected as {code}, but the recording {gives}: either it was rejected wrongly or it was mended since"
 
-# %% ../../nbs/dataset/consistency.ipynb #f31277d1
+# %% ../../nbs/dataset/consistency.ipynb #f7b377ee
 def accounting_problems(file: h5py.File) -> Iterator[str]:   # sentences
     "Rejected files without all of path, code and message, and paths that are there twice."
     counts = {name: file[f"rejected/{name}"].shape for name in ("path", "code", "message")}
     if len(set(counts.values())) > 1 or len(counts["path"]) != 1: yield f"the rejected files have parts of different length: {counts}"
-    lost = file["rejected/path"][:].tolist()
-    if any(a >= b for a, b in zip(lost, lost[1:])): yield "paths of rejected files are not in the order of their bytes, or one is there twice"
-    if both := set(lost) & set(file["files/path"][:].tolist()): yield f"{len(both)} files are rows and rejected, first {show_path(min(both))}"
+    lost = file["rejected/path"][:]
+    if (lost[:-1] >= lost[1:]).any(): yield "paths of rejected files are not in the order of their bytes, or one is there twice"
+    if not len(lost): return
+    if both := set(lost.tolist()).intersection(file["files/path"][:].tolist()): yield f"{len(both)} files are rows and rejected, first {show_path(min(both))}"

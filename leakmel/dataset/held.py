@@ -6,9 +6,10 @@
 __all__ = ['log', 'HELD_VERSION', 'LOAD_FILES', 'held_key', 'MemoryRows', 'FileRows', 'NoMemory', 'Held', 'check_follows',
            'HeldReader', 'load', 'write_facts', 'read_about', 'open_facts']
 
-# %% ../../nbs/dataset/held.ipynb #5a0c9885
+# %% ../../nbs/dataset/held.ipynb #67d8c64e
 import errno, io, json, logging, math, os, struct, threading
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from ..audio.manifest import Listing
 from ..audio.compiled import digests_of
 from ..audio.wav import OutOfMemory, digest_of
 from ..core.errors import DataError, MachineError
+from ..core.inflow import Inflow, is_in_cache
 from ..core.timeline import Timeline
 from .loader import FACTS, BatchReader, Disagreement, Slot
+from .read_ahead import ReadAhead
 from .ring import Lanes, run_lanes
 from .writer import output_error
 from ..mel.spec import MelSpec
@@ -179,7 +182,7 @@ class Held:
         try: return self.rows.read_wide(k)
         except OSError: return None
 
-# %% ../../nbs/dataset/held.ipynb #08560795
+# %% ../../nbs/dataset/held.ipynb #443a7df1
 def check_follows(held: Held, spec: MelSpec, follows: Collection[str]) -> None:
     "Raise Disagreement where a spec was to follow recordings that differ."
     from leakmel.audio.conform import resampled_length
@@ -198,19 +201,34 @@ def _is_unchanged(held: Held, reader: BatchReader, k: int) -> bool:
     held.n_outdated += not same
     return same
 
-# %% ../../nbs/dataset/held.ipynb #a79f5239
+def _fill_from_file(plain: BatchReader, slot: Slot, i: int) -> None:
+    "Fill one row as without what is held, and count what that takes."
+    listing, k = plain.listing, slot.first + i
+    with plain.inflow.delivering(): plain.fill_row(slot, i)
+    if listing.label_ids[k] >= 0: plain.inflow.ask(max(0, int(listing.sizes[k])))
+
+def _inflow_of(held: Held) -> Inflow:
+    "Counts what is asked of a cache file; memory is asked for nothing."
+    inflow = Inflow()
+    if isinstance(held.rows, FileRows):
+        with suppress(OSError): inflow.tells = is_in_cache(held.rows.fd, 0) is not None
+    return inflow
+
+# %% ../../nbs/dataset/held.ipynb #79a831f4
 class HeldReader:
     "Fills slots from held recordings; shared by all threads."
     stage = "copy_in"
 
     def __init__(self, held: Held, plain: BatchReader):
         self.held, self.plain, self.listing = held, plain, plain.listing
-        self._warned = False
+        self._warned, self.inflow = False, _inflow_of(held)
         check_follows(held, plain.spec, plain.follows)
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's rows; returns the bytes of their files."
-        try: self.held.rows.read(slot.first, slot.samples[:slot.n])
+        try:
+            with self.inflow.delivering(): self.held.rows.read(slot.first, slot.samples[:slot.n])
+            self.inflow.ask(slot.samples[:slot.n].nbytes if isinstance(self.held.rows, FileRows) else 0)
         except OSError as e:
             self._warn(f"the cache file cannot be read ({e.strerror})")
             return self.plain.fill(slot)
@@ -223,14 +241,14 @@ class HeldReader:
         "Fill one row, from its file where what is held does not do; `digest` is that of its 16-bit samples."
         k = slot.first + i
         if self.listing.label_ids[k] < 0 or not self.held.facts["good"][k] or not _is_unchanged(self.held, self.plain, k):
-            self.plain.fill_row(slot, i)
+            _fill_from_file(self.plain, slot, i)
             return
         wide = None if self.held.facts["whole"][k] else self.held.wide_row(k)
         if wide is not None: digest = digest_of(wide).encode()
         if digest != self.held.row_digests[k]:
             self.held.n_damaged += 1
             self._warn("held samples do not match their digest")
-            self.plain.fill_row(slot, i)
+            _fill_from_file(self.plain, slot, i)
             return
         slot.facts[i] = self.held.facts[k]
         if k in self.held.unusual: slot.unusual[i] = self.held.unusual[k]
@@ -241,7 +259,7 @@ class HeldReader:
         if not self._warned: log.warning("%s; the recordings are read from their files instead", what)
         self._warned = True
 
-# %% ../../nbs/dataset/held.ipynb #155af270
+# %% ../../nbs/dataset/held.ipynb #e2125ccf
 LOAD_FILES = 32     # recordings in a batch
 
 def load(
@@ -252,17 +270,19 @@ def load(
     n_threads: int,
     timeline: Timeline,
     watch: Callable[[int], None],   # called with the number of recordings read
+    ahead: ReadAhead | None = None, # has recordings fetched before they are read
 ) -> Held:                          # raises the first error of a thread
     "Read all recordings of a listing and hold them."
     n_files, split = len(reader.listing), reader.listing.split or reader.listing.folder.name
     held, todo, finished = Held(key, rows, n_files), _batches(n_files), threading.Event()
-    lanes, done = Lanes(lambda n: finished.set()), [0, 0]     # recordings, threads that are through
+    lanes, done = Lanes(lambda n: _leave(finished, ahead)), [0, 0]     # recordings, threads that are through
     def read(lane: str) -> None:
         slot = Slot(LOAD_FILES, reader.spec)
         while not lanes.stopping.is_set():
             with lanes.lock: first = next(todo, None)
             if first is None: break
             slot.begin(None, first // LOAD_FILES, first, min(LOAD_FILES, n_files - first))
+            if ahead is not None: ahead.take(slot.n)
             with timeline.span("read", lane, split=split, batch=slot.batch) as moved: moved.n_files, moved.n_bytes = slot.n, reader.fill(slot)
             try: held.take(slot)
             except OSError as e: raise output_error(e, "the cache file") from e
@@ -273,8 +293,15 @@ def load(
         with lanes.lock: done[1] += 1
         if done[1] == n_threads: finished.set()
     for i in range(n_threads): lanes.add(f"loader-{i}", work)
+    if ahead is not None: lanes.add("read-ahead", ahead.run)
     run_lanes(lanes, finished, lambda: watch(done[0]))
     return held
+
+# %% ../../nbs/dataset/held.ipynb #d7e6ee61
+def _leave(finished: threading.Event, ahead: ReadAhead | None) -> None:
+    "Let everybody leave."
+    finished.set()
+    if ahead is not None: ahead.stop()
 
 def _batches(n_files: int) -> Iterator[int]:
     "First candidates of batches."

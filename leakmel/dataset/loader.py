@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FACTS', 'PLAIN', 'Slot', 'Disagreement', 'Source', 'BatchReader']
 
-# %% ../../nbs/dataset/loader.ipynb #6500419f
+# %% ../../nbs/dataset/loader.ipynb #4373ff5d
 import os, sys
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from ..audio.manifest import Listing
 from ..audio.quality import FIGURES, figures_of
 from ..audio.wav import HEADER_BYTES, OPEN_FLAGS, OutOfMemory, canonical_header, digest_of, open_regular, read_error, read_open_wav
 from ..core.errors import DataError, MachineError, RecordingError
+from ..core.inflow import Inflow
 from .schema import Rejected
 from ..mel.spec import MelSpec
 
@@ -134,18 +135,19 @@ def _keep(slot: Slot, i: int, row: np.ndarray, facts: tuple, encoding_status: tu
 class Disagreement(DataError):
     "Recordings of different rate or length where the spec was to follow them."
 
-# %% ../../nbs/dataset/loader.ipynb #08f298da
+# %% ../../nbs/dataset/loader.ipynb #94057f6b
 _NO_LABEL = {"folders": "lies in no label folder", "pattern": "the name does not match the pattern, so it has no label", "table": "has no label"}
 
 class Source(Protocol):
     "What fills slots with the recordings of one listing."
     listing: Listing
     stage: str         # of the timeline: "read" from files, "copy_in" from what was held ready
+    inflow: Inflow     # what it asked of files, and what a device delivered
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's candidates; returns the bytes of their files."
 
-# %% ../../nbs/dataset/loader.ipynb #25c51127
+# %% ../../nbs/dataset/loader.ipynb #3a2ac363
 class BatchReader:
     "Reads batches of one listing into slots; shared by all reader threads."
     stage = "read"
@@ -162,13 +164,14 @@ class BatchReader:
         self.size = HEADER_BYTES + 2 * spec.n_samples
         self.base = os.fsencode(listing.folder) + b"/"
         self.no_label = _NO_LABEL["folders" if listing.naming.labels_by_folder else listing.naming.source]
+        self.inflow = Inflow()      # what was asked of the files, and what a device delivered
 
     def fill(self, slot: Slot) -> int:
         "Read the slot's candidates; returns the bytes of their files."
-        done = _fill_canonical(self, slot)
-        for i in np.flatnonzero(~done).tolist(): self.fill_row(slot, i)
-        slot.scale_whole_rows()
-        return int(self.listing.sizes[slot.first:slot.first + slot.n].clip(0).sum())
+        with self.inflow.delivering(): _fill_rows(self, slot)
+        sizes, label_ids = (x[slot.first:slot.first + slot.n] for x in (self.listing.sizes, self.listing.label_ids))
+        self.inflow.ask(int(sizes[label_ids >= 0].clip(0).sum()))      # one without a label is not read
+        return int(sizes.clip(0).sum())
 
     def fill_row(self, slot: Slot, i: int) -> None:
         "Read one of the slot's candidates, or reject it."
@@ -190,7 +193,13 @@ class BatchReader:
         except MemoryError as e: raise OutOfMemory(path) from e
         _keep(slot, i, row, facts, encoding_status)
 
-# %% ../../nbs/dataset/loader.ipynb #80171eb3
+# %% ../../nbs/dataset/loader.ipynb #445f574b
+def _fill_rows(reader: BatchReader, slot: Slot) -> None:
+    "Read a slot's candidates, or reject them."
+    done = _fill_canonical(reader, slot)
+    for i in np.flatnonzero(~done).tolist(): reader.fill_row(slot, i)
+    slot.scale_whole_rows()
+
 def _fill_canonical(reader: BatchReader, slot: Slot) -> np.ndarray:
     "Read the canonical recordings of a slot by compiled code; returns which rows are filled, [n] bool."
     mine, spec, listing, module = slice(slot.first, slot.first + slot.n), reader.spec, reader.listing, native()

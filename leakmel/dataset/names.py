@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['LATER_COLUMNS', 'stored_naming', 'stored_columns', 'name_facts', 'wrong_labels', 'against_table', 'accounting']
 
-# %% ../../nbs/dataset/names.ipynb #ab646ad2
+# %% ../../nbs/dataset/names.ipynb #4d4e943d
 import os
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import h5py
@@ -35,9 +36,18 @@ def name_facts(path: bytes, naming: Naming, columns: Sequence[str]) -> dict[str,
     if naming.source == "table": return {}
     return {k: v[0] for k, v in name_columns([path], [naming.parse(path)]).items() if k in columns}
 
-# %% ../../nbs/dataset/names.ipynb #1e9b7632
+# %% ../../nbs/dataset/names.ipynb #2681e6a9
+def _off_folder(paths: np.ndarray, ids: np.ndarray, labels: Sequence[str]) -> Iterator[bytes]:
+    "Paths whose first folder is not the label of their row."
+    n = min(len(paths), len(ids))
+    for start, stop in pairwise([0, *(np.flatnonzero(ids[1:n] != ids[:n - 1]) + 1).tolist(), n] if n else []):
+        some, label = paths[start:stop], labels[ids[start]]
+        folder = some[0].split(b"/", 1)[0]
+        if some.dtype.kind == "S" and show_path(folder) == label: some = some[~np.strings.startswith(some, folder + b"/")]
+        yield from (p for p in some.tolist() if show_path(p.split(b"/", 1)[0]) != label)
+
 def wrong_labels(
-    paths: Sequence[bytes],      # of the rows
+    paths: np.ndarray,           # [B] bytes, of the rows
     ids: np.ndarray,             # [B], numbers of their labels
     labels: Sequence[str],       # names as stored, in id order
     naming: Naming,
@@ -46,11 +56,9 @@ def wrong_labels(
     "Rows whose label or split is not what their path says."
     if naming.source == "table": return
     if naming.source == "folders":
-        folders = [p.split(b"/", 1)[0] for p in paths]
-        shown = {b: show_path(b) for b in set(folders)}
-        wrong = [p for p, b, k in zip(paths, folders, ids) if shown[b] != labels[k]]
-        if wrong: yield f"{len(wrong)} rows carry a label other than their folder, first {show_path(wrong[0])}"
+        if wrong := list(_off_folder(paths, ids, labels)): yield f"{len(wrong)} rows carry a label other than their folder, first {show_path(wrong[0])}"
         return
+    paths = paths.tolist()
     said = [naming.read(p) for p in paths]
     if wrong := [p for p, s, k in zip(paths, said, ids) if s.label is None or show_path(s.label) != labels[k]]:
         source = "folder" if naming.labels_by_folder else "name by the pattern"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['log', 'MOST_RECORDINGS', 'CHAINS', 'MOST_CHAINS', 'Ready', 'check_chain', 'ChainRack', 'feature_bytes', 'compute']
 
-# %% ../../nbs/dataset/recompute.ipynb #ed462a92
+# %% ../../nbs/dataset/recompute.ipynb #9347e854
 import logging, time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +19,7 @@ import torch
 from ..core.errors import EngineError, LeakmelError, UsageError
 from .upload import PAGE_ROWS, DeviceRows, no_room
 from ..mel.device import Device
-from ..mel.engines import AUTO_ORDER, NotHere, check_recording
+from ..mel.engines import DEVICE_ENGINES, NotHere, check_recording
 from ..mel.flights import Chain
 from ..mel.reference import compare, reference_features
 from ..mel.spec import MelSpec
@@ -104,7 +104,7 @@ class _Room:
                 if not self.device.ran_out(e): raise EngineError(f"engine {name} cannot be used on {self.device.name} ({type(e).__name__}: {e})") from e
                 self.make_room(e.with_traceback(None))      # its frames would hold the memory that has to be given up
 
-# %% ../../nbs/dataset/recompute.ipynb #a57b411a
+# %% ../../nbs/dataset/recompute.ipynb #ec6e015f
 class ChainRack(_Room):
     "Chains of a device that are ready, the stream they run on, and the size of launches that fits."
 
@@ -118,7 +118,7 @@ class ChainRack(_Room):
         return found
 
     def _first(self, engine: str, spec: MelSpec, wide: bool) -> Ready:
-        names = [name for name in AUTO_ORDER if name in CHAINS] if engine == "auto" else [engine]
+        names = DEVICE_ENGINES if engine == "auto" else [engine]
         for name in names[:-1]:
             try: return self.made(name, spec, wide)
             except EngineError as e:     # as text: a log that keeps it would keep the chain's memory

@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['Job', 'Lanes', 'run_lanes', 'Ring']
 
-# %% ../../nbs/dataset/ring.ipynb #6240a628
+# %% ../../nbs/dataset/ring.ipynb #6243fbc6
 import errno, math, os, threading, time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +23,14 @@ from ..core.monitor import usable_cores
 from ..core.timeline import Counts, Timeline
 from .config import Workers
 from .loader import FACTS, BatchReader, Slot, Source
-from .schema import Rejected, name_columns
+from .read_ahead import ReadAhead
+from .schema import Rejected, apart
 from .waveforms import store_waveforms
 from .writer import RowFile, output_error
 from ..mel.engines import Engine, EngineLane
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/dataset/ring.ipynb #ec362e68
+# %% ../../nbs/dataset/ring.ipynb #d51ab330
 class Job:
     "The state of one split's build."
 
@@ -37,10 +39,10 @@ class Job:
         self.listing, self.spec, self.file = listing, spec, file
         self.plain = BatchReader(listing, spec, follows=follows)
         self.reader: Source = self.plain                  # or what was held ready
-        self.facts = np.zeros(n, FACTS)
-        self.moments = np.zeros((n, 5))                   # of rows that are their recordings; the others have their figures in the facts
-        self.row_digests = np.zeros(n, "S32")
-        self.names: dict[int, dict[str, np.ndarray]] = {} # first candidate of a batch -> what its names say, parsed along with the reading
+        self.inflow = self.plain.inflow                   # what this build asked of files to have the recordings
+        self.facts, self.good = apart(n, FACTS), np.zeros(n, bool)     # good: which candidates have become rows
+        self.moments = apart(n, ("f8", 5))                   # of rows that are their recordings; the others have their figures in the facts
+        self.row_digests = apart(n, "S32")
         self.waveform_digests = np.zeros(n, "S32") if file.waveform_shape is not None else None
         self.unusual: dict[int, tuple[str, str]] = {}     # candidate -> encoding, status, where not PLAIN
         self.rejected: list[Rejected] = []
@@ -48,14 +50,13 @@ class Job:
         self._lock = threading.Lock()
 
     @property
-    def good(self) -> np.ndarray:
-        "Which candidates have become rows, [n] bool."
-        return self.facts["good"]
-
-    @property
     def split(self) -> str:
         "Name of the split."
         return self.listing.split or self.listing.folder.name
+
+    def forget(self) -> None:
+        "Let go of what stands in columns now."
+        self.facts, self.moments, self.row_digests = (x[:0].copy() for x in (self.facts, self.moments, self.row_digests))
 
     def take(self, slot: Slot) -> tuple[int, bool]:
         "Write a computed slot's rows and note its facts; returns the bytes written and whether the job has all its rows now."
@@ -63,6 +64,7 @@ class Job:
         if self.waveform_digests is not None: n_bytes += store_waveforms(slot, self.spec, self.file, self.waveform_digests)
         mine = slice(slot.first, slot.first + slot.n)      # candidates, each of which belongs to one thread
         self.facts[mine], self.moments[mine], self.row_digests[mine] = slot.facts, slot.moments[:slot.n], digests_of(slot.mels[:slot.n])
+        self.good[mine] = slot.facts["good"]
         with self._lock:
             self.unusual |= {slot.first + i: words for i, words in slot.unusual.items()}
             self.rejected += slot.rejected
@@ -170,7 +172,7 @@ def run_lanes(
 
 
 
-# %% ../../nbs/dataset/ring.ipynb #223903ee
+# %% ../../nbs/dataset/ring.ipynb #c56eb55e
 class Ring:
     "Runs the batches of some jobs through a fixed number of slots."
 
@@ -181,24 +183,24 @@ class Ring:
         workers: Workers,
         timeline: Timeline,
         on_rows_done: Callable[[Job, str], None],   # called in a thread of its own, with its name, when all rows of a job are in its file
+        ahead: ReadAhead | None = None,             # has recordings fetched before they are read
+        until_then: Callable[[str, Callable[[], bool]], None] | None = None,   # done in one such thread first; told its name, and what says that it is wanted
     ):
         self.jobs, self.engine, self.workers, self.timeline, self.on_rows_done = jobs, engine, workers, timeline, on_rows_done
-        self.finished = threading.Event()      # nothing is left to do, or an error stopped all
-        queues: list[SimpleQueue] = [SimpleQueue() for _ in range(4)]
-        self.free, self.filled, self.computed, self.complete = queues
-        self.lanes = Lanes(self._wake)
-        self.engine_lanes: list[EngineLane] = []
-        self.to_warm_up, self.warm = workers.warmup_slots, threading.Event()
-        self._todo = _batches(jobs, workers.files_per_batch)
+        self.ahead, self.until_then, self.lanes, self.engine_lanes = ahead, until_then, Lanes(self._wake), list[EngineLane]()
+        self.free, self.filled, self.computed, self.complete = (SimpleQueue[Any]() for _ in range(4))
+        self.to_warm_up, self.warm, self.finished = workers.warmup_slots, threading.Event(), threading.Event()    # finished: also when an error stopped all
+        self._todo = _batches(jobs, workers.files_per_batch, ahead)
         self._here = {"reader": workers.read_workers, "engine": workers.compute_workers, "writer": workers.write_workers,
                       "publisher": min(len(jobs), usable_cores())}
         try:
             for _ in range(workers.slots): self.free.put(Slot(workers.files_per_batch, engine.spec, engine.host_array))
         except (MemoryError, OSError) as e: raise _as_ours(e) from e
-        for lane, work in _roles(workers, self._here["publisher"]): self.lanes.add(lane, partial(work, self))
+        for lane, work in _roles(workers, self._here["publisher"], ahead): self.lanes.add(lane, partial(work, self))
 
     def _wake(self, n_threads: int) -> None:
         self.warm.set()
+        if self.ahead is not None: self.ahead.stop()
         for queue in (self.free, self.filled, self.computed, self.complete):
             for _ in range(n_threads): queue.put(None)
 
@@ -217,28 +219,30 @@ class Ring:
             self._here[role] -= 1
             return self._here[role] == 0
 
-# %% ../../nbs/dataset/ring.ipynb #3ef70393
-def _batches(jobs: list[Job], step: int) -> Iterator[tuple[Job, int, int, int]]:
-    "Job, batch number, first candidate and count of every batch, in order."
+# %% ../../nbs/dataset/ring.ipynb #a5d7e48c
+def _batches(jobs: list[Job], step: int, ahead: ReadAhead | None) -> Iterator[tuple[Job, int, int, int]]:
+    "Job, batch number, first candidate and count of every batch, in order; what reads ahead is told of each."
     for job in jobs:
         for batch, first in enumerate(range(0, len(job.listing), step)):
-            yield job, batch, first, min(step, len(job.listing) - first)
+            n = min(step, len(job.listing) - first)
+            if ahead is not None: ahead.take(n)
+            yield job, batch, first, n
 
-def _roles(workers: Workers, n_publishers: int) -> list[tuple[str, Callable[[Ring, str], None]]]:
+def _roles(workers: Workers, n_publishers: int, ahead: ReadAhead | None) -> list[tuple[str, Callable[[Ring, str], None]]]:
     "Names and work of the threads."
-    engines, publishers = range(workers.compute_workers), [(f"publisher-{i}", _complete_jobs) for i in range(n_publishers)]
-    if not workers.read_workers: return [*((f"worker-{i}", _work_alone) for i in engines), *publishers]
+    engines, others = range(workers.compute_workers), list[tuple[str, Callable[[Ring, str], None]]]()
+    others += [(f"publisher-{i}", partial(_complete_jobs, is_first=i == 0)) for i in range(n_publishers)]
+    if ahead is not None: others.append(("read-ahead", lambda ring, lane: ahead.run(lane)))
+    if not workers.read_workers: return [*((f"worker-{i}", _work_alone) for i in engines), *others]
     return [*((f"reader-{i}", _read_batches) for i in range(workers.read_workers)), *((f"engine-{i}", partial(_submit_batches, k=i)) for i in engines),
-            *((f"writer-{i}", _write_batches) for i in range(workers.write_workers)), *publishers]
+            *((f"writer-{i}", _write_batches) for i in range(workers.write_workers)), *others]
 
-# %% ../../nbs/dataset/ring.ipynb #665423c0
+# %% ../../nbs/dataset/ring.ipynb #a697fc98
 def _read(ring: Ring, lane: str, slot: Slot, item: tuple[Job, int, int, int]) -> None:
     "Fill a slot with the recordings of a batch."
     slot.begin(*item)
     with ring.timeline.span(slot.job.reader.stage, lane, split=slot.job.split, batch=slot.batch) as moved:
         moved.n_files, moved.n_bytes = slot.n, slot.job.reader.fill(slot)
-        mine = slice(slot.first, slot.first + slot.n)
-        slot.job.names[slot.first] = name_columns(slot.job.listing.paths[mine], slot.job.listing.names_of(mine))
 
 def _compute(ring: Ring, lane: str, slot: Slot) -> None:
     "Compute a filled slot's mels and moments."
@@ -315,7 +319,7 @@ def _take_some(ring: Ring) -> list[Slot]:
     if 0 < len(slots) < ring.workers.batch_accumulation: ring.filled.put(None)      # the word to leave came before the group was whole: it is heeded next time
     return [] if ring.lanes.stopping.is_set() else slots
 
-# %% ../../nbs/dataset/ring.ipynb #bda2e40b
+# %% ../../nbs/dataset/ring.ipynb #99fe919b
 def _take(ring: Ring, queue: SimpleQueue, gauge: str) -> Slot | None:
     "The next slot of a queue; None to leave."
     slot = queue.get()
@@ -341,9 +345,10 @@ def _all_complete(ring: Ring) -> None:
     "Let the publishers leave when they are through."
     for _ in ring.jobs: ring.complete.put(None)      # at least one for each
 
-def _complete_jobs(ring: Ring, lane: str) -> None:
+def _complete_jobs(ring: Ring, lane: str, is_first: bool) -> None:
     "Complete jobs while the next one is under way."
     try:
+        if ring.until_then is not None and is_first: ring.until_then(lane, lambda: ring.lanes.stopping.is_set() or not ring.complete.empty())
         while (job := ring.complete.get()) is not None and not ring.lanes.stopping.is_set():
             with _writing(job): ring.on_rows_done(job, lane)
     finally:

@@ -4,21 +4,23 @@
 
 # %% auto #0
 __all__ = ['SCHEMA_VERSION', 'ROWS', 'LABELS', 'WAVEFORMS', 'PARTS', 'DIGEST_ATTRIBUTE', 'EARLIER_KEYS', 'LIBVER', 'FILE_COLUMNS',
-           'MOST_PACKED', 'data_set_name', 'byte_column', 'narrowed', 'Rejected', 'name_columns', 'config_json',
-           'stored_spec', 'root_attributes', 'create_rows', 'create_parts', 'new_file', 'Metadata', 'metadata_digest',
-           'write_metadata', 'unsafe_parts']
+           'MOST_PACKED', 'data_set_name', 'byte_column', 'Rejected', 'said_columns', 'name_columns', 'apart',
+           'read_column', 'config_json', 'stored_spec', 'root_attributes', 'create_rows', 'create_parts', 'new_file',
+           'Metadata', 'metadata_digest', 'write_metadata', 'unsafe_parts']
 
-# %% ../../nbs/dataset/schema.ipynb #3b81a2c0
-import json, os
-from collections.abc import Iterator, Sequence
+# %% ../../nbs/dataset/schema.ipynb #ee2cb620
+import json, mmap, os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+from numpy.typing import DTypeLike
 
-from ..audio.naming import NameParts, Naming, parse_name
+from ..audio.name_columns import columns_of_names
+from ..audio.naming import NameParts, Naming
 from ..audio.wav import DIGEST_ALGORITHM
 from ..core.errors import show_path
 from ..mel.spec import MelSpec, spec_from_dict
@@ -41,19 +43,12 @@ def data_set_name(
     "The file name of a split's data set."
     return f"{split or 'ALL'}_DATASET.H5"
 
-# %% ../../nbs/dataset/schema.ipynb #432692cb
+# %% ../../nbs/dataset/schema.ipynb #d9e978bd
 def byte_column(
     values: Sequence[bytes],
 ) -> np.ndarray:             # [B] S<longest, at least 1>
     "Byte strings as a column of fixed length."
     return np.array(values, dtype=f"S{max(map(len, values), default=0) or 1}")
-
-def narrowed(
-    column: np.ndarray,       # [B]
-) -> np.ndarray:              # [B], S<longest, at least 1> where it holds byte strings
-    "A column no wider than its longest string."
-    if column.dtype.kind != "S": return column
-    return column.astype(f"S{int(np.strings.str_len(column).max(initial=0)) or 1}", copy=False)
 
 @dataclass(frozen=True)
 class Rejected:
@@ -62,15 +57,33 @@ class Rejected:
     code: str        # one of core.errors.REJECT_CODES
     message: str     # one sentence
 
-def name_columns(
+def said_columns(
     paths: Sequence[bytes],
     names: Sequence[NameParts] | None = None,   # what they say; None: as loggers write them
 ) -> dict[str, np.ndarray]:
-    "The columns that come from the names."
-    names = [parse_name(p) for p in paths] if names is None else names
+    "The columns that come from the names, but the paths themselves."
+    if names is None: return columns_of_names(paths) | {"session": np.zeros(len(paths), "S1")}
     def text(field: str) -> np.ndarray: return byte_column([os.fsencode(getattr(n, field)) for n in names])
-    return {"path": byte_column(paths), "gain": np.array([n.gain for n in names], np.float32)} | {
+    return {"gain": np.array([n.gain for n in names], np.float32)} | {
         field: text(field) for field in ("sensor", "recording", "start_time", "session", "folder")}
+
+def name_columns(paths: Sequence[bytes], names: Sequence[NameParts] | None = None) -> dict[str, np.ndarray]:
+    "Paths and `said_columns`."
+    return {"path": byte_column(paths)} | said_columns(paths, names)
+
+# %% ../../nbs/dataset/schema.ipynb #4680a07d
+_LARGE = 1 << 20     # bytes of a column
+
+def apart(n: int, dtype: DTypeLike) -> np.ndarray:
+    "Zeros in memory of their own, which goes back to the system as soon as they are dropped."
+    kind = np.dtype(dtype)
+    return np.ndarray((n,), kind, mmap.mmap(-1, max(1, n * kind.itemsize), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+def read_column(column: h5py.Dataset) -> np.ndarray:
+    "All values of a column."
+    if column.ndim != 1 or column.dtype.hasobject or column.nbytes < _LARGE: return column[:]
+    column.read_direct(values := apart(len(column), column.dtype))
+    return values
 
 # %% ../../nbs/dataset/schema.ipynb #2c3f5043
 def config_json(spec: MelSpec) -> str:
@@ -131,28 +144,33 @@ def new_file(path: str | os.PathLike) -> h5py.File:
     Path(path).unlink(missing_ok=True)      # never written through a link that somebody laid there
     return h5py.File(path, "x", libver=LIBVER, track_order=False)
 
-# %% ../../nbs/dataset/schema.ipynb #d9941c20
+# %% ../../nbs/dataset/schema.ipynb #70965687
 @dataclass(frozen=True)
 class Metadata:
     "All of a data set but its rows."
     spec: MelSpec
     attributes: dict[str, Any]           # of the root
     labels: np.ndarray                   # [B] int16
-    columns: dict[str, np.ndarray]       # FILE_COLUMNS, [B] each
+    columns: Mapping[str, np.ndarray | Sequence[bytes]]    # FILE_COLUMNS, [B] each
     row_digests: np.ndarray              # [B] S32
     rejected: tuple[Rejected, ...]
     waveform_digests: np.ndarray | None = None   # [B] S32, where the file has waveforms
 
-# %% ../../nbs/dataset/schema.ipynb #1cf2265f
+# %% ../../nbs/dataset/schema.ipynb #458073a1
+def _pieces(column: h5py.Dataset) -> Iterator[Any]:
+    "The values of a data set; long columns some at a time."
+    step = max(1, _LARGE // column.dtype.itemsize)
+    if column.ndim != 1 or len(column) <= step: yield column[()]
+    else: yield from (column[i:i + step] for i in range(0, len(column), step))
+
 def metadata_digest(file: h5py.File) -> str:
     "xxh3-128 over everything but rows and waveforms: names, kinds, shapes and bytes of all data sets, and the root's attributes."
     import xxhash
-    total, names = xxhash.xxh3_128(), []
-    file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) and name not in PARTS else None)
-    for name in sorted(names):
-        values = np.ascontiguousarray(file[name][()])
-        total.update(f"{name} {values.dtype.str} {file[name].shape} ".encode())
-        total.update(values.tobytes())
+    total, sets = xxhash.xxh3_128(), dict[str, h5py.Dataset]()
+    file.visititems(lambda name, item: sets.update({name: item}) if isinstance(item, h5py.Dataset) and name not in PARTS else None)
+    for name in sorted(sets):
+        total.update(f"{name} {sets[name].dtype.str} {sets[name].shape} ".encode())
+        for values in map(np.ascontiguousarray, _pieces(sets[name])): total.update(values.tobytes() if values.dtype.hasobject else values.view(np.uint8).data)
     for name in sorted(set(file.attrs) - {DIGEST_ATTRIBUTE}):
         value = file.attrs[name]
         total.update(f"@{name} {json.dumps(value.tolist() if hasattr(value, 'tolist') else value)} ".encode("utf-8", "surrogateescape"))
@@ -163,7 +181,10 @@ def write_metadata(file: h5py.File, meta: Metadata) -> None:
     def put(name: str, values: np.ndarray) -> h5py.Dataset:
         return file.create_dataset(name, data=values, track_times=False)
     put(LABELS, meta.labels)
-    for name in FILE_COLUMNS: put(f"files/{name}", meta.columns[name])
+    for name in FILE_COLUMNS:
+        values = meta.columns[name]
+        if isinstance(values, np.ndarray): put(f"files/{name}", values)
+        else: _put_texts(file, f"files/{name}", values)
     put("digests/rows", meta.row_digests)
     if meta.waveform_digests is not None: put("digests/waveforms", meta.waveform_digests)
     put("rejected/path", byte_column([r.path for r in meta.rejected]))
@@ -174,7 +195,13 @@ def write_metadata(file: h5py.File, meta: Metadata) -> None:
     for name, value in meta.attributes.items(): file.attrs[name] = value
     file.attrs[DIGEST_ATTRIBUTE] = metadata_digest(file)
 
-# %% ../../nbs/dataset/schema.ipynb #b1aaa992
+# %% ../../nbs/dataset/schema.ipynb #5d828b2c
+def _put_texts(file: h5py.File, name: str, values: Sequence[bytes], at_once: int = 8192) -> None:
+    "Write a column of texts, some at a time, so that it never is in memory as a whole."
+    width = max(map(len, values), default=0) or 1
+    column = file.create_dataset(name, (len(values),), f"S{width}", track_times=False)
+    for i in range(0, len(values), at_once): column[i:i + at_once] = np.array(values[i:i + at_once], f"S{width}")
+
 def _write_scales(file: h5py.File, spec: MelSpec) -> None:
     "Starts of segments and centres of bands, attached to the dimensions of the rows."
     n_long, n_short, _, _ = spec.row_shape

@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['VerifyReport', 'pick_rows', 'check_data_set', 'check_sample', 'verify']
 
-# %% ../../nbs/dataset/verify.ipynb #29afb88d
+# %% ../../nbs/dataset/verify.ipynb #7246b0b7
 import json, os, stat, sys, threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import h5py
 import numpy as np
@@ -19,17 +21,16 @@ import numpy as np
 from ..audio.compiled import digests_of
 from ..audio.manifest import split_folders
 from ..audio.naming import Naming
-from ..audio.quality import FIGURES, figures_of
 from ..audio.tables import NameTable, read_table
-from ..audio.wav import DIGEST_ALGORITHM, Recording, digest_of, read_wav
-from ..core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, RecordingError, UsageError, show_path
+from ..audio.wav import DIGEST_ALGORITHM, digest_of
+from ..core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError, show_path
 from ..core.monitor import usable_cores
 from .consistency import accounting_problems, against_folders, attribute_problems, path_problems, rejected_problems, scale_problems, wrong_split
-from .expected import expected_row
 from .names import accounting as account
 from .names import against_table, name_facts, stored_columns, stored_naming, wrong_labels
-from .schema import DIGEST_ATTRIBUTE, SCHEMA_VERSION, metadata_digest, stored_spec, unsafe_parts
-from ..mel.reference import Reference, compare, reference_features
+from .schema import DIGEST_ATTRIBUTE, SCHEMA_VERSION, metadata_digest, read_column, stored_spec, unsafe_parts
+from .sources import Source, Sources, references_of
+from ..mel.reference import compare_each
 from ..mel.spec import MelSpec
 
 # %% ../../nbs/dataset/verify.ipynb #fae71a10
@@ -66,10 +67,11 @@ class VerifyReport:
         return {"ok": self.ok, "verdict": self.verdict, "scope": self.scope, "labels_compared": self.labels_compared, "n_rows": self.n_rows,
                 "checked": self.checked, "max_abs_db": self.max_abs_db, "problems": self.problems}
 
-# %% ../../nbs/dataset/verify.ipynb #0c1799c9
+# %% ../../nbs/dataset/verify.ipynb #3010d0c5
 _BLOCK_BYTES = 2 << 20
-_CHECKED_BYTES = 16 << 20     # of samples and features recomputed together: fewer and larger steps
-_EXPONENT = np.uint16(0x7C00)   # the exponent bits of float16, all set in what is not finite
+_CHECKED_TOGETHER = 8         # rows: NumPy's steps are long enough then for other threads to work meanwhile
+_HELD_BYTES = 32 << 20        # of samples, as float64
+_INFINITE = 0x7C00            # bits of infinity in float16; NaN lies above
 
 def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:
     "Problems of names, shapes and counts."
@@ -84,21 +86,15 @@ def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:
         waves, shape = f["segments_waveform"], (n, *spec.grid.shape[:2], spec.short_window)
         if waves.dtype != np.float32 or waves.shape != shape: yield f"segments_waveform is {waves.dtype} {waves.shape}, its settings say float32 {shape}"
     for name in ("labels", *(f"digests/{d}" for d in f["digests"]), *(f"files/{c}" for c in f["files"])):
-        if f[name].shape != (n,): yield f"{name} has shape {f[name].shape}, there are {n} rows"
+        if (shape := f[name].shape) != (n,): yield f"{name} has shape {shape}, there are {n} rows"
     yield from scale_problems(f, spec)
     yield from accounting_problems(f)
-    paths = f["files/path"][:].tolist()
-    if any(a >= b for a, b in zip(paths, paths[1:])): yield "paths are not in the order of their bytes, or one is there twice"
+    paths = read_column(f["files/path"])
+    if (paths[:-1] >= paths[1:]).any(): yield "paths are not in the order of their bytes, or one is there twice"
     for code in set(f["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}: yield f"unknown reject code {code!r}"
     ids = f["labels"][:]
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(labels): yield f"label numbers {ids.min()} to {ids.max()}, there are {len(labels)} names"
     else: yield from wrong_labels(paths, ids, labels, stored_naming(f), f.attrs["split"])
-
-# %% ../../nbs/dataset/verify.ipynb #562401ca
-def _integrity(f: h5py.File) -> Iterator[str]:
-    "Problems of single rows and waveforms, found without the sources."
-    yield from _row_integrity(f)
-    if "segments_waveform" in f: yield from _waveform_integrity(f["segments_waveform"], f["digests/waveforms"][:])
 
 # %% ../../nbs/dataset/verify.ipynb #ff155a23
 def _waveform_integrity(waves: h5py.Dataset, digests: np.ndarray) -> Iterator[str]:
@@ -113,47 +109,51 @@ def _waveform_integrity(waves: h5py.Dataset, digests: np.ndarray) -> Iterator[st
         wrong = [start + i for i, one in enumerate(block) if digest_of(one).encode() != digests[start + i]]
         if wrong: yield f"the waveforms of {len(wrong)} rows do not match their digest, first row {wrong[0]}"
 
-# %% ../../nbs/dataset/verify.ipynb #daa801d5
-def _row_integrity(f: h5py.File) -> Iterator[str]:
-    "Problems of single rows, found without the sources: blocks of rows in as many threads as there are cores."
-    rows, digests, local = f["segments_mel"], f["digests/rows"][:], threading.local()
+# %% ../../nbs/dataset/verify.ipynb #2a8b39da
+@contextmanager
+def _row_problems(f: h5py.File) -> Iterator[Iterator[list[str]]]:
+    "Problems of single rows, found without the sources: blocks of rows, in as many threads as there are cores, begun at once."
+    rows, digests, local = f["segments_mel"], read_column(f["digests/rows"]), threading.local()
+    read = _reader(rows)
     step = max(1, min(len(rows), _BLOCK_BYTES // max(1, rows.dtype.itemsize * int(np.prod(rows.shape[1:])))))
     def check(start: int) -> list[str]:
-        if not hasattr(local, "buffers"):      # used again and again: fresh memory is dear
-            local.buffers = np.empty((step, *rows.shape[1:]), np.float16), np.empty((step, *rows.shape[1:]), np.uint16)
-        block, bits = (buffer[:min(step, len(rows) - start)] for buffer in local.buffers)
-        _read_rows(rows, start, block)
-        return list(_block_problems(block, bits, start, digests))
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        for problems in pool.map(check, range(0, len(rows), step)): yield from problems
+        if not hasattr(local, "buffer"): local.buffer = np.empty((step, *rows.shape[1:]), np.float16)      # used again and again: fresh memory is dear
+        block = local.buffer[:min(step, len(rows) - start)]
+        read(start, block)
+        return list(_block_problems(block, start, digests))
+    pool = ThreadPoolExecutor(usable_cores())
+    try: yield pool.map(check, range(0, len(rows), step))
+    finally: pool.shutdown(cancel_futures=True)
 
-def _read_rows(rows: h5py.Dataset, start: int, out: np.ndarray) -> None:
-    "Read rows; those that lie in the file in one piece past the HDF5 library, which lets in one thread at a time."
-    offset = rows.id.get_offset()
-    if offset is None or rows.dtype != np.dtype("<f2") or sys.byteorder != "little":
-        rows.read_direct(out, np.s_[start:start + len(out)])
-        return
-    data, offset = out.data.cast("B"), offset + start * out[0].nbytes
-    while len(data):
-        n = os.preadv(rows.file.id.get_vfd_handle(), [data], offset)
-        if n == 0: raise DataError("the rows end too early", path=rows.file.filename)
-        data, offset = data[n:], offset + n
+def _reader(rows: h5py.Dataset) -> Callable[[int, np.ndarray], None]:
+    "What reads rows from a number on; those that lie in the file in one piece past the HDF5 library, which lets in one thread at a time."
+    begin, path, fd = rows.id.get_offset(), rows.file.filename, rows.file.id.get_vfd_handle()
+    if begin is None or rows.dtype != np.dtype("<f2") or sys.byteorder != "little":
+        return lambda start, out: rows.read_direct(out, np.s_[start:start + len(out)])
+    def read(start: int, out: np.ndarray) -> None:
+        data, offset = out.data.cast("B"), begin + start * out[0].nbytes
+        while len(data):
+            n = os.preadv(fd, [data], offset)
+            if n == 0: raise DataError("the rows end too early", path=path)
+            data, offset = data[n:], offset + n
+    return read
 
-def _block_problems(block: np.ndarray, bits: np.ndarray, start: int, digests: np.ndarray) -> Iterator[str]:
-    "Problems of the rows from `start` on; `bits` is work space."
-    np.bitwise_and(block.view(np.uint16), _EXPONENT, out=bits)
-    if bits.max(initial=0) == _EXPONENT:      # infinity or NaN; far quicker than isfinite on float16
-        yield f"row {start + int((bits == _EXPONENT).any(axis=(1, 2, 3, 4)).argmax())} holds values that are not finite"
+def _block_problems(block: np.ndarray, start: int, digests: np.ndarray) -> Iterator[str]:
+    "Problems of the rows from `start` on."
+    most, most_negative = block.view(np.int16).max(initial=0), block.view(np.uint16).max(initial=0)      # far quicker than isfinite on float16
+    if most >= _INFINITE or most_negative >= 0x8000 + _INFINITE:
+        yield f"row {start + int((~np.isfinite(block)).any(axis=(1, 2, 3, 4)).argmax())} holds values that are not finite"
     wrong = start + np.flatnonzero(digests_of(block) != digests[start:start + len(block)])
     if len(wrong): yield f"{len(wrong)} rows do not match their digest, first row {wrong[0]}"
 
-# %% ../../nbs/dataset/verify.ipynb #c4bf2b07
+# %% ../../nbs/dataset/verify.ipynb #e7a0875e
 def pick_rows(
     n_rows: int,
     sample: int | None,        # rows wanted; None: all
     labels: np.ndarray,        # [n_rows]
     level_db: np.ndarray,      # [n_rows]
     edges: Sequence[int] = (), # rows to take in any case, as far as `sample` goes
+    rather: Sequence[int] = (),   # rows to take before others: their sources are known
 ) -> np.ndarray:               # ascending
     "Row numbers to recompute."
     if sample is None or sample >= n_rows: return np.arange(n_rows)
@@ -161,11 +161,14 @@ def pick_rows(
     special = [0, n_rows - 1, int(level_db.argmin()), int(level_db.argmax()), *np.unique(labels, return_index=True)[1].tolist(),
                *(i for i in edges if 0 <= i < n_rows)]
     chosen = list(dict.fromkeys(special))[:sample]
-    rest = np.setdiff1d(np.arange(n_rows), chosen)
-    more = np.random.default_rng(n_rows).choice(rest, sample - len(chosen), replace=False)
+    others = np.ones(n_rows, bool)
+    others[chosen] = False
+    chosen += [i for i in rather if others[i]][:sample - len(chosen)]
+    others[chosen] = False
+    more = np.random.default_rng(n_rows).choice(np.flatnonzero(others), sample - len(chosen), replace=False)
     return np.sort(np.concatenate([chosen, more]).astype(np.int64))
 
-# %% ../../nbs/dataset/verify.ipynb #8efac919
+# %% ../../nbs/dataset/verify.ipynb #b013041f
 @dataclass(frozen=True, repr=False)
 class _Stored:
     "What the data set says of one row's recording."
@@ -182,34 +185,20 @@ def _plain(value: Any) -> str:
     "A column's value as text."
     return show_path(value) if isinstance(value, bytes) else f"{value:.6g}"
 
-def _truth(recording: Recording, status: str, names: dict[str, Any]) -> dict[str, Any]:
-    "What the columns of a row should say, from its recording and its path."
-    n, channels = recording.samples.shape
-    figures = dict(zip(FIGURES.names or (), figures_of(recording.samples, recording.encoding)))
-    return {"digest": recording.digest.encode(), "status": status.encode(), "encoding": recording.encoding.encode(), "sample_rate": recording.sample_rate,
-            "n_samples": n, "channels": channels} | names | figures
+# %% ../../nbs/dataset/verify.ipynb #69586cc4
+class _Moved(Exception):
+    "A source that went away or changed; the text says how."
 
-# %% ../../nbs/dataset/verify.ipynb #fe0eab61
-def _source_row(stored: _Stored, spec: MelSpec, naming: Naming, folder: bytes, report: VerifyReport) -> tuple[np.ndarray | None, list[str]]:
-    "The samples a row should come from, and what is wrong with its columns; raises MachineError."
-    try: recording = read_wav(os.path.join(folder, stored.facts["path"]))
+def _source_of(stored: _Stored, sources: Sources, naming: Naming) -> tuple[Source, list[str]]:
+    "The source of a row, and what is wrong with the row's columns; raises _Moved and MachineError."
+    try: source = sources.get(stored.facts["path"])
     except MachineError: raise
-    except LeakmelError as e:
-        report.moved.append(f"{stored}: the source cannot be used now: {e}")
-        return None, report.moved[-1:]
-    if recording.digest.encode() != stored.facts["digest"]:
-        report.moved.append(f"{stored}: the source has another digest than when the row was made")
-        return None, report.moved[-1:]
-    try: x, status = expected_row(recording, spec)
-    except RecordingError as e: return None, [f"{stored}: by the rules of its settings the recording should have been rejected: {e.message}"]
-    truth = _truth(recording, status, name_facts(stored.facts["path"], naming, list(stored.facts)))
+    except LeakmelError as e: raise _Moved(f"{stored}: the source cannot be used now: {e}") from e
+    if source.digest != stored.facts["digest"]: raise _Moved(f"{stored}: the source has another digest than when the row was made")
+    if source.refused is not None: return source, [f"{stored}: by the rules of its settings the recording should have been rejected: {source.refused}"]
+    truth = source.facts | name_facts(stored.facts["path"], naming, list(stored.facts))
     wrong = stored.wrong_facts(truth)
-    return x, [f"{stored}: " + ", ".join(f"{k} is {_plain(stored.facts[k])}, the source says {_plain(truth[k])}" for k in wrong)] if wrong else []
-
-def _stacked(rows: list[np.ndarray]) -> np.ndarray:
-    "Rows as one array: int16 where all are, else float64."
-    if all(x.dtype == np.int16 for x in rows): return np.stack(rows)
-    return np.stack([x.astype(np.float64) / (32_768 if x.dtype == np.int16 else 1) for x in rows])
+    return source, [f"{stored}: " + ", ".join(f"{k} is {_plain(stored.facts[k])}, the source says {_plain(truth[k])}" for k in wrong)] if wrong else []
 
 def _cut_pieces(x: np.ndarray, spec: MelSpec) -> np.ndarray:
     "The short segments [L, S, short_window] of samples [N] as float32 in full scale, piece by piece."
@@ -218,33 +207,55 @@ def _cut_pieces(x: np.ndarray, spec: MelSpec) -> np.ndarray:
     starts = [[i * spec.long_hop + j * spec.short_hop for j in range(n_short)] for i in range(n_long)]
     return np.array([[x[a:a + spec.short_window] for a in row] for row in starts])
 
-# %% ../../nbs/dataset/verify.ipynb #8e35734d
-def _wrong_waveforms(f: h5py.File, spec: MelSpec, usable: list[tuple[_Stored, np.ndarray]]) -> Iterator[str]:
+# %% ../../nbs/dataset/verify.ipynb #0d9dea4f
+def _wrong_waveforms(f: h5py.File, spec: MelSpec, usable: list[tuple[_Stored, Source]]) -> Iterator[str]:
     "Waveforms that are not the segments of their recording: exactly, or where samples were computed with, within a step of 20 bits."
-    for s, x in usable:
+    for s, source in usable:
+        x = cast(np.ndarray, source.samples)
         stored, right = f["segments_waveform"][s.row], _cut_pieces(x, spec)
         wrong = stored != right if x.dtype == np.int16 else ~(np.abs(stored - right) <= 1e-6)
         if n := int(wrong.sum()): yield f"{s}: the waveforms are not the recording's: {n} of {right.size} values differ"
 
-def _against_sources(f: h5py.File, spec: MelSpec, folder: bytes, picked: np.ndarray, report: VerifyReport) -> Iterator[str]:
-    "Recompute the picked rows."
-    per_block = max(1, _CHECKED_BYTES // (8 * (spec.n_samples + 2 * int(np.prod(spec.row_shape)))))
-    columns, naming = {name: f[f"files/{name}"][:][picked] for name in stored_columns(f)}, stored_naming(f)
-    stored = [_Stored(row, {name: values[i] for name, values in columns.items()}) for i, row in enumerate(picked.tolist())]
-    for start in range(0, len(stored), per_block):
-        sources = [(s, *_source_row(s, spec, naming, folder, report)) for s in stored[start:start + per_block]]
-        for _, _, problems in sources: yield from problems
-        usable = [(s, x) for s, x, _ in sources if x is not None]
-        if not usable: continue
-        if "segments_waveform" in f: yield from _wrong_waveforms(f, spec, usable)
-        right = reference_features(_stacked([x for _, x in usable]), spec)
-        for (s, _), row, db, strongest in zip(usable, f["segments_mel"][[s.row for s, _ in usable]], right.db, right.strongest_db):
-            verdict = compare(row, Reference(db, strongest), spec)
-            report.checked += 1
-            report.max_abs_db = max(report.max_abs_db, verdict.max_abs_db)
-            if not verdict.ok: yield f"{s} differs from the reference: {verdict.n_wrong} of {verdict.n_values} values, {verdict.max_abs_db:.3g} dB"
+def _check_rows(f: h5py.File, spec: MelSpec, usable: list[tuple[_Stored, Source]]) -> tuple[float, list[str]]:
+    "Recompute some rows together; the largest difference and the problems."
+    right, rows = references_of([source for _, source in usable], spec), np.empty((len(usable), *spec.row_shape), np.float16)
+    read = _reader(f["segments_mel"])
+    for i, (s, _) in enumerate(usable): read(s.row, rows[i:i + 1])
+    verdicts = compare_each(rows, right, spec)
+    return max(v.max_abs_db for v in verdicts), [f"{s} differs from the reference: {v.n_wrong} of {v.n_values} values, {v.max_abs_db:.3g} dB"
+                                                 for (s, _), v in zip(usable, verdicts) if not v.ok]
 
-# %% ../../nbs/dataset/verify.ipynb #3524b17f
+# %% ../../nbs/dataset/verify.ipynb #17cfccde
+def _usable_rows(sources: Sources, naming: Naming, stored: list[_Stored], report: VerifyReport) -> Iterator[tuple[_Stored, Source]]:
+    "Rows and what they should hold; what is wrong with their columns is noted."
+    for s in stored:
+        try: source, problems = _source_of(s, sources, naming)
+        except _Moved as e:
+            source, problems = None, [str(e)]
+            report.moved += problems
+        report.problems += problems
+        if source is not None and source.refused is None: yield s, source
+
+def _against_sources(f: h5py.File, sources: Sources, picked: np.ndarray, told: Callable[[int, int], None], report: VerifyReport) -> None:
+    "Compare the picked rows, some at a time, in as many threads as there are cores."
+    columns, naming, step = {name: read_column(f[f"files/{name}"])[picked] for name in stored_columns(f)}, stored_naming(f), _rows_held(sources.spec)
+    stored = [_Stored(row, {name: values[i] for name, values in columns.items()}) for i, row in enumerate(picked.tolist())]
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        for start in range(0, len(stored), step):
+            usable = list(_usable_rows(sources, naming, stored[start:start + step], report))
+            if "segments_waveform" in f: report.problems += _wrong_waveforms(f, sources.spec, usable)
+            n = max(1, min(_CHECKED_TOGETHER, -(-len(usable) // usable_cores())))
+            for largest, problems in pool.map(partial(_check_rows, f, sources.spec), [usable[i:i + n] for i in range(0, len(usable), n)]):
+                report.max_abs_db = max(report.max_abs_db, largest)
+                report.problems += problems
+            report.checked += len(usable)
+            told(min(start + step, len(stored)), len(stored))
+
+def _rows_held(spec: MelSpec) -> int:
+    "For how many rows the samples are held at a time."
+    return int(np.clip(_HELD_BYTES // (8 * spec.n_samples), usable_cores(), 64))
+
+# %% ../../nbs/dataset/verify.ipynb #eb213741
 def check_data_set(
     path: str | os.PathLike,
     *,
@@ -253,6 +264,8 @@ def check_data_set(
     accounting: bool = True,
     edges: Sequence[int] = (),     # rows to recompute in any case
     table: str | os.PathLike | None = None,   # that the labels come from
+    sources: Sources | None = None,           # what is known of its recordings
+    told: Callable[[int, int], None] = lambda checked, wanted: None,     # called while rows are compared
 ) -> VerifyReport:                 # raises only what is not the file's fault: MachineError, MemoryError, UsageError, DataError of the table
     "`verify` for builders, which have to know a failing machine from a bad row."
     check_sample(sample)
@@ -262,7 +275,7 @@ def check_data_set(
         if not os.path.exists(path): raise DataError("no such file", path=path)
         if not stat.S_ISREG(os.stat(path).st_mode): raise DataError("not a regular file", path=path)     # a named pipe would be waited for
         if not h5py.is_hdf5(path): raise DataError("not an HDF5 file", path=path, remedy="give a data set that leakmel wrote")
-        with h5py.File(path, "r") as f: _check_open(f, root, sample, accounting, edges, names, report)
+        with h5py.File(path, "r") as f: _check_open(f, root, sample, accounting, edges, names, sources, told, report)
     except (MachineError, MemoryError, _TableForFolders): raise
     except Exception as e:   # in a damaged file any call of the HDF5 library can fail in any way
         report.problems.append(f"the file cannot be read as a data set: {e if isinstance(e, LeakmelError) else f'{type(e).__name__}: {e}'}")
@@ -276,10 +289,10 @@ def check_sample(sample: int | None) -> None:
     if sample is None or isinstance(sample, (int, np.integer)) and not isinstance(sample, bool) and sample >= 0: return
     raise UsageError("the number of rows to recompute must be 0 or more, or None for all", found=repr(sample))
 
-# %% ../../nbs/dataset/verify.ipynb #11bb1e1a
+# %% ../../nbs/dataset/verify.ipynb #ac08c902
 def _check_open(
     f: h5py.File, root: str | os.PathLike | None, sample: int | None, accounting: bool, edges: Sequence[int], table: NameTable | None,
-    report: VerifyReport,
+    sources: Sources | None, told: Callable[[int, int], None], report: VerifyReport,
 ) -> None:
     "All checks of an open file."
     report.problems += unsafe_parts(f)
@@ -289,19 +302,21 @@ def _check_open(
     if report.problems: return
     spec, labels, naming = stored_spec(f), json.loads(f.attrs["labels_json"]), stored_naming(f)
     report.n_rows = len(f["segments_mel"])
-    report.problems += attribute_problems(f.attrs, spec, report.n_rows)
-    report.problems += _structure(f, spec, labels)
+    with _row_problems(f) as blocks:
+        report.problems += attribute_problems(f.attrs, spec, report.n_rows)
+        report.problems += _structure(f, spec, labels)
+        for problems in blocks: report.problems += problems
+    if "segments_waveform" in f: report.problems += _waveform_integrity(f["segments_waveform"], f["digests/waveforms"][:])
     report.labels_compared = naming.source != "table" or table is not None
-    report.problems += _integrity(f)
     if table is not None and naming.source != "table" and not report.problems:
         raise _TableForFolders(f"the labels of this data set come from {'folders' if naming.labels_by_folder else 'a pattern'}: leave the table away",
                                path=f.filename)
     if table is not None and not report.problems: report.problems += against_table(f, labels, naming, table)
     if root is not None and table is None and naming.source == "table" and not report.problems:
         report.problems += against_folders(f["files/path"][:].tolist(), f["labels"][:], labels)
-    if root is not None and not report.problems: _check_sources(f, spec, naming, root, sample, accounting, edges, report)
+    if root is not None and not report.problems: _check_sources(f, spec, naming, root, sample, accounting, edges, sources, told, report)
 
-# %% ../../nbs/dataset/verify.ipynb #76f8fada
+# %% ../../nbs/dataset/verify.ipynb #64c928c2
 def _unusable(root: str | os.PathLike) -> list[str]:
     "Why nothing can be compared with a data folder; raises MachineError."
     if not os.path.isdir(root):
@@ -311,8 +326,19 @@ def _unusable(root: str | os.PathLike) -> list[str]:
     except DataError as e: return [f"the data folder cannot be used; the data set was not compared: {e}"]
     return []
 
+# %% ../../nbs/dataset/verify.ipynb #ac72615e
+def _rows_of(known: list[bytes], paths: np.ndarray) -> list[int]:
+    "The rows of some recordings, among paths in the order of their bytes."
+    places = np.searchsorted(paths, np.array(known, paths.dtype)) if known else np.zeros(0, int)
+    return [int(i) for i, path in zip(places, known) if i < len(paths) and paths[i] == path]
+
+def _none_of(paths: np.ndarray, folder: bytes) -> bytes:
+    "The first of the paths where none of them is below a folder; else nothing."
+    return b"" if any(os.path.lexists(os.path.join(folder, p)) for p in paths) or not len(paths) else paths[0]
+
 def _check_sources(
-    f: h5py.File, spec: MelSpec, naming: Naming, root: str | os.PathLike, sample: int | None, accounting: bool, edges: Sequence[int], report: VerifyReport,
+    f: h5py.File, spec: MelSpec, naming: Naming, root: str | os.PathLike, sample: int | None, accounting: bool, edges: Sequence[int],
+    sources: Sources | None, told: Callable[[int, int], None], report: VerifyReport,
 ) -> None:
     "Compare a sample of rows with their recordings, and the names of all."
     report.moved += _unusable(root)
@@ -322,17 +348,18 @@ def _check_sources(
         return
     splits = split_folders(Path(root)) if naming.base == "split" else {}
     folder = os.fsencode(os.path.abspath(splits.get(f.attrs["split"], root)))
-    paths = f["files/path"][:].tolist()
-    if paths and not any(os.path.lexists(os.path.join(folder, p)) for p in paths):
-        report.moved.append(f"none of the {len(paths):,} recordings is below {show_path(folder)}, for example {show_path(paths[0])}: "
+    if stray := _none_of(read_column(f["files/path"]), folder):
+        report.moved.append(f"none of the {report.n_rows:,} recordings is below {show_path(folder)}, for example {show_path(stray)}: "
                             "give the root it was built from")
         report.problems += report.moved
         report.labels_compared = False
         return
-    picked = pick_rows(report.n_rows, sample, f["labels"][:], f["files/rms_db"][:], edges)
+    if sources is None or (sources.folder, sources.spec) != (folder, spec) or ("segments_waveform" in f and not sources.keep_samples):
+        sources = Sources(folder, spec)
+    picked = pick_rows(report.n_rows, sample, f["labels"][:], f["files/rms_db"][:], edges, _rows_of(sources.known, read_column(f["files/path"])))
     if len(picked): report.scope = "against the sources"
     if naming.base == "split": report.problems += wrong_split(f.attrs["split"], root, splits)
-    report.problems += _against_sources(f, spec, folder, picked, report)
+    _against_sources(f, sources, picked, told, report)
     report.problems += rejected_problems(f, spec, naming, json.loads(f.attrs["labels_json"]), folder, root, sample, report.moved)
     if accounting: report.problems += account(f, folder, naming)
 

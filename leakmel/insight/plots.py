@@ -41,13 +41,14 @@ def _plain(text: str) -> str:
     "A name from a file system as text that a figure shows as it is."
     return html.escape(show_path(text), quote=False)
 
-# %% ../../nbs/insight/plots.ipynb #877ab517
+# %% ../../nbs/insight/plots.ipynb #d06c4efc
 def _figure(traces: Sequence, title: str, subtitle: str = "", *, height: int, **layout) -> "go.Figure":
     "A figure in the common look; `height` is in pixels, the width follows the page."
     import plotly.graph_objects as go
     fig = go.Figure(layout=go.Layout(template=go.layout.Template()))
     fig.add_traces(list(traces))
-    return _dress(fig, title, subtitle, height).update_layout(**layout)
+    fig = _dress(fig, title, subtitle, height).update_layout(**layout)
+    return fig if fig.data else fig.update_xaxes(visible=False).update_yaxes(visible=False)     # a sentence needs no axes
 
 def _dress(fig: "go.Figure", title: str, subtitle: str, height: int) -> "go.Figure":
     "Give a figure the common look."
@@ -61,7 +62,7 @@ def _dress(fig: "go.Figure", title: str, subtitle: str, height: int) -> "go.Figu
     fig.update_yaxes(gridcolor=_LINE, linecolor=_LINE, zeroline=False, automargin=True)
     return fig
 
-# %% ../../nbs/insight/plots.ipynb #45fbdf98
+# %% ../../nbs/insight/plots.ipynb #312a033b
 def exclusive_bar(
     timelines: Timeline | Mapping[str, Timeline],   # one run, or one timeline per name (usually the split)
 ) -> "go.Figure":
@@ -79,7 +80,8 @@ def exclusive_bar(
             insidetextfont=dict(color=_TEXT) if stage == "wait" else None, customdata=_f32(np.stack([seconds, parts], axis=1)),
             hovertemplate="%{y}<br>%{fullData.name}: %{customdata[0]:.3f} s, %{customdata[1]:.1f} %<extra></extra>"))
     return _figure(traces, _share_title(shares), "Each instant is divided between the lanes busy at it, so a bar is as long as the wall clock",
-                   height=170 + 44 * len(names), barmode="stack", bargap=0.3, yaxis=dict(autorange="reversed", showgrid=False, type="category"),
+                   height=170 + 44 * len(names), barmode="stack", bargap=0.3, uniformtext=dict(minsize=10, mode="hide"),
+                    yaxis=dict(autorange="reversed", showgrid=False, type="category"),
                    xaxis=dict(title=dict(text="wall clock (s)"), rangemode="tozero"))
 
 # %% ../../nbs/insight/plots.ipynb #bcbb0854
@@ -143,7 +145,7 @@ def _spent_s(pieces: list[tuple[float, float, str]], edges: np.ndarray) -> np.nd
     until = np.stack([np.cumsum(ends - starts) - (ends - starts), np.cumsum(ends - starts)], axis=1).ravel()
     return np.diff(np.interp(edges, times, until))
 
-# %% ../../nbs/insight/plots.ipynb #edc89f53
+# %% ../../nbs/insight/plots.ipynb #f4f3f172
 def batch_timeline(
     timeline: Timeline,
     split: str | None = None,    # one split, None for the whole run
@@ -166,7 +168,8 @@ def batch_timeline(
     traces = [_split_trace(timeline, names)] if len(names) > 1 else []
     traces += [_bar_trace(stage, [b for b in bars if b.stage == stage], rows) for stage in STAGES if any(b.stage == stage for b in bars)]
     return _figure(traces, f"{busy:.1f} of {len(lanes)} lanes busy on average over {seconds:.1f} s", subtitle,
-                   height=170 + 30 * len(rows), barmode="overlay", bargap=0.25, xaxis=dict(title=dict(text="time since the run began (s)")),
+                   height=170 + 30 * len(rows), barmode="overlay", bargap=0.25,
+                   xaxis=dict(title=dict(text="time since the run began (s)"), range=[within[0] - 0.01 * seconds, within[1] + 0.01 * seconds]),
                    yaxis=dict(tickvals=list(range(len(rows))), ticktext=[_plain(r) for r in rows], range=[len(rows) - 0.5, -0.5], showgrid=False))
 
 # %% ../../nbs/insight/plots.ipynb #0b7f0073

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['TOLERANCE_DB', 'MEAN_TOLERANCE_DB', 'DEEP_DB', 'FLOAT32_NOISE', 'hann_periodic', 'reference_log_mel', 'Reference',
-           'reference_features', 'half_step', 'strongest_for_bands', 'allowed_range', 'Comparison', 'compare']
+           'reference_features', 'half_step', 'strongest_for_bands', 'allowed_range', 'Comparison', 'compare_each',
+           'compare']
 
 # %% ../../nbs/mel/reference.ipynb #993a80d8
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ def hann_periodic(
     "The periodic Hann window."
     return 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(n) / n)
 
-# %% ../../nbs/mel/reference.ipynb #cb89c68d
+# %% ../../nbs/mel/reference.ipynb #95171d46
 def reference_log_mel(
     samples: np.ndarray,   # [..., N] int16 (means / 32768) or float
     spec: MelSpec,
@@ -29,41 +30,53 @@ def reference_log_mel(
     "Log-mel features in float64, frame by frame."
     return reference_features(samples, spec).db
 
+_VALUES_AT_ONCE = 1 << 15     # of frames: they are taken some at a time, as many as a processor's cache holds
+
 @dataclass(frozen=True)
 class Reference:
     "Right features, and what they have to be judged by."
     db: np.ndarray            # [..., L, S, M, T] float64
     strongest_db: np.ndarray  # [..., L, S, 1, T] level of the strongest bin of each frame
 
+def _bands(x: np.ndarray, bank: np.ndarray) -> np.ndarray:
+    "x [..., frames, F] @ bank [F, M], few frames at a time: for more BLAS takes threads of its own, which wait by spinning while others compute."
+    whole = x.shape[-2] // 8 * 8
+    first = x[..., :whole, :].reshape(*x.shape[:-2], whole // 8, 8, x.shape[-1]) @ bank
+    return np.concatenate([first.reshape(*x.shape[:-2], whole, bank.shape[-1]), x[..., whole:, :] @ bank], axis=-2)
+
 def reference_features(samples: np.ndarray, spec: MelSpec) -> Reference:
     "`reference_log_mel`, and the strongest bin of each frame beside it."
     if samples.shape[-1] != spec.n_samples:
         raise SpecError("a recording of another length", found=f"{samples.shape[-1]} samples", expected=spec.n_samples, remedy="conform it first")
-    x = samples.astype(np.float64) / (32768 if samples.dtype == np.int16 else 1)
-    window = hann_periodic(spec.n_fft)
+    window = hann_periodic(spec.n_fft) / (32768 if samples.dtype == np.int16 else 1)      # a power of two: exact
     n_long, n_short, n_frames = spec.grid.shape
-    db = np.empty((*samples.shape[:-1], n_long, n_short, spec.n_mels, n_frames))
-    strongest = np.empty((*samples.shape[:-1], n_long, n_short, 1, n_frames))
-    for i in range(n_long):
-        for j in range(n_short):
-            for t in range(n_frames):
-                start = i * spec.long_hop + j * spec.short_hop + t * spec.hop_length
-                magnitude = np.abs(np.fft.rfft(x[..., start:start + spec.n_fft] * window))
-                db[..., i, j, :, t] = (20 / spec.power) * np.log10(np.maximum(magnitude ** spec.power @ spec.filterbank, spec.floor))
-                strongest[..., i, j, 0, t] = 20 * np.log10(np.maximum(magnitude.max(axis=-1), 1e-30))
-    return Reference(db, strongest)
+    long, short, t = np.ogrid[:n_long, :n_short, :n_frames]
+    starts = (long * spec.long_hop + short * spec.short_hop + t * spec.hop_length).ravel()
+    windows = np.lib.stride_tricks.sliding_window_view(samples, spec.n_fft, axis=-1)     # [..., start, n_fft], nothing copied
+    db = np.empty((*samples.shape[:-1], len(starts), spec.n_mels))
+    strongest = np.empty((*samples.shape[:-1], len(starts)))
+    step = max(1, _VALUES_AT_ONCE // max(1, samples[..., 0].size * spec.n_fft))
+    for some in (slice(i, i + step) for i in range(0, len(starts), step)):
+        magnitude = np.abs(np.fft.rfft(windows[..., starts[some], :] * window))          # [..., frames, bins]
+        db[..., some, :] = (20 / spec.power) * np.log10(np.maximum(_bands(magnitude ** spec.power, spec.filterbank), spec.floor))
+        strongest[..., some] = 20 * np.log10(np.maximum(magnitude.max(axis=-1), 1e-30))
+    shape = (*samples.shape[:-1], n_long, n_short, n_frames)
+    return Reference(np.ascontiguousarray(db.reshape(*shape, spec.n_mels).swapaxes(-1, -2)), strongest.reshape(shape)[..., None, :])
 
-# %% ../../nbs/mel/reference.ipynb #c6018f17
+# %% ../../nbs/mel/reference.ipynb #69492129
 TOLERANCE_DB = 0.02
 MEAN_TOLERANCE_DB = 0.002     # of the mean difference over at least 10,000 values in the upper 90 dB
 DEEP_DB = 90.0
 FLOAT32_NOISE = 2.0 ** -23    # twice the unit roundoff of float32
 
+# By exponent of a float16: 2^-25 for the two smallest, then twice as much for each; none for infinity.
+_HALF_STEPS = np.append(2.0 ** (np.maximum(np.arange(31), 1) - 26.0), np.nan)
+
 def half_step(
     values: np.ndarray,   # dB
 ) -> np.ndarray:          # dB
     "Half the distance of neighbouring float16 numbers at a value."
-    return np.spacing(np.abs(values).astype(np.float16)).astype(np.float64) / 2
+    return _HALF_STEPS[np.abs(values).astype(np.float16).view(np.uint16) >> 10]
 
 def strongest_for_bands(
     reference: Reference,
@@ -80,13 +93,16 @@ def allowed_range(
     "The interval in which a value is right."
     right, strongest = reference.db, strongest_for_bands(reference, spec)
     slack = half_step(right) + TOLERANCE_DB
-    noise = np.where(right < strongest - DEEP_DB, FLOAT32_NOISE * 10 ** (strongest / 20), 0.0)
-    amplitude, lowest = 10 ** (right / 20), spec.floor ** (1 / spec.power)
-    down = 20 * np.log10(np.maximum(amplitude - noise, lowest))
-    up = 20 * np.log10(np.maximum(amplitude + noise, lowest))
-    return np.minimum(down, right) - slack, np.maximum(up, right) + slack
+    low, high = right - slack, right + slack
+    deep = right < strongest - DEEP_DB
+    if deep.any():      # seldom, and powers and logarithms take long
+        noise = FLOAT32_NOISE * 10 ** (np.broadcast_to(strongest, right.shape)[deep] / 20)
+        amplitude, lowest = 10 ** (right[deep] / 20), spec.floor ** (1 / spec.power)
+        low[deep] = np.minimum(20 * np.log10(np.maximum(amplitude - noise, lowest)), right[deep]) - slack[deep]
+        high[deep] = np.maximum(20 * np.log10(np.maximum(amplitude + noise, lowest)), right[deep]) + slack[deep]
+    return low, high
 
-# %% ../../nbs/mel/reference.ipynb #f8f898f2
+# %% ../../nbs/mel/reference.ipynb #1c1a26d1
 @dataclass(frozen=True)
 class Comparison:
     "How features compare with the reference."
@@ -102,17 +118,27 @@ class Comparison:
         limit = MEAN_TOLERANCE_DB * max(1.0, (10_000 / max(self.n_values, 1)) ** 0.5)   # fewer values, wider mean
         return self.n_wrong == 0 and abs(self.mean_db) < limit
 
+def compare_each(
+    features_db: np.ndarray,    # [n, ..., M, T] float16 or float32
+    reference: Reference,       # of the same n recordings
+    spec: MelSpec,
+) -> list[Comparison]:          # n
+    "Compare each recording's features with the reference by the tolerance."
+    got, right, axes = features_db.astype(np.float64), reference.db, tuple(range(1, features_db.ndim))
+    low, high = allowed_range(reference, spec)
+    finite = np.isfinite(got)
+    miss = np.where(finite, np.maximum(low - got, got - high), np.inf)
+    upper = (right >= strongest_for_bands(reference, spec) - DEEP_DB) & finite
+    alike = right.astype(features_db.dtype).astype(np.float64)     # equal frames round alike: their rounding does not average out
+    largest = np.abs(got - right).max(axis=axes, where=upper, initial=0.0)
+    mean = np.subtract(got, alike, where=upper, out=np.zeros_like(got)).sum(axis=axes) / np.maximum(upper.sum(axis=axes), 1)
+    worst = [tuple(int(i) for i in np.unravel_index(each.argmax(), each.shape)) for each in miss]
+    return [Comparison(got[0].size, int(n), float(most), float(m), w) for n, most, m, w in zip((miss > 0).sum(axis=axes), largest, mean, worst)]
+
 def compare(
     features_db: np.ndarray,    # [..., M, T] float16 or float32
     reference: Reference,       # of the same recordings
     spec: MelSpec,
 ) -> Comparison:
-    "Compare features with the reference by the tolerance."
-    got, right = features_db.astype(np.float64), reference.db
-    low, high = allowed_range(reference, spec)
-    miss = np.where(np.isfinite(got), np.maximum(low - got, got - high), np.inf)
-    upper = (right >= strongest_for_bands(reference, spec) - DEEP_DB) & np.isfinite(got)
-    alike = right.astype(features_db.dtype).astype(np.float64)     # equal frames round alike: their rounding does not average out
-    diff = (got - right)[upper]
-    worst = tuple(int(i) for i in np.unravel_index(miss.argmax(), miss.shape))
-    return Comparison(got.size, int((miss > 0).sum()), float(np.abs(diff).max(initial=0.0)), float((got - alike)[upper].mean()) if diff.size else 0.0, worst)
+    "Compare features, of one recording or some, with the reference by the tolerance."
+    return compare_each(features_db[None], Reference(reference.db[None], reference.strongest_db[None]), spec)[0]

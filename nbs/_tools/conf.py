@@ -26,7 +26,7 @@ html_title = f"leakmel {version}"
 html_css_files = ["leakmel.css"]
 html_show_sourcelink = False
 html_copy_source = False
-html_sidebars: dict[str, list[str]] = {"index": [], "build": [], "commands": [], "changelog": []}
+html_sidebars: dict[str, list[str]] = {"index": [], "build": [], "benchmark": [], "commands": [], "changelog": []}
 html_theme_options = {
     "show_nav_level": 2, "navigation_depth": 3, "show_prev_next": False, "navbar_align": "left", "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"], "footer_end": [], "pygments_light_style": "tango", "pygments_dark_style": "monokai",

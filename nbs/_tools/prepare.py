@@ -105,8 +105,9 @@ def execute(path: Path, parameters: str = "") -> nbformat.NotebookNode:
 
 
 def _digest(notebook: nbformat.NotebookNode) -> str:
-    "Of a notebook's sources, the package and the versions below it."
-    parts = [sys.version, *(f"{c.cell_type}{c.source}" for c in notebook.cells), *(p.read_text(encoding="utf-8") for p in sorted(PACKAGE.rglob("*.py")))]
+    "Of a notebook's sources, the package, the records that pages draw, and the versions below all that."
+    read = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "runs" / "benchmarks").glob("*.json"))]
+    parts = [sys.version, *(f"{c.cell_type}{c.source}" for c in notebook.cells), *(p.read_text(encoding="utf-8") for p in read)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -153,13 +154,25 @@ def run_parameters() -> str:
     return f"data_root = {str(demo)!r}\nout = {str(out)!r}"
 
 
+def dashboard_parameters() -> str:
+    "A folder of two runs of the made set, of which the dashboard shows the second beside the first."
+    import leakmel as lm
+    runs = DOCS / "runs"
+    shutil.rmtree(runs, ignore_errors=True)
+    for name, readers in (("each-thread-for-itself", None), ("hand-to-hand", 1)):
+        lm.build_all(DOCS / "demo", out_dir=runs / name, pipeline=lm.PipelineConfig(read_workers=readers), progress="none")
+    return f"run = {str(runs)!r}"
+
+
 def write_notebooks(library: list[Path], guides: list[Path]) -> None:
-    "The front page, the executed example, the guides and the library notebooks, a few at a time."
-    front = NOTEBOOKS / "index.ipynb"
-    in_place = {front, NOTEBOOKS / "build.ipynb", *guides}
+    "The front page, the executed examples, the benchmark's records, the guides and the library notebooks, a few at a time."
+    front, benchmark, dashboard = (NOTEBOOKS / f"{name}.ipynb" for name in ("index", "benchmark", "dashboard"))
+    in_place = {front, NOTEBOOKS / "build.ipynb", benchmark, dashboard, *guides}
     with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
         done = {p: pool.submit(execute, p) for p in [*library, *guides]}
         done[NOTEBOOKS / "build.ipynb"] = pool.submit(execute, NOTEBOOKS / "build.ipynb", run_parameters())
+        done[benchmark] = pool.submit(execute, benchmark, "run = False")
+        done[dashboard] = pool.submit(execute, dashboard, dashboard_parameters())
         if front.exists(): done[front] = pool.submit(execute, front)
         for path, future in done.items():
             name = str(path.relative_to(NOTEBOOKS).with_suffix(""))
@@ -173,7 +186,7 @@ what stands before it: core, audio, mel, dataset, insight and so on."""
 def contents(guides: list[Path]) -> str:
     "The site's table of contents."
     folders = [f"{folder}/index" for folder in GUIDES if any(p.parent.name == folder for p in guides)]
-    return toctree(["build", *folders, "commands", "reference/index", "api/index", "changelog"], "hidden:")
+    return toctree(["build", "dashboard", "benchmark", *folders, "commands", "reference/index", "api/index", "changelog"], "hidden:")
 
 
 def write_guides(guides: list[Path]) -> None:

@@ -1,0 +1,294 @@
+"The dashboard: which folders are runs, what is read of them, and the notebook as papermill runs it."
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_notebooks import PLOTLY, Run, copy_project, papermill, titles_of
+
+import leakmel as lm
+from leakmel.audio.synth import write_demo
+from leakmel.core.errors import DataError, UsageError
+from leakmel.core.timeline import Span, Timeline
+from leakmel.dataset.config import PipelineConfig
+from leakmel.insight.cards import ResultCard
+from leakmel.insight.dashboard import NO_TIMELINE, RunCard, advice, data_facts, mel_pictures, stage_reports
+from leakmel.insight.run_plots import runs_compared, runs_table, settings_that_differ, short_names
+from leakmel.insight.run_records import RunRecord, find_runs, joined_timelines, read_run
+
+ROOT = Path(__file__).resolve().parents[1]
+SPEC = {"sample_rate": 4096, "duration_s": 10}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    "A folder of three runs, of which `b` is the newest, beside folders that are none."
+    root = tmp_path_factory.mktemp("dashboard")
+    write_demo(root / "demo", n_files=24, faults=True)
+    for k, name in enumerate(("c", "a", "b")):
+        results = lm.build_all(root / "demo", out_dir=root / "runs" / name, spec=SPEC, progress="none", pipeline=PipelineConfig(files_per_batch=2 + k))
+        assert ResultCard(results).ok
+        for path in (root / "runs" / name).iterdir(): os.utime(path, (1000 + k, 1000 + k))
+    (root / "runs" / "demo" / "TRAINING").mkdir(parents=True)
+    (root / "runs" / ".hidden").mkdir()
+    (root / "runs" / ".hidden" / "x.H5").touch()
+    return root / "runs"
+
+
+@pytest.fixture
+def copied(runs, tmp_path) -> Path:
+    "One of the runs, to be spoilt."
+    return Path(shutil.copytree(runs / "b", tmp_path / "copied"))
+
+
+def seconds_of(run: RunRecord) -> float:
+    "The seconds of a run, which says them."
+    assert run.seconds is not None
+    return run.seconds
+
+
+# ---- which folders -------------------------------------------------------------------------------------------------
+
+def test_a_folder_of_runs_stands_for_its_newest(runs):
+    assert [p.name for p in find_runs(str(runs))] == ["b", "a", "c"]
+    assert [p.name for p in find_runs(str(runs), most=2)] == ["b", "a"]
+
+
+def test_named_runs_keep_their_order_and_come_once(runs):
+    assert [p.name for p in find_runs(f"{runs}/c, {runs}/b,{runs}")] == ["c", "b", "a"]
+
+
+def test_a_folder_may_have_a_comma_in_its_name(runs, tmp_path):
+    shutil.copytree(runs / "a", tmp_path / "mine, yours")
+    assert find_runs(str(tmp_path / "mine, yours")) == [tmp_path / "mine, yours"]
+
+
+@pytest.mark.parametrize(("name", "said"), [("empty", "no run lies here"), ("nowhere", "no such folder of a run"), ("file", "no such folder of a run")])
+def test_a_folder_without_a_run_is_an_error_with_its_path_and_a_remedy(tmp_path, name, said):
+    (tmp_path / "empty" / "deeper").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=said) as caught: find_runs(str(tmp_path / name))
+    assert str(tmp_path / name) in str(caught.value)
+    assert "leakmel build" in str(caught.value)
+
+
+def test_nonsense_is_refused(runs):
+    with pytest.raises(UsageError, match="names no folder"): find_runs(" , ")
+    with pytest.raises(UsageError, match="compare must be at least 1"): find_runs(str(runs), most=0)
+    with pytest.raises(UsageError, match="spectra must be at least 0"): data_facts(read_run(runs / "a"), spectra=-1)
+
+
+# ---- what is read --------------------------------------------------------------------------------------------------
+
+def test_a_run_is_read_as_it_was_built(runs):
+    run = read_run(runs / "b")
+    assert (run.found, len(run.data_sets), len(run.clocks)) == (sum(r["found"] for r in run.reports.values()), 3, 1)
+    assert next(iter(run.reports)) == "TRAINING_DATASET.H5", "the largest comes first"
+    (clock,) = run.clocks
+    assert {s.split for s in clock.spans if s.split} == {"TRAINING", "VALIDATION", "TESTING"}
+    assert min(s.start_s for s in clock.spans) < 0.1, "imports are not on the clock"
+    assert sum(run.exclusive.values()) == pytest.approx(run.seconds, abs=0.02)
+    assert run.files_per_s == pytest.approx(run.found / seconds_of(run))
+
+
+def test_no_span_is_counted_twice_when_splits_are_put_together():
+    common = [Span("start_up", "imports", 0.0, 2.0), Span("start_up", "main", 2.0, 2.5)]
+    parts = {n: Timeline() for n in "AB"}
+    for k, (n, t) in enumerate(parts.items()):
+        t.spans = [*common, Span("read", "reader", 3.0 + k, 3.5 + k, n)]
+        t.samples = [{"time_s": 1.0}, {"time_s": 2.5}, {"time_s": 3.0 + k}]
+    joined = joined_timelines(parts)
+    whole = joined["A"]
+    assert joined["B"] is whole
+    assert [(s.stage, s.start_s) for s in whole.spans] == [("start_up", 0.0), ("read", 1.0), ("read", 2.0)]
+    assert [s["time_s"] for s in whole.samples] == [0.5, 1.0, 2.0]
+
+
+def test_builds_one_after_the_other_have_clocks_of_their_own(copied, runs):
+    lm.build(runs.parent / "demo", split="testing", out=copied / "TESTING_DATASET.H5", spec=SPEC, progress="none")
+    run = read_run(copied)
+    assert len(run.clocks) == 2
+    assert run.timelines["TRAINING_DATASET.H5"] is run.timelines["VALIDATION_DATASET.H5"]
+    assert "2 builds, one after the other" in repr(RunCard(run))
+    assert advice(run).index("VALIDATION") < advice(run).index("TESTING"), "those that were built together come first"
+
+
+def test_the_seconds_of_summary_json_hold_only_for_the_reports_it_is_about(copied):
+    splits = [{"seconds": r["seconds"]} for r in read_run(copied).reports.values()]
+    body = {"seconds": 77.0, "splits": splits}
+    (copied / "summary.json").write_text(json.dumps(body))
+    assert read_run(copied).seconds == 77.0
+    splits[0]["seconds"] += 1
+    (copied / "summary.json").write_text(json.dumps(body))
+    assert seconds_of(read_run(copied)) < 60
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", "cannot be read as JSON"), ("[]", "not what its name says"), ("{}", "not a report of leakmel")])
+def test_a_spoilt_report_is_named(copied, text, said):
+    (copied / "TESTING_DATASET.H5.report.json").write_text(text)
+    with pytest.raises(DataError, match=said) as caught: read_run(copied)
+    assert str(copied / "TESTING_DATASET.H5.report.json") in str(caught.value)
+
+
+# ---- what is said --------------------------------------------------------------------------------------------------
+
+def test_the_card_has_verdict_time_machine_and_data(runs):
+    run = read_run(runs / "b")
+    card = RunCard(run)
+    text, page = repr(card), card._repr_html_()
+    rows, rejected = (sum(r[key] for r in run.reports.values()) for key in ("rows", "rejected"))
+    assert card.ok
+    assert text.startswith(f"{rows:,} rows, all data sets verified")
+    for words in (f"{run.files_per_s:,.0f} files/s end to end", "The largest share is", "The limiting stage is",
+                  f"{rows} rows + {rejected} rejected = {run.found}", " UTC",
+                  f"{os.cpu_count()} cores" if os.cpu_count() == len(os.sched_getaffinity(0)) else "cores", str(runs.parent / "demo"), "LEAK, NOLEAK",
+                  "1 x clipped", "TESTING_DATASET.H5", "cpu@"):
+        assert words in text, words
+    assert "#2e8b57" in page
+    assert "http" not in page
+
+
+def test_a_data_set_that_was_not_verified_is_not_green(copied):
+    path = copied / "TESTING_DATASET.H5.report.json"
+    body = json.loads(path.read_text())
+    body["verified"]["ok"] = False
+    path.write_text(json.dumps(body))
+    card = RunCard(read_run(copied))
+    assert (card.ok, card.title) == (False, "NOT verified")
+    assert "#c0392b" in card._repr_html_()
+    assert " NO " in runs_table([read_run(copied)])
+
+
+def test_names_from_a_disk_do_not_become_html(copied):
+    (copied / "TESTING_DATASET.H5").rename(copied / "<b>x.H5")
+    assert "<b>x" not in RunCard(read_run(copied))._repr_html_()
+    assert "&lt;b&gt;x.H5" in RunCard(read_run(copied))._repr_html_()
+
+
+def test_what_is_gone_is_said_to_be_gone(copied):
+    for path in copied.glob("*.timeline.json"): path.unlink()
+    run = read_run(copied)
+    assert advice(run) == NO_TIMELINE
+    assert stage_reports(run).count("no timeline beside it") == 3
+    assert run.seconds == sum(r["seconds"] for r in run.reports.values())
+    for path in copied.glob("*.H5"): path.unlink()
+    run = read_run(copied)
+    assert "no longer here" in repr(RunCard(run))
+    assert "No data set with rows" in repr(data_facts(run))
+    assert "No recording" in mel_pictures(data_facts(run).largest).layout.title.text
+
+
+def test_data_sets_alone_are_enough_for_the_pictures_of_the_data(copied):
+    for path in copied.glob("*.json"): path.unlink()
+    (copied / "foreign.h5").write_bytes(b"something else")
+    run = read_run(copied)
+    facts, card = data_facts(run), RunCard(run)
+    assert (card.ok, run.files_per_s, run.clocks) == (None, None, [])
+    assert "without a report" in card.title
+    assert len(facts.labels) == len(facts.rms_db) == len(facts.sensors) > 0
+    assert len(facts.left_out) == 1
+    assert "foreign.h5 was left out" in facts.left_out[0]
+    assert "No run to compare" in runs_compared([run]).layout.title.text
+    assert run.name in runs_table([run])
+
+
+def test_facts_are_those_of_the_data_sets(runs):
+    facts = data_facts(read_run(runs / "b"), spectra=5)
+    n = 0
+    for name in ("TRAINING", "VALIDATION", "TESTING"):
+        with lm.open_dataset(runs / "b" / f"{name}_DATASET.H5") as ds:
+            mine = slice(n, n + len(ds))
+            assert facts.splits[mine] == [name] * len(ds)
+            assert facts.labels[mine] == list(ds.files["label"])
+            assert facts.sensors[mine] == list(ds.files["sensor"])
+            np.testing.assert_allclose(facts.rms_db[mine], ds.files["rms_db"])
+            n += len(ds)
+    assert n == len(facts.labels)
+    assert len(facts.spectra) <= 5
+    with lm.open_dataset(runs / "b" / "TRAINING_DATASET.H5") as ds: expected = ds[0][0].astype(np.float64).mean(axis=(0, 1, 3))
+    np.testing.assert_allclose(facts.spectra[0], expected, rtol=1e-4)
+
+
+# ---- comparison ----------------------------------------------------------------------------------------------------
+
+def test_settings_that_differ_are_named_and_no_others(runs):
+    both = [read_run(runs / n) for n in "ac"]
+    differing = settings_that_differ(both)
+    assert differing["files_per_batch"] == [3, 2]
+    assert set(differing) <= {"files_per_batch", "slots", "compute_workers"}, "what follows from it"
+    assert "files_per_batch: 3, 2" in runs_table(both)
+    assert "All settings are the same." in runs_table([both[0], both[0]])
+
+
+def test_compared_runs_show_their_rates_and_their_seconds(runs):
+    three = [read_run(p) for p in find_runs(str(runs))]
+    figure = runs_compared(three)
+    np.testing.assert_allclose(figure.data[0].x, [r.found / seconds_of(r) for r in three], rtol=1e-6)
+    np.testing.assert_allclose(sum(np.asarray(t.x, float) for t in figure.data[1:]), [seconds_of(r) for r in three], atol=0.02)
+    assert f"{three[0].files_per_s:,.0f} against" in figure.layout.title.text
+
+
+def test_short_names_differ():
+    assert len(set(short_names(["x" * 40 + "a", "x" * 40 + "b", "20260101-000000-all-0123456789ab"]))) == 3
+
+
+# ---- the notebook --------------------------------------------------------------------------------------------------
+
+def dashboard(project: Path, *args: str) -> Run:
+    shutil.copy(ROOT / "nbs" / "dashboard.ipynb", project / "nbs")
+    return papermill(project, *args, notebook="dashboard.ipynb")
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory, runs) -> Run:
+    return dashboard(copy_project(tmp_path_factory.mktemp("executed")), "-r", "run", str(runs))
+
+
+@pytest.mark.slow
+def test_the_notebook_shows_all_of_a_run(executed, runs):
+    assert executed.status == 0, executed.log
+    assert executed.errors == []
+    titles = titles_of(executed)
+    assert len(titles) == 12
+    assert "The first run is" in titles[0]
+    assert "all data sets verified" in executed.text
+    assert str(runs / "b") in executed.text
+    assert "files_per_batch: 4, 3, 2" in executed.text
+    assert advice(read_run(runs / "b")) in executed.text
+    for name in ("TRAINING", "VALIDATION", "TESTING"): assert f"{name}: " in executed.text
+    assert not any("widget" in kind for o in executed.outputs for kind in o.get("data", {})), "complete without a kernel"
+    assert executed.notebook.stat().st_size < 1_500_000
+    assert "http" not in executed.text
+
+
+@pytest.mark.slow
+def test_every_figure_of_the_notebook_has_axes_with_units(executed):
+    figures = [o.data[PLOTLY] for o in executed.outputs if PLOTLY in o.get("data", {})]
+    for figure in figures:
+        assert len(json.dumps(figure)) < 2_000_000
+        if not figure["data"]: continue     # a sentence
+        axes = [a for k, a in figure["layout"].items() if k.startswith("xaxis")]
+        assert any(a.get("title", {}).get("text") for a in axes), figure["layout"]["title"]["text"]
+
+
+@pytest.mark.slow
+def test_the_notebook_finds_the_newest_run_of_the_project_by_itself(tmp_path, runs):
+    project = copy_project(tmp_path)
+    assert not (project / "runs").exists()
+    run = dashboard(project)
+    assert run.status != 0
+    assert "no such folder of a run" in run.errors[0]
+    shutil.copytree(runs / "a", project / "runs" / "20260101-000000-all-0123456789ab")
+    run = dashboard(project)
+    assert run.status == 0, run.log
+    assert "One run: " in titles_of(run)[0]
+    assert "20260101-000000-all-0123456789ab" in run.text
+
+
+@pytest.mark.slow
+def test_a_wrong_parameter_stops_the_dashboard(tmp_path):
+    run = dashboard(copy_project(tmp_path), "-p", "runs", "x", "-p", "compare", "many")
+    assert run.status != 0
+    assert "runs is unknown; did you mean run?" in run.errors[0]

@@ -1,0 +1,383 @@
+"The limit of a run is named rightly on made timelines and in real builds, its bound holds, and advice never asks for what a machine cannot do."
+import heapq
+import inspect
+import json
+import random
+import time
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import leakmel as lm
+from leakmel.core.timeline import STAGES, Gauge, Span, Timeline, check_timeline
+from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.loader import BatchReader
+from leakmel.dataset.writer import RowFile
+from leakmel.insight.advice import BOTTLENECK_SHARE, MOST_SUGGESTIONS, Analysis, analyse, analyse_run, analysis_text
+from leakmel.insight.diagnose import ahead_of_rows, attribute, bounds, engine_idle, exposed_wait_s, interval_s, report_text
+from leakmel.mel.engines import ReferenceEngine
+from leakmel.mel.torch_engine import TorchChain
+
+GPU: dict[str, Any] = {"device": "cuda:0", "machine": {"n_cores": 8},
+                       "workers": {"read_workers": 8, "compute_workers": 1, "write_workers": 2, "files_per_batch": 512, "slots": 12}}
+CPU: dict[str, Any] = {"device": "cpu", "machine": {"n_cores": 4},
+                       "workers": {"read_workers": 0, "compute_workers": 4, "write_workers": 0, "files_per_batch": 32, "slots": 4}}
+GPU_SETTINGS = ("async_copies", "gpu_streams", "cuda_graph", "batch_accumulation", "warmup_slots", "device")
+
+
+def made(meta: dict[str, Any], *spans: Span, **workers: Any) -> Timeline:
+    timeline = Timeline()
+    timeline.spans, timeline.meta = list(spans), meta | {"workers": meta["workers"] | workers}
+    return timeline
+
+
+def in_turn(stage: str, lane: str, n: int, busy_s: float, every_s: float, start_s: float = 0.0, **more: Any) -> list[Span]:
+    "n spans of a lane, one in every period."
+    return [Span(stage, lane, start_s + i * every_s, start_s + i * every_s + busy_s, "T", i, **more) for i in range(n)]
+
+
+def summary_of(**more: Any) -> dict[str, Any]:
+    settings = {f.name: f.default for f in fields(PipelineConfig)}
+    given = {k: more.pop(k) for k in list(more) if k in settings}
+    return {"pipeline": settings | given, "verified": {"checked": 64}} | more
+
+
+def names(found: Analysis) -> list[str]: return [s.parameter for s in found.suggestions]
+
+
+# ---- the bound
+
+
+def pipeline(times: list[tuple[float, ...]], n_readers: int, n_engines: int, n_slots: int, head_s: float, tail_s: float) -> tuple[Timeline, float]:
+    "The schedule of a ring: readers, engines, one writer, and slots that come back when they are written."
+    free, readers, engines = [head_s] * n_slots, [(head_s, i) for i in range(n_readers)], [(head_s, i) for i in range(n_engines)]
+    timeline, writer, end = Timeline(), head_s, head_s
+    if head_s: timeline.spans.append(Span("start_up", "main", 0.0, head_s))
+    def add(stage: str, lane: str, start: float, seconds: float, batch: int) -> float:
+        timeline.spans.append(Span(stage, lane, start, start + seconds, "T", batch))
+        return start + seconds
+    for k, (read, compute, write) in enumerate(times):
+        at, i = heapq.heappop(readers)
+        done = add("read", f"reader-{i}", max(at, heapq.heappop(free)), read, k)
+        heapq.heappush(readers, (done, i))
+        at, i = heapq.heappop(engines)
+        done = add("compute", f"engine-{i}", max(at, done), compute, k)
+        heapq.heappush(engines, (done, i))
+        writer = add("write", "writer-0", max(writer, done), write, k)
+        heapq.heappush(free, writer)
+        end = max(end, writer)
+    if tail_s: end = add("publish", "publisher-0", end, tail_s, -1)
+    return timeline, end
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_change_of_a_stage_saves_more_than_its_bound(seed):
+    "The same pipeline is run again with a stage that takes no time."
+    rng = random.Random(seed)
+    for _ in range(30):
+        scale = [rng.choice([0.1, 0.3, 1, 3]) for _ in range(3)]
+        times = [tuple(s * rng.uniform(0.5, 1.5) for s in scale) for _ in range(rng.randint(2, 30))]
+        shape = rng.randint(1, 4), rng.randint(1, 2), rng.randint(1, 6), rng.choice([0, 1, 5]), rng.choice([0, 1, 5])
+        timeline, wall_s = pipeline(times, *shape)
+        gains = {b.stage: b.gain_s for b in bounds(timeline)}
+        for i, stage in enumerate(("read", "compute", "write")):
+            saved = wall_s - pipeline([tuple(0 if j == i else t for j, t in enumerate(x)) for x in times], *shape)[1]
+            assert saved <= gains[stage] + 1e-6, (stage, shape)
+
+
+def test_the_largest_share_need_not_be_the_limit():
+    "Eight readers that rest most of the time, an engine that never does: quicker reading would give nothing."
+    spans = [s for i in range(8) for s in in_turn("read", f"reader-{i}", 10, 0.5, 1.0)]
+    timeline = made(GPU, Span("compute", "cuda:0", 0, 10, "T"), *spans)
+    shares = attribute(timeline)
+    assert shares["read"] > 4
+    found = bounds(timeline)
+    assert (found[0].stage, found[0].gain_s, found[0].factor) == ("compute", pytest.approx(5.0), pytest.approx(2.0))
+    assert next(b for b in found if b.stage == "read").gain_s == 0
+
+
+def test_copies_and_computing_of_a_device_run_side_by_side():
+    "They have one lane; each is a stream of its own."
+    spans = [s for i in range(10) for s in (Span("copy_in", "cuda:0", i, i + 1, "T", i), Span("compute", "cuda:0", i + 0.5, i + 1.5, "T", i))]
+    timeline = made(GPU, *spans)
+    assert attribute(timeline) == pytest.approx({"copy_in": 0.5 + 9.5 / 2, "compute": 0.5 + 9.5 / 2, "wait": 0})
+    assert bounds(timeline)[0].gain_s == pytest.approx(0.5)      # each hides the other
+
+
+@pytest.mark.parametrize("stage", [s for s in STAGES if s != "wait"])
+def test_every_stage_can_be_the_limit(stage):
+    lane = {"start_up": "main", "publish": "publisher-0", "verify": "publisher-0"}.get(stage, "worker-0")
+    others = [Span("read", "worker-0", 9, 9.5, "T"), Span("write", "worker-0", 9.5, 10, "T")] if stage not in ("publish", "verify") else []
+    timeline = made(CPU, Span(stage, lane, 0, 9, "" if stage == "start_up" else "T"), *others, Span("publish", "publisher-0", 10, 10.1, "T"))
+    if stage == "verify": timeline.spans.insert(0, Span("publish", lane, -0.1, 0, "T"))
+    found = analyse(timeline)
+    assert found.limiting == stage
+    assert any(line.startswith(f"{stage.upper().replace('_', ' ')} BOTTLENECK: ") for line in found.findings)
+    assert sum(found.shares.values()) == pytest.approx(found.wall_s)
+    assert f"The limiting stage is {stage}:" in report_text(timeline, title="T", found=1, rows=1, rejected=0, seconds=10)
+
+
+def test_waits_are_exposed_where_nobody_works():
+    timeline = made(CPU, Span("read", "worker-0", 0, 1, "A"), Span("read", "worker-1", 1, 2, "B"), Span("read", "worker-0", 5, 6, "A"))
+    assert exposed_wait_s(timeline, "A") == exposed_wait_s(timeline) == 3
+    assert attribute(timeline, "A")["wait"] == 4
+    found = analyse(timeline, "A")
+    assert (found.limiting, found.bounds[0].gain_s) == ("wait", 3)
+    assert "Exposed wait: no lane was busy for 3.00 s (50 %). For 1.00 s more, lanes worked for other splits only." in str(found)
+
+
+# ---- the check's work ahead of the rows
+
+
+def with_work_ahead() -> Timeline:
+    return made(CPU, Span("start_up", "main", 0, 1), Span("verify", "publisher-0", 1, 7, "A"), Span("verify", "publisher-1", 1, 7, "B"),
+                Span("read", "worker-0", 1, 4, "A"), Span("read", "worker-0", 5, 7.5, "B"), Span("publish", "publisher-0", 7, 8, "A"),
+                Span("verify", "publisher-0", 8, 9, "A"), Span("publish", "publisher-1", 8, 8.5, "B"), Span("verify", "publisher-1", 8.5, 9, "B"))
+
+
+def test_work_ahead_gets_only_the_time_that_nobody_else_needs():
+    timeline = with_work_ahead()
+    assert [s.split for s in ahead_of_rows(timeline)] == ["A", "B"]
+    shares = attribute(timeline)
+    assert shares == pytest.approx({"start_up": 1, "read": 3 + 2 + 0.25, "publish": 0.25 + 0.5 + 0.25, "verify": 1 + 0.25 + 0.5, "wait": 0})
+    assert sum(shares.values()) == pytest.approx(9)
+    assert bounds(timeline)[0].stage == "read"
+
+
+def test_work_ahead_opens_no_split():
+    timeline = with_work_ahead()
+    assert interval_s(timeline, "B") == (5, 9)
+    assert attribute(timeline, "B") == pytest.approx({"read": 2.5, "publish": 0.5, "verify": 0.5, "wait": 0.5})
+    assert analyse(timeline, "B").limiting == "read"
+
+
+def test_a_split_that_ended_before_its_rows_counts_what_there_is():
+    timeline = made(CPU, Span("verify", "publisher-0", 0, 2, "A"))
+    assert interval_s(timeline, "A") == (0, 2)
+    assert attribute(timeline, "A") == pytest.approx({"verify": 2, "wait": 0})
+
+
+# ---- made timelines with a known answer
+
+
+def disk_bound(n_readers: int = 2) -> Timeline:
+    spans = [s for i in range(n_readers) for s in in_turn("read", f"reader-{i}", 10, 1.0, 1.0, n_files=500, n_bytes=40_000_000)]
+    timeline = made(GPU, *spans, *in_turn("compute", "cuda:0", 10, 0.05, 1.0, 1.0), *in_turn("write", "writer-0", 10, 0.02, 1.0, 1.1), read_workers=n_readers)
+    timeline.gauges = [Gauge("queue.compute", 0.0, 0)]
+    return timeline
+
+
+def test_disk_bound():
+    cold = summary_of(cache="cold", bytes_from_device=800_000_000, bytes_asked=800_000_000, read_ahead_files=0, read_workers=2)
+    found = analyse(disk_bound(), summary=cold)
+    assert found.limiting == "read"
+    assert found.findings[0].startswith("READ BOTTLENECK: ")
+    assert found.findings[1].startswith("LOW QUEUE DEPTH: 0.00 batches waited for the engine on average (limit 1), and it stood idle for 8.55 of 9.05 s")
+    assert names(found) == ["read_workers", "read_ahead"]
+    assert (found.suggestions[0].present, found.suggestions[0].new) == (2, 4)
+    assert "with 2 threads at 80 MB/s" in found.suggestions[0].evidence
+    assert found.suggestions[0].at_most_s == pytest.approx(found.bounds[0].gain_s / 2)
+    assert "GPU use of 5 % is low because the GPU waits for filled batches" in str(found)
+
+
+def test_low_gpu_use_is_right_where_the_disk_gives_no_more():
+    cold = summary_of(cache="cold", bytes_from_device=6_400_000_000, bytes_asked=6_400_000_000, read_ahead_files=80_000, read_workers=16, read_ahead=1024)
+    found = analyse(disk_bound(16), summary=cold)
+    assert (found.limiting, found.suggestions) == ("read", ())
+    assert found.gpu.startswith("GPU use of 5 % is right: computing took 0.50 of 10.12 s, read is the limit, and a GPU that took no time would save at most ")
+    assert found.nothing.startswith("No setting to change: read takes what this machine gives")
+
+
+def cpu_bound(n_workers: int) -> Timeline:
+    spans = [s for i in range(n_workers) for s in (*in_turn("read", f"worker-{i}", 10, 0.2, 1.0), *in_turn("compute", f"worker-{i}", 10, 0.7, 1.0, 0.2),
+                                                   *in_turn("write", f"worker-{i}", 10, 0.1, 1.0, 0.9))]
+    return made(CPU, *spans, compute_workers=n_workers)
+
+
+def test_cpu_bound():
+    found = analyse(cpu_bound(2))
+    assert (found.limiting, found.bounds[0].gain_s) == ("compute", pytest.approx(7))
+    assert [(s.parameter, s.present, s.new, s.at_most_s) for s in found.suggestions] == [("compute_workers", 2, 4, pytest.approx(3.5))]
+    assert "The limit is compute (7.00 of 10.00 s) with 2 threads on 4 cores" in found.suggestions[0].evidence
+    assert found.gpu == ""
+
+
+def test_cpu_bound_with_all_cores_at_work_has_nothing_to_change():
+    found = analyse(cpu_bound(4))
+    assert (found.limiting, found.suggestions) == ("compute", ())
+    assert "of 4 usable cores gives" in found.nothing
+
+
+def test_no_more_threads_where_the_cores_are_busy_or_too_many_already():
+    timeline = cpu_bound(2)
+    timeline.samples = [{"time_s": float(t), "cpu_percent": 395.0, "gpu_percent": 1.0} for t in range(10)]
+    assert analyse(timeline).suggestions == ()
+    assert analyse(timeline).gpu == "GPU use of 1 % is right: the engine computes on the CPU."
+    (s,) = analyse(cpu_bound(6)).suggestions
+    assert (s.parameter, s.present, s.new) == ("compute_workers", 6, 4)
+
+
+def bus_bound() -> Timeline:
+    return made(GPU, *in_turn("copy_in", "cuda:0", 10, 0.9, 1.0, n_files=512, n_bytes=41_000_000), *in_turn("compute", "cuda:0", 10, 0.1, 1.0, 0.9),
+                *in_turn("read", "reader-0", 10, 0.2, 1.0))
+
+
+def test_bus_bound():
+    found = analyse(bus_bound(), summary=summary_of(async_copies=False, gpu_streams=1))
+    assert found.limiting == "copy_in"
+    assert [(s.parameter, s.present, s.new) for s in found.suggestions] == [("async_copies", False, True), ("gpu_streams", 1, 2)]
+    found = analyse(bus_bound(), summary=summary_of())
+    assert found.suggestions == ()
+    assert "GPU use of 10 % is right" in found.gpu
+    assert names(analyse(bus_bound())) == []      # nothing is known of these settings
+
+
+def test_write_bound():
+    spans = [*in_turn("write", "writer-0", 10, 0.95, 1.0, 0.05), *in_turn("read", "reader-0", 10, 0.1, 1.0), *in_turn("compute", "cuda:0", 10, 0.05, 1.0, 0.1)]
+    found = analyse(made(GPU, *spans, write_workers=1), summary=summary_of(write_workers=1, with_waveforms=True, file_bytes=5_000_000_000))
+    assert found.limiting == "write"
+    assert [(s.parameter, s.present, s.new) for s in found.suggestions] == [("with_waveforms", True, False), ("write_workers", 1, 2)]
+
+
+def test_writing_on_the_threads_that_compute():
+    spans = [s for i in range(4) for s in (*in_turn("compute", f"worker-{i}", 10, 0.1, 1.0), *in_turn("write", f"worker-{i}", 10, 0.9, 1.0, 0.1))]
+    timeline = made(CPU, *spans)
+    timeline.samples = [{"time_s": float(t), "cpu_percent": 60.0} for t in range(10)]
+    assert [(s.parameter, s.present, s.new) for s in analyse(timeline).suggestions] == [("read_workers", None, 4)]
+
+
+def test_start_up_bound():
+    found = analyse(made(GPU, Span("start_up", "imports", 0, 3), Span("start_up", "main", 3, 8), *in_turn("read", "reader-0", 10, 0.1, 0.1, 8.0),
+                         *in_turn("compute", "cuda:0", 10, 0.02, 0.1, 8.1)), summary=summary_of())
+    assert (found.limiting, found.bounds[0].gain_s) == ("start_up", pytest.approx(8))
+    assert any(line.startswith("START UP BOTTLENECK: ") for line in found.findings)
+    assert found.suggestions == ()
+    assert "start-up (3.00 s of it imports) is paid once in a run" in found.nothing
+    assert "is right" in found.gpu
+
+
+def starved() -> Timeline:
+    "One slot: reading and computing take turns."
+    spans = [*in_turn("read", "reader-0", 10, 0.5, 1.0), *in_turn("compute", "cuda:0", 10, 0.5, 1.0, 0.5)]
+    timeline = made(GPU, *spans, slots=1, read_workers=1, files_per_batch=64)
+    timeline.gauges = [g for i in range(10) for g in (Gauge("queue.compute", i + 0.5, 1), Gauge("queue.compute", i + 0.5, 0))]
+    return timeline
+
+
+def test_starved_queue():
+    found = analyse(starved())
+    (line,) = [line for line in found.findings if line.startswith("LOW QUEUE DEPTH")]
+    assert "0.00 batches" in line
+    assert (found.suggestions[0].parameter, found.suggestions[0].present, found.suggestions[0].new) == ("slots", 1, 3)
+    assert engine_idle(starved()) == (pytest.approx(4.5), pytest.approx(9.5))
+    assert "readers were busy for 53 %" in found.suggestions[0].evidence
+
+
+def test_smaller_batches_where_memory_allows_no_more_slots():
+    spec = lm.MelSpec.preset("disjoint").to_dict()
+    found = analyse(starved(), summary=summary_of(spec=spec, slots=1, read_workers=1, files_per_batch=64, max_bytes_in_flight=8_000_000))
+    assert [(s.parameter, s.present, s.new) for s in found.suggestions][0] == ("files_per_batch", 64, 32)
+
+
+def test_a_full_queue_is_not_low():
+    timeline = starved()
+    timeline.gauges = [Gauge("queue.compute", 0, 2)]
+    assert not [line for line in analyse(timeline).findings if line.startswith("LOW QUEUE")]
+
+
+def test_publishing_and_checking():
+    after = [Span("read", "worker-0", 0, 1, "T"), Span("publish", "publisher-0", 1, 5, "T")]
+    found = analyse(made(CPU, *after), summary=summary_of(compression="gzip"))
+    assert [(s.parameter, s.new) for s in found.suggestions] == [("compression", "none"), ("fsync", False)]
+    found = analyse(made(CPU, *after, Span("verify", "publisher-0", 5, 25, "T")), summary=summary_of(verified={"checked": 6400}))
+    assert [(s.parameter, s.present, s.new, s.at_most_s) for s in found.suggestions] == [("check", 6400, 64, pytest.approx(20 * 0.99))]
+
+
+def test_a_balanced_run_has_nothing_to_change():
+    spans = [Span(stage, f"worker-{i}", k, k + 1, "T") for i in range(4) for k, stage in enumerate(s for s in STAGES if s not in ("wait", "start_up"))]
+    found = analyse(made(CPU, *spans))
+    assert found.bounds[0].share < BOTTLENECK_SHARE
+    assert (found.findings, found.suggestions) == ((), ())
+    assert found.nothing.startswith("Nothing to change: no stage reaches 25 %")
+
+
+# ---- what is never said
+
+
+def test_advice_is_possible_on_the_machine_it_is_for():
+    "Whatever limits: at most three, real settings, values that are taken, no more computing threads than cores, nothing of a GPU on a CPU."
+    arguments, settings = inspect.signature(lm.build).parameters, {f.name for f in fields(PipelineConfig)}
+    seen, spec = set(), lm.MelSpec.preset("overlap").to_dict()
+    for meta in (CPU, GPU):
+        for stage in STAGES:
+            for cache in ("cold", "warm"):
+                for n in (1, 2, 64):
+                    apart = 0 if meta is CPU else n
+                    workers = {"compute_workers": n, "slots": n, "read_workers": apart, "write_workers": apart, "files_per_batch": 8}
+                    lane = {"copy_in": "cuda:0", "compute": "cuda:0", "copy_out": "cuda:0", "read": "reader-0", "write": "writer-0"}.get(stage, "main")
+                    timeline = made(meta, *in_turn(stage, lane if meta is GPU else "worker-0", 1000, 0.004, 0.004, n_files=8, n_bytes=80_000), **workers)
+                    timeline.gauges = [Gauge("queue.compute", 0, 0)]
+                    body = summary_of(cache=cache, bytes_from_device=10**9, bytes_asked=10**9, with_waveforms=True,
+                                      engine="reference@1/cpu" if n == 1 else "torch@2/x", compression="gzip", spec=spec,
+                                      verified={"checked": 1000}, file_bytes=10**9, async_copies=n == 2, gpu_streams=1, cuda_graph=False,
+                                      **{k: v for k, v in workers.items() if v})
+                    found = analyse(timeline, summary=body)
+                    assert len(found.suggestions) <= MOST_SUGGESTIONS
+                    assert len(set(names(found))) == len(found.suggestions)
+                    assert bool(found.nothing) is not bool(found.suggestions)
+                    for s in found.suggestions:
+                        seen.add(s.parameter)
+                        assert s.present != s.new
+                        assert s.evidence[0].isupper() or s.evidence[0].isdigit()
+                        assert any(c.isdigit() for c in s.evidence)
+                        if s.parameter in settings: PipelineConfig(**{s.parameter: s.new})
+                        else: assert s.parameter in arguments
+                        if s.parameter == "compute_workers": assert s.new <= meta["machine"]["n_cores"]
+                        if meta is CPU: assert s.parameter not in GPU_SETTINGS
+                        assert s.at_most_s is None or 0 <= s.at_most_s <= found.wall_s
+    assert seen >= {"compute_workers", "read_workers", "write_workers", "read_ahead", "async_copies", "cuda_graph", "compression", "fsync", "check",
+                    "with_waveforms", "engine"}
+
+
+@pytest.mark.parametrize("timeline", [Timeline(), made(CPU), made(GPU, Span("read", "reader-0", 1, 1, "T"))])
+def test_hardly_anything_is_judged_as_that(timeline):
+    text = analysis_text(timeline)
+    assert text.startswith("PERFORMANCE ANALYSIS")
+    assert "BOTTLENECK" not in text
+    assert json.dumps([a.to_dict() for a in analyse_run(timeline)])
+
+
+def test_the_run_and_each_split_are_judged():
+    timeline = with_work_ahead()
+    found = analyse_run(timeline, [summary_of(span_name="B", with_waveforms=True)])
+    assert [a.title for a in found] == ["the whole run", "A", "B"]
+    text = analysis_text(timeline)
+    assert text.count("PERFORMANCE ANALYSIS") == 3
+    assert text.count("exclusive time: ") == 3
+
+
+# ---- real builds with a slow part
+
+
+LANES = {"read_workers": 2, "write_workers": 1, "compute_workers": 1}
+CASES = [("read", BatchReader, "fill", "reference"), ("compute", ReferenceEngine, "run", "reference"), ("write", RowFile, "write", "reference")]
+ON_DEVICE = [("read", BatchReader, "fill", "torch"), ("compute", TorchChain, "features", "torch"), ("write", RowFile, "write", "torch")]
+
+
+@pytest.mark.parametrize(("stage", "owner", "name", "engine", "shape"), [
+    *((*case, shape) for case in CASES for shape in ({}, LANES)), *((*case, {"device": "rehearsal"}) for case in ON_DEVICE)],
+    ids=[*(f"{case[0]}-{shape}" for case in CASES for shape in ("workers", "lanes")), *(f"{case[0]}-device" for case in ON_DEVICE)])
+def test_a_slow_part_of_a_real_build_is_named(demo, tmp_path, monkeypatch, stage, owner, name, engine, shape):
+    real = getattr(owner, name)
+    def slower(*args: Any, **options: Any) -> Any:
+        time.sleep(0.25)
+        return real(*args, **options)
+    monkeypatch.setattr(owner, name, slower)
+    result = lm.build(demo, split="training", out=tmp_path / "x.h5", engine=engine, progress="none", check=4,
+                      pipeline=PipelineConfig(files_per_batch=8, monitor_interval_s=0.05, **shape))
+    found = analyse(result.timeline, result.split, summary=result.summary)
+    assert found.limiting == stage
+    assert found.findings[0].startswith(f"{stage.upper()} BOTTLENECK")
+    assert sum(found.shares.values()) == pytest.approx(found.wall_s)
+    assert check_timeline(result.timeline_path) == []

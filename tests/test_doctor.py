@@ -1,0 +1,593 @@
+"`leakmel doctor`: each kind of bad finding by a fault that is planted, the parity of every engine, one JSON object, no leftovers."
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from leakmel.cli import main
+from leakmel.core.errors import DataError
+from leakmel.mel import cpu_engine, engines
+from leakmel.mel.spec import MelSpec
+from leakmel.ops import doctor, doctor_engines, doctor_machine, doctor_parts
+from leakmel.ops.doctor import FIGURES, REPORT_KEYS, Probe, Report, examine
+from leakmel.ops.doctor_machine import NOT_MEASURED, TITLES, Check
+
+REAL = doctor.probes()
+
+
+@pytest.fixture(scope="module")
+def whole(demo) -> Report:
+    "All of it, on the machine at hand."
+    return examine(demo)
+
+
+def line(report: Report, key: str) -> Check:
+    "The check of that name."
+    return next(c for c in report.checks if c.key == key)
+
+
+def failing(error: Exception):
+    "A function that raises."
+    def fail(*args: Any, **more: Any) -> Any: raise error
+    return fail
+
+
+# ---- the whole page ----------------------------------------------------------------------------------------------------
+
+def test_this_machine_is_ready_and_every_engine_is_right(whole):
+    assert whole.ok, whole
+    assert [c.key for c in whole.checks] == list(TITLES)
+    for name in ("reference", "cpu", "torch"):
+        check = line(whole, f"engine_{name}")
+        assert check.status == "ok", check
+        assert check.figures["identity"].startswith(f"{name}@")
+        assert 0.001 < check.figures["max_abs_db"] < 0.1      # float16 rounds; the halves of steps at 50 to 100 dB are 0.016 to 0.03
+        assert check.figures["n_wrong"] == 0
+        assert check.figures["n_values"] == 4 * (8 * 2 * 64 + 15 * 3 * 32)
+        assert check.figures["parity_s"] > 0
+    assert whole.seconds < 60
+
+
+def test_all_keys_are_documented_and_the_rest_is_json(whole):
+    body = json.loads(json.dumps(whole.to_dict(), allow_nan=False))
+    assert set(body) == set(REPORT_KEYS)
+    for check in body["checks"]:
+        assert set(check) == {"key", "title", "status", "found", "advice", "blocks", "figures"}
+        assert set(check["figures"]) <= set(FIGURES), check["key"]
+        for word in check: assert word in REPORT_KEYS["checks"]
+    assert sum(body["counts"].values()) == len(TITLES)
+
+
+def test_every_requirement_belongs_to_a_line():
+    wanted = set(doctor_machine.requirements()) - {"python"}
+    assert wanted == {name for names in doctor_machine.LINES.values() for name in names}
+
+
+def test_nothing_is_left_in_the_folder(tmp_path):
+    examine(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_escapes_everything_and_the_text_holds_it():
+    hostile = "<script>alert('x')</script>"
+    report = Report((Check("disk", "warn", hostile, hostile), Check("hdf5", "warn", hostile, hostile, True)), Path(hostile), 1.0)
+    html = report._repr_html_()
+    assert "<script" not in html
+    assert html.count("&lt;script&gt;") == 4
+    assert "NOT ready to build: HDF5" in html
+    assert repr(report).count(hostile) == 4
+    assert "background:transparent" in html and "color:inherit" in html, "readable in light and dark"  # noqa: PT018
+
+
+def test_advice_belongs_to_what_is_not_ok():
+    for wrong in (partial(Check, "disk", "warn", "slow"), partial(Check, "disk", "ok", "fine", "Buy another"), partial(Check, "disk", "fine", ""),
+                  partial(Check, "nothing", "ok", ""), partial(Check, "disk", "ok", "", blocks=True)):
+        with pytest.raises(ValueError): wrong()
+
+
+@pytest.mark.parametrize("key", TITLES)
+def test_a_probe_that_raises_is_a_line(key, tmp_path, monkeypatch):
+    "Each in turn, the others untouched; what a build needs and nobody could look at blocks it."
+    real = doctor.probes()
+    def good(key: str, folder: Path) -> Check: return Check(key, "ok", "fine")
+    made = {k: Probe(partial(good, k), p.needed, p.measures) for k, p in real.items()}
+    made[key] = Probe(failing(PermissionError(errno.EPERM, "not for you")), real[key].needed, real[key].measures)
+    monkeypatch.setattr(doctor, "probes", lambda: made)
+    report = examine(tmp_path)
+    assert line(report, key).status == "warn"
+    assert "PermissionError" in line(report, key).found
+    assert "not for you" in line(report, key).found
+    assert report.counts == {"ok": len(TITLES) - 1, "warn": 1, "missing": 0}
+    assert report.ok != (key in ("python", "packages", "hdf5", "engine_reference"))
+
+
+def test_measuring_ends_when_its_time_is_up(tmp_path, monkeypatch):
+    ran = []
+    def takes(key: str, folder: Path) -> Check:
+        ran.append(key)
+        return Check(key, "ok", "fine", figures={"measured_s": 1.5})
+    made = {k: Probe(partial(takes, k), p.needed, p.measures) for k, p in REAL.items() if p.measures}
+    monkeypatch.setattr(doctor, "probes", lambda: made)
+    report = examine(tmp_path, budget_s=2)
+    assert ran == ["disk", "bus"]
+    assert [c.status for c in report.checks] == ["ok", "ok"] + ["warn"] * (len(made) - 2)
+    assert NOT_MEASURED in report.checks[2].found
+    assert report.ok, "what had no time is not wrong"
+
+
+# ---- Python and packages -------------------------------------------------------------------------------------------------
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
+    "Packages of other versions, or absent."
+    real = metadata.version
+    def version(name: str) -> str:
+        if name not in versions: return real(name)
+        if (said := versions[name]) is None: raise metadata.PackageNotFoundError(name)
+        return said
+    monkeypatch.setattr(metadata, "version", version)
+
+
+def packages(key: str) -> Check:
+    "The line of some packages."
+    return REAL[key].run(Path())
+
+
+def test_an_old_package_is_named_with_the_range(monkeypatch):
+    pretend(monkeypatch, numpy="1.26.4", tqdm="4.1")
+    check = packages("packages")
+    assert (check.status, check.blocks) == ("warn", True)
+    assert "numpy 1.26.4 (>=2.0 is needed)" in check.found
+    assert "'numpy>=2.0' 'tqdm>=4.66'" in check.advice
+    pretend(monkeypatch, numpy="2.0.0")
+    pretend(monkeypatch, numpy="2.1", tqdm="4.1")
+    assert not packages("packages").blocks
+
+
+def test_a_version_above_the_range_is_wrong_too(monkeypatch):
+    pretend(monkeypatch, numba="0.69.0")
+    assert packages("compiled").status == "warn"
+    pretend(monkeypatch, torch="2.14.1")
+    assert "(>=2.9,<2.14 is needed)" in packages("torch").found
+
+
+@pytest.mark.parametrize(("key", "name", "blocks"), [("packages", "h5py", True), ("packages", "soxr", False), ("front_end", "plotly", False),
+                                                     ("compiled", "numba", False), ("torch", "torch", False)])
+def test_a_missing_package(key, name, blocks, monkeypatch):
+    pretend(monkeypatch, **{name: None})
+    check = packages(key)
+    assert (check.status, check.blocks) == ("missing", blocks)
+    assert f"{name} is not installed" in check.found
+    assert f"'{name}" in check.advice
+
+
+def test_a_package_that_does_not_load(monkeypatch):
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    check = packages("packages")
+    assert (check.status, check.blocks) == ("warn", False)
+    assert "soxr" in check.found
+    assert "cannot be loaded: ModuleNotFoundError" in check.found
+
+
+def test_an_old_python_blocks(monkeypatch):
+    monkeypatch.setattr(doctor_machine.platform, "python_version", lambda: "3.10.12")
+    check = packages("python")
+    assert (check.status, check.blocks) == ("warn", True)
+    assert "3.11" in check.advice
+
+
+def test_versions():
+    fits = doctor_machine.fits
+    assert fits("2.13.0+cpu", ">=2.9,<2.14")
+    assert not fits("2.14.0a1", ">=2.9,<2.14")
+    assert fits("10.0", ">9.9")
+    assert fits("2.11", "==2.11.0")
+    for wrong in ("~=2.1", "2.1"):
+        with pytest.raises(ValueError): fits("2.1", wrong)
+    with pytest.raises(ValueError): fits("newest", ">=1")
+
+
+CODE = """
+import sys
+for name in ("numpy", "h5py", "torch", "pandas", "psutil", "numba", "pynvml", "tqdm"): sys.modules[name] = None
+from leakmel.cli import main
+sys.exit(main(["doctor", sys.argv[1], "--json"]))
+"""
+
+
+def test_it_works_where_nothing_is_installed(tmp_path):
+    "A doctor that needs what is missing could not say so."
+    done = subprocess.run([sys.executable, "-c", CODE, os.fspath(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == ""
+    body = json.loads(done.stdout)
+    found = {c["key"]: c for c in body["checks"]}
+    assert not body["ready"]
+    assert set(found) == set(TITLES)
+    for key in ("packages", "hdf5", "engine_reference"): assert found[key]["blocks"], key
+    for key in ("cores", "limits", "python", "wsl"): assert found[key]["status"] != "missing", key
+
+
+# ---- cores, memory, limits -----------------------------------------------------------------------------------------------
+
+def groups(folder: Path, own: str, files: dict[str, str] | None = None) -> dict[str, Path]:
+    "Control groups with some files."
+    for name, text in (files or {}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n")
+    (folder / "own").write_text(own)
+    return {"root": folder, "own": folder / "own"}
+
+
+def test_a_quota_of_a_group_above(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor_machine, "usable_cores", lambda: 8)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    made = groups(tmp_path, "0::/job/step\n", {"job/cpu.max": "250000 100000", "job/step/cpu.max": "max 100000"})
+    check = doctor_machine.examine_cores(**made)
+    assert (check.status, check.figures["quota_cores"]) == ("warn", 2.5)
+    assert "--compute-workers 2" in check.advice
+    (tmp_path / "job" / "cpu.max").write_text("900000 100000\n")
+    assert doctor_machine.examine_cores(**made).status == "ok", "a quota above the cores bounds nothing"
+
+
+def test_a_quota_of_version_1(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor_machine, "usable_cores", lambda: 8)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    made = groups(tmp_path, "4:memory:/m\n1:cpu,cpuacct:/docker/x\n",
+                  {"cpu/docker/x/cpu.cfs_quota_us": "50000", "cpu/docker/x/cpu.cfs_period_us": "100000"})
+    assert doctor_machine.examine_cores(**made).figures["quota_cores"] == 0.5
+    assert "--compute-workers 1" in doctor_machine.examine_cores(**made).advice
+    (tmp_path / "cpu" / "docker" / "x" / "cpu.cfs_quota_us").write_text("-1")
+    assert doctor_machine.examine_cores(**made).figures["quota_cores"] is None
+
+
+def test_cores_that_may_not_be_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor_machine, "usable_cores", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    check = doctor_machine.examine_cores(**groups(tmp_path, ""))
+    assert (check.status, check.found) == ("warn", "2 of 64 usable")
+
+
+def test_little_memory(tmp_path):
+    made = groups(tmp_path, "4:memory:/m\n",
+                  {"memory/m/memory.limit_in_bytes": "600000000", "memory/memory.limit_in_bytes": "9223372036854771712"})
+    check = doctor_machine.examine_memory(**made)
+    assert (check.status, check.figures["limit_bytes"]) == ("warn", 600_000_000)
+    assert "--max-bytes-in-flight 150000000" in check.advice
+    (tmp_path / "memory" / "m" / "memory.limit_in_bytes").unlink()
+    assert doctor_machine.examine_memory(**made).figures["limit_bytes"] is None, "a huge number is no limit"
+
+
+LOW = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)\n" \
+      "from leakmel.ops.doctor_machine import examine_limits as e; c = e(); print(c.status, c.figures['open_files'], c.advice)"
+
+
+@pytest.mark.parametrize(("limit", "said"), [("100", "warn 100 Set ulimit -n 4096"), ("256", "ok 256")])
+def test_a_low_limit_of_open_files(limit, said):
+    done = subprocess.run([sys.executable, "-c", LOW, limit], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith(said)
+
+
+def test_a_low_limit_of_threads(tmp_path):
+    check = doctor_machine.examine_limits(**groups(tmp_path, "0::/a\n", {"a/pids.max": "64"}))
+    assert (check.status, check.figures["threads"]) == ("warn", 64)
+    assert "pids limit" in check.advice
+
+
+# ---- mounts and disks ----------------------------------------------------------------------------------------------------
+
+WSL2, PLAIN = "5.15.153.1-microsoft-standard-WSL2", "6.8.0-generic"
+
+
+def wsl(tmp_path: Path, release: str, kind: str = "9p", name: str = "data set") -> Check:
+    "What is said of a folder with a blank in its name, on a mount table with it."
+    folder = tmp_path / name / "xy"
+    folder.mkdir(parents=True, exist_ok=True)
+    at = os.path.realpath(tmp_path / name).replace(" ", "\\040")
+    (tmp_path / "mounts").write_text(f"none / ext4 rw 0 0\nC:\\134 {at} {kind} rw,aname=drvfs 0 0\ntmp {at}/x tmpfs rw 0 0\n")
+    (tmp_path / "release").write_text(release + "\n")
+    return doctor_machine.examine_wsl(folder, mounts=tmp_path / "mounts", release=tmp_path / "release")
+
+
+def test_a_disk_of_windows(tmp_path):
+    check = wsl(tmp_path, WSL2)
+    assert check.status == "warn"
+    assert check.figures["file_system"] == "9p"
+    assert check.figures["mount"].endswith("/data set")
+    assert wsl(tmp_path, WSL2, kind="drvfs").status == "warn"
+    assert wsl(tmp_path, WSL2, kind="ext4").status == "ok"
+    assert wsl(tmp_path, PLAIN).found == "this is not WSL"
+    assert wsl(tmp_path, "4.4.0-19041-Microsoft").figures["wsl"] == 1
+    assert "WSL2" in wsl(tmp_path, "4.4.0-19041-Microsoft").advice
+
+
+def test_kinds_of_disk(tmp_path):
+    number = os.stat(tmp_path).st_dev
+    entry = tmp_path / "dev" / f"{os.major(number)}:{os.minor(number)}"
+    entry.parent.mkdir()
+    def kind(place: str, rotates: str = "0") -> str:
+        "A disk, or what stands on one, as the system shows it."
+        folder = tmp_path / "block" / place
+        disk = folder.parent if "/" in place else folder
+        (disk / "queue").mkdir(parents=True, exist_ok=True)
+        (disk / "queue" / "rotational").write_text(rotates)
+        if "/" in place:
+            folder.mkdir(exist_ok=True)
+            (folder / "partition").write_text("1")
+        entry.unlink(missing_ok=True)
+        entry.symlink_to(folder)
+        return doctor_parts.disk_kind(tmp_path, devices=tmp_path / "dev", kind="ext4")
+    assert kind("nvme0n1/nvme0n1p2") == "NVMe SSD"
+    assert kind("sda/sda1", "1\n") == "rotating disk"
+    assert kind("sdb") == "SSD"
+    assert kind("vda", "1") == "virtual disk"
+    (tmp_path / "block" / "dm-0" / "slaves").mkdir(parents=True)
+    (tmp_path / "block" / "dm-0" / "slaves" / "sda1").symlink_to(tmp_path / "block" / "sda" / "sda1")
+    entry.unlink()
+    entry.symlink_to(tmp_path / "block" / "dm-0")
+    assert doctor_parts.disk_kind(tmp_path, devices=tmp_path / "dev", kind="ext4") in ("rotating disk", "not told")
+    assert doctor_parts.disk_kind(tmp_path, devices=tmp_path / "none", kind="overlay") == "not told"
+    assert doctor_parts.disk_kind(tmp_path, kind="nfs4") == "network"
+
+
+def on_disk(monkeypatch: pytest.MonkeyPatch, kind: str = "SSD") -> None:
+    "Pretend that all lies on that kind of disk."
+    monkeypatch.setattr(doctor_parts, "disk_kind", lambda folder: kind)
+
+
+def test_the_cold_rate_is_of_files_that_were_seen_to_be_out(demo, monkeypatch):
+    "One of them stays in the page cache, and is not read."
+    on_disk(monkeypatch)
+    files = doctor_parts.some_recordings(demo)
+    assert len(files) == 60
+    monkeypatch.setattr(doctor_parts, "_in_cache", lambda path: path == files[3])
+    check = doctor_parts.examine_disk(demo)
+    assert check.figures["cold"] is True
+    assert check.figures["cold_n_files"] == 59
+    assert check.figures["cold_n_bytes"] == sum(p.stat().st_size for p in files if p != files[3])
+    assert "cold" in check.found
+
+
+def test_only_recordings_of_the_folder_are_read(tmp_path, make_wav):
+    "Not those that a scan would leave out, nor what lies elsewhere; and not more of them than are needed."
+    for name in ("in/A/a.wav", "in/A/.b.wav", "in/.hidden/c.wav", "out/d.wav"): make_wav(tmp_path / name)
+    (tmp_path / "in" / "A" / "text.txt").write_bytes(b"x")
+    (tmp_path / "in" / "A" / "link.wav").symlink_to(tmp_path / "out" / "d.wav")
+    (tmp_path / "in" / "B").symlink_to(tmp_path / "out")
+    os.mkfifo(tmp_path / "in" / "A" / "pipe.wav")
+    assert doctor_parts.some_recordings(tmp_path / "in") == [tmp_path / "in" / "A" / "a.wav"]
+    for k in range(9): make_wav(tmp_path / "many" / f"{k}.wav")
+    assert len(doctor_parts.some_recordings(tmp_path / "many", n_bytes=20_000)) == 3
+
+
+def test_nothing_is_called_cold_that_is_not(demo, monkeypatch):
+    on_disk(monkeypatch)
+    monkeypatch.setattr(doctor_parts, "_in_cache", lambda path: True)
+    check = doctor_parts.examine_disk(demo)
+    assert check.status == "warn"
+    assert f"cold rate {NOT_MEASURED}: nothing could be put out" in check.found
+    assert check.figures["cold_bytes_per_s"] is None
+    monkeypatch.setattr(doctor_parts, "_in_cache", lambda path: None)
+    check = doctor_parts.examine_disk(demo)
+    assert check.status == "warn"
+    assert "does not tell" in check.found
+    assert "/s cold" not in check.found
+    on_disk(monkeypatch, "memory")
+    assert NOT_MEASURED in doctor_parts.examine_disk(demo).found
+
+
+def test_without_recordings_files_are_written_and_removed(tmp_path, monkeypatch):
+    on_disk(monkeypatch)
+    monkeypatch.setattr(doctor_parts, "_in_cache", lambda path: False)
+    check = doctor_parts.examine_disk(tmp_path)
+    assert check.figures["cold_of"] == "written for it"
+    assert check.figures["cold_n_bytes"] == 81_964 * check.figures["cold_n_files"] > 7e6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    on_disk(monkeypatch)
+    real = doctor_parts.tempfile.TemporaryDirectory
+    def refuse(*args: Any, dir: Any = None, **more: Any) -> Any:
+        if dir == tmp_path: raise OSError(errno.EROFS, "read-only")
+        return real(prefix=more["prefix"], dir=dir)
+    monkeypatch.setattr(doctor_parts.tempfile, "TemporaryDirectory", refuse)
+    assert "holds no recordings and cannot be written" in doctor_parts.examine_disk(tmp_path).found
+    assert "since the folder cannot be written" in doctor_parts.examine_hdf5(tmp_path).found
+
+
+@pytest.mark.parametrize(("kind", "rate", "status"), [("SSD", 300e6, "ok"), ("SSD", 10e6, "warn"), ("network", 300e6, "warn"), ("rotating disk", 90e6, "warn")])
+def test_slow_disks(kind, rate, status, tmp_path, monkeypatch):
+    on_disk(monkeypatch, kind)
+    done = {"cold": True, "of": "recordings", "n_files": 9, "n_bytes": 1000, "bytes_per_s": rate, "measured_s": 0.1}
+    monkeypatch.setattr(doctor_parts, "cold_rate", lambda folder: done)
+    check = doctor_parts.examine_disk(tmp_path)
+    assert check.status == status
+    assert check.found.startswith(f"{kind}; {rate / 1e6:.{0 if rate >= 1e8 else 1}f} MB/s cold, ")
+
+
+def test_a_system_that_cannot_drop_files(demo, monkeypatch):
+    on_disk(monkeypatch)
+    monkeypatch.delattr(os, "posix_fadvise")
+    check = doctor_parts.examine_disk(demo)
+    assert check.status == "warn"
+    assert "cannot drop files from its page cache" in check.found
+
+
+# ---- HDF5 ----------------------------------------------------------------------------------------------------------------
+
+def test_hdf5_that_cannot_write_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(h5py, "File", failing(OSError(errno.ENOSPC, "No space left on device")))
+    check = doctor_parts.examine_hdf5(tmp_path)
+    assert (check.status, check.blocks) == ("warn", True)
+    assert "No space left on device" in check.found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hdf5_that_gives_back_something_else_blocks(tmp_path, monkeypatch):
+    real = h5py.File
+    def altered(path: Path, mode: str, **more: Any) -> Any:
+        if mode == "r":
+            with real(path, "r+") as f: f["segments_mel"][2, 7] = 1
+        return real(path, mode, **more)
+    assert doctor_parts.examine_hdf5(tmp_path).status == "ok"
+    monkeypatch.setattr(h5py, "File", altered)
+    check = doctor_parts.examine_hdf5(tmp_path)
+    assert (check.status, check.blocks) == ("warn", True)
+    assert "not what was written" in check.found
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", failing(OSError(errno.ENOLCK, "no locks")))
+    monkeypatch.setenv("HDF5_USE_FILE_LOCKING", "FALSE")
+    check = doctor_parts.examine_hdf5(tmp_path)
+    assert (check.status, check.blocks) == ("warn", False)
+    assert (check.figures["kernel_locks"], check.figures["hdf5_locking"]) == (False, "FALSE")
+    assert "does not lock" in check.found
+
+
+# ---- compiled code, GPU --------------------------------------------------------------------------------------------------
+
+def test_a_cache_that_cannot_be_written(monkeypatch):
+    assert doctor_parts.examine_compiled().status == "ok"
+    monkeypatch.setattr(doctor_parts, "_can_write", lambda folder: False)
+    check = doctor_parts.examine_compiled()
+    assert check.status == "warn"
+    assert "NUMBA_CACHE_DIR" in check.advice
+    assert "__pycache__" in check.found or os.environ.get("NUMBA_CACHE_DIR", "-") in check.found
+
+
+def test_what_can_be_written(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    can_write = doctor_parts._can_write
+    assert can_write(tmp_path)
+    assert can_write(tmp_path / "made" / "later")
+    assert not can_write(tmp_path / "file")
+    assert not can_write("/proc/self")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_machine_without_a_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "hides every GPU" in doctor_parts.examine_gpu().found
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(engines, "may_have_cuda", lambda: False)
+    assert doctor_parts.examine_gpu().status == "missing"
+
+
+def test_a_driver_with_a_torch_that_cannot_use_it(monkeypatch):
+    import torch
+    monkeypatch.setattr(engines, "may_have_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    card = SimpleNamespace(nvmlInit=lambda: None, nvmlSystemGetDriverVersion=lambda: "580.1", nvmlSystemGetCudaDriverVersion=lambda: 13010,
+                           nvmlDeviceGetHandleByIndex=lambda i: i, nvmlDeviceGetName=failing(RuntimeError("no name")),
+                           nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(total=24e9))
+    monkeypatch.setitem(sys.modules, "pynvml", card)
+    check = doctor_parts.examine_gpu()
+    assert (check.status, check.found) == ("warn", "GPU without a name, driver 580.1, CUDA 13.1, 24.00 GB, torch can use none")
+    assert check.figures["gpu_name"] is None
+    assert (doctor_parts.examine_torch().status, "install a CUDA build" in doctor_parts.examine_torch().advice) == ("warn", True)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert f"driver {NOT_MEASURED}" in doctor_parts.examine_gpu().found
+
+
+def test_the_bus_of_a_rehearsed_device(monkeypatch):
+    monkeypatch.setattr(doctor_parts, "SLOW_BUS", 0)
+    check = doctor_parts.examine_bus("rehearsal")
+    assert check.status == "ok"
+    assert check.figures["to_device_bytes_per_s"] > 1e6
+    monkeypatch.setattr(doctor_parts, "SLOW_BUS", 1e15)
+    assert "slot" in doctor_parts.examine_bus("rehearsal").advice
+
+
+# ---- engines -------------------------------------------------------------------------------------------------------------
+
+class Shifted(cpu_engine.CpuEngine):
+    "The compiled engine, a tenth of a decibel too loud in one band."
+
+    def run(self, samples: np.ndarray, out: np.ndarray, **more: Any) -> np.ndarray:
+        moments = super().run(samples, out, **more)
+        out[..., 5, :] += np.float16(0.1)
+        return moments
+
+
+def test_an_engine_whose_parity_is_off_blocks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cpu_engine, "CpuEngine", Shifted)
+    assert main(["doctor", os.fspath(tmp_path), "--json"]) == 1
+    body = json.loads(capsys.readouterr().out)
+    check = next(c for c in body["checks"] if c["key"] == "engine_cpu")
+    assert (check["status"], check["blocks"], body["ready"]) == ("warn", True, False)
+    assert check["found"].startswith("WRONG")
+    assert check["figures"]["max_abs_db"] > 0.09
+    assert [c["key"] for c in body["checks"] if c["blocks"]] == ["engine_cpu"]
+
+
+def test_a_wrong_fft_does_not_become_the_measure_of_all(monkeypatch):
+    "The reference is compared with the definition, not with itself."
+    real = np.fft.rfft
+    monkeypatch.setattr(np.fft, "rfft", lambda x, *a, **k: real(x, *a, **k) * 1.02)
+    check = doctor_engines.examine_engine("reference")
+    assert (check.status, check.blocks) == ("warn", True)
+    assert check.figures["max_abs_db"] > 0.1
+
+
+@pytest.mark.parametrize(("error", "status", "said"), [(ImportError("no torch"), "missing", "no torch"),
+                                                        (engines.NotHere("no card", remedy="buy one"), "missing", "no card"),
+                                                        (RuntimeError("illegal instruction"), "warn", "broken: RuntimeError: illegal instruction")])
+def test_engines_that_cannot_run(error, status, said, monkeypatch):
+    monkeypatch.setattr(doctor_engines, "make_engine", failing(error))
+    check = doctor_engines.examine_engine("torch")
+    assert (check.status, check.blocks) == (status, False)
+    assert said in check.found
+    assert doctor_engines.examine_engine("reference").blocks, "there is none below it"
+
+
+def test_parity_asks_every_device():
+    "Two rehearsed devices, each from 16-bit samples and from float32, twice."
+    (spec, *_) = doctor_engines.parity_specs()
+    with doctor_engines.make_engine("torch", spec, "rehearsal*2") as engine: found, _ = doctor_engines.parity(engine)
+    assert len(found) == 8
+    assert all(c.ok for c in found)
+
+
+def test_the_definition_holds_for_frames_that_overlap():
+    spec = MelSpec(duration_s=1, long_window=1024, short_window=1024, short_hop=1024, n_fft=256, hop_length=96, power=2.0)
+    x = engines.check_recording(spec)
+    right = doctor_engines.defined_features(x, spec)
+    assert engines.compare(engines.reference_log_mel(x, spec).astype(np.float16), right, spec).ok
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------------
+
+def test_the_command_prints_a_page(demo, whole, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda folder, progress=None: whole)
+    assert main(["doctor", os.fspath(demo), "--quiet"]) == 0
+    out = capsys.readouterr().out
+    for check in whole.checks: assert check.title in out
+    assert out.rstrip().splitlines()[-1] == whole.title
+    assert max(map(len, out.splitlines())) <= 120
+    assert main(["doctor", os.fspath(demo), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ready"] is True
+
+
+def test_no_such_folder(tmp_path, capsys):
+    assert main(["doctor", os.fspath(tmp_path / "nowhere")]) == 1
+    assert "no such folder" in capsys.readouterr().err
+    with pytest.raises(DataError, match="no such folder"): examine(tmp_path / "nowhere")
+
+
+def test_without_a_folder_it_is_the_current_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "probes", lambda: {"wsl": REAL["wsl"]})
+    assert examine().folder == tmp_path

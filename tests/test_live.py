@@ -1,0 +1,186 @@
+"While a build runs it says what it does: in its bars, and in a file that goes away with it."
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import leakmel as lm
+from leakmel.audio.synth import write_wav
+from leakmel.core.errors import LeakmelError
+from leakmel.core.timeline import Timeline
+from leakmel.dataset import live as live_module
+from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.live import Pulse, Queues, Rates, status_path
+from leakmel.dataset.ring import Job
+from outsider import leftovers
+
+QUIET = {"progress": "none", "pipeline": PipelineConfig(monitor_interval_s=0.05, files_per_batch=2)}
+
+
+@pytest.fixture
+def data(tmp_path, make_wav) -> Path:
+    "Two splits of twelve recordings of a second, one of them no recording."
+    for split in ("TRAINING", "TESTING"):
+        for i in range(12): make_wav(tmp_path / "data" / split / ("LEAK", "NOLEAK")[i % 2] / f"{i:02d}.wav", seed=i)
+    (tmp_path / "data" / "TRAINING" / "LEAK" / "00.wav").write_bytes(b"")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    "Builds whose batches take a tenth of a second, and whose status is written ten times a second."
+    real = Job.take
+    def take(self, slot):
+        time.sleep(0.1)
+        return real(self, slot)
+    monkeypatch.setattr(Job, "take", take)
+    monkeypatch.setattr(live_module, "_STATUS_EVERY_S", 0.05)
+
+
+class Watcher(threading.Thread):
+    "Reads a status file again and again; every reading has to be whole."
+
+    def __init__(self, target: Path):
+        super().__init__(daemon=True)
+        self.path, self.seen, self.broken, self.over = status_path(target), list[dict](), list[str](), threading.Event()
+
+    def run(self):
+        while not self.over.wait(0.005):
+            try: text = self.path.read_text()
+            except FileNotFoundError: continue
+            try: self.seen.append(json.loads(text))
+            except ValueError: self.broken.append(text)
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *failure):
+        self.over.set()
+        self.join()
+
+
+def test_the_status_file_tells_how_far_a_build_is_and_goes_away(data, tmp_path, slow):
+    out = tmp_path / "out"
+    with Watcher(out / "TRAINING_DATASET.H5") as first, Watcher(out / "TESTING_DATASET.H5") as second: lm.build_all(data, out_dir=out, **QUIET)
+    assert (first.broken, second.broken) == ([], [])
+    done = [s["files_done"] for s in first.seen]
+    assert done == sorted(done)
+    assert max(done) > min(done)
+    assert {s["files"] for s in first.seen} == {12}
+    last = [s for s in first.seen if s["files_done"]][-1]
+    assert last["rejected"] == 1
+    assert last["schema"] == live_module.STATUS_SCHEMA
+    assert last["pid"] == os.getpid()
+    assert last["files_per_s"] == pytest.approx(last["files_done"] / last["seconds"])
+    assert any(s["rss_bytes"] for s in first.seen)
+    assert any("read" in s["stages"] for s in first.seen)
+    assert second.seen[0]["phase"] == "waiting"
+    assert set(Pulse.__dataclass_fields__) <= set(last)
+    kept = sorted(f"{split}_DATASET.H5{end}" for split in ("TRAINING", "TESTING") for end in ("", ".report.json", ".timeline.json"))
+    assert leftovers(out) == kept
+
+
+@pytest.mark.parametrize("fault", ["engine", "signal"])
+def test_the_status_file_goes_away_with_a_build_that_fails(data, tmp_path, slow, monkeypatch, fault):
+    out, real = tmp_path / "out" / "x.h5", live_module.write_status
+    def struck(*args):
+        real(*args)
+        if fault == "signal": signal.raise_signal(signal.SIGINT)
+        raise LeakmelError("planted")
+    monkeypatch.setattr(live_module, "write_status", struck)
+    with pytest.raises(KeyboardInterrupt if fault == "signal" else LeakmelError): lm.build(data, split="training", out=out, **QUIET)
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_a_build_goes_on_where_no_status_can_be_written(data, tmp_path, slow, monkeypatch):
+    def refused(*args): raise OSError(28, "No space left on device")
+    monkeypatch.setattr(live_module, "write_status", refused)
+    assert lm.build(data, split="training", out=tmp_path / "x.h5", **QUIET).rows == 11
+
+
+def test_a_status_file_of_a_build_that_was_killed_is_replaced(data, tmp_path, slow):
+    target = tmp_path / "x.h5"
+    for name in (status_path(target), status_path(target).with_name(f"{status_path(target).name}.new")): name.write_text("{")
+    lm.build(data, split="training", out=target, **QUIET)
+    assert leftovers(tmp_path, "data") == ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
+
+
+def test_a_link_in_the_place_of_the_status_file_is_not_followed(data, tmp_path, slow):
+    target, other = tmp_path / "x.h5", tmp_path / "precious"
+    other.write_text("mine")
+    for name in (status_path(target), status_path(target).with_name(f"{status_path(target).name}.new")): name.symlink_to(other)
+    lm.build(data, split="training", out=target, **QUIET)
+    assert other.read_text() == "mine"
+
+
+def test_a_long_check_has_a_bar_of_its_own(data, tmp_path, slow, monkeypatch, caplog):
+    monkeypatch.setattr(live_module, "_WORTH_A_BAR", 5)
+    with caplog.at_level("INFO", logger="leakmel"): lm.build(data, split="training", out=tmp_path / "x.h5", check=None, **(QUIET | {"progress": "log"}))
+    lines = [r.getMessage() for r in caplog.records]
+    assert any(line.startswith("TRAINING: check: 11 of 11 rows") for line in lines), lines
+    assert any(line.startswith("TRAINING: 12 of 12 files") and line.endswith("published") for line in lines), lines
+
+
+def test_rates_are_those_of_the_last_seconds():
+    timeline = Timeline()
+    rates = Rates(timeline, window_s=10)
+    clock = iter([0.0, 2.0, 20.0, 40.0])
+    timeline.now_s = lambda: next(clock)      # type: ignore[method-assign]
+    rates = Rates(timeline, window_s=10)
+    def did(stage: str, n: int) -> None:
+        timeline.spans.append(live_span(stage, n))
+    did("read", 100)
+    did("compute", 40)
+    assert rates.now() == {"read": (50, 5000), "compute": (20, 2000)}
+    did("read", 180)
+    assert rates.now() == {"read": (10, 1000)}, "what was done 18 s ago is no news"
+    assert rates.now() == {}
+
+
+def live_span(stage: str, n: int):
+    "A span of n recordings of 100 bytes."
+    from leakmel.core.timeline import Span
+    return Span(stage, "a", 0.0, 1.0, "TRAINING", 0, n, 100 * n)
+
+
+def test_queues_give_the_last_that_was_noted():
+    timeline = Timeline()
+    queues = Queues(timeline, 6)
+    assert queues.now() == {}
+    for value in (1, 4): timeline.gauge("queue.compute", value)
+    timeline.gauge("memory", 99)
+    assert queues.now() == {"compute": [4, 6]}
+    timeline.gauge("queue.write", 2)
+    assert queues.now() == {"compute": [4, 6], "write": [2, 6]}
+
+
+def test_what_stands_in_a_bar():
+    assert repr(Pulse("TRAINING", "waiting", 0, 9, 0)) == "waiting"
+    busy = Pulse("TRAINING", "checking", 9, 9, 1, 640, 2000, {"compute": {"files_per_s": 25_301.4, "bytes_per_s": 1.0}}, {}, 197.4, 2.1e8, 35.0, 1.5e9)
+    assert repr(busy) == "1 rejected, checking 640 of 2,000 rows, computing 25,301 files/s, CPU 197 %, GPU 35 %, 210 MB RAM, 1.50 GB VRAM"
+
+
+@pytest.mark.slow
+def test_the_status_of_a_build_in_another_process(tmp_path):
+    "What somebody else sees who looks at the folder."
+    rng = np.random.default_rng(0)
+    for i in range(400):
+        (tmp_path / "data" / "LEAK").mkdir(parents=True, exist_ok=True)
+        write_wav(tmp_path / "data" / "LEAK" / f"{i}.wav", rng.integers(-999, 999, 40_960).astype(np.int16))
+    target = tmp_path / "x.h5"
+    command = [sys.executable, "-m", "leakmel", "build", str(tmp_path / "data"), "--out", str(target), "--engine", "reference", "--quiet"]
+    with Watcher(target) as watcher: done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert watcher.broken == []
+    assert watcher.seen
+    assert watcher.seen[0]["files"] == 400
+    assert watcher.seen[0]["pid"] != os.getpid()
+    assert not status_path(target).exists()

@@ -1,0 +1,82 @@
+"A build of many recordings takes little more memory than one of a few."
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import xxhash
+
+import leakmel as lm
+from leakmel.dataset import schema
+
+FEW, MANY = 4_000, 44_000
+MOST_BYTES = 600       # that one more recording may take at the peak; its path and facts alone take 250, one row of features 1,024
+
+BUILD = """
+import re, sys
+import leakmel as lm
+from leakmel.dataset import pipeline
+
+def take_peak(*about):
+    with open("/proc/self/status") as status: print(re.search(r"VmHWM:\\s+(\\d+) kB", status.read())[1], flush=True)
+    return ()       # what there is to say of so many copies is no part of the build
+
+pipeline.split_problems = take_peak
+lm.build(sys.argv[1], out=sys.argv[2], spec=lm.MelSpec(duration_s=1.0), engine="cpu", progress="none",
+         pipeline=pipeline.PipelineConfig(fsync=False, compute_workers=2, files_per_batch=32, monitor_interval_s=0))
+"""
+
+
+def peak_bytes(root: Path, out: Path) -> int:
+    "The most memory that a process had, from its imports to the published data set."
+    done = subprocess.run([sys.executable, "-c", BUILD, str(root), str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    out.unlink()
+    return 1024 * int(done.stdout)
+
+
+@pytest.fixture
+def linked(tmp_path, make_wav) -> dict[int, Path]:
+    "FEW and MANY names of forty recordings of a second."
+    originals = [tmp_path / "originals" / f"{k}.wav" for k in range(40)]
+    for k, path in enumerate(originals): make_wav(path, seed=k)
+    roots = {n: tmp_path / f"links-{n}" for n in (FEW, MANY)}
+    for n, root in roots.items():
+        for label in ("LEAK", "NOLEAK"): (root / label).mkdir(parents=True)
+        for i in range(n): os.link(originals[i % 40], root / ("LEAK" if i % 3 else "NOLEAK") / f"H{i % 40:02d}~{i:06d}~20240229_120000~8.wav")
+    return roots
+
+
+def test_memory_of_one_more_recording(linked, tmp_path):
+    lm.build(linked[FEW], out=tmp_path / "warm.h5", spec=lm.MelSpec(duration_s=1.0), engine="cpu", progress="none")      # compiled code is in its cache now
+    peaks = {n: min(peak_bytes(root, tmp_path / f"{n}.h5") for _ in range(2)) for n, root in linked.items()}
+    more = (peaks[MANY] - peaks[FEW]) / (MANY - FEW)
+    assert 200 < more < MOST_BYTES, f"{more:.0f} bytes a recording; peaks {({n: round(p / 1e6, 1) for n, p in peaks.items()})} MB"
+
+
+@pytest.mark.parametrize("large", [1, 1000, 1 << 40])
+def test_long_columns_are_the_same_in_pieces(tmp_path, monkeypatch, large):
+    texts = [b"LEAK/%d" % 3 ** (k % 20) for k in range(9000)]
+    with h5py.File(tmp_path / "x.h5", "w") as f:
+        schema._put_texts(f, "files/path", texts, at_once=large)
+        f["labels"], f["numbers"], f["any"] = np.arange(9000, dtype=np.int16), np.arange(12.0).reshape(3, 4), np.array([b"a", b"bcd"], object)
+        f.attrs["n_rows"] = 9000
+        monkeypatch.setattr(schema, "_LARGE", large)
+        assert f["files/path"].dtype == "S15"
+        assert f["files/path"][:].tolist() == texts
+        for name in ("files/path", "labels", "numbers"): np.testing.assert_array_equal(schema.read_column(f[name]), f[name][()])
+        assert schema.read_column(f["any"]).tolist() == [b"a", b"bcd"]
+        del f["any"]      # where texts lie in a heap there are only addresses to be hashed
+        assert schema.metadata_digest(f) == by_hand(f)
+
+
+def by_hand(f: h5py.File) -> str:
+    "The digest of a file's data sets and its one attribute, each data set as a whole."
+    total = xxhash.xxh3_128()
+    for name in ("files/path", "labels", "numbers"):
+        total.update(f"{name} {f[name].dtype.str} {f[name].shape} ".encode() + f[name][()].tobytes())
+    total.update(f"@n_rows {f.attrs['n_rows']} ".encode())
+    return total.hexdigest()

@@ -1,0 +1,542 @@
+"Recordings that come from a disk: what is fetched ahead of the readers, what a build says of it, and listing by compiled code."
+import errno
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import leakmel as lm
+from leakmel.audio import listing as listing_module
+from leakmel.audio import many_files
+from leakmel.audio.listing import Listing
+from leakmel.audio.manifest import Manifest, scan
+from leakmel.audio.naming import Naming
+from leakmel.cli import main
+from leakmel.core import inflow as inflow_module
+from leakmel.core.errors import LeakmelError, UsageError
+from leakmel.core.inflow import Inflow, is_in_cache, thread_read_bytes
+from leakmel.dataset import held, read_ahead, ring
+from leakmel.dataset.loader import BatchReader
+from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.read_ahead import ReadAhead, cold_share, plan_read_ahead
+from leakmel.mel.spec import MelSpec
+from leakmel.ops.bench_modes import bring_in, evict
+from messy import write_messy
+
+QUIET: dict[str, Any] = dict(engine="reference", check=2, progress="none")
+N_FILES, N_SAMPLES = 48, 20_480      # five seconds: ten pages each
+
+
+def waves(root: Path) -> list[Path]:
+    "All recordings below a root."
+    return sorted(root.rglob("*.wav"))
+
+
+@pytest.fixture
+def data(tmp_path: Path, make_wav: Callable) -> Path:
+    "A folder of splits: 48 recordings and 16, in memory."
+    root = tmp_path / "data"
+    for k in range(N_FILES): make_wav(root / "TRAINING" / ("LEAK", "NOLEAK")[k % 2] / f"{k:02}.wav", n=N_SAMPLES, seed=k)
+    for k in range(16): make_wav(root / "VALIDATION" / ("LEAK", "NOLEAK")[k % 2] / f"{k:02}.wav", n=N_SAMPLES, seed=100 + k)
+    return root
+
+
+def drop(paths: Iterable[Path]) -> None:
+    "Drop files from the page cache; skips the test where this file system cannot, or does not tell."
+    paths = list(paths)
+    evict(paths)
+    with open(paths[-1], "rb") as f: there = is_in_cache(f.fileno(), 0)
+    if there is None: pytest.skip("this file system does not tell what is in memory")
+    if there: pytest.skip("this file system cannot drop a file from memory")
+    evict(paths[-1:])      # of which the look brought something in
+
+
+def reader_of(root: Path, split: str = "training") -> BatchReader:
+    "A reader of a split."
+    return BatchReader(scan(root, split=split).listings[0], MelSpec.preset("disjoint", duration_s=5.0))
+
+
+def built(root: Path, out: Path, *, split: str | None = "training", mode: str = "stream", **settings: Any) -> Any:
+    "A build by the reference, in small batches."
+    config = PipelineConfig(files_per_batch=4, fsync=False, monitor_interval_s=0.0, cache_dir=str(out.parent / "cache"), **settings)
+    return lm.build(root, split=split, out=out, mode=mode, pipeline=config, **QUIET)
+
+
+# ---- the look at the page cache
+
+
+def test_the_probe_sees_what_memory_lacks(data: Path) -> None:
+    reader = reader_of(data)
+    paths = waves(data / "TRAINING")
+    drop(paths)
+    assert (cold_share(reader.listing, Inflow()) or 0) > 0.9      # a page that was written just now may be in use, and stay
+    bring_in(paths)
+    assert cold_share(reader.listing, reader.inflow) == 0.0
+    assert reader.inflow.tells
+    drop(paths[:len(paths) // 2])
+    assert cold_share(reader.listing, Inflow()) == pytest.approx(0.5, abs=0.05)
+
+
+def test_the_probe_looks_at_the_end_of_files(data: Path) -> None:
+    "A program that looked at headers leaves the first page of each file in memory, and no more."
+    paths = waves(data / "TRAINING")
+    drop(paths)
+    for path in paths:
+        with open(path, "rb", buffering=0) as f:
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            f.read(44)
+            assert is_in_cache(f.fileno(), 0)
+    assert (cold_share(reader_of(data).listing, Inflow()) or 0) > 0.9
+
+
+def test_the_probe_is_short_and_looks_at_a_few_files_of_all_splits(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[bytes] = []
+    monkeypatch.setattr(read_ahead, "_is_cached", lambda path, size: looked.append(path))
+    monkeypatch.setattr(read_ahead, "PROBES", 16)
+    assert plan_read_ahead([reader_of(data), reader_of(data, "validation")], None) is None
+    assert len(looked) == len(set(looked)) == 16
+    splits = [path.split(b"/")[-3] for path in looked]
+    assert (splits.count(b"TRAINING"), splits.count(b"VALIDATION")) == (12, 4), "by their sizes"
+
+
+def test_files_that_are_gone_or_locked_are_not_the_matter_of_the_probe(data: Path) -> None:
+    reader = reader_of(data)
+    for path in waves(data / "TRAINING"): path.unlink()
+    assert cold_share(reader.listing, reader.inflow) is None
+    assert plan_read_ahead([reader], None) is None
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EIO])
+def test_a_file_system_that_does_not_tell(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    "Nothing is fetched ahead unasked, and the build does not call itself warm."
+    real = os.preadv
+    def refuse(fd: int, buffers: list, offset: int, *flags: int) -> int:
+        if flags: raise OSError(code, os.strerror(code))
+        return real(fd, buffers, offset)
+    monkeypatch.setattr(os, "preadv", refuse)
+    summary = built(data, tmp_path / "x.h5").summary
+    assert (summary["cache"], summary["bytes_from_device"], summary["read_ahead_files"]) == ("unknown", None, 0)
+    assert summary["bytes_asked"] == summary["source_bytes"]
+
+
+# ---- what is fetched ahead
+
+
+class Asked:
+    "Stands in for the system: keeps what was asked for, and checks the window."
+
+    def __init__(self, ahead: ReadAhead):
+        self.ahead, self.most_files = ahead, 0
+        self.paths: list[bytes] = []
+        self.sizes: list[int] = []
+
+    def __call__(self, paths: list[bytes], sizes: np.ndarray) -> int:
+        assert len(paths) == len(sizes)
+        self.paths += paths
+        self.sizes += sizes.tolist()
+        self.most_files = max(self.most_files, len(self.paths) - self.ahead._taken)
+        return len(paths)
+
+
+def started(ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch) -> tuple[Asked, threading.Thread]:
+    "The thread of a read-ahead, with the system played."
+    asked = Asked(ahead)
+    monkeypatch.setattr(many_files, "will_need", asked)
+    thread = threading.Thread(target=ahead.run, args=("read-ahead",), daemon=True)
+    thread.start()
+    return asked, thread
+
+
+def settle(asked: Asked, n_files: int) -> int:
+    "Wait until so many files are asked for, and a little longer; returns how many were."
+    until = time.monotonic() + 10
+    while len(asked.paths) < n_files and time.monotonic() < until: time.sleep(0.002)
+    time.sleep(0.03)
+    return len(asked.paths)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 32])
+def test_the_window_is_kept_and_nothing_is_left_out(data: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    readers = [reader_of(data), reader_of(data, "validation")]
+    ahead = ReadAhead(readers, window)
+    asked, thread = started(ahead, monkeypatch)
+    assert settle(asked, window) == window
+    for n in range(4, N_FILES + 17, 4):
+        ahead.take(4)
+        most = min(n + window, N_FILES + 16)
+        if window > 4: assert most - window // 4 < settle(asked, most - window // 4 + 1) <= most      # a quarter of the window at a time
+    thread.join(5)
+    assert not thread.is_alive()
+    assert asked.most_files <= window
+    every = [r.base + path for r in readers for path in r.listing.paths]
+    if window > 4: assert asked.paths == every, "in their order, over both splits"
+    assert set(asked.paths) <= set(every)
+    assert len(set(asked.paths)) == len(asked.paths)
+
+
+def made_up(sizes: list[int], label_ids: list[int] | None = None) -> BatchReader:
+    "A reader of files that are not there."
+    n = len(sizes)
+    x = Listing("", Path("/nowhere"), [f"LEAK/{i:04}.wav".encode() for i in range(n)], np.array(sizes, np.int64), np.zeros(n, np.int64),
+                np.array(label_ids or [0] * n, np.int16), Naming())
+    return BatchReader(x, MelSpec.preset("disjoint"))
+
+
+def test_the_window_is_kept_in_bytes_and_large_files_are_left_to_their_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = ReadAhead([made_up([100] * 10 + [5000] + [100] * 10)], files=512, n_bytes=800)
+    asked, thread = started(ahead, monkeypatch)
+    assert settle(asked, 8) == 8
+    ahead.take(4)
+    assert settle(asked, 12) == 12, "ten before the large file, which takes no room, and two behind it"
+    assert asked.paths[-1].endswith(b"0012.wav")
+    ahead.take(17)
+    thread.join(5)
+    assert not thread.is_alive()
+    assert 5000 not in asked.sizes
+
+
+def test_what_is_not_read_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = ReadAhead([made_up([100, 0, -1, 100, 100], [0, 0, 0, -1, 0]), made_up([]), made_up([7])])
+    asked, thread = started(ahead, monkeypatch)
+    settle(asked, 3)
+    ahead.stop()
+    thread.join(5)
+    assert asked.sizes == [100, 100, 7]
+
+
+def test_it_skips_what_the_readers_have(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = ReadAhead([reader_of(data)], files=8)
+    ahead.take(40)
+    asked, thread = started(ahead, monkeypatch)
+    assert settle(asked, 8) == 8
+    assert asked.paths[0].endswith(b"33.wav")      # LEAK has the 24 even numbers: the 41st path is the 17th odd one
+    ahead.take(8)
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_thread_that_waits_leaves_when_it_is_told(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = ReadAhead([reader_of(data)], files=2)
+    asked, thread = started(ahead, monkeypatch)
+    settle(asked, 2)
+    assert thread.is_alive()
+    ahead.stop()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_fetching_ahead_brings_files_into_memory_and_is_counted(data: Path) -> None:
+    drop(waves(data / "TRAINING"))
+    reader = reader_of(data)
+    ahead = ReadAhead([reader], files=N_FILES)
+    thread = threading.Thread(target=ahead.run, args=("read-ahead",))
+    thread.start()
+    until = time.monotonic() + 5
+    while reader.inflow.n_ahead < N_FILES and time.monotonic() < until: time.sleep(0.01)
+    ahead.stop()
+    thread.join(5)
+    assert reader.inflow.n_ahead == N_FILES
+    assert reader.inflow.delivered >= 0.9 * reader.listing.n_bytes
+    while cold_share(reader.listing, Inflow()) != 0.0 and time.monotonic() < until: time.sleep(0.01)      # on their way
+    assert cold_share(reader.listing, Inflow()) == 0.0
+
+
+# ---- builds
+
+
+def test_rows_do_not_depend_on_it(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Cold and warm, with any window and without, in every mode."
+    right = built(data, tmp_path / "x.h5", read_ahead=0)
+    assert right.summary["read_ahead_files"] == 0
+    for window in (None, 1, 6, 1000):
+        drop(waves(data))
+        result = built(data, tmp_path / "y.h5", read_ahead=window)
+        assert result.path.read_bytes() == right.path.read_bytes()
+        assert result.summary["cache"] == "cold"
+        if window in (None, 1000): assert result.summary["read_ahead_files"] > N_FILES // 2
+    monkeypatch.setattr(held, "LOAD_FILES", 4)
+    for mode in ("preload", "memmap"):
+        drop(waves(data))
+        result = built(data, tmp_path / "y.h5", mode=mode, read_workers=1)
+        assert result.path.read_bytes() == right.path.read_bytes()
+        assert (result.summary["cache"], result.summary["bytes_asked"]) == ("cold", result.summary["source_bytes"])
+        assert result.summary["read_ahead_files"] > 0
+
+
+def test_a_build_calls_itself_cold_warm_or_mixed(data: Path, tmp_path: Path) -> None:
+    drop(waves(data))
+    cold = built(data, tmp_path / "x.h5").summary
+    assert cold["cache"] == "cold"
+    assert cold["bytes_asked"] == cold["source_bytes"] == N_FILES * (44 + 2 * N_SAMPLES)
+    assert 0.9 * cold["bytes_asked"] <= cold["bytes_from_device"] <= 1.5 * cold["bytes_asked"], "whole pages"
+    warm = built(data, tmp_path / "x.h5").summary
+    assert (warm["cache"], warm["bytes_from_device"], warm["read_ahead_files"]) == ("warm", 0, 0)
+    drop(waves(data / "TRAINING" / "LEAK"))
+    mixed = built(data, tmp_path / "x.h5").summary
+    assert mixed["cache"] == "mixed"
+    assert mixed["bytes_from_device"] == pytest.approx(0.5 * cold["bytes_from_device"], rel=0.1)
+
+
+def test_the_splits_of_a_run_are_told_apart(data: Path, tmp_path: Path) -> None:
+    drop(waves(data / "VALIDATION"))
+    config = PipelineConfig(files_per_batch=4, fsync=False, read_ahead=16)
+    results = lm.build_all(data, out_dir=tmp_path / "out", pipeline=config, mode="stream", **QUIET)
+    assert [(r.split, r.summary["cache"]) for r in results] == [("TRAINING", "warm"), ("VALIDATION", "cold")]
+    assert results[1].summary["bytes_from_device"] >= 0.9 * results[1].summary["source_bytes"]
+
+
+def test_held_recordings_say_what_this_build_asked_for(data: Path, tmp_path: Path) -> None:
+    "A cache file that is loaded is what is asked for; what memory holds is asked of no file."
+    built(data, tmp_path / "x.h5", mode="memmap")
+    [cache] = (tmp_path / "cache").glob("*.samples")
+    warm = built(data, tmp_path / "x.h5", mode="memmap").summary
+    assert (warm["cache"], warm["bytes_asked"]) == ("warm", N_FILES * 2 * N_SAMPLES)
+    drop([cache])
+    assert built(data, tmp_path / "x.h5", mode="memmap").summary["cache"] in ("cold", "mixed")      # its facts are read before its rows
+    with lm.preload(data, split="training", progress="none") as ready:
+        again = lm.build(data, split="training", out=tmp_path / "x.h5", preloaded=ready, **QUIET).summary
+    assert (again["cache"], again["bytes_asked"], again["bytes_from_device"]) == ("warm", 0, 0)
+
+
+@pytest.mark.parametrize(("share", "word"), [(0.0, "warm"), (0.009, "warm"), (0.011, "mixed"), (0.89, "mixed"), (0.91, "cold"), (1.05, "cold")])
+def test_the_word_changes_where_it_is_said_to(share: float, word: str) -> None:
+    inflow = Inflow()
+    inflow.ask(100_000)
+    inflow.delivered, inflow.tells = round(100_000 * share), True
+    assert inflow.cache == word
+
+
+def test_a_system_that_counts_nothing_is_not_warm(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Files were seen to be missing from memory, and no byte was counted for them."
+    monkeypatch.setattr(inflow_module, "thread_read_bytes", lambda: 4096)
+    drop(waves(data))
+    summary = built(data, tmp_path / "x.h5").summary
+    assert (summary["cache"], summary["bytes_from_device"]) == ("unknown", None)
+    summary = built(data, tmp_path / "x.h5").summary
+    assert (summary["cache"], summary["bytes_from_device"]) == ("warm", 0)
+
+
+def test_what_is_read_again_from_files_is_counted_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "By the build that reads it, where a cache file cannot be read or recordings held are outdated."
+    right = built(data, tmp_path / "x.h5", mode="memmap")
+    n_bytes = right.summary["source_bytes"]
+    def fail(self: Any, first: int, out: np.ndarray) -> None: raise OSError(errno.EIO, "no")
+    with monkeypatch.context() as patch:
+        patch.setattr(held.FileRows, "read", fail)
+        drop(waves(data))
+        again = built(data, tmp_path / "y.h5", mode="memmap")
+    assert again.path.read_bytes() == right.path.read_bytes()
+    assert (again.summary["cache"], again.summary["bytes_asked"]) == ("cold", n_bytes)
+    assert 0.9 * n_bytes <= again.summary["bytes_from_device"] <= 1.5 * n_bytes
+    with lm.preload(data, split="training", progress="none") as ready:
+        for path in waves(data): path.chmod(0o600)      # another time of change
+        drop(waves(data))
+        config = PipelineConfig(files_per_batch=4, fsync=False, monitor_interval_s=0.0)
+        again = lm.build(data, split="training", out=tmp_path / "y.h5", preloaded=ready, pipeline=config, **QUIET)
+    assert (again.summary["cache"], again.summary["bytes_asked"]) == ("cold", n_bytes)
+    with monkeypatch.context() as patch:
+        patch.setattr(held.FileRows, "read", fail)
+        for path in (tmp_path / "cache").iterdir(): path.unlink()
+        new = built(data, tmp_path / "y.h5", mode="memmap").summary
+    assert new["bytes_asked"] == 2 * n_bytes, "once to hold them, and once again"
+
+
+def test_only_what_the_own_thread_asked_for_is_counted(data: Path) -> None:
+    paths, inflow = waves(data), Inflow()
+    drop(paths)
+    other = threading.Thread(target=bring_in, args=(paths[:32],))
+    before = thread_read_bytes()
+    with inflow.delivering():
+        other.start()
+        other.join()
+    assert inflow.delivered == 0
+    assert (thread_read_bytes() or 0) == before
+    with inflow.delivering(): bring_in(paths[32:])
+    assert inflow.delivered == (thread_read_bytes() or 0) - (before or 0) >= 0.9 * sum(p.stat().st_size for p in paths[32:])
+
+
+def test_the_command_line_says_it(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    drop(waves(data))
+    words = ["build", str(data), "--split", "training", "--engine", "reference", "--check", "2", "--quiet", "--no-fsync", "--out", str(tmp_path / "x.h5")]
+    assert main(words) == 0
+    assert "page cache cold: 2.0 MB asked of files" in capsys.readouterr().out
+    assert main([*words, "--read-ahead", "0"]) == 0
+    assert "page cache warm: 2.0 MB asked of files, nothing delivered by the device\n" in capsys.readouterr().out
+
+
+def test_the_setting_is_checked() -> None:
+    with pytest.raises(UsageError, match="read_ahead must be a whole number from 0"): PipelineConfig(read_ahead=-1)
+
+
+# ---- what goes wrong
+
+
+def no_thread_is_left() -> bool:
+    return not [t for t in threading.enumerate() if t.name.startswith("leakmel-")]
+
+
+@pytest.mark.parametrize("mode", ["stream", "preload"])
+@pytest.mark.parametrize("fault", [OSError(errno.EMFILE, "no"), ImportError("no numba"), RuntimeError("no")])
+def test_a_fault_of_fetching_ahead_is_none_of_the_build(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, fault: Exception,
+) -> None:
+    def fail(paths: list[bytes], sizes: np.ndarray) -> int: raise fault
+    monkeypatch.setattr(many_files, "will_need", fail)
+    result = built(data, tmp_path / "x.h5", mode=mode, read_ahead=8)
+    assert result.rows == N_FILES
+    assert result.summary["read_ahead_files"] == 0
+    assert no_thread_is_left()
+
+
+@pytest.mark.parametrize("mode", ["stream", "preload"])
+@pytest.mark.parametrize("error", [LeakmelError("a fault in a reader"), KeyboardInterrupt()])
+def test_an_error_stops_it_too(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, error: BaseException) -> None:
+    "It waits for room in its window at that moment."
+    real = BatchReader.fill
+    def fill(self: BatchReader, slot: Any) -> int:
+        if slot.first >= 8: raise error
+        return real(self, slot)
+    monkeypatch.setattr(BatchReader, "fill", fill)
+    monkeypatch.setattr(held, "LOAD_FILES", 4)
+    with pytest.raises(type(error)): built(data, tmp_path / "x.h5", mode=mode, read_ahead=4)
+    assert no_thread_is_left()
+
+
+def test_an_interrupt_in_the_main_thread_stops_it_too(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(lanes: Any, finished: threading.Event, watch: Callable[[], None]) -> None:
+        class Waits(threading.Event):
+            def wait(self, timeout: float | None = None) -> bool: raise KeyboardInterrupt
+        real(lanes, Waits(), watch)
+    from leakmel.dataset import pipeline
+    real = ring.run_lanes
+    monkeypatch.setattr(pipeline, "run_lanes", interrupt)
+    with pytest.raises(KeyboardInterrupt): built(data, tmp_path / "x.h5", read_ahead=4)
+    assert no_thread_is_left()
+
+
+def test_what_took_the_place_of_a_recording_is_not_waited_for(tmp_path: Path) -> None:
+    pipe, gone, folder = (os.fsencode(tmp_path / name) for name in ("pipe.wav", "gone.wav", "folder.wav"))
+    os.mkfifo(pipe)
+    os.mkdir(folder)
+    before = len(os.listdir("/proc/self/fd"))
+    assert many_files.will_need([pipe, gone, folder, b"/" * 5000, b""], np.full(5, 100)) <= 1
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert many_files.will_need([], np.zeros(0)) == 0
+
+
+# ---- listing by compiled code
+
+
+def seen(m: Manifest) -> list:
+    "All of what a listing says."
+    return [(x.split, x.paths, x.sizes.tolist(), x.mtimes_ns.tolist(), x.label_ids.tolist()) for x in m.listings] + [m.label_names, m.notes]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    "Everything that a walk can meet."
+    write_messy(tmp_path / "tree")
+    folder = tmp_path / "tree" / "validation" / "LEAK"
+    (tmp_path / "out of it.wav").write_bytes(b"x")
+    for name, to in (("out.wav", tmp_path / "out of it.wav"), ("round.wav", "round.wav"), ("nowhere.wav", "nothing"), ("up.wav", ".."), ("deep", "../NOLEAK")):
+        (folder / name).symlink_to(to)
+    os.mkfifo(folder / "fifo.wav")
+    (folder / "folder.wav").mkdir()
+    (folder / "folder.wav" / "in it.wav").write_bytes(b"x")
+    (folder / "old.wav").write_bytes(bytes(5))
+    os.utime(folder / "old.wav", ns=(-1_500_000_001, -1_500_000_001))
+    os.utime(folder / "folder.wav" / "in it.wav", ns=(1, 2**62))
+    with open(os.path.join(os.fsencode(folder), b"caf\xe9 \n.wav"), "wb") as f: f.write(b"x")
+    with open(folder / "large.wav", "wb") as f: f.truncate(5 << 30)
+    return tmp_path / "tree"
+
+
+def test_both_ways_of_listing_say_the_same(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
+    right = seen(scan(tree))
+    monkeypatch.undo()
+    import leakmel.audio.native
+    calls: list[int] = []
+    real = many_files.stat_files
+    def stat_files(paths: list[bytes]) -> np.ndarray:
+        calls.append(len(paths))
+        return real(paths)
+    monkeypatch.setattr(listing_module, "_TOGETHER", 0)
+    monkeypatch.setattr(many_files, "stat_files", stat_files)
+    assert leakmel.audio.native is not None
+    assert seen(scan(tree)) == right
+    assert sum(calls) >= 0.9 * sum(len(x[1]) for x in right[:3]), "nearly all were looked at together"
+
+
+def test_what_changes_while_it_is_listed_is_looked_at_again(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "A file that goes, or becomes something else, between the folder's entry and the look at it."
+    import leakmel.audio.native  # noqa: F401
+    right = seen(scan(tree))
+    real = many_files.stat_files
+    def stat_files(paths: list[bytes]) -> np.ndarray:
+        out = real(paths)
+        out[::3, 0] = 0
+        out[1::3, 0] = stat.S_IFIFO
+        return out
+    monkeypatch.setattr(listing_module, "_TOGETHER", 0)
+    monkeypatch.setattr(many_files, "stat_files", stat_files)
+    assert seen(scan(tree)) == right
+
+
+def test_listing_goes_on_without_compiled_code(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import leakmel.audio.native  # noqa: F401
+    right = seen(scan(tree))
+    monkeypatch.setattr(listing_module, "_TOGETHER", 0)
+    monkeypatch.setitem(sys.modules, "leakmel.audio.many_files", None)
+    assert seen(scan(tree)) == right
+
+
+def test_a_small_folder_or_a_scan_alone_imports_no_compiler(data: Path) -> None:
+    import subprocess
+    code = f"import sys; from leakmel.audio.manifest import scan; scan({os.fspath(data)!r}); assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_files, "_stat_files", lambda paths, starts, words, out: out.fill(7))
+    with pytest.raises(ImportError, match="remove numba's cache"): many_files.self_check()
+
+
+# ---- the suite
+
+
+def test_the_suite_compares_all_ways_and_reads_the_same_by_each(tmp_path: Path) -> None:
+    from leakmel.core.monitor import usable_cores
+    from leakmel.ops.bench_reader import bench_reader, effect, reader_table, ways_of_reading
+    said: list[str] = []
+    figures = bench_reader(tmp_path, n_files=8, rounds=1, listed=60, say=said.append)
+    ways = ways_of_reading(usable_cores())
+    assert figures["verified"] == {"runs": 2 * len(ways), "all_ok": True}
+    assert set(figures["figures"]) == {f"{way}, {cache}" for way in ways for cache in ("cold", "warm")} | {"listing, python", "listing, compiled"}
+    assert all(f"| {way} |" in reader_table(figures) for way in ways)
+    assert "listing 60 files, compiled" in reader_table(figures)
+    rates = figures["figures"]
+    assert effect(figures, "1 thread", "cold") == "too few rounds"
+    figures["rounds"] = 3
+    for name, least, most, word in (("plain", 10, 20, ""), ("1 thread", 15, 30, "no difference seen"), ("O_NOATIME", 21, 25, "helps"),
+                                    ("advice RANDOM", 5, 9, "harms")):
+        rates[f"{name}, cold"]["files_per_s"] = {"least": least, "median": least, "most": most}
+        assert name == "plain" or effect(figures, name, "cold") == word
+
+
+def test_a_way_that_reads_something_else_is_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from leakmel.ops import bench_reader
+    real = bench_reader._read_files
+    def read_files(paths: Any, starts: Any, first: int, last: int, rows: Any, head: Any, flags: int, advice: int) -> int:
+        n = real(paths, starts, first, last, rows, head, flags, advice)
+        rows[0, 0] ^= advice == os.POSIX_FADV_RANDOM
+        return n
+    monkeypatch.setattr(bench_reader, "_read_files", read_files)
+    assert not bench_reader.bench_reader(tmp_path, n_files=8, rounds=1, listed=12)["verified"]["all_ok"]

@@ -1,0 +1,517 @@
+"`leakmel tune`: what is recommended and what is not, the time it takes, and the file that later builds pick up."
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import leakmel as lm
+from leakmel.audio.manifest import scan
+from leakmel.cli import main
+from leakmel.core.errors import DataError, UsageError, VerifyError
+from leakmel.dataset import settings
+from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.settings import LIMITS, find_tuned, read_tuned, this_machine, tuned_config, tuned_places, with_tuned, write_tuned
+from leakmel.ops import tune as tune_module, tune_trials
+from leakmel.ops.tune import plan_sweep, tune
+from leakmel.ops.tune_judge import CONFIRM_ROUNDS, Key, Runs, Score, choose, is_better, scores_of, shortlist, sweep, verdict
+from leakmel.ops.tune_trials import DEFAULT, BuildTrials, Candidate, StateError, make_cache_state, take_sample
+
+N_FILES = 1000
+
+
+@pytest.fixture(autouse=True)
+def own_config(tmp_path, monkeypatch) -> Path:
+    "The user's folder of settings is one of the test's own."
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config" / "leakmel"
+
+
+# ---- trials with a clock of their own
+
+
+class Clock:
+    "A clock that only trials move."
+
+    def __init__(self): self.now_s, self.order = 0.0, list[Key]()
+
+    def __call__(self) -> float: return self.now_s
+
+    def trial(self, key: Key, seconds: Callable[[], float], before_s: float = 0.0) -> Callable[[], float]:
+        "A trial that lasts `seconds` after something that takes `before_s`."
+        def run() -> float:
+            self.order.append(key)
+            took = seconds()
+            self.now_s += before_s + took
+            return took
+        return run
+
+
+def trials_of(clock: Clock, rates: dict[str, Callable[[], float]], states: tuple[str, ...] = ("cold", "warm")) -> dict[Key, Callable[[], float]]:
+    "Trials of some names, each with what gives its files/s."
+    def seconds(rate: Callable[[], float]) -> Callable[[], float]: return lambda: N_FILES / rate()
+    return {(name, c): clock.trial((name, c), seconds(rate)) for name, rate in rates.items() for c in states}
+
+
+def made(rates: dict[str, float], around: float = 0.0, rounds: int = 5, seed: int = 0) -> dict[str, list[Score]]:
+    "Scores of trials whose rates lie so far around some means, at random."
+    rng, clock = random.Random(seed), Clock()
+    def rate(mean: float) -> Callable[[], float]: return lambda: mean * rng.uniform(1 - around, 1 + around)
+    found = sweep(trials_of(clock, {name: rate(mean) for name, mean in rates.items()}), rounds=rounds, ends_s=1e9, clock=clock)
+    return {cache: scores_of(found, cache, N_FILES, N_FILES * 1000) for cache in ("cold", "warm")}
+
+
+TRIED = [Candidate(DEFAULT), Candidate("a", {"slots": 4}, group="one"), Candidate("b", {"slots": 8}, group="one"),
+         Candidate("c", {"read_ahead": 0}, group="two"), Candidate("known", mode="memmap")]
+
+
+def recommended(rates: dict[str, float], around: float = 0.0, seed: int = 0) -> str | None:
+    "What both looks come to."
+    listed = shortlist(made(rates, around, 3, 2 * seed), TRIED)
+    if len(listed) < 2: return None
+    means = {c.name: rates[c.name] if c.name in rates else max(rates[n] for n in c.name.split(" + ")) for c in listed}
+    chosen = choose(made(means, around, CONFIRM_ROUNDS, 2 * seed + 1), listed)
+    return None if chosen is None else chosen.name
+
+
+def test_rounds_are_interleaved_and_never_in_the_same_order():
+    clock = Clock()
+    found = sweep(trials_of(clock, {name: lambda: 100.0 for name in "abcd"}), rounds=4, ends_s=1e9, clock=clock)
+    assert {len(runs.seconds) for runs in found.values()} == {4}
+    rounds = [clock.order[8 * i:8 * i + 8] for i in range(4)]
+    assert all(set(r) == set(found) for r in rounds)
+    assert len({tuple(r) for r in rounds}) == 4
+
+
+@pytest.mark.parametrize("budget_s", [25.0, 60.0, 200.0])
+def test_no_trial_is_begun_that_would_end_too_late(budget_s):
+    clock, told = Clock(), list[int]()
+    trials = {("x", "cold"): clock.trial(("x", "cold"), lambda: 7.0, 1.0), ("x", "warm"): clock.trial(("x", "warm"), lambda: 3.0)}
+    sweep(trials, rounds=1000, ends_s=budget_s, clock=clock, tell=lambda n, what: told.append(n))
+    assert budget_s - 8 < clock.now_s <= budget_s
+    assert told == list(range(len(told)))
+
+
+def test_the_plan_keeps_the_time():
+    for n_there in (40, 1000, 100_000):
+        for per_file_s in (1e-5, 2e-4, 1e-2, 0.5):
+            for seconds in (2.0, 30.0, 500.0):
+                n_files, n_tried, rounds = plan_sweep(n_there, 14, 2, per_file_s, seconds)
+                assert 1 <= n_files <= n_there
+                assert 3 <= n_tried <= 14
+                assert rounds >= 3
+                least = 2 * 3 * 3 * min(64, n_there) * per_file_s       # three settings, three rounds, both states: below that the sweep ends early
+                assert 2 * n_files * n_tried * rounds * per_file_s <= max(seconds, least)
+
+
+# ---- what is recommended
+
+
+def test_a_clear_winner_is_recommended():
+    assert recommended({DEFAULT: 100, "a": 103, "b": 130, "c": 99, "known": 500}, 0.02) == "b"
+
+
+def test_winners_of_two_groups_are_tried_together():
+    listed = shortlist(made({DEFAULT: 100, "a": 120, "b": 130, "c": 125, "known": 100}, 0.02), TRIED)
+    assert [c.name for c in listed] == [DEFAULT, "b", "b + c"]
+    assert dict(listed[2].changes) == {"slots": 8, "read_ahead": 0}
+    assert choose(made({DEFAULT: 100, "b": 130, "b + c": 160}, 0.02), listed) is listed[2]
+    assert choose(made({DEFAULT: 100, "b": 130, "b + c": 80}, 0.02), listed) is listed[1]
+
+
+def test_nothing_is_recommended_where_spreads_overlap_or_all_are_equal():
+    assert recommended(dict.fromkeys([DEFAULT, "a", "b", "c", "known"], 100)) is None
+    equal = made(dict.fromkeys([DEFAULT, "a"], 100.0))["warm"]
+    assert verdict(equal)["overlap"] is True
+    assert "neither is faster for sure" in str(verdict(equal)["sentence"])
+    apart = made({DEFAULT: 100, "a": 110}, 0.02)["warm"]
+    assert verdict(apart) == {"best": "a", "runner_up": DEFAULT, "overlap": False, "sentence": verdict(apart)["sentence"]}
+    assert "do not overlap" in str(verdict(apart)["sentence"])
+
+
+def test_a_gain_too_small_to_matter_is_none():
+    assert recommended({DEFAULT: 100, "a": 102, "b": 100, "c": 100, "known": 100}) is None
+
+
+def test_noise_is_not_recommended():
+    "Four hundred sweeps of settings that make no difference, on a machine whose rates vary by a fifth."
+    seen = [recommended(dict.fromkeys([DEFAULT, "a", "b", "c", "known"], 100.0), 0.2, seed) for seed in range(400)]
+    assert sum(name is not None for name in seen) <= 4
+    first = [shortlist(made(dict.fromkeys([DEFAULT, "a", "b", "c", "known"], 100.0), 0.2, 3, 2 * seed), TRIED) for seed in range(400)]
+    assert sum(len(x) > 1 for x in first) > 20      # one look alone would have believed in these
+
+
+def test_what_harms_from_the_other_state_is_not_recommended():
+    states = made({DEFAULT: 100, "a": 130}, 0.02) | {"warm": made({DEFAULT: 100, "a": 90}, 0.02)["warm"]}
+    assert states["cold"][0].name == "a"
+    assert not is_better(states, "a")
+    assert choose(states, TRIED[:2]) is None
+
+
+def test_too_few_rounds_recommend_nothing():
+    assert choose(made({DEFAULT: 100, "a": 150}, 0.01, CONFIRM_ROUNDS - 1), TRIED[:2]) is None
+    assert "too few rounds" in str(verdict(made({DEFAULT: 100, "a": 150}, 0.01, 2)["warm"])["sentence"])
+
+
+def test_a_trial_that_fails_is_named_and_the_others_go_on():
+    clock, calls = Clock(), []
+    def fail() -> float:
+        calls.append(1)
+        raise PermissionError(1, "not allowed")
+    trials = trials_of(clock, {DEFAULT: lambda: 100.0, "b": lambda: 130.0}, ("warm",)) | {("a", "warm"): fail}
+    found = sweep(trials, rounds=5, ends_s=1e9, clock=clock)
+    scores = scores_of(found, "warm", N_FILES, 1)
+    assert calls == [1]
+    assert [s.name for s in scores] == ["b", DEFAULT, "a"]
+    assert "not allowed" in scores[-1].failure
+    assert scores[-1].rounds == 0
+    assert [c.name for c in shortlist({"warm": scores}, TRIED)] == [DEFAULT, "b"]
+    only = {("a", "warm"): Runs([], "no"), (DEFAULT, "warm"): Runs([])}
+    assert verdict(scores_of(only, "warm", N_FILES, 1))["sentence"] == "nothing could be measured"
+
+
+def test_a_trial_in_the_wrong_state_does_not_count_but_may_come_again():
+    clock, n = Clock(), iter([0.5, 0.0, 0.5, 0.5])
+    def sometimes() -> float:
+        if not (value := next(n)): raise StateError("it is warm")
+        return value
+    found = sweep({("a", "cold"): sometimes}, rounds=4, ends_s=1e9, clock=clock)
+    assert found["a", "cold"].seconds == [0.5, 0.5, 0.5]
+
+
+# ---- real recordings
+
+
+@pytest.fixture
+def data(tmp_path, make_wav) -> Path:
+    "Forty recordings of a second, and one that is broken."
+    for k in range(40): make_wav(tmp_path / "data" / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02}.wav", seed=k)
+    (tmp_path / "data" / "LEAK" / "x.wav").write_bytes(b"RIFF")
+    return tmp_path / "data"
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    "What a file of settings holds."
+    return {"schema": settings.SCHEMA, "leakmel_version": lm.__version__, "machine": this_machine(), "made_utc": "2026-05-01T10:00:00+00:00", "mode": "auto",
+            "engine": "auto", "device": "auto", "need_bytes": 1000, "settings": {"files_per_batch": 3}} | changes
+
+
+def test_a_run_on_forty_recordings(data, tmp_path, capsys):
+    (tmp_path / "work").mkdir()
+    lm.build(data, out=tmp_path / "first.h5", progress="none")      # whatever has to be compiled
+    began = time.monotonic()
+    assert main(["tune", str(data), "--budget-s", "6", "--work-dir", str(tmp_path / "work"), "--json"]) == 0
+    assert time.monotonic() - began < 6 + 3      # the check at the end may take a little longer on a busy machine
+    figures = json.loads(capsys.readouterr().out)
+    assert os.listdir(tmp_path / "work") == []
+    assert figures["n_files"] == 40
+    assert figures["n_files_there"] == 41
+    assert figures["verified"]["ok"]
+    assert figures["verified"]["same_bytes"]
+    assert figures["verified"]["rows"] == 40
+    for cache in figures["builds"]:
+        by_name = {s["name"]: s for s in figures["builds"][cache]}
+        default = by_name[DEFAULT]
+        assert default["rounds"] >= 1
+        assert default["least"] <= default["files_per_s"] <= default["most"]
+        assert default["ms_per_file"] * default["files_per_s"] == pytest.approx(1000, rel=0.5)
+        assert figures["verdicts"][cache]["best"] in by_name
+    assert {"warm", "cold"} >= set(figures["builds"]) >= {"warm"}
+    assert Path(figures["path"]) == tmp_path / "data.leakmel-tuned.json"
+    assert read_tuned(figures["path"]).settings == figures["settings"]
+
+
+def test_what_wins_twice_is_kept_and_picked_up(data, tmp_path, monkeypatch):
+    "With builds whose times are made up: smaller batches are faster, and preloading is far slower when cold."
+    def run(trials: BuildTrials, candidate: Candidate, cache: str) -> float:
+        rate = 100.0 + 50 * ("files_per_batch" in candidate.changes) + 90 * (candidate.mode == "preload") * (1 if cache == "warm" else -1)
+        return len(trials.sample) / rate
+    monkeypatch.setattr(BuildTrials, "run", run)
+    figures = tune(data, budget_s=20, progress="none", work_dir=tmp_path)
+    name = figures["verdicts"]["cold"]["best"]
+    assert name.startswith("files_per_batch ")
+    assert (figures["settings"], figures["mode"]) == ({"files_per_batch": int(name.split()[1])}, "auto")
+    assert figures["verdicts"]["warm"]["best"] == "mode preload"
+    assert "stood out twice" in figures["advice"]
+    tuned = tuned_config(data)
+    assert tuned is not None
+    assert tuned.files_per_batch == figures["settings"]["files_per_batch"]
+    assert lm.build(data, out=tmp_path / "x.h5", pipeline=tuned, progress="none").summary["pipeline"]["tuned_from"] == figures["path"]
+
+
+def test_what_could_not_be_made_sure_is_not_kept(data, tmp_path, monkeypatch):
+    "The same, but with no time for a second look: the defaults stay, and the file that is kept changes nothing."
+    def run(trials: BuildTrials, candidate: Candidate, cache: str) -> float: return len(trials.sample) / (200.0 if candidate.changes else 100.0)
+    monkeypatch.setattr(BuildTrials, "run", run)
+    monkeypatch.setitem(tune_module._PARTS, "confirm", 0.0)
+    figures = tune(data, budget_s=20, progress="none", work_dir=tmp_path)
+    assert (figures["settings"], figures["mode"]) == ({}, "auto")
+    assert "often enough" in figures["advice"]
+    assert with_tuned(data, {}) == (PipelineConfig(), "auto", "")
+
+
+def test_a_sample_is_of_what_can_be_read(data):
+    sample = take_sample(scan(data), 1000)
+    assert len(sample) == 41
+    assert len(sample.without([b"LEAK/x.wav"])) == 40
+    few = take_sample(scan(data), 5)
+    assert len(few) == 5
+    assert set(few.files) < set(sample.files)
+    (data / "A").mkdir()
+    assert len(few.manifest.label_names) == len(set(few.listing.label_ids.tolist()))
+    for path in data.rglob("*.wav"): path.write_bytes(b"")
+    with pytest.raises(DataError, match="no recordings to tune with"): take_sample(scan(data), 5)
+
+
+def test_cold_is_checked(data, monkeypatch):
+    "Where evicting does nothing, a trial that was to be cold does not count, and says so."
+    sample = take_sample(scan(data), 40)
+    make_cache_state(sample.files, "warm")
+    monkeypatch.setattr(tune_trials, "_forget", lambda files: None)
+    monkeypatch.setattr(tune_trials, "evict", lambda files: None)
+    with pytest.raises(StateError, match="cannot be made cold"): make_cache_state(sample.files, "cold")
+    with pytest.raises(StateError): BuildTrials(sample, data.parent).run(Candidate(DEFAULT), "cold")
+    monkeypatch.setattr(tune_trials, "is_in_cache", lambda fd, at: None)
+    with pytest.raises(StateError, match="does not tell"): make_cache_state(sample.files, "cold")
+    make_cache_state(sample.files, "warm")      # they have just been read, which is all that can be known
+    figures = tune(data, budget_s=1, progress="none", keep=False)
+    assert set(figures["builds"]) == {"warm"}
+    assert any(note.startswith("cold: not measured") for note in figures["notes"])
+
+
+def test_other_bytes_keep_nothing(data, tmp_path, monkeypatch):
+    "A setting that changed a row would never be kept."
+    right = tune_module.build_sample
+    def wrong(sample: Any, out: Path, config: PipelineConfig, **more: Any) -> Any:
+        result = right(sample, out, config, **more)
+        if out.name == "chosen.h5": out.write_bytes(out.read_bytes()[:-1] + b"x")
+        return result
+    monkeypatch.setattr(tune_module, "build_sample", wrong)
+    with pytest.raises(VerifyError, match="other bytes"): tune(data, budget_s=1, progress="none", work_dir=tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["data"]
+
+
+def test_an_interrupted_run_leaves_nothing(data, tmp_path):
+    (tmp_path / "work").mkdir()
+    process = subprocess.Popen([sys.executable, "-m", "leakmel", "tune", str(data), "--work-dir", str(tmp_path / "work"), "--quiet"],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for _ in range(600):
+        if list((tmp_path / "work").glob("*/*")): break
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err, err
+    assert os.listdir(tmp_path / "work") == []
+    assert not any(path.exists() for path in tuned_places(data))
+
+
+@pytest.mark.parametrize("budget_s", [0, -1, float("nan"), float("inf")])
+def test_a_time_that_is_none_is_refused(data, budget_s):
+    with pytest.raises(UsageError, match="budget_s"): tune(data, budget_s=budget_s)
+
+
+# ---- the file of settings
+
+
+def test_settings_go_round(data):
+    assert find_tuned(data) is None
+    assert tuned_config(data) is None
+    path = write_tuned(data, body(settings=dict(files_per_batch=7, read_ahead=0), mode="preload"))
+    tuned = find_tuned(data)
+    assert tuned is not None
+    assert tuned.path == path
+    assert (tuned.settings, tuned.mode) == ({"files_per_batch": 7, "read_ahead": 0}, "preload")
+    assert vars(tuned.config)["tuned_from"] == str(path)
+    assert tuned.config.files_per_batch == 7
+    before = PipelineConfig()
+    assert all(getattr(tuned.config, name) == getattr(before, name) for name in vars(before) if name not in LIMITS)
+
+
+def test_the_file_is_no_recording_and_no_label(tmp_path, make_wav):
+    "Beside the splits and beside label folders: the scan is what it was."
+    for split in ("TRAINING", "TESTING"):
+        for label in ("A", "B"): make_wav(tmp_path / "root" / split / label / "0.wav")
+    before = [repr(scan(tmp_path / "root")), repr(scan(tmp_path / "root" / "TRAINING")), scan(tmp_path / "root").problems.to_dict()]
+    paths = {write_tuned(tmp_path / "root" / name, body()) for name in ("TRAINING", "TRAINING/A", ".")}
+    assert {p.parent for p in paths} == {tmp_path / "root", tmp_path / "root" / "TRAINING", tmp_path}
+    assert before == [repr(scan(tmp_path / "root")), repr(scan(tmp_path / "root" / "TRAINING")), scan(tmp_path / "root").problems.to_dict()]
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"machine": {"cpu": "Another 9000", "n_cores": 2, "gpu": None}}, "another machine"),
+    ({"machine": this_machine() | {"n_cores": 1 + this_machine()["n_cores"]}}, "another machine"),
+    ({"machine": None}, "another machine"),
+    ({"leakmel_version": "0.0.1"}, "another version"),
+    ({"schema": 2}, "another version"),
+    ({"settings": {"read_workers": -1}}, "read_workers must be a whole number"),
+    ({"settings": {"compute_workers": 10**12}}, "compute_workers must be a whole number"),
+    ({"settings": {"slots": 0}}, "slots must be"),
+    ({"settings": {"slots": True}}, "slots must be"),
+    ({"settings": {"files_per_batch": "64"}}, "files_per_batch must be"),
+    ({"settings": {"files_per_batch": 64.0}}, "files_per_batch must be"),
+    ({"settings": {"read_ahead": None}}, "read_ahead must be"),
+    ({"settings": {"read_ahead": [[]]}}, "read_ahead must be"),
+    ({"settings": {"device": "rehearsal"}}, "none of speed"),
+    ({"settings": {"fsync": 0}}, "none of speed"),
+    ({"settings": {"cache_dir": "/x"}}, "none of speed"),
+    ({"settings": {"n_mels": 2}}, "none of speed"),
+    ({"settings": []}, "no settings"),
+    ({"mode": "memmap"}, "unknown mode"),
+    ({"mode": ["preload"]}, "mode is no text"),
+    ({"made_utc": "yesterday"}, "no time"),
+    ({"made_utc": "2026-05-01T10:00:00"}, "no time"),
+    ({"engine": "x\n" * 3}, "engine is no text"),
+    ({"need_bytes": -1}, "need_bytes"),
+])
+def test_a_file_that_does_not_fit_is_refused_and_named_once(data, caplog, changes, said):
+    path = tuned_places(data)[0]
+    path.write_text(json.dumps(body(**changes)))
+    with pytest.raises(DataError, match=said): read_tuned(path)
+    assert with_tuned(data, {}) == (PipelineConfig(), "auto", "")
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
+    assert record.levelname == "WARNING"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null", b"[" * 100_000, b'{"schema": ' + b"9" * 5000 + b"}",
+                                     json.dumps(body()).encode() + b" " * 2_000_000],
+                         ids=["empty", "cut", "list", "no text", "null", "deep", "long number", "large"])
+def test_a_damaged_file_is_refused(data, caplog, content):
+    path = tuned_places(data)[0]
+    path.write_bytes(content)
+    with pytest.raises(DataError): read_tuned(path)
+    assert find_tuned(data) is None
+    assert len(caplog.records) == 1
+
+
+def test_what_is_no_file_does_not_keep_a_build_waiting(data, caplog, own_config):
+    path = tuned_places(data)[0]
+    os.mkfifo(path)
+    assert find_tuned(data) is None
+    assert "no regular file" in caplog.text
+    assert write_tuned(data, body()).parent == own_config      # and it is left alone
+    assert not path.is_file()
+    assert find_tuned(data) is not None
+
+
+def test_another_machines_file_stays_and_ours_goes_to_the_users_folder(data, own_config, caplog):
+    beside = tuned_places(data)[0]
+    beside.write_text(theirs := json.dumps(body(machine={"cpu": "another", "n_cores": 2, "gpu": None})))
+    assert write_tuned(data, body()).parent == own_config
+    tuned = find_tuned(data)
+    assert tuned is not None
+    assert tuned.path.parent == own_config
+    assert not caplog.records
+    assert beside.read_text() == theirs
+
+
+def test_the_newer_of_two_files_counts(data):
+    beside, own = tuned_places(data)
+    own.parent.mkdir(parents=True)
+    beside.write_text(json.dumps(body(settings={"slots": 2})))
+    own.write_text(json.dumps(body(settings={"slots": 3}, made_utc="2026-05-01T10:30:00+01:00")))
+    assert find_tuned(data).settings == {"slots": 2}      # type: ignore[union-attr]
+    own.write_text(json.dumps(body(settings={"slots": 3}, made_utc="2026-05-01T11:30:00+01:00")))
+    assert find_tuned(data).settings == {"slots": 3}      # type: ignore[union-attr]
+
+
+def test_where_nothing_may_be_written_the_users_folder_takes_it(tmp_path, own_config, monkeypatch, caplog):
+    "A folder that is read-only, and one whose name leaves no room for a longer one; without the second place, an error."
+    long = tmp_path / ("n" * 250)
+    long.mkdir()
+    assert find_tuned(long) is None
+    assert write_tuned(long, body()).parent == own_config
+    assert find_tuned(long) is not None
+    assert not caplog.records
+    right = settings.replacing
+    @contextmanager
+    def read_only(path: Path) -> Iterator[Path]:
+        if path.parent != own_config: raise OSError(30, "Read-only file system", str(path))
+        with right(path) as new: yield new
+    monkeypatch.setattr(settings, "replacing", read_only)
+    (tmp_path / "data").mkdir()
+    assert write_tuned(tmp_path / "data", body()).parent == own_config
+    assert find_tuned(tmp_path / "data") is not None
+    assert sorted(os.listdir(tmp_path)) == ["config", "data", long.name]
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "data" / "f"))
+    (tmp_path / "data" / "f").write_text("a file")
+    with pytest.raises(lm.LeakmelError, match="cannot be written"): write_tuned(tmp_path / "data", body())
+
+
+# ---- what a build does with it
+
+
+def build_json(capsys: pytest.CaptureFixture, data: Path, out: Path, *words: str) -> dict[str, Any]:
+    "The summary of a build on the command line."
+    assert main(["build", str(data), "--out", str(out), "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_build_picks_them_up_says_so_and_gives_the_same_bytes(data, tmp_path, capsys):
+    plain = build_json(capsys, data, tmp_path / "plain.h5")
+    assert "tuned_from" not in plain["pipeline"]
+    path = write_tuned(data, body(settings={"files_per_batch": 3, "compute_workers": 1}, mode="preload"))
+    done = build_json(capsys, data, tmp_path / "tuned.h5")
+    report = json.loads((tmp_path / "tuned.h5.report.json").read_text())
+    for summary in (done, report):
+        assert summary["pipeline"]["tuned_from"] == str(path)
+        assert (summary["pipeline"]["files_per_batch"], summary["pipeline"]["compute_workers"], summary["mode"]) == (3, 1, "preload")
+    assert (tmp_path / "tuned.h5").read_bytes() == (tmp_path / "plain.h5").read_bytes()
+    assert "tuned_from" not in build_json(capsys, data, tmp_path / "x.h5", "--no-tuned")["pipeline"]
+    assert main(["build", str(data), "--out", str(tmp_path / "y.h5"), "--quiet"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert str(path) in first
+    assert "files_per_batch 3" in first
+    assert "--no-tuned" in first
+
+
+@pytest.mark.parametrize(("given", "more", "said"), [
+    ({"files_per_batch": 4}, {}, "files_per_batch 4 was asked for"), ({}, {"mode": "memmap"}, "mode memmap"), ({}, {"engine": "reference"}, "engine auto"),
+    ({"device": "rehearsal"}, {}, "device auto"), ({"cache_dir": "/x"}, {}, "cache_dir")])
+def test_what_the_user_says_goes_before(data, given, more, said):
+    write_tuned(data, body())
+    config, mode, line = with_tuned(data, given, **more)
+    assert config == PipelineConfig(**given)
+    assert mode == more.get("mode", "auto")
+    assert "not used" in line
+    assert said in line
+
+
+def test_what_was_not_measured_does_not_contradict(data):
+    write_tuned(data, body())
+    config, mode, line = with_tuned(data, {"fsync": False, "files_per_batch": 3}, mode="stream")
+    assert (config.fsync, config.files_per_batch, mode) == (False, 3, "stream")
+    assert "not used" not in line
+
+
+def test_preload_is_left_out_where_memory_is_short(data):
+    write_tuned(data, body(mode="preload", need_bytes=10**18))
+    config, mode, line = with_tuned(data, {})
+    assert (mode, config.files_per_batch) == ("auto", 3)
+    assert "memory that is free now is too small" in line
+
+
+def test_defaults_that_won_are_not_announced(data):
+    write_tuned(data, body(settings={}))
+    assert with_tuned(data, {}) == (PipelineConfig(), "auto", "")
+
+
+def test_a_user_without_a_home_can_build(data, monkeypatch):
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert tuned_places(data) == [data.parent / "data.leakmel-tuned.json"]
+    assert find_tuned(data) is None
+    write_tuned(data, body())
+    assert find_tuned(data) is not None
+    tuned_places(data)[0].write_text(json.dumps(body(machine={})))
+    with pytest.raises(lm.LeakmelError, match="no folder of settings"): write_tuned(data, body())
