@@ -21,7 +21,7 @@ from leakmel.audio.naming import Naming
 from leakmel.cli import main
 from leakmel.core import inflow as inflow_module
 from leakmel.core.errors import LeakmelError, UsageError
-from leakmel.core.inflow import Inflow, is_in_cache, thread_read_bytes
+from leakmel.core.inflow import Inflow, cached_share, is_in_cache, thread_read_bytes
 from leakmel.dataset import held, read_ahead, ring
 from leakmel.dataset.loader import BatchReader
 from leakmel.dataset.pipeline import PipelineConfig
@@ -51,11 +51,11 @@ def data(tmp_path: Path, make_wav: Callable) -> Path:
 def drop(paths: Iterable[Path]) -> None:
     "Drop files from the page cache; skips the test where this file system cannot, or does not tell."
     paths = list(paths)
-    evict(paths)
-    with open(paths[-1], "rb") as f: there = is_in_cache(f.fileno(), 0)
-    if there is None: pytest.skip("this file system does not tell what is in memory")
-    if there: pytest.skip("this file system cannot drop a file from memory")
-    evict(paths[-1:])      # of which the look brought something in
+    with open(paths[-1], "rb") as f: told = is_in_cache(f.fileno(), 0)
+    if told is None: pytest.skip("this file system does not tell what is in memory")
+    if evict(paths): pytest.skip("this file system cannot drop a file from memory")
+    for path in paths:
+        with open(path, "rb") as f: assert cached_share(f.fileno()) == 0.0
 
 
 def reader_of(root: Path, split: str = "training") -> BatchReader:
@@ -76,12 +76,12 @@ def test_the_probe_sees_what_memory_lacks(data: Path) -> None:
     reader = reader_of(data)
     paths = waves(data / "TRAINING")
     drop(paths)
-    assert (cold_share(reader.listing, Inflow()) or 0) > 0.9      # a page that was written just now may be in use, and stay
+    assert cold_share(reader.listing, Inflow()) == 1.0
     bring_in(paths)
     assert cold_share(reader.listing, reader.inflow) == 0.0
     assert reader.inflow.tells
     drop(paths[:len(paths) // 2])
-    assert cold_share(reader.listing, Inflow()) == pytest.approx(0.5, abs=0.05)
+    assert cold_share(reader.listing, Inflow()) == 0.5
 
 
 def test_the_probe_looks_at_the_end_of_files(data: Path) -> None:
