@@ -17,7 +17,7 @@ _PUBLIC = {
     "MelSpec": "mel.spec",
     "log_mel": "mel.engines",
     "PipelineConfig": "dataset.config",
-    "BuildResult": "dataset.pipeline",
+    "BuildResult": "dataset.publish",
     "build": "dataset.pipeline",
     "build_all": "dataset.pipeline",
     "preload": "dataset.modes",

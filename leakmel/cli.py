@@ -59,19 +59,23 @@ def run_build(args: argparse.Namespace) -> Outcome:
     from leakmel.dataset.config import PipelineConfig
     from leakmel.dataset.runs import run_summary
     from leakmel.dataset.settings import with_tuned
+    from leakmel.dataset.spec_file import asked_spec
     from leakmel.insight.advice import analysis_text
     from leakmel.mel.spec import MelSpec
+    spec, spec_said = asked_spec(args.spec, args.preset, given_fields(args, MelSpec))
     given, mode, said = given_fields(args, PipelineConfig), args.mode, ""
     config = PipelineConfig(**given)
     if not args.no_tuned: config, mode, said = with_tuned(args.root, given, engine=args.engine, mode=mode)
-    common = dict(spec=given_fields(args, MelSpec) | {"preset": args.preset}, engine=args.engine, mode=mode, pipeline=config, check=args.check,
-                  progress=_front_end(args), with_waveforms=args.with_waveforms)
+    common = dict(spec=spec, engine=args.engine, mode=mode, pipeline=config, check=args.check, progress=_front_end(args), with_waveforms=args.with_waveforms,
+                  fresh=args.fresh)
     if args.table is not None or args.pattern is not None:
-        common["manifest"] = scan(args.root, split=None if args.split == "all" else args.split, table=args.table, pattern=args.pattern)
+        common["manifest"] = scan(args.root, split=None if args.split == "all" else args.split, table=args.table, pattern=args.pattern,
+                                  progress=_front_end(args))
     if args.split == "all": results = build_all(args.root, out_dir=args.out, **common)
     else: results = [build(args.root, split=args.split, out=args.out, **common)]
-    analysis = analysis_text(results[0].timeline, [r.summary for r in results])
-    text = "\n".join([*([said] if said else []), *results[0].summary["mode_lines"], *map(_build_text, results), "", analysis])
+    done = [r.summary for r in results if not r.summary["nothing_to_do"]]
+    analysis = analysis_text(results[0].timeline, done) if done else ""
+    text = "\n".join([*filter(None, [spec_said, said]), *results[0].summary["mode_lines"], *map(_build_text, results), *(["", analysis] if analysis else [])])
     return 0, run_summary(results) if args.split == "all" else results[0].summary, text
 
 # %% ../nbs/cli.ipynb #37e6fbe2
@@ -79,12 +83,16 @@ def _build_text(result: Any) -> str:
     "A built data set in a few lines."
     from collections import Counter
     from leakmel.audio.problems import in_words, wrapped
+    from leakmel.dataset.report import kept_sentence
     from leakmel.insight.cards import cache_sentence
+    kept = kept_sentence(result.summary)
+    rate = "" if kept else f", {result.files_per_s:,.0f} files/s end to end"
     lines = [show_path(result.path),
              f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
-             f"  {result.seconds:.2f} s to the published file (imports of {result.start_up_s:.2f} s apart), {result.files_per_s:,.0f} files/s end to end",
+             f"  {result.seconds:.2f} s to the published file (imports of {result.start_up_s:.2f} s apart){rate}",
              f"  engine {result.summary['engine']}, page cache {cache_sentence(result.summary)}",
              f"  {result.verified.verdict}"]
+    if kept: lines.insert(1, wrapped("  ", kept))
     if result.summary["status_counts"]: lines.append(wrapped("  changed to fit: ", in_words(result.summary["status_counts"])))
     problems = ", ".join(f"{n:,} x {kind}" for kind, n in result.summary["problems_by_kind"].items())
     if problems: lines.append(wrapped("  problems: ", f"{problems} (leakmel scan --content lists them; so does the report beside the data set)"))
@@ -249,10 +257,13 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     p.add_argument("--out", required=True, help="file of the data set; with --split all the folder of the data sets")
     p.add_argument("--split", help="training, validation, testing or all; not given: the root is one folder of label folders")
     _add_names(p)
-    p.add_argument("--preset", default="disjoint", help=f"settings to start from: {', '.join(MelSpec.preset_names())} (default disjoint)")
+    p.add_argument("--preset", help=f"settings to start from: {', '.join(MelSpec.preset_names())} (default disjoint)")
+    p.add_argument("--spec", metavar="FILE", help="spec file, for example from explore.ipynb; options for its settings win, another preset is refused")
     p.add_argument("--engine", default="auto", choices=["auto", *ENGINES], help="what computes (default auto)")
     p.add_argument("--mode", default="auto", choices=MODES, help="how recordings are read: each once, or held in memory or a cache file first (default auto)")
     p.add_argument("--check", type=_count_or_all, default=64, metavar="N", help="rows recomputed in float64 before publishing, or all (default 64)")
+    p.add_argument("--fresh", action="store_true", help="make every row anew; else an interrupted build goes on, and rows whose recordings have not changed "
+                                                        "since the data set that stands are copied")
     p.add_argument("--with-waveforms", action="store_true", help="store the short segments too (/segments_waveform, float32): many times the bytes of the mels")
     add_field_options(p, MelSpec, "features: what is in the data set (not given: as in the preset, rate and length as in the data)", show_defaults=False)
     p.add_argument("--no-tuned", action="store_true", help="leave out the settings of speed that `leakmel tune` measured on this machine")
@@ -312,7 +323,8 @@ def run_tune(args: argparse.Namespace) -> Outcome:
     from leakmel.mel.spec import MelSpec
     from leakmel.ops.tune import tune, tune_table
     figures = tune(args.root, spec=given_fields(args, MelSpec) | {"preset": args.preset}, engine=args.engine, device=args.device, budget_s=args.budget_s,
-                   manifest=scan(args.root, table=args.table, pattern=args.pattern), work_dir=args.work_dir, progress=_front_end(args))
+                   manifest=scan(args.root, table=args.table, pattern=args.pattern, progress=_front_end(args)), work_dir=args.work_dir,
+                   progress=_front_end(args))
     return 0, figures, tune_table(figures)
 
 # %% ../nbs/cli.ipynb #d2dc0bcb
@@ -339,13 +351,17 @@ def main(
         status, body, text = args.run(args)
     except LeakmelError as e:
         status, body, text = e.exit_code, {"error": str(e), "error_type": type(e).__name__}, ""
-        print(f"leakmel {args.command}: {e}", file=sys.stderr)
+        print(_with_notes(f"leakmel {args.command}: {e}", e), file=sys.stderr)
     except _Signalled as e:
         status, body, text = 128 + e.number, {"error": f"ended by signal {e.number}", "error_type": "Signal"}, ""
-        print(f"leakmel {args.command}: ended by signal {e.number}; nothing half written was left", file=sys.stderr)
+        print(_with_notes(f"leakmel {args.command}: ended by signal {e.number}; nothing half written was left under a final name", e), file=sys.stderr)
     finally:
         for number, handler in handlers.items(): signal.signal(number, handler)
     return _print(args, status, body, text)
+
+def _with_notes(text: str, error: BaseException) -> str:
+    "A message, and what was noted on its error."
+    return "; ".join([text, *getattr(error, "__notes__", [])])
 
 def _start_streams() -> None:
     "Log to stderr at the level of LEAKMEL_LOG_LEVEL; letters that the terminal lacks are escaped."

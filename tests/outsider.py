@@ -137,5 +137,6 @@ def check(path: str | os.PathLike, folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def leftovers(folder: Path, *known: str) -> list[str]:
-    "Names in an output folder that should not be there."
-    return sorted(n for n in os.listdir(folder) if n not in known) if folder.is_dir() else []
+    "Names in an output folder that should not be there; a data set that stands there has a state beside it."
+    there = os.listdir(folder) if folder.is_dir() else []
+    return sorted(n for n in there if n not in known and not (n.endswith(".state") and n[1:-len(".state")] in there))

@@ -14,9 +14,11 @@ from typing import Any
 
 import nbformat
 import pytest
-from watched import Watched, assert_figures, chromium
+from watched import MARKS, Watched, assert_figures, chromium
 
+import leakmel as lm
 from leakmel.audio.synth import write_demo
+from leakmel.dataset.config import PipelineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
@@ -126,11 +128,55 @@ def test_build_in_jupyterlab(lab, watched, project, tmp_path):
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()
     try: page.wait_for_function(OVER, timeout=120_000)
-    finally: page.screenshot(path=tmp_path / "lab.png")
+    finally: watched.picture(tmp_path / "lab.png")
     assert page.locator(ERRORS).all_text_contents() == []
     assert_shows_results(watched, lab)
-    page.screenshot(path=tmp_path / "lab.png")
+    watched.picture(tmp_path / "lab.png")
     assert len(list(project.glob("runs/*/*.H5"))) == 3
+
+
+FIGURES = "document.querySelectorAll('.jp-Notebook .js-plotly-plot')"
+SEEN = f"""[...{FIGURES}].map(e => {{
+    const edge = e.getBoundingClientRect().right, texts = [...e.querySelectorAll('.gtitle, .gtitle-subtitle')].map(t => t.getBoundingClientRect().right);
+    return {{title: e.layout.title.text, height: e.getBoundingClientRect().height, cut: texts.some(x => x > edge),
+             traces: e.data.length, marks: e.querySelectorAll('{MARKS}').length}} }})"""
+
+
+@pytest.fixture(scope="module")
+def dashboard(project, browser) -> str:
+    "The dashboard, about two runs: the first without queues, as a CPU builds, the second with readers of their own."
+    for name, config in (("first", PipelineConfig()), ("second", PipelineConfig(read_workers=2))):
+        lm.build_all(project / "tiny", out_dir=project / "kept" / name, pipeline=config, progress="none")
+    notebook = nbformat.read(ROOT / "nbs" / "dashboard.ipynb", as_version=4)
+    (cell,) = (c for c in notebook.cells if "parameters" in c.metadata.get("tags", []))
+    assert "run = None" in cell.source
+    cell.source = cell.source.replace("run = None", f"run = '{project}/kept/first, {project}/kept/second'")
+    nbformat.write(notebook, project / "nbs" / "dashboard.ipynb")
+    return "dashboard.ipynb"
+
+
+def test_dashboard_in_jupyterlab(lab, watched, dashboard, tmp_path):
+    "The card, the comparison, the advice and twelve figures, of which one is a sentence."
+    watched.page.set_viewport_size({"width": 1400, "height": 9600})
+    page = open_notebook(watched, f"{lab}/lab/tree/{dashboard}?reset")
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_text("Run All Cells", exact=True).click()
+    drawn = f"[...{FIGURES}].filter(e => e.querySelector('.gtitle')).length === 12"
+    try: page.wait_for_function(f"""document.querySelector("{ERRORS}") || {drawn}""", timeout=120_000)
+    finally: watched.picture(tmp_path / "dashboard.png")
+    assert page.locator(ERRORS).all_text_contents() == []
+    seen = page.evaluate(SEEN)
+    assert [f["title"] for f in seen if not f["traces"]] == ["No queue was recorded"]
+    for f in seen:
+        assert f["height"] > (150 if f["traces"] else 100), f
+        assert bool(f["marks"]) == bool(f["traces"]), f
+        assert not f["cut"], f
+    assert page.get_by_text("24 rows, all data sets verified").count() == 1
+    assert page.get_by_text("PERFORMANCE ANALYSIS").count() >= 1
+    assert page.get_by_text("Settings that differ, in the order of the runs").count() == 1
+    assert page.locator(".jupyter-widgets").count() == 0
+    assert watched.serious == []
+    assert watched.outside(lab, lab.replace("http", "ws")) == []
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +190,9 @@ def executed(project, browser) -> Path:
 
 def test_saved_notebook_in_jupyterlab(lab, watched, executed, tmp_path):
     "What papermill saved shows its figures when it is opened, without being run or trusted."
-    page = open_notebook(watched, f"{lab}/lab/tree/{executed.name}?reset")
+    open_notebook(watched, f"{lab}/lab/tree/{executed.name}?reset")
     assert_shows_results(watched, lab)
-    page.screenshot(path=tmp_path / "saved.png")
+    watched.picture(tmp_path / "saved.png")
 
 
 def test_executed_notebook_as_a_page(executed, watched, tmp_path):
@@ -161,7 +207,7 @@ def test_executed_notebook_as_a_page(executed, watched, tmp_path):
     page = watched.page
     page.goto((tmp_path / "page.html").as_uri())
     page.wait_for_selector(".plotly-figure .main-svg", timeout=30_000)
-    page.screenshot(path=tmp_path / "page.png", full_page=True)
+    watched.picture(tmp_path / "page.png", full_page=True)
     assert_figures(page, 5)
     assert watched.complaints == []
     assert watched.outside("file:") == []

@@ -4,6 +4,8 @@ import os
 import struct
 import subprocess
 import sys
+import threading
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from leakmel.audio.synth import write_wav
 from leakmel.core import monitor
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.timeline import read_timeline
+from leakmel.dataset.loader import BatchReader
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.dataset.writer import RowFile
+from leakmel.mel.engines import ReferenceEngine
 from outsider import check, content, leftovers, read, same, walk
 
 SPLITS = ("TRAINING", "VALIDATION", "TESTING")
@@ -466,8 +470,20 @@ def test_next_split_is_read_while_the_last_one_is_published(demo, tmp_path, monk
     for r in results: assert r.verified.ok
 
 
-def test_engine_works_while_files_are_read(demo, tmp_path):
-    spans = lm.build_all(demo, out_dir=tmp_path, pipeline=PipelineConfig(files_per_batch=2, slots=6), **QUIET)[0].timeline.spans
+@pytest.mark.parametrize("shape", [{"compute_workers": 2}, {"read_workers": 1, "compute_workers": 1, "write_workers": 1}], ids=["workers", "lanes"])
+def test_engine_works_while_files_are_read(demo, tmp_path, monkeypatch, shape):
+    "The second batch is not read before the engine is at the first one, which waits for that: whoever took turns would wait for ever."
+    meet, n_fills, n_runs, real_fill, real_run = threading.Barrier(2, timeout=30), count(), count(), BatchReader.fill, ReferenceEngine.run
+    def fill(*args: Any) -> int:
+        if next(n_fills) == 1: meet.wait()
+        return real_fill(*args)
+    def run(*args: Any, **options: Any) -> Any:
+        if threading.current_thread().name.startswith(("leakmel-worker", "leakmel-engine")) and next(n_runs) == 0: meet.wait()      # not when it is tried out
+        return real_run(*args, **options)
+    monkeypatch.setattr(BatchReader, "fill", fill)
+    monkeypatch.setattr(ReferenceEngine, "run", run)
+    config = PipelineConfig(files_per_batch=2, slots=6, **shape)
+    spans = lm.build_all(demo, out_dir=tmp_path, pipeline=config, engine="reference", check=2, **QUIET)[0].timeline.spans
     reads, computes = ([s for s in spans if s.stage == stage] for stage in ("read", "compute"))
     assert any(a.start_s < b.end_s and b.start_s < a.end_s for a in reads for b in computes)
 

@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from test_notebooks import PLOTLY, Run, copy_project, papermill, titles_of
@@ -13,10 +14,13 @@ from leakmel.audio.synth import write_demo
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset.config import PipelineConfig
-from leakmel.insight.cards import ResultCard
+from leakmel.insight import run_records
+from leakmel.insight.cards import ResultCard, verified_title
 from leakmel.insight.dashboard import NO_TIMELINE, RunCard, advice, data_facts, mel_pictures, stage_reports
+from leakmel.insight.flow_plots import queue_depth
+from leakmel.insight.plots import batch_timeline, exclusive_bar, utilization
 from leakmel.insight.run_plots import runs_compared, runs_table, settings_that_differ, short_names
-from leakmel.insight.run_records import RunRecord, find_runs, joined_timelines, read_run
+from leakmel.insight.run_records import RunRecord, find_runs, joined_timelines, read_run, read_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = {"sample_rate": 4096, "duration_s": 10}
@@ -132,6 +136,86 @@ def test_a_spoilt_report_is_named(copied, text, said):
     assert str(copied / "TESTING_DATASET.H5.report.json") in str(caught.value)
 
 
+NUMBERS, STRANGE = [-1, 1e308, float("nan"), 10**30, "9", True, [], {}], "<img src=x onerror=alert(1)>\x1b[31m"
+R, T = "TRAINING_DATASET.H5.report.json", "TRAINING_DATASET.H5.timeline.json"
+
+
+@pytest.mark.parametrize(("name", "where", "values"), [
+    (R, ("found",), NUMBERS), (R, ("rows",), NUMBERS), (R, ("seconds",), NUMBERS), (R, ("files_per_s",), [*NUMBERS, None]),
+    (R, ("verified",), [None, [], "ok"]),
+    (R, ("verified", "ok"), ["yes", 1, None]), (R, ("verified", "checked"), [*NUMBERS, 10**9]), (R, ("machine",), [[], "x", 5]), (R, ("spec",), [[], "x"]),
+    (R, ("machine", "cpu"), [5, [], {}]), (R, ("machine", "n_cores"), NUMBERS), (R, ("label_names",), [None, "AB", [1], {}]), (R, ("cache",), [None, [], 1]),
+    (R, ("status_counts",), [{"cut": -1}, {"cut": "1"}, [], "x"]), (R, ("source_bytes",), NUMBERS), (R, ("pipeline", "slots"), ["3", 1.5, []]),
+    (R, ("span_name",), [None, [], 1]), (R, ("bytes_from_device",), NUMBERS), (T, ("spans", "end_s", -1), NUMBERS[1:]),
+    (T, ("spans", "n_files", -1), NUMBERS[1:]),
+    (T, ("samples", -1, "time_s"), NUMBERS[1:]), (T, ("gauges",), [[["a", 0, 10**400]], [["a", 1e300, 1]], "x"]), (T, ("meta", "inflow"), [{"A": "x"}, "x"]),
+    (T, ("meta", "machine", "n_cores"), NUMBERS), (T, ("meta", "settings", "slots"), ["3", []]), (T, ("meta", "spec", "n_fft"), ["3", []])])
+def test_a_forged_file_is_refused_by_name(copied, name, where, values):
+    "Whatever a stranger writes: an error that names the file, never a figure and no other exception."
+    right = (copied / name).read_text()
+    for value in values:
+        body = json.loads(right)
+        place = body
+        for key in where[:-1]: place = place[key]
+        place[where[-1]] = value
+        (copied / name).write_text(json.dumps(body))
+        with pytest.raises(DataError) as caught: read_run(copied)
+        assert str(copied / name) in str(caught.value), value
+
+
+@pytest.mark.parametrize("name", [R, T, "summary.json"])
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"schema": 2', b"\xff\xfe\x00", b'{"seconds": ' + b"9" * 5000 + b"}", b""])
+def test_a_file_that_is_no_json_is_named(copied, name, content):
+    (copied / name).write_bytes(content)
+    with pytest.raises(DataError) as caught: read_run(copied)
+    assert str(copied / name) in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "most"), [(R, "_MOST_REPORT_BYTES"), (T, "_MOST_BYTES"), ("summary.json", "_MOST_BYTES")])
+def test_a_huge_file_is_not_read(copied, monkeypatch, name, most):
+    (copied / name).write_bytes(b"[" * 500_000 + b"]" * 500_000)
+    monkeypatch.setattr(run_records, most, 999_999)
+    with pytest.raises(DataError, match=r"larger than any.*999,999 bytes at the most") as caught: run_records.read_run(copied)
+    assert str(copied / name) in str(caught.value)
+
+
+def test_a_report_that_contradicts_itself_is_refused(copied):
+    body = json.loads((copied / R).read_text())
+    (copied / R).write_text(json.dumps(body | {"rows": body["rows"] + 1}))
+    with pytest.raises(DataError, match="contradicts itself"): read_run(copied)
+
+
+def test_texts_of_strangers_stay_texts(copied):
+    "Names with tags and with commands for a terminal are shown as they are written, in text, HTML and figures."
+    body, times = json.loads((copied / R).read_text()), json.loads((copied / T).read_text())
+    changes = dict.fromkeys(("root", "engine", "device", "mode", "cache", "span_name", "created_at_utc", "leakmel_version"), STRANGE)
+    body |= changes | {"label_names": [STRANGE], "status_counts": {STRANGE: 1}, "problems_by_kind": {STRANGE: 1}}
+    body["machine"] |= {"cpu": STRANGE, "os": STRANGE}
+    body["verified"]["verdict"] = STRANGE
+    times["spans"]["split"] = [STRANGE if s == "TRAINING" else s for s in times["spans"]["split"]]
+    times["spans"]["lane"] = [s + STRANGE for s in times["spans"]["lane"]]
+    times["gauges"] = [[STRANGE, 0.0, 1.0], [STRANGE, 0.1, 2.0]]
+    times["meta"]["engine"] = STRANGE
+    (copied / R).write_text(json.dumps(body))
+    (copied / T).write_text(json.dumps(times))
+    run = read_run(copied)
+    card = RunCard(run)
+    figures = [draw(t) for t in run.clocks for draw in (exclusive_bar, batch_timeline, queue_depth, utilization)] + [runs_compared([run, run])]
+    said = [repr(card), advice(run), stage_reports(run), runs_table([run, run])]
+    assert "<img" in repr(card), "text is shown as it is"
+    assert "\x1b" not in "".join(said) + card._repr_html_()
+    assert "<img" not in card._repr_html_() + "".join(f.to_json() for f in figures)
+
+
+def test_a_spoilt_run_is_left_out_of_the_comparison(copied, runs):
+    (copied / R).write_text("{")
+    found, left_out = read_runs([runs / "a", copied, runs / "b"])
+    assert [r.name for r in found] == ["a", "b"]
+    assert len(left_out) == 1
+    assert str(copied / R) in left_out[0]
+    with pytest.raises(DataError, match="cannot be read as JSON"): read_runs([copied, runs / "a"])
+
+
 # ---- what is said --------------------------------------------------------------------------------------------------
 
 def test_the_card_has_verdict_time_machine_and_data(runs):
@@ -159,6 +243,45 @@ def test_a_data_set_that_was_not_verified_is_not_green(copied):
     assert (card.ok, card.title) == (False, "NOT verified")
     assert "#c0392b" in card._repr_html_()
     assert " NO " in runs_table([read_run(copied)])
+
+
+def test_a_data_set_that_changed_since_is_not_green(copied):
+    path = copied / "TRAINING_DATASET.H5"
+    path.write_bytes(path.read_bytes()[:-1000])
+    run = read_run(copied)
+    card = RunCard(run)
+    assert run.changed == ("TRAINING_DATASET.H5",)
+    assert (card.ok, card.title) == (False, "NOT as it was verified: TRAINING_DATASET.H5 changed since")
+    assert "it is not the file that was verified" in repr(card)
+    facts = data_facts(run)
+    assert "TRAINING_DATASET.H5 was left out" in repr(facts)
+    assert facts.largest is not None
+    assert facts.largest.name == "VALIDATION_DATASET.H5"
+
+
+@pytest.mark.parametrize("part", ["mel_hz", "long_start_s", "files/rms_db", "files/sensor", "files/silent"])
+def test_a_data_set_with_a_spoilt_part_breaks_no_picture(copied, part):
+    for value in (None, np.zeros(1), np.array([b"x"])):
+        with h5py.File(copied / "TRAINING_DATASET.H5", "r+") as f:
+            if part in f: del f[part]
+            if value is not None: f[part] = value
+        facts = data_facts(read_run(copied))
+        assert len(facts.labels) == len(facts.rms_db) == len(facts.sensors) > 0
+        assert mel_pictures(facts.largest).layout.title.text
+
+
+def test_rows_that_were_there_before_are_told(copied, runs):
+    body = json.loads((copied / R).read_text())
+    (copied / R).write_text(json.dumps(body | {"kept_rows": 3, "cache": "cold"}))
+    run, other = read_run(copied), read_run(runs / "a")
+    assert "3 of them were there before" in repr(RunCard(run))
+    note = runs_compared([run, other]).layout.title.subtitle.text
+    assert "1 of 2 runs took rows over from earlier ones" in note
+    assert "page caches differ (cold and " in note
+    assert "there before" not in repr(RunCard(other))
+
+
+def test_a_run_that_checked_no_row_says_so(): assert verified_title(24, 0, True) == "24 rows, of which none was worked out again"
 
 
 def test_names_from_a_disk_do_not_become_html(copied):

@@ -20,7 +20,7 @@ import torch
 
 from leakmel.audio.quality import moments_of
 from leakmel.core.errors import EngineError, UsageError
-from leakmel.core.timeline import Timeline
+from leakmel.core.timeline import Span, Timeline, covered_s
 from leakmel.mel import device as module
 from leakmel.mel import flights, runner
 from leakmel.mel.device import CudaDevice, Device, open_devices
@@ -300,6 +300,24 @@ def test_spans_of_a_block_follow_each_other() -> None:
         assert (copy_in.n_bytes, copy_out.n_bytes) == (4 * 2 * TINY.n_samples, 4 * (2 * N_VALUES + 48))
     assert sum(t.bytes_in for t in traffic.values()) == x.nbytes
     assert all(0 < t.in_s < ended_s and 0 < t.out_s < ended_s for t in traffic.values())
+
+
+def test_spans_that_were_joined_leave_the_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    "Two seconds of computing every five, on two streams that overlap by half a second now and then."
+    monkeypatch.setattr(flights.FlightLog, "room", 40)
+    event = SimpleNamespace(synchronize=lambda: None)
+    device: Any = SimpleNamespace(name="rehearsal:0", event=lambda: event)
+    timeline, stream = Timeline(), SimpleNamespace(record=lambda event: None)
+    log = flights.FlightLog(timeline, device, stream)
+    made = [Span("compute", device.name, 5.0 * i + part, 5.0 * i + part + 1.25, "TRAINING", i, 4, 100) for i in range(500) for part in (0.0, 0.75)]
+    for s in made: log._add(s)
+    log.close()
+    assert len(timeline.spans) < 200
+    assert sum(s.seconds for s in timeline.spans[-5:-1]) < 0.5 * (timeline.spans[-1].start_s - timeline.spans[-5].start_s)
+    assert covered_s(timeline.spans) == pytest.approx(500 * 2.0)
+    assert sum(s.n_files for s in timeline.spans) == 4 * 1000
+    assert timeline.spans[0] == made[0]
+    assert all(a.end_s <= b.start_s + 0.51 for a, b in zip(timeline.spans, timeline.spans[1:])), "within the time it stands for"
 
 
 # ---- graphs --------------------------------------------------------------------------------------------------------------

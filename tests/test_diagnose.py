@@ -2,15 +2,18 @@
 import heapq
 import inspect
 import json
+import os
 import random
 import time
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
+import soundfile
 
 import leakmel as lm
-from leakmel.core.timeline import STAGES, Gauge, Span, Timeline, check_timeline
+from leakmel.audio import conform
+from leakmel.core.timeline import META, STAGES, Gauge, Span, Timeline, check_timeline, read_timeline, write_timeline
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.loader import BatchReader
 from leakmel.dataset.writer import RowFile
@@ -286,10 +289,49 @@ def test_a_full_queue_is_not_low():
     assert not [line for line in analyse(timeline).findings if line.startswith("LOW QUEUE")]
 
 
+def mixed_rates(stage: str, n_readers: int = 2, n_resampled: int = 64) -> Timeline:
+    "Readers that decode or resample most of the time."
+    decoded = 0.3 if stage == "resample" else 0.9
+    lanes = [s for i in range(n_readers) for k in range(10) for s in (
+        Span("read", f"reader-{i}", k, k + 0.1, "T", k, 64, 5_000_000), Span("decode", f"reader-{i}", k + 0.1, k + decoded, "T", k, 64),
+        Span("resample", f"reader-{i}", k + decoded, k + 1, "T", k, n_resampled))]
+    meta = GPU | {"mode": "stream", "settings": asdict(PipelineConfig()), "spec": lm.MelSpec.preset("disjoint").to_dict(), "check": 64, "with_waveforms": False}
+    return made(meta, *lanes, *in_turn("compute", "cuda:0", 10, 0.05, 1.0, 1.0), read_workers=n_readers)
+
+
+def test_resampling_and_decoding_are_limits_of_their_own(tmp_path):
+    "Without a summary, and the same from the stored file."
+    for timeline in (mixed_rates("resample"), read_timeline(write_timeline(mixed_rates("resample"), tmp_path / "t.json"))):
+        found = analyse(timeline)
+        assert found.findings[0].startswith("RESAMPLE BOTTLENECK: ")
+        assert sum(found.shares.values()) == pytest.approx(found.wall_s)
+        assert [(s.parameter, s.present, s.new) for s in found.suggestions] == [
+            ("read_workers", 2, 8), ("mode", "stream", "memmap"), ("spec", "sample_rate=4,096", "the recordings' own sample_rate")]
+        assert "of 1,280 recordings 1,280 were decoded and 1,280 were resampled. A cache file keeps them" in found.suggestions[1].evidence
+    assert names(analyse(mixed_rates("resample", n_resampled=60))) == ["read_workers", "mode"]      # some have the data set's rate
+    found = analyse(mixed_rates("decode", 8))
+    assert found.findings[0].startswith("DECODE BOTTLENECK: ")
+    assert names(found) == ["mode"]
+    held = mixed_rates("decode", 8)
+    held.meta["mode"] = "memmap"
+    assert analyse(held).nothing.startswith("No setting to change: recordings of 16 bits and one channel")
+
+
+def test_copying_from_memory_is_no_fault_of_the_bus():
+    spans = [*in_turn("stage", "reader-0", 10, 0.9, 1.0, n_files=512), *in_turn("copy_in", "cuda:0", 10, 0.1, 1.0, 0.9),
+             *in_turn("compute", "cuda:0", 10, 0.1, 1.0, 1.0)]
+    found = analyse(made(GPU, *spans, read_workers=1), summary=summary_of(async_copies=False, gpu_streams=1, read_workers=1))
+    assert found.findings[0].startswith("STAGE BOTTLENECK: ")
+    assert names(found) == ["read_workers"]
+
+
 def test_publishing_and_checking():
     after = [Span("read", "worker-0", 0, 1, "T"), Span("publish", "publisher-0", 1, 5, "T")]
     found = analyse(made(CPU, *after), summary=summary_of(compression="gzip"))
-    assert [(s.parameter, s.new) for s in found.suggestions] == [("compression", "none"), ("fsync", False)]
+    assert [(s.parameter, s.new) for s in found.suggestions] == [("compression", "none")]
+    found = analyse(made(CPU, *after, Span("sync", "publisher-0", 5, 15, "T")), summary=summary_of(compression="gzip"))
+    assert found.findings == ("SYNC BOTTLENECK: 10.00 of 15.00 s (67 %) would go without it (limit 25 %).",)
+    assert [(s.parameter, s.new) for s in found.suggestions] == [("fsync", False)]
     found = analyse(made(CPU, *after, Span("verify", "publisher-0", 5, 25, "T")), summary=summary_of(verified={"checked": 6400}))
     assert [(s.parameter, s.present, s.new, s.at_most_s) for s in found.suggestions] == [("check", 6400, 64, pytest.approx(20 * 0.99))]
 
@@ -381,3 +423,77 @@ def test_a_slow_part_of_a_real_build_is_named(demo, tmp_path, monkeypatch, stage
     assert found.findings[0].startswith(f"{stage.upper()} BOTTLENECK")
     assert sum(found.shares.values()) == pytest.approx(found.wall_s)
     assert check_timeline(result.timeline_path) == []
+
+
+# ---- what a build writes down
+
+
+def test_the_timeline_alone_is_judged_as_with_the_report(demo, tmp_path):
+    "Settings, spec, mode and engine stand beside the times."
+    config = PipelineConfig(files_per_batch=8, monitor_interval_s=0.05, fsync=True, compression="gzip", gpu_streams=1, device="rehearsal")
+    result = lm.build(demo, split="training", out=tmp_path / "x.h5", engine="torch", progress="none", check=4, pipeline=config)
+    assert check_timeline(result.timeline_path) == []
+    stored = read_timeline(result.timeline_path)
+    assert set(stored.meta) == set(META)
+    assert stored.meta["settings"] == asdict(config)
+    assert (stored.meta["mode"], stored.meta["check"], stored.meta["engine"]) == ("stream", 4, result.summary["engine"])
+    assert stored.meta["spec"] == result.summary["spec"]
+    assert stored.meta["inflow"][result.split]["cache"] == result.summary["cache"]
+    alone, both = analyse(stored, result.split), analyse(stored, result.split, summary=result.summary)
+    assert [(s.parameter, s.present, s.new) for s in alone.suggestions] == [(s.parameter, s.present, s.new) for s in both.suggestions]
+    assert (alone.findings, alone.gpu) == (both.findings, both.gpu)
+
+
+def test_waiting_for_the_disk_is_told_apart(demo, tmp_path, monkeypatch):
+    "Twice: for the bytes before the rename, and for the name after it."
+    real, waited = os.fsync, list[int]()
+    def slowly(fd: int) -> None:
+        waited.append(fd)
+        time.sleep(0.4)
+        real(fd)
+    for fsync in (True, False):
+        waited.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", slowly)
+            result = lm.build(demo, split="validation", out=tmp_path / "x.h5", engine="cpu", progress="none", check=2, pipeline=PipelineConfig(fsync=fsync))
+        found = [s for s in result.timeline.spans if s.stage == "sync" and s.lane.startswith("publisher")]
+        if not fsync:
+            assert found == []
+            continue
+        assert len(found) == 2
+        assert all(s.seconds >= 0.4 for s in found)
+        rename = max(s.start_s for s in result.timeline.spans if s.stage == "publish")
+        assert found[0].end_s <= rename <= found[1].start_s
+
+
+def test_mixed_rates_of_a_real_build(tmp_path, make_wav, monkeypatch):
+    "Eight recordings at the data set's rate, six at another one, two of 24 bits: what each took is told apart, and a slow resampler is named."
+    folder = tmp_path / "data" / "LEAK"
+    for i in range(8): make_wav(folder / f"a{i}.wav", seed=i)
+    for i in range(6): make_wav(folder / f"b{i}.wav", rate=8000, seed=i)
+    for i in range(2):
+        make_wav(folder / f"c{i}.wav", seed=i)
+        soundfile.write(folder / f"c{i}.wav", soundfile.read(folder / f"c{i}.wav")[0], 4096, subtype="PCM_24")
+    real = conform.to_rate
+    def slower(*args: Any) -> Any:
+        time.sleep(0.2)
+        return real(*args)
+    monkeypatch.setattr(conform, "to_rate", slower)
+    result = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec={"sample_rate": 4096, "duration_s": 1.0}, engine="reference", progress="none", check=2,
+                      pipeline=PipelineConfig(files_per_batch=4, compute_workers=1, monitor_interval_s=0.05))
+    of = {stage: [s for s in result.timeline.spans if s.stage == stage] for stage in ("read", "decode", "resample")}
+    assert {stage: sum(s.n_files for s in spans) for stage, spans in of.items()} == {"read": 16, "decode": 8, "resample": 6}
+    assert sum(s.seconds for s in of["resample"]) >= 6 * 0.2
+    assert min(s.seconds for s in result.timeline.spans) >= 0
+    for name in ("decode", "resample"):      # behind the reading of the same batch
+        for s in of[name]: assert any(r.batch == s.batch and r.end_s <= s.start_s for r in of["read"])
+    found = analyse(read_timeline(result.timeline_path))
+    assert (found.limiting, found.findings[0].split(":")[0]) == ("resample", "RESAMPLE BOTTLENECK")
+    assert sum(found.shares.values()) == pytest.approx(found.wall_s)
+    assert "mode" in names(found)
+    warm = lm.build(tmp_path / "data", out=tmp_path / "y.h5", spec={"sample_rate": 4096, "duration_s": 1.0}, engine="reference", progress="none", check=2,
+                    mode="preload", pipeline=PipelineConfig(files_per_batch=4))
+    stages = [s.stage for s in warm.timeline.spans]
+    assert stages.count("stage") == 4
+    assert sum(s.n_files for s in warm.timeline.spans if s.stage == "resample") == 6      # once, while they were loaded
+    assert warm.summary["rows"] == result.rows == 16

@@ -1,33 +1,48 @@
 "The site: built from notebooks without a network, every reference found, figures alive when opened from the disk."
+import ast
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import nbformat
 import prepare
 import pytest
-from api import module_page
-from figures import figure_html
+from api import module_page, public_page
+from figures import PLOTLY, figure_html
+from page import main as write_page
 from watched import Watched, assert_figures, chromium
+from widgets import STATE, VIEW, still_widgets
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ["core/errors", "audio/segments", "mel/spec"]
-GUIDES = ["explanations/refused", "explanations/gpu_limits", "explanations/gpu_path"]
+GUIDES = [str(p.relative_to(ROOT / "nbs").with_suffix("")) for p in prepare.guide_notebooks()]
+# Of the guides; nbdev_test executes them all, here the others are pages without outputs.
+EXECUTED = ("refused", "gpu_limits", "gpu_path", "promises")
+
+
+def executed_or_not(path: Path, parameters: str = "", execute=prepare.execute) -> nbformat.NotebookNode:
+    "What the site does, but for guides that a test of pages has no need of."
+    return nbformat.read(path, as_version=4) if path.parent.name in prepare.GUIDES and path.stem not in EXECUTED else execute(path, parameters)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    "The site of a few library notebooks, a guide, the front page and the executed example."
+    "The site of a few library notebooks, the guides, the front page and the executed examples."
     docs = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as m:
         for name, path in (("DOCS", docs), ("SOURCE", docs / "source"), ("CACHE", docs / "cache")): m.setattr(prepare, name, path)
         for name in [k for k in os.environ if k.startswith("LEAKMEL_")]: m.delenv(name)
         m.setenv("COLUMNS", "110")
         m.setattr(prepare, "DEMO_FILES", 24)
-        prepare.write_site([ROOT / "nbs" / f"{name}.ipynb" for name in LIBRARY], [ROOT / "nbs" / f"{name}.ipynb" for name in GUIDES])
+        m.setattr(prepare, "execute", executed_or_not)
+        prepare.write_site([ROOT / "nbs" / f"{name}.ipynb" for name in LIBRARY], prepare.guide_notebooks())
     sphinx = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "nbs" / "_tools")]
     done = subprocess.run([*sphinx, str(docs / "source"), str(docs / "html")], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -41,7 +56,8 @@ def page(site) -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_pages_are_there(site):
-    names = ["index", "build", "dashboard", "benchmark", "commands", "changelog", "reference/index", "api/index", "explanations/index", *GUIDES]
+    names = ["index", "examples", "build", "dashboard", "benchmark", "commands", "changelog", "reference/index", "api/index", "api/names",
+             "explanations/index", "tutorials/index", *GUIDES]
     for name in (*names, *(f"{kind}/{name}" for kind in ("reference", "api") for name in LIBRARY)): assert (site / f"{name}.html").is_file(), name
     assert len(list(site.rglob("plotly.min.js"))) == 1
     for path in site.rglob("*.html"): assert f"{ROOT}/" not in path.read_text(encoding="utf-8"), path.name
@@ -50,11 +66,54 @@ def test_pages_are_there(site):
     assert "n_fft" in (site / "api" / "mel" / "spec.html").read_text(encoding="utf-8")
 
 
+class Page(HTMLParser):
+    "What a page names, links to and loads."
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        said = {name: value or "" for name, value in attrs}
+        self.ids |= {said[name] for name in ("id", "name") if name in said}
+        if tag == "a" and "href" in said: self.links.append(said["href"])
+        elif tag == "link" and said.get("rel") not in ("next", "prev", "search", "index"): self.loads.append(said.get("href", ""))
+        elif "src" in said: self.loads.append(said["src"])
+
+
+@pytest.mark.slow
+def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
+    "Links inside the site with their anchors; scripts, styles and pictures of all pages."
+    pages = {path: Page(path) for path in site.rglob("*.html") if "_static" not in path.parts}
+    assert len(pages) > 30
+    bad = []
+    for path, page in pages.items():
+        for link in [*page.links, *page.loads]:
+            url = urlsplit(link)
+            if url.scheme in ("data", "mailto") or (url.scheme and link in page.links): continue
+            target = (path.parent / unquote(url.path)).resolve() if url.path else path
+            if url.scheme or url.netloc or not target.is_file(): bad.append(f"{path.relative_to(site)}: {link}")
+            elif url.fragment and target in pages and unquote(url.fragment) not in pages[target].ids: bad.append(f"{path.relative_to(site)}: no anchor {link}")
+    assert not bad, "\n".join(bad[:20])
+
+
+def test_links_of_the_notebooks_lead_to_files():
+    for path in (ROOT / "nbs").rglob("*.ipynb"):
+        if any(part[0] in "._" for part in path.relative_to(ROOT / "nbs").parts) or path.match("out*.ipynb"): continue
+        for cell in nbformat.read(path, as_version=4).cells:
+            links = re.findall(r"\]\(([^)\s]+)\)", cell.source) if cell.cell_type == "markdown" else []
+            for link in links:
+                if not link.startswith(("http", "#")): assert (path.parent / link.partition("#")[0]).is_file(), f"{path.name}: {link}"
+
+
 @pytest.mark.slow
 def test_pages_in_a_browser(site, page, tmp_path):
     watched = Watched(page)
-    n_figures_of = {"index": 0, "build": 5, "dashboard": 12, "benchmark": 8, "reference/mel/spec": 0, "api/mel/spec": 0, "explanations/refused": 0,
-                    "explanations/gpu_limits": 1, "explanations/gpu_path": 1}
+    n_figures_of = {"index": 0, "build": 5, "dashboard": 12, "benchmark": 8, "reference/mel/spec": 0, "api/mel/spec": 0, "api/names": 0,
+                    "explanations/refused": 0, "explanations/gpu_limits": 1, "explanations/gpu_path": 1, "explanations/promises": 0}
     for name, n_figures in n_figures_of.items():
         page.goto((site / f"{name}.html").as_uri())
         page.wait_for_load_state()
@@ -62,15 +121,137 @@ def test_pages_in_a_browser(site, page, tmp_path):
         assert page.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)"), f"a picture of {name} is missing"
         page.screenshot(path=tmp_path / f"{name.replace('/', '-')}.png", full_page=True)
     assert page.locator("text=undefined").count() == 0
+    page.set_viewport_size({"width": 420, "height": 900})
+    page.emulate_media(color_scheme="dark")
+    for name in n_figures_of:
+        page.goto((site / f"{name}.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), f"{name} is wider than a telephone"
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.set_viewport_size({"width": 1400, "height": 1000})
+    page.emulate_media(color_scheme="light")
     assert watched.complaints == []
     assert watched.outside("file:") == []
+
+
+@pytest.mark.slow
+def test_the_search_finds_a_name_and_a_word(site, page):
+    "Opened from the disk, where a page may not fetch another one."
+    watched = Watched(page)
+    for word, found in (("read_wav", "api/names.html"), ("truncated", "explanations/refused.html")):
+        page.goto((site / "search.html").as_uri() + f"?q={word}")
+        page.wait_for_selector("#search-results li a", timeout=20_000)
+        page.wait_for_function("document.querySelector('#search-results').textContent.includes('finished')", timeout=20_000)
+        assert any(found in link for link in page.eval_on_selector_all("#search-results li a", "links => links.map(a => a.href)")), word
+    assert watched.complaints == []
+    assert watched.outside("file:") == []
+
+
+@pytest.mark.slow
+def test_the_front_page_has_three_doors(site):
+    text = (site / "index.html").read_text(encoding="utf-8")
+    doors = re.findall(r'<strong><a class="reference internal" href="([^"#]+)[^"]*"><span class="[^"]*doc">([^<]+)', text)
+    assert doors == [("tutorials/first_build.html", "I have recordings"), ("tutorials/every_night.html", "I run it every night"),
+                     ("explanations/speed.html", "I want to understand the speed")]
+    assert text.index("make build") < text.index("compare.png") < text.index("I have recordings") < text.index("What it does")
+
+
+@pytest.mark.slow
+def test_public_names_and_their_index(site):
+    import leakmel
+    listed = Page(site / "api" / "names.html").ids
+    assert {f"leakmel.{name}" for name in leakmel._PUBLIC} <= listed
+    index = (site / "genindex.html").read_text(encoding="utf-8")
+    for name in ("api/names.html#leakmel.build", "api/mel/spec.html#leakmel.mel.spec.MelSpec"): assert name in index
+
+
+def test_public_names_show_parameters_of_functions_classes_and_dataclasses():
+    page = public_page()
+    assert "\n| `with_waveforms` | `bool` | `False` |" in page
+    assert "\n| `remedy` | `str \\| None` | `None` | what to do about it |\n" in page
+    assert "\n| `n_fft` | `int` | `512` | FFT and Hann window length, samples |\n" in page
+
+
+def test_promises_name_tests_that_are_there():
+    promises = tomllib.loads((ROOT / "nbs" / "explanations" / "promises.toml").read_text(encoding="utf-8"))
+    assert list(promises) == [f"S{n}" for n in range(1, 20)]
+    tests_of: dict[str, set[str]] = {}
+    for name, p in promises.items():
+        assert len(p["promise"]) > 20
+        assert p["aim"]
+        assert (p["state"] == "not yet") == (not p["tests"]) == (not p["tried"]), name
+        assert p["missing"] or p["state"] == "tested", name
+        for test in p["tests"]:
+            file, _, function = test.partition("::")
+            if file not in tests_of:
+                tests_of[file] = {n.name for n in ast.walk(ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))) if isinstance(n, ast.FunctionDef)}
+            assert function in tests_of[file], f"{name}: there is no {test}"
+
+
+def test_formulas_need_no_renderer():
+    assert prepare.formulas(r"to $2^{-24}$, `a $b$`") == "to <span class='formula'>2<sup>−24</sup></span>, `a $b$`"
+    with pytest.raises(ValueError, match="a sign that SIGNS does not have"): prepare.formulas(r"$\aleph_0$")
+
+
+def test_a_list_of_doors_becomes_cards_and_other_lists_stay():
+    text = "- **[One](a.ipynb)**: first\n  line.\n- **[Two](b.ipynb)**: second.\n\n- plain\n- [link](c.ipynb): said"
+    page = prepare.cards(text)
+    assert page.count("{grid-item-card}") == 2
+    assert "**[One](a.ipynb)**\n\nFirst line.\n" in page
+    assert page.endswith("- plain\n- [link](c.ipynb): said")
+
+
+def model(kind: str, **state: Any) -> dict[str, Any]: return {"model_name": f"{kind}Model", "state": state}
+
+
+def test_widgets_stand_as_they_were_left():
+    "Controls with their values, figures and pictures that widgets hold; what a layout hides stays hidden, text is escaped."
+    figure = {"data": [{"type": "bar", "y": [1, 2]}], "layout": {"title": {"text": "t"}}}
+    said = {"output_type": "stream", "name": "stdout", "text": "a < b"}
+    state = {"box": model("VBox", children=["IPY_MODEL_" + n for n in ("drop", "slider", "out", "html", "gone", "image", "nobody")]),
+             "drop": model("Dropdown", description="label", _options_labels=["LEAK", "<NO>"], index=1),
+             "slider": model("IntRangeSlider", description="f", value=[1, 9]),
+             "out": model("Output", outputs=[{"output_type": "display_data", "data": {PLOTLY: figure, "text/html": "twice"}}, said]),
+             "html": model("HTML", value="<b>bold</b>"), "hidden": model("Layout", display="none"),
+             "gone": model("Label", value="secret", layout="IPY_MODEL_hidden"),
+             "image": model("Image", format="png") | {"buffers": [{"path": ["value"], "data": "AAAA", "encoding": "base64"}]}}
+    v4 = nbformat.v4
+    shown = [v4.new_output("display_data", {VIEW: {"model_id": name}, "text/plain": "VBox()"}) for name in ("box", "nobody")]
+    notebook = v4.new_notebook(cells=[v4.new_code_cell("x", outputs=shown)], metadata={"widgets": {STATE: {"state": state}}})
+    assert still_widgets(notebook) == 2
+    html = notebook.cells[0].outputs[0].data["text/html"]
+    for part in ("label <b>&lt;NO&gt;</b>", "f <b>1 to 9</b>", "plotly-figure", "<pre>a &lt; b</pre>", "<b>bold</b>", "data:image/png;base64,AAAA"):
+        assert part in html
+    assert "secret" not in html
+    assert "twice" not in html
+    assert notebook.cells[0].outputs[1].data == {"text/plain": "VBox()"}
+
+
+@pytest.mark.slow
+def test_a_notebook_becomes_one_page_with_live_figures(page, tmp_path, capsys):
+    import plotly.graph_objects as go
+    v4 = nbformat.v4
+    figure = go.Figure(go.Bar(y=[1, 2, 3]), {"title": {"text": "three bars"}}).to_plotly_json()
+    outputs = [v4.new_output("display_data", {PLOTLY: nbformat.from_dict(figure)}), v4.new_output("stream", text="said")]
+    nbformat.write(v4.new_notebook(cells=[v4.new_markdown_cell("# Title"), v4.new_code_cell("x", outputs=outputs)]), tmp_path / "name with blanks.ipynb")
+    assert write_page([str(tmp_path / "name with blanks.ipynb")]) == 0
+    alone = tmp_path / "alone" / "page.html"
+    alone.parent.mkdir()
+    (tmp_path / "name with blanks.html").rename(alone)
+    watched = Watched(page)
+    page.goto(alone.as_uri())
+    assert_figures(page, 1)
+    assert page.get_by_text("said").count() == 1
+    assert (watched.complaints, watched.outside("file:")) == ([], [])
+    assert watched.requests == [alone.as_uri()]
+    assert write_page([]) == 2
+    assert write_page([str(tmp_path / "none.ipynb")]) == 1
+    assert "none.ipynb" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_guides_are_in_the_table_of_contents(site):
     front, listed, page = ((site / f"{name}.html").read_text(encoding="utf-8") for name in ("index", "explanations/index", "explanations/refused"))
     assert 'href="explanations/index.html"' in front
-    assert "tutorials/index" not in front, "a folder without notebooks has no page"
     assert 'href="refused.html"' in listed
     assert "Each reject code with what it means" in listed
     assert page.count("<table") == 3, "codes, headers that lie, encodings"

@@ -18,7 +18,8 @@ import pytest
 import leakmel as lm
 from leakmel.audio.synth import write_demo
 from leakmel.core.errors import DataError, EngineError, LeakmelError, MachineError, OutputError, SpaceError, SpecError, VerifyError
-from leakmel.dataset import loader, pipeline, writer
+from leakmel.dataset import loader, publish, writer
+from leakmel.dataset.begin import may_go_on
 from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.dataset.ring import Job, Ring
 from leakmel.dataset.writer import OutputLock, RowFile
@@ -26,7 +27,8 @@ from leakmel.mel import engines, reference
 from leakmel.mel.engines import ReferenceEngine
 from outsider import check, content, leftovers, log_mel, walk
 
-QUIET: dict[str, Any] = dict(progress="none", pipeline=PipelineConfig(files_per_batch=4, read_workers=2, compute_workers=2, slots=4, monitor_interval_s=0.0))
+IN_SMALL_STEPS = PipelineConfig(files_per_batch=4, read_workers=2, compute_workers=2, slots=4, monitor_interval_s=0.0)
+QUIET: dict[str, Any] = dict(progress="none", fresh=True, pipeline=IN_SMALL_STEPS)
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
 
 
@@ -74,8 +76,16 @@ def fails(data: Path, tmp_path: Path, kind: type[BaseException], match: str | No
     assert time.monotonic() - began < 5
     assert our_threads() <= threads
     assert (target.read_bytes() if target.exists() else None) == before
-    if target.parent.is_dir(): assert leftovers(target.parent, *(BESIDE if before else [])) == []
+    if target.parent.is_dir(): assert_only_resumable(target, e.value, BESIDE if before else [])
     return e.value
+
+
+def assert_only_resumable(target: Path, error: BaseException, known: list[str]) -> None:
+    "An interrupted build leaves nothing, or what the same build goes on from, and says so."
+    left = leftovers(target.parent, *known)
+    assert left in ([], [f".{target.name}.journal", f".{target.name}.partial"])
+    assert bool(left) == ("are kept: the same build goes on from them" in " ".join(getattr(error, "__notes__", [])))
+    if left: assert may_go_on(error)
 
 
 # ---- bad input
@@ -297,7 +307,7 @@ def test_memory_runs_out_in_any_thread(tmp_path, data, old, monkeypatch, where):
             monkeypatch.setattr(engines, "self_check", lambda engine: None)
             monkeypatch.setattr(ReferenceEngine, "run", broken)
         case "write": monkeypatch.setattr(Job, "take", broken)
-        case "publish": monkeypatch.setattr(pipeline, "job_metadata", broken)
+        case "publish": monkeypatch.setattr(publish, "job_metadata", broken)
     e = fails(data, tmp_path, MachineError, "out of memory")
     assert "files_per_batch" in str(e)
 
@@ -351,8 +361,13 @@ def test_interrupt_in_the_main_thread_ends_all(tmp_path, data, old, monkeypatch,
         self.finished = ring_wait()
     monkeypatch.setattr(engines, "self_check", lambda engine: None)
     monkeypatch.setattr(Ring, "__init__", init)
-    with pytest.raises(KeyboardInterrupt): lm.build(data, out=tmp_path / "new" / "x.h5", engine="reference", **QUIET)
-    assert leftovers(tmp_path / "new", *BESIDE) == []
+    target = tmp_path / "new" / "x.h5"
+    with pytest.raises(KeyboardInterrupt) as e: lm.build(data, out=target, engine="reference", **QUIET)
+    assert_only_resumable(target, e.value, BESIDE if target.exists() else [])
+    monkeypatch.undo()
+    lm.build(data, out=target, engine="reference", **QUIET | {"fresh": False})
+    assert target.read_bytes() == old
+    assert leftovers(target.parent, *BESIDE) == []
 
 
 def test_report_that_cannot_be_written_is_an_output_error(tmp_path, data):
@@ -374,12 +389,12 @@ def test_no_room_for_the_report_leaves_none_of_an_earlier_data_set(tmp_path, dat
     monkeypatch.undo()
     with lm.open_dataset(target) as ds: assert ds.mels.shape[3] == 16, "the new one"
     assert lm.verify(target, root=data, sample=None).ok
-    assert sorted(p.name for p in target.parent.iterdir() if not p.name.endswith(".lock")) == ["x.h5"] + ["x.h5.timeline.json"] * (lost == "report")
+    assert leftovers(target.parent) == ["x.h5"] + ["x.h5.timeline.json"] * (lost == "report")
 
 
 def test_a_data_set_that_is_not_replaced_keeps_its_report(tmp_path, data, old, monkeypatch):
     reports = {name: (tmp_path / "out" / name).read_bytes() for name in BESIDE}
-    monkeypatch.setattr(pipeline, "check_data_set", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(publish, "check_data_set", lambda *a, **k: 1 / 0)
     fails(data, tmp_path, ZeroDivisionError)
     assert {name: (tmp_path / "out" / name).read_bytes() for name in BESIDE} == reports
 
@@ -551,7 +566,7 @@ sys.exit(main(sys.argv[1:]))
 def build_that_gets(number: int, data: Path, target: Path) -> subprocess.CompletedProcess:
     "Run a build that gets a signal with its third batch, so always in the middle."
     command = [sys.executable, "-c", WAIT_FOR_ROWS.format(number=int(number)), "build", str(data), "--out", str(target), "--quiet", "--engine", "reference",
-               "--files-per-batch", "1"]
+               "--files-per-batch", "1", "--fresh"]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
@@ -564,7 +579,12 @@ def test_signal_during_a_build(tmp_path, data, old, number):
     assert time.monotonic() - began < 10
     assert f"signal {int(number)}" in done.stderr
     assert "Traceback" not in done.stderr
+    assert "the same build goes on from them" in done.stderr
     assert (tmp_path / "out" / "x.h5").read_bytes() == old
+    assert leftovers(tmp_path / "out", *BESIDE) == [".x.h5.journal", ".x.h5.partial"]
+    r = lm.build(data, out=tmp_path / "out" / "x.h5", engine="reference", **QUIET | {"fresh": False})
+    assert r.summary["resumed_rows"] >= 2
+    assert r.path.read_bytes() == old
     assert leftovers(tmp_path / "out", *BESIDE) == []
 
 
@@ -583,7 +603,7 @@ def test_ctrl_c_while_files_are_made_or_removed_leaves_none(tmp_path, data, monk
     monkeypatch.setattr(owner, name, pressed)
     with pytest.raises(KeyboardInterrupt): lm.build(data, out=target, engine="reference", **QUIET)
     assert came == [place]
-    assert leftovers(tmp_path / "out") in ([], ["x.h5"])
+    assert leftovers(tmp_path / "out") in ([], ["x.h5"], [".x.h5.journal", ".x.h5.partial"])
 
 
 @pytest.mark.slow
@@ -602,9 +622,11 @@ def test_signal_from_outside_ends_within_five_seconds(tmp_path):
             _, said = child.communicate(timeout=20)
         assert child.returncode == 128 + number, said
         assert time.monotonic() - began < 5
-        # a split that was published before the signal came stays, whole; of the others nothing does
+        # a split that was published before the signal came stays, whole; of the others, if anything, what a build goes on from
         names, complete = leftovers(tmp_path / "out"), sorted((tmp_path / "out").glob("*.H5"))
-        assert names == sorted(p.name + end for p in complete for end in ("", ".report.json", ".timeline.json"))
+        begun = sorted((tmp_path / "out").glob(".*.partial"))
+        assert names == sorted([*(p.name + end for p in complete for end in ("", ".report.json", ".timeline.json")), *(p.name for p in begun),
+                                *(p.name.replace(".partial", ".journal") for p in begun)])
         assert all(lm.verify(p, root=tmp_path / "data").ok for p in complete)
         assert len(complete) < 3, "the signal came too late to show anything"
 

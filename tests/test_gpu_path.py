@@ -40,7 +40,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(root: Path, out: Path, **given: Any) -> list[lm.BuildResult]:
     config: dict[str, Any] = {"device": "rehearsal", "monitor_interval_s": 0.0, "fsync": False, "files_per_batch": 8, "read_workers": 2} | given
-    return lm.build_all(root, out_dir=out, engine="torch", spec=SPEC, progress="none", pipeline=PipelineConfig(**config))
+    return lm.build_all(root, out_dir=out, engine="torch", spec=SPEC, progress="none", fresh=True, pipeline=PipelineConfig(**config))
 
 
 def contents(results: list[lm.BuildResult]) -> list[bytes]:
@@ -238,7 +238,7 @@ def test_ctrl_c_while_a_device_is_busy(demo: Path, tmp_path: Path, devices: Call
         return real_wait(self, timeout)
     monkeypatch.setattr(threading.Event, "wait", wait)
     with pytest.raises(KeyboardInterrupt): build(demo, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert {p.name.rsplit(".", 1)[1] for p in tmp_path.iterdir()} <= {"journal", "partial"}, "or nothing, where the signal came before the first row"
 
 
 @pytest.mark.parametrize("step", ["settle", "clear", "rest"])

@@ -208,7 +208,7 @@ def test_exclusive_bar_of_timelines_by_name():
     one = timeline_of(Span("compute", "e", 0, 3, "A"), Span("read", "r", 3, 4, "A"))
     fig = exclusive_bar({"A": one, "B": timeline_of(Span("compute", "e", 0, 1))})
     assert fig.layout.title.text == "Compute takes the largest share of all 2 splits, 75 to 100 %"
-    assert exclusive_bar({"A": one}).layout.title.text == "Compute takes 75 % of 4.0 s"
+    assert exclusive_bar({"A": one}).layout.title.text == "Compute takes 75 % of 4.00 s"
     assert list(values(fig, "Compute")) == [3, 1]
     assert exclusive_bar(Timeline()).layout.title.text == "No span was recorded"
 

@@ -67,7 +67,7 @@ def test_a_source_that_went_away_meanwhile_is_named(tmp_path, data, monkeypatch)
     def check(*args, **options):
         (data / "LEAK" / "H0~0~20250101_000000~8.wav").unlink()
         return real(*args, **options)
-    monkeypatch.setattr("leakmel.dataset.pipeline.check_data_set", check)
+    monkeypatch.setattr("leakmel.dataset.publish.check_data_set", check)
     with pytest.raises(DataError, match="changed or went away.*H0~0"): lm.build(data, out=tmp_path / "x.h5", **QUIET)
 
 

@@ -493,3 +493,21 @@ def test_groups_in_several_splits_are_told(tmp_path: Path) -> None:
     assert list(hints(m)) == ["1 of 3 sensors lie in more than one split", "1 of 2 folders lie in more than one split"]
     for sentence in hints(m): assert sentence in m._repr_html_()
     assert shared_groups(scan(tmp_path, split="train")) == {}
+
+
+@pytest.mark.parametrize("how", ["folders", "pattern", "table", "many"])
+def test_listing_counts_every_recording_it_finds(tmp_path, make_wav, monkeypatch, how):
+    "What a bar says while a large folder is listed."
+    counts, real = [], manifest_module.Count
+    def counted(*args, **options):
+        counts.append(real(*args, **options))
+        return counts[-1]
+    monkeypatch.setattr(manifest_module, "Count", counted)
+    for label, n in (("LEAK", 2100 if how == "many" else 5), ("NOLEAK", 3)):
+        (tmp_path / "data" / label).mkdir(parents=True)
+        for i in range(n): (tmp_path / "data" / label / f"{label}{i}.wav").write_bytes(b"")
+    named: dict = {"pattern": {"pattern": "{label}/{*}"}, "table": {"table": tmp_path / "t.csv"}}.get(how, {})
+    (tmp_path / "t.csv").write_text("path,label\n" + "".join(f"LEAK/LEAK{i}.wav,LEAK\n" for i in range(5)))
+    found = scan(tmp_path / "data", progress="none", **named)
+    assert [c.n_done for c in counts] == [2103 if how == "many" else 8]
+    assert len(found) == (5 if how == "table" else counts[0].n_done)

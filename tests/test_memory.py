@@ -18,13 +18,13 @@ MOST_BYTES = 600       # that one more recording may take at the peak; its path 
 BUILD = """
 import re, sys
 import leakmel as lm
-from leakmel.dataset import pipeline
+from leakmel.dataset import pipeline, publish
 
 def take_peak(*about):
     with open("/proc/self/status") as status: print(re.search(r"VmHWM:\\s+(\\d+) kB", status.read())[1], flush=True)
     return ()       # what there is to say of so many copies is no part of the build
 
-pipeline.split_problems = take_peak
+publish.split_problems = take_peak
 lm.build(sys.argv[1], out=sys.argv[2], spec=lm.MelSpec(duration_s=1.0), engine="cpu", progress="none",
          pipeline=pipeline.PipelineConfig(fsync=False, compute_workers=2, files_per_batch=32, monitor_interval_s=0))
 """

@@ -56,7 +56,7 @@ def mixed(tmp_path, make_wav) -> Path:
 
 def build(root: Path, out: Path, mode: str = "auto", *, preloaded=None, spec=SPEC, **config) -> lm.BuildResult:
     config = {"monitor_interval_s": 0.0, "files_per_batch": 4} | config
-    return lm.build(root, out=out, mode=mode, preloaded=preloaded, spec=spec, progress="none", pipeline=PipelineConfig(**config))
+    return lm.build(root, out=out, mode=mode, preloaded=preloaded, spec=spec, progress="none", pipeline=PipelineConfig(**config), fresh=True)
 
 
 def read_counter(monkeypatch) -> list[bytes]:
@@ -96,7 +96,7 @@ def test_reports_agree_too(tmp_path, mixed):
 def test_all_splits_from_every_mode(tmp_path, demo):
     found = set()
     for mode in ("stream", "preload", "memmap", "memmap"):
-        results = lm.build_all(demo, out_dir=tmp_path / "out", mode=mode, progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0))
+        results = lm.build_all(demo, out_dir=tmp_path / "out", mode=mode, progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0), fresh=True)
         found.add(tuple(r.path.read_bytes() for r in results))
         assert {r.summary["mode"] for r in results} == {mode}
     assert len(found) == 1

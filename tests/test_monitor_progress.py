@@ -3,6 +3,7 @@ import html
 import io
 import json
 import logging
+import re
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 from leakmel.core import monitor as monitor_module
 from leakmel.core import progress as progress_module
 from leakmel.core.monitor import SAMPLE_KEYS, Load, Monitor, Sampler, machine_facts, mean, monitor_cost, peak, rate
-from leakmel.core.progress import Progress, Standing, front_end
+from leakmel.core.progress import Count, Progress, Standing, _Terminal, front_end
 from leakmel.core.timeline import Timeline, read_timeline, write_timeline
 
 
@@ -332,6 +333,85 @@ def test_terminal_bar(monkeypatch, fails):
     assert "TESTING" in last
     assert "12/40" in last
     assert ("stopped at 12 of 40 files" in last) is fails
+
+
+class Terminal:
+    "What stands on a terminal: rows of text, and the codes that tqdm moves about with."
+    def __init__(self): self.rows, self.row, self.column = [""], 0, 0
+    def isatty(self) -> bool: return True
+    def flush(self) -> None: pass
+    def fileno(self) -> int: raise OSError("no file")
+
+    def write(self, text: str) -> None:
+        for part in re.findall(r"\x1b\[A|\r|\n|[^\x1b\r\n]+", text):
+            if part == "\x1b[A": self.row -= 1
+            elif part == "\r": self.column = 0
+            elif part == "\n": self.row, self.column = self.row + 1, 0
+            else:
+                self.rows += [""] * (self.row + 1 - len(self.rows))
+                row = self.rows[self.row].ljust(self.column)
+                self.rows[self.row] = row[:self.column] + part + row[self.column + len(part):]
+                self.column += len(part)
+
+    @property
+    def lines(self) -> list[str]: return [row.rstrip() for row in self.rows if row.strip()]
+
+
+def test_long_notes_stand_below_the_bars_of_a_terminal(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(_Terminal, "every_s", 0.0)
+    first, second = (Progress(40, label=label, show="terminal") for label in ("TRAINING", "TESTING"))
+    note = "reading and computing, " + ", ".join(f"{what} {k} files/s" for k, what in enumerate(("reading", "computing", "writing", "checking")))
+    first.update(12, note)
+    assert screen.lines[0].startswith("TRAINING:  30%")
+    assert screen.lines[1].startswith("TESTING:   0%")
+    assert " ".join(line.strip() for line in screen.lines[2:]) == note, "nothing is cut off"
+    assert all(len(line) <= 80 for line in screen.lines)
+    first.update(40, "published")
+    second.update(3, note)
+    assert "published" in screen.lines[0]
+    assert " ".join(line.strip() for line in screen.lines[2:]) == note, "in the rows that the first one left"
+    for bar in (first, second): bar.rest()
+    assert len(screen.lines) == 2
+    for bar in (first, second): bar.close("stopped")
+    assert [line.split(":")[0] for line in screen.lines] == ["TRAINING", "TESTING"]
+    assert screen.row == 2, "whatever is written next stands below"
+
+
+def test_the_clock_of_a_bar_begins_and_rests(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    bar = Progress(40, label="TESTING", show="none")
+    now[0] = 110.0
+    bar.begin()
+    now[0] = 112.0
+    bar.update(20)
+    assert repr(bar) == "TESTING: 20 of 40 files in 2.0 s, 10 files/s, about 2.0 s left"
+    bar.rest()
+    now[0] = 200.0
+    bar.close()
+    assert repr(bar) == "TESTING: 20 of 40 files in 2.0 s, 10 files/s"
+
+
+def test_a_count_without_an_end_is_shown_where_it_takes_its_time(caplog, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with caplog.at_level("INFO", logger="leakmel"):
+        with Count("listing", show="log") as count:
+            for _ in range(9):
+                now[0] += 1.0
+                count.add(1000)
+        failing = Count("listing", show="log")
+        now[0] += 2.0
+        failing.add(5)
+        failing.__exit__(OSError, OSError(), None)
+        with Count("quick", show="log") as count: count.add(3)
+        with Count("silent", show="none") as count:
+            now[0] += 9.0
+            count.add(3)
+    assert [r.getMessage() for r in caplog.records] == [
+        "listing: 6,000 files in 6.0 s, 1,000 files/s", "listing: 9,000 files in 9.0 s, 1,000 files/s", "listing: stopped at 5 files in 2.0 s, 2.5 files/s"]
 
 
 def test_silent_front_end_and_pytest_is_no_notebook(capfd):

@@ -822,7 +822,7 @@ def test_a_run_is_planned_from_a_table(by_table, tmp_path):
     data, file, _ = by_table
     given = dict.fromkeys(build_kinds()) | {f.name: f.default for f in fields(PipelineConfig)} | {
         "data_root": str(data), "split": "train", "table": str(file), "out": str(tmp_path / "run"), "preset": "disjoint", "engine": "auto", "mode": "auto",
-        "check": 4, "with_waveforms": False}
+        "check": 4, "with_waveforms": False, "fresh": False}
     plan = plan_run(given, progress="none")
     (result,) = execute(plan, progress="none")
     assert (result.rows, len(result.rejections)) == (4, 1)

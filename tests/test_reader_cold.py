@@ -30,7 +30,7 @@ from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench_modes import bring_in, evict
 from messy import write_messy
 
-QUIET: dict[str, Any] = dict(engine="reference", check=2, progress="none")
+QUIET: dict[str, Any] = dict(engine="reference", check=2, progress="none", fresh=True)
 N_FILES, N_SAMPLES = 48, 20_480      # five seconds: ten pages each
 
 
@@ -364,7 +364,8 @@ def test_only_what_the_own_thread_asked_for_is_counted(data: Path) -> None:
 
 def test_the_command_line_says_it(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     drop(waves(data))
-    words = ["build", str(data), "--split", "training", "--engine", "reference", "--check", "2", "--quiet", "--no-fsync", "--out", str(tmp_path / "x.h5")]
+    words = ["build", str(data), "--split", "training", "--engine", "reference", "--check", "2", "--quiet", "--no-fsync", "--fresh", "--out",
+             str(tmp_path / "x.h5")]
     assert main(words) == 0
     assert "page cache cold: 2.0 MB asked of files" in capsys.readouterr().out
     assert main([*words, "--read-ahead", "0"]) == 0

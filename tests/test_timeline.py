@@ -46,6 +46,21 @@ def large_run(n_files: int = 200_000, *, device: bool, n_cores: int = 8, n_sampl
     return timeline
 
 
+# ---- parts of a span
+
+
+def test_parts_stand_behind_the_body_and_last_as_long_together():
+    timeline = Timeline()
+    clock = iter([1.0, 5.0, 6.0, 7.0])
+    timeline.now_s = lambda: next(clock)      # type: ignore[method-assign]
+    with timeline.span("read", "reader-0", split="T", batch=3) as moved:
+        moved.n_files, moved.n_bytes, moved.parts = 32, 99, {"decode": (1.0, 20), "resample": (2.0, 7)}
+    assert sorted(timeline.spans, key=lambda s: s.start_s) == [
+        Span("read", "reader-0", 1.0, 2.0, "T", 3, 32, 99), Span("decode", "reader-0", 2.0, 3.0, "T", 3, 20), Span("resample", "reader-0", 3.0, 5.0, "T", 3, 7)]
+    with timeline.span("read", "reader-0") as moved: moved.parts = {"decode": (1.5, 1)}      # a clock of its own may say a little more than there was
+    assert [(s.stage, s.start_s, s.end_s) for s in timeline.spans[-2:]] == [("decode", 6.0, 7.0), ("read", 6.0, 6.0)]
+
+
 # ---- size
 
 
@@ -90,6 +105,13 @@ def test_what_lies_inside_of_a_span_is_cut_out_of_it():
     assert covered_s(s for s in kept if s.stage == "publish") == pytest.approx(200)      # without the check inside of it
 
 
+def test_more_lanes_than_spans_may_be_kept_are_one_slice():
+    spans = [Span("read", f"reader-{i}", t, t + 0.5, "T") for t in range(3) for i in range(50)]
+    kept = thin(spans, 20)
+    assert len(kept) == 50
+    assert sum(s.seconds for s in kept) == pytest.approx(75)
+
+
 def test_samples_are_joined_by_what_they_are():
     made: list[dict[str, Any]] = [dict(time_s=float(t), cpu_percent=None if t < 2 else 10.0 * t, rss_bytes=[9, 1, 5, 2, 3][t], disk_read_bytes=t,
                                        cpu_cores_percent=None if t < 2 else [t, 10 * t], pcie_rx_bytes_per_s=None) for t in range(5)]
@@ -119,7 +141,10 @@ def test_the_schema_is_documented_whole(stored):
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    (lambda b: b.update(schema=2), "schema is 2, known is 1"),
+    (lambda b: b.update(schema=3), "schema is 3, known is 2"),
+    (lambda b: b.update(schema=1), "schema is 1, known is 2"),
+    (lambda b: b["meta"].update(settings=[]), "meta.settings is of another type: every field of PipelineConfig"),
+    (lambda b: b["meta"].update(check="all"), "meta.check is of another type"),
     (lambda b: b.pop("wall_s"), "wall_s is missing"),
     (lambda b: b.update(wall_s=7.0), "wall_s is not the end"),
     (lambda b: b["spans"].pop("lane"), "spans needs the columns"),
@@ -140,6 +165,21 @@ def test_a_file_that_breaks_the_schema_is_told_where(stored, change, said):
     found = check_timeline(stored)
     assert len(found) == 1
     assert said in found[0]
+
+
+@pytest.mark.parametrize("change", [
+    lambda b: b.update(schema=3), lambda b: b["spans"].update(start_s=["now", 1.0]), lambda b: b["spans"]["lane"].pop(), lambda b: b.pop("meta"),
+    lambda b: b["gauges"].append(["q", 1]), lambda b: b["samples"].append({"time_s": None}), lambda b: b["meta"].update(workers=7)])
+def test_a_file_that_breaks_the_schema_is_not_read(stored, change):
+    body = json.loads(stored.read_text())
+    change(body)
+    stored.write_text(json.dumps(body))
+    with pytest.raises(DataError, match="timeline of"): read_timeline(stored)
+
+
+def test_files_of_the_schema_before_are_read(stored):
+    stored.write_text(json.dumps(json.loads(stored.read_text()) | {"schema": 1}))
+    assert [s.stage for s in read_timeline(stored).spans] == ["read", "compute"]
 
 
 def test_what_is_no_json_is_an_error(stored):

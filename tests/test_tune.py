@@ -19,12 +19,14 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError, VerifyError
 from leakmel.dataset import settings
 from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.runs import RunPlan, build_kinds, execute, plan_rows, plan_run
 from leakmel.dataset.settings import LIMITS, find_tuned, read_tuned, this_machine, tuned_config, tuned_places, with_tuned, write_tuned
 from leakmel.ops import tune as tune_module, tune_trials
 from leakmel.ops.tune import plan_sweep, tune
 from leakmel.ops.tune_judge import CONFIRM_ROUNDS, Key, Runs, Score, choose, is_better, scores_of, shortlist, sweep, verdict
 from leakmel.ops.tune_trials import DEFAULT, BuildTrials, Candidate, StateError, make_cache_state, take_sample
 
+ROOT = Path(__file__).resolve().parents[1]
 N_FILES = 1000
 
 
@@ -515,3 +517,46 @@ def test_a_user_without_a_home_can_build(data, monkeypatch):
     assert find_tuned(data) is not None
     tuned_places(data)[0].write_text(json.dumps(body(machine={})))
     with pytest.raises(lm.LeakmelError, match="no folder of settings"): write_tuned(data, body())
+
+
+# ---- the build notebook and the library call
+
+
+def planned(data: Path, out: Path, **more: Any) -> RunPlan:
+    "What the build notebook would do with its own parameters, and some of the user's."
+    cell = next(c for c in json.loads((ROOT / "nbs" / "build.ipynb").read_text())["cells"] if c["metadata"].get("tags") == ["parameters"])
+    parameters: dict[str, Any] = {}
+    exec("".join(cell["source"]), parameters)
+    return plan_run({name: parameters[name] for name in build_kinds()} | {"data_root": str(data), "out": str(out)} | more, progress="none")
+
+
+def test_the_build_notebook_picks_them_up_and_says_so(data, tmp_path):
+    plain = planned(data, tmp_path / "plain")
+    assert "tuned" not in dict(plan_rows(plain))
+    path = write_tuned(data, body(settings={"files_per_batch": 3, "compute_workers": 1}, mode="preload"))
+    plan = planned(data, tmp_path / "tuned")
+    assert dict(plan_rows(plan))["tuned"] == (
+        f"settings of {path}: files_per_batch 3, compute_workers 1, mode preload (measured 2026-05-01) (tuned=False ignores them)")
+    assert (plan.workers.files_per_batch, plan.workers.compute_workers, plan.mode) == (3, 1, "preload")
+    (result,), (right,) = execute(plan, progress="none"), execute(plain, progress="none")
+    assert result.summary["pipeline"]["tuned_from"] == str(path)
+    assert result.path.read_bytes() == right.path.read_bytes()
+    off = planned(data, tmp_path / "off", tuned=False)
+    assert "tuned" not in dict(plan_rows(off))
+    assert (off.config, off.mode) == (PipelineConfig(), "auto")
+
+
+def test_what_the_notebook_is_given_goes_before(data, tmp_path):
+    write_tuned(data, body(settings={"files_per_batch": 3}))
+    assert (plan := planned(data, tmp_path / "a", slots=2)).config.slots == 2
+    assert plan.config.files_per_batch == 3
+    assert (plan := planned(data, tmp_path / "b", files_per_batch=5)).config == PipelineConfig(files_per_batch=5)
+    assert "not used: files_per_batch 5 was asked for" in dict(plan_rows(plan))["tuned"]
+
+
+def test_the_library_call_takes_them_where_it_is_told(data, tmp_path):
+    "A function does what its arguments say: no file of the user's changes it."
+    write_tuned(data, body())
+    assert "tuned_from" not in lm.build(data, out=tmp_path / "x.h5", progress="none").summary["pipeline"]
+    config, mode, _ = with_tuned(data, {})
+    assert lm.build(data, out=tmp_path / "y.h5", pipeline=config, mode=mode, progress="none").summary["pipeline"]["files_per_batch"] == 3

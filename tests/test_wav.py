@@ -41,7 +41,7 @@ def sparse(path: Path, n_bytes: int, encoding: str = "pcm16") -> Path:
 def test_more_samples_than_a_recording_may_have_are_refused_before_memory_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, n_bytes: int, needed: int,
 ) -> None:
-    monkeypatch.setattr(wav, "_read_payload", lambda fd, header: pytest.fail("memory was asked for"))
+    monkeypatch.setattr(wav, "read_payload", lambda fd, header: pytest.fail("memory was asked for"))
     error = refusal(sparse(tmp_path / "giant.wav", n_bytes, encoding))
     assert (error.code, error.offset) == ("unsupported", 44)
     assert f"{needed} bytes of samples, at most {MAX_SAMPLE_BYTES} are read" in str(error)
@@ -58,7 +58,7 @@ def test_a_file_too_large_for_the_memory_there_is_names_itself(tmp_path: Path, m
     path.parent.mkdir()
     path.write_bytes(READ["canonical"].content)
     def none(fd: int, header: wav.WavHeader) -> bytearray: raise MemoryError
-    monkeypatch.setattr(wav, "_read_payload", none)
+    monkeypatch.setattr(wav, "read_payload", none)
     with pytest.raises(MachineError, match=r"LEAK/large\.wav: out of memory while reading"): read_wav(path)
     with pytest.raises(MachineError, match=r"LEAK/large\.wav: out of memory while reading"): scan(tmp_path, content=True, progress="none")
     spec = {"sample_rate": 8000, "duration_s": 1}

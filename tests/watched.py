@@ -1,7 +1,9 @@
 "A real browser that notes what a page asks for and complains about."
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from conftest import need
@@ -34,6 +36,13 @@ class Watched:
         page.on("request", lambda r: self.requests.append(r.url))
         page.on("console", lambda m: self.complaints.append(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda e: self.complaints.append(str(e)))
+
+    def picture(self, path: Path, **options: Any) -> None:
+        "Keep a screenshot, and another one in the folder LEAKMEL_SCREENSHOTS, where that is set."
+        self.page.screenshot(path=path, **options)
+        if folder := os.environ.get("LEAKMEL_SCREENSHOTS"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, Path(folder) / path.name)
 
     @property
     def serious(self) -> list[str]:

@@ -9,7 +9,7 @@ __all__ = ['Found', 'MOST_LABELS', 'is_recording_name', 'list_error', 'is_inside
 # %% ../../nbs/audio/listing.ipynb #6e5e662f
 import errno, os, stat, sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -118,13 +118,25 @@ def _look_together(entries: list[os.DirEntry], cut: int, found: Finds) -> list[o
     found.mtimes_ns.frombytes(looked[:, 2].tobytes())
     return list(compress(entries, ~good))
 
+def _entries_of(folder: bytes, cut: int, found: Finds, told: Callable[[int], None]) -> list[os.DirEntry]:
+    "The entries of a folder that are left to look at one by one; those that were not are among the finds."
+    left = list[os.DirEntry]()
+    with os.scandir(folder) as entries:
+        each = iter(entries)
+        while some := list(islice(each, _AT_MOST)):
+            before = len(found)
+            left += _look_together(some, cut, found)
+            told(len(found) - before)
+    return left
+
 # %% ../../nbs/audio/listing.ipynb #5effbbc7
 class Walk:
     "One walk below a folder; collects files and problems."
 
-    def __init__(self, root: str | bytes | os.PathLike):   # links are followed inside it
-        self.root = os.path.realpath(os.fsencode(root))
+    def __init__(self, root: str | bytes | os.PathLike, told: Callable[[int], None] = lambda n: None):   # told how many were found
+        self.root = os.path.realpath(os.fsencode(root))      # links are followed inside it
         self.left_out = LeftOut(root)
+        self.told = told
 
     @property
     def problems(self) -> list[Problem]:
@@ -146,16 +158,15 @@ class Walk:
                                       else "a folder below a link, which is listed already in another place")
                     continue
                 listed.add(key)
-                with os.scandir(folder) as entries:
-                    each, left = iter(entries), list[os.DirEntry]()
-                    while some := list(islice(each, _AT_MOST)): left += _look_together(some, cut, found)
-                for entry in left:
+                for entry in _entries_of(folder, cut, found, self.told):
                     wanted = is_recording_name(entry.name)
                     if not wanted and not (entry.is_symlink() or entry.is_dir(follow_symlinks=False)): continue
                     st = _entry_stat(entry, self.root, self.left_out)
                     if st is None: continue
                     kind = stat.S_IFMT(st.st_mode)
-                    if wanted and kind == stat.S_IFREG: found.add(entry.path[cut:], st.st_size, st.st_mtime_ns)
+                    if wanted and kind == stat.S_IFREG:
+                        found.add(entry.path[cut:], st.st_size, st.st_mtime_ns)
+                        self.told(1)
                     elif kind == stat.S_IFDIR and entry.is_symlink(): heappush(links, entry.path)
                     elif kind == stat.S_IFDIR: waiting.append(entry.path)
                     elif wanted: self.left_out.add("special", entry.path, "not a regular file, left out")

@@ -7,7 +7,7 @@ __all__ = ['GROUPS', 'split_folders', 'label_map', 'Manifest', 'shared_groups', 
 
 # %% ../../nbs/audio/manifest.ipynb #23d98444
 import os, stat, time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from .tables import NameTable, missing_files, read_table
 from .wav import MACHINE_FAULTS
 from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import answer_unknown
+from ..core.progress import Count
 
 if TYPE_CHECKING: import pandas as pd
 
@@ -244,11 +245,11 @@ def _target_folders(root: Path, split: str | None, naming: Naming) -> dict[str, 
     return {wanted: splits[wanted]}
 
 # %% ../../nbs/audio/manifest.ipynb #cd756d1a
-def _by_folders(root: Path, split: str | None, naming: Naming) -> Manifest:
+def _by_folders(root: Path, split: str | None, naming: Naming, told: Callable[[int], None]) -> Manifest:
     "The manifest of a root whose splits are folders."
     targets, splits = _target_folders(root, split, naming), split_folders(root)
     labels = label_map(list(splits.values()) or [root], root) if naming.labels_by_folder else ()
-    walks = {name: Walk(root) for name in (targets if naming.labels_by_folder else splits | targets)}
+    walks = {name: Walk(root, told) for name in (targets if naming.labels_by_folder else splits | targets)}
     found = {name: found_below(walk, (splits | targets)[name]) for name, walk in walks.items()}
     said = {name: _labels(naming, x.paths) for name, x in found.items()}
     if not naming.labels_by_folder: labels = tuple(sorted({n for names, _ in said.values() for n in names if n is not None}, key=os.fsencode))
@@ -282,9 +283,9 @@ def _no_match(naming: Naming, place: str, path: bytes) -> Problem:
     return Problem("no_match", show_place(place, path), f"the name does not fit the pattern {show_path(naming.pattern)}, {lost}")
 
 # %% ../../nbs/audio/manifest.ipynb #0cbe199f
-def _by_names(root: Path, split: str | None, naming: Naming) -> Manifest:
+def _by_names(root: Path, split: str | None, naming: Naming, told: Callable[[int], None]) -> Manifest:
     "The manifest of a root whose splits are told by the names."
-    wanted, walk = SPLITS if split is None else (_wanted_split(split),), Walk(root)
+    wanted, walk = SPLITS if split is None else (_wanted_split(split),), Walk(root, told)
     found = found_below(walk, root)
     said = [naming.read(path) for path in found.paths]
     present = [s for s in SPLITS if any(x.split == s for x in said)]
@@ -300,7 +301,7 @@ def _by_names(root: Path, split: str | None, naming: Naming) -> Manifest:
     return Manifest(root, labels, listings, notes, naming=naming, unmatched=unmatched)
 
 # %% ../../nbs/audio/manifest.ipynb #d3b691eb
-def _by_table(root: Path, split: str | None, file: str | os.PathLike) -> Manifest:
+def _by_table(root: Path, split: str | None, file: str | os.PathLike, told: Callable[[int], None]) -> Manifest:
     "The manifest of a root whose recordings stand in a table."
     table, naming = read_table(file), Naming("table", base="root")
     if split is not None and table.splits is None:
@@ -308,7 +309,7 @@ def _by_table(root: Path, split: str | None, file: str | os.PathLike) -> Manifes
     wanted = [s for s in SPLITS if s in (table.splits or ())] if split is None else [_wanted_split(split)]
     if split is not None and wanted[0] not in (table.splits or ()):
         raise DataError(f"the table names no recording of the split {wanted[0]}", path=table.file, found=", ".join(sorted(set(table.splits or ()))))
-    there = {path: (size, mtime) for path, size, mtime in found_below(Walk(root), root)}
+    there = {path: (size, mtime) for path, size, mtime in found_below(Walk(root, told), root)}
     labels = tuple(sorted(set(table.labels), key=os.fsencode))
     notes, listings, missing, n_rows = list(_beside_table(table, there)), [], [], 0
     for name in wanted if table.splits is not None else [""]:
@@ -344,15 +345,16 @@ def scan(
     content: bool = False,        # read every file too: rate, length, level, digest; what cannot be read becomes a problem
     table: str | os.PathLike | None = None,   # CSV or Parquet file with the columns path, label and, if wanted, split, sensor, session ...
     pattern: str | None = None,   # form of the paths, for example "{label}/{session}/{sensor}~{*}~{start_time}~{gain}"
-    progress: str = "auto",       # where progress of reading is drawn: "auto", "notebook", "terminal", "log" or "none"
+    progress: str = "auto",       # where progress is drawn: "auto", "notebook", "terminal", "log" or "none"; of listing, where it takes its time
 ) -> Manifest:                    # raises DataError for a missing folder or split, UsageError for a pattern that cannot be used
     "List the recordings of a data folder from names and stat alone."
     began, root = time.perf_counter(), Path(os.path.abspath(root))
     if table is not None and pattern is not None: raise UsageError("names come from a table or from a pattern, not from both", remedy="give one of them")
     naming = pattern_naming(pattern)
     _require_folder(root)
-    if table is not None: manifest = _by_table(root, split, table)
-    else: manifest = (_by_names if naming.base == "root" else _by_folders)(root, split, naming)
+    with Count(f"listing {show_path(root.name)}", show=progress) as count:
+        if table is not None: manifest = _by_table(root, split, table, count.add)
+        else: manifest = (_by_names if naming.base == "root" else _by_folders)(root, split, naming, count.add)
     manifest = replace(manifest, seconds=time.perf_counter() - began)
     if not content: return manifest
     found, unread = read_content(manifest.listings, progress=progress)

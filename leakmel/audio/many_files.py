@@ -17,8 +17,8 @@ from ..core.monitor import usable_cores
 from ..core.vectors import address, compiled, source_key
 
 # %% ../../nbs/audio/many_files.ipynb #a2efd0c1
-_NO_FOLLOW, _WANTED = 0x100, 0x1 | 0x2 | 0x200 | 0x40      # AT_SYMLINK_NOFOLLOW, STATX_TYPE | _MODE | _SIZE | _MTIME
-_MODE, _SIZE, _MTIME = 24 // 8, 40 // 8, 112 // 8                       # where struct statx has them, in 64-bit words; the mode in the upper half
+_NO_FOLLOW, _WANTED = 0x100, 0x1 | 0x2 | 0x200 | 0x40 | 0x80      # AT_SYMLINK_NOFOLLOW, STATX_TYPE | _MODE | _SIZE | _MTIME | _CTIME
+_MODE, _SIZE, _CTIME, _MTIME = 24 // 8, 40 // 8, 96 // 8, 112 // 8      # where struct statx has them, in 64-bit words; the mode in the upper half
 
 def _make_stat_files(key: str) -> Any:
     "Looking at files; numba compares `key` with that of its cache."
@@ -29,6 +29,7 @@ def _make_stat_files(key: str) -> Any:
             if calls.statx(calls.HERE, address(paths) + starts[i], _NO_FOLLOW, _WANTED, address(words)) == 0:
                 out[i, 0], out[i, 1] = (words[_MODE] >> 32) & 0o170000, words[_SIZE]
                 out[i, 2] = words[_MTIME] * 1_000_000_000 + (words[_MTIME + 1] & 0xFFFFFFFF)
+                out[i, 3] = words[_CTIME] * 1_000_000_000 + (words[_CTIME + 1] & 0xFFFFFFFF)
     return look
 
 _KEY = source_key(globals().get("__file__"), calls.__file__)
@@ -38,9 +39,9 @@ _LEAST = 2000      # files for which a thread is worth while
 
 def stat_files(
     paths: list[bytes],
-) -> np.ndarray:         # [n, 3] int64: kind of file as in `stat.S_IFMT`, bytes, mtime in ns; kind 0 where the system does not say
+) -> np.ndarray:         # [n, 4] int64: kind of file as in `stat.S_IFMT`, bytes, mtime and ctime in ns; kind 0 where the system does not say
     "What files are, links not followed; raises nothing."
-    out, step = np.zeros((len(paths), 3), np.int64), max(_LEAST, -(-len(paths) // usable_cores()))
+    out, step = np.zeros((len(paths), 4), np.int64), max(_LEAST, -(-len(paths) // usable_cores()))
     def look(start: int) -> None: _stat_files(*calls.as_bytes(paths[start:start + step]), np.zeros(32, np.int64), out[start:start + step])
     if len(paths) <= step:
         if paths: look(0)
@@ -80,7 +81,7 @@ def self_check() -> None:
     "Raise ImportError unless a file is seen as Python sees it."
     path = os.fsencode(os.path.realpath(sys.executable or os.sep))
     st = os.lstat(path)
-    if stat_files([path]).tolist() != [[stat.S_IFMT(st.st_mode), st.st_size, st.st_mtime_ns]]:
+    if stat_files([path]).tolist() != [[stat.S_IFMT(st.st_mode), st.st_size, st.st_mtime_ns, st.st_ctime_ns]]:
         raise ImportError("compiled functions give wrong results on this machine; remove numba's cache (__pycache__ beside the package, or NUMBA_CACHE_DIR)")
 
 self_check()

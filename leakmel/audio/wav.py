@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MACHINE_FAULTS', 'OPEN_FLAGS', 'HEADER_BYTES', 'MAX_CHUNKS', 'MAX_CHANNELS', 'MAX_SAMPLE_BYTES', 'STREAMED',
            'DIGEST_ALGORITHM', 'read_error', 'OutOfMemory', 'open_regular', 'canonical_header', 'WavHeader',
-           'parse_header', 'digest_of', 'Recording', 'read_open_wav', 'read_wav']
+           'parse_header', 'digest_of', 'Recording', 'read_payload', 'decode_payload', 'read_open_wav', 'read_wav']
 
 # %% ../../nbs/audio/wav.ipynb #0f7d8ac0
 import errno, os, stat, struct
@@ -218,7 +218,7 @@ class Recording:
         return f"Recording({n} samples x {c} channel{'s' * (c > 1)}, {self.sample_rate} Hz, {self.duration_s:g} s, {self.encoding})"
 
 # %% ../../nbs/audio/wav.ipynb #0cdbecfd
-def _read_payload(fd: int, header: WavHeader) -> bytearray:
+def read_payload(fd: int, header: WavHeader) -> bytearray:
     "The bytes of the data chunk."
     raw = bytearray(header.data_bytes)
     view, done = memoryview(raw), 0
@@ -276,13 +276,13 @@ def _check_finite(samples: np.ndarray, header: WavHeader) -> None:
     offset = header.data_start + frame * header.block_align + channel * header.bits // 8
     raise RecordingError("nonfinite", f"sample {frame} is not a finite number", offset=offset if header.encoding.startswith("float") else header.data_start)
 
-def read_open_wav(
-    fd: int,      # open file descriptor; its position is not used
-    n_file: int,  # bytes in the file
+def decode_payload(
+    fd: int,            # open file descriptor; its position is not kept
+    n_file: int,        # bytes in the file
+    header: WavHeader,
+    raw: bytearray,     # of the data chunk
 ) -> Recording:
-    "Read a WAV file that is open already."
-    header = parse_header(fd, n_file)
-    raw = _read_payload(fd, header)
+    "Samples of a WAV file whose payload was read; what is coded is read again, by libsndfile."
     if header.encoding.startswith(("pcm", "float")): samples = _decode_plain(raw, header)
     else:
         os.lseek(fd, 0, os.SEEK_SET)
@@ -290,6 +290,14 @@ def read_open_wav(
     _check_finite(samples, header)
     if len(samples) == 0: raise RecordingError("empty", "the file holds no complete sample", offset=header.data_start)
     return Recording(samples, header.sample_rate, header.encoding, digest_of(raw))
+
+def read_open_wav(
+    fd: int,      # open file descriptor; its position is not used
+    n_file: int,  # bytes in the file
+) -> Recording:
+    "Read a WAV file that is open already."
+    header = parse_header(fd, n_file)
+    return decode_payload(fd, n_file, header, read_payload(fd, header))
 
 # %% ../../nbs/audio/wav.ipynb #5fb93904
 def read_wav(

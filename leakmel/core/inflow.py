@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 # %% ../../nbs/core/inflow.ipynb #86437b00
 def thread_read_bytes() -> int | None:
     "Bytes that storage has delivered for this thread; None where the system does not count them."
@@ -41,6 +39,7 @@ def cached_share(
     fd: int,
 ) -> float | None:      # 0 to 1; None where the system does not tell, or the file is empty
     "Share of a file's pages that are in the page cache (mincore(2)); brings none of them in."
+    import numpy as np
     if not sys.platform.startswith("linux") or not (size := os.fstat(fd).st_size): return None
     with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as pages:
         seen, there = np.frombuffer(pages, np.uint8), np.zeros(-(-size // mmap.PAGESIZE), np.uint8)

@@ -11,9 +11,9 @@ import os, platform, threading, time
 from collections.abc import Callable
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+from .groups import GROUPS, OWN, group_room
 from .timeline import Timeline
 
 # %% ../../nbs/core/monitor.ipynb #0186309d
@@ -240,18 +240,16 @@ def size_text(
 
 # %% ../../nbs/core/monitor.ipynb #47bdc9f7
 def free_memory(
-    cgroup: str | os.PathLike = "/sys/fs/cgroup",   # where the control group's files are
-) -> int:                                           # bytes
+    root: str | os.PathLike = GROUPS,   # where control groups have their files
+    own: str | os.PathLike = OWN,       # where this process finds its groups
+) -> int:                               # bytes
     "Memory that this process may still take."
     try:
         import psutil
         free = int(psutil.virtual_memory().available)
     except ImportError: free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")      # less: the page cache is not counted as free
-    def number(name: str, key: str = "") -> int:
-        words = (Path(cgroup) / name).read_text(encoding="ascii").split()
-        return int(words[words.index(key) + 1] if key else words[0])
-    try: return max(0, min(free, number("memory.max") - number("memory.current") + number("memory.stat", "inactive_file")))
-    except (OSError, ValueError, IndexError): return free      # no limit ("max"), or no such group
+    room = group_room(root, own)
+    return free if room is None else min(free, room)
 
 # %% ../../nbs/core/monitor.ipynb #a966f08e
 def machine_facts() -> dict[str, Any]:

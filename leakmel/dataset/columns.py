@@ -13,7 +13,7 @@ import numpy as np
 from ..audio.listing import Listing
 from ..audio.quality import quality
 from .loader import PLAIN
-from .ring import Job
+from .job import Job
 from .schema import Metadata, root_attributes, said_columns
 from ..mel.engines import Engine
 

@@ -41,6 +41,7 @@ class PipelineConfig:
     monitor_interval_s: float = 0.1          # seconds between samples of CPU, memory, disk and GPU; 0: none
     cache_dir: str | None = None             # folder of the cache files of mode memmap; none given: the user's cache folder
     ram_fraction: float = 0.5                # part of the free memory that mode preload may fill
+    journal_bytes: int = 32 << 20            # of rows, between two entries of the journal from which an interrupted build goes on; 0: no journal
     read_ahead: int | None = None            # files that the disk fetches ahead of the readers; none given: 256 where memory lacks them; 0: none
 
     def __post_init__(self):
@@ -48,7 +49,8 @@ class PipelineConfig:
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1: raise UsageError(f"{name} must be a whole number from 1", found=repr(value))
-        if self.read_ahead is not None and self.read_ahead < 0: raise UsageError("read_ahead must be a whole number from 0", found=repr(self.read_ahead))
+        for name in ("read_ahead", "journal_bytes"):
+            if (value := getattr(self, name)) is not None and value < 0: raise UsageError(f"{name} must be a whole number from 0", found=repr(value))
         if self.compression not in ("none", "gzip"): raise UsageError("unknown compression", found=repr(self.compression), expected="none or gzip")
         if not 0 < self.ram_fraction <= 1: raise UsageError("ram_fraction must be above 0 and at most 1", found=self.ram_fraction)
         if not self.monitor_interval_s >= 0: raise UsageError("monitor_interval_s must be 0 or more", found=self.monitor_interval_s)

@@ -217,7 +217,7 @@ def _inflow_of(held: Held) -> Inflow:
 # %% ../../nbs/dataset/held.ipynb #79a831f4
 class HeldReader:
     "Fills slots from held recordings; shared by all threads."
-    stage = "copy_in"
+    stage = "stage"
 
     def __init__(self, held: Held, plain: BatchReader):
         self.held, self.plain, self.listing = held, plain, plain.listing
@@ -283,7 +283,8 @@ def load(
             if first is None: break
             slot.begin(None, first // LOAD_FILES, first, min(LOAD_FILES, n_files - first))
             if ahead is not None: ahead.take(slot.n)
-            with timeline.span("read", lane, split=split, batch=slot.batch) as moved: moved.n_files, moved.n_bytes = slot.n, reader.fill(slot)
+            with timeline.span("read", lane, split=split, batch=slot.batch) as moved:
+                moved.n_files, moved.n_bytes, moved.parts = slot.n, reader.fill(slot), slot.parts
             try: held.take(slot)
             except OSError as e: raise output_error(e, "the cache file") from e
             with lanes.lock: done[0] += slot.n

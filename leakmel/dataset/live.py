@@ -9,7 +9,7 @@ __all__ = ['log', 'STATUS_SCHEMA', 'Rates', 'Pulse', 'Queues', 'status_path', 'w
 import json, logging, os
 from collections import Counter, deque
 from collections.abc import Container
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from ..core.monitor import size_text
 from ..core.progress import Progress
 from ..core.timeline import Timeline
-from .ring import Job
+from .job import Job
 
 log = logging.getLogger("leakmel")
 
@@ -50,8 +50,9 @@ class Rates:
         return {stage: ((n - files[stage]) / seconds, (self._bytes[stage] - sizes[stage]) / seconds) for stage, n in self._files.items() if n > files[stage]}
 
 # %% ../../nbs/dataset/live.ipynb #16f6fb9b
-_DOING = {"read": "reading", "copy_in": "copying in", "compute": "computing", "write": "writing"}
-_BY_BYTES = ("read", "copy_in", "write")
+_DOING = {"read": "reading", "decode": "decoding", "resample": "resampling", "stage": "staging", "copy_in": "copying in", "compute": "computing",
+          "write": "writing"}
+_BY_BYTES = ("read", "stage", "copy_in", "write")
 
 @dataclass(frozen=True)
 class Pulse:
@@ -145,20 +146,22 @@ class Live:
         self.checked: dict[str, tuple[int, int]] = {}     # by split: rows checked, and rows to check; filled in by those who check
         self.published: Container[str] = ()               # splits; filled in by those who publish
         self._rates, self._queues, self._began_s, self._written_s = Rates(timeline), Queues(timeline, n_slots), timeline.now_s(), float("-inf")
-        self._stack, self._bars = ExitStack(), dict[str, Progress]()
+        self._bars, self._phases = dict[str, Progress](), dict[str, str]()
 
     def __enter__(self) -> "Live":
         for job in self.jobs: self._bar(job.split, len(job.listing), "files")
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        try: self._stack.__exit__(*failure)
+        try:
+            for bar in self._bars.values(): bar.rest()
+            for bar in self._bars.values(): bar.close("done" if failure[0] is None else "stopped")      # in the order of their rows
         finally:
             for job in self.jobs: _forget(job.file.target)
 
     def _bar(self, label: str, total: int, unit: str) -> Progress:
         "The bar of a phase."
-        if label not in self._bars: self._bars[label] = self._stack.enter_context(Progress(total, unit=unit, label=label, show=self.show))
+        if label not in self._bars: self._bars[label] = Progress(total, unit=unit, label=label, show=self.show)
         return self._bars[label]
 
 # %% ../../nbs/dataset/live.ipynb #a1a26d6c
@@ -174,7 +177,8 @@ def pulses(live: Live) -> list[Pulse]:      # one for each split
     "What is the case now."
     phases = [_phase(live, job) for job in live.jobs]
     busy = next((i for i, phase in enumerate(phases) if phase != "published"), -1)
-    stages = {stage: {"files_per_s": files, "bytes_per_s": size} for stage, (files, size) in live._rates.now().items() if stage in _DOING}
+    rates = live._rates.now()
+    stages = {stage: {"files_per_s": rates[stage][0], "bytes_per_s": rates[stage][1]} for stage in _DOING if stage in rates}
     run: dict[str, Any] = {"stages": stages, "queues": live._queues.now()} | _machine(live.timeline)
     return [Pulse(job.split, phase, job.n_done, len(job.listing), len(job.rejected), *live.checked.get(job.split, (0, 0)), **(run if i == busy else {}))
             for i, (job, phase) in enumerate(zip(live.jobs, phases))]
@@ -183,7 +187,11 @@ def look(live: Live) -> None:
     "Draw and write what is the case now."
     now_s, every = live.timeline.now_s(), pulses(live)
     for job, pulse in zip(live.jobs, every):
-        live._bar(job.split, pulse.files, "files").update(pulse.files_done, repr(pulse))
+        bar = live._bar(job.split, pulse.files, "files")
+        if live._phases.get(job.split) == "waiting" != pulse.phase: bar.begin()      # its rate is not that of the splits before it
+        live._phases[job.split] = pulse.phase
+        if pulse.phase != "waiting": bar.update(pulse.files_done, repr(pulse))
+        if pulse.phase == "published": bar.rest(repr(pulse))
         if pulse.rows_to_check >= _WORTH_A_BAR: live._bar(f"{job.split}: check", pulse.rows_to_check, "rows").update(pulse.rows_checked)
     if now_s - live._written_s < _STATUS_EVERY_S: return
     live._written_s = now_s

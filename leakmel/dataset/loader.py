@@ -6,8 +6,9 @@
 __all__ = ['FACTS', 'PLAIN', 'Slot', 'Disagreement', 'Source', 'BatchReader']
 
 # %% ../../nbs/dataset/loader.ipynb #4373ff5d
-import os, sys
-from collections.abc import Callable, Collection
+import os, sys, time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,8 @@ from ..audio.conform import conform, resampled_length
 from ..audio.compiled import digests_of, native
 from ..audio.manifest import Listing
 from ..audio.quality import FIGURES, figures_of
-from ..audio.wav import HEADER_BYTES, OPEN_FLAGS, OutOfMemory, canonical_header, digest_of, open_regular, read_error, read_open_wav
+from ..audio.wav import (HEADER_BYTES, OPEN_FLAGS, OutOfMemory, canonical_header, decode_payload, digest_of, open_regular, parse_header, read_error,
+                               read_payload)
 from ..core.errors import DataError, MachineError, RecordingError
 from ..core.inflow import Inflow
 from .schema import Rejected
@@ -38,7 +40,21 @@ FACTS = np.dtype([
 PLAIN = ("pcm16", "ok")      # encoding and status of nearly all
 
 # %% ../../nbs/dataset/loader.ipynb #43cedabc
-class Slot:
+class _Parts:
+    "What stages took of filling a slot."
+    parts: dict[str, tuple[float, int]]      # stage -> seconds, and recordings
+
+    @contextmanager
+    def taking(self, stage: str, n_files: int) -> Iterator[None]:
+        "Count the seconds of the body for a stage, and recordings; also of one that is rejected in it."
+        began = time.perf_counter()
+        try: yield
+        finally:
+            seconds, n = self.parts.get(stage, (0.0, 0))
+            self.parts[stage] = seconds + time.perf_counter() - began, n + n_files
+
+# %% ../../nbs/dataset/loader.ipynb #caa92450
+class Slot(_Parts):
     "Buffers and results of one batch; reused, so a batch must be written out before its slot is given back."
 
     def __init__(
@@ -61,7 +77,7 @@ class Slot:
         self.wide_rows = False
         self.facts[:] = np.zeros((), FACTS)
         self.unusual: dict[int, tuple[str, str]] = {}      # row -> encoding, status, where not PLAIN
-        self.rejected: list[Rejected] = []
+        self.rejected, self.parts = list[Rejected](), {}
 
     @property
     def facts(self) -> np.ndarray:
@@ -104,12 +120,14 @@ def _read_canonical(path: bytes, mtime_ns: int, header: bytes, row: np.ndarray) 
     return st.st_ctime_ns if st.st_mtime_ns == mtime_ns and n == len(head) + len(samples) and head == header else None
 
 # %% ../../nbs/dataset/loader.ipynb #4affb13e
-def _read_any(path: bytes, size: int, mtime_ns: int, spec: MelSpec, follows: Collection[str]) -> tuple[np.ndarray, tuple, tuple[str, str]]:
+def _read_any(path: bytes, size: int, mtime_ns: int, spec: MelSpec, follows: Collection[str], slot: Slot) -> tuple[np.ndarray, tuple, tuple[str, str]]:
     "Row, facts, and encoding and status of any recording; raises RecordingError, or Disagreement where it should have been like the others."
     fd, n_file = open_regular(path)
     try:
         if n_file != size: raise RecordingError("changed", f"{size} bytes when listed, {n_file} when read")
-        recording = read_open_wav(fd, n_file)
+        header = parse_header(fd, n_file)
+        raw = read_payload(fd, header)
+        with slot.taking("decode", 1): recording = decode_payload(fd, n_file, header, raw)
         st = os.fstat(fd)
         if st.st_mtime_ns != mtime_ns: raise RecordingError("changed", "modified after it was listed")
     except OSError as e:
@@ -120,9 +138,10 @@ def _read_any(path: bytes, size: int, mtime_ns: int, spec: MelSpec, follows: Col
     if "sample_rate" in follows and recording.sample_rate != spec.sample_rate: raise Disagreement("recordings differ in rate")
     if "duration_s" in follows and resampled_length(n, recording.sample_rate, spec.sample_rate) != spec.n_samples:
         raise Disagreement("recordings differ in length")
-    row, status = conform(recording.samples, recording.sample_rate, spec.rules)
-    facts = (True, row.dtype == np.int16, True, recording.sample_rate, n, channels, *figures_of(recording.samples, recording.encoding),
-             recording.digest, st.st_ctime_ns)
+    other = recording.sample_rate != spec.sample_rate
+    with slot.taking("resample" if other else "decode", int(other)): row, status = conform(recording.samples, recording.sample_rate, spec.rules)
+    with slot.taking("decode", 0): figures = figures_of(recording.samples, recording.encoding)
+    facts = (True, row.dtype == np.int16, True, recording.sample_rate, n, channels, *figures, recording.digest, st.st_ctime_ns)
     return row, facts, (sys.intern(recording.encoding), sys.intern(status))
 
 def _keep(slot: Slot, i: int, row: np.ndarray, facts: tuple, encoding_status: tuple[str, str]) -> None:
@@ -141,7 +160,7 @@ _NO_LABEL = {"folders": "lies in no label folder", "pattern": "the name does not
 class Source(Protocol):
     "What fills slots with the recordings of one listing."
     listing: Listing
-    stage: str         # of the timeline: "read" from files, "copy_in" from what was held ready
+    stage: str         # of the timeline: "read" from files, "stage" from what was held ready
     inflow: Inflow     # what it asked of files, and what a device delivered
 
     def fill(self, slot: Slot) -> int:
@@ -189,7 +208,7 @@ class BatchReader:
         if size == self.size and (ctime_ns := _read_canonical(path, mtime_ns, self.header, slot.samples[i])) is not None:
             slot.facts[i] = (True, True, False, self.spec.sample_rate, self.spec.n_samples, 1, 0, 0, 0, 0, False, digest_of(slot.samples[i]), ctime_ns)
             return
-        try: row, facts, encoding_status = _read_any(path, size, mtime_ns, self.spec, self.follows)
+        try: row, facts, encoding_status = _read_any(path, size, mtime_ns, self.spec, self.follows, slot)
         except MemoryError as e: raise OutOfMemory(path) from e
         _keep(slot, i, row, facts, encoding_status)
 

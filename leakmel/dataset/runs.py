@@ -19,10 +19,13 @@ from ..core.errors import DataError, OutputError, UsageError, show_path
 from ..core.parameters import Kinds, field_kinds
 from ..core.progress import Progress
 from .follow import resolve_spec
-from .pipeline import BuildResult, build, build_all
+from .pipeline import build, build_all
+from .publish import BuildResult
 from .config import PipelineConfig, Workers, plan_workers, slot_bytes
 from .modes import ModeChoice, pick_mode
 from .schema import data_set_name
+from .settings import with_tuned
+from .spec_file import asked_spec
 from .waveforms import waveform_shape
 from ..mel.engines import open_engine
 from ..mel.spec import MelSpec
@@ -31,19 +34,28 @@ from ..mel.spec import MelSpec
 def build_kinds() -> Kinds:
     "Names and types of the parameters of build.ipynb."
     own: Kinds = {"data_root": (str, None), "split": (str,), "table": (str, None), "pattern": (str, None), "out": (str, None),
-                  "preset": (str,), "engine": (str,), "mode": (str,), "check": (int, None), "with_waveforms": (bool,)}
+                  "spec_file": (str, None), "preset": (str,), "engine": (str,), "mode": (str,), "check": (int, None), "with_waveforms": (bool,),
+                  "tuned": (bool,), "fresh": (bool,)}
     spec = {name: (*kinds, None) for name, kinds in field_kinds(MelSpec).items() if name != "preset_name"}
     return own | spec | field_kinds(PipelineConfig)
 
-def spec_changes(parameters: dict[str, Any]) -> dict[str, Any]:
-    "The preset and the spec fields that were given."
+def spec_changes(
+    parameters: dict[str, Any],          # as build_kinds lists them
+) -> tuple[dict[str, Any], str]:         # for `build`, and a line on the spec file; "" without one
+    "The preset and the spec fields that were given, over those of a spec file; `disjoint`, the default, leaves the preset to the file."
     given = {f.name: parameters[f.name] for f in fields(MelSpec) if parameters.get(f.name) is not None}
     if given.get("mel_norm") == "none": given["mel_norm"] = None
-    return {"preset": parameters["preset"]} | given
+    file, preset = parameters.get("spec_file"), parameters["preset"]
+    return asked_spec(file, None if file and preset == "disjoint" else preset, given)
 
-def pipeline_config(parameters: dict[str, Any]) -> PipelineConfig:
-    "The speed settings."
-    return PipelineConfig(**{f.name: parameters[f.name] for f in fields(PipelineConfig)})
+def pipeline_config(
+    parameters: dict[str, Any],                  # as build_kinds lists them
+    root: str | os.PathLike | None = None,       # data folder; None: what was measured for it is not asked for
+) -> tuple[PipelineConfig, str, str]:            # settings, mode, and a line on where they come from; "" where nothing was measured
+    "The speed settings and the mode: the user's own, and for the rest what `leakmel tune` measured, unless `tuned` is False."
+    given = {f.name: value for f in fields(PipelineConfig) if (value := parameters[f.name]) != f.default}
+    if root is None or not parameters.get("tuned"): return PipelineConfig(**given), parameters["mode"], ""
+    return with_tuned(root, given, engine=parameters["engine"], mode=parameters["mode"], switch="tuned=False")
 
 # %% ../../nbs/dataset/runs.ipynb #eb648268
 DEMO_FILES = 1200
@@ -96,6 +108,9 @@ class RunPlan:
     check: int | None
     out: Path                   # the run's folder
     with_waveforms: bool = False
+    spec_note: str = ""         # which file the spec comes from, and what was given besides
+    tuned_note: str = ""        # which file settings of speed come from, or why they do not
+    fresh: bool = False         # make every row anew
 
     @property
     def targets(self) -> list[Path]:
@@ -124,10 +139,10 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
             ("recordings", f"{n:,}: " + ", ".join(f"{x.split or 'one folder'} {len(x):,}" for x in plan.manifest.listings)),
             ("labels", ", ".join(f"{show_path(name)} = {i} ({counts[name]:,} recordings)" for i, name in enumerate(plan.manifest.label_names))),
             ("problems", f"{problems} (plan.manifest.problems has them)" if problems else "none seen in names and folders"),
-            ("spec", repr(plan.spec) + followed),
+            ("spec", repr(plan.spec) + followed), *([("from", plan.spec_note.removeprefix("spec of "))] if plan.spec_note else []),
             ("rows", f"{n_long} long x {n_short} short segments x {n_mels} mels x {n_frames} frame{'s' * (n_frames > 1)}, float16 dB, "
                      f"about {n_bytes / 1e6:,.1f} MB in all"),
-            ("mode", str(plan.choice).removeprefix("mode ")),
+            *([("tuned", plan.tuned_note)] if plan.tuned_note else []), ("mode", str(plan.choice).removeprefix("mode ")),
             ("engine", f"{plan.identity}, {w.compute_workers} threads, {readers}, {w.slots} slot{'s' * (w.slots > 1)} of {w.files_per_batch} recordings "
                        f"({w.slots * w.files_per_batch * slot_bytes(plan.spec) / 1e6:,.0f} MB)"),
             ("waveforms", f"short segments of {plan.spec.short_window} samples, float32, {_waveform_gb(plan):.3g} GB more" if plan.with_waveforms
@@ -156,14 +171,15 @@ def plan_run(
             raise UsageError("the folder holds label folders and no splits", path=root, found=f"split={split!r}", remedy="use split='all'")
         manifest, split = everything, ""
     else: manifest = everything if split == "all" else scan(root, split=split, **named_by)
-    config, changes = pipeline_config(parameters), spec_changes(parameters)
+    (config, mode, tuned_note), (changes, spec_note) = pipeline_config(parameters, root), spec_changes(parameters)
     listings = list(manifest.listings)
     spec, follows = resolve_spec(changes, listings)
     with open_engine(parameters["engine"], spec, device=config.device) as engine:
         workers, identity = plan_workers(config, spec, engine, max(map(len, manifest.listings))), engine.identity
     out = Path(os.path.abspath(parameters["out"])) if parameters["out"] else _new_folder(split or "all", spec.fingerprint(identity))
-    return RunPlan(root, note, manifest, split, spec, follows, changes, parameters["engine"], identity, workers, config,
-                   parameters["mode"], pick_mode(listings, spec, parameters["mode"], config), parameters["check"], out, parameters["with_waveforms"])
+    return RunPlan(root, note, manifest, split, spec, follows, changes, parameters["engine"], identity, workers, config, mode,
+                   pick_mode(listings, spec, mode, config), parameters["check"], out, parameters["with_waveforms"], spec_note, tuned_note,
+                   parameters["fresh"])
 
 def _new_folder(split: str, fingerprint: str) -> Path:
     "A name below runs/ that is not taken."
@@ -178,7 +194,7 @@ def execute(
 ) -> list[BuildResult]:
     "Build what was planned and write summary.json."
     common: dict[str, Any] = dict(spec=plan.changes, engine=plan.engine, mode=plan.mode, pipeline=plan.config, check=plan.check,
-                                  manifest=plan.manifest, progress=progress, with_waveforms=plan.with_waveforms)
+                                  manifest=plan.manifest, progress=progress, with_waveforms=plan.with_waveforms, fresh=plan.fresh)
     if plan.split in ("all", ""): results = build_all(plan.data_root, out_dir=plan.out, **common)
     else: results = [build(plan.data_root, split=plan.split, out=plan.targets[0], **common)]
     write_summary(plan.out, results)

@@ -176,8 +176,8 @@ def metadata_digest(file: h5py.File) -> str:
         total.update(f"@{name} {json.dumps(value.tolist() if hasattr(value, 'tolist') else value)} ".encode("utf-8", "surrogateescape"))
     return total.hexdigest()
 
-def write_metadata(file: h5py.File, meta: Metadata) -> None:
-    "Write labels, columns, digests, rejected files, scales and attributes, then the digest of all that."
+def write_metadata(file: h5py.File, meta: Metadata) -> str:
+    "Write labels, columns, digests, rejected files, scales and attributes, then the digest of all that, which is returned."
     def put(name: str, values: np.ndarray) -> h5py.Dataset:
         return file.create_dataset(name, data=values, track_times=False)
     put(LABELS, meta.labels)
@@ -193,7 +193,9 @@ def write_metadata(file: h5py.File, meta: Metadata) -> None:
     _write_scales(file, meta.spec)
     if WAVEFORMS in file: _describe_waveforms(file)
     for name, value in meta.attributes.items(): file.attrs[name] = value
-    file.attrs[DIGEST_ATTRIBUTE] = metadata_digest(file)
+    digest = metadata_digest(file)
+    file.attrs[DIGEST_ATTRIBUTE] = digest
+    return digest
 
 # %% ../../nbs/dataset/schema.ipynb #5d828b2c
 def _put_texts(file: h5py.File, name: str, values: Sequence[bytes], at_once: int = 8192) -> None:

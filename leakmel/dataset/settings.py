@@ -203,6 +203,7 @@ def with_tuned(
     *,
     engine: str = "auto",         # engine and mode that the user asked for
     mode: str = "auto",
+    switch: str = "--no-tuned",   # what the user gives to have none of this, for the line
 ) -> tuple[PipelineConfig, str, str]:     # settings, mode, and a line on where they come from; "" where nothing was measured
     "Settings for a build: those that were measured, unless the user's own contradict."
     own = PipelineConfig(**given)
@@ -213,7 +214,7 @@ def with_tuned(
     if tuned.mode == "preload":
         if tuned.need_bytes <= own.ram_fraction * free_memory(): mode = tuned.mode
         else: said = "; preload is left out, the memory that is free now is too small"
-    return config, mode, f"settings of {show_path(tuned.path)}: {tuned!r}{said} (--no-tuned ignores them)"
+    return config, mode, f"settings of {show_path(tuned.path)}: {tuned!r}{said} ({switch} ignores them)"
 
 def _contradiction(tuned: Tuned, own: PipelineConfig, given: Mapping[str, Any], engine: str, mode: str) -> str:
     "What the user asked for that is not what was measured, in words; empty where there is none."

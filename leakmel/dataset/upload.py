@@ -155,7 +155,7 @@ def _read_batches(upload: Upload, lane: str) -> None:
         sent.synchronize()
         slot.begin(None, *job, min(upload.step, n - job[1]))
         with upload.timeline.span("read", lane, split=upload.reader.listing.split, batch=slot.batch) as moved:
-            moved.n_files, moved.n_bytes = slot.n, upload.reader.fill(slot)
+            moved.n_files, moved.n_bytes, moved.parts = slot.n, upload.reader.fill(slot), slot.parts
         _note(upload, slot)
         upload.filled.put(item)
     upload.free.put(item)      # for the next reader, who leaves in the same way

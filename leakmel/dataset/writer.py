@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SPARE_BYTES', 'output_error', 'OutputLock', 'undisturbed', 'require_space', 'reserve', 'part_bytes', 'rows_offset',
-           'waveforms_offset', 'PartialFile', 'RowFile', 'replacing', 'sync_folder', 'compress']
+           'waveforms_offset', 'bytes_there', 'PartialFile', 'RowFile', 'replacing', 'sync_folder', 'compress']
 
 # %% ../../nbs/dataset/writer.ipynb #8b01edd2
-import errno, fcntl, os, signal, threading
+import errno, fcntl, os, signal, stat, threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -160,6 +160,20 @@ def _make_anew(path: Path) -> int:
     for old in (path, path.with_name(path.name + ".gz")): old.unlink(missing_ok=True)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
+def _open_again(path: Path) -> int:
+    "Open what an interrupted build left, a regular file under no other name; made anew where it is anything else."
+    try: fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError: return _make_anew(path)
+    st = os.fstat(fd)
+    if stat.S_ISREG(st.st_mode) and st.st_nlink == 1: return fd
+    os.close(fd)
+    return _make_anew(path)
+
+def bytes_there(path: Path) -> int:
+    "Bytes that a file takes on the disk; 0 where there is none."
+    try: return os.lstat(path).st_blocks * 512
+    except OSError: return 0
+
 # %% ../../nbs/dataset/writer.ipynb #9bfef448
 class _Unpublished:
     "A file under a name of its own, until it is published or given up."
@@ -179,11 +193,11 @@ class _Unpublished:
         os.replace(self.partial, self.target)
         if sync: sync_folder(self.target.parent)
 
-    def abort(self) -> None:
-        "Leave nothing behind; what stood under the final name stays."
+    def abort(self, *, keep: bool = False) -> None:
+        "Leave nothing behind, or only the partial file, to go on with; what stood under the final name stays."
         if self.fd >= 0: os.close(self.fd)
         self.fd = -1
-        for path in (self.partial, self.scratch): path.unlink(missing_ok=True)
+        for path in (self.scratch,) if keep else (self.partial, self.scratch): path.unlink(missing_ok=True)
 
 # %% ../../nbs/dataset/writer.ipynb #d27d1cb8
 class PartialFile(_Unpublished):
@@ -195,15 +209,22 @@ class PartialFile(_Unpublished):
         row_shape: tuple[int, ...],    # L, S, M, T
         n_candidates: int,             # rows there may be at the most
         waveform_shape: tuple[int, ...] | None = None,   # L, S, short_window; None: no waveforms
+        *,
+        start: str = "anew",           # "again": go on with what an interrupted build left; "not": touch nothing, what stands may do
     ):
         super().__init__(target)
         self.row_shape, self.n_candidates, self.waveform_shape = row_shape, n_candidates, waveform_shape
         self.row_bytes, self.waveform_bytes = part_bytes(row_shape, waveform_shape)
-        require_space(target.parent, n_candidates * (self.row_bytes + self.waveform_bytes + SPARE_BYTES))
+        if start != "not": self._make(again=start == "again")
+
+    def _make(self, *, again: bool) -> None:
+        "Reserve the room."
+        target, row_shape, n_candidates = self.target, self.row_shape, self.n_candidates
+        require_space(target.parent, n_candidates * (self.row_bytes + self.waveform_bytes + SPARE_BYTES) - bytes_there(self.partial))
         try:
             self.offset = rows_offset(target.parent, target.name, row_shape)
             self.waveform_offset = self._waveforms_behind(n_candidates)
-            self.fd = _make_anew(self.partial)
+            self.fd = _open_again(self.partial) if again else _make_anew(self.partial)
         except OSError as e: raise output_error(e, e.filename or self.partial) from e
         try:
             reserve(self.fd, self.waveform_offset + n_candidates * self.waveform_bytes, self.partial)
@@ -216,10 +237,10 @@ class PartialFile(_Unpublished):
         _write_all(self.fd, rows.data.cast("B"), self.offset + first * self.row_bytes)
         return rows.nbytes
 
-    def write_waveform(self, k: int, waveform: np.ndarray) -> int:
-        "Put the segments [L, S, short_window] float32 of candidate k in their place; returns the bytes written."
-        _write_all(self.fd, waveform.data.cast("B"), self.waveform_offset + k * self.waveform_bytes)
-        return waveform.nbytes
+    def write_waveform(self, first: int, waveforms: np.ndarray) -> int:
+        "Put segments ([L, S, short_window] float32, or some of these) at candidate first, first + 1 ...; returns the bytes written."
+        _write_all(self.fd, waveforms.data.cast("B"), self.waveform_offset + first * self.waveform_bytes)
+        return waveforms.nbytes
 
     def _waveforms_behind(self, n_rows: int) -> int:
         "Where waveforms begin, or would, behind this many rows."
@@ -248,12 +269,10 @@ class RowFile(PartialFile):
             _write_all(self.fd, memoryview(data), goal + at * n_bytes)
             at += run
 
-    def finish(self, meta: Metadata) -> None:
-        "Write everything around the rows; the partial file is a complete HDF5 file afterwards."
+    def finish(self, meta: Metadata) -> str:
+        "Write everything around the rows; the partial file is a complete HDF5 file afterwards. Returns the digest of the metadata."
         n_rows = len(meta.labels)
-        with new_file(self.scratch) as f:
-            places = create_parts(f, n_rows, self.row_shape, self.waveform_shape)
-            write_metadata(f, meta)
+        digest, places = self._write_scratch(meta)
         if places != (expected := (self.offset, self.waveform_offset)):
             raise OutputError("the HDF5 library moved the rows", path=self.partial, found=places, expected=expected)
         size, behind = self.scratch.stat().st_size, self.waveform_offset + n_rows * self.waveform_bytes
@@ -263,6 +282,18 @@ class RowFile(PartialFile):
                 f.seek(start)
                 for at in range(start, stop, _COPIED_AT_ONCE): _write_all(self.fd, memoryview(f.read(min(_COPIED_AT_ONCE, stop - at))), at)
         self.scratch.unlink()
+        return digest
+
+    def _write_scratch(self, meta: Metadata) -> tuple[str, tuple[int, int]]:
+        "Write a file with everything but the rows; returns the digest of the metadata, and where rows and waveforms begin."
+        with new_file(self.scratch) as f:
+            places = create_parts(f, len(meta.labels), self.row_shape, self.waveform_shape)
+            return write_metadata(f, meta), places
+
+    def digest_of(self, meta: Metadata) -> str:
+        "The digest that a data set with these metadata would have."
+        try: return self._write_scratch(meta)[0]
+        finally: self.scratch.unlink(missing_ok=True)
 
     def compress(self, meta: Metadata, *, stopped: Callable[[], bool] = lambda: False) -> None:
         "Rewrite the complete partial file with its rows in gzip chunks."

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..audio.problems import ProblemReport, in_words, show_place, wrapped
 from ..core.monitor import mean, peak, rate
-from ..dataset.pipeline import BuildResult
+from ..dataset.publish import BuildResult
 
 # %% ../../nbs/insight/cards.ipynb #6c11928b
 NOT_AVAILABLE = "not available"
@@ -113,8 +113,9 @@ def verified_title(
     ok: bool,         # whether every data set was verified
 ) -> str:
     "The sentence a card begins with."
-    how = "on all rows" if checked == rows else f"on {checked:,} of them"
-    return f"{rows:,} rows, all data sets verified {how}" if ok else "NOT verified"
+    if not ok: return "NOT verified"
+    if not checked: return f"{rows:,} rows, of which none was worked out again"
+    return f"{rows:,} rows, all data sets verified {'on all rows' if checked == rows else f'on {checked:,} of them'}"
 
 class ResultCard(Card):
     "The results of a run for a notebook or a terminal."

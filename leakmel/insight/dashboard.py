@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..audio.problems import how_many, in_words
-from ..core.errors import LeakmelError, UsageError, show_path
+from ..core.errors import DataError, LeakmelError, UsageError, show_path
 from ..core.monitor import mean, peak
 from ..core.parameters import Kinds
 from .advice import analysis_text
 from .cards import NOT_AVAILABLE, Card, cache_sentence, megabytes, verified_title
 from .diagnose import bounds, limit_text, report_text, verdict
-from .run_records import RunRecord
+from .run_records import RunRecord, tidy
 
 if TYPE_CHECKING: import plotly.graph_objects as go
 
@@ -35,8 +35,9 @@ class RunCard(Card):
 
     def __init__(self, run: RunRecord):
         reports = list(run.reports.values())
-        self.run, self.ok = run, all(r["verified"].get("ok") for r in reports) if reports else None
+        self.run, self.ok = run, all(r["verified"].get("ok") for r in reports) and not run.changed if reports else None
         self.title = verified_title(sum(r["rows"] for r in reports), sum(r["verified"].get("checked", 0) for r in reports), bool(self.ok))
+        if run.changed: self.title = f"NOT as it was verified: {', '.join(map(show_path, run.changed))} changed since"
         if not reports: self.title = f"{how_many(len(run.data_sets), 'data set')} without a report: not known when, how fast and whether verified"
         self.blocks = [("the run", [("folder", show_path(run.folder)), *_time_facts(run)]), ("data", _data_facts(run)), ("machine", _machine_facts(run)),
                        ("data sets", [(show_path(n), _file_fact(run, n)) for n in dict.fromkeys([*run.reports, *(p.name for p in run.data_sets)])])]
@@ -83,7 +84,8 @@ def _data_facts(run: RunRecord) -> list[tuple[str, str]]:
     rows, rejected = (sum(r[key] for r in reports) for key in ("rows", "rejected"))
     return [
         ("recordings", f"{run.found:,} files found in {_words([r.get('root') for r in reports])}, {megabytes(sum(r.get('source_bytes', 0) for r in reports))}"),
-        ("rows", f"{rows:,} rows + {rejected:,} rejected = {run.found:,}" + (f" ({said(total('rejected_by_code'))})" if rejected else "")),
+        ("rows", f"{rows:,} rows + {rejected:,} rejected = {run.found:,}" + (f" ({said(total('rejected_by_code'))})" if rejected else "")
+         + (f"; {run.taken_over:,} of them were there before, so the speed is not that of building all" if run.taken_over else "")),
         ("labels", _words([name for r in reports for name in r.get("label_names", [])])),
         ("changed to fit", said(total("status_counts")) or "none"),
         ("problems", said(total("problems_by_kind")) or "none seen")]
@@ -111,6 +113,7 @@ def _file_fact(run: RunRecord, name: str) -> str:
     report, here = run.reports.get(name), [p for p in run.data_sets if p.name == name]
     size = megabytes(here[0].stat().st_size) if here else "no longer here"
     if report is None: return f"{size}; no report beside it"
+    if name in run.changed: return f"{size}, but its report says {megabytes(report['file_bytes'])}: it is not the file that was verified (leakmel verify)"
     return f"{report['rows']:,} rows, {size}; {report['files_per_s']:,.0f} files/s; {report['verified'].get('verdict', NOT_AVAILABLE)}"
 
 # %% ../../nbs/insight/dashboard.ipynb #6ffe3ce6
@@ -167,16 +170,15 @@ def data_facts(
     if spectra < 0: raise UsageError("spectra must be at least 0", found=spectra)
     columns: dict[str, list] = {"splits": [], "sensors": [], "labels": [], "rms_db": []}
     left_out, largest, most = [], None, 0
+    found, its_labels, mel_hz = np.zeros((0, 0), np.float32), list[str](), np.zeros(0)
     for path in run.data_sets:
         try:
             with open_dataset(path) as ds:
-                for name, values in _columns(ds).items(): columns[name].extend(values)
-                if len(ds) > most: largest, most = path, len(ds)
-        except (LeakmelError, OSError, KeyError, ValueError) as e: left_out.append(f"{show_path(path.name)} was left out: {e}")
-    found, mel_hz = np.zeros((0, 0), np.float32), np.zeros(0)
-    its_labels: list[str] = []
-    if largest is not None:
-        with open_dataset(largest) as ds: (found, its_labels), mel_hz = recording_spectra(ds, spectra), ds.file["mel_hz"][:]
+                own = _columns(ds)
+                if len(ds) > most: (found, its_labels), mel_hz, largest, most = recording_spectra(ds, spectra), ds.spec.mel_hz, path, len(ds)
+            for name, values in own.items(): columns[name].extend(values)
+        except (LeakmelError, OSError, KeyError, ValueError, TypeError, IndexError) as e:
+            left_out.append(tidy(f"{show_path(path.name)} was left out: {e}"))
     return DataFacts(columns["splits"], columns["sensors"], columns["labels"], np.array(columns["rms_db"], np.float64), found, its_labels, mel_hz,
                      largest, left_out)
 
@@ -186,7 +188,8 @@ def _columns(ds: Any) -> dict[str, list]:
     n, split = len(ds), str(ds.file.attrs.get("split", "")) or "one folder"
     names = np.array(ds.class_names, dtype=object)
     sensors = [os.fsdecode(v) for v in ds.file["files/sensor"][:].tolist()] if "files/sensor" in ds.file else [""] * n
-    level = ds.file["files/rms_db"][:].tolist() if "files/rms_db" in ds.file else [float("nan")] * n
+    level = ds.file["files/rms_db"][:].astype(np.float64).tolist() if "files/rms_db" in ds.file else [float("nan")] * n
+    if not len(sensors) == len(level) == n: raise DataError("columns of different lengths", path=ds.path, found=f"{len(sensors)} and {len(level)}", expected=n)
     return {"splits": [split] * n, "sensors": sensors, "labels": names[ds.labels].tolist(), "rms_db": level}
 
 # %% ../../nbs/insight/dashboard.ipynb #ed88ba21
@@ -195,10 +198,13 @@ def mel_pictures(
 ) -> "go.Figure":
     "One recording of each label, that of the median level."
     from leakmel.dataset.reader import open_dataset
-    from leakmel.insight.plots import _figure, mels_by_label
+    from leakmel.insight.plots import _figure, _plain, mels_by_label
     if path is None: return _figure([], "No recording to show", height=120)
-    with open_dataset(path) as ds:
-        typical = ds.typical_rows()
-        scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
-        rows = np.stack([ds[row][0] for row in typical.values()]) if typical else np.zeros((0, *ds.mels.shape[1:]), np.float16)
-        return mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales, hop_s=ds.spec.hop_length / ds.spec.sample_rate)
+    try:
+        with open_dataset(path) as ds:
+            typical = ds.typical_rows()
+            scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
+            rows = np.stack([ds[row][0] for row in typical.values()]) if typical else np.zeros((0, *ds.mels.shape[1:]), np.float16)
+            return mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales, hop_s=ds.spec.hop_length / ds.spec.sample_rate)
+    except (LeakmelError, OSError, KeyError, ValueError, TypeError) as e:
+        return _figure([], "No recording can be shown", f"{_plain(path.name)}: {_plain(str(e)[:100])}", height=120)

@@ -239,7 +239,7 @@ class Bound:
         return self.wall_s / (self.wall_s - self.gain_s) if self.gain_s < self.wall_s * (1 - 1e-9) else math.inf
 
 _POOLS = re.compile(r"(worker|reader|engine|writer|loader)-\d+")
-_ROW_STAGES = ("read", "convert", "copy_in", "compute", "copy_out", "write")
+_ROW_STAGES = ("read", "decode", "resample", "stage", "copy_in", "compute", "copy_out", "write")
 
 def _phase_ends(pieces: list[Piece], first: float, last: float) -> tuple[float, float, float, float]:
     "The beginning, the first recording, the last row, the end."

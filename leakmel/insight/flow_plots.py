@@ -12,7 +12,7 @@ import numpy as np
 
 from ..core.timeline import Span, Timeline
 from .diagnose import interval_s, spans_of
-from .plots import _TEXT, STAGE_COLORS, _f32, _figure, _line, _plain, _queue_curves, _stage_name
+from .plots import _TEXT, STAGE_COLORS, _f32, _figure, _line, _plain, _queue_curves, _seconds_text, _stage_name
 
 if TYPE_CHECKING: import plotly.graph_objects as go
 
@@ -65,10 +65,8 @@ def _flow_title(moved: list[Span], within: tuple[float, float]) -> str:
     n, wall_s = sum(s.n_files for s in moved if s.stage == last), within[1] - within[0]
     under_way_s = max(s.end_s for s in moved) - min(s.start_s for s in moved)
     if wall_s <= 0 or under_way_s <= 0: return f"{n:,} files, in no time that could be measured"
-    inside = "" if under_way_s > 0.95 * wall_s else f", {n / under_way_s:,.0f} in the {_seconds(under_way_s)} in which they were under way"
-    return f"{n / wall_s:,.0f} files/s over {_seconds(wall_s)}{inside}"
-
-def _seconds(s: float) -> str: return f"{s:.1f} s" if s >= 10 else f"{s:.2f} s" if s >= 0.1 else f"{1000 * s:.0f} ms"
+    inside = "" if under_way_s > 0.95 * wall_s else f", {n / under_way_s:,.0f} in the {_seconds_text(under_way_s)} in which they were under way"
+    return f"{n / wall_s:,.0f} files/s over {_seconds_text(wall_s)}{inside}"
 
 # %% ../../nbs/insight/flow_plots.ipynb #05f0b68c
 def queue_depth(

@@ -25,8 +25,8 @@ if TYPE_CHECKING: import plotly.graph_objects as go
 
 # %% ../../nbs/insight/plots.ipynb #b89213cd
 STAGE_COLORS = {
-    "start_up": "#999933", "read": "#1F82C6", "convert": "#F0E442", "copy_in": "#56B4E9", "compute": "#E69F00",
-    "copy_out": "#D55E00", "write": "#009E73", "publish": "#A6407A", "verify": "#CC79A7", "wait": "rgba(128,128,128,0.4)",
+    "start_up": "#999933", "read": "#1F82C6", "decode": "#F0E442", "resample": "#B8860B", "stage": "#6F63BB", "copy_in": "#56B4E9", "compute": "#E69F00",
+    "copy_out": "#D55E00", "write": "#009E73", "publish": "#A6407A", "sync": "#8C564B", "verify": "#CC79A7", "wait": "#A8A8A8",
 }
 MAX_POINTS = 1900     # of a trace: more cannot be told apart on a screen
 _TEXT, _LINE = "#7a7a7a", "rgba(128,128,128,0.25)"
@@ -34,6 +34,8 @@ _TEXT, _LINE = "#7a7a7a", "rgba(128,128,128,0.25)"
 def _f32(values) -> np.ndarray:
     "Single precision: stored as bytes, and enough for a screen."
     return np.asarray(values, dtype=np.float32)
+
+def _seconds_text(s: float) -> str: return f"{s:,.1f} s" if s >= 10 else f"{s:.2f} s" if s >= 0.1 else f"{1000 * s:.0f} ms"
 
 def _stage_name(stage: str) -> str: return stage.replace("_", " ").capitalize()
 
@@ -77,7 +79,7 @@ def exclusive_bar(
         traces.append(go.Bar(
             name=_stage_name(stage), orientation="h", y=names, x=_f32(seconds), marker=dict(color=STAGE_COLORS[stage], line=dict(width=0)),
             text=[f"{p:.0f} %" if p >= 6 else "" for p in parts], textposition="inside", insidetextanchor="middle", textangle=0,
-            insidetextfont=dict(color=_TEXT) if stage == "wait" else None, customdata=_f32(np.stack([seconds, parts], axis=1)),
+            customdata=_f32(np.stack([seconds, parts], axis=1)),
             hovertemplate="%{y}<br>%{fullData.name}: %{customdata[0]:.3f} s, %{customdata[1]:.1f} %<extra></extra>"))
     return _figure(traces, _share_title(shares), "Each instant is divided between the lanes busy at it, so a bar is as long as the wall clock",
                    height=170 + 44 * len(names), barmode="stack", bargap=0.3, uniformtext=dict(minsize=10, mode="hide"),
@@ -103,7 +105,7 @@ def _share_title(shares: Mapping[str, Mapping[str, float]]) -> str:
     if not filled: return "No span was recorded"
     largest = [max(a.items(), key=lambda item: item[1])[0] for a in filled]
     parts = [100 * a[s] / (sum(a.values()) or 1) for s, a in zip(largest, filled)]
-    if len(filled) == 1: return f"{_stage_name(largest[0])} takes {parts[0]:.0f} % of {sum(filled[0].values()):.1f} s"
+    if len(filled) == 1: return f"{_stage_name(largest[0])} takes {parts[0]:.0f} % of {_seconds_text(sum(filled[0].values()))}"
     if len(set(largest)) == 1:
         return f"{_stage_name(largest[0])} takes the largest share of all {len(filled)} splits, {min(parts):.0f} to {max(parts):.0f} %"
     return "Largest share: " + ", ".join(f"{_plain(n)} {_stage_name(s).lower()} {p:.0f} %" for n, s, p in zip(shares, largest, parts))
@@ -167,7 +169,7 @@ def batch_timeline(
     rows = (names if len(names) > 1 else []) + lanes
     traces = [_split_trace(timeline, names)] if len(names) > 1 else []
     traces += [_bar_trace(stage, [b for b in bars if b.stage == stage], rows) for stage in STAGES if any(b.stage == stage for b in bars)]
-    return _figure(traces, f"{busy:.1f} of {len(lanes)} lanes busy on average over {seconds:.1f} s", subtitle,
+    return _figure(traces, f"{busy:.1f} of {len(lanes)} lanes busy on average over {_seconds_text(seconds)}", subtitle,
                    height=170 + 30 * len(rows), barmode="overlay", bargap=0.25,
                    xaxis=dict(title=dict(text="time since the run began (s)"), range=[within[0] - 0.01 * seconds, within[1] + 0.01 * seconds]),
                    yaxis=dict(tickvals=list(range(len(rows))), ticktext=[_plain(r) for r in rows], range=[len(rows) - 0.5, -0.5], showgrid=False))

@@ -67,7 +67,7 @@ def _stage_bars(runs: Sequence[RunRecord], y: list[str]) -> "list[go.Bar]":
         traces.append(go.Bar(
             name=_stage_name(stage), orientation="h", y=y, x=_f32(seconds), marker=dict(color=STAGE_COLORS[stage], line=dict(width=0)),
             text=[f"{p:.0f} %" if p >= 9 else "" for p in parts], textposition="inside", insidetextanchor="middle", textangle=0,
-            insidetextfont=dict(color=_TEXT) if stage == "wait" else None, customdata=_f32(np.stack([seconds, parts], axis=1)),
+            customdata=_f32(np.stack([seconds, parts], axis=1)),
             hovertemplate="%{y}<br>%{fullData.name}: %{customdata[0]:.3f} s, %{customdata[1]:.1f} %<extra></extra>"))
     return traces
 
@@ -84,10 +84,13 @@ def _compared_title(runs: Sequence[RunRecord]) -> str:
 
 def _compared_note(runs: Sequence[RunRecord]) -> str:
     "What has to be kept in mind about the comparison."
-    counts = sorted({r.found for r in runs})
-    if len(runs) == 1: return "Nothing to compare it with"
-    if len(counts) == 1: return f"All of {counts[0]:,} files; imports are left out"
-    return f"From {counts[0]:,} to {counts[-1]:,} files, so wall clocks do not compare; a small run is slower for its start"
+    counts, taken = sorted({r.found for r in runs}), sum(r.taken_over > 0 for r in runs)
+    caches = dict.fromkeys(" and ".join(dict.fromkeys(report.get("cache", "unknown") for report in r.reports.values())) for r in runs)
+    said = [f"{taken} of {len(runs)} runs took rows over from earlier ones, which is no building"] if taken else []
+    if len(runs) == 1: return "; ".join(["Nothing to compare it with", *(["it took rows over from an earlier build"] if taken else [])])
+    if len(caches) > 1: said.append(f"page caches differ ({', '.join(caches)})")
+    if len(counts) == 1: return "; ".join([f"All of {counts[0]:,} files", *(said or ["imports are left out"])])
+    return "; ".join([f"From {counts[0]:,} to {counts[-1]:,} files, so wall clocks do not compare", *(said or ["a small run is slower for its start"])])
 
 # %% ../../nbs/insight/run_plots.ipynb #62af9b10
 def runs_table(

@@ -9,7 +9,7 @@ __all__ = ['MakeChain', 'STAGES_OVER', 'FEW', 'Chain', 'FlightLog', 'Kit', 'Tick
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,7 +44,7 @@ class FlightLog:
         stream.record(self.base)
         self.base.synchronize()
         self.base_s = timeline.now_s()
-        self._joined, self._n, self._open = 1, 0, dict[tuple[str, str], tuple[Span, int]]()
+        self._joined, self._n, self._open = 1, 0, dict[tuple[str, str], tuple[Span, int, float]]()      # joined so far, how many, end of the last
 
     def note(self, kit: "Kit", label: Label, n_files: int, n_bytes: tuple[int, int, int]) -> None:
         "Record the stages of a block that is through."
@@ -54,14 +54,14 @@ class FlightLog:
                 self._add(Span(stage, self.lane, start_s, start_s + ended.elapsed_s(began), *label, n_files, moved))
 
     def _add(self, s: Span) -> None:
-        "Add a span, or join it to the one before."
-        key = s.stage, s.split
+        "Add a span, or join it to the one before: as long as both were busy, so that a pause stays a pause, only later."
+        key, n, until_s = (s.stage, s.split), 1, s.end_s
         if key in self._open:
-            a, n = self._open[key]
-            start_s, end_s = min(a.start_s, s.start_s), max(a.end_s, s.end_s)      # blocks on two streams may end out of order
-            s, n = Span(s.stage, s.lane, start_s, end_s, a.split, a.batch, a.n_files + s.n_files, a.n_bytes + s.n_bytes), n + 1
-        else: n = 1
-        self._open[key] = s, n
+            a, n, until_s = self._open[key]
+            more_s = max(0.0, s.end_s - max(s.start_s, until_s)) + max(0.0, min(a.start_s, s.end_s) - s.start_s)     # blocks on two streams overlap
+            n, until_s, start_s = n + 1, max(until_s, s.end_s), min(a.start_s, s.start_s)
+            s = replace(a, start_s=start_s, end_s=start_s + a.seconds + more_s, n_files=a.n_files + s.n_files, n_bytes=a.n_bytes + s.n_bytes)
+        self._open[key] = s, n, until_s
         if n >= self._joined: self._put(key)
 
     def _put(self, key: tuple[str, str]) -> None:

@@ -29,9 +29,9 @@ class ProcessRun:
 def run_leakmel(
     *argv: str,             # arguments of the command line; --json is added
 ) -> ProcessRun:            # raises LeakmelError where the command fails
-    "Run `python -m leakmel` and account for it."
-    started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "leakmel", *argv, "--json"], stdout=subprocess.PIPE, text=True)
+    "Run `python -m leakmel` and account for it; a build makes every row anew."
+    started, words = time.perf_counter(), ["--json", *(["--fresh"] if argv[0] == "build" else [])]
+    process = subprocess.Popen([sys.executable, "-m", "leakmel", *argv, *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     text = process.stdout.read()
     process.stdout.close()

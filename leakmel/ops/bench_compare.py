@@ -40,7 +40,7 @@ def build_command(engine: str, root: Path, out: Path, geometry: str) -> list[str
     "The words of a build by an engine on the CPU."
     changes = [w for key, value in CONTEST[geometry].items() for w in (f"--{key.replace('_', '-')}", "none" if value is None else str(value))]
     return [sys.executable, "-m", "leakmel", "build", str(root), "--out", str(out), "--split", "training", "--engine", engine, "--device", "cpu",
-            "--no-fsync", "--json", *changes]
+            "--no-fsync", "--fresh", "--json", *changes]
 
 _TOOL = "import sys; from leakmel.ops.contestants import main; sys.exit(main())"
 

@@ -35,7 +35,7 @@ def build_figures(
     "What a build says of itself by its spans, samples and reports."
     timeline, found = results[0].timeline, sum(r.found for r in results)
     by_stage: dict[str, list[Span]] = {}
-    for s in timeline.spans: by_stage.setdefault(s.stage, []).append(s)
+    for s in timeline.spans: by_stage.setdefault("publish" if s.stage == "sync" else s.stage, []).append(s)      # one figure for both
     imports, main = ([s for s in by_stage["start_up"] if s.lane == lane][0] for lane in ("imports", "main"))
     began, over = min(s.start_s for s in _reading(timeline.spans)), [s for s in timeline.spans if ":" in s.lane]      # lanes of devices
     ended = max(s.end_s for s in by_stage["publish"])
@@ -83,7 +83,8 @@ def one_build(
     _vram_of_torch()
     cpu_s = time.process_time()
     manifest = scan(root)
-    results = build_all(root, out_dir=out, spec=contest_spec(name), engine=engine, mode=mode, pipeline=config, manifest=manifest, check=check, progress="none")
+    results = build_all(root, out_dir=out, spec=contest_spec(name), engine=engine, mode=mode, pipeline=config, manifest=manifest, check=check, progress="none",
+                        fresh=True)
     if not all(r.verified.ok for r in results): raise LeakmelError("rows do not stand up to the check", path=out, found=results[0].verified.verdict)
     return build_figures(results, manifest.seconds) | {
         "cpu_s": time.process_time() - cpu_s, "workers": results[0].timeline.meta["workers"], "engine": results[0].summary["engine"],

@@ -72,7 +72,7 @@ def _build_preloaded(root: Path, work: Path, rounds: int) -> list[dict[str, Any]
         for _ in range(rounds + 1):
             began = os.times()
             out = work / "preload-later" / "TRAINING_DATASET.H5"
-            result = leakmel.build(root, split="training", out=out, preloaded=ready, pipeline=config, progress="none")
+            result = leakmel.build(root, split="training", out=out, preloaded=ready, pipeline=config, progress="none", fresh=True)
             ended = os.times()
             kept.append({"seconds": result.seconds, "files_per_s": result.files_per_s, "cpu_s": ended.user + ended.system - began.user - began.system,
                          "peak_rss_bytes": result.summary["peak_rss_bytes"], "held_seconds": ready.seconds})

@@ -281,7 +281,7 @@ def trust_figure(
     pieces = {"everything else": [t["without_s"] for t in trust.values()]}
     for what in next(iter(trust.values()))["pieces_s"]: pieces[what] = [t["pieces_s"].get(what, 0.0) for t in trust.values()]
     pieces["fsync, on top"] = [t["fsync_s"] if fsync_words(t).startswith("+") else 0.0 for t in trust.values()]
-    colours = ["rgba(128,128,128,0.45)", *(STAGE_COLORS[s] for s in ("read", "write", "compute", "verify", "convert", "copy_out")), STAGE_COLORS["publish"]]
+    colours = ["rgba(128,128,128,0.45)", *(STAGE_COLORS[s] for s in ("read", "write", "compute", "verify", "decode", "copy_out")), STAGE_COLORS["publish"]]
     names = [f"{place} ({t['share']:.0%})" for place, t in trust.items()]
     fig = go.Figure(layout=go.Layout(template=go.layout.Template()))
     for (what, seconds), colour in zip(pieces.items(), [*colours[:len(pieces) - 1], colours[-1]]):

@@ -26,7 +26,8 @@ from ..core.inflow import is_in_cache
 from ..core.monitor import usable_cores
 from ..dataset.config import PipelineConfig, Workers
 from ..dataset.follow import SpecLike
-from ..dataset.pipeline import BuildResult, build
+from ..dataset.pipeline import build
+from ..dataset.publish import BuildResult
 from ..mel.spec import MelSpec
 from .bench_modes import bring_in, evict
 
@@ -210,7 +211,7 @@ def build_sample(
 ) -> BuildResult:                    # raises LeakmelError
     "Build the sample."
     return build(sample.manifest.root, split=sample.listing.split or None, out=out, spec=spec, engine=engine, mode=mode, pipeline=config,
-                 manifest=sample.manifest, check=check, progress="none")
+                 manifest=sample.manifest, check=check, progress="none", fresh=True)
 
 # %% ../../nbs/ops/tune_trials.ipynb #f052316f
 @dataclass(frozen=True)
@@ -258,6 +259,10 @@ def _by_readv(fd: int, size: int, buffer: memoryview) -> int: return os.preadv(f
 
 def _by_read(fd: int, size: int, buffer: memoryview) -> int: return len(os.read(fd, size))
 
+_PIECE = 16_384      # bytes of a small buffer
+
+def _by_pieces(fd: int, size: int, buffer: memoryview) -> int: return sum(os.preadv(fd, [buffer[at:at + _PIECE]], at) for at in range(0, size, _PIECE))
+
 def _by_mmap(fd: int, size: int, buffer: memoryview) -> int:
     with mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapped: buffer[:size] = mapped[:size]
     return size
@@ -297,6 +302,8 @@ def reading_ways(
     found = {BUILD_WAY: as_build(Way(cores, as_build=True)), f"{BUILD_WAY}, nothing ahead": as_build(Way(cores, as_build=True, window=-1)),
              f"{BUILD_WAY}, {4 * cores} threads": as_build(Way(4 * cores, as_build=True))}
     found |= {PLAIN_WAY: partial(read_plainly, files), "os.read": partial(read_plainly, files, _by_read), "mmap": partial(read_plainly, files, _by_mmap)}
+    found[f"readv, {_PIECE // 1024} KiB at a time"] = partial(read_plainly, files, _by_pieces)
     if hasattr(os, "O_NOATIME"): found["readv, O_NOATIME"] = partial(read_plainly, files, flags=OPEN_FLAGS | os.O_NOATIME)
-    if hasattr(os, "posix_fadvise"): found["readv, WILLNEED"] = partial(read_plainly, files, advice=os.POSIX_FADV_WILLNEED)
+    if hasattr(os, "posix_fadvise"):
+        found |= {f"readv, {name}": partial(read_plainly, files, advice=getattr(os, f"POSIX_FADV_{name}")) for name in ("WILLNEED", "SEQUENTIAL")}
     return found | {f"readv, {4 * cores} threads": partial(read_plainly, files, threads=4 * cores)}

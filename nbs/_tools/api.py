@@ -1,4 +1,4 @@
-"""Reference pages from signatures, docstrings and the comments beside parameters."""
+"""Reference pages from signatures, docstrings and the comments beside parameters: one for each module, one for the names of `import leakmel as lm`."""
 import dataclasses
 import importlib
 import inspect
@@ -6,6 +6,28 @@ import re
 from typing import Any
 
 from fastcore.docments import docments
+
+from leakmel.core.options import _field_comments
+
+
+def public_page() -> str:
+    "One page: what `import leakmel as lm` gives, first as a list, then with its parameters."
+    import leakmel
+    parts = ["# Public names", "```{py:module} leakmel\n:no-index-entry:\n```", PUBLIC_TEXT]
+    values = {name: (module, getattr(leakmel, name)) for name, module in leakmel._PUBLIC.items()}
+    rows = [[f"{{py:obj}}`lm.{name} <leakmel.{name}>`", _first(value), f"`leakmel.{module}`"] for name, (module, value) in values.items()]
+    parts.append("\n".join("| " + " | ".join(row) + " |" for row in [["name", "what it is", "written in"], [":--"] * 3, *rows]))
+    parts += [_class(value) if inspect.isclass(value) else _entry("function", name, value) for name, (_, value) in values.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+PUBLIC_TEXT = """What scripts, notebooks and other programs rely on. `import leakmel as lm` itself is light: a name loads its module when
+it is first used. Errors derive from `lm.LeakmelError` and say what was found, what was expected and what to do."""
+
+
+def _first(value: Any) -> str:
+    "The first sentence of a docstring, for a table."
+    return _cell((inspect.getdoc(value) or "").split("\n")[0])
 
 
 def module_page(name: str) -> str:
@@ -20,7 +42,7 @@ def module_page(name: str) -> str:
         if getattr(value, "__module__", name) != name: continue
         if inspect.isclass(value): parts.append(_class(value))
         elif inspect.isfunction(value): parts.append(_entry("function", public, value))
-        else: parts.append(_directive("data", public, [":no-index-entry:"], _shown(value)))
+        else: parts.append(_directive("data", public, [], _shown(value)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -38,19 +60,28 @@ def _shown(value: Any) -> str:
 def _class(cls: type) -> str:
     "A class with its fields or its constructor's parameters, and its public methods and properties."
     body = [_prose(cls)]
-    if dataclasses.is_dataclass(cls): body.append(_table([(name, d) for name, d in _docments(cls).items() if name in cls.__dataclass_fields__]))
+    if dataclasses.is_dataclass(cls): body.append(_table(_fields(cls)))
     elif "__init__" in vars(cls): body.append(_parameters(vars(cls)["__init__"]))
     for name, member in vars(cls).items():
         if name.startswith("_"): continue
         if isinstance(member, (classmethod, staticmethod)): body.append(_entry("method", name, member.__func__, "::::", type(member).__name__))
         elif inspect.isfunction(member): body.append(_entry("method", name, member, "::::"))
-        elif isinstance(member, property): body.append(_directive("property", name, [":no-index-entry:"], _prose(member), fence="::::"))
-    return _directive("class", cls.__name__ + _signature(cls, short=dataclasses.is_dataclass(cls)), [":no-index-entry:"], *body, fence=":::::")
+        elif isinstance(member, property): body.append(_directive("property", name, [], _prose(member), fence="::::"))
+    return _directive("class", cls.__name__ + _signature(cls, short=dataclasses.is_dataclass(cls)), [], *body, fence=":::::")
+
+
+def _fields(cls: type) -> list[tuple[str, Any]]:
+    "The fields of a dataclass, inherited ones too, with the comments beside them."
+    try: comments = _field_comments(cls)
+    except (OSError, TypeError): comments = {}
+    known = _docments(cls)
+    return [(name, {"docment": comments.get(name), **{k: v for k, v in known.get(name, {}).items() if v is not None or k == "default"}})
+            for name in getattr(cls, "__dataclass_fields__", {}) if name in known]
 
 
 def _entry(kind: str, full: str, function: Any, fence: str = ":::", how: str = "") -> str:
     "A function or method."
-    options = [":no-index-entry:", *([f":{how}:"] if how else [])]
+    options = [f":{how}:"] if how else []
     signature = _signature(function, bound=kind == "method" and how != "staticmethod")
     return _directive(kind, full + signature, options, _prose(function), _parameters(function), fence=fence)
 
@@ -84,8 +115,10 @@ def _parameters(function: Any) -> str:
 
 def _table(rows: list[tuple[str, Any]]) -> str:
     "Name, type, default and comment; nothing where nobody said a type or a word."
-    cells = [[f"`{name}`" if name != "return" else "returns", _type(d.get("anno")), _default(d.get("default")), _cell(d.get("docment") or "")]
-             for name, d in rows if d.get("docment") or _type(d.get("anno"))]
+    def row(name: str, d: Any) -> list[str]:
+        shown = "returns" if name == "return" else f"`{name}`"
+        return [shown, _type(d.get("anno")), _default(d.get("default", dataclasses.MISSING)), _cell(d.get("docment") or "")]
+    cells = [row(name, d) for name, d in rows if d.get("docment") or _type(d.get("anno"))]
     if not cells: return ""
     cells = [["", "type", "default", ""], [":--"] * 4, *cells]
     if not any(row[2] for row in cells[2:]): cells = [[row[0], row[1], row[3]] for row in cells]
@@ -100,7 +133,7 @@ def _type(anno: Any) -> str:
 
 
 def _default(value: Any) -> str:
-    if value is inspect.Parameter.empty or value is None or value is dataclasses.MISSING or type(value).__name__ == "_MISSING_TYPE": return ""
+    if value is inspect.Parameter.empty or value is dataclasses.MISSING: return ""
     text = repr(value)
     return "" if text.startswith("<") else f"`{_cell(text)}`"
 

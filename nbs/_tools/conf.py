@@ -18,6 +18,7 @@ nb_render_markdown_format = "myst"   # what a cell prints as Markdown may hold a
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 python_maximum_signature_line_length = 110
+highlight_language = "none"       # what names no language is a command or its output
 add_module_names = False
 exclude_patterns = ["**/.ipynb_checkpoints"]
 
@@ -26,10 +27,11 @@ html_title = f"leakmel {version}"
 html_css_files = ["leakmel.css"]
 html_show_sourcelink = False
 html_copy_source = False
-html_sidebars: dict[str, list[str]] = {"index": [], "build": [], "benchmark": [], "commands": [], "changelog": []}
+html_show_search_summary = False  # it would fetch every page that was found, which a browser forbids for pages from a disk
+html_sidebars: dict[str, list[str]] = {name: [] for name in ("index", "commands", "changelog", "search", "genindex", "py-modindex")}
 html_theme_options = {
     "show_nav_level": 2, "navigation_depth": 3, "show_prev_next": False, "navbar_align": "left", "secondary_sidebar_items": ["page-toc"],
-    "footer_start": ["copyright"], "footer_end": [], "pygments_light_style": "tango", "pygments_dark_style": "monokai",
+    "header_links_before_dropdown": 6, "footer_start": ["copyright"], "footer_end": [], "pygments_light_style": "tango", "pygments_dark_style": "monokai",
 }
 html_context = {"default_mode": "auto"}
 

@@ -29,7 +29,17 @@ def show_figures(notebook: Any) -> int:
     return len(outputs)
 
 
-def copy_plotly(folder: Path) -> None:
-    "Put plotly's script, which comes with the Python package, into a folder."
+def _stored_script() -> Path:
+    "Plotly's script, which comes with the Python package."
     import plotly
-    shutil.copy(Path(plotly.__file__).parent / "package_data" / "plotly.min.js", folder / "plotly.min.js")
+    return Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+
+
+def plotly_script() -> str:
+    "Plotly's script, to stand inside a page."
+    return _stored_script().read_text(encoding="utf-8").replace("</script", "<\\/script")
+
+
+def copy_plotly(folder: Path) -> None:
+    "Put plotly's script into a folder."
+    shutil.copy(_stored_script(), folder / "plotly.min.js")

@@ -16,9 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
-from api import module_page
+from api import module_page, public_page
 from figures import copy_plotly, show_figures
 from nbclient import NotebookClient
+from widgets import still_widgets
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS, PACKAGE = ROOT / "nbs", ROOT / "leakmel"
@@ -33,6 +34,8 @@ GUIDES = {   # folder of notebooks that export nothing -> title and sentence of 
     "tutorials": ("Tutorials", "From the first recordings to a data set, step by step."),
     "explanations": ("Explanations", "What the library does with recordings, and why."),
 }
+EXAMPLES = ("build", "explore", "dashboard", "benchmark")    # run notebooks in the order of their work; those that are there get a page
+FIRST = ("first_build", "every_night", "speed", "file_format", "promises", "troubleshooting")     # guides in the order of their lists; the others follow
 DEMO_FILES = 120
 EXTRAS = {"mel/triton_kernel": "triton"}    # library notebooks that need more than the requirements
 
@@ -67,11 +70,41 @@ def dress(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             cell.metadata["mystnb"] = {"code_prompt_show": f"Source of {', '.join(defined(cell)) or 'the imports'}", "code_prompt_hide": "Hide the source"}
         cell.metadata["tags"] = sorted(tags)
         cell.source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("#|")).strip("\n")
+    for cell in cells:
+        if cell.cell_type == "markdown": cell.source = formulas(cards(cell.source))
     notebook.cells = [c for c in cells if c.cell_type != "code" or c.source.strip()]
+    still_widgets(notebook)
     show_figures(notebook)
     notebook.metadata = nbformat.from_dict({"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
                                             "language_info": {"name": "python", "pygments_lexer": "ipython3"}})
     return notebook
+
+
+def cards(text: str) -> str:
+    "Lists of `- **[title](page)** sentence` as cards, which a narrow screen stacks."
+    items = r"(?:^- \*\*\[[^\]]+\]\([^)]+\)\*\*.*(?:\n  .*)*\n?)+"
+    def sentence(said: str) -> str: return said[:1].upper() + re.sub(r"\n +", " ", said[1:])
+    def grid(found: re.Match) -> str:
+        doors = re.findall(r"^- \*\*(\[[^\]]+\]\([^)]+\))\*\*[:,]?\s*(.*(?:\n  .*)*)", found.group(), re.M)
+        body = "\n".join(f":::{{grid-item-card}}\n**{link}**\n\n{sentence(said)}\n:::" for link, said in doors)
+        return f"::::{{grid}} 1 1 3 3\n:gutter: 3\n:class-container: doors\n\n{body}\n::::\n"
+    return re.sub(items, grid, text, flags=re.M)
+
+
+SIGNS = {r"\frac12": "½", r"\sum": "Σ", r"\int": "∫", r"\pi": "π", r"\tau": "τ", r"\cos": "cos", r"\log": "log", r"\sqrt": "√", r"\mathrm": "", r"\,": " "}
+
+
+def formulas(text: str) -> str:
+    "The few formulas of the notebooks in HTML: a renderer of formulas would be fetched from a network."
+    def plain(found: re.Match) -> str:
+        inner = found[1]
+        for name, sign in SIGNS.items(): inner = inner.replace(name, sign)
+        inner = re.sub(r"√\{([^{}]*)\}", r"√(\1)", inner)
+        for sign, tag in (("_", "sub"), (r"\^", "sup")): inner = re.sub(sign + r"(?:\{([^{}]*)\}|(\w))", rf"<{tag}>\1\2</{tag}>", inner)
+        if "\\" in inner: raise ValueError(f"a formula with a sign that SIGNS does not have: {found[0]}")
+        return f"<span class='formula'>{inner.replace('{', '').replace('}', '').replace('-', '−').strip()}</span>"
+    parts = re.split(r"(```.*?```|`[^`]*`)", text, flags=re.S)       # code stays as it is
+    return "".join(part if i % 2 else re.sub(r"\$([^$\n]+)\$", plain, part) for i, part in enumerate(parts))
 
 
 def lacking(name: str) -> str:
@@ -142,7 +175,8 @@ def library_notebooks() -> list[Path]:
 
 def guide_notebooks() -> list[Path]:
     "Tutorials and explanations."
-    return [p for folder in GUIDES for p in sorted((NOTEBOOKS / folder).glob("*.ipynb")) if p.name[0] not in "_."]
+    def place(p: Path) -> tuple[int, str]: return FIRST.index(p.stem) if p.stem in FIRST else len(FIRST), p.stem
+    return [p for folder in GUIDES for p in sorted((NOTEBOOKS / folder).glob("*.ipynb"), key=place) if p.name[0] not in "_."]
 
 
 def run_parameters() -> str:
@@ -164,19 +198,26 @@ def dashboard_parameters() -> str:
     return f"run = {str(runs)!r}"
 
 
+def explore_parameters() -> str:
+    "The made set of the other examples."
+    return f"data_root = {str(DOCS / 'demo')!r}"
+
+
 def write_notebooks(library: list[Path], guides: list[Path]) -> None:
     "The front page, the executed examples, the benchmark's records, the guides and the library notebooks, a few at a time."
     front, benchmark, dashboard = (NOTEBOOKS / f"{name}.ipynb" for name in ("index", "benchmark", "dashboard"))
-    in_place = {front, NOTEBOOKS / "build.ipynb", benchmark, dashboard, *guides}
+    in_place = {front, *(NOTEBOOKS / f"{name}.ipynb" for name in EXAMPLES), *guides}
     with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
         done = {p: pool.submit(execute, p) for p in [*library, *guides]}
         done[NOTEBOOKS / "build.ipynb"] = pool.submit(execute, NOTEBOOKS / "build.ipynb", run_parameters())
         done[benchmark] = pool.submit(execute, benchmark, "run = False")
         done[dashboard] = pool.submit(execute, dashboard, dashboard_parameters())
+        if (explore := NOTEBOOKS / "explore.ipynb").exists(): done[explore] = pool.submit(execute, explore, explore_parameters())
         if front.exists(): done[front] = pool.submit(execute, front)
         for path, future in done.items():
             name = str(path.relative_to(NOTEBOOKS).with_suffix(""))
-            write_page(future.result(), name if path in in_place else f"reference/{name}", contents(guides) if path == front else "")
+            if path in in_place: write_page(future.result(), name, contents(guides) if path == front else "")
+            else: write_page(future.result(), f"reference/{name}", reference_link(name))
 
 
 LIBRARY_TEXT = """The library is written in these notebooks, room by room, and each was executed to make its page. A module uses only
@@ -186,7 +227,13 @@ what stands before it: core, audio, mel, dataset, insight and so on."""
 def contents(guides: list[Path]) -> str:
     "The site's table of contents."
     folders = [f"{folder}/index" for folder in GUIDES if any(p.parent.name == folder for p in guides)]
-    return toctree(["build", "dashboard", "benchmark", *folders, "commands", "reference/index", "api/index", "changelog"], "hidden:")
+    return toctree([*folders, "examples", "commands", "api/index", "reference/index", "changelog"], "hidden:")
+
+
+def reference_link(name: str) -> str:
+    "The way from a library notebook to the signatures of its module."
+    module, up = name.replace("/", "."), "../" * (name.count("/") + 1)
+    return f"## Signatures\n\nFunctions and classes of this notebook with their parameters: [`leakmel.{module}`]({up}api/{name}.md)."
 
 
 def write_guides(guides: list[Path]) -> None:
@@ -197,6 +244,17 @@ def write_guides(guides: list[Path]) -> None:
         if here: write_text(f"{folder}/index", "\n\n".join([f"# {title}", text, listed, toctree([p.stem for p in here], "hidden:")]))
 
 
+EXAMPLES_TEXT = """The notebooks that people and papermill run, executed for these pages on a small made set: figures are live, and what is
+measured is of the machine that made the site."""
+
+
+def write_examples() -> None:
+    "The page that lists the executed run notebooks."
+    here = [p for name in EXAMPLES if (p := NOTEBOOKS / f"{name}.ipynb").exists() and (SOURCE / p.name).exists()]
+    listed = "\n".join(f"- [{title_of(p)}]({p.name}): {sentence(p)}" for p in here)
+    write_text("examples", "\n\n".join(["# Examples", EXAMPLES_TEXT, listed, toctree([p.stem for p in here], "hidden:")]))
+
+
 def title_of(path: Path) -> str:
     "A notebook's first line."
     return str(nbformat.read(path, as_version=4).cells[0].source.splitlines()[0]).lstrip("# ")
@@ -204,7 +262,7 @@ def title_of(path: Path) -> str:
 
 def write_lists(library: list[Path]) -> None:
     "The reference pages, and the pages that list them and the notebooks by room."
-    notebooks, api = ["# Notebooks", LIBRARY_TEXT], ["# API", "Signatures and parameters, module by module."]
+    notebooks, api = ["# Notebooks", LIBRARY_TEXT], ["# API", API_TEXT, toctree(["names"], "hidden:")]
     for room, what in ROOMS.items():
         here = {str(p.relative_to(NOTEBOOKS).with_suffix("")): sentence(p) for p in library}
         here = {name: text for name, text in here.items() if name.split("/")[0] == room}
@@ -213,8 +271,13 @@ def write_lists(library: list[Path]) -> None:
         for page, kind in ((notebooks, "ipynb"), (api, "md")):
             listed = "\n".join(f"- [{name.split('/')[-1]}]({name}.{kind}): {text}" for name, text in here.items())
             page += [f"## {room}", f"{what[0].upper()}{what[1:]}.", listed, toctree(list(here), "hidden:", f"caption: {room}")]
+    write_text("api/names", public_page())
     write_text("reference/index", "\n\n".join(notebooks))
     write_text("api/index", "\n\n".join(api))
+
+
+API_TEXT = """Signatures, parameters with their units, and results. What scripts rely on is on one page: [public names](names.md), `lm.build` and the
+others. Below it every module; {ref}`all names by the alphabet <genindex>`."""
 
 
 def sentence(path: Path) -> str:
@@ -249,6 +312,7 @@ def write_site(library: list[Path], guides: list[Path]) -> None:
         shutil.copy(picture, target)
     write_notebooks(library, guides)
     write_guides(guides)
+    write_examples()
     write_lists(library)
     write_commands()
     write_text("changelog", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))

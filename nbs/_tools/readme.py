@@ -1,6 +1,6 @@
 """Write README.md from nbs/index.ipynb: prose as it is, code fenced, stored text below it, hidden cells left out.
 
-Links to files beside the notebook get `nbs/` in front, so that pictures show in both places.
+Links to files beside the notebook get `nbs/` in front, so that they lead to the same picture or notebook in both places.
 """
 import re
 import sys
@@ -19,7 +19,7 @@ def readme_text(notebook: Path) -> str:
 
 def _parts(cell: nbformat.NotebookNode) -> list[str]:
     "A cell as blocks of Markdown."
-    if cell.cell_type == "markdown": return [re.sub(r"\]\((?=images/)", "](nbs/", cell.source.strip())]
+    if cell.cell_type == "markdown": return [re.sub(r"\]\((?!https?:|mailto:|[#/])", "](nbs/", cell.source.strip())]
     if cell.cell_type != "code": return []
     lines = cell.source.splitlines()
     directives = [line[2:].strip() for line in lines if line.startswith("#|")]

@@ -1,0 +1,582 @@
+"Interrupted builds go on, and data sets are brought up to date: always the bytes of a build from nothing."
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import leakmel as lm
+from leakmel.audio.synth import write_wav
+from leakmel.core.errors import OutputError
+from leakmel.dataset import again, begin, journal, loader
+from leakmel.dataset.again import state_path
+from leakmel.dataset.job import Job
+from leakmel.dataset.journal import journal_path
+from leakmel.dataset.pipeline import PipelineConfig
+from outsider import check, leftovers
+
+CONFIG = PipelineConfig(files_per_batch=4, compute_workers=2, fsync=False, monitor_interval_s=0.0, journal_bytes=1)
+SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)
+BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
+
+
+def build(root: Path, out: Path, **options: Any) -> lm.BuildResult:
+    "A build by the reference, in small batches."
+    return lm.build(root, out=out, **{"spec": SPEC, "engine": "reference", "progress": "none", "check": 4, "pipeline": CONFIG} | options)
+
+
+def fresh_bytes(root: Path, folder: Path, **options: Any) -> bytes:
+    "The bytes of a build from nothing."
+    out = folder / "from nothing" / "x.h5"
+    build(root, out, fresh=True, **options)
+    return out.read_bytes()
+
+
+def settle() -> None:
+    "Let the files' times grow old enough to be told from a further change."
+    time.sleep(0.05)
+
+
+@pytest.fixture
+def data(tmp_path: Path, make_wav: Callable) -> Path:
+    "30 recordings of 1 s with two labels, one of them padded, and two files that are none."
+    root = tmp_path / "data"
+    for k in range(30): make_wav(root / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02d}.wav", seed=k, n=4096 if k != 7 else 3000)
+    (root / "LEAK" / "zero.wav").write_bytes(b"")
+    (root / "NOLEAK" / "text.wav").write_bytes(b"no recording")
+    settle()
+    return root
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    "The paths of recordings that builds read."
+    paths: list[bytes] = []
+    real = loader.BatchReader.fill
+    def fill(self: loader.BatchReader, slot: loader.Slot) -> int:
+        paths.extend(self.listing.paths[slot.first:slot.first + slot.n])
+        return real(self, slot)
+    monkeypatch.setattr(loader.BatchReader, "fill", fill)
+    return paths
+
+
+# ---- nothing to do
+
+
+def test_nothing_to_do_touches_nothing_and_says_so(data: Path, tmp_path: Path, read: list[bytes]) -> None:
+    first = build(data, tmp_path / "out" / "x.h5")
+    before = {p.name: (p.stat().st_ino, p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "out").iterdir()}
+    assert len(read) == 32
+    read.clear()
+    again = build(data, first.path)
+    assert read == []
+    assert {p.name: (p.stat().st_ino, p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "out").iterdir()} == before
+    assert again.summary["nothing_to_do"]
+    assert again.summary["kept_rows"] == 30
+    assert again.files_per_s == 0
+    assert (again.rows, again.found, again.rejections) == (first.rows, first.found, first.rejections)
+    assert again.verified.ok
+    assert again.verified.checked == first.verified.checked
+    assert [(p.kind, p.path) for p in again.noted] == [(p.kind, p.path) for p in first.noted]
+    assert not first.summary["nothing_to_do"]
+    assert first.summary["kept_rows"] == 0
+
+
+def test_nothing_to_do_for_all_splits_and_some_to_do_for_one(demo: Path, tmp_path: Path, read: list[bytes]) -> None:
+    root = tmp_path / "demo"
+    shutil.copytree(demo, root)
+    settle()
+    common: dict[str, Any] = dict(out_dir=tmp_path / "out", engine="reference", progress="none", pipeline=CONFIG, check=2)
+    first = lm.build_all(root, **common)
+    assert [r.summary["nothing_to_do"] for r in lm.build_all(root, **common)] == [True] * 3
+    gone = next(p for p in sorted((root / "VALIDATION").rglob("*.wav")))
+    gone.unlink()
+    read.clear()
+    again = lm.build_all(root, **common)
+    assert [r.split for r in again] == [r.split for r in first]
+    assert [r.summary["nothing_to_do"] for r in again] == [True, False, True]
+    assert again[1].rows == first[1].rows - 1
+    assert again[1].summary["changes"] == {"added": 0, "changed": 0, "removed": 1}
+    assert read == []
+    for r in again:
+        lm.build(root, split=r.split.lower(), out=tmp_path / "alone.h5", engine="reference", progress="none", pipeline=CONFIG, fresh=True)
+        assert r.path.read_bytes() == (tmp_path / "alone.h5").read_bytes()
+
+
+def test_the_command_line_says_what_it_kept(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    from leakmel.cli import main
+    words = ["build", str(data), "--out", str(tmp_path / "x.h5"), "--duration-s", "1", "--engine", "reference", "--quiet", "--check", "4"]
+    assert main(words) == 0
+    assert "nothing to do" not in capsys.readouterr().out
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "nothing to do" in said
+    assert "PERFORMANCE" not in said
+    assert "files/s" not in said
+    (data / "LEAK" / "01.wav").unlink()
+    assert main(words) == 0
+    assert "29 rows copied from the data set that stood; recordings since then: 0 added, 0 changed, 1 removed" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--fresh"]) == 0
+    assert "copied" not in capsys.readouterr().out
+
+
+# ---- brought up to date
+
+
+def write(path: Path, times: int = 1) -> None:
+    "A recording that the fixture lacks."
+    path.parent.mkdir(exist_ok=True)
+    write_wav(path, np.arange(4096, dtype=np.int16) * times, 4096)
+
+
+def add(data: Path) -> None: write(data / "LEAK" / "00b.wav")
+def remove(data: Path) -> None: (data / "LEAK" / "05.wav").unlink()
+def change(data: Path) -> None: write(data / "LEAK" / "09.wav")
+def relabel(data: Path) -> None: (data / "LEAK" / "11.wav").rename(data / "NOLEAK" / "11.wav")
+def rename(data: Path) -> None: (data / "LEAK" / "13.wav").rename(data / "LEAK" / "zz.wav")
+def touch(data: Path) -> None: os.utime(data / "NOLEAK" / "00.wav")
+def mend(data: Path) -> None: write(data / "LEAK" / "zero.wav")
+def spoil(data: Path) -> None: (data / "LEAK" / "03.wav").write_bytes(b"RIFF")
+def new_label(data: Path) -> None: write(data / "AIR" / "a.wav")
+
+
+def all_of_it(data: Path) -> None:
+    for step in (add, remove, change, relabel, rename, touch, mend, spoil, new_label): step(data)
+
+
+CHANGES: dict[Callable[[Path], None], tuple[int, int, int, list[str]]] = {      # added, changed, removed, read
+    add: (1, 0, 0, ["LEAK/00b.wav"]), remove: (0, 0, 1, []), change: (0, 1, 0, ["LEAK/09.wav"]), relabel: (1, 0, 1, ["NOLEAK/11.wav"]),
+    rename: (1, 0, 1, ["LEAK/zz.wav"]), touch: (0, 1, 0, ["NOLEAK/00.wav"]), mend: (0, 1, 0, ["LEAK/zero.wav"]), spoil: (0, 1, 0, ["LEAK/03.wav"]),
+    new_label: (1, 0, 0, ["AIR/a.wav"]),
+    all_of_it: (4, 4, 3, ["AIR/a.wav", "LEAK/00b.wav", "LEAK/03.wav", "LEAK/09.wav", "LEAK/zero.wav", "LEAK/zz.wav", "NOLEAK/00.wav", "NOLEAK/11.wav"])}
+
+
+@pytest.mark.parametrize("step", CHANGES, ids=lambda f: f.__name__)
+def test_only_what_changed_is_read_and_the_bytes_are_those_of_a_build_from_nothing(data: Path, tmp_path: Path, read: list[bytes], step: Callable) -> None:
+    added, changed, removed, paths = CHANGES[step]
+    target = tmp_path / "out" / "x.h5"
+    build(data, target)
+    step(data)
+    read.clear()
+    result = build(data, target)
+    assert sorted(os.fsdecode(p) for p in read) == paths
+    assert result.summary["changes"] == {"added": added, "changed": changed, "removed": removed}
+    assert result.summary["copied_rows"] == result.summary["kept_rows"] == result.found - len(paths) - len(result.rejections) + sum(
+        1 for r in result.rejections if r.path in read)
+    assert target.read_bytes() == fresh_bytes(data, tmp_path)
+    check(target, data)
+    assert leftovers(tmp_path / "out", *BESIDE) == []
+
+
+@pytest.mark.parametrize("options", [{"with_waveforms": True}, {"pipeline": PipelineConfig(fsync=False, compression="gzip", files_per_batch=4)},
+                                     {"engine": "cpu"}, {"engine": "cpu", "mode": "preload"}], ids=str)
+def test_with_waveforms_packed_and_by_other_engines(data: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    target = tmp_path / "out" / "x.h5"
+    build(data, target, **options)
+    assert build(data, target, **options).summary["nothing_to_do"]
+    all_of_it(data)
+    result = build(data, target, **options)
+    assert result.summary["copied_rows"] == 24
+    assert target.read_bytes() == fresh_bytes(data, tmp_path, **options)
+
+
+def test_another_compression_keeps_the_rows(data: Path, tmp_path: Path, read: list[bytes]) -> None:
+    target = tmp_path / "out" / "x.h5"
+    build(data, target)
+    read.clear()
+    packed = {"pipeline": PipelineConfig(fsync=False, compression="gzip", files_per_batch=4)}
+    result = build(data, target, **packed)
+    assert (read, result.summary["nothing_to_do"], result.summary["copied_rows"]) == ([], False, 30)
+    assert target.read_bytes() == fresh_bytes(data, tmp_path, **packed)
+
+
+def test_labels_from_a_table_may_change_without_reading(data: Path, tmp_path: Path, read: list[bytes]) -> None:
+    target, table = tmp_path / "out" / "x.h5", tmp_path / "names.csv"
+    paths = sorted(str(p.relative_to(data)) for p in data.rglob("*.wav"))
+    def built(labels: dict[str, str]) -> lm.BuildResult:
+        table.write_text("path,label\n" + "".join(f"{p},{labels.get(p, 'a')}\n" for p in paths))
+        return build(data, target, manifest=lm.scan(data, table=table))
+    built({})
+    read.clear()
+    result = built({paths[3]: "b"})
+    assert read == []
+    assert result.summary["copied_rows"] == 30
+    with lm.open_dataset(target) as ds: assert sorted(ds.class_names) == ["a", "b"]
+    assert target.read_bytes() == fresh_bytes(data, tmp_path, manifest=lm.scan(data, table=table))
+
+
+def test_a_recording_without_a_label_gets_one(data: Path, tmp_path: Path) -> None:
+    write(data / "stray.wav")
+    settle()
+    target = tmp_path / "out" / "x.h5"
+    assert "no_label" in {r.code for r in build(data, target).rejections}
+    assert build(data, target).summary["nothing_to_do"]
+    (data / "stray.wav").rename(data / "LEAK" / "stray.wav")
+    assert "no_label" not in {r.code for r in build(data, target).rejections}
+    assert target.read_bytes() == fresh_bytes(data, tmp_path)
+
+
+def test_recordings_that_differ_are_found_though_their_rows_are_there(tmp_path: Path, make_wav: Callable) -> None:
+    "Rows that were resampled on request must not hide that rate and length cannot be taken from the data."
+    root, target = tmp_path / "data", tmp_path / "out" / "x.h5"
+    for k in range(4): make_wav(root / "LEAK" / f"{k}.wav", seed=k)
+    make_wav(root / "LEAK" / "9.wav", n=8192, rate=8192)
+    settle()
+    lm.build(root, out=target, spec=SPEC, engine="reference", progress="none", pipeline=CONFIG)
+    with pytest.raises(lm.LeakmelError, match="differ"): lm.build(root, out=target, engine="reference", progress="none", pipeline=CONFIG)
+
+
+# ---- what is not trusted
+
+
+def state_lost(target: Path) -> None: state_path(target).unlink()
+def state_cut(target: Path) -> None: os.truncate(state_path(target), state_path(target).stat().st_size - 1)
+def state_empty(target: Path) -> None: state_path(target).write_bytes(b"")
+def state_nonsense(target: Path) -> None: state_path(target).write_bytes(b"[" * 100_000)
+def state_flipped(target: Path) -> None: flip(state_path(target), -5)
+def state_linked(target: Path) -> None: state_path(target).symlink_to(state_path(target).rename(target.parent / "elsewhere"))
+def data_set_touched(target: Path) -> None: os.utime(target)
+def labels_flipped(target: Path) -> None: keeping_time(target, lambda: edit(target, lambda f: f["labels"].__setitem__(0, 1 - f["labels"][0])))
+def facts_flipped(target: Path) -> None: keeping_time(target, lambda: edit(target, lambda f: f["files/rms_db"].__setitem__(0, 1.0)))
+def data_set_cut(target: Path) -> None: keeping_time(target, lambda: os.truncate(target, target.stat().st_size // 2))
+
+
+def flip(path: Path, at: int) -> None:
+    "Change one byte."
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def edit(path: Path, change: Callable[[h5py.File], None]) -> None:
+    with h5py.File(path, "r+") as f: change(f)
+
+
+def keeping_time(path: Path, do: Callable[[], None]) -> None:
+    "What rots does not say so by its time."
+    st = path.stat()
+    do()
+    os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
+
+
+@pytest.mark.parametrize("fault", [state_lost, state_cut, state_empty, state_nonsense, state_flipped, state_linked, data_set_touched, labels_flipped,
+                                   facts_flipped, data_set_cut], ids=lambda f: f.__name__)
+def test_a_data_set_that_is_not_what_its_state_says_is_built_anew(data: Path, tmp_path: Path, read: list[bytes], fault: Callable) -> None:
+    target = tmp_path / "out" / "x.h5"
+    right = build(data, target).path.read_bytes()
+    fault(target)
+    read.clear()
+    if fault is data_set_cut:
+        with pytest.raises(OutputError, match="no data set is in the way"): build(data, target)
+        return
+    result = build(data, target)
+    assert len(read) == 32
+    assert result.summary["kept_rows"] == 0
+    assert target.read_bytes() == right
+
+
+def test_rows_that_rotted_are_mended(data: Path, tmp_path: Path, read: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
+    target = tmp_path / "out" / "x.h5"
+    right = build(data, target).path.read_bytes()
+    with h5py.File(target) as f: offset, n_bytes = f["segments_mel"].id.get_offset(), f["segments_mel"][0].nbytes
+    keeping_time(target, lambda: flip(target, offset + 9 * n_bytes + 17))
+    read.clear()
+    result = build(data, target)
+    assert len(read) == 1
+    assert result.summary["copied_rows"] == 29
+    assert target.read_bytes() == right
+    assert "stands, but not up to its check" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"spec": lm.MelSpec.preset("disjoint", duration_s=1.0, n_mels=32)}, {"engine": "torch"}, {"with_waveforms": True}], ids=str)
+def test_other_settings_start_over(data: Path, tmp_path: Path, read: list[bytes], options: dict[str, Any]) -> None:
+    target = tmp_path / "out" / "x.h5"
+    build(data, target)
+    read.clear()
+    assert build(data, target, **options).summary["kept_rows"] == 0
+    assert len(read) == 32
+    assert target.read_bytes() == fresh_bytes(data, tmp_path, **options)
+
+
+def test_another_release_starts_over(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out" / "x.h5"
+    build(data, target)
+    monkeypatch.setattr(lm, "__version__", "99")
+    assert build(data, target).summary["kept_rows"] == 0
+
+
+def test_content_that_changed_under_the_same_time_is_read_again(data: Path, tmp_path: Path, read: list[bytes]) -> None:
+    "Length and time of modification can be set back; the time of any change cannot."
+    target, path = tmp_path / "out" / "x.h5", data / "LEAK" / "01.wav"
+    build(data, target)
+    keeping_time(path, lambda: flip(path, 1000))
+    read.clear()
+    build(data, target)
+    assert read == [b"LEAK/01.wav"]
+    assert target.read_bytes() == fresh_bytes(data, tmp_path)
+
+
+def test_what_changed_just_before_a_build_is_read_again_by_the_next(data: Path, tmp_path: Path, read: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    "A further change in the same step of the file system's clock could not be seen."
+    monkeypatch.setattr(again, "_JUST_NOW_NS", 3600 * 10**9)
+    target = tmp_path / "out" / "x.h5"
+    build(data, target)
+    read.clear()
+    assert build(data, target).summary["kept_rows"] == 0
+    assert len(read) == 32
+
+
+def test_no_room_for_the_state_is_no_fault_of_the_build(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    target = tmp_path / "out" / "x.h5"
+    real = Path.write_bytes
+    def full(self: Path, content: bytes) -> int:
+        if ".state" in self.name: raise OSError(28, "No space left on device")
+        return real(self, content)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert build(data, target).rows == 30
+    assert "will read everything again" in caplog.text
+    assert leftovers(target.parent, *BESIDE) == []
+
+
+# ---- interrupted and gone on with
+
+
+def killed(data: Path, target: Path, at: int, **options: Any) -> None:
+    "Build in a child that is killed with its at-th batch, as soon as something is in the journal."
+    if (pid := os.fork()) == 0:
+        try:
+            real, n = Job.take, [0]
+            def dying(job: Job, slot: loader.Slot) -> Any:
+                n[0] += 1
+                if n[0] == at:
+                    until = time.monotonic() + 5
+                    while job.journal is not None and job.journal.n_entered == 0 and time.monotonic() < until: time.sleep(0.001)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(job, slot)
+            Job.take = dying  # type: ignore[method-assign,assignment]
+            build(data, target, **options)
+        finally: os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (0, -signal.SIGKILL)
+
+
+@pytest.fixture
+def interrupted(data: Path, tmp_path: Path) -> Iterator[Path]:
+    "A target whose build was killed with its sixth batch."
+    target = tmp_path / "out" / "x.h5"
+    killed(data, target, 6)
+    assert leftovers(target.parent, ".x.h5.lock", ".x.h5.status.json") == [".x.h5.journal", ".x.h5.partial"]
+    yield target
+    assert leftovers(target.parent, *BESIDE) == []
+
+
+def test_a_killed_build_goes_on(data: Path, tmp_path: Path, interrupted: Path, read: list[bytes]) -> None:
+    result = build(data, interrupted)
+    assert result.summary["resumed_rows"] >= 4
+    assert len(read) == 32 - result.summary["resumed_rows"]
+    assert interrupted.read_bytes() == fresh_bytes(data, tmp_path)
+    check(interrupted, data)
+
+
+@pytest.mark.parametrize("options", [{"with_waveforms": True}, {"engine": "cpu"}, {"pipeline": PipelineConfig(fsync=True, files_per_batch=4, read_workers=2,
+                                     compute_workers=2, slots=4, journal_bytes=1)}], ids=str)
+def test_going_on_with_waveforms_by_other_engines_and_hand_to_hand(data: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    target = tmp_path / "out" / "x.h5"
+    killed(data, target, 6, **options)
+    assert build(data, target, **options).summary["resumed_rows"] >= 4
+    assert target.read_bytes() == fresh_bytes(data, tmp_path, **options)
+
+
+def test_fresh_starts_over(data: Path, interrupted: Path, read: list[bytes]) -> None:
+    assert build(data, interrupted, fresh=True).summary["resumed_rows"] == 0
+    assert len(read) == 32
+
+
+def rows_flipped(target: Path) -> None: flip(target.with_name(".x.h5.partial"), 4096 + 5)
+def rows_cut(target: Path) -> None: os.truncate(target.with_name(".x.h5.partial"), 20_000)
+def rows_lost(target: Path) -> None: target.with_name(".x.h5.partial").unlink()
+def rows_linked(target: Path) -> None: os.link(target.with_name(".x.h5.partial"), target.parent.parent / "mine")
+def journal_torn(target: Path) -> None: os.truncate(journal_path(target), journal_path(target).stat().st_size - 7)
+def journal_lost(target: Path) -> None: journal_path(target).unlink()
+def journal_nonsense(target: Path) -> None: journal_path(target).write_bytes(os.urandom(5000))
+def journal_flipped(target: Path) -> None: flip(journal_path(target), journal_path(target).stat().st_size // 2)
+def journal_huge(target: Path) -> None: os.truncate(journal_path(target), 1 << 40)
+
+
+def journal_pipe(target: Path) -> None:
+    journal_path(target).unlink()
+    os.mkfifo(journal_path(target))
+
+
+def journal_forged(target: Path) -> None:
+    "Entries that are whole lines, and claim what is not so."
+    lines = journal_path(target).read_bytes().splitlines(keepends=True)
+    forgeries: list[dict[str, Any]] = [{"ranges": [[-3, 4]]}, {"ranges": [[0, 1 << 60]]}, {"facts": "A"}, {"ranges": "x"}, {"unusual": []}]
+    for changes in forgeries:
+        body = json.loads(lines[1][33:]) | changes
+        journal_path(target).write_bytes(lines[0] + journal._line(body))
+        assert len(journal.read_journal(journal_path(target), json.loads(lines[0][33:])).entries) == 0, changes
+
+
+@pytest.mark.parametrize("fault", [rows_flipped, rows_cut, rows_lost, rows_linked, journal_torn, journal_lost, journal_nonsense, journal_flipped, journal_pipe,
+                                   journal_huge, journal_forged], ids=lambda f: f.__name__)
+def test_what_was_left_may_be_damaged_in_any_way(data: Path, tmp_path: Path, interrupted: Path, fault: Callable) -> None:
+    fault(interrupted)
+    mine = tmp_path / "mine"
+    content = mine.read_bytes() if mine.exists() else b""
+    result = build(data, interrupted)
+    assert interrupted.read_bytes() == fresh_bytes(data, tmp_path)
+    assert result.verified.ok
+    if content: assert mine.read_bytes() == content, "a file of another name is not written to"
+
+
+@pytest.mark.parametrize("step", [add, remove, change, touch], ids=lambda f: f.__name__)
+def test_recordings_that_changed_meanwhile(data: Path, tmp_path: Path, interrupted: Path, step: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    step(data)
+    assert build(data, interrupted).summary["resumed_rows"] == 0
+    assert "the recordings are not the same any more" in caplog.text
+    assert interrupted.read_bytes() == fresh_bytes(data, tmp_path)
+
+
+def test_content_that_changed_meanwhile_under_the_same_time(data: Path, tmp_path: Path, interrupted: Path, read: list[bytes]) -> None:
+    path = data / "LEAK" / "01.wav"
+    keeping_time(path, lambda: flip(path, 1000))
+    build(data, interrupted)
+    assert b"LEAK/01.wav" in read
+    assert interrupted.read_bytes() == fresh_bytes(data, tmp_path)
+
+
+def test_other_features_start_over_and_say_why(data: Path, interrupted: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = build(data, interrupted, spec=lm.MelSpec.preset("disjoint", duration_s=1.0, n_mels=32))
+    assert result.summary["resumed_rows"] == 0
+    assert "features or engine are others" in caplog.text
+
+
+def test_an_interrupted_update_goes_on(data: Path, tmp_path: Path, read: list[bytes]) -> None:
+    target = tmp_path / "out" / "x.h5"
+    old = build(data, target).path.read_bytes()
+    for k in range(40, 60): write(data / "LEAK" / f"{k}.wav", k)
+    settle()
+    killed(data, target, 4)
+    assert target.read_bytes() == old
+    read.clear()
+    result = build(data, target)
+    assert result.summary["kept_rows"] == 52 - len(read) - 2
+    assert result.summary["resumed_rows"] > 30
+    assert len(read) < 20
+    assert target.read_bytes() == fresh_bytes(data, tmp_path)
+
+
+def test_killed_again_and_again(data: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "x.h5"
+    for _ in range(12):
+        killed(data, target, 2)
+        if target.exists(): break
+    assert build(data, target).path.read_bytes() == fresh_bytes(data, tmp_path)
+
+
+def test_without_a_journal_nothing_is_left(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PipelineConfig(files_per_batch=4, compute_workers=2, fsync=False, journal_bytes=0)
+    def broken(*args: Any) -> None: raise KeyboardInterrupt
+    monkeypatch.setattr("leakmel.dataset.publish.job_metadata", broken)
+    with pytest.raises(KeyboardInterrupt): build(data, tmp_path / "out" / "x.h5", pipeline=config)
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_a_full_disk_ends_the_journal_and_not_the_build(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    real = os.write
+    def full(fd: int, content: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".journal"): raise OSError(28, "No space left on device")
+        return real(fd, content)
+    monkeypatch.setattr(os, "write", full)
+    assert build(data, tmp_path / "out" / "x.h5").rows == 30
+    assert "the build goes on" in caplog.text
+    assert leftovers(tmp_path / "out", *BESIDE) == []
+
+
+def test_faults_of_recordings_and_engines_leave_nothing() -> None:
+    from leakmel.core.errors import DataError, EngineError, MachineError, SpaceError, UsageError, VerifyError
+    to_blame: list[BaseException] = [DataError("x"), EngineError("x"), VerifyError("x"), UsageError("x"), ValueError()]
+    from_outside: list[BaseException] = [MachineError("x"), SpaceError("x"), OutputError("x"), MemoryError(), KeyboardInterrupt(), SystemExit()]
+    assert not any(map(begin.may_go_on, to_blame))
+    assert all(map(begin.may_go_on, from_outside))
+
+
+# ---- killed at every step that the disk sees
+
+
+STEPS = [(os, name) for name in ("pwrite", "write", "ftruncate", "truncate", "posix_fallocate", "fsync", "fdatasync", "replace", "unlink", "open")] + [
+    (h5py.File, "close"), (h5py.Group, "create_dataset")]
+
+
+def crash(data: Path, target: Path, at: int, **options: Any) -> bool:
+    "Build in a child that is killed at its at-th step; whether it was."
+    if (pid := os.fork()) == 0:
+        try:
+            n = [0]
+            def stepping(real: Callable) -> Callable:
+                def step(*args: Any, **named: Any) -> Any:
+                    n[0] += 1
+                    if n[0] == at: os.kill(os.getpid(), signal.SIGKILL)
+                    return real(*args, **named)
+                return step
+            for owner, name in STEPS: setattr(owner, name, stepping(getattr(owner, name)))
+            build(data, target, **options)
+        finally: os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def sweep(data: Path, folder: Path, every: int, **options: Any) -> int:
+    "Kill builds at every n-th step, and let each go on; returns how many were killed."
+    right, n = fresh_bytes(data, folder, **options), 0
+    target = folder / "swept" / "x.h5"
+    for at in range(1, 100_000, every):
+        shutil.rmtree(target.parent, ignore_errors=True)
+        if not crash(data, target, at, **options): return n
+        n += 1
+        assert not target.exists() or target.read_bytes() == right
+        build(data, target, **options)
+        assert target.read_bytes() == right, f"killed at step {at}"
+        assert leftovers(target.parent, *BESIDE) == []
+    raise AssertionError("the build has no end")
+
+
+def test_killed_at_steps_all_over_a_build(data: Path, tmp_path: Path) -> None:
+    assert sweep(data, tmp_path, every=5) > 20
+
+
+def test_killed_at_steps_all_over_a_build_in_the_presence_of_an_old_data_set(data: Path, tmp_path: Path) -> None:
+    "The old data set is intact, or the new one complete, at every point."
+    old_target = tmp_path / "old" / "x.h5"
+    old = build(data, old_target).path.read_bytes()
+    all_of_it(data)
+    settle()
+    right, n = fresh_bytes(data, tmp_path), 0
+    for at in range(1, 100_000, 9):
+        target = tmp_path / f"t{at}" / "x.h5"
+        shutil.copytree(old_target.parent, target.parent)
+        if not crash(data, target, at): break
+        n += 1
+        assert target.read_bytes() in (old, right)
+        build(data, target)
+        assert target.read_bytes() == right
+        assert leftovers(target.parent, *BESIDE) == []
+    assert n > 12
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"engine": "cpu"}, {"engine": "cpu", "with_waveforms": True},
+                                     {"engine": "cpu", "pipeline": replace(CONFIG, compression="gzip", fsync=True)}], ids=str)
+def test_killed_at_every_step_of_a_build_of_200_files(tmp_path: Path, make_wav: Callable, options: dict[str, Any]) -> None:
+    data = tmp_path / "data"
+    for k in range(200): make_wav(data / ("LEAK" if k % 2 else "NOLEAK") / f"{k:03d}.wav", seed=k)
+    (data / "LEAK" / "zero.wav").write_bytes(b"")
+    settle()
+    assert sweep(data, tmp_path, every=1, **options) > 100

@@ -1,0 +1,137 @@
+"explore.ipynb in JupyterLab: sliders and lists that are moved by a mouse and a keyboard, and what they change."
+import base64
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from test_browser import ERRORS, clean_env, free_port, is_up, open_notebook
+from test_notebooks import PLOTLY
+from watched import Watched, chromium
+
+from leakmel.audio.synth import write_demo
+from leakmel.dataset.spec_file import read_spec
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.slow
+FIGURES = "[...document.querySelectorAll('.jp-Notebook .js-plotly-plot')]"
+DRAWN = f"{FIGURES}.filter(e => e._fullData)"      # while one is drawn anew it is not there
+RECORDING = f"{DRAWN}.find(e => e._fullData.some(t => t.type === 'heatmap'))"
+N_MELS, N_BANDS = f"{RECORDING}?._fullData.find(t => t.type === 'heatmap').y.length", f"{DRAWN}.find(e => e !== {RECORDING})?._fullData.at(-1).x.length"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("explore")
+    (folder / "nbs").mkdir()
+    shutil.copy(ROOT / "settings.ini", folder)
+    shutil.copy(ROOT / "nbs" / "explore.ipynb", folder / "nbs")
+    write_demo(folder / "tiny", n_files=24, faults=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lab(project) -> Iterator[str]:
+    "JupyterLab on 127.0.0.1, on a port that is free; ends with the module's tests."
+    port = free_port()
+    command = [str(Path(sys.executable).parent / "jupyter-lab"), "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
+               "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=", f"--ServerApp.root_dir={project / 'nbs'}",
+               "--LabApp.extension_manager=readonly", "--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    with (project / "lab.log").open("w") as log:
+        server = subprocess.Popen(command, cwd=project / "nbs", env=clean_env(project, LEAKMEL_DATA=str(project / "tiny")), stdout=log, stderr=log,
+                                  start_new_session=True)
+    try:
+        for _ in range(300):
+            if is_up(f"http://127.0.0.1:{port}"): break
+            assert server.poll() is None, (project / "lab.log").read_text()
+            with suppress(subprocess.TimeoutExpired): server.wait(0.2)
+        else: pytest.fail("JupyterLab did not answer: " + (project / "lab.log").read_text()[-2000:])
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try: server.wait(20)
+        except subprocess.TimeoutExpired: server.kill()
+        server.wait()
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 1500, "height": 2700})     # tall, so that a picture shows a whole notebook
+        yield Watched(page)
+        page.close()
+
+
+def widget(page: Any, name: str) -> Any:
+    "The row of a widget, by its label."
+    return page.locator(".jupyter-widgets", has=page.locator(".widget-label", has_text=name)).last
+
+
+def says(page: Any, words: str) -> None:
+    "Wait until a quiet line has these words."
+    page.locator("[role=status]", has_text=words).first.wait_for(timeout=30_000)
+
+
+def drawn_in(notebook: Path) -> list[int]:
+    "Bands of the figures in a file: of the heat map, and of a line of the mean spectrum."
+    cells = nbformat.read(notebook, as_version=4).cells
+    figures = [o.data[PLOTLY] for c in cells if c.cell_type == "code" for o in c.outputs if PLOTLY in o.get("data", {})]
+    arrays = [next(t["y"] for t in figures[0]["data"] if t["type"] == "heatmap"), figures[1]["data"][-1]["x"]]
+    return [len(base64.b64decode(a["bdata"])) // 4 for a in arrays]
+
+
+def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
+    page = open_notebook(watched, f"{lab}/lab/tree/explore.ipynb?reset")
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_text("Run All Cells", exact=True).click()
+    try:
+        says(page, "Not written")
+        page.wait_for_function(f"{FIGURES}.length === 2 && {FIGURES}.every(e => e.querySelector('.gtitle'))", timeout=60_000)
+        page.screenshot(path=tmp_path / "explore.png")
+        assert page.locator(ERRORS).all_text_contents() == []
+        assert page.locator("audio").count() == 1
+
+        widget(page, "flag").locator("select").select_option(label="clipped (1)")
+        page.wait_for_function(f"{RECORDING}?.layout.title.subtitle.text.includes('clipped')", timeout=30_000)
+        says(page, "Recording 1 of 1 (flag clipped)")
+
+        slider = widget(page, "n_mels").locator(".noUi-handle")
+        slider.focus()
+        for _ in range(8): page.keyboard.press("ArrowLeft")
+        says(page, "n_mels 56")
+        page.wait_for_function(f"{N_MELS} === 56", timeout=30_000)
+
+        page.get_by_text("the whole split follows each change").click()
+        page.wait_for_function(f"{N_BANDS} === 56", timeout=30_000)      # it did not follow until now
+        slider.focus()
+        page.keyboard.press("ArrowRight")
+        page.wait_for_function(f"{N_MELS} === 57", timeout=30_000)
+        page.wait_for_function(f"{N_BANDS} === 57", timeout=30_000)
+
+        slider.focus()
+        page.keyboard.press("End")
+        says(page, "Not taken: mel band 0 holds no frequency bin")
+        assert page.evaluate(N_MELS) == 57      # the last good picture stays
+        page.screenshot(path=tmp_path / "refused.png")
+
+        widget(page, "preset").locator("select").select_option(label="overlap@1")
+        says(page, "preset overlap@1 as it is: a row is 79 long x 3 short segments x 32 mels")
+        page.get_by_text("write the spec for the build").click()
+        says(page, "Written:")
+        page.wait_for_function(f"{N_BANDS} === 32", timeout=30_000)
+        page.get_by_role("menuitem", name="File", exact=True).click()
+        page.get_by_text("Save Notebook", exact=True).click()
+        page.wait_for_function("!document.querySelector('.jp-mod-dirty')", timeout=30_000)
+    finally: page.screenshot(path=tmp_path / "end.png")
+    assert drawn_in(project / "nbs" / "explore.ipynb") == [32, 32]      # the saved file is as the page was last
+    (path,) = project.glob("runs/specs/*.json")
+    assert read_spec(path).changes == {"preset": "overlap@1"}
+    assert page.locator(ERRORS).all_text_contents() == []
+    assert watched.serious == []
+    assert watched.outside(lab, lab.replace("http", "ws")) == []
