@@ -1,5 +1,6 @@
 "Run notebooks through papermill, as people run them, on tiny sets."
 import json
+import logging
 import os
 import re
 import shutil
@@ -89,6 +90,21 @@ def assert_looks_right(run: Run) -> None:
     assert run.notebook.stat().st_size < 1_500_000
 
 
+def error_of(notebook: str, **given: object) -> str:
+    "What stops a run notebook in which parameters stand as papermill sets them: its cells in order, in this process, up to the first error."
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    log = logging.getLogger("leakmel")
+    level = log.level
+    try:
+        for cell in nbformat.read(ROOT / "nbs" / notebook, as_version=4).cells:
+            if cell.cell_type != "code": continue
+            exec(compile(cell.source, notebook, "exec"), namespace)
+            if "parameters" in cell.metadata.get("tags", []): namespace |= given
+    except lm.LeakmelError as e: return str(e)
+    finally: log.setLevel(level)
+    raise AssertionError(f"nothing stopped {notebook}")
+
+
 def summary_of(run: Run) -> dict:
     (path,) = run.project.rglob("summary.json")
     return json.loads(path.read_text())
@@ -152,19 +168,24 @@ def test_one_folder_of_label_folders_in_the_other_preset(tmp_path, tiny):
     assert lm.verify(data_set, root=tiny / "TRAINING", sample=None).ok
 
 
-@pytest.mark.parametrize(("args", "said"), [
-    (("-p", "files_per_bach", "3", "-p", "stage_dir", "x"), ["did you mean files_per_batch", "here it is data_root", "read_workers", "n_mels", "compression"]),
-    (("-p", "check", "many", "-p", "fsync", "3", "-p", "preset", "7"),
-     ["check must be a whole number or None, got 'many'", "fsync must be True or False", "preset must be text"]),
-    (("-p", "n_mels", "500"), ["n_mels"]),
-], ids=["unknown", "ill-typed", "nonsense"])
-def test_a_wrong_parameter_stops_the_run(tmp_path, tiny, args, said):
-    run = papermill(copy_project(tmp_path), *args, data=tiny)
+def test_a_wrong_parameter_stops_the_run(tmp_path, tiny):
+    run = papermill(copy_project(tmp_path), "-p", "files_per_bach", "3", "-p", "stage_dir", "x", data=tiny)
     assert run.status != 0
     (error,) = run.errors
-    for words in said: assert words in error
+    for words in ("did you mean files_per_batch", "here it is data_root", "read_workers", "n_mels", "compression"): assert words in error
     assert run.data_sets == []
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"check": "many", "fsync": 3, "preset": 7}, ["check must be a whole number or None, got 'many'", "fsync must be True or False", "preset must be text"]),
+    ({"n_mels": 500}, ["n_mels"]),
+], ids=["ill-typed", "nonsense"])
+def test_a_value_that_cannot_be_stops_the_run(tmp_path, tiny, monkeypatch, given, said):
+    monkeypatch.chdir(tmp_path)
+    error = error_of("build.ipynb", data_root=str(tiny), **given)
+    for words in said: assert words in error
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_failed_build_is_a_failed_notebook(tmp_path):
@@ -327,15 +348,14 @@ def test_benchmark_fails_where_rows_were_wrong_and_still_draws(measured, tmp_pat
     assert "what was measured is not all right; found growth" in error
 
 
-@pytest.mark.parametrize(("args", "said"), [
-    (("-p", "n_file", "3", "-p", "speed", "x"), ["n_file is unknown; did you mean n_files?", "speed is unknown"]),
-    (("-p", "n_files", "many", "-p", "run", "3"), ["n_files must be a whole number, got 'many'", "run must be True or False"]),
-    (("-p", "suites", "compare,part", "-p", "rounds", "0", "-p", "only", "torchaudo"),
+@pytest.mark.parametrize(("given", "said"), [
+    ({"n_file": 3, "speed": "x"}, ["n_file is unknown; did you mean n_files?", "speed is unknown"]),
+    ({"n_files": "many", "run": 3}, ["n_files must be a whole number, got 'many'", "run must be True or False"]),
+    ({"suites": "compare,part", "rounds": 0, "only": "torchaudo"},
      ["suite part is unknown; did you mean parts?", "rounds must be at least 1", "contestant torchaudo is unknown; did you mean torchaudio?"]),
 ], ids=["unknown", "ill-typed", "nonsense"])
-def test_a_wrong_parameter_stops_the_benchmark_before_the_work(tmp_path, args, said):
-    run = benchmark(copy_project(tmp_path), *args)
-    assert run.status != 0
-    (error,) = run.errors
+def test_a_wrong_parameter_stops_the_benchmark_before_the_work(tmp_path, monkeypatch, given, said):
+    monkeypatch.chdir(tmp_path)
+    error = error_of("benchmark.ipynb", **given)
     for words in said: assert words in error
-    assert not (tmp_path / "runs").exists()
+    assert os.listdir(tmp_path) == []

@@ -17,6 +17,7 @@ import leakmel as lm
 from leakmel.audio.manifest import scan
 from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError, VerifyError
+from leakmel.core.monitor import usable_cores
 from leakmel.dataset import settings
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.runs import RunPlan, build_kinds, execute, plan_rows, plan_run
@@ -227,6 +228,9 @@ def test_a_run_on_forty_recordings(data, tmp_path, capsys):
         assert default["ms_per_file"] * default["files_per_s"] == pytest.approx(1000, rel=0.5)
         assert figures["verdicts"][cache]["best"] in by_name
     assert {"warm", "cold"} >= set(figures["builds"]) >= {"warm"}
+    ways = {"readv", "os.read", "mmap", "readv, 16 KiB at a time", f"readv, {4 * usable_cores()} threads"}
+    if sys.platform == "linux": ways |= {"readv, O_NOATIME", "readv, WILLNEED", "readv, SEQUENTIAL"}
+    assert {s["name"] for s in figures["reading"]["warm"]} >= ways
     assert Path(figures["path"]) == tmp_path / "data.leakmel-tuned.json"
     assert read_tuned(figures["path"]).settings == figures["settings"]
 

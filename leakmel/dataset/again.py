@@ -85,6 +85,7 @@ def _lie_there(fd: int, offset: int, n_bytes: int, numbers: np.ndarray, digests:
         fine[run.start:run.start + whole] = digests_of(items) == digests[run.start:run.start + whole]
     return fine
 
+# %% ../../nbs/dataset/again.ipynb #22592284
 def go_on(
     job: Job,          # with the partial file of an interrupted build
     past: Past,        # what its journal says
@@ -137,6 +138,7 @@ def stamps_at_build(
     out["ctime_ns"][out["ctime_ns"] >= began_ns - _JUST_NOW_NS] = -1
     return out
 
+# %% ../../nbs/dataset/again.ipynb #4ad784cb
 def write_state(
     target: Path,
     made: Path,              # the complete data set, which gets the target's name next
@@ -180,6 +182,7 @@ class Standing:
     waveform_digests: np.ndarray | None
     rejected: list[Rejected]
 
+# %% ../../nbs/dataset/again.ipynb #995f7f35
 def open_standing(
     target: Path,
     fingerprint: str,              # of spec and engine
@@ -258,6 +261,7 @@ def keep_facts(
     job.keep(k, standing.facts[i], standing.row_digests[i], waveform_digests=waveforms, unusual=unusual)
     job.keep_rejected(numbers[~rows], [standing.rejected[b - len(standing.paths)] for b in of[~rows].tolist()])
 
+# %% ../../nbs/dataset/again.ipynb #25f09654
 def copy_rows(
     job: Job,                # with room for its rows
     standing: Standing,

@@ -145,6 +145,7 @@ def _leave(job: Job, kept: dict[int, int]) -> None:
     if job.journal is not None: job.journal.close(remove=not keep)
     job.file.abort(keep=keep)
 
+# %% ../../nbs/dataset/begin.ipynb #1b16113d
 @contextmanager
 def open_jobs(
     wanted: Wanted,

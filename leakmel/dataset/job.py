@@ -21,7 +21,7 @@ from .writer import RowFile
 from ..mel.spec import MelSpec
 
 # %% ../../nbs/dataset/job.ipynb #32e6fe2a
-class _State:
+class _Facts:
     "What is known of the candidates of one split."
 
     def __init__(self, listing: Listing, spec: MelSpec, file: RowFile, *, follows: Collection[str] = ()):
@@ -53,6 +53,10 @@ class _State:
         "Let go of what stands in columns now."
         self.facts, self.moments, self.row_digests = (x[:0].copy() for x in (self.facts, self.moments, self.row_digests))
 
+# %% ../../nbs/dataset/job.ipynb #b2fb8274
+class _Shared(_Facts):
+    "Facts that come from earlier builds, and go on to later ones."
+
     def keep(
         self, numbers: np.ndarray, facts: np.ndarray, row_digests: np.ndarray, *, moments: np.ndarray | None = None,
         waveform_digests: np.ndarray | None = None, unusual: dict[int, tuple[str, str]],
@@ -78,9 +82,13 @@ class _State:
         waveforms = np.zeros(0, "S32") if self.waveform_digests is None else self.waveform_digests[numbers]
         return Entry(numbers, self.facts[numbers], self.moments[numbers], self.row_digests[numbers], waveforms, unusual)
 
-
-class Job(_State):
+# %% ../../nbs/dataset/job.ipynb #e5e96bc3
+class Job(_Shared):
     "The state of one split's build."
+
+    def is_complete(self) -> bool:
+        "Whether nothing is left to read."
+        return self.n_done == len(self.listing)
 
     def take(self, slot: Slot) -> tuple[int, bool]:
         "Write a computed slot's rows and note its facts; returns the bytes written and whether the job has all its rows now."
@@ -93,4 +101,4 @@ class Job(_State):
             self.unusual |= {slot.first + i: words for i, words in slot.unusual.items()}
             self.rejected += slot.rejected
             self.n_done += slot.n
-            return n_bytes, self.n_done == len(self.listing)
+            return n_bytes, self.is_complete()

@@ -148,8 +148,8 @@ def _read_entries(f: Any, identity: dict[str, Any]) -> Past:
     return Past(past.entries, end)
 
 # %% ../../nbs/dataset/journal.ipynb #3968b20a
-class Journal:
-    "The journal of one build; threads may share it."
+class _Notes:
+    "What was written since the last entry; threads may share it."
 
     def __init__(
         self,
@@ -165,6 +165,25 @@ class Journal:
         self._lock, self._writing = threading.Lock(), threading.RLock()
         self._noted, self._n_bytes, self._last_s = list[tuple[int, int]](), 0, time.monotonic()
 
+    def note(self, first: int, n: int, n_bytes: int) -> bool:
+        "Note that candidates first ... first + n are written; whether an entry is due."
+        with self._lock:
+            if self.fd < 0: return False
+            self._noted.append((first, n))
+            self._n_bytes += n_bytes
+            due = self._n_bytes >= self.every_bytes or time.monotonic() - self._last_s >= self.every_s
+            if due: self._n_bytes, self._last_s = 0, time.monotonic()
+            return due
+
+
+    def _append(self, line: bytes) -> None:
+        view = memoryview(line)
+        while len(view): view = view[os.write(self.fd, view):]
+
+# %% ../../nbs/dataset/journal.ipynb #43910d6e
+class Journal(_Notes):
+    "The journal of one build."
+
     def open(self, past: Past) -> None:
         "Begin, or go on behind what is there; raises OutputError."
         if not self.every_bytes: return
@@ -177,16 +196,6 @@ class Journal:
         except OSError as e:
             if isinstance(output_error(e, self.path), SpaceError): self._give_up(e)
             else: raise output_error(e, self.path) from e
-
-    def note(self, first: int, n: int, n_bytes: int) -> bool:
-        "Note that candidates first ... first + n are written; whether an entry is due."
-        with self._lock:
-            if self.fd < 0: return False
-            self._noted.append((first, n))
-            self._n_bytes += n_bytes
-            due = self._n_bytes >= self.every_bytes or time.monotonic() - self._last_s >= self.every_s
-            if due: self._n_bytes, self._last_s = 0, time.monotonic()
-            return due
 
     def enter(self, make: Callable[[Ranges], Entry], rows_fd: int = -1) -> None:
         "Enter what was noted; with a file, after the disk has its rows. Raises OSError."
@@ -203,10 +212,6 @@ class Journal:
             except OSError as e:
                 if not isinstance(output_error(e, self.path), SpaceError): raise
                 self._give_up(e)
-
-    def _append(self, line: bytes) -> None:
-        view = memoryview(line)
-        while len(view): view = view[os.write(self.fd, view):]
 
     def _give_up(self, error: OSError) -> None:
         "Go on without a journal."

@@ -92,6 +92,7 @@ def _build_targets(
                 results = [result_of(build, job, workers, listed_s if job is jobs[0] else None) for job in jobs if job.split in build.published_s]
         return results
 
+# %% ../../nbs/dataset/pipeline.ipynb #b89baa91
 @contextmanager
 def _ready(order: "_Order", build: Run, jobs: list[Job]) -> Iterator[None]:
     "Let the jobs read in the mode that was asked for; what was held for this build only is given back."

@@ -103,6 +103,7 @@ def _grown(samples: list[dict], key: str) -> int | None:
     values = [s[key] for s in samples if s.get(key) is not None]
     return values[-1] - values[0] if len(values) > 1 else None
 
+# %% ../../nbs/dataset/report.ipynb #27043add
 def kept_sentence(
     summary: dict[str, Any],    # of a split
 ) -> str:                       # empty where every row was made by this build

@@ -145,12 +145,10 @@ class Ring:
         self.jobs, self.engine, self.workers, self.timeline, self.on_rows_done = jobs, engine, workers, timeline, on_rows_done
         self.ahead, self.until_then, self.lanes, self.engine_lanes = ahead, until_then, Lanes(self._wake), list[EngineLane]()
         self.free, self.filled, self.computed, self.complete, self.entries = (SimpleQueue[Any]() for _ in range(5))
-        for job in jobs:
-            if job.n_done == len(job.listing): self.complete.put(job)      # earlier builds saw to all of it
+        for job in filter(Job.is_complete, jobs): self.complete.put(job)      # earlier builds saw to all of it
         self.to_warm_up, self.warm, self.finished = workers.warmup_slots, threading.Event(), threading.Event()    # finished: also when an error stopped all
         self._todo = _batches(jobs, workers.files_per_batch, ahead)
-        self._here = {"reader": workers.read_workers, "engine": workers.compute_workers, "writer": workers.write_workers,
-                      "publisher": min(len(jobs), usable_cores())}
+        self._here = _counts(workers, len(jobs))
         try:
             for _ in range(workers.slots): self.free.put(Slot(workers.files_per_batch, engine.spec, engine.host_array))
         except (MemoryError, OSError) as e: raise _as_ours(e) from e
@@ -194,6 +192,10 @@ def _left(kept: np.ndarray) -> Iterator[tuple[int, int]]:
     "Runs of candidates that are left to do, as begin and end."
     edges = np.flatnonzero(np.diff(kept, prepend=True, append=True)).tolist()
     yield from zip(edges[::2], edges[1::2])
+
+def _counts(workers: Workers, n_jobs: int) -> dict[str, int]:
+    "Threads of each role."
+    return {"reader": workers.read_workers, "engine": workers.compute_workers, "writer": workers.write_workers, "publisher": min(n_jobs, usable_cores())}
 
 def _roles(workers: Workers, n_publishers: int, ahead: ReadAhead | None) -> list[tuple[str, Callable[[Ring, str], None]]]:
     "Names and work of the threads."
@@ -318,7 +320,7 @@ def _all_complete(ring: Ring) -> None:
 def _keep_journal(ring: Ring, lane: str) -> None:
     "Enter rows in their journal from time to time."
     while (job := ring.entries.get()) is not None and not ring.lanes.stopping.is_set():
-        with _writing(job): job.journal.enter(job.entry, job.file.fd)
+        with _writing(job), ring.timeline.span("sync", lane, split=job.split): job.journal.enter(job.entry, job.file.fd)
 
 def _complete_jobs(ring: Ring, lane: str, is_first: bool) -> None:
     "Complete jobs while the next one is under way."

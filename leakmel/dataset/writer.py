@@ -200,7 +200,7 @@ class _Unpublished:
         for path in (self.scratch,) if keep else (self.partial, self.scratch): path.unlink(missing_ok=True)
 
 # %% ../../nbs/dataset/writer.ipynb #d27d1cb8
-class PartialFile(_Unpublished):
+class _Reserved(_Unpublished):
     "Reserved room for rows, and waveforms, under a name of its own, until it is published or given up."
 
     def __init__(
@@ -232,6 +232,15 @@ class PartialFile(_Unpublished):
             self.abort()
             raise
 
+    def _waveforms_behind(self, n_rows: int) -> int:
+        "Where waveforms begin, or would, behind this many rows."
+        if self.waveform_shape is None: return self.offset + n_rows * self.row_bytes
+        return waveforms_offset(self.target.parent, self.target.name, self.row_shape, self.waveform_shape, n_rows)
+
+# %% ../../nbs/dataset/writer.ipynb #3a2dc66b
+class PartialFile(_Reserved):
+    "Room for rows, and waveforms, that can be filled in any order."
+
     def write(self, first: int, rows: np.ndarray) -> int:
         "Put rows [k, L, S, M, T] float16 at candidates first, first + 1 ...; returns the bytes written."
         _write_all(self.fd, rows.data.cast("B"), self.offset + first * self.row_bytes)
@@ -242,14 +251,9 @@ class PartialFile(_Unpublished):
         _write_all(self.fd, waveforms.data.cast("B"), self.waveform_offset + first * self.waveform_bytes)
         return waveforms.nbytes
 
-    def _waveforms_behind(self, n_rows: int) -> int:
-        "Where waveforms begin, or would, behind this many rows."
-        if self.waveform_shape is None: return self.offset + n_rows * self.row_bytes
-        return waveforms_offset(self.target.parent, self.target.name, self.row_shape, self.waveform_shape, n_rows)
-
 # %% ../../nbs/dataset/writer.ipynb #4a78c634
-class RowFile(PartialFile):
-    "A data set on its way: rows by candidate number, then everything around them, then the final name."
+class _Packed(PartialFile):
+    "Rows that close ranks."
 
     def close_ranks(self, good: np.ndarray) -> None:
         "Move good rows, then their waveforms, down over the others; `good` is [n_candidates] bool, `finish` comes next."
@@ -268,6 +272,10 @@ class RowFile(PartialFile):
             data = os.pread(self.fd, run * n_bytes, begin + int(keep[at]) * n_bytes)
             _write_all(self.fd, memoryview(data), goal + at * n_bytes)
             at += run
+
+# %% ../../nbs/dataset/writer.ipynb #37c34430
+class RowFile(_Packed):
+    "A data set on its way: rows by candidate number, then everything around them, then the final name."
 
     def finish(self, meta: Metadata) -> str:
         "Write everything around the rows; the partial file is a complete HDF5 file afterwards. Returns the digest of the metadata."

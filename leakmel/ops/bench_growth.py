@@ -20,6 +20,7 @@ from ..core.errors import OutputError, UsageError
 from ..core.monitor import machine_facts
 from ..dataset.writer import SPARE_BYTES, output_error, part_bytes, require_space
 from ..insight.plots import STAGE_COLORS, _dress
+from ..dataset.again import state_path
 from .bench import commit, made_set, rounds_words, run_leakmel, spread
 from .bench_gpu_parts import contest_spec
 from .bench_modes import bring_in
@@ -83,13 +84,13 @@ def _build(data: Path, target: Path, geometry: str) -> dict[str, Any]:
                 "start_up_s": done.body["start_up_s"], "rest_s": done.wall_s - done.body["start_up_s"] - done.body["seconds"],
                 "peak_rss_bytes": done.peak_rss_bytes, "build_rss_bytes": done.body["peak_rss_bytes"], "file_bytes": done.body["file_bytes"]}
     finally:
-        for path in target.parent.glob(f"{target.name}*"): path.unlink()
+        for path in [*target.parent.glob(f"{target.name}*"), state_path(target)]: path.unlink(missing_ok=True)
 
 def _verify_one(data: Path, target: Path, geometry: str) -> dict[str, Any]:
     "Build the smallest set and recompute all of its rows."
     run_leakmel("build", str(data), "--out", str(target), "--no-fsync", *geometry_words(geometry))
     body = run_leakmel("verify", str(target), "--root", str(data), "--sample", "all").body
-    for path in target.parent.glob(f"{target.name}*"): path.unlink()
+    for path in [*target.parent.glob(f"{target.name}*"), state_path(target)]: path.unlink(missing_ok=True)
     return {"data_sets": 1, "rows": body["n_rows"], "checked": body["checked"], "all_ok": body["ok"], "max_abs_db": body["max_abs_db"]}
 
 # %% ../../nbs/ops/bench_growth.ipynb #1e6a31d9

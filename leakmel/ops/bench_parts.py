@@ -129,8 +129,9 @@ def price_of_trust(
     pieces = {name: median(name, "cpu_s") / n for name in ("digests of recordings", "digests of rows")}
     pieces["pass over all rows"] = median("pass over all rows")
     pieces["sample worked out again"] = max(0.0, median("pass and sample") - median("pass over all rows"))
+    pieces["journal and state"] = median("journal and state")
     price = sum(pieces.values())
-    return {"build_s": whole, "without_s": whole - price, "pieces_s": pieces, "journal": "no journal is kept", "share": price / whole,
+    return {"build_s": whole, "without_s": whole - price, "pieces_s": pieces, "share": price / whole,
             "share_of_sample_by_difference": 1 - median("build, no check") / whole, "fsync_s": median("build, fsync") - whole,
             "fsync_range_s": [at("build, fsync")["least"] - at("build")["most"], at("build, fsync")["most"] - at("build")["least"]]}
 
@@ -164,7 +165,7 @@ def parts_table(
                      + _bytes_of(_part_of(name)))
     for name, t in figures["trust"].items():
         pieces = ", ".join(f"{what} {s:.3f} s" for what, s in t["pieces_s"].items())
-        lines.append(f"trust, {name}: {t['share']:.0%} of {t['build_s']:.2f} s: {pieces}; {t['journal']}; fsync: {fsync_words(t)}")
+        lines.append(f"trust, {name}: {t['share']:.0%} of {t['build_s']:.2f} s: {pieces}; fsync: {fsync_words(t)}")
     lines += [f"not measured: {name} ({why})" for name, why in figures["not_measured"].items()]
     lines.append(geometry_line({g: preset_spec(changes) for g, changes in figures["geometries"].items()}))
     lines.append(f"{figures['n_files']:,} recordings, {rounds_words(figures)}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']}); "
@@ -188,7 +189,6 @@ def parts_markdown(
     if not (trust := list(figures["trust"].values())): return "\n".join(lines)
     lines += ["", f"| price of trust, s of the build | {' | '.join(places)} |", "|---" * (1 + len(places)) + "|"]
     for what in trust[0]["pieces_s"]: lines.append(f"| {what} | {' | '.join(format(t['pieces_s'][what], '.3f') for t in trust)} |")
-    for what, key, form in (("journal", "journal", ""), ("share of the build", "share", ".0%"), ("whole build", "build_s", ".2f"),
-                            ("without all that", "without_s", ".2f")):
+    for what, key, form in (("share of the build", "share", ".0%"), ("whole build", "build_s", ".2f"), ("without all that", "without_s", ".2f")):
         lines.append(f"| {what} | {' | '.join(format(t[key], form) for t in trust)} |")
     return "\n".join([*lines, f"| fsync on top | {' | '.join(map(fsync_words, trust))} |"])

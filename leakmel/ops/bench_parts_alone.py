@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HELD', 'FEW', 'PARTS', 'on_threads', 'Ground', 'read_only', 'compute_only', 'write_only', 'digests_only',
-           'check_only', 'one_part']
+           'check_only', 'journal_only', 'one_part']
 
 # %% ../../nbs/ops/bench_parts_alone.ipynb #8f697172
 import os, time
@@ -19,7 +19,10 @@ import numpy as np
 from ..audio.compiled import digests_of
 from ..audio.manifest import scan
 from ..core.monitor import usable_cores
+from ..dataset.again import stamps_at_build, state_path, write_state
 from ..dataset.config import PipelineConfig, plan_workers
+from ..dataset.job import Job
+from ..dataset.journal import Journal, Past, journal_identity, journal_path
 from ..dataset.loader import BatchReader, Slot
 from ..dataset.verify import check_data_set
 from ..dataset.writer import RowFile
@@ -125,11 +128,28 @@ def check_only(g: Ground, sample: int) -> dict[str, Any]:
     figures = {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu_began, "files": g.n, "bytes": os.path.getsize(path)}
     return figures | ({} if report.ok else {"error": report.verdict})
 
+def journal_only(g: Ground) -> dict[str, Any]:
+    "Enter all rows in a journal, and the state of the recordings at the end, as a build does that does not wait for the disk."
+    job = Job(g.listing, g.spec, RowFile(g.work / f"journal-only-{g.geometry}.h5", g.spec.row_shape, g.n, start="not"))
+    job.good[:] = True
+    journal = Journal(journal_path(job.file.target), journal_identity(g.listing, "measured", g.spec.row_shape, False), sync=False)
+    every = max(1, journal.every_bytes // job.file.row_bytes)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    journal.open(Past([], 0))
+    for first in range(0, g.n, every):
+        journal.note(first, min(every, g.n - first), 0)
+        journal.enter(job.entry)
+    n_bytes = journal.path.stat().st_size
+    journal.close(remove=True)
+    write_state(job.file.target, Path(g.listing.folder), "measured", stamps_at_build(job, time.time_ns()))
+    state_path(job.file.target).unlink()
+    return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu_began, "files": g.n, "bytes": n_bytes}
+
 PARTS: dict[str, Callable[[Ground], dict[str, Any]]] = {
     "read": read_only, **{f"compute, {name}": partial(compute_only, name=name) for name in CPU_ENGINES},
     "write": partial(write_only, fsync=False), "write, fsync": partial(write_only, fsync=True),
     "digests of recordings": partial(digests_only, what="recordings"), "digests of rows": partial(digests_only, what="rows"),
-    "pass over all rows": partial(check_only, sample=0), "pass and sample": partial(check_only, sample=64),
+    "journal and state": journal_only, "pass over all rows": partial(check_only, sample=0), "pass and sample": partial(check_only, sample=64),
 }
 
 # %% ../../nbs/ops/bench_parts_alone.ipynb #e42fc282
