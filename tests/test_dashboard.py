@@ -20,7 +20,7 @@ from leakmel.insight.dashboard import NO_TIMELINE, RunCard, advice, data_facts, 
 from leakmel.insight.flow_plots import queue_depth
 from leakmel.insight.plots import batch_timeline, exclusive_bar, utilization
 from leakmel.insight.run_plots import runs_compared, runs_table, settings_that_differ, short_names
-from leakmel.insight.run_records import RunRecord, find_runs, joined_timelines, read_run, read_runs
+from leakmel.insight.run_records import RunRecord, changed_since, find_runs, joined_timelines, read_run, read_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = {"sample_rate": 4096, "duration_s": 10}
@@ -250,7 +250,7 @@ def test_a_data_set_that_changed_since_is_not_green(copied):
     path.write_bytes(path.read_bytes()[:-1000])
     run = read_run(copied)
     card = RunCard(run)
-    assert run.changed == ("TRAINING_DATASET.H5",)
+    assert changed_since(run) == ("TRAINING_DATASET.H5",)
     assert (card.ok, card.title) == (False, "NOT as it was verified: TRAINING_DATASET.H5 changed since")
     assert "it is not the file that was verified" in repr(card)
     facts = data_facts(run)

@@ -20,7 +20,7 @@ from ..core.parameters import Kinds
 from .advice import analysis_text
 from .cards import NOT_AVAILABLE, Card, cache_sentence, megabytes, verified_title
 from .diagnose import bounds, limit_text, report_text, verdict
-from .run_records import RunRecord, tidy
+from .run_records import RunRecord, changed_since, taken_over, tidy
 
 if TYPE_CHECKING: import plotly.graph_objects as go
 
@@ -35,9 +35,9 @@ class RunCard(Card):
 
     def __init__(self, run: RunRecord):
         reports = list(run.reports.values())
-        self.run, self.ok = run, all(r["verified"].get("ok") for r in reports) and not run.changed if reports else None
+        self.run, self.ok = run, all(r["verified"].get("ok") for r in reports) and not changed_since(run) if reports else None
         self.title = verified_title(sum(r["rows"] for r in reports), sum(r["verified"].get("checked", 0) for r in reports), bool(self.ok))
-        if run.changed: self.title = f"NOT as it was verified: {', '.join(map(show_path, run.changed))} changed since"
+        if changed_since(run): self.title = f"NOT as it was verified: {', '.join(map(show_path, changed_since(run)))} changed since"
         if not reports: self.title = f"{how_many(len(run.data_sets), 'data set')} without a report: not known when, how fast and whether verified"
         self.blocks = [("the run", [("folder", show_path(run.folder)), *_time_facts(run)]), ("data", _data_facts(run)), ("machine", _machine_facts(run)),
                        ("data sets", [(show_path(n), _file_fact(run, n)) for n in dict.fromkeys([*run.reports, *(p.name for p in run.data_sets)])])]
@@ -85,7 +85,7 @@ def _data_facts(run: RunRecord) -> list[tuple[str, str]]:
     return [
         ("recordings", f"{run.found:,} files found in {_words([r.get('root') for r in reports])}, {megabytes(sum(r.get('source_bytes', 0) for r in reports))}"),
         ("rows", f"{rows:,} rows + {rejected:,} rejected = {run.found:,}" + (f" ({said(total('rejected_by_code'))})" if rejected else "")
-         + (f"; {run.taken_over:,} of them were there before, so the speed is not that of building all" if run.taken_over else "")),
+         + (f"; {taken_over(run):,} of them were there before, so the speed is not that of building all" if taken_over(run) else "")),
         ("labels", _words([name for r in reports for name in r.get("label_names", [])])),
         ("changed to fit", said(total("status_counts")) or "none"),
         ("problems", said(total("problems_by_kind")) or "none seen")]
@@ -113,7 +113,7 @@ def _file_fact(run: RunRecord, name: str) -> str:
     report, here = run.reports.get(name), [p for p in run.data_sets if p.name == name]
     size = megabytes(here[0].stat().st_size) if here else "no longer here"
     if report is None: return f"{size}; no report beside it"
-    if name in run.changed: return f"{size}, but its report says {megabytes(report['file_bytes'])}: it is not the file that was verified (leakmel verify)"
+    if name in changed_since(run): return f"{size}, but its report says {megabytes(report['file_bytes'])}: it is not the file that was verified (leakmel verify)"
     return f"{report['rows']:,} rows, {size}; {report['files_per_s']:,.0f} files/s; {report['verified'].get('verdict', NOT_AVAILABLE)}"
 
 # %% ../../nbs/insight/dashboard.ipynb #6ffe3ce6

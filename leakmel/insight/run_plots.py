@@ -15,7 +15,7 @@ import numpy as np
 from ..core.timeline import STAGES
 from .diagnose import aligned
 from .plots import _TEXT, STAGE_COLORS, _dress, _f32, _figure, _plain, _stage_name
-from .run_records import RunRecord
+from .run_records import RunRecord, taken_over
 
 if TYPE_CHECKING: import plotly.graph_objects as go
 
@@ -84,7 +84,7 @@ def _compared_title(runs: Sequence[RunRecord]) -> str:
 
 def _compared_note(runs: Sequence[RunRecord]) -> str:
     "What has to be kept in mind about the comparison."
-    counts, taken = sorted({r.found for r in runs}), sum(r.taken_over > 0 for r in runs)
+    counts, taken = sorted({r.found for r in runs}), sum(taken_over(r) > 0 for r in runs)
     caches = dict.fromkeys(" and ".join(dict.fromkeys(report.get("cache", "unknown") for report in r.reports.values())) for r in runs)
     said = [f"{taken} of {len(runs)} runs took rows over from earlier ones, which is no building"] if taken else []
     if len(runs) == 1: return "; ".join(["Nothing to compare it with", *(["it took rows over from an earlier build"] if taken else [])])
