@@ -15,6 +15,7 @@ from . import __version__
 from .core.errors import LeakmelError, show_path
 from .core.options import add_field_options, given_fields
 from .core.parameters import answer_unknown
+from .core.progress import Progress, folded, front_end, line_width
 
 # %% ../nbs/cli.ipynb #5dee17f6
 Outcome = tuple[int, dict[str, Any], str]   # exit status, for machines, for people
@@ -22,7 +23,6 @@ Outcome = tuple[int, dict[str, Any], str]   # exit status, for machines, for peo
 def run_demo(args: argparse.Namespace) -> Outcome:
     "Write a demo set."
     from leakmel.audio.synth import write_demo
-    from leakmel.core.progress import Progress
     with Progress(args.files, label="demo set", show=_front_end(args)) as bar:
         done = write_demo(args.dir, n_files=args.files, seed=args.seed, faults=args.faults, progress=bar.update)
     faults = [{"path": show_path(path), "what": what} for path, what in done.faults]
@@ -45,8 +45,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
     lines.append(f"{report!r}{' (--most N, --json for all)' if report.more else ''}" if problems
                  else f"No problem was seen{'' if args.content else ' in names and folders (--content reads the recordings)'}.")
     body = {"root": show_path(manifest.root), "found": len(manifest), "label_names": [show_path(n) for n in manifest.label_names],
-            "counts": manifest.counts(), "problems": problems,
-            "problems_by_kind": count_kinds(manifest.problems["kind"]), "would_be_rejected": len(lost),
+            "counts": manifest.counts(), "problems": problems, "problems_by_kind": count_kinds(manifest.problems["kind"]), "would_be_rejected": len(lost),
             "hints": whole, "groups": shared_groups(manifest),
             "preview": None if manifest.preview is None else manifest.preview.to_dict()}
     return (1 if lost or not len(manifest) or args.strict and problems else 0), body, "\n".join(lines)
@@ -63,8 +62,7 @@ def run_build(args: argparse.Namespace) -> Outcome:
     from leakmel.insight.advice import analysis_text
     from leakmel.mel.spec import MelSpec
     spec, spec_said = asked_spec(args.spec, args.preset, given_fields(args, MelSpec))
-    given, mode, said = given_fields(args, PipelineConfig), args.mode, ""
-    config = PipelineConfig(**given)
+    config, mode, said = PipelineConfig(**(given := given_fields(args, PipelineConfig))), args.mode, ""
     if not args.no_tuned: config, mode, said = with_tuned(args.root, given, engine=args.engine, mode=mode)
     common = dict(spec=spec, engine=args.engine, mode=mode, pipeline=config, check=args.check, progress=_front_end(args), with_waveforms=args.with_waveforms,
                   fresh=args.fresh)
@@ -74,8 +72,10 @@ def run_build(args: argparse.Namespace) -> Outcome:
     if args.split == "all": results = build_all(args.root, out_dir=args.out, **common)
     else: results = [build(args.root, split=args.split, out=args.out, **common)]
     done = [r.summary for r in results if not r.summary["nothing_to_do"]]
-    analysis = analysis_text(results[0].timeline, done) if done else ""
-    text = "\n".join([*filter(None, [spec_said, said]), *results[0].summary["mode_lines"], *map(_build_text, results), *(["", analysis] if analysis else [])])
+    analysis = analysis_text(results[0].timeline, done, width=line_width()) if done else ""
+    stands_above = _front_end(args) == "auto" and front_end() == "terminal" and sys.stdout.isatty()
+    text = "\n".join([*filter(None, [spec_said, said]), *([] if stands_above else results[0].summary["mode_lines"]),
+                      *map(_build_text, results), *(["", analysis] if analysis else [])])
     return 0, run_summary(results) if args.split == "all" else results[0].summary, text
 
 # %% ../nbs/cli.ipynb #37e6fbe2
@@ -85,17 +85,17 @@ def _build_text(result: Any) -> str:
     from leakmel.audio.problems import in_words, wrapped
     from leakmel.dataset.report import kept_sentence
     from leakmel.insight.cards import cache_sentence
-    kept = kept_sentence(result.summary)
-    rate = "" if kept else f", {result.files_per_s:,.0f} files/s end to end"
+    kept, rate = kept_sentence(result.summary), f", {result.files_per_s:,.0f} files/s end to end"
     lines = [show_path(result.path),
              f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
-             f"  {result.seconds:.2f} s to the published file (imports of {result.start_up_s:.2f} s apart){rate}",
+             f"  {result.seconds:.2f} s to the published file (imports of {result.start_up_s:.2f} s apart){'' if kept else rate}",
              f"  engine {result.summary['engine']}, page cache {cache_sentence(result.summary)}",
              f"  {result.verified.verdict}"]
-    if kept: lines.insert(1, wrapped("  ", kept))
-    if result.summary["status_counts"]: lines.append(wrapped("  changed to fit: ", in_words(result.summary["status_counts"])))
+    if kept: lines.insert(1, wrapped("  ", kept, width=line_width()))
+    if result.summary["status_counts"]: lines.append(wrapped("  changed to fit: ", in_words(result.summary["status_counts"]), width=line_width()))
     problems = ", ".join(f"{n:,} x {kind}" for kind, n in result.summary["problems_by_kind"].items())
-    if problems: lines.append(wrapped("  problems: ", f"{problems} (leakmel scan --content lists them; so does the report beside the data set)"))
+    if problems: lines.append(wrapped("  problems: ", width=line_width(), text=(
+        f"{problems} (leakmel scan --content lists them; so does the report beside the data set)")))
     lines += [f"  rejected: {n:,} x {code}" for code, n in Counter(r.code for r in result.rejections).most_common()]
     return "\n".join(lines)
 
@@ -103,7 +103,8 @@ def run_verify(args: argparse.Namespace) -> Outcome:
     "Check a data set."
     from leakmel.dataset.verify import verify
     report = verify(args.file, root=args.root, sample=args.sample, table=args.table)
-    lines = [f"{show_path(args.file)}: {report.verdict}", *(f"  {p}" for p in report.problems[1:20])]      # the verdict has the first
+    lines = [f"{show_path(args.file)}: {report.verdict}", *(f"  {p}" for p in report.problems[1:20]),      # the verdict has the first
+             *([f"  and {len(report.problems) - 20:,} more (--json has all)"] if len(report.problems) > 20 else [])]
     return (0 if report.ok else 1), report.to_dict() | {"path": show_path(args.file)}, "\n".join(lines)
 
 # %% ../nbs/cli.ipynb #78ab1cc9
@@ -167,15 +168,16 @@ def _say(text: str) -> None: print(text, file=sys.stderr, flush=True)
 # %% ../nbs/cli.ipynb #117226f7
 def run_doctor(args: argparse.Namespace) -> Outcome:
     "Look at this machine: what a build needs, what is there, whether every engine is right."
-    from leakmel.core.progress import Progress
     from leakmel.ops.doctor import examine
     from leakmel.ops.doctor_machine import TITLES
-    with Progress(len(TITLES), label="examined", show=_front_end(args)) as bar: report = examine(args.dir, progress=bar.update)
-    return (0 if report.ok else 1), report.to_dict(), repr(report)
+    with Progress(len(TITLES), label="examined", unit="checks", show=_front_end(args)) as bar: report = examine(args.dir, progress=bar.update)
+    return (0 if report.ok else 1), report.to_dict(), report.text(line_width())
 
 def _front_end(args: argparse.Namespace) -> str:
     "Where progress is drawn: nowhere for machines."
     return "none" if args.json or args.quiet else "auto"
+
+
 
 # %% ../nbs/cli.ipynb #136e769c
 def _count_or_all(text: str) -> int | None:
@@ -200,7 +202,7 @@ class _Parser(argparse.ArgumentParser):
         known = [o.removeprefix("--") for o in self._option_string_actions]
         for word in re.findall(r"--([\w-]+)", message) if message.startswith("unrecognized") else []:
             message = f"unknown option --{word}: " + answer_unknown(word.replace("-", "_"), [k.replace("-", "_") for k in known])
-        raise _Usage(f"{self.prog}: {message}. See {self.prog} --help")
+        raise _Usage(f"{self.prog}: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help")
 
 _count.__name__ = "number (0 or more):"
 _count_or_all.__name__ = "number of rows (0 or more, or all):"    # argparse puts it into its message
@@ -385,7 +387,7 @@ def _print(args: argparse.Namespace, status: int, body: dict[str, Any], text: st
     "Print the outcome; a reader that went away is no error."
     try:
         if args.json: print(json.dumps({"ok": status == 0, "exit_status": status} | body, default=str))
-        elif text: print(text)
+        elif text: print(folded(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

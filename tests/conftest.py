@@ -1,14 +1,18 @@
-"Shared fixtures: small made sets, and skips that may not happen where everything is installed."
+"Shared fixtures: small made sets, skips that may not happen where everything is installed, and what was tried for each promise."
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from counted import Counted, names_of_promises, function_of
 
 from leakmel.audio.synth import write_demo, write_wav
 
 # `.ci/run` sets LEAKMEL_REQUIRE_ALL: what a test needs and cannot find is a failure there, and a skip elsewhere.
 REQUIRE_ALL = bool(os.environ.get("LEAKMEL_REQUIRE_ALL"))
+# LEAKMEL_PROMISES=FILE keeps what the tests of each promise tried: see counted.py.
+RECORD = os.environ.get("LEAKMEL_PROMISES", "")
 
 
 def need(found: object, what: str) -> None:
@@ -22,6 +26,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     "With `-m gpu`, import only the files that have such tests: a bare machine with a GPU lacks what some of the others need."
     if config.option.markexpr.strip() != "gpu" or not collection_path.match("test_*.py"): return None
     return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    "Count in the process that reports: workers hand what a test said to it with the test's report."
+    if RECORD and not hasattr(config, "workerinput"): config.pluginmanager.register(Counted(config, Path(RECORD)))
+
+
+@pytest.fixture
+def tried(request: pytest.FixtureRequest) -> Callable[..., None]:
+    "Say what was tried for a promise and held: `tried(\"S3\")`, or `tried(\"S3\", 100)` for a hundred trials."
+    promises = names_of_promises().get(function_of(request.node.nodeid), [])
+    def say(promise: str, n: int = 1) -> None:
+        if promise not in promises: raise LookupError(f"{promise} in promises.toml does not name {request.node.name}")
+        request.node.user_properties.append(("tried", [promise, int(n)]))
+    return say
 
 
 @pytest.fixture(scope="session")

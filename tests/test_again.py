@@ -15,7 +15,7 @@ import pytest
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
-from leakmel.core.errors import OutputError
+from leakmel.core.errors import DataError, OutputError
 from leakmel.dataset import again, begin, journal, loader
 from leakmel.dataset.again import state_path
 from leakmel.dataset.job import Job
@@ -296,7 +296,8 @@ def test_rows_that_rotted_are_mended(data: Path, tmp_path: Path, read: list[byte
     assert "stands, but not up to its check" in caplog.text
 
 
-@pytest.mark.parametrize("options", [{"spec": lm.MelSpec.preset("disjoint", duration_s=1.0, n_mels=32)}, {"engine": "torch"}, {"with_waveforms": True}], ids=str)
+@pytest.mark.parametrize("options", [{"spec": lm.MelSpec.preset("disjoint", duration_s=1.0, n_mels=32)}, {"engine": "torch"},
+                                     {"with_waveforms": True}], ids=str)
 def test_other_settings_start_over(data: Path, tmp_path: Path, read: list[bytes], options: dict[str, Any]) -> None:
     target = tmp_path / "out" / "x.h5"
     build(data, target)
@@ -502,11 +503,236 @@ def test_a_full_disk_ends_the_journal_and_not_the_build(data: Path, tmp_path: Pa
 
 
 def test_faults_of_recordings_and_engines_leave_nothing() -> None:
-    from leakmel.core.errors import DataError, EngineError, MachineError, SpaceError, UsageError, VerifyError
+    from leakmel.core.errors import EngineError, MachineError, SpaceError, UsageError, VerifyError
     to_blame: list[BaseException] = [DataError("x"), EngineError("x"), VerifyError("x"), UsageError("x"), ValueError()]
     from_outside: list[BaseException] = [MachineError("x"), SpaceError("x"), OutputError("x"), MemoryError(), KeyboardInterrupt(), SystemExit()]
     assert not any(map(begin.may_go_on, to_blame))
     assert all(map(begin.may_go_on, from_outside))
+
+
+# ---- what must not be kept
+
+
+def swap_folders(data: Path) -> None:
+    for old, new in (("LEAK", "aside"), ("NOLEAK", "LEAK"), ("aside", "NOLEAK")): (data / old).rename(data / new)
+
+
+@pytest.fixture
+def alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    "Recordings with two labels, of the same names, lengths and times: a file system of coarse times, and files that were made together."
+    root = tmp_path / "alike"
+    root.mkdir()
+    for k in range(8):
+        for label in ("LEAK", "NOLEAK"):
+            write(root / label / f"{k}.wav", k + 10 * (label == "LEAK"))
+            os.utime(root / label / f"{k}.wav", ns=(10**18, 10**18))
+    settle()
+    real = again.stamps_of
+    def same_times(*args: Any) -> np.ndarray:
+        stamps = real(*args)
+        stamps["ctime_ns"] = 10**18 + 1
+        return stamps
+    monkeypatch.setattr(again, "stamps_of", same_times)
+    return root
+
+
+def test_folders_that_changed_places_are_noticed(alike: Path, tmp_path: Path, read: list[bytes]) -> None:
+    "Renaming a folder leaves no trace on its files: their labels would be swapped, and their rows not."
+    target = tmp_path / "out" / "x.h5"
+    build(alike, target)
+    state = again._read_state(target)
+    assert state is not None
+    digest, stamps, follows = state[0], state[1].copy(), state[2]
+    stamps["ctime_ns"] = 10**18 + 1
+    again.write_state(target, target, digest, stamps, follows=follows)
+    assert build(alike, target).summary["nothing_to_do"]
+    swap_folders(alike)
+    read.clear()
+    assert build(alike, target).summary["kept_rows"] == 0
+    assert len(read) == 16
+    assert target.read_bytes() == fresh_bytes(alike, tmp_path)
+
+
+def test_folders_that_changed_places_meanwhile(alike: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = tmp_path / "out" / "x.h5"
+    killed(alike, target, 3)
+    swap_folders(alike)
+    assert build(alike, target).summary["resumed_rows"] == 0
+    assert "folders are not the same any more" in caplog.text
+    assert target.read_bytes() == fresh_bytes(alike, tmp_path)
+
+
+def test_a_rejection_does_not_hide_that_recordings_differ(data: Path, tmp_path: Path) -> None:
+    "A build that follows the data refuses recordings of two lengths, also where an earlier one was told a length and rejected some."
+    target = tmp_path / "out" / "x.h5"
+    (data / "NOLEAK" / "07.wav").unlink(missing_ok=True)
+    (data / "LEAK" / "07.wav").unlink()
+    write_wav(data / "LEAK" / "short.wav", np.arange(2000, dtype=np.int16), 4096)
+    settle()
+    told = {"duration_s": 1.0, "short": "reject"}
+    assert "too_short" in [r.code for r in build(data, target, spec=told).rejections]
+    with pytest.raises(DataError, match="differ in rate or length"): build(data, target, spec={"short": "reject"})
+    assert build(data, target, spec=told).summary["nothing_to_do"]
+    (data / "LEAK" / "short.wav").unlink()
+    assert not build(data, target, spec={"short": "reject"}).summary["nothing_to_do"]
+    assert build(data, target, spec=told).summary["nothing_to_do"], "who follows the data has looked closer than who is told"
+
+
+@pytest.mark.parametrize("module", [journal, again])
+def test_other_decoders_start_over(data: Path, tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    target = tmp_path / "out" / "x.h5"
+    if module is journal: killed(data, target, 6)
+    else: build(data, target)
+    monkeypatch.setattr(module, "decoders", lambda: {"soxr": "another"})
+    assert build(data, target).summary["kept_rows"] == 0
+    assert module is again or "of other versions" in caplog.text
+
+
+def test_what_changed_just_before_an_interrupted_build_is_read_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out" / "x.h5"
+    killed(data, target, 6)
+    monkeypatch.setattr(again, "_JUST_NOW_NS", 3600 * 10**9)
+    assert build(data, target).summary["resumed_rows"] == 0
+
+
+def test_a_preload_reads_no_recording_whose_row_is_kept(data: Path, tmp_path: Path, read: list[bytes]) -> None:
+    target = tmp_path / "out" / "x.h5"
+    build(data, target, mode="preload")
+    add(data)
+    settle()
+    read.clear()
+    result = build(data, target, mode="preload")
+    assert read == [b"LEAK/00b.wav"]
+    assert "rows of an earlier build are kept" in result.summary["mode_lines"][0]
+    assert target.read_bytes() == fresh_bytes(data, tmp_path)
+
+
+def test_a_recording_that_a_table_names_and_nobody_has_is_no_work(data: Path, tmp_path: Path) -> None:
+    table, target = tmp_path / "t.csv", tmp_path / "out" / "x.h5"
+    paths = sorted(p.relative_to(data) for p in data.rglob("*.wav"))
+    table.write_text("path,label\n" + "".join(f"{p},{p.parts[0]}\n" for p in paths) + "LEAK/missing.wav,LEAK\n")
+    assert [build(data, target, manifest=lm.scan(data, table=table)).summary["nothing_to_do"] for _ in range(2)] == [False, True]
+    write(data / "LEAK" / "missing.wav")
+    assert build(data, target, manifest=lm.scan(data, table=table)).rows == 31
+
+
+# ---- what is left, and what is said
+
+
+@pytest.mark.parametrize("stage", ["check_data_set", "job_metadata"])
+def test_an_interruption_after_the_last_row_costs_no_row(data: Path, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch, read: list[bytes]) -> None:
+    target = tmp_path / "out" / "x.h5"
+    def interrupted(*args: Any, **named: Any) -> None: raise KeyboardInterrupt
+    with monkeypatch.context() as m:
+        m.setattr(f"leakmel.dataset.publish.{stage}", interrupted)
+        with pytest.raises(KeyboardInterrupt) as raised: build(data, target)
+    assert raised.value.__notes__[0].startswith("30 rows are kept")
+    assert leftovers(target.parent) == [".x.h5.journal", ".x.h5.partial"]
+    read.clear()
+    assert build(data, target).summary["resumed_rows"] > 0
+    assert len(read) < 32
+    assert target.read_bytes() == fresh_bytes(data, tmp_path)
+
+
+def test_nothing_to_do_removes_what_killed_builds_left(data: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "x.h5"
+    build(data, target)
+    left = (".x.h5.partial", ".x.h5.journal", ".x.h5.scratch", ".x.h5.partial.gz", "..x.h5.state.new", ".x.h5.report.json.new", ".x.h5.status.json")
+    for name in left: (target.parent / name).write_bytes(b"x")
+    assert build(data, target).summary["nothing_to_do"]
+    assert leftovers(target.parent, *BESIDE) == []
+
+
+def test_a_build_that_goes_on_removes_a_half_packed_file(interrupted: Path, data: Path) -> None:
+    interrupted.with_name(".x.h5.partial.gz").write_bytes(b"x")
+    assert build(data, interrupted).summary["resumed_rows"] > 0
+
+
+def test_copies_in_a_split_that_changed_are_reported_for_one_that_stands(demo: Path, tmp_path: Path) -> None:
+    root = tmp_path / "demo"
+    common: dict[str, Any] = dict(out_dir=tmp_path / "out", engine="reference", progress="none", pipeline=CONFIG, check=2)
+    shutil.copytree(demo, root)
+    settle()
+    before = lm.build_all(root, **common)[1]
+    kept = sorted((root / "VALIDATION").rglob("*.wav"))[0]
+    twin = root / "TRAINING" / kept.parent.name / f"copy of {kept.name}"
+    shutil.copy(kept, twin)
+    settle()
+    after = lm.build_all(root, **common)[1]
+    report = json.loads((tmp_path / "out" / "VALIDATION_DATASET.H5.report.json").read_text())
+    assert after.summary["nothing_to_do"]
+    assert [(p["kind"], p["path"]) for p in report["problems"]] == [(p.kind, p.path) for p in after.noted]
+    assert report["problems_by_kind"].get("duplicate_across_splits", 0) == before.summary["problems_by_kind"].get("duplicate_across_splits", 0) + 1
+    assert report["seconds"] == before.summary["seconds"]
+
+
+def test_no_rate_is_said_of_rows_that_were_there(data: Path, tmp_path: Path) -> None:
+    from leakmel.insight.cards import ResultCard
+    target = tmp_path / "out" / "x.h5"
+    assert "files/s" in repr(build(data, target)) + repr(ResultCard([build(data, target, fresh=True)]))
+    result = build(data, target)
+    assert "files/s" not in repr(result) + repr(ResultCard([result]))
+    assert "0 of 32 files had to be read" in repr(ResultCard([result]))
+    assert result.summary["kept_files"] == 32
+
+
+def test_the_rate_of_a_build_that_goes_on_is_that_of_what_it_reads(tmp_path: Path) -> None:
+    from leakmel.core.progress import Standing
+    from leakmel.dataset.live import Pulse, write_status
+    assert repr(Standing(900, 1000, 10.0, n_before=800)) == "900 of 1,000 files in 10.0 s, 10 files/s, about 10.0 s left"
+    assert repr(Standing(800, 1000, 10.0, n_before=800)) == "800 of 1,000 files in 10.0 s"
+    pulse = Pulse("TRAINING", "reading and computing", 900, 1000, 0, files_kept=800)
+    write_status(tmp_path / "x.h5", pulse, 10.0)
+    body = json.loads((tmp_path / ".x.h5.status.json").read_text())
+    assert (body["files_per_s"], body["seconds_left"], body["files_kept"]) == (10.0, 10.0, 800)
+
+
+# ---- strangers in the output folder
+
+
+def test_a_lock_of_another_name_is_not_written_to(data: Path, tmp_path: Path) -> None:
+    mine, target = tmp_path / "mine", tmp_path / "out" / "x.h5"
+    target.parent.mkdir()
+    mine.write_bytes(b"precious")
+    os.link(mine, target.with_name(".x.h5.lock"))
+    build(data, target)
+    assert mine.read_bytes() == b"precious"
+    os.mkfifo(target.with_name(".x.h5.lock"))
+    assert build(data, target).summary["nothing_to_do"]
+    assert leftovers(target.parent, *BESIDE) == []
+
+
+def state_huge(target: Path) -> None: os.truncate(state_path(target), 1 << 40)
+def state_nested(target: Path) -> None: state_path(target).write_bytes(b"[" * 4000 + b"\n")
+def state_list(target: Path) -> None: state_path(target).write_bytes(b"[]\n")
+
+
+def state_pipe(target: Path) -> None:
+    state_path(target).unlink()
+    os.mkfifo(state_path(target))
+
+
+@pytest.mark.parametrize("fault", [state_huge, state_nested, state_list, state_pipe], ids=lambda f: f.__name__)
+def test_a_state_may_be_anything(data: Path, tmp_path: Path, fault: Callable) -> None:
+    target = tmp_path / "out" / "x.h5"
+    right = build(data, target).path.read_bytes()
+    fault(target)
+    assert build(data, target).summary["kept_rows"] == 0
+    assert target.read_bytes() == right
+
+
+FORGERIES: list[dict[str, Any]] = [{"ranges": [[float("inf"), 1]]}, {"ranges": [[0, 2], [0, 2]]}, {"ranges": [[2, 2], [0, 2]]},
+                                   {"unusual": {"100": ["a", "b"]}}, {"unusual": {"-1": ["a", "b"]}}, {"ranges": [[0, 4]] * 50_000},
+                                   {"moments": "AAAA"}, {"unusual": {"0": "abc"}}]
+
+
+@pytest.mark.parametrize("forgery", range(len(FORGERIES)))
+def test_forged_entries_are_none(data: Path, interrupted: Path, forgery: int) -> None:
+    "Whole lines with the right digests of their own: they must not stop later builds, let them wait for ever, or take memory."
+    lines = journal_path(interrupted).read_bytes().splitlines(keepends=True)
+    journal_path(interrupted).write_bytes(lines[0] + journal._line(json.loads(lines[1][33:]) | FORGERIES[forgery]))
+    result = build(data, interrupted)
+    assert (result.rows, result.summary["resumed_rows"]) == (30, 0)
 
 
 # ---- killed at every step that the disk sees
@@ -535,12 +761,11 @@ def crash(data: Path, target: Path, at: int, **options: Any) -> bool:
 
 def sweep(data: Path, folder: Path, every: int, **options: Any) -> int:
     "Kill builds at every n-th step, and let each go on; returns how many were killed."
-    right, n = fresh_bytes(data, folder, **options), 0
+    right = fresh_bytes(data, folder, **options)
     target = folder / "swept" / "x.h5"
-    for at in range(1, 100_000, every):
+    for n, at in enumerate(range(1, 100_000, every)):
         shutil.rmtree(target.parent, ignore_errors=True)
         if not crash(data, target, at, **options): return n
-        n += 1
         assert not target.exists() or target.read_bytes() == right
         build(data, target, **options)
         assert target.read_bytes() == right, f"killed at step {at}"
@@ -548,11 +773,13 @@ def sweep(data: Path, folder: Path, every: int, **options: Any) -> int:
     raise AssertionError("the build has no end")
 
 
-def test_killed_at_steps_all_over_a_build(data: Path, tmp_path: Path) -> None:
-    assert sweep(data, tmp_path, every=5) > 20
+def test_killed_at_steps_all_over_a_build(data: Path, tmp_path: Path, tried: Callable) -> None:
+    n = sweep(data, tmp_path, every=5)
+    tried("S1", n)
+    assert n > 20
 
 
-def test_killed_at_steps_all_over_a_build_in_the_presence_of_an_old_data_set(data: Path, tmp_path: Path) -> None:
+def test_killed_at_steps_all_over_a_build_in_the_presence_of_an_old_data_set(data: Path, tmp_path: Path, tried: Callable) -> None:
     "The old data set is intact, or the new one complete, at every point."
     old_target = tmp_path / "old" / "x.h5"
     old = build(data, old_target).path.read_bytes()
@@ -568,15 +795,18 @@ def test_killed_at_steps_all_over_a_build_in_the_presence_of_an_old_data_set(dat
         build(data, target)
         assert target.read_bytes() == right
         assert leftovers(target.parent, *BESIDE) == []
+        tried("S1")
     assert n > 12
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{"engine": "cpu"}, {"engine": "cpu", "with_waveforms": True},
                                      {"engine": "cpu", "pipeline": replace(CONFIG, compression="gzip", fsync=True)}], ids=str)
-def test_killed_at_every_step_of_a_build_of_200_files(tmp_path: Path, make_wav: Callable, options: dict[str, Any]) -> None:
+def test_killed_at_every_step_of_a_build_of_200_files(tmp_path: Path, make_wav: Callable, tried: Callable, options: dict[str, Any]) -> None:
     data = tmp_path / "data"
     for k in range(200): make_wav(data / ("LEAK" if k % 2 else "NOLEAK") / f"{k:03d}.wav", seed=k)
     (data / "LEAK" / "zero.wav").write_bytes(b"")
     settle()
-    assert sweep(data, tmp_path, every=1, **options) > 100
+    n = sweep(data, tmp_path, every=1, **options)
+    tried("S1", n)
+    assert n > 100

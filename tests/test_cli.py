@@ -1,13 +1,18 @@
 "The command line: exit codes, one JSON object, errors on stderr, no traceback; and a light import."
 import ast
+import fcntl
 import json
 import os
+import pty
 import signal
 import statistics
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -409,3 +414,31 @@ def test_cache_is_listed_in_columns(tmp_path, capsys):
     assert main(["cache", "list", "--cache-dir", str(tmp_path / "none")]) == 0
     assert "no such folder" in capsys.readouterr().out
     assert main(["cache", "clear", "--cache-dir", str(tmp_path), "--unused-days", "-1"]) == 2
+
+
+# ---- on a terminal
+
+
+def on_terminal(columns: int, *args: str | os.PathLike) -> tuple[int, str]:
+    "Run the command on a terminal of some width; returns status and all that was written."
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    command, said = [sys.executable, "-m", "leakmel", *[os.fspath(a) for a in args]], b""
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=os.environ | {"COLUMNS": "", "LINES": ""}) as process:
+        os.close(theirs)
+        with suppress(OSError):      # a terminal that nobody writes to any more
+            while part := os.read(ours, 65536): said += part
+    os.close(ours)
+    return process.returncode, said.decode()
+
+
+def test_a_terminal_of_80_columns(data, tmp_path):
+    status, said = on_terminal(80, "build", data, "--out", tmp_path / "x.h5")
+    lines = said.replace("\r\n", "\n").split("\n")
+    assert status == 0
+    assert said.count("mode stream (auto was asked for)") == 1
+    assert max(len(part) for line in lines if "\x1b" not in line and str(tmp_path) not in line for part in line.split("\r")) <= 80
+    words = " ".join(said.split())
+    assert "one build reads each recording once, and the page cache can keep them for the next one" in words, "no word is cut"
+    assert "9 rows + 1 rejected = 10 files found" in words
+    assert "PERFORMANCE ANALYSIS" in words

@@ -640,31 +640,3 @@ def test_killed_build_leaves_the_old_data_set_and_does_not_block(tmp_path, data,
     assert r.path.read_bytes() == old
     assert leftovers(tmp_path / "out", *BESIDE) == []
     check(r.path, data)
-
-
-# ---- a real full disk
-
-
-@pytest.mark.slow
-def test_full_file_system(tmp_path, data):
-    "A small file system, filled to different degrees: refused or built, never a crash, and nothing half written."
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True, check=False).returncode:
-        pytest.skip("a file system can be mounted by root only")
-    outcomes = set()
-    try:
-        for free_kb in (0, 8, 40, 100, 130, 160, 200, 240, 400, 900):
-            (mount / "ballast").write_bytes(b"x" * ((1000 - free_kb) << 10))
-            done = subprocess.run([sys.executable, "-m", "leakmel", "build", str(data), "--out", str(mount / "x.h5"), "--engine", "reference", "--quiet"],
-                                  capture_output=True, text=True, timeout=60, check=False)
-            outcomes.add(done.returncode)
-            assert done.returncode in (0, 3), done.stderr
-            if done.returncode == 3:
-                assert str(mount) in done.stderr
-                assert leftovers(mount, "ballast") == []
-            else:
-                check(mount / "x.h5", data)
-                for p in mount.glob("x.h5*"): p.unlink()
-    finally: subprocess.run(["umount", str(mount)], check=True)
-    assert outcomes == {0, 3}

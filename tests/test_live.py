@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +16,10 @@ import pytest
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import LeakmelError
-from leakmel.core.timeline import Timeline
+from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset import live as live_module
 from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.live import Pulse, Queues, Rates, status_path
+from leakmel.dataset.live import Live, Pulse, Queues, Rates, look, status_path
 from leakmel.dataset.ring import Job
 from outsider import leftovers
 
@@ -184,3 +186,32 @@ def test_the_status_of_a_build_in_another_process(tmp_path):
     assert watcher.seen[0]["files"] == 400
     assert watcher.seen[0]["pid"] != os.getpid()
     assert not status_path(target).exists()
+
+
+def test_a_split_that_is_through_when_it_is_looked_at_has_a_rate_that_can_be(tmp_path):
+    timeline = Timeline()
+    jobs: list[Any] = [SimpleNamespace(split=split, listing=range(100), kept=np.zeros(100, bool), n_done=0, rejected=[],
+                                       file=SimpleNamespace(target=tmp_path / split)) for split in ("TRAINING", "TESTING")]
+    with Live(jobs, timeline, 2, show="none") as live:
+        look(live)
+        now_s = timeline.now_s()
+        timeline.spans += [Span("read", "reader-0", now_s - 9, now_s - 8, "TRAINING"), Span("read", "reader-0", now_s - 4, now_s - 3, "TESTING"),
+                           Span("write", "writer-0", now_s - 3, now_s - 2, "TESTING")]
+        for job in jobs: job.n_done = 100
+        look(live)
+        standing = live._bars["TESTING"].standing
+    assert 4 <= standing.seconds < 9
+    assert standing.n_done == 100
+
+
+def test_a_signal_while_bars_are_made_closes_those_that_stand(tmp_path, monkeypatch):
+    jobs: list[Any] = [SimpleNamespace(split=split, listing=range(9), kept=np.zeros(9, bool), file=SimpleNamespace(target=tmp_path / split)) for split in "ab"]
+    made, real = list[Any](), live_module.Progress
+    def stopped(*args, **named):
+        if made: raise KeyboardInterrupt
+        made.append(real(*args, **named))
+        return made[0]
+    monkeypatch.setattr(live_module, "Progress", stopped)
+    live = Live(jobs, Timeline(), 2, show="none")
+    with pytest.raises(KeyboardInterrupt), live: raise AssertionError("the body is not run")
+    assert made[0].state == "stopped"

@@ -39,11 +39,11 @@ def peak_bytes(root: Path, out: Path) -> int:
 
 
 @pytest.fixture
-def linked(tmp_path, make_wav) -> dict[int, Path]:
-    "FEW and MANY names of forty recordings of a second."
+def linked(request, tmp_path, make_wav) -> dict[int, Path]:
+    "FEW and MANY names of forty recordings of a second, or the numbers that a test asks for."
     originals = [tmp_path / "originals" / f"{k}.wav" for k in range(40)]
     for k, path in enumerate(originals): make_wav(path, seed=k)
-    roots = {n: tmp_path / f"links-{n}" for n in (FEW, MANY)}
+    roots = {n: tmp_path / f"links-{n}" for n in getattr(request, "param", (FEW, MANY))}
     for n, root in roots.items():
         for label in ("LEAK", "NOLEAK"): (root / label).mkdir(parents=True)
         for i in range(n): os.link(originals[i % 40], root / ("LEAK" if i % 3 else "NOLEAK") / f"H{i % 40:02d}~{i:06d}~20240229_120000~8.wav")
@@ -55,6 +55,14 @@ def test_memory_of_one_more_recording(linked, tmp_path):
     peaks = {n: min(peak_bytes(root, tmp_path / f"{n}.h5") for _ in range(2)) for n, root in linked.items()}
     more = (peaks[MANY] - peaks[FEW]) / (MANY - FEW)
     assert 200 < more < MOST_BYTES, f"{more:.0f} bytes a recording; peaks {({n: round(p / 1e6, 1) for n, p in peaks.items()})} MB"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("linked", [(5_000, 50_000)], indirect=True)
+def test_ten_times_the_recordings(linked, tmp_path):
+    lm.build(linked[5_000], out=tmp_path / "warm.h5", spec=lm.MelSpec(duration_s=1.0), engine="cpu", progress="none")
+    peaks = {n: min(peak_bytes(root, tmp_path / f"{n}.h5") for _ in range(2)) for n, root in linked.items()}
+    assert peaks[50_000] - peaks[5_000] <= 50e6, peaks
 
 
 @pytest.mark.parametrize("large", [1, 1000, 1 << 40])

@@ -23,7 +23,7 @@ from leakmel.audio.native import LOOK_CLOSER, READ, read_rows
 from leakmel.audio.quality import moments_of
 from leakmel.audio.wav import canonical_header
 from leakmel.core.errors import MachineError
-from leakmel.dataset import held, loader, ring
+from leakmel.dataset import held, job, loader
 from leakmel.dataset.pipeline import PipelineConfig
 from messy import write_messy
 
@@ -196,7 +196,7 @@ def test_the_same_data_set_without_compiled_code(tmp_path: Path, monkeypatch: py
         results = lm.build_all(tmp_path / "data", out_dir=tmp_path / name, mode=mode, spec={"sample_rate": 4096, "duration_s": 1.0}, **QUIET)
         return b"".join(r.path.read_bytes() for r in results), [x for r in results for x in r.rejected.to_numpy().tolist()]
     compiled_bytes, compiled_rejected = built("with")
-    for module in (loader, ring, held):
+    for module in (loader, job, held):
         if hasattr(module, "native"): monkeypatch.setattr(module, "native", lambda: None)
         monkeypatch.setattr(module, "digests_of", lambda rows: np.array([xxhash.xxh3_128_hexdigest(r.tobytes()) for r in rows], "S32"))
     assert built("without") == (compiled_bytes, compiled_rejected)

@@ -194,7 +194,9 @@ def states_of(log: Log, n: int, seed: int) -> list[dict[str, bytes]]:
 
 @pytest.mark.parametrize("compression", ["none", "gzip"])
 @pytest.mark.parametrize("n", [1000, pytest.param(10_000, marks=pytest.mark.long)])
-def test_no_state_after_a_power_cut_publishes_a_wrong_row(data: Path, tmp_path: Path, logged: Callable, compression: str, n: int) -> None:  # noqa: F811
+def test_no_state_after_a_power_cut_publishes_a_wrong_row(
+    data: Path, tmp_path: Path, logged: Callable, tried: Callable, compression: str, n: int,      # noqa: F811
+) -> None:
     "A build from nothing, then one over it: what stands under the final name is nothing, the old or the new data set, to the byte."
     target, config = tmp_path / "out" / "x.h5", PipelineConfig(**{**vars(SYNCED), "compression": compression})
     log = logged(target.parent)
@@ -206,10 +208,13 @@ def test_no_state_after_a_power_cut_publishes_a_wrong_row(data: Path, tmp_path: 
     log.confirm_all()
     new = build(data, target, pipeline=config).path.read_bytes()
     assert {state.get("x.h5") for state in states_of(log, n // 2, 3)} == {old, new}
+    tried("S2", n // 2 * 2)
 
 
 @pytest.mark.parametrize("n", [15, pytest.param(400, marks=pytest.mark.long)])
-def test_builds_go_on_from_any_state_after_a_power_cut(data: Path, tmp_path: Path, logged: Callable, monkeypatch: pytest.MonkeyPatch, n: int) -> None:  # noqa: F811
+def test_builds_go_on_from_any_state_after_a_power_cut(
+    data: Path, tmp_path: Path, logged: Callable, tried: Callable, monkeypatch: pytest.MonkeyPatch, n: int,      # noqa: F811
+) -> None:
     target = tmp_path / "out" / "x.h5"
     log, real = logged(target.parent), Job.take
     def slow(job: Job, slot: Any) -> Any:
@@ -228,6 +233,7 @@ def test_builds_go_on_from_any_state_after_a_power_cut(data: Path, tmp_path: Pat
         result = build(data, target, pipeline=SYNCED)
         resumed += result.summary["resumed_rows"]
         assert target.read_bytes() == right
+        tried("S2")
     assert resumed > 0, "what was confirmed is not done again"
 
 

@@ -4,13 +4,14 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
@@ -22,6 +23,7 @@ SPEC = lm.MelSpec.preset("disjoint", duration_s=0.5)
 CONFIG = PipelineConfig(files_per_batch=2, compute_workers=2, fsync=False, monitor_interval_s=0.0, journal_bytes=1)
 NAMES = st.tuples(st.sampled_from(["A", "B"]), st.integers(0, 7))
 GOOD, CUT = "good", "cut"
+N_DAYS = 12
 
 
 class Folder(RuleBasedStateMachine):
@@ -127,5 +129,7 @@ def run(data: Path, out: Path, *, fresh: bool = False) -> lm.BuildResult:
     return lm.build(data, out=out, spec=SPEC, engine="reference", progress="none", check=2, pipeline=CONFIG, fresh=fresh)
 
 
-TestFolder = Folder.TestCase
-TestFolder.settings = settings(max_examples=12, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+def test_any_days_of_a_folder(tried: Callable) -> None:
+    run_state_machine_as_test(Folder, settings=settings(max_examples=N_DAYS, stateful_step_count=12, deadline=None, derandomize=True, database=None,
+                                                        suppress_health_check=list(HealthCheck)))
+    tried("S1", N_DAYS)

@@ -13,7 +13,7 @@ __all__ = ['CANNOT_BE_USED', 'WORTH_A_LOOK', 'NAMES', 'GROUPS', 'CLIPPED_SHARE',
 import math, os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from html import escape
 
 import numpy as np
@@ -208,7 +208,7 @@ def _copies(c: Columns, before: Sequence[Columns] = ()) -> Iterator[Problem]:
     if len(original) == len(rows): return
     _, first, pair = np.unique(same * (split.max() + 1) + split, return_index=True, return_inverse=True)
     first, original = first[pair], original[same]         # for each recording: the first in its split, and the first of all
-    def show(k: int) -> str: return _shown(parts, int(rows[k]))
+    show = cache(lambda k: _shown(parts, int(rows[k])))      # many may be copies of one
     for k in np.flatnonzero(((first != np.arange(len(rows))) | (split != split[original]) | (label != label[original])) & (rows >= n_before)).tolist():
         at, origin = show(k), show(int(original[k]))
         if first[k] != k: yield Problem("duplicate", at, f"same samples as {show(int(first[k]))}")

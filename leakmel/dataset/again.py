@@ -8,7 +8,7 @@ __all__ = ['log', 'STAMP', 'STATE_SCHEMA', 'stamps_of', 'runs_of', 'go_on', 'sta
 
 # %% ../../nbs/dataset/again.ipynb #996d4a3f
 import json, logging, os, stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from ..audio.compiled import digests_of, native
 from ..audio.conform import resampled_length
 from ..audio.listing import Listing
 from ..audio.quality import FIGURES
-from .journal import Past
-from .loader import FACTS, PLAIN
+from .journal import Past, folder_inodes
+from .loader import FACTS, PLAIN, decoders
 from .job import Job
 from .schema import DIGEST_ATTRIBUTE, ROWS, SCHEMA_VERSION, WAVEFORMS, Rejected, metadata_digest, read_column, unsafe_parts
 from .writer import replacing
@@ -29,7 +29,8 @@ from .writer import replacing
 log = logging.getLogger("leakmel")
 
 # %% ../../nbs/dataset/again.ipynb #9319e973
-STAMP = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8")])
+STAMP = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("ctime_ns", "<i8"),
+                  ("folder", "<i8")])     # inode number of the folder that it lies in
 
 def stamps_of(
     listing: Listing,
@@ -42,16 +43,25 @@ def stamps_of(
         from leakmel.audio.many_files import stat_files
         seen = stat_files(paths)
         left = seen[:, 0] != stat.S_IFREG      # a link, or nothing
-        for i, name in enumerate(STAMP.names or (), start=1): out[name] = np.where(left, -1, seen[:, i])
+        for i, name in enumerate(("size", "mtime_ns", "ctime_ns"), start=1): out[name] = np.where(left, -1, seen[:, i])
     for i in np.flatnonzero(left).tolist():
         try: st = os.stat(paths[i])
         except OSError: continue
-        if stat.S_ISREG(st.st_mode): out[i] = (st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+        if stat.S_ISREG(st.st_mode): out[i] = (st.st_size, st.st_mtime_ns, st.st_ctime_ns, -1)
+    there = np.flatnonzero(out["size"] >= 0)
+    out["folder"][there] = folder_inodes(listing, np.asarray(numbers, np.int64)[there].tolist())
     return out
 
 def _listed(listing: Listing, numbers: np.ndarray, stamps: np.ndarray) -> np.ndarray:
     "Whether files are still what was listed, [k] bool."
     return (stamps["size"] == listing.sizes[numbers]) & (stamps["mtime_ns"] == listing.mtimes_ns[numbers]) & (listing.label_ids[numbers] >= 0)
+
+# %% ../../nbs/dataset/again.ipynb #6f7d7795
+_JUST_NOW_NS, _SECONDS_ONLY_NS = 20_000_000, 2_000_000_000
+
+def _is_settled(ctimes_ns: np.ndarray, began_ns: int) -> np.ndarray:
+    "Whether files that change after a build began will have another time, [k] bool."
+    return ctimes_ns < began_ns - np.where(ctimes_ns % 1_000_000_000 == 0, _SECONDS_ONLY_NS, _JUST_NOW_NS)
 
 # %% ../../nbs/dataset/again.ipynb #85bfb7c0
 def _agree(job: Job, facts: np.ndarray) -> np.ndarray:
@@ -95,7 +105,7 @@ def go_on(
     for entry in past.entries:
         stamps = stamps_of(job.listing, entry.numbers)
         good = entry.facts["good"] & ~job.kept[entry.numbers] & (stamps["ctime_ns"] == entry.facts["ctime_ns"])
-        good &= _listed(job.listing, entry.numbers, stamps)
+        good &= _listed(job.listing, entry.numbers, stamps) & _is_settled(stamps["ctime_ns"], past.began_ns)
         good &= _agree(job, entry.facts)
         for k in np.flatnonzero(good).tolist() if job.file.waveform_bytes and len(entry.waveform_digests) else []: good[k] = _has_waveform(job, entry, k)
         some = np.flatnonzero(good)
@@ -111,7 +121,7 @@ def _has_waveform(job: Job, entry: Any, k: int) -> bool:
     return bool(_lie_there(job.file.fd, job.file.waveform_offset, job.file.waveform_bytes, entry.numbers[one], entry.waveform_digests[one])[0])
 
 # %% ../../nbs/dataset/again.ipynb #3cc1245c
-STATE_SCHEMA, _JUST_NOW_NS = 1, 20_000_000     # file systems count time in steps of up to 10 ms
+STATE_SCHEMA = 2
 _AGAIN = ("changed", "unreadable")             # codes that say nothing of what the file holds
 
 def state_path(
@@ -135,7 +145,10 @@ def stamps_at_build(
     same = (now["size"] == job.listing.sizes[lost]) & (now["mtime_ns"] == job.listing.mtimes_ns[lost])
     same &= np.array([r.code not in _AGAIN for r in rejected], bool)
     out["ctime_ns"][len(good):] = np.where(same, now["ctime_ns"], -1)
-    out["ctime_ns"][out["ctime_ns"] >= began_ns - _JUST_NOW_NS] = -1
+    out["ctime_ns"][~_is_settled(out["ctime_ns"], began_ns)] = -1
+    out["folder"] = folder_inodes(job.listing, np.append(good, lost).tolist())
+    missing = job.listing.sizes[lost] < 0      # named in a table, and not there
+    out[len(good):][missing] = -1
     return out
 
 # %% ../../nbs/dataset/again.ipynb #4ad784cb
@@ -144,25 +157,30 @@ def write_state(
     made: Path,              # the complete data set, which gets the target's name next
     digest: str,             # of its metadata
     stamps: np.ndarray,      # [rows + rejected] STAMP
+    *,
+    follows: Collection[str] = (),     # what of the spec was taken from the data
 ) -> None:                   # raises OutputError
     "Write the state of a data set's recordings."
     import xxhash
     st, data = os.stat(made), stamps.tobytes()
     head = {"schema": STATE_SCHEMA, "metadata_digest": digest, "n_bytes": st.st_size, "mtime_ns": st.st_mtime_ns, "n": len(stamps),
-            "digest": xxhash.xxh3_128_hexdigest(data)}
+            "decoders": decoders(), "follows": sorted(follows), "digest": xxhash.xxh3_128_hexdigest(data)}
     with replacing(state_path(target)) as new: new.write_bytes(json.dumps(head).encode() + b"\n" + data)
 
-def _read_state(target: Path, most: int = 1 << 30) -> tuple[str, np.ndarray] | None:
-    "Digest of the data set and stamps, where they belong to what stands; None otherwise."
+_MOST_HEAD = 4096
+
+def _read_state(target: Path) -> tuple[str, np.ndarray, frozenset[str]] | None:
+    "Digest of the data set, stamps and what followed the data, where they belong to what stands; None otherwise."
     import xxhash
     try:
         fd = os.open(state_path(target), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as f:
-            if os.fstat(fd).st_size > most: return None
-            head, data, st = json.loads(f.readline(4096)), f.read(), os.stat(target)
-            same = (head["schema"], head["n_bytes"], head["mtime_ns"]) == (STATE_SCHEMA, st.st_size, st.st_mtime_ns)
+            mine, st = os.fstat(fd), os.stat(target)
+            if not stat.S_ISREG(mine.st_mode) or mine.st_size > st.st_size + _MOST_HEAD: return None      # a data set has more to say of each recording
+            head, data = json.loads(f.readline(_MOST_HEAD)), f.read(st.st_size)
+            same = (head["schema"], head["n_bytes"], head["mtime_ns"], head["decoders"]) == (STATE_SCHEMA, st.st_size, st.st_mtime_ns, decoders())
             if not same or head["digest"] != xxhash.xxh3_128_hexdigest(data) or len(data) != head["n"] * STAMP.itemsize: return None
-            return str(head["metadata_digest"]), np.frombuffer(data, STAMP)
+            return str(head["metadata_digest"]), np.frombuffer(data, STAMP), frozenset(map(str, head["follows"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError): return None
 
 # %% ../../nbs/dataset/again.ipynb #25efef9c
@@ -181,6 +199,7 @@ class Standing:
     row_digests: np.ndarray          # [rows] S32
     waveform_digests: np.ndarray | None
     rejected: list[Rejected]
+    follows: frozenset[str]          # what of the spec was taken from the data
 
 # %% ../../nbs/dataset/again.ipynb #995f7f35
 def open_standing(
@@ -198,7 +217,9 @@ def open_standing(
         log.warning("%s cannot be updated, it is built anew: %s: %s", target, type(e).__name__, e)
         return None
 
-def _standing(f: h5py.File, target: Path, digest: str, stamps: np.ndarray, fingerprint: str, with_waveforms: bool) -> Standing | None:
+def _standing(
+    f: h5py.File, target: Path, digest: str, stamps: np.ndarray, follows: frozenset[str], fingerprint: str, with_waveforms: bool,
+) -> Standing | None:
     "An open data set, if it is of the kind that is wanted."
     from leakmel import __version__
     wanted = {"schema_version": SCHEMA_VERSION, "fingerprint": fingerprint, "leakmel_version": __version__}
@@ -212,7 +233,7 @@ def _standing(f: h5py.File, target: Path, digest: str, stamps: np.ndarray, finge
     words = [] if usual.all() else [(e.decode(), s.decode()) for e, s in zip(columns["encoding"].tolist(), columns["status"].tolist())]
     rejected = [Rejected(p, c.decode(), m.decode()) for p, c, m in zip(*(f[f"rejected/{name}"][:].tolist() for name in ("path", "code", "message")))]
     return Standing(target, digest, f[ROWS].chunks is not None, f["files/path"][:].tolist(), stamps, facts, words, f["digests/rows"][:],
-                    f["digests/waveforms"][:] if with_waveforms else None, rejected)
+                    f["digests/waveforms"][:] if with_waveforms else None, rejected, follows)
 
 # %% ../../nbs/dataset/again.ipynb #04df15f4
 @dataclass(frozen=True, eq=False, repr=False)
@@ -234,8 +255,8 @@ def changes_since(
     known = np.flatnonzero(of >= 0)
     stamps = stamps_of(listing, known)
     labelled = (listing.label_ids[known] >= 0) | (of[known] >= len(standing.paths))
-    same = known[(standing.stamps[of[known]] == stamps) & (stamps["size"] == listing.sizes[known]) & (stamps["mtime_ns"] == listing.mtimes_ns[known])
-                 & labelled]
+    same = known[(standing.stamps[of[known]] == stamps) & (stamps["size"] == listing.sizes[known])
+                 & ((stamps["mtime_ns"] == listing.mtimes_ns[known]) | (stamps["size"] < 0)) & labelled]
     same = same[[_still_rejected(standing, listing, k, int(of[k])) for k in same.tolist()]] if len(same) else same
     return Changes(same, of[same], len(listing) - len(known), len(known) - len(same), len(place) - len(known))
 
@@ -251,7 +272,7 @@ def keep_facts(
     numbers: np.ndarray,     # [k] int64, candidates
     of: np.ndarray,          # [k] int64, their places
 ) -> None:
-    "Note what is known of candidates that stay, rows and rejected files."
+    "Note what is known of candidates that stay, rows and rejected files; where more has to follow the data now, rejected files are looked at again."
     rows = of < len(standing.paths)
     k, i = numbers[rows], of[rows]
     fine = _agree(job, standing.facts[i])
@@ -259,7 +280,7 @@ def keep_facts(
     unusual = {int(a): standing.words[b] for a, b in zip(k, i.tolist()) if standing.words[b] != PLAIN} if standing.words else {}
     waveforms = None if standing.waveform_digests is None else standing.waveform_digests[i]
     job.keep(k, standing.facts[i], standing.row_digests[i], waveform_digests=waveforms, unusual=unusual)
-    job.keep_rejected(numbers[~rows], [standing.rejected[b - len(standing.paths)] for b in of[~rows].tolist()])
+    if standing.follows >= set(job.plain.follows): job.keep_rejected(numbers[~rows], [standing.rejected[b - len(standing.paths)] for b in of[~rows].tolist()])
 
 # %% ../../nbs/dataset/again.ipynb #25f09654
 def copy_rows(

@@ -17,10 +17,11 @@ import numpy as np
 
 from ..audio.listing import Listing
 from ..core.errors import LeakmelError, MachineError, OutputError, show_path
-from .again import Changes, Standing, changes_since, copy_rows, go_on, keep_facts, open_standing, runs_of
+from .again import Changes, Standing, changes_since, copy_rows, go_on, keep_facts, open_standing, runs_of, state_path
 from .columns import job_metadata
 from .job import Job
 from .journal import Journal, journal_identity, journal_path, read_journal
+from .live import status_path
 from .publish import Run
 from .report import beside, learned_from
 from .verify import check_data_set
@@ -71,6 +72,7 @@ def _standing_job(wanted: Wanted, listing: Listing, target: Path, found: _Found)
     if not job.stands or not _is_confirmed(wanted.run, job): return None
     wanted.run.learned[job.split] = learned_from(meta, listing, names)
     job.changes = {"added": 0, "changed": 0, "removed": 0}
+    with undisturbed(): _tidy(target)
     return job
 
 def _is_confirmed(run: Run, job: Job) -> bool:
@@ -83,6 +85,14 @@ def _is_confirmed(run: Run, job: Job) -> bool:
         return False
     run.reports[job.split], run.published_s[job.split] = report, run.timeline.now_s()
     return True
+
+# %% ../../nbs/dataset/begin.ipynb #b45a23a8
+def _tidy(target: Path) -> None:
+    "Remove what builds that were killed left beside a data set with which nothing is to be done: nobody would go on from it."
+    partial, scratch = (target.with_name(f".{target.name}.{kind}") for kind in ("partial", "scratch"))
+    status, new = status_path(target), [path.with_name(f".{path.name}.new") for path in (state_path(target), *beside(target))]
+    for old in (partial, partial.with_name(f"{partial.name}.gz"), scratch, journal_path(target), status, status.with_name(f"{status.name}.new"), *new):
+        with suppress(OSError): old.unlink(missing_ok=True)
 
 @contextmanager
 def _writing(target: Path) -> Iterator[None]:
@@ -135,8 +145,9 @@ def may_go_on(
 
 def _enter_rest(job: Job) -> int:
     "Enter what is not in the journal of an interrupted job yet; the rows from which it may be gone on."
-    if job.journal is None or job.journal.fd < 0: return 0
-    with suppress(OSError, LeakmelError): job.journal.enter(job.entry)
+    if job.journal is None: return 0
+    if job.journal.fd >= 0:      # else all is entered, as when a data set is checked, or there is no room
+        with suppress(OSError, LeakmelError): job.journal.enter(job.entry)
     return job.journal.n_entered
 
 def _leave(job: Job, kept: dict[int, int]) -> None:

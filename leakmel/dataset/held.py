@@ -22,7 +22,7 @@ from ..audio.wav import OutOfMemory, digest_of
 from ..core.errors import DataError, MachineError
 from ..core.inflow import Inflow, is_in_cache
 from ..core.timeline import Timeline
-from .loader import FACTS, BatchReader, Disagreement, Slot
+from .loader import FACTS, BatchReader, Disagreement, Slot, decoders
 from .read_ahead import ReadAhead
 from .ring import Lanes, run_lanes
 from .writer import output_error
@@ -40,18 +40,9 @@ def held_key(
     "What recordings held ready are known by."
     import xxhash
     from leakmel import __version__
-    total = xxhash.xxh3_128(json.dumps([HELD_VERSION, __version__, asdict(spec.rules), _decoders(), os.path.realpath(listing.folder)]).encode())
+    total = xxhash.xxh3_128(json.dumps([HELD_VERSION, __version__, asdict(spec.rules), decoders(), os.path.realpath(listing.folder)]).encode())
     for part in (b"\0".join(listing.paths), listing.sizes.tobytes(), listing.mtimes_ns.tobytes()): total.update(part)
     return total.hexdigest()
-
-def _decoders() -> dict[str, str]:
-    "Versions of the packages that turn bytes into samples."
-    from importlib.metadata import PackageNotFoundError, version
-    found = {}
-    for name in ("soundfile", "soxr", "numpy"):
-        try: found[name] = version(name)
-        except PackageNotFoundError: found[name] = ""
-    return found
 
 # %% ../../nbs/dataset/held.ipynb #c9cfb869
 class MemoryRows:

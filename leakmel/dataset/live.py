@@ -19,6 +19,7 @@ from ..core.monitor import size_text
 from ..core.progress import Progress
 from ..core.timeline import Timeline
 from .job import Job
+from .writer import undisturbed
 
 log = logging.getLogger("leakmel")
 
@@ -70,6 +71,7 @@ class Pulse:
     rss_bytes: float | None = None
     gpu_percent: float | None = None
     vram_bytes: float | None = None
+    files_kept: int = 0                  # of those done: earlier builds saw to them
 
     def __repr__(self) -> str:
         "What stands beside the count in a bar."
@@ -115,7 +117,7 @@ def write_status(
     seconds: float,     # since the run began
 ) -> None:              # raises OSError
     "Replace the status file: the fields of `Pulse`, and `schema`, `pid`, `seconds`, `files_per_s`, `seconds_left`, `updated_at_utc`."
-    rate = pulse.files_done / seconds if seconds > 0 else 0.0
+    rate = (pulse.files_done - pulse.files_kept) / seconds if seconds > 0 else 0.0
     body = asdict(pulse) | {"schema": STATUS_SCHEMA, "pid": os.getpid(), "seconds": seconds, "files_per_s": rate,
                             "seconds_left": (pulse.files - pulse.files_done) / rate if rate else None,
                             "updated_at_utc": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -146,10 +148,15 @@ class Live:
         self.checked: dict[str, tuple[int, int]] = {}     # by split: rows checked, and rows to check; filled in by those who check
         self.published: Container[str] = ()               # splits; filled in by those who publish
         self._rates, self._queues, self._began_s, self._written_s = Rates(timeline), Queues(timeline, n_slots), timeline.now_s(), float("-inf")
+        self.kept = {job.split: int(job.kept.sum()) for job in jobs}      # candidates that earlier builds saw to
         self._bars, self._phases = dict[str, Progress](), dict[str, str]()
 
     def __enter__(self) -> "Live":
-        for job in self.jobs: self._bar(job.split, len(job.listing), "files")
+        try:
+            for job in self.jobs: self._bar(job.split, len(job.listing), "files")
+        except BaseException as e:      # a signal while bars are made: those that stand are closed
+            self.__exit__(type(e))
+            raise
         return self
 
     def __exit__(self, *failure: Any) -> None:
@@ -157,11 +164,12 @@ class Live:
             for bar in self._bars.values(): bar.rest()
             for bar in self._bars.values(): bar.close("done" if failure[0] is None else "stopped")      # in the order of their rows
         finally:
-            for job in self.jobs: _forget(job.file.target)
+            with undisturbed():
+                for job in self.jobs: _forget(job.file.target)
 
     def _bar(self, label: str, total: int, unit: str) -> Progress:
         "The bar of a phase."
-        if label not in self._bars: self._bars[label] = Progress(total, unit=unit, label=label, show=self.show)
+        if label not in self._bars: self._bars[label] = Progress(total, unit=unit, label=label, show=self.show, n_before=self.kept.get(label, 0))
         return self._bars[label]
 
 # %% ../../nbs/dataset/live.ipynb #a1a26d6c
@@ -171,7 +179,8 @@ def _phase(live: Live, job: Job) -> str:
     "What is done with a split now."
     if job.split in live.published: return "published"
     if job.n_done == len(job.listing): return "checking"
-    return "reading and computing" if job.n_done or all(j.n_done == len(j.listing) for j in live.jobs[:live.jobs.index(job)]) else "waiting"
+    before = live.jobs[:live.jobs.index(job)]
+    return "reading and computing" if job.n_done > live.kept[job.split] or all(j.n_done == len(j.listing) for j in before) else "waiting"
 
 def pulses(live: Live) -> list[Pulse]:      # one for each split
     "What is the case now."
@@ -180,15 +189,21 @@ def pulses(live: Live) -> list[Pulse]:      # one for each split
     rates = live._rates.now()
     stages = {stage: {"files_per_s": rates[stage][0], "bytes_per_s": rates[stage][1]} for stage in _DOING if stage in rates}
     run: dict[str, Any] = {"stages": stages, "queues": live._queues.now()} | _machine(live.timeline)
-    return [Pulse(job.split, phase, job.n_done, len(job.listing), len(job.rejected), *live.checked.get(job.split, (0, 0)), **(run if i == busy else {}))
+    return [Pulse(job.split, phase, job.n_done, len(job.listing), len(job.rejected), *live.checked.get(job.split, (0, 0)),
+                  files_kept=live.kept[job.split], **(run if i == busy else {}))
             for i, (job, phase) in enumerate(zip(live.jobs, phases))]
+
+def _ago_s(live: Live, job: Job) -> float:
+    "Seconds since anything was done for a split: a small one may be through when it is looked at for the first time."
+    now_s = live.timeline.now_s()
+    return now_s - min((s.start_s for s in live.timeline.spans.copy() if s.split == job.split), default=now_s)
 
 def look(live: Live) -> None:
     "Draw and write what is the case now."
     now_s, every = live.timeline.now_s(), pulses(live)
     for job, pulse in zip(live.jobs, every):
         bar = live._bar(job.split, pulse.files, "files")
-        if live._phases.get(job.split) == "waiting" != pulse.phase: bar.begin()      # its rate is not that of the splits before it
+        if live._phases.get(job.split) == "waiting" != pulse.phase: bar.begin(_ago_s(live, job))      # its rate is not that of the splits before it
         live._phases[job.split] = pulse.phase
         if pulse.phase != "waiting": bar.update(pulse.files_done, repr(pulse))
         if pulse.phase == "published": bar.rest(repr(pulse))

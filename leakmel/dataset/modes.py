@@ -52,6 +52,7 @@ def choose_mode(
     config: PipelineConfig,
     *,
     cached: bool = False,      # a cache file of these recordings is there
+    kept: bool = False,        # rows of an earlier build are kept
     free_bytes: int | None = None,
 ) -> ModeChoice:               # raises UsageError
     "Decide how recordings are read."
@@ -59,6 +60,7 @@ def choose_mode(
     free = free_memory() if free_bytes is None else free_bytes
     fits, allowed = need_bytes <= config.ram_fraction * free, f"{size_text(config.ram_fraction * free)} of it may be used"
     def choice(used: str, reason: str) -> ModeChoice: return ModeChoice(asked, used, reason, need_bytes, free)
+    if asked == "preload" and kept: return choice("stream", "rows of an earlier build are kept, and the other recordings are read once")
     if asked == "preload" and not fits: return choice("memmap", f"they do not fit ({allowed}), so they go to a cache file")
     if asked != "auto": return choice(asked, "as asked for")
     if cached: return choice("memmap", "a cache file of these recordings is there")
@@ -198,11 +200,13 @@ def pick_mode(
     spec: MelSpec,
     asked: str,
     config: PipelineConfig,
+    *,
+    kept: bool = False,       # rows of an earlier build are kept
 ) -> ModeChoice:              # raises UsageError
     "Choose a mode for some listings; `auto` looks for their cache files."
     paths = [cache_path(cache_folder(config.cache_dir), x.split, held_key(x, spec)) for x in listings] if asked == "auto" else []
     need = 2 * spec.n_samples * sum(map(len, listings))
-    return choose_mode(asked, need, config, cached=bool(paths) and all(p.exists() for p in paths))
+    return choose_mode(asked, need, config, cached=bool(paths) and all(p.exists() for p in paths), kept=kept)
 
 # %% ../../nbs/dataset/modes.ipynb #4194ef45
 def prepare(
@@ -214,9 +218,11 @@ def prepare(
     config: PipelineConfig,
     timeline: Timeline,
     progress: str,
+    *,
+    kept: bool = False,         # rows of an earlier build are kept
 ) -> Preloaded:                 # the caller closes it
     "Choose a mode, say so, and hold recordings ready where the mode asks for it."
-    choice = pick_mode(listings, spec, asked, config)
+    choice = pick_mode(listings, spec, asked, config, kept=kept)
     _check_cache_folder(choice, manifest, config)
     ready, preparation, began = Preloaded(manifest, spec, choice, config.cache_dir), _Preparation(spec, follows, config, timeline, progress), timeline.now_s()
     def say(line: str) -> None:

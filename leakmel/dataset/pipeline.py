@@ -102,7 +102,8 @@ def _ready(order: "_Order", build: Run, jobs: list[Job]) -> Iterator[None]:
         return
     plain = jobs[0].plain
     ready = order.preloaded if order.preloaded is not None else prepare(
-        build.manifest, [job.listing for job in jobs], plain.spec, tuple(plain.follows), order.mode, order.config, build.timeline, order.progress)
+        build.manifest, [job.listing for job in jobs], plain.spec, tuple(plain.follows), order.mode, order.config, build.timeline, order.progress,
+        kept=any(job.kept.any() for job in jobs))
     try:
         build.mode = ready.to_dict()
         build.timeline.meta["mode"] = ready.choice.used
@@ -195,14 +196,14 @@ def build_all(
     root: str | os.PathLike,                  # folder of splits, or one folder of label folders
     *,
     out_dir: str | os.PathLike | None = None, # folder of the data sets; default the working folder
-    spec: SpecLike = None,
-    engine: str = "auto",
-    mode: str = "auto",
-    preloaded: Preloaded | None = None,
-    pipeline: PipelineConfig | None = None,
-    manifest: Manifest | None = None,
-    check: int | None = 64,
-    progress: str = "auto",
+    spec: SpecLike = None,                    # MelSpec; or fields to change in a preset, rate and length then follow the data
+    engine: str = "auto",                     # "auto", "triton", "torch", "cpu" or "reference"
+    mode: str = "auto",                       # "auto", "stream", "preload" or "memmap": how recordings are read
+    preloaded: Preloaded | None = None,       # recordings held ready by `leakmel.preload`
+    pipeline: PipelineConfig | None = None,   # settings of speed; None: the defaults, also where `leakmel tune` has measured others
+    manifest: Manifest | None = None,         # what `scan` gave, to save listing again
+    check: int | None = 64,                   # rows of each data set recomputed in float64 before publishing; None: all
+    progress: str = "auto",                   # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,             # /segments_waveform too
     fresh: bool = False,                      # as for `build`
 ) -> list[BuildResult]:                       # one per split folder, in the order TRAINING, VALIDATION, TESTING; an empty one is an error

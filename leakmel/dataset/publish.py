@@ -26,7 +26,7 @@ from .again import stamps_at_build, write_state
 from .columns import job_metadata
 from .config import PipelineConfig, Workers
 from .journal import Journal
-from .report import Learned, beside, learned_from, rejected_dict, remove_report, split_problems, split_summary, write_report
+from .report import Learned, beside, learned_from, kept_sentence, rejected_dict, remove_report, renew_problems, split_problems, split_summary, write_report
 from .job import Job
 from .schema import Rejected
 from .sources import Sources
@@ -74,8 +74,9 @@ class BuildResult:
         return pd.DataFrame([(p.kind, p.path, p.message) for p in self.noted], columns=["kind", "path", "message"])
 
     def __repr__(self) -> str:
+        what = kept_sentence(self.summary) or f"{self.files_per_s:,.0f} files/s end to end"
         return (f"BuildResult({self.path.name}: {self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files, "
-                f"{self.seconds:.2f} s, {self.files_per_s:,.0f} files/s end to end; {self.verified.verdict})")
+                f"{self.seconds:.2f} s, {what}; {self.verified.verdict})")
 
 # %% ../../nbs/dataset/publish.ipynb #ed500bda
 @dataclass
@@ -171,7 +172,7 @@ def _end_journal(job: Job, journal: Journal) -> None:
 
 def _note_state(job: Job, digest: str, stamps: np.ndarray) -> None:
     "Write the state of the recordings; without it the next build starts anew, and no more is lost."
-    try: write_state(job.file.target, job.file.partial, digest, stamps)
+    try: write_state(job.file.target, job.file.partial, digest, stamps, follows=job.plain.follows)
     except OutputError as e: log.warning("the next build of %s will read everything again: %s", job.file.target, e)
 
 def _not_right(job: Job, report: VerifyReport) -> LeakmelError:
@@ -196,7 +197,8 @@ def result_of(build: Run, job: Job, workers: Workers, listed_s: float | None) ->
     "The result of a published job; writes report and timeline beside the data set."
     timeline, target, report = build.timeline, job.file.target, build.reports[job.split]
     own = [s for s in timeline.spans if s.split == job.split and s.lane == "main"]      # what was there already was looked at
-    first = min((s.start_s for s in own + [s for s in timeline.spans if (s.split, s.stage) == (job.split, job.reader.stage)]), default=0.0)
+    reads = [s for s in timeline.spans if (s.split, s.stage) == (job.split, job.reader.stage)]
+    first = min((s.start_s for s in reads or own), default=0.0)
     started = first if listed_s is None else listed_s
     seconds = build.published_s[job.split] - started
     samples = [s for s in timeline.samples if started <= s["time_s"] <= build.published_s[job.split]] or timeline.samples
@@ -207,7 +209,10 @@ def result_of(build: Run, job: Job, workers: Workers, listed_s: float | None) ->
     timeline.meta["inflow"] = timeline.meta.get("inflow", {}) | {job.split: job.inflow.to_dict()}
     timeline_path, report_path = beside(target)
     summary["timeline_path"] = show_path(timeline_path)
-    if job.stands: return _result(build, job, summary, seconds, import_s, noted)
+    if job.stands:
+        if len(build.learned) > 1:      # else nothing new is known of other splits
+            with _data_set_stands(target): renew_problems(report_path, noted)
+        return _result(build, job, summary, seconds, import_s, noted)
     body = summary | {"created_at_utc": datetime.now(UTC).isoformat(timespec="seconds"),
                       "rejected_files": [rejected_dict(r) for r in sorted(job.rejected, key=lambda r: r.path)],
                       "problems": noted}

@@ -7,6 +7,7 @@ __all__ = ['MelDataset', 'open_dataset']
 
 # %% ../../nbs/dataset/reader.ipynb #a9568b79
 import json, os, stat
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -15,6 +16,7 @@ import h5py
 import numpy as np
 
 from ..core.errors import DataError, LeakmelError, VerifyError, show_path
+from .rows import read_rows
 from .schema import LABELS, ROWS, SCHEMA_VERSION, WAVEFORMS, stored_spec, unsafe_parts
 from ..mel.spec import MelSpec
 
@@ -47,11 +49,11 @@ def _require_parts(file: h5py.File, path: Path) -> None:
     if len(set(counts.values())) > 1: raise VerifyError("the data set is not complete", path=path, found=counts, remedy="build it again")
 
 # %% ../../nbs/dataset/reader.ipynb #49322437
-def _open(path: Path, legacy: bool) -> h5py.File:
+def _open(path: Path, legacy: bool, cache_bytes: int | None = None) -> h5py.File:
     "Open a file that may be read; the caller closes it."
     try:
         if not stat.S_ISREG(os.stat(path).st_mode): raise VerifyError("not a regular file", path=path)   # a named pipe would be waited for
-        file = h5py.File(path, "r")
+        file = h5py.File(path, "r", rdcc_nbytes=cache_bytes)
     except FileNotFoundError as e:
         raise DataError("no such data set", path=path) from e
     except OSError as e:
@@ -81,18 +83,61 @@ def _labels(file: h5py.File, path: Path) -> tuple[np.ndarray, list[str]]:
         raise VerifyError("the data set lacks a part", path=path, found=str(e)) from e
     return labels, names
 
+def _config(file: h5py.File, path: Path) -> dict[str, Any]:
+    "The settings; a dictionary."
+    try: config = _stored_json(file, "config_json")
+    except (KeyError, ValueError, TypeError, RecursionError) as e:
+        raise VerifyError("the data set lacks a part", path=path, found=str(e)) from e
+    if not isinstance(config, dict): raise VerifyError("config_json is not what it should be", path=path, found=f"a {type(config).__name__}")
+    return config
+
 # %% ../../nbs/dataset/reader.ipynb #0368bae8
 class _OpenFile:
-    "An HDF5 file that is closed at the end of a `with`."
-    file: h5py.File
+    "An HDF5 file that each process opens for itself, and that is closed at the end of a `with`."
+
+    def __init__(self, path: Path, legacy: bool, cache_bytes: int | None):
+        self.path, self.legacy, self.chunk_cache_bytes = path, legacy, cache_bytes
+        self._file, self._pid = _open(path, legacy, cache_bytes), os.getpid()
+        self._identity = _identity(self._file)
+
+    @property
+    def file(self) -> h5py.File:
+        "The file, as this process opened it."
+        if self._pid != os.getpid() and self._file: self._open_again()
+        return self._file
+
+    def _open_again(self) -> None:
+        "Open the file in this process; it must be the one that was opened before."
+        self._file.close()                           # this process's copy of it
+        self._file, self._pid = _open(self.path, self.legacy, self.chunk_cache_bytes), os.getpid()
+        self._require_same(self._identity)
+
+    def _require_same(self, identity: tuple[int, ...]) -> None:
+        "Refuse a file that is not the one that was opened before."
+        if _identity(self._file) == identity: return
+        self._file.close()
+        raise VerifyError("the data set changed since it was opened", path=self.path, remedy="open it again")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": os.path.abspath(self.path), "legacy": self.legacy, "chunk_cache_bytes": self.chunk_cache_bytes, "identity": self._identity}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        identity = state.pop("identity")
+        self.__init__(**state)               # type: ignore[misc]
+        self._require_same(identity)
 
     def close(self) -> None:
         "Close the file."
-        self.file.close()
+        self._file.close()
 
     def __enter__(self) -> Self: return self
 
     def __exit__(self, *exc) -> None: self.close()
+
+def _identity(file: h5py.File) -> tuple[int, ...]:
+    "What tells a file from one that replaced it."
+    s = os.fstat(file.id.get_vfd_handle())
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
 
 # %% ../../nbs/dataset/reader.ipynb #2c2ff16e
 class MelDataset(_OpenFile):
@@ -103,33 +148,39 @@ class MelDataset(_OpenFile):
         path: str | os.PathLike,
         *,
         legacy: bool = False,    # a file of the earlier system: no schema, no digests
+        chunk_cache_bytes: int | None = None,   # of HDF5's cache of unpacked chunks; contiguous rows ignore it
     ):
-        self.path, self.legacy = Path(path), legacy
-        self.file = _open(self.path, legacy)
+        super().__init__(Path(path), legacy, chunk_cache_bytes)
         self.labels, self.class_names = _labels(self.file, self.path)   # [B] int16, names in id order
-        self.mels: h5py.Dataset = self.file[ROWS]                       # [B, L, S, M, T] float16, dB
-        self.waveforms: h5py.Dataset | None = self.file.get(WAVEFORMS)  # [B, L, S, short_window] float32, where the data set has them
+
+    @property
+    def mels(self) -> h5py.Dataset:
+        "[B, L, S, M, T] float16, dB."
+        return self.file[ROWS]
+
+    @property
+    def waveforms(self) -> h5py.Dataset | None:
+        "[B, L, S, short_window] float32, where the data set has them."
+        return self.file.get(WAVEFORMS)
 
     def __len__(self) -> int: return len(self.labels)
 
-    def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
-        if not -len(self) <= i < len(self): raise IndexError(f"row {i} of {len(self)}")
-        return self.mels[i % len(self)], int(self.labels[i])
+    def __getitem__(self, i: int) -> tuple[np.ndarray, int]: return _several(self, [i])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray, int]]:
+        "Several rows, read together: what a torch DataLoader asks for."
+        return _several(self, indices)
+
 
     @cached_property
     def config(self) -> dict[str, Any]:
         "The settings as stored."
-        try: config = _stored_json(self.file, "config_json")
-        except (KeyError, ValueError, TypeError, RecursionError) as e:
-            raise VerifyError("the data set lacks a part", path=self.path, found=str(e)) from e
-        if not isinstance(config, dict): raise VerifyError("config_json is not what it should be", path=self.path, found=f"a {type(config).__name__}")
-        return config
+        return _config(self.file, self.path)
 
     @cached_property
     def spec(self) -> MelSpec:
         "The spec of the features."
-        if self.legacy: raise DataError("a file of the earlier system holds no full spec", path=self.path, remedy="look at .config")
-        return stored_spec(self.file)
+        return _spec(self)
 
     @cached_property
     def files(self) -> "pd.DataFrame":
@@ -140,9 +191,7 @@ class MelDataset(_OpenFile):
         "For each label that is present, the row whose level is its label's median."
         return _typical_rows(self)
 
-    def __repr__(self) -> str:
-        counts = ", ".join(f"{n} {int((self.labels == i).sum()):,}" for i, n in enumerate(self.class_names))
-        return f"MelDataset({show_path(self.path.name)}: {len(self):,} rows of {self.mels.shape[1:]}, {counts})"
+    def __repr__(self) -> str: return _shown(self)
 
 # %% ../../nbs/dataset/reader.ipynb #123926c2
 def _files_table(ds: MelDataset) -> "pd.DataFrame":
@@ -156,6 +205,21 @@ def _files_table(ds: MelDataset) -> "pd.DataFrame":
     order = ["path", *[n for n in table if n != "path"]] if "path" in table else list(table)
     return pd.DataFrame({"label": names[ds.labels]} | {n: table[n] for n in order})
 
+def _several(ds: MelDataset, indices: Sequence[int]) -> list[tuple[np.ndarray, int]]:
+    "Rows and labels; the first index that is not there is named."
+    for i in indices:
+        if not -len(ds) <= i < len(ds): raise IndexError(f"row {i} of {len(ds)}")
+    rows = np.array(indices, np.int64) % max(1, len(ds))
+    return list(zip(read_rows(ds.mels, rows), ds.labels[rows].tolist()))
+
+def _spec(ds: MelDataset) -> MelSpec:
+    if ds.legacy: raise DataError("a file of the earlier system holds no full spec", path=ds.path, remedy="look at .config")
+    return stored_spec(ds.file)
+
+def _shown(ds: MelDataset) -> str:
+    counts = ", ".join(f"{n} {int((ds.labels == i).sum()):,}" for i, n in enumerate(ds.class_names))
+    return f"MelDataset({show_path(ds.path.name)}: {len(ds):,} rows of {ds.mels.shape[1:]}, {counts})"
+
 def _typical_rows(ds: MelDataset) -> dict[str, int]:
     "The row of median level of each label."
     level = ds.file["files/rms_db"][:] if "files/rms_db" in ds.file else np.zeros(len(ds))
@@ -166,6 +230,7 @@ def open_dataset(
     path: str | os.PathLike,
     *,
     legacy: bool = False,   # open a file of the earlier system, unverified
+    chunk_cache_bytes: int | None = None,   # of HDF5's cache of unpacked chunks (None: the library's); contiguous rows ignore it
 ) -> MelDataset:            # close it, or use it in a `with`
     "Open a data set for reading; raises VerifyError for what is not a complete one."
-    return MelDataset(path, legacy=legacy)
+    return MelDataset(path, legacy=legacy, chunk_cache_bytes=chunk_cache_bytes)

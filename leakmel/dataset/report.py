@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Learned', 'learned_from', 'split_problems', 'name_of', 'split_summary', 'kept_sentence', 'rejected_dict', 'beside',
-           'remove_report', 'write_report']
+           'remove_report', 'write_report', 'renew_problems']
 
 # %% ../../nbs/dataset/report.ipynb #9454b3b6
 import json
@@ -27,7 +27,7 @@ from .config import PipelineConfig, Workers
 from .job import Job
 from .schema import Metadata, Rejected
 from .verify import VerifyReport
-from .writer import output_error
+from .writer import output_error, replacing
 from ..mel.engines import Engine
 
 # %% ../../nbs/dataset/report.ipynb #3f800840
@@ -83,7 +83,7 @@ def split_summary(
         "path": show_path(job.file.target), "root": show_path(manifest.root),
         "found": n, "rows": int(job.good.sum()), "rejected": len(job.rejected),
         "rejected_by_code": dict(Counter(sorted(r.code for r in job.rejected)).most_common()), "problems_by_kind": count_kinds(p.kind for p in noted),
-        "kept_rows": int((job.kept & job.good).sum()), "resumed_rows": job.n_resumed,
+        "kept_files": int(job.kept.sum()), "kept_rows": int((job.kept & job.good).sum()), "resumed_rows": job.n_resumed,
         "copied_rows": job.n_copied, "changes": job.changes, "nothing_to_do": job.stands,
         "status_counts": dict(Counter(sorted(s for _, s in job.unusual.values() if s != "ok")).most_common()),
         "label_names": [show_path(x) for x in manifest.label_names],
@@ -136,8 +136,25 @@ def remove_report(old: Path) -> None:     # raises OutputError
     except OSError as e:
         if not old.is_dir(): raise output_error(e, old) from e
 
+def _plain(x: Any) -> Any: return asdict(x) if isinstance(x, Problem) else str(x)
+
 def write_report(body: dict[str, Any], path: Path) -> None:
     "Write a report as JSON, one problem after the other: there may be as many as recordings."
     with path.open("w", encoding="utf-8") as file:
-        json.dump(body, file, indent=1, default=lambda x: asdict(x) if isinstance(x, Problem) else str(x))
+        json.dump(body, file, indent=1, default=_plain)
         file.write("\n")
+
+_MOST_BYTES = 1 << 28     # of a report that is read
+
+def renew_problems(
+    path: Path,                    # of the report of a data set that stays
+    noted: Sequence[Problem],      # what is found now
+) -> None:                         # raises OutputError
+    "Bring the problems in a report up to date: recordings of other splits may have changed, and with them who has a copy of what."
+    try:
+        if path.stat().st_size > _MOST_BYTES: return
+        body, now = json.loads(path.read_bytes()), json.loads(json.dumps(noted, default=_plain))
+        if body["problems"] == now: return
+        body |= {"problems": now, "problems_by_kind": count_kinds(p.kind for p in noted)}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError): return      # none of ours
+    with replacing(path) as new: write_report(body, new)

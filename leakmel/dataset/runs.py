@@ -23,6 +23,7 @@ from .pipeline import build, build_all
 from .publish import BuildResult
 from .config import PipelineConfig, Workers, plan_workers, slot_bytes
 from .modes import ModeChoice, pick_mode
+from .report import kept_sentence
 from .schema import data_set_name
 from .settings import with_tuned
 from .spec_file import asked_spec
@@ -202,9 +203,9 @@ def execute(
 
 def run_summary(results: list[BuildResult]) -> dict[str, Any]:
     "The whole of a run that built some splits together, and each of them."
-    seconds, found = results[0].run_s, sum(r.found for r in results)
+    seconds, found, kept = results[0].run_s, sum(r.found for r in results), sum(r.summary["kept_files"] for r in results)
     return {"ok": all(r.verified.ok for r in results), "found": found, "rows": sum(r.rows for r in results),
-            "rejected": sum(len(r.rejections) for r in results), "seconds": seconds, "files_per_s": found / seconds,
+            "rejected": sum(len(r.rejections) for r in results), "seconds": seconds, "files_per_s": (found - kept) / seconds, "kept_files": kept,
             "splits": [r.summary for r in results]}
 
 def write_summary(folder: Path, results: list[BuildResult]) -> Path:
@@ -220,8 +221,8 @@ def describe_run(
     path = Path(folder) / "summary.json"
     if not path.is_file(): raise OutputError("this is no folder of a finished run", path=folder, expected="summary.json in it")
     body = json.loads(path.read_text(encoding="utf-8"))
-    lines = [f"{s['path']}\n    {s['rows']:,} rows, {s['rejected']:,} rejected; {s['files_per_s']:,.0f} files/s; {s['verified']['verdict']}"
-             for s in body["splits"]]
+    def speed(s: dict[str, Any]) -> str: return kept_sentence(s) or f"{s['files_per_s']:,.0f} files/s"
+    lines = [f"{s['path']}\n    {s['rows']:,} rows, {s['rejected']:,} rejected; {speed(s)}; {s['verified']['verdict']}" for s in body["splits"]]
     notebooks = [f"executed notebook: {show_path(p)}" for p in sorted(Path(folder).glob("*.ipynb"))]
     checked = sum(s["verified"]["checked"] for s in body["splits"])
     verdict = f"all data sets verified, {checked:,} of {body['rows']:,} rows recomputed" if body["ok"] else "NOT OK"

@@ -11,6 +11,7 @@ __all__ = ['SCHEMA_VERSION', 'ROWS', 'LABELS', 'WAVEFORMS', 'PARTS', 'DIGEST_ATT
 # %% ../../nbs/dataset/schema.ipynb #ee2cb620
 import json, mmap, os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,15 +231,54 @@ def _describe_waveforms(file: h5py.File) -> None:
 # %% ../../nbs/dataset/schema.ipynb #3f2820e9
 MOST_PACKED = 1100   # deflate makes nothing smaller than a 1032nd
 
+_MOST_OBJECTS = 1000        # in a file; a data set has some thirty
+_MOST_CHUNK = 64 << 20      # bytes, which the HDF5 library takes at once
+_MOST_SAID = 4 << 20        # letters of an attribute
+
+def _all_sets(file: h5py.File) -> Iterator[h5py.Dataset | str]:
+    "Every data set of a file, or why its groups are not walked on."
+    todo, seen = [file["/"]], {file["/"].id}
+    while todo:
+        group = todo.pop()
+        if len(group) + len(seen) > _MOST_OBJECTS:
+            yield f"it has more than {_MOST_OBJECTS} parts"
+            return
+        for name in group:
+            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+                yield f"{name} is a link to somewhere else"
+                return
+            item = group[name]
+            if item.id in seen: yield f"{name} is there under two names"
+            elif isinstance(item, h5py.Group): todo.append(item)
+            elif isinstance(item, h5py.Dataset): yield item
+            seen.add(item.id)
+
+def _wrong_place(item: h5py.Dataset, size: int) -> str | None:
+    "Why what a data set claims cannot be in a file of `size` bytes."
+    held, is_large = item.id.get_storage_size(), item.name.strip("/") in PARTS
+    packed = item.chunks and item.id.get_create_plist().get_nfilters()
+    if item.nbytes > held * (MOST_PACKED if packed else 1) or item.nbytes > size * (MOST_PACKED if packed and is_large else 1):
+        return f"{item.name} claims {item.nbytes:,} bytes in a file of {size:,}, which holds {held:,} of them"
+    if item.chunks and int(np.prod(item.chunks, dtype=object)) * item.dtype.itemsize > _MOST_CHUNK: return f"{item.name} has chunks of more than {_MOST_CHUNK:,} bytes"
+    if (begin := item.id.get_offset()) is not None and begin + held > size: return f"{item.name} lies beyond the end of the file"
+    return None
+
+# %% ../../nbs/dataset/schema.ipynb #5d7bf821
 def unsafe_parts(
     file: h5py.File,
 ) -> Iterator[str]:      # sentences
-    "Reasons not to read on: parts that lie in other files, or claim more than this one can hold."
-    size, sets, links = os.path.getsize(file.filename), [], []
-    file.visititems(lambda name, item: sets.append(item) if isinstance(item, h5py.Dataset) else None)
-    file.visititems_links(lambda name, link: links.append(name) if not isinstance(link, h5py.HardLink) else None)
-    if links: yield f"{links[0]} is a link to somewhere else"
-    for item in sets:
-        if item.shape is None: yield f"{item.name} is empty"
+    "Reasons not to read on: parts that lie in other files, claim more than this one can hold, or are of a kind that no data set has."
+    size = os.path.getsize(file.filename)
+    if h5py.h5a.get_num_attrs(file.id) > _MOST_OBJECTS: yield f"it has more than {_MOST_OBJECTS} attributes"
+    elif any(isinstance(text, (str, bytes)) and len(text) > _MOST_SAID for text in _texts(file)): yield f"it has an attribute of more than {_MOST_SAID:,} letters"
+    for item in _all_sets(file):
+        if isinstance(item, str): yield item
+        elif item.shape is None: yield f"{item.name} is empty"
         elif item.is_virtual or item.external: yield f"{item.name} lies in other files"
-        elif item.nbytes > size * (MOST_PACKED if item.chunks else 1): yield f"{item.name} claims {item.nbytes:,} bytes in a file of {size:,}"
+        elif (problem := _wrong_place(item, size)): yield problem
+        elif item.name.strip("/") in (*PARTS, LABELS) and item.dtype.kind not in "fiubS": yield f"{item.name} is of the kind {item.dtype}"
+
+def _texts(file: h5py.File) -> Iterator[Any]:
+    "Attributes of the root that can be read."
+    for name in file.attrs:
+        with suppress(OSError, TypeError, ValueError): yield file.attrs[name]

@@ -9,7 +9,7 @@ __all__ = ['SPARE_BYTES', 'output_error', 'OutputLock', 'undisturbed', 'require_
 # %% ../../nbs/dataset/writer.ipynb #8b01edd2
 import errno, fcntl, os, signal, stat, threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,17 @@ def _await_lock(fd: int, path: Path) -> None:
     finally: os.close(fd)
 
 # %% ../../nbs/dataset/writer.ipynb #90ff3872
+def _is_current(fd: int, path: Path) -> bool:
+    "Whether the name still stands for what was locked; a file that somebody laid there under a second name must not be written, so its name goes."
+    st = os.fstat(fd)
+    try:
+        if (is_same := os.path.samestat(os.lstat(path), st)) and (st.st_nlink > 1 or not stat.S_ISREG(st.st_mode)): path.unlink()
+        elif is_same: return True
+    except FileNotFoundError: pass
+    except OSError as e: raise output_error(e, path) from e
+    return False
+
+# %% ../../nbs/dataset/writer.ipynb #16590536
 class OutputLock:
     "Exclusive right to build one data set; a context manager."
 
@@ -67,17 +78,12 @@ class OutputLock:
             except OSError as e:
                 os.close(fd)
                 raise output_error(e, self.path) from e
-            if self._is_current(fd): break
-            os.close(fd)   # its last holder took the name away between open and lock: try again
+            if _is_current(fd, self.path): break
+            os.close(fd)   # its last holder took the name away between open and lock, or it was none: try again
         os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        with suppress(OSError): os.pwrite(fd, str(os.getpid()).encode(), 0)   # on a full disk nobody is told who; what is missing is said next
         self.fd = fd
         return self
-
-    def _is_current(self, fd: int) -> bool:
-        "Whether the name still stands for what was locked."
-        try: return os.stat(self.path).st_ino == os.fstat(fd).st_ino
-        except FileNotFoundError: return False
 
     def __exit__(self, *exc) -> None:
         self.path.unlink(missing_ok=True)
@@ -164,6 +170,7 @@ def _open_again(path: Path) -> int:
     "Open what an interrupted build left, a regular file under no other name; made anew where it is anything else."
     try: fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError: return _make_anew(path)
+    path.with_name(path.name + ".gz").unlink(missing_ok=True)
     st = os.fstat(fd)
     if stat.S_ISREG(st.st_mode) and st.st_nlink == 1: return fd
     os.close(fd)
@@ -273,7 +280,22 @@ class _Packed(PartialFile):
             _write_all(self.fd, memoryview(data), goal + at * n_bytes)
             at += run
 
-# %% ../../nbs/dataset/writer.ipynb #37c34430
+# %% ../../nbs/dataset/writer.ipynb #0d7f6845
+_LEAST_META = 64 << 10     # bytes of headers and attributes, generously
+
+def _ask_for_room(path: Path, meta: Metadata) -> None:
+    "Raise SpaceError where the metadata find no room beside what is reserved; `path` is made and removed again."
+    columns = (meta.labels, meta.row_digests, meta.row_digests, *meta.columns.values())
+    n_bytes = _LEAST_META + sum(c.nbytes if isinstance(c, np.ndarray) else len(c) * max(map(len, c), default=0) for c in columns)
+    n_bytes += sum(len(r.path) + len(r.message) for r in meta.rejected)
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try: reserve(fd, n_bytes, path)
+    finally:
+        os.close(fd)
+        path.unlink()
+
+# %% ../../nbs/dataset/writer.ipynb #527ae5c2
 class RowFile(_Packed):
     "A data set on its way: rows by candidate number, then everything around them, then the final name."
 
@@ -294,6 +316,7 @@ class RowFile(_Packed):
 
     def _write_scratch(self, meta: Metadata) -> tuple[str, tuple[int, int]]:
         "Write a file with everything but the rows; returns the digest of the metadata, and where rows and waveforms begin."
+        _ask_for_room(self.scratch, meta)
         with new_file(self.scratch) as f:
             places = create_parts(f, len(meta.labels), self.row_shape, self.waveform_shape)
             return write_metadata(f, meta), places

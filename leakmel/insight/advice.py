@@ -299,7 +299,11 @@ def analyse_run(
 def analysis_text(
     timeline: Timeline,
     summaries: Sequence[Mapping[str, Any]] = (),   # of the builds of the run, one per split
+    *,
+    width: int = 100,                              # of a line, characters
 ) -> str:
     "Judge a run and its splits, as text."
     lines = "\n\n".join(map(str, analyse_run(timeline, summaries))).splitlines()
-    return "\n".join(textwrap.fill(line, 100, subsequent_indent=4 * " ", break_long_words=False, break_on_hyphens=False) for line in lines)
+    kept = (line.replace(" %", "\N{NO-BREAK SPACE}%") for line in lines)      # a number stays with its sign
+    text = "\n".join(textwrap.fill(line, width, subsequent_indent=4 * " ", break_long_words=False, break_on_hyphens=False) for line in kept)
+    return text.replace("\N{NO-BREAK SPACE}%", " %")

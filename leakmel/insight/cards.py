@@ -16,6 +16,7 @@ from typing import Any
 from ..audio.problems import ProblemReport, in_words, show_place, wrapped
 from ..core.monitor import mean, peak, rate
 from ..dataset.publish import BuildResult
+from ..dataset.report import kept_sentence
 
 # %% ../../nbs/insight/cards.ipynb #6c11928b
 NOT_AVAILABLE = "not available"
@@ -47,6 +48,11 @@ def cache_sentence(
             + (f", {ahead:,} files fetched ahead" if ahead else ""))
 
 # %% ../../nbs/insight/cards.ipynb #07b4c1a4
+def _read_fact(results: Sequence[BuildResult], seconds: float) -> str:
+    "What was done where rows of earlier builds are kept: a rate would say nothing of either."
+    found = sum(r.found for r in results)
+    return f"{found - sum(r.summary['kept_files'] for r in results):,} of {found:,} files had to be read; {seconds:.2f} s in all"
+
 def split_facts(result: BuildResult) -> list[tuple[str, str]]:
     "What there is to say about one data set."
     s = result.summary
@@ -58,20 +64,24 @@ def split_facts(result: BuildResult) -> list[tuple[str, str]]:
         ("rows", f"{result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found" + (f" ({left_out})" if left_out else "")),
         *([("changed to fit", changed)] if changed else []),
         ("problems", problems or "none seen"),
-        ("speed", f"{result.files_per_s:,.0f} files/s end to end: {result.found:,} files in {result.seconds:.2f} s to the published file"),
+        *([("kept", kept)] if (kept := kept_sentence(s)) else []),
+        ("speed", _read_fact([result], result.seconds) if kept else
+         f"{result.files_per_s:,.0f} files/s end to end: {result.found:,} files in {result.seconds:.2f} s to the published file"),
         ("size", f"{megabytes(s['source_bytes'])} of recordings, {megabytes(s['file_bytes'])} in {result.path.name}"),
         ("page cache", cache_sentence(s)),
     ]
 
+# %% ../../nbs/insight/cards.ipynb #cd004ede
 def run_facts(results: Sequence[BuildResult]) -> list[tuple[str, str]]:
     "What there is to say about the run."
     s, timeline = results[0].summary, results[0].timeline
     def pair(key: str) -> str: return _pair(peak(timeline.samples, key), mean(timeline.samples, key))
     cpu = mean(timeline.samples, "cpu_percent")
     found, seconds = sum(r.found for r in results), results[0].run_s
+    speed = (_read_fact(results, seconds) if any(r.summary["kept_files"] for r in results) else
+             f"{found / seconds:,.0f} files/s end to end: {found:,} files in {seconds:.2f} s")
     return [
-        *([("speed", f"{found / seconds:,.0f} files/s end to end: {found:,} files in {seconds:.2f} s; splits overlap, so their times do not add up")]
-          if len(results) > 1 else []),
+        *([("speed", f"{speed}; splits overlap, so their times do not add up")] if len(results) > 1 else []),
         *([("mode", "; ".join(line.removeprefix("mode ") for line in s["mode_lines"]))] if s.get("mode_lines") else []),
         ("engine", f"{s['engine']}, fingerprint {s['fingerprint']}"),
         *([("start-up", f"{s['start_up_s']:.2f} s for imports, not part of the rates")] if s["start_up_s"] >= 0.01 else []),

@@ -60,7 +60,8 @@ def _time_facts(run: RunRecord) -> list[tuple[str, str]]:
     return [
         ("made", _words([str(r.get("created_at_utc", "")).replace("T", " ").replace("+00:00", " UTC") for r in reports])),
         ("speed", NOT_AVAILABLE if run.files_per_s is None else
-         f"{run.files_per_s:,.0f} files/s end to end: {run.found:,} files in {run.seconds:.2f} s" + (f" ({together})" if together else "")),
+         ("" if taken_over(run) else f"{run.files_per_s:,.0f} files/s end to end: ")
+         + f"{run.found:,} files in {run.seconds:.2f} s" + (f" ({together})" if together else "")),
         *([("start-up", f"{start_up_s:.2f} s for imports before that, not part of the rate")] if start_up_s >= 0.01 else []),
         ("where it went", " ".join(went) or "no timeline beside the data sets"),
         *([("page cache", cache_sentence(_cache_of(reports)))] if all("bytes_asked" in r for r in reports) else [])]
@@ -108,13 +109,19 @@ def _machine_facts(run: RunRecord) -> list[tuple[str, str]]:
                                          f"RAM {rss / 1e6:,.0f} MB at most" if rss is not None else "", f"GPU {gpu:.0f} %" if gpu is not None else ""]))
          or NOT_AVAILABLE)]
 
+# %% ../../nbs/insight/dashboard.ipynb #e5ecd88e
+def _speed_of(report: dict[str, Any]) -> str:
+    "Files per second; where rows were there before, how many."
+    return f"{kept:,} rows were there before" if (kept := report.get("kept_rows")) else f"{report['files_per_s']:,.0f} files/s"
+
 def _file_fact(run: RunRecord, name: str) -> str:
     "A data set in a line."
     report, here = run.reports.get(name), [p for p in run.data_sets if p.name == name]
     size = megabytes(here[0].stat().st_size) if here else "no longer here"
     if report is None: return f"{size}; no report beside it"
-    if name in changed_since(run): return f"{size}, but its report says {megabytes(report['file_bytes'])}: it is not the file that was verified (leakmel verify)"
-    return f"{report['rows']:,} rows, {size}; {report['files_per_s']:,.0f} files/s; {report['verified'].get('verdict', NOT_AVAILABLE)}"
+    if name in changed_since(run):
+        return f"{size}, but its report says {megabytes(report['file_bytes'])}: it is not the file that was verified (leakmel verify)"
+    return f"{report['rows']:,} rows, {size}; {_speed_of(report)}; {report['verified'].get('verdict', NOT_AVAILABLE)}"
 
 # %% ../../nbs/insight/dashboard.ipynb #6ffe3ce6
 NO_REPORT = "No report lies here, so nothing can be said about the speed."

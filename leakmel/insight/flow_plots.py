@@ -81,16 +81,18 @@ def queue_depth(
                        height=120)
     traces = [_line(_plain(name), t, v, STAGE_COLORS.get(name.split(".")[-1], _TEXT), "hv") for name, t, v in curves]
     for k, trace in enumerate(traces): trace.line.dash = ("solid", "dot", "dash")[k % 3]
-    return _figure(traces, _queue_title(timeline, curves), "An empty queue waits for what comes before it, a full one for what comes after it",
+    return _figure(traces, *_queue_words(timeline, curves),
                    height=300, xaxis=dict(title=dict(text="time since the run began (s)"), range=[0, 1.01 * max(float(t[-1]) for _, t, _ in curves)]),
                    yaxis=dict(title=dict(text="batches in the queue"), rangemode="tozero", range=[0, 1 + 1.05 * max(float(v.max()) for _, _, v in curves)]))
 
-def _queue_title(timeline: Timeline, curves: list[tuple[str, np.ndarray, np.ndarray]]) -> str:
-    "How full each queue was, and how long it was empty, from the first batch in a queue to the last."
+def _queue_words(timeline: Timeline, curves: list[tuple[str, np.ndarray, np.ndarray]]) -> tuple[str, str]:
+    "How full each queue was, and below it how long it was empty, from the first batch in a queue to the last."
     first, last = (f(g.time_s for g in timeline.gauges) for f in (min, max))
-    said = []
+    said, empty = [], []
     for name, t, v in curves:
         seconds = np.diff(np.clip(t, first, last))
         total, empty_s = seconds.sum() or 1.0, seconds[v[:-1] == 0].sum()
-        said.append(f"{v[:-1] @ seconds / total:.1f} for {_plain(name.split('.')[-1])} (none in {100 * empty_s / total:.0f} % of the time)")
-    return f"Batches that waited: {', '.join(said)}"
+        said.append(f"{v[:-1] @ seconds / total:.1f} for {_plain(name.split('.')[-1])}")
+        empty.append(f"{100 * empty_s / total:.0f}")
+    return (f"Batches that waited: {', '.join(said)}",
+            f"None in {' and '.join(empty)} % of the time; an empty queue waits for what comes before it, a full one for what comes after it")

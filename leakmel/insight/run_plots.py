@@ -75,6 +75,7 @@ def _compared_title(runs: Sequence[RunRecord]) -> str:
     "The first against the others, in one line."
     first = runs[0]
     rate = first.files_per_s or 0.0
+    if n := taken_over(first): return f"{'One' if len(runs) == 1 else 'The first'} run: {n:,} rows were there before, so its speed says nothing"
     if len(runs) == 1: return f"One run: {rate:,.0f} files/s, {first.found:,} files in {first.seconds:.2f} s"
     others = [r.files_per_s or 0.0 for r in runs[1:]]
     ratio = 100 * (rate / float(np.median(others)) - 1)
@@ -111,7 +112,7 @@ def _run_cells(run: RunRecord, name: str) -> tuple[str, ...]:
     made = max((str(r.get("created_at_utc", "")) for r in reports), default="")[:19].replace("T", " ")
     verified = "" if not reports else "yes" if all(r["verified"].get("ok") for r in reports) else "NO"
     return (name, made, f"{run.found:,}" if reports else "", f"{run.seconds:.2f}" if run.seconds else "",
-            f"{run.files_per_s:,.0f}" if run.files_per_s else "", verified, each("engine"), each("mode"), each("cache"))
+            f"{run.files_per_s:,.0f}" if run.files_per_s and not taken_over(run) else "", verified, each("engine"), each("mode"), each("cache"))
 
 # %% ../../nbs/insight/run_plots.ipynb #78c93aa2
 def settings_that_differ(

@@ -52,10 +52,10 @@ FIGURES = {
 }
 
 # %% ../../nbs/ops/doctor.ipynb #fd61bfbd
-def _text_lines(check: Check, width: int) -> str:
+def _text_lines(check: Check, width: int, columns: int) -> str:
     "A check for a terminal; the advice stands below what was found."
     def wrapped(head: str, text: str) -> str:
-        return fill(text, 118, initial_indent=head, subsequent_indent=" " * (width + 11), break_long_words=False, break_on_hyphens=False)
+        return fill(text, columns, initial_indent=head, subsequent_indent=" " * (width + 11), break_long_words=False, break_on_hyphens=False)
     found = wrapped(f"{check.status:>7}  {check.title:<{width}}  ", check.found)
     return f"{found}\n{wrapped(' ' * (width + 11) + '-> ', check.advice + '.')}" if check.advice else found
 
@@ -100,9 +100,15 @@ class Report:
                   for c in self.checks]
         return {"ready": self.ok, "folder": show_path(self.folder), "seconds": self.seconds, "counts": self.counts, "checks": checks}
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str: return self.text()
+
+    def text(
+        self,
+        columns: int = 100,      # of a line, characters
+    ) -> str:
+        "The checks as lines."
         width = max((len(c.title) for c in self.checks), default=0)
-        return "\n".join([*(_text_lines(c, width) for c in self.checks), self.title])
+        return "\n".join([*(_text_lines(c, width, columns) for c in self.checks), self.title])
 
     def _repr_html_(self) -> str:
         rows = "".join(map(_html_row, self.checks))

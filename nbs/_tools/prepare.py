@@ -35,7 +35,7 @@ GUIDES = {   # folder of notebooks that export nothing -> title and sentence of 
     "explanations": ("Explanations", "What the library does with recordings, and why."),
 }
 EXAMPLES = ("build", "explore", "dashboard", "benchmark")    # run notebooks in the order of their work; those that are there get a page
-FIRST = ("first_build", "every_night", "speed", "file_format", "promises", "troubleshooting")     # guides in the order of their lists; the others follow
+FIRST = ("first_build", "every_night", "speed", "again", "file_format", "promises", "troubleshooting")     # guides in the order of their lists
 DEMO_FILES = 120
 EXTRAS = {"mel/triton_kernel": "triton"}    # library notebooks that need more than the requirements
 

@@ -1,0 +1,525 @@
+"Items of data sets in loaders: every level, every process, every file form, in an order that can be taken up again."
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import leakmel as lm
+from leakmel.core.errors import DataError, LeakmelError, UsageError, VerifyError
+from leakmel.dataset.reader import MelDataset
+from leakmel.dataset.rows import read_rows
+from leakmel.learn import data, loaders
+from leakmel.learn.data import LEVELS, Batch, Segments
+from leakmel.learn.loader_bench import bench_loaders, usual_trials
+from leakmel.learn.loaders import Loader, WorkerLoader, open_loader
+from leakmel.learn.order import Order, OrderSettings
+from leakmel.learn.task import Task, find_label, make_task
+
+SHAPE = (4, 2, 16, 1)      # L, S, M, T
+quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+
+def mels(n: int, seed: int = 0) -> np.ndarray: return np.random.default_rng(seed).normal(-40, 9, (n, *SHAPE)).astype(np.float16)
+
+
+def legacy_file(path: Path, n: int = 9, *, seed: int = 0, kind: str = "<f2", names: str = '["LEAK", "NOLEAK", "QUIET"]', **form: Any) -> Path:
+    "A file of the earlier system: rows, labels, a few attributes."
+    with h5py.File(path, "w") as f:
+        f["labels"] = np.arange(n, dtype=np.int16) % 3
+        f.create_dataset("segments_mel", data=mels(n, seed).astype(kind), **form)
+        f.attrs["labels_json"], f.attrs["config_json"] = names, json.dumps({"sample_rate": 4096, "n_mels": SHAPE[2]})
+    return path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> dict[str, Path]:
+    "Two splits of a made set, and one of them packed."
+    root = tmp_path_factory.mktemp("learn")
+    lm.write_demo(root / "demo", n_files=24)
+    def make(split: str, name: str, **options: Any) -> Path:
+        return lm.build(root / "demo", split=split, out=root / name, progress="none", check=2, **options).path
+    return {"training": make("training", "t.h5"), "validation": make("validation", "v.h5"),
+            "packed": make("training", "p.h5", pipeline=lm.PipelineConfig(compression="gzip"))}
+
+
+@pytest.fixture
+def small(tmp_path) -> Iterator[Segments]:
+    "Long segments of a few rows, in the file."
+    with Segments(legacy_file(tmp_path / "x.h5"), legacy=True, preload_to_ram=False) as ds: yield ds
+
+
+# ---- rows by number --------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory) -> Iterator[list[h5py.Dataset]]:
+    "The same values contiguous, in chunks, and packed."
+    with h5py.File(tmp_path_factory.mktemp("rows") / "x.h5", "w") as f:
+        given: list[dict[str, Any]] = [{}, {"chunks": (2, *SHAPE)}, {"chunks": (5, 1, 2, 16, 1), "compression": "gzip"}]
+        found = [f.create_dataset(f"d{k}", data=mels(11), **form) for k, form in enumerate(given)]
+        f.flush()
+        yield found
+
+
+@quick
+@given(st.data(), st.integers(0, 2))
+def test_items_by_number(forms, draw, depth):
+    per_row = int(np.prod(SHAPE[:depth]))
+    items = draw.draw(st.lists(st.integers(0, 11 * per_row - 1), max_size=30))
+    expected = mels(11).reshape(-1, *SHAPE[depth:])[np.array(items, np.int64)]
+    for d in forms: assert np.array_equal(read_rows(d, np.array(items, np.int64), depth=depth), expected)
+
+
+def test_items_that_are_not_there(forms):
+    for d in forms:
+        for items in ([11], [-1], [0, 44]):
+            with pytest.raises(IndexError, match="of 11"): read_rows(d, np.array(items))
+
+
+def test_file_that_is_cut_off_while_it_is_open(tmp_path):
+    path = legacy_file(tmp_path / "x.h5")
+    with lm.open_dataset(path, legacy=True) as ds:
+        end = ds.mels.id.get_offset() + ds.mels.nbytes
+        os.truncate(path, end - 3)
+        ds.__getitems__([0, 7])
+        with pytest.raises(VerifyError, match="the rows end too early; found 3 bytes missing"): ds.__getitems__([8])
+
+
+# ---- the data set itself ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["training", "packed"])
+def test_several_rows_of_a_data_set(built, name):
+    with lm.open_dataset(built[name]) as ds:
+        items: list[Any] = [3, 0, -1, 3, np.int16(5)]
+        for (x, y), i in zip(ds.__getitems__(items), items, strict=True):
+            assert x.dtype == np.float16
+            assert np.array_equal(x, ds[int(i)][0])
+            assert y == ds[int(i)][1]
+        assert ds.__getitems__([]) == []
+        with pytest.raises(IndexError, match=f"row {len(ds)} of {len(ds)}"): ds.__getitems__([0, len(ds)])
+
+
+def test_data_set_through_pickle(built, tmp_path, monkeypatch):
+    path = tmp_path / "x.h5"
+    path.write_bytes(built["training"].read_bytes())
+    monkeypatch.chdir(tmp_path)
+    with lm.open_dataset("x.h5") as ds:
+        packed = pickle.dumps(ds)
+        assert len(packed) < 1000
+        monkeypatch.chdir("/")
+        with pickle.loads(packed) as copy:
+            assert np.array_equal(copy[2][0], ds[2][0])
+            assert copy.class_names == ds.class_names
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(VerifyError, match="changed since it was opened"): pickle.loads(packed)
+
+
+def _in_child(ds: MelDataset, queue: Any) -> None:
+    try: queue.put((ds.file.id.get_vfd_handle(), [float(x.sum()) for x, _ in ds.__getitems__([1, 2])], float(ds[4][0].sum())))
+    except LeakmelError as e: queue.put(str(e))
+
+
+@pytest.mark.parametrize("name", ["training", "packed"])
+def test_forked_process_opens_the_file_itself(built, name):
+    fork = multiprocessing.get_context("fork")
+    with lm.open_dataset(built[name]) as ds:
+        own, here = ds.file, [float(x.sum()) for x, _ in ds.__getitems__([1, 2])]
+        queue = fork.SimpleQueue()
+        child = fork.Process(target=_in_child, args=(ds, queue))
+        child.start()
+        _, sums, last = queue.get()
+        child.join()
+        assert sums == here
+        assert last == float(ds[4][0].sum())
+        assert ds.file is own
+
+
+def test_forked_process_refuses_another_file(built, tmp_path):
+    path, fork = tmp_path / "x.h5", multiprocessing.get_context("fork")
+    path.write_bytes(built["training"].read_bytes())
+    with lm.open_dataset(path) as ds:
+        (tmp_path / "new").write_bytes(built["packed"].read_bytes())
+        os.replace(tmp_path / "new", path)
+        queue = fork.SimpleQueue()
+        child = fork.Process(target=_in_child, args=(ds, queue))
+        child.start()
+        assert "changed since it was opened" in queue.get()
+        child.join()
+        ds[0]                                    # the process that opened it still reads the old file
+
+
+def test_chunk_cache(built):
+    for asked in (None, 3 << 20):
+        with lm.open_dataset(built["packed"], chunk_cache_bytes=asked) as ds:
+            n_bytes = ds.file.id.get_access_plist().get_cache()[2]
+            assert n_bytes == asked if asked else n_bytes > 0
+            with pickle.loads(pickle.dumps(ds)) as copy: assert copy.file.id.get_access_plist().get_cache()[2] == n_bytes
+
+
+def test_opening_needs_no_torch(built):
+    code = f"import leakmel as lm, sys; lm.open_dataset({os.fspath(built['training'])!r}).__getitems__([0, 1]); assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ---- items -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("preload", [True, False])
+def test_levels(built, level, preload):
+    with lm.open_dataset(built["training"]) as raw:
+        every = raw.mels[:]
+        ds = Segments(raw, level=level, preload_to_ram=preload)
+        expected = every.reshape(-1, *every.shape[1 + LEVELS[level]:])
+        assert len(ds) == len(expected)
+        assert ds.item_shape == expected.shape[1:]
+        items = [0, len(ds) - 1, -1, 1, 1, len(ds) // 2]
+        b = ds.batch(items)
+        assert b.x.dtype == torch.float16
+        assert np.array_equal(b.x.numpy(), expected[items])
+        assert b.y.tolist() == np.repeat(raw.labels, ds.per_row)[items].tolist()
+        for (x, y), i in zip(ds.__getitems__(items), items, strict=True):
+            assert np.array_equal(x, expected[i])
+            assert y == ds[i][1]
+        assert ds.row_of(np.arange(len(ds))).tolist() == np.repeat(np.arange(len(raw)), ds.per_row).tolist()
+
+
+def test_items_beyond_the_end(small):
+    for i in (len(small), -len(small) - 1):
+        with pytest.raises(IndexError, match=f"item {i} of 36"): small[i]
+    assert sum(1 for _ in small) == len(small)          # by IndexError, as sequences do
+
+
+@pytest.mark.parametrize("form", [{}, {"chunks": True}, {"chunks": (1, *SHAPE), "compression": "gzip"}])
+@pytest.mark.parametrize("kind", ["<f2", ">f2", "<f4"])
+def test_earlier_systems_files(tmp_path, form, kind):
+    path = legacy_file(tmp_path / "TRAINING_DATASET.H5", kind=kind, **form)
+    with pytest.raises(VerifyError, match="legacy=True"): Segments(path)
+    for preload in (True, False):
+        with Segments(path, legacy=True, preload_to_ram=preload, chunk_cache_bytes=1 << 20) as ds:
+            b = ds.batch([5, 4, 35])
+            assert np.array_equal(b.x.numpy(), mels(9).reshape(-1, *SHAPE[1:])[[5, 4, 35]])
+            assert b.x.dtype == (torch.float32 if kind == "<f4" else torch.float16)
+
+
+def test_a_torch_loader_takes_items_as_they_are(small):
+    found = list(DataLoader(small, batch_size=8))
+    assert torch.equal(torch.cat([x for x, _ in found]), small.batch(np.arange(36)).x)
+    assert torch.cat([y for _, y in found]).tolist() == np.repeat(small.labels, 4).tolist()
+
+
+def test_rows_of_several_files(built):
+    paths = [built["training"], built["validation"]]
+    with lm.open_dataset(paths[0]) as a, lm.open_dataset(paths[1]) as b:
+        every, labels = np.concatenate([a.mels[:], b.mels[:]]), np.concatenate([a.labels, b.labels])
+    rows = np.array([len(every) - 1, 0, 3, len(every) - 2])
+    for preload in (True, False):
+        with Segments(paths, level="recording", rows=rows, preload_to_ram=preload) as ds:
+            assert np.array_equal(ds.batch([0, 1, 2, 3, 0]).x.numpy(), every[rows[[0, 1, 2, 3, 0]]])
+            assert ds.labels.tolist() == labels[rows].tolist()
+            assert torch.equal(pickle.loads(pickle.dumps(ds)).batch([3, 1]).x, ds.batch([3, 1]).x)
+
+
+def test_files_that_do_not_belong_together(tmp_path, built):
+    one = legacy_file(tmp_path / "a.h5")
+    other = legacy_file(tmp_path / "b.h5", names='["LEAK", "NOLEAK", "RANDOM"]')
+    with pytest.raises(DataError, match=r"b\.h5: data sets that do not belong together: labels"): Segments([one, other], legacy=True)
+    features = legacy_file(tmp_path / "c.h5")
+    with h5py.File(features, "r+") as f: f.attrs["config_json"] = '{"sample_rate": 8000}'
+    with pytest.raises(DataError, match=r"c\.h5.*features.*8000"): Segments([one, features], legacy=True)
+    with lm.open_dataset(built["training"]) as ds:
+        with pytest.raises(LeakmelError): Segments([ds, tmp_path / "none.h5"])
+        ds[0]                                     # what was open stays open
+
+
+def test_memory_decides(tmp_path, monkeypatch):
+    path = legacy_file(tmp_path / "x.h5")
+    n_bytes = mels(9).nbytes
+    for free, held in ((2 * n_bytes, True), (2 * n_bytes - 2, False)):
+        monkeypatch.setattr(data, "free_memory", lambda free=free: free)
+        with Segments(path, legacy=True) as ds: assert (ds.held is not None) is held
+    with Segments(path, legacy=True, preload_to_ram=True) as ds:
+        assert ds.held is not None
+        assert pickle.loads(pickle.dumps(ds)).held is None          # a new process gets no copy
+
+
+def test_loading_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "_PIECE_BYTES", 600)
+    with Segments(legacy_file(tmp_path / "x.h5"), legacy=True, preload_to_ram=True) as ds:
+        assert np.array_equal(ds.batch(np.arange(36)).x.numpy(), mels(9).reshape(36, *SHAPE[1:]))
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"level": "longs"}, "no such level; found 'longs'"), ({"preload_to_ram": "yes"}, "preload_to_ram is not known"),
+    ({"ram_fraction": 0}, "ram_fraction must be above 0"), ({"rows": [0, 9]}, "rows that are not there; found 0 to 9; expected 0 to 8"),
+    ({"rows": [-1]}, "rows that are not there"), ({"rows": [0.5]}, "not whole numbers"), ({"rows": [[1]]}, "not whole numbers"),
+    ({"task": make_task(["LEAK", "NOLEAK"])}, "a task of other labels"),
+])
+def test_bad_settings_of_items(tmp_path, options, said):
+    with pytest.raises(UsageError, match=said): Segments(legacy_file(tmp_path / "x.h5"), legacy=True, **options)
+    with pytest.raises(UsageError, match="no data set given"): Segments([])
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
+
+def test_task_of_items(tmp_path):
+    task = make_task(["LEAK", "NOLEAK", "QUIET"], "Leak", kind="binary", leave_out=["quiet"])
+    with Segments(legacy_file(tmp_path / "x.h5"), legacy=True, task=task, level="recording", rows=np.array([0, 1, 2, 8, 7])) as ds:
+        assert ds.rows.tolist() == [0, 1, 7]
+        assert ds.labels.tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("names", [["NOLEAK"], ["LEAKY", "NO LEAK"], ["LEAK ", "QUIET"], []])
+def test_a_label_is_never_a_part_of_a_name(names):
+    with pytest.raises(UsageError, match="no such label"): find_label("LEAK", names)
+
+
+def test_numbers_of_data_set_and_model_are_apart():
+    names = ["BACKGROUND", "CRACK", "LEAK", "NORMAL"]
+    task = make_task(names, leave_out=["background"])
+    assert (task.leak_in_data, task.leak_in_model, task.leak_label, task.model_names) == (2, 1, "LEAK", ("CRACK", "LEAK", "NORMAL"))
+    assert pickle.loads(pickle.dumps(task)) == task
+    for kind in ("binary", "multiclass"):
+        task = make_task(names, kind=kind)
+        assert (task.classes(np.arange(4)) == task.leak_in_model).tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize(("names", "options", "said"), [
+    (["LEAK", "leak", "NOLEAK"], {}, "differ only in case; found LEAK, leak"), (["LEAK"], {}, "nothing to tell apart; found only LEAK"),
+    (["LEAK", "QUIET"], {"kind": "both"}, "no such kind"), (["LEAK", "QUIET"], {"leave_out": ["LEAK"]}, "cannot be left out"),
+    (["LEAK", "QUIET"], {"kind": "binary", "leave_out": ["LOUD"]}, "no such label; found 'LOUD'"),
+])
+def test_bad_tasks(names, options, said):
+    with pytest.raises(UsageError, match=said): make_task(names, "LEAK", **options)
+
+
+def test_task_that_contradicts_itself():
+    with pytest.raises(UsageError, match="not the same label"): Task("binary", ("A", "LEAK"), 1, ("not LEAK", "LEAK"), 0, (0, 1))
+    with pytest.raises(UsageError, match="do not fit"): Task("binary", ("A", "LEAK"), 1, ("not LEAK", "LEAK"), 1, (1, 1))
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+orders = st.builds(OrderSettings, n_rows=st.integers(1, 30), per_row=st.integers(1, 4), batch_size=st.integers(1, 50), seed=st.integers(0, 9),
+                   shuffle=st.booleans(), block_rows=st.integers(0, 8), buffer_blocks=st.integers(1, 5))
+
+
+def run(order: Order, n: int) -> list[list[int]]:
+    "The next n batches."
+    found = []
+    for _ in range(n):
+        found.append(next(order.rest()).tolist())
+        order.advance()
+    return found
+
+
+@quick
+@given(orders, st.integers(0, 200), st.booleans())
+def test_order_goes_on_as_if_never_interrupted(s, stop, drop):
+    if drop and s.batch_size <= s.n_items: s = OrderSettings(**{**vars(s), "drop_last": True})
+    n = 2 * s.n_batches + 3
+    stop = min(stop, n)
+    whole, first, second = run(Order(s), n), Order(s), Order(s)
+    before = run(first, stop)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert before + run(second, n - stop) == whole
+
+
+@quick
+@given(orders)
+def test_an_epoch_has_each_item_once(s):
+    for epoch in range(2):
+        order = Order(s)
+        order.set_epoch(epoch)
+        found = run(order, s.n_batches)
+        assert sorted(sum(found, [])) == list(range(s.n_items))
+        assert (order.epoch, order.batch) == (epoch + 1, 0)
+        if not s.shuffle: assert sum(found, []) == list(range(s.n_items))
+
+
+def test_epochs_and_seeds_differ():
+    def first(seed: int, epoch: int) -> tuple[int, ...]: return tuple(next(OrderSettings(50, seed=seed).buffers(epoch)).tolist())
+    assert len({first(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
+    assert first(1, 2) == first(1, 2)
+
+
+def test_blocks_stay_together():
+    "A buffer is read in runs: its items are those of whole blocks."
+    for buffer in OrderSettings(103, 4, block_rows=10, buffer_blocks=3).buffers(0):
+        rows, counts = np.unique(buffer // 4, return_counts=True)
+        assert (counts == 4).all()
+        assert len(np.unique(rows // 10)) <= 3
+        for block in np.unique(rows // 10): assert (rows // 10 == block).sum() == min(10, 103 - 10 * block)
+
+
+@pytest.mark.parametrize("change", [{"seed": 2}, {"batch_size": 5}, {"n_rows": 13}, {"shuffle": False}, {"block_rows": 2}])
+def test_place_in_another_order(change):
+    base = {"n_rows": 12, "per_row": 2, "batch_size": 4, "seed": 1}
+    order, other = Order(OrderSettings(**base)), Order(OrderSettings(**(base | change)))        # type: ignore[arg-type]
+    run(order, 2)
+    with pytest.raises(UsageError, match="another one than that of the checkpoint"): other.load_state_dict(order.state_dict())
+    assert (other.epoch, other.batch) == (0, 0)
+
+
+@pytest.mark.parametrize("state", [{}, {"epoch": 0, "batch": "x", "check": 1}, {"epoch": -1, "batch": 0, "check": 0}, {"epoch": 0, "batch": 99, "check": 0}])
+def test_bad_places(state):
+    with pytest.raises(UsageError, match="not a place|no such place"): Order(OrderSettings(5)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", [{"n_rows": 0}, {"batch_size": 0}, {"seed": -1}, {"block_rows": -1}, {"buffer_blocks": 0},
+                                    {"batch_size": 9, "drop_last": True}])
+def test_bad_orders(change):
+    with pytest.raises(UsageError, match="must be at least|no batch would be full"): OrderSettings(**({"n_rows": 8} | change))
+    with pytest.raises(UsageError, match="epoch must be"): Order(OrderSettings(5)).set_epoch(-1)
+
+
+# ---- loaders ---------------------------------------------------------------------------------------------------------
+
+KINDS: list[dict[str, Any]] = [
+    {"kind": "device"}, {"kind": "stream", "block_rows": 2, "buffer_blocks": 2}, {"kind": "stream", "shuffle": False, "block_rows": 1, "buffer_blocks": 1},
+    {"kind": "stream"}, {"kind": "workers", "num_workers": 0}, {"kind": "workers", "num_workers": 0, "block_rows": 3, "buffer_blocks": 1}]
+
+
+def check_batches(ds: Segments, batches: list[Batch], *, size: int) -> None:
+    "Each item once, with its numbers and its class, in full batches."
+    assert sorted(torch.cat([b.items for b in batches]).tolist()) == list(range(len(ds)))
+    assert [len(b) for b in batches[:-1]] == [size] * (len(batches) - 1)
+    for b in batches:
+        expected = ds.batch(b.items.numpy())
+        assert torch.equal(b.x, expected.x)
+        assert torch.equal(b.y, expected.y)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("size", [1, 7, 36, 100])
+def test_loaders_hand_out_everything(small, options, size):
+    with open_loader(small, size, seed=4, **options) as loader:
+        epochs = [list(loader), list(loader)]
+        for found in epochs: check_batches(small, found, size=size)
+        assert len(epochs[0]) == len(loader)
+        if options.get("shuffle", True) and size < 36: assert not torch.equal(epochs[0][0].items, epochs[1][0].items)
+        loader.set_epoch(0)
+        for a, b in zip(loader, epochs[0], strict=True): assert torch.equal(a.items, b.items)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("drop", [False, True])
+def test_loaders_go_on_where_they_stopped(small, options, drop):
+    def batches(loader: Loader) -> Iterator[tuple[list[int], dict]]:
+        for _ in range(3):
+            for b in loader: yield b.items.tolist(), loader.state_dict()
+    def opened() -> Loader: return open_loader(small, 7, seed=2, drop_last=drop, **options)
+    whole = list(batches(opened()))
+    assert len(whole) == 3 * (5 if drop else 6)
+    for stop in (1, 4, len(whole) // 3, len(whole) // 3 + 2):
+        loader = opened()
+        loader.load_state_dict(json.loads(json.dumps(whole[stop - 1][1])))
+        again = [items for _, (items, _) in zip(range(len(whole) - stop), batches(loader))]
+        assert again == [items for items, _ in whole[stop:]]
+
+
+def test_a_loop_that_is_left_is_gone_on_with(small):
+    for options in KINDS:
+        loader = open_loader(small, 7, **options)
+        for _ in loader: break
+        assert loader.state_dict()["batch"] == 1
+        assert len(list(loader)) == 5
+        assert (loader.order.epoch, loader.order.batch) == (1, 0)
+
+
+def test_place_of_another_loader(small):
+    state = open_loader(small, 7, kind="device").state_dict()
+    stream = open_loader(small, 7, kind="stream")
+    with pytest.raises(UsageError, match="noted by another loader; found 'device'; expected 'stream'"): stream.load_state_dict(state)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_worker_processes(built, start_method):
+    "Workers give what no worker gives, epoch after epoch, and after a loop that was left."
+    with Segments([built["packed"], built["validation"]], preload_to_ram=start_method == "fork") as ds:
+        torch.manual_seed(0)
+        expected_random = torch.random.get_rng_state()
+        n = 2 if start_method == "fork" else 1
+        with open_loader(ds, 100, kind="workers", num_workers=n, prefetch_factor=2, start_method=start_method, seed=1) as loader:
+            plain = open_loader(ds, 100, kind="workers", num_workers=0, seed=1)
+            found = list(loader)
+            check_batches(ds, found, size=100)
+            for a, b in zip(found, plain, strict=True): assert torch.equal(a.items, b.items)
+            for _ in loader: break
+            for _ in plain: break
+            for a, b in zip(loader, plain, strict=True): assert torch.equal(a.x, b.x)
+        assert torch.equal(torch.random.get_rng_state(), expected_random)       # a training's own random numbers stay as they are
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_errors_of_readers_arrive(tmp_path):
+    path = legacy_file(tmp_path / "x.h5")
+    for options in ({"kind": "stream", "block_rows": 1, "buffer_blocks": 2}, {"kind": "workers", "num_workers": 0},
+                    {"kind": "workers", "num_workers": 1, "start_method": "fork"}):
+        with Segments(path, legacy=True, preload_to_ram=False) as ds:
+            size = path.stat().st_size
+            broken = open_loader(ds, 5, **options)       # type: ignore[arg-type]
+            data_set, content = ds.sources[0], path.read_bytes()
+            os.truncate(path, data_set.mels.id.get_offset() + 100)
+            with pytest.raises((LeakmelError, RuntimeError), match="end too early|changed since|cannot be read|not an HDF5"): list(broken)
+            broken.close()
+            path.write_bytes(content)
+            assert path.stat().st_size == size
+
+
+def test_which_loader(small, monkeypatch):
+    need = small.n_bytes
+    for free, kind, said in ((2 * need, "device", "fit into 50 %"), (2 * need - 2, "stream", "do not fit into 50 %")):
+        monkeypatch.setattr(loaders, "free_memory", lambda free=free: free)
+        loader = open_loader(small, 4)
+        assert (loader.kind, said in loader.why) == (kind, True)
+        assert said in repr(loader)
+    with Segments(small.sources[0], preload_to_ram=True) as held:
+        loader = open_loader(held, 4)
+        assert "in memory already" in loader.why
+        assert isinstance(loader, loaders.DeviceLoader)
+        assert loader.x.data_ptr() == held.held.data_ptr()          # type: ignore[union-attr]
+
+
+def test_workers_get_their_settings(small):
+    with open_loader(small, 4, kind="workers", num_workers=1, prefetch_factor=8, persistent_workers=False, start_method="forkserver") as loader:
+        assert isinstance(loader, WorkerLoader)
+        t = loader.torch_loader
+        assert (t.num_workers, t.prefetch_factor, t.persistent_workers, t.pin_memory) == (1, 8, False, False)
+        assert t.multiprocessing_context.get_start_method() == "forkserver"
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"kind": "disk"}, "no such loader; found 'disk'"), ({"device_fraction": 0}, "device_fraction"), ({"kind": "workers", "num_workers": -1}, "num_workers"),
+    ({"kind": "workers", "prefetch_factor": 0}, "prefetch_factor"), ({"kind": "workers", "start_method": "thread"}, "no such start method"),
+    ({"batch_size": 0}, "batch_size must be at least 1"), ({"seed": -1}, "seed must be at least 0"),
+])
+def test_bad_settings_of_loaders(small, options, said):
+    with pytest.raises(UsageError, match=said): open_loader(small, **({"batch_size": 4} | options))
+    empty = Segments(small.sources[0], rows=np.zeros(0, np.int64))
+    assert len(empty) == 0
+    with pytest.raises(UsageError, match="no recordings to load"): open_loader(empty, 4)
+    with pytest.raises(UsageError, match="an order of other items"): loaders.DeviceLoader(small, OrderSettings(5))
+
+
+def test_loader_bench(small):
+    trials = [t for t in usual_trials() if t.name in ("device", "stream")]
+    table = bench_loaders(small, 10, epochs=2, rounds=2, trials=trials)
+    assert table["loader"].tolist() == ["device", "stream"]
+    assert (table["epochs"] == 2).all()
+    assert (table[["batches_per_s", "first_batch_s"]] > 0).all(axis=None)
+    assert (table["first_epoch_s"] >= table["first_batch_s"]).all()
+    assert {("num_workers", 8), ("prefetch_factor", 4), ("start_method", "spawn")} <= {s for t in usual_trials() for s in t.settings}
+    with pytest.raises(UsageError, match="at least 1"): bench_loaders(small, 10, epochs=0)
