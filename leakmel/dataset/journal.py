@@ -179,11 +179,13 @@ _ROWS_OF_A_LINE = 2048     # at the most: a line is in memory several times whil
 def _in_parts(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
     "Ranges of so many candidates that one line may have them."
     part, n = list[tuple[int, int]](), 0
-    for first, count in ((at, min(_ROWS_OF_A_LINE, first + count - at)) for first, count in ranges for at in range(first, first + count, _ROWS_OF_A_LINE)):
-        if n and n + count > _ROWS_OF_A_LINE:
-            yield part
-            part, n = [], 0
-        part, n = [*part, (first, count)], n + count
+    for first, whole in ranges:
+        for at in range(first, first + whole, _ROWS_OF_A_LINE):
+            count = min(_ROWS_OF_A_LINE, first + whole - at)
+            if n and n + count > _ROWS_OF_A_LINE:
+                yield part
+                part, n = [], 0
+            part, n = [*part, (at, count)], n + count
     if part: yield part
 
 class _Notes:
