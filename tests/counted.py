@@ -67,7 +67,7 @@ class Counted:
 
     def record(self) -> dict[str, Any]:
         "This run, added to those of the same commit that are in the file."
-        run = {"made_utc": datetime.now(UTC).isoformat(timespec="seconds"), **commit(), "tests_changed": tests_changed(),
+        run = {"made_utc": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit()["commit"], "changed": is_changed(),
                "markers": self.config.option.markexpr, "seconds": round(time.monotonic() - self.began, 1),
                "workers": getattr(self.config.option, "numprocesses", None) or 1}
         earlier = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
@@ -91,8 +91,8 @@ def figures(tests: dict[str, dict[str, dict[str, dict[str, int]]]]) -> dict[str,
     return dict(sorted(sums.items(), key=lambda item: int(item[0][1:])))
 
 
-def tests_changed() -> bool | None:
-    "Whether the tests are other than those of the commit; None where there is no git."
-    try: done = subprocess.run(["git", "status", "--porcelain", "--", "tests"], cwd=ROOT, capture_output=True, text=True, check=True)
+def is_changed() -> bool | None:
+    "Whether package or tests are other than those of the commit; None where there is no git."
+    try: done = subprocess.run(["git", "status", "--porcelain", "--", "leakmel", "tests"], cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError): return None
     return bool(done.stdout.strip())

@@ -276,7 +276,7 @@ raise SystemExit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_compressing_leaves_nothing(tmp_path, make_wav, number):
+def test_a_signal_while_compressing_leaves_what_a_build_goes_on_from(tmp_path, make_wav, number):
     for k in range(40): make_wav(tmp_path / "data" / "LEAK" / f"s~{k:03d}~20240229_1200{k:02d}~3.wav", seed=k)
     (tmp_path / "out").mkdir()
     words = ["build", str(tmp_path / "data"), "--out", str(tmp_path / "out" / "x.h5"), "--compression", "gzip", "--engine", "reference", "--quiet"]
@@ -289,4 +289,9 @@ def test_a_signal_while_compressing_leaves_nothing(tmp_path, make_wav, number):
     assert child.returncode == 128 + number
     assert time.monotonic() - began < 5
     assert rest.count(b".") < 2 * chunks._AHEAD, "the rest was still compressed"
-    assert leftovers(tmp_path / "out") == []
+    assert leftovers(tmp_path / "out") == [".x.h5.journal", ".x.h5.partial"]
+    config = lm.PipelineConfig(compression="gzip", monitor_interval_s=0.0)
+    result = lm.build(tmp_path / "data", out=tmp_path / "out" / "x.h5", engine="reference", progress="none", pipeline=config)
+    assert result.summary["resumed_rows"] == 40, "only packing is left to do"
+    lm.build(tmp_path / "data", out=tmp_path / "y.h5", engine="reference", progress="none", pipeline=config)
+    assert (tmp_path / "out" / "x.h5").read_bytes() == (tmp_path / "y.h5").read_bytes()

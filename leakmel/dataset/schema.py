@@ -259,7 +259,8 @@ def _wrong_place(item: h5py.Dataset, size: int) -> str | None:
     packed = item.chunks and item.id.get_create_plist().get_nfilters()
     if item.nbytes > held * (MOST_PACKED if packed else 1) or item.nbytes > size * (MOST_PACKED if packed and is_large else 1):
         return f"{item.name} claims {item.nbytes:,} bytes in a file of {size:,}, which holds {held:,} of them"
-    if item.chunks and int(np.prod(item.chunks, dtype=object)) * item.dtype.itemsize > _MOST_CHUNK: return f"{item.name} has chunks of more than {_MOST_CHUNK:,} bytes"
+    if item.chunks and int(np.prod(item.chunks, dtype=object)) * item.dtype.itemsize > _MOST_CHUNK:
+        return f"{item.name} has chunks of more than {_MOST_CHUNK:,} bytes"
     if (begin := item.id.get_offset()) is not None and begin + held > size: return f"{item.name} lies beyond the end of the file"
     return None
 
@@ -270,7 +271,8 @@ def unsafe_parts(
     "Reasons not to read on: parts that lie in other files, claim more than this one can hold, or are of a kind that no data set has."
     size = os.path.getsize(file.filename)
     if h5py.h5a.get_num_attrs(file.id) > _MOST_OBJECTS: yield f"it has more than {_MOST_OBJECTS} attributes"
-    elif any(isinstance(text, (str, bytes)) and len(text) > _MOST_SAID for text in _texts(file)): yield f"it has an attribute of more than {_MOST_SAID:,} letters"
+    elif any(isinstance(text, (str, bytes)) and len(text) > _MOST_SAID for text in _texts(file)):
+        yield f"it has an attribute of more than {_MOST_SAID:,} letters"
     for item in _all_sets(file):
         if isinstance(item, str): yield item
         elif item.shape is None: yield f"{item.name} is empty"

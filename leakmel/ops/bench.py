@@ -61,7 +61,7 @@ def commit() -> dict[str, Any]:
     def git(*words: str) -> str | None:
         try: return subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError): return None
-    changes = git("status", "--porcelain", "--untracked-files=no", "--", "leakmel")
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", ":/leakmel")     # from the top of the checkout
     return {"commit": git("rev-parse", "HEAD"), "changed": None if changes is None else bool(changes)}
 
 # %% ../../nbs/ops/bench.ipynb #fad28f1a
