@@ -5,6 +5,7 @@ import json
 import mmap
 import multiprocessing
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -36,7 +37,8 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
     before = dict(os.environ)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
-            os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+            # products are NumPy's here; on some processors its library sums a row in an order that depends on the row's place
+            os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", **({"OPENBLAS_CORETYPE": "Sandybridge"} if platform.machine() == "x86_64" else {}))
             pool.submit(os.getpid).result()
         finally:
             os.environ.clear()
