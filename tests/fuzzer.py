@@ -23,10 +23,10 @@ MOST_READS = 2 * MAX_CHUNKS + 100      # in one header
 MOST_ASKED = 64                  # bytes in one read
 
 
-def coded(subtype: str, container: str = "WAV", endian: str = "FILE") -> bytes:
-    "A file of 300 frames that libsndfile wrote."
+def coded(subtype: str, container: str = "WAV", endian: str = "FILE", n_frames: int = 300) -> bytes:
+    "A file that libsndfile wrote."
     out = io.BytesIO()
-    x = 0.5 * np.sin(np.arange(300) / 7)
+    x = 0.5 * np.sin(np.arange(n_frames) / 7)
     soundfile.write(out, np.stack([x, -x], axis=1) if subtype != "GSM610" else x, 8000, format=container, subtype=subtype, endian=endian)
     return out.getvalue()
 

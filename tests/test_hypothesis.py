@@ -1,6 +1,7 @@
 "Any bytes: the reader of WAV files gives a recording or a refusal, and never allocates what a stranger asks for."
-import contextlib, io, os, struct, tracemalloc
+import contextlib, os, struct, tracemalloc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from leakmel.audio.wav import MAX_CHANNELS, STREAMED, Recording, WavHeader, canonical_header, parse_header, read_wav
 from leakmel.core.errors import REJECT_CODES, RecordingError
+import fuzzer
 
 MAX_BYTES = 16 << 20     # what reading a small file may take
 
@@ -20,12 +22,7 @@ def fuzz(n: int) -> settings:
     return settings(max_examples=n, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True, database=None)
 
 
-def coded(subtype: str, container: str = "WAV", endian: str = "FILE") -> bytes:
-    "A file that libsndfile wrote."
-    out = io.BytesIO()
-    x = 0.5 * np.sin(np.arange(600) / 7)
-    soundfile.write(out, np.stack([x, -x], axis=1) if subtype != "GSM610" else x, 8000, format=container, subtype=subtype, endian=endian)
-    return out.getvalue()
+coded = partial(fuzzer.coded, n_frames=600)
 
 
 OWN = [canonical_header(4096, 200) + bytes(400), coded("PCM_16", "WAVEX"), coded("PCM_16", "RF64"), coded("PCM_16", endian="BIG")]
