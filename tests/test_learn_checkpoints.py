@@ -1,0 +1,199 @@
+"Checkpoints: whatever a writer is killed at, the newest whole one loads; a damaged one is passed over, and one that would run code is refused."
+import io
+import os
+import random
+import signal
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from children import server
+
+from leakmel.audio.wav import digest_of
+from leakmel.core.errors import DataError, OutputError, SpaceError, UsageError
+from leakmel.learn import checkpoints
+from leakmel.learn.checkpoints import CheckpointWarning, latest_checkpoint, list_checkpoints, load_plain, plain_bytes, save_checkpoint
+
+N = 300_000      # numbers in a state: more than one piece
+
+
+def state(step: int) -> dict[str, Any]: return {"step": step, "weights": torch.full((N,), float(step)), "names": ["a", None, 2.5, True]}
+
+
+def assert_whole(values: dict[str, Any], step: int) -> None:
+    assert values["step"] == step
+    assert torch.equal(values["weights"], torch.full((N,), float(step)))
+    assert values["names"] == ["a", None, 2.5, True]
+
+
+IMPORTS = "import torch\nfrom leakmel.learn.checkpoints import *\ntorch.set_num_threads(1)\n"
+# Saves four checkpoints and notes each that is through; the process is killed at one of its steps, of a write perhaps in the middle.
+KILLED = f"""
+import itertools, signal
+at, torn, said = {{at}}, {{torn}}, {{said!r}}
+real_write, real_open = os.write, os.open
+count = itertools.count(1)
+def stepping(name, real):
+    def step(*args, **named):
+        if next(count) == at:
+            if torn and name == "write": real_write(args[0], memoryview(args[1])[:len(args[1]) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **named)
+    return step
+note = real_open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+for name in ("open", "write", "fsync", "replace", "unlink"): setattr(os, name, stepping(name, getattr(os, name)))
+for step in range(1, 5):
+    save_checkpoint({{folder!r}}, {{{{"step": step, "weights": torch.full(({N},), float(step)), "names": ["a", None, 2.5, True]}}}}, step, keep={{keep}})
+    real_write(note, b"%d" % step)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keep", "torn"), [(2, False), (1, True)])
+def test_killed_at_each_step_of_writing(tmp_path: Path, tried: Callable, keep: int, torn: bool) -> None:
+    said = tmp_path / "said"
+    with server(IMPORTS) as children:
+        for at in range(1, 1000):
+            folder = tmp_path / f"{at}"
+            done = children.run(code=KILLED.format(at=at, torn=torn, said=str(said), folder=str(folder), keep=keep))
+            if done.status == 0: break
+            assert done.status == -signal.SIGKILL, done.err
+            through = len(said.read_bytes())
+            newest = latest_checkpoint(folder)      # a warning would be an error: nothing torn has the name of a checkpoint
+            if newest is None: assert through == 0
+            else:
+                assert newest[0].step in (through, through + 1), f"killed at step {at}"
+                assert_whole(newest[1], newest[0].step)
+            save_checkpoint(folder, state(9), 9, keep=1)
+            assert [c.step for c in list_checkpoints(folder)] == [9]
+            assert len(os.listdir(folder)) == 1, "nothing torn is left"
+            tried("S16")
+    assert 30 < at < 100
+    assert [c.step for c in list_checkpoints(folder)] == [1, 2, 3, 4][-keep:]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "longer", "zeros"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, tried: Callable, damage: str) -> None:
+    rng = random.Random(damage)
+    for k in range(5):
+        folder = tmp_path / f"{k}"
+        for step in (1, 2): save_checkpoint(folder, state(step), step, sync=False)
+        newest = list_checkpoints(folder)[-1].path
+        content = bytearray(newest.read_bytes())
+        at = rng.randrange(len(content))
+        if damage == "flipped": content[at] ^= 1 << rng.randrange(8)
+        new: Any = {"cut": content[:at], "empty": b"", "flipped": content, "longer": content + b"x", "zeros": content[:at].ljust(len(content), b"\0")}[damage]
+        newest.write_bytes(new)
+        if bytes(new) == bytes(state_bytes := plain_bytes(state(2))): continue      # zeros where zeros were
+        assert digest_of(bytes(new)) != digest_of(state_bytes)
+        with pytest.warns(CheckpointWarning, match="passed over: .*step-000000002.*digest"): found = latest_checkpoint(folder)
+        assert found is not None
+        assert_whole(found[1], 1)
+        tried("S16")
+
+
+def test_all_damaged_is_none_at_all(tmp_path: Path) -> None:
+    for step in (1, 2): save_checkpoint(tmp_path, {"step": step}, step, sync=False).path.write_bytes(b"PK")
+    with pytest.warns(CheckpointWarning) as said: assert latest_checkpoint(tmp_path) is None
+    assert len(said) == 2
+
+
+class Bomb:
+    "What is called when it is read."
+    def __init__(self, *call: Any): self.call = call
+    def __reduce__(self) -> Any: return self.call[0], self.call[1:]
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["archive", "legacy"])
+@pytest.mark.parametrize("call", ["os.mkdir", "eval", "torch.load", "subprocess.call", "builtins.getattr"])
+def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, tried: Callable, call: str, legacy: bool) -> None:
+    import subprocess
+    goal = tmp_path / "it went off"
+    bombs: dict[str, Bomb] = {"os.mkdir": Bomb(os.mkdir, str(goal)), "eval": Bomb(eval, f"open({str(goal)!r}, 'w')"), "torch.load": Bomb(torch.load, "x"),
+                              "subprocess.call": Bomb(subprocess.call, ["touch", str(goal)]), "builtins.getattr": Bomb(getattr, "x", "upper")}
+    with io.BytesIO() as out:
+        torch.save({"step": 5, "weights": bombs[call]}, out, _use_new_zipfile_serialization=not legacy)
+        content = out.getvalue()
+    save_checkpoint(tmp_path, state(1), 1, sync=False)
+    path = tmp_path / f"step-000000005.{digest_of(content)}.pt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="no file that torch wrote" if legacy else "would run code") as refused: load_plain(path)
+    assert str(path) in str(refused.value)
+    if not legacy:
+        assert call.split(".")[-1] in str(refused.value), "by name"
+        with pytest.raises(DataError, match="would run code"): latest_checkpoint(tmp_path)
+    assert not goal.exists()
+    tried("S16")
+
+
+def test_a_small_file_that_unfolds_is_refused(tmp_path: Path, tried: Callable) -> None:
+    content, packed = plain_bytes({"weights": torch.zeros(5_000_000)}), tmp_path / "packed.pt"
+    with zipfile.ZipFile(io.BytesIO(content)) as whole, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small:
+        for part in whole.infolist(): small.writestr(part.filename, whole.read(part))
+    assert packed.stat().st_size < 100_000
+    with pytest.raises(DataError, match="claims to hold more than its size"): load_plain(packed)
+    tried("S16")
+
+
+def test_what_is_no_file_of_ours(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "text").write_text("no archive")
+    torch.save([1, 2], tmp_path / "list")
+    for name, said in (("pipe", "no file"), ("text", "no file that torch wrote"), ("list", "dictionary"), ("none", "no such file"), (".", "no file")):
+        with pytest.raises(DataError, match=said): load_plain(tmp_path / name)
+
+
+def test_the_newest_stay_and_a_later_line_goes(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5): save_checkpoint(tmp_path, {"step": step}, step, keep=3, sync=False)
+    assert [c.step for c in list_checkpoints(tmp_path)] == [3, 4, 5]
+    (tmp_path / "best.pt").write_bytes(b"kept apart")
+    save_checkpoint(tmp_path, {"step": 4, "again": True}, 4, keep=3, sync=False)
+    assert [c.step for c in list_checkpoints(tmp_path)] == [3, 4, 4]
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found[1] == {"step": 4, "again": True}, "of two with the same step the one that was written later"
+    save_checkpoint(tmp_path, {"step": 1}, 1, keep=1, sync=False)
+    assert [c.step for c in list_checkpoints(tmp_path)] == [1]
+    assert (tmp_path / "best.pt").exists()
+    with pytest.raises(UsageError, match="keep"): save_checkpoint(tmp_path, {}, 1, keep=0)
+
+
+def test_links_and_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    one = save_checkpoint(tmp_path / "a", {"step": 1}, 1, sync=False)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / one.path.name.replace("01.", "02.")).symlink_to(one.path)
+    (tmp_path / "b" / "step-3.pt").write_bytes(b"")
+    assert list_checkpoints(tmp_path / "b") == []
+
+
+@pytest.mark.parametrize(("number", "error"), [(28, SpaceError), (5, OutputError), (13, OutputError)], ids=["ENOSPC", "EIO", "EACCES"])
+@pytest.mark.parametrize("name", ["write", "fsync", "replace", "open"])
+def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int, error: type[Exception]) -> None:
+    save_checkpoint(tmp_path, state(1), 1)
+    def refuse(*args: Any, **named: Any) -> Any: raise OSError(number, os.strerror(number))
+    with monkeypatch.context() as m:
+        m.setattr(checkpoints.os, name, refuse)
+        with pytest.raises(error) as said: save_checkpoint(tmp_path, state(2), 2)
+    assert str(tmp_path) in str(said.value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert_whole(found[1], 1)
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_a_signal_waits_until_the_file_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.replace
+    def interrupted(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        real(*args)
+    monkeypatch.setattr(checkpoints.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt): save_checkpoint(tmp_path, state(1), 1)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert_whole(found[1], 1)
