@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .in_a_row import InARow
 from .conform import check_range, to_mono
 from .problems import Columns, Problem
 from .quality import FIGURES, figures_of
@@ -47,14 +48,17 @@ def _facts(recording: Recording) -> tuple[Any, ...]:
 # %% ../../nbs/audio/content.ipynb #8a8b41ae
 BLOCK = 16     # files a thread takes at once: progress moves, and Ctrl-C waits for no more than these
 
-def _read_block(listing: "Listing", start: int, rows: np.ndarray) -> list[tuple[int, RecordingError]]:
+def _read_block(listing: "Listing", start: int, rows: np.ndarray, in_a_row: InARow) -> list[tuple[int, RecordingError]]:
     "Read some files into their rows; returns the numbers of those that cannot become rows, and why."
     refused = []
-    for k in range(len(rows)):
+    for k in range(start, start + len(rows)):
         try:
-            if listing.sizes[start + k] < 0: raise RecordingError("unreadable", "no such file in the data folder")
-            rows[k] = read_facts(listing.full_path(start + k))
-        except RecordingError as e: refused.append((start + k, e))
+            if listing.sizes[k] < 0: raise RecordingError("unreadable", "no such file in the data folder")
+            rows[k - start] = read_facts(listing.full_path(k))
+            in_a_row.given()
+        except RecordingError as e:
+            if listing.sizes[k] >= 0: in_a_row.refused(e, listing.full_path(k))
+            refused.append((k, e))
     return refused
 
 def read_content(
@@ -63,9 +67,9 @@ def read_content(
     progress: str = "auto",     # "auto", "notebook", "terminal", "log" or "none"
 ) -> "tuple[pd.DataFrame, list[Problem]]":   # one row per recording in the order of the listings, columns CONTENT; raises MachineError
     "Read every listed recording: its facts, and a problem for each that cannot become a row."
-    facts, refused = [np.zeros(len(x), FACTS) for x in listings], []
+    facts, refused, in_a_row = [np.zeros(len(x), FACTS) for x in listings], [], InARow()
     with Progress(sum(map(len, listings)), label="reading", show=progress) as bar, ThreadPoolExecutor(usable_cores()) as pool:
-        jobs = {pool.submit(_read_block, x, k, rows[k:k + BLOCK]): (n, len(rows[k:k + BLOCK]))
+        jobs = {pool.submit(_read_block, x, k, rows[k:k + BLOCK], in_a_row): (n, len(rows[k:k + BLOCK]))
                 for n, (x, rows) in enumerate(zip(listings, facts)) for k in range(0, len(x), BLOCK)}
         try:
             for job in as_completed(jobs):

@@ -21,7 +21,10 @@ from ..core.errors import MachineError, RecordingError
 if TYPE_CHECKING: from typing_extensions import Buffer
 
 # %% ../../nbs/audio/wav.ipynb #c0026704
-MACHINE_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ENOSPC, errno.ENODEV, errno.ESTALE, errno.ENOTCONN})
+_OF_A_NETWORK = ("EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ENETRESET", "ETIMEDOUT", "ECONNRESET", "ECONNABORTED", "ECONNREFUSED",
+                 "ESHUTDOWN", "EREMOTEIO", "ENOKEY", "EKEYEXPIRED", "EKEYREVOKED")
+MACHINE_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ENOSPC, errno.ENODEV, errno.ESTALE, errno.ENOTCONN}
+                           | {getattr(errno, name) for name in _OF_A_NETWORK if hasattr(errno, name)})
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 def read_error(

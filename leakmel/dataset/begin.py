@@ -18,6 +18,7 @@ import numpy as np
 from ..audio.listing import Listing
 from ..core.errors import LeakmelError, MachineError, OutputError, show_path
 from .again import Changes, Standing, changes_since, copy_rows, go_on, keep_facts, open_standing, runs_of, state_path
+from .bad_files import BadFilesError, check_share, first_bad_file
 from .columns import job_metadata
 from .job import Job
 from .journal import Journal, journal_identity, journal_path, read_journal
@@ -48,7 +49,8 @@ class Wanted:
 
     def job(self, listing: Listing, target: Path, start: str) -> Job:
         "A job, with its file as `RowFile` begins it."
-        return Job(listing, self.spec, RowFile(target, self.spec.row_shape, len(listing), self.segments, start=start), follows=self.follows)
+        return Job(listing, self.spec, RowFile(target, self.spec.row_shape, len(listing), self.segments, start=start), follows=self.follows,
+                   on_bad_file=self.run.config.on_bad_file)
 
 # %% ../../nbs/dataset/begin.ipynb #0c385280
 _Found = tuple[Standing, Changes] | None
@@ -140,8 +142,8 @@ def _recall(wanted: Wanted, job: Job, found: _Found) -> None:
 def may_go_on(
     error: BaseException,
 ) -> bool:
-    "Whether a build that ended with this error may go on later from the rows that it has: neither recordings nor engine are to blame."
-    return isinstance(error, (MachineError, OutputError, MemoryError)) or not isinstance(error, Exception)
+    "Whether a build that ended with this error may go on later from the rows that it has: neither they nor the engine are to blame."
+    return isinstance(error, (MachineError, OutputError, MemoryError, BadFilesError)) or not isinstance(error, Exception)
 
 def _enter_rest(job: Job) -> int:
     "Enter what is not in the journal of an interrupted job yet; the rows from which it may be gone on."
@@ -157,6 +159,12 @@ def _leave(job: Job, kept: dict[int, int]) -> None:
     job.file.abort(keep=keep)
 
 # %% ../../nbs/dataset/begin.ipynb #1b16113d
+def _check_kept(wanted: Wanted, job: Job) -> None:
+    "Raise BadFilesError where what earlier builds rejected is more than this one puts up with."
+    config = wanted.run.config
+    if job.rejected and config.on_bad_file == "stop": raise first_bad_file(job.listing, min(job.rejected, key=lambda r: r.path))
+    if job.stands: check_share(job.listing, job.rejected, config.max_rejected)
+
 @contextmanager
 def open_jobs(
     wanted: Wanted,
@@ -177,6 +185,7 @@ def open_jobs(
                 if ready is None: stack.callback(partial(_leave, job, kept))
         for job, what in zip(jobs, found):
             if not job.stands: _recall(wanted, job, what)
+            _check_kept(wanted, job)
         yield jobs
     except BaseException as e:
         with undisturbed(): kept |= {id(job): _enter_rest(job) for job in jobs} if may_go_on(e) else {}

@@ -241,6 +241,7 @@ class HeldReader:
             self._warn("held samples do not match their digest")
             _fill_from_file(self.plain, slot, i)
             return
+        self.plain.in_a_row.given()
         slot.facts[i] = self.held.facts[k]
         if k in self.held.unusual: slot.unusual[i] = self.held.unusual[k]
         if wide is not None: slot.widen(i, wide)

@@ -24,10 +24,10 @@ from ..mel.spec import MelSpec
 class _Facts:
     "What is known of the candidates of one split."
 
-    def __init__(self, listing: Listing, spec: MelSpec, file: RowFile, *, follows: Collection[str] = ()):
+    def __init__(self, listing: Listing, spec: MelSpec, file: RowFile, *, follows: Collection[str] = (), on_bad_file: str = "reject"):
         n = len(listing)
         self.listing, self.spec, self.file = listing, spec, file
-        self.plain = BatchReader(listing, spec, follows=follows)
+        self.plain = BatchReader(listing, spec, follows=follows, on_bad_file=on_bad_file)
         self.reader: Source = self.plain                  # or what was held ready
         self.inflow = self.plain.inflow                   # what this build asked of files to have the recordings
         self.facts, self.good = apart(n, FACTS), np.zeros(n, bool)     # good: which candidates have become rows

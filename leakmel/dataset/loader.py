@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..audio.in_a_row import InARow
 from ..audio.conform import conform, resampled_length
 from ..audio.compiled import digests_of, native
 from ..audio.manifest import Listing
@@ -21,6 +22,7 @@ from ..audio.wav import (HEADER_BYTES, OPEN_FLAGS, OutOfMemory, canonical_header
                                read_payload)
 from ..core.errors import DataError, MachineError, RecordingError
 from ..core.inflow import Inflow
+from .bad_files import first_bad_file
 from .schema import Rejected
 from ..mel.spec import MelSpec
 
@@ -187,13 +189,15 @@ class BatchReader:
         spec: MelSpec,
         *,
         follows: Collection[str] = (),   # "sample_rate", "duration_s": taken from the data, so recordings that differ are an error
+        on_bad_file: str = "reject",     # "reject" or "stop"
     ):
-        self.listing, self.spec, self.follows = listing, spec, follows
+        self.listing, self.spec, self.follows, self.on_bad_file = listing, spec, follows, on_bad_file
         self.header = canonical_header(spec.sample_rate, spec.n_samples)
         self.size = HEADER_BYTES + 2 * spec.n_samples
         self.base = os.fsencode(listing.folder) + b"/"
         self.no_label = _NO_LABEL["folders" if listing.naming.labels_by_folder else listing.naming.source]
         self.inflow = Inflow()      # what was asked of the files, and what a device delivered
+        self.in_a_row = InARow()    # what the operating system refuses
 
     def fill(self, slot: Slot) -> int:
         "Read the slot's candidates; returns the bytes of their files."
@@ -203,11 +207,16 @@ class BatchReader:
         return int(sizes.clip(0).sum())
 
     def fill_row(self, slot: Slot, i: int) -> None:
-        "Read one of the slot's candidates, or reject it."
-        try: self._read(slot, i, slot.first + i)
+        "Read one of the slot's candidates, or reject it; raises MachineError where too many in a row cannot be had, BadFilesError where it is to."
+        k = slot.first + i
+        try:
+            self._read(slot, i, k)
+            self.in_a_row.given()
         except RecordingError as e:
-            slot.samples[i] = 0
-            slot.rejected.append(Rejected(self.listing.paths[slot.first + i], e.code, e.message))
+            slot.samples[i], path = 0, self.listing.paths[k]
+            if self.listing.label_ids[k] >= 0 and self.listing.sizes[k] >= 0: self.in_a_row.refused(e, self.base + path)     # else it was not asked for
+            slot.rejected.append(Rejected(path, e.code, e.message))
+            if self.on_bad_file == "stop": raise first_bad_file(self.listing, slot.rejected[-1]) from e
 
     def _read(self, slot: Slot, i: int, k: int) -> None:
         "Read candidate k into row i."
@@ -239,6 +248,7 @@ def _fill_canonical(reader: BatchReader, slot: Slot) -> np.ndarray:
     for i in np.flatnonzero(outcomes > 0):
         if isinstance(fault := read_error(OSError(int(outcomes[i]), ""), paths[i]), MachineError): raise fault
     good = outcomes == module.READ
+    if good.any(): reader.in_a_row.given()
     if not module.can_digest(2 * spec.n_samples): digests = digests_of(slot.samples[:slot.n])
     for name, values in (("good", good), ("whole", True), ("sample_rate", spec.sample_rate), ("n_samples", spec.n_samples), ("channels", 1),
                          ("digest", digests), ("ctime_ns", ctimes_ns)): slot.facts[name] = values

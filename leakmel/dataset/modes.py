@@ -169,7 +169,7 @@ class _Preparation:
         def fill(rows: MemoryRows | FileRows) -> Held:
             n_threads = self.config.read_workers or min(16, 4 * usable_cores(), max(1, len(listing) // 8))
             with Progress(len(listing), label=f"{listing.split or listing.folder.name}: {label}", show=self.progress) as bar:
-                reader = BatchReader(listing, self.spec, follows=self.follows)
+                reader = BatchReader(listing, self.spec, follows=self.follows, on_bad_file=self.config.on_bad_file)
                 self.inflows[listing.split] = reader.inflow
                 return load(reader, rows, key, n_threads=n_threads, timeline=self.timeline, watch=bar.update,
                             ahead=plan_read_ahead([reader], self.config.read_ahead))
@@ -186,7 +186,7 @@ class _Preparation:
                 raise
         else:
             path = cache_path(cache_folder(self.config.cache_dir), listing.split, key)
-            reader = BatchReader(listing, self.spec, follows=self.follows)
+            reader = BatchReader(listing, self.spec, follows=self.follows, on_bad_file=self.config.on_bad_file)
             held, made = open_cache(path, reader, key, self.fill(listing, key, "cache file"), lambda line: announce(line, show=self.progress))
             check_follows(held, self.spec, self.follows)
             what, where = f"memmap: cache file {'created' if made else 'loaded'}", f": {path}"

@@ -7,7 +7,6 @@ __all__ = ['log', 'BuildResult', 'Run', 'publish', 'work_out', 'result_of']
 
 # %% ../../nbs/dataset/publish.ipynb #f1ae58f3
 import logging, os, time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,10 +22,11 @@ from ..audio.problems import Problem
 from ..core.errors import DataError, LeakmelError, OutputError, VerifyError, show_path
 from ..core.timeline import Span, Timeline, write_timeline
 from .again import stamps_at_build, write_state
+from .bad_files import all_rejected, check_share, rejected_dict
 from .columns import job_metadata
 from .config import PipelineConfig, Workers
 from .journal import Journal
-from .report import Learned, beside, learned_from, kept_sentence, rejected_dict, remove_report, renew_problems, split_problems, split_summary, write_report
+from .report import Learned, beside, learned_from, kept_sentence, remove_report, renew_problems, split_problems, split_summary, write_report
 from .job import Job
 from .schema import Rejected
 from .sources import Sources
@@ -107,7 +107,8 @@ class Run:
 def publish(build: Run, job: Job, lane: str) -> None:
     "Complete, check and publish one job; runs in a publisher's thread."
     def span(stage: str): return build.timeline.span(stage, lane, split=job.split)
-    if not job.good.any(): raise _all_rejected(job)
+    if not job.good.any(): raise all_rejected(job.listing, job.rejected)
+    check_share(job.listing, job.rejected, build.config.max_rejected)
     if job.journal is not None: _end_journal(job, job.journal)
     stamps = stamps_at_build(job, build.began_ns)
     with span("publish") as moved:
@@ -183,14 +184,6 @@ def _not_right(job: Job, report: VerifyReport) -> LeakmelError:
                          remedy="build again when nobody writes there")
     return VerifyError("the rows do not stand up to the check, so nothing was published", path=job.file.target, found=found,
                        remedy="build again with fresh=True (--fresh), or with engine='reference' if that fails too, and report this")
-
-def _all_rejected(job: Job) -> DataError:
-    "The error for a split in which no recording is good."
-    reasons = ", ".join(f"{n:,} {code}" for code, n in Counter(r.code for r in job.rejected).most_common())
-    first = min(job.rejected, key=lambda r: r.path)
-    return DataError("all recordings were rejected, nothing was written", path=job.listing.folder,
-                     found=f"{reasons}; first {show_path(first.path)}: {first.message}",
-                     remedy="check the recordings (`leakmel scan --content`) and the spec's rules")
 
 # %% ../../nbs/dataset/publish.ipynb #110b3cba
 def result_of(build: Run, job: Job, workers: Workers, listed_s: float | None) -> BuildResult:

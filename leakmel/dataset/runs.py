@@ -21,6 +21,7 @@ from ..core.progress import Progress
 from .follow import resolve_spec
 from .pipeline import build, build_all
 from .publish import BuildResult
+from .bad_files import percent
 from .config import PipelineConfig, Workers, plan_workers, slot_bytes
 from .modes import ModeChoice, pick_mode
 from .report import kept_sentence
@@ -148,8 +149,14 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
                        f"({w.slots * w.files_per_batch * slot_bytes(plan.spec) / 1e6:,.0f} MB)"),
             ("waveforms", f"short segments of {plan.spec.short_window} samples, float32, {_waveform_gb(plan):.3g} GB more" if plan.with_waveforms
                           else f"not stored (with_waveforms; {_waveform_gb(plan):.3g} GB more)"),
+            ("bad files", _bad_files_line(plan.config)),
             ("check", "all rows" if plan.check is None else f"up to {plan.check} rows of each data set recomputed in float64 before it is published"),
             ("to", show_path(plan.out))]
+
+def _bad_files_line(config: PipelineConfig) -> str:
+    "What a bad file will mean."
+    if config.on_bad_file == "stop": return "the first one stops the build"
+    return f"rejected and listed; a data set is published where up to {percent(config.max_rejected)} of its files are"
 
 def _waveform_gb(plan: RunPlan) -> float:
     "What waveforms add to the data sets, GB."

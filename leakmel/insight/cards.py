@@ -15,6 +15,7 @@ from typing import Any
 
 from ..audio.problems import ProblemReport, in_words, show_place, wrapped
 from ..core.monitor import mean, peak, rate
+from ..dataset.bad_files import share_sentence
 from ..dataset.publish import BuildResult
 from ..dataset.report import kept_sentence
 
@@ -57,6 +58,7 @@ def split_facts(result: BuildResult) -> list[tuple[str, str]]:
     "What there is to say about one data set."
     s = result.summary
     left_out = in_words(s["rejected_by_code"], most=len(s["rejected_by_code"]))
+    if left_out: left_out += f"; {share_sentence(len(result.rejections), result.found, s['pipeline'].get('max_rejected'))}"
     problems = ", ".join(f"{n:,} x {kind}" for kind, n in s["problems_by_kind"].items())
     changed = in_words(s["status_counts"])
     return [

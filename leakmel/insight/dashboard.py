@@ -17,6 +17,7 @@ from ..audio.problems import how_many, in_words
 from ..core.errors import DataError, LeakmelError, UsageError, show_path
 from ..core.monitor import mean, peak
 from ..core.parameters import Kinds
+from ..dataset.bad_files import share_sentence
 from .advice import analysis_text
 from .cards import NOT_AVAILABLE, Card, cache_sentence, megabytes, verified_title
 from .diagnose import bounds, limit_text, report_text, verdict
@@ -83,9 +84,10 @@ def _data_facts(run: RunRecord) -> list[tuple[str, str]]:
         return {n: sum((r.get(key) or {}).get(n, 0) for r in reports) for n in names}
     def said(counts: dict[str, int]) -> str: return in_words(counts, most=len(counts))
     rows, rejected = (sum(r[key] for r in reports) for key in ("rows", "rejected"))
+    share = share_sentence(rejected, run.found, None)
     return [
         ("recordings", f"{run.found:,} files found in {_words([r.get('root') for r in reports])}, {megabytes(sum(r.get('source_bytes', 0) for r in reports))}"),
-        ("rows", f"{rows:,} rows + {rejected:,} rejected = {run.found:,}" + (f" ({said(total('rejected_by_code'))})" if rejected else "")
+        ("rows", f"{rows:,} rows + {rejected:,} rejected = {run.found:,}" + (f" ({said(total('rejected_by_code'))}; {share})" if rejected else "")
          + (f"; {taken_over(run):,} of them were there before, so the speed is not that of building all" if taken_over(run) else "")),
         ("labels", _words([name for r in reports for name in r.get("label_names", [])])),
         ("changed to fit", said(total("status_counts")) or "none"),
