@@ -54,6 +54,13 @@ class Loader(ABC):
         "Go to the beginning of an epoch."
         self.order.set_epoch(epoch)
 
+    def transfer(
+        self,
+        batch: Batch,     # on the host
+    ) -> Batch:           # on the device; a timer may stand in for this, to see how long it takes
+        "Bring a batch to where batches are wanted."
+        return batch.to(self.device)
+
     def close(self) -> None:      # noqa: B027 (most hold nothing)
         "Let go of what the loader holds; the data set stays open."
 
@@ -108,7 +115,7 @@ class StreamLoader(Loader):
                 left, at = buffer if left is None else joined(left, buffer), 0
                 while len(left) - at >= size or i == len(spans) - 1 and at < len(left):
                     self.order.advance()
-                    yield left[at:at + size].to(self.device)
+                    yield self.transfer(left[at:at + size])
                     at += size
                 left = left[at:] if at < len(left) else None
 
@@ -159,7 +166,7 @@ class WorkerLoader(Loader):
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.torch_loader:
             self.order.advance()
-            yield batch.to(self.device)
+            yield self.transfer(batch)
 
     def close(self) -> None:
         "End the workers."
