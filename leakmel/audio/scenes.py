@@ -121,7 +121,7 @@ class Sensor:
         return unit(flow), unit(np.ones_like(GRID_HZ))
 
 # %% ../../nbs/audio/scenes.ipynb #e1cb3582
-N_SENSORS = 12
+N_SENSORS = 24
 
 def stream(
     seed: int,       # of the whole set
@@ -150,7 +150,7 @@ def make_sensor(
         mounting=tuple((float(np.exp(rng.uniform(np.log(90), np.log(1800)))), rng.uniform(1.5, 12), rng.uniform(0, 11)) for _ in range(4)),
         pipe_hz=tuple(float(f_first * k * (1 + stretch * k)) for k in range(1, 13)), pipe_q=rng.uniform(6, 25),
         hum_db=rng.normal(-5, 4), hum_share=rng.uniform(0.2, 0.9), tones=_tones(rng),
-        traffic=rng.uniform(0.2, 2.5), tap_share=rng.uniform(0.2, 0.55),
+        traffic=rng.uniform(0.2, 2.5), tap_share=rng.uniform(0.5, 0.85),
         gain=int(rng.choice([8, 12, 16, 24, 32])), dc_offset=rng.normal(0, 15))
 
 # %% ../../nbs/audio/scenes.ipynb #97fa39d4
@@ -183,7 +183,7 @@ def draw_scene(
     opened_s = rng.uniform(-1, 8)
     return Scene(
         label=label, gain=int(sensor.gain * step), flow_db=rng.normal(0, 2.5),
-        leak_db=rng.normal(3, 5) if label == "LEAK" else None,
+        leak_db=rng.normal(0, 5) if label == "LEAK" else None,
         leak_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))), leak_octaves=rng.uniform(0.5, 1.1), leak_place=rng.uniform(0.05, 0.5),
         hum_db=sensor.hum_db + rng.normal(0, 3) if rng.random() < sensor.hum_share else None,
         vehicles=tuple((rng.uniform(0, 10), rng.normal(3, 4), rng.uniform(0.4, 2)) for _ in range(rng.poisson(sensor.traffic))),
