@@ -6,9 +6,9 @@
 __all__ = ['UNCHOSEN', 'FORMAT', 'Detector', 'picture_shape', 'load_detector', 'check_features', 'differing', 'score_rows']
 
 # %% ../../nbs/learn/detector.ipynb #8308c20c
-import json, math, os
+import json, os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import DataError, LeakmelError, SpecError, UsageError, show_path
+from ..core.errors import DataError, LeakmelError, UsageError, show_path
 from .checkpoints import load_plain, plain_bytes, write_whole
 from .data import Segments
 from .loaders import open_loader
@@ -46,7 +46,8 @@ class Detector:
         if set(self.thresholds) != set(VOTES) or not all(0 <= t <= 1 for t in self.thresholds.values()):
             raise UsageError("each rule has a threshold from 0 to 1", found=self.thresholds)
         s = self.net.settings
-        if s.n_classes != len(self.task.model_names): raise UsageError("net and task have other numbers of classes", found=s.n_classes, expected=repr(self.task))
+        if s.n_classes != len(self.task.model_names):
+            raise UsageError("net and task have other numbers of classes", found=s.n_classes, expected=repr(self.task))
         if self.spec is not None and (s.n_mels, s.width) != picture_shape(self.spec.row_shape, s.form):
             raise UsageError("the net was made for other features", found=f"{s.n_mels} bands, {s.width} columns", expected=f"those of {self.spec}")
 
