@@ -29,6 +29,10 @@ _PUBLIC = {
     "VerifyReport": "dataset.verify",
     "open_dataset": "dataset.reader",
     "MelDataset": "dataset.reader",
+    "predict": "learn.predict",
+    "Predictions": "learn.predictions",
+    "evaluate": "learn.evaluation",
+    "Evaluation": "learn.results",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, NOTEBOOKS = ROOT / "leakmel", ROOT / "nbs"
 
 # Arrows go to the left only; what stands in no room (leakmel/__init__.py, __main__.py) is the outer shell and may use all.
-ROOMS = ["core", "audio", "mel", "dataset", "insight", "learn", "ops", "cli"]
+ROOMS = ["core", "audio", "mel", "dataset", "insight", "learn", "ops", "cli_learn", "cli"]
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.name not in ("__init__.py", "__main__.py", "_modidx.py"))
 
 

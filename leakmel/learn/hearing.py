@@ -25,7 +25,7 @@ from .found import Found
 from .pieces import cut_row, whole_row
 from ..mel.spec import MelSpec
 
-# %% ../../nbs/learn/hearing.ipynb #07dfd2db
+# %% ../../nbs/learn/hearing.ipynb #2e91da50
 class Block:
     "A slot whose rows are pieces of recordings; reused."
 
@@ -57,6 +57,7 @@ class Block:
         if not whole: self.slot.widen(i, row)
         return i + 1 == self.n_max
 
+# %% ../../nbs/learn/hearing.ipynb #a2c18536
 @dataclass(eq=False)
 class Learned:
     "What was learned of the recordings, by their number."
@@ -71,14 +72,9 @@ class Learned:
 
     def figure(self, block: Block, moments: np.ndarray) -> None:       # [n, 5], of the slot's rows
         "Work out the quality figures of recordings that are their rows."
-        mine = np.flatnonzero((self.counts_of(block) > 0) & ~self.facts["figured"][block.files[:block.n]])
+        mine = np.flatnonzero((block.counts[:block.n] > 0) & ~self.facts["figured"][block.files[:block.n]])
         if not len(mine): return
         for name, values in quality(moments[mine], block.slot.samples.shape[1], True).items(): self.facts[name][block.files[mine]] = values
-
-    @staticmethod
-    def counts_of(block: Block) -> np.ndarray:
-        "[n] segments of the rows that count."
-        return block.counts[:block.n]
 
 # %% ../../nbs/learn/hearing.ipynb #cc5e764b
 class _Canonical(BatchReader):

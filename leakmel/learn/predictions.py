@@ -131,8 +131,8 @@ def _check_replaced(path: Path, columns: tuple[str, ...]) -> None:
 
 # %% ../../nbs/learn/predictions.ipynb #43ecc262
 @dataclass(frozen=True, eq=False, repr=False)
-class Predictions:
-    "What a detector says of the recordings of a folder, in the order of the bytes of their paths."
+class _Figures:
+    "Recordings that were scored, and how."
     folder: Path
     scored: tuple[Scored, ...]
     rejections: tuple[Rejected, ...]     # files that were found and not scored
@@ -160,6 +160,10 @@ class Predictions:
     def rows(self) -> Iterator[dict[str, Any]]:
         "The table, row by row."
         for s in self.scored: yield s.row(self.rule, self.spec)
+
+# %% ../../nbs/learn/predictions.ipynb #64d96ce6
+class Predictions(_Figures):
+    "What a detector says of the recordings of a folder, in the order of the bytes of their paths."
 
     @cached_property
     def table(self) -> "pd.DataFrame":
@@ -191,7 +195,7 @@ class Predictions:
         return "\n".join(_lines(self, width))
 
     def __repr__(self) -> str:
-        return (f"Predictions({self.summary['leaks']:,} of {len(self):,} recordings are leaks, {len(self.rejections):,} rejected; {self.rule}; "
+        return (f"Predictions({self.summary['leaks']:,} of {len(self):,} recordings called leaks, {len(self.rejections):,} rejected; {self.rule}; "
                 f"{self.seconds:.2f} s, {self.files_per_s:,.0f} files/s)")
 
 # %% ../../nbs/learn/predictions.ipynb #f73ba426
@@ -213,7 +217,7 @@ def _summary(p: Predictions) -> dict[str, Any]:
 def _lines(p: Predictions, width: int) -> Iterator[str]:
     s = p.summary
     share = f" ({100 * s['leaks'] / len(p):.0f} %)" if len(p) else ""
-    yield f"{s['leaks']:,} of {len(p):,} recordings are leaks{share}"
+    yield f"{s['leaks']:,} of {len(p):,} recordings are called leaks{share}"
     yield f"  {len(p):,} scored + {s['rejected']:,} rejected = {p.found:,} files found"
     yield f"  {p.rule}"
     yield f"  {p.seconds:.2f} s, {p.files_per_s:,.0f} files/s end to end; features by {p.engine}, model on {p.device}"
