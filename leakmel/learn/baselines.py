@@ -105,7 +105,7 @@ class Baseline:
     name: str                 # of FEATURES
     line: Logistic
     threshold: float = 0.5
-    threshold_from: str = "0.5, not chosen"
+    threshold_from: str = "not chosen: 0.5"
 
     @property
     def title(self) -> str:

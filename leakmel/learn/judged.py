@@ -51,7 +51,7 @@ def judge(
     name: str,
     title: str,
     threshold: float = 0.5,
-    threshold_from: str = "0.5, not chosen",
+    threshold_from: str = "not chosen: 0.5",
 ) -> Judged:
     "Judge scores by what is true."
     truth, draws = boot.truth, boot.draws(score, threshold)
@@ -131,7 +131,7 @@ class Control:
     middle: float                      # mean AUC of all deals
     spread: tuple[float, float]        # in which 95 % of their AUCs lie
     first: Interval                    # of the first deal
-    chance: float                      # of an AUC as high as the detector's with dealt labels
+    n_as_high: int                     # deals with an AUC as high as the detector's
 
     @property
     def holds(self) -> bool | None:
@@ -142,7 +142,7 @@ class Control:
         if not self.n_deals: return "No control: one class only."
         held = f"the interval holds 0.5 in {self.n_held} of {self.n_known} deals" if self.n_known else f"no interval: {self.first.note}"
         return (f"Labels dealt out anew: AUC {self.middle:.3f} on average (95 % from {self.spread[0]:.3f} to {self.spread[1]:.3f}); {held}; "
-                f"an AUC as high as this detector's has a chance of {'less than ' if self.chance <= 1 / (self.n_deals + 1) else ''}{self.chance:.2g}."
+                f"{self.n_as_high} of them have an AUC as high as this detector's."
                 + ("" if self.holds is not False else " THE CONTROL FAILS: do not trust these figures."))
 
 def label_control(
@@ -155,16 +155,16 @@ def label_control(
 ) -> Control:
     "Judge the same scores by labels that were dealt out anew."
     truth, rng = np.asarray(truth, bool), np.random.default_rng(seed)
-    if not 0 < truth.sum() < len(truth): return Control(0, 0, 0, np.nan, (np.nan, np.nan), Interval(np.nan, np.nan, "one class only"), np.nan)
+    if not 0 < truth.sum() < len(truth): return Control(0, 0, 0, np.nan, (np.nan, np.nan), Interval(np.nan, np.nan, "one class only"), 0)
     own, areas, intervals = leak_metrics(truth, score)["auc"], [], []
     for _ in range(n_deals):
         boot = Bootstrap(dealt := rng.permutation(truth), groups, n_draws=400, seed=int(rng.integers(1 << 31)))
         areas.append(leak_metrics(dealt, score)["auc"])
         intervals.append(boot.intervals(boot.draws(score, 0.5))["auc"])
     known, low_high = [i for i in intervals if i.known], np.quantile(areas, (0.025, 0.975)).tolist()
-    chance = (1 + np.count_nonzero(np.array(areas) >= own - 1e-12)) / (n_deals + 1)
+    n_as_high = int(np.count_nonzero(np.array(areas) >= own - 1e-12))
     n_held = sum(i.low <= 0.5 <= i.high for i in known)
-    return Control(n_deals, n_held, len(known), float(np.mean(areas)), (low_high[0], low_high[1]), intervals[0], float(chance))
+    return Control(n_deals, n_held, len(known), float(np.mean(areas)), (low_high[0], low_high[1]), intervals[0], n_as_high)
 
 # %% ../../nbs/learn/judged.ipynb #7a5b2081
 def group_rows(
