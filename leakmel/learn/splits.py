@@ -199,20 +199,22 @@ def _one_sided(parts: Mapping[str, np.ndarray], labels: np.ndarray, class_names:
 
 # %% ../../nbs/learn/splits.ipynb #2e16219d
 def existing_split(
-    parts: Mapping[str, DataSource],      # name of each part -> its data set, for example {"training": "TRAINING_DATASET.H5", ...}
+    parts: Mapping[str, DataSource | Sequence[DataSource]],      # name of each part -> its data set, or several: {"training": "TRAINING_DATASET.H5", ...}
     *,
     allow_leaky_split: bool = False,      # no warning of what lies on both sides; the stamp stays
     legacy: bool = False,                 # files of the earlier system
 ) -> Split:                               # its rows are counted through the data sets in the order of `parts`
     "Take a split as it is, and look whether a sensor, a recording name or a content is on both sides; warns of what it finds."
     if len(parts) < 2: raise UsageError("a split has at least two parts", found=", ".join(parts) or "none")
-    sources = open_sources(list(parts.values()), legacy=legacy)
+    given = [[p] if isinstance(p, (str, os.PathLike, MelDataset)) else list(p) for p in parts.values()]
+    sources = open_sources(flat := [s for part in given for s in part], legacy=legacy)
     try:
-        ends = np.cumsum([0, *map(len, sources)]).tolist()
+        of_source = np.cumsum([0, *map(len, sources)])
+        ends = of_source[np.cumsum([0, *map(len, given)])].tolist()
         rows = {name: np.arange(a, b) for name, a, b in zip(parts, ends, ends[1:])}
         labels = np.concatenate([ds.labels for ds in sources]).astype(np.int64)
         return _looked_at(rows, recordings_table(sources), labels, sources[0].class_names, "The split as it was found.", allow_leaky_split)
-    finally: _close_own(sources, list(parts.values()))
+    finally: _close_own(sources, flat)
 
 def _close_own(sources: Sequence[MelDataset], given: Sequence[DataSource]) -> None:
     "Close what was opened here."
