@@ -1,4 +1,4 @@
-"Compiled reading, digests and moments: the same as without them, to the bit, and nothing that goes wrong is taken for a recording."
+"Compiled reading, digests, moments and looks at rows: the same as without them, to the bit, and nothing that goes wrong is taken for a recording."
 import errno
 import importlib.abc
 import logging
@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import xxhash
@@ -22,8 +23,8 @@ from leakmel.audio.compiled import digests_of, int16_moments
 from leakmel.audio.native import LOOK_CLOSER, READ, read_rows
 from leakmel.audio.quality import moments_of
 from leakmel.audio.wav import canonical_header
-from leakmel.core.errors import MachineError
-from leakmel.dataset import held, job, loader
+from leakmel.core.errors import DataError, MachineError
+from leakmel.dataset import held, job, loader, verify
 from leakmel.dataset.pipeline import PipelineConfig
 from messy import write_messy
 
@@ -185,6 +186,63 @@ def test_the_interpreter_runs_on_while_files_are_read(tmp_path: Path) -> None:
     assert counted > 1000
 
 
+# ---- rows that were written
+
+
+@pytest.mark.parametrize(("n_values", "n_rows"), [(124, 3), (128, 1), (132, 9), (5120, 60), (140_000, 2)])
+def test_written_rows_are_looked_at_as_numpy_does(tmp_path: Path, n_values: int, n_rows: int) -> None:
+    "Less, as much and more than a step; less and more than the buffer; every kind of number in the first and the last place."
+    kinds = np.array([np.inf, -np.inf, np.nan, 65_504, -65_504, -0.0, 6e-8], np.float16)
+    rows = np.random.default_rng(n_values).normal(size=(n_rows, n_values)).astype(np.float16)
+    (tmp_path / "rows").write_bytes(bytes(11) + rows.tobytes())
+    for k, (kind, place) in enumerate((kind, place) for kind in kinds for place in (0, n_values - 1, n_values - n_values % 64 - 1)):
+        rows[k % n_rows, place] = kind
+        with open(tmp_path / "rows", "r+b") as file:
+            file.seek(11)
+            file.write(rows.tobytes())
+            file.flush()
+            digests, largest = native.look_at_rows(file.fileno(), 11, n_rows, 2 * n_values)
+        assert digests.tolist() == [xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in rows]
+        assert np.array_equal(largest, (rows.view(np.uint16) & 0x7FFF).max(axis=1))
+        assert np.array_equal(largest < 0x7C00, np.isfinite(rows).all(axis=1))
+
+
+def test_rows_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_bytes(bytes(999))
+    with open(tmp_path / "rows", "rb") as file:
+        assert len(native.look_at_rows(file.fileno(), 499, 2, 248)[0]) == 2
+        assert len(native.look_at_rows(file.fileno(), 0, 0, 248)[0]) == 0
+        with pytest.raises(EOFError): native.look_at_rows(file.fileno(), 504, 2, 248)
+        with pytest.raises(EOFError): native.look_at_rows(file.fileno(), 5000, 2, 248)
+    with open(tmp_path / "rows", "ab") as file, pytest.raises(OSError, match="Bad file descriptor"): native.look_at_rows(file.fileno(), 0, 2, 248)
+
+
+@pytest.mark.parametrize("damage", ["none", "bit", "infinite", "cut"])
+def test_damage_is_found_alike_without_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_wav, damage: str) -> None:
+    for k in range(9): make_wav(tmp_path / "data" / "A" / f"{k}.wav", seed=k)
+    path = lm.build(tmp_path / "data", out=tmp_path / "set.h5", **QUIET).path
+    with h5py.File(path) as f: begin, row = f["segments_mel"].id.get_offset(), f["segments_mel"][0].nbytes
+    data = bytearray(path.read_bytes())
+    data[begin + 5 * row + 20] ^= damage == "bit"
+    if damage == "infinite": data[begin + 5 * row + 20:begin + 5 * row + 22] = b"\x00\xfc"
+    path.write_bytes(data)
+    def problems() -> list[str]:
+        if damage != "cut": return lm.verify(path).problems
+        with h5py.File(path) as f:
+            look = verify._looker(f["segments_mel"])
+            os.truncate(path, begin + 8 * row + 2)
+            assert len(look(0, 8)[0]) == 8
+            try: look(0, 9)
+            except DataError as e: return [str(e).removeprefix(f"{path}: ")]
+            finally: path.write_bytes(data)
+        return []
+    found = problems()
+    monkeypatch.setattr(verify, "native", lambda: None)
+    assert problems() == found
+    wrong = "1 rows do not match their digest, first row 5"
+    assert found == {"none": [], "bit": [wrong], "infinite": ["row 5 holds values that are not finite", wrong], "cut": ["the rows end too early"]}[damage]
+
+
 # ---- builds with and without
 
 
@@ -276,12 +334,14 @@ def test_numba_switched_off_is_numba_not_there() -> None:
     assert "NUMBA_DISABLE_JIT" in done.stderr
 
 
-@pytest.mark.parametrize("part", ["digest_rows", "int16_moments"])
+@pytest.mark.parametrize("part", ["digest_rows", "int16_moments", "look_at_rows: digests", "look_at_rows: largest"])
 def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    part, _, what = part.partition(": ")
     real = getattr(native, part)
-    def wrong(rows):
-        out = real(rows)
-        out[-1] = out[0]
+    def wrong(*rows):
+        out = real(*rows)
+        changed = out[what == "largest"] if what else out
+        changed[-1] = changed[0] - 1 if what == "largest" else changed[0]
         return out
     native.self_check()
     monkeypatch.setattr(native, part, wrong)

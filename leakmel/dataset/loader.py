@@ -9,6 +9,7 @@ __all__ = ['FACTS', 'PLAIN', 'Slot', 'Disagreement', 'decoders', 'Source', 'Batc
 import os, sys, time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -157,6 +158,7 @@ class Disagreement(DataError):
     "Recordings of different rate or length where the spec was to follow them."
 
 # %% ../../nbs/dataset/loader.ipynb #65b30676
+@cache
 def decoders() -> dict[str, str]:
     "Versions of the packages that turn bytes into samples."
     from importlib.metadata import PackageNotFoundError, version

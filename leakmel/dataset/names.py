@@ -25,16 +25,19 @@ LATER_COLUMNS = ("session", "folder")
 
 def stored_naming(file: h5py.File) -> Naming:
     "How the names of a data set are to be read."
-    return Naming.from_json(file.attrs["naming_json"]) if "naming_json" in file.attrs else Naming()
+    attributes = file.attrs
+    return Naming.from_json(attributes["naming_json"]) if "naming_json" in attributes else Naming()
 
 def stored_columns(file: h5py.File) -> list[str]:
     "The columns that have to be in a data set."
-    return [c for c in FILE_COLUMNS if "naming_json" in file.attrs or c not in LATER_COLUMNS]
+    has_later = "naming_json" in file.attrs
+    return [c for c in FILE_COLUMNS if has_later or c not in LATER_COLUMNS]
 
-def name_facts(path: bytes, naming: Naming, columns: Sequence[str]) -> dict[str, Any]:
-    "What the columns of one row should say by its path; nothing where names stand in a table."
-    if naming.source == "table": return {}
-    return {k: v[0] for k, v in name_columns([path], [naming.parse(path)]).items() if k in columns}
+def name_facts(paths: Sequence[bytes], naming: Naming, columns: Sequence[str]) -> list[dict[str, Any]]:
+    "What the columns of some rows should say by their paths, one for each; nothing where names stand in a table."
+    if naming.source == "table": return [{} for _ in paths]
+    said = {name: values for name, values in name_columns(paths, [naming.parse(path) for path in paths]).items() if name in columns}
+    return [{name: values[i] for name, values in said.items()} for i in range(len(paths))]
 
 # %% ../../nbs/dataset/names.ipynb #2681e6a9
 def _off_folder(paths: np.ndarray, ids: np.ndarray, labels: Sequence[str]) -> Iterator[bytes]:

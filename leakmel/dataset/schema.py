@@ -158,22 +158,30 @@ class Metadata:
     waveform_digests: np.ndarray | None = None   # [B] S32, where the file has waveforms
 
 # %% ../../nbs/dataset/schema.ipynb #458073a1
-def _pieces(column: h5py.Dataset) -> Iterator[Any]:
+def _pieces(one: h5py.h5d.DatasetID) -> Iterator[Any]:
     "The values of a data set; long columns some at a time."
-    step = max(1, _LARGE // column.dtype.itemsize)
-    if column.ndim != 1 or len(column) <= step: yield column[()]
-    else: yield from (column[i:i + step] for i in range(0, len(column), step))
+    column, dtype, shape = h5py.Dataset(one), one.dtype, one.shape
+    step = max(1, _LARGE // dtype.itemsize)
+    if len(shape) == 1 and shape[0] > step: yield from (column[i:i + step] for i in range(0, shape[0], step))
+    elif dtype.hasobject: yield column[()]
+    else:
+        one.read(h5py.h5s.ALL, h5py.h5s.ALL, values := np.empty(shape, dtype))
+        yield values
 
 def metadata_digest(file: h5py.File) -> str:
     "xxh3-128 over everything but rows and waveforms: names, kinds, shapes and bytes of all data sets, and the root's attributes."
     import xxhash
-    total, sets = xxhash.xxh3_128(), dict[str, h5py.Dataset]()
-    file.visititems(lambda name, item: sets.update({name: item}) if isinstance(item, h5py.Dataset) and name not in PARTS else None)
+    total, sets = xxhash.xxh3_128(), dict[str, h5py.h5d.DatasetID]()
+    def take(path: bytes) -> None:
+        item, name = h5py.h5o.open(file.id, path), path.decode("utf-8", "surrogateescape")
+        if isinstance(item, h5py.h5d.DatasetID) and name not in PARTS: sets[name] = item
+    h5py.h5o.visit(file.id, take)      # h5py's own objects would take twice as long as all the rest
     for name in sorted(sets):
         total.update(f"{name} {sets[name].dtype.str} {sets[name].shape} ".encode())
         for values in map(np.ascontiguousarray, _pieces(sets[name])): total.update(values.tobytes() if values.dtype.hasobject else values.view(np.uint8).data)
-    for name in sorted(set(file.attrs) - {DIGEST_ATTRIBUTE}):
-        value = file.attrs[name]
+    attributes = file.attrs      # each time it is asked for, the root is opened
+    for name in sorted(set(attributes) - {DIGEST_ATTRIBUTE}):
+        value = attributes[name]
         total.update(f"@{name} {json.dumps(value.tolist() if hasattr(value, 'tolist') else value)} ".encode("utf-8", "surrogateescape"))
     return total.hexdigest()
 
@@ -193,9 +201,10 @@ def write_metadata(file: h5py.File, meta: Metadata) -> str:
     put("rejected/message", byte_column([r.message.encode() for r in meta.rejected]))
     _write_scales(file, meta.spec)
     if WAVEFORMS in file: _describe_waveforms(file)
-    for name, value in meta.attributes.items(): file.attrs[name] = value
+    attributes = file.attrs
+    for name, value in meta.attributes.items(): attributes[name] = value
     digest = metadata_digest(file)
-    file.attrs[DIGEST_ATTRIBUTE] = digest
+    attributes[DIGEST_ATTRIBUTE] = digest
     return digest
 
 # %% ../../nbs/dataset/schema.ipynb #5d828b2c
@@ -234,24 +243,27 @@ MOST_PACKED = 1100   # deflate makes nothing smaller than a 1032nd
 _MOST_OBJECTS = 1000        # in a file; a data set has some thirty
 _MOST_CHUNK = 64 << 20      # bytes, which the HDF5 library takes at once
 _MOST_SAID = 4 << 20        # letters of an attribute
+_MOST_LOOSE = 16 << 20      # bytes that belong to no data set, beside a sixteenth of the file: indexes of chunks, texts of attributes
 
 def _all_sets(file: h5py.File) -> Iterator[h5py.Dataset | str]:
     "Every data set of a file, or why its groups are not walked on."
-    todo, seen = [file["/"]], {file["/"].id}
+    root = h5py.h5o.open(file.id, b"/")
+    todo, seen = [root], {root}
     while todo:
         group = todo.pop()
         if len(group) + len(seen) > _MOST_OBJECTS:
             yield f"it has more than {_MOST_OBJECTS} parts"
             return
-        for name in group:
-            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+        for path in group:
+            name = path.decode("utf-8", "surrogateescape")
+            if group.links.get_info(path).type != h5py.h5l.TYPE_HARD:
                 yield f"{name} is a link to somewhere else"
                 return
-            item = group[name]
-            if item.id in seen: yield f"{name} is there under two names"
-            elif isinstance(item, h5py.Group): todo.append(item)
-            elif isinstance(item, h5py.Dataset): yield item
-            seen.add(item.id)
+            item = h5py.h5o.open(group, path)
+            if item in seen: yield f"{name} is there under two names"
+            elif isinstance(item, h5py.h5g.GroupID): todo.append(item)
+            elif isinstance(item, h5py.h5d.DatasetID): yield h5py.Dataset(item)
+            seen.add(item)
 
 def _wrong_place(item: h5py.Dataset, size: int) -> str | None:
     "Why what a data set claims cannot be in a file of `size` bytes."
@@ -269,18 +281,28 @@ def unsafe_parts(
     file: h5py.File,
 ) -> Iterator[str]:      # sentences
     "Reasons not to read on: parts that lie in other files, claim more than this one can hold, or are of a kind that no data set has."
-    size = os.path.getsize(file.filename)
-    if h5py.h5a.get_num_attrs(file.id) > _MOST_OBJECTS: yield f"it has more than {_MOST_OBJECTS} attributes"
-    elif any(isinstance(text, (str, bytes)) and len(text) > _MOST_SAID for text in _texts(file)):
-        yield f"it has an attribute of more than {_MOST_SAID:,} letters"
+    size = loose = os.path.getsize(file.filename)
     for item in _all_sets(file):
-        if isinstance(item, str): yield item
-        elif item.shape is None: yield f"{item.name} is empty"
+        if isinstance(item, str):
+            yield item
+            continue
+        loose -= item.id.get_storage_size()
+        if item.shape is None: yield f"{item.name} is empty"
         elif item.is_virtual or item.external: yield f"{item.name} lies in other files"
         elif (problem := _wrong_place(item, size)): yield problem
         elif item.name.strip("/") in (*PARTS, LABELS) and item.dtype.kind not in "fiubS": yield f"{item.name} is of the kind {item.dtype}"
+    if loose > _MOST_LOOSE + size // 16: yield f"{loose:,} bytes of its {size:,} belong to none of its parts"
+    else: yield from _unsafe_attributes(file)
+
+def _unsafe_attributes(file: h5py.File) -> Iterator[str]:      # sentences
+    "Reasons not to read the root's attributes, where their texts cannot be long together."
+    n, too_long = h5py.h5a.get_num_attrs(file.id), f"it has an attribute of more than {_MOST_SAID:,} letters"
+    if n > _MOST_OBJECTS: yield f"it has more than {_MOST_OBJECTS} attributes"
+    elif any(h5py.h5a.get_info(file.id, index=i).data_size > _MOST_SAID for i in range(n)): yield too_long
+    elif any(isinstance(text, (str, bytes)) and len(text) > _MOST_SAID for text in _texts(file)): yield too_long
 
 def _texts(file: h5py.File) -> Iterator[Any]:
     "Attributes of the root that can be read."
-    for name in file.attrs:
-        with suppress(OSError, TypeError, ValueError): yield file.attrs[name]
+    attributes = file.attrs
+    for name in attributes:
+        with suppress(OSError, TypeError, ValueError): yield attributes[name]

@@ -6,7 +6,7 @@
 __all__ = ['VerifyReport', 'pick_rows', 'check_data_set', 'check_sample', 'verify']
 
 # %% ../../nbs/dataset/verify.ipynb #7246b0b7
-import json, os, stat, sys, threading
+import json, os, stat, sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from typing import Any, cast
 import h5py
 import numpy as np
 
-from ..audio.compiled import digests_of
+from ..audio.compiled import digests_of, native
 from ..audio.manifest import split_folders
 from ..audio.naming import Naming
 from ..audio.tables import NameTable, read_table
@@ -75,10 +75,11 @@ _INFINITE = 0x7C00            # bits of infinity in float16; NaN lies above
 
 def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:
     "Problems of names, shapes and counts."
-    rows, n = f["segments_mel"], int(f.attrs["n_rows"])
-    if f.attrs["schema_version"] != SCHEMA_VERSION: yield f"schema {f.attrs['schema_version']}, {SCHEMA_VERSION} is read here"
-    if f.attrs["digest_algorithm"] != DIGEST_ALGORITHM: yield f"digests of another algorithm: {f.attrs['digest_algorithm']}"
-    if not f.attrs["complete"]: yield "the file does not call itself complete"
+    rows, attributes = f["segments_mel"], f.attrs
+    n = int(attributes["n_rows"])
+    if attributes["schema_version"] != SCHEMA_VERSION: yield f"schema {attributes['schema_version']}, {SCHEMA_VERSION} is read here"
+    if attributes["digest_algorithm"] != DIGEST_ALGORITHM: yield f"digests of another algorithm: {attributes['digest_algorithm']}"
+    if not attributes["complete"]: yield "the file does not call itself complete"
     if rows.dtype != np.float16 or rows.shape != (n, *spec.row_shape):
         yield f"segments_mel is {rows.dtype} {rows.shape}, its own settings say float16 {(n, *spec.row_shape)}"
     if ("segments_waveform" in f) != ("digests/waveforms" in f): yield "there are waveforms without digests, or digests without waveforms"
@@ -94,7 +95,7 @@ def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:
     for code in set(f["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}: yield f"unknown reject code {code!r}"
     ids = f["labels"][:]
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(labels): yield f"label numbers {ids.min()} to {ids.max()}, there are {len(labels)} names"
-    else: yield from wrong_labels(paths, ids, labels, stored_naming(f), f.attrs["split"])
+    else: yield from wrong_labels(paths, ids, labels, stored_naming(f), attributes["split"])
 
 # %% ../../nbs/dataset/verify.ipynb #ff155a23
 def _waveform_integrity(waves: h5py.Dataset, digests: np.ndarray) -> Iterator[str]:
@@ -113,23 +114,43 @@ def _waveform_integrity(waves: h5py.Dataset, digests: np.ndarray) -> Iterator[st
 @contextmanager
 def _row_problems(f: h5py.File) -> Iterator[Iterator[list[str]]]:
     "Problems of single rows, found without the sources: blocks of rows, in as many threads as there are cores, begun at once."
-    rows, digests, local = f["segments_mel"], read_column(f["digests/rows"]), threading.local()
-    read = _reader(rows)
+    rows, digests, look = f["segments_mel"], read_column(f["digests/rows"]), _looker(f["segments_mel"])
     step = max(1, min(len(rows), _BLOCK_BYTES // max(1, rows.dtype.itemsize * int(np.prod(rows.shape[1:])))))
-    def check(start: int) -> list[str]:
-        if not hasattr(local, "buffer"): local.buffer = np.empty((step, *rows.shape[1:]), np.float16)      # used again and again: fresh memory is dear
-        block = local.buffer[:min(step, len(rows) - start)]
-        read(start, block)
-        return list(_block_problems(block, start, digests))
+    def check(start: int) -> list[str]: return list(_block_problems(*look(start, min(step, len(rows) - start)), start, digests))
     pool = ThreadPoolExecutor(usable_cores())
     try: yield pool.map(check, range(0, len(rows), step))
     finally: pool.shutdown(cancel_futures=True)
 
+def _block_problems(found: np.ndarray, largest: np.ndarray, start: int, digests: np.ndarray) -> Iterator[str]:
+    "Problems of the rows from `start` on, of which digests and largest bits were found."
+    wild = start + np.flatnonzero(largest >= _INFINITE)
+    if len(wild): yield f"row {wild[0]} holds values that are not finite"
+    wrong = start + np.flatnonzero(found != digests[start:start + len(found)])
+    if len(wrong): yield f"{len(wrong)} rows do not match their digest, first row {wrong[0]}"
+
+# %% ../../nbs/dataset/verify.ipynb #12917f46
+def _place_of(rows: h5py.Dataset) -> tuple[int, int] | None:
+    "Descriptor of the file and where the rows begin in it; None where only the HDF5 library can read them."
+    begin = rows.id.get_offset()
+    return None if begin is None or rows.dtype != np.dtype("<f2") or sys.byteorder != "little" else (rows.file.id.get_vfd_handle(), begin)
+
+def _looker(rows: h5py.Dataset) -> Callable[[int, int], tuple[np.ndarray, np.ndarray]]:
+    "What gives digests and the largest bits but the sign of so many rows from a number on."
+    place, path, module, read = _place_of(rows), rows.file.filename, native(), _reader(rows)
+    n_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:]))
+    def look(start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        if place is not None and module is not None and module.can_digest(n_bytes):
+            try: return module.look_at_rows(place[0], place[1] + start * n_bytes, n, n_bytes)
+            except EOFError: raise DataError("the rows end too early", path=path) from None
+        read(start, block := np.empty((n, *rows.shape[1:]), np.float16))
+        return digests_of(block), (block.view(np.uint16).reshape(n, -1) & 0x7FFF).max(axis=1)
+    return look
+
 def _reader(rows: h5py.Dataset) -> Callable[[int, np.ndarray], None]:
-    "What reads rows from a number on; those that lie in the file in one piece past the HDF5 library, which lets in one thread at a time."
-    begin, path, fd = rows.id.get_offset(), rows.file.filename, rows.file.id.get_vfd_handle()
-    if begin is None or rows.dtype != np.dtype("<f2") or sys.byteorder != "little":
-        return lambda start, out: rows.read_direct(out, np.s_[start:start + len(out)])
+    "What reads rows from a number on."
+    place, path = _place_of(rows), rows.file.filename
+    if place is None: return lambda start, out: rows.read_direct(out, np.s_[start:start + len(out)])
+    fd, begin = place
     def read(start: int, out: np.ndarray) -> None:
         data, offset = out.data.cast("B"), begin + start * out[0].nbytes
         while len(data):
@@ -137,14 +158,6 @@ def _reader(rows: h5py.Dataset) -> Callable[[int, np.ndarray], None]:
             if n == 0: raise DataError("the rows end too early", path=path)
             data, offset = data[n:], offset + n
     return read
-
-def _block_problems(block: np.ndarray, start: int, digests: np.ndarray) -> Iterator[str]:
-    "Problems of the rows from `start` on."
-    most, most_negative = block.view(np.int16).max(initial=0), block.view(np.uint16).max(initial=0)      # far quicker than isfinite on float16
-    if most >= _INFINITE or most_negative >= 0x8000 + _INFINITE:
-        yield f"row {start + int((~np.isfinite(block)).any(axis=(1, 2, 3, 4)).argmax())} holds values that are not finite"
-    wrong = start + np.flatnonzero(digests_of(block) != digests[start:start + len(block)])
-    if len(wrong): yield f"{len(wrong)} rows do not match their digest, first row {wrong[0]}"
 
 # %% ../../nbs/dataset/verify.ipynb #e7a0875e
 def pick_rows(
@@ -189,14 +202,14 @@ def _plain(value: Any) -> str:
 class _Moved(Exception):
     "A source that went away or changed; the text says how."
 
-def _source_of(stored: _Stored, sources: Sources, naming: Naming) -> tuple[Source, list[str]]:
+def _source_of(stored: _Stored, sources: Sources, said: dict[str, Any]) -> tuple[Source, list[str]]:
     "The source of a row, and what is wrong with the row's columns; raises _Moved and MachineError."
     try: source = sources.get(stored.facts["path"])
     except MachineError: raise
     except LeakmelError as e: raise _Moved(f"{stored}: the source cannot be used now: {e}") from e
     if source.digest != stored.facts["digest"]: raise _Moved(f"{stored}: the source has another digest than when the row was made")
     if source.refused is not None: return source, [f"{stored}: by the rules of its settings the recording should have been rejected: {source.refused}"]
-    truth = source.facts | name_facts(stored.facts["path"], naming, list(stored.facts))
+    truth = source.facts | said
     wrong = stored.wrong_facts(truth)
     return source, [f"{stored}: " + ", ".join(f"{k} is {_plain(stored.facts[k])}, the source says {_plain(truth[k])}" for k in wrong)] if wrong else []
 
@@ -228,8 +241,8 @@ def _check_rows(f: h5py.File, spec: MelSpec, usable: list[tuple[_Stored, Source]
 # %% ../../nbs/dataset/verify.ipynb #17cfccde
 def _usable_rows(sources: Sources, naming: Naming, stored: list[_Stored], report: VerifyReport) -> Iterator[tuple[_Stored, Source]]:
     "Rows and what they should hold; what is wrong with their columns is noted."
-    for s in stored:
-        try: source, problems = _source_of(s, sources, naming)
+    for s, said in zip(stored, name_facts([s.facts["path"] for s in stored], naming, list(stored[0].facts))):
+        try: source, problems = _source_of(s, sources, said)
         except _Moved as e:
             source, problems = None, [str(e)]
             report.moved += problems
