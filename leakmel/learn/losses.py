@@ -50,12 +50,14 @@ def loss_weights(
     return LossWeights(torch.tensor(both[0], device=device), torch.tensor(both[1], device=device), leak)
 
 # %% ../../nbs/learn/losses.ipynb #dfb33310
+_EASIEST = 1e-8      # of 1 - p: at 0 the root has no gradient, and one sure item would make all weights NaN
+
 def _focal(
     ce: Tensor,         # [n] cross-entropy
     gamma: float,
 ) -> Tensor:            # [n]
     "What is easy counts less."
-    return ce if gamma == 0 else (1 - torch.exp(-ce)).clamp(0, 1) ** gamma * ce
+    return ce if gamma == 0 else (-torch.expm1(-ce)).clamp_min(_EASIEST) ** gamma * ce
 
 def item_losses(
     logits: Tensor,          # [n, K]

@@ -7,10 +7,11 @@ __all__ = ['learning_rate', 'step_seed', 'known_random', 'half_type', 'parameter
            'StepFigures', 'Stepper']
 
 # %% ../../nbs/learn/step.ipynb #4856333a
-import math, re, time
+import logging, math, re, time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,10 @@ from .data import Batch
 from .losses import batch_totals, loss_weights, piece_loss
 from .net import LeakNet, matrices
 from .task import Task
-from .train_settings import TrainSettings
+from .timing import device_clock
+from .train_settings import LoaderSettings, TrainSettings
+
+_LOG = logging.getLogger("leakmel")
 
 # %% ../../nbs/learn/step.ipynb #5afd7d59
 def learning_rate(
@@ -104,106 +108,148 @@ class StepFigures:
     n_pieces: int         # micro-batches it took
     rate: float           # learning rate
 
-# %% ../../nbs/learn/step.ipynb #c4f2d283
-class Stepper:
-    "Trains a net batch by batch."
+# %% ../../nbs/learn/step.ipynb #e5c0e60b
+class _Equipment:
+    "What a step works with."
 
     def __init__(
         self,
-        net: LeakNet,
+        net: LeakNet,                        # is moved to the device
         task: Task,
         settings: TrainSettings,
         device: str | torch.device,
-        class_counts: Sequence[int],     # [K] training items (or recordings) of each class of the model
-        n_steps: int,                    # of the whole training, for the learning rate
-    ):                                   # raises UsageError for counts and numbers that cannot be
+        class_counts: Sequence[int],         # [K] training items (or recordings) of each class of the model
+        n_steps: int,                        # of the whole training, for the learning rate
+    ):                                       # raises UsageError for counts and numbers that cannot be
         if n_steps < 1: raise UsageError("a training has at least one step", found=n_steps)
+        if mixing := [type(m).__name__ for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]:
+            raise UsageError("a norm over the batch, with which micro-batches do not add up", found=mixing[0], expected="norms over items, as nn.GroupNorm")
         self.device, self.settings, self.n_steps = torch.device(device), settings, n_steps
         if self.device.type == "cuda" and self.device.index is None: self.device = torch.device("cuda", torch.cuda.current_device())
-        self.half = half_type(settings, self.device)
-        on_gpu = self.device.type == "cuda"
-        last = on_gpu and self.half is not None if settings.channels_last == "auto" else settings.channels_last
+        self.half, on_gpu = half_type(settings, self.device), self.device.type == "cuda"
         self.net: LeakNet = net.to(self.device)
+        last = on_gpu and self.half is not None if settings.channels_last == "auto" else settings.channels_last
         if last: self.net.to(memory_format=torch.channels_last)      # type: ignore[call-overload]
         self.forward: Any = torch.compile(self.net, mode=settings.compile_mode) if settings.use_compile else self.net
         self.optimiser = torch.optim.AdamW(parameter_groups(net, settings.weight_decay), lr=settings.learning_rate, fused=on_gpu)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.half is torch.float16)
+        self.scaler = self._new_scaler()
         self.weights = loss_weights(task, settings, class_counts, self.device)
-        self.generator = torch.Generator(self.device)
+        self.generator, self.clock = torch.Generator(self.device), device_clock(self.device)
         self.micro_batch = -(-settings.batch_size // settings.accumulation)      # items at most; lowered where memory runs out
-        self.n_done = self.n_ran_out = 0
-        self.first_step_s: float | None = None       # with the time that compiling took
+        self.n_done = 0                                                          # steps
+        self.n_ran_out = 0                                                       # how often memory ran out
+        self.first_step_s: float | None = None                                   # with the time that compiling took
 
-    def step(
-        self,
-        batch: Batch,
-    ) -> StepFigures:         # raises MachineError where memory is too small for a single item
-        "Learn from a batch."
-        start = time.perf_counter()
-        self.net.train()
-        while True:
-            try: loss, n_correct, n_pieces = self._gradients(batch)
-            except (RuntimeError, MemoryError) as e:
-                if not ran_out(e): raise
-                why = str(e)
-            else: break
-            self._smaller(len(batch), why)
-        rate, norm = self._update()
-        if self.first_step_s is None:
-            if self.device.type == "cuda": torch.cuda.synchronize(self.device)
-            self.first_step_s = time.perf_counter() - start
-        return StepFigures(loss, n_correct, len(batch), norm, n_pieces, rate)
+    def _new_scaler(self) -> torch.amp.GradScaler: return torch.amp.GradScaler(self.device.type, enabled=self.half is torch.float16)
 
-    def _gradients(self, batch: Batch) -> tuple[Tensor, Tensor, int]:
-        "Gradients of the whole batch, added up over its pieces."
+    def _autocast(self) -> AbstractContextManager: return nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
+
+# %% ../../nbs/learn/step.ipynb #5b7d01ca
+class _Gradients(_Equipment):
+    "The gradients of a batch."
+
+    def _gradients(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, int]:
+        "Loss, items that were right, length of the gradients, and the number of pieces; the gradients are ready to be used."
         self.optimiser.zero_grad(set_to_none=True)
-        batch, s = batch.to(self.device), self.settings
+        s, batch = self.settings, batch.to(self.device)
         self.generator.manual_seed(step_seed(s.seed, self.n_done, 0))
-        x = augment(matrices(batch.x), self.net.mean, s, self.generator)
+        with self.clock.range("augment"): x = augment(matrices(batch.x), self.net.mean, s, self.generator)
         totals, pieces = batch_totals(batch.y, self.weights), piece_bounds(len(batch), self.micro_batch)
         loss, n_correct = torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
         with known_random(step_seed(s.seed, self.n_done, 1), self.device):
             for piece in pieces:
                 y = batch.y[piece]
-                with self._autocast(): logits, leak_logit = self.forward(x[piece])
+                with self.clock.range("forward"), self._autocast(): logits, leak_logit = self.forward(x[piece])
                 part = piece_loss(logits, leak_logit, y, s, self.weights, totals)
-                self.scaler.scale(part).backward()
+                with self.clock.range("backward"): self.scaler.scale(part).backward()
                 loss, n_correct = loss + part.detach(), n_correct + (logits.detach().argmax(1) == y).sum()
-        return loss, n_correct, len(pieces)
-
-    def _autocast(self) -> AbstractContextManager: return nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
-
-    def _smaller(self, n: int, why: str) -> None:
-        "Halve the micro-batch."
-        self.optimiser.zero_grad(set_to_none=True)
-        if self.device.type == "cuda": torch.cuda.empty_cache()
-        now = min(self.micro_batch, n)
-        if now == 1: raise MachineError("memory is too small for one item", found=why, remedy="use a smaller net, or device='cpu'")
-        self.micro_batch, self.n_ran_out = now // 2, self.n_ran_out + 1
-
-    def _update(self) -> tuple[float, Tensor]:
-        "New weights from the gradients."
-        s, rate = self.settings, learning_rate(self.n_done, self.n_steps, self.settings)
-        for group in self.optimiser.param_groups: group["lr"] = rate
         self.scaler.unscale_(self.optimiser)
         norm = nn.utils.clip_grad_norm_(self.net.parameters(), s.clip_norm or math.inf)
-        self.scaler.step(self.optimiser)
-        self.scaler.update()
-        self.n_done += 1
-        return rate, norm
+        return loss, n_correct, norm, len(pieces)
+
+    def _smaller(self, n: int, why: str) -> None:
+        "Forget half-made gradients and halve the micro-batch."
+        self.optimiser.zero_grad(set_to_none=True)
+        scale, self.scaler = self.scaler.state_dict(), self._new_scaler()      # the old one may believe that gradients are unscaled already
+        self.scaler.load_state_dict(scale)
+        if self.device.type == "cuda": torch.cuda.empty_cache()
+        now = min(self.micro_batch, n)
+        if now == 1: raise MachineError("memory is too small for a single item", found=why, remedy="use a smaller net, or device='cpu'")
+        self.micro_batch, self.n_ran_out = now // 2, self.n_ran_out + 1
+        _LOG.warning("memory ran out: micro-batches of %d items from here on", self.micro_batch)
+
+# %% ../../nbs/learn/step.ipynb #32e46c65
+_FREE = {f.name for f in fields(LoaderSettings)} | {"epochs", "accumulation", "early_stop_epochs", "profile_every", "use_compile", "compile_mode",
+                                                    "channels_last"}
+
+class _Resumable(_Gradients):
+    "A place in a training that can be noted and taken up again."
 
     def state_dict(self) -> dict[str, Any]:
-        "What a resumed training needs beside the net's weights: tensors and plain values."
+        "What a resumed training needs beside the net's weights: tensors and plain values, which stay as they are."
         return {"n_done": self.n_done, "n_steps": self.n_steps, "micro_batch": self.micro_batch, "n_ran_out": self.n_ran_out,
-                "settings": asdict(self.settings), "optimiser": self.optimiser.state_dict(), "scaler": self.scaler.state_dict()}
+                "settings": asdict(self.settings), "optimiser": deepcopy(self.optimiser.state_dict()), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(
         self,
         state: dict[str, Any],     # of `state_dict`
     ) -> None:                     # raises UsageError for the state of another training
         "Go on after the step at which a state was noted."
-        if state["n_steps"] != self.n_steps:
-            raise UsageError("the state of another training", found=f"{state['n_steps']:,} steps", expected=f"{self.n_steps:,}")
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.n_done, self.micro_batch, self.n_ran_out = state["n_done"], state["micro_batch"], state["n_ran_out"]
+        mine = asdict(self.settings) | {"n_steps": self.n_steps}
+        try:
+            noted = state["settings"] | {"n_steps": state["n_steps"]}
+            place = {n: int(state[n]) for n in ("n_done", "micro_batch", "n_ran_out")}
+            optimiser, scaler = deepcopy(state["optimiser"]), state["scaler"]
+        except (KeyError, TypeError, ValueError) as e: raise UsageError("not the state of a step", found=repr(e)) from e
+        if other := [n for n in mine if n not in _FREE and noted.get(n) != mine[n]]:
+            raise UsageError("the state of another training", found=", ".join(f"{n} {noted.get(n)}" for n in other),
+                             expected=", ".join(f"{n} {mine[n]}" for n in other), remedy="train with the same settings, or from the start")
+        if place["micro_batch"] < 1 or not 0 <= place["n_done"] <= self.n_steps: raise UsageError("not the state of a step", found=place)
+        try:
+            for group in optimiser["param_groups"]: group["fused"] = self.device.type == "cuda"      # noted on another device, perhaps
+            self.optimiser.load_state_dict(optimiser)
+            self.scaler.load_state_dict(scaler)
+        except (KeyError, TypeError, ValueError, RuntimeError) as e: raise UsageError("the state of another net", found=str(e)) from e
+        self.n_done, self.micro_batch, self.n_ran_out = place["n_done"], place["micro_batch"], place["n_ran_out"]
+
+# %% ../../nbs/learn/step.ipynb #1d11eee7
+class Stepper(_Resumable):
+    "Trains a net batch by batch."
+
+    def step(
+        self,
+        batch: Batch,
+    ) -> StepFigures:         # raises MachineError where memory is too small for a single item, or a net cannot be compiled
+        "Learn from a batch."
+        if not len(batch): raise UsageError("a batch without items")
+        start, rate = time.perf_counter(), learning_rate(self.n_done, self.n_steps, self.settings)
+        self.net.train()
+        while True:
+            try: loss, n_correct, norm, n_pieces = self._gradients(batch)
+            except (RuntimeError, MemoryError) as e: why = _wants_less(e)
+            else: break
+            self._smaller(len(batch), why)      # outside of the handler, which holds on to what the failed attempt had made
+        self._write(rate)
+        if self.first_step_s is None:
+            self.clock.settle()
+            self.first_step_s = time.perf_counter() - start
+        return StepFigures(loss, n_correct, len(batch), norm, n_pieces, rate)
+
+    def _write(self, rate: float) -> None:
+        "New weights from the gradients."
+        for group in self.optimiser.param_groups: group["lr"] = rate
+        try:
+            with self.clock.range("optimiser"):
+                self.scaler.step(self.optimiser)
+                self.scaler.update()
+        except (RuntimeError, MemoryError) as e:
+            if not ran_out(e): raise
+            raise MachineError("memory ran out while weights were written", found=str(e), remedy="go on from the last checkpoint") from e
+        self.n_done += 1
+
+def _wants_less(error: RuntimeError | MemoryError) -> str:
+    "What an error says, if smaller pieces may help; raises all others."
+    if ran_out(error): return str(error) or type(error).__name__
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        raise MachineError("the net could not be compiled", found=(str(error).splitlines() or [""])[0], remedy="train with use_compile=False") from error
+    raise error

@@ -1,0 +1,643 @@
+"One optimiser step: pieces add up to the batch, memory may run out anywhere, and a resumed training goes on bit for bit."
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from io import BytesIO
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leakmel.core.errors import MachineError, UsageError
+from leakmel.learn.data import Batch
+from leakmel.learn.losses import balanced_weights, batch_totals, item_losses, loss_weights, piece_loss
+from leakmel.learn.net import LeakNet, NetSettings
+from leakmel.learn.step import StepFigures, Stepper, half_type, learning_rate, piece_bounds, ran_out
+from leakmel.learn.task import make_task
+from leakmel.learn.timing import StepTimer, StepTimes, device_clock, loader_advice, times_text
+from leakmel.learn.train_settings import TrainSettings
+
+OFF: dict[str, Any] = {"level_db": 0.0, "colour_db": 0.0, "noise_share": 0.0, "n_band_masks": 0, "n_time_masks": 0}
+TASK = make_task(["LEAK", "NORMAL", "QUIET"])
+COUNTS = [10, 70, 20]
+MEANS = torch.linspace(-60, -40, 8)
+quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+
+def batch_of(n: int, seed: int = 0) -> Batch:
+    "Rare leaks among others: the classes of pieces differ."
+    g = torch.Generator().manual_seed(seed)
+    y = torch.tensor([1, 1, 2, 1, 0, 1, 1])[torch.randint(7, (n,), generator=g)]
+    return Batch((torch.randn(n, 2, 8, 1, generator=g) * 6 - 50 + 5 * y[:, None, None, None]).half(), y, torch.arange(n))
+
+
+def net_of(dropout: float = 0.3, seed: int = 4, kind: type[LeakNet] = LeakNet) -> LeakNet:
+    torch.manual_seed(seed)
+    return kind(NetSettings(n_mels=8, width=2, n_classes=3, channels=(8, 8), dropout=dropout), MEANS, torch.full((8,), 8.0))
+
+
+def stepper_of(n_steps: int = 7, *, dropout: float = 0.3, net: LeakNet | None = None, device: str = "cpu", **changes: Any) -> Stepper:
+    mine: dict[str, Any] = {"batch_size": 24, "channels": (8, 8), "warmup_share": 0.2, **changes}
+    return Stepper(net or net_of(dropout), TASK, TrainSettings(**mine), device, COUNTS, n_steps)
+
+
+def weights_of(stepper: Stepper) -> list[Tensor]: return [p.detach().clone() for p in stepper.net.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool: return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def gradients(stepper: Stepper, batch: Batch) -> list[Tensor]:
+    stepper._gradients(batch)
+    return [p.grad.clone() for p in stepper.net.parameters() if p.grad is not None]
+
+
+# Losses
+
+def test_balanced_weights_make_classes_count_the_same():
+    weights = balanced_weights(COUNTS)
+    shares = [w * n for w, n in zip(weights, COUNTS)]
+    assert max(shares) - min(shares) < 1e-9
+    assert math.isclose(sum(shares), sum(COUNTS))
+    for wrong in ([0, 0, 0], [3, -1, 2]):
+        with pytest.raises(UsageError, match="cannot be"): balanced_weights(wrong)
+    with pytest.raises(UsageError, match="counts of other classes"): loss_weights(TASK, TrainSettings(), [1, 2])
+
+
+def test_leak_weights_set_the_leak_against_all_the_rest():
+    weights = loss_weights(TASK, TrainSettings(), COUNTS)
+    assert weights.leak.tolist() == pytest.approx([5.0, 100 / 180, 100 / 180])
+    even = loss_weights(TASK, TrainSettings(class_weights=None), COUNTS)
+    assert even.leak.tolist() == even.classes.tolist() == [1, 1, 1]
+
+
+def test_losses_are_the_textbooks():
+    logits, leak_logit, y = torch.randn(50, 3), torch.randn(50), torch.randint(3, (50,))
+    s, weights = TrainSettings(loss="focal", focal_gamma=1.5, aux_weight=0.7), loss_weights(TASK, TrainSettings(), COUNTS)
+    p, q = torch.softmax(logits.double(), 1)[range(50), y], torch.sigmoid(leak_logit.double())
+    q = torch.where(y == 0, q, 1 - q)
+    w, v = weights.classes.double()[y], weights.leak.double()[y]
+    expected = (w * (1 - p) ** 1.5 * -p.log()).sum() / w.sum() + 0.7 * (v * (1 - q) ** 1.5 * -q.log()).sum() / v.sum()
+    assert float(piece_loss(logits, leak_logit, y, s, weights, batch_totals(y, weights))) == pytest.approx(float(expected), rel=1e-5)
+    plain = item_losses(logits, leak_logit, y, TrainSettings(label_smoothing=0.2), 0)[0]
+    spread = -(0.8 * p.log() + 0.2 * torch.log_softmax(logits.double(), 1).mean(1))
+    assert torch.allclose(plain.double(), spread, atol=1e-5)
+
+
+def test_the_focal_loss_has_gradients_where_all_is_right():
+    logits = torch.tensor([[80.0, -80.0, -80.0]], requires_grad=True)
+    for gamma in (0.5, 2.0): item_losses(logits, torch.tensor([80.0]), torch.tensor([0]), TrainSettings(loss="focal", focal_gamma=gamma), 0)[0].sum().backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+
+
+# Learning rate and pieces
+
+@quick
+@given(st.integers(1, 400), st.floats(0, 1), st.floats(0, 1))
+def test_learning_rate_rises_then_falls(n_steps, warmup_share, min_lr_share):
+    s = TrainSettings(learning_rate=0.5, warmup_share=warmup_share, min_lr_share=min_lr_share)
+    rates = [learning_rate(i, n_steps, s) for i in range(n_steps)]
+    n_warm = math.ceil(warmup_share * n_steps)
+    assert all(0 <= r <= 0.5 for r in rates)
+    assert rates[:n_warm] == sorted(rates[:n_warm])
+    assert rates[n_warm:] == sorted(rates[n_warm:], reverse=True)
+    if n_warm: assert rates[n_warm - 1] == 0.5
+    if n_steps - n_warm > 1: assert rates[-1] == pytest.approx(0.5 * min_lr_share)
+
+
+@quick
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_pieces_are_even_and_whole(n, most):
+    bounds = piece_bounds(n, most)
+    sizes = [p.stop - p.start for p in bounds]
+    assert [i for p in bounds for i in range(n)[p]] == list(range(n))
+    assert max(sizes) <= most
+    assert max(sizes) - min(sizes) <= 1
+    assert len(sizes) == -(-n // most)
+
+
+@pytest.mark.parametrize("n", [24, 23, 7, 1])
+@pytest.mark.parametrize("accumulation", [2, 5, 24])
+@pytest.mark.parametrize("changes", [{}, {"loss": "focal"}, {"class_weights": None, "aux_weight": 0.0}, {"label_smoothing": 0.1, "clip_norm": 0.01}],
+                         ids=["ce", "focal", "plain", "clipped"])
+def test_pieces_give_the_gradients_of_the_batch(n, accumulation, changes):
+    batch = batch_of(n)
+    whole, pieces = (stepper_of(dropout=0.0, accumulation=k, **changes) for k in (1, accumulation))
+    expected, found = gradients(whole, batch), gradients(pieces, batch)
+    scale = max(float(g.abs().max()) for g in expected)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6 * scale) for a, b in zip(expected, found, strict=True))
+    assert scale > 0
+    one, other = whole.step(batch), pieces.step(batch)
+    assert float(one.loss) == pytest.approx(float(other.loss), rel=1e-5)
+    assert int(one.n_correct) == int(other.n_correct)
+    assert float(one.grad_norm) == pytest.approx(float(other.grad_norm), rel=1e-4)
+    assert other.n_pieces == len(piece_bounds(n, -(-24 // accumulation)))
+    assert one.n_pieces == 1
+    assert one.n == other.n == n
+
+
+def test_gradients_are_those_of_the_formula():
+    "Not only equal to each other: equal to what autograd says about the loss written down in one line."
+    batch = batch_of(20)
+    stepper = stepper_of(dropout=0.0, accumulation=3, clip_norm=0.0, aux_weight=0.0, **OFF)
+    found, net = gradients(stepper, batch), net_of(0.0)
+    logits, _ = net(batch.x.float()[..., 0].transpose(1, 2))
+    nn.functional.cross_entropy(logits, batch.y, weight=torch.tensor(balanced_weights(COUNTS))).backward()
+    expected = [p.grad for p in net.parameters() if p.grad is not None]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, (f for f in found if f.abs().sum()), strict=True))
+
+
+def test_a_norm_over_the_batch_is_refused():
+    net = net_of()
+    net.layers.append(nn.BatchNorm2d(8))
+    with pytest.raises(UsageError, match="do not add up; found BatchNorm2d"): stepper_of(net=net)
+
+
+def test_norms_and_biases_do_not_decay():
+    groups = stepper_of(weight_decay=0.1).optimiser.param_groups
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    assert {p.ndim for p in groups[1]["params"]} == {1}
+    assert min(p.ndim for p in groups[0]["params"]) == 2
+
+
+def test_gradients_are_clipped():
+    stepper = stepper_of(clip_norm=0.01)
+    figures = stepper.step(batch_of(24))
+    left = torch.stack([p.grad.norm() for p in stepper.net.parameters() if p.grad is not None]).norm()
+    assert float(figures.grad_norm) > 0.01
+    assert float(left) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_what_a_step_tells():
+    stepper, batch = stepper_of(10, learning_rate=0.01), batch_of(24)
+    figures = stepper.step(batch)
+    assert isinstance(figures, StepFigures)
+    assert figures.rate == learning_rate(0, 10, stepper.settings) == stepper.optimiser.param_groups[0]["lr"]
+    assert 0 <= int(figures.n_correct) <= 24
+    assert not figures.loss.requires_grad
+    assert stepper.first_step_s is not None
+    assert stepper.n_done == 1
+    with pytest.raises(UsageError, match="without items"): stepper.step(batch[:0])
+    with pytest.raises(UsageError, match="at least one step"): stepper_of(0)
+
+
+# Memory that runs out
+
+class RunsOut(TorchDispatchMode):
+    "Every operation of torch that comes along is counted; some of them find no memory."
+
+    def __init__(self, at: set[int], error: Callable[[], Exception] = lambda: torch.OutOfMemoryError("out of memory")):
+        super().__init__()
+        self.at, self.error, self.n = at, error, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += 1
+        if self.n in self.at: raise self.error()
+        return func(*args, **(kwargs or {}))
+
+
+NO_MEMORY: Callable[[], Exception] = lambda: torch.OutOfMemoryError("out of memory")      # noqa: E731
+
+
+class Starved:
+    "A second step in which memory runs out, again and again from the same place."
+
+    def __init__(self):
+        self.stepper, self.batch = stepper_of(4, accumulation=2), batch_of(24, 1)
+        self.stepper.step(batch_of(24, 0))
+        self.noted = self.stepper.state_dict(), {n: v.clone() for n, v in self.stepper.net.state_dict().items()}
+
+    def step(self, at: set[int], error: Callable[[], Exception] = NO_MEMORY, micro_batch: int = 12) -> tuple[Stepper, int]:
+        "The stepper after the step, and how many operations it took."
+        self.stepper.load_state_dict(self.noted[0])
+        self.stepper.net.load_state_dict(self.noted[1])
+        self.stepper.micro_batch = micro_batch
+        with RunsOut(at, error) as counted: self.stepper.step(self.batch)
+        return self.stepper, counted.n
+
+
+@pytest.fixture(scope="module")
+def starved() -> Starved: return Starved()
+
+
+@pytest.fixture(scope="module")
+def n_before_writing(starved) -> int:
+    "Operations of a step up to the gradients."
+    stepper = stepper_of(4, accumulation=2)
+    stepper.step(starved.batch)
+    with RunsOut(set()) as counted: stepper._gradients(starved.batch)
+    return counted.n
+
+
+def check_operations(starved: Starved, operations: range) -> None:
+    expected = weights_of(starved.step(set(), micro_batch=6)[0])
+    assert not same(expected, weights_of(starved.step(set())[0]))      # dropout draws for each piece: smaller pieces are another step
+    for k in operations:
+        stepper, _ = starved.step({k})
+        assert (stepper.n_ran_out, stepper.micro_batch, stepper.n_done) == (1, 6, 2), k
+        assert same(weights_of(stepper), expected), f"operation {k}"
+
+
+def test_memory_may_run_out_at_an_operation(starved, n_before_writing):
+    assert n_before_writing > 150
+    check_operations(starved, range(1, n_before_writing + 1, 11))
+    check_operations(starved, range(n_before_writing - 3, n_before_writing + 1))
+
+
+@pytest.mark.long
+def test_memory_may_run_out_at_any_operation(starved, n_before_writing): check_operations(starved, range(1, n_before_writing + 1))
+
+
+def test_memory_that_runs_out_again_and_again(starved):
+    stepper, _ = starved.step({5, 60, 150})
+    assert (stepper.n_ran_out, stepper.micro_batch, stepper.n_done) == (3, 1, 2)
+
+
+def test_memory_that_is_too_small_for_one_item():
+    stepper, tried = stepper_of(4), []
+    def forward(x: Tensor) -> None:
+        tried.append(len(x))
+        raise torch.OutOfMemoryError("no room")
+    stepper.forward = forward
+    batch = batch_of(24)
+    with pytest.raises(MachineError, match="too small for a single item; found no room.*smaller net"): stepper.step(batch)
+    assert tried == [24, 12, 6, 3, 1]
+    assert stepper.n_done == 0
+    assert all(p.grad is None for p in stepper.net.parameters())
+
+
+def test_memory_that_runs_out_while_weights_are_written(starved, n_before_writing):
+    n = starved.step(set())[1]
+    assert n - n_before_writing > 50
+    for k in range(n_before_writing + 1, n + 1, 9):
+        with pytest.raises(MachineError, match="while weights were written.*last checkpoint"): starved.step({k})
+
+
+@pytest.mark.parametrize("error", [MemoryError, lambda: RuntimeError("CUDNN_STATUS_ALLOC_FAILED"), lambda: RuntimeError("CUDA error: out of memory"),
+                                   lambda: RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")])
+def test_memory_runs_out_in_many_words(error, starved):
+    assert ran_out(error())
+    assert starved.step({30}, error)[0].n_ran_out == 1
+
+
+def test_other_errors_are_not_taken_for_it(starved):
+    with pytest.raises(RuntimeError, match="an illegal address"): starved.step({30}, lambda: RuntimeError("an illegal address"))
+    with pytest.raises(ValueError, match="no such thing"): starved.step({30}, lambda: ValueError("no such thing"))
+
+
+# Half precision
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_half_precision_learns_nearly_the_same(amp):
+    batch, full, half = batch_of(24), stepper_of(dropout=0.0, amp="off"), stepper_of(dropout=0.0, amp=amp)
+    a, b = gradients(full, batch), gradients(half, batch)
+    assert all(p.dtype is torch.float32 for p in half.net.parameters())
+    assert half.half is {"bf16": torch.bfloat16, "fp16": torch.float16}[amp]
+    assert torch.cosine_similarity(torch.cat([g.flatten() for g in a]), torch.cat([g.flatten() for g in b]), 0) > 0.98
+    assert not same(a, b)
+    assert half.scaler.is_enabled() == (amp == "fp16")
+    assert half_type(TrainSettings(), torch.device("cpu")) is None
+
+
+def test_gradients_that_overflow_leave_the_step_out():
+    stepper, batch = stepper_of(amp="fp16"), batch_of(24)
+    stepper.step(batch)
+    before, scale = weights_of(stepper), stepper.scaler.get_scale()
+    stepper.scaler.update(1e38)
+    figures = stepper.step(batch)
+    assert same(before, weights_of(stepper))
+    assert not math.isfinite(float(figures.grad_norm))
+    assert stepper.n_done == 2
+    assert stepper.scaler.get_scale() < 1e38
+    assert scale == 65536
+    stepper.scaler.update(1024.0)
+    stepper.step(batch)
+    assert not same(before, weights_of(stepper))
+
+
+def test_memory_that_runs_out_keeps_the_scale():
+    stepper, batch = stepper_of(amp="fp16"), batch_of(24)
+    stepper.step(batch)
+    stepper.scaler.update(512.0)
+    with RunsOut({80, 300}): stepper.step(batch)
+    assert stepper.n_ran_out == 2
+    assert stepper.scaler.get_scale() == 512.0
+    assert stepper.n_done == 2
+
+
+@pytest.mark.parametrize("last", [True, False, "auto"])
+def test_order_of_numbers_does_not_matter(last):
+    usual, other = stepper_of(dropout=0.0), stepper_of(dropout=0.0, channels_last=last)
+    weight = next(p for p in other.net.parameters() if p.ndim == 4 and p.shape[1] > 1)
+    assert weight.is_contiguous(memory_format=torch.channels_last) == (last is True)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients(usual, batch_of(24)), gradients(other, batch_of(24)), strict=True))
+
+
+# Compiling
+
+def test_compiled_nets_are_asked_as_wished(monkeypatch):
+    asked = []
+    def note(net, mode):
+        asked.append(mode)
+        return net
+    monkeypatch.setattr(torch, "compile", note)
+    stepper = stepper_of(use_compile=True, compile_mode="reduce-overhead")
+    stepper.step(batch_of(24))
+    assert asked == ["reduce-overhead"]
+    assert stepper.net.training
+
+
+def test_a_net_that_cannot_be_compiled_says_what_to_do(monkeypatch):
+    from torch._dynamo.exc import TorchDynamoException
+    def refuse(*args): raise TorchDynamoException("no compiler\nand much more")
+    monkeypatch.setattr(torch, "compile", lambda net, mode: refuse)
+    stepper = stepper_of(use_compile=True)
+    with pytest.raises(MachineError, match="could not be compiled; found no compiler. Train with use_compile=False"): stepper.step(batch_of(24))
+
+
+# Going on
+
+def run(stepper: Stepper, steps: range) -> list[float]:
+    losses = []
+    for i in steps:
+        torch.rand(i + 1)                          # others draw random numbers too
+        losses.append(float(stepper.step(batch_of(24 - i, i)).loss))
+    return losses
+
+
+@pytest.mark.parametrize("changes", [{"accumulation": 3}, {"amp": "bf16"}, {"amp": "fp16"}, {"loss": "focal", "noise_share": 1.0}], ids=str)
+def test_a_resumed_training_goes_on_bit_for_bit(changes):
+    whole = stepper_of(7, **changes)
+    losses = run(whole, range(7))
+    part, file = stepper_of(7, **changes), BytesIO()
+    first = run(part, range(3))
+    torch.save({"net": part.net.state_dict(), "step": part.state_dict()}, file)
+    file.seek(0)
+    noted = torch.load(file, weights_only=True)
+    torch.manual_seed(99)
+    resumed = stepper_of(7, net=net_of(seed=77), **changes)
+    resumed.net.load_state_dict(noted["net"])
+    resumed.load_state_dict(noted["step"])
+    assert first + run(resumed, range(3, 7)) == losses
+    assert same(weights_of(whole), weights_of(resumed))
+    assert resumed.n_done == 7
+    a, b = whole.optimiser.state_dict()["state"], resumed.optimiser.state_dict()["state"]
+    assert all(torch.equal(a[i][k], b[i][k]) for i in a for k in a[i])
+    assert whole.scaler.state_dict() == resumed.scaler.state_dict()
+
+
+def test_dropout_and_augmentation_are_in_it():
+    "Or bit for bit would mean nothing."
+    usual = run(stepper_of(7), range(4))
+    assert usual != run(stepper_of(7, dropout=0.0), range(4))
+    assert usual != run(stepper_of(7, level_db=0.0), range(4))
+    assert usual != run(stepper_of(7, seed=1), range(4))
+    assert usual == run(stepper_of(7), range(4))
+
+
+def test_what_was_noted_stays_as_it_is():
+    stepper = stepper_of(7)
+    run(stepper, range(2))
+    noted = stepper.state_dict()
+    kept = torch.cat([v.clone().flatten() for s in noted["optimiser"]["state"].values() for v in s.values()])
+    run(stepper, range(2, 4))
+    other = stepper_of(7)
+    other.load_state_dict(noted)
+    run(other, range(2, 3))
+    assert torch.equal(kept, torch.cat([v.flatten() for s in noted["optimiser"]["state"].values() for v in s.values()]))
+
+
+def test_smaller_pieces_stay():
+    stepper, batch = stepper_of(7), batch_of(24)
+    with RunsOut({40}): stepper.step(batch)
+    other = stepper_of(7)
+    other.load_state_dict(stepper.state_dict())
+    assert other.micro_batch == 12
+    assert other.n_ran_out == 1
+    assert other.n_done == 1
+
+
+@pytest.mark.parametrize("changes", [{"learning_rate": 1e-4}, {"level_db": 1.0}, {"seed": 5}, {"batch_size": 48}, {"channels": (8, 9)}, {"n_steps": 8}],
+                         ids=str)
+def test_the_state_of_another_training_is_refused(changes):
+    noted = stepper_of(7).state_dict()
+    stepper = stepper_of(**{"n_steps": 7, **changes})
+    with pytest.raises(UsageError, match=f"another training; found {next(iter(changes))}"): stepper.load_state_dict(noted)
+
+
+def test_what_does_not_change_a_step_may_differ():
+    noted = stepper_of(7, num_workers=2, accumulation=2).state_dict()
+    stepper_of(7, num_workers=8, loader="stream", accumulation=4, profile_every=3, early_stop_epochs=1).load_state_dict(noted)
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda s: s.pop("optimiser"), lambda s: s.update(n_done="many"), lambda s: s.update(micro_batch=0), lambda s: s.update(n_done=8),
+    lambda s: s.update(settings=None), lambda s: s["optimiser"]["param_groups"].pop(), lambda s: s["optimiser"].pop("state")])
+def test_what_is_no_state_is_refused(spoil):
+    stepper = stepper_of(7)
+    run(stepper, range(1))
+    noted = stepper.state_dict()
+    spoil(noted)
+    with pytest.raises(UsageError, match="state of"): stepper_of(7).load_state_dict(noted)
+
+
+# Timing
+
+class FakeClock:
+    "A device that counts: every mark is ten milliseconds after the one before."
+
+    def __init__(self): self.now, self.settled, self.ranges = 0.0, 0, []
+
+    def mark(self) -> float:
+        self.now += 10
+        return self.now
+
+    def settle(self) -> None: self.settled += 1
+
+    def between(self, first: float, last: float) -> float:
+        assert self.settled, "an event was read before the device had come to it"
+        return last - first
+
+    def memory(self) -> tuple[int | None, int | None]: return int(self.now), 2 * int(self.now)
+
+    def range(self, name: str):
+        self.ranges.append(name)
+        return torch.no_grad()
+
+
+class Loads:
+    "Batches that are brought over one by one."
+
+    def __init__(self, n: int): self.n, self.n_moved = n, 0
+
+    def transfer(self, batch: Batch) -> Batch:
+        self.n_moved += 1
+        return batch
+
+    def __iter__(self):
+        for i in range(self.n): yield self.transfer(batch_of(4, i))
+
+
+@pytest.mark.parametrize(("n", "every", "sampled"), [(0, 5, 0), (1, 5, 1), (2, 5, 1), (11, 5, 2), (12, 5, 3), (6, 1, 5), (7, 2, 3)])
+def test_a_sample_of_the_batches_is_timed(n, every, sampled):
+    loads, clock = Loads(n), FakeClock()
+    timer = StepTimer("cpu", every, clock)
+    for _ in timer.batches(loads):
+        with timer.step(): pass
+    assert clock.settled == 0                               # nothing waits for the device before the end
+    times = timer.times()
+    assert times.n_batches == n
+    assert times.n_sampled == sampled
+    assert clock.settled == 1
+    assert times.compute_ms == times.h2d_ms == (10 if n else None)
+    assert loads.n_moved == 0
+    assert (times.wait_ms is None) == (times.wait_max_ms is None) == (n < 2)
+    assert (times.first_wait_ms is None) == (n == 0)
+    assert times.reserved_bytes == 2 * (times.allocated_bytes or 0)
+    assert clock.ranges == ["wait"] * (n + 1)
+    list(loads)
+    assert loads.n_moved == n                               # the loader has its own way back
+
+
+def test_a_timer_begins_anew_with_each_epoch():
+    timer = StepTimer("cpu", 2, FakeClock())
+    for n in (5, 3):
+        for _ in timer.batches(Loads(n)):
+            with timer.step(): pass
+        assert timer.times().n_batches == n
+
+
+def test_a_loop_that_breaks_off_leaves_the_loader_as_it_was():
+    loads, closed = Loads(5), []
+    def batches():
+        try: yield from Loads(5)
+        finally: closed.append(True)
+    timer = StepTimer("cpu", 1)
+    waiting = timer.batches(loads)
+    next(waiting)
+    waiting.close()      # type: ignore[attr-defined]
+    assert "transfer" not in vars(loads)
+    waiting = timer.batches(batches())
+    next(waiting)
+    waiting.close()      # type: ignore[attr-defined]
+    assert closed == [True]
+    with pytest.raises(UsageError, match="every"): StepTimer("cpu", 0)
+
+
+def test_a_step_that_fails_is_not_timed():
+    timer = StepTimer("cpu", 1, FakeClock())
+    def loop() -> None:
+        for _ in timer.batches(Loads(3)):
+            with timer.step(): raise KeyError("x")
+    with pytest.raises(KeyError): loop()
+    assert timer.times().n_sampled == 0
+    assert timer.times().compute_ms is None
+
+
+def test_advice_follows_the_waiting():
+    def times(wait_ms: float | None) -> StepTimes: return StepTimes(100, 2, 10.0, 1.0, wait_ms, wait_ms, 1.0, 20.0, None, None)
+    assert loader_advice(times(None)) is None
+    assert loader_advice(times(9.9)) is None
+    assert "could be faster" in str(loader_advice(times(30)))
+    assert "too slow" in str(loader_advice(times(51)))
+    assert times(39).io_ratio == 2.0
+    assert times(1).busy_share == pytest.approx(0.2)
+    assert times(1).batches_per_s == 10
+    empty = StepTimes(0, 0, 0.0, None, None, None, None, None, None, None)
+    assert empty.io_ratio is None
+    assert empty.busy_share is None
+    assert empty.batches_per_s == 0
+    assert times_text(empty) == "0.0 batches/s"
+    assert "most 30.0" in times_text(times(30))
+    assert all(v is None or isinstance(v, (int, float)) for v in asdict(empty).values())
+
+
+def test_ranges_for_a_profiler(monkeypatch):
+    stepper, clock = stepper_of(accumulation=2), FakeClock()
+    def note(name):
+        clock.ranges.append(name)
+        return device_clock("cpu").range(name)
+    monkeypatch.setattr(clock, "range", note)
+    stepper.clock = clock
+    stepper.step(batch_of(24))
+    assert clock.ranges == ["augment", "forward", "backward", "forward", "backward", "optimiser"]
+
+
+# What needs a GPU
+
+def need_gpu() -> None:
+    "Skip where there is none."
+    if not torch.cuda.is_available(): pytest.skip("no CUDA device here")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+def test_a_gpu_learns_what_a_cpu_learns(amp):
+    need_gpu()
+    on_cpu, on_gpu = stepper_of(dropout=0.0, **OFF), stepper_of(dropout=0.0, device="cuda", amp=amp, **OFF)
+    a, b = gradients(on_cpu, batch_of(24)), gradients(on_gpu, batch_of(24))
+    assert torch.cosine_similarity(torch.cat([g.flatten() for g in a]), torch.cat([g.flatten().cpu() for g in b]), 0) > 0.98
+
+
+@pytest.mark.gpu
+def test_a_gpu_goes_on_where_it_was():
+    need_gpu()
+    whole, part = stepper_of(7, device="cuda"), stepper_of(7, device="cuda")
+    run(whole, range(7))
+    run(part, range(3))
+    resumed = stepper_of(7, net=net_of(seed=77), device="cuda")
+    resumed.net.load_state_dict(part.net.state_dict())
+    resumed.load_state_dict(part.state_dict())
+    run(resumed, range(3, 7))
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(weights_of(whole), weights_of(resumed), strict=True))
+    moved = stepper_of(7, net=net_of(seed=77))
+    moved.load_state_dict(part.state_dict())
+    run(moved, range(3, 4))
+
+
+@pytest.mark.gpu
+def test_events_tell_the_time_of_a_gpu():
+    need_gpu()
+    stepper, timer = stepper_of(20, device="cuda"), StepTimer("cuda", 2)
+    for batch in timer.batches(Loads(20)):
+        with timer.step(): stepper.step(batch)
+    times = timer.times()
+    assert times.compute_ms
+    assert times.h2d_ms is not None
+    assert times.allocated_bytes
+    assert times.reserved_bytes
+    assert times.n_sampled == 10
+
+
+@pytest.mark.gpu
+def test_real_memory_runs_out():
+    need_gpu()
+    stepper, batch = stepper_of(2, device="cuda", batch_size=1 << 16), batch_of(1 << 16).to(torch.device("cuda"))
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    try:
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (96 << 20)) / total)
+        stepper.step(batch)
+    finally: torch.cuda.set_per_process_memory_fraction(1.0)
+    assert stepper.n_ran_out >= 1
+    assert stepper.n_done == 1
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")      # torch's own, in what it compiles with
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiled_nets_learn_the_same(device):
+    if device == "cuda": need_gpu()
+    usual, compiled = (stepper_of(3, dropout=0.0, device=device, amp="off", use_compile=c) for c in (False, True))
+    for i in range(3):
+        usual.step(batch_of(24, i))
+        compiled.step(batch_of(24 - i, i) if i == 1 else batch_of(24, i))
+        if i == 0: assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(weights_of(usual), weights_of(compiled), strict=True))
+    assert compiled.first_step_s
+    assert compiled.n_done == 3
+    assert set(compiled.net.state_dict()) == set(usual.net.state_dict())
