@@ -174,6 +174,24 @@ def names_of_ten_megabytes(f: h5py.File) -> None:
     f.attrs["labels_json"] = json.dumps(["x" * 100] * 100_000)
 
 
+def a_text_of_a_hundred_megabytes(f: h5py.File) -> None: f.attrs["labels_json"] = "x" * 100_000_000
+
+
+def a_text_of_a_hundred_megabytes_in_its_attribute(f: h5py.File) -> None:
+    "Of fixed length: the newer format of the library has room for it."
+    path, other = f.filename, f.filename + ".new"
+    with h5py.File(other, "w", libver="latest") as g:
+        for name in f: f.copy(f[name], g, name)
+        for name, value in f.attrs.items(): g.attrs[name] = value
+        g.attrs.create("more", np.full((), b"x" * 100_000_000, "S100000000"))
+    f.close()
+    os.replace(other, path)
+
+
+def a_hundred_texts_of_a_megabyte(f: h5py.File) -> None:
+    for k in range(100): f.attrs[f"more {k}"] = "x" * 1_000_000
+
+
 def rows_that_were_never_written(f: h5py.File) -> None:
     "Shown as zeros."
     instead(f)
@@ -224,6 +242,7 @@ STRANGE: list[Callable[[h5py.File], Any]] = [
     rows_in_another_file, labels_in_another_file, external_link, external_link_to_a_pipe, soft_link, soft_link_to_itself, virtual,
     virtual_without_its_source, terabytes_in_chunks, terabytes_in_one_piece, terabytes_of_labels, a_huge_chunk, groups_in_a_circle,
     rows_that_are_the_labels_too, texts_for_rows, references_for_labels, records_for_rows, a_type_of_gigabytes, names_of_ten_megabytes,
+    a_text_of_a_hundred_megabytes, a_text_of_a_hundred_megabytes_in_its_attribute, a_hundred_texts_of_a_megabyte,
     rows_that_were_never_written, labels_packed_a_thousandfold, rows_beyond_the_end, rows_of_another_size,
     ten_thousand_groups_deep, a_hundred_thousand_groups, thousands_of_axes_names]
 
