@@ -76,7 +76,7 @@ def _roc_title(own: Judged, baselines: Sequence[Judged], beats: bool | None) -> 
     if not baselines: return f"{area}, compared with nothing"
     best = max(baselines, key=lambda b: b.figures["auc"])
     said = {True: "better than", False: "not shown to be better than", None: "nobody can say whether better than"}[beats]
-    return f"{area}: {said} {_plain(best.title).lower() if best.name == 'level' else _plain(best.title)} with {best.figures['auc']:.2f}"
+    return f"{area}, {said} {_plain(best.title)} ({best.figures['auc']:.2f})"
 
 # %% ../../nbs/learn/eval_plots.ipynb #3e9619ec
 def confusion_figure(
@@ -184,32 +184,44 @@ def errors_figure(
     "Draw the mels of recordings that were called what they are not, with the score of each segment under it."
     from plotly.subplots import make_subplots
     if not worst: return _figure([], "No recording was called what it is not", _note(stamped, ""), height=120)
-    n_cols = 1 if len(worst) == 1 else 2
+    n_cols = min(2, len(worst))
     n_rows = -(-len(worst) // n_cols)
-    titles = [_error_title(w) for w in worst] + [""] * (n_rows * n_cols - len(worst))
-    stacked = [t for r in range(n_rows) for t in (*titles[r * n_cols:(r + 1) * n_cols], *[""] * n_cols)]
-    height = 120 + 250 * n_rows
-    fig = make_subplots(rows=2 * n_rows, cols=n_cols, subplot_titles=stacked, row_heights=[0.72, 0.28] * n_rows, horizontal_spacing=0.07,
-                        vertical_spacing=min(0.08, 0.9 / (2 * n_rows)) if n_rows > 1 else 0.08)
+    fig = make_subplots(rows=2 * n_rows, cols=n_cols, horizontal_spacing=0.07)
     fig.layout.template = {}
     times, index = frame_starts_s(long_start_s, short_start_s, worst[0].mels.shape[3], hop_s)
-    pictures = np.stack([w.mels.transpose(2, 0, 1, 3).reshape(len(mel_hz), -1)[:, index].astype(np.float32) for w in worst])
+    first = np.arange(0, len(times), -(-len(times) // _MOST_COLUMNS))      # what a column stands for is as loud as its loudest frame
+    pictures = np.stack([np.maximum.reduceat(w.mels.transpose(2, 0, 1, 3).reshape(len(mel_hz), -1)[:, index].astype(np.float32), first, axis=1) for w in worst])
+    times = times[first]
     low, high = _colour_range(pictures, 80.0)
     for k, (w, picture) in enumerate(zip(worst, pictures)):
         row, col = 2 * (k // n_cols) + 1, k % n_cols + 1
         for trace, at in zip(_error_traces(w, picture, times, mel_hz, long_start_s, low), (row, row + 1)): fig.add_trace(trace, row=at, col=col)
         fig.add_hline(y=w.threshold, line=dict(color=_TEXT, width=1, dash="dash"), row=row + 1, col=col)
-        fig.update_yaxes(range=[-0.05, 1.05], tickvals=[0, 1], row=row + 1, col=col)
-        fig.update_xaxes(showticklabels=False, row=row, col=col)
-        fig.update_xaxes(title=dict(text="time (s)" if k + n_cols >= len(worst) else ""), row=row + 1, col=col)
-        for at in (row, row + 1): fig.update_xaxes(range=_span(times), row=at, col=col)
-        if col == 1: fig.update_yaxes(title=dict(text="Hz"), row=row, col=1).update_yaxes(title=dict(text="score"), row=row + 1, col=1)
-    fig.update_annotations(font=dict(size=11, color=_TEXT))
+        _place(fig, w, row, col, n_rows, times)
+        if k + n_cols >= len(worst): fig.update_xaxes(title=dict(text="time (s)"), row=row + 1, col=col)
     fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=dict(title=dict(text="dB"), thickness=12, outlinewidth=0, len=0.5)))
     n_missed = sum(w.is_leak for w in worst)
     title = f"The {len(worst)} worst errors: {_times(n_missed, 'leak')} missed, {_times(len(worst) - n_missed, 'false alarm')}"
     note = _note(stamped, "Mels, colours shared; below, the score of each long segment and the threshold")
-    return _dress(fig, title, note, height).update_layout(margin=dict(t=104))
+    if len(worst) == 1: title = f"The only error: a {'leak was missed' if n_missed else 'false alarm'}"
+    fig = _dress(fig, title, note, _TOP + _BELOW + _BLOCK * n_rows)
+    return fig.update_layout(margin=dict(t=_TOP, b=_BELOW))
+
+# %% ../../nbs/learn/eval_plots.ipynb #f225cf82
+_MOST_COLUMNS = 400
+_TOP, _BELOW, _BLOCK, _NAME, _MELS, _SCORES = 70, 40, 248, 38, 130, 46      # pixels: margins, a recording, and its name, mels and scores
+
+def _place(fig: "go.Figure", w: "Misjudged", row: int, col: int, n_rows: int, times: np.ndarray) -> None:
+    "Put the two pictures of a recording one below the other, with its name above."
+    top = _BLOCK * ((row - 1) // 2) + _NAME
+    for at, first, last in ((row, top, top + _MELS), (row + 1, top + _MELS + 6, top + _MELS + 6 + _SCORES)):
+        fig.update_yaxes(domain=[max(0.0, 1 - last / (_BLOCK * n_rows)), 1 - first / (_BLOCK * n_rows)], row=at, col=col)
+        fig.update_xaxes(range=_span(times), row=at, col=col)
+    fig.update_yaxes(range=[-0.05, 1.05], tickvals=[0, 1], title=dict(text="score" if col == 1 else ""), row=row + 1, col=col)
+    fig.update_yaxes(title=dict(text="Hz" if col == 1 else ""), nticks=5, row=row, col=col)
+    fig.update_xaxes(showticklabels=False, row=row, col=col)
+    fig.add_annotation(text=_error_title(w), x=0, xref="x domain", xanchor="left", align="left", y=1, yref="y domain", yanchor="bottom", yshift=2,
+                       showarrow=False, font=dict(size=11, color=_TEXT), row=row, col=col)
 
 def _span(times: np.ndarray) -> list[float]: return [float(times[0]), float(times[-1]) if len(times) > 1 else float(times[0]) + 1]
 
@@ -226,7 +238,8 @@ def _error_traces(w: "Misjudged", picture: np.ndarray, times: np.ndarray, mel_hz
     shown = go.Heatmap(z=_smallest(z), x=_f32(times), y=_f32(mel_hz), coloraxis="coloraxis", name=name,
                        hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra>%{fullData.name}</extra>")
     line = dict(shape="hv", width=1.4, color=_LEAK if w.is_leak else _OTHER)
-    said = go.Scatter(x=_f32(long_start_s), y=_f32(w.segment_scores), mode="lines", line=line, name=name, showlegend=False,
+    x, y = (_f32(v[::-(-len(v) // MAX_POINTS)]) for v in (np.append(long_start_s, times[-1]), np.append(w.segment_scores, w.segment_scores[-1])))
+    said = go.Scatter(x=x, y=y, mode="lines", line=line, name=name, showlegend=False,
                       hovertemplate="%{y:.2f} from %{x:.2f} s<extra>%{fullData.name}</extra>")
     return shown, said
 
