@@ -3,8 +3,10 @@ import json
 import os
 import shutil
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
-from leakmel.core.errors import DataError, OutputError
+from leakmel.core.errors import DataError, OutputError, VerifyError
 from leakmel.dataset import again, begin, journal, loader
 from leakmel.dataset.again import state_path
 from leakmel.dataset.job import Job
@@ -810,3 +812,67 @@ def test_killed_at_every_step_of_a_build_of_200_files(tmp_path: Path, make_wav: 
     n = sweep(data, tmp_path, every=1, **options)
     tried("S1", n)
     assert n > 100
+
+
+# ---- clocks of whole seconds
+
+
+@pytest.fixture
+def whole_seconds(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    "A file system that keeps whole seconds, and whose clock stands at a second that is given: recordings get this time, whatever happens to them."
+    monkeypatch.setattr(loader, "native", lambda: None)      # times are taken by Python, where they can be changed
+    monkeypatch.setattr(again, "native", lambda: None)
+    clock, real_stat, real_fstat = [0], os.stat, os.fstat
+    def coarse(st: os.stat_result, path: Any) -> os.stat_result:
+        if not stat.S_ISREG(st.st_mode) or not os.fsdecode(path).startswith(f"{data}/"): return st
+        fields = {name: getattr(st, name) for name in dir(st) if name.startswith("st_")}
+        return os.stat_result(tuple(st), fields | {"st_ctime_ns": clock[0] * 10**9, "st_ctime": float(clock[0])})
+    def of_path(path: Any, **named: Any) -> os.stat_result: return coarse(real_stat(path, **named), path) if not isinstance(path, int) else of_fd(path)
+    def of_fd(fd: int) -> os.stat_result: return coarse(real_fstat(fd), os.readlink(f"/proc/self/fd/{fd}"))
+    monkeypatch.setattr(os, "stat", of_path)
+    monkeypatch.setattr(os, "fstat", of_fd)
+    def put(second: int) -> None:
+        clock[0] = second
+        for path in data.rglob("*.wav"): os.utime(path, (second, second))
+    return put
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["complete", "interrupted"])
+def test_a_change_within_the_second_of_a_build_is_seen_by_the_next(data: Path, tmp_path: Path, whole_seconds: Callable[[int], None],
+                                                                   monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+    "It leaves no trace where times are whole seconds; so what is as young as that is read again."
+    now, target, path = int(time.time()), tmp_path / "out" / "x.h5", data / "LEAK" / "01.wav"
+    monkeypatch.setattr(again, "_SECONDS_ONLY_NS", 600 * 10**9)      # two seconds, and the time that this test may take
+    whole_seconds(now)
+    def first() -> None:
+        with monkeypatch.context() as m:
+            if interrupted: m.setattr("leakmel.dataset.publish.check_data_set", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt()))
+            with suppress(KeyboardInterrupt): build(data, target)
+        flip(path, 1000)
+        whole_seconds(now)
+    first()
+    result = build(data, target)
+    assert (result.summary["kept_rows"], result.summary["nothing_to_do"]) == (0, False)
+    assert target.read_bytes() == fresh_bytes(data, tmp_path)
+    monkeypatch.setattr(again, "_SECONDS_ONLY_NS", -600 * 10**9)      # without this rule the change is missed
+    build(data, target, fresh=True)
+    first()
+    with suppress(DataError, VerifyError): build(data, target)      # the check may find the row that is not the recording's any more
+    assert target.read_bytes() != fresh_bytes(data, tmp_path)
+
+
+def test_how_old_a_time_has_to_be() -> None:
+    "Two seconds where it may be a whole one, 20 ms else."
+    second, fine = 1_700_000_000 * 10**9, 1_700_000_000 * 10**9 + 5
+    for ctime_ns, after_ns, is_settled in ((second, 1_999_999_999, False), (second, 2_000_000_001, True), (fine, 19_999_999, False), (fine, 20_000_001, True)):
+        assert again._is_settled(np.array([ctime_ns]), ctime_ns + after_ns).tolist() == [is_settled]
+
+
+def test_whole_seconds_that_lie_back_are_trusted(data: Path, tmp_path: Path, whole_seconds: Callable[[int], None], read: list[bytes]) -> None:
+    whole_seconds(int(time.time()) - 10)
+    build(data, tmp_path / "x.h5")
+    read.clear()
+    assert build(data, tmp_path / "x.h5").summary["nothing_to_do"]
+    whole_seconds(int(time.time()) - 5)
+    assert build(data, tmp_path / "x.h5").summary["changes"] == {"added": 0, "changed": 32, "removed": 0}
+    assert len(read) == 32
