@@ -24,7 +24,7 @@ def label_in(
     "The label that a path seems to say."
     folders = os.fsdecode(path).split("/")[:-1]
     if folders and split_name(folders[0]) is not None: folders = folders[1:]
-    return folders[0] if folders else ""
+    return folders[0] if folders and not folders[0].startswith(".") else ""      # hidden folders are no labels
 
 def _below_split(path: bytes) -> bytes:
     "A path without the folder of its split."

@@ -9,6 +9,7 @@ __all__ = ['COLUMNS', 'REJECTED_COLUMNS', 'FLAGS', 'MOST_SHOWN', 'Rule', 'Scored
 import base64, csv, os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -124,8 +125,9 @@ def check_out(
 def _check_replaced(path: Path, columns: tuple[str, ...]) -> None:
     "Only a table of predictions may be replaced."
     if not os.path.lexists(path): return
-    try: first = path.open("rb").readline(1000).decode("utf-8", "replace").strip() if path.is_file() else ""
-    except OSError: first = ""
+    first = ""
+    if path.is_file():
+        with suppress(OSError), path.open("rb") as f: first = f.readline(1000).decode("utf-8", "replace").strip()
     if first.split(",")[:3] != list(columns[:3]):
         raise OutputError("something that is no table of predictions is in the way", path=path, remedy="choose another name, or remove it yourself")
 
