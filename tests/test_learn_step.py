@@ -290,6 +290,22 @@ def test_other_errors_are_not_taken_for_it(starved):
     with pytest.raises(ValueError, match="no such thing"): starved.step({30}, lambda: ValueError("no such thing"))
 
 
+# Nothing waits for the device
+
+def test_no_number_is_read_from_the_device_on_the_way_to_the_gradients():
+    "Each such reading would let a GPU run dry."
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.add(str(func.overloadpacket))
+            return func(*args, **(kwargs or {}))
+    names: set[str] = set()
+    for changes in ({"accumulation": 3}, {"loss": "focal", "noise_share": 1.0, "label_smoothing": 0.0}, {"amp": "bf16"}):
+        stepper, batch = stepper_of(**changes), batch_of(24)
+        with Notes(): stepper._gradients(batch)
+    assert {"aten.convolution", "aten.exponential_", "aten.native_dropout"} & names
+    assert not {n for n in names if n.split(".")[1] in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")}
+
+
 # Half precision
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
@@ -568,6 +584,50 @@ def test_ranges_for_a_profiler(monkeypatch):
     assert clock.ranges == ["augment", "forward", "backward", "forward", "backward", "optimiser"]
 
 
+class FakeEvent:
+    "An event of a device that is ten steps behind."
+    made: list["FakeEvent"] = []
+    done = False
+
+    def __init__(self, enable_timing: bool = False):
+        assert enable_timing
+        FakeEvent.made.append(self)
+        self.at: int | None = None
+
+    def record(self, stream: str) -> None:
+        assert stream == "stream of cuda:0"
+        self.at = len(FakeEvent.made)
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        assert FakeEvent.done
+        assert self.at is not None
+        assert other.at is not None
+        return 2.0 * (other.at - self.at)
+
+
+def test_the_clock_of_a_card_asks_for_nothing_before_the_end(monkeypatch):
+    calls: list[str] = []
+    def settle(device: torch.device) -> None:
+        calls.append("settle")
+        FakeEvent.done = True
+    monkeypatch.setattr(FakeEvent, "made", [])
+    monkeypatch.setattr(FakeEvent, "done", False)
+    replaced: dict[str, Any] = {"Event": FakeEvent, "current_stream": lambda device: f"stream of {device}", "synchronize": settle,
+                                "max_memory_allocated": lambda device: 7, "memory_reserved": lambda device: 9,
+                                "reset_peak_memory_stats": lambda device: calls.append("reset")}
+    for name, fake in replaced.items(): monkeypatch.setattr(torch.cuda, name, fake)
+    timer, loads = StepTimer("cpu", 2, device_clock("cuda:0")), Loads(6)
+    monkeypatch.setattr(timer.clock, "range", lambda name: torch.no_grad())
+    for _ in timer.batches(loads):
+        with timer.step(): pass
+    assert "settle" not in calls
+    times = timer.times()
+    assert (times.compute_ms, times.h2d_ms, times.n_sampled) == (2.0, 2.0, 3)
+    assert (times.allocated_bytes, times.reserved_bytes) == (7, 9)
+    assert len(FakeEvent.made) == 16      # two around each of four transfers and four steps
+    assert calls.count("settle") == 1
+
+
 # What needs a GPU
 
 def need_gpu() -> None:
@@ -612,6 +672,18 @@ def test_events_tell_the_time_of_a_gpu():
     assert times.allocated_bytes
     assert times.reserved_bytes
     assert times.n_sampled == 10
+
+
+@pytest.mark.gpu
+def test_a_step_does_not_wait_for_a_gpu():
+    need_gpu()
+    stepper, batches = stepper_of(20, device="cuda", amp="bf16", accumulation=2), [batch_of(24, i).to(torch.device("cuda")) for i in range(4)]
+    stepper.step(batches[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[1:]: stepper.step(batch)
+    finally: torch.cuda.set_sync_debug_mode("default")
+    assert stepper.n_done == 4
 
 
 @pytest.mark.gpu

@@ -58,7 +58,9 @@ def known_random(
 ) -> Iterator[None]:
     "Torch's own random numbers from a seed; afterwards they go on as if nothing had been drawn."
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)      # and not torch.manual_seed, which seeds all devices of the machine
+        if device.type == "cuda":
+            with torch.cuda.device(device): torch.cuda.manual_seed(seed)
         yield
 
 # %% ../../nbs/learn/step.ipynb #7c02db33
