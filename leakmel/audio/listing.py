@@ -69,7 +69,9 @@ def _entry_stat(entry: os.DirEntry, root: bytes, left_out: LeftOut) -> os.stat_r
         if is_inside(entry.path, root): return entry.stat()
     except OSError as e:
         if e.errno in MACHINE_FAULTS: raise
-        if not entry.is_symlink(): return None      # went away while the folder was listed
+        if not entry.is_symlink():
+            if e.errno in (errno.ENOENT, errno.ENOTDIR): return None      # went away while the folder was listed
+            raise      # its name may be read and nothing else: left out in silence, it would be missed by nobody
     left_out.add("link", entry.path, "a link that leads nowhere, in a circle or out of the data folder is not followed")
     return None
 
