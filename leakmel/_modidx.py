@@ -2556,6 +2556,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'leakmel.learn.data._Counted.kind': ('learn/data.html#_counted.kind', 'leakmel/learn/data.py'),
                                     'leakmel.learn.data._Counted.n_bytes': ('learn/data.html#_counted.n_bytes', 'leakmel/learn/data.py'),
                                     'leakmel.learn.data._Counted.per_row': ('learn/data.html#_counted.per_row', 'leakmel/learn/data.py'),
+                                    'leakmel.learn.data._Counted.places': ('learn/data.html#_counted.places', 'leakmel/learn/data.py'),
                                     'leakmel.learn.data._Counted.row_of': ('learn/data.html#_counted.row_of', 'leakmel/learn/data.py'),
                                     'leakmel.learn.data._batch': ('learn/data.html#_batch', 'leakmel/learn/data.py'),
                                     'leakmel.learn.data._check_settings': ('learn/data.html#_check_settings', 'leakmel/learn/data.py'),
