@@ -143,9 +143,13 @@ def _own_stamp(detector: Detector) -> str:
     return f"In training: {stamp}" if stamp and isinstance(stamp, str) else ""
 
 def _device(name: str) -> str:
-    if name != "auto": return name
+    "The device that was asked for, if it is there."
     import torch
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if name == "auto": return "cuda:0" if torch.cuda.is_available() else "cpu"
+    try: kind = torch.device(name).type
+    except RuntimeError as e: raise UsageError("no such device", found=repr(name), expected="auto, cpu, cuda or cuda:1") from e
+    if kind == "cuda" and not torch.cuda.is_available(): raise UsageError("there is no GPU here", found=repr(name), remedy="say device='cpu'")
+    return name
 
 def _scored(detector: Detector, ds: Segments, how: Mapping[str, Any], label: str) -> tuple[np.ndarray, float]:
     "[n, L] scores, and the seconds that took."

@@ -110,7 +110,7 @@ class Evaluation:
         return _summary(self)
 
     def report(self) -> str:
-        "All of it as text, at most 100 columns wide."
+        "All of it as text, lines of at most 100 columns unless a name is longer."
         return "\n".join(_lines(self))
 
     def save(
@@ -174,8 +174,8 @@ def _about(e: Evaluation) -> Iterator[str]:
 
 def _lines(e: Evaluation) -> Iterator[str]:
     for text in (f"Evaluation of {show_path(e.model)}: {e.task.leak_label} or not", "", *_head(e), ""): yield folded(text, 100)
-    yield e.figures().to_string()
-    if e.baselines: yield from ("", f"{e.judged.title}, difference on the same recordings:", _difference_table(e).to_string())
+    yield e.figures().to_string(line_width=100)
+    if e.baselines: yield from ("", f"{e.judged.title}, difference on the same recordings:", _difference_table(e).to_string(line_width=100))
     yield ""
     for text in (*_notes(e), *_about(e)): yield folded(text, 100)
     yield from ("", f"By {e.groups.by}, the worst first:", _group_text(e))

@@ -1,0 +1,547 @@
+"A detector is judged beside baselines, with intervals that hold, and what cannot be concluded is said."
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import stats
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+
+import leakmel as lm
+from leakmel.audio.synth import write_wav
+from leakmel.core.errors import DataError, OutputError, UsageError
+from leakmel.learn import evaluation
+from leakmel.learn.baselines import Baseline, fit_baselines, fit_logistic, leaks, levels, mean_mels
+from leakmel.learn.data import Segments
+from leakmel.learn.detector import UNCHOSEN, Detector
+from leakmel.learn.eval_plots import all_plots
+from leakmel.learn.intervals import LEAST_GROUPS, Bootstrap, Groups, interval_of, recording_groups, source_names, student_quantile
+from leakmel.learn.judged import cautions, give_verdict, judge, label_control
+from leakmel.learn.metrics import FIGURES, leak_metrics
+from leakmel.learn.net import LeakNet, NetSettings
+from leakmel.learn.splits import LeakySplitWarning, Split, SplitWarning, group_split
+from leakmel.learn.task import make_task
+
+
+def groups_of(code: Any, by: str = "sensor") -> Groups:
+    names, number = np.unique(code, return_inverse=True)
+    return Groups(by, number.astype(np.int64), tuple(map(str, names)))
+
+
+# ---- intervals -------------------------------------------------------------------------------------------------------
+
+def town(rng: np.random.Generator, n_sensors: int, n_each: int = 10, gap: float = 1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    "Truth, score and sensor of recordings whose sensors differ by more than chance."
+    of = np.repeat(np.arange(n_sensors), n_each)
+    truth, shift = rng.random(len(of)) < 0.5, rng.normal(0, 0.7, (2, n_sensors))
+    return truth, np.where(truth, gap + shift[0][of], shift[1][of]) + rng.normal(0, 1, len(of)), of
+
+
+def shares_held(n_sensors: int, n_sets: int) -> dict[str, float]:
+    "How often intervals of made data hold the figure of the whole town."
+    whole, held = town(np.random.default_rng(7), 20_000), {name: [] for name in FIGURES}  # type: ignore[var-annotated]
+    true = leak_metrics(whole[0], whole[1], 0.5)
+    for seed in range(n_sets):
+        truth, score, of = town(np.random.default_rng(seed), n_sensors)
+        boot = Bootstrap(truth, groups_of(of), n_draws=1000, seed=seed)
+        for name, i in boot.intervals(boot.draws(score, 0.5)).items():
+            if i.known: held[name].append(i.low <= true[name] <= i.high)
+    assert all(len(h) > 0.9 * n_sets for h in held.values())
+    return {name: float(np.mean(h)) for name, h in held.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_sensors", [6, 20])
+def test_intervals_hold_the_truth_as_often_as_they_say(n_sensors):
+    "200 sets of a town whose figures are known: 95 % of the intervals, as far as 200 sets can tell."
+    shares = shares_held(n_sensors, 200)
+    assert all(0.88 <= s <= 0.99 for s in shares.values()), shares
+
+
+@pytest.mark.long
+def test_intervals_hold_the_truth_in_a_thousand_sets():
+    for n in (5, 8, 12, 30):
+        shares = shares_held(n, 1000)
+        assert all(0.87 <= s <= 0.98 for s in shares.values()), (n, shares)
+
+
+def test_drawing_recordings_in_place_of_sensors_is_too_narrow():
+    "Why groups are drawn: the same intervals over recordings miss the truth far more often."
+    truth, score, of = town(np.random.default_rng(1), 12, 40)
+    width = {}
+    for by, code in (("sensor", of), ("recording", np.arange(len(of)))):
+        boot = Bootstrap(truth, groups_of(code, by))
+        i = boot.intervals(boot.draws(score, 0.5))["auc"]
+        width[by] = i.high - i.low
+    assert width["sensor"] > 1.5 * width["recording"]
+
+
+@pytest.mark.parametrize("n_groups", [3, 12, 300])
+def test_figures_of_draws_are_those_of_the_recordings_drawn(n_groups):
+    "Weighted counts against recordings that are really repeated; more than 256 groups take another way."
+    rng = np.random.default_rng(0)
+    truth, score, of = rng.random(600) < 0.4, rng.integers(0, 30, 600) / 30, rng.permutation(np.arange(600) % n_groups)
+    boot = Bootstrap(truth, groups_of(of), n_draws=100, seed=3)
+    draws = boot.draws(score, 0.5)
+    for d in range(0, 100, 9):
+        again = np.repeat(np.arange(600), boot.times[d, of].astype(int))
+        for name, value in leak_metrics(truth[again], score[again], 0.5).items(): assert draws[name][d] == pytest.approx(value, abs=1e-12, nan_ok=True)
+
+
+def test_draws_are_the_same_for_the_same_seed():
+    truth, score, of = town(np.random.default_rng(0), 8)
+    a, b, c = (Bootstrap(truth, groups_of(of), n_draws=100, seed=s).draws(score, 0.5)["auc"] for s in (1, 1, 2))
+    assert np.array_equal(a, b)
+    assert not np.array_equal(a, c)
+
+
+@pytest.mark.parametrize("n", [4, 5, 9, 30, 1000])
+def test_students_quantile(n): assert student_quantile(0.975, n) == pytest.approx(stats.t.ppf(0.975, n), rel=2e-3)
+
+
+def test_draws_with_one_class_count_for_nothing():
+    truth = np.array([True] * 5 + [False] * 5)
+    boot = Bootstrap(truth, groups_of(np.arange(10), "recording"), n_draws=2000, seed=0)
+    draws = boot.draws(truth * 0.8, 0.5)
+    one_class = (boot.times[:, :5].sum(1) == 0) | (boot.times[:, 5:].sum(1) == 0)
+    assert one_class.any()
+    assert np.array_equal(np.isnan(draws["auc"]), one_class)
+    i = boot.intervals(draws)["auc"]
+    assert (i.low, i.high) == (1, 1)
+    assert "the same in all draws" in i.note
+
+
+def test_a_figure_that_is_often_undefined_has_no_interval():
+    draws = np.where(np.arange(1000) < 60, np.nan, 0.5 + np.arange(1000) / 5000)
+    assert interval_of(draws, 30).note == "undefined in 6% of the draws"
+    assert interval_of(draws[20:], 30).known
+
+
+@pytest.mark.parametrize("n", range(1, LEAST_GROUPS + 1))
+def test_too_few_groups_give_a_sentence(n):
+    truth, score, of = town(np.random.default_rng(0), n, 40)
+    boot = Bootstrap(truth, groups_of(of))
+    for name, i in boot.intervals(boot.draws(score, 0.5)).items():
+        assert i.known == (n >= LEAST_GROUPS), name
+        assert i.known or (i.note.startswith(f"only {n} sensor") and str(i) == "no interval")
+
+
+def test_figures_rest_upon_the_groups_that_hold_what_they_count():
+    "Twenty sensors, of which two heard leaks: nothing can be said of the leaks."
+    of = np.repeat(np.arange(20), 10)
+    truth = (of < 2) & (np.arange(200) % 2 == 0)
+    boot = Bootstrap(truth, groups_of(of))
+    found = boot.intervals(boot.draws(np.random.default_rng(0).random(200), 0.5))
+    assert {n for n, i in found.items() if i.known} == {"accuracy", "specificity"}
+    assert found["auc"].note == "only 2 sensors with a leak: too few for an interval, which takes 5"
+
+
+def test_groups_that_do_not_fit():
+    with pytest.raises(DataError, match="do not fit"): Bootstrap(np.ones(3, bool), groups_of([1, 2]))
+    with pytest.raises(UsageError, match="n_draws"): Bootstrap(np.ones(3, bool), groups_of([1, 2, 3]), n_draws=10)
+
+
+def frame(**columns: list) -> pd.DataFrame: return pd.DataFrame(columns)
+
+
+@pytest.mark.parametrize(("table", "by", "code"), [
+    (frame(sensor=["B", "A", "B"], start_time=["2024-03-01T23:00:00"] * 3), "sensor", [1, 0, 1]),
+    (frame(sensor=["B", "", "B"], start_time=["2024-03-01T23:00:00", "2024-03-02T11:59:00", "2024-03-02T12:00:00"]), "night", [0, 0, 1]),
+    (frame(sensor=["", "", ""], start_time=["", "", "x"], path=["L/a__t000.wav", "L/a__t005.wav", "N/b.wav"]), "source", [1, 1, 0]),
+    (frame(sensor=["", ""], path=["L/a1.wav", "L/a2.wav"]), "recording", [0, 1]),
+    (frame(label=["L", "N"]), "recording", [0, 1]),
+])
+def test_what_is_drawn_together(table, by, code):
+    found = recording_groups(table)
+    assert (found.by, found.code.tolist()) == (by, code)
+    assert bool(found.note) == (by != "sensor")
+
+
+def test_groups_that_are_asked_for():
+    table = frame(path=["L/p1_a.wav", "L/p2_a.wav", "N/p1_b.wav"], sensor=["x", "y", "z"])
+    assert recording_groups(table, r"re:(p\d)").code.tolist() == [0, 1, 0]
+    assert recording_groups(table, ["u", "u", "v"]).code.tolist() == [0, 0, 1]
+    with pytest.raises(UsageError, match="no such column"): recording_groups(table, "pipe")
+
+
+def test_names_of_pieces():
+    names = ["x/a__t000.wav", "a_part2.WAV", "a-clip_07.wav", "A_seg3.wav", "leak01.wav", "H1~000123~20240301_120000~8.wav", "bt12.wav"]
+    assert source_names(names).tolist() == ["a", "a", "a", "A", "", "", ""]
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+
+def ways(gaps: dict[str, float], n_sensors: int = 12, seed: int = 0) -> tuple[Bootstrap, dict[str, Any]]:
+    "Detectors that are as good as they are told to be, on the same recordings."
+    rng = np.random.default_rng(seed)
+    of = np.repeat(np.arange(n_sensors), 30)
+    truth, shift = rng.random(len(of)) < 0.5, rng.normal(0, 0.4, n_sensors)[of]
+    boot = Bootstrap(truth, groups_of(of))
+    scores = {n: gap * truth + shift + rng.normal(0, 1, len(of)) for n, gap in gaps.items()}
+    return boot, {n: judge(boot, s, name=n, title=n, threshold=gaps[n] / 2) for n, s in scores.items()}
+
+
+@pytest.mark.parametrize(("gaps", "beats", "said"), [
+    ({"cnn": 3, "level": 1, "mels": 1.5}, True, "Beats all baselines in AUC"),
+    ({"cnn": 1.5, "level": 1, "mels": 3}, False, "worse than mels"),
+    ({"cnn": 1.5, "level": 0.3, "mels": 1.5}, False, "does not beat mels"),
+    ({"cnn": 3}, None, "Not compared with any baseline"),
+])
+def test_the_verdict_goes_all_ways(gaps, beats, said):
+    boot, found = ways(gaps)
+    verdict = give_verdict(boot, found.pop("cnn"), list(found.values()))
+    assert verdict.beats is beats
+    assert said in verdict.text
+    assert (beats is False) == verdict.text.startswith("Useless")
+
+
+def test_with_few_sensors_the_best_detector_beats_nothing():
+    boot, found = ways({"cnn": 9, "level": 0, "mels": 0}, n_sensors=4)
+    verdict = give_verdict(boot, found.pop("cnn"), list(found.values()))
+    assert verdict.beats is None
+    assert "only 4 sensors" in verdict.text
+
+
+def test_equals_beat_each_other_rarely():
+    "Two detectors that are equally good: each is called better in about 2.5 % of the sets."
+    called = 0
+    for seed in range(80):
+        boot, found = ways({"a": 1.5, "b": 1.5}, seed=seed)
+        called += bool(give_verdict(boot, found["a"], [found["b"]]).beats)
+    assert called <= 7
+
+
+def test_a_constant_detector_is_useless():
+    boot, found = ways({"level": 1})
+    constant = judge(boot, np.full(len(boot.truth), 0.5), name="cnn", title="cnn")
+    assert constant.figures["auc"] == 0.5
+    assert constant.intervals["auc"].low == constant.intervals["auc"].high == 0.5
+    assert constant.figures["specificity"] == 0
+    verdict = give_verdict(boot, constant, list(found.values()))
+    assert verdict.beats is False
+    again = give_verdict(boot, constant, [constant])
+    assert again.beats is False
+
+
+def test_one_class_gives_no_verdict():
+    boot = Bootstrap(np.ones(40, bool), groups_of(np.arange(40) // 4))
+    a, b = (judge(boot, np.random.default_rng(k).random(40), name=n, title=n) for k, n in enumerate("ab"))
+    verdict = give_verdict(boot, a, [b])
+    assert verdict.beats is None
+    assert "every recording is a leak" in verdict.text
+    assert a.summary["figures"]["auc"] == {"value": None, "low": None, "high": None, "note": "every recording is a leak"}
+    json.dumps(a.summary, allow_nan=False)
+
+
+@pytest.mark.parametrize(("truth", "code", "said"), [
+    ([], [], "No recording: this proves nothing"),
+    ([1, 0], [0, 1], "Only 1 recording with a leak"),
+    ([1] * 20, [*range(20)], "there is nothing to tell apart"),
+    ([1] * 20 + [0] * 6, [*range(20), *[20] * 6], "All recordings with no leak are of 1 sensor"),
+    ([1, 0] * 20, [0] * 40, "All recordings are of 1 sensor: this proves nothing"),
+    ([1, 0] * 20, [k // 10 for k in range(40)], "Only 4 sensors"),
+    ([1] * 20 + [0] * 20, [k // 2 for k in range(40)], "holds one label only"),
+    ([1, 0] * 30, [0] * 40 + [*range(1, 6)] * 4, "One of 6 sensors holds 67% of the recordings with a leak"),
+])
+def test_what_recordings_cannot_show(truth, code, said):
+    found = cautions(np.array(truth, bool), groups_of(np.array(code, int)))
+    assert any(said in c for c in found), found
+
+
+def test_nothing_is_said_of_a_sound_data_set():
+    truth, _, of = town(np.random.default_rng(0), 12, 20)
+    assert cautions(truth, groups_of(of)) == ()
+
+
+# ---- the control -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("gap", [0.0, 2.0])
+def test_with_dealt_labels_the_interval_holds_a_half(gap):
+    truth, score, of = town(np.random.default_rng(2), 12, 20, gap)
+    control = label_control(truth, score, groups_of(of))
+    assert control.holds
+    assert control.n_known == control.n_deals == 100
+    assert control.middle == pytest.approx(0.5, abs=0.02)
+    assert control.spread[0] < 0.5 < control.spread[1]
+    assert (control.n_as_high == 0) == (gap == 2.0)
+    assert "holds 0.5 in" in str(control)
+
+
+def test_controls_that_cannot_be_made():
+    assert label_control(np.ones(9, bool), np.arange(9) / 9, groups_of(range(9))).holds is None
+    few = label_control(np.arange(40) % 2 == 0, np.random.default_rng(0).random(40), groups_of(np.arange(40) // 20))
+    assert few.holds is None
+    assert "no interval: only 2 sensors" in str(few)
+
+
+def test_baselines_learned_from_dealt_labels_know_nothing_on_average(parts):
+    "A single one leans one way or the other; the mean over many is 0.5."
+    rng = np.random.default_rng(0)
+    x, y, test, truth = mean_mels(parts["training"]), leaks(parts["training"]), mean_mels(parts["testing"]), leaks(parts["testing"])
+    areas = [roc_auc_score(truth, fit_logistic(x, rng.permutation(y)).score(test)) for _ in range(40)]
+    assert np.std(areas) > 0.02
+    assert abs(np.mean(areas) - 0.5) < 4 * np.std(areas) / np.sqrt(40)
+
+
+# ---- baselines -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("penalty", [0.1, 1.0, 10.0])
+def test_logistic_regression_is_that_of_scikit_learn(penalty):
+    rng = np.random.default_rng(0)
+    x = rng.normal(-40, 8, (300, 12)) @ rng.normal(0, 1, (12, 12))
+    y = rng.random(300) < 1 / (1 + np.exp(-(x[:, 0] - x[:, 0].mean()) / 20))
+    ours = fit_logistic(x, y, penalty=penalty)
+    z = (x - x.mean(0)) / x.std(0)
+    theirs = LogisticRegression(C=1 / penalty, tol=1e-10, max_iter=10_000).fit(z, y)
+    np.testing.assert_allclose(ours.weights, theirs.coef_[0], atol=1e-5)
+    np.testing.assert_allclose(ours.score(x), theirs.predict_proba(z)[:, 1], atol=1e-6)
+
+
+def test_logistic_regression_is_the_same_each_time_and_survives_odd_features():
+    rng = np.random.default_rng(1)
+    x, y = np.column_stack([rng.normal(0, 1, 50), np.full(50, -200.0), np.arange(50) * 1e-30]), np.arange(50) >= 25
+    a, b = fit_logistic(x, y), fit_logistic(x, y)
+    assert np.array_equal(a.weights, b.weights)
+    assert a.weights[1] == 0
+    assert np.isfinite(a.score(x * 1e6)).all()
+    apart = fit_logistic(np.where(y, 1.0, -1.0)[:, None], y)
+    assert leak_metrics(y, apart.score(np.where(y, 1.0, -1.0)[:, None]))["auc"] == 1
+    wide = fit_logistic(rng.normal(0, 1, (20, 200)), np.arange(20) % 2 == 0)
+    assert np.isfinite(wide.weights).all()
+
+
+@pytest.mark.parametrize(("x", "y"), [(np.ones((3, 1)), [1, 1, 1]), (np.ones((3, 1)), [1, 0]), (np.full((2, 1), np.nan), [1, 0]), (np.ones(2), [1, 0])])
+def test_what_cannot_be_learned_is_refused(x, y):
+    with pytest.raises(DataError): fit_logistic(x, np.array(y, bool))
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("evaluate")
+    lm.write_demo(folder / "wavs", n_files=360, seed=1)
+    return [r.path for r in lm.build_all(folder / "wavs", out_dir=folder, progress="none", spec=None)]
+
+
+@pytest.fixture(scope="module")
+def split(sets) -> Split: return group_split(sets, "sensor", shares={"training": 0.4, "validation": 0.2, "testing": 0.4})
+
+
+@pytest.fixture(scope="module")
+def parts(sets, split):
+    with lm.open_dataset(sets[0]) as ds: task = make_task(ds.class_names)
+    found = {name: Segments(sets, level="recording", rows=rows, task=task, preload_to_ram=False) for name, rows in split.parts.items()}
+    yield found
+    for ds in found.values(): ds.close()
+
+
+def test_baselines_read_what_they_say(parts):
+    ds = parts["testing"]
+    rows = [ds[i][0].astype(np.float64) for i in range(0, len(ds), 17)]
+    np.testing.assert_allclose(mean_mels(ds)[::17], [r.mean((0, 1, 3)) for r in rows], atol=1e-9)
+    table = pd.concat([s.files for s in ds.sources], ignore_index=True).iloc[ds.rows]
+    np.testing.assert_array_equal(levels(ds)[:, 0], table["rms_db"])
+    assert np.array_equal(leaks(ds), table["label"] == "LEAK")
+
+
+def test_baselines_choose_on_validation_only(parts):
+    with_validation, without = fit_baselines(parts["training"], parts["validation"]), fit_baselines(parts["training"])
+    for a, b in zip(with_validation, without):
+        assert np.array_equal(a.line.weights, b.line.weights)
+        assert (a.threshold_from, b.threshold_from, b.threshold) == ("validation", UNCHOSEN, 0.5)
+        score = a.score(parts["validation"])
+        best = max(leak_metrics(leaks(parts["validation"]), score, t)["f1"] for t in score)
+        assert leak_metrics(leaks(parts["validation"]), score, a.threshold)["f1"] == best
+    assert Baseline("level", with_validation[0].line).title == "Level only"
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+def detector(sets: list[Path], **more: Any) -> Detector:
+    with lm.open_dataset(sets[0]) as ds: spec, task = ds.spec, make_task(ds.class_names)
+    torch.manual_seed(0)
+    return Detector(LeakNet(NetSettings(channels=(4, 8)), np.full(64, -60.0), np.full(64, 12.0)), task, spec, **more)
+
+
+def knowing(monkeypatch: pytest.MonkeyPatch, noise: float) -> None:
+    "Let detectors know the truth, as far as the noise lets them."
+    def scores(detector: Detector, ds: Segments, **how: Any) -> np.ndarray:
+        rng = np.random.default_rng(5)
+        logit = 4.0 * (leaks(ds) - 0.5)[:, None] + rng.normal(0, noise, (len(ds.rows), 1)) + rng.normal(0, 0.5, (len(ds.rows), ds.row_shape[0]))
+        if how["progress"] is not None: how["progress"](len(ds.rows))
+        return (1 / (1 + np.exp(-logit))).astype(np.float32)
+    monkeypatch.setattr(evaluation, "score_rows", scores)
+
+
+def test_a_detector_that_has_learned_nothing(sets, split, tmp_path):
+    model = detector(sets).save(tmp_path / "model.pt")
+    e = lm.evaluate(model, sets, split=split, progress="none", n_draws=500)
+    assert isinstance(e, lm.Evaluation)
+    assert e.beats is False
+    assert "Useless" in e.report()
+    assert not e.leaky
+    assert e.cautions == ()
+    assert len(e.table) == len(split.parts["testing"]) == len(e.segment_scores)
+    assert set(e.table["sensor"]) <= set(e.groups.names)
+    assert e.judged.threshold_from == "validation"
+    assert {n: j.title for n, j in e.votes.items()} == {"mean": "Mean of segments", "long_vote": "20 of 40 segments"}
+    np.testing.assert_allclose(e.judged.score, e.segment_scores.mean(1, dtype=np.float64), atol=1e-6)
+    np.testing.assert_array_equal(e.votes["long_vote"].score, np.sort(e.segment_scores, axis=1)[:, 20])
+    assert 0 < len(e.worst) <= 10
+    assert all(w.is_leak != (w.score >= w.threshold) for w in e.worst)
+    assert e.files_per_s > 0
+
+
+def test_a_detector_that_knows(sets, split, monkeypatch):
+    knowing(monkeypatch, 0.5)
+    e = lm.evaluate(detector(sets), sets, split=split, progress="none", n_draws=500)
+    assert e.beats is True
+    assert "Beats all baselines" in e.report()
+    assert "beats the baselines" in repr(e)
+    assert e.control.holds
+    assert e.control.n_as_high == 0
+    assert all(d["auc"].is_better for own in e.differences.values() for d in own.values())
+
+
+def test_batches_do_not_matter(sets, split):
+    scores = [lm.evaluate(detector(sets), sets, split=split, progress="none", n_draws=100, files_per_batch=n, device="cpu").segment_scores for n in (1, 7, 500)]
+    np.testing.assert_allclose(scores[0], scores[1], atol=2e-6)
+    np.testing.assert_allclose(scores[0], scores[2], atol=2e-6)
+
+
+def test_thresholds_are_never_chosen_on_the_recordings_that_judge(sets, split, monkeypatch):
+    knowing(monkeypatch, 0.5)
+    d, chosen = detector(sets), detector(sets, threshold_from="validation (f1)")
+    chosen.thresholds["mean"] = 0.875
+    alone = lm.evaluate(d, sets[2], progress="none", n_draws=100)
+    assert {j.threshold for j in alone.votes.values()} == {0.5}
+    assert alone.judged.threshold_from == UNCHOSEN
+    assert lm.evaluate(chosen, sets, split=split, progress="none", n_draws=100).judged.threshold == 0.875
+    assert "Not compared with any baseline" in alone.report()
+    assert any("Training was not given" in c for c in alone.cautions)
+
+
+def test_all_forms_of_a_result(sets, split, tmp_path):
+    e = lm.evaluate(detector(sets), sets, split=split, progress="none", n_draws=200, votes=("long_vote", "any_long"))
+    summary = json.loads(json.dumps(e.summary, allow_nan=False))
+    assert summary["recordings"] == len(e.table)
+    assert set(summary["votes"]) == {"mean", "long_vote", "any_long"}
+    assert set(summary["votes"]["mean"]["figures"]) == set(FIGURES)
+    assert summary["differences"]["mean"]["level"]["auc"]["better"] is False
+    assert max(map(len, e.report().splitlines())) <= 100
+    figures = e.plots()
+    assert list(figures) == ["roc", "confusion", "reliability", "groups", "errors"]
+    assert all(fig.layout.title.text for fig in figures.values())
+    assert max(len(t.x) for fig in figures.values() for t in fig.data) < 2000
+    written = e.save(tmp_path / "out")
+    assert json.loads(written["summary.json"].read_text()) == summary
+    assert len(pd.read_csv(written["recordings.csv"])) == len(e.table)
+    page = written["evaluation.html"].read_text()
+    assert page.count("Level only") > 2
+    assert "http-equiv" not in page
+    assert set(e.save(tmp_path / "small", plots=False)) == {"summary.json", "report.txt", "recordings.csv"}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="is a file"): e.save(tmp_path / "file")
+
+
+def test_a_leaky_split_is_on_everything(sets, tmp_path):
+    with pytest.warns(LeakySplitWarning): e = lm.evaluate(detector(sets), sets[1], training=sets, progress="none", n_draws=200)
+    assert e.leaky
+    assert e.report().splitlines()[2].startswith("LEAKY SPLIT")
+    assert "LEAKY SPLIT" in repr(e)
+    assert "LEAKY SPLIT" in e._repr_html_()
+    assert e.summary["leaky_split"] is True
+    assert all(fig.layout.title.subtitle.text.startswith("LEAKY SPLIT") for fig in all_plots(e).values())
+    rows = pd.read_csv(e.save(tmp_path, plots=False)["recordings.csv"])
+    assert rows["stamp"].str.startswith("LEAKY SPLIT").all()
+
+
+def test_a_stamp_of_the_training_stays(sets, split):
+    d = detector(sets, record={"split": {"stamp": "LEAKY SPLIT: scores say more than they should. 3 sensors"}})
+    e = lm.evaluate(d, sets, split=split, progress="none", n_draws=100)
+    assert e.stamps == ("In training: LEAKY SPLIT: scores say more than they should. 3 sensors",)
+    assert not lm.evaluate(detector(sets, record={"split": None}), sets, split=split, progress="none", n_draws=100).leaky
+
+
+def clips(folder: Path, names: dict[str, int]) -> Path:
+    for name, seed in names.items():
+        path = folder / "wavs" / f"{name}.wav"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_wav(path, (np.random.default_rng(seed).normal(0, 0.1, 4096).clip(-1, 1) * 32_000).astype(np.int16), 4096)
+    return lm.build(folder / "wavs", out=folder / "x.h5", progress="none", check=0, spec=lm.MelSpec(duration_s=1.0)).path
+
+
+def test_one_recording_of_a_class_proves_nothing(tmp_path):
+    "Pieces of one recording of each class, as people who start out have them."
+    made = {part: clips(tmp_path / part, {f"{label}/{label.lower()}_rec__t{k:03}": 100 * k + 10 * i + len(part) for i, label in enumerate(("LEAK", "NO"))
+                                          for k in range(a, b)}) for part, (a, b) in {"training": (0, 12), "testing": (12, 20)}.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SplitWarning)
+        e = lm.evaluate(detector([made["testing"]]), made["testing"], training=made["training"], progress="none", n_draws=100)
+    assert e.groups.by == "source"
+    assert e.beats is None
+    assert any("this proves nothing" in c for c in e.cautions)
+    assert any("Pieces of one recording" in s for s in e.stamps)
+    assert "proves nothing" in repr(e)
+
+
+def test_real_pieces_of_five_recordings_prove_nothing(tmp_path):
+    "One recording without a leak, cut into pieces: it runs, and says that nothing follows."
+    where = os.environ.get("LEAKMEL_REAL_WAVS")
+    if not where: pytest.skip("LEAKMEL_REAL_WAVS is not set")
+    spec = lm.MelSpec(sample_rate=8000, duration_s=5.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SplitWarning)
+        made = lm.build(Path(where) / "clips_5s", out=tmp_path / "x.h5", spec=spec, progress="none", check=0).path
+        d = Detector(LeakNet(NetSettings(channels=(4,), width=spec.row_shape[1] * spec.row_shape[3])), make_task(["leak", "no_leak"], "leak"), spec)
+        e = lm.evaluate(d, made, progress="none", n_draws=100)
+    assert e.groups.by == "source"
+    assert len(e.groups) == 5
+    assert e.beats is None
+    assert any(c.startswith("All recordings with no leak are of 1 source recording") and "proves nothing" in c for c in e.cautions)
+    assert not any(i.known for i in (e.judged.intervals[f] for f in ("auc", "specificity", "balanced_accuracy")))
+
+
+def test_files_of_the_earlier_system(tmp_path):
+    "Neither names nor levels: each recording stands alone, mean mels stand for the level."
+    rng = np.random.default_rng(0)
+    for name, n in (("a", 30), ("b", 20)):
+        y = np.arange(n) % 2
+        rows = rng.normal(-40, 3, (n, 4, 2, 64, 1)) + 4 * y[:, None, None, None, None]
+        with h5py.File(tmp_path / name, "w") as f:
+            f["labels"], f["segments_mel"] = y.astype(np.int16), rows.astype(np.float16)
+            f.attrs["config_json"], f.attrs["labels_json"], f.attrs["label2id_json"] = "{}", '["NO", "LEAK"]', '{"NO": 0, "LEAK": 1}'
+    d = Detector(LeakNet(NetSettings(channels=(4,))), make_task(["NO", "LEAK"]), None)
+    e = lm.evaluate(d, tmp_path / "b", training=tmp_path / "a", legacy=True, progress="none", n_draws=200)
+    assert e.groups.by == "recording"
+    assert e.baselines["level"].figures["auc"] == 1
+    assert e.beats is False
+    assert len(e.plots()["errors"].data) == 2 * len(e.worst) > 0
+    assert "stands alone" in e.report()
+
+
+@pytest.mark.parametrize(("options", "error", "said"), [
+    (dict(votes=("median",)), UsageError, "no such rule"), (dict(judged_by="loss"), UsageError, "no such figure"),
+    (dict(part="training", training="x"), UsageError, "two names"), (dict(device="tpu9x"), UsageError, "no such device"),
+])
+def test_what_cannot_be_judged(sets, options, error, said):
+    with pytest.raises(error, match=said): lm.evaluate(detector(sets), sets[2], progress="none", **options)
+
+
+def test_splits_that_do_not_fit(sets, split):
+    with pytest.raises(UsageError, match="given twice"): lm.evaluate(detector(sets), sets, split=split, training=sets[0], progress="none")
+    with pytest.raises(UsageError, match="other data sets"): lm.evaluate(detector(sets), sets[2], split=split, progress="none")
+    with pytest.raises(UsageError, match="no such part"): lm.evaluate(detector(sets), sets, split=split, part="exam", progress="none")
+
+
+def test_data_sets_that_were_open_stay_open(sets, split):
+    opened = [lm.open_dataset(p) for p in sets]
+    lm.evaluate(detector(sets), opened, split=split, progress="none", n_draws=100)
+    assert all(len(ds) and ds[0][0].shape for ds in opened)
+    for ds in opened: ds.close()
