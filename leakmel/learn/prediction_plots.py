@@ -113,27 +113,28 @@ def suspicious_mels(
     spec, n = predictions.spec, len(chosen)
     pictures = [_picture(predictions, s) for s in chosen]
     low, high = _colour_range(np.concatenate([p[2] for p in pictures], axis=1), 80.0)
-    fig = make_subplots(rows=2 * n, cols=1, row_heights=[0.68, 0.32] * n, vertical_spacing=0.18 / (2 * n),
-                        subplot_titles=[t for s in chosen for t in (f"{predictions.rule.score(s.segment_scores):.3f}  {_plain(show_path(s.path))}", "")])
+    fig = make_subplots(rows=2 * n, cols=1)
     fig.layout.template = {}
     for i, (s, (some, times, picture)) in enumerate(zip(chosen, pictures)):
         z = np.round(np.maximum(np.nan_to_num(picture, nan=low, posinf=high, neginf=low), low)).astype(np.int16)
         fig.add_trace(go.Heatmap(z=_smallest(z), x=_f32(times), y=_f32(spec.mel_hz), coloraxis="coloraxis", showlegend=False,
                                  hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra></extra>"), row=2 * i + 1, col=1)
-        starts = np.arange(some.start, some.stop) * spec.long_hop / spec.sample_rate
-        fig.add_trace(go.Scatter(x=_f32(starts), y=_f32(s.segment_scores[some]), mode="lines", line=dict(shape="hv", color=_LABEL_COLORS[1], width=2),
+        starts, own = np.arange(some.start, some.stop + 1) * spec.long_hop / spec.sample_rate, s.segment_scores[some]
+        fig.add_trace(go.Scatter(x=_f32(starts), y=_f32([*own, own[-1]]), mode="lines", line=dict(shape="hv", color=_LABEL_COLORS[1], width=2),
                                  showlegend=False, hovertemplate="%{y:.3f} from %{x:.2f} s<extra></extra>"), row=2 * i + 2, col=1)
-    return _dressed(fig, predictions, n, low, high)
+    return _dressed(fig, predictions, [f"{predictions.rule.score(s.segment_scores):.3f}  {_plain(show_path(s.path))}" for s in chosen], low, high)
 
-def _dressed(fig: "go.Figure", predictions: Predictions, n: int, low: float, high: float) -> "go.Figure":
-    "Axes, colours and title of the pictures."
-    for i in range(n):
-        fig.update_xaxes(matches=f"x{2 * i + 2}", showticklabels=False, row=2 * i + 1, col=1)
-        fig.update_yaxes(title=dict(text="frequency (Hz)"), row=2 * i + 1, col=1)
-        fig.update_yaxes(title=dict(text="score"), range=[-0.05, 1.05], row=2 * i + 2, col=1)
-    fig.update_xaxes(title=dict(text="time (s)"), row=2 * n, col=1)
-    fig.update_annotations(font=dict(size=12, color=_TEXT), yshift=-1)
+def _dressed(fig: "go.Figure", predictions: Predictions, names: list[str], low: float, high: float) -> "go.Figure":
+    "Places, axes, colours and title of the pictures: the scores close below their mels, and room for the name of the next one."
+    n = len(names)
+    for i, name in enumerate(names):
+        top, each = 1 - i / n - 0.08 / n, 1 / n
+        fig.update_xaxes(matches=f"x{2 * i + 2}", showticklabels=False, ticks="", row=2 * i + 1, col=1)
+        fig.update_xaxes(title=dict(text="time (s)", standoff=4), row=2 * i + 2, col=1)
+        fig.update_yaxes(title=dict(text="frequency (Hz)"), domain=[top - 0.50 * each, top], row=2 * i + 1, col=1)
+        fig.update_yaxes(title=dict(text="score"), range=[-0.05, 1.05], domain=[top - 0.73 * each, top - 0.53 * each], row=2 * i + 2, col=1)
+        fig.add_annotation(text=name, x=0, y=top, xref="paper", yref="paper", xanchor="left", yanchor="bottom", showarrow=False,
+                           font=dict(size=12, color=_TEXT))
     fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=dict(title=dict(text="dB"), thickness=12, outlinewidth=0)))
     title = "The most suspicious recording" if n == 1 else f"The {n} most suspicious recordings"
-    fig = _dress(fig, title, f"Mels, and the score of each long segment; colours shared; {_plain(str(predictions.rule))}", 110 + 260 * n)
-    return fig.update_layout(margin=dict(t=96))
+    return _dress(fig, title, f"Mels, and the score of each long segment; colours shared; {_plain(str(predictions.rule))}", 90 + 290 * n)
