@@ -25,7 +25,7 @@ from leakmel.learn import scoring
 from leakmel.learn.data import Segments
 from leakmel.learn.detector import Detector, load_detector, score_rows
 from leakmel.learn.hearing import Block
-from leakmel.learn.net import LeakNet, NetSettings, band_statistics
+from leakmel.learn.net import LeakNet, NetSettings
 from leakmel.learn.pieces import cut_row, heard_samples, segments_of, whole_row
 from leakmel.learn.predictions import COLUMNS, Predictions, rejected_path
 from leakmel.learn.task import make_task
@@ -488,23 +488,6 @@ def test_a_changed_file_is_not_shown_with_old_scores(tmp_path, detector):
     with pytest.raises(RecordingError): suspicious_mels(p)
 
 
-def trained(rows: Segments, steps: int) -> Detector:
-    "A detector that has seen each class a few times."
-    from leakmel.learn.net import matrices
-    torch.manual_seed(0)
-    ds = rows.sources[0]
-    net = LeakNet(NetSettings(channels=(8, 16)), *band_statistics(rows))
-    detector = Detector(net, make_task(ds.class_names, ds.class_names[0]), ds.spec)
-    step = torch.optim.AdamW(net.parameters(), 3e-3)
-    for _ in range(steps):
-        batch = rows.batch(np.arange(len(rows)))
-        loss = torch.nn.functional.cross_entropy(net(matrices(batch.x.flatten(0, 1)))[0], batch.y.repeat_interleave(rows.row_shape[0]))
-        step.zero_grad()
-        loss.backward()
-        step.step()
-    return detector
-
-
 def test_real_recordings_end_to_end(tmp_path):
     "Clips are built, learned and scored again; then the recordings they were cut from, as long as they are."
     where = os.environ.get("LEAKMEL_REAL_WAVS")
@@ -513,13 +496,14 @@ def test_real_recordings_end_to_end(tmp_path):
     assert clips.is_dir(), "LEAKMEL_REAL_WAVS names a folder without clips_5s"
     assert whole.is_dir(), "LEAKMEL_REAL_WAVS names a folder without recordings"
     built = lm.build(clips, out=tmp_path / "x.h5", progress="none", engine="torch", pipeline=lm.PipelineConfig(device="cpu"))
-    with Segments(built.path, level="recording") as rows:
-        trained(rows, 6).save(tmp_path / "model.pt")
-        right = score_rows(load_detector(tmp_path / "model.pt"), rows)
-    p = lm.predict(clips, tmp_path / "model.pt", out=tmp_path / "clips.csv", **QUIET)
+    leak = sorted(p.name for p in clips.iterdir() if p.is_dir())[0]
+    settings = lm.TrainSettings(epochs=1, batch_size=256, channels=(8, 16), early_stop_epochs=0)
+    done = lm.train(built.path, out=tmp_path / "trained", leak_label=leak, settings=settings, device="cpu", progress=False)
+    with Segments(built.path, level="recording") as rows: right = score_rows(load_detector(done.model_path), rows)
+    p = lm.predict(clips, done.model_path, out=tmp_path / "clips.csv", **QUIET)
     assert len(p) == built.rows
     assert np.array_equal(np.stack([s.segment_scores for s in p.scored]), right)
-    q = lm.predict(whole, tmp_path / "model.pt", out=tmp_path / "whole.csv", **QUIET)
+    q = lm.predict(whole, done.model_path, out=tmp_path / "whole.csv", **QUIET)
     assert (len(q), q.found) == (q.found, len([x for x in whole.rglob("*") if x.suffix.lower() == ".wav"]))
     table = q.table
     assert (table["duration_s"] > 5).any()
