@@ -147,6 +147,13 @@ class _Samples:
         allocated, reserved = self.clock.memory()
         if allocated is not None and reserved is not None: self.used.append((allocated, reserved))
 
+    def transfer(self, batch: Batch) -> Batch:
+        "Bring a batch to the device."
+        if not self._sampled(i := len(self.waits)): return batch.to(self.device)
+        first, moved = self.clock.mark(), batch.to(self.device)
+        self.moved.append((i, first, self.clock.mark()))
+        return moved
+
 # %% ../../nbs/learn/timing.ipynb #08860d73
 class StepTimer(_Samples):
     "Times an epoch: `for batch in timer.batches(loader)`, `with timer.step()` around what is done with it, and at the end `timer.times()`."
@@ -170,13 +177,6 @@ class StepTimer(_Samples):
         finally:
             if hooked: delattr(loader, "transfer")
             if isinstance(batches, Generator): batches.close()
-
-    def transfer(self, batch: Batch) -> Batch:
-        "Bring a batch to the device."
-        if not self._sampled(i := len(self.waits)): return batch.to(self.device)
-        first, moved = self.clock.mark(), batch.to(self.device)
-        self.moved.append((i, first, self.clock.mark()))
-        return moved
 
     @contextmanager
     def step(self) -> Iterator[None]:
