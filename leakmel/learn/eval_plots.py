@@ -246,13 +246,14 @@ def _error_traces(w: "Misjudged", picture: np.ndarray, times: np.ndarray, mel_hz
 # %% ../../nbs/learn/eval_plots.ipynb #28b13106
 def all_plots(
     e: "Evaluation",
-) -> "dict[str, go.Figure]":      # roc, confusion, reliability, groups, errors
+) -> "dict[str, go.Figure]":      # roc, confusion, reliability, groups (where there are any), errors
     "Every figure of an evaluation."
     truth, own, stamped, by = e.table["leak"].to_numpy(bool), e.judged, e.leaky, e.groups.by if e.groups.by.isalpha() else "group"
     ways = [own, *(j for n, j in e.votes.items() if n != e.vote)]
+    of_group = (truth, own.score, own.threshold, e.groups.code, e.groups.names, by)
     found = {"roc": roc_figure(truth, ways, list(e.baselines.values()), beats=e.beats, stamped=stamped),
-             "confusion": confusion_figure(own, e.task.leak_label, stamped=stamped), "reliability": reliability_figure(e.calibration, stamped=stamped),
-             "groups": group_figure(truth, own.score, own.threshold, e.groups.code, e.groups.names, by, stamped=stamped)}
+             "confusion": confusion_figure(own, e.task.leak_label, stamped=stamped), "reliability": reliability_figure(e.calibration, stamped=stamped)}
+    if len(e.groups) < len(truth): found["groups"] = group_figure(*of_group, stamped=stamped)
     return found | {"errors": _errors(e)}
 
 def _errors(e: "Evaluation") -> "go.Figure":

@@ -10,11 +10,12 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..core.errors import DataError, UsageError
+from ..core.errors import DataError, UsageError, show_path
 from ..core.progress import Progress
 from ..dataset.reader import MelDataset
 from ..dataset.rows import read_rows
@@ -131,9 +132,11 @@ def evaluate(
         parts = _parts(opened, split, part, detector.task)
         if not len(parts[part].rows): raise DataError("no recording to judge by", path=parts[part].sources[0].path)
         stamps = tuple(dict.fromkeys(s for s in (found.stamp if found else "", _own_stamp(detector), _source_stamp(parts, part)) if s))
-        how = dict(device=_device(device), files_per_batch=files_per_batch, progress=progress)
-        return _judged(detector, str(model) if not isinstance(model, Detector) else "a detector", parts, part, stamps, tuple(votes), group, judged_by,
-                       n_draws, seed, how)
+        name = "a detector" if isinstance(model, Detector) else os.fsdecode(model)
+        return _judged(_Job(detector, name, parts, part, stamps, _of_split(found), tuple(votes), group, judged_by, n_draws, seed,
+                            _device(device), files_per_batch, progress))
+
+
 
 # %% ../../nbs/learn/evaluation.ipynb #1d21fc1a
 def _own_stamp(detector: Detector) -> str:
@@ -141,6 +144,12 @@ def _own_stamp(detector: Detector) -> str:
     split = detector.record.get("split")
     stamp = split.get("stamp") if isinstance(split, dict) else ""
     return f"In training: {stamp}" if stamp and isinstance(stamp, str) else ""
+
+def _of_split(split: Split | None) -> tuple[str, ...]:
+    "What else was found in a split: labels that something beside the sound gives away, and what could not be looked at."
+    if split is None: return ()
+    found = [f"{show_path(p.path)}: {p.message}." for p in split.problems]
+    return (*found, *(f"Not looked at: the {kind} of some recordings is not known, so it may be on both sides." for kind in split.unchecked))
 
 def _device(name: str) -> str:
     "The device that was asked for, if it is there."
@@ -151,40 +160,62 @@ def _device(name: str) -> str:
     if kind == "cuda" and not torch.cuda.is_available(): raise UsageError("there is no GPU here", found=repr(name), remedy="say device='cpu'")
     return name
 
-def _scored(detector: Detector, ds: Segments, how: Mapping[str, Any], label: str) -> tuple[np.ndarray, float]:
-    "[n, L] scores, and the seconds that took."
-    with Progress(len(ds.rows), label=label, show=how["progress"]) as bar:
-        began = time.perf_counter()
-        scores = score_rows(detector, ds, device=how["device"], files_per_batch=how["files_per_batch"], progress=bar.update)
-        return scores, time.perf_counter() - began
+# %% ../../nbs/learn/evaluation.ipynb #d68ce25e
+@dataclass(frozen=True, eq=False)
+class _Job:
+    "What is to be judged, and how."
+    detector: Detector
+    name: str
+    parts: Mapping[str, Segments]
+    part: str                       # that judges
+    stamps: tuple[str, ...]
+    known: tuple[str, ...]          # what else was found in the split
+    votes: tuple[str, ...]
+    group: Group
+    judged_by: str
+    n_draws: int
+    seed: int
+    device: str
+    files_per_batch: int
+    progress: str
 
-def _judged(detector: Detector, name: str, parts: dict[str, Segments], part: str, stamps: tuple[str, ...], votes: tuple[str, ...], group: Group,
-            judged_by: str, n_draws: int, seed: int, how: dict[str, Any]) -> Evaluation:
+    def scores(self, part: str) -> tuple[np.ndarray, float]:
+        "[n, L] scores of a part, and the seconds that took."
+        ds = self.parts[part]
+        with Progress(len(ds.rows), label=f"scoring {part}", show=self.progress) as bar:
+            began = time.perf_counter()
+            found = score_rows(self.detector, ds, device=self.device, files_per_batch=self.files_per_batch, progress=bar.update)
+            return found, time.perf_counter() - began
+
+def _ways(job: _Job, boot: Bootstrap, segments: np.ndarray) -> dict[str, Judged]:
+    "The detector by each rule, its own first."
+    held, ways = None, {}
+    if "validation" in job.parts and not _is_chosen(job.detector): held = leaks(job.parts["validation"]), job.scores("validation")[0]
+    for rule in dict.fromkeys((job.detector.vote, *job.votes)):
+        threshold, chosen = _threshold(job.detector, rule, held)
+        title = vote_title(rule, segments.shape[1], job.detector.share)
+        ways[rule] = judge(boot, job.detector.recording_scores(segments, rule), name=rule, title=title, threshold=threshold, threshold_from=chosen)
+    return ways
+
+def _judged(job: _Job) -> Evaluation:
     "Judge parts that were opened and looked at."
-    ds, rules = parts[part], tuple(dict.fromkeys((detector.vote, *votes)))
+    ds, detector = job.parts[job.part], job.detector
     truth, table = leaks(ds), recordings_of(ds)
-    groups = recording_groups(table, group)
-    boot = Bootstrap(truth, groups, n_draws=n_draws, seed=seed)
-    segments, seconds = _scored(detector, ds, how, "scoring")
-    held = None
-    if "validation" in parts and not _is_chosen(detector):
-        held = leaks(parts["validation"]), _scored(detector, parts["validation"], how, "scoring validation")[0]
-    ways = {}
-    for rule in rules:
-        threshold, chosen = _threshold(detector, rule, held)
-        score, title = detector.recording_scores(segments, rule), vote_title(rule, segments.shape[1], detector.share)
-        ways[rule] = judge(boot, score, name=rule, title=title, threshold=threshold, threshold_from=chosen)
-    simple = {b.name: _judged_baseline(boot, b, ds) for b in _baselines(parts)}
+    groups = recording_groups(table, job.group)
+    boot = Bootstrap(truth, groups, n_draws=job.n_draws, seed=job.seed)
+    segments, seconds = job.scores(job.part)
+    ways = _ways(job, boot, segments)
+    simple = {b.name: _judged_baseline(boot, b, ds) for b in _baselines(job.parts)}
     apart = {v: {b: differences(boot, (j.figures, j.draws), (s.figures, s.draws)) for b, s in simple.items()} for v, j in ways.items()}
     own = ways[detector.vote]
-    verdict = give_verdict(boot, own, list(simple.values()), judged_by)
-    mean = np.clip(vote_scores(segments, "mean"), 0, 1)
     scores = {f"score_{n}": j.score for n, j in (*ways.items(), *simple.items())}
     said = table.assign(group=[groups.names[k] for k in groups.code], leak=truth, **scores, called_leak=own.score >= own.threshold)
-    details = {"part": part, "device": how["device"], "files_per_batch": how["files_per_batch"], "draws": n_draws, "seed": seed}
-    return Evaluation(name, detector.task, None if ds.sources[0].legacy else detector.spec, said, segments, groups, detector.vote, ways, simple, apart, verdict,
-                      stamps, (*cautions(truth, groups), *_further(detector, parts)), label_control(truth, own.score, groups, seed=seed),
-                      reliability(truth, mean), _worst(ds, said, own, segments), seconds, details)
+    details = {"part": job.part, "device": job.device, "files_per_batch": job.files_per_batch, "draws": job.n_draws, "seed": job.seed}
+    return Evaluation(
+        job.name, detector.task, None if ds.sources[0].legacy else detector.spec, said, segments, groups, detector.vote, ways, simple, apart,
+        verdict=give_verdict(boot, own, list(simple.values()), job.judged_by), stamps=job.stamps,
+        cautions=(*cautions(truth, groups), *job.known, *_further(detector, job.parts)), control=label_control(truth, own.score, groups, seed=job.seed),
+        calibration=reliability(truth, np.clip(vote_scores(segments, "mean"), 0, 1)), worst=_worst(ds, said, own, segments), seconds=seconds, details=details)
 
 # %% ../../nbs/learn/evaluation.ipynb #08bc71bd
 def _baselines(parts: Mapping[str, Segments]) -> list[Baseline]:

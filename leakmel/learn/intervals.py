@@ -7,8 +7,8 @@ __all__ = ['LEAST_GROUPS', 'UNKNOWN', 'Groups', 'source_names', 'recording_group
            'interval_of', 'Bootstrap', 'Difference', 'differences']
 
 # %% ../../nbs/learn/intervals.ipynb #0261e067
-import os, re
-from collections.abc import Iterable, Mapping
+import copy, os, re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -67,9 +67,9 @@ def recording_groups(
         return _coded("night", nights.dt.strftime("%Y-%m-%d").to_numpy(object),
                       "not all sensors are known, so recordings of one night were taken together; a sensor heard in several nights makes intervals too narrow")
     if "path" in table and (cut := source_names(table["path"])).astype(bool).any():
-        alone = np.array([f"\0{k}" for k in range(len(table))], dtype=object)
-        return _coded("source", np.where(cut != "", cut, alone), "neither all sensors nor all times are known; pieces were taken together by their names")
-    return _coded("recording", np.array([f"{k:09}" for k in range(len(table))], dtype=object),
+        return _coded("source", np.where(cut != "", cut, table["path"].to_numpy(object)),
+                      "neither all sensors nor all times are known; pieces were taken together by their names")
+    return Groups("recording", np.arange(len(table)), tuple(table["path"]) if "path" in table else tuple(f"recording {k}" for k in range(len(table))),
                   "neither all sensors nor all times are known, so each recording stands alone: too narrow where a sensor has several recordings")
 
 # %% ../../nbs/learn/intervals.ipynb #92cfd21b
@@ -137,16 +137,23 @@ def _wins(leaks: np.ndarray, others: np.ndarray, of_leaks: np.ndarray, of_others
     return out
 
 def _pairs_by_order(times: np.ndarray, truth: np.ndarray, scores: np.ndarray, code: np.ndarray) -> np.ndarray:
-    "[D] the same count for many groups: all recordings in the order of their scores, a piece of the draws at a time."
+    "[d] the same count for many groups: all recordings in the order of their scores."
     order = np.argsort(scores, kind="stable")
     first = np.flatnonzero(np.diff(scores[order], prepend=-np.inf) > 0)
-    out, step = np.empty(len(times)), max(1, _PIECE // max(1, len(order)))
-    for at in range(0, len(times), step):
-        weight = times[at:at + step][:, code[order]]
-        leaks, others = (np.add.reduceat(weight * c[order], first, axis=1) for c in (truth, ~truth))
-        out[at:at + step] = (leaks * (np.cumsum(others, axis=1) - others / 2)).sum(1)
+    weight = times[:, code[order]]
+    leaks, others = (np.add.reduceat(weight * c[order], first, axis=1) for c in (truth, ~truth))
+    return (leaks * (np.cumsum(others, axis=1) - others / 2)).sum(1)
+
+def _drawn(n_draws: int, n: int, seed: int) -> np.ndarray:
+    "[D, G] how often each group is drawn; made a piece at a time, because 50,000 groups are a lot of numbers."
+    rng, out, step = np.random.default_rng(seed), np.empty((n_draws, n), np.uint16), max(1, _PIECE // n)
+    for at in range(0, n_draws, step):
+        d = min(step, n_draws - at)
+        drawn = rng.integers(0, n, (d, n)) + n * np.arange(d)[:, None]
+        out[at:at + d] = np.bincount(drawn.ravel(), minlength=d * n).reshape(d, n)
     return out
 
+# %% ../../nbs/learn/intervals.ipynb #7e26f2b2
 class Bootstrap:
     "Draws of groups, the same ones for every detector."
 
@@ -158,12 +165,41 @@ class Bootstrap:
         n_draws: int = 2000,      # D
         seed: int = 0,
     ):
-        if len(truth) != len(groups.code): raise DataError("groups do not fit the recordings", found=len(groups.code), expected=len(truth))
         if n_draws < 100: raise UsageError("n_draws must be at least 100", found=n_draws)
-        self.truth, self.groups, n = np.asarray(truth, bool), groups, max(1, len(groups))
-        drawn = np.random.default_rng(seed).integers(0, n, (n_draws, n)) + n * np.arange(n_draws)[:, None]
-        self.times = np.bincount(drawn.ravel(), minlength=n_draws * n).reshape(n_draws, n).astype(np.float64)      # [D, G]
+        if len(truth) != len(groups.code): raise DataError("groups do not fit the recordings", found=len(groups.code), expected=len(truth))
+        self.groups, self.times = groups, _drawn(n_draws, max(1, len(groups)), seed)
+        self.truth = np.asarray(truth, bool)
         self.with_leaks, self.with_others = (len(np.unique(groups.code[c])) for c in (self.truth, ~self.truth))
+
+    def dealt(
+        self,
+        truth: np.ndarray,        # [B] bool
+    ) -> "Bootstrap":
+        "The same draws of the same recordings with other labels."
+        other = copy.copy(self)
+        other.truth = np.asarray(truth, bool)
+        other.with_leaks, other.with_others = (len(np.unique(self.groups.code[c])) for c in (other.truth, ~other.truth))
+        return other
+
+    def _pieces(self) -> Iterator[np.ndarray]:
+        step = max(1, _PIECE // self.times.shape[1])
+        for at in range(0, len(self.times), step): yield self.times[at:at + step].astype(np.float64)
+
+    def areas(
+        self,
+        score: np.ndarray,        # [B]
+    ) -> np.ndarray:              # [D], NaN where a draw holds one class only
+        "The area under the ROC curve in every draw."
+        truth, scores = checked(self.truth, score)
+        code, n = self.groups.code, self.times.shape[1]
+        own = np.stack([np.bincount(code[c], minlength=n) for c in (truth, ~truth)], axis=1).astype(np.float64)
+        wins = _wins(scores[truth], scores[~truth], code[truth], code[~truth], n) if n <= _FEW else None
+        found = []
+        for times in self._pieces():
+            pairs = ((times @ wins) * times).sum(1) if wins is not None else _pairs_by_order(times, truth, scores, code)
+            n_pairs = (times @ own).prod(1)
+            found.append(np.divide(pairs, n_pairs, out=np.full(len(pairs), np.nan), where=n_pairs > 0))
+        return np.concatenate(found)
 
     def draws(
         self,
@@ -174,12 +210,8 @@ class Bootstrap:
         truth, scores = checked(self.truth, score)
         said, code, n = scores >= threshold, self.groups.code, self.times.shape[1]
         cells = [np.bincount(code[c], minlength=n) for c in (truth & said, truth & ~said, ~truth & said, ~truth & ~said)]
-        counts = self.times @ np.stack(cells, axis=1).astype(np.float64)
-        figures = figures_of_counts(counts)
-        if n <= _FEW: pairs = ((self.times @ _wins(scores[truth], scores[~truth], code[truth], code[~truth], n)) * self.times).sum(1)
-        else: pairs = _pairs_by_order(self.times, truth, scores, code)
-        n_pairs = counts[:, :2].sum(1) * counts[:, 2:].sum(1)
-        return figures | {"auc": np.divide(pairs, n_pairs, out=np.full(len(pairs), np.nan), where=n_pairs > 0)}
+        by_group = np.stack(cells, axis=1).astype(np.float64)
+        return figures_of_counts(np.concatenate([times @ by_group for times in self._pieces()])) | {"auc": self.areas(scores)}
 
     def rests_upon(
         self,

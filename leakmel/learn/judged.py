@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..core.errors import show_path
-from .intervals import LEAST_GROUPS, Bootstrap, Difference, Groups, Interval, differences
-from .metrics import FIGURES, Confusion, confusion, leak_metrics, why_undefined
+from .intervals import LEAST_GROUPS, Bootstrap, Difference, Groups, Interval, differences, interval_of
+from .metrics import FIGURES, Confusion, confusion, figures_of_counts, leak_metrics, roc, why_undefined
 
 # %% ../../nbs/learn/judged.ipynb #34efd8cf
 @dataclass(frozen=True, eq=False)
@@ -145,22 +145,26 @@ class Control:
                 f"{self.n_as_high} of them have an AUC as high as this detector's."
                 + ("" if self.holds is not False else " THE CONTROL FAILS: do not trust these figures."))
 
+_MOST_WORK = 2e8      # numbers that are gone through
+
 def label_control(
     truth: np.ndarray,      # [B] bool
     score: np.ndarray,      # [B]
     groups: Groups,
     *,
-    n_deals: int = 100,
+    n_deals: int = 100,     # fewer, 20 at least, where each of many thousand recordings is its own group
     seed: int = 0,
 ) -> Control:
     "Judge the same scores by labels that were dealt out anew."
     truth, rng = np.asarray(truth, bool), np.random.default_rng(seed)
     if not 0 < truth.sum() < len(truth): return Control(0, 0, 0, np.nan, (np.nan, np.nan), Interval(np.nan, np.nan, "one class only"), 0)
     own, areas, intervals = leak_metrics(truth, score)["auc"], [], []
+    boot = Bootstrap(truth, groups, n_draws=400, seed=seed)
+    n_deals = max(min(n_deals, 20), min(n_deals, int(_MOST_WORK // boot.times.size)))
     for _ in range(n_deals):
-        boot = Bootstrap(dealt := rng.permutation(truth), groups, n_draws=400, seed=int(rng.integers(1 << 31)))
-        areas.append(leak_metrics(dealt, score)["auc"])
-        intervals.append(boot.intervals(boot.draws(score, 0.5))["auc"])
+        other = boot.dealt(rng.permutation(truth))
+        areas.append(roc(other.truth, score).auc)
+        intervals.append(interval_of(other.areas(score), *other.rests_upon("auc")))
     known, low_high = [i for i in intervals if i.known], np.quantile(areas, (0.025, 0.975)).tolist()
     n_as_high = int(np.count_nonzero(np.array(areas) >= own - 1e-12))
     n_held = sum(i.low <= 0.5 <= i.high for i in known)
@@ -173,9 +177,11 @@ def group_rows(
     groups: Groups,
 ) -> list[dict]:            # group, recordings, leaks, and each of FIGURES (None where undefined), the worst first
     "How right a detector is for each group."
-    rows = []
-    for k, name in enumerate(groups.names):
-        mine = groups.code == k
-        figures = leak_metrics(truth[mine], judged.score[mine], judged.threshold)
-        rows.append({"group": show_path(name), "recordings": int(mine.sum()), "leaks": int(truth[mine].sum()), **{n: plain(figures[n]) for n in FIGURES}})
-    return sorted(rows, key=lambda r: (r["accuracy"], -r["recordings"], r["group"]))
+    said, code, n = judged.score >= judged.threshold, groups.code, len(groups)
+    counts = np.stack([np.bincount(code[c], minlength=n) for c in (truth & said, truth & ~said, ~truth & said, ~truth & ~said)], axis=1)
+    figures, order = figures_of_counts(counts), np.argsort(code, kind="stable")
+    ends = np.cumsum(counts.sum(1))
+    areas = [roc(truth[mine], judged.score[mine]).auc if 0 < c[:2].sum() < c.sum() else np.nan for c, mine in zip(counts, np.split(order, ends[:-1]))]
+    rows = [{"group": show_path(name), "recordings": int(c.sum()), "leaks": int(c[:2].sum()),
+             **{f: plain(areas[k] if f == "auc" else figures[f][k]) for f in FIGURES}} for k, (name, c) in enumerate(zip(groups.names, counts))]
+    return sorted(rows, key=lambda row: (row["accuracy"], -row["recordings"], row["group"]))

@@ -178,11 +178,13 @@ def _lines(e: Evaluation) -> Iterator[str]:
     if e.baselines: yield from ("", f"{e.judged.title}, difference on the same recordings:", _difference_table(e).to_string(line_width=100))
     yield ""
     for text in (*_notes(e), *_about(e)): yield folded(text, 100)
-    yield from ("", f"By {e.groups.by}, the worst first:", _group_text(e))
+    if _has_groups(e): yield from ("", f"By {e.groups.by}, the worst first:", _group_text(e))
     if e.worst: yield from ("", "The worst errors:", *(folded(f"{str(w)[0].upper()}{str(w)[1:]}", 100) for w in e.worst))
     for text in e.stamps: yield from ("", folded(text, 100))
 
 _MOST_ROWS = 30
+
+def _has_groups(e: Evaluation) -> bool: return len(e.groups) < len(e.table)
 
 def _group_text(e: Evaluation) -> str:
     table = e.by_group()
@@ -197,10 +199,13 @@ def _page(e: Evaluation) -> str:
     verdict = {True: "#009E73", False: "#D55E00", None: "#999933"}[e.beats]
     tables = [e.figures().to_html(border=0)]
     if e.baselines: tables.append(f"<p>{escape(e.judged.title)}, difference on the same recordings:</p>{_difference_table(e).to_html(border=0)}")
-    groups = e.by_group().head(_MOST_ROWS).to_html(border=0, float_format="{:.2f}".format, na_rep="-")
+    groups = ""
+    if _has_groups(e):
+        table = e.by_group().head(_MOST_ROWS).to_html(border=0, float_format="{:.2f}".format, na_rep="-")
+        groups = f"<p>By {escape(e.groups.by)}, the worst first:</p>{table}"
     return (f"<div><p><b>Evaluation of {escape(show_path(e.model))}: {escape(show_path(e.task.leak_label))} or not</b></p>{block(e.stamps, '#D55E00')}"
             f"{block(e.cautions, '#E69F00')}{block((str(e.verdict),), verdict)}{''.join(tables)}"
-            f"<ul>{''.join(f'<li>{escape(t)}</li>' for t in (*_notes(e), *_about(e)))}</ul><p>By {escape(e.groups.by)}, the worst first:</p>{groups}</div>")
+            f"<ul>{''.join(f'<li>{escape(t)}</li>' for t in (*_notes(e), *_about(e)))}</ul>{groups}</div>")
 
 # %% ../../nbs/learn/results.ipynb #65f718ac
 def _difference(d: Difference) -> dict[str, Any]:
@@ -217,8 +222,8 @@ def _summary(e: Evaluation) -> dict[str, Any]:
             "judged_by": e.verdict.figure, "model": show_path(e.model), "task": repr(e.task), "recordings": len(e.table), "leaks": int(truth.sum()),
             "groups": {"by": e.groups.by, "n": len(e.groups)}, "vote": e.vote, "votes": {n: j.summary for n, j in e.votes.items()},
             "baselines": {n: j.summary for n, j in e.baselines.items()}, "differences": differences, "control": control, "calibration": calibration,
-            "by_group": group_rows(truth.to_numpy(bool), e.judged, e.groups), "worst": [str(w) for w in e.worst], "seconds": e.seconds,
-            "files_per_s": plain(e.files_per_s), "details": dict(e.details)}
+            "by_group": group_rows(truth.to_numpy(bool), e.judged, e.groups) if _has_groups(e) else [],
+            "worst": [str(w) for w in e.worst], "seconds": e.seconds, "files_per_s": plain(e.files_per_s), "details": dict(e.details)}
 
 def _save(e: Evaluation, folder: Path, plots: bool) -> dict[str, Path]:
     "Write the files; each is there with all its bytes or as it was."
