@@ -185,6 +185,7 @@ def metadata_digest(file: h5py.File) -> str:
         total.update(f"@{name} {json.dumps(value.tolist() if hasattr(value, 'tolist') else value)} ".encode("utf-8", "surrogateescape"))
     return total.hexdigest()
 
+# %% ../../nbs/dataset/schema.ipynb #bd9782ec
 def write_metadata(file: h5py.File, meta: Metadata) -> str:
     "Write labels, columns, digests, rejected files, scales and attributes, then the digest of all that, which is returned."
     def put(name: str, values: np.ndarray) -> h5py.Dataset:
