@@ -324,7 +324,7 @@ def as_nobody(work: Callable[[], object]) -> str:
                 os.setegid(65534)
                 os.seteuid(65534)
             try: said = repr(work())
-            except lm.LeakmelError as e: said = str(e)
+            except Exception as e: said = str(e)
             os.write(into, said.encode()[:4000])
         finally: os._exit(0)
     os.close(into)
@@ -339,9 +339,10 @@ def test_a_folder_whose_names_alone_may_be_read_is_not_left_out_in_silence(make_
         root = Path(d) / "data"
         for k in range(6): make_wav(root / ("LEAK" if k % 2 else "NOLEAK") / f"{k}.wav", seed=k)
         for folder in (Path(d), root, root / "NOLEAK"): folder.chmod(0o755)
+        assert len(lm.scan(root, progress="none")) == 6      # and what that imports is here before the child is another user
         (root / "LEAK").chmod(0o744)
-        try: said = as_nobody(lambda: lm.scan(root, progress="none"))
+        try: said = as_nobody(lambda: len(lm.scan(root, progress="none")))
         finally: (root / "LEAK").chmod(0o755)
         assert "LEAK: the folder cannot be listed (EACCES)" in said
-        assert "6 recordings" in as_nobody(lambda: lm.scan(root, progress="none"))
+        assert as_nobody(lambda: len(lm.scan(root, progress="none"))) == "6"
     tried("S7")

@@ -67,6 +67,7 @@ class BadFilesError(DataError):
         return {"found": self.n_found, "rejected": len(self.rejections), "rejected_by_code": dict(Counter(r.code for r in self.rejections).most_common()),
                 "rejected_files": [rejected_dict(r) for r in self.rejections[:MOST_LISTED]]}
 
+# %% ../../nbs/dataset/bad_files.ipynb #9cec4cbd
 def first_bad_file(
     listing: Listing,
     rejected: Rejected,

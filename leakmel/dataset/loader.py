@@ -198,8 +198,7 @@ class BatchReader:
         self.size = HEADER_BYTES + 2 * spec.n_samples
         self.base = os.fsencode(listing.folder) + b"/"
         self.no_label = _NO_LABEL["folders" if listing.naming.labels_by_folder else listing.naming.source]
-        self.inflow = Inflow()      # what was asked of the files, and what a device delivered
-        self.in_a_row = InARow()    # what the operating system refuses
+        self.inflow, self.in_a_row = Inflow(), InARow()      # what was asked of the files, and what a device delivered; what the system refuses
 
     def fill(self, slot: Slot) -> int:
         "Read the slot's candidates; returns the bytes of their files."
@@ -210,15 +209,9 @@ class BatchReader:
 
     def fill_row(self, slot: Slot, i: int) -> None:
         "Read one of the slot's candidates, or reject it; raises MachineError where too many in a row cannot be had, BadFilesError where it is to."
-        k = slot.first + i
-        try:
-            self._read(slot, i, k)
-            self.in_a_row.given()
-        except RecordingError as e:
-            slot.samples[i], path = 0, self.listing.paths[k]
-            if self.listing.label_ids[k] >= 0 and self.listing.sizes[k] >= 0: self.in_a_row.refused(e, self.base + path)     # else it was not asked for
-            slot.rejected.append(Rejected(path, e.code, e.message))
-            if self.on_bad_file == "stop": raise first_bad_file(self.listing, slot.rejected[-1]) from e
+        try: self._read(slot, i, slot.first + i)
+        except RecordingError as e: _reject(self, slot, i, e)
+        else: self.in_a_row.given()
 
     def _read(self, slot: Slot, i: int, k: int) -> None:
         "Read candidate k into row i."
@@ -234,6 +227,14 @@ class BatchReader:
         _keep(slot, i, row, facts, encoding_status)
 
 # %% ../../nbs/dataset/loader.ipynb #445f574b
+def _reject(reader: BatchReader, slot: Slot, i: int, error: RecordingError) -> None:
+    "Reject one of the slot's candidates, or stop."
+    k, listing = slot.first + i, reader.listing
+    slot.samples[i] = 0
+    if listing.label_ids[k] >= 0 and listing.sizes[k] >= 0: reader.in_a_row.refused(error, reader.base + listing.paths[k])     # else it was not asked for
+    slot.rejected.append(Rejected(listing.paths[k], error.code, error.message))
+    if reader.on_bad_file == "stop": raise first_bad_file(listing, slot.rejected[-1]) from error
+
 def _fill_rows(reader: BatchReader, slot: Slot) -> None:
     "Read a slot's candidates, or reject them."
     done = _fill_canonical(reader, slot)

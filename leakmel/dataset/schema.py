@@ -13,6 +13,7 @@ import json, mmap, os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -297,13 +298,14 @@ def unsafe_parts(
 
 def _unsafe_attributes(file: h5py.File) -> Iterator[str]:      # sentences
     "Reasons not to read the root's attributes, where their texts cannot be long together."
-    n, too_long = h5py.h5a.get_num_attrs(file.id), f"it has an attribute of more than {_MOST_SAID:,} letters"
+    n = h5py.h5a.get_num_attrs(file.id)
     if n > _MOST_OBJECTS: yield f"it has more than {_MOST_OBJECTS} attributes"
-    elif any(h5py.h5a.get_info(file.id, index=i).data_size > _MOST_SAID for i in range(n)): yield too_long
-    elif any(isinstance(text, (str, bytes)) and len(text) > _MOST_SAID for text in _texts(file)): yield too_long
+    elif any(n_letters > _MOST_SAID for n_letters in chain((h5py.h5a.get_info(file.id, index=i).data_size for i in range(n)), map(len, _texts(file)))):
+        yield f"it has an attribute of more than {_MOST_SAID:,} letters"      # first those that say how long they are
 
-def _texts(file: h5py.File) -> Iterator[Any]:
-    "Attributes of the root that can be read."
+def _texts(file: h5py.File) -> Iterator[str | bytes]:
+    "Attributes of the root that are texts and can be read."
     attributes = file.attrs
     for name in attributes:
-        with suppress(OSError, TypeError, ValueError): yield attributes[name]
+        with suppress(OSError, TypeError, ValueError):
+            if isinstance(value := attributes[name], (str, bytes)): yield value
