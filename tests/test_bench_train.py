@@ -1,0 +1,98 @@
+"The suite `train`: what a rehearsal measures and stores, what is refused, and that figures of trainings that failed are none."
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from leakmel.cli import main
+from leakmel.core.errors import LeakmelError, UsageError
+from leakmel.learn.timing import StepTimes
+from leakmel.ops import bench_train as suite
+from leakmel.ops.bench import newest
+from leakmel.ops.bench_train import GOALS, REAL, TINY, bench_train, joined_times, train_table
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory): return tmp_path_factory.mktemp("bench")
+
+
+@pytest.fixture(scope="module")
+def figures(folder) -> dict[str, Any]:
+    return bench_train(folder, n_files=6, rounds=1, rehearse=True, commit_id="abc")
+
+
+def test_a_rehearsal_goes_through_all_of_it(figures):
+    assert (figures["suite"], figures["rehearsal"], figures["ok"], figures["errors"], figures["commit"]) == ("train", True, True, [], "abc")
+    assert set(figures["training"]) == set(TINY.changes)
+    for f in figures["training"].values():
+        assert f["batches_per_s"]["median"] > 0
+        assert 0 < f["busy_share"]["median"] <= 1
+        assert f["warmup_batches"] >= TINY.warmup
+        assert f["batches_per_round"] >= TINY.batches
+        assert f["first_step_s"] < f["warmup_s"]
+        assert np.isfinite(f["last_loss"])
+    assert "DeviceLoader" in figures["training"]["as trained"]["loader"]
+    assert "StreamLoader" in figures["training"]["streamed"]["loader"]
+    assert figures["verified"]["all_ok"]
+    assert figures["verified"]["n"] == 6
+    for group in ("evaluation", "prediction"): assert figures[group]["8"]["files_per_s"]["least"] > 0
+    assert set(figures["goals"]) == set(GOALS)
+    assert json.loads(json.dumps(figures)) == figures
+
+
+def test_the_table_fits_and_says_that_it_was_a_rehearsal(figures):
+    text = train_table(figures)
+    assert text.startswith("a rehearsal: the figures mean nothing")
+    assert max(map(len, text.splitlines())) <= 100
+    for name in (*TINY.changes, "prediction and evaluation agree on 6 recordings"): assert name in text
+    failed = figures | {"errors": [{"what": "training: compiled", "error": "no compiler " * 20}], "verified": figures["verified"] | {"all_ok": False}}
+    text = train_table(failed)
+    assert "DO NOT AGREE" in text
+    assert "not measured: training: compiled" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_real_plan_is_that_of_the_goals():
+    assert (REAL.batch_size, GOALS["batches_per_s"], GOALS["evaluation_files_per_s"], GOALS["busy_share"][0]) == (5632, (100, 300), (10_000, 50_000), 0.75)
+    for name in REAL.changes: assert REAL.settings(name, 7).epochs == 7
+
+
+def test_rounds_are_whole_epochs_put_together():
+    def epoch(n: int, seconds: float, wait: float | None, compute: float | None) -> StepTimes:
+        return StepTimes(n, 1, seconds, 0.0, wait, wait, None, compute, None, None)
+    got = joined_times([epoch(100, 1.0, 1.0, 5.0), epoch(300, 1.0, 3.0, 5.0)])
+    assert (got["batches_per_s"], got["wait_ms"], got["wait_max_ms"], got["compute_ms"], got["busy_share"]) == (200, 2.5, 3.0, 5.0, 1.0)
+    assert joined_times([epoch(10, 1.0, None, None)])["busy_share"] is None
+
+
+def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
+    right = suite._Bench.train
+
+    def train(self: Any, name: str) -> dict[str, Any]:
+        if name == "full precision": raise LeakmelError("no such kernel")
+        return right(self, name)
+    monkeypatch.setattr(suite._Bench, "train", train)
+    monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, 1, 1, TINY.base, {n: TINY.changes[n] for n in ("as trained", "full precision")}, ()))
+    found = bench_train(folder, n_files=6, rounds=1, rehearse=True)
+    assert list(found["training"]) == ["as trained"]
+    assert found["errors"] == [{"what": "training: full precision", "error": "no such kernel"}]
+    assert not found["ok"]
+
+
+def test_what_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LeakmelError, match="torch sees none"): bench_train(tmp_path / "x")
+    with pytest.raises(UsageError): bench_train(tmp_path / "x", rounds=0, rehearse=True)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.slow
+def test_command(folder, tmp_path, capsys):
+    out = tmp_path / "figures"
+    assert main(["bench", str(folder), "--suite", "train", "--rehearse", "--files", "6", "--rounds", "1", "--out", str(out), "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["rehearsal"]
+    assert [p.name.split("-")[0] for p in out.iterdir()] == ["train"]
+    assert newest("train", out) is None, "a rehearsal's figures are none"
