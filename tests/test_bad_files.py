@@ -16,11 +16,12 @@ import pytest
 from outsider import check, leftovers, walk
 
 import leakmel as lm
+from leakmel.audio import listing
 from leakmel.audio.content import read_content
 from leakmel.audio.in_a_row import MANY_IN_A_ROW
 from leakmel.audio.wav import MACHINE_FAULTS
 from leakmel.cli import main
-from leakmel.core.errors import MachineError, UsageError
+from leakmel.core.errors import LeakmelError, MachineError, UsageError
 from leakmel.dataset import loader
 from leakmel.dataset.bad_files import MOST_LISTED, BadFilesError
 from leakmel.dataset.config import PipelineConfig
@@ -346,3 +347,16 @@ def test_a_folder_whose_names_alone_may_be_read_is_not_left_out_in_silence(make_
         assert "LEAK: the folder cannot be listed (EACCES)" in said
         assert as_nobody(lambda: len(lm.scan(root, progress="none"))) == "6"
     tried("S7")
+
+
+@pytest.mark.parametrize("comes_back", [False, True], ids=["gone", "an empty one in its place"])
+def test_a_folder_that_goes_away_while_it_is_listed_is_an_error(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool) -> None:
+    "Its names are read, and then none of its files is there: as if each had been taken away."
+    real = listing._entry_stat
+    def gone(entry: os.DirEntry, *more: Any) -> Any:
+        if entry.name.endswith(b"100.wav"):
+            (many / "LEAK").rename(tmp_path / "away")
+            if comes_back: (many / "LEAK").mkdir()
+        return real(entry, *more)
+    monkeypatch.setattr(listing, "_entry_stat", gone)
+    with pytest.raises(LeakmelError, match=r"LEAK: .*listing a folder \(ESTALE\)|LEAK: the folder cannot be listed \(ENOENT\)"): lm.scan(many, progress="none")
