@@ -271,5 +271,6 @@ def train(
         with run.state.loader:
             said = begin(run, resume)
             if data.split is not None and data.split.leaky: announce(data.split.stamp, show=show)
-            with StopSignals(lambda: how_to_go_on(run)) as stop, Watch(run.state, show) as watch: learn(run, watch, stop)
-            return finish(run, said)
+            with StopSignals(lambda: how_to_go_on(run)) as stop:
+                with Watch(run.state, show) as watch: learn(run, watch, stop)
+                return finish(run, said)

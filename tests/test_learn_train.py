@@ -1,0 +1,431 @@
+"Training: what was interrupted comes to the same weights, the best epoch is kept, the threshold is chosen on validation, and what is wrong is said before."
+import csv
+import json
+import math
+import os
+import shutil
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from children import Ended, Server, server
+
+import leakmel as lm
+from leakmel.cli import main
+from leakmel.core.errors import DataError, OutputError, UsageError
+from leakmel.dataset.writer import OutputLock
+from leakmel.learn.checkpoint_settings import CheckpointSettings
+from leakmel.learn.checkpoints import latest_checkpoint, list_checkpoints
+from leakmel.learn.detector import UNCHOSEN, load_detector, score_rows
+from leakmel.learn.history import EpochFigures
+from leakmel.learn.preparation import open_training
+from leakmel.learn.splits import LeakySplitWarning, SplitWarning, group_split
+from leakmel.learn.train_settings import TrainSettings
+from leakmel.learn.training import TrainResult, train
+from leakmel.learn.votes import VOTES, vote_scores
+
+TINY = TrainSettings(epochs=3, batch_size=200, channels=(4, 8), learning_rate=0.01, early_stop_epochs=0, seed=3)
+WORDS = ["--epochs", "3", "--batch-size", "200", "--channels", "4,8", "--learning-rate", "0.01", "--early-stop-epochs", "0", "--seed", "3", "--device", "cpu",
+         "--quiet", "--no-evaluation"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    "Data sets of a small made town: 18 steps of training in three epochs."
+    root = tmp_path_factory.mktemp("train")
+    lm.write_demo(root / "demo", n_files=40)
+    lm.build_all(root / "demo", out_dir=root / "sets", progress="none", check=2)
+    return root / "sets"
+
+
+def files(sets: Path) -> tuple[Path, Path]: return sets / "TRAINING_DATASET.H5", sets / "VALIDATION_DATASET.H5"
+
+
+def trained(sets: Path, out: Path, **options: Any) -> TrainResult:
+    "A tiny training."
+    given: dict[str, Any] = {"out": out, "settings": TINY, "device": "cpu", "progress": False, "checkpoints": CheckpointSettings(fsync=False)}
+    return train(*files(sets), **given | options)
+
+
+@pytest.fixture(scope="module")
+def right(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    "An undisturbed training."
+    return trained(sets, tmp_path_factory.mktemp("right") / "run")
+
+
+def assert_same(out: Path, right: TrainResult) -> None:
+    "The same model, byte for byte, and the same figures but for times."
+    assert (out / "model.pt").read_bytes() == right.model_path.read_bytes()
+    for a, b in zip(rows_of(out), rows_of(right.model_path.parent), strict=True):
+        for name in ("epoch", "step", "loss", "segment_accuracy", "learning_rate", "val_loss", "f1", "auc"): assert a[name] == b[name], name
+
+
+def rows_of(out: Path) -> list[dict[str, str]]:
+    with open(out / "history.csv", encoding="utf-8") as f: return list(csv.DictReader(f))
+
+
+# ---- interrupted is uninterrupted ----------------------------------------------------------------------------------
+
+# Much is loaded when it is first used: a training is made before the first child, with one thread, which has no others beside it.
+IMPORTS = """
+import contextlib, io, os, tempfile, torch
+torch.set_num_threads(1)
+import leakmel as lm
+from leakmel.cli import main
+from leakmel.learn import training_runs
+with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
+    lm.write_demo(place + "/town", n_files=40)
+    lm.build_all(place + "/town", out_dir=place + "/sets", progress="none", check=0)
+    assert main(["train", place + "/sets", "--out", place + "/run", "--epochs", "1", "--channels", "2", "--device", "cpu", "--quiet", "--no-evaluation"]) == 0
+"""
+# A moment is a step of the training, a batch of validation that is judged, or a call that changes the disk.
+AT_A_STEP = """
+import itertools, signal
+from leakmel.learn import detector, step
+number, at = {number}, {at}
+count = itertools.count(1)
+def stepping(real):
+    def stepped(*args, **named):
+        if next(count) == at: os.kill(os.getpid(), number)
+        return real(*args, **named)
+    return stepped
+for owner, names in ((os, ("write", "replace", "unlink", "fsync")), (step.Stepper, ("step",)), (torch.optim.AdamW, ("step",)),
+                     (detector.Detector, ("segment_scores",))):
+    for name in names: setattr(owner, name, stepping(getattr(owner, name)))
+if at == 0:
+    import atexit
+    atexit.register(lambda: print("steps", next(count)))
+"""
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Server]:
+    with server(IMPORTS) as s: yield s
+
+
+def going(children: Server, sets: Path, out: Path, code: str = "", *words: str) -> Ended:
+    return children.run("train", str(sets), "--out", str(out), *WORDS, *words, code=code)
+
+
+def count_steps(children: Server, sets: Path, out: Path, *words: str) -> int:
+    done = going(children, sets, out, AT_A_STEP.format(number=0, at=0), *words)
+    assert done.status == 0, done.err
+    return int(done.out.split("steps")[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [8, pytest.param(10_000, marks=pytest.mark.long)])
+def test_killed_at_any_moment_it_comes_to_the_same_weights(sets: Path, tmp_path: Path, right: TrainResult, children: Server, tried: Callable, n: int) -> None:
+    words = ("--checkpoint-steps", "2", "--keep-checkpoints", "2")
+    n_steps = count_steps(children, sets, tmp_path / "whole", *words)
+    assert_same(tmp_path / "whole", right)
+    for at in sorted({1 + k * (n_steps - 1) // n for k in range(n)}):
+        out = tmp_path / f"{at}"
+        done = going(children, sets, out, AT_A_STEP.format(number=int(signal.SIGKILL), at=at), *words)
+        if done.status == 0: continue      # fewer steps this time
+        assert done.status == -signal.SIGKILL, done.err
+        left = list_checkpoints(out / "checkpoints")
+        done = going(children, sets, out, "", *words)
+        assert done.status == 0, f"killed at step {at} of {n_steps}: {done.err}"
+        said = json.loads((out / "summary.json").read_text())["begin"]
+        assert ("Goes on" in said or "nothing to do" in said) == bool(left)
+        assert_same(out, right)
+        shutil.rmtree(out)
+        tried("S16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "share"), [(signal.SIGINT, 0.3), (signal.SIGTERM, 0.6), (signal.SIGINT, 0.95), *(
+    pytest.param(n, share, marks=pytest.mark.long) for n in (signal.SIGINT, signal.SIGTERM) for share in np.linspace(0.05, 0.95, 15))])
+def test_a_signal_waits_for_a_checkpoint_and_says_how_to_go_on(sets: Path, tmp_path: Path, right: TrainResult, children: Server, number: int,
+                                                               share: float) -> None:
+    out = tmp_path / "run"
+    at = int(share * count_steps(children, sets, tmp_path / "whole"))
+    done = going(children, sets, out, AT_A_STEP.format(number=int(number), at=at))
+    assert done.status == 128 + number, done.err
+    assert "Traceback" not in done.err
+    assert f"ended by signal {number}" in done.err
+    assert "the same command goes on from there" in done.err
+    newest = latest_checkpoint(out / "checkpoints")
+    assert newest is not None
+    assert f"step {newest[0].step:,}" in done.err
+    assert not (out / ".model.pt.lock").exists()
+    done = going(children, sets, out, "", "--resume", "always")
+    assert done.status == 0, done.err
+    assert_same(out, right)
+
+
+@pytest.mark.parametrize("kind", ["device", "stream", "workers"])
+def test_any_loader_goes_on_in_the_middle_of_an_epoch(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    settings = replace(TINY, loader=kind, num_workers=0)
+    whole = trained(sets, tmp_path / "whole", settings=settings)
+    from leakmel.learn.step import Stepper
+    real = Stepper.step
+    def dying(self: Stepper, batch: Any) -> Any:
+        if self.n_done == 9: raise ZeroDivisionError
+        return real(self, batch)
+    with monkeypatch.context() as m:
+        m.setattr(Stepper, "step", dying)
+        with pytest.raises(ZeroDivisionError): trained(sets, tmp_path / "run", settings=settings, checkpoints=CheckpointSettings(checkpoint_steps=4))
+    assert [c.step for c in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == 8
+    again = trained(sets, tmp_path / "run", settings=settings, resume="always")
+    assert "Goes on after step 8, in epoch 2" in again.summary["begin"]
+    assert_same(tmp_path / "run", whole)
+
+
+def test_ctrl_c_in_a_notebook_is_an_ordinary_interrupt(sets: Path, tmp_path: Path, right: TrainResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    from leakmel.learn.step import Stepper
+    real = Stepper.step
+    def interrupted(self: Stepper, batch: Any) -> Any:
+        if self.n_done == 7: os.kill(os.getpid(), signal.SIGINT)
+        return real(self, batch)
+    with monkeypatch.context() as m:
+        m.setattr(Stepper, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt) as said: trained(sets, tmp_path / "run")
+    (note,) = said.value.__notes__
+    assert "after step 8" in note
+    trained(sets, tmp_path / "run")
+    assert_same(tmp_path / "run", right)
+
+
+def test_a_damaged_checkpoint_costs_an_epoch_and_not_the_training(sets: Path, tmp_path: Path, right: TrainResult, tried: Callable) -> None:
+    trained(sets, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    newest = list_checkpoints(folder)[-1].path
+    newest.write_bytes(newest.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match="passed over"): again = trained(sets, tmp_path / "run")
+    assert "in epoch 3" in again.summary["begin"]
+    assert_same(tmp_path / "run", right)
+    tried("S16")
+
+
+# ---- beginning anew, refusing --------------------------------------------------------------------------------------
+
+def interrupted_after_an_epoch(sets: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from leakmel.learn.step import Stepper
+    real = Stepper.step
+    def dying(self: Stepper, batch: Any) -> Any:
+        if self.n_done == 7: raise ZeroDivisionError
+        return real(self, batch)
+    with monkeypatch.context() as m:
+        m.setattr(Stepper, "step", dying)
+        with pytest.raises(ZeroDivisionError): trained(sets, out)
+
+
+def test_another_training_is_refused_by_name_or_begun_anew(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: TrainResult) -> None:
+    out = tmp_path / "run"
+    interrupted_after_an_epoch(sets, out, monkeypatch)
+    before = (out / "checkpoints" / "best.pt").read_bytes()
+    with pytest.raises(UsageError, match="learning_rate=0.01 then, 0.02 now.*resume='never'"): trained(sets, out, settings=replace(TINY, learning_rate=0.02))
+    with pytest.raises(UsageError, match="another task"): trained(sets, out, kind="binary")
+    with pytest.raises(UsageError, match="other validation data"): train(files(sets)[0], sets / "TESTING_DATASET.H5", out=out, settings=TINY, progress=False)
+    assert (out / "checkpoints" / "best.pt").read_bytes() == before, "nothing was thrown away"
+    trained(sets, out, settings=replace(TINY, profile_every=3, preload_to_ram=False))      # what changes no weight changes nothing
+    shutil.copy(right.model_path, out / "model.pt")
+    anew = trained(sets, out, settings=replace(TINY, epochs=1), resume="never")
+    assert anew.summary["begin"].startswith("Begins with epoch 1")
+    with pytest.raises(DataError, match="no training to go on with"): trained(sets, tmp_path / "new", resume="always")
+
+
+def test_a_training_that_is_over_is_not_repeated(sets: Path, tmp_path: Path, right: TrainResult) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(right.model_path.parent, out)
+    (out / "model.pt").unlink()
+    again = trained(sets, out)
+    assert "nothing to do" in again.summary["begin"]
+    assert_same(out, right)
+    other = trained(sets, out, settings=replace(TINY, epochs=1))
+    assert "epochs=3 then, 1 now" in other.summary["begin"]
+
+
+def test_one_training_at_a_time(sets: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with OutputLock(tmp_path / "run" / "model.pt"), pytest.raises(OutputError, match="another training writes into this folder"):
+        trained(sets, tmp_path / "run")
+
+
+@pytest.mark.parametrize(("options", "error", "said"), [
+    ({"leak_label": "EAK"}, UsageError, "no such label"),
+    ({"leak_label": "leak", "leave_out": ["nothing"]}, UsageError, "no such label"),
+    ({"kind": "several"}, UsageError, "no such kind"),
+    ({"resume": "perhaps"}, UsageError, "resume"),
+], ids=str)
+def test_what_is_wrong_is_said_before_the_work(sets: Path, tmp_path: Path, options: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said): trained(sets, tmp_path / "run", **options)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_parts_that_cannot_do_their_work_are_refused(sets: Path, tmp_path: Path) -> None:
+    with lm.open_dataset(files(sets)[0]) as ds:
+        leaks, others = (np.flatnonzero((ds.labels == ds.class_names.index("LEAK")) == is_leak) for is_leak in (True, False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SplitWarning)
+        split = group_split(files(sets)[0], shares={"training": 0.5, "validation": 0.5}, allow_leaky_split=True)
+    no_leak = replace(split, parts={"training": np.arange(len(leaks) + len(others)), "validation": others})
+    with pytest.raises(DataError, match="0 leaks in"): train(files(sets)[0], split=no_leak, out=tmp_path, settings=TINY, progress=False)
+    only_leaks = replace(split, parts={"training": leaks, "validation": np.arange(len(leaks) + len(others))})
+    with pytest.raises(DataError, match="without a training recording"): train(files(sets)[0], split=only_leaks, out=tmp_path, settings=TINY, progress=False)
+    with pytest.raises(UsageError, match="given twice"): train(*files(sets), split=split, out=tmp_path, settings=TINY, progress=False)
+    with pytest.raises(UsageError, match="other data sets"): train(sets / "TESTING_DATASET.H5", split=split, out=tmp_path, settings=TINY, progress=False)
+
+
+def test_a_loss_that_is_no_number_ends_the_training(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from leakmel.learn import training_state
+    real = training_state.Sums.add
+    def spoilt(self: Any, figures: Any) -> None: real(self, replace(figures, loss=figures.loss * (math.nan if spoil else 1)))
+    spoil = False
+    monkeypatch.setattr(training_state.Sums, "add", spoilt)
+    trained(sets, tmp_path / "good", settings=replace(TINY, epochs=1))
+    spoil = True
+    with pytest.raises(DataError, match="went astray.*lower learning_rate"): trained(sets, tmp_path / "run")
+    assert not (tmp_path / "run" / "model.pt").exists()
+
+
+# ---- what is kept --------------------------------------------------------------------------------------------------
+
+def test_the_best_epoch_is_what_the_model_holds(sets: Path, right: TrainResult) -> None:
+    best = max(right.epochs, key=lambda e: (e.f1, -e.val_loss))
+    assert right.best_epoch == best.epoch
+    loaded = load_detector(right.model_path)
+    with open_training(*files(sets), settings=TINY) as data:
+        assert data.validation is not None
+        scores = score_rows(loaded, data.validation)
+        p, truth = np.clip(scores.astype(np.float64), 1e-7, 1 - 1e-7), data.is_leak[:, None]
+    assert math.isclose(float(-np.log(np.where(truth, p, 1 - p)).mean()), best.val_loss, rel_tol=1e-6)
+    said = vote_scores(scores, "mean") >= 0.5
+    tp, fp, fn = (int(np.count_nonzero(c)) for c in (said & data.is_leak, said & ~data.is_leak, ~said & data.is_leak))
+    assert math.isclose(2 * tp / max(1, 2 * tp + fp + fn), best.f1) or math.isnan(best.f1)
+    for rule in VOTES:      # no other threshold is better on validation
+        values = vote_scores(scores, rule)
+        def f1(t: float, values: np.ndarray = values) -> float:
+            called = values >= t
+            return 2 * int((called & data.is_leak).sum()) / max(1, int(called.sum()) + int(data.is_leak.sum()))
+        assert f1(loaded.thresholds[rule]) >= max(f1(t) for t in [0.0, 1.1, *values, *(values + 1e-6)]) - 1e-12
+    assert "validation" in loaded.threshold_from
+
+
+def test_the_record_says_what_was_done(right: TrainResult) -> None:
+    record = load_detector(right.model_path).record
+    assert record["settings"]["channels"] == [4, 8]
+    assert record["best_epoch"] == right.best_epoch
+    assert record["split"]["leaky"] is False
+    assert record["training"]["recordings"] == sum(record["training"]["by_class"].values())
+    assert right.summary["f1"] == right.epochs[right.best_epoch - 1].f1
+    assert json.loads((right.model_path.parent / "summary.json").read_text())["ok"] is True
+    assert right.history.index.tolist() == [1, 2, 3]
+    assert "F1" in repr(right)
+
+
+def test_without_validation_the_last_epoch_counts_and_nobody_chose_a_threshold(sets: Path, tmp_path: Path) -> None:
+    result = train(files(sets)[0], out=tmp_path, settings=replace(TINY, epochs=2, early_stop_epochs=1), device="cpu", progress=False)
+    assert (len(result.epochs), result.best_epoch) == (2, 2)
+    assert set(result.detector.thresholds.values()) == {0.5}
+    assert result.detector.threshold_from == UNCHOSEN
+    assert math.isnan(result.epochs[-1].f1)
+    assert result.summary["f1"] is None
+    assert "not known" in repr(result)
+
+
+def test_a_leaky_split_is_said_loudly_and_stays_on_the_model(sets: Path, tmp_path: Path) -> None:
+    path = files(sets)[0]
+    with pytest.warns(LeakySplitWarning, match="LEAKY SPLIT"):
+        result = train(path, path, out=tmp_path / "a", settings=replace(TINY, epochs=1), device="cpu", progress=False)
+    assert repr(result).lstrip().startswith("BEWARE  LEAKY SPLIT")
+    split = load_detector(result.model_path).record["split"]
+    assert split["leaky"]
+    assert split["stamp"].startswith("LEAKY SPLIT")
+    allowed = train(path, path, out=tmp_path / "b", settings=replace(TINY, epochs=1), device="cpu", progress=False, allow_leaky_split=True)
+    assert load_detector(allowed.model_path).record["split"]["stamp"] == split["stamp"]
+
+
+def test_early_stopping_waits_as_long_as_it_was_told(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    f1 = iter([0.5, 0.7, 0.7, 0.6, 0.7, 0.9])
+    from leakmel.learn import training_state
+    real = training_state.validation_figures
+    losses = iter([0.5, 0.4, 0.3, 0.2, 0.35, 0.1])
+    def staged(scores: np.ndarray, is_leak: np.ndarray) -> dict[str, float]:
+        return real(scores, is_leak) | {"f1": next(f1), "val_loss": next(losses)}
+    monkeypatch.setattr(training_state, "validation_figures", staged)
+    result = trained(sets, tmp_path, settings=replace(TINY, epochs=6, early_stop_epochs=3))
+    assert len(result.epochs) == 5
+    assert result.best_epoch == 3, "of equal F1 the one with the lower loss"
+    assert result.summary["stopped_early"]
+
+
+def test_a_split_by_sensors_takes_the_place_of_folders(sets: Path, tmp_path: Path) -> None:
+    sources = [*files(sets), sets / "TESTING_DATASET.H5"]
+    split = group_split(sources, "sensor", seed=1)
+    result = train(sources, split=split, out=tmp_path, settings=replace(TINY, epochs=1), device="cpu", progress=False)
+    assert result.summary["training"]["recordings"] == len(split.parts["training"])
+    assert result.summary["validation"]["recordings"] == len(split.parts["validation"])
+    assert "By sensor" in result.summary["split"]["method"]
+
+
+def test_single_vectors_and_two_classes(sets: Path, tmp_path: Path) -> None:
+    result = trained(sets, tmp_path, settings=replace(TINY, form="vector", epochs=1), kind="binary")
+    assert result.detector.net.settings.width == 1
+    assert result.detector.task.model_names[1] == "LEAK"
+
+
+def test_every_figure_of_an_epoch_is_filled(right: TrainResult) -> None:
+    for e in right.epochs:
+        assert 0 < e.loss < 10
+        assert 0 <= e.segment_accuracy <= 1
+        assert e.n_batches > 3
+        assert e.seconds >= e.learn_s > 0
+        assert e.batches_per_s > 0
+        assert e.compute_ms > 0
+        assert e.loader_mean_ms <= e.loader_max_ms
+        assert (e.warm_up_s > 0) == (e.epoch == 1)
+        assert math.isnan(e.allocated_bytes), "a CPU has no memory of a device"
+    assert isinstance(right.epochs[0], EpochFigures)
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+def test_command(sets: Path, tmp_path: Path, right: TrainResult, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "run"
+    assert main(["train", str(sets), "--out", str(out), *WORDS, "--figures"]) == 0
+    said = capsys.readouterr()
+    assert "F1" in said.out
+    assert max(map(len, said.out.splitlines())) <= 400
+    assert_same(out, right)
+    assert (out / "figures" / "learning_curves.html").is_file()
+    assert main(["train", str(sets), "--out", str(out), *WORDS, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["ok"] is True
+    assert "nothing to do" in body["begin"]
+    assert body["evaluation"] is None
+
+
+@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+def test_command_judges_by_the_recordings_for_testing(sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = [w for w in WORDS if w != "--no-evaluation"]
+    assert main(["train", str(sets), "--out", str(tmp_path / "run"), *words, "--epochs", "1", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["evaluation"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"].keys() == body["evaluation"].keys()
+
+
+@pytest.mark.parametrize(("words", "status", "said"), [
+    (["--leak-label", "EAK"], 2, "no such label"), (["--epochs", "0"], 2, "epochs"), (["--channels", "a,b"], 2, "whole numbers"),
+    (["--epoch", "3"], 2, "epochs"),
+    (["--validation", "nowhere.h5"], 1, "no such data set"), (["--resume", "always"], 1, "no training to go on with"),
+], ids=str)
+def test_command_refuses(sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture, words: list[str], status: int, said: str) -> None:
+    assert main(["train", str(sets), "--out", str(tmp_path / "run"), *WORDS, *words]) == status
+    assert said in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"train.ipynb through papermill, on a tiny set: it trains, judges, draws, and says for machines what came out; what is wrong stops it."
+import json
+import re
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import nbformat
+import pytest
+
+import leakmel as lm
+from leakmel.learn.checkpoint_settings import CheckpointSettings
+from leakmel.learn.detector import load_detector
+from leakmel.learn.train_settings import TrainSettings
+from leakmel.learn.training_runs import settings_of, training_kinds
+from test_notebooks import PLOTLY, ROOT, Run, copy_project, error_of, papermill
+
+TINY = ("-p", "epochs", "2", "-p", "batch_size", "200", "-p", "channels", "4,8", "-p", "device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("train")
+    lm.write_demo(root / "demo", n_files=60)
+    lm.build_all(root / "demo", out_dir=root / "sets", progress="none", check=2)
+    return root / "sets"
+
+
+def train(project: Path, *args: str) -> Run:
+    (project / "nbs").mkdir(parents=True, exist_ok=True)
+    copy_project(project / "p")
+    shutil.copy(ROOT / "nbs" / "train.ipynb", project / "p" / "nbs")
+    return papermill(project / "p", *args, notebook="train.ipynb")
+
+
+@pytest.mark.slow
+def test_trains_judges_and_draws(sets: Path, tmp_path: Path) -> None:
+    run = train(tmp_path, *TINY, "-r", "data", str(sets), "-r", "out", str(tmp_path / "run"))
+    assert run.status == 0, run.log
+    assert run.errors == []
+    titles = [o.data[PLOTLY]["layout"]["title"]["text"] for o in run.outputs if PLOTLY in o.get("data", {})]
+    assert titles[0].startswith("F1 of ")
+    assert " % of the time went into " in titles[1]
+    assert len(titles) > 4
+    assert re.search(r"\b([\d,]+) of \1 batches in", run.text), "progress that reads right when it is saved"
+    assert "<svg" in run.text
+    assert not re.search(r"\b0%\||Widget\(", run.text)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["ok"] is True
+    assert summary["evaluation"]
+    assert load_detector(tmp_path / "run" / "model.pt").record["settings"]["epochs"] == 2
+    assert run.notebook.stat().st_size < 2_000_000
+
+
+@pytest.mark.slow
+def test_a_failed_training_is_a_failed_notebook(sets: Path, tmp_path: Path) -> None:
+    run = train(tmp_path, *TINY, "-r", "data", str(sets), "-r", "out", str(tmp_path / "run"), "-p", "leak_label", "EAK")
+    assert run.status != 0
+    (error,) = run.errors
+    assert "no such label" in error
+    assert not (tmp_path / "run" / "model.pt").exists()
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"epoch": 3}, "did you mean epochs"), ({"epochs": "many"}, "epochs must be a whole number"), ({"channels": "4,x"}, "whole numbers with commas"),
+    ({"data_dir": "x"}, "here it is"), ({"loss": "hinge"}, "loss is not known"), ({"keep_checkpoints": 0}, "keep_checkpoints"),
+    ({"data": "/nowhere"}, "no such data set"), ({"resume": "perhaps"}, "resume"),
+], ids=str)
+def test_a_wrong_parameter_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Path, given: dict[str, object], said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in error_of("train.ipynb", **{"data": str(sets)} | given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_usual_in_the_notebook_is_usual_everywhere() -> None:
+    cells = nbformat.read(ROOT / "nbs" / "train.ipynb", as_version=4).cells
+    (cell,) = [c for c in cells if "parameters" in c.metadata.get("tags", [])]
+    given: dict[str, object] = {}
+    exec(cell.source, {}, given)
+    assert set(given) == set(training_kinds())
+    assert settings_of(given) == (TrainSettings(), CheckpointSettings())
+    assert {f.name for f in fields(TrainSettings)} <= set(given)
