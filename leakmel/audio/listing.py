@@ -160,13 +160,10 @@ class Walk:
                                       else "a folder below a link, which is listed already in another place")
                     continue
                 listed.add(key)
-                all_there = True
                 for entry in _entries_of(folder, cut, found, self.told):
                     wanted = is_recording_name(entry.name)
                     if not wanted and not (entry.is_symlink() or entry.is_dir(follow_symlinks=False)): continue
-                    st = _entry_stat(entry, self.root, self.left_out)
-                    all_there = all_there and st is not None
-                    if st is None: continue
+                    if (st := _entry_stat(entry, self.root, self.left_out)) is None: continue
                     kind = stat.S_IFMT(st.st_mode)
                     if wanted and kind == stat.S_IFREG:
                         found.add(entry.path[cut:], st.st_size, st.st_mtime_ns)
@@ -174,8 +171,7 @@ class Walk:
                     elif kind == stat.S_IFDIR and entry.is_symlink(): heappush(links, entry.path)
                     elif kind == stat.S_IFDIR: waiting.append(entry.path)
                     elif wanted: self.left_out.add("special", entry.path, "not a regular file, left out")
-                if not all_there and not os.path.samestat(here, os.stat(folder)):     # not the files went away, but the way to them
-                    raise OSError(errno.ESTALE, "another folder is there now")
+                if not os.path.samestat(here, os.stat(folder)): raise OSError(errno.ESTALE, "another folder is there now")     # so files seem to be gone
             except OSError as e:
                 raise list_error(e, folder) from e
         return found
