@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from leakmel.audio.manifest import scan
 from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, EngineError, LeakmelError, OutputError, RecordingError, UsageError
+from leakmel.core.progress import Progress
 from leakmel.learn import predict as prediction
 from leakmel.learn import scoring
 from leakmel.learn.data import Segments
@@ -283,7 +285,7 @@ def test_votes_and_thresholds(mixed, tmp_path, vote):
     ({"read_workers": 1.5}, UsageError), ({"device": "cuda:77"}, EngineError)])
 def test_settings_that_do_not_exist(mixed, detector, tmp_path, wrong, kind):
     with pytest.raises(kind): lm.predict(mixed, detector, out=tmp_path / "x" / "x.csv", **(QUIET | wrong))
-    assert not (tmp_path / "x" / "x.csv").exists()
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_model_that_cannot_be_used(mixed, tmp_path):
@@ -315,6 +317,19 @@ def test_a_reader_that_fails_ends_it_cleanly(mixed, detector, monkeypatch):
     def fail(self: Block, *args: Any) -> bool: raise OSError(5, "Input/output error")
     monkeypatch.setattr(Block, "put", fail)
     with pytest.raises(LeakmelError, match="Input/output error"): lm.predict(mixed, detector, **QUIET)
+
+
+def test_ctrl_c_ends_it_cleanly(mixed, detector, monkeypatch, tmp_path):
+    def interrupt(self: Progress, *args: Any) -> None: raise KeyboardInterrupt
+    monkeypatch.setattr(Progress, "update", interrupt)
+    with pytest.raises(KeyboardInterrupt): lm.predict(mixed, detector, out=tmp_path / "new" / "x.csv", **QUIET)
+    assert os.listdir(tmp_path) == []
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("leakmel-")]
+
+
+def test_other_rates_where_the_model_wants_none(mixed):
+    p = lm.predict(mixed, made_detector(lm.MelSpec.preset("disjoint", duration_s=1.0, rate="reject")), **QUIET)
+    assert [r.path for r in p.rejections if r.code == "wrong_rate"] == [b"fast.wav", b"same size.wav"]
 
 
 def test_scores_that_are_no_numbers_are_not_handed_out(mixed):

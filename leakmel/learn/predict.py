@@ -7,6 +7,9 @@ __all__ = ['rule_of', 'predict']
 
 # %% ../../nbs/learn/predict.ipynb #ae4d5042
 import os, threading, time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +102,55 @@ def _sizes(spec: MelSpec, device: str, n_files: int, files_per_batch: int | None
 _MOST_BYTES = 1 << 30                              # of all blocks
 _MOST_SEGMENTS = {"cpu": 2560, "cuda": 40_960}     # that the net judges at once
 
-# %% ../../nbs/learn/predict.ipynb #3fda2aa4
+# %% ../../nbs/learn/predict.ipynb #d2554468
+@dataclass(frozen=True)
+class _Order:
+    "What the caller of a prediction asked for."
+    folder: str | os.PathLike
+    model: str | os.PathLike | Detector
+    target: Path | None
+    split: str | None
+    manifest: Manifest | None
+    rule: tuple[str | None, float | None, float | None]     # vote, threshold, frac
+    length: str
+    engine: str
+    device: str                                             # of `pick_device`
+    sizes: tuple[int | None, int | None]                    # files_per_batch, read_workers
+    progress: str
+
+@contextmanager
+def _place(order: _Order) -> Iterator[None]:
+    "A checked target; its folder is removed again if it was made for nothing."
+    target = order.target
+    made = target is not None and not target.parent.exists()
+    if target is not None: check_out(target, Path(os.path.abspath(order.folder)))
+    try: yield
+    except BaseException:
+        with suppress(OSError):
+            if target is not None and made: target.parent.rmdir()
+        raise
+
+def _predicted(order: _Order) -> Predictions:
+    "Load, list, score, collect."
+    model, show = order.model, order.progress
+    detector = model if isinstance(model, Detector) else load_detector(model)
+    spec, rule = spec_of(detector), rule_of(detector, *order.rule)
+    native()      # an import; not part of the time
+    began = time.perf_counter()
+    found = find_recordings(order.folder, split=order.split, manifest=order.manifest, progress=show)
+    root, (n_files, readers, n_blocks) = found.listing.folder, _sizes(spec, order.device, len(found), *order.sizes)
+    with open_scorer(detector, order.engine, order.device, n_files) as scorer, Progress(len(found), label=f"scoring {show_path(root.name)}", show=show) as bar:
+        hearing = Hearing(found, spec, order.length, n_files)
+        hearing.add_readers(readers)
+        run = _Run(hearing, scorer, n_blocks, n_files)
+        run_lanes(hearing.lanes, run.finished, lambda: bar.update(run.n_done + len(hearing.learned.rejected)))
+        engine, device = scorer.identity, scorer.device
+    rejected = tuple(sorted(hearing.learned.rejected, key=lambda r: r.path))
+    said = "a detector in memory" if isinstance(model, Detector) else show_path(os.path.abspath(model))
+    return Predictions(root, _collect(found, run), rejected, rule, spec, order.length, said, engine, device, time.perf_counter() - began, order.target,
+                       detector.engine)
+
+# %% ../../nbs/learn/predict.ipynb #eefd6075
 def predict(
     folder: str | os.PathLike,               # of recordings, any shape; labels are not needed
     model: str | os.PathLike | Detector,     # what `train` left, or its file
@@ -119,22 +170,10 @@ def predict(
 ) -> Predictions:                            # raises LeakmelError
     "Score the recordings of a folder with a detector."
     if length not in LENGTHS: raise UsageError("no such length", found=repr(length), expected=" or ".join(map(repr, LENGTHS)))
-    target, where = None if out is None else Path(os.path.abspath(out)), pick_device(device)
-    if target is not None: check_out(target, Path(os.path.abspath(folder)))
-    detector = model if isinstance(model, Detector) else load_detector(model)
-    spec, rule = spec_of(detector), rule_of(detector, vote, threshold, frac)
-    native()      # an import; not part of the time
-    began = time.perf_counter()
-    found = find_recordings(folder, split=split, manifest=manifest, progress=progress)
-    n_files, readers, n_blocks = _sizes(spec, where, len(found), files_per_batch, read_workers)
-    with open_scorer(detector, engine, where, n_files) as scorer, Progress(len(found), label=f"scoring {show_path(found.listing.folder.name)}",
-                                                                          show=progress) as bar:
-        hearing = Hearing(found, spec, length, n_files)
-        hearing.add_readers(readers)
-        run = _Run(hearing, scorer, n_blocks, n_files)
-        run_lanes(hearing.lanes, run.finished, lambda: bar.update(run.n_done + len(hearing.learned.rejected)))
-        said = scorer.identity, scorer.device
-    done = Predictions(found.listing.folder, _collect(found, run), tuple(sorted(hearing.learned.rejected, key=lambda r: r.path)), rule, spec, length,
-                       "a detector in memory" if isinstance(model, Detector) else show_path(os.path.abspath(model)), *said, time.perf_counter() - began, target)
-    if target is not None: done.write(target)
-    return done
+    target = None if out is None else Path(os.path.abspath(out))
+    order = _Order(folder, model, target, split, manifest, (vote, threshold, frac), length, engine, pick_device(device), (files_per_batch, read_workers),
+                   progress)
+    with _place(order):
+        done = _predicted(order)
+        if target is not None: done.write(target)
+        return done

@@ -91,9 +91,9 @@ def _cell(name: str, value: Any) -> str:
     if value != value: return ""
     return repr(value) if name in ("score", "threshold") else f"{value:.2f}" if name == "rms_db" else f"{value:.6g}"
 
-def _write_csv(path: Path, columns: tuple[str, ...], rows: Iterator[dict[str, Any]]) -> None:
-    "A CSV file that is whole when it has its name."
-    with replacing(path) as new, new.open("w", encoding="utf-8", newline="") as f:
+def _write_csv(new: Path, columns: tuple[str, ...], rows: Iterator[dict[str, Any]]) -> None:
+    "A CSV file under a name that it will not keep."
+    with new.open("w", encoding="utf-8", newline="") as f:
         writer = csv.writer(f, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows([_cell(name, row[name]) for name in columns] for row in rows)
@@ -146,6 +146,7 @@ class _Figures:
     device: str
     seconds: float                       # listing to the last score; imports and loading the model left out
     out: Path | None = None              # of the CSV file
+    learned_by: str = ""                 # identity of the engine that made what the model learned from
 
     def __len__(self) -> int: return len(self.scored)
 
@@ -180,12 +181,13 @@ class Predictions(_Figures):
         return pd.DataFrame([(show_path(r.path), r.code, r.message) for r in self.rejections], columns=list(REJECTED_COLUMNS[:3]))
 
     def write(self, out: str | os.PathLike) -> None:     # name of the CSV file; raises OutputError
-        "Write the table, and beside it the files that were not scored."
+        "Write the table, and beside it the files that were not scored; both are whole before one of them has its name."
         target = Path(os.path.abspath(out))
         check_out(target, self.folder)
-        _write_csv(rejected_path(target), REJECTED_COLUMNS, ({"path": show_path(r.path), "code": r.code, "message": r.message, "path_base64": _exact(r.path)}
-                                                             for r in self.rejections))
-        _write_csv(target, COLUMNS, self.rows())
+        with replacing(target) as scores, replacing(rejected_path(target)) as rejected:
+            _write_csv(rejected, REJECTED_COLUMNS, ({"path": show_path(r.path), "code": r.code, "message": r.message, "path_base64": _exact(r.path)}
+                                                    for r in self.rejections))
+            _write_csv(scores, COLUMNS, self.rows())
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -211,8 +213,8 @@ def _summary(p: Predictions) -> dict[str, Any]:
     flags = {name: sum(r[name] for r in rows) for name in FLAGS} | {"clipped": sum(r["clipped_share"] > 0 for r in rows)}
     return {"folder": show_path(p.folder), "model": p.model, "found": p.found, "scored": len(p), "rejected": len(p.rejections),
             "leaks": sum(r["leak"] for r in rows), "rejected_by_code": dict(Counter(r.code for r in p.rejections).most_common()), "flags": flags,
-            "rule": asdict(p.rule), "length": p.length, "spec": p.spec.to_dict(), "engine": p.engine, "device": p.device, "seconds": p.seconds,
-            "files_per_s": p.files_per_s, "heard_s": sum(r["heard_s"] for r in rows), "duration_s": sum(r["duration_s"] for r in rows),
+            "rule": asdict(p.rule), "length": p.length, "spec": p.spec.to_dict(), "engine": p.engine, "learned_by": p.learned_by, "device": p.device,
+            "seconds": p.seconds, "files_per_s": p.files_per_s, "heard_s": sum(r["heard_s"] for r in rows), "duration_s": sum(r["duration_s"] for r in rows),
             "most_suspicious": [{name: rows[i][name] for name in shown} for i in most],
             "out": None if p.out is None else show_path(p.out), "rejected_out": None if p.out is None else show_path(rejected_path(p.out))}
 
@@ -223,6 +225,7 @@ def _lines(p: Predictions, width: int) -> Iterator[str]:
     yield f"  {len(p):,} scored + {s['rejected']:,} rejected = {p.found:,} files found"
     yield f"  {p.rule}"
     yield f"  {p.seconds:.2f} s, {p.files_per_s:,.0f} files/s end to end; features by {p.engine}, model on {p.device}"
+    if p.learned_by not in ("", p.engine): yield f"  the model learned from features by {p.learned_by}: scores may differ from those in the last digits"
     if s["most_suspicious"]: yield "  most suspicious:"
     for r in s["most_suspicious"]:
         yield f"    {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {_short(r['path'], width - 45):<{width - 45}}  {_share(r)} segments"

@@ -169,6 +169,7 @@ def _goals(figures: dict[str, Any]) -> dict[str, Any]:
                "busy_share": best("training", "busy_share")}
     return {name: {"must": must, "aim": aim, "reached": reached[name]} for name, (must, aim) in GOALS.items()}
 
+# %% ../../nbs/ops/bench_train.ipynb #5b2342d0
 def bench_train(
     folder: str | os.PathLike,                      # work folder: recordings and data set are kept there and used again
     *,
