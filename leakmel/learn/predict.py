@@ -130,6 +130,7 @@ def _place(order: _Order) -> Iterator[None]:
             if target is not None and made: target.parent.rmdir()
         raise
 
+# %% ../../nbs/learn/predict.ipynb #04e249b7
 def _predicted(order: _Order) -> Predictions:
     "Load, list, score, collect."
     model, show = order.model, order.progress
