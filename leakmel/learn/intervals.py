@@ -125,7 +125,7 @@ def interval_of(
     return Interval(low, high, f"the same in all draws of {what}; up to {1 - 0.05 ** (1 / n_groups):.0%} of such groups may still differ")
 
 # %% ../../nbs/learn/intervals.ipynb #ae1b1009
-_FEW, _PIECE = 256, 1 << 22      # groups for which the wins are a matrix; numbers held at once
+_FEW, _PIECE = 256, 1 << 20      # groups for which the wins are a matrix; numbers held at once
 
 def _wins(leaks: np.ndarray, others: np.ndarray, of_leaks: np.ndarray, of_others: np.ndarray, n: int) -> np.ndarray:
     "[G, G] pairs of a leak of one group and another recording of the other in which the leak scores higher; a tie is half a pair."
@@ -137,12 +137,19 @@ def _wins(leaks: np.ndarray, others: np.ndarray, of_leaks: np.ndarray, of_others
     return out
 
 def _pairs_by_order(times: np.ndarray, truth: np.ndarray, scores: np.ndarray, code: np.ndarray) -> np.ndarray:
-    "[d] the same count for many groups: all recordings in the order of their scores."
-    order = np.argsort(scores, kind="stable")
-    first = np.flatnonzero(np.diff(scores[order], prepend=-np.inf) > 0)
-    weight = times[:, code[order]]
-    leaks, others = (np.add.reduceat(weight * c[order], first, axis=1) for c in (truth, ~truth))
-    return (leaks * (np.cumsum(others, axis=1) - others / 2)).sum(1)
+    "[D] the same count for many groups: for each leak the weight of the others below it, from a running sum."
+    others, leaks = np.flatnonzero(~truth), np.flatnonzero(truth)
+    others = others[np.argsort(scores[others], kind="stable")]
+    low, high = (np.searchsorted(scores[others], scores[leaks], side) for side in ("left", "right"))
+    by_group, out = np.ascontiguousarray(times.T), np.empty(len(times))                    # a group's draws lie side by side
+    step = max(8, _PIECE // max(1, len(truth)))
+    for at in range(0, len(times), step):
+        own = by_group[:, at:at + step]
+        below = np.zeros((len(others) + 1, own.shape[1]))
+        np.cumsum(own[code[others]], axis=0, dtype=np.float64, out=below[1:])
+        mean = below[low] if np.array_equal(low, high) else (below[low] + below[high]) / 2
+        out[at:at + step] = (own[code[leaks]] * mean).sum(0)
+    return out
 
 def _drawn(n_draws: int, n: int, seed: int) -> np.ndarray:
     "[D, G] how often each group is drawn; made a piece at a time, because 50,000 groups are a lot of numbers."
@@ -193,13 +200,12 @@ class Bootstrap:
         truth, scores = checked(self.truth, score)
         code, n = self.groups.code, self.times.shape[1]
         own = np.stack([np.bincount(code[c], minlength=n) for c in (truth, ~truth)], axis=1).astype(np.float64)
-        wins = _wins(scores[truth], scores[~truth], code[truth], code[~truth], n) if n <= _FEW else None
-        found = []
-        for times in self._pieces():
-            pairs = ((times @ wins) * times).sum(1) if wins is not None else _pairs_by_order(times, truth, scores, code)
-            n_pairs = (times @ own).prod(1)
-            found.append(np.divide(pairs, n_pairs, out=np.full(len(pairs), np.nan), where=n_pairs > 0))
-        return np.concatenate(found)
+        n_pairs = np.concatenate([(times @ own).prod(1) for times in self._pieces()])
+        if n > _FEW: pairs = _pairs_by_order(self.times, truth, scores, code)
+        else:
+            wins = _wins(scores[truth], scores[~truth], code[truth], code[~truth], n)
+            pairs = np.concatenate([((times @ wins) * times).sum(1) for times in self._pieces()])
+        return np.divide(pairs, n_pairs, out=np.full(len(pairs), np.nan), where=n_pairs > 0)
 
     def draws(
         self,

@@ -160,7 +160,7 @@ def label_control(
     if not 0 < truth.sum() < len(truth): return Control(0, 0, 0, np.nan, (np.nan, np.nan), Interval(np.nan, np.nan, "one class only"), 0)
     own, areas, intervals = leak_metrics(truth, score)["auc"], [], []
     boot = Bootstrap(truth, groups, n_draws=400, seed=seed)
-    n_deals = max(min(n_deals, 20), min(n_deals, int(_MOST_WORK // boot.times.size)))
+    n_deals = max(min(n_deals, 20), min(n_deals, int(_MOST_WORK // (len(boot.times) * len(truth)))))
     for _ in range(n_deals):
         other = boot.dealt(rng.permutation(truth))
         areas.append(roc(other.truth, score).auc)
