@@ -157,7 +157,7 @@ _MOST_APART = 0.02     # of a score: engines agree to half a step of float16, an
 def _asked(bench: _Bench, group: str, name: str, work: Callable[[], dict[str, Any]]) -> None:
     "Measure something and keep it; what goes wrong is kept too, and the rest goes on."
     try: bench.figures[group][name] = work()
-    except LeakmelError as e:
+    except (LeakmelError, RuntimeError) as e:      # RuntimeError: of torch and its device
         bench.figures["errors"].append({"what": f"{group}: {name}", "error": str(e)})
         bench.say(f"{group}: {name}: {e}")
 

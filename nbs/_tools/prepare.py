@@ -28,7 +28,7 @@ SOURCE, CACHE = DOCS / "source", DOCS / "cache"
 ROOMS = {
     "core": "errors, time, progress: what everything else uses", "audio": "from files to numbers", "mel": "from numbers to mels",
     "dataset": "from a folder to a verified file", "insight": "where the time went, and what was learned", "learn": "from mels to a detector",
-    "ops": "measuring and setting up", "cli": "the command line",
+    "ops": "measuring and setting up", "cli_learn": "the commands of the detector", "cli": "the command line",
 }
 GUIDES = {   # folder of notebooks that export nothing -> title and sentence of its page
     "tutorials": ("Tutorials", "From the first recordings to a data set, step by step."),
