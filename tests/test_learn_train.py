@@ -127,8 +127,14 @@ def count_steps(children: Server, sets: Path, out: Path, *words: str) -> int:
     return int(done.out.split("steps")[1])
 
 
+@pytest.fixture(scope="module")
+def n_steps(children: Server, sets: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
+    "Moments of a training with checkpoints after epochs only."
+    return count_steps(children, sets, tmp_path_factory.mktemp("count") / "run")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [8, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [5, pytest.param(10_000, marks=pytest.mark.long)])
 def test_killed_at_any_moment_it_comes_to_the_same_weights(sets: Path, tmp_path: Path, right: TrainResult, children: Server, tried: Callable, n: int) -> None:
     words = ("--checkpoint-steps", "2", "--keep-checkpoints", "2")
     n_steps = count_steps(children, sets, tmp_path / "whole", *words)
@@ -151,10 +157,10 @@ def test_killed_at_any_moment_it_comes_to_the_same_weights(sets: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "share"), [(signal.SIGINT, 0.3), (signal.SIGTERM, 0.6), (signal.SIGINT, 0.95), *(
     pytest.param(n, share, marks=pytest.mark.long) for n in (signal.SIGINT, signal.SIGTERM) for share in np.linspace(0.05, 0.95, 15))])
-def test_a_signal_waits_for_a_checkpoint_and_says_how_to_go_on(sets: Path, tmp_path: Path, right: TrainResult, children: Server, number: int,
-                                                               share: float) -> None:
+def test_a_signal_waits_for_a_checkpoint_and_says_how_to_go_on(sets: Path, tmp_path: Path, right: TrainResult, children: Server, n_steps: int,
+                                                               number: int, share: float) -> None:
     out = tmp_path / "run"
-    at = int(share * count_steps(children, sets, tmp_path / "whole"))
+    at = int(share * n_steps)
     done = going(children, sets, out, AT_A_STEP.format(number=int(number), at=at))
     assert done.status == 128 + number, done.err
     assert "Traceback" not in done.err

@@ -72,6 +72,7 @@ class Run:
         k, steps = self.keep, self.state.stepper.n_done
         return bool(k.checkpoint_steps and steps % k.checkpoint_steps == 0 or k.checkpoint_s and time.perf_counter() - self.saved >= k.checkpoint_s)
 
+# %% ../../nbs/learn/training.ipynb #3def1bb8
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
     "The exclusive right to train into a folder."

@@ -122,6 +122,7 @@ def plan_rows(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
     left = list_checkpoints(plan.out / "checkpoints")
     yield "to", show_path(plan.out) + (f" (there is a checkpoint of step {left[-1].step:,}; resume={plan.given['resume']!r})" if left else "")
 
+# %% ../../nbs/learn/training_runs.ipynb #e4de0745
 def plan_training(
     parameters: dict[str, Any],       # as training_kinds lists them
     *,
