@@ -36,6 +36,8 @@ _PUBLIC = {
     "Predictions": "learn.predictions",
     "evaluate": "learn.evaluation",
     "Evaluation": "learn.results",
+    "retrain": "learn.rounds",
+    "Round": "learn.rounds",
 }
 
 __all__ = ["__version__", *_PUBLIC]

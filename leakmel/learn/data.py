@@ -143,6 +143,11 @@ class _Counted(Dataset):
         "[B] rows of the data sets, counted through, to which items belong."
         return self.rows[np.asarray(items, np.int64) // self.per_row]
 
+    def places(self, items: np.ndarray) -> np.ndarray:
+        "[B] where items lie among all items of the data sets, chosen or not."
+        items = np.asarray(items, np.int64)
+        return self.rows[items // self.per_row] * self.per_row + items % self.per_row
+
 # %% ../../nbs/learn/data.ipynb #1d80eab7
 class Segments(_Counted):
     "Items of a level, as a map-style torch data set; `ds[i]` gives (float16 array, class)."
@@ -203,9 +208,9 @@ def _batch(ds: Segments, at: np.ndarray) -> Batch:
 
 def _read(ds: Segments, items: np.ndarray) -> np.ndarray:
     "Items from the files, [B, ...]."
-    depth, wanted = LEVELS[ds.level], ds.row_of(items) * ds.per_row + items % ds.per_row
+    depth, wanted = LEVELS[ds.level], ds.places(items)
     if len(ds.sources) == 1: return read_rows(ds.sources[0].mels, wanted, depth=depth).astype(ds.kind, copy=False)
-    starts = ds.starts * ds.per_row
+    starts = ds.starts * int(np.prod(ds.row_shape[:depth]))
     source_of, out = np.searchsorted(starts, wanted, side="right") - 1, np.empty((len(items), *ds.item_shape), ds.kind)
     for k in np.unique(source_of).tolist(): out[source_of == k] = read_rows(ds.sources[k].mels, wanted[source_of == k] - starts[k], depth=depth)
     return out
