@@ -121,7 +121,7 @@ class Sensor:
         return unit(flow), unit(np.ones_like(GRID_HZ))
 
 # %% ../../nbs/audio/scenes.ipynb #e1cb3582
-N_SENSORS = 24
+N_SENSORS = 40
 
 def stream(
     seed: int,       # of the whole set
@@ -183,11 +183,11 @@ def draw_scene(
     opened_s = rng.uniform(-1, 8)
     return Scene(
         label=label, gain=int(sensor.gain * step), flow_db=rng.normal(0, 2.5),
-        leak_db=rng.normal(0, 5) if label == "LEAK" else None,
+        leak_db=rng.normal(4, 5) if label == "LEAK" else None,
         leak_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))), leak_octaves=rng.uniform(0.5, 1.1), leak_place=rng.uniform(0.05, 0.5),
         hum_db=sensor.hum_db + rng.normal(0, 3) if rng.random() < sensor.hum_share else None,
         vehicles=tuple((rng.uniform(0, 10), rng.normal(3, 4), rng.uniform(0.4, 2)) for _ in range(rng.poisson(sensor.traffic))),
-        tap_db=rng.normal(2, 4) if rng.random() < sensor.tap_share else None,
+        tap_db=rng.normal(8, 4) if rng.random() < sensor.tap_share else None,
         tap_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))), tap_span_s=(opened_s, opened_s + rng.uniform(1, 6)))
 
 # %% ../../nbs/audio/scenes.ipynb #81072225

@@ -54,7 +54,7 @@ def _write_all(f: Any, data: bytes) -> int:
 
 # %% ../../nbs/audio/synth.ipynb #5bc94739
 SPLIT_SIZES = {"TRAINING": 39_563, "VALIDATION": 7_913, "TESTING": 3_958}
-SPLIT_SENSORS = {"TRAINING": range(0, 14), "VALIDATION": range(14, 18), "TESTING": range(18, 24)}
+SPLIT_SENSORS = {"TRAINING": range(0, 24), "VALIDATION": range(24, 30), "TESTING": range(30, 40)}
 MIN_FILES = len(SPLIT_SIZES) * len(LABELS)
 
 def split_counts(
