@@ -13,7 +13,7 @@ from typing import Any
 
 from .core.errors import show_path
 from .core.options import add_field_options, given_fields
-from .core.progress import line_width
+from .core.progress import folded, line_width
 
 # %% ../nbs/cli_learn.ipynb #80fbb94a
 def progress_of(args: argparse.Namespace) -> str:
@@ -58,7 +58,7 @@ def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         result = execute_training(plan, progress=progress_of(args))
         if args.figures: save_figures(plan.out / "figures", result.epochs, result.best_epoch)
         judged = execute_evaluation(plan, result, progress=progress_of(args))
-    text = "\n".join([repr(result), *(["", judged.report()] if judged is not None else [])])
+    text = folded("\n".join([repr(result), *(["", judged.report()] if judged is not None else [])]), line_width())
     return 0, run_summary(result, judged), text
 
 # %% ../nbs/cli_learn.ipynb #6fa45ff2

@@ -408,7 +408,7 @@ def test_command(sets: Path, tmp_path: Path, right: TrainResult, capsys: pytest.
     assert main(["train", str(sets), "--out", str(out), *WORDS, "--figures"]) == 0
     said = capsys.readouterr()
     assert "F1" in said.out
-    assert max(map(len, said.out.splitlines())) <= 400
+    assert max(map(len, said.out.splitlines())) <= 100
     assert_same(out, right)
     assert (out / "figures" / "learning_curves.html").is_file()
     assert main(["train", str(sets), "--out", str(out), *WORDS, "--json"]) == 0
