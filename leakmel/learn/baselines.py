@@ -31,6 +31,7 @@ class Logistic:
         "How probable a leak is."
         return _probability((np.asarray(features, np.float64) - self.mean) / self.deviation @ self.weights + self.bias)
 
+# %% ../../nbs/learn/baselines.ipynb #7a58cd55
 def _probability(logit: np.ndarray) -> np.ndarray: return np.exp(-np.logaddexp(0, -logit))
 
 def fit_logistic(

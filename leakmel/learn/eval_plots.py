@@ -64,6 +64,7 @@ def roc_figure(
                   yaxis=dict(title=dict(text="leaks found (share)"), range=[-0.01, 1.02], tickformat=".0%"))
     return fig.update_layout(legend=dict(orientation="v", x=0.98, xanchor="right", y=0.05, yanchor="bottom", yref="paper", bgcolor="rgba(128,128,128,0.08)"))
 
+# %% ../../nbs/learn/eval_plots.ipynb #69ab10c6
 def _thinned(x: np.ndarray, y: np.ndarray, most: int = MAX_POINTS // 2) -> np.ndarray:
     "Points of a curve that a screen can tell apart: corners only, and not more than `most`."
     corner = np.ones(len(x), bool)

@@ -187,6 +187,7 @@ class _Job:
             found = score_rows(self.detector, ds, device=self.device, files_per_batch=self.files_per_batch, progress=bar.update)
             return found, time.perf_counter() - began
 
+# %% ../../nbs/learn/evaluation.ipynb #b7a59ad7
 def _ways(job: _Job, boot: Bootstrap, segments: np.ndarray) -> dict[str, Judged]:
     "The detector by each rule, its own first."
     held, ways = None, {}

@@ -11,7 +11,7 @@ import copy, os, re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -44,6 +44,7 @@ def _coded(by: str, values: np.ndarray, note: str = "") -> Groups:
     names, code = np.unique(values.astype(np.str_), return_inverse=True)
     return Groups(by, code.astype(np.int64), tuple(names.tolist()), note)
 
+# %% ../../nbs/learn/intervals.ipynb #6b77bcb0
 _PIECE_MARK = re.compile(r"[_~ -]+(?:t|part|piece|clip|seg|segment|chunk)[_-]?\d+$", re.IGNORECASE)
 
 def source_names(
@@ -161,8 +162,8 @@ def _drawn(n_draws: int, n: int, seed: int) -> np.ndarray:
     return out
 
 # %% ../../nbs/learn/intervals.ipynb #7e26f2b2
-class Bootstrap:
-    "Draws of groups, the same ones for every detector."
+class _Draws:
+    "Draws of groups."
 
     def __init__(
         self,
@@ -175,22 +176,28 @@ class Bootstrap:
         if n_draws < 100: raise UsageError("n_draws must be at least 100", found=n_draws)
         if len(truth) != len(groups.code): raise DataError("groups do not fit the recordings", found=len(groups.code), expected=len(truth))
         self.groups, self.times = groups, _drawn(n_draws, max(1, len(groups)), seed)
-        self.truth = np.asarray(truth, bool)
-        self.with_leaks, self.with_others = (len(np.unique(groups.code[c])) for c in (self.truth, ~self.truth))
+        self._label(np.asarray(truth, bool))
 
     def dealt(
         self,
         truth: np.ndarray,        # [B] bool
-    ) -> "Bootstrap":
+    ) -> Self:
         "The same draws of the same recordings with other labels."
         other = copy.copy(self)
-        other.truth = np.asarray(truth, bool)
-        other.with_leaks, other.with_others = (len(np.unique(self.groups.code[c])) for c in (other.truth, ~other.truth))
+        other._label(np.asarray(truth, bool))
         return other
+
+    def _label(self, truth: np.ndarray) -> None:
+        self.truth = truth
+        self.with_leaks, self.with_others = (len(np.unique(self.groups.code[c])) for c in (truth, ~truth))
 
     def _pieces(self) -> Iterator[np.ndarray]:
         step = max(1, _PIECE // self.times.shape[1])
         for at in range(0, len(self.times), step): yield self.times[at:at + step].astype(np.float64)
+
+# %% ../../nbs/learn/intervals.ipynb #a31ced4f
+class Bootstrap(_Draws):
+    "Draws of groups, the same ones for every detector."
 
     def areas(
         self,
@@ -201,10 +208,8 @@ class Bootstrap:
         code, n = self.groups.code, self.times.shape[1]
         own = np.stack([np.bincount(code[c], minlength=n) for c in (truth, ~truth)], axis=1).astype(np.float64)
         n_pairs = np.concatenate([(times @ own).prod(1) for times in self._pieces()])
-        if n > _FEW: pairs = _pairs_by_order(self.times, truth, scores, code)
-        else:
-            wins = _wins(scores[truth], scores[~truth], code[truth], code[~truth], n)
-            pairs = np.concatenate([((times @ wins) * times).sum(1) for times in self._pieces()])
+        wins = _wins(scores[truth], scores[~truth], code[truth], code[~truth], n) if n <= _FEW else None
+        pairs = _pairs_by_order(self.times, truth, scores, code) if wins is None else np.concatenate([((t @ wins) * t).sum(1) for t in self._pieces()])
         return np.divide(pairs, n_pairs, out=np.full(len(pairs), np.nan), where=n_pairs > 0)
 
     def draws(

@@ -145,6 +145,7 @@ class Control:
                 f"{self.n_as_high} of them have an AUC as high as this detector's."
                 + ("" if self.holds is not False else " THE CONTROL FAILS: do not trust these figures."))
 
+# %% ../../nbs/learn/judged.ipynb #3fa69e92
 _MOST_WORK = 2e8      # numbers that are gone through
 
 def label_control(

@@ -47,9 +47,10 @@ class Misjudged:
         name = show_path(self.path) or "a recording without a name"
         return f"{said}: {name} ({show_path(self.label)}), score {self.score:.3f}, threshold {self.threshold:.3f}"
 
+# %% ../../nbs/learn/results.ipynb #71eb7335
 @dataclass(frozen=True, eq=False, repr=False)
-class Evaluation:
-    "How right a detector is, and how sure that is."
+class _Found:
+    "What was found."
     model: str                                # what was judged
     task: Task
     spec: MelSpec | None                      # None: files of the earlier system
@@ -68,6 +69,8 @@ class Evaluation:
     worst: tuple[Misjudged, ...]              # the worst first
     seconds: float                            # of scoring
     details: Mapping[str, Any] = field(default_factory=dict)       # device, files per batch, draws, seed ...
+
+    def __len__(self) -> int: return len(self.table)
 
     @property
     def leaky(self) -> bool:
@@ -88,6 +91,10 @@ class Evaluation:
     def files_per_s(self) -> float:
         "Recordings scored in a second, from the file to the score."
         return len(self.table) / self.seconds if self.seconds > 0 else float("nan")
+
+# %% ../../nbs/learn/results.ipynb #56db5fa3
+class Evaluation(_Found):
+    "How right a detector is, and how sure that is."
 
     def figures(self) -> "pd.DataFrame":
         "A row for each figure, a column for each way to judge: value (interval)."
@@ -192,6 +199,7 @@ def _group_text(e: Evaluation) -> str:
     text = short.head(_MOST_ROWS).map(lambda v: "-" if v is None or v != v else f"{v:.2f}" if isinstance(v, float) else v).to_string()
     return text + (f"\n... and {len(table) - _MOST_ROWS:,} more" if len(table) > _MOST_ROWS else "")
 
+# %% ../../nbs/learn/results.ipynb #b0e55128
 def _page(e: Evaluation) -> str:
     "The same as HTML."
     def block(texts: Iterator[str] | tuple[str, ...], colour: str) -> str:
