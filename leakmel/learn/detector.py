@@ -41,15 +41,7 @@ class Detector:
     share: float = 0.5                         # of the long segments, for "frac_vote"
     record: dict[str, Any] = field(default_factory=dict)      # plain values: data, split, settings, versions
 
-    def __post_init__(self):
-        if self.vote not in VOTES: raise UsageError("no such rule for the vote", found=repr(self.vote), expected=", ".join(VOTES))
-        if set(self.thresholds) != set(VOTES) or not all(0 <= t <= 1 for t in self.thresholds.values()):
-            raise UsageError("each rule has a threshold from 0 to 1", found=self.thresholds)
-        s = self.net.settings
-        if s.n_classes != len(self.task.model_names):
-            raise UsageError("net and task have other numbers of classes", found=s.n_classes, expected=repr(self.task))
-        if self.spec is not None and (s.n_mels, s.width) != picture_shape(self.spec.row_shape, s.form):
-            raise UsageError("the net was made for other features", found=f"{s.n_mels} bands, {s.width} columns", expected=f"those of {self.spec}")
+    def __post_init__(self): _check_parts(self)
 
     @property
     def threshold(self) -> float:
@@ -77,7 +69,7 @@ class Detector:
         features = "features of the earlier system" if self.spec is None else f"{self.spec.preset_name or 'own spec'} at {self.spec.sample_rate} Hz"
         return f"Detector({self.task}; {features}; {self.net.n_parameters:,} parameters; {self.vote} >= {self.threshold:.3f} ({self.threshold_from}))"
 
-# %% ../../nbs/learn/detector.ipynb #2631526a
+# %% ../../nbs/learn/detector.ipynb #26993d65
 def picture_shape(
     row_shape: tuple[int, ...],     # L, S, M, T
     form: str = "matrix",
@@ -87,6 +79,18 @@ def picture_shape(
     _, n_short, n_mels, n_frames = row_shape
     return n_mels, n_frames * n_short if form == "matrix" else n_frames
 
+def _check_parts(detector: Detector) -> None:
+    "Refuse parts that do not belong together."
+    if detector.vote not in VOTES: raise UsageError("no such rule for the vote", found=repr(detector.vote), expected=", ".join(VOTES))
+    if set(detector.thresholds) != set(VOTES) or not all(0 <= t <= 1 for t in detector.thresholds.values()):
+        raise UsageError("each rule has a threshold from 0 to 1", found=detector.thresholds)
+    s = detector.net.settings
+    if s.n_classes != len(detector.task.model_names):
+        raise UsageError("net and task have other numbers of classes", found=s.n_classes, expected=repr(detector.task))
+    if detector.spec is not None and (s.n_mels, s.width) != picture_shape(detector.spec.row_shape, s.form):
+        raise UsageError("the net was made for other features", found=f"{s.n_mels} bands, {s.width} columns", expected=f"those of {detector.spec}")
+
+# %% ../../nbs/learn/detector.ipynb #5d7efa06
 def _segment_scores(detector: Detector, rows: Tensor) -> Tensor:
     "Probabilities of a leak; those of short segments are averaged."
     if rows.ndim != 5: raise UsageError("not rows of a data set", found=f"shape {tuple(rows.shape)}", expected="[B, L, S, M, T]")
@@ -143,7 +147,7 @@ def _check_plain(detector: Detector) -> None:
     if not all(isinstance(t, str) for t in texts) or not isinstance(detector.record, dict): raise DataError("texts that are no texts")
     if not isinstance(detector.share, float) or not 0 < detector.share <= 1: raise DataError("a share that is none")
 
-# %% ../../nbs/learn/detector.ipynb #11cf6d53
+# %% ../../nbs/learn/detector.ipynb #652286b5
 def check_features(
     detector: Detector,
     ds: Segments,
@@ -168,6 +172,7 @@ def differing(
     a, b = mine.to_dict() | {"f_max_hz": mine.top_hz}, theirs.to_dict() | {"f_max_hz": theirs.top_hz}
     return [f"{name} {b[name]}, not {a[name]}" for name in a if name not in _BESIDE and a[name] != b[name]]
 
+# %% ../../nbs/learn/detector.ipynb #11cf6d53
 def score_rows(
     detector: Detector,
     ds: Segments,                          # recordings, level "recording"
