@@ -52,12 +52,14 @@ for step in range(1, 5):
 """
 
 
+# Every tenth step by default, for the two kinds of kill not the same ones; each step in the long variants.
 @pytest.mark.slow
-@pytest.mark.parametrize(("keep", "torn"), [(2, False), (1, True)])
-def test_killed_at_each_step_of_writing(tmp_path: Path, tried: Callable, keep: int, torn: bool) -> None:
+@pytest.mark.parametrize(("keep", "torn", "first", "every"), [
+    (2, False, 3, 10), (1, True, 8, 10), pytest.param(2, False, 1, 1, marks=pytest.mark.long), pytest.param(1, True, 1, 1, marks=pytest.mark.long)])
+def test_killed_at_each_step_of_writing(tmp_path: Path, tried: Callable, keep: int, torn: bool, first: int, every: int) -> None:
     said = tmp_path / "said"
     with server(IMPORTS) as children:
-        for at in range(1, 1000):
+        for at in range(first, 1000, every):
             folder = tmp_path / f"{at}"
             done = children.run(code=KILLED.format(at=at, torn=torn, said=str(said), folder=str(folder), keep=keep))
             if done.status == 0: break
@@ -72,7 +74,7 @@ def test_killed_at_each_step_of_writing(tmp_path: Path, tried: Callable, keep: i
             assert [c.step for c in list_checkpoints(folder)] == [9]
             assert len(os.listdir(folder)) == 1, "nothing torn is left"
             tried("S16")
-    assert 30 < at < 100
+    assert 30 < at < 100 + every
     assert [c.step for c in list_checkpoints(folder)] == [1, 2, 3, 4][-keep:]
 
 
