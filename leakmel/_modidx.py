@@ -348,6 +348,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'leakmel.audio.scenes.tap_envelope': ('audio/scenes.html#tap_envelope', 'leakmel/audio/scenes.py'),
                                       'leakmel.audio.scenes.tap_samples': ('audio/scenes.html#tap_samples', 'leakmel/audio/scenes.py'),
                                       'leakmel.audio.scenes.to_time': ('audio/scenes.html#to_time', 'leakmel/audio/scenes.py'),
+                                      'leakmel.audio.scenes.turned_down': ('audio/scenes.html#turned_down', 'leakmel/audio/scenes.py'),
                                       'leakmel.audio.scenes.unit': ('audio/scenes.html#unit', 'leakmel/audio/scenes.py')},
             'leakmel.audio.segments': { 'leakmel.audio.segments.SegmentGrid': ( 'audio/segments.html#segmentgrid',
                                                                                 'leakmel/audio/segments.py'),

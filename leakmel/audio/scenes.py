@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['SAMPLE_RATE', 'N_SAMPLES', 'N_BINS', 'GRID_HZ', 'N_TONES', 'N_SENSORS', 'LABELS', 'from_db', 'resonance', 'bump',
-           'unit', 'random_bins', 'noise_bins', 'to_time', 'Sensor', 'stream', 'make_sensor', 'Scene', 'draw_scene',
-           'hiss_power', 'steady_power', 'add_hum', 'add_traffic', 'tap_envelope', 'tap_samples', 'render',
-           'make_recording']
+           'unit', 'random_bins', 'noise_bins', 'to_time', 'Sensor', 'stream', 'make_sensor', 'Scene', 'turned_down',
+           'draw_scene', 'hiss_power', 'steady_power', 'add_hum', 'add_traffic', 'tap_envelope', 'tap_samples',
+           'render', 'make_recording']
 
 # %% ../../nbs/audio/scenes.ipynb #0ad3b83e
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -172,6 +172,17 @@ class Scene:
     tap_hz: float
     tap_span_s: tuple[float, float]                 # opened, closed
 
+_LOUD_DB = -12.0     # re full scale; noise of this level reaches full scale in about one of 15,000 samples
+
+def turned_down(
+    sensor: Sensor,
+    scene: Scene,
+) -> Scene:          # with half the gain where flow, leak and tap together would overdrive the recorder
+    "Set the amplifier as somebody does who listens first."
+    heard = sum(from_db(db) for db in (scene.flow_db, scene.leak_db, scene.tap_db) if db is not None)
+    level_db = sensor.level_db + 20 * np.log10(scene.gain / sensor.gain) + 10 * np.log10(heard)
+    return replace(scene, gain=scene.gain // 2) if level_db > _LOUD_DB else scene
+
 def draw_scene(
     sensor: Sensor,
     label: str,                  # one of LABELS
@@ -181,14 +192,14 @@ def draw_scene(
     if label not in LABELS: raise UsageError("unknown label", found=repr(label), expected=" or ".join(LABELS))
     step = rng.choice((0.5, 1.0, 2.0), p=(0.1, 0.8, 0.1))
     opened_s = rng.uniform(-1, 8)
-    return Scene(
+    return turned_down(sensor, Scene(
         label=label, gain=int(sensor.gain * step), flow_db=rng.normal(0, 2.5),
         leak_db=rng.normal(4, 5) if label == "LEAK" else None,
         leak_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))), leak_octaves=rng.uniform(0.5, 1.1), leak_place=rng.uniform(0.05, 0.5),
         hum_db=sensor.hum_db + rng.normal(0, 3) if rng.random() < sensor.hum_share else None,
         vehicles=tuple((rng.uniform(0, 10), rng.normal(3, 4), rng.uniform(0.4, 2)) for _ in range(rng.poisson(sensor.traffic))),
         tap_db=rng.normal(8, 4) if rng.random() < sensor.tap_share else None,
-        tap_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))), tap_span_s=(opened_s, opened_s + rng.uniform(1, 6)))
+        tap_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))), tap_span_s=(opened_s, opened_s + rng.uniform(1, 6))))
 
 # %% ../../nbs/audio/scenes.ipynb #81072225
 _MODE_NUMBERS = np.arange(1, 13)
