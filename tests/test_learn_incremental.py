@@ -1,0 +1,472 @@
+"Learning from new recordings: what is kept, what people say, what is repeated, who wins, and what an interruption leaves."
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import leakmel as lm
+from leakmel.core.errors import DataError, OutputError, UsageError
+from leakmel.learn import rounds
+from leakmel.learn.champions import POINTER, RECORD, load_champion, read_lineage, round_folder, weights_digest
+from leakmel.learn.checkpoints import write_whole
+from leakmel.learn.data import Segments
+from leakmel.learn.detector import Detector, load_detector, score_rows
+from leakmel.learn.duels import decide, fight, shared_with
+from leakmel.learn.human_labels import UNHEARD, human_classes, recording_paths
+from leakmel.learn.incremental import class_scores, replayed, select_segments, trusted_segments
+from leakmel.learn.intervals import Groups
+from leakmel.learn.loaders import open_loader
+from leakmel.learn.net import LeakNet, NetSettings
+from leakmel.learn.picked import Choice, Picked, whole_recordings
+from leakmel.learn.rounds import RoundRules, retrain
+from leakmel.learn.splits import LeakySplitWarning
+from leakmel.learn.task import LEFT_OUT, make_task
+from leakmel.learn.train_settings import TrainSettings
+from leakmel.learn.training import CheckpointSettings
+
+TASK = make_task(["LEAK", "NOLEAK"])
+THREE = make_task(["HUM", "LEAK", "QUIET"])
+SMALL = TrainSettings(epochs=2, batch_size=128, channels=(4, 8), seed=1, learning_rate=1e-3)
+
+
+def town(folder: Path, seed: int, n_files: int) -> dict[str, Path]:
+    "Data sets of a made town."
+    lm.write_demo(folder / f"{seed}", n_files=n_files, seed=seed)
+    return {r.path.name.split("_")[0].lower(): r.path for r in lm.build_all(folder / f"{seed}", out_dir=folder / f"sets {seed}", progress="none", check=2)}
+
+
+@pytest.fixture(scope="module")
+def towns(tmp_path_factory) -> list[dict[str, Path]]:
+    folder = tmp_path_factory.mktemp("towns")
+    return [town(folder, 0, 60), town(folder, 1, 150)]
+
+
+def fresh(seed: int = 0, task: Any = TASK, form: str = "matrix", spec: Any = None, **settings: Any) -> Detector:
+    "An untrained detector."
+    torch.manual_seed(seed)
+    width = 2 if form == "matrix" else 1
+    net = LeakNet(NetSettings(form, width=width, n_classes=len(task.model_names), channels=(4, 8), dropout=0.1), np.full(64, -60.0), np.full(64, 10.0))
+    return Detector(net, task, spec, record={"settings": settings} if settings else {})
+
+
+def recordings(path: Path, task: Any = None, **how: Any) -> Segments: return Segments(path, level="recording", task=task, **how)
+
+
+# Which segments
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.2, 0.5, 0.5001, 1.0]), min_size=5, max_size=5), min_size=1, max_size=6), st.data())
+@hypothesis_settings(max_examples=80, deadline=None, derandomize=True, database=None)
+def test_the_clearest_half_is_kept(scores, data):
+    table = np.array(scores)
+    leaks = np.array(data.draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores))))
+    kept = trusted_segments(table, leaks, np.full(len(scores), 0.5))
+    assert kept.sum(1).tolist() == [3] * len(scores)      # half of 5, rounded up
+    for row, mask, leak in zip(table, kept, leaks):
+        if leak: assert row[mask].min() >= row[~mask].max()
+        else: assert row[mask].max() <= row[~mask].min()
+
+
+def select(scores: np.ndarray, human: list[int] | None = None, task: Any = THREE, **how: Any) -> Any:
+    "What a detector of three classes would keep, by given scores."
+    class Rows:
+        level, rows, row_shape, sources = "recording", np.arange(len(scores)), (scores.shape[1], 2, 64, 1), [type("S", (), {"path": "x"})]
+    said = None if human is None else np.array(human)
+    return select_segments(fresh(task=task), Rows(), scores, said, **how)      # type: ignore[arg-type]
+
+
+def three(*leak_scores: list[float], hum: float = 0.75) -> np.ndarray:
+    "[n, L, 3]: of what the leak leaves, a share is hum."
+    leak = np.array(leak_scores)
+    return np.stack([(1 - leak) * hum, leak, (1 - leak) * (1 - hum)], -1)
+
+
+def test_classes_come_from_the_vote_and_the_likeliest_other():
+    found = select(three([0.9, 0.8, 0.1, 0.6], [0.1, 0.2, 0.9, 0.0]))
+    assert found.choice.classes.tolist() == [1, 0]
+    assert found.choice.kept.tolist() == [[True, True, False, False], [True, False, False, True]]
+    assert select(three([0.1, 0.2, 0.3, 0.2], hum=0.2)).choice.classes.tolist() == [2]
+    mixed = three([0.0, 0.0, 0.6, 0.6])
+    mixed[0, :2] = 0, 0, 1                                   # the trusted segments are quiet, the others hum
+    assert select(mixed).choice.classes.tolist() == [2]
+
+
+def test_a_person_wins_over_the_detector():
+    scores = three([0.9, 0.8, 0.7, 0.6], [0.1, 0.2, 0.3, 0.0], [0.9, 0.9, 0.9, 0.9], [0.9, 0.1, 0.9, 0.9])
+    found = select(scores, [2, 1, LEFT_OUT, UNHEARD])
+    assert found.choice.classes.tolist() == [2, 1, LEFT_OUT, 1]
+    assert found.choice.kept.sum(1).tolist() == [4, 4, 0, 2], "a labelled recording counts as a whole"
+    assert found.n_overruled == 3
+    assert found.by_human.tolist() == [True, True, True, False]
+    half = select(scores, [2, 1, LEFT_OUT, UNHEARD], human_share=0.5)
+    assert half.choice.kept[0].tolist() == [False, False, True, True], "of what a person calls normal, the bottom half"
+    assert half.choice.kept[1].tolist() == [False, True, True, False], "of what a person calls a leak, the top half"
+    assert found.counts(THREE)["LEAK"] == {"recordings": 2, "by_human": 1, "segments": 6}
+
+
+def test_scores_that_are_no_numbers_are_refused():
+    scores = three([0.9, 0.8])
+    scores[0, 0, 0] = np.nan
+    with pytest.raises(DataError, match="no numbers"): select(scores)
+
+
+@pytest.mark.parametrize("form", ["matrix", "vector"])
+def test_class_scores_are_those_of_the_detector(towns, form):
+    with recordings(towns[1]["testing"]) as new:
+        detector = fresh(task=THREE, form=form)
+        scores = class_scores(detector, new, files_per_batch=5)
+        assert np.array_equal(scores[..., 1], score_rows(detector, new, files_per_batch=5))
+        assert np.allclose(scores.sum(-1), 1, atol=1e-5)
+
+
+# Replay
+
+def test_replay_is_a_share_of_each_class(towns):
+    with recordings(towns[0]["training"], TASK) as old:
+        n = [int((old.labels == k).sum()) for k in (0, 1)]
+        for share in (0.25, 0.5, 1.0):
+            again = replayed(old, share, seed=3)
+            drawn = again.kept.any(1)
+            assert again.kept[drawn].all(), "whole recordings"
+            assert [int((drawn & (old.labels == k)).sum()) for k in (0, 1)] == [round(share * m) for m in n]
+        assert np.array_equal(replayed(old, 0.5, 3, 1).kept, replayed(old, 0.5, 3, 1).kept)
+        assert not np.array_equal(replayed(old, 0.5, 3, 1).kept, replayed(old, 0.5, 3, 2).kept), "another round, other recordings"
+        assert [int((replayed(old, 1e-6).kept.any(1) & (old.labels == k)).sum()) for k in (0, 1)] == [1, 1], "no class is left out"
+        for wrong in (0.0, 1.5):
+            with pytest.raises(UsageError, match="share"): replayed(old, wrong)
+    with recordings(towns[0]["training"], TASK, rows=np.flatnonzero(old.labels == 0)) as leaks, pytest.raises(DataError, match="no old recording of NOLEAK"):
+        replayed(leaks)
+
+
+# Items
+
+@pytest.mark.parametrize("level", ["long", "short"])
+@pytest.mark.parametrize("kind", ["device", "stream", "workers"])
+def test_picked_items_come_through_loaders_and_can_be_taken_up_again(towns, kind, level):
+    with recordings(towns[0]["training"], TASK) as old, recordings(towns[1]["training"]) as new:
+        rng = np.random.default_rng(0)
+        kept, classes = rng.random((len(new), new.row_shape[0])) < 0.3, rng.integers(-1, 2, len(new))
+        picked = Picked([Choice(new, kept, classes), whole_recordings(old, np.array([1, 5]))], TASK, level=level, preload_to_ram=kind == "device")
+        per_long = 1 if level == "long" else new.row_shape[1]
+        assert len(picked) == per_long * (kept[classes >= 0].sum() + 2 * old.row_shape[0])
+        wanted: dict[int, tuple[torch.Tensor, int]] = {}
+        for ds, mask, of in ((new, kept, classes), (old, np.isin(np.arange(len(old)), [1, 5])[:, None].repeat(old.row_shape[0], 1), old.labels)):
+            for row, segment in zip(*np.nonzero(mask & (of >= 0)[:, None])):
+                x = torch.from_numpy(ds.sources[0].mels[row, segment])
+                for part in ([x] if level == "long" else x): wanted[len(wanted)] = part, int(of[row])
+        def loader() -> Any: return open_loader(picked, 50, kind=kind, seed=5, num_workers=0, block_rows=30 if kind == "stream" else None)
+        with loader() as one:
+            batches = list(one)
+            items = torch.cat([b.items for b in batches])
+            assert sorted(items.tolist()) == list(range(len(picked)))
+            assert items.tolist() != sorted(items.tolist())
+            for b in batches:
+                assert b.y.tolist() == [wanted[i][1] for i in b.items.tolist()]
+                assert torch.equal(b.x, torch.stack([wanted[i][0] for i in b.items.tolist()]))
+        with loader() as two:
+            walk = iter(two)
+            for _ in range(3): next(walk)
+            state = two.state_dict()
+        with loader() as three_:
+            three_.load_state_dict(state)
+            assert torch.equal(torch.cat([b.items for b in three_]), items[150:])
+
+
+def test_picked_refuses_what_does_not_fit(towns):
+    with recordings(towns[0]["testing"], TASK) as old, Segments(towns[0]["testing"], task=TASK) as long:
+        kept, n = np.zeros((len(old), old.row_shape[0]), bool), len(old)
+        with pytest.raises(UsageError, match="does not fit"): Choice(old, kept[1:], old.labels)
+        with pytest.raises(UsageError, match="chosen from"): Choice(long, kept, old.labels)
+        with pytest.raises(UsageError, match="does not have"): Picked([Choice(old, ~kept, np.full(n, 7))], TASK)
+        with pytest.raises(UsageError, match="are picked"): Picked([whole_recordings(old, np.array([0]))], TASK, level="recording")
+
+
+# People
+
+def test_tables_of_people_are_checked_by_name(towns, tmp_path):
+    table = tmp_path / "heard.csv"
+    with recordings(towns[1]["testing"]) as new:
+        paths = [os.fsdecode(p) for p in recording_paths(new)]
+        def heard(*lines: str, columns: str = "path,label") -> list[int]:
+            table.write_text("\n".join([columns, *lines]))
+            return human_classes(table, new, make_task(["LEAK", "NOLEAK", "PUMP"], leave_out=["PUMP"])).tolist()
+        assert heard(f"{paths[2]},noleak", f"{paths[0]},Leak", f"{paths[4]},PUMP")[:5] == [0, UNHEARD, 1, UNHEARD, LEFT_OUT]
+        cases: list[tuple[list[str], str]] = [
+            ([f"{paths[0]},LEAKY"], "unknown label for"), ([f"{paths[0]},LEAK", "a/b.wav,LEAK"], "a/b.wav"), ([], "names no recording"),
+            ([f"{paths[0]},LEAK", f"{paths[0]},LEAK"], "same path as in line 2"), ([f"{paths[0]},"], "label is empty")]
+        for lines, said in cases:
+            with pytest.raises(DataError, match=said): heard(*lines)
+        with pytest.raises(DataError, match="no column label"): heard(f"{paths[0]},LEAK", columns="path,verdict")
+        with pytest.raises(DataError, match="differs only in case"): heard(f"{paths[0].upper()},LEAK")
+    table.write_text(f"path,label\n{paths[0]},LEAK\n")
+    with Segments([towns[1]["testing"]] * 2, level="recording") as twice, pytest.raises(DataError, match="several recordings have"):
+        human_classes(table, twice, TASK)
+
+
+# Who wins
+
+def duel(one: np.ndarray, other: np.ndarray, n_groups: int = 12, name: str = "testing") -> Any:
+    truth = np.arange(len(one)) % 2 == 0
+    groups = Groups("sensor", np.arange(len(one)) // 2 % n_groups, tuple(f"{k:02}" for k in range(n_groups)))
+    detector = fresh()
+    return fight(name, truth, groups, detector, detector, (one[:, None], other[:, None]))
+
+
+def test_only_a_paired_interval_above_0_replaces_the_champion():
+    rng = np.random.default_rng(0)
+    truth = np.arange(240) % 2 == 0
+    blind, fair, good = rng.random(240), rng.random(240) + 0.3 * truth, rng.random(240) + 2 * truth
+    wins, why = decide(duel(fair, good))
+    assert wins
+    assert why.startswith("The challenger replaces the champion: AUC +")
+    for one, other, said in ((good, fair, "is worse"), (good, good, "not shown"), (fair, fair + 1e-9, "not shown"), (good, blind, "is worse")):
+        wins, why = decide(duel(one, other))
+        assert (wins, said in why, why.startswith("The champion stays")) == (False, True, True), why
+    a_little = next(d for d in (duel(fair, fair + 0.4 * rng.random(240)) for _ in range(20)) if d.differences["auc"].value > 0)
+    assert decide(a_little)[0] is False, "a little better in the figure is not enough"
+    wins, why = decide(duel(fair, good, n_groups=4))
+    assert not wins
+    assert "too few for an interval" in why
+    lost, kept = duel(good, fair, name="the old town"), duel(fair, fair, name="the old town")
+    assert decide(duel(fair, good), [kept])[0]
+    wins, why = decide(duel(fair, good), [kept, lost])
+    assert not wins
+    assert "worse elsewhere" in why
+    assert "the old town" in why
+    with pytest.raises(DataError, match="cannot tell good from bad"):
+        fight("one class", np.ones(4, bool), Groups("sensor", np.arange(4), tuple("abcd")), fresh(), fresh(), (np.ones((4, 1)), np.ones((4, 1))))
+
+
+# Rounds
+
+def begin_with(towns: list[dict[str, Path]], folder: Path, **how: Any) -> dict[str, Any]:
+    "What a round is given."
+    with lm.open_dataset(towns[0]["training"]) as ds: spec = ds.spec
+    first = fresh(spec=spec, epochs=6, batch_size=128, learning_rate=4e-3)
+    return {"champion": first, "new_data": towns[1]["training"], "replay": towns[0]["training"], "testing": towns[1]["testing"], "out": folder,
+            "settings": SMALL, "rules": RoundRules(n_draws=200), "device": "cpu", "progress": False, "checkpoints": CheckpointSettings(fsync=False), **how}
+
+
+def past(folder: Path) -> list[int]:
+    "The rounds that champions came from."
+    lineage = read_lineage(folder)
+    return [] if lineage is None else [c.round for c in lineage.champions]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    "What a round promises to be the same each time."
+    names = {"champion.json", "record.json", "kept.csv", "model.pt"}
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.name in names}
+
+
+def by_rule(monkeypatch: pytest.MonkeyPatch, wins: bool) -> None: monkeypatch.setattr(rounds, "decide", lambda *a: (wins, "as the test wants it."))
+
+
+@pytest.fixture(scope="module")
+def one_round(towns, tmp_path_factory) -> tuple[Any, dict[str, Any], Path]:
+    "A round with everything in it."
+    folder = tmp_path_factory.mktemp("rounds")
+    with recordings(towns[1]["training"]) as new: paths = [os.fsdecode(p) for p in recording_paths(new)]
+    table = folder / "heard.csv"
+    table.write_text(f"path,label\n{paths[0]},NOLEAK\n{paths[1]},LEAK\n")
+    given_ = begin_with(towns, folder / "rounds", human_labels=table, validation=towns[0]["validation"], also={"old town": towns[0]["testing"]})
+    return retrain(**given_), given_, folder
+
+
+def test_the_record_is_complete(one_round, towns):
+    done, given_, folder = one_round
+    here = folder / "rounds" / "round-0001"
+    record = json.loads((here / RECORD).read_text())
+    assert record == done.record
+    assert set(os.listdir(here)) == {"history.csv", "kept.csv", "model.pt", "record.json", "summary.json"}
+    assert {"number", "replaced", "reason", "champion", "challenger", "stamps", "rules", "settings", "new", "old", "validation", "testing", "kept", "replay",
+            "human_labels", "metrics", "leakmel_version"} <= set(record)
+    with lm.open_dataset(towns[1]["training"]) as new, lm.open_dataset(towns[0]["training"]) as old:
+        n_new, n_long, n_again = len(new), old.mels.shape[1], sum(round(0.5 * int((old.labels == k).sum())) for k in (0, 1))
+    assert sum(c["recordings"] for c in record["kept"].values()) == n_new
+    assert sum(c["by_human"] for c in record["kept"].values()) == 2
+    assert sum(c["segments"] for c in record["kept"].values()) == (n_new - 2) * -(-n_long // 2) + 2 * n_long
+    assert record["replay"] == {"recordings": n_again, "segments": n_again * n_long}
+    assert [h["class"] for h in record["human_labels"]] == ["NOLEAK", "LEAK"]
+    assert set(record["metrics"]) == {"testing", "old town"}
+    assert record["metrics"]["testing"]["differences"]["auc"]["low"] is not None
+    for said in record["metrics"].values():
+        auc = said["differences"]["auc"]
+        assert auc["note"] if auc["low"] is None else auc["low"] <= auc["value"] <= auc["high"]
+        assert {"low", "high", "value"} <= set(said["champion"]["figures"]["auc"])
+    lines = (here / "kept.csv").read_text().splitlines()
+    assert len(lines) == n_new + 1
+    assert lines[1].split(",")[1:3] == ["NOLEAK", "human"]
+    assert len(lines[3].split(",")[5].split()) == -(-n_long // 2)
+    assert (record["settings"]["channels"], record["settings"]["dropout"]) == ([4, 8], 0.1), "the net is the champion's"
+    assert load_detector(here / "model.pt").record["round"]["number"] == 1
+    assert done.replaced == record["replaced"] == (past(folder / "rounds") == [0, 1])
+    assert done.reason in repr(done)
+    assert "old town" in done._repr_html_()
+    assert list(done.table().columns) == ["champion", "challenger", "difference"]
+
+
+def test_the_same_round_gives_the_same_bytes(one_round, tmp_path):
+    done, given_, folder = one_round
+    again = retrain(**given_ | {"out": tmp_path / "again"})
+    assert files_of(tmp_path / "again") == files_of(folder / "rounds")
+    assert again.reason == done.reason
+    other = retrain(**given_ | {"out": tmp_path / "other", "settings": replace(SMALL, seed=2)})
+    assert weights_digest(other.challenger) != weights_digest(done.challenger)
+
+
+def test_a_challenger_starts_from_the_champion(towns, tmp_path):
+    still = replace(SMALL, epochs=1, learning_rate=1e-9)
+    done = retrain(**begin_with(towns, tmp_path, settings=still))
+    first = load_detector(round_folder(tmp_path, 0) / "model.pt")
+    for name, w in done.challenger.net.state_dict().items(): assert torch.allclose(w, first.net.state_dict()[name], atol=1e-6), name
+    assert not done.replaced
+    assert "not shown to be better" in done.reason
+
+
+def test_rounds_follow_each_other(towns, tmp_path, monkeypatch):
+    given_ = begin_with(towns, tmp_path)
+    first = weights_digest(given_["champion"])
+    by_rule(monkeypatch, False)
+    lost = retrain(**given_)
+    assert not lost.replaced
+    assert weights_digest(load_champion(tmp_path)) == first == weights_digest(lost.champion) != weights_digest(lost.challenger)
+    by_rule(monkeypatch, True)
+    won = retrain(**given_ | {"champion": None})
+    assert won.number == 2
+    assert weights_digest(load_champion(tmp_path)) == weights_digest(won.challenger) == weights_digest(won.champion)
+    by_rule(monkeypatch, False)
+    third = retrain(**given_)                                    # the first champion is known here: the last one goes on
+    assert third.number == 3
+    assert third.record["champion"]["round"] == 2
+    assert past(tmp_path) == [0, 2]
+    with pytest.raises(UsageError, match="another champion"): retrain(**given_ | {"champion": fresh(9, spec=given_["champion"].spec)})
+    with pytest.raises(UsageError, match="other test recordings"): retrain(**given_ | {"testing": towns[0]["testing"]})
+    with pytest.raises(UsageError, match="no champion to begin with"): retrain(**given_ | {"champion": None, "out": tmp_path / "empty"})
+
+
+def test_what_judges_is_never_learned(towns, tmp_path):
+    given_ = begin_with(towns, tmp_path)
+    for part in ("new_data", "replay", "validation"):
+        with pytest.raises(DataError, match="are learned from"): retrain(**given_ | {part: towns[1]["testing"]})
+    assert not (tmp_path / POINTER).exists(), "what cannot be is refused before a champion is named"
+    with pytest.raises(DataError, match="recordings of old town"): retrain(**given_ | {"also": {"old town": towns[0]["training"]}})
+    with recordings(towns[1]["testing"]) as every:
+        inside = np.isin(np.arange(len(every)), [0, 1, 2, 6, 9])      # some sensors whole, of others one recording
+        parts = [Segments(every.sources, level="recording", rows=np.flatnonzero(m), preload_to_ram=False) for m in (inside, ~inside)]
+        assert any("sensor" in s for s in shared_with({"new recordings": parts[0]}, parts[1]))
+        given_ |= {"new_data": parts[0], "testing": parts[1], "settings": replace(SMALL, epochs=1)}
+        with pytest.warns(LeakySplitWarning, match="LEAKY SPLIT"): stamped = retrain(**given_)
+        assert "sensor" in stamped.record["stamps"][0]
+        assert "BEWARE" in repr(stamped)
+    assert not any(p.name.endswith(".lock") for p in tmp_path.iterdir())
+
+
+def test_one_round_at_a_time(towns, tmp_path):
+    from leakmel.dataset.writer import OutputLock
+    with OutputLock(tmp_path / POINTER), pytest.raises(OutputError, match="another round"): retrain(**begin_with(towns, tmp_path))
+
+
+# Interruptions
+
+class Killed(BaseException):
+    "What stops a round where it is."
+
+
+@pytest.mark.parametrize("where", ["class_scores", "learn", "finish", "fight", "selection_csv", "write_whole", "write_lineage"])
+def test_an_interrupted_round_leaves_the_champion_and_goes_on(towns, tmp_path, monkeypatch, where):
+    given_ = begin_with(towns, tmp_path / "torn")
+    with monkeypatch.context() as m:
+        by_rule(m, True)
+        whole = retrain(**given_ | {"out": tmp_path / "whole"})
+        def stop(*a: Any, **k: Any) -> None: raise Killed
+        m.setattr(rounds, where, stop)
+        with pytest.raises(Killed): retrain(**given_)
+        if where == "class_scores": assert read_lineage(tmp_path / "torn") is None, "nothing had begun"
+        else: assert weights_digest(load_champion(tmp_path / "torn")) == weights_digest(given_["champion"])
+    by_rule(monkeypatch, True)
+    done = retrain(**given_)
+    if where == "write_lineage":       # the decision had been made: it was carried out, and this was the next round
+        assert past(tmp_path / "torn") == [0, 1, 2]
+        assert files_of(tmp_path / "torn" / "round-0001") == files_of(tmp_path / "whole" / "round-0001")
+    else:
+        assert weights_digest(done.champion) == weights_digest(whole.champion)
+        assert files_of(tmp_path / "torn") == files_of(tmp_path / "whole")
+
+
+KILLED = """
+import os, signal, sys
+import leakmel as lm
+from leakmel.learn import training
+from leakmel.learn.rounds import RoundRules, retrain
+from leakmel.learn.train_settings import settings_from
+from leakmel.learn.training import CheckpointSettings
+save, n = training.Run.save, 0
+def dying(self):
+    global n
+    save(self)
+    n += 1
+    if n == 2: os.kill(os.getpid(), signal.SIGKILL)
+training.Run.save = dying
+model, new, old, testing, out = sys.argv[1:]
+retrain(model, new, replay=old, testing=testing, out=out, rules=RoundRules(n_draws=200), device="cpu", progress=False,
+        settings=settings_from({"epochs": 2, "batch_size": 128, "channels": [4, 8], "seed": 1, "learning_rate": 1e-3}),
+        checkpoints=CheckpointSettings(fsync=False, checkpoint_steps=3))
+"""
+
+
+def test_a_killed_round_leaves_the_champion_and_goes_on_bit_for_bit(towns, tmp_path):
+    given_ = begin_with(towns, tmp_path / "torn", checkpoints=CheckpointSettings(fsync=False, checkpoint_steps=3))
+    model = given_["champion"].save(tmp_path / "first.pt")
+    words = [sys.executable, "-c", KILLED, model, given_["new_data"], given_["replay"], given_["testing"], given_["out"]]
+    died = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}, timeout=300)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert weights_digest(load_champion(tmp_path / "torn")) == weights_digest(given_["champion"])
+    assert not (tmp_path / "torn/round-0001" / RECORD).exists()
+    done = retrain(**given_)
+    assert "Goes on after step 6" in json.loads((done.folder / "summary.json").read_text())["begin"]
+    retrain(**given_ | {"out": tmp_path / "whole"})
+    assert files_of(tmp_path / "torn") == files_of(tmp_path / "whole")
+
+
+def test_another_round_does_not_take_up_what_was_interrupted(towns, tmp_path, monkeypatch):
+    given_ = begin_with(towns, tmp_path)
+    real = rounds.learn
+    def half(run: Any, *a: Any) -> None:
+        run.save()
+        raise Killed
+    monkeypatch.setattr(rounds, "learn", half)
+    with pytest.raises(Killed): retrain(**given_)
+    monkeypatch.setattr(rounds, "learn", real)
+    with pytest.raises(UsageError, match="another training was interrupted"): retrain(**given_ | {"rules": RoundRules(keep_share=0.25, n_draws=200)})
+    done = retrain(**given_ | {"rules": RoundRules(keep_share=0.25, n_draws=200), "resume": "never"})
+    assert done.number == 1
+
+
+def test_a_damaged_folder_is_said(towns, tmp_path):
+    given_ = begin_with(towns, tmp_path)
+    retrain(**given_)
+    pointer, model = (tmp_path / POINTER).read_bytes(), round_folder(tmp_path, 0) / "model.pt"
+    for wrong in (b"", b"[]", b"{}", pointer.replace(b"champions 1", b"champions 9"), pointer.replace(b'"round": 0', b'"round": "../x"')):
+        write_whole(tmp_path / POINTER, wrong, sync=False)
+        with pytest.raises(DataError, match="names a champion"): load_champion(tmp_path)
+    write_whole(tmp_path / POINTER, pointer, sync=False)
+    write_whole(model, model.read_bytes()[:-1], sync=False)
+    with pytest.raises(DataError, match="digest is another"): load_champion(tmp_path)
+
+
+def test_rules_are_checked():
+    cases: list[dict[str, Any]] = [{"keep_share": 0.0}, {"human_share": 1.1}, {"replay_share": -1.0}, {"judged_by": "beauty"}, {"n_draws": 3}, {"seed": -1},
+                                   {"keep_share": "half"}]
+    for wrong in cases:
+        with pytest.raises(UsageError): RoundRules(**wrong)
