@@ -188,6 +188,7 @@ def open_loader(
     seed: int = 0,
     shuffle: bool = True,
     drop_last: bool = False,
+    epoch_share: float = 1.0,              # of the items that an epoch draws
     block_rows: int | None = None,         # rows of a block, for streams; None: about a megabyte
     buffer_blocks: int = 64,               # blocks whose items are shuffled together
     num_workers: int = 4,                  # this and what follows: of `WorkerLoader`
@@ -203,7 +204,7 @@ def open_loader(
     wanted, why = torch.device(device), "as asked for"
     if kind == "auto": kind, why = _choice(ds, wanted, device_fraction)
     block = 0 if kind != "stream" and block_rows is None else block_rows or max(1, BLOCK_BYTES * len(ds.rows) // ds.n_bytes)
-    settings = OrderSettings(len(ds.rows), ds.per_row, batch_size, seed, shuffle, drop_last, block, buffer_blocks)
+    settings = OrderSettings(len(ds.rows), ds.per_row, batch_size, seed, shuffle, drop_last, block, buffer_blocks, epoch_share)
     if kind == "device": return DeviceLoader(ds, settings, wanted, why)
     if kind == "stream": return StreamLoader(ds, settings, wanted, why)
     return WorkerLoader(ds, settings, wanted, why, num_workers=num_workers, prefetch_factor=prefetch_factor,

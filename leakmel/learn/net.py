@@ -36,7 +36,7 @@ class NetSettings:
     n_mels: int = 64                                  # M
     width: int = 2                                    # W, columns: short segments times frames, or frames
     n_classes: int = 2                                # K
-    channels: tuple[int, ...] = (48, 96, 192, 320)    # of each layer; after each the bands are halved
+    channels: tuple[int, ...] = (48, 96, 192, 384)    # of each layer; after each the bands are halved
     dropout: float = 0.3                              # share of features that a training step leaves out, 0 to below 1
 
     def __post_init__(self):

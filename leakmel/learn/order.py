@@ -52,19 +52,21 @@ class OrderSettings:
     drop_last: bool = False     # leave out the last batch of an epoch where it is not full
     block_rows: int = 0         # 0: all items are shuffled together; else the rows of a block
     buffer_blocks: int = 64     # blocks whose items are shuffled together
+    epoch_share: float = 1.0    # of all items that an epoch draws: the first ones of its order
 
     def __post_init__(self):
         for name in ("n_rows", "per_row", "batch_size", "buffer_blocks"):
             if getattr(self, name) < 1: raise UsageError(f"{name} must be at least 1", found=getattr(self, name))
         for name in ("seed", "block_rows"):
             if getattr(self, name) < 0: raise UsageError(f"{name} must be at least 0", found=getattr(self, name))
+        if not 0 < self.epoch_share <= 1: raise UsageError("epoch_share must be above 0 and at most 1", found=self.epoch_share)
         if self.drop_last and self.batch_size > self.n_items:
             raise UsageError("no batch would be full", found=f"{self.n_items:,} items, batches of {self.batch_size:,}", remedy="lower batch_size")
 
     @property
     def n_items(self) -> int:
         "Items of an epoch."
-        return self.n_rows * self.per_row
+        return max(1, round(self.n_rows * self.per_row * self.epoch_share))
 
     @property
     def n_batches(self) -> int:
@@ -73,13 +75,21 @@ class OrderSettings:
 
     def buffers(self, epoch: int) -> Iterator[np.ndarray]:
         "The items of an epoch in order: one array, or one for each buffer of a block shuffle."
+        left = self.n_items
+        for items in self._all(epoch):
+            yield items[:left]
+            if (left := left - len(items)) <= 0: return
+
+    def _all(self, epoch: int) -> Iterator[np.ndarray]:
+        "All items in the order of an epoch, buffer by buffer."
+        n = self.n_rows * self.per_row
         if self.shuffle and self.block_rows:
             yield from block_shuffled(self.n_rows, self.per_row, self.block_rows, self.buffer_blocks, self.seed, epoch)
-        elif self.shuffle: yield shuffled(self.n_items, self.seed, epoch)
-        elif not self.block_rows: yield np.arange(self.n_items)
+        elif self.shuffle: yield shuffled(n, self.seed, epoch)
+        elif not self.block_rows: yield np.arange(n)
         else:
             step = self.block_rows * self.buffer_blocks * self.per_row
-            for start in range(0, self.n_items, step): yield np.arange(start, min(start + step, self.n_items))
+            for start in range(0, n, step): yield np.arange(start, min(start + step, n))
 
 # %% ../../nbs/learn/order.ipynb #2398e757
 class _Epochs:

@@ -72,8 +72,9 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 @dataclass(frozen=True)
 class TrainSettings(AugmentSettings, LoaderSettings):
     "Everything that decides how a detector is trained."
-    epochs: int = 30                                             # passes over the training recordings, at most
-    batch_size: int = 512                                        # items of one optimiser step
+    epochs: int = 12                                             # at most
+    epoch_share: float = 0.2                                     # of the items that an epoch draws: those of one recording are much alike
+    batch_size: int = 256                                        # items of one optimiser step
     accumulation: int = 1                                        # micro-batches into which a batch is cut
     learning_rate: float = 2e-3                                  # the highest, at the end of the warm-up
     warmup_share: float = 0.05                                   # of all steps, over which the learning rate rises
@@ -89,15 +90,18 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     use_compile: bool = False                                    # torch.compile: a slow first step, then faster ones
     compile_mode: CompileMode = "default"                        # of torch.compile
     channels_last: bool | Literal["auto"] = "auto"               # order of a layer's numbers; "auto": on a GPU with half precision
+    vote: Literal["auto", "mean", "long_vote", "any_long", "frac_vote"] = "auto"     # "auto": chosen on validation
+    vote_share: float = 0.5                                      # of the long segments that must agree, where vote is "frac_vote"
     early_stop_epochs: int = 8                                   # epochs without a better F1 on validation after which to stop; 0: never
     seed: int = 0                                                # of order, augmentation, dropout and first weights
     profile_every: int = 50                                      # every so many batches one is timed
     form: Literal["matrix", "vector"] = "matrix"                 # an item: one long segment, or one short one
-    channels: tuple[int, ...] = (48, 96, 192, 320)               # of the net's layers
+    channels: tuple[int, ...] = (48, 96, 192, 384)               # of the net's layers
     dropout: float = 0.3                                         # share of features that a step leaves out
 
     RANGES = AugmentSettings.RANGES | LoaderSettings.RANGES | {
-        "epochs": (1, 100_000), "batch_size": (1, 1 << 24), "accumulation": (1, 1 << 16), "learning_rate": (1e-9, 10), "warmup_share": (0, 1),
+        "epochs": (1, 100_000), "epoch_share": (1e-9, 1), "batch_size": (1, 1 << 24), "accumulation": (1, 1 << 16), "learning_rate": (1e-9, 10),
+        "warmup_share": (0, 1), "vote_share": (1e-9, 1),
         "min_lr_share": (0, 1), "weight_decay": (0, 10), "clip_norm": (0, 1e9), "focal_gamma": (0, 20), "label_smoothing": (0, 0.9),
         "aux_weight": (0, 100), "early_stop_epochs": (0, 100_000), "seed": (0, (1 << 63) - 1), "profile_every": (1, 1 << 30), "dropout": (0, 0.95)}
 
