@@ -18,6 +18,7 @@ import torch
 
 from ..audio.wav import digest_of
 from ..core.errors import DataError, UsageError, show_path
+from ..core.monitor import free_memory, size_text
 from ..dataset.writer import output_error, sync_folder, undisturbed
 
 # %% ../../nbs/learn/checkpoints.ipynb #b6d2e065
@@ -84,7 +85,10 @@ def _refusal(path: str | os.PathLike, error: Exception) -> DataError:
 def _file_bytes(path: str | os.PathLike) -> bytes:
     "The content of a regular file."
     if not Path(path).is_file(): raise DataError("no such file" if not os.path.lexists(path) else "this is no file", path=path)
-    try: return Path(path).read_bytes()
+    try:
+        if (n := os.path.getsize(path)) > (most := free_memory() // 2):
+            raise DataError("the file is too large for the memory that is free", path=path, found=size_text(n), expected=f"at most {size_text(most)}")
+        return Path(path).read_bytes()
     except OSError as e: raise DataError(f"cannot be read ({os.strerror(e.errno or 0)})", path=path) from e
 
 def _check_archive(path: str | os.PathLike, content: bytes) -> None:

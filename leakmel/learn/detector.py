@@ -124,7 +124,8 @@ def load_detector(
         raise DataError("not a detector that this version reads", path=path, found=show_path(str(values.get("format")))[:60], expected=FORMAT)
     try:
         head = json.loads(values["detector"])
-        net = LeakNet(_made(NetSettings, head["net"]))
+        _require_weights(settings := _made(NetSettings, head["net"]), values["weights"])
+        net = LeakNet(settings)
         net.load_state_dict(values["weights"])
         spec = None if head["spec"] is None else _made(MelSpec, head["spec"])
         if not all(torch.isfinite(w).all() for w in net.state_dict().values()): raise DataError("weights that are no numbers")
@@ -135,6 +136,7 @@ def load_detector(
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError, OverflowError, MemoryError, LeakmelError) as e:
         raise DataError(f"not what a detector is made of ({str(e).splitlines()[0][:200] or type(e).__name__})", path=path, remedy="train it again") from e
 
+# %% ../../nbs/learn/detector.ipynb #39c316e2
 def _made(kind: type, values: dict[str, Any]) -> Any:
     "A settings object of plain values; lists become tuples."
     known = {f.name for f in fields(kind)}
@@ -143,9 +145,24 @@ def _made(kind: type, values: dict[str, Any]) -> Any:
 
 def _check_plain(detector: Detector) -> None:
     "Refuse texts and numbers that are something else."
-    texts = (detector.engine, detector.threshold_from, *detector.task.class_names, *detector.task.model_names)
-    if not all(isinstance(t, str) for t in texts) or not isinstance(detector.record, dict): raise DataError("texts that are no texts")
+    task, said = detector.task, (detector.engine, detector.threshold_from, "" if detector.spec is None else detector.spec.preset_name)
+    if not isinstance(task.class_names, tuple) or not isinstance(task.model_names, tuple): raise DataError("names that are no list")
+    if not all(isinstance(t, str) for t in (*said, *task.class_names, *task.model_names)) or not isinstance(detector.record, dict):
+        raise DataError("texts that are no texts")
+    if not all(t.isprintable() for t in said): raise DataError("texts that cannot be shown")
+    if any(type(k) is not int for k in (task.leak_in_data, task.leak_in_model, *task.to_model)): raise DataError("classes that are no whole numbers")
     if not isinstance(detector.share, float) or not 0 < detector.share <= 1: raise DataError("a share that is none")
+
+def _require_weights(s: NetSettings, weights: Any) -> None:
+    "Refuse a net that is larger than the weights beside it, before it takes memory."
+    if not isinstance(weights, dict) or not all(isinstance(w, Tensor) and w.layout == torch.strided and w.device.type == "cpu" for w in weights.values()):
+        raise DataError("weights that are no tensors")
+    there = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights.values()}
+    claimed = sum(w.numel() * w.element_size() for w in weights.values())
+    if claimed > sum(there.values()): raise DataError(f"weights that claim {claimed:,} bytes and hold {sum(there.values()):,}")
+    layers = sum(a * b * h * w for a, b, (h, w) in zip((1, *s.channels), s.channels, s.kernels()))
+    least, n = 2 * s.n_mels + layers + s.channels[-1] * (2 * s.channels[-1] + s.n_classes), sum(w.numel() for w in weights.values())
+    if least > n: raise DataError(f"a net of {least:,} numbers, of which {n:,} are there")
 
 # %% ../../nbs/learn/detector.ipynb #652286b5
 def check_features(

@@ -16,8 +16,8 @@ import numpy as np
 
 from ..audio.compiled import native
 from ..audio.manifest import Manifest
-from ..core.errors import DataError, UsageError, show_path
-from ..core.monitor import usable_cores
+from ..core.errors import DataError, MachineError, UsageError, show_path
+from ..core.monitor import free_memory, size_text, usable_cores
 from ..core.progress import Progress
 from ..dataset.config import BATCH_FILES, slot_bytes
 from ..dataset.loader import Slot
@@ -41,6 +41,7 @@ def rule_of(
     vote, frac = detector.vote if vote is None else vote, detector.share if frac is None else frac
     if threshold is not None: return Rule(vote, threshold, frac)
     Rule(vote, frac=frac)               # an unknown vote has no threshold
+    if vote == "frac_vote" and frac != detector.share: return Rule(vote, 0.5, frac, "not chosen for this share: 0.5")
     return Rule(vote, float(detector.thresholds[vote]), frac, detector.threshold_from)
 
 # %% ../../nbs/learn/predict.ipynb #62e793e1
@@ -95,6 +96,9 @@ def _sizes(spec: MelSpec, device: str, n_files: int, files_per_batch: int | None
     kind = device.split(":")[0]
     readers = read_workers or (min(2, usable_cores()) if kind == "cpu" else max(1, min(16, usable_cores())))
     n_blocks = readers + 3
+    if (needed := n_blocks * slot_bytes(spec)) > max(_MOST_BYTES, free_memory() // 2):
+        raise MachineError("recordings as long as the model's rows do not fit into memory", found=f"{size_text(needed)} for {n_blocks} rows",
+                           remedy="lower read_workers, or train on shorter rows")
     most = _MOST_SEGMENTS["cuda" if kind == "cuda" else "cpu"] // spec.row_shape[0]
     per_block = files_per_batch or max(1, min(BATCH_FILES.get(kind, 64), most, _MOST_BYTES // (n_blocks * slot_bytes(spec))))
     return max(1, min(per_block, n_files)), readers, n_blocks

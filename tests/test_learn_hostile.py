@@ -1,0 +1,96 @@
+"A detector's file may come from a stranger: whatever it claims, it costs no memory that it does not hold, runs nothing and says nothing to a terminal."
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import leakmel as lm
+from leakmel.core.errors import DataError, MachineError
+from leakmel.learn import checkpoints
+from leakmel.learn.checkpoints import load_plain, plain_bytes
+from leakmel.learn.detector import Detector, load_detector
+from leakmel.learn.net import LeakNet, NetSettings
+from leakmel.learn.predict import _sizes, rule_of
+from leakmel.learn.task import make_task
+
+SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory) -> Path:
+    net = LeakNet(NetSettings(channels=(8, 8)), np.full(64, -30.0), np.full(64, 3.0))
+    return Detector(net, make_task(["LEAK", "NOLEAK"]), SPEC, "torch@1").save(tmp_path_factory.mktemp("model") / "model.pt")
+
+
+def changed(honest: Path, path: Path, change: Callable[[dict, dict], Any]) -> Path:
+    values = load_plain(honest)
+    head, weights = json.loads(values["detector"]), values["weights"]
+    change(head, weights)
+    path.write_bytes(plain_bytes(values | {"detector": json.dumps(head), "weights": weights}))
+    return path
+
+
+def task(head: dict, **values: Any) -> None: head["task"].update(values)
+
+
+HOSTILE: dict[str, Callable[[dict, dict], Any]] = {
+    "channels": lambda head, weights: head["net"].update(channels=[8, 2_000_000_000]),
+    "many layers": lambda head, weights: head["net"].update(channels=[3000] * 5000),
+    "bands": lambda head, weights: head["net"].update(n_mels=4_000_000_000),
+    "classes": lambda head, weights: head["net"].update(n_classes=2_000_000_000),
+    "a wide view of one number": lambda head, weights: (head["net"].update(channels=[8, 50_000]), weights.update(
+        {"layers.1.0.weight": torch.zeros(1).expand(50_000, 8, 3, 2), "hidden.0.weight": torch.zeros(1).expand(50_000, 100_000)})),
+    "weights of nowhere": lambda head, weights: weights.update({"hidden.0.weight": torch.empty(1 << 40, device="meta")}),
+    "sparse weights": lambda head, weights: weights.update({"hidden.0.weight": torch.zeros(8, 16).to_sparse()}),
+    "a text as weights": lambda head, weights: weights.update({"hidden.0.weight": "no"}),
+    "weights of another shape": lambda head, weights: weights.update({"hidden.0.weight": torch.zeros(16, 8)}),
+    "weights that are no numbers": lambda head, weights: weights["hidden.0.weight"].fill_(torch.nan),
+    "a class that is a share": lambda head, weights: task(head, leak_in_model=0.0, to_model=[0.0, 1.0]),
+    "a class that is a truth": lambda head, weights: task(head, leak_in_model=False),
+    "names that are a text": lambda head, weights: task(head, class_names="AB", model_names="AB"),
+    "a text for the terminal": lambda head, weights: head.update(threshold_from="fine\x1b[2J\n0 errors"),
+    "an engine of several lines": lambda head, weights: head.update(engine="torch@1\nall is well"),
+    "a preset of several lines": lambda head, weights: head["spec"].update(preset_name="disjoint@1\nall is well"),
+    "no threshold": lambda head, weights: head["thresholds"].update(mean=float("nan")),
+    "a threshold that is a list": lambda head, weights: head["thresholds"].update(mean=[0.5]),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_detector_is_refused(honest, tmp_path, name):
+    path = changed(honest, tmp_path / "model.pt", HOSTILE[name])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError): load_detector(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
+
+
+def test_an_honest_one_is_read(honest, tmp_path):
+    assert load_detector(changed(honest, tmp_path / "model.pt", lambda head, weights: None)).spec == SPEC
+
+
+def test_a_file_larger_than_memory_is_not_read(honest, monkeypatch):
+    monkeypatch.setattr(checkpoints, "free_memory", lambda: 2 * honest.stat().st_size - 2)
+    with pytest.raises(DataError, match="too large for the memory"): load_detector(honest)
+
+
+def test_rows_of_four_days_are_not_laid_out():
+    "A spec in a file may name rows of any length; slots for them would take all memory."
+    with pytest.raises(MachineError, match="do not fit into memory"):
+        _sizes(lm.MelSpec.preset("disjoint", duration_s=2.0**31 / 4096 - 1), "cpu", 10, None, 16)
+    assert _sizes(SPEC, "cpu", 10, None, None)[0] == 10
+
+
+def test_a_threshold_belongs_to_a_share(honest):
+    "That of half of the segments is none for a fifth of them."
+    detector = load_detector(honest)
+    detector.thresholds.update(frac_vote=0.8)
+    detector.threshold_from = "highest F1 of 9 recordings of validation"
+    same, other = rule_of(detector, "frac_vote"), rule_of(detector, "frac_vote", frac=0.2)
+    assert (same.threshold, same.threshold_from) == (0.8, detector.threshold_from)
+    assert (other.threshold, other.threshold_from) == (0.5, "not chosen for this share: 0.5")
+    assert rule_of(detector, "frac_vote", 0.7, 0.2).threshold == 0.7
