@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,6 +47,8 @@ from .task import Task
 from .train_settings import TrainSettings, settings_from
 from .training import RESUME, CheckpointSettings, Run, Watch, begin, finish, how_to_go_on, learn
 from .training_state import TrainingState, pick_device
+
+if TYPE_CHECKING: import pandas as pd
 
 # %% ../../nbs/learn/rounds.ipynb #1a9704e1
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class Round:
     duels: dict[str, Duel]         # the first one decided
     record: dict[str, Any]         # plain values, as in record.json
 
-    def table(self):
+    def table(self) -> "pd.DataFrame":
         "Figures of both on the test set that decides, as a table."
         return next(iter(self.duels.values())).table()
 
