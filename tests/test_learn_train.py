@@ -30,9 +30,9 @@ from leakmel.learn.train_settings import TrainSettings
 from leakmel.learn.training import TrainResult, train
 from leakmel.learn.votes import VOTES, vote_scores
 
-TINY = TrainSettings(epochs=3, batch_size=200, channels=(4, 8), learning_rate=0.01, early_stop_epochs=0, seed=3)
-WORDS = ["--epochs", "3", "--batch-size", "200", "--channels", "4,8", "--learning-rate", "0.01", "--early-stop-epochs", "0", "--seed", "3", "--device", "cpu",
-         "--quiet", "--no-evaluation"]
+TINY = TrainSettings(epochs=3, epoch_share=1.0, batch_size=200, channels=(4, 8), learning_rate=0.01, early_stop_epochs=0, seed=3)
+WORDS = ["--epochs", "3", "--epoch-share", "1", "--batch-size", "200", "--channels", "4,8", "--learning-rate", "0.01", "--early-stop-epochs", "0",
+         "--seed", "3", "--device", "cpu", "--quiet", "--no-evaluation"]
 
 
 @pytest.fixture(scope="module", autouse=True)
