@@ -7,7 +7,7 @@ __all__ = ['FORMAT', 'new_net', 'pick_device', 'Sums', 'Best', 'validation_figur
            'training_record', 'detector_of', 'to_checkpoint', 'take_up']
 
 # %% ../../nbs/learn/training_state.ipynb #625d0bca
-import json, math, os, time
+import json, math, os, re, time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..core.errors import DataError
+from ..core.errors import DataError, MachineError, UsageError
 from .chosen import Chosen, chosen_on
 from .detector import Detector, score_rows
 from .history import EpochFigures, epochs_from, is_better, should_stop
@@ -25,7 +25,7 @@ from .loaders import Loader, open_loader
 from .metrics import leak_metrics
 from .net import LeakNet, NetSettings, band_statistics
 from .preparation import TrainingData, training_identity
-from .step import StepFigures, Stepper, known_random, step_seed
+from .step import StepFigures, Stepper, known_random, ran_out, step_seed
 from .timing import StepTimer, StepTimes
 from .train_settings import TrainSettings
 from .votes import vote_scores
@@ -43,10 +43,14 @@ def new_net(
 
 def pick_device(
     device: str,          # "auto", "cpu", "cuda", "cuda:1", ...
-) -> torch.device:
+) -> torch.device:        # raises UsageError for one that is not there
     "The device that is meant; auto: a CUDA device where there is one."
     if device == "auto": device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device): raise UsageError("no such device", found=repr(device), expected="auto, cpu, cuda or cuda:1")
+    found, n = torch.device(device), torch.cuda.device_count()
+    if found.type == "cuda" and not (torch.cuda.is_available() and (found.index or 0) < n):
+        raise UsageError("there is no such GPU here", found=f"{device!r}, {n} GPUs", remedy="use device='cpu'")
+    return found
 
 # %% ../../nbs/learn/training_state.ipynb #83187d4e
 @dataclass
@@ -114,9 +118,27 @@ class TrainingState:
 
     def __post_init__(self):
         s, data = self.settings, self.data
-        self.loader = open_loader(data.training, s.batch_size, device=self.device, seed=s.seed, epoch_share=s.epoch_share, **s.loader_options())
+        self.loader = self._opened(s.loader)
         self.stepper = Stepper(new_net(data, s), data.task, s, self.device, data.class_counts, s.epochs * len(self.loader))
         self.timer, self.sums = StepTimer(self.stepper.device, s.profile_every), Sums.none(self.stepper.device)
+
+    def _opened(self, kind: str) -> Loader:
+        s = self.settings
+        return open_loader(self.data.training, s.batch_size, device=self.device, seed=s.seed, epoch_share=s.epoch_share, **s.loader_options() | {"kind": kind})
+
+    def reopen(self, kind: str) -> None:      # raises MachineError where memory is too small for it
+        "Take the loader of a checkpoint in place of the one that suits today: the order of the items follows from it."
+        if kind == self.loader.kind: return
+        self.loader.close()
+        try: self.loader = self._opened(kind)
+        except (RuntimeError, MemoryError) as e:
+            if not ran_out(e): raise
+            raise MachineError("the items fitted into memory when the training began, and do not fit now", found=str(e),
+                               remedy="free memory, or begin anew with resume='never'") from e
+
+    def close(self) -> None:
+        "Let go of what the loader holds."
+        self.loader.close()
 
     @property
     def is_learned(self) -> bool:
@@ -247,6 +269,7 @@ def take_up(
         state.best = None if values["best"] is None else _best_from(values["best"])
         state.stepper.net.load_state_dict(values["net"])
         state.stepper.load_state_dict(values["stepper"])
+        if state.settings.loader == "auto": state.reopen(values["loader"]["kind"])
         state.loader.load_state_dict(values["loader"])
         at, sums = state.stepper.device, values["sums"]
         state.sums = Sums(sums["loss"].to(at), sums["n_correct"].to(at), int(sums["n"]))
