@@ -172,6 +172,7 @@ class Scene:
     tap_hz: float
     tap_span_s: tuple[float, float]                 # opened, closed
 
+# %% ../../nbs/audio/scenes.ipynb #1591f18e
 _LOUD_DB = -12.0     # re full scale; noise of this level reaches full scale in about one of 15,000 samples
 
 def turned_down(
@@ -183,6 +184,7 @@ def turned_down(
     level_db = sensor.level_db + 20 * np.log10(scene.gain / sensor.gain) + 10 * np.log10(heard)
     return replace(scene, gain=scene.gain // 2) if level_db > _LOUD_DB else scene
 
+# %% ../../nbs/audio/scenes.ipynb #eb8818b0
 def draw_scene(
     sensor: Sensor,
     label: str,                  # one of LABELS
