@@ -29,6 +29,7 @@ from .metrics import FIGURES, best_threshold, reliability
 from .results import Evaluation, Misjudged
 from .splits import Split, existing_split, shared_values
 from .task import Task
+from .training_state import pick_device
 from .votes import VOTES, segments_needed, vote_scores
 
 if TYPE_CHECKING: import pandas as pd
@@ -119,7 +120,7 @@ def evaluate(
     progress: str = "auto",                       # as for `core.progress.Progress`
 ) -> Evaluation:                                  # raises UsageError, DataError
     "Judge a detector by recordings, beside two baselines."
-    detector = model if isinstance(model, Detector) else load_detector(model, device="cpu")
+    detector, on = model if isinstance(model, Detector) else load_detector(model, device="cpu"), str(pick_device(device))
     for rule in votes:
         if rule not in VOTES: raise UsageError("no such rule for the vote", found=repr(rule), expected=", ".join(VOTES))
     if judged_by not in FIGURES: raise UsageError("no such figure", found=repr(judged_by), expected=", ".join(FIGURES))
@@ -134,31 +135,20 @@ def evaluate(
         stamps = tuple(dict.fromkeys(s for s in (found.stamp if found else "", _own_stamp(detector), _source_stamp(parts, part)) if s))
         name = "a detector" if isinstance(model, Detector) else os.fsdecode(model)
         return _judged(_Job(detector, name, parts, part, stamps, _of_split(found), tuple(votes), group, judged_by, n_draws, seed,
-                            _device(device), files_per_batch, progress))
-
-
+                            on, files_per_batch, progress))
 
 # %% ../../nbs/learn/evaluation.ipynb #1d21fc1a
 def _own_stamp(detector: Detector) -> str:
     "What a detector's record says of the split that it was trained with."
     split = detector.record.get("split")
     stamp = split.get("stamp") if isinstance(split, dict) else ""
-    return f"In training: {stamp}" if stamp and isinstance(stamp, str) else ""
+    return f"In training: {show_path(stamp)}" if stamp and isinstance(stamp, str) else ""
 
 def _of_split(split: Split | None) -> tuple[str, ...]:
     "What else was found in a split: labels that something beside the sound gives away, and what could not be looked at."
     if split is None: return ()
     found = [f"{show_path(p.path)}: {p.message}." for p in split.problems]
     return (*found, *(f"Not looked at: the {kind} of some recordings is not known, so it may be on both sides." for kind in split.unchecked))
-
-def _device(name: str) -> str:
-    "The device that was asked for, if it is there."
-    import torch
-    if name == "auto": return "cuda:0" if torch.cuda.is_available() else "cpu"
-    try: kind = torch.device(name).type
-    except RuntimeError as e: raise UsageError("no such device", found=repr(name), expected="auto, cpu, cuda or cuda:1") from e
-    if kind == "cuda" and not torch.cuda.is_available(): raise UsageError("there is no GPU here", found=repr(name), remedy="say device='cpu'")
-    return name
 
 # %% ../../nbs/learn/evaluation.ipynb #d68ce25e
 @dataclass(frozen=True, eq=False)

@@ -260,6 +260,7 @@ class Difference:
         return self.interval.known and self.interval.high < 0
 
     def __str__(self) -> str:
+        if self.value != self.value: return "undefined"
         return f"{self.value:+.3f}" + (f" ({self.interval.low:+.3f} to {self.interval.high:+.3f})" if self.interval.known else "")
 
 def differences(

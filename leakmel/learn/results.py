@@ -180,7 +180,7 @@ def _about(e: Evaluation) -> Iterator[str]:
     yield f"Scored {e.files_per_s:,.0f} files/s on {e.details.get('device', 'the CPU')}."
 
 def _lines(e: Evaluation) -> Iterator[str]:
-    for text in (f"Evaluation of {show_path(e.model)}: {e.task.leak_label} or not", "", *_head(e), ""): yield folded(text, 100)
+    for text in (f"Evaluation of {show_path(e.model)}: {show_path(e.task.leak_label)} or not", "", *_head(e), ""): yield folded(text, 100)
     yield e.figures().to_string(line_width=100)
     if e.baselines: yield from ("", f"{e.judged.title}, difference on the same recordings:", _difference_table(e).to_string(line_width=100))
     yield ""

@@ -7,8 +7,8 @@ __all__ = ['log', 'Run', 'begin', 'learn', 'Watch', 'TrainResult', 'result_rows'
 
 # %% ../../nbs/learn/training.ipynb #88072af3
 import json, logging, math, os, time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,7 @@ from ..core.errors import DataError, OutputError, UsageError, show_path
 from ..core.progress import Progress, announce, front_end
 from ..dataset.writer import OutputLock, output_error
 from .checkpoint_settings import RESUME, CheckpointSettings
-from .checkpoints import latest_checkpoint, list_checkpoints, remove_file, save_checkpoint, write_whole
+from .checkpoints import latest_checkpoint, list_checkpoints, load_plain, remove_file, save_checkpoint, write_whole
 from .curves import LiveCurves
 from .detector import Detector
 from .history import EpochFigures, history_table, write_history
@@ -76,6 +76,7 @@ class Run:
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
     "The exclusive right to train into a folder."
+    if out.exists() and not out.is_dir(): raise OutputError("is a file, a folder is needed", path=out)
     try: out.mkdir(parents=True, exist_ok=True)
     except OSError as e: raise output_error(e, out) from e
     lock = OutputLock(out / "model.pt")
@@ -83,8 +84,23 @@ def _alone(out: Path) -> Iterator[None]:
     except OutputError as e:
         if e.found is None or "process" not in str(e.found): raise
         raise OutputError("another training writes into this folder", path=out, found=e.found, remedy="wait for it, or name another folder") from None
-    try: yield
+    try:
+        for name, is_ours in _OURS.items(): _require_ours(out / name, is_ours)
+        yield
     finally: lock.__exit__()
+
+# %% ../../nbs/learn/training.ipynb #f70b6779
+_OURS: dict[str, Callable[[Path], bool]] = {
+    "model.pt": lambda path: str(load_plain(path).get("format")).startswith("leakmel detector"),
+    "summary.json": lambda path: "best_epoch" in json.loads(path.read_bytes()),
+    "history.csv": lambda path: path.read_bytes()[:16] == b"epoch,step,loss,"}
+
+def _require_ours(path: Path, is_ours: Callable[[Path], bool]) -> None:
+    "Only what a training wrote may be replaced."
+    if not os.path.lexists(path): return
+    try: found = is_ours(path)
+    except (DataError, OSError, ValueError, TypeError): found = False
+    if not found: raise OutputError("something that no training wrote is in the way", path=path, remedy="name another folder, or remove it yourself")
 
 # %% ../../nbs/learn/training.ipynb #6ec3212b
 def begin(
@@ -264,12 +280,12 @@ def train(
     if resume not in RESUME: raise UsageError("resume is not known", found=repr(resume), expected=", ".join(RESUME))
     if kind not in ("multiclass", "binary"): raise UsageError("no such kind of task", found=repr(kind), expected="multiclass or binary")
     settings, show = settings or TrainSettings(), progress if isinstance(progress, str) else "auto" if progress else "none"
-    folder = Path(os.path.abspath(os.path.expanduser(out)))
+    folder, on = Path(os.path.abspath(os.path.expanduser(out))), pick_device(device)
     opened = open_training(training, validation, settings=settings, leak_label=leak_label, kind=kind, leave_out=leave_out, split=split,
                            allow_leaky_split=allow_leaky_split, legacy=legacy)
     with opened as data, _alone(folder):
-        run = Run(TrainingState(data, settings, pick_device(device)), folder, checkpoints or CheckpointSettings())
-        with run.state.loader:
+        run = Run(TrainingState(data, settings, on), folder, checkpoints or CheckpointSettings())
+        with closing(run.state):
             said = begin(run, resume)
             if data.split is not None and data.split.leaky: announce(data.split.stamp, show=show)
             with StopSignals(lambda: how_to_go_on(run)) as stop:

@@ -21,6 +21,7 @@ from ..dataset.runs import find_data, runs_folder
 from ..dataset.schema import data_set_name
 from .checkpoint_settings import RESUME, CheckpointSettings
 from .checkpoints import list_checkpoints, write_whole
+from .data import open_sources
 from .splits import Split, group_split
 from .task import make_task
 from .train_settings import TrainSettings
@@ -131,13 +132,19 @@ def plan_training(
     "Find the data sets, divide them where that is wanted, choose the folder."
     p = parameters
     settings, checkpoints = settings_of(p)
+    pick_device(p["device"])
     if p["resume"] not in RESUME: raise UsageError("resume is not known", found=repr(p["resume"]), expected=", ".join(RESUME))
     leave_out = tuple(word.strip() for word in p["leave_out"].split(",") if word.strip())
     sets = find_sets(p["data"], p["validation"], p["testing"], progress=progress)
+    _require_together(sets if p["evaluation"] else DataSets({n: f for n, f in sets.files.items() if n != "testing"}, sets.note))
     out = Path(os.path.abspath(os.path.expanduser(p["out"]))) if p["out"] else _new_folder()
     given = {"leak_label": p["leak_label"], "kind": p["kind"], "leave_out": leave_out, "allow_leaky_split": p["allow_leaky_split"], "resume": p["resume"]}
     split = None if p["group"] is None else _divided(sets, given, p["group"], settings.seed)
     return TrainingPlan(sets, split, settings, checkpoints, out, p["device"], given, p["evaluation"])
+
+def _require_together(sets: DataSets) -> None:
+    "Refuse data sets of other labels or features now, and not when the training is over."
+    for ds in open_sources(list(sets.files.values())): ds.close()
 
 def _divided(sets: DataSets, given: dict[str, Any], group: str, seed: int) -> Split:
     "All recordings, divided by groups."

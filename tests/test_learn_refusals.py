@@ -1,0 +1,132 @@
+"What cannot go well is said before a training begins, and nothing that belongs to somebody else is replaced."
+import json
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import leakmel as lm
+from leakmel.cli import main
+from leakmel.core.errors import MachineError, OutputError, UsageError
+from leakmel.learn import loaders
+from leakmel.learn.checkpoint_settings import CheckpointSettings
+from leakmel.learn.intervals import Difference, interval_of
+from leakmel.learn.step import Stepper
+from leakmel.learn.train_settings import TrainSettings
+from leakmel.learn.training import TrainResult, train
+from leakmel.learn.training_state import TrainingState, pick_device
+
+TINY = TrainSettings(epochs=2, epoch_share=1.0, batch_size=200, channels=(4, 8), early_stop_epochs=0)
+WORDS = ["--epochs", "1", "--channels", "4,8", "--quiet"]
+NAMES = [f"{part}_DATASET.H5" for part in ("TRAINING", "VALIDATION", "TESTING")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
+
+
+@pytest.fixture(scope="module")
+def town(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("town")
+    lm.write_demo(root / "demo", n_files=40)
+    lm.build_all(root / "demo", out_dir=root / "sets", progress="none", check=2)
+    lm.build_all(root / "demo", out_dir=root / "others", progress="none", check=2, spec=lm.MelSpec.preset("disjoint", f_min_hz=100.0))
+    return root
+
+
+def trained(town: Path, out: Path, **options: Any) -> TrainResult:
+    given: dict[str, Any] = {"out": out, "settings": TINY, "device": "cpu", "progress": False, "checkpoints": CheckpointSettings(fsync=False)}
+    return train(*(town / "sets" / n for n in NAMES[:2]), **given | options)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cuda:one", "meta", "mps", "tpu", ""])
+def test_a_device_that_is_not_there_is_named(town: Path, tmp_path: Path, capsys: pytest.CaptureFixture, device: str) -> None:
+    with pytest.raises(UsageError, match="no such"): pick_device(device)
+    with pytest.raises(UsageError, match="no such"): trained(town, tmp_path / "run", device=device)
+    assert main(["train", str(town / "sets"), "--out", str(tmp_path / "run"), "--device", device, *WORDS]) == 2
+    assert "no such" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_nobody_has(town: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such GPU"): trained(town, tmp_path / "run", device="cuda")
+
+
+def test_testing_recordings_of_other_features_are_refused_before_the_training(town: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["train", str(town / "sets"), "--testing", str(town / "others" / NAMES[2]), "--out", str(tmp_path / "run"), "--device", "cpu", *WORDS]
+    assert main(words) == 1
+    assert "do not belong together: features" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main([*words, "--no-evaluation"]) == 0
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("summary.json", b'{"ok": true, "files": 1200}'), ("summary.json", b"not JSON"), ("summary.json", b"[1]"), ("history.csv", b"day,money\n"),
+    ("model.pt", b"somebody's"), ("model.pt", pickle.dumps({"weights": 1})), ("model.pt", None)])
+def test_what_no_training_wrote_stays(town: Path, tmp_path: Path, name: str, content: bytes | None) -> None:
+    "Such a folder may be one of a build, or of another program."
+    if content is None: torch.save({"format": "theirs"}, tmp_path / name)
+    else: (tmp_path / name).write_bytes(content)
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises(OutputError, match="no training wrote"): trained(town, tmp_path)
+    assert (tmp_path / name).read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_what_a_training_wrote_is_replaced_and_a_file_is_no_folder(town: Path, tmp_path: Path) -> None:
+    trained(town, tmp_path / "run")
+    assert trained(town, tmp_path / "run", settings=replace(TINY, seed=1), resume="never").summary["begin"].startswith("Begins with epoch 1")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["settings"]["seed"] == 1
+    with pytest.raises(OutputError, match="a folder is needed"): trained(town, tmp_path / "run" / "history.csv")
+
+
+# ---- free memory is not the same when a training goes on
+
+def interrupted(town: Path, out: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    real = Stepper.step
+    def dying(self: Stepper, batch: Any) -> Any:
+        if self.n_done == 5: raise ZeroDivisionError
+        return real(self, batch)
+    with monkeypatch.context() as m:
+        m.setattr(Stepper, "step", dying)
+        m.setattr(loaders, "free_memory", lambda: free)
+        settings = replace(TINY, preload_to_ram=False)
+        with pytest.raises(ZeroDivisionError): trained(town, out, settings=settings, checkpoints=CheckpointSettings(checkpoint_steps=2))
+
+
+@pytest.mark.parametrize(("then", "now"), [(1 << 40, 1), (1, 1 << 40)])
+def test_a_training_goes_on_with_the_loader_it_began_with(town: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: int, now: int) -> None:
+    "Which one suits depends on free memory, and the order of the items on which one it is."
+    settings = replace(TINY, preload_to_ram=False)
+    interrupted(town, tmp_path / "run", monkeypatch, then)
+    with monkeypatch.context() as m:
+        m.setattr(loaders, "free_memory", lambda: now)
+        assert trained(town, tmp_path / "run", settings=settings, resume="always").summary["begin"].startswith("Goes on after step 4")
+    with monkeypatch.context() as m:
+        m.setattr(loaders, "free_memory", lambda: then)
+        trained(town, tmp_path / "whole", settings=settings)
+    assert (tmp_path / "run" / "model.pt").read_bytes() == (tmp_path / "whole" / "model.pt").read_bytes()
+
+
+def test_items_that_do_not_fit_any_more_are_said(town: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(town, tmp_path / "run", monkeypatch, 1 << 40)
+    def full(state: TrainingState, kind: str, real: Any = TrainingState._opened) -> Any:
+        if kind == "device": raise MemoryError("no more")
+        return real(state, kind)
+    monkeypatch.setattr(loaders, "free_memory", lambda: 1)
+    monkeypatch.setattr(TrainingState, "_opened", full)
+    with pytest.raises(MachineError, match="do not fit now"): trained(town, tmp_path / "run", settings=replace(TINY, preload_to_ram=False))
+
+
+def test_a_difference_of_what_is_undefined_is_undefined() -> None:
+    nan = float("nan")
+    assert str(Difference("precision", nan, interval_of(torch.full((100,), nan).numpy(), 9))) == "undefined"
