@@ -32,14 +32,14 @@ class _Checked:
 @dataclass(frozen=True)
 class AugmentSettings(_Checked):
     "What is changed at random in the pictures of a training."
-    level_db: float = 6.0            # standard deviation of an item's level shift, dB; 0: none
-    colour_db: float = 3.0           # standard deviation of an item's smooth curve over the bands, dB; 0: none
-    noise_share: float = 0.25        # share of the items to which stationary noise is added
+    level_db: float = 3.0            # standard deviation of an item's level shift, dB; 0: none
+    colour_db: float = 1.0           # standard deviation of an item's smooth curve over the bands, dB; 0: none
+    noise_share: float = 0.1         # share of the items to which stationary noise is added
     noise_snr_db: float = 0.0        # mean power of an item over that of its noise, dB: the loudest noise
     noise_snr_range_db: float = 20.0   # noise is up to so much quieter than the loudest, dB
-    n_band_masks: int = 2            # masks over neighbouring bands; 0: none
+    n_band_masks: int = 1            # masks over neighbouring bands; 0: none
     band_mask_width: int = 6         # bands that one hides at most
-    n_time_masks: int = 1            # masks over neighbouring columns; 0: none
+    n_time_masks: int = 0            # masks over neighbouring columns; 0: none
     time_mask_width: int = 1         # columns that one hides at most
 
     RANGES = {"level_db": (0, 60), "colour_db": (0, 60), "noise_share": (0, 1), "noise_snr_db": (-60, 120), "noise_snr_range_db": (0, 120),

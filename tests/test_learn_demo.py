@@ -1,0 +1,52 @@
+"The whole way on a made town whose testing sensors were never heard: a detector beats a level meter and a straight line, or the evaluation says that it does not."
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import leakmel as lm
+from leakmel.learn.train_settings import TrainSettings
+
+SMALL = TrainSettings(channels=(24, 48, 64), epochs=8, epoch_share=0.04, learning_rate=0.003)       # a net of 22,000 numbers: half a minute on one core
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
+
+
+def judged(root: Path, n_files: int, settings: TrainSettings, seed: int = 0) -> lm.Evaluation:
+    "A town, its data sets, a training, and its judgement."
+    lm.write_demo(root / "town", n_files=n_files, seed=seed)
+    parts = {r.path.name.split("_")[0].lower(): r.path for r in lm.build_all(root / "town", out_dir=root / "sets", progress="none")}
+    result = lm.train(parts["training"], parts["validation"], out=root / "run", settings=settings, device="cpu", progress=False)
+    return lm.evaluate(result.detector, parts["testing"], training=parts["training"], validation=parts["validation"], progress="none")
+
+
+def assert_honest(e: lm.Evaluation) -> None:
+    "No sensor on both sides, dealt labels mean nothing, and the verdict is what the intervals say."
+    assert not e.stamps, "a sensor on both sides"
+    assert e.control.holds
+    beaten = {name: d["auc"].interval.low > 0 for name, d in e.differences[e.vote].items()}
+    assert len(beaten) == 2
+    assert e.beats == all(beaten.values())
+
+
+@pytest.mark.slow
+def test_a_small_town_is_judged_honestly(tmp_path):
+    e = judged(tmp_path, 1200, SMALL)
+    assert_honest(e)
+    auc, level = e.judged.figures["auc"], next(iter(e.baselines.values())).figures["auc"]
+    assert auc > 0.93 and auc > level + 0.1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_larger_town_is_enough_to_show_that_both_baselines_are_beaten(tmp_path, seed):
+    e = judged(tmp_path, 6000, SMALL, seed)
+    assert_honest(e)
+    assert e.beats, e.report()
