@@ -1,6 +1,6 @@
 "Shared fixtures: small made sets, skips that may not happen where everything is installed, and what was tried for each promise."
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +57,16 @@ def faulty(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("data") / "faulty"
     write_demo(root, n_files=24, faults=True)
     return root
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    "Let torch compute with one thread: nets of tests are tiny, and threads that wait for each other take a loaded machine four times as long."
+    import torch
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
 
 
 @pytest.fixture

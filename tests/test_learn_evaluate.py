@@ -29,6 +29,8 @@ from leakmel.learn.net import LeakNet, NetSettings
 from leakmel.learn.splits import LeakySplitWarning, Split, SplitWarning, group_split
 from leakmel.learn.task import make_task
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def groups_of(code: Any, by: str = "sensor") -> Groups:
     names, number = np.unique(code, return_inverse=True)

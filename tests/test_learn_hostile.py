@@ -18,6 +18,7 @@ from leakmel.learn.net import LeakNet, NetSettings
 from leakmel.learn.predict import _sizes, rule_of
 from leakmel.learn.task import make_task
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)
 
 

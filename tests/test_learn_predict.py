@@ -31,6 +31,7 @@ from leakmel.learn.predictions import COLUMNS, Predictions, rejected_path
 from leakmel.learn.task import make_task
 from leakmel.learn.votes import VOTES, vote_scores
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096
 SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)      # four long segments
 QUIET: dict[str, Any] = {"progress": "none", "device": "cpu", "engine": "torch"}

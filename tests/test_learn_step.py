@@ -21,6 +21,7 @@ from leakmel.learn.task import make_task
 from leakmel.learn.timing import StepTimer, StepTimes, device_clock, loader_advice, times_text
 from leakmel.learn.train_settings import TrainSettings
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 OFF: dict[str, Any] = {"level_db": 0.0, "colour_db": 0.0, "noise_share": 0.0, "n_band_masks": 0, "n_time_masks": 0}
 TASK = make_task(["LEAK", "NORMAL", "QUIET"])
 COUNTS = [10, 70, 20]

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from children import Ended, Server, server
 
 import leakmel as lm
@@ -30,17 +29,10 @@ from leakmel.learn.train_settings import TrainSettings
 from leakmel.learn.training import TrainResult, train
 from leakmel.learn.votes import VOTES, vote_scores
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = TrainSettings(epochs=3, epoch_share=1.0, batch_size=200, channels=(4, 8), learning_rate=0.01, early_stop_epochs=0, seed=3)
 WORDS = ["--epochs", "3", "--epoch-share", "1", "--batch-size", "200", "--channels", "4,8", "--learning-rate", "0.01", "--early-stop-epochs", "0",
          "--seed", "3", "--device", "cpu", "--quiet", "--no-evaluation"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
 
 
 @pytest.fixture(scope="module")
