@@ -26,6 +26,7 @@ from .groups import Group
 from .intervals import Bootstrap, differences, recording_groups, source_names
 from .judged import Judged, cautions, give_verdict, judge, label_control
 from .metrics import FIGURES, best_threshold, reliability
+from .preparation import silence_behind
 from .results import Evaluation, Misjudged
 from .splits import Split, existing_split, shared_values
 from .task import Task
@@ -205,7 +206,8 @@ def _judged(job: _Job) -> Evaluation:
     return Evaluation(
         job.name, detector.task, None if ds.sources[0].legacy else detector.spec, said, segments, groups, detector.vote, ways, simple, apart,
         verdict=give_verdict(boot, own, list(simple.values()), job.judged_by), stamps=job.stamps,
-        cautions=(*cautions(truth, groups), *job.known, *_further(detector, job.parts)), control=label_control(truth, own.score, groups, seed=job.seed),
+        cautions=(*cautions(truth, groups), *job.known, *_further(detector, job.parts, job.part)),
+        control=label_control(truth, own.score, groups, seed=job.seed),
         calibration=reliability(truth, np.clip(vote_scores(segments, "mean"), 0, 1)), worst=_worst(ds, said, own, segments), seconds=seconds, details=details)
 
 # %% ../../nbs/learn/evaluation.ipynb #08bc71bd
@@ -217,8 +219,9 @@ def _baselines(parts: Mapping[str, Segments]) -> list[Baseline]:
 def _judged_baseline(boot: Bootstrap, baseline: Baseline, ds: Segments) -> Judged:
     return judge(boot, baseline.score(ds), name=baseline.name, title=baseline.title, threshold=baseline.threshold, threshold_from=baseline.threshold_from)
 
-def _further(detector: Detector, parts: Mapping[str, Segments]) -> Iterator[str]:
+def _further(detector: Detector, parts: Mapping[str, Segments], part: str) -> Iterator[str]:
     "What else belongs beside the figures."
+    if said := silence_behind(parts[part]): yield f"{said}."
     if "training" not in parts: yield "Training was not given: whether a sensor or a recording is on both sides was not looked at."
     if _is_chosen(detector) and "validation" not in parts and "training" in parts:
         yield "Validation was not given, so the baselines' thresholds are 0.5 and the detector's was chosen: compare the AUC only."
