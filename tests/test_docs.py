@@ -56,13 +56,13 @@ def page(site) -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_pages_are_there(site):
-    names = ["index", "examples", "build", "dashboard", "benchmark", "commands", "changelog", "reference/index", "api/index", "api/names",
+    names = ["index", "examples", "build", "train", "predict", "dashboard", "benchmark", "commands", "changelog", "reference/index", "api/index", "api/names",
              "explanations/index", "tutorials/index", *GUIDES]
     for name in (*names, *(f"{kind}/{name}" for kind in ("reference", "api") for name in LIBRARY)): assert (site / f"{name}.html").is_file(), name
     assert len(list(site.rglob("plotly.min.js"))) == 1
     for path in site.rglob("*.html"): assert f"{ROOT}/" not in path.read_text(encoding="utf-8"), path.name
     text = (site / "commands.html").read_text(encoding="utf-8")
-    for command in ("demo", "scan", "build", "verify"): assert f"usage: leakmel {command}" in text
+    for command in ("demo", "scan", "build", "verify", "train", "predict"): assert f"usage: leakmel {command}" in text
     assert "n_fft" in (site / "api" / "mel" / "spec.html").read_text(encoding="utf-8")
 
 
@@ -112,8 +112,8 @@ def test_links_of_the_notebooks_lead_to_files():
 @pytest.mark.slow
 def test_pages_in_a_browser(site, page, tmp_path):
     watched = Watched(page)
-    n_figures_of = {"index": 0, "build": 5, "dashboard": 12, "benchmark": 8, "reference/mel/spec": 0, "api/mel/spec": 0, "api/names": 0,
-                    "explanations/refused": 0, "explanations/gpu_limits": 1, "explanations/gpu_path": 1, "explanations/promises": 0}
+    n_figures_of = {"index": 0, "build": 5, "train": 7, "predict": 3, "dashboard": 12, "benchmark": 8, "reference/mel/spec": 0, "api/mel/spec": 0,
+                    "api/names": 0, "explanations/refused": 0, "explanations/gpu_limits": 1, "explanations/gpu_path": 1, "explanations/promises": 0}
     for name, n_figures in n_figures_of.items():
         page.goto((site / f"{name}.html").as_uri())
         page.wait_for_load_state()

@@ -31,11 +31,12 @@ ROOMS = {
     "ops": "measuring and setting up", "cli_learn": "the commands of the detector", "cli": "the command line",
 }
 GUIDES = {   # folder of notebooks that export nothing -> title and sentence of its page
-    "tutorials": ("Tutorials", "From the first recordings to a data set, step by step."),
+    "tutorials": ("Tutorials", "From the first recordings to a data set and a detector, step by step."),
     "explanations": ("Explanations", "What the library does with recordings, and why."),
 }
-EXAMPLES = ("build", "explore", "dashboard", "benchmark")    # run notebooks in the order of their work; those that are there get a page
-FIRST = ("first_build", "every_night", "speed", "again", "file_format", "promises", "troubleshooting")     # guides in the order of their lists
+EXAMPLES = ("build", "train", "predict", "explore", "dashboard", "benchmark")    # run notebooks in the order of their work; those that are there get a page
+# Guides in the order of their lists.
+FIRST = ("first_build", "first_detector", "drift", "every_night", "speed", "judged", "training", "again", "file_format", "promises", "troubleshooting")
 DEMO_FILES = 120
 EXTRAS = {"mel/triton_kernel": "triton"}    # library notebooks that need more than the requirements
 
@@ -203,6 +204,20 @@ def explore_parameters() -> str:
     return f"data_root = {str(DOCS / 'demo')!r}"
 
 
+def learning_parameters() -> dict[str, str]:
+    "A small net on data sets of the made set, and a detector of that kind to score the recordings with."
+    import leakmel as lm
+    folder, sets = DOCS / "learning", DOCS / "learning" / "mels"
+    shutil.rmtree(folder, ignore_errors=True)
+    paths = {r.path.name.split("_")[0]: r.path for r in lm.build_all(DOCS / "demo", out_dir=sets, progress="none")}
+    small = {"epochs": 6, "epoch_share": 1.0, "profile_every": 5}
+    model = lm.train(paths["TRAINING"], paths["VALIDATION"], out=folder / "model", settings=lm.TrainSettings(**small, channels=(16, 32)), device="cpu",
+                     progress="none").model_path
+    said = "\n".join(f"{name} = {value!r}" for name, value in (small | {"channels": "16,32", "device": "cpu"}).items())
+    return {"train": f"data = {str(sets)!r}\nout = {str(folder / 'train')!r}\n{said}",
+            "predict": f"data_root = {str(DOCS / 'demo' / 'TESTING')!r}\nmodel = {str(model)!r}\nout = {str(folder / 'scores')!r}\ndevice = 'cpu'"}
+
+
 def write_notebooks(library: list[Path], guides: list[Path]) -> None:
     "The front page, the executed examples, the benchmark's records, the guides and the library notebooks, a few at a time."
     front, benchmark, dashboard = (NOTEBOOKS / f"{name}.ipynb" for name in ("index", "benchmark", "dashboard"))
@@ -212,6 +227,9 @@ def write_notebooks(library: list[Path], guides: list[Path]) -> None:
         done[NOTEBOOKS / "build.ipynb"] = pool.submit(execute, NOTEBOOKS / "build.ipynb", run_parameters())
         done[benchmark] = pool.submit(execute, benchmark, "run = False")
         done[dashboard] = pool.submit(execute, dashboard, dashboard_parameters())
+        for name, parameters in learning_parameters().items():
+            path = NOTEBOOKS / f"{name}.ipynb"
+            done[path] = pool.submit(execute, path, parameters)
         if (explore := NOTEBOOKS / "explore.ipynb").exists(): done[explore] = pool.submit(execute, explore, explore_parameters())
         if front.exists(): done[front] = pool.submit(execute, front)
         for path, future in done.items():
