@@ -8,6 +8,7 @@ __all__ = ['FORMS', 'matrices', 'NetSettings', 'LeakNet', 'band_statistics']
 # %% ../../nbs/learn/net.ipynb #39bc8abf
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +65,15 @@ def _layer(n_in: int, n_out: int, kernel: tuple[int, int], halve: bool) -> nn.Se
     return nn.Sequential(nn.Conv2d(n_in, n_out, kernel, padding=(kernel[0] // 2, 0), bias=False), nn.GroupNorm(groups, n_out),
                          nn.ReLU(inplace=True), nn.MaxPool2d((2, 1)) if halve else nn.Identity())
 
+def _bands_buffer(name: str, values: Any, n_mels: int, default: float) -> Tensor:
+    "[M, 1] numbers of the bands, checked."
+    bands = torch.full((n_mels,), default) if values is None else torch.as_tensor(np.asarray(values, np.float32)).clone()
+    above = name == "deviation"
+    if bands.shape != (n_mels,) or not torch.isfinite(bands).all() or above and not (bands > 0).all():
+        raise UsageError(f"{name} of the bands does not fit", found=f"{tuple(bands.shape)}", expected=f"{n_mels} finite numbers{' above 0' * above}")
+    return bands[:, None]
+
+# %% ../../nbs/learn/net.ipynb #fe6cd91f
 class LeakNet(nn.Module):
     "Mel pictures to classes and to the leak; normalises what it is given."
     mean: Tensor          # [M, 1] dB
@@ -77,12 +87,8 @@ class LeakNet(nn.Module):
     ):                                                                      # raises UsageError for numbers that do not fit
         super().__init__()
         self.settings, s = settings, settings
-        for name, values, default in (("mean", mean, 0.0), ("deviation", deviation, 1.0)):
-            bands = torch.full((s.n_mels,), default) if values is None else torch.as_tensor(np.asarray(values, np.float32)).clone()
-            if bands.shape != (s.n_mels,) or not torch.isfinite(bands).all() or name == "deviation" and not (bands > 0).all():
-                raise UsageError(f"{name} of the bands does not fit", found=f"{tuple(bands.shape)}",
-                                 expected=f"{s.n_mels} finite numbers{' above 0' * (name == 'deviation')}")
-            self.register_buffer(name, bands[:, None])
+        self.register_buffer("mean", _bands_buffer("mean", mean, s.n_mels, 0.0))
+        self.register_buffer("deviation", _bands_buffer("deviation", deviation, s.n_mels, 1.0))
         layers, n_in, bands_left = [], 1, s.n_mels
         for n_out, kernel in zip(s.channels, s.kernels()):
             layers.append(_layer(n_in, n_out, kernel, bands_left > 1))

@@ -75,21 +75,25 @@ class OrderSettings:
 
     def buffers(self, epoch: int) -> Iterator[np.ndarray]:
         "The items of an epoch in order: one array, or one for each buffer of a block shuffle."
-        left = self.n_items
-        for items in self._all(epoch):
-            yield items[:left]
-            if (left := left - len(items)) <= 0: return
+        return _buffers(self, epoch)
 
-    def _all(self, epoch: int) -> Iterator[np.ndarray]:
-        "All items in the order of an epoch, buffer by buffer."
-        n = self.n_rows * self.per_row
-        if self.shuffle and self.block_rows:
-            yield from block_shuffled(self.n_rows, self.per_row, self.block_rows, self.buffer_blocks, self.seed, epoch)
-        elif self.shuffle: yield shuffled(n, self.seed, epoch)
-        elif not self.block_rows: yield np.arange(n)
-        else:
-            step = self.block_rows * self.buffer_blocks * self.per_row
-            for start in range(0, n, step): yield np.arange(start, min(start + step, n))
+# %% ../../nbs/learn/order.ipynb #154befab
+def _buffers(settings: OrderSettings, epoch: int) -> Iterator[np.ndarray]:
+    "As many items as an epoch has."
+    left = settings.n_items
+    for items in _all_items(settings, epoch):
+        yield items[:left]
+        if (left := left - len(items)) <= 0: return
+
+def _all_items(s: OrderSettings, epoch: int) -> Iterator[np.ndarray]:
+    "All items in the order of an epoch, buffer by buffer."
+    n = s.n_rows * s.per_row
+    if s.shuffle and s.block_rows: yield from block_shuffled(s.n_rows, s.per_row, s.block_rows, s.buffer_blocks, s.seed, epoch)
+    elif s.shuffle: yield shuffled(n, s.seed, epoch)
+    elif not s.block_rows: yield np.arange(n)
+    else:
+        step = s.block_rows * s.buffer_blocks * s.per_row
+        for start in range(0, n, step): yield np.arange(start, min(start + step, n))
 
 # %% ../../nbs/learn/order.ipynb #2398e757
 class _Epochs:
