@@ -254,7 +254,7 @@ def test_guides_are_in_the_table_of_contents(site):
     assert 'href="explanations/index.html"' in front
     assert 'href="refused.html"' in listed
     assert "Each reject code with what it means" in listed
-    assert page.count("<table") == 3, "codes, headers that lie, encodings"
+    assert page.count("<table") == 4, "codes, what ends a build, headers that lie, encodings"
     assert "MEANING = {" not in page, "a cell with echo: false shows what it makes, not its source"
 
 
