@@ -101,8 +101,8 @@ def validation_figures(
 FORMAT = "leakmel training 1"
 
 @dataclass(eq=False, repr=False)
-class TrainingState:
-    "A training under way."
+class _Begun:
+    "What a training has, and where its items come from."
     data: TrainingData
     settings: TrainSettings
     device: torch.device
@@ -139,6 +139,10 @@ class TrainingState:
     def close(self) -> None:
         "Let go of what the loader holds."
         self.loader.close()
+
+# %% ../../nbs/learn/training_state.ipynb #85e5ab5a
+class TrainingState(_Begun):
+    "A training under way."
 
     @property
     def is_learned(self) -> bool:
