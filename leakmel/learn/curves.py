@@ -96,7 +96,7 @@ def learning_curves(
                                  line=dict(color=colour, width=2), hovertemplate="epoch %{x}: %{y:.4f}<extra>%{fullData.name}</extra>"))
     fig = _figure(traces, _curves_title(epochs, best), _curves_note(epochs), height=380, xaxis=dict(title=dict(text="epoch"), dtick=max(1, len(x) // 10)),
                   yaxis=dict(title=dict(text="loss (nats)"), rangemode="tozero"),
-                  yaxis2=dict(title=dict(text="F1 of recordings"), overlaying="y", side="right", range=[0, 1.02], showgrid=False))
+                  yaxis2=dict(title=dict(text="F1 of recordings", standoff=12), overlaying="y", side="right", range=[0, 1.02], showgrid=False, automargin=True))
     return fig.add_vline(best, line=dict(color="rgba(128,128,128,0.6)", dash="dot")) if best else fig
 
 def _curves_title(epochs: Sequence[EpochFigures], best: int) -> str:
