@@ -2997,6 +2997,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'leakmel.learn.net.NetSettings.__post_init__': ( 'learn/net.html#netsettings.__post_init__',
                                                                                     'leakmel/learn/net.py'),
                                    'leakmel.learn.net.NetSettings.kernels': ('learn/net.html#netsettings.kernels', 'leakmel/learn/net.py'),
+                                   'leakmel.learn.net.NetSettings.n_weights': ( 'learn/net.html#netsettings.n_weights',
+                                                                                'leakmel/learn/net.py'),
                                    'leakmel.learn.net._bands_buffer': ('learn/net.html#_bands_buffer', 'leakmel/learn/net.py'),
                                    'leakmel.learn.net._layer': ('learn/net.html#_layer', 'leakmel/learn/net.py'),
                                    'leakmel.learn.net.band_statistics': ('learn/net.html#band_statistics', 'leakmel/learn/net.py'),

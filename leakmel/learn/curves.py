@@ -94,9 +94,11 @@ def learning_curves(
         if not any(map(math.isfinite, values)): continue
         traces.append(go.Scatter(name=name, x=x, y=_f32(values), yaxis=axis, mode="lines+markers" if len(x) < 60 else "lines", marker=dict(size=5),
                                  line=dict(color=colour, width=2), hovertemplate="epoch %{x}: %{y:.4f}<extra>%{fullData.name}</extra>"))
+    right = dict(title=dict(text="F1 of recordings", standoff=12), overlaying="y", side="right", range=[0, 1.02], tickmode="linear", dtick=0.2,
+                 showgrid=False, automargin=True)
     fig = _figure(traces, _curves_title(epochs, best), _curves_note(epochs), height=380, xaxis=dict(title=dict(text="epoch"), dtick=max(1, len(x) // 10)),
                   yaxis=dict(title=dict(text="loss (nats)"), rangemode="tozero"),
-                  yaxis2=dict(title=dict(text="F1 of recordings", standoff=12), overlaying="y", side="right", range=[0, 1.02], showgrid=False, automargin=True))
+                  yaxis2=right)
     return fig.add_vline(best, line=dict(color="rgba(128,128,128,0.6)", dash="dot")) if best else fig
 
 def _curves_title(epochs: Sequence[EpochFigures], best: int) -> str:
