@@ -72,6 +72,7 @@ class SamplesToScores(nn.Module):
         logits, _ = self.net(matrices(rows.flatten(0, 1) if self.form == "matrix" else rows.flatten(0, 2)))
         return logits.softmax(1)[:, self.leak].reshape(-1, rows.shape[1], 1 if self.form == "matrix" else rows.shape[2]).mean(2)
 
+# %% ../../nbs/learn/export.ipynb #cdf61992
 _LARGEST_DIFFERENCE = 1e-3      # of scores: features that round to another float16 here and there
 
 def export_detector(
