@@ -113,6 +113,14 @@ def test_files_that_are_gone_or_locked_are_not_the_matter_of_the_probe(data: Pat
     assert plan_read_ahead([reader], None) is None
 
 
+def test_a_signal_while_pages_are_looked_at_is_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def mincore(self, *args: object) -> int: raise KeyboardInterrupt
+    (tmp_path / "file").write_bytes(b"x" * 10_000)
+    monkeypatch.setattr(inflow_module, "_libc", Interrupted)
+    with open(tmp_path / "file", "rb") as f, pytest.raises(KeyboardInterrupt): cached_share(f.fileno())
+
+
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EIO])
 def test_a_file_system_that_does_not_tell(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     "Nothing is fetched ahead unasked, and the build does not call itself warm."

@@ -8,7 +8,7 @@ __all__ = ['WARM_BELOW', 'COLD_FROM', 'thread_read_bytes', 'cached_share', 'is_i
 # %% ../../nbs/core/inflow.ipynb #19e408b0
 import ctypes, errno, mmap, os, sys, threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -30,12 +30,14 @@ def cached_share(
     end = os.fstat(fd).st_size if end is None else end
     start -= start % mmap.ALLOCATIONGRANULARITY
     if not sys.platform.startswith("linux") or end <= start: return None
-    try: mapped = mmap.mmap(fd, end - start, access=mmap.ACCESS_READ, offset=start)
+    try: pages = mmap.mmap(fd, end - start, access=mmap.ACCESS_READ, offset=start)
     except (OSError, ValueError): return None      # a file system that cannot map, or a file that became shorter
-    with mapped as pages:
+    try:
         seen, there = np.frombuffer(pages, np.uint8), np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
         code = _libc().mincore(ctypes.c_void_p(seen.ctypes.data), ctypes.c_size_t(len(pages)), ctypes.c_void_p(there.ctypes.data))
         del seen      # or the mapping cannot be closed
+    finally:
+        with suppress(BufferError): pages.close()      # a signal in between may leave it seen; it goes with what sees it, and the signal is what is told
     return float((there & 1).mean()) if code == 0 else None
 
 @cache
