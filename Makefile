@@ -54,7 +54,7 @@ test: $(READY) ## check that notebooks and package agree, then run notebook test
 	@for nb in $(NAMESAKES); do $(BIN)/nbdev_test --path "$$nb" || exit 1; done
 	$(BIN)/ruff check leakmel tests nbs/_tools
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lab: $(READY) ## open JupyterLab on this machine, in nbs/
 	cd nbs && ../$(BIN)/jupyter-lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root)

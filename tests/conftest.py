@@ -28,6 +28,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
 
 
+LONGEST_FIRST = ("test_notebooks", "test_docs", "test_bench_gpu", "test_bench_compare", "test_learn_train", "test_browser", "test_cli", "test_dashboard")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    "Files that take minutes come first: begun last, one of them would keep a single core busy at the end."
+    rank = {name: k for k, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     "Count in the process that reports: workers hand what a test said to it with the test's report."
     if RECORD and not hasattr(config, "workerinput"): config.pluginmanager.register(Counted(config, Path(RECORD)))
