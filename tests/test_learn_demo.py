@@ -1,9 +1,7 @@
 "The whole way on a made town whose testing sensors were never heard: a detector beats both baselines, or its evaluation says that it does not."
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import leakmel as lm
 from leakmel.learn.train_settings import TrainSettings
@@ -11,12 +9,7 @@ from leakmel.learn.train_settings import TrainSettings
 SMALL = TrainSettings(channels=(24, 48, 64), epochs=8, epoch_share=0.04, learning_rate=0.003)       # a net of 22,000 numbers: half a minute on one core
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def judged(root: Path, n_files: int, settings: TrainSettings, seed: int = 0) -> lm.Evaluation:

@@ -1,7 +1,6 @@
 "Detectors as programs: the same scores from samples, for both forms and presets, or no file."
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,7 @@ from leakmel.learn.task import make_task
 from leakmel.mel.reference import compare, reference_features, reference_log_mel
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(preset: str, form: str = "matrix", **changes: Any) -> Detector:
