@@ -19,6 +19,6 @@ setup(
     python_requires=">=" + cfg["min_python"],
     packages=find_packages(include=["leakmel", "leakmel.*"]),
     install_requires=cfg["requirements"].split(),
-    extras_require={"dev": cfg["dev_requirements"].split(), "gpu": cfg["gpu_requirements"].split()},
+    extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("dev", "gpu", "search")},
     entry_points={"console_scripts": [cfg["console_scripts"]]},
 )

@@ -32,6 +32,8 @@ _PUBLIC = {
     "train": "learn.training",
     "TrainResult": "learn.training",
     "TrainSettings": "learn.train_settings",
+    "search": "learn.search",
+    "SearchResult": "learn.search_results",
     "predict": "learn.predict",
     "Predictions": "learn.predictions",
     "evaluate": "learn.evaluation",

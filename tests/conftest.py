@@ -61,6 +61,16 @@ def demo(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_sets(tmp_path_factory) -> Path:
+    "Data sets of a small made town, for trainings of seconds; nobody writes here."
+    import leakmel as lm
+    root = tmp_path_factory.mktemp("data") / "small"
+    write_demo(root / "demo", n_files=40)
+    lm.build_all(root / "demo", out_dir=root / "sets", progress="none", check=2)
+    return root / "sets"
+
+
+@pytest.fixture(scope="session")
 def faulty(tmp_path_factory) -> Path:
     "A made set with planted faults."
     root = tmp_path_factory.mktemp("data") / "faulty"

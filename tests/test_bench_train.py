@@ -8,6 +8,7 @@ import torch
 
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, UsageError
+from leakmel.learn.step import Stepper
 from leakmel.learn.timing import StepTimes
 from leakmel.ops import bench_train as suite
 from leakmel.ops.bench import newest
@@ -40,6 +41,26 @@ def test_a_rehearsal_goes_through_all_of_it(figures):
     for group in ("evaluation", "prediction"): assert figures[group]["8"]["files_per_s"]["least"] > 0
     assert set(figures["goals"]) == set(GOALS)
     assert json.loads(json.dumps(figures)) == figures
+
+
+def test_as_many_batches_are_learned_as_are_said(tmp_path, monkeypatch):
+    learned, right = [], Stepper.step
+    def step(self: Any, batch: Any) -> Any:
+        learned.append(len(batch))
+        return right(self, batch)
+    monkeypatch.setattr(Stepper, "step", step)
+    monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, 2, 3, TINY.base, {"as trained": {}}, ()))
+    f = bench_train(tmp_path, n_files=12, rounds=2, rehearse=True)["training"]["as trained"]
+    assert len(learned) == f["warmup_batches"] + 2 * f["batches_per_round"]
+    assert learned[0] == 128
+
+
+def test_goals_are_those_of_the_fastest_setting():
+    "Not the rate of one and the busy device of another."
+    training = {"a": {"batches_per_s": {"median": 300.0}, "busy_share": {"median": 0.5}},
+                "b": {"batches_per_s": {"median": 90.0}, "busy_share": {"median": 0.9}}}
+    goals = suite._goals({"training": training, "evaluation": {}})
+    assert {name: g["reached"] for name, g in goals.items()} == {"batches_per_s": 300.0, "evaluation_files_per_s": None, "busy_share": 0.5}
 
 
 def test_the_table_fits_and_says_that_it_was_a_rehearsal(figures):

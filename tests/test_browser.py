@@ -1,19 +1,14 @@
 "What a person sees: JupyterLab in a real browser, and pages of executed notebooks opened from the disk."
-import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from lab import ERRORS, clean_env, jupyter_lab, open_notebook, run_all
 from watched import MARKS, Watched, assert_figures, chromium
 
 import leakmel as lm
@@ -22,7 +17,6 @@ from leakmel.dataset.config import PipelineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
-ERRORS = "[data-mime-type='application/vnd.jupyter.error'], [data-mime-type='application/vnd.jupyter.stderr']"
 OVER = f"""document.querySelector("{ERRORS}")
            || [...document.querySelectorAll('.jp-Notebook .jp-OutputArea-output pre')].some(e => e.textContent.includes('"ok": true'))"""
 
@@ -50,63 +44,9 @@ def project(tmp_path_factory) -> Path:
     return folder
 
 
-def clean_env(home: Path, **more: str) -> dict[str, str]:
-    "An environment without the user's own Jupyter settings; cells that are out of sight stay on the page, so that they can be counted."
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("LEAKMEL_", "JUPYTER", "IPYTHON", "PYTEST_"))} | {"HOME": str(home)}
-    for name in ("JUPYTER_CONFIG_DIR", "JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
-        (home / name).mkdir(exist_ok=True)
-        env[name] = str(home / name)
-    for name, text in (("notebook-extension/tracker", '{"windowingMode": "none"}'), ("apputils-extension/notification", '{"fetchNews": "false"}')):
-        settings = home / "JUPYTERLAB_SETTINGS_DIR" / "@jupyterlab" / f"{name}.jupyterlab-settings"
-        settings.parent.mkdir(parents=True, exist_ok=True)
-        settings.write_text(text)
-    return env | more
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def is_up(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/api/status", timeout=5): return True
-    except (urllib.error.URLError, ConnectionError): return False
-
-
 @pytest.fixture(scope="module")
-def lab(project, browser) -> Iterator[str]:
-    "JupyterLab on 127.0.0.1, on a port that is free; ends with the module's tests."
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [str(Path(sys.executable).parent / "jupyter-lab"), "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
-               "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=",
-               f"--ServerApp.root_dir={project / 'nbs'}", "--LabApp.extension_manager=readonly",
-               "--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
-    env = clean_env(project, LEAKMEL_DATA=str(project / "tiny"))
-    with (project / "lab.log").open("w") as log:
-        server = subprocess.Popen(command, cwd=project / "nbs", env=env, stdout=log, stderr=log, start_new_session=True)
-    try:
-        for _ in range(300):
-            if is_up(url): break
-            assert server.poll() is None, (project / "lab.log").read_text()
-            with suppress(subprocess.TimeoutExpired): server.wait(0.2)
-        else: pytest.fail("JupyterLab did not answer: " + (project / "lab.log").read_text()[-2000:])
-        yield url
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try: server.wait(20)
-        except subprocess.TimeoutExpired: os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def open_notebook(watched: Watched, url: str) -> Any:
-    page = watched.page
-    page.goto(url, timeout=60_000)
-    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
-    page.wait_for_selector("text=/ipykernel.* \\| Idle/", timeout=60_000)     # before that, running would ask which kernel to take
-    return page
+def lab(browser, project) -> Iterator[str]:
+    with jupyter_lab(project, browser, LEAKMEL_DATA=str(project / "tiny")) as url: yield url
 
 
 def assert_shows_results(watched: Watched, lab: str) -> None:
@@ -125,8 +65,7 @@ def assert_shows_results(watched: Watched, lab: str) -> None:
 
 def test_build_in_jupyterlab(lab, watched, project, tmp_path):
     page = open_notebook(watched, f"{lab}/lab/tree/build.ipynb?reset")
-    page.get_by_role("menuitem", name="Run", exact=True).click()
-    page.get_by_text("Run All Cells", exact=True).click()
+    run_all(page)
     try: page.wait_for_function(OVER, timeout=120_000)
     finally: watched.picture(tmp_path / "lab.png")
     assert page.locator(ERRORS).all_text_contents() == []
@@ -159,8 +98,7 @@ def test_dashboard_in_jupyterlab(lab, watched, dashboard, tmp_path):
     "The card, the comparison, the advice and twelve figures, of which one is a sentence."
     watched.page.set_viewport_size({"width": 1400, "height": 9600})
     page = open_notebook(watched, f"{lab}/lab/tree/{dashboard}?reset")
-    page.get_by_role("menuitem", name="Run", exact=True).click()
-    page.get_by_text("Run All Cells", exact=True).click()
+    run_all(page)
     drawn = f"[...{FIGURES}].filter(e => e.querySelector('.gtitle')).length === 12"
     try: page.wait_for_function(f"""document.querySelector("{ERRORS}") || {drawn}""", timeout=120_000)
     finally: watched.picture(tmp_path / "dashboard.png")

@@ -1,17 +1,13 @@
 "explore.ipynb in JupyterLab: sliders and lists that are moved by a mouse and a keyboard, and what they change."
 import base64
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
-from test_browser import ERRORS, clean_env, free_port, is_up, open_notebook
+from lab import ERRORS, jupyter_lab, open_notebook, run_all
 from test_notebooks import PLOTLY
 from watched import Watched, chromium
 
@@ -37,35 +33,20 @@ def project(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lab(project) -> Iterator[str]:
-    "JupyterLab on 127.0.0.1, on a port that is free; ends with the module's tests."
-    port = free_port()
-    command = [str(Path(sys.executable).parent / "jupyter-lab"), "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
-               "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=", f"--ServerApp.root_dir={project / 'nbs'}",
-               "--LabApp.extension_manager=readonly", "--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
-    with (project / "lab.log").open("w") as log:
-        server = subprocess.Popen(command, cwd=project / "nbs", env=clean_env(project, LEAKMEL_DATA=str(project / "tiny")), stdout=log, stderr=log,
-                                  start_new_session=True)
-    try:
-        for _ in range(300):
-            if is_up(f"http://127.0.0.1:{port}"): break
-            assert server.poll() is None, (project / "lab.log").read_text()
-            with suppress(subprocess.TimeoutExpired): server.wait(0.2)
-        else: pytest.fail("JupyterLab did not answer: " + (project / "lab.log").read_text()[-2000:])
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try: server.wait(20)
-        except subprocess.TimeoutExpired: server.kill()
-        server.wait()
+def browser() -> Iterator[Any]:
+    with chromium() as opened: yield opened
+
+
+@pytest.fixture(scope="module")
+def lab(browser, project) -> Iterator[str]:
+    with jupyter_lab(project, browser, LEAKMEL_DATA=str(project / "tiny")) as url: yield url
 
 
 @pytest.fixture
-def watched() -> Iterator[Watched]:
-    with chromium() as browser:
-        page = browser.new_page(viewport={"width": 1500, "height": 2700})     # tall, so that a picture shows a whole notebook
-        yield Watched(page)
-        page.close()
+def watched(browser) -> Iterator[Watched]:
+    page = browser.new_page(viewport={"width": 1500, "height": 2700})     # tall, so that a picture shows a whole notebook
+    yield Watched(page)
+    page.close()
 
 
 def widget(page: Any, name: str) -> Any:
@@ -88,12 +69,11 @@ def drawn_in(notebook: Path) -> list[int]:
 
 def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
     page = open_notebook(watched, f"{lab}/lab/tree/explore.ipynb?reset")
-    page.get_by_role("menuitem", name="Run", exact=True).click()
-    page.get_by_text("Run All Cells", exact=True).click()
+    run_all(page)
     try:
         says(page, "Not written")
         page.wait_for_function(f"{FIGURES}.length === 2 && {FIGURES}.every(e => e.querySelector('.gtitle'))", timeout=60_000)
-        page.screenshot(path=tmp_path / "explore.png")
+        watched.picture(tmp_path / "explore.png")
         assert page.locator(ERRORS).all_text_contents() == []
         assert page.locator("audio").count() == 1
 
@@ -118,7 +98,7 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
         page.keyboard.press("End")
         says(page, "Not taken: mel band 0 holds no frequency bin")
         assert page.evaluate(N_MELS) == 57      # the last good picture stays
-        page.screenshot(path=tmp_path / "refused.png")
+        watched.picture(tmp_path / "refused.png")
 
         widget(page, "preset").locator("select").select_option(label="overlap@1")
         says(page, "preset overlap@1 as it is: a row is 79 long x 3 short segments x 32 mels")
@@ -128,7 +108,7 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
         page.get_by_role("menuitem", name="File", exact=True).click()
         page.get_by_text("Save Notebook", exact=True).click()
         page.wait_for_function("!document.querySelector('.jp-mod-dirty')", timeout=30_000)
-    finally: page.screenshot(path=tmp_path / "end.png")
+    finally: watched.picture(tmp_path / "end.png")
     assert drawn_in(project / "nbs" / "explore.ipynb") == [32, 32]      # the saved file is as the page was last
     (path,) = project.glob("runs/specs/*.json")
     assert read_spec(path).changes == {"preset": "overlap@1"}

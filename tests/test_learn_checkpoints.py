@@ -141,6 +141,22 @@ def test_a_small_file_that_unfolds_is_refused(tmp_path: Path, tried: Callable) -
     tried("S16")
 
 
+@pytest.mark.parametrize("keep", [0, 20, -1])
+def test_an_archive_whose_pickle_was_cut_is_refused(tmp_path: Path, keep: int) -> None:
+    "Torch raises an error without a word."
+    with zipfile.ZipFile(io.BytesIO(plain_bytes(state(1)))) as whole, zipfile.ZipFile(tmp_path / "cut.pt", "w") as cut:
+        for part in whole.infolist(): cut.writestr(part.filename, whole.read(part)[:keep] if part.filename.endswith("data.pkl") else whole.read(part))
+    with pytest.raises(DataError, match="the file cannot be read"): load_plain(tmp_path / "cut.pt")
+
+
+def test_a_large_file_of_something_else_is_not_read(tmp_path: Path) -> None:
+    "A data set that was taken for a model."
+    with open(tmp_path / "rows.h5", "wb") as f:
+        f.write(b"\x89HDF")
+        f.truncate(1 << 40)
+    with pytest.raises(DataError, match="no file that torch wrote, or cut short; found 1,099,511,627,776 bytes"): load_plain(tmp_path / "rows.h5")
+
+
 def test_what_is_no_file_of_ours(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "text").write_text("no archive")

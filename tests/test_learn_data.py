@@ -26,7 +26,9 @@ from leakmel.learn.data import LEVELS, Batch, Segments
 from leakmel.learn.loader_bench import bench_loaders, usual_trials
 from leakmel.learn.loaders import Loader, WorkerLoader, open_loader
 from leakmel.learn.order import Order, OrderSettings
+from leakmel.learn.preparation import open_training
 from leakmel.learn.task import Task, find_label, make_task
+from leakmel.learn.train_settings import TrainSettings
 
 SHAPE = (4, 2, 16, 1)      # L, S, M, T
 quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -264,7 +266,6 @@ def test_loading_in_pieces(tmp_path, monkeypatch):
     ({"level": "longs"}, "no such level; found 'longs'"), ({"preload_to_ram": "yes"}, "preload_to_ram is not known"),
     ({"ram_fraction": 0}, "ram_fraction must be above 0"), ({"rows": [0, 9]}, "rows that are not there; found 0 to 9; expected 0 to 8"),
     ({"rows": [-1]}, "rows that are not there"), ({"rows": [0.5]}, "not whole numbers"), ({"rows": [[1]]}, "not whole numbers"),
-    ({"task": make_task(["LEAK", "NOLEAK"])}, "a task of other labels"),
 ])
 def test_bad_settings_of_items(tmp_path, options, said):
     with pytest.raises(UsageError, match=said): Segments(legacy_file(tmp_path / "x.h5"), legacy=True, **options)
@@ -278,6 +279,42 @@ def test_task_of_items(tmp_path):
     with Segments(legacy_file(tmp_path / "x.h5"), legacy=True, task=task, level="recording", rows=np.array([0, 1, 2, 8, 7])) as ds:
         assert ds.rows.tolist() == [0, 1, 7]
         assert ds.labels.tolist() == [1, 0, 0]
+
+
+def test_labels_are_told_by_their_names(tmp_path):
+    "A data set that was built alone numbers its labels in its own way, and may lack some."
+    task = make_task(["LEAK", "NOLEAK", "QUIET"])
+    with Segments(legacy_file(tmp_path / "x.h5", names='["quiet", "LEAK", "NoLeak"]'), legacy=True, task=task, level="recording") as ds:
+        assert ds.labels.tolist() == [2, 0, 1] * 3
+        assert ds.batch([1, 2]).y.tolist() == [0, 1]
+    binary = make_task(["NOLEAK", "QUIET", "LEAK"], kind="binary", leave_out=["quiet"])
+    with Segments(tmp_path / "x.h5", legacy=True, task=binary, level="recording", rows=np.arange(2, 9)) as ds:
+        assert ds.rows.tolist() == [2, 4, 5, 7, 8]
+        assert ds.labels.tolist() == [0, 1, 0, 1, 0]
+    with pytest.raises(DataError, match=r"y\.h5.*does not know.*found PUMP.*LEAK, NOLEAK, QUIET"):
+        Segments(legacy_file(tmp_path / "y.h5", names='["LEAK", "PUMP", "NOLEAK"]'), legacy=True, task=task)
+    with pytest.raises(DataError, match=r"z\.h5.*differ only in case"):
+        Segments(legacy_file(tmp_path / "z.h5", names='["LEAK", "leak", "QUIET"]'), legacy=True, task=task)
+
+
+def test_nothing_stays_open_after_an_error(tmp_path):
+    n, path = len(os.listdir("/proc/self/fd")), legacy_file(tmp_path / "x.h5")
+    with pytest.raises(UsageError, match="rows that are not there") as rows: Segments([path, path], legacy=True, rows=np.array([10**6]))
+    with pytest.raises(DataError) as missing, open_training(path, tmp_path / "none.h5", settings=TrainSettings(), legacy=True): pass
+    assert len(os.listdir("/proc/self/fd")) == n, (rows, missing)      # they hold the frames, and what is in them
+    with lm.open_dataset(path, legacy=True) as ds:
+        with pytest.raises(UsageError): Segments(ds, rows=np.array([10**6]))
+        assert ds[8][1] == 2, "whoever opened it closes it"
+
+
+def test_other_rows_are_another_training(tmp_path):
+    "Files of the earlier system hold no digests: files of the same size with other rows are told apart all the same."
+    found = []
+    for seed, name in ((0, "a.h5"), (1, "b.h5"), (0, "c.h5")):
+        path = legacy_file(tmp_path / name, seed=seed)
+        with open_training(path, settings=TrainSettings(), legacy=True) as training: found.append(training.identity["training"])
+    assert os.path.getsize(tmp_path / "a.h5") == os.path.getsize(tmp_path / "b.h5")
+    assert found[0] == found[2] != found[1]
 
 
 @pytest.mark.parametrize("names", [["NOLEAK"], ["LEAKY", "NO LEAK"], ["LEAK ", "QUIET"], []])
@@ -427,6 +464,41 @@ def test_loaders_go_on_where_they_stopped(small, options, drop):
         loader.load_state_dict(json.loads(json.dumps(whole[stop - 1][1])))
         again = [items for _, (items, _) in zip(range(len(whole) - stop), batches(loader))]
         assert again == [items for items, _ in whole[stop:]]
+
+
+@pytest.mark.parametrize(("size", "drop"), [(3, False), (7, True), (7, False), (16, True), (36, True), (100, False)])
+def test_only_batches_across_buffers_are_put_together(small, monkeypatch, size, drop):
+    "Batches are those of the order; what a GPU gets is locked once: a buffer as it is read, a batch across two buffers by itself."
+    copied: list[int] = []
+    locked: list[int] = []
+    handed: list[Batch] = []
+    real = loaders.joined
+    def joined(a: Batch, b: Batch) -> Batch:
+        copied.append(len(a) + len(b))
+        return real(a, b)
+    def pin_memory(batch: Batch) -> Batch:
+        locked.append(batch.items.data_ptr())
+        return batch
+    def transfer(batch: Batch) -> Batch:
+        handed.append(batch)
+        return batch
+    monkeypatch.setattr(loaders, "joined", joined)
+    monkeypatch.setattr(Batch, "pin_memory", pin_memory)
+    with open_loader(small, size, kind="stream", block_rows=1, buffer_blocks=2, seed=5, drop_last=drop) as loader:
+        loader.device = torch.device("cuda", 0)
+        ends = np.cumsum(loader.order.items()[1]).tolist()
+        monkeypatch.setattr(loader, "transfer", transfer)
+        order = loader.order.items()[0]
+        found = list(loader)
+    n = len(order) // size * size if drop else len(order)
+    assert torch.cat([b.items for b in found]).tolist() == order[:n].tolist()
+    assert [len(b) for b in found] == [min(size, n - k) for k in range(0, n, size)]
+    assert all(torch.equal(b.x, small.batch(b.items.numpy()).x) for b in found)
+    assert max(copied, default=0) <= size, "never a buffer"
+    crossing = {k // size for k in ends if k % size and k < n}
+    for k, b in enumerate(handed):
+        if k in crossing: assert b.items.data_ptr() in locked, "put together, then locked"
+    assert len(locked) == sum(end - m < n for end, m in zip(ends, np.diff([0, *ends]))) + len(crossing)
 
 
 def test_a_loop_that_is_left_is_gone_on_with(small):

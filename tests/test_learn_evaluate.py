@@ -21,10 +21,10 @@ from leakmel.learn import evaluation
 from leakmel.learn.baselines import Baseline, fit_baselines, fit_logistic, leaks, levels, mean_mels
 from leakmel.learn.data import Segments
 from leakmel.learn.detector import UNCHOSEN, Detector
-from leakmel.learn.eval_plots import all_plots
-from leakmel.learn.intervals import LEAST_GROUPS, Bootstrap, Groups, interval_of, recording_groups, source_names, student_quantile
-from leakmel.learn.judged import cautions, give_verdict, judge, label_control
-from leakmel.learn.metrics import FIGURES, leak_metrics
+from leakmel.learn.eval_plots import all_plots, roc_figure
+from leakmel.learn.intervals import LEAST_GROUPS, Bootstrap, Difference, Groups, Interval, interval_of, recording_groups, source_names, student_quantile
+from leakmel.learn.judged import Verdict, cautions, deal_labels, give_verdict, judge, label_control
+from leakmel.learn.metrics import FIGURES, leak_metrics, roc
 from leakmel.learn.net import LeakNet, NetSettings
 from leakmel.learn.splits import LeakySplitWarning, Split, SplitWarning, group_split
 from leakmel.learn.task import make_task
@@ -276,6 +276,87 @@ def test_with_dealt_labels_the_interval_holds_a_half(gap):
     assert "holds 0.5 in" in str(control)
 
 
+def sensors_only(rng: np.random.Generator, n_sensors: int, labels: str, even: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    "Truth, score and sensor where scores hang on the sensor, and labels too, and the one knows nothing of the other."
+    of = np.repeat(np.arange(n_sensors), np.full(n_sensors, 20) if even else rng.integers(2, 60, n_sensors))
+    share = rng.permutation(np.arange(n_sensors) % 2).astype(float) if labels == "one each" else rng.beta(0.5, 0.5, n_sensors)
+    return rng.random(len(of)) < share[of], rng.normal(0, 1, n_sensors)[of] + rng.normal(0, 0.7, len(of)), of
+
+
+def deals_over_recordings(truth: np.ndarray, score: np.ndarray, n_deals: int) -> np.ndarray:
+    "AUCs with labels that are dealt out over single recordings."
+    rng = np.random.default_rng(0)
+    return np.array([roc(rng.permutation(truth), score).auc for _ in range(n_deals)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n_sensors", "labels", "even"), [(12, "one each", True), (12, "one each", False), (20, "mixed", False)])
+def test_the_control_is_not_kinder_than_chance(n_sensors, labels, even):
+    "Detectors that know sensors and no leaks: how often the control says that chance would hardly do as well, and whether intervals hold a half."
+    called, called_by_recordings, held, areas, spreads, by_recordings = 0, 0, [], [], [], []
+    sets = [sensors_only(np.random.default_rng(seed), n_sensors, labels, even) for seed in range(60)]
+    for seed, (truth, score, of) in enumerate(sets):
+        control = label_control(truth, score, groups_of(of), n_deals=40, seed=seed)
+        plain = deals_over_recordings(truth, score, 40)
+        own = roc(truth, score).auc
+        called += control.n_as_high <= 2
+        called_by_recordings += int((plain >= own).sum()) <= 2
+        held.append(control.n_held / control.n_known)
+        areas.append(own)
+        spreads.append(control.spread[1] - control.spread[0])
+        by_recordings.append(np.ptp(np.quantile(plain, (0.025, 0.975))))
+    assert called_by_recordings >= 15, "dealt over recordings, a quarter of them would be called good and more"
+    assert called <= 9, "one in twenty, as far as 60 sets can tell"
+    assert 0.9 <= np.mean(held) <= 0.99
+    apart = np.ptp(np.quantile(areas, (0.025, 0.975)))       # of AUCs that are chance
+    assert np.mean(spreads) == pytest.approx(apart, rel=0.3)
+    assert np.mean(by_recordings) < 0.5 * apart
+
+
+def test_dealt_labels_keep_what_groups_are():
+    rng = np.random.default_rng(0)
+    of = rng.permutation(np.repeat(np.arange(9), [1, 2, 3, 5, 8, 13, 21, 34, 55]))
+    pure = np.isin(of, [0, 3, 5, 8])
+    seen = set()
+    for _ in range(50):
+        dealt = deal_labels(pure, groups_of(of), rng)
+        assert all(len(np.unique(dealt[of == k])) == 1 for k in range(9)), "a sensor with one label keeps one label"
+        holds = tuple(int(dealt[of == k][0]) for k in range(9))
+        assert sum(holds) == 4
+        seen.add(holds)
+    assert len(seen) > 20, "another sensor's label"
+    even = np.repeat(np.arange(6), 10)
+    mixed = np.arange(60) % 10 < np.repeat([0, 1, 3, 5, 9, 10], 10)
+    n_leaks = [np.bincount(even, weights=deal_labels(mixed, groups_of(even), rng)) for _ in range(50)]
+    assert all(sorted(n) == [0, 1, 3, 5, 9, 10] for n in n_leaks)
+    assert len({tuple(n) for n in n_leaks}) > 30
+    places = np.array([deal_labels(mixed, groups_of(even), rng) for _ in range(2000)])
+    assert np.allclose(places.mean(0), 28 / 60, atol=0.06), "each recording is a leak as often as any other"
+
+
+@pytest.mark.parametrize("truth", [[1] + [0] * 99, [0] + [1] * 99])
+def test_no_class_is_lost_in_a_deal(truth):
+    "One recording of a class, in a large group; small groups get a hundredth of it."
+    of = np.r_[np.zeros(70, int), 1 + np.arange(30)]
+    for seed in range(200):
+        dealt = deal_labels(np.array(truth, bool), groups_of(of), np.random.default_rng(seed))
+        assert 0 < dealt.sum() < 100
+
+
+def test_where_each_recording_is_alone_labels_are_dealt_over_recordings():
+    truth = np.arange(60) < 20
+    dealt = np.array([deal_labels(truth, groups_of(np.arange(60), "recording"), np.random.default_rng(seed)) for seed in range(500)])
+    assert (dealt.sum(1) == 20).all()
+    assert np.allclose(dealt.mean(0), 1 / 3, atol=0.1)
+    control = label_control(truth, np.random.default_rng(0).random(60), groups_of(np.arange(60), "recording"), n_deals=20)
+    assert str(control).startswith("Labels dealt out anew: AUC")
+
+
+def test_the_control_says_what_changed_places():
+    truth, score, of = town(np.random.default_rng(2), 12, 20)
+    assert str(label_control(truth, score, groups_of(of))).startswith("Labels dealt out anew, whole groups at a time (12 sensors): AUC")
+
+
 def test_controls_that_cannot_be_made():
     assert label_control(np.ones(9, bool), np.arange(9) / 9, groups_of(range(9))).holds is None
     few = label_control(np.arange(40) % 2 == 0, np.random.default_rng(0).random(40), groups_of(np.arange(40) // 20))
@@ -408,6 +489,7 @@ def test_a_detector_that_knows(sets, split, monkeypatch):
     assert "beats the baselines" in repr(e)
     assert e.control.holds
     assert e.control.n_as_high == 0
+    assert e.summary["control"]["between"] == e.control.between != ""
     assert all(d["auc"].is_better for own in e.differences.values() for d in own.values())
 
 
@@ -450,6 +532,38 @@ def test_all_forms_of_a_result(sets, split, tmp_path):
     assert set(e.save(tmp_path / "small", plots=False)) == {"summary.json", "report.txt", "recordings.csv"}
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="is a file"): e.save(tmp_path / "file")
+    before = {name: path.stat().st_ino for name, path in e.save(tmp_path / "small", plots=False).items()}
+    assert all(path.stat().st_ino != before[name] for name, path in e.save(tmp_path / "small", plots=False).items()), "its own are replaced"
+    for name, text in (("summary.json", '{"best_epoch": 3}'), ("summary.json", "{"), ("report.txt", "My report"), ("recordings.csv", "a,b")):
+        (here := tmp_path / f"{name}{len(text)}").mkdir()
+        (here / name).write_text(text)
+        with pytest.raises(OutputError, match=f"{name}.*no evaluation wrote.*Name another folder"): e.save(here, plots=False)
+        assert [p.read_text() for p in here.iterdir()] == [text]
+
+
+def test_one_kind_of_recordings_alone(sets, tmp_path):
+    "A test set that was built alone has numbers of its own for its labels: they are told by name."
+    for split, label, name in (("TESTING", "LEAK", "leak"), ("TESTING", "NOLEAK", "NOLEAK")):
+        for wav in sorted((sets[0].parent / "wavs" / split / label).glob("*.wav"))[:3]:
+            (tmp_path / label / name).mkdir(parents=True, exist_ok=True)
+            os.link(wav, tmp_path / label / name / wav.name)
+        alone = lm.build(tmp_path / label, out=tmp_path / f"{label}.h5", progress="none", check=0).path
+        e = lm.evaluate(detector(sets), alone, votes="any_long", progress="none", n_draws=100)
+        assert set(e.votes) == {"mean", "any_long"}, "a rule may be given alone, too"
+        assert e.table["leak"].tolist() == [label == "LEAK"] * 3
+        assert any("there is nothing to tell apart" in c for c in e.cautions)
+
+
+def test_the_title_names_what_was_not_beaten():
+    "By the figure that was judged by; the baseline with the highest AUC may be one that is beaten."
+    truth, found = (made := ways({"cnn": 3, "level": 1, "mels": 1.5}))[0].truth, made[1]
+    own, better, same = found.pop("cnn"), Difference("auc", 0.3, Interval(0.2, 0.4)), Difference("auc", 0.1, Interval(-0.1, 0.3))
+    for figure, said in (("auc", f"not shown to be better than level ({found['level'].figures['auc']:.2f})"),
+                         ("f1", f"not shown to be better than level (F1 {found['level'].figures['f1']:.2f})")):
+        verdict = Verdict(False, "", figure, (("level", same), ("mels", better)))
+        assert roc_figure(truth, [own], list(found.values()), verdict=verdict).layout.title.text.endswith(said)
+    assert " better than mels (" in roc_figure(truth, [own], list(found.values()), verdict=Verdict(True, "", "auc")).layout.title.text
+    assert "nobody can say" in roc_figure(truth, [own], list(found.values())).layout.title.text
 
 
 def test_a_leaky_split_is_on_everything(sets, tmp_path):
@@ -529,6 +643,7 @@ def test_files_of_the_earlier_system(tmp_path):
 
 
 @pytest.mark.parametrize(("options", "error", "said"), [
+    (dict(files_per_batch=0), UsageError, "files_per_batch must be at least 1"), (dict(votes="median"), UsageError, "'median'"),
     (dict(votes=("median",)), UsageError, "no such rule"), (dict(judged_by="loss"), UsageError, "no such figure"),
     (dict(part="training", training="x"), UsageError, "two names"), (dict(device="tpu9x"), UsageError, "no such device"),
 ])

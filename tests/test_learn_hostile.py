@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import leakmel as lm
-from leakmel.core.errors import DataError, MachineError
-from leakmel.learn import checkpoints
+from leakmel.core.errors import DataError, MachineError, UsageError
+from leakmel.learn import checkpoints, training_state
+from leakmel.learn import detector as detector_module
 from leakmel.learn.checkpoints import load_plain, plain_bytes
+from leakmel.learn.chosen import Chosen
 from leakmel.learn.detector import Detector, load_detector
 from leakmel.learn.net import LeakNet, NetSettings
 from leakmel.learn.predict import _sizes, rule_of
@@ -59,6 +61,9 @@ HOSTILE: dict[str, Callable[[dict, dict], Any]] = {
     "a preset of several lines": lambda head, weights: head["spec"].update(preset_name="disjoint@1\nall is well"),
     "no threshold": lambda head, weights: head["thresholds"].update(mean=float("nan")),
     "a threshold that is a list": lambda head, weights: head["thresholds"].update(mean=[0.5]),
+    "a share that is a truth": lambda head, weights: head.update(share=True),
+    "a share that is a text": lambda head, weights: head.update(share="0.5"),
+    "a share above all": lambda head, weights: head.update(share=2),
 }
 
 
@@ -72,6 +77,31 @@ def test_a_hostile_detector_is_refused(honest, tmp_path, name):
 
 def test_an_honest_one_is_read(honest, tmp_path):
     assert load_detector(changed(honest, tmp_path / "model.pt", lambda head, weights: None)).spec == SPEC
+
+
+def test_a_whole_share_is_a_share(honest, tmp_path):
+    "1 is 1.0: a detector that was made with it can be read again, also from a file that holds it as a whole number."
+    detector = load_detector(honest)
+    made = Detector(detector.net, detector.task, SPEC, **Chosen("frac_vote", 1).options())
+    for path in (made.save(tmp_path / "made.pt"), changed(honest, tmp_path / "whole.pt", lambda head, weights: head.update(share=1))):
+        assert (share := load_detector(path).share) == 1.0
+        assert type(share) is float
+    bad: list[Any] = [0, True, 1.5, float("nan"), "1"]
+    for wrong in bad:
+        with pytest.raises(UsageError, match="share must be"): Detector(detector.net, detector.task, SPEC, share=wrong)
+
+
+def test_a_checkpoint_that_was_taken_for_a_model(tmp_path):
+    (tmp_path / "step-000000009.pt").write_bytes(plain_bytes({"format": training_state.FORMAT}))
+    with pytest.raises(DataError, match=r"model\.pt, or checkpoints/best\.pt"): load_detector(tmp_path / "step-000000009.pt")
+
+
+@pytest.mark.parametrize(("error", "kind", "said"), [(MemoryError(), MachineError, "does not fit into"), (RuntimeError(), DataError, "RuntimeError")])
+def test_errors_without_a_word_are_told_apart(honest, monkeypatch, error, kind, said):
+    "No memory is no fault of the file."
+    def failing(*args: Any) -> Any: raise error
+    monkeypatch.setattr(detector_module, "LeakNet", failing)
+    with pytest.raises(kind, match=said): load_detector(honest)
 
 
 def test_a_file_larger_than_memory_is_not_read(honest, monkeypatch):

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,27 @@ from hypothesis import strategies as st
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn import rounds
-from leakmel.learn.champions import POINTER, RECORD, load_champion, read_lineage, round_folder, weights_digest
+from leakmel.learn.champions import (
+    POINTER,
+    RECORD,
+    Champion,
+    begin_lineage,
+    champion_of,
+    load_champion,
+    read_lineage,
+    round_folder,
+    settle,
+    weights_digest,
+)
 from leakmel.learn.checkpoints import write_whole
 from leakmel.learn.data import Segments
 from leakmel.learn.detector import Detector, load_detector, score_rows
-from leakmel.learn.duels import decide, fight, shared_with
+from leakmel.learn.duels import decide, fight, leak_truth, shared_with, worn
+from leakmel.learn.evaluation import recordings_of
 from leakmel.learn.human_labels import UNHEARD, human_classes, recording_paths
 from leakmel.learn.incremental import class_scores, replayed, select_segments, trusted_segments
-from leakmel.learn.intervals import Groups
+from leakmel.learn.intervals import Groups, recording_groups
+from leakmel.learn.lessons import LessonWarning, learned_in
 from leakmel.learn.loaders import open_loader
 from leakmel.learn.net import LeakNet, NetSettings
 from leakmel.learn.picked import Choice, Picked, whole_recordings
@@ -81,6 +94,7 @@ def select(scores: np.ndarray, human: list[int] | None = None, task: Any = THREE
     "What a detector of three classes would keep, by given scores."
     class Rows:
         level, rows, row_shape, sources = "recording", np.arange(len(scores)), (scores.shape[1], 2, 64, 1), [type("S", (), {"path": "x"})]
+        is_heard = np.ones(scores.shape[:2], bool)
     said = None if human is None else np.array(human)
     return select_segments(fresh(task=task), Rows(), scores, said, **how)      # type: ignore[arg-type]
 
@@ -108,10 +122,18 @@ def test_a_person_wins_over_the_detector():
     assert found.choice.kept.sum(1).tolist() == [4, 4, 0, 2], "a labelled recording counts as a whole"
     assert found.n_overruled == 3
     assert found.by_human.tolist() == [True, True, True, False]
-    half = select(scores, [2, 1, LEFT_OUT, UNHEARD], human_share=0.5)
+    half = select(scores, [2, 1, LEFT_OUT, UNHEARD], keep_share_human=0.5)
     assert half.choice.kept[0].tolist() == [False, False, True, True], "of what a person calls normal, the bottom half"
     assert half.choice.kept[1].tolist() == [False, True, True, False], "of what a person calls a leak, the top half"
-    assert found.counts(THREE)["LEAK"] == {"recordings": 2, "by_human": 1, "segments": 6}
+    assert found.counts(THREE)["LEAK"] == {"recordings": 2, "by_human": 1, "segments": 6, "segments_by_human": 4}
+
+
+def test_a_label_by_a_person_teaches_what_the_detector_had_wrong():
+    "A pump that starts halfway, which the detector takes for a leak: half of the segments would leave the pump out."
+    pump = three([0.05, 0.1, 0.9, 0.95], hum=0.5)
+    assert select(pump, [0]).choice.kept[0].all()
+    assert select(pump, [0], keep_share_human=0.5).choice.kept[0].tolist() == [True, True, False, False]
+    assert RoundRules().keep_share_human == 1.0
 
 
 def test_scores_that_are_no_numbers_are_refused():
@@ -247,6 +269,35 @@ def test_only_a_paired_interval_above_0_replaces_the_champion():
         fight("one class", np.ones(4, bool), Groups("sensor", np.arange(4), tuple("abcd")), fresh(), fresh(), (np.ones((4, 1)), np.ones((4, 1))))
 
 
+def test_losses_that_no_round_shows_are_seen_from_the_first_champion():
+    "Three steps, each a little better here and a little worse in the old town: none shows a loss there, their sum does."
+    rng = np.random.default_rng(16)
+    truth = np.arange(480) % 2 == 0
+    luck, common = rng.random(480), rng.normal(0, 1, 480)
+    here = [luck + gain * truth for gain in (0.2, 0.5, 0.8, 1.1)]
+    there = [(1.5 - 0.12 * k) * truth + 0.9 * common + 0.45 * rng.normal(0, 1, 480) for k in range(4)]
+    for k in range(3):
+        better, lost = duel(here[k], here[k + 1]), duel(there[k], there[k + 1], name="the old town")
+        assert lost.differences["auc"].value < 0
+        assert decide(better, [lost])[0], "no step shows its loss"
+    since = [duel(here[0], here[3]), duel(there[0], there[3], name="the old town")]
+    wins, why = decide(better, [lost], "auc", since)
+    assert not wins
+    assert "worse than the first champion, AUC -" in why
+    assert "the old town" in why
+    wins, why = decide(better, [lost], "auc", [duel(here[0], here[1]), duel(there[0], there[1], name="the old town")])
+    assert wins, "a loss that is not shown refuses nothing"
+    assert "may add up: AUC -" in why
+    assert "may add up" not in decide(better, [lost], "auc", [duel(here[0], here[1])])[1]
+
+
+def test_a_test_set_says_how_worn_it_is():
+    assert "have judged 1 challenger:" in worn(1)
+    assert "about 2.5%" in worn(1)
+    assert "have judged 40 challengers:" in worn(40)
+    assert "about 63.7%" in worn(40)
+
+
 # Rounds
 
 def begin_with(towns: list[dict[str, Path]], folder: Path, **how: Any) -> dict[str, Any]:
@@ -297,6 +348,9 @@ def test_the_record_is_complete(one_round, towns):
     assert sum(c["by_human"] for c in record["kept"].values()) == 2
     assert sum(c["segments"] for c in record["kept"].values()) == (n_new - 2) * -(-n_long // 2) + 2 * n_long
     assert record["replay"] == {"recordings": n_again, "segments": n_again * n_long}
+    assert sum(c["segments_by_human"] for c in record["kept"].values()) == 2 * n_long
+    assert record["challengers_judged"] == 1
+    assert "have judged 1 challenger:" in record["reason"]
     assert [h["class"] for h in record["human_labels"]] == ["NOLEAK", "LEAK"]
     assert set(record["metrics"]) == {"testing", "old town"}
     assert record["metrics"]["testing"]["differences"]["auc"]["low"] is not None
@@ -353,6 +407,111 @@ def test_rounds_follow_each_other(towns, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="another champion"): retrain(**given_ | {"champion": fresh(9, spec=given_["champion"].spec)})
     with pytest.raises(UsageError, match="other test recordings"): retrain(**given_ | {"testing": towns[0]["testing"]})
     with pytest.raises(UsageError, match="no champion to begin with"): retrain(**given_ | {"champion": None, "out": tmp_path / "empty"})
+
+
+def halves(path: Path) -> list[Segments]:
+    "The recordings of a data set, the even and the odd ones."
+    n = len(lm.open_dataset(path))
+    return [recordings(path, rows=np.arange(k, n, 2), preload_to_ram=False) for k in (0, 1)]
+
+
+def learned_by(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    "The items of each training to come."
+    seen, real = list[Any](), rounds.learn_on
+    def learn_on(champion: Detector, items: Picked, *a: Any, **k: Any) -> Detector:
+        seen.append((len(items), items.numbers.copy(), items.labels.copy(), [len(s) for s in items.sources]))
+        return real(champion, items, *a, **k)
+    monkeypatch.setattr(rounds, "learn_on", learn_on)
+    return seen
+
+
+def test_what_earlier_rounds_learned_is_learned_again(towns, tmp_path, monkeypatch):
+    (one, other), seen = halves(towns[1]["training"]), learned_by(monkeypatch)
+    given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1))
+    def next_round(new: Any, wins: bool = True, **rules: Any) -> Any:
+        by_rule(monkeypatch, wins)
+        return retrain(**given_ | {"new_data": new, "rules": RoundRules(n_draws=200, **rules)})
+    first = next_round(one)
+    assert first.record["earlier"] == {"recordings": 0, "segments": 0, "of_rounds": {}, "missing": []}
+    (source,) = first.record["new"]["sources"]
+    assert source["path"] == str(towns[1]["training"])
+    with recordings(towns[1]["training"]) as every, learned_in(tmp_path, 1, TASK).recordings as again:
+        assert np.array_equal(again.rows, one.rows)
+        assert np.array_equal(learned_in(tmp_path, 1, TASK).kept, first.selection.choice.kept)
+        assert np.array_equal(learned_in(tmp_path, 1, TASK).classes, first.selection.choice.classes)
+        n_long = every.row_shape[0]
+
+    second = next_round(other)
+    n = len(other.rows) // 2
+    earlier = second.record["earlier"]
+    assert earlier["of_rounds"] == {"1": n}, "half as many as there are new ones"
+    assert earlier["segments"] == n * -(-n_long // 2)
+    kept = sum(c["segments"] for c in second.record["kept"].values())
+    assert seen[1][0] == kept + second.record["replay"]["segments"] + earlier["segments"]
+    start = sum(seen[1][3][:2]) * n_long                        # behind the new and the old data set
+    mine = seen[1][1] >= start
+    rows, segments = np.divmod(seen[1][1][mine] - start, n_long)
+    then = {int(r): (set(np.flatnonzero(k).tolist()), int(c)) for r, k, c in zip(one.rows, first.selection.choice.kept, first.selection.choice.classes)}
+    assert len(set(rows.tolist())) == n
+    for row, segment, label in zip(rows.tolist(), segments.tolist(), seen[1][2][mine].tolist()):
+        assert segment in then[row][0], "the segments of then"
+        assert label == then[row][1], "the class of then"
+    assert "recordings of round 1" in repr(second)
+
+    third = next_round(one, wins=False)
+    assert third.record["earlier"]["of_rounds"] == {"2": len(one.rows) // 2}, "what is new once more is left to the newest opinion"
+    fourth = next_round(towns[1]["validation"], earlier_share=2.0)
+    assert set(fourth.record["earlier"]["of_rounds"]) == {"1", "2"}, "what a refused challenger learned was never learned"
+    assert fourth.record["earlier"]["recordings"] == min(2 * len(lm.open_dataset(towns[1]["validation"])), len(one.rows) + len(other.rows))
+    none = next_round(towns[1]["validation"], earlier_share=0.0)
+    assert none.record["earlier"]["recordings"] == 0
+    for part in (one, other): part.close()
+
+
+def test_data_sets_that_have_gone_are_said(towns, tmp_path, monkeypatch):
+    import shutil
+    by_rule(monkeypatch, True)
+    moved = shutil.copy(towns[1]["training"], tmp_path / "night.h5")
+    given_ = begin_with(towns, tmp_path / "rounds", settings=replace(SMALL, epochs=1))
+    retrain(**given_ | {"new_data": moved})
+    other = given_ | {"new_data": towns[1]["validation"]}
+    shutil.copy(towns[0]["validation"], moved)
+    with pytest.warns(LessonWarning, match="round 1: .*not the one of then"): done = retrain(**other)
+    assert done.record["earlier"]["recordings"] == 0
+    assert "missing" in repr(done)
+    Path(moved).unlink()
+    with pytest.warns(LessonWarning, match=r"round 1: .*night\.h5"): retrain(**other)
+    retrain(**other | {"rules": RoundRules(n_draws=200, earlier_share=0.0)})      # what is not asked for is not missed
+    kept = tmp_path / "rounds" / "round-0002" / "kept.csv"
+    kept.write_text(kept.read_text().replace("prediction", "human", 1))
+    with pytest.warns(LessonWarning, match="round [123]: "): done = retrain(**other | {"new_data": towns[1]["training"]})
+    assert ["not what was written" in gone for gone in done.record["earlier"]["missing"]] == [False, True]
+
+
+def test_challengers_meet_the_first_champion_too(towns, tmp_path, monkeypatch):
+    given_ = begin_with(towns, tmp_path, also={"old town": towns[0]["testing"]})
+    real = rounds.decide
+    by_rule(monkeypatch, True)
+    one = retrain(**given_)
+    assert one.since == {}
+    assert one.record["since_first_champion"] == {n: d.summary["differences"] for n, d in one.duels.items()}
+    given_to: list[Any] = []
+    def judged(*a: Any) -> tuple[bool, str]:
+        given_to.append(a)
+        return real(*a)
+    monkeypatch.setattr(rounds, "decide", judged)
+    two = retrain(**given_)
+    assert [d.name for d in given_to[0][3]] == ["testing", "old town"]
+    assert two.record["challengers_judged"] == 2
+    assert "have judged 2 challengers" in two.reason
+    assert "since 0" in repr(two)
+    first = load_detector(round_folder(tmp_path, 0) / "model.pt")
+    for name, path in (("testing", towns[1]["testing"]), ("old town", towns[0]["testing"])):
+        with recordings(path, TASK) as ds:
+            scores = score_rows(first, ds), score_rows(two.challenger, ds)
+            right = fight(name, leak_truth(ds, TASK), recording_groups(recordings_of(ds)), first, two.challenger, scores, n_draws=200)
+        assert two.since[name].differences["auc"].value == pytest.approx(right.differences["auc"].value, abs=1e-9)
+        assert two.record["since_first_champion"][name] == right.summary["differences"]
 
 
 def test_what_judges_is_never_learned(towns, tmp_path):
@@ -465,8 +624,47 @@ def test_a_damaged_folder_is_said(towns, tmp_path):
     with pytest.raises(DataError, match="digest is another"): load_champion(tmp_path)
 
 
+@pytest.mark.parametrize("wrong", [{}, {"challenger": None}, {"challenger": {"round": 1}}, {"challenger": [1, "a", "b"]}, {"round": "1"}, {"round": True},
+                                   {"round": -1}, {"round": 2}, {"digest": 5}, {"weights": None}, {"more": 1}], ids=str)
+def test_a_damaged_record_is_said(tmp_path, wrong):
+    "A round decided, and was interrupted before the champion was named."
+    lineage = begin_lineage(tmp_path, fresh(), "the test set")
+    fresh(1).save(round_folder(tmp_path, 1) / "model.pt")
+    own = asdict(champion_of(tmp_path, 1, fresh(1)))
+    record = {"replaced": True, "champion": asdict(lineage.current)} | (wrong if not wrong or "challenger" in wrong else {"challenger": own | wrong})
+    path = round_folder(tmp_path, 1) / RECORD
+    write_whole(path, json.dumps(record).encode(), sync=False)
+    with pytest.raises(DataError, match=r"record\.json: not the record of a round; found .*Move the folder of this round away"): settle(tmp_path, lineage)
+    for content in (b"", b"{", b"[]", b"\xff", b"[" * 100_000):
+        write_whole(path, content, sync=False)
+        with pytest.raises(DataError, match=r"record\.json: not the record of a round; found .*Move the folder of this round away"): settle(tmp_path, lineage)
+    assert read_lineage(tmp_path) == lineage
+    write_whole(path, json.dumps(record | {"challenger": own}).encode(), sync=False)
+    assert settle(tmp_path, lineage).current == Champion(**own)
+
+
+def test_a_loader_that_was_opened_in_place_of_another_is_closed(towns, tmp_path, monkeypatch):
+    "As where a checkpoint comes from a machine with less memory."
+    closed, real = list[str](), rounds.begin
+    def begin(run: Any, resume: str) -> str:
+        said = real(run, resume)
+        run.state.reopen("stream")
+        loader = run.state.loader
+        def close() -> None:
+            closed.append(loader.kind)
+            type(loader).close(loader)
+        loader.close = close
+        return said
+    def stop(*a: Any) -> None: raise Killed
+    monkeypatch.setattr(rounds, "begin", begin)
+    monkeypatch.setattr(rounds, "learn", stop)
+    with pytest.raises(Killed): retrain(**begin_with(towns, tmp_path))
+    assert closed == ["stream"]
+
+
 def test_rules_are_checked():
-    cases: list[dict[str, Any]] = [{"keep_share": 0.0}, {"human_share": 1.1}, {"replay_share": -1.0}, {"judged_by": "beauty"}, {"n_draws": 3}, {"seed": -1},
+    cases: list[dict[str, Any]] = [{"keep_share": 0.0}, {"keep_share_human": 1.1}, {"replay_share": -1.0},
+                                   {"earlier_share": -0.1}, {"earlier_share": float("nan")}, {"judged_by": "beauty"}, {"n_draws": 3}, {"seed": -1},
                                    {"keep_share": "half"}]
     for wrong in cases:
         with pytest.raises(UsageError): RoundRules(**wrong)

@@ -27,6 +27,7 @@ from leakmel.learn.detector import Detector, load_detector, score_rows
 from leakmel.learn.hearing import Block
 from leakmel.learn.net import LeakNet, NetSettings
 from leakmel.learn.pieces import cut_row, heard_samples, segments_of, whole_row
+from leakmel.learn.predict import rule_of
 from leakmel.learn.predictions import COLUMNS, Predictions, rejected_path
 from leakmel.learn.task import make_task
 from leakmel.learn.votes import VOTES, vote_scores
@@ -100,18 +101,21 @@ def test_scores_are_those_of_a_data_set(demo, tmp_path, engine):
 @pytest.mark.parametrize("form", ["matrix", "vector"])
 @pytest.mark.parametrize("preset", ["disjoint", "overlap"])
 def test_lengths_and_rates_as_a_data_set_has_them(mixed, tmp_path, preset, form):
-    "Padded, cut, resampled and downmixed rows too, where that is what is asked for."
+    "Cut, resampled and downmixed rows too, and of padded ones what was recorded."
     spec = lm.MelSpec.preset(preset, duration_s=1.0)
     shutil.copytree(mixed, tmp_path / "data" / "A")
     built = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec=spec, progress="none", engine="torch", pipeline=lm.PipelineConfig(device="cpu"))
     detector = made_detector(spec, form)
     with Segments(built.path, level="recording") as rows:
-        right, paths, status = score_rows(detector, rows), rows.sources[0].files["path"].tolist(), rows.sources[0].files["status"].tolist()
+        right, heard, files = score_rows(detector, rows), rows.heard, rows.sources[0].files
+        kept, left_out = files.iloc[rows.rows], files.drop(index=rows.rows.tolist())
     p = lm.predict(mixed, detector, length="spec", **QUIET)
-    assert [f"A/{os.fsdecode(s.path)}" for s in p.scored] == paths
-    assert np.abs(np.stack([s.segment_scores for s in p.scored]) - right).max() < 1e-6
-    assert p.table["status"].tolist() == status
-    assert p.rejected["code"].tolist() == built.rejected["code"].tolist()
+    assert [f"A/{os.fsdecode(s.path)}" for s in p.scored] == kept["path"].tolist()
+    for s, row, n in zip(p.scored, right, heard, strict=True): assert np.abs(s.segment_scores - row[:n]).max() < 1e-6
+    assert p.table["status"].tolist() == kept["status"].tolist()
+    codes = dict(zip(built.rejected["path"], built.rejected["code"])) | dict.fromkeys(left_out["path"], "too_short")
+    assert {f"A/{path}": code for path, code in zip(p.rejected["path"], p.rejected["code"])} == codes
+    assert left_out["path"].tolist() == ["A/tiny.wav"]
 
 
 @pytest.mark.parametrize("preset", ["disjoint", "overlap"])
@@ -234,12 +238,12 @@ def test_a_table_names_the_recordings(tmp_path, detector, mixed):
 def test_names_that_are_no_text(tmp_path, detector):
     folder = tmp_path / "wav"
     folder.mkdir()
-    for name in (b"a\xff.wav", b"line\nbreak,comma.wav", "Größe.wav".encode()): write_wav(os.fsdecode(os.fsencode(folder) + b"/" + name), noise(1))
+    for name in (b"a\xff.wav", b"line\nbreak,comma.wav", "Größe.wav".encode(), b"=1+1.wav"): write_wav(os.fsdecode(os.fsencode(folder) + b"/" + name), noise(1))
     p = lm.predict(folder, detector, out=tmp_path / "scores.csv", **QUIET)
     with (tmp_path / "scores.csv").open(encoding="utf-8", newline="") as f: read = list(csv.DictReader(f))
-    assert [r["path"] for r in read] == ["Größe.wav", r"a\xff.wav", r"line\nbreak,comma.wav"] or len(read) == 3
+    assert [r["path"] for r in read] == ["=1+1.wav", "Größe.wav", r"a\xff.wav", r"line\nbreak,comma.wav"] or len(read) == 4
     assert {base64.b64decode(r["path_base64"]) or r["path"].encode() for r in read} == {s.path for s in p.scored} == set(os.listdir(os.fsencode(folder)))
-    assert len((tmp_path / "scores.csv").read_text().splitlines()) == 4
+    assert len((tmp_path / "scores.csv").read_text().splitlines()) == 5
 
 
 def test_what_is_wrong_with_a_recording_is_said(tmp_path, detector):
@@ -274,7 +278,8 @@ def test_votes_and_thresholds(mixed, tmp_path, vote):
         if rule == "frac_vote": assert row["leak"] == (row["leak_share"] >= 0.25)
         if rule == "any_long": assert row["leak"] == (row["leak_share"] > 0)
     edge = sorted(row["score"] for row in p.rows())[3]
-    at = lm.predict(mixed, model, vote=vote, threshold=edge, frac=0.25, out=tmp_path / "x.csv", **QUIET)
+    own = {"frac": 0.25} if rule == "frac_vote" else {}
+    at = lm.predict(mixed, model, vote=vote, threshold=edge, out=tmp_path / "x.csv", **own, **QUIET)
     assert at.rule.threshold_from == "given"
     assert at.summary["leaks"] == sum(row["score"] >= edge for row in p.rows())
     with (tmp_path / "x.csv").open() as f: read = list(csv.DictReader(f))
@@ -283,11 +288,18 @@ def test_votes_and_thresholds(mixed, tmp_path, vote):
 
 @pytest.mark.parametrize(("wrong", "kind"), [
     ({"vote": "half"}, UsageError), ({"threshold": 1.5}, UsageError), ({"threshold": float("nan")}, UsageError), ({"frac": 0.0}, UsageError),
+    ({"frac": 0.3}, UsageError), ({"frac": 0.3, "vote": "mean"}, UsageError), ({"frac": 0.0, "vote": "frac_vote"}, UsageError),
     ({"length": "all"}, UsageError), ({"engine": "gpu"}, UsageError), ({"device": "tpu"}, UsageError), ({"files_per_batch": 0}, UsageError),
     ({"read_workers": 1.5}, UsageError), ({"device": "cuda:77"}, EngineError)])
 def test_settings_that_do_not_exist(mixed, detector, tmp_path, wrong, kind):
     with pytest.raises(kind): lm.predict(mixed, detector, out=tmp_path / "x" / "x.csv", **(QUIET | wrong))
     assert not (tmp_path / "x").exists()
+
+
+def test_a_share_belongs_to_its_vote():
+    "A share that no vote asks for would change nothing; where the model's own vote asks for it, it may be given alone."
+    with pytest.raises(UsageError, match="frac_vote only.*frac 0.3 with mean.*leave frac out"): rule_of(made_detector(), frac=0.3, threshold=0.4)
+    assert rule_of(made_detector(vote="frac_vote"), frac=0.3).frac == rule_of(made_detector(), "frac_vote", frac=0.3).frac == 0.3
 
 
 def test_a_model_that_cannot_be_used(mixed, tmp_path):

@@ -15,7 +15,7 @@ from leakmel.learn import loaders
 from leakmel.learn.checkpoint_settings import CheckpointSettings
 from leakmel.learn.evaluation import evaluate
 from leakmel.learn.intervals import Difference, interval_of
-from leakmel.learn.preparation import SilenceWarning
+from leakmel.learn.preparation import open_training
 from leakmel.learn.step import Stepper
 from leakmel.learn.train_settings import TrainSettings
 from leakmel.learn.training import TrainResult, train
@@ -130,13 +130,16 @@ def test_a_difference_of_what_is_undefined_is_undefined() -> None:
 
 # ---- silence behind recordings
 
-def test_silence_that_is_learned_is_said(town: Path, tmp_path: Path) -> None:
-    "Rows of 40 s that hold 10 s of sound: to training, to the evaluation, and nothing where rows are as long as recordings."
+def test_silence_behind_recordings_is_left_out_and_said(town: Path, tmp_path: Path) -> None:
+    "Rows of 40 s that hold 10 s of sound: it stands beside the numbers, and nowhere where rows are as long as recordings."
     spec = lm.MelSpec.preset("disjoint", duration_s=40.0)
     built = [r.path for r in lm.build_all(town / "demo", out_dir=tmp_path / "sets", progress="none", check=2, spec=spec)]
     files = {p.name: p for p in built}
-    with pytest.warns(SilenceWarning, match="75% of what is learned"):
-        done = train(files[NAMES[0]], out=tmp_path / "run", settings=replace(TINY, epochs=1), device="cpu", progress=False)
-    assert any("75% of what is learned" in c for c in evaluate(done.detector, files[NAMES[2]], device="cpu", progress="none").cautions)
+    done = train(files[NAMES[0]], out=tmp_path / "run", settings=replace(TINY, epochs=1), device="cpu", progress=False)
+    said = "75.0% of the long segments are silence behind them and left out"
+    with open_training(files[NAMES[0]], settings=TINY) as data: assert said in repr(data)
+    found = evaluate(done.detector, files[NAMES[2]], device="cpu", progress="none")
+    assert said in " ".join(found.report().split())
+    assert not any("silence" in c for c in found.cautions)
     own = trained(town, tmp_path / "own").detector
-    assert not any("silence" in c for c in evaluate(own, town / "sets" / NAMES[2], device="cpu", progress="none").cautions)
+    assert "silence" not in evaluate(own, town / "sets" / NAMES[2], device="cpu", progress="none").report()

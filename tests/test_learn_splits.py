@@ -258,6 +258,19 @@ def test_grouping_by_something_else_tells_of_sensors(plain):
     assert split.method.startswith("By match of the pattern")
 
 
+def test_recordings_of_no_known_sensor_were_not_looked_at(tmp_path):
+    "As one group they are in one part; of which sensors they are is not known all the same."
+    for k in range(12):
+        name = f"s{k % 3}~r{k}~20260101_000000~100.wav" if k < 9 else f"x{k}.wav"
+        for label in ("LEAK", "NORMAL"):
+            (tmp_path / "data" / label).mkdir(parents=True, exist_ok=True)
+            write_wav(tmp_path / "data" / label / f"{label}{name}", np.random.default_rng([k, len(label)]).integers(-999, 999, 4096).astype(np.int16), 4096)
+    lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec=lm.MelSpec.preset("disjoint", duration_s=1.0), progress="none")
+    split = group_split(tmp_path / "x.h5", missing="one", shares={"training": 0.5, "testing": 0.5})
+    assert split.unchecked == ("sensor",)
+    assert "not checked: the sensor of some recordings is not known" in split.report()
+
+
 def test_labels_left_out(plain):
     split = group_split(plain, shares=HALVES, task=make_task(plain.class_names, leave_out=[]))
     assert sum(map(len, split.parts.values())) == 24

@@ -1,5 +1,6 @@
 "One optimiser step: pieces add up to the batch, memory may run out anywhere, and a resumed training goes on bit for bit."
 import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from io import BytesIO
@@ -377,6 +378,20 @@ def test_a_net_that_cannot_be_compiled_says_what_to_do(monkeypatch):
     with pytest.raises(MachineError, match="could not be compiled; found no compiler. Train with use_compile=False"): stepper.step(batch_of(24))
 
 
+def test_gradients_that_lie_in_the_memory_of_a_graph_are_not_lost(monkeypatch):
+    "A graph of a GPU gives gradients in memory that it writes over when it runs for the next piece; here `backward` does that."
+    def backward(loss: Tensor) -> None:
+        for p, found in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            given = memory.setdefault(p, torch.empty_like(p)).copy_(found)
+            if p.grad is None: p.grad = given
+            else: p.grad.add_(given)
+    monkeypatch.setattr(torch, "compile", lambda net, mode: net)
+    stepper, memory = stepper_of(dropout=0.0, use_compile=True, compile_mode="reduce-overhead", accumulation=3), dict[Tensor, Tensor]()
+    weights, right = list(stepper.net.parameters()), gradients(stepper_of(dropout=0.0, accumulation=3), batch_of(24))
+    monkeypatch.setattr(Tensor, "backward", backward)
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(gradients(stepper, batch_of(24)), right, strict=True))
+
+
 # Going on
 
 def run(stepper: Stepper, steps: range) -> list[float]:
@@ -437,6 +452,21 @@ def test_smaller_pieces_stay():
     assert other.micro_batch == 12
     assert other.n_ran_out == 1
     assert other.n_done == 1
+
+
+@pytest.mark.parametrize("orders", [(False, True), (True, False)])
+def test_what_is_remembered_of_weights_follows_their_order_of_numbers(orders):
+    "A training that began on a CPU goes on on a GPU, channels last: a fused kernel takes both as they lie in memory."
+    then, now, same_as_then = (stepper_of(7, channels_last=last) for last in (*orders, orders[0]))
+    run(then, range(2))
+    for stepper in (now, same_as_then):
+        stepper.net.load_state_dict(then.net.state_dict())
+        stepper.load_state_dict(then.state_dict())
+        for group in stepper.optimiser.param_groups: group["fused"] = True
+    for p, held in now.optimiser.state.items(): assert held["exp_avg"].stride() == held["exp_avg_sq"].stride() == p.stride()
+    run(now, range(2, 4))
+    run(same_as_then, range(2, 4))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(weights_of(now), weights_of(same_as_then), strict=True))
 
 
 @pytest.mark.parametrize("changes", [{"learning_rate": 1e-4}, {"level_db": 1.0}, {"seed": 5}, {"batch_size": 48}, {"channels": (8, 9)}, {"n_steps": 8}],
@@ -519,6 +549,25 @@ def test_a_sample_of_the_batches_is_timed(n, every, sampled):
     assert clock.ranges == ["wait"] * (n + 1)
     list(loads)
     assert loads.n_moved == n                               # the loader has its own way back
+
+
+def test_a_copy_that_the_host_waits_for_is_no_waiting_for_the_loader():
+    "From memory that is not page-locked a copy holds the host up: it is counted once, as a copy."
+    class Slow(Batch):
+        def to(self, device: torch.device) -> Batch:
+            time.sleep(0.02)
+            return self
+    class Slowly(Loads):
+        def __iter__(self):
+            for i in range(self.n): yield self.transfer(Slow(*vars(batch_of(4, i)).values()))
+    timer = StepTimer("cpu", 1)
+    for _ in timer.batches(Slowly(4)):
+        with timer.step(): pass
+    times = timer.times()
+    assert times.h2d_ms is not None
+    assert times.h2d_ms >= 20
+    assert times.wait_ms is not None
+    assert times.wait_ms < 10
 
 
 def test_a_timer_begins_anew_with_each_epoch():

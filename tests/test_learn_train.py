@@ -13,16 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from children import Ended, Server, server
 
 import leakmel as lm
 from leakmel.cli import main
-from leakmel.core.errors import DataError, OutputError, UsageError
+from leakmel.core.errors import DataError, MachineError, OutputError, UsageError
 from leakmel.dataset.writer import OutputLock
 from leakmel.learn.checkpoint_settings import CheckpointSettings
 from leakmel.learn.checkpoints import latest_checkpoint, list_checkpoints
+from leakmel.learn.chosen import Chosen
 from leakmel.learn.detector import UNCHOSEN, load_detector, score_rows
-from leakmel.learn.history import EpochFigures
+from leakmel.learn.history import EpochFigures, best_epoch
 from leakmel.learn.preparation import open_training
 from leakmel.learn.splits import LeakySplitWarning, SplitWarning, group_split
 from leakmel.learn.train_settings import TrainSettings
@@ -36,12 +38,9 @@ WORDS = ["--epochs", "3", "--epoch-share", "1", "--batch-size", "200", "--channe
 
 
 @pytest.fixture(scope="module")
-def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sets(small_sets: Path) -> Path:
     "Data sets of a small made town: 18 steps of training in three epochs."
-    root = tmp_path_factory.mktemp("train")
-    lm.write_demo(root / "demo", n_files=40)
-    lm.build_all(root / "demo", out_dir=root / "sets", progress="none", check=2)
-    return root / "sets"
+    return small_sets
 
 
 def files(sets: Path) -> tuple[Path, Path]: return sets / "TRAINING_DATASET.H5", sets / "VALIDATION_DATASET.H5"
@@ -246,8 +245,29 @@ def test_a_training_that_is_over_is_not_repeated(sets: Path, tmp_path: Path, rig
     again = trained(sets, out)
     assert "nothing to do" in again.summary["begin"]
     assert_same(out, right)
-    other = trained(sets, out, settings=replace(TINY, epochs=1))
-    assert "epochs=3 then, 1 now" in other.summary["begin"]
+
+
+def test_a_finished_model_is_replaced_only_where_that_is_asked_for(sets: Path, tmp_path: Path, right: TrainResult) -> None:
+    out, fewer = tmp_path / "run", replace(TINY, epochs=1)
+    shutil.copytree(right.model_path.parent, out)
+    with pytest.raises(UsageError, match="another training was finished.*epochs=3 then, 1 now.*resume='never'"): trained(sets, out, settings=fewer)
+    shutil.rmtree(out / "checkpoints")
+    with pytest.raises(UsageError, match="a model is in this folder.*resume='never'"): trained(sets, out, settings=fewer)
+    assert_same(out, right)
+    assert trained(sets, out, settings=fewer, resume="never").summary["begin"].startswith("Begins with epoch 1")
+
+
+def test_each_epoch_is_told_once_its_checkpoint_stands(sets: Path, tmp_path: Path, right: TrainResult) -> None:
+    told: list[EpochFigures] = []
+    def after(figures: EpochFigures) -> None:
+        told.append(figures)
+        assert len((tmp_path / "run" / "history.csv").read_text().splitlines()) == 1 + len(told)
+        if len(told) == 2: raise InterruptedError("enough")
+    with pytest.raises(InterruptedError): train(*files(sets), out=tmp_path / "run", settings=TINY, device="cpu", progress=False, after_epoch=after)
+    assert [e.epoch for e in told] == [1, 2]
+    assert not (tmp_path / "run" / "model.pt").exists()
+    assert_same(tmp_path / "run", trained(sets, tmp_path / "run"))
+    assert_same(tmp_path / "run", right)
 
 
 def test_one_training_at_a_time(sets: Path, tmp_path: Path) -> None:
@@ -293,18 +313,40 @@ def test_a_loss_that_is_no_number_ends_the_training(sets: Path, tmp_path: Path, 
     assert not (tmp_path / "run" / "model.pt").exists()
 
 
+def no_room(*args: Any, **named: Any) -> None: raise torch.OutOfMemoryError("out of memory")
+
+
+def test_memory_that_is_too_small_for_items_or_judging_is_said(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from leakmel.learn import loaders, training_state
+    with monkeypatch.context() as m:
+        m.setattr(loaders, "load_items", no_room)
+        on_device = replace(TINY, loader="device")
+        with pytest.raises(MachineError, match="do not fit into memory.*loader='stream'"): trained(sets, tmp_path / "a", settings=on_device)
+    monkeypatch.setattr(training_state, "score_rows", no_room)
+    with pytest.raises(MachineError, match="too small to judge validation"): trained(sets, tmp_path / "b")
+
+
+def test_a_training_that_ran_out_of_memory_says_how_it_went_on(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from leakmel.learn import step
+    real, batches = step.piece_loss, iter([no_room])
+    monkeypatch.setattr(step, "piece_loss", lambda *args: next(batches, real)(*args))
+    result = trained(sets, tmp_path, settings=replace(TINY, epochs=1))
+    assert (result.summary["n_ran_out"], result.summary["micro_batch"]) == (1, TINY.batch_size // 2)
+    assert f"ran out 1 time, so a step takes its batch in pieces of {TINY.batch_size // 2} items at most" in repr(result)
+
+
 # ---- what is kept --------------------------------------------------------------------------------------------------
 
 def test_the_best_epoch_is_what_the_model_holds(sets: Path, right: TrainResult) -> None:
-    best = max(right.epochs, key=lambda e: (e.f1, -e.val_loss))
-    assert right.best_epoch == best.epoch
+    best = right.epochs[right.best_epoch - 1]
     loaded = load_detector(right.model_path)
     with open_training(*files(sets), settings=TINY) as data:
         assert data.validation is not None
+        assert right.best_epoch == best_epoch(right.epochs, int(data.is_leak.sum()))
         scores = score_rows(loaded, data.validation)
         p, truth = np.clip(scores.astype(np.float64), 1e-7, 1 - 1e-7), data.is_leak[:, None]
     assert math.isclose(float(-np.log(np.where(truth, p, 1 - p)).mean()), best.val_loss, rel_tol=1e-6)
-    said = vote_scores(scores, "mean") >= 0.5
+    said = vote_scores(scores, loaded.vote, loaded.share) >= loaded.threshold
     tp, fp, fn = (int(np.count_nonzero(c)) for c in (said & data.is_leak, said & ~data.is_leak, ~said & data.is_leak))
     assert math.isclose(2 * tp / max(1, 2 * tp + fp + fn), best.f1) or math.isnan(best.f1)
     for rule in VOTES:      # no other threshold is better on validation
@@ -355,12 +397,12 @@ def test_early_stopping_waits_as_long_as_it_was_told(sets: Path, tmp_path: Path,
     from leakmel.learn import training_state
     real = training_state.validation_figures
     losses = iter([0.5, 0.4, 0.3, 0.2, 0.35, 0.1])
-    def staged(scores: np.ndarray, is_leak: np.ndarray) -> dict[str, float]:
-        return real(scores, is_leak) | {"f1": next(f1), "val_loss": next(losses)}
+    def staged(scores: np.ndarray, is_leak: np.ndarray, chosen: Chosen) -> dict[str, float]:
+        return real(scores, is_leak, chosen) | {"f1": next(f1), "val_loss": next(losses)}
     monkeypatch.setattr(training_state, "validation_figures", staged)
     result = trained(sets, tmp_path, settings=replace(TINY, epochs=6, early_stop_epochs=3))
     assert len(result.epochs) == 5
-    assert result.best_epoch == 3, "of equal F1 the one with the lower loss"
+    assert result.best_epoch == 4, "of F1 that are as good as equal the one with the lowest loss"
     assert result.summary["stopped_early"]
 
 

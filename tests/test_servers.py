@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import need
-from test_browser import clean_env, free_port, is_up
+from lab import clean_env, free_port, is_up
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTENS = "0A"      # the state of a socket in /proc/net/tcp

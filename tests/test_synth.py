@@ -9,7 +9,7 @@ import soundfile
 
 from leakmel.audio import synth
 from leakmel.audio.scenes import LABELS, N_SAMPLES, N_SENSORS, SAMPLE_RATE, make_recording, make_sensor, stream
-from leakmel.audio.synth import MIN_FILES, SPLIT_SIZES, WAV_BYTES, plan_set, split_counts, write_demo, write_wav
+from leakmel.audio.synth import MIN_FILES, SPLIT_SIZES, WAV_BYTES, plan_set, split_counts, split_sensors, write_demo, write_wav
 from leakmel.core.errors import LeakmelError, MachineError, OutputError, SpaceError, UsageError
 
 
@@ -115,8 +115,16 @@ def test_reference_size_and_disjoint_sensors() -> None:
     plan = plan_set(51_434)
     assert len({p.path(8) for p in plan}) == 51_434
     by_sensor = Counter((p.sensor.name, p.split, p.label) for p in plan)
-    assert len({name for name, _, _ in by_sensor}) == len({(name, split) for name, split, _ in by_sensor}) == N_SENSORS
+    assert len({name for name, _, _ in by_sensor}) == len({(name, split) for name, split, _ in by_sensor}) == 400
     assert all(abs(by_sensor[name, split, "LEAK"] - by_sensor[name, split, "NOLEAK"]) <= 1 for name, split, _ in by_sensor)
+
+
+@pytest.mark.parametrize(("n_files", "numbers"), [(6, (24, 6, 10)), (1200, (24, 6, 10)), (1230, (25, 6, 10)), (6000, (120, 30, 50)), (51_434, (240, 60, 100))])
+def test_a_town_where_more_is_recorded_has_more_sensors(n_files: int, numbers: tuple[int, ...]) -> None:
+    parts = split_sensors(n_files)
+    assert tuple(map(len, parts.values())) == numbers
+    everywhere = [i for part in parts.values() for i in part]
+    assert everywhere == list(range(len(everywhere)))
 
 
 # -- neither trivial nor hopeless ---------------------------------------------------------------------------------

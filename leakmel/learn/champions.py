@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'POINTER', 'RECORD', 'MODEL', 'round_folder', 'finished_rounds', 'weights_digest', 'Champion', 'Lineage',
-           'write_lineage', 'read_lineage', 'load_champion', 'begin_lineage', 'champion_of', 'read_record', 'settle']
+           'write_lineage', 'read_lineage', 'load_champion', 'load_first', 'begin_lineage', 'champion_of',
+           'read_record', 'settle']
 
 # %% ../../nbs/learn/champions.ipynb #87f9d9a8
 import json, os, re
@@ -79,6 +80,12 @@ def write_lineage(
     values = {"format": FORMAT, "model": lineage.current.model, "testing": lineage.testing, "champions": [asdict(c) for c in lineage.champions]}
     write_whole(folder / POINTER, (json.dumps(values, indent=1) + "\n").encode())
 
+def _champion(values: dict[str, Any]) -> Champion:
+    "A champion as a file has it; raises ValueError or TypeError for what is none."
+    c = Champion(**values)
+    if type(c.round) is not int or c.round < 0 or not isinstance(c.digest, str) or not isinstance(c.weights, str): raise ValueError(repr(c))
+    return c
+
 def read_lineage(
     folder: Path,
 ) -> Lineage | None:       # None: no round was begun; raises DataError for a file that is something else
@@ -87,15 +94,14 @@ def read_lineage(
     if not os.path.lexists(path): return None
     try:
         values = json.loads(path.read_bytes())
-        champions = tuple(Champion(**c) for c in values["champions"])
+        champions = tuple(map(_champion, values["champions"]))
         if values["format"] != FORMAT or not champions or not isinstance(values["testing"], str): raise ValueError(f"format {values['format']}")
-        for c in champions:
-            if type(c.round) is not int or c.round < 0 or not isinstance(c.digest, str) or not isinstance(c.weights, str): raise ValueError(repr(c))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise DataError("not a file that names a champion", path=path, found=f"{type(e).__name__}: {show_path(str(e)[:100])}",
                         remedy="use the folder of earlier rounds, or a new one") from e
     return Lineage(champions, values["testing"])
 
+# %% ../../nbs/learn/champions.ipynb #5bbfee98
 def load_champion(
     folder: str | os.PathLike,      # of the rounds
 ) -> Detector:                      # raises DataError where there is none, or its file is not what it was
@@ -104,6 +110,13 @@ def load_champion(
     lineage = read_lineage(where)
     if lineage is None: raise DataError("there is no champion yet", path=where / POINTER, remedy="begin with lm.retrain(champion, ...)")
     return _loaded(where, lineage.current)
+
+def load_first(
+    folder: Path,          # of the rounds
+    lineage: Lineage,
+) -> Detector:             # raises DataError as `load_champion` does
+    "The detector that was champion before the first round."
+    return _loaded(folder, lineage.champions[0])
 
 def _loaded(folder: Path, champion: Champion) -> Detector:
     _require_digest(folder / champion.model, champion.digest)
@@ -137,19 +150,27 @@ def read_record(
     "The record of a round that is over."
     path = round_folder(folder, number) / RECORD
     try: values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as e: raise DataError("the record of a round cannot be read", path=path) from e
-    if not isinstance(values, dict): raise DataError("not the record of a round", path=path)
+    except (OSError, ValueError, RecursionError) as e: raise _damaged(path, e) from e
+    if not isinstance(values, dict): raise _damaged(path, TypeError(f"{type(values).__name__} in place of names and values"))
     return values
 
+def _damaged(path: Path, why: Exception) -> DataError:
+    return DataError("not the record of a round", path=path, found=f"{type(why).__name__}: {show_path(str(why)[:100])}",
+                     remedy="move the folder of this round away: the champion before it goes on")
+
+# %% ../../nbs/learn/champions.ipynb #1636be6a
 def settle(
     folder: Path,
     lineage: Lineage,
-) -> Lineage:             # raises DataError where the challenger's file is not what it was
+) -> Lineage:             # raises DataError where the record or the challenger's file is not what it was
     "Do what an interrupted round decided and did not get to do."
     for n in finished_rounds(folder)[-1:]:
         record = read_record(folder, n)
         if n <= lineage.current.round or not record.get("replaced") or record.get("champion") != asdict(lineage.current): continue
-        winner = Champion(**record["challenger"])
+        try:
+            winner = _champion(record["challenger"])
+            if winner.round != n: raise ValueError(f"a challenger of round {winner.round}")
+        except (KeyError, ValueError, TypeError) as e: raise _damaged(round_folder(folder, n) / RECORD, e) from e
         _require_digest(folder / winner.model, winner.digest)
         lineage = lineage.follow(winner)
         write_lineage(folder, lineage)

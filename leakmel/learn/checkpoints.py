@@ -66,12 +66,12 @@ def load_plain(
     digest: str | None = None,            # of the file as it was written; None: not known
 ) -> dict[str, Any]:                      # raises DataError where the file is damaged, holds anything else, or would run code
     "Read what `plain_bytes` made; never runs code."
-    content = _file_bytes(path)
+    content = _file_bytes(path, digest is not None)
     if digest is not None and digest_of(content) != digest: raise DataError("the file is damaged: its digest is another one", path=path)
     _check_archive(path, content)
     try: values = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
     except pickle.UnpicklingError as e: raise _refusal(path, e) from e
-    except Exception as e: raise DataError(f"the file cannot be read ({str(e).splitlines()[0][:120]})", path=path) from e
+    except Exception as e: raise DataError(f"the file cannot be read ({(str(e) or type(e).__name__).splitlines()[0][:120]})", path=path) from e
     if not isinstance(values, dict): raise DataError("not what was expected in this file", path=path, found=type(values).__name__, expected="a dictionary")
     return values
 
@@ -82,13 +82,19 @@ def _refusal(path: str | os.PathLike, error: Exception) -> DataError:
                      expected="tensors and plain values", remedy="use it only if you made it yourself, and then write it again with this version")
 
 # %% ../../nbs/learn/checkpoints.ipynb #f16b5c80
-def _file_bytes(path: str | os.PathLike) -> bytes:
+_BEGIN = b"PK\x03\x04"      # of an archive of torch: a data set that was taken for a model is not read to its end
+
+def _file_bytes(path: str | os.PathLike, whatever: bool) -> bytes:      # whatever: also of a file that begins as no archive does
     "The content of a regular file."
     if not Path(path).is_file(): raise DataError("no such file" if not os.path.lexists(path) else "this is no file", path=path)
     try:
-        if (n := os.path.getsize(path)) > (most := free_memory() // 2):
-            raise DataError("the file is too large for the memory that is free", path=path, found=size_text(n), expected=f"at most {size_text(most)}")
-        return Path(path).read_bytes()
+        with open(path, "rb") as f:
+            n = os.fstat(f.fileno()).st_size
+            if not whatever and f.read(4) != _BEGIN: raise DataError("no file that torch wrote, or cut short", path=path, found=f"{n:,} bytes")
+            if n > (most := free_memory() // 2):
+                raise DataError("the file is too large for the memory that is free", path=path, found=size_text(n), expected=f"at most {size_text(most)}")
+            f.seek(0)
+            return f.read()
     except OSError as e: raise DataError(f"cannot be read ({os.strerror(e.errno or 0)})", path=path) from e
 
 def _check_archive(path: str | os.PathLike, content: bytes) -> None:

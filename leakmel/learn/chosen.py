@@ -35,6 +35,13 @@ class Chosen:
     thresholds: tuple[float, ...] = (0.5,) * len(VOTES)      # of each of VOTES
     threshold_from: str = UNCHOSEN       # where vote and thresholds come from, as people read it
 
+    def __post_init__(self): object.__setattr__(self, "share", float(self.share))      # 1 is a share, too
+
+    @property
+    def threshold(self) -> float:
+        "Of the vote that is used."
+        return self.thresholds[VOTES.index(self.vote)]
+
     def options(self) -> dict[str, Any]:
         "As `Detector` takes them."
         return {"vote": self.vote, "share": self.share, "thresholds": dict(zip(VOTES, self.thresholds)), "threshold_from": self.threshold_from}

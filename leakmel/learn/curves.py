@@ -103,14 +103,20 @@ def learning_curves(
 
 def _curves_title(epochs: Sequence[EpochFigures], best: int) -> str:
     "The finding."
-    if not best or math.isnan(f1 := epochs[best - 1].f1): return f"The loss fell from {epochs[0].loss:.3f} to {epochs[-1].loss:.3f} in {len(epochs)} epochs"
+    if not best or math.isnan(f1 := epochs[best - 1].f1): return _loss_title(epochs)
     least = min(epochs, key=lambda e: math.inf if math.isnan(e.val_loss) else e.val_loss)
     parted = epochs[-1].val_loss > 1.25 * least.val_loss and epochs[-1].loss < least.loss
     return f"F1 of {f1:.3f} in epoch {best} of {len(epochs)}" + (f"; from epoch {least.epoch} on it learns by heart" if parted else "")
 
+def _loss_title(epochs: Sequence[EpochFigures]) -> str:
+    first, last = epochs[0].loss, epochs[-1].loss
+    if len(epochs) == 1: return f"A loss of {last:.3f} in one epoch"
+    return f"The loss {'fell' if last < first else 'did not fall:'} from {first:.3f} to {last:.3f} in {len(epochs)} epochs"
+
 def _curves_note(epochs: Sequence[EpochFigures]) -> str:
     if all(math.isnan(e.f1) for e in epochs): return "No validation: nothing tells whether other recordings would be judged as well"
-    return "F1 of whole recordings at 0.5; the training loss is taken with augmentation and dropout, of all classes, and is not the same figure as the log loss"
+    return ("F1 of whole recordings at the epoch's own threshold; the training loss is taken with augmentation and dropout, of all classes, and is not "
+            "the same figure as the log loss")
 
 # %% ../../nbs/learn/curves.ipynb #0c8c6f4d
 PARTS = {"warm-up": "start_up", "waiting for batches": "wait", "copies to the device": "copy_in", "steps": "compute", "rest of the loop": "publish",

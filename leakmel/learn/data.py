@@ -9,17 +9,19 @@ __all__ = ['DataSource', 'LEVELS', 'Batch', 'joined', 'open_sources', 'Segments'
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..core.errors import DataError, UsageError
+from ..core.errors import DataError, UsageError, show_path
 from ..core.monitor import free_memory, size_text
 from ..dataset.reader import MelDataset, open_dataset
 from ..dataset.rows import read_rows
-from .task import LEFT_OUT, Task
+from .pieces import segments_in_rows
+from .task import LEFT_OUT, Task, find_label
 
 # %% ../../nbs/learn/data.ipynb #137e4ace
 @dataclass(frozen=True, eq=False, repr=False)
@@ -70,10 +72,14 @@ def open_sources(
                     raise DataError(f"data sets that do not belong together: {what}", path=ds.path, found=value, expected=f"{values[0]} as in {opened[0].path}",
                                     remedy="build them in one go with lm.build_all")
     except BaseException:
-        for ds, s in zip(opened, given):
-            if ds is not s: ds.close()
+        _close_own(opened, given)
         raise
     return opened
+
+def _close_own(opened: Sequence[MelDataset], sources: DataSource | Sequence[DataSource]) -> None:
+    "Close data sets, but not those that were open when they were given."
+    for ds, s in zip(opened, [sources] if isinstance(sources, (str, os.PathLike, MelDataset)) else sources):
+        if ds is not s: ds.close()
 
 def _features(ds: MelDataset) -> str:
     "What tells whether two data sets hold the same features."
@@ -102,25 +108,67 @@ def _chosen(rows: np.ndarray | None, n: int) -> np.ndarray:
 
 def _with_classes(sources: Sequence[MelDataset], rows: np.ndarray, task: Task | None) -> tuple[np.ndarray, np.ndarray]:
     "Rows that the task leaves, and the class of each."
-    labels = np.concatenate([ds.labels for ds in sources])[rows].astype(np.int64)
+    labels = np.concatenate([ds.labels if task is None else _by_name(ds, task) for ds in sources])[rows].astype(np.int64)
     if task is None: return rows, labels
-    if list(task.class_names) != sources[0].class_names:
-        raise UsageError("a task of other labels", found=", ".join(task.class_names), expected=", ".join(sources[0].class_names))
     classes = task.classes(labels)
     return rows[classes != LEFT_OUT], classes[classes != LEFT_OUT]
 
-# %% ../../nbs/learn/data.ipynb #dbe30603
-class _Counted(Dataset):
-    "Rows of some data sets, and the items they consist of."
+def _by_name(ds: MelDataset, task: Task) -> np.ndarray:
+    "[B] labels of a data set by the numbers that the task gives them."
+    if tuple(ds.class_names) == task.class_names: return ds.labels
+    known, numbers = ", ".join(map(show_path, task.class_names)), []
+    for name in ds.class_names:
+        try: numbers.append(task.class_names.index(name) if name in task.class_names else find_label(name, task.class_names))
+        except UsageError as e:
+            raise DataError("a label that the task does not know", path=ds.path, found=show_path(name), expected=f"labels of {known}",
+                            remedy="build the data set without these recordings, or train with this label") from e
+    if len(set(numbers)) < len(numbers):
+        raise DataError("labels that differ only in case", path=ds.path, found=", ".join(map(show_path, ds.class_names)), expected=f"labels of {known}",
+                        remedy="move their recordings into one folder and build again")
+    return np.array(numbers, np.int64)[ds.labels]
+
+# %% ../../nbs/learn/data.ipynb #bc944fda
+def _column(source: MelDataset, name: str) -> np.ndarray:
+    "[B] int64, a whole number for each row."
+    stored: Any = source.file[f"files/{name}"]
+    if getattr(stored, "shape", None) != (len(source),) or stored.dtype.kind not in "iu":
+        raise DataError(f"{name} is not a whole number for each row", path=source.path, found=stored, remedy="run leakmel verify")
+    return stored[:].astype(np.int64)
+
+def _heard(sources: Sequence[MelDataset], rows: np.ndarray) -> np.ndarray:
+    "[n] int64 long segments of each row that lie wholly in its recording."
+    found, start = np.full(len(rows), sources[0].mels.shape[1], np.int64), 0
+    for source in sources:
+        mine = np.flatnonzero((rows >= start) & (rows < start + len(source)))
+        own, start = rows[mine] - start, start + len(source)
+        if source.legacy or any(f"files/{name}" not in source.file for name in ("n_samples", "sample_rate")): continue
+        n_samples, sample_rate = (_column(source, name)[own] for name in ("n_samples", "sample_rate"))
+        said = (n_samples > 0) & (sample_rate > 0)
+        found[mine[said]] = segments_in_rows(n_samples[said], sample_rate[said], source.spec)
+    return found
+
+# %% ../../nbs/learn/data.ipynb #14ea0da1
+class _Rows(Dataset):
+    "Rows of some data sets, and how much of them was recorded."
     sources: list[MelDataset]
     level: str
     rows: np.ndarray              # [n] int64, counted through the sources
     row_shape: tuple[int, ...]    # L, S, M, T
+    task: Task | None             # what the classes are of; None: labels of the data set
+    labels: np.ndarray            # [n] int64, class of each row
+    starts: np.ndarray            # first row of each source, and the number of all rows
+    n_too_short: int              # recordings without a long segment, which are not in `rows`
+    held: torch.Tensor | None = None      # [items, ...], where they are in memory
+
+    @cached_property
+    def heard(self) -> np.ndarray:
+        "[n] int64, long segments of each row that lie wholly in its recording, 1 to L."
+        return _heard(self.sources, self.rows)
 
     @property
-    def per_row(self) -> int:
-        "Items of a recording."
-        return int(np.prod(self.row_shape[:LEVELS[self.level]]))
+    def is_heard(self) -> np.ndarray:
+        "[n, L] bool, which long segments lie wholly in their recordings."
+        return np.arange(self.row_shape[0]) < self.heard[:, None]
 
     @property
     def item_shape(self) -> tuple[int, ...]:
@@ -132,21 +180,41 @@ class _Counted(Dataset):
         "Type of the numbers: float16, unless another system wrote others."
         return self.sources[0].mels.dtype.newbyteorder("=")
 
+# %% ../../nbs/learn/data.ipynb #dbe30603
+class _Counted(_Rows):
+    "The items that rows consist of."
+    row_starts: np.ndarray | None = None     # [n + 1] int64, first item of each row, and the number of all; None: `per_row` each
+
+    @property
+    def per_row(self) -> int:
+        "Items of a recording that is as long as its row."
+        return int(np.prod(self.row_shape[:LEVELS[self.level]]))
+
+    @property
+    def counts(self) -> np.ndarray:
+        "[n] int64, items of each recording."
+        return np.full(len(self.rows), self.per_row) if self.row_starts is None else np.diff(self.row_starts)
+
     @property
     def n_bytes(self) -> int:
         "Bytes of all items."
-        return len(self.rows) * int(np.prod(self.row_shape)) * self.kind.itemsize
+        return len(self) * int(np.prod(self.item_shape)) * self.kind.itemsize
 
-    def __len__(self) -> int: return len(self.rows) * self.per_row
+    def __len__(self) -> int: return len(self.rows) * self.per_row if self.row_starts is None else int(self.row_starts[-1])
+
+    def recording_of(self, items: np.ndarray) -> np.ndarray:
+        "[B] places in `rows` of the recordings to which items belong."
+        items = np.asarray(items, np.int64)
+        return items // self.per_row if self.row_starts is None else np.searchsorted(self.row_starts, items, side="right") - 1
 
     def row_of(self, items: np.ndarray) -> np.ndarray:
         "[B] rows of the data sets, counted through, to which items belong."
-        return self.rows[np.asarray(items, np.int64) // self.per_row]
+        return self.rows[self.recording_of(items)]
 
     def places(self, items: np.ndarray) -> np.ndarray:
-        "[B] where items lie among all items of the data sets, chosen or not."
-        items = np.asarray(items, np.int64)
-        return self.rows[items // self.per_row] * self.per_row + items % self.per_row
+        "[B] where items lie among all items of the data sets, chosen or not, heard or not."
+        items, at = np.asarray(items, np.int64), self.recording_of(items)
+        return self.rows[at] * self.per_row + items - (at * self.per_row if self.row_starts is None else self.row_starts[at])
 
 # %% ../../nbs/learn/data.ipynb #1d80eab7
 class Segments(_Counted):
@@ -157,7 +225,7 @@ class Segments(_Counted):
         sources: DataSource | Sequence[DataSource],      # data sets; rows of several are counted through
         *,
         level: str = "long",                             # "recording": [L, S, M, T], "long": [S, M, T], "short": [M, T]
-        rows: np.ndarray | None = None,                  # [n] int: these rows only, for example a part of a split
+        rows: np.ndarray | None = None,                  # [n] int: these rows only, for example a part of a split; None: all that hold a long segment
         task: Task | None = None,                        # gives classes, and leaves labels out; None: labels of the data set
         legacy: bool = False,                            # files of the earlier system
         preload_to_ram: bool | str = "auto",             # "auto": where it fits
@@ -167,11 +235,10 @@ class Segments(_Counted):
         _check_settings(level, preload_to_ram, ram_fraction)
         self.sources = open_sources(sources, legacy=legacy, chunk_cache_bytes=chunk_cache_bytes)
         self.level, self.task, self.row_shape = level, task, tuple(self.sources[0].mels.shape[1:])
-        self.starts = np.cumsum([0, *map(len, self.sources)])            # first row of each source, and the number of all rows
-        self.rows, self.labels = _with_classes(self.sources, _chosen(rows, int(self.starts[-1])), task)     # [n] int64 each
-        self.held: torch.Tensor | None = None                            # [n * items per row, ...], where the rows are in memory
-        fits = preload_to_ram == "auto" and self.n_bytes <= int(ram_fraction * free_memory())
-        if preload_to_ram is True or fits: self.held = load_items(self, torch.device("cpu"))
+        try: _fill(self, rows, preload_to_ram, ram_fraction)
+        except BaseException:
+            _close_own(self.sources, sources)
+            raise
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, int]: return self.__getitems__([i])[0]
 
@@ -195,7 +262,24 @@ class Segments(_Counted):
     def __getstate__(self) -> dict[str, Any]: return self.__dict__ | {"held": None}      # what is held stays in its process
     def __repr__(self) -> str: return _shown(self)
 
-# %% ../../nbs/learn/data.ipynb #f7c26aea
+# %% ../../nbs/learn/data.ipynb #7448be25
+def _fill(ds: Segments, rows: np.ndarray | None, preload_to_ram: bool | str, ram_fraction: float) -> None:
+    "Choose the rows, and load them where that is wanted."
+    ds.starts = np.cumsum([0, *map(len, ds.sources)])
+    ds.rows, ds.labels = _with_classes(ds.sources, _chosen(rows, int(ds.starts[-1])), ds.task)
+    ds.n_too_short = _leave_out_unheard(ds)
+    fits = preload_to_ram == "auto" and ds.n_bytes <= int(ram_fraction * free_memory())
+    if preload_to_ram is True or fits: ds.held = load_items(ds, torch.device("cpu"))
+
+def _leave_out_unheard(ds: Segments) -> int:
+    "Keep recordings that hold a long segment, and count their items; returns how many do not."
+    heard = _heard(ds.sources, ds.rows)
+    ds.rows, ds.labels, ds.heard = ds.rows[heard > 0], ds.labels[heard > 0], heard[heard > 0]
+    n_long, *inner = ds.row_shape[:LEVELS[ds.level]] or (0,)
+    if n_long and (ds.heard < n_long).any(): ds.row_starts = np.cumsum(np.append(0, ds.heard * int(np.prod(inner))))
+    return int((heard == 0).sum())
+
+# %% ../../nbs/learn/data.ipynb #4baba47d
 _PIECE_BYTES = 64 << 20
 
 def _batch(ds: Segments, at: np.ndarray) -> Batch:
@@ -204,7 +288,7 @@ def _batch(ds: Segments, at: np.ndarray) -> Batch:
     at = at % max(1, len(ds))
     numbers = torch.from_numpy(at)
     x = torch.from_numpy(_read(ds, at)) if ds.held is None else ds.held.index_select(0, numbers)
-    return Batch(x, torch.from_numpy(ds.labels[at // ds.per_row]), numbers)
+    return Batch(x, torch.from_numpy(ds.labels[ds.recording_of(at)]), numbers)
 
 def _read(ds: Segments, items: np.ndarray) -> np.ndarray:
     "Items from the files, [B, ...]."
@@ -222,7 +306,7 @@ def load_items(
     "All items in the memory of a device, read a piece at a time: never in memory twice."
     if ds.held is not None: return ds.held.to(device)
     out = torch.empty((len(ds), *ds.item_shape), dtype=torch.from_numpy(np.empty(0, ds.kind)).dtype, device=device)
-    step = max(1, _PIECE_BYTES * len(ds.rows) // max(1, ds.n_bytes)) * ds.per_row      # items of whole rows
+    step = max(1, _PIECE_BYTES * len(ds.rows) // max(1, ds.n_bytes)) * ds.per_row      # items, of whole rows where all are as long as their recordings
     for start in range(0, len(ds), step):
         stop = min(start + step, len(ds))
         out[start:stop] = torch.from_numpy(_read(ds, np.arange(start, stop)))
@@ -230,4 +314,5 @@ def load_items(
 
 def _shown(ds: Segments) -> str:
     where = "in memory" if ds.held is not None else "in the file" if len(ds.sources) == 1 else f"in {len(ds.sources)} files"
-    return f"Segments({len(ds):,} x {ds.level} {ds.item_shape} of {len(ds.rows):,} recordings, {size_text(ds.n_bytes)} {where})"
+    short = f", {ds.n_too_short:,} too short" if ds.n_too_short else ""
+    return f"Segments({len(ds):,} x {ds.level} {ds.item_shape} of {len(ds.rows):,} recordings, {size_text(ds.n_bytes)} {where}{short})"

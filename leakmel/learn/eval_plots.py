@@ -13,7 +13,7 @@ import numpy as np
 
 from ..insight.data_plots import MOST_SENSORS, quantiles
 from ..insight.plots import _LABEL_COLORS, _LINE, _TEXT, MAX_POINTS, _colour_range, _dress, _f32, _figure, _plain, _smallest, frame_starts_s
-from .judged import Judged
+from .judged import Judged, Verdict, figure_title
 from .metrics import Reliability, roc
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def roc_figure(
     ways: Sequence[Judged],        # the detector's rules first
     baselines: Sequence[Judged] = (),
     *,
-    beats: bool | None = None,     # the verdict on the first
+    verdict: Verdict | None = None,      # on the first; None: nobody can say
     stamped: bool = False,         # a leaky split
 ) -> "go.Figure":
     "Draw found leaks against false alarms of a detector and the baselines."
@@ -59,7 +59,7 @@ def roc_figure(
         traces.append(go.Scatter(x=_f32([x]), y=_f32([y]), mode="markers", marker=dict(color=colour, size=9, symbol="diamond"),
                                  legendgroup=j.name, showlegend=False,
                                  hovertemplate=f"threshold {j.threshold:.3f}: " + "%{y:.1%} of leaks, %{x:.1%} false alarms<extra></extra>"))
-    fig = _figure(traces, _roc_title(own, baselines, beats), _note(stamped, "Diamonds: at the threshold. In brackets: intervals of 95 %"), height=520,
+    fig = _figure(traces, _roc_title(own, baselines, verdict), _note(stamped, "Diamonds: at the threshold. In brackets: intervals of 95 %"), height=520,
                   xaxis=dict(title=dict(text="false alarms (share of recordings without a leak)"), range=[-0.01, 1.01], tickformat=".0%"),
                   yaxis=dict(title=dict(text="leaks found (share)"), range=[-0.01, 1.02], tickformat=".0%"))
     return fig.update_layout(legend=dict(orientation="v", x=0.98, xanchor="right", y=0.05, yanchor="bottom", yref="paper", bgcolor="rgba(128,128,128,0.08)"))
@@ -72,12 +72,15 @@ def _thinned(x: np.ndarray, y: np.ndarray, most: int = MAX_POINTS // 2) -> np.nd
     at = np.flatnonzero(corner)
     return at if len(at) <= most else at[np.unique(np.linspace(0, len(at) - 1, most).astype(np.int64))]
 
-def _roc_title(own: Judged, baselines: Sequence[Judged], beats: bool | None) -> str:
+def _roc_title(own: Judged, baselines: Sequence[Judged], verdict: Verdict | None) -> str:
+    "The finding, as the verdict has it: of baselines that are not beaten the hardest is named, else the hardest of all."
     area = f"AUC {own.figures['auc']:.2f}{_interval(own, 'auc')}"
     if not baselines: return f"{area}, compared with nothing"
-    best = max(baselines, key=lambda b: b.figures["auc"])
+    figure, beats = (verdict.figure, verdict.beats) if verdict is not None else ("auc", None)
+    standing = {title for title, d in verdict.against if not d.is_better} if verdict is not None and beats is False else set()
+    best = max([b for b in baselines if b.title in standing] or baselines, key=lambda b: b.figures[figure])
     said = {True: "better than", False: "not shown to be better than", None: "nobody can say whether better than"}[beats]
-    return f"{area}, {said} {_plain(best.title)} ({best.figures['auc']:.2f})"
+    return f"{area}, {said} {_plain(best.title)} ({'' if figure == 'auc' else figure_title(figure) + ' '}{best.figures[figure]:.2f})"
 
 # %% ../../nbs/learn/eval_plots.ipynb #3e9619ec
 def confusion_figure(
@@ -191,7 +194,7 @@ def errors_figure(
     fig.layout.template = {}
     times, index = frame_starts_s(long_start_s, short_start_s, worst[0].mels.shape[3], hop_s)
     first = np.arange(0, len(times), -(-len(times) // _MOST_COLUMNS))      # what a column stands for is as loud as its loudest frame
-    pictures = np.stack([np.maximum.reduceat(w.mels.transpose(2, 0, 1, 3).reshape(len(mel_hz), -1)[:, index].astype(np.float32), first, axis=1) for w in worst])
+    pictures = np.stack([np.fmax.reduceat(w.mels.transpose(2, 0, 1, 3).reshape(len(mel_hz), -1)[:, index].astype(np.float32), first, axis=1) for w in worst])
     times = times[first]
     low, high = _colour_range(pictures, 80.0)
     for k, (w, picture) in enumerate(zip(worst, pictures)):
@@ -232,14 +235,16 @@ def _error_title(w: "Misjudged") -> str:
     return f"{'missed' if w.is_leak else 'false alarm'}: {_plain(short)}<br>{_plain(w.label)}, score {w.score:.2f}"
 
 def _error_traces(w: "Misjudged", picture: np.ndarray, times: np.ndarray, mel_hz: np.ndarray, long_start_s: np.ndarray, low: float) -> tuple:
-    "The mels, and the scores of the long segments."
+    "The mels, and the scores of the long segments, as far as the recording goes."
     import plotly.graph_objects as go
+    n, there = int(np.isfinite(w.segment_scores).sum()), ~np.isnan(picture).all(0)
+    picture, shown_s, end_s = picture[:, there], times[there], long_start_s[n] if n < len(long_start_s) else times[-1]
     z = np.round(np.maximum(np.nan_to_num(picture, nan=low, neginf=low), low)).astype(np.int16)
     name = _plain(w.path)
-    shown = go.Heatmap(z=_smallest(z), x=_f32(times), y=_f32(mel_hz), coloraxis="coloraxis", name=name,
+    shown = go.Heatmap(z=_smallest(z), x=_f32(shown_s), y=_f32(mel_hz), coloraxis="coloraxis", name=name,
                        hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra>%{fullData.name}</extra>")
     line = dict(shape="hv", width=1.4, color=_LEAK if w.is_leak else _OTHER)
-    x, y = (_f32(v[::-(-len(v) // MAX_POINTS)]) for v in (np.append(long_start_s, times[-1]), np.append(w.segment_scores, w.segment_scores[-1])))
+    x, y = (_f32(v[::-(-len(v) // MAX_POINTS)]) for v in (np.append(long_start_s[:n], end_s), np.append(w.segment_scores[:n], w.segment_scores[n - 1])))
     said = go.Scatter(x=x, y=y, mode="lines", line=line, name=name, showlegend=False,
                       hovertemplate="%{y:.2f} from %{x:.2f} s<extra>%{fullData.name}</extra>")
     return shown, said
@@ -252,7 +257,7 @@ def all_plots(
     truth, own, stamped, by = e.table["leak"].to_numpy(bool), e.judged, e.leaky, e.groups.by if e.groups.by.isalpha() else "group"
     ways = [own, *(j for n, j in e.votes.items() if n != e.vote)]
     of_group = (truth, own.score, own.threshold, e.groups.code, e.groups.names, by)
-    found = {"roc": roc_figure(truth, ways, list(e.baselines.values()), beats=e.beats, stamped=stamped),
+    found = {"roc": roc_figure(truth, ways, list(e.baselines.values()), verdict=e.verdict, stamped=stamped),
              "confusion": confusion_figure(own, e.task.leak_label, stamped=stamped), "reliability": reliability_figure(e.calibration, stamped=stamped)}
     if len(e.groups) < len(truth): found["groups"] = group_figure(*of_group, stamped=stamped)
     return found | {"errors": _errors(e)}
@@ -265,6 +270,6 @@ def _errors(e: "Evaluation") -> "go.Figure":
         n_long, n_short, n_mels, n_frames = e.worst[0].mels.shape
         axes = np.arange(n_mels), np.arange(n_long), np.arange(n_short) / n_short, 1 / (n_short * n_frames)
     elif s is not None:
-        n_long, n_short = s.grid.shape[:2]
+        n_long, n_short = (e.worst[0].mels if e.worst else np.empty(s.row_shape)).shape[:2]      # rows may be longer than those it learned from
         axes = s.mel_hz, np.arange(n_long) * s.long_hop / s.sample_rate, np.arange(n_short) * s.short_hop / s.sample_rate, s.hop_length / s.sample_rate
     return errors_figure(e.worst, *axes, stamped=e.leaky)

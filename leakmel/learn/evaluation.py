@@ -26,7 +26,7 @@ from .groups import Group
 from .intervals import Bootstrap, differences, recording_groups, source_names
 from .judged import Judged, cautions, give_verdict, judge, label_control
 from .metrics import FIGURES, best_threshold, reliability
-from .preparation import silence_behind
+from .preparation import silence_behind, too_short
 from .results import Evaluation, Misjudged
 from .splits import Split, existing_split, shared_values
 from .task import Task
@@ -84,11 +84,12 @@ def _source_stamp(parts: Mapping[str, Segments], part: str) -> str:
 # %% ../../nbs/learn/evaluation.ipynb #05e675d7
 def vote_title(
     rule: str,              # of VOTES
-    n_long: int,            # L
+    n_long: int | None,     # long segments of a recording; None: of some more than of others
     share: float = 0.5,     # of "frac_vote"
 ) -> str:
-    "What a rule is called in a table; 'at least half' is said in segments, rounded up."
+    "What a rule is called in a table; 'at least half' is said in segments, rounded up, where it is one number."
     if rule == "mean": return "Mean of segments"
+    if n_long is None: return {"any_long": "Any segment", "long_vote": "Half of segments"}.get(rule, f"{100 * share:g} % of segments")
     needed = 1 if rule == "any_long" else segments_needed(n_long, 0.5 if rule == "long_vote" else share)
     return f"{needed} of {n_long} segments"
 
@@ -109,7 +110,7 @@ def evaluate(
     validation: Sources | None = None,            # to choose the baselines' thresholds on
     split: Split | None = None,                   # parts of `data`, in place of `training` and `validation`
     part: str = "testing",                        # of the split, whose recordings judge
-    votes: Sequence[str] = ("mean", "long_vote"),      # of `votes.VOTES`
+    votes: str | Sequence[str] = ("mean", "long_vote"),      # of `votes.VOTES`, beside the model's own; one or several
     group: Group = "sensor",                      # what is drawn together; by night, or each recording alone, where sensors are not known
     judged_by: str = "auc",                       # of `metrics.FIGURES`: by what it has to beat the baselines
     files_per_batch: int = 64,                    # recordings scored at once
@@ -122,6 +123,7 @@ def evaluate(
 ) -> Evaluation:                                  # raises UsageError, DataError
     "Judge a detector by recordings, beside two baselines."
     detector, on = model if isinstance(model, Detector) else load_detector(model, device="cpu"), str(pick_device(device))
+    votes = (votes,) if isinstance(votes, str) else tuple(votes)
     for rule in votes:
         if rule not in VOTES: raise UsageError("no such rule for the vote", found=repr(rule), expected=", ".join(VOTES))
     if judged_by not in FIGURES: raise UsageError("no such figure", found=repr(judged_by), expected=", ".join(FIGURES))
@@ -132,10 +134,10 @@ def evaluate(
     with _opened(given, legacy) as opened:
         found = existing_split(opened, allow_leaky_split=allow_leaky_split) if split is None and len(opened) > 1 else split
         parts = _parts(opened, split, part, detector.task)
-        if not len(parts[part].rows): raise DataError("no recording to judge by", path=parts[part].sources[0].path)
+        if not len(parts[part].rows): raise DataError("no recording to judge by", path=parts[part].sources[0].path, found=too_short(parts[part]) or None)
         stamps = tuple(dict.fromkeys(s for s in (found.stamp if found else "", _own_stamp(detector), _source_stamp(parts, part)) if s))
         name = "a detector" if isinstance(model, Detector) else os.fsdecode(model)
-        return _judged(_Job(detector, name, parts, part, stamps, _of_split(found), tuple(votes), group, judged_by, n_draws, seed,
+        return _judged(_Job(detector, name, parts, part, stamps, _of_split(found), votes, group, judged_by, n_draws, seed,
                             on, files_per_batch, progress))
 
 # %% ../../nbs/learn/evaluation.ipynb #1d21fc1a
@@ -171,7 +173,7 @@ class _Job:
     progress: str
 
     def scores(self, part: str) -> tuple[np.ndarray, float]:
-        "[n, L] scores of a part, and the seconds that took."
+        "[n, L] scores of a part, NaN behind the end of a recording, and the seconds that took."
         ds = self.parts[part]
         with Progress(len(ds.rows), label=f"scoring {part}", show=self.progress) as bar:
             began = time.perf_counter()
@@ -183,9 +185,10 @@ def _ways(job: _Job, boot: Bootstrap, segments: np.ndarray) -> dict[str, Judged]
     "The detector by each rule, its own first."
     held, ways = None, {}
     if "validation" in job.parts and not _is_chosen(job.detector): held = leaks(job.parts["validation"]), job.scores("validation")[0]
+    lengths = np.unique(job.parts[job.part].heard)
     for rule in dict.fromkeys((job.detector.vote, *job.votes)):
         threshold, chosen = _threshold(job.detector, rule, held)
-        title = vote_title(rule, segments.shape[1], job.detector.share)
+        title = vote_title(rule, int(lengths[0]) if len(lengths) == 1 else None, job.detector.share)
         ways[rule] = judge(boot, job.detector.recording_scores(segments, rule), name=rule, title=title, threshold=threshold, threshold_from=chosen)
     return ways
 
@@ -197,12 +200,13 @@ def _judged(job: _Job) -> Evaluation:
     boot = Bootstrap(truth, groups, n_draws=job.n_draws, seed=job.seed)
     segments, seconds = job.scores(job.part)
     ways = _ways(job, boot, segments)
-    simple = {b.name: _judged_baseline(boot, b, ds) for b in _baselines(job.parts)}
+    simple = {b.name: _judged_baseline(boot, b, ds) for b in _baselines(job.parts, job.part)}
     apart = {v: {b: differences(boot, (j.figures, j.draws), (s.figures, s.draws)) for b, s in simple.items()} for v, j in ways.items()}
     own = ways[detector.vote]
     scores = {f"score_{n}": j.score for n, j in (*ways.items(), *simple.items())}
     said = table.assign(group=[groups.names[k] for k in groups.code], leak=truth, **scores, called_leak=own.score >= own.threshold)
-    details = {"part": job.part, "device": job.device, "files_per_batch": job.files_per_batch, "draws": job.n_draws, "seed": job.seed}
+    details = {"part": job.part, "device": job.device, "files_per_batch": job.files_per_batch, "draws": job.n_draws, "seed": job.seed,
+               "too_short": ds.n_too_short, "silence": silence_behind(ds)}
     return Evaluation(
         job.name, detector.task, None if ds.sources[0].legacy else detector.spec, said, segments, groups, detector.vote, ways, simple, apart,
         verdict=give_verdict(boot, own, list(simple.values()), job.judged_by), stamps=job.stamps,
@@ -211,17 +215,18 @@ def _judged(job: _Job) -> Evaluation:
         calibration=reliability(truth, np.clip(vote_scores(segments, "mean"), 0, 1)), worst=_worst(ds, said, own, segments), seconds=seconds, details=details)
 
 # %% ../../nbs/learn/evaluation.ipynb #08bc71bd
-def _baselines(parts: Mapping[str, Segments]) -> list[Baseline]:
+def _baselines(parts: Mapping[str, Segments], part: str) -> list[Baseline]:
     "Both baselines, where there is training with both classes."
     if "training" not in parts or not 0 < leaks(parts["training"]).sum() < len(parts["training"].rows): return []
-    return fit_baselines(parts["training"], parts.get("validation"))
+    return fit_baselines(parts["training"], parts.get("validation"), judging=[parts[part]])
 
 def _judged_baseline(boot: Bootstrap, baseline: Baseline, ds: Segments) -> Judged:
     return judge(boot, baseline.score(ds), name=baseline.name, title=baseline.title, threshold=baseline.threshold, threshold_from=baseline.threshold_from)
 
 def _further(detector: Detector, parts: Mapping[str, Segments], part: str) -> Iterator[str]:
     "What else belongs beside the figures."
-    if said := silence_behind(parts[part]): yield f"{said}."
+    for name, ds in parts.items():
+        if said := too_short(ds): yield f"In {name} {said}."
     if "training" not in parts: yield "Training was not given: whether a sensor or a recording is on both sides was not looked at."
     if _is_chosen(detector) and "validation" not in parts and "training" in parts:
         yield "Validation was not given, so the baselines' thresholds are 0.5 and the detector's was chosen: compare the AUC only."
@@ -238,6 +243,7 @@ def _worst(ds: Segments, table: "pd.DataFrame", judged: Judged, segments: np.nda
     for k in wrong.tolist():
         source = int(np.searchsorted(ds.starts, ds.rows[k], side="right")) - 1
         mels = read_rows(ds.sources[source].mels, np.array([ds.rows[k] - ds.starts[source]]))[0]
+        mels[ds.heard[k]:] = np.nan
         names = text("path", k), text("label", k), text("sensor", k)
         found.append(Misjudged(*names, bool(truth[k]), float(judged.score[k]), judged.threshold, segments[k], mels))
     return tuple(found)

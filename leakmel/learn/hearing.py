@@ -6,6 +6,7 @@
 __all__ = ['Block', 'Learned', 'Hearing']
 
 # %% ../../nbs/learn/hearing.ipynb #a73b23ac
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..audio.listing import Listing
 from ..audio.quality import figures_of, quality
-from ..audio.wav import HEADER_BYTES, read_wav
+from ..audio.wav import HEADER_BYTES, Recording, read_error, read_wav
 from ..core.errors import RecordingError
 from ..dataset.loader import FACTS, PLAIN, BatchReader, Slot
 from ..dataset.ring import Lanes
@@ -165,12 +166,28 @@ def _give(hearing: Hearing, block: Block) -> None:
     hearing.filled.put(block)
 
 # %% ../../nbs/learn/hearing.ipynb #76f6619c
+def _read_one(hearing: Hearing, path: bytes) -> Recording:
+    "Read a recording; raises RecordingError, and MachineError where it is one too many in a row that cannot be had."
+    try:
+        _require_there(path)
+        recording = read_wav(path)
+    except RecordingError as e:
+        hearing.reader.in_a_row.refused(e, path)
+        raise
+    hearing.reader.in_a_row.given()
+    return recording
+
+def _require_there(path: bytes) -> None:
+    "What the system says of a file that was listed and is gone."
+    try: os.stat(path)
+    except OSError as e: raise read_error(e, path) from e
+
 def _pieces(hearing: Hearing, k: int) -> Iterator[tuple[np.ndarray, int, int]]:
     "Rows of a recording with their first segments and how many count; nothing where it is rejected, which is noted."
     listing, learned = hearing.found.listing, hearing.learned
     try:
         if listing.sizes[k] < 0: raise RecordingError("unreadable", "named in the table, but there is no such file")
-        recording = read_wav(listing.full_path(k))
+        recording = _read_one(hearing, listing.full_path(k))
         row, status = whole_row(recording, hearing.spec, hearing.length)
     except RecordingError as e:
         with hearing.lanes.lock: learned.rejected.append(Rejected(listing.paths[k], e.code, e.message))

@@ -29,7 +29,11 @@ def human_classes(
     said = read_table(table)
     at = _rows_by_path(recordings)
     classes = np.full(len(recordings.rows), UNHEARD, np.int64)
-    if unknown := [p for p in said.paths if p not in at]: raise _not_there(said.file, unknown, len(said), list(at))
+    if unknown := [p for p in said.paths if p not in at]:
+        short = _too_short(recordings, set(unknown))
+        if gone := [p for p in unknown if p not in short]: raise _not_there(said.file, gone, len(said), list(at))
+        raise DataError("paths of recordings that are shorter than one long segment, of which nothing can be learned", path=said.file,
+                        found=_some(unknown), remedy="take them out of the table")
     for path, label in zip(said.paths, said.labels):
         if at[path] < 0:
             raise DataError("a path that several recordings have", path=said.file, found=show_path(path),
@@ -45,11 +49,23 @@ def recording_paths(
     recordings: Segments,
 ) -> list[bytes]:            # [n] of the chosen rows; raises DataError for data sets that hold none
     "The path of each chosen recording."
+    found = _paths(recordings)
+    return [found[k] for k in recordings.rows]
+
+def _paths(recordings: Segments) -> list[bytes]:
+    "The path of each recording, chosen or not."
     found: list[bytes] = []
     for source in recordings.sources:
         if "path" not in (files := source.files): raise DataError("the data set does not say which recordings are in it", path=source.path)
         found += [os.fsencode(p) for p in files["path"]]
-    return [found[k] for k in recordings.rows]
+    return found
+
+def _too_short(recordings: Segments, some: set[bytes]) -> set[bytes]:
+    "Which of some paths are of recordings in the data sets that hold no long segment."
+    paths = _paths(recordings)
+    rows = [k for k, p in enumerate(paths) if p in some]
+    heard = Segments(recordings.sources, level="recording", rows=np.array(rows, np.int64), preload_to_ram=False).rows
+    return {paths[k] for k in rows} - {paths[k] for k in heard.tolist()}
 
 def _rows_by_path(recordings: Segments) -> dict[bytes, int]:
     "Place of each path among the chosen rows; -1 where several have it."
@@ -57,9 +73,10 @@ def _rows_by_path(recordings: Segments) -> dict[bytes, int]:
     n = Counter(paths)
     return {p: i if n[p] == 1 else -1 for i, p in enumerate(paths)}
 
+def _some(paths: list[bytes]) -> str: return ", ".join(map(show_path, paths[:3])) + (f" and {len(paths) - 3:,} more" if len(paths) > 3 else "")
+
 def _not_there(file: Path, unknown: list[bytes], n_rows: int, there: list[bytes]) -> DataError:
     "An error that names paths, and says what may be meant."
     twin = next((p.message.split("; ")[-1] for p in missing_files(unknown[:1], n_rows, there, file.parent) if "differs only in case" in p.message), "")
-    more = f" and {len(unknown) - 3:,} more" if len(unknown) > 3 else ""
-    return DataError("paths that are in none of the new data sets", path=file, found=", ".join(map(show_path, unknown[:3])) + more,
+    return DataError("paths that are in none of the new data sets", path=file, found=_some(unknown),
                      remedy=f"write paths as the data sets have them, for example {show_path(there[0])}{f' ({twin})' if twin else ''}")

@@ -6,7 +6,7 @@
 __all__ = ['class_scores', 'trusted_segments', 'Selection', 'select_segments', 'replayed', 'selection_csv']
 
 # %% ../../nbs/learn/incremental.ipynb #6b97efd9
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from ..core.errors import DataError, UsageError, show_path
 from .data import Segments
-from .detector import Detector, check_features
+from .detector import Detector, _sent, check_features
 from .human_labels import UNHEARD, recording_paths
 from .loaders import open_loader
 from .net import matrices
@@ -30,32 +30,59 @@ def class_scores(
     device: str | torch.device = "cpu",
     files_per_batch: int = 64,             # recordings that are judged at once
     progress: Callable[[int], object] | None = None,      # called with the number of recordings judged so far
-) -> np.ndarray:                           # [n, L, K] float32, of sum 1 over the classes; raises DataError where features differ
+) -> np.ndarray:                           # [n, L, K] float32, of sum 1 over the classes; NaN behind the end of a recording; raises DataError
     "Probability of each class in each long segment of each recording."
     if ds.level != "recording": raise UsageError("recordings are judged, not segments", found=repr(ds), expected="level='recording'")
+    if files_per_batch < 1: raise UsageError("files_per_batch must be at least 1", found=files_per_batch)
     check_features(detector, ds)
     detector.net.to(device).eval()
-    n_long, n_classes, done = ds.row_shape[0], len(detector.task.model_names), 0
-    found = np.empty((len(ds), n_long, n_classes), np.float32)
-    if not len(ds): return found
-    with torch.inference_mode(), open_loader(ds, files_per_batch, device=device, shuffle=False) as loader:
-        for batch in loader:
-            items = batch.x.flatten(0, 1) if detector.net.settings.form == "matrix" else batch.x.flatten(0, 2)
-            p = detector.net(matrices(items))[0].float().softmax(1).reshape(len(batch), n_long, -1, n_classes).mean(2)
-            found[done:done + len(batch)] = p.cpu().numpy()
-            done += len(batch)
-            if progress is not None: progress(done)
+    found, done = np.empty((len(ds), ds.row_shape[0], len(detector.task.model_names)), np.float32), 0
+    for scores in _scores(detector, ds, device, files_per_batch):
+        found[done:done + len(scores)] = scores
+        done += len(scores)
+        if progress is not None: progress(done)
     return found
+
+def _scores(detector: Detector, ds: Segments, device: str | torch.device, files_per_batch: int) -> Iterator[np.ndarray]:
+    "Scores of one batch after the other."
+    if not len(ds): return
+    is_heard = ds.is_heard
+    with open_loader(ds, files_per_batch, device=device, shuffle=False) as loader:
+        last: Callable[[], np.ndarray] | None = None
+        for batch, start in zip(loader, range(0, len(ds), files_per_batch)):
+            coming = _sent(_of_batch(detector, batch.x, is_heard[start:start + files_per_batch]))
+            if last is not None: yield last()
+            last = coming
+        if last is not None: yield last()
+
+# %% ../../nbs/learn/incremental.ipynb #2c7c41f2
+@torch.inference_mode()
+def _of_batch(detector: Detector, rows: torch.Tensor, is_heard: np.ndarray) -> torch.Tensor:
+    "[B, L, S, M, T] and [B, L] bool -> [B, L, K]; NaN for segments that are not heard."
+    segments = rows.flatten(0, 1)
+    if is_heard.all(): return _probabilities(detector, segments).unflatten(0, is_heard.shape)
+    at = torch.from_numpy(np.flatnonzero(is_heard))
+    if rows.device.type == "cuda": at = at.pin_memory().to(rows.device, non_blocking=True)      # else it waits for all that is queued
+    p = _probabilities(detector, segments[at])
+    out = torch.full((len(segments), p.shape[1]), torch.nan, device=rows.device)
+    out[at] = p
+    return out.unflatten(0, is_heard.shape)
+
+def _probabilities(detector: Detector, segments: torch.Tensor) -> torch.Tensor:
+    "[n, S, M, T] -> [n, K]"
+    items = segments if detector.net.settings.form == "matrix" else segments.flatten(0, 1)
+    return detector.net(matrices(items))[0].float().softmax(1).unflatten(0, (len(segments), -1)).mean(1)
 
 # %% ../../nbs/learn/incremental.ipynb #86a57910
 def trusted_segments(
-    scores: np.ndarray,        # [n, L] of the leak
+    scores: np.ndarray,        # [n, L] of the leak; NaN: a segment that the recording does not have
     is_leak: np.ndarray,       # [n] bool, what each recording is held for
     share: np.ndarray,         # [n] of the segments that are kept, above 0 to 1
 ) -> np.ndarray:               # [n, L] bool
     "The segments that say most clearly what their recording is held for."
     place = np.argsort(np.argsort(np.where(is_leak[:, None], -scores, scores), axis=1, kind="stable"), axis=1, kind="stable")      # 0: the clearest
-    most = np.array([segments_needed(scores.shape[1], s) for s in share.tolist()], np.int64)
+    n_heard = np.count_nonzero(~np.isnan(scores), axis=1)                                 # those that are not there have the last places
+    most = np.array([segments_needed(n, s) for n, s in zip(n_heard.tolist(), share.tolist())], np.int64)
     return place < most[:, None]
 
 # %% ../../nbs/learn/incremental.ipynb #e0abb96b
@@ -73,11 +100,12 @@ class Selection:
         return int(np.count_nonzero(self.by_human & (self.choice.classes != self.predicted)))
 
     def counts(self, task: Task) -> dict[str, dict[str, int]]:
-        "For each class: recordings, those whose class a person gave, and long segments."
+        "For each class: recordings and long segments, and those of recordings whose class a person gave."
         found = {}
         for k, name in enumerate(task.model_names):
             mine = self.choice.classes == k
-            found[name] = {"recordings": int(mine.sum()), "by_human": int((mine & self.by_human).sum()), "segments": int(self.choice.kept[mine].sum())}
+            found[name] = {"recordings": int(mine.sum()), "by_human": int((mine & self.by_human).sum()), "segments": int(self.choice.kept[mine].sum()),
+                           "segments_by_human": int(self.choice.kept[mine & self.by_human].sum())}
         return found
 
     def __repr__(self) -> str:
@@ -87,16 +115,16 @@ class Selection:
 def select_segments(
     detector: Detector,
     recordings: Segments,                 # level "recording"
-    scores: np.ndarray,                   # [n, L, K] of `class_scores`
+    scores: np.ndarray,                   # [n, L, K] of `class_scores`; what lies behind the end of a recording is not looked at
     human: np.ndarray | None = None,      # [n] classes of `human_classes`; -2: nobody has said anything
     *,
-    keep_share: float = 0.5,              # of the long segments that a prediction keeps, above 0 to 1
-    human_share: float = 1.0,             # of those that a person's label keeps
+    keep_share: float = 0.5,              # of the long segments of a recording whose class was predicted, above 0 to 1
+    keep_share_human: float = 1.0,        # of the long segments of a recording whose class a person gave; 1: all of them
 ) -> Selection:                           # raises DataError for scores that are no numbers
     "Decide what each new recording is held for, and which of its segments are learned."
-    if not np.isfinite(scores).all(): raise DataError("scores that are no numbers", path=recordings.sources[0].path, remedy="run leakmel verify")
-    leak = detector.task.leak_in_model
-    of_leak = scores[..., leak]
+    heard, leak = recordings.is_heard, detector.task.leak_in_model
+    if not np.isfinite(scores[heard]).all(): raise DataError("scores that are no numbers", path=recordings.sources[0].path, remedy="run leakmel verify")
+    of_leak = np.where(heard, scores[..., leak], np.nan)
     score = detector.recording_scores(of_leak)
     is_leak = score >= detector.threshold
     human = np.full(len(score), UNHEARD, np.int64) if human is None else human
@@ -104,13 +132,13 @@ def select_segments(
     trusted = trusted_segments(of_leak, is_leak, np.full(len(score), keep_share))
     predicted = np.where(is_leak, leak, _other_class(scores, trusted, leak))
     classes = np.where(by_human, human, predicted)
-    kept = trusted_segments(of_leak, classes == leak, np.where(by_human, human_share, keep_share))
+    kept = trusted_segments(of_leak, classes == leak, np.where(by_human, keep_share_human, keep_share))
     kept[classes == LEFT_OUT] = False
     return Selection(Choice(recordings, kept, classes), score, by_human, predicted)
 
 def _other_class(scores: np.ndarray, kept: np.ndarray, leak: int) -> np.ndarray:
     "[n] the likeliest class beside the leak, by the kept segments."
-    mean = (scores * kept[..., None]).sum(1)
+    mean = np.where(kept[..., None], scores, 0).sum(1)
     mean[:, leak] = -np.inf
     return mean.argmax(1)
 
@@ -137,12 +165,12 @@ def selection_csv(
     selection: Selection,
     task: Task,
 ) -> str:
-    "Path, what it was held for, by whom, its score, and the long segments that were kept, counted from 0."
+    "Path, what it was held for, by whom, its score, the long segments that were kept, and its row in the data sets, both counted from 0."
     import pandas as pd
     choice = selection.choice
     def name(k: int) -> str: return "" if k == LEFT_OUT else show_path(task.model_names[k])
     rows = [{"path": show_path(p), "class": name(k), "by": "human" if h else "prediction", "predicted": name(q), "score": repr(float(s)),
-             "segments": " ".join(map(str, np.flatnonzero(kept).tolist()))}
-            for p, k, h, q, s, kept in zip(recording_paths(choice.recordings), choice.classes.tolist(), selection.by_human, selection.predicted.tolist(),
-                                           selection.score, choice.kept)]
-    return pd.DataFrame(rows, columns=["path", "class", "by", "predicted", "score", "segments"]).to_csv(index=False)
+             "segments": " ".join(map(str, np.flatnonzero(kept).tolist())), "row": row}
+            for p, k, h, q, s, kept, row in zip(recording_paths(choice.recordings), choice.classes.tolist(), selection.by_human, selection.predicted.tolist(),
+                                                selection.score, choice.kept, choice.recordings.rows.tolist())]
+    return pd.DataFrame(rows, columns=["path", "class", "by", "predicted", "score", "segments", "row"]).to_csv(index=False)

@@ -27,7 +27,8 @@ class Loader(ABC):
     kind = ""
 
     def __init__(self, ds: Segments, settings: OrderSettings, device: str | torch.device, why: str):
-        if (settings.n_rows, settings.per_row) != (len(ds.rows), ds.per_row): raise UsageError("an order of other items", found=settings, expected=repr(ds))
+        if (settings.n_rows, settings.per_row, settings.n_all) != (len(ds.rows), ds.per_row, len(ds)):
+            raise UsageError("an order of other items", found=settings, expected=repr(ds))
         self.ds, self.order, self.device, self.why = ds, Order(settings), torch.device(device), why
         if self.device.type == "cuda" and self.device.index is None: self.device = torch.device("cuda", torch.cuda.current_device())
 
@@ -79,8 +80,8 @@ class DeviceLoader(Loader):
 
     def __init__(self, ds: Segments, settings: OrderSettings, device: str | torch.device = "cpu", why: str = "as asked for"):
         super().__init__(ds, settings, device, why)
-        self.x = load_items(ds, self.device)                                             # [n, ...]
-        self.y = torch.from_numpy(np.repeat(ds.labels, ds.per_row)).to(self.device)      # [n]
+        self.x = load_items(ds, self.device)                                            # [n, ...]
+        self.y = torch.from_numpy(np.repeat(ds.labels, ds.counts)).to(self.device)      # [n]
 
     def __iter__(self) -> Iterator[Batch]:
         first, size, n = self.order.batch, self.order.settings.batch_size, len(self)
@@ -107,17 +108,25 @@ class StreamLoader(Loader):
         ends = np.cumsum(lengths).tolist()
         spans = [(max(first, end - m), min(end, last)) for end, m in zip(ends, lengths) if end > first and end - m < last]
         def read(span: tuple[int, int]) -> Batch:
-            batch = self.ds.batch(items[slice(*span)])
-            return batch.pin_memory() if self.device.type == "cuda" else batch
-        left: Batch | None = None
+            return self._pinned(self.ds.batch(items[slice(*span)]))
+        left: Batch | None = None      # the end of buffers, less than a batch
         with ThreadPoolExecutor(1, "leakmel-stream") as pool:
             for i, buffer in enumerate(in_order(pool, read, spans, 2)):
-                left, at = buffer if left is None else joined(left, buffer), 0
-                while len(left) - at >= size or i == len(spans) - 1 and at < len(left):
+                at, is_last = 0, i == len(spans) - 1
+                if left is not None:
+                    at = min(size - len(left), len(buffer))
+                    left = joined(left, buffer[:at])
+                    if len(left) == size or is_last:
+                        self.order.advance()
+                        yield self.transfer(self._pinned(left))
+                        left = None
+                while len(buffer) - at >= size or is_last and at < len(buffer):
                     self.order.advance()
-                    yield self.transfer(left[at:at + size])
+                    yield self.transfer(buffer[at:at + size])
                     at += size
-                left = left[at:] if at < len(left) else None
+                if at < len(buffer): left = buffer[at:]
+
+    def _pinned(self, batch: Batch) -> Batch: return batch.pin_memory() if self.device.type == "cuda" else batch
 
 # %% ../../nbs/learn/loaders.ipynb #b7b63b94
 class _Fetch:
@@ -204,7 +213,7 @@ def open_loader(
     wanted, why = torch.device(device), "as asked for"
     if kind == "auto": kind, why = _choice(ds, wanted, device_fraction)
     block = 0 if kind != "stream" and block_rows is None else block_rows or max(1, BLOCK_BYTES * len(ds.rows) // ds.n_bytes)
-    settings = OrderSettings(len(ds.rows), ds.per_row, batch_size, seed, shuffle, drop_last, block, buffer_blocks, epoch_share)
+    settings = OrderSettings(len(ds.rows), ds.per_row, batch_size, seed, shuffle, drop_last, block, buffer_blocks, epoch_share, ds.row_starts)
     if kind == "device": return DeviceLoader(ds, settings, wanted, why)
     if kind == "stream": return StreamLoader(ds, settings, wanted, why)
     return WorkerLoader(ds, settings, wanted, why, num_workers=num_workers, prefetch_factor=prefetch_factor,

@@ -137,12 +137,13 @@ def band_statistics(
 ) -> tuple[np.ndarray, np.ndarray]:      # mean and standard deviation of each band, [M] float64, dB; raises DataError for values that are no numbers
     "Mean and deviation of the bands of a data set."
     if not len(ds.rows): raise DataError("no recordings to learn from")
-    rows = ds.rows[np.unique(np.linspace(0, len(ds.rows) - 1, min(most, len(ds.rows))).astype(np.int64))]
+    at = np.unique(np.linspace(0, len(ds.rows) - 1, min(most, len(ds.rows))).astype(np.int64))
+    rows, is_heard = ds.rows[at], np.arange(ds.row_shape[0]) < ds.heard[at][:, None]
     total, squares, n = np.zeros(ds.row_shape[2]), np.zeros(ds.row_shape[2]), 0
     for source, start, end in zip(ds.sources, ds.starts, ds.starts[1:]):
-        mine = rows[(rows >= start) & (rows < end)] - start
-        for at in range(0, len(mine), 64):
-            x = np.moveaxis(read_rows(source.mels, mine[at:at + 64]).astype(np.float64), -2, 0).reshape(len(total), -1)
+        mine = np.flatnonzero((rows >= start) & (rows < end))
+        for some in np.split(mine, range(64, len(mine), 64)):
+            x = np.moveaxis(read_rows(source.mels, rows[some] - start)[is_heard[some]].astype(np.float64), -2, 0).reshape(len(total), -1)
             total, squares, n = total + x.sum(1), squares + (x * x).sum(1), n + x.shape[1]
     if not np.isfinite(mean := total / n).all():
         raise DataError("values that are no numbers in the training rows", path=ds.sources[0].path, remedy="check it with leakmel verify")

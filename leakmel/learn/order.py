@@ -8,7 +8,7 @@ __all__ = ['shuffled', 'block_shuffled', 'OrderSettings', 'Order']
 # %% ../../nbs/learn/order.ipynb #2582a2a4
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,21 +31,22 @@ def block_shuffled(
     buffer_blocks: int,   # blocks whose items are shuffled together
     seed: int,
     epoch: int,
+    row_starts: np.ndarray | None = None,     # [n_rows + 1] int64, first item of each row, and the number of all; None: `per_row` items each
 ) -> Iterator[np.ndarray]:    # of each buffer: [n] int64, its items in random order
     "Items in the order of a block shuffle, buffer by buffer."
     rng = np.random.default_rng([seed, epoch])
     blocks = rng.permutation(-(-n_rows // block_rows))
     for start in range(0, len(blocks), buffer_blocks):
-        firsts = blocks[start:start + buffer_blocks] * block_rows
-        rows = np.concatenate([np.arange(first, min(first + block_rows, n_rows)) for first in firsts])
-        yield rng.permutation((rows[:, None] * per_row + np.arange(per_row)).reshape(-1))
+        rows = blocks[start:start + buffer_blocks] * block_rows
+        firsts, ends = (r * per_row if row_starts is None else row_starts[r] for r in (rows, np.minimum(rows + block_rows, n_rows)))
+        yield rng.permutation(np.concatenate([np.arange(a, b) for a, b in zip(firsts.tolist(), ends.tolist())]))
 
 # %% ../../nbs/learn/order.ipynb #4200dbfd
 @dataclass(frozen=True)
 class OrderSettings:
     "What the order of batches follows from."
     n_rows: int
-    per_row: int = 1            # items of a row
+    per_row: int = 1            # items of a row, of the longest where they differ
     batch_size: int = 256       # items
     seed: int = 0
     shuffle: bool = True        # False: as they lie in the file
@@ -53,6 +54,7 @@ class OrderSettings:
     block_rows: int = 0         # 0: all items are shuffled together; else the rows of a block
     buffer_blocks: int = 64     # blocks whose items are shuffled together
     epoch_share: float = 1.0    # of all items that an epoch draws: the first ones of its order
+    row_starts: np.ndarray | None = field(default=None, repr=False, compare=False)      # as for `block_shuffled`
 
     def __post_init__(self):
         for name in ("n_rows", "per_row", "batch_size", "buffer_blocks"):
@@ -60,13 +62,20 @@ class OrderSettings:
         for name in ("seed", "block_rows"):
             if getattr(self, name) < 0: raise UsageError(f"{name} must be at least 0", found=getattr(self, name))
         if not 0 < self.epoch_share <= 1: raise UsageError("epoch_share must be above 0 and at most 1", found=self.epoch_share)
+        if (starts := self.row_starts) is not None and (starts.shape != (self.n_rows + 1,) or starts[0] or (np.diff(starts) < 1).any()):
+            raise UsageError("row_starts are not where the rows begin", found=starts.shape, expected=f"{self.n_rows + 1:,} rising numbers from 0")
         if self.drop_last and self.batch_size > self.n_items:
             raise UsageError("no batch would be full", found=f"{self.n_items:,} items, batches of {self.batch_size:,}", remedy="lower batch_size")
 
     @property
+    def n_all(self) -> int:
+        "Items of all rows."
+        return self.n_rows * self.per_row if self.row_starts is None else int(self.row_starts[-1])
+
+    @property
     def n_items(self) -> int:
         "Items of an epoch."
-        return max(1, round(self.n_rows * self.per_row * self.epoch_share))
+        return max(1, round(self.n_all * self.epoch_share))
 
     @property
     def n_batches(self) -> int:
@@ -87,13 +96,13 @@ def _buffers(settings: OrderSettings, epoch: int) -> Iterator[np.ndarray]:
 
 def _all_items(s: OrderSettings, epoch: int) -> Iterator[np.ndarray]:
     "All items in the order of an epoch, buffer by buffer."
-    n = s.n_rows * s.per_row
-    if s.shuffle and s.block_rows: yield from block_shuffled(s.n_rows, s.per_row, s.block_rows, s.buffer_blocks, s.seed, epoch)
-    elif s.shuffle: yield shuffled(n, s.seed, epoch)
-    elif not s.block_rows: yield np.arange(n)
+    if s.shuffle and s.block_rows: yield from block_shuffled(s.n_rows, s.per_row, s.block_rows, s.buffer_blocks, s.seed, epoch, s.row_starts)
+    elif s.shuffle: yield shuffled(s.n_all, s.seed, epoch)
+    elif not s.block_rows: yield np.arange(s.n_all)
     else:
-        step = s.block_rows * s.buffer_blocks * s.per_row
-        for start in range(0, n, step): yield np.arange(start, min(start + step, n))
+        rows = np.append(np.arange(0, s.n_rows, s.block_rows * s.buffer_blocks), s.n_rows)
+        bounds = (rows * s.per_row if s.row_starts is None else s.row_starts[rows]).tolist()
+        for start, end in zip(bounds, bounds[1:]): yield np.arange(start, end)
 
 # %% ../../nbs/learn/order.ipynb #2398e757
 class _Epochs:

@@ -28,6 +28,7 @@ from .hearing import Block, Hearing
 from .pieces import LENGTHS
 from .predictions import Predictions, Rule, Scored, check_out
 from .scoring import Scorer, open_scorer, pick_device, spec_of
+from .votes import VOTES
 from ..mel.spec import MelSpec
 
 # %% ../../nbs/learn/predict.ipynb #11e7b3c5
@@ -38,7 +39,10 @@ def rule_of(
     frac: float | None = None,          # of the long segments, for "frac_vote"; None: the model's
 ) -> Rule:                              # raises UsageError
     "The rule that recordings are judged by."
-    vote, frac = detector.vote if vote is None else vote, detector.share if frac is None else frac
+    vote = detector.vote if vote is None else vote
+    if frac is not None and vote in VOTES and vote != "frac_vote":
+        raise UsageError("frac is for the vote frac_vote only", found=f"frac {frac!r} with {vote}", remedy="ask for vote frac_vote too, or leave frac out")
+    frac = detector.share if frac is None else frac
     if threshold is not None: return Rule(vote, threshold, frac)
     Rule(vote, frac=frac)               # an unknown vote has no threshold
     if vote == "frac_vote" and frac != detector.share: return Rule(vote, 0.5, frac, "not chosen for this share: 0.5")
@@ -165,8 +169,8 @@ def predict(
     manifest: Manifest | None = None,        # of `scan`: only what it lists
     vote: str | None = None,                 # "mean", "long_vote", "any_long" or "frac_vote"; None: the model's
     threshold: float | None = None,          # from 0 to 1; None: the model's for this vote
-    frac: float | None = None,               # share of the long segments, for "frac_vote"; None: the model's
-    length: str = "whole",                   # "whole": every long segment of a recording; "spec": as many as a data set's row has, padded or cut
+    frac: float | None = None,               # share of the long segments, for "frac_vote" only; None: the model's
+    length: str = "whole",                   # "whole": every long segment of a recording; "spec": at most as many as a data set's row has
     engine: str = "auto",                    # "auto", "triton", "torch", "cpu" or "reference"
     device: str = "auto",                    # "auto", "cpu", "cuda", "cuda:1" or "rehearsal"
     files_per_batch: int | None = None,      # recordings that are scored together

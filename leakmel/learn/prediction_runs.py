@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ..audio.manifest import Manifest, scan
-from ..core.errors import DataError, show_path
+from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import Kinds
 from ..dataset.runs import find_data, runs_folder
 from ..dataset.writer import replacing
 from .detector import Detector, load_detector
 from .predict import predict, rule_of
+from .prediction_plots import MOST_RECORDINGS
 from .predictions import Predictions, Rule
 from .scoring import pick_device
 
@@ -58,7 +59,7 @@ class PredictionPlan:
 
     def rows(self) -> list[tuple[str, str]]:
         "Pairs of a word and what it stands for."
-        d, length = self.detector, {"whole": "every long segment of each recording", "spec": "as many segments as a row of a data set has"}
+        d, length = self.detector, {"whole": "every long segment of each recording", "spec": "at most as many segments as a row of a data set has"}
         return [("data", f"{show_path(self.folder)}: {self.data_note}"), ("model", f"{show_path(self.model)}: {self.model_note}"), ("task", repr(d.task)),
                 ("spec", repr(d.spec)), ("rule", str(self.rule)), ("scored", length.get(self.given["length"], self.given["length"])),
                 ("device", self.device), ("to", show_path(self.out))]
@@ -78,6 +79,8 @@ def plan_prediction(
     progress: str = "auto",       # where progress of writing a demo set is drawn
 ) -> PredictionPlan:              # raises LeakmelError for all that is wrong before the work
     "Find the recordings and the model, choose the rule and the folder."
+    if not 0 <= (n_shown := parameters["n_shown"]) <= MOST_RECORDINGS:
+        raise UsageError("n_shown is out of range", found=n_shown, expected=f"0 to {MOST_RECORDINGS}")
     model, model_note = find_model(parameters["model"])
     detector = load_detector(model)
     rule = rule_of(detector, parameters["vote"], parameters["threshold"], parameters["frac"])

@@ -204,6 +204,7 @@ class Predictions(_Figures):
 
 # %% ../../nbs/learn/predictions.ipynb #f73ba426
 MOST_SHOWN = 10
+_LEAST_ROOM = 12      # characters of a path that are shown at the least
 
 def _summary(p: Predictions) -> dict[str, Any]:
     "Counts and settings, and the most suspicious recordings."
@@ -219,7 +220,7 @@ def _summary(p: Predictions) -> dict[str, Any]:
             "out": None if p.out is None else show_path(p.out), "rejected_out": None if p.out is None else show_path(rejected_path(p.out))}
 
 def _lines(p: Predictions, width: int) -> Iterator[str]:
-    s = p.summary
+    s, room = p.summary, max(_LEAST_ROOM, width - 45)
     share = f" ({100 * s['leaks'] / len(p):.0f} %)" if len(p) else ""
     yield f"{s['leaks']:,} of {len(p):,} recordings are called leaks{share}"
     yield f"  {len(p):,} scored + {s['rejected']:,} rejected = {p.found:,} files found"
@@ -228,7 +229,7 @@ def _lines(p: Predictions, width: int) -> Iterator[str]:
     if p.learned_by not in ("", p.engine): yield f"  the model learned from features by {p.learned_by}: scores may differ from those in the last digits"
     if s["most_suspicious"]: yield "  most suspicious:"
     for r in s["most_suspicious"]:
-        yield f"    {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {_short(r['path'], width - 45):<{width - 45}}  {_share(r)} segments"
+        yield f"    {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {_short(r['path'], room):<{room}}  {_share(r)} segments"
     flagged = [f"{n:,} {name.replace('_', ' ')}" for name, n in s["flags"].items() if n]
     if flagged: yield f"  worth a look: {', '.join(flagged)}"
     for code, n in s["rejected_by_code"].items(): yield f"  rejected: {n:,} x {code}"

@@ -8,7 +8,7 @@ __all__ = ['Misjudged', 'Evaluation']
 # %% ../../nbs/learn/results.ipynb #0592f313
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -39,8 +39,8 @@ class Misjudged:
     is_leak: bool
     score: float                    # of the recording
     threshold: float
-    segment_scores: np.ndarray      # [L]
-    mels: np.ndarray                # [L, S, M, T] dB
+    segment_scores: np.ndarray      # [L]; NaN behind the end of the recording
+    mels: np.ndarray                # [L, S, M, T] dB, likewise
 
     def __str__(self) -> str:
         said = "missed leak" if self.is_leak else "false alarm"
@@ -55,7 +55,7 @@ class _Found:
     task: Task
     spec: MelSpec | None                      # None: files of the earlier system
     table: "pd.DataFrame"                     # a row per recording: path, label, sensor, group, leak, a score for each way to judge
-    segment_scores: np.ndarray                # [B, L]
+    segment_scores: np.ndarray                # [B, L]; NaN behind the end of a recording
     groups: Groups
     vote: str                                 # the rule that the verdict is about
     votes: Mapping[str, Judged]               # the detector, by rule
@@ -174,6 +174,7 @@ def _about(e: Evaluation) -> Iterator[str]:
     "How the figures were made."
     truth = e.table["leak"]
     yield f"{len(e.table):,} recordings, {int(truth.sum()):,} of them leaks; intervals of 95 % over {e.groups.counted(len(e.groups))}."
+    if said := e.details.get("silence"): yield f"{said}."
     for j in _ways(e): yield f"{j.title}: a leak from {j.threshold:.3f} on (threshold: {j.threshold_from})."
     yield str(e.control)
     if np.isfinite(e.calibration.error): yield f"Calibration: score and share of leaks are {e.calibration.error:.3f} apart on average."
@@ -222,7 +223,7 @@ def _difference(d: Difference) -> dict[str, Any]:
 def _summary(e: Evaluation) -> dict[str, Any]:
     truth, c = e.table["leak"], e.control
     differences = {v: {b: {f: _difference(d) for f, d in by_figure.items()} for b, by_figure in own.items()} for v, own in e.differences.items()}
-    control = {"deals": c.n_deals, "held": c.n_held, "with_interval": c.n_known, "mean_auc": plain(c.middle),
+    control = {"deals": c.n_deals, "held": c.n_held, "with_interval": c.n_known, "between": c.between, "mean_auc": plain(c.middle),
                "low": plain(c.spread[0]), "high": plain(c.spread[1]), "as_high": c.n_as_high, "holds": c.holds, "text": str(c)}
     calibration = {"error": plain(e.calibration.error), "recordings": e.calibration.n.tolist(), "mean_score": [plain(v) for v in e.calibration.mean_score],
                    "leak_share": [plain(v) for v in e.calibration.leak_share]}
@@ -233,9 +234,11 @@ def _summary(e: Evaluation) -> dict[str, Any]:
             "by_group": group_rows(truth.to_numpy(bool), e.judged, e.groups) if _has_groups(e) else [],
             "worst": [str(w) for w in e.worst], "seconds": e.seconds, "files_per_s": plain(e.files_per_s), "details": dict(e.details)}
 
+# %% ../../nbs/learn/results.ipynb #d97ee538
 def _save(e: Evaluation, folder: Path, plots: bool) -> dict[str, Path]:
     "Write the files; each is there with all its bytes or as it was."
     if folder.exists() and not folder.is_dir(): raise OutputError("is a file, a folder is needed", path=folder)
+    for path in (folder / name for name in _MARKS if plots or name != "evaluation.html"): _require_ours(path)
     rows = e.table.assign(stamp=" ".join(e.stamps)) if e.leaky else e.table
     rows = rows.assign(**{n: [show_path(v) for v in rows[n]] for n in ("path", "label", "sensor") if n in rows})
     content = {"summary.json": json.dumps(e.summary, indent=1, allow_nan=False) + "\n", "report.txt": e.report() + "\n",
@@ -245,8 +248,22 @@ def _save(e: Evaluation, folder: Path, plots: bool) -> dict[str, Path]:
     for name, text in content.items(): write_whole(written[name], text.encode("utf-8", "backslashreplace"))
     return written
 
+_PAGE = "<!doctype html><meta charset='utf-8'><title>Evaluation</title>"
+_MARKS: dict[str, Callable[[bytes], bool]] = {      # name of a file -> whether its bytes are an evaluation's
+    "summary.json": lambda content: {"judged_by", "verdict", "control"} <= set(json.loads(content)),
+    "report.txt": lambda content: content.startswith(b"Evaluation of "),
+    "recordings.csv": lambda content: b"called_leak" in content.split(b"\n", 1)[0],
+    "evaluation.html": lambda content: content.startswith(_PAGE.encode())}
+
+def _require_ours(path: Path) -> None:
+    "Only what an evaluation wrote may be replaced: a training in this folder would not find its summary again."
+    if not os.path.lexists(path): return
+    try: found = path.is_file() and _MARKS[path.name](path.read_bytes())
+    except (OSError, ValueError, TypeError, RecursionError): found = False
+    if not found: raise OutputError("something that no evaluation wrote is in the way", path=path, remedy="name another folder, or remove it yourself")
+
 def _whole_page(e: Evaluation) -> str:
     "The page with all figures; plotly's own code is in it once."
     pieces = [fig.to_html(full_html=False, include_plotlyjs=k == 0, config={"displaylogo": False}) for k, fig in enumerate(e.plots().values())]
     style = "body{font-family:sans-serif;max-width:1000px;margin:16px auto} td,th{padding:2px 10px;text-align:right}"
-    return f"<!doctype html><meta charset='utf-8'><title>Evaluation</title><style>{style}</style>{_page(e)}{''.join(pieces)}\n"
+    return f"{_PAGE}<style>{style}</style>{_page(e)}{''.join(pieces)}\n"

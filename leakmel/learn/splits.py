@@ -172,12 +172,13 @@ def _looked_at(
     "A split with what is found in it; warns of it."
     names, part = list(parts), np.full(len(labels), -1)
     for k, rows in enumerate(parts.values()): part[rows] = k
-    columns = _checked_columns(table) | ({grouped_by[0]: grouped_by[1]} if grouped_by else {})
+    known = _checked_columns(table)
+    columns = known | ({grouped_by[0]: grouped_by[1]} if grouped_by else {})
     paths = table["path"].to_numpy(object) if "path" in table else None
     found = [shared_values(values, part, names, kind, paths if kind == "content" else None) for kind, values in columns.items()]
     inside = np.flatnonzero(part >= 0)
     problems = (*_one_sided(parts, labels, class_names), *_tied(table.iloc[inside], labels[inside], class_names))
-    unchecked = tuple(kind for kind in KINDS if kind != "content" and (kind not in columns or (columns[kind][inside] == "").any()))
+    unchecked = tuple(kind for kind in KINDS if kind != "content" and (kind not in known or (known[kind][inside] == "").any()))
     split = Split(parts, labels, tuple(class_names), method, tuple(s for s in found if s), problems, unchecked, groups, allowed)
     if split.leaky and not allowed: warnings.warn(split.stamp, LeakySplitWarning, stacklevel=3)
     for p in split.problems: warnings.warn(f"{p.path}: {p.message}", SplitWarning, stacklevel=3)

@@ -111,6 +111,8 @@ class StepFigures:
     rate: float           # learning rate
 
 # %% ../../nbs/learn/step.ipynb #e5c0e60b
+_WITH_GRAPHS = ("reduce-overhead", "max-autotune")      # modes of torch.compile that let a GPU repeat what it noted
+
 class _Equipment:
     "What a step works with."
 
@@ -133,6 +135,7 @@ class _Equipment:
         last = on_gpu and self.half is not None if settings.channels_last == "auto" else settings.channels_last
         if last: self.net.to(memory_format=torch.channels_last)      # type: ignore[call-overload]
         self.forward: Any = torch.compile(self.net, mode=settings.compile_mode) if settings.use_compile else self.net
+        self.has_graphs = settings.use_compile and settings.compile_mode in _WITH_GRAPHS
         self.optimiser = torch.optim.AdamW(parameter_groups(net, settings.weight_decay), lr=settings.learning_rate, fused=on_gpu)
         self.scaler = self._new_scaler()
         self.weights = loss_weights(task, settings, class_counts, self.device)
@@ -164,10 +167,15 @@ class _Gradients(_Equipment):
                 with self.clock.range("forward"), self._autocast(): logits, leak_logit = self.forward(x[piece])
                 part = piece_loss(logits, leak_logit, y, s, self.weights, totals)
                 with self.clock.range("backward"): self.scaler.scale(part).backward()
+                if self.has_graphs and piece is not pieces[-1]: self._own_gradients()
                 loss, n_correct = loss + part.detach(), n_correct + (logits.detach().argmax(1) == y).sum()
         self.scaler.unscale_(self.optimiser)
         norm = nn.utils.clip_grad_norm_(self.net.parameters(), s.clip_norm or math.inf)
         return loss, n_correct, norm, len(pieces)
+
+    def _own_gradients(self) -> None:
+        "Copy the gradients: a graph that runs again writes over the memory in which it gave them."
+        for p in self.net.parameters(): p.grad = None if p.grad is None else p.grad.clone()
 
     def _smaller(self, n: int, why: str) -> None:
         "Forget half-made gradients and halve the micro-batch."
@@ -176,11 +184,17 @@ class _Gradients(_Equipment):
         self.scaler.load_state_dict(scale)
         if self.device.type == "cuda": torch.cuda.empty_cache()
         now = min(self.micro_batch, n)
-        if now == 1: raise MachineError("memory is too small for a single item", found=why, remedy="use a smaller net, or device='cpu'")
+        if now == 1: raise MachineError("memory is too small for a single item", found=why, remedy="use a smaller net or batch_size, or device='cpu'")
         self.micro_batch, self.n_ran_out = now // 2, self.n_ran_out + 1
         _LOG.warning("memory ran out: micro-batches of %d items from here on", self.micro_batch)
 
 # %% ../../nbs/learn/step.ipynb #32e46c65
+def _lay_out(optimiser: torch.optim.Optimizer) -> None:
+    "Put what is remembered of each weight into the order of its numbers: a fused kernel goes through both as they lie in memory."
+    for weight, held in optimiser.state.items():
+        for name, value in held.items():
+            if isinstance(value, Tensor) and value.shape == weight.shape: held[name] = torch.empty_like(weight).copy_(value)
+
 _FREE = {f.name for f in fields(LoaderSettings)} | {"epochs", "accumulation", "early_stop_epochs", "profile_every", "use_compile", "compile_mode",
                                                     "channels_last"}
 
@@ -210,6 +224,7 @@ class _Resumable(_Gradients):
         try:
             for group in optimiser["param_groups"]: group["fused"] = self.device.type == "cuda"      # noted on another device, perhaps
             self.optimiser.load_state_dict(optimiser)
+            _lay_out(self.optimiser)
             self.scaler.load_state_dict(scaler)
         except (KeyError, TypeError, ValueError, RuntimeError) as e: raise UsageError("the state of another net", found=str(e)) from e
         self.n_done, self.micro_batch, self.n_ran_out = place["n_done"], place["micro_batch"], place["n_ran_out"]

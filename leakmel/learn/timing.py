@@ -85,7 +85,7 @@ class StepTimes:
 
     @property
     def busy_share(self) -> float | None:
-        "Share of the epoch in which the device had work, by the mean of the sample."
+        "Share of the epoch that steps took on the device, by the mean of the sample; gaps between a step's kernels count too."
         return min(1.0, self.compute_ms * self.n_batches / (1000 * self.seconds)) if self.compute_ms is not None and self.seconds else None
 
     @property
@@ -133,6 +133,7 @@ class _Samples:
         self.moved: list[tuple[int, Any, Any]] = []               # batch, and marks around its transfer
         self.computed: list[tuple[int, Any, Any]] = []            # batch, and marks around its step
         self.used: list[tuple[int, int]] = []                     # bytes in use and held
+        self.moving_s = 0.0                                       # of the host, in copies for the batch that is waited for
         self.start = time.perf_counter()
 
     def _sampled(self, i: int) -> bool: return i == 0 or i % self.every == 1 % self.every
@@ -149,9 +150,10 @@ class _Samples:
 
     def transfer(self, batch: Batch) -> Batch:
         "Bring a batch to the device."
-        if not self._sampled(i := len(self.waits)): return batch.to(self.device)
-        first, moved = self.clock.mark(), batch.to(self.device)
-        self.moved.append((i, first, self.clock.mark()))
+        began, sampled = time.perf_counter(), self._sampled(i := len(self.waits))
+        first, moved = self.clock.mark() if sampled else None, batch.to(self.device)
+        if sampled: self.moved.append((i, first, self.clock.mark()))
+        self.moving_s += time.perf_counter() - began
         return moved
 
 # %% ../../nbs/learn/timing.ipynb #08860d73
@@ -169,10 +171,10 @@ class StepTimer(_Samples):
         batches = iter(loader)
         try:
             while True:
-                asked = time.perf_counter()
+                asked, self.moving_s = time.perf_counter(), 0.0
                 with self.clock.range("wait"): batch = next(batches, None)
                 if batch is None: return
-                self.waits.append(1000 * (time.perf_counter() - asked))
+                self.waits.append(1000 * max(0.0, time.perf_counter() - asked - self.moving_s))
                 yield batch
         finally:
             if hooked: delattr(loader, "transfer")

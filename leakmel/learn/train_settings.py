@@ -26,7 +26,8 @@ class _Checked:
                 raise UsageError(f"{name} is not known", found=repr(found[name]), expected=", ".join(map(repr, allowed)))
         for name, (least, most) in self.RANGES.items():
             if name in found and found[name] is not None and not least <= found[name] <= most:
-                raise UsageError(f"{name} is out of range", found=found[name], expected=f"{least:g} to {most:g}")
+                said = " to ".join(f"{v:,}" if isinstance(v, int) else f"{v:g}" for v in (least, most))
+                raise UsageError(f"{name} is out of range", found=found[name], expected=said)
 
 # %% ../../nbs/learn/train_settings.ipynb #3382fcc4
 @dataclass(frozen=True)

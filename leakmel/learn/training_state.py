@@ -8,7 +8,8 @@ __all__ = ['FORMAT', 'new_net', 'pick_device', 'Sums', 'Best', 'validation_figur
 
 # %% ../../nbs/learn/training_state.ipynb #625d0bca
 import json, math, os, re, time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -88,17 +89,28 @@ class Best:
 _LEAST_P = 1e-7      # of a probability whose logarithm is taken
 
 def validation_figures(
-    scores: np.ndarray,         # [B, L] probability of a leak for each long segment
+    scores: np.ndarray,         # [B, L] probability of a leak for each long segment; NaN: behind the end of the recording
     is_leak: np.ndarray,        # [B] bool
+    chosen: Chosen,             # vote and threshold
 ) -> dict[str, float]:          # val_loss, val_segment_accuracy, f1, auc, balanced_accuracy
     "What the scores of validation come to."
-    p, truth = np.clip(scores.astype(np.float64), _LEAST_P, 1 - _LEAST_P), is_leak[:, None]
-    figures = leak_metrics(is_leak, vote_scores(scores, "mean"))
-    return {"val_loss": float(-np.log(np.where(truth, p, 1 - p)).mean()), "val_segment_accuracy": float(((scores >= 0.5) == truth).mean()),
+    heard = ~np.isnan(scores)
+    truth = np.broadcast_to(is_leak[:, None], scores.shape)[heard]
+    p = np.clip(scores[heard].astype(np.float64), _LEAST_P, 1 - _LEAST_P)
+    figures = leak_metrics(is_leak, vote_scores(scores, chosen.vote, chosen.share), chosen.threshold)
+    return {"val_loss": float(-np.log(np.where(truth, p, 1 - p)).mean()), "val_segment_accuracy": float(((scores[heard] >= 0.5) == truth).mean()),
             **{name: figures[name] for name in ("f1", "auc", "balanced_accuracy")}}
 
 # %% ../../nbs/learn/training_state.ipynb #737f1ba5
 FORMAT = "leakmel training 1"
+
+@contextmanager
+def _room(what: str, remedy: str) -> Iterator[None]:
+    "Say what memory was too small for."
+    try: yield
+    except (RuntimeError, MemoryError) as e:
+        if not ran_out(e): raise
+        raise MachineError(what, found=str(e).partition("\n")[0] or type(e).__name__, remedy=remedy) from e
 
 @dataclass(eq=False, repr=False)
 class _Begun:
@@ -118,7 +130,7 @@ class _Begun:
 
     def __post_init__(self):
         s, data = self.settings, self.data
-        self.loader = self._opened(s.loader)
+        with _room("the items do not fit into memory", "use loader='stream', which holds a few of them"): self.loader = self._opened(s.loader)
         self.stepper = Stepper(new_net(data, s), data.task, s, self.device, data.class_counts, s.epochs * len(self.loader))
         self.timer, self.sums = StepTimer(self.stepper.device, s.profile_every), Sums.none(self.stepper.device)
 
@@ -130,11 +142,8 @@ class _Begun:
         "Take the loader of a checkpoint in place of the one that suits today: the order of the items follows from it."
         if kind == self.loader.kind: return
         self.loader.close()
-        try: self.loader = self._opened(kind)
-        except (RuntimeError, MemoryError) as e:
-            if not ran_out(e): raise
-            raise MachineError("the items fitted into memory when the training began, and do not fit now", found=str(e),
-                               remedy="free memory, or begin anew with resume='never'") from e
+        with _room("the items fitted into memory when the training began, and do not fit now", "free memory, or begin anew with resume='never'"):
+            self.loader = self._opened(kind)
 
     def close(self) -> None:
         "Let go of what the loader holds."
@@ -174,22 +183,26 @@ def end_epoch(
     loss, nan, began = state.sums.mean_loss(), math.nan, time.perf_counter()
     if not math.isfinite(loss) and state.sums.n: raise _astray(state, loss)
     found: dict[str, Any] = dict.fromkeys(("val_loss", "val_segment_accuracy", "f1", "auc", "balanced_accuracy"), nan)
-    scores = None
+    asked = state.settings.vote, state.settings.vote_share
+    chosen = _as_asked(*asked)
     if state.data.validation is not None:
-        scores = score_rows(detector_of(state), state.data.validation, device=state.stepper.device, progress=progress)
-        found = validation_figures(scores, state.data.is_leak)
+        with _room("memory is too small to judge validation while the training holds its own", "free memory, use loader='stream', or device='cpu'"):
+            scores = score_rows(detector_of(state), state.data.validation, device=state.stepper.device, progress=progress)
+        chosen = chosen_on(state.data.is_leak, scores, *asked)
+        found = validation_figures(scores, state.data.is_leak, chosen)
     evaluate_s = time.perf_counter() - began
     figures = EpochFigures(
         epoch=len(state.epochs) + 1, step=state.stepper.n_done, loss=loss, segment_accuracy=state.sums.share_correct(), learning_rate=state.rate, **found,
         seconds=times.seconds + evaluate_s, learn_s=times.seconds, evaluate_s=evaluate_s, **_speed(state, times))
-    if state.data.validation is None or is_better(figures, _figures_of_best(state)):
+    highest = max((e.f1 for e in (*state.epochs, figures) if not math.isnan(e.f1)), default=nan)
+    if state.data.validation is None or is_better(figures, _figures_of_best(state), highest, int(state.data.is_leak.sum())):
         kept = {name: t.detach().to("cpu", copy=True) for name, t in state.stepper.net.state_dict().items()}
-        asked = state.settings.vote, state.settings.vote_share
-        state.best = Best(figures.epoch, kept, _as_asked(*asked) if scores is None else chosen_on(state.data.is_leak, scores, *asked))
+        state.best = Best(figures.epoch, kept, chosen)
     state.epochs.append(figures)
     state.sums = Sums.none(state.stepper.device)
     return figures
 
+# %% ../../nbs/learn/training_state.ipynb #38d54dbb
 def _figures_of_best(state: TrainingState) -> EpochFigures | None: return None if state.best is None else state.epochs[state.best.epoch - 1]
 
 def _astray(state: TrainingState, loss: float) -> DataError:
@@ -278,6 +291,6 @@ def take_up(
         at, sums = state.stepper.device, values["sums"]
         state.sums = Sums(sums["loss"].to(at), sums["n_correct"].to(at), int(sums["n"]))
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as e:
-        raise DataError("the checkpoint is not one of this version's trainings", found=f"{type(e).__name__}: {str(e).splitlines()[0]}",
+        raise DataError("the checkpoint is not one of this version's trainings", found=f"{type(e).__name__}: {str(e).partition(chr(10))[0]}",
                         remedy="begin anew with resume='never'") from e
     state.first = state.stepper.n_done

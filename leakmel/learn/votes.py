@@ -25,7 +25,7 @@ def segments_needed(
     return max(1, math.ceil(round(share * n_long, 9)))      # 0.07 * 100 is a little above 7
 
 def vote_scores(
-    segment_scores: np.ndarray,     # [..., L], of leaks, 0 to 1
+    segment_scores: np.ndarray,     # [..., L], of leaks, 0 to 1; NaN: a segment that the recording does not have
     rule: str = "mean",             # "mean"; "long_vote": at least half of the long segments (Ma et al. 2025); "any_long": one is enough; "frac_vote": `share`
     share: float = 0.5,             # of the long segments, for "frac_vote"
 ) -> np.ndarray:                    # [...] float64
@@ -33,6 +33,17 @@ def vote_scores(
     scores = np.asarray(segment_scores, np.float64)
     if rule not in VOTES: raise UsageError("no such rule for the vote", found=repr(rule), expected=", ".join(VOTES))
     if scores.ndim < 1 or not scores.shape[-1]: raise UsageError("scores of no segments", found=f"shape {scores.shape}")
+    there = ~np.isnan(scores)
+    if there.all(): return _voted(scores, rule, share)
+    n, out = there.sum(-1), np.empty(scores.shape[:-1])
+    if not n.all(): raise UsageError("a recording without a score", found=f"{int((n == 0).sum()):,} of {n.size:,} recordings with NaN only")
+    for k in np.unique(n).tolist():
+        mine = n == k
+        out[mine] = _voted(scores[mine][there[mine]].reshape(-1, k), rule, share)
+    return out
+
+def _voted(scores: np.ndarray, rule: str, share: float) -> np.ndarray:
+    "[..., L] scores that are all there -> [...]"
     if rule == "mean": return scores.mean(-1)
     n = scores.shape[-1]
     needed = 1 if rule == "any_long" else segments_needed(n, 0.5 if rule == "long_vote" else share)

@@ -45,7 +45,7 @@ class TrainPlan:
     def settings(self, name: str, n_epochs: int) -> TrainSettings:
         "The settings of a training that is long enough."
         return TrainSettings(**({n: getattr(self.base, n) for n in ("channels", "dropout")} | {"batch_size": self.batch_size, "epochs": n_epochs,
-                                 "profile_every": 10} | self.changes[name]))
+                                 "epoch_share": 1.0, "profile_every": 10} | self.changes[name]))
 
 CHANGES: dict[str, dict[str, Any]] = {"as trained": {}, "compiled": {"use_compile": True}, "full precision": {"amp": "off"}, "streamed": {"loader": "stream"}}
 REAL = TrainPlan(5632, 60, 300, TrainSettings(), CHANGES, (64, 256, 512))
@@ -165,8 +165,9 @@ def _goals(figures: dict[str, Any]) -> dict[str, Any]:
     "What was reached of what must be and what is aimed at."
     def best(group: str, key: str) -> float | None:
         return max((f[key]["median"] for f in figures[group].values() if f.get(key)), default=None)
-    reached = {"batches_per_s": best("training", "batches_per_s"), "evaluation_files_per_s": best("evaluation", "files_per_s"),
-               "busy_share": best("training", "busy_share")}
+    fastest = max(figures["training"].values(), key=lambda f: f["batches_per_s"]["median"])
+    reached = {"batches_per_s": fastest["batches_per_s"]["median"], "evaluation_files_per_s": best("evaluation", "files_per_s"),
+               "busy_share": _middle(fastest["busy_share"])}
     return {name: {"must": must, "aim": aim, "reached": reached[name]} for name, (must, aim) in GOALS.items()}
 
 # %% ../../nbs/ops/bench_train.ipynb #5b2342d0

@@ -1,0 +1,140 @@
+"train.ipynb and predict.ipynb in JupyterLab, on tiny sets: curves that grow while it trains, tables, figures, and no error anywhere."
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from lab import ERRORS, jupyter_lab, open_notebook, run_all
+from test_learn_predict import made_detector, write_mixed
+from watched import MARKS, Watched, chromium
+
+import leakmel as lm
+from leakmel.learn.detector import load_detector
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.slow
+FIGURES = "[...document.querySelectorAll('.jp-Notebook .js-plotly-plot')]"
+SAYS_OK = """[...document.querySelectorAll('.jp-Notebook .jp-OutputArea-output pre')].some(e => e.textContent.includes('"ok": true'))"""
+OVER = f"""document.querySelector("{ERRORS}") || {SAYS_OK}"""
+CURVES = ".jp-Notebook .jp-OutputArea-output svg[role=img]"
+SEEN = f"""{FIGURES}.map(e => {{
+    const edge = e.getBoundingClientRect().right, texts = [...e.querySelectorAll('.gtitle, .gtitle-subtitle')].map(t => t.getBoundingClientRect().right);
+    return {{title: e.querySelector('.gtitle').textContent, height: e.getBoundingClientRect().height, cut: texts.some(x => x > edge),
+             marks: e.querySelectorAll('{MARKS}').length}} }})"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as opened: yield opened
+
+
+@pytest.fixture
+def watched(browser) -> Iterator[Watched]:
+    page = browser.new_page(viewport={"width": 1400, "height": 9600})     # tall, so that a picture shows a whole notebook
+    yield Watched(page)
+    page.close()
+
+
+def with_parameters(project: Path, name: str, **given: object) -> str:
+    "A copy of a run notebook in which some parameters have other values."
+    notebook = nbformat.read(ROOT / "nbs" / name, as_version=4)
+    (cell,) = (c for c in notebook.cells if "parameters" in c.metadata.get("tags", []))
+    lines = cell.source.splitlines()
+    for parameter, value in given.items():
+        (k,) = (k for k, line in enumerate(lines) if line.startswith(f"{parameter} = "))
+        lines[k] = f"{parameter} = {value!r}"
+    cell.source = "\n".join(lines)
+    nbformat.write(notebook, project / "nbs" / name)
+    return name
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    "Both notebooks with tiny sets: data sets of 60 recordings, and a folder of 13 with a detector that was never trained."
+    folder = tmp_path_factory.mktemp("learn")
+    (folder / "nbs").mkdir()
+    shutil.copy(ROOT / "settings.ini", folder)
+    lm.write_demo(folder / "demo", n_files=60)
+    lm.build_all(folder / "demo", out_dir=folder / "sets", progress="none", check=2)
+    with_parameters(folder, "train.ipynb", data=str(folder / "sets"), out=str(folder / "run"), epochs=12, batch_size=64, channels="4,8", device="cpu")
+    with_parameters(folder, "predict.ipynb", data_root=str(write_mixed(folder / "mixed")), model=str(made_detector().save(folder / "model.pt")),
+                    out=str(folder / "scores"), device="cpu", n_shown=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lab(browser, project) -> Iterator[str]:
+    with jupyter_lab(project, browser, OMP_NUM_THREADS="1") as url: yield url
+
+
+def assert_sound(watched: Watched, lab: str, n_figures: int) -> list[str]:
+    "Figures that are drawn with titles in full, no error, no widget, nothing fetched from elsewhere; gives the titles."
+    page = watched.page
+    page.wait_for_function(f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length >= {n_figures}", timeout=60_000)
+    assert page.locator(ERRORS).all_text_contents() == []
+    seen = page.evaluate(SEEN)
+    assert len(seen) == n_figures
+    for f in seen:
+        has_something = f["title"] != "No recording was called what it is not"      # then there is a sentence and no picture
+        assert f["height"] > (150 if has_something else 100), f
+        assert bool(f["marks"]) == has_something, f
+        assert not f["cut"], f
+    assert page.locator(".jupyter-widgets").count() == 0
+    assert watched.serious == []
+    assert watched.outside(lab, lab.replace("http", "ws")) == []
+    return [f["title"] for f in seen]
+
+
+def test_train_in_jupyterlab(lab, watched, project, tmp_path):
+    page = open_notebook(watched, f"{lab}/lab/tree/train.ipynb?reset")
+    run_all(page)
+    try:
+        page.wait_for_selector(CURVES, state="attached", timeout=120_000)
+        early = page.locator(f"{CURVES} polyline").first.get_attribute("points") or ""
+        assert not page.evaluate(SAYS_OK), "the curves are there while it trains"
+        watched.picture(tmp_path / "train while it trains.png")
+        page.wait_for_function(OVER, timeout=180_000)
+    finally: watched.picture(tmp_path / "train.png")
+    assert page.locator(ERRORS).all_text_contents() == []
+    points = page.locator(f"{CURVES} polyline").first.get_attribute("points") or ""
+    n_epochs = load_detector(project / "run" / "model.pt").record["settings"]["epochs"]
+    assert len(early.split()) < len(points.split()) == n_epochs, "the same picture grew"
+    assert page.locator(CURVES).count() == 2, "it was replaced, not repeated"
+    titles = assert_sound(watched, lab, 7)      # two of the training, five of the evaluation
+    assert titles[0].startswith("F1 of ")
+    assert "of the time went into" in titles[1]
+    tables = page.locator(".jp-Notebook .jp-OutputArea-output table.dataframe")
+    assert tables.first.locator("tbody tr").count() == n_epochs
+    watched.picture(tmp_path / "train.png")
+
+
+def test_predict_in_jupyterlab(lab, watched, project, tmp_path):
+    page = open_notebook(watched, f"{lab}/lab/tree/predict.ipynb?reset")
+    run_all(page)
+    try: page.wait_for_function(OVER, timeout=120_000)
+    finally: watched.picture(tmp_path / "predict.png")
+    assert page.locator(ERRORS).all_text_contents() == []
+    titles = assert_sound(watched, lab, 3)
+    assert titles[0] == "The 2 most suspicious recordings"
+    assert "13 recordings reach the threshold" in titles[1]
+    assert page.get_by_text("13 scored + 2 rejected = 15 files found").count() == 1
+    scored, refused = page.locator(".jp-Notebook .jp-OutputArea-output table.dataframe").all()
+    assert [t.locator("tbody tr").count() for t in (scored, refused)] == [13, 2]
+    assert len((project / "scores" / "predictions.csv").read_text().splitlines()) == 14
+    watched.picture(tmp_path / "predict.png")
+
+
+def test_without_a_browser_no_server_is_started(tmp_path):
+    "Each of these files skips before anything else is done."
+    files = [ROOT / "tests" / f"test_browser{name}.py" for name in ("", "_explore", "_learn")]
+    env = {k: v for k, v in os.environ.items() if k != "LEAKMEL_REQUIRE_ALL"} | {"PATH": str(tmp_path)}
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "jupyterlab", f"--basetemp={tmp_path / 'base'}", *map(str, files)]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert " skipped" in done.stdout.splitlines()[-1], done.stdout
+    assert " passed" not in done.stdout.splitlines()[-1]
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == []

@@ -1,0 +1,73 @@
+"What goes wrong around a prediction: a disk that goes away, parameters that would do nothing, a narrow terminal, a picture of nothing."
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import leakmel as lm
+from leakmel.audio.synth import write_wav
+from leakmel.core.errors import MachineError, UsageError
+from leakmel.learn import predict as prediction
+from leakmel.learn.detector import Detector
+from leakmel.learn.net import LeakNet, NetSettings
+from leakmel.learn.prediction_plots import MOST_RECORDINGS, suspicious_mels
+from leakmel.learn.prediction_runs import plan_prediction, prediction_kinds
+from leakmel.learn.task import make_task
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RATE = 4096
+QUIET: dict[str, Any] = {"progress": "none", "device": "cpu", "engine": "torch"}
+
+
+@pytest.fixture(scope="module")
+def detector() -> Detector:
+    torch.manual_seed(0)
+    return Detector(LeakNet(NetSettings(channels=(8, 8))).eval(), make_task(["LEAK", "NOLEAK"]), lm.MelSpec.preset("disjoint", duration_s=1.0))
+
+
+def write_noise(folder: Path, n_files: int, n_samples: int = RATE) -> Path:
+    folder.mkdir()
+    samples = np.random.default_rng(0).integers(-900, 900, n_samples).astype(np.int16)
+    for k in range(n_files): write_wav(folder / f"{k:03}.wav", samples, RATE)
+    return folder
+
+
+@pytest.mark.parametrize("n_samples", [RATE, RATE + 1], ids=["as a row", "other"])
+def test_a_disk_that_goes_away_ends_it(tmp_path, detector, monkeypatch, n_samples):
+    "And is no list of good recordings called bad; a few that went are."
+    folder, right, gone = write_noise(tmp_path / "wav", 200, n_samples), prediction.find_recordings, 9
+    def found(*args: Any, **options: Any) -> Any:
+        listed = right(*args, **options)
+        for path in sorted(folder.iterdir())[10:10 + gone]: path.unlink()
+        return listed
+    monkeypatch.setattr(prediction, "find_recordings", found)
+    few = lm.predict(folder, detector, **QUIET)
+    assert (len(few), few.rejected["code"].tolist()) == (191, ["changed"] * 9)
+    gone = 190
+    with pytest.raises(MachineError, match="recordings in a row"): lm.predict(folder, detector, out=tmp_path / "scores.csv", read_workers=1, **QUIET)
+    assert not (tmp_path / "scores.csv").exists()
+
+
+@pytest.mark.parametrize("width", [40, 44, 45, 60, 100])
+def test_a_narrow_terminal_gets_its_lines(tmp_path, detector, width):
+    "A terminal may have 40 columns: the scores were written, and then came a traceback."
+    found = lm.predict(write_noise(tmp_path / "a folder", 2), detector, **QUIET)
+    assert "000.wav" in found.text(width)
+
+
+def test_as_many_pictures_as_can_be_looked_at(tmp_path, detector):
+    found = lm.predict(write_noise(tmp_path / "wav", 3), detector, **QUIET)
+    assert len(suspicious_mels(found, MOST_RECORDINGS).data) == 6
+    assert "No recording is to be shown" in suspicious_mels(found, 0).layout.title.text
+    for most in (-1, MOST_RECORDINGS + 1):
+        with pytest.raises(UsageError, match="cannot be drawn"): suspicious_mels(found, most)
+        with pytest.raises(UsageError, match="n_shown is out of range"): plan_prediction(dict.fromkeys(prediction_kinds()) | {"n_shown": most})
+
+
+def test_a_model_for_which_a_device_has_no_room(tmp_path, detector, monkeypatch):
+    def refuse(*args: Any) -> None: raise torch.OutOfMemoryError("out of memory: 2 MB")
+    monkeypatch.setattr(detector.net, "to", refuse)
+    with pytest.raises(MachineError, match="does not fit into the memory of rehearsal:0; found out of memory: 2 MB"):
+        lm.predict(write_noise(tmp_path / "wav", 2), detector, **QUIET | {"device": "rehearsal"})

@@ -1,0 +1,494 @@
+"A search of settings: repeatable, killed and taken up again, pruned, refused by name, and blind to recordings for testing."
+import csv
+import inspect
+import json
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from children import Server, server
+from conftest import need
+
+from leakmel.cli import main
+from leakmel.core.errors import DataError, OutputError, UsageError
+from leakmel.dataset.writer import OutputLock
+from leakmel.learn import search as module
+from leakmel.learn.checkpoint_settings import CheckpointSettings
+from leakmel.learn.detector import load_detector
+from leakmel.learn.search import search
+from leakmel.learn.search_results import SearchResult, verdict
+from leakmel.learn.search_space import USUAL, read_space, settings_with, usual_space
+from leakmel.learn.search_trials import Again, Trial, best_trial, read_memory
+from leakmel.learn.splits import LeakySplitWarning, group_split
+from leakmel.learn.train_settings import TrainSettings
+from leakmel.learn.training import train
+
+pytestmark = pytest.mark.usefixtures("one_thread", "with_optuna")
+TINY = TrainSettings(epochs=2, epoch_share=1.0, batch_size=200, channels=(4, 8), learning_rate=0.01, early_stop_epochs=0, seed=3)
+SPACE = {"learning_rate": [1e-3, 0.1], "dropout": [0.0, 0.6], "channels": [[4, 8], [2, 4]], "band_mask_width": [0, 4]}
+WORDS = ["--epochs", "2", "--epoch-share", "1", "--batch-size", "200", "--channels", "4,8", "--learning-rate", "0.01", "--early-stop-epochs", "0",
+         "--seed", "3", "--device", "cpu", "--quiet", "--space", json.dumps(SPACE), "--again", "1", "--no-fsync"]
+LAST = 4      # trials of the undisturbed search
+STAGED = replace(TINY, epochs=1, epoch_share=0.1, channels=(1,))      # where figures are staged, a step is enough
+
+
+@pytest.fixture(scope="module")
+def with_optuna() -> None:
+    from importlib.util import find_spec
+    need(find_spec("optuna"), "optuna")
+
+
+@pytest.fixture(scope="module")
+def sets(small_sets: Path) -> Path:
+    "Data sets of a small made town."
+    return small_sets
+
+
+def files(sets: Path) -> tuple[Path, Path]: return sets / "TRAINING_DATASET.H5", sets / "VALIDATION_DATASET.H5"
+
+
+def searched(sets: Path, out: Path, **options: Any) -> SearchResult:
+    "A tiny search."
+    given: dict[str, Any] = {"out": out, "settings": TINY, "space": SPACE, "trials": LAST, "again": 1, "device": "cpu", "progress": False,
+                             "checkpoints": CheckpointSettings(fsync=False)}
+    return search(*files(sets), **given | options)
+
+
+@pytest.fixture(scope="module")
+def right(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
+    "An undisturbed search."
+    return searched(sets, tmp_path_factory.mktemp("right") / "run")
+
+
+def plain(out: Path) -> list[tuple]:
+    "The trials of a folder, times aside."
+    memory = read_memory(out)
+    assert memory is not None
+    return [(t.number, t.state, t.changes, t.f1s, t.val_losses) for t in memory.trials]
+
+
+def assert_same(out: Path, right: SearchResult) -> None:
+    "The same trials, seeds and weights."
+    assert plain(out) == plain(right.folder)
+    a, b = (load_detector(p / "model.pt") for p in (out, right.folder))
+    assert all(np.array_equal(x, y) for x, y in zip(a.net.state_dict().values(), b.net.state_dict().values()))
+    told = [json.loads((p / "summary.json").read_bytes()) for p in (out, right.folder)]
+    for name in ("trial", "f1", "f1_of_base", "other_seeds", "verdict", "changes"): assert told[0][name] == told[1][name], name
+
+
+class Staged:
+    "Trainings that come to what was staged: no net learns."
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, figures: Callable[[TrainSettings, int], float]):
+        from leakmel.learn import training_state
+        real = training_state.end_epoch
+        self.epochs = 0
+        def staged(state: Any, *args: Any) -> Any:
+            state.stepper.net.eval()
+            e = replace(real(state, *args), f1=figures(state.settings, len(state.epochs)), val_loss=0.5)
+            state.epochs[-1] = e
+            self.epochs += 1
+            return e
+        monkeypatch.setattr("leakmel.learn.training.end_epoch", staged)
+
+
+# ---- what it does --------------------------------------------------------------------------------------------------
+
+def test_the_first_trial_is_what_it_began_with(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+    assert right.base.changes == {"learning_rate": 0.01, "dropout": 0.3, "channels": [4, 8], "band_mask_width": 6}, "outside of a range or not"
+    alone = train(*files(sets), out=tmp_path / "run", settings=TINY, device="cpu", progress=False)
+    assert right.base.f1s == tuple(e.f1 for e in alone.epochs)
+    assert len(right.trials) == LAST
+    for t in right.trials[1:]:
+        assert 1e-3 <= t.changes["learning_rate"] <= 0.1
+        assert 0 <= t.changes["dropout"] <= 0.6
+        assert t.changes["channels"] in ([4, 8], [2, 4])
+        assert t.changes["band_mask_width"] in range(5)
+    assert len({t.changes["learning_rate"] for t in right.trials}) == LAST
+
+
+def test_the_same_search_makes_the_same_trials(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+    searched(sets, tmp_path / "run")
+    assert_same(tmp_path / "run", right)
+
+
+def test_train_with_the_settings_that_were_found_makes_the_model(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+    again = train(*files(sets), out=tmp_path / "run", settings=right.settings, device="cpu", progress=False)
+    found = load_detector(right.model_path)
+    assert all(np.array_equal(x, y) for x, y in zip(again.detector.net.state_dict().values(), found.net.state_dict().values()))
+    assert (found.thresholds, found.vote) == (again.detector.thresholds, again.detector.vote)
+    assert found.record["search"]["trials"] == LAST
+    assert found.record["search"]["trial"] == right.best.number
+    assert "too good" in found.record["search"]["note"]
+    assert found.record["best_epoch"] == right.best.best_epoch
+
+
+def test_what_lies_in_the_folder(right: SearchResult) -> None:
+    out = right.folder
+    assert sorted(p.name for p in out.iterdir()) == ["figures", "model.pt", "search.json", "summary.json", "trials", "trials.csv"]
+    assert sorted(p.name for p in (out / "figures").iterdir()) == ["history.html", "plotly.min.js"], "too few trials to tell what mattered"
+    kept = {p.parent.name: sorted(q.name for q in p.parent.iterdir()) for p in (out / "trials").glob("*/history.csv")}
+    assert kept == {f"{t.number:04d}": ["history.csv", *(["model.pt"] if t is right.best else [])] for t in right.trials}
+    with open(out / "trials.csv", encoding="utf-8") as f: rows = list(csv.DictReader(f))
+    assert [int(r["number"]) for r in rows] == list(range(LAST))
+    assert [float(r["f1"]) for r in rows] == [t.f1 for t in right.trials]
+    assert rows[0]["channels"] == "4,8"
+    assert all(float(r["seconds"]) > 0 and int(r["epochs"]) == 2 for r in rows)
+    summary = json.loads((out / "summary.json").read_bytes())
+    assert summary["ok"] is True
+    assert (summary["f1"], summary["f1_of_base"]) == (right.best.f1, right.base.f1)
+    assert settings_with(TINY, summary["changes"]) == right.settings
+
+
+def test_the_result_says_base_beside_best(right: SearchResult) -> None:
+    text = repr(right)
+    assert f"F1 {right.base.f1:.4f}: learning_rate 0.01" in text
+    assert f"{LAST} of {LAST}" in text
+    assert "lm.evaluate" in text
+    assert text.count("\n") + 1 == right._repr_html_().count("<tr>")
+    assert right.table().index.tolist() == list(range(LAST))
+    figure = right.plots()["history"]
+    assert figure.layout.yaxis.title.text == "F1 of recordings"
+
+
+def test_other_seeds_are_tried_for_both(right: SearchResult) -> None:
+    if right.best.number == 0: pytest.fail("the staged town finds nothing better: choose another seed of TINY")
+    assert [(a.trial, a.seed) for a in right.again] == [(0, 4), (right.best.number, 4)]
+    assert right.summary["other_seeds"]["seeds"] == 1
+    assert right.summary["verdict"] in repr(right)
+
+
+@pytest.mark.parametrize(("before", "after", "better"), [
+    ([0.8, 0.82], [0.83, 0.9], True), ([0.8, 0.83], [0.83, 0.9], False), ([0.9, 0.9], [0.7, 0.8], False), ([0.8, 0.8], [math.nan, 0.9], False),
+    ([0.8], [0.9], None), ([], [], None)])
+def test_verdict(before: list[float], after: list[float], better: bool | None) -> None:
+    best = Trial(3, "complete", {}, (0.95,), (0.1,), 1.0)
+    told, text = verdict(best, [Again(0, k, f, 1.0) for k, f in enumerate(before)], [Again(3, k, f, 1.0) for k, f in enumerate(after)])
+    assert told is better
+    assert ("not shown to be better" in text) == (better is False)
+    if better: assert "6 times" in text
+    assert verdict(replace(best, number=0), [], [])[0] is False
+
+
+# ---- pruning, failing, time ----------------------------------------------------------------------------------------
+
+def test_trials_that_lag_are_ended_early(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = Staged(monkeypatch, lambda s, n: 0.9 - abs(s.dropout - 0.3) + 0.01 * n)
+    settings = replace(STAGED, epochs=4)
+    result = searched(sets, tmp_path / "run", settings=settings, space={"dropout": [0.0, 0.9]}, trials=8, again=0, prune_after=2, prune_epochs=2)
+    pruned = [t for t in result.trials if t.state == "pruned"]
+    assert pruned
+    assert {len(t.f1s) for t in pruned} <= {2, 3}
+    assert all(len(t.f1s) == 4 for t in result.trials if t.state == "complete")
+    assert staged.epochs == sum(len(t.f1s) for t in result.trials)
+    for t in pruned:      # by hand: its best lies below the median of the complete ones before it
+        k = len(t.f1s)
+        assert max(t.figures) < np.median([max(b.figures[k - 1:k]) for b in result.trials[:t.number] if b.state == "complete"])
+        assert sorted(p.name for p in (tmp_path / "run" / "trials" / f"{t.number:04d}").iterdir()) == ["history.csv"]
+    assert "ended early" in repr(result)
+    whole = searched(sets, tmp_path / "whole", settings=settings, space={"dropout": [0.0, 0.9]}, trials=5, again=0, prune_after=0)
+    assert {t.state for t in whole.trials} == {"complete"}
+
+
+def test_what_mattered_is_told_where_there_are_trials_enough(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Staged(monkeypatch, lambda s, n: 0.9 - abs(s.dropout - 0.3))
+    given: dict[str, Any] = dict(settings=STAGED, space={"dropout": [0.0, 0.9], "level_db": [0.0, 6.0]}, again=0, prune_after=0)
+    assert searched(sets, tmp_path / "run", **given, trials=12).importances == {}
+    more = searched(sets, tmp_path / "run", **given, trials=20)
+    assert more.importances["dropout"] > 2 * more.importances["level_db"]
+    assert (tmp_path / "run" / "figures" / "importance.html").is_file()
+    assert "dropout" in more.plots()["importance"].layout.title.text
+
+
+def test_a_trial_that_goes_astray_is_noted_and_the_search_goes_on(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def astray(s: TrainSettings, n: int) -> float:
+        if s.dropout > limit: raise DataError("the training went astray")
+        return 0.5
+    limit = 0.5
+    Staged(monkeypatch, astray)
+    given: dict[str, Any] = dict(space={"dropout": [0.0, 0.9]}, again=0, settings=STAGED)
+    result = searched(sets, tmp_path / "run", **given, trials=8)
+    failed = [t for t in result.trials if t.state == "failed"]
+    assert failed
+    assert all(t.changes["dropout"] > 0.5 and "astray" in t.said for t in failed)
+    limit = -1.0
+    with pytest.raises(DataError, match="astray"): searched(sets, tmp_path / "all", **given)
+    limit = 0.3
+    with pytest.raises(DataError, match="astray"): searched(sets, tmp_path / "most", **given | {"space": {"dropout": [0.31, 0.9]}}, trials=30)
+    memory = read_memory(tmp_path / "most")
+    assert memory is not None
+    assert [t.state for t in memory.trials] == ["complete", *["failed"] * 4]
+
+
+def test_a_limit_of_time_leaves_the_trial_under_way(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+    short = searched(sets, tmp_path / "run", hours=1e-9)
+    assert len(short.trials) == 1, "the first one always comes to its end"
+    assert f"1 of {LAST}" in repr(short)
+    assert short.is_better is False
+    searched(sets, tmp_path / "run")
+    assert_same(tmp_path / "run", right)
+
+
+def test_more_trials_are_the_same_search(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+    searched(sets, tmp_path / "run", trials=2, again=0)
+    searched(sets, tmp_path / "run")
+    assert_same(tmp_path / "run", right)
+    before = (tmp_path / "run" / "search.json").read_bytes()
+    done = searched(sets, tmp_path / "run", trials=2)
+    assert len(done.trials) == LAST, "what was tried is not forgotten"
+    assert (tmp_path / "run" / "search.json").read_bytes() == before
+
+
+# ---- interrupted ---------------------------------------------------------------------------------------------------
+
+IMPORTS = """
+import contextlib, io, os, tempfile, torch
+torch.set_num_threads(1)
+import leakmel as lm
+import optuna, pandas
+from leakmel.cli import main
+from leakmel.learn import training_runs, search
+with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
+    lm.write_demo(place + "/town", n_files=40)
+    lm.build_all(place + "/town", out_dir=place + "/sets", progress="none", check=0)
+    assert main(["search", place + "/sets", "--out", place + "/run", "--epochs", "1", "--channels", "2", "--device", "cpu", "--quiet", "--trials", "2"]) == 0
+"""
+# A moment is a step of a training, a proposal, or a call that changes the disk.
+AT_A_MOMENT = """
+import itertools, signal
+from leakmel.learn import search_study, step
+number, at = {number}, {at}
+count = itertools.count(1)
+def counting(real):
+    def counted(*args, **named):
+        if next(count) == at: os.kill(os.getpid(), number)
+        return real(*args, **named)
+    return counted
+for owner, names in ((os, ("replace", "unlink", "rmdir")), (step.Stepper, ("step",)), (search_study.Proposals, ("begin", "end"))):
+    for name in names: setattr(owner, name, counting(getattr(owner, name)))
+if at == 0:
+    import atexit
+    atexit.register(lambda: print("moments", next(count)))
+"""
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Server]:
+    with server(IMPORTS) as s: yield s
+
+
+def going(children: Server, sets: Path, out: Path, code: str = "") -> Any:
+    return children.run("search", str(sets), "--out", str(out), *WORDS, "--trials", str(LAST), code=code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, pytest.param(1000, marks=pytest.mark.long)])
+def test_killed_at_any_moment_it_makes_the_same_trials(sets: Path, right: SearchResult, tmp_path: Path, children: Server, n: int) -> None:
+    done = going(children, sets, tmp_path / "whole", AT_A_MOMENT.format(number=0, at=0))
+    assert done.status == 0, done.err
+    assert_same(tmp_path / "whole", right)
+    n_moments = int(done.out.split("moments")[1])
+    for at in sorted({1 + k * (n_moments - 1) // n for k in range(n)}):
+        out = tmp_path / f"{at}"
+        done = going(children, sets, out, AT_A_MOMENT.format(number=int(signal.SIGKILL), at=at))
+        if done.status == 0: continue      # fewer moments this time
+        assert done.status == -signal.SIGKILL, done.err
+        done = going(children, sets, out)
+        assert done.status == 0, (at, done.err)
+        assert_same(out, right)
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_how_to_go_on(sets: Path, right: SearchResult, tmp_path: Path, children: Server) -> None:
+    out = tmp_path / "run"
+    done = going(children, sets, out, AT_A_MOMENT.format(number=int(signal.SIGINT), at=40))
+    assert done.status == 128 + signal.SIGINT, done.err
+    assert re.search(r"\d trials of the search are over: the same command goes on", done.err)
+    assert "Traceback" not in done.err
+    assert going(children, sets, out).status == 0
+    assert_same(out, right)
+
+
+def test_a_trial_that_was_over_before_it_was_noted_is_not_learned_again(sets: Path, right: SearchResult, tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    def dying(self: Any, done: Trial) -> None: raise ZeroDivisionError
+    with monkeypatch.context() as m:
+        m.setattr(module._Search, "keep", dying)
+        with pytest.raises(ZeroDivisionError): searched(sets, tmp_path / "run")
+    from leakmel.learn.step import Stepper
+    real, seen = Stepper.step, list[Any]()
+    def counted(self: Stepper, batch: Any) -> Any:
+        seen.append(batch)
+        return real(self, batch)
+    with monkeypatch.context() as m:
+        m.setattr(Stepper, "step", counted)
+        searched(sets, tmp_path / "run", trials=1)
+        assert not seen
+    searched(sets, tmp_path / "run")
+    assert_same(tmp_path / "run", right)
+
+
+# ---- refused -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"space": {"dropout": [0.1, 1.5]}}, "dropout is out of range.*1.5"),
+    ({"space": {"drop_out": [0.1, 0.5]}}, "did you mean dropout"),
+    ({"space": {"dropout": ["a", "b"]}}, "dropout must be a number"),
+    ({"space": {"dropout": 0.3}}, "dropout.*neither"),
+    ({"space": {"dropout": [0.5, 0.1]}}, "dropout.*empty"),
+    ({"space": {"learning_rate": {"low": 0, "high": 0.1, "log": True}}}, "learning_rate.*logarithm"),
+    ({"space": {"batch_size": [0.5, 8]}}, "batch_size.*whole"),
+    ({"space": {"seed": [0, 9]}}, "seed.*luckiest"),
+    ({"space": {"num_workers": [0, 4]}}, "never changes"),
+    ({"space": {"loss": ["ce", "focal"], "label_smoothing": [0.0, 0.1]}}, "label smoothing and focal"),
+    ({"space": {}}, "no settings to search"),
+    ({"space": {"channels": [[4, 8]]}}, "nothing to choose"),
+    ({"space": {"channels": [[4, 8], [0]]}}, "channels"),
+    ({"trials": 0}, "trials"), ({"hours": -1.0}, "hours"), ({"again": 1.5}, "again"),
+    ({"device": "tpu"}, "no such device"), ({"leak_label": "EAK"}, "no such label"),
+], ids=str)
+def test_what_is_wrong_is_said_before_anything_is_trained(sets: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said): searched(sets, tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_search_in_the_folder_is_refused_by_name(sets: Path, right: SearchResult) -> None:
+    before = {p: p.read_bytes() for p in right.folder.rglob("*") if p.is_file()}
+    with pytest.raises(UsageError, match=r"dropout searched in .*0.6.* then, .*0.7"): searched(sets, right.folder, space=SPACE | {"dropout": [0.0, 0.7]})
+    with pytest.raises(UsageError, match="level_db searched in nothing then"): searched(sets, right.folder, space=SPACE | {"level_db": [0.0, 6.0]})
+    with pytest.raises(UsageError, match="epochs=2 then, 3 now"): searched(sets, right.folder, settings=replace(TINY, epochs=3))
+    with pytest.raises(UsageError, match="prune_after"): searched(sets, right.folder, prune_after=3)
+    with pytest.raises(UsageError, match="other validation data"):
+        search(files(sets)[0], sets / "TESTING_DATASET.H5", out=right.folder, settings=TINY, space=SPACE, progress=False)
+    with pytest.raises(UsageError, match="another task"): searched(sets, right.folder, kind="binary")
+    assert {p: p.read_bytes() for p in right.folder.rglob("*") if p.is_file()} == before
+
+
+def test_the_folder_of_something_else_is_left_alone(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+    trained = train(*files(sets), out=tmp_path / "model", settings=replace(TINY, epochs=1), device="cpu", progress=False)
+    with pytest.raises(OutputError, match="no search wrote"): searched(sets, trained.model_path.parent)
+    with pytest.raises(OutputError, match="no training wrote"): train(*files(sets), out=right.folder, settings=TINY, device="cpu", progress=False)
+    (tmp_path / "spoilt").mkdir()
+    for text in ("{}", "no JSON", '{"format": "leakmel search 1", "identity": {}, "trials": [{"number": 0}], "again": [], "under_way": null}'):
+        (tmp_path / "spoilt" / "search.json").write_text(text)
+        with pytest.raises(DataError, match="not the file of a search"): searched(sets, tmp_path / "spoilt")
+
+
+def test_one_search_at_a_time(sets: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with OutputLock(tmp_path / "run" / "model.pt"), pytest.raises(OutputError, match="another search or training"): searched(sets, tmp_path / "run")
+
+
+def test_without_optuna_it_says_what_to_install(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UsageError, match=re.escape("pip install 'leakmel[search]'")): searched(sets, tmp_path / "run")
+    assert main(["search", str(sets), "--out", str(tmp_path / "run"), *WORDS]) == 2
+    assert "leakmel[search]" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    trained = train(*files(sets), out=tmp_path / "model", settings=replace(TINY, epochs=1), device="cpu", progress=False)
+    assert trained.epochs, "nothing else needs it"
+
+
+def test_the_extra_names_optuna() -> None:
+    from configparser import ConfigParser
+    parser = ConfigParser(delimiters=["="], interpolation=None)
+    parser.read(Path(__file__).resolve().parents[1] / "settings.ini", encoding="utf-8")
+    asked = parser["DEFAULT"]["search_requirements"].split()
+    assert [a.partition(">")[0] for a in asked] == ["optuna"]
+    assert set(asked) <= set(parser["DEFAULT"]["dev_requirements"].split())
+
+
+# ---- recordings for testing ----------------------------------------------------------------------------------------
+
+def test_recordings_for_testing_cannot_be_given_and_are_not_opened(sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not [n for n in inspect.signature(search).parameters if "test" in n]
+    import h5py
+    opened: list[str] = []
+    real = h5py.File.__init__
+    def watched(self: Any, name: Any, *args: Any, **named: Any) -> None:
+        if isinstance(name, (str, bytes, os.PathLike)): opened.append(os.fsdecode(name))
+        real(self, name, *args, **named)
+    monkeypatch.setattr(h5py.File, "__init__", watched)
+    assert main(["search", str(sets), "--out", str(tmp_path / "run"), *WORDS, "--trials", "2"]) == 0
+    assert {Path(n).name for n in opened} == {p.name for p in files(sets)}
+    assert plain(tmp_path / "run") == plain(right.folder)[:2]
+
+
+def test_a_split_with_a_part_for_testing_does_not_show_it(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [*files(sets), sets / "TESTING_DATASET.H5"]
+    split = group_split(sources, "sensor", seed=1)
+    from leakmel.learn.data import Segments
+    real, seen = Segments.__init__, []
+    def watched(self: Any, *args: Any, **named: Any) -> None:
+        real(self, *args, **named)
+        seen.append(self.rows)
+    monkeypatch.setattr(Segments, "__init__", watched)
+    search(sources, split=split, out=tmp_path / "run", settings=TINY, space=SPACE, trials=2, again=0, device="cpu", progress=False)
+    assert not np.intersect1d(np.concatenate(seen), split.parts["testing"]).size
+    assert len(split.parts["testing"])
+
+
+def test_validation_is_needed(sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(UsageError, match="needs recordings for validation"): search(files(sets)[0], out=tmp_path / "run", settings=TINY, progress=False)
+    assert main(["search", str(files(sets)[0]), "--out", str(tmp_path / "run"), *WORDS]) == 2
+    assert "needs recordings for validation" in capsys.readouterr().err
+
+
+def test_a_leaky_split_is_said_first(sets: Path, tmp_path: Path) -> None:
+    path = files(sets)[0]
+    with pytest.warns(LeakySplitWarning, match="LEAKY SPLIT") as said:
+        result = search(path, path, out=tmp_path / "run", settings=replace(TINY, epochs=1), space=SPACE, trials=2, again=0, device="cpu", progress=False)
+    assert len(said) == 1, "once, and not for each trial"
+    assert repr(result).lstrip().startswith("BEWARE  LEAKY SPLIT")
+
+
+# ---- the space -----------------------------------------------------------------------------------------------------
+
+ODD = TrainSettings(learning_rate=0.5, dropout=0.9, batch_size=7, weight_decay=0.0, n_band_masks=0)
+
+@pytest.mark.parametrize("base", [TrainSettings(), TINY, ODD], ids=["usual", "tiny", "odd"])
+def test_the_usual_space_holds_what_it_begins_with(base: TrainSettings) -> None:
+    space = usual_space(base)
+    assert read_space(None, base) == space
+    assert set(USUAL) - set(space) <= {"band_mask_width"}
+    assert [n for n, d in space.items() if not d.holds(getattr(base, n))] == (["weight_decay"] if base.weight_decay == 0 else [])
+
+
+def test_a_space_from_a_file(sets: Path, tmp_path: Path) -> None:
+    (tmp_path / "space.json").write_text(json.dumps(SPACE))
+    assert read_space(tmp_path / "space.json", TINY) == read_space(SPACE, TINY)
+    (tmp_path / "space.json").write_text("{")
+    with pytest.raises(UsageError, match="not JSON"): read_space(tmp_path / "space.json", TINY)
+    with pytest.raises(DataError, match="cannot be read"): read_space(tmp_path / "nowhere.json", TINY)
+
+
+def test_of_equal_trials_the_earlier_one_and_of_equal_f1_the_lower_loss() -> None:
+    def trial(k: int, f1: float, loss: float, state: Any = "complete") -> Trial: return Trial(k, state, {}, (f1,), (loss,), 1.0)
+    assert best_trial([trial(0, 0.9, 0.3), trial(1, 0.9, 0.2), trial(2, 0.9, 0.2), trial(3, 0.8, 0.0), trial(4, 1.0, 0.0, "pruned")]).number == 1      # type: ignore[union-attr]
+    assert best_trial([trial(0, math.nan, 0.3)]).number == 0      # type: ignore[union-attr]
+    assert best_trial([]) is None
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+def test_command(sets: Path, right: SearchResult, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["search", str(files(sets)[0]), "--validation", str(files(sets)[1]), "--out", str(tmp_path / "run"), *WORDS, "--trials", str(LAST)]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "lm.evaluate" in said
+    assert max(map(len, said.splitlines())) <= 100
+    assert_same(tmp_path / "run", right)
+    assert main([*words, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["ok"] is True
+    assert body["trial"] == right.best.number
+    assert main(["search", str(sets), "--out", str(tmp_path / "x"), "--space", "{dropout}"]) == 2
+    assert "not JSON" in capsys.readouterr().err
