@@ -37,7 +37,8 @@ class InARow:
             self.n += 1
             if self.n == 1: self._first = show_path(path)
             if self.n < self.most: return
-        raise MachineError(f"{self.n:,} recordings in a row could not be opened or read, so not they are at fault", path=path,
-                           found=f"{error.message}; the first was {self._first}",
+            first = self._first
+        raise MachineError(f"{self.most:,} recordings in a row could not be opened or read, so not they are at fault", path=path,
+                           found=f"{error.message}; the first was {first}",
                            remedy="look whether the disk or network folder is there and may be read, then start again; "
                                   "files that nobody may read belong outside the data folder") from error
