@@ -1,6 +1,9 @@
 "Detectors as programs: the same scores from samples, for both forms and presets, or no file."
 import json
+import os
 import warnings
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,11 @@ import pytest
 import torch
 
 import leakmel as lm
-from leakmel.core.errors import DataError, UsageError
-from leakmel.learn import export
-from leakmel.learn.detector import Detector, picture_shape
+from leakmel.core.errors import DataError, OutputError, UsageError
+from leakmel.audio.synth import write_wav
+from leakmel.learn import checkpoints, export
+from leakmel.learn.checkpoints import plain_bytes
+from leakmel.learn.detector import Detector, load_detector, picture_shape
 from leakmel.learn.export import MelFeatures, export_detector
 from leakmel.learn.net import LeakNet, NetSettings
 from leakmel.learn.task import make_task
@@ -79,3 +84,80 @@ def test_a_detector_without_a_spec_is_refused(tmp_path):
     detector = made("disjoint")
     detector.spec = None
     with pytest.raises(UsageError, match="does not know how its features were made"): export_detector(detector, tmp_path / "model.pt2")
+
+
+def write_thesis(path: Path) -> None:
+    "An archive that speaks of detectors."
+    with zipfile.ZipFile(path, "w") as archive: archive.writestr("word/document.xml", 'the format is "leakmel detector 1", beside it is detector.json')
+
+
+def write_model_of_others(path: Path) -> None: torch.save({"format": "theirs 1", "note": "not a leakmel detector 1"}, path)
+
+
+def write_program_of_others(path: Path) -> None:
+    class Twice(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor: return 2 * x
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.export.save(torch.export.export(Twice(), (torch.ones(2),)), path, extra_files={"detector.json": '{"spec": 1}'})
+
+
+def write_bomb(path: Path) -> None:
+    "Unfolds to a thousand times its size, and would be no mapping then."
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive: archive.writestr("program/extra/detector.json", "[" * 10_000_000)
+
+
+def write_link(path: Path) -> None:
+    (path.parent / "there").write_text("somebody's")
+    path.symlink_to("there")
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "recording": lambda p: write_wav(p, np.zeros(100, np.int16), 4096), "thesis": write_thesis, "model of others": write_model_of_others,
+    "program of others": write_program_of_others, "bomb": write_bomb, "link": write_link, "link to nowhere": lambda p: p.symlink_to("nowhere"),
+    "pipe": os.mkfifo, "folder": Path.mkdir, "empty": Path.touch, "checkpoint": lambda p: p.write_bytes(plain_bytes({"format": "leakmel training 1"})),
+    "no right to read": lambda p: os.close(os.open(p, os.O_CREAT, 0))}
+WRITERS: dict[str, Callable[[Detector, Path], object]] = {"detector": Detector.save, "exported detector": export_detector}
+
+
+def seen(folder: Path) -> dict[str, Any]:
+    "Names with what they are, whoever they belong to."
+    return {p.name: (p.lstat().st_mode, p.lstat().st_ino, p.lstat().st_mtime_ns, p.lstat().st_size) for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_what_is_of_another_kind_is_not_replaced(tmp_path, foreign, kind):
+    FOREIGN[foreign](target := tmp_path / "model")
+    before = seen(tmp_path)
+    with pytest.raises(OutputError, match=f"model: something that is no {kind} is in the way\\. Choose another name, or remove it yourself"):
+        WRITERS[kind](made("disjoint"), target)
+    assert seen(tmp_path) == before
+
+
+def test_what_is_of_the_same_kind_is_replaced_and_a_link_to_it_is_not_followed(tmp_path):
+    mine, other = made("disjoint"), made("disjoint")
+    other.share = 0.3
+    assert load_detector(other.save(mine.save(tmp_path / "model.pt"))).share == 0.3
+    (tmp_path / "link").symlink_to("model.pt")
+    assert load_detector(mine.save(tmp_path / "link")).share == 0.7
+    assert not (tmp_path / "link").is_symlink()
+    assert load_detector(tmp_path / "model.pt").share == 0.3
+    (tmp_path / "model.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:-1])      # damaged: still one's own
+    assert load_detector(mine.save(tmp_path / "model.pt")).share == 0.7
+    assert loaded(export_detector(other, export_detector(mine, tmp_path / "model.pt2")))[1]["share"] == 0.3
+    for kind, path in (("exported detector", "model.pt"), ("detector", "model.pt2")):
+        with pytest.raises(OutputError, match=f"no {kind} is in the way"): WRITERS[kind](mine, tmp_path / path)
+    assert sorted(os.listdir(tmp_path)) == ["link", "model.pt", "model.pt2"]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_what_comes_while_it_is_written_is_not_replaced(tmp_path, monkeypatch, kind):
+    real = checkpoints._write_piece
+    def slowly(fd: int, piece: memoryview) -> None:
+        real(fd, piece)
+        (tmp_path / "model").write_text("somebody's")
+    monkeypatch.setattr(checkpoints, "_write_piece", slowly)
+    with pytest.raises(OutputError, match=f"no {kind} is in the way"): WRITERS[kind](made("disjoint"), tmp_path / "model")
+    assert (tmp_path / "model").read_text() == "somebody's"
+    assert os.listdir(tmp_path) == ["model"]

@@ -4,22 +4,22 @@
 
 # %% auto #0
 __all__ = ['UNCHOSEN', 'FORMAT', 'Detector', 'picture_shape', 'load_detector', 'check_features', 'differing', 'score_segments',
-           'score_rows']
+           'score_rows', 'send_to_host']
 
 # %% ../../nbs/learn/detector.ipynb #8308c20c
-import json, os
+import json, os, re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
-from .checkpoints import load_plain, plain_bytes, write_whole
+from .checkpoints import load_plain, plain_bytes, require_kind, write_whole
 from .data import Segments
 from .loaders import open_loader
 from .net import FORMS, LeakNet, NetSettings, matrices
@@ -65,8 +65,8 @@ class Detector:
         "Scores of recordings."
         return vote_scores(segment_scores, vote or self.vote, self.share if share is None else share)
 
-    def save(self, path: str | os.PathLike) -> Path:
-        "Write the detector to a file, which is there as a whole or not at all."
+    def save(self, path: str | os.PathLike) -> Path:      # raises OutputError, also where something that is no detector is in the way
+        "Write the detector to a file, which is there as a whole or not at all; another detector there is replaced."
         return _save(self, Path(path))
 
     def __repr__(self) -> str:
@@ -118,8 +118,15 @@ def _save(detector: Detector, path: Path) -> Path:
     head = {"net": asdict(detector.net.settings), "task": asdict(detector.task), "spec": detector.spec and detector.spec.to_dict(), "record": record,
             **{name: getattr(detector, name) for name in ("engine", "thresholds", "threshold_from", "vote", "share")}}
     weights = {name: value.detach().cpu().contiguous() for name, value in detector.net.state_dict().items()}
-    write_whole(path, plain_bytes({"format": FORMAT, "detector": json.dumps(head), "weights": weights}))
+    content = plain_bytes({"format": FORMAT, "detector": json.dumps(head), "weights": weights})
+    write_whole(path, content, look=lambda: require_kind(path, "detector", _is_detector))
     return path
+
+_BEGINS = re.compile(rb"PK\x03\x04.{26,128}/data\.pkl.{0,128}format.{1,16}leakmel detector \d", re.DOTALL)
+
+def _is_detector(f: BinaryIO) -> bool:
+    "By its beginning: one of another version counts too, and one that is damaged."
+    return _BEGINS.match(f.read(512)) is not None
 
 def load_detector(
     path: str | os.PathLike,
@@ -245,12 +252,14 @@ def _scores(detector: Detector, ds: Segments, device: str | torch.device, files_
     with open_loader(ds, files_per_batch, device=device, shuffle=False) as loader:
         last: Callable[[], np.ndarray] | None = None
         for batch, start in zip(loader, range(0, len(ds), files_per_batch)):
-            coming = _sent(score_segments(detector, batch.x, ds.heard[start:start + files_per_batch]))
+            coming = send_to_host(score_segments(detector, batch.x, ds.heard[start:start + files_per_batch]))
             if last is not None: yield last()
             last = coming
         if last is not None: yield last()
 
-def _sent(scores: Tensor) -> Callable[[], np.ndarray]:
+def send_to_host(
+    scores: Tensor,                    # of any shape, on the device of a detector
+) -> Callable[[], np.ndarray]:         # gives them, of the same shape and type
     "Send scores to the host; what comes back waits for them, and for nothing that is queued later."
     if scores.device.type != "cuda": return scores.numpy
     out, there = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True), torch.cuda.Event()

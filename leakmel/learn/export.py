@@ -6,16 +6,18 @@
 __all__ = ['MelFeatures', 'SamplesToScores', 'export_detector']
 
 # %% ../../nbs/learn/export.ipynb #80bd06ba
-import io, json, os, warnings
+import io, json, os, warnings, zipfile
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..core.errors import DataError, UsageError
-from .checkpoints import write_whole
+from .checkpoints import require_kind, write_whole
 from .detector import Detector
 from .net import LeakNet, matrices
 from ..mel.reference import compare, hann_periodic, reference_features, reference_log_mel
@@ -78,8 +80,11 @@ _LARGEST_DIFFERENCE = 1e-3      # of scores: features that round to another floa
 def export_detector(
     detector: Detector,
     path: str | os.PathLike,     # of the program, "model.pt2" for example; there as a whole or not at all
-) -> Path:                       # raises UsageError, OutputError; DataError where the program does not say what the detector says
-    "Write a detector as a program of torch.export, with its features inside."
+) -> Path:                       # raises UsageError; OutputError, also where something that is no such program is in the way;
+                                 # DataError where the program does not say what the detector says
+    "Write a detector as a program of torch.export, with its features inside; another such program there is replaced."
+    look = partial(require_kind, Path(path), "exported detector", _is_program)
+    look()
     program, spec = SamplesToScores(detector).eval(), detector.spec
     assert spec is not None      # noqa: S101 (SamplesToScores has seen to it)
     made = torch.from_numpy(_test_recordings(spec))
@@ -93,8 +98,19 @@ def export_detector(
              "output": f"float32 [recordings, {spec.row_shape[0]}], probability of a leak in each long segment"}
     with io.BytesIO() as out:
         torch.export.save(exported, out, extra_files={"detector.json": json.dumps(about, indent=1)})
-        write_whole(Path(path), out.getvalue())
+        write_whole(Path(path), out.getvalue(), look=look)
     return Path(path)
+
+_MOST_ABOUT_BYTES = 1 << 20
+
+def _is_program(f: BinaryIO) -> bool:
+    "By what stands beside the program."
+    try:
+        with zipfile.ZipFile(f) as archive:
+            about = next(p for p in archive.infolist() if p.filename.endswith("/extra/detector.json"))
+            if about.compress_type != zipfile.ZIP_STORED or about.file_size > _MOST_ABOUT_BYTES: return False
+            return {"spec", "task", "threshold_from", "input", "output"} <= set(json.loads(archive.read(about)))
+    except (zipfile.BadZipFile, StopIteration, TypeError, NotImplementedError, OverflowError, EOFError, RuntimeError): return False
 
 # %% ../../nbs/learn/export.ipynb #43b81b43
 def _test_recordings(spec: MelSpec) -> np.ndarray:

@@ -14,7 +14,7 @@ import torch
 
 from ..core.errors import DataError, UsageError, show_path
 from .data import Segments
-from .detector import Detector, _sent, check_features
+from .detector import Detector, check_features, send_to_host
 from .human_labels import UNHEARD, recording_paths
 from .loaders import open_loader
 from .net import matrices
@@ -50,7 +50,7 @@ def _scores(detector: Detector, ds: Segments, device: str | torch.device, files_
     with open_loader(ds, files_per_batch, device=device, shuffle=False) as loader:
         last: Callable[[], np.ndarray] | None = None
         for batch, start in zip(loader, range(0, len(ds), files_per_batch)):
-            coming = _sent(_of_batch(detector, batch.x, is_heard[start:start + files_per_batch]))
+            coming = send_to_host(_of_batch(detector, batch.x, is_heard[start:start + files_per_batch]))
             if last is not None: yield last()
             last = coming
         if last is not None: yield last()
