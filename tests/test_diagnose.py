@@ -5,7 +5,7 @@ import json
 import os
 import random
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.loader import BatchReader
 from leakmel.dataset.writer import RowFile
 from leakmel.insight.advice import BOTTLENECK_SHARE, MOST_SUGGESTIONS, Analysis, analyse, analyse_run, analysis_text
-from leakmel.insight.diagnose import ahead_of_rows, attribute, bounds, engine_idle, exposed_wait_s, interval_s, report_text
+from leakmel.insight.diagnose import LEAST_TOLD_S, ahead_of_rows, attribute, bounds, engine_idle, exposed_wait_s, interval_s, report_text
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.torch_engine import TorchChain
 
@@ -388,6 +388,40 @@ def test_hardly_anything_is_judged_as_that(timeline):
     assert text.startswith("PERFORMANCE ANALYSIS")
     assert "BOTTLENECK" not in text
     assert json.dumps([a.to_dict() for a in analyse_run(timeline)])
+
+
+def shorter(timeline: Timeline, factor: float) -> Timeline:
+    "The same run on a machine that is so many times as fast."
+    timeline.spans = [replace(s, start_s=s.start_s / factor, end_s=s.end_s / factor) for s in timeline.spans]
+    timeline.gauges = [replace(g, time_s=g.time_s / factor) for g in timeline.gauges]
+    return timeline
+
+
+@pytest.mark.parametrize("make", [lambda: disk_bound(), lambda: cpu_bound(2), lambda: starved(), lambda: bus_bound(), lambda: with_work_ahead()])
+def test_of_milliseconds_no_share_is_told(make):
+    "A run of 10 s in which every figure means something, and the same in some milliseconds."
+    told = analyse(make(), summary=summary_of())
+    assert told.limiting is not None
+    for found in analyse_run(shorter(make(), 1000), [summary_of()]):
+        assert 0 < found.wall_s < LEAST_TOLD_S
+        assert (found.limiting, found.findings, found.suggestions, found.gpu) == (None, (), (), "")
+        assert str(found).splitlines()[1:] == [f"  Too short to say where the time went: {found.wall_s:.3f} s (shares of less than 0.1 s are chance)."]
+        assert json.dumps(found.to_dict())
+    text = report_text(shorter(make(), 1000), title="T", found=1, rows=1, rejected=0, seconds=0.02)
+    assert text.count("Too short to say where the time went") == 1
+    assert "largest share" not in text
+    as_long = shorter(shorter(make(), 1000), 0.001)
+    assert str(analyse(as_long, summary=summary_of())) == str(told)
+
+
+def test_an_engine_of_milliseconds_in_a_longer_run_is_not_said_to_have_stood_idle():
+    timeline = shorter(starved(), 1000)
+    timeline.spans.append(Span("publish", "publisher-0", 0.01, 3, "T"))
+    assert engine_idle(timeline)[1] < LEAST_TOLD_S
+    found = analyse(timeline)
+    assert [line.split(":")[0] for line in found.findings] == ["PUBLISH BOTTLENECK"]
+    assert "idle" not in str(found)
+    assert "slots" not in names(found)
 
 
 def test_the_run_and_each_split_are_judged():

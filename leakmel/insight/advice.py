@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.monitor import mean, size_text
 from ..core.timeline import Timeline, covered_s
-from .diagnose import Bound, attribute, exposed_wait_s, limit_text, spans_of
+from .diagnose import Bound, attribute, exposed_wait_s, limit_text, spans_of, too_short
 from .evidence import (BOTTLENECK_SHARE, BUSY_CPU_SHARE, ENGINE_IDLE_SHARE, LOW_GPU_PERCENT, LOW_QUEUE_DEPTH, MOST_SUGGESTIONS, Evidence,
                                       Suggestion)
 
@@ -102,10 +102,11 @@ def _slots(e: Evidence) -> Suggestion | None:
     readers = [s for s in spans_of(e.timeline, e.split) if s.stage in _FILLING and s.split]
     n_readers = len({s.lane for s in readers}) or 1
     if len({(s.split, s.batch) for s in readers}) <= present: return None                          # all batches had a slot at once
-    busy = sum(s.seconds for s in readers) / n_readers / e.engine_s if e.engine_s > 0 else 1.0
+    if too_short(e.engine_s): return None
+    busy = sum(s.seconds for s in readers) / n_readers / e.engine_s
     if busy > BUSY_CPU_SHARE: return None                            # they never waited for a slot
     why = (f"{present} slot{'s' * (present > 1)}: readers were busy for {100 * min(1.0, busy):.0f} % of the time from first to last batch, "
-           f"the engine for {100 * (1 - e.idle_s / max(e.engine_s, 1e-9)):.0f} %: each waited for the other.")
+           f"the engine for {100 * (1 - e.idle_s / e.engine_s):.0f} %: each waited for the other.")
     saves, row_bytes = e.idle_s + e.gain_s("wait"), _bytes_of_a_row(e)
     if row_bytes and per_batch and 2 * present * per_batch * row_bytes > e.settings.get("max_bytes_in_flight", math.inf):
         return Suggestion("files_per_batch", per_batch, max(1, per_batch // 2), why + " Smaller batches give more slots in max_bytes_in_flight.", saves)
@@ -189,7 +190,7 @@ class Analysis:
     title: str
     wall_s: float
     shares: dict[str, float]              # stage -> exclusive seconds; adds up to wall_s
-    bounds: tuple[Bound, ...]             # the limiting stage first
+    bounds: tuple[Bound, ...]             # the limiting stage first; of a run that was too short, figures without a meaning
     exposed_wait_s: float                 # no lane of any split was busy
     engine_idle_s: float                  # no engine computed, between the first and the last batch
     findings: tuple[str, ...]             # LOW QUEUE DEPTH and BOTTLENECK lines
@@ -199,8 +200,8 @@ class Analysis:
 
     @property
     def limiting(self) -> str | None:
-        "The stage that limits; None where nothing was recorded."
-        return self.bounds[0].stage if self.bounds else None
+        "The stage that limits; None where nothing was recorded, or too little to say."
+        return self.bounds[0].stage if self.bounds and not too_short(self.wall_s) else None
 
     def to_dict(self) -> dict[str, Any]:
         "For JSON."
@@ -213,6 +214,7 @@ class Analysis:
         return f" For {others_s:.2f} s more, lanes worked for other splits only." if others_s >= 0.05 * self.wall_s > 0 else ""
 
     def __str__(self) -> str:
+        if self.bounds and too_short(self.wall_s): return f"PERFORMANCE ANALYSIS: {self.title}\n  {self.nothing}"
         shares = ", ".join(f"{stage} {_percent(s, self.wall_s)}" for stage, s in sorted(self.shares.items(), key=lambda x: -x[1]) if s >= 0.005 * self.wall_s)
         lines = [f"exclusive time: {shares or 'none'} of {self.wall_s:.2f} s", limit_text(list(self.bounds)),
                  f"Exposed wait: no lane was busy for {self.exposed_wait_s:.2f} s ({_percent(self.exposed_wait_s, self.wall_s)})." + self._turns]
@@ -230,15 +232,15 @@ def analyse(
 ) -> Analysis:
     "Judge one split or a whole run."
     e = Evidence(timeline, split, summary)
-    name = split or "the whole run"
+    name, times = split or "the whole run", (attribute(timeline, split), tuple(e.bounds), exposed_wait_s(timeline, split), e.idle_s)
+    if e.bounds and (said := too_short(e.wall_s)): return Analysis(name, e.wall_s, *times, (), "", (), said)
     suggestions, seen = list[Suggestion](), set[str]()
     for s in (rule(e) for rule in RULES):
         if s is None or s.parameter in seen or len(suggestions) == MOST_SUGGESTIONS: continue
         suggestions.append(s)
         seen.add(s.parameter)
     nothing = "" if suggestions else _why_nothing(e)
-    return Analysis(name, e.wall_s, attribute(timeline, split), tuple(e.bounds), exposed_wait_s(timeline, split), e.idle_s, tuple(_findings(e)),
-                    _gpu_text(e, bool(suggestions)), tuple(suggestions), nothing)
+    return Analysis(name, e.wall_s, *times, tuple(_findings(e)), _gpu_text(e, bool(suggestions)), tuple(suggestions), nothing)
 
 def _findings(e: Evidence) -> list[str]:
     "The lines in capitals."

@@ -54,7 +54,7 @@ def _time_facts(run: RunRecord) -> list[tuple[str, str]]:
     reports = list(run.reports.values())
     if not reports: return []
     clocks = {id(t): (t, [n for n, other in run.timelines.items() if other is t]) for t in run.clocks}
-    went = [(f"{', '.join(map(show_path, names))}: " if len(clocks) > 1 else "") + f"{verdict(t)} {limit_text(bounds(t))}"
+    went = [(f"{', '.join(map(show_path, names))}: " if len(clocks) > 1 else "") + " ".join(dict.fromkeys((verdict(t), limit_text(bounds(t)))))
             for t, names in clocks.values()]
     together = "splits overlap" if len(clocks) == 1 and len(reports) > 1 else f"{len(clocks)} builds, one after the other" if len(clocks) > 1 else ""
     start_up_s = max(float(r.get("start_up_s") or 0) for r in reports)

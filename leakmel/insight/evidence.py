@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core.monitor import mean
 from ..core.timeline import Timeline
-from .diagnose import Bound, bounds, computing_s, engine_idle, interval_s, queue_stats, spans_of
+from .diagnose import Bound, bounds, computing_s, engine_idle, interval_s, queue_stats, spans_of, too_short
 
 # %% ../../nbs/insight/evidence.ipynb #8090a37e
 BOTTLENECK_SHARE = 0.25     # of the wall clock that must go without a stage for its BOTTLENECK line: below, the run would be at most 1.33 times as fast
@@ -78,7 +78,8 @@ class Evidence(Records):
     @cached_property
     def is_starved(self) -> bool:
         "Whether the engine found too little to do: a low queue, and idle time that came of it."
-        return self.queue is not None and self.queue.mean < LOW_QUEUE_DEPTH and self.idle_s >= ENGINE_IDLE_SHARE * self.engine_s > 0
+        if self.queue is None or too_short(self.engine_s): return False
+        return self.queue.mean < LOW_QUEUE_DEPTH and self.idle_s >= ENGINE_IDLE_SHARE * self.engine_s
 
     @cached_property
     def cpu_share(self) -> float | None:
