@@ -19,6 +19,6 @@ setup(
     python_requires=">=" + cfg["min_python"],
     packages=find_packages(include=["leakmel", "leakmel.*"]),
     install_requires=cfg["requirements"].split(),
-    extras_require={extra: cfg[f"{extra}_requirements"].split() for extra in ("dev", "gpu", "search")},
+    extras_require={name.removesuffix("_requirements"): cfg[name].split() for name in cfg if name.endswith("_requirements")},
     entry_points={"console_scripts": [cfg["console_scripts"]]},
 )

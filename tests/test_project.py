@@ -70,6 +70,7 @@ def is_library_notebook(path: Path) -> bool: return any(c.source.startswith("#| 
 # conda-forge's name where it is another one, and what has no package of its own there
 CONDA_NAMES = {"torch": "pytorch", "soundfile": "pysoundfile", "xxhash": "python-xxhash", "soxr": "soxr-python",
                "kaleido": "python-kaleido", "playwright": "playwright-python"}
+EXTRAS = {"dev", "gpu", "search"}
 
 
 def conda_packages() -> dict[str, str]:
@@ -86,6 +87,8 @@ def test_environment_yml_says_what_settings_ini_says():
     assert packages.pop("python") == ">=" + s["min_python"]
     packages.pop("pip")
     assert packages == expected
+    for extra in EXTRAS - {"gpu"}:      # Triton is there where a GPU is
+        for name, bounds in map(requirement, s[f"{extra}_requirements"].split()): assert packages[CONDA_NAMES.get(name, name)] == bounds, extra
 
 
 def test_package_metadata_come_from_settings_ini():
@@ -97,7 +100,8 @@ def test_package_metadata_come_from_settings_ini():
     def same(found: set[tuple[str, str]], text: str) -> bool:
         return {(n, frozenset(b.split(","))) for n, b in found} == {(n, frozenset(b.split(","))) for n, b in map(requirement, text.split())}
     assert same(run, s["requirements"])
-    for extra in ("dev", "gpu"):
+    assert {n.removesuffix("_requirements") for n in s if n.endswith("_requirements")} == set(m.get_all("Provides-Extra") or []) == EXTRAS
+    for extra in EXTRAS:
         found = {requirement(r.split(";")[0].replace(" ", "")) for r in declared if re.search(rf"extra == ['\"]{extra}['\"]", r)}
         assert same(found, s[f"{extra}_requirements"])
     (script,) = [e for e in entry_points(group="console_scripts") if e.name == "leakmel"]
