@@ -239,8 +239,7 @@ def _add_scan(p: argparse.ArgumentParser) -> None:
     p.add_argument("--strict", action="store_true", help="exit status 1 for any problem at all")
     p.add_argument("--most", type=_count, default=20, metavar="N", help="examples of problems to print (default 20; one of each kind at the least; 0: none)")
     p.epilog = ("exit status: 0 no recording would be rejected; 1 one would be, because it has no label or, with --content, because "
-                "it cannot be read, or there is none at all "
-                "(with --strict: any problem); 2 usage; 128+n on signal n")
+                "it cannot be read, or there is none at all (with --strict: any problem); 2 usage; 128+n on signal n")
     _add_names(p)
 
 def _add_names(p: argparse.ArgumentParser) -> None:
@@ -253,23 +252,26 @@ def _add_names(p: argparse.ArgumentParser) -> None:
 def _add_build(p: argparse.ArgumentParser) -> None:
     from leakmel.dataset.modes import MODES
     from leakmel.dataset.config import PipelineConfig
-    from leakmel.mel.engines import ENGINES
-    from leakmel.mel.spec import MelSpec
     p.add_argument("root", help="folder of splits, or of label folders")
     p.add_argument("--out", required=True, help="file of the data set; with --split all the folder of the data sets")
     p.add_argument("--split", help="training, validation, testing or all; not given: the root is one folder of label folders")
     _add_names(p)
-    p.add_argument("--preset", help=f"settings to start from: {', '.join(MelSpec.preset_names())} (default disjoint)")
-    p.add_argument("--spec", metavar="FILE", help="spec file, for example from explore.ipynb; options for its settings win, another preset is refused")
-    p.add_argument("--engine", default="auto", choices=["auto", *ENGINES], help="what computes (default auto)")
+    _add_features(p, "features: what is in the data set (not given: as in the preset, rate and length as in the data)")
     p.add_argument("--mode", default="auto", choices=MODES, help="how recordings are read: each once, or held in memory or a cache file first (default auto)")
     p.add_argument("--check", type=_count_or_all, default=64, metavar="N", help="rows recomputed in float64 before publishing, or all (default 64)")
     p.add_argument("--fresh", action="store_true", help="make every row anew; else an interrupted build goes on, and rows whose recordings have not changed "
                                                         "since the data set that stands are copied")
-    p.add_argument("--with-waveforms", action="store_true", help="store the short segments too (/segments_waveform, float32): many times the bytes of the mels")
-    add_field_options(p, MelSpec, "features: what is in the data set (not given: as in the preset, rate and length as in the data)", show_defaults=False)
     p.add_argument("--no-tuned", action="store_true", help="leave out the settings of speed that `leakmel tune` measured on this machine")
     add_field_options(p, PipelineConfig, "speed, and what a bad file means: never changes a row")
+
+def _add_features(p: argparse.ArgumentParser, title: str) -> None:
+    from leakmel.mel.engines import ENGINES
+    from leakmel.mel.spec import MelSpec
+    p.add_argument("--preset", help=f"settings to start from: {', '.join(MelSpec.preset_names())} (default disjoint)")
+    p.add_argument("--spec", metavar="FILE", help="spec file, for example from explore.ipynb; options for its settings win, another preset is refused")
+    p.add_argument("--engine", default="auto", choices=["auto", *ENGINES], help="what computes (default auto)")
+    p.add_argument("--with-waveforms", action="store_true", help="store the short segments too (/segments_waveform, float32): many times the bytes of the mels")
+    add_field_options(p, MelSpec, title, show_defaults=False)
 
 # %% ../nbs/cli.ipynb #3c240237
 def _add_verify(p: argparse.ArgumentParser) -> None:
@@ -307,27 +309,25 @@ def _add_doctor(p: argparse.ArgumentParser) -> None:
 
 # %% ../nbs/cli.ipynb #0d0e4759
 def _add_tune(p: argparse.ArgumentParser) -> None:
-    from leakmel.mel.engines import ENGINES
-    from leakmel.mel.spec import MelSpec
     p.add_argument("root", help="folder of splits, or of label folders: the one that is given to leakmel build")
     p.add_argument("--budget-s", type=float, default=60, metavar="S", help="seconds that all of it may take (default 60)")
     p.add_argument("--work-dir", metavar="DIR", help="where a temporary folder is made for trials: best on the disk that data sets go to "
                                                      "(default: the system's folder for temporary files)")
     _add_names(p)
-    p.add_argument("--preset", default="disjoint", help=f"settings to start from: {', '.join(MelSpec.preset_names())} (default disjoint)")
-    p.add_argument("--engine", default="auto", choices=["auto", *ENGINES], help="what computes (default auto)")
+    _add_features(p, "features, as for leakmel build")
     p.add_argument("--device", default="auto", metavar="X", help="as for leakmel build (default auto)")
-    add_field_options(p, MelSpec, "features, as for leakmel build", show_defaults=False)
 
 def run_tune(args: argparse.Namespace) -> Outcome:
     "Measure the best settings of speed for these recordings on this machine; later builds pick them up."
     from leakmel.audio.manifest import scan
+    from leakmel.dataset.spec_file import asked_spec
     from leakmel.mel.spec import MelSpec
     from leakmel.ops.tune import tune, tune_table
-    figures = tune(args.root, spec=given_fields(args, MelSpec) | {"preset": args.preset}, engine=args.engine, device=args.device, budget_s=args.budget_s,
+    spec, said = asked_spec(args.spec, args.preset, given_fields(args, MelSpec))
+    figures = tune(args.root, spec=spec, engine=args.engine, device=args.device, with_waveforms=args.with_waveforms, budget_s=args.budget_s,
                    manifest=scan(args.root, table=args.table, pattern=args.pattern, progress=progress_of(args)), work_dir=args.work_dir,
                    progress=progress_of(args))
-    return 0, figures, tune_table(figures)
+    return 0, figures, "\n".join(filter(None, [said, tune_table(figures)]))
 
 # %% ../nbs/cli.ipynb #d2dc0bcb
 class _Signalled(BaseException):

@@ -2,12 +2,14 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from leakmel.dataset import settings
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.runs import RunPlan, build_kinds, execute, plan_rows, plan_run
 from leakmel.dataset.settings import LIMITS, find_tuned, read_tuned, this_machine, tuned_config, tuned_places, with_tuned, write_tuned
+from leakmel.dataset.spec_file import write_spec
 from leakmel.ops import tune as tune_module, tune_trials
 from leakmel.ops.tune import plan_sweep, tune
 from leakmel.ops.tune_judge import CONFIRM_ROUNDS, Key, Runs, Score, choose, is_better, scores_of, shortlist, sweep, verdict
@@ -264,6 +267,38 @@ def test_what_could_not_be_made_sure_is_not_kept(data, tmp_path, monkeypatch):
     assert with_tuned(data, {}) == (PipelineConfig(), "auto", "")
 
 
+def test_what_will_be_built_is_what_is_tuned(data, tmp_path, monkeypatch, capsys):
+    "A spec file, a setting beside it and waveforms: the trials make the rows that the same words make of a build."
+    write_spec(tmp_path / "spec.json", {"preset": "overlap", "n_mels": 24, "n_fft": 256})
+    words = ["--spec", str(tmp_path / "spec.json"), "--n-mels", "20", "--with-waveforms", "--engine", "cpu"]
+    assert main(["build", str(data), "--out", str(tmp_path / "x.h5"), *words, "--quiet", "--no-tuned"]) == 0
+    capsys.readouterr()
+    built = list[tuple[lm.MelSpec, bool]]()
+    right = BuildTrials.build
+    def watched(trials: BuildTrials, name: str, config: PipelineConfig, **more: Any) -> Any:
+        result = right(trials, name, config, **more)
+        with lm.open_dataset(result.path) as ds: built.append((ds.spec, ds.waveforms is not None))
+        return result
+    monkeypatch.setattr(BuildTrials, "build", watched)
+    monkeypatch.setattr(BuildTrials, "run", lambda trials, candidate, cache: len(trials.sample) / 100.0)
+    assert main(["tune", str(data), "--budget-s", "1", *words, "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"spec of {tmp_path / 'spec.json'}: preset overlap@1, n_mels 24, n_fft 256; n_mels 20 was asked for instead of 24\n")
+    with lm.open_dataset(tmp_path / "x.h5") as ds: assert set(built) == {(ds.spec, True)}
+    assert len(built) >= 3
+    assert main(["tune", str(data), *words, "--preset", "disjoint", "--quiet"]) == 2
+    assert "the preset is not that of the spec file" in capsys.readouterr().err
+    assert main(["tune", str(data), "--spec", str(tmp_path / "none.json"), "--quiet"]) == 1
+    assert "no such spec file" in capsys.readouterr().err
+
+
+def test_what_changes_the_work_of_a_build_can_be_given_to_tune(capsys):
+    wanted = {f.name for f in fields(lm.MelSpec)} - {"preset_name"} | {"preset", "spec", "with_waveforms", "engine", "device", "table", "pattern"}
+    for command in ("build", "tune"):
+        with pytest.raises(SystemExit): main([command, "--help"])
+        assert {name.replace("-", "_") for name in re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.MULTILINE)} >= wanted, command
+
+
 def test_a_sample_is_of_what_can_be_read(data):
     sample = take_sample(scan(data), 1000)
     assert len(sample) == 41
@@ -295,12 +330,12 @@ def test_cold_is_checked(data, monkeypatch):
 
 def test_other_bytes_keep_nothing(data, tmp_path, monkeypatch):
     "A setting that changed a row would never be kept."
-    right = tune_module.build_sample
-    def wrong(sample: Any, out: Path, config: PipelineConfig, **more: Any) -> Any:
-        result = right(sample, out, config, **more)
-        if out.name == "chosen.h5": out.write_bytes(out.read_bytes()[:-1] + b"x")
+    right = BuildTrials.build
+    def wrong(trials: BuildTrials, name: str, config: PipelineConfig, **more: Any) -> Any:
+        result = right(trials, name, config, **more)
+        if name == "chosen": result.path.write_bytes(result.path.read_bytes()[:-1] + b"x")
         return result
-    monkeypatch.setattr(tune_module, "build_sample", wrong)
+    monkeypatch.setattr(BuildTrials, "build", wrong)
     with pytest.raises(VerifyError, match="other bytes"): tune(data, budget_s=1, progress="none", work_dir=tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["data"]
 

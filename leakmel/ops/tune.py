@@ -9,7 +9,7 @@ __all__ = ['MOST_FILES', 'LEAST_FILES', 'MOST_ROUNDS', 'Offer', 'plan_sweep', 't
 import math, os, shutil, tempfile, time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..dataset.settings import SCHEMA, this_machine, write_tuned
 from ..mel.engines import open_engine
 from ..mel.spec import MelSpec
 from .tune_judge import CONFIRM_ROUNDS, LEAST_ROUNDS, Key, Runs, Score, choose, scores_of, shortlist, sweep, verdict
-from .tune_trials import CACHES, DEFAULT, BuildTrials, Candidate, Sample, StateError, build_sample, candidates, make_cache_state, \
+from .tune_trials import CACHES, DEFAULT, BuildTrials, Candidate, Sample, StateError, candidates, make_cache_state, \
     reading_ways, take_sample
 
 # %% ../../nbs/ops/tune.ipynb #20217cbd
@@ -66,6 +66,10 @@ class _Tuning:
         "The recordings."
         return self.trials.sample
 
+    def of(self, sample: Sample) -> BuildTrials:
+        "The same trials on other recordings."
+        return replace(self.trials, sample=sample)
+
     def until(self, phase: str) -> float:
         "When a phase is to be over, on the same clock."
         return self.began + _PARTS[phase] * (self.ends - self.began)
@@ -85,11 +89,10 @@ _TELLING = 0.015      # part of the time from which builds from each state are l
 def _get_to_know(t: _Tuning, pool: Sample) -> None:
     "Larger and larger builds until they tell what a recording costs."
     n = min(LEAST_FILES, len(pool))
-    build_sample(pool.first(n), t.trials.work / "trial.h5", PipelineConfig(device=t.trials.device, fsync=False), spec=t.trials.spec,
-                         engine=t.trials.engine)      # compiles what is to be compiled, and raises what is wrong with the recordings
+    t.of(pool.first(n)).build("trial", PipelineConfig(device=t.trials.device, fsync=False))      # compiles what is to be compiled, and raises what is wrong with the recordings
     t.began = min(time.monotonic(), t.ends)      # the phases share the time that is left
     while True:
-        began, trials = time.monotonic(), BuildTrials(pool.first(n), t.trials.work, t.trials.spec, t.trials.engine, t.trials.device)
+        began, trials = time.monotonic(), t.of(pool.first(n))
         for cache in list(t.states):
             try: trials.run(Candidate(DEFAULT), cache)
             except StateError as e:
@@ -102,7 +105,7 @@ def _get_to_know(t: _Tuning, pool: Sample) -> None:
 
 def _only_rows(t: _Tuning, sample: Sample) -> Sample:
     "The sample without recordings that become no row."
-    done = build_sample(sample, t.trials.work / "trial.h5", PipelineConfig(device=t.trials.device, fsync=False), spec=t.trials.spec, engine=t.trials.engine)
+    done = t.of(sample).build("trial", PipelineConfig(device=t.trials.device, fsync=False))
     return sample.without(r.path for r in done.rejections) if done.rejections else sample
 
 # %% ../../nbs/ops/tune.ipynb #74100e7e
@@ -142,7 +145,7 @@ def _reading(t: _Tuning, spec: MelSpec, rounds: int) -> dict[Key, Runs]:
 
 def _builds(t: _Tuning, tried: Sequence[Candidate], rounds: int) -> dict[Key, Runs]:
     "Trials of builds by each setting."
-    small = BuildTrials(t.sample.first(16), t.trials.work, t.trials.spec, t.trials.engine, t.trials.device)
+    small = t.of(t.sample.first(16))
     warmed = sweep({(c.name, "warm"): partial(small.run, c, "warm") for c in tried if "warm" in t.states}, rounds=1, ends_s=t.until("build"))
     ready = [c for c in tried if not (runs := warmed.get((c.name, "warm"))) or runs.seconds or not runs.failure or c.name == DEFAULT]
     found = t.sweep("tune: builds", "build", {(c.name, cache): partial(t.trials.run, c, cache) for c in ready for cache in t.states}, rounds)
@@ -159,7 +162,7 @@ def _prove(t: _Tuning, chosen: Candidate) -> dict[str, Any]:
     done = {}
     for name, c in {"default": Candidate(DEFAULT), "chosen": chosen}.items():
         config = PipelineConfig(**dict(c.changes), device=t.trials.device)      # type: ignore[arg-type]
-        done[name] = build_sample(t.sample, t.trials.work / f"{name}.h5", config, mode=c.mode, spec=t.trials.spec, engine=t.trials.engine, check=64)
+        done[name] = t.trials.build(name, config, mode=c.mode, check=64)
     if done["default"].path.read_bytes() != done["chosen"].path.read_bytes():
         raise VerifyError("other settings of speed gave other bytes, so nothing is kept", path=t.sample.listing.folder, found=chosen.name,
                           remedy="build with the defaults and report this")
@@ -181,6 +184,7 @@ def tune(
     spec: SpecLike = None,                  # as for `build`
     engine: str = "auto",
     device: str = "auto",
+    with_waveforms: bool = False,           # as for `build`
     manifest: Manifest | None = None,       # what `scan` gave, to save listing again
     budget_s: float = 60.0,                 # seconds that all of it may take
     work_dir: str | os.PathLike | None = None,   # where a temporary folder is made: best on the disk that data sets go to
@@ -193,7 +197,7 @@ def tune(
     pool = take_sample(manifest, MOST_FILES)
     states = [*CACHES] if hasattr(os, "posix_fadvise") else ["warm"]
     with _work_folder(work_dir) as work:
-        t = _Tuning(BuildTrials(pool, work, spec, engine, device), began, began + budget_s, progress, states)
+        t = _Tuning(BuildTrials(pool, work, spec, engine, device, with_waveforms), began, began + budget_s, progress, states)
         figures, chosen = _measure(t, manifest, pool)
         figures |= {"root": show_path(manifest.root), "budget_s": budget_s, "seconds": time.monotonic() - began}
     if keep: figures["path"] = show_path(write_tuned(manifest.root, _body(figures, chosen, engine, device)))
@@ -207,7 +211,7 @@ def _measure(t: _Tuning, manifest: Manifest, pool: Sample) -> tuple[dict[str, An
     spec, _ = resolve_spec(t.trials.spec, [pool.listing])
     offer, about = _what_to_try(t, manifest, spec)
     sample, tried, rounds = _narrow(t, offer, pool)
-    t.trials = BuildTrials(sample, t.trials.work, t.trials.spec, t.trials.engine, t.trials.device)
+    t.trials = t.of(sample)
     builds = t.states_of(_builds(t, tried, rounds))
     listed = shortlist(builds, tried)
     again = t.states_of(_second_look(t, listed)) if len(listed) > 1 else {}
@@ -215,7 +219,7 @@ def _measure(t: _Tuning, manifest: Manifest, pool: Sample) -> tuple[dict[str, An
     reading = t.states_of(_reading(t, spec, rounds))
     figures = {"suite": "tune", "made_utc": datetime.now(UTC).isoformat(timespec="seconds"), "leakmel_version": __version__, "machine": machine_facts(),
                **about, "n_files": len(sample), "n_files_there": len(manifest), "n_bytes": sample.listing.n_bytes,
-               "split": sample.listing.split, "rounds": rounds, "interval": "listing to published file, fsync and check left out",
+               "split": sample.listing.split, "spec": spec.to_dict(), "with_waveforms": t.trials.with_waveforms, "rounds": rounds, "interval": "listing to published file, fsync and check left out",
                **{key: {cache: [asdict(s) for s in scores] for cache, scores in by.items()} for key, by in
                   (("reading", reading), ("builds", builds), ("second_look", again))},
                "verdicts": {cache: verdict(_settable(builds[cache], tried)) for cache in t.states},

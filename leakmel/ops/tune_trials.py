@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['STRETCHES', 'CACHES', 'STAYED', 'DEFAULT', 'PLAIN_WAY', 'pick', 'Sample', 'take_sample', 'asked_about',
-           'share_cached', 'StateError', 'make_cache_state', 'Candidate', 'candidates', 'trial_config', 'build_sample',
-           'BuildTrials', 'read_plainly', 'reading_ways']
+           'share_cached', 'StateError', 'make_cache_state', 'Candidate', 'candidates', 'trial_config', 'BuildTrials',
+           'read_plainly', 'reading_ways']
 
 # %% ../../nbs/ops/tune_trials.ipynb #f4751856
 import mmap, os, time
@@ -199,20 +199,6 @@ def trial_config(
     "Settings of a build that is only timed."
     return PipelineConfig(**changes, device=device, fsync=False, monitor_interval_s=0.0, cache_dir=os.fspath(work / "cache"))
 
-def build_sample(
-    sample: Sample,
-    out: Path,                       # data set to write
-    config: PipelineConfig,
-    *,
-    mode: str = "stream",
-    spec: SpecLike = None,
-    engine: str = "auto",
-    check: int | None = 0,
-) -> BuildResult:                    # raises LeakmelError
-    "Build the sample."
-    return build(sample.manifest.root, split=sample.listing.split or None, out=out, spec=spec, engine=engine, mode=mode, pipeline=config,
-                 manifest=sample.manifest, check=check, progress="none", fresh=True)
-
 # %% ../../nbs/ops/tune_trials.ipynb #f052316f
 @dataclass(frozen=True)
 class BuildTrials:
@@ -222,11 +208,25 @@ class BuildTrials:
     spec: SpecLike = None
     engine: str = "auto"
     device: str = "auto"
+    with_waveforms: bool = False
+
+    def build(
+        self,
+        name: str,                       # of the data set in the temporary folder, without its ending
+        config: PipelineConfig,
+        *,
+        mode: str = "stream",
+        check: int | None = 0,
+    ) -> BuildResult:                    # raises LeakmelError
+        "Build the sample."
+        manifest, split = self.sample.manifest, self.sample.listing.split or None
+        return build(manifest.root, split=split, out=self.work / f"{name}.h5", spec=self.spec, engine=self.engine, mode=mode, pipeline=config,
+                     manifest=manifest, check=check, progress="none", with_waveforms=self.with_waveforms, fresh=True)
 
     def run(self, candidate: Candidate, cache: str) -> float:      # seconds; raises LeakmelError, OSError
         "Build the sample once, from a cold or a warm page cache."
         config = trial_config(candidate.changes, self.device, self.work)
-        build_once = partial(build_sample, self.sample, self.work / "trial.h5", config, mode=candidate.mode, spec=self.spec, engine=self.engine)
+        build_once = partial(self.build, "trial", config, mode=candidate.mode)
         held = self.work / "cache"
         if candidate.mode == "memmap":
             if candidate.later and not any(held.glob("*")): build_once()
