@@ -89,7 +89,8 @@ _TELLING = 0.015      # part of the time from which builds from each state are l
 def _get_to_know(t: _Tuning, pool: Sample) -> None:
     "Larger and larger builds until they tell what a recording costs."
     n = min(LEAST_FILES, len(pool))
-    t.of(pool.first(n)).build("trial", PipelineConfig(device=t.trials.device, fsync=False))      # compiles what is to be compiled, and raises what is wrong with the recordings
+    # compiles what is to be compiled, and raises what is wrong with the recordings
+    t.of(pool.first(n)).build("trial", PipelineConfig(device=t.trials.device, fsync=False))
     t.began = min(time.monotonic(), t.ends)      # the phases share the time that is left
     while True:
         began, trials = time.monotonic(), t.of(pool.first(n))
@@ -219,7 +220,8 @@ def _measure(t: _Tuning, manifest: Manifest, pool: Sample) -> tuple[dict[str, An
     reading = t.states_of(_reading(t, spec, rounds))
     figures = {"suite": "tune", "made_utc": datetime.now(UTC).isoformat(timespec="seconds"), "leakmel_version": __version__, "machine": machine_facts(),
                **about, "n_files": len(sample), "n_files_there": len(manifest), "n_bytes": sample.listing.n_bytes,
-               "split": sample.listing.split, "spec": spec.to_dict(), "with_waveforms": t.trials.with_waveforms, "rounds": rounds, "interval": "listing to published file, fsync and check left out",
+               "split": sample.listing.split, "spec": spec.to_dict(), "with_waveforms": t.trials.with_waveforms, "rounds": rounds,
+               "interval": "listing to published file, fsync and check left out",
                **{key: {cache: [asdict(s) for s in scores] for cache, scores in by.items()} for key, by in
                   (("reading", reading), ("builds", builds), ("second_look", again))},
                "verdicts": {cache: verdict(_settable(builds[cache], tried)) for cache in t.states},
