@@ -46,6 +46,8 @@ $(READY): $(SETUP)
 build: $(READY) ## build verified data sets, from DATA or a made demo set, into OUT or a new folder below runs/
 	@$(BIN)/python nbs/_tools/run_build.py
 
+# One thread of torch for a worker: threads of several workers that wait for each other take a few cores twice as long.
+test: export OMP_NUM_THREADS := 1
 test: $(READY) ## check that notebooks and package agree, then run notebook tests, ruff, mypy and pytest
 	$(BIN)/python nbs/_tools/sync.py --check
 	@[ -z '$(UNMET)' ] || echo "not run, for want of triton: nbs/mel/triton_kernel.ipynb ($(BIN)/pip install -e '.[gpu]' brings it)"

@@ -181,7 +181,7 @@ def test_the_hard_case(compute: Compute, preset: str, n_mels: int, bins: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("geometry", [pytest.param(name, marks=[pytest.mark.long] if "8,192" in name else []) for name in GEOMETRIES])
 def test_parity_of_other_geometries(compute: Compute, geometry: str) -> None:
     changes = GEOMETRIES[geometry]
     spec = MelSpec(**({"duration_s": max(1.25, changes.get("long_window", 0) / 4096)} | changes))
@@ -356,10 +356,12 @@ def compile_ahead(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED)
-def test_machine_code_for_cards_that_are_not_here(capability: int) -> None:
+@pytest.mark.parametrize(("capability", "which"), [(90, "all"), (120, "presets"), pytest.param(120, "all", marks=pytest.mark.long)])
+def test_machine_code_for_cards_that_are_not_here(capability: int, which: str) -> None:
     "Fits a block's shared memory, multiplies on tensor cores, loads tables ahead, and keeps 16-bit samples' values in registers."
-    cases = [(name, samples) for samples in ("int16", "float32") for name in (AHEAD if samples == "int16" else ["disjoint", "overlap", "4,096 points"])]
+    cases = [(name, samples) for samples in ("int16", "float32") for name in (AHEAD if samples == "int16" else ["disjoint", "overlap", "4,096 points"])
+             if which == "all" or (name in ("disjoint", "overlap") and samples == "int16")]
+    assert len(cases) == (len(AHEAD) + 3 if which == "all" else 2)
     moments = ("disjoint", "moments")
     found = compile_ahead([{"capability": capability, "spec": asdict(MelSpec(**AHEAD[name])), "samples": s} for name, s in [moments, *cases]])
     assert found[0]["shared"] < 1024
