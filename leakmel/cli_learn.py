@@ -77,7 +77,7 @@ def spoken_warnings() -> Iterator[None]:
 # %% ../nbs/cli_learn.ipynb #b01797f7
 def add_search(p: argparse.ArgumentParser) -> None:
     "Options of `leakmel search`."
-    from leakmel.learn.checkpoint_settings import CheckpointSettings
+    from leakmel.learn.checkpoint_settings import RESUME, CheckpointSettings
     from leakmel.learn.train_settings import TrainSettings
     p.add_argument("data", help="folder with TRAINING_DATASET.H5 and VALIDATION_DATASET.H5, or the file of the training recordings; recordings for testing are "
                                 "not looked at")
@@ -98,6 +98,7 @@ def add_search(p: argparse.ArgumentParser) -> None:
     p.add_argument("--leak-label", default="LEAK", metavar="NAME", help="label of the leaks: its whole name (default LEAK)")
     p.add_argument("--kind", default="multiclass", choices=["multiclass", "binary"], help="tell all labels apart, or leaks from the rest (default multiclass)")
     p.add_argument("--leave-out", default="", metavar="NAMES", help="labels that are neither learned nor counted, with commas between")
+    p.add_argument("--resume", default="auto", choices=RESUME, help="go on with an interrupted search: where it is the same, always, never (default auto)")
     p.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:1 (default auto)")
     add_field_options(p, CheckpointSettings, "checkpoints: never change a weight")
     add_field_options(p, TrainSettings, "what the search begins with")
@@ -111,13 +112,13 @@ def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from leakmel.learn.search_space import space_from_text
     from leakmel.learn.train_settings import TrainSettings
     from leakmel.learn.training_runs import plan_training
-    names = ("data", "out", "validation", "group", "allow_leaky_split", "leak_label", "kind", "leave_out", "device")
-    given = {n: getattr(args, n) for n in names} | {"testing": None, "resume": "auto", "evaluation": False}
+    names = ("data", "out", "validation", "group", "allow_leaky_split", "leak_label", "kind", "leave_out", "resume", "device")
+    given = {n: getattr(args, n) for n in names} | {"testing": None, "evaluation": False}
     for kind in (TrainSettings, CheckpointSettings): given |= given_fields(args, kind)
     space = None if args.space is None else space_from_text(args.space)
     with spoken_warnings():
         plan = plan_training(given, progress=progress_of(args))
-        files, how = plan.sets.files, {n: v for n, v in plan.given.items() if n != "resume"}
+        files, how = plan.sets.files, dict(plan.given)
         if plan.split is None: how |= {"training": files["training"], "validation": files.get("validation")}
         else: how |= {"training": list(files.values()), "split": plan.split}
         result = search(out=plan.out, space=space, settings=plan.settings, trials=args.trials, hours=args.hours, again=args.again, prune_after=args.prune_after,

@@ -353,6 +353,7 @@ def test_a_trial_that_was_over_before_it_was_noted_is_not_learned_again(sets: Pa
     ({"space": {"channels": [[4, 8]]}}, "nothing to choose"),
     ({"space": {"channels": [[4, 8], [0]]}}, "channels"),
     ({"trials": 0}, "trials"), ({"hours": -1.0}, "hours"), ({"again": 1.5}, "again"),
+    ({"resume": "perhaps"}, "resume is not known"),
     ({"device": "tpu"}, "no such device"), ({"leak_label": "EAK"}, "no such label"),
 ], ids=str)
 def test_what_is_wrong_is_said_before_anything_is_trained(sets: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
@@ -372,6 +373,34 @@ def test_another_search_in_the_folder_is_refused_by_name(sets: Path, right: Sear
     assert {p: p.read_bytes() for p in right.folder.rglob("*") if p.is_file()} == before
 
 
+def test_it_begins_anew_where_that_is_said(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+    "The same trials as in a new folder, and nothing is left of the other search."
+    out = tmp_path / "run"
+    with pytest.raises(DataError, match="no search to go on with.*Leave resume='always' out"): searched(sets, out, resume="always")
+    searched(sets, out, space={"dropout": [0.1, 0.5]}, trials=LAST + 1, again=0)
+    (out / "trials" / "notes").mkdir()
+    (out / "figures" / "importance.html").touch()
+    with pytest.raises(UsageError, match="another search lies in this folder.*or resume='never', which throws it away"): searched(sets, out)
+    done = searched(sets, out, resume="never")
+    assert_same(out, right)
+    assert {p.relative_to(out) for p in out.rglob("*")} == {p.relative_to(right.folder) for p in right.folder.rglob("*")} | {Path("trials/notes")}
+    before = (out / "search.json").read_bytes()
+    assert searched(sets, out, resume="always").trials == done.trials
+    assert (out / "search.json").read_bytes() == before
+
+
+def test_ended_while_it_begins_anew_it_is_the_new_search(sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "After the other search is forgotten, before its trials are removed."
+    searched(sets, tmp_path / "run", space={"dropout": [0.1, 0.5]}, trials=2, again=0)
+    def dying(folder: Path) -> None: raise KeyboardInterrupt
+    with monkeypatch.context() as m:
+        m.setattr(module, "clear_trials", dying)
+        with pytest.raises(KeyboardInterrupt): searched(sets, tmp_path / "run", resume="never")
+    assert (tmp_path / "run" / "trials" / "0001").is_dir()
+    searched(sets, tmp_path / "run")
+    assert_same(tmp_path / "run", right)
+
+
 def test_the_folder_of_something_else_is_left_alone(sets: Path, right: SearchResult, tmp_path: Path) -> None:
     trained = train(*files(sets), out=tmp_path / "model", settings=replace(TINY, epochs=1), device="cpu", progress=False)
     with pytest.raises(OutputError, match="no search wrote"): searched(sets, trained.model_path.parent)
@@ -379,7 +408,9 @@ def test_the_folder_of_something_else_is_left_alone(sets: Path, right: SearchRes
     (tmp_path / "spoilt").mkdir()
     for text in ("{}", "no JSON", '{"format": "leakmel search 1", "identity": {}, "trials": [{"number": 0}], "again": [], "under_way": null}'):
         (tmp_path / "spoilt" / "search.json").write_text(text)
-        with pytest.raises(DataError, match="not the file of a search"): searched(sets, tmp_path / "spoilt")
+        for resume in ("auto", "never"):
+            with pytest.raises(DataError, match="not the file of a search"): searched(sets, tmp_path / "spoilt", resume=resume)
+        assert (tmp_path / "spoilt" / "search.json").read_text() == text
 
 
 def test_one_search_at_a_time(sets: Path, tmp_path: Path) -> None:

@@ -15,15 +15,15 @@ from typing import Any, Literal
 
 from ..core.errors import DataError, MachineError, OutputError, UsageError, show_path
 from ..core.progress import Progress, announce
-from .checkpoint_settings import CheckpointSettings
-from .checkpoints import latest_checkpoint, write_whole
+from .checkpoint_settings import RESUME, CheckpointSettings
+from .checkpoints import latest_checkpoint, remove_file, write_whole
 from .detector import Detector, load_detector
 from .history import EpochFigures, epochs_from, should_stop
 from .preparation import Sources, TrainingData, differences, open_training, training_identity
 from .search_results import SearchResult, save_plots, verdict
 from .search_space import Space, plain_space, read_space, settings_with
 from .search_study import Proposals, importances, replay
-from .search_trials import (HISTORY, MODEL, STATE, TRIALS, Again, Memory, Trial, again_folder, figure_of, read_memory, tidy, trial_folder,
+from .search_trials import (HISTORY, MODEL, STATE, TRIALS, Again, Memory, Trial, again_folder, clear_trials, figure_of, read_memory, tidy, trial_folder,
                                          trial_of, write_trials)
 from .splits import Split
 from .train_settings import TrainSettings
@@ -212,7 +212,8 @@ def _conclude(s: _Search, trials: int, again: int, stamp: str) -> SearchResult:
     write_whole(s.folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode(), sync=False)
     settings = settings_with(s.base, best.changes)
     result = SearchResult(s.folder, tuple(m.trials), best, settings, detector, s.folder / MODEL, tuple(before + after), shares, summary)
-    save_plots(s.folder / "figures", result.plots())
+    save_plots(s.folder / "figures", plots := result.plots())
+    if "importance" not in plots: remove_file(s.folder / "figures" / "importance.html")      # of a search that was there before
     return result
 
 def _chosen_detector(s: _Search, best: Trial, chosen: dict[str, Any]) -> Detector:
@@ -243,13 +244,14 @@ def search(
     split: Split | None = None,                       # of `group_split`, in place of `validation`; its part "testing" is not looked at
     allow_leaky_split: bool = False,
     legacy: bool = False,
+    resume: str = "auto",                             # go on with an interrupted search: "auto", "always" or "never"
     device: str = "auto",
     checkpoints: CheckpointSettings | None = None,
     progress: bool | str = True,
 ) -> SearchResult:                                    # raises UsageError, DataError, OutputError
     "Search the settings of a training on validation; what was interrupted goes on."
     base, show = settings or TrainSettings(), progress if isinstance(progress, str) else "auto" if progress else "none"
-    _check(trials, hours, again, prune_after, prune_epochs)
+    _check(trials, hours, again, prune_after, prune_epochs, resume)
     began, found, folder = time.monotonic(), read_space(space, base), Path(os.path.abspath(os.path.expanduser(out)))
     proposals = Proposals(found, base, prune_after=prune_after, prune_epochs=prune_epochs)
     how: dict[str, Any] = dict(leak_label=leak_label, kind=kind, leave_out=leave_out, split=split, allow_leaky_split=allow_leaky_split, legacy=legacy)
@@ -261,10 +263,10 @@ def search(
     for w in came: warnings.warn(w.message, stacklevel=2)
     how |= dict(device=str(pick_device(device)), checkpoints=checkpoints)
     with _alone(folder), Progress(trials, unit="trials", label="search", show=show) as bar:
-        s = _Search(folder, base, found, proposals, _taken_up(folder, identity), how, bar, show, [str(w.message) for w in came])
+        s = _Search(folder, base, found, proposals, _taken_up(folder, identity, resume), how, bar, show, [str(w.message) for w in came])
         replay(proposals, s.memory.trials)
         tidy(folder, s.memory)
-        with _noted(s): return _all_of_it(s, trials, math.inf if hours is None else began + 3600 * hours, again, stamp)
+        with _noted(s, resume): return _all_of_it(s, trials, math.inf if hours is None else began + 3600 * hours, again, stamp)
 
 # %% ../../nbs/learn/search.ipynb #ecd71afa
 @contextmanager
@@ -282,28 +284,33 @@ def _all_of_it(s: _Search, trials: int, ends: float, again: int, stamp: str) -> 
     _run_again(s, again)
     return _conclude(s, trials, again, stamp)
 
-def _taken_up(folder: Path, identity: dict[str, Any]) -> Memory:
-    "What the search of this folder remembers; raises UsageError where it is another one."
+def _taken_up(folder: Path, identity: dict[str, Any], resume: str) -> Memory:
+    "What the search of this folder remembers; raises UsageError where it is another one, DataError where there has to be one."
     found = read_memory(folder)
+    if found is None and resume == "always": raise DataError("there is no search to go on with", path=folder, remedy="leave resume='always' out")
     if found is None: return Memory(identity)
+    if resume == "never": (found := Memory(identity)).write(folder)
     if said := _differences(found.identity, json.loads(json.dumps(identity))):
         raise UsageError("another search lies in this folder", path=folder, found="; ".join(said),
-                         remedy="use its data, settings and space to go on, or another folder")
+                         remedy="use its data, settings and space to go on, another folder, or resume='never', which throws it away")
     noted = [*(t.changes for t in found.trials), *([] if found.under_way is None else [found.under_way])]
     if any(set(changes) != set(identity["space"]) for changes in noted):
-        raise DataError("the trials of this search have other settings than it searches", path=folder / STATE, remedy="use another folder")
+        raise DataError("the trials of this search have other settings than it searches", path=folder / STATE, remedy="use another folder, or resume='never'")
+    if not noted: clear_trials(folder)      # of a search that was there before
     return found
 
 @contextmanager
-def _noted(s: _Search) -> Iterator[None]:
+def _noted(s: _Search, resume: str) -> Iterator[None]:
     "Say to whoever interrupts where the search is."
     try: yield
     except BaseException as e:
-        if not isinstance(e, Exception): e.add_note(f"{len(s.memory.trials):,} trials of the search are over: the same command goes on ({show_path(s.folder)})")
+        same = "the same command goes on" if resume != "never" else "the same command goes on without resume='never'"
+        if not isinstance(e, Exception): e.add_note(f"{len(s.memory.trials):,} trials of the search are over: {same} ({show_path(s.folder)})")
         raise
 
-def _check(trials: int, hours: float | None, again: int, prune_after: int, prune_epochs: int) -> None:
-    "Refuse numbers that cannot be."
+def _check(trials: int, hours: float | None, again: int, prune_after: int, prune_epochs: int, resume: str) -> None:
+    "Refuse what cannot be."
+    if resume not in RESUME: raise UsageError("resume is not known", found=repr(resume), expected=", ".join(RESUME))
     for name, value, least in (("trials", trials, 1), ("again", again, 0), ("prune_after", prune_after, 0), ("prune_epochs", prune_epochs, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UsageError(f"{name} is a whole number", found=repr(value), expected=f"{least} or more")

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'STATE', 'TRIALS', 'MODEL', 'HISTORY', 'figure_of', 'Trial', 'trial_of', 'best_trial', 'Again', 'Memory',
-           'read_memory', 'trial_rows', 'write_trials', 'trial_table', 'trial_folder', 'again_folder', 'tidy']
+           'read_memory', 'trial_rows', 'write_trials', 'trial_table', 'trial_folder', 'again_folder', 'clear_trials',
+           'tidy']
 
 # %% ../../nbs/learn/search_trials.ipynb #fe8c8024
-import csv, io, json, math
+import csv, io, json, math, re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.errors import DataError
+from ..dataset.writer import output_error
 from .checkpoints import remove_file, write_whole
 from .history import EpochFigures
 from .search_space import said_value
@@ -201,6 +203,16 @@ def again_folder(
 ) -> Path:
     "Where the settings of a trial are trained with another seed."
     return folder / TRIALS / f"{number:04d}-seed-{seed}"
+
+def clear_trials(
+    folder: Path,      # of a search that remembers no trial
+) -> None:             # raises OutputError
+    "Remove the trials of a search that was there before."
+    here = folder / TRIALS
+    for path in here.iterdir() if here.is_dir() and not here.is_symlink() else ():
+        if not re.fullmatch(r"\d{4,}(-seed-\d+)?", path.name) or path.is_symlink() or not path.is_dir(): continue
+        try: rmtree(path)
+        except OSError as e: raise output_error(e, path) from e
 
 def tidy(
     folder: Path,      # of the search
