@@ -552,6 +552,26 @@ def test_one_kind_of_recordings_alone(sets, tmp_path):
         assert set(e.votes) == {"mean", "any_long"}, "a rule may be given alone, too"
         assert e.table["leak"].tolist() == [label == "LEAK"] * 3
         assert any("there is nothing to tell apart" in c for c in e.cautions)
+        with pytest.warns(SplitWarning, match=f"{'NOLEAK' if label == 'LEAK' else 'LEAK'}: no recording with this label in testing"):
+            beside = lm.evaluate(detector(sets), alone, training=sets[0], progress="none", n_draws=100, allow_leaky_split=True)
+        assert set(beside.baselines) == {"level", "mean_mels"}
+        rest = "specificity" if label == "LEAK" else "sensitivity"
+        for text in (f"AUC, {rest} and a comparison with baselines need both labels", "Nothing can be said about the baselines"):
+            assert text in " ".join(beside.report().split())
+        known = {n for n, v in beside.judged.figures.items() if not np.isnan(v)}
+        assert {"auc", "balanced_accuracy", rest}.isdisjoint(known)
+        assert {"accuracy", "sensitivity" if label == "LEAK" else "specificity"} <= known
+        np.testing.assert_array_equal(beside.segment_scores, lm.evaluate(detector(sets), alone, progress="none", n_draws=100).segment_scores)
+        assert beside.save(tmp_path / f"{label} out")["evaluation.html"].exists()
+
+
+def test_without_both_labels_no_figure_compares(sets):
+    boot = Bootstrap(np.ones(40, bool), groups_of(np.arange(40) // 4))
+    best, worst = (judge(boot, np.full(40, s), name=n, title=n) for n, s in (("best", 0.9), ("worst", 0.1)))
+    for figure in FIGURES:
+        verdict = give_verdict(boot, best, [worst], figure)
+        assert verdict.beats is None, figure
+        assert "a comparison needs both labels" in verdict.text
 
 
 def test_the_title_names_what_was_not_beaten():

@@ -58,15 +58,16 @@ def open_sources(
     *,
     legacy: bool = False,                     # files of the earlier system
     chunk_cache_bytes: int | None = None,     # for files opened here: of HDF5's cache of unpacked chunks; contiguous rows ignore it
-) -> list[MelDataset]:                        # raises DataError where features or labels differ
+    same_labels: bool = True,                 # False: labels may differ; whoever asks tells them by their names
+) -> list[MelDataset]:                        # raises DataError where features differ, or labels that have to be the same
     "Open data sets whose rows are counted through; those that are open stay as they are."
     given = [sources] if isinstance(sources, (str, os.PathLike, MelDataset)) else list(sources)
     if not given: raise UsageError("no data set given", expected="at least one")
     opened: list[MelDataset] = []
     try:
         for s in given: opened.append(s if isinstance(s, MelDataset) else open_dataset(s, legacy=legacy, chunk_cache_bytes=chunk_cache_bytes))
-        for what, values in (("labels", [tuple(ds.class_names) for ds in opened]), ("rows of another shape", [ds.mels.shape[1:] for ds in opened]),
-                             ("features", [_features(ds) for ds in opened])):
+        for what, values in (("labels", [tuple(ds.class_names) for ds in opened if same_labels]),
+                             ("rows of another shape", [ds.mels.shape[1:] for ds in opened]), ("features", [_features(ds) for ds in opened])):
             for ds, value in zip(opened, values):
                 if value != values[0]:
                     raise DataError(f"data sets that do not belong together: {what}", path=ds.path, found=value, expected=f"{values[0]} as in {opened[0].path}",

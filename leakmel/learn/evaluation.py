@@ -132,7 +132,7 @@ def evaluate(
     given = {n: s for n, s in (("training", training), ("validation", validation), (part, data)) if s is not None}
     if len(given) < 1 + (training is not None) + (validation is not None): raise UsageError("a part has two names", found=repr(part))
     with _opened(given, legacy) as opened:
-        found = existing_split(opened, allow_leaky_split=allow_leaky_split) if split is None and len(opened) > 1 else split
+        found = existing_split(opened, allow_leaky_split=allow_leaky_split, same_labels=False) if split is None and len(opened) > 1 else split
         parts = _parts(opened, split, part, detector.task)
         if not len(parts[part].rows): raise DataError("no recording to judge by", path=parts[part].sources[0].path, found=too_short(parts[part]) or None)
         stamps = tuple(dict.fromkeys(s for s in (found.stamp if found else "", _own_stamp(detector), _source_stamp(parts, part)) if s))

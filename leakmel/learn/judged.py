@@ -79,6 +79,9 @@ def give_verdict(
     name = figure_title(figure)
     if not baselines: return Verdict(None, "Not compared with any baseline: whether this detector is better than a level meter is not known.", figure)
     found = tuple((b.title, differences(boot, (detector.figures, detector.draws), (b.figures, b.draws))[figure]) for b in baselines)
+    if boot.truth.all() or not boot.truth.any():
+        only = "every recording is a leak" if boot.truth.any() else "no recording is a leak"
+        return Verdict(None, f"Nothing can be said about the baselines: {only}, and a comparison needs both labels.", figure, found)
     for _, d in found:
         if not np.isfinite(d.value):
             why = detector.undefined.get(figure) or next((b.undefined[figure] for b in baselines if figure in b.undefined), "")
@@ -95,6 +98,11 @@ def figure_title(figure: str) -> str:
 
 # %% ../../nbs/learn/judged.ipynb #b356a4b6
 LEAST_RECORDINGS = 5      # of a class
+_WHAT_IS_LEFT = {
+    "is a leak": "AUC, sensitivity and a comparison with baselines need both labels; specificity says how often there is no false alarm, "
+                 "and nothing says how many leaks would be found.",
+    "is without a leak": "AUC, specificity and a comparison with baselines need both labels; sensitivity says how many of the leaks are found "
+                         "(precision is 1 in any case), and nothing says how many alarms would be false."}
 
 def cautions(
     truth: np.ndarray,      # [B] bool
@@ -106,7 +114,7 @@ def cautions(
     for word, mine in (("is a leak", truth), ("is without a leak", ~truth)):
         n, n_groups = int(mine.sum()), len(np.unique(groups.code[mine]))
         own = "a leak" if word == "is a leak" else "no leak"
-        if not n: found.append(f"No recording {word}: there is nothing to tell apart, and this proves nothing.")
+        if not n: found.append(f"No recording {word}: there is nothing to tell apart, and this proves nothing. {_WHAT_IS_LEFT[word]}")
         elif n < LEAST_RECORDINGS: found.append(f"Only {n} recording{'s' * (n > 1)} with {own}: it runs, but this proves nothing.")
         elif n_groups == 1 and len(groups) > 1: found.append(f"All recordings with {own} are of {groups.counted(1)}: whatever is peculiar to it "
                                                               "tells the label, so this proves nothing.")

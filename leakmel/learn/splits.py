@@ -204,18 +204,30 @@ def existing_split(
     *,
     allow_leaky_split: bool = False,      # no warning of what lies on both sides; the stamp stays
     legacy: bool = False,                 # files of the earlier system
+    same_labels: bool = True,             # False: a part may have been built alone, with other labels; they are told by their names, upper and lower case aside
 ) -> Split:                               # its rows are counted through the data sets in the order of `parts`
     "Take a split as it is, and look whether a sensor, a recording name or a content is on both sides; warns of what it finds."
     if len(parts) < 2: raise UsageError("a split has at least two parts", found=", ".join(parts) or "none")
     given = [[p] if isinstance(p, (str, os.PathLike, MelDataset)) else list(p) for p in parts.values()]
-    sources = open_sources(flat := [s for part in given for s in part], legacy=legacy)
+    sources = open_sources(flat := [s for part in given for s in part], legacy=legacy, same_labels=same_labels)
     try:
         of_source = np.cumsum([0, *map(len, sources)])
         ends = of_source[np.cumsum([0, *map(len, given)])].tolist()
         rows = {name: np.arange(a, b) for name, a, b in zip(parts, ends, ends[1:])}
-        labels = np.concatenate([ds.labels for ds in sources]).astype(np.int64)
-        return _looked_at(rows, recordings_table(sources), labels, sources[0].class_names, "The split as it was found.", allow_leaky_split)
+        labels, names = _labels_by_name(sources)
+        return _looked_at(rows, recordings_table(sources), labels, names, "The split as it was found.", allow_leaky_split)
     finally: _close_own(sources, flat)
+
+def _labels_by_name(sources: Sequence[MelDataset]) -> tuple[np.ndarray, list[str]]:
+    "[n] int64 labels of all rows, numbered through the data sets, and their names."
+    names, labels = list(sources[0].class_names), []
+    for ds in sources:
+        for name in ds.class_names:
+            if name.casefold() not in map(str.casefold, names): names.append(name)
+        folded = [n.casefold() for n in names]
+        numbers = [names.index(n) if n in names else folded.index(n.casefold()) for n in ds.class_names]
+        labels.append(np.array(numbers, np.int64)[ds.labels])
+    return np.concatenate(labels), names
 
 def _close_own(sources: Sequence[MelDataset], given: Sequence[DataSource]) -> None:
     "Close what was opened here."
