@@ -151,7 +151,6 @@ def best_threshold(
 @dataclass(frozen=True, eq=False)
 class Reliability:
     "Mean score and share of leaks, by steps of the score."
-    edges: np.ndarray          # [K + 1]
     n: np.ndarray              # [K] recordings
     mean_score: np.ndarray     # [K], NaN where there is none
     leak_share: np.ndarray     # [K], NaN where there is none
@@ -175,4 +174,4 @@ def reliability(
     bins = np.minimum((scores * n_bins).astype(np.int64), n_bins - 1)
     n = np.bincount(bins, minlength=n_bins)
     means = [_share(np.bincount(bins, weights=w, minlength=n_bins), n) for w in (scores, truth)]
-    return Reliability(np.linspace(0, 1, n_bins + 1), n, *means)
+    return Reliability(n, *means)
