@@ -101,10 +101,10 @@ def decide(
     return True, f"The challenger replaces the champion: {name} {d} on {testing.name}.{beware}"
 
 def worn(
-    n: int,      # challengers that a test set has judged, 1 or more
+    n: int,      # challengers that a test set has judged in one folder of rounds, 1 or more; what else it decided is not known
 ) -> str:
     "How far a test set can still be believed, a sentence."
-    return (f"These test recordings have judged {n:,} challenger{'s' * (n > 1)}: "
+    return (f"In this folder these test recordings have judged {n:,} challenger{'s' * (n > 1)}: "
             f"were none better, the chance that {'it' if n == 1 else 'one of them'} is called so would be about {1 - 0.975 ** n:.1%}.")
 
 # %% ../../nbs/learn/duels.ipynb #a8bda1d5
