@@ -20,6 +20,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.core.errors import DataError, OutputError, VerifyError
 from leakmel.dataset import again, begin, journal, loader
 from leakmel.dataset.again import state_path
+from leakmel.dataset.bad_files import BadFilesError
 from leakmel.dataset.job import Job
 from leakmel.dataset.journal import journal_path
 from leakmel.dataset.pipeline import PipelineConfig
@@ -799,6 +800,32 @@ def test_killed_at_steps_all_over_a_build_in_the_presence_of_an_old_data_set(dat
         assert leftovers(target.parent, *BESIDE) == []
         tried("S1")
     assert n > 12
+
+
+@pytest.mark.parametrize("policy", [{"max_rejected": 0.05}, {"on_bad_file": "stop"}], ids=str)
+def test_killed_at_steps_all_over_a_build_that_bad_files_would_end(data: Path, tmp_path: Path, tried: Callable, policy: dict[str, Any]) -> None:
+    "No kill lets it publish; the old data set is intact at every point, and who may leave the files out goes on from the rows that are there."
+    refusing, old_target = {"pipeline": replace(CONFIG, **policy)}, tmp_path / "old" / "x.h5"
+    old = build(data, old_target).path.read_bytes()
+    all_of_it(data)      # 2 of 33 files are bad, 6.1 %
+    settle()
+    right, n, n_resumed = fresh_bytes(data, tmp_path), 0, 0
+    for at in range(1, 100_000, 7):
+        target = tmp_path / f"t{at}" / "x.h5"
+        shutil.copytree(old_target.parent, target.parent)
+        was_killed = crash(data, target, at, **refusing)
+        assert target.read_bytes() == old
+        with pytest.raises(BadFilesError): build(data, target, **refusing)
+        assert target.read_bytes() == old
+        assert leftovers(target.parent, *BESIDE) == [".x.h5.journal", ".x.h5.partial"]
+        n_resumed += build(data, target).summary["resumed_rows"] > 0
+        assert target.read_bytes() == right
+        assert leftovers(target.parent, *BESIDE) == []
+        if not was_killed: break
+        n += 1
+        tried("S1")
+    assert n >= 3
+    assert n_resumed > n
 
 
 @pytest.mark.long
