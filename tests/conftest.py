@@ -2,6 +2,7 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +77,22 @@ def faulty(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("data") / "faulty"
     write_demo(root, n_files=24, faults=True)
     return root
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    "A real browser; skips the test where there is none."
+    from watched import chromium
+    with chromium() as opened: yield opened
+
+
+@pytest.fixture
+def watched(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    "A page of the size that the test's module wants."
+    from watched import Watched
+    page = browser.new_page(viewport=request.module.VIEWPORT)
+    yield Watched(page)
+    page.close()
 
 
 @pytest.fixture(scope="module")

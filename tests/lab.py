@@ -6,15 +6,25 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
-from watched import Watched
+from watched import MARKS, Watched
 
+ROOT = Path(__file__).resolve().parents[1]
+# What is asked of a page, in JavaScript.
 ERRORS = "[data-mime-type='application/vnd.jupyter.error'], [data-mime-type='application/vnd.jupyter.stderr']"
+SAYS_OK = """[...document.querySelectorAll('.jp-Notebook .jp-OutputArea-output pre')].some(e => e.textContent.includes('"ok": true'))"""
+OVER = f"""document.querySelector("{ERRORS}") || {SAYS_OK}"""
+FIGURES = "[...document.querySelectorAll('.jp-Notebook .js-plotly-plot')]"
+SEEN = f"""{FIGURES}.map(e => {{
+    const edge = e.getBoundingClientRect().right, texts = [...e.querySelectorAll('.gtitle, .gtitle-subtitle')].map(t => t.getBoundingClientRect().right);
+    return {{title: e.querySelector('.gtitle').textContent, height: e.getBoundingClientRect().height, cut: texts.some(x => x > edge),
+             traces: e.data.length, marks: e.querySelectorAll('{MARKS}').length}} }})"""
 
 
 def clean_env(home: Path, **more: str) -> dict[str, str]:
@@ -85,3 +95,34 @@ def run_all(page: Any) -> None:
     "Run all cells, by the menu."
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()
+
+
+def with_parameters(project: Path, name: str, **given: object) -> str:
+    "A copy of a run notebook in which some parameters have other values."
+    notebook = nbformat.read(ROOT / "nbs" / name, as_version=4)
+    (cell,) = (c for c in notebook.cells if "parameters" in c.metadata.get("tags", []))
+    lines = cell.source.splitlines()
+    for parameter, value in given.items():
+        (k,) = (k for k, line in enumerate(lines) if line.startswith(f"{parameter} = "))
+        lines[k] = f"{parameter} = {value!r}"
+    cell.source = "\n".join(lines)
+    nbformat.write(notebook, project / "nbs" / name)
+    return name
+
+
+def assert_drawn(page: Any, is_sentence: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    "Figures with titles in full, and something drawn in each that is not a sentence; gives what was seen of each."
+    seen = page.evaluate(SEEN)
+    for f in seen:
+        assert f["height"] > (100 if is_sentence(f) else 150), f
+        assert bool(f["marks"]) != is_sentence(f), f
+        assert not f["cut"], f
+    return seen
+
+
+def assert_quiet(watched: Watched, url: str) -> None:
+    "No error, no widget, no complaint, nothing fetched from elsewhere."
+    assert watched.page.locator(ERRORS).all_text_contents() == []
+    assert watched.page.locator(".jupyter-widgets").count() == 0
+    assert watched.serious == []
+    assert watched.outside(url, url.replace("http", "ws")) == []

@@ -4,12 +4,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
-from lab import ERRORS, clean_env, jupyter_lab, open_notebook, run_all
-from watched import MARKS, Watched, assert_figures, chromium
+from lab import ERRORS, FIGURES, OVER, assert_drawn, assert_quiet, clean_env, jupyter_lab, open_notebook, run_all, with_parameters
+from watched import Watched, assert_figures
 
 import leakmel as lm
 from leakmel.audio.synth import write_demo
@@ -17,20 +16,7 @@ from leakmel.dataset.config import PipelineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
-OVER = f"""document.querySelector("{ERRORS}")
-           || [...document.querySelectorAll('.jp-Notebook .jp-OutputArea-output pre')].some(e => e.textContent.includes('"ok": true'))"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as opened: yield opened
-
-
-@pytest.fixture
-def watched(browser) -> Iterator[Watched]:
-    page = browser.new_page(viewport={"width": 1400, "height": 6400})     # tall, so that a picture shows a whole notebook
-    yield Watched(page)
-    page.close()
+VIEWPORT = {"width": 1400, "height": 6400}      # tall, so that a picture shows a whole notebook
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +42,8 @@ def assert_shows_results(watched: Watched, lab: str) -> None:
     heights = page.evaluate("[...document.querySelectorAll('.jp-Notebook .js-plotly-plot')].map(e => e.getBoundingClientRect().height)")
     assert len(heights) == 5
     assert min(heights) > 150
-    assert page.locator(".jupyter-widgets").count() == 0
-    assert page.locator(ERRORS).all_text_contents() == []
     assert page.get_by_text("24 rows, all data sets verified").count() == 1
-    assert watched.serious == []
-    assert watched.outside(lab, lab.replace("http", "ws")) == []
+    assert_quiet(watched, lab)
 
 
 def test_build_in_jupyterlab(lab, watched, project, tmp_path):
@@ -74,24 +57,12 @@ def test_build_in_jupyterlab(lab, watched, project, tmp_path):
     assert len(list(project.glob("runs/*/*.H5"))) == 3
 
 
-FIGURES = "document.querySelectorAll('.jp-Notebook .js-plotly-plot')"
-SEEN = f"""[...{FIGURES}].map(e => {{
-    const edge = e.getBoundingClientRect().right, texts = [...e.querySelectorAll('.gtitle, .gtitle-subtitle')].map(t => t.getBoundingClientRect().right);
-    return {{title: e.layout.title.text, height: e.getBoundingClientRect().height, cut: texts.some(x => x > edge),
-             traces: e.data.length, marks: e.querySelectorAll('{MARKS}').length}} }})"""
-
-
 @pytest.fixture(scope="module")
 def dashboard(project, browser) -> str:
     "The dashboard, about two runs: the first without queues, as a CPU builds, the second with readers of their own."
     for name, config in (("first", PipelineConfig()), ("second", PipelineConfig(read_workers=2))):
         lm.build_all(project / "tiny", out_dir=project / "kept" / name, pipeline=config, progress="none")
-    notebook = nbformat.read(ROOT / "nbs" / "dashboard.ipynb", as_version=4)
-    (cell,) = (c for c in notebook.cells if "parameters" in c.metadata.get("tags", []))
-    assert "run = None" in cell.source
-    cell.source = cell.source.replace("run = None", f"run = '{project}/kept/first, {project}/kept/second'")
-    nbformat.write(notebook, project / "nbs" / "dashboard.ipynb")
-    return "dashboard.ipynb"
+    return with_parameters(project, "dashboard.ipynb", run=f"{project}/kept/first, {project}/kept/second")
 
 
 def test_dashboard_in_jupyterlab(lab, watched, dashboard, tmp_path):
@@ -99,22 +70,15 @@ def test_dashboard_in_jupyterlab(lab, watched, dashboard, tmp_path):
     watched.page.set_viewport_size({"width": 1400, "height": 9600})
     page = open_notebook(watched, f"{lab}/lab/tree/{dashboard}?reset")
     run_all(page)
-    drawn = f"[...{FIGURES}].filter(e => e.querySelector('.gtitle')).length === 12"
+    drawn = f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length === 12"
     try: page.wait_for_function(f"""document.querySelector("{ERRORS}") || {drawn}""", timeout=120_000)
     finally: watched.picture(tmp_path / "dashboard.png")
-    assert page.locator(ERRORS).all_text_contents() == []
-    seen = page.evaluate(SEEN)
+    assert_quiet(watched, lab)
+    seen = assert_drawn(page, lambda f: not f["traces"])
     assert [f["title"] for f in seen if not f["traces"]] == ["No queue was recorded"]
-    for f in seen:
-        assert f["height"] > (150 if f["traces"] else 100), f
-        assert bool(f["marks"]) == bool(f["traces"]), f
-        assert not f["cut"], f
     assert page.get_by_text("24 rows, all data sets verified").count() == 1
     assert page.get_by_text("PERFORMANCE ANALYSIS").count() >= 1
     assert page.get_by_text("Settings that differ, in the order of the runs").count() == 1
-    assert page.locator(".jupyter-widgets").count() == 0
-    assert watched.serious == []
-    assert watched.outside(lab, lab.replace("http", "ws")) == []
 
 
 @pytest.fixture(scope="module")

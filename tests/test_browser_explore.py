@@ -7,16 +7,15 @@ from typing import Any
 
 import nbformat
 import pytest
-from lab import ERRORS, jupyter_lab, open_notebook, run_all
+from lab import ERRORS, FIGURES, jupyter_lab, open_notebook, run_all
 from test_notebooks import PLOTLY
-from watched import Watched, chromium
 
 from leakmel.audio.synth import write_demo
 from leakmel.dataset.spec_file import read_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
-FIGURES = "[...document.querySelectorAll('.jp-Notebook .js-plotly-plot')]"
+VIEWPORT = {"width": 1500, "height": 2700}      # tall, so that a picture shows a whole notebook
 DRAWN = f"{FIGURES}.filter(e => e._fullData)"      # while one is drawn anew it is not there
 RECORDING = f"{DRAWN}.find(e => e._fullData.some(t => t.type === 'heatmap'))"
 N_MELS, N_BANDS = f"{RECORDING}?._fullData.find(t => t.type === 'heatmap').y.length", f"{DRAWN}.find(e => e !== {RECORDING})?._fullData.at(-1).x.length"
@@ -33,20 +32,8 @@ def project(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as opened: yield opened
-
-
-@pytest.fixture(scope="module")
 def lab(browser, project) -> Iterator[str]:
     with jupyter_lab(project, browser, LEAKMEL_DATA=str(project / "tiny")) as url: yield url
-
-
-@pytest.fixture
-def watched(browser) -> Iterator[Watched]:
-    page = browser.new_page(viewport={"width": 1500, "height": 2700})     # tall, so that a picture shows a whole notebook
-    yield Watched(page)
-    page.close()
 
 
 def widget(page: Any, name: str) -> Any:

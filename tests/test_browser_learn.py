@@ -5,52 +5,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import nbformat
 import pytest
-from lab import ERRORS, jupyter_lab, open_notebook, run_all
+from lab import ERRORS, FIGURES, OVER, SAYS_OK, assert_drawn, assert_quiet, jupyter_lab, open_notebook, run_all, with_parameters
 from test_learn_predict import made_detector, write_mixed
-from watched import MARKS, Watched, chromium
+from watched import Watched
 
 import leakmel as lm
 from leakmel.learn.detector import load_detector
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
-FIGURES = "[...document.querySelectorAll('.jp-Notebook .js-plotly-plot')]"
-SAYS_OK = """[...document.querySelectorAll('.jp-Notebook .jp-OutputArea-output pre')].some(e => e.textContent.includes('"ok": true'))"""
-OVER = f"""document.querySelector("{ERRORS}") || {SAYS_OK}"""
+VIEWPORT = {"width": 1400, "height": 9600}      # tall, so that a picture shows a whole notebook
 CURVES = ".jp-Notebook .jp-OutputArea-output svg[role=img]"
-SEEN = f"""{FIGURES}.map(e => {{
-    const edge = e.getBoundingClientRect().right, texts = [...e.querySelectorAll('.gtitle, .gtitle-subtitle')].map(t => t.getBoundingClientRect().right);
-    return {{title: e.querySelector('.gtitle').textContent, height: e.getBoundingClientRect().height, cut: texts.some(x => x > edge),
-             marks: e.querySelectorAll('{MARKS}').length}} }})"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as opened: yield opened
-
-
-@pytest.fixture
-def watched(browser) -> Iterator[Watched]:
-    page = browser.new_page(viewport={"width": 1400, "height": 9600})     # tall, so that a picture shows a whole notebook
-    yield Watched(page)
-    page.close()
-
-
-def with_parameters(project: Path, name: str, **given: object) -> str:
-    "A copy of a run notebook in which some parameters have other values."
-    notebook = nbformat.read(ROOT / "nbs" / name, as_version=4)
-    (cell,) = (c for c in notebook.cells if "parameters" in c.metadata.get("tags", []))
-    lines = cell.source.splitlines()
-    for parameter, value in given.items():
-        (k,) = (k for k, line in enumerate(lines) if line.startswith(f"{parameter} = "))
-        lines[k] = f"{parameter} = {value!r}"
-    cell.source = "\n".join(lines)
-    nbformat.write(notebook, project / "nbs" / name)
-    return name
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +43,9 @@ def assert_sound(watched: Watched, lab: str, n_figures: int) -> list[str]:
     "Figures that are drawn with titles in full, no error, no widget, nothing fetched from elsewhere; gives the titles."
     page = watched.page
     page.wait_for_function(f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length >= {n_figures}", timeout=60_000)
-    assert page.locator(ERRORS).all_text_contents() == []
-    seen = page.evaluate(SEEN)
+    assert_quiet(watched, lab)
+    seen = assert_drawn(page, lambda f: f["title"] == "No recording was called what it is not")
     assert len(seen) == n_figures
-    for f in seen:
-        has_something = f["title"] != "No recording was called what it is not"      # then there is a sentence and no picture
-        assert f["height"] > (150 if has_something else 100), f
-        assert bool(f["marks"]) == has_something, f
-        assert not f["cut"], f
-    assert page.locator(".jupyter-widgets").count() == 0
-    assert watched.serious == []
-    assert watched.outside(lab, lab.replace("http", "ws")) == []
     return [f["title"] for f in seen]
 
 
