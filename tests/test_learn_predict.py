@@ -290,7 +290,7 @@ def test_votes_and_thresholds(mixed, tmp_path, vote):
     ({"vote": "half"}, UsageError), ({"threshold": 1.5}, UsageError), ({"threshold": float("nan")}, UsageError), ({"frac": 0.0}, UsageError),
     ({"frac": 0.3}, UsageError), ({"frac": 0.3, "vote": "mean"}, UsageError), ({"frac": 0.0, "vote": "frac_vote"}, UsageError),
     ({"length": "all"}, UsageError), ({"engine": "gpu"}, UsageError), ({"device": "tpu"}, UsageError), ({"files_per_batch": 0}, UsageError),
-    ({"read_workers": 1.5}, UsageError), ({"device": "cuda:77"}, EngineError)])
+    ({"read_workers": 1.5}, UsageError), ({"device": "cuda:77"}, UsageError)])
 def test_settings_that_do_not_exist(mixed, detector, tmp_path, wrong, kind):
     with pytest.raises(kind): lm.predict(mixed, detector, out=tmp_path / "x" / "x.csv", **(QUIET | wrong))
     assert not (tmp_path / "x").exists()

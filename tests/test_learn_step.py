@@ -2,8 +2,9 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import BytesIO
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from leakmel.core.errors import MachineError, UsageError
 from leakmel.learn.data import Batch
 from leakmel.learn.losses import balanced_weights, batch_totals, item_losses, loss_weights, piece_loss
 from leakmel.learn.net import LeakNet, NetSettings
+from leakmel.learn.preparation import differences, training_identity
 from leakmel.learn.step import StepFigures, Stepper, half_type, learning_rate, piece_bounds, ran_out
 from leakmel.learn.task import make_task
 from leakmel.learn.timing import StepTimer, StepTimes, device_clock, loader_advice, times_text
-from leakmel.learn.train_settings import TrainSettings
+from leakmel.learn.train_settings import SPEED_ONLY, TrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFF: dict[str, Any] = {"level_db": 0.0, "colour_db": 0.0, "noise_share": 0.0, "n_band_masks": 0, "n_time_masks": 0}
@@ -134,12 +136,16 @@ def test_pieces_give_the_gradients_of_the_batch(n, accumulation, changes):
     scale = max(float(g.abs().max()) for g in expected)
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6 * scale) for a, b in zip(expected, found, strict=True))
     assert scale > 0
+    given, forward = list[int](), pieces.forward
+    def counting(x: Tensor) -> Any:
+        given.append(len(x))
+        return forward(x)
+    pieces.forward = counting
     one, other = whole.step(batch), pieces.step(batch)
     assert float(one.loss) == pytest.approx(float(other.loss), rel=1e-5)
     assert int(one.n_correct) == int(other.n_correct)
     assert float(one.grad_norm) == pytest.approx(float(other.grad_norm), rel=1e-4)
-    assert other.n_pieces == len(piece_bounds(n, -(-24 // accumulation)))
-    assert one.n_pieces == 1
+    assert given == [p.stop - p.start for p in piece_bounds(n, -(-24 // accumulation))]
     assert one.n == other.n == n
 
 
@@ -460,8 +466,10 @@ def test_what_is_remembered_of_weights_follows_their_order_of_numbers(orders):
     then, now, same_as_then = (stepper_of(7, channels_last=last) for last in (*orders, orders[0]))
     run(then, range(2))
     for stepper in (now, same_as_then):
+        noted = then.state_dict()
+        noted["settings"]["channels_last"] = stepper.settings.channels_last      # "auto" on both devices, which means another order on each
         stepper.net.load_state_dict(then.net.state_dict())
-        stepper.load_state_dict(then.state_dict())
+        stepper.load_state_dict(noted)
         for group in stepper.optimiser.param_groups: group["fused"] = True
     for p, held in now.optimiser.state.items(): assert held["exp_avg"].stride() == held["exp_avg_sq"].stride() == p.stride()
     run(now, range(2, 4))
@@ -477,9 +485,38 @@ def test_the_state_of_another_training_is_refused(changes):
     with pytest.raises(UsageError, match=f"another training; found {next(iter(changes))}"): stepper.load_state_dict(noted)
 
 
-def test_what_does_not_change_a_step_may_differ():
-    noted = stepper_of(7, num_workers=2, accumulation=2).state_dict()
-    stepper_of(7, num_workers=8, loader="stream", accumulation=4, profile_every=3, early_stop_epochs=1).load_state_dict(noted)
+OTHERS: dict[str, Any] = {
+    "level_db": 1.0, "colour_db": 0.5, "noise_share": 0.3, "noise_snr_db": 3.0, "noise_snr_range_db": 10.0, "n_band_masks": 2, "band_mask_width": 3,
+    "n_time_masks": 1, "time_mask_width": 2, "loader": "stream", "preload_to_ram": False, "device_fraction": 0.25, "buffer_blocks": 8, "num_workers": 2,
+    "prefetch_factor": 2, "persistent_workers": False, "pin_memory": False, "start_method": "fork", "epochs": 3, "epoch_share": 0.5, "batch_size": 48,
+    "accumulation": 2, "learning_rate": 1e-4, "warmup_share": 0.3, "min_lr_share": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "loss": "focal",
+    "focal_gamma": 1.0, "class_weights": None, "label_smoothing": 0.1, "aux_weight": 0.1, "amp": "bf16", "use_compile": True,
+    "compile_mode": "max-autotune", "channels_last": True, "vote": "mean", "vote_share": 0.25, "early_stop_epochs": 1, "seed": 5, "profile_every": 3,
+    "form": "vector", "channels": (8, 9), "dropout": 0.1}
+
+
+def test_another_value_is_known_for_each_setting():
+    usual = asdict(TrainSettings(batch_size=24, channels=(8, 8), warmup_share=0.2))
+    assert set(OTHERS) == set(usual)
+    assert all(OTHERS[name] != value for name, value in usual.items())
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_only_what_never_changes_a_weight_may_differ(name, monkeypatch):
+    "One list of settings for the state of a step and for the identity of a training."
+    monkeypatch.setattr(torch, "compile", lambda net, mode: net)
+    then = TrainSettings(batch_size=24, channels=(8, 8), warmup_share=0.2)
+    now, data = replace(then, **{name: OTHERS[name]}), SimpleNamespace(identity=dict.fromkeys(("task", "training", "validation"), ""))
+    said = differences(training_identity(data, then), training_identity(data, now))      # type: ignore[arg-type]
+    noted = stepper_of(7).state_dict()
+    stepper = Stepper(net_of(), TASK, now, "cpu", COUNTS, 7)
+    if name in SPEED_ONLY:
+        stepper.load_state_dict(noted)
+        assert said == []
+        return
+    with pytest.raises(UsageError, match=f"another training; found {name} "): stepper.load_state_dict(noted)
+    assert len(said) == 1
+    assert said[0].startswith(f"{name}=")
 
 
 @pytest.mark.parametrize("spoil", [

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['UNCHOSEN', 'FORMAT', 'Detector', 'picture_shape', 'load_detector', 'check_features', 'differing', 'score_segments',
-           'score_rows', 'send_to_host']
+           'score_rows', 'scores_by_batch', 'send_to_host']
 
 # %% ../../nbs/learn/detector.ipynb #8308c20c
 import json, os, re
@@ -21,6 +21,7 @@ from torch import Tensor
 from ..core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
 from .checkpoints import load_plain, plain_bytes, require_kind, write_whole
 from .data import Segments
+from .devices import Portions, exactly_float32, ran_out, room
 from .loaders import open_loader
 from .net import FORMS, LeakNet, NetSettings, matrices
 from .task import Task
@@ -102,7 +103,7 @@ def _segment_scores(detector: Detector, rows: Tensor) -> Tensor:
     if rows.ndim != 5: raise UsageError("not rows of a data set", found=f"shape {tuple(rows.shape)}", expected="[B, L, S, M, T]")
     n, n_long = rows.shape[:2]
     detector.net.eval()
-    with torch.inference_mode():
+    with torch.inference_mode(), exactly_float32():
         items = rows.flatten(0, 1) if detector.net.settings.form == "matrix" else rows.flatten(0, 2)
         logits, _ = detector.net(matrices(items))
         scores = logits.float().softmax(1)[:, detector.task.leak_in_model]
@@ -229,14 +230,15 @@ def score_rows(
     device: str | torch.device = "cpu",
     files_per_batch: int = 64,             # recordings that are judged at once
     progress: Callable[[int], object] | None = None,      # called with the number of recordings judged so far
-) -> np.ndarray:                           # [n, L] float32, in the order of `ds.rows`; NaN behind the end of a recording; raises DataError
+) -> np.ndarray:     # [n, L] float32, in the order of `ds.rows`; NaN behind the end of a recording; raises DataError, MachineError
     "Probability of a leak in each long segment of each recording."
     if ds.level != "recording": raise UsageError("recordings are judged, not segments", found=repr(ds), expected="level='recording'")
     if files_per_batch < 1: raise UsageError("files_per_batch must be at least 1", found=files_per_batch)
     check_features(detector, ds)
-    detector.net.to(device)
+    with room("the model does not fit into memory", "free some of it, or use device='cpu'"): detector.net.to(device)
     found, done = np.empty((len(ds), ds.row_shape[0]), np.float32), 0
-    for scores in _scores(detector, ds, device, files_per_batch):
+    def judge(mels: Tensor, rows: slice) -> Tensor: return score_segments(detector, mels, ds.heard[rows])
+    for scores in scores_by_batch(ds, judge, device=device, files_per_batch=files_per_batch):
         found[done:done + len(scores)] = scores
         done += len(scores)
         if progress is not None: progress(done)
@@ -245,23 +247,51 @@ def score_rows(
                         remedy="run leakmel verify; if the rows are right, train it again")
     return found
 
-# %% ../../nbs/learn/detector.ipynb #86bf3736
-def _scores(detector: Detector, ds: Segments, device: str | torch.device, files_per_batch: int) -> Iterator[np.ndarray]:
-    "Scores of one batch after the other; those of a GPU are waited for one batch late, so that it always has the next one to do."
-    if not len(ds): return
-    with open_loader(ds, files_per_batch, device=device, shuffle=False) as loader:
-        last: Callable[[], np.ndarray] | None = None
-        for batch, start in zip(loader, range(0, len(ds), files_per_batch)):
-            coming = send_to_host(score_segments(detector, batch.x, ds.heard[start:start + files_per_batch]))
-            if last is not None: yield last()
-            last = coming
-        if last is not None: yield last()
+# %% ../../nbs/learn/detector.ipynb #ad121041
+def _batches(ds: Segments, size: int, device: torch.device) -> Iterator[Tensor]:
+    "Rows, batch by batch, in order; those that are streamed are on the host, page-locked for a GPU."
+    n_done, n_batches = 0, -(-len(ds) // size)
+    for kind in ("auto", "stream"):
+        if n_done == n_batches: return
+        try:
+            with open_loader(ds, size, kind=kind, device=device, shuffle=False) as loader:
+                vars(loader)["transfer"] = lambda batch: batch      # portions of it are brought over
+                for _ in range(n_done): loader.order.advance()
+                for batch in loader:
+                    n_done += 1
+                    yield batch.x
+        except (RuntimeError, MemoryError) as e:
+            if kind == "stream" or not ran_out(e): raise
 
+def scores_by_batch(
+    ds: Segments,                                 # recordings, level "recording"
+    judge: Callable[[Tensor, slice], Tensor],     # rows [n, L, S, M, T] on the device, and which of `ds` they are -> scores [n, ...] there
+    *,
+    device: str | torch.device = "cpu",
+    files_per_batch: int = 64,                    # recordings that are judged at once; less where memory runs out
+) -> Iterator[np.ndarray]:                        # scores of one batch after the other; raises MachineError where one recording is too much
+    "Judge recordings; scores of a GPU are waited for one batch late, so that it always has the next one to do."
+    if not len(ds): return
+    on, portions, start, last = torch.device(device), Portions(files_per_batch), 0, list[Callable[[], np.ndarray]]()
+    with room("memory is too small to read recordings for judging", "lower files_per_batch, or free some of it"):
+        for x in _batches(ds, files_per_batch, on):
+            def judged(part: slice, x: Tensor = x, start: int = start) -> Callable[[], np.ndarray]:
+                return send_to_host(judge(x[part].to(on, non_blocking=True), slice(start + part.start, start + part.stop)))
+            coming = portions.each(len(x), judged)
+            if last: yield _joined(last)
+            last, start = coming, start + len(x)
+    if last: yield _joined(last)
+
+def _joined(parts: list[Callable[[], np.ndarray]]) -> np.ndarray: return parts[0]() if len(parts) == 1 else np.concatenate([p() for p in parts])
+
+# %% ../../nbs/learn/detector.ipynb #ca3cd7b7
 def send_to_host(
     scores: Tensor,                    # of any shape, on the device of a detector
 ) -> Callable[[], np.ndarray]:         # gives them, of the same shape and type
     "Send scores to the host; what comes back waits for them, and for nothing that is queued later."
-    if scores.device.type != "cuda": return scores.numpy
+    if scores.device.type != "cuda":
+        found = scores.numpy()
+        return lambda: found
     out, there = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True), torch.cuda.Event()
     out.copy_(scores, non_blocking=True)
     there.record(torch.cuda.current_stream(scores.device))

@@ -22,6 +22,7 @@ from ..dataset.rows import read_rows
 from .baselines import Baseline, fit_baselines, leaks
 from .data import DataSource, Segments, open_sources
 from .detector import UNCHOSEN, Detector, load_detector, score_rows
+from .devices import pick_device
 from .groups import Group
 from .intervals import Bootstrap, differences, recording_groups, source_names
 from .judged import Judged, cautions, give_verdict, judge, label_control
@@ -30,7 +31,6 @@ from .preparation import silence_behind, too_short
 from .results import Evaluation, Misjudged
 from .splits import Split, existing_split, shared_values
 from .task import Task
-from .training_state import pick_device
 from .votes import VOTES, segments_needed, vote_scores
 
 if TYPE_CHECKING: import pandas as pd
@@ -113,7 +113,7 @@ def evaluate(
     votes: str | Sequence[str] = ("mean", "long_vote"),      # of `votes.VOTES`, beside the model's own; one or several
     group: Group = "sensor",                      # what is drawn together; by night, or each recording alone, where sensors are not known
     judged_by: str = "auc",                       # of `metrics.FIGURES`: by what it has to beat the baselines
-    files_per_batch: int = 64,                    # recordings scored at once
+    files_per_batch: int = 64,                    # recordings scored at once; less where memory runs out
     device: str = "auto",                         # "cpu", "cuda", ...; "auto": the first GPU, if there is one
     n_draws: int = 2000,                          # of groups, for intervals
     seed: int = 0,                                # of draws and deals
@@ -122,7 +122,7 @@ def evaluate(
     progress: str = "auto",                       # as for `core.progress.Progress`
 ) -> Evaluation:                                  # raises UsageError, DataError
     "Judge a detector by recordings, beside two baselines."
-    detector, on = model if isinstance(model, Detector) else load_detector(model, device="cpu"), str(pick_device(device))
+    detector, on = model if isinstance(model, Detector) else load_detector(model, device="cpu"), pick_device(device)
     votes = (votes,) if isinstance(votes, str) else tuple(votes)
     for rule in votes:
         if rule not in VOTES: raise UsageError("no such rule for the vote", found=repr(rule), expected=", ".join(VOTES))

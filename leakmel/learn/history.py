@@ -46,6 +46,8 @@ class EpochFigures:
     io_to_compute: float         # loader and copy over compute
     allocated_bytes: float       # of the device's memory, at most
     reserved_bytes: float
+    grad_norm: float = math.nan      # length of the gradients before clipping, mean over the steps
+    clipped_share: float = math.nan  # of the steps whose gradients were longer than clip_norm, 0 to 1
 
     def __repr__(self) -> str:
         known = [f"loss {self.loss:.4f}", *([] if math.isnan(self.f1) else [f"F1 {self.f1:.4f}"]), f"{self.batches_per_s:,.1f} batches/s"]

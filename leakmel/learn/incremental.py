@@ -6,7 +6,7 @@
 __all__ = ['class_scores', 'trusted_segments', 'Selection', 'select_segments', 'replayed', 'selection_csv']
 
 # %% ../../nbs/learn/incremental.ipynb #6b97efd9
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,9 @@ import torch
 
 from ..core.errors import DataError, UsageError, show_path
 from .data import Segments
-from .detector import Detector, check_features, send_to_host
+from .detector import Detector, check_features, scores_by_batch
+from .devices import exactly_float32, room
 from .human_labels import UNHEARD, recording_paths
-from .loaders import open_loader
 from .net import matrices
 from .picked import Choice, whole_recordings
 from .task import LEFT_OUT, Task
@@ -30,30 +30,20 @@ def class_scores(
     device: str | torch.device = "cpu",
     files_per_batch: int = 64,             # recordings that are judged at once
     progress: Callable[[int], object] | None = None,      # called with the number of recordings judged so far
-) -> np.ndarray:                           # [n, L, K] float32, of sum 1 over the classes; NaN behind the end of a recording; raises DataError
+) -> np.ndarray:                           # [n, L, K] float32, of sum 1 over the classes; NaN behind the end of a recording; raises DataError, MachineError
     "Probability of each class in each long segment of each recording."
     if ds.level != "recording": raise UsageError("recordings are judged, not segments", found=repr(ds), expected="level='recording'")
     if files_per_batch < 1: raise UsageError("files_per_batch must be at least 1", found=files_per_batch)
     check_features(detector, ds)
-    detector.net.to(device).eval()
+    with room("the model does not fit into memory", "free some of it, or use device='cpu'"): detector.net.to(device).eval()
+    is_heard = ds.is_heard
+    def judge(rows: torch.Tensor, which: slice) -> torch.Tensor: return _of_batch(detector, rows, is_heard[which])
     found, done = np.empty((len(ds), ds.row_shape[0], len(detector.task.model_names)), np.float32), 0
-    for scores in _scores(detector, ds, device, files_per_batch):
+    for scores in scores_by_batch(ds, judge, device=device, files_per_batch=files_per_batch):
         found[done:done + len(scores)] = scores
         done += len(scores)
         if progress is not None: progress(done)
     return found
-
-def _scores(detector: Detector, ds: Segments, device: str | torch.device, files_per_batch: int) -> Iterator[np.ndarray]:
-    "Scores of one batch after the other."
-    if not len(ds): return
-    is_heard = ds.is_heard
-    with open_loader(ds, files_per_batch, device=device, shuffle=False) as loader:
-        last: Callable[[], np.ndarray] | None = None
-        for batch, start in zip(loader, range(0, len(ds), files_per_batch)):
-            coming = send_to_host(_of_batch(detector, batch.x, is_heard[start:start + files_per_batch]))
-            if last is not None: yield last()
-            last = coming
-        if last is not None: yield last()
 
 # %% ../../nbs/learn/incremental.ipynb #2c7c41f2
 @torch.inference_mode()
@@ -71,7 +61,7 @@ def _of_batch(detector: Detector, rows: torch.Tensor, is_heard: np.ndarray) -> t
 def _probabilities(detector: Detector, segments: torch.Tensor) -> torch.Tensor:
     "[n, S, M, T] -> [n, K]"
     items = segments if detector.net.settings.form == "matrix" else segments.flatten(0, 1)
-    return detector.net(matrices(items))[0].float().softmax(1).unflatten(0, (len(segments), -1)).mean(1)
+    with exactly_float32(): return detector.net(matrices(items))[0].float().softmax(1).unflatten(0, (len(segments), -1)).mean(1)
 
 # %% ../../nbs/learn/incremental.ipynb #86a57910
 def trusted_segments(

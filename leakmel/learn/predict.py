@@ -23,11 +23,12 @@ from ..dataset.config import BATCH_FILES, slot_bytes
 from ..dataset.loader import Slot
 from ..dataset.ring import run_lanes
 from .detector import Detector, load_detector
+from .devices import pick_device
 from .found import Found, find_recordings
 from .hearing import Block, Hearing
 from .pieces import LENGTHS
 from .predictions import Predictions, Rule, Scored, check_out
-from .scoring import Scorer, open_scorer, pick_device, spec_of
+from .scoring import Scorer, open_scorer, spec_of
 from .votes import VOTES
 from ..mel.spec import MelSpec
 
@@ -180,8 +181,8 @@ def predict(
     "Score the recordings of a folder with a detector."
     if length not in LENGTHS: raise UsageError("no such length", found=repr(length), expected=" or ".join(map(repr, LENGTHS)))
     target = None if out is None else Path(os.path.abspath(out))
-    order = _Order(folder, model, target, split, manifest, (vote, threshold, frac), length, engine, pick_device(device), (files_per_batch, read_workers),
-                   progress)
+    order = _Order(folder, model, target, split, manifest, (vote, threshold, frac), length, engine,
+                   pick_device(device, rehearsal=True), (files_per_batch, read_workers), progress)
     with _place(order):
         done = _predicted(order)
         if target is not None: done.write(target)

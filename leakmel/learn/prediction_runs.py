@@ -7,7 +7,7 @@ __all__ = ['prediction_kinds', 'find_model', 'PredictionPlan', 'plan_prediction'
 
 # %% ../../nbs/learn/prediction_runs.ipynb #96d62770
 import json, os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from ..core.parameters import Kinds
 from ..dataset.runs import find_data, runs_folder
 from ..dataset.writer import replacing
 from .detector import Detector, load_detector
+from .devices import pick_device
 from .predict import predict, rule_of
 from .prediction_plots import MOST_RECORDINGS
 from .predictions import Predictions, Rule
-from .scoring import pick_device
 
 # %% ../../nbs/learn/prediction_runs.ipynb #15312d79
 def prediction_kinds() -> Kinds:
@@ -89,7 +89,8 @@ def plan_prediction(
     if manifest is not None: data_note += f"; only what {show_path(parameters['table'])} names"
     given = {name: parameters[name] for name in ("split", "vote", "threshold", "frac", "length", "engine", "files_per_batch", "read_workers")}
     out = Path(os.path.abspath(parameters["out"])) if parameters["out"] else _new_folder()
-    return PredictionPlan(folder, data_note, model, model_note, detector, rule, manifest, pick_device(parameters["device"]), out, given)
+    device = pick_device(parameters["device"], rehearsal=True)
+    return PredictionPlan(folder, data_note, model, model_note, detector, rule, manifest, device, out, given)
 
 def _new_folder() -> Path:
     "A name below runs/ that is not taken."
@@ -103,7 +104,8 @@ def execute_prediction(
     progress: str = "auto",
 ) -> Predictions:           # raises DataError where not a single recording could be scored; the tables are there all the same
     "Score what was planned; writes predictions.csv, predictions.rejected.csv and summary.json."
-    done = predict(plan.folder, plan.model, out=plan.out / "predictions.csv", manifest=plan.manifest, device=plan.device, progress=progress, **plan.given)
+    how: dict[str, Any] = {"out": plan.out / "predictions.csv", "manifest": plan.manifest, "device": plan.device, "progress": progress} | plan.given
+    done = replace(predict(plan.folder, plan.detector, **how), model=show_path(plan.model))
     if not len(done):
         first = done.rejections[0]
         raise DataError("all recordings were rejected", path=plan.folder, found=f"{done.found:,} files; first {show_path(first.path)}: {first.message}",

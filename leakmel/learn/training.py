@@ -21,13 +21,14 @@ from .checkpoint_settings import RESUME, CheckpointSettings
 from .checkpoints import latest_checkpoint, list_checkpoints, load_plain, remove_file, save_checkpoint, write_whole
 from .curves import LiveCurves
 from .detector import Detector
+from .devices import pick_device
 from .history import EpochFigures, history_table, write_history
 from .preparation import Sources, differences, open_training, training_identity
 from .splits import Split
 from .stopping import StopSignals
 from .timing import SLOW_MS, loader_advice
 from .train_settings import TrainSettings
-from .training_state import TrainingState, detector_of, end_epoch, pick_device, take_up, to_checkpoint, training_record
+from .training_state import TrainingState, detector_of, end_epoch, take_up, to_checkpoint, training_record
 
 if TYPE_CHECKING: import pandas as pd
 

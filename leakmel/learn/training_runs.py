@@ -22,11 +22,11 @@ from ..dataset.schema import data_set_name
 from .checkpoint_settings import RESUME, CheckpointSettings
 from .checkpoints import list_checkpoints, write_whole
 from .data import open_sources
+from .devices import pick_device
 from .splits import Split, group_split
 from .task import make_task
 from .train_settings import TrainSettings
 from .training import TrainResult, train
-from .training_state import pick_device
 
 if TYPE_CHECKING: from leakmel.learn.results import Evaluation
 
@@ -119,7 +119,7 @@ def plan_rows(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
     if plan.split is not None: yield "divided", f"{plan.split!r}. {plan.split.method}"
     yield "leak", f"{plan.given['leak_label']} ({plan.given['kind']})"
     yield "settings", ", ".join(f"{n} {v}" for n, v in plan.changes.items()) or "as usual"
-    yield "device", str(pick_device(plan.device))
+    yield "device", pick_device(plan.device)
     left = list_checkpoints(plan.out / "checkpoints")
     yield "to", show_path(plan.out) + (f" (there is a checkpoint of step {left[-1].step:,}; resume={plan.given['resume']!r})" if left else "")
 
@@ -180,7 +180,7 @@ def execute_evaluation(
     from leakmel.learn.evaluation import evaluate
     files, there = plan.sets.files, plan.split is not None and "testing" in plan.split.parts or plan.split is None and "testing" in plan.sets.files
     if not plan.evaluation or not there: return None
-    how: dict[str, Any] = dict(device=str(pick_device(plan.device)), allow_leaky_split=plan.given["allow_leaky_split"], progress=progress)
+    how: dict[str, Any] = dict(device=pick_device(plan.device), allow_leaky_split=plan.given["allow_leaky_split"], progress=progress)
     if plan.split is not None: found = evaluate(result.detector, list(files.values()), split=plan.split, **how)
     else: found = evaluate(result.detector, files["testing"], training=files["training"], validation=files.get("validation"), **how)
     write_whole(plan.out / "summary.json", (json.dumps(run_summary(result, found), indent=1, default=str) + "\n").encode(), sync=False)
