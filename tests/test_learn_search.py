@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from children import Server, server
 from conftest import need
+from tiny_training import at_a_moment, files, loaded, n_moments, tiny, tiny_words
 
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, UsageError
@@ -32,10 +33,9 @@ from leakmel.learn.train_settings import TrainSettings
 from leakmel.learn.training import train
 
 pytestmark = pytest.mark.usefixtures("one_thread", "with_optuna")
-TINY = TrainSettings(epochs=2, epoch_share=1.0, batch_size=200, channels=(4, 8), learning_rate=0.01, early_stop_epochs=0, seed=3)
+TINY = tiny(2)
 SPACE = {"learning_rate": [1e-3, 0.1], "dropout": [0.0, 0.6], "channels": [[4, 8], [2, 4]], "band_mask_width": [0, 4]}
-WORDS = ["--epochs", "2", "--epoch-share", "1", "--batch-size", "200", "--channels", "4,8", "--learning-rate", "0.01", "--early-stop-epochs", "0",
-         "--seed", "3", "--device", "cpu", "--quiet", "--space", json.dumps(SPACE), "--again", "1", "--no-fsync"]
+WORDS = [*tiny_words(2), "--space", json.dumps(SPACE), "--again", "1", "--no-fsync"]
 LAST = 4      # trials of the undisturbed search
 STAGED = replace(TINY, epochs=1, epoch_share=0.1, channels=(1,))      # where figures are staged, a step is enough
 
@@ -50,9 +50,6 @@ def with_optuna() -> None:
 def sets(small_sets: Path) -> Path:
     "Data sets of a small made town."
     return small_sets
-
-
-def files(sets: Path) -> tuple[Path, Path]: return sets / "TRAINING_DATASET.H5", sets / "VALIDATION_DATASET.H5"
 
 
 def searched(sets: Path, out: Path, **options: Any) -> SearchResult:
@@ -249,40 +246,15 @@ def test_more_trials_are_the_same_search(sets: Path, right: SearchResult, tmp_pa
 
 # ---- interrupted ---------------------------------------------------------------------------------------------------
 
-IMPORTS = """
-import contextlib, io, os, tempfile, torch
-torch.set_num_threads(1)
-import leakmel as lm
-import optuna, pandas
-from leakmel.cli import main
-from leakmel.learn import training_runs, search
-with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
-    lm.write_demo(place + "/town", n_files=40)
-    lm.build_all(place + "/town", out_dir=place + "/sets", progress="none", check=0)
-    assert main(["search", place + "/sets", "--out", place + "/run", "--epochs", "1", "--channels", "2", "--device", "cpu", "--quiet", "--trials", "2"]) == 0
-"""
-# A moment is a step of a training, a proposal, or a call that changes the disk.
-AT_A_MOMENT = """
-import itertools, signal
-from leakmel.learn import search_study, step
-number, at = {number}, {at}
-count = itertools.count(1)
-def counting(real):
-    def counted(*args, **named):
-        if next(count) == at: os.kill(os.getpid(), number)
-        return real(*args, **named)
-    return counted
-for owner, names in ((os, ("replace", "unlink", "rmdir")), (step.Stepper, ("step",)), (search_study.Proposals, ("begin", "end"))):
-    for name in names: setattr(owner, name, counting(getattr(owner, name)))
-if at == 0:
-    import atexit
-    atexit.register(lambda: print("moments", next(count)))
-"""
+def at_that_moment(number: int, at: int) -> str:
+    "A moment is a step of a training, a proposal, or a call that changes the disk."
+    owners = """((os, ("replace", "unlink", "rmdir")), (step.Stepper, ("step",)), (search_study.Proposals, ("begin", "end")))"""
+    return at_a_moment("from leakmel.learn import search_study, step", owners, number, at)
 
 
 @pytest.fixture(scope="module")
 def children() -> Iterator[Server]:
-    with server(IMPORTS) as s: yield s
+    with server(loaded("search", "--trials", "2", more="import optuna, pandas\nfrom leakmel.learn import search")) as s: yield s
 
 
 def going(children: Server, sets: Path, out: Path, code: str = "") -> Any:
@@ -292,13 +264,13 @@ def going(children: Server, sets: Path, out: Path, code: str = "") -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, pytest.param(1000, marks=pytest.mark.long)])
 def test_killed_at_any_moment_it_makes_the_same_trials(sets: Path, right: SearchResult, tmp_path: Path, children: Server, n: int) -> None:
-    done = going(children, sets, tmp_path / "whole", AT_A_MOMENT.format(number=0, at=0))
+    done = going(children, sets, tmp_path / "whole", at_that_moment(0, 0))
     assert done.status == 0, done.err
     assert_same(tmp_path / "whole", right)
-    n_moments = int(done.out.split("moments")[1])
-    for at in sorted({1 + k * (n_moments - 1) // n for k in range(n)}):
+    last = n_moments(done.out)
+    for at in sorted({1 + k * (last - 1) // n for k in range(n)}):
         out = tmp_path / f"{at}"
-        done = going(children, sets, out, AT_A_MOMENT.format(number=int(signal.SIGKILL), at=at))
+        done = going(children, sets, out, at_that_moment(signal.SIGKILL, at))
         if done.status == 0: continue      # fewer moments this time
         assert done.status == -signal.SIGKILL, done.err
         done = going(children, sets, out)
@@ -309,7 +281,7 @@ def test_killed_at_any_moment_it_makes_the_same_trials(sets: Path, right: Search
 @pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(sets: Path, right: SearchResult, tmp_path: Path, children: Server) -> None:
     out = tmp_path / "run"
-    done = going(children, sets, out, AT_A_MOMENT.format(number=int(signal.SIGINT), at=40))
+    done = going(children, sets, out, at_that_moment(signal.SIGINT, 40))
     assert done.status == 128 + signal.SIGINT, done.err
     assert re.search(r"\d trials of the search are over: the same command goes on", done.err)
     assert "Traceback" not in done.err

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from children import Ended, Server, server
+from tiny_training import at_a_moment, files, loaded, n_moments, tiny, tiny_words
 
 import leakmel as lm
 from leakmel.cli import main
@@ -27,23 +28,18 @@ from leakmel.learn.detector import UNCHOSEN, load_detector, score_rows
 from leakmel.learn.history import EpochFigures, best_epoch
 from leakmel.learn.preparation import open_training
 from leakmel.learn.splits import LeakySplitWarning, SplitWarning, group_split
-from leakmel.learn.train_settings import TrainSettings
 from leakmel.learn.training import TrainResult, train
 from leakmel.learn.votes import VOTES, vote_scores
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TINY = TrainSettings(epochs=3, epoch_share=1.0, batch_size=200, channels=(4, 8), learning_rate=0.01, early_stop_epochs=0, seed=3)
-WORDS = ["--epochs", "3", "--epoch-share", "1", "--batch-size", "200", "--channels", "4,8", "--learning-rate", "0.01", "--early-stop-epochs", "0",
-         "--seed", "3", "--device", "cpu", "--quiet", "--no-evaluation"]
+TINY = tiny(3)
+WORDS = [*tiny_words(3), "--no-evaluation"]
 
 
 @pytest.fixture(scope="module")
 def sets(small_sets: Path) -> Path:
     "Data sets of a small made town: 18 steps of training in three epochs."
     return small_sets
-
-
-def files(sets: Path) -> tuple[Path, Path]: return sets / "TRAINING_DATASET.H5", sets / "VALIDATION_DATASET.H5"
 
 
 def trained(sets: Path, out: Path, **options: Any) -> TrainResult:
@@ -71,41 +67,16 @@ def rows_of(out: Path) -> list[dict[str, str]]:
 
 # ---- interrupted is uninterrupted ----------------------------------------------------------------------------------
 
-# Much is loaded when it is first used: a training is made before the first child, with one thread, which has no others beside it.
-IMPORTS = """
-import contextlib, io, os, tempfile, torch
-torch.set_num_threads(1)
-import leakmel as lm
-from leakmel.cli import main
-from leakmel.learn import training_runs
-with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
-    lm.write_demo(place + "/town", n_files=40)
-    lm.build_all(place + "/town", out_dir=place + "/sets", progress="none", check=0)
-    assert main(["train", place + "/sets", "--out", place + "/run", "--epochs", "1", "--channels", "2", "--device", "cpu", "--quiet", "--no-evaluation"]) == 0
-"""
-# A moment is a step of the training, a batch of validation that is judged, or a call that changes the disk.
-AT_A_STEP = """
-import itertools, signal
-from leakmel.learn import detector, step
-number, at = {number}, {at}
-count = itertools.count(1)
-def stepping(real):
-    def stepped(*args, **named):
-        if next(count) == at: os.kill(os.getpid(), number)
-        return real(*args, **named)
-    return stepped
-for owner, names in ((os, ("write", "replace", "unlink", "fsync")), (step.Stepper, ("step",)), (torch.optim.AdamW, ("step",)),
-                     (detector.Detector, ("segment_scores",))):
-    for name in names: setattr(owner, name, stepping(getattr(owner, name)))
-if at == 0:
-    import atexit
-    atexit.register(lambda: print("steps", next(count)))
-"""
+def at_a_step(number: int, at: int) -> str:
+    "A moment is a step of the training, a batch of validation that is judged, or a call that changes the disk."
+    owners = """((os, ("write", "replace", "unlink", "fsync")), (step.Stepper, ("step",)), (torch.optim.AdamW, ("step",)),
+                 (detector.Detector, ("segment_scores",)))"""
+    return at_a_moment("from leakmel.learn import detector, step", owners, number, at)
 
 
 @pytest.fixture(scope="module")
 def children() -> Iterator[Server]:
-    with server(IMPORTS) as s: yield s
+    with server(loaded("train", "--no-evaluation")) as s: yield s
 
 
 def going(children: Server, sets: Path, out: Path, code: str = "", *words: str) -> Ended:
@@ -113,9 +84,9 @@ def going(children: Server, sets: Path, out: Path, code: str = "", *words: str) 
 
 
 def count_steps(children: Server, sets: Path, out: Path, *words: str) -> int:
-    done = going(children, sets, out, AT_A_STEP.format(number=0, at=0), *words)
+    done = going(children, sets, out, at_a_step(0, 0), *words)
     assert done.status == 0, done.err
-    return int(done.out.split("steps")[1])
+    return n_moments(done.out)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +103,7 @@ def test_killed_at_any_moment_it_comes_to_the_same_weights(sets: Path, tmp_path:
     assert_same(tmp_path / "whole", right)
     for at in sorted({1 + k * (n_steps - 1) // n for k in range(n)}):
         out = tmp_path / f"{at}"
-        done = going(children, sets, out, AT_A_STEP.format(number=int(signal.SIGKILL), at=at), *words)
+        done = going(children, sets, out, at_a_step(signal.SIGKILL, at), *words)
         if done.status == 0: continue      # fewer steps this time
         assert done.status == -signal.SIGKILL, done.err
         left = list_checkpoints(out / "checkpoints")
@@ -152,7 +123,7 @@ def test_a_signal_waits_for_a_checkpoint_and_says_how_to_go_on(sets: Path, tmp_p
                                                                number: int, share: float) -> None:
     out = tmp_path / "run"
     at = int(share * n_steps)
-    done = going(children, sets, out, AT_A_STEP.format(number=int(number), at=at))
+    done = going(children, sets, out, at_a_step(number, at))
     assert done.status == 128 + number, done.err
     assert "Traceback" not in done.err
     assert f"ended by signal {number}" in done.err
