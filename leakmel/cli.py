@@ -134,14 +134,12 @@ def _cache_line(file: Any) -> str:
 def run_bench(args: argparse.Namespace) -> Outcome:
     "Measure builds on this machine."
     from importlib import import_module
-    from leakmel.ops.bench import bench_build, store, table
-    from leakmel.ops.bench_modes import bench_modes
+    from leakmel.ops.bench import store, table, work_folder
+    for folder in (args.dir, args.out): work_folder(folder)
     if args.suite == "gpu": return _bench_gpu(args)
     if args.suite == "compare": return _bench_compare(args)
-    if args.suite in ("build", "modes"): suite, as_text = {"build": (bench_build, table), "modes": (bench_modes, table)}[args.suite]
-    else:      # some need Linux
-        module = import_module(f"leakmel.ops.bench_{args.suite}")
-        suite, as_text = getattr(module, f"bench_{args.suite}"), getattr(module, f"{args.suite}_table")
+    module = import_module("leakmel.ops.bench" if args.suite == "build" else f"leakmel.ops.bench_{args.suite}")      # some need Linux
+    suite, as_text = getattr(module, f"bench_{args.suite}"), table if args.suite in ("build", "modes") else getattr(module, f"{args.suite}_table")
     n_files = args.files if args.files is not None else {"growth": 200_000, "start": 100, "train": 39_563}.get(args.suite, 8000)
     more = {"rehearse": args.rehearse, "commit_id": args.commit} if args.suite == "train" else {}
     figures = suite(args.dir, n_files=n_files, rounds=5 if args.rounds is None else args.rounds, say=_say, **more)

@@ -410,6 +410,27 @@ def test_machines_are_told_of_wrong_words_too(words, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("where", ["the folder", "the figures"])
+def test_bench_asks_for_its_folders_before_it_measures(tmp_path, say, where):
+    "Figures of minutes are not lost for a folder that cannot be written to."
+    (tmp_path / "file").write_text("mine")
+    wrong, right = tmp_path / "file" / "b", tmp_path / "b"
+    for suite in ("start", "compare", "gpu"):
+        status, _, err = say("bench", *((wrong, "--out", right) if where == "the folder" else (right, "--out", wrong)), "--suite", suite, "--files", "6")
+        assert status == 1
+        assert f"{wrong}: no folder to write to (Not a directory). Name another one" in err
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not list(tmp_path.rglob("*.wav"))
+
+
+def test_recordings_without_a_label_folder_and_a_spec_file_that_is_missing_say_what_to_do(tmp_path, make_wav, say):
+    make_wav(tmp_path / "flat" / "x.wav")
+    status, _, err = say("build", tmp_path / "flat", "--out", tmp_path / "x.h5")
+    assert status == 1
+    assert "found 1 recording side by side; expected one folder per label. Give the parent of a label folder, or name the labels with --table" in err
+    assert "no such spec file. Write one with explore.ipynb" in say("build", tmp_path / "flat", "--out", tmp_path / "x.h5", "--spec", tmp_path / "none.json")[2]
+
+
 def test_cache_is_listed_in_columns(tmp_path, capsys):
     assert main(["cache", "list", "--cache-dir", str(tmp_path / "none")]) == 0
     assert "no such folder" in capsys.readouterr().out

@@ -16,6 +16,7 @@ from leakmel.audio import conform
 from leakmel.core.timeline import META, STAGES, Gauge, Span, Timeline, check_timeline, read_timeline, write_timeline
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.loader import BatchReader
+from leakmel.dataset.read_ahead import WINDOW_FILES
 from leakmel.dataset.writer import RowFile
 from leakmel.insight.advice import BOTTLENECK_SHARE, MOST_SUGGESTIONS, Analysis, analyse, analyse_run, analysis_text
 from leakmel.insight.diagnose import LEAST_TOLD_S, ahead_of_rows, attribute, bounds, engine_idle, exposed_wait_s, interval_s, report_text
@@ -182,6 +183,17 @@ def test_disk_bound():
     assert "with 2 threads at 80 MB/s" in found.suggestions[0].evidence
     assert found.suggestions[0].at_most_s == pytest.approx(found.bounds[0].gain_s / 2)
     assert "GPU use of 5 % is low because the GPU waits for filled batches" in str(found)
+
+
+def test_a_longer_queue_is_no_advice_where_all_recordings_fitted_into_it():
+    def advised(n_files: int, **more: Any) -> list[tuple[Any, Any]]:
+        timeline = disk_bound(8)
+        timeline.spans = [replace(s, n_files=0) for s in timeline.spans] + [Span("read", "reader-0", 0, 10, "T", n_files=n_files)]
+        cold = summary_of(cache="cold", bytes_from_device=800_000_000, bytes_asked=800_000_000, read_ahead_files=20, read_workers=16, **more)
+        return [(s.present, s.new) for s in analyse(timeline, summary=cold).suggestions if s.parameter == "read_ahead"]
+    assert advised(46) == advised(WINDOW_FILES) == advised(500, read_ahead=500) == []
+    assert advised(WINDOW_FILES + 1) == [(None, 1024)]
+    assert advised(501, read_ahead=500) == [(500, 1024)]
 
 
 def test_low_gpu_use_is_right_where_the_disk_gives_no_more():

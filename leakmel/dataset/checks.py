@@ -57,7 +57,8 @@ def check_listing(
         raise DataError("the pattern fits no recording", path=listing.folder, found=f"{len(listing)} recordings, for example {listing.show(0)}",
                         expected=show_path(manifest.naming.pattern), remedy="try it with leakmel scan --pattern")
     if not manifest.label_names:
-        raise DataError("no label folders", path=listing.folder, found=f"{len(listing)} recordings side by side", expected="one folder per label")
+        raise DataError("no label folders", path=listing.folder, found=f"{len(listing):,} recording{'s' * (len(listing) > 1)} side by side",
+                        expected="one folder per label", remedy="give the parent of a label folder, or name the labels with --table or --pattern (scan)")
     if not manifest.naming.labels_by_folder: return      # such a label is known from its recordings
     missing = set(range(len(manifest.label_names)))
     for x in manifest.listings: missing -= set(np.unique(x.label_ids).tolist())

@@ -63,7 +63,7 @@ def _load(path: Path) -> dict[str, Any]:
             data = file.read(MOST_BYTES + 1)
     except OSError as e:
         said = "no such spec file" if e.errno == errno.ENOENT else f"the spec file cannot be read ({os.strerror(e.errno or 0)})"
-        raise DataError(said, path=path, remedy="explore.ipynb and leakmel.dataset.spec_file.write_spec write one") from e
+        raise DataError(said, path=path, remedy="write one with explore.ipynb or leakmel.dataset.spec_file.write_spec") from e
     if len(data) > MOST_BYTES: raise SpecError(f"too large for a spec file, which has at most {MOST_BYTES:,} bytes", path=path)
     try: body = json.loads(data, object_pairs_hook=_once, parse_constant=_no_number)
     except (ValueError, RecursionError) as e: raise SpecError(f"no JSON that a spec file may hold ({str(e)[:100]})", path=path) from e

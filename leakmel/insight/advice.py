@@ -64,12 +64,13 @@ def _reading_threads(e: Evidence) -> Suggestion | None:
 
 def _fetching_ahead(e: Evidence) -> Suggestion | None:
     "Let the disk fetch files before they are read."
+    from leakmel.dataset.read_ahead import WINDOW_FILES
     if not e.has_limit("read") or e.summary.get("cache") not in ("cold", "mixed") or "read_ahead" not in e.settings: return None
     present, n_bytes, n_ahead = e.settings["read_ahead"], e.summary.get("bytes_from_device") or 0, e.summary.get("read_ahead_files", 0)
     if n_bytes < e.summary.get("bytes_asked", 0) / 2: return None      # memory delivered most of it
     from_disk = f"The disk delivered {size_text(n_bytes)} and reading is the limit ({_part(e, 'read')})"
     if not n_ahead: return Suggestion("read_ahead", present, 256, f"{from_disk}; no file was fetched ahead.", e.gain_s("read"))
-    if present is not None and present >= 1024: return None
+    if e.n_files("read") <= (present or WINDOW_FILES) or present is not None and present >= 1024: return None      # all of them fitted in
     return Suggestion("read_ahead", present, 1024, f"{from_disk} although {n_ahead:,} files were fetched ahead: a longer queue lets a disk that can "
                                                    "serve many requests at once do so.", e.gain_s("read"))
 

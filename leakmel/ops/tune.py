@@ -174,7 +174,8 @@ def _prove(t: _Tuning, chosen: Candidate) -> dict[str, Any]:
 def _work_folder(work_dir: str | os.PathLike | None) -> Iterator[Path]:
     "A temporary folder, which goes whatever happens."
     try: made = Path(tempfile.mkdtemp(prefix="leakmel-tune-", dir=work_dir))
-    except OSError as e: raise UsageError(f"no folder for trials can be made ({os.strerror(e.errno or 0)})", path=work_dir) from e
+    except OSError as e:
+        raise UsageError(f"no folder for trials can be made ({os.strerror(e.errno or 0)})", path=work_dir, remedy="name one that you may write to") from e
     try: yield made
     finally: shutil.rmtree(made, ignore_errors=True)
 
