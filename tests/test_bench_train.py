@@ -1,18 +1,25 @@
 "The suite `train`: what a rehearsal measures and stores, what is refused, and that figures of trainings that failed are none."
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import leakmel as lm
+from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, UsageError
+from leakmel.learn.detector import Detector
+from leakmel.learn.net import LeakNet, NetSettings
 from leakmel.learn.step import Stepper
+from leakmel.learn.task import make_task
 from leakmel.learn.timing import StepTimes
 from leakmel.ops import bench_train as suite
 from leakmel.ops.bench import newest
-from leakmel.ops.bench_train import GOALS, REAL, TINY, bench_train, joined_times, train_table
+from leakmel.ops.bench_train import GOALS, REAL, TINY, agreement, bench_train, joined_times, train_table
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +107,59 @@ def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
     assert list(found["training"]) == ["as trained"]
     assert found["errors"] == [{"what": "training: full precision", "error": "no such kernel"}]
     assert not found["ok"]
+
+
+def test_an_agreement_that_fails_is_no_figure(folder, monkeypatch):
+    "The measurements after it go on, and the run is not said to be right."
+    def fail(*args: Any) -> Any: raise RuntimeError("CUDA error: an illegal address")
+    monkeypatch.setattr(suite, "agreement", fail)
+    monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, 1, 1, TINY.base, {"as trained": {}}, (8,)))
+    found = bench_train(folder, n_files=6, rounds=1, rehearse=True)
+    assert found["errors"] == [{"what": "agreement", "error": "CUDA error: an illegal address"}]
+    assert found["verified"] == {"n": 0, "max_abs": None, "all_ok": False}
+    assert not found["ok"]
+    assert set(found["prediction"]) == {"8"}
+    assert "AGREE IS NOT KNOWN" in train_table(found)
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory) -> tuple[Path, Path, Detector]:
+    "Recordings of 0.3, 1 and 2.2 s, one that is too short for a segment, and their data set of rows of one second."
+    folder, rng = tmp_path_factory.mktemp("uneven"), np.random.default_rng(0)
+    for k, n in enumerate((4096, 9000, 1300, 700, 4096, 5000)):
+        (sub := folder / "data" / "TRAINING" / ("LEAK", "NORMAL")[k % 2]).mkdir(parents=True, exist_ok=True)
+        write_wav(sub / f"{k}.wav", rng.integers(-900, 900, n).astype(np.int16), 4096)
+    spec = lm.MelSpec.preset("disjoint", duration_s=1.0)
+    lm.build(folder / "data", split="training", out=folder / "x.h5", spec=spec, progress="none", engine="torch", pipeline=lm.PipelineConfig(device="cpu"))
+    torch.manual_seed(0)
+    return folder / "x.h5", folder / "data", Detector(LeakNet(NetSettings(channels=(8, 8))).eval(), make_task(["LEAK", "NORMAL"]), spec)
+
+
+def test_agreement_of_recordings_of_any_length(uneven):
+    path, root, detector = uneven
+    found = agreement(path, root, detector, "cpu")
+    assert (found["n"], found["all_ok"]) == (5, True)
+    assert found["max_abs"] < 0.01
+
+
+def test_prediction_and_evaluation_that_differ(uneven, monkeypatch):
+    path, root, detector = uneven
+    real = suite.score_rows
+    monkeypatch.setattr(suite, "score_rows", lambda *args, **options: real(*args, **options) + np.float32(0.1))
+    found = agreement(path, root, detector, "cpu")
+    assert not found["all_ok"]
+    assert found["max_abs"] == pytest.approx(0.1, abs=0.01)
+
+
+def test_prediction_and_evaluation_of_other_recordings(uneven, tmp_path, figures):
+    path, root, detector = uneven
+    shutil.copytree(root, tmp_path / "data")
+    next((tmp_path / "data").rglob("4.wav")).unlink()
+    found = agreement(path, tmp_path / "data", detector, "cpu")
+    assert found == {"n": 4, "max_abs": None, "all_ok": False}
+    text = train_table(figures | {"verified": found})
+    assert "DO NOT AGREE on which recordings there are" in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_what_is_refused(tmp_path, monkeypatch):

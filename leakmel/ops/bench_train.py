@@ -143,23 +143,31 @@ def agreement(
     root: Path,               # of the recordings
     detector: Detector,
     device: str,
-) -> dict[str, Any]:          # n, max_abs, all_ok
-    "How far prediction and evaluation are apart, over all recordings."
-    with Segments(str(path), level="recording") as rows: right = score_rows(detector, rows, device=device)
-    p = predict(root, detector, split="training", device=device, progress="none")
-    same = len(p) == len(right)
-    most = float(np.abs(np.stack([s.segment_scores for s in p.scored]) - right).max()) if same else math.inf
-    return {"n": len(p), "max_abs": most, "all_ok": same and most <= _MOST_APART}
+) -> dict[str, Any]:          # n, max_abs (None: not of the same recordings and segments), all_ok
+    "How far prediction and evaluation are apart, over all recordings, as long as a row at the most."
+    with Segments(str(path), level="recording") as rows:
+        right, names = score_rows(detector, rows, device=device), [os.fsencode(n) for n in rows.sources[0].files["path"].iloc[rows.rows]]
+        expected = {name: row[:n] for name, row, n in zip(names, right, rows.heard)}
+    p = predict(root, detector, split="training", length="spec", device=device, progress="none")
+    found = {s.path.partition(b"/")[2]: s.segment_scores for s in p.scored}      # without the folder of the split
+    if {n: len(s) for n, s in found.items()} != {n: len(s) for n, s in expected.items()}: return {"n": len(p), "max_abs": None, "all_ok": False}
+    most = max((float(np.abs(s - expected[n]).max()) for n, s in found.items()), default=None)
+    return {"n": len(p), "max_abs": most, "all_ok": most is not None and most <= _MOST_APART}
 
 _MOST_APART = 0.02     # of a score: engines agree to half a step of float16, and a score follows its features
 
 # %% ../../nbs/ops/bench_train.ipynb #f708515f
-def _asked(bench: _Bench, group: str, name: str, work: Callable[[], dict[str, Any]]) -> None:
-    "Measure something and keep it; what goes wrong is kept too, and the rest goes on."
-    try: bench.figures[group][name] = work()
+def _tried(bench: _Bench, what: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:      # None: it went wrong
+    "Measure something; what goes wrong is kept, and the rest goes on."
+    try: return work()
     except (LeakmelError, RuntimeError) as e:      # RuntimeError: of torch and its device
-        bench.figures["errors"].append({"what": f"{group}: {name}", "error": str(e)})
-        bench.say(f"{group}: {name}: {e}")
+        bench.figures["errors"].append({"what": what, "error": str(e)})
+        bench.say(f"{what}: {e}")
+        return None
+
+def _asked(bench: _Bench, group: str, name: str, work: Callable[[], dict[str, Any]]) -> None:
+    "Measure something and keep it, if it can be measured."
+    if (found := _tried(bench, f"{group}: {name}", work)) is not None: bench.figures[group][name] = found
 
 def _goals(figures: dict[str, Any]) -> dict[str, Any]:
     "What was reached of what must be and what is aimed at."
@@ -199,7 +207,7 @@ def bench_train(
     bench = _Bench(plan, path, root, device, rounds, say, figures)
     for name in plan.changes: _asked(bench, "training", name, lambda: bench.train(name))      # noqa: B023 (called at once)
     if (detector := bench.detector) is None: raise LeakmelError("no setting could be trained", found=figures["errors"][0]["error"])
-    figures["verified"] = agreement(path, root, detector, device)
+    figures["verified"] = _tried(bench, "agreement", lambda: agreement(path, root, detector, device)) or {"n": 0, "max_abs": None, "all_ok": False}
     for n in plan.files_per_batch:
         _asked(bench, "evaluation", str(n), lambda: _evaluate(bench, detector, n))            # noqa: B023
         _asked(bench, "prediction", str(n), lambda: _predict(bench, detector, n))             # noqa: B023
@@ -230,7 +238,10 @@ def train_table(
         reached = g["reached"] is not None and g["reached"] >= g["must"]
         lines.append(f"{name}: {_said(g['reached'], ',.2f')} of {g['must']:,} that must be ({'reached' if reached else 'NOT reached'}; aim {g['aim']:,})")
     v = figures["verified"]
-    lines.append(f"prediction and evaluation {'agree' if v['all_ok'] else 'DO NOT AGREE'} on {v['n']:,} recordings: at most {v['max_abs']:.2g} apart")
+    if v["max_abs"] is None: lines.append("whether prediction and evaluation AGREE IS NOT KNOWN" if not v["n"] else _OTHER_SEGMENTS)
+    else: lines.append(f"prediction and evaluation {'agree' if v['all_ok'] else 'DO NOT AGREE'} on {v['n']:,} recordings: at most {v['max_abs']:.2g} apart")
     lines += [f"not measured: {e['what']}: {e['error']}"[:100] for e in figures["errors"]]
     lines.append(f"{rounds_words(figures)} on {figures['card'].get('name') or figures['machine']['cpu']}"[:100])
     return "\n".join(lines)
+
+_OTHER_SEGMENTS = "prediction and evaluation DO NOT AGREE on which recordings there are, or on their length"
