@@ -28,6 +28,8 @@ from leakmel.learn.detector import UNCHOSEN, load_detector, score_rows
 from leakmel.learn.history import EpochFigures, best_epoch
 from leakmel.learn.preparation import open_training
 from leakmel.learn.splits import LeakySplitWarning, SplitWarning, group_split
+from leakmel.learn.step import Stepper
+from leakmel.learn.train_settings import SPEED_ONLY
 from leakmel.learn.training import TrainResult, train
 from leakmel.learn.votes import VOTES, vote_scores
 
@@ -58,7 +60,8 @@ def assert_same(out: Path, right: TrainResult) -> None:
     "The same model, byte for byte, and the same figures but for times."
     assert (out / "model.pt").read_bytes() == right.model_path.read_bytes()
     for a, b in zip(rows_of(out), rows_of(right.model_path.parent), strict=True):
-        for name in ("epoch", "step", "loss", "segment_accuracy", "learning_rate", "val_loss", "f1", "auc"): assert a[name] == b[name], name
+        for name in ("epoch", "step", "loss", "segment_accuracy", "learning_rate", "val_loss", "f1", "auc", "grad_norm", "clipped_share"):
+            assert a[name] == b[name], name
 
 
 def rows_of(out: Path) -> list[dict[str, str]]:
@@ -141,7 +144,6 @@ def test_a_signal_waits_for_a_checkpoint_and_says_how_to_go_on(sets: Path, tmp_p
 def test_any_loader_goes_on_in_the_middle_of_an_epoch(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     settings = replace(TINY, loader=kind, num_workers=0)
     whole = trained(sets, tmp_path / "whole", settings=settings)
-    from leakmel.learn.step import Stepper
     real = Stepper.step
     def dying(self: Stepper, batch: Any) -> Any:
         if self.n_done == 9: raise ZeroDivisionError
@@ -156,7 +158,6 @@ def test_any_loader_goes_on_in_the_middle_of_an_epoch(sets: Path, tmp_path: Path
 
 
 def test_ctrl_c_in_a_notebook_is_an_ordinary_interrupt(sets: Path, tmp_path: Path, right: TrainResult, monkeypatch: pytest.MonkeyPatch) -> None:
-    from leakmel.learn.step import Stepper
     real = Stepper.step
     def interrupted(self: Stepper, batch: Any) -> Any:
         if self.n_done == 7: os.kill(os.getpid(), signal.SIGINT)
@@ -184,7 +185,6 @@ def test_a_damaged_checkpoint_costs_an_epoch_and_not_the_training(sets: Path, tm
 # ---- beginning anew, refusing --------------------------------------------------------------------------------------
 
 def interrupted_after_an_epoch(sets: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from leakmel.learn.step import Stepper
     real = Stepper.step
     def dying(self: Stepper, batch: Any) -> Any:
         if self.n_done == 7: raise ZeroDivisionError
@@ -304,6 +304,68 @@ def test_a_training_that_ran_out_of_memory_says_how_it_went_on(sets: Path, tmp_p
     result = trained(sets, tmp_path, settings=replace(TINY, epochs=1))
     assert (result.summary["n_ran_out"], result.summary["micro_batch"]) == (1, TINY.batch_size // 2)
     assert f"ran out 1 time, so a step takes its batch in pieces of {TINY.batch_size // 2} items at most" in repr(result)
+
+
+def test_settings_that_may_change_change_no_bit(sets: Path, tmp_path: Path, right: TrainResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Interrupted in the middle of an epoch, and gone on with another value of every setting of SPEED_ONLY."
+    changed: dict[str, Any] = {"preload_to_ram": False, "device_fraction": 0.01, "num_workers": 1, "prefetch_factor": 2, "persistent_workers": False,
+                               "pin_memory": False, "start_method": "forkserver", "profile_every": 2}
+    assert set(changed) == SPEED_ONLY
+    assert all(getattr(TINY, name) != value for name, value in changed.items())
+    real = Stepper.step
+    def interrupted(self: Stepper, batch: Any) -> Any:
+        if self.n_done == 9: raise KeyError("here")
+        return real(self, batch)
+    with monkeypatch.context() as m:
+        m.setattr(Stepper, "step", interrupted)
+        with pytest.raises(KeyError): trained(sets, tmp_path, checkpoints=CheckpointSettings(checkpoint_steps=1, fsync=False))
+    found = trained(sets, tmp_path, settings=replace(TINY, **changed), resume="always")
+    assert found.summary["begin"].startswith("Goes on after step 9")
+    a, b = (r.detector.net.state_dict() for r in (found, right))
+    assert all(torch.equal(a[name], b[name]) for name in b)
+    assert [(e.loss, e.grad_norm, e.clipped_share, e.f1) for e in found.epochs] == [(e.loss, e.grad_norm, e.clipped_share, e.f1) for e in right.epochs]
+
+
+def test_lengths_of_gradients_are_told(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Of all steps, before clipping; those that half precision left out do not count."
+    from leakmel.learn import training_state
+    real, norms = training_state.Sums.add, list[float]()
+    def noting(self: Any, figures: Any) -> None:
+        if len(norms) == 2: figures = replace(figures, grad_norm=torch.tensor(math.inf))
+        norms.append(float(figures.grad_norm))
+        real(self, figures)
+    monkeypatch.setattr(training_state.Sums, "add", noting)
+    monkeypatch.setattr(training_state, "_MOST_APART", 2)
+    epoch, = trained(sets, tmp_path / "a", settings=replace(TINY, epochs=1, clip_norm=0.6)).epochs
+    counted = [n for n in norms if math.isfinite(n)]
+    n = len(counted)
+    assert n == len(norms) - 1
+    assert epoch.grad_norm == pytest.approx(sum(counted) / n, rel=1e-6)
+    assert 0 < epoch.clipped_share == sum(v > 0.6 for v in counted) / n < 1
+    assert rows_of(tmp_path / "a")[0]["grad_norm"] == str(epoch.grad_norm)
+    never, = trained(sets, tmp_path / "b", settings=replace(TINY, epochs=1, clip_norm=0.0)).epochs
+    assert never.clipped_share == 0
+
+
+def test_who_does_not_wait_for_the_disk_waits_for_the_model_only(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "`fsync=False` is for best.pt too."
+    waited, real, write = list[str](), os.fsync, os.open
+    paths: dict[int, str] = {}
+    def opened(path: Any, *args: Any, **named: Any) -> int:
+        paths[fd := write(path, *args, **named)] = os.fspath(path)
+        return fd
+    def noted(fd: int) -> None:
+        waited.append(Path(paths[fd]).name)
+        real(fd)
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "fsync", noted)
+    one = replace(TINY, epochs=1)
+    trained(sets, tmp_path / "a", settings=one)
+    assert ".model.pt.new" in waited
+    assert not {n for n in waited if n.startswith((".best", ".step", "checkpoints"))}
+    waited.clear()
+    trained(sets, tmp_path / "b", settings=one, checkpoints=CheckpointSettings())
+    assert {".model.pt.new", ".best.pt.new", "checkpoints"} < set(waited)
 
 
 # ---- what is kept --------------------------------------------------------------------------------------------------

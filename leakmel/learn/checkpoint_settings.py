@@ -19,7 +19,7 @@ class CheckpointSettings:
     checkpoint_steps: int = 0         # also after every so many steps; 0: after epochs only
     checkpoint_s: float = 0.0         # also after so many seconds; 0: after epochs only
     keep_checkpoints: int = 3         # how many of the newest stay
-    fsync: bool = True                # wait for the disk
+    fsync: bool = True                # wait for the disk, at checkpoints and best.pt; always at model.pt
 
     def __post_init__(self):
         check_types(vars(self), field_kinds(type(self)))

@@ -66,9 +66,14 @@ class Detector:
         "Scores of recordings."
         return vote_scores(segment_scores, vote or self.vote, self.share if share is None else share)
 
-    def save(self, path: str | os.PathLike) -> Path:      # raises OutputError, also where something that is no detector is in the way
+    def save(
+        self,
+        path: str | os.PathLike,
+        *,
+        sync: bool = True,      # wait for the disk
+    ) -> Path:                  # raises OutputError, also where something that is no detector is in the way
         "Write the detector to a file, which is there as a whole or not at all; another detector there is replaced."
-        return _save(self, Path(path))
+        return _save(self, Path(path), sync)
 
     def __repr__(self) -> str:
         features = "features of the earlier system" if self.spec is None else f"{self.spec.preset_name or 'own spec'} at {self.spec.sample_rate} Hz"
@@ -113,14 +118,14 @@ def _segment_scores(detector: Detector, rows: Tensor) -> Tensor:
 FORMAT = "leakmel detector 1"
 _OF_TRAINING = "this is a checkpoint, from which a training goes on; use the training's model.pt, or checkpoints/best.pt while it is not over"
 
-def _save(detector: Detector, path: Path) -> Path:
+def _save(detector: Detector, path: Path, sync: bool) -> Path:
     try: record = json.loads(json.dumps(detector.record, allow_nan=False))
     except (TypeError, ValueError) as e: raise UsageError(f"the record of a detector holds plain values only ({e})") from e
     head = {"net": asdict(detector.net.settings), "task": asdict(detector.task), "spec": detector.spec and detector.spec.to_dict(), "record": record,
             **{name: getattr(detector, name) for name in ("engine", "thresholds", "threshold_from", "vote", "share")}}
     weights = {name: value.detach().cpu().contiguous() for name, value in detector.net.state_dict().items()}
     content = plain_bytes({"format": FORMAT, "detector": json.dumps(head), "weights": weights})
-    write_whole(path, content, look=lambda: require_kind(path, "detector", _is_detector))
+    write_whole(path, content, sync=sync, look=lambda: require_kind(path, "detector", _is_detector))
     return path
 
 _BEGINS = re.compile(rb"PK\x03\x04.{26,128}/data\.pkl.{0,128}format.{1,16}leakmel detector \d", re.DOTALL)

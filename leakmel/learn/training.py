@@ -63,7 +63,7 @@ class Run:
         state = self.state
         if state.best is not None and state.best.epoch != self.kept_best:
             self.folder.mkdir(parents=True, exist_ok=True)
-            detector_of(state, best=True).save(self.folder / "best.pt")
+            detector_of(state, best=True).save(self.folder / "best.pt", sync=self.keep.fsync)
             self.kept_best = state.best.epoch
         save_checkpoint(self.folder, to_checkpoint(state, self.seconds), state.stepper.n_done, keep=self.keep.keep_checkpoints, sync=self.keep.fsync)
         if state.epochs: write_history(self.out / "history.csv", state.epochs)
