@@ -19,14 +19,17 @@ from torch.utils.data import DataLoader
 
 import leakmel as lm
 from leakmel.core.errors import DataError, LeakmelError, UsageError, VerifyError
+from leakmel.core.progress import Count
 from leakmel.dataset.reader import MelDataset
 from leakmel.dataset.rows import read_rows
 from leakmel.learn import data, loaders
+from leakmel.learn.baselines import mean_mels
 from leakmel.learn.data import LEVELS, Batch, Segments
 from leakmel.learn.loader_bench import bench_loaders, usual_trials
 from leakmel.learn.loaders import Loader, WorkerLoader, open_loader
 from leakmel.learn.order import Order, OrderSettings
 from leakmel.learn.preparation import open_training
+from leakmel.learn.splits import recordings_table
 from leakmel.learn.task import Task, find_label, make_task
 from leakmel.learn.train_settings import TrainSettings
 
@@ -315,6 +318,51 @@ def test_other_rows_are_another_training(tmp_path):
         with open_training(path, settings=TrainSettings(), legacy=True) as training: found.append(training.identity["training"])
     assert os.path.getsize(tmp_path / "a.h5") == os.path.getsize(tmp_path / "b.h5")
     assert found[0] == found[2] != found[1]
+
+
+@pytest.fixture
+def log(monkeypatch, caplog) -> pytest.LogCaptureFixture:
+    "The log, in which everything takes long enough to be told."
+    monkeypatch.setitem(Count.__init__.__kwdefaults__, "after_s", 0.0)
+    caplog.set_level("INFO", "leakmel")
+    return caplog
+
+
+def test_what_may_take_long_tells_how_far_it_is(tmp_path, log, monkeypatch):
+    path = legacy_file(tmp_path / "x.h5")
+    monkeypatch.setattr(data, "_PIECE_BYTES", 500)
+    def told(work: Any) -> list[str]:
+        log.clear()
+        work("none")
+        assert log.messages == []
+        work("log")
+        return [line.split(" in ")[0] for line in log.messages]
+    def segments(show: str) -> Segments: return Segments(path, legacy=True, level="long", preload_to_ram=True, progress=show)
+    assert told(segments) == ["loading: 36 of 36 segments"]
+    streamed = Segments(path, legacy=True, level="recording", preload_to_ram=False)
+    assert told(lambda show: open_loader(streamed, 4, kind="device", progress=show)) == ["loading: 9 of 9 recordings"]
+    assert told(lambda show: mean_mels(streamed, progress=show)) == ["mean mels: 9 of 9 recordings"]
+    assert told(lambda show: recordings_table(streamed.sources, progress=show)) == ["comparing: 9 of 9 recordings"]
+    def opened(show: str) -> None:
+        with open_training(path, settings=TrainSettings(preload_to_ram=False), legacy=True, progress=show): pass
+    assert told(opened) == ["digests: 9 of 9 recordings"]
+    streamed.close()
+
+
+def test_a_training_and_an_evaluation_hand_it_on(small_sets, tmp_path, log):
+    training, validation, testing = (small_sets / f"{n}_DATASET.H5" for n in ("TRAINING", "VALIDATION", "TESTING"))
+    given = TrainSettings(epochs=1, epoch_share=0.05, batch_size=64, channels=(1,))
+    for show in ("none", "log"):
+        done = lm.train(training, validation, out=tmp_path / show, settings=given, device="cpu", progress=show)
+        lm.evaluate(done.detector, testing, training=training, device="cpu", n_draws=100, progress=show, allow_leaky_split=True)
+        assert bool(log.messages) == (show == "log")
+    for word in ("loading", "mean mels"): assert any(line.startswith(f"{word}: ") for line in log.messages), word
+
+
+def test_what_is_quick_tells_nothing(tmp_path, caplog):
+    caplog.set_level("INFO", "leakmel")
+    Segments(legacy_file(tmp_path / "x.h5"), legacy=True, preload_to_ram=True, progress="log").close()
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("names", [["NOLEAK"], ["LEAKY", "NO LEAK"], ["LEAK ", "QUIET"], []])

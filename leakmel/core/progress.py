@@ -263,17 +263,18 @@ class Progress(_Tally):
 
 # %% ../../nbs/core/progress.ipynb #2a94c494
 class Count:
-    "Show how far a count without a known end is, if it takes its time; a context manager."
+    "Show how far a count is, if it takes its time; a context manager."
 
     def __init__(
         self,
         label: str,
         *,
+        total: int | None = None,      # what it counts up to; None: nobody knows
         unit: str = "files",
-        show: str = "auto",       # as for Progress
-        after_s: float = 1.0,     # seconds after which it is worth showing
+        show: str = "auto",            # as for Progress
+        after_s: float = 1.0,          # seconds after which it is worth showing
     ):
-        self.make, self.after_s, self.n_done = partial(Progress, None, unit=unit, label=label, show=show), after_s, 0
+        self.make, self.after_s, self.n_done = partial(Progress, total, unit=unit, label=label, show=show), after_s, 0
         self.began_s = time.monotonic()
         self.bar: Progress | None = None
 

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from ..core.errors import DataError, UsageError, show_path
 from ..core.monitor import free_memory, size_text
+from ..core.progress import Count
 from ..dataset.reader import MelDataset, open_dataset
 from ..dataset.rows import read_rows
 from .pieces import segments_in_rows
@@ -232,11 +233,12 @@ class Segments(_Counted):
         preload_to_ram: bool | str = "auto",             # "auto": where it fits
         ram_fraction: float = 0.5,                       # of free memory that "auto" may take
         chunk_cache_bytes: int | None = None,            # for chunked files: HDF5's cache; contiguous ones ignore it
+        progress: str = "auto",                          # where loading is shown, if it takes its time: as for `core.progress.Progress`
     ):
         _check_settings(level, preload_to_ram, ram_fraction)
         self.sources = open_sources(sources, legacy=legacy, chunk_cache_bytes=chunk_cache_bytes)
         self.level, self.task, self.row_shape = level, task, tuple(self.sources[0].mels.shape[1:])
-        try: _fill(self, rows, preload_to_ram, ram_fraction)
+        try: _fill(self, rows, preload_to_ram, ram_fraction, progress)
         except BaseException:
             _close_own(self.sources, sources)
             raise
@@ -264,13 +266,13 @@ class Segments(_Counted):
     def __repr__(self) -> str: return _shown(self)
 
 # %% ../../nbs/learn/data.ipynb #7448be25
-def _fill(ds: Segments, rows: np.ndarray | None, preload_to_ram: bool | str, ram_fraction: float) -> None:
+def _fill(ds: Segments, rows: np.ndarray | None, preload_to_ram: bool | str, ram_fraction: float, progress: str) -> None:
     "Choose the rows, and load them where that is wanted."
     ds.starts = np.cumsum([0, *map(len, ds.sources)])
     ds.rows, ds.labels = _with_classes(ds.sources, _chosen(rows, int(ds.starts[-1])), ds.task)
     ds.n_too_short = _leave_out_unheard(ds)
     fits = preload_to_ram == "auto" and ds.n_bytes <= int(ram_fraction * free_memory())
-    if preload_to_ram is True or fits: ds.held = load_items(ds, torch.device("cpu"))
+    if preload_to_ram is True or fits: ds.held = load_items(ds, torch.device("cpu"), progress=progress)
 
 def _leave_out_unheard(ds: Segments) -> int:
     "Keep recordings that hold a long segment, and count their items; returns how many do not."
@@ -303,14 +305,18 @@ def _read(ds: Segments, items: np.ndarray) -> np.ndarray:
 def load_items(
     ds: Segments,
     device: torch.device,
-) -> torch.Tensor:            # [n, ...]; what is held already, where that is the device
+    *,
+    progress: str = "auto",      # as for `core.progress.Progress`; shown where it takes more than a second
+) -> torch.Tensor:               # [n, ...]; what is held already, where that is the device
     "All items in the memory of a device, read a piece at a time: never in memory twice."
     if ds.held is not None: return ds.held.to(device)
     out = torch.empty((len(ds), *ds.item_shape), dtype=torch.from_numpy(np.empty(0, ds.kind)).dtype, device=device)
     step = max(1, _PIECE_BYTES * len(ds.rows) // max(1, ds.n_bytes)) * ds.per_row      # items, of whole rows where all are as long as their recordings
-    for start in range(0, len(ds), step):
-        stop = min(start + step, len(ds))
-        out[start:stop] = torch.from_numpy(_read(ds, np.arange(start, stop)))
+    with Count("loading", total=len(ds), unit="recordings" if ds.level == "recording" else "segments", show=progress) as count:
+        for start in range(0, len(ds), step):
+            stop = min(start + step, len(ds))
+            out[start:stop] = torch.from_numpy(_read(ds, np.arange(start, stop)))
+            count.add(stop - start)
     return out
 
 def _shown(ds: Segments) -> str:

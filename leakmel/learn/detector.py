@@ -259,7 +259,7 @@ def _batches(ds: Segments, size: int, device: torch.device) -> Iterator[Tensor]:
     for kind in ("auto", "stream"):
         if n_done == n_batches: return
         try:
-            with open_loader(ds, size, kind=kind, device=device, shuffle=False) as loader:
+            with open_loader(ds, size, kind=kind, device=device, shuffle=False, progress="none") as loader:
                 vars(loader)["transfer"] = lambda batch: batch      # portions of it are brought over
                 for _ in range(n_done): loader.order.advance()
                 for batch in loader:

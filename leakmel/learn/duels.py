@@ -115,8 +115,8 @@ def shared_with(
 ) -> list[str]:                           # what is on both sides, a sentence each; raises DataError for recordings that are
     "See whether what judges was learned from."
     import pandas as pd
-    tables = {n: recordings_table(ds.sources).iloc[ds.rows] for n, ds in learned.items()}
-    mine = recordings_table(judging.sources).iloc[judging.rows]
+    tables = {n: recordings_table(ds.sources, progress="none").iloc[ds.rows] for n, ds in learned.items()}
+    mine = recordings_table(judging.sources, progress="none").iloc[judging.rows]
     both, part = pd.concat([*tables.values(), mine], ignore_index=True), np.repeat([0, 1], [sum(map(len, tables.values())), len(mine)])
     def column(of: str) -> np.ndarray: return both[of].fillna("").to_numpy(object) if of in both else np.full(len(both), "", object)
     stems = np.array([os.path.splitext(os.path.basename(p))[0].casefold() for p in column("path")], object)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -132,7 +132,8 @@ def evaluate(
     given = {n: s for n, s in (("training", training), ("validation", validation), (part, data)) if s is not None}
     if len(given) < 1 + (training is not None) + (validation is not None): raise UsageError("a part has two names", found=repr(part))
     with _opened(given, legacy) as opened:
-        found = existing_split(opened, allow_leaky_split=allow_leaky_split, same_labels=False) if split is None and len(opened) > 1 else split
+        shared: dict[str, Any] = dict(allow_leaky_split=allow_leaky_split, same_labels=False, progress=progress)
+        found = existing_split(opened, **shared) if split is None and len(opened) > 1 else split
         parts = _parts(opened, split, part, detector.task)
         if not len(parts[part].rows): raise DataError("no recording to judge by", path=parts[part].sources[0].path, found=too_short(parts[part]) or None)
         stamps = tuple(dict.fromkeys(s for s in (found.stamp if found else "", _own_stamp(detector), _source_stamp(parts, part)) if s))
@@ -200,7 +201,7 @@ def _judged(job: _Job) -> Evaluation:
     boot = Bootstrap(truth, groups, n_draws=job.n_draws, seed=job.seed)
     segments, seconds = job.scores(job.part)
     ways = _ways(job, boot, segments)
-    simple = {b.name: _judged_baseline(boot, b, ds) for b in _baselines(job.parts, job.part)}
+    simple = {b.name: _judged_baseline(boot, b, ds, job.progress) for b in _baselines(job.parts, job.part, job.progress)}
     apart = {v: {b: differences(boot, (j.figures, j.draws), (s.figures, s.draws)) for b, s in simple.items()} for v, j in ways.items()}
     own = ways[detector.vote]
     scores = {f"score_{n}": j.score for n, j in (*ways.items(), *simple.items())}
@@ -215,13 +216,14 @@ def _judged(job: _Job) -> Evaluation:
         calibration=reliability(truth, np.clip(vote_scores(segments, "mean"), 0, 1)), worst=_worst(ds, said, own, segments), seconds=seconds, details=details)
 
 # %% ../../nbs/learn/evaluation.ipynb #08bc71bd
-def _baselines(parts: Mapping[str, Segments], part: str) -> list[Baseline]:
+def _baselines(parts: Mapping[str, Segments], part: str, progress: str) -> list[Baseline]:
     "Both baselines, where there is training with both classes."
     if "training" not in parts or not 0 < leaks(parts["training"]).sum() < len(parts["training"].rows): return []
-    return fit_baselines(parts["training"], parts.get("validation"), judging=[parts[part]])
+    return fit_baselines(parts["training"], parts.get("validation"), judging=[parts[part]], progress=progress)
 
-def _judged_baseline(boot: Bootstrap, baseline: Baseline, ds: Segments) -> Judged:
-    return judge(boot, baseline.score(ds), name=baseline.name, title=baseline.title, threshold=baseline.threshold, threshold_from=baseline.threshold_from)
+def _judged_baseline(boot: Bootstrap, baseline: Baseline, ds: Segments, progress: str) -> Judged:
+    score = baseline.score(ds, progress=progress)
+    return judge(boot, score, name=baseline.name, title=baseline.title, threshold=baseline.threshold, threshold_from=baseline.threshold_from)
 
 def _further(detector: Detector, parts: Mapping[str, Segments], part: str) -> Iterator[str]:
     "What else belongs beside the figures."

@@ -81,7 +81,7 @@ class Lessons:
 
 def _contents(ds: Segments) -> list[str]:
     "[n] what tells samples from others; empty where nobody knows."
-    return recordings_table(ds.sources)["content"].to_numpy(object)[ds.rows].tolist()
+    return recordings_table(ds.sources, progress="none")["content"].to_numpy(object)[ds.rows].tolist()
 
 def _only(choice: Choice, places: list[int]) -> Choice:
     "The same of some recordings only."

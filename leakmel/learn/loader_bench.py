@@ -59,7 +59,7 @@ def bench_loaders(
         for t in chosen:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)      # more workers than cores: that is the question
-                with open_loader(ds, batch_size, device=device, **dict(t.settings)) as loader: found[t.name].append(_timed(loader, epochs))
+                with open_loader(ds, batch_size, device=device, progress="none", **dict(t.settings)) as loader: found[t.name].append(_timed(loader, epochs))
     rows = []
     for name, results in found.items():
         first, epoch, wait, longest = np.array(results).T

@@ -78,9 +78,10 @@ class DeviceLoader(Loader):
     "All items in the memory of the device; a batch is drawn there by index."
     kind = "device"
 
-    def __init__(self, ds: Segments, settings: OrderSettings, device: str | torch.device = "cpu", why: str = "as asked for"):
+    def __init__(self, ds: Segments, settings: OrderSettings, device: str | torch.device = "cpu", why: str = "as asked for",
+                 progress: str = "auto"):
         super().__init__(ds, settings, device, why)
-        self.x = load_items(ds, self.device)                                            # [n, ...]
+        self.x = load_items(ds, self.device, progress=progress)                         # [n, ...]
         self.y = torch.from_numpy(np.repeat(ds.labels, ds.counts)).to(self.device)      # [n]
 
     def __iter__(self) -> Iterator[Batch]:
@@ -205,6 +206,7 @@ def open_loader(
     persistent_workers: bool = True,
     pin_memory: bool | None = None,
     start_method: str = "spawn",
+    progress: str = "auto",                # where loading into the device is shown, if it takes its time: as for `core.progress.Progress`
 ) -> Loader:                               # raises UsageError for settings that cannot be, and for a data set without rows
     "Open the loader that suits the data set and the device."
     if kind not in (*KINDS, "auto"): raise UsageError("no such loader", found=repr(kind), expected=f"auto, {', '.join(KINDS)}")
@@ -214,7 +216,7 @@ def open_loader(
     if kind == "auto": kind, why = _choice(ds, wanted, device_fraction)
     block = 0 if kind != "stream" and block_rows is None else block_rows or max(1, BLOCK_BYTES * len(ds.rows) // ds.n_bytes)
     settings = OrderSettings(len(ds.rows), ds.per_row, batch_size, seed, shuffle, drop_last, block, buffer_blocks, epoch_share, ds.row_starts)
-    if kind == "device": return DeviceLoader(ds, settings, wanted, why)
+    if kind == "device": return DeviceLoader(ds, settings, wanted, why, progress)
     if kind == "stream": return StreamLoader(ds, settings, wanted, why)
     return WorkerLoader(ds, settings, wanted, why, num_workers=num_workers, prefetch_factor=prefetch_factor,
                         persistent_workers=persistent_workers, pin_memory=pin_memory, start_method=start_method)

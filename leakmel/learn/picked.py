@@ -59,6 +59,7 @@ class Picked(Segments):
         *,
         level: str = "long",                     # "long" or "short": all short segments of the chosen long ones
         preload_to_ram: bool | str = "auto",     # "auto": where they take at most half of the free memory
+        progress: str = "auto",                  # where loading is shown, if it takes its time: as for `core.progress.Progress`
     ):                                           # raises UsageError, DataError
         if level not in ("long", "short"): raise UsageError("segments are picked", found=repr(level), expected="level 'long' or 'short'")
         if not choices: raise UsageError("nothing to pick from", expected="at least one choice")
@@ -70,7 +71,7 @@ class Picked(Segments):
         if np.isin(self.labels, range(len(task.model_names)), invert=True).any():
             raise UsageError("classes that the task does not have", found=np.unique(self.labels), expected=repr(task))
         if preload_to_ram is True or preload_to_ram == "auto" and self.n_bytes <= free_memory() // 2:
-            self.held = load_items(self, torch.device("cpu"))
+            self.held = load_items(self, torch.device("cpu"), progress=progress)
 
     @property
     def per_row(self) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..audio.wav import digest_of
 from ..core.errors import DataError, UsageError, show_path
+from ..core.progress import Count
 from ..dataset.reader import MelDataset
 from ..dataset.rows import read_rows
 from .data import DataSource, Segments, open_sources
@@ -97,21 +98,23 @@ def open_training(
     split: Split | None = None,            # of `training`, with a part "training" and perhaps one "validation"
     allow_leaky_split: bool = False,       # no warning of what lies on both sides; the stamp stays
     legacy: bool = False,                  # files of the earlier system
+    progress: str = "auto",                # where reading is shown, if it takes its time: as for `core.progress.Progress`
 ) -> Iterator[TrainingData]:               # raises UsageError, DataError
     "Open the data of a training and look at them; they are closed with the block."
     if split is not None and validation is not None: raise UsageError("validation is given twice", found="data sets and a split", expected="one of them")
     opened, held = open_sources(training, legacy=legacy), list[MelDataset]()
     try:
         if validation is not None: held = open_sources(validation, legacy=legacy)
-        if split is None and held: split = existing_split({"training": opened, "validation": held}, allow_leaky_split=allow_leaky_split, legacy=legacy)
+        if split is None and held:
+            split = existing_split({"training": opened, "validation": held}, allow_leaky_split=allow_leaky_split, legacy=legacy, progress=progress)
         task, rows = make_task(opened[0].class_names, leak_label, kind=kind, leave_out=leave_out), _rows_of(split if not held else None, opened)
-        some: dict[str, Any] = dict(task=task, preload_to_ram=settings.preload_to_ram)
+        some: dict[str, Any] = dict(task=task, preload_to_ram=settings.preload_to_ram, progress=progress)
         learned = Segments(opened, level=FORMS[settings.form], rows=rows["training"], **some)
         judged = Segments(held or opened, level="recording", rows=rows["validation"], **some) if held or rows["validation"] is not None else None
         for name, part in (("training", learned), ("validation", judged)):
             if part is not None and (said := too_short(part)): warnings.warn(f"{name}: {said}", TooShortWarning, stacklevel=4)
         _require_classes(learned, judged, task)
-        yield TrainingData(learned, judged, task, split, _identity(learned, judged, task))
+        yield TrainingData(learned, judged, task, split, _identity(learned, judged, task, progress))
     finally:
         for ds, given in zip([*opened, *held], [*_listed(training), *_listed(validation)]):
             if ds is not given: ds.close()
@@ -142,24 +145,29 @@ def _require_classes(learned: Segments, judged: Segments | None, task: Task) -> 
                         expected="leaks and others", remedy="divide the recordings anew (leakmel.learn.splits.group_split), or train without validation")
 
 # %% ../../nbs/learn/preparation.ipynb #bf2090ee
-def _identity(learned: Segments, judged: Segments | None, task: Task) -> dict[str, str]:
+def _identity(learned: Segments, judged: Segments | None, task: Task, progress: str) -> dict[str, str]:
     "What a training that goes on must find again."
-    return {"task": json.dumps(asdict(task)), "training": _content(learned), "validation": "" if judged is None else _content(judged)}
+    return {"task": json.dumps(asdict(task)), "training": _content(learned, progress), "validation": "" if judged is None else _content(judged, progress)}
 
-def _content(ds: Segments) -> str:
+def _content(ds: Segments, progress: str) -> str:
     "A digest of the rows of a part."
     parts: list[bytes] = [np.ascontiguousarray(ds.rows).tobytes(), np.ascontiguousarray(ds.labels).tobytes()]
     for source in ds.sources:
         attrs = source.file.attrs
         parts.append(str(attrs.get("fingerprint", attrs.get("config_json", ""))).encode())
-        parts.append(_row_digests(source))
+        parts.append(_row_digests(source, progress))
     return digest_of(b"\0".join(parts))
 
-def _row_digests(source: MelDataset) -> bytes:
+def _row_digests(source: MelDataset, progress: str) -> bytes:
     "Of all rows: those in the file, or of rows that are read for it."
     if "digests/rows" in source.file: return np.ascontiguousarray(source.file["digests/rows"][:]).tobytes()
-    pieces = (np.arange(k, min(k + _PIECE, len(source))) for k in range(0, len(source), _PIECE))
-    return "".join(digest_of(read_rows(source.mels, rows).tobytes()) for rows in pieces).encode()
+    found = []
+    with Count("digests", total=len(source), unit="recordings", show=progress) as count:
+        for k in range(0, len(source), _PIECE):
+            rows = np.arange(k, min(k + _PIECE, len(source)))
+            found.append(digest_of(read_rows(source.mels, rows).tobytes()))
+            count.add(len(rows))
+    return "".join(found).encode()
 
 _PIECE = 512      # rows
 

@@ -66,7 +66,7 @@ def learn_on(
     identity = {"task": json.dumps(asdict(champion.task)), "training": digest_of(learned.encode()),
                 "validation": "" if validation is None else part_digest(validation)}
     data = TrainingData(items, validation, champion.task, None, identity)
-    run = Run(TrainingState(data, settings, pick_device(device)), folder, checkpoints or CheckpointSettings())
+    run = Run(TrainingState(data, settings, pick_device(device), show=show), folder, checkpoints or CheckpointSettings())
     run.state.stepper.net.load_state_dict(champion.net.state_dict())
     with closing(run.state):
         said = begin(run, resume)
@@ -139,10 +139,10 @@ class _Taught:
     settings: TrainSettings
     stamps: list[str]               # what belongs beside every figure
 
-    def items(self, champion: Detector) -> Picked:
+    def items(self, champion: Detector, show: str) -> Picked:
         "What was chosen, as training items."
         return Picked([self.selection.choice, self.replay, *self.earlier.values()], champion.task, level=FORMS[champion.net.settings.form],
-                      preload_to_ram=self.settings.preload_to_ram)
+                      preload_to_ram=self.settings.preload_to_ram, progress=show)
 
 @dataclass(frozen=True, eq=False)
 class _Outcome:
@@ -280,7 +280,7 @@ def retrain(
             judges, number = _checked_testing(folder, lineage, holder, parts), max([0, *finished_rounds(folder)]) + 1
             taught = _taught(holder, parts, rules, round_settings(holder, settings), number, human_labels, allow_leaky_split, device, show)
             lineage = lineage or begin_lineage(folder, holder, judges)
-            challenger = learn_on(holder, taught.items(holder), parts.validation, taught.settings, round_folder(folder, number), resume=resume,
+            challenger = learn_on(holder, taught.items(holder, show), parts.validation, taught.settings, round_folder(folder, number), resume=resume,
                                   device=device, checkpoints=checkpoints, show=show)
             return _concluded(folder, number, lineage, standing, challenger, parts, taught, rules, (group, device, show))
 

@@ -258,7 +258,7 @@ def search(
     how |= dict(training=training, validation=validation)
     with warnings.catch_warnings(record=True) as came:
         warnings.simplefilter("always")
-        with _opened(base, how) as data:
+        with _opened(base, how, show) as data:
             identity, stamp = search_identity(data, base, found, prune_after, prune_epochs), "" if data.split is None else data.split.stamp
     for w in came: warnings.warn(w.message, stacklevel=2)
     how |= dict(device=str(pick_device(device)), checkpoints=checkpoints)
@@ -270,9 +270,9 @@ def search(
 
 # %% ../../nbs/learn/search.ipynb #ecd71afa
 @contextmanager
-def _opened(base: TrainSettings, how: dict[str, Any]) -> Iterator[TrainingData]:
+def _opened(base: TrainSettings, how: dict[str, Any], show: str) -> Iterator[TrainingData]:
     "The data of all trials; raises UsageError where nothing can judge them."
-    with open_training(settings=replace(base, preload_to_ram=False), **how) as data:
+    with open_training(settings=replace(base, preload_to_ram=False), progress=show, **how) as data:
         if data.validation is None: raise UsageError("a search needs recordings for validation", remedy="give validation, or a split with such a part")
         yield data
 

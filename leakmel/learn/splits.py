@@ -18,6 +18,7 @@ import numpy as np
 from ..audio.problems import Columns, Problem, content_problems
 from ..audio.wav import digest_of
 from ..core.errors import DataError, UsageError, show_path
+from ..core.progress import Count
 from ..dataset.reader import MelDataset
 from ..dataset.rows import read_rows
 from .data import DataSource, open_sources
@@ -31,23 +32,27 @@ _PIECE = 512      # rows
 
 def recordings_table(
     sources: Sequence[MelDataset],
-) -> "pd.DataFrame":         # label, path, sensor, ... as far as known; content: equal where the samples (or rows) are, empty where they say nothing
+    *,
+    progress: str = "auto",      # where reading of rows without digests is shown, if it takes its time: as for `core.progress.Progress`
+) -> "pd.DataFrame":             # label, path, sensor, ... as far as known; content: equal where the samples (or rows) are, empty where they say nothing
     "What is known of all recordings, counted through the data sets."
     import pandas as pd
     tables = []
     for ds in sources:
         known = ds.files
         silent = known["silent"].to_numpy(bool) if "silent" in known else np.zeros(len(ds), bool)
-        content = known["digest"].to_numpy(object) if "digest" in known else _row_content(ds)
+        content = known["digest"].to_numpy(object) if "digest" in known else _row_content(ds, progress)
         tables.append(known.assign(content=np.where(silent, "", content)))
     return pd.concat(tables, ignore_index=True)
 
-def _row_content(ds: MelDataset) -> np.ndarray:
+def _row_content(ds: MelDataset, progress: str) -> np.ndarray:
     "[B] digests of the rows."
     found = []
-    for start in range(0, len(ds), _PIECE):
-        rows = read_rows(ds.mels, np.arange(start, min(start + _PIECE, len(ds))))
-        found += [digest_of(np.ascontiguousarray(r)) if (r != r.flat[0]).any() else "" for r in rows]
+    with Count("comparing", total=len(ds), unit="recordings", show=progress) as count:
+        for start in range(0, len(ds), _PIECE):
+            rows = read_rows(ds.mels, np.arange(start, min(start + _PIECE, len(ds))))
+            found += [digest_of(np.ascontiguousarray(r)) if (r != r.flat[0]).any() else "" for r in rows]
+            count.add(len(rows))
     return np.array(found, dtype=object)
 
 def _tied(table: "pd.DataFrame", labels: np.ndarray, class_names: Sequence[str]) -> tuple[Problem, ...]:
@@ -205,6 +210,7 @@ def existing_split(
     allow_leaky_split: bool = False,      # no warning of what lies on both sides; the stamp stays
     legacy: bool = False,                 # files of the earlier system
     same_labels: bool = True,             # False: a part may have been built alone, with other labels; they are told by their names, upper and lower case aside
+    progress: str = "auto",               # as for `recordings_table`
 ) -> Split:                               # its rows are counted through the data sets in the order of `parts`
     "Take a split as it is, and look whether a sensor, a recording name or a content is on both sides; warns of what it finds."
     if len(parts) < 2: raise UsageError("a split has at least two parts", found=", ".join(parts) or "none")
@@ -215,7 +221,7 @@ def existing_split(
         ends = of_source[np.cumsum([0, *map(len, given)])].tolist()
         rows = {name: np.arange(a, b) for name, a, b in zip(parts, ends, ends[1:])}
         labels, names = _labels_by_name(sources)
-        return _looked_at(rows, recordings_table(sources), labels, names, "The split as it was found.", allow_leaky_split)
+        return _looked_at(rows, recordings_table(sources, progress=progress), labels, names, "The split as it was found.", allow_leaky_split)
     finally: _close_own(sources, flat)
 
 def _labels_by_name(sources: Sequence[MelDataset]) -> tuple[np.ndarray, list[str]]:
@@ -247,12 +253,13 @@ def group_split(
     missing: str = "refuse",                         # "one": recordings without a group are one group
     allow_leaky_split: bool = False,                 # divide groups where a label would be on one side only
     legacy: bool = False,                            # files of the earlier system
+    progress: str = "auto",                          # as for `recordings_table`
 ) -> Split:                                          # raises DataError where a label would be missing in a part
     "Divide recordings so that no group is in two parts and each part has its share of each label."
     shares = _checked_shares(DEFAULT_SHARES if shares is None else shares)
     given: Sequence[DataSource] = [sources] if isinstance(sources, (str, os.PathLike, MelDataset)) else list(sources)
     opened = open_sources(given, legacy=legacy)
-    try: table, class_names = recordings_table(opened), opened[0].class_names
+    try: table, class_names = recordings_table(opened, progress=progress), opened[0].class_names
     finally: _close_own(opened, given)
     values = group_values(table, group, missing=missing)
     labels = np.array([class_names.index(n) for n in table["label"]], np.int64)

@@ -301,9 +301,9 @@ def train(
     settings, show = settings or TrainSettings(), progress if isinstance(progress, str) else "auto" if progress else "none"
     folder, on = Path(os.path.abspath(os.path.expanduser(out))), pick_device(device)
     opened = open_training(training, validation, settings=settings, leak_label=leak_label, kind=kind, leave_out=leave_out, split=split,
-                           allow_leaky_split=allow_leaky_split, legacy=legacy)
+                           allow_leaky_split=allow_leaky_split, legacy=legacy, progress=show)
     with opened as data, _alone(folder):
-        run = Run(TrainingState(data, settings, on), folder, checkpoints or CheckpointSettings())
+        run = Run(TrainingState(data, settings, on, show=show), folder, checkpoints or CheckpointSettings())
         with closing(run.state):
             said = begin(run, resume)
             if data.split is not None and data.split.leaky: announce(data.split.stamp, show=show)

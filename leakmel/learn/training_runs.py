@@ -139,19 +139,19 @@ def plan_training(
     _require_together(sets if p["evaluation"] else DataSets({n: f for n, f in sets.files.items() if n != "testing"}, sets.note))
     out = Path(os.path.abspath(os.path.expanduser(p["out"]))) if p["out"] else _new_folder()
     given = {"leak_label": p["leak_label"], "kind": p["kind"], "leave_out": leave_out, "allow_leaky_split": p["allow_leaky_split"], "resume": p["resume"]}
-    split = None if p["group"] is None else _divided(sets, given, p["group"], settings.seed)
+    split = None if p["group"] is None else _divided(sets, given, p["group"], settings.seed, progress)
     return TrainingPlan(sets, split, settings, checkpoints, out, p["device"], given, p["evaluation"])
 
 def _require_together(sets: DataSets) -> None:
     "Refuse data sets of other labels or features now, and not when the training is over."
     for ds in open_sources(list(sets.files.values())): ds.close()
 
-def _divided(sets: DataSets, given: dict[str, Any], group: str, seed: int) -> Split:
+def _divided(sets: DataSets, given: dict[str, Any], group: str, seed: int, progress: str) -> Split:
     "All recordings, divided by groups."
     from leakmel.dataset.reader import open_dataset
     with open_dataset(next(iter(sets.files.values()))) as ds: names = ds.class_names
     task = make_task(names, given["leak_label"], kind=given["kind"], leave_out=given["leave_out"])
-    return group_split(list(sets.files.values()), group, seed=seed, task=task, allow_leaky_split=given["allow_leaky_split"])
+    return group_split(list(sets.files.values()), group, seed=seed, task=task, allow_leaky_split=given["allow_leaky_split"], progress=progress)
 
 def _new_folder() -> Path:
     "A name below runs/ that is not taken."

@@ -123,6 +123,7 @@ class _Begun:
     rate: float = math.nan                                     # learning rate of the last step
     first: int = 0                                             # steps that were done when this run began
     seconds: float = 0.0                                       # that runs before this one took
+    show: str = "none"                                         # where loading is shown, if it takes its time: as for Progress
 
     def __post_init__(self):
         s, data = self.settings, self.data
@@ -132,7 +133,8 @@ class _Begun:
 
     def _opened(self, kind: str) -> Loader:
         s = self.settings
-        return open_loader(self.data.training, s.batch_size, device=self.device, seed=s.seed, epoch_share=s.epoch_share, **s.loader_options() | {"kind": kind})
+        given: dict[str, Any] = s.loader_options() | {"kind": kind, "progress": self.show}
+        return open_loader(self.data.training, s.batch_size, device=self.device, seed=s.seed, epoch_share=s.epoch_share, **given)
 
     def reopen(self, kind: str) -> None:      # raises MachineError where memory is too small for it
         "Take the loader of a checkpoint in place of the one that suits today: the order of the items follows from it."
