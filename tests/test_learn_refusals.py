@@ -13,13 +13,14 @@ from leakmel.cli import main
 from leakmel.core.errors import MachineError, OutputError, UsageError
 from leakmel.learn import loaders
 from leakmel.learn.checkpoint_settings import CheckpointSettings
+from leakmel.learn.devices import pick_device
 from leakmel.learn.evaluation import evaluate
 from leakmel.learn.intervals import Difference, interval_of
 from leakmel.learn.preparation import open_training
 from leakmel.learn.step import Stepper
 from leakmel.learn.train_settings import TrainSettings
 from leakmel.learn.training import TrainResult, train
-from leakmel.learn.training_state import TrainingState, pick_device
+from leakmel.learn.training_state import TrainingState
 
 TINY = TrainSettings(epochs=2, epoch_share=1.0, batch_size=200, channels=(4, 8), early_stop_epochs=0)
 WORDS = ["--epochs", "1", "--channels", "4,8", "--quiet"]
