@@ -28,6 +28,7 @@ from leakmel.learn.champions import (
 from .checkpoints import write_whole
 from .data import Segments
 from .detector import Detector, load_detector, score_rows
+from .devices import pick_device
 from .duels import Duel, decide, fight, leak_truth, require_both, shared_with, worn
 from .evaluation import recordings_of
 from .groups import Group
@@ -44,7 +45,7 @@ from .stopping import StopSignals
 from .task import Task
 from .train_settings import TrainSettings
 from .training import RESUME, CheckpointSettings, Run, Watch, begin, finish, how_to_go_on, learn
-from .training_state import TrainingState, pick_device
+from .training_state import TrainingState
 
 if TYPE_CHECKING: import pandas as pd
 

@@ -18,6 +18,7 @@ from ..core.progress import Progress, announce
 from .checkpoint_settings import RESUME, CheckpointSettings
 from .checkpoints import latest_checkpoint, remove_file, write_whole
 from .detector import Detector, load_detector
+from .devices import pick_device
 from .history import EpochFigures, epochs_from, should_stop
 from .preparation import Sources, TrainingData, differences, open_training, training_identity
 from .search_results import SearchResult, save_plots, verdict
@@ -28,7 +29,6 @@ from .search_trials import (HISTORY, MODEL, STATE, TRIALS, Again, Memory, Trial,
 from .splits import Split
 from .train_settings import TrainSettings
 from .training import sole_writer, train
-from .training_state import pick_device
 
 # %% ../../nbs/learn/search.ipynb #b9854ad9
 _OURS = (MODEL, "summary.json", HISTORY, TRIALS, "trials.csv", "checkpoints")
@@ -261,7 +261,7 @@ def search(
         with _opened(base, how, show) as data:
             identity, stamp = search_identity(data, base, found, prune_after, prune_epochs), "" if data.split is None else data.split.stamp
     for w in came: warnings.warn(w.message, stacklevel=2)
-    how |= dict(device=str(pick_device(device)), checkpoints=checkpoints)
+    how |= dict(device=pick_device(device), checkpoints=checkpoints)
     with _alone(folder), Progress(trials, unit="trials", label="search", show=show) as bar:
         s = _Search(folder, base, found, proposals, _taken_up(folder, identity, resume), how, bar, show, [str(w.message) for w in came])
         replay(proposals, s.memory.trials)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import answer_unknown, field_kinds
-from .preparation import SPEED_ONLY
-from .train_settings import TrainSettings
+from .train_settings import SPEED_ONLY, TrainSettings
 
 if TYPE_CHECKING: import optuna
 

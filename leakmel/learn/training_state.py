@@ -20,7 +20,7 @@ from .. import __version__
 from ..core.errors import DataError
 from .chosen import Chosen, chosen_on
 from .detector import Detector, score_rows
-from .devices import pick_device as pick_device, room
+from .devices import room
 from .history import EpochFigures, epochs_from, is_better, should_stop
 from .loaders import Loader, open_loader
 from .metrics import leak_metrics
