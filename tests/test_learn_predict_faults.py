@@ -1,4 +1,5 @@
 "What goes wrong around a prediction: a disk that goes away, parameters that would do nothing, a narrow terminal, a picture of nothing."
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from leakmel.learn import predict as prediction
 from leakmel.learn.detector import Detector
 from leakmel.learn.net import LeakNet, NetSettings
 from leakmel.learn.prediction_plots import MOST_RECORDINGS, suspicious_mels
-from leakmel.learn.prediction_runs import plan_prediction, prediction_kinds
+from leakmel.learn import prediction_runs
+from leakmel.learn.prediction_runs import execute_prediction, plan_prediction, prediction_kinds
 from leakmel.learn.task import make_task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,3 +73,21 @@ def test_a_model_for_which_a_device_has_no_room(tmp_path, detector, monkeypatch)
     monkeypatch.setattr(detector.net, "to", refuse)
     with pytest.raises(MachineError, match="does not fit into the memory of rehearsal:0; found out of memory: 2 MB"):
         lm.predict(write_noise(tmp_path / "wav", 2), detector, **QUIET | {"device": "rehearsal"})
+
+
+def test_a_run_reads_its_model_once(tmp_path, detector, monkeypatch):
+    "And says where it came from all the same."
+    read, real = [], prediction_runs.load_detector
+    def reading(path: Any) -> Detector:
+        read.append(path)
+        return real(path)
+    for module in (prediction_runs, prediction): monkeypatch.setattr(module, "load_detector", reading)
+    model = detector.save(tmp_path / "model.pt")
+    words = {"data_root": str(write_noise(tmp_path / "wav", 3)), "model": str(model), "out": str(tmp_path / "run"), "length": "whole", "engine": "torch",
+             "device": "cpu", "n_shown": 1}
+    plan = plan_prediction(dict.fromkeys(prediction_kinds()) | words, progress="none")
+    done = execute_prediction(plan, progress="none")
+    assert read == [model]
+    assert done.model == str(model)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["model"] == str(model)
+    assert len((tmp_path / "run" / "predictions.csv").read_text().splitlines()) == 4
