@@ -90,6 +90,7 @@ def mean_mels(
                 count.add(len(some))
     return out
 
+# %% ../../nbs/learn/baselines.ipynb #094a62ff
 def says_levels(
     ds: Segments,
 ) -> bool:
@@ -151,6 +152,7 @@ def _features(name: str, of_mels: bool, ds: Segments, progress: str) -> np.ndarr
     if name == "level": return mel_levels(ds, progress=progress) if of_mels else levels(ds)
     return mean_mels(ds, progress=progress)
 
+# %% ../../nbs/learn/baselines.ipynb #eb383dae
 def fit_baselines(
     training: Segments,                     # with a task
     validation: Segments | None = None,     # to choose thresholds on; None, or one class only: 0.5

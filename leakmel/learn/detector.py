@@ -66,13 +66,8 @@ class Detector:
         "Scores of recordings."
         return vote_scores(segment_scores, vote or self.vote, self.share if share is None else share)
 
-    def save(
-        self,
-        path: str | os.PathLike,
-        *,
-        sync: bool = True,      # wait for the disk
-    ) -> Path:                  # raises OutputError, also where something that is no detector is in the way
-        "Write the detector to a file, which is there as a whole or not at all; another detector there is replaced."
+    def save(self, path: str | os.PathLike, *, sync: bool = True) -> Path:      # sync: wait for the disk
+        "Write the detector to a file, which is there as a whole or not at all; replaces another detector, and raises OutputError for anything else."
         return _save(self, Path(path), sync)
 
     def __repr__(self) -> str:

@@ -221,6 +221,7 @@ def open_loader(
     return WorkerLoader(ds, settings, wanted, why, num_workers=num_workers, prefetch_factor=prefetch_factor,
                         persistent_workers=persistent_workers, pin_memory=pin_memory, start_method=start_method)
 
+# %% ../../nbs/learn/loaders.ipynb #0af7c71c
 def _choice(ds: Segments, device: torch.device, fraction: float) -> tuple[str, str]:
     "Loader and reason."
     if ds.held is not None and device.type == "cpu": return "device", f"{size_text(ds.n_bytes)} are in memory already"

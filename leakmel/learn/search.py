@@ -254,8 +254,8 @@ def search(
     _check(trials, hours, again, prune_after, prune_epochs, resume)
     began, found, folder = time.monotonic(), read_space(space, base), Path(os.path.abspath(os.path.expanduser(out)))
     proposals = Proposals(found, base, prune_after=prune_after, prune_epochs=prune_epochs)
-    how: dict[str, Any] = dict(leak_label=leak_label, kind=kind, leave_out=leave_out, split=split, allow_leaky_split=allow_leaky_split, legacy=legacy)
-    how |= dict(training=training, validation=validation)
+    how: dict[str, Any] = dict(leak_label=leak_label, kind=kind, leave_out=leave_out, split=split, allow_leaky_split=allow_leaky_split, legacy=legacy,
+                               training=training, validation=validation)
     with warnings.catch_warnings(record=True) as came:
         warnings.simplefilter("always")
         with _opened(base, how, show) as data:
@@ -264,8 +264,6 @@ def search(
     how |= dict(device=pick_device(device), checkpoints=checkpoints)
     with _alone(folder), Progress(trials, unit="trials", label="search", show=show) as bar:
         s = _Search(folder, base, found, proposals, _taken_up(folder, identity, resume), how, bar, show, [str(w.message) for w in came])
-        replay(proposals, s.memory.trials)
-        tidy(folder, s.memory)
         with _noted(s, resume): return _all_of_it(s, trials, math.inf if hours is None else began + 3600 * hours, again, stamp)
 
 # %% ../../nbs/learn/search.ipynb #ecd71afa
@@ -278,6 +276,8 @@ def _opened(base: TrainSettings, how: dict[str, Any], show: str) -> Iterator[Tra
 
 def _all_of_it(s: _Search, trials: int, ends: float, again: int, stamp: str) -> SearchResult:
     "Trials, other seeds, and what came out."
+    replay(s.proposals, s.memory.trials)
+    tidy(s.folder, s.memory)
     if n := len(s.memory.trials): announce(f"goes on after {n:,} trials", show=s.show)
     s.bar.update(len(s.memory.trials))
     _run_trials(s, trials, ends, again)
@@ -299,6 +299,7 @@ def _taken_up(folder: Path, identity: dict[str, Any], resume: str) -> Memory:
     if not noted: clear_trials(folder)      # of a search that was there before
     return found
 
+# %% ../../nbs/learn/search.ipynb #f3d9d01e
 @contextmanager
 def _noted(s: _Search, resume: str) -> Iterator[None]:
     "Say to whoever interrupts where the search is."
