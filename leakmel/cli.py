@@ -140,7 +140,7 @@ def run_bench(args: argparse.Namespace) -> Outcome:
     if args.suite == "compare": return _bench_compare(args)
     module = import_module("leakmel.ops.bench" if args.suite == "build" else f"leakmel.ops.bench_{args.suite}")      # some need Linux
     suite, as_text = getattr(module, f"bench_{args.suite}"), table if args.suite in ("build", "modes") else getattr(module, f"{args.suite}_table")
-    n_files = args.files if args.files is not None else {"growth": 200_000, "start": 100, "train": 39_563}.get(args.suite, 8000)
+    n_files = args.files if args.files is not None else {"growth": 200_000, "start": 100, "train": None}.get(args.suite, 8000)
     more = {"rehearse": args.rehearse, "commit_id": args.commit} if args.suite == "train" else {}
     figures = suite(args.dir, n_files=n_files, rounds=5 if args.rounds is None else args.rounds, say=_say, **more)
     path, ok = store(figures, args.out), figures.get("ok", figures["verified"]["all_ok"])
@@ -288,10 +288,10 @@ def _add_bench(p: argparse.ArgumentParser) -> None:
     p.add_argument("--suite", choices=["build", "modes", "parts", "growth", "reader", "start", "compare", "gpu", "train", "loaders"], default="build",
                    help="what to measure: whole builds, what each mode costs, each part of a build and the price of trust, builds of ever more files, "
                         "reading and listing, how long a small build takes to begin, other tools beside leakmel, a machine with a GPU, training and predicting "
-                        "on one, loading batches (default build). Minutes on two cores: compare 15, parts 8, reader 6, growth 5, start 1, others 3")
-    p.add_argument("--files", type=int, help="recordings of the training split of the made set (default 8000, with gpu and train the reference set's 39,563; "
-                                             "82 kB each; with start 100); with growth files of the largest build (default 200,000, "
-                                             "of 4,000 recordings under many names)")
+                        "(on a GPU if there is one), loading batches (default build). Minutes on two cores: compare 15, parts 8, reader 6, others 1 to 5")
+    p.add_argument("--files", type=int, help="recordings of the training split of the made set, of 82 kB each (default 8000; with gpu, and train on a GPU, the "
+                                             "reference set's 39,563; with train on a CPU 400, with start 100); with growth files of the largest build "
+                                             "(default 200,000, of 4,000 recordings under many names)")
     p.add_argument("--rounds", type=int, help="counted rounds of each setting (default 5, with gpu 3)")
     p.add_argument("--budget-s", type=float, default=420, metavar="S", help="seconds that the suite gpu may take; what matters least is left out (default 420)")
     p.add_argument("--only", metavar="NAMES", help="suite compare: its contestants, with commas between, as 'leakmel torch,dali' (default all)")

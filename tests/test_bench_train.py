@@ -1,5 +1,6 @@
 "The suite `train`: what a rehearsal measures and stores, what is refused, and that figures of trainings that failed are none."
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from leakmel.learn.step import Stepper
 from leakmel.learn.task import make_task
 from leakmel.learn.timing import StepTimes
 from leakmel.ops import bench_train as suite
-from leakmel.ops.bench import newest
-from leakmel.ops.bench_train import GOALS, REAL, TINY, agreement, bench_train, joined_times, train_table
+from leakmel.ops.bench import newest, store
+from leakmel.ops.bench_train import GOALS, ON_CPU, ON_GPU, TINY, agreement, bench_train, joined_times, train_table
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_goals_are_those_of_the_fastest_setting():
     "Not the rate of one and the busy device of another."
     training = {"a": {"batches_per_s": {"median": 300.0}, "busy_share": {"median": 0.5}},
                 "b": {"batches_per_s": {"median": 90.0}, "busy_share": {"median": 0.9}}}
-    goals = suite._goals({"training": training, "evaluation": {}})
+    goals = suite._goals({"training": training, "evaluation": {}, "device": "cuda:0", "rehearsal": False})
     assert {name: g["reached"] for name, g in goals.items()} == {"batches_per_s": 300.0, "evaluation_files_per_s": None, "busy_share": 0.5}
 
 
@@ -82,9 +83,11 @@ def test_the_table_fits_and_says_that_it_was_a_rehearsal(figures):
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_the_real_plan_is_that_of_the_goals():
-    assert (REAL.batch_size, GOALS["batches_per_s"], GOALS["evaluation_files_per_s"], GOALS["busy_share"][0]) == (5632, (100, 300), (10_000, 50_000), 0.75)
-    for name in REAL.changes: assert REAL.settings(name, 7).epochs == 7
+def test_real_plans_are_those_of_the_goals():
+    assert (ON_GPU.batch_size, GOALS["batches_per_s"], GOALS["evaluation_files_per_s"], GOALS["busy_share"][0]) == (5632, (100, 300), (10_000, 50_000), 0.75)
+    assert ON_CPU.batch_size == ON_GPU.batch_size, "figures that can be held beside each other"
+    for plan in (ON_GPU, ON_CPU):
+        for name in plan.changes: assert plan.settings(name, 7).epochs == 7
 
 
 def test_rounds_are_whole_epochs_put_together():
@@ -162,9 +165,29 @@ def test_prediction_and_evaluation_of_other_recordings(uneven, tmp_path, figures
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_what_is_refused(tmp_path, monkeypatch):
+def test_a_cpu_is_measured_as_what_it_is(tmp_path, monkeypatch):
+    "No figure of a CPU stands for a goal of a GPU, and neither record hides the other."
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(LeakmelError, match="torch sees none"): bench_train(tmp_path / "x")
+    monkeypatch.setattr(suite, "N_FILES", {"cuda": 10**9, "cpu": 6})
+    monkeypatch.setattr(suite, "ON_CPU", suite.TrainPlan(128, 1, 1, TINY.base, {"as trained": {}}, (8,)))
+    found = bench_train(tmp_path / "x", rounds=1, commit_id="abc")
+    assert (found["device"], found["rehearsal"], found["ok"], found["set"]["n_files"]) == ("cpu", False, True, suite.total_for(6))
+    assert {g["reached"] for g in found["goals"].values()} == {None}
+    text = train_table(found)
+    assert "reached" not in text
+    assert "rehearsal" not in text
+    assert "batches_per_s: not measured (a GPU's goal: must 100, aim 300)" in text
+    assert re.search(r"as trained +\d+(\.\d+)? ", text)
+    assert "cores of a CPU" in text.splitlines()[-1]
+    assert max(map(len, text.splitlines())) <= 100
+    store(found, tmp_path / "records")
+    assert newest("train", tmp_path / "records", "cuda") is None
+    store(found | {"device": "cuda:0", "made_utc": "2000-01-01T00:00:00+00:00"}, tmp_path / "records")
+    assert (newest("train", tmp_path / "records", "cuda") or {})["made_utc"][:4] == "2000"
+    assert newest("train", tmp_path / "records", "cpu") == newest("train", tmp_path / "records") == found
+
+
+def test_what_is_refused(tmp_path):
     with pytest.raises(UsageError): bench_train(tmp_path / "x", rounds=0, rehearse=True)
     assert not (tmp_path / "x").exists()
 

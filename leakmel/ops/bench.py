@@ -163,10 +163,11 @@ def store(
 def newest(
     suite: str,
     folder: str | os.PathLike,
+    device: str = "",             # "cuda" or "cpu": figures of such a device only, where a suite notes one
 ) -> dict[str, Any] | None:       # None: not measured
     "The newest figures of a suite; a rehearsal's are none."
     every = (json.loads(p.read_text(encoding="utf-8")) for p in Path(folder).glob(f"{suite}-*.json"))
-    found = [f for f in every if f["suite"] == suite and not f.get("rehearsal")]
+    found = [f for f in every if f["suite"] == suite and not f.get("rehearsal") and str(f.get("device", "")).startswith(device)]
     return max(found, key=lambda f: f["made_utc"], default=None)
 
 def table(figures: dict[str, Any]) -> str:
