@@ -2672,6 +2672,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'leakmel.learn.detector._require_weights': ( 'learn/detector.html#_require_weights',
                                                                                      'leakmel/learn/detector.py'),
                                         'leakmel.learn.detector._save': ('learn/detector.html#_save', 'leakmel/learn/detector.py'),
+                                        'leakmel.learn.detector._scores_at_once': ( 'learn/detector.html#_scores_at_once',
+                                                                                    'leakmel/learn/detector.py'),
                                         'leakmel.learn.detector._segment_scores': ( 'learn/detector.html#_segment_scores',
                                                                                     'leakmel/learn/detector.py'),
                                         'leakmel.learn.detector.check_features': ( 'learn/detector.html#check_features',

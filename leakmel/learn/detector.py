@@ -101,13 +101,18 @@ def _check_parts(detector: Detector) -> None:
 def _segment_scores(detector: Detector, rows: Tensor) -> Tensor:
     "Probabilities of a leak; those of short segments are averaged."
     if rows.ndim != 5: raise UsageError("not rows of a data set", found=f"shape {tuple(rows.shape)}", expected="[B, L, S, M, T]")
-    n, n_long = rows.shape[:2]
     detector.net.eval()
     with torch.inference_mode(), exactly_float32():
-        items = rows.flatten(0, 1) if detector.net.settings.form == "matrix" else rows.flatten(0, 2)
-        logits, _ = detector.net(matrices(items))
-        scores = logits.float().softmax(1)[:, detector.task.leak_in_model]
-        return scores.reshape(n, n_long, -1).mean(2)
+        if rows.device.type != "cpu" or not rows.numel(): return _scores_at_once(detector, rows)
+        per_row = rows.shape[1] * (1 if detector.net.settings.form == "matrix" else rows.shape[2])
+        return torch.cat([_scores_at_once(detector, part) for part in rows.split(max(1, _ITEMS_ON_CPU // per_row))])
+
+_ITEMS_ON_CPU = 640      # that a net is given at once: what its layers hand on stays in the caches of a core
+
+def _scores_at_once(detector: Detector, rows: Tensor) -> Tensor:
+    items = rows.flatten(0, 1) if detector.net.settings.form == "matrix" else rows.flatten(0, 2)
+    logits, _ = detector.net(matrices(items))
+    return logits.float().softmax(1)[:, detector.task.leak_in_model].reshape(*rows.shape[:2], -1).mean(2)
 
 # %% ../../nbs/learn/detector.ipynb #721add7d
 FORMAT = "leakmel detector 1"
