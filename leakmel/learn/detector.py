@@ -103,7 +103,8 @@ def _segment_scores(detector: Detector, rows: Tensor) -> Tensor:
     if rows.ndim != 5: raise UsageError("not rows of a data set", found=f"shape {tuple(rows.shape)}", expected="[B, L, S, M, T]")
     detector.net.eval()
     with torch.inference_mode(), exactly_float32():
-        if rows.device.type != "cpu" or not rows.numel(): return _scores_at_once(detector, rows)
+        if not len(rows): return torch.empty(rows.shape[:2], device=rows.device)
+        if rows.device.type != "cpu": return _scores_at_once(detector, rows)
         per_row = rows.shape[1] * (1 if detector.net.settings.form == "matrix" else rows.shape[2])
         return torch.cat([_scores_at_once(detector, part) for part in rows.split(max(1, _ITEMS_ON_CPU // per_row))])
 
