@@ -135,7 +135,7 @@ def run_bench(args: argparse.Namespace) -> Outcome:
     "Measure builds on this machine."
     from importlib import import_module
     from leakmel.ops.bench import store, table, work_folder
-    for folder in (args.dir, args.out): work_folder(folder)
+    for folder in (args.dir, args.out): work_folder(folder, make=False)
     if args.suite == "gpu": return _bench_gpu(args)
     if args.suite == "compare": return _bench_compare(args)
     module = import_module("leakmel.ops.bench" if args.suite == "build" else f"leakmel.ops.bench_{args.suite}")      # some need Linux

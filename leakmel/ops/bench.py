@@ -95,13 +95,17 @@ def total_for(
 
 def work_folder(
     path: str | os.PathLike,
+    make: bool = True,       # False: see only whether it could be made
 ) -> Path:                   # raises OutputError
     "A folder to write to, which is made where it is missing: asked for before something is measured for minutes."
-    path, why = Path(path), ""
-    try: path.mkdir(parents=True, exist_ok=True)
+    path, why = Path(path), "no right to"
+    try:
+        if make: path.mkdir(parents=True, exist_ok=True)
+        there = next((p for p in (path, *path.absolute().parents) if os.path.lexists(p)), path)
+        os.listdir(there)
+        if os.access(there, os.W_OK | os.X_OK): return path
     except OSError as e: why = os.strerror(e.errno or 0)
-    if why or not os.access(path, os.W_OK | os.X_OK): raise OutputError(f"no folder to write to ({why or 'no right to'})", path=path, remedy="name another one")
-    return path
+    raise OutputError(f"no folder to write to ({why})", path=path, remedy="name another one")
 
 def made_set(
     folder: str | os.PathLike,         # work folder
