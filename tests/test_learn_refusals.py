@@ -66,6 +66,22 @@ def test_testing_recordings_of_other_features_are_refused_before_the_training(to
     assert main([*words, "--no-evaluation"]) == 0
 
 
+@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+def test_recordings_for_testing_may_have_been_built_alone(town: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for label in ("LEAK", "HISS"):
+        (tmp_path / label / label).mkdir(parents=True)
+        for wav in sorted((town / "demo" / "TESTING" / "LEAK").glob("*.wav"))[:2]: (tmp_path / label / label / wav.name).hardlink_to(wav)
+        lm.build(tmp_path / label, out=tmp_path / f"{label}.h5", progress="none", check=0)
+    words = ["train", str(town / "sets"), "--device", "cpu", *WORDS]
+    assert main([*words, "--testing", str(tmp_path / "HISS.h5"), "--out", str(tmp_path / "none")]) == 1
+    assert "a label that the task does not know" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists(), "before the training, not after it"
+    assert main([*words, "--testing", str(tmp_path / "LEAK.h5"), "--out", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["evaluation"]["recordings"] == 2
+    assert main([*words, "--testing", str(tmp_path / "LEAK.h5"), "--out", str(tmp_path / "divided"), "--group", "sensor"]) == 1
+    assert "do not belong together: labels" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("name", "content"), [
     ("summary.json", b'{"ok": true, "files": 1200}'), ("summary.json", b"not JSON"), ("summary.json", b"[1]"), ("history.csv", b"day,money\n"),
     ("model.pt", b"somebody's"), ("model.pt", pickle.dumps({"weights": 1})), ("model.pt", None)])

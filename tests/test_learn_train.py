@@ -166,9 +166,20 @@ def test_ctrl_c_in_a_notebook_is_an_ordinary_interrupt(sets: Path, tmp_path: Pat
         m.setattr(Stepper, "step", interrupted)
         with pytest.raises(KeyboardInterrupt) as said: trained(sets, tmp_path / "run")
     (note,) = said.value.__notes__
-    assert "after step 8" in note
+    assert "after step 8: the same command goes on" in note
     trained(sets, tmp_path / "run")
     assert_same(tmp_path / "run", right)
+
+
+def test_what_began_anew_goes_on_without_that_word(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Stepper.step
+    def interrupted(self: Stepper, batch: Any) -> Any:
+        if self.n_done == 1: os.kill(os.getpid(), signal.SIGINT)
+        return real(self, batch)
+    monkeypatch.setattr(Stepper, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt) as said: trained(sets, tmp_path / "run", resume="never")
+    (note,) = said.value.__notes__
+    assert "after step 2: the same command without resume='never' goes on from there" in note
 
 
 def test_a_damaged_checkpoint_costs_an_epoch_and_not_the_training(sets: Path, tmp_path: Path, right: TrainResult, tried: Callable) -> None:

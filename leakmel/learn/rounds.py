@@ -71,7 +71,7 @@ def learn_on(
     run.state.stepper.net.load_state_dict(champion.net.state_dict())
     with closing(run.state):
         said = begin(run, resume)
-        with StopSignals(lambda: how_to_go_on(run)) as stop, Watch(run.state, show) as watch: learn(run, watch, stop)
+        with StopSignals(lambda: how_to_go_on(run, resume)) as stop, Watch(run.state, show) as watch: learn(run, watch, stop)
         return finish(run, said).detector
 
 # %% ../../nbs/learn/rounds.ipynb #66e3e7d0

@@ -270,11 +270,12 @@ def finish(
     write_whole(run.out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode(), sync=False)
     return TrainResult(detector, run.model_path, tuple(state.epochs), best.epoch, summary, run.seconds)
 
-def how_to_go_on(run: Run) -> str:
+def how_to_go_on(run: Run, resume: str) -> str:
     "What to say to whoever interrupts."
     n = list_checkpoints(run.folder)
     if not n: return "no checkpoint was written yet: the same command begins anew"
-    return f"a checkpoint was written after step {n[-1].step:,}: the same command goes on from there ({show_path(run.folder)})"
+    same = "the same command" + (" without resume='never'" if resume == "never" else "")
+    return f"a checkpoint was written after step {n[-1].step:,}: {same} goes on from there ({show_path(run.folder)})"
 
 # %% ../../nbs/learn/training.ipynb #d1180cd6
 def train(
@@ -307,6 +308,6 @@ def train(
         with closing(run.state):
             said = begin(run, resume)
             if data.split is not None and data.split.leaky: announce(data.split.stamp, show=show)
-            with StopSignals(lambda: how_to_go_on(run)) as stop:
+            with StopSignals(lambda: how_to_go_on(run, resume)) as stop:
                 with Watch(run.state, show) as watch: learn(run, watch, stop, after_epoch)
                 return finish(run, said)

@@ -21,7 +21,7 @@ from ..dataset.runs import find_data, runs_folder
 from ..dataset.schema import data_set_name
 from .checkpoint_settings import RESUME, CheckpointSettings
 from .checkpoints import list_checkpoints, write_whole
-from .data import open_sources
+from .data import Segments, open_sources
 from .devices import pick_device
 from .splits import Split, group_split
 from .task import make_task
@@ -136,15 +136,23 @@ def plan_training(
     if p["resume"] not in RESUME: raise UsageError("resume is not known", found=repr(p["resume"]), expected=", ".join(RESUME))
     leave_out = tuple(word.strip() for word in p["leave_out"].split(",") if word.strip())
     sets = find_sets(p["data"], p["validation"], p["testing"], progress=progress)
-    _require_together(sets if p["evaluation"] else DataSets({n: f for n, f in sets.files.items() if n != "testing"}, sets.note))
     out = Path(os.path.abspath(os.path.expanduser(p["out"]))) if p["out"] else _new_folder()
     given = {"leak_label": p["leak_label"], "kind": p["kind"], "leave_out": leave_out, "allow_leaky_split": p["allow_leaky_split"], "resume": p["resume"]}
+    looked_at = sets if p["evaluation"] else DataSets({n: f for n, f in sets.files.items() if n != "testing"}, sets.note)
+    _require_together(looked_at, given, p["group"] is not None)
     split = None if p["group"] is None else _divided(sets, given, p["group"], settings.seed, progress)
     return TrainingPlan(sets, split, settings, checkpoints, out, p["device"], given, p["evaluation"])
 
-def _require_together(sets: DataSets) -> None:
-    "Refuse data sets of other labels or features now, and not when the training is over."
-    for ds in open_sources(list(sets.files.values())): ds.close()
+def _require_together(sets: DataSets, given: dict[str, Any], divided: bool) -> None:
+    "Refuse data sets that do not belong together now, and not when the training is over."
+    judged = "testing" in sets.files and not divided      # by label names: recordings for testing may have been built alone
+    opened = open_sources(list(sets.files.values()), same_labels=not judged)
+    try:
+        if not judged: return
+        task = make_task(opened[0].class_names, given["leak_label"], kind=given["kind"], leave_out=given["leave_out"])
+        Segments(opened[-1:], level="recording", task=task, preload_to_ram=False)
+    finally:
+        for ds in opened: ds.close()
 
 def _divided(sets: DataSets, given: dict[str, Any], group: str, seed: int, progress: str) -> Split:
     "All recordings, divided by groups."
