@@ -3499,6 +3499,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'leakmel.learn.search._run_again': ('learn/search.html#_run_again', 'leakmel/learn/search.py'),
                                       'leakmel.learn.search._run_trials': ('learn/search.html#_run_trials', 'leakmel/learn/search.py'),
                                       'leakmel.learn.search._said': ('learn/search.html#_said', 'leakmel/learn/search.py'),
+                                      'leakmel.learn.search._seconds_of_seeds': ( 'learn/search.html#_seconds_of_seeds',
+                                                                                  'leakmel/learn/search.py'),
                                       'leakmel.learn.search._taken_up': ('learn/search.html#_taken_up', 'leakmel/learn/search.py'),
                                       'leakmel.learn.search.search': ('learn/search.html#search', 'leakmel/learn/search.py'),
                                       'leakmel.learn.search.search_identity': ( 'learn/search.html#search_identity',

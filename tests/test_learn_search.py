@@ -234,6 +234,32 @@ def test_a_limit_of_time_leaves_the_trial_under_way(sets: Path, right: SearchRes
     assert_same(tmp_path / "run", right)
 
 
+def test_calls_that_are_shorter_than_other_seeds_make_trials_all_the_same(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "An hour each night: time for other seeds had been set aside until none was left, and no call made a trial."
+    Staged(monkeypatch, lambda s, n: 0.5 + s.dropout / 10)
+    given: dict[str, Any] = dict(space={"dropout": [0.3, 0.9]}, again=2, settings=STAGED)
+    searched(sets, tmp_path / "run", **given, trials=1)
+    noted = tmp_path / "run" / "search.json"
+    values = json.loads(noted.read_bytes())
+    values["trials"][0]["seconds"] = 1000.0
+    noted.write_text(json.dumps(values))
+    begun, right = [], module._next_trial
+    def slow(s: Any) -> Any:
+        begun.append(s)
+        if len(begun) == 3: raise module._TimeIsOver
+        return right(s)
+    with monkeypatch.context() as m:
+        m.setattr(module, "_next_trial", slow)
+        part = searched(sets, tmp_path / "run", **given, trials=6, hours=0.5)
+    assert len(part.trials) == 3
+    assert part.again == (), "their turn is that of the call that comes to the last trial"
+    done = searched(sets, tmp_path / "run", **given, trials=6, hours=0.5)
+    assert (len(done.trials), len(done.again)) == (6, 4)
+    memory = read_memory(tmp_path / "run")
+    assert memory is not None
+    assert module._seconds_of_seeds(memory, 2) == 0, "what is there need not be waited for"
+
+
 def test_more_trials_are_the_same_search(sets: Path, right: SearchResult, tmp_path: Path) -> None:
     searched(sets, tmp_path / "run", trials=2, again=0)
     searched(sets, tmp_path / "run")
@@ -371,6 +397,19 @@ def test_ended_while_it_begins_anew_it_is_the_new_search(sets: Path, right: Sear
     assert (tmp_path / "run" / "trials" / "0001").is_dir()
     searched(sets, tmp_path / "run")
     assert_same(tmp_path / "run", right)
+
+
+def test_a_search_that_began_anew_says_one_thing_when_it_is_interrupted(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "The training under way says that the same command goes on, which would begin anew."
+    def dying(*given: Any, **named: Any) -> None:
+        e = KeyboardInterrupt()
+        e.add_note("the same command goes on from there")
+        raise e
+    monkeypatch.setattr(module, "train", dying)
+    for resume, n in (("never", 1), ("auto", 2)):
+        with pytest.raises(KeyboardInterrupt) as raised: searched(sets, tmp_path / resume, resume=resume)
+        assert len(raised.value.__notes__) == n
+        assert ("without resume='never'" in raised.value.__notes__[-1]) == (resume == "never")
 
 
 def test_the_folder_of_something_else_is_left_alone(sets: Path, right: SearchResult, tmp_path: Path) -> None:

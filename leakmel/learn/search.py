@@ -160,12 +160,14 @@ def _plain(value: Any) -> Any: return list(value) if isinstance(value, tuple) el
 def _run_trials(
     s: _Search,
     trials: int,
-    ends: float,      # of time.monotonic
+    seconds: float,   # of this call, from now on
     again: int,
-) -> None:
+) -> bool:            # whether it is the turn of other seeds
     "Make trials until there are enough, or the time is over."
+    began, in_time = time.monotonic(), True
     while len(s.memory.trials) < trials:
-        s.deadline = ends - 2 * again * max((t.seconds for t in s.memory.trials), default=0.0)
+        in_time = (reserve := _seconds_of_seeds(s.memory, again)) < seconds
+        s.deadline = began + seconds - (reserve if in_time else 0.0)
         if s.memory.trials and time.monotonic() > s.deadline: break
         try: done = _next_trial(s)
         except _TimeIsOver: break
@@ -174,6 +176,12 @@ def _run_trials(
         figures += "" if best is None or done.number == 0 else ", the best so far" if best is done else f", best {best.f1:.4f} in trial {best.number}"
         s.bar.update(len(s.memory.trials), figures)
         announce(f"{figures}; {settings}", show=s.show)
+    return in_time or len(s.memory.trials) >= trials
+
+def _seconds_of_seeds(m: Memory, again: int) -> float:
+    "What other seeds may still take, by the longest trial."
+    there = 0 if m.best is None else sum(len(m.seeds_of(number, again)) for number in {0, m.best.number})
+    return max(0, 2 * again - there) * max((t.seconds for t in m.trials), default=0.0)
 
 def _run_again(s: _Search, again: int) -> None:
     "Train what the search began with, and what it found, with other seeds."
@@ -234,7 +242,7 @@ def search(
     space: Mapping[str, Any] | str | os.PathLike | None = None,      # setting -> [low, high] or a list of choices, or a JSON file of that; None: as usual
     settings: TrainSettings | None = None,            # what it begins with, and what is not searched; None: the defaults
     trials: int = 30,                                 # in all, the first with the settings that it begins with
-    hours: float | None = None,                       # that this call may take, other seeds included; None: as long as it takes
+    hours: float | None = None,                       # for this call, with other seeds where they fit in; None: as long as it takes
     again: int = 2,                                   # other seeds that the best settings and the first ones are trained with; 0: none
     prune_after: int = 5,                             # complete trials before one that lags is ended early; 0: none is ever
     prune_epochs: int = 2,                            # epochs that each trial has before
@@ -280,8 +288,7 @@ def _all_of_it(s: _Search, trials: int, ends: float, again: int, stamp: str) -> 
     tidy(s.folder, s.memory)
     if n := len(s.memory.trials): announce(f"goes on after {n:,} trials", show=s.show)
     s.bar.update(len(s.memory.trials))
-    _run_trials(s, trials, ends, again)
-    _run_again(s, again)
+    if _run_trials(s, trials, ends - time.monotonic(), again): _run_again(s, again)
     return _conclude(s, trials, again, stamp)
 
 def _taken_up(folder: Path, identity: dict[str, Any], resume: str) -> Memory:
@@ -306,7 +313,9 @@ def _noted(s: _Search, resume: str) -> Iterator[None]:
     try: yield
     except BaseException as e:
         same = "the same command goes on" if resume != "never" else "the same command goes on without resume='never'"
-        if not isinstance(e, Exception): e.add_note(f"{len(s.memory.trials):,} trials of the search are over: {same} ({show_path(s.folder)})")
+        if not isinstance(e, Exception):
+            if resume == "never": e.__notes__ = []      # the training under way said that the same command goes on
+            e.add_note(f"{len(s.memory.trials):,} trials of the search are over: {same} ({show_path(s.folder)})")
         raise
 
 def _check(trials: int, hours: float | None, again: int, prune_after: int, prune_epochs: int, resume: str) -> None:
