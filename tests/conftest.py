@@ -1,5 +1,6 @@
 "Shared fixtures: small made sets, skips that may not happen where everything is installed, and what was tried for each promise."
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,17 @@ def tried(request: pytest.FixtureRequest) -> Callable[..., None]:
         if promise not in promises: raise LookupError(f"{promise} in promises.toml does not name {request.node.name}")
         request.node.user_properties.append(("tried", [promise, int(n)]))
     return say
+
+
+def within(limit_s: float, work: Callable[[], object], tries: int = 3) -> None:
+    "Fail unless some work is done in a time, in one of a few tries: what other programs take of a core is not its fault."
+    took = []
+    for _ in range(tries):
+        began = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - began)
+        if took[-1] < limit_s: return
+    pytest.fail(f"took {', '.join(f'{t:.2f}' for t in took)} s, not {limit_s:g}")
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from conftest import within
 
 import leakmel as lm
 from leakmel.audio.naming import match_pattern
@@ -184,10 +185,10 @@ def test_long_paths_of_a_stranger_are_answered_in_a_second(data, tmp_path, patte
         del f["files/path"]
         f["files/path"] = np.array([(step * 20)[:3990].rstrip(b"/") + b"/%02d.wav" % k for k in range(12)])
     forged(path, naming_json=json.dumps({"source": "pattern", "pattern": pattern, "base": "root" if "{split}" in pattern else "split"}))
-    began = time.perf_counter()
-    assert not lm.verify(path).ok
-    lm.open_dataset(path).close()
-    assert time.perf_counter() - began < 1
+    def answer() -> None:
+        assert not lm.verify(path).ok
+        lm.open_dataset(path).close()
+    within(1, answer)
 
 
 def test_names_of_real_length_are_within_the_steps():
@@ -196,6 +197,6 @@ def test_names_of_real_length_are_within_the_steps():
     found = match_pattern("{split}_{folder}_{label}_{sensor}_{session}_{start_time}_{gain}", name)
     assert found is not None
     assert (found["split"], found["start_time"], found["gain"]) == ("train", "20250314_020000", "16dB")
-    began = time.perf_counter()
-    assert match_pattern("{start_time}a{gain}a{split}a{sensor}", "a" * 4000) is None
-    assert time.perf_counter() - began < 1
+    found = match_pattern("{start_time}a{gain}a{split}a{sensor}", "a" * 4000)
+    assert found is None
+    within(1, lambda: match_pattern("{start_time}a{gain}a{split}a{sensor}", "a" * 4000))

@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -503,9 +504,8 @@ def test_a_table_is_quick_and_small(tmp_path):
 def test_groups_of_many_labels_are_quick(tmp_path):
     (tmp_path / "t.csv").write_text("path,label,sensor,split\n" + "".join(f"{i}.wav,L{i},s{i % 100},{('train', 'val')[i // 10_000]}\n" for i in range(20_000)))
     m = scan(tmp_path, table=tmp_path / "t.csv")
-    began = time.perf_counter()
+    within(3, lambda: m.groups("sensor"))
     g = m.groups("sensor")
-    assert time.perf_counter() - began < 3
     assert g.shape == (100, 1 + 2 + 20_000 + 1)
     assert g.index.name == "sensor"
     assert g[["recordings", "TRAINING", "VALIDATION", "n_splits"]].drop_duplicates().values.tolist() == [[200, 100, 100, 2]]
