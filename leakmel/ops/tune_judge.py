@@ -10,7 +10,7 @@ __all__ = ['Key', 'LEAST_GAIN', 'CONFIRM_ROUNDS', 'States', 'Runs', 'sweep', 'Sc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import median
 
 from ..audio.wav import digest_of
 from ..core.errors import LeakmelError
@@ -50,18 +50,18 @@ def sweep(
     return found
 
 # %% ../../nbs/ops/tune_judge.ipynb #9a75688b
-LEAST_GAIN = 0.03      # of the mean rate
+LEAST_GAIN = 0.03      # of the median rate
 
 @dataclass(frozen=True)
 class Score:
     "Rates of one setting from one state of the page cache."
     name: str
     rounds: int
-    files_per_s: float = 0.0      # mean of the rounds
+    files_per_s: float = 0.0      # of the median of the rounds' seconds
     least: float = 0.0            # files/s of the slowest round
     most: float = 0.0             # and of the fastest
-    mb_per_s: float = 0.0         # mean, bytes of the files
-    ms_per_file: float = 0.0      # mean
+    mb_per_s: float = 0.0         # of that round too, bytes of the files
+    ms_per_file: float = 0.0      # of that round too: 1000 / files_per_s
     failure: str = ""
 
 def scores_of(
@@ -73,8 +73,8 @@ def scores_of(
     "What trials from one state of the page cache come to."
     def score(name: str, runs: Runs) -> Score:
         if not runs.seconds: return Score(name, 0, failure=runs.failure or "no time was left")
-        rates = [n_files / s for s in runs.seconds]
-        return Score(name, len(rates), fmean(rates), min(rates), max(rates), fmean(rates) * n_bytes / n_files / 1e6, 1000 * fmean(runs.seconds) / n_files)
+        usual = median(runs.seconds)
+        return Score(name, len(runs.seconds), n_files / usual, n_files / max(runs.seconds), n_files / min(runs.seconds), n_bytes / usual / 1e6, 1000 * usual / n_files)
     return sorted((score(name, runs) for (name, c), runs in found.items() if c == cache), key=lambda s: -s.files_per_s)
 
 def is_clearly_faster(
