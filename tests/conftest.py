@@ -1,7 +1,9 @@
 "Shared fixtures: small made sets, skips that may not happen where everything is installed, and what was tried for each promise."
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,29 @@ def within(limit_s: float, work: Callable[[], object], tries: int = 3) -> None:
         took.append(time.perf_counter() - began)
         if took[-1] < limit_s: return
     pytest.fail(f"took {', '.join(f'{t:.2f}' for t in took)} s, not {limit_s:g}")
+
+
+@contextmanager
+def ends_within(limit_s: float) -> Iterator[None]:
+    """Fail unless a block that cannot be tried again ends in a time.
+
+    What passes while no thread of this process has its turn, and no processor time goes by, does not count: another program took the cores.
+    """
+    over, counted = threading.Event(), [0.0]
+    def count() -> None:
+        last, last_cpu = time.perf_counter(), time.process_time()
+        while not over.is_set():
+            time.sleep(0.02)
+            now, cpu = time.perf_counter(), time.process_time()
+            counted[0] += min(now - last, max(0.1, cpu - last_cpu))
+            last, last_cpu = now, cpu
+    thread = threading.Thread(target=count, name="stopwatch", daemon=True)
+    thread.start()
+    try: yield
+    finally:
+        over.set()
+        thread.join()
+    if counted[0] >= limit_s: pytest.fail(f"took {counted[0]:.2f} s, not {limit_s:g}")
 
 
 @pytest.fixture(scope="session")

@@ -361,7 +361,7 @@ def killed(data: Path, target: Path, at: int, **options: Any) -> None:
             def dying(job: Job, slot: loader.Slot) -> Any:
                 n[0] += 1
                 if n[0] == at:
-                    until = time.monotonic() + 5
+                    until = time.monotonic() + 30
                     while job.journal is not None and job.journal.n_entered == 0 and time.monotonic() < until: time.sleep(0.001)
                     os.kill(os.getpid(), signal.SIGKILL)
                 return real(job, slot)

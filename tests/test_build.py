@@ -458,7 +458,7 @@ def test_next_split_is_read_while_the_last_one_is_published(demo, tmp_path, monk
         if self.listing.split == "VALIDATION": read_on.set()
         return real_fill(self, slot)
     def sync(self):
-        if "TRAINING" in self.target.name: assert read_on.wait(20), "nothing of the next split was read"
+        if "TRAINING" in self.target.name: assert read_on.wait(60), "nothing of the next split was read"
         real_sync(self)
     monkeypatch.setattr(BatchReader, "fill", fill)
     monkeypatch.setattr(RowFile, "sync", sync)
@@ -473,7 +473,7 @@ def test_next_split_is_read_while_the_last_one_is_published(demo, tmp_path, monk
 @pytest.mark.parametrize("shape", [{"compute_workers": 2}, {"read_workers": 1, "compute_workers": 1, "write_workers": 1}], ids=["workers", "lanes"])
 def test_engine_works_while_files_are_read(demo, tmp_path, monkeypatch, shape):
     "The second batch is not read before the engine is at the first one, which waits for that: whoever took turns would wait for ever."
-    meet, n_fills, n_runs, real_fill, real_run = threading.Barrier(2, timeout=30), count(), count(), BatchReader.fill, ReferenceEngine.run
+    meet, n_fills, n_runs, real_fill, real_run = threading.Barrier(2, timeout=60), count(), count(), BatchReader.fill, ReferenceEngine.run
     def fill(*args: Any) -> int:
         if next(n_fills) == 1: meet.wait()
         return real_fill(*args)

@@ -204,11 +204,14 @@ def test_it_gives_its_memory_back() -> None:
 # -- no lock ------------------------------------------------------------------------------------------------------------------
 
 def test_python_goes_on_while_it_computes() -> None:
-    "One call over many recordings; meanwhile another thread counts, which it could not while the interpreter's lock is held."
+    """One call over many recordings; meanwhile another thread counts, which it could not while the interpreter's lock is held.
+
+    In one of three calls: during one of them another program may have the core of the thread that counts.
+    """
     spec = MelSpec.preset("disjoint")
     x = np.repeat(check_recording(spec), 512, axis=0)
     out = np.zeros((512, *spec.row_shape), np.float16)
-    tables, counted, ready, done = None, 0, threading.Event(), threading.Event()
+    tables, counts, ready, done = None, list[int](), threading.Event(), threading.Event()
     with CpuEngine(spec) as engine:
         numbers = np.array([2, 1, *engine._numbers], np.int64)
         tables, space = engine._tables[np.dtype(np.int16)], cpu_engine.work_space(spec.n_fft // 2, spec.n_mels)
@@ -219,13 +222,17 @@ def test_python_goes_on_while_it_computes() -> None:
         before = sys.getswitchinterval()
         sys.setswitchinterval(1e-5)
         try:
-            thread = threading.Thread(target=compute)
-            thread.start()
-            ready.wait()
-            while not done.is_set(): counted += 1
-            thread.join()
+            while len(counts) < 3 and max(counts, default=0) <= 1000:
+                ready.clear()
+                done.clear()
+                thread, counted = threading.Thread(target=compute), 0
+                thread.start()
+                ready.wait()
+                while not done.is_set(): counted += 1
+                thread.join()
+                counts.append(counted)
         finally: sys.setswitchinterval(before)
-    assert counted > 1000, counted
+    assert max(counts) > 1000, counts
 
 
 # -- no stale code --------------------------------------------------------------------------------------------------------------

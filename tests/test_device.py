@@ -72,7 +72,7 @@ def nothing_is_held(devices: list[HostDevice]) -> None:
     for d in devices: assert (d.counts["device_bytes"], d.counts["pinned_bytes"]) == (0, 0), d.name
 
 
-def in_time(work: Callable[[], Any], limit_s: float = 20) -> Any:
+def in_time(work: Callable[[], Any], limit_s: float = 60) -> Any:
     "The result of work that must not hang."
     found: list[Any] = []
     def run() -> None:

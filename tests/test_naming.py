@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import datetime
@@ -186,9 +185,8 @@ HOSTILE_PATTERNS = ["{sensor}_{recording}_{session}_{folder}_{label}_{*}_{*}_{*}
 @pytest.mark.parametrize("pattern", HOSTILE_PATTERNS)
 def test_no_name_can_keep_a_pattern_busy(pattern):
     for name in HOSTILE_NAMES:
-        began = time.perf_counter()
-        assert match_pattern(pattern, name) is None
-        assert time.perf_counter() - began < 3, name[:20]
+        def answer(name: str = name) -> None: assert match_pattern(pattern, name) is None, name[:20]
+        within(3, answer)
 
 
 @pytest.mark.parametrize("text", [
@@ -492,9 +490,8 @@ def test_a_table_is_quick_and_small(tmp_path):
     (tmp_path / "data").mkdir()
     file = table(tmp_path, "path,label,split,sensor,start_time,gain\n" + "".join(
         f"LEAK/{k:06d}.wav,L{k % 3},train,H{k % 50},20250314_020000,16\n" for k in range(20_000)))
-    began = time.perf_counter()
+    within(5, lambda: scan(tmp_path / "data", table=file))
     m = scan(tmp_path / "data", table=file)
-    assert time.perf_counter() - began < 5
     assert len(m) == 20_000
     assert m.listings[0].n_bytes == 0
 

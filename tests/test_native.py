@@ -170,20 +170,24 @@ def test_no_rows_at_all() -> None:
 
 
 def test_the_interpreter_runs_on_while_files_are_read(tmp_path: Path) -> None:
-    "Compiled reading holds no lock: another thread counts on meanwhile."
+    "Compiled reading holds no lock: another thread counts on meanwhile, unless another program has its core, which it has not in each of three tries."
     paths = [written(tmp_path / f"{k}", noise(1, 40_960)[0], canonical_header(4096, 40_960)) for k in range(64)] * 20
     times, samples, count, over = mtimes(paths), np.zeros((len(paths), 40_960), np.int16), [0], threading.Event()
     def look_on() -> None:
         while not over.is_set(): count[0] += 1
     thread = threading.Thread(target=look_on)
     thread.start()
-    before = count[0]
-    outcomes, _, _ = read_rows(paths, np.ones(len(paths), bool), times, canonical_header(4096, 40_960), samples)
-    counted = count[0] - before
-    over.set()
-    thread.join()
-    assert (outcomes == READ).all()
-    assert counted > 1000
+    counts = list[int]()
+    try:
+        while len(counts) < 3 and max(counts, default=0) <= 1000:
+            before = count[0]
+            outcomes, _, _ = read_rows(paths, np.ones(len(paths), bool), times, canonical_header(4096, 40_960), samples)
+            counts.append(count[0] - before)
+            assert (outcomes == READ).all()
+    finally:
+        over.set()
+        thread.join()
+    assert max(counts) > 1000, counts
 
 
 # ---- rows that were written

@@ -3,7 +3,6 @@ import json
 import os
 import re
 import threading
-import time
 import tracemalloc
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -278,9 +277,8 @@ def test_a_hundred_thousand_recordings() -> None:
     tracemalloc.stop()
     assert peak < 60e6
     bad = replace(c, digest=np.full(100_000, b"0" * 32), clipped_share=np.ones(100_000, np.float32), n_samples=np.arange(1, 100_001))
-    began = time.perf_counter()
-    assert sum(1 for _ in content_problems(bad)) > 300_000
-    assert time.perf_counter() - began < 30
+    def answer() -> None: assert sum(1 for _ in content_problems(bad)) > 300_000
+    within(30, answer)
 
 
 # -- files ----------------------------------------------------------------------------------------------------------------------

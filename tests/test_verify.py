@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -626,11 +625,11 @@ def test_links_in_the_folder_are_no_false_alarm(tmp_path, data, make_wav):
     (data / "NOLEAK" / "more").symlink_to(data / "LEAK")
     r = lm.build(data, out=tmp_path / "y.h5", progress="none")
     assert r.rows > N
-    began = time.monotonic()
-    report = lm.verify(r.path, root=data, sample=None)
-    assert report.ok, report.problems
-    assert report.checked == r.rows
-    assert time.monotonic() - began < 5
+    def answer() -> None:
+        report = lm.verify(r.path, root=data, sample=None)
+        assert report.ok, report.problems
+        assert report.checked == r.rows
+    within(5, answer)
 
 
 def test_paths_of_a_stranger_do_not_lead_out_of_the_root(tmp_path, data, make_wav):
@@ -657,7 +656,7 @@ def test_paths_of_a_stranger_do_not_lead_out_of_the_root(tmp_path, data, make_wa
 def _verify_quietly(path: str, queue) -> None: queue.put(lm.verify(path).ok)
 
 
-def verdict_of_child(path: Path, seconds: float = 20) -> str:
+def verdict_of_child(path: Path, seconds: float = 60) -> str:
     "What verify says in a process of its own: HDF5 may hang or crash on a damaged file."
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
