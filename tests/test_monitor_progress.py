@@ -10,6 +10,7 @@ import time
 import types
 
 import pytest
+from conftest import within
 
 from leakmel.core import monitor as monitor_module
 from leakmel.core.monitor import SAMPLE_KEYS, Load, Monitor, Sampler, machine_facts, mean, monitor_cost, peak, rate
@@ -81,23 +82,49 @@ def test_shortest_run_has_two_samples():
 
 
 def test_stops_at_once_however_long_the_interval():
-    began = time.monotonic()
-    with Monitor(Timeline(), 60.0): pass
-    assert time.monotonic() - began < 1
+    def stop() -> None:
+        with Monitor(Timeline(), 60.0): pass
+    within(1, stop)
     assert not [t for t in threading.enumerate() if t.name == "leakmel-monitor"]
+
+
+def test_a_pause_of_the_process_while_it_stops_costs_no_sample(monkeypatch):
+    "The first wait for the thread is over before the thread has had its turn."
+    go, waits, real = threading.Event(), list[float | None](), threading.Thread.join
+    class Late(Monitor):
+        def _run(self) -> None:
+            super()._run()
+            go.wait(60)
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        waits.append(timeout)
+        if len(waits) == 1: return
+        go.set()
+        real(thread, 60)
+    monkeypatch.setattr(threading.Thread, "join", join)
+    timeline = Timeline()
+    with Late(timeline, 10.0): pass
+    assert len(timeline.samples) == 2
+    assert 0 < sum(t or 0 for t in waits) < 1
 
 
 def test_stops_within_a_second_when_a_driver_hangs(monkeypatch):
     release = threading.Event()
-    timeline = Timeline()
-    monitor = Monitor(timeline, 0.01)
-    monitor.__enter__()
-    monitor.sampler.probes.append((("gpu_percent",), lambda: (release.wait(5),)))
-    time.sleep(0.05)
-    began = time.monotonic()
-    monitor.__exit__(None, None, None)
-    assert time.monotonic() - began < 1
-    release.set()
+    def hanging() -> Monitor:
+        monitor, entered = Monitor(Timeline(), 0.01), threading.Event()
+        def hang() -> tuple[bool]:
+            entered.set()
+            return (release.wait(60),)
+        monitor.__enter__()
+        monitor.sampler.probes.append((("gpu_percent",), hang))
+        assert entered.wait(60)
+        return monitor
+    monitors = [hanging() for _ in range(3)]
+    waiting = iter(monitors)
+    try: within(1, lambda: next(waiting).__exit__(None, None, None))
+    finally: release.set()
+    for monitor in monitors:
+        monitor._stop.set()
+        monitor._thread.join()
 
 
 def test_failure_of_the_body_comes_through():
@@ -178,13 +205,16 @@ def test_samples_survive_the_file(tmp_path):
 
 
 def test_a_busy_thread_loads_about_a_core():
-    load = Load(monitor_module._process_clocks)
-    assert load() is None
-    until = time.thread_time() + 0.1
-    while time.thread_time() < until: pass
-    value = load()
-    assert value is not None
-    assert 10 < value <= 130          # the machine may be shared: less than a core is possible, much more is not
+    values = list[float]()
+    while len(values) < 3 and not (values and values[-1] > 10):      # in one of three tries: another program may have the core for seconds
+        load = Load(monitor_module._process_clocks)
+        assert load() is None
+        until = time.thread_time() + 0.1
+        while time.thread_time() < until: pass
+        value = load()
+        assert value is not None
+        values.append(value)
+    assert 10 < values[-1] <= 130, values          # the machine may be shared: less than a core is possible, much more is not
 
 
 def test_mean_weights_by_time_and_peak_skips_none():
@@ -212,7 +242,7 @@ def test_machine_without_a_package_has_no_version(monkeypatch):
 
 
 def test_monitor_is_cheap():
-    assert monitor_cost(5) < 0.05      # the goal is 0.01; a busy machine is slower
+    assert min(monitor_cost(5) for _ in range(3)) < 0.05      # the goal is 0.01; a busy machine is slower
 
 
 # ---- progress
@@ -322,7 +352,8 @@ def test_log_has_a_line_in_a_while_and_one_at_the_end(monkeypatch, caplog):
     assert lines[-1].startswith("TESTING: 10 of 10 files")
 
 
-def test_quick_work_logs_one_line(caplog):
+def test_quick_work_logs_one_line(monkeypatch, caplog):
+    Clock(monkeypatch)
     with caplog.at_level(logging.INFO, logger="leakmel"), Progress(10, show="log") as progress:
         for i in range(10): progress.update(i + 1)
     assert len(caplog.records) == 1

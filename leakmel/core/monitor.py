@@ -180,7 +180,8 @@ class Monitor:
 
     def __exit__(self, *failure) -> None:
         self._stop.set()
-        if self._thread.ident is not None: self._thread.join(timeout=0.5)
+        for _ in range(5):      # some short waits: where the whole process is held up, one of them is over before the thread has had its turn
+            if self._thread.ident is not None: self._thread.join(timeout=0.1)
         if not self._thread.is_alive(): self._sample()      # a thread that hangs in a driver is left to itself
         for key in SAMPLE_KEYS:
             if all(s[key] is None for s in self.timeline.samples): self.sampler.missing.setdefault(key, "no value came")
