@@ -74,7 +74,8 @@ def scores_of(
     def score(name: str, runs: Runs) -> Score:
         if not runs.seconds: return Score(name, 0, failure=runs.failure or "no time was left")
         usual = median(runs.seconds)
-        return Score(name, len(runs.seconds), n_files / usual, n_files / max(runs.seconds), n_files / min(runs.seconds), n_bytes / usual / 1e6, 1000 * usual / n_files)
+        return Score(name, len(runs.seconds), n_files / usual, n_files / max(runs.seconds), n_files / min(runs.seconds),
+                     n_bytes / usual / 1e6, 1000 * usual / n_files)
     return sorted((score(name, runs) for (name, c), runs in found.items() if c == cache), key=lambda s: -s.files_per_s)
 
 def is_clearly_faster(
