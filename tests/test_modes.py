@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -255,7 +256,7 @@ def test_a_second_maker_waits(tmp_path, mixed):
         thread = threading.Thread(target=work)
         thread.start()
         assert not done.wait(0.5)
-    thread.join(30)
+    thread.join(60)
     assert done.is_set()
 
 
@@ -574,9 +575,11 @@ def test_who_makes_the_cache_file_is_said(tmp_path, mixed, caplog):
     with OutputLock(path), caplog.at_level(logging.INFO, "leakmel"):
         thread = threading.Thread(target=lambda: lm.build(mixed, out=tmp_path / "x.h5", mode="memmap", spec=SPEC, progress="log"))
         thread.start()
-        thread.join(1)
+        until = time.monotonic() + 60
+        while thread.is_alive() and "waiting for process" not in caplog.text and time.monotonic() < until: time.sleep(0.01)
+        assert thread.is_alive()
         assert f"waiting for process {os.getpid()}, which makes the cache file" in caplog.text
-    thread.join(30)
+    thread.join(60)
     assert (tmp_path / "x.h5").exists()
 
 

@@ -105,7 +105,7 @@ def slow_rows(monkeypatch, until: Callable[[], bool]) -> None:
     "Let writers wait until something is so."
     real, given_up = Job.take, threading.Event()
     def take(self, slot):
-        for _ in range(500):
+        for _ in range(6000):
             if until() or given_up.wait(0.01): break
         else: given_up.set()
         return real(self, slot)
