@@ -12,6 +12,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'leakmel.audio.conform.check_range': ('audio/conform.html#check_range', 'leakmel/audio/conform.py'),
                                        'leakmel.audio.conform.conform': ('audio/conform.html#conform', 'leakmel/audio/conform.py'),
                                        'leakmel.audio.conform.fit_length': ('audio/conform.html#fit_length', 'leakmel/audio/conform.py'),
+                                       'leakmel.audio.conform.import_soxr': ('audio/conform.html#import_soxr', 'leakmel/audio/conform.py'),
                                        'leakmel.audio.conform.opposite_phase': ( 'audio/conform.html#opposite_phase',
                                                                                  'leakmel/audio/conform.py'),
                                        'leakmel.audio.conform.resampled_length': ( 'audio/conform.html#resampled_length',

@@ -111,6 +111,15 @@ def test_a_missing_resampler_is_named_with_its_remedy(tmp_path: Path, monkeypatc
     assert (r.rows, [x.code for x in r.rejections]) == (1, ["wrong_rate"])
 
 
+def test_verification_names_a_missing_resampler_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "data" / "A" / "b.wav", noise(8000), 8000)
+    lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec=SECOND, **QUIET)
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    problems = lm.verify(tmp_path / "x.h5", root=tmp_path / "data").problems
+    assert len(problems) == 1
+    assert "the check could not be finished: MachineError: resampling needs the package soxr" in problems[0]
+
+
 # -- channels -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("rule", ["mean", "first"])

@@ -8,6 +8,7 @@ __all__ = ['expected_channel', 'expected_row']
 # %% ../../nbs/dataset/expected.ipynb #a8afed59
 import numpy as np
 
+from ..audio.conform import import_soxr
 from ..audio.wav import Recording
 from ..core.errors import RecordingError
 from ..mel.spec import MelSpec
@@ -30,13 +31,13 @@ def expected_channel(
 def expected_row(
     recording: Recording,
     spec: MelSpec,
-) -> tuple[np.ndarray, str]:   # [N] int16 or float32, status; raises RecordingError where the rules ask for a rejection
+) -> tuple[np.ndarray, str]:   # [N] int16 or float32, status; raises RecordingError where the rules ask for a rejection, MachineError
     "The samples of a recording's row."
     row, words = expected_channel(recording.samples, spec)
     n = len(row)
     if recording.sample_rate != spec.sample_rate:
         if spec.rate == "reject": raise RecordingError("wrong_rate", f"{recording.sample_rate} Hz")
-        import soxr
+        soxr = import_soxr()
         n = int(np.floor(n * spec.sample_rate / recording.sample_rate + 0.5))
         wide = row.astype(np.float64) / (32_768 if row.dtype == np.int16 else 1)
         row, words = soxr.resample(wide, recording.sample_rate, spec.sample_rate, quality="VHQ").astype(np.float32), [*words, "resampled"]
