@@ -128,6 +128,7 @@ def watched(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     "A page of the size that the test's module wants."
     from watched import Watched
     page = browser.new_page(viewport=request.module.VIEWPORT)
+    page.set_default_timeout(60_000)
     yield Watched(page)
     page.close()
 

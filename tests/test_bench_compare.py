@@ -256,27 +256,30 @@ def test_ratios_are_taken_within_rounds():
 HOLD = "import os, sys, time\ndef hold(mb): x = bytearray(mb << 20); x[::4096] = b'1' * len(x[::4096]); return x\n"
 
 
-def peak_of(body: str) -> float:
-    "Peak of a process tree in MB."
-    took = run_command([sys.executable, "-c", HOLD + textwrap.dedent(body)], watch=True)
-    assert took.status == 0, took.said
-    assert took.peak_bytes is not None
-    return took.peak_bytes / 2**20
+def peak_of(body: str, least_mb: float) -> float:
+    "Peak of a process tree in MB; looked at again, three times at most, where the tree had ended before who watches it had a turn."
+    peaks = list[float]()
+    while len(peaks) < 3 and max(peaks, default=0) <= least_mb:
+        took = run_command([sys.executable, "-c", HOLD + textwrap.dedent(body)], watch=True)
+        assert took.status == 0, took.said
+        assert took.peak_bytes is not None
+        peaks.append(took.peak_bytes / 2**20)
+    return max(peaks)
 
 
 def test_memory_of_children_counts_and_shared_pages_count_once():
-    alone = peak_of("time.sleep(0.3)")
+    alone = max(peak_of("time.sleep(0.3)", 5) for _ in range(3))
     assert alone < 50
     children = peak_of('''
         for _ in range(2):
             if os.fork() == 0: x = hold(100); time.sleep(0.8); os._exit(0)
-        for _ in range(2): os.wait()''')
+        for _ in range(2): os.wait()''', 200)
     assert 200 < children < 200 + 2 * alone, "neither the largest process nor the first one alone"
     shared = peak_of('''
         x = hold(100)
         for _ in range(3):
             if os.fork() == 0: time.sleep(0.6); os._exit(0)
-        for _ in range(3): os.wait()''')
+        for _ in range(3): os.wait()''', 100)
     assert 100 < shared < 100 + 3 * alone, "four processes, one set of pages"
 
 
@@ -290,7 +293,7 @@ def test_a_run_that_is_not_watched_has_no_peak():
 
 def has_ended(pid: int) -> bool:
     "Whether a process ends within seconds; whoever inherited it may take a moment."
-    for _ in range(100):
+    for _ in range(1200):
         stat = Path(f"/proc/{pid}/stat")
         if not stat.exists() or stat.read_text().split()[2] == "Z": return True
         time.sleep(0.05)
@@ -299,11 +302,13 @@ def has_ended(pid: int) -> bool:
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_no_child_outlives_its_command(ends, tmp_path):
-    body = ("import subprocess, time; p = subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL); "
-            f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); time.sleep({0 if ends else 300})")
-    began = time.monotonic()
+    noted, new = tmp_path / "pid", tmp_path / "new"
+    body = ("import os, subprocess, time; p = subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL); "
+            f"f = open({str(new)!r}, 'w'); f.write(str(p.pid)); f.close(); os.replace({str(new)!r}, {str(noted)!r}); time.sleep({0 if ends else 300})")
     if ends: assert run_command([sys.executable, "-c", body]).status == 0
-    else:
-        with pytest.raises(MachineError, match="no end after 1.5 s"): run_command([sys.executable, "-c", body], limit_s=1.5)
-    assert time.monotonic() - began < 30
-    assert has_ended(int((tmp_path / "pid").read_text()))
+    for limit_s in () if ends else (1.5, 6, 24):
+        began = time.monotonic()
+        with pytest.raises(MachineError, match=f"no end after {limit_s:g} s"): run_command([sys.executable, "-c", body], limit_s=limit_s)
+        assert time.monotonic() - began < limit_s + 30
+        if noted.exists(): break      # else it had no turn to start its own child
+    assert has_ended(int(noted.read_text()))

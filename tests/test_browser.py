@@ -108,7 +108,7 @@ def test_executed_notebook_as_a_page(executed, watched, tmp_path):
     (tmp_path / "page.html").write_text(f"<!doctype html><meta charset='utf-8'><script src='plotly.min.js'></script><body>{body}</body>", encoding="utf-8")
     page = watched.page
     page.goto((tmp_path / "page.html").as_uri())
-    page.wait_for_selector(".plotly-figure .main-svg", timeout=30_000)
+    page.wait_for_selector(".plotly-figure .main-svg", timeout=60_000)
     watched.picture(tmp_path / "page.png", full_page=True)
     assert_figures(page, 5)
     assert watched.complaints == []

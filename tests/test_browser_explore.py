@@ -43,7 +43,7 @@ def widget(page: Any, name: str) -> Any:
 
 def says(page: Any, words: str) -> None:
     "Wait until a quiet line has these words."
-    page.locator("[role=status]", has_text=words).first.wait_for(timeout=30_000)
+    page.locator("[role=status]", has_text=words).first.wait_for(timeout=60_000)
 
 
 def drawn_in(notebook: Path) -> list[int]:
@@ -65,21 +65,21 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
         assert page.locator("audio").count() == 1
 
         widget(page, "flag").locator("select").select_option(label="clipped (1)")
-        page.wait_for_function(f"{RECORDING}?.layout.title.subtitle.text.includes('clipped')", timeout=30_000)
+        page.wait_for_function(f"{RECORDING}?.layout.title.subtitle.text.includes('clipped')", timeout=60_000)
         says(page, "Recording 1 of 1 (flag clipped)")
 
         slider = widget(page, "n_mels").locator(".noUi-handle")
         slider.focus()
         for _ in range(8): page.keyboard.press("ArrowLeft")
         says(page, "n_mels 56")
-        page.wait_for_function(f"{N_MELS} === 56", timeout=30_000)
+        page.wait_for_function(f"{N_MELS} === 56", timeout=60_000)
 
         page.get_by_text("the whole split follows each change").click()
-        page.wait_for_function(f"{N_BANDS} === 56", timeout=30_000)      # it did not follow until now
+        page.wait_for_function(f"{N_BANDS} === 56", timeout=60_000)      # it did not follow until now
         slider.focus()
         page.keyboard.press("ArrowRight")
-        page.wait_for_function(f"{N_MELS} === 57", timeout=30_000)
-        page.wait_for_function(f"{N_BANDS} === 57", timeout=30_000)
+        page.wait_for_function(f"{N_MELS} === 57", timeout=60_000)
+        page.wait_for_function(f"{N_BANDS} === 57", timeout=60_000)
 
         slider.focus()
         page.keyboard.press("End")
@@ -91,10 +91,10 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
         says(page, "preset overlap@1 as it is: a row is 79 long x 3 short segments x 32 mels")
         page.get_by_text("write the spec for the build").click()
         says(page, "Written:")
-        page.wait_for_function(f"{N_BANDS} === 32", timeout=30_000)
+        page.wait_for_function(f"{N_BANDS} === 32", timeout=60_000)
         page.get_by_role("menuitem", name="File", exact=True).click()
         page.get_by_text("Save Notebook", exact=True).click()
-        page.wait_for_function("!document.querySelector('.jp-mod-dirty')", timeout=30_000)
+        page.wait_for_function("!document.querySelector('.jp-mod-dirty')", timeout=60_000)
     finally: watched.picture(tmp_path / "end.png")
     assert drawn_in(project / "nbs" / "explore.ipynb") == [32, 32]      # the saved file is as the page was last
     (path,) = project.glob("runs/specs/*.json")

@@ -462,9 +462,11 @@ def test_a_slow_part_of_a_real_build_is_named(demo, tmp_path, monkeypatch, stage
         time.sleep(0.25)
         return real(*args, **options)
     monkeypatch.setattr(owner, name, slower)
-    result = lm.build(demo, split="training", out=tmp_path / "x.h5", engine=engine, progress="none", check=4,
-                      pipeline=PipelineConfig(files_per_batch=8, monitor_interval_s=0.05, **shape))
-    found = analyse(result.timeline, result.split, summary=result.summary)
+    for _ in range(3):      # in one of three tries: another program may hold up another part for longer than this one is slow
+        result = lm.build(demo, split="training", out=tmp_path / "x.h5", engine=engine, progress="none", check=4, fresh=True,
+                          pipeline=PipelineConfig(files_per_batch=8, monitor_interval_s=0.05, **shape))
+        found = analyse(result.timeline, result.split, summary=result.summary)
+        if found.limiting == stage: break
     assert found.limiting == stage
     assert found.findings[0].startswith(f"{stage.upper()} BOTTLENECK")
     assert sum(found.shares.values()) == pytest.approx(found.wall_s)
@@ -525,8 +527,10 @@ def test_mixed_rates_of_a_real_build(tmp_path, make_wav, monkeypatch):
         time.sleep(0.2)
         return real(*args)
     monkeypatch.setattr(conform, "to_rate", slower)
-    result = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec={"sample_rate": 4096, "duration_s": 1.0}, engine="reference", progress="none", check=2,
-                      pipeline=PipelineConfig(files_per_batch=4, compute_workers=1, monitor_interval_s=0.05))
+    for _ in range(3):      # as above
+        result = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec={"sample_rate": 4096, "duration_s": 1.0}, engine="reference", progress="none", check=2,
+                          pipeline=PipelineConfig(files_per_batch=4, compute_workers=1, monitor_interval_s=0.05), fresh=True)
+        if analyse(result.timeline).limiting == "resample": break
     of = {stage: [s for s in result.timeline.spans if s.stage == stage] for stage in ("read", "decode", "resample")}
     assert {stage: sum(s.n_files for s in spans) for stage, spans in of.items()} == {"read": 16, "decode": 8, "resample": 6}
     assert sum(s.seconds for s in of["resample"]) >= 6 * 0.2

@@ -139,8 +139,8 @@ def test_the_search_finds_a_name_and_a_word(site, page):
     watched = Watched(page)
     for word, found in (("read_wav", "api/names.html"), ("truncated", "explanations/refused.html")):
         page.goto((site / "search.html").as_uri() + f"?q={word}")
-        page.wait_for_selector("#search-results li a", timeout=20_000)
-        page.wait_for_function("document.querySelector('#search-results').textContent.includes('finished')", timeout=20_000)
+        page.wait_for_selector("#search-results li a", timeout=60_000)
+        page.wait_for_function("document.querySelector('#search-results').textContent.includes('finished')", timeout=60_000)
         assert any(found in link for link in page.eval_on_selector_all("#search-results li a", "links => links.map(a => a.href)")), word
     assert watched.complaints == []
     assert watched.outside("file:") == []

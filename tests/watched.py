@@ -56,7 +56,7 @@ class Watched:
 
 def assert_figures(page: Any, n: int) -> None:
     "A page of the site shows n figures, each with a title and something drawn."
-    page.wait_for_function(f"document.querySelectorAll('.plotly-figure .gtitle').length === {n}", timeout=30_000)
+    page.wait_for_function(f"document.querySelectorAll('.plotly-figure .gtitle').length === {n}", timeout=60_000)
     marks = page.evaluate(f"[...document.querySelectorAll('.plotly-figure')].map(e => e.querySelectorAll('{MARKS}').length)")
     assert len(marks) == n
     assert all(marks), marks
