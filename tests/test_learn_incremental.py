@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -488,6 +489,93 @@ def test_data_sets_that_have_gone_are_said(towns, tmp_path, monkeypatch):
     assert ["not what was written" in gone for gone in done.record["earlier"]["missing"]] == [False, True]
 
 
+def heard_table(path: Path, choice: Choice, label: Callable[[int], str], n: int | None = None) -> Path:
+    "A table in which people label the first recordings, by the class that each was held for."
+    lines = [f"{os.fsdecode(p)},{label(k)}\n" for p, k in zip(recording_paths(choice.recordings), choice.classes.tolist())]
+    path.write_text("path,label\n" + "".join(lines[:n]))
+    return path
+
+
+def taught_classes(seen: Any, n_long: int, before: list[Path], n: int) -> dict[int, set[int]]:
+    "The classes that were taught of each recording of a data set that stands behind others."
+    start = 0
+    for path in before:
+        with lm.open_dataset(path) as ds: start += len(ds)
+    rows = seen[1] // n_long - start
+    return {k: set(seen[2][rows == k].tolist()) for k in range(n) if (rows == k).any()}
+
+
+def test_replay_says_what_people_say(towns, tmp_path, monkeypatch):
+    "Recordings that are replayed too are labelled anew: nobody teaches both classes of one."
+    path, seen = towns[0]["training"], learned_by(monkeypatch)
+    given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1), new_data=path)
+    with recordings(path, TASK) as old:
+        table = heard_table(tmp_path / "heard.csv", whole_recordings(old, np.arange(len(old))), lambda k: TASK.model_names[1 - k])
+        wanted, n, n_long = {k: {1 - int(c)} for k, c in enumerate(old.labels)}, len(old), old.row_shape[0]
+    by_rule(monkeypatch, True)
+    first = retrain(**given_, human_labels=table)
+    assert taught_classes(seen[0], n_long, [], n) == wanted
+    again = taught_classes(seen[0], n_long, [path], n)
+    assert len(again) == first.record["replay"]["recordings"] > 0
+    assert again == {k: wanted[k] for k in again}
+    retrain(**given_ | {"new_data": towns[1]["validation"], "rules": RoundRules(n_draws=200, earlier_share=0.0)})
+    later = taught_classes(seen[1], n_long, [towns[1]["validation"]], n)
+    assert later == {k: wanted[k] for k in later} != {}, "and in later rounds"
+
+
+def test_what_people_say_later_counts_of_what_was_learned_before(towns, tmp_path, monkeypatch):
+    task, seen = make_task(["LEAK", "NOLEAK", "PUMP"], leave_out=["PUMP"]), learned_by(monkeypatch)
+    with recordings(towns[1]["training"]) as every: spec, n, n_long = every.sources[0].spec, len(every), every.row_shape[0]
+    given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1), champion=fresh(task=task, spec=spec),
+                        rules=RoundRules(n_draws=200, earlier_share=100.0))
+    def next_round(wins: bool, **how: Any) -> Any:
+        by_rule(monkeypatch, wins)
+        return retrain(**given_ | how)
+    def said(label: Callable[[int], str], n: int | None = None) -> Path:
+        with recordings(towns[1]["training"]) as every:
+            return heard_table(tmp_path / "heard.csv", Choice(every, first.kept & every.is_heard, first.classes), label, n)
+    first = next_round(True).selection.choice
+    next_round(True, human_labels=said(lambda k: "PUMP", n // 2))
+    other = {"new_data": towns[1]["validation"]}
+    third = next_round(False, **other)
+    assert third.record["earlier"]["of_rounds"] == {"2": n - n // 2}, "what a person left out does not come back from the round before"
+    next_round(False, human_labels=said(lambda k: task.model_names[1 - k]))
+    fifth = next_round(False, **other)
+    assert fifth.record["earlier"] == third.record["earlier"]
+    before = [towns[1]["validation"], towns[0]["training"]]
+    assert taught_classes(seen[4], n_long, before, n) == taught_classes(seen[2], n_long, before, n) != {}, "a table whose challenger was refused is forgotten"
+
+
+def test_a_champions_folder_is_never_taken_for_another_round(towns, tmp_path, monkeypatch):
+    "The record of a champion's round was cleared away; its model was not."
+    given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1))
+    by_rule(monkeypatch, True)
+    won = retrain(**given_)
+    (won.folder / RECORD).write_bytes(b"{")
+    by_rule(monkeypatch, False)
+    with pytest.warns(LessonWarning, match="not the record of a round; found [^.]*$"): assert retrain(**given_ | {"resume": "never"}).number == 2
+    (won.folder / RECORD).unlink()
+    (round_folder(tmp_path, 2) / RECORD).unlink()
+    with pytest.warns(LessonWarning, match="round 1: "): assert retrain(**given_ | {"resume": "never"}).number == 2
+    assert weights_digest(load_champion(tmp_path)) == weights_digest(won.challenger)
+
+
+def test_rounds_without_the_file_that_names_the_champion_are_no_new_folder(towns, tmp_path, monkeypatch):
+    given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1))
+    by_rule(monkeypatch, True)
+    retrain(**given_)
+    (tmp_path / POINTER).unlink()
+    with pytest.raises(DataError, match=r"not there any more; found 1 finished rounds beside it.*Put it back"): retrain(**given_)
+    with pytest.raises(DataError, match="not there any more"): load_champion(tmp_path)
+    os.mkfifo(tmp_path / POINTER)
+    with pytest.raises(DataError, match="no regular file"): load_champion(tmp_path)
+
+
+def test_groups_that_are_not_there_are_said_before_anything_is_learned(towns, tmp_path):
+    with pytest.raises(UsageError, match="no such column to group by; found 'colour'"): retrain(**begin_with(towns, tmp_path, group="colour"))
+    assert os.listdir(tmp_path) == []
+
+
 def test_challengers_meet_the_first_champion_too(towns, tmp_path, monkeypatch):
     given_ = begin_with(towns, tmp_path, also={"old town": towns[0]["testing"]})
     real = rounds.decide
@@ -616,7 +704,8 @@ def test_a_damaged_folder_is_said(towns, tmp_path):
     given_ = begin_with(towns, tmp_path)
     retrain(**given_)
     pointer, model = (tmp_path / POINTER).read_bytes(), round_folder(tmp_path, 0) / "model.pt"
-    for wrong in (b"", b"[]", b"{}", pointer.replace(b"champions 1", b"champions 9"), pointer.replace(b'"round": 0', b'"round": "../x"')):
+    for wrong in (b"", b"[]", b"{}", pointer.replace(b"champions 1", b"champions 9"), pointer.replace(b'"round": 0', b'"round": "../x"'),
+                  pointer.replace(b'"round": 0', b'"round": 1' + b"0" * 300)):
         write_whole(tmp_path / POINTER, wrong, sync=False)
         with pytest.raises(DataError, match="names a champion"): load_champion(tmp_path)
     write_whole(tmp_path / POINTER, pointer, sync=False)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'POINTER', 'RECORD', 'MODEL', 'round_folder', 'finished_rounds', 'weights_digest', 'Champion', 'Lineage',
-           'write_lineage', 'read_lineage', 'load_champion', 'load_first', 'begin_lineage', 'champion_of',
+           'next_round', 'write_lineage', 'read_lineage', 'load_champion', 'load_first', 'begin_lineage', 'champion_of',
            'read_record', 'settle']
 
 # %% ../../nbs/learn/champions.ipynb #87f9d9a8
@@ -71,6 +71,13 @@ class Lineage:
 
     def __repr__(self) -> str: return f"Lineage(round {' -> '.join(str(c.round) for c in self.champions)})"
 
+def next_round(
+    folder: Path,
+    lineage: Lineage | None,      # None: no round was begun
+) -> int:                         # above each that is over, and each that a champion comes from, whether its record is still there or not
+    "The number of the round that comes, or that was interrupted."
+    return max([0, *finished_rounds(folder), *(c.round for c in (lineage.champions if lineage else ()))]) + 1
+
 # %% ../../nbs/learn/champions.ipynb #bad465f5
 def write_lineage(
     folder: Path,
@@ -83,7 +90,7 @@ def write_lineage(
 def _champion(values: dict[str, Any]) -> Champion:
     "A champion as a file has it; raises ValueError or TypeError for what is none."
     c = Champion(**values)
-    if type(c.round) is not int or c.round < 0 or not isinstance(c.digest, str) or not isinstance(c.weights, str): raise ValueError(repr(c))
+    if type(c.round) is not int or not 0 <= c.round < 10 ** 9 or not isinstance(c.digest, str) or not isinstance(c.weights, str): raise ValueError(repr(c))
     return c
 
 def read_lineage(
@@ -91,8 +98,12 @@ def read_lineage(
 ) -> Lineage | None:       # None: no round was begun; raises DataError for a file that is something else
     "Who is the champion."
     path = folder / POINTER
-    if not os.path.lexists(path): return None
+    if not os.path.lexists(path):
+        if not (over := finished_rounds(folder)): return None
+        raise DataError("the file that names the champion is not there any more", path=path, found=f"{len(over):,} finished rounds beside it",
+                        remedy="put it back from a copy, or begin anew in another folder")
     try:
+        if not path.is_file(): raise ValueError("no regular file")      # a named pipe would be waited for
         values = json.loads(path.read_bytes())
         champions = tuple(map(_champion, values["champions"]))
         if values["format"] != FORMAT or not champions or not isinstance(values["testing"], str): raise ValueError(f"format {values['format']}")
@@ -146,17 +157,17 @@ def champion_of(folder: Path, number: int, detector: Detector) -> Champion:
 def read_record(
     folder: Path,
     number: int,
-) -> dict[str, Any]:      # raises DataError
+    remedy: str | None = None,      # what to do where it is damaged
+) -> dict[str, Any]:                # raises DataError
     "The record of a round that is over."
     path = round_folder(folder, number) / RECORD
     try: values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as e: raise _damaged(path, e) from e
-    if not isinstance(values, dict): raise _damaged(path, TypeError(f"{type(values).__name__} in place of names and values"))
+    except (OSError, ValueError, RecursionError) as e: raise _damaged(path, e, remedy) from e
+    if not isinstance(values, dict): raise _damaged(path, TypeError(f"{type(values).__name__} in place of names and values"), remedy)
     return values
 
-def _damaged(path: Path, why: Exception) -> DataError:
-    return DataError("not the record of a round", path=path, found=f"{type(why).__name__}: {show_path(str(why)[:100])}",
-                     remedy="move the folder of this round away: the champion before it goes on")
+def _damaged(path: Path, why: Exception, remedy: str | None) -> DataError:
+    return DataError("not the record of a round", path=path, found=f"{type(why).__name__}: {show_path(str(why)[:100])}", remedy=remedy)
 
 # %% ../../nbs/learn/champions.ipynb #1636be6a
 def settle(
@@ -164,13 +175,14 @@ def settle(
     lineage: Lineage,
 ) -> Lineage:             # raises DataError where the record or the challenger's file is not what it was
     "Do what an interrupted round decided and did not get to do."
-    for n in finished_rounds(folder)[-1:]:
-        record = read_record(folder, n)
-        if n <= lineage.current.round or not record.get("replaced") or record.get("champion") != asdict(lineage.current): continue
+    remedy = "move the folder of this round away: the champion before it goes on"
+    for n in [n for n in finished_rounds(folder)[-1:] if n > lineage.current.round]:
+        record = read_record(folder, n, remedy)
+        if not record.get("replaced") or record.get("champion") != asdict(lineage.current): continue
         try:
             winner = _champion(record["challenger"])
             if winner.round != n: raise ValueError(f"a challenger of round {winner.round}")
-        except (KeyError, ValueError, TypeError) as e: raise _damaged(round_folder(folder, n) / RECORD, e) from e
+        except (KeyError, ValueError, TypeError) as e: raise _damaged(round_folder(folder, n) / RECORD, e, remedy) from e
         _require_digest(folder / winner.model, winner.digest)
         lineage = lineage.follow(winner)
         write_lineage(folder, lineage)

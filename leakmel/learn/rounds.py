@@ -22,8 +22,8 @@ from ..core.errors import DataError, OutputError, UsageError, show_path
 from ..core.progress import Progress, announce
 from ..dataset.writer import OutputLock, output_error
 from leakmel.learn.champions import (
-    MODEL, POINTER, RECORD, Champion, Lineage, begin_lineage, champion_of, finished_rounds, load_champion, load_first, read_lineage, round_folder, settle,
-    weights_digest, write_lineage,
+    MODEL, POINTER, RECORD, Champion, Lineage, begin_lineage, champion_of, finished_rounds, load_champion, load_first, next_round, read_lineage,
+    round_folder, settle, weights_digest, write_lineage,
 )
 from .checkpoints import write_whole
 from .data import Segments
@@ -34,8 +34,8 @@ from .evaluation import recordings_of
 from .groups import Group
 from .human_labels import human_classes, recording_paths
 from .incremental import Selection, class_scores, replayed, select_segments, selection_csv
-from .intervals import recording_groups
-from .lessons import KEPT, LessonWarning, lessons_record, missing_text, open_lessons
+from .intervals import Groups, recording_groups
+from .lessons import KEPT, LessonWarning, contents, corrected, lessons_record, missing_text, open_lessons, told_by
 from .net import FORMS
 from .picked import Choice, Picked, items_digest, part_digest, source_digest
 from .preparation import TrainingData
@@ -125,10 +125,11 @@ def _said_of(ds: Segments) -> dict[str, Any]:
     return {"files": files, "recordings": len(ds.rows), "too_short": ds.n_too_short, "digest": part_digest(ds)}
 
 def _human_rows(selection: Selection, task: Task) -> list[dict[str, str]]:
-    "What people said, and what the detector would have said."
-    paths, classes = recording_paths(selection.choice.recordings), selection.choice.classes
+    "What people said, and what the detector would have said; content: which samples that is about, empty where nobody knows."
+    if not selection.by_human.any(): return []
+    paths, content, classes = recording_paths(selection.choice.recordings), contents(selection.choice.recordings), selection.choice.classes
     def name(k: int) -> str: return show_path(task.model_names[k]) if k >= 0 else ""
-    return [{"path": show_path(paths[k]), "class": name(classes[k]), "predicted": name(selection.predicted[k])}
+    return [{"path": show_path(paths[k]), "class": name(classes[k]), "predicted": name(selection.predicted[k]), "content": content[k]}
             for k in np.flatnonzero(selection.by_human).tolist()]
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +226,8 @@ def _taught(champion: Detector, parts: Parts, rules: RoundRules, settings: Train
     if not selection.choice.kept.any(): raise DataError("nothing of the new recordings is left to learn from", path=parts.new.sources[0].path)
     earlier = parts.lessons.drawn(int(rules.earlier_share * len(parts.new.rows)), [parts.new, parts.old], [rules.seed, number])
     if gone := parts.lessons.missing: warnings.warn(f"not learned again: {missing_text(gone)}", LessonWarning, stacklevel=3)
-    return _Taught(selection, replayed(parts.old, rules.replay_share, rules.seed, number), earlier, settings, stamps)
+    told = {**parts.lessons.told, **told_by(parts.new, selection.choice.classes, selection.by_human)}
+    return _Taught(selection, corrected(replayed(parts.old, rules.replay_share, rules.seed, number), told), earlier, settings, stamps)
 
 def _judged(detector: Detector, ds: Segments, label: str, device: str, show: str, classes: bool = True) -> np.ndarray:
     "[n, L, K] scores of all classes, or [n, L] of the leak."
@@ -233,16 +235,16 @@ def _judged(detector: Detector, ds: Segments, label: str, device: str, show: str
         return (class_scores if classes else score_rows)(detector, ds, device=pick_device(device), progress=bar.update)
 
 def _outcome(standing: _Standing, challenger: Detector, testing: Mapping[str, Segments], rules: RoundRules, n_judged: int,
-             how: tuple[Group, str, str]) -> _Outcome:
+             how: tuple[Mapping[str, Groups], str, str]) -> _Outcome:
     "The challenger against the champion, and against the first one, on every test set."
-    (group, device, show), task = how, standing.holder.task
+    (groups, device, show), task = how, standing.holder.task
     before = {"champion": standing.holder} | ({} if standing.first is standing.holder else {"first champion": standing.first})
     found: dict[str, dict[str, Duel]] = {n: {} for n in before}
     for name, ds in testing.items():
         scores = {n: _judged(d, ds, f"{name}, {n}", device, show, classes=False) for n, d in (*before.items(), ("challenger", challenger))}
-        groups = recording_groups(recordings_of(ds), group)
         for n, d in before.items():
-            found[n][name] = fight(name, leak_truth(ds, task), groups, d, challenger, (scores[n], scores["challenger"]), n_draws=rules.n_draws, seed=rules.seed)
+            both = scores[n], scores["challenger"]
+            found[n][name] = fight(name, leak_truth(ds, task), groups[name], d, challenger, both, n_draws=rules.n_draws, seed=rules.seed)
     (first, *others), since = found["champion"].values(), found.get("first champion", {})
     replaced, reason = decide(first, others, rules.judged_by, since.values())
     return _Outcome(found["champion"], since, n_judged, replaced, f"{reason} {worn(n_judged)}")
@@ -276,14 +278,15 @@ def retrain(
     with _alone(folder):
         standing = _standing(folder, champion)
         holder, lineage = standing.holder, standing.lineage
-        with (open_lessons(folder, lineage if rules.earlier_share else None, holder.task) as lessons,
+        with (open_lessons(folder, lineage, holder.task, again=rules.earlier_share > 0) as lessons,
               open_parts(holder, new_data, replay, _testing_of(testing, also), validation, lessons) as parts):
-            judges, number = _checked_testing(folder, lineage, holder, parts), max([0, *finished_rounds(folder)]) + 1
+            judges, number = _checked_testing(folder, lineage, holder, parts), next_round(folder, lineage)
+            groups = {name: recording_groups(recordings_of(ds), group) for name, ds in parts.testing.items()}      # before hours of learning
             taught = _taught(holder, parts, rules, round_settings(holder, settings), number, human_labels, allow_leaky_split, device, show)
             lineage = lineage or begin_lineage(folder, holder, judges)
             challenger = learn_on(holder, taught.items(holder, show), parts.validation, taught.settings, round_folder(folder, number), resume=resume,
                                   device=device, checkpoints=checkpoints, show=show)
-            return _concluded(folder, number, lineage, standing, challenger, parts, taught, rules, (group, device, show))
+            return _concluded(folder, number, lineage, standing, challenger, parts, taught, rules, (groups, device, show))
 
 # %% ../../nbs/learn/rounds.ipynb #eab53b7c
 def _checked_testing(folder: Path, lineage: Lineage | None, holder: Detector, parts: Parts) -> str:
@@ -296,7 +299,7 @@ def _checked_testing(folder: Path, lineage: Lineage | None, holder: Detector, pa
     return digest
 
 def _concluded(folder: Path, number: int, lineage: Lineage, standing: _Standing, challenger: Detector, parts: Parts, taught: _Taught, rules: RoundRules,
-               how: tuple[Group, str, str]) -> Round:
+               how: tuple[Mapping[str, Groups], str, str]) -> Round:
     "Judge, write the record, and replace the champion where that was decided."
     here, holder = round_folder(folder, number), standing.holder
     learned = {"new": taught.selection.counts(holder.task), "replayed_segments": int(taught.replay.kept.sum())}
