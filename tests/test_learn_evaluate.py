@@ -2,6 +2,7 @@
 import json
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,15 @@ def test_groups_that_are_asked_for():
     assert recording_groups(table, r"re:(p\d)").code.tolist() == [0, 1, 0]
     assert recording_groups(table, ["u", "u", "v"]).code.tolist() == [0, 0, 1]
     with pytest.raises(UsageError, match="no such column"): recording_groups(table, "pipe")
+
+
+def test_recordings_without_a_group_are_said():
+    table = frame(path=["L/p1_a.wav", "L/b.wav", "N/c.wav"])
+    found = recording_groups(table, r"re:p\d")
+    assert (found.code.tolist(), found.names) == ([1, 0, 0], ("(none)", "p1"))
+    assert found.note == "2 of 3 recordings have no match of the pattern and were taken for one group"
+    assert cautions(np.array([True, False, True]), found)[-1].startswith("2 of 3 recordings have no match")
+    assert recording_groups(table, ["u", "u", "v"]).note == ""
 
 
 def test_names_of_pieces():
@@ -584,6 +594,14 @@ def test_the_title_names_what_was_not_beaten():
         assert roc_figure(truth, [own], list(found.values()), verdict=verdict).layout.title.text.endswith(said)
     assert " better than mels (" in roc_figure(truth, [own], list(found.values()), verdict=Verdict(True, "", "auc")).layout.title.text
     assert "nobody can say" in roc_figure(truth, [own], list(found.values())).layout.title.text
+
+
+def test_the_title_names_no_figure_that_is_undefined():
+    truth, found = (made := ways({"cnn": 3, "level": 1, "mels": 1.5}))[0].truth, made[1]
+    level, mels = (replace(found[n], figures=found[n].figures | {"precision": value}) for n, value in (("level", np.nan), ("mels", 0.25)))
+    verdict = Verdict(None, "", "precision")
+    for simple, said in (([level, mels], "mels (precision 0.25)"), ([mels, level], "mels (precision 0.25)"), ([level], "level (precision undefined)")):
+        assert roc_figure(truth, [found["cnn"]], simple, verdict=verdict).layout.title.text.endswith(f"better than {said}")
 
 
 def test_a_leaky_split_is_on_everything(sets, tmp_path):

@@ -231,6 +231,11 @@ def test_tables_of_people_are_checked_by_name(towns, tmp_path):
             with pytest.raises(DataError, match=said): heard(*lines)
         with pytest.raises(DataError, match="no column label"): heard(f"{paths[0]},LEAK", columns="path,verdict")
         with pytest.raises(DataError, match="differs only in case"): heard(f"{paths[0].upper()},LEAK")
+        with pytest.raises(DataError, match=r"in none of the new data sets.*without blanks around it"): heard(f"{paths[0]} ,LEAK")
+        with recordings(towns[1]["testing"], rows=np.array([1, 2])) as some:
+            for more, said in (("", f"were not chosen from the new data sets; found {paths[0]}"), ("a.wav,LEAK", "in none of the new data sets; found a.wav")):
+                table.write_text(f"path,label\n{paths[0]},LEAK\n{more}\n")
+                with pytest.raises(DataError, match=said): human_classes(table, some, TASK)
     table.write_text(f"path,label\n{paths[0]},LEAK\n")
     with Segments([towns[1]["testing"]] * 2, level="recording") as twice, pytest.raises(DataError, match="several recordings have"):
         human_classes(table, twice, TASK)

@@ -209,6 +209,14 @@ def test_small_divisions_are_refused_only_when_there_is_none(pairs, n_parts):
     assert whole(share_out(counts, np.full(n_parts, 1 / n_parts))) is possible
 
 
+@pytest.mark.parametrize("n_groups", [8, 40])
+def test_a_small_share_has_all_labels_too(n_groups):
+    "One group is far more than was asked for, and still better than none."
+    counts = np.random.default_rng(0).integers(1, 9, (n_groups, 2))
+    parts = share_out(counts, np.array([0.9989, 0.001, 0.0001]))
+    assert sorted(np.unique(parts)) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_many_groups_come_close_to_the_shares(seed):
     counts = np.random.default_rng(seed).integers(0, 40, (60, 3))
@@ -291,6 +299,22 @@ def test_group_values():
     with pytest.raises(UsageError, match="not a regular expression"): group_values(table, "re:(")
     with pytest.raises(UsageError, match="2 values; expected 3"): group_values(table, [1, 2])
     with pytest.raises(UsageError, match="missing is not known"): group_values(table, missing="all")
+
+
+def test_groups_that_are_not_known_are_told_from_those_that_are():
+    "However a table says it: a column of pandas' own text has a value of its own for that."
+    table = pd.DataFrame({"path": ["a/S1_x.wav", None, "b/S2.wav"]})
+    columns: list[Any] = [[pd.NA, None, "b"], pd.Series([None, None, "b"], dtype="string"), pd.Categorical([None, None, "b"]), [pd.NaT, float("nan"), "b"]]
+    for column in columns:
+        assert group_values(table, column, missing="one").tolist() == ["", "", "b"]
+    assert group_values(table, r"re:S\d", missing="one").tolist() == ["S1", "", "S2"]
+
+
+@pytest.mark.parametrize("group", [None, 5, {"a": 1, "b": 2}, frozenset("a"), b"ab", np.zeros((2, 2)), np.array("sensor"), re.compile(b"a"),
+                                   "re:a{" + "9" * 30 + "}"], ids=repr)
+def test_what_is_no_way_to_group_is_refused(group):
+    "A dict would give its keys, a set its members in any order."
+    with pytest.raises(UsageError): group_values(pd.DataFrame({"path": ["a", "b"]}), group)
 
 
 @quick

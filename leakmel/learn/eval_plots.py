@@ -78,9 +78,10 @@ def _roc_title(own: Judged, baselines: Sequence[Judged], verdict: Verdict | None
     if not baselines: return f"{area}, compared with nothing"
     figure, beats = (verdict.figure, verdict.beats) if verdict is not None else ("auc", None)
     standing = {title for title, d in verdict.against if not d.is_better} if verdict is not None and beats is False else set()
-    best = max([b for b in baselines if b.title in standing] or baselines, key=lambda b: b.figures[figure])
+    best = max([b for b in baselines if b.title in standing] or baselines, key=lambda b: np.nan_to_num(b.figures[figure], nan=-1))
+    value = f"{best.figures[figure]:.2f}" if np.isfinite(best.figures[figure]) else "undefined"
     said = {True: "better than", False: "not shown to be better than", None: "nobody can say whether better than"}[beats]
-    return f"{area}, {said} {_plain(best.title)} ({'' if figure == 'auc' else figure_title(figure) + ' '}{best.figures[figure]:.2f})"
+    return f"{area}, {said} {_plain(best.title)} ({'' if figure == 'auc' else figure_title(figure) + ' '}{value})"
 
 # %% ../../nbs/learn/eval_plots.ipynb #3e9619ec
 def confusion_figure(

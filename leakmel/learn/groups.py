@@ -7,7 +7,7 @@ __all__ = ['Group', 'ALL_TRIED', 'group_values', 'group_name', 'joined_groups', 
 
 # %% ../../nbs/learn/groups.ipynb #b746ca06
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,13 +26,14 @@ def group_values(
     missing: str = "refuse",       # "one": recordings without a group are one group
 ) -> np.ndarray:                   # [n] str; raises UsageError or DataError where there are none
     "The group of each recording."
+    import pandas as pd
     if missing not in ("refuse", "one"): raise UsageError("missing is not known", found=repr(missing), expected="'refuse' or 'one'")
     if isinstance(group, str) and group.startswith("re:"):
         try: group = re.compile(group[3:])
-        except re.error as e: raise UsageError(f"not a regular expression: {e}", found=repr(group)) from e
-    values = _column(table, group) if isinstance(group, str) else _searched(table, group) if isinstance(group, re.Pattern) else list(group)
+        except (re.error, OverflowError, RecursionError) as e: raise UsageError(f"not a regular expression: {e}", found=repr(group)) from e
+    values = _column(table, group) if isinstance(group, str) else _searched(table, group) if isinstance(group, re.Pattern) else _given(group)
     if len(values) != len(table): raise UsageError("groups do not fit the recordings", found=f"{len(values):,} values", expected=f"{len(table):,}")
-    found = np.array(["" if v is None or v != v else str(v) for v in values], dtype=np.str_)       # v != v: not a number
+    found = np.array(["" if pd.api.types.is_scalar(v) and pd.isna(v) else str(v) for v in values], dtype=np.str_)
     n_missing = int(np.count_nonzero(found == ""))
     if n_missing and missing == "refuse":
         raise DataError(f"{n_missing:,} of {len(found):,} recordings have no {group_name(group)}",
@@ -49,8 +50,15 @@ def _column(table: "pd.DataFrame", name: str) -> list:
     raise UsageError("no such column to group by", found=repr(name), expected=", ".join(table.columns),
                      remedy="files of the earlier system hold no names: give a list of groups" if "path" not in table else None)
 
+def _given(group: Sequence | np.ndarray) -> list:
+    "Values in the order of the recordings: those of a dict or a set have another one, or none."
+    if isinstance(group, (Mapping, Set, bytes)) or not isinstance(group, Iterable) or getattr(group, "ndim", 1) != 1:
+        raise UsageError("not a way to group recordings", found=type(group).__name__, expected="a column, 're:...', or a list with a value for each recording")
+    return list(group)
+
 def _searched(table: "pd.DataFrame", pattern: re.Pattern) -> list[str]:
-    found = [pattern.search(path) for path in _column(table, "path")]
+    if isinstance(pattern.pattern, bytes): raise UsageError("a pattern of bytes", found=repr(pattern), expected="a pattern of text")
+    found = [pattern.search(path) if isinstance(path, str) else None for path in _column(table, "path")]      # None: a data set without names
     return [(m.group(1) or "") if m and pattern.groups else m.group() if m else "" for m in found]
 
 # %% ../../nbs/learn/groups.ipynb #0dd94efa
@@ -94,7 +102,11 @@ def _got(scaled: np.ndarray, parts: np.ndarray, n_parts: int) -> np.ndarray:
 def _measure(got: np.ndarray, shares: np.ndarray) -> np.ndarray:
     "How far divisions [A, P, K] are from what is wanted."
     wanted = shares[:, None]
-    return ((got - wanted) ** 2 / wanted + _ABSENT * (got <= 1e-12)).sum((-1, -2))
+    return ((got - wanted) ** 2 / wanted + _absent(shares, got.shape[-1]) * (got <= 1e-12)).sum((-1, -2))
+
+def _absent(shares: np.ndarray, n_labels: int) -> float:
+    "What a label that a part lacks counts: more than all distances together, however small a share is."
+    return max(_ABSENT, n_labels / shares.min())
 
 def _best_of_all(scaled: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     "The best of all divisions; of equals, one by chance."
@@ -108,8 +120,8 @@ def _climb(scaled: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> 
     order = rng.permutation(len(scaled))
     order = order[np.argsort(-scaled[order].sum(1), kind="stable")]
     parts, got = np.full(len(scaled), -1), np.zeros((len(shares), scaled.shape[1]))
-    wanted = shares[:, None]
-    def each(x: np.ndarray) -> np.ndarray: return ((x - wanted) ** 2 / wanted + _ABSENT * (x <= 1e-12)).sum(1)     # [P]
+    wanted, absent = shares[:, None], _absent(shares, scaled.shape[1])
+    def each(x: np.ndarray) -> np.ndarray: return ((x - wanted) ** 2 / wanted + absent * (x <= 1e-12)).sum(1)     # [P]
     for _ in range(_PASSES + 1):
         moved = False
         for g in order:

@@ -31,7 +31,7 @@ def human_classes(
     classes = np.full(len(recordings.rows), UNHEARD, np.int64)
     if unknown := [p for p in said.paths if p not in at]:
         short = _too_short(recordings, set(unknown))
-        if gone := [p for p in unknown if p not in short]: raise _not_there(said.file, gone, len(said), list(at))
+        if gone := [p for p in unknown if p not in short]: raise _not_there(said.file, gone, len(said), list(at), set(_paths(recordings)))
         raise DataError("paths of recordings that are shorter than one long segment, of which nothing can be learned", path=said.file,
                         found=_some(unknown), remedy="take them out of the table")
     for path, label in zip(said.paths, said.labels):
@@ -75,8 +75,12 @@ def _rows_by_path(recordings: Segments) -> dict[bytes, int]:
 
 def _some(paths: list[bytes]) -> str: return ", ".join(map(show_path, paths[:3])) + (f" and {len(paths) - 3:,} more" if len(paths) > 3 else "")
 
-def _not_there(file: Path, unknown: list[bytes], n_rows: int, there: list[bytes]) -> DataError:
-    "An error that names paths, and says what may be meant."
-    twin = next((p.message.split("; ")[-1] for p in missing_files(unknown[:1], n_rows, there, file.parent) if "differs only in case" in p.message), "")
-    return DataError("paths that are in none of the new data sets", path=file, found=_some(unknown),
+def _not_there(file: Path, unknown: list[bytes], n_rows: int, there: list[bytes], every: set[bytes]) -> DataError:
+    "An error that names paths, and says what may be meant; every: paths of recordings that were not chosen too."
+    if not (nowhere := [p for p in unknown if p not in every]):
+        return DataError("paths of recordings that were not chosen from the new data sets", path=file, found=_some(unknown),
+                         remedy="take them out of the table, or choose these recordings too")
+    twin = next((p.message.split("; ")[-1] for p in missing_files(nowhere[:1], n_rows, there, file.parent) if "differs only in case" in p.message), "")
+    if nowhere[0].strip() in every: twin = "without blanks around it"
+    return DataError("paths that are in none of the new data sets", path=file, found=_some(nowhere),
                      remedy=f"write paths as the data sets have them, for example {show_path(there[0])}{f' ({twin})' if twin else ''}")

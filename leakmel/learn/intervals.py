@@ -42,7 +42,7 @@ class Groups:
 
 def _coded(by: str, values: np.ndarray, note: str = "") -> Groups:
     names, code = np.unique(values.astype(np.str_), return_inverse=True)
-    return Groups(by, code.astype(np.int64), tuple(names.tolist()), note)
+    return Groups(by, code.astype(np.int64), tuple(n or "(none)" for n in names.tolist()), note)
 
 # %% ../../nbs/learn/intervals.ipynb #6b77bcb0
 _PIECE_MARK = re.compile(r"[_~ -]+(?:t|part|piece|clip|seg|segment|chunk)[_-]?\d+$", re.IGNORECASE)
@@ -59,7 +59,10 @@ def recording_groups(
     group: Group = "sensor",        # as in `group_values`
 ) -> Groups:                        # by night, else by what pieces were cut from, else each alone, where the sensor of some is not known
     "Which recordings are drawn together."
-    if not (isinstance(group, str) and group == "sensor"): return _coded(group_name(group), group_values(table, group, missing="one"))
+    if not (isinstance(group, str) and group == "sensor"):
+        values = group_values(table, group, missing="one")
+        n = int(np.count_nonzero(values == ""))
+        return _coded(group_name(group), values, f"{n:,} of {len(values):,} recordings have no {group_name(group)} and were taken for one group" if n else "")
     def known(name: str) -> bool: return len(table) > 0 and name in table and not (table[name].isna() | (table[name] == "")).any()
     if known("sensor"): return _coded("sensor", table["sensor"].to_numpy(object))
     if known("start_time"):
