@@ -71,10 +71,10 @@ class Watcher(threading.Thread):
 
 def test_the_status_file_tells_how_far_a_build_is_and_goes_away(data, tmp_path, slow, monkeypatch):
     out, real = tmp_path / "out", Job.take
-    first, second = Watcher(out / "TRAINING_DATASET.H5"), Watcher(out / "TESTING_DATASET.H5")
+    first, second, until = Watcher(out / "TRAINING_DATASET.H5"), Watcher(out / "TESTING_DATASET.H5"), time.monotonic() + 60
     def take(self, slot):
         "A batch is over when both watchers have seen a status that was written after it was begun."
-        began_s, until = max((s["seconds"] for s in first.seen), default=0.0), time.monotonic() + 60
+        began_s = max((s["seconds"] for s in first.seen), default=0.0)
         def is_new(watcher: Watcher) -> bool: return bool(watcher.seen) and watcher.seen[-1]["seconds"] > began_s
         while not (is_new(first) and is_new(second)) and time.monotonic() < until: time.sleep(0.005)
         return real(self, slot)
