@@ -172,10 +172,9 @@ def test_accumulated_batches_are_launched_together(demo: Path, tmp_path: Path, m
 @pytest.mark.parametrize("warmup", [1, 4])
 def test_a_device_begins_when_enough_is_read(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: int) -> None:
     seen = submissions(monkeypatch)
-    real, n_read = ring._read, [0]
+    real, n_read, until = ring._read, [0], time.monotonic() + 30
     def slowly(*a):
-        if n_read[0] < warmup: time.sleep(0.01)      # so that a device that did not wait would be ahead
-        until = time.monotonic() + 30                # and one that waits for more than it is told to would wait for ever
+        if n_read[0] < warmup: time.sleep(0.01)      # so that a device that did not wait would be ahead; one that waits for more than it is told to is late
         while n_read[0] >= warmup and not seen and time.monotonic() < until: time.sleep(0.002)
         real(*a)
         n_read[0] += 1

@@ -261,9 +261,8 @@ def test_fetching_ahead_brings_files_into_memory_and_is_counted(data: Path) -> N
 
 def test_rows_do_not_depend_on_it(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Cold and warm, with any window and without, in every mode."
-    real, n_wanted = BatchReader.fill, 0
-    def slow(self: BatchReader, slot: Any) -> int:
-        until = time.monotonic() + 30      # what reads ahead has its time, whatever else the machine does
+    real, n_wanted, until = BatchReader.fill, 0, time.monotonic() + 60
+    def slow(self: BatchReader, slot: Any) -> int:      # what reads ahead has its time, whatever else the machine does
         while self.inflow.n_ahead < n_wanted and time.monotonic() < until: time.sleep(0.002)
         return real(self, slot)
     monkeypatch.setattr(BatchReader, "fill", slow)
