@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -39,10 +40,10 @@ from leakmel.learn.evaluation import recordings_of
 from leakmel.learn.human_labels import UNHEARD, human_classes, recording_paths
 from leakmel.learn.incremental import class_scores, replayed, select_segments, trusted_segments
 from leakmel.learn.intervals import Groups, recording_groups
-from leakmel.learn.lessons import LessonWarning, learned_in
+from leakmel.learn.lessons import LessonWarning, learned_in, with_copies
 from leakmel.learn.loaders import open_loader
 from leakmel.learn.net import LeakNet, NetSettings
-from leakmel.learn.picked import Choice, Picked, whole_recordings
+from leakmel.learn.picked import Choice, Picked, part_digest, whole_recordings
 from leakmel.learn.rounds import RoundRules, retrain
 from leakmel.learn.splits import LeakySplitWarning
 from leakmel.learn.task import LEFT_OUT, make_task
@@ -239,6 +240,20 @@ def test_tables_of_people_are_checked_by_name(towns, tmp_path):
     table.write_text(f"path,label\n{paths[0]},LEAK\n")
     with Segments([towns[1]["testing"]] * 2, level="recording") as twice, pytest.raises(DataError, match="several recordings have"):
         human_classes(table, twice, TASK)
+
+
+def test_what_people_say_is_said_of_copies(towns):
+    with Segments([towns[1]["testing"]] * 2, level="recording") as twice:
+        n = len(twice) // 2
+        said = np.full(2 * n, UNHEARD)
+        said[[0, n + 1, 2]] = 1, 0, LEFT_OUT
+        wanted = np.full(2 * n, UNHEARD)
+        wanted[[0, n, 1, n + 1, 2, n + 2]] = 1, 1, 0, 0, LEFT_OUT, LEFT_OUT
+        assert with_copies(twice, said).tolist() == wanted.tolist()
+        assert with_copies(twice, wanted).tolist() == wanted.tolist()
+        said[n] = 0
+        path = os.fsdecode(recording_paths(twice)[0])
+        with pytest.raises(DataError, match=f"different things of recordings with the same samples; found {path} and {path}"): with_copies(twice, said)
 
 
 # Who wins
@@ -574,6 +589,29 @@ def test_rounds_without_the_file_that_names_the_champion_are_no_new_folder(towns
     with pytest.raises(DataError, match="not there any more"): load_champion(tmp_path)
     os.mkfifo(tmp_path / POINTER)
     with pytest.raises(DataError, match="no regular file"): load_champion(tmp_path)
+
+
+def earlier_system(path: Path, n: int, seed: int) -> Segments:
+    "Recordings in a file of the earlier system: no names, no digests."
+    y = np.arange(n) % 2
+    rows = np.random.default_rng(seed).normal(-40, 3, (n, 4, 2, 64, 1)) + 4 * y[:, None, None, None, None]
+    with h5py.File(path, "w") as f:
+        f["labels"], f["segments_mel"] = y.astype(np.int16), rows.astype(np.float16)
+        f.attrs["config_json"], f.attrs["labels_json"], f.attrs["label2id_json"] = "{}", '["LEAK", "NOLEAK"]', '{"LEAK": 0, "NOLEAK": 1}'
+    return recordings(path, legacy=True, preload_to_ram=False)
+
+
+def test_files_of_the_earlier_system_are_told_apart_by_their_rows(tmp_path):
+    with earlier_system(tmp_path / "a", 20, 0) as a, earlier_system(tmp_path / "b", 20, 1) as b, earlier_system(tmp_path / "c", 20, 0) as c:
+        assert os.path.getsize(tmp_path / "a") == os.path.getsize(tmp_path / "b")
+        assert part_digest(a) == part_digest(c) != part_digest(b)
+
+
+def test_new_recordings_without_names_are_refused_before_anything_is_learned(tmp_path):
+    new, old, testing = (earlier_system(tmp_path / name, 20, k) for k, name in enumerate("not"))
+    with new, old, testing, pytest.raises(DataError, match="does not say which recordings are in it"):
+        retrain(fresh(), new, replay=old, testing=testing, out=tmp_path / "rounds", device="cpu", progress=False)
+    assert os.listdir(tmp_path / "rounds") == []
 
 
 def test_groups_that_are_not_there_are_said_before_anything_is_learned(towns, tmp_path):

@@ -6,7 +6,6 @@
 __all__ = ['Choice', 'whole_recordings', 'Picked', 'source_digest', 'part_digest', 'items_digest']
 
 # %% ../../nbs/learn/picked.ipynb #2765292c
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from ..core.errors import DataError, UsageError
 from ..core.monitor import free_memory, size_text
 from ..dataset.reader import MelDataset
 from .data import LEVELS, Segments, load_items
+from .preparation import row_digests
 from .task import LEFT_OUT, Task
 
 # %% ../../nbs/learn/picked.ipynb #8ff51637
@@ -98,9 +98,8 @@ class Picked(Segments):
 def source_digest(
     source: MelDataset,
 ) -> str:                 # of what it holds
-    "Tells data sets from others."
-    held = source.file.get("digests/rows")
-    return digest_of(np.ascontiguousarray(held[:]).tobytes() if held is not None else str(os.fstat(source.file.id.get_vfd_handle()).st_size).encode())
+    "Tells data sets from others; of files of the earlier system all rows are read for it."
+    return digest_of(row_digests(source, "none"))
 
 def part_digest(
     ds: Segments,

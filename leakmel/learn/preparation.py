@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Sources', 'TrainingData', 'data_rows', 'TooShortWarning', 'too_short', 'silence_behind', 'open_training',
-           'differences', 'training_identity']
+           'row_digests', 'differences', 'training_identity']
 
 # %% ../../nbs/learn/preparation.ipynb #e8982b80
 import json, os, warnings
@@ -155,11 +155,14 @@ def _content(ds: Segments, progress: str) -> str:
     for source in ds.sources:
         attrs = source.file.attrs
         parts.append(str(attrs.get("fingerprint", attrs.get("config_json", ""))).encode())
-        parts.append(_row_digests(source, progress))
+        parts.append(row_digests(source, progress))
     return digest_of(b"\0".join(parts))
 
-def _row_digests(source: MelDataset, progress: str) -> bytes:
-    "Of all rows: those in the file, or of rows that are read for it."
+def row_digests(
+    source: MelDataset,
+    progress: str = "auto",      # where reading is shown, if it takes its time: as for `core.progress.Progress`
+) -> bytes:                      # of all rows: those in the file; of files of the earlier system, of rows that are read for it
+    "What tells the rows of data sets from others."
     if "digests/rows" in source.file: return np.ascontiguousarray(source.file["digests/rows"][:]).tobytes()
     found = []
     with Count("digests", total=len(source), unit="recordings", show=progress) as count:
@@ -171,6 +174,7 @@ def _row_digests(source: MelDataset, progress: str) -> bytes:
 
 _PIECE = 512      # rows
 
+# %% ../../nbs/learn/preparation.ipynb #d1660a8a
 def differences(
     before: Mapping[str, Any],      # of `training_identity`, from a checkpoint
     now: Mapping[str, Any],

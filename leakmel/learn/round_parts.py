@@ -16,6 +16,7 @@ from ..core.parameters import check_types, field_kinds
 from ..dataset.reader import MelDataset
 from .data import DataSource, Segments
 from .detector import Detector, check_features
+from .human_labels import recording_paths
 from .lessons import Lessons
 from .metrics import FIGURES
 from .preparation import TooShortWarning, too_short
@@ -93,7 +94,8 @@ def open_parts(
             return found
         task = champion.task
         judging = {name: opened(part, task) for name, part in testing.items()}
-        parts = Parts(opened(new, None), opened(old, task), judging, None if validation is None else opened(validation, task), lessons)
+        recording_paths(fresh := opened(new, None))      # the record names them: what has no names is refused before anything is learned
+        parts = Parts(fresh, opened(old, task), judging, None if validation is None else opened(validation, task), lessons)
         for name, ds in (*parts.learned.items(), *parts.testing.items()):
             if said := too_short(ds): warnings.warn(f"{name}: {said}", TooShortWarning, stacklevel=4)
         yield parts

@@ -35,7 +35,7 @@ from .groups import Group
 from .human_labels import human_classes, recording_paths
 from .incremental import Selection, class_scores, replayed, select_segments, selection_csv
 from .intervals import Groups, recording_groups
-from .lessons import KEPT, LessonWarning, contents, corrected, lessons_record, missing_text, open_lessons, told_by
+from .lessons import KEPT, LessonWarning, contents, corrected, lessons_record, missing_text, open_lessons, told_by, with_copies
 from .net import FORMS
 from .picked import Choice, Picked, items_digest, part_digest, source_digest
 from .preparation import TrainingData
@@ -220,7 +220,7 @@ def _taught(champion: Detector, parts: Parts, rules: RoundRules, settings: Train
     "Predict, choose, and look whether what judges is learned."
     stamps = [f"LEAKY SPLIT: figures say more than they should. {n}: {s}" for n, ds in parts.testing.items() for s in shared_with(parts.learned, ds, n)]
     if stamps and not allow_leaky: warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=3)
-    said = None if human is None else human_classes(human, parts.new, champion.task)
+    said = None if human is None else with_copies(parts.new, human_classes(human, parts.new, champion.task))
     scores = _judged(champion, parts.new, "predicting", device, show)
     selection = select_segments(champion, parts.new, scores, said, keep_share=rules.keep_share, keep_share_human=rules.keep_share_human)
     if not selection.choice.kept.any(): raise DataError("nothing of the new recordings is left to learn from", path=parts.new.sources[0].path)
