@@ -285,6 +285,10 @@ def test_only_a_paired_interval_above_0_replaces_the_champion():
     wins, why = decide(duel(fair, good), [kept, lost])
     assert not wins
     assert "worse elsewhere" in why
+    few = duel(good, 1 - good, n_groups=3, name="three sensors")
+    assert decide(duel(fair, good), [kept, few])[0]
+    assert "Lower elsewhere, which is not shown: AUC -1.000 on three sensors (only 3 sensors" in decide(duel(fair, good), [kept, few])[1]
+    assert "Lower elsewhere" not in decide(duel(fair, good), [kept])[1]
     assert "the old town" in why
     with pytest.raises(DataError, match="cannot tell good from bad"):
         fight("one class", np.ones(4, bool), Groups("sensor", np.arange(4), tuple("abcd")), fresh(), fresh(), (np.ones((4, 1)), np.ones((4, 1))))

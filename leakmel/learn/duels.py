@@ -91,14 +91,17 @@ def decide(
     if not d.interval.known: return False, f"{stays}: {name} {d.value:+.3f}, but there is no interval ({d.interval.note})."
     if d.is_worse: return False, f"{stays}: the challenger is worse, {name} {d} on {testing.name}."
     if not d.is_better: return False, f"{stays}: the challenger is not shown to be better, {name} {d} on {testing.name}."
-    lost = [f"{name} {o.differences[figure]} on {o.name}" for o in others if o.differences[figure].is_worse]
+    elsewhere = [(o.name, o.differences[figure]) for o in others]
+    lost = [f"{name} {e} on {where}" for where, e in elsewhere if e.is_worse]
     if lost: return False, f"{stays}: the challenger is better ({name} {d} on {testing.name}) but worse elsewhere, {', '.join(lost)}."
     against_first = [(o, o.differences[figure]) for o in since]
     sunk = [f"{name} {e} on {o.name}" for o, e in against_first if e.is_worse]
     if sunk: return False, f"{stays}: the challenger is better ({name} {d} on {testing.name}) but worse than the first champion, {', '.join(sunk)}."
     sinking = [f"{name} {e} on {o.name}" for o, e in against_first if e.value < 0]
     beware = f" Below the first champion, which is not shown but may add up: {', '.join(sinking)}." if sinking else ""
-    return True, f"The challenger replaces the champion: {name} {d} on {testing.name}.{beware}"
+    lower = [f"{name} {e} on {where}{'' if e.interval.known else f' ({e.interval.note})'}" for where, e in elsewhere if e.value < 0]
+    lacking = f" Lower elsewhere, which is not shown: {', '.join(lower)}." if lower else ""
+    return True, f"The challenger replaces the champion: {name} {d} on {testing.name}.{lacking}{beware}"
 
 def worn(
     n: int,      # challengers that a test set has judged in one folder of rounds, 1 or more; what else it decided is not known
