@@ -547,6 +547,31 @@ def test_replay_says_what_people_say(towns, tmp_path, monkeypatch):
     assert later == {k: wanted[k] for k in later} != {}, "and in later rounds"
 
 
+def test_new_recordings_that_replay_holds_are_learned_there(towns, tmp_path, monkeypatch):
+    "Their labels are known: a prediction is not taught beside them, unless a person says something."
+    path, seen = towns[0]["training"], learned_by(monkeypatch)
+    given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1), new_data=[path, towns[1]["validation"]])
+    with recordings(path, TASK) as old:
+        n, n_long, labels = len(old), old.row_shape[0], old.labels
+        heard = heard_table(tmp_path / "heard.csv", whole_recordings(old, np.arange(n)), lambda k: TASK.model_names[1 - k], 3)
+    by_rule(monkeypatch, True)
+    with pytest.raises(DataError, match=f"left to learn from.*found {n} of {n} are in replay"): retrain(**given_ | {"new_data": path})
+    first = retrain(**given_)
+    assert first.record["new"]["left_to_replay"] == n
+    assert f"{n} held by replay, learned there" in repr(first)
+    assert taught_classes(seen[-1], n_long, [], n) == {}, "as new ones"
+    again = taught_classes(seen[-1], n_long, [path, towns[1]["validation"]], n)
+    assert again == {k: {int(labels[k])} for k in again} != {}, "from replay"
+    second = retrain(**given_, human_labels=heard)
+    said = {k: {1 - int(labels[k])} for k in range(3)}
+    assert second.record["new"]["left_to_replay"] == n - 3
+    assert taught_classes(seen[-1], n_long, [], n) == said
+    third = retrain(**given_)
+    assert third.record["new"]["left_to_replay"] == n - 3
+    assert taught_classes(seen[-1], n_long, [], n) == said, "what was said before still counts"
+    assert third.selection.by_human.sum() == 3
+
+
 def test_what_people_say_later_counts_of_what_was_learned_before(towns, tmp_path, monkeypatch):
     task, seen = make_task(["LEAK", "NOLEAK", "PUMP"], leave_out=["PUMP"]), learned_by(monkeypatch)
     with recordings(towns[1]["training"]) as every: spec, n, n_long = every.sources[0].spec, len(every), every.row_shape[0]

@@ -9,7 +9,7 @@ __all__ = ['learn_on', 'Round', 'round_rows', 'retrain']
 import json, os, warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
@@ -32,17 +32,18 @@ from .devices import pick_device
 from .duels import Duel, decide, fight, leak_truth, require_both, shared_with, worn
 from .evaluation import recordings_of
 from .groups import Group
-from .human_labels import human_classes, recording_paths
+from .human_labels import UNHEARD, human_classes, recording_paths
 from .incremental import Selection, class_scores, replayed, select_segments, selection_csv
 from .intervals import Groups, recording_groups
-from .lessons import KEPT, LessonWarning, contents, corrected, lessons_record, missing_text, open_lessons, told_by, with_copies
+from .lessons import (
+    KEPT, LessonWarning, contents, corrected, left_to_replay, lessons_record, missing_text, open_lessons, told_by, with_copies, with_told)
 from .net import FORMS
 from .picked import Choice, Picked, items_digest, part_digest, source_digest
 from .preparation import TrainingData
 from .round_parts import Part, Parts, RoundRules, open_parts, round_settings
 from .splits import LeakySplitWarning
 from .stopping import StopSignals
-from .task import Task
+from .task import LEFT_OUT, Task
 from .train_settings import TrainSettings
 from .training import RESUME, CheckpointSettings, Run, Watch, begin, finish, how_to_go_on, learn
 from .training_state import TrainingState
@@ -108,7 +109,9 @@ def round_rows(found: Round) -> Iterator[tuple[str, str]]:
     yield "decision", found.reason
     kept = [f"{show_path(k)} {c['recordings']:,} recordings, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
             for k, c in r["kept"].items()]
-    yield "new", "; ".join([*kept, *([f"{r['new']['too_short']:,} too short, left out"] if r["new"]["too_short"] else [])])
+    words = {"too_short": "too short, left out", "left_to_replay": "held by replay, learned there"}
+    gone = [f"{r['new'][n]:,} {said}" for n, said in words.items() if r["new"][n]]
+    yield "new", "; ".join([*kept, *gone])
     yield "replayed", f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments"
     if of := r["earlier"]["of_rounds"]:
         yield "again", f"{r['earlier']['recordings']:,} recordings of round {', '.join(of)}, {r['earlier']['segments']:,} segments"
@@ -140,6 +143,7 @@ class _Taught:
     earlier: dict[int, Choice]      # of each round of which something is learned again
     settings: TrainSettings
     stamps: list[str]               # what belongs beside every figure
+    n_left: int                     # new recordings that are left to replay
 
     def items(self, champion: Detector, show: str) -> Picked:
         "What was chosen, as training items."
@@ -171,7 +175,7 @@ def _record(number: int, task: Task, rules: RoundRules, parts: Parts, taught: _T
         "format": "leakmel round 2", "number": number, "leakmel_version": __version__, **outcome.summary,
         "champion": asdict(champion), "challenger": asdict(challenger), "stamps": taught.stamps, "rules": asdict(rules),
         "settings": {n: list(v) if isinstance(v, tuple) else v for n, v in asdict(taught.settings).items()},
-        "new": _said_of(parts.new) | {"sources": learned_from}, "old": _said_of(parts.old),
+        "new": _said_of(parts.new) | {"sources": learned_from, "left_to_replay": taught.n_left}, "old": _said_of(parts.old),
         "validation": None if parts.validation is None else _said_of(parts.validation), "testing": {n: _said_of(ds) for n, ds in parts.testing.items()},
         "kept": taught.selection.counts(task), "kept_digest": digest_of(kept.encode("utf-8", "backslashreplace")), "overruled": taught.selection.n_overruled,
         "replay": {"recordings": int(replay.kept.any(1).sum()), "segments": int(replay.kept.sum())},
@@ -220,14 +224,23 @@ def _taught(champion: Detector, parts: Parts, rules: RoundRules, settings: Train
     "Predict, choose, and look whether what judges is learned."
     stamps = [f"LEAKY SPLIT: figures say more than they should. {n}: {s}" for n, ds in parts.testing.items() for s in shared_with(parts.learned, ds, n)]
     if stamps and not allow_leaky: warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=3)
-    said = None if human is None else with_copies(parts.new, human_classes(human, parts.new, champion.task))
+    said = np.full(len(parts.new.rows), UNHEARD) if human is None else with_copies(parts.new, human_classes(human, parts.new, champion.task))
     scores = _judged(champion, parts.new, "predicting", device, show)
-    selection = select_segments(champion, parts.new, scores, said, keep_share=rules.keep_share, keep_share_human=rules.keep_share_human)
-    if not selection.choice.kept.any(): raise DataError("nothing of the new recordings is left to learn from", path=parts.new.sources[0].path)
+    selection, left = _selected(champion, parts, rules, with_told(parts.new, said, parts.lessons.told), scores)
     earlier = parts.lessons.drawn(int(rules.earlier_share * len(parts.new.rows)), [parts.new, parts.old], [rules.seed, number])
     if gone := parts.lessons.missing: warnings.warn(f"not learned again: {missing_text(gone)}", LessonWarning, stacklevel=3)
     told = {**parts.lessons.told, **told_by(parts.new, selection.choice.classes, selection.by_human)}
-    return _Taught(selection, corrected(replayed(parts.old, rules.replay_share, rules.seed, number), told), earlier, settings, stamps)
+    return _Taught(selection, corrected(replayed(parts.old, rules.replay_share, rules.seed, number), told), earlier, settings, stamps, int(left.sum()))
+
+def _selected(champion: Detector, parts: Parts, rules: RoundRules, said: np.ndarray, scores: np.ndarray) -> tuple[Selection, np.ndarray]:
+    "What is learned of the new recordings, and [n] bool: which are left to replay."
+    found = select_segments(champion, parts.new, scores, said, keep_share=rules.keep_share, keep_share_human=rules.keep_share_human)
+    left = left_to_replay(found.choice, found.by_human, parts.old)
+    choice = replace(found.choice, classes=np.where(left, LEFT_OUT, found.choice.classes), kept=found.choice.kept & ~left[:, None])
+    if not choice.kept.any():
+        raise DataError("nothing of the new recordings is left to learn from", path=parts.new.sources[0].path,
+                        found=f"{left.sum():,} of {len(left):,} are in replay, with labels" if left.any() else None)
+    return replace(found, choice=choice), left
 
 def _judged(detector: Detector, ds: Segments, label: str, device: str, show: str, classes: bool = True) -> np.ndarray:
     "[n, L, K] scores of all classes, or [n, L] of the leak."
