@@ -229,6 +229,19 @@ def test_a_training_that_is_over_is_not_repeated(sets: Path, tmp_path: Path, rig
     assert_same(out, right)
 
 
+@pytest.mark.parametrize("n_epochs", [0, 2])
+def test_a_history_that_lags_behind_the_last_checkpoint_is_whole_again(sets: Path, tmp_path: Path, right: TrainResult, n_epochs: int) -> None:
+    "Killed between the two; the training is over."
+    shutil.copytree(right.model_path.parent, tmp_path / "run")
+    history = tmp_path / "run" / "history.csv"
+    whole = history.read_bytes()
+    if n_epochs: history.write_bytes(b"".join(whole.splitlines(keepends=True)[:1 + n_epochs]))
+    else: history.unlink()
+    for name in ("model.pt", "summary.json"): (tmp_path / "run" / name).unlink()
+    assert "nothing to do" in trained(sets, tmp_path / "run").summary["begin"]
+    assert history.read_bytes() == whole
+
+
 def test_a_finished_model_is_replaced_only_where_that_is_asked_for(sets: Path, tmp_path: Path, right: TrainResult) -> None:
     out, fewer = tmp_path / "run", replace(TINY, epochs=1)
     shutil.copytree(right.model_path.parent, out)

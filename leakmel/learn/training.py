@@ -256,11 +256,12 @@ def finish(
     run: Run,
     said: str,              # of `begin`
 ) -> TrainResult:
-    "Write the model and its summary."
+    "Write the model, its history and its summary."
     state, best = run.state, run.state.best
     if best is None: raise DataError("nothing was learned", path=run.out)      # no epoch: cannot be, as there is at least one
     detector, record = detector_of(state, best=True), training_record(state)
     detector.save(run.model_path)
+    write_history(run.out / "history.csv", state.epochs)      # the last checkpoint may stand without it
     figures = state.epochs[best.epoch - 1]
     summary = record | {"ok": True, "model": show_path(run.model_path), "begin": said, "stamp": "" if state.data.split is None else state.data.split.stamp,
                         "stopped_early": len(state.epochs) < state.settings.epochs, "vote": detector.vote, "threshold": detector.thresholds[detector.vote],
