@@ -7,6 +7,7 @@ __all__ = ['add_field_options', 'given_fields']
 
 # %% ../../nbs/core/options.ipynb #adcbd549
 import argparse, typing
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
@@ -32,18 +33,20 @@ def _converter(allowed: tuple[type | None, ...]) -> Any:
     convert.__name__ = {int: "whole number", float: "number", bool: "true or false"}.get(kind, "text" if kind is str else "whole numbers with commas between")
     return convert      # argparse puts its name into a message
 
+# %% ../../nbs/core/options.ipynb #57c48486
 def add_field_options(
     parser: argparse.ArgumentParser,
     cls: type,                       # a dataclass; the comment beside a field is its help
     title: str,                      # of the group
     *,
     show_defaults: bool = True,      # in the help
+    leave_out: Collection[str] = (),      # fields that have no option
 ) -> None:
     "One option per field of a dataclass; an option that is not given is absent from the result."
     def said(value: Any) -> str: return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     group, comments, kinds, choices = parser.add_argument_group(title), _field_comments(cls), field_kinds(cls), field_choices(cls)
     for f in fields(cls):
-        if f.name == "preset_name": continue
+        if f.name in ("preset_name", *leave_out): continue
         option = "--" + f.name.replace("_", "-")
         text = (comments[f.name] + (f" (default {said(f.default)})" if show_defaults and f.default is not None else "")).replace("%", "%%")
         words = [*choices.get(f.name, ()), *(["true", "false"] if bool in kinds[f.name] else []), *(["none"] if None in kinds[f.name] else [])]

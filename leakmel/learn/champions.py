@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'POINTER', 'RECORD', 'MODEL', 'round_folder', 'finished_rounds', 'weights_digest', 'Champion', 'Lineage',
-           'next_round', 'write_lineage', 'read_lineage', 'load_champion', 'load_first', 'begin_lineage', 'champion_of',
-           'read_record', 'settle']
+           'next_round', 'write_lineage', 'read_lineage', 'load_champion', 'load_first', 'model_file', 'begin_lineage',
+           'champion_of', 'read_record', 'settle']
 
 # %% ../../nbs/learn/champions.ipynb #87f9d9a8
 import json, os, re
@@ -118,9 +118,13 @@ def load_champion(
 ) -> Detector:                      # raises DataError where there is none, or its file is not what it was
     "The detector that counts now."
     where = Path(os.path.abspath(folder))
-    lineage = read_lineage(where)
-    if lineage is None: raise DataError("there is no champion yet", path=where / POINTER, remedy="begin with lm.retrain(champion, ...)")
-    return _loaded(where, lineage.current)
+    return _loaded(where, _lineage(where).current)
+
+def _lineage(folder: Path) -> Lineage:
+    "Of a folder in which a round was begun."
+    lineage = read_lineage(folder)
+    if lineage is None: raise DataError("there is no champion yet", path=folder / POINTER, remedy="begin with lm.retrain(champion, ...)")
+    return lineage
 
 def load_first(
     folder: Path,          # of the rounds
@@ -137,6 +141,22 @@ def _require_digest(path: Path, digest: str) -> None:
     "Refuse a model file that is not the one that was written."
     if not path.is_file(): raise DataError("the model is not there any more", path=path)
     if digest_of(path.read_bytes()) != digest: raise DataError("the model is not the one that was written: its digest is another one", path=path)
+
+# %% ../../nbs/learn/champions.ipynb #8963b2d6
+def model_file(
+    path: str | os.PathLike,      # a detector's file, or a folder: of a training, of a search, or of rounds
+) -> Path:                        # of rounds the champion's file; raises DataError
+    "The file of the detector that is meant."
+    where = Path(path)
+    if not where.is_dir(): return where
+    if os.path.lexists(where / POINTER) or finished_rounds(where):
+        champion = _lineage(where).current
+        _require_digest(where / champion.model, champion.digest)
+        return where / champion.model
+    if (where / MODEL).is_file(): return where / MODEL
+    early = Path("checkpoints", "best.pt")
+    raise DataError("no detector is in this folder", path=where, expected=f"{MODEL} of a training, or {POINTER} of rounds",
+                    remedy=f"the training is not over: go on with it, or name {early}" if (where / early).is_file() else None)
 
 # %% ../../nbs/learn/champions.ipynb #a7c6a9dd
 def begin_lineage(

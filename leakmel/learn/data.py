@@ -228,7 +228,8 @@ class Segments(_Counted):
         *,
         level: str = "long",                             # "recording": [L, S, M, T], "long": [S, M, T], "short": [M, T]
         rows: np.ndarray | None = None,                  # [n] int: these rows only, for example a part of a split; None: all that hold a long segment
-        task: Task | None = None,                        # gives classes, and leaves labels out; None: labels of the data set
+        task: Task | None = None,                        # gives classes, tells labels by their names, and leaves some out; None: labels of the data sets
+        with_labels: bool = True,                        # False, without a task: labels are not looked at and may differ; all classes are -1
         legacy: bool = False,                            # files of the earlier system
         preload_to_ram: bool | str = "auto",             # "auto": where it fits
         ram_fraction: float = 0.5,                       # of free memory that "auto" may take
@@ -236,9 +237,9 @@ class Segments(_Counted):
         progress: str = "auto",                          # where loading is shown, if it takes its time: as for `core.progress.Progress`
     ):
         _check_settings(level, preload_to_ram, ram_fraction)
-        self.sources = open_sources(sources, legacy=legacy, chunk_cache_bytes=chunk_cache_bytes)
+        self.sources = open_sources(sources, legacy=legacy, chunk_cache_bytes=chunk_cache_bytes, same_labels=task is None and with_labels)
         self.level, self.task, self.row_shape = level, task, tuple(self.sources[0].mels.shape[1:])
-        try: _fill(self, rows, preload_to_ram, ram_fraction, progress)
+        try: _fill(self, rows, with_labels, preload_to_ram, ram_fraction, progress)
         except BaseException:
             _close_own(self.sources, sources)
             raise
@@ -266,10 +267,12 @@ class Segments(_Counted):
     def __repr__(self) -> str: return _shown(self)
 
 # %% ../../nbs/learn/data.ipynb #7448be25
-def _fill(ds: Segments, rows: np.ndarray | None, preload_to_ram: bool | str, ram_fraction: float, progress: str) -> None:
+def _fill(ds: Segments, rows: np.ndarray | None, with_labels: bool, preload_to_ram: bool | str, ram_fraction: float, progress: str) -> None:
     "Choose the rows, and load them where that is wanted."
     ds.starts = np.cumsum([0, *map(len, ds.sources)])
-    ds.rows, ds.labels = _with_classes(ds.sources, _chosen(rows, int(ds.starts[-1])), ds.task)
+    ds.rows = _chosen(rows, int(ds.starts[-1]))
+    if ds.task is None and not with_labels: ds.labels = np.full(len(ds.rows), LEFT_OUT, np.int64)
+    else: ds.rows, ds.labels = _with_classes(ds.sources, ds.rows, ds.task)
     ds.n_too_short = _leave_out_unheard(ds)
     fits = preload_to_ram == "auto" and ds.n_bytes <= int(ram_fraction * free_memory())
     if preload_to_ram is True or fits: ds.held = load_items(ds, torch.device("cpu"), progress=progress)

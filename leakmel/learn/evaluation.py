@@ -21,6 +21,7 @@ from ..dataset.reader import MelDataset
 from ..dataset.rows import read_rows
 from .baselines import Baseline, fit_baselines, leaks
 from .data import DataSource, Segments, open_sources
+from .champions import model_file
 from .detector import UNCHOSEN, Detector, load_detector, score_rows
 from .devices import pick_device
 from .groups import Group
@@ -47,7 +48,7 @@ def _opened(given: Mapping[str, Sources], legacy: bool) -> Iterator[dict[str, li
     "Data sets of each part; those that were open stay as they are."
     opened: dict[str, list[MelDataset]] = {}
     try:
-        for name, sources in given.items(): opened[name] = open_sources(sources, legacy=legacy)
+        for name, sources in given.items(): opened[name] = open_sources(sources, legacy=legacy, same_labels=False)
         yield opened
     finally:
         for name, own in opened.items():
@@ -103,7 +104,7 @@ def _is_chosen(detector: Detector) -> bool: return detector.threshold_from != UN
 
 # %% ../../nbs/learn/evaluation.ipynb #33d71f51
 def evaluate(
-    model: "Detector | str | os.PathLike",        # a detector, or the file of one
+    model: "Detector | str | os.PathLike",        # a detector, its file, or a folder: of a training, or of rounds, whose champion it is then
     data: Sources,                                # recordings that judge; with `split` all data sets of the split
     *,
     training: Sources | None = None,              # what it was trained on: to learn the baselines from, and to look for leaks in the split
@@ -122,7 +123,8 @@ def evaluate(
     progress: str = "auto",                       # as for `core.progress.Progress`
 ) -> Evaluation:                                  # raises UsageError, DataError
     "Judge a detector by recordings, beside two baselines."
-    detector, on = model if isinstance(model, Detector) else load_detector(model, device="cpu"), pick_device(device)
+    named = model if isinstance(model, Detector) else model_file(model)
+    detector, on = named if isinstance(named, Detector) else load_detector(named), pick_device(device)
     votes = (votes,) if isinstance(votes, str) else tuple(votes)
     for rule in votes:
         if rule not in VOTES: raise UsageError("no such rule for the vote", found=repr(rule), expected=", ".join(VOTES))
@@ -137,7 +139,7 @@ def evaluate(
         parts = _parts(opened, split, part, detector.task)
         if not len(parts[part].rows): raise DataError("no recording to judge by", path=parts[part].sources[0].path, found=too_short(parts[part]) or None)
         stamps = tuple(dict.fromkeys(s for s in (found.stamp if found else "", _own_stamp(detector), _source_stamp(parts, part)) if s))
-        name = "a detector" if isinstance(model, Detector) else os.fsdecode(model)
+        name = "a detector" if isinstance(named, Detector) else os.fsdecode(named)
         return _judged(_Job(detector, name, parts, part, stamps, _of_split(found), votes, group, judged_by, n_draws, seed,
                             on, files_per_batch, progress))
 

@@ -64,7 +64,7 @@ def _too_short(recordings: Segments, some: set[bytes]) -> set[bytes]:
     "Which of some paths are of recordings in the data sets that hold no long segment."
     paths = _paths(recordings)
     rows = [k for k, p in enumerate(paths) if p in some]
-    heard = Segments(recordings.sources, level="recording", rows=np.array(rows, np.int64), preload_to_ram=False).rows
+    heard = Segments(recordings.sources, level="recording", rows=np.array(rows, np.int64), with_labels=False, preload_to_ram=False).rows
     return {paths[k] for k in rows} - {paths[k] for k in heard.tolist()}
 
 def _rows_by_path(recordings: Segments) -> dict[bytes, int]:

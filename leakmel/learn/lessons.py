@@ -44,11 +44,11 @@ def learned_in(
     if digest_of(text) != record.get("kept_digest"): raise DataError("what it kept is not what was written", path=round_folder(folder, number) / KEPT)
     table = pd.read_csv(io.BytesIO(text), keep_default_na=False, dtype={"class": str, "segments": str})
     table = table[(table["class"] != "") & (table["segments"] != "")]
-    opened = open_sources([s["path"] for s in sources])
+    opened = open_sources([s["path"] for s in sources], same_labels=False)
     try:
         for ds, own in zip(opened, sources):
             if source_digest(ds) != own["digest"]: raise DataError("a data set that is not the one of then", path=ds.path)
-        recordings = Segments(opened, level="recording", rows=table["row"].to_numpy(np.int64), preload_to_ram=False)
+        recordings = Segments(opened, level="recording", rows=table["row"].to_numpy(np.int64), with_labels=False, preload_to_ram=False)
         table = table[np.isin(table["row"], recordings.rows)]
         classes = {show_path(name): k for k, name in enumerate(task.model_names)}
         kept = np.zeros((len(table), recordings.row_shape[0]), bool)

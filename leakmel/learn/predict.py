@@ -22,6 +22,7 @@ from ..core.progress import Progress
 from ..dataset.config import BATCH_FILES, slot_bytes
 from ..dataset.loader import Slot
 from ..dataset.ring import run_lanes
+from .champions import model_file
 from .detector import Detector, load_detector
 from .devices import pick_device
 from .found import Found, find_recordings
@@ -163,7 +164,7 @@ def _predicted(order: _Order) -> Predictions:
 # %% ../../nbs/learn/predict.ipynb #eefd6075
 def predict(
     folder: str | os.PathLike,               # of recordings, any shape; labels are not needed
-    model: str | os.PathLike | Detector,     # what `train` left, or its file
+    model: str | os.PathLike | Detector,     # what `train` left, its file, or a folder: of a training, or of rounds, whose champion it is then
     *,
     out: str | os.PathLike | None = None,    # CSV file to write
     split: str | None = None,                # only this one of a folder of splits
@@ -181,7 +182,8 @@ def predict(
     "Score the recordings of a folder with a detector."
     if length not in LENGTHS: raise UsageError("no such length", found=repr(length), expected=" or ".join(map(repr, LENGTHS)))
     target = None if out is None else Path(os.path.abspath(out))
-    order = _Order(folder, model, target, split, manifest, (vote, threshold, frac), length, engine,
+    named = model if isinstance(model, Detector) else model_file(model)
+    order = _Order(folder, named, target, split, manifest, (vote, threshold, frac), length, engine,
                    pick_device(device, rehearsal=True), (files_per_batch, read_workers), progress)
     with _place(order):
         done = _predicted(order)

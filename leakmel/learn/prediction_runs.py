@@ -17,6 +17,7 @@ from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import Kinds
 from ..dataset.runs import find_data, runs_folder
 from ..dataset.writer import replacing
+from .champions import model_file
 from .detector import Detector, load_detector
 from .devices import pick_device
 from .predict import predict, rule_of
@@ -35,7 +36,7 @@ def find_model(
 ) -> tuple[Path, str]:           # file, and a sentence on where it comes from; raises DataError
     "The model's file: as said, by LEAKMEL_MODEL, or the newest below runs/."
     for said, why in ((model, "given as model"), (os.environ.get("LEAKMEL_MODEL"), "from the environment variable LEAKMEL_MODEL")):
-        if said: return Path(os.path.abspath(os.path.expanduser(said))), why
+        if said: return model_file(os.path.abspath(os.path.expanduser(said))), why
     folder = runs_folder()
     models = sorted(folder.glob("*/model.pt"), key=lambda p: (p.stat().st_mtime_ns, p.name))
     if models: return models[-1], f"the newest of {len(models):,} below {show_path(folder)}; set LEAKMEL_MODEL or model for another one"

@@ -9,7 +9,8 @@ __all__ = ['Part', 'RoundRules', 'round_settings', 'Parts', 'open_parts']
 import math, os, warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ..core.errors import DataError, UsageError
 from ..core.parameters import check_types, field_kinds
@@ -31,7 +32,7 @@ class RoundRules:
     keep_share_human: float = 1.0      # of the long segments of a recording whose class a person gave; 1: all of them
     replay_share: float = 0.5          # of the old recordings, drawn anew in each round
     earlier_share: float = 0.5         # recordings of earlier rounds that are learned again, for each new one; 0: none
-    judged_by: str = "auc"             # of `metrics.FIGURES`
+    judged_by: str = "auc"             # figure that decides: accuracy, balanced_accuracy, precision, sensitivity, specificity, f1 or auc
     n_draws: int = 2000                # of groups, for intervals
     seed: int = 0                      # of the draws
 
@@ -43,17 +44,21 @@ class RoundRules:
         if self.judged_by not in FIGURES: raise UsageError("no such figure", found=repr(self.judged_by), expected=", ".join(FIGURES))
         if self.n_draws < 100 or self.seed < 0: raise UsageError("n_draws must be at least 100 and seed at least 0", found=repr(self))
 
+_OF_NET = ("form", "channels", "dropout")
+
 def round_settings(
     champion: Detector,
-    settings: TrainSettings | None = None,      # None: those that the champion was trained with, a third of the epochs, a quarter of the learning rate
-) -> TrainSettings:                             # net and form are the champion's in any case
+    settings: TrainSettings | Mapping[str, Any] | None = None,      # None: those of the champion, a third of the epochs, a quarter of the learning rate
+) -> TrainSettings:      # net and form are the champion's in any case; names and values change what None gives; raises UsageError
     "Settings of a training that goes on from a champion."
     net = champion.net.settings
-    if settings is None:
+    if not isinstance(settings, TrainSettings):
+        if wrong := sorted(set(_OF_NET) & set(settings or {})): raise UsageError("the net is the champion's", found=", ".join(wrong))
         try: before = settings_from(champion.record.get("settings", {}))
         except (UsageError, TypeError): before = TrainSettings()
-        settings = replace(before, epochs=max(1, math.ceil(before.epochs / 3)), learning_rate=max(before.learning_rate / 4, 1e-9))
-    return settings_from(asdict(settings) | {"form": net.form, "channels": net.channels, "dropout": net.dropout})
+        usual = {"epochs": max(1, math.ceil(before.epochs / 3)), "learning_rate": max(before.learning_rate / 4, 1e-9)}
+        settings = settings_from(asdict(before) | usual | dict(settings or {}))
+    return settings_from(asdict(settings) | {name: getattr(net, name) for name in _OF_NET})
 
 # %% ../../nbs/learn/round_parts.ipynb #f4cbb9e5
 Part = DataSource | Segments | Sequence[DataSource]      # chosen rows of data sets are given as Segments
@@ -85,7 +90,8 @@ def open_parts(
     with ExitStack() as stack:
         def opened(part: Part, task: Task | None) -> Segments:
             given = _listed(part)
-            found = Segments(given, level="recording", rows=part.rows if isinstance(part, Segments) else None, task=task, preload_to_ram=False)
+            chosen = part.rows if isinstance(part, Segments) else None
+            found = Segments(given, level="recording", rows=chosen, task=task, with_labels=task is not None, preload_to_ram=False)
             for source, own in zip(found.sources, given):
                 if source is not own: stack.callback(source.close)
             if isinstance(part, Segments): found.n_too_short += part.n_too_short      # its rows are those that are left

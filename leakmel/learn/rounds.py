@@ -22,7 +22,7 @@ from ..core.errors import DataError, OutputError, UsageError, show_path
 from ..core.progress import Progress, announce
 from ..dataset.writer import OutputLock, output_error
 from leakmel.learn.champions import (
-    MODEL, POINTER, RECORD, Champion, Lineage, begin_lineage, champion_of, finished_rounds, load_champion, load_first, next_round, read_lineage,
+    MODEL, POINTER, RECORD, Champion, Lineage, begin_lineage, champion_of, finished_rounds, load_champion, load_first, model_file, next_round, read_lineage,
     round_folder, settle, weights_digest, write_lineage,
 )
 from .checkpoints import write_whole
@@ -203,7 +203,7 @@ class _Standing:
 
 def _standing(folder: Path, given: Detector | str | os.PathLike | None) -> _Standing:
     "The champion of a folder; where there is none yet, the one that is given."
-    lineage, first = read_lineage(folder), load_detector(given) if isinstance(given, (str, os.PathLike)) else given
+    lineage, first = read_lineage(folder), load_detector(model_file(given)) if isinstance(given, (str, os.PathLike)) else given
     if lineage is None:
         if first is None: raise UsageError("no champion to begin with", path=folder, expected="a detector, or the file of one")
         return _Standing(None, first, first)
@@ -264,7 +264,7 @@ def _outcome(standing: _Standing, challenger: Detector, testing: Mapping[str, Se
 
 # %% ../../nbs/learn/rounds.ipynb #4063364a
 def retrain(
-    champion: Detector | str | os.PathLike | None,      # the first one, or its file; later None, or any champion of this folder: the last one goes on
+    champion: Detector | str | os.PathLike | None,      # the first one, its file or folder; later None, or any champion of `out`: the last one goes on
     new_data: Part,                                     # recordings to learn from; their labels are not looked at
     *,
     replay: Part,                                       # old training recordings, of which a share is learned again
@@ -273,7 +273,7 @@ def retrain(
     human_labels: str | os.PathLike | None = None,      # table with path and label of new recordings: they win over predictions
     validation: Part | None = None,                     # decides which epoch is the best, and the thresholds; None: the last epoch, thresholds 0.5
     also: Mapping[str, Part] | None = None,             # further test sets by name, on none of which the challenger may be worse
-    settings: TrainSettings | None = None,              # as for `round_settings`
+    settings: TrainSettings | Mapping[str, Any] | None = None,      # as for `round_settings`: changes to what is usual may be given by name
     rules: RoundRules | None = None,                    # None: the defaults
     group: Group = "sensor",                            # of the test recordings: what is drawn together
     resume: str = "auto",                               # go on with an interrupted round: "auto", "always" or "never"
