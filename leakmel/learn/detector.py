@@ -24,6 +24,7 @@ from .data import Segments
 from .devices import Portions, exactly_float32, ran_out, room
 from .loaders import open_loader
 from .net import FORMS, LeakNet, NetSettings, matrices
+from .seen import Seen, from_plain, to_plain
 from .task import Task
 from .votes import VOTES, vote_scores
 from ..mel.spec import MelSpec
@@ -43,6 +44,7 @@ class Detector:
     vote: str = "mean"                         # the rule that is used unless another is asked for
     share: float = 0.5                         # of the long segments, for "frac_vote"
     record: dict[str, Any] = field(default_factory=dict)      # plain values: data, split, settings, versions
+    seen: Seen = field(default_factory=Seen)   # what it was trained with
 
     def __post_init__(self):
         _check_parts(self)
@@ -125,7 +127,7 @@ def _save(detector: Detector, path: Path, sync: bool) -> Path:
     head = {"net": asdict(detector.net.settings), "task": asdict(detector.task), "spec": detector.spec and detector.spec.to_dict(), "record": record,
             **{name: getattr(detector, name) for name in ("engine", "thresholds", "threshold_from", "vote", "share")}}
     weights = {name: value.detach().cpu().contiguous() for name, value in detector.net.state_dict().items()}
-    content = plain_bytes({"format": FORMAT, "detector": json.dumps(head), "weights": weights})
+    content = plain_bytes({"format": FORMAT, "detector": json.dumps(head), "weights": weights, "seen": to_plain(detector.seen)})
     write_whole(path, content, sync=sync, look=lambda: require_kind(path, "detector", _is_detector))
     return path
 
@@ -152,7 +154,7 @@ def load_detector(
         spec = None if head["spec"] is None else _made(MelSpec, head["spec"])
         if not all(torch.isfinite(w).all() for w in net.state_dict().values()): raise DataError("weights that are no numbers")
         rest = {name: head[name] for name in ("engine", "thresholds", "threshold_from", "vote", "share", "record")}
-        found = Detector(net.to(device).eval(), _made(Task, head["task"]), spec, **rest)
+        found = Detector(net.to(device).eval(), _made(Task, head["task"]), spec, seen=from_plain(values.get("seen")), **rest)
         _check_plain(found)
         return found
     except MemoryError as e: raise MachineError("the model does not fit into the memory that is free", path=path, remedy="free some of it") from e

@@ -19,6 +19,7 @@ from .detector import Detector
 from .intervals import Bootstrap, Difference, Groups, differences
 from .judged import Judged, figure_title, judge, plain
 from .metrics import FIGURES
+from .seen import Seen, known_of
 from .splits import recordings_table, shared_values
 from .task import Task
 
@@ -115,6 +116,7 @@ def shared_with(
     learned: Mapping[str, Segments],      # name of each part that is learned from, or that thresholds are chosen on
     judging: Segments,
     name: str = "testing",
+    seen: Seen | None = None,             # what the champion was trained with
 ) -> list[str]:                           # what is on both sides, a sentence each; raises DataError for recordings that are
     "See whether what judges was learned from."
     import pandas as pd
@@ -128,7 +130,8 @@ def shared_with(
         raise DataError(f"recordings of {name} are learned from", found=str(twice),
                         remedy="take them out of one of the two: a detector cannot be judged by what it has learned")
     found = [shared_values(values, part, names, kind) for kind, values in (("sensor", column("sensor")), ("recording", stems))]
-    return [str(s) for s in found if s]
+    known = known_of(seen or Seen(), judging)
+    return [*(str(s) for s in found if s), *([known.found] if known is not None and known.n_known else [])]
 
 def leak_truth(
     ds: Segments,

@@ -8,6 +8,7 @@ __all__ = ['Sources', 'MOST_ERRORS', 'recordings_of', 'vote_title', 'evaluate']
 # %% ../../nbs/learn/evaluation.ipynb #5b5027ac
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ from .judged import Judged, cautions, give_verdict, judge, label_control
 from .metrics import FIGURES, best_threshold, reliability
 from .preparation import silence_behind, too_short
 from .results import Evaluation, Misjudged
-from .splits import Split, existing_split, shared_values
+from .seen import Known, known_of
+from .splits import LeakySplitWarning, Split, existing_split, shared_values
 from .task import Task
 from .votes import VOTES, segments_needed, vote_scores
 
@@ -138,12 +140,19 @@ def evaluate(
         found = existing_split(opened, **shared) if split is None and len(opened) > 1 else split
         parts = _parts(opened, split, part, detector.task)
         if not len(parts[part].rows): raise DataError("no recording to judge by", path=parts[part].sources[0].path, found=too_short(parts[part]) or None)
-        stamps = tuple(dict.fromkeys(s for s in (found.stamp if found else "", _own_stamp(detector), _source_stamp(parts, part)) if s))
+        known = known_of(detector.seen, parts[part])
         name = "a detector" if isinstance(named, Detector) else os.fsdecode(named)
-        return _judged(_Job(detector, name, parts, part, stamps, _of_split(found), votes, group, judged_by, n_draws, seed,
-                            on, files_per_batch, progress))
+        stamps = _stamps(detector, known, found, parts, part, allow_leaky_split)
+        noted = (*_of_split(found), *_by_memory(detector, known, found, "training" in parts))
+        return _judged(_Job(detector, name, parts, part, stamps, noted, votes, group, judged_by, n_draws, seed, on, files_per_batch, progress))
 
 # %% ../../nbs/learn/evaluation.ipynb #1d21fc1a
+def _stamps(detector: Detector, known: Known | None, split: Split | None, parts: Mapping[str, Segments], part: str, allowed: bool) -> tuple[str, ...]:
+    "What belongs beside every figure, each once; warns of recordings that the detector knows."
+    if known and known.stamp and not allowed: warnings.warn(known.stamp, LeakySplitWarning, stacklevel=3)
+    said = (split.stamp if split else "", known.stamp if known else "", _own_stamp(detector), _source_stamp(parts, part))
+    return tuple(dict.fromkeys(filter(None, said)))
+
 def _own_stamp(detector: Detector) -> str:
     "What a detector's record says of the split that it was trained with."
     split = detector.record.get("split")
@@ -155,6 +164,14 @@ def _of_split(split: Split | None) -> tuple[str, ...]:
     if split is None: return ()
     found = [f"{show_path(p.path)}: {p.message}." for p in split.problems]
     return (*found, *(f"Not looked at: the {kind} of some recordings is not known, so it may be on both sides." for kind in split.unchecked))
+
+
+def _by_memory(detector: Detector, known: Known | None, split: Split | None, with_training: bool) -> tuple[str, ...]:
+    "Sensors that training had by the detector's own account, where the split does not say so already."
+    if not with_training and (known is None or not detector.seen.is_all):
+        return ("Training was not given, and the model does not say what it was: whether a sensor or a recording is on both sides was not looked at.",)
+    if known is None or not known.caution or split is not None and any(s.kind == "sensor" for s in split.shared): return ()
+    return (known.caution,)
 
 # %% ../../nbs/learn/evaluation.ipynb #d68ce25e
 @dataclass(frozen=True, eq=False)
@@ -231,7 +248,6 @@ def _further(detector: Detector, parts: Mapping[str, Segments], part: str) -> It
     "What else belongs beside the figures."
     for name, ds in parts.items():
         if said := too_short(ds): yield f"In {name} {said}."
-    if "training" not in parts: yield "Training was not given: whether a sensor or a recording is on both sides was not looked at."
     if _is_chosen(detector) and "validation" not in parts and "training" in parts:
         yield "Validation was not given, so the baselines' thresholds are 0.5 and the detector's was chosen: compare the AUC only."
 

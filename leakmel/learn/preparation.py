@@ -11,6 +11,7 @@ import json, os, warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from ..dataset.reader import MelDataset
 from ..dataset.rows import read_rows
 from .data import DataSource, Segments, open_sources
 from .net import FORMS
+from .seen import Seen, seen_in
 from .splits import Split, existing_split
 from .task import Task, make_task
 from .train_settings import SPEED_ONLY, TrainSettings
@@ -47,6 +49,11 @@ class TrainingData:
     def is_leak(self) -> np.ndarray:
         "[B] bool, which recordings of validation are leaks."
         return np.zeros(0, bool) if self.validation is None else self.validation.labels == self.task.leak_in_model
+
+    @cached_property
+    def seen(self) -> Seen:
+        "What a detector remembers of them."
+        return seen_in(ds for ds in (self.training, self.validation) if ds is not None)
 
     def __repr__(self) -> str: return "\n".join(f"{k:>10}  {v}" for k, v in data_rows(self))
 

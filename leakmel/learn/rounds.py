@@ -222,7 +222,8 @@ def _testing_of(testing: Part, also: Mapping[str, Part] | None) -> dict[str, Par
 def _taught(champion: Detector, parts: Parts, rules: RoundRules, settings: TrainSettings, number: int, human: str | os.PathLike | None,
             allow_leaky: bool, device: str, show: str) -> _Taught:
     "Predict, choose, and look whether what judges is learned."
-    stamps = [f"LEAKY SPLIT: figures say more than they should. {n}: {s}" for n, ds in parts.testing.items() for s in shared_with(parts.learned, ds, n)]
+    shared = [f"{n}: {s}" for n, ds in parts.testing.items() for s in shared_with(parts.learned, ds, n, seen=champion.seen)]
+    stamps = [f"LEAKY SPLIT: figures say more than they should. {s}" for s in shared]
     if stamps and not allow_leaky: warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=3)
     said = np.full(len(parts.new.rows), UNHEARD) if human is None else with_copies(parts.new, human_classes(human, parts.new, champion.task))
     scores = _judged(champion, parts.new, "predicting", device, show)
@@ -232,6 +233,7 @@ def _taught(champion: Detector, parts: Parts, rules: RoundRules, settings: Train
     told = {**parts.lessons.told, **told_by(parts.new, selection.choice.classes, selection.by_human)}
     return _Taught(selection, corrected(replayed(parts.old, rules.replay_share, rules.seed, number), told), earlier, settings, stamps, int(left.sum()))
 
+# %% ../../nbs/learn/rounds.ipynb #18cba33c
 def _selected(champion: Detector, parts: Parts, rules: RoundRules, said: np.ndarray, scores: np.ndarray) -> tuple[Selection, np.ndarray]:
     "What is learned of the new recordings, and [n] bool: which are left to replay."
     found = select_segments(champion, parts.new, scores, said, keep_share=rules.keep_share, keep_share_human=rules.keep_share_human)
@@ -317,6 +319,7 @@ def _concluded(folder: Path, number: int, lineage: Lineage, standing: _Standing,
     here, holder = round_folder(folder, number), standing.holder
     learned = {"new": taught.selection.counts(holder.task), "replayed_segments": int(taught.replay.kept.sum())}
     challenger.record = challenger.record | {"training": learned, "round": {"number": number, "champion": asdict(lineage.current)}}
+    challenger.seen |= holder.seen
     challenger.save(here / MODEL)
     outcome = _outcome(standing, challenger, parts.testing, rules, len(finished_rounds(folder)) + 1, how)
     kept, winner = selection_csv(taught.selection, holder.task), champion_of(folder, number, challenger)

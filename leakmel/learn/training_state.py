@@ -26,6 +26,7 @@ from .loaders import Loader, open_loader
 from .metrics import leak_metrics
 from .net import LeakNet, NetSettings, band_statistics
 from .preparation import TrainingData, training_identity
+from .seen import Seen
 from .step import StepFigures, Stepper, known_random, step_seed
 from .timing import StepTimer, StepTimes
 from .train_settings import TrainSettings
@@ -259,7 +260,7 @@ def detector_of(
         net.load_state_dict(chosen.net)
     return Detector(net=net, task=state.data.task, spec=None if source.legacy else source.spec, engine=str(source.file.attrs.get("engine", "")),
                     **(Chosen() if chosen is None else chosen.chosen).options(),
-                    record={} if chosen is None else training_record(state))
+                    record={} if chosen is None else training_record(state), seen=Seen() if chosen is None else state.data.seen)
 
 # %% ../../nbs/learn/training_state.ipynb #6da80f68
 def to_checkpoint(

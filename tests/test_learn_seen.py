@@ -1,0 +1,214 @@
+"A detector remembers what it was trained with, and says so where it is judged by that."
+import json
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import leakmel as lm
+from leakmel.cli import main
+from leakmel.core.errors import DataError
+from leakmel.learn.champions import load_champion, round_folder
+from leakmel.learn.checkpoint_settings import CheckpointSettings
+from leakmel.learn.checkpoints import load_plain, plain_bytes
+from leakmel.learn.data import Segments
+from leakmel.learn.detector import Detector, load_detector
+from leakmel.learn.rounds import RoundRules
+from leakmel.learn.seen import Known, Seen, known_of, seen_in
+from leakmel.learn.splits import LeakySplitWarning, group_split
+
+NAMES = [f"{part}_DATASET.H5" for part in ("TRAINING", "VALIDATION", "TESTING")]
+TINY = lm.TrainSettings(epochs=1, epoch_share=1.0, batch_size=200, channels=(4, 8))
+HOW: dict[str, Any] = {"settings": TINY, "device": "cpu", "progress": False, "checkpoints": CheckpointSettings(fsync=False)}
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::leakmel.learn.lessons.LessonWarning")]
+
+
+@pytest.fixture(scope="module")
+def trained(small_sets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    "The folder of a training with the split as it came."
+    out = tmp_path_factory.mktemp("seen") / "run"
+    lm.train(small_sets / NAMES[0], small_sets / NAMES[1], out=out, **HOW)
+    return out
+
+
+def judged(model: Any, *names: Path, **how: Any) -> lm.Evaluation:
+    return lm.evaluate(model, list(names), device="cpu", progress="none", n_draws=100, **how)
+
+
+def recordings(*paths: Path) -> Segments: return Segments(paths, level="recording")
+
+
+def known(seen: Seen, ds: Segments) -> Known:
+    found = known_of(seen, ds)
+    assert found is not None
+    return found
+
+
+def warned(model: Any, *names: Path, **how: Any) -> tuple[lm.Evaluation, list[str]]:
+    with warnings.catch_warnings(record=True) as came:
+        warnings.simplefilter("always")
+        found = judged(model, *names, **how)
+    return found, [str(w.message) for w in came if issubclass(w.category, LeakySplitWarning)]
+
+
+def test_what_was_learned_and_what_chose_is_in_the_model(small_sets, trained):
+    seen = load_detector(trained / "model.pt").seen
+    with recordings(small_sets / NAMES[0], small_sets / NAMES[1]) as both, recordings(small_sets / NAMES[2]) as others:
+        right = {d for ds in both.sources for d in ds.files["digest"]}
+        assert len(seen.recordings) == len(right)
+        assert len(seen.sensors) == len({s for ds in both.sources for s in ds.files["sensor"]})
+        assert seen.is_all
+        assert known(seen, both).n_known == len(both.rows)
+        assert known(seen, others).n_known == 0
+    best = load_detector(trained / "checkpoints" / "best.pt").seen
+    assert np.array_equal(best.recordings, seen.recordings)
+
+
+def test_eight_bytes_for_each(trained):
+    with_it = load_detector(trained / "model.pt")
+    seen, n = with_it.seen, 40_000
+    small, large = (replace(with_it, seen=s).save(trained.parent / f"{len(s.recordings)}.pt", sync=False).stat().st_size
+                    for s in (seen, Seen(np.arange(n), seen.sensors, True)))
+    assert abs(large - small - 8 * (n - len(seen.recordings))) < 1000
+
+
+def test_recordings_that_nobody_has_trained_with_get_no_stamp(small_sets, trained):
+    found, said = warned(trained / "model.pt", small_sets / NAMES[2])
+    assert not found.leaky
+    assert not said
+    assert not any("was not looked at" in c for c in found.cautions), "the model knows"
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_split_of_its_own_is_noticed(small_sets, tmp_path, capsys):
+    "The folder was divided anew before the training; whoever judges names the folder, and the part in it that is called testing."
+    assert main(["train", str(small_sets), "--out", str(tmp_path / "run"), "--group", "sensor", "--epochs", "1", "--channels", "4,8", "--no-evaluation",
+                 "--device", "cpu", "--quiet"]) == 0
+    with recordings(small_sets / NAMES[2]) as testing: found = known(load_detector(tmp_path / "run" / "model.pt").seen, testing)
+    assert 0 < found.n_known <= found.n
+    capsys.readouterr()
+    assert main(["evaluate", str(small_sets), "--model", str(tmp_path / "run"), "--device", "cpu", "--draws", "100", "--json"]) == 0
+    printed = capsys.readouterr()
+    body = json.loads(printed.out)
+    assert body["leaky_split"] is True
+    assert any(f"{found.n_known:,} of {found.n:,} recordings that judge" in s for s in body["stamps"])
+    assert "LeakySplitWarning: LEAKY SPLIT" in printed.err
+    assert main(["evaluate", str(small_sets), "--model", str(tmp_path / "run"), "--device", "cpu", "--draws", "100", "--allow-leaky-split"]) == 0
+    printed = capsys.readouterr()
+    assert "LEAKY SPLIT" in printed.out
+    assert "LeakySplitWarning" not in printed.err
+
+
+def test_its_own_part_for_testing_is_clean(small_sets, tmp_path):
+    files = [small_sets / n for n in NAMES]
+    split = group_split(files, "sensor", allow_leaky_split=True)
+    done = lm.train(files, split=split, out=tmp_path / "run", **HOW)
+    found, said = warned(done.detector, *files, split=split)
+    assert not [s for s in (*found.stamps, *said) if "learned from" in s]
+
+
+def test_validation_chose(small_sets, trained):
+    found, said = warned(trained / "model.pt", small_sets / NAMES[1], small_sets / NAMES[2])
+    with recordings(small_sets / NAMES[1]) as one, recordings(small_sets / NAMES[2]) as other: n, n_all = len(one.rows), len(one.rows) + len(other.rows)
+    assert found.stamps == tuple(said)
+    assert f"{n} of {n_all} recordings that judge" in said[0]
+    assert "LEAKY SPLIT" in found.report()
+    assert "LEAKY SPLIT" in found._repr_html_()
+
+
+def test_copies_under_other_names_are_known(small_sets, trained, tmp_path):
+    (tmp_path / "wavs" / "LEAK").mkdir(parents=True)
+    for k, wav in enumerate(sorted((small_sets.parent / "demo" / "TRAINING" / "LEAK").glob("*.wav"))[:3]):
+        os.link(wav, tmp_path / "wavs" / "LEAK" / f"copy{k}.wav")
+    lm.build(tmp_path / "wavs", out=tmp_path / "copies.h5", progress="none", check=0)
+    found, said = warned(trained / "model.pt", tmp_path / "copies.h5")
+    assert "3 of 3 recordings that judge" in found.stamps[0]
+    assert said
+
+
+def test_sensors_are_a_caution(small_sets, trained):
+    "Another town may have a sensor of the same name."
+    detector = load_detector(trained / "model.pt")
+    with recordings(small_sets / NAMES[2]) as ds: theirs = seen_in([ds])
+    detector.seen = Seen(detector.seen.recordings, np.union1d(detector.seen.sensors, theirs.sensors[:1]), True)
+    found, said = warned(detector, small_sets / NAMES[2])
+    assert not found.leaky
+    assert not said
+    assert len([c for c in found.cautions if c.startswith(f"1 of {len(theirs.sensors)} sensors have names")]) == 1
+
+
+def test_a_model_that_does_not_say(small_sets, trained, tmp_path):
+    "Models of before this was kept are read as ever; that nobody knows is said."
+    values = load_plain(trained / "model.pt")
+    del values["seen"]
+    (tmp_path / "old.pt").write_bytes(plain_bytes(values))
+    old = load_detector(tmp_path / "old.pt")
+    assert repr(old.seen) == "Seen(0 recordings, 0 sensors, and perhaps others)"
+    found, _ = warned(tmp_path / "old.pt", small_sets / NAMES[0])
+    assert not found.leaky
+    assert any("the model does not say" in c for c in found.cautions)
+    assert np.array_equal(load_detector(old.save(tmp_path / "again.pt")).seen.recordings, old.seen.recordings)
+
+
+WRONG: dict[str, Any] = {
+    "a text": "all", "a list": [1, 2], "nothing in it": {}, "a number for yes": {"recordings": torch.zeros(1, dtype=torch.int64), "is_all": 1},
+    "shares": {"recordings": torch.zeros(1)}, "a table": {"recordings": torch.zeros(1, 1, dtype=torch.int64)},
+    "a wide view of one": {"recordings": torch.zeros(1, dtype=torch.int64).expand(1 << 40)},
+    "nowhere": {"recordings": torch.empty(1 << 40, dtype=torch.int64, device="meta")},
+    "sparse": {"recordings": torch.zeros(4, dtype=torch.int64).to_sparse()}, "something else": {"more": 1}}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_hostile_memory_is_refused(trained, tmp_path, name):
+    values = load_plain(trained / "model.pt")
+    wrong = WRONG[name]
+    values["seen"] = wrong if not isinstance(wrong, dict) or not wrong else values["seen"] | wrong
+    (tmp_path / "model.pt").write_bytes(plain_bytes(values))
+    with pytest.raises(DataError, match="not what a detector is made of"): load_detector(tmp_path / "model.pt")
+
+
+def town(folder: Path, seed: int) -> list[Path]:
+    lm.write_demo(folder / f"{seed}", n_files=60, seed=seed)
+    return [r.path for r in lm.build_all(folder / f"{seed}", out_dir=folder / f"{seed} sets", progress="none", check=0)]
+
+
+@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+def test_rounds_remember_and_look(small_sets, trained, tmp_path):
+    "A challenger knows what its champion knew; a champion that knows what judges is said to, round after round."
+    new, test = (town(tmp_path, seed)[k] for seed, k in ((5, 0), (6, 2)))
+    given: dict[str, Any] = dict(replay=small_sets / NAMES[0], out=tmp_path / "rounds", settings={"epochs": 1}, rules=RoundRules(n_draws=100),
+                                 device="cpu", progress=False, checkpoints=CheckpointSettings(fsync=False))
+    done = lm.retrain(trained, new, testing=test, **given)
+    assert not [s for s in done.record["stamps"] if "learned from" in s]
+    before, after = load_detector(trained / "model.pt").seen, load_detector(round_folder(tmp_path / "rounds", 1) / "model.pt").seen
+    with recordings(new) as ds: learned = seen_in([ds]).recordings
+    assert set(before.recordings) < set(after.recordings)
+    assert set(after.recordings) & set(learned)
+    assert set(after.recordings) <= set(before.recordings) | set(learned)
+    assert after.is_all
+    assert load_champion(tmp_path / "rounds").seen.is_all
+    chosen_by = lm.retrain(trained, new, testing=small_sets / NAMES[1], **given | {"out": tmp_path / "others"})
+    with recordings(small_sets / NAMES[1]) as ds: n = len(ds.rows)
+    assert [s for s in chosen_by.record["stamps"] if s.startswith("LEAKY SPLIT") and f"testing: {n} of {n} recordings" in s]
+    assert "BEWARE" in repr(chosen_by)
+
+
+def test_files_of_the_earlier_system_say_nothing(tmp_path):
+    from test_learn_incremental import earlier_system
+    ds = earlier_system(tmp_path / "old.h5", 4, 0)
+    assert known_of(Seen(is_all=True), ds) is None
+    assert not seen_in([ds]).is_all
+    ds.close()
+
+
+def test_a_detector_in_memory_says_it_too(small_sets, trained):
+    found, said = warned(load_detector(trained / "model.pt"), small_sets / NAMES[0])
+    assert found.leaky
+    assert len(said) == 1
+    assert isinstance(load_detector(trained / "model.pt"), Detector)
