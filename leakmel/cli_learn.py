@@ -10,6 +10,7 @@ __all__ = ['COMMANDS', 'progress_of', 'add_train', 'run_train', 'spoken_warnings
 import argparse, sys, warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from .core.errors import UsageError, show_path
@@ -159,9 +160,10 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from leakmel.learn.evaluation import evaluate
     from leakmel.learn.training_runs import find_judges
     if args.figures and not args.out: raise UsageError("--figures needs a folder", expected="--out DIR")
+    votes = [word.strip() for word in args.votes.split(",")]
     with spoken_warnings():
         parts = find_judges(args.data, args.training, args.validation)
-        found = evaluate(args.model, parts["testing"], training=parts.get("training"), validation=parts.get("validation"), votes=args.votes.split(","),
+        found = evaluate(args.model, parts["testing"], training=parts.get("training"), validation=parts.get("validation"), votes=votes,
                          group=args.group, judged_by=args.judged_by, files_per_batch=args.files_per_batch, device=args.device, n_draws=args.draws,
                          seed=args.seed, legacy=args.legacy, allow_leaky_split=args.allow_leaky_split, progress=progress_of(args))
         written = found.save(args.out, plots=args.figures) if args.out else {}
@@ -183,9 +185,10 @@ def add_retrain(p: argparse.ArgumentParser) -> None:
                                                       "the rounds)")
     p.add_argument("--replay", required=True, action="append", metavar="FILE", help="old training recordings, a share of which is learned again" + several)
     p.add_argument("--testing", required=True, action="append", metavar="FILE", help="recordings that decide, the same in all rounds; never learned" + several)
-    p.add_argument("--validation", action="append", metavar="FILE", help="recordings that decide which epoch is the best, and the threshold" + several)
+    p.add_argument("--validation", action="append", metavar="FILE", help="recordings that decide which epoch is the best, and the threshold (not given: the "
+                                                                         "last epoch, 0.5)" + several)
     p.add_argument("--also", action="append", default=[], metavar="NAME=FILE", help="a further test set, on which the challenger may not be worse (more than "
-                                                                                    "once for several)")
+                                                                                    "once for several; a folder of data sets: the one for testing)")
     p.add_argument("--human-labels", metavar="FILE", help="CSV or Parquet file with path and label of new recordings: what people heard wins over predictions")
     p.add_argument("--group", default="sensor", metavar="NAME", help="of the test recordings, what is drawn together for intervals (default sensor)")
     p.add_argument("--allow-leaky-split", action="store_true", help="do not warn of what judges and is learned; the record stays marked")
@@ -194,7 +197,7 @@ def add_retrain(p: argparse.ArgumentParser) -> None:
     p.add_argument("--seed", type=int, default=argparse.SUPPRESS, metavar="X", help="of all that is drawn (not given: 0; in the training that of the champion)")
     add_field_options(p, RoundRules, "what is learned, and what decides", leave_out=["seed"])
     add_field_options(p, CheckpointSettings, "checkpoints: never change a weight")
-    add_field_options(p, TrainSettings, "training (not given: as the champion was trained, with a third of the epochs and a quarter of the learning rate)",
+    add_field_options(p, TrainSettings, "training (not given: the champion's; a third of epochs, 1/4 of learning rate)",
                       show_defaults=False, leave_out=["seed", "form", "channels", "dropout"])
     p.epilog = ("exit status: 0 the round is over, whoever won (--json says whether the champion was replaced); 1 failed; 2 usage; 3 no space; 128+n on "
                 "signal n, after a checkpoint from which the same command goes on")
@@ -211,11 +214,14 @@ def _further_sets(words: list[str], file: Callable[[str, str], Any]) -> dict[str
 
 def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Learn from new recordings; only what is shown to be better becomes the detector that counts."
+    from leakmel.learn.champions import read_lineage
     from leakmel.learn.checkpoint_settings import CheckpointSettings
     from leakmel.learn.round_parts import RoundRules
     from leakmel.learn.rounds import retrain
     from leakmel.learn.train_settings import TrainSettings
     from leakmel.learn.training_runs import set_of
+    if args.champion is None and read_lineage(Path(args.out)) is None:
+        raise UsageError("no champion to begin with", path=args.out, expected="--champion FILE for the first round")
     rules, checkpoints = RoundRules(**given_fields(args, RoundRules)), CheckpointSettings(**given_fields(args, CheckpointSettings))
     given = {part: [set_of(path, part) for path in paths] for part, paths in (("testing", args.testing), ("validation", args.validation or []))}
     with spoken_warnings():

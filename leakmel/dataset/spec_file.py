@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import DataError, OutputError, SpecError, UsageError, show_path
+from ..core.errors import DataError, OutputError, SpecError, UsageError, VerifyError, show_path
 from ..core.parameters import answer_unknown, check_types, field_choices, field_kinds
+from .schema import data_set_name
 from .writer import replacing
 from ..mel.spec import MelSpec
 
@@ -63,7 +64,7 @@ def _load(path: Path) -> dict[str, Any]:
             data = file.read(MOST_BYTES + 1)
     except OSError as e:
         said = "no such spec file" if e.errno == errno.ENOENT else f"the spec file cannot be read ({os.strerror(e.errno or 0)})"
-        raise DataError(said, path=path, remedy="write one with explore.ipynb or leakmel.dataset.spec_file.write_spec") from e
+        raise DataError(said, path=path, remedy="name a spec file, as explore.ipynb writes one, or a data set of leakmel") from e
     if len(data) > MOST_BYTES: raise SpecError(f"too large for a spec file, which has at most {MOST_BYTES:,} bytes", path=path)
     try: body = json.loads(data, object_pairs_hook=_once, parse_constant=_no_number)
     except (ValueError, RecursionError) as e: raise SpecError(f"no JSON that a spec file may hold ({str(e)[:100]})", path=path) from e
@@ -135,19 +136,24 @@ def spec_of_data_set(
 ) -> SpecFile:                # raises DataError for files of the earlier system, and others that hold no spec
     "The spec of a data set, as a spec file would have it."
     from leakmel.dataset.reader import open_dataset
-    with open_dataset(path) as ds: spec = ds.spec
+    try:
+        with open_dataset(path) as ds: spec = ds.spec
+    except VerifyError as e:
+        raise DataError("no spec can be had from this file: it is no data set of leakmel, or a damaged one", path=path,
+                        remedy="name another data set, or the settings as options") from e
     preset = _preset_name(spec.preset_name or "disjoint", Path(path))
     usual = asdict(MelSpec.preset(preset)) | {"sample_rate": None, "duration_s": None}
     return SpecFile(Path(path), preset, {n: v for n, v in asdict(spec).items() if n != "preset_name" and v != usual[n]})
 
 def _any_spec(path: Path) -> SpecFile:
-    "Of a spec file, or of a data set."
+    "Of a spec file, of a data set, or of the training data set of a folder."
     import h5py
+    if (learned := path / data_set_name("TRAINING")).is_file(): return spec_of_data_set(learned)
     return spec_of_data_set(path) if path.is_file() and h5py.is_hdf5(path) else read_spec(path)
 
 # %% ../../nbs/dataset/spec_file.ipynb #6f989693
 def asked_spec(
-    file: str | os.PathLike | None,    # a spec file, or a data set whose spec is wanted; None or empty: none
+    file: str | os.PathLike | None,    # a spec file, a data set whose spec is wanted, or a folder with one; None or empty: none
     preset: str | None,                # that was asked for; None: none
     given: Mapping[str, Any],          # fields of MelSpec that were asked for
 ) -> tuple[dict[str, Any], str]:       # for `build`, and a line on where the spec comes from; "" without a file

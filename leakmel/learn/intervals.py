@@ -177,6 +177,7 @@ class _Draws:
         seed: int = 0,
     ):
         if n_draws < 100: raise UsageError("n_draws must be at least 100", found=n_draws)
+        if seed < 0: raise UsageError("seed must be at least 0", found=seed)
         if len(truth) != len(groups.code): raise DataError("groups do not fit the recordings", found=len(groups.code), expected=len(truth))
         self.groups, self.times = groups, _drawn(n_draws, max(1, len(groups)), seed)
         self._label(np.asarray(truth, bool))

@@ -42,7 +42,8 @@ class RoundRules:
             if not 0 < getattr(self, name) <= 1: raise UsageError(f"{name} must be above 0 and at most 1", found=getattr(self, name))
         if not 0 <= self.earlier_share < math.inf: raise UsageError("earlier_share must be 0 or more", found=self.earlier_share)
         if self.judged_by not in FIGURES: raise UsageError("no such figure", found=repr(self.judged_by), expected=", ".join(FIGURES))
-        if self.n_draws < 100 or self.seed < 0: raise UsageError("n_draws must be at least 100 and seed at least 0", found=repr(self))
+        for name, least in (("n_draws", 100), ("seed", 0)):
+            if getattr(self, name) < least: raise UsageError(f"{name} must be at least {least}", found=getattr(self, name))
 
 _OF_NET = ("form", "channels", "dropout")
 
