@@ -3702,6 +3702,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'leakmel.learn.seen.Seen': ('learn/seen.html#seen', 'leakmel/learn/seen.py'),
                                     'leakmel.learn.seen.Seen.__or__': ('learn/seen.html#seen.__or__', 'leakmel/learn/seen.py'),
                                     'leakmel.learn.seen.Seen.__repr__': ('learn/seen.html#seen.__repr__', 'leakmel/learn/seen.py'),
+                                    'leakmel.learn.seen.Seen.knows': ('learn/seen.html#seen.knows', 'leakmel/learn/seen.py'),
                                     'leakmel.learn.seen._marks': ('learn/seen.html#_marks', 'leakmel/learn/seen.py'),
                                     'leakmel.learn.seen._nothing': ('learn/seen.html#_nothing', 'leakmel/learn/seen.py'),
                                     'leakmel.learn.seen._require_marks': ('learn/seen.html#_require_marks', 'leakmel/learn/seen.py'),

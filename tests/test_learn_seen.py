@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import leakmel as lm
+from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError
 from leakmel.learn.champions import load_champion, round_folder
@@ -130,6 +131,37 @@ def test_copies_under_other_names_are_known(small_sets, trained, tmp_path):
     found, said = warned(trained / "model.pt", tmp_path / "copies.h5")
     assert "3 of 3 recordings that judge" in found.stamps[0]
     assert said
+
+
+def test_predictions_of_known_recordings_are_marked(small_sets, trained, tmp_path, capsys):
+    "Read in one go or one by one, under whatever name: the score of such a recording says nothing of others."
+    demo = small_sets.parent / "demo"
+    (tmp_path / "in").mkdir()
+    for part in ("TRAINING", "VALIDATION", "TESTING"):
+        for wav in sorted((demo / part).rglob("*.wav")): os.link(wav, tmp_path / "in" / f"{part}-{wav.parent.name}-{wav.name}")
+    first = next((tmp_path / "in").glob("TRAINING-*.wav"))
+    rec = lm.read_wav(first)
+    write_wav(tmp_path / "in" / "TESTING-other.wav", np.column_stack([rec.samples[:, 0]] * 2), rec.sample_rate)      # other samples: it has two channels
+    done = lm.predict(tmp_path / "in", trained, device="cpu", progress="none", out=tmp_path / "scores.csv")
+    table = done.table
+    assert table["in_training"].tolist() == [not p.startswith("TESTING") for p in table["path"]]
+    n = int(table["in_training"].sum())
+    assert done.summary["in_training"] == n > 10
+    assert f"{n} of the recordings were in the detector's training" in done.text()
+    whole = lm.predict(demo / "TESTING", trained / "model.pt", device="cpu", progress="none")
+    assert whole.summary["in_training"] == 0
+    assert "in the detector's training" not in whole.text()
+
+
+def test_recordings_of_two_channels_are_known_too(trained, tmp_path):
+    "Such recordings are read one by one, and by another way in builds."
+    rng = np.random.default_rng(0)
+    for k, label in enumerate(["LEAK", "LEAK", "NOLEAK", "NOLEAK"]):
+        (tmp_path / "wavs" / label).mkdir(parents=True, exist_ok=True)
+        write_wav(tmp_path / "wavs" / label / f"{k}.wav", rng.integers(-9000, 9000, (40_960, 2)).astype(np.int16))
+    lm.build(tmp_path / "wavs", out=tmp_path / "two.h5", progress="none", check=0)
+    done = lm.train(tmp_path / "two.h5", out=tmp_path / "run", **HOW)
+    assert lm.predict(tmp_path / "wavs", done.detector, device="cpu", progress="none").table["in_training"].all()
 
 
 def test_sensors_are_a_caution(small_sets, trained):

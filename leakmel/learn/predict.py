@@ -30,6 +30,7 @@ from .hearing import Block, Hearing
 from .pieces import LENGTHS
 from .predictions import Predictions, Rule, Scored, check_out
 from .scoring import Scorer, open_scorer, spec_of
+from .seen import Seen
 from .votes import VOTES
 from ..mel.spec import MelSpec
 
@@ -84,14 +85,17 @@ class _Run:
         self.hearing.free.put(block)
 
 # %% ../../nbs/learn/predict.ipynb #60dd2170
-def _collect(found: Found, run: _Run) -> tuple[Scored, ...]:
+def _collect(found: Found, run: _Run, seen: Seen) -> tuple[Scored, ...]:
     "The recordings that were scored, in order."
     learned, out = run.hearing.learned, []
-    for k in np.flatnonzero(learned.facts["good"]).tolist():
+    good = np.flatnonzero(learned.facts["good"])
+    known = seen.knows(d.decode() for d in learned.facts["digest"][good].tolist()).tolist()
+    for k, is_known in zip(good.tolist(), known):
         scores, parts = run.segment_scores[k], found.names[k]
         if not len(scores) or not np.isfinite(scores).all():
             raise DataError("the model gives scores that are no numbers", path=found.listing.full_path(k), remedy="train it again; its weights are broken")
-        out.append(Scored(found.listing.paths[k], scores, learned.facts[k], *learned.words(k), found.labels[k], parts.sensor, parts.gain))
+        out.append(Scored(found.listing.paths[k], scores, learned.facts[k], *learned.words(k), found.labels[k], parts.sensor, parts.gain,
+                          is_known))
     return tuple(out)
 
 def _sizes(spec: MelSpec, device: str, n_files: int, files_per_batch: int | None, read_workers: int | None) -> tuple[int, int, int]:
@@ -158,7 +162,8 @@ def _predicted(order: _Order) -> Predictions:
         engine, device = scorer.identity, scorer.device
     rejected = tuple(sorted(hearing.learned.rejected, key=lambda r: r.path))
     said = "a detector in memory" if isinstance(model, Detector) else show_path(os.path.abspath(model))
-    return Predictions(root, _collect(found, run), rejected, rule, spec, order.length, said, engine, device, time.perf_counter() - began, order.target,
+    scored = _collect(found, run, detector.seen)
+    return Predictions(root, scored, rejected, rule, spec, order.length, said, engine, device, time.perf_counter() - began, order.target,
                        detector.engine)
 
 # %% ../../nbs/learn/predict.ipynb #eefd6075

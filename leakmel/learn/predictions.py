@@ -51,7 +51,8 @@ class Rule:
 
 # %% ../../nbs/learn/predictions.ipynb #08b6cc64
 COLUMNS = ("path", "label", "leak", "score", "vote", "threshold", "leak_share", "n_segments", "heard_s", "duration_s", "sample_rate", "channels",
-           "encoding", "status", "rms_db", "clipped_share", "silent", "opposite_phase", "hung_dry", "sensor", "gain", "segment_scores", "path_base64")
+           "encoding", "status", "rms_db", "clipped_share", "silent", "opposite_phase", "hung_dry", "in_training", "sensor", "gain", "segment_scores",
+           "path_base64")
 REJECTED_COLUMNS = ("path", "code", "message", "path_base64")
 FLAGS = ("silent", "opposite_phase", "hung_dry")
 
@@ -66,6 +67,7 @@ class Scored:
     label: str = ""                 # as folders or a table say
     sensor: str = ""
     gain: float = float("nan")      # number in the name
+    in_training: bool = False       # whether the detector learned from it, or was chosen by it
 
     def row(self, rule: Rule, spec: MelSpec) -> dict[str, Any]:
         "The columns."
@@ -75,8 +77,8 @@ class Scored:
                 "heard_s": heard_samples(n, spec) / spec.sample_rate, "duration_s": int(f["n_samples"]) / int(f["sample_rate"]),
                 "sample_rate": int(f["sample_rate"]), "channels": int(f["channels"]), "encoding": self.encoding, "status": self.status,
                 "rms_db": float(f["rms_db"]), "clipped_share": float(f["clipped_share"]), "silent": bool(f["silent"]),
-                "opposite_phase": "opposite_phase" in self.status, "hung_dry": self.gain == 1, "sensor": show_path(self.sensor), "gain": float(self.gain),
-                "segment_scores": self.segment_scores, "path_base64": _exact(self.path)}
+                "opposite_phase": "opposite_phase" in self.status, "hung_dry": self.gain == 1, "in_training": self.in_training,
+                "sensor": show_path(self.sensor), "gain": float(self.gain), "segment_scores": self.segment_scores, "path_base64": _exact(self.path)}
 
 def _exact(path: bytes) -> str:
     "A path in base64, where showing it loses something."
@@ -215,7 +217,8 @@ def _summary(p: Predictions) -> dict[str, Any]:
     return {"folder": show_path(p.folder), "model": p.model, "found": p.found, "scored": len(p), "rejected": len(p.rejections),
             "leaks": sum(r["leak"] for r in rows), "rejected_by_code": dict(Counter(r.code for r in p.rejections).most_common()), "flags": flags,
             "rule": asdict(p.rule), "length": p.length, "spec": p.spec.to_dict(), "engine": p.engine, "learned_by": p.learned_by, "device": p.device,
-            "seconds": p.seconds, "files_per_s": p.files_per_s, "heard_s": sum(r["heard_s"] for r in rows), "duration_s": sum(r["duration_s"] for r in rows),
+            "seconds": p.seconds, "files_per_s": p.files_per_s, "in_training": sum(r["in_training"] for r in rows),
+            "heard_s": sum(r["heard_s"] for r in rows), "duration_s": sum(r["duration_s"] for r in rows),
             "most_suspicious": [{name: rows[i][name] for name in shown} for i in most],
             "out": None if p.out is None else show_path(p.out), "rejected_out": None if p.out is None else show_path(rejected_path(p.out))}
 
@@ -227,6 +230,7 @@ def _lines(p: Predictions, width: int) -> Iterator[str]:
     yield f"  {p.rule}"
     yield f"  {p.seconds:.2f} s, {p.files_per_s:,.0f} files/s end to end; features by {p.engine}, model on {p.device}"
     if p.learned_by not in ("", p.engine): yield f"  the model learned from features by {p.learned_by}: scores may differ from those in the last digits"
+    if n := s["in_training"]: yield f"  {n:,} of the recordings {'was' if n == 1 else 'were'} in the detector's training: such scores say nothing of others"
     if s["most_suspicious"]: yield "  most suspicious:"
     for r in s["most_suspicious"]:
         yield f"    {r['score']:.3f}  {'leak' if r['leak'] else '    '}  {_short(r['path'], room):<{room}}  {_share(r)} segments"

@@ -37,6 +37,13 @@ class Seen:
     sensors: np.ndarray = field(default_factory=_nothing)         # [m] int64, marks of their names, rising
     is_all: bool = False                                          # whether that is all of them; False for models and files that do not say
 
+    def knows(
+        self,
+        contents: Iterable[str],      # digests of samples; empty: not known
+    ) -> np.ndarray:                  # [n] bool
+        "Which recordings it was trained with."
+        return np.isin(_marks(contents), self.recordings)
+
     def __or__(self, other: "Seen") -> "Seen":
         return Seen(np.union1d(self.recordings, other.recordings), np.union1d(self.sensors, other.sensors), self.is_all and other.is_all)
 
@@ -99,7 +106,7 @@ def known_of(
     table = _table(judging)
     if table is None: return None
     names = np.array(sorted(set(_sensors(table)) - {""}), object)
-    return Known(len(table), int(np.isin(_marks(table["content"]), seen.recordings).sum()), tuple(names[np.isin(_marks(names), seen.sensors)]), len(names))
+    return Known(len(table), int(seen.knows(table["content"]).sum()), tuple(names[np.isin(_marks(names), seen.sensors)]), len(names))
 
 # %% ../../nbs/learn/seen.ipynb #25c67d63
 def to_plain(seen: Seen) -> dict[str, Any]:
