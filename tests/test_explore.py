@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import h5py
 import nbformat
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from leakmel.core.errors import DataError, MachineError, OutputError, SpecError,
 from leakmel.core.parameters import check_types
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.runs import build_kinds, plan_run
-from leakmel.dataset.spec_file import MOST_BYTES, asked_spec, read_spec, write_spec
+from leakmel.dataset.spec_file import MOST_BYTES, asked_spec, read_spec, spec_of_data_set, write_spec
 from leakmel.insight.data_plots import recording_spectra
 from leakmel.insight.explore import Explorer, Selection, explore_kinds
 from leakmel.insight.explore_data import Choice, recordings_of_data_set, recordings_of_scan
@@ -309,6 +310,80 @@ def test_a_spec_file_that_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
     for name, said in (("pipe.json", "no regular file"), ("none.json", "no such spec file"), (".", "no regular file|cannot be read")):
         with pytest.raises(DataError, match=said): read_spec(tmp_path / name)
+
+
+# a data set as the spec of a build
+
+
+@pytest.fixture(scope="module")
+def twelve(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("twelve")
+    lm.write_demo(folder, n_files=12)
+    return folder
+
+
+def specs_of(*paths: Path) -> list[tuple[lm.MelSpec, str, int]]:
+    "Spec, fingerprint and length of rows of data sets."
+    found = []
+    for path in paths:
+        with lm.open_dataset(path) as ds: found.append((ds.spec, ds.file.attrs["fingerprint"], ds.mels.shape[1]))
+    return found
+
+
+@pytest.mark.parametrize(("preset", "changes"), [
+    ("disjoint", {}), ("overlap", {}), ("disjoint", {"n_mels": 32, "f_min_hz": 100.0, "mel_norm": "slaney", "f_max_hz": 1000.0}),
+    ("overlap", {"duration_s": 5.0, "floor": 1e-9, "channels": "first", "mel_norm": None}), ("disjoint", {"sample_rate": 2048, "power": 2.0, "mel_scale": "slaney"})])
+def test_rows_that_are_built_with_a_data_set_are_like_its_rows(twelve, tmp_path, make_wav, capsys, preset, changes):
+    "Also where the new recordings are of another rate and length."
+    lm.build(twelve, split="testing", out=tmp_path / "old.h5", spec=lm.MelSpec.preset(preset, **changes), progress="none", check=0)
+    make_wav(tmp_path / "new" / "2026-11-22" / "a.wav", n=8192 * 12, rate=8192)
+    make_wav(tmp_path / "new" / "2026-11-23" / "b.wav", n=4096 * 7)
+    words = ["build", str(tmp_path / "new"), "--out", str(tmp_path / "new.h5"), "--json", "--quiet"]
+    assert main([*words, "--spec", str(tmp_path / "old.h5")]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 2
+    old, new = specs_of(tmp_path / "old.h5", tmp_path / "new.h5")
+    assert new == old
+    assert new[0].preset_name == old[0].preset_name
+    there = spec_of_data_set(tmp_path / "old.h5")
+    assert there.preset == lm.MelSpec.preset(preset).preset_name
+    assert there.settings == {"sample_rate": 4096, "duration_s": 10.0} | changes
+    assert read_spec(write_spec(tmp_path / "spec.json", there.changes).path).changes == there.changes, "as a spec file has it"
+
+
+def test_settings_beside_a_data_set_win_and_another_preset_is_refused(twelve, tmp_path, capsys):
+    lm.build_all(twelve, out_dir=tmp_path, spec=lm.MelSpec.preset("disjoint", n_mels=32), progress="none", check=0)
+    old = tmp_path / "TRAINING_DATASET.H5"
+    changes, said = asked_spec(old, None, {"n_mels": 24})
+    assert changes == {"preset": "disjoint@1", "sample_rate": 4096, "duration_s": 10.0, "n_mels": 24}
+    assert said == f"spec of {old}: preset disjoint@1, sample_rate 4096, duration_s 10.0, n_mels 32; n_mels 24 was asked for instead of 32"
+    with pytest.raises(UsageError, match="the preset is not that of the spec file"): asked_spec(old, "overlap", {})
+    assert asked_spec(tmp_path, None, {})[0] == spec_of_data_set(old).changes, "a folder of data sets stands for what is learned from"
+    assert main(["build", str(twelve), "--split", "testing", "--spec", str(old), "--out", str(tmp_path / "x.h5"), "--quiet"]) == 0
+    assert f"spec of {old}: preset disjoint@1" in "".join(capsys.readouterr())
+    with lm.open_dataset(tmp_path / "x.h5") as ds: assert ds.spec.n_mels == 32
+
+
+def test_files_that_hold_no_spec_are_refused_in_one_line_and_nobody_waits_for_them(twelve, tmp_path, capsys):
+    whole = lm.build(twelve, split="testing", out=tmp_path / "whole.h5", progress="none", check=0).path
+    with h5py.File(tmp_path / "other.h5", "w") as f: f["x"] = np.arange(3)
+    with h5py.File(tmp_path / "earlier.h5", "w") as f:
+        f["labels"], f["segments_mel"] = np.zeros(2, np.int16), np.zeros((2, 4, 2, 8, 1), np.float16)
+        f.attrs["config_json"], f.attrs["labels_json"], f.attrs["label2id_json"] = '{"n_mels": 8}', '["LEAK"]', '{"LEAK": 0}'
+    (tmp_path / "cut.h5").write_bytes(whole.read_bytes()[:9000])
+    (tmp_path / "text.h5").write_text("no data set")
+    (tmp_path / "empty.h5").touch()
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe.h5")
+    said = {"other.h5": "no spec can be had", "earlier.h5": "no spec can be had", "cut.h5": "no spec can be had", "text.h5": "no JSON", "empty.h5": "no JSON",
+            "folder": "cannot be read", "pipe.h5": "no regular file", "none.h5": "no such spec file"}
+    for name, sentence in said.items():
+        with pytest.raises(DataError): spec_of_data_set(tmp_path / name)
+        assert main(["build", str(twelve), "--spec", str(tmp_path / name), "--split", "testing", "--out", str(tmp_path / "x.h5"), "--quiet"]) in (1, 2)
+        err = capsys.readouterr().err
+        assert sentence in err
+        assert err.startswith(f"leakmel build: {tmp_path / name}: ")
+        assert (len(err.splitlines()), "legacy" in err) == (1, False)
+    assert not (tmp_path / "x.h5").exists()
 
 
 def test_writing_takes_no_other_files_place(tmp_path):

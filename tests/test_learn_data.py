@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from leakmel.learn.loaders import Loader, WorkerLoader, open_loader
 from leakmel.learn.order import Order, OrderSettings
 from leakmel.learn.preparation import open_training
 from leakmel.learn.splits import recordings_table
-from leakmel.learn.task import Task, find_label, make_task
+from leakmel.learn.task import LEFT_OUT, Task, find_label, make_task
 from leakmel.learn.train_settings import TrainSettings
 
 SHAPE = (4, 2, 16, 1)      # L, S, M, T
@@ -298,6 +299,47 @@ def test_labels_are_told_by_their_names(tmp_path):
         Segments(legacy_file(tmp_path / "y.h5", names='["LEAK", "PUMP", "NOLEAK"]'), legacy=True, task=task)
     with pytest.raises(DataError, match=r"z\.h5.*differ only in case"):
         Segments(legacy_file(tmp_path / "z.h5", names='["LEAK", "leak", "QUIET"]'), legacy=True, task=task)
+
+
+def test_data_sets_that_number_their_labels_differently_get_the_classes_of_the_task(tmp_path):
+    "Labels of rows: 0, 1, 2, 0, 1, 2, ..., in each file with names of its own."
+    orders = [["LEAK", "NOLEAK", "QUIET"], ["QUIET", "LEAK", "NOLEAK"], ["noleak", "quiet", "Leak"]]
+    paths = [legacy_file(tmp_path / f"{k}.h5", 6, seed=k, names=json.dumps(names)) for k, names in enumerate(orders)]
+    for chosen in ([0, 1], [1, 0], [2, 0, 1]):
+        for task in (make_task(["LEAK", "NOLEAK", "QUIET"]), make_task(["QUIET", "NOLEAK", "LEAK"], kind="binary", leave_out=["quiet"])):
+            right = [task.to_model[find_label(orders[k][n % 3], task.class_names)] for k in chosen for n in range(6)]
+            with Segments([paths[k] for k in chosen], legacy=True, task=task, level="recording") as ds:
+                left = [n for n, c in enumerate(right) if c != LEFT_OUT]
+                assert ds.rows.tolist() == left
+                assert ds.labels.tolist() == ds.batch(np.arange(len(ds))).y.tolist() == [right[n] for n in left]
+    with pytest.raises(DataError, match="do not belong together: labels"): Segments([paths[0], paths[1]], legacy=True)
+    picked = np.array([7, 0, 11, 4])
+    with Segments([paths[1], paths[0]], legacy=True, task=make_task(["LEAK", "NOLEAK", "QUIET"]), level="recording", rows=picked) as ds:
+        assert ds.rows.tolist() == picked.tolist()
+        assert ds.labels.tolist() == [1, 2, 2, 0]
+
+
+def test_labels_that_nobody_looks_at(tmp_path):
+    "New recordings lie in folders by date, which no task knows."
+    paths = [legacy_file(tmp_path / f"{k}.h5", 6, seed=k, names=json.dumps([f"2026-11-0{k}", "same", f"{k}"])) for k in (1, 2)]
+    with pytest.raises(DataError, match="do not belong together: labels"): Segments(paths, legacy=True)
+    with pytest.raises(DataError, match="a label that the task does not know"): Segments(paths, legacy=True, task=make_task(["LEAK", "NOLEAK"]))
+    for preload in (True, False):
+        with Segments(paths, legacy=True, with_labels=False, level="recording", preload_to_ram=preload) as ds:
+            assert ds.rows.tolist() == list(range(12))
+            assert set(ds.labels.tolist()) == {LEFT_OUT}
+            batch = ds.batch(np.arange(12))
+            assert set(batch.y.tolist()) == {LEFT_OUT}
+            assert np.array_equal(batch.x.numpy(), np.concatenate([mels(6, 1), mels(6, 2)]))
+        with Segments(paths, legacy=True, with_labels=False, level="long", rows=np.array([11, 2]), preload_to_ram=preload) as ds:
+            assert (len(ds), ds.rows.tolist(), ds[5][1]) == (8, [11, 2], LEFT_OUT)
+            assert np.array_equal(ds[5][0], mels(6, 1)[2, 1])
+    with Segments(paths[0], legacy=True, with_labels=False, task=make_task(["2026-11-01", "same", "1"], "same"), level="recording") as ds:
+        assert ds.labels.tolist() == [0, 1, 2] * 2, "a task needs its labels in any case"
+    coarse = tmp_path / "coarse.h5"
+    shutil.copy(paths[1], coarse)
+    with h5py.File(coarse, "a") as f: f.attrs["config_json"] = json.dumps({"sample_rate": 8000, "n_mels": SHAPE[2]})
+    with pytest.raises(DataError, match="do not belong together: features"): Segments([paths[0], coarse], legacy=True, with_labels=False)
 
 
 def test_nothing_stays_open_after_an_error(tmp_path):
