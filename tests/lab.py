@@ -1,11 +1,13 @@
 "JupyterLab on 127.0.0.1, as tests start it for a browser, and a notebook that is opened in it."
+import json
 import os
+import secrets
 import signal
-import socket
 import subprocess
 import sys
+import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -39,16 +41,61 @@ def clean_env(home: Path, **more: str) -> dict[str, str]:
     return env | more
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def is_up(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/api/status", timeout=5): return True
     except OSError: return False      # nobody listens, or whoever does is too busy to answer
+
+
+def address(pid: int, home: Path) -> str:
+    "Where a Jupyter server listens, once it says so: its address without the last slash, or nothing."
+    said = home / "JUPYTER_RUNTIME_DIR" / f"jpserver-{pid}.json"
+    with suppress(OSError, ValueError): return json.loads(said.read_bytes())["url"].rstrip("/")      # half written, it is no JSON
+    return ""
+
+
+def is_taken(log: Path) -> bool:
+    "Whether a server wrote that another program has its port."
+    return "is already in use" in log.read_text()
+
+
+def end(server: subprocess.Popen[bytes], wait_s: float = 20) -> None:
+    with suppress(ProcessLookupError): server.send_signal(signal.SIGTERM)
+    try: server.wait(wait_s)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError): os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+@contextmanager
+def serving(
+    command: list[str],                            # without a port
+    folder: Path,                                  # it is started in
+    home: Path,                                    # its settings and its `lab.log`
+    limit_s: float = 120,                          # until it answers, with all tries
+    more: Mapping[str, str] = {},                  # of the environment
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:      # process, address
+    """A Jupyter server at a port of its own choice.
+
+    It chooses a free port, frees it, and opens it later: where another program was faster, it ends, and is started again. Its address has a part that no
+    other server answers to.
+    """
+    words = [*command, "--port=0", "--ServerApp.port_retries=0", f"--ServerApp.base_url=/{secrets.token_hex(8)}/", "--IdentityProvider.token=",
+             "--ServerApp.password="]
+    env, over = clean_env(home, **more), time.monotonic() + limit_s
+    while True:
+        with (home / "lab.log").open("w") as log:
+            server = subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
+        try:
+            while server.poll() is None:
+                if (url := address(server.pid, home)) and is_up(url):
+                    yield server, url
+                    return
+                if time.monotonic() > over: pytest.fail("the server did not answer: " + (home / "lab.log").read_text()[-2000:])
+                with suppress(subprocess.TimeoutExpired): server.wait(0.1)
+        finally: end(server)
+        assert is_taken(home / "lab.log"), (home / "lab.log").read_text()
+        assert time.monotonic() < over, "every port was taken"
 
 
 @contextmanager
@@ -57,29 +104,12 @@ def jupyter_lab(
     browser: Any,       # that will look at it: where there is none, no server is started
     **more: str,        # of the environment
 ) -> Iterator[str]:     # address
-    "A server on a port that is free."
+    "JupyterLab for a browser."
     assert browser.is_connected()
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [str(Path(sys.executable).parent / "jupyter-lab"), "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
-               "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=",
+    command = [str(Path(sys.executable).parent / "jupyter-lab"), "--no-browser", "--allow-root", "--ip=127.0.0.1",
                f"--ServerApp.root_dir={project / 'nbs'}", "--LabApp.extension_manager=readonly",
                "--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
-    env = clean_env(project, **more)
-    with (project / "lab.log").open("w") as log:
-        server = subprocess.Popen(command, cwd=project / "nbs", env=env, stdout=log, stderr=log, start_new_session=True)
-    try:
-        for _ in range(600):
-            if is_up(url): break
-            assert server.poll() is None, (project / "lab.log").read_text()
-            with suppress(subprocess.TimeoutExpired): server.wait(0.2)
-        else: pytest.fail("JupyterLab did not answer: " + (project / "lab.log").read_text()[-2000:])
-        yield url
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try: server.wait(20)
-        except subprocess.TimeoutExpired: os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+    with serving(command, project / "nbs", project, more=more) as (_, url): yield url
 
 
 def open_notebook(watched: Watched, url: str) -> Any:

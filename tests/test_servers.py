@@ -3,7 +3,6 @@ import ast
 import json
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -11,10 +10,11 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from conftest import need
-from lab import clean_env, free_port, is_up
+from lab import clean_env, is_taken, serving
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTENS = "0A"      # the state of a socket in /proc/net/tcp
@@ -55,22 +55,9 @@ def lab(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     folder, started = command.split(" && ")
     words = shlex.split(started)
     assert (folder, words[0]) == ("cd nbs", "../.venv/bin/jupyter-lab")
-    port = free_port()
-    words = [str(Path(sys.executable).parent / "jupyter-lab"), *words[1:], "--no-browser", f"--port={port}", "--ServerApp.port_retries=0",
-             "--IdentityProvider.token=", "--ServerApp.password=",
-             "--ServerApp.disable_check_xsrf=True", f"--ServerApp.root_dir={tmp_path}", *([] if "--allow-root" in words else ["--allow-root"])]
-    with (tmp_path / "lab.log").open("w") as log:
-        process = subprocess.Popen(words, cwd=tmp_path, env=clean_env(tmp_path), stdout=log, stderr=log, start_new_session=True)
-    try:
-        for _ in range(600):
-            if is_up(f"http://127.0.0.1:{port}") or process.poll() is not None: break
-            with suppress(subprocess.TimeoutExpired): process.wait(0.1)
-        assert process.poll() is None, (tmp_path / "lab.log").read_text()
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired): process.wait(10)
-        with suppress(ProcessLookupError): os.killpg(process.pid, signal.SIGKILL)
+    words = [str(Path(sys.executable).parent / "jupyter-lab"), *words[1:], "--no-browser", "--ServerApp.disable_check_xsrf=True",
+             f"--ServerApp.root_dir={tmp_path}", *([] if "--allow-root" in words else ["--allow-root"])]
+    with serving(words, tmp_path, tmp_path, limit_s=60) as running: yield running
 
 
 @pytest.mark.slow
@@ -78,7 +65,7 @@ def test_make_lab_listens_on_this_machine_only(lab: tuple[subprocess.Popen[bytes
     "The server, and a kernel that it started."
     process, url = lab
     alone = listening(descendants(process.pid))
-    assert f"{int(url.rpartition(':')[2]):04X}" in {place.split("/")[0] for place in alone}
+    assert f"{urlsplit(url).port:04X}" in {place.split("/")[0] for place in alone}
     asked = urllib.request.Request(f"{url}/api/kernels", data=json.dumps({"name": "python3"}).encode())
     with urllib.request.urlopen(asked, timeout=60) as answer: assert json.load(answer)["id"]
     for _ in range(600):
@@ -88,6 +75,54 @@ def test_make_lab_listens_on_this_machine_only(lab: tuple[subprocess.Popen[bytes
     assert len(found) >= len(alone) + 5
     assert set(found.values()) <= THIS_MACHINE, found
     tried("S19", len(found))
+
+
+# A server as Jupyter's is, except that another program takes its port the first time.
+FAKE = """
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+(base,) = [w.partition("=")[2] for w in sys.argv if w.startswith("--ServerApp.base_url=")]
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == base + "api/status" else 404)
+        self.end_headers()
+server = HTTPServer(("127.0.0.1", 0), Answer)
+first = not Path("tried").exists()
+Path("tried").touch()
+port = TAKEN if first else server.server_port
+said = {"url": f"http://127.0.0.1:{port}{base}"}
+(Path(os.environ["JUPYTER_RUNTIME_DIR"]) / f"jpserver-{os.getpid()}.json").write_text(json.dumps(said))
+if first: sys.exit(f"The port {port} is already in use.")
+server.serve_forever()
+"""
+
+
+def test_a_port_that_another_program_was_faster_to_take_is_no_failure(tmp_path: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))      # nobody listens, so that no asking waits
+        command = [sys.executable, "-c", FAKE.replace("TAKEN", str(s.getsockname()[1]))]
+        with serving(command, tmp_path, tmp_path, limit_s=60) as (process, url):
+            assert urlsplit(url).port not in {None, s.getsockname()[1]}
+            assert process.poll() is None
+    assert process.poll() is not None, "it ends with the block"
+    (tmp_path / "tried").unlink()
+    broken = [sys.executable, "-c", "import sys; sys.exit('no such option')"]
+    with pytest.raises(AssertionError, match="no such option"), serving(broken, tmp_path, tmp_path): pass
+    mute = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(pytest.fail.Exception, match="did not answer"), serving(mute, tmp_path, tmp_path, limit_s=0): pass
+
+
+@pytest.mark.slow
+def test_jupyter_says_that_a_port_is_taken(tmp_path: Path) -> None:
+    "In the words by which the tests know it."
+    with socket.socket() as s, (tmp_path / "lab.log").open("w") as log:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        command = [str(Path(sys.executable).parent / "jupyter-server"), "--no-browser", "--allow-root", "--ip=127.0.0.1",
+                   f"--port={s.getsockname()[1]}", "--ServerApp.port_retries=0"]
+        assert subprocess.run(command, cwd=tmp_path, env=clean_env(tmp_path), stdout=log, stderr=log, timeout=60).returncode == 1
+    assert is_taken(tmp_path / "lab.log")
 
 
 def test_an_open_door_would_be_seen() -> None:
