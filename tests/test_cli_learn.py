@@ -394,7 +394,8 @@ def test_new_recordings_that_are_not_there(place: Path, small_sets: Path, tmp_pa
     refused(say, 1, "no data set for training in this folder", "retrain", place / "new", *common)
     refused(say, 1, "nowhere.h5: no such data set", "retrain", "nowhere.h5", *common)
     (tmp_path / "heard.csv").write_text("path,label\n2026-11-01/nobody.wav,LEAK\n")
-    refused(say, 1, "paths that are in none of the new data sets", "retrain", place / "new.h5", *common, "--human-labels", tmp_path / "heard.csv")
+    for new in ([place / "new.h5"], [place / "one.h5", place / "two.h5"]):
+        refused(say, 1, "paths that are in none of the new data sets", "retrain", *new, *common, "--human-labels", tmp_path / "heard.csv")
     lm.build(place / "one", out=tmp_path / "coarse.h5", progress="none", check=0, spec=lm.MelSpec.preset("disjoint", n_mels=32))
     refused(say, 1, "n_mels", "retrain", tmp_path / "coarse.h5", *common)
 
