@@ -60,7 +60,7 @@ def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         result = execute_training(plan, progress=progress_of(args))
         if args.figures: save_figures(plan.out / "figures", result.epochs, result.best_epoch)
         judged = execute_evaluation(plan, result, progress=progress_of(args))
-    text = folded("\n".join([repr(result), *(["", judged.report()] if judged is not None else [])]), line_width())
+    text = folded("\n".join([repr(result), *(["", judged.report(line_width())] if judged is not None else [])]), line_width())
     return 0, run_summary(result, judged), text
 
 # %% ../nbs/cli_learn.ipynb #6fa45ff2
@@ -167,7 +167,7 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
                          group=args.group, judged_by=args.judged_by, files_per_batch=args.files_per_batch, device=args.device, n_draws=args.draws,
                          seed=args.seed, legacy=args.legacy, allow_leaky_split=args.allow_leaky_split, progress=progress_of(args))
         written = found.save(args.out, plots=args.figures) if args.out else {}
-    text = "\n".join([found.report(), *(["", f"written: {', '.join(map(show_path, written.values()))}"] if written else [])])
+    text = "\n".join([found.report(line_width()), *(["", f"written: {', '.join(map(show_path, written.values()))}"] if written else [])])
     return 0, found.summary | {"written": {name: show_path(path) for name, path in written.items()}}, folded(text, line_width())
 
 # %% ../nbs/cli_learn.ipynb #7a532ce1

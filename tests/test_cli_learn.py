@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import leakmel as lm
+from leakmel import cli_learn
 from leakmel.cli import main
 from leakmel.core.errors import UsageError
 from leakmel.learn import evaluation, rounds
@@ -191,6 +192,21 @@ def test_a_judgement_is_that_of_the_library_and_is_written(two_rounds: Path, sma
     assert status == 0
     assert out.splitlines()[-1].endswith("recordings.csv") or "written: " in out
     assert max(map(len, (line for line in out.splitlines() if str(tmp_path) not in line))) <= 100
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_report_fits_into_a_narrow_terminal(place: Path, small_sets: Path, say: Say, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    "Tables are cut between columns: folded like sentences, their last column would stand below the first."
+    monkeypatch.setattr(cli_learn, "line_width", lambda: width)
+    status, out, err = say("evaluate", small_sets, "--model", place / "run", *QUICK)
+    assert status == 0, err
+    lines = out.splitlines()[2:]      # the first ones name the model
+    assert max(map(len, lines)) <= width
+    values = [line for line in lines if re.match(r"(precision|sensitivity|AUC)  ", line)]
+    assert len(values) % 3 == 0
+    assert len(values) >= (6 if width == 100 else 9)
+    head = next(line for line in lines if "Mean of segments" in line)
+    assert {len(line.rstrip()) for line in values[:3]} == {len(head.rstrip(chr(92)).rstrip())}, "each value below its head"
 
 
 def test_the_first_champion_is_a_file_or_a_folder_of_a_training_or_of_rounds(two_rounds: Path, place: Path, small_sets: Path, tmp_path: Path, say: Say) -> None:

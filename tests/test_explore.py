@@ -332,7 +332,8 @@ def specs_of(*paths: Path) -> list[tuple[lm.MelSpec, str, int]]:
 
 @pytest.mark.parametrize(("preset", "changes"), [
     ("disjoint", {}), ("overlap", {}), ("disjoint", {"n_mels": 32, "f_min_hz": 100.0, "mel_norm": "slaney", "f_max_hz": 1000.0}),
-    ("overlap", {"duration_s": 5.0, "floor": 1e-9, "channels": "first", "mel_norm": None}), ("disjoint", {"sample_rate": 2048, "power": 2.0, "mel_scale": "slaney"})])
+    ("overlap", {"duration_s": 5.0, "floor": 1e-9, "channels": "first", "mel_norm": None}),
+    ("disjoint", {"sample_rate": 2048, "power": 2.0, "mel_scale": "slaney"})])
 def test_rows_that_are_built_with_a_data_set_are_like_its_rows(twelve, tmp_path, make_wav, capsys, preset, changes):
     "Also where the new recordings are of another rate and length."
     lm.build(twelve, split="testing", out=tmp_path / "old.h5", spec=lm.MelSpec.preset(preset, **changes), progress="none", check=0)

@@ -116,9 +116,12 @@ class Evaluation(_Found):
         "All of it as plain values, ready for JSON."
         return _summary(self)
 
-    def report(self) -> str:
-        "All of it as text, lines of at most 100 columns unless a name is longer."
-        return "\n".join(_lines(self))
+    def report(
+        self,
+        width: int = 100,      # columns of a line, unless a name is longer
+    ) -> str:
+        "All of it as text."
+        return "\n".join(_lines(self, width))
 
     def save(
         self,
@@ -180,15 +183,15 @@ def _about(e: Evaluation) -> Iterator[str]:
     if np.isfinite(e.calibration.error): yield f"Calibration: score and share of leaks are {e.calibration.error:.3f} apart on average."
     yield f"Scored {e.files_per_s:,.0f} files/s on {e.details.get('device', 'the CPU')}."
 
-def _lines(e: Evaluation) -> Iterator[str]:
-    for text in (f"Evaluation of {show_path(e.model)}: {show_path(e.task.leak_label)} or not", "", *_head(e), ""): yield folded(text, 100)
-    yield e.figures().to_string(line_width=100)
-    if e.baselines: yield from ("", f"{e.judged.title}, difference on the same recordings:", _difference_table(e).to_string(line_width=100))
+def _lines(e: Evaluation, width: int) -> Iterator[str]:
+    for text in (f"Evaluation of {show_path(e.model)}: {show_path(e.task.leak_label)} or not", "", *_head(e), ""): yield folded(text, width)
+    yield e.figures().to_string(line_width=width)
+    if e.baselines: yield from ("", f"{e.judged.title}, difference on the same recordings:", _difference_table(e).to_string(line_width=width))
     yield ""
-    for text in (*_notes(e), *_about(e)): yield folded(text, 100)
+    for text in (*_notes(e), *_about(e)): yield folded(text, width)
     if _has_groups(e): yield from ("", f"By {e.groups.by}, the worst first:", _group_text(e))
-    if e.worst: yield from ("", "The worst errors:", *(folded(f"{str(w)[0].upper()}{str(w)[1:]}", 100) for w in e.worst))
-    for text in e.stamps: yield from ("", folded(text, 100))
+    if e.worst: yield from ("", "The worst errors:", *(folded(f"{str(w)[0].upper()}{str(w)[1:]}", width) for w in e.worst))
+    for text in e.stamps: yield from ("", folded(text, width))
 
 _MOST_ROWS = 30
 
