@@ -1,4 +1,5 @@
 "`leakmel tune`: what is recommended and what is not, the time it takes, and the file that later builds pick up."
+import errno
 import json
 import os
 import random
@@ -28,7 +29,7 @@ from leakmel.dataset.runs import RunPlan, build_kinds, execute, plan_rows, plan_
 from leakmel.dataset.settings import LIMITS, find_tuned, read_tuned, this_machine, tuned_config, tuned_places, with_tuned, write_tuned
 from leakmel.dataset.spec_file import write_spec
 from leakmel.ops import tune as tune_module, tune_trials
-from leakmel.ops.tune import plan_sweep, tune
+from leakmel.ops.tune import NotKeptError, plan_sweep, tune
 from leakmel.ops.tune_judge import CONFIRM_ROUNDS, Key, Runs, Score, choose, is_better, scores_of, shortlist, sweep, verdict
 from leakmel.ops.tune_trials import DEFAULT, BuildTrials, Candidate, StateError, make_cache_state, take_sample
 
@@ -283,6 +284,38 @@ def test_what_could_not_be_made_sure_is_not_kept(data, tmp_path, monkeypatch, pl
     assert (figures["settings"], figures["mode"]) == ({}, "auto")
     assert "often enough" in figures["advice"]
     assert with_tuned(data, {}) == (PipelineConfig(), "auto", "")
+
+
+@pytest.mark.parametrize(("number", "status", "said"), [(errno.EROFS, 1, "Read-only file system"), (errno.ENOSPC, 3, "No space left")])
+@pytest.mark.parametrize("faster", [True, False])
+def test_what_was_measured_is_shown_where_it_cannot_be_kept(data, tmp_path, own_config, monkeypatch, capsys, played, number, status, said, faster):
+    "No place for the file, neither beside the recordings nor in the user's folder: the error holds the figures, and how to do without."
+    def run(trials: BuildTrials, candidate: Candidate, cache: str) -> float:
+        played.now_s += 0.001
+        return len(trials.sample) / (200.0 if faster and "files_per_batch" in candidate.changes else 100.0)
+    def refusing(path: Path) -> Any: raise OSError(number, os.strerror(number), str(path))
+    monkeypatch.setattr(BuildTrials, "run", run)
+    monkeypatch.setattr(settings, "replacing", refusing)
+    words = ["tune", str(data), "--budget-s", "20", "--work-dir", str(tmp_path)]
+    assert main(words) == status
+    out, err = capsys.readouterr()
+    assert "not kept for later builds" in err
+    for place in tuned_places(data): assert f"{place}: cannot be written ({said}" in err
+    assert "set XDG_CONFIG_HOME" in err
+    assert "kept for later builds in" not in out + err
+    assert "builds, warm cache" in err, "the tables"
+    assert main([*words, "--json"]) == status
+    body = json.loads(capsys.readouterr().out)
+    assert (body["ok"], body["exit_status"], body["error_type"]) == (False, status, "NotKeptError")
+    assert "path" not in body
+    assert body["verified"]["same_bytes"]
+    assert all(s["rounds"] for s in body["builds"]["warm"] if s["name"] == DEFAULT)
+    assert bool(body["settings"]) == faster
+    if faster: assert f"leakmel build ... --files-per-batch {body['settings']['files_per_batch']}" in body["error"]
+    else: assert "builds need no settings" in body["error"]
+    with pytest.raises(NotKeptError) as e: tune(data, budget_s=20, progress="none", work_dir=tmp_path)
+    assert e.value.facts["settings"] == body["settings"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p != own_config.parent) == ["data"], "nothing is left"
 
 
 def test_what_will_be_built_is_what_is_tuned(data, tmp_path, monkeypatch, capsys):

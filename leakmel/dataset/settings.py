@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..audio.wav import digest_of
-from ..core.errors import DataError, OutputError, show_path
+from ..core.errors import DataError, OutputError, SpaceError, show_path
 from ..core.monitor import free_memory, machine_facts
 from .config import PipelineConfig
 from .writer import replacing
@@ -181,14 +181,25 @@ def write_tuned(
     "Keep settings for later builds."
     text, errors = json.dumps(body, indent=1, allow_nan=False) + "\n", list[OutputError]()
     beside, *own = tuned_places(root)
-    for path in own if _is_anothers(beside) else [beside, *own]:
+    if _is_anothers(beside): errors.append(OutputError("another's file is there", path=beside))
+    for path in own if errors else [beside, *own]:
         try:
             if path in own: path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as new: new.write_text(text, encoding="utf-8")
             return path
-        except OSError as e: errors.append(OutputError(f"settings cannot be written ({os.strerror(e.errno or 0)})", path=path))
+        except OSError as e:
+            kind = SpaceError if e.errno in (errno.ENOSPC, errno.EDQUOT) else OutputError
+            errors.append(kind(f"cannot be written ({os.strerror(e.errno or 0)})", path=path))
         except OutputError as e: errors.append(e)
-    raise errors[-1] if errors else OutputError("another's file is there, and the user has no folder of settings", path=beside, remedy="set XDG_CONFIG_HOME")
+    raise _nowhere(errors, has_own=bool(own))
+
+# %% ../../nbs/dataset/settings.ipynb #8d143aea
+def _nowhere(errors: list[OutputError], has_own: bool) -> OutputError:
+    "The error of settings for which no place was left: what is wrong with each, and what to do."
+    said = [*map(str, errors), *([] if has_own else ["the user has no folder of settings"])]
+    kind = SpaceError if any(isinstance(e, SpaceError) for e in errors) else OutputError
+    return kind(f"settings of speed can be kept nowhere: {'; '.join(said)}",
+                remedy=f"{'make room' if kind is SpaceError else 'make one of these folders writable'}, or set XDG_CONFIG_HOME to a folder that can be written")
 
 def _is_anothers(path: Path) -> bool:
     "Whether the file at this place is not ours to replace: settings of another machine, or anything that is no file of settings."
