@@ -4,7 +4,9 @@ import inspect
 import json
 import math
 import os
+import random
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 from children import Server, server
 from conftest import need
-from tiny_training import at_a_moment, files, loaded, n_moments, tiny, tiny_words
+from tiny_training import at_a_moment, at_every_moment, files, loaded, n_moments, tiny, tiny_words
 
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, UsageError
@@ -272,10 +274,12 @@ def test_more_trials_are_the_same_search(sets: Path, right: SearchResult, tmp_pa
 
 # ---- interrupted ---------------------------------------------------------------------------------------------------
 
-def at_that_moment(number: int, at: int) -> str:
-    "A moment is a step of a training, a proposal, or a call that changes the disk."
-    owners = """((os, ("replace", "unlink", "rmdir")), (step.Stepper, ("step",)), (search_study.Proposals, ("begin", "end")))"""
-    return at_a_moment("from leakmel.learn import search_study, step", owners, number, at)
+# A moment is a step of a training, a proposal, or a call that changes the disk.
+MOMENTS = ("from leakmel.learn import search_study, step",
+           """((os, ("replace", "unlink", "rmdir")), (step.Stepper, ("step",)), (search_study.Proposals, ("begin", "end")))""")
+
+
+def at_that_moment(number: int, at: int) -> str: return at_a_moment(*MOMENTS, number, at)
 
 
 @pytest.fixture(scope="module")
@@ -288,19 +292,46 @@ def going(children: Server, sets: Path, out: Path, code: str = "") -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [2, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [2, pytest.param(12, marks=pytest.mark.long)])
 def test_killed_at_any_moment_it_makes_the_same_trials(sets: Path, right: SearchResult, tmp_path: Path, children: Server, n: int) -> None:
+    "Real kills, spread over the search: in the short run the first moment and one in the middle, in the long run every so many from one chosen at random."
     done = going(children, sets, tmp_path / "whole", at_that_moment(0, 0))
     assert done.status == 0, done.err
     assert_same(tmp_path / "whole", right)
     last = n_moments(done.out)
-    for at in sorted({1 + k * (last - 1) // n for k in range(n)}):
+    first = 1 if n == 2 else random.randrange(1, 1 + last // n)
+    for at in sorted({first + k * (last - 1) // n for k in range(n)}):
         out = tmp_path / f"{at}"
+        print("killed at moment", at, "of", last)
         done = going(children, sets, out, at_that_moment(signal.SIGKILL, at))
         if done.status == 0: continue      # fewer moments this time
         assert done.status == -signal.SIGKILL, done.err
         done = going(children, sets, out)
         assert done.status == 0, (at, done.err)
+        assert_same(out, right)
+
+
+@pytest.mark.long
+def test_whatever_a_kill_leaves_it_makes_the_same_trials(sets: Path, right: SearchResult, tmp_path: Path, children: Server) -> None:
+    """States of the folder that a kill at a moment of the search could leave, taken up again: every second one, from the first or the second at random.
+
+    One search is made, and its folder copied before each moment. Moments between which nothing was written leave the same, and count once;
+    that a process which is killed leaves nothing else is what the test above tries.
+    """
+    out, place = tmp_path / "run", tmp_path / "left"
+    place.mkdir()
+    done = going(children, sets, out, at_every_moment(*MOMENTS, out, place))
+    assert done.status == 0, done.err
+    assert_same(out, right)
+    left = sorted(place.iterdir(), key=lambda p: int(p.name))
+    begin = random.randrange(2)
+    print(len(left), "states of", n_moments(done.out), "moments; every second one from", begin)
+    assert n_moments(done.out) > len(left) > 4 * LAST
+    for folder in left[begin::2]:
+        shutil.rmtree(out)
+        folder.rename(out)      # where it was
+        done = going(children, sets, out)
+        assert done.status == 0, (folder.name, done.err)
         assert_same(out, right)
 
 
