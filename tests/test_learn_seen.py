@@ -13,7 +13,8 @@ import torch
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.cli import main
-from leakmel.core.errors import DataError
+from leakmel.core.errors import DataError, LeakmelError
+from leakmel.learn import rounds
 from leakmel.learn.champions import load_champion, round_folder
 from leakmel.learn.checkpoint_settings import CheckpointSettings
 from leakmel.learn.checkpoints import load_plain, plain_bytes
@@ -75,7 +76,7 @@ def test_eight_bytes_for_each(trained):
     with_it = load_detector(trained / "model.pt")
     seen, n = with_it.seen, 40_000
     small, large = (replace(with_it, seen=s).save(trained.parent / f"{len(s.recordings)}.pt", sync=False).stat().st_size
-                    for s in (seen, Seen(np.arange(n), seen.sensors, True)))
+                    for s in (seen, Seen(np.arange(n), seen.names, seen.sensors, True)))
     assert abs(large - small - 8 * (n - len(seen.recordings))) < 1000
 
 
@@ -164,11 +165,95 @@ def test_recordings_of_two_channels_are_known_too(trained, tmp_path):
     assert lm.predict(tmp_path / "wavs", done.detector, device="cpu", progress="none").table["in_training"].all()
 
 
+def test_a_model_that_does_not_say_marks_nothing(small_sets, trained, tmp_path):
+    old = replace(load_detector(trained / "model.pt"), seen=Seen())
+    done = lm.predict(small_sets.parent / "demo" / "TRAINING", old, device="cpu", progress="none", out=tmp_path / "scores.csv")
+    assert done.table["in_training"].isna().all()
+    assert done.summary["in_training"] is None
+    assert "does not say what it was trained with" in done.text()
+    column = (tmp_path / "scores.csv").read_text().splitlines()[0].split(",").index("in_training")
+    assert {line.split(",")[column] for line in (tmp_path / "scores.csv").read_text().splitlines()[1:]} == {""}
+    assert "does not say" not in lm.predict(small_sets.parent / "demo" / "TESTING", trained, device="cpu", progress="none").text()
+
+
+def built(folder: Path, recordings: dict[str, np.ndarray]) -> Path:
+    "A data set of recordings by name, leaks and others in turn."
+    for k, (name, x) in enumerate(recordings.items()):
+        path = folder / ("LEAK", "NOLEAK")[k % 2] / f"{name}.wav"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_wav(path, x)
+    return lm.build(folder, out=folder.with_suffix(".h5"), progress="none", check=0).path
+
+
+def noise(seed: int) -> np.ndarray: return np.random.default_rng(seed).integers(-9000, 9000, 40_960).astype(np.int16)
+
+
+@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+def test_names_are_a_caution_and_sensors_that_nobody_knows_are_said(tmp_path):
+    "The same recordings a sample later have other contents; their names, and those of their pieces, are the same."
+    first = built(tmp_path / "first", {f"rec{k}": noise(k) for k in range(4)})
+    shifted = {("rec0", "REC1", "rec2_part1", "new")[k]: np.roll(noise(k), 1) for k in range(4)}
+    pieces = built(tmp_path / "pieces", {f"rec{k}_part2": noise(k + 20) for k in range(4)})
+    done = lm.train(first, out=tmp_path / "run", **HOW)
+    found = judged(done.detector, built(tmp_path / "second", shifted))
+    assert not found.leaky
+    assert [c for c in found.cautions if c.startswith("3 of 4 recordings are named as recordings of the detector's training, or pieces of them")]
+    assert "Not looked at: the sensor of some recordings is not known, so it may be on both sides." in found.cautions
+    learned_pieces = lm.train(pieces, out=tmp_path / "pieces run", **HOW)
+    again = judged(learned_pieces.detector, built(tmp_path / "third", shifted))
+    assert [c for c in again.cautions if c.startswith("3 of 4 recordings are named as recordings")], "the training had other pieces of these"
+    unnamed = judged(done.detector, built(tmp_path / "fourth", {f"other{k}": noise(k + 50) for k in range(4)}))
+    assert not [c for c in unnamed.cautions if "are named as" in c]
+
+
+@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+def test_silence_is_nobodys(tmp_path):
+    "Silent recordings are alike: one in the training says nothing of another."
+    quiet = np.zeros(40_960, np.int16)
+    first = built(tmp_path / "first", {"A1~1~20240101_000000~8": noise(1), "A1~2~20240101_000010~8": noise(2), "A1~3~20240101_000020~8": quiet})
+    second = built(tmp_path / "second", {"B1~1~20240101_000000~8": noise(3), "B1~2~20240101_000010~8": noise(4), "B1~3~20240101_000020~8": quiet})
+    done = lm.train(first, out=tmp_path / "run", **HOW)
+    assert len(done.detector.seen.recordings) == 2
+    found, said = warned(done.detector, second)
+    assert not found.leaky
+    assert not said
+    assert lm.predict(tmp_path / "second", done.detector, device="cpu", progress="none").summary["in_training"] == 0
+    whole = judged(done.detector, second, training=[first])
+    assert not [c for c in whole.cautions if "given as training are not among" in c], "the silent one is no stranger"
+
+
+@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+def test_training_that_is_not_its_own_is_said(small_sets, trained, tmp_path):
+    "What lies beside the recordings that judge need not be what the detector learned from."
+    theirs = town(tmp_path, 7)
+    found = judged(trained, theirs[2], training=[theirs[0]])
+    with recordings(theirs[0]) as ds: n = len(ds.rows)
+    assert [c for c in found.cautions if c.startswith(f"{n} of {n} recordings that were given as training are not among")]
+    own = judged(trained, small_sets / NAMES[2], training=[small_sets / NAMES[0]])
+    assert not [c for c in own.cautions if "given as training are not among" in c]
+
+
+@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+def test_sensors_are_said_once(small_sets, trained):
+    "By the split where it sees them, else by the detector; those that only training and validation share are not what judges."
+    detector = load_detector(trained / "model.pt")
+    with recordings(small_sets / NAMES[2]) as ds: theirs = seen_in([ds])
+    detector.seen = replace(detector.seen, sensors=np.union1d(detector.seen.sensors, theirs.sensors))
+    found = judged(detector, small_sets / NAMES[2], training=[small_sets / NAMES[0]])
+    assert len([c for c in found.cautions if "sensors have names" in c]) == 1, "the split sees nothing"
+    found = judged(detector, small_sets / NAMES[2], training=[small_sets / NAMES[0]], validation=[small_sets / NAMES[0]], allow_leaky_split=True)
+    assert "sensors" in found.stamps[0]
+    assert len([c for c in found.cautions if "sensors have names" in c]) == 1, "not the ones that judge"
+    found = judged(detector, small_sets / NAMES[2], training=[small_sets / NAMES[0], small_sets / NAMES[2]], allow_leaky_split=True)
+    assert "sensors" in found.stamps[0]
+    assert not [c for c in found.cautions if "sensors have names" in c], "the stamp says it"
+
+
 def test_sensors_are_a_caution(small_sets, trained):
     "Another town may have a sensor of the same name."
     detector = load_detector(trained / "model.pt")
     with recordings(small_sets / NAMES[2]) as ds: theirs = seen_in([ds])
-    detector.seen = Seen(detector.seen.recordings, np.union1d(detector.seen.sensors, theirs.sensors[:1]), True)
+    detector.seen = replace(detector.seen, sensors=np.union1d(detector.seen.sensors, theirs.sensors[:1]))
     found, said = warned(detector, small_sets / NAMES[2])
     assert not found.leaky
     assert not said
@@ -229,6 +314,33 @@ def test_rounds_remember_and_look(small_sets, trained, tmp_path):
     with recordings(small_sets / NAMES[1]) as ds: n = len(ds.rows)
     assert [s for s in chosen_by.record["stamps"] if s.startswith("LEAKY SPLIT") and f"testing: {n} of {n} recordings" in s]
     assert "BEWARE" in repr(chosen_by)
+    assert any("comes out of rounds" in c for c in judged(done.challenger, test).cautions)
+    assert not any("comes out of rounds" in c for c in judged(trained, test).cautions)
+
+
+@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+def test_a_round_that_is_not_over_remembers_too(small_sets, trained, tmp_path, monkeypatch):
+    "Its model and its best one so far were begun from the champion."
+    new, test = (town(tmp_path, seed)[k] for seed, k in ((5, 0), (6, 2)))
+    def interrupted(*args: Any) -> Any: raise KeyboardInterrupt
+    monkeypatch.setattr(rounds, "_concluded", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lm.retrain(trained, new, testing=test, replay=small_sets / NAMES[0], out=tmp_path / "rounds", settings={"epochs": 1}, device="cpu", progress=False,
+                   rules=RoundRules(n_draws=100, replay_share=0.2), checkpoints=CheckpointSettings(fsync=False))
+    before, here = load_detector(trained / "model.pt").seen, round_folder(tmp_path / "rounds", 1)
+    for path in (here / "model.pt", here / "checkpoints" / "best.pt"):
+        seen = load_detector(path).seen
+        assert set(before.recordings) < set(seen.recordings)
+        assert set(before.sensors) <= set(seen.sensors)
+
+
+@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+def test_a_refused_call_leaves_no_folder(small_sets, trained, tmp_path):
+    for champion, how, said in ((tmp_path / "nowhere.pt", {}, "no such file"), (trained, {"device": "cuda:99"}, "no such")):
+        with pytest.raises(LeakmelError, match=said):
+            lm.retrain(champion, small_sets / NAMES[0], replay=small_sets / NAMES[0], testing=small_sets / NAMES[2], out=tmp_path / "rounds", progress=False,
+                       **{"device": "cpu"} | how)
+        assert not (tmp_path / "rounds").exists()
 
 
 def test_files_of_the_earlier_system_say_nothing(tmp_path):

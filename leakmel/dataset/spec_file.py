@@ -67,6 +67,8 @@ def _load(path: Path) -> dict[str, Any]:
         raise DataError(said, path=path, remedy="name a spec file, as explore.ipynb writes one, or a data set of leakmel") from e
     if len(data) > MOST_BYTES: raise SpecError(f"too large for a spec file, which has at most {MOST_BYTES:,} bytes", path=path)
     try: body = json.loads(data, object_pairs_hook=_once, parse_constant=_no_number)
+    except UnicodeDecodeError as e:
+        raise SpecError("neither a spec file nor a data set", path=path, remedy="of a model, name a data set that it was trained on") from e
     except (ValueError, RecursionError) as e: raise SpecError(f"no JSON that a spec file may hold ({str(e)[:100]})", path=path) from e
     if not isinstance(body, dict): raise SpecError("no spec file: it holds no JSON object", path=path)
     return body

@@ -118,8 +118,11 @@ def _with_classes(sources: Sequence[MelDataset], rows: np.ndarray, task: Task | 
 def _by_name(ds: MelDataset, task: Task) -> np.ndarray:
     "[B] labels of a data set by the numbers that the task gives them."
     if tuple(ds.class_names) == task.class_names: return ds.labels
-    known, numbers = ", ".join(map(show_path, task.class_names)), []
-    for name in ds.class_names:
+    known, numbers, there = ", ".join(map(show_path, task.class_names)), list[int](), set(ds.labels.tolist())
+    for k, name in enumerate(ds.class_names):
+        if k not in there:
+            numbers.append(-1 - k)      # of no recording
+            continue
         try: numbers.append(task.class_names.index(name) if name in task.class_names else find_label(name, task.class_names))
         except UsageError as e:
             raise DataError("a label that the task does not know", path=ds.path, found=show_path(name), expected=f"labels of {known}",

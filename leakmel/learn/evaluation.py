@@ -143,7 +143,7 @@ def evaluate(
         known = known_of(detector.seen, parts[part])
         name = "a detector" if isinstance(named, Detector) else os.fsdecode(named)
         stamps = _stamps(detector, known, found, parts, part, allow_leaky_split)
-        noted = (*_of_split(found), *_by_memory(detector, known, found, "training" in parts))
+        noted = (*_of_split(found), *_by_memory(detector, known, found, parts, part))
         return _judged(_Job(detector, name, parts, part, stamps, noted, votes, group, judged_by, n_draws, seed, on, files_per_batch, progress))
 
 # %% ../../nbs/learn/evaluation.ipynb #1d21fc1a
@@ -166,12 +166,21 @@ def _of_split(split: Split | None) -> tuple[str, ...]:
     return (*found, *(f"Not looked at: the {kind} of some recordings is not known, so it may be on both sides." for kind in split.unchecked))
 
 
-def _by_memory(detector: Detector, known: Known | None, split: Split | None, with_training: bool) -> tuple[str, ...]:
-    "Sensors that training had by the detector's own account, where the split does not say so already."
-    if not with_training and (known is None or not detector.seen.is_all):
-        return ("Training was not given, and the model does not say what it was: whether a sensor or a recording is on both sides was not looked at.",)
-    if known is None or not known.caution or split is not None and any(s.kind == "sensor" for s in split.shared): return ()
-    return (known.caution,)
+def _by_memory(detector: Detector, known: Known | None, split: Split | None, parts: Mapping[str, Segments], part: str) -> Iterator[str]:
+    "What the detector says of its training, where the split does not say so already."
+    with_training = "training" in parts
+    if known is None or not detector.seen.is_all:
+        if not with_training:
+            yield "Training was not given, and the model does not say what it was: whether a sensor or a recording is on both sides was not looked at."
+        return
+    shared = {s.kind for s in split.shared if part in s.parts} if split is not None else set()
+    if known.of_sensors and "sensor" not in shared: yield known.of_sensors
+    if known.of_names and "recording" not in shared: yield known.of_names
+    if known.unknown and not with_training: yield "Not looked at: the sensor of some recordings is not known, so it may be on both sides."
+    training = known_of(detector.seen, parts["training"]) if with_training else None
+    if training is not None and training.n_new:
+        yield (f"{training.n_new:,} of {training.n:,} recordings that were given as training are not among those that the detector was trained with: "
+               "the baselines learned from others than it did, and what lies on both sides of this split need not be known to it.")
 
 # %% ../../nbs/learn/evaluation.ipynb #d68ce25e
 @dataclass(frozen=True, eq=False)
@@ -248,6 +257,8 @@ def _further(detector: Detector, parts: Mapping[str, Segments], part: str) -> It
     "What else belongs beside the figures."
     for name, ds in parts.items():
         if said := too_short(ds): yield f"In {name} {said}."
+    if detector.record.get("round"):
+        yield "The detector comes out of rounds: recordings that decided them have chosen it, and their figures are a little too good."
     if _is_chosen(detector) and "validation" not in parts and "training" in parts:
         yield "Validation was not given, so the baselines' thresholds are 0.5 and the detector's was chosen: compare the AUC only."
 

@@ -90,7 +90,7 @@ def _collect(found: Found, run: _Run, seen: Seen) -> tuple[Scored, ...]:
     learned, out = run.hearing.learned, []
     good = np.flatnonzero(learned.facts["good"])
     known = seen.knows(d.decode() for d in learned.facts["digest"][good].tolist()).tolist()
-    for k, is_known in zip(good.tolist(), known):
+    for k, is_known in zip(good.tolist(), known if seen.is_all else [x or None for x in known]):
         scores, parts = run.segment_scores[k], found.names[k]
         if not len(scores) or not np.isfinite(scores).all():
             raise DataError("the model gives scores that are no numbers", path=found.listing.full_path(k), remedy="train it again; its weights are broken")

@@ -67,7 +67,7 @@ class Scored:
     label: str = ""                 # as folders or a table say
     sensor: str = ""
     gain: float = float("nan")      # number in the name
-    in_training: bool = False       # whether the detector learned from it, or was chosen by it
+    in_training: bool | None = None     # whether the detector learned from it, or was chosen by it; None: nobody knows
 
     def row(self, rule: Rule, spec: MelSpec) -> dict[str, Any]:
         "The columns."
@@ -88,6 +88,7 @@ def _exact(path: bytes) -> str:
 def _cell(name: str, value: Any) -> str:
     "A value as the CSV file has it."
     if name == "segment_scores": return " ".join([f"{x:.3f}" for x in value.tolist()])
+    if value is None: return ""
     if isinstance(value, bool): return str(int(value))
     if not isinstance(value, float): return str(value)
     if value != value: return ""
@@ -217,11 +218,17 @@ def _summary(p: Predictions) -> dict[str, Any]:
     return {"folder": show_path(p.folder), "model": p.model, "found": p.found, "scored": len(p), "rejected": len(p.rejections),
             "leaks": sum(r["leak"] for r in rows), "rejected_by_code": dict(Counter(r.code for r in p.rejections).most_common()), "flags": flags,
             "rule": asdict(p.rule), "length": p.length, "spec": p.spec.to_dict(), "engine": p.engine, "learned_by": p.learned_by, "device": p.device,
-            "seconds": p.seconds, "files_per_s": p.files_per_s, "in_training": sum(r["in_training"] for r in rows),
+            "seconds": p.seconds, "files_per_s": p.files_per_s, "in_training": _count_known(rows),
             "heard_s": sum(r["heard_s"] for r in rows), "duration_s": sum(r["duration_s"] for r in rows),
             "most_suspicious": [{name: rows[i][name] for name in shown} for i in most],
             "out": None if p.out is None else show_path(p.out), "rejected_out": None if p.out is None else show_path(rejected_path(p.out))}
 
+def _count_known(rows: list[dict[str, Any]]) -> int | None:
+    "Recordings of the detector's training; None where nobody knows of some."
+    known = [r["in_training"] for r in rows]
+    return None if None in known else sum(known)
+
+# %% ../../nbs/learn/predictions.ipynb #3ddf04eb
 def _lines(p: Predictions, width: int) -> Iterator[str]:
     s, room = p.summary, max(_LEAST_ROOM, width - 45)
     share = f" ({100 * s['leaks'] / len(p):.0f} %)" if len(p) else ""
@@ -230,6 +237,7 @@ def _lines(p: Predictions, width: int) -> Iterator[str]:
     yield f"  {p.rule}"
     yield f"  {p.seconds:.2f} s, {p.files_per_s:,.0f} files/s end to end; features by {p.engine}, model on {p.device}"
     if p.learned_by not in ("", p.engine): yield f"  the model learned from features by {p.learned_by}: scores may differ from those in the last digits"
+    if s["in_training"] is None: yield "  the model does not say what it was trained with: some of these may have been in its training"
     if n := s["in_training"]: yield f"  {n:,} of the recordings {'was' if n == 1 else 'were'} in the detector's training: such scores say nothing of others"
     if s["most_suspicious"]: yield "  most suspicious:"
     for r in s["most_suspicious"]:

@@ -10,7 +10,7 @@ __all__ = ['Sources', 'TrainingData', 'data_rows', 'TooShortWarning', 'too_short
 import json, os, warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,7 @@ class TrainingData:
     task: Task
     split: Split | None             # None: there is no validation
     identity: dict[str, str]        # what tells these data from others
+    before: Seen = field(default_factory=lambda: Seen(is_all=True))      # what the net that is begun with was trained with
 
     @property
     def class_counts(self) -> list[int]:
@@ -53,7 +54,7 @@ class TrainingData:
     @cached_property
     def seen(self) -> Seen:
         "What a detector remembers of them."
-        return seen_in(ds for ds in (self.training, self.validation) if ds is not None)
+        return self.before | seen_in(ds for ds in (self.training, self.validation) if ds is not None)
 
     def __repr__(self) -> str: return "\n".join(f"{k:>10}  {v}" for k, v in data_rows(self))
 

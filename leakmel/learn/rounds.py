@@ -8,7 +8,7 @@ __all__ = ['learn_on', 'Round', 'round_rows', 'retrain']
 # %% ../../nbs/learn/rounds.ipynb #9b0d74dd
 import json, os, warnings
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
@@ -67,7 +67,7 @@ def learn_on(
     learned = " ".join([weights_digest(champion), items_digest(items), *map(source_digest, items.sources)])
     identity = {"task": json.dumps(asdict(champion.task)), "training": digest_of(learned.encode()),
                 "validation": "" if validation is None else part_digest(validation)}
-    data = TrainingData(items, validation, champion.task, None, identity)
+    data = TrainingData(items, validation, champion.task, None, identity, champion.seen)
     run = Run(TrainingState(data, settings, pick_device(device), show=show), folder, checkpoints or CheckpointSettings())
     run.state.stepper.net.load_state_dict(champion.net.state_dict())
     with closing(run.state):
@@ -184,7 +184,8 @@ def _record(number: int, task: Task, rules: RoundRules, parts: Parts, taught: _T
 # %% ../../nbs/learn/rounds.ipynb #5d9b31cd
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    "The exclusive right to make rounds in a folder."
+    "The exclusive right to make rounds in a folder; one that was made for nothing is taken away again."
+    is_new = not folder.exists()
     try: folder.mkdir(parents=True, exist_ok=True)
     except OSError as e: raise output_error(e, folder) from e
     try: lock = OutputLock(folder / POINTER).__enter__()
@@ -192,7 +193,10 @@ def _alone(folder: Path) -> Iterator[None]:
         if e.found is None or "process" not in str(e.found): raise
         raise OutputError("another round is made in this folder", path=folder, found=e.found, remedy="wait for it, or name another folder") from None
     try: yield
-    finally: lock.__exit__()
+    finally:
+        lock.__exit__()
+        if is_new:
+            with suppress(OSError): folder.rmdir()      # there is something in it: it stays
 
 @dataclass(frozen=True, eq=False)
 class _Standing:
@@ -209,7 +213,8 @@ def _standing(folder: Path, given: Detector | str | os.PathLike | None) -> _Stan
         return _Standing(None, first, first)
     lineage = settle(folder, lineage)
     if first is not None and weights_digest(first) not in [c.weights for c in lineage.champions]:
-        raise UsageError("this folder has another champion", path=folder, found=repr(lineage), remedy="give None to go on with it, or name another folder")
+        raise UsageError("this folder has another champion", path=folder, found=repr(lineage),
+                         remedy="leave the champion out to go on with it (None), or name another folder")
     holder = load_champion(folder)
     return _Standing(lineage, holder, holder if len(lineage.champions) == 1 else load_first(folder, lineage))
 
@@ -289,7 +294,7 @@ def retrain(
     How often the test recordings have decided is counted in `out` only: whoever uses them elsewhere has to count that too."""
     if resume not in RESUME: raise UsageError("resume is not known", found=repr(resume), expected=", ".join(RESUME))
     rules, show = rules or RoundRules(), progress if isinstance(progress, str) else "auto" if progress else "none"
-    folder = Path(os.path.abspath(os.path.expanduser(out)))
+    folder, device = Path(os.path.abspath(os.path.expanduser(out))), pick_device(device)
     with _alone(folder):
         standing = _standing(folder, champion)
         holder, lineage = standing.holder, standing.lineage
@@ -319,7 +324,6 @@ def _concluded(folder: Path, number: int, lineage: Lineage, standing: _Standing,
     here, holder = round_folder(folder, number), standing.holder
     learned = {"new": taught.selection.counts(holder.task), "replayed_segments": int(taught.replay.kept.sum())}
     challenger.record = challenger.record | {"training": learned, "round": {"number": number, "champion": asdict(lineage.current)}}
-    challenger.seen |= holder.seen
     challenger.save(here / MODEL)
     outcome = _outcome(standing, challenger, parts.testing, rules, len(finished_rounds(folder)) + 1, how)
     kept, winner = selection_csv(taught.selection, holder.task), champion_of(folder, number, challenger)
