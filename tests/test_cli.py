@@ -422,7 +422,8 @@ def test_recordings_without_a_label_folder_and_a_spec_file_that_is_missing_say_w
     status, _, err = say("build", tmp_path / "flat", "--out", tmp_path / "x.h5")
     assert status == 1
     assert "found 1 recording side by side; expected one folder per label. Give the parent of a label folder, or name the labels with --table" in err
-    assert "no such spec file. Name a spec file, as explore.ipynb writes one, or a data set" in say("build", tmp_path / "flat", "--out", tmp_path / "x.h5", "--spec", tmp_path / "none.json")[2]
+    said = say("build", tmp_path / "flat", "--out", tmp_path / "x.h5", "--spec", tmp_path / "none.json")[2]
+    assert "no such spec file. Name a spec file, as explore.ipynb writes one, or a data set" in said
 
 
 def test_cache_is_listed_in_columns(tmp_path, capsys):
