@@ -54,6 +54,7 @@ test: $(READY) ## check that notebooks and package agree, then run notebook test
 	$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)|^triton_kernel'
 	@[ -n '$(UNMET)' ] || $(BIN)/nbdev_test --path nbs/mel/triton_kernel.ipynb
 	@for nb in $(NAMESAKES); do $(BIN)/nbdev_test --path "$$nb" || exit 1; done
+	$(BIN)/ruff format --check leakmel nbs tests setup.py
 	$(BIN)/ruff check leakmel tests nbs/_tools
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

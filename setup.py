@@ -1,4 +1,5 @@
 "Build the package from settings.ini, so that names, versions and dependencies stand in one place."
+
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -19,6 +20,10 @@ setup(
     python_requires=">=" + cfg["min_python"],
     packages=find_packages(include=["leakmel", "leakmel.*"]),
     install_requires=cfg["requirements"].split(),
-    extras_require={name.removesuffix("_requirements"): cfg[name].split() for name in cfg if name.endswith("_requirements")},
+    extras_require={
+        name.removesuffix("_requirements"): cfg[name].split()
+        for name in cfg
+        if name.endswith("_requirements")
+    },
     entry_points={"console_scripts": [cfg["console_scripts"]]},
 )

@@ -2,6 +2,7 @@
 
 Importing this package is light (no NumPy, no torch); each public name loads its module when it is first used.
 """
+
 __version__ = "0.1.0"
 
 from importlib import import_module as _import_module

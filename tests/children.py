@@ -3,6 +3,7 @@
 A server imports leakmel once, and forks for each command: the child runs Python code of the test, then the command line, and leaves through
 the interpreter's own end, where a library that is in a bad state would crash. Status, time and memory come from the system.
 """
+
 import json
 import subprocess
 import sys
@@ -56,11 +57,12 @@ assert threading.active_count() == 1
 @dataclass(frozen=True)
 class Ended:
     "How a child ended."
-    status: int          # negative: the signal that killed it
-    hung: bool           # it had to be killed
-    ended: float         # of the monotonic clock, s
+
+    status: int  # negative: the signal that killed it
+    hung: bool  # it had to be killed
+    ended: float  # of the monotonic clock, s
     cpu_s: float
-    peak_bytes: int      # largest resident set
+    peak_bytes: int  # largest resident set
     out: str
     err: str
 
@@ -68,24 +70,39 @@ class Ended:
 class Server:
     "Runs children, one after another."
 
-    def __init__(self, process: subprocess.Popen[str], place: Path): self.process, self.place = process, place
+    def __init__(self, process: subprocess.Popen[str], place: Path):
+        self.process, self.place = process, place
 
     def run(self, *argv: str, code: str = "", seconds: float = 60) -> Ended:
         "Run a command of leakmel in a child, after some code in it; without a command, the code alone."
         assert self.process.stdin
         assert self.process.stdout
-        self.process.stdin.write(json.dumps({"argv": argv, "code": code, "place": str(self.place), "seconds": seconds}) + "\n")
+        self.process.stdin.write(
+            json.dumps({"argv": argv, "code": code, "place": str(self.place), "seconds": seconds}) + "\n"
+        )
         self.process.stdin.flush()
         ended: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return Ended(**ended, out=(self.place / "out").read_text(errors="replace"), err=(self.place / "err").read_text(errors="replace"))
+        return Ended(
+            **ended,
+            out=(self.place / "out").read_text(errors="replace"),
+            err=(self.place / "err").read_text(errors="replace"),
+        )
 
 
 @contextmanager
 def server(imports: str = BUILDS) -> Iterator[Server]:
     "A server that has imported something, and ends with the block."
-    with tempfile.TemporaryDirectory(prefix="children-") as place, subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", imports + SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try: yield Server(process, Path(place))
+    with (
+        tempfile.TemporaryDirectory(prefix="children-") as place,
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", imports + SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        try:
+            yield Server(process, Path(place))
         finally:
             assert process.stdin
             process.stdin.close()

@@ -1,4 +1,5 @@
 "Shared fixtures: small made sets, skips that may not happen where everything is installed, and what was tried for each promise."
+
 import os
 import threading
 import time
@@ -21,18 +22,30 @@ RECORD = os.environ.get("LEAKMEL_PROMISES", "")
 
 def need(found: object, what: str) -> None:
     "Skip the test where `what` is not there; fail where everything has to be."
-    if found: return
-    if REQUIRE_ALL: pytest.fail(f"{what} is required here")
+    if found:
+        return
+    if REQUIRE_ALL:
+        pytest.fail(f"{what} is required here")
     pytest.skip(f"{what} is not there")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     "With `-m gpu`, import only the files that have such tests: a bare machine with a GPU lacks what some of the others need."
-    if config.option.markexpr.strip() != "gpu" or not collection_path.match("test_*.py"): return None
+    if config.option.markexpr.strip() != "gpu" or not collection_path.match("test_*.py"):
+        return None
     return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
 
 
-LONGEST_FIRST = ("test_notebooks", "test_docs", "test_bench_gpu", "test_bench_compare", "test_learn_train", "test_browser", "test_cli", "test_dashboard")
+LONGEST_FIRST = (
+    "test_notebooks",
+    "test_docs",
+    "test_bench_gpu",
+    "test_bench_compare",
+    "test_learn_train",
+    "test_browser",
+    "test_cli",
+    "test_dashboard",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,16 +56,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     "Count in the process that reports: workers hand what a test said to it with the test's report."
-    if RECORD and not hasattr(config, "workerinput"): config.pluginmanager.register(Counted(config, Path(RECORD)))
+    if RECORD and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Counted(config, Path(RECORD)))
 
 
 @pytest.fixture
 def tried(request: pytest.FixtureRequest) -> Callable[..., None]:
-    "Say what was tried for a promise and held: `tried(\"S3\")`, or `tried(\"S3\", 100)` for a hundred trials."
+    'Say what was tried for a promise and held: `tried("S3")`, or `tried("S3", 100)` for a hundred trials.'
     promises = names_of_promises().get(function_of(request.node.nodeid), [])
+
     def say(promise: str, n: int = 1) -> None:
-        if promise not in promises: raise LookupError(f"{promise} in promises.toml does not name {request.node.name}")
+        if promise not in promises:
+            raise LookupError(f"{promise} in promises.toml does not name {request.node.name}")
         request.node.user_properties.append(("tried", [promise, int(n)]))
+
     return say
 
 
@@ -63,7 +80,8 @@ def within(limit_s: float, work: Callable[[], object], tries: int = 3) -> None:
         began = time.perf_counter()
         work()
         took.append(time.perf_counter() - began)
-        if took[-1] < limit_s: return
+        if took[-1] < limit_s:
+            return
     pytest.fail(f"took {', '.join(f'{t:.2f}' for t in took)} s, not {limit_s:g}")
 
 
@@ -74,6 +92,7 @@ def ends_within(limit_s: float) -> Iterator[None]:
     What passes while no thread of this process has its turn, and no processor time goes by, does not count: another program took the cores.
     """
     over, counted = threading.Event(), [0.0]
+
     def count() -> None:
         last, last_cpu = time.perf_counter(), time.process_time()
         while not over.is_set():
@@ -81,13 +100,16 @@ def ends_within(limit_s: float) -> Iterator[None]:
             now, cpu = time.perf_counter(), time.process_time()
             counted[0] += min(now - last, max(0.1, cpu - last_cpu))
             last, last_cpu = now, cpu
+
     thread = threading.Thread(target=count, name="stopwatch", daemon=True)
     thread.start()
-    try: yield
+    try:
+        yield
     finally:
         over.set()
         thread.join()
-    if counted[0] >= limit_s: pytest.fail(f"took {counted[0]:.2f} s, not {limit_s:g}")
+    if counted[0] >= limit_s:
+        pytest.fail(f"took {counted[0]:.2f} s, not {limit_s:g}")
 
 
 @pytest.fixture(scope="session")
@@ -102,6 +124,7 @@ def demo(tmp_path_factory) -> Path:
 def small_sets(tmp_path_factory) -> Path:
     "Data sets of a small made town, for trainings of seconds; nobody writes here."
     import leakmel as lm
+
     root = tmp_path_factory.mktemp("data") / "small"
     write_demo(root / "demo", n_files=40)
     lm.build_all(root / "demo", out_dir=root / "sets", progress="none", check=2)
@@ -120,13 +143,16 @@ def faulty(tmp_path_factory) -> Path:
 def browser() -> Iterator[Any]:
     "A real browser; skips the test where there is none."
     from watched import chromium
-    with chromium() as opened: yield opened
+
+    with chromium() as opened:
+        yield opened
 
 
 @pytest.fixture
 def watched(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     "A page of the size that the test's module wants."
     from watched import Watched
+
     page = browser.new_page(viewport=request.module.VIEWPORT)
     page.set_default_timeout(60_000)
     yield Watched(page)
@@ -137,6 +163,7 @@ def watched(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
 def one_thread() -> Iterator[None]:
     "Let torch compute with one thread: nets of tests are tiny, and threads that wait for each other take a loaded machine four times as long."
     import torch
+
     n = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -146,9 +173,11 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def make_wav():
     "Write a canonical recording of seeded noise; returns its samples."
+
     def make(path: Path, n: int = 4096, rate: int = 4096, seed: int = 0) -> np.ndarray:
         path.parent.mkdir(parents=True, exist_ok=True)
         x = np.random.default_rng(seed).integers(-8000, 8000, n, dtype=np.int16)
         write_wav(path, x, rate)
         return x
+
     return make

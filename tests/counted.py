@@ -4,6 +4,7 @@
 one trial, or as many as it says by the fixture `tried`. A test that fails counts what held before and one failure. Only what ran counts,
 and long variants stand apart from the others. A second run of the same commit adds to FILE; what it ran again replaces what was there.
 """
+
 import json
 import subprocess
 import time
@@ -26,7 +27,8 @@ def names_of_promises() -> dict[str, list[str]]:
     "The promises that name each test, by file::function."
     named: dict[str, list[str]] = {}
     for promise, p in tomllib.loads(PROMISES.read_text(encoding="utf-8")).items():
-        for test in p["tests"]: named.setdefault(test, []).append(promise)
+        for test in p["tests"]:
+            named.setdefault(test, []).append(promise)
     return named
 
 
@@ -41,24 +43,42 @@ class Counted:
 
     def __init__(self, config: pytest.Config, path: Path):
         self.config, self.path, self.named, self.began = config, path, names_of_promises(), time.monotonic()
-        self.tests: dict[str, dict[str, dict[str, dict[str, int]]]] = {}      # test -> "short" or "long" -> promise -> counts
+        self.tests: dict[
+            str, dict[str, dict[str, dict[str, int]]]
+        ] = {}  # test -> "short" or "long" -> promise -> counts
         self.bad: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         "The report of a step; of each test one counts: its call, a set-up that did not come to it, or a clean-up that failed."
-        if report.when == "setup" and report.passed or report.when == "teardown" and (not report.failed or report.nodeid in self.bad): return
-        if report.failed: self.bad.add(report.nodeid)
+        if (
+            report.when == "setup"
+            and report.passed
+            or report.when == "teardown"
+            and (not report.failed or report.nodeid in self.bad)
+        ):
+            return
+        if report.failed:
+            self.bad.add(report.nodeid)
         variant = "long" if "long" in report.keywords else "short"
         said: dict[str, int] = {}
         for key, value in report.user_properties:
-            if key == "tried": said[cast(Any, value)[0]] = said.get(cast(Any, value)[0], 0) + cast(Any, value)[1]
+            if key == "tried":
+                said[cast(Any, value)[0]] = said.get(cast(Any, value)[0], 0) + cast(Any, value)[1]
         for promise in self.named.get(function_of(report.nodeid), []):
-            counts = self.tests.setdefault(function_of(report.nodeid), {}).setdefault(variant, {}).setdefault(promise, dict.fromkeys(COUNTS, 0))
-            if report.skipped: counts["skipped"] += 1
-            elif report.when == "teardown": counts["failures"] += 1      # its call was counted
+            counts = (
+                self.tests.setdefault(function_of(report.nodeid), {})
+                .setdefault(variant, {})
+                .setdefault(promise, dict.fromkeys(COUNTS, 0))
+            )
+            if report.skipped:
+                counts["skipped"] += 1
+            elif report.when == "teardown":
+                counts["failures"] += 1  # its call was counted
             else:
                 counts["tests"] += 1
-                counts["trials"] += said.get(promise, 0) + report.failed if promise in said or report.failed else 1
+                counts["trials"] += (
+                    said.get(promise, 0) + report.failed if promise in said or report.failed else 1
+                )
                 counts["failures"] += report.failed
 
     def pytest_sessionfinish(self) -> None:
@@ -67,15 +87,29 @@ class Counted:
 
     def record(self) -> dict[str, Any]:
         "This run, added to those of the same commit that are in the file."
-        run = {"made_utc": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit()["commit"], "changed": is_changed(),
-               "markers": self.config.option.markexpr, "seconds": round(time.monotonic() - self.began, 1),
-               "workers": getattr(self.config.option, "numprocesses", None) or 1}
+        run = {
+            "made_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit()["commit"],
+            "changed": is_changed(),
+            "markers": self.config.option.markexpr,
+            "seconds": round(time.monotonic() - self.began, 1),
+            "workers": getattr(self.config.option, "numprocesses", None) or 1,
+        }
         earlier = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
-        if earlier.get("commit") != run["commit"]: earlier = {}
+        if earlier.get("commit") != run["commit"]:
+            earlier = {}
         tests = earlier.get("tests", {})
-        for name, variants in self.tests.items(): tests[name] = tests.get(name, {}) | variants
-        return {"suite": "promises", "made_utc": run["made_utc"], "commit": run["commit"], "machine": machine_facts(),
-                "runs": [*earlier.get("runs", []), run], "figures": figures(tests), "tests": dict(sorted(tests.items()))}
+        for name, variants in self.tests.items():
+            tests[name] = tests.get(name, {}) | variants
+        return {
+            "suite": "promises",
+            "made_utc": run["made_utc"],
+            "commit": run["commit"],
+            "machine": machine_facts(),
+            "runs": [*earlier.get("runs", []), run],
+            "figures": figures(tests),
+            "tests": dict(sorted(tests.items())),
+        }
 
 
 def figures(tests: dict[str, dict[str, dict[str, dict[str, int]]]]) -> dict[str, dict[str, Any]]:
@@ -84,7 +118,10 @@ def figures(tests: dict[str, dict[str, dict[str, dict[str, int]]]]) -> dict[str,
     for variants in tests.values():
         for variant, promises in variants.items():
             for promise, counts in promises.items():
-                mine = sums.setdefault(promise, dict.fromkeys(COUNTS, 0) | {v: dict.fromkeys(COUNTS, 0) for v in ("short", "long")})
+                mine = sums.setdefault(
+                    promise,
+                    dict.fromkeys(COUNTS, 0) | {v: dict.fromkeys(COUNTS, 0) for v in ("short", "long")},
+                )
                 for key in COUNTS:
                     mine[key] += counts[key]
                     mine[variant][key] += counts[key]
@@ -93,6 +130,14 @@ def figures(tests: dict[str, dict[str, dict[str, dict[str, int]]]]) -> dict[str,
 
 def is_changed() -> bool | None:
     "Whether package or tests are other than those of the commit; None where there is no git."
-    try: done = subprocess.run(["git", "status", "--porcelain", "--", "leakmel", "tests"], cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError): return None
+    try:
+        done = subprocess.run(
+            ["git", "status", "--porcelain", "--", "leakmel", "tests"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
     return bool(done.stdout.strip())

@@ -1,4 +1,5 @@
 "JupyterLab on 127.0.0.1, as tests start it for a browser, and a notebook that is opened in it."
+
 import json
 import os
 import secrets
@@ -30,11 +31,22 @@ SEEN = f"""{FIGURES}.map(e => {{
 
 def clean_env(home: Path, **more: str) -> dict[str, str]:
     "An environment without the user's own Jupyter settings; cells that are out of sight stay on the page, so that they can be counted."
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("LEAKMEL_", "JUPYTER", "IPYTHON", "PYTEST_"))} | {"HOME": str(home)}
-    for name in ("JUPYTER_CONFIG_DIR", "JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith(("LEAKMEL_", "JUPYTER", "IPYTHON", "PYTEST_"))
+    } | {"HOME": str(home)}
+    for name in (
+        "JUPYTER_CONFIG_DIR",
+        "JUPYTERLAB_SETTINGS_DIR",
+        "JUPYTERLAB_WORKSPACES_DIR",
+        "JUPYTER_RUNTIME_DIR",
+        "IPYTHONDIR",
+    ):
         (home / name).mkdir(exist_ok=True)
         env[name] = str(home / name)
-    for name, text in (("notebook-extension/tracker", '{"windowingMode": "none"}'), ("apputils-extension/notification", '{"fetchNews": "false"}')):
+    for name, text in (
+        ("notebook-extension/tracker", '{"windowingMode": "none"}'),
+        ("apputils-extension/notification", '{"fetchNews": "false"}'),
+    ):
         settings = home / "JUPYTERLAB_SETTINGS_DIR" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         settings.parent.mkdir(parents=True, exist_ok=True)
         settings.write_text(text)
@@ -43,14 +55,17 @@ def clean_env(home: Path, **more: str) -> dict[str, str]:
 
 def is_up(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/api/status", timeout=5): return True
-    except OSError: return False      # nobody listens, or whoever does is too busy to answer
+        with urllib.request.urlopen(f"{url}/api/status", timeout=5):
+            return True
+    except OSError:
+        return False  # nobody listens, or whoever does is too busy to answer
 
 
 def address(pid: int, home: Path) -> str:
     "Where a Jupyter server listens, once it says so: its address without the last slash, or nothing."
     said = home / "JUPYTER_RUNTIME_DIR" / f"jpserver-{pid}.json"
-    with suppress(OSError, ValueError): return json.loads(said.read_bytes())["url"].rstrip("/")      # half written, it is no JSON
+    with suppress(OSError, ValueError):
+        return json.loads(said.read_bytes())["url"].rstrip("/")  # half written, it is no JSON
     return ""
 
 
@@ -60,63 +75,87 @@ def is_taken(log: Path) -> bool:
 
 
 def end(server: subprocess.Popen[bytes], wait_s: float = 20) -> None:
-    with suppress(ProcessLookupError): server.send_signal(signal.SIGTERM)
-    try: server.wait(wait_s)
+    with suppress(ProcessLookupError):
+        server.send_signal(signal.SIGTERM)
+    try:
+        server.wait(wait_s)
     except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError): os.killpg(server.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
     server.wait()
 
 
 @contextmanager
 def serving(
-    command: list[str],                            # without a port
-    folder: Path,                                  # it is started in
-    home: Path,                                    # its settings and its `lab.log`
-    limit_s: float = 120,                          # until it answers, with all tries
-    more: Mapping[str, str] = {},                  # of the environment
-) -> Iterator[tuple[subprocess.Popen[bytes], str]]:      # process, address
+    command: list[str],  # without a port
+    folder: Path,  # it is started in
+    home: Path,  # its settings and its `lab.log`
+    limit_s: float = 120,  # until it answers, with all tries
+    more: Mapping[str, str] = {},  # of the environment
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:  # process, address
     """A Jupyter server at a port of its own choice.
 
     It chooses a free port, frees it, and opens it later: where another program was faster, it ends, and is started again. Its address has a part that no
     other server answers to.
     """
-    words = [*command, "--port=0", "--ServerApp.port_retries=0", f"--ServerApp.base_url=/{secrets.token_hex(8)}/", "--IdentityProvider.token=",
-             "--ServerApp.password="]
+    words = [
+        *command,
+        "--port=0",
+        "--ServerApp.port_retries=0",
+        f"--ServerApp.base_url=/{secrets.token_hex(8)}/",
+        "--IdentityProvider.token=",
+        "--ServerApp.password=",
+    ]
     env, over = clean_env(home, **more), time.monotonic() + limit_s
     while True:
         with (home / "lab.log").open("w") as log:
-            server = subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
+            server = subprocess.Popen(
+                words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
+            )
         try:
             while server.poll() is None:
                 if (url := address(server.pid, home)) and is_up(url):
                     yield server, url
                     return
-                if time.monotonic() > over: pytest.fail("the server did not answer: " + (home / "lab.log").read_text()[-2000:])
-                with suppress(subprocess.TimeoutExpired): server.wait(0.1)
-        finally: end(server)
+                if time.monotonic() > over:
+                    pytest.fail("the server did not answer: " + (home / "lab.log").read_text()[-2000:])
+                with suppress(subprocess.TimeoutExpired):
+                    server.wait(0.1)
+        finally:
+            end(server)
         assert is_taken(home / "lab.log"), (home / "lab.log").read_text()
         assert time.monotonic() < over, "every port was taken"
 
 
 @contextmanager
 def jupyter_lab(
-    project: Path,      # holds nbs/
-    browser: Any,       # that will look at it: where there is none, no server is started
-    **more: str,        # of the environment
-) -> Iterator[str]:     # address
+    project: Path,  # holds nbs/
+    browser: Any,  # that will look at it: where there is none, no server is started
+    **more: str,  # of the environment
+) -> Iterator[str]:  # address
     "JupyterLab for a browser."
     assert browser.is_connected()
-    command = [str(Path(sys.executable).parent / "jupyter-lab"), "--no-browser", "--allow-root", "--ip=127.0.0.1",
-               f"--ServerApp.root_dir={project / 'nbs'}", "--LabApp.extension_manager=readonly",
-               "--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
-    with serving(command, project / "nbs", project, more=more) as (_, url): yield url
+    command = [
+        str(Path(sys.executable).parent / "jupyter-lab"),
+        "--no-browser",
+        "--allow-root",
+        "--ip=127.0.0.1",
+        f"--ServerApp.root_dir={project / 'nbs'}",
+        "--LabApp.extension_manager=readonly",
+        "--LabApp.news_url=",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]
+    with serving(command, project / "nbs", project, more=more) as (_, url):
+        yield url
 
 
 def open_notebook(watched: Watched, url: str) -> Any:
     page = watched.page
     page.goto(url, timeout=60_000)
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
-    page.wait_for_selector("text=/ipykernel.* \\| Idle/", timeout=60_000)     # before that, running would ask which kernel to take
+    page.wait_for_selector(
+        "text=/ipykernel.* \\| Idle/", timeout=60_000
+    )  # before that, running would ask which kernel to take
     return page
 
 

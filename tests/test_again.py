@@ -1,4 +1,5 @@
 "Interrupted builds go on, and data sets are brought up to date: always the bytes of a build from nothing."
+
 import json
 import os
 import shutil
@@ -26,14 +27,20 @@ from leakmel.dataset.journal import journal_path
 from leakmel.dataset.pipeline import PipelineConfig
 from outsider import check, leftovers
 
-CONFIG = PipelineConfig(files_per_batch=4, compute_workers=2, fsync=False, monitor_interval_s=0.0, journal_bytes=1)
+CONFIG = PipelineConfig(
+    files_per_batch=4, compute_workers=2, fsync=False, monitor_interval_s=0.0, journal_bytes=1
+)
 SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
 
 
 def build(root: Path, out: Path, **options: Any) -> lm.BuildResult:
     "A build by the reference, in small batches."
-    return lm.build(root, out=out, **{"spec": SPEC, "engine": "reference", "progress": "none", "check": 4, "pipeline": CONFIG} | options)
+    return lm.build(
+        root,
+        out=out,
+        **{"spec": SPEC, "engine": "reference", "progress": "none", "check": 4, "pipeline": CONFIG} | options,
+    )
 
 
 def fresh_bytes(root: Path, folder: Path, **options: Any) -> bytes:
@@ -52,7 +59,8 @@ def settle() -> None:
 def data(tmp_path: Path, make_wav: Callable) -> Path:
     "30 recordings of 1 s with two labels, one of them padded, and two files that are none."
     root = tmp_path / "data"
-    for k in range(30): make_wav(root / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02d}.wav", seed=k, n=4096 if k != 7 else 3000)
+    for k in range(30):
+        make_wav(root / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02d}.wav", seed=k, n=4096 if k != 7 else 3000)
     (root / "LEAK" / "zero.wav").write_bytes(b"")
     (root / "NOLEAK" / "text.wav").write_bytes(b"no recording")
     settle()
@@ -64,9 +72,11 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     "The paths of recordings that builds read."
     paths: list[bytes] = []
     real = loader.BatchReader.fill
+
     def fill(self: loader.BatchReader, slot: loader.Slot) -> int:
-        paths.extend(self.listing.paths[slot.first:slot.first + slot.n])
+        paths.extend(self.listing.paths[slot.first : slot.first + slot.n])
         return real(self, slot)
+
     monkeypatch.setattr(loader.BatchReader, "fill", fill)
     return paths
 
@@ -76,12 +86,16 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 def test_nothing_to_do_touches_nothing_and_says_so(data: Path, tmp_path: Path, read: list[bytes]) -> None:
     first = build(data, tmp_path / "out" / "x.h5")
-    before = {p.name: (p.stat().st_ino, p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "out").iterdir()}
+    before = {
+        p.name: (p.stat().st_ino, p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "out").iterdir()
+    }
     assert len(read) == 32
     read.clear()
     again = build(data, first.path)
     assert read == []
-    assert {p.name: (p.stat().st_ino, p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "out").iterdir()} == before
+    assert {
+        p.name: (p.stat().st_ino, p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "out").iterdir()
+    } == before
     assert again.summary["nothing_to_do"]
     assert again.summary["kept_rows"] == 30
     assert again.files_per_s == 0
@@ -93,11 +107,15 @@ def test_nothing_to_do_touches_nothing_and_says_so(data: Path, tmp_path: Path, r
     assert first.summary["kept_rows"] == 0
 
 
-def test_nothing_to_do_for_all_splits_and_some_to_do_for_one(demo: Path, tmp_path: Path, read: list[bytes]) -> None:
+def test_nothing_to_do_for_all_splits_and_some_to_do_for_one(
+    demo: Path, tmp_path: Path, read: list[bytes]
+) -> None:
     root = tmp_path / "demo"
     shutil.copytree(demo, root)
     settle()
-    common: dict[str, Any] = dict(out_dir=tmp_path / "out", engine="reference", progress="none", pipeline=CONFIG, check=2)
+    common: dict[str, Any] = dict(
+        out_dir=tmp_path / "out", engine="reference", progress="none", pipeline=CONFIG, check=2
+    )
     first = lm.build_all(root, **common)
     assert [r.summary["nothing_to_do"] for r in lm.build_all(root, **common)] == [True] * 3
     gone = next(p for p in sorted((root / "VALIDATION").rglob("*.wav")))
@@ -110,13 +128,36 @@ def test_nothing_to_do_for_all_splits_and_some_to_do_for_one(demo: Path, tmp_pat
     assert again[1].summary["changes"] == {"added": 0, "changed": 0, "removed": 1}
     assert read == []
     for r in again:
-        lm.build(root, split=r.split.lower(), out=tmp_path / "alone.h5", engine="reference", progress="none", pipeline=CONFIG, fresh=True)
+        lm.build(
+            root,
+            split=r.split.lower(),
+            out=tmp_path / "alone.h5",
+            engine="reference",
+            progress="none",
+            pipeline=CONFIG,
+            fresh=True,
+        )
         assert r.path.read_bytes() == (tmp_path / "alone.h5").read_bytes()
 
 
-def test_the_command_line_says_what_it_kept(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_line_says_what_it_kept(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     from leakmel.cli import main
-    words = ["build", str(data), "--out", str(tmp_path / "x.h5"), "--duration-s", "1", "--engine", "reference", "--quiet", "--check", "4"]
+
+    words = [
+        "build",
+        str(data),
+        "--out",
+        str(tmp_path / "x.h5"),
+        "--duration-s",
+        "1",
+        "--engine",
+        "reference",
+        "--quiet",
+        "--check",
+        "4",
+    ]
     assert main(words) == 0
     assert "nothing to do" not in capsys.readouterr().out
     assert main(words) == 0
@@ -126,7 +167,10 @@ def test_the_command_line_says_what_it_kept(data: Path, tmp_path: Path, capsys: 
     assert "files/s" not in said
     (data / "LEAK" / "01.wav").unlink()
     assert main(words) == 0
-    assert "29 rows copied from the data set that stood; recordings since then: 0 added, 0 changed, 1 removed" in " ".join(capsys.readouterr().out.split())
+    assert (
+        "29 rows copied from the data set that stood; recordings since then: 0 added, 0 changed, 1 removed"
+        in " ".join(capsys.readouterr().out.split())
+    )
     assert main([*words, "--fresh"]) == 0
     assert "copied" not in capsys.readouterr().out
 
@@ -140,30 +184,79 @@ def write(path: Path, times: int = 1) -> None:
     write_wav(path, np.arange(4096, dtype=np.int16) * times, 4096)
 
 
-def add(data: Path) -> None: write(data / "LEAK" / "00b.wav")
-def remove(data: Path) -> None: (data / "LEAK" / "05.wav").unlink()
-def change(data: Path) -> None: write(data / "LEAK" / "09.wav")
-def relabel(data: Path) -> None: (data / "LEAK" / "11.wav").rename(data / "NOLEAK" / "11.wav")
-def rename(data: Path) -> None: (data / "LEAK" / "13.wav").rename(data / "LEAK" / "zz.wav")
-def touch(data: Path) -> None: os.utime(data / "NOLEAK" / "00.wav")
-def mend(data: Path) -> None: write(data / "LEAK" / "zero.wav")
-def spoil(data: Path) -> None: (data / "LEAK" / "03.wav").write_bytes(b"RIFF")
-def new_label(data: Path) -> None: write(data / "AIR" / "a.wav")
+def add(data: Path) -> None:
+    write(data / "LEAK" / "00b.wav")
+
+
+def remove(data: Path) -> None:
+    (data / "LEAK" / "05.wav").unlink()
+
+
+def change(data: Path) -> None:
+    write(data / "LEAK" / "09.wav")
+
+
+def relabel(data: Path) -> None:
+    (data / "LEAK" / "11.wav").rename(data / "NOLEAK" / "11.wav")
+
+
+def rename(data: Path) -> None:
+    (data / "LEAK" / "13.wav").rename(data / "LEAK" / "zz.wav")
+
+
+def touch(data: Path) -> None:
+    os.utime(data / "NOLEAK" / "00.wav")
+
+
+def mend(data: Path) -> None:
+    write(data / "LEAK" / "zero.wav")
+
+
+def spoil(data: Path) -> None:
+    (data / "LEAK" / "03.wav").write_bytes(b"RIFF")
+
+
+def new_label(data: Path) -> None:
+    write(data / "AIR" / "a.wav")
 
 
 def all_of_it(data: Path) -> None:
-    for step in (add, remove, change, relabel, rename, touch, mend, spoil, new_label): step(data)
+    for step in (add, remove, change, relabel, rename, touch, mend, spoil, new_label):
+        step(data)
 
 
-CHANGES: dict[Callable[[Path], None], tuple[int, int, int, list[str]]] = {      # added, changed, removed, read
-    add: (1, 0, 0, ["LEAK/00b.wav"]), remove: (0, 0, 1, []), change: (0, 1, 0, ["LEAK/09.wav"]), relabel: (1, 0, 1, ["NOLEAK/11.wav"]),
-    rename: (1, 0, 1, ["LEAK/zz.wav"]), touch: (0, 1, 0, ["NOLEAK/00.wav"]), mend: (0, 1, 0, ["LEAK/zero.wav"]), spoil: (0, 1, 0, ["LEAK/03.wav"]),
+CHANGES: dict[Callable[[Path], None], tuple[int, int, int, list[str]]] = {  # added, changed, removed, read
+    add: (1, 0, 0, ["LEAK/00b.wav"]),
+    remove: (0, 0, 1, []),
+    change: (0, 1, 0, ["LEAK/09.wav"]),
+    relabel: (1, 0, 1, ["NOLEAK/11.wav"]),
+    rename: (1, 0, 1, ["LEAK/zz.wav"]),
+    touch: (0, 1, 0, ["NOLEAK/00.wav"]),
+    mend: (0, 1, 0, ["LEAK/zero.wav"]),
+    spoil: (0, 1, 0, ["LEAK/03.wav"]),
     new_label: (1, 0, 0, ["AIR/a.wav"]),
-    all_of_it: (4, 4, 3, ["AIR/a.wav", "LEAK/00b.wav", "LEAK/03.wav", "LEAK/09.wav", "LEAK/zero.wav", "LEAK/zz.wav", "NOLEAK/00.wav", "NOLEAK/11.wav"])}
+    all_of_it: (
+        4,
+        4,
+        3,
+        [
+            "AIR/a.wav",
+            "LEAK/00b.wav",
+            "LEAK/03.wav",
+            "LEAK/09.wav",
+            "LEAK/zero.wav",
+            "LEAK/zz.wav",
+            "NOLEAK/00.wav",
+            "NOLEAK/11.wav",
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize("step", CHANGES, ids=lambda f: f.__name__)
-def test_only_what_changed_is_read_and_the_bytes_are_those_of_a_build_from_nothing(data: Path, tmp_path: Path, read: list[bytes], step: Callable) -> None:
+def test_only_what_changed_is_read_and_the_bytes_are_those_of_a_build_from_nothing(
+    data: Path, tmp_path: Path, read: list[bytes], step: Callable
+) -> None:
     added, changed, removed, paths = CHANGES[step]
     target = tmp_path / "out" / "x.h5"
     build(data, target)
@@ -172,16 +265,32 @@ def test_only_what_changed_is_read_and_the_bytes_are_those_of_a_build_from_nothi
     result = build(data, target)
     assert sorted(os.fsdecode(p) for p in read) == paths
     assert result.summary["changes"] == {"added": added, "changed": changed, "removed": removed}
-    assert result.summary["copied_rows"] == result.summary["kept_rows"] == result.found - len(paths) - len(result.rejections) + sum(
-        1 for r in result.rejections if r.path in read)
+    assert (
+        result.summary["copied_rows"]
+        == result.summary["kept_rows"]
+        == result.found
+        - len(paths)
+        - len(result.rejections)
+        + sum(1 for r in result.rejections if r.path in read)
+    )
     assert target.read_bytes() == fresh_bytes(data, tmp_path)
     check(target, data)
     assert leftovers(tmp_path / "out", *BESIDE) == []
 
 
-@pytest.mark.parametrize("options", [{"with_waveforms": True}, {"pipeline": PipelineConfig(fsync=False, compression="gzip", files_per_batch=4)},
-                                     {"engine": "cpu"}, {"engine": "cpu", "mode": "preload"}], ids=str)
-def test_with_waveforms_packed_and_by_other_engines(data: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"with_waveforms": True},
+        {"pipeline": PipelineConfig(fsync=False, compression="gzip", files_per_batch=4)},
+        {"engine": "cpu"},
+        {"engine": "cpu", "mode": "preload"},
+    ],
+    ids=str,
+)
+def test_with_waveforms_packed_and_by_other_engines(
+    data: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
     target = tmp_path / "out" / "x.h5"
     build(data, target, **options)
     assert build(data, target, **options).summary["nothing_to_do"]
@@ -201,18 +310,23 @@ def test_another_compression_keeps_the_rows(data: Path, tmp_path: Path, read: li
     assert target.read_bytes() == fresh_bytes(data, tmp_path, **packed)
 
 
-def test_labels_from_a_table_may_change_without_reading(data: Path, tmp_path: Path, read: list[bytes]) -> None:
+def test_labels_from_a_table_may_change_without_reading(
+    data: Path, tmp_path: Path, read: list[bytes]
+) -> None:
     target, table = tmp_path / "out" / "x.h5", tmp_path / "names.csv"
     paths = sorted(str(p.relative_to(data)) for p in data.rglob("*.wav"))
+
     def built(labels: dict[str, str]) -> lm.BuildResult:
         table.write_text("path,label\n" + "".join(f"{p},{labels.get(p, 'a')}\n" for p in paths))
         return build(data, target, manifest=lm.scan(data, table=table))
+
     built({})
     read.clear()
     result = built({paths[3]: "b"})
     assert read == []
     assert result.summary["copied_rows"] == 30
-    with lm.open_dataset(target) as ds: assert sorted(ds.class_names) == ["a", "b"]
+    with lm.open_dataset(target) as ds:
+        assert sorted(ds.class_names) == ["a", "b"]
     assert target.read_bytes() == fresh_bytes(data, tmp_path, manifest=lm.scan(data, table=table))
 
 
@@ -227,29 +341,61 @@ def test_a_recording_without_a_label_gets_one(data: Path, tmp_path: Path) -> Non
     assert target.read_bytes() == fresh_bytes(data, tmp_path)
 
 
-def test_recordings_that_differ_are_found_though_their_rows_are_there(tmp_path: Path, make_wav: Callable) -> None:
+def test_recordings_that_differ_are_found_though_their_rows_are_there(
+    tmp_path: Path, make_wav: Callable
+) -> None:
     "Rows that were resampled on request must not hide that rate and length cannot be taken from the data."
     root, target = tmp_path / "data", tmp_path / "out" / "x.h5"
-    for k in range(4): make_wav(root / "LEAK" / f"{k}.wav", seed=k)
+    for k in range(4):
+        make_wav(root / "LEAK" / f"{k}.wav", seed=k)
     make_wav(root / "LEAK" / "9.wav", n=8192, rate=8192)
     settle()
     lm.build(root, out=target, spec=SPEC, engine="reference", progress="none", pipeline=CONFIG)
-    with pytest.raises(lm.LeakmelError, match="differ"): lm.build(root, out=target, engine="reference", progress="none", pipeline=CONFIG)
+    with pytest.raises(lm.LeakmelError, match="differ"):
+        lm.build(root, out=target, engine="reference", progress="none", pipeline=CONFIG)
 
 
 # ---- what is not trusted
 
 
-def state_lost(target: Path) -> None: state_path(target).unlink()
-def state_cut(target: Path) -> None: os.truncate(state_path(target), state_path(target).stat().st_size - 1)
-def state_empty(target: Path) -> None: state_path(target).write_bytes(b"")
-def state_nonsense(target: Path) -> None: state_path(target).write_bytes(b"[" * 100_000)
-def state_flipped(target: Path) -> None: flip(state_path(target), -5)
-def state_linked(target: Path) -> None: state_path(target).symlink_to(state_path(target).rename(target.parent / "elsewhere"))
-def data_set_touched(target: Path) -> None: os.utime(target)
-def labels_flipped(target: Path) -> None: keeping_time(target, lambda: edit(target, lambda f: f["labels"].__setitem__(0, 1 - f["labels"][0])))
-def facts_flipped(target: Path) -> None: keeping_time(target, lambda: edit(target, lambda f: f["files/rms_db"].__setitem__(0, 1.0)))
-def data_set_cut(target: Path) -> None: keeping_time(target, lambda: os.truncate(target, target.stat().st_size // 2))
+def state_lost(target: Path) -> None:
+    state_path(target).unlink()
+
+
+def state_cut(target: Path) -> None:
+    os.truncate(state_path(target), state_path(target).stat().st_size - 1)
+
+
+def state_empty(target: Path) -> None:
+    state_path(target).write_bytes(b"")
+
+
+def state_nonsense(target: Path) -> None:
+    state_path(target).write_bytes(b"[" * 100_000)
+
+
+def state_flipped(target: Path) -> None:
+    flip(state_path(target), -5)
+
+
+def state_linked(target: Path) -> None:
+    state_path(target).symlink_to(state_path(target).rename(target.parent / "elsewhere"))
+
+
+def data_set_touched(target: Path) -> None:
+    os.utime(target)
+
+
+def labels_flipped(target: Path) -> None:
+    keeping_time(target, lambda: edit(target, lambda f: f["labels"].__setitem__(0, 1 - f["labels"][0])))
+
+
+def facts_flipped(target: Path) -> None:
+    keeping_time(target, lambda: edit(target, lambda f: f["files/rms_db"].__setitem__(0, 1.0)))
+
+
+def data_set_cut(target: Path) -> None:
+    keeping_time(target, lambda: os.truncate(target, target.stat().st_size // 2))
 
 
 def flip(path: Path, at: int) -> None:
@@ -260,7 +406,8 @@ def flip(path: Path, at: int) -> None:
 
 
 def edit(path: Path, change: Callable[[h5py.File], None]) -> None:
-    with h5py.File(path, "r+") as f: change(f)
+    with h5py.File(path, "r+") as f:
+        change(f)
 
 
 def keeping_time(path: Path, do: Callable[[], None]) -> None:
@@ -270,15 +417,32 @@ def keeping_time(path: Path, do: Callable[[], None]) -> None:
     os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
 
 
-@pytest.mark.parametrize("fault", [state_lost, state_cut, state_empty, state_nonsense, state_flipped, state_linked, data_set_touched, labels_flipped,
-                                   facts_flipped, data_set_cut], ids=lambda f: f.__name__)
-def test_a_data_set_that_is_not_what_its_state_says_is_built_anew(data: Path, tmp_path: Path, read: list[bytes], fault: Callable) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        state_lost,
+        state_cut,
+        state_empty,
+        state_nonsense,
+        state_flipped,
+        state_linked,
+        data_set_touched,
+        labels_flipped,
+        facts_flipped,
+        data_set_cut,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_a_data_set_that_is_not_what_its_state_says_is_built_anew(
+    data: Path, tmp_path: Path, read: list[bytes], fault: Callable
+) -> None:
     target = tmp_path / "out" / "x.h5"
     right = build(data, target).path.read_bytes()
     fault(target)
     read.clear()
     if fault is data_set_cut:
-        with pytest.raises(OutputError, match="no data set is in the way"): build(data, target)
+        with pytest.raises(OutputError, match="no data set is in the way"):
+            build(data, target)
         return
     result = build(data, target)
     assert len(read) == 32
@@ -286,10 +450,13 @@ def test_a_data_set_that_is_not_what_its_state_says_is_built_anew(data: Path, tm
     assert target.read_bytes() == right
 
 
-def test_rows_that_rotted_are_mended(data: Path, tmp_path: Path, read: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_rotted_are_mended(
+    data: Path, tmp_path: Path, read: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
     target = tmp_path / "out" / "x.h5"
     right = build(data, target).path.read_bytes()
-    with h5py.File(target) as f: offset, n_bytes = f["segments_mel"].id.get_offset(), f["segments_mel"][0].nbytes
+    with h5py.File(target) as f:
+        offset, n_bytes = f["segments_mel"].id.get_offset(), f["segments_mel"][0].nbytes
     keeping_time(target, lambda: flip(target, offset + 9 * n_bytes + 17))
     read.clear()
     result = build(data, target)
@@ -299,9 +466,18 @@ def test_rows_that_rotted_are_mended(data: Path, tmp_path: Path, read: list[byte
     assert "stands, but not up to its check" in caplog.text
 
 
-@pytest.mark.parametrize("options", [{"spec": lm.MelSpec.preset("disjoint", duration_s=1.0, n_mels=32)}, {"engine": "torch"},
-                                     {"with_waveforms": True}], ids=str)
-def test_other_settings_start_over(data: Path, tmp_path: Path, read: list[bytes], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"spec": lm.MelSpec.preset("disjoint", duration_s=1.0, n_mels=32)},
+        {"engine": "torch"},
+        {"with_waveforms": True},
+    ],
+    ids=str,
+)
+def test_other_settings_start_over(
+    data: Path, tmp_path: Path, read: list[bytes], options: dict[str, Any]
+) -> None:
     target = tmp_path / "out" / "x.h5"
     build(data, target)
     read.clear()
@@ -317,7 +493,9 @@ def test_another_release_starts_over(data: Path, tmp_path: Path, monkeypatch: py
     assert build(data, target).summary["kept_rows"] == 0
 
 
-def test_content_that_changed_under_the_same_time_is_read_again(data: Path, tmp_path: Path, read: list[bytes]) -> None:
+def test_content_that_changed_under_the_same_time_is_read_again(
+    data: Path, tmp_path: Path, read: list[bytes]
+) -> None:
     "Length and time of modification can be set back; the time of any change cannot."
     target, path = tmp_path / "out" / "x.h5", data / "LEAK" / "01.wav"
     build(data, target)
@@ -328,7 +506,9 @@ def test_content_that_changed_under_the_same_time_is_read_again(data: Path, tmp_
     assert target.read_bytes() == fresh_bytes(data, tmp_path)
 
 
-def test_what_changed_just_before_a_build_is_read_again_by_the_next(data: Path, tmp_path: Path, read: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changed_just_before_a_build_is_read_again_by_the_next(
+    data: Path, tmp_path: Path, read: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     "A further change in the same step of the file system's clock could not be seen."
     monkeypatch.setattr(again, "_JUST_NOW_NS", 3600 * 10**9)
     target = tmp_path / "out" / "x.h5"
@@ -338,12 +518,17 @@ def test_what_changed_just_before_a_build_is_read_again_by_the_next(data: Path, 
     assert len(read) == 32
 
 
-def test_no_room_for_the_state_is_no_fault_of_the_build(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_room_for_the_state_is_no_fault_of_the_build(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     target = tmp_path / "out" / "x.h5"
     real = Path.write_bytes
+
     def full(self: Path, content: bytes) -> int:
-        if ".state" in self.name: raise OSError(28, "No space left on device")
+        if ".state" in self.name:
+            raise OSError(28, "No space left on device")
         return real(self, content)
+
     monkeypatch.setattr(Path, "write_bytes", full)
     assert build(data, target).rows == 30
     assert "will read everything again" in caplog.text
@@ -358,16 +543,20 @@ def killed(data: Path, target: Path, at: int, **options: Any) -> None:
     if (pid := os.fork()) == 0:
         try:
             real, n = Job.take, [0]
+
             def dying(job: Job, slot: loader.Slot) -> Any:
                 n[0] += 1
                 if n[0] == at:
                     until = time.monotonic() + 30
-                    while job.journal is not None and job.journal.n_entered == 0 and time.monotonic() < until: time.sleep(0.001)
+                    while job.journal is not None and job.journal.n_entered == 0 and time.monotonic() < until:
+                        time.sleep(0.001)
                     os.kill(os.getpid(), signal.SIGKILL)
                 return real(job, slot)
+
             Job.take = dying  # type: ignore[method-assign,assignment]
             build(data, target, **options)
-        finally: os._exit(0)
+        finally:
+            os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (0, -signal.SIGKILL)
 
 
@@ -389,9 +578,22 @@ def test_a_killed_build_goes_on(data: Path, tmp_path: Path, interrupted: Path, r
     check(interrupted, data)
 
 
-@pytest.mark.parametrize("options", [{"with_waveforms": True}, {"engine": "cpu"}, {"pipeline": PipelineConfig(fsync=True, files_per_batch=4, read_workers=2,
-                                     compute_workers=2, slots=4, journal_bytes=1)}], ids=str)
-def test_going_on_with_waveforms_by_other_engines_and_hand_to_hand(data: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"with_waveforms": True},
+        {"engine": "cpu"},
+        {
+            "pipeline": PipelineConfig(
+                fsync=True, files_per_batch=4, read_workers=2, compute_workers=2, slots=4, journal_bytes=1
+            )
+        },
+    ],
+    ids=str,
+)
+def test_going_on_with_waveforms_by_other_engines_and_hand_to_hand(
+    data: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
     target = tmp_path / "out" / "x.h5"
     killed(data, target, 6, **options)
     assert build(data, target, **options).summary["resumed_rows"] >= 4
@@ -403,15 +605,40 @@ def test_fresh_starts_over(data: Path, interrupted: Path, read: list[bytes]) -> 
     assert len(read) == 32
 
 
-def rows_flipped(target: Path) -> None: flip(target.with_name(".x.h5.partial"), 4096 + 5)
-def rows_cut(target: Path) -> None: os.truncate(target.with_name(".x.h5.partial"), 20_000)
-def rows_lost(target: Path) -> None: target.with_name(".x.h5.partial").unlink()
-def rows_linked(target: Path) -> None: os.link(target.with_name(".x.h5.partial"), target.parent.parent / "mine")
-def journal_torn(target: Path) -> None: os.truncate(journal_path(target), journal_path(target).stat().st_size - 7)
-def journal_lost(target: Path) -> None: journal_path(target).unlink()
-def journal_nonsense(target: Path) -> None: journal_path(target).write_bytes(os.urandom(5000))
-def journal_flipped(target: Path) -> None: flip(journal_path(target), journal_path(target).stat().st_size // 2)
-def journal_huge(target: Path) -> None: os.truncate(journal_path(target), 1 << 40)
+def rows_flipped(target: Path) -> None:
+    flip(target.with_name(".x.h5.partial"), 4096 + 5)
+
+
+def rows_cut(target: Path) -> None:
+    os.truncate(target.with_name(".x.h5.partial"), 20_000)
+
+
+def rows_lost(target: Path) -> None:
+    target.with_name(".x.h5.partial").unlink()
+
+
+def rows_linked(target: Path) -> None:
+    os.link(target.with_name(".x.h5.partial"), target.parent.parent / "mine")
+
+
+def journal_torn(target: Path) -> None:
+    os.truncate(journal_path(target), journal_path(target).stat().st_size - 7)
+
+
+def journal_lost(target: Path) -> None:
+    journal_path(target).unlink()
+
+
+def journal_nonsense(target: Path) -> None:
+    journal_path(target).write_bytes(os.urandom(5000))
+
+
+def journal_flipped(target: Path) -> None:
+    flip(journal_path(target), journal_path(target).stat().st_size // 2)
+
+
+def journal_huge(target: Path) -> None:
+    os.truncate(journal_path(target), 1 << 40)
 
 
 def journal_pipe(target: Path) -> None:
@@ -422,34 +649,64 @@ def journal_pipe(target: Path) -> None:
 def journal_forged(target: Path) -> None:
     "Entries that are whole lines, and claim what is not so."
     lines = journal_path(target).read_bytes().splitlines(keepends=True)
-    forgeries: list[dict[str, Any]] = [{"ranges": [[-3, 4]]}, {"ranges": [[0, 1 << 60]]}, {"facts": "A"}, {"ranges": "x"}, {"unusual": []}]
+    forgeries: list[dict[str, Any]] = [
+        {"ranges": [[-3, 4]]},
+        {"ranges": [[0, 1 << 60]]},
+        {"facts": "A"},
+        {"ranges": "x"},
+        {"unusual": []},
+    ]
     for changes in forgeries:
         body = json.loads(lines[1][33:]) | changes
         journal_path(target).write_bytes(lines[0] + journal._line(body))
-        assert len(journal.read_journal(journal_path(target), json.loads(lines[0][33:])).entries) == 0, changes
+        assert len(journal.read_journal(journal_path(target), json.loads(lines[0][33:])).entries) == 0, (
+            changes
+        )
 
 
-@pytest.mark.parametrize("fault", [rows_flipped, rows_cut, rows_lost, rows_linked, journal_torn, journal_lost, journal_nonsense, journal_flipped, journal_pipe,
-                                   journal_huge, journal_forged], ids=lambda f: f.__name__)
-def test_what_was_left_may_be_damaged_in_any_way(data: Path, tmp_path: Path, interrupted: Path, fault: Callable) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        rows_flipped,
+        rows_cut,
+        rows_lost,
+        rows_linked,
+        journal_torn,
+        journal_lost,
+        journal_nonsense,
+        journal_flipped,
+        journal_pipe,
+        journal_huge,
+        journal_forged,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_what_was_left_may_be_damaged_in_any_way(
+    data: Path, tmp_path: Path, interrupted: Path, fault: Callable
+) -> None:
     fault(interrupted)
     mine = tmp_path / "mine"
     content = mine.read_bytes() if mine.exists() else b""
     result = build(data, interrupted)
     assert interrupted.read_bytes() == fresh_bytes(data, tmp_path)
     assert result.verified.ok
-    if content: assert mine.read_bytes() == content, "a file of another name is not written to"
+    if content:
+        assert mine.read_bytes() == content, "a file of another name is not written to"
 
 
 @pytest.mark.parametrize("step", [add, remove, change, touch], ids=lambda f: f.__name__)
-def test_recordings_that_changed_meanwhile(data: Path, tmp_path: Path, interrupted: Path, step: Callable, caplog: pytest.LogCaptureFixture) -> None:
+def test_recordings_that_changed_meanwhile(
+    data: Path, tmp_path: Path, interrupted: Path, step: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
     step(data)
     assert build(data, interrupted).summary["resumed_rows"] == 0
     assert "the recordings are not the same any more" in caplog.text
     assert interrupted.read_bytes() == fresh_bytes(data, tmp_path)
 
 
-def test_content_that_changed_meanwhile_under_the_same_time(data: Path, tmp_path: Path, interrupted: Path, read: list[bytes]) -> None:
+def test_content_that_changed_meanwhile_under_the_same_time(
+    data: Path, tmp_path: Path, interrupted: Path, read: list[bytes]
+) -> None:
     path = data / "LEAK" / "01.wav"
     keeping_time(path, lambda: flip(path, 1000))
     build(data, interrupted)
@@ -457,7 +714,9 @@ def test_content_that_changed_meanwhile_under_the_same_time(data: Path, tmp_path
     assert interrupted.read_bytes() == fresh_bytes(data, tmp_path)
 
 
-def test_other_features_start_over_and_say_why(data: Path, interrupted: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_features_start_over_and_say_why(
+    data: Path, interrupted: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     result = build(data, interrupted, spec=lm.MelSpec.preset("disjoint", duration_s=1.0, n_mels=32))
     assert result.summary["resumed_rows"] == 0
     assert "features or engine are others" in caplog.text
@@ -466,7 +725,8 @@ def test_other_features_start_over_and_say_why(data: Path, interrupted: Path, ca
 def test_an_interrupted_update_goes_on(data: Path, tmp_path: Path, read: list[bytes]) -> None:
     target = tmp_path / "out" / "x.h5"
     old = build(data, target).path.read_bytes()
-    for k in range(40, 60): write(data / "LEAK" / f"{k}.wav", k)
+    for k in range(40, 60):
+        write(data / "LEAK" / f"{k}.wav", k)
     settle()
     killed(data, target, 4)
     assert target.read_bytes() == old
@@ -482,23 +742,35 @@ def test_killed_again_and_again(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "x.h5"
     for _ in range(12):
         killed(data, target, 2)
-        if target.exists(): break
+        if target.exists():
+            break
     assert build(data, target).path.read_bytes() == fresh_bytes(data, tmp_path)
 
 
-def test_without_a_journal_nothing_is_left(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_journal_nothing_is_left(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = PipelineConfig(files_per_batch=4, compute_workers=2, fsync=False, journal_bytes=0)
-    def broken(*args: Any) -> None: raise KeyboardInterrupt
+
+    def broken(*args: Any) -> None:
+        raise KeyboardInterrupt
+
     monkeypatch.setattr("leakmel.dataset.publish.job_metadata", broken)
-    with pytest.raises(KeyboardInterrupt): build(data, tmp_path / "out" / "x.h5", pipeline=config)
+    with pytest.raises(KeyboardInterrupt):
+        build(data, tmp_path / "out" / "x.h5", pipeline=config)
     assert leftovers(tmp_path / "out") == []
 
 
-def test_a_full_disk_ends_the_journal_and_not_the_build(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_the_journal_and_not_the_build(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     real = os.write
+
     def full(fd: int, content: Any) -> int:
-        if os.readlink(f"/proc/self/fd/{fd}").endswith(".journal"): raise OSError(28, "No space left on device")
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".journal"):
+            raise OSError(28, "No space left on device")
         return real(fd, content)
+
     monkeypatch.setattr(os, "write", full)
     assert build(data, tmp_path / "out" / "x.h5").rows == 30
     assert "the build goes on" in caplog.text
@@ -507,8 +779,22 @@ def test_a_full_disk_ends_the_journal_and_not_the_build(data: Path, tmp_path: Pa
 
 def test_faults_of_recordings_and_engines_leave_nothing() -> None:
     from leakmel.core.errors import EngineError, MachineError, SpaceError, UsageError, VerifyError
-    to_blame: list[BaseException] = [DataError("x"), EngineError("x"), VerifyError("x"), UsageError("x"), ValueError()]
-    from_outside: list[BaseException] = [MachineError("x"), SpaceError("x"), OutputError("x"), MemoryError(), KeyboardInterrupt(), SystemExit()]
+
+    to_blame: list[BaseException] = [
+        DataError("x"),
+        EngineError("x"),
+        VerifyError("x"),
+        UsageError("x"),
+        ValueError(),
+    ]
+    from_outside: list[BaseException] = [
+        MachineError("x"),
+        SpaceError("x"),
+        OutputError("x"),
+        MemoryError(),
+        KeyboardInterrupt(),
+        SystemExit(),
+    ]
     assert not any(map(begin.may_go_on, to_blame))
     assert all(map(begin.may_go_on, from_outside))
 
@@ -517,7 +803,8 @@ def test_faults_of_recordings_and_engines_leave_nothing() -> None:
 
 
 def swap_folders(data: Path) -> None:
-    for old, new in (("LEAK", "aside"), ("NOLEAK", "LEAK"), ("aside", "NOLEAK")): (data / old).rename(data / new)
+    for old, new in (("LEAK", "aside"), ("NOLEAK", "LEAK"), ("aside", "NOLEAK")):
+        (data / old).rename(data / new)
 
 
 @pytest.fixture
@@ -531,10 +818,12 @@ def alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             os.utime(root / label / f"{k}.wav", ns=(10**18, 10**18))
     settle()
     real = again.stamps_of
+
     def same_times(*args: Any) -> np.ndarray:
         stamps = real(*args)
         stamps["ctime_ns"] = 10**18 + 1
         return stamps
+
     monkeypatch.setattr(again, "stamps_of", same_times)
     return root
 
@@ -556,7 +845,9 @@ def test_folders_that_changed_places_are_noticed(alike: Path, tmp_path: Path, re
     assert target.read_bytes() == fresh_bytes(alike, tmp_path)
 
 
-def test_folders_that_changed_places_meanwhile(alike: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folders_that_changed_places_meanwhile(
+    alike: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     target = tmp_path / "out" / "x.h5"
     killed(alike, target, 3)
     swap_folders(alike)
@@ -574,31 +865,42 @@ def test_a_rejection_does_not_hide_that_recordings_differ(data: Path, tmp_path: 
     settle()
     told = {"duration_s": 1.0, "short": "reject"}
     assert "too_short" in [r.code for r in build(data, target, spec=told).rejections]
-    with pytest.raises(DataError, match="differ in rate or length"): build(data, target, spec={"short": "reject"})
+    with pytest.raises(DataError, match="differ in rate or length"):
+        build(data, target, spec={"short": "reject"})
     assert build(data, target, spec=told).summary["nothing_to_do"]
     (data / "LEAK" / "short.wav").unlink()
     assert not build(data, target, spec={"short": "reject"}).summary["nothing_to_do"]
-    assert build(data, target, spec=told).summary["nothing_to_do"], "who follows the data has looked closer than who is told"
+    assert build(data, target, spec=told).summary["nothing_to_do"], (
+        "who follows the data has looked closer than who is told"
+    )
 
 
 @pytest.mark.parametrize("module", [journal, again])
-def test_other_decoders_start_over(data: Path, tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_decoders_start_over(
+    data: Path, tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     target = tmp_path / "out" / "x.h5"
-    if module is journal: killed(data, target, 6)
-    else: build(data, target)
+    if module is journal:
+        killed(data, target, 6)
+    else:
+        build(data, target)
     monkeypatch.setattr(module, "decoders", lambda: {"soxr": "another"})
     assert build(data, target).summary["kept_rows"] == 0
     assert module is again or "of other versions" in caplog.text
 
 
-def test_what_changed_just_before_an_interrupted_build_is_read_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changed_just_before_an_interrupted_build_is_read_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "out" / "x.h5"
     killed(data, target, 6)
     monkeypatch.setattr(again, "_JUST_NOW_NS", 3600 * 10**9)
     assert build(data, target).summary["resumed_rows"] == 0
 
 
-def test_a_preload_reads_no_recording_whose_row_is_kept(data: Path, tmp_path: Path, read: list[bytes]) -> None:
+def test_a_preload_reads_no_recording_whose_row_is_kept(
+    data: Path, tmp_path: Path, read: list[bytes]
+) -> None:
     target = tmp_path / "out" / "x.h5"
     build(data, target, mode="preload")
     add(data)
@@ -613,8 +915,12 @@ def test_a_preload_reads_no_recording_whose_row_is_kept(data: Path, tmp_path: Pa
 def test_a_recording_that_a_table_names_and_nobody_has_is_no_work(data: Path, tmp_path: Path) -> None:
     table, target = tmp_path / "t.csv", tmp_path / "out" / "x.h5"
     paths = sorted(p.relative_to(data) for p in data.rglob("*.wav"))
-    table.write_text("path,label\n" + "".join(f"{p},{p.parts[0]}\n" for p in paths) + "LEAK/missing.wav,LEAK\n")
-    assert [build(data, target, manifest=lm.scan(data, table=table)).summary["nothing_to_do"] for _ in range(2)] == [False, True]
+    table.write_text(
+        "path,label\n" + "".join(f"{p},{p.parts[0]}\n" for p in paths) + "LEAK/missing.wav,LEAK\n"
+    )
+    assert [
+        build(data, target, manifest=lm.scan(data, table=table)).summary["nothing_to_do"] for _ in range(2)
+    ] == [False, True]
     write(data / "LEAK" / "missing.wav")
     assert build(data, target, manifest=lm.scan(data, table=table)).rows == 31
 
@@ -623,12 +929,18 @@ def test_a_recording_that_a_table_names_and_nobody_has_is_no_work(data: Path, tm
 
 
 @pytest.mark.parametrize("stage", ["check_data_set", "job_metadata"])
-def test_an_interruption_after_the_last_row_costs_no_row(data: Path, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch, read: list[bytes]) -> None:
+def test_an_interruption_after_the_last_row_costs_no_row(
+    data: Path, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch, read: list[bytes]
+) -> None:
     target = tmp_path / "out" / "x.h5"
-    def interrupted(*args: Any, **named: Any) -> None: raise KeyboardInterrupt
+
+    def interrupted(*args: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as m:
         m.setattr(f"leakmel.dataset.publish.{stage}", interrupted)
-        with pytest.raises(KeyboardInterrupt) as raised: build(data, target)
+        with pytest.raises(KeyboardInterrupt) as raised:
+            build(data, target)
     assert raised.value.__notes__[0].startswith("30 rows are kept")
     assert leftovers(target.parent) == [".x.h5.journal", ".x.h5.partial"]
     read.clear()
@@ -640,8 +952,17 @@ def test_an_interruption_after_the_last_row_costs_no_row(data: Path, tmp_path: P
 def test_nothing_to_do_removes_what_killed_builds_left(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "x.h5"
     build(data, target)
-    left = (".x.h5.partial", ".x.h5.journal", ".x.h5.scratch", ".x.h5.partial.gz", "..x.h5.state.new", ".x.h5.report.json.new", ".x.h5.status.json")
-    for name in left: (target.parent / name).write_bytes(b"x")
+    left = (
+        ".x.h5.partial",
+        ".x.h5.journal",
+        ".x.h5.scratch",
+        ".x.h5.partial.gz",
+        "..x.h5.state.new",
+        ".x.h5.report.json.new",
+        ".x.h5.status.json",
+    )
+    for name in left:
+        (target.parent / name).write_bytes(b"x")
     assert build(data, target).summary["nothing_to_do"]
     assert leftovers(target.parent, *BESIDE) == []
 
@@ -653,7 +974,9 @@ def test_a_build_that_goes_on_removes_a_half_packed_file(interrupted: Path, data
 
 def test_copies_in_a_split_that_changed_are_reported_for_one_that_stands(demo: Path, tmp_path: Path) -> None:
     root = tmp_path / "demo"
-    common: dict[str, Any] = dict(out_dir=tmp_path / "out", engine="reference", progress="none", pipeline=CONFIG, check=2)
+    common: dict[str, Any] = dict(
+        out_dir=tmp_path / "out", engine="reference", progress="none", pipeline=CONFIG, check=2
+    )
     shutil.copytree(demo, root)
     settle()
     before = lm.build_all(root, **common)[1]
@@ -665,12 +988,16 @@ def test_copies_in_a_split_that_changed_are_reported_for_one_that_stands(demo: P
     report = json.loads((tmp_path / "out" / "VALIDATION_DATASET.H5.report.json").read_text())
     assert after.summary["nothing_to_do"]
     assert [(p["kind"], p["path"]) for p in report["problems"]] == [(p.kind, p.path) for p in after.noted]
-    assert report["problems_by_kind"].get("duplicate_across_splits", 0) == before.summary["problems_by_kind"].get("duplicate_across_splits", 0) + 1
+    assert (
+        report["problems_by_kind"].get("duplicate_across_splits", 0)
+        == before.summary["problems_by_kind"].get("duplicate_across_splits", 0) + 1
+    )
     assert report["seconds"] == before.summary["seconds"]
 
 
 def test_no_rate_is_said_of_rows_that_were_there(data: Path, tmp_path: Path) -> None:
     from leakmel.insight.cards import ResultCard
+
     target = tmp_path / "out" / "x.h5"
     assert "files/s" in repr(build(data, target)) + repr(ResultCard([build(data, target, fresh=True)]))
     result = build(data, target)
@@ -682,7 +1009,11 @@ def test_no_rate_is_said_of_rows_that_were_there(data: Path, tmp_path: Path) -> 
 def test_the_rate_of_a_build_that_goes_on_is_that_of_what_it_reads(tmp_path: Path) -> None:
     from leakmel.core.progress import Standing
     from leakmel.dataset.live import Pulse, write_status
-    assert repr(Standing(900, 1000, 10.0, n_before=800)) == "900 of 1,000 files in 10.0 s, 10 files/s, about 10.0 s left"
+
+    assert (
+        repr(Standing(900, 1000, 10.0, n_before=800))
+        == "900 of 1,000 files in 10.0 s, 10 files/s, about 10.0 s left"
+    )
     assert repr(Standing(800, 1000, 10.0, n_before=800)) == "800 of 1,000 files in 10.0 s"
     pulse = Pulse("TRAINING", "reading and computing", 900, 1000, 0, files_kept=800)
     write_status(tmp_path / "x.h5", pulse, 10.0)
@@ -705,9 +1036,16 @@ def test_a_lock_of_another_name_is_not_written_to(data: Path, tmp_path: Path) ->
     assert leftovers(target.parent, *BESIDE) == []
 
 
-def state_huge(target: Path) -> None: os.truncate(state_path(target), 1 << 40)
-def state_nested(target: Path) -> None: state_path(target).write_bytes(b"[" * 4000 + b"\n")
-def state_list(target: Path) -> None: state_path(target).write_bytes(b"[]\n")
+def state_huge(target: Path) -> None:
+    os.truncate(state_path(target), 1 << 40)
+
+
+def state_nested(target: Path) -> None:
+    state_path(target).write_bytes(b"[" * 4000 + b"\n")
+
+
+def state_list(target: Path) -> None:
+    state_path(target).write_bytes(b"[]\n")
 
 
 def state_pipe(target: Path) -> None:
@@ -715,7 +1053,9 @@ def state_pipe(target: Path) -> None:
     os.mkfifo(state_path(target))
 
 
-@pytest.mark.parametrize("fault", [state_huge, state_nested, state_list, state_pipe], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fault", [state_huge, state_nested, state_list, state_pipe], ids=lambda f: f.__name__
+)
 def test_a_state_may_be_anything(data: Path, tmp_path: Path, fault: Callable) -> None:
     target = tmp_path / "out" / "x.h5"
     right = build(data, target).path.read_bytes()
@@ -724,16 +1064,25 @@ def test_a_state_may_be_anything(data: Path, tmp_path: Path, fault: Callable) ->
     assert target.read_bytes() == right
 
 
-FORGERIES: list[dict[str, Any]] = [{"ranges": [[float("inf"), 1]]}, {"ranges": [[0, 2], [0, 2]]}, {"ranges": [[2, 2], [0, 2]]},
-                                   {"unusual": {"100": ["a", "b"]}}, {"unusual": {"-1": ["a", "b"]}}, {"ranges": [[0, 4]] * 50_000},
-                                   {"moments": "AAAA"}, {"unusual": {"0": "abc"}}]
+FORGERIES: list[dict[str, Any]] = [
+    {"ranges": [[float("inf"), 1]]},
+    {"ranges": [[0, 2], [0, 2]]},
+    {"ranges": [[2, 2], [0, 2]]},
+    {"unusual": {"100": ["a", "b"]}},
+    {"unusual": {"-1": ["a", "b"]}},
+    {"ranges": [[0, 4]] * 50_000},
+    {"moments": "AAAA"},
+    {"unusual": {"0": "abc"}},
+]
 
 
 @pytest.mark.parametrize("forgery", range(len(FORGERIES)))
 def test_forged_entries_are_none(data: Path, interrupted: Path, forgery: int) -> None:
     "Whole lines with the right digests of their own: they must not stop later builds, let them wait for ever, or take memory."
     lines = journal_path(interrupted).read_bytes().splitlines(keepends=True)
-    journal_path(interrupted).write_bytes(lines[0] + journal._line(json.loads(lines[1][33:]) | FORGERIES[forgery]))
+    journal_path(interrupted).write_bytes(
+        lines[0] + journal._line(json.loads(lines[1][33:]) | FORGERIES[forgery])
+    )
     result = build(data, interrupted)
     assert (result.rows, result.summary["resumed_rows"]) == (30, 0)
 
@@ -741,8 +1090,21 @@ def test_forged_entries_are_none(data: Path, interrupted: Path, forgery: int) ->
 # ---- killed at every step that the disk sees
 
 
-STEPS = [(os, name) for name in ("pwrite", "write", "ftruncate", "truncate", "posix_fallocate", "fsync", "fdatasync", "replace", "unlink", "open")] + [
-    (h5py.File, "close"), (h5py.Group, "create_dataset")]
+STEPS = [
+    (os, name)
+    for name in (
+        "pwrite",
+        "write",
+        "ftruncate",
+        "truncate",
+        "posix_fallocate",
+        "fsync",
+        "fdatasync",
+        "replace",
+        "unlink",
+        "open",
+    )
+] + [(h5py.File, "close"), (h5py.Group, "create_dataset")]
 
 
 def crash(data: Path, target: Path, at: int, **options: Any) -> bool:
@@ -750,15 +1112,21 @@ def crash(data: Path, target: Path, at: int, **options: Any) -> bool:
     if (pid := os.fork()) == 0:
         try:
             n = [0]
+
             def stepping(real: Callable) -> Callable:
                 def step(*args: Any, **named: Any) -> Any:
                     n[0] += 1
-                    if n[0] == at: os.kill(os.getpid(), signal.SIGKILL)
+                    if n[0] == at:
+                        os.kill(os.getpid(), signal.SIGKILL)
                     return real(*args, **named)
+
                 return step
-            for owner, name in STEPS: setattr(owner, name, stepping(getattr(owner, name)))
+
+            for owner, name in STEPS:
+                setattr(owner, name, stepping(getattr(owner, name)))
             build(data, target, **options)
-        finally: os._exit(0)
+        finally:
+            os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
@@ -768,7 +1136,8 @@ def sweep(data: Path, folder: Path, every: int, **options: Any) -> int:
     target = folder / "swept" / "x.h5"
     for n, at in enumerate(range(1, 100_000, every)):
         shutil.rmtree(target.parent, ignore_errors=True)
-        if not crash(data, target, at, **options): return n
+        if not crash(data, target, at, **options):
+            return n
         assert not target.exists() or target.read_bytes() == right
         build(data, target, **options)
         assert target.read_bytes() == right, f"killed at step {at}"
@@ -782,7 +1151,9 @@ def test_killed_at_steps_all_over_a_build(data: Path, tmp_path: Path, tried: Cal
     assert n > 20
 
 
-def test_killed_at_steps_all_over_a_build_in_the_presence_of_an_old_data_set(data: Path, tmp_path: Path, tried: Callable) -> None:
+def test_killed_at_steps_all_over_a_build_in_the_presence_of_an_old_data_set(
+    data: Path, tmp_path: Path, tried: Callable
+) -> None:
     "The old data set is intact, or the new one complete, at every point."
     old_target = tmp_path / "old" / "x.h5"
     old = build(data, old_target).path.read_bytes()
@@ -792,7 +1163,8 @@ def test_killed_at_steps_all_over_a_build_in_the_presence_of_an_old_data_set(dat
     for at in range(1, 100_000, 9):
         target = tmp_path / f"t{at}" / "x.h5"
         shutil.copytree(old_target.parent, target.parent)
-        if not crash(data, target, at): break
+        if not crash(data, target, at):
+            break
         n += 1
         assert target.read_bytes() in (old, right)
         build(data, target)
@@ -803,11 +1175,13 @@ def test_killed_at_steps_all_over_a_build_in_the_presence_of_an_old_data_set(dat
 
 
 @pytest.mark.parametrize("policy", [{"max_rejected": 0.05}, {"on_bad_file": "stop"}], ids=str)
-def test_killed_at_steps_all_over_a_build_that_bad_files_would_end(data: Path, tmp_path: Path, tried: Callable, policy: dict[str, Any]) -> None:
+def test_killed_at_steps_all_over_a_build_that_bad_files_would_end(
+    data: Path, tmp_path: Path, tried: Callable, policy: dict[str, Any]
+) -> None:
     "No kill lets it publish; the old data set is intact at every point, and who may leave the files out goes on from the rows that are there."
     refusing, old_target = {"pipeline": replace(CONFIG, **policy)}, tmp_path / "old" / "x.h5"
     old = build(data, old_target).path.read_bytes()
-    all_of_it(data)      # 2 of 33 files are bad, 6.1 %
+    all_of_it(data)  # 2 of 33 files are bad, 6.1 %
     settle()
     right, n, n_resumed = fresh_bytes(data, tmp_path), 0, 0
     for at in range(1, 100_000, 7):
@@ -815,13 +1189,15 @@ def test_killed_at_steps_all_over_a_build_that_bad_files_would_end(data: Path, t
         shutil.copytree(old_target.parent, target.parent)
         was_killed = crash(data, target, at, **refusing)
         assert target.read_bytes() == old
-        with pytest.raises(BadFilesError): build(data, target, **refusing)
+        with pytest.raises(BadFilesError):
+            build(data, target, **refusing)
         assert target.read_bytes() == old
         assert leftovers(target.parent, *BESIDE) == [".x.h5.journal", ".x.h5.partial"]
         n_resumed += build(data, target).summary["resumed_rows"] > 0
         assert target.read_bytes() == right
         assert leftovers(target.parent, *BESIDE) == []
-        if not was_killed: break
+        if not was_killed:
+            break
         n += 1
         tried("S1")
     assert n >= 3
@@ -829,11 +1205,21 @@ def test_killed_at_steps_all_over_a_build_that_bad_files_would_end(data: Path, t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{"engine": "cpu"}, {"engine": "cpu", "with_waveforms": True},
-                                     {"engine": "cpu", "pipeline": replace(CONFIG, compression="gzip", fsync=True)}], ids=str)
-def test_killed_at_every_step_of_a_build_of_200_files(tmp_path: Path, make_wav: Callable, tried: Callable, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine": "cpu"},
+        {"engine": "cpu", "with_waveforms": True},
+        {"engine": "cpu", "pipeline": replace(CONFIG, compression="gzip", fsync=True)},
+    ],
+    ids=str,
+)
+def test_killed_at_every_step_of_a_build_of_200_files(
+    tmp_path: Path, make_wav: Callable, tried: Callable, options: dict[str, Any]
+) -> None:
     data = tmp_path / "data"
-    for k in range(200): make_wav(data / ("LEAK" if k % 2 else "NOLEAK") / f"{k:03d}.wav", seed=k)
+    for k in range(200):
+        make_wav(data / ("LEAK" if k % 2 else "NOLEAK") / f"{k:03d}.wav", seed=k)
     (data / "LEAK" / "zero.wav").write_bytes(b"")
     settle()
     n = sweep(data, tmp_path, every=1, **options)
@@ -847,55 +1233,91 @@ def test_killed_at_every_step_of_a_build_of_200_files(tmp_path: Path, make_wav: 
 @pytest.fixture
 def whole_seconds(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     "A file system that keeps whole seconds, and whose clock stands at a second that is given: recordings get this time, whatever happens to them."
-    monkeypatch.setattr(loader, "native", lambda: None)      # times are taken by Python, where they can be changed
+    monkeypatch.setattr(
+        loader, "native", lambda: None
+    )  # times are taken by Python, where they can be changed
     monkeypatch.setattr(again, "native", lambda: None)
     clock, real_stat, real_fstat = [0], os.stat, os.fstat
+
     def coarse(st: os.stat_result, path: Any) -> os.stat_result:
-        if not stat.S_ISREG(st.st_mode) or not os.fsdecode(path).startswith(f"{data}/"): return st
+        if not stat.S_ISREG(st.st_mode) or not os.fsdecode(path).startswith(f"{data}/"):
+            return st
         fields = {name: getattr(st, name) for name in dir(st) if name.startswith("st_")}
-        return os.stat_result(tuple(st), fields | {"st_ctime_ns": clock[0] * 10**9, "st_ctime": float(clock[0])})
-    def of_path(path: Any, **named: Any) -> os.stat_result: return coarse(real_stat(path, **named), path) if not isinstance(path, int) else of_fd(path)
-    def of_fd(fd: int) -> os.stat_result: return coarse(real_fstat(fd), os.readlink(f"/proc/self/fd/{fd}"))
+        return os.stat_result(
+            tuple(st), fields | {"st_ctime_ns": clock[0] * 10**9, "st_ctime": float(clock[0])}
+        )
+
+    def of_path(path: Any, **named: Any) -> os.stat_result:
+        return coarse(real_stat(path, **named), path) if not isinstance(path, int) else of_fd(path)
+
+    def of_fd(fd: int) -> os.stat_result:
+        return coarse(real_fstat(fd), os.readlink(f"/proc/self/fd/{fd}"))
+
     monkeypatch.setattr(os, "stat", of_path)
     monkeypatch.setattr(os, "fstat", of_fd)
+
     def put(second: int) -> None:
         clock[0] = second
-        for path in data.rglob("*.wav"): os.utime(path, (second, second))
+        for path in data.rglob("*.wav"):
+            os.utime(path, (second, second))
+
     return put
 
 
 @pytest.mark.parametrize("interrupted", [False, True], ids=["complete", "interrupted"])
-def test_a_change_within_the_second_of_a_build_is_seen_by_the_next(data: Path, tmp_path: Path, whole_seconds: Callable[[int], None],
-                                                                   monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+def test_a_change_within_the_second_of_a_build_is_seen_by_the_next(
+    data: Path,
+    tmp_path: Path,
+    whole_seconds: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    interrupted: bool,
+) -> None:
     "It leaves no trace where times are whole seconds; so what is as young as that is read again."
     now, target, path = int(time.time()), tmp_path / "out" / "x.h5", data / "LEAK" / "01.wav"
-    monkeypatch.setattr(again, "_SECONDS_ONLY_NS", 600 * 10**9)      # two seconds, and the time that this test may take
+    monkeypatch.setattr(
+        again, "_SECONDS_ONLY_NS", 600 * 10**9
+    )  # two seconds, and the time that this test may take
     whole_seconds(now)
+
     def first() -> None:
         with monkeypatch.context() as m:
-            if interrupted: m.setattr("leakmel.dataset.publish.check_data_set", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt()))
-            with suppress(KeyboardInterrupt): build(data, target)
+            if interrupted:
+                m.setattr(
+                    "leakmel.dataset.publish.check_data_set",
+                    lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt()),
+                )
+            with suppress(KeyboardInterrupt):
+                build(data, target)
         flip(path, 1000)
         whole_seconds(now)
+
     first()
     result = build(data, target)
     assert (result.summary["kept_rows"], result.summary["nothing_to_do"]) == (0, False)
     assert target.read_bytes() == fresh_bytes(data, tmp_path)
-    monkeypatch.setattr(again, "_SECONDS_ONLY_NS", -600 * 10**9)      # without this rule the change is missed
+    monkeypatch.setattr(again, "_SECONDS_ONLY_NS", -600 * 10**9)  # without this rule the change is missed
     build(data, target, fresh=True)
     first()
-    with suppress(DataError, VerifyError): build(data, target)      # the check may find the row that is not the recording's any more
+    with suppress(DataError, VerifyError):
+        build(data, target)  # the check may find the row that is not the recording's any more
     assert target.read_bytes() != fresh_bytes(data, tmp_path)
 
 
 def test_how_old_a_time_has_to_be() -> None:
     "Two seconds where it may be a whole one, 20 ms else."
     second, fine = 1_700_000_000 * 10**9, 1_700_000_000 * 10**9 + 5
-    for ctime_ns, after_ns, is_settled in ((second, 1_999_999_999, False), (second, 2_000_000_001, True), (fine, 19_999_999, False), (fine, 20_000_001, True)):
+    for ctime_ns, after_ns, is_settled in (
+        (second, 1_999_999_999, False),
+        (second, 2_000_000_001, True),
+        (fine, 19_999_999, False),
+        (fine, 20_000_001, True),
+    ):
         assert again._is_settled(np.array([ctime_ns]), ctime_ns + after_ns).tolist() == [is_settled]
 
 
-def test_whole_seconds_that_lie_back_are_trusted(data: Path, tmp_path: Path, whole_seconds: Callable[[int], None], read: list[bytes]) -> None:
+def test_whole_seconds_that_lie_back_are_trusted(
+    data: Path, tmp_path: Path, whole_seconds: Callable[[int], None], read: list[bytes]
+) -> None:
     whole_seconds(int(time.time()) - 10)
     build(data, tmp_path / "x.h5")
     read.clear()

@@ -1,4 +1,5 @@
 "What a bad file means: it is rejected, or stops the build; too many of them publish nothing; and many in a row are the machine's fault."
+
 import errno
 import json
 import os
@@ -26,7 +27,9 @@ from leakmel.dataset import loader
 from leakmel.dataset.bad_files import MOST_LISTED, BadFilesError
 from leakmel.dataset.config import PipelineConfig
 
-CONFIG = PipelineConfig(files_per_batch=4, compute_workers=2, fsync=False, monitor_interval_s=0.0, journal_bytes=1)
+CONFIG = PipelineConfig(
+    files_per_batch=4, compute_workers=2, fsync=False, monitor_interval_s=0.0, journal_bytes=1
+)
 HANDS: dict[str, dict[str, Any]] = {"each for itself": {}, "hand to hand": {"read_workers": 2, "slots": 4}}
 SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
@@ -35,8 +38,14 @@ RESUMABLE = [".x.h5.journal", ".x.h5.partial"]
 
 def build(root: Path, out: Path, hands: str = "each for itself", **options: Any) -> lm.BuildResult:
     "A build in small batches; fields of PipelineConfig go there."
-    config = replace(CONFIG, **HANDS[hands], **{k: options.pop(k) for k in list(options) if hasattr(CONFIG, k)})
-    return lm.build(root, out=out, **{"spec": SPEC, "engine": "reference", "progress": "none", "check": 4, "pipeline": config} | options)
+    config = replace(
+        CONFIG, **HANDS[hands], **{k: options.pop(k) for k in list(options) if hasattr(CONFIG, k)}
+    )
+    return lm.build(
+        root,
+        out=out,
+        **{"spec": SPEC, "engine": "reference", "progress": "none", "check": 4, "pipeline": config} | options,
+    )
 
 
 def settle(root: Path) -> None:
@@ -53,9 +62,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def data(tmp_path: Path, make_wav: Callable) -> Path:
     "30 recordings of 1 s, and ten files that are none: a quarter of forty."
     root = tmp_path / "data"
-    for k in range(30): make_wav(root / ("LEAK" if k % 2 == 0 else "NOLEAK") / f"{k:02d}.wav", seed=k)
-    for k in range(7): (root / "NOLEAK" / f"y {k}.wav").write_bytes(b"")
-    for k in range(3): (root / "NOLEAK" / f"z {k}.wav").write_bytes(b"no recording")
+    for k in range(30):
+        make_wav(root / ("LEAK" if k % 2 == 0 else "NOLEAK") / f"{k:02d}.wav", seed=k)
+    for k in range(7):
+        (root / "NOLEAK" / f"y {k}.wav").write_bytes(b"")
+    for k in range(3):
+        (root / "NOLEAK" / f"z {k}.wav").write_bytes(b"no recording")
     settle(root)
     return root
 
@@ -65,9 +77,11 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     "The paths of recordings that builds read."
     paths: list[bytes] = []
     real = loader.BatchReader.fill
+
     def fill(self: loader.BatchReader, slot: loader.Slot) -> int:
-        paths.extend(self.listing.paths[slot.first:slot.first + slot.n])
+        paths.extend(self.listing.paths[slot.first : slot.first + slot.n])
         return real(self, slot)
+
     monkeypatch.setattr(loader.BatchReader, "fill", fill)
     return paths
 
@@ -75,56 +89,100 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 # ---- more than may be
 
 
-@pytest.mark.parametrize(("hands", "mode"), [("each for itself", "stream"), ("hand to hand", "stream"), ("each for itself", "preload"),
-                                             ("hand to hand", "memmap")])
+@pytest.mark.parametrize(
+    ("hands", "mode"),
+    [
+        ("each for itself", "stream"),
+        ("hand to hand", "stream"),
+        ("each for itself", "preload"),
+        ("hand to hand", "memmap"),
+    ],
+)
 @pytest.mark.parametrize("old", [False, True], ids=["alone", "beside an old one"])
-def test_too_many_rejected_publish_nothing_and_are_gone_on_from(data: Path, tmp_path: Path, read: list[bytes], hands: str, mode: str, old: bool) -> None:
+def test_too_many_rejected_publish_nothing_and_are_gone_on_from(
+    data: Path, tmp_path: Path, read: list[bytes], hands: str, mode: str, old: bool
+) -> None:
     target, named = tmp_path / "out" / "x.h5", {"mode": mode}
     before = b""
     if old:
         lm.build(data, out=target, spec=replace(SPEC, n_mels=20), engine="reference", progress="none")
         before = target.read_bytes()
-    with pytest.raises(BadFilesError) as raised: build(data, target, hands, max_rejected=0.2, **named)
+    with pytest.raises(BadFilesError) as raised:
+        build(data, target, hands, max_rejected=0.2, **named)
     said = str(raised.value)
-    for words in (str(data), "10 of 40 files", "25 %", "20 %", "nothing was published", "7 empty, 3 not_wav", "NOLEAK/y 0.wav", "NOLEAK/z 0.wav",
-                  "max_rejected"):
+    for words in (
+        str(data),
+        "10 of 40 files",
+        "25 %",
+        "20 %",
+        "nothing was published",
+        "7 empty, 3 not_wav",
+        "NOLEAK/y 0.wav",
+        "NOLEAK/z 0.wav",
+        "max_rejected",
+    ):
         assert words in said, words
     assert raised.value.exit_code == 1
-    assert raised.value.__notes__ == ["30 rows are kept: the same build goes on from them, unless it is told to start over (fresh=True, --fresh)"]
+    assert raised.value.__notes__ == [
+        "30 rows are kept: the same build goes on from them, unless it is told to start over (fresh=True, --fresh)"
+    ]
     assert (target.read_bytes() if old else b"") == before
     assert leftovers(target.parent, *(BESIDE if old else [])) == RESUMABLE
     read.clear()
-    result = build(data, target, hands, max_rejected=0.25, **named)      # a quarter is not more than a quarter
-    assert (result.summary["resumed_rows"], len(result.rejections), result.summary["rejected_share"]) == (30, 10, 0.25)
-    looked_at = [p for p in walk(data) if p.startswith((b"NOLEAK/y", b"NOLEAK/z"))]      # again, since they may have been mended
-    assert sorted(read) == ([] if mode == "memmap" else looked_at)      # one by one, where batches come from the cache file
+    result = build(data, target, hands, max_rejected=0.25, **named)  # a quarter is not more than a quarter
+    assert (result.summary["resumed_rows"], len(result.rejections), result.summary["rejected_share"]) == (
+        30,
+        10,
+        0.25,
+    )
+    looked_at = [
+        p for p in walk(data) if p.startswith((b"NOLEAK/y", b"NOLEAK/z"))
+    ]  # again, since they may have been mended
+    assert sorted(read) == (
+        [] if mode == "memmap" else looked_at
+    )  # one by one, where batches come from the cache file
     assert leftovers(target.parent, *BESIDE) == []
     check(target, data)
     build(data, tmp_path / "y.h5", fresh=True)
-    assert target.read_bytes() == (tmp_path / "y.h5").read_bytes()      # the policy is in no byte
+    assert target.read_bytes() == (tmp_path / "y.h5").read_bytes()  # the policy is in no byte
 
 
 def test_the_usual_share_stops_what_cannot_be_meant(data: Path, tmp_path: Path) -> None:
-    for k in range(230): (data / "LEAK" / f"x {k}.wav").write_bytes(b"")
-    assert build(data, tmp_path / "x.h5").rows == 30      # 240 of 270, 88.9 %
-    for k in range(50): (data / "NOLEAK" / f"x {k}.wav").write_bytes(b"")
-    with pytest.raises(BadFilesError, match="290 of 320 files were rejected, 90.6 %, and up to 90 %"): build(data, tmp_path / "x.h5")
+    for k in range(230):
+        (data / "LEAK" / f"x {k}.wav").write_bytes(b"")
+    assert build(data, tmp_path / "x.h5").rows == 30  # 240 of 270, 88.9 %
+    for k in range(50):
+        (data / "NOLEAK" / f"x {k}.wav").write_bytes(b"")
+    with pytest.raises(BadFilesError, match="290 of 320 files were rejected, 90.6 %, and up to 90 %"):
+        build(data, tmp_path / "x.h5")
     assert build(data, tmp_path / "x.h5", max_rejected=1.0).rows == 30
 
 
-def test_files_that_were_rejected_before_count_without_being_read(data: Path, tmp_path: Path, read: list[bytes], make_wav: Callable) -> None:
+def test_files_that_were_rejected_before_count_without_being_read(
+    data: Path, tmp_path: Path, read: list[bytes], make_wav: Callable
+) -> None:
     target = tmp_path / "x.h5"
     build(data, target)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+
     def refused(**options: Any) -> str:
         read.clear()
-        with pytest.raises(BadFilesError) as raised: build(data, target, **options)
-        assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file() and "partial" not in p.name and "journal" not in p.name} == before
+        with pytest.raises(BadFilesError) as raised:
+            build(data, target, **options)
+        assert {
+            p.name: p.read_bytes()
+            for p in tmp_path.iterdir()
+            if p.is_file() and "partial" not in p.name and "journal" not in p.name
+        } == before
         return str(raised.value)
-    assert "10 of 40 files" in refused(max_rejected=0.2)      # nothing is to be done, and the answer is that of a build from nothing
+
+    assert "10 of 40 files" in refused(
+        max_rejected=0.2
+    )  # nothing is to be done, and the answer is that of a build from nothing
     assert "NOLEAK/y 0.wav" in refused(on_bad_file="stop")
     assert read == []
-    for k in range(2): make_wav(data / "LEAK" / f"more {k}.wav", seed=90 + k)
+    for k in range(2):
+        make_wav(data / "LEAK" / f"more {k}.wav", seed=90 + k)
     settle(data)
     assert "10 of 42 files" in refused(max_rejected=0.2)
     assert sorted(read) == [b"LEAK/more 0.wav", b"LEAK/more 1.wav"]
@@ -137,8 +195,10 @@ def test_files_that_were_rejected_before_count_without_being_read(data: Path, tm
 
 
 def test_each_data_set_is_judged_by_itself(data: Path, tmp_path: Path) -> None:
-    for split in ("TRAINING", "TESTING"): shutil.copytree(data, tmp_path / "town" / split)
-    for path in (tmp_path / "town" / "TRAINING").rglob("[yz]*.wav"): path.unlink()
+    for split in ("TRAINING", "TESTING"):
+        shutil.copytree(data, tmp_path / "town" / split)
+    for path in (tmp_path / "town" / "TRAINING").rglob("[yz]*.wav"):
+        path.unlink()
     common: dict[str, Any] = dict(out_dir=tmp_path / "out", spec=SPEC, engine="reference", progress="none")
     with pytest.raises(BadFilesError, match="TESTING: 10 of 40") as raised:
         lm.build_all(tmp_path / "town", pipeline=replace(CONFIG, max_rejected=0.2), **common)
@@ -150,19 +210,28 @@ def test_each_data_set_is_judged_by_itself(data: Path, tmp_path: Path) -> None:
 # ---- the first one stops
 
 
-@pytest.mark.parametrize(("hands", "mode"), [("each for itself", "stream"), ("hand to hand", "stream"), ("each for itself", "preload"),
-                                             ("hand to hand", "memmap")])
+@pytest.mark.parametrize(
+    ("hands", "mode"),
+    [
+        ("each for itself", "stream"),
+        ("hand to hand", "stream"),
+        ("each for itself", "preload"),
+        ("hand to hand", "memmap"),
+    ],
+)
 def test_the_first_bad_file_stops(data: Path, tmp_path: Path, hands: str, mode: str) -> None:
     target = tmp_path / "out" / "x.h5"
-    with pytest.raises(BadFilesError) as raised: build(data, target, hands, mode=mode, on_bad_file="stop")
+    with pytest.raises(BadFilesError) as raised:
+        build(data, target, hands, mode=mode, on_bad_file="stop")
     (bad,) = raised.value.rejections
     said = str(raised.value)
-    for words in (os.fspath(data / os.fsdecode(bad.path)), f"({bad.code})", bad.message, "on_bad_file"): assert words in said, words
+    for words in (os.fspath(data / os.fsdecode(bad.path)), f"({bad.code})", bad.message, "on_bad_file"):
+        assert words in said, words
     assert bad.code in ("empty", "not_wav")
     assert raised.value.exit_code == 1
     assert not target.exists()
     kept = leftovers(target.parent)
-    assert kept == (RESUMABLE if mode == "stream" else [])      # else it was met before the first row
+    assert kept == (RESUMABLE if mode == "stream" else [])  # else it was met before the first row
     result = build(data, target, hands, mode=mode)
     assert (result.summary["resumed_rows"] > 0) == bool(kept)
     build(data, tmp_path / "y.h5", fresh=True)
@@ -170,46 +239,87 @@ def test_the_first_bad_file_stops(data: Path, tmp_path: Path, hands: str, mode: 
 
 
 def test_stop_changes_nothing_where_all_are_good(data: Path, tmp_path: Path) -> None:
-    for path in data.rglob("[yz]*.wav"): path.unlink()
+    for path in data.rglob("[yz]*.wav"):
+        path.unlink()
     build(data, tmp_path / "x.h5", on_bad_file="stop", max_rejected=0.0)
     build(data, tmp_path / "y.h5")
     assert (tmp_path / "x.h5").read_bytes() == (tmp_path / "y.h5").read_bytes()
-    (data / "loose.wav").write_bytes((data / "LEAK" / "00.wav").read_bytes())      # a recording without a label is a bad file too
+    (data / "loose.wav").write_bytes(
+        (data / "LEAK" / "00.wav").read_bytes()
+    )  # a recording without a label is a bad file too
     before = (tmp_path / "x.h5").read_bytes()
-    with pytest.raises(BadFilesError, match=r"loose\.wav: a bad file \(no_label\)"): build(data, tmp_path / "x.h5", on_bad_file="stop")
+    with pytest.raises(BadFilesError, match=r"loose\.wav: a bad file \(no_label\)"):
+        build(data, tmp_path / "x.h5", on_bad_file="stop")
     assert (tmp_path / "x.h5").read_bytes() == before
 
 
 # ---- how it is asked for, and what is said
 
 
-@pytest.mark.parametrize("wrong", [{"on_bad_file": "skip"}, {"on_bad_file": None}, {"max_rejected": 1.01}, {"max_rejected": -0.1},
-                                   {"max_rejected": float("nan")}, {"max_rejected": "1"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"on_bad_file": "skip"},
+        {"on_bad_file": None},
+        {"max_rejected": 1.01},
+        {"max_rejected": -0.1},
+        {"max_rejected": float("nan")},
+        {"max_rejected": "1"},
+    ],
+    ids=str,
+)
 def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=next(iter(wrong))): PipelineConfig(**wrong)
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        PipelineConfig(**wrong)
 
 
 def test_on_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["build", str(data), "--out", str(tmp_path / "x.h5"), "--duration-s", "1", "--engine", "reference", "--check", "4"]
+    words = [
+        "build",
+        str(data),
+        "--out",
+        str(tmp_path / "x.h5"),
+        "--duration-s",
+        "1",
+        "--engine",
+        "reference",
+        "--check",
+        "4",
+    ]
     assert main([*words, "--max-rejected", "0.1", "--json"]) == 1
     body = json.loads(capsys.readouterr().out)
-    assert (body["ok"], body["error_type"], body["found"], body["rejected"]) == (False, "BadFilesError", 40, 10)
+    assert (body["ok"], body["error_type"], body["found"], body["rejected"]) == (
+        False,
+        "BadFilesError",
+        40,
+        10,
+    )
     assert body["rejected_by_code"] == {"empty": 7, "not_wav": 3}
-    assert [f["path"] for f in body["rejected_files"]] == [os.fsdecode(p) for p in walk(data) if p.startswith((b"NOLEAK/y", b"NOLEAK/z"))]
+    assert [f["path"] for f in body["rejected_files"]] == [
+        os.fsdecode(p) for p in walk(data) if p.startswith((b"NOLEAK/y", b"NOLEAK/z"))
+    ]
     assert main([*words, "--on-bad-file", "stop", "--quiet"]) == 1
     assert "NOLEAK/" in capsys.readouterr().err
-    for more in (["--on-bad-file", "skip"], ["--max-rejected", "30"], ["--max-rejected", "few"]): assert main([*words, *more]) == 2
+    for more in (["--on-bad-file", "skip"], ["--max-rejected", "30"], ["--max-rejected", "few"]):
+        assert main([*words, *more]) == 2
     assert not (tmp_path / "x.h5").exists()
     capsys.readouterr()
     assert main([*words, "--max-rejected", "0.3", "--quiet"]) == 0
     assert "  rejected: 25 % of the files, up to 30 % may be" in capsys.readouterr().out
     report = json.loads((tmp_path / "x.h5.report.json").read_text())
-    assert (report["rejected_share"], report["pipeline"]["max_rejected"], report["pipeline"]["on_bad_file"]) == (0.25, 0.3, "reject")
+    assert (
+        report["rejected_share"],
+        report["pipeline"]["max_rejected"],
+        report["pipeline"]["on_bad_file"],
+    ) == (0.25, 0.3, "reject")
 
 
 def test_in_the_notebook(data: Path, tmp_path: Path) -> None:
     from test_notebooks import error_of
-    given: dict[str, Any] = dict(data_root=str(data), out=str(tmp_path / "out"), duration_s=1.0, sample_rate=4096, engine="reference")
+
+    given: dict[str, Any] = dict(
+        data_root=str(data), out=str(tmp_path / "out"), duration_s=1.0, sample_rate=4096, engine="reference"
+    )
     assert "10 of 40 files were rejected" in error_of("build.ipynb", max_rejected=0.2, **given)
     assert "a bad file (" in error_of("build.ipynb", on_bad_file="stop", **given)
     assert "on_bad_file" in error_of("build.ipynb", on_bad_file="skip", **given)
@@ -218,7 +328,10 @@ def test_in_the_notebook(data: Path, tmp_path: Path) -> None:
 
 def test_a_long_list_is_cut_for_machines() -> None:
     from leakmel.dataset.schema import Rejected
-    error = BadFilesError("many", [Rejected(b"%d.wav" % k, "empty", "") for k in range(MOST_LISTED + 5)], 5000)
+
+    error = BadFilesError(
+        "many", [Rejected(b"%d.wav" % k, "empty", "") for k in range(MOST_LISTED + 5)], 5000
+    )
     assert (error.facts["rejected"], len(error.facts["rejected_files"])) == (MOST_LISTED + 5, MOST_LISTED)
 
 
@@ -231,23 +344,38 @@ def many(tmp_path: Path, make_wav: Callable) -> Path:
     root = tmp_path / "data"
     make_wav(root / "LEAK" / "00.wav", seed=1)
     content = (root / "LEAK" / "00.wav").read_bytes()
-    for k in range(1, 260): (root / "LEAK" / f"{k:03d}.wav").write_bytes(content)
+    for k in range(1, 260):
+        (root / "LEAK" / f"{k:03d}.wav").write_bytes(content)
     settle(root)
     return root
 
 
-@pytest.mark.parametrize(("hands", "mode"), [("each for itself", "stream"), ("hand to hand", "stream"), ("each for itself", "preload"),
-                                             ("hand to hand", "memmap")])
-def test_a_folder_that_goes_away_stops_the_build(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: Callable, hands: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("hands", "mode"),
+    [
+        ("each for itself", "stream"),
+        ("hand to hand", "stream"),
+        ("each for itself", "preload"),
+        ("hand to hand", "memmap"),
+    ],
+)
+def test_a_folder_that_goes_away_stops_the_build(
+    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: Callable, hands: str, mode: str
+) -> None:
     "As a mount does: every path says that there is no such file, and good recordings must not be called gone."
     target, away, real = tmp_path / "out" / "x.h5", tmp_path / "away", loader.BatchReader.fill
+
     def fill(self: loader.BatchReader, slot: loader.Slot) -> int:
         if slot.first >= 40:
-            with suppress(FileNotFoundError): many.rename(away)
+            with suppress(FileNotFoundError):
+                many.rename(away)
         return real(self, slot)
+
     with monkeypatch.context() as m:
         m.setattr(loader.BatchReader, "fill", fill)
-        with pytest.raises(MachineError, match=rf"{MANY_IN_A_ROW} recordings in a row could not be opened or read.*ENOENT") as raised:
+        with pytest.raises(
+            MachineError, match=rf"{MANY_IN_A_ROW} recordings in a row could not be opened or read.*ENOENT"
+        ) as raised:
             build(many, target, hands, mode=mode)
     assert str(many / "LEAK") in str(raised.value)
     assert not target.exists()
@@ -262,19 +390,32 @@ def test_a_folder_that_goes_away_stops_the_build(many: Path, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ENOENT, errno.ENXIO], ids=lambda c: errno.errorcode[c])
-def test_refused_one_after_another(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: Callable, code: int) -> None:
+def test_refused_one_after_another(
+    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: Callable, code: int
+) -> None:
     "Every file from one on: the build and a scan of the contents stop. One file in two: all of these are rejected."
-    monkeypatch.setattr(loader, "native", lambda: None)      # read by Python, where faults can be planted
-    monkeypatch.setattr("leakmel.audio.content.usable_cores", lambda: 1)      # a thread held up may give one from before after many refused
+    monkeypatch.setattr(loader, "native", lambda: None)  # read by Python, where faults can be planted
+    monkeypatch.setattr(
+        "leakmel.audio.content.usable_cores", lambda: 1
+    )  # a thread held up may give one from before after many refused
     real, hit = os.open, [lambda k: k > 100]
+
     def refuse(path: Any, flags: int, *more: Any, **named: Any) -> int:
         name = os.path.basename(os.fsdecode(path))
-        if name.endswith(".wav") and hit[0](int(name[:-4])): raise OSError(code, os.strerror(code), path)
+        if name.endswith(".wav") and hit[0](int(name[:-4])):
+            raise OSError(code, os.strerror(code), path)
         return real(path, flags, *more, **named)
+
     listings = lm.scan(many).listings
     monkeypatch.setattr(os, "open", refuse)
-    for work in (lambda: build(many, tmp_path / "x.h5", check=0, compute_workers=1), lambda: read_content(listings, progress="none")):
-        with pytest.raises(MachineError, match=f"{MANY_IN_A_ROW} recordings in a row.*{errno.errorcode[code]}"): work()
+    for work in (
+        lambda: build(many, tmp_path / "x.h5", check=0, compute_workers=1),
+        lambda: read_content(listings, progress="none"),
+    ):
+        with pytest.raises(
+            MachineError, match=f"{MANY_IN_A_ROW} recordings in a row.*{errno.errorcode[code]}"
+        ):
+            work()
         tried("S7")
     hit[0] = lambda k: k % 2 == 1
     result = build(many, tmp_path / "x.h5", check=0, fresh=True)
@@ -284,7 +425,8 @@ def test_refused_one_after_another(many: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_broken_files_in_a_row_are_bad_files(many: Path, tmp_path: Path, tried: Callable) -> None:
-    for k in range(20, 220): (many / "LEAK" / f"{k:03d}.wav").write_bytes(b"RIFF, and no more")
+    for k in range(20, 220):
+        (many / "LEAK" / f"{k:03d}.wav").write_bytes(b"RIFF, and no more")
     result = build(many, tmp_path / "x.h5")
     assert (result.rows, len(result.rejections), result.found) == (60, 200, 260)
     assert {r.code for r in result.rejections} == {"not_wav"}
@@ -303,18 +445,32 @@ def test_what_is_no_regular_file_is_not_the_machines_fault(many: Path, tmp_path:
 
 def test_some_that_go_away_are_rejected(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Fewer than would be the machine's fault: somebody takes recordings away while a build runs."
-    real, gone = loader.BatchReader.fill, [many / "LEAK" / f"{k:03d}.wav" for k in range(120, 120 + MANY_IN_A_ROW - 10)]
+    real, gone = (
+        loader.BatchReader.fill,
+        [many / "LEAK" / f"{k:03d}.wav" for k in range(120, 120 + MANY_IN_A_ROW - 10)],
+    )
+
     def fill(self: loader.BatchReader, slot: loader.Slot) -> int:
-        for path in gone: path.unlink(missing_ok=True)
+        for path in gone:
+            path.unlink(missing_ok=True)
         return real(self, slot)
+
     monkeypatch.setattr(loader.BatchReader, "fill", fill)
     result = build(many, tmp_path / "x.h5", check=0)
     assert (result.rows, result.summary["rejected_by_code"]) == (260 - len(gone), {"changed": len(gone)})
 
 
 def test_a_network_folder_without_its_server_is_a_fault_of_the_machine() -> None:
-    for name in ("EHOSTDOWN", "ETIMEDOUT", "ECONNRESET", "ENETUNREACH", "ESTALE", "EIO"): assert getattr(errno, name) in MACHINE_FAULTS, name
-    assert not MACHINE_FAULTS & {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.EINVAL}
+    for name in ("EHOSTDOWN", "ETIMEDOUT", "ECONNRESET", "ENETUNREACH", "ESTALE", "EIO"):
+        assert getattr(errno, name) in MACHINE_FAULTS, name
+    assert not MACHINE_FAULTS & {
+        errno.ENOENT,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.EINVAL,
+    }
 
 
 def as_nobody(work: Callable[[], object]) -> str:
@@ -325,39 +481,60 @@ def as_nobody(work: Callable[[], object]) -> str:
             if os.geteuid() == 0:
                 os.setegid(65534)
                 os.seteuid(65534)
-            try: said = repr(work())
-            except Exception as e: said = str(e)
+            try:
+                said = repr(work())
+            except Exception as e:
+                said = str(e)
             os.write(into, said.encode()[:4000])
-        finally: os._exit(0)
+        finally:
+            os._exit(0)
     os.close(into)
-    with os.fdopen(out) as f: said = f.read()
+    with os.fdopen(out) as f:
+        said = f.read()
     os.waitpid(pid, 0)
     return said
 
 
-def test_a_folder_whose_names_alone_may_be_read_is_not_left_out_in_silence(make_wav: Callable, tried: Callable) -> None:
+def test_a_folder_whose_names_alone_may_be_read_is_not_left_out_in_silence(
+    make_wav: Callable, tried: Callable
+) -> None:
     "Its files can be listed and not looked at."
-    with tempfile.TemporaryDirectory() as d:      # not below pytest's, which nobody else may enter
+    with tempfile.TemporaryDirectory() as d:  # not below pytest's, which nobody else may enter
         root = Path(d) / "data"
-        for k in range(6): make_wav(root / ("LEAK" if k % 2 else "NOLEAK") / f"{k}.wav", seed=k)
-        for folder in (Path(d), root, root / "NOLEAK"): folder.chmod(0o755)
-        assert len(lm.scan(root, progress="none")) == 6      # and what that imports is here before the child is another user
+        for k in range(6):
+            make_wav(root / ("LEAK" if k % 2 else "NOLEAK") / f"{k}.wav", seed=k)
+        for folder in (Path(d), root, root / "NOLEAK"):
+            folder.chmod(0o755)
+        assert (
+            len(lm.scan(root, progress="none")) == 6
+        )  # and what that imports is here before the child is another user
         (root / "LEAK").chmod(0o744)
-        try: said = as_nobody(lambda: len(lm.scan(root, progress="none")))
-        finally: (root / "LEAK").chmod(0o755)
+        try:
+            said = as_nobody(lambda: len(lm.scan(root, progress="none")))
+        finally:
+            (root / "LEAK").chmod(0o755)
         assert "LEAK: the folder cannot be listed (EACCES)" in said
         assert as_nobody(lambda: len(lm.scan(root, progress="none"))) == "6"
     tried("S7")
 
 
 @pytest.mark.parametrize("comes_back", [False, True], ids=["gone", "an empty one in its place"])
-def test_a_folder_that_goes_away_while_it_is_listed_is_an_error(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool) -> None:
+def test_a_folder_that_goes_away_while_it_is_listed_is_an_error(
+    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
     "Its names are read, and then none of its files is there: as if each had been taken away."
     real = listing._entry_stat
+
     def gone(entry: os.DirEntry, *more: Any) -> Any:
         if entry.name.endswith(b"100.wav"):
             (many / "LEAK").rename(tmp_path / "away")
-            if comes_back: (many / "LEAK").mkdir()
+            if comes_back:
+                (many / "LEAK").mkdir()
         return real(entry, *more)
+
     monkeypatch.setattr(listing, "_entry_stat", gone)
-    with pytest.raises(LeakmelError, match=r"LEAK: .*listing a folder \(ESTALE\)|LEAK: the folder cannot be listed \(ENOENT\)"): lm.scan(many, progress="none")
+    with pytest.raises(
+        LeakmelError,
+        match=r"LEAK: .*listing a folder \(ESTALE\)|LEAK: the folder cannot be listed \(ENOENT\)",
+    ):
+        lm.scan(many, progress="none")

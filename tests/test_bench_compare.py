@@ -1,4 +1,5 @@
 "The comparison with other tools: right before fast, what is missing or broken is named, and a process tree is weighed as a whole."
+
 import importlib.util
 import json
 import os
@@ -13,14 +14,22 @@ from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
 from leakmel.mel.engines import NotHere
 from leakmel.ops import bench_compare as suite
-from leakmel.ops.bench_compare import Contestant, add_figures, all_contestants, check_file, in_turn, part_of, run_once
+from leakmel.ops.bench_compare import (
+    Contestant,
+    add_figures,
+    all_contestants,
+    check_file,
+    in_turn,
+    part_of,
+    run_once,
+)
 from leakmel.ops.bench_compare_table import against_targets, compare_markdown, compare_table
 from leakmel.ops.bench_gpu_parts import contest_spec
 from leakmel.ops.contestants import TOOLS, list_split
 from leakmel.ops.process_tree import run_command
 
 # A contestant whose file is right, unless it is told what to do wrong.
-PLANTED = '''
+PLANTED = """
 import json, sys, time
 root, out, geometry, wrong = sys.argv[1:]
 if wrong == "missing": sys.exit(print(json.dumps({"missing": "No module named 'frobnicate'"})))
@@ -40,51 +49,87 @@ if wrong != "nothing":
     with h5py.File(out, "w") as f: f["segments_mel"], f["labels"] = rows, ids
 print("a line that is no figure")
 print(json.dumps({"seconds": time.perf_counter() - began, "versions": {"planted": "1"}}))
-'''
+"""
 
 
 def planted(wrong: str = "") -> Contestant:
-    return Contestant(f"planted {wrong}", lambda root, out, geometry: [sys.executable, "-c", PLANTED, str(root), str(out), geometry, wrong])
+    return Contestant(
+        f"planted {wrong}",
+        lambda root, out, geometry: [sys.executable, "-c", PLANTED, str(root), str(out), geometry, wrong],
+    )
 
 
 @pytest.fixture
 def hide(tmp_path, monkeypatch):
     "Hide packages from the processes that are started."
+
     def without(*names: str) -> None:
         (tmp_path / "hidden").mkdir()
-        (tmp_path / "hidden" / "sitecustomize.py").write_text(textwrap.dedent(f'''
+        (tmp_path / "hidden" / "sitecustomize.py").write_text(
+            textwrap.dedent(f"""
             import sys
             class Hidden:
                 def find_spec(self, name, path=None, target=None):
                     if name.split(".")[0] in {set(names)!r}: raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-            sys.meta_path.insert(0, Hidden())'''), encoding="utf-8")
+            sys.meta_path.insert(0, Hidden())"""),
+            encoding="utf-8",
+        )
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hidden"))
+
     return without
 
 
 # -- the whole suite ------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.slow
 def test_the_suite_by_the_command_line(tmp_path, hide, capsys):
     hide("librosa")
-    words = ["bench", tmp_path / "work", "--suite", "compare", "--files", "12", "--rounds", "1", "--out", tmp_path / "store",
-             "--only", "scipy threads, librosa, leakmel reference"]
+    words = [
+        "bench",
+        tmp_path / "work",
+        "--suite",
+        "compare",
+        "--files",
+        "12",
+        "--rounds",
+        "1",
+        "--out",
+        tmp_path / "store",
+        "--only",
+        "scipy threads, librosa, leakmel reference",
+    ]
     assert main([str(w) for w in words]) == 0
     text = capsys.readouterr().out
     (path,) = (tmp_path / "store").iterdir()
     figures = json.loads(path.read_text(encoding="utf-8"))
     assert path.name.startswith("compare-")
-    assert (figures["suite"], figures["n_files"], figures["caches"], figures["ok"]) == ("compare", 12, ["warm"], True)
+    assert (figures["suite"], figures["n_files"], figures["caches"], figures["ok"]) == (
+        "compare",
+        12,
+        ["warm"],
+        True,
+    )
     assert figures["machine"]["n_cores"] >= 1
     assert figures["commit"] is None or len(figures["commit"]) == 40
-    assert figures["ratio_to"] == {"A, warm": "scipy threads", "B, warm": "scipy threads"}, "the best that is there, for want of DALI"
+    assert figures["ratio_to"] == {"A, warm": "scipy threads", "B, warm": "scipy threads"}, (
+        "the best that is there, for want of DALI"
+    )
     for name in ("scipy threads", "leakmel reference"):
         entry = figures["contestants"][name]
-        assert (entry["status"], entry["n_files"], entry["check"]["B"]["checked"]) == ("ok", {"A": 12, "B": 12}, 24)
+        assert (entry["status"], entry["n_files"], entry["check"]["B"]["checked"]) == (
+            "ok",
+            {"A": 12, "B": 12},
+            24,
+        )
         assert 0 < entry["check"]["A"]["max_abs_db"] < 0.06
         for setting in ("A, warm", "B, warm"):
             (one,) = entry["rounds"][setting]
-            assert entry["figures"][setting]["files_per_s"]["median"] == one["files_per_s"] == 12 / one["seconds"]
+            assert (
+                entry["figures"][setting]["files_per_s"]["median"]
+                == one["files_per_s"]
+                == 12 / one["seconds"]
+            )
             assert 0 < one["seconds"] < one["process_s"]
             assert 0.1 < one["cpu_s"] < 60
         assert all(20e6 < peak < 3e9 for peak in entry["peak_bytes"].values())
@@ -95,7 +140,10 @@ def test_the_suite_by_the_command_line(tmp_path, hide, capsys):
     assert "A: 80 frames a file; B: 237 frames a file, 159 of them distinct; 64 bands" in text
     assert "measure starting up more than anything else: leakmel reference, " in text, "twelve recordings"
     assert "MUST" not in text
-    assert any(line.startswith("leakmel reference ") and f"{12 / one['seconds']:,.0f}" in line for line in text.splitlines())
+    assert any(
+        line.startswith("leakmel reference ") and f"{12 / one['seconds']:,.0f}" in line
+        for line in text.splitlines()
+    )
     assert "| librosa | not installed: No module named 'librosa' |" in compare_markdown(figures)
     assert "scipy threads" in compare_markdown(figures)
     assert not (tmp_path / "work" / "compare").exists(), "results and parts are taken away"
@@ -103,12 +151,28 @@ def test_the_suite_by_the_command_line(tmp_path, hide, capsys):
 
 @pytest.mark.slow
 def test_only_who_is_right_gets_figures(tmp_path):
-    wrong = {"buffer": "not right", "labels": "not right", "shape": "not right", "nothing": "not right", "crash": "failed", "missing": "not installed"}
+    wrong = {
+        "buffer": "not right",
+        "labels": "not right",
+        "shape": "not right",
+        "nothing": "not right",
+        "crash": "failed",
+        "missing": "not installed",
+    }
     said: list[str] = []
-    figures = suite.bench_compare(tmp_path, n_files=60, rounds=2, run_s=60, who={"right": planted(), **{w: planted(w) for w in wrong}}, say=said.append)
+    figures = suite.bench_compare(
+        tmp_path,
+        n_files=60,
+        rounds=2,
+        run_s=60,
+        who={"right": planted(), **{w: planted(w) for w in wrong}},
+        say=said.append,
+    )
     entries = figures["contestants"]
     assert {name: entries[name]["status"] for name in wrong} == wrong
-    assert not any(entries[name]["rounds"] or entries[name]["figures"] or entries[name]["ratio"] for name in wrong)
+    assert not any(
+        entries[name]["rounds"] or entries[name]["figures"] or entries[name]["ratio"] for name in wrong
+    )
     assert "rows are not right, first row 4" in entries["buffer"]["why"]
     assert "labels" in entries["labels"]["why"]
     assert "segments_mel is float16" in entries["shape"]["why"]
@@ -132,22 +196,31 @@ def test_only_who_is_right_gets_figures(tmp_path):
 def test_a_round_that_fails_takes_all_figures_away(tmp_path, demo, monkeypatch):
     "A figure of the rounds before would stand for a tool that breaks."
     entry = {"status": "ok", "n_files": {"A": 4, "B": 4}, "rounds": {}}
+
     def run(contestant: Contestant, root: Path, out: Path, geometry: str, **options: object) -> dict:
-        if geometry == "B": raise LeakmelError("gone")
+        if geometry == "B":
+            raise LeakmelError("gone")
         return {"files_per_s": 1.0, "cpu_s": 1.0, "versions": {}, "peak_bytes": None}
+
     monkeypatch.setattr(suite, "run_once", run)
     every = {"a": entry, "b": dict(entry, rounds={}, status="not installed")}
-    suite._run_rounds(suite.Ground(demo, tmp_path, 4, 1), {"a": planted(), "b": planted()}, every, 2, ["warm"], print)
+    suite._run_rounds(
+        suite.Ground(demo, tmp_path, 4, 1), {"a": planted(), "b": planted()}, every, 2, ["warm"], print
+    )
     assert (entry["status"], entry["rounds"]) == ("failed", {})
     assert every["b"]["rounds"] == {}
 
 
-@pytest.mark.parametrize(("per_s", "expected"), [(10_000.0, [48, 48, 900]), (20.0, [48, 48, 120]), (0.1, [48, 48])])
+@pytest.mark.parametrize(
+    ("per_s", "expected"), [(10_000.0, [48, 48, 900]), (20.0, [48, 48, 120]), (0.1, [48, 48])]
+)
 def test_a_first_run_that_compiles_takes_no_recordings_away(per_s, expected, demo, tmp_path, monkeypatch):
     asked: list[int] = []
+
     def run(contestant: Contestant, root: Path, out: Path, geometry: str, **options: object) -> dict:
         asked.append(int(root.name))
         return {"seconds": asked[-1] / per_s + 60 * (len(asked) == 1), "versions": {}, "peak_bytes": 1}
+
     monkeypatch.setattr(suite, "run_once", run)
     monkeypatch.setattr(suite, "check_file", lambda *given: {"ok": True, "checked": 1, "max_abs_db": 0.0})
     monkeypatch.setattr(suite.Ground, "part", lambda self, n: Path(str(n)))
@@ -156,17 +229,23 @@ def test_a_first_run_that_compiles_takes_no_recordings_away(per_s, expected, dem
 
 
 def test_what_cannot_be_asked_for(tmp_path):
-    with pytest.raises(UsageError, match="dalli"): suite.bench_compare(tmp_path, only=["dalli"])
-    with pytest.raises(UsageError, match="rounds"): suite.bench_compare(tmp_path, rounds=0)
-    with pytest.raises(UsageError, match="time"): suite.bench_compare(tmp_path, run_s=0)
+    with pytest.raises(UsageError, match="dalli"):
+        suite.bench_compare(tmp_path, only=["dalli"])
+    with pytest.raises(UsageError, match="rounds"):
+        suite.bench_compare(tmp_path, rounds=0)
+    with pytest.raises(UsageError, match="time"):
+        suite.bench_compare(tmp_path, run_s=0)
     assert list(tmp_path.iterdir()) == [], "nothing was written before"
 
 
 # -- each tool ------------------------------------------------------------------------------------------------------------
 
+
 def is_there(module: str) -> bool:
-    try: return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError: return False      # not even its parent
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False  # not even its parent
 
 
 @pytest.mark.slow
@@ -175,7 +254,8 @@ def test_each_tool_is_right_where_segments_overlap(name, demo, tmp_path):
     "On a number of recordings that fills no whole batch; what is not installed says so."
     out = tmp_path / "T.H5"
     if not all(map(is_there, TOOLS[name].modules)):
-        with pytest.raises(NotHere, match=TOOLS[name].modules[0].split(".")[0]): run_once(all_contestants()[name], demo, out, "B")
+        with pytest.raises(NotHere, match=TOOLS[name].modules[0].split(".")[0]):
+            run_once(all_contestants()[name], demo, out, "B")
         return
     done = run_once(all_contestants()[name], demo, out, "B")
     assert len(list_split(demo)[0]) % 16
@@ -188,6 +268,7 @@ def test_each_tool_is_right_where_segments_overlap(name, demo, tmp_path):
 
 def test_every_engine_for_cpus_takes_part():
     from leakmel.mel.engines import CPU_ENGINES
+
     assert [n for n in all_contestants() if n.startswith("leakmel")] == [f"leakmel {e}" for e in CPU_ENGINES]
     words = all_contestants()["leakmel torch"].command(Path("R"), Path("O"), "B")
     assert words[words.index("--engine") + 1] == "torch"
@@ -198,6 +279,7 @@ def test_every_engine_for_cpus_takes_part():
 
 
 # -- fair conditions ------------------------------------------------------------------------------------------------------
+
 
 def test_parts_are_the_same_files_evenly_chosen(demo, tmp_path):
     paths, ids = list_split(demo)
@@ -231,21 +313,30 @@ def test_the_cache_is_what_it_is_called(cache, demo, tmp_path, monkeypatch):
 
 
 def rounds_of(**rates: list[float]) -> dict:
-    return {name.replace("_", " "): {"rounds": {"A, warm": [{"files_per_s": r} for r in each]}} for name, each in rates.items()}
+    return {
+        name.replace("_", " "): {"rounds": {"A, warm": [{"files_per_s": r} for r in each]}}
+        for name, each in rates.items()
+    }
 
 
 def test_ratios_are_taken_within_rounds():
     every = rounds_of(leakmel_cpu=[60.0, 20.0, 50.0], scipy=[40.0, 40.0, 40.0], dali=[10.0, 2.0, 9.0])
     assert add_figures(every) == {"A, warm": "dali"}, "DALI where it is there, though another one is faster"
-    assert every["leakmel cpu"]["ratio"]["A, warm"] == {"median": 6.0, "least": 50 / 9, "most": 10.0}, "5.6 if the medians were divided"
+    assert every["leakmel cpu"]["ratio"]["A, warm"] == {"median": 6.0, "least": 50 / 9, "most": 10.0}, (
+        "5.6 if the medians were divided"
+    )
     assert every["dali"]["ratio"]["A, warm"]["median"] == 1.0
     shown = {"contestants": every, "settings": {"A": {}}, "ratio_to": {"A, warm": "dali"}}
     assert against_targets(shown) == {"A, warm": True}
     slower = rounds_of(leakmel_cpu=[49.0], dali=[10.0])
-    assert against_targets({"contestants": slower, "settings": {"A": {}}, "ratio_to": add_figures(slower)}) == {"A, warm": False}
+    assert against_targets(
+        {"contestants": slower, "settings": {"A": {}}, "ratio_to": add_figures(slower)}
+    ) == {"A, warm": False}
     without = rounds_of(leakmel_cpu=[60.0], scipy=[4.0], librosa=[5.0])
     assert add_figures(without) == {"A, warm": "librosa"}
-    assert against_targets({"contestants": without, "settings": {"A": {}}, "ratio_to": {"A, warm": "librosa"}}) == {"A, warm": None}
+    assert against_targets(
+        {"contestants": without, "settings": {"A": {}}, "ratio_to": {"A, warm": "librosa"}}
+    ) == {"A, warm": None}
     alone = rounds_of(leakmel_cpu=[60.0])
     assert add_figures(alone) == {"A, warm": None}
     assert alone["leakmel cpu"]["ratio"] == {}
@@ -270,24 +361,39 @@ def peak_of(body: str, least_mb: float) -> float:
 def test_memory_of_children_counts_and_shared_pages_count_once():
     alone = max(peak_of("time.sleep(0.3)", 5) for _ in range(3))
     assert alone < 50
-    children = peak_of('''
+    children = peak_of(
+        """
         for _ in range(2):
             if os.fork() == 0: x = hold(100); time.sleep(0.8); os._exit(0)
-        for _ in range(2): os.wait()''', 200)
+        for _ in range(2): os.wait()""",
+        200,
+    )
     assert 200 < children < 200 + 2 * alone, "neither the largest process nor the first one alone"
-    shared = peak_of('''
+    shared = peak_of(
+        """
         x = hold(100)
         for _ in range(3):
             if os.fork() == 0: time.sleep(0.6); os._exit(0)
-        for _ in range(3): os.wait()''', 100)
+        for _ in range(3): os.wait()""",
+        100,
+    )
     assert 100 < shared < 100 + 3 * alone, "four processes, one set of pages"
 
 
 def test_a_run_that_is_not_watched_has_no_peak():
-    took = run_command([sys.executable, "-c", "import os; print(os.environ['ANSWER']); raise SystemExit(7)"], env={"ANSWER": "42"})
+    took = run_command(
+        [sys.executable, "-c", "import os; print(os.environ['ANSWER']); raise SystemExit(7)"],
+        env={"ANSWER": "42"},
+    )
     assert (took.status, took.text, took.peak_bytes) == (7, "42\n", None)
-    busy = run_command([sys.executable, "-c", "import subprocess, sys, time; subprocess.run([sys.executable, '-c', '''\n"
-                        "import time\nwhile time.process_time() < 0.4: pass''']); time.sleep(0.3)"])
+    busy = run_command(
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, sys, time; subprocess.run([sys.executable, '-c', '''\n"
+            "import time\nwhile time.process_time() < 0.4: pass''']); time.sleep(0.3)",
+        ]
+    )
     assert 0.4 < busy.cpu_s < busy.wall_s, "the child's processor time, and not the time it slept"
 
 
@@ -295,7 +401,8 @@ def has_ended(pid: int) -> bool:
     "Whether a process ends within seconds; whoever inherited it may take a moment."
     for _ in range(1200):
         stat = Path(f"/proc/{pid}/stat")
-        if not stat.exists() or stat.read_text().split()[2] == "Z": return True
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            return True
         time.sleep(0.05)
     return False
 
@@ -303,12 +410,17 @@ def has_ended(pid: int) -> bool:
 @pytest.mark.parametrize("ends", [False, True])
 def test_no_child_outlives_its_command(ends, tmp_path):
     noted, new = tmp_path / "pid", tmp_path / "new"
-    body = ("import os, subprocess, time; p = subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL); "
-            f"f = open({str(new)!r}, 'w'); f.write(str(p.pid)); f.close(); os.replace({str(new)!r}, {str(noted)!r}); time.sleep({0 if ends else 300})")
-    if ends: assert run_command([sys.executable, "-c", body]).status == 0
+    body = (
+        "import os, subprocess, time; p = subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL); "
+        f"f = open({str(new)!r}, 'w'); f.write(str(p.pid)); f.close(); os.replace({str(new)!r}, {str(noted)!r}); time.sleep({0 if ends else 300})"
+    )
+    if ends:
+        assert run_command([sys.executable, "-c", body]).status == 0
     for limit_s in () if ends else (1.5, 6, 24):
         began = time.monotonic()
-        with pytest.raises(MachineError, match=f"no end after {limit_s:g} s"): run_command([sys.executable, "-c", body], limit_s=limit_s)
+        with pytest.raises(MachineError, match=f"no end after {limit_s:g} s"):
+            run_command([sys.executable, "-c", body], limit_s=limit_s)
         assert time.monotonic() - began < limit_s + 30
-        if noted.exists(): break      # else it had no turn to start its own child
+        if noted.exists():
+            break  # else it had no turn to start its own child
     assert has_ended(int(noted.read_text()))

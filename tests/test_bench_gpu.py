@@ -1,4 +1,5 @@
 "The suite for a machine with a GPU: a rehearsal on a bare image, parity before figures, a budget that is kept, and rehearsals that are no figures."
+
 import json
 import os
 import subprocess
@@ -29,7 +30,7 @@ from leakmel.ops.bench_gpu_table import gpu_table
 ROOT = Path(__file__).resolve().parents[1]
 
 # What a CUDA image has not; the finder stands before all others in this process's children, too.
-BARE = '''
+BARE = """
 import sys
 MISSING = {"soundfile", "soxr", "plotly", "ipywidgets", "papermill", "jupyter", "jupyterlab", "ipykernel", "IPython", "nbdev", "fastcore", "nbformat",
            "nbclient", "nvtx", "torchaudio", "librosa", "playwright", "hdf5plugin"}
@@ -37,7 +38,7 @@ class Bare:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in MISSING: raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Bare())
-'''
+"""
 
 
 @pytest.fixture
@@ -45,25 +46,56 @@ def bare(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
     "Run Python from the checkout on an image that lacks some packages."
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "sitecustomize.py").write_text(BARE, encoding="utf-8")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(tmp_path / "bare"), "OMP_NUM_THREADS": "1"}
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": str(tmp_path / "bare"),
+        "OMP_NUM_THREADS": "1",
+    }
+
     def run(*words: str | os.PathLike, timeout: float = 240) -> subprocess.CompletedProcess:
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
         assert "Traceback" not in done.stderr, done.stderr
         return done
+
     assert "No module named 'soxr'" in run("-c", "try: import soxr\nexcept ImportError as e: print(e)").stdout
     return run
 
 
 # -- on a bare image ------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.slow
 def test_a_rehearsal_goes_through_everything_on_a_bare_image(tmp_path, bare):
-    done = bare("-m", "leakmel", "bench", tmp_path / "work", "--suite", "gpu", "--rehearse", "--out", tmp_path / "store", "--commit", "0123abcd")
+    done = bare(
+        "-m",
+        "leakmel",
+        "bench",
+        tmp_path / "work",
+        "--suite",
+        "gpu",
+        "--rehearse",
+        "--out",
+        tmp_path / "store",
+        "--commit",
+        "0123abcd",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (tmp_path / "store").iterdir()
     figures = json.loads(path.read_text(encoding="utf-8"))
     assert path.name.startswith("gpu-rehearsal-")
-    assert (figures["suite"], figures["rehearsal"], figures["finished"], figures["ok"]) == ("gpu-rehearsal", True, True, True)
+    assert (figures["suite"], figures["rehearsal"], figures["finished"], figures["ok"]) == (
+        "gpu-rehearsal",
+        True,
+        True,
+        True,
+    )
     assert figures["errors"] == []
     assert [x["what"] for x in figures["not_measured"]] == ["engine triton"]
     asked = {tuple(what.split(": ", 1)) for what in figures["order"]}
@@ -76,11 +108,14 @@ def test_a_rehearsal_goes_through_everything_on_a_bare_image(tmp_path, bare):
         build = figures["builds"][name]
         assert build["found"]["median"] == build["rows"]["median"] == figures["n_files"] == 48
         assert build["copy_in_bytes"]["median"] == 48 * 2 * 40_960
-        for key in ("listing_s", "opening_s", "pinning_s", "work_s", "cpu_s"): assert 0 <= build[key]["least"] < 30
+        for key in ("listing_s", "opening_s", "pinning_s", "work_s", "cpu_s"):
+            assert 0 <= build[key]["least"] < 30
         assert figures["verified"][name]["ok"]
     assert done.stdout.startswith("REHEARSAL")
     assert done.stdout.rstrip().endswith(f"stored as {path}")
-    assert sorted(p.name for p in (tmp_path / "work").iterdir()) == ["demo-48"], "data sets are removed, recordings stay"
+    assert sorted(p.name for p in (tmp_path / "work").iterdir()) == ["demo-48"], (
+        "data sets are removed, recordings stay"
+    )
     assert newest("gpu", tmp_path / "store") is None
 
 
@@ -90,7 +125,12 @@ def test_builds_and_checks_on_a_bare_image(tmp_path, bare):
     words = ("--split", "training", "--device", "rehearsal", "--engine", "torch", "--quiet")
     done = bare("-m", "leakmel", "build", tmp_path / "set", "--out", tmp_path / "x.h5", *words)
     assert done.returncode == 0, done.stderr
-    assert bare("-m", "leakmel", "verify", tmp_path / "x.h5", "--root", tmp_path / "set", "--sample", "all").returncode == 0
+    assert (
+        bare(
+            "-m", "leakmel", "verify", tmp_path / "x.h5", "--root", tmp_path / "set", "--sample", "all"
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.slow
@@ -99,7 +139,11 @@ def test_gpu_tests_can_be_collected_on_a_bare_image(bare):
     done = bare("-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout
     files = {line.split("::")[0] for line in done.stdout.splitlines() if "::" in line}
-    with_mark = {f"tests/{p.name}" for p in (ROOT / "tests").glob("test_*.py") if "@pytest.mark." + "gpu" in p.read_text(encoding="utf-8")}
+    with_mark = {
+        f"tests/{p.name}"
+        for p in (ROOT / "tests").glob("test_*.py")
+        if "@pytest.mark." + "gpu" in p.read_text(encoding="utf-8")
+    }
     assert with_mark | {"tests/test_mel.py"} <= files
     assert "tests/test_wav.py" not in files
 
@@ -117,56 +161,89 @@ def test_without_a_device_the_remedy_is_said(tmp_path, capsys, monkeypatch):
 
 # -- those who answer -----------------------------------------------------------------------------------------------------
 
+
 class InThisProcess:
     "Answers truly, without a process of its own."
 
-    def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]: return answer(request)
+    def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        return answer(request)
 
-    def close(self) -> None: pass
+    def close(self) -> None:
+        pass
 
 
 class Clock:
     "A time that is set."
+
     now = 0.0
 
-    def __call__(self) -> float: return self.now
+    def __call__(self) -> float:
+        return self.now
 
 
 def a_build(files_per_s: float = 1000.0, **more: Any) -> dict[str, Any]:
     "Figures as a build has them."
     stages = ("listing", "opening", "pinning", "read", "compute", "copy_out", "write", "publish", "verify")
     return dict.fromkeys([f"{s}_s" for s in stages], 0.125) | {
-        "work_s": 1.0, "files_per_s": files_per_s, "files_per_s_with_listing_and_opening": 500.0, "cpu_s": 2.0, "peak_rss_bytes": 1e9, "torch_vram_bytes": None,
-        "copy_in_s": 0.5, "copy_in_bytes": 1e9, "disk_read_bytes": 10**9, **more}
+        "work_s": 1.0,
+        "files_per_s": files_per_s,
+        "files_per_s_with_listing_and_opening": 500.0,
+        "cpu_s": 2.0,
+        "peak_rss_bytes": 1e9,
+        "torch_vram_bytes": None,
+        "copy_in_s": 0.5,
+        "copy_in_bytes": 1e9,
+        "disk_read_bytes": 10**9,
+        **more,
+    }
 
 
 CANNED: dict[str, dict[str, Any]] = {
     "card": {"usable": True, "name": "a card", "torch": "2.11", "cuda": "13.0", "nvml": {"driver": "1.2"}},
     "parity": {"ok": True, "checks": {"A": {"ok": True, "max_abs_db": 0.01}}},
-    "copy_alone": {"1000000": {"in": [4.0], "out": [3.0], "both_each_way": [2.0]}}, "card_alone": {"memory_bytes_per_s": [4e12], "float16_per_s": [8e14]},
-    "kernel_alone": {"n_block": 8, "one_by_one": [1e6], "by_graph": [2e6]}, "one_build": a_build(),
-    "own_process": {"process_s": 5.0, "to_first_batch_s": 3.0, "files_per_s": 900.0}, "reuse": {"kept": [0.1], "made for each batch": [0.4]},
+    "copy_alone": {"1000000": {"in": [4.0], "out": [3.0], "both_each_way": [2.0]}},
+    "card_alone": {"memory_bytes_per_s": [4e12], "float16_per_s": [8e14]},
+    "kernel_alone": {"n_block": 8, "one_by_one": [1e6], "by_graph": [2e6]},
+    "one_build": a_build(),
+    "own_process": {"process_s": 5.0, "to_first_batch_s": 3.0, "files_per_s": 900.0},
+    "reuse": {"kept": [0.1], "made for each batch": [0.4]},
     "precisions": {"fp32": {"noise_db": 0.01, "hard_db": 0.02, "one_by_one": [1e6], "by_graph": None}},
-    "launches": {"128 rows": {"recordings_per_s": [1e6], "same_bits": True}, "64 rows": {"error": "OutOfResources"}},
-    "resident": {"hold_s": 1.0, "samples_bytes": 10, "A": {"seconds": [0.2, 0.1], "kernel_s": [0.05]}, "B": {"seconds": [0.3], "kernel_s": [0.1]}},
-    "evict_all": {"files": 12}, "verify_built": {"ok": True, "rows": 12, "checked": 4, "problems": []}}
+    "launches": {
+        "128 rows": {"recordings_per_s": [1e6], "same_bits": True},
+        "64 rows": {"error": "OutOfResources"},
+    },
+    "resident": {
+        "hold_s": 1.0,
+        "samples_bytes": 10,
+        "A": {"seconds": [0.2, 0.1], "kernel_s": [0.05]},
+        "B": {"seconds": [0.3], "kernel_s": [0.1]},
+    },
+    "evict_all": {"files": 12},
+    "verify_built": {"ok": True, "rows": 12, "checked": 4, "problems": []},
+}
 
 
 class Canned:
     "Answers at once, takes as long as is said, and keeps what it was asked."
+
     seconds, clock, fails = 1.0, Clock(), staticmethod(lambda request: None)
     asked: list[dict[str, Any]]
     hired = 0
 
-    def __init__(self): type(self).hired += 1
+    def __init__(self):
+        type(self).hired += 1
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
         self.asked.append(request)
         self.clock.now += self.seconds
         error = self.fails(request)
-        return ({"error": error} if error else {"figures": dict(CANNED[request["what"]])}) | {"seconds": self.seconds, "warnings": []}
+        return ({"error": error} if error else {"figures": dict(CANNED[request["what"]])}) | {
+            "seconds": self.seconds,
+            "warnings": [],
+        }
 
-    def close(self) -> None: pass
+    def close(self) -> None:
+        pass
 
 
 def canned(**changes: Any) -> type[Canned]:
@@ -176,16 +253,22 @@ def canned(**changes: Any) -> type[Canned]:
 
 def suite(folder: Path, hire: type, **options: Any) -> dict[str, Any]:
     "The suite on 12 recordings."
-    settings: dict[str, Any] = {"n_files": 12, "hire": hire, "clock": getattr(hire, "clock", time.monotonic)} | options
+    settings: dict[str, Any] = {
+        "n_files": 12,
+        "hire": hire,
+        "clock": getattr(hire, "clock", time.monotonic),
+    } | options
     return bench_gpu(folder, **settings)
 
 
 # -- parity comes first ---------------------------------------------------------------------------------------------------
 
+
 class AlteredChain:
     "A chain whose result is changed a little."
 
-    def __init__(self, chain: Any, change: Callable[[torch.Tensor], None]): self._chain, self.granule, self._change = chain, chain.granule, change
+    def __init__(self, chain: Any, change: Callable[[torch.Tensor], None]):
+        self._chain, self.granule, self._change = chain, chain.granule, change
 
     def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
         self._chain.features(x, mels, moments)
@@ -194,16 +277,19 @@ class AlteredChain:
 
 class AlteredEngine(TorchEngine):
     "An engine that passes its self-check and is wrong all the same."
+
     change: Callable[[torch.Tensor], None]
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        for flight in (f for r in self.runners for f in r.flights): flight.chain = AlteredChain(flight.chain, type(self).change)
+        for flight in (f for r in self.runners for f in r.flights):
+            flight.chain = AlteredChain(flight.chain, type(self).change)
 
 
 class WrongFromTheNinthRow(AlteredEngine):
     @staticmethod
-    def change(mels: torch.Tensor) -> None: mels[8:, ..., -1, :] += 1
+    def change(mels: torch.Tensor) -> None:
+        mels[8:, ..., -1, :] += 1
 
 
 class OtherBitsAlone(AlteredEngine):
@@ -211,17 +297,22 @@ class OtherBitsAlone(AlteredEngine):
 
     @staticmethod
     def change(mels: torch.Tensor) -> None:
-        if len(mels) == 1: mels.view(torch.int16)[0, 0, 0, 0] += 1
+        if len(mels) == 1:
+            mels.view(torch.int16)[0, 0, 0, 0] += 1
 
 
 @pytest.fixture
 def quick_parity(monkeypatch):
     "Parity with one small spec."
     spec = bench_gpu_parts.parity_specs(tiny=True)["A"]
-    monkeypatch.setattr(bench_gpu_parts, "parity_specs", lambda tiny=False: {name: spec for name in ("A", "B")})
+    monkeypatch.setattr(
+        bench_gpu_parts, "parity_specs", lambda tiny=False: {name: spec for name in ("A", "B")}
+    )
 
 
-@pytest.mark.parametrize(("kind", "failed"), [(WrongFromTheNinthRow, "a full block"), (OtherBitsAlone, "same bits")])
+@pytest.mark.parametrize(
+    ("kind", "failed"), [(WrongFromTheNinthRow, "a full block"), (OtherBitsAlone, "same bits")]
+)
 def test_an_engine_that_is_wrong_gets_no_figure(tmp_path, monkeypatch, quick_parity, kind, failed):
     monkeypatch.setitem(ENGINES, "torch", ("test_bench_gpu", kind.__name__))
     monkeypatch.setitem(sys.modules, "test_bench_gpu", sys.modules[__name__])
@@ -237,7 +328,11 @@ def test_an_engine_that_is_wrong_gets_no_figure(tmp_path, monkeypatch, quick_par
 
 
 def test_the_other_engine_goes_on(tmp_path):
-    hire = canned(fails=staticmethod(lambda r: "it is wrong" if r["what"] == "parity" and r["engine"] == "triton" else None))
+    hire = canned(
+        fails=staticmethod(
+            lambda r: "it is wrong" if r["what"] == "parity" and r["engine"] == "triton" else None
+        )
+    )
     figures = suite(tmp_path, hire)
     assert set(figures["builds"]) == {"A, torch", "B, torch"}
     assert not [r for r in hire.asked if r["engine"] == "triton" and r["what"] not in ("card", "parity")]
@@ -252,10 +347,19 @@ def test_an_engine_that_is_not_installed_is_no_error(tmp_path, monkeypatch, quic
 
 # -- time -----------------------------------------------------------------------------------------------------------------
 
+
 def order_asked(hire: type[Canned]) -> list[tuple[str, str]]:
     "What was asked after parity, without what only goes before."
-    return [(r["what"], json.dumps({k: r[k] for k in ("name", "settings", "mode", "check", "n_block") if k in r}, sort_keys=True))
-            for r in hire.asked if r["what"] not in ("card", "parity", "evict_all")]
+    return [
+        (
+            r["what"],
+            json.dumps(
+                {k: r[k] for k in ("name", "settings", "mode", "check", "n_block") if k in r}, sort_keys=True
+            ),
+        )
+        for r in hire.asked
+        if r["what"] not in ("card", "parity", "evict_all")
+    ]
 
 
 def test_what_matters_least_is_left_out_and_named(tmp_path):
@@ -283,7 +387,13 @@ def test_what_matters_least_is_left_out_and_named(tmp_path):
 def test_the_order_of_importance():
     names = [f"{p.group}: {p.name}" for p in plan_parts(["triton", "torch"], 3)]
     at = {what: names.index(what) for what in names}
-    assert at["alone: bus"] < at["kernel: A, triton, block 1024"] < at["builds: A, triton"] < at["processes: A, triton"] < at["varied: graph off"]
+    assert (
+        at["alone: bus"]
+        < at["kernel: A, triton, block 1024"]
+        < at["builds: A, triton"]
+        < at["processes: A, triton"]
+        < at["varied: graph off"]
+    )
     assert at["varied: graph off"] < at["varied: cold"] < at["varied: streams 4"] < at["varied: mode preload"]
     assert names.count("builds: B, torch") == 4, "one that warms, three that count"
     rounds = [i for i, name in enumerate(names) if name.startswith("builds: ")]
@@ -305,9 +415,12 @@ def test_a_slow_question_is_not_asked_twice():
 
 # -- what goes wrong ------------------------------------------------------------------------------------------------------
 
+
 def test_an_error_loses_only_its_own_figure(tmp_path):
     kept: list[dict[str, Any]] = []
-    hire = canned(fails=staticmethod(lambda r: "CUDA error" if r.get("settings") == {"cuda_graph": False} else None))
+    hire = canned(
+        fails=staticmethod(lambda r: "CUDA error" if r.get("settings") == {"cuda_graph": False} else None)
+    )
     (tmp_path / "cache").mkdir()
     figures = suite(tmp_path, hire, keep=lambda f: kept.append(json.loads(json.dumps(f))))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "demo-12"], "only what it made is removed"
@@ -323,7 +436,10 @@ def test_an_error_loses_only_its_own_figure(tmp_path):
 
 def test_a_cold_build_counts_only_if_the_disk_delivered(tmp_path):
     def warm(self: Canned, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        return Canned.ask(self, request, limit_s) | ({"figures": a_build(disk_read_bytes=0)} if request["what"] == "one_build" else {})
+        return Canned.ask(self, request, limit_s) | (
+            {"figures": a_build(disk_read_bytes=0)} if request["what"] == "one_build" else {}
+        )
+
     figures = suite(tmp_path / "a", canned(ask=warm))
     assert "cold" not in figures["varied"]
     (why,) = (x["why"] for x in figures["not_measured"] if x["what"] == "varied: cold")
@@ -332,7 +448,9 @@ def test_a_cold_build_counts_only_if_the_disk_delivered(tmp_path):
 
 
 def test_rows_that_are_not_right_fail_the_suite(tmp_path, monkeypatch):
-    monkeypatch.setitem(CANNED, "verify_built", {"ok": False, "rows": 12, "checked": 4, "problems": ["row 3 is wrong"]})
+    monkeypatch.setitem(
+        CANNED, "verify_built", {"ok": False, "rows": 12, "checked": 4, "problems": ["row 3 is wrong"]}
+    )
     figures = suite(tmp_path, canned())
     assert not figures["ok"]
     assert {"what": "verified: A, triton", "error": "row 3 is wrong"} in figures["errors"]
@@ -340,7 +458,8 @@ def test_rows_that_are_not_right_fail_the_suite(tmp_path, monkeypatch):
 
 def test_wrong_words_are_usage_errors(tmp_path):
     for options in ({"rounds": 0}, {"budget_s": 0}):
-        with pytest.raises(UsageError): suite(tmp_path, canned(), **options)
+        with pytest.raises(UsageError):
+            suite(tmp_path, canned(), **options)
 
 
 def test_a_process_that_dies_or_hangs_is_an_error_in_the_answer():
@@ -355,34 +474,63 @@ def test_a_process_that_dies_or_hangs_is_an_error_in_the_answer():
 
 def test_an_answer_carries_what_was_warned_of(monkeypatch):
     import logging
+
     def warns() -> dict[str, Any]:
         logging.getLogger("leakmel").warning("going on without a graph")
         return {}
+
     monkeypatch.setitem(answer.__globals__["QUESTIONS"], "warns", warns)
-    assert answer({"what": "warns", "engine": "torch", "root": ""})["warnings"] == ["going on without a graph"]
+    assert answer({"what": "warns", "engine": "torch", "root": ""})["warnings"] == [
+        "going on without a graph"
+    ]
     assert "unexpected keyword" in answer({"what": "warns", "n_blok": 3})["error"]
 
 
 # -- figures --------------------------------------------------------------------------------------------------------------
 
+
 def test_what_follows_from_figures():
     figures: dict[str, Any] = {}
-    gather(figures, {("alone", "bus"): [CANNED["copy_alone"]], ("alone", "card"): [CANNED["card_alone"]],
-                     ("kernel", "A, triton, block 8"): [CANNED["kernel_alone"]], ("builds", "A, triton"): [a_build(900.0), a_build(1000.0), a_build(1300.0)]})
+    gather(
+        figures,
+        {
+            ("alone", "bus"): [CANNED["copy_alone"]],
+            ("alone", "card"): [CANNED["card_alone"]],
+            ("kernel", "A, triton, block 8"): [CANNED["kernel_alone"]],
+            ("builds", "A, triton"): [a_build(900.0), a_build(1000.0), a_build(1300.0)],
+        },
+    )
     build, kernel = figures["builds"]["A, triton"], figures["kernel"]["A, triton, block 8"]
     assert build["files_per_s"] == {"median": 1000.0, "least": 900.0, "most": 1300.0}
     assert build["rounds"] == 3
-    assert build["bus"] == {"copying_gb_per_s": 2.0, "whole_gb_per_s": 1.0, "copying_share": 0.5, "whole_share": 0.25}
-    by_hand = 1 / ((2 * 40_960 + 2 * 80 * 64 + 40) / 4e12 + 80 * (2 * 3 * 2 * 256 * 257 + 2 * 3 * 257 * 64) / 8e14)
+    assert build["bus"] == {
+        "copying_gb_per_s": 2.0,
+        "whole_gb_per_s": 1.0,
+        "copying_share": 0.5,
+        "whole_share": 0.25,
+    }
+    by_hand = 1 / (
+        (2 * 40_960 + 2 * 80 * 64 + 40) / 4e12 + 80 * (2 * 3 * 2 * 256 * 257 + 2 * 3 * 257 * 64) / 8e14
+    )
     assert kernel["floor_recordings_per_s"] == pytest.approx(by_hand)
     assert kernel["share_of_floor"] == pytest.approx(2e6 / by_hand)
 
 
 def test_a_build_is_timed_from_its_first_file_to_its_last_data_set(demo, tmp_path):
     import leakmel as lm
-    results = lm.build_all(demo, out_dir=tmp_path, pipeline=lm.PipelineConfig(device="rehearsal", fsync=False), engine="torch", progress="none")
+
+    results = lm.build_all(
+        demo,
+        out_dir=tmp_path,
+        pipeline=lm.PipelineConfig(device="rehearsal", fsync=False),
+        engine="torch",
+        progress="none",
+    )
     figures, spans = build_figures(results, 0.25), results[0].timeline.spans
-    first, last = min(s.start_s for s in spans if s.stage == "read"), max(s.end_s for s in spans if s.stage == "publish")
+    first, last = (
+        min(s.start_s for s in spans if s.stage == "read"),
+        max(s.end_s for s in spans if s.stage == "publish"),
+    )
     assert figures["work_s"] == pytest.approx(last - first)
     assert figures["files_per_s"] == pytest.approx(60 / (last - first))
     assert figures["copy_in_bytes"] == 60 * 2 * 40_960
@@ -391,26 +539,49 @@ def test_a_build_is_timed_from_its_first_file_to_its_last_data_set(demo, tmp_pat
 
 
 def test_rehearsals_are_no_figures(tmp_path):
-    figures = {"suite": "gpu", "made_utc": "2026-01-02T00:00:00+00:00", "commit": "0123456789", "rehearsal": False}
-    store(figures | {"suite": "gpu-rehearsal", "rehearsal": True, "made_utc": "2026-01-03T00:00:00+00:00"}, tmp_path)
+    figures = {
+        "suite": "gpu",
+        "made_utc": "2026-01-02T00:00:00+00:00",
+        "commit": "0123456789",
+        "rehearsal": False,
+    }
+    store(
+        figures | {"suite": "gpu-rehearsal", "rehearsal": True, "made_utc": "2026-01-03T00:00:00+00:00"},
+        tmp_path,
+    )
     store(figures | {"suite": "gpu-rehearsal", "made_utc": "2026-01-03T01:00:00+00:00"}, tmp_path)
     assert newest("gpu", tmp_path) is None
     store(figures | {"rehearsal": True, "made_utc": "2026-01-04T00:00:00+00:00"}, tmp_path)
     assert newest("gpu", tmp_path) is None
     store(figures, tmp_path)
     assert newest("gpu", tmp_path) == figures
-    for _ in range(2): store(figures | {"made_utc": "2026-01-02T09:00:00+00:00"}, tmp_path)
-    assert sorted(p.name for p in tmp_path.glob("gpu-2*")) == ["gpu-20260102-01234567-2.json", "gpu-20260102-01234567.json", "gpu-20260104-01234567.json"]
+    for _ in range(2):
+        store(figures | {"made_utc": "2026-01-02T09:00:00+00:00"}, tmp_path)
+    assert sorted(p.name for p in tmp_path.glob("gpu-2*")) == [
+        "gpu-20260102-01234567-2.json",
+        "gpu-20260102-01234567.json",
+        "gpu-20260104-01234567.json",
+    ]
 
 
 def test_the_table_has_the_figures_that_matter(tmp_path):
     text = gpu_table(suite(tmp_path, canned()))
     assert "REHEARSAL" not in text
-    for words in ("a card, driver 1.2, CUDA 13.0, torch 2.11", "parity of triton: right (1 checks, at most 0.0100 dB)", "1,000 (1,000 to 1,000)",
-                  "plain copy of 1.0 MB: in 4.0, out 3.0", "kernel alone, A, triton, block 1024: 2.000 M recordings/s", "torch fp32: 0.010 dB for noise",
-                  "graph off", "1.00 x", "B, torch: listing 0.125, opening 0.125, pinning 0.125 s; then 1.000 s, in which were busy: read 0.125, copy_in 0.500",
-                  "64 rows: OutOfResources", "A, torch, a process of its own: 5.0 s in all",
-                  "kept 100.0 ms, made for each batch 400.0 ms", "another spec: A 0.150 s (0.050 s on the device), B 0.300 s"):
+    for words in (
+        "a card, driver 1.2, CUDA 13.0, torch 2.11",
+        "parity of triton: right (1 checks, at most 0.0100 dB)",
+        "1,000 (1,000 to 1,000)",
+        "plain copy of 1.0 MB: in 4.0, out 3.0",
+        "kernel alone, A, triton, block 1024: 2.000 M recordings/s",
+        "torch fp32: 0.010 dB for noise",
+        "graph off",
+        "1.00 x",
+        "B, torch: listing 0.125, opening 0.125, pinning 0.125 s; then 1.000 s, in which were busy: read 0.125, copy_in 0.500",
+        "64 rows: OutOfResources",
+        "A, torch, a process of its own: 5.0 s in all",
+        "kept 100.0 ms, made for each batch 400.0 ms",
+        "another spec: A 0.150 s (0.050 s on the device), B 0.300 s",
+    ):
         assert words in text, words
     assert "must" not in text
     assert gpu_table(None) == "not measured"
@@ -418,10 +589,14 @@ def test_the_table_has_the_figures_that_matter(tmp_path):
 
 # -- the set --------------------------------------------------------------------------------------------------------------
 
+
 def test_the_set_is_the_demo_set_byte_for_byte(tmp_path):
     write_demo(tmp_path / "demo", n_files=40)
     facts = gpu_set(tmp_path / "work", 40)
-    def content(root: Path) -> dict[str, bytes]: return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*.wav")}
+
+    def content(root: Path) -> dict[str, bytes]:
+        return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*.wav")}
+
     assert content(Path(facts["root"])) == content(tmp_path / "demo")
     assert (facts["made"], facts["repeated"]) == (40, 0)
     again = gpu_set(tmp_path / "work", 40)
@@ -440,15 +615,24 @@ def test_a_set_that_takes_too_long_repeats_recordings_and_says_so(tmp_path):
 
 def test_a_set_without_room_or_with_a_share_that_fails_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_gpu_set, "_SHARE", "raise SystemExit(3)")
-    with pytest.raises(LeakmelError, match="could not be written"): gpu_set(tmp_path, 40)
+    with pytest.raises(LeakmelError, match="could not be written"):
+        gpu_set(tmp_path, 40)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(SpaceError): gpu_set(tmp_path, 10**10)
+    with pytest.raises(SpaceError):
+        gpu_set(tmp_path, 10**10)
 
 
 def test_a_card_that_answers_little_is_still_described(monkeypatch):
-    def fails(*args: Any) -> None: raise RuntimeError("not supported")
-    known = {"nvmlInit": lambda: None, "nvmlDeviceGetHandleByIndex": lambda i: i, "nvmlDeviceGetName": lambda gpu: b"a card", "nvmlDeviceGetClockInfo": fails,
-             "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: 700_000}
+    def fails(*args: Any) -> None:
+        raise RuntimeError("not supported")
+
+    known = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByIndex": lambda i: i,
+        "nvmlDeviceGetName": lambda gpu: b"a card",
+        "nvmlDeviceGetClockInfo": fails,
+        "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: 700_000,
+    }
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(**known))
     facts = bench_gpu_set.card_facts()
@@ -460,10 +644,12 @@ def test_a_card_that_answers_little_is_still_described(monkeypatch):
 
 # -- on a card ------------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.gpu
 def test_the_suite_on_a_card(tmp_path):
     "Small, but with the sizes of the real one."
-    if not torch.cuda.is_available(): pytest.skip("no CUDA device here")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
     figures = bench_gpu(tmp_path, n_files=2000, rounds=1, budget_s=200)
     assert figures["errors"] == []
     assert figures["parity"]["torch"]["ok"]

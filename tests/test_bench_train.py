@@ -1,4 +1,5 @@
 "The suite `train`: what a rehearsal measures and stores, what is refused, and that figures of trainings that failed are none."
+
 import json
 import re
 import shutil
@@ -20,11 +21,21 @@ from leakmel.learn.task import make_task
 from leakmel.learn.timing import StepTimes
 from leakmel.ops import bench_train as suite
 from leakmel.ops.bench import newest, store
-from leakmel.ops.bench_train import GOALS, ON_CPU, ON_GPU, TINY, agreement, bench_train, joined_times, train_table
+from leakmel.ops.bench_train import (
+    GOALS,
+    ON_CPU,
+    ON_GPU,
+    TINY,
+    agreement,
+    bench_train,
+    joined_times,
+    train_table,
+)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory): return tmp_path_factory.mktemp("bench")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("bench")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +44,13 @@ def figures(folder) -> dict[str, Any]:
 
 
 def test_a_rehearsal_goes_through_all_of_it(figures):
-    assert (figures["suite"], figures["rehearsal"], figures["ok"], figures["errors"], figures["commit"]) == ("train", True, True, [], "abc")
+    assert (figures["suite"], figures["rehearsal"], figures["ok"], figures["errors"], figures["commit"]) == (
+        "train",
+        True,
+        True,
+        [],
+        "abc",
+    )
     assert set(figures["training"]) == set(TINY.changes)
     for f in figures["training"].values():
         assert f["batches_per_s"]["median"] > 0
@@ -46,16 +63,19 @@ def test_a_rehearsal_goes_through_all_of_it(figures):
     assert "StreamLoader" in figures["training"]["streamed"]["loader"]
     assert figures["verified"]["all_ok"]
     assert figures["verified"]["n"] == 6
-    for group in ("evaluation", "prediction"): assert figures[group]["8"]["files_per_s"]["least"] > 0
+    for group in ("evaluation", "prediction"):
+        assert figures[group]["8"]["files_per_s"]["least"] > 0
     assert set(figures["goals"]) == set(GOALS)
     assert json.loads(json.dumps(figures)) == figures
 
 
 def test_as_many_batches_are_learned_as_are_said(tmp_path, monkeypatch):
     learned, right = [], Stepper.step
+
     def step(self: Any, batch: Any) -> Any:
         learned.append(len(batch))
         return right(self, batch)
+
     monkeypatch.setattr(Stepper, "step", step)
     monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, 2, 3, TINY.base, {"as trained": {}}, ()))
     f = bench_train(tmp_path, n_files=12, rounds=2, rehearse=True)["training"]["as trained"]
@@ -65,18 +85,28 @@ def test_as_many_batches_are_learned_as_are_said(tmp_path, monkeypatch):
 
 def test_goals_are_those_of_the_fastest_setting():
     "Not the rate of one and the busy device of another."
-    training = {"a": {"batches_per_s": {"median": 300.0}, "busy_share": {"median": 0.5}},
-                "b": {"batches_per_s": {"median": 90.0}, "busy_share": {"median": 0.9}}}
+    training = {
+        "a": {"batches_per_s": {"median": 300.0}, "busy_share": {"median": 0.5}},
+        "b": {"batches_per_s": {"median": 90.0}, "busy_share": {"median": 0.9}},
+    }
     goals = suite._goals({"training": training, "evaluation": {}, "device": "cuda:0", "rehearsal": False})
-    assert {name: g["reached"] for name, g in goals.items()} == {"batches_per_s": 300.0, "evaluation_files_per_s": None, "busy_share": 0.5}
+    assert {name: g["reached"] for name, g in goals.items()} == {
+        "batches_per_s": 300.0,
+        "evaluation_files_per_s": None,
+        "busy_share": 0.5,
+    }
 
 
 def test_the_table_fits_and_says_that_it_was_a_rehearsal(figures):
     text = train_table(figures)
     assert text.startswith("a rehearsal: the figures mean nothing")
     assert max(map(len, text.splitlines())) <= 100
-    for name in (*TINY.changes, "prediction and evaluation agree on 6 recordings"): assert name in text
-    failed = figures | {"errors": [{"what": "training: compiled", "error": "no compiler " * 20}], "verified": figures["verified"] | {"all_ok": False}}
+    for name in (*TINY.changes, "prediction and evaluation agree on 6 recordings"):
+        assert name in text
+    failed = figures | {
+        "errors": [{"what": "training: compiled", "error": "no compiler " * 20}],
+        "verified": figures["verified"] | {"all_ok": False},
+    }
     text = train_table(failed)
     assert "DO NOT AGREE" in text
     assert "not measured: training: compiled" in text
@@ -84,17 +114,30 @@ def test_the_table_fits_and_says_that_it_was_a_rehearsal(figures):
 
 
 def test_real_plans_are_those_of_the_goals():
-    assert (ON_GPU.batch_size, GOALS["batches_per_s"], GOALS["evaluation_files_per_s"], GOALS["busy_share"][0]) == (5632, (100, 300), (10_000, 50_000), 0.75)
+    assert (
+        ON_GPU.batch_size,
+        GOALS["batches_per_s"],
+        GOALS["evaluation_files_per_s"],
+        GOALS["busy_share"][0],
+    ) == (5632, (100, 300), (10_000, 50_000), 0.75)
     assert ON_CPU.batch_size == ON_GPU.batch_size, "figures that can be held beside each other"
     for plan in (ON_GPU, ON_CPU):
-        for name in plan.changes: assert plan.settings(name, 7).epochs == 7
+        for name in plan.changes:
+            assert plan.settings(name, 7).epochs == 7
 
 
 def test_rounds_are_whole_epochs_put_together():
     def epoch(n: int, seconds: float, wait: float | None, compute: float | None) -> StepTimes:
         return StepTimes(n, 1, seconds, 0.0, wait, wait, None, compute, None, None)
+
     got = joined_times([epoch(100, 1.0, 1.0, 5.0), epoch(300, 1.0, 3.0, 5.0)])
-    assert (got["batches_per_s"], got["wait_ms"], got["wait_max_ms"], got["compute_ms"], got["busy_share"]) == (200, 2.5, 3.0, 5.0, 1.0)
+    assert (
+        got["batches_per_s"],
+        got["wait_ms"],
+        got["wait_max_ms"],
+        got["compute_ms"],
+        got["busy_share"],
+    ) == (200, 2.5, 3.0, 5.0, 1.0)
     assert joined_times([epoch(10, 1.0, None, None)])["busy_share"] is None
 
 
@@ -102,10 +145,18 @@ def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
     right = suite._Bench.train
 
     def train(self: Any, name: str) -> dict[str, Any]:
-        if name == "full precision": raise LeakmelError("no such kernel")
+        if name == "full precision":
+            raise LeakmelError("no such kernel")
         return right(self, name)
+
     monkeypatch.setattr(suite._Bench, "train", train)
-    monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, 1, 1, TINY.base, {n: TINY.changes[n] for n in ("as trained", "full precision")}, ()))
+    monkeypatch.setattr(
+        suite,
+        "TINY",
+        suite.TrainPlan(
+            128, 1, 1, TINY.base, {n: TINY.changes[n] for n in ("as trained", "full precision")}, ()
+        ),
+    )
     found = bench_train(folder, n_files=6, rounds=1, rehearse=True)
     assert list(found["training"]) == ["as trained"]
     assert found["errors"] == [{"what": "training: full precision", "error": "no such kernel"}]
@@ -114,7 +165,10 @@ def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
 
 def test_an_agreement_that_fails_is_no_figure(folder, monkeypatch):
     "The measurements after it go on, and the run is not said to be right."
-    def fail(*args: Any) -> Any: raise RuntimeError("CUDA error: an illegal address")
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal address")
+
     monkeypatch.setattr(suite, "agreement", fail)
     monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, 1, 1, TINY.base, {"as trained": {}}, (8,)))
     found = bench_train(folder, n_files=6, rounds=1, rehearse=True)
@@ -133,9 +187,21 @@ def uneven(tmp_path_factory) -> tuple[Path, Path, Detector]:
         (sub := folder / "data" / "TRAINING" / ("LEAK", "NORMAL")[k % 2]).mkdir(parents=True, exist_ok=True)
         write_wav(sub / f"{k}.wav", rng.integers(-900, 900, n).astype(np.int16), 4096)
     spec = lm.MelSpec.preset("disjoint", duration_s=1.0)
-    lm.build(folder / "data", split="training", out=folder / "x.h5", spec=spec, progress="none", engine="torch", pipeline=lm.PipelineConfig(device="cpu"))
+    lm.build(
+        folder / "data",
+        split="training",
+        out=folder / "x.h5",
+        spec=spec,
+        progress="none",
+        engine="torch",
+        pipeline=lm.PipelineConfig(device="cpu"),
+    )
     torch.manual_seed(0)
-    return folder / "x.h5", folder / "data", Detector(LeakNet(NetSettings(channels=(8, 8))).eval(), make_task(["LEAK", "NORMAL"]), spec)
+    return (
+        folder / "x.h5",
+        folder / "data",
+        Detector(LeakNet(NetSettings(channels=(8, 8))).eval(), make_task(["LEAK", "NORMAL"]), spec),
+    )
 
 
 def test_agreement_of_recordings_of_any_length(uneven):
@@ -148,7 +214,9 @@ def test_agreement_of_recordings_of_any_length(uneven):
 def test_prediction_and_evaluation_that_differ(uneven, monkeypatch):
     path, root, detector = uneven
     real = suite.score_rows
-    monkeypatch.setattr(suite, "score_rows", lambda *args, **options: real(*args, **options) + np.float32(0.1))
+    monkeypatch.setattr(
+        suite, "score_rows", lambda *args, **options: real(*args, **options) + np.float32(0.1)
+    )
     found = agreement(path, root, detector, "cpu")
     assert not found["all_ok"]
     assert found["max_abs"] == pytest.approx(0.1, abs=0.01)
@@ -171,7 +239,12 @@ def test_a_cpu_is_measured_as_what_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "N_FILES", {"cuda": 10**9, "cpu": 6})
     monkeypatch.setattr(suite, "ON_CPU", suite.TrainPlan(128, 1, 1, TINY.base, {"as trained": {}}, (8,)))
     found = bench_train(tmp_path / "x", rounds=1, commit_id="abc")
-    assert (found["device"], found["rehearsal"], found["ok"], found["set"]["n_files"]) == ("cpu", False, True, suite.total_for(6))
+    assert (found["device"], found["rehearsal"], found["ok"], found["set"]["n_files"]) == (
+        "cpu",
+        False,
+        True,
+        suite.total_for(6),
+    )
     assert {g["reached"] for g in found["goals"].values()} == {None}
     text = train_table(found)
     assert "reached" not in text
@@ -188,14 +261,33 @@ def test_a_cpu_is_measured_as_what_it_is(tmp_path, monkeypatch):
 
 
 def test_what_is_refused(tmp_path):
-    with pytest.raises(UsageError): bench_train(tmp_path / "x", rounds=0, rehearse=True)
+    with pytest.raises(UsageError):
+        bench_train(tmp_path / "x", rounds=0, rehearse=True)
     assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.slow
 def test_command(folder, tmp_path, capsys):
     out = tmp_path / "figures"
-    assert main(["bench", str(folder), "--suite", "train", "--rehearse", "--files", "6", "--rounds", "1", "--out", str(out), "--json"]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                str(folder),
+                "--suite",
+                "train",
+                "--rehearse",
+                "--files",
+                "6",
+                "--rounds",
+                "1",
+                "--out",
+                str(out),
+                "--json",
+            ]
+        )
+        == 0
+    )
     body = json.loads(capsys.readouterr().out)
     assert body["rehearsal"]
     assert [p.name.split("-")[0] for p in out.iterdir()] == ["train"]

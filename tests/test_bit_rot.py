@@ -1,4 +1,5 @@
 "A bit that flips anywhere in rows, labels, paths or digests is found by verify, without the sources."
+
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +10,12 @@ import pytest
 import leakmel as lm
 from leakmel.dataset.config import PipelineConfig
 
-KINDS: dict[str, tuple[str, ...]] = {"rows": ("segments_mel", "segments_waveform"), "labels": ("labels",), "paths": ("files/path", "rejected/path"),
-                                     "digests": ("digests/rows", "digests/waveforms", "files/digest")}
+KINDS: dict[str, tuple[str, ...]] = {
+    "rows": ("segments_mel", "segments_waveform"),
+    "labels": ("labels",),
+    "paths": ("files/path", "rejected/path"),
+    "digests": ("digests/rows", "digests/waveforms", "files/digest"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -18,18 +23,31 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, li
     "A data set of 40 rows with waveforms and a rejected file, and where its parts lie: offset and bytes."
     place = tmp_path_factory.mktemp("rot")
     lm.write_demo(place / "town", n_files=60, faults=True)
-    path = lm.build(place / "town", split="training", out=place / "x.h5", spec=lm.MelSpec(sample_rate=4096, duration_s=1.0, n_mels=16, long="cut"),
-                    with_waveforms=True, engine="reference", progress="none", pipeline=PipelineConfig(fsync=False)).path
+    path = lm.build(
+        place / "town",
+        split="training",
+        out=place / "x.h5",
+        spec=lm.MelSpec(sample_rate=4096, duration_s=1.0, n_mels=16, long="cut"),
+        with_waveforms=True,
+        engine="reference",
+        progress="none",
+        pipeline=PipelineConfig(fsync=False),
+    ).path
     with h5py.File(path) as f:
         assert len(f["labels"]) > 30
         assert len(f["rejected/path"]) > 0
-        parts = {kind: [(f[n].id.get_offset(), f[n].id.get_storage_size()) for n in names] for kind, names in KINDS.items()}
+        parts = {
+            kind: [(f[n].id.get_offset(), f[n].id.get_storage_size()) for n in names]
+            for kind, names in KINDS.items()
+        }
     return path.read_bytes(), parts
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [25, pytest.param(250, marks=pytest.mark.long)])
-def test_flipped_bits(whole: tuple[bytes, dict[str, list[tuple[int, int]]]], tmp_path: Path, tried: Callable, kind: str, n: int) -> None:
+def test_flipped_bits(
+    whole: tuple[bytes, dict[str, list[tuple[int, int]]]], tmp_path: Path, tried: Callable, kind: str, n: int
+) -> None:
     raw, parts = whole
     path, rng = tmp_path / "x.h5", np.random.default_rng(n)
     path.write_bytes(raw)
@@ -42,7 +60,7 @@ def test_flipped_bits(whole: tuple[bytes, dict[str, list[tuple[int, int]]]], tmp
             f.write(bytes([raw[at] ^ 1 << bit]))
             assert not lm.verify(path).ok, f"bit {bit} of byte {at}"
             f.seek(at)
-            f.write(raw[at:at + 1])
+            f.write(raw[at : at + 1])
             tried("S14")
     assert path.read_bytes() == raw
     assert lm.verify(path).ok

@@ -1,4 +1,5 @@
 "What a person sees: JupyterLab in a real browser, and pages of executed notebooks opened from the disk."
+
 import shutil
 import subprocess
 import sys
@@ -7,7 +8,18 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from lab import ERRORS, FIGURES, OVER, assert_drawn, assert_quiet, clean_env, jupyter_lab, open_notebook, run_all, with_parameters
+from lab import (
+    ERRORS,
+    FIGURES,
+    OVER,
+    assert_drawn,
+    assert_quiet,
+    clean_env,
+    jupyter_lab,
+    open_notebook,
+    run_all,
+    with_parameters,
+)
 from watched import Watched, assert_figures
 
 import leakmel as lm
@@ -16,7 +28,7 @@ from leakmel.dataset.config import PipelineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
-VIEWPORT = {"width": 1400, "height": 6400}      # tall, so that a picture shows a whole notebook
+VIEWPORT = {"width": 1400, "height": 6400}  # tall, so that a picture shows a whole notebook
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +44,19 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def lab(browser, project) -> Iterator[str]:
-    with jupyter_lab(project, browser, LEAKMEL_DATA=str(project / "tiny")) as url: yield url
+    with jupyter_lab(project, browser, LEAKMEL_DATA=str(project / "tiny")) as url:
+        yield url
 
 
 def assert_shows_results(watched: Watched, lab: str) -> None:
     "Five figures that are drawn, the verdict, no error, no widget, nothing fetched from elsewhere."
     page = watched.page
-    page.wait_for_function("document.querySelectorAll('.jp-Notebook .js-plotly-plot .gtitle').length === 5", timeout=60_000)
-    heights = page.evaluate("[...document.querySelectorAll('.jp-Notebook .js-plotly-plot')].map(e => e.getBoundingClientRect().height)")
+    page.wait_for_function(
+        "document.querySelectorAll('.jp-Notebook .js-plotly-plot .gtitle').length === 5", timeout=60_000
+    )
+    heights = page.evaluate(
+        "[...document.querySelectorAll('.jp-Notebook .js-plotly-plot')].map(e => e.getBoundingClientRect().height)"
+    )
     assert len(heights) == 5
     assert min(heights) > 150
     assert page.get_by_text("24 rows, all data sets verified").count() == 1
@@ -49,8 +66,10 @@ def assert_shows_results(watched: Watched, lab: str) -> None:
 def test_build_in_jupyterlab(lab, watched, project, tmp_path):
     page = open_notebook(watched, f"{lab}/lab/tree/build.ipynb?reset")
     run_all(page)
-    try: page.wait_for_function(OVER, timeout=120_000)
-    finally: watched.picture(tmp_path / "lab.png")
+    try:
+        page.wait_for_function(OVER, timeout=120_000)
+    finally:
+        watched.picture(tmp_path / "lab.png")
     assert page.locator(ERRORS).all_text_contents() == []
     assert_shows_results(watched, lab)
     watched.picture(tmp_path / "lab.png")
@@ -71,8 +90,10 @@ def test_dashboard_in_jupyterlab(lab, watched, dashboard, tmp_path):
     page = open_notebook(watched, f"{lab}/lab/tree/{dashboard}?reset")
     run_all(page)
     drawn = f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length === 12"
-    try: page.wait_for_function(f"""document.querySelector("{ERRORS}") || {drawn}""", timeout=120_000)
-    finally: watched.picture(tmp_path / "dashboard.png")
+    try:
+        page.wait_for_function(f"""document.querySelector("{ERRORS}") || {drawn}""", timeout=120_000)
+    finally:
+        watched.picture(tmp_path / "dashboard.png")
     assert_quiet(watched, lab)
     seen = assert_drawn(page, lambda f: not f["traces"])
     assert [f["title"] for f in seen if not f["traces"]] == ["No queue was recorded"]
@@ -84,8 +105,14 @@ def test_dashboard_in_jupyterlab(lab, watched, dashboard, tmp_path):
 @pytest.fixture(scope="module")
 def executed(project, browser) -> Path:
     "The notebook after papermill."
-    done = subprocess.run([str(Path(sys.executable).parent / "papermill"), "build.ipynb", "out.ipynb", "--no-progress-bar"], cwd=project / "nbs",
-                          env=clean_env(project, LEAKMEL_DATA=str(project / "tiny")), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "papermill"), "build.ipynb", "out.ipynb", "--no-progress-bar"],
+        cwd=project / "nbs",
+        env=clean_env(project, LEAKMEL_DATA=str(project / "tiny")),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     return project / "nbs" / "out.ipynb"
 
@@ -101,11 +128,15 @@ def test_executed_notebook_as_a_page(executed, watched, tmp_path):
     "The site's way to show figures: HTML, one local script, no network."
     from figures import copy_plotly, show_figures
     from nbconvert import HTMLExporter
+
     notebook = nbformat.read(executed, as_version=4)
     assert show_figures(notebook) == 5
     body, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
     copy_plotly(tmp_path)
-    (tmp_path / "page.html").write_text(f"<!doctype html><meta charset='utf-8'><script src='plotly.min.js'></script><body>{body}</body>", encoding="utf-8")
+    (tmp_path / "page.html").write_text(
+        f"<!doctype html><meta charset='utf-8'><script src='plotly.min.js'></script><body>{body}</body>",
+        encoding="utf-8",
+    )
     page = watched.page
     page.goto((tmp_path / "page.html").as_uri())
     page.wait_for_selector(".plotly-figure .main-svg", timeout=60_000)

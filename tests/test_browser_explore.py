@@ -1,4 +1,5 @@
 "explore.ipynb in JupyterLab: sliders and lists that are moved by a mouse and a keyboard, and what they change."
+
 import base64
 import shutil
 from collections.abc import Iterator
@@ -15,10 +16,13 @@ from leakmel.dataset.spec_file import read_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
-VIEWPORT = {"width": 1500, "height": 2700}      # tall, so that a picture shows a whole notebook
-DRAWN = f"{FIGURES}.filter(e => e._fullData)"      # while one is drawn anew it is not there
+VIEWPORT = {"width": 1500, "height": 2700}  # tall, so that a picture shows a whole notebook
+DRAWN = f"{FIGURES}.filter(e => e._fullData)"  # while one is drawn anew it is not there
 RECORDING = f"{DRAWN}.find(e => e._fullData.some(t => t.type === 'heatmap'))"
-N_MELS, N_BANDS = f"{RECORDING}?._fullData.find(t => t.type === 'heatmap').y.length", f"{DRAWN}.find(e => e !== {RECORDING})?._fullData.at(-1).x.length"
+N_MELS, N_BANDS = (
+    f"{RECORDING}?._fullData.find(t => t.type === 'heatmap').y.length",
+    f"{DRAWN}.find(e => e !== {RECORDING})?._fullData.at(-1).x.length",
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,8 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def lab(browser, project) -> Iterator[str]:
-    with jupyter_lab(project, browser, LEAKMEL_DATA=str(project / "tiny")) as url: yield url
+    with jupyter_lab(project, browser, LEAKMEL_DATA=str(project / "tiny")) as url:
+        yield url
 
 
 def widget(page: Any, name: str) -> Any:
@@ -49,7 +54,13 @@ def says(page: Any, words: str) -> None:
 def drawn_in(notebook: Path) -> list[int]:
     "Bands of the figures in a file: of the heat map, and of a line of the mean spectrum."
     cells = nbformat.read(notebook, as_version=4).cells
-    figures = [o.data[PLOTLY] for c in cells if c.cell_type == "code" for o in c.outputs if PLOTLY in o.get("data", {})]
+    figures = [
+        o.data[PLOTLY]
+        for c in cells
+        if c.cell_type == "code"
+        for o in c.outputs
+        if PLOTLY in o.get("data", {})
+    ]
     arrays = [next(t["y"] for t in figures[0]["data"] if t["type"] == "heatmap"), figures[1]["data"][-1]["x"]]
     return [len(base64.b64decode(a["bdata"])) // 4 for a in arrays]
 
@@ -59,7 +70,9 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
     run_all(page)
     try:
         says(page, "Not written")
-        page.wait_for_function(f"{FIGURES}.length === 2 && {FIGURES}.every(e => e.querySelector('.gtitle'))", timeout=60_000)
+        page.wait_for_function(
+            f"{FIGURES}.length === 2 && {FIGURES}.every(e => e.querySelector('.gtitle'))", timeout=60_000
+        )
         watched.picture(tmp_path / "explore.png")
         assert page.locator(ERRORS).all_text_contents() == []
         assert page.locator("audio").count() == 1
@@ -70,12 +83,13 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
 
         slider = widget(page, "n_mels").locator(".noUi-handle")
         slider.focus()
-        for _ in range(8): page.keyboard.press("ArrowLeft")
+        for _ in range(8):
+            page.keyboard.press("ArrowLeft")
         says(page, "n_mels 56")
         page.wait_for_function(f"{N_MELS} === 56", timeout=60_000)
 
         page.get_by_text("the whole split follows each change").click()
-        page.wait_for_function(f"{N_BANDS} === 56", timeout=60_000)      # it did not follow until now
+        page.wait_for_function(f"{N_BANDS} === 56", timeout=60_000)  # it did not follow until now
         slider.focus()
         page.keyboard.press("ArrowRight")
         page.wait_for_function(f"{N_MELS} === 57", timeout=60_000)
@@ -84,7 +98,7 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
         slider.focus()
         page.keyboard.press("End")
         says(page, "Not taken: mel band 0 holds no frequency bin")
-        assert page.evaluate(N_MELS) == 57      # the last good picture stays
+        assert page.evaluate(N_MELS) == 57  # the last good picture stays
         watched.picture(tmp_path / "refused.png")
 
         widget(page, "preset").locator("select").select_option(label="overlap@1")
@@ -95,8 +109,9 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
         page.get_by_role("menuitem", name="File", exact=True).click()
         page.get_by_text("Save Notebook", exact=True).click()
         page.wait_for_function("!document.querySelector('.jp-mod-dirty')", timeout=60_000)
-    finally: watched.picture(tmp_path / "end.png")
-    assert drawn_in(project / "nbs" / "explore.ipynb") == [32, 32]      # the saved file is as the page was last
+    finally:
+        watched.picture(tmp_path / "end.png")
+    assert drawn_in(project / "nbs" / "explore.ipynb") == [32, 32]  # the saved file is as the page was last
     (path,) = project.glob("runs/specs/*.json")
     assert read_spec(path).changes == {"preset": "overlap@1"}
     assert page.locator(ERRORS).all_text_contents() == []

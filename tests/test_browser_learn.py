@@ -1,4 +1,5 @@
 "train.ipynb and predict.ipynb in JupyterLab, on tiny sets: curves that grow while it trains, tables, figures, and no error anywhere."
+
 import os
 import shutil
 import subprocess
@@ -7,7 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab import ERRORS, FIGURES, OVER, SAYS_OK, assert_drawn, assert_quiet, jupyter_lab, open_notebook, run_all, with_parameters
+from lab import (
+    ERRORS,
+    FIGURES,
+    OVER,
+    SAYS_OK,
+    assert_drawn,
+    assert_quiet,
+    jupyter_lab,
+    open_notebook,
+    run_all,
+    with_parameters,
+)
 from test_learn_predict import made_detector, write_mixed
 from watched import Watched
 
@@ -16,7 +28,7 @@ from leakmel.learn.detector import load_detector
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
-VIEWPORT = {"width": 1400, "height": 9600}      # tall, so that a picture shows a whole notebook
+VIEWPORT = {"width": 1400, "height": 9600}  # tall, so that a picture shows a whole notebook
 CURVES = ".jp-Notebook .jp-OutputArea-output svg[role=img]"
 
 
@@ -28,21 +40,40 @@ def project(tmp_path_factory) -> Path:
     shutil.copy(ROOT / "settings.ini", folder)
     lm.write_demo(folder / "demo", n_files=60)
     lm.build_all(folder / "demo", out_dir=folder / "sets", progress="none", check=2)
-    with_parameters(folder, "train.ipynb", data=str(folder / "sets"), out=str(folder / "run"), epochs=12, batch_size=64, channels="4,8", device="cpu")
-    with_parameters(folder, "predict.ipynb", data_root=str(write_mixed(folder / "mixed")), model=str(made_detector().save(folder / "model.pt")),
-                    out=str(folder / "scores"), device="cpu", n_shown=2)
+    with_parameters(
+        folder,
+        "train.ipynb",
+        data=str(folder / "sets"),
+        out=str(folder / "run"),
+        epochs=12,
+        batch_size=64,
+        channels="4,8",
+        device="cpu",
+    )
+    with_parameters(
+        folder,
+        "predict.ipynb",
+        data_root=str(write_mixed(folder / "mixed")),
+        model=str(made_detector().save(folder / "model.pt")),
+        out=str(folder / "scores"),
+        device="cpu",
+        n_shown=2,
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def lab(browser, project) -> Iterator[str]:
-    with jupyter_lab(project, browser, OMP_NUM_THREADS="1") as url: yield url
+    with jupyter_lab(project, browser, OMP_NUM_THREADS="1") as url:
+        yield url
 
 
 def assert_sound(watched: Watched, lab: str, n_figures: int) -> list[str]:
     "Figures that are drawn with titles in full, no error, no widget, nothing fetched from elsewhere; gives the titles."
     page = watched.page
-    page.wait_for_function(f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length >= {n_figures}", timeout=60_000)
+    page.wait_for_function(
+        f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length >= {n_figures}", timeout=60_000
+    )
     assert_quiet(watched, lab)
     seen = assert_drawn(page, lambda f: f["title"] == "No recording was called what it is not")
     assert len(seen) == n_figures
@@ -58,13 +89,14 @@ def test_train_in_jupyterlab(lab, watched, project, tmp_path):
         assert not page.evaluate(SAYS_OK), "the curves are there while it trains"
         watched.picture(tmp_path / "train while it trains.png")
         page.wait_for_function(OVER, timeout=180_000)
-    finally: watched.picture(tmp_path / "train.png")
+    finally:
+        watched.picture(tmp_path / "train.png")
     assert page.locator(ERRORS).all_text_contents() == []
     points = page.locator(f"{CURVES} polyline").first.get_attribute("points") or ""
     n_epochs = load_detector(project / "run" / "model.pt").record["settings"]["epochs"]
     assert len(early.split()) < len(points.split()) == n_epochs, "the same picture grew"
     assert page.locator(CURVES).count() == 3, "it was replaced, not repeated"
-    titles = assert_sound(watched, lab, 7)      # two of the training, five of the evaluation
+    titles = assert_sound(watched, lab, 7)  # two of the training, five of the evaluation
     assert titles[0].startswith("F1 of ")
     assert "of the time went into" in titles[1]
     tables = page.locator(".jp-Notebook .jp-OutputArea-output table.dataframe")
@@ -75,8 +107,10 @@ def test_train_in_jupyterlab(lab, watched, project, tmp_path):
 def test_predict_in_jupyterlab(lab, watched, project, tmp_path):
     page = open_notebook(watched, f"{lab}/lab/tree/predict.ipynb?reset")
     run_all(page)
-    try: page.wait_for_function(OVER, timeout=120_000)
-    finally: watched.picture(tmp_path / "predict.png")
+    try:
+        page.wait_for_function(OVER, timeout=120_000)
+    finally:
+        watched.picture(tmp_path / "predict.png")
     assert page.locator(ERRORS).all_text_contents() == []
     titles = assert_sound(watched, lab, 3)
     assert titles[0] == "The 2 most suspicious recordings"
@@ -92,7 +126,18 @@ def test_without_a_browser_no_server_is_started(tmp_path):
     "Each of these files skips before anything else is done."
     files = [ROOT / "tests" / f"test_browser{name}.py" for name in ("", "_explore", "_learn")]
     env = {k: v for k, v in os.environ.items() if k != "LEAKMEL_REQUIRE_ALL"} | {"PATH": str(tmp_path)}
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "jupyterlab", f"--basetemp={tmp_path / 'base'}", *map(str, files)]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "jupyterlab",
+        f"--basetemp={tmp_path / 'base'}",
+        *map(str, files),
+    ]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert " skipped" in done.stdout.splitlines()[-1], done.stdout
     assert " passed" not in done.stdout.splitlines()[-1]

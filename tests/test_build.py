@@ -1,4 +1,5 @@
 "From a folder to a data set: every row, every name and every byte, looked at from outside."
+
 import json
 import os
 import struct
@@ -33,19 +34,39 @@ QUIET: dict[str, Any] = dict(progress="none")
 def small(tmp_path, make_wav) -> Path:
     "Two labels, 25 recordings of 1 s side by side."
     root = tmp_path / "small"
-    for k in range(25): make_wav(root / ("LEAK" if k % 3 else "NOLEAK") / f"s{k % 4}~{k:03d}~20240229_1200{k:02d}~{k % 7}.wav", seed=k)
+    for k in range(25):
+        make_wav(
+            root / ("LEAK" if k % 3 else "NOLEAK") / f"s{k % 4}~{k:03d}~20240229_1200{k:02d}~{k % 7}.wav",
+            seed=k,
+        )
     return root
 
 
 def coded_wav(path: Path, samples: np.ndarray, rate: int, bits: int) -> None:
     "24-bit PCM or 32-bit float samples, from numbers between -1 and 1."
     if bits == 24:
-        whole = np.round(samples * 2 ** 23).clip(-2 ** 23, 2 ** 23 - 1).astype("<i4")
+        whole = np.round(samples * 2**23).clip(-(2**23), 2**23 - 1).astype("<i4")
         body = whole.view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
-    else: body = samples.astype("<f4").tobytes()
+    else:
+        body = samples.astype("<f4").tobytes()
     step = bits // 8
     kind = 1 if bits == 24 else 3
-    head = struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + len(body), b"WAVE", b"fmt ", 16, kind, 1, rate, rate * step, step, bits, b"data", len(body))
+    head = struct.pack(
+        "<4sI4s4sIHHIIHH4sI",
+        b"RIFF",
+        36 + len(body),
+        b"WAVE",
+        b"fmt ",
+        16,
+        kind,
+        1,
+        rate,
+        rate * step,
+        step,
+        bits,
+        b"data",
+        len(body),
+    )
     path.write_bytes(head + body)
 
 
@@ -75,9 +96,20 @@ def test_faulty_set_with_a_stated_spec(faulty, tmp_path, engine):
         assert lm.verify(r.path, root=faulty, sample=None).ok
     got = content(results[0].path)
     reasons = {os.fsdecode(p).split("~")[1]: c for p, c in zip(got["rejected/path"], got["rejected/code"])}
-    assert reasons == {"F00": b"empty", "F01": b"empty", "F02": b"truncated", "F03": b"not_wav", "F09": b"nonfinite", "F13": b"no_label"}
+    assert reasons == {
+        "F00": b"empty",
+        "F01": b"empty",
+        "F02": b"truncated",
+        "F03": b"not_wav",
+        "F09": b"nonfinite",
+        "F13": b"no_label",
+    }
     status = {os.fsdecode(p).split("~")[1]: s for p, s in zip(got["files/path"], got["files/status"])}
-    assert {k: v for k, v in status.items() if v != b"ok"} == {"F04": b"resampled", "F05": b"identical_channels", "F06": b"padded"}
+    assert {k: v for k, v in status.items() if v != b"ok"} == {
+        "F04": b"resampled",
+        "F05": b"identical_channels",
+        "F06": b"padded",
+    }
     silent = {os.fsdecode(p).split("~")[1] for p, s in zip(got["files/path"], got["files/silent"]) if s}
     assert "F08" in silent
     assert all(m.endswith(b")") or m[0:1].islower() for m in got["rejected/message"])
@@ -87,24 +119,46 @@ def test_no_row_is_lost_when_most_are_rejected(tmp_path, make_wav):
     root = tmp_path / "data"
     for k in range(60):
         make_wav(root / "A" / f"{k:02d}.wav", seed=k)
-        if k % 10: (root / "A" / f"{k:02d}.wav").write_bytes(b"not a recording")
+        if k % 10:
+            (root / "A" / f"{k:02d}.wav").write_bytes(b"not a recording")
     r = lm.build(root, out=tmp_path / "x.h5", pipeline=PipelineConfig(files_per_batch=7), **QUIET)
     assert (r.rows, len(r.rejections), r.found) == (6, 54, 60)
     check(r.path, root)
     alone = tmp_path / "alone"
-    for k in range(0, 60, 10): make_wav(alone / "A" / f"{k:02d}.wav", seed=k)
+    for k in range(0, 60, 10):
+        make_wav(alone / "A" / f"{k:02d}.wav", seed=k)
     other = lm.build(alone, out=tmp_path / "y.h5", **QUIET)
-    assert same(content(r.path), content(other.path), "rejected/path", "rejected/code", "rejected/message", "@metadata_digest")
+    assert same(
+        content(r.path),
+        content(other.path),
+        "rejected/path",
+        "rejected/code",
+        "rejected/message",
+        "@metadata_digest",
+    )
 
 
 # ---- order, labels, splits
 
 
 def test_rows_come_in_the_order_of_path_bytes(tmp_path, make_wav):
-    names = ["b.wav", "B.WAV", "a b.wav", "ä.wav", "-x.wav", "z.Wave", "a\nb.wav", "A'\".wav", os.fsdecode(b"\xff\xfe.wav"), "sub/0.wav", "sub.wav",
-             "sub-/1.wav"]
+    names = [
+        "b.wav",
+        "B.WAV",
+        "a b.wav",
+        "ä.wav",
+        "-x.wav",
+        "z.Wave",
+        "a\nb.wav",
+        "A'\".wav",
+        os.fsdecode(b"\xff\xfe.wav"),
+        "sub/0.wav",
+        "sub.wav",
+        "sub-/1.wav",
+    ]
     root = tmp_path / "data"
-    for k, n in enumerate(names): make_wav(root / "Straße 1" / n, seed=k)
+    for k, n in enumerate(names):
+        make_wav(root / "Straße 1" / n, seed=k)
     (root / "Straße 1" / ".hidden.wav").write_bytes(b"x")
     (root / "Straße 1" / "notes.txt").write_bytes(b"x")
     r = lm.build(root, out=tmp_path / "x.h5", **QUIET)
@@ -114,11 +168,24 @@ def test_rows_come_in_the_order_of_path_bytes(tmp_path, make_wav):
 
 
 def test_one_split_alone_takes_the_labels_of_all(tmp_path, make_wav):
-    for k, where in enumerate(("dataset_training/LEAK", "dataset_training/zebra", "Validation/LEAK", "Validation/CRACK", "testing/BACKGROUND", "testing/leak")):
+    for k, where in enumerate(
+        (
+            "dataset_training/LEAK",
+            "dataset_training/zebra",
+            "Validation/LEAK",
+            "Validation/CRACK",
+            "testing/BACKGROUND",
+            "testing/leak",
+        )
+    ):
         make_wav(tmp_path / "data" / where / "a.wav", seed=k)
     (tmp_path / "data" / "testing" / "LEAK").mkdir()
     names = ["BACKGROUND", "CRACK", "LEAK", "leak", "zebra"]
-    for split, folder, labels in (("training", "dataset_training", [2, 4]), ("validation", "Validation", [1, 2]), ("TEST", "testing", [0, 3])):
+    for split, folder, labels in (
+        ("training", "dataset_training", [2, 4]),
+        ("validation", "Validation", [1, 2]),
+        ("TEST", "testing", [0, 3]),
+    ):
         r = lm.build(tmp_path / "data", split=split, out=tmp_path / f"{split}.h5", **QUIET)
         got = check(r.path, tmp_path / "data" / folder)
         assert json.loads(got["@labels_json"]) == names
@@ -131,7 +198,9 @@ def test_all_splits_together_give_the_bytes_of_each_alone(demo, tmp_path):
     for r in together:
         alone = lm.build(demo, split=r.split.lower(), out=tmp_path / f"{r.split}.h5", **QUIET)
         assert alone.path.read_bytes() == r.path.read_bytes()
-    assert leftovers(tmp_path / "all") == sorted(f"{s}_DATASET.H5{e}" for s in SPLITS for e in ("", ".report.json", ".timeline.json"))
+    assert leftovers(tmp_path / "all") == sorted(
+        f"{s}_DATASET.H5{e}" for s in SPLITS for e in ("", ".report.json", ".timeline.json")
+    )
 
 
 def test_one_folder_of_label_folders(small, tmp_path, monkeypatch):
@@ -150,13 +219,15 @@ def test_one_folder_of_label_folders(small, tmp_path, monkeypatch):
 
 
 def test_a_root_of_splits_with_none_named_is_answered_with_their_names(demo, tmp_path):
-    with pytest.raises(UsageError, match="TRAINING, VALIDATION, TESTING") as e: lm.build(demo, out=tmp_path / "o" / "x.h5", **QUIET)
+    with pytest.raises(UsageError, match="TRAINING, VALIDATION, TESTING") as e:
+        lm.build(demo, out=tmp_path / "o" / "x.h5", **QUIET)
     assert "build_all" in str(e.value)
     assert leftovers(tmp_path) == []
 
 
 def test_a_label_may_bear_the_name_of_its_split(tmp_path, make_wav):
-    for k, where in enumerate(("TRAINING/LEAK", "TRAINING/train", "TESTING/LEAK", "TESTING/test")): make_wav(tmp_path / "data" / where / f"{k}.wav", seed=k)
+    for k, where in enumerate(("TRAINING/LEAK", "TRAINING/train", "TESTING/LEAK", "TESTING/test")):
+        make_wav(tmp_path / "data" / where / f"{k}.wav", seed=k)
     for r in lm.build_all(tmp_path / "data", out_dir=tmp_path / "o", **QUIET):
         check(r.path, tmp_path / "data" / r.split)
         assert lm.verify(r.path, root=tmp_path / "data").ok
@@ -166,18 +237,27 @@ def test_a_label_may_bear_the_name_of_its_split(tmp_path, make_wav):
 
 
 def test_spec_follows_the_data(tmp_path, make_wav):
-    for k in range(3): make_wav(tmp_path / "data" / "A" / f"{k}.wav", n=12_345, rate=8000, seed=k)
+    for k in range(3):
+        make_wav(tmp_path / "data" / "A" / f"{k}.wav", n=12_345, rate=8000, seed=k)
     r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", **QUIET)
     spec = lm.open_dataset(r.path).spec
     assert (spec.sample_rate, spec.n_samples) == (8000, 12_345)
     check(r.path, tmp_path / "data")
 
 
-@pytest.mark.parametrize(("other", "shown"), [({"n": 4096, "rate": 8000}, "2 of 0.512 s at 8000 Hz"), ({"n": 5000}, "2 of 1.2207 s at 4096 Hz")])
+@pytest.mark.parametrize(
+    ("other", "shown"),
+    [({"n": 4096, "rate": 8000}, "2 of 0.512 s at 8000 Hz"), ({"n": 5000}, "2 of 1.2207 s at 4096 Hz")],
+)
 def test_recordings_that_disagree_are_counted_and_nothing_is_written(small, tmp_path, make_wav, other, shown):
-    for k in range(2): make_wav(small / "LEAK" / f"zz{k}.wav", **other)
-    for build in (lambda: lm.build(small, out=tmp_path / "o" / "x.h5", **QUIET), lambda: lm.build_all(small, out_dir=tmp_path / "o", **QUIET)):
-        with pytest.raises(DataError) as e: build()
+    for k in range(2):
+        make_wav(small / "LEAK" / f"zz{k}.wav", **other)
+    for build in (
+        lambda: lm.build(small, out=tmp_path / "o" / "x.h5", **QUIET),
+        lambda: lm.build_all(small, out_dir=tmp_path / "o", **QUIET),
+    ):
+        with pytest.raises(DataError) as e:
+            build()
         text = str(e.value)
         assert shown in text
         assert "25 of 1 s at 4096 Hz" in text
@@ -188,7 +268,8 @@ def test_recordings_that_disagree_are_counted_and_nothing_is_written(small, tmp_
 
 
 def test_half_a_spec_follows_in_the_other_half(tmp_path, make_wav):
-    for k in range(3): make_wav(tmp_path / "data" / "A" / f"{k}.wav", n=4096 * (k + 1), seed=k)
+    for k in range(3):
+        make_wav(tmp_path / "data" / "A" / f"{k}.wav", n=4096 * (k + 1), seed=k)
     r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec={"duration_s": 2.0}, **QUIET)
     assert content(r.path)["files/status"].tolist() == [b"padded", b"ok", b"cut"]
     check(r.path, tmp_path / "data")
@@ -203,13 +284,24 @@ def test_stated_spec_resamples_pads_and_says_so(tmp_path, make_wav):
     make_wav(root / "A" / "4 fast and short.wav", n=1000, rate=44_100)
     make_wav(root / "A" / "5 slow and long.wav", n=9000, rate=2000)
     rng = np.random.default_rng(1)
-    write_wav(root / "A" / "6 twins.wav", np.repeat(rng.integers(-999, 999, (8192, 1), np.int16), 2, axis=1), 4096)
+    write_wav(
+        root / "A" / "6 twins.wav", np.repeat(rng.integers(-999, 999, (8192, 1), np.int16), 2, axis=1), 4096
+    )
     write_wav(root / "A" / "7 stereo.wav", rng.integers(-999, 999, (8192, 2), np.int16), 4096)
     write_wav(root / "A" / "8 stereo fast short.wav", rng.integers(-999, 999, (8000, 3), np.int16), 8000)
     r = lm.build(root, out=tmp_path / "x.h5", spec=lm.MelSpec(duration_s=2.0), **QUIET)
     got = check(r.path, root)
-    assert got["files/status"].tolist() == [b"ok", b"cut", b"padded", b"resampled", b"resampled+padded", b"resampled+cut", b"identical_channels", b"downmixed",
-                                            b"downmixed+resampled+padded"]
+    assert got["files/status"].tolist() == [
+        b"ok",
+        b"cut",
+        b"padded",
+        b"resampled",
+        b"resampled+padded",
+        b"resampled+cut",
+        b"identical_channels",
+        b"downmixed",
+        b"downmixed+resampled+padded",
+    ]
     assert got["files/sample_rate"].tolist() == [4096, 4096, 4096, 8000, 44_100, 2000, 4096, 4096, 8000]
     assert got["files/n_samples"].tolist() == [8192, 9000, 100, 16_000, 1000, 9000, 8192, 8192, 8000]
     assert got["files/channels"].tolist() == [1] * 6 + [2, 2, 3]
@@ -219,10 +311,24 @@ def test_stated_spec_resamples_pads_and_says_so(tmp_path, make_wav):
 
 def test_rejecting_rules_reject_by_name(tmp_path, make_wav):
     root = tmp_path / "data"
-    for name, n, rate in (("fits", 4096, 4096), ("long", 4097, 4096), ("short", 4095, 4096), ("fast", 8000, 8000)):
+    for name, n, rate in (
+        ("fits", 4096, 4096),
+        ("long", 4097, 4096),
+        ("short", 4095, 4096),
+        ("fast", 8000, 8000),
+    ):
         make_wav(root / "A" / f"{name}.wav", n=n, rate=rate)
-    r = lm.build(root, out=tmp_path / "x.h5", spec=lm.MelSpec(duration_s=1.0, short="reject", long="reject", rate="reject"), **QUIET)
-    assert {x.path: x.code for x in r.rejections} == {b"A/fast.wav": "wrong_rate", b"A/long.wav": "too_long", b"A/short.wav": "too_short"}
+    r = lm.build(
+        root,
+        out=tmp_path / "x.h5",
+        spec=lm.MelSpec(duration_s=1.0, short="reject", long="reject", rate="reject"),
+        **QUIET,
+    )
+    assert {x.path: x.code for x in r.rejections} == {
+        b"A/fast.wav": "wrong_rate",
+        b"A/long.wav": "too_long",
+        b"A/short.wav": "too_short",
+    }
     check(r.path, root)
 
 
@@ -232,13 +338,17 @@ def test_rejecting_rules_reject_by_name(tmp_path, make_wav):
 @pytest.mark.parametrize("engine", ["torch", "reference"])
 def test_wide_neighbours_leave_16_bit_rows_alone(small, tmp_path, engine):
     common: dict[str, Any] = dict(spec=lm.MelSpec(duration_s=1.0), engine=engine, **QUIET)
-    before = content(lm.build(small, out=tmp_path / "x.h5", pipeline=PipelineConfig(files_per_batch=5), **common).path)
+    before = content(
+        lm.build(small, out=tmp_path / "x.h5", pipeline=PipelineConfig(files_per_batch=5), **common).path
+    )
     rng = np.random.default_rng(3)
     coded_wav(small / "LEAK" / "s1~0005a.wav", rng.normal(0, 0.1, 4096), 4096, 24)
     coded_wav(small / "LEAK" / "s1~0005b.wav", rng.normal(0, 0.9, 4096), 4096, 32)
     coded_wav(small / "NOLEAK" / "s9.wav", rng.normal(0, 1e-4, 8000), 8000, 32)
     write_wav(small / "LEAK" / "s2 stereo.wav", rng.integers(-32_768, 32_767, (4096, 2), np.int16), 4096)
-    after_path = lm.build(small, out=tmp_path / "y.h5", pipeline=PipelineConfig(files_per_batch=5), **common).path
+    after_path = lm.build(
+        small, out=tmp_path / "y.h5", pipeline=PipelineConfig(files_per_batch=5), **common
+    ).path
     after = check(after_path, small)
     assert len(after["labels"]) == len(before["labels"]) + 4
     stay = np.isin(after["files/path"], before["files/path"])
@@ -248,13 +358,18 @@ def test_wide_neighbours_leave_16_bit_rows_alone(small, tmp_path, engine):
     assert after["files/encoding"][~stay].tolist() == [b"pcm24", b"float32", b"pcm16", b"float32"]
     for k in np.flatnonzero(~stay):
         x, _ = read(os.fsencode(small) + b"/" + after["files/path"][k])
-        if after["files/status"][k] == b"ok": assert after["files/rms_db"][k] == pytest.approx(10 * np.log10((x ** 2).mean()), abs=1e-3)
+        if after["files/status"][k] == b"ok":
+            assert after["files/rms_db"][k] == pytest.approx(10 * np.log10((x**2).mean()), abs=1e-3)
 
 
 def test_quality_columns_by_hand(small, tmp_path):
     x = np.zeros(4096, np.int16)
     write_wav(small / "LEAK" / "silent.wav", x, 4096)
-    write_wav(small / "LEAK" / "loud.wav", np.where(np.arange(4096) % 37 < 20, 32_767, -32_768).astype(np.int16), 4096)
+    write_wav(
+        small / "LEAK" / "loud.wav",
+        np.where(np.arange(4096) % 37 < 20, 32_767, -32_768).astype(np.int16),
+        4096,
+    )
     write_wav(small / "LEAK" / "offset.wav", x + np.int16(1024), 4096)
     got = content(lm.build(small, out=tmp_path / "x.h5", **QUIET).path)
     for k, p in enumerate(got["files/path"]):
@@ -263,7 +378,8 @@ def test_quality_columns_by_hand(small, tmp_path):
         assert got["files/dc_offset"][k] == pytest.approx(y.mean(), abs=1e-7)
         assert got["files/clipped_share"][k] == pytest.approx((np.abs(np.round(y * 32_768)) >= 32_767).mean())
         assert bool(got["files/silent"][k]) == (np.ptp(y) <= 1 / 32_768)
-        if y.any(): assert got["files/rms_db"][k] == pytest.approx(20 * np.log10(np.sqrt((y ** 2).mean())), abs=1e-4)
+        if y.any():
+            assert got["files/rms_db"][k] == pytest.approx(20 * np.log10(np.sqrt((y**2).mean())), abs=1e-4)
     assert np.isfinite(got["files/rms_db"]).all()
     assert np.isfinite(got["segments_mel"].astype(np.float64)).all()
 
@@ -282,7 +398,9 @@ def test_equal_frames_are_no_bias(tmp_path, engine, period):
 def test_a_tone_at_half_the_rate_is_built(tmp_path, peak):
     "A broken logger that alternates between two values: the loudest row of a set, so it is always in the sample."
     (tmp_path / "data" / "A").mkdir(parents=True)
-    write_wav(tmp_path / "data" / "A" / "a.wav", np.where(np.arange(4096) % 2, peak, -peak).astype(np.int16), 4096)
+    write_wav(
+        tmp_path / "data" / "A" / "a.wav", np.where(np.arange(4096) % 2, peak, -peak).astype(np.int16), 4096
+    )
     assert lm.build(tmp_path / "data", out=tmp_path / "x.h5", engine="torch", **QUIET).verified.ok
 
 
@@ -290,39 +408,62 @@ def test_a_tone_at_half_the_rate_is_built(tmp_path, peak):
 
 
 VARIANTS: list[dict[str, Any]] = [
-            dict(read_workers=1, compute_workers=1, files_per_batch=1, slots=1), dict(read_workers=5, compute_workers=3, files_per_batch=3, slots=2),
-            dict(read_workers=2, compute_workers=1, files_per_batch=25, slots=9), dict(files_per_batch=1000), dict(max_bytes_in_flight=200_000),
-            dict(max_bytes_in_flight=20_000), dict(compute_workers=4, files_per_batch=2, slots=50), dict(fsync=False, monitor_interval_s=0.0)]
+    dict(read_workers=1, compute_workers=1, files_per_batch=1, slots=1),
+    dict(read_workers=5, compute_workers=3, files_per_batch=3, slots=2),
+    dict(read_workers=2, compute_workers=1, files_per_batch=25, slots=9),
+    dict(files_per_batch=1000),
+    dict(max_bytes_in_flight=200_000),
+    dict(max_bytes_in_flight=20_000),
+    dict(compute_workers=4, files_per_batch=2, slots=50),
+    dict(fsync=False, monitor_interval_s=0.0),
+]
 
 
 @pytest.mark.parametrize("engine", ["torch", "reference"])
 def test_speed_settings_never_change_a_byte(small, tmp_path, engine):
     coded_wav(small / "LEAK" / "s1~0005a.wav", np.random.default_rng(3).normal(0, 0.1, 4096), 4096, 24)
     (small / "LEAK" / "s3 broken.wav").write_bytes(b"RIFF")
-    found = {lm.build(small, out=tmp_path / "x.h5", engine=engine, pipeline=PipelineConfig(**v), **QUIET).path.read_bytes() for v in VARIANTS}
+    found = {
+        lm.build(
+            small, out=tmp_path / "x.h5", engine=engine, pipeline=PipelineConfig(**v), **QUIET
+        ).path.read_bytes()
+        for v in VARIANTS
+    }
     assert len(found) == 1
 
 
 @pytest.mark.slow
 def test_speed_settings_never_change_a_byte_of_long_rows(demo, tmp_path):
-    found = {lm.build(demo, split="training", out=tmp_path / "x.h5", pipeline=PipelineConfig(**v), **QUIET).path.read_bytes()
-             for v in (VARIANTS[0], VARIANTS[1], VARIANTS[3], {})}
+    found = {
+        lm.build(
+            demo, split="training", out=tmp_path / "x.h5", pipeline=PipelineConfig(**v), **QUIET
+        ).path.read_bytes()
+        for v in (VARIANTS[0], VARIANTS[1], VARIANTS[3], {})
+    }
     assert len(found) == 1
 
 
 def test_order_of_the_listing_and_place_of_the_data_do_not_matter(small, tmp_path, monkeypatch):
     first = lm.build(small, out=tmp_path / "x.h5", **QUIET).path.read_bytes()
     real = os.scandir
+
     class Reversed:
-        def __init__(self, path): self.inner = real(path)
-        def __enter__(self): return iter(sorted(self.inner, key=lambda e: e.name, reverse=True))
-        def __exit__(self, *exc): self.inner.close()
+        def __init__(self, path):
+            self.inner = real(path)
+
+        def __enter__(self):
+            return iter(sorted(self.inner, key=lambda e: e.name, reverse=True))
+
+        def __exit__(self, *exc):
+            self.inner.close()
+
     monkeypatch.setattr(os, "scandir", Reversed)
     assert lm.build(small, out=tmp_path / "y.h5", **QUIET).path.read_bytes() == first
     monkeypatch.undo()
     moved = tmp_path / "elsewhere é"
     small.rename(moved)
-    for p in moved.rglob("*.wav"): os.utime(p, (1e9, 1e9))
+    for p in moved.rglob("*.wav"):
+        os.utime(p, (1e9, 1e9))
     assert lm.build(moved, out=tmp_path / "z.h5", **QUIET).path.read_bytes() == first
     monkeypatch.chdir(moved.parent)
     assert lm.build(moved.name, out="relative.h5", **QUIET).path.read_bytes() == first
@@ -331,9 +472,21 @@ def test_order_of_the_listing_and_place_of_the_data_do_not_matter(small, tmp_pat
 @pytest.mark.slow
 def test_other_processes_give_the_same_bytes(small, tmp_path):
     first = lm.build(small, out=tmp_path / "x.h5", **QUIET).path.read_bytes()
-    surroundings = {"PYTHONHASHSEED": "1", "LC_ALL": "C"}, {"PYTHONHASHSEED": "77", "LC_ALL": "C.UTF-8", "TZ": "Asia/Tokyo", "OMP_NUM_THREADS": "1"}
+    surroundings = (
+        {"PYTHONHASHSEED": "1", "LC_ALL": "C"},
+        {"PYTHONHASHSEED": "77", "LC_ALL": "C.UTF-8", "TZ": "Asia/Tokyo", "OMP_NUM_THREADS": "1"},
+    )
     for k, more in enumerate(surroundings):
-        command = [sys.executable, "-m", "leakmel", "build", str(small), "--out", str(tmp_path / f"{k}.h5"), "--quiet"]
+        command = [
+            sys.executable,
+            "-m",
+            "leakmel",
+            "build",
+            str(small),
+            "--out",
+            str(tmp_path / f"{k}.h5"),
+            "--quiet",
+        ]
         subprocess.run(command, env=os.environ | more, check=True, capture_output=True)
         assert (tmp_path / f"{k}.h5").read_bytes() == first
 
@@ -343,7 +496,9 @@ def test_gzip_has_the_same_content(small, tmp_path):
     packed = lm.build(small, out=tmp_path / "y.h5", pipeline=PipelineConfig(compression="gzip"), **QUIET)
     assert same(content(plain.path), content(packed.path))
     assert lm.verify(packed.path, root=small, sample=None).ok
-    again = lm.build(small, out=tmp_path / "z.h5", pipeline=PipelineConfig(compression="gzip", files_per_batch=2), **QUIET)
+    again = lm.build(
+        small, out=tmp_path / "z.h5", pipeline=PipelineConfig(compression="gzip", files_per_batch=2), **QUIET
+    )
     assert packed.path.read_bytes() == again.path.read_bytes()
 
 
@@ -354,9 +509,10 @@ def test_old_data_set_is_replaced_only_on_success(small, tmp_path, make_wav):
     target = tmp_path / "x.h5"
     old = lm.build(small, out=target, **QUIET).path.read_bytes()
     make_wav(small / "LEAK" / "another.wav", seed=99)
-    (small / "LEAK" / "odd.wav").write_bytes((small / "LEAK" / "another.wav").read_bytes()[:44 + 2000])
+    (small / "LEAK" / "odd.wav").write_bytes((small / "LEAK" / "another.wav").read_bytes()[: 44 + 2000])
     make_wav(small / "LEAK" / "slow.wav", rate=4000)
-    with pytest.raises(DataError): lm.build(small, out=target, **QUIET)
+    with pytest.raises(DataError):
+        lm.build(small, out=target, **QUIET)
     assert target.read_bytes() == old
     (small / "LEAK" / "slow.wav").unlink()
     r = lm.build(small, out=target, **QUIET)
@@ -374,8 +530,17 @@ def test_layout_is_what_the_earlier_trainer_reads(demo, tmp_path):
         assert f["segments_mel"].dtype == np.float16
         assert f["segments_mel"].shape == (9, 40, 2, 64, 1)
         config = json.loads(f.attrs["config_json"])
-        wanted = {"sample_rate": 4096, "duration_sec": 10.0, "long_window": 1024, "short_window": 512, "n_mels": 64, "n_fft": 512,
-                  "hop_length": 128, "power": 1.0, "center": False}
+        wanted = {
+            "sample_rate": 4096,
+            "duration_sec": 10.0,
+            "long_window": 1024,
+            "short_window": 512,
+            "n_mels": 64,
+            "n_fft": 512,
+            "hop_length": 128,
+            "power": 1.0,
+            "center": False,
+        }
         assert {k: config[k] for k in wanted} == wanted
         assert json.loads(f.attrs["labels_json"]) == ["LEAK", "NOLEAK"]
         assert json.loads(f.attrs["label2id_json"]) == {"LEAK": 0, "NOLEAK": 1}
@@ -383,7 +548,8 @@ def test_layout_is_what_the_earlier_trainer_reads(demo, tmp_path):
         assert f.attrs["complete"]
         assert f.attrs["schema_version"] == 1
         assert "created_at_utc" not in f.attrs
-        for name in ("engine", "fingerprint", "digest_algorithm", "leakmel_version", "n_rows"): assert name in f.attrs
+        for name in ("engine", "fingerprint", "digest_algorithm", "leakmel_version", "n_rows"):
+            assert name in f.attrs
         assert f["mel_hz"].shape == (64,)
         assert f["long_start_s"][1] == 0.25
         assert f["short_start_s"][1] == 0.125
@@ -401,7 +567,9 @@ def test_report_and_timeline_say_what_happened(faulty, tmp_path):
         assert r.summary.items() <= report.items()
         assert report["rows"] + report["rejected"] == report["found"] == len(walk(faulty / r.split))
         assert len(report["rejected_files"]) == report["rejected"] == sum(report["rejected_by_code"].values())
-        assert report["rows"] - sum(report["status_counts"].values()) == content(r.path)["files/status"].tolist().count(b"ok")
+        assert report["rows"] - sum(report["status_counts"].values()) == content(r.path)[
+            "files/status"
+        ].tolist().count(b"ok")
         assert report["verified"]["ok"] is True
         assert report["file_bytes"] == r.path.stat().st_size
         assert report["files_per_s"] == pytest.approx(r.found / r.seconds)
@@ -411,11 +579,14 @@ def test_report_and_timeline_say_what_happened(faulty, tmp_path):
         assert {s.split for s in timeline.spans} == {"", r.split}
         read_spans = [s for s in timeline.spans if s.stage == "read"]
         assert sum(s.n_files for s in read_spans) == r.found
-        assert sum(s.n_bytes for s in read_spans) == sum(p.stat().st_size for p in (faulty / r.split).rglob("*.wav"))
+        assert sum(s.n_bytes for s in read_spans) == sum(
+            p.stat().st_size for p in (faulty / r.split).rglob("*.wav")
+        )
 
 
 def test_what_was_not_measured_is_null_and_never_zero(small, tmp_path, monkeypatch):
-    for name in ("psutil", "pynvml"): monkeypatch.setitem(sys.modules, name, None)
+    for name in ("psutil", "pynvml"):
+        monkeypatch.setitem(sys.modules, name, None)
     r = lm.build(small, out=tmp_path / "x.h5", **QUIET)
     text = (tmp_path / "x.h5.report.json").read_text()
     report = json.loads(text)
@@ -425,7 +596,8 @@ def test_what_was_not_measured_is_null_and_never_zero(small, tmp_path, monkeypat
     assert report["machine"]["gpu"] is None
     timeline = read_timeline(r.timeline_path)
     assert timeline.samples
-    for key in monitor.SAMPLE_KEYS: assert all(s[key] is None or key == "cpu_percent" for s in timeline.samples)
+    for key in monitor.SAMPLE_KEYS:
+        assert all(s[key] is None or key == "cpu_percent" for s in timeline.samples)
 
 
 def test_without_a_monitor_nothing_is_claimed(small, tmp_path):
@@ -441,6 +613,7 @@ def test_report_of_names_that_are_not_text(tmp_path, make_wav):
     r = lm.build(root, out=tmp_path / "x.h5", **QUIET)
     (shown,) = json.loads((tmp_path / "x.h5.report.json").read_text())["rejected_files"]
     import base64
+
     assert base64.b64decode(shown["path_base64"]) == b"A/b\xe4d\n.wav"
     assert shown["path"] == "A/b\\xe4d\\n.wav"
     assert r.rejected["path"].tolist() == ["A/b\\xe4d\\n.wav"]
@@ -450,40 +623,70 @@ def test_report_of_names_that_are_not_text(tmp_path, make_wav):
 def test_next_split_is_read_while_the_last_one_is_published(demo, tmp_path, monkeypatch):
     "The first split's publication waits, so that a build that did not overlap would wait for ever."
     import threading
+
     read_on = threading.Event()
     real_sync = RowFile.sync
     from leakmel.dataset.loader import BatchReader
+
     real_fill = BatchReader.fill
+
     def fill(self, slot):
-        if self.listing.split == "VALIDATION": read_on.set()
+        if self.listing.split == "VALIDATION":
+            read_on.set()
         return real_fill(self, slot)
+
     def sync(self):
-        if "TRAINING" in self.target.name: assert read_on.wait(60), "nothing of the next split was read"
+        if "TRAINING" in self.target.name:
+            assert read_on.wait(60), "nothing of the next split was read"
         real_sync(self)
+
     monkeypatch.setattr(BatchReader, "fill", fill)
     monkeypatch.setattr(RowFile, "sync", sync)
-    results = lm.build_all(demo, out_dir=tmp_path, pipeline=PipelineConfig(read_workers=1, files_per_batch=4, slots=3), **QUIET)
+    results = lm.build_all(
+        demo, out_dir=tmp_path, pipeline=PipelineConfig(read_workers=1, files_per_batch=4, slots=3), **QUIET
+    )
     spans = results[0].timeline.spans
     first_read = min(s.start_s for s in spans if s.stage == "read" and s.split == "VALIDATION")
     last_publish = max(s.end_s for s in spans if s.stage == "publish" and s.split == "TRAINING")
     assert first_read < last_publish
-    for r in results: assert r.verified.ok
+    for r in results:
+        assert r.verified.ok
 
 
-@pytest.mark.parametrize("shape", [{"compute_workers": 2}, {"read_workers": 1, "compute_workers": 1, "write_workers": 1}], ids=["workers", "lanes"])
+@pytest.mark.parametrize(
+    "shape",
+    [{"compute_workers": 2}, {"read_workers": 1, "compute_workers": 1, "write_workers": 1}],
+    ids=["workers", "lanes"],
+)
 def test_engine_works_while_files_are_read(demo, tmp_path, monkeypatch, shape):
     "The second batch is not read before the engine is at the first one, which waits for that: whoever took turns would wait for ever."
-    meet, n_fills, n_runs, real_fill, real_run = threading.Barrier(2, timeout=60), count(), count(), BatchReader.fill, ReferenceEngine.run
+    meet, n_fills, n_runs, real_fill, real_run = (
+        threading.Barrier(2, timeout=60),
+        count(),
+        count(),
+        BatchReader.fill,
+        ReferenceEngine.run,
+    )
+
     def fill(*args: Any) -> int:
-        if next(n_fills) == 1: meet.wait()
+        if next(n_fills) == 1:
+            meet.wait()
         return real_fill(*args)
+
     def run(*args: Any, **options: Any) -> Any:
-        if threading.current_thread().name.startswith(("leakmel-worker", "leakmel-engine")) and next(n_runs) == 0: meet.wait()      # not when it is tried out
+        if (
+            threading.current_thread().name.startswith(("leakmel-worker", "leakmel-engine"))
+            and next(n_runs) == 0
+        ):
+            meet.wait()  # not when it is tried out
         return real_run(*args, **options)
+
     monkeypatch.setattr(BatchReader, "fill", fill)
     monkeypatch.setattr(ReferenceEngine, "run", run)
     config = PipelineConfig(files_per_batch=2, slots=6, **shape)
-    spans = lm.build_all(demo, out_dir=tmp_path, pipeline=config, engine="reference", check=2, **QUIET)[0].timeline.spans
+    spans = lm.build_all(demo, out_dir=tmp_path, pipeline=config, engine="reference", check=2, **QUIET)[
+        0
+    ].timeline.spans
     reads, computes = ([s for s in spans if s.stage == stage] for stage in ("read", "compute"))
     assert any(a.start_s < b.end_s and b.start_s < a.end_s for a in reads for b in computes)
 
@@ -494,7 +697,8 @@ def test_engine_works_while_files_are_read(demo, tmp_path, monkeypatch, shape):
 def test_real_recordings(tmp_path):
     where = os.environ.get("LEAKMEL_REAL_WAVS")
     root = Path(where or "") / "clips_5s"
-    if not where: pytest.skip("LEAKMEL_REAL_WAVS is not set")
+    if not where:
+        pytest.skip("LEAKMEL_REAL_WAVS is not set")
     assert root.is_dir(), "LEAKMEL_REAL_WAVS names a folder without clips_5s"
     for preset in ("disjoint", "overlap"):
         r = lm.build(root, out=tmp_path / "x.h5", spec={"preset": preset}, **QUIET)
@@ -508,6 +712,7 @@ def test_real_recordings(tmp_path):
 def test_columns_are_no_wider_than_what_became_a_row(tmp_path, make_wav):
     "A rejected file with a long name leaves no trace in the columns."
     import h5py
+
     make_wav(tmp_path / "data" / "A" / "s~r~20240101_000000~2.wav")
     (tmp_path / "data" / "A" / ("long" * 30 + "~r~20240101_000001~2.wav")).write_bytes(b"no recording")
     (tmp_path / "data" / "A" / ("a" * 50 + ".wav")).write_bytes(b"no recording")
@@ -515,4 +720,8 @@ def test_columns_are_no_wider_than_what_became_a_row(tmp_path, make_wav):
     assert (r.rows, r.found) == (1, 3)
     with h5py.File(r.path) as f:
         assert f["files/path"][:].tolist() == [b"A/s~r~20240101_000000~2.wav"]
-        assert {name: f[f"files/{name}"].dtype.itemsize for name in ("path", "sensor", "folder")} == {"path": 27, "sensor": 1, "folder": 1}
+        assert {name: f[f"files/{name}"].dtype.itemsize for name in ("path", "sensor", "folder")} == {
+            "path": 27,
+            "sensor": 1,
+            "folder": 1,
+        }

@@ -1,4 +1,5 @@
 "The command line: exit codes, one JSON object, errors on stderr, no traceback; and a light import."
+
 import ast
 import fcntl
 import json
@@ -24,10 +25,21 @@ from leakmel.dataset.pipeline import PipelineConfig
 from outsider import check, leftovers, walk
 
 
-def shell(*args: str | os.PathLike, env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess:
+def shell(
+    *args: str | os.PathLike, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess:
     "Run `python -m leakmel` in a process of its own; a traceback fails at once."
     command = [sys.executable, "-m", "leakmel", *[os.fspath(a) for a in args]]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=os.environ | (env or {}), cwd=cwd, timeout=60, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=os.environ | (env or {}),
+        cwd=cwd,
+        timeout=60,
+        check=False,
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
@@ -35,33 +47,44 @@ def shell(*args: str | os.PathLike, env: dict[str, str] | None = None, cwd: Path
 @pytest.fixture
 def say(capsys):
     "Run main() with some arguments; returns status, stdout and stderr."
+
     def run(*args: str | os.PathLike) -> tuple[int, str, str]:
-        try: status = main([os.fspath(a) for a in args])
-        except SystemExit as e: status = int(e.code or 0)      # argparse
+        try:
+            status = main([os.fspath(a) for a in args])
+        except SystemExit as e:
+            status = int(e.code or 0)  # argparse
         out, err = capsys.readouterr()
         return status, out, err
+
     return run
 
 
 @pytest.fixture
 def data(tmp_path, make_wav) -> Path:
     "Nine recordings of 1 s, and one that is broken."
-    for k in range(9): make_wav(tmp_path / "data" / ("LEAK" if k % 2 else "NOLEAK") / f"{k}.wav", seed=k)
+    for k in range(9):
+        make_wav(tmp_path / "data" / ("LEAK" if k % 2 else "NOLEAK") / f"{k}.wav", seed=k)
     (tmp_path / "data" / "LEAK" / "x.wav").write_bytes(b"RIFF")
     return tmp_path / "data"
 
 
 def test_recordings_that_differ_are_counted_and_the_remedy_is_said_in_every_language(tmp_path, make_wav, say):
     "Ten kinds, of which six are named; what is said to leakmel is then right as it stands."
-    for k in range(9): make_wav(tmp_path / "set" / "A" / f"odd{k}.wav", n=4000 - k, seed=k)
-    for k in range(3): make_wav(tmp_path / "set" / "A" / f"plain{k}.wav", n=4096, seed=20 + k)
+    for k in range(9):
+        make_wav(tmp_path / "set" / "A" / f"odd{k}.wav", n=4000 - k, seed=k)
+    for k in range(3):
+        make_wav(tmp_path / "set" / "A" / f"plain{k}.wav", n=4096, seed=20 + k)
     status, _, err = say("build", tmp_path / "set", "--out", tmp_path / "x.h5", "--quiet")
     assert status == 1
     assert "found 3 of 1 s at 4096 Hz; 1 of " in err
     assert err.count(" s at 4096 Hz") == 6
     assert "; and 4 more kinds. " in err
-    for words in ("spec={'sample_rate': 4096, 'duration_s': 1} in Python", "--sample-rate 4096 --duration-s 1 to leakmel",
-                  "-p sample_rate 4096 -p duration_s 1 to papermill", 'SETTINGS="sample_rate=4096 duration_s=1" to make build'):
+    for words in (
+        "spec={'sample_rate': 4096, 'duration_s': 1} in Python",
+        "--sample-rate 4096 --duration-s 1 to leakmel",
+        "-p sample_rate 4096 -p duration_s 1 to papermill",
+        'SETTINGS="sample_rate=4096 duration_s=1" to make build',
+    ):
         assert words in err, words
     options = err.split("in Python, ")[1].split(" to leakmel")[0].split()
     assert say("build", tmp_path / "set", "--out", tmp_path / "x.h5", "--quiet", *options)[0] == 0
@@ -69,7 +92,10 @@ def test_recordings_that_differ_are_counted_and_the_remedy_is_said_in_every_lang
 
 def only_json(text: str) -> dict:
     "The one JSON object that is all of stdout; NaN and Infinity are no JSON."
-    def refuse(word: str): raise AssertionError(f"{word} is no JSON")
+
+    def refuse(word: str):
+        raise AssertionError(f"{word} is no JSON")
+
     return json.loads(text, parse_constant=refuse)
 
 
@@ -83,15 +109,28 @@ def test_from_nothing_to_a_verified_data_set(tmp_path):
     assert "planted" in done.stdout
     assert len(walk(tmp_path / "demo")) == 27
     done = shell("scan", tmp_path / "demo")
-    assert done.returncode == 1       # one file lies in no label folder
+    assert done.returncode == 1  # one file lies in no label folder
     assert "no_label" in done.stdout
-    done = shell("build", tmp_path / "demo", "--split", "all", "--out", tmp_path / "out", "--sample-rate", "4096", "--duration-s", "10")
+    done = shell(
+        "build",
+        tmp_path / "demo",
+        "--split",
+        "all",
+        "--out",
+        tmp_path / "out",
+        "--sample-rate",
+        "4096",
+        "--duration-s",
+        "10",
+    )
     assert done.returncode == 0, done.stderr
     for split in ("TRAINING", "VALIDATION", "TESTING"):
         path = tmp_path / "out" / f"{split}_DATASET.H5"
         assert str(path) in done.stdout
         check(path, tmp_path / "demo" / split)
-    done = shell("verify", tmp_path / "out" / "TRAINING_DATASET.H5", "--root", tmp_path / "demo", "--sample", "all")
+    done = shell(
+        "verify", tmp_path / "out" / "TRAINING_DATASET.H5", "--root", tmp_path / "demo", "--sample", "all"
+    )
     assert done.returncode == 0, done.stdout
     assert "recomputed" in done.stdout
     assert done.stderr == ""
@@ -127,10 +166,16 @@ def test_json_is_one_object_and_nothing_else(data, tmp_path, say):
 def test_failures_are_json_too_and_say_why_on_stderr(data, tmp_path, say):
     target = tmp_path / "x.h5"
     cases: list[tuple[int, tuple[str | Path, ...]]] = [
-        (1, ("build", tmp_path / "nowhere", "--out", target)), (1, ("scan", tmp_path / "nowhere")), (1, ("verify", tmp_path / "nowhere.h5")),
-        (2, ("build", data, "--out", target, "--n-mels", "300")), (2, ("build", data, "--out", target, "--slots", "0")),
-        (2, ("build", data, "--out", target, "--preset", "magic")), (2, ("demo", tmp_path / "d", "--files", "2")),
-        (1, ("build", data, "--out", data / "x.h5")), (1, ("demo", data))]
+        (1, ("build", tmp_path / "nowhere", "--out", target)),
+        (1, ("scan", tmp_path / "nowhere")),
+        (1, ("verify", tmp_path / "nowhere.h5")),
+        (2, ("build", data, "--out", target, "--n-mels", "300")),
+        (2, ("build", data, "--out", target, "--slots", "0")),
+        (2, ("build", data, "--out", target, "--preset", "magic")),
+        (2, ("demo", tmp_path / "d", "--files", "2")),
+        (1, ("build", data, "--out", data / "x.h5")),
+        (1, ("demo", data)),
+    ]
     for status, args in cases:
         got, out, err = say(*args, "--json")
         body = only_json(out)
@@ -144,10 +189,22 @@ def test_failures_are_json_too_and_say_why_on_stderr(data, tmp_path, say):
     assert leftovers(tmp_path) == ["data"]
 
 
-@pytest.mark.parametrize("args", [(), ("--nonsense",), ("magic",), ("build",), ("build", "x"), ("build", "x", "--out", "y", "--n-mels", "many"),
-                                  ("verify", "x", "--sample", "-3"),
-                                  ("build", "x", "--out", "y", "--check", "some"), ("build", "x", "--out", "y", "--engine", "steam"), ("demo",),
-                                  ("build", "x", "--out", "y", "--mel-scale")])
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("--nonsense",),
+        ("magic",),
+        ("build",),
+        ("build", "x"),
+        ("build", "x", "--out", "y", "--n-mels", "many"),
+        ("verify", "x", "--sample", "-3"),
+        ("build", "x", "--out", "y", "--check", "some"),
+        ("build", "x", "--out", "y", "--engine", "steam"),
+        ("demo",),
+        ("build", "x", "--out", "y", "--mel-scale"),
+    ],
+)
 def test_usage_errors(args, say):
     status, out, err = say(*args)
     assert status == 2
@@ -169,6 +226,7 @@ def test_wrong_choice_is_answered_with_the_right_ones(data, tmp_path, say):
 
 def test_no_space_is_3(data, tmp_path, say, monkeypatch):
     from types import SimpleNamespace
+
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096))
     status, _, err = say("build", data, "--out", tmp_path / "x.h5")
     assert status == 3
@@ -178,7 +236,8 @@ def test_no_space_is_3(data, tmp_path, say, monkeypatch):
 
 def test_bad_data_set_is_1(data, tmp_path, say):
     say("build", data, "--out", tmp_path / "x.h5", "--quiet")
-    with h5py.File(tmp_path / "x.h5", "r+") as f: f["segments_mel"][3] = 0
+    with h5py.File(tmp_path / "x.h5", "r+") as f:
+        f["segments_mel"][3] = 0
     status, out, _ = say("verify", tmp_path / "x.h5")
     assert status == 1
     assert "NOT OK" in out
@@ -190,13 +249,46 @@ def test_bad_data_set_is_1(data, tmp_path, say):
 
 
 def test_options_reach_the_build(data, tmp_path, say):
-    status, out, _ = say("build", data, "--out", tmp_path / "x.h5", "--preset", "overlap", "--n-mels", "20", "--f-max-hz", "1500", "--mel-norm", "none",
-                         "--rate", "reject", "--check", "all", "--engine", "reference", "--files-per-batch", "2", "--no-fsync", "--compression", "gzip",
-                         "--monitor-interval-s", "0", "--json")
+    status, out, _ = say(
+        "build",
+        data,
+        "--out",
+        tmp_path / "x.h5",
+        "--preset",
+        "overlap",
+        "--n-mels",
+        "20",
+        "--f-max-hz",
+        "1500",
+        "--mel-norm",
+        "none",
+        "--rate",
+        "reject",
+        "--check",
+        "all",
+        "--engine",
+        "reference",
+        "--files-per-batch",
+        "2",
+        "--no-fsync",
+        "--compression",
+        "gzip",
+        "--monitor-interval-s",
+        "0",
+        "--json",
+    )
     body = only_json(out)
     assert status == 0
-    for name, value in {"n_mels": 20, "f_max_hz": 1500.0, "mel_norm": None, "rate": "reject", "power": 2.0}.items(): assert body["spec"][name] == value
-    for name, setting in {"files_per_batch": 2, "fsync": False, "compression": "gzip"}.items(): assert body["pipeline"][name] == setting
+    for name, value in {
+        "n_mels": 20,
+        "f_max_hz": 1500.0,
+        "mel_norm": None,
+        "rate": "reject",
+        "power": 2.0,
+    }.items():
+        assert body["spec"][name] == value
+    for name, setting in {"files_per_batch": 2, "fsync": False, "compression": "gzip"}.items():
+        assert body["pipeline"][name] == setting
     assert body["verified"]["checked"] == 9
     assert body["engine"].startswith("reference@")
     check(tmp_path / "x.h5", data)
@@ -208,7 +300,8 @@ def test_help_has_one_option_per_field(say):
     words = out.replace(",", " ").split()
     for cls in (lm.MelSpec, PipelineConfig):
         for f in fields(cls):
-            if f.name != "preset_name": assert "--" + f.name.replace("_", "-") in words, f.name
+            if f.name != "preset_name":
+                assert "--" + f.name.replace("_", "-") in words, f.name
     assert "--preset-name" not in words
     for command in ("demo", "scan", "verify"):
         status, out, _ = say(command, "--help")
@@ -251,8 +344,14 @@ def test_log_level(data, level):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"},
-                                 {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "latin-1"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
 def test_terminals_that_know_few_letters(tmp_path, make_wav, env):
     make_wav(tmp_path / "Größe 水" / "Straße 水" / "ä.wav")
     done = shell("build", tmp_path / "Größe 水", "--out", tmp_path / "Größe.h5", env=env)
@@ -269,7 +368,9 @@ def test_reader_that_goes_away(data):
         reading, writing = os.pipe()
         os.close(reading)
         command = [sys.executable, "-m", "leakmel", "scan", str(data), *more]
-        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
         os.close(writing)
         assert "Traceback" not in done.stderr
         assert "Exception ignored" not in done.stderr
@@ -302,13 +403,35 @@ def test_main_works_in_a_thread(data):
 # ---- import
 
 
-HEAVY = ("numpy", "torch", "torchaudio", "pandas", "plotly", "IPython", "h5py", "scipy", "soundfile", "soxr", "psutil", "pynvml", "tqdm", "xxhash", "asyncio")
+HEAVY = (
+    "numpy",
+    "torch",
+    "torchaudio",
+    "pandas",
+    "plotly",
+    "IPython",
+    "h5py",
+    "scipy",
+    "soundfile",
+    "soxr",
+    "psutil",
+    "pynvml",
+    "tqdm",
+    "xxhash",
+    "asyncio",
+)
 
 
 def modules_after(statement: str) -> set[str]:
     "Top-level modules that a fresh process holds after a statement."
     code = f"import sys\n{statement}\nprint(sorted({{m.split('.')[0] for m in sys.modules}}))"
-    return set(ast.literal_eval(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout))
+    return set(
+        ast.literal_eval(
+            subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+            ).stdout
+        )
+    )
 
 
 def test_import_is_light():
@@ -316,22 +439,44 @@ def test_import_is_light():
     assert not modules_after("import leakmel; dir(leakmel); leakmel.__version__") & set(HEAVY)
     later = {"torch", "torchaudio", "pandas", "plotly", "IPython", "soundfile", "soxr", "pynvml", "scipy"}
     assert not modules_after("import leakmel.dataset.pipeline, leakmel.cli") & later
-    assert not modules_after("import leakmel; leakmel.MelSpec; leakmel.read_wav; leakmel.scan") & {"torch", "pandas", "h5py", "plotly", "IPython"}
+    assert not modules_after("import leakmel; leakmel.MelSpec; leakmel.read_wav; leakmel.scan") & {
+        "torch",
+        "pandas",
+        "h5py",
+        "plotly",
+        "IPython",
+    }
 
 
 @pytest.mark.slow
 def test_import_is_quick():
-    within(0.5, lambda: subprocess.run([sys.executable, "-c", "import leakmel"], check=True, timeout=60), tries=5)
+    within(
+        0.5, lambda: subprocess.run([sys.executable, "-c", "import leakmel"], check=True, timeout=60), tries=5
+    )
 
 
 def test_public_names():
-    for name in lm.__all__: assert getattr(lm, name) is not None
+    for name in lm.__all__:
+        assert getattr(lm, name) is not None
     assert set(lm.__all__) <= set(dir(lm))
-    assert {"build", "build_all", "verify", "open_dataset", "scan", "read_wav", "log_mel", "MelSpec", "LeakmelError", "__version__"} <= set(lm.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'magic'"): _ = lm.magic
+    assert {
+        "build",
+        "build_all",
+        "verify",
+        "open_dataset",
+        "scan",
+        "read_wav",
+        "log_mel",
+        "MelSpec",
+        "LeakmelError",
+        "__version__",
+    } <= set(lm.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'magic'"):
+        _ = lm.magic
 
 
 # ---- what people get wrong -------------------------------------------------------------------------------------------
+
 
 def test_scan_of_nothing_is_1(tmp_path, say):
     (tmp_path / "empty").mkdir()
@@ -375,7 +520,8 @@ def test_scan_tells_sensors_in_several_splits(tmp_path, make_wav, say):
 
 
 def test_help_names_the_other_names_of_path(say):
-    for command in ("scan", "build"): assert "path (or file, filename) and label" in " ".join(say(command, "--help")[1].split())
+    for command in ("scan", "build"):
+        assert "path (or file, filename) and label" in " ".join(say(command, "--help")[1].split())
 
 
 def test_verify_with_what_does_not_belong_to_it(data, tmp_path, say):
@@ -390,7 +536,13 @@ def test_verify_with_what_does_not_belong_to_it(data, tmp_path, say):
     assert "the labels of this data set come from folders: leave the table away" in err
 
 
-WRONG_WORDS = [("build", "x", "--out", "y", "--mode", "fast"), ("scan", "x", "--most", "-1"), ("cache",), ("scan", "x", "--contents"), ("nothing",)]
+WRONG_WORDS = [
+    ("build", "x", "--out", "y", "--mode", "fast"),
+    ("scan", "x", "--most", "-1"),
+    ("cache",),
+    ("scan", "x", "--contents"),
+    ("nothing",),
+]
 
 
 @pytest.mark.parametrize("words", WRONG_WORDS)
@@ -410,18 +562,30 @@ def test_bench_asks_for_its_folders_before_it_measures(tmp_path, say, where):
     (tmp_path / "file").write_text("mine")
     wrong, right = tmp_path / "file" / "b", tmp_path / "b"
     for suite in ("start", "compare", "gpu"):
-        status, _, err = say("bench", *((wrong, "--out", right) if where == "the folder" else (right, "--out", wrong)), "--suite", suite, "--files", "6")
+        status, _, err = say(
+            "bench",
+            *((wrong, "--out", right) if where == "the folder" else (right, "--out", wrong)),
+            "--suite",
+            suite,
+            "--files",
+            "6",
+        )
         assert status == 1
         assert f"{wrong}: no folder to write to (Not a directory). Name another one" in err
     assert (tmp_path / "file").read_text() == "mine"
     assert not list(tmp_path.rglob("*.wav"))
 
 
-def test_recordings_without_a_label_folder_and_a_spec_file_that_is_missing_say_what_to_do(tmp_path, make_wav, say):
+def test_recordings_without_a_label_folder_and_a_spec_file_that_is_missing_say_what_to_do(
+    tmp_path, make_wav, say
+):
     make_wav(tmp_path / "flat" / "x.wav")
     status, _, err = say("build", tmp_path / "flat", "--out", tmp_path / "x.h5")
     assert status == 1
-    assert "found 1 recording side by side; expected one folder per label. Give the parent of a label folder, or name the labels with --table" in err
+    assert (
+        "found 1 recording side by side; expected one folder per label. Give the parent of a label folder, or name the labels with --table"
+        in err
+    )
     said = say("build", tmp_path / "flat", "--out", tmp_path / "x.h5", "--spec", tmp_path / "none.json")[2]
     assert "no such spec file. Name a spec file, as explore.ipynb writes one, or a data set" in said
 
@@ -440,10 +604,13 @@ def on_terminal(columns: int, *args: str | os.PathLike) -> tuple[int, str]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     command, said = [sys.executable, "-m", "leakmel", *[os.fspath(a) for a in args]], b""
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=os.environ | {"COLUMNS": "", "LINES": ""}) as process:
+    with subprocess.Popen(
+        command, stdout=theirs, stderr=theirs, env=os.environ | {"COLUMNS": "", "LINES": ""}
+    ) as process:
         os.close(theirs)
-        with suppress(OSError):      # a terminal that nobody writes to any more
-            while part := os.read(ours, 65536): said += part
+        with suppress(OSError):  # a terminal that nobody writes to any more
+            while part := os.read(ours, 65536):
+                said += part
     os.close(ours)
     return process.returncode, said.decode()
 
@@ -453,8 +620,18 @@ def test_a_terminal_of_80_columns(data, tmp_path):
     lines = said.replace("\r\n", "\n").split("\n")
     assert status == 0
     assert said.count("mode stream (auto was asked for)") == 1
-    assert max(len(part) for line in lines if "\x1b" not in line and str(tmp_path) not in line for part in line.split("\r")) <= 80
+    assert (
+        max(
+            len(part)
+            for line in lines
+            if "\x1b" not in line and str(tmp_path) not in line
+            for part in line.split("\r")
+        )
+        <= 80
+    )
     words = " ".join(said.split())
-    assert "one build reads each recording once, and the page cache can keep them for the next one" in words, "no word is cut"
+    assert (
+        "one build reads each recording once, and the page cache can keep them for the next one" in words
+    ), "no word is cut"
     assert "9 rows + 1 rejected = 10 files found" in words
     assert "PERFORMANCE ANALYSIS" in words

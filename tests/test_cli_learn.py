@@ -1,4 +1,5 @@
 "`leakmel evaluate` and `leakmel retrain`: the whole loop from a shell, what each option leads to, and one clear line for what is wrong."
+
 import csv
 import inspect
 import json
@@ -26,7 +27,10 @@ from leakmel.learn.rounds import retrain
 from leakmel.learn.train_settings import TrainSettings
 from tiny_training import tiny_words
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("default::UserWarning")]      # of splits of a few sensors
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("default::UserWarning"),
+]  # of splits of a few sensors
 
 QUICK = ["--device", "cpu", "--quiet"]
 ROUND = [*QUICK, "--n-draws", "100", "--no-fsync"]
@@ -38,16 +42,21 @@ Say = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture) -> Say:
     "Run main() with some words; returns status, stdout and stderr."
+
     def run(*words: str | os.PathLike) -> tuple[int, str, str]:
-        try: status = main([os.fspath(w) for w in words])
-        except SystemExit as e: status = int(e.code or 0)      # argparse
+        try:
+            status = main([os.fspath(w) for w in words])
+        except SystemExit as e:
+            status = int(e.code or 0)  # argparse
         out, err = capsys.readouterr()
         assert "Traceback" not in err
         return status, out, err
+
     return run
 
 
-def no_constant(text: str) -> float: raise ValueError(f"{text} is no JSON")
+def no_constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
 
 
 def told(say: Say, *words: str | os.PathLike) -> dict[str, Any]:
@@ -64,9 +73,13 @@ def place(small_sets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "A detector, a further town that judges, and recordings without labels in folders by their dates."
     folder = tmp_path_factory.mktemp("place")
     spec = ["--spec", str(small_sets / "TRAINING_DATASET.H5"), "--quiet"]
-    assert main(["train", str(small_sets), "--out", str(folder / "run"), "--no-evaluation", *tiny_words(1)]) == 0
+    assert (
+        main(["train", str(small_sets), "--out", str(folder / "run"), "--no-evaluation", *tiny_words(1)]) == 0
+    )
     lm.write_demo(folder / "further", n_files=24, seed=2)
-    assert main(["build", str(folder / "further"), "--split", "all", "--out", str(folder / "far"), *spec]) == 0
+    assert (
+        main(["build", str(folder / "further"), "--split", "all", "--out", str(folder / "far"), *spec]) == 0
+    )
     lm.write_demo(folder / "town", n_files=40, seed=1)
     days = {"new": ["2026-11-01", "2026-11-02"], "one": ["2026-11-03"], "two": ["2026-11-04"]}
     of_day = {day: name for name, own in days.items() for day in own}
@@ -74,30 +87,46 @@ def place(small_sets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         day = list(of_day)[k % len(of_day)]
         (folder / of_day[day] / day).mkdir(parents=True, exist_ok=True)
         (folder / of_day[day] / day / path.name).hardlink_to(path)
-    for name in days: assert main(["build", str(folder / name), "--out", str(folder / f"{name}.h5"), *spec]) == 0
+    for name in days:
+        assert main(["build", str(folder / name), "--out", str(folder / f"{name}.h5"), *spec]) == 0
     return folder
 
 
 def words_of(place: Path, sets: Path, out: Path) -> list[str]:
     "Of a round, without the new recordings."
-    return ["--replay", str(sets), "--testing", str(sets), "--validation", str(sets), "--out", str(out), *ROUND]
+    return [
+        "--replay",
+        str(sets),
+        "--testing",
+        str(sets),
+        "--validation",
+        str(sets),
+        "--out",
+        str(out),
+        *ROUND,
+    ]
 
 
 def kept(folder: Path) -> list[dict[str, str]]:
     "What a round kept of its new recordings."
-    with (folder / "kept.csv").open(newline="") as f: return list(csv.DictReader(f))
+    with (folder / "kept.csv").open(newline="") as f:
+        return list(csv.DictReader(f))
 
 
-def days_of(table: list[dict[str, str]]) -> set[str]: return {row["path"].split("/")[0] for row in table if row["segments"]}
+def days_of(table: list[dict[str, str]]) -> set[str]:
+    return {row["path"].split("/")[0] for row in table if row["segments"]}
 
 
-def by_rule(monkeypatch: pytest.MonkeyPatch, wins: bool) -> None: monkeypatch.setattr(rounds, "decide", lambda *a: (wins, "as the test wants it."))
+def by_rule(monkeypatch: pytest.MonkeyPatch, wins: bool) -> None:
+    monkeypatch.setattr(rounds, "decide", lambda *a: (wins, "as the test wants it."))
 
 
 # ---- the loop
 
 
-def test_new_recordings_become_a_detector_that_counts(place: Path, small_sets: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_recordings_become_a_detector_that_counts(
+    place: Path, small_sets: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with lm.open_dataset(small_sets / "TRAINING_DATASET.H5") as old, lm.open_dataset(place / "new.h5") as new:
         assert new.spec == old.spec
         assert new.file.attrs["fingerprint"] == old.file.attrs["fingerprint"]
@@ -105,24 +134,49 @@ def test_new_recordings_become_a_detector_that_counts(place: Path, small_sets: P
         paths = [os.fsdecode(p) for p in new.files["path"]]
     (tmp_path / "heard.csv").write_text(f"path,label\n{paths[0]},NOLEAK\n{paths[1]},LEAK\n")
     out, common = tmp_path / "rounds", words_of(place, small_sets, tmp_path / "rounds")
-    also = [word for part in ("TESTING", "VALIDATION") for word in ("--also", f"far={place / 'far' / f'{part}_DATASET.H5'}")]
+    also = [
+        word
+        for part in ("TESTING", "VALIDATION")
+        for word in ("--also", f"far={place / 'far' / f'{part}_DATASET.H5'}")
+    ]
 
     by_rule(monkeypatch, True)
-    first = told(say, "retrain", place / "new.h5", "--champion", place / "run", "--human-labels", tmp_path / "heard.csv", *also, *common)
+    first = told(
+        say,
+        "retrain",
+        place / "new.h5",
+        "--champion",
+        place / "run",
+        "--human-labels",
+        tmp_path / "heard.csv",
+        *also,
+        *common,
+    )
     assert (first["number"], first["replaced"], first["folder"]) == (1, True, str(out / "round-0001"))
-    assert {n: t["recordings"] for n, t in first["testing"].items()} == {"testing": 3, "far": 6}, "both files of the further town"
-    assert {row["path"]: row["class"] for row in first["human_labels"]} == {paths[0]: "NOLEAK", paths[1]: "LEAK"}
-    assert weights_digest(load_detector(out / "round-0000" / "model.pt")) == weights_digest(load_detector(place / "run" / "model.pt"))
+    assert {n: t["recordings"] for n, t in first["testing"].items()} == {"testing": 3, "far": 6}, (
+        "both files of the further town"
+    )
+    assert {row["path"]: row["class"] for row in first["human_labels"]} == {
+        paths[0]: "NOLEAK",
+        paths[1]: "LEAK",
+    }
+    assert weights_digest(load_detector(out / "round-0000" / "model.pt")) == weights_digest(
+        load_detector(place / "run" / "model.pt")
+    )
 
     second = told(say, "retrain", place / "one.h5", place / "two.h5", *also, *common)
     assert (second["number"], second["replaced"], second["champion"]["round"]) == (2, True, 1)
     assert second["new"]["files"] == ["one.h5", "two.h5"]
-    assert days_of(kept(out / "round-0002")) == {"2026-11-03", "2026-11-04"}, "learned, each with labels of its own"
+    assert days_of(kept(out / "round-0002")) == {"2026-11-03", "2026-11-04"}, (
+        "learned, each with labels of its own"
+    )
     assert list(second["earlier"]["of_rounds"]) == ["1"]
 
     by_rule(monkeypatch, False)
     third = told(say, "retrain", place / "new.h5", "--earlier-share", "2", *also, *common)
-    assert third["earlier"]["of_rounds"]["2"] == len([row for row in kept(out / "round-0002") if row["segments"]]), "learned again, all of it"
+    assert third["earlier"]["of_rounds"]["2"] == len(
+        [row for row in kept(out / "round-0002") if row["segments"]]
+    ), "learned again, all of it"
     assert third["earlier"]["missing"] == []
     assert (third["replaced"], third["champion"]["round"]) == (False, 2)
     assert json.loads((out / "champion.json").read_text())["model"] == "round-0002/model.pt"
@@ -132,8 +186,16 @@ def test_new_recordings_become_a_detector_that_counts(place: Path, small_sets: P
 def two_rounds(place: Path, small_sets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "The second of two rounds was won."
     out = tmp_path_factory.mktemp("won") / "rounds"
-    given: dict[str, Any] = {"replay": small_sets / "TRAINING_DATASET.H5", "testing": small_sets / "TESTING_DATASET.H5", "out": out, "device": "cpu",
-                             "progress": False, "rules": RoundRules(n_draws=100), "allow_leaky_split": True, "checkpoints": CheckpointSettings(fsync=False)}
+    given: dict[str, Any] = {
+        "replay": small_sets / "TRAINING_DATASET.H5",
+        "testing": small_sets / "TESTING_DATASET.H5",
+        "out": out,
+        "device": "cpu",
+        "progress": False,
+        "rules": RoundRules(n_draws=100),
+        "allow_leaky_split": True,
+        "checkpoints": CheckpointSettings(fsync=False),
+    }
     with pytest.MonkeyPatch.context() as m:
         for wins in (False, True):
             by_rule(m, wins)
@@ -144,50 +206,107 @@ def two_rounds(place: Path, small_sets: Path, tmp_path_factory: pytest.TempPathF
 def scored(say: Say, place: Path, model: Path, out: Path) -> list[list[str]]:
     "Scores of recordings, without how they were computed."
     told(say, "predict", place / "one", "--model", model, "--out", out, *QUICK)
-    with out.open(newline="") as f: return [[row["path"], row["score"], row["threshold"]] for row in csv.DictReader(f)]
+    with out.open(newline="") as f:
+        return [[row["path"], row["score"], row["threshold"]] for row in csv.DictReader(f)]
 
 
-def test_a_folder_of_rounds_is_its_champion(two_rounds: Path, place: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_rounds_is_its_champion(
+    two_rounds: Path, place: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "rounds"
     shutil.copytree(two_rounds, folder)
     champion = scored(say, place, folder, tmp_path / "a.csv")
-    by_file = {n: scored(say, place, folder / f"round-{n:04d}" / "model.pt", tmp_path / f"{n}.csv") for n in range(3)}
+    by_file = {
+        n: scored(say, place, folder / f"round-{n:04d}" / "model.pt", tmp_path / f"{n}.csv") for n in range(3)
+    }
     assert champion == by_file[2]
     assert champion not in (by_file[0], by_file[1])
     lineage = json.loads((folder / "champion.json").read_text())
     (folder / "champion.json").write_text(json.dumps(lineage | {"champions": lineage["champions"][:1]}))
-    assert scored(say, place, folder, tmp_path / "b.csv") == by_file[0], "what the pointer says, not the newest round"
+    assert scored(say, place, folder, tmp_path / "b.csv") == by_file[0], (
+        "what the pointer says, not the newest round"
+    )
 
 
-def test_a_champion_that_was_changed_is_refused(two_rounds: Path, place: Path, small_sets: Path, tmp_path: Path, say: Say) -> None:
+def test_a_champion_that_was_changed_is_refused(
+    two_rounds: Path, place: Path, small_sets: Path, tmp_path: Path, say: Say
+) -> None:
     folder = tmp_path / "rounds"
     shutil.copytree(two_rounds, folder)
     shutil.copy(place / "run" / "model.pt", folder / "round-0002" / "model.pt")
-    for words in (["predict", place / "one", "--model", folder], ["evaluate", small_sets, "--model", folder],
-                  ["retrain", place / "new.h5", "--champion", folder, *words_of(place, small_sets, tmp_path / "others")],
-                  ["retrain", place / "new.h5", *words_of(place, small_sets, folder)]):
+    for words in (
+        ["predict", place / "one", "--model", folder],
+        ["evaluate", small_sets, "--model", folder],
+        [
+            "retrain",
+            place / "new.h5",
+            "--champion",
+            folder,
+            *words_of(place, small_sets, tmp_path / "others"),
+        ],
+        ["retrain", place / "new.h5", *words_of(place, small_sets, folder)],
+    ):
         status, out, err = say(*words, *QUICK)
         assert (status, out) == (1, "")
-        assert err.endswith("round-0002/model.pt: the model is not the one that was written: its digest is another one\n")
+        assert err.endswith(
+            "round-0002/model.pt: the model is not the one that was written: its digest is another one\n"
+        )
         assert len(err.splitlines()) == 1
     (folder / "round-0002" / "model.pt").unlink()
     status, _, err = say("predict", place / "one", "--model", folder, *QUICK)
     assert (status, "the model is not there any more" in err) == (1, True)
 
 
-def test_a_judgement_is_that_of_the_library_and_is_written(two_rounds: Path, small_sets: Path, tmp_path: Path, say: Say) -> None:
-    body = told(say, "evaluate", small_sets, "--model", two_rounds, "--out", tmp_path / "judged", "--figures", "--draws", "200", "--seed", "4", "--votes",
-                "any_long, mean", *QUICK)
+def test_a_judgement_is_that_of_the_library_and_is_written(
+    two_rounds: Path, small_sets: Path, tmp_path: Path, say: Say
+) -> None:
+    body = told(
+        say,
+        "evaluate",
+        small_sets,
+        "--model",
+        two_rounds,
+        "--out",
+        tmp_path / "judged",
+        "--figures",
+        "--draws",
+        "200",
+        "--seed",
+        "4",
+        "--votes",
+        "any_long, mean",
+        *QUICK,
+    )
     written = body.pop("written")
-    assert sorted(p.name for p in (tmp_path / "judged").iterdir()) == ["evaluation.html", "recordings.csv", "report.txt", "summary.json"]
+    assert sorted(p.name for p in (tmp_path / "judged").iterdir()) == [
+        "evaluation.html",
+        "recordings.csv",
+        "report.txt",
+        "summary.json",
+    ]
     assert sorted(written.values()) == sorted(str(p) for p in (tmp_path / "judged").iterdir())
     sets = [small_sets / f"{part}_DATASET.H5" for part in ("TESTING", "TRAINING", "VALIDATION")]
-    found = evaluate(two_rounds / "round-0002" / "model.pt", sets[0], training=sets[1], validation=sets[2], votes=("any_long", "mean"), n_draws=200, seed=4,
-                     device="cpu", progress="none")
+    found = evaluate(
+        two_rounds / "round-0002" / "model.pt",
+        sets[0],
+        training=sets[1],
+        validation=sets[2],
+        votes=("any_long", "mean"),
+        n_draws=200,
+        seed=4,
+        device="cpu",
+        progress="none",
+    )
     of_time = ("seconds", "files_per_s")
     right = json.loads(json.dumps(found.summary, default=str))
-    assert {k: v for k, v in body.items() if k not in ("ok", "exit_status", *of_time)} == {k: v for k, v in right.items() if k not in of_time}
-    assert json.loads((tmp_path / "judged" / "summary.json").read_text())["recordings"] == body["recordings"] == 3
+    assert {k: v for k, v in body.items() if k not in ("ok", "exit_status", *of_time)} == {
+        k: v for k, v in right.items() if k not in of_time
+    }
+    assert (
+        json.loads((tmp_path / "judged" / "summary.json").read_text())["recordings"]
+        == body["recordings"]
+        == 3
+    )
     status, out, _ = say("evaluate", small_sets, "--model", two_rounds, "--out", tmp_path / "judged", *QUICK)
     assert status == 0
     assert out.splitlines()[-1].endswith("recordings.csv") or "written: " in out
@@ -195,24 +314,37 @@ def test_a_judgement_is_that_of_the_library_and_is_written(two_rounds: Path, sma
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
-def test_a_report_fits_into_a_narrow_terminal(place: Path, small_sets: Path, say: Say, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_a_report_fits_into_a_narrow_terminal(
+    place: Path, small_sets: Path, say: Say, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
     "Tables are cut between columns: folded like sentences, their last column would stand below the first."
     monkeypatch.setattr(cli_learn, "line_width", lambda: width)
     status, out, err = say("evaluate", small_sets, "--model", place / "run", *QUICK)
     assert status == 0, err
-    lines = out.splitlines()[2:]      # the first ones name the model
+    lines = out.splitlines()[2:]  # the first ones name the model
     assert max(map(len, lines)) <= width
     values = [line for line in lines if re.match(r"(precision|sensitivity|AUC)  ", line)]
     assert len(values) % 3 == 0
     assert len(values) >= (6 if width == 100 else 9)
     head = next(line for line in lines if "Mean of segments" in line)
-    assert {len(line.rstrip()) for line in values[:3]} == {len(head.rstrip(chr(92)).rstrip())}, "each value below its head"
+    assert {len(line.rstrip()) for line in values[:3]} == {len(head.rstrip(chr(92)).rstrip())}, (
+        "each value below its head"
+    )
 
 
-def test_the_first_champion_is_a_file_or_a_folder_of_a_training_or_of_rounds(two_rounds: Path, place: Path, small_sets: Path, tmp_path: Path, say: Say) -> None:
+def test_the_first_champion_is_a_file_or_a_folder_of_a_training_or_of_rounds(
+    two_rounds: Path, place: Path, small_sets: Path, tmp_path: Path, say: Say
+) -> None:
     right = {"run": place / "run" / "model.pt", "rounds": two_rounds / "round-0002" / "model.pt"}
     for name, given in (("run", place / "run"), ("rounds", two_rounds)):
-        told(say, "retrain", place / "one.h5", "--champion", given, *words_of(place, small_sets, tmp_path / name))
+        told(
+            say,
+            "retrain",
+            place / "one.h5",
+            "--champion",
+            given,
+            *words_of(place, small_sets, tmp_path / name),
+        )
         assert (round_folder(tmp_path / name, 0) / "model.pt").is_file()
         first = load_detector(round_folder(tmp_path / name, 0) / "model.pt")
         assert weights_digest(first) == weights_digest(load_detector(right[name]))
@@ -223,11 +355,25 @@ def test_a_seed_reaches_rules_and_training(place: Path, small_sets: Path, tmp_pa
     words: list[str | os.PathLike] = ["retrain", place / "one.h5", "--champion", place / "run"]
     usual = told(say, *words, *words_of(place, small_sets, tmp_path / "usual"))
     assert (usual["rules"]["seed"], usual["settings"]["seed"]) == (0, 3), "that of the champion"
-    assert (usual["settings"]["epochs"], usual["settings"]["learning_rate"]) == (1, 0.0025), "a third, rounded up, and a quarter"
-    other = told(say, *words, *words_of(place, small_sets, tmp_path / "other"), "--seed", "7", "--epochs", "2", "--judged-by", "f1")
+    assert (usual["settings"]["epochs"], usual["settings"]["learning_rate"]) == (1, 0.0025), (
+        "a third, rounded up, and a quarter"
+    )
+    other = told(
+        say,
+        *words,
+        *words_of(place, small_sets, tmp_path / "other"),
+        "--seed",
+        "7",
+        "--epochs",
+        "2",
+        "--judged-by",
+        "f1",
+    )
     assert (other["rules"]["seed"], other["settings"]["seed"], other["settings"]["epochs"]) == (7, 7, 2)
     assert other["rules"]["judged_by"] == "f1"
-    assert (other["settings"]["learning_rate"], other["settings"]["channels"]) == (0.0025, [4, 8]), "what was not asked for stays as usual"
+    assert (other["settings"]["learning_rate"], other["settings"]["channels"]) == (0.0025, [4, 8]), (
+        "what was not asked for stays as usual"
+    )
 
 
 # ---- options
@@ -241,35 +387,97 @@ class Caught(UsageError):
 def call(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     "Where a call of the library ends: its arguments by name."
     seen: dict[str, Any] = {}
+
     def in_place_of(module: Any, name: str) -> None:
         signature = inspect.signature(getattr(module, name))
+
         def caught(*a: Any, **k: Any) -> None:
             seen.update(signature.bind(*a, **k).arguments)
             raise Caught("caught")
+
         monkeypatch.setattr(module, name, caught)
+
     in_place_of(rounds, "retrain")
     in_place_of(evaluation, "evaluate")
     return seen
 
 
-def test_options_of_evaluate_reach_the_call(call: dict[str, Any], small_sets: Path, place: Path, say: Say) -> None:
+def test_options_of_evaluate_reach_the_call(
+    call: dict[str, Any], small_sets: Path, place: Path, say: Say
+) -> None:
     testing, training = small_sets / "TESTING_DATASET.H5", small_sets / "TRAINING_DATASET.H5"
-    assert say("evaluate", testing, place / "far", "--model", "m.pt", "--training", training, "--training", place / "new.h5", "--validation", small_sets,
-               "--votes", "any_long,frac_vote", "--group", "folder", "--judged-by", "f1", "--draws", "300", "--seed", "5", "--files-per-batch", "7",
-               "--legacy", "--allow-leaky-split", "--device", "cpu", "--quiet")[0] == 2
+    assert (
+        say(
+            "evaluate",
+            testing,
+            place / "far",
+            "--model",
+            "m.pt",
+            "--training",
+            training,
+            "--training",
+            place / "new.h5",
+            "--validation",
+            small_sets,
+            "--votes",
+            "any_long,frac_vote",
+            "--group",
+            "folder",
+            "--judged-by",
+            "f1",
+            "--draws",
+            "300",
+            "--seed",
+            "5",
+            "--files-per-batch",
+            "7",
+            "--legacy",
+            "--allow-leaky-split",
+            "--device",
+            "cpu",
+            "--quiet",
+        )[0]
+        == 2
+    )
     assert call == {
-        "model": "m.pt", "data": [testing, place / "far" / "TESTING_DATASET.H5"], "training": [training, place / "new.h5"],
-        "validation": [small_sets / "VALIDATION_DATASET.H5"], "votes": ["any_long", "frac_vote"], "group": "folder", "judged_by": "f1", "n_draws": 300,
-        "seed": 5, "files_per_batch": 7, "legacy": True, "allow_leaky_split": True, "device": "cpu", "progress": "none"}
+        "model": "m.pt",
+        "data": [testing, place / "far" / "TESTING_DATASET.H5"],
+        "training": [training, place / "new.h5"],
+        "validation": [small_sets / "VALIDATION_DATASET.H5"],
+        "votes": ["any_long", "frac_vote"],
+        "group": "folder",
+        "judged_by": "f1",
+        "n_draws": 300,
+        "seed": 5,
+        "files_per_batch": 7,
+        "legacy": True,
+        "allow_leaky_split": True,
+        "device": "cpu",
+        "progress": "none",
+    }
     left = set(inspect.signature(evaluate).parameters) - set(call)
     assert left == {"split", "part"}, "what the command line has no option for"
 
 
-def test_a_folder_of_splits_tells_what_it_was_trained_with(call: dict[str, Any], small_sets: Path, say: Say) -> None:
+def test_a_folder_of_splits_tells_what_it_was_trained_with(
+    call: dict[str, Any], small_sets: Path, say: Say
+) -> None:
     assert say("evaluate", small_sets, "--model", "m.pt")[0] == 2
-    assert [call[n] for n in ("data", "training", "validation")] == [[small_sets / f"{n}_DATASET.H5"] for n in ("TESTING", "TRAINING", "VALIDATION")]
+    assert [call[n] for n in ("data", "training", "validation")] == [
+        [small_sets / f"{n}_DATASET.H5"] for n in ("TESTING", "TRAINING", "VALIDATION")
+    ]
     usual = {n: p.default for n, p in inspect.signature(evaluate).parameters.items()}
-    for name in ("group", "judged_by", "files_per_batch", "device", "n_draws", "seed", "legacy", "allow_leaky_split", "progress"):
+    for name in (
+        "group",
+        "judged_by",
+        "files_per_batch",
+        "device",
+        "n_draws",
+        "seed",
+        "legacy",
+        "allow_leaky_split",
+        "progress",
+    ):
         assert call[name] == usual[name]
     assert tuple(call["votes"]) == usual["votes"]
     call.clear()
@@ -277,49 +485,154 @@ def test_a_folder_of_splits_tells_what_it_was_trained_with(call: dict[str, Any],
     assert (call["training"], call["validation"]) == (None, None), "a file alone says nothing of others"
 
 
-def test_options_of_retrain_reach_the_call(call: dict[str, Any], small_sets: Path, place: Path, tmp_path: Path, say: Say) -> None:
-    training, validation, testing = (small_sets / f"{n}_DATASET.H5" for n in ("TRAINING", "VALIDATION", "TESTING"))
-    assert say("retrain", place / "one.h5", small_sets, "--out", tmp_path / "x", "--champion", "m.pt", "--replay", training, "--replay", place / "far",
-               "--testing", testing, "--testing", place / "far", "--validation", small_sets, "--validation", place / "far", "--also", f"a={place / 'far'}",
-               "--also", f"b={validation}", "--also", f"a={validation}", "--human-labels", "h.csv", "--group", "folder",
-               "--allow-leaky-split", "--resume", "never", "--device", "cpu", "--quiet", "--keep-share", "0.4", "--earlier-share", "0", "--loader", "stream",
-               "--amp", "off", "--no-fsync", "--checkpoint-steps", "5")[0] == 2
+def test_options_of_retrain_reach_the_call(
+    call: dict[str, Any], small_sets: Path, place: Path, tmp_path: Path, say: Say
+) -> None:
+    training, validation, testing = (
+        small_sets / f"{n}_DATASET.H5" for n in ("TRAINING", "VALIDATION", "TESTING")
+    )
+    assert (
+        say(
+            "retrain",
+            place / "one.h5",
+            small_sets,
+            "--out",
+            tmp_path / "x",
+            "--champion",
+            "m.pt",
+            "--replay",
+            training,
+            "--replay",
+            place / "far",
+            "--testing",
+            testing,
+            "--testing",
+            place / "far",
+            "--validation",
+            small_sets,
+            "--validation",
+            place / "far",
+            "--also",
+            f"a={place / 'far'}",
+            "--also",
+            f"b={validation}",
+            "--also",
+            f"a={validation}",
+            "--human-labels",
+            "h.csv",
+            "--group",
+            "folder",
+            "--allow-leaky-split",
+            "--resume",
+            "never",
+            "--device",
+            "cpu",
+            "--quiet",
+            "--keep-share",
+            "0.4",
+            "--earlier-share",
+            "0",
+            "--loader",
+            "stream",
+            "--amp",
+            "off",
+            "--no-fsync",
+            "--checkpoint-steps",
+            "5",
+        )[0]
+        == 2
+    )
     far = {n: place / "far" / f"{n}_DATASET.H5" for n in ("TRAINING", "VALIDATION", "TESTING")}
     assert call == {
-        "champion": "m.pt", "new_data": [place / "one.h5", training], "replay": [training, far["TRAINING"]], "testing": [testing, far["TESTING"]],
-        "validation": [validation, far["VALIDATION"]], "also": {"a": [far["TESTING"], validation], "b": [validation]}, "out": str(tmp_path / "x"),
-        "human_labels": "h.csv", "group": "folder", "allow_leaky_split": True, "resume": "never", "device": "cpu", "progress": "none",
-        "rules": RoundRules(keep_share=0.4, earlier_share=0.0), "settings": {"loader": "stream", "amp": "off"},
-        "checkpoints": CheckpointSettings(fsync=False, checkpoint_steps=5)}
+        "champion": "m.pt",
+        "new_data": [place / "one.h5", training],
+        "replay": [training, far["TRAINING"]],
+        "testing": [testing, far["TESTING"]],
+        "validation": [validation, far["VALIDATION"]],
+        "also": {"a": [far["TESTING"], validation], "b": [validation]},
+        "out": str(tmp_path / "x"),
+        "human_labels": "h.csv",
+        "group": "folder",
+        "allow_leaky_split": True,
+        "resume": "never",
+        "device": "cpu",
+        "progress": "none",
+        "rules": RoundRules(keep_share=0.4, earlier_share=0.0),
+        "settings": {"loader": "stream", "amp": "off"},
+        "checkpoints": CheckpointSettings(fsync=False, checkpoint_steps=5),
+    }
     assert set(call) == set(inspect.signature(retrain).parameters)
 
 
-def test_what_is_not_given_to_retrain_is_as_usual(call: dict[str, Any], two_rounds: Path, small_sets: Path, place: Path, say: Say) -> None:
-    assert say("retrain", place / "one.h5", "--out", two_rounds, "--replay", small_sets, "--testing", small_sets)[0] == 2
+def test_what_is_not_given_to_retrain_is_as_usual(
+    call: dict[str, Any], two_rounds: Path, small_sets: Path, place: Path, say: Say
+) -> None:
+    assert (
+        say(
+            "retrain", place / "one.h5", "--out", two_rounds, "--replay", small_sets, "--testing", small_sets
+        )[0]
+        == 2
+    )
     assert (call["champion"], call["validation"], call["human_labels"]) == (None, None, None)
-    assert (call["rules"], call["checkpoints"], call["settings"], call["also"]) == (RoundRules(), CheckpointSettings(), {}, {})
+    assert (call["rules"], call["checkpoints"], call["settings"], call["also"]) == (
+        RoundRules(),
+        CheckpointSettings(),
+        {},
+        {},
+    )
     usual = {n: p.default for n, p in inspect.signature(retrain).parameters.items()}
-    for name in ("group", "resume", "allow_leaky_split", "device"): assert call[name] == usual[name]
+    for name in ("group", "resume", "allow_leaky_split", "device"):
+        assert call[name] == usual[name]
 
 
-def options_in(text: str) -> set[str]: return set(re.findall(r"^  (?:-\w, )?--([\w-]+)", text, re.M))
+def options_in(text: str) -> set[str]:
+    return set(re.findall(r"^  (?:-\w, )?--([\w-]+)", text, re.M))
 
 
 def test_help_has_every_field_that_it_should(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    def names(cls: type) -> set[str]: return {f.name.replace("_", "-") for f in fields(cls)}
-    own = {"help", "json", "quiet", "out", "group", "allow-leaky-split", "device", "seed", "judged-by", "validation"}
+
+    def names(cls: type) -> set[str]:
+        return {f.name.replace("_", "-") for f in fields(cls)}
+
+    own = {
+        "help",
+        "json",
+        "quiet",
+        "out",
+        "group",
+        "allow-leaky-split",
+        "device",
+        "seed",
+        "judged-by",
+        "validation",
+    }
     status, text, _ = say("retrain", "--help")
     assert status == 0
     of_round = {"champion", "replay", "testing", "also", "human-labels", "resume"}
-    assert options_in(text) == own | of_round | names(RoundRules) | names(CheckpointSettings) | (names(TrainSettings) - OF_NET)
+    assert options_in(text) == own | of_round | names(RoundRules) | names(CheckpointSettings) | (
+        names(TrainSettings) - OF_NET
+    )
     assert max(map(len, text.splitlines())) <= 80
-    defaults = {name: "(default" in said for name, said in re.findall(r"^  --([\w-]+)([^\n]*(?:\n   +[^\n]*)*)", text, re.M)}
+    defaults = {
+        name: "(default" in said
+        for name, said in re.findall(r"^  --([\w-]+)([^\n]*(?:\n   +[^\n]*)*)", text, re.M)
+    }
     assert all(defaults[name] for name in names(RoundRules) - {"seed"} | names(CheckpointSettings))
-    assert not any(defaults[name] for name in names(TrainSettings) - OF_NET - {"seed"}), "they are the champion's"
+    assert not any(defaults[name] for name in names(TrainSettings) - OF_NET - {"seed"}), (
+        "they are the champion's"
+    )
     status, text, _ = say("evaluate", "--help")
     assert status == 0
-    assert options_in(text) == own | {"model", "training", "figures", "votes", "draws", "files-per-batch", "legacy"}
+    assert options_in(text) == own | {
+        "model",
+        "training",
+        "figures",
+        "votes",
+        "draws",
+        "files-per-batch",
+        "legacy",
+    }
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -339,26 +652,47 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
     assert re.search(said, body["error"])
 
 
-@pytest.mark.parametrize(("status", "said", "words"), [
-    (2, "--figures needs a folder; expected --out DIR", "SETS --model RUN --figures"),
-    (2, "no such rule for the vote; found 'best'; expected mean, long_vote", "SETS --model RUN --votes best"),
-    (2, "no such rule for the vote; found ''", "SETS --model RUN --votes mean,"),
-    (2, "n_draws must be at least 100; found 0", "SETS --model RUN --draws 0"),
-    (2, "seed must be at least 0; found -1", "SETS --model RUN --seed -1"),
-    (2, "files_per_batch must be at least 1; found 0", "SETS --model RUN --files-per-batch 0"),
-    (2, "no such column to group by; found 'colour'", "SETS --model RUN --group colour"),
-    (1, "no data set for testing in this folder; expected TESTING_DATASET.H5", "RUN --model RUN"),
-    (1, "no data set for training in this folder; expected TRAINING_DATASET.H5", "SETS --model RUN --training RUN"),
-    (1, "no data set for validation in this folder", "SETS --model RUN --validation RUN"),
-    (1, "nowhere: no such data set", "nowhere --model RUN"),
-    (1, "no detector is in this folder; expected model.pt of a training, or champion.json of rounds$", "SETS --model SETS"),
-    (1, r"The training is not over: go on with it, or name checkpoints/best\.pt", "SETS --model EARLY"),
-    (1, "nowhere: no such file", "SETS --model nowhere"),
-    (1, "a label that the task does not know; found 2026-11-01; expected labels of LEAK, NOLEAK", "NEW --model RUN"),
-    (1, "report.txt: something that no evaluation wrote is in the way", "SETS --model RUN --out MINE"),
-    (1, "report.txt: is a file, a folder is needed", "SETS --model RUN --out MINE/report.txt"),
-])
-def test_wrong_words_to_evaluate(place: Path, small_sets: Path, tmp_path: Path, say: Say, status: int, said: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "said", "words"),
+    [
+        (2, "--figures needs a folder; expected --out DIR", "SETS --model RUN --figures"),
+        (
+            2,
+            "no such rule for the vote; found 'best'; expected mean, long_vote",
+            "SETS --model RUN --votes best",
+        ),
+        (2, "no such rule for the vote; found ''", "SETS --model RUN --votes mean,"),
+        (2, "n_draws must be at least 100; found 0", "SETS --model RUN --draws 0"),
+        (2, "seed must be at least 0; found -1", "SETS --model RUN --seed -1"),
+        (2, "files_per_batch must be at least 1; found 0", "SETS --model RUN --files-per-batch 0"),
+        (2, "no such column to group by; found 'colour'", "SETS --model RUN --group colour"),
+        (1, "no data set for testing in this folder; expected TESTING_DATASET.H5", "RUN --model RUN"),
+        (
+            1,
+            "no data set for training in this folder; expected TRAINING_DATASET.H5",
+            "SETS --model RUN --training RUN",
+        ),
+        (1, "no data set for validation in this folder", "SETS --model RUN --validation RUN"),
+        (1, "nowhere: no such data set", "nowhere --model RUN"),
+        (
+            1,
+            "no detector is in this folder; expected model.pt of a training, or champion.json of rounds$",
+            "SETS --model SETS",
+        ),
+        (1, r"The training is not over: go on with it, or name checkpoints/best\.pt", "SETS --model EARLY"),
+        (1, "nowhere: no such file", "SETS --model nowhere"),
+        (
+            1,
+            "a label that the task does not know; found 2026-11-01; expected labels of LEAK, NOLEAK",
+            "NEW --model RUN",
+        ),
+        (1, "report.txt: something that no evaluation wrote is in the way", "SETS --model RUN --out MINE"),
+        (1, "report.txt: is a file, a folder is needed", "SETS --model RUN --out MINE/report.txt"),
+    ],
+)
+def test_wrong_words_to_evaluate(
+    place: Path, small_sets: Path, tmp_path: Path, say: Say, status: int, said: str, words: str
+) -> None:
     refused(say, status, said, "evaluate", *meant(words, place, small_sets, tmp_path), *QUICK)
     assert (tmp_path / "mine" / "report.txt").read_text() == "mine"
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["report.txt"]
@@ -370,52 +704,126 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
     (folder / "mine" / "report.txt").write_text("mine")
     (folder / "early" / "checkpoints").mkdir(parents=True)
     shutil.copy(place / "run" / "checkpoints" / "best.pt", folder / "early" / "checkpoints" / "best.pt")
-    names = {"SETS": sets, "RUN": place / "run", "NEW": place / "new.h5", "MINE": folder / "mine", "EARLY": folder / "early", "FAR": place / "far"}
+    names = {
+        "SETS": sets,
+        "RUN": place / "run",
+        "NEW": place / "new.h5",
+        "MINE": folder / "mine",
+        "EARLY": folder / "early",
+        "FAR": place / "far",
+    }
     return [re.sub(r"\b[A-Z]+\b", lambda m: str(names[m[0]]), word) for word in words.split()]
 
 
-@pytest.mark.parametrize(("status", "said", "words"), [
-    (2, "no champion to begin with; expected --champion FILE for the first round", ""),
-    (2, "a further test set needs a name; found '/.*'; expected --also NAME=FILE", "--champion RUN --also FAR"),
-    (2, "a further test set needs a name; found 'far='", "--champion RUN --also far="),
-    (2, "a further test set needs a name; found '=/", "--champion RUN --also =FAR"),
-    (2, "a test set has two names; found 'testing'", "--champion RUN --also testing=FAR"),
-    (2, "epochs is out of range; found 0", "--champion RUN --epochs 0"),
-    (2, "unknown option --channels", "--champion RUN --channels 4,8"),
-    (2, "unknown option --dropout", "--champion RUN --dropout 0.2"),
-    (2, "unknown option --form", "--champion RUN --form matrix"),
-    (2, "keep_share must be above 0 and at most 1; found 2.0", "--champion RUN --keep-share 2"),
-    (2, "n_draws must be at least 100; found 7", "--champion RUN --n-draws 7"),
-    (2, "seed must be at least 0; found -1$", "--champion RUN --seed -1"),
-    (2, "no such figure; found 'best'; expected accuracy", "--champion RUN --judged-by best"),
-    (2, "no such column to group by; found 'colour'", "--champion RUN --group colour"),
-    (2, "invalid choice: 'perhaps'", "--champion RUN --resume perhaps"),
-    (1, "no detector is in this folder", "--champion SETS"),
-    (1, r"name checkpoints/best\.pt", "--champion EARLY"),
-    (1, "no data set for training in this folder; expected TRAINING_DATASET.H5", "--champion RUN --replay RUN"),
-    (1, "no data set for testing in this folder; expected TESTING_DATASET.H5", "--champion RUN --testing MINE"),
-    (1, "no data set for validation in this folder; expected VALIDATION_DATASET.H5", "--champion RUN --validation MINE"),
-    (1, "no data set for testing in this folder", "--champion RUN --also far=MINE"),
-    (1, "nowhere: no such data set", "--champion RUN --also far=nowhere"),
-    (1, "nowhere.csv: the table cannot be read", "--champion RUN --human-labels nowhere.csv"),
-])
-def test_wrong_words_to_retrain(place: Path, small_sets: Path, tmp_path: Path, say: Say, status: int, said: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "said", "words"),
+    [
+        (2, "no champion to begin with; expected --champion FILE for the first round", ""),
+        (
+            2,
+            "a further test set needs a name; found '/.*'; expected --also NAME=FILE",
+            "--champion RUN --also FAR",
+        ),
+        (2, "a further test set needs a name; found 'far='", "--champion RUN --also far="),
+        (2, "a further test set needs a name; found '=/", "--champion RUN --also =FAR"),
+        (2, "a test set has two names; found 'testing'", "--champion RUN --also testing=FAR"),
+        (2, "epochs is out of range; found 0", "--champion RUN --epochs 0"),
+        (2, "unknown option --channels", "--champion RUN --channels 4,8"),
+        (2, "unknown option --dropout", "--champion RUN --dropout 0.2"),
+        (2, "unknown option --form", "--champion RUN --form matrix"),
+        (2, "keep_share must be above 0 and at most 1; found 2.0", "--champion RUN --keep-share 2"),
+        (2, "n_draws must be at least 100; found 7", "--champion RUN --n-draws 7"),
+        (2, "seed must be at least 0; found -1$", "--champion RUN --seed -1"),
+        (2, "no such figure; found 'best'; expected accuracy", "--champion RUN --judged-by best"),
+        (2, "no such column to group by; found 'colour'", "--champion RUN --group colour"),
+        (2, "invalid choice: 'perhaps'", "--champion RUN --resume perhaps"),
+        (1, "no detector is in this folder", "--champion SETS"),
+        (1, r"name checkpoints/best\.pt", "--champion EARLY"),
+        (
+            1,
+            "no data set for training in this folder; expected TRAINING_DATASET.H5",
+            "--champion RUN --replay RUN",
+        ),
+        (
+            1,
+            "no data set for testing in this folder; expected TESTING_DATASET.H5",
+            "--champion RUN --testing MINE",
+        ),
+        (
+            1,
+            "no data set for validation in this folder; expected VALIDATION_DATASET.H5",
+            "--champion RUN --validation MINE",
+        ),
+        (1, "no data set for testing in this folder", "--champion RUN --also far=MINE"),
+        (1, "nowhere: no such data set", "--champion RUN --also far=nowhere"),
+        (1, "nowhere.csv: the table cannot be read", "--champion RUN --human-labels nowhere.csv"),
+    ],
+)
+def test_wrong_words_to_retrain(
+    place: Path, small_sets: Path, tmp_path: Path, say: Say, status: int, said: str, words: str
+) -> None:
     given = ["--replay", "SETS", "--testing", "SETS", "--out", str(tmp_path / "rounds"), *ROUND]
-    refused(say, status, said, "retrain", str(place / "new.h5"), *given[4:], *meant(f"{' '.join(given[:4])} {words}", place, small_sets, tmp_path))
+    refused(
+        say,
+        status,
+        said,
+        "retrain",
+        str(place / "new.h5"),
+        *given[4:],
+        *meant(f"{' '.join(given[:4])} {words}", place, small_sets, tmp_path),
+    )
     assert not (tmp_path / "rounds" / "champion.json").exists()
 
 
 def test_new_recordings_that_are_not_there(place: Path, small_sets: Path, tmp_path: Path, say: Say) -> None:
-    common: list[str | os.PathLike] = ["--champion", place / "run", "--replay", small_sets, "--testing", small_sets, "--out", tmp_path / "rounds", *ROUND]
+    common: list[str | os.PathLike] = [
+        "--champion",
+        place / "run",
+        "--replay",
+        small_sets,
+        "--testing",
+        small_sets,
+        "--out",
+        tmp_path / "rounds",
+        *ROUND,
+    ]
     refused(say, 1, "no data set for training in this folder", "retrain", place / "new", *common)
     refused(say, 1, "nowhere.h5: no such data set", "retrain", "nowhere.h5", *common)
     (tmp_path / "heard.csv").write_text("path,label\n2026-11-01/nobody.wav,LEAK\n")
     for new in ([place / "new.h5"], [place / "one.h5", place / "two.h5"]):
-        refused(say, 1, "paths that are in none of the new data sets", "retrain", *new, *common, "--human-labels", tmp_path / "heard.csv")
-    lm.build(place / "one", out=tmp_path / "coarse.h5", progress="none", check=0, spec=lm.MelSpec.preset("disjoint", n_mels=32))
+        refused(
+            say,
+            1,
+            "paths that are in none of the new data sets",
+            "retrain",
+            *new,
+            *common,
+            "--human-labels",
+            tmp_path / "heard.csv",
+        )
+    lm.build(
+        place / "one",
+        out=tmp_path / "coarse.h5",
+        progress="none",
+        check=0,
+        spec=lm.MelSpec.preset("disjoint", n_mels=32),
+    )
     refused(say, 1, "n_mels", "retrain", tmp_path / "coarse.h5", *common)
 
 
-def test_a_folder_of_rounds_goes_on_with_its_champion_only(two_rounds: Path, place: Path, small_sets: Path, tmp_path: Path, say: Say) -> None:
-    told(say, "train", small_sets, "--out", tmp_path / "run", "--no-evaluation", *tiny_words(1), "--seed", "9")
-    refused(say, 2, "this folder has another champion", "retrain", place / "one.h5", "--champion", tmp_path / "run", *words_of(place, small_sets, two_rounds))
+def test_a_folder_of_rounds_goes_on_with_its_champion_only(
+    two_rounds: Path, place: Path, small_sets: Path, tmp_path: Path, say: Say
+) -> None:
+    told(
+        say, "train", small_sets, "--out", tmp_path / "run", "--no-evaluation", *tiny_words(1), "--seed", "9"
+    )
+    refused(
+        say,
+        2,
+        "this folder has another champion",
+        "retrain",
+        place / "one.h5",
+        "--champion",
+        tmp_path / "run",
+        *words_of(place, small_sets, two_rounds),
+    )

@@ -1,4 +1,5 @@
 "One recording made to fit: every rule, what is written down about it, and a resampler held against analytic tones."
+
 import itertools, math, sys, tracemalloc
 from dataclasses import replace
 from typing import Any, Literal
@@ -55,7 +56,9 @@ def test_statuses(status: str) -> None:
     assert row.shape == (N,)
     assert np.array_equal(samples, before), "the recording itself is left alone"
     changed = "downmixed" in status or "resampled" in status
-    assert row.dtype == (np.float32 if changed else np.int16), "16 bits stay 16 bits where no number was changed"
+    assert row.dtype == (np.float32 if changed else np.int16), (
+        "16 bits stay 16 bits where no number was changed"
+    )
 
 
 @pytest.mark.parametrize("n", [N - 100, N, N + 100])
@@ -79,8 +82,9 @@ REJECTED: dict[str, tuple[np.ndarray, int, dict[str, str], str]] = {
 @pytest.mark.parametrize("code", REJECTED)
 def test_rejections(code: str) -> None:
     samples, rate, changes, said = REJECTED[code]
-    asked = rules(sample_rate=5000, **changes)        # another number than that of the samples
-    with pytest.raises(RecordingError) as caught: conform(samples, rate, asked)
+    asked = rules(sample_rate=5000, **changes)  # another number than that of the samples
+    with pytest.raises(RecordingError) as caught:
+        conform(samples, rate, asked)
     assert caught.value.code == code
     assert code in REJECT_CODES
     assert caught.value.message == said, "the message says what was found and what was asked for"
@@ -90,11 +94,13 @@ def test_rejections(code: str) -> None:
 def test_the_length_is_judged_at_the_rate_asked_for() -> None:
     strict = rules(short="reject", long="reject")
     assert conform(noise(8000), 8000, strict)[1] == "resampled"
-    with pytest.raises(RecordingError) as caught: conform(noise(7990), 8000, strict)
+    with pytest.raises(RecordingError) as caught:
+        conform(noise(7990), 8000, strict)
     assert caught.value.code == "too_short"
 
 
 # -- channels ---------------------------------------------------------------------------------------------------------------
+
 
 def test_mean_and_first() -> None:
     stereo = noise(100, 2)
@@ -126,7 +132,9 @@ def test_opposite_channels_are_silence_and_no_crash() -> None:
 def share(samples: np.ndarray) -> float:
     "Energy of the channels' mean over their mean energy, as Python's whole and floating numbers give it."
     rows = [[float(v) for v in frame] for frame in samples]
-    return math.fsum((math.fsum(r) / len(r)) ** 2 for r in rows) / (math.fsum(v * v for r in rows for v in r) / len(rows[0]))
+    return math.fsum((math.fsum(r) / len(r)) ** 2 for r in rows) / (
+        math.fsum(v * v for r in rows for v in r) / len(rows[0])
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.float32])
@@ -137,7 +145,11 @@ def test_opposite_phase_is_20_db(dtype: type, n_channels: int) -> None:
     own -= own.mean(axis=1, keepdims=True)
     common, seen = np.random.default_rng(3).normal(0, 1, (N, 1)), set()
     for level in (0, 100, 200, 280, 290, 295, 310, 320, 400, 3000):
-        x = np.clip(np.round(own + level * common), -32_768, 32_767).astype(dtype) if dtype == np.int16 else ((own + level * common) / 32_768).astype(dtype)
+        x = (
+            np.clip(np.round(own + level * common), -32_768, 32_767).astype(dtype)
+            if dtype == np.int16
+            else ((own + level * common) / 32_768).astype(dtype)
+        )
         assert opposite_phase(x) == (share(x) < 0.01), level
         seen.add(opposite_phase(x))
     assert seen == {True, False}
@@ -146,7 +158,9 @@ def test_opposite_phase_is_20_db(dtype: type, n_channels: int) -> None:
 def test_silence_and_one_channel_are_not_opposite() -> None:
     assert not opposite_phase(np.zeros((N, 2), np.int16))
     assert not opposite_phase(noise(N))
-    assert not opposite_phase(noise(N, 64)), "64 channels that have nothing to do with each other lie 18 dB below"
+    assert not opposite_phase(noise(N, 64)), (
+        "64 channels that have nothing to do with each other lie 18 dB below"
+    )
     assert opposite_phase(np.array([[-32_768, 32_767]] * N, np.int16)), "sums do not wrap around"
     assert opposite_phase(np.array([[1e30, -1e30]] * N, np.float32))
     half_dead = noise(N, 2)
@@ -155,11 +169,14 @@ def test_silence_and_one_channel_are_not_opposite() -> None:
 
 
 def test_mono_recordings_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    def looked(samples: np.ndarray) -> bool: raise AssertionError("a cost for every mono file")
+    def looked(samples: np.ndarray) -> bool:
+        raise AssertionError("a cost for every mono file")
+
     monkeypatch.setattr(conform_module, "opposite_phase", looked)
     assert conform(noise(N), RATE, rules())[1] == "ok"
     assert conform(np.repeat(noise(N), 2, 1), RATE, rules())[1] == "identical_channels"
-    with pytest.raises(AssertionError): conform(noise(N, 2), RATE, rules())
+    with pytest.raises(AssertionError):
+        conform(noise(N, 2), RATE, rules())
 
 
 def test_extremes_do_not_wrap_around() -> None:
@@ -176,7 +193,17 @@ def test_one_differing_sample_makes_channels_different() -> None:
 
 # -- rate -------------------------------------------------------------------------------------------------------------------
 
-PAIRS = [(8000, 4096), (48_000, 4096), (44_100, 4096), (51_200, 4096), (292, 4096), (4096, 8000), (4095, 4096), (4096, 292), (11_025, 8000)]
+PAIRS = [
+    (8000, 4096),
+    (48_000, 4096),
+    (44_100, 4096),
+    (51_200, 4096),
+    (292, 4096),
+    (4096, 8000),
+    (4095, 4096),
+    (4096, 292),
+    (11_025, 8000),
+]
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
@@ -184,7 +211,11 @@ def test_tones_stay_what_they_are(source: int, target: int) -> None:
     "Away from the ends a tone keeps frequency and phase, nothing is added, and its level changes by less than 0.01 dB up to 0.84 of half the rate."
     for share, loss in ((0.02, 1e-6), (0.1, 1e-6), (0.2, 1e-5), (0.42, 1e-3)):
         hz = share * min(source, target)
-        got = to_rate((0.5 * np.sin(2 * np.pi * hz * np.arange(2 * source) / source + 0.4)).astype(np.float32), source, target).astype(np.float64)
+        got = to_rate(
+            (0.5 * np.sin(2 * np.pi * hz * np.arange(2 * source) / source + 0.4)).astype(np.float32),
+            source,
+            target,
+        ).astype(np.float64)
         assert len(got) == 2 * target
         inner = slice(target // 2, -target // 2)
         turns = 2 * np.pi * hz * np.arange(2 * target)[inner] / target + 0.4
@@ -208,7 +239,7 @@ def test_another_resampler_agrees(source: int, target: int) -> None:
     "A long windowed sinc by scipy, on noise that leaves room for both filters' slopes."
     rng = np.random.default_rng(1)
     spectrum = np.fft.rfft(rng.normal(0, 0.1, 4 * source))
-    spectrum[int(0.35 * min(source, target)) * 4:] = 0
+    spectrum[int(0.35 * min(source, target)) * 4 :] = 0
     x = np.fft.irfft(spectrum).astype(np.float32)
     common = np.gcd(source, target)
     up, down = target // common, source // common
@@ -216,7 +247,9 @@ def test_another_resampler_agrees(source: int, target: int) -> None:
     theirs = scipy.signal.resample_poly(x.astype(np.float64), up, down, window=taps)
     ours = to_rate(x, source, target)
     assert len(ours) == len(theirs)
-    assert np.abs(ours - theirs)[1000:-1000].max() < 1e-4 * np.abs(theirs).max()     # soxr's slope begins early and softly
+    assert (
+        np.abs(ours - theirs)[1000:-1000].max() < 1e-4 * np.abs(theirs).max()
+    )  # soxr's slope begins early and softly
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
@@ -240,9 +273,11 @@ def test_cutting_before_resampling_changes_no_bit(source: int) -> None:
 def test_a_rate_that_lies_costs_no_memory(long: Literal["cut", "reject"]) -> None:
     x = noise(40_960)
     tracemalloc.start()
-    if long == "cut": assert conform(x, 1, rules(long=long))[1] == "resampled+cut"
+    if long == "cut":
+        assert conform(x, 1, rules(long=long))[1] == "resampled+cut"
     else:
-        with pytest.raises(RecordingError, match="167772160 samples"): conform(x, 1, rules(long=long))
+        with pytest.raises(RecordingError, match="167772160 samples"):
+            conform(x, 1, rules(long=long))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200e6
@@ -256,27 +291,50 @@ def test_16_bits_and_the_same_numbers_as_floats_give_the_same_bits() -> None:
 
 def test_without_soxr_nothing_else_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "soxr", None)
-    with pytest.raises(MachineError, match="Pip install soxr"): conform(noise(N), 8000, rules())
+    with pytest.raises(MachineError, match="Pip install soxr"):
+        conform(noise(N), 8000, rules())
     assert conform(noise(N), RATE, rules())[1] == "ok", "needed only where a rate is converted"
 
 
 # -- all together --------------------------------------------------------------------------------------------------------------
 
+
 def test_every_combination_gives_a_row_or_a_reason() -> None:
-    sources = [(n, c, rate, dtype) for n in (1, N - 1, N, 3 * N) for c in (1, 2) for rate in (RATE, 8000) for dtype in (np.int16, np.float32)]
-    choices = itertools.product(("mean", "first"), ("pad", "reject"), ("cut", "reject"), ("resample", "reject"))
+    sources = [
+        (n, c, rate, dtype)
+        for n in (1, N - 1, N, 3 * N)
+        for c in (1, 2)
+        for rate in (RATE, 8000)
+        for dtype in (np.int16, np.float32)
+    ]
+    choices = itertools.product(
+        ("mean", "first"), ("pad", "reject"), ("cut", "reject"), ("resample", "reject")
+    )
     for channels, short, long, rate_rule in choices:
         for n, c, rate, dtype in sources:
             x = noise(n, c).astype(dtype) if dtype == np.int16 else (noise(n, c) / 32_768).astype(dtype)
             wanted = rules(channels=channels, short=short, long=long, rate=rate_rule)
             length = (2 * n * RATE + rate) // (2 * rate)
-            if (rate != RATE and rate_rule == "reject") or (length < N and short == "reject") or (length > N and long == "reject"):
-                with pytest.raises(RecordingError): conform(x, rate, wanted)
+            if (
+                (rate != RATE and rate_rule == "reject")
+                or (length < N and short == "reject")
+                or (length > N and long == "reject")
+            ):
+                with pytest.raises(RecordingError):
+                    conform(x, rate, wanted)
                 continue
             row, status = conform(x, rate, wanted)
             assert row.shape == (N,)
             assert row.dtype in (np.int16, np.float32)
-            assert set(status.split("+")) <= {"ok", "padded", "cut", "resampled", "downmixed", "identical_channels", "opposite_phase"}
+            assert set(status.split("+")) <= {
+                "ok",
+                "padded",
+                "cut",
+                "resampled",
+                "downmixed",
+                "identical_channels",
+                "opposite_phase",
+            }
             assert np.abs(row.astype(np.float64)).max() <= (32_768 if row.dtype == np.int16 else 1.2)
 
 

@@ -1,4 +1,5 @@
 "Contradictions that need no digest: rejected files that are good, splits and labels against the folders, and a stranger's long paths."
+
 import json
 import os
 import shutil
@@ -20,7 +21,9 @@ from leakmel.dataset.pipeline import PipelineConfig
 from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
 from outsider import leftovers
 
-QUIET = dict(engine="reference", progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0, files_per_batch=2))
+QUIET = dict(
+    engine="reference", progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0, files_per_batch=2)
+)
 SETTINGS = dict(sample_rate=4096, duration_s=1.0, preset="disjoint", long="reject", rate="reject")
 
 
@@ -28,8 +31,10 @@ SETTINGS = dict(sample_rate=4096, duration_s=1.0, preset="disjoint", long="rejec
 def data(tmp_path, make_wav) -> Path:
     "Twelve good files, and eight that are rejected for five reasons."
     root = tmp_path / "data"
-    for k in range(12): make_wav(root / ("LEAK" if k % 2 else "DRY") / f"{k:02d}.wav", seed=k)
-    for k in range(3): (root / "LEAK" / f"broken {k}.wav").write_bytes(b"RIFF")
+    for k in range(12):
+        make_wav(root / ("LEAK" if k % 2 else "DRY") / f"{k:02d}.wav", seed=k)
+    for k in range(3):
+        (root / "LEAK" / f"broken {k}.wav").write_bytes(b"RIFF")
     (root / "DRY" / "empty.wav").write_bytes(b"")
     make_wav(root / "DRY" / "fast.wav", rate=8000)
     make_wav(root / "DRY" / "long.wav", n=5000)
@@ -56,7 +61,8 @@ def set_column(file: Path, **columns: list[bytes]) -> None:
 
 def rejected_of(path: Path) -> tuple[list[bytes], list[bytes]]:
     "Paths and codes of the rejected files."
-    with h5py.File(path) as f: return f["rejected/path"][:].tolist(), f["rejected/code"][:].tolist()
+    with h5py.File(path) as f:
+        return f["rejected/path"][:].tolist(), f["rejected/code"][:].tolist()
 
 
 # ---- rejected files
@@ -68,18 +74,29 @@ def test_what_had_to_be_rejected_is_no_problem(data, tmp_path):
     for sample in (64, 2, None):
         report = lm.verify(r.path, root=data, sample=sample)
         assert report.ok, report.problems
-        assert report.checked == min(r.rows, r.rows if sample is None else sample), "rejected files are not counted"
+        assert report.checked == min(r.rows, r.rows if sample is None else sample), (
+            "rejected files are not counted"
+        )
 
 
 def test_rejected_files_are_reported_in_the_order_of_their_paths(data, tmp_path, monkeypatch):
     "Whatever thread read them, and when."
     real = BatchReader._read
+
     def read(self, slot, i, k):
-        if k < 2: time.sleep(0.2)       # the others overtake it
+        if k < 2:
+            time.sleep(0.2)  # the others overtake it
         return real(self, slot, i, k)
+
     monkeypatch.setattr(BatchReader, "_read", read)
-    r = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, engine="reference", progress="none",
-                 pipeline=PipelineConfig(compute_workers=2, read_workers=3, slots=5, files_per_batch=2))
+    r = lm.build(
+        data,
+        out=tmp_path / "x.h5",
+        spec=SETTINGS,
+        engine="reference",
+        progress="none",
+        pipeline=PipelineConfig(compute_workers=2, read_workers=3, slots=5, files_per_batch=2),
+    )
     shown = [x["path"] for x in json.loads(Path(f"{r.path}.report.json").read_text())["rejected_files"]]
     assert shown == [os.fsdecode(x.path) for x in r.rejections] == sorted(shown)
     assert shown[0] == ".hidden/a.wav"
@@ -89,11 +106,17 @@ def test_rejected_files_are_reported_in_the_order_of_their_paths(data, tmp_path,
 def test_a_builder_that_calls_good_files_unreadable_publishes_nothing(data, tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "native", lambda: None)
     real = BatchReader._read
+
     def read(self, slot, i, k):
-        if self.listing.paths[k] == b"LEAK/03.wav": raise RecordingError("unreadable", "the file cannot be read (EFAULT)")
+        if self.listing.paths[k] == b"LEAK/03.wav":
+            raise RecordingError("unreadable", "the file cannot be read (EFAULT)")
         return real(self, slot, i, k)
+
     monkeypatch.setattr(BatchReader, "_read", read)
-    with pytest.raises(VerifyError, match=r"03.wav: rejected as unreadable, but the recording gives a row: either it was rejected wrongly or it was mended"):
+    with pytest.raises(
+        VerifyError,
+        match=r"03.wav: rejected as unreadable, but the recording gives a row: either it was rejected wrongly or it was mended",
+    ):
         lm.build(data, out=tmp_path / "out" / "x.h5", spec=SETTINGS, check=None, **QUIET)
     assert not leftovers(tmp_path / "out")
     r = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, check=0, **QUIET)
@@ -101,11 +124,19 @@ def test_a_builder_that_calls_good_files_unreadable_publishes_nothing(data, tmp_
     assert not lm.verify(r.path, root=data, sample=None).ok
 
 
-@pytest.mark.parametrize(("name", "code", "words"), [
-    (b"DRY/fast.wav", b"too_short", "rejected as too_short, but the recording is to be rejected as wrong_rate"),
-    (b"DRY/long.wav", b"no_label", "is to be rejected as too_long"), (b"lost.wav", b"empty", "is to be rejected as no_label"),
-    (b"DRY/empty.wav", b"unreadable", "is to be rejected as empty"),
-])
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        (
+            b"DRY/fast.wav",
+            b"too_short",
+            "rejected as too_short, but the recording is to be rejected as wrong_rate",
+        ),
+        (b"DRY/long.wav", b"no_label", "is to be rejected as too_long"),
+        (b"lost.wav", b"empty", "is to be rejected as no_label"),
+        (b"DRY/empty.wav", b"unreadable", "is to be rejected as empty"),
+    ],
+)
 def test_a_wrong_reason_is_a_problem(data, tmp_path, name, code, words):
     path = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET).path
     paths, codes = rejected_of(path)
@@ -134,7 +165,9 @@ def test_a_rejected_file_outside_the_root_is_not_read(data, tmp_path, make_wav):
 
 
 def test_sample_of_rejected_files():
-    codes = np.array([b"empty", b"changed", b"not_wav", *[b"empty"] * 500, b"truncated", b"empty", b"changed"])
+    codes = np.array(
+        [b"empty", b"changed", b"not_wav", *[b"empty"] * 500, b"truncated", b"empty", b"changed"]
+    )
     for n in (0, 1, 4, 20, 64):
         picked = pick_rejected(codes, n).tolist()
         assert len(set(picked)) == n
@@ -157,7 +190,9 @@ def test_splits_against_the_folders(demo, data, tmp_path):
     forged(path, split="")
     assert not lm.verify(path, root=demo).ok
     data.rename(tmp_path / "TESTING")
-    path = lm.build(tmp_path, split="testing", out=tmp_path.parent / f"{tmp_path.name}.h5", spec=SETTINGS, **QUIET).path
+    path = lm.build(
+        tmp_path, split="testing", out=tmp_path.parent / f"{tmp_path.name}.h5", spec=SETTINGS, **QUIET
+    ).path
     assert lm.verify(path, root=tmp_path / "TESTING").ok, "the split's own folder"
     assert lm.verify(path, root=tmp_path).ok
 
@@ -167,9 +202,13 @@ def test_labels_that_claim_to_come_from_a_table(data, tmp_path):
     set_column(path, path=[b"DRY/empty.wav"], code=[b"empty"], message=[b"x"])
     forged(path, naming_json=json.dumps({"source": "table", "pattern": "", "base": "root"}))
     assert lm.verify(path, root=data, accounting=False).ok
-    with h5py.File(path, "r+") as f: f["labels"][:] = 1 - f["labels"][:]
+    with h5py.File(path, "r+") as f:
+        f["labels"][:] = 1 - f["labels"][:]
     forged(path)
-    assert any("labels contradict the folders in 12 rows" in p and "give the table they came from" in p for p in lm.verify(path, root=data).problems)
+    assert any(
+        "labels contradict the folders in 12 rows" in p and "give the table they came from" in p
+        for p in lm.verify(path, root=data).problems
+    )
     assert lm.verify(path).ok
 
 
@@ -177,17 +216,31 @@ def test_labels_that_claim_to_come_from_a_table(data, tmp_path):
 
 
 @pytest.mark.parametrize("step", [b"a" * 3000, b"a" * 250 + b"/", b"a1_" * 60 + b"/"])
-@pytest.mark.parametrize("pattern", ["{start_time}a{gain}a{split}a{label}", "{start_time}a{gain}a{sensor}a{label}", "{**}/{start_time}a{gain}a{split}a{label}",
-                                     "{*}a{*}a{*}a{gain}a{start_time}a{label}b"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "{start_time}a{gain}a{split}a{label}",
+        "{start_time}a{gain}a{sensor}a{label}",
+        "{**}/{start_time}a{gain}a{split}a{label}",
+        "{*}a{*}a{*}a{gain}a{start_time}a{label}b",
+    ],
+)
 def test_long_paths_of_a_stranger_are_answered_in_a_second(data, tmp_path, pattern, step):
     path = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET).path
     with h5py.File(path, "r+") as f:
         del f["files/path"]
         f["files/path"] = np.array([(step * 20)[:3990].rstrip(b"/") + b"/%02d.wav" % k for k in range(12)])
-    forged(path, naming_json=json.dumps({"source": "pattern", "pattern": pattern, "base": "root" if "{split}" in pattern else "split"}))
+    forged(
+        path,
+        naming_json=json.dumps(
+            {"source": "pattern", "pattern": pattern, "base": "root" if "{split}" in pattern else "split"}
+        ),
+    )
+
     def answer() -> None:
         assert not lm.verify(path).ok
         lm.open_dataset(path).close()
+
     within(1, answer)
 
 

@@ -1,4 +1,5 @@
 "What is counted for the promises is what ran."
+
 import json
 import os
 import subprocess
@@ -11,34 +12,55 @@ import pytest
 from counted import Counted, figures, function_of
 
 ROOT = Path(__file__).resolve().parents[1]
-ROT = "tests/test_bit_rot.py::test_flipped_bits"      # named by S14
+ROT = "tests/test_bit_rot.py::test_flipped_bits"  # named by S14
 
 
-def report(outcome: str, when: str = "call", *, nodeid: str = f"{ROT}[a::b]", said: int | None = None, long: bool = False) -> Any:
+def report(
+    outcome: str,
+    when: str = "call",
+    *,
+    nodeid: str = f"{ROT}[a::b]",
+    said: int | None = None,
+    long: bool = False,
+) -> Any:
     "What pytest says of a step."
-    return SimpleNamespace(nodeid=nodeid, when=when, keywords={"long": 1} if long else {}, user_properties=[("tried", ["S14", said])] if said else [],
-                           passed=outcome == "passed", failed=outcome == "failed", skipped=outcome == "skipped")
+    return SimpleNamespace(
+        nodeid=nodeid,
+        when=when,
+        keywords={"long": 1} if long else {},
+        user_properties=[("tried", ["S14", said])] if said else [],
+        passed=outcome == "passed",
+        failed=outcome == "failed",
+        skipped=outcome == "skipped",
+    )
 
 
 @pytest.fixture
 def counted(tmp_path: Path) -> Counted:
-    return Counted(SimpleNamespace(option=SimpleNamespace(markexpr="not long", numprocesses=2)), tmp_path / "new" / "x.json")      # type: ignore[arg-type]
+    return Counted(
+        SimpleNamespace(option=SimpleNamespace(markexpr="not long", numprocesses=2)),  # type: ignore[arg-type]
+        tmp_path / "new" / "x.json",
+    )
 
 
-@pytest.mark.parametrize(("reports", "expected"), [
-    ([report("passed", "setup"), report("passed"), report("passed", "teardown")], (1, 1, 0, 0)),
-    ([report("passed", said=25)], (1, 25, 0, 0)),
-    ([report("failed")], (1, 1, 1, 0)),
-    ([report("failed", said=7)], (1, 8, 1, 0)),
-    ([report("failed", "setup"), report("passed", "teardown")], (1, 1, 1, 0)),
-    ([report("passed"), report("failed", "teardown")], (1, 1, 1, 0)),
-    ([report("failed"), report("failed", "teardown")], (1, 1, 1, 0)),
-    ([report("skipped", "setup")], (0, 0, 0, 1)),
-    ([report("skipped")], (0, 0, 0, 1)),
-    ([report("passed"), report("passed", nodeid=f"{ROT}[2]", said=3)], (2, 4, 0, 0)),
-])
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ([report("passed", "setup"), report("passed"), report("passed", "teardown")], (1, 1, 0, 0)),
+        ([report("passed", said=25)], (1, 25, 0, 0)),
+        ([report("failed")], (1, 1, 1, 0)),
+        ([report("failed", said=7)], (1, 8, 1, 0)),
+        ([report("failed", "setup"), report("passed", "teardown")], (1, 1, 1, 0)),
+        ([report("passed"), report("failed", "teardown")], (1, 1, 1, 0)),
+        ([report("failed"), report("failed", "teardown")], (1, 1, 1, 0)),
+        ([report("skipped", "setup")], (0, 0, 0, 1)),
+        ([report("skipped")], (0, 0, 0, 1)),
+        ([report("passed"), report("passed", nodeid=f"{ROT}[2]", said=3)], (2, 4, 0, 0)),
+    ],
+)
 def test_counts(counted: Counted, reports: list[Any], expected: tuple[int, ...]) -> None:
-    for r in reports: counted.pytest_runtest_logreport(r)
+    for r in reports:
+        counted.pytest_runtest_logreport(r)
     (figure,) = figures(counted.tests).values()
     assert tuple(figure["short"].values()) == expected
     assert tuple(figure[key] for key in ("tests", "trials", "failures", "skipped")) == expected
@@ -46,14 +68,24 @@ def test_counts(counted: Counted, reports: list[Any], expected: tuple[int, ...])
 
 
 def test_long_variants_stand_apart_and_others_do_not_count(counted: Counted) -> None:
-    for r in (report("passed", said=25), report("passed", said=250, long=True), report("failed", nodeid="tests/test_bit_rot.py::test_other")):
+    for r in (
+        report("passed", said=25),
+        report("passed", said=250, long=True),
+        report("failed", nodeid="tests/test_bit_rot.py::test_other"),
+    ):
         counted.pytest_runtest_logreport(r)
     found = figures(counted.tests)
     assert list(found) == ["S14"]
-    assert (found["S14"]["trials"], found["S14"]["short"]["trials"], found["S14"]["long"]["trials"]) == (275, 25, 250)
+    assert (found["S14"]["trials"], found["S14"]["short"]["trials"], found["S14"]["long"]["trials"]) == (
+        275,
+        25,
+        250,
+    )
 
 
-def test_a_second_run_of_the_commit_adds_and_replaces(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_of_the_commit_adds_and_replaces(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for now, trials in (("a", 25), ("a", 26), ("b", 27)):
         monkeypatch.setattr("counted.commit", lambda now=now: {"commit": now, "changed": False})
         counted.tests = {}
@@ -66,18 +98,44 @@ def test_a_second_run_of_the_commit_adds_and_replaces(counted: Counted, monkeypa
 
 
 def test_names_without_parameters() -> None:
-    assert function_of("tests/test_x.py::test_y[a::b/c]") == function_of("test_x.py::test_y") == "test_x.py::test_y"
+    assert (
+        function_of("tests/test_x.py::test_y[a::b/c]")
+        == function_of("test_x.py::test_y")
+        == "test_x.py::test_y"
+    )
 
 
 @pytest.mark.slow
 def test_a_run_in_workers_is_counted(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"LEAKMEL_PROMISES": str(tmp_path / "x.json")}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", f"{ROT}[25-labels]", f"{ROT}[25-paths]"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {
+        "LEAKMEL_PROMISES": str(tmp_path / "x.json")
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "1",
+        "-p",
+        "no:cacheprovider",
+        f"{ROT}[25-labels]",
+        f"{ROT}[25-paths]",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout
     stored = json.loads((tmp_path / "x.json").read_text())
-    assert stored["figures"] == {"S14": {"tests": 2, "trials": 50, "failures": 0, "skipped": 0,
-                                         "short": {"tests": 2, "trials": 50, "failures": 0, "skipped": 0},
-                                         "long": {"tests": 0, "trials": 0, "failures": 0, "skipped": 0}}}
+    assert stored["figures"] == {
+        "S14": {
+            "tests": 2,
+            "trials": 50,
+            "failures": 0,
+            "skipped": 0,
+            "short": {"tests": 2, "trials": 50, "failures": 0, "skipped": 0},
+            "long": {"tests": 0, "trials": 0, "failures": 0, "skipped": 0},
+        }
+    }
     assert stored["machine"]["h5py"]
     assert stored["runs"][0]["markers"] == "not long"

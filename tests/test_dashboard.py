@@ -1,4 +1,5 @@
 "The dashboard: which folders are runs, what is read of them, and the notebook as papermill runs it."
+
 import json
 import os
 import shutil
@@ -20,7 +21,14 @@ from leakmel.insight.dashboard import NO_TIMELINE, RunCard, advice, data_facts, 
 from leakmel.insight.flow_plots import queue_depth
 from leakmel.insight.plots import batch_timeline, exclusive_bar, utilization
 from leakmel.insight.run_plots import runs_compared, runs_table, settings_that_differ, short_names
-from leakmel.insight.run_records import RunRecord, changed_since, find_runs, joined_timelines, read_run, read_runs
+from leakmel.insight.run_records import (
+    RunRecord,
+    changed_since,
+    find_runs,
+    joined_timelines,
+    read_run,
+    read_runs,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = {"sample_rate": 4096, "duration_s": 10}
@@ -32,9 +40,16 @@ def runs(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("dashboard")
     write_demo(root / "demo", n_files=24, faults=True)
     for k, name in enumerate(("c", "a", "b")):
-        results = lm.build_all(root / "demo", out_dir=root / "runs" / name, spec=SPEC, progress="none", pipeline=PipelineConfig(files_per_batch=2 + k))
+        results = lm.build_all(
+            root / "demo",
+            out_dir=root / "runs" / name,
+            spec=SPEC,
+            progress="none",
+            pipeline=PipelineConfig(files_per_batch=2 + k),
+        )
         assert ResultCard(results).ok
-        for path in (root / "runs" / name).iterdir(): os.utime(path, (1000 + k, 1000 + k))
+        for path in (root / "runs" / name).iterdir():
+            os.utime(path, (1000 + k, 1000 + k))
     (root / "runs" / "demo" / "TRAINING").mkdir(parents=True)
     (root / "runs" / ".hidden").mkdir()
     (root / "runs" / ".hidden" / "x.H5").touch()
@@ -55,6 +70,7 @@ def seconds_of(run: RunRecord) -> float:
 
 # ---- which folders -------------------------------------------------------------------------------------------------
 
+
 def test_a_folder_of_runs_stands_for_its_newest(runs):
     assert [p.name for p in find_runs(str(runs))] == ["b", "a", "c"]
     assert [p.name for p in find_runs(str(runs), most=2)] == ["b", "a"]
@@ -69,26 +85,42 @@ def test_a_folder_may_have_a_comma_in_its_name(runs, tmp_path):
     assert find_runs(str(tmp_path / "mine, yours")) == [tmp_path / "mine, yours"]
 
 
-@pytest.mark.parametrize(("name", "said"), [("empty", "no run lies here"), ("nowhere", "no such folder of a run"), ("file", "no such folder of a run")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("empty", "no run lies here"),
+        ("nowhere", "no such folder of a run"),
+        ("file", "no such folder of a run"),
+    ],
+)
 def test_a_folder_without_a_run_is_an_error_with_its_path_and_a_remedy(tmp_path, name, said):
     (tmp_path / "empty" / "deeper").mkdir(parents=True)
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=said) as caught: find_runs(str(tmp_path / name))
+    with pytest.raises(DataError, match=said) as caught:
+        find_runs(str(tmp_path / name))
     assert str(tmp_path / name) in str(caught.value)
     assert "leakmel build" in str(caught.value)
 
 
 def test_nonsense_is_refused(runs):
-    with pytest.raises(UsageError, match="names no folder"): find_runs(" , ")
-    with pytest.raises(UsageError, match="compare must be at least 1"): find_runs(str(runs), most=0)
-    with pytest.raises(UsageError, match="spectra must be at least 0"): data_facts(read_run(runs / "a"), spectra=-1)
+    with pytest.raises(UsageError, match="names no folder"):
+        find_runs(" , ")
+    with pytest.raises(UsageError, match="compare must be at least 1"):
+        find_runs(str(runs), most=0)
+    with pytest.raises(UsageError, match="spectra must be at least 0"):
+        data_facts(read_run(runs / "a"), spectra=-1)
 
 
 # ---- what is read --------------------------------------------------------------------------------------------------
 
+
 def test_a_run_is_read_as_it_was_built(runs):
     run = read_run(runs / "b")
-    assert (run.found, len(run.data_sets), len(run.clocks)) == (sum(r["found"] for r in run.reports.values()), 3, 1)
+    assert (run.found, len(run.data_sets), len(run.clocks)) == (
+        sum(r["found"] for r in run.reports.values()),
+        3,
+        1,
+    )
     assert next(iter(run.reports)) == "TRAINING_DATASET.H5", "the largest comes first"
     (clock,) = run.clocks
     assert {s.split for s in clock.spans if s.split} == {"TRAINING", "VALIDATION", "TESTING"}
@@ -111,12 +143,21 @@ def test_no_span_is_counted_twice_when_splits_are_put_together():
 
 
 def test_builds_one_after_the_other_have_clocks_of_their_own(copied, runs):
-    lm.build(runs.parent / "demo", split="testing", out=copied / "TESTING_DATASET.H5", spec=SPEC, fresh=True, progress="none")
+    lm.build(
+        runs.parent / "demo",
+        split="testing",
+        out=copied / "TESTING_DATASET.H5",
+        spec=SPEC,
+        fresh=True,
+        progress="none",
+    )
     run = read_run(copied)
     assert len(run.clocks) == 2
     assert run.timelines["TRAINING_DATASET.H5"] is run.timelines["VALIDATION_DATASET.H5"]
     assert "2 builds, one after the other" in repr(RunCard(run))
-    assert advice(run).index("VALIDATION") < advice(run).index("TESTING"), "those that were built together come first"
+    assert advice(run).index("VALIDATION") < advice(run).index("TESTING"), (
+        "those that were built together come first"
+    )
 
 
 def test_the_seconds_of_summary_json_hold_only_for_the_reports_it_is_about(copied):
@@ -129,67 +170,111 @@ def test_the_seconds_of_summary_json_hold_only_for_the_reports_it_is_about(copie
     assert seconds_of(read_run(copied)) < 60
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "cannot be read as JSON"), ("[]", "not what its name says"), ("{}", "not a report of leakmel")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "cannot be read as JSON"), ("[]", "not what its name says"), ("{}", "not a report of leakmel")],
+)
 def test_a_spoilt_report_is_named(copied, text, said):
     (copied / "TESTING_DATASET.H5.report.json").write_text(text)
-    with pytest.raises(DataError, match=said) as caught: read_run(copied)
+    with pytest.raises(DataError, match=said) as caught:
+        read_run(copied)
     assert str(copied / "TESTING_DATASET.H5.report.json") in str(caught.value)
 
 
-NUMBERS, STRANGE = [-1, 1e308, float("nan"), 10**30, "9", True, [], {}], "<img src=x onerror=alert(1)>\x1b[31m"
+NUMBERS, STRANGE = (
+    [-1, 1e308, float("nan"), 10**30, "9", True, [], {}],
+    "<img src=x onerror=alert(1)>\x1b[31m",
+)
 R, T = "TRAINING_DATASET.H5.report.json", "TRAINING_DATASET.H5.timeline.json"
 
 
-@pytest.mark.parametrize(("name", "where", "values"), [
-    (R, ("found",), NUMBERS), (R, ("rows",), NUMBERS), (R, ("seconds",), NUMBERS), (R, ("files_per_s",), [*NUMBERS, None]),
-    (R, ("verified",), [None, [], "ok"]),
-    (R, ("verified", "ok"), ["yes", 1, None]), (R, ("verified", "checked"), [*NUMBERS, 10**9]), (R, ("machine",), [[], "x", 5]), (R, ("spec",), [[], "x"]),
-    (R, ("machine", "cpu"), [5, [], {}]), (R, ("machine", "n_cores"), NUMBERS), (R, ("label_names",), [None, "AB", [1], {}]), (R, ("cache",), [None, [], 1]),
-    (R, ("status_counts",), [{"cut": -1}, {"cut": "1"}, [], "x"]), (R, ("source_bytes",), NUMBERS), (R, ("pipeline", "slots"), ["3", 1.5, []]),
-    (R, ("span_name",), [None, [], 1]), (R, ("bytes_from_device",), NUMBERS), (T, ("spans", "end_s", -1), NUMBERS[1:]),
-    (T, ("spans", "n_files", -1), NUMBERS[1:]),
-    (T, ("samples", -1, "time_s"), NUMBERS[1:]), (T, ("gauges",), [[["a", 0, 10**400]], [["a", 1e300, 1]], "x"]), (T, ("meta", "inflow"), [{"A": "x"}, "x"]),
-    (T, ("meta", "machine", "n_cores"), NUMBERS), (T, ("meta", "settings", "slots"), ["3", []]), (T, ("meta", "spec", "n_fft"), ["3", []])])
+@pytest.mark.parametrize(
+    ("name", "where", "values"),
+    [
+        (R, ("found",), NUMBERS),
+        (R, ("rows",), NUMBERS),
+        (R, ("seconds",), NUMBERS),
+        (R, ("files_per_s",), [*NUMBERS, None]),
+        (R, ("verified",), [None, [], "ok"]),
+        (R, ("verified", "ok"), ["yes", 1, None]),
+        (R, ("verified", "checked"), [*NUMBERS, 10**9]),
+        (R, ("machine",), [[], "x", 5]),
+        (R, ("spec",), [[], "x"]),
+        (R, ("machine", "cpu"), [5, [], {}]),
+        (R, ("machine", "n_cores"), NUMBERS),
+        (R, ("label_names",), [None, "AB", [1], {}]),
+        (R, ("cache",), [None, [], 1]),
+        (R, ("status_counts",), [{"cut": -1}, {"cut": "1"}, [], "x"]),
+        (R, ("source_bytes",), NUMBERS),
+        (R, ("pipeline", "slots"), ["3", 1.5, []]),
+        (R, ("span_name",), [None, [], 1]),
+        (R, ("bytes_from_device",), NUMBERS),
+        (T, ("spans", "end_s", -1), NUMBERS[1:]),
+        (T, ("spans", "n_files", -1), NUMBERS[1:]),
+        (T, ("samples", -1, "time_s"), NUMBERS[1:]),
+        (T, ("gauges",), [[["a", 0, 10**400]], [["a", 1e300, 1]], "x"]),
+        (T, ("meta", "inflow"), [{"A": "x"}, "x"]),
+        (T, ("meta", "machine", "n_cores"), NUMBERS),
+        (T, ("meta", "settings", "slots"), ["3", []]),
+        (T, ("meta", "spec", "n_fft"), ["3", []]),
+    ],
+)
 def test_a_forged_file_is_refused_by_name(copied, name, where, values):
     "Whatever a stranger writes: an error that names the file, never a figure and no other exception."
     right = (copied / name).read_text()
     for value in values:
         body = json.loads(right)
         place = body
-        for key in where[:-1]: place = place[key]
+        for key in where[:-1]:
+            place = place[key]
         place[where[-1]] = value
         (copied / name).write_text(json.dumps(body))
-        with pytest.raises(DataError) as caught: read_run(copied)
+        with pytest.raises(DataError) as caught:
+            read_run(copied)
         assert str(copied / name) in str(caught.value), value
 
 
 @pytest.mark.parametrize("name", [R, T, "summary.json"])
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"schema": 2', b"\xff\xfe\x00", b'{"seconds": ' + b"9" * 5000 + b"}", b""])
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"schema": 2', b"\xff\xfe\x00", b'{"seconds": ' + b"9" * 5000 + b"}", b""]
+)
 def test_a_file_that_is_no_json_is_named(copied, name, content):
     (copied / name).write_bytes(content)
-    with pytest.raises(DataError) as caught: read_run(copied)
+    with pytest.raises(DataError) as caught:
+        read_run(copied)
     assert str(copied / name) in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "most"), [(R, "_MOST_REPORT_BYTES"), (T, "_MOST_BYTES"), ("summary.json", "_MOST_BYTES")])
+@pytest.mark.parametrize(
+    ("name", "most"), [(R, "_MOST_REPORT_BYTES"), (T, "_MOST_BYTES"), ("summary.json", "_MOST_BYTES")]
+)
 def test_a_huge_file_is_not_read(copied, monkeypatch, name, most):
     (copied / name).write_bytes(b"[" * 500_000 + b"]" * 500_000)
     monkeypatch.setattr(run_records, most, 999_999)
-    with pytest.raises(DataError, match=r"larger than any.*999,999 bytes at the most") as caught: run_records.read_run(copied)
+    with pytest.raises(DataError, match=r"larger than any.*999,999 bytes at the most") as caught:
+        run_records.read_run(copied)
     assert str(copied / name) in str(caught.value)
 
 
 def test_a_report_that_contradicts_itself_is_refused(copied):
     body = json.loads((copied / R).read_text())
     (copied / R).write_text(json.dumps(body | {"rows": body["rows"] + 1}))
-    with pytest.raises(DataError, match="contradicts itself"): read_run(copied)
+    with pytest.raises(DataError, match="contradicts itself"):
+        read_run(copied)
 
 
 def test_texts_of_strangers_stay_texts(copied):
     "Names with tags and with commands for a terminal are shown as they are written, in text, HTML and figures."
     body, times = json.loads((copied / R).read_text()), json.loads((copied / T).read_text())
-    changes = dict.fromkeys(("root", "engine", "device", "mode", "cache", "span_name", "created_at_utc", "leakmel_version"), STRANGE)
-    body |= changes | {"label_names": [STRANGE], "status_counts": {STRANGE: 1}, "problems_by_kind": {STRANGE: 1}}
+    changes = dict.fromkeys(
+        ("root", "engine", "device", "mode", "cache", "span_name", "created_at_utc", "leakmel_version"),
+        STRANGE,
+    )
+    body |= changes | {
+        "label_names": [STRANGE],
+        "status_counts": {STRANGE: 1},
+        "problems_by_kind": {STRANGE: 1},
+    }
     body["machine"] |= {"cpu": STRANGE, "os": STRANGE}
     body["verified"]["verdict"] = STRANGE
     times["spans"]["split"] = [STRANGE if s == "TRAINING" else s for s in times["spans"]["split"]]
@@ -200,7 +285,9 @@ def test_texts_of_strangers_stay_texts(copied):
     (copied / T).write_text(json.dumps(times))
     run = read_run(copied)
     card = RunCard(run)
-    figures = [draw(t) for t in run.clocks for draw in (exclusive_bar, batch_timeline, queue_depth, utilization)] + [runs_compared([run, run])]
+    figures = [
+        draw(t) for t in run.clocks for draw in (exclusive_bar, batch_timeline, queue_depth, utilization)
+    ] + [runs_compared([run, run])]
     said = [repr(card), advice(run), stage_reports(run), runs_table([run, run])]
     assert "<img" in repr(card), "text is shown as it is"
     assert "\x1b" not in "".join(said) + card._repr_html_()
@@ -213,10 +300,12 @@ def test_a_spoilt_run_is_left_out_of_the_comparison(copied, runs):
     assert [r.name for r in found] == ["a", "b"]
     assert len(left_out) == 1
     assert str(copied / R) in left_out[0]
-    with pytest.raises(DataError, match="cannot be read as JSON"): read_runs([copied, runs / "a"])
+    with pytest.raises(DataError, match="cannot be read as JSON"):
+        read_runs([copied, runs / "a"])
 
 
 # ---- what is said --------------------------------------------------------------------------------------------------
+
 
 def test_the_card_has_verdict_time_machine_and_data(runs):
     run = read_run(runs / "b")
@@ -225,10 +314,19 @@ def test_the_card_has_verdict_time_machine_and_data(runs):
     rows, rejected = (sum(r[key] for r in run.reports.values()) for key in ("rows", "rejected"))
     assert card.ok
     assert text.startswith(f"{rows:,} rows, all data sets verified")
-    for words in (f"{run.files_per_s:,.0f} files/s end to end", "The largest share is", "The limiting stage is",
-                  f"{rows} rows + {rejected} rejected = {run.found}", " UTC",
-                  f"{os.cpu_count()} cores" if os.cpu_count() == len(os.sched_getaffinity(0)) else "cores", str(runs.parent / "demo"), "LEAK, NOLEAK",
-                  "1 x clipped", "TESTING_DATASET.H5", "cpu@"):
+    for words in (
+        f"{run.files_per_s:,.0f} files/s end to end",
+        "The largest share is",
+        "The limiting stage is",
+        f"{rows} rows + {rejected} rejected = {run.found}",
+        " UTC",
+        f"{os.cpu_count()} cores" if os.cpu_count() == len(os.sched_getaffinity(0)) else "cores",
+        str(runs.parent / "demo"),
+        "LEAK, NOLEAK",
+        "1 x clipped",
+        "TESTING_DATASET.H5",
+        "cpu@",
+    ):
         assert words in text, words
     assert "#2e8b57" in page
     assert "http" not in page
@@ -263,8 +361,10 @@ def test_a_data_set_that_changed_since_is_not_green(copied):
 def test_a_data_set_with_a_spoilt_part_breaks_no_picture(copied, part):
     for value in (None, np.zeros(1), np.array([b"x"])):
         with h5py.File(copied / "TRAINING_DATASET.H5", "r+") as f:
-            if part in f: del f[part]
-            if value is not None: f[part] = value
+            if part in f:
+                del f[part]
+            if value is not None:
+                f[part] = value
         facts = data_facts(read_run(copied))
         assert len(facts.labels) == len(facts.rms_db) == len(facts.sensors) > 0
         assert mel_pictures(facts.largest).layout.title.text
@@ -281,7 +381,8 @@ def test_rows_that_were_there_before_are_told(copied, runs):
     assert "there before" not in repr(RunCard(other))
 
 
-def test_a_run_that_checked_no_row_says_so(): assert verified_title(24, 0, True) == "24 rows, of which none was worked out again"
+def test_a_run_that_checked_no_row_says_so():
+    assert verified_title(24, 0, True) == "24 rows, of which none was worked out again"
 
 
 def test_names_from_a_disk_do_not_become_html(copied):
@@ -291,12 +392,14 @@ def test_names_from_a_disk_do_not_become_html(copied):
 
 
 def test_what_is_gone_is_said_to_be_gone(copied):
-    for path in copied.glob("*.timeline.json"): path.unlink()
+    for path in copied.glob("*.timeline.json"):
+        path.unlink()
     run = read_run(copied)
     assert advice(run) == NO_TIMELINE
     assert stage_reports(run).count("no timeline beside it") == 3
     assert run.seconds == sum(r["seconds"] for r in run.reports.values())
-    for path in copied.glob("*.H5"): path.unlink()
+    for path in copied.glob("*.H5"):
+        path.unlink()
     run = read_run(copied)
     assert "no longer here" in repr(RunCard(run))
     assert "No data set with rows" in repr(data_facts(run))
@@ -304,7 +407,8 @@ def test_what_is_gone_is_said_to_be_gone(copied):
 
 
 def test_data_sets_alone_are_enough_for_the_pictures_of_the_data(copied):
-    for path in copied.glob("*.json"): path.unlink()
+    for path in copied.glob("*.json"):
+        path.unlink()
     (copied / "foreign.h5").write_bytes(b"something else")
     run = read_run(copied)
     facts, card = data_facts(run), RunCard(run)
@@ -330,11 +434,13 @@ def test_facts_are_those_of_the_data_sets(runs):
             n += len(ds)
     assert n == len(facts.labels)
     assert len(facts.spectra) <= 5
-    with lm.open_dataset(runs / "b" / "TRAINING_DATASET.H5") as ds: expected = ds[0][0].astype(np.float64).mean(axis=(0, 1, 3))
+    with lm.open_dataset(runs / "b" / "TRAINING_DATASET.H5") as ds:
+        expected = ds[0][0].astype(np.float64).mean(axis=(0, 1, 3))
     np.testing.assert_allclose(facts.spectra[0], expected, rtol=1e-4)
 
 
 # ---- comparison ----------------------------------------------------------------------------------------------------
+
 
 def test_settings_that_differ_are_named_and_no_others(runs):
     both = [read_run(runs / n) for n in "ac"]
@@ -349,7 +455,9 @@ def test_compared_runs_show_their_rates_and_their_seconds(runs):
     three = [read_run(p) for p in find_runs(str(runs))]
     figure = runs_compared(three)
     np.testing.assert_allclose(figure.data[0].x, [r.found / seconds_of(r) for r in three], rtol=1e-6)
-    np.testing.assert_allclose(sum(np.asarray(t.x, float) for t in figure.data[1:]), [seconds_of(r) for r in three], atol=0.02)
+    np.testing.assert_allclose(
+        sum(np.asarray(t.x, float) for t in figure.data[1:]), [seconds_of(r) for r in three], atol=0.02
+    )
     assert f"{three[0].files_per_s:,.0f} against" in figure.layout.title.text
 
 
@@ -358,6 +466,7 @@ def test_short_names_differ():
 
 
 # ---- the notebook --------------------------------------------------------------------------------------------------
+
 
 def dashboard(project: Path, *args: str) -> Run:
     shutil.copy(ROOT / "nbs" / "dashboard.ipynb", project / "nbs")
@@ -380,8 +489,11 @@ def test_the_notebook_shows_all_of_a_run(executed, runs):
     assert str(runs / "b") in executed.text
     assert "files_per_batch: 4, 3, 2" in executed.text
     assert advice(read_run(runs / "b")) in executed.text
-    for name in ("TRAINING", "VALIDATION", "TESTING"): assert f"{name}: " in executed.text
-    assert not any("widget" in kind for o in executed.outputs for kind in o.get("data", {})), "complete without a kernel"
+    for name in ("TRAINING", "VALIDATION", "TESTING"):
+        assert f"{name}: " in executed.text
+    assert not any("widget" in kind for o in executed.outputs for kind in o.get("data", {})), (
+        "complete without a kernel"
+    )
     assert executed.notebook.stat().st_size < 1_500_000
     assert "http" not in executed.text
 
@@ -391,7 +503,8 @@ def test_every_figure_of_the_notebook_has_axes_with_units(executed):
     figures = [o.data[PLOTLY] for o in executed.outputs if PLOTLY in o.get("data", {})]
     for figure in figures:
         assert len(json.dumps(figure)) < 2_000_000
-        if not figure["data"]: continue     # a sentence
+        if not figure["data"]:
+            continue  # a sentence
         axes = [a for k, a in figure["layout"].items() if k.startswith("xaxis")]
         assert any(a.get("title", {}).get("text") for a in axes), figure["layout"]["title"]["text"]
 
@@ -409,6 +522,12 @@ def test_the_notebook_finds_the_newest_run_of_the_project_by_itself(tmp_path, ru
     assert "20260101-000000-all-0123456789ab" in run.text
 
 
-@pytest.mark.parametrize(("given", "said"), [({"runs": "x", "compare": "many"}, "runs is unknown; did you mean run?"),
-                                             ({"compare": "many"}, "compare must be a whole number, got 'many'")])
-def test_a_wrong_parameter_stops_the_dashboard(given, said): assert said in error_of("dashboard.ipynb", **given)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"runs": "x", "compare": "many"}, "runs is unknown; did you mean run?"),
+        ({"compare": "many"}, "compare must be a whole number, got 'many'"),
+    ],
+)
+def test_a_wrong_parameter_stops_the_dashboard(given, said):
+    assert said in error_of("dashboard.ipynb", **given)

@@ -1,4 +1,5 @@
 "Engines on devices: the same bytes whatever comes late, no row from what failed, nothing kept. Rehearsed devices here, a card where there is one."
+
 import inspect
 import itertools
 import logging
@@ -34,29 +35,43 @@ from leakmel.mel.torch_engine import PRECISIONS, TorchEngine, precision_error
 from rehearsed import taken
 
 # A recording of 128 samples and a row of 16 values: what is under test is the way to the device and back.
-TINY = MelSpec(n_fft=16, hop_length=16, short_window=16, short_hop=16, long_window=32, long_hop=32, n_mels=2, duration_s=1 / 32)
+TINY = MelSpec(
+    n_fft=16,
+    hop_length=16,
+    short_window=16,
+    short_hop=16,
+    long_window=32,
+    long_hop=32,
+    n_mels=2,
+    duration_s=1 / 32,
+)
 N_VALUES = int(np.prod(TINY.row_shape))
 
 
 class Ends:
     "A chain whose row is the sum of a recording's two ends: every late, early or misplaced byte shows."
+
     granule = 1
 
-    def __init__(self, granule: int = 1): self.granule = granule
+    def __init__(self, granule: int = 1):
+        self.granule = granule
 
     def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
         mels.copy_((x[:, :N_VALUES] + x[:, -N_VALUES:]).reshape(mels.shape))
-        if moments is not None: moments.copy_(torch.from_numpy(moments_of(x.numpy())))
+        if moments is not None:
+            moments.copy_(torch.from_numpy(moments_of(x.numpy())))
 
 
 def recordings(n: int, seed: int = 0, dtype: Any = np.int16) -> np.ndarray:
     return np.random.default_rng(seed).integers(-999, 999, (n, TINY.n_samples)).astype(dtype)
 
 
-def right_rows(x: np.ndarray) -> np.ndarray: return (x[:, :N_VALUES] + x[:, -N_VALUES:]).reshape(len(x), *TINY.row_shape).astype(np.float16)
+def right_rows(x: np.ndarray) -> np.ndarray:
+    return (x[:, :N_VALUES] + x[:, -N_VALUES:]).reshape(len(x), *TINY.row_shape).astype(np.float16)
 
 
-def our_threads() -> set[threading.Thread]: return {t for t in threading.enumerate() if t.name.startswith("leakmel")}
+def our_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("leakmel")}
 
 
 @pytest.fixture(autouse=True)
@@ -69,40 +84,60 @@ def no_thread_is_left() -> Iterator[None]:
 
 def nothing_is_held(devices: list[HostDevice]) -> None:
     "Device memory and pinned memory have been given back."
-    for d in devices: assert (d.counts["device_bytes"], d.counts["pinned_bytes"]) == (0, 0), d.name
+    for d in devices:
+        assert (d.counts["device_bytes"], d.counts["pinned_bytes"]) == (0, 0), d.name
 
 
 def in_time(work: Callable[[], Any], limit_s: float = 60) -> Any:
     "The result of work that must not hang."
     found: list[Any] = []
+
     def run() -> None:
-        try: found.append(work())
-        except BaseException as e: found.append(e)
+        try:
+            found.append(work())
+        except BaseException as e:
+            found.append(e)
+
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(limit_s)
     assert found, "it hangs"
-    if isinstance(found[0], BaseException): raise found[0]
+    if isinstance(found[0], BaseException):
+        raise found[0]
     return found[0]
 
 
-def submitted(lanes: list[EngineLane], batches: list[tuple[np.ndarray, np.ndarray]], accumulation: int) -> list[Ticket]:
+def submitted(
+    lanes: list[EngineLane], batches: list[tuple[np.ndarray, np.ndarray]], accumulation: int
+) -> list[Ticket]:
     "Batches dealt to lanes, some at a time."
-    groups = [batches[i:i + accumulation] for i in range(0, len(batches), accumulation)]
+    groups = [batches[i : i + accumulation] for i in range(0, len(batches), accumulation)]
     return [t for lane, group in zip(itertools.cycle(lanes), groups) for t in lane.submit(group)]
 
 
-def storm(devices: list[HostDevice], options: DeviceOptions, *, size: int = 5, n: int = 43, accumulation: int = 1, pinned: bool = True,
-          dtype: Any = np.int16, chain: Callable[..., Any] = Ends) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def storm(
+    devices: list[HostDevice],
+    options: DeviceOptions,
+    *,
+    size: int = 5,
+    n: int = 43,
+    accumulation: int = 1,
+    pinned: bool = True,
+    dtype: Any = np.int16,
+    chain: Callable[..., Any] = Ends,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "Many batches at once through an engine: samples, rows and moments."
     with DeviceEngine(TINY, list[Device](devices), lambda device, n_block: chain(), options) as engine:
         make = engine.host_array if pinned else np.zeros
         x, out = make((n, TINY.n_samples), dtype), make((n, *TINY.row_shape), np.float16)
         x[:], out[:] = recordings(n, dtype=dtype), np.nan
         lanes = [engine.open_lane(k) for k in range(engine.n_lanes)]
-        tickets = submitted(lanes, [(x[i:i + size], out[i:i + size]) for i in range(0, n, size)], accumulation)
+        tickets = submitted(
+            lanes, [(x[i : i + size], out[i : i + size]) for i in range(0, n, size)], accumulation
+        )
         moments = np.concatenate([t.wait() for t in tickets])
-        for lane in lanes: lane.close()
+        for lane in lanes:
+            lane.close()
     nothing_is_held(devices)
     return x, out, moments
 
@@ -113,36 +148,63 @@ def fleet(n: int, seed: int, delay_s: float = 0.001) -> list[HostDevice]:
 
 # ---- the same bytes --------------------------------------------------------------------------------------------------
 
-OPTIONS = [DeviceOptions(max_block=4), DeviceOptions(max_block=4, gpu_streams=1, flights=1), DeviceOptions(max_block=7, gpu_streams=3, graph=False),
-           DeviceOptions(max_block=3, async_copies=False), DeviceOptions(max_block=3, async_copies=False, graph=False), DeviceOptions(flights=3)]
+OPTIONS = [
+    DeviceOptions(max_block=4),
+    DeviceOptions(max_block=4, gpu_streams=1, flights=1),
+    DeviceOptions(max_block=7, gpu_streams=3, graph=False),
+    DeviceOptions(max_block=3, async_copies=False),
+    DeviceOptions(max_block=3, async_copies=False, graph=False),
+    DeviceOptions(flights=3),
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
 @pytest.mark.parametrize("n_devices", [1, 2, 3])
 def test_settings_of_speed_change_no_byte(options: DeviceOptions, n_devices: int) -> None:
-    for seed, (size, accumulation, pinned, dtype) in enumerate([
-            (1, 4, True, np.int16), (5, 1, True, np.int16), (5, 3, False, np.int16), (16, 1, True, np.float32), (43, 2, False, np.float32),
-            (7, 2, True, np.int16)]):
-        x, rows, moments = storm(fleet(n_devices, seed), options, size=size, accumulation=accumulation, pinned=pinned, dtype=dtype)
+    for seed, (size, accumulation, pinned, dtype) in enumerate(
+        [
+            (1, 4, True, np.int16),
+            (5, 1, True, np.int16),
+            (5, 3, False, np.int16),
+            (16, 1, True, np.float32),
+            (43, 2, False, np.float32),
+            (7, 2, True, np.int16),
+        ]
+    ):
+        x, rows, moments = storm(
+            fleet(n_devices, seed), options, size=size, accumulation=accumulation, pinned=pinned, dtype=dtype
+        )
         assert np.array_equal(rows, right_rows(x))
         assert np.array_equal(moments, moments_of(x))
 
 
 def orders() -> list[str]:
     "The lines of `send` that keep an order: every wait, and every record that somebody waits for."
-    return [line for line in inspect.getsource(Runner.send).splitlines() if ".wait(" in line or ".record(kit.c" in line]
+    return [
+        line
+        for line in inspect.getsource(Runner.send).splitlines()
+        if ".wait(" in line or ".record(kit.c" in line
+    ]
 
 
 @pytest.mark.parametrize("line", orders(), ids=str.strip)
 def test_every_wait_is_needed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     "Without it, some delay gives wrong rows; with it, the same delays give none."
+
     def shows() -> bool:
         for seed in range(40):
-            for options in (DeviceOptions(max_block=3, gpu_streams=1, flights=1, graph=False), DeviceOptions(max_block=3, graph=False)):
-                try: x, rows, moments = storm(fleet(1, seed, 0.003), options, n=24, size=3)
-                except EngineError: return True      # an event without a time
-                if not (np.array_equal(rows, right_rows(x)) and np.array_equal(moments, moments_of(x))): return True
+            for options in (
+                DeviceOptions(max_block=3, gpu_streams=1, flights=1, graph=False),
+                DeviceOptions(max_block=3, graph=False),
+            ):
+                try:
+                    x, rows, moments = storm(fleet(1, seed, 0.003), options, n=24, size=3)
+                except EngineError:
+                    return True  # an event without a time
+                if not (np.array_equal(rows, right_rows(x)) and np.array_equal(moments, moments_of(x))):
+                    return True
         return False
+
     source = textwrap.dedent(inspect.getsource(Runner.send))
     assert source.count(line.strip()) == 1
     space = vars(runner).copy()
@@ -159,7 +221,9 @@ def test_there_are_seven_orders() -> None:
 def test_mixed_batches_in_one_submit() -> None:
     "16-bit and float batches, empty ones, arrays that are pinned, are not, or do not lie in one piece."
     devices = fleet(1, 3)
-    with DeviceEngine(TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)) as engine:
+    with DeviceEngine(
+        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+    ) as engine:
         x, wide = engine.host_array((6, TINY.n_samples), np.int16), recordings(5, 1, np.float32)
         x[:] = recordings(6, 2)
         strided = recordings(10, 3)[::2]
@@ -171,7 +235,8 @@ def test_mixed_batches_in_one_submit() -> None:
             assert np.array_equal(ticket.wait(), moments_of(a)), "waiting twice is the same"
             assert np.array_equal(out, right_rows(a))
         for bad in ((x[:, :5], outs[0]), (x, outs[1]), (x.astype(np.int32), outs[0])):
-            with pytest.raises(UsageError, match="no batch"): lane.submit([bad])
+            with pytest.raises(UsageError, match="no batch"):
+                lane.submit([bad])
         lane.close()
     nothing_is_held(devices)
 
@@ -180,7 +245,9 @@ def test_mixed_batches_in_one_submit() -> None:
 def test_buffers_that_grow(pinned: bool) -> None:
     "Few float recordings take small buffers; graphs made with those are not used when larger ones have taken their place."
     (device,) = devices = fleet(1, 2)
-    with DeviceEngine(TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=64)) as engine:
+    with DeviceEngine(
+        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=64)
+    ) as engine:
         make = engine.host_array if pinned else np.zeros
         x, out = make((64, TINY.n_samples), np.float32), make((64, *TINY.row_shape), np.float16)
         lane, before, large = engine.open_lane(), device.counts["device_bytes"], False
@@ -190,7 +257,9 @@ def test_buffers_that_grow(pinned: bool) -> None:
             ticket.wait()
             assert np.array_equal(out[:n], right_rows(x[:n]))
             large = large or n > 16
-            assert device.counts["device_bytes"] - before == 4 * (64 if large else 16) * 4 * TINY.n_samples, "in each of four flights"
+            assert device.counts["device_bytes"] - before == 4 * (64 if large else 16) * 4 * TINY.n_samples, (
+                "in each of four flights"
+            )
         assert device.counts["captures"] > 0
         lane.close()
     nothing_is_held(devices)
@@ -198,43 +267,67 @@ def test_buffers_that_grow(pinned: bool) -> None:
 
 def test_two_threads_with_a_lane_each() -> None:
     devices = fleet(2, 1)
-    with DeviceEngine(TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)) as engine:
+    with DeviceEngine(
+        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+    ) as engine:
         x, out = recordings(160), np.full((160, *TINY.row_shape), np.nan, np.float16)
+
         def work(k: int) -> None:
             lane = engine.open_lane(k)
-            for i in range(10 * k, 160, 20): lane.submit([(x[i:i + 10], out[i:i + 10])])[0].wait()
+            for i in range(10 * k, 160, 20):
+                lane.submit([(x[i : i + 10], out[i : i + 10])])[0].wait()
             lane.close()
+
         threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-        for t in threads: t.start()
-        for t in threads: t.join()
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
         assert np.array_equal(out, right_rows(x))
         assert all(d.counts["launches"] for d in devices)
-        threads = [threading.Thread(target=lambda i=i: engine.run(x[i:i + 40], out[i:i + 40])) for i in range(0, 160, 40)]
+        threads = [
+            threading.Thread(target=lambda i=i: engine.run(x[i : i + 40], out[i : i + 40]))
+            for i in range(0, 160, 40)
+        ]
         out[:] = np.nan
-        for t in threads: t.start()
-        for t in threads: t.join()
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
         assert np.array_equal(out, right_rows(x)), "run, from four threads"
     nothing_is_held(devices)
 
 
 # ---- nothing waits, nothing is copied twice ----------------------------------------------------------------------------
 
+
 def test_submit_does_not_wait_for_the_device() -> None:
     "Thirty batches are queued while the device stands still."
     devices, gate = fleet(1, 0, 0.0), threading.Event()
+
     class Held(Ends):
         def features(self, *tensors: Any) -> None:
             gate.wait()
             super().features(*tensors)
-    with DeviceEngine(TINY, list[Device](devices), lambda device, n_block: Held(), DeviceOptions(max_block=4, graph=False)) as engine:
-        x, out = engine.host_array((120, TINY.n_samples), np.int16), engine.host_array((120, *TINY.row_shape), np.float16)
+
+    with DeviceEngine(
+        TINY, list[Device](devices), lambda device, n_block: Held(), DeviceOptions(max_block=4, graph=False)
+    ) as engine:
+        x, out = (
+            engine.host_array((120, TINY.n_samples), np.int16),
+            engine.host_array((120, *TINY.row_shape), np.float16),
+        )
         x[:] = recordings(120)
         lane = engine.open_lane()
         try:
-            tickets = in_time(lambda: submitted([lane], [(x[i:i + 4], out[i:i + 4]) for i in range(0, 120, 4)], 1))
+            tickets = in_time(
+                lambda: submitted([lane], [(x[i : i + 4], out[i : i + 4]) for i in range(0, 120, 4)], 1)
+            )
             assert not out.any()
-        finally: gate.set()
-        for t in tickets: t.wait()
+        finally:
+            gate.set()
+        for t in tickets:
+            t.wait()
         assert np.array_equal(out, right_rows(x))
         lane.close()
 
@@ -242,19 +335,22 @@ def test_submit_does_not_wait_for_the_device() -> None:
 def test_pinned_arrays_travel_without_a_detour() -> None:
     for pinned in (True, False):
         (device,) = devices = fleet(1, 0, 0.0)
-        with DeviceEngine(TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=8)) as engine:
+        with DeviceEngine(
+            TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=8)
+        ) as engine:
             make = engine.host_array if pinned else np.zeros
             x, out = make((64, TINY.n_samples), np.int16), make((64, *TINY.row_shape), np.float16)
             held, before = device.counts["pinned_bytes"], device.counts["copies"]
             assert engine.host_bytes == (x.nbytes + out.nbytes if pinned else 0)
             lane = engine.open_lane()
-            for t in submitted([lane], [(x[i:i + 8], out[i:i + 8]) for i in range(0, 64, 8)], 1): t.wait()
+            for t in submitted([lane], [(x[i : i + 8], out[i : i + 8]) for i in range(0, 64, 8)], 1):
+                t.wait()
             staged = device.counts["pinned_bytes"] - held - len(engine.runners[0].kits) * 6 * 8 * 8
             assert staged == (0 if pinned else 4 * 8 * (x[0].nbytes + out[0].nbytes)), "of four flights"
             assert device.counts["copies"] - before == 3 * 8, "samples, rows and figures of each block"
             lane.close()
             assert device.counts["pinned_bytes"] - held == len(engine.runners[0].kits) * 6 * 8 * 8
-        x[:], out[:] = 1, 2      # ordinary memory now
+        x[:], out[:] = 1, 2  # ordinary memory now
         assert (x == 1).all()
         assert engine.host_bytes == 0
         nothing_is_held(devices)
@@ -264,12 +360,18 @@ def test_thousands_of_batches_take_no_more_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(flights.FlightLog, "room", 300)
     (device,) = devices = fleet(1, 0, 0.0)
     timeline = Timeline()
-    with DeviceEngine(TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)) as engine:
-        x, out = engine.host_array((4, TINY.n_samples), np.int16), engine.host_array((40, 4, *TINY.row_shape), np.float16)
+    with DeviceEngine(
+        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+    ) as engine:
+        x, out = (
+            engine.host_array((4, TINY.n_samples), np.int16),
+            engine.host_array((40, 4, *TINY.row_shape), np.float16),
+        )
         lane, held = engine.open_lane(0, timeline), []
         for i in range(3000):
             tickets = lane.submit([(x, out[i % 40])], labels=[("TRAINING", i)])
-            if i % 3: tickets[0].wait()          # others are forgotten
+            if i % 3:
+                tickets[0].wait()  # others are forgotten
             held.append((device.counts["device_bytes"], device.counts["pinned_bytes"]))
         lane.close()
         assert held[-1] == held[1000]
@@ -281,21 +383,41 @@ def test_thousands_of_batches_take_no_more_memory(monkeypatch: pytest.MonkeyPatc
 
 # ---- telemetry -----------------------------------------------------------------------------------------------------------
 
+
 def test_spans_of_a_block_follow_each_other() -> None:
     devices, timeline = fleet(2, 5, 0.002), Timeline()
-    with DeviceEngine(TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)) as engine:
+    with DeviceEngine(
+        TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+    ) as engine:
         x, out = recordings(40), np.zeros((40, *TINY.row_shape), np.float16)
         lanes, began_s = [engine.open_lane(k, timeline) for k in range(2)], timeline.now_s()
-        tickets = [t for i in range(10) for t in lanes[i % 2].submit([(x[4 * i:4 * i + 4], out[4 * i:4 * i + 4])], labels=[("TESTING", i)])]
-        for t in tickets: t.wait()
+        tickets = [
+            t
+            for i in range(10)
+            for t in lanes[i % 2].submit(
+                [(x[4 * i : 4 * i + 4], out[4 * i : 4 * i + 4])], labels=[("TESTING", i)]
+            )
+        ]
+        for t in tickets:
+            t.wait()
         ended_s = timeline.now_s()
-        for lane in lanes: lane.close()
+        for lane in lanes:
+            lane.close()
         traffic = engine.traffic
     assert {s.lane for s in timeline.spans} == {"rehearsal:0", "rehearsal:1"}
     for i in range(10):
         found = {s.stage: s for s in timeline.spans if s.batch == i}
         copy_in, compute, copy_out = (found[stage] for stage in ("copy_in", "compute", "copy_out"))
-        assert began_s <= copy_in.start_s <= copy_in.end_s <= compute.start_s <= compute.end_s <= copy_out.start_s <= copy_out.end_s <= ended_s
+        assert (
+            began_s
+            <= copy_in.start_s
+            <= copy_in.end_s
+            <= compute.start_s
+            <= compute.end_s
+            <= copy_out.start_s
+            <= copy_out.end_s
+            <= ended_s
+        )
         assert {(s.split, s.n_files) for s in found.values()} == {("TESTING", 4)}
         assert (copy_in.n_bytes, copy_out.n_bytes) == (4 * 2 * TINY.n_samples, 4 * (2 * N_VALUES + 48))
     assert sum(t.bytes_in for t in traffic.values()) == x.nbytes
@@ -309,18 +431,28 @@ def test_spans_that_were_joined_leave_the_pauses_out(monkeypatch: pytest.MonkeyP
     device: Any = SimpleNamespace(name="rehearsal:0", event=lambda: event)
     timeline, stream = Timeline(), SimpleNamespace(record=lambda event: None)
     log = flights.FlightLog(timeline, device, stream)
-    made = [Span("compute", device.name, 5.0 * i + part, 5.0 * i + part + 1.25, "TRAINING", i, 4, 100) for i in range(500) for part in (0.0, 0.75)]
-    for s in made: log._add(s)
+    made = [
+        Span("compute", device.name, 5.0 * i + part, 5.0 * i + part + 1.25, "TRAINING", i, 4, 100)
+        for i in range(500)
+        for part in (0.0, 0.75)
+    ]
+    for s in made:
+        log._add(s)
     log.close()
     assert len(timeline.spans) < 200
-    assert sum(s.seconds for s in timeline.spans[-5:-1]) < 0.5 * (timeline.spans[-1].start_s - timeline.spans[-5].start_s)
+    assert sum(s.seconds for s in timeline.spans[-5:-1]) < 0.5 * (
+        timeline.spans[-1].start_s - timeline.spans[-5].start_s
+    )
     assert covered_s(timeline.spans) == pytest.approx(500 * 2.0)
     assert sum(s.n_files for s in timeline.spans) == 4 * 1000
     assert timeline.spans[0] == made[0]
-    assert all(a.end_s <= b.start_s + 0.51 for a, b in zip(timeline.spans, timeline.spans[1:])), "within the time it stands for"
+    assert all(a.end_s <= b.start_s + 0.51 for a, b in zip(timeline.spans, timeline.spans[1:])), (
+        "within the time it stands for"
+    )
 
 
 # ---- graphs --------------------------------------------------------------------------------------------------------------
+
 
 def test_graphs_are_made_for_what_comes_again() -> None:
     (device,) = devices = fleet(1, 0, 0.0)
@@ -334,18 +466,26 @@ def test_graphs_are_made_for_what_comes_again() -> None:
 
 
 @pytest.mark.parametrize("fault", ["does nothing", "other bits", "cannot be made", "cannot be replayed"])
-def test_a_graph_that_errs_is_found_out(fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_graph_that_errs_is_found_out(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     "The build goes on with launches one by one: those are what the self-check has seen."
+
     def capture(self: HostDevice, stream: HostStream, fn: Callable[[], object]) -> Callable[[], None]:
-        if fault == "cannot be made": raise RuntimeError("operation not permitted when stream is capturing")
-        if fault == "cannot be replayed": return lambda: (_ for _ in ()).throw(RuntimeError("no such graph"))
+        if fault == "cannot be made":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if fault == "cannot be replayed":
+            return lambda: (_ for _ in ()).throw(RuntimeError("no such graph"))
         return lambda: None if fault == "does nothing" else _nudged(fn)
+
     def _nudged(fn: Callable[[], object]) -> None:
         fn()
         inspect.getclosurevars(fn).nonlocals["mels"][0, 0].add_(1)
+
     monkeypatch.setattr(HostDevice, "capture", capture)
-    if fault == "cannot be replayed":      # an error on the device: nothing can be trusted any more
-        with pytest.raises(EngineError, match="no such graph"): in_time(lambda: storm(fleet(1, 0), DeviceOptions(max_block=4)))
+    if fault == "cannot be replayed":  # an error on the device: nothing can be trusted any more
+        with pytest.raises(EngineError, match="no such graph"):
+            in_time(lambda: storm(fleet(1, 0), DeviceOptions(max_block=4)))
         return
     x, rows, moments = storm(fleet(1, 0), DeviceOptions(max_block=4))
     assert np.array_equal(rows, right_rows(x))
@@ -354,6 +494,7 @@ def test_a_graph_that_errs_is_found_out(fault: str, monkeypatch: pytest.MonkeyPa
 
 
 # ---- memory that runs out --------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("dtype", [np.int16, np.float32])
 def test_no_room_at_any_allocation(dtype: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -372,33 +513,45 @@ def test_no_room_at_any_allocation(dtype: Any, caplog: pytest.LogCaptureFixture)
 def test_no_room_in_the_chain_and_while_launching(caplog: pytest.LogCaptureFixture) -> None:
     "A library that finds no memory when it is called, as cuFFT's plans may."
     calls = itertools.count()
+
     class Tight(HostDevice):
-        def capture(self, stream: Any, fn: Any) -> Any: raise self._full()
+        def capture(self, stream: Any, fn: Any) -> Any:
+            raise self._full()
+
         def stream(self) -> Any:
             made = super().stream()
             queue = made.do
+
             def do(fn: Callable[[], object]) -> None:
-                if next(calls) in (2, 3, 9): raise self._full()
+                if next(calls) in (2, 3, 9):
+                    raise self._full()
                 queue(fn)
-            made.do = do      # type: ignore[method-assign]
+
+            made.do = do  # type: ignore[method-assign]
             return made
+
         def _full(self) -> Exception:
             from leakmel.mel.rehearsal import RehearsalOutOfMemory
+
             return RehearsalOutOfMemory("out of memory in a library")
+
     x, rows, _ = storm([Tight(faults=Faults(delay_s=0.001))], DeviceOptions(max_block=16), n=150)
     assert np.array_equal(rows, right_rows(x))
-    assert [r.message.split("blocks of ")[1] for r in caplog.records if "blocks of" in r.message] == [f"{n} recordings" for n in (8, 4, 2)]
+    assert [r.message.split("blocks of ")[1] for r in caplog.records if "blocks of" in r.message] == [
+        f"{n} recordings" for n in (8, 4, 2)
+    ]
 
 
 def test_blocks_are_halved_down_to_the_granule(caplog: pytest.LogCaptureFixture) -> None:
     row_bytes = 2 * N_VALUES
-    device = HostDevice(faults=Faults(largest_bytes=4 * 2 * TINY.n_samples))      # samples of four recordings
+    device = HostDevice(faults=Faults(largest_bytes=4 * 2 * TINY.n_samples))  # samples of four recordings
     x, rows, _ = storm([device], DeviceOptions(max_block=32))
     assert np.array_equal(rows, right_rows(x))
     assert "blocks of 4 recordings" in caplog.text
     assert "blocks of 2" not in caplog.text
     small = HostDevice(faults=Faults(largest_bytes=5 * row_bytes))
-    with pytest.raises(EngineError, match="does not hold a block of 6") as e: storm([small], DeviceOptions(max_block=32), chain=lambda: Ends(granule=6))
+    with pytest.raises(EngineError, match="does not hold a block of 6") as e:
+        storm([small], DeviceOptions(max_block=32), chain=lambda: Ends(granule=6))
     assert "out of memory" in str(e.value)
     nothing_is_held([small])
 
@@ -411,32 +564,44 @@ def test_no_room_for_the_smallest_block_fails_the_batch() -> None:
         lane = engine.open_lane()
         first, wide, later = lane.submit([(x, out), (x.astype(np.float32), out.copy()), (x, out.copy())])
         assert np.array_equal(first.wait(), moments_of(x))
-        with pytest.raises(EngineError, match="does not hold a block of 1 "): wide.wait()
-        with pytest.raises(EngineError, match="is closed"): later.wait()
-        with pytest.raises(EngineError, match="is closed"): lane.submit([(x, out)])[0].wait()
+        with pytest.raises(EngineError, match="does not hold a block of 1 "):
+            wide.wait()
+        with pytest.raises(EngineError, match="is closed"):
+            later.wait()
+        with pytest.raises(EngineError, match="is closed"):
+            lane.submit([(x, out)])[0].wait()
         lane.close()
     nothing_is_held([device])
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------------
 
+
 def survivors(device: HostDevice, options: DeviceOptions, *, pinned: bool) -> list[str]:
     "What became of each of nine batches: right rows, or an error; and of one more afterwards."
-    try: engine = DeviceEngine(TINY, [device], lambda device, n_block: Ends(), options)
-    except EngineError: return ["not opened"]
+    try:
+        engine = DeviceEngine(TINY, [device], lambda device, n_block: Ends(), options)
+    except EngineError:
+        return ["not opened"]
     with engine:
         make = engine.host_array if pinned else np.zeros
         x, out = make((27, TINY.n_samples), np.int16), make((27, *TINY.row_shape), np.float16)
         x[:], out[:] = recordings(27), np.nan
-        try: lane = engine.open_lane(0, Timeline())
-        except EngineError: return ["no lane"]
+        try:
+            lane = engine.open_lane(0, Timeline())
+        except EngineError:
+            return ["no lane"]
         said = []
-        groups = [[(x[i:i + 3], out[i:i + 3]) for i in range(start, start + 9, 3)] for start in (0, 9, 18)]
+        groups = [
+            [(x[i : i + 3], out[i : i + 3]) for i in range(start, start + 9, 3)] for start in (0, 9, 18)
+        ]
         for start, tickets in enumerate([*(lane.submit(g) for g in groups), lane.submit(groups[0][:1])]):
             for i, ticket in enumerate(tickets):
                 rows = slice(9 * start + 3 * i, 9 * start + 3 * i + 3) if start < 3 else slice(0, 3)
-                try: moments = ticket.wait()
-                except EngineError: said.append("error")
+                try:
+                    moments = ticket.wait()
+                except EngineError:
+                    said.append("error")
                 else:
                     assert np.array_equal(out[rows], right_rows(x[rows])), "success with wrong rows"
                     assert np.array_equal(moments, moments_of(x[rows]))
@@ -445,7 +610,11 @@ def survivors(device: HostDevice, options: DeviceOptions, *, pinned: bool) -> li
         return said
 
 
-@pytest.mark.parametrize("options", [DeviceOptions(max_block=2, flights=1), DeviceOptions(max_block=32, async_copies=False)], ids=["streams", "one stream"])
+@pytest.mark.parametrize(
+    "options",
+    [DeviceOptions(max_block=2, flights=1), DeviceOptions(max_block=32, async_copies=False)],
+    ids=["streams", "one stream"],
+)
 @pytest.mark.parametrize("how", ["fail_call", "fail_work"])
 def test_failure_of_every_operation(how: str, options: DeviceOptions) -> None:
     "Refused when it is queued, or failed on the device: an error and never a wrong row, no hang, nothing kept."
@@ -457,38 +626,56 @@ def test_failure_of_every_operation(how: str, options: DeviceOptions) -> None:
         said = in_time(partial(survivors, device, options, pinned=k % 3 > 0))
         nothing_is_held([device])
         errors += "error" in said
-        if how == "fail_call" and "error" in said[:-1]: assert said[-1] == "right", "the lane is as good as new"
-        if how == "fail_work" and "error" in said: assert said[-1] == "error", "the device is past help"
+        if how == "fail_call" and "error" in said[:-1]:
+            assert said[-1] == "right", "the lane is as good as new"
+        if how == "fail_work" and "error" in said:
+            assert said[-1] == "error", "the device is past help"
     assert errors > counted.counts["operations"] / 2
 
 
 def test_closing_with_tickets_outstanding() -> None:
     for pinned in (True, False):
         devices = fleet(2, 4)
-        engine = DeviceEngine(TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4))
+        engine = DeviceEngine(
+            TINY, list[Device](devices), lambda device, n_block: Ends(), DeviceOptions(max_block=4)
+        )
         make = engine.host_array if pinned else np.zeros
         x, out = make((60, TINY.n_samples), np.int16), make((60, *TINY.row_shape), np.float16)
         x[:] = recordings(60)
-        tickets = submitted([engine.open_lane(k) for k in range(2)], [(x[i:i + 6], out[i:i + 6]) for i in range(0, 60, 6)], 2)
+        tickets = submitted(
+            [engine.open_lane(k) for k in range(2)],
+            [(x[i : i + 6], out[i : i + 6]) for i in range(0, 60, 6)],
+            2,
+        )
         in_time(engine.close)
         assert np.array_equal(out, right_rows(x)), "what was queued has been done"
         assert np.array_equal(np.concatenate([t.wait() for t in tickets])[:6], moments_of(x[:6]))
-        with pytest.raises(EngineError, match="closed by its owner"): engine.run(x[:6], out[:6])
+        with pytest.raises(EngineError, match="closed by its owner"):
+            engine.run(x[:6], out[:6])
         in_time(engine.close)
         nothing_is_held(devices)
 
 
 def test_a_row_that_is_no_number_fails_its_batch() -> None:
     calls = itertools.count()
+
     class Broken(Ends):
         def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
             super().features(x, mels, moments)
-            if next(calls) == 1: mels[2, 1, 0, 1] = np.inf
-    with DeviceEngine(TINY, [HostDevice()], lambda device, n_block: Broken(), DeviceOptions(max_block=4, graph=False, gpu_streams=1)) as engine:
+            if next(calls) == 1:
+                mels[2, 1, 0, 1] = np.inf
+
+    with DeviceEngine(
+        TINY,
+        [HostDevice()],
+        lambda device, n_block: Broken(),
+        DeviceOptions(max_block=4, graph=False, gpu_streams=1),
+    ) as engine:
         x, out = recordings(12), np.zeros((12, *TINY.row_shape), np.float16)
-        tickets = engine.open_lane().submit([(x[i:i + 4], out[i:i + 4]) for i in range(0, 12, 4)])
+        tickets = engine.open_lane().submit([(x[i : i + 4], out[i : i + 4]) for i in range(0, 12, 4)])
         assert np.array_equal(tickets[0].wait(), moments_of(x[:4]))
-        with pytest.raises(EngineError, match="no numbers.*recording 2"): tickets[1].wait()
+        with pytest.raises(EngineError, match="no numbers.*recording 2"):
+            tickets[1].wait()
         assert np.array_equal(tickets[2].wait(), moments_of(x[8:]))
         wide = recordings(4, dtype=np.float32)
         wide[1, 0] = np.nan
@@ -498,69 +685,109 @@ def test_a_row_that_is_no_number_fails_its_batch() -> None:
 
 
 def test_an_engine_that_cannot_open_a_device_closes_the_others() -> None:
-    devices = [HostDevice("rehearsal:0"), HostDevice("rehearsal:1", Faults(limit_bytes=10)), HostDevice("rehearsal:2")]
-    with pytest.raises(EngineError, match="rehearsal:1: the device's memory does not hold"): DeviceEngine(TINY, list[Device](devices), lambda d, n: Ends())
+    devices = [
+        HostDevice("rehearsal:0"),
+        HostDevice("rehearsal:1", Faults(limit_bytes=10)),
+        HostDevice("rehearsal:2"),
+    ]
+    with pytest.raises(EngineError, match="rehearsal:1: the device's memory does not hold"):
+        DeviceEngine(TINY, list[Device](devices), lambda d, n: Ends())
     nothing_is_held(devices)
 
 
 def test_devices_have_to_agree() -> None:
     class ByReference:
         "The reference on a device; one of its values may be a least bit off."
+
         granule = 1
-        def __init__(self, off: bool): self.off = off
+
+        def __init__(self, off: bool):
+            self.off = off
+
         def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
             mels.copy_(torch.from_numpy(reference_log_mel(x.numpy(), TINY)))
-            if self.off: mels.view(-1).view(torch.int16)[mels.view(-1).abs().argmin()] += 1      # within the tolerance
-            if moments is not None: moments.copy_(torch.from_numpy(moments_of(x.numpy())))
-    with DeviceEngine(TINY, open_devices("rehearsal*2"), lambda device, n: ByReference(False)) as engine: self_check(engine)
-    with (DeviceEngine(TINY, open_devices("rehearsal*2"), lambda device, n: ByReference(device.name == "rehearsal:1")) as engine,
-          pytest.raises(EngineError, match="other bits on its device 1")): self_check(engine)
+            if self.off:
+                mels.view(-1).view(torch.int16)[mels.view(-1).abs().argmin()] += 1  # within the tolerance
+            if moments is not None:
+                moments.copy_(torch.from_numpy(moments_of(x.numpy())))
+
+    with DeviceEngine(TINY, open_devices("rehearsal*2"), lambda device, n: ByReference(False)) as engine:
+        self_check(engine)
+    with (
+        DeviceEngine(
+            TINY, open_devices("rehearsal*2"), lambda device, n: ByReference(device.name == "rehearsal:1")
+        ) as engine,
+        pytest.raises(EngineError, match="other bits on its device 1"),
+    ):
+        self_check(engine)
 
 
-@pytest.mark.parametrize("bad", [{"gpu_streams": 0}, {"flights": True}, {"max_block": -1}, {"max_block": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "bad", [{"gpu_streams": 0}, {"flights": True}, {"max_block": -1}, {"max_block": 2.0}], ids=str
+)
 def test_options_are_checked(bad: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="whole number"): DeviceOptions(**bad)
+    with pytest.raises(UsageError, match="whole number"):
+        DeviceOptions(**bad)
 
 
 # ---- the torch engine on devices -------------------------------------------------------------------------------------------
 
 SHORT = MelSpec.preset("overlap", duration_s=0.5)
-HARD = [DeviceOptions(), DeviceOptions(graph=False), DeviceOptions(gpu_streams=1, flights=1), DeviceOptions(async_copies=False), DeviceOptions(gpu_streams=4)]
+HARD = [
+    DeviceOptions(),
+    DeviceOptions(graph=False),
+    DeviceOptions(gpu_streams=1, flights=1),
+    DeviceOptions(async_copies=False),
+    DeviceOptions(gpu_streams=4),
+]
 
 
 def on_device(device: str, n: int = 0) -> list[Device]:
     "Devices by name; skips where there is no GPU."
-    if device == "cuda" and not torch.cuda.is_available(): pytest.skip("no CUDA device here")
-    if device == "cuda": return open_devices("cuda:0")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    if device == "cuda":
+        return open_devices("cuda:0")
     return [HostDevice(f"rehearsal:{i}", Faults(delay_s=0.002, seed=i)) for i in range(max(1, n))]
 
 
 on_each = pytest.mark.parametrize("device", ["rehearsal", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def check_batches(engine: DeviceEngine, x: np.ndarray, alone: np.ndarray, size: int, accumulation: int) -> None:
+def check_batches(
+    engine: DeviceEngine, x: np.ndarray, alone: np.ndarray, size: int, accumulation: int
+) -> None:
     "All rows, in batches of a size, through all lanes."
     out = engine.host_array(alone.shape, np.float16)
     samples = engine.host_array(x.shape, x.dtype.type)
     samples[:], out[:] = x, np.nan
     lanes = [engine.open_lane(k) for k in range(engine.n_lanes)]
-    tickets = submitted(lanes, [(samples[i:i + size], out[i:i + size]) for i in range(0, len(x), size)], accumulation)
+    tickets = submitted(
+        lanes, [(samples[i : i + size], out[i : i + size]) for i in range(0, len(x), size)], accumulation
+    )
     assert np.array_equal(np.concatenate([t.wait() for t in tickets]), moments_of(x))
-    for lane in lanes: lane.close()
+    for lane in lanes:
+        lane.close()
     assert np.array_equal(out.view(np.int16), alone.view(np.int16))
 
 
 @on_each
-@pytest.mark.parametrize("changes", [{}, {"n_fft": 256, "hop_length": 100, "long_hop": 700, "short_hop": 300, "n_mels": 24, "power": 1}],
-                         ids=["overlap", "uneven"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"n_fft": 256, "hop_length": 100, "long_hop": 700, "short_hop": 300, "n_mels": 24, "power": 1}],
+    ids=["overlap", "uneven"],
+)
 def test_torch_rows_depend_on_nothing_else(device: str, changes: dict[str, Any]) -> None:
     spec = MelSpec.preset("overlap", duration_s=0.5, **changes)
     rng = np.random.default_rng(2)
-    x = np.concatenate([check_recording(spec), rng.integers(-32_768, 32_767, (20, spec.n_samples), dtype=np.int16)])
+    x = np.concatenate(
+        [check_recording(spec), rng.integers(-32_768, 32_767, (20, spec.n_samples), dtype=np.int16)]
+    )
     alone: np.ndarray = np.full((len(x), *spec.row_shape), np.nan, np.float16)
     with TorchEngine(spec, device=on_device(device)) as engine:
         self_check(engine)
-        for i in range(len(x)): engine.run(x[i:i + 1], alone[i:i + 1])
+        for i in range(len(x)):
+            engine.run(x[i : i + 1], alone[i : i + 1])
     for options, size, accumulation, n in zip(HARD, (1, 7, 20, 5, 21), (4, 1, 1, 3, 2), (1, 2, 1, 3, 1)):
         devices = on_device(device, n)
         with TorchEngine(spec, device=devices, options=options) as engine:
@@ -572,17 +799,20 @@ def test_torch_rows_depend_on_nothing_else(device: str, changes: dict[str, Any])
 def test_torch_engine_without_room(caplog: pytest.LogCaptureFixture) -> None:
     "At each allocation of a chain and its flights: the chain needs all its buffers whatever the block, so it is opened at the second try."
     counted = HostDevice()
-    with TorchEngine(SHORT, device=[counted], options=DeviceOptions(max_block=4096)) as engine: n = counted.counts["allocations"]
+    with TorchEngine(SHORT, device=[counted], options=DeviceOptions(max_block=4096)) as engine:
+        n = counted.counts["allocations"]
     for k in range(0, n, 3):
         device = HostDevice(faults=Faults(fail_alloc=k))
-        with TorchEngine(SHORT, device=[device], options=DeviceOptions(max_block=4096)) as engine: self_check(engine)
+        with TorchEngine(SHORT, device=[device], options=DeviceOptions(max_block=4096)) as engine:
+            self_check(engine)
         nothing_is_held([device])
     assert "out of memory" in caplog.text
 
 
 @on_each
 def test_only_float32_is_exact_enough(device: str) -> None:
-    for d in on_device(device): d.close()
+    for d in on_device(device):
+        d.close()
     spec = MelSpec.preset("disjoint", duration_s=2)
     for precision in PRECISIONS:
         noise, tone = precision_error(spec, precision, on_device(device))
@@ -594,56 +824,84 @@ def test_only_float32_is_exact_enough(device: str) -> None:
                 continue
             assert engine.identity == f"torch@{TorchEngine.version}-{precision}/{device}"
             assert tone > 0.3 > noise
-            with pytest.raises(EngineError, match="does not reproduce the reference"): self_check(engine)
+            with pytest.raises(EngineError, match="does not reproduce the reference"):
+                self_check(engine)
 
 
 def test_names_of_precisions_and_devices() -> None:
-    with pytest.raises(UsageError, match="fp32, fp16, bf16"): TorchEngine(SHORT, device="cpu", precision="fp8")
-    with pytest.raises(EngineError, match="is for devices"): TorchEngine(SHORT, device="cpu", precision="fp16")
+    with pytest.raises(UsageError, match="fp32, fp16, bf16"):
+        TorchEngine(SHORT, device="cpu", precision="fp8")
+    with pytest.raises(EngineError, match="is for devices"):
+        TorchEngine(SHORT, device="cpu", precision="fp16")
     with open_engine("torch", SHORT, device="rehearsal*2", options=DeviceOptions(max_block=64)) as engine:
-        assert (engine.n_lanes, engine.device, engine.identity) == (2, "rehearsal", f"torch@{TorchEngine.version}/rehearsal")
-    with open_engine("torch", SHORT, device="rehearsal:3") as engine: assert engine.device == "rehearsal:3"
+        assert (engine.n_lanes, engine.device, engine.identity) == (
+            2,
+            "rehearsal",
+            f"torch@{TorchEngine.version}/rehearsal",
+        )
+    with open_engine("torch", SHORT, device="rehearsal:3") as engine:
+        assert engine.device == "rehearsal:3"
     with open_engine("torch", SHORT, device="cpu") as engine:
         assert engine.n_lanes == engine.workers
         array = engine.host_array((3, 4), np.int16)
-        assert (array.shape, array.dtype, array.any(), engine.host_bytes) == ((3, 4), np.dtype(np.int16), np.False_, 0)
+        assert (array.shape, array.dtype, array.any(), engine.host_bytes) == (
+            (3, 4),
+            np.dtype(np.int16),
+            np.False_,
+            0,
+        )
 
 
 def test_a_mel_product_in_tf32_cannot_happen() -> None:
     "Torch takes float32 products in TF32 where the process allows it; the chain has none."
     taken: list[torch.dtype] = []
+
     class Listening(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if any(name in str(func) for name in ("mm", "matmul", "addmv", "conv")): taken.append(args[0].dtype)
+            if any(name in str(func) for name in ("mm", "matmul", "addmv", "conv")):
+                taken.append(args[0].dtype)
             return func(*args, **(kwargs or {}))
+
     from leakmel.mel.torch_engine import TorchChain
+
     device = HostDevice()
     chain = TorchChain(SHORT, device, 64)
-    x, mels, moments = torch.zeros(2, SHORT.n_samples, dtype=torch.int16), torch.zeros(2, *SHORT.row_shape).half(), torch.zeros(2, 5).double()
-    with Listening(): chain.features(x, mels, moments)
+    x, mels, moments = (
+        torch.zeros(2, SHORT.n_samples, dtype=torch.int16),
+        torch.zeros(2, *SHORT.row_shape).half(),
+        torch.zeros(2, 5).double(),
+    )
+    with Listening():
+        chain.features(x, mels, moments)
     assert taken == [torch.float64]
     device.close()
 
 
 # ---- the CUDA device, as far as that goes without a card -------------------------------------------------------------------
 
+
 def flags_of(address: int) -> set[str]:
     "What the system knows of the memory at an address."
     for one in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
         start, stop = (int(x, 16) for x in one.split(" ", 1)[0].split("-"))
-        if start <= address < stop: return set(one.split("VmFlags:")[1].split())
+        if start <= address < stop:
+            return set(one.split("VmFlags:")[1].split())
     raise AssertionError("no memory there")
 
 
 class Cudart:
     "Takes all host memory, or refuses it."
-    def __init__(self, code: int = 0): self.code, self.held = code, dict[int, int]()
+
+    def __init__(self, code: int = 0):
+        self.code, self.held = code, dict[int, int]()
 
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
-        if not self.code: self.held[address] = n_bytes
+        if not self.code:
+            self.held[address] = n_bytes
         return self.code
 
-    def cudaHostUnregister(self, address: int) -> int: return 0 if self.held.pop(address) else 1
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0 if self.held.pop(address) else 1
 
 
 @pytest.fixture
@@ -655,7 +913,10 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     return made
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists() or not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux tells what memory is like")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists() or not hasattr(mmap, "MADV_HUGEPAGE"),
+    reason="Linux tells what memory is like",
+)
 def test_pinned_memory_is_private_in_huge_pages_and_stays_with_its_process(cudart: Cudart) -> None:
     device = CudaDevice(0)
     large, small = device.pinned((3, 1 << 20), torch.float16), device.pinned((5,), torch.float64)
@@ -676,7 +937,10 @@ def test_a_card_past_help_is_closed_quietly(cudart: Cudart, monkeypatch: pytest.
     "What went wrong before is what has to be told."
     device = CudaDevice(0)
     device.pinned((4,), torch.int16)
-    def fails(*_: Any) -> Any: raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
     monkeypatch.setattr(torch.cuda, "device", fails)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", fails)
@@ -686,8 +950,12 @@ def test_a_card_past_help_is_closed_quietly(cudart: Cudart, monkeypatch: pytest.
 
 def test_a_card_that_is_not_used_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     "To select a card sets it up: half a second, and hundreds of megabytes of its memory."
-    def touched(*_: Any) -> Any: raise AssertionError("touched")
-    for name in ("device", "empty_cache", "synchronize"): monkeypatch.setattr(torch.cuda, name, touched)
+
+    def touched(*_: Any) -> Any:
+        raise AssertionError("touched")
+
+    for name in ("device", "empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, touched)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     CudaDevice(1).close()
 
@@ -695,11 +963,20 @@ def test_a_card_that_is_not_used_is_not_touched(monkeypatch: pytest.MonkeyPatch)
 def test_nobody_waits_for_a_whole_card_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     "That would break it, whichever thread does it; and a capture begins outside of inference mode."
     seen: list[tuple[str, bool]] = []
-    def note(what: str) -> Callable[..., None]: return lambda *_: seen.append((what, module._CAPTURING.locked()))
+
+    def note(what: str) -> Callable[..., None]:
+        return lambda *_: seen.append((what, module._CAPTURING.locked()))
+
     class Graph:
-        def __init__(self, *_: Any, **words: Any): assert words["capture_error_mode"] == "thread_local"
-        def __enter__(self) -> None: seen.append(("begin", module._CAPTURING.locked() and not torch.is_inference_mode_enabled()))
-        def __exit__(self, *_: object) -> None: seen.append(("end", module._CAPTURING.locked() and not torch.is_inference_mode_enabled()))
+        def __init__(self, *_: Any, **words: Any):
+            assert words["capture_error_mode"] == "thread_local"
+
+        def __enter__(self) -> None:
+            seen.append(("begin", module._CAPTURING.locked() and not torch.is_inference_mode_enabled()))
+
+        def __exit__(self, *_: object) -> None:
+            seen.append(("end", module._CAPTURING.locked() and not torch.is_inference_mode_enabled()))
+
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", note("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", note("empty_cache"))
@@ -717,6 +994,7 @@ def test_nobody_waits_for_a_whole_card_during_a_capture(monkeypatch: pytest.Monk
 
 # ---- on a card -----------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.gpu
 def test_tf32_changes_no_bit_on_a_card() -> None:
     (device,) = on_device("cuda")
@@ -728,7 +1006,8 @@ def test_tf32_changes_no_bit_on_a_card() -> None:
             for i, setting in enumerate(("ieee", "tf32")):
                 matmul.fp32_precision = setting
                 engine.run(x, out[i])
-        finally: matmul.fp32_precision = before
+        finally:
+            matmul.fp32_precision = before
     assert np.array_equal(out[0], out[1])
 
 
@@ -737,12 +1016,16 @@ def test_a_card_that_runs_out_of_memory(caplog: pytest.LogCaptureFixture) -> Non
     "Refused at some allocations; whatever was taken is given back."
     (device,) = on_device("cuda")
     before, calls, whole = taken(), itertools.count(), device.empty
+
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if next(calls) in (3, 20): raise torch.OutOfMemoryError("CUDA out of memory")
+        if next(calls) in (3, 20):
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(shape, dtype)
-    device.empty = empty      # type: ignore[method-assign]
+
+    device.empty = empty  # type: ignore[method-assign]
     x, out = np.concatenate([check_recording(SHORT)] * 300), np.zeros((300, *SHORT.row_shape), np.float16)
-    with TorchEngine(SHORT, device=[device], options=DeviceOptions(max_block=4096)) as engine: engine.run(x, out)
+    with TorchEngine(SHORT, device=[device], options=DeviceOptions(max_block=4096)) as engine:
+        engine.run(x, out)
     assert (out == out[0]).all()
     assert "out of memory, going on" in caplog.text
     assert taken() == before
@@ -752,7 +1035,9 @@ def test_a_card_that_runs_out_of_memory(caplog: pytest.LogCaptureFixture) -> Non
 def test_a_card_keeps_its_orders() -> None:
     "Long and short batches in turn for a while, pinned and staged, against rows computed alone; graphs are used."
     on_device("cuda")[0].close()
-    with open_engine("torch", SHORT, device="cuda:0", options=DeviceOptions(max_block=64, gpu_streams=4)) as engine:
+    with open_engine(
+        "torch", SHORT, device="cuda:0", options=DeviceOptions(max_block=64, gpu_streams=4)
+    ) as engine:
         assert isinstance(engine, DeviceEngine)
         rng = np.random.default_rng(1)
         x = rng.integers(-9999, 9999, (2048, SHORT.n_samples), dtype=np.int16)
@@ -760,7 +1045,8 @@ def test_a_card_keeps_its_orders() -> None:
         engine.run(x, alone)
         began = time.perf_counter()
         for size in itertools.cycle((64, 63, 512, 1, 100)):
-            check_batches(engine, x[:64 * size], alone[:64 * size], size, 3)
-            if time.perf_counter() - began > 5: break
+            check_batches(engine, x[: 64 * size], alone[: 64 * size], size, 3)
+            if time.perf_counter() - began > 5:
+                break
         assert any(f.graphs for f in engine.runners[0].flights)
         assert logging.getLogger("leakmel").isEnabledFor(logging.WARNING)

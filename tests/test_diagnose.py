@@ -1,4 +1,5 @@
 "The limit of a run is named rightly on made timelines and in real builds, its bound holds, and advice never asks for what a machine cannot do."
+
 import heapq
 import inspect
 import json
@@ -13,20 +14,63 @@ import soundfile
 
 import leakmel as lm
 from leakmel.audio import conform
-from leakmel.core.timeline import META, STAGES, Gauge, Span, Timeline, check_timeline, read_timeline, write_timeline
+from leakmel.core.timeline import (
+    META,
+    STAGES,
+    Gauge,
+    Span,
+    Timeline,
+    check_timeline,
+    read_timeline,
+    write_timeline,
+)
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.loader import BatchReader
 from leakmel.dataset.read_ahead import WINDOW_FILES
 from leakmel.dataset.writer import RowFile
-from leakmel.insight.advice import BOTTLENECK_SHARE, MOST_SUGGESTIONS, Analysis, analyse, analyse_run, analysis_text
-from leakmel.insight.diagnose import LEAST_TOLD_S, ahead_of_rows, attribute, bounds, engine_idle, exposed_wait_s, interval_s, report_text
+from leakmel.insight.advice import (
+    BOTTLENECK_SHARE,
+    MOST_SUGGESTIONS,
+    Analysis,
+    analyse,
+    analyse_run,
+    analysis_text,
+)
+from leakmel.insight.diagnose import (
+    LEAST_TOLD_S,
+    ahead_of_rows,
+    attribute,
+    bounds,
+    engine_idle,
+    exposed_wait_s,
+    interval_s,
+    report_text,
+)
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.torch_engine import TorchChain
 
-GPU: dict[str, Any] = {"device": "cuda:0", "machine": {"n_cores": 8},
-                       "workers": {"read_workers": 8, "compute_workers": 1, "write_workers": 2, "files_per_batch": 512, "slots": 12}}
-CPU: dict[str, Any] = {"device": "cpu", "machine": {"n_cores": 4},
-                       "workers": {"read_workers": 0, "compute_workers": 4, "write_workers": 0, "files_per_batch": 32, "slots": 4}}
+GPU: dict[str, Any] = {
+    "device": "cuda:0",
+    "machine": {"n_cores": 8},
+    "workers": {
+        "read_workers": 8,
+        "compute_workers": 1,
+        "write_workers": 2,
+        "files_per_batch": 512,
+        "slots": 12,
+    },
+}
+CPU: dict[str, Any] = {
+    "device": "cpu",
+    "machine": {"n_cores": 4},
+    "workers": {
+        "read_workers": 0,
+        "compute_workers": 4,
+        "write_workers": 0,
+        "files_per_batch": 32,
+        "slots": 4,
+    },
+}
 GPU_SETTINGS = ("async_copies", "gpu_streams", "cuda_graph", "batch_accumulation", "warmup_slots", "device")
 
 
@@ -36,9 +80,14 @@ def made(meta: dict[str, Any], *spans: Span, **workers: Any) -> Timeline:
     return timeline
 
 
-def in_turn(stage: str, lane: str, n: int, busy_s: float, every_s: float, start_s: float = 0.0, **more: Any) -> list[Span]:
+def in_turn(
+    stage: str, lane: str, n: int, busy_s: float, every_s: float, start_s: float = 0.0, **more: Any
+) -> list[Span]:
     "n spans of a lane, one in every period."
-    return [Span(stage, lane, start_s + i * every_s, start_s + i * every_s + busy_s, "T", i, **more) for i in range(n)]
+    return [
+        Span(stage, lane, start_s + i * every_s, start_s + i * every_s + busy_s, "T", i, **more)
+        for i in range(n)
+    ]
 
 
 def summary_of(**more: Any) -> dict[str, Any]:
@@ -47,20 +96,30 @@ def summary_of(**more: Any) -> dict[str, Any]:
     return {"pipeline": settings | given, "verified": {"checked": 64}} | more
 
 
-def names(found: Analysis) -> list[str]: return [s.parameter for s in found.suggestions]
+def names(found: Analysis) -> list[str]:
+    return [s.parameter for s in found.suggestions]
 
 
 # ---- the bound
 
 
-def pipeline(times: list[tuple[float, ...]], n_readers: int, n_engines: int, n_slots: int, head_s: float, tail_s: float) -> tuple[Timeline, float]:
+def pipeline(
+    times: list[tuple[float, ...]], n_readers: int, n_engines: int, n_slots: int, head_s: float, tail_s: float
+) -> tuple[Timeline, float]:
     "The schedule of a ring: readers, engines, one writer, and slots that come back when they are written."
-    free, readers, engines = [head_s] * n_slots, [(head_s, i) for i in range(n_readers)], [(head_s, i) for i in range(n_engines)]
+    free, readers, engines = (
+        [head_s] * n_slots,
+        [(head_s, i) for i in range(n_readers)],
+        [(head_s, i) for i in range(n_engines)],
+    )
     timeline, writer, end = Timeline(), head_s, head_s
-    if head_s: timeline.spans.append(Span("start_up", "main", 0.0, head_s))
+    if head_s:
+        timeline.spans.append(Span("start_up", "main", 0.0, head_s))
+
     def add(stage: str, lane: str, start: float, seconds: float, batch: int) -> float:
         timeline.spans.append(Span(stage, lane, start, start + seconds, "T", batch))
         return start + seconds
+
     for k, (read, compute, write) in enumerate(times):
         at, i = heapq.heappop(readers)
         done = add("read", f"reader-{i}", max(at, heapq.heappop(free)), read, k)
@@ -71,7 +130,8 @@ def pipeline(times: list[tuple[float, ...]], n_readers: int, n_engines: int, n_s
         writer = add("write", "writer-0", max(writer, done), write, k)
         heapq.heappush(free, writer)
         end = max(end, writer)
-    if tail_s: end = add("publish", "publisher-0", end, tail_s, -1)
+    if tail_s:
+        end = add("publish", "publisher-0", end, tail_s, -1)
     return timeline, end
 
 
@@ -82,11 +142,20 @@ def test_no_change_of_a_stage_saves_more_than_its_bound(seed):
     for _ in range(30):
         scale = [rng.choice([0.1, 0.3, 1, 3]) for _ in range(3)]
         times = [tuple(s * rng.uniform(0.5, 1.5) for s in scale) for _ in range(rng.randint(2, 30))]
-        shape = rng.randint(1, 4), rng.randint(1, 2), rng.randint(1, 6), rng.choice([0, 1, 5]), rng.choice([0, 1, 5])
+        shape = (
+            rng.randint(1, 4),
+            rng.randint(1, 2),
+            rng.randint(1, 6),
+            rng.choice([0, 1, 5]),
+            rng.choice([0, 1, 5]),
+        )
         timeline, wall_s = pipeline(times, *shape)
         gains = {b.stage: b.gain_s for b in bounds(timeline)}
         for i, stage in enumerate(("read", "compute", "write")):
-            saved = wall_s - pipeline([tuple(0 if j == i else t for j, t in enumerate(x)) for x in times], *shape)[1]
+            saved = (
+                wall_s
+                - pipeline([tuple(0 if j == i else t for j, t in enumerate(x)) for x in times], *shape)[1]
+            )
             assert saved <= gains[stage] + 1e-6, (stage, shape)
 
 
@@ -97,54 +166,104 @@ def test_the_largest_share_need_not_be_the_limit():
     shares = attribute(timeline)
     assert shares["read"] > 4
     found = bounds(timeline)
-    assert (found[0].stage, found[0].gain_s, found[0].factor) == ("compute", pytest.approx(5.0), pytest.approx(2.0))
+    assert (found[0].stage, found[0].gain_s, found[0].factor) == (
+        "compute",
+        pytest.approx(5.0),
+        pytest.approx(2.0),
+    )
     assert next(b for b in found if b.stage == "read").gain_s == 0
 
 
 def test_copies_and_computing_of_a_device_run_side_by_side():
     "They have one lane; each is a stream of its own."
-    spans = [s for i in range(10) for s in (Span("copy_in", "cuda:0", i, i + 1, "T", i), Span("compute", "cuda:0", i + 0.5, i + 1.5, "T", i))]
+    spans = [
+        s
+        for i in range(10)
+        for s in (
+            Span("copy_in", "cuda:0", i, i + 1, "T", i),
+            Span("compute", "cuda:0", i + 0.5, i + 1.5, "T", i),
+        )
+    ]
     timeline = made(GPU, *spans)
-    assert attribute(timeline) == pytest.approx({"copy_in": 0.5 + 9.5 / 2, "compute": 0.5 + 9.5 / 2, "wait": 0})
-    assert bounds(timeline)[0].gain_s == pytest.approx(0.5)      # each hides the other
+    assert attribute(timeline) == pytest.approx(
+        {"copy_in": 0.5 + 9.5 / 2, "compute": 0.5 + 9.5 / 2, "wait": 0}
+    )
+    assert bounds(timeline)[0].gain_s == pytest.approx(0.5)  # each hides the other
 
 
 @pytest.mark.parametrize("stage", [s for s in STAGES if s != "wait"])
 def test_every_stage_can_be_the_limit(stage):
     lane = {"start_up": "main", "publish": "publisher-0", "verify": "publisher-0"}.get(stage, "worker-0")
-    others = [Span("read", "worker-0", 9, 9.5, "T"), Span("write", "worker-0", 9.5, 10, "T")] if stage not in ("publish", "verify") else []
-    timeline = made(CPU, Span(stage, lane, 0, 9, "" if stage == "start_up" else "T"), *others, Span("publish", "publisher-0", 10, 10.1, "T"))
-    if stage == "verify": timeline.spans.insert(0, Span("publish", lane, -0.1, 0, "T"))
+    others = (
+        [Span("read", "worker-0", 9, 9.5, "T"), Span("write", "worker-0", 9.5, 10, "T")]
+        if stage not in ("publish", "verify")
+        else []
+    )
+    timeline = made(
+        CPU,
+        Span(stage, lane, 0, 9, "" if stage == "start_up" else "T"),
+        *others,
+        Span("publish", "publisher-0", 10, 10.1, "T"),
+    )
+    if stage == "verify":
+        timeline.spans.insert(0, Span("publish", lane, -0.1, 0, "T"))
     found = analyse(timeline)
     assert found.limiting == stage
     assert any(line.startswith(f"{stage.upper().replace('_', ' ')} BOTTLENECK: ") for line in found.findings)
     assert sum(found.shares.values()) == pytest.approx(found.wall_s)
-    assert f"The limiting stage is {stage}:" in report_text(timeline, title="T", found=1, rows=1, rejected=0, seconds=10)
+    assert f"The limiting stage is {stage}:" in report_text(
+        timeline, title="T", found=1, rows=1, rejected=0, seconds=10
+    )
 
 
 def test_waits_are_exposed_where_nobody_works():
-    timeline = made(CPU, Span("read", "worker-0", 0, 1, "A"), Span("read", "worker-1", 1, 2, "B"), Span("read", "worker-0", 5, 6, "A"))
+    timeline = made(
+        CPU,
+        Span("read", "worker-0", 0, 1, "A"),
+        Span("read", "worker-1", 1, 2, "B"),
+        Span("read", "worker-0", 5, 6, "A"),
+    )
     assert exposed_wait_s(timeline, "A") == exposed_wait_s(timeline) == 3
     assert attribute(timeline, "A")["wait"] == 4
     found = analyse(timeline, "A")
     assert (found.limiting, found.bounds[0].gain_s) == ("wait", 3)
-    assert "Exposed wait: no lane was busy for 3.00 s (50 %). For 1.00 s more, lanes worked for other splits only." in str(found)
+    assert (
+        "Exposed wait: no lane was busy for 3.00 s (50 %). For 1.00 s more, lanes worked for other splits only."
+        in str(found)
+    )
 
 
 # ---- the check's work ahead of the rows
 
 
 def with_work_ahead() -> Timeline:
-    return made(CPU, Span("start_up", "main", 0, 1), Span("verify", "publisher-0", 1, 7, "A"), Span("verify", "publisher-1", 1, 7, "B"),
-                Span("read", "worker-0", 1, 4, "A"), Span("read", "worker-0", 5, 7.5, "B"), Span("publish", "publisher-0", 7, 8, "A"),
-                Span("verify", "publisher-0", 8, 9, "A"), Span("publish", "publisher-1", 8, 8.5, "B"), Span("verify", "publisher-1", 8.5, 9, "B"))
+    return made(
+        CPU,
+        Span("start_up", "main", 0, 1),
+        Span("verify", "publisher-0", 1, 7, "A"),
+        Span("verify", "publisher-1", 1, 7, "B"),
+        Span("read", "worker-0", 1, 4, "A"),
+        Span("read", "worker-0", 5, 7.5, "B"),
+        Span("publish", "publisher-0", 7, 8, "A"),
+        Span("verify", "publisher-0", 8, 9, "A"),
+        Span("publish", "publisher-1", 8, 8.5, "B"),
+        Span("verify", "publisher-1", 8.5, 9, "B"),
+    )
 
 
 def test_work_ahead_gets_only_the_time_that_nobody_else_needs():
     timeline = with_work_ahead()
     assert [s.split for s in ahead_of_rows(timeline)] == ["A", "B"]
     shares = attribute(timeline)
-    assert shares == pytest.approx({"start_up": 1, "read": 3 + 2 + 0.25, "publish": 0.25 + 0.5 + 0.25, "verify": 1 + 0.25 + 0.5, "wait": 0})
+    assert shares == pytest.approx(
+        {
+            "start_up": 1,
+            "read": 3 + 2 + 0.25,
+            "publish": 0.25 + 0.5 + 0.25,
+            "verify": 1 + 0.25 + 0.5,
+            "wait": 0,
+        }
+    )
     assert sum(shares.values()) == pytest.approx(9)
     assert bounds(timeline)[0].stage == "read"
 
@@ -152,7 +271,9 @@ def test_work_ahead_gets_only_the_time_that_nobody_else_needs():
 def test_work_ahead_opens_no_split():
     timeline = with_work_ahead()
     assert interval_s(timeline, "B") == (5, 9)
-    assert attribute(timeline, "B") == pytest.approx({"read": 2.5, "publish": 0.5, "verify": 0.5, "wait": 0.5})
+    assert attribute(timeline, "B") == pytest.approx(
+        {"read": 2.5, "publish": 0.5, "verify": 0.5, "wait": 0.5}
+    )
     assert analyse(timeline, "B").limiting == "read"
 
 
@@ -166,18 +287,36 @@ def test_a_split_that_ended_before_its_rows_counts_what_there_is():
 
 
 def disk_bound(n_readers: int = 2) -> Timeline:
-    spans = [s for i in range(n_readers) for s in in_turn("read", f"reader-{i}", 10, 1.0, 1.0, n_files=500, n_bytes=40_000_000)]
-    timeline = made(GPU, *spans, *in_turn("compute", "cuda:0", 10, 0.05, 1.0, 1.0), *in_turn("write", "writer-0", 10, 0.02, 1.0, 1.1), read_workers=n_readers)
+    spans = [
+        s
+        for i in range(n_readers)
+        for s in in_turn("read", f"reader-{i}", 10, 1.0, 1.0, n_files=500, n_bytes=40_000_000)
+    ]
+    timeline = made(
+        GPU,
+        *spans,
+        *in_turn("compute", "cuda:0", 10, 0.05, 1.0, 1.0),
+        *in_turn("write", "writer-0", 10, 0.02, 1.0, 1.1),
+        read_workers=n_readers,
+    )
     timeline.gauges = [Gauge("queue.compute", 0.0, 0)]
     return timeline
 
 
 def test_disk_bound():
-    cold = summary_of(cache="cold", bytes_from_device=800_000_000, bytes_asked=800_000_000, read_ahead_files=0, read_workers=2)
+    cold = summary_of(
+        cache="cold",
+        bytes_from_device=800_000_000,
+        bytes_asked=800_000_000,
+        read_ahead_files=0,
+        read_workers=2,
+    )
     found = analyse(disk_bound(), summary=cold)
     assert found.limiting == "read"
     assert found.findings[0].startswith("READ BOTTLENECK: ")
-    assert found.findings[1].startswith("LOW QUEUE DEPTH: 0.00 batches waited for the engine on average (limit 1), and it stood idle for 8.55 of 9.05 s")
+    assert found.findings[1].startswith(
+        "LOW QUEUE DEPTH: 0.00 batches waited for the engine on average (limit 1), and it stood idle for 8.55 of 9.05 s"
+    )
     assert names(found) == ["read_workers", "read_ahead"]
     assert (found.suggestions[0].present, found.suggestions[0].new) == (2, 4)
     assert "with 2 threads at 80 MB/s" in found.suggestions[0].evidence
@@ -188,32 +327,64 @@ def test_disk_bound():
 def test_a_longer_queue_is_no_advice_where_all_recordings_fitted_into_it():
     def advised(n_files: int, **more: Any) -> list[tuple[Any, Any]]:
         timeline = disk_bound(8)
-        timeline.spans = [replace(s, n_files=0) for s in timeline.spans] + [Span("read", "reader-0", 0, 10, "T", n_files=n_files)]
-        cold = summary_of(cache="cold", bytes_from_device=800_000_000, bytes_asked=800_000_000, read_ahead_files=20, read_workers=16, **more)
-        return [(s.present, s.new) for s in analyse(timeline, summary=cold).suggestions if s.parameter == "read_ahead"]
+        timeline.spans = [replace(s, n_files=0) for s in timeline.spans] + [
+            Span("read", "reader-0", 0, 10, "T", n_files=n_files)
+        ]
+        cold = summary_of(
+            cache="cold",
+            bytes_from_device=800_000_000,
+            bytes_asked=800_000_000,
+            read_ahead_files=20,
+            read_workers=16,
+            **more,
+        )
+        return [
+            (s.present, s.new)
+            for s in analyse(timeline, summary=cold).suggestions
+            if s.parameter == "read_ahead"
+        ]
+
     assert advised(46) == advised(WINDOW_FILES) == advised(500, read_ahead=500) == []
     assert advised(WINDOW_FILES + 1) == [(None, 1024)]
     assert advised(501, read_ahead=500) == [(500, 1024)]
 
 
 def test_low_gpu_use_is_right_where_the_disk_gives_no_more():
-    cold = summary_of(cache="cold", bytes_from_device=6_400_000_000, bytes_asked=6_400_000_000, read_ahead_files=80_000, read_workers=16, read_ahead=1024)
+    cold = summary_of(
+        cache="cold",
+        bytes_from_device=6_400_000_000,
+        bytes_asked=6_400_000_000,
+        read_ahead_files=80_000,
+        read_workers=16,
+        read_ahead=1024,
+    )
     found = analyse(disk_bound(16), summary=cold)
     assert (found.limiting, found.suggestions) == ("read", ())
-    assert found.gpu.startswith("GPU use of 5 % is right: computing took 0.50 of 10.12 s, read is the limit, and a GPU that took no time would save at most ")
+    assert found.gpu.startswith(
+        "GPU use of 5 % is right: computing took 0.50 of 10.12 s, read is the limit, and a GPU that took no time would save at most "
+    )
     assert found.nothing.startswith("No setting to change: read takes what this machine gives")
 
 
 def cpu_bound(n_workers: int) -> Timeline:
-    spans = [s for i in range(n_workers) for s in (*in_turn("read", f"worker-{i}", 10, 0.2, 1.0), *in_turn("compute", f"worker-{i}", 10, 0.7, 1.0, 0.2),
-                                                   *in_turn("write", f"worker-{i}", 10, 0.1, 1.0, 0.9))]
+    spans = [
+        s
+        for i in range(n_workers)
+        for s in (
+            *in_turn("read", f"worker-{i}", 10, 0.2, 1.0),
+            *in_turn("compute", f"worker-{i}", 10, 0.7, 1.0, 0.2),
+            *in_turn("write", f"worker-{i}", 10, 0.1, 1.0, 0.9),
+        )
+    ]
     return made(CPU, *spans, compute_workers=n_workers)
 
 
 def test_cpu_bound():
     found = analyse(cpu_bound(2))
     assert (found.limiting, found.bounds[0].gain_s) == ("compute", pytest.approx(7))
-    assert [(s.parameter, s.present, s.new, s.at_most_s) for s in found.suggestions] == [("compute_workers", 2, 4, pytest.approx(3.5))]
+    assert [(s.parameter, s.present, s.new, s.at_most_s) for s in found.suggestions] == [
+        ("compute_workers", 2, 4, pytest.approx(3.5))
+    ]
     assert "The limit is compute (7.00 of 10.00 s) with 2 threads on 4 cores" in found.suggestions[0].evidence
     assert found.gpu == ""
 
@@ -234,37 +405,71 @@ def test_no_more_threads_where_the_cores_are_busy_or_too_many_already():
 
 
 def bus_bound() -> Timeline:
-    return made(GPU, *in_turn("copy_in", "cuda:0", 10, 0.9, 1.0, n_files=512, n_bytes=41_000_000), *in_turn("compute", "cuda:0", 10, 0.1, 1.0, 0.9),
-                *in_turn("read", "reader-0", 10, 0.2, 1.0))
+    return made(
+        GPU,
+        *in_turn("copy_in", "cuda:0", 10, 0.9, 1.0, n_files=512, n_bytes=41_000_000),
+        *in_turn("compute", "cuda:0", 10, 0.1, 1.0, 0.9),
+        *in_turn("read", "reader-0", 10, 0.2, 1.0),
+    )
 
 
 def test_bus_bound():
     found = analyse(bus_bound(), summary=summary_of(async_copies=False, gpu_streams=1))
     assert found.limiting == "copy_in"
-    assert [(s.parameter, s.present, s.new) for s in found.suggestions] == [("async_copies", False, True), ("gpu_streams", 1, 2)]
+    assert [(s.parameter, s.present, s.new) for s in found.suggestions] == [
+        ("async_copies", False, True),
+        ("gpu_streams", 1, 2),
+    ]
     found = analyse(bus_bound(), summary=summary_of())
     assert found.suggestions == ()
     assert "GPU use of 10 % is right" in found.gpu
-    assert names(analyse(bus_bound())) == []      # nothing is known of these settings
+    assert names(analyse(bus_bound())) == []  # nothing is known of these settings
 
 
 def test_write_bound():
-    spans = [*in_turn("write", "writer-0", 10, 0.95, 1.0, 0.05), *in_turn("read", "reader-0", 10, 0.1, 1.0), *in_turn("compute", "cuda:0", 10, 0.05, 1.0, 0.1)]
-    found = analyse(made(GPU, *spans, write_workers=1), summary=summary_of(write_workers=1, with_waveforms=True, file_bytes=5_000_000_000))
+    spans = [
+        *in_turn("write", "writer-0", 10, 0.95, 1.0, 0.05),
+        *in_turn("read", "reader-0", 10, 0.1, 1.0),
+        *in_turn("compute", "cuda:0", 10, 0.05, 1.0, 0.1),
+    ]
+    found = analyse(
+        made(GPU, *spans, write_workers=1),
+        summary=summary_of(write_workers=1, with_waveforms=True, file_bytes=5_000_000_000),
+    )
     assert found.limiting == "write"
-    assert [(s.parameter, s.present, s.new) for s in found.suggestions] == [("with_waveforms", True, False), ("write_workers", 1, 2)]
+    assert [(s.parameter, s.present, s.new) for s in found.suggestions] == [
+        ("with_waveforms", True, False),
+        ("write_workers", 1, 2),
+    ]
 
 
 def test_writing_on_the_threads_that_compute():
-    spans = [s for i in range(4) for s in (*in_turn("compute", f"worker-{i}", 10, 0.1, 1.0), *in_turn("write", f"worker-{i}", 10, 0.9, 1.0, 0.1))]
+    spans = [
+        s
+        for i in range(4)
+        for s in (
+            *in_turn("compute", f"worker-{i}", 10, 0.1, 1.0),
+            *in_turn("write", f"worker-{i}", 10, 0.9, 1.0, 0.1),
+        )
+    ]
     timeline = made(CPU, *spans)
     timeline.samples = [{"time_s": float(t), "cpu_percent": 60.0} for t in range(10)]
-    assert [(s.parameter, s.present, s.new) for s in analyse(timeline).suggestions] == [("read_workers", None, 4)]
+    assert [(s.parameter, s.present, s.new) for s in analyse(timeline).suggestions] == [
+        ("read_workers", None, 4)
+    ]
 
 
 def test_start_up_bound():
-    found = analyse(made(GPU, Span("start_up", "imports", 0, 3), Span("start_up", "main", 3, 8), *in_turn("read", "reader-0", 10, 0.1, 0.1, 8.0),
-                         *in_turn("compute", "cuda:0", 10, 0.02, 0.1, 8.1)), summary=summary_of())
+    found = analyse(
+        made(
+            GPU,
+            Span("start_up", "imports", 0, 3),
+            Span("start_up", "main", 3, 8),
+            *in_turn("read", "reader-0", 10, 0.1, 0.1, 8.0),
+            *in_turn("compute", "cuda:0", 10, 0.02, 0.1, 8.1),
+        ),
+        summary=summary_of(),
+    )
     assert (found.limiting, found.bounds[0].gain_s) == ("start_up", pytest.approx(8))
     assert any(line.startswith("START UP BOTTLENECK: ") for line in found.findings)
     assert found.suggestions == ()
@@ -276,7 +481,9 @@ def starved() -> Timeline:
     "One slot: reading and computing take turns."
     spans = [*in_turn("read", "reader-0", 10, 0.5, 1.0), *in_turn("compute", "cuda:0", 10, 0.5, 1.0, 0.5)]
     timeline = made(GPU, *spans, slots=1, read_workers=1, files_per_batch=64)
-    timeline.gauges = [g for i in range(10) for g in (Gauge("queue.compute", i + 0.5, 1), Gauge("queue.compute", i + 0.5, 0))]
+    timeline.gauges = [
+        g for i in range(10) for g in (Gauge("queue.compute", i + 0.5, 1), Gauge("queue.compute", i + 0.5, 0))
+    ]
     return timeline
 
 
@@ -284,14 +491,23 @@ def test_starved_queue():
     found = analyse(starved())
     (line,) = [line for line in found.findings if line.startswith("LOW QUEUE DEPTH")]
     assert "0.00 batches" in line
-    assert (found.suggestions[0].parameter, found.suggestions[0].present, found.suggestions[0].new) == ("slots", 1, 3)
+    assert (found.suggestions[0].parameter, found.suggestions[0].present, found.suggestions[0].new) == (
+        "slots",
+        1,
+        3,
+    )
     assert engine_idle(starved()) == (pytest.approx(4.5), pytest.approx(9.5))
     assert "readers were busy for 53 %" in found.suggestions[0].evidence
 
 
 def test_smaller_batches_where_memory_allows_no_more_slots():
     spec = lm.MelSpec.preset("disjoint").to_dict()
-    found = analyse(starved(), summary=summary_of(spec=spec, slots=1, read_workers=1, files_per_batch=64, max_bytes_in_flight=8_000_000))
+    found = analyse(
+        starved(),
+        summary=summary_of(
+            spec=spec, slots=1, read_workers=1, files_per_batch=64, max_bytes_in_flight=8_000_000
+        ),
+    )
     assert [(s.parameter, s.present, s.new) for s in found.suggestions][0] == ("files_per_batch", 64, 32)
 
 
@@ -304,23 +520,48 @@ def test_a_full_queue_is_not_low():
 def mixed_rates(stage: str, n_readers: int = 2, n_resampled: int = 64) -> Timeline:
     "Readers that decode or resample most of the time."
     decoded = 0.3 if stage == "resample" else 0.9
-    lanes = [s for i in range(n_readers) for k in range(10) for s in (
-        Span("read", f"reader-{i}", k, k + 0.1, "T", k, 64, 5_000_000), Span("decode", f"reader-{i}", k + 0.1, k + decoded, "T", k, 64),
-        Span("resample", f"reader-{i}", k + decoded, k + 1, "T", k, n_resampled))]
-    meta = GPU | {"mode": "stream", "settings": asdict(PipelineConfig()), "spec": lm.MelSpec.preset("disjoint").to_dict(), "check": 64, "with_waveforms": False}
+    lanes = [
+        s
+        for i in range(n_readers)
+        for k in range(10)
+        for s in (
+            Span("read", f"reader-{i}", k, k + 0.1, "T", k, 64, 5_000_000),
+            Span("decode", f"reader-{i}", k + 0.1, k + decoded, "T", k, 64),
+            Span("resample", f"reader-{i}", k + decoded, k + 1, "T", k, n_resampled),
+        )
+    ]
+    meta = GPU | {
+        "mode": "stream",
+        "settings": asdict(PipelineConfig()),
+        "spec": lm.MelSpec.preset("disjoint").to_dict(),
+        "check": 64,
+        "with_waveforms": False,
+    }
     return made(meta, *lanes, *in_turn("compute", "cuda:0", 10, 0.05, 1.0, 1.0), read_workers=n_readers)
 
 
 def test_resampling_and_decoding_are_limits_of_their_own(tmp_path):
     "Without a summary, and the same from the stored file."
-    for timeline in (mixed_rates("resample"), read_timeline(write_timeline(mixed_rates("resample"), tmp_path / "t.json"))):
+    for timeline in (
+        mixed_rates("resample"),
+        read_timeline(write_timeline(mixed_rates("resample"), tmp_path / "t.json")),
+    ):
         found = analyse(timeline)
         assert found.findings[0].startswith("RESAMPLE BOTTLENECK: ")
         assert sum(found.shares.values()) == pytest.approx(found.wall_s)
         assert [(s.parameter, s.present, s.new) for s in found.suggestions] == [
-            ("read_workers", 2, 8), ("mode", "stream", "memmap"), ("spec", "sample_rate=4,096", "the recordings' own sample_rate")]
-        assert "of 1,280 recordings 1,280 were decoded and 1,280 were resampled. A cache file keeps them" in found.suggestions[1].evidence
-    assert names(analyse(mixed_rates("resample", n_resampled=60))) == ["read_workers", "mode"]      # some have the data set's rate
+            ("read_workers", 2, 8),
+            ("mode", "stream", "memmap"),
+            ("spec", "sample_rate=4,096", "the recordings' own sample_rate"),
+        ]
+        assert (
+            "of 1,280 recordings 1,280 were decoded and 1,280 were resampled. A cache file keeps them"
+            in found.suggestions[1].evidence
+        )
+    assert names(analyse(mixed_rates("resample", n_resampled=60))) == [
+        "read_workers",
+        "mode",
+    ]  # some have the data set's rate
     found = analyse(mixed_rates("decode", 8))
     assert found.findings[0].startswith("DECODE BOTTLENECK: ")
     assert names(found) == ["mode"]
@@ -330,9 +571,15 @@ def test_resampling_and_decoding_are_limits_of_their_own(tmp_path):
 
 
 def test_copying_from_memory_is_no_fault_of_the_bus():
-    spans = [*in_turn("stage", "reader-0", 10, 0.9, 1.0, n_files=512), *in_turn("copy_in", "cuda:0", 10, 0.1, 1.0, 0.9),
-             *in_turn("compute", "cuda:0", 10, 0.1, 1.0, 1.0)]
-    found = analyse(made(GPU, *spans, read_workers=1), summary=summary_of(async_copies=False, gpu_streams=1, read_workers=1))
+    spans = [
+        *in_turn("stage", "reader-0", 10, 0.9, 1.0, n_files=512),
+        *in_turn("copy_in", "cuda:0", 10, 0.1, 1.0, 0.9),
+        *in_turn("compute", "cuda:0", 10, 0.1, 1.0, 1.0),
+    ]
+    found = analyse(
+        made(GPU, *spans, read_workers=1),
+        summary=summary_of(async_copies=False, gpu_streams=1, read_workers=1),
+    )
     assert found.findings[0].startswith("STAGE BOTTLENECK: ")
     assert names(found) == ["read_workers"]
 
@@ -341,15 +588,26 @@ def test_publishing_and_checking():
     after = [Span("read", "worker-0", 0, 1, "T"), Span("publish", "publisher-0", 1, 5, "T")]
     found = analyse(made(CPU, *after), summary=summary_of(compression="gzip"))
     assert [(s.parameter, s.new) for s in found.suggestions] == [("compression", "none")]
-    found = analyse(made(CPU, *after, Span("sync", "publisher-0", 5, 15, "T")), summary=summary_of(compression="gzip"))
+    found = analyse(
+        made(CPU, *after, Span("sync", "publisher-0", 5, 15, "T")), summary=summary_of(compression="gzip")
+    )
     assert found.findings == ("SYNC BOTTLENECK: 10.00 of 15.00 s (67 %) would go without it (limit 25 %).",)
     assert [(s.parameter, s.new) for s in found.suggestions] == [("fsync", False)]
-    found = analyse(made(CPU, *after, Span("verify", "publisher-0", 5, 25, "T")), summary=summary_of(verified={"checked": 6400}))
-    assert [(s.parameter, s.present, s.new, s.at_most_s) for s in found.suggestions] == [("check", 6400, 64, pytest.approx(20 * 0.99))]
+    found = analyse(
+        made(CPU, *after, Span("verify", "publisher-0", 5, 25, "T")),
+        summary=summary_of(verified={"checked": 6400}),
+    )
+    assert [(s.parameter, s.present, s.new, s.at_most_s) for s in found.suggestions] == [
+        ("check", 6400, 64, pytest.approx(20 * 0.99))
+    ]
 
 
 def test_a_balanced_run_has_nothing_to_change():
-    spans = [Span(stage, f"worker-{i}", k, k + 1, "T") for i in range(4) for k, stage in enumerate(s for s in STAGES if s not in ("wait", "start_up"))]
+    spans = [
+        Span(stage, f"worker-{i}", k, k + 1, "T")
+        for i in range(4)
+        for k, stage in enumerate(s for s in STAGES if s not in ("wait", "start_up"))
+    ]
     found = analyse(made(CPU, *spans))
     assert found.bounds[0].share < BOTTLENECK_SHARE
     assert (found.findings, found.suggestions) == ((), ())
@@ -368,14 +626,49 @@ def test_advice_is_possible_on_the_machine_it_is_for():
             for cache in ("cold", "warm"):
                 for n in (1, 2, 64):
                     apart = 0 if meta is CPU else n
-                    workers = {"compute_workers": n, "slots": n, "read_workers": apart, "write_workers": apart, "files_per_batch": 8}
-                    lane = {"copy_in": "cuda:0", "compute": "cuda:0", "copy_out": "cuda:0", "read": "reader-0", "write": "writer-0"}.get(stage, "main")
-                    timeline = made(meta, *in_turn(stage, lane if meta is GPU else "worker-0", 1000, 0.004, 0.004, n_files=8, n_bytes=80_000), **workers)
+                    workers = {
+                        "compute_workers": n,
+                        "slots": n,
+                        "read_workers": apart,
+                        "write_workers": apart,
+                        "files_per_batch": 8,
+                    }
+                    lane = {
+                        "copy_in": "cuda:0",
+                        "compute": "cuda:0",
+                        "copy_out": "cuda:0",
+                        "read": "reader-0",
+                        "write": "writer-0",
+                    }.get(stage, "main")
+                    timeline = made(
+                        meta,
+                        *in_turn(
+                            stage,
+                            lane if meta is GPU else "worker-0",
+                            1000,
+                            0.004,
+                            0.004,
+                            n_files=8,
+                            n_bytes=80_000,
+                        ),
+                        **workers,
+                    )
                     timeline.gauges = [Gauge("queue.compute", 0, 0)]
-                    body = summary_of(cache=cache, bytes_from_device=10**9, bytes_asked=10**9, with_waveforms=True,
-                                      engine="reference@1/cpu" if n == 1 else "torch@2/x", compression="gzip", spec=spec,
-                                      verified={"checked": 1000}, file_bytes=10**9, async_copies=n == 2, gpu_streams=1, cuda_graph=False,
-                                      **{k: v for k, v in workers.items() if v})
+                    body = summary_of(
+                        cache=cache,
+                        bytes_from_device=10**9,
+                        bytes_asked=10**9,
+                        with_waveforms=True,
+                        engine="reference@1/cpu" if n == 1 else "torch@2/x",
+                        compression="gzip",
+                        spec=spec,
+                        verified={"checked": 1000},
+                        file_bytes=10**9,
+                        async_copies=n == 2,
+                        gpu_streams=1,
+                        cuda_graph=False,
+                        **{k: v for k, v in workers.items() if v},
+                    )
                     found = analyse(timeline, summary=body)
                     assert len(found.suggestions) <= MOST_SUGGESTIONS
                     assert len(set(names(found))) == len(found.suggestions)
@@ -385,13 +678,28 @@ def test_advice_is_possible_on_the_machine_it_is_for():
                         assert s.present != s.new
                         assert s.evidence[0].isupper() or s.evidence[0].isdigit()
                         assert any(c.isdigit() for c in s.evidence)
-                        if s.parameter in settings: PipelineConfig(**{s.parameter: s.new})
-                        else: assert s.parameter in arguments
-                        if s.parameter == "compute_workers": assert s.new <= meta["machine"]["n_cores"]
-                        if meta is CPU: assert s.parameter not in GPU_SETTINGS
+                        if s.parameter in settings:
+                            PipelineConfig(**{s.parameter: s.new})
+                        else:
+                            assert s.parameter in arguments
+                        if s.parameter == "compute_workers":
+                            assert s.new <= meta["machine"]["n_cores"]
+                        if meta is CPU:
+                            assert s.parameter not in GPU_SETTINGS
                         assert s.at_most_s is None or 0 <= s.at_most_s <= found.wall_s
-    assert seen >= {"compute_workers", "read_workers", "write_workers", "read_ahead", "async_copies", "cuda_graph", "compression", "fsync", "check",
-                    "with_waveforms", "engine"}
+    assert seen >= {
+        "compute_workers",
+        "read_workers",
+        "write_workers",
+        "read_ahead",
+        "async_copies",
+        "cuda_graph",
+        "compression",
+        "fsync",
+        "check",
+        "with_waveforms",
+        "engine",
+    }
 
 
 @pytest.mark.parametrize("timeline", [Timeline(), made(CPU), made(GPU, Span("read", "reader-0", 1, 1, "T"))])
@@ -409,7 +717,16 @@ def shorter(timeline: Timeline, factor: float) -> Timeline:
     return timeline
 
 
-@pytest.mark.parametrize("make", [lambda: disk_bound(), lambda: cpu_bound(2), lambda: starved(), lambda: bus_bound(), lambda: with_work_ahead()])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: disk_bound(),
+        lambda: cpu_bound(2),
+        lambda: starved(),
+        lambda: bus_bound(),
+        lambda: with_work_ahead(),
+    ],
+)
 def test_of_milliseconds_no_share_is_told(make):
     "A run of 10 s in which every figure means something, and the same in some milliseconds."
     told = analyse(make(), summary=summary_of())
@@ -417,7 +734,9 @@ def test_of_milliseconds_no_share_is_told(make):
     for found in analyse_run(shorter(make(), 1000), [summary_of()]):
         assert 0 < found.wall_s < LEAST_TOLD_S
         assert (found.limiting, found.findings, found.suggestions, found.gpu) == (None, (), (), "")
-        assert str(found).splitlines()[1:] == [f"  Too short to say where the time went: {found.wall_s:.3f} s (shares of less than 0.1 s are chance)."]
+        assert str(found).splitlines()[1:] == [
+            f"  Too short to say where the time went: {found.wall_s:.3f} s (shares of less than 0.1 s are chance)."
+        ]
         assert json.dumps(found.to_dict())
     text = report_text(shorter(make(), 1000), title="T", found=1, rows=1, rejected=0, seconds=0.02)
     assert text.count("Too short to say where the time went") == 1
@@ -449,24 +768,53 @@ def test_the_run_and_each_split_are_judged():
 
 
 LANES = {"read_workers": 2, "write_workers": 1, "compute_workers": 1}
-CASES = [("read", BatchReader, "fill", "reference"), ("compute", ReferenceEngine, "run", "reference"), ("write", RowFile, "write", "reference")]
-ON_DEVICE = [("read", BatchReader, "fill", "torch"), ("compute", TorchChain, "features", "torch"), ("write", RowFile, "write", "torch")]
+CASES = [
+    ("read", BatchReader, "fill", "reference"),
+    ("compute", ReferenceEngine, "run", "reference"),
+    ("write", RowFile, "write", "reference"),
+]
+ON_DEVICE = [
+    ("read", BatchReader, "fill", "torch"),
+    ("compute", TorchChain, "features", "torch"),
+    ("write", RowFile, "write", "torch"),
+]
 
 
-@pytest.mark.parametrize(("stage", "owner", "name", "engine", "shape"), [
-    *((*case, shape) for case in CASES for shape in ({}, LANES)), *((*case, {"device": "rehearsal"}) for case in ON_DEVICE)],
-    ids=[*(f"{case[0]}-{shape}" for case in CASES for shape in ("workers", "lanes")), *(f"{case[0]}-device" for case in ON_DEVICE)])
+@pytest.mark.parametrize(
+    ("stage", "owner", "name", "engine", "shape"),
+    [
+        *((*case, shape) for case in CASES for shape in ({}, LANES)),
+        *((*case, {"device": "rehearsal"}) for case in ON_DEVICE),
+    ],
+    ids=[
+        *(f"{case[0]}-{shape}" for case in CASES for shape in ("workers", "lanes")),
+        *(f"{case[0]}-device" for case in ON_DEVICE),
+    ],
+)
 def test_a_slow_part_of_a_real_build_is_named(demo, tmp_path, monkeypatch, stage, owner, name, engine, shape):
     real = getattr(owner, name)
+
     def slower(*args: Any, **options: Any) -> Any:
         time.sleep(0.25)
         return real(*args, **options)
+
     monkeypatch.setattr(owner, name, slower)
-    for _ in range(3):      # in one of three tries: another program may hold up another part for longer than this one is slow
-        result = lm.build(demo, split="training", out=tmp_path / "x.h5", engine=engine, progress="none", check=4, fresh=True,
-                          pipeline=PipelineConfig(files_per_batch=8, monitor_interval_s=0.05, **shape))
+    for _ in range(
+        3
+    ):  # in one of three tries: another program may hold up another part for longer than this one is slow
+        result = lm.build(
+            demo,
+            split="training",
+            out=tmp_path / "x.h5",
+            engine=engine,
+            progress="none",
+            check=4,
+            fresh=True,
+            pipeline=PipelineConfig(files_per_batch=8, monitor_interval_s=0.05, **shape),
+        )
         found = analyse(result.timeline, result.split, summary=result.summary)
-        if found.limiting == stage: break
+        if found.limiting == stage:
+            break
     assert found.limiting == stage
     assert found.findings[0].startswith(f"{stage.upper()} BOTTLENECK")
     assert sum(found.shares.values()) == pytest.approx(found.wall_s)
@@ -478,32 +826,63 @@ def test_a_slow_part_of_a_real_build_is_named(demo, tmp_path, monkeypatch, stage
 
 def test_the_timeline_alone_is_judged_as_with_the_report(demo, tmp_path):
     "Settings, spec, mode and engine stand beside the times."
-    config = PipelineConfig(files_per_batch=8, monitor_interval_s=0.05, fsync=True, compression="gzip", gpu_streams=1, device="rehearsal")
-    result = lm.build(demo, split="training", out=tmp_path / "x.h5", engine="torch", progress="none", check=4, pipeline=config)
+    config = PipelineConfig(
+        files_per_batch=8,
+        monitor_interval_s=0.05,
+        fsync=True,
+        compression="gzip",
+        gpu_streams=1,
+        device="rehearsal",
+    )
+    result = lm.build(
+        demo,
+        split="training",
+        out=tmp_path / "x.h5",
+        engine="torch",
+        progress="none",
+        check=4,
+        pipeline=config,
+    )
     assert check_timeline(result.timeline_path) == []
     stored = read_timeline(result.timeline_path)
     assert set(stored.meta) == set(META)
     assert stored.meta["settings"] == asdict(config)
-    assert (stored.meta["mode"], stored.meta["check"], stored.meta["engine"]) == ("stream", 4, result.summary["engine"])
+    assert (stored.meta["mode"], stored.meta["check"], stored.meta["engine"]) == (
+        "stream",
+        4,
+        result.summary["engine"],
+    )
     assert stored.meta["spec"] == result.summary["spec"]
     assert stored.meta["inflow"][result.split]["cache"] == result.summary["cache"]
     alone, both = analyse(stored, result.split), analyse(stored, result.split, summary=result.summary)
-    assert [(s.parameter, s.present, s.new) for s in alone.suggestions] == [(s.parameter, s.present, s.new) for s in both.suggestions]
+    assert [(s.parameter, s.present, s.new) for s in alone.suggestions] == [
+        (s.parameter, s.present, s.new) for s in both.suggestions
+    ]
     assert (alone.findings, alone.gpu) == (both.findings, both.gpu)
 
 
 def test_waiting_for_the_disk_is_told_apart(demo, tmp_path, monkeypatch):
     "Twice: for the bytes before the rename, and for the name after it."
     real, waited = os.fsync, list[int]()
+
     def slowly(fd: int) -> None:
         waited.append(fd)
         time.sleep(0.4)
         real(fd)
+
     for fsync in (True, False):
         waited.clear()
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", slowly)
-            result = lm.build(demo, split="validation", out=tmp_path / "x.h5", engine="cpu", progress="none", check=2, pipeline=PipelineConfig(fsync=fsync))
+            result = lm.build(
+                demo,
+                split="validation",
+                out=tmp_path / "x.h5",
+                engine="cpu",
+                progress="none",
+                check=2,
+                pipeline=PipelineConfig(fsync=fsync),
+            )
         found = [s for s in result.timeline.spans if s.stage == "sync" and s.lane.startswith("publisher")]
         if not fsync:
             assert found == []
@@ -517,33 +896,64 @@ def test_waiting_for_the_disk_is_told_apart(demo, tmp_path, monkeypatch):
 def test_mixed_rates_of_a_real_build(tmp_path, make_wav, monkeypatch):
     "Eight recordings at the data set's rate, six at another one, two of 24 bits: what each took is told apart, and a slow resampler is named."
     folder = tmp_path / "data" / "LEAK"
-    for i in range(8): make_wav(folder / f"a{i}.wav", seed=i)
-    for i in range(6): make_wav(folder / f"b{i}.wav", rate=8000, seed=i)
+    for i in range(8):
+        make_wav(folder / f"a{i}.wav", seed=i)
+    for i in range(6):
+        make_wav(folder / f"b{i}.wav", rate=8000, seed=i)
     for i in range(2):
         make_wav(folder / f"c{i}.wav", seed=i)
         soundfile.write(folder / f"c{i}.wav", soundfile.read(folder / f"c{i}.wav")[0], 4096, subtype="PCM_24")
     real = conform.to_rate
+
     def slower(*args: Any) -> Any:
         time.sleep(0.2)
         return real(*args)
+
     monkeypatch.setattr(conform, "to_rate", slower)
-    for _ in range(3):      # as above
-        result = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec={"sample_rate": 4096, "duration_s": 1.0}, engine="reference", progress="none", check=2,
-                          pipeline=PipelineConfig(files_per_batch=4, compute_workers=1, monitor_interval_s=0.05), fresh=True)
-        if analyse(result.timeline).limiting == "resample": break
-    of = {stage: [s for s in result.timeline.spans if s.stage == stage] for stage in ("read", "decode", "resample")}
-    assert {stage: sum(s.n_files for s in spans) for stage, spans in of.items()} == {"read": 16, "decode": 8, "resample": 6}
+    for _ in range(3):  # as above
+        result = lm.build(
+            tmp_path / "data",
+            out=tmp_path / "x.h5",
+            spec={"sample_rate": 4096, "duration_s": 1.0},
+            engine="reference",
+            progress="none",
+            check=2,
+            pipeline=PipelineConfig(files_per_batch=4, compute_workers=1, monitor_interval_s=0.05),
+            fresh=True,
+        )
+        if analyse(result.timeline).limiting == "resample":
+            break
+    of = {
+        stage: [s for s in result.timeline.spans if s.stage == stage]
+        for stage in ("read", "decode", "resample")
+    }
+    assert {stage: sum(s.n_files for s in spans) for stage, spans in of.items()} == {
+        "read": 16,
+        "decode": 8,
+        "resample": 6,
+    }
     assert sum(s.seconds for s in of["resample"]) >= 6 * 0.2
     assert min(s.seconds for s in result.timeline.spans) >= 0
-    for name in ("decode", "resample"):      # behind the reading of the same batch
-        for s in of[name]: assert any(r.batch == s.batch and r.end_s <= s.start_s for r in of["read"])
+    for name in ("decode", "resample"):  # behind the reading of the same batch
+        for s in of[name]:
+            assert any(r.batch == s.batch and r.end_s <= s.start_s for r in of["read"])
     found = analyse(read_timeline(result.timeline_path))
     assert (found.limiting, found.findings[0].split(":")[0]) == ("resample", "RESAMPLE BOTTLENECK")
     assert sum(found.shares.values()) == pytest.approx(found.wall_s)
     assert "mode" in names(found)
-    warm = lm.build(tmp_path / "data", out=tmp_path / "y.h5", spec={"sample_rate": 4096, "duration_s": 1.0}, engine="reference", progress="none", check=2,
-                    mode="preload", pipeline=PipelineConfig(files_per_batch=4))
+    warm = lm.build(
+        tmp_path / "data",
+        out=tmp_path / "y.h5",
+        spec={"sample_rate": 4096, "duration_s": 1.0},
+        engine="reference",
+        progress="none",
+        check=2,
+        mode="preload",
+        pipeline=PipelineConfig(files_per_batch=4),
+    )
     stages = [s.stage for s in warm.timeline.spans]
     assert stages.count("stage") == 4
-    assert sum(s.n_files for s in warm.timeline.spans if s.stage == "resample") == 6      # once, while they were loaded
+    assert (
+        sum(s.n_files for s in warm.timeline.spans if s.stage == "resample") == 6
+    )  # once, while they were loaded
     assert warm.summary["rows"] == result.rows == 16

@@ -1,4 +1,5 @@
 "The site: built from notebooks without a network, every reference found, figures alive when opened from the disk."
+
 import ast
 import os
 import re
@@ -29,7 +30,11 @@ EXECUTED = ("refused", "gpu_limits", "gpu_path", "promises")
 
 def executed_or_not(path: Path, parameters: str = "", execute=prepare.execute) -> nbformat.NotebookNode:
     "What the site does, but for guides that a test of pages has no need of."
-    return nbformat.read(path, as_version=4) if path.parent.name in prepare.GUIDES and path.stem not in EXECUTED else execute(path, parameters)
+    return (
+        nbformat.read(path, as_version=4)
+        if path.parent.name in prepare.GUIDES and path.stem not in EXECUTED
+        else execute(path, parameters)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,32 +42,66 @@ def site(tmp_path_factory) -> Path:
     "The site of a few library notebooks, the guides, the front page and the executed examples."
     docs = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as m:
-        for name, path in (("DOCS", docs), ("SOURCE", docs / "source"), ("CACHE", docs / "cache")): m.setattr(prepare, name, path)
-        for name in [k for k in os.environ if k.startswith("LEAKMEL_")]: m.delenv(name)
+        for name, path in (("DOCS", docs), ("SOURCE", docs / "source"), ("CACHE", docs / "cache")):
+            m.setattr(prepare, name, path)
+        for name in [k for k in os.environ if k.startswith("LEAKMEL_")]:
+            m.delenv(name)
         m.setenv("COLUMNS", "110")
         m.setattr(prepare, "DEMO_FILES", 24)
         m.setattr(prepare, "execute", executed_or_not)
         prepare.write_site([ROOT / "nbs" / f"{name}.ipynb" for name in LIBRARY], prepare.guide_notebooks())
-    sphinx = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "nbs" / "_tools")]
-    done = subprocess.run([*sphinx, str(docs / "source"), str(docs / "html")], capture_output=True, text=True, timeout=240)
+    sphinx = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-b",
+        "html",
+        "-c",
+        str(ROOT / "nbs" / "_tools"),
+    ]
+    done = subprocess.run(
+        [*sphinx, str(docs / "source"), str(docs / "html")], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     return docs / "html"
 
 
 @pytest.fixture(scope="module")
 def page(site) -> Iterator[Any]:
-    with chromium() as browser: yield browser.new_page(viewport={"width": 1400, "height": 1000})
+    with chromium() as browser:
+        yield browser.new_page(viewport={"width": 1400, "height": 1000})
 
 
 @pytest.mark.slow
 def test_pages_are_there(site):
-    names = ["index", "examples", "build", "train", "predict", "dashboard", "benchmark", "commands", "changelog", "reference/index", "api/index", "api/names",
-             "explanations/index", "tutorials/index", *GUIDES]
-    for name in (*names, *(f"{kind}/{name}" for kind in ("reference", "api") for name in LIBRARY)): assert (site / f"{name}.html").is_file(), name
+    names = [
+        "index",
+        "examples",
+        "build",
+        "train",
+        "predict",
+        "dashboard",
+        "benchmark",
+        "commands",
+        "changelog",
+        "reference/index",
+        "api/index",
+        "api/names",
+        "explanations/index",
+        "tutorials/index",
+        *GUIDES,
+    ]
+    for name in (*names, *(f"{kind}/{name}" for kind in ("reference", "api") for name in LIBRARY)):
+        assert (site / f"{name}.html").is_file(), name
     assert len(list(site.rglob("plotly.min.js"))) == 1
-    for path in site.rglob("*.html"): assert f"{ROOT}/" not in path.read_text(encoding="utf-8"), path.name
+    for path in site.rglob("*.html"):
+        assert f"{ROOT}/" not in path.read_text(encoding="utf-8"), path.name
     text = (site / "commands.html").read_text(encoding="utf-8")
-    for command in ("demo", "scan", "build", "verify", "train", "predict"): assert f"usage: leakmel {command}" in text
+    for command in ("demo", "scan", "build", "verify", "train", "predict"):
+        assert f"usage: leakmel {command}" in text
     assert "n_fft" in (site / "api" / "mel" / "spec.html").read_text(encoding="utf-8")
 
 
@@ -79,9 +118,12 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         said = {name: value or "" for name, value in attrs}
         self.ids |= {said[name] for name in ("id", "name") if name in said}
-        if tag == "a" and "href" in said: self.links.append(said["href"])
-        elif tag == "link" and said.get("rel") not in ("next", "prev", "search", "index"): self.loads.append(said.get("href", ""))
-        elif "src" in said: self.loads.append(said["src"])
+        if tag == "a" and "href" in said:
+            self.links.append(said["href"])
+        elif tag == "link" and said.get("rel") not in ("next", "prev", "search", "index"):
+            self.loads.append(said.get("href", ""))
+        elif "src" in said:
+            self.loads.append(said["src"])
 
 
 @pytest.mark.slow
@@ -93,39 +135,61 @@ def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
     for path, page in pages.items():
         for link in [*page.links, *page.loads]:
             url = urlsplit(link)
-            if url.scheme in ("data", "mailto") or (url.scheme and link in page.links): continue
+            if url.scheme in ("data", "mailto") or (url.scheme and link in page.links):
+                continue
             target = (path.parent / unquote(url.path)).resolve() if url.path else path
-            if url.scheme or url.netloc or not target.is_file(): bad.append(f"{path.relative_to(site)}: {link}")
-            elif url.fragment and target in pages and unquote(url.fragment) not in pages[target].ids: bad.append(f"{path.relative_to(site)}: no anchor {link}")
+            if url.scheme or url.netloc or not target.is_file():
+                bad.append(f"{path.relative_to(site)}: {link}")
+            elif url.fragment and target in pages and unquote(url.fragment) not in pages[target].ids:
+                bad.append(f"{path.relative_to(site)}: no anchor {link}")
     assert not bad, "\n".join(bad[:20])
 
 
 def test_links_of_the_notebooks_lead_to_files():
     for path in (ROOT / "nbs").rglob("*.ipynb"):
-        if any(part[0] in "._" for part in path.relative_to(ROOT / "nbs").parts) or path.match("out*.ipynb"): continue
+        if any(part[0] in "._" for part in path.relative_to(ROOT / "nbs").parts) or path.match("out*.ipynb"):
+            continue
         for cell in nbformat.read(path, as_version=4).cells:
             links = re.findall(r"\]\(([^)\s]+)\)", cell.source) if cell.cell_type == "markdown" else []
             for link in links:
-                if not link.startswith(("http", "#")): assert (path.parent / link.partition("#")[0]).is_file(), f"{path.name}: {link}"
+                if not link.startswith(("http", "#")):
+                    assert (path.parent / link.partition("#")[0]).is_file(), f"{path.name}: {link}"
 
 
 @pytest.mark.slow
 def test_pages_in_a_browser(site, page, tmp_path):
     watched = Watched(page)
-    n_figures_of = {"index": 0, "build": 5, "train": 7, "predict": 3, "dashboard": 12, "benchmark": 8, "reference/mel/spec": 0, "api/mel/spec": 0,
-                    "api/names": 0, "explanations/refused": 0, "explanations/gpu_limits": 1, "explanations/gpu_path": 1, "explanations/promises": 0}
+    n_figures_of = {
+        "index": 0,
+        "build": 5,
+        "train": 7,
+        "predict": 3,
+        "dashboard": 12,
+        "benchmark": 8,
+        "reference/mel/spec": 0,
+        "api/mel/spec": 0,
+        "api/names": 0,
+        "explanations/refused": 0,
+        "explanations/gpu_limits": 1,
+        "explanations/gpu_path": 1,
+        "explanations/promises": 0,
+    }
     for name, n_figures in n_figures_of.items():
         page.goto((site / f"{name}.html").as_uri())
         page.wait_for_load_state()
         assert_figures(page, n_figures)
-        assert page.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)"), f"a picture of {name} is missing"
+        assert page.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)"), (
+            f"a picture of {name} is missing"
+        )
         page.screenshot(path=tmp_path / f"{name.replace('/', '-')}.png", full_page=True)
     assert page.locator("text=undefined").count() == 0
     page.set_viewport_size({"width": 420, "height": 900})
     page.emulate_media(color_scheme="dark")
     for name in n_figures_of:
         page.goto((site / f"{name}.html").as_uri())
-        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), f"{name} is wider than a telephone"
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
+            f"{name} is wider than a telephone"
+        )
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     page.set_viewport_size({"width": 1400, "height": 1000})
     page.emulate_media(color_scheme="light")
@@ -140,8 +204,13 @@ def test_the_search_finds_a_name_and_a_word(site, page):
     for word, found in (("read_wav", "api/names.html"), ("truncated", "explanations/refused.html")):
         page.goto((site / "search.html").as_uri() + f"?q={word}")
         page.wait_for_selector("#search-results li a", timeout=60_000)
-        page.wait_for_function("document.querySelector('#search-results').textContent.includes('finished')", timeout=60_000)
-        assert any(found in link for link in page.eval_on_selector_all("#search-results li a", "links => links.map(a => a.href)")), word
+        page.wait_for_function(
+            "document.querySelector('#search-results').textContent.includes('finished')", timeout=60_000
+        )
+        assert any(
+            found in link
+            for link in page.eval_on_selector_all("#search-results li a", "links => links.map(a => a.href)")
+        ), word
     assert watched.complaints == []
     assert watched.outside("file:") == []
 
@@ -149,19 +218,31 @@ def test_the_search_finds_a_name_and_a_word(site, page):
 @pytest.mark.slow
 def test_the_front_page_has_three_doors(site):
     text = (site / "index.html").read_text(encoding="utf-8")
-    doors = re.findall(r'<strong><a class="reference internal" href="([^"#]+)[^"]*"><span class="[^"]*doc">([^<]+)', text)
-    assert doors == [("tutorials/first_build.html", "I have recordings"), ("tutorials/every_night.html", "I run it every night"),
-                     ("explanations/speed.html", "I want to understand the speed")]
-    assert text.index("make build") < text.index("compare.png") < text.index("I have recordings") < text.index("What it does")
+    doors = re.findall(
+        r'<strong><a class="reference internal" href="([^"#]+)[^"]*"><span class="[^"]*doc">([^<]+)', text
+    )
+    assert doors == [
+        ("tutorials/first_build.html", "I have recordings"),
+        ("tutorials/every_night.html", "I run it every night"),
+        ("explanations/speed.html", "I want to understand the speed"),
+    ]
+    assert (
+        text.index("make build")
+        < text.index("compare.png")
+        < text.index("I have recordings")
+        < text.index("What it does")
+    )
 
 
 @pytest.mark.slow
 def test_public_names_and_their_index(site):
     import leakmel
+
     listed = Page(site / "api" / "names.html").ids
     assert {f"leakmel.{name}" for name in leakmel._PUBLIC} <= listed
     index = (site / "genindex.html").read_text(encoding="utf-8")
-    for name in ("api/names.html#leakmel.build", "api/mel/spec.html#leakmel.mel.spec.MelSpec"): assert name in index
+    for name in ("api/names.html#leakmel.build", "api/mel/spec.html#leakmel.mel.spec.MelSpec"):
+        assert name in index
 
 
 def test_public_names_show_parameters_of_functions_classes_and_dataclasses():
@@ -183,13 +264,21 @@ def test_promises_name_tests_that_are_there():
         for test in p["tests"]:
             file, _, function = test.partition("::")
             if file not in tests_of:
-                tests_of[file] = {n.name for n in ast.walk(ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))) if isinstance(n, ast.FunctionDef)}
+                tests_of[file] = {
+                    n.name
+                    for n in ast.walk(ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")))
+                    if isinstance(n, ast.FunctionDef)
+                }
             assert function in tests_of[file], f"{name}: there is no {test}"
 
 
 def test_formulas_need_no_renderer():
-    assert prepare.formulas(r"to $2^{-24}$, `a $b$`") == "to <span class='formula'>2<sup>−24</sup></span>, `a $b$`"
-    with pytest.raises(ValueError, match="a sign that SIGNS does not have"): prepare.formulas(r"$\aleph_0$")
+    assert (
+        prepare.formulas(r"to $2^{-24}$, `a $b$`")
+        == "to <span class='formula'>2<sup>−24</sup></span>, `a $b$`"
+    )
+    with pytest.raises(ValueError, match="a sign that SIGNS does not have"):
+        prepare.formulas(r"$\aleph_0$")
 
 
 def test_a_list_of_doors_becomes_cards_and_other_lists_stay():
@@ -200,26 +289,49 @@ def test_a_list_of_doors_becomes_cards_and_other_lists_stay():
     assert page.endswith("- plain\n- [link](c.ipynb): said")
 
 
-def model(kind: str, **state: Any) -> dict[str, Any]: return {"model_name": f"{kind}Model", "state": state}
+def model(kind: str, **state: Any) -> dict[str, Any]:
+    return {"model_name": f"{kind}Model", "state": state}
 
 
 def test_widgets_stand_as_they_were_left():
     "Controls with their values, figures and pictures that widgets hold; what a layout hides stays hidden, text is escaped."
     figure = {"data": [{"type": "bar", "y": [1, 2]}], "layout": {"title": {"text": "t"}}}
     said = {"output_type": "stream", "name": "stdout", "text": "a < b"}
-    state = {"box": model("VBox", children=["IPY_MODEL_" + n for n in ("drop", "slider", "out", "html", "gone", "image", "nobody")]),
-             "drop": model("Dropdown", description="label", _options_labels=["LEAK", "<NO>"], index=1),
-             "slider": model("IntRangeSlider", description="f", value=[1, 9]),
-             "out": model("Output", outputs=[{"output_type": "display_data", "data": {PLOTLY: figure, "text/html": "twice"}}, said]),
-             "html": model("HTML", value="<b>bold</b>"), "hidden": model("Layout", display="none"),
-             "gone": model("Label", value="secret", layout="IPY_MODEL_hidden"),
-             "image": model("Image", format="png") | {"buffers": [{"path": ["value"], "data": "AAAA", "encoding": "base64"}]}}
+    state = {
+        "box": model(
+            "VBox",
+            children=["IPY_MODEL_" + n for n in ("drop", "slider", "out", "html", "gone", "image", "nobody")],
+        ),
+        "drop": model("Dropdown", description="label", _options_labels=["LEAK", "<NO>"], index=1),
+        "slider": model("IntRangeSlider", description="f", value=[1, 9]),
+        "out": model(
+            "Output",
+            outputs=[{"output_type": "display_data", "data": {PLOTLY: figure, "text/html": "twice"}}, said],
+        ),
+        "html": model("HTML", value="<b>bold</b>"),
+        "hidden": model("Layout", display="none"),
+        "gone": model("Label", value="secret", layout="IPY_MODEL_hidden"),
+        "image": model("Image", format="png")
+        | {"buffers": [{"path": ["value"], "data": "AAAA", "encoding": "base64"}]},
+    }
     v4 = nbformat.v4
-    shown = [v4.new_output("display_data", {VIEW: {"model_id": name}, "text/plain": "VBox()"}) for name in ("box", "nobody")]
-    notebook = v4.new_notebook(cells=[v4.new_code_cell("x", outputs=shown)], metadata={"widgets": {STATE: {"state": state}}})
+    shown = [
+        v4.new_output("display_data", {VIEW: {"model_id": name}, "text/plain": "VBox()"})
+        for name in ("box", "nobody")
+    ]
+    notebook = v4.new_notebook(
+        cells=[v4.new_code_cell("x", outputs=shown)], metadata={"widgets": {STATE: {"state": state}}}
+    )
     assert still_widgets(notebook) == 2
     html = notebook.cells[0].outputs[0].data["text/html"]
-    for part in ("label <b>&lt;NO&gt;</b>", "f <b>1 to 9</b>", "plotly-figure", "<pre>a &lt; b</pre>", "<b>bold</b>", "data:image/png;base64,AAAA"):
+    for part in (
+        "label <b>&lt;NO&gt;</b>",
+        "f <b>1 to 9</b>",
+        "plotly-figure",
+        "<pre>a &lt; b</pre>",
+        "<b>bold</b>",
+        "data:image/png;base64,AAAA",
+    ):
         assert part in html
     assert "secret" not in html
     assert "twice" not in html
@@ -229,10 +341,17 @@ def test_widgets_stand_as_they_were_left():
 @pytest.mark.slow
 def test_a_notebook_becomes_one_page_with_live_figures(page, tmp_path, capsys):
     import plotly.graph_objects as go
+
     v4 = nbformat.v4
     figure = go.Figure(go.Bar(y=[1, 2, 3]), {"title": {"text": "three bars"}}).to_plotly_json()
-    outputs = [v4.new_output("display_data", {PLOTLY: nbformat.from_dict(figure)}), v4.new_output("stream", text="said")]
-    nbformat.write(v4.new_notebook(cells=[v4.new_markdown_cell("# Title"), v4.new_code_cell("x", outputs=outputs)]), tmp_path / "name with blanks.ipynb")
+    outputs = [
+        v4.new_output("display_data", {PLOTLY: nbformat.from_dict(figure)}),
+        v4.new_output("stream", text="said"),
+    ]
+    nbformat.write(
+        v4.new_notebook(cells=[v4.new_markdown_cell("# Title"), v4.new_code_cell("x", outputs=outputs)]),
+        tmp_path / "name with blanks.ipynb",
+    )
     assert write_page([str(tmp_path / "name with blanks.ipynb")]) == 0
     alone = tmp_path / "alone" / "page.html"
     alone.parent.mkdir()
@@ -250,7 +369,10 @@ def test_a_notebook_becomes_one_page_with_live_figures(page, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_guides_are_in_the_table_of_contents(site):
-    front, listed, page = ((site / f"{name}.html").read_text(encoding="utf-8") for name in ("index", "explanations/index", "explanations/refused"))
+    front, listed, page = (
+        (site / f"{name}.html").read_text(encoding="utf-8")
+        for name in ("index", "explanations/index", "explanations/refused")
+    )
     assert 'href="explanations/index.html"' in front
     assert 'href="refused.html"' in listed
     assert "Each reject code with what it means" in listed
@@ -261,18 +383,30 @@ def test_guides_are_in_the_table_of_contents(site):
 def test_guides_are_the_notebooks_of_their_folders():
     "All of them, and they export nothing."
     guides = prepare.guide_notebooks()
-    for name in ("explanations/refused", "tutorials/speed_ladder"): assert ROOT / "nbs" / f"{name}.ipynb" in guides
+    for name in ("explanations/refused", "tutorials/speed_ladder"):
+        assert ROOT / "nbs" / f"{name}.ipynb" in guides
     assert {p.parent.name for p in guides} <= set(prepare.GUIDES)
     assert not [p.name for p in guides if "default_exp" in p.read_text(encoding="utf-8")]
 
 
 def test_directives_become_tags():
     v4 = nbformat.v4
-    cells = [v4.new_code_cell("#| default_exp a.b"), v4.new_code_cell("#| hide\nsecret"), v4.new_code_cell("#| export\ndef one(): pass\nTWO: int = 2"),
-             v4.new_code_cell("#| echo: false\nshown()"), v4.new_code_cell("#| cuda\nrun_on_gpu()"), v4.new_markdown_cell("prose")]
+    cells = [
+        v4.new_code_cell("#| default_exp a.b"),
+        v4.new_code_cell("#| hide\nsecret"),
+        v4.new_code_cell("#| export\ndef one(): pass\nTWO: int = 2"),
+        v4.new_code_cell("#| echo: false\nshown()"),
+        v4.new_code_cell("#| cuda\nrun_on_gpu()"),
+        v4.new_markdown_cell("prose"),
+    ]
     assert [prepare.is_skipped(c) for c in cells] == [False, False, False, False, True, False]
     page = prepare.dress(v4.new_notebook(cells=cells))
-    assert [c.source for c in page.cells] == ["def one(): pass\nTWO: int = 2", "shown()", "run_on_gpu()", "prose"]
+    assert [c.source for c in page.cells] == [
+        "def one(): pass\nTWO: int = 2",
+        "shown()",
+        "run_on_gpu()",
+        "prose",
+    ]
     assert [c.metadata.get("tags") for c in page.cells] == [["hide-input"], ["remove-input"], [], None]
     assert page.cells[0].metadata["mystnb"]["code_prompt_show"] == "Source of one, TWO"
 

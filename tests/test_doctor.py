@@ -1,4 +1,5 @@
 "`leakmel doctor`: each kind of bad finding by a fault that is planted, the parity of every engine, one JSON object, no leftovers."
+
 import errno
 import fcntl
 import json
@@ -39,11 +40,15 @@ def line(report: Report, key: str) -> Check:
 
 def failing(error: Exception):
     "A function that raises."
-    def fail(*args: Any, **more: Any) -> Any: raise error
+
+    def fail(*args: Any, **more: Any) -> Any:
+        raise error
+
     return fail
 
 
 # ---- the whole page ----------------------------------------------------------------------------------------------------
+
 
 def test_this_machine_is_ready_and_every_engine_is_right(whole):
     assert whole.ok, whole
@@ -52,7 +57,9 @@ def test_this_machine_is_ready_and_every_engine_is_right(whole):
         check = line(whole, f"engine_{name}")
         assert check.status == "ok", check
         assert check.figures["identity"].startswith(f"{name}@")
-        assert 0.001 < check.figures["max_abs_db"] < 0.1      # float16 rounds; the halves of steps at 50 to 100 dB are 0.016 to 0.03
+        assert (
+            0.001 < check.figures["max_abs_db"] < 0.1
+        )  # float16 rounds; the halves of steps at 50 to 100 dB are 0.016 to 0.03
         assert check.figures["n_wrong"] == 0
         assert check.figures["n_values"] == 4 * (8 * 2 * 64 + 15 * 3 * 32)
         assert check.figures["parity_s"] > 0
@@ -65,7 +72,8 @@ def test_all_keys_are_documented_and_the_rest_is_json(whole):
     for check in body["checks"]:
         assert set(check) == {"key", "title", "status", "found", "advice", "blocks", "figures"}
         assert set(check["figures"]) <= set(FIGURES), check["key"]
-        for word in check: assert word in REPORT_KEYS["checks"]
+        for word in check:
+            assert word in REPORT_KEYS["checks"]
     assert sum(body["counts"].values()) == len(TITLES)
 
 
@@ -81,7 +89,11 @@ def test_nothing_is_left_in_the_folder(tmp_path):
 
 def test_the_table_escapes_everything_and_the_text_holds_it():
     hostile = "<script>alert('x')</script>"
-    report = Report((Check("disk", "warn", hostile, hostile), Check("hdf5", "warn", hostile, hostile, True)), Path(hostile), 1.0)
+    report = Report(
+        (Check("disk", "warn", hostile, hostile), Check("hdf5", "warn", hostile, hostile, True)),
+        Path(hostile),
+        1.0,
+    )
     html = report._repr_html_()
     assert "<script" not in html
     assert html.count("&lt;script&gt;") == 4
@@ -91,18 +103,29 @@ def test_the_table_escapes_everything_and_the_text_holds_it():
 
 
 def test_advice_belongs_to_what_is_not_ok():
-    for wrong in (partial(Check, "disk", "warn", "slow"), partial(Check, "disk", "ok", "fine", "Buy another"), partial(Check, "disk", "fine", ""),
-                  partial(Check, "nothing", "ok", ""), partial(Check, "disk", "ok", "", blocks=True)):
-        with pytest.raises(ValueError): wrong()
+    for wrong in (
+        partial(Check, "disk", "warn", "slow"),
+        partial(Check, "disk", "ok", "fine", "Buy another"),
+        partial(Check, "disk", "fine", ""),
+        partial(Check, "nothing", "ok", ""),
+        partial(Check, "disk", "ok", "", blocks=True),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
 
 
 @pytest.mark.parametrize("key", TITLES)
 def test_a_probe_that_raises_is_a_line(key, tmp_path, monkeypatch):
     "Each in turn, the others untouched; what a build needs and nobody could look at blocks it."
     real = doctor.probes()
-    def good(key: str, folder: Path) -> Check: return Check(key, "ok", "fine")
+
+    def good(key: str, folder: Path) -> Check:
+        return Check(key, "ok", "fine")
+
     made = {k: Probe(partial(good, k), p.needed, p.measures) for k, p in real.items()}
-    made[key] = Probe(failing(PermissionError(errno.EPERM, "not for you")), real[key].needed, real[key].measures)
+    made[key] = Probe(
+        failing(PermissionError(errno.EPERM, "not for you")), real[key].needed, real[key].measures
+    )
     monkeypatch.setattr(doctor, "probes", lambda: made)
     report = examine(tmp_path)
     assert line(report, key).status == "warn"
@@ -114,9 +137,11 @@ def test_a_probe_that_raises_is_a_line(key, tmp_path, monkeypatch):
 
 def test_measuring_ends_when_its_time_is_up(tmp_path, monkeypatch):
     ran = []
+
     def takes(key: str, folder: Path) -> Check:
         ran.append(key)
         return Check(key, "ok", "fine", figures={"measured_s": 1.5})
+
     made = {k: Probe(partial(takes, k), p.needed, p.measures) for k, p in REAL.items() if p.measures}
     monkeypatch.setattr(doctor, "probes", lambda: made)
     report = examine(tmp_path, budget_s=2)
@@ -128,13 +153,18 @@ def test_measuring_ends_when_its_time_is_up(tmp_path, monkeypatch):
 
 # ---- Python and packages -------------------------------------------------------------------------------------------------
 
+
 def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
     "Packages of other versions, or absent."
     real = metadata.version
+
     def version(name: str) -> str:
-        if name not in versions: return real(name)
-        if (said := versions[name]) is None: raise metadata.PackageNotFoundError(name)
+        if name not in versions:
+            return real(name)
+        if (said := versions[name]) is None:
+            raise metadata.PackageNotFoundError(name)
         return said
+
     monkeypatch.setattr(metadata, "version", version)
 
 
@@ -161,8 +191,16 @@ def test_a_version_above_the_range_is_wrong_too(monkeypatch):
     assert "(>=2.9,<2.14 is needed)" in packages("torch").found
 
 
-@pytest.mark.parametrize(("key", "name", "blocks"), [("packages", "h5py", True), ("packages", "soxr", False), ("front_end", "plotly", False),
-                                                     ("compiled", "numba", False), ("torch", "torch", False)])
+@pytest.mark.parametrize(
+    ("key", "name", "blocks"),
+    [
+        ("packages", "h5py", True),
+        ("packages", "soxr", False),
+        ("front_end", "plotly", False),
+        ("compiled", "numba", False),
+        ("torch", "torch", False),
+    ],
+)
 def test_a_missing_package(key, name, blocks, monkeypatch):
     pretend(monkeypatch, **{name: None})
     check = packages(key)
@@ -193,8 +231,10 @@ def test_versions():
     assert fits("10.0", ">9.9")
     assert fits("2.11", "==2.11.0")
     for wrong in ("~=2.1", "2.1"):
-        with pytest.raises(ValueError): fits("2.1", wrong)
-    with pytest.raises(ValueError): fits("newest", ">=1")
+        with pytest.raises(ValueError):
+            fits("2.1", wrong)
+    with pytest.raises(ValueError):
+        fits("newest", ">=1")
 
 
 CODE = """
@@ -207,18 +247,27 @@ sys.exit(main(["doctor", sys.argv[1], "--json"]))
 
 def test_it_works_where_nothing_is_installed(tmp_path):
     "A doctor that needs what is missing could not say so."
-    done = subprocess.run([sys.executable, "-c", CODE, os.fspath(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, os.fspath(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1, done.stderr
     assert done.stderr == ""
     body = json.loads(done.stdout)
     found = {c["key"]: c for c in body["checks"]}
     assert not body["ready"]
     assert set(found) == set(TITLES)
-    for key in ("packages", "hdf5", "engine_reference"): assert found[key]["blocks"], key
-    for key in ("cores", "limits", "python", "wsl"): assert found[key]["status"] != "missing", key
+    for key in ("packages", "hdf5", "engine_reference"):
+        assert found[key]["blocks"], key
+    for key in ("cores", "limits", "python", "wsl"):
+        assert found[key]["status"] != "missing", key
 
 
 # ---- cores, memory, limits -----------------------------------------------------------------------------------------------
+
 
 def groups(folder: Path, own: str, files: dict[str, str] | None = None) -> dict[str, Path]:
     "Control groups with some files."
@@ -232,7 +281,9 @@ def groups(folder: Path, own: str, files: dict[str, str] | None = None) -> dict[
 def test_a_quota_of_a_group_above(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor_machine, "usable_cores", lambda: 8)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    made = groups(tmp_path, "0::/job/step\n", {"job/cpu.max": "250000 100000", "job/step/cpu.max": "max 100000"})
+    made = groups(
+        tmp_path, "0::/job/step\n", {"job/cpu.max": "250000 100000", "job/step/cpu.max": "max 100000"}
+    )
     check = doctor_machine.examine_cores(**made)
     assert (check.status, check.figures["quota_cores"]) == ("warn", 2.5)
     assert "--compute-workers 2" in check.advice
@@ -243,8 +294,11 @@ def test_a_quota_of_a_group_above(tmp_path, monkeypatch):
 def test_a_quota_of_version_1(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor_machine, "usable_cores", lambda: 8)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    made = groups(tmp_path, "4:memory:/m\n1:cpu,cpuacct:/docker/x\n",
-                  {"cpu/docker/x/cpu.cfs_quota_us": "50000", "cpu/docker/x/cpu.cfs_period_us": "100000"})
+    made = groups(
+        tmp_path,
+        "4:memory:/m\n1:cpu,cpuacct:/docker/x\n",
+        {"cpu/docker/x/cpu.cfs_quota_us": "50000", "cpu/docker/x/cpu.cfs_period_us": "100000"},
+    )
     assert doctor_machine.examine_cores(**made).figures["quota_cores"] == 0.5
     assert "--compute-workers 1" in doctor_machine.examine_cores(**made).advice
     (tmp_path / "cpu" / "docker" / "x" / "cpu.cfs_quota_us").write_text("-1")
@@ -259,8 +313,14 @@ def test_cores_that_may_not_be_used(tmp_path, monkeypatch):
 
 
 def test_little_memory(tmp_path):
-    made = groups(tmp_path, "4:memory:/m\n",
-                  {"memory/m/memory.limit_in_bytes": "600000000", "memory/memory.limit_in_bytes": "9223372036854771712"})
+    made = groups(
+        tmp_path,
+        "4:memory:/m\n",
+        {
+            "memory/m/memory.limit_in_bytes": "600000000",
+            "memory/memory.limit_in_bytes": "9223372036854771712",
+        },
+    )
     check = doctor_machine.examine_memory(**made)
     assert (check.status, check.figures["limit_bytes"]) == ("warn", 600_000_000)
     assert "--max-bytes-in-flight 150000000" in check.advice
@@ -268,13 +328,17 @@ def test_little_memory(tmp_path):
     assert doctor_machine.examine_memory(**made).figures["limit_bytes"] is None, "a huge number is no limit"
 
 
-LOW = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)\n" \
-      "from leakmel.ops.doctor_machine import examine_limits as e; c = e(); print(c.status, c.figures['open_files'], c.advice)"
+LOW = (
+    "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)\n"
+    "from leakmel.ops.doctor_machine import examine_limits as e; c = e(); print(c.status, c.figures['open_files'], c.advice)"
+)
 
 
 @pytest.mark.parametrize(("limit", "said"), [("100", "warn 100 Set ulimit -n 4096"), ("256", "ok 256")])
 def test_a_low_limit_of_open_files(limit, said):
-    done = subprocess.run([sys.executable, "-c", LOW, limit], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOW, limit], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.startswith(said)
 
 
@@ -294,7 +358,9 @@ def wsl(tmp_path: Path, release: str, kind: str = "9p", name: str = "data set") 
     folder = tmp_path / name / "xy"
     folder.mkdir(parents=True, exist_ok=True)
     at = os.path.realpath(tmp_path / name).replace(" ", "\\040")
-    (tmp_path / "mounts").write_text(f"none / ext4 rw 0 0\nC:\\134 {at} {kind} rw,aname=drvfs 0 0\ntmp {at}/x tmpfs rw 0 0\n")
+    (tmp_path / "mounts").write_text(
+        f"none / ext4 rw 0 0\nC:\\134 {at} {kind} rw,aname=drvfs 0 0\ntmp {at}/x tmpfs rw 0 0\n"
+    )
     (tmp_path / "release").write_text(release + "\n")
     return doctor_machine.examine_wsl(folder, mounts=tmp_path / "mounts", release=tmp_path / "release")
 
@@ -315,6 +381,7 @@ def test_kinds_of_disk(tmp_path):
     number = os.stat(tmp_path).st_dev
     entry = tmp_path / "dev" / f"{os.major(number)}:{os.minor(number)}"
     entry.parent.mkdir()
+
     def kind(place: str, rotates: str = "0") -> str:
         "A disk, or what stands on one, as the system shows it."
         folder = tmp_path / "block" / place
@@ -327,6 +394,7 @@ def test_kinds_of_disk(tmp_path):
         entry.unlink(missing_ok=True)
         entry.symlink_to(folder)
         return doctor_parts.disk_kind(tmp_path, devices=tmp_path / "dev", kind="ext4")
+
     assert kind("nvme0n1/nvme0n1p2") == "NVMe SSD"
     assert kind("sda/sda1", "1\n") == "rotating disk"
     assert kind("sdb") == "SSD"
@@ -335,7 +403,10 @@ def test_kinds_of_disk(tmp_path):
     (tmp_path / "block" / "dm-0" / "slaves" / "sda1").symlink_to(tmp_path / "block" / "sda" / "sda1")
     entry.unlink()
     entry.symlink_to(tmp_path / "block" / "dm-0")
-    assert doctor_parts.disk_kind(tmp_path, devices=tmp_path / "dev", kind="ext4") in ("rotating disk", "not told")
+    assert doctor_parts.disk_kind(tmp_path, devices=tmp_path / "dev", kind="ext4") in (
+        "rotating disk",
+        "not told",
+    )
     assert doctor_parts.disk_kind(tmp_path, devices=tmp_path / "none", kind="overlay") == "not told"
     assert doctor_parts.disk_kind(tmp_path, kind="nfs4") == "network"
 
@@ -360,13 +431,15 @@ def test_the_cold_rate_is_of_files_that_were_seen_to_be_out(demo, monkeypatch):
 
 def test_only_recordings_of_the_folder_are_read(tmp_path, make_wav):
     "Not those that a scan would leave out, nor what lies elsewhere; and not more of them than are needed."
-    for name in ("in/A/a.wav", "in/A/.b.wav", "in/.hidden/c.wav", "out/d.wav"): make_wav(tmp_path / name)
+    for name in ("in/A/a.wav", "in/A/.b.wav", "in/.hidden/c.wav", "out/d.wav"):
+        make_wav(tmp_path / name)
     (tmp_path / "in" / "A" / "text.txt").write_bytes(b"x")
     (tmp_path / "in" / "A" / "link.wav").symlink_to(tmp_path / "out" / "d.wav")
     (tmp_path / "in" / "B").symlink_to(tmp_path / "out")
     os.mkfifo(tmp_path / "in" / "A" / "pipe.wav")
     assert doctor_parts.some_recordings(tmp_path / "in") == [tmp_path / "in" / "A" / "a.wav"]
-    for k in range(9): make_wav(tmp_path / "many" / f"{k}.wav")
+    for k in range(9):
+        make_wav(tmp_path / "many" / f"{k}.wav")
     assert len(doctor_parts.some_recordings(tmp_path / "many", n_bytes=20_000)) == 3
 
 
@@ -398,18 +471,36 @@ def test_without_recordings_files_are_written_and_removed(tmp_path, monkeypatch)
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     on_disk(monkeypatch)
     real = doctor_parts.tempfile.TemporaryDirectory
+
     def refuse(*args: Any, dir: Any = None, **more: Any) -> Any:
-        if dir == tmp_path: raise OSError(errno.EROFS, "read-only")
+        if dir == tmp_path:
+            raise OSError(errno.EROFS, "read-only")
         return real(prefix=more["prefix"], dir=dir)
+
     monkeypatch.setattr(doctor_parts.tempfile, "TemporaryDirectory", refuse)
     assert "holds no recordings and cannot be written" in doctor_parts.examine_disk(tmp_path).found
     assert "since the folder cannot be written" in doctor_parts.examine_hdf5(tmp_path).found
 
 
-@pytest.mark.parametrize(("kind", "rate", "status"), [("SSD", 300e6, "ok"), ("SSD", 10e6, "warn"), ("network", 300e6, "warn"), ("rotating disk", 90e6, "warn")])
+@pytest.mark.parametrize(
+    ("kind", "rate", "status"),
+    [
+        ("SSD", 300e6, "ok"),
+        ("SSD", 10e6, "warn"),
+        ("network", 300e6, "warn"),
+        ("rotating disk", 90e6, "warn"),
+    ],
+)
 def test_slow_disks(kind, rate, status, tmp_path, monkeypatch):
     on_disk(monkeypatch, kind)
-    done = {"cold": True, "of": "recordings", "n_files": 9, "n_bytes": 1000, "bytes_per_s": rate, "measured_s": 0.1}
+    done = {
+        "cold": True,
+        "of": "recordings",
+        "n_files": 9,
+        "n_bytes": 1000,
+        "bytes_per_s": rate,
+        "measured_s": 0.1,
+    }
     monkeypatch.setattr(doctor_parts, "cold_rate", lambda folder: done)
     check = doctor_parts.examine_disk(tmp_path)
     assert check.status == status
@@ -426,6 +517,7 @@ def test_a_system_that_cannot_drop_files(demo, monkeypatch):
 
 # ---- HDF5 ----------------------------------------------------------------------------------------------------------------
 
+
 def test_hdf5_that_cannot_write_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(h5py, "File", failing(OSError(errno.ENOSPC, "No space left on device")))
     check = doctor_parts.examine_hdf5(tmp_path)
@@ -436,10 +528,13 @@ def test_hdf5_that_cannot_write_blocks(tmp_path, monkeypatch):
 
 def test_hdf5_that_gives_back_something_else_blocks(tmp_path, monkeypatch):
     real = h5py.File
+
     def altered(path: Path, mode: str, **more: Any) -> Any:
         if mode == "r":
-            with real(path, "r+") as f: f["segments_mel"][2, 7] = 1
+            with real(path, "r+") as f:
+                f["segments_mel"][2, 7] = 1
         return real(path, mode, **more)
+
     assert doctor_parts.examine_hdf5(tmp_path).status == "ok"
     monkeypatch.setattr(h5py, "File", altered)
     check = doctor_parts.examine_hdf5(tmp_path)
@@ -457,6 +552,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
 
 # ---- compiled code, GPU --------------------------------------------------------------------------------------------------
+
 
 def test_a_cache_that_cannot_be_written(monkeypatch):
     assert doctor_parts.examine_compiled().status == "ok"
@@ -487,17 +583,29 @@ def test_a_machine_without_a_gpu(monkeypatch):
 
 def test_a_driver_with_a_torch_that_cannot_use_it(monkeypatch):
     import torch
+
     monkeypatch.setattr(engines, "may_have_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    card = SimpleNamespace(nvmlInit=lambda: None, nvmlSystemGetDriverVersion=lambda: "580.1", nvmlSystemGetCudaDriverVersion=lambda: 13010,
-                           nvmlDeviceGetHandleByIndex=lambda i: i, nvmlDeviceGetName=failing(RuntimeError("no name")),
-                           nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(total=24e9))
+    card = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "580.1",
+        nvmlSystemGetCudaDriverVersion=lambda: 13010,
+        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetName=failing(RuntimeError("no name")),
+        nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(total=24e9),
+    )
     monkeypatch.setitem(sys.modules, "pynvml", card)
     check = doctor_parts.examine_gpu()
-    assert (check.status, check.found) == ("warn", "GPU without a name, driver 580.1, CUDA 13.1, 24.00 GB, torch can use none")
+    assert (check.status, check.found) == (
+        "warn",
+        "GPU without a name, driver 580.1, CUDA 13.1, 24.00 GB, torch can use none",
+    )
     assert check.figures["gpu_name"] is None
-    assert (doctor_parts.examine_torch().status, "install a CUDA build" in doctor_parts.examine_torch().advice) == ("warn", True)
+    assert (
+        doctor_parts.examine_torch().status,
+        "install a CUDA build" in doctor_parts.examine_torch().advice,
+    ) == ("warn", True)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert f"driver {NOT_MEASURED}" in doctor_parts.examine_gpu().found
 
@@ -512,6 +620,7 @@ def test_the_bus_of_a_rehearsed_device(monkeypatch):
 
 
 # ---- engines -------------------------------------------------------------------------------------------------------------
+
 
 class Shifted(cpu_engine.CpuEngine):
     "The compiled engine, a tenth of a decibel too loud in one band."
@@ -542,9 +651,14 @@ def test_a_wrong_fft_does_not_become_the_measure_of_all(monkeypatch):
     assert check.figures["max_abs_db"] > 0.1
 
 
-@pytest.mark.parametrize(("error", "status", "said"), [(ImportError("no torch"), "missing", "no torch"),
-                                                        (engines.NotHere("no card", remedy="buy one"), "missing", "no card"),
-                                                        (RuntimeError("illegal instruction"), "warn", "broken: RuntimeError: illegal instruction")])
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ImportError("no torch"), "missing", "no torch"),
+        (engines.NotHere("no card", remedy="buy one"), "missing", "no card"),
+        (RuntimeError("illegal instruction"), "warn", "broken: RuntimeError: illegal instruction"),
+    ],
+)
 def test_engines_that_cannot_run(error, status, said, monkeypatch):
     monkeypatch.setattr(doctor_engines, "make_engine", failing(error))
     check = doctor_engines.examine_engine("torch")
@@ -556,13 +670,16 @@ def test_engines_that_cannot_run(error, status, said, monkeypatch):
 def test_parity_asks_every_device():
     "Two rehearsed devices, each from 16-bit samples and from float32, twice."
     (spec, *_) = doctor_engines.parity_specs()
-    with doctor_engines.make_engine("torch", spec, "rehearsal*2") as engine: found, _ = doctor_engines.parity(engine)
+    with doctor_engines.make_engine("torch", spec, "rehearsal*2") as engine:
+        found, _ = doctor_engines.parity(engine)
     assert len(found) == 8
     assert all(c.ok for c in found)
 
 
 def test_the_definition_holds_for_frames_that_overlap():
-    spec = MelSpec(duration_s=1, long_window=1024, short_window=1024, short_hop=1024, n_fft=256, hop_length=96, power=2.0)
+    spec = MelSpec(
+        duration_s=1, long_window=1024, short_window=1024, short_hop=1024, n_fft=256, hop_length=96, power=2.0
+    )
     x = engines.check_recording(spec)
     right = doctor_engines.defined_features(x, spec)
     assert engines.compare(engines.reference_log_mel(x, spec).astype(np.float16), right, spec).ok
@@ -570,11 +687,13 @@ def test_the_definition_holds_for_frames_that_overlap():
 
 # ---- the command ---------------------------------------------------------------------------------------------------------
 
+
 def test_the_command_prints_a_page(demo, whole, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda folder, progress=None: whole)
     assert main(["doctor", os.fspath(demo), "--quiet"]) == 0
     out = capsys.readouterr().out
-    for check in whole.checks: assert check.title in out
+    for check in whole.checks:
+        assert check.title in out
     assert out.rstrip().splitlines()[-1] == whole.title
     assert max(map(len, out.splitlines())) <= 120
     assert main(["doctor", os.fspath(demo), "--json"]) == 0
@@ -584,7 +703,8 @@ def test_the_command_prints_a_page(demo, whole, monkeypatch, capsys):
 def test_no_such_folder(tmp_path, capsys):
     assert main(["doctor", os.fspath(tmp_path / "nowhere")]) == 1
     assert "no such folder" in capsys.readouterr().err
-    with pytest.raises(DataError, match="no such folder"): examine(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="no such folder"):
+        examine(tmp_path / "nowhere")
 
 
 def test_without_a_folder_it_is_the_current_one(tmp_path, monkeypatch):

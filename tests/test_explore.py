@@ -1,4 +1,5 @@
 "Exploring without a browser: what is chosen, refused, drawn and heard; spec files from there to a build; the notebook as papermill runs it."
+
 import io
 import json
 import os
@@ -25,7 +26,15 @@ from leakmel.dataset.spec_file import MOST_BYTES, asked_spec, read_spec, spec_of
 from leakmel.insight.data_plots import recording_spectra
 from leakmel.insight.explore import Explorer, Selection, explore_kinds
 from leakmel.insight.explore_data import Choice, recordings_of_data_set, recordings_of_scan
-from leakmel.insight.explore_plots import as_float, bin_levels_db, borders, envelope, mel_columns, recording_figure, sound_of
+from leakmel.insight.explore_plots import (
+    as_float,
+    bin_levels_db,
+    borders,
+    envelope,
+    mel_columns,
+    recording_figure,
+    sound_of,
+)
 from leakmel.insight.explore_split import SplitAudio, sample_of
 from leakmel.insight.explore_view import ExploreView, Line, is_watched, open_explorer
 from leakmel.mel.engines import NotHere
@@ -42,51 +51,84 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def recordings(data): return recordings_of_scan(lm.scan(data, content=True, progress="none"))
+def recordings(data):
+    return recordings_of_scan(lm.scan(data, content=True, progress="none"))
 
 
 @pytest.fixture
 def state(recordings):
-    with Explorer(recordings, engine="cpu") as opened: yield opened
+    with Explorer(recordings, engine="cpu") as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
 def built(data, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("built") / "TRAINING_DATASET.H5"
-    lm.build(data, split="training", out=path, spec={"preset": "overlap", "n_mels": 24, **FIXED}, engine="cpu", progress="none")
+    lm.build(
+        data,
+        split="training",
+        out=path,
+        spec={"preset": "overlap", "n_mels": 24, **FIXED},
+        engine="cpu",
+        progress="none",
+    )
     return path
 
 
 # ---- which recordings ----------------------------------------------------------------------------------------------
 
+
 def test_recordings_are_found_by_what_they_are(recordings):
-    for choice, n in ((Choice(), len(recordings)), (Choice(flag="clipped"), 1), (Choice(split="TRAINING", flag="silent"), 1)):
+    for choice, n in (
+        (Choice(), len(recordings)),
+        (Choice(flag="clipped"), 1),
+        (Choice(split="TRAINING", flag="silent"), 1),
+    ):
         assert len(recordings.matching(choice)) == n
     table = recordings.table
     assert set(table["label"].iloc[recordings.matching(Choice(label="LEAK"))]) == {"LEAK"}
-    assert recordings.n_left_out == 6      # five that cannot be read, one without a label
-    assert {"clipped", "silent", "dc_offset", "stereo", "identical_channels", "other_length", "duplicate"} <= set(recordings.words["flag"])
+    assert recordings.n_left_out == 6  # five that cannot be read, one without a label
+    assert {
+        "clipped",
+        "silent",
+        "dc_offset",
+        "stereo",
+        "identical_channels",
+        "other_length",
+        "duplicate",
+    } <= set(recordings.words["flag"])
     for name, word in (("label", "LEEK"), ("flag", "loud"), ("split", "training")):
-        with pytest.raises(UsageError, match=f"no recording has this {name}"): recordings.matching(Choice(**{name: word}))
+        with pytest.raises(UsageError, match=f"no recording has this {name}"):
+            recordings.matching(Choice(**{name: word}))
 
 
 def test_a_data_set_tells_the_same_without_reading_again(data, built, recordings):
     found = recordings_of_data_set(built, lm.scan(data))
     for flag in ("clipped", "silent", "dc_offset", "stereo", "gain_1"):
-        ours, scanned = (set(x.table["shown"].iloc[x.matching(Choice(flag=flag))]) if flag in x.words["flag"] else set() for x in (found, recordings))
-        assert ours == (set() if flag == "gain_1" else {p for p in scanned if p.startswith("TRAINING")})      # names are not judged here
+        ours, scanned = (
+            set(x.table["shown"].iloc[x.matching(Choice(flag=flag))]) if flag in x.words["flag"] else set()
+            for x in (found, recordings)
+        )
+        assert ours == (
+            set() if flag == "gain_1" else {p for p in scanned if p.startswith("TRAINING")}
+        )  # names are not judged here
     assert "padded" in found.words["flag"]
-    with pytest.raises(DataError, match="lacks the split"): recordings_of_data_set(built, lm.scan(data, split="testing"))
+    with pytest.raises(DataError, match="lacks the split"):
+        recordings_of_data_set(built, lm.scan(data, split="testing"))
 
 
 def test_words_chosen_before_give_way_and_it_is_said(state):
     assert state.choose(flag="silent")
     assert state.choose(label="NOLEAK")
-    assert (state.choice, state.note) == (Choice(label="NOLEAK"), "None of them has flag silent, which was let go.")
+    assert (state.choice, state.note) == (
+        Choice(label="NOLEAK"),
+        "None of them has flag silent, which was let go.",
+    )
     assert not state.choose(sensor="none")
     assert "no recording has this sensor" in state.refused
     assert state.choice == Choice(label="NOLEAK")
-    with pytest.raises(UsageError, match="labels"): state.choose(labels="LEAK")
+    with pytest.raises(UsageError, match="labels"):
+        state.choose(labels="LEAK")
 
 
 def test_the_next_after_the_last_is_the_first_and_a_choice_keeps_the_recording(state):
@@ -102,6 +144,7 @@ def test_the_next_after_the_last_is_the_first_and_a_choice_keeps_the_recording(s
 
 # ---- settings ------------------------------------------------------------------------------------------------------
 
+
 def test_mels_are_those_of_log_mel_and_of_a_build(state, built):
     state.set(preset="overlap", n_mels=24)
     with lm.open_dataset(built) as ds:
@@ -110,17 +153,27 @@ def test_mels_are_those_of_log_mel_and_of_a_build(state, built):
             state.go(int(np.flatnonzero(state.recordings.table["shown"].iloc[state.matching] == shown)[0]))
             assert np.array_equal(state.mels, ds[row][0])
             assert state.heard.status == ds.files["status"][row]
-    assert np.array_equal(state.mels, lm.log_mel(state.heard.samples, state.spec, engine="cpu").astype(np.float16))
+    assert np.array_equal(
+        state.mels, lm.log_mel(state.heard.samples, state.spec, engine="cpu").astype(np.float16)
+    )
 
 
 def test_a_refused_setting_changes_nothing_and_says_what_to_do(state):
     before = state.mels
-    for change, said in (({"n_mels": 256}, "Use n_mels=239 or fewer"), ({"n_fft": 1024}, "Lower n_fft"),
-                         ({"f_min_hz": 2000.0, "f_max_hz": 1000.0}, "Change f_min_hz"),
-                         ({"preset": "magic"}, "unknown preset"), ({"sample_rate": 8000}, "parameters cell"), ({"num_mels": 3}, "unknown setting num_mels")):
+    for change, said in (
+        ({"n_mels": 256}, "Use n_mels=239 or fewer"),
+        ({"n_fft": 1024}, "Lower n_fft"),
+        ({"f_min_hz": 2000.0, "f_max_hz": 1000.0}, "Change f_min_hz"),
+        ({"preset": "magic"}, "unknown preset"),
+        ({"sample_rate": 8000}, "parameters cell"),
+        ({"num_mels": 3}, "unknown setting num_mels"),
+    ):
         assert not state.set(**change)
         assert said in state.refused
-        assert (state.spec, state.changes) == (lm.MelSpec.preset("disjoint", **FIXED), {"preset": "disjoint@1"})
+        assert (state.spec, state.changes) == (
+            lm.MelSpec.preset("disjoint", **FIXED),
+            {"preset": "disjoint@1"},
+        )
         assert state.mels is before
     assert state.set(n_mels=40)
     assert state.refused == ""
@@ -150,16 +203,25 @@ def test_changes_are_what_differs_from_the_preset(state):
 
 # ---- pictures and sound --------------------------------------------------------------------------------------------
 
+
 def test_frames_of_chosen_segments_come_once_and_in_time():
     spec = lm.MelSpec.preset("overlap", hop_length=64, n_fft=256)
     n_long, n_short, _, n_frames = spec.row_shape
-    mels = spec.grid.frame_starts[:, :, None, :].repeat(spec.n_mels, 2).astype(np.float32)      # each frame says where it begins
+    mels = (
+        spec.grid.frame_starts[:, :, None, :].repeat(spec.n_mels, 2).astype(np.float32)
+    )  # each frame says where it begins
     for selection in (Selection(), Selection(5, 9), Selection(5, 6, 2), Selection(n_long - 1, None, 0)):
         times, picture, each = mel_columns(mels, spec, selection)
         s = selection.fitted(spec)
-        own = {int(v) for v in spec.grid.frame_starts[s.first:s.stop, slice(None) if s.short is None else s.short].ravel()}
+        own = {
+            int(v)
+            for v in spec.grid.frame_starts[
+                s.first : s.stop, slice(None) if s.short is None else s.short
+            ].ravel()
+        }
         starts = picture[0] if each == 1 else None
-        if starts is not None: assert starts.tolist() == sorted(own)
+        if starts is not None:
+            assert starts.tolist() == sorted(own)
         assert np.allclose(times[:1], (min(own) + 128 + 64 * (each // 2)) / 4096)
         assert len(times) == -(-len(own) // each) <= 800
         start, stop = s.samples(spec)
@@ -186,8 +248,10 @@ def test_the_figure_has_units_a_finding_and_few_points(state):
     assert "re full scale, loudest at" in figure.layout.title.text
     assert "clipped" in figure.layout.title.subtitle.text
     assert "a column is the loudest of" in figure.layout.title.subtitle.text
-    assert [a.title.text for a in (figure.layout.xaxis2, figure.layout.yaxis2, figure.layout.xaxis3, figure.layout.yaxis)] == [
-        "time (s)", "frequency (Hz)", "mean level (dB)", "amplitude"]
+    assert [
+        a.title.text
+        for a in (figure.layout.xaxis2, figure.layout.yaxis2, figure.layout.xaxis3, figure.layout.yaxis)
+    ] == ["time (s)", "frequency (Hz)", "mean level (dB)", "amplitude"]
     assert max(len(t.x) for t in figure.data) <= 1900
     levels = bin_levels_db(state.heard.samples, state.spec, Selection())
     assert levels.shape == (33,)
@@ -200,66 +264,163 @@ def test_sound_is_the_chosen_part_and_says_when_it_was_raised(state):
     state.select(4, 8)
     (plain, said), (loud, raised) = (sound_of(state, louder) for louder in (False, True))
     for wav in (plain, loud):
-        with wave.open(io.BytesIO(wav)) as f: assert (f.getframerate(), f.getnframes(), f.getsampwidth()) == (4096, 4096, 2)
+        with wave.open(io.BytesIO(wav)) as f:
+            assert (f.getframerate(), f.getnframes(), f.getsampwidth()) == (4096, 4096, 2)
     assert said == "1 s of sound, as loud as recorded"
     assert "raised by" in raised
     as_recorded = np.frombuffer(plain[44:], np.int16)
-    assert np.array_equal(as_recorded, np.round(as_float(state.heard.samples[4096:8192]) * 32_767).astype(np.int16))
+    assert np.array_equal(
+        as_recorded, np.round(as_float(state.heard.samples[4096:8192]) * 32_767).astype(np.int16)
+    )
     assert np.abs(np.frombuffer(loud[44:], np.int16)).max() == round(0.9 * 32_767)
 
 
 # ---- the whole split -----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("keep", "device", "where"), [
-    (True, "cpu", "memory"), (False, "cpu", "their files"), (True, "rehearsal", "the memory of rehearsal:0")])
+
+@pytest.mark.parametrize(
+    ("keep", "device", "where"),
+    [
+        (True, "cpu", "memory"),
+        (False, "cpu", "their files"),
+        (True, "rehearsal", "the memory of rehearsal:0"),
+    ],
+)
 def test_the_whole_split_is_as_in_a_build(recordings, built, keep, device, where):
-    with lm.open_dataset(built) as ds: right, labels, spec = *recording_spectra(ds), ds.spec
+    with lm.open_dataset(built) as ds:
+        right, labels, spec = *recording_spectra(ds), ds.spec
     engine = "cpu" if device == "cpu" else "torch"
-    with SplitAudio(recordings, "TRAINING", spec, keep=keep, device=device, engine=engine, progress="none") as audio:
+    with SplitAudio(
+        recordings, "TRAINING", spec, keep=keep, device=device, engine=engine, progress="none"
+    ) as audio:
         audio.spectra(lm.MelSpec.preset("disjoint"))
         found = audio.spectra(spec)
         assert found.where == where
-        with pytest.raises(UsageError, match="another rate or length"): audio.spectra(lm.MelSpec.preset("disjoint", duration_s=5.0))
+        with pytest.raises(UsageError, match="another rate or length"):
+            audio.spectra(lm.MelSpec.preset("disjoint", duration_s=5.0))
     assert found.labels == labels
-    assert np.array_equal(found.spectra_db, right) if device == "cpu" else np.allclose(found.spectra_db, right, atol=0.01)
+    assert (
+        np.array_equal(found.spectra_db, right)
+        if device == "cpu"
+        else np.allclose(found.spectra_db, right, atol=0.01)
+    )
     assert (found.n_found, found.n_taken, found.n_silent, found.seconds > 0) == (60, 60, 1, True)
 
 
-@pytest.mark.parametrize("fault", [NotHere("no CUDA device is usable"), MachineError("60 recordings do not fit into the memory of cuda:0")])
+@pytest.mark.parametrize(
+    "fault",
+    [NotHere("no CUDA device is usable"), MachineError("60 recordings do not fit into the memory of cuda:0")],
+)
 def test_without_room_on_a_device_memory_does_as_well(recordings, monkeypatch, fault):
     from leakmel.dataset import resident
     from leakmel.insight import explore_split
-    def hold(*args: Any, **options: Any) -> None: raise fault
+
+    def hold(*args: Any, **options: Any) -> None:
+        raise fault
+
     monkeypatch.setattr(explore_split, "may_have_cuda", lambda: True)
     monkeypatch.setattr(resident, "hold_on_device", hold)
-    with SplitAudio(recordings, "TRAINING", lm.MelSpec.preset("disjoint"), progress="none") as audio: assert audio.where == "memory"
-    with pytest.raises(type(fault)): SplitAudio(recordings, "TRAINING", lm.MelSpec.preset("disjoint"), device="cuda", progress="none")
+    with SplitAudio(recordings, "TRAINING", lm.MelSpec.preset("disjoint"), progress="none") as audio:
+        assert audio.where == "memory"
+    with pytest.raises(type(fault)):
+        SplitAudio(recordings, "TRAINING", lm.MelSpec.preset("disjoint"), device="cuda", progress="none")
 
 
 def test_a_sample_is_stated_and_even(recordings):
     thin = sample_of(recordings.manifest, "TRAINING", 10).listings[0]
     whole = next(x for x in recordings.manifest.listings if x.split == "TRAINING")
     assert [whole.paths.index(p) for p in thin.paths] == [0, 6, 13, 19, 26, 32, 39, 45, 52, 59]
-    with SplitAudio(recordings, "TRAINING", lm.MelSpec.preset("disjoint"), most=10, engine="cpu", progress="none") as audio:
-        assert "TRAINING: 10 of 60 recordings, evenly spread" in repr(audio.spectra(lm.MelSpec.preset("disjoint")))
-    with pytest.raises(UsageError, match="most must be at least 1"): sample_of(recordings.manifest, "TRAINING", 0)
+    with SplitAudio(
+        recordings, "TRAINING", lm.MelSpec.preset("disjoint"), most=10, engine="cpu", progress="none"
+    ) as audio:
+        assert "TRAINING: 10 of 60 recordings, evenly spread" in repr(
+            audio.spectra(lm.MelSpec.preset("disjoint"))
+        )
+    with pytest.raises(UsageError, match="most must be at least 1"):
+        sample_of(recordings.manifest, "TRAINING", 0)
 
 
 # ---- spec files ----------------------------------------------------------------------------------------------------
+
 
 def test_a_spec_goes_from_the_page_to_the_build(state, data, tmp_path, capsys):
     state.set(preset="overlap", n_mels=24, n_fft=256)
     path = tmp_path / "spec.json"
     assert state.write(path) == read_spec(path)
     body = json.loads(path.read_text())
-    assert body == {"kind": "leakmel spec", "schema": 1, "leakmel_version": lm.__version__, "preset": "overlap@1", "settings": {"n_mels": 24, "n_fft": 256}}
-    assert main(["build", str(data), "--split", "testing", "--out", str(tmp_path / "x.h5"), "--spec", str(path), "--n-mels", "20", "--engine", "cpu",
-                 "--sample-rate", "4096", "--duration-s", "10", "--no-tuned", "--quiet"]) == 0
-    assert f"spec of {path}: preset overlap@1, n_mels 24, n_fft 256; n_mels 20 was asked for instead of 24" in capsys.readouterr().out
-    with lm.open_dataset(tmp_path / "x.h5") as ds: assert ds.spec == lm.MelSpec.preset("overlap", n_mels=20, n_fft=256, **FIXED)
-    assert main(["build", str(data), "--split", "testing", "--out", str(tmp_path / "y.h5"), "--spec", str(path), "--preset", "disjoint", "--quiet"]) == 2
+    assert body == {
+        "kind": "leakmel spec",
+        "schema": 1,
+        "leakmel_version": lm.__version__,
+        "preset": "overlap@1",
+        "settings": {"n_mels": 24, "n_fft": 256},
+    }
+    assert (
+        main(
+            [
+                "build",
+                str(data),
+                "--split",
+                "testing",
+                "--out",
+                str(tmp_path / "x.h5"),
+                "--spec",
+                str(path),
+                "--n-mels",
+                "20",
+                "--engine",
+                "cpu",
+                "--sample-rate",
+                "4096",
+                "--duration-s",
+                "10",
+                "--no-tuned",
+                "--quiet",
+            ]
+        )
+        == 0
+    )
+    assert (
+        f"spec of {path}: preset overlap@1, n_mels 24, n_fft 256; n_mels 20 was asked for instead of 24"
+        in capsys.readouterr().out
+    )
+    with lm.open_dataset(tmp_path / "x.h5") as ds:
+        assert ds.spec == lm.MelSpec.preset("overlap", n_mels=20, n_fft=256, **FIXED)
+    assert (
+        main(
+            [
+                "build",
+                str(data),
+                "--split",
+                "testing",
+                "--out",
+                str(tmp_path / "y.h5"),
+                "--spec",
+                str(path),
+                "--preset",
+                "disjoint",
+                "--quiet",
+            ]
+        )
+        == 2
+    )
     assert "Leave the preset to the file" in capsys.readouterr().err
-    assert main(["build", str(data), "--split", "testing", "--out", str(tmp_path / "y.h5"), "--spec", str(tmp_path / "none.json"), "--quiet"]) == 1
+    assert (
+        main(
+            [
+                "build",
+                str(data),
+                "--split",
+                "testing",
+                "--out",
+                str(tmp_path / "y.h5"),
+                "--spec",
+                str(tmp_path / "none.json"),
+                "--quiet",
+            ]
+        )
+        == 1
+    )
     assert "no such spec file" in capsys.readouterr().err
     assert not (tmp_path / "y.h5").exists()
 
@@ -274,42 +435,79 @@ def build_parameters(**given: Any) -> dict[str, Any]:
 
 def test_the_build_notebook_takes_a_spec_file(data, tmp_path):
     write_spec(tmp_path / "spec.json", {"preset": "overlap", "n_mels": 24, **FIXED})
-    common = {"data_root": str(data), "split": "testing", "out": str(tmp_path / "out"), "spec_file": str(tmp_path / "spec.json"), "engine": "cpu"}
+    common = {
+        "data_root": str(data),
+        "split": "testing",
+        "out": str(tmp_path / "out"),
+        "spec_file": str(tmp_path / "spec.json"),
+        "engine": "cpu",
+    }
     plan = plan_run(build_parameters(**common))
     assert plan.spec == lm.MelSpec.preset("overlap", n_mels=24, **FIXED)
     assert f"{tmp_path}/spec.json: preset overlap@1, n_mels 24" in repr(plan)
     assert plan_run(build_parameters(**common, n_mels=20)).spec.n_mels == 20
     assert "n_mels 20 was asked for instead of 24" in repr(plan_run(build_parameters(**common, n_mels=20)))
     write_spec(tmp_path / "spec.json", {"n_mels": 24})
-    with pytest.raises(UsageError, match="preset is not that of the spec file"): plan_run(build_parameters(**common, preset="overlap"))
-    assert "from" not in [line.split()[0] for line in repr(plan_run(build_parameters(**common | {"spec_file": ""}, **FIXED))).splitlines()]
+    with pytest.raises(UsageError, match="preset is not that of the spec file"):
+        plan_run(build_parameters(**common, preset="overlap"))
+    assert "from" not in [
+        line.split()[0]
+        for line in repr(plan_run(build_parameters(**common | {"spec_file": ""}, **FIXED))).splitlines()
+    ]
 
 
-def body(**changes: Any) -> str: return json.dumps({"kind": "leakmel spec", "schema": 1, "preset": "disjoint@1", "settings": {"n_mels": 40}} | changes)
+def body(**changes: Any) -> str:
+    return json.dumps(
+        {"kind": "leakmel spec", "schema": 1, "preset": "disjoint@1", "settings": {"n_mels": 40}} | changes
+    )
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    (body(extra=1), "extra is unknown"), (body(settings={"num_mels": 3}), "here it is n_mels"), (body(settings={"preset_name": "x"}), "preset_name is unknown"),
-    (body(settings={"n_mels": "40"}), "n_mels must be a whole number"), (body(settings={"n_mels": True}), "n_mels must be a whole number"),
-    (body(settings={"mel_scale": "bark"}), "mel_scale is not known"), (body(settings={"f_max_hz": 1e300}), "out of all bounds"),
-    (body(settings={"f_max_hz": 10 ** 400}), "out of all bounds"), (body(settings=[]), "settings must be a JSON object"),
-    (body(settings={"n_mels": 500, **FIXED}), "holds no frequency bin"), (body(schema=2), "another schema"), (body(schema=True), "another schema"),
-    (body(kind="x"), "no spec file"), (body(preset="magic"), "unknown preset"), (body(preset=["disjoint"]), "names no preset"),
-    ("[]", "no JSON object"), ("{", "no JSON"), ('{"kind": "leakmel spec", "kind": "leakmel spec"}', "a key stands twice"),
-    (body().replace("40", "NaN"), "NaN is no number"), ("[" * 50_000, "no JSON"), (" " * MOST_BYTES + "{}", "too large"),
-    ("\xff\xfe", "no JSON"), ("__import__('os').abort()", "no JSON")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (body(extra=1), "extra is unknown"),
+        (body(settings={"num_mels": 3}), "here it is n_mels"),
+        (body(settings={"preset_name": "x"}), "preset_name is unknown"),
+        (body(settings={"n_mels": "40"}), "n_mels must be a whole number"),
+        (body(settings={"n_mels": True}), "n_mels must be a whole number"),
+        (body(settings={"mel_scale": "bark"}), "mel_scale is not known"),
+        (body(settings={"f_max_hz": 1e300}), "out of all bounds"),
+        (body(settings={"f_max_hz": 10**400}), "out of all bounds"),
+        (body(settings=[]), "settings must be a JSON object"),
+        (body(settings={"n_mels": 500, **FIXED}), "holds no frequency bin"),
+        (body(schema=2), "another schema"),
+        (body(schema=True), "another schema"),
+        (body(kind="x"), "no spec file"),
+        (body(preset="magic"), "unknown preset"),
+        (body(preset=["disjoint"]), "names no preset"),
+        ("[]", "no JSON object"),
+        ("{", "no JSON"),
+        ('{"kind": "leakmel spec", "kind": "leakmel spec"}', "a key stands twice"),
+        (body().replace("40", "NaN"), "NaN is no number"),
+        ("[" * 50_000, "no JSON"),
+        (" " * MOST_BYTES + "{}", "too large"),
+        ("\xff\xfe", "no JSON"),
+        ("__import__('os').abort()", "no JSON"),
+    ],
+)
 def test_a_spec_file_of_anybody_is_not_believed(tmp_path, text, said):
     path = tmp_path / "spec.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises((SpecError, DataError), match=said) as caught: read_spec(path)
+    with pytest.raises((SpecError, DataError), match=said) as caught:
+        read_spec(path)
     assert str(path) in str(caught.value) or "frequency bin" in said
     assert len(str(caught.value)) < 1200
 
 
 def test_a_spec_file_that_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
-    for name, said in (("pipe.json", "no regular file"), ("none.json", "no such spec file"), (".", "no regular file|cannot be read")):
-        with pytest.raises(DataError, match=said): read_spec(tmp_path / name)
+    for name, said in (
+        ("pipe.json", "no regular file"),
+        ("none.json", "no such spec file"),
+        (".", "no regular file|cannot be read"),
+    ):
+        with pytest.raises(DataError, match=said):
+            read_spec(tmp_path / name)
 
 
 # a data set as the spec of a build
@@ -326,17 +524,33 @@ def specs_of(*paths: Path) -> list[tuple[lm.MelSpec, str, int]]:
     "Spec, fingerprint and length of rows of data sets."
     found = []
     for path in paths:
-        with lm.open_dataset(path) as ds: found.append((ds.spec, ds.file.attrs["fingerprint"], ds.mels.shape[1]))
+        with lm.open_dataset(path) as ds:
+            found.append((ds.spec, ds.file.attrs["fingerprint"], ds.mels.shape[1]))
     return found
 
 
-@pytest.mark.parametrize(("preset", "changes"), [
-    ("disjoint", {}), ("overlap", {}), ("disjoint", {"n_mels": 32, "f_min_hz": 100.0, "mel_norm": "slaney", "f_max_hz": 1000.0}),
-    ("overlap", {"duration_s": 5.0, "floor": 1e-9, "channels": "first", "mel_norm": None}),
-    ("disjoint", {"sample_rate": 2048, "power": 2.0, "mel_scale": "slaney"})])
-def test_rows_that_are_built_with_a_data_set_are_like_its_rows(twelve, tmp_path, make_wav, capsys, preset, changes):
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("disjoint", {}),
+        ("overlap", {}),
+        ("disjoint", {"n_mels": 32, "f_min_hz": 100.0, "mel_norm": "slaney", "f_max_hz": 1000.0}),
+        ("overlap", {"duration_s": 5.0, "floor": 1e-9, "channels": "first", "mel_norm": None}),
+        ("disjoint", {"sample_rate": 2048, "power": 2.0, "mel_scale": "slaney"}),
+    ],
+)
+def test_rows_that_are_built_with_a_data_set_are_like_its_rows(
+    twelve, tmp_path, make_wav, capsys, preset, changes
+):
     "Also where the new recordings are of another rate and length."
-    lm.build(twelve, split="testing", out=tmp_path / "old.h5", spec=lm.MelSpec.preset(preset, **changes), progress="none", check=0)
+    lm.build(
+        twelve,
+        split="testing",
+        out=tmp_path / "old.h5",
+        spec=lm.MelSpec.preset(preset, **changes),
+        progress="none",
+        check=0,
+    )
     make_wav(tmp_path / "new" / "2026-11-22" / "a.wav", n=8192 * 12, rate=8192)
     make_wav(tmp_path / "new" / "2026-11-23" / "b.wav", n=4096 * 7)
     words = ["build", str(tmp_path / "new"), "--out", str(tmp_path / "new.h5"), "--json", "--quiet"]
@@ -348,38 +562,90 @@ def test_rows_that_are_built_with_a_data_set_are_like_its_rows(twelve, tmp_path,
     there = spec_of_data_set(tmp_path / "old.h5")
     assert there.preset == lm.MelSpec.preset(preset).preset_name
     assert there.settings == {"sample_rate": 4096, "duration_s": 10.0} | changes
-    assert read_spec(write_spec(tmp_path / "spec.json", there.changes).path).changes == there.changes, "as a spec file has it"
+    assert read_spec(write_spec(tmp_path / "spec.json", there.changes).path).changes == there.changes, (
+        "as a spec file has it"
+    )
 
 
 def test_settings_beside_a_data_set_win_and_another_preset_is_refused(twelve, tmp_path, capsys):
-    lm.build_all(twelve, out_dir=tmp_path, spec=lm.MelSpec.preset("disjoint", n_mels=32), progress="none", check=0)
+    lm.build_all(
+        twelve, out_dir=tmp_path, spec=lm.MelSpec.preset("disjoint", n_mels=32), progress="none", check=0
+    )
     old = tmp_path / "TRAINING_DATASET.H5"
     changes, said = asked_spec(old, None, {"n_mels": 24})
     assert changes == {"preset": "disjoint@1", "sample_rate": 4096, "duration_s": 10.0, "n_mels": 24}
-    assert said == f"spec of {old}: preset disjoint@1, sample_rate 4096, duration_s 10.0, n_mels 32; n_mels 24 was asked for instead of 32"
-    with pytest.raises(UsageError, match="the preset is not that of the spec file"): asked_spec(old, "overlap", {})
-    assert asked_spec(tmp_path, None, {})[0] == spec_of_data_set(old).changes, "a folder of data sets stands for what is learned from"
-    assert main(["build", str(twelve), "--split", "testing", "--spec", str(old), "--out", str(tmp_path / "x.h5"), "--quiet"]) == 0
+    assert (
+        said
+        == f"spec of {old}: preset disjoint@1, sample_rate 4096, duration_s 10.0, n_mels 32; n_mels 24 was asked for instead of 32"
+    )
+    with pytest.raises(UsageError, match="the preset is not that of the spec file"):
+        asked_spec(old, "overlap", {})
+    assert asked_spec(tmp_path, None, {})[0] == spec_of_data_set(old).changes, (
+        "a folder of data sets stands for what is learned from"
+    )
+    assert (
+        main(
+            [
+                "build",
+                str(twelve),
+                "--split",
+                "testing",
+                "--spec",
+                str(old),
+                "--out",
+                str(tmp_path / "x.h5"),
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     assert f"spec of {old}: preset disjoint@1" in "".join(capsys.readouterr())
-    with lm.open_dataset(tmp_path / "x.h5") as ds: assert ds.spec.n_mels == 32
+    with lm.open_dataset(tmp_path / "x.h5") as ds:
+        assert ds.spec.n_mels == 32
 
 
 def test_files_that_hold_no_spec_are_refused_in_one_line_and_nobody_waits_for_them(twelve, tmp_path, capsys):
     whole = lm.build(twelve, split="testing", out=tmp_path / "whole.h5", progress="none", check=0).path
-    with h5py.File(tmp_path / "other.h5", "w") as f: f["x"] = np.arange(3)
+    with h5py.File(tmp_path / "other.h5", "w") as f:
+        f["x"] = np.arange(3)
     with h5py.File(tmp_path / "earlier.h5", "w") as f:
         f["labels"], f["segments_mel"] = np.zeros(2, np.int16), np.zeros((2, 4, 2, 8, 1), np.float16)
-        f.attrs["config_json"], f.attrs["labels_json"], f.attrs["label2id_json"] = '{"n_mels": 8}', '["LEAK"]', '{"LEAK": 0}'
+        f.attrs["config_json"], f.attrs["labels_json"], f.attrs["label2id_json"] = (
+            '{"n_mels": 8}',
+            '["LEAK"]',
+            '{"LEAK": 0}',
+        )
     (tmp_path / "cut.h5").write_bytes(whole.read_bytes()[:9000])
     (tmp_path / "text.h5").write_text("no data set")
     (tmp_path / "empty.h5").touch()
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe.h5")
-    said = {"other.h5": "no spec can be had", "earlier.h5": "no spec can be had", "cut.h5": "no spec can be had", "text.h5": "no JSON", "empty.h5": "no JSON",
-            "folder": "cannot be read", "pipe.h5": "no regular file", "none.h5": "no such spec file"}
+    said = {
+        "other.h5": "no spec can be had",
+        "earlier.h5": "no spec can be had",
+        "cut.h5": "no spec can be had",
+        "text.h5": "no JSON",
+        "empty.h5": "no JSON",
+        "folder": "cannot be read",
+        "pipe.h5": "no regular file",
+        "none.h5": "no such spec file",
+    }
     for name, sentence in said.items():
-        with pytest.raises(DataError): spec_of_data_set(tmp_path / name)
-        assert main(["build", str(twelve), "--spec", str(tmp_path / name), "--split", "testing", "--out", str(tmp_path / "x.h5"), "--quiet"]) in (1, 2)
+        with pytest.raises(DataError):
+            spec_of_data_set(tmp_path / name)
+        assert main(
+            [
+                "build",
+                str(twelve),
+                "--spec",
+                str(tmp_path / name),
+                "--split",
+                "testing",
+                "--out",
+                str(tmp_path / "x.h5"),
+                "--quiet",
+            ]
+        ) in (1, 2)
         err = capsys.readouterr().err
         assert sentence in err
         assert err.startswith(f"leakmel build: {tmp_path / name}: ")
@@ -390,16 +656,27 @@ def test_files_that_hold_no_spec_are_refused_in_one_line_and_nobody_waits_for_th
 def test_writing_takes_no_other_files_place(tmp_path):
     written = write_spec(tmp_path / "deep" / "spec.json", lm.MelSpec.preset("overlap", n_mels=20))
     assert lm.MelSpec.preset(written.preset, **written.settings) == lm.MelSpec.preset("overlap", n_mels=20)
-    assert read_spec(write_spec(written.path, {"n_mels": 30}).path).settings == {"n_mels": 30}      # an older one may go
+    assert read_spec(write_spec(written.path, {"n_mels": 30}).path).settings == {
+        "n_mels": 30
+    }  # an older one may go
     (tmp_path / "mine.json").write_text('{"mine": 1}')
     (tmp_path / "aim.json").write_text("kept")
     (tmp_path / "link.json").symlink_to(tmp_path / "aim.json")
     (tmp_path / "folder.json").mkdir()
     for name in ("mine.json", "link.json", "folder.json"):
-        with pytest.raises(OutputError, match="something else than a spec file"): write_spec(tmp_path / name, {"n_mels": 30})
-    with pytest.raises(OutputError, match="ends in .json"): write_spec(tmp_path / "spec.wav", {"n_mels": 30})
-    with pytest.raises(SpecError, match="here it is n_mels"): write_spec(tmp_path / "new.json", {"num_mels": 30})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["aim.json", "deep", "folder.json", "link.json", "mine.json"]
+        with pytest.raises(OutputError, match="something else than a spec file"):
+            write_spec(tmp_path / name, {"n_mels": 30})
+    with pytest.raises(OutputError, match="ends in .json"):
+        write_spec(tmp_path / "spec.wav", {"n_mels": 30})
+    with pytest.raises(SpecError, match="here it is n_mels"):
+        write_spec(tmp_path / "new.json", {"num_mels": 30})
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "aim.json",
+        "deep",
+        "folder.json",
+        "link.json",
+        "mine.json",
+    ]
     assert [(tmp_path / n).read_text() for n in ("mine.json", "aim.json")] == ['{"mine": 1}', "kept"]
 
 
@@ -413,6 +690,7 @@ def test_a_file_that_was_asked_for_and_nothing_besides(tmp_path):
 
 # ---- the page ------------------------------------------------------------------------------------------------------
 
+
 def given(data: Path, **more: Any) -> dict[str, Any]:
     "Parameters as explore.ipynb has them, with other ones."
     nb = nbformat.read(ROOT / "nbs" / "explore.ipynb", as_version=4)
@@ -425,26 +703,46 @@ def given(data: Path, **more: Any) -> dict[str, Any]:
 
 def test_the_first_choice_and_spec_come_from_parameters(data, built, tmp_path):
     write_spec(tmp_path / "spec.json", {"n_mels": 20})
-    with open_explorer(given(data, split="training", flag="clipped", spec_file=str(tmp_path / "spec.json")), progress="none") as state:
-        assert (len(state.matching), state.changes, state.spec.n_mels) == (1, {"preset": "disjoint@1", "n_mels": 20}, 20)
+    with open_explorer(
+        given(data, split="training", flag="clipped", spec_file=str(tmp_path / "spec.json")), progress="none"
+    ) as state:
+        assert (len(state.matching), state.changes, state.spec.n_mels) == (
+            1,
+            {"preset": "disjoint@1", "n_mels": 20},
+            20,
+        )
     with open_explorer(given(data, data_set=str(built)), progress="none") as state:
         assert state.spec == lm.MelSpec.preset("overlap", n_mels=24, **FIXED)
         assert state.recordings.source == "the data set TRAINING_DATASET.H5"
-    with pytest.raises(UsageError, match="label LEAK, NOLEAK"): open_explorer(given(data, label="LEEK"), progress="none")
+    with pytest.raises(UsageError, match="label LEAK, NOLEAK"):
+        open_explorer(given(data, label="LEEK"), progress="none")
     with pytest.raises(UsageError, match="no recording is label NOLEAK, flag clipped"):
         open_explorer(given(data, label="NOLEAK", flag="clipped"), progress="none")
 
 
 class Shown:
     "Outputs of a view, in place of a notebook's."
-    def __init__(self) -> None: self.values: list[Any] = []
-    def show(self, value: Any) -> None: self.values.append(value)
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def show(self, value: Any) -> None:
+        self.values.append(value)
 
 
 def test_a_view_draws_what_changed_and_says_what_was_not_taken(data, tmp_path):
-    view = ExploreView(open_explorer(given(data, split="training"), progress="none"), controls=False, write_to=str(tmp_path / "spec.json"), progress="none")
-    view.places = shown = {name: Shown() for name in ("line", "figure", "sound", "split_line", "split_figure", "written")}  # type: ignore[assignment]
-    def counts() -> list[int]: return [len(shown[n].values) for n in ("figure", "sound", "split_figure")]
+    view = ExploreView(
+        open_explorer(given(data, split="training"), progress="none"),
+        controls=False,
+        write_to=str(tmp_path / "spec.json"),
+        progress="none",
+    )
+    names = ("line", "figure", "sound", "split_line", "split_figure", "written")
+    view.places = shown = {name: Shown() for name in names}  # type: ignore[assignment]
+
+    def counts() -> list[int]:
+        return [len(shown[n].values) for n in ("figure", "sound", "split_figure")]
+
     view.draw()
     view.recompute()
     assert counts() == [1, 1, 1]
@@ -454,7 +752,7 @@ def test_a_view_draws_what_changed_and_says_what_was_not_taken(data, tmp_path):
     assert "Not taken:</b> mel band 0" in shown["line"].values[-1]._repr_html_()
     view.state.set(n_mels=40)
     view.draw()
-    assert counts() == [2, 1, 1]                                   # the sound stays
+    assert counts() == [2, 1, 1]  # the sound stays
     assert "another spec" in repr(shown["split_line"].values[-1])
     view.follows = True
     view.draw()
@@ -464,7 +762,7 @@ def test_a_view_draws_what_changed_and_says_what_was_not_taken(data, tmp_path):
     view.write()
     assert "--spec" in repr(shown["written"].values[-1])
     view.draw()
-    assert "Written" in repr(shown["written"].values[-1])          # as long as it is true
+    assert "Written" in repr(shown["written"].values[-1])  # as long as it is true
     view.state.set(n_mels=41)
     view.draw()
     assert "Not written: preset disjoint@1 with n_mels 41" in repr(shown["written"].values[-1])
@@ -475,7 +773,8 @@ def test_a_recording_that_is_gone_is_a_sentence(tmp_path):
     write_demo(tmp_path / "demo", n_files=12)
     view = ExploreView(open_explorer(given(tmp_path / "demo"), progress="none"), controls=False)
     view.places = shown = {name: Shown() for name in ("line", "figure", "sound")}  # type: ignore[assignment]
-    for path in (tmp_path / "demo").rglob("*.wav"): path.unlink()
+    for path in (tmp_path / "demo").rglob("*.wav"):
+        path.unlink()
     view.draw()
     assert (shown["figure"].values, "Not taken:" in shown["line"].values[-1]._repr_html_()) == ([], True)
     view.close()
@@ -489,13 +788,15 @@ def test_lines_are_plain_text_and_safe_html():
 
 
 def test_sliders_are_for_those_who_watch(monkeypatch):
-    for name in ("JPY_SESSION_NAME", "VSCODE_PID"): monkeypatch.delenv(name, raising=False)
+    for name in ("JPY_SESSION_NAME", "VSCODE_PID"):
+        monkeypatch.delenv(name, raising=False)
     assert not is_watched(None)
     monkeypatch.setenv("JPY_SESSION_NAME", "x.ipynb")
     assert (is_watched(None), is_watched(False)) == (True, False)
 
 
 # ---- the notebook --------------------------------------------------------------------------------------------------
+
 
 def explore(project: Path, *args: str, data: Path, **more: str) -> Run:
     shutil.copy(ROOT / "nbs" / "explore.ipynb", project / "nbs")
@@ -504,7 +805,19 @@ def explore(project: Path, *args: str, data: Path, **more: str) -> Run:
 
 @pytest.mark.slow
 def test_under_papermill_the_first_state_is_complete(data, tmp_path):
-    run = explore(copy_project(tmp_path / "p"), "-p", "split", "training", "-p", "flag", "clipped", "-p", "most", "20", data=data)
+    run = explore(
+        copy_project(tmp_path / "p"),
+        "-p",
+        "split",
+        "training",
+        "-p",
+        "flag",
+        "clipped",
+        "-p",
+        "most",
+        "20",
+        data=data,
+    )
     assert run.status == 0, run.log
     assert run.errors == []
     recording, split = titles_of(run)

@@ -1,4 +1,5 @@
 "Bad input, broken machines, wrong engines, signals: a clear error with its cause, no thread left, nothing half written, the old data set intact."
+
 import errno
 import os
 import re
@@ -18,7 +19,16 @@ from conftest import ends_within
 
 import leakmel as lm
 from leakmel.audio.synth import write_demo
-from leakmel.core.errors import DataError, EngineError, LeakmelError, MachineError, OutputError, SpaceError, SpecError, VerifyError
+from leakmel.core.errors import (
+    DataError,
+    EngineError,
+    LeakmelError,
+    MachineError,
+    OutputError,
+    SpaceError,
+    SpecError,
+    VerifyError,
+)
 from leakmel.dataset import loader, publish, writer
 from leakmel.dataset.begin import may_go_on
 from leakmel.dataset.pipeline import PipelineConfig
@@ -28,7 +38,9 @@ from leakmel.mel import engines, reference
 from leakmel.mel.engines import ReferenceEngine
 from outsider import check, content, leftovers, log_mel, walk
 
-IN_SMALL_STEPS = PipelineConfig(files_per_batch=4, read_workers=2, compute_workers=2, slots=4, monitor_interval_s=0.0)
+IN_SMALL_STEPS = PipelineConfig(
+    files_per_batch=4, read_workers=2, compute_workers=2, slots=4, monitor_interval_s=0.0
+)
 QUIET: dict[str, Any] = dict(progress="none", fresh=True, pipeline=IN_SMALL_STEPS)
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
 
@@ -45,7 +57,8 @@ def hands(request, monkeypatch) -> str:
 def data(tmp_path, make_wav) -> Path:
     "30 recordings of 1 s with two labels."
     root = tmp_path / "data"
-    for k in range(30): make_wav(root / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02d}.wav", seed=k)
+    for k in range(30):
+        make_wav(root / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02d}.wav", seed=k)
     return root
 
 
@@ -56,7 +69,8 @@ def old(tmp_path, data) -> bytes:
     return (tmp_path / "out" / "x.h5").read_bytes()
 
 
-def our_threads() -> set[threading.Thread]: return {t for t in threading.enumerate() if t.name.startswith("leakmel")}
+def our_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("leakmel")}
 
 
 @pytest.fixture(autouse=True)
@@ -67,16 +81,20 @@ def no_thread_is_left():
     assert our_threads() <= before
 
 
-def fails(data: Path, tmp_path: Path, kind: type[BaseException], match: str | None = None, **options) -> BaseException:
+def fails(
+    data: Path, tmp_path: Path, kind: type[BaseException], match: str | None = None, **options
+) -> BaseException:
     "A build over the old data set fails within seconds, and leaves it as it was."
     options = {"engine": "reference"} | QUIET | options
     target = tmp_path / "out" / "x.h5"
     before = target.read_bytes() if target.exists() else None
     threads = our_threads()
-    with ends_within(5), pytest.raises(kind, match=match) as e: lm.build(data, out=target, **options)
+    with ends_within(5), pytest.raises(kind, match=match) as e:
+        lm.build(data, out=target, **options)
     assert our_threads() <= threads
     assert (target.read_bytes() if target.exists() else None) == before
-    if target.parent.is_dir(): assert_only_resumable(target, e.value, BESIDE if before else [])
+    if target.parent.is_dir():
+        assert_only_resumable(target, e.value, BESIDE if before else [])
     return e.value
 
 
@@ -84,8 +102,11 @@ def assert_only_resumable(target: Path, error: BaseException, known: list[str]) 
     "An interrupted build leaves nothing, or what the same build goes on from, and says so."
     left = leftovers(target.parent, *known)
     assert left in ([], [f".{target.name}.journal", f".{target.name}.partial"])
-    assert bool(left) == ("are kept: the same build goes on from them" in " ".join(getattr(error, "__notes__", [])))
-    if left: assert may_go_on(error)
+    assert bool(left) == (
+        "are kept: the same build goes on from them" in " ".join(getattr(error, "__notes__", []))
+    )
+    if left:
+        assert may_go_on(error)
 
 
 # ---- bad input
@@ -94,7 +115,7 @@ def assert_only_resumable(target: Path, error: BaseException, known: list[str]) 
 def test_missing_root(tmp_path):
     e = fails(tmp_path / "nowhere", tmp_path, DataError, "no such folder")
     assert str(tmp_path / "nowhere") in str(e)
-    assert "TRAINING" in str(e)      # the remedy
+    assert "TRAINING" in str(e)  # the remedy
     assert leftovers(tmp_path) == []
 
 
@@ -109,9 +130,11 @@ def test_empty_split(tmp_path, data, make_wav):
     (root / "VALIDATION" / "LEAK").mkdir(parents=True)
     e = fails(root, tmp_path, DataError, "no recordings", split="validation")
     assert str(root / "VALIDATION") in str(e)
-    with pytest.raises(DataError, match="no recordings"): lm.build_all(root, out_dir=tmp_path / "out", **QUIET)
+    with pytest.raises(DataError, match="no recordings"):
+        lm.build_all(root, out_dir=tmp_path / "out", **QUIET)
     assert leftovers(tmp_path / "out") == []
-    with pytest.raises(DataError, match="no folder for the split TESTING"): lm.build(root, split="test", out=tmp_path / "out" / "x.h5", **QUIET)
+    with pytest.raises(DataError, match="no folder for the split TESTING"):
+        lm.build(root, split="test", out=tmp_path / "out" / "x.h5", **QUIET)
 
 
 def test_folder_without_anything(tmp_path):
@@ -127,7 +150,8 @@ def test_recordings_without_label_folders(tmp_path, make_wav):
 
 def test_label_nobody_recorded(tmp_path, make_wav):
     root = tmp_path / "splits"
-    for split in ("TRAINING", "TESTING"): make_wav(root / split / "LEAK" / "a.wav")
+    for split in ("TRAINING", "TESTING"):
+        make_wav(root / split / "LEAK" / "a.wav")
     (root / "TRAINING" / "CRACK").mkdir()
     e = fails(root, tmp_path, DataError, "CRACK", split="training")
     assert "would be a class nobody can learn" in str(e)
@@ -138,7 +162,8 @@ def test_label_nobody_recorded(tmp_path, make_wav):
 def test_all_files_rejected(tmp_path):
     root = tmp_path / "bad"
     (root / "LEAK").mkdir(parents=True)
-    for k in range(9): (root / "LEAK" / f"{k}.wav").write_bytes(b"" if k % 2 else b"RIFF....")
+    for k in range(9):
+        (root / "LEAK" / f"{k}.wav").write_bytes(b"" if k % 2 else b"RIFF....")
     e = fails(root, tmp_path, DataError, "all recordings were rejected", spec=lm.MelSpec(duration_s=1.0))
     assert "5 not_wav" in str(e)
     assert "4 empty" in str(e)
@@ -150,14 +175,16 @@ def test_all_files_rejected(tmp_path):
 def test_output_folder_is_a_file(tmp_path, data):
     (tmp_path / "f").write_bytes(b"x")
     for target in (tmp_path / "f" / "x.h5", tmp_path / "f" / "g" / "x.h5"):
-        with pytest.raises(OutputError) as e: lm.build(data, out=target, **QUIET)
+        with pytest.raises(OutputError) as e:
+            lm.build(data, out=target, **QUIET)
         assert str(tmp_path / "f") in str(e.value)
     assert (tmp_path / "f").read_bytes() == b"x"
 
 
 def test_output_is_a_folder(tmp_path, data):
     (tmp_path / "x.h5").mkdir()
-    with pytest.raises(OutputError, match="is a folder"): lm.build(data, out=tmp_path / "x.h5", **QUIET)
+    with pytest.raises(OutputError, match="is a folder"):
+        lm.build(data, out=tmp_path / "x.h5", **QUIET)
     assert leftovers(tmp_path, "data") == ["x.h5"]
 
 
@@ -176,7 +203,8 @@ def test_output_folder_that_says_no(tmp_path, data, monkeypatch):
 def test_output_inside_the_input(tmp_path, data, where):
     (tmp_path / "link").symlink_to(data)
     before = walk(data), sorted(os.listdir(data))
-    with pytest.raises(OutputError, match="inside the data folder"): lm.build(data, out=data / where, **QUIET)
+    with pytest.raises(OutputError, match="inside the data folder"):
+        lm.build(data, out=data / where, **QUIET)
     assert (walk(data), sorted(os.listdir(data))) == before
 
 
@@ -186,6 +214,7 @@ def test_input_inside_the_output_is_fine(tmp_path, data):
 
 def test_no_space_is_said_before_work(tmp_path, data, old, monkeypatch):
     from types import SimpleNamespace
+
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096))
     monkeypatch.setattr(loader.BatchReader, "fill", lambda *a: pytest.fail("work had begun"))
     e = fails(data, tmp_path, SpaceError, "bytes are missing")
@@ -204,15 +233,19 @@ def test_empty_mel_band(tmp_path, data):
 
 
 def test_read_faults_of_the_machine(tmp_path, data, old, monkeypatch):
-    monkeypatch.setattr(loader, "native", lambda: None)      # read by Python, where faults can be planted
+    monkeypatch.setattr(loader, "native", lambda: None)  # read by Python, where faults can be planted
     real = os.preadv
     for code in (errno.EIO, errno.EMFILE, errno.ENOMEM):
         calls: list[int] = []
+
         def broken(fd, views, at, *flags, code=code, calls=calls):
-            if flags: return real(fd, views, at, *flags)      # a look at the page cache, which fails in silence
+            if flags:
+                return real(fd, views, at, *flags)  # a look at the page cache, which fails in silence
             calls.append(fd)
-            if len(calls) == 12: raise OSError(code, os.strerror(code))
+            if len(calls) == 12:
+                raise OSError(code, os.strerror(code))
             return real(fd, views, at)
+
         monkeypatch.setattr(os, "preadv", broken)
         e = fails(data, tmp_path, MachineError, errno.errorcode[code])
         assert str(data) in str(e)
@@ -220,31 +253,46 @@ def test_read_faults_of_the_machine(tmp_path, data, old, monkeypatch):
 
 
 def test_open_faults_of_the_machine(tmp_path, data, old, monkeypatch):
-    monkeypatch.setattr(loader, "native", lambda: None)      # read by Python, where faults can be planted
+    monkeypatch.setattr(loader, "native", lambda: None)  # read by Python, where faults can be planted
     real = os.open
+
     def broken(path, flags, *more, **named):
-        if str(path).endswith("17.wav'"): raise OSError(errno.EMFILE, "Too many open files", path)
+        if str(path).endswith("17.wav'"):
+            raise OSError(errno.EMFILE, "Too many open files", path)
         return real(path, flags, *more, **named)
+
     monkeypatch.setattr(os, "open", broken)
     e = fails(data, tmp_path, MachineError, "EMFILE")
     assert "17.wav" in str(e)
 
 
 def test_machine_fault_while_the_spec_looks_at_the_data(tmp_path, data, old, monkeypatch):
-    def broken(fd, n, at): raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def broken(fd, n, at):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     monkeypatch.setattr(os, "pread", broken)
     e = fails(data, tmp_path, MachineError, "EIO")
     assert str(data) in str(e)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), ValueError("shapes do not fit"), EngineError("batch failed")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access"),
+        ValueError("shapes do not fit"),
+        EngineError("batch failed"),
+    ],
+)
 def test_engine_raises(tmp_path, data, old, monkeypatch, error):
     calls = []
+
     def run(self, samples, out, **more):
         calls.append(1)
-        if len(calls) == 5: raise error
+        if len(calls) == 5:
+            raise error
         out[...] = 0
         return np.zeros((len(samples), 5))
+
     monkeypatch.setattr(engines, "self_check", lambda engine: None)
     monkeypatch.setattr(ReferenceEngine, "run", run)
     e = fails(data, tmp_path, EngineError, str(error))
@@ -254,23 +302,36 @@ def test_engine_raises(tmp_path, data, old, monkeypatch, error):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_engine_gives_what_is_no_number(tmp_path, data, old, monkeypatch, value):
     real = ReferenceEngine.run
+
     def run(self, samples, out, **more):
         moments = real(self, samples, out, **more)
         out[-1, -1, -1, -1, -1] = value
         return moments
+
     monkeypatch.setattr(engines, "self_check", lambda engine: None)
     monkeypatch.setattr(ReferenceEngine, "run", run)
-    for checked in (0, 1, 64): fails(data, tmp_path, VerifyError, "not finite", check=checked)
+    for checked in (0, 1, 64):
+        fails(data, tmp_path, VerifyError, "not finite", check=checked)
 
 
-@pytest.mark.parametrize(("code", "kind", "status"), [(errno.ENOSPC, SpaceError, 3), (errno.EDQUOT, SpaceError, 3), (errno.EIO, OutputError, 1),
-                                                      (errno.EROFS, OutputError, 1)])
+@pytest.mark.parametrize(
+    ("code", "kind", "status"),
+    [
+        (errno.ENOSPC, SpaceError, 3),
+        (errno.EDQUOT, SpaceError, 3),
+        (errno.EIO, OutputError, 1),
+        (errno.EROFS, OutputError, 1),
+    ],
+)
 def test_writing_fails_in_the_middle(tmp_path, data, old, monkeypatch, code, kind, status):
     real, calls = RowFile.write, []
+
     def write(self, first, rows):
         calls.append(first)
-        if len(calls) == 4: raise OSError(code, os.strerror(code))
+        if len(calls) == 4:
+            raise OSError(code, os.strerror(code))
         return real(self, first, rows)
+
     monkeypatch.setattr(RowFile, "write", write)
     e = fails(data, tmp_path, kind, errno.errorcode[code])
     assert isinstance(e, LeakmelError)
@@ -280,62 +341,84 @@ def test_writing_fails_in_the_middle(tmp_path, data, old, monkeypatch, code, kin
 
 @pytest.mark.parametrize("step", ["close_ranks", "finish", "sync", "publish"])
 def test_publishing_fails(tmp_path, data, old, monkeypatch, step):
-    def broken(self, *a, **k): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def broken(self, *a, **k):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     monkeypatch.setattr(RowFile, step, broken)
     e = fails(data, tmp_path, SpaceError, "ENOSPC")
     assert str(tmp_path / "out") in str(e)
 
 
 def test_renaming_fails(tmp_path, data, old, monkeypatch):
-    def broken(a, b): raise OSError(errno.EACCES, os.strerror(errno.EACCES), a)
+    def broken(a, b):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), a)
+
     monkeypatch.setattr(os, "replace", broken)
     fails(data, tmp_path, OutputError, "EACCES")
 
 
 def test_metadata_writing_fails(tmp_path, data, old, monkeypatch):
-    def broken(file, meta): raise OSError(errno.ENOSPC, "Can't write data (No space left on device)")
+    def broken(file, meta):
+        raise OSError(errno.ENOSPC, "Can't write data (No space left on device)")
+
     monkeypatch.setattr(writer, "write_metadata", broken)
     fails(data, tmp_path, SpaceError)
 
 
 @pytest.mark.parametrize("where", ["read", "compute", "write", "publish"])
 def test_memory_runs_out_in_any_thread(tmp_path, data, old, monkeypatch, where):
-    def broken(*a, **k): raise MemoryError
+    def broken(*a, **k):
+        raise MemoryError
+
     match where:
-        case "read": monkeypatch.setattr(loader.BatchReader, "fill", broken)
+        case "read":
+            monkeypatch.setattr(loader.BatchReader, "fill", broken)
         case "compute":
             monkeypatch.setattr(engines, "self_check", lambda engine: None)
             monkeypatch.setattr(ReferenceEngine, "run", broken)
-        case "write": monkeypatch.setattr(Job, "take", broken)
-        case "publish": monkeypatch.setattr(publish, "job_metadata", broken)
+        case "write":
+            monkeypatch.setattr(Job, "take", broken)
+        case "publish":
+            monkeypatch.setattr(publish, "job_metadata", broken)
     e = fails(data, tmp_path, MachineError, "out of memory")
     assert "files_per_batch" in str(e)
 
 
 def test_slots_that_cannot_be_had(tmp_path, data, old, monkeypatch):
     from leakmel.dataset import ring
-    def broken(*a): raise MemoryError
+
+    def broken(*a):
+        raise MemoryError
+
     monkeypatch.setattr(ring, "Slot", broken)
     fails(data, tmp_path, MachineError, "out of memory")
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 3, 5])
 def test_threads_that_cannot_be_started(tmp_path, data, old, monkeypatch, allowed, hands):
-    allowed = min(allowed, 5 if hands == "hand to hand" else 2)       # two readers, two engine threads, writer, publisher; or two workers, publisher
+    allowed = min(
+        allowed, 5 if hands == "hand to hand" else 2
+    )  # two readers, two engine threads, writer, publisher; or two workers, publisher
     begun: list[str] = []
     real = threading.Thread.start
+
     def start(self):
         if self.name.startswith("leakmel"):
-            if len(begun) == allowed: raise RuntimeError("can't start new thread")
+            if len(begun) == allowed:
+                raise RuntimeError("can't start new thread")
             begun.append(self.name)
         real(self)
+
     monkeypatch.setattr(threading.Thread, "start", start)
     fails(data, tmp_path, MachineError, "can't start new thread")
 
 
 def test_many_faults_at_once_give_one_error(tmp_path, data, old, monkeypatch):
-    monkeypatch.setattr(loader, "native", lambda: None)      # read by Python, where faults can be planted
-    def broken(*a, **k): raise OSError(errno.EIO, os.strerror(errno.EIO))
+    monkeypatch.setattr(loader, "native", lambda: None)  # read by Python, where faults can be planted
+
+    def broken(*a, **k):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     monkeypatch.setattr(os, "preadv", broken)
     monkeypatch.setattr(RowFile, "write", broken)
     fails(data, tmp_path, LeakmelError, "EIO")
@@ -347,22 +430,29 @@ def test_interrupt_in_the_main_thread_ends_all(tmp_path, data, old, monkeypatch,
     busy = threading.Event()
     owner = {"fill": loader.BatchReader, "run": ReferenceEngine, "take": Job, "sync": RowFile}[stage]
     real = getattr(owner, stage)
+
     def slow(self, *a, **k):
         busy.set()
         return real(self, *a, **k)
+
     monkeypatch.setattr(owner, stage, slow)
+
     def wait(self, timeout=None):
         assert busy.wait(60)
         raise KeyboardInterrupt
+
     ring_wait = type("Finished", (threading.Event,), {"wait": wait})
     real_init = Ring.__init__
+
     def init(self, *a, **k):
         real_init(self, *a, **k)
         self.finished = ring_wait()
+
     monkeypatch.setattr(engines, "self_check", lambda engine: None)
     monkeypatch.setattr(Ring, "__init__", init)
     target = tmp_path / "new" / "x.h5"
-    with pytest.raises(KeyboardInterrupt) as e: lm.build(data, out=target, engine="reference", **QUIET)
+    with pytest.raises(KeyboardInterrupt) as e:
+        lm.build(data, out=target, engine="reference", **QUIET)
     assert_only_resumable(target, e.value, BESIDE if target.exists() else [])
     monkeypatch.undo()
     lm.build(data, out=target, engine="reference", **QUIET | {"fresh": False})
@@ -372,7 +462,8 @@ def test_interrupt_in_the_main_thread_ends_all(tmp_path, data, old, monkeypatch,
 
 def test_report_that_cannot_be_written_is_an_output_error(tmp_path, data):
     (tmp_path / "out" / "x.h5.report.json").mkdir(parents=True)
-    with pytest.raises(OutputError, match=re.escape("x.h5.report.json")): lm.build(data, out=tmp_path / "out" / "x.h5", **QUIET)
+    with pytest.raises(OutputError, match=re.escape("x.h5.report.json")):
+        lm.build(data, out=tmp_path / "out" / "x.h5", **QUIET)
 
 
 @pytest.mark.parametrize("lost", ["timeline", "report"])
@@ -380,14 +471,20 @@ def test_no_room_for_the_report_leaves_none_of_an_earlier_data_set(tmp_path, dat
     "What was published stands and is said to; what lies beside it is about it, or is not there."
     target = tmp_path / "out" / "x.h5"
     real = {way: getattr(Path, way) for way in ("write_text", "open")}
+
     def full(self, *a, way: str, **k):
-        if f".{lost}.json" in self.name: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if f".{lost}.json" in self.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real[way](self, *a, **k)
-    for way in real: monkeypatch.setattr(Path, way, partialmethod(full, way=way))
-    with pytest.raises(SpaceError, match="the data set itself is complete and stands") as e: lm.build(data, out=target, spec={"n_mels": 16}, **QUIET)
+
+    for way in real:
+        monkeypatch.setattr(Path, way, partialmethod(full, way=way))
+    with pytest.raises(SpaceError, match="the data set itself is complete and stands") as e:
+        lm.build(data, out=target, spec={"n_mels": 16}, **QUIET)
     assert f"x.h5.{lost}.json: no room left while writing (ENOSPC" in str(e.value)
     monkeypatch.undo()
-    with lm.open_dataset(target) as ds: assert ds.mels.shape[3] == 16, "the new one"
+    with lm.open_dataset(target) as ds:
+        assert ds.mels.shape[3] == 16, "the new one"
     assert lm.verify(target, root=data, sample=None).ok
     assert leftovers(target.parent) == ["x.h5"] + ["x.h5.timeline.json"] * (lost == "report")
 
@@ -402,7 +499,8 @@ def test_a_data_set_that_is_not_replaced_keeps_its_report(tmp_path, data, old, m
 def test_second_builder_leaves_the_first_alone(tmp_path, data, old):
     target = tmp_path / "out" / "x.h5"
     with OutputLock(target):
-        with pytest.raises(OutputError, match=f"process {os.getpid()}"): lm.build(data, out=target, **QUIET)
+        with pytest.raises(OutputError, match=f"process {os.getpid()}"):
+            lm.build(data, out=target, **QUIET)
         assert leftovers(tmp_path / "out", *BESIDE) == [".x.h5.lock"]
     assert target.read_bytes() == old
 
@@ -410,15 +508,18 @@ def test_second_builder_leaves_the_first_alone(tmp_path, data, old):
 def test_failure_of_one_split_leaves_what_belongs_together(tmp_path, data, make_wav):
     "The first split may stand, then with its own report; of the other one nothing."
     root, out = tmp_path / "splits", tmp_path / "out"
-    for k in range(20): make_wav(root / "TRAINING" / "LEAK" / f"{k}.wav", seed=k)
+    for k in range(20):
+        make_wav(root / "TRAINING" / "LEAK" / f"{k}.wav", seed=k)
     make_wav(root / "VALIDATION" / "LEAK" / "a.wav")
     lm.build_all(root, out_dir=out, **QUIET)
     (root / "VALIDATION" / "LEAK" / "a.wav").write_bytes(b"")
     make_wav(root / "TRAINING" / "LEAK" / "new.wav", seed=77)
     old_validation = (out / "VALIDATION_DATASET.H5").read_bytes()
-    with pytest.raises(DataError, match="all recordings were rejected"): lm.build_all(root, out_dir=out, **QUIET)
+    with pytest.raises(DataError, match="all recordings were rejected"):
+        lm.build_all(root, out_dir=out, **QUIET)
     assert (out / "VALIDATION_DATASET.H5").read_bytes() == old_validation
     import json
+
     report = json.loads((out / "TRAINING_DATASET.H5.report.json").read_text())
     assert report["rows"] == len(content(out / "TRAINING_DATASET.H5")["labels"])
 
@@ -426,43 +527,71 @@ def test_failure_of_one_split_leaves_what_belongs_together(tmp_path, data, make_
 # ---- files that change between listing and reading
 
 
-def grow(p: Path) -> None: p.write_bytes(p.read_bytes() + b"\0\0")
-def shrink(p: Path) -> None: p.write_bytes(p.read_bytes()[:-2])
-def vanish(p: Path) -> None: p.unlink()
+def grow(p: Path) -> None:
+    p.write_bytes(p.read_bytes() + b"\0\0")
+
+
+def shrink(p: Path) -> None:
+    p.write_bytes(p.read_bytes()[:-2])
+
+
+def vanish(p: Path) -> None:
+    p.unlink()
+
+
 def rewrite(p: Path) -> None:
     "Other samples, same size."
     raw = bytearray(p.read_bytes())
     raw[100:200] = bytes(100)
     p.write_bytes(raw)
     os.utime(p, ns=(1, p.stat().st_mtime_ns + 1_000_000_000))
+
+
 def replace_by_a_fifo(p: Path) -> None:
     p.unlink()
     os.mkfifo(p)
+
+
 def replace_by_a_folder(p: Path) -> None:
     p.unlink()
     p.mkdir()
+
+
 def replace_by_a_loop(p: Path) -> None:
     p.unlink()
     p.symlink_to(p)
 
 
-@pytest.mark.parametrize("change", [grow, shrink, vanish, rewrite, replace_by_a_fifo, replace_by_a_folder, replace_by_a_loop])
+@pytest.mark.parametrize(
+    "change", [grow, shrink, vanish, rewrite, replace_by_a_fifo, replace_by_a_folder, replace_by_a_loop]
+)
 @pytest.mark.parametrize("follows", [True, False])
 def test_file_that_changed_since_it_was_listed(tmp_path, data, change, follows):
     manifest = lm.scan(data)
     victim = data / "NOLEAK" / "12.wav"
     change(victim)
-    r = lm.build(data, out=tmp_path / "x.h5", manifest=manifest, spec=None if follows else lm.MelSpec(duration_s=1.0), **QUIET)
-    assert [(x.path, x.code) for x in r.rejections] == [(b"NOLEAK/12.wav", "unreadable" if change in (replace_by_a_fifo, replace_by_a_folder) else "changed")]
+    r = lm.build(
+        data,
+        out=tmp_path / "x.h5",
+        manifest=manifest,
+        spec=None if follows else lm.MelSpec(duration_s=1.0),
+        **QUIET,
+    )
+    assert [(x.path, x.code) for x in r.rejections] == [
+        (b"NOLEAK/12.wav", "unreadable" if change in (replace_by_a_fifo, replace_by_a_folder) else "changed")
+    ]
     assert (r.rows, r.found) == (29, 30)
 
 
 def test_unreadable_file_is_rejected_and_others_are_not(tmp_path, data, monkeypatch):
-    monkeypatch.setattr(loader, "native", lambda: None)      # read by Python, where faults can be planted
+    monkeypatch.setattr(loader, "native", lambda: None)  # read by Python, where faults can be planted
     real = os.open
+
     def broken(path, flags, *more, **named):
-        if os.fsencode(path).endswith(b"17.wav"): raise PermissionError(errno.EACCES, "Permission denied", path)
+        if os.fsencode(path).endswith(b"17.wav"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
         return real(path, flags, *more, **named)
+
     monkeypatch.setattr(os, "open", broken)
     r = lm.build(data, out=tmp_path / "x.h5", check=0, **QUIET)
     assert [(x.path, x.code) for x in r.rejections] == [(b"LEAK/17.wav", "unreadable")]
@@ -484,25 +613,62 @@ def test_fifo_in_the_folder_does_not_hang_a_build(tmp_path, data):
 def sabotage(monkeypatch, wrong) -> None:
     "An engine that passes its self-check and then spoils batches."
     real = ReferenceEngine.run
+
     def run(self, samples, out, **more):
-        if len(samples) == 1: return real(self, samples, out, **more)     # the self-check
+        if len(samples) == 1:
+            return real(self, samples, out, **more)  # the self-check
         moments = real(self, samples, out, **more)
         wrong(self, samples, out)
         return moments
+
     monkeypatch.setattr(ReferenceEngine, "run", run)
 
 
-def swap_two_rows(engine, samples, out) -> None: out[[0, 1]] = out[[1, 0]]
-def shift_a_frame(engine, samples, out) -> None: out[0] = np.roll(out[0], 1, axis=0)
-def shift_a_sample(engine, samples, out) -> None: out[...] = reference.reference_log_mel(np.roll(samples, 1, axis=1), engine.spec)
-def other_scale(engine, samples, out) -> None: out[...] = reference.reference_log_mel(samples, lm.MelSpec(duration_s=1.0, mel_scale="slaney"))
-def small_bias(engine, samples, out) -> None: out[...] = out * np.float16(1) + np.float16(0.0625)
-def zero_one(engine, samples, out) -> None: out[-1] = 0
-def shared_buffer(engine, samples, out) -> None: out[...] = out[-1]      # all rows are views of one buffer, which holds the last one
-def half_a_batch(engine, samples, out) -> None: out[len(out) // 2:] = out[:len(out) - len(out) // 2]
+def swap_two_rows(engine, samples, out) -> None:
+    out[[0, 1]] = out[[1, 0]]
 
 
-@pytest.mark.parametrize("wrong", [swap_two_rows, shift_a_frame, shift_a_sample, other_scale, small_bias, zero_one, shared_buffer, half_a_batch])
+def shift_a_frame(engine, samples, out) -> None:
+    out[0] = np.roll(out[0], 1, axis=0)
+
+
+def shift_a_sample(engine, samples, out) -> None:
+    out[...] = reference.reference_log_mel(np.roll(samples, 1, axis=1), engine.spec)
+
+
+def other_scale(engine, samples, out) -> None:
+    out[...] = reference.reference_log_mel(samples, lm.MelSpec(duration_s=1.0, mel_scale="slaney"))
+
+
+def small_bias(engine, samples, out) -> None:
+    out[...] = out * np.float16(1) + np.float16(0.0625)
+
+
+def zero_one(engine, samples, out) -> None:
+    out[-1] = 0
+
+
+def shared_buffer(engine, samples, out) -> None:
+    out[...] = out[-1]  # all rows are views of one buffer, which holds the last one
+
+
+def half_a_batch(engine, samples, out) -> None:
+    out[len(out) // 2 :] = out[: len(out) - len(out) // 2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        swap_two_rows,
+        shift_a_frame,
+        shift_a_sample,
+        other_scale,
+        small_bias,
+        zero_one,
+        shared_buffer,
+        half_a_batch,
+    ],
+)
 def test_wrong_rows_are_not_published(tmp_path, data, old, monkeypatch, wrong):
     sabotage(monkeypatch, wrong)
     e = fails(data, tmp_path, VerifyError, "nothing was published", check=None)
@@ -511,7 +677,9 @@ def test_wrong_rows_are_not_published(tmp_path, data, old, monkeypatch, wrong):
 
 def test_symmetric_window_is_not_published(tmp_path, data, old, monkeypatch):
     def symmetric(engine, samples, out):
-        for x, row in zip(samples, out): row[...] = log_mel(x / 32_768, engine.spec.to_dict(), periodic=False)
+        for x, row in zip(samples, out):
+            row[...] = log_mel(x / 32_768, engine.spec.to_dict(), periodic=False)
+
     sabotage(monkeypatch, symmetric)
     fails(data, tmp_path, VerifyError, "differs from the reference", check=None)
 
@@ -519,17 +687,20 @@ def test_symmetric_window_is_not_published(tmp_path, data, old, monkeypatch):
 def test_sample_of_64_finds_the_earlier_systems_defect(tmp_path, make_wav, monkeypatch):
     "Rows of one shared buffer: 64 rows show it without doubt. A single swapped pair among thousands they may miss: that needs check=None."
     root = tmp_path / "many"
-    for k in range(200): make_wav(root / "LEAK" / f"{k:03d}.wav", seed=k)
+    for k in range(200):
+        make_wav(root / "LEAK" / f"{k:03d}.wav", seed=k)
     sabotage(monkeypatch, shared_buffer)
     fails(root, tmp_path, VerifyError, "differs from the reference")
 
 
 def test_engine_that_fails_its_self_check_is_not_used(tmp_path, data, old, monkeypatch):
     real = ReferenceEngine.run
+
     def run(self, samples, out, **more):
         moments = real(self, samples, out, **more)
         out[...] += np.float16(0.25)
         return moments
+
     monkeypatch.setattr(ReferenceEngine, "run", run)
     fails(data, tmp_path, EngineError, "does not reproduce the reference")
 
@@ -537,11 +708,13 @@ def test_engine_that_fails_its_self_check_is_not_used(tmp_path, data, old, monke
 def test_engine_that_leaves_rows_out_is_found(tmp_path, data, old, monkeypatch):
     "Slots are reused: rows that were not computed hold another recording's."
     real = ReferenceEngine.run
+
     def run(self, samples, out, **more):
         n = max(1, len(samples) - 1)
         moments = np.zeros((len(samples), 5))
         moments[:n] = real(self, samples[:n], out[:n], **more)
         return moments
+
     monkeypatch.setattr(ReferenceEngine, "run", run)
     fails(data, tmp_path, VerifyError, r"row 3 .*the source says", check=None)
 
@@ -567,22 +740,40 @@ sys.exit(main(sys.argv[1:]))
 
 def build_that_gets(number: int, data: Path, target: Path) -> subprocess.CompletedProcess:
     "Run a build that gets a signal with its third batch, so always in the middle."
-    command = [sys.executable, "-c", WAIT_FOR_ROWS.format(number=int(number)), "build", str(data), "--out", str(target), "--quiet", "--engine", "reference",
-               "--files-per-batch", "1", "--fresh"]
+    command = [
+        sys.executable,
+        "-c",
+        WAIT_FOR_ROWS.format(number=int(number)),
+        "build",
+        str(data),
+        "--out",
+        str(target),
+        "--quiet",
+        "--engine",
+        "reference",
+        "--files-per-batch",
+        "1",
+        "--fresh",
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_during_a_build(tmp_path, data, old, number):
-    for path in data.rglob("*.wav"): os.utime(path)      # else the old data set may stand for all of them, and nothing is to be gone on with
+    for path in data.rglob("*.wav"):
+        os.utime(path)  # else the old data set may stand for all of them, and nothing is to be gone on with
     took = list[float]()
-    while not took or (took[-1] >= 5 and len(took) < 3):      # what another program takes of a core is not the build's fault
+    while not took or (
+        took[-1] >= 5 and len(took) < 3
+    ):  # what another program takes of a core is not the build's fault
         done = build_that_gets(number, data, tmp_path / "out" / "x.h5")
         ended, sent = time.monotonic(), re.search(r"^signal at (\S+)$", done.stderr, re.MULTILINE)
         assert done.returncode == 128 + number
         assert sent is not None
-        took.append(ended - float(sent[1]))      # what came before is the start of Python and imports, which wait for their turn
+        took.append(
+            ended - float(sent[1])
+        )  # what came before is the start of Python and imports, which wait for their turn
     assert took[-1] < 5, took
     assert f"signal {int(number)}" in done.stderr
     assert "Traceback" not in done.stderr
@@ -601,14 +792,17 @@ def test_ctrl_c_while_files_are_made_or_removed_leaves_none(tmp_path, data, monk
     target, owner = tmp_path / "out" / "x.h5", {"fcntl": writer.fcntl, "os": os}[place.split(".")[0]]
     name, came = place.split(".")[1], list[str]()
     real = getattr(owner, name)
+
     def pressed(*args, **named):
         done = real(*args, **named)
         if not came and threading.current_thread() is threading.main_thread():
             came.append(place)
             signal.raise_signal(signal.SIGINT)
         return done
+
     monkeypatch.setattr(owner, name, pressed)
-    with pytest.raises(KeyboardInterrupt): lm.build(data, out=target, engine="reference", **QUIET)
+    with pytest.raises(KeyboardInterrupt):
+        lm.build(data, out=target, engine="reference", **QUIET)
     assert came == [place]
     assert leftovers(tmp_path / "out") in ([], ["x.h5"], [".x.h5.journal", ".x.h5.partial"])
 
@@ -633,13 +827,29 @@ sys.exit(main(sys.argv[1:]))
 def test_signal_from_outside_ends_within_five_seconds(tmp_path):
     write_demo(tmp_path / "data", n_files=1200)
     sent, begun = tmp_path / "sent", tmp_path / "sent.begun"
+
     def took(number: int, delay: float) -> float:
-        for path in (sent, begun): path.unlink(missing_ok=True)
-        command = [sys.executable, "-c", WAIT_FOR_SIGNAL, str(sent), "build", str(tmp_path / "data"), "--split", "all", "--out", str(tmp_path / "out"),
-                   "--engine", "reference", "--quiet"]
+        for path in (sent, begun):
+            path.unlink(missing_ok=True)
+        command = [
+            sys.executable,
+            "-c",
+            WAIT_FOR_SIGNAL,
+            str(sent),
+            "build",
+            str(tmp_path / "data"),
+            "--split",
+            "all",
+            "--out",
+            str(tmp_path / "out"),
+            "--engine",
+            "reference",
+            "--quiet",
+        ]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
             deadline = time.monotonic() + 60
-            while not begun.exists() and child.poll() is None and time.monotonic() < deadline: time.sleep(0.01)
+            while not begun.exists() and child.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
             time.sleep(delay)
             began = time.monotonic()
             child.send_signal(number)
@@ -648,15 +858,22 @@ def test_signal_from_outside_ends_within_five_seconds(tmp_path):
             seconds = time.monotonic() - began
         assert child.returncode == 128 + number, said
         return seconds
+
     for number, delay in ((signal.SIGTERM, 0.0), (signal.SIGINT, 0.3)):
         each = list[float]()
-        while not each or (each[-1] >= 5 and len(each) < 3): each.append(took(number, delay))      # as above
+        while not each or (each[-1] >= 5 and len(each) < 3):
+            each.append(took(number, delay))  # as above
         assert each[-1] < 5, each
         # a split that was published before the signal came stays, whole; of the others, if anything, what a build goes on from
         names, complete = leftovers(tmp_path / "out"), sorted((tmp_path / "out").glob("*.H5"))
         partial = sorted((tmp_path / "out").glob(".*.partial"))
-        assert names == sorted([*(p.name + end for p in complete for end in ("", ".report.json", ".timeline.json")), *(p.name for p in partial),
-                                *(p.name.replace(".partial", ".journal") for p in partial)])
+        assert names == sorted(
+            [
+                *(p.name + end for p in complete for end in ("", ".report.json", ".timeline.json")),
+                *(p.name for p in partial),
+                *(p.name.replace(".partial", ".journal") for p in partial),
+            ]
+        )
         assert all(lm.verify(p, root=tmp_path / "data").ok for p in complete)
         assert len(complete) < 3, "the signal came too late to show anything"
 

@@ -1,4 +1,5 @@
 "A disk that is full, at many amounts of room: the build says so and leaves what stood, and goes on once there is room."
+
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from children import Server, server
 from outsider import check, leftovers
 
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json", "ballast"]
-PAGE = 4096      # the least that such a file system gives
+PAGE = 4096  # the least that such a file system gives
 # Room that is there when it is asked for, and then is not: somebody else fills the disk during the build.
 SURPRISED = """
 from types import SimpleNamespace
@@ -24,10 +25,17 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     "A file system of four megabytes."
     mount = tmp_path / "disk"
     mount.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mount)], capture_output=True,
-                                           check=False).returncode: pytest.skip("a file system can be mounted by root only")
-    try: yield mount
-    finally: subprocess.run(["umount", str(mount)], check=True)
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mount)], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("a file system can be mounted by root only")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
 
 
 def leave_room(disk: Path, pages: int) -> None:
@@ -40,7 +48,8 @@ def leave_room(disk: Path, pages: int) -> None:
 
 
 def empty(disk: Path) -> None:
-    for path in disk.iterdir(): path.unlink()
+    for path in disk.iterdir():
+        path.unlink()
 
 
 @pytest.mark.slow
@@ -48,22 +57,40 @@ def empty(disk: Path) -> None:
 def test_any_amount_of_room(disk: Path, tmp_path: Path, make_wav: Callable, tried: Callable, n: int) -> None:
     "From none to enough, foreseen or not, with an old data set in place or without; then there is room, and the same command goes on."
     data, old, new = tmp_path / "data", tmp_path / "old", tmp_path / "new"
-    for k in range(12): make_wav(data / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02d}.wav", seed=k)
+    for k in range(12):
+        make_wav(data / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02d}.wav", seed=k)
     target = disk / "x.h5"
-    words = ["build", str(data), "--engine", "reference", "--quiet", "--check", "2", "--files-per-batch", "4", "--duration-s", "1", "--with-waveforms"]
+    words = [
+        "build",
+        str(data),
+        "--engine",
+        "reference",
+        "--quiet",
+        "--check",
+        "2",
+        "--files-per-batch",
+        "4",
+        "--duration-s",
+        "1",
+        "--with-waveforms",
+    ]
     with server() as children:
         built(children, *words, "--out", str(old / "x.h5"))
-        for k in range(12, 24): make_wav(data / "LEAK" / f"{k:02d}.wav", seed=k)
+        for k in range(12, 24):
+            make_wav(data / "LEAK" / f"{k:02d}.wav", seed=k)
         built(children, *words, "--out", str(new / "x.h5"))
         right, stood = (new / "x.h5").read_bytes(), (old / "x.h5").read_bytes()
         enough = 2 * sum(p.stat().st_size for p in new.iterdir()) // PAGE
         assert enough > 100
         statuses = []
         for k in range(n):
-            for surprised, with_old in ((k % 2 == 0, k % 4 < 2), (k % 2 == 1, k % 4 >= 2))[:1 if n < 100 else 2]:
+            for surprised, with_old in ((k % 2 == 0, k % 4 < 2), (k % 2 == 1, k % 4 >= 2))[
+                : 1 if n < 100 else 2
+            ]:
                 empty(disk)
                 if with_old:
-                    for path in old.iterdir(): shutil.copy2(path, disk)
+                    for path in old.iterdir():
+                        shutil.copy2(path, disk)
                 leave_room(disk, k * enough // (n - 1))
                 done = children.run(*words, "--out", str(target), code=SURPRISED if surprised else "")
                 statuses.append(done.status)
@@ -74,9 +101,12 @@ def test_any_amount_of_room(disk: Path, tmp_path: Path, make_wav: Callable, trie
                     assert str(disk) in done.err, about
                     assert "bytes are missing" in done.err or "no room left" in done.err, about
                     left = leftovers(disk, *(BESIDE if with_old else ["ballast"]))
-                    if target.exists() and (not with_old or target.read_bytes() != stood): assert target.read_bytes() == right, about
-                    elif left: assert left == [".x.h5.journal", ".x.h5.partial"], about
-                else: assert target.read_bytes() == right, about
+                    if target.exists() and (not with_old or target.read_bytes() != stood):
+                        assert target.read_bytes() == right, about
+                    elif left:
+                        assert left == [".x.h5.journal", ".x.h5.partial"], about
+                else:
+                    assert target.read_bytes() == right, about
                 (disk / "ballast").unlink()
                 built(children, *words, "--out", str(target))
                 assert target.read_bytes() == right, about

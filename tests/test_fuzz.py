@@ -1,4 +1,5 @@
 "Mutated headers and coded files in great numbers: see fuzzer.py. Each part runs in a process that cannot get more than 16 MB."
+
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,13 +12,22 @@ FUZZER = Path(__file__).with_name("fuzzer.py")
 
 def tried_and_read(kind: str, seed: int, n: int) -> tuple[int, int]:
     "Run a part; a crash, a hang, a read outside, an allocation that is too large, or any exception but a refusal is an error with its output."
-    done = subprocess.run([sys.executable, str(FUZZER), kind, str(seed), str(n)], capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        [sys.executable, str(FUZZER), kind, str(seed), str(n)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     n_tried, n_read = map(int, done.stdout.split())
     return n_tried, n_read
 
 
-@pytest.mark.parametrize(("seed", "n"), [(1, 500_000), *(pytest.param(100 + k, 500_000, marks=pytest.mark.long) for k in range(10))])
+@pytest.mark.parametrize(
+    ("seed", "n"),
+    [(1, 500_000), *(pytest.param(100 + k, 500_000, marks=pytest.mark.long) for k in range(10))],
+)
 def test_headers(tried: Callable, seed: int, n: int) -> None:
     n_tried, n_read = tried_and_read("headers", seed, n)
     assert n_tried == n
@@ -25,7 +35,9 @@ def test_headers(tried: Callable, seed: int, n: int) -> None:
     tried("S4", n_tried)
 
 
-@pytest.mark.parametrize(("seed", "n"), [(2, 20_000), *(pytest.param(200 + k, 50_000, marks=pytest.mark.long) for k in range(4))])
+@pytest.mark.parametrize(
+    ("seed", "n"), [(2, 20_000), *(pytest.param(200 + k, 50_000, marks=pytest.mark.long) for k in range(4))]
+)
 def test_files_that_libsndfile_decodes(tried: Callable, seed: int, n: int) -> None:
     n_tried, n_read = tried_and_read("coded", seed, n)
     assert n_tried >= n
@@ -33,15 +45,27 @@ def test_files_that_libsndfile_decodes(tried: Callable, seed: int, n: int) -> No
     tried("S4", n_tried)
 
 
-@pytest.mark.parametrize(("fault", "said"), [
-    ("real = wav._fmt_fields; wav._fmt_fields = lambda *a: (bytes(32 << 20), real(*a))[1]", "MemoryError"),
-    ("real = wav._chunks; wav._chunks = lambda fd, container: (wav.os.pread(fd, 1 << 20, 0), *real(fd, container))[1:]", "bytes asked at 0"),
-    ("wav._data_size = lambda claimed, start, n_file, may_stream: claimed", "AssertionError"),
-    ("import ctypes; wav._fmt_fields = lambda body, order, at: ctypes.string_at(0)", ""),
-    ("wav._check_format = lambda *a: {}[a]", "KeyError")])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (
+            "real = wav._fmt_fields; wav._fmt_fields = lambda *a: (bytes(32 << 20), real(*a))[1]",
+            "MemoryError",
+        ),
+        (
+            "real = wav._chunks; wav._chunks = lambda fd, container: (wav.os.pread(fd, 1 << 20, 0), *real(fd, container))[1:]",
+            "bytes asked at 0",
+        ),
+        ("wav._data_size = lambda claimed, start, n_file, may_stream: claimed", "AssertionError"),
+        ("import ctypes; wav._fmt_fields = lambda body, order, at: ctypes.string_at(0)", ""),
+        ("wav._check_format = lambda *a: {}[a]", "KeyError"),
+    ],
+)
 def test_a_parser_that_errs_is_found(fault: str, said: str) -> None:
     "The net has no holes: a large allocation, a wide read, samples beyond the file, a crash, another exception."
     code = f"import sys; sys.path.insert(0, {str(FUZZER.parent)!r}); import fuzzer; from leakmel.audio import wav\n{fault}\nfuzzer.main('headers', 1, 1000)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode != 0
     assert said in done.stderr

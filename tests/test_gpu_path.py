@@ -1,4 +1,5 @@
 "Whole builds over a device: the same bytes however it is used, next batches under way before the last ones are through, and nothing kept when it fails."
+
 import errno
 import logging
 import threading
@@ -39,8 +40,22 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(root: Path, out: Path, **given: Any) -> list[lm.BuildResult]:
-    config: dict[str, Any] = {"device": "rehearsal", "monitor_interval_s": 0.0, "fsync": False, "files_per_batch": 8, "read_workers": 2} | given
-    return lm.build_all(root, out_dir=out, engine="torch", spec=SPEC, progress="none", fresh=True, pipeline=PipelineConfig(**config))
+    config: dict[str, Any] = {
+        "device": "rehearsal",
+        "monitor_interval_s": 0.0,
+        "fsync": False,
+        "files_per_batch": 8,
+        "read_workers": 2,
+    } | given
+    return lm.build_all(
+        root,
+        out_dir=out,
+        engine="torch",
+        spec=SPEC,
+        progress="none",
+        fresh=True,
+        pipeline=PipelineConfig(**config),
+    )
 
 
 def contents(results: list[lm.BuildResult]) -> list[bytes]:
@@ -69,7 +84,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def right(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     "The data sets of one build, all rows of which were recomputed."
     results = build(mixed, tmp_path_factory.mktemp("right"))
-    for r in results: assert lm.verify(r.path, root=mixed, sample=None).ok
+    for r in results:
+        assert lm.verify(r.path, root=mixed, sample=None).ok
     assert {r.summary["engine"] for r in results} == {"torch@2/rehearsal"}
     return contents(results)
 
@@ -81,37 +97,60 @@ def test_settings_change_no_byte(mixed: Path, tmp_path: Path, right: list[bytes]
 
 @pytest.mark.parametrize("n_devices", [1, 2, 3])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_devices_that_come_late_change_no_byte(mixed: Path, tmp_path: Path, right: list[bytes], devices: Callable, n_devices: int, seed: int) -> None:
+def test_devices_that_come_late_change_no_byte(
+    mixed: Path, tmp_path: Path, right: list[bytes], devices: Callable, n_devices: int, seed: int
+) -> None:
     "Every operation up to 4 ms late, on each device in another order."
     used = devices(*(Faults(delay_s=0.004, seed=seed) for _ in range(n_devices)))
     assert contents(build(mixed, tmp_path, batch_accumulation=seed)) == right
-    for device in used: assert device.counts["launches"] > 2, "every device had a share"
+    for device in used:
+        assert device.counts["launches"] > 2, "every device had a share"
 
 
 @pytest.mark.parametrize("mode", ["preload", "memmap"])
-def test_modes_change_no_byte(mixed: Path, tmp_path: Path, right: list[bytes], monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_modes_change_no_byte(
+    mixed: Path, tmp_path: Path, right: list[bytes], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
     monkeypatch.setenv("LEAKMEL_CACHE_DIR", str(tmp_path / "cache"))
-    results = lm.build_all(mixed, out_dir=tmp_path, engine="torch", spec=SPEC, progress="none", mode=mode,
-                           pipeline=PipelineConfig(device="rehearsal", monitor_interval_s=0.0, fsync=False, files_per_batch=5))
+    results = lm.build_all(
+        mixed,
+        out_dir=tmp_path,
+        engine="torch",
+        spec=SPEC,
+        progress="none",
+        mode=mode,
+        pipeline=PipelineConfig(device="rehearsal", monitor_interval_s=0.0, fsync=False, files_per_batch=5),
+    )
     assert contents(results) == right
 
 
 # ---- nobody waits
 
 
-def test_slots_lie_where_the_device_copies_from(demo: Path, tmp_path: Path, devices: Callable, caplog: pytest.LogCaptureFixture) -> None:
+def test_slots_lie_where_the_device_copies_from(
+    demo: Path, tmp_path: Path, devices: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
     "Allocated once, used again by every split, and said."
-    device, = devices(Faults())
+    (device,) = devices(Faults())
     most = [0]
     real = HostDevice.pinned
+
     def pinned(self, shape, dtype):
         made = real(self, shape, dtype)
         most[0] = max(most[0], self.counts["pinned_bytes"])
         return made
+
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "leakmel"):
         patch.setattr(HostDevice, "pinned", pinned)
-        results = lm.build_all(demo, out_dir=tmp_path, engine="torch", progress="none",
-                               pipeline=PipelineConfig(device="rehearsal", files_per_batch=4, slots=5, read_workers=1, monitor_interval_s=0.0))
+        results = lm.build_all(
+            demo,
+            out_dir=tmp_path,
+            engine="torch",
+            progress="none",
+            pipeline=PipelineConfig(
+                device="rehearsal", files_per_batch=4, slots=5, read_workers=1, monitor_interval_s=0.0
+            ),
+        )
     slot = 4 * 2 * (results[0].summary["spec"]["sample_rate"] * 10 + 40 * 2 * 64)
     assert [r.summary["pinned_bytes"] for r in results] == [5 * slot] * 3
     assert most[0] < 5 * slot + 500_000, "and nothing else but small results: no staging"
@@ -121,24 +160,44 @@ def test_slots_lie_where_the_device_copies_from(demo: Path, tmp_path: Path, devi
     assert caplog.text.count("reused") == 2
 
 
-def test_the_next_split_is_read_before_the_last_one_is_written(demo: Path, tmp_path: Path, devices: Callable) -> None:
+def test_the_next_split_is_read_before_the_last_one_is_written(
+    demo: Path, tmp_path: Path, devices: Callable
+) -> None:
     devices(Faults(delay_s=0.01, seed=3))
-    results = lm.build_all(demo, out_dir=tmp_path, engine="torch", progress="none",
-                           pipeline=PipelineConfig(device="rehearsal", files_per_batch=4, slots=5, read_workers=1, monitor_interval_s=0.0))
+    results = lm.build_all(
+        demo,
+        out_dir=tmp_path,
+        engine="torch",
+        progress="none",
+        pipeline=PipelineConfig(
+            device="rehearsal", files_per_batch=4, slots=5, read_workers=1, monitor_interval_s=0.0
+        ),
+    )
     spans = results[0].timeline.spans
-    def times(split: str, stage: str) -> list[tuple[float, float]]: return [(s.start_s, s.end_s) for s in spans if (s.split, s.stage) == (split, stage)]
+
+    def times(split: str, stage: str) -> list[tuple[float, float]]:
+        return [(s.start_s, s.end_s) for s in spans if (s.split, s.stage) == (split, stage)]
+
     for last, following in (("TRAINING", "VALIDATION"), ("VALIDATION", "TESTING")):
-        assert min(times(following, "read"))[0] < max(times(last, "write"))[1], f"{following} waited for {last}"
+        assert min(times(following, "read"))[0] < max(times(last, "write"))[1], (
+            f"{following} waited for {last}"
+        )
 
 
 @pytest.mark.parametrize(("n_devices", "together"), [(2, 1), (1, 5)])
-def test_the_timeline_tells_copies_from_computing(demo: Path, tmp_path: Path, devices: Callable, n_devices: int, together: int) -> None:
+def test_the_timeline_tells_copies_from_computing(
+    demo: Path, tmp_path: Path, devices: Callable, n_devices: int, together: int
+) -> None:
     used = devices(*(Faults() for _ in range(n_devices)))
     spans = build(demo, tmp_path, batch_accumulation=together, slots=12)[0].timeline.spans
-    assert {s.lane for s in spans if s.stage in ("copy_in", "compute", "copy_out")} == {device.name for device in used}
+    assert {s.lane for s in spans if s.stage in ("copy_in", "compute", "copy_out")} == {
+        device.name for device in used
+    }
     for split in ("TRAINING", "VALIDATION", "TESTING"):
         stages = ("read", "copy_in", "compute", "copy_out", "write")
-        n_files = {stage: sum(s.n_files for s in spans if (s.stage, s.split) == (stage, split)) for stage in stages}
+        n_files = {
+            stage: sum(s.n_files for s in spans if (s.stage, s.split) == (stage, split)) for stage in stages
+        }
         assert len(set(n_files.values())) == 1, (split, n_files)
     assert all(s.end_s >= s.start_s for s in spans)
 
@@ -148,36 +207,50 @@ def submissions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
     filled = [0]
     real_submit, real_read = DeviceLane.submit, ring._read
+
     def submit(self, batches, **named):
-        if threading.current_thread().name.startswith("leakmel-engine"): seen.append((len(batches), filled[0]))     # and not the self-check
+        if threading.current_thread().name.startswith("leakmel-engine"):
+            seen.append((len(batches), filled[0]))  # and not the self-check
         return real_submit(self, batches, **named)
+
     def read(*a):
         real_read(*a)
         filled[0] += 1
+
     monkeypatch.setattr(DeviceLane, "submit", submit)
     monkeypatch.setattr(ring, "_read", read)
     return seen
 
 
-def test_accumulated_batches_are_launched_together(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulated_batches_are_launched_together(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "Four at a time as they come; a group ends where its split does."
     seen = submissions(monkeypatch)
     build(demo, tmp_path, batch_accumulation=4, files_per_batch=4, read_workers=1)
     splits = [k for k, listing in enumerate(lm.scan(demo).listings) for _ in range(-(-len(listing) // 4))]
-    groups = [splits[i:i + 4] for i in range(0, len(splits), 4)]
+    groups = [splits[i : i + 4] for i in range(0, len(splits), 4)]
     assert [n for n, _ in seen] == [group.count(k) for group in groups for k in dict.fromkeys(group)]
     assert max(n for n, _ in seen) == 4
 
 
 @pytest.mark.parametrize("warmup", [1, 4])
-def test_a_device_begins_when_enough_is_read(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: int) -> None:
+def test_a_device_begins_when_enough_is_read(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: int
+) -> None:
     seen = submissions(monkeypatch)
     real, n_read, until = ring._read, [0], time.monotonic() + 30
+
     def slowly(*a):
-        if n_read[0] < warmup: time.sleep(0.01)      # so that a device that did not wait would be ahead; one that waits for more than it is told to is late
-        while n_read[0] >= warmup and not seen and time.monotonic() < until: time.sleep(0.002)
+        if n_read[0] < warmup:
+            time.sleep(
+                0.01
+            )  # so that a device that did not wait would be ahead; one that waits for more than it is told to is late
+        while n_read[0] >= warmup and not seen and time.monotonic() < until:
+            time.sleep(0.002)
         real(*a)
         n_read[0] += 1
+
     monkeypatch.setattr(ring, "_read", slowly)
     build(demo, tmp_path, warmup_slots=warmup, files_per_batch=4, read_workers=1, slots=8)
     assert seen[0][1] == warmup
@@ -188,19 +261,27 @@ def test_a_device_begins_when_enough_is_read(demo: Path, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("k", [0, 7, 20, 60, 90])
 @pytest.mark.parametrize("kind", ["fail_call", "fail_work"])
-def test_a_failing_device_fails_the_build_and_nothing_else(demo: Path, tmp_path: Path, devices: Callable, kind: str, k: int) -> None:
+def test_a_failing_device_fails_the_build_and_nothing_else(
+    demo: Path, tmp_path: Path, devices: Callable, kind: str, k: int
+) -> None:
     old = contents(build(demo, tmp_path / "out"))
     devices(replace(Faults(delay_s=0.002), **{kind: k}))
-    with pytest.raises(LeakmelError) as caught: build(demo, tmp_path / "out")
+    with pytest.raises(LeakmelError) as caught:
+        build(demo, tmp_path / "out")
     assert "rehearsal" in str(caught.value)
     files = sorted(tmp_path.glob("out/*"))
-    assert [p.name for p in files if p.suffix == ".H5"] == ["TESTING_DATASET.H5", "TRAINING_DATASET.H5", "VALIDATION_DATASET.H5"]
+    assert [p.name for p in files if p.suffix == ".H5"] == [
+        "TESTING_DATASET.H5",
+        "TRAINING_DATASET.H5",
+        "VALIDATION_DATASET.H5",
+    ]
     assert not [p for p in files if "partial" in p.name or "lock" in p.name]
     assert sorted(p.read_bytes() for p in files if p.suffix == ".H5") == sorted(old)
 
 
-def test_device_memory_that_runs_out_makes_blocks_smaller(mixed: Path, tmp_path: Path, right: list[bytes], devices: Callable,
-                                                          caplog: pytest.LogCaptureFixture) -> None:
+def test_device_memory_that_runs_out_makes_blocks_smaller(
+    mixed: Path, tmp_path: Path, right: list[bytes], devices: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
     devices(Faults(largest_bytes=2_000_000))
     assert contents(build(mixed, tmp_path, files_per_batch=32)) == right
     assert "out of memory, going on with blocks of" in caplog.text
@@ -208,73 +289,121 @@ def test_device_memory_that_runs_out_makes_blocks_smaller(mixed: Path, tmp_path:
 
 def test_no_room_at_all_is_said(demo: Path, tmp_path: Path, devices: Callable) -> None:
     devices(Faults(limit_bytes=1000))
-    with pytest.raises(EngineError, match="memory does not hold"): build(demo, tmp_path)
+    with pytest.raises(EngineError, match="memory does not hold"):
+        build(demo, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", [np.int16, np.float32])
-def test_host_memory_that_runs_out_is_said(mixed: Path, tmp_path: Path, devices: Callable, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+def test_host_memory_that_runs_out_is_said(
+    mixed: Path, tmp_path: Path, devices: Callable, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
     "When slots are made, and when one of them meets its first wide recording."
     devices(Faults())
     real = DeviceEngine.host_array
+
     def host_array(self, shape, dtype):
-        if dtype is kind: raise OSError(errno.ENOMEM, "Cannot allocate memory")      # as mapping memory says it
+        if dtype is kind:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")  # as mapping memory says it
         return real(self, shape, dtype)
+
     monkeypatch.setattr(DeviceEngine, "host_array", host_array)
-    with pytest.raises(MachineError, match="out of memory.*[Ll]ower files_per_batch, slots"): build(mixed, tmp_path)
+    with pytest.raises(MachineError, match="out of memory.*[Ll]ower files_per_batch, slots"):
+        build(mixed, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_while_a_device_is_busy(demo: Path, tmp_path: Path, devices: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_a_device_is_busy(
+    demo: Path, tmp_path: Path, devices: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     devices(Faults(delay_s=0.02, seed=5))
     begun, pressed = threading.Event(), threading.Event()
     real, real_wait = DeviceLane.submit, threading.Event.wait
+
     def submit(self, batches, **named):
         tickets = real(self, batches, **named)
-        if threading.current_thread().name.startswith("leakmel-engine"):      # and not the self-check
+        if threading.current_thread().name.startswith("leakmel-engine"):  # and not the self-check
             begun.set()
-            real_wait(pressed, 60)      # else the build may be through before the main thread has its turn
+            real_wait(pressed, 60)  # else the build may be through before the main thread has its turn
         return tickets
+
     monkeypatch.setattr(DeviceLane, "submit", submit)
+
     def wait(self, timeout=None):
         if timeout == 0.2 and real_wait(begun, 60):
             pressed.set()
             raise KeyboardInterrupt
         return real_wait(self, timeout)
+
     monkeypatch.setattr(threading.Event, "wait", wait)
-    with pytest.raises(KeyboardInterrupt): build(demo, tmp_path)
-    assert {p.name.rsplit(".", 1)[1] for p in tmp_path.iterdir()} <= {"journal", "partial"}, "or nothing, where the signal came before the first row"
+    with pytest.raises(KeyboardInterrupt):
+        build(demo, tmp_path)
+    assert {p.name.rsplit(".", 1)[1] for p in tmp_path.iterdir()} <= {"journal", "partial"}, (
+        "or nothing, where the signal came before the first row"
+    )
 
 
 @pytest.mark.parametrize("step", ["settle", "clear", "rest"])
-def test_ctrl_c_while_an_engine_is_closed(demo: Path, tmp_path: Path, devices: Callable, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_ctrl_c_while_an_engine_is_closed(
+    demo: Path, tmp_path: Path, devices: Callable, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     "Every device is given back all the same."
     devices(Faults(), Faults())
     build(demo, tmp_path)
     from leakmel.mel.runner import Runner
+
     real, once = getattr(Runner, step), [True]
+
     def interrupted(self, *a):
         real(self, *a)
         if self.closed and once or step == "settle" and once:
             once.clear()
             raise KeyboardInterrupt
+
     fresh = devices(Faults(), Faults())
     engine = torch_engine.TorchEngine(lm.MelSpec(), device="rehearsal")
     monkeypatch.setattr(Runner, step, interrupted)
-    if step == "rest": engine.runners[0].closed = "about to be"
-    with pytest.raises(KeyboardInterrupt): engine.close()
+    if step == "rest":
+        engine.runners[0].closed = "about to be"
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
     assert not once
     assert [d.counts["pinned_bytes"] for d in fresh] == [0, 0]
 
 
-def test_an_unknown_device_is_an_error_of_use(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture) -> None:
-    assert main(["build", str(demo), "--split", "training", "--out", str(tmp_path / "x.h5"), "--device", "toaster", "--quiet"]) == 2
+def test_an_unknown_device_is_an_error_of_use(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert (
+        main(
+            [
+                "build",
+                str(demo),
+                "--split",
+                "training",
+                "--out",
+                str(tmp_path / "x.h5"),
+                "--device",
+                "toaster",
+                "--quiet",
+            ]
+        )
+        == 2
+    )
     assert "unknown device" in capsys.readouterr().err
     assert "passed over" not in caplog.text
 
 
-def test_a_rehearsal_by_the_first_engine_that_can(demo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rehearsal_by_the_first_engine_that_can(
+    demo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "leakmel"):
-        r = lm.build(demo, split="testing", out=tmp_path / "x.h5", progress="none", pipeline=PipelineConfig(device="rehearsal", monitor_interval_s=0.0))
+        r = lm.build(
+            demo,
+            split="testing",
+            out=tmp_path / "x.h5",
+            progress="none",
+            pipeline=PipelineConfig(device="rehearsal", monitor_interval_s=0.0),
+        )
     assert r.summary["engine"] == "torch@2/rehearsal"
     assert "passed over" not in caplog.text

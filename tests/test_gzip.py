@@ -1,4 +1,5 @@
 "Gzip chunks made in threads are what the HDF5 library itself would have made, and a compression that ends early leaves nothing."
+
 import errno
 import os
 import signal
@@ -54,7 +55,10 @@ def noise(n: int, dtype: str = "<f2", row: tuple[int, ...] = (4, 2, 16, 1)) -> n
 # ---- what is in the file
 
 
-@pytest.mark.parametrize(("dtype", "row"), [("<f2", (4, 2, 16, 1)), ("<f2", (1, 1, 1, 1)), ("<f4", (2, 3, 33)), (">f4", (2, 3, 33))])
+@pytest.mark.parametrize(
+    ("dtype", "row"),
+    [("<f2", (4, 2, 16, 1)), ("<f2", (1, 1, 1, 1)), ("<f4", (2, 3, 33)), (">f4", (2, 3, 33))],
+)
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 64, 65])
 def test_the_library_reads_what_it_would_have_written(tmp_path, n, dtype, row):
     "Eight rows to a chunk: one row, a part of a chunk, whole chunks, and whole ones with a part."
@@ -62,8 +66,18 @@ def test_the_library_reads_what_it_would_have_written(tmp_path, n, dtype, row):
     path = packed(tmp_path, rows, chunk_bytes=8 * rows[0].nbytes, threads=3)
     with h5py.File(path) as file, new_file(tmp_path / "own.h5") as own:
         x = file["x"]
-        own.create_dataset("x", data=rows, chunks=x.chunks, compression="gzip", compression_opts=chunks.GZIP_LEVEL, shuffle=True, track_times=False)
-        declared = [x.id.get_create_plist().get_filter(i) for i in range(x.id.get_create_plist().get_nfilters())]
+        own.create_dataset(
+            "x",
+            data=rows,
+            chunks=x.chunks,
+            compression="gzip",
+            compression_opts=chunks.GZIP_LEVEL,
+            shuffle=True,
+            track_times=False,
+        )
+        declared = [
+            x.id.get_create_plist().get_filter(i) for i in range(x.id.get_create_plist().get_nfilters())
+        ]
         assert declared == [own["x"].id.get_create_plist().get_filter(i) for i in range(2)]
         assert [(d[0], d[3]) for d in declared] == FILTERS
         assert (x.chunks, x.dtype, x.shape) == (own["x"].chunks, rows.dtype, rows.shape)
@@ -74,7 +88,9 @@ def test_the_library_reads_what_it_would_have_written(tmp_path, n, dtype, row):
             mask, stored = x.id.read_direct_chunk((first, *(0 for _ in row)))
             mask_of_own, stored_by_own = own["x"].id.read_direct_chunk((first, *(0 for _ in row)))
             plain = zlib.decompress(stored)
-            assert (mask, len(plain)) == (0, x.chunks[0] * rows[0].nbytes), "every chunk is whole, and went through both filters"
+            assert (mask, len(plain)) == (0, x.chunks[0] * rows[0].nbytes), (
+                "every chunk is whole, and went through both filters"
+            )
             assert plain == (zlib.decompress(stored_by_own) if not mask_of_own & 2 else stored_by_own)
 
 
@@ -90,11 +106,20 @@ def test_bytes_do_not_depend_on_threads(tmp_path, monkeypatch):
     "Nor on which thread is slow."
     rows, real, calls = noise(200), chunks.packed_chunk, iter(range(10_000))
     expected = packed(tmp_path, rows, "one.h5", chunk_bytes=3 * rows[0].nbytes, threads=1).read_bytes()
+
     def uneven(*a: Any) -> bytes:
-        if next(calls) % 5 == 0: time.sleep(0.004)
+        if next(calls) % 5 == 0:
+            time.sleep(0.004)
         return real(*a)
+
     monkeypatch.setattr(chunks, "packed_chunk", uneven)
-    for threads in (2, 8): assert packed(tmp_path, rows, f"{threads}.h5", chunk_bytes=3 * rows[0].nbytes, threads=threads).read_bytes() == expected
+    for threads in (2, 8):
+        assert (
+            packed(
+                tmp_path, rows, f"{threads}.h5", chunk_bytes=3 * rows[0].nbytes, threads=threads
+            ).read_bytes()
+            == expected
+        )
 
 
 def test_data_sets_do_not_depend_on_threads_either(tmp_path, monkeypatch):
@@ -107,7 +132,8 @@ def test_data_sets_do_not_depend_on_threads_either(tmp_path, monkeypatch):
         file.publish(sync=False)
         found.append((tmp_path / f"{cores}.h5").read_bytes())
     assert found[0] == found[1]
-    with h5py.File(tmp_path / "1.h5") as f: assert (f["segments_mel"].id.get_num_chunks(), f["segments_waveform"].id.get_num_chunks()) == (2, 35)
+    with h5py.File(tmp_path / "1.h5") as f:
+        assert (f["segments_mel"].id.get_num_chunks(), f["segments_waveform"].id.get_num_chunks()) == (2, 35)
 
 
 @pytest.mark.parametrize("described", [True, False])
@@ -116,35 +142,53 @@ def test_what_was_reserved_and_not_needed_goes_back(tmp_path, monkeypatch, descr
     (file, meta), (again, _) = whole(tmp_path, 70), whole(tmp_path, 70, "b.h5")
     asked: list[int] = []
     real = writer.reserve
-    if not described: monkeypatch.setattr(writer, "write_metadata", lambda f, meta: None)
+    if not described:
+        monkeypatch.setattr(writer, "write_metadata", lambda f, meta: None)
+
     def noted(fd: int, n_bytes: int, path: Path) -> None:
         asked.append(n_bytes)
         real(fd, n_bytes, path)
+
     monkeypatch.setattr(writer, "reserve", noted)
     compress(file.partial, meta)
     st = file.partial.stat()
-    with h5py.File(file.partial) as f: assert f.id.get_filesize() == st.st_size < asked[0] == 70 * (256 + 4096 + writer.SPARE_BYTES)
+    with h5py.File(file.partial) as f:
+        assert f.id.get_filesize() == st.st_size < asked[0] == 70 * (256 + 4096 + writer.SPARE_BYTES)
     assert st.st_blocks * 512 <= st.st_size + (64 << 10)
     monkeypatch.setattr(writer, "reserve", lambda *a: None)
     compress(again.partial, meta)
     assert file.partial.read_bytes() == again.partial.read_bytes()
-    for each in (file, again): each.abort()
+    for each in (file, again):
+        each.abort()
 
 
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
 def test_shuffling_is_what_the_filter_does(item_bytes):
     raw = np.random.default_rng(0).bytes(24)
-    assert bytes(shuffled(raw, item_bytes).data) == bytes(raw[i + k] for k in range(item_bytes) for i in range(0, 24, item_bytes))
+    assert bytes(shuffled(raw, item_bytes).data) == bytes(
+        raw[i + k] for k in range(item_bytes) for i in range(0, 24, item_bytes)
+    )
 
 
 def test_a_build_with_waveforms_is_right(tmp_path, make_wav):
-    for k in range(12): make_wav(tmp_path / "data" / "LEAK" / f"s~{k:03d}~20240229_1200{k:02d}~3.wav", seed=k)
-    plain, small = (lm.build(tmp_path / "data", out=tmp_path / f"{how}.h5", with_waveforms=True, progress="none", check=None,
-                             pipeline=lm.PipelineConfig(compression=how)) for how in ("none", "gzip"))
+    for k in range(12):
+        make_wav(tmp_path / "data" / "LEAK" / f"s~{k:03d}~20240229_1200{k:02d}~3.wav", seed=k)
+    plain, small = (
+        lm.build(
+            tmp_path / "data",
+            out=tmp_path / f"{how}.h5",
+            with_waveforms=True,
+            progress="none",
+            check=None,
+            pipeline=lm.PipelineConfig(compression=how),
+        )
+        for how in ("none", "gzip")
+    )
     assert same(content(plain.path), content(small.path))
     assert lm.verify(small.path, root=tmp_path / "data", sample=None).ok
     assert small.path.stat().st_size < plain.path.stat().st_size
-    with lm.open_dataset(small.path) as ds: assert (ds.mels.compression, ds.waveforms.compression) == ("gzip", "gzip")
+    with lm.open_dataset(small.path) as ds:
+        assert (ds.mels.compression, ds.waveforms.compression) == ("gzip", "gzip")
 
 
 # ---- memory
@@ -154,16 +198,19 @@ def test_only_a_few_chunks_are_under_way(tmp_path, monkeypatch):
     "A slow writer must not make chunks pile up."
     rows, real, made, ahead = noise(300), chunks.packed_chunk, iter(range(10_000)), list[int]()
     last, written = 0, 0
+
     def counted(*a: Any) -> bytes:
         nonlocal last
         last = next(made) + 1
         return real(*a)
+
     def slow_writer() -> bool:
         nonlocal written
         time.sleep(0.002)
         ahead.append(last - written)
         written += 1
         return False
+
     monkeypatch.setattr(chunks, "packed_chunk", counted)
     packed(tmp_path, rows, chunk_bytes=rows[0].nbytes, threads=2, stopped=slow_writer)
     assert len(ahead) == 300
@@ -173,23 +220,29 @@ def test_only_a_few_chunks_are_under_way(tmp_path, monkeypatch):
 def test_chunks_are_made_side_by_side(tmp_path, monkeypatch):
     "Each of the first two waits for the other: one after the other they would wait for ever."
     both, real, calls = threading.Barrier(2), chunks.packed_chunk, iter(range(1000))
+
     def meeting(*a: Any) -> bytes:
-        if next(calls) < 2: both.wait(timeout=60)
+        if next(calls) < 2:
+            both.wait(timeout=60)
         return real(*a)
+
     monkeypatch.setattr(chunks, "packed_chunk", meeting)
     rows = noise(40)
-    with h5py.File(packed(tmp_path, rows, chunk_bytes=rows[0].nbytes, threads=2)) as f: assert np.array_equal(f["x"][:], rows)
+    with h5py.File(packed(tmp_path, rows, chunk_bytes=rows[0].nbytes, threads=2)) as f:
+        assert np.array_equal(f["x"][:], rows)
 
 
 def test_results_come_in_order_and_errors_come_through():
     def uneven(k: int) -> int:
         time.sleep(0.001 * (k % 3))
         return k
+
     with ThreadPoolExecutor(4) as pool:
         assert list(in_order(pool, uneven, range(50), 5)) == list(range(50))
         assert list(in_order(pool, str, [], 5)) == []
         results = in_order(pool, lambda k: 1 // (k - 7), range(50), 5)
-        with pytest.raises(ZeroDivisionError): list(results)
+        with pytest.raises(ZeroDivisionError):
+            list(results)
 
 
 # ---- ends that are none
@@ -199,12 +252,16 @@ def test_results_come_in_order_and_errors_come_through():
 def test_an_error_in_a_thread_leaves_the_whole_file(tmp_path, monkeypatch, code):
     file, meta = whole(tmp_path, 70)
     before, calls = file.partial.read_bytes(), iter(range(1000))
+
     def broken(*a: Any) -> bytes:
-        if next(calls) == 3: raise OSError(code, os.strerror(code))
+        if next(calls) == 3:
+            raise OSError(code, os.strerror(code))
         return b"x"
+
     monkeypatch.setattr(writer, "create_packed", partial(create_packed, chunk_bytes=4096))
     monkeypatch.setattr(chunks, "packed_chunk", broken)
-    with pytest.raises(OSError, match=os.strerror(code)): file.compress(meta)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        file.compress(meta)
     assert file.partial.read_bytes() == before
     assert leftovers(tmp_path, file.partial.name) == []
     assert not [t for t in threading.enumerate() if t.name.startswith("leakmel-gzip")]
@@ -212,20 +269,25 @@ def test_an_error_in_a_thread_leaves_the_whole_file(tmp_path, monkeypatch, code)
 
 
 def test_a_source_that_ends_early_is_an_error(tmp_path):
-    with h5py.File(tmp_path / "plain.h5", "w") as f: f.create_dataset("x", data=noise(50))
+    with h5py.File(tmp_path / "plain.h5", "w") as f:
+        f.create_dataset("x", data=noise(50))
     with h5py.File(tmp_path / "plain.h5") as plain, new_file(tmp_path / "b.h5") as file:
         os.truncate(tmp_path / "plain.h5", 9000)
-        with pytest.raises(lm.LeakmelError, match="end too early"): pack_rows(plain["x"], create_packed(file, "x", plain["x"].shape, plain["x"].dtype))
+        with pytest.raises(lm.LeakmelError, match="end too early"):
+            pack_rows(plain["x"], create_packed(file, "x", plain["x"].shape, plain["x"].dtype))
 
 
 def test_stopping_is_heeded_between_chunks(tmp_path, monkeypatch):
     file, meta = whole(tmp_path, 70)
     before, asked = file.partial.read_bytes(), list[int]()
     monkeypatch.setattr(writer, "create_packed", partial(create_packed, chunk_bytes=4096))
+
     def after_four() -> bool:
         asked.append(0)
         return len(asked) > 4
-    with pytest.raises(OutputError, match="stopped"): file.compress(meta, stopped=after_four)
+
+    with pytest.raises(OutputError, match="stopped"):
+        file.compress(meta, stopped=after_four)
     assert len(asked) == 5
     assert file.partial.read_bytes() == before
     assert leftovers(tmp_path, file.partial.name) == []
@@ -279,13 +341,28 @@ raise SystemExit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_compressing_leaves_what_a_build_goes_on_from(tmp_path, make_wav, number):
-    for k in range(40): make_wav(tmp_path / "data" / "LEAK" / f"s~{k:03d}~20240229_1200{k:02d}~3.wav", seed=k)
+    for k in range(40):
+        make_wav(tmp_path / "data" / "LEAK" / f"s~{k:03d}~20240229_1200{k:02d}~3.wav", seed=k)
     (tmp_path / "out").mkdir()
-    words = ["build", str(tmp_path / "data"), "--out", str(tmp_path / "out" / "x.h5"), "--compression", "gzip", "--engine", "reference", "--quiet"]
+    words = [
+        "build",
+        str(tmp_path / "data"),
+        "--out",
+        str(tmp_path / "out" / "x.h5"),
+        "--compression",
+        "gzip",
+        "--engine",
+        "reference",
+        "--quiet",
+    ]
     took, sent = list[float](), tmp_path / "sent"
-    while not took or (took[-1] >= 5 and len(took) < 3):      # what another program takes of a core is not the build's fault
+    while not took or (
+        took[-1] >= 5 and len(took) < 3
+    ):  # what another program takes of a core is not the build's fault
         sent.unlink(missing_ok=True)
-        with subprocess.Popen([sys.executable, "-c", _SLOW, str(sent), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        with subprocess.Popen(
+            [sys.executable, "-c", _SLOW, str(sent), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as child:
             assert child.stdout is not None
             assert child.stdout.read(1) == b"."
             began = time.monotonic()
@@ -298,7 +375,9 @@ def test_a_signal_while_compressing_leaves_what_a_build_goes_on_from(tmp_path, m
     assert rest.count(b".") < 2 * chunks._AHEAD, "the rest was still compressed"
     assert leftovers(tmp_path / "out") == [".x.h5.journal", ".x.h5.partial"]
     config = lm.PipelineConfig(compression="gzip", monitor_interval_s=0.0)
-    result = lm.build(tmp_path / "data", out=tmp_path / "out" / "x.h5", engine="reference", progress="none", pipeline=config)
+    result = lm.build(
+        tmp_path / "data", out=tmp_path / "out" / "x.h5", engine="reference", progress="none", pipeline=config
+    )
     assert result.summary["resumed_rows"] == 40, "only packing is left to do"
     lm.build(tmp_path / "data", out=tmp_path / "y.h5", engine="reference", progress="none", pipeline=config)
     assert (tmp_path / "out" / "x.h5").read_bytes() == (tmp_path / "y.h5").read_bytes()

@@ -1,4 +1,5 @@
 "Any bytes: the reader of WAV files gives a recording or a refusal, and never allocates what a stranger asks for."
+
 import contextlib, os, struct, tracemalloc
 from collections.abc import Iterator
 from functools import partial
@@ -10,27 +11,81 @@ import soundfile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from leakmel.audio.wav import MAX_CHANNELS, STREAMED, Recording, WavHeader, canonical_header, parse_header, read_wav
+from leakmel.audio.wav import (
+    MAX_CHANNELS,
+    STREAMED,
+    Recording,
+    WavHeader,
+    canonical_header,
+    parse_header,
+    read_wav,
+)
 from leakmel.core.errors import REJECT_CODES, RecordingError
 import fuzzer
 
-MAX_BYTES = 16 << 20     # what reading a small file may take
+MAX_BYTES = 16 << 20  # what reading a small file may take
 
 
 def fuzz(n: int) -> settings:
     "The same `n` examples each time, none kept on disk."
-    return settings(max_examples=n, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True, database=None)
+    return settings(
+        max_examples=n,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+        derandomize=True,
+        database=None,
+    )
 
 
 coded = partial(fuzzer.coded, n_frames=600)
 
 
-OWN = [canonical_header(4096, 200) + bytes(400), coded("PCM_16", "WAVEX"), coded("PCM_16", "RF64"), coded("PCM_16", endian="BIG")]
-FOREIGN = [coded(s) for s in ("PCM_U8", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ALAW", "ULAW", "IMA_ADPCM", "MS_ADPCM", "GSM610")]
+OWN = [
+    canonical_header(4096, 200) + bytes(400),
+    coded("PCM_16", "WAVEX"),
+    coded("PCM_16", "RF64"),
+    coded("PCM_16", endian="BIG"),
+]
+FOREIGN = [
+    coded(s)
+    for s in (
+        "PCM_U8",
+        "PCM_24",
+        "PCM_32",
+        "FLOAT",
+        "DOUBLE",
+        "ALAW",
+        "ULAW",
+        "IMA_ADPCM",
+        "MS_ADPCM",
+        "GSM610",
+    )
+]
 
-sizes = st.sampled_from([0, 1, 2, 3, 15, 16, 17, 40, 2**15, 2**16 - 1, 2**24, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1])
-words = st.one_of(sizes.map(lambda n: struct.pack("<I", n)), sizes.map(lambda n: struct.pack(">I", n)), st.binary(min_size=1, max_size=4),
-                  st.sampled_from([b"fmt ", b"data", b"RIFF", b"RIFX", b"RF64", b"ds64", b"WAVE", b"fact", b"LIST", b"PEAK", b"\xfe\xff", bytes(4)]))
+sizes = st.sampled_from(
+    [0, 1, 2, 3, 15, 16, 17, 40, 2**15, 2**16 - 1, 2**24, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1]
+)
+words = st.one_of(
+    sizes.map(lambda n: struct.pack("<I", n)),
+    sizes.map(lambda n: struct.pack(">I", n)),
+    st.binary(min_size=1, max_size=4),
+    st.sampled_from(
+        [
+            b"fmt ",
+            b"data",
+            b"RIFF",
+            b"RIFX",
+            b"RF64",
+            b"ds64",
+            b"WAVE",
+            b"fact",
+            b"LIST",
+            b"PEAK",
+            b"\xfe\xff",
+            bytes(4),
+        ]
+    ),
+)
 
 
 @st.composite
@@ -41,14 +96,18 @@ def mutated(draw: st.DrawFn, originals: list[bytes]) -> bytes:
         at, how = draw(st.integers(0, min(len(content), 120))), draw(st.integers(0, 5))
         if how <= 2:
             word = draw(words)
-            content[at:at + len(word)] = word
-        elif how == 3: content[at:at] = draw(words)
-        elif how == 4: del content[at:at + draw(st.integers(1, 12))]
-        else: content = content[:draw(st.integers(0, len(content)))]
+            content[at : at + len(word)] = word
+        elif how == 3:
+            content[at:at] = draw(words)
+        elif how == 4:
+            del content[at : at + draw(st.integers(1, 12))]
+        else:
+            content = content[: draw(st.integers(0, len(content)))]
     return bytes(content)
 
 
 # -- any header ---------------------------------------------------------------------------------------------------------
+
 
 @contextlib.contextmanager
 def holding(content: bytes) -> Iterator[int]:
@@ -99,17 +158,21 @@ def test_random_bytes_behind_a_riff_name(body: bytes) -> None:
 
 
 @fuzz(300)
-@given(rate=st.integers(1, 10_000_000), n=st.integers(1, 500), channels=st.integers(1, MAX_CHANNELS), claim=sizes)
+@given(
+    rate=st.integers(1, 10_000_000), n=st.integers(1, 500), channels=st.integers(1, MAX_CHANNELS), claim=sizes
+)
 def test_a_canonical_header_says_what_it_was_made_of(rate: int, n: int, channels: int, claim: int) -> None:
     header, body = canonical_header(rate, n, channels), bytes(2 * n * channels)
     found = check_header(header + body)
     assert found == WavHeader("RIFF", "pcm16", rate, channels, 16, 2 * channels, 44, 2 * n * channels, 20)
     lying = check_header(header[:40] + struct.pack("<I", claim) + body)
     assert (lying is None) == (claim == 0 or len(body) < claim != STREAMED)
-    if lying is not None: assert lying.data_bytes == min(claim, len(body))
+    if lying is not None:
+        assert lying.data_bytes == min(claim, len(body))
 
 
 # -- any file -------------------------------------------------------------------------------------------------------------
+
 
 def read_or_refuse(path: Path, content: bytes) -> Recording | None:
     "Read a file that holds some bytes, with a bound on what that allocates."
@@ -150,8 +213,13 @@ def test_mutated_files_for_libsndfile(tmp_path: Path, content: bytes) -> None:
 def test_samples_that_are_decoded_here_are_those_of_libsndfile(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.wav"
     got = read_or_refuse(path, content)
-    if got is None or not got.encoding.startswith(("pcm", "float")): return
-    try: right, rate = soundfile.read(path, dtype="int16" if got.encoding == "pcm16" else "float32", always_2d=True)
-    except soundfile.SoundFileError: return     # it looks at more fields than are needed to find the samples
+    if got is None or not got.encoding.startswith(("pcm", "float")):
+        return
+    try:
+        right, rate = soundfile.read(
+            path, dtype="int16" if got.encoding == "pcm16" else "float32", always_2d=True
+        )
+    except soundfile.SoundFileError:
+        return  # it looks at more fields than are needed to find the samples
     assert rate == got.sample_rate
     assert np.array_equal(got.samples, right)

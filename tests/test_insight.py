@@ -1,4 +1,5 @@
 "Shares add up to the wall clock, reports name the right stage, figures hold the recorded numbers."
+
 import json
 
 import numpy as np
@@ -6,8 +7,26 @@ import pytest
 
 from leakmel.core.errors import DataError
 from leakmel.core.timeline import STAGES, Gauge, Span, Timeline, read_timeline, write_timeline
-from leakmel.insight.diagnose import QueueStat, attribute, interval_s, lane_pieces, largest_share, queue_stats, report_text, stage_table, verdict
-from leakmel.insight.plots import MAX_POINTS, STAGE_COLORS, batch_timeline, exclusive_bar, frame_starts_s, mels_by_label, utilization
+from leakmel.insight.diagnose import (
+    QueueStat,
+    attribute,
+    interval_s,
+    lane_pieces,
+    largest_share,
+    queue_stats,
+    report_text,
+    stage_table,
+    verdict,
+)
+from leakmel.insight.plots import (
+    MAX_POINTS,
+    STAGE_COLORS,
+    batch_timeline,
+    exclusive_bar,
+    frame_starts_s,
+    mels_by_label,
+    utilization,
+)
 
 
 def timeline_of(*spans: Span) -> Timeline:
@@ -22,7 +41,11 @@ def random_timeline(n_spans: int, seed: int, n_lanes: int = 5, splits=("A", "B",
     starts, lengths = rng.uniform(0, 60, n_spans), rng.exponential(0.5, n_spans)
     timeline = Timeline()
     for i, (start, length) in enumerate(zip(starts, lengths)):
-        stage, lane, split = STAGES[rng.integers(len(STAGES))], f"lane-{rng.integers(n_lanes)}", splits[rng.integers(len(splits))]
+        stage, lane, split = (
+            STAGES[rng.integers(len(STAGES))],
+            f"lane-{rng.integers(n_lanes)}",
+            splits[rng.integers(len(splits))],
+        )
         timeline.spans.append(Span(stage, lane, float(start), float(start + length), split, i, 1, 10))
     return timeline
 
@@ -32,15 +55,20 @@ def brute_shares(timeline: Timeline, split: str | None) -> dict[str, float]:
     within = interval_s(timeline, split)
     assert within is not None
     spans = [s for s in timeline.spans if split is None or s.split in ("", split)]
-    edges = sorted({t for s in spans for t in (s.start_s, s.end_s) if within[0] < t < within[1]} | set(within))
+    edges = sorted(
+        {t for s in spans for t in (s.start_s, s.end_s) if within[0] < t < within[1]} | set(within)
+    )
     shares = dict.fromkeys(STAGES, 0.0)
     for a, b in zip(edges, edges[1:]):
         lanes: dict[str, Span] = {}
         for s in spans:
-            if s.start_s <= a and s.end_s >= b and (s.lane not in lanes or s.start_s > lanes[s.lane].start_s): lanes[s.lane] = s
+            if s.start_s <= a and s.end_s >= b and (s.lane not in lanes or s.start_s > lanes[s.lane].start_s):
+                lanes[s.lane] = s
         busy = [s.stage for s in lanes.values() if s.stage != "wait"]
-        for stage in busy: shares[stage] += (b - a) / len(busy)
-        if not busy: shares["wait"] += b - a
+        for stage in busy:
+            shares[stage] += (b - a) / len(busy)
+        if not busy:
+            shares["wait"] += b - a
     return shares
 
 
@@ -54,7 +82,8 @@ def test_shares_equal_the_definition_and_add_up(seed, split):
     shares, expected = attribute(timeline, split), brute_shares(timeline, split)
     first, last = interval_s(timeline, split) or (0, 0)
     assert abs(sum(shares.values()) - (last - first)) < 1e-6
-    for stage in STAGES: assert shares.get(stage, 0.0) == pytest.approx(expected[stage], abs=1e-9)
+    for stage in STAGES:
+        assert shares.get(stage, 0.0) == pytest.approx(expected[stage], abs=1e-9)
 
 
 def test_six_thousand_spans_add_up():
@@ -64,20 +93,27 @@ def test_six_thousand_spans_add_up():
 
 
 def test_read_bound_run():
-    spans = [Span("read", "reader-0", i, i + 0.9, "T", i) for i in range(10)] + [Span("compute", "engine", i + 0.9, i + 1, "T", i) for i in range(10)]
+    spans = [Span("read", "reader-0", i, i + 0.9, "T", i) for i in range(10)] + [
+        Span("compute", "engine", i + 0.9, i + 1, "T", i) for i in range(10)
+    ]
     shares = attribute(timeline_of(*spans), "T")
     assert shares == pytest.approx({"read": 9.0, "compute": 1.0, "wait": 0.0})
     assert verdict(timeline_of(*spans), "T") == "The largest share is read: 9.00 of 10.00 s (90 %)."
 
 
 def test_compute_bound_run_with_reads_hidden_behind_it():
-    spans = [Span("compute", "engine", 0, 10, "T"), *(Span("read", "reader", i, i + 0.2, "T") for i in range(10))]
+    spans = [
+        Span("compute", "engine", 0, 10, "T"),
+        *(Span("read", "reader", i, i + 0.2, "T") for i in range(10)),
+    ]
     assert attribute(timeline_of(*spans)) == pytest.approx({"read": 1.0, "compute": 9.0, "wait": 0.0})
 
 
 def test_all_lanes_parallel_share_equally():
     spans = [Span(stage, stage, 0, 6, "T") for stage in ("read", "compute", "write")]
-    assert attribute(timeline_of(*spans)) == pytest.approx({"read": 2.0, "compute": 2.0, "write": 2.0, "wait": 0.0})
+    assert attribute(timeline_of(*spans)) == pytest.approx(
+        {"read": 2.0, "compute": 2.0, "write": 2.0, "wait": 0.0}
+    )
 
 
 def test_gaps_are_wait():
@@ -92,13 +128,17 @@ def test_a_lane_that_waits_is_not_busy():
 
 
 def test_innermost_span_counts():
-    timeline = timeline_of(Span("publish", "main", 0, 10), Span("verify", "main", 0, 4), Span("write", "main", 8, 12))
+    timeline = timeline_of(
+        Span("publish", "main", 0, 10), Span("verify", "main", 0, 4), Span("write", "main", 8, 12)
+    )
     assert attribute(timeline) == pytest.approx({"verify": 4.0, "publish": 4.0, "write": 4.0, "wait": 0.0})
     assert lane_pieces(timeline.spans)[0] == (0, 4, "verify")
 
 
 def test_other_splits_do_not_count_but_global_spans_do():
-    timeline = timeline_of(Span("start_up", "main", 0, 2), Span("read", "r", 1, 3, "A"), Span("compute", "e", 2, 9, "B"))
+    timeline = timeline_of(
+        Span("start_up", "main", 0, 2), Span("read", "r", 1, 3, "A"), Span("compute", "e", 2, 9, "B")
+    )
     assert attribute(timeline, "A") == pytest.approx({"start_up": 0.5, "read": 1.5, "wait": 0.0})
     assert attribute(timeline, "B") == pytest.approx({"compute": 7.0, "wait": 0.0})
 
@@ -115,9 +155,20 @@ def test_nothing_recorded_is_nothing_said():
 
 
 def test_stage_table_counts_work_and_wall_apart():
-    spans = [Span("read", "r0", 0, 2, "T", 0, 32, 20_000_000), Span("read", "r1", 1, 4, "T", 1, 32, 20_000_000), Span("compute", "e", 6, 8, "T", 0, 64)]
+    spans = [
+        Span("read", "r0", 0, 2, "T", 0, 32, 20_000_000),
+        Span("read", "r1", 1, 4, "T", 1, 32, 20_000_000),
+        Span("compute", "e", 6, 8, "T", 0, 64),
+    ]
     read, compute, wait = stage_table(timeline_of(*spans))
-    assert (read.total_s, read.mean_s, read.max_s, read.count, read.n_files, read.n_bytes) == (5, 2.5, 3, 2, 64, 40_000_000)
+    assert (read.total_s, read.mean_s, read.max_s, read.count, read.n_files, read.n_bytes) == (
+        5,
+        2.5,
+        3,
+        2,
+        64,
+        40_000_000,
+    )
     assert (read.busy_s, read.mb_per_s) == (4, 10.0)
     assert compute.mb_per_s is None
     assert (wait.count, wait.exclusive_s) == (0, 2)
@@ -138,7 +189,9 @@ def test_queue_of_a_split_keeps_the_value_it_began_with():
 
 
 def test_report_names_numbers_and_limiting_stage():
-    timeline = timeline_of(Span("read", "r", 0, 1, "T", 0, 100, 8_000_000), Span("compute", "e", 1, 4, "T", 0, 100))
+    timeline = timeline_of(
+        Span("read", "r", 0, 1, "T", 0, 100, 8_000_000), Span("compute", "e", 1, 4, "T", 0, 100)
+    )
     timeline.gauges = [Gauge("queue.compute", 0, 1)]
     text = report_text(timeline, title="TRAINING", found=100, rows=98, rejected=2, seconds=5.0)
     lines = text.splitlines()
@@ -167,12 +220,27 @@ def test_report_tells_of_joined_spans(tmp_path):
 
 def small_run() -> Timeline:
     timeline = timeline_of(
-        Span("start_up", "main", 0, 1), Span("read", "reader-0", 1, 2, "A", 0, 64, 5_000_000), Span("read", "reader-1", 1, 3, "A", 1, 64, 5_000_000),
-        Span("compute", "engine", 3, 7, "A", 0, 128), Span("read", "reader-0", 4, 5, "B", 0, 64, 5_000_000), Span("write", "writer", 7, 8, "A"),
-        Span("compute", "engine", 7, 9, "B", 0, 64))
+        Span("start_up", "main", 0, 1),
+        Span("read", "reader-0", 1, 2, "A", 0, 64, 5_000_000),
+        Span("read", "reader-1", 1, 3, "A", 1, 64, 5_000_000),
+        Span("compute", "engine", 3, 7, "A", 0, 128),
+        Span("read", "reader-0", 4, 5, "B", 0, 64, 5_000_000),
+        Span("write", "writer", 7, 8, "A"),
+        Span("compute", "engine", 7, 9, "B", 0, 64),
+    )
     timeline.gauges = [Gauge("queue.compute", 1, 1), Gauge("queue.compute", 4, 3)]
-    timeline.samples = [dict(time_s=t, cpu_percent=None if t == 0 else 100.0 + t, rss_bytes=(1 + t) * 1e6, disk_read_bytes=t * 2_000_000,
-                             disk_written_bytes=None, gpu_percent=None, vram_bytes=None) for t in range(10)]
+    timeline.samples = [
+        dict(
+            time_s=t,
+            cpu_percent=None if t == 0 else 100.0 + t,
+            rss_bytes=(1 + t) * 1e6,
+            disk_read_bytes=t * 2_000_000,
+            disk_written_bytes=None,
+            gpu_percent=None,
+            vram_bytes=None,
+        )
+        for t in range(10)
+    ]
     timeline.meta["monitor"] = {"n_cores": 2}
     return timeline
 
@@ -190,7 +258,8 @@ def check_look(fig, limit: int = 300_000) -> None:
     assert layout["title"]["text"]
     assert layout["height"] > 100
     assert len(json.dumps(layout.get("template", {}))) < 200
-    for trace in fig.data: assert trace.z is not None if trace.type == "heatmap" else len(trace.x) < 2000
+    for trace in fig.data:
+        assert trace.z is not None if trace.type == "heatmap" else len(trace.x) < 2000
 
 
 def test_exclusive_bar_holds_the_shares():
@@ -200,8 +269,10 @@ def test_exclusive_bar_holds_the_shares():
     assert list(fig.data[0].y) == ["all splits", "A", "B"]
     for row, split in enumerate([None, "A", "B"]):
         for stage, seconds in attribute(timeline, split).items():
-            if seconds: assert values(fig, stage.replace("_", " ").capitalize())[row] == pytest.approx(seconds)
-    for trace in fig.data: assert trace.marker.color in STAGE_COLORS.values()
+            if seconds:
+                assert values(fig, stage.replace("_", " ").capitalize())[row] == pytest.approx(seconds)
+    for trace in fig.data:
+        assert trace.marker.color in STAGE_COLORS.values()
 
 
 def test_exclusive_bar_of_timelines_by_name():
@@ -221,7 +292,7 @@ def test_batch_timeline_has_a_bar_per_span():
     assert list(fig.layout.yaxis.ticktext) == ["A", "B", "main", "reader-0", "reader-1", "engine", "writer"]
     assert "batch 0" in values(fig, "Read", "hovertext")[0]
     assert "5.00 MB" in values(fig, "Read", "hovertext")[0]
-    assert fig.layout.title.text.startswith("1.3 of 5 lanes busy on average")       # 12 busy seconds in 9
+    assert fig.layout.title.text.startswith("1.3 of 5 lanes busy on average")  # 12 busy seconds in 9
 
 
 def test_batch_timeline_of_one_split():
@@ -235,16 +306,27 @@ def test_long_run_is_drawn_in_slices_that_keep_the_seconds(n_lanes):
     timeline = random_timeline(6000, 3, n_lanes)
     fig = batch_timeline(timeline)
     check_look(fig, 900_000)
-    pieces = [p for lane in {s.lane for s in timeline.spans} for p in lane_pieces([s for s in timeline.spans if s.lane == lane])]
+    pieces = [
+        p
+        for lane in {s.lane for s in timeline.spans}
+        for p in lane_pieces([s for s in timeline.spans if s.lane == lane])
+    ]
     assert sum(len(t.x) for t in fig.data if t.name == "Read") <= MAX_POINTS
-    assert values(fig, "Read").sum() == pytest.approx(sum(b - a for a, b, stage in pieces if stage == "read"), rel=1e-3)
+    assert values(fig, "Read").sum() == pytest.approx(
+        sum(b - a for a, b, stage in pieces if stage == "read"), rel=1e-3
+    )
 
 
 def test_utilization_draws_what_was_measured_and_names_the_rest():
     fig = utilization(small_run())
     check_look(fig)
     assert fig.layout.title.subtitle.text == "Not measured: GPU, VRAM"
-    assert [t.name for t in fig.data] == ["CPU, this process", "RAM, this process", "read from disk", "queue.compute"]
+    assert [t.name for t in fig.data] == [
+        "CPU, this process",
+        "RAM, this process",
+        "read from disk",
+        "queue.compute",
+    ]
     assert list(values(fig, "CPU, this process", "y")) == [101 + i for i in range(9)]
     assert values(fig, "read from disk", "y") == pytest.approx(2.0)
     assert list(values(fig, "queue.compute", "y")) == [1, 3, 3]
@@ -260,10 +342,18 @@ def test_utilization_without_any_record():
 def test_mels_by_label_shows_each_frame_once():
     k, n_long, n_short, n_mels = 3, 79, 3, 32
     frames = np.random.default_rng(0).normal(-40, 10, (k, n_mels, 159)).astype(np.float16)
-    at = np.add.outer(2 * np.arange(n_long), np.arange(n_short))        # a long segment begins every second frame and has three
+    at = np.add.outer(
+        2 * np.arange(n_long), np.arange(n_short)
+    )  # a long segment begins every second frame and has three
     mels = np.moveaxis(frames[:, :, at], 1, 3)[..., None]
-    fig = mels_by_label(mels, ["LEAK", "NO<b>", "c\udcff"], np.linspace(20, 2000, n_mels),
-                        long_start_s=0.125 * np.arange(n_long), short_start_s=0.0625 * np.arange(n_short), range_db=200)
+    fig = mels_by_label(
+        mels,
+        ["LEAK", "NO<b>", "c\udcff"],
+        np.linspace(20, 2000, n_mels),
+        long_start_s=0.125 * np.arange(n_long),
+        short_start_s=0.0625 * np.arange(n_short),
+        range_db=200,
+    )
     check_look(fig)
     assert [a.text for a in fig.layout.annotations] == ["LEAK", "NO&lt;b&gt;", r"c\xff"]
     for i, trace in enumerate(fig.data):
@@ -279,23 +369,34 @@ def test_mels_of_several_frames_and_of_silence():
     assert np.allclose(times, [0, 0.1, 0.2, 0.5, 0.6, 0.7, 1, 1.1, 1.2, 1.5, 1.6, 1.7])
     assert list(index) == list(range(12))
     silent = np.full((1, 2, 2, 8, 3), -200, dtype=np.float16)
-    fig = mels_by_label(silent, ["QUIET"], np.arange(8), long_start_s=[0, 1], short_start_s=[0, 0.5], hop_s=0.1)
+    fig = mels_by_label(
+        silent, ["QUIET"], np.arange(8), long_start_s=[0, 1], short_start_s=[0, 0.5], hop_s=0.1
+    )
     assert (fig.data[0].z == -200).all()
     assert fig.layout.title.text == "QUIET: median -200 dB"
 
 
 def test_mels_that_do_not_fit_are_refused():
     mels = np.zeros((2, 2, 2, 8, 1), dtype=np.float16)
-    with pytest.raises(DataError, match="3 labels"): mels_by_label(mels, ["a", "b", "c"], np.arange(8), long_start_s=[0, 1], short_start_s=[0, 1])
-    with pytest.raises(DataError, match="band centres"): mels_by_label(mels, ["a", "b"], np.arange(9), long_start_s=[0, 1], short_start_s=[0, 1])
-    with pytest.raises(DataError, match="shape"): mels_by_label(mels[0], ["a"], np.arange(8), long_start_s=[0, 1], short_start_s=[0, 1])
-    assert mels_by_label(mels[:0], [], np.arange(8), long_start_s=[0, 1], short_start_s=[0, 1]).layout.title.text == "No recording to show"
+    with pytest.raises(DataError, match="3 labels"):
+        mels_by_label(mels, ["a", "b", "c"], np.arange(8), long_start_s=[0, 1], short_start_s=[0, 1])
+    with pytest.raises(DataError, match="band centres"):
+        mels_by_label(mels, ["a", "b"], np.arange(9), long_start_s=[0, 1], short_start_s=[0, 1])
+    with pytest.raises(DataError, match="shape"):
+        mels_by_label(mels[0], ["a"], np.arange(8), long_start_s=[0, 1], short_start_s=[0, 1])
+    assert (
+        mels_by_label(mels[:0], [], np.arange(8), long_start_s=[0, 1], short_start_s=[0, 1]).layout.title.text
+        == "No recording to show"
+    )
 
 
 def test_import_is_light():
     import subprocess
     import sys
-    code = ("import sys, leakmel.insight.plots, leakmel.core.monitor, leakmel.core.progress\n"
-            "bad = {'plotly', 'torch', 'pandas', 'IPython', 'psutil', 'pynvml', 'tqdm'} & set(sys.modules)\n"
-            "assert not bad, bad")
+
+    code = (
+        "import sys, leakmel.insight.plots, leakmel.core.monitor, leakmel.core.progress\n"
+        "bad = {'plotly', 'torch', 'pandas', 'IPython', 'psutil', 'pynvml', 'tqdm'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,5 @@
 "Augmentation: what it changes, how much, and what it never does."
+
 import inspect
 import math
 from dataclasses import asdict, replace
@@ -26,13 +27,16 @@ def only(**changes: Any) -> AugmentSettings:
     return replace(OFF, **changes)
 
 
-def generator(seed: int = 0) -> torch.Generator: return torch.Generator().manual_seed(seed)
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
-def pictures(n: int = 500, m: int = 16, w: int = 3, seed: int = 9) -> Tensor: return torch.randn(n, m, w, generator=generator(seed)) * 8 - 50
+def pictures(n: int = 500, m: int = 16, w: int = 3, seed: int = 9) -> Tensor:
+    return torch.randn(n, m, w, generator=generator(seed)) * 8 - 50
 
 
 # What is asked for
+
 
 @quick
 @given(st.integers(1, 40), st.integers(0, 12), st.integers(0, 60), st.integers(0, 1 << 40))
@@ -49,7 +53,15 @@ def test_masks_never_hide_everything(size, n_masks, width, seed):
 
 
 @quick
-@given(st.integers(1, 9), st.integers(1, 6), st.integers(0, 5), st.integers(0, 9), st.integers(0, 5), st.integers(0, 9), st.integers(0, 1 << 40))
+@given(
+    st.integers(1, 9),
+    st.integers(1, 6),
+    st.integers(0, 5),
+    st.integers(0, 9),
+    st.integers(0, 5),
+    st.integers(0, 9),
+    st.integers(0, 1 << 40),
+)
 def test_no_item_is_wiped(m, w, n_band, band_width, n_time, time_width, seed):
     x = pictures(32, m, w, seed)
     s = only(n_band_masks=n_band, band_mask_width=band_width, n_time_masks=n_time, time_mask_width=time_width)
@@ -59,14 +71,19 @@ def test_no_item_is_wiped(m, w, n_band, band_width, n_time, time_width, seed):
     assert kept.flatten(1).any(1).all()
     assert kept.any(1).any(1).all()
     assert kept.any(2).any(1).all()
-    if w == 1: assert kept.any(2).sum() == kept.sum()                      # one column: no mask over time
-    if m == 1: assert kept.any(1).sum() == kept.sum()                      # one band: no mask over bands
+    if w == 1:
+        assert kept.any(2).sum() == kept.sum()  # one column: no mask over time
+    if m == 1:
+        assert kept.any(1).sum() == kept.sum()  # one band: no mask over bands
 
 
 def test_single_columns_have_no_time_mask():
     x = pictures(400, 16, 1)
     assert torch.equal(augment(x, torch.zeros(16), only(n_time_masks=4, time_mask_width=4), generator()), x)
-    assert torch.equal(augment(pictures(9, 1, 5), torch.zeros(1), only(n_band_masks=4, band_mask_width=4), generator()), pictures(9, 1, 5))
+    assert torch.equal(
+        augment(pictures(9, 1, 5), torch.zeros(1), only(n_band_masks=4, band_mask_width=4), generator()),
+        pictures(9, 1, 5),
+    )
 
 
 def test_widths_of_masks_are_equally_frequent_and_everywhere():
@@ -76,12 +93,17 @@ def test_widths_of_masks_are_equally_frequent_and_everywhere():
     ones = hidden[widths == 1].float().mean(0)
     assert torch.allclose(ones, torch.full((12,), 1 / 12), atol=0.01)
     runs = (hidden[:, 1:] & ~hidden[:, :-1]).sum(1) + hidden[:, 0]
-    assert int(runs.max()) == 1                                             # neighbours
+    assert int(runs.max()) == 1  # neighbours
 
 
 def test_what_is_hidden_is_the_mean_of_its_band():
     x, fill = pictures(), torch.arange(16.0)
-    out = augment(x, fill[:, None], only(n_band_masks=2, band_mask_width=4, n_time_masks=1, time_mask_width=1), generator(3))
+    out = augment(
+        x,
+        fill[:, None],
+        only(n_band_masks=2, band_mask_width=4, n_time_masks=1, time_mask_width=1),
+        generator(3),
+    )
     changed = out != x
     assert changed.any()
     assert torch.equal(out[changed], fill[:, None].expand(16, 3).expand_as(x)[changed])
@@ -89,6 +111,7 @@ def test_what_is_hidden_is_the_mean_of_its_band():
 
 
 # Levels and colours
+
 
 def test_a_level_is_the_same_for_all_of_an_item():
     x = pictures(4000).double()
@@ -103,7 +126,8 @@ def test_colours_are_smooth_and_keep_the_level(m):
     curves = smooth_curves(5000, m, 3.0, generator())
     assert abs(float(curves.pow(2).mean().sqrt()) - 3.0) < 0.15
     assert float(curves.mean(1).abs().max()) < 1e-4
-    if m == 64: assert float((curves[:, 2:] - 2 * curves[:, 1:-1] + curves[:, :-2]).abs().max()) < 0.5       # no corners
+    if m == 64:
+        assert float((curves[:, 2:] - 2 * curves[:, 1:-1] + curves[:, :-2]).abs().max()) < 0.5  # no corners
     x = pictures(100, m)
     colour = augment(x, torch.zeros(m), only(colour_db=3.0), generator()) - x
     assert torch.allclose(colour, colour[:, :, :1].expand_as(colour), atol=1e-4)
@@ -111,9 +135,14 @@ def test_colours_are_smooth_and_keep_the_level(m):
 
 # Noise
 
+
 def test_powers_add():
     a, b = torch.tensor([0.0, -30.0, -200.0, 40.0]), torch.tensor([0.0, -20.0, 10.0, -90.0])
-    assert torch.allclose(add_power(a, b), 10 * torch.log10(10 ** (a.double() / 10) + 10 ** (b.double() / 10)).float(), atol=1e-4)
+    assert torch.allclose(
+        add_power(a, b),
+        10 * torch.log10(10 ** (a.double() / 10) + 10 ** (b.double() / 10)).float(),
+        atol=1e-4,
+    )
 
 
 def test_noise_only_adds_power():
@@ -127,14 +156,20 @@ def test_noise_only_adds_power():
 
 
 def test_noise_has_the_level_that_was_asked_for():
-    x, s = pictures(6000, 32, 4), AugmentSettings(noise_share=1.0, noise_snr_db=3.0, noise_snr_range_db=12.0, colour_db=0.0)
+    x, s = (
+        pictures(6000, 32, 4),
+        AugmentSettings(noise_share=1.0, noise_snr_db=3.0, noise_snr_range_db=12.0, colour_db=0.0),
+    )
     floors = noise_floors(x, s, generator())
-    def mean_db(v: Tensor) -> Tensor: return 10 * torch.log10((10 ** (v.double() / 10)).flatten(1).mean(1))
+
+    def mean_db(v: Tensor) -> Tensor:
+        return 10 * torch.log10((10 ** (v.double() / 10)).flatten(1).mean(1))
+
     snr = mean_db(x) - mean_db(floors)
     assert abs(float(snr.mean()) - 9) < 0.3
     assert float(snr.min()) > 1.5
     assert float(snr.max()) < 17
-    inside = (floors.double() - mean_db(floors)[:, None, None])             # stationary: no band, no column stands out
+    inside = floors.double() - mean_db(floors)[:, None, None]  # stationary: no band, no column stands out
     assert float(inside.mean((0, 2)).std()) < 0.1
     assert float(inside.mean((0, 1)).std()) < 0.1
 
@@ -145,6 +180,7 @@ def test_silence_stays_a_number():
 
 
 # Randomness
+
 
 def test_the_generator_decides():
     x, s = pictures(), AugmentSettings(noise_share=0.5)
@@ -169,24 +205,65 @@ def test_items_differ_and_the_batch_stays_as_it_was():
 
 # Settings
 
-@pytest.mark.parametrize("wrong", [
-    {"epochs": 0}, {"epochs": 2.5}, {"epochs": True}, {"batch_size": 0}, {"learning_rate": 0}, {"learning_rate": math.nan}, {"learning_rate": "fast"},
-    {"warmup_share": 1.1}, {"min_lr_share": -0.1}, {"loss": "hinge"}, {"loss": None}, {"class_weights": "even"}, {"class_weights": True}, {"amp": "fp8"},
-    {"compile_mode": "fast"}, {"channels_last": "yes"}, {"channels_last": 1}, {"accumulation": 0}, {"accumulation": 513}, {"clip_norm": math.inf},
-    {"n_band_masks": -1}, {"noise_share": 2}, {"level_db": -1}, {"profile_every": 0}, {"seed": -1}, {"form": "picture"}, {"channels": []},
-    {"channels": "48"}, {"channels": (8, 0)}, {"channels": (8, True)}, {"channels": 8}, {"dropout": 1.0}, {"num_workers": -1}, {"start_method": "thread"},
-    {"loss": "focal", "label_smoothing": 0.1}, {"use_compile": "yes"}, {"pin_memory": "auto"}])
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epochs": 0},
+        {"epochs": 2.5},
+        {"epochs": True},
+        {"batch_size": 0},
+        {"learning_rate": 0},
+        {"learning_rate": math.nan},
+        {"learning_rate": "fast"},
+        {"warmup_share": 1.1},
+        {"min_lr_share": -0.1},
+        {"loss": "hinge"},
+        {"loss": None},
+        {"class_weights": "even"},
+        {"class_weights": True},
+        {"amp": "fp8"},
+        {"compile_mode": "fast"},
+        {"channels_last": "yes"},
+        {"channels_last": 1},
+        {"accumulation": 0},
+        {"accumulation": 513},
+        {"clip_norm": math.inf},
+        {"n_band_masks": -1},
+        {"noise_share": 2},
+        {"level_db": -1},
+        {"profile_every": 0},
+        {"seed": -1},
+        {"form": "picture"},
+        {"channels": []},
+        {"channels": "48"},
+        {"channels": (8, 0)},
+        {"channels": (8, True)},
+        {"channels": 8},
+        {"dropout": 1.0},
+        {"num_workers": -1},
+        {"start_method": "thread"},
+        {"loss": "focal", "label_smoothing": 0.1},
+        {"use_compile": "yes"},
+        {"pin_memory": "auto"},
+    ],
+)
 def test_settings_that_cannot_be(wrong):
-    with pytest.raises(UsageError, match=next(iter(wrong)).split("_")[0]): TrainSettings(**wrong)
+    with pytest.raises(UsageError, match=next(iter(wrong)).split("_")[0]):
+        TrainSettings(**wrong)
 
 
 def test_settings_are_plain_and_come_back():
-    mine, file = TrainSettings(channels=(8, 16), class_weights=None, channels_last=False, pin_memory=True), BytesIO()
+    mine, file = (
+        TrainSettings(channels=(8, 16), class_weights=None, channels_last=False, pin_memory=True),
+        BytesIO(),
+    )
     torch.save(asdict(mine), file)
     file.seek(0)
     assert settings_from(torch.load(file, weights_only=True)) == mine
     assert hash(mine) == hash(TrainSettings(**asdict(mine)))
-    with pytest.raises(UsageError, match="no such setting; found batchsize"): settings_from({"batchsize": 3})
+    with pytest.raises(UsageError, match="no such setting; found batchsize"):
+        settings_from({"batchsize": 3})
 
 
 def test_loader_options_are_those_of_open_loader():

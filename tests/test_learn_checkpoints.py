@@ -1,4 +1,5 @@
 "Checkpoints: whatever a writer is killed at, the newest whole one loads; a damaged one is passed over, and one that would run code is refused."
+
 import io
 import os
 import random
@@ -16,12 +17,20 @@ from children import server
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import DataError, OutputError, SpaceError, UsageError
 from leakmel.learn import checkpoints
-from leakmel.learn.checkpoints import CheckpointWarning, latest_checkpoint, list_checkpoints, load_plain, plain_bytes, save_checkpoint
+from leakmel.learn.checkpoints import (
+    CheckpointWarning,
+    latest_checkpoint,
+    list_checkpoints,
+    load_plain,
+    plain_bytes,
+    save_checkpoint,
+)
 
-N = 300_000      # numbers in a state: more than one piece
+N = 300_000  # numbers in a state: more than one piece
 
 
-def state(step: int) -> dict[str, Any]: return {"step": step, "weights": torch.full((N,), float(step)), "names": ["a", None, 2.5, True]}
+def state(step: int) -> dict[str, Any]:
+    return {"step": step, "weights": torch.full((N,), float(step)), "names": ["a", None, 2.5, True]}
 
 
 def assert_whole(values: dict[str, Any], step: int) -> None:
@@ -54,19 +63,34 @@ for step in range(1, 5):
 
 # Every tenth step by default, for the two kinds of kill not the same ones; each step in the long variants.
 @pytest.mark.slow
-@pytest.mark.parametrize(("keep", "torn", "first", "every"), [
-    (2, False, 3, 10), (1, True, 8, 10), pytest.param(2, False, 1, 1, marks=pytest.mark.long), pytest.param(1, True, 1, 1, marks=pytest.mark.long)])
-def test_killed_at_each_step_of_writing(tmp_path: Path, tried: Callable, keep: int, torn: bool, first: int, every: int) -> None:
+@pytest.mark.parametrize(
+    ("keep", "torn", "first", "every"),
+    [
+        (2, False, 3, 10),
+        (1, True, 8, 10),
+        pytest.param(2, False, 1, 1, marks=pytest.mark.long),
+        pytest.param(1, True, 1, 1, marks=pytest.mark.long),
+    ],
+)
+def test_killed_at_each_step_of_writing(
+    tmp_path: Path, tried: Callable, keep: int, torn: bool, first: int, every: int
+) -> None:
     said = tmp_path / "said"
     with server(IMPORTS) as children:
         for at in range(first, 1000, every):
             folder = tmp_path / f"{at}"
-            done = children.run(code=KILLED.format(at=at, torn=torn, said=str(said), folder=str(folder), keep=keep))
-            if done.status == 0: break
+            done = children.run(
+                code=KILLED.format(at=at, torn=torn, said=str(said), folder=str(folder), keep=keep)
+            )
+            if done.status == 0:
+                break
             assert done.status == -signal.SIGKILL, done.err
             through = len(said.read_bytes())
-            newest = latest_checkpoint(folder)      # a warning would be an error: nothing torn has the name of a checkpoint
-            if newest is None: assert through == 0
+            newest = latest_checkpoint(
+                folder
+            )  # a warning would be an error: nothing torn has the name of a checkpoint
+            if newest is None:
+                assert through == 0
             else:
                 assert newest[0].step in (through, through + 1), f"killed at step {at}"
                 assert_whole(newest[1], newest[0].step)
@@ -83,70 +107,109 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, tried: Callable, da
     rng = random.Random(damage)
     for k in range(5):
         folder = tmp_path / f"{k}"
-        for step in (1, 2): save_checkpoint(folder, state(step), step, sync=False)
+        for step in (1, 2):
+            save_checkpoint(folder, state(step), step, sync=False)
         newest = list_checkpoints(folder)[-1].path
         content = bytearray(newest.read_bytes())
         at = rng.randrange(len(content))
-        if damage == "flipped": content[at] ^= 1 << rng.randrange(8)
-        new: Any = {"cut": content[:at], "empty": b"", "flipped": content, "longer": content + b"x", "zeros": content[:at].ljust(len(content), b"\0")}[damage]
+        if damage == "flipped":
+            content[at] ^= 1 << rng.randrange(8)
+        new: Any = {
+            "cut": content[:at],
+            "empty": b"",
+            "flipped": content,
+            "longer": content + b"x",
+            "zeros": content[:at].ljust(len(content), b"\0"),
+        }[damage]
         newest.write_bytes(new)
-        if bytes(new) == bytes(state_bytes := plain_bytes(state(2))): continue      # zeros where zeros were
+        if bytes(new) == bytes(state_bytes := plain_bytes(state(2))):
+            continue  # zeros where zeros were
         assert digest_of(bytes(new)) != digest_of(state_bytes)
-        with pytest.warns(CheckpointWarning, match="passed over: .*step-000000002.*digest"): found = latest_checkpoint(folder)
+        with pytest.warns(CheckpointWarning, match="passed over: .*step-000000002.*digest"):
+            found = latest_checkpoint(folder)
         assert found is not None
         assert_whole(found[1], 1)
         tried("S16")
 
 
 def test_all_damaged_is_none_at_all(tmp_path: Path) -> None:
-    for step in (1, 2): save_checkpoint(tmp_path, {"step": step}, step, sync=False).path.write_bytes(b"PK")
-    with pytest.warns(CheckpointWarning) as said: assert latest_checkpoint(tmp_path) is None
+    for step in (1, 2):
+        save_checkpoint(tmp_path, {"step": step}, step, sync=False).path.write_bytes(b"PK")
+    with pytest.warns(CheckpointWarning) as said:
+        assert latest_checkpoint(tmp_path) is None
     assert len(said) == 2
 
 
 class Bomb:
     "What is called when it is read."
-    def __init__(self, *call: Any): self.call = call
-    def __reduce__(self) -> Any: return self.call[0], self.call[1:]
+
+    def __init__(self, *call: Any):
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["archive", "legacy"])
 @pytest.mark.parametrize("call", ["os.mkdir", "eval", "torch.load", "subprocess.call", "builtins.getattr"])
 def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, tried: Callable, call: str, legacy: bool) -> None:
     import subprocess
+
     goal = tmp_path / "it went off"
-    bombs: dict[str, Bomb] = {"os.mkdir": Bomb(os.mkdir, str(goal)), "eval": Bomb(eval, f"open({str(goal)!r}, 'w')"), "torch.load": Bomb(torch.load, "x"),
-                              "subprocess.call": Bomb(subprocess.call, ["touch", str(goal)]), "builtins.getattr": Bomb(getattr, "x", "upper")}
+    bombs: dict[str, Bomb] = {
+        "os.mkdir": Bomb(os.mkdir, str(goal)),
+        "eval": Bomb(eval, f"open({str(goal)!r}, 'w')"),
+        "torch.load": Bomb(torch.load, "x"),
+        "subprocess.call": Bomb(subprocess.call, ["touch", str(goal)]),
+        "builtins.getattr": Bomb(getattr, "x", "upper"),
+    }
     with io.BytesIO() as out:
         torch.save({"step": 5, "weights": bombs[call]}, out, _use_new_zipfile_serialization=not legacy)
         content = out.getvalue()
     save_checkpoint(tmp_path, state(1), 1, sync=False)
     path = tmp_path / f"step-000000005.{digest_of(content)}.pt"
     path.write_bytes(content)
-    with pytest.raises(DataError, match="no file that torch wrote" if legacy else "would run code") as refused: load_plain(path)
+    with pytest.raises(
+        DataError, match="no file that torch wrote" if legacy else "would run code"
+    ) as refused:
+        load_plain(path)
     assert str(path) in str(refused.value)
     if not legacy:
         assert call.split(".")[-1] in str(refused.value), "by name"
-        with pytest.raises(DataError, match="would run code"): latest_checkpoint(tmp_path)
+        with pytest.raises(DataError, match="would run code"):
+            latest_checkpoint(tmp_path)
     assert not goal.exists()
     tried("S16")
 
 
 def test_a_small_file_that_unfolds_is_refused(tmp_path: Path, tried: Callable) -> None:
     content, packed = plain_bytes({"weights": torch.zeros(5_000_000)}), tmp_path / "packed.pt"
-    with zipfile.ZipFile(io.BytesIO(content)) as whole, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small:
-        for part in whole.infolist(): small.writestr(part.filename, whole.read(part))
+    with (
+        zipfile.ZipFile(io.BytesIO(content)) as whole,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small,
+    ):
+        for part in whole.infolist():
+            small.writestr(part.filename, whole.read(part))
     assert packed.stat().st_size < 100_000
-    with pytest.raises(DataError, match="claims to hold more than its size"): load_plain(packed)
+    with pytest.raises(DataError, match="claims to hold more than its size"):
+        load_plain(packed)
     tried("S16")
 
 
 @pytest.mark.parametrize("keep", [0, 20, -1])
 def test_an_archive_whose_pickle_was_cut_is_refused(tmp_path: Path, keep: int) -> None:
     "Torch raises an error without a word."
-    with zipfile.ZipFile(io.BytesIO(plain_bytes(state(1)))) as whole, zipfile.ZipFile(tmp_path / "cut.pt", "w") as cut:
-        for part in whole.infolist(): cut.writestr(part.filename, whole.read(part)[:keep] if part.filename.endswith("data.pkl") else whole.read(part))
-    with pytest.raises(DataError, match="the file cannot be read"): load_plain(tmp_path / "cut.pt")
+    with (
+        zipfile.ZipFile(io.BytesIO(plain_bytes(state(1)))) as whole,
+        zipfile.ZipFile(tmp_path / "cut.pt", "w") as cut,
+    ):
+        for part in whole.infolist():
+            cut.writestr(
+                part.filename,
+                whole.read(part)[:keep] if part.filename.endswith("data.pkl") else whole.read(part),
+            )
+    with pytest.raises(DataError, match="the file cannot be read"):
+        load_plain(tmp_path / "cut.pt")
 
 
 def test_a_large_file_of_something_else_is_not_read(tmp_path: Path) -> None:
@@ -154,19 +217,30 @@ def test_a_large_file_of_something_else_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "rows.h5", "wb") as f:
         f.write(b"\x89HDF")
         f.truncate(1 << 40)
-    with pytest.raises(DataError, match="no file that torch wrote, or cut short; found 1,099,511,627,776 bytes"): load_plain(tmp_path / "rows.h5")
+    with pytest.raises(
+        DataError, match="no file that torch wrote, or cut short; found 1,099,511,627,776 bytes"
+    ):
+        load_plain(tmp_path / "rows.h5")
 
 
 def test_what_is_no_file_of_ours(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "text").write_text("no archive")
     torch.save([1, 2], tmp_path / "list")
-    for name, said in (("pipe", "no file"), ("text", "no file that torch wrote"), ("list", "dictionary"), ("none", "no such file"), (".", "no file")):
-        with pytest.raises(DataError, match=said): load_plain(tmp_path / name)
+    for name, said in (
+        ("pipe", "no file"),
+        ("text", "no file that torch wrote"),
+        ("list", "dictionary"),
+        ("none", "no such file"),
+        (".", "no file"),
+    ):
+        with pytest.raises(DataError, match=said):
+            load_plain(tmp_path / name)
 
 
 def test_the_newest_stay_and_a_later_line_goes(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4, 5): save_checkpoint(tmp_path, {"step": step}, step, keep=3, sync=False)
+    for step in (1, 2, 3, 4, 5):
+        save_checkpoint(tmp_path, {"step": step}, step, keep=3, sync=False)
     assert [c.step for c in list_checkpoints(tmp_path)] == [3, 4, 5]
     (tmp_path / "best.pt").write_bytes(b"kept apart")
     save_checkpoint(tmp_path, {"step": 4, "again": True}, 4, keep=3, sync=False)
@@ -177,7 +251,8 @@ def test_the_newest_stay_and_a_later_line_goes(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, {"step": 1}, 1, keep=1, sync=False)
     assert [c.step for c in list_checkpoints(tmp_path)] == [1]
     assert (tmp_path / "best.pt").exists()
-    with pytest.raises(UsageError, match="keep"): save_checkpoint(tmp_path, {}, 1, keep=0)
+    with pytest.raises(UsageError, match="keep"):
+        save_checkpoint(tmp_path, {}, 1, keep=0)
 
 
 def test_links_and_other_names_are_no_checkpoints(tmp_path: Path) -> None:
@@ -188,14 +263,24 @@ def test_links_and_other_names_are_no_checkpoints(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "b") == []
 
 
-@pytest.mark.parametrize(("number", "error"), [(28, SpaceError), (5, OutputError), (13, OutputError)], ids=["ENOSPC", "EIO", "EACCES"])
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(28, SpaceError), (5, OutputError), (13, OutputError)],
+    ids=["ENOSPC", "EIO", "EACCES"],
+)
 @pytest.mark.parametrize("name", ["write", "fsync", "replace", "open"])
-def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int, error: type[Exception]) -> None:
+def test_a_disk_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int, error: type[Exception]
+) -> None:
     save_checkpoint(tmp_path, state(1), 1)
-    def refuse(*args: Any, **named: Any) -> Any: raise OSError(number, os.strerror(number))
+
+    def refuse(*args: Any, **named: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
     with monkeypatch.context() as m:
         m.setattr(checkpoints.os, name, refuse)
-        with pytest.raises(error) as said: save_checkpoint(tmp_path, state(2), 2)
+        with pytest.raises(error) as said:
+            save_checkpoint(tmp_path, state(2), 2)
     assert str(tmp_path) in str(said.value)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -207,11 +292,14 @@ def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
 
 def test_a_signal_waits_until_the_file_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.replace
+
     def interrupted(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         real(*args)
+
     monkeypatch.setattr(checkpoints.os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt): save_checkpoint(tmp_path, state(1), 1)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, state(1), 1)
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert_whole(found[1], 1)

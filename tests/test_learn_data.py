@@ -1,4 +1,5 @@
 "Items of data sets in loaders: every level, every process, every file form, in an order that can be taken up again."
+
 import json
 import multiprocessing
 import os
@@ -34,19 +35,31 @@ from leakmel.learn.splits import recordings_table
 from leakmel.learn.task import LEFT_OUT, Task, find_label, make_task
 from leakmel.learn.train_settings import TrainSettings
 
-SHAPE = (4, 2, 16, 1)      # L, S, M, T
+SHAPE = (4, 2, 16, 1)  # L, S, M, T
 quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 
-def mels(n: int, seed: int = 0) -> np.ndarray: return np.random.default_rng(seed).normal(-40, 9, (n, *SHAPE)).astype(np.float16)
+def mels(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(-40, 9, (n, *SHAPE)).astype(np.float16)
 
 
-def legacy_file(path: Path, n: int = 9, *, seed: int = 0, kind: str = "<f2", names: str = '["LEAK", "NOLEAK", "QUIET"]', **form: Any) -> Path:
+def legacy_file(
+    path: Path,
+    n: int = 9,
+    *,
+    seed: int = 0,
+    kind: str = "<f2",
+    names: str = '["LEAK", "NOLEAK", "QUIET"]',
+    **form: Any,
+) -> Path:
     "A file of the earlier system: rows, labels, a few attributes."
     with h5py.File(path, "w") as f:
         f["labels"] = np.arange(n, dtype=np.int16) % 3
         f.create_dataset("segments_mel", data=mels(n, seed).astype(kind), **form)
-        f.attrs["labels_json"], f.attrs["config_json"] = names, json.dumps({"sample_rate": 4096, "n_mels": SHAPE[2]})
+        f.attrs["labels_json"], f.attrs["config_json"] = (
+            names,
+            json.dumps({"sample_rate": 4096, "n_mels": SHAPE[2]}),
+        )
     return path
 
 
@@ -55,25 +68,36 @@ def built(tmp_path_factory) -> dict[str, Path]:
     "Two splits of a made set, and one of them packed."
     root = tmp_path_factory.mktemp("learn")
     lm.write_demo(root / "demo", n_files=24)
+
     def make(split: str, name: str, **options: Any) -> Path:
         return lm.build(root / "demo", split=split, out=root / name, progress="none", check=2, **options).path
-    return {"training": make("training", "t.h5"), "validation": make("validation", "v.h5"),
-            "packed": make("training", "p.h5", pipeline=lm.PipelineConfig(compression="gzip"))}
+
+    return {
+        "training": make("training", "t.h5"),
+        "validation": make("validation", "v.h5"),
+        "packed": make("training", "p.h5", pipeline=lm.PipelineConfig(compression="gzip")),
+    }
 
 
 @pytest.fixture
 def small(tmp_path) -> Iterator[Segments]:
     "Long segments of a few rows, in the file."
-    with Segments(legacy_file(tmp_path / "x.h5"), legacy=True, preload_to_ram=False) as ds: yield ds
+    with Segments(legacy_file(tmp_path / "x.h5"), legacy=True, preload_to_ram=False) as ds:
+        yield ds
 
 
 # ---- rows by number --------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory) -> Iterator[list[h5py.Dataset]]:
     "The same values contiguous, in chunks, and packed."
     with h5py.File(tmp_path_factory.mktemp("rows") / "x.h5", "w") as f:
-        given: list[dict[str, Any]] = [{}, {"chunks": (2, *SHAPE)}, {"chunks": (5, 1, 2, 16, 1), "compression": "gzip"}]
+        given: list[dict[str, Any]] = [
+            {},
+            {"chunks": (2, *SHAPE)},
+            {"chunks": (5, 1, 2, 16, 1), "compression": "gzip"},
+        ]
         found = [f.create_dataset(f"d{k}", data=mels(11), **form) for k, form in enumerate(given)]
         f.flush()
         yield found
@@ -85,13 +109,15 @@ def test_items_by_number(forms, draw, depth):
     per_row = int(np.prod(SHAPE[:depth]))
     items = draw.draw(st.lists(st.integers(0, 11 * per_row - 1), max_size=30))
     expected = mels(11).reshape(-1, *SHAPE[depth:])[np.array(items, np.int64)]
-    for d in forms: assert np.array_equal(read_rows(d, np.array(items, np.int64), depth=depth), expected)
+    for d in forms:
+        assert np.array_equal(read_rows(d, np.array(items, np.int64), depth=depth), expected)
 
 
 def test_items_that_are_not_there(forms):
     for d in forms:
         for items in ([11], [-1], [0, 44]):
-            with pytest.raises(IndexError, match="of 11"): read_rows(d, np.array(items))
+            with pytest.raises(IndexError, match="of 11"):
+                read_rows(d, np.array(items))
 
 
 def test_file_that_is_cut_off_while_it_is_open(tmp_path):
@@ -100,10 +126,12 @@ def test_file_that_is_cut_off_while_it_is_open(tmp_path):
         end = ds.mels.id.get_offset() + ds.mels.nbytes
         os.truncate(path, end - 3)
         ds.__getitems__([0, 7])
-        with pytest.raises(VerifyError, match="the rows end too early; found 3 bytes missing"): ds.__getitems__([8])
+        with pytest.raises(VerifyError, match="the rows end too early; found 3 bytes missing"):
+            ds.__getitems__([8])
 
 
 # ---- the data set itself ---------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", ["training", "packed"])
 def test_several_rows_of_a_data_set(built, name):
@@ -114,7 +142,8 @@ def test_several_rows_of_a_data_set(built, name):
             assert np.array_equal(x, ds[int(i)][0])
             assert y == ds[int(i)][1]
         assert ds.__getitems__([]) == []
-        with pytest.raises(IndexError, match=f"row {len(ds)} of {len(ds)}"): ds.__getitems__([0, len(ds)])
+        with pytest.raises(IndexError, match=f"row {len(ds)} of {len(ds)}"):
+            ds.__getitems__([0, len(ds)])
 
 
 def test_data_set_through_pickle(built, tmp_path, monkeypatch):
@@ -129,12 +158,21 @@ def test_data_set_through_pickle(built, tmp_path, monkeypatch):
             assert np.array_equal(copy[2][0], ds[2][0])
             assert copy.class_names == ds.class_names
     os.utime(path, ns=(1, 1))
-    with pytest.raises(VerifyError, match="changed since it was opened"): pickle.loads(packed)
+    with pytest.raises(VerifyError, match="changed since it was opened"):
+        pickle.loads(packed)
 
 
 def _in_child(ds: MelDataset, queue: Any) -> None:
-    try: queue.put((ds.file.id.get_vfd_handle(), [float(x.sum()) for x, _ in ds.__getitems__([1, 2])], float(ds[4][0].sum())))
-    except LeakmelError as e: queue.put(str(e))
+    try:
+        queue.put(
+            (
+                ds.file.id.get_vfd_handle(),
+                [float(x.sum()) for x, _ in ds.__getitems__([1, 2])],
+                float(ds[4][0].sum()),
+            )
+        )
+    except LeakmelError as e:
+        queue.put(str(e))
 
 
 @pytest.mark.parametrize("name", ["training", "packed"])
@@ -163,7 +201,7 @@ def test_forked_process_refuses_another_file(built, tmp_path):
         child.start()
         assert "changed since it was opened" in queue.get()
         child.join()
-        ds[0]                                    # the process that opened it still reads the old file
+        ds[0]  # the process that opened it still reads the old file
 
 
 def test_chunk_cache(built):
@@ -171,7 +209,8 @@ def test_chunk_cache(built):
         with lm.open_dataset(built["packed"], chunk_cache_bytes=asked) as ds:
             n_bytes = ds.file.id.get_access_plist().get_cache()[2]
             assert n_bytes == asked if asked else n_bytes > 0
-            with pickle.loads(pickle.dumps(ds)) as copy: assert copy.file.id.get_access_plist().get_cache()[2] == n_bytes
+            with pickle.loads(pickle.dumps(ds)) as copy:
+                assert copy.file.id.get_access_plist().get_cache()[2] == n_bytes
 
 
 def test_opening_needs_no_torch(built):
@@ -181,13 +220,14 @@ def test_opening_needs_no_torch(built):
 
 # ---- items -----------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("preload", [True, False])
 def test_levels(built, level, preload):
     with lm.open_dataset(built["training"]) as raw:
         every = raw.mels[:]
         ds = Segments(raw, level=level, preload_to_ram=preload)
-        expected = every.reshape(-1, *every.shape[1 + LEVELS[level]:])
+        expected = every.reshape(-1, *every.shape[1 + LEVELS[level] :])
         assert len(ds) == len(expected)
         assert ds.item_shape == expected.shape[1:]
         items = [0, len(ds) - 1, -1, 1, 1, len(ds) // 2]
@@ -203,15 +243,17 @@ def test_levels(built, level, preload):
 
 def test_items_beyond_the_end(small):
     for i in (len(small), -len(small) - 1):
-        with pytest.raises(IndexError, match=f"item {i} of 36"): small[i]
-    assert sum(1 for _ in small) == len(small)          # by IndexError, as sequences do
+        with pytest.raises(IndexError, match=f"item {i} of 36"):
+            small[i]
+    assert sum(1 for _ in small) == len(small)  # by IndexError, as sequences do
 
 
 @pytest.mark.parametrize("form", [{}, {"chunks": True}, {"chunks": (1, *SHAPE), "compression": "gzip"}])
 @pytest.mark.parametrize("kind", ["<f2", ">f2", "<f4"])
 def test_earlier_systems_files(tmp_path, form, kind):
     path = legacy_file(tmp_path / "TRAINING_DATASET.H5", kind=kind, **form)
-    with pytest.raises(VerifyError, match="legacy=True"): Segments(path)
+    with pytest.raises(VerifyError, match="legacy=True"):
+        Segments(path)
     for preload in (True, False):
         with Segments(path, legacy=True, preload_to_ram=preload, chunk_cache_bytes=1 << 20) as ds:
             b = ds.batch([5, 4, 35])
@@ -240,13 +282,17 @@ def test_rows_of_several_files(built):
 def test_files_that_do_not_belong_together(tmp_path, built):
     one = legacy_file(tmp_path / "a.h5")
     other = legacy_file(tmp_path / "b.h5", names='["LEAK", "NOLEAK", "RANDOM"]')
-    with pytest.raises(DataError, match=r"b\.h5: data sets that do not belong together: labels"): Segments([one, other], legacy=True)
+    with pytest.raises(DataError, match=r"b\.h5: data sets that do not belong together: labels"):
+        Segments([one, other], legacy=True)
     features = legacy_file(tmp_path / "c.h5")
-    with h5py.File(features, "r+") as f: f.attrs["config_json"] = '{"sample_rate": 8000}'
-    with pytest.raises(DataError, match=r"c\.h5.*features.*8000"): Segments([one, features], legacy=True)
+    with h5py.File(features, "r+") as f:
+        f.attrs["config_json"] = '{"sample_rate": 8000}'
+    with pytest.raises(DataError, match=r"c\.h5.*features.*8000"):
+        Segments([one, features], legacy=True)
     with lm.open_dataset(built["training"]) as ds:
-        with pytest.raises(LeakmelError): Segments([ds, tmp_path / "none.h5"])
-        ds[0]                                     # what was open stays open
+        with pytest.raises(LeakmelError):
+            Segments([ds, tmp_path / "none.h5"])
+        ds[0]  # what was open stays open
 
 
 def test_memory_decides(tmp_path, monkeypatch):
@@ -254,10 +300,11 @@ def test_memory_decides(tmp_path, monkeypatch):
     n_bytes = mels(9).nbytes
     for free, held in ((2 * n_bytes, True), (2 * n_bytes - 2, False)):
         monkeypatch.setattr(data, "free_memory", lambda free=free: free)
-        with Segments(path, legacy=True) as ds: assert (ds.held is not None) is held
+        with Segments(path, legacy=True) as ds:
+            assert (ds.held is not None) is held
     with Segments(path, legacy=True, preload_to_ram=True) as ds:
         assert ds.held is not None
-        assert pickle.loads(pickle.dumps(ds)).held is None          # a new process gets no copy
+        assert pickle.loads(pickle.dumps(ds)).held is None  # a new process gets no copy
 
 
 def test_loading_in_pieces(tmp_path, monkeypatch):
@@ -266,21 +313,37 @@ def test_loading_in_pieces(tmp_path, monkeypatch):
         assert np.array_equal(ds.batch(np.arange(36)).x.numpy(), mels(9).reshape(36, *SHAPE[1:]))
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"level": "longs"}, "no such level; found 'longs'"), ({"preload_to_ram": "yes"}, "preload_to_ram is not known"),
-    ({"ram_fraction": 0}, "ram_fraction must be above 0"), ({"rows": [0, 9]}, "rows that are not there; found 0 to 9; expected 0 to 8"),
-    ({"rows": [-1]}, "rows that are not there"), ({"rows": [0.5]}, "not whole numbers"), ({"rows": [[1]]}, "not whole numbers"),
-])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"level": "longs"}, "no such level; found 'longs'"),
+        ({"preload_to_ram": "yes"}, "preload_to_ram is not known"),
+        ({"ram_fraction": 0}, "ram_fraction must be above 0"),
+        ({"rows": [0, 9]}, "rows that are not there; found 0 to 9; expected 0 to 8"),
+        ({"rows": [-1]}, "rows that are not there"),
+        ({"rows": [0.5]}, "not whole numbers"),
+        ({"rows": [[1]]}, "not whole numbers"),
+    ],
+)
 def test_bad_settings_of_items(tmp_path, options, said):
-    with pytest.raises(UsageError, match=said): Segments(legacy_file(tmp_path / "x.h5"), legacy=True, **options)
-    with pytest.raises(UsageError, match="no data set given"): Segments([])
+    with pytest.raises(UsageError, match=said):
+        Segments(legacy_file(tmp_path / "x.h5"), legacy=True, **options)
+    with pytest.raises(UsageError, match="no data set given"):
+        Segments([])
 
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------
 
+
 def test_task_of_items(tmp_path):
     task = make_task(["LEAK", "NOLEAK", "QUIET"], "Leak", kind="binary", leave_out=["quiet"])
-    with Segments(legacy_file(tmp_path / "x.h5"), legacy=True, task=task, level="recording", rows=np.array([0, 1, 2, 8, 7])) as ds:
+    with Segments(
+        legacy_file(tmp_path / "x.h5"),
+        legacy=True,
+        task=task,
+        level="recording",
+        rows=np.array([0, 1, 2, 8, 7]),
+    ) as ds:
         assert ds.rows.tolist() == [0, 1, 7]
         assert ds.labels.tolist() == [1, 0, 0]
 
@@ -288,7 +351,12 @@ def test_task_of_items(tmp_path):
 def test_labels_are_told_by_their_names(tmp_path):
     "A data set that was built alone numbers its labels in its own way, and may lack some."
     task = make_task(["LEAK", "NOLEAK", "QUIET"])
-    with Segments(legacy_file(tmp_path / "x.h5", names='["quiet", "LEAK", "NoLeak"]'), legacy=True, task=task, level="recording") as ds:
+    with Segments(
+        legacy_file(tmp_path / "x.h5", names='["quiet", "LEAK", "NoLeak"]'),
+        legacy=True,
+        task=task,
+        level="recording",
+    ) as ds:
         assert ds.labels.tolist() == [2, 0, 1] * 3
         assert ds.batch([1, 2]).y.tolist() == [0, 1]
     binary = make_task(["NOLEAK", "QUIET", "LEAK"], kind="binary", leave_out=["quiet"])
@@ -304,26 +372,50 @@ def test_labels_are_told_by_their_names(tmp_path):
 def test_data_sets_that_number_their_labels_differently_get_the_classes_of_the_task(tmp_path):
     "Labels of rows: 0, 1, 2, 0, 1, 2, ..., in each file with names of its own."
     orders = [["LEAK", "NOLEAK", "QUIET"], ["QUIET", "LEAK", "NOLEAK"], ["noleak", "quiet", "Leak"]]
-    paths = [legacy_file(tmp_path / f"{k}.h5", 6, seed=k, names=json.dumps(names)) for k, names in enumerate(orders)]
+    paths = [
+        legacy_file(tmp_path / f"{k}.h5", 6, seed=k, names=json.dumps(names))
+        for k, names in enumerate(orders)
+    ]
     for chosen in ([0, 1], [1, 0], [2, 0, 1]):
-        for task in (make_task(["LEAK", "NOLEAK", "QUIET"]), make_task(["QUIET", "NOLEAK", "LEAK"], kind="binary", leave_out=["quiet"])):
-            right = [task.to_model[find_label(orders[k][n % 3], task.class_names)] for k in chosen for n in range(6)]
+        for task in (
+            make_task(["LEAK", "NOLEAK", "QUIET"]),
+            make_task(["QUIET", "NOLEAK", "LEAK"], kind="binary", leave_out=["quiet"]),
+        ):
+            right = [
+                task.to_model[find_label(orders[k][n % 3], task.class_names)]
+                for k in chosen
+                for n in range(6)
+            ]
             with Segments([paths[k] for k in chosen], legacy=True, task=task, level="recording") as ds:
                 left = [n for n, c in enumerate(right) if c != LEFT_OUT]
                 assert ds.rows.tolist() == left
-                assert ds.labels.tolist() == ds.batch(np.arange(len(ds))).y.tolist() == [right[n] for n in left]
-    with pytest.raises(DataError, match="do not belong together: labels"): Segments([paths[0], paths[1]], legacy=True)
+                assert (
+                    ds.labels.tolist() == ds.batch(np.arange(len(ds))).y.tolist() == [right[n] for n in left]
+                )
+    with pytest.raises(DataError, match="do not belong together: labels"):
+        Segments([paths[0], paths[1]], legacy=True)
     picked = np.array([7, 0, 11, 4])
-    with Segments([paths[1], paths[0]], legacy=True, task=make_task(["LEAK", "NOLEAK", "QUIET"]), level="recording", rows=picked) as ds:
+    with Segments(
+        [paths[1], paths[0]],
+        legacy=True,
+        task=make_task(["LEAK", "NOLEAK", "QUIET"]),
+        level="recording",
+        rows=picked,
+    ) as ds:
         assert ds.rows.tolist() == picked.tolist()
         assert ds.labels.tolist() == [1, 2, 2, 0]
 
 
 def test_labels_that_nobody_looks_at(tmp_path):
     "New recordings lie in folders by date, which no task knows."
-    paths = [legacy_file(tmp_path / f"{k}.h5", 6, seed=k, names=json.dumps([f"2026-11-0{k}", "same", f"{k}"])) for k in (1, 2)]
-    with pytest.raises(DataError, match="do not belong together: labels"): Segments(paths, legacy=True)
-    with pytest.raises(DataError, match="a label that the task does not know"): Segments(paths, legacy=True, task=make_task(["LEAK", "NOLEAK"]))
+    paths = [
+        legacy_file(tmp_path / f"{k}.h5", 6, seed=k, names=json.dumps([f"2026-11-0{k}", "same", f"{k}"]))
+        for k in (1, 2)
+    ]
+    with pytest.raises(DataError, match="do not belong together: labels"):
+        Segments(paths, legacy=True)
+    with pytest.raises(DataError, match="a label that the task does not know"):
+        Segments(paths, legacy=True, task=make_task(["LEAK", "NOLEAK"]))
     for preload in (True, False):
         with Segments(paths, legacy=True, with_labels=False, level="recording", preload_to_ram=preload) as ds:
             assert ds.rows.tolist() == list(range(12))
@@ -331,24 +423,45 @@ def test_labels_that_nobody_looks_at(tmp_path):
             batch = ds.batch(np.arange(12))
             assert set(batch.y.tolist()) == {LEFT_OUT}
             assert np.array_equal(batch.x.numpy(), np.concatenate([mels(6, 1), mels(6, 2)]))
-        with Segments(paths, legacy=True, with_labels=False, level="long", rows=np.array([11, 2]), preload_to_ram=preload) as ds:
+        with Segments(
+            paths,
+            legacy=True,
+            with_labels=False,
+            level="long",
+            rows=np.array([11, 2]),
+            preload_to_ram=preload,
+        ) as ds:
             assert (len(ds), ds.rows.tolist(), ds[5][1]) == (8, [11, 2], LEFT_OUT)
             assert np.array_equal(ds[5][0], mels(6, 1)[2, 1])
-    with Segments(paths[0], legacy=True, with_labels=False, task=make_task(["2026-11-01", "same", "1"], "same"), level="recording") as ds:
+    with Segments(
+        paths[0],
+        legacy=True,
+        with_labels=False,
+        task=make_task(["2026-11-01", "same", "1"], "same"),
+        level="recording",
+    ) as ds:
         assert ds.labels.tolist() == [0, 1, 2] * 2, "a task needs its labels in any case"
     coarse = tmp_path / "coarse.h5"
     shutil.copy(paths[1], coarse)
-    with h5py.File(coarse, "a") as f: f.attrs["config_json"] = json.dumps({"sample_rate": 8000, "n_mels": SHAPE[2]})
-    with pytest.raises(DataError, match="do not belong together: features"): Segments([paths[0], coarse], legacy=True, with_labels=False)
+    with h5py.File(coarse, "a") as f:
+        f.attrs["config_json"] = json.dumps({"sample_rate": 8000, "n_mels": SHAPE[2]})
+    with pytest.raises(DataError, match="do not belong together: features"):
+        Segments([paths[0], coarse], legacy=True, with_labels=False)
 
 
 def test_nothing_stays_open_after_an_error(tmp_path):
     n, path = len(os.listdir("/proc/self/fd")), legacy_file(tmp_path / "x.h5")
-    with pytest.raises(UsageError, match="rows that are not there") as rows: Segments([path, path], legacy=True, rows=np.array([10**6]))
-    with pytest.raises(DataError) as missing, open_training(path, tmp_path / "none.h5", settings=TrainSettings(), legacy=True): pass
-    assert len(os.listdir("/proc/self/fd")) == n, (rows, missing)      # they hold the frames, and what is in them
+    with pytest.raises(UsageError, match="rows that are not there") as rows:
+        Segments([path, path], legacy=True, rows=np.array([10**6]))
+    with (
+        pytest.raises(DataError) as missing,
+        open_training(path, tmp_path / "none.h5", settings=TrainSettings(), legacy=True),
+    ):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == n, (rows, missing)  # they hold the frames, and what is in them
     with lm.open_dataset(path, legacy=True) as ds:
-        with pytest.raises(UsageError): Segments(ds, rows=np.array([10**6]))
+        with pytest.raises(UsageError):
+            Segments(ds, rows=np.array([10**6]))
         assert ds[8][1] == 2, "whoever opened it closes it"
 
 
@@ -357,7 +470,8 @@ def test_other_rows_are_another_training(tmp_path):
     found = []
     for seed, name in ((0, "a.h5"), (1, "b.h5"), (0, "c.h5")):
         path = legacy_file(tmp_path / name, seed=seed)
-        with open_training(path, settings=TrainSettings(), legacy=True) as training: found.append(training.identity["training"])
+        with open_training(path, settings=TrainSettings(), legacy=True) as training:
+            found.append(training.identity["training"])
     assert os.path.getsize(tmp_path / "a.h5") == os.path.getsize(tmp_path / "b.h5")
     assert found[0] == found[2] != found[1]
 
@@ -373,32 +487,56 @@ def log(monkeypatch, caplog) -> pytest.LogCaptureFixture:
 def test_what_may_take_long_tells_how_far_it_is(tmp_path, log, monkeypatch):
     path = legacy_file(tmp_path / "x.h5")
     monkeypatch.setattr(data, "_PIECE_BYTES", 500)
+
     def told(work: Any) -> list[str]:
         log.clear()
         work("none")
         assert log.messages == []
         work("log")
         return [line.split(" in ")[0] for line in log.messages]
-    def segments(show: str) -> Segments: return Segments(path, legacy=True, level="long", preload_to_ram=True, progress=show)
+
+    def segments(show: str) -> Segments:
+        return Segments(path, legacy=True, level="long", preload_to_ram=True, progress=show)
+
     assert told(segments) == ["loading: 36 of 36 segments"]
     streamed = Segments(path, legacy=True, level="recording", preload_to_ram=False)
-    assert told(lambda show: open_loader(streamed, 4, kind="device", progress=show)) == ["loading: 9 of 9 recordings"]
+    assert told(lambda show: open_loader(streamed, 4, kind="device", progress=show)) == [
+        "loading: 9 of 9 recordings"
+    ]
     assert told(lambda show: mean_mels(streamed, progress=show)) == ["mean mels: 9 of 9 recordings"]
-    assert told(lambda show: recordings_table(streamed.sources, progress=show)) == ["comparing: 9 of 9 recordings"]
+    assert told(lambda show: recordings_table(streamed.sources, progress=show)) == [
+        "comparing: 9 of 9 recordings"
+    ]
+
     def opened(show: str) -> None:
-        with open_training(path, settings=TrainSettings(preload_to_ram=False), legacy=True, progress=show): pass
+        with open_training(path, settings=TrainSettings(preload_to_ram=False), legacy=True, progress=show):
+            pass
+
     assert told(opened) == ["digests: 9 of 9 recordings"]
     streamed.close()
 
 
 def test_a_training_and_an_evaluation_hand_it_on(small_sets, tmp_path, log):
-    training, validation, testing = (small_sets / f"{n}_DATASET.H5" for n in ("TRAINING", "VALIDATION", "TESTING"))
+    training, validation, testing = (
+        small_sets / f"{n}_DATASET.H5" for n in ("TRAINING", "VALIDATION", "TESTING")
+    )
     given = TrainSettings(epochs=1, epoch_share=0.05, batch_size=64, channels=(1,))
     for show in ("none", "log"):
-        done = lm.train(training, validation, out=tmp_path / show, settings=given, device="cpu", progress=show)
-        lm.evaluate(done.detector, testing, training=training, device="cpu", n_draws=100, progress=show, allow_leaky_split=True)
+        done = lm.train(
+            training, validation, out=tmp_path / show, settings=given, device="cpu", progress=show
+        )
+        lm.evaluate(
+            done.detector,
+            testing,
+            training=training,
+            device="cpu",
+            n_draws=100,
+            progress=show,
+            allow_leaky_split=True,
+        )
         assert bool(log.messages) == (show == "log")
-    for word in ("loading", "mean mels"): assert any(line.startswith(f"{word}: ") for line in log.messages), word
+    for word in ("loading", "mean mels"):
+        assert any(line.startswith(f"{word}: ") for line in log.messages), word
 
 
 def test_what_is_quick_tells_nothing(tmp_path, caplog):
@@ -409,37 +547,59 @@ def test_what_is_quick_tells_nothing(tmp_path, caplog):
 
 @pytest.mark.parametrize("names", [["NOLEAK"], ["LEAKY", "NO LEAK"], ["LEAK ", "QUIET"], []])
 def test_a_label_is_never_a_part_of_a_name(names):
-    with pytest.raises(UsageError, match="no such label"): find_label("LEAK", names)
+    with pytest.raises(UsageError, match="no such label"):
+        find_label("LEAK", names)
 
 
 def test_numbers_of_data_set_and_model_are_apart():
     names = ["BACKGROUND", "CRACK", "LEAK", "NORMAL"]
     task = make_task(names, leave_out=["background"])
-    assert (task.leak_in_data, task.leak_in_model, task.leak_label, task.model_names) == (2, 1, "LEAK", ("CRACK", "LEAK", "NORMAL"))
+    assert (task.leak_in_data, task.leak_in_model, task.leak_label, task.model_names) == (
+        2,
+        1,
+        "LEAK",
+        ("CRACK", "LEAK", "NORMAL"),
+    )
     assert pickle.loads(pickle.dumps(task)) == task
     for kind in ("binary", "multiclass"):
         task = make_task(names, kind=kind)
         assert (task.classes(np.arange(4)) == task.leak_in_model).tolist() == [False, False, True, False]
 
 
-@pytest.mark.parametrize(("names", "options", "said"), [
-    (["LEAK", "leak", "NOLEAK"], {}, "differ only in case; found LEAK, leak"), (["LEAK"], {}, "nothing to tell apart; found only LEAK"),
-    (["LEAK", "QUIET"], {"kind": "both"}, "no such kind"), (["LEAK", "QUIET"], {"leave_out": ["LEAK"]}, "cannot be left out"),
-    (["LEAK", "QUIET"], {"kind": "binary", "leave_out": ["LOUD"]}, "no such label; found 'LOUD'"),
-])
+@pytest.mark.parametrize(
+    ("names", "options", "said"),
+    [
+        (["LEAK", "leak", "NOLEAK"], {}, "differ only in case; found LEAK, leak"),
+        (["LEAK"], {}, "nothing to tell apart; found only LEAK"),
+        (["LEAK", "QUIET"], {"kind": "both"}, "no such kind"),
+        (["LEAK", "QUIET"], {"leave_out": ["LEAK"]}, "cannot be left out"),
+        (["LEAK", "QUIET"], {"kind": "binary", "leave_out": ["LOUD"]}, "no such label; found 'LOUD'"),
+    ],
+)
 def test_bad_tasks(names, options, said):
-    with pytest.raises(UsageError, match=said): make_task(names, "LEAK", **options)
+    with pytest.raises(UsageError, match=said):
+        make_task(names, "LEAK", **options)
 
 
 def test_task_that_contradicts_itself():
-    with pytest.raises(UsageError, match="not the same label"): Task("binary", ("A", "LEAK"), 1, ("not LEAK", "LEAK"), 0, (0, 1))
-    with pytest.raises(UsageError, match="do not fit"): Task("binary", ("A", "LEAK"), 1, ("not LEAK", "LEAK"), 1, (1, 1))
+    with pytest.raises(UsageError, match="not the same label"):
+        Task("binary", ("A", "LEAK"), 1, ("not LEAK", "LEAK"), 0, (0, 1))
+    with pytest.raises(UsageError, match="do not fit"):
+        Task("binary", ("A", "LEAK"), 1, ("not LEAK", "LEAK"), 1, (1, 1))
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------
 
-orders = st.builds(OrderSettings, n_rows=st.integers(1, 30), per_row=st.integers(1, 4), batch_size=st.integers(1, 50), seed=st.integers(0, 9),
-                   shuffle=st.booleans(), block_rows=st.integers(0, 8), buffer_blocks=st.integers(1, 5))
+orders = st.builds(
+    OrderSettings,
+    n_rows=st.integers(1, 30),
+    per_row=st.integers(1, 4),
+    batch_size=st.integers(1, 50),
+    seed=st.integers(0, 9),
+    shuffle=st.booleans(),
+    block_rows=st.integers(0, 8),
+    buffer_blocks=st.integers(1, 5),
+)
 
 
 def run(order: Order, n: int) -> list[list[int]]:
@@ -454,7 +614,8 @@ def run(order: Order, n: int) -> list[list[int]]:
 @quick
 @given(orders, st.integers(0, 200), st.booleans())
 def test_order_goes_on_as_if_never_interrupted(s, stop, drop):
-    if drop and s.batch_size <= s.n_items: s = OrderSettings(**{**vars(s), "drop_last": True})
+    if drop and s.batch_size <= s.n_items:
+        s = OrderSettings(**{**vars(s), "drop_last": True})
     n = 2 * s.n_batches + 3
     stop = min(stop, n)
     whole, first, second = run(Order(s), n), Order(s), Order(s)
@@ -472,11 +633,14 @@ def test_an_epoch_has_each_item_once(s):
         found = run(order, s.n_batches)
         assert sorted(sum(found, [])) == list(range(s.n_items))
         assert (order.epoch, order.batch) == (epoch + 1, 0)
-        if not s.shuffle: assert sum(found, []) == list(range(s.n_items))
+        if not s.shuffle:
+            assert sum(found, []) == list(range(s.n_items))
 
 
 def test_epochs_and_seeds_differ():
-    def first(seed: int, epoch: int) -> tuple[int, ...]: return tuple(next(OrderSettings(50, seed=seed).buffers(epoch)).tolist())
+    def first(seed: int, epoch: int) -> tuple[int, ...]:
+        return tuple(next(OrderSettings(50, seed=seed).buffers(epoch)).tolist())
+
     assert len({first(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
     assert first(1, 2) == first(1, 2)
 
@@ -487,35 +651,64 @@ def test_blocks_stay_together():
         rows, counts = np.unique(buffer // 4, return_counts=True)
         assert (counts == 4).all()
         assert len(np.unique(rows // 10)) <= 3
-        for block in np.unique(rows // 10): assert (rows // 10 == block).sum() == min(10, 103 - 10 * block)
+        for block in np.unique(rows // 10):
+            assert (rows // 10 == block).sum() == min(10, 103 - 10 * block)
 
 
-@pytest.mark.parametrize("change", [{"seed": 2}, {"batch_size": 5}, {"n_rows": 13}, {"shuffle": False}, {"block_rows": 2}])
+@pytest.mark.parametrize(
+    "change", [{"seed": 2}, {"batch_size": 5}, {"n_rows": 13}, {"shuffle": False}, {"block_rows": 2}]
+)
 def test_place_in_another_order(change):
     base = {"n_rows": 12, "per_row": 2, "batch_size": 4, "seed": 1}
-    order, other = Order(OrderSettings(**base)), Order(OrderSettings(**(base | change)))        # type: ignore[arg-type]
+    order, other = Order(OrderSettings(**base)), Order(OrderSettings(**(base | change)))  # type: ignore[arg-type]
     run(order, 2)
-    with pytest.raises(UsageError, match="another one than that of the checkpoint"): other.load_state_dict(order.state_dict())
+    with pytest.raises(UsageError, match="another one than that of the checkpoint"):
+        other.load_state_dict(order.state_dict())
     assert (other.epoch, other.batch) == (0, 0)
 
 
-@pytest.mark.parametrize("state", [{}, {"epoch": 0, "batch": "x", "check": 1}, {"epoch": -1, "batch": 0, "check": 0}, {"epoch": 0, "batch": 99, "check": 0}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"epoch": 0, "batch": "x", "check": 1},
+        {"epoch": -1, "batch": 0, "check": 0},
+        {"epoch": 0, "batch": 99, "check": 0},
+    ],
+)
 def test_bad_places(state):
-    with pytest.raises(UsageError, match="not a place|no such place"): Order(OrderSettings(5)).load_state_dict(state)
+    with pytest.raises(UsageError, match="not a place|no such place"):
+        Order(OrderSettings(5)).load_state_dict(state)
 
 
-@pytest.mark.parametrize("change", [{"n_rows": 0}, {"batch_size": 0}, {"seed": -1}, {"block_rows": -1}, {"buffer_blocks": 0},
-                                    {"batch_size": 9, "drop_last": True}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_rows": 0},
+        {"batch_size": 0},
+        {"seed": -1},
+        {"block_rows": -1},
+        {"buffer_blocks": 0},
+        {"batch_size": 9, "drop_last": True},
+    ],
+)
 def test_bad_orders(change):
-    with pytest.raises(UsageError, match="must be at least|no batch would be full"): OrderSettings(**({"n_rows": 8} | change))
-    with pytest.raises(UsageError, match="epoch must be"): Order(OrderSettings(5)).set_epoch(-1)
+    with pytest.raises(UsageError, match="must be at least|no batch would be full"):
+        OrderSettings(**({"n_rows": 8} | change))
+    with pytest.raises(UsageError, match="epoch must be"):
+        Order(OrderSettings(5)).set_epoch(-1)
 
 
 # ---- loaders ---------------------------------------------------------------------------------------------------------
 
 KINDS: list[dict[str, Any]] = [
-    {"kind": "device"}, {"kind": "stream", "block_rows": 2, "buffer_blocks": 2}, {"kind": "stream", "shuffle": False, "block_rows": 1, "buffer_blocks": 1},
-    {"kind": "stream"}, {"kind": "workers", "num_workers": 0}, {"kind": "workers", "num_workers": 0, "block_rows": 3, "buffer_blocks": 1}]
+    {"kind": "device"},
+    {"kind": "stream", "block_rows": 2, "buffer_blocks": 2},
+    {"kind": "stream", "shuffle": False, "block_rows": 1, "buffer_blocks": 1},
+    {"kind": "stream"},
+    {"kind": "workers", "num_workers": 0},
+    {"kind": "workers", "num_workers": 0, "block_rows": 3, "buffer_blocks": 1},
+]
 
 
 def check_batches(ds: Segments, batches: list[Batch], *, size: int) -> None:
@@ -533,11 +726,14 @@ def check_batches(ds: Segments, batches: list[Batch], *, size: int) -> None:
 def test_loaders_hand_out_everything(small, options, size):
     with open_loader(small, size, seed=4, **options) as loader:
         epochs = [list(loader), list(loader)]
-        for found in epochs: check_batches(small, found, size=size)
+        for found in epochs:
+            check_batches(small, found, size=size)
         assert len(epochs[0]) == len(loader)
-        if options.get("shuffle", True) and size < 36: assert not torch.equal(epochs[0][0].items, epochs[1][0].items)
+        if options.get("shuffle", True) and size < 36:
+            assert not torch.equal(epochs[0][0].items, epochs[1][0].items)
         loader.set_epoch(0)
-        for a, b in zip(loader, epochs[0], strict=True): assert torch.equal(a.items, b.items)
+        for a, b in zip(loader, epochs[0], strict=True):
+            assert torch.equal(a.items, b.items)
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
@@ -545,8 +741,12 @@ def test_loaders_hand_out_everything(small, options, size):
 def test_loaders_go_on_where_they_stopped(small, options, drop):
     def batches(loader: Loader) -> Iterator[tuple[list[int], dict]]:
         for _ in range(3):
-            for b in loader: yield b.items.tolist(), loader.state_dict()
-    def opened() -> Loader: return open_loader(small, 7, seed=2, drop_last=drop, **options)
+            for b in loader:
+                yield b.items.tolist(), loader.state_dict()
+
+    def opened() -> Loader:
+        return open_loader(small, 7, seed=2, drop_last=drop, **options)
+
     whole = list(batches(opened()))
     assert len(whole) == 3 * (5 if drop else 6)
     for stop in (1, 4, len(whole) // 3, len(whole) // 3 + 2):
@@ -556,25 +756,33 @@ def test_loaders_go_on_where_they_stopped(small, options, drop):
         assert again == [items for items, _ in whole[stop:]]
 
 
-@pytest.mark.parametrize(("size", "drop"), [(3, False), (7, True), (7, False), (16, True), (36, True), (100, False)])
+@pytest.mark.parametrize(
+    ("size", "drop"), [(3, False), (7, True), (7, False), (16, True), (36, True), (100, False)]
+)
 def test_only_batches_across_buffers_are_put_together(small, monkeypatch, size, drop):
     "Batches are those of the order; what a GPU gets is locked once: a buffer as it is read, a batch across two buffers by itself."
     copied: list[int] = []
     locked: list[int] = []
     handed: list[Batch] = []
     real = loaders.joined
+
     def joined(a: Batch, b: Batch) -> Batch:
         copied.append(len(a) + len(b))
         return real(a, b)
+
     def pin_memory(batch: Batch) -> Batch:
         locked.append(batch.items.data_ptr())
         return batch
+
     def transfer(batch: Batch) -> Batch:
         handed.append(batch)
         return batch
+
     monkeypatch.setattr(loaders, "joined", joined)
     monkeypatch.setattr(Batch, "pin_memory", pin_memory)
-    with open_loader(small, size, kind="stream", block_rows=1, buffer_blocks=2, seed=5, drop_last=drop) as loader:
+    with open_loader(
+        small, size, kind="stream", block_rows=1, buffer_blocks=2, seed=5, drop_last=drop
+    ) as loader:
         loader.device = torch.device("cuda", 0)
         ends = np.cumsum(loader.order.items()[1]).tolist()
         monkeypatch.setattr(loader, "transfer", transfer)
@@ -587,14 +795,16 @@ def test_only_batches_across_buffers_are_put_together(small, monkeypatch, size, 
     assert max(copied, default=0) <= size, "never a buffer"
     crossing = {k // size for k in ends if k % size and k < n}
     for k, b in enumerate(handed):
-        if k in crossing: assert b.items.data_ptr() in locked, "put together, then locked"
+        if k in crossing:
+            assert b.items.data_ptr() in locked, "put together, then locked"
     assert len(locked) == sum(end - m < n for end, m in zip(ends, np.diff([0, *ends]))) + len(crossing)
 
 
 def test_a_loop_that_is_left_is_gone_on_with(small):
     for options in KINDS:
         loader = open_loader(small, 7, **options)
-        for _ in loader: break
+        for _ in loader:
+            break
         assert loader.state_dict()["batch"] == 1
         assert len(list(loader)) == 5
         assert (loader.order.epoch, loader.order.batch) == (1, 0)
@@ -603,7 +813,8 @@ def test_a_loop_that_is_left_is_gone_on_with(small):
 def test_place_of_another_loader(small):
     state = open_loader(small, 7, kind="device").state_dict()
     stream = open_loader(small, 7, kind="stream")
-    with pytest.raises(UsageError, match="noted by another loader; found 'device'; expected 'stream'"): stream.load_state_dict(state)
+    with pytest.raises(UsageError, match="noted by another loader; found 'device'; expected 'stream'"):
+        stream.load_state_dict(state)
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
@@ -614,28 +825,42 @@ def test_worker_processes(built, start_method):
         torch.manual_seed(0)
         expected_random = torch.random.get_rng_state()
         n = 2 if start_method == "fork" else 1
-        with open_loader(ds, 100, kind="workers", num_workers=n, prefetch_factor=2, start_method=start_method, seed=1) as loader:
+        with open_loader(
+            ds, 100, kind="workers", num_workers=n, prefetch_factor=2, start_method=start_method, seed=1
+        ) as loader:
             plain = open_loader(ds, 100, kind="workers", num_workers=0, seed=1)
             found = list(loader)
             check_batches(ds, found, size=100)
-            for a, b in zip(found, plain, strict=True): assert torch.equal(a.items, b.items)
-            for _ in loader: break
-            for _ in plain: break
-            for a, b in zip(loader, plain, strict=True): assert torch.equal(a.x, b.x)
-        assert torch.equal(torch.random.get_rng_state(), expected_random)       # a training's own random numbers stay as they are
+            for a, b in zip(found, plain, strict=True):
+                assert torch.equal(a.items, b.items)
+            for _ in loader:
+                break
+            for _ in plain:
+                break
+            for a, b in zip(loader, plain, strict=True):
+                assert torch.equal(a.x, b.x)
+        assert torch.equal(
+            torch.random.get_rng_state(), expected_random
+        )  # a training's own random numbers stay as they are
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_errors_of_readers_arrive(tmp_path):
     path = legacy_file(tmp_path / "x.h5")
-    for options in ({"kind": "stream", "block_rows": 1, "buffer_blocks": 2}, {"kind": "workers", "num_workers": 0},
-                    {"kind": "workers", "num_workers": 1, "start_method": "fork"}):
+    for options in (
+        {"kind": "stream", "block_rows": 1, "buffer_blocks": 2},
+        {"kind": "workers", "num_workers": 0},
+        {"kind": "workers", "num_workers": 1, "start_method": "fork"},
+    ):
         with Segments(path, legacy=True, preload_to_ram=False) as ds:
             size = path.stat().st_size
-            broken = open_loader(ds, 5, **options)       # type: ignore[arg-type]
+            broken = open_loader(ds, 5, **options)  # type: ignore[arg-type]
             data_set, content = ds.sources[0], path.read_bytes()
             os.truncate(path, data_set.mels.id.get_offset() + 100)
-            with pytest.raises((LeakmelError, RuntimeError), match="end too early|changed since|cannot be read|not an HDF5"): list(broken)
+            with pytest.raises(
+                (LeakmelError, RuntimeError), match="end too early|changed since|cannot be read|not an HDF5"
+            ):
+                list(broken)
             broken.close()
             path.write_bytes(content)
             assert path.stat().st_size == size
@@ -643,7 +868,10 @@ def test_errors_of_readers_arrive(tmp_path):
 
 def test_which_loader(small, monkeypatch):
     need = small.n_bytes
-    for free, kind, said in ((2 * need, "device", "fit into 50 %"), (2 * need - 2, "stream", "do not fit into 50 %")):
+    for free, kind, said in (
+        (2 * need, "device", "fit into 50 %"),
+        (2 * need - 2, "stream", "do not fit into 50 %"),
+    ):
         monkeypatch.setattr(loaders, "free_memory", lambda free=free: free)
         loader = open_loader(small, 4)
         assert (loader.kind, said in loader.why) == (kind, True)
@@ -652,28 +880,46 @@ def test_which_loader(small, monkeypatch):
         loader = open_loader(held, 4)
         assert "in memory already" in loader.why
         assert isinstance(loader, loaders.DeviceLoader)
-        assert loader.x.data_ptr() == held.held.data_ptr()          # type: ignore[union-attr]
+        assert loader.x.data_ptr() == held.held.data_ptr()  # type: ignore[union-attr]
 
 
 def test_workers_get_their_settings(small):
-    with open_loader(small, 4, kind="workers", num_workers=1, prefetch_factor=8, persistent_workers=False, start_method="forkserver") as loader:
+    with open_loader(
+        small,
+        4,
+        kind="workers",
+        num_workers=1,
+        prefetch_factor=8,
+        persistent_workers=False,
+        start_method="forkserver",
+    ) as loader:
         assert isinstance(loader, WorkerLoader)
         t = loader.torch_loader
         assert (t.num_workers, t.prefetch_factor, t.persistent_workers, t.pin_memory) == (1, 8, False, False)
         assert t.multiprocessing_context.get_start_method() == "forkserver"
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"kind": "disk"}, "no such loader; found 'disk'"), ({"device_fraction": 0}, "device_fraction"), ({"kind": "workers", "num_workers": -1}, "num_workers"),
-    ({"kind": "workers", "prefetch_factor": 0}, "prefetch_factor"), ({"kind": "workers", "start_method": "thread"}, "no such start method"),
-    ({"batch_size": 0}, "batch_size must be at least 1"), ({"seed": -1}, "seed must be at least 0"),
-])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kind": "disk"}, "no such loader; found 'disk'"),
+        ({"device_fraction": 0}, "device_fraction"),
+        ({"kind": "workers", "num_workers": -1}, "num_workers"),
+        ({"kind": "workers", "prefetch_factor": 0}, "prefetch_factor"),
+        ({"kind": "workers", "start_method": "thread"}, "no such start method"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"seed": -1}, "seed must be at least 0"),
+    ],
+)
 def test_bad_settings_of_loaders(small, options, said):
-    with pytest.raises(UsageError, match=said): open_loader(small, **({"batch_size": 4} | options))
+    with pytest.raises(UsageError, match=said):
+        open_loader(small, **({"batch_size": 4} | options))
     empty = Segments(small.sources[0], rows=np.zeros(0, np.int64))
     assert len(empty) == 0
-    with pytest.raises(UsageError, match="no recordings to load"): open_loader(empty, 4)
-    with pytest.raises(UsageError, match="an order of other items"): loaders.DeviceLoader(small, OrderSettings(5))
+    with pytest.raises(UsageError, match="no recordings to load"):
+        open_loader(empty, 4)
+    with pytest.raises(UsageError, match="an order of other items"):
+        loaders.DeviceLoader(small, OrderSettings(5))
 
 
 def test_loader_bench(small):
@@ -683,5 +929,8 @@ def test_loader_bench(small):
     assert (table["epochs"] == 2).all()
     assert (table[["batches_per_s", "first_batch_s"]] > 0).all(axis=None)
     assert (table["first_epoch_s"] >= table["first_batch_s"]).all()
-    assert {("num_workers", 8), ("prefetch_factor", 4), ("start_method", "spawn")} <= {s for t in usual_trials() for s in t.settings}
-    with pytest.raises(UsageError, match="at least 1"): bench_loaders(small, 10, epochs=0)
+    assert {("num_workers", 8), ("prefetch_factor", 4), ("start_method", "spawn")} <= {
+        s for t in usual_trials() for s in t.settings
+    }
+    with pytest.raises(UsageError, match="at least 1"):
+        bench_loaders(small, 10, epochs=0)

@@ -1,4 +1,5 @@
 "The whole way on a made town whose testing sensors were never heard: a detector beats both baselines, or its evaluation says that it does not."
+
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,9 @@ import pytest
 import leakmel as lm
 from leakmel.learn.train_settings import TrainSettings
 
-SMALL = TrainSettings(channels=(24, 48, 64), epochs=8, epoch_share=0.04, learning_rate=0.003)       # a net of 22,000 numbers: half a minute on one core
+SMALL = TrainSettings(
+    channels=(24, 48, 64), epochs=8, epoch_share=0.04, learning_rate=0.003
+)  # a net of 22,000 numbers: half a minute on one core
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -15,9 +18,25 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def judged(root: Path, n_files: int, settings: TrainSettings, seed: int = 0) -> lm.Evaluation:
     "A town, its data sets, a training, and its judgement."
     lm.write_demo(root / "town", n_files=n_files, seed=seed)
-    parts = {r.path.name.split("_")[0].lower(): r.path for r in lm.build_all(root / "town", out_dir=root / "sets", progress="none")}
-    result = lm.train(parts["training"], parts["validation"], out=root / "run", settings=settings, device="cpu", progress=False)
-    return lm.evaluate(result.detector, parts["testing"], training=parts["training"], validation=parts["validation"], progress="none")
+    parts = {
+        r.path.name.split("_")[0].lower(): r.path
+        for r in lm.build_all(root / "town", out_dir=root / "sets", progress="none")
+    }
+    result = lm.train(
+        parts["training"],
+        parts["validation"],
+        out=root / "run",
+        settings=settings,
+        device="cpu",
+        progress=False,
+    )
+    return lm.evaluate(
+        result.detector,
+        parts["testing"],
+        training=parts["training"],
+        validation=parts["validation"],
+        progress="none",
+    )
 
 
 def assert_honest(e: lm.Evaluation) -> None:

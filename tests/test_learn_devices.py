@@ -1,4 +1,5 @@
 "Devices by name; float32 that is float32; memory that runs out while recordings are judged, wherever it does."
+
 import logging
 import threading
 import weakref
@@ -32,28 +33,47 @@ RATE = 4096
 QUIET: dict[str, Any] = {"progress": "none", "device": "cpu", "engine": "torch"}
 
 
-def full() -> Exception: return torch.OutOfMemoryError("out of memory: 2 GB asked for")
+def full() -> Exception:
+    return torch.OutOfMemoryError("out of memory: 2 GB asked for")
 
 
 # ---- by name
 
+
 def test_devices_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [pick_device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == ["cuda:0", "cpu", "cuda:0", "cuda:1"]
-    assert [pick_device(name, rehearsal=True) for name in ("rehearsal", "rehearsal:3")] == ["rehearsal:0", "rehearsal:3"]
-    with pytest.raises(UsageError, match="no such GPU here; found 'cuda:2', 2 GPUs"): pick_device("cuda:2")
+    assert [pick_device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == [
+        "cuda:0",
+        "cpu",
+        "cuda:0",
+        "cuda:1",
+    ]
+    assert [pick_device(name, rehearsal=True) for name in ("rehearsal", "rehearsal:3")] == [
+        "rehearsal:0",
+        "rehearsal:3",
+    ]
+    with pytest.raises(UsageError, match="no such GPU here; found 'cuda:2', 2 GPUs"):
+        pick_device("cuda:2")
     for name in ("", "gpu", "cuda:", "cuda:-1", "rehearsal", "cpu:0", "CPU"):
-        with pytest.raises(UsageError, match="no such device"): pick_device(name)
+        with pytest.raises(UsageError, match="no such device"):
+            pick_device(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device() == "cpu"
-    with pytest.raises(UsageError, match="0 GPUs"): pick_device("cuda", rehearsal=True)
+    with pytest.raises(UsageError, match="0 GPUs"):
+        pick_device("cuda", rehearsal=True)
 
 
 # ---- float32
 
 BACKENDS: Any = torch.backends
-SWITCHES = (BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn, BACKENDS.cuda.matmul, BACKENDS.mkldnn.conv, BACKENDS.mkldnn.matmul)
+SWITCHES = (
+    BACKENDS.cudnn.conv,
+    BACKENDS.cudnn.rnn,
+    BACKENDS.cuda.matmul,
+    BACKENDS.mkldnn.conv,
+    BACKENDS.mkldnn.matmul,
+)
 
 
 def switches() -> list[Any]:
@@ -67,42 +87,67 @@ EXACT = ["highest", *["ieee"] * 5]
 @pytest.fixture
 def own_switches() -> Iterator[None]:
     "Switches of the process that a test may turn."
-    before, (cudnn, matmul) = switches(), (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32)
+    before, (cudnn, matmul) = (
+        switches(),
+        (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32),
+    )
     yield
     torch.set_float32_matmul_precision(before[0])
     torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = cudnn, matmul
-    for s, value in zip(SWITCHES, before[1:], strict=True): s.fp32_precision = value
+    for s, value in zip(SWITCHES, before[1:], strict=True):
+        s.fp32_precision = value
     assert switches() == before
 
 
-def as_usual() -> None: pass
-def matrices_rounded() -> None: torch.set_float32_matmul_precision("medium")
-def nothing_rounded() -> None: torch.backends.cudnn.allow_tf32 = False
-def only_convolutions() -> None: BACKENDS.cudnn.conv.fp32_precision = "ieee"      # now the older switch contradicts, and torch will not read it
-def all_rounded() -> None: torch.backends.cuda.matmul.allow_tf32 = True
+def as_usual() -> None:
+    pass
 
 
-@pytest.mark.parametrize("turn", [as_usual, matrices_rounded, nothing_rounded, only_convolutions, all_rounded])
+def matrices_rounded() -> None:
+    torch.set_float32_matmul_precision("medium")
+
+
+def nothing_rounded() -> None:
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def only_convolutions() -> None:
+    BACKENDS.cudnn.conv.fp32_precision = (
+        "ieee"  # now the older switch contradicts, and torch will not read it
+    )
+
+
+def all_rounded() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+@pytest.mark.parametrize(
+    "turn", [as_usual, matrices_rounded, nothing_rounded, only_convolutions, all_rounded]
+)
 def test_float32_is_float32_and_what_was_allowed_is_allowed_again(own_switches, turn):
     turn()
     before = switches()
     with exactly_float32():
         assert switches() == EXACT
-        with exactly_float32(): assert switches() == EXACT
+        with exactly_float32():
+            assert switches() == EXACT
         assert switches() == EXACT
         torch.nn.functional.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3))
     assert switches() == before
-    with pytest.raises(KeyError), exactly_float32(): raise KeyError("x")
+    with pytest.raises(KeyError), exactly_float32():
+        raise KeyError("x")
     assert switches() == before
 
 
 def test_threads_that_compute_at_once_leave_the_switches_as_they_were(own_switches):
     "The first to come is the first to go, while the second one still computes."
     before, entered, left = switches(), threading.Event(), threading.Event()
+
     def first() -> None:
         with exactly_float32():
             entered.set()
             left.wait(60)
+
     thread = threading.Thread(target=first)
     thread.start()
     entered.wait(60)
@@ -115,13 +160,16 @@ def test_threads_that_compute_at_once_leave_the_switches_as_they_were(own_switch
 
 class Watching(LeakNet):
     "Notes how exactly it computes, forward and backward."
+
     seen: list[list[str]]
 
     def forward(self, x: torch.Tensor) -> Any:
-        if not hasattr(self, "seen"): self.seen = []
+        if not hasattr(self, "seen"):
+            self.seen = []
         self.seen.append(switches())
         found = super().forward(x)
-        if found[0].requires_grad: found[0].register_hook(lambda g: self.seen.append(switches()))
+        if found[0].requires_grad:
+            found[0].register_hook(lambda g: self.seen.append(switches()))
         return found
 
 
@@ -134,8 +182,11 @@ def made_detector(kind: type[LeakNet] = LeakNet, spec: lm.MelSpec | None = None)
     "A net that was never trained, with scores all over the range."
     torch.manual_seed(0)
     net = kind(NetSettings(channels=(8, 8)), np.full(64, -30.0), np.full(64, 3.0))
-    with torch.no_grad(): net.classes.weight.mul_(20)
-    return Detector(net.eval(), make_task(["LEAK", "NORMAL"]), spec or lm.MelSpec.preset("disjoint", duration_s=1.0))
+    with torch.no_grad():
+        net.classes.weight.mul_(20)
+    return Detector(
+        net.eval(), make_task(["LEAK", "NORMAL"]), spec or lm.MelSpec.preset("disjoint", duration_s=1.0)
+    )
 
 
 @pytest.mark.parametrize("amp", ["off", "bf16"])
@@ -166,30 +217,41 @@ def test_scores_are_of_float32(own_switches, town, wavs):
 
 # ---- portions
 
+
 def test_portions_are_halved_and_it_is_said_once(caplog):
     caplog.set_level(logging.WARNING)
     trimmed, tried = [], []
+
     def work(part: slice) -> list[int]:
         tried.append(part.stop - part.start)
-        if len(tried) > 2 and tried[-1] > 5: raise full()
+        if len(tried) > 2 and tried[-1] > 5:
+            raise full()
         return list(range(100)[part])
+
     portions = Portions(32, lambda: trimmed.append(len(tried)))
     assert sum(portions.each(50, work), []) == list(range(50))
     assert portions.each(0, work) == []
     portions.each(9, work)
     assert tried == [32, 18, 9, 4, 4, 1]
-    assert [r.getMessage() for r in caplog.records] == ["memory ran out: 4 recordings are judged at once from here on, not 32"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "memory ran out: 4 recordings are judged at once from here on, not 32"
+    ]
     assert (portions.n_ran_out, portions.most, trimmed) == (1, 4, [3])
 
 
-@pytest.mark.parametrize(("n", "most", "fits"), [(1, 1, 1), (64, 64, 1), (65, 64, 63), (7, 64, 3), (10, 3, 2), (33, 32, 32)])
+@pytest.mark.parametrize(
+    ("n", "most", "fits"), [(1, 1, 1), (64, 64, 1), (65, 64, 63), (7, 64, 3), (10, 3, 2), (33, 32, 32)]
+)
 def test_portions_miss_nothing(n, most, fits, caplog):
     caplog.set_level(logging.WARNING)
     tried = []
+
     def work(part: slice) -> np.ndarray:
         tried.append(part.stop - part.start)
-        if tried[-1] > fits: raise MemoryError
+        if tried[-1] > fits:
+            raise MemoryError
         return np.arange(n)[part]
+
     portions = Portions(most)
     assert np.concatenate(portions.each(n, work)).tolist() == list(range(n))
     assert portions.n_ran_out == sum(k > fits for k in tried) == len(tried) - sum(k <= fits for k in tried)
@@ -198,33 +260,50 @@ def test_portions_miss_nothing(n, most, fits, caplog):
 
 def test_what_failed_is_let_go_before_less_is_tried():
     held: list[weakref.ref] = []
+
     def work(part: slice) -> int:
         assert all(ref() is None for ref in held)
         made = torch.zeros(4)
         held.append(weakref.ref(made))
-        if part.stop - part.start > 1: raise full()
+        if part.stop - part.start > 1:
+            raise full()
         return 1
+
     assert Portions(8).each(2, work) == [1, 1]
     assert len(held) == 3
 
 
 def test_a_single_row_too_many_and_other_errors():
-    def too_much(_: Any) -> None: raise torch.OutOfMemoryError("out of memory: 2 GB\nand much more")
-    def broken(_: Any) -> None: raise RuntimeError("an illegal address")
-    with pytest.raises(MachineError, match="too small to judge a single recording; found out of memory: 2 GB. Free some"): Portions(8).each(3, too_much)
-    with pytest.raises(MachineError, match="a single recording"): Portions(8).fit(too_much)
+    def too_much(_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory: 2 GB\nand much more")
+
+    def broken(_: Any) -> None:
+        raise RuntimeError("an illegal address")
+
+    with pytest.raises(
+        MachineError, match="too small to judge a single recording; found out of memory: 2 GB. Free some"
+    ):
+        Portions(8).each(3, too_much)
+    with pytest.raises(MachineError, match="a single recording"):
+        Portions(8).fit(too_much)
     for work in (Portions(8).fit, lambda w: Portions(8).each(3, w)):
-        with pytest.raises(RuntimeError, match="illegal"): work(broken)
+        with pytest.raises(RuntimeError, match="illegal"):
+            work(broken)
+
     def five(n: int) -> int:
-        if n > 5: raise full()
+        if n > 5:
+            raise full()
         return n
+
     assert Portions(64).fit(five) == 4
 
 
 # ---- rows of data sets
 
+
 @pytest.fixture(scope="module")
-def town(small_sets: Path) -> Path: return small_sets / "TRAINING_DATASET.H5"
+def town(small_sets: Path) -> Path:
+    return small_sets / "TRAINING_DATASET.H5"
 
 
 class Tight:
@@ -232,11 +311,14 @@ class Tight:
 
     def __init__(self, detector: Detector, items: int, error: Callable[[], Exception] = full):
         self.given, self.most, real = list[int](), items, detector.net.forward
+
         def forward(x: torch.Tensor) -> Any:
             self.given.append(len(x))
-            if len(x) > self.most: raise error()
+            if len(x) > self.most:
+                raise error()
             return real(x)
-        detector.net.forward = forward      # type: ignore[method-assign, assignment]
+
+        detector.net.forward = forward  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("judge", [score_rows, class_scores])
@@ -245,15 +327,22 @@ def test_rows_that_do_not_fit_at_once_are_judged_a_few_at_a_time(town, caplog, j
     caplog.set_level(logging.WARNING)
     with Segments(town, level="recording") as ds:
         n_long, detector = ds.row_shape[0], made_detector(spec=ds.sources[0].spec)
-        right, tight = judge(detector, ds, files_per_batch=8), Tight(detector, rows_that_fit * ds.row_shape[0])
+        right, tight = (
+            judge(detector, ds, files_per_batch=8),
+            Tight(detector, rows_that_fit * ds.row_shape[0]),
+        )
         told: list[int] = []
         found = judge(detector, ds, files_per_batch=8, progress=told.append)
         most = {1: 1, 3: 2, 7: 4}[rows_that_fit]
-        assert np.array_equal(found, judge(made_detector(spec=detector.spec), ds, files_per_batch=most)), "as if as few had been asked for"
+        assert np.array_equal(found, judge(made_detector(spec=detector.spec), ds, files_per_batch=most)), (
+            "as if as few had been asked for"
+        )
         assert np.allclose(found, right, atol=1e-6)
-    assert max(tight.given[tight.given.index(most * n_long):]) == most * n_long, "and stays so"
+    assert max(tight.given[tight.given.index(most * n_long) :]) == most * n_long, "and stays so"
     assert told == [*range(8, len(found), 8), len(found)]
-    assert [r.getMessage() for r in caplog.records] == [f"memory ran out: {most} recordings are judged at once from here on, not 8"]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"memory ran out: {most} recordings are judged at once from here on, not 8"
+    ]
 
 
 @pytest.mark.parametrize("judge", [score_rows, class_scores])
@@ -261,12 +350,18 @@ def test_a_recording_that_does_not_fit_alone(town, judge):
     with Segments(town, level="recording") as ds:
         detector = made_detector(spec=ds.sources[0].spec)
         Tight(detector, ds.row_shape[0] - 1)
-        with pytest.raises(MachineError, match="too small to judge a single recording.*device='cpu'"): judge(detector, ds)
+        with pytest.raises(MachineError, match="too small to judge a single recording.*device='cpu'"):
+            judge(detector, ds)
         Tight(detector, 0, lambda: RuntimeError("an illegal address"))
-        with pytest.raises(RuntimeError, match="illegal"): judge(detector, ds)
-        def refuse(*args: Any) -> None: raise full()
-        detector.net.to = refuse      # type: ignore[method-assign, assignment]
-        with pytest.raises(MachineError, match="the model does not fit into memory"): judge(detector, ds)
+        with pytest.raises(RuntimeError, match="illegal"):
+            judge(detector, ds)
+
+        def refuse(*args: Any) -> None:
+            raise full()
+
+        detector.net.to = refuse  # type: ignore[method-assign, assignment]
+        with pytest.raises(MachineError, match="the model does not fit into memory"):
+            judge(detector, ds)
 
 
 class RunsOut(TorchDispatchMode):
@@ -278,7 +373,8 @@ class RunsOut(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.n += 1
-        if self.n == self.at: raise torch.OutOfMemoryError("out of memory")
+        if self.n == self.at:
+            raise torch.OutOfMemoryError("out of memory")
         return func(*args, **(kwargs or {}))
 
 
@@ -287,34 +383,47 @@ def test_memory_may_run_out_at_any_operation(town):
     with Segments(town, level="recording", rows=np.arange(10)) as ds:
         detector = made_detector(spec=ds.sources[0].spec)
         right = [score_rows(detector, ds, files_per_batch=n) for n in (4, 2)]
-        with RunsOut(0) as counted: score_rows(detector, ds, files_per_batch=4)
+        with RunsOut(0) as counted:
+            score_rows(detector, ds, files_per_batch=4)
         assert counted.n > 50
         for k in range(1, counted.n + 1):
-            with RunsOut(k): found = score_rows(detector, ds, files_per_batch=4)
-            assert np.array_equal(found, np.where(found == right[0], *right), equal_nan=True), f"operation {k}"
+            with RunsOut(k):
+                found = score_rows(detector, ds, files_per_batch=4)
+            assert np.array_equal(found, np.where(found == right[0], *right), equal_nan=True), (
+                f"operation {k}"
+            )
 
 
 def test_rows_that_a_device_can_no_longer_hand_out_are_streamed(town, monkeypatch):
     from leakmel.learn.loaders import DeviceLoader
+
     with Segments(town, level="recording") as ds:
         detector = made_detector(spec=ds.sources[0].spec)
         right, real, n = score_rows(detector, ds, files_per_batch=4), DeviceLoader.__iter__, 0
+
         def few(loader: DeviceLoader) -> Iterator[Batch]:
             nonlocal n
             for n, batch in enumerate(real(loader)):
-                if n == 3: raise full()
+                if n == 3:
+                    raise full()
                 yield batch
+
         monkeypatch.setattr(DeviceLoader, "__iter__", few)
         assert np.array_equal(score_rows(detector, ds, files_per_batch=4), right)
         assert n == 3, "the rows were not on the device"
-        def never(*args: Any, **options: Any) -> None: raise MemoryError("no room")
+
+        def never(*args: Any, **options: Any) -> None:
+            raise MemoryError("no room")
+
         monkeypatch.setattr(detector_module, "open_loader", never)
-        with pytest.raises(MachineError, match="too small to read recordings.*Lower files_per_batch"): score_rows(detector, ds)
+        with pytest.raises(MachineError, match="too small to read recordings.*Lower files_per_batch"):
+            score_rows(detector, ds)
 
 
 def test_an_evaluation_goes_on_with_less(town, caplog):
     caplog.set_level(logging.WARNING)
-    with lm.open_dataset(town) as ds: spec, names = ds.spec, ds.class_names
+    with lm.open_dataset(town) as ds:
+        spec, names = ds.spec, ds.class_names
     detector = made_detector(spec=spec)
     detector.task = make_task(names, kind="binary")
     right = evaluate(detector, town, n_draws=100, progress="none")
@@ -323,10 +432,12 @@ def test_an_evaluation_goes_on_with_less(town, caplog):
     assert found.table["score_mean"].tolist() == pytest.approx(right.table["score_mean"].tolist(), abs=1e-6)
     assert any("recordings are judged at once from here on" in r.getMessage() for r in caplog.records)
     Tight(detector, 1)
-    with pytest.raises(MachineError, match="a single recording"): evaluate(detector, town, n_draws=100, progress="none")
+    with pytest.raises(MachineError, match="a single recording"):
+        evaluate(detector, town, n_draws=100, progress="none")
 
 
 # ---- predictions
+
 
 @pytest.fixture(scope="module")
 def wavs(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -334,37 +445,45 @@ def wavs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, rng = tmp_path_factory.mktemp("wavs"), np.random.default_rng(0)
     for k in range(14):
         n, rate = ((RATE, RATE), (3 * RATE + 7, RATE), (16_000, 8000))[(k > 7) + (k > 10)]
-        write_wav(folder / f"{k:02}.wav", rng.integers(-900 - 300 * k, 900 + 300 * k, n).astype(np.int16), rate)
+        write_wav(
+            folder / f"{k:02}.wav", rng.integers(-900 - 300 * k, 900 + 300 * k, n).astype(np.int16), rate
+        )
     return folder
 
 
-def scores_of(p: lm.Predictions) -> np.ndarray: return np.concatenate([s.segment_scores for s in p.scored])
+def scores_of(p: lm.Predictions) -> np.ndarray:
+    return np.concatenate([s.segment_scores for s in p.scored])
 
 
 class SmallDevice(HostDevice):
     "A device with room for the samples of a few recordings only, as int16; of half as many as float32."
+
     rows = 1_000_000
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         "Device memory."
         is_samples = shape[1:] == (RATE,) and dtype in (torch.int16, torch.float32)
-        if is_samples and shape[0] * dtype.itemsize > 2 * self.rows: raise RehearsalOutOfMemory("out of memory")
+        if is_samples and shape[0] * dtype.itemsize > 2 * self.rows:
+            raise RehearsalOutOfMemory("out of memory")
         return super().empty(shape, dtype)
 
 
 def rehearsed(monkeypatch: pytest.MonkeyPatch, rows: int = 1_000_000, **faults: Any) -> list[HostDevice]:
     "Devices that are opened for predictions from here on."
     opened: list[HostDevice] = []
+
     def open_one(name: str) -> list[HostDevice]:
         opened.append(device := SmallDevice(name, Faults(**faults)))
         device.rows = rows
         return [device]
+
     monkeypatch.setattr(scoring, "open_devices", open_one)
     return opened
 
 
 @pytest.fixture(scope="module")
-def right(wavs: Path) -> np.ndarray: return scores_of(lm.predict(wavs, made_detector(), **QUIET))
+def right(wavs: Path) -> np.ndarray:
+    return scores_of(lm.predict(wavs, made_detector(), **QUIET))
 
 
 @pytest.mark.parametrize("device", ["cpu", "rehearsal"])
@@ -373,12 +492,20 @@ def test_a_prediction_goes_on_with_less_at_once(wavs, right, caplog, device, eng
     caplog.set_level(logging.WARNING)
     detector = made_detector()
     tight = Tight(detector, 4 * 3)
-    found = scores_of(lm.predict(wavs, detector, files_per_batch=8, read_workers=1, **QUIET | {"device": device, "engine": engine}))
+    found = scores_of(
+        lm.predict(
+            wavs, detector, files_per_batch=8, read_workers=1, **QUIET | {"device": device, "engine": engine}
+        )
+    )
     assert np.abs(found - right).max() < 1e-3
     assert max(tight.given) == 4 * 8
-    assert [r.getMessage() for r in caplog.records] == ["memory ran out: 2 recordings are judged at once from here on, not 8"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "memory ran out: 2 recordings are judged at once from here on, not 8"
+    ]
     Tight(detector, 1)
-    with pytest.raises(MachineError, match="too small to judge a single recording; found out of memory: 2 GB"):
+    with pytest.raises(
+        MachineError, match="too small to judge a single recording; found out of memory: 2 GB"
+    ):
         lm.predict(wavs, detector, files_per_batch=8, **QUIET | {"device": device, "engine": engine})
 
 
@@ -405,22 +532,33 @@ def test_an_allocation_that_fails_once_costs_nothing(wavs, right, monkeypatch):
     assert n > 8
     for k in range(n):
         rehearsed(monkeypatch, fail_alloc=k)
-        found = scores_of(lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "rehearsal"}))
+        found = scores_of(
+            lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "rehearsal"})
+        )
         assert np.abs(found - right).max() < 1e-4, k
     rehearsed(monkeypatch, fail_work=opened[0].counts["operations"] // 2)
-    with pytest.raises(EngineError, match="failed"): lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "rehearsal"})
+    with pytest.raises(EngineError, match="failed"):
+        lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "rehearsal"})
 
 
 def test_an_engine_that_needs_more_than_there_is_launches_less(wavs, right, monkeypatch):
     "Memory that the engine asks for while it computes, as a GPU's libraries do."
     from leakmel.mel.torch_engine import TorchChain
+
     real, given = TorchChain.features, list[int]()
+
     def features(chain: TorchChain, samples: torch.Tensor, *rest: Any) -> None:
         given.append(len(samples))
-        if len(samples) > 3: raise full()
+        if len(samples) > 3:
+            raise full()
         real(chain, samples, *rest)
+
     monkeypatch.setattr(TorchChain, "features", features)
-    found = scores_of(lm.predict(wavs, made_detector(), files_per_batch=8, read_workers=1, **QUIET | {"device": "rehearsal"}))
+    found = scores_of(
+        lm.predict(
+            wavs, made_detector(), files_per_batch=8, read_workers=1, **QUIET | {"device": "rehearsal"}
+        )
+    )
     assert np.abs(found - right).max() < 1e-4
     assert max(given) == 8
     assert given.count(2) > 3

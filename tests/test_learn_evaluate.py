@@ -1,4 +1,5 @@
 "A detector is judged beside baselines, with intervals that hold, and what cannot be concluded is said."
+
 import json
 import os
 import warnings
@@ -23,7 +24,17 @@ from leakmel.learn.baselines import Baseline, fit_baselines, fit_logistic, leaks
 from leakmel.learn.data import Segments
 from leakmel.learn.detector import UNCHOSEN, Detector
 from leakmel.learn.eval_plots import all_plots, roc_figure
-from leakmel.learn.intervals import LEAST_GROUPS, Bootstrap, Difference, Groups, Interval, interval_of, recording_groups, source_names, student_quantile
+from leakmel.learn.intervals import (
+    LEAST_GROUPS,
+    Bootstrap,
+    Difference,
+    Groups,
+    Interval,
+    interval_of,
+    recording_groups,
+    source_names,
+    student_quantile,
+)
 from leakmel.learn.judged import Verdict, cautions, deal_labels, give_verdict, judge, label_control
 from leakmel.learn.metrics import FIGURES, leak_metrics, roc
 from leakmel.learn.net import LeakNet, NetSettings
@@ -40,7 +51,10 @@ def groups_of(code: Any, by: str = "sensor") -> Groups:
 
 # ---- intervals -------------------------------------------------------------------------------------------------------
 
-def town(rng: np.random.Generator, n_sensors: int, n_each: int = 10, gap: float = 1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+
+def town(
+    rng: np.random.Generator, n_sensors: int, n_each: int = 10, gap: float = 1.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "Truth, score and sensor of recordings whose sensors differ by more than chance."
     of = np.repeat(np.arange(n_sensors), n_each)
     truth, shift = rng.random(len(of)) < 0.5, rng.normal(0, 0.7, (2, n_sensors))
@@ -55,7 +69,8 @@ def shares_held(n_sensors: int, n_sets: int) -> dict[str, float]:
         truth, score, of = town(np.random.default_rng(seed), n_sensors)
         boot = Bootstrap(truth, groups_of(of), n_draws=1000, seed=seed)
         for name, i in boot.intervals(boot.draws(score, 0.5)).items():
-            if i.known: held[name].append(i.low <= true[name] <= i.high)
+            if i.known:
+                held[name].append(i.low <= true[name] <= i.high)
     assert all(len(h) > 0.9 * n_sets for h in held.values())
     return {name: float(np.mean(h)) for name, h in held.items()}
 
@@ -90,23 +105,31 @@ def test_drawing_recordings_in_place_of_sensors_is_too_narrow():
 def test_figures_of_draws_are_those_of_the_recordings_drawn(n_groups):
     "Weighted counts against recordings that are really repeated; more than 256 groups take another way."
     rng = np.random.default_rng(0)
-    truth, score, of = rng.random(600) < 0.4, rng.integers(0, 30, 600) / 30, rng.permutation(np.arange(600) % n_groups)
+    truth, score, of = (
+        rng.random(600) < 0.4,
+        rng.integers(0, 30, 600) / 30,
+        rng.permutation(np.arange(600) % n_groups),
+    )
     boot = Bootstrap(truth, groups_of(of), n_draws=100, seed=3)
     draws = boot.draws(score, 0.5)
     for d in range(0, 100, 9):
         again = np.repeat(np.arange(600), boot.times[d, of].astype(int))
-        for name, value in leak_metrics(truth[again], score[again], 0.5).items(): assert draws[name][d] == pytest.approx(value, abs=1e-12, nan_ok=True)
+        for name, value in leak_metrics(truth[again], score[again], 0.5).items():
+            assert draws[name][d] == pytest.approx(value, abs=1e-12, nan_ok=True)
 
 
 def test_draws_are_the_same_for_the_same_seed():
     truth, score, of = town(np.random.default_rng(0), 8)
-    a, b, c = (Bootstrap(truth, groups_of(of), n_draws=100, seed=s).draws(score, 0.5)["auc"] for s in (1, 1, 2))
+    a, b, c = (
+        Bootstrap(truth, groups_of(of), n_draws=100, seed=s).draws(score, 0.5)["auc"] for s in (1, 1, 2)
+    )
     assert np.array_equal(a, b)
     assert not np.array_equal(a, c)
 
 
 @pytest.mark.parametrize("n", [4, 5, 9, 30, 1000])
-def test_students_quantile(n): assert student_quantile(0.975, n) == pytest.approx(stats.t.ppf(0.975, n), rel=2e-3)
+def test_students_quantile(n):
+    assert student_quantile(0.975, n) == pytest.approx(stats.t.ppf(0.975, n), rel=2e-3)
 
 
 def test_draws_with_one_class_count_for_nothing():
@@ -147,20 +170,41 @@ def test_figures_rest_upon_the_groups_that_hold_what_they_count():
 
 
 def test_groups_that_do_not_fit():
-    with pytest.raises(DataError, match="do not fit"): Bootstrap(np.ones(3, bool), groups_of([1, 2]))
-    with pytest.raises(UsageError, match="n_draws"): Bootstrap(np.ones(3, bool), groups_of([1, 2, 3]), n_draws=10)
+    with pytest.raises(DataError, match="do not fit"):
+        Bootstrap(np.ones(3, bool), groups_of([1, 2]))
+    with pytest.raises(UsageError, match="n_draws"):
+        Bootstrap(np.ones(3, bool), groups_of([1, 2, 3]), n_draws=10)
 
 
-def frame(**columns: list) -> pd.DataFrame: return pd.DataFrame(columns)
+def frame(**columns: list) -> pd.DataFrame:
+    return pd.DataFrame(columns)
 
 
-@pytest.mark.parametrize(("table", "by", "code"), [
-    (frame(sensor=["B", "A", "B"], start_time=["2024-03-01T23:00:00"] * 3), "sensor", [1, 0, 1]),
-    (frame(sensor=["B", "", "B"], start_time=["2024-03-01T23:00:00", "2024-03-02T11:59:00", "2024-03-02T12:00:00"]), "night", [0, 0, 1]),
-    (frame(sensor=["", "", ""], start_time=["", "", "x"], path=["L/a__t000.wav", "L/a__t005.wav", "N/b.wav"]), "source", [1, 1, 0]),
-    (frame(sensor=["", ""], path=["L/a1.wav", "L/a2.wav"]), "recording", [0, 1]),
-    (frame(label=["L", "N"]), "recording", [0, 1]),
-])
+@pytest.mark.parametrize(
+    ("table", "by", "code"),
+    [
+        (frame(sensor=["B", "A", "B"], start_time=["2024-03-01T23:00:00"] * 3), "sensor", [1, 0, 1]),
+        (
+            frame(
+                sensor=["B", "", "B"],
+                start_time=["2024-03-01T23:00:00", "2024-03-02T11:59:00", "2024-03-02T12:00:00"],
+            ),
+            "night",
+            [0, 0, 1],
+        ),
+        (
+            frame(
+                sensor=["", "", ""],
+                start_time=["", "", "x"],
+                path=["L/a__t000.wav", "L/a__t005.wav", "N/b.wav"],
+            ),
+            "source",
+            [1, 1, 0],
+        ),
+        (frame(sensor=["", ""], path=["L/a1.wav", "L/a2.wav"]), "recording", [0, 1]),
+        (frame(label=["L", "N"]), "recording", [0, 1]),
+    ],
+)
 def test_what_is_drawn_together(table, by, code):
     found = recording_groups(table)
     assert (found.by, found.code.tolist()) == (by, code)
@@ -171,7 +215,8 @@ def test_groups_that_are_asked_for():
     table = frame(path=["L/p1_a.wav", "L/p2_a.wav", "N/p1_b.wav"], sensor=["x", "y", "z"])
     assert recording_groups(table, r"re:(p\d)").code.tolist() == [0, 1, 0]
     assert recording_groups(table, ["u", "u", "v"]).code.tolist() == [0, 0, 1]
-    with pytest.raises(UsageError, match="no such column"): recording_groups(table, "pipe")
+    with pytest.raises(UsageError, match="no such column"):
+        recording_groups(table, "pipe")
 
 
 def test_recordings_without_a_group_are_said():
@@ -184,11 +229,20 @@ def test_recordings_without_a_group_are_said():
 
 
 def test_names_of_pieces():
-    names = ["x/a__t000.wav", "a_part2.WAV", "a-clip_07.wav", "A_seg3.wav", "leak01.wav", "H1~000123~20240301_120000~8.wav", "bt12.wav"]
+    names = [
+        "x/a__t000.wav",
+        "a_part2.WAV",
+        "a-clip_07.wav",
+        "A_seg3.wav",
+        "leak01.wav",
+        "H1~000123~20240301_120000~8.wav",
+        "bt12.wav",
+    ]
     assert source_names(names).tolist() == ["a", "a", "a", "A", "", "", ""]
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
+
 
 def ways(gaps: dict[str, float], n_sensors: int = 12, seed: int = 0) -> tuple[Bootstrap, dict[str, Any]]:
     "Detectors that are as good as they are told to be, on the same recordings."
@@ -200,12 +254,15 @@ def ways(gaps: dict[str, float], n_sensors: int = 12, seed: int = 0) -> tuple[Bo
     return boot, {n: judge(boot, s, name=n, title=n, threshold=gaps[n] / 2) for n, s in scores.items()}
 
 
-@pytest.mark.parametrize(("gaps", "beats", "said"), [
-    ({"cnn": 3, "level": 1, "mels": 1.5}, True, "Beats all baselines in AUC"),
-    ({"cnn": 1.5, "level": 1, "mels": 3}, False, "worse than mels"),
-    ({"cnn": 1.5, "level": 0.3, "mels": 1.5}, False, "does not beat mels"),
-    ({"cnn": 3}, None, "Not compared with any baseline"),
-])
+@pytest.mark.parametrize(
+    ("gaps", "beats", "said"),
+    [
+        ({"cnn": 3, "level": 1, "mels": 1.5}, True, "Beats all baselines in AUC"),
+        ({"cnn": 1.5, "level": 1, "mels": 3}, False, "worse than mels"),
+        ({"cnn": 1.5, "level": 0.3, "mels": 1.5}, False, "does not beat mels"),
+        ({"cnn": 3}, None, "Not compared with any baseline"),
+    ],
+)
 def test_the_verdict_goes_all_ways(gaps, beats, said):
     boot, found = ways(gaps)
     verdict = give_verdict(boot, found.pop("cnn"), list(found.values()))
@@ -248,20 +305,32 @@ def test_one_class_gives_no_verdict():
     verdict = give_verdict(boot, a, [b])
     assert verdict.beats is None
     assert "every recording is a leak" in verdict.text
-    assert a.summary["figures"]["auc"] == {"value": None, "low": None, "high": None, "note": "every recording is a leak"}
+    assert a.summary["figures"]["auc"] == {
+        "value": None,
+        "low": None,
+        "high": None,
+        "note": "every recording is a leak",
+    }
     json.dumps(a.summary, allow_nan=False)
 
 
-@pytest.mark.parametrize(("truth", "code", "said"), [
-    ([], [], "No recording: this proves nothing"),
-    ([1, 0], [0, 1], "Only 1 recording with a leak"),
-    ([1] * 20, [*range(20)], "there is nothing to tell apart"),
-    ([1] * 20 + [0] * 6, [*range(20), *[20] * 6], "All recordings with no leak are of 1 sensor"),
-    ([1, 0] * 20, [0] * 40, "All recordings are of 1 sensor: this proves nothing"),
-    ([1, 0] * 20, [k // 10 for k in range(40)], "Only 4 sensors"),
-    ([1] * 20 + [0] * 20, [k // 2 for k in range(40)], "holds one label only"),
-    ([1, 0] * 30, [0] * 40 + [*range(1, 6)] * 4, "One of 6 sensors holds 67% of the recordings with a leak"),
-])
+@pytest.mark.parametrize(
+    ("truth", "code", "said"),
+    [
+        ([], [], "No recording: this proves nothing"),
+        ([1, 0], [0, 1], "Only 1 recording with a leak"),
+        ([1] * 20, [*range(20)], "there is nothing to tell apart"),
+        ([1] * 20 + [0] * 6, [*range(20), *[20] * 6], "All recordings with no leak are of 1 sensor"),
+        ([1, 0] * 20, [0] * 40, "All recordings are of 1 sensor: this proves nothing"),
+        ([1, 0] * 20, [k // 10 for k in range(40)], "Only 4 sensors"),
+        ([1] * 20 + [0] * 20, [k // 2 for k in range(40)], "holds one label only"),
+        (
+            [1, 0] * 30,
+            [0] * 40 + [*range(1, 6)] * 4,
+            "One of 6 sensors holds 67% of the recordings with a leak",
+        ),
+    ],
+)
 def test_what_recordings_cannot_show(truth, code, said):
     found = cautions(np.array(truth, bool), groups_of(np.array(code, int)))
     assert any(said in c for c in found), found
@@ -273,6 +342,7 @@ def test_nothing_is_said_of_a_sound_data_set():
 
 
 # ---- the control -----------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("gap", [0.0, 2.0])
 def test_with_dealt_labels_the_interval_holds_a_half(gap):
@@ -286,10 +356,16 @@ def test_with_dealt_labels_the_interval_holds_a_half(gap):
     assert "holds 0.5 in" in str(control)
 
 
-def sensors_only(rng: np.random.Generator, n_sensors: int, labels: str, even: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def sensors_only(
+    rng: np.random.Generator, n_sensors: int, labels: str, even: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "Truth, score and sensor where scores hang on the sensor, and labels too, and the one knows nothing of the other."
     of = np.repeat(np.arange(n_sensors), np.full(n_sensors, 20) if even else rng.integers(2, 60, n_sensors))
-    share = rng.permutation(np.arange(n_sensors) % 2).astype(float) if labels == "one each" else rng.beta(0.5, 0.5, n_sensors)
+    share = (
+        rng.permutation(np.arange(n_sensors) % 2).astype(float)
+        if labels == "one each"
+        else rng.beta(0.5, 0.5, n_sensors)
+    )
     return rng.random(len(of)) < share[of], rng.normal(0, 1, n_sensors)[of] + rng.normal(0, 0.7, len(of)), of
 
 
@@ -300,7 +376,9 @@ def deals_over_recordings(truth: np.ndarray, score: np.ndarray, n_deals: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_sensors", "labels", "even"), [(12, "one each", True), (12, "one each", False), (20, "mixed", False)])
+@pytest.mark.parametrize(
+    ("n_sensors", "labels", "even"), [(12, "one each", True), (12, "one each", False), (20, "mixed", False)]
+)
 def test_the_control_is_not_kinder_than_chance(n_sensors, labels, even):
     "Detectors that know sensors and no leaks: how often the control says that chance would hardly do as well, and whether intervals hold a half."
     called, called_by_recordings, held, areas, spreads, by_recordings = 0, 0, [], [], [], []
@@ -315,10 +393,12 @@ def test_the_control_is_not_kinder_than_chance(n_sensors, labels, even):
         areas.append(own)
         spreads.append(control.spread[1] - control.spread[0])
         by_recordings.append(np.ptp(np.quantile(plain, (0.025, 0.975))))
-    assert called_by_recordings >= 15, "dealt over recordings, a quarter of them would be called good and more"
+    assert called_by_recordings >= 15, (
+        "dealt over recordings, a quarter of them would be called good and more"
+    )
     assert called <= 9, "one in twenty, as far as 60 sets can tell"
     assert 0.9 <= np.mean(held) <= 0.99
-    apart = np.ptp(np.quantile(areas, (0.025, 0.975)))       # of AUCs that are chance
+    apart = np.ptp(np.quantile(areas, (0.025, 0.975)))  # of AUCs that are chance
     assert np.mean(spreads) == pytest.approx(apart, rel=0.3)
     assert np.mean(by_recordings) < 0.5 * apart
 
@@ -330,7 +410,9 @@ def test_dealt_labels_keep_what_groups_are():
     seen = set()
     for _ in range(50):
         dealt = deal_labels(pure, groups_of(of), rng)
-        assert all(len(np.unique(dealt[of == k])) == 1 for k in range(9)), "a sensor with one label keeps one label"
+        assert all(len(np.unique(dealt[of == k])) == 1 for k in range(9)), (
+            "a sensor with one label keeps one label"
+        )
         holds = tuple(int(dealt[of == k][0]) for k in range(9))
         assert sum(holds) == 4
         seen.add(holds)
@@ -355,21 +437,32 @@ def test_no_class_is_lost_in_a_deal(truth):
 
 def test_where_each_recording_is_alone_labels_are_dealt_over_recordings():
     truth = np.arange(60) < 20
-    dealt = np.array([deal_labels(truth, groups_of(np.arange(60), "recording"), np.random.default_rng(seed)) for seed in range(500)])
+    dealt = np.array(
+        [
+            deal_labels(truth, groups_of(np.arange(60), "recording"), np.random.default_rng(seed))
+            for seed in range(500)
+        ]
+    )
     assert (dealt.sum(1) == 20).all()
     assert np.allclose(dealt.mean(0), 1 / 3, atol=0.1)
-    control = label_control(truth, np.random.default_rng(0).random(60), groups_of(np.arange(60), "recording"), n_deals=20)
+    control = label_control(
+        truth, np.random.default_rng(0).random(60), groups_of(np.arange(60), "recording"), n_deals=20
+    )
     assert str(control).startswith("Labels dealt out anew: AUC")
 
 
 def test_the_control_says_what_changed_places():
     truth, score, of = town(np.random.default_rng(2), 12, 20)
-    assert str(label_control(truth, score, groups_of(of))).startswith("Labels dealt out anew, whole groups at a time (12 sensors): AUC")
+    assert str(label_control(truth, score, groups_of(of))).startswith(
+        "Labels dealt out anew, whole groups at a time (12 sensors): AUC"
+    )
 
 
 def test_controls_that_cannot_be_made():
     assert label_control(np.ones(9, bool), np.arange(9) / 9, groups_of(range(9))).holds is None
-    few = label_control(np.arange(40) % 2 == 0, np.random.default_rng(0).random(40), groups_of(np.arange(40) // 20))
+    few = label_control(
+        np.arange(40) % 2 == 0, np.random.default_rng(0).random(40), groups_of(np.arange(40) // 20)
+    )
     assert few.holds is None
     assert "no interval: only 2 sensors" in str(few)
 
@@ -377,13 +470,19 @@ def test_controls_that_cannot_be_made():
 def test_baselines_learned_from_dealt_labels_know_nothing_on_average(parts):
     "A single one leans one way or the other; the mean over many is 0.5."
     rng = np.random.default_rng(0)
-    x, y, test, truth = mean_mels(parts["training"]), leaks(parts["training"]), mean_mels(parts["testing"]), leaks(parts["testing"])
+    x, y, test, truth = (
+        mean_mels(parts["training"]),
+        leaks(parts["training"]),
+        mean_mels(parts["testing"]),
+        leaks(parts["testing"]),
+    )
     areas = [roc_auc_score(truth, fit_logistic(x, rng.permutation(y)).score(test)) for _ in range(40)]
     assert np.std(areas) > 0.02
     assert abs(np.mean(areas) - 0.5) < 4 * np.std(areas) / np.sqrt(40)
 
 
 # ---- baselines -------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("penalty", [0.1, 1.0, 10.0])
 def test_logistic_regression_is_that_of_scikit_learn(penalty):
@@ -399,7 +498,10 @@ def test_logistic_regression_is_that_of_scikit_learn(penalty):
 
 def test_logistic_regression_is_the_same_each_time_and_survives_odd_features():
     rng = np.random.default_rng(1)
-    x, y = np.column_stack([rng.normal(0, 1, 50), np.full(50, -200.0), np.arange(50) * 1e-30]), np.arange(50) >= 25
+    x, y = (
+        np.column_stack([rng.normal(0, 1, 50), np.full(50, -200.0), np.arange(50) * 1e-30]),
+        np.arange(50) >= 25,
+    )
     a, b = fit_logistic(x, y), fit_logistic(x, y)
     assert np.array_equal(a.weights, b.weights)
     assert a.weights[1] == 0
@@ -410,9 +512,18 @@ def test_logistic_regression_is_the_same_each_time_and_survives_odd_features():
     assert np.isfinite(wide.weights).all()
 
 
-@pytest.mark.parametrize(("x", "y"), [(np.ones((3, 1)), [1, 1, 1]), (np.ones((3, 1)), [1, 0]), (np.full((2, 1), np.nan), [1, 0]), (np.ones(2), [1, 0])])
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (np.ones((3, 1)), [1, 1, 1]),
+        (np.ones((3, 1)), [1, 0]),
+        (np.full((2, 1), np.nan), [1, 0]),
+        (np.ones(2), [1, 0]),
+    ],
+)
 def test_what_cannot_be_learned_is_refused(x, y):
-    with pytest.raises(DataError): fit_logistic(x, np.array(y, bool))
+    with pytest.raises(DataError):
+        fit_logistic(x, np.array(y, bool))
 
 
 @pytest.fixture(scope="module")
@@ -423,15 +534,21 @@ def sets(tmp_path_factory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def split(sets) -> Split: return group_split(sets, "sensor", shares={"training": 0.4, "validation": 0.2, "testing": 0.4})
+def split(sets) -> Split:
+    return group_split(sets, "sensor", shares={"training": 0.4, "validation": 0.2, "testing": 0.4})
 
 
 @pytest.fixture(scope="module")
 def parts(sets, split):
-    with lm.open_dataset(sets[0]) as ds: task = make_task(ds.class_names)
-    found = {name: Segments(sets, level="recording", rows=rows, task=task, preload_to_ram=False) for name, rows in split.parts.items()}
+    with lm.open_dataset(sets[0]) as ds:
+        task = make_task(ds.class_names)
+    found = {
+        name: Segments(sets, level="recording", rows=rows, task=task, preload_to_ram=False)
+        for name, rows in split.parts.items()
+    }
     yield found
-    for ds in found.values(): ds.close()
+    for ds in found.values():
+        ds.close()
 
 
 def test_baselines_read_what_they_say(parts):
@@ -444,7 +561,10 @@ def test_baselines_read_what_they_say(parts):
 
 
 def test_baselines_choose_on_validation_only(parts):
-    with_validation, without = fit_baselines(parts["training"], parts["validation"]), fit_baselines(parts["training"])
+    with_validation, without = (
+        fit_baselines(parts["training"], parts["validation"]),
+        fit_baselines(parts["training"]),
+    )
     for a, b in zip(with_validation, without):
         assert np.array_equal(a.line.weights, b.line.weights)
         assert (a.threshold_from, b.threshold_from, b.threshold) == ("validation", UNCHOSEN, 0.5)
@@ -456,19 +576,30 @@ def test_baselines_choose_on_validation_only(parts):
 
 # ---- all of it -------------------------------------------------------------------------------------------------------
 
+
 def detector(sets: list[Path], **more: Any) -> Detector:
-    with lm.open_dataset(sets[0]) as ds: spec, task = ds.spec, make_task(ds.class_names)
+    with lm.open_dataset(sets[0]) as ds:
+        spec, task = ds.spec, make_task(ds.class_names)
     torch.manual_seed(0)
-    return Detector(LeakNet(NetSettings(channels=(4, 8)), np.full(64, -60.0), np.full(64, 12.0)), task, spec, **more)
+    return Detector(
+        LeakNet(NetSettings(channels=(4, 8)), np.full(64, -60.0), np.full(64, 12.0)), task, spec, **more
+    )
 
 
 def knowing(monkeypatch: pytest.MonkeyPatch, noise: float) -> None:
     "Let detectors know the truth, as far as the noise lets them."
+
     def scores(detector: Detector, ds: Segments, **how: Any) -> np.ndarray:
         rng = np.random.default_rng(5)
-        logit = 4.0 * (leaks(ds) - 0.5)[:, None] + rng.normal(0, noise, (len(ds.rows), 1)) + rng.normal(0, 0.5, (len(ds.rows), ds.row_shape[0]))
-        if how["progress"] is not None: how["progress"](len(ds.rows))
+        logit = (
+            4.0 * (leaks(ds) - 0.5)[:, None]
+            + rng.normal(0, noise, (len(ds.rows), 1))
+            + rng.normal(0, 0.5, (len(ds.rows), ds.row_shape[0]))
+        )
+        if how["progress"] is not None:
+            how["progress"](len(ds.rows))
         return (1 / (1 + np.exp(-logit))).astype(np.float32)
+
     monkeypatch.setattr(evaluation, "score_rows", scores)
 
 
@@ -483,7 +614,10 @@ def test_a_detector_that_has_learned_nothing(sets, split, tmp_path):
     assert len(e.table) == len(split.parts["testing"]) == len(e.segment_scores)
     assert set(e.table["sensor"]) <= set(e.groups.names)
     assert e.judged.threshold_from == "validation"
-    assert {n: j.title for n, j in e.votes.items()} == {"mean": "Mean of segments", "long_vote": "20 of 40 segments"}
+    assert {n: j.title for n, j in e.votes.items()} == {
+        "mean": "Mean of segments",
+        "long_vote": "20 of 40 segments",
+    }
     np.testing.assert_allclose(e.judged.score, e.segment_scores.mean(1, dtype=np.float64), atol=1e-6)
     np.testing.assert_array_equal(e.votes["long_vote"].score, np.sort(e.segment_scores, axis=1)[:, 20])
     assert 0 < len(e.worst) <= 10
@@ -504,7 +638,12 @@ def test_a_detector_that_knows(sets, split, monkeypatch):
 
 
 def test_batches_do_not_matter(sets, split):
-    scores = [lm.evaluate(detector(sets), sets, split=split, progress="none", n_draws=100, files_per_batch=n, device="cpu").segment_scores for n in (1, 7, 500)]
+    scores = [
+        lm.evaluate(
+            detector(sets), sets, split=split, progress="none", n_draws=100, files_per_batch=n, device="cpu"
+        ).segment_scores
+        for n in (1, 7, 500)
+    ]
     np.testing.assert_allclose(scores[0], scores[1], atol=2e-6)
     np.testing.assert_allclose(scores[0], scores[2], atol=2e-6)
 
@@ -522,7 +661,9 @@ def test_thresholds_are_never_chosen_on_the_recordings_that_judge(sets, split, m
 
 
 def test_all_forms_of_a_result(sets, split, tmp_path):
-    e = lm.evaluate(detector(sets), sets, split=split, progress="none", n_draws=200, votes=("long_vote", "any_long"))
+    e = lm.evaluate(
+        detector(sets), sets, split=split, progress="none", n_draws=200, votes=("long_vote", "any_long")
+    )
     summary = json.loads(json.dumps(e.summary, allow_nan=False))
     assert summary["recordings"] == len(e.table)
     assert set(summary["votes"]) == {"mean", "long_vote", "any_long"}
@@ -541,13 +682,22 @@ def test_all_forms_of_a_result(sets, split, tmp_path):
     assert "http-equiv" not in page
     assert set(e.save(tmp_path / "small", plots=False)) == {"summary.json", "report.txt", "recordings.csv"}
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="is a file"): e.save(tmp_path / "file")
+    with pytest.raises(OutputError, match="is a file"):
+        e.save(tmp_path / "file")
     before = {name: path.stat().st_ino for name, path in e.save(tmp_path / "small", plots=False).items()}
-    assert all(path.stat().st_ino != before[name] for name, path in e.save(tmp_path / "small", plots=False).items()), "its own are replaced"
-    for name, text in (("summary.json", '{"best_epoch": 3}'), ("summary.json", "{"), ("report.txt", "My report"), ("recordings.csv", "a,b")):
+    assert all(
+        path.stat().st_ino != before[name] for name, path in e.save(tmp_path / "small", plots=False).items()
+    ), "its own are replaced"
+    for name, text in (
+        ("summary.json", '{"best_epoch": 3}'),
+        ("summary.json", "{"),
+        ("report.txt", "My report"),
+        ("recordings.csv", "a,b"),
+    ):
         (here := tmp_path / f"{name}{len(text)}").mkdir()
         (here / name).write_text(text)
-        with pytest.raises(OutputError, match=f"{name}.*no evaluation wrote.*Name another folder"): e.save(here, plots=False)
+        with pytest.raises(OutputError, match=f"{name}.*no evaluation wrote.*Name another folder"):
+            e.save(here, plots=False)
         assert [p.read_text() for p in here.iterdir()] == [text]
 
 
@@ -562,16 +712,27 @@ def test_one_kind_of_recordings_alone(sets, tmp_path):
         assert set(e.votes) == {"mean", "any_long"}, "a rule may be given alone, too"
         assert e.table["leak"].tolist() == [label == "LEAK"] * 3
         assert any("there is nothing to tell apart" in c for c in e.cautions)
-        with pytest.warns(SplitWarning, match=f"{'NOLEAK' if label == 'LEAK' else 'LEAK'}: no recording with this label in testing"):
-            beside = lm.evaluate(detector(sets), alone, training=sets[0], progress="none", n_draws=100, allow_leaky_split=True)
+        with pytest.warns(
+            SplitWarning,
+            match=f"{'NOLEAK' if label == 'LEAK' else 'LEAK'}: no recording with this label in testing",
+        ):
+            beside = lm.evaluate(
+                detector(sets), alone, training=sets[0], progress="none", n_draws=100, allow_leaky_split=True
+            )
         assert set(beside.baselines) == {"level", "mean_mels"}
         rest = "specificity" if label == "LEAK" else "sensitivity"
-        for text in (f"AUC, {rest} and a comparison with baselines need both labels", "Nothing can be said about the baselines"):
+        for text in (
+            f"AUC, {rest} and a comparison with baselines need both labels",
+            "Nothing can be said about the baselines",
+        ):
             assert text in " ".join(beside.report().split())
         known = {n for n, v in beside.judged.figures.items() if not np.isnan(v)}
         assert {"auc", "balanced_accuracy", rest}.isdisjoint(known)
         assert {"accuracy", "sensitivity" if label == "LEAK" else "specificity"} <= known
-        np.testing.assert_array_equal(beside.segment_scores, lm.evaluate(detector(sets), alone, progress="none", n_draws=100).segment_scores)
+        np.testing.assert_array_equal(
+            beside.segment_scores,
+            lm.evaluate(detector(sets), alone, progress="none", n_draws=100).segment_scores,
+        )
         assert beside.save(tmp_path / f"{label} out")["evaluation.html"].exists()
 
 
@@ -587,25 +748,46 @@ def test_without_both_labels_no_figure_compares(sets):
 def test_the_title_names_what_was_not_beaten():
     "By the figure that was judged by; the baseline with the highest AUC may be one that is beaten."
     truth, found = (made := ways({"cnn": 3, "level": 1, "mels": 1.5}))[0].truth, made[1]
-    own, better, same = found.pop("cnn"), Difference("auc", 0.3, Interval(0.2, 0.4)), Difference("auc", 0.1, Interval(-0.1, 0.3))
-    for figure, said in (("auc", f"not shown to be better than level ({found['level'].figures['auc']:.2f})"),
-                         ("f1", f"not shown to be better than level (F1 {found['level'].figures['f1']:.2f})")):
+    own, better, same = (
+        found.pop("cnn"),
+        Difference("auc", 0.3, Interval(0.2, 0.4)),
+        Difference("auc", 0.1, Interval(-0.1, 0.3)),
+    )
+    for figure, said in (
+        ("auc", f"not shown to be better than level ({found['level'].figures['auc']:.2f})"),
+        ("f1", f"not shown to be better than level (F1 {found['level'].figures['f1']:.2f})"),
+    ):
         verdict = Verdict(False, "", figure, (("level", same), ("mels", better)))
-        assert roc_figure(truth, [own], list(found.values()), verdict=verdict).layout.title.text.endswith(said)
-    assert " better than mels (" in roc_figure(truth, [own], list(found.values()), verdict=Verdict(True, "", "auc")).layout.title.text
+        assert roc_figure(truth, [own], list(found.values()), verdict=verdict).layout.title.text.endswith(
+            said
+        )
+    assert (
+        " better than mels ("
+        in roc_figure(truth, [own], list(found.values()), verdict=Verdict(True, "", "auc")).layout.title.text
+    )
     assert "nobody can say" in roc_figure(truth, [own], list(found.values())).layout.title.text
 
 
 def test_the_title_names_no_figure_that_is_undefined():
     truth, found = (made := ways({"cnn": 3, "level": 1, "mels": 1.5}))[0].truth, made[1]
-    level, mels = (replace(found[n], figures=found[n].figures | {"precision": value}) for n, value in (("level", np.nan), ("mels", 0.25)))
+    level, mels = (
+        replace(found[n], figures=found[n].figures | {"precision": value})
+        for n, value in (("level", np.nan), ("mels", 0.25))
+    )
     verdict = Verdict(None, "", "precision")
-    for simple, said in (([level, mels], "mels (precision 0.25)"), ([mels, level], "mels (precision 0.25)"), ([level], "level (precision undefined)")):
-        assert roc_figure(truth, [found["cnn"]], simple, verdict=verdict).layout.title.text.endswith(f"better than {said}")
+    for simple, said in (
+        ([level, mels], "mels (precision 0.25)"),
+        ([mels, level], "mels (precision 0.25)"),
+        ([level], "level (precision undefined)"),
+    ):
+        assert roc_figure(truth, [found["cnn"]], simple, verdict=verdict).layout.title.text.endswith(
+            f"better than {said}"
+        )
 
 
 def test_a_leaky_split_is_on_everything(sets, tmp_path):
-    with pytest.warns(LeakySplitWarning): e = lm.evaluate(detector(sets), sets[1], training=sets, progress="none", n_draws=200)
+    with pytest.warns(LeakySplitWarning):
+        e = lm.evaluate(detector(sets), sets[1], training=sets, progress="none", n_draws=200)
     assert e.leaky
     assert e.report().splitlines()[2].startswith("LEAKY SPLIT")
     assert "LEAKY SPLIT" in repr(e)
@@ -617,27 +799,52 @@ def test_a_leaky_split_is_on_everything(sets, tmp_path):
 
 
 def test_a_stamp_of_the_training_stays(sets, split):
-    d = detector(sets, record={"split": {"stamp": "LEAKY SPLIT: scores say more than they should. 3 sensors"}})
+    d = detector(
+        sets, record={"split": {"stamp": "LEAKY SPLIT: scores say more than they should. 3 sensors"}}
+    )
     e = lm.evaluate(d, sets, split=split, progress="none", n_draws=100)
     assert e.stamps == ("In training: LEAKY SPLIT: scores say more than they should. 3 sensors",)
-    assert not lm.evaluate(detector(sets, record={"split": None}), sets, split=split, progress="none", n_draws=100).leaky
+    assert not lm.evaluate(
+        detector(sets, record={"split": None}), sets, split=split, progress="none", n_draws=100
+    ).leaky
 
 
 def clips(folder: Path, names: dict[str, int]) -> Path:
     for name, seed in names.items():
         path = folder / "wavs" / f"{name}.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_wav(path, (np.random.default_rng(seed).normal(0, 0.1, 4096).clip(-1, 1) * 32_000).astype(np.int16), 4096)
-    return lm.build(folder / "wavs", out=folder / "x.h5", progress="none", check=0, spec=lm.MelSpec(duration_s=1.0)).path
+        write_wav(
+            path,
+            (np.random.default_rng(seed).normal(0, 0.1, 4096).clip(-1, 1) * 32_000).astype(np.int16),
+            4096,
+        )
+    return lm.build(
+        folder / "wavs", out=folder / "x.h5", progress="none", check=0, spec=lm.MelSpec(duration_s=1.0)
+    ).path
 
 
 def test_one_recording_of_a_class_proves_nothing(tmp_path):
     "Pieces of one recording of each class, as people who start out have them."
-    made = {part: clips(tmp_path / part, {f"{label}/{label.lower()}_rec__t{k:03}": 100 * k + 10 * i + len(part) for i, label in enumerate(("LEAK", "NO"))
-                                          for k in range(a, b)}) for part, (a, b) in {"training": (0, 12), "testing": (12, 20)}.items()}
+    made = {
+        part: clips(
+            tmp_path / part,
+            {
+                f"{label}/{label.lower()}_rec__t{k:03}": 100 * k + 10 * i + len(part)
+                for i, label in enumerate(("LEAK", "NO"))
+                for k in range(a, b)
+            },
+        )
+        for part, (a, b) in {"training": (0, 12), "testing": (12, 20)}.items()
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SplitWarning)
-        e = lm.evaluate(detector([made["testing"]]), made["testing"], training=made["training"], progress="none", n_draws=100)
+        e = lm.evaluate(
+            detector([made["testing"]]),
+            made["testing"],
+            training=made["training"],
+            progress="none",
+            n_draws=100,
+        )
     assert e.groups.by == "source"
     assert e.beats is None
     assert any("this proves nothing" in c for c in e.cautions)
@@ -648,18 +855,30 @@ def test_one_recording_of_a_class_proves_nothing(tmp_path):
 def test_real_pieces_of_five_recordings_prove_nothing(tmp_path):
     "One recording without a leak, cut into pieces: it runs, and says that nothing follows."
     where = os.environ.get("LEAKMEL_REAL_WAVS")
-    if not where: pytest.skip("LEAKMEL_REAL_WAVS is not set")
+    if not where:
+        pytest.skip("LEAKMEL_REAL_WAVS is not set")
     spec = lm.MelSpec(sample_rate=8000, duration_s=5.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SplitWarning)
-        made = lm.build(Path(where) / "clips_5s", out=tmp_path / "x.h5", spec=spec, progress="none", check=0).path
-        d = Detector(LeakNet(NetSettings(channels=(4,), width=spec.row_shape[1] * spec.row_shape[3])), make_task(["leak", "no_leak"], "leak"), spec)
+        made = lm.build(
+            Path(where) / "clips_5s", out=tmp_path / "x.h5", spec=spec, progress="none", check=0
+        ).path
+        d = Detector(
+            LeakNet(NetSettings(channels=(4,), width=spec.row_shape[1] * spec.row_shape[3])),
+            make_task(["leak", "no_leak"], "leak"),
+            spec,
+        )
         e = lm.evaluate(d, made, progress="none", n_draws=100)
     assert e.groups.by == "source"
     assert len(e.groups) == 5
     assert e.beats is None
-    assert any(c.startswith("All recordings with no leak are of 1 source recording") and "proves nothing" in c for c in e.cautions)
-    assert not any(i.known for i in (e.judged.intervals[f] for f in ("auc", "specificity", "balanced_accuracy")))
+    assert any(
+        c.startswith("All recordings with no leak are of 1 source recording") and "proves nothing" in c
+        for c in e.cautions
+    )
+    assert not any(
+        i.known for i in (e.judged.intervals[f] for f in ("auc", "specificity", "balanced_accuracy"))
+    )
 
 
 def test_files_of_the_earlier_system(tmp_path):
@@ -670,7 +889,11 @@ def test_files_of_the_earlier_system(tmp_path):
         rows = rng.normal(-40, 3, (n, 4, 2, 64, 1)) + 4 * y[:, None, None, None, None]
         with h5py.File(tmp_path / name, "w") as f:
             f["labels"], f["segments_mel"] = y.astype(np.int16), rows.astype(np.float16)
-            f.attrs["config_json"], f.attrs["labels_json"], f.attrs["label2id_json"] = "{}", '["NO", "LEAK"]', '{"NO": 0, "LEAK": 1}'
+            f.attrs["config_json"], f.attrs["labels_json"], f.attrs["label2id_json"] = (
+                "{}",
+                '["NO", "LEAK"]',
+                '{"NO": 0, "LEAK": 1}',
+            )
     d = Detector(LeakNet(NetSettings(channels=(4,))), make_task(["NO", "LEAK"]), None)
     e = lm.evaluate(d, tmp_path / "b", training=tmp_path / "a", legacy=True, progress="none", n_draws=200)
     assert e.groups.by == "recording"
@@ -680,23 +903,34 @@ def test_files_of_the_earlier_system(tmp_path):
     assert "stands alone" in e.report()
 
 
-@pytest.mark.parametrize(("options", "error", "said"), [
-    (dict(files_per_batch=0), UsageError, "files_per_batch must be at least 1"), (dict(votes="median"), UsageError, "'median'"),
-    (dict(votes=("median",)), UsageError, "no such rule"), (dict(judged_by="loss"), UsageError, "no such figure"),
-    (dict(part="training", training="x"), UsageError, "two names"), (dict(device="tpu9x"), UsageError, "no such device"),
-])
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        (dict(files_per_batch=0), UsageError, "files_per_batch must be at least 1"),
+        (dict(votes="median"), UsageError, "'median'"),
+        (dict(votes=("median",)), UsageError, "no such rule"),
+        (dict(judged_by="loss"), UsageError, "no such figure"),
+        (dict(part="training", training="x"), UsageError, "two names"),
+        (dict(device="tpu9x"), UsageError, "no such device"),
+    ],
+)
 def test_what_cannot_be_judged(sets, options, error, said):
-    with pytest.raises(error, match=said): lm.evaluate(detector(sets), sets[2], progress="none", **options)
+    with pytest.raises(error, match=said):
+        lm.evaluate(detector(sets), sets[2], progress="none", **options)
 
 
 def test_splits_that_do_not_fit(sets, split):
-    with pytest.raises(UsageError, match="given twice"): lm.evaluate(detector(sets), sets, split=split, training=sets[0], progress="none")
-    with pytest.raises(UsageError, match="other data sets"): lm.evaluate(detector(sets), sets[2], split=split, progress="none")
-    with pytest.raises(UsageError, match="no such part"): lm.evaluate(detector(sets), sets, split=split, part="exam", progress="none")
+    with pytest.raises(UsageError, match="given twice"):
+        lm.evaluate(detector(sets), sets, split=split, training=sets[0], progress="none")
+    with pytest.raises(UsageError, match="other data sets"):
+        lm.evaluate(detector(sets), sets[2], split=split, progress="none")
+    with pytest.raises(UsageError, match="no such part"):
+        lm.evaluate(detector(sets), sets, split=split, part="exam", progress="none")
 
 
 def test_data_sets_that_were_open_stay_open(sets, split):
     opened = [lm.open_dataset(p) for p in sets]
     lm.evaluate(detector(sets), opened, split=split, progress="none", n_draws=100)
     assert all(len(ds) and ds[0][0].shape for ds in opened)
-    for ds in opened: ds.close()
+    for ds in opened:
+        ds.close()

@@ -1,4 +1,5 @@
 "Detectors as programs: the same scores from samples, for both forms and presets, or no file."
+
 import json
 import os
 import warnings
@@ -31,7 +32,11 @@ def made(preset: str, form: str = "matrix", **changes: Any) -> Detector:
     spec = lm.MelSpec.preset(preset, duration_s=1, **changes)
     n_mels, width = picture_shape(spec.row_shape, form)
     torch.manual_seed(1)
-    net = LeakNet(NetSettings(form=form, n_mels=n_mels, width=width, n_classes=3, channels=(8, 8)), np.full(n_mels, -60.0), np.full(n_mels, 10.0))
+    net = LeakNet(
+        NetSettings(form=form, n_mels=n_mels, width=width, n_classes=3, channels=(8, 8)),
+        np.full(n_mels, -60.0),
+        np.full(n_mels, 10.0),
+    )
     return Detector(net, make_task(["BACKGROUND", "LEAK", "NORMAL"]), spec, vote="frac_vote", share=0.7)
 
 
@@ -42,15 +47,28 @@ def loaded(path: Path) -> tuple[Any, dict[str, Any]]:
         return torch.export.load(path, extra_files=beside).module(), json.loads(beside["detector.json"])
 
 
-@pytest.mark.parametrize(("preset", "form", "changes"), [
-    ("disjoint", "matrix", {}), ("overlap", "vector", {}), ("overlap", "matrix", {"sample_rate": 8000, "n_fft": 256, "n_mels": 20, "mel_norm": None})])
+@pytest.mark.parametrize(
+    ("preset", "form", "changes"),
+    [
+        ("disjoint", "matrix", {}),
+        ("overlap", "vector", {}),
+        ("overlap", "matrix", {"sample_rate": 8000, "n_fft": 256, "n_mels": 20, "mel_norm": None}),
+    ],
+)
 def test_a_program_says_what_the_detector_says(tmp_path, preset, form, changes):
     detector = made(preset, form, **changes)
     assert detector.spec is not None
     program, about = loaded(export_detector(detector, tmp_path / "model.pt2"))
     for n in (1, 2, 5):
-        x = np.random.default_rng(n).normal(0, 10.0 ** -np.arange(n)[:, None], (n, detector.spec.n_samples)).clip(-1, 1).astype(np.float32)
-        right = detector.segment_scores(torch.from_numpy(reference_log_mel(x, detector.spec).astype(np.float16)))
+        x = (
+            np.random.default_rng(n)
+            .normal(0, 10.0 ** -np.arange(n)[:, None], (n, detector.spec.n_samples))
+            .clip(-1, 1)
+            .astype(np.float32)
+        )
+        right = detector.segment_scores(
+            torch.from_numpy(reference_log_mel(x, detector.spec).astype(np.float16))
+        )
         found = program(torch.from_numpy(x))
         assert found.shape == right.shape == (n, detector.spec.row_shape[0])
         assert torch.allclose(found, right, atol=1e-3)
@@ -67,8 +85,9 @@ def test_features_keep_to_the_tolerance_of_engines(preset):
 
 
 def test_wrong_features_are_no_program(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "hann_periodic", np.hanning)      # symmetric
-    with pytest.raises(DataError, match="features are not those of the detector"): export_detector(made("disjoint"), tmp_path / "model.pt2")
+    monkeypatch.setattr(export, "hann_periodic", np.hanning)  # symmetric
+    with pytest.raises(DataError, match="features are not those of the detector"):
+        export_detector(made("disjoint"), tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
 
 
@@ -76,35 +95,46 @@ def test_another_output_is_no_program(tmp_path, monkeypatch):
     detector = made("disjoint")
     right = Detector.segment_scores
     monkeypatch.setattr(Detector, "segment_scores", lambda self, rows: right(self, rows) + 0.01)
-    with pytest.raises(DataError, match="does not say what the detector says"): export_detector(detector, tmp_path / "model.pt2")
+    with pytest.raises(DataError, match="does not say what the detector says"):
+        export_detector(detector, tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_detector_without_a_spec_is_refused(tmp_path):
     detector = made("disjoint")
     detector.spec = None
-    with pytest.raises(UsageError, match="does not know how its features were made"): export_detector(detector, tmp_path / "model.pt2")
+    with pytest.raises(UsageError, match="does not know how its features were made"):
+        export_detector(detector, tmp_path / "model.pt2")
 
 
 def write_thesis(path: Path) -> None:
     "An archive that speaks of detectors."
-    with zipfile.ZipFile(path, "w") as archive: archive.writestr("word/document.xml", 'the format is "leakmel detector 1", beside it is detector.json')
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(
+            "word/document.xml", 'the format is "leakmel detector 1", beside it is detector.json'
+        )
 
 
-def write_model_of_others(path: Path) -> None: torch.save({"format": "theirs 1", "note": "not a leakmel detector 1"}, path)
+def write_model_of_others(path: Path) -> None:
+    torch.save({"format": "theirs 1", "note": "not a leakmel detector 1"}, path)
 
 
 def write_program_of_others(path: Path) -> None:
     class Twice(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor: return 2 * x
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.export.save(torch.export.export(Twice(), (torch.ones(2),)), path, extra_files={"detector.json": '{"spec": 1}'})
+        torch.export.save(
+            torch.export.export(Twice(), (torch.ones(2),)), path, extra_files={"detector.json": '{"spec": 1}'}
+        )
 
 
 def write_bomb(path: Path) -> None:
     "Unfolds to a thousand times its size, and would be no mapping then."
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive: archive.writestr("program/extra/detector.json", "[" * 10_000_000)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("program/extra/detector.json", "[" * 10_000_000)
 
 
 def write_link(path: Path) -> None:
@@ -113,16 +143,31 @@ def write_link(path: Path) -> None:
 
 
 FOREIGN: dict[str, Callable[[Path], object]] = {
-    "recording": lambda p: write_wav(p, np.zeros(100, np.int16), 4096), "thesis": write_thesis, "model of others": write_model_of_others,
-    "program of others": write_program_of_others, "bomb": write_bomb, "link": write_link, "link to nowhere": lambda p: p.symlink_to("nowhere"),
-    "pipe": os.mkfifo, "folder": Path.mkdir, "empty": Path.touch, "checkpoint": lambda p: p.write_bytes(plain_bytes({"format": "leakmel training 1"})),
-    "no right to read": lambda p: os.close(os.open(p, os.O_CREAT, 0))}
-WRITERS: dict[str, Callable[[Detector, Path], object]] = {"detector": Detector.save, "exported detector": export_detector}
+    "recording": lambda p: write_wav(p, np.zeros(100, np.int16), 4096),
+    "thesis": write_thesis,
+    "model of others": write_model_of_others,
+    "program of others": write_program_of_others,
+    "bomb": write_bomb,
+    "link": write_link,
+    "link to nowhere": lambda p: p.symlink_to("nowhere"),
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+    "empty": Path.touch,
+    "checkpoint": lambda p: p.write_bytes(plain_bytes({"format": "leakmel training 1"})),
+    "no right to read": lambda p: os.close(os.open(p, os.O_CREAT, 0)),
+}
+WRITERS: dict[str, Callable[[Detector, Path], object]] = {
+    "detector": Detector.save,
+    "exported detector": export_detector,
+}
 
 
 def seen(folder: Path) -> dict[str, Any]:
     "Names with what they are, whoever they belong to."
-    return {p.name: (p.lstat().st_mode, p.lstat().st_ino, p.lstat().st_mtime_ns, p.lstat().st_size) for p in folder.iterdir()}
+    return {
+        p.name: (p.lstat().st_mode, p.lstat().st_ino, p.lstat().st_mtime_ns, p.lstat().st_size)
+        for p in folder.iterdir()
+    }
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -130,7 +175,10 @@ def seen(folder: Path) -> dict[str, Any]:
 def test_what_is_of_another_kind_is_not_replaced(tmp_path, foreign, kind):
     FOREIGN[foreign](target := tmp_path / "model")
     before = seen(tmp_path)
-    with pytest.raises(OutputError, match=f"model: something that is no {kind} is in the way\\. Choose another name, or remove it yourself"):
+    with pytest.raises(
+        OutputError,
+        match=f"model: something that is no {kind} is in the way\\. Choose another name, or remove it yourself",
+    ):
         WRITERS[kind](made("disjoint"), target)
     assert seen(tmp_path) == before
 
@@ -143,21 +191,25 @@ def test_what_is_of_the_same_kind_is_replaced_and_a_link_to_it_is_not_followed(t
     assert load_detector(mine.save(tmp_path / "link")).share == 0.7
     assert not (tmp_path / "link").is_symlink()
     assert load_detector(tmp_path / "model.pt").share == 0.3
-    (tmp_path / "model.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:-1])      # damaged: still one's own
+    (tmp_path / "model.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:-1])  # damaged: still one's own
     assert load_detector(mine.save(tmp_path / "model.pt")).share == 0.7
     assert loaded(export_detector(other, export_detector(mine, tmp_path / "model.pt2")))[1]["share"] == 0.3
     for kind, path in (("exported detector", "model.pt"), ("detector", "model.pt2")):
-        with pytest.raises(OutputError, match=f"no {kind} is in the way"): WRITERS[kind](mine, tmp_path / path)
+        with pytest.raises(OutputError, match=f"no {kind} is in the way"):
+            WRITERS[kind](mine, tmp_path / path)
     assert sorted(os.listdir(tmp_path)) == ["link", "model.pt", "model.pt2"]
 
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_what_comes_while_it_is_written_is_not_replaced(tmp_path, monkeypatch, kind):
     real = checkpoints._write_piece
+
     def slowly(fd: int, piece: memoryview) -> None:
         real(fd, piece)
         (tmp_path / "model").write_text("somebody's")
+
     monkeypatch.setattr(checkpoints, "_write_piece", slowly)
-    with pytest.raises(OutputError, match=f"no {kind} is in the way"): WRITERS[kind](made("disjoint"), tmp_path / "model")
+    with pytest.raises(OutputError, match=f"no {kind} is in the way"):
+        WRITERS[kind](made("disjoint"), tmp_path / "model")
     assert (tmp_path / "model").read_text() == "somebody's"
     assert os.listdir(tmp_path) == ["model"]

@@ -1,4 +1,5 @@
 "Silence behind short recordings is neither learned nor judged: a recording has the same scores by whichever way it goes."
+
 import json
 import os
 import warnings
@@ -32,28 +33,51 @@ from leakmel.learn.votes import VOTES, vote_scores
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096
-SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)      # four long segments of 1,024 samples
+SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)  # four long segments of 1,024 samples
 QUIET: dict[str, Any] = {"progress": "none", "device": "cpu"}
 QUICK = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
-def noise(seed: int, n: int = RATE, level: int = 900) -> np.ndarray: return np.random.default_rng(seed).integers(-level, level, n).astype(np.int16)
+def noise(seed: int, n: int = RATE, level: int = 900) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-level, level, n).astype(np.int16)
 
 
-def made_detector(spec: lm.MelSpec = SPEC, form: str = "matrix", names: tuple[str, ...] = ("LEAK", "NOLEAK")) -> Detector:
+def made_detector(
+    spec: lm.MelSpec = SPEC, form: str = "matrix", names: tuple[str, ...] = ("LEAK", "NOLEAK")
+) -> Detector:
     "A net that was never trained, with scores all over the range."
     torch.manual_seed(0)
     _, n_short, n_mels, n_frames = spec.row_shape
     settings = NetSettings(form, n_mels, n_frames * (n_short if form == "matrix" else 1), channels=(8, 8))
     net = LeakNet(settings, np.full(n_mels, -30.0), np.full(n_mels, 3.0))
-    with torch.no_grad(): net.classes.weight.mul_(20)
+    with torch.no_grad():
+        net.classes.weight.mul_(20)
     return Detector(net.eval(), make_task(names), spec)
 
 
 # samples and rate of each recording: around the edges of segments, at the model's rate and at others
-LENGTHS = [(4096, 4096), (4095, 4096), (3072, 4096), (3071, 4096), (1024, 4096), (1023, 4096), (300, 4096), (9000, 4096), (8192, 8192), (2047, 8192),
-           (2049, 8192), (2046, 8192), (44_100, 44_100), (22_047, 44_100), (11_025, 44_100), (11_020, 44_100), (1000, 2048), (511, 2048), (2000, 4096),
-           (2048, 4096)]
+LENGTHS = [
+    (4096, 4096),
+    (4095, 4096),
+    (3072, 4096),
+    (3071, 4096),
+    (1024, 4096),
+    (1023, 4096),
+    (300, 4096),
+    (9000, 4096),
+    (8192, 8192),
+    (2047, 8192),
+    (2049, 8192),
+    (2046, 8192),
+    (44_100, 44_100),
+    (22_047, 44_100),
+    (11_025, 44_100),
+    (11_020, 44_100),
+    (1000, 2048),
+    (511, 2048),
+    (2000, 4096),
+    (2048, 4096),
+]
 
 
 def write_uneven(folder: Path) -> Path:
@@ -66,21 +90,31 @@ def write_uneven(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uneven(tmp_path_factory) -> Path: return write_uneven(tmp_path_factory.mktemp("uneven") / "wavs")
+def uneven(tmp_path_factory) -> Path:
+    return write_uneven(tmp_path_factory.mktemp("uneven") / "wavs")
 
 
 def built(wavs: Path, out: Path, spec: lm.MelSpec = SPEC) -> Path:
-    return lm.build(wavs, out=out, spec=spec, engine="torch", progress="none", pipeline=lm.PipelineConfig(device="cpu")).path
+    return lm.build(
+        wavs, out=out, spec=spec, engine="torch", progress="none", pipeline=lm.PipelineConfig(device="cpu")
+    ).path
 
 
 @pytest.fixture(scope="module")
-def rows(uneven, tmp_path_factory) -> Path: return built(uneven, tmp_path_factory.mktemp("sets") / "x.h5")
+def rows(uneven, tmp_path_factory) -> Path:
+    return built(uneven, tmp_path_factory.mktemp("sets") / "x.h5")
 
 
 # ---- votes
 
+
 @QUICK
-@given(st.integers(1, 90), st.integers(1, 12), st.integers(0, 1 << 30), st.sampled_from([0.02, 0.2, 1 / 3, 0.5, 0.9, 1.0]))
+@given(
+    st.integers(1, 90),
+    st.integers(1, 12),
+    st.integers(0, 1 << 30),
+    st.sampled_from([0.02, 0.2, 1 / 3, 0.5, 0.9, 1.0]),
+)
 def test_a_recording_has_the_score_that_it_would_have_alone(n_long, n, seed, share):
     rng = np.random.default_rng(seed)
     scores, counts = rng.random((n, n_long)).astype(np.float32), rng.integers(1, n_long + 1, n)
@@ -89,33 +123,45 @@ def test_a_recording_has_the_score_that_it_would_have_alone(n_long, n, seed, sha
     for rule in VOTES:
         alone = [vote_scores(row[:k], rule, share) for row, k in zip(scores, counts)]
         assert vote_scores(table, rule, share).tolist() == alone
-        if rule != "mean": assert vote_scores(mixed, rule, share).tolist() == alone
+        if rule != "mean":
+            assert vote_scores(mixed, rule, share).tolist() == alone
         assert vote_scores(table[0], rule, share) == alone[0]
         assert vote_scores(table[None], rule, share).shape == (1, n)
 
 
 def test_a_recording_without_a_score_is_refused():
-    with pytest.raises(UsageError, match="a recording without a score; found 1 of 2"): vote_scores(np.array([[0.5, np.nan], [np.nan, np.nan]]))
+    with pytest.raises(UsageError, match="a recording without a score; found 1 of 2"):
+        vote_scores(np.array([[0.5, np.nan], [np.nan, np.nan]]))
 
 
 # ---- how much of a row was recorded
 
+
 @QUICK
-@given(st.sampled_from(["disjoint", "overlap"]), st.sampled_from([4096, 8192, 8000, 2048, 44_100, 3999]), st.integers(0, 12), st.integers(-2, 2))
+@given(
+    st.sampled_from(["disjoint", "overlap"]),
+    st.sampled_from([4096, 8192, 8000, 2048, 44_100, 3999]),
+    st.integers(0, 12),
+    st.integers(-2, 2),
+)
 def test_segments_are_counted_as_for_a_prediction(preset, rate, k, off):
     "Around every edge, at every rate: by the samples themselves, and by their number only."
     spec = lm.MelSpec.preset(preset, duration_s=1.0)
     n = max(1, (spec.long_window + (k - 1) * spec.long_hop) * rate // spec.sample_rate + off)
     recording = Recording(np.zeros((n, 1), np.int16), rate, "pcm16", "")
-    try: right = int(cut_row(whole_row(recording, spec, "spec")[0], spec)[1].sum())
-    except RecordingError as e: right = {"too_short": 0}[e.code]
+    try:
+        right = int(cut_row(whole_row(recording, spec, "spec")[0], spec)[1].sum())
+    except RecordingError as e:
+        right = {"too_short": 0}[e.code]
     found = segments_in_rows(np.array([n, n]), np.array([rate, rate]), spec)
     assert found.tolist() == [right, right]
     assert found.dtype == np.int64
-    if right: assert right == min(spec.row_shape[0], int(cut_row(whole_row(recording, spec)[0], spec)[1].sum()))
+    if right:
+        assert right == min(spec.row_shape[0], int(cut_row(whole_row(recording, spec)[0], spec)[1].sum()))
 
 
-def test_no_row_has_no_segments(): assert segments_in_rows(np.zeros(0, np.int64), np.zeros(0, np.int64), SPEC).shape == (0,)
+def test_no_row_has_no_segments():
+    assert segments_in_rows(np.zeros(0, np.int64), np.zeros(0, np.int64), SPEC).shape == (0,)
 
 
 @pytest.mark.parametrize("preset", ["disjoint", "overlap"])
@@ -135,50 +181,75 @@ def test_scores_of_short_recordings_are_those_of_a_prediction(uneven, tmp_path, 
         assert [os.fsdecode(s.path) for s in p.scored] == paths.tolist()
         assert {os.fsdecode(r.path): r.code for r in p.rejections} == dict.fromkeys(left_out, "too_short")
         for s, row, n in zip(p.scored, right, heard):
-            if length == "spec" or len(s.segment_scores) <= spec.row_shape[0]: assert len(s.segment_scores) == n
+            if length == "spec" or len(s.segment_scores) <= spec.row_shape[0]:
+                assert len(s.segment_scores) == n
             assert np.array_equal(s.segment_scores[:n], row[:n])
         for rule in VOTES if length == "spec" else ():
-            assert detector.recording_scores(right, rule).tolist() == [detector.recording_scores(s.segment_scores, rule) for s in p.scored]
+            assert detector.recording_scores(right, rule).tolist() == [
+                detector.recording_scores(s.segment_scores, rule) for s in p.scored
+            ]
 
 
 def test_rows_that_do_not_say_how_long_they_are_count_as_a_whole(rows, tmp_path):
     path = tmp_path / "x.h5"
     path.write_bytes(rows.read_bytes())
-    with h5py.File(path, "r+") as f: del f["files/n_samples"]
+    with h5py.File(path, "r+") as f:
+        del f["files/n_samples"]
     with Segments(path) as ds:
         assert ds.heard.tolist() == [4] * len(LENGTHS)
         assert (len(ds), ds.n_too_short, ds.row_starts) == (4 * len(LENGTHS), 0, None)
 
 
-@pytest.mark.parametrize("column", [np.arange(5), np.full(len(LENGTHS), np.nan), np.array([b"a"] * len(LENGTHS)), np.ones((len(LENGTHS), 2), int), 3, None],
-                         ids=["short", "fractions", "text", "wide", "one", "folder"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        np.arange(5),
+        np.full(len(LENGTHS), np.nan),
+        np.array([b"a"] * len(LENGTHS)),
+        np.ones((len(LENGTHS), 2), int),
+        3,
+        None,
+    ],
+    ids=["short", "fractions", "text", "wide", "one", "folder"],
+)
 def test_lengths_that_are_none_are_refused(rows, tmp_path, column):
     path = tmp_path / "x.h5"
     path.write_bytes(rows.read_bytes())
     with h5py.File(path, "r+") as f:
         del f["files/n_samples"]
-        if column is None: f.create_group("files/n_samples")
-        else: f["files/n_samples"] = column
-    with pytest.raises(DataError, match=r"x\.h5: n_samples is not a whole number for each row"): Segments(path)
+        if column is None:
+            f.create_group("files/n_samples")
+        else:
+            f["files/n_samples"] = column
+    with pytest.raises(DataError, match=r"x\.h5: n_samples is not a whole number for each row"):
+        Segments(path)
 
 
-@pytest.mark.parametrize("length", [-5, 0, 2 ** 63 - 1])
+@pytest.mark.parametrize("length", [-5, 0, 2**63 - 1])
 def test_lengths_beyond_all_measure_count_as_a_whole_row(rows, tmp_path, length):
     path = tmp_path / "x.h5"
     path.write_bytes(rows.read_bytes())
-    with h5py.File(path, "r+") as f: f["files/n_samples"][:] = length
-    with Segments(path) as ds: assert len(ds) == 4 * len(LENGTHS)
+    with h5py.File(path, "r+") as f:
+        f["files/n_samples"][:] = length
+    with Segments(path) as ds:
+        assert len(ds) == 4 * len(LENGTHS)
 
 
 # ---- items
+
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("preload", [True, False])
 def test_items_are_what_was_recorded(rows, level, preload):
     "Values, classes, rows and places, in the order of the file."
     chosen = np.array([7, 2, 5, 12, 0, 19])
-    with Segments([rows, rows], level=level, rows=np.append(chosen, chosen + len(LENGTHS)), preload_to_ram=preload) as ds:
-        every, labels = np.concatenate([s.mels[:] for s in ds.sources]), np.concatenate([s.labels for s in ds.sources])
+    with Segments(
+        [rows, rows], level=level, rows=np.append(chosen, chosen + len(LENGTHS)), preload_to_ram=preload
+    ) as ds:
+        every, labels = (
+            np.concatenate([s.mels[:] for s in ds.sources]),
+            np.concatenate([s.labels for s in ds.sources]),
+        )
         assert ds.n_too_short == 2
         kept = ds.is_heard if level != "recording" else np.ones((len(ds.rows), 1), bool)
         per_long = every.shape[2] if level == "short" else 1
@@ -192,11 +263,17 @@ def test_items_are_what_was_recorded(rows, level, preload):
         assert np.array_equal(every.reshape(-1, *ds.item_shape)[ds.places(np.arange(len(ds)))], expected)
         assert ds.n_bytes == expected.nbytes
         assert "too short" in repr(ds)
-        with pytest.raises(IndexError): ds[len(ds)]
+        with pytest.raises(IndexError):
+            ds[len(ds)]
 
 
-WAYS: list[dict[str, Any]] = [{"kind": "device"}, {"kind": "stream", "block_rows": 2, "buffer_blocks": 2}, {"kind": "stream", "shuffle": False, "block_rows": 3,
-                              "buffer_blocks": 1}, {"kind": "workers", "num_workers": 0}, {"kind": "workers", "num_workers": 0, "block_rows": 3}]
+WAYS: list[dict[str, Any]] = [
+    {"kind": "device"},
+    {"kind": "stream", "block_rows": 2, "buffer_blocks": 2},
+    {"kind": "stream", "shuffle": False, "block_rows": 3, "buffer_blocks": 1},
+    {"kind": "workers", "num_workers": 0},
+    {"kind": "workers", "num_workers": 0, "block_rows": 3},
+]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
@@ -218,40 +295,71 @@ def test_loaders_hand_out_what_was_recorded(rows, options, level):
                         assert torch.equal(b.x, right.x)
                         assert torch.equal(b.y, right.y)
                 loader.set_epoch(0)
-                for _ in loader: break
+                for _ in loader:
+                    break
                 place = json.loads(json.dumps(loader.state_dict()))
                 with open_loader(ds, 5, seed=3, drop_last=drop, **options) as other:
                     other.load_state_dict(place)
-                    for a, b in zip(other, epochs[0][1:], strict=True): assert torch.equal(a.items, b.items)
-        with open_loader(ds, 5, epoch_share=0.5, **options) as half: assert sum(map(len, half)) == round(n / 2)
+                    for a, b in zip(other, epochs[0][1:], strict=True):
+                        assert torch.equal(a.items, b.items)
+        with open_loader(ds, 5, epoch_share=0.5, **options) as half:
+            assert sum(map(len, half)) == round(n / 2)
 
 
 @QUICK
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=25), st.integers(0, 6), st.integers(1, 4), st.booleans(), st.integers(0, 3))
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=25),
+    st.integers(0, 6),
+    st.integers(1, 4),
+    st.booleans(),
+    st.integers(0, 3),
+)
 def test_an_epoch_of_uneven_rows_has_each_item_once(counts, block_rows, buffer_blocks, shuffle, epoch):
     starts = np.cumsum([0, *counts])
-    s = OrderSettings(len(counts), 5, 4, seed=1, shuffle=shuffle, block_rows=block_rows, buffer_blocks=buffer_blocks, row_starts=starts)
+    s = OrderSettings(
+        len(counts),
+        5,
+        4,
+        seed=1,
+        shuffle=shuffle,
+        block_rows=block_rows,
+        buffer_blocks=buffer_blocks,
+        row_starts=starts,
+    )
     found = list(s.buffers(epoch))
     assert sorted(np.concatenate(found).tolist()) == list(range(sum(counts))) == list(range(s.n_items))
-    if not shuffle: assert np.concatenate(found).tolist() == list(range(sum(counts)))
+    if not shuffle:
+        assert np.concatenate(found).tolist() == list(range(sum(counts)))
     if block_rows:
         for items in found:
             rows_read = np.unique(np.searchsorted(starts, items, side="right") - 1)
             assert len(np.unique(rows_read // block_rows)) <= buffer_blocks
             assert len(items) == sum(counts[k] for k in rows_read), "whole rows"
-    even = OrderSettings(len(counts), 5, 4, seed=1, shuffle=shuffle, block_rows=block_rows, buffer_blocks=buffer_blocks)
+    even = OrderSettings(
+        len(counts), 5, 4, seed=1, shuffle=shuffle, block_rows=block_rows, buffer_blocks=buffer_blocks
+    )
     same = replace(even, row_starts=5 * np.arange(len(counts) + 1))
-    for a, b in zip(even.buffers(epoch), same.buffers(epoch), strict=True): assert np.array_equal(a, b)
+    for a, b in zip(even.buffers(epoch), same.buffers(epoch), strict=True):
+        assert np.array_equal(a, b)
 
 
 @pytest.mark.parametrize("starts", [[0, 2], [1, 2, 3, 4], [0, 2, 2, 4], [0, 3, 2, 4]])
 def test_rows_begin_one_after_the_other(starts):
-    with pytest.raises(UsageError, match="row_starts"): OrderSettings(3, 2, row_starts=np.array(starts))
+    with pytest.raises(UsageError, match="row_starts"):
+        OrderSettings(3, 2, row_starts=np.array(starts))
 
 
-@pytest.mark.parametrize(("change", "check", "n_batches"), [
-    ({}, 3195699917, 18), ({"block_rows": 3, "buffer_blocks": 2}, 3445056134, 18), ({"shuffle": False}, 2355849293, 18),
-    ({"shuffle": False, "block_rows": 3, "buffer_blocks": 2}, 2355849293, 18), ({"epoch_share": 0.3}, 2847262128, 6), ({"drop_last": True}, 3380458075, 17)])
+@pytest.mark.parametrize(
+    ("change", "check", "n_batches"),
+    [
+        ({}, 3195699917, 18),
+        ({"block_rows": 3, "buffer_blocks": 2}, 3445056134, 18),
+        ({"shuffle": False}, 2355849293, 18),
+        ({"shuffle": False, "block_rows": 3, "buffer_blocks": 2}, 2355849293, 18),
+        ({"epoch_share": 0.3}, 2847262128, 6),
+        ({"drop_last": True}, 3380458075, 17),
+    ],
+)
 def test_checkpoints_of_even_rows_are_still_taken_up(change, check, n_batches):
     "Check sums that were noted before rows could be uneven."
     order = Order(OrderSettings(30, 4, 7, seed=5, **change))
@@ -261,14 +369,22 @@ def test_checkpoints_of_even_rows_are_still_taken_up(change, check, n_batches):
 
 # ---- the same recordings in rows of another length
 
+
 @pytest.fixture(scope="module")
 def town(tmp_path_factory) -> dict[float, list[Path]]:
     "The same recordings of ten seconds in rows of ten and of twenty."
     root = tmp_path_factory.mktemp("town")
     lm.write_demo(root / "demo", n_files=90)
+
     def sets(duration_s: float) -> list[Path]:
         spec = lm.MelSpec.preset("disjoint", duration_s=duration_s)
-        return [r.path for r in lm.build_all(root / "demo", out_dir=root / f"{duration_s:g}", spec=spec, progress="none", check=2)]
+        return [
+            r.path
+            for r in lm.build_all(
+                root / "demo", out_dir=root / f"{duration_s:g}", spec=spec, progress="none", check=2
+            )
+        ]
+
     return {s: sets(s) for s in (10.0, 20.0)}
 
 
@@ -281,9 +397,20 @@ def test_rows_of_twice_the_length_teach_the_same(town, tmp_path, loader):
         training, validation = sets[:2]
         with open_training(training, validation, settings=learned) as data:
             found.append((data.class_counts, *(bands.tolist() for bands in band_statistics(data.training))))
-        done = lm.train(training, validation, out=tmp_path / f"{duration_s:g}", settings=learned, device="cpu", progress=False)
-        found[-1] += ({n: w.tolist() for n, w in done.detector.net.state_dict().items()}, done.detector.thresholds, done.detector.vote,
-                      done.history[["loss", "val_loss", "val_segment_accuracy", "f1", "auc"]].to_numpy().tolist())
+        done = lm.train(
+            training,
+            validation,
+            out=tmp_path / f"{duration_s:g}",
+            settings=learned,
+            device="cpu",
+            progress=False,
+        )
+        found[-1] += (
+            {n: w.tolist() for n, w in done.detector.net.state_dict().items()},
+            done.detector.thresholds,
+            done.detector.vote,
+            done.history[["loss", "val_loss", "val_segment_accuracy", "f1", "auc"]].to_numpy().tolist(),
+        )
     assert found[0] == found[1]
 
 
@@ -291,8 +418,17 @@ def test_rows_of_twice_the_length_are_judged_the_same(town):
     "Figures, thresholds, baselines and the pictures of errors."
     judged = []
     for sets in town.values():
-        with lm.open_dataset(sets[0]) as ds: detector = made_detector(ds.spec, names=tuple(ds.class_names))
-        e = lm.evaluate(detector, sets[2], training=sets[0], validation=sets[1], votes=("mean", "long_vote", "any_long", "frac_vote"), n_draws=100, **QUIET)
+        with lm.open_dataset(sets[0]) as ds:
+            detector = made_detector(ds.spec, names=tuple(ds.class_names))
+        e = lm.evaluate(
+            detector,
+            sets[2],
+            training=sets[0],
+            validation=sets[1],
+            votes=("mean", "long_vote", "any_long", "frac_vote"),
+            n_draws=100,
+            **QUIET,
+        )
         judged.append(e)
         assert max(map(len, e.report().splitlines())) <= 100
         json.dumps(e.summary, allow_nan=False)
@@ -306,17 +442,21 @@ def test_rows_of_twice_the_length_are_judged_the_same(town):
     assert "silence" not in short.report()
     assert short.cautions == long.cautions
     for a, b in zip(short.plots()["errors"].data, long.plots()["errors"].data, strict=True):
-        assert [*np.ravel(a.z if a.type == "heatmap" else a.y)] == [*np.ravel(b.z if b.type == "heatmap" else b.y)]
+        assert [*np.ravel(a.z if a.type == "heatmap" else a.y)] == [
+            *np.ravel(b.z if b.type == "heatmap" else b.y)
+        ]
         assert len(a.x) == len(b.x)
 
 
 def test_errors_are_drawn_to_the_end_of_rows_longer_than_those_that_were_learned(town):
-    with lm.open_dataset(town[10.0][0]) as ds: detector = made_detector(replace(ds.spec, duration_s=5.0), names=tuple(ds.class_names))
+    with lm.open_dataset(town[10.0][0]) as ds:
+        detector = made_detector(replace(ds.spec, duration_s=5.0), names=tuple(ds.class_names))
     drawn = lm.evaluate(detector, town[20.0][2], n_draws=100, **QUIET).plots()["errors"].data
     assert len(drawn) > 0
     for trace in drawn:
         assert max(trace.x) == pytest.approx(10.0, abs=0.5)
-        if trace.type == "scatter": assert len(trace.x) == len(trace.y) == 41
+        if trace.type == "scatter":
+            assert len(trace.x) == len(trace.y) == 41
 
 
 def test_recordings_of_different_lengths_are_judged_as_a_prediction_judges_them(uneven, rows, tmp_path):
@@ -325,11 +465,25 @@ def test_recordings_of_different_lengths_are_judged_as_a_prediction_judges_them(
     p = lm.predict(uneven, detector, length="spec", engine="torch", **QUIET)
     assert e.table["path"].tolist() == p.table["path"].tolist()
     assert e.table["score_mean"].tolist() == p.table["score"].tolist()
-    assert [j.title for j in e.votes.values()] == ["Mean of segments", "Half of segments", "Any segment", "50 % of segments"]
-    assert any("4 of 20 recordings are shorter than one long segment of 0.25 s and left out" in c for c in e.cautions)
+    assert [j.title for j in e.votes.values()] == [
+        "Mean of segments",
+        "Half of segments",
+        "Any segment",
+        "50 % of segments",
+    ]
+    assert any(
+        "4 of 20 recordings are shorter than one long segment of 0.25 s and left out" in c for c in e.cautions
+    )
     assert e.details["too_short"] == 4
-    assert all(np.isfinite(w.segment_scores).sum() == np.isfinite(w.mels).all((1, 2, 3)).sum() for w in e.worst)
-    assert set(e.save(tmp_path / "out")) == {"summary.json", "report.txt", "recordings.csv", "evaluation.html"}
+    assert all(
+        np.isfinite(w.segment_scores).sum() == np.isfinite(w.mels).all((1, 2, 3)).sum() for w in e.worst
+    )
+    assert set(e.save(tmp_path / "out")) == {
+        "summary.json",
+        "report.txt",
+        "recordings.csv",
+        "evaluation.html",
+    }
     for trace in e.plots()["errors"].data:
         assert len(trace.x) > 0
         assert np.isfinite(np.asarray(trace.x, float)).all()
@@ -337,7 +491,10 @@ def test_recordings_of_different_lengths_are_judged_as_a_prediction_judges_them(
 
 def test_recordings_too_short_are_said_before_a_training(rows, tmp_path):
     given = TrainSettings(epochs=1, batch_size=16, channels=(4, 8))
-    with pytest.warns(TooShortWarning, match="training: 4 of 20 recordings are shorter than one long segment of 0.25 s and left out"):
+    with pytest.warns(
+        TooShortWarning,
+        match="training: 4 of 20 recordings are shorter than one long segment of 0.25 s and left out",
+    ):
         done = lm.train(rows, out=tmp_path / "run", settings=given, device="cpu", progress=False)
     assert done.detector.record["training"]["recordings"] == 16
     with warnings.catch_warnings():
@@ -348,12 +505,20 @@ def test_recordings_too_short_are_said_before_a_training(rows, tmp_path):
 
 
 def test_nothing_but_recordings_too_short(tmp_path):
-    for k in range(6): write_wav_in(tmp_path / "wavs" / ("LEAK", "NOLEAK")[k % 2] / f"{k}.wav", noise(k, 500))
+    for k in range(6):
+        write_wav_in(tmp_path / "wavs" / ("LEAK", "NOLEAK")[k % 2] / f"{k}.wav", noise(k, 500))
     path = built(tmp_path / "wavs", tmp_path / "x.h5")
-    with Segments(path) as ds: assert (len(ds), len(ds.rows), ds.n_too_short) == (0, 0, 6)
-    with pytest.warns(TooShortWarning), pytest.raises(DataError, match="classes without a training recording"):
-        lm.train(path, out=tmp_path / "run", settings=TrainSettings(channels=(4, 8)), device="cpu", progress=False)
-    with pytest.raises(DataError, match="no recording to judge by; found 6 of 6 recordings are shorter"): lm.evaluate(made_detector(), path, **QUIET)
+    with Segments(path) as ds:
+        assert (len(ds), len(ds.rows), ds.n_too_short) == (0, 0, 6)
+    with (
+        pytest.warns(TooShortWarning),
+        pytest.raises(DataError, match="classes without a training recording"),
+    ):
+        lm.train(
+            path, out=tmp_path / "run", settings=TrainSettings(channels=(4, 8)), device="cpu", progress=False
+        )
+    with pytest.raises(DataError, match="no recording to judge by; found 6 of 6 recordings are shorter"):
+        lm.evaluate(made_detector(), path, **QUIET)
 
 
 def write_wav_in(path: Path, samples: np.ndarray) -> None:
@@ -363,15 +528,22 @@ def write_wav_in(path: Path, samples: np.ndarray) -> None:
 
 def test_scores_that_are_no_numbers_are_no_silence(rows):
     detector = made_detector()
-    with torch.no_grad(): detector.net.classes.bias[0] = torch.nan
-    with Segments(rows, level="recording") as ds, pytest.raises(DataError, match="scores that are no numbers"): score_rows(detector, ds)
+    with torch.no_grad():
+        detector.net.classes.bias[0] = torch.nan
+    with (
+        Segments(rows, level="recording") as ds,
+        pytest.raises(DataError, match="scores that are no numbers"),
+    ):
+        score_rows(detector, ds)
 
 
 class OnGpu:
     "Scores on a GPU that is played: each step of theirs is written down."
+
     device, dtype = torch.device("cuda", 0), torch.float32
 
-    def __init__(self, said: list[str], k: int, values: torch.Tensor): self.said, self.k, self.values, self.shape = said, k, values, values.shape
+    def __init__(self, said: list[str], k: int, values: torch.Tensor):
+        self.said, self.k, self.values, self.shape = said, k, values, values.shape
 
     def cpu(self) -> torch.Tensor:
         self.said.append(f"waited for all until {self.k}")
@@ -380,50 +552,67 @@ class OnGpu:
 
 class Pinned:
     "Page-locked memory, likewise."
+
     def copy_(self, scores: OnGpu, *, non_blocking: bool) -> None:
         assert non_blocking
         scores.said.append(f"copy {scores.k}")
         self.got = scores
 
-    def numpy(self) -> np.ndarray: return self.got.values.numpy()
+    def numpy(self) -> np.ndarray:
+        return self.got.values.numpy()
 
 
 def test_scores_of_a_gpu_are_waited_for_one_batch_late(rows, monkeypatch):
     "A copy is queued right behind what it copies, and its own event is waited for when the next batch is queued."
     said: list[str] = []
     real, empty = detector_module.score_segments, torch.empty
+
     def scored(*args: Any) -> OnGpu:
         said.append(f"compute {(k := sum(s.startswith('compute') for s in said))}")
         return OnGpu(said, k, real(*args))
+
     class Event:
         def record(self, stream: str) -> None:
             self.k = said[-1].removeprefix("copy ")
             said.append(f"record {self.k} on {stream}")
-        def synchronize(self) -> None: said.append(f"wait {self.k}")
+
+        def synchronize(self) -> None:
+            said.append(f"wait {self.k}")
+
     with Segments(rows, level="recording", rows=np.arange(8)) as ds:
         right = score_rows(made_detector(), ds, files_per_batch=3)
         n = -(-len(ds) // 3)
         monkeypatch.setattr(detector_module, "score_segments", scored)
-        monkeypatch.setattr(torch, "empty", lambda *a, **k: Pinned() if k.get("pin_memory") else empty(*a, **k))
+        monkeypatch.setattr(
+            torch, "empty", lambda *a, **k: Pinned() if k.get("pin_memory") else empty(*a, **k)
+        )
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: str(device))
         assert np.array_equal(score_rows(made_detector(), ds, files_per_batch=3), right, equal_nan=True)
     assert n > 1
-    steps = [[f"compute {k}", f"copy {k}", f"record {k} on cuda:0", *([f"wait {k - 1}"] if k else [])] for k in range(n)]
+    steps = [
+        [f"compute {k}", f"copy {k}", f"record {k} on cuda:0", *([f"wait {k - 1}"] if k else [])]
+        for k in range(n)
+    ]
     assert said == [*sum(steps, []), f"wait {n - 1}"]
 
 
 def test_no_files_in_a_batch(rows):
-    with Segments(rows, level="recording") as ds, pytest.raises(UsageError, match="files_per_batch must be at least 1"):
+    with (
+        Segments(rows, level="recording") as ds,
+        pytest.raises(UsageError, match="files_per_batch must be at least 1"),
+    ):
         score_rows(made_detector(), ds, files_per_batch=0)
 
 
 # ---- baselines
 
+
 def test_mean_mels_are_of_what_was_recorded(rows):
     with Segments(rows, level="recording") as ds:
         every = ds.sources[0].mels[:].astype(np.float64)
-        for k, (row, n) in enumerate(zip(ds.rows, ds.heard)): assert np.allclose(mean_mels(ds)[k], every[row, :n].mean((0, 1, 3)), atol=1e-9)
+        for k, (row, n) in enumerate(zip(ds.rows, ds.heard)):
+            assert np.allclose(mean_mels(ds)[k], every[row, :n].mean((0, 1, 3)), atol=1e-9)
 
 
 @pytest.mark.parametrize("part", ["training", "validation", "testing"])
@@ -432,17 +621,30 @@ def test_the_level_has_one_scale_in_all_parts(town, tmp_path, part):
     sets = dict(zip(("training", "validation", "testing"), town[10.0]))
     path = tmp_path / "x.h5"
     path.write_bytes(sets[part].read_bytes())
-    with h5py.File(path, "r+") as f: del f["files/rms_db"]
-    with lm.open_dataset(path) as ds: task = make_task(ds.class_names)
-    parts = {name: Segments(path if name == part else own, level="recording", task=task) for name, own in sets.items()}
+    with h5py.File(path, "r+") as f:
+        del f["files/rms_db"]
+    with lm.open_dataset(path) as ds:
+        task = make_task(ds.class_names)
+    parts = {
+        name: Segments(path if name == part else own, level="recording", task=task)
+        for name, own in sets.items()
+    }
     level, _ = fit_baselines(parts["training"], parts["validation"], judging=[parts["testing"]])
     right = [mel_levels(parts[name]) for name in ("training", "testing")]
     assert level.of_mels
     assert np.allclose(level.line.mean, right[0].mean(0))
     assert level.score(parts["testing"]).tolist() == level.line.score(right[1]).tolist()
-    e = lm.evaluate(made_detector(parts["testing"].sources[0].spec), parts["testing"].sources[0], training=parts["training"].sources[0],
-                    validation=parts["validation"].sources[0], n_draws=100, **QUIET)
+    e = lm.evaluate(
+        made_detector(parts["testing"].sources[0].spec),
+        parts["testing"].sources[0],
+        training=parts["training"].sources[0],
+        validation=parts["validation"].sources[0],
+        n_draws=100,
+        **QUIET,
+    )
     assert e.table["score_level"].tolist() == level.score(parts["testing"]).tolist()
-    with pytest.raises(DataError, match="does not say how loud"): levels(parts[part])
+    with pytest.raises(DataError, match="does not say how loud"):
+        levels(parts[part])
     assert leaks(parts["testing"]).any()
-    for ds in parts.values(): ds.close()
+    for ds in parts.values():
+        ds.close()

@@ -1,4 +1,5 @@
 "Silence behind short recordings is learned in no round: the same recordings in longer rows teach the same."
+
 import json
 import os
 from pathlib import Path
@@ -30,18 +31,33 @@ from leakmel.learn.train_settings import TrainSettings
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE, TASK = 4096, make_task(["LEAK", "NOLEAK"])
 PARTS = ("new", "old", "testing")
-LENGTHS = (4096, 1024, 3071, 300, 2048, 4096, 4095, 3072)      # samples of 4, 1, 2, no, 2, 4, 3 and 3 long segments
+LENGTHS = (
+    4096,
+    1024,
+    3071,
+    300,
+    2048,
+    4096,
+    4095,
+    3072,
+)  # samples of 4, 1, 2, no, 2, 4, 3 and 3 long segments
 
 
-def spec_of(duration_s: float) -> lm.MelSpec: return lm.MelSpec.preset("disjoint", duration_s=duration_s)      # long segments of 1,024 samples
+def spec_of(duration_s: float) -> lm.MelSpec:
+    return lm.MelSpec.preset("disjoint", duration_s=duration_s)  # long segments of 1,024 samples
 
 
 def made_detector(form: str = "matrix") -> Detector:
     "A net that was never trained, with scores all over the range."
     torch.manual_seed(0)
     _, n_short, n_mels, n_frames = spec_of(1.0).row_shape
-    net = LeakNet(NetSettings(form, n_mels, n_frames * (n_short if form == "matrix" else 1), channels=(4, 4)), np.full(n_mels, -30.0), np.full(n_mels, 3.0))
-    with torch.no_grad(): net.classes.weight.mul_(20)
+    net = LeakNet(
+        NetSettings(form, n_mels, n_frames * (n_short if form == "matrix" else 1), channels=(4, 4)),
+        np.full(n_mels, -30.0),
+        np.full(n_mels, 3.0),
+    )
+    with torch.no_grad():
+        net.classes.weight.mul_(20)
     return Detector(net.eval(), TASK, spec_of(1.0))
 
 
@@ -51,13 +67,30 @@ def town(tmp_path_factory) -> dict[float, dict[str, Path]]:
     root = tmp_path_factory.mktemp("heard")
     for p, part in enumerate(PARTS):
         for k in range(16):
-            path = root / part / TASK.class_names[k % 2] / f"S{p}{k // 2}~{k:04}~2024030{1 + k % 7}_020000~8.wav"
+            path = (
+                root / part / TASK.class_names[k % 2] / f"S{p}{k // 2}~{k:04}~2024030{1 + k % 7}_020000~8.wav"
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             level = 200 + 40 * k
-            write_wav(path, np.random.default_rng([p, k]).integers(-level, level, LENGTHS[k // 2]).astype(np.int16), RATE)
+            write_wav(
+                path,
+                np.random.default_rng([p, k]).integers(-level, level, LENGTHS[k // 2]).astype(np.int16),
+                RATE,
+            )
+
     def sets(duration_s: float) -> dict[str, Path]:
-        return {n: lm.build(root / n, out=root / f"{n} {duration_s:g}.h5", spec=spec_of(duration_s), engine="torch", progress="none",
-                            pipeline=lm.PipelineConfig(device="cpu")).path for n in PARTS}
+        return {
+            n: lm.build(
+                root / n,
+                out=root / f"{n} {duration_s:g}.h5",
+                spec=spec_of(duration_s),
+                engine="torch",
+                progress="none",
+                pipeline=lm.PipelineConfig(device="cpu"),
+            ).path
+            for n in PARTS
+        }
+
     return {s: sets(s) for s in (1.0, 2.0)}
 
 
@@ -69,9 +102,14 @@ def opened(town: dict[float, dict[str, Path]], part: str = "new", task: Any = No
 def test_half_of_what_is_there_is_trusted(share):
     rng = np.random.default_rng(0)
     scores, leaks, n_heard = rng.integers(0, 4, (60, 7)) / 3, rng.random(60) < 0.5, rng.integers(1, 8, 60)
-    found = trusted_segments(np.where(np.arange(7) < n_heard[:, None], scores, np.nan), leaks, np.full(60, share))
+    found = trusted_segments(
+        np.where(np.arange(7) < n_heard[:, None], scores, np.nan), leaks, np.full(60, share)
+    )
     for row, mask, leak, n in zip(scores, found, leaks, n_heard):
-        assert mask[:n].tolist() == trusted_segments(row[None, :n], np.array([leak]), np.array([share]))[0].tolist()
+        assert (
+            mask[:n].tolist()
+            == trusted_segments(row[None, :n], np.array([leak]), np.array([share]))[0].tolist()
+        )
         assert not mask[n:].any()
 
 
@@ -82,17 +120,33 @@ def test_longer_rows_give_the_same_picks(town, form):
         assert ds.n_too_short == 2
         scores = class_scores(detector, ds, files_per_batch=5)
         assert np.array_equal(~np.isnan(scores), np.repeat(ds.is_heard[..., None], 2, axis=2))
-        assert np.array_equal(scores[..., TASK.leak_in_model], score_rows(detector, ds, files_per_batch=5), equal_nan=True)
+        assert np.array_equal(
+            scores[..., TASK.leak_in_model], score_rows(detector, ds, files_per_batch=5), equal_nan=True
+        )
         said = np.where(np.arange(len(ds)) < 3, [1, 0, 1] + [UNHEARD] * (len(ds) - 3), UNHEARD)
         chosen = select_segments(detector, ds, scores, said)
         assert not (chosen.choice.kept & ~ds.is_heard).any()
-        assert chosen.choice.kept[3:].sum(1).tolist() == (-(-ds.heard[3:] // 2)).tolist(), "half of what was recorded, rounded up"
-        assert chosen.choice.kept[:3].sum(1).tolist() == ds.heard[:3].tolist(), "all of what a person labelled"
+        assert chosen.choice.kept[3:].sum(1).tolist() == (-(-ds.heard[3:] // 2)).tolist(), (
+            "half of what was recorded, rounded up"
+        )
+        assert chosen.choice.kept[:3].sum(1).tolist() == ds.heard[:3].tolist(), (
+            "all of what a person labelled"
+        )
         items = Picked([chosen.choice], TASK)
         batch = items.batch(np.arange(len(items)))
-        found.append((scores[:, :4], chosen.choice.kept[:, :4], chosen.choice.classes, chosen.score, batch.x.numpy(), batch.y.numpy()))
+        found.append(
+            (
+                scores[:, :4],
+                chosen.choice.kept[:, :4],
+                chosen.choice.classes,
+                chosen.score,
+                batch.x.numpy(),
+                batch.y.numpy(),
+            )
+        )
         ds.close()
-    for one, other in zip(*found): assert np.array_equal(one, other, equal_nan=True)
+    for one, other in zip(*found):
+        assert np.array_equal(one, other, equal_nan=True)
     assert 0 < found[0][2].mean() < 1, "both classes"
 
 
@@ -109,12 +163,15 @@ def test_longer_rows_are_replayed_the_same(town):
 
 def test_silence_cannot_be_chosen(town):
     _, ds = opened(town, "old", TASK)
-    with pytest.raises(UsageError, match="segments behind the end of their recordings"): Choice(ds, np.ones((len(ds), ds.row_shape[0]), bool), ds.labels)
+    with pytest.raises(UsageError, match="segments behind the end of their recordings"):
+        Choice(ds, np.ones((len(ds), ds.row_shape[0]), bool), ds.labels)
     for files_per_batch in (0, -1):
-        with pytest.raises(UsageError, match="files_per_batch"): class_scores(made_detector(), ds, files_per_batch=files_per_batch)
+        with pytest.raises(UsageError, match="files_per_batch"):
+            class_scores(made_detector(), ds, files_per_batch=files_per_batch)
     scores = class_scores(made_detector(), ds)
     scores[0, 0] = np.nan
-    with pytest.raises(DataError, match="no numbers"): select_segments(made_detector(), ds, scores)
+    with pytest.raises(DataError, match="no numbers"):
+        select_segments(made_detector(), ds, scores)
     ds.close()
 
 
@@ -124,33 +181,56 @@ def test_a_label_of_a_recording_that_is_too_short_is_said(town, tmp_path):
     every = [os.fsdecode(p) for p in ds.sources[0].files["path"]]
     kept = {os.fsdecode(p) for p in recording_paths(ds)}
     short = [p for p in every if p not in kept]
+
     def heard(*paths: str) -> np.ndarray:
         table.write_text("\n".join(["path,label", *(f"{p},LEAK" for p in paths)]))
         return human_classes(table, ds, TASK)
+
     assert len(short) == 2
-    with pytest.raises(DataError, match=r"shorter than one long segment.*found .*Take them out of the table") as said: heard(*kept, *short)
+    with pytest.raises(
+        DataError, match=r"shorter than one long segment.*found .*Take them out of the table"
+    ) as said:
+        heard(*kept, *short)
     assert all(p in str(said.value) for p in short)
-    with pytest.raises(DataError, match=r"in none of the new data sets; found a/b\.wav\."): heard(short[0], "a/b.wav")
+    with pytest.raises(DataError, match=r"in none of the new data sets; found a/b\.wav\."):
+        heard(short[0], "a/b.wav")
     assert (heard(*kept) != UNHEARD).all()
     ds.close()
 
 
 def a_round(sets: dict[str, Any], out: Path) -> Any:
     settings = TrainSettings(epochs=2, batch_size=8, channels=(4, 4), seed=1, learning_rate=1e-3)
-    return retrain(made_detector(), sets["new"], replay=sets["old"], testing=sets["testing"], out=out, rules=RoundRules(n_draws=100), settings=settings,
-                   device="cpu", progress=False)
+    return retrain(
+        made_detector(),
+        sets["new"],
+        replay=sets["old"],
+        testing=sets["testing"],
+        out=out,
+        rules=RoundRules(n_draws=100),
+        settings=settings,
+        device="cpu",
+        progress=False,
+    )
 
 
 def test_longer_rows_teach_a_round_the_same(town, tmp_path):
     done = []
     for duration_s, sets in town.items():
-        with pytest.warns(TooShortWarning) as said: done.append(a_round(sets, tmp_path / f"{duration_s:g}"))
-        assert [str(w.message).split(" are ")[0] for w in said] == [f"{n}: 2 of 16 recordings" for n in ("new recordings", "replay", "testing")]
+        with pytest.warns(TooShortWarning) as said:
+            done.append(a_round(sets, tmp_path / f"{duration_s:g}"))
+        assert [str(w.message).split(" are ")[0] for w in said] == [
+            f"{n}: 2 of 16 recordings" for n in ("new recordings", "replay", "testing")
+        ]
         assert all(w.filename.endswith("test_learn_heard_rounds.py") for w in said)
     one, other = (r.record for r in done)
     assert weights_digest(done[0].challenger) == weights_digest(done[1].challenger)
-    for same in ("kept", "kept_digest", "replay", "metrics", "reason"): assert one[same] == other[same]
-    assert [said["too_short"] for said in (other["new"], other["old"], other["testing"]["testing"])] == [2, 2, 2]
+    for same in ("kept", "kept_digest", "replay", "metrics", "reason"):
+        assert one[same] == other[same]
+    assert [said["too_short"] for said in (other["new"], other["old"], other["testing"]["testing"])] == [
+        2,
+        2,
+        2,
+    ]
     assert "; 2 too short, left out" in repr(done[1])
     again = learned_in(tmp_path / "2", 1, TASK)
     assert np.array_equal(again.kept, done[1].selection.choice.kept)
@@ -160,7 +240,8 @@ def test_longer_rows_teach_a_round_the_same(town, tmp_path):
 def test_chosen_rows_say_how_many_were_too_short(town, tmp_path):
     "A part that is given as Segments holds the others only."
     new = Segments(town[2.0]["new"], level="recording", preload_to_ram=False)
-    with pytest.warns(TooShortWarning) as said: done = a_round(town[2.0] | {"new": new}, tmp_path / "rounds")
+    with pytest.warns(TooShortWarning) as said:
+        done = a_round(town[2.0] | {"new": new}, tmp_path / "rounds")
     assert str(said[0].message).startswith("new recordings: 2 of 16 recordings are shorter")
     assert (done.record["new"]["recordings"], done.record["new"]["too_short"]) == (14, 2)
     new.close()
@@ -170,10 +251,16 @@ def test_silence_that_an_earlier_round_learned_is_not_learned_again(town, tmp_pa
     here = round_folder(tmp_path, 1)
     here.mkdir()
     with lm.open_dataset(town[2.0]["new"]) as ds:
-        said = pd.DataFrame({"path": "x", "class": "LEAK", "segments": "0 3 7", "row": np.arange(len(ds))}).to_csv(index=False).encode()
+        said = (
+            pd.DataFrame({"path": "x", "class": "LEAK", "segments": "0 3 7", "row": np.arange(len(ds))})
+            .to_csv(index=False)
+            .encode()
+        )
         sources = [{"path": str(ds.path), "digest": source_digest(ds)}]
     write_whole(here / "kept.csv", said)
-    write_whole(here / RECORD, json.dumps({"new": {"sources": sources}, "kept_digest": digest_of(said)}).encode())
+    write_whole(
+        here / RECORD, json.dumps({"new": {"sources": sources}, "kept_digest": digest_of(said)}).encode()
+    )
     again = learned_in(tmp_path, 1, TASK)
     assert len(again.kept) == 14
     assert np.array_equal(again.kept, np.isin(np.arange(8), [0, 3, 7]) & again.recordings.is_heard)

@@ -1,4 +1,5 @@
 "A detector's file may come from a stranger: whatever it claims, it costs no memory that it does not hold, runs nothing and says nothing to a terminal."
+
 import json
 import resource
 from collections.abc import Callable
@@ -27,7 +28,9 @@ SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory) -> Path:
     net = LeakNet(NetSettings(channels=(8, 8)), np.full(64, -30.0), np.full(64, 3.0))
-    return Detector(net, make_task(["LEAK", "NOLEAK"]), SPEC, "torch@1").save(tmp_path_factory.mktemp("model") / "model.pt")
+    return Detector(net, make_task(["LEAK", "NOLEAK"]), SPEC, "torch@1").save(
+        tmp_path_factory.mktemp("model") / "model.pt"
+    )
 
 
 def changed(honest: Path, path: Path, change: Callable[[dict, dict], Any]) -> Path:
@@ -38,7 +41,8 @@ def changed(honest: Path, path: Path, change: Callable[[dict, dict], Any]) -> Pa
     return path
 
 
-def task(head: dict, **values: Any) -> None: head["task"].update(values)
+def task(head: dict, **values: Any) -> None:
+    head["task"].update(values)
 
 
 HOSTILE: dict[str, Callable[[dict, dict], Any]] = {
@@ -46,10 +50,21 @@ HOSTILE: dict[str, Callable[[dict, dict], Any]] = {
     "many layers": lambda head, weights: head["net"].update(channels=[3000] * 5000),
     "bands": lambda head, weights: head["net"].update(n_mels=4_000_000_000),
     "classes": lambda head, weights: head["net"].update(n_classes=2_000_000_000),
-    "a wide view of one number": lambda head, weights: (head["net"].update(channels=[8, 50_000]), weights.update(
-        {"layers.1.0.weight": torch.zeros(1).expand(50_000, 8, 3, 2), "hidden.0.weight": torch.zeros(1).expand(50_000, 100_000)})),
-    "weights of nowhere": lambda head, weights: weights.update({"hidden.0.weight": torch.empty(1 << 40, device="meta")}),
-    "sparse weights": lambda head, weights: weights.update({"hidden.0.weight": torch.zeros(8, 16).to_sparse()}),
+    "a wide view of one number": lambda head, weights: (
+        head["net"].update(channels=[8, 50_000]),
+        weights.update(
+            {
+                "layers.1.0.weight": torch.zeros(1).expand(50_000, 8, 3, 2),
+                "hidden.0.weight": torch.zeros(1).expand(50_000, 100_000),
+            }
+        ),
+    ),
+    "weights of nowhere": lambda head, weights: weights.update(
+        {"hidden.0.weight": torch.empty(1 << 40, device="meta")}
+    ),
+    "sparse weights": lambda head, weights: weights.update(
+        {"hidden.0.weight": torch.zeros(8, 16).to_sparse()}
+    ),
     "a text as weights": lambda head, weights: weights.update({"hidden.0.weight": "no"}),
     "weights of another shape": lambda head, weights: weights.update({"hidden.0.weight": torch.zeros(16, 8)}),
     "weights that are no numbers": lambda head, weights: weights["hidden.0.weight"].fill_(torch.nan),
@@ -58,7 +73,9 @@ HOSTILE: dict[str, Callable[[dict, dict], Any]] = {
     "names that are a text": lambda head, weights: task(head, class_names="AB", model_names="AB"),
     "a text for the terminal": lambda head, weights: head.update(threshold_from="fine\x1b[2J\n0 errors"),
     "an engine of several lines": lambda head, weights: head.update(engine="torch@1\nall is well"),
-    "a preset of several lines": lambda head, weights: head["spec"].update(preset_name="disjoint@1\nall is well"),
+    "a preset of several lines": lambda head, weights: head["spec"].update(
+        preset_name="disjoint@1\nall is well"
+    ),
     "no threshold": lambda head, weights: head["thresholds"].update(mean=float("nan")),
     "a threshold that is a list": lambda head, weights: head["thresholds"].update(mean=[0.5]),
     "a share that is a truth": lambda head, weights: head.update(share=True),
@@ -71,7 +88,8 @@ HOSTILE: dict[str, Callable[[dict, dict], Any]] = {
 def test_a_hostile_detector_is_refused(honest, tmp_path, name):
     path = changed(honest, tmp_path / "model.pt", HOSTILE[name])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(DataError): load_detector(path)
+    with pytest.raises(DataError):
+        load_detector(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
 
 
@@ -83,30 +101,43 @@ def test_a_whole_share_is_a_share(honest, tmp_path):
     "1 is 1.0: a detector that was made with it can be read again, also from a file that holds it as a whole number."
     detector = load_detector(honest)
     made = Detector(detector.net, detector.task, SPEC, **Chosen("frac_vote", 1).options())
-    for path in (made.save(tmp_path / "made.pt"), changed(honest, tmp_path / "whole.pt", lambda head, weights: head.update(share=1))):
+    for path in (
+        made.save(tmp_path / "made.pt"),
+        changed(honest, tmp_path / "whole.pt", lambda head, weights: head.update(share=1)),
+    ):
         assert (share := load_detector(path).share) == 1.0
         assert type(share) is float
     bad: list[Any] = [0, True, 1.5, float("nan"), "1"]
     for wrong in bad:
-        with pytest.raises(UsageError, match="share must be"): Detector(detector.net, detector.task, SPEC, share=wrong)
+        with pytest.raises(UsageError, match="share must be"):
+            Detector(detector.net, detector.task, SPEC, share=wrong)
 
 
 def test_a_checkpoint_that_was_taken_for_a_model(tmp_path):
     (tmp_path / "step-000000009.pt").write_bytes(plain_bytes({"format": training_state.FORMAT}))
-    with pytest.raises(DataError, match=r"model\.pt, or checkpoints/best\.pt"): load_detector(tmp_path / "step-000000009.pt")
+    with pytest.raises(DataError, match=r"model\.pt, or checkpoints/best\.pt"):
+        load_detector(tmp_path / "step-000000009.pt")
 
 
-@pytest.mark.parametrize(("error", "kind", "said"), [(MemoryError(), MachineError, "does not fit into"), (RuntimeError(), DataError, "RuntimeError")])
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [(MemoryError(), MachineError, "does not fit into"), (RuntimeError(), DataError, "RuntimeError")],
+)
 def test_errors_without_a_word_are_told_apart(honest, monkeypatch, error, kind, said):
     "No memory is no fault of the file."
-    def failing(*args: Any) -> Any: raise error
+
+    def failing(*args: Any) -> Any:
+        raise error
+
     monkeypatch.setattr(detector_module, "LeakNet", failing)
-    with pytest.raises(kind, match=said): load_detector(honest)
+    with pytest.raises(kind, match=said):
+        load_detector(honest)
 
 
 def test_a_file_larger_than_memory_is_not_read(honest, monkeypatch):
     monkeypatch.setattr(checkpoints, "free_memory", lambda: 2 * honest.stat().st_size - 2)
-    with pytest.raises(DataError, match="too large for the memory"): load_detector(honest)
+    with pytest.raises(DataError, match="too large for the memory"):
+        load_detector(honest)
 
 
 def test_rows_of_four_days_are_not_laid_out():

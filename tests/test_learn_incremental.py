@@ -1,4 +1,5 @@
 "Learning from new recordings: what is kept, what people say, what is repeated, who wins, and what an interruption leaves."
+
 import json
 import os
 import signal
@@ -58,7 +59,10 @@ SMALL = TrainSettings(epochs=2, batch_size=128, channels=(4, 8), seed=1, learnin
 def town(folder: Path, seed: int, n_files: int) -> dict[str, Path]:
     "Data sets of a made town."
     lm.write_demo(folder / f"{seed}", n_files=n_files, seed=seed)
-    return {r.path.name.split("_")[0].lower(): r.path for r in lm.build_all(folder / f"{seed}", out_dir=folder / f"sets {seed}", progress="none", check=2)}
+    return {
+        r.path.name.split("_")[0].lower(): r.path
+        for r in lm.build_all(folder / f"{seed}", out_dir=folder / f"sets {seed}", progress="none", check=2)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,38 +71,62 @@ def towns(tmp_path_factory) -> list[dict[str, Path]]:
     return [town(folder, 0, 60), town(folder, 1, 150)]
 
 
-def fresh(seed: int = 0, task: Any = TASK, form: str = "matrix", spec: Any = None, **settings: Any) -> Detector:
+def fresh(
+    seed: int = 0, task: Any = TASK, form: str = "matrix", spec: Any = None, **settings: Any
+) -> Detector:
     "An untrained detector."
     torch.manual_seed(seed)
     width = 2 if form == "matrix" else 1
-    net = LeakNet(NetSettings(form, width=width, n_classes=len(task.model_names), channels=(4, 8), dropout=0.1), np.full(64, -60.0), np.full(64, 10.0))
+    net = LeakNet(
+        NetSettings(form, width=width, n_classes=len(task.model_names), channels=(4, 8), dropout=0.1),
+        np.full(64, -60.0),
+        np.full(64, 10.0),
+    )
     return Detector(net, task, spec, record={"settings": settings} if settings else {})
 
 
-def recordings(path: Path, task: Any = None, **how: Any) -> Segments: return Segments(path, level="recording", task=task, **how)
+def recordings(path: Path, task: Any = None, **how: Any) -> Segments:
+    return Segments(path, level="recording", task=task, **how)
 
 
 # Which segments
 
-@given(st.lists(st.lists(st.sampled_from([0.0, 0.2, 0.5, 0.5001, 1.0]), min_size=5, max_size=5), min_size=1, max_size=6), st.data())
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 0.2, 0.5, 0.5001, 1.0]), min_size=5, max_size=5),
+        min_size=1,
+        max_size=6,
+    ),
+    st.data(),
+)
 @hypothesis_settings(max_examples=80, deadline=None, derandomize=True, database=None)
 def test_the_clearest_half_is_kept(scores, data):
     table = np.array(scores)
     leaks = np.array(data.draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores))))
     kept = trusted_segments(table, leaks, np.full(len(scores), 0.5))
-    assert kept.sum(1).tolist() == [3] * len(scores)      # half of 5, rounded up
+    assert kept.sum(1).tolist() == [3] * len(scores)  # half of 5, rounded up
     for row, mask, leak in zip(table, kept, leaks):
-        if leak: assert row[mask].min() >= row[~mask].max()
-        else: assert row[mask].max() <= row[~mask].min()
+        if leak:
+            assert row[mask].min() >= row[~mask].max()
+        else:
+            assert row[mask].max() <= row[~mask].min()
 
 
 def select(scores: np.ndarray, human: list[int] | None = None, task: Any = THREE, **how: Any) -> Any:
     "What a detector of three classes would keep, by given scores."
+
     class Rows:
-        level, rows, row_shape, sources = "recording", np.arange(len(scores)), (scores.shape[1], 2, 64, 1), [type("S", (), {"path": "x"})]
+        level, rows, row_shape, sources = (
+            "recording",
+            np.arange(len(scores)),
+            (scores.shape[1], 2, 64, 1),
+            [type("S", (), {"path": "x"})],
+        )
         is_heard = np.ones(scores.shape[:2], bool)
+
     said = None if human is None else np.array(human)
-    return select_segments(fresh(task=task), Rows(), scores, said, **how)      # type: ignore[arg-type]
+    return select_segments(fresh(task=task), Rows(), scores, said, **how)  # type: ignore[arg-type]
 
 
 def three(*leak_scores: list[float], hum: float = 0.75) -> np.ndarray:
@@ -113,7 +141,7 @@ def test_classes_come_from_the_vote_and_the_likeliest_other():
     assert found.choice.kept.tolist() == [[True, True, False, False], [True, False, False, True]]
     assert select(three([0.1, 0.2, 0.3, 0.2], hum=0.2)).choice.classes.tolist() == [2]
     mixed = three([0.0, 0.0, 0.6, 0.6])
-    mixed[0, :2] = 0, 0, 1                                   # the trusted segments are quiet, the others hum
+    mixed[0, :2] = 0, 0, 1  # the trusted segments are quiet, the others hum
     assert select(mixed).choice.classes.tolist() == [2]
 
 
@@ -125,9 +153,18 @@ def test_a_person_wins_over_the_detector():
     assert found.n_overruled == 3
     assert found.by_human.tolist() == [True, True, True, False]
     half = select(scores, [2, 1, LEFT_OUT, UNHEARD], keep_share_human=0.5)
-    assert half.choice.kept[0].tolist() == [False, False, True, True], "of what a person calls normal, the bottom half"
-    assert half.choice.kept[1].tolist() == [False, True, True, False], "of what a person calls a leak, the top half"
-    assert found.counts(THREE)["LEAK"] == {"recordings": 2, "by_human": 1, "segments": 6, "segments_by_human": 4}
+    assert half.choice.kept[0].tolist() == [False, False, True, True], (
+        "of what a person calls normal, the bottom half"
+    )
+    assert half.choice.kept[1].tolist() == [False, True, True, False], (
+        "of what a person calls a leak, the top half"
+    )
+    assert found.counts(THREE)["LEAK"] == {
+        "recordings": 2,
+        "by_human": 1,
+        "segments": 6,
+        "segments_by_human": 4,
+    }
 
 
 def test_a_label_by_a_person_teaches_what_the_detector_had_wrong():
@@ -141,7 +178,8 @@ def test_a_label_by_a_person_teaches_what_the_detector_had_wrong():
 def test_scores_that_are_no_numbers_are_refused():
     scores = three([0.9, 0.8])
     scores[0, 0, 0] = np.nan
-    with pytest.raises(DataError, match="no numbers"): select(scores)
+    with pytest.raises(DataError, match="no numbers"):
+        select(scores)
 
 
 @pytest.mark.parametrize("form", ["matrix", "vector"])
@@ -155,6 +193,7 @@ def test_class_scores_are_those_of_the_detector(towns, form):
 
 # Replay
 
+
 def test_replay_is_a_share_of_each_class(towns):
     with recordings(towns[0]["training"], TASK) as old:
         n = [int((old.labels == k).sum()) for k in (0, 1)]
@@ -164,15 +203,24 @@ def test_replay_is_a_share_of_each_class(towns):
             assert again.kept[drawn].all(), "whole recordings"
             assert [int((drawn & (old.labels == k)).sum()) for k in (0, 1)] == [round(share * m) for m in n]
         assert np.array_equal(replayed(old, 0.5, 3, 1).kept, replayed(old, 0.5, 3, 1).kept)
-        assert not np.array_equal(replayed(old, 0.5, 3, 1).kept, replayed(old, 0.5, 3, 2).kept), "another round, other recordings"
-        assert [int((replayed(old, 1e-6).kept.any(1) & (old.labels == k)).sum()) for k in (0, 1)] == [1, 1], "no class is left out"
+        assert not np.array_equal(replayed(old, 0.5, 3, 1).kept, replayed(old, 0.5, 3, 2).kept), (
+            "another round, other recordings"
+        )
+        assert [int((replayed(old, 1e-6).kept.any(1) & (old.labels == k)).sum()) for k in (0, 1)] == [1, 1], (
+            "no class is left out"
+        )
         for wrong in (0.0, 1.5):
-            with pytest.raises(UsageError, match="share"): replayed(old, wrong)
-    with recordings(towns[0]["training"], TASK, rows=np.flatnonzero(old.labels == 0)) as leaks, pytest.raises(DataError, match="no old recording of NOLEAK"):
+            with pytest.raises(UsageError, match="share"):
+                replayed(old, wrong)
+    with (
+        recordings(towns[0]["training"], TASK, rows=np.flatnonzero(old.labels == 0)) as leaks,
+        pytest.raises(DataError, match="no old recording of NOLEAK"),
+    ):
         replayed(leaks)
 
 
 # Items
+
 
 @pytest.mark.parametrize("level", ["long", "short"])
 @pytest.mark.parametrize("kind", ["device", "stream", "workers"])
@@ -180,15 +228,29 @@ def test_picked_items_come_through_loaders_and_can_be_taken_up_again(towns, kind
     with recordings(towns[0]["training"], TASK) as old, recordings(towns[1]["training"]) as new:
         rng = np.random.default_rng(0)
         kept, classes = rng.random((len(new), new.row_shape[0])) < 0.3, rng.integers(-1, 2, len(new))
-        picked = Picked([Choice(new, kept, classes), whole_recordings(old, np.array([1, 5]))], TASK, level=level, preload_to_ram=kind == "device")
+        picked = Picked(
+            [Choice(new, kept, classes), whole_recordings(old, np.array([1, 5]))],
+            TASK,
+            level=level,
+            preload_to_ram=kind == "device",
+        )
         per_long = 1 if level == "long" else new.row_shape[1]
         assert len(picked) == per_long * (kept[classes >= 0].sum() + 2 * old.row_shape[0])
         wanted: dict[int, tuple[torch.Tensor, int]] = {}
-        for ds, mask, of in ((new, kept, classes), (old, np.isin(np.arange(len(old)), [1, 5])[:, None].repeat(old.row_shape[0], 1), old.labels)):
+        for ds, mask, of in (
+            (new, kept, classes),
+            (old, np.isin(np.arange(len(old)), [1, 5])[:, None].repeat(old.row_shape[0], 1), old.labels),
+        ):
             for row, segment in zip(*np.nonzero(mask & (of >= 0)[:, None])):
                 x = torch.from_numpy(ds.sources[0].mels[row, segment])
-                for part in ([x] if level == "long" else x): wanted[len(wanted)] = part, int(of[row])
-        def loader() -> Any: return open_loader(picked, 50, kind=kind, seed=5, num_workers=0, block_rows=30 if kind == "stream" else None)
+                for part in [x] if level == "long" else x:
+                    wanted[len(wanted)] = part, int(of[row])
+
+        def loader() -> Any:
+            return open_loader(
+                picked, 50, kind=kind, seed=5, num_workers=0, block_rows=30 if kind == "stream" else None
+            )
+
         with loader() as one:
             batches = list(one)
             items = torch.cat([b.items for b in batches])
@@ -199,7 +261,8 @@ def test_picked_items_come_through_loaders_and_can_be_taken_up_again(towns, kind
                 assert torch.equal(b.x, torch.stack([wanted[i][0] for i in b.items.tolist()]))
         with loader() as two:
             walk = iter(two)
-            for _ in range(3): next(walk)
+            for _ in range(3):
+                next(walk)
             state = two.state_dict()
         with loader() as three_:
             three_.load_state_dict(state)
@@ -209,36 +272,66 @@ def test_picked_items_come_through_loaders_and_can_be_taken_up_again(towns, kind
 def test_picked_refuses_what_does_not_fit(towns):
     with recordings(towns[0]["testing"], TASK) as old, Segments(towns[0]["testing"], task=TASK) as long:
         kept, n = np.zeros((len(old), old.row_shape[0]), bool), len(old)
-        with pytest.raises(UsageError, match="does not fit"): Choice(old, kept[1:], old.labels)
-        with pytest.raises(UsageError, match="chosen from"): Choice(long, kept, old.labels)
-        with pytest.raises(UsageError, match="does not have"): Picked([Choice(old, ~kept, np.full(n, 7))], TASK)
-        with pytest.raises(UsageError, match="are picked"): Picked([whole_recordings(old, np.array([0]))], TASK, level="recording")
+        with pytest.raises(UsageError, match="does not fit"):
+            Choice(old, kept[1:], old.labels)
+        with pytest.raises(UsageError, match="chosen from"):
+            Choice(long, kept, old.labels)
+        with pytest.raises(UsageError, match="does not have"):
+            Picked([Choice(old, ~kept, np.full(n, 7))], TASK)
+        with pytest.raises(UsageError, match="are picked"):
+            Picked([whole_recordings(old, np.array([0]))], TASK, level="recording")
 
 
 # People
+
 
 def test_tables_of_people_are_checked_by_name(towns, tmp_path):
     table = tmp_path / "heard.csv"
     with recordings(towns[1]["testing"]) as new:
         paths = [os.fsdecode(p) for p in recording_paths(new)]
+
         def heard(*lines: str, columns: str = "path,label") -> list[int]:
             table.write_text("\n".join([columns, *lines]))
-            return human_classes(table, new, make_task(["LEAK", "NOLEAK", "PUMP"], leave_out=["PUMP"])).tolist()
-        assert heard(f"{paths[2]},noleak", f"{paths[0]},Leak", f"{paths[4]},PUMP")[:5] == [0, UNHEARD, 1, UNHEARD, LEFT_OUT]
+            return human_classes(
+                table, new, make_task(["LEAK", "NOLEAK", "PUMP"], leave_out=["PUMP"])
+            ).tolist()
+
+        assert heard(f"{paths[2]},noleak", f"{paths[0]},Leak", f"{paths[4]},PUMP")[:5] == [
+            0,
+            UNHEARD,
+            1,
+            UNHEARD,
+            LEFT_OUT,
+        ]
         cases: list[tuple[list[str], str]] = [
-            ([f"{paths[0]},LEAKY"], "unknown label for"), ([f"{paths[0]},LEAK", "a/b.wav,LEAK"], "a/b.wav"), ([], "names no recording"),
-            ([f"{paths[0]},LEAK", f"{paths[0]},LEAK"], "same path as in line 2"), ([f"{paths[0]},"], "label is empty")]
+            ([f"{paths[0]},LEAKY"], "unknown label for"),
+            ([f"{paths[0]},LEAK", "a/b.wav,LEAK"], "a/b.wav"),
+            ([], "names no recording"),
+            ([f"{paths[0]},LEAK", f"{paths[0]},LEAK"], "same path as in line 2"),
+            ([f"{paths[0]},"], "label is empty"),
+        ]
         for lines, said in cases:
-            with pytest.raises(DataError, match=said): heard(*lines)
-        with pytest.raises(DataError, match="no column label"): heard(f"{paths[0]},LEAK", columns="path,verdict")
-        with pytest.raises(DataError, match="differs only in case"): heard(f"{paths[0].upper()},LEAK")
-        with pytest.raises(DataError, match=r"in none of the new data sets.*without blanks around it"): heard(f"{paths[0]} ,LEAK")
+            with pytest.raises(DataError, match=said):
+                heard(*lines)
+        with pytest.raises(DataError, match="no column label"):
+            heard(f"{paths[0]},LEAK", columns="path,verdict")
+        with pytest.raises(DataError, match="differs only in case"):
+            heard(f"{paths[0].upper()},LEAK")
+        with pytest.raises(DataError, match=r"in none of the new data sets.*without blanks around it"):
+            heard(f"{paths[0]} ,LEAK")
         with recordings(towns[1]["testing"], rows=np.array([1, 2])) as some:
-            for more, said in (("", f"were not chosen from the new data sets; found {paths[0]}"), ("a.wav,LEAK", "in none of the new data sets; found a.wav")):
+            for more, said in (
+                ("", f"were not chosen from the new data sets; found {paths[0]}"),
+                ("a.wav,LEAK", "in none of the new data sets; found a.wav"),
+            ):
                 table.write_text(f"path,label\n{paths[0]},LEAK\n{more}\n")
-                with pytest.raises(DataError, match=said): human_classes(table, some, TASK)
+                with pytest.raises(DataError, match=said):
+                    human_classes(table, some, TASK)
     table.write_text(f"path,label\n{paths[0]},LEAK\n")
-    with Segments([towns[1]["testing"]] * 2, level="recording") as twice, pytest.raises(DataError, match="several recordings have"):
+    with (
+        Segments([towns[1]["testing"]] * 2, level="recording") as twice,
+        pytest.raises(DataError, match="several recordings have"),
+    ):
         human_classes(table, twice, TASK)
 
 
@@ -253,10 +346,14 @@ def test_what_people_say_is_said_of_copies(towns):
         assert with_copies(twice, wanted).tolist() == wanted.tolist()
         said[n] = 0
         path = os.fsdecode(recording_paths(twice)[0])
-        with pytest.raises(DataError, match=f"different things of recordings with the same samples; found {path} and {path}"): with_copies(twice, said)
+        with pytest.raises(
+            DataError, match=f"different things of recordings with the same samples; found {path} and {path}"
+        ):
+            with_copies(twice, said)
 
 
 # Who wins
+
 
 def duel(one: np.ndarray, other: np.ndarray, n_groups: int = 12, name: str = "testing") -> Any:
     truth = np.arange(len(one)) % 2 == 0
@@ -272,10 +369,19 @@ def test_only_a_paired_interval_above_0_replaces_the_champion():
     wins, why = decide(duel(fair, good))
     assert wins
     assert why.startswith("The challenger replaces the champion: AUC +")
-    for one, other, said in ((good, fair, "is worse"), (good, good, "not shown"), (fair, fair + 1e-9, "not shown"), (good, blind, "is worse")):
+    for one, other, said in (
+        (good, fair, "is worse"),
+        (good, good, "not shown"),
+        (fair, fair + 1e-9, "not shown"),
+        (good, blind, "is worse"),
+    ):
         wins, why = decide(duel(one, other))
         assert (wins, said in why, why.startswith("The champion stays")) == (False, True, True), why
-    a_little = next(d for d in (duel(fair, fair + 0.4 * rng.random(240)) for _ in range(20)) if d.differences["auc"].value > 0)
+    a_little = next(
+        d
+        for d in (duel(fair, fair + 0.4 * rng.random(240)) for _ in range(20))
+        if d.differences["auc"].value > 0
+    )
     assert decide(a_little)[0] is False, "a little better in the figure is not enough"
     wins, why = decide(duel(fair, good, n_groups=4))
     assert not wins
@@ -287,11 +393,21 @@ def test_only_a_paired_interval_above_0_replaces_the_champion():
     assert "worse elsewhere" in why
     few = duel(good, 1 - good, n_groups=3, name="three sensors")
     assert decide(duel(fair, good), [kept, few])[0]
-    assert "Lower elsewhere, which is not shown: AUC -1.000 on three sensors (only 3 sensors" in decide(duel(fair, good), [kept, few])[1]
+    assert (
+        "Lower elsewhere, which is not shown: AUC -1.000 on three sensors (only 3 sensors"
+        in decide(duel(fair, good), [kept, few])[1]
+    )
     assert "Lower elsewhere" not in decide(duel(fair, good), [kept])[1]
     assert "the old town" in why
     with pytest.raises(DataError, match="cannot tell good from bad"):
-        fight("one class", np.ones(4, bool), Groups("sensor", np.arange(4), tuple("abcd")), fresh(), fresh(), (np.ones((4, 1)), np.ones((4, 1))))
+        fight(
+            "one class",
+            np.ones(4, bool),
+            Groups("sensor", np.arange(4), tuple("abcd")),
+            fresh(),
+            fresh(),
+            (np.ones((4, 1)), np.ones((4, 1))),
+        )
 
 
 def test_losses_that_no_round_shows_are_seen_from_the_first_champion():
@@ -310,7 +426,9 @@ def test_losses_that_no_round_shows_are_seen_from_the_first_champion():
     assert not wins
     assert "worse than the first champion, AUC -" in why
     assert "the old town" in why
-    wins, why = decide(better, [lost], "auc", [duel(here[0], here[1]), duel(there[0], there[1], name="the old town")])
+    wins, why = decide(
+        better, [lost], "auc", [duel(here[0], here[1]), duel(there[0], there[1], name="the old town")]
+    )
     assert wins, "a loss that is not shown refuses nothing"
     assert "may add up: AUC -" in why
     assert "may add up" not in decide(better, [lost], "auc", [duel(here[0], here[1])])[1]
@@ -325,12 +443,25 @@ def test_a_test_set_says_how_worn_it_is():
 
 # Rounds
 
+
 def begin_with(towns: list[dict[str, Path]], folder: Path, **how: Any) -> dict[str, Any]:
     "What a round is given."
-    with lm.open_dataset(towns[0]["training"]) as ds: spec = ds.spec
+    with lm.open_dataset(towns[0]["training"]) as ds:
+        spec = ds.spec
     first = fresh(spec=spec, epochs=6, batch_size=128, learning_rate=4e-3)
-    return {"champion": first, "new_data": towns[1]["training"], "replay": towns[0]["training"], "testing": towns[1]["testing"], "out": folder,
-            "settings": SMALL, "rules": RoundRules(n_draws=200), "device": "cpu", "progress": False, "checkpoints": CheckpointSettings(fsync=False), **how}
+    return {
+        "champion": first,
+        "new_data": towns[1]["training"],
+        "replay": towns[0]["training"],
+        "testing": towns[1]["testing"],
+        "out": folder,
+        "settings": SMALL,
+        "rules": RoundRules(n_draws=200),
+        "device": "cpu",
+        "progress": False,
+        "checkpoints": CheckpointSettings(fsync=False),
+        **how,
+    }
 
 
 def past(folder: Path) -> list[int]:
@@ -345,17 +476,25 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.name in names}
 
 
-def by_rule(monkeypatch: pytest.MonkeyPatch, wins: bool) -> None: monkeypatch.setattr(rounds, "decide", lambda *a: (wins, "as the test wants it."))
+def by_rule(monkeypatch: pytest.MonkeyPatch, wins: bool) -> None:
+    monkeypatch.setattr(rounds, "decide", lambda *a: (wins, "as the test wants it."))
 
 
 @pytest.fixture(scope="module")
 def one_round(towns, tmp_path_factory) -> tuple[Any, dict[str, Any], Path]:
     "A round with everything in it."
     folder = tmp_path_factory.mktemp("rounds")
-    with recordings(towns[1]["training"]) as new: paths = [os.fsdecode(p) for p in recording_paths(new)]
+    with recordings(towns[1]["training"]) as new:
+        paths = [os.fsdecode(p) for p in recording_paths(new)]
     table = folder / "heard.csv"
     table.write_text(f"path,label\n{paths[0]},NOLEAK\n{paths[1]},LEAK\n")
-    given_ = begin_with(towns, folder / "rounds", human_labels=table, validation=towns[0]["validation"], also={"old town": towns[0]["testing"]})
+    given_ = begin_with(
+        towns,
+        folder / "rounds",
+        human_labels=table,
+        validation=towns[0]["validation"],
+        also={"old town": towns[0]["testing"]},
+    )
     return retrain(**given_), given_, folder
 
 
@@ -365,10 +504,31 @@ def test_the_record_is_complete(one_round, towns):
     record = json.loads((here / RECORD).read_text())
     assert record == done.record
     assert set(os.listdir(here)) == {"history.csv", "kept.csv", "model.pt", "record.json", "summary.json"}
-    assert {"number", "replaced", "reason", "champion", "challenger", "stamps", "rules", "settings", "new", "old", "validation", "testing", "kept", "replay",
-            "human_labels", "metrics", "leakmel_version"} <= set(record)
+    assert {
+        "number",
+        "replaced",
+        "reason",
+        "champion",
+        "challenger",
+        "stamps",
+        "rules",
+        "settings",
+        "new",
+        "old",
+        "validation",
+        "testing",
+        "kept",
+        "replay",
+        "human_labels",
+        "metrics",
+        "leakmel_version",
+    } <= set(record)
     with lm.open_dataset(towns[1]["training"]) as new, lm.open_dataset(towns[0]["training"]) as old:
-        n_new, n_long, n_again = len(new), old.mels.shape[1], sum(round(0.5 * int((old.labels == k).sum())) for k in (0, 1))
+        n_new, n_long, n_again = (
+            len(new),
+            old.mels.shape[1],
+            sum(round(0.5 * int((old.labels == k).sum())) for k in (0, 1)),
+        )
     assert sum(c["recordings"] for c in record["kept"].values()) == n_new
     assert sum(c["by_human"] for c in record["kept"].values()) == 2
     assert sum(c["segments"] for c in record["kept"].values()) == (n_new - 2) * -(-n_long // 2) + 2 * n_long
@@ -387,7 +547,9 @@ def test_the_record_is_complete(one_round, towns):
     assert len(lines) == n_new + 1
     assert lines[1].split(",")[1:3] == ["NOLEAK", "human"]
     assert len(lines[3].split(",")[5].split()) == -(-n_long // 2)
-    assert (record["settings"]["channels"], record["settings"]["dropout"]) == ([4, 8], 0.1), "the net is the champion's"
+    assert (record["settings"]["channels"], record["settings"]["dropout"]) == ([4, 8], 0.1), (
+        "the net is the champion's"
+    )
     assert load_detector(here / "model.pt").record["round"]["number"] == 1
     assert done.replaced == record["replaced"] == (past(folder / "rounds") == [0, 1])
     assert done.reason in repr(done)
@@ -408,7 +570,8 @@ def test_a_challenger_starts_from_the_champion(towns, tmp_path):
     still = replace(SMALL, epochs=1, learning_rate=1e-9)
     done = retrain(**begin_with(towns, tmp_path, settings=still))
     first = load_detector(round_folder(tmp_path, 0) / "model.pt")
-    for name, w in done.challenger.net.state_dict().items(): assert torch.allclose(w, first.net.state_dict()[name], atol=1e-6), name
+    for name, w in done.challenger.net.state_dict().items():
+        assert torch.allclose(w, first.net.state_dict()[name], atol=1e-6), name
     assert not done.replaced
     assert "not shown to be better" in done.reason
 
@@ -419,19 +582,31 @@ def test_rounds_follow_each_other(towns, tmp_path, monkeypatch):
     by_rule(monkeypatch, False)
     lost = retrain(**given_)
     assert not lost.replaced
-    assert weights_digest(load_champion(tmp_path)) == first == weights_digest(lost.champion) != weights_digest(lost.challenger)
+    assert (
+        weights_digest(load_champion(tmp_path))
+        == first
+        == weights_digest(lost.champion)
+        != weights_digest(lost.challenger)
+    )
     by_rule(monkeypatch, True)
     won = retrain(**given_ | {"champion": None})
     assert won.number == 2
-    assert weights_digest(load_champion(tmp_path)) == weights_digest(won.challenger) == weights_digest(won.champion)
+    assert (
+        weights_digest(load_champion(tmp_path))
+        == weights_digest(won.challenger)
+        == weights_digest(won.champion)
+    )
     by_rule(monkeypatch, False)
-    third = retrain(**given_)                                    # the first champion is known here: the last one goes on
+    third = retrain(**given_)  # the first champion is known here: the last one goes on
     assert third.number == 3
     assert third.record["champion"]["round"] == 2
     assert past(tmp_path) == [0, 2]
-    with pytest.raises(UsageError, match="another champion"): retrain(**given_ | {"champion": fresh(9, spec=given_["champion"].spec)})
-    with pytest.raises(UsageError, match="other test recordings"): retrain(**given_ | {"testing": towns[0]["testing"]})
-    with pytest.raises(UsageError, match="no champion to begin with"): retrain(**given_ | {"champion": None, "out": tmp_path / "empty"})
+    with pytest.raises(UsageError, match="another champion"):
+        retrain(**given_ | {"champion": fresh(9, spec=given_["champion"].spec)})
+    with pytest.raises(UsageError, match="other test recordings"):
+        retrain(**given_ | {"testing": towns[0]["testing"]})
+    with pytest.raises(UsageError, match="no champion to begin with"):
+        retrain(**given_ | {"champion": None, "out": tmp_path / "empty"})
 
 
 def halves(path: Path) -> list[Segments]:
@@ -443,9 +618,11 @@ def halves(path: Path) -> list[Segments]:
 def learned_by(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     "The items of each training to come."
     seen, real = list[Any](), rounds.learn_on
+
     def learn_on(champion: Detector, items: Picked, *a: Any, **k: Any) -> Detector:
         seen.append((len(items), items.numbers.copy(), items.labels.copy(), [len(s) for s in items.sources]))
         return real(champion, items, *a, **k)
+
     monkeypatch.setattr(rounds, "learn_on", learn_on)
     return seen
 
@@ -453,9 +630,11 @@ def learned_by(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_what_earlier_rounds_learned_is_learned_again(towns, tmp_path, monkeypatch):
     (one, other), seen = halves(towns[1]["training"]), learned_by(monkeypatch)
     given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1))
+
     def next_round(new: Any, wins: bool = True, **rules: Any) -> Any:
         by_rule(monkeypatch, wins)
         return retrain(**given_ | {"new_data": new, "rules": RoundRules(n_draws=200, **rules)})
+
     first = next_round(one)
     assert first.record["earlier"] == {"recordings": 0, "segments": 0, "of_rounds": {}, "missing": []}
     (source,) = first.record["new"]["sources"]
@@ -473,10 +652,13 @@ def test_what_earlier_rounds_learned_is_learned_again(towns, tmp_path, monkeypat
     assert earlier["segments"] == n * -(-n_long // 2)
     kept = sum(c["segments"] for c in second.record["kept"].values())
     assert seen[1][0] == kept + second.record["replay"]["segments"] + earlier["segments"]
-    start = sum(seen[1][3][:2]) * n_long                        # behind the new and the old data set
+    start = sum(seen[1][3][:2]) * n_long  # behind the new and the old data set
     mine = seen[1][1] >= start
     rows, segments = np.divmod(seen[1][1][mine] - start, n_long)
-    then = {int(r): (set(np.flatnonzero(k).tolist()), int(c)) for r, k, c in zip(one.rows, first.selection.choice.kept, first.selection.choice.classes)}
+    then = {
+        int(r): (set(np.flatnonzero(k).tolist()), int(c))
+        for r, k, c in zip(one.rows, first.selection.choice.kept, first.selection.choice.classes)
+    }
     assert len(set(rows.tolist())) == n
     for row, segment, label in zip(rows.tolist(), segments.tolist(), seen[1][2][mine].tolist()):
         assert segment in then[row][0], "the segments of then"
@@ -484,38 +666,54 @@ def test_what_earlier_rounds_learned_is_learned_again(towns, tmp_path, monkeypat
     assert "recordings of round 1" in repr(second)
 
     third = next_round(one, wins=False)
-    assert third.record["earlier"]["of_rounds"] == {"2": len(one.rows) // 2}, "what is new once more is left to the newest opinion"
+    assert third.record["earlier"]["of_rounds"] == {"2": len(one.rows) // 2}, (
+        "what is new once more is left to the newest opinion"
+    )
     fourth = next_round(towns[1]["validation"], earlier_share=2.0)
-    assert set(fourth.record["earlier"]["of_rounds"]) == {"1", "2"}, "what a refused challenger learned was never learned"
-    assert fourth.record["earlier"]["recordings"] == min(2 * len(lm.open_dataset(towns[1]["validation"])), len(one.rows) + len(other.rows))
+    assert set(fourth.record["earlier"]["of_rounds"]) == {"1", "2"}, (
+        "what a refused challenger learned was never learned"
+    )
+    assert fourth.record["earlier"]["recordings"] == min(
+        2 * len(lm.open_dataset(towns[1]["validation"])), len(one.rows) + len(other.rows)
+    )
     none = next_round(towns[1]["validation"], earlier_share=0.0)
     assert none.record["earlier"]["recordings"] == 0
-    for part in (one, other): part.close()
+    for part in (one, other):
+        part.close()
 
 
 def test_data_sets_that_have_gone_are_said(towns, tmp_path, monkeypatch):
     import shutil
+
     by_rule(monkeypatch, True)
     moved = shutil.copy(towns[1]["training"], tmp_path / "night.h5")
     given_ = begin_with(towns, tmp_path / "rounds", settings=replace(SMALL, epochs=1))
     retrain(**given_ | {"new_data": moved})
     other = given_ | {"new_data": towns[1]["validation"]}
     shutil.copy(towns[0]["validation"], moved)
-    with pytest.warns(LessonWarning, match="round 1: .*not the one of then"): done = retrain(**other)
+    with pytest.warns(LessonWarning, match="round 1: .*not the one of then"):
+        done = retrain(**other)
     assert done.record["earlier"]["recordings"] == 0
     assert "missing" in repr(done)
     Path(moved).unlink()
-    with pytest.warns(LessonWarning, match=r"round 1: .*night\.h5"): retrain(**other)
-    retrain(**other | {"rules": RoundRules(n_draws=200, earlier_share=0.0)})      # what is not asked for is not missed
+    with pytest.warns(LessonWarning, match=r"round 1: .*night\.h5"):
+        retrain(**other)
+    retrain(
+        **other | {"rules": RoundRules(n_draws=200, earlier_share=0.0)}
+    )  # what is not asked for is not missed
     kept = tmp_path / "rounds" / "round-0002" / "kept.csv"
     kept.write_text(kept.read_text().replace("prediction", "human", 1))
-    with pytest.warns(LessonWarning, match="round [123]: "): done = retrain(**other | {"new_data": towns[1]["training"]})
+    with pytest.warns(LessonWarning, match="round [123]: "):
+        done = retrain(**other | {"new_data": towns[1]["training"]})
     assert ["not what was written" in gone for gone in done.record["earlier"]["missing"]] == [False, True]
 
 
 def heard_table(path: Path, choice: Choice, label: Callable[[int], str], n: int | None = None) -> Path:
     "A table in which people label the first recordings, by the class that each was held for."
-    lines = [f"{os.fsdecode(p)},{label(k)}\n" for p, k in zip(recording_paths(choice.recordings), choice.classes.tolist())]
+    lines = [
+        f"{os.fsdecode(p)},{label(k)}\n"
+        for p, k in zip(recording_paths(choice.recordings), choice.classes.tolist())
+    ]
     path.write_text("path,label\n" + "".join(lines[:n]))
     return path
 
@@ -524,7 +722,8 @@ def taught_classes(seen: Any, n_long: int, before: list[Path], n: int) -> dict[i
     "The classes that were taught of each recording of a data set that stands behind others."
     start = 0
     for path in before:
-        with lm.open_dataset(path) as ds: start += len(ds)
+        with lm.open_dataset(path) as ds:
+            start += len(ds)
     rows = seen[1] // n_long - start
     return {k: set(seen[2][rows == k].tolist()) for k in range(n) if (rows == k).any()}
 
@@ -534,7 +733,11 @@ def test_replay_says_what_people_say(towns, tmp_path, monkeypatch):
     path, seen = towns[0]["training"], learned_by(monkeypatch)
     given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1), new_data=path)
     with recordings(path, TASK) as old:
-        table = heard_table(tmp_path / "heard.csv", whole_recordings(old, np.arange(len(old))), lambda k: TASK.model_names[1 - k])
+        table = heard_table(
+            tmp_path / "heard.csv",
+            whole_recordings(old, np.arange(len(old))),
+            lambda k: TASK.model_names[1 - k],
+        )
         wanted, n, n_long = {k: {1 - int(c)} for k, c in enumerate(old.labels)}, len(old), old.row_shape[0]
     by_rule(monkeypatch, True)
     first = retrain(**given_, human_labels=table)
@@ -542,7 +745,9 @@ def test_replay_says_what_people_say(towns, tmp_path, monkeypatch):
     again = taught_classes(seen[0], n_long, [path], n)
     assert len(again) == first.record["replay"]["recordings"] > 0
     assert again == {k: wanted[k] for k in again}
-    retrain(**given_ | {"new_data": towns[1]["validation"], "rules": RoundRules(n_draws=200, earlier_share=0.0)})
+    retrain(
+        **given_ | {"new_data": towns[1]["validation"], "rules": RoundRules(n_draws=200, earlier_share=0.0)}
+    )
     later = taught_classes(seen[1], n_long, [towns[1]["validation"]], n)
     assert later == {k: wanted[k] for k in later} != {}, "and in later rounds"
 
@@ -550,12 +755,17 @@ def test_replay_says_what_people_say(towns, tmp_path, monkeypatch):
 def test_new_recordings_that_replay_holds_are_learned_there(towns, tmp_path, monkeypatch):
     "Their labels are known: a prediction is not taught beside them, unless a person says something."
     path, seen = towns[0]["training"], learned_by(monkeypatch)
-    given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1), new_data=[path, towns[1]["validation"]])
+    given_ = begin_with(
+        towns, tmp_path, settings=replace(SMALL, epochs=1), new_data=[path, towns[1]["validation"]]
+    )
     with recordings(path, TASK) as old:
         n, n_long, labels = len(old), old.row_shape[0], old.labels
-        heard = heard_table(tmp_path / "heard.csv", whole_recordings(old, np.arange(n)), lambda k: TASK.model_names[1 - k], 3)
+        heard = heard_table(
+            tmp_path / "heard.csv", whole_recordings(old, np.arange(n)), lambda k: TASK.model_names[1 - k], 3
+        )
     by_rule(monkeypatch, True)
-    with pytest.raises(DataError, match=f"left to learn from.*found {n} of {n} are in replay"): retrain(**given_ | {"new_data": path})
+    with pytest.raises(DataError, match=f"left to learn from.*found {n} of {n} are in replay"):
+        retrain(**given_ | {"new_data": path})
     first = retrain(**given_)
     assert first.record["new"]["left_to_replay"] == n
     assert f"{n} held by replay, learned there" in repr(first)
@@ -574,25 +784,40 @@ def test_new_recordings_that_replay_holds_are_learned_there(towns, tmp_path, mon
 
 def test_what_people_say_later_counts_of_what_was_learned_before(towns, tmp_path, monkeypatch):
     task, seen = make_task(["LEAK", "NOLEAK", "PUMP"], leave_out=["PUMP"]), learned_by(monkeypatch)
-    with recordings(towns[1]["training"]) as every: spec, n, n_long = every.sources[0].spec, len(every), every.row_shape[0]
-    given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1), champion=fresh(task=task, spec=spec),
-                        rules=RoundRules(n_draws=200, earlier_share=100.0))
+    with recordings(towns[1]["training"]) as every:
+        spec, n, n_long = every.sources[0].spec, len(every), every.row_shape[0]
+    given_ = begin_with(
+        towns,
+        tmp_path,
+        settings=replace(SMALL, epochs=1),
+        champion=fresh(task=task, spec=spec),
+        rules=RoundRules(n_draws=200, earlier_share=100.0),
+    )
+
     def next_round(wins: bool, **how: Any) -> Any:
         by_rule(monkeypatch, wins)
         return retrain(**given_ | how)
+
     def said(label: Callable[[int], str], n: int | None = None) -> Path:
         with recordings(towns[1]["training"]) as every:
-            return heard_table(tmp_path / "heard.csv", Choice(every, first.kept & every.is_heard, first.classes), label, n)
+            return heard_table(
+                tmp_path / "heard.csv", Choice(every, first.kept & every.is_heard, first.classes), label, n
+            )
+
     first = next_round(True).selection.choice
     next_round(True, human_labels=said(lambda k: "PUMP", n // 2))
     other = {"new_data": towns[1]["validation"]}
     third = next_round(False, **other)
-    assert third.record["earlier"]["of_rounds"] == {"2": n - n // 2}, "what a person left out does not come back from the round before"
+    assert third.record["earlier"]["of_rounds"] == {"2": n - n // 2}, (
+        "what a person left out does not come back from the round before"
+    )
     next_round(False, human_labels=said(lambda k: task.model_names[1 - k]))
     fifth = next_round(False, **other)
     assert fifth.record["earlier"] == third.record["earlier"]
     before = [towns[1]["validation"], towns[0]["training"]]
-    assert taught_classes(seen[4], n_long, before, n) == taught_classes(seen[2], n_long, before, n) != {}, "a table whose challenger was refused is forgotten"
+    assert taught_classes(seen[4], n_long, before, n) == taught_classes(seen[2], n_long, before, n) != {}, (
+        "a table whose challenger was refused is forgotten"
+    )
 
 
 def test_a_champions_folder_is_never_taken_for_another_round(towns, tmp_path, monkeypatch):
@@ -602,10 +827,12 @@ def test_a_champions_folder_is_never_taken_for_another_round(towns, tmp_path, mo
     won = retrain(**given_)
     (won.folder / RECORD).write_bytes(b"{")
     by_rule(monkeypatch, False)
-    with pytest.warns(LessonWarning, match="not the record of a round; found [^.]*$"): assert retrain(**given_ | {"resume": "never"}).number == 2
+    with pytest.warns(LessonWarning, match="not the record of a round; found [^.]*$"):
+        assert retrain(**given_ | {"resume": "never"}).number == 2
     (won.folder / RECORD).unlink()
     (round_folder(tmp_path, 2) / RECORD).unlink()
-    with pytest.warns(LessonWarning, match="round 1: "): assert retrain(**given_ | {"resume": "never"}).number == 2
+    with pytest.warns(LessonWarning, match="round 1: "):
+        assert retrain(**given_ | {"resume": "never"}).number == 2
     assert weights_digest(load_champion(tmp_path)) == weights_digest(won.challenger)
 
 
@@ -614,10 +841,15 @@ def test_rounds_without_the_file_that_names_the_champion_are_no_new_folder(towns
     by_rule(monkeypatch, True)
     retrain(**given_)
     (tmp_path / POINTER).unlink()
-    with pytest.raises(DataError, match=r"not there any more; found 1 finished rounds beside it.*Put it back"): retrain(**given_)
-    with pytest.raises(DataError, match="not there any more"): load_champion(tmp_path)
+    with pytest.raises(
+        DataError, match=r"not there any more; found 1 finished rounds beside it.*Put it back"
+    ):
+        retrain(**given_)
+    with pytest.raises(DataError, match="not there any more"):
+        load_champion(tmp_path)
     os.mkfifo(tmp_path / POINTER)
-    with pytest.raises(DataError, match="no regular file"): load_champion(tmp_path)
+    with pytest.raises(DataError, match="no regular file"):
+        load_champion(tmp_path)
 
 
 def earlier_system(path: Path, n: int, seed: int) -> Segments:
@@ -626,12 +858,20 @@ def earlier_system(path: Path, n: int, seed: int) -> Segments:
     rows = np.random.default_rng(seed).normal(-40, 3, (n, 4, 2, 64, 1)) + 4 * y[:, None, None, None, None]
     with h5py.File(path, "w") as f:
         f["labels"], f["segments_mel"] = y.astype(np.int16), rows.astype(np.float16)
-        f.attrs["config_json"], f.attrs["labels_json"], f.attrs["label2id_json"] = "{}", '["LEAK", "NOLEAK"]', '{"LEAK": 0, "NOLEAK": 1}'
+        f.attrs["config_json"], f.attrs["labels_json"], f.attrs["label2id_json"] = (
+            "{}",
+            '["LEAK", "NOLEAK"]',
+            '{"LEAK": 0, "NOLEAK": 1}',
+        )
     return recordings(path, legacy=True, preload_to_ram=False)
 
 
 def test_files_of_the_earlier_system_are_told_apart_by_their_rows(tmp_path):
-    with earlier_system(tmp_path / "a", 20, 0) as a, earlier_system(tmp_path / "b", 20, 1) as b, earlier_system(tmp_path / "c", 20, 0) as c:
+    with (
+        earlier_system(tmp_path / "a", 20, 0) as a,
+        earlier_system(tmp_path / "b", 20, 1) as b,
+        earlier_system(tmp_path / "c", 20, 0) as c,
+    ):
         assert os.path.getsize(tmp_path / "a") == os.path.getsize(tmp_path / "b")
         assert part_digest(a) == part_digest(c) != part_digest(b)
 
@@ -639,12 +879,15 @@ def test_files_of_the_earlier_system_are_told_apart_by_their_rows(tmp_path):
 def test_new_recordings_without_names_are_refused_before_anything_is_learned(tmp_path):
     new, old, testing = (earlier_system(tmp_path / name, 20, k) for k, name in enumerate("not"))
     with new, old, testing, pytest.raises(DataError, match="does not say which recordings are in it"):
-        retrain(fresh(), new, replay=old, testing=testing, out=tmp_path / "rounds", device="cpu", progress=False)
+        retrain(
+            fresh(), new, replay=old, testing=testing, out=tmp_path / "rounds", device="cpu", progress=False
+        )
     assert not (tmp_path / "rounds").exists()
 
 
 def test_groups_that_are_not_there_are_said_before_anything_is_learned(towns, tmp_path):
-    with pytest.raises(UsageError, match="no such column to group by; found 'colour'"): retrain(**begin_with(towns, tmp_path, group="colour"))
+    with pytest.raises(UsageError, match="no such column to group by; found 'colour'"):
+        retrain(**begin_with(towns, tmp_path, group="colour"))
     assert os.listdir(tmp_path) == []
 
 
@@ -656,9 +899,11 @@ def test_challengers_meet_the_first_champion_too(towns, tmp_path, monkeypatch):
     assert one.since == {}
     assert one.record["since_first_champion"] == {n: d.summary["differences"] for n, d in one.duels.items()}
     given_to: list[Any] = []
+
     def judged(*a: Any) -> tuple[bool, str]:
         given_to.append(a)
         return real(*a)
+
     monkeypatch.setattr(rounds, "decide", judged)
     two = retrain(**given_)
     assert [d.name for d in given_to[0][3]] == ["testing", "old town"]
@@ -669,23 +914,41 @@ def test_challengers_meet_the_first_champion_too(towns, tmp_path, monkeypatch):
     for name, path in (("testing", towns[1]["testing"]), ("old town", towns[0]["testing"])):
         with recordings(path, TASK) as ds:
             scores = score_rows(first, ds), score_rows(two.challenger, ds)
-            right = fight(name, leak_truth(ds, TASK), recording_groups(recordings_of(ds)), first, two.challenger, scores, n_draws=200)
-        assert two.since[name].differences["auc"].value == pytest.approx(right.differences["auc"].value, abs=1e-9)
+            right = fight(
+                name,
+                leak_truth(ds, TASK),
+                recording_groups(recordings_of(ds)),
+                first,
+                two.challenger,
+                scores,
+                n_draws=200,
+            )
+        assert two.since[name].differences["auc"].value == pytest.approx(
+            right.differences["auc"].value, abs=1e-9
+        )
         assert two.record["since_first_champion"][name] == right.summary["differences"]
 
 
 def test_what_judges_is_never_learned(towns, tmp_path):
     given_ = begin_with(towns, tmp_path)
     for part in ("new_data", "replay", "validation"):
-        with pytest.raises(DataError, match="are learned from"): retrain(**given_ | {part: towns[1]["testing"]})
+        with pytest.raises(DataError, match="are learned from"):
+            retrain(**given_ | {part: towns[1]["testing"]})
     assert not (tmp_path / POINTER).exists(), "what cannot be is refused before a champion is named"
-    with pytest.raises(DataError, match="recordings of old town"): retrain(**given_ | {"also": {"old town": towns[0]["training"]}})
+    with pytest.raises(DataError, match="recordings of old town"):
+        retrain(**given_ | {"also": {"old town": towns[0]["training"]}})
     with recordings(towns[1]["testing"]) as every:
-        inside = np.isin(np.arange(len(every)), [0, 1, 2, 6, 9])      # some sensors whole, of others one recording
-        parts = [Segments(every.sources, level="recording", rows=np.flatnonzero(m), preload_to_ram=False) for m in (inside, ~inside)]
+        inside = np.isin(
+            np.arange(len(every)), [0, 1, 2, 6, 9]
+        )  # some sensors whole, of others one recording
+        parts = [
+            Segments(every.sources, level="recording", rows=np.flatnonzero(m), preload_to_ram=False)
+            for m in (inside, ~inside)
+        ]
         assert any("sensor" in s for s in shared_with({"new recordings": parts[0]}, parts[1]))
         given_ |= {"new_data": parts[0], "testing": parts[1], "settings": replace(SMALL, epochs=1)}
-        with pytest.warns(LeakySplitWarning, match="LEAKY SPLIT"): stamped = retrain(**given_)
+        with pytest.warns(LeakySplitWarning, match="LEAKY SPLIT"):
+            stamped = retrain(**given_)
         assert "sensor" in stamped.record["stamps"][0]
         assert "BEWARE" in repr(stamped)
     assert not any(p.name.endswith(".lock") for p in tmp_path.iterdir())
@@ -693,29 +956,42 @@ def test_what_judges_is_never_learned(towns, tmp_path):
 
 def test_one_round_at_a_time(towns, tmp_path):
     from leakmel.dataset.writer import OutputLock
-    with OutputLock(tmp_path / POINTER), pytest.raises(OutputError, match="another round"): retrain(**begin_with(towns, tmp_path))
+
+    with OutputLock(tmp_path / POINTER), pytest.raises(OutputError, match="another round"):
+        retrain(**begin_with(towns, tmp_path))
 
 
 # Interruptions
+
 
 class Killed(BaseException):
     "What stops a round where it is."
 
 
-@pytest.mark.parametrize("where", ["class_scores", "learn", "finish", "fight", "selection_csv", "write_whole", "write_lineage"])
+@pytest.mark.parametrize(
+    "where", ["class_scores", "learn", "finish", "fight", "selection_csv", "write_whole", "write_lineage"]
+)
 def test_an_interrupted_round_leaves_the_champion_and_goes_on(towns, tmp_path, monkeypatch, where):
     given_ = begin_with(towns, tmp_path / "torn")
     with monkeypatch.context() as m:
         by_rule(m, True)
         whole = retrain(**given_ | {"out": tmp_path / "whole"})
-        def stop(*a: Any, **k: Any) -> None: raise Killed
+
+        def stop(*a: Any, **k: Any) -> None:
+            raise Killed
+
         m.setattr(rounds, where, stop)
-        with pytest.raises(Killed): retrain(**given_)
-        if where == "class_scores": assert read_lineage(tmp_path / "torn") is None, "nothing had begun"
-        else: assert weights_digest(load_champion(tmp_path / "torn")) == weights_digest(given_["champion"])
+        with pytest.raises(Killed):
+            retrain(**given_)
+        if where == "class_scores":
+            assert read_lineage(tmp_path / "torn") is None, "nothing had begun"
+        else:
+            assert weights_digest(load_champion(tmp_path / "torn")) == weights_digest(given_["champion"])
     by_rule(monkeypatch, True)
     done = retrain(**given_)
-    if where == "write_lineage":       # the decision had been made: it was carried out, and this was the next round
+    if (
+        where == "write_lineage"
+    ):  # the decision had been made: it was carried out, and this was the next round
         assert past(tmp_path / "torn") == [0, 1, 2]
         assert files_of(tmp_path / "torn" / "round-0001") == files_of(tmp_path / "whole" / "round-0001")
     else:
@@ -745,10 +1021,27 @@ retrain(model, new, replay=old, testing=testing, out=out, rules=RoundRules(n_dra
 
 
 def test_a_killed_round_leaves_the_champion_and_goes_on_bit_for_bit(towns, tmp_path):
-    given_ = begin_with(towns, tmp_path / "torn", checkpoints=CheckpointSettings(fsync=False, checkpoint_steps=3))
+    given_ = begin_with(
+        towns, tmp_path / "torn", checkpoints=CheckpointSettings(fsync=False, checkpoint_steps=3)
+    )
     model = given_["champion"].save(tmp_path / "first.pt")
-    words = [sys.executable, "-c", KILLED, model, given_["new_data"], given_["replay"], given_["testing"], given_["out"]]
-    died = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}, timeout=300)
+    words = [
+        sys.executable,
+        "-c",
+        KILLED,
+        model,
+        given_["new_data"],
+        given_["replay"],
+        given_["testing"],
+        given_["out"],
+    ]
+    died = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+        timeout=300,
+    )
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert weights_digest(load_champion(tmp_path / "torn")) == weights_digest(given_["champion"])
     assert not (tmp_path / "torn/round-0001" / RECORD).exists()
@@ -761,13 +1054,17 @@ def test_a_killed_round_leaves_the_champion_and_goes_on_bit_for_bit(towns, tmp_p
 def test_another_round_does_not_take_up_what_was_interrupted(towns, tmp_path, monkeypatch):
     given_ = begin_with(towns, tmp_path)
     real = rounds.learn
+
     def half(run: Any, *a: Any) -> None:
         run.save()
         raise Killed
+
     monkeypatch.setattr(rounds, "learn", half)
-    with pytest.raises(Killed): retrain(**given_)
+    with pytest.raises(Killed):
+        retrain(**given_)
     monkeypatch.setattr(rounds, "learn", real)
-    with pytest.raises(UsageError, match="another training was interrupted"): retrain(**given_ | {"rules": RoundRules(keep_share=0.25, n_draws=200)})
+    with pytest.raises(UsageError, match="another training was interrupted"):
+        retrain(**given_ | {"rules": RoundRules(keep_share=0.25, n_draws=200)})
     done = retrain(**given_ | {"rules": RoundRules(keep_share=0.25, n_draws=200), "resume": "never"})
     assert done.number == 1
 
@@ -776,29 +1073,62 @@ def test_a_damaged_folder_is_said(towns, tmp_path):
     given_ = begin_with(towns, tmp_path)
     retrain(**given_)
     pointer, model = (tmp_path / POINTER).read_bytes(), round_folder(tmp_path, 0) / "model.pt"
-    for wrong in (b"", b"[]", b"{}", pointer.replace(b"champions 1", b"champions 9"), pointer.replace(b'"round": 0', b'"round": "../x"'),
-                  pointer.replace(b'"round": 0', b'"round": 1' + b"0" * 300)):
+    for wrong in (
+        b"",
+        b"[]",
+        b"{}",
+        pointer.replace(b"champions 1", b"champions 9"),
+        pointer.replace(b'"round": 0', b'"round": "../x"'),
+        pointer.replace(b'"round": 0', b'"round": 1' + b"0" * 300),
+    ):
         write_whole(tmp_path / POINTER, wrong, sync=False)
-        with pytest.raises(DataError, match="names a champion"): load_champion(tmp_path)
+        with pytest.raises(DataError, match="names a champion"):
+            load_champion(tmp_path)
     write_whole(tmp_path / POINTER, pointer, sync=False)
     write_whole(model, model.read_bytes()[:-1], sync=False)
-    with pytest.raises(DataError, match="digest is another"): load_champion(tmp_path)
+    with pytest.raises(DataError, match="digest is another"):
+        load_champion(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{}, {"challenger": None}, {"challenger": {"round": 1}}, {"challenger": [1, "a", "b"]}, {"round": "1"}, {"round": True},
-                                   {"round": -1}, {"round": 2}, {"digest": 5}, {"weights": None}, {"more": 1}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"challenger": None},
+        {"challenger": {"round": 1}},
+        {"challenger": [1, "a", "b"]},
+        {"round": "1"},
+        {"round": True},
+        {"round": -1},
+        {"round": 2},
+        {"digest": 5},
+        {"weights": None},
+        {"more": 1},
+    ],
+    ids=str,
+)
 def test_a_damaged_record_is_said(tmp_path, wrong):
     "A round decided, and was interrupted before the champion was named."
     lineage = begin_lineage(tmp_path, fresh(), "the test set")
     fresh(1).save(round_folder(tmp_path, 1) / "model.pt")
     own = asdict(champion_of(tmp_path, 1, fresh(1)))
-    record = {"replaced": True, "champion": asdict(lineage.current)} | (wrong if not wrong or "challenger" in wrong else {"challenger": own | wrong})
+    record = {"replaced": True, "champion": asdict(lineage.current)} | (
+        wrong if not wrong or "challenger" in wrong else {"challenger": own | wrong}
+    )
     path = round_folder(tmp_path, 1) / RECORD
     write_whole(path, json.dumps(record).encode(), sync=False)
-    with pytest.raises(DataError, match=r"record\.json: not the record of a round; found .*Move the folder of this round away"): settle(tmp_path, lineage)
+    with pytest.raises(
+        DataError,
+        match=r"record\.json: not the record of a round; found .*Move the folder of this round away",
+    ):
+        settle(tmp_path, lineage)
     for content in (b"", b"{", b"[]", b"\xff", b"[" * 100_000):
         write_whole(path, content, sync=False)
-        with pytest.raises(DataError, match=r"record\.json: not the record of a round; found .*Move the folder of this round away"): settle(tmp_path, lineage)
+        with pytest.raises(
+            DataError,
+            match=r"record\.json: not the record of a round; found .*Move the folder of this round away",
+        ):
+            settle(tmp_path, lineage)
     assert read_lineage(tmp_path) == lineage
     write_whole(path, json.dumps(record | {"challenger": own}).encode(), sync=False)
     assert settle(tmp_path, lineage).current == Champion(**own)
@@ -807,25 +1137,41 @@ def test_a_damaged_record_is_said(tmp_path, wrong):
 def test_a_loader_that_was_opened_in_place_of_another_is_closed(towns, tmp_path, monkeypatch):
     "As where a checkpoint comes from a machine with less memory."
     closed, real = list[str](), rounds.begin
+
     def begin(run: Any, resume: str) -> str:
         said = real(run, resume)
         run.state.reopen("stream")
         loader = run.state.loader
+
         def close() -> None:
             closed.append(loader.kind)
             type(loader).close(loader)
+
         loader.close = close
         return said
-    def stop(*a: Any) -> None: raise Killed
+
+    def stop(*a: Any) -> None:
+        raise Killed
+
     monkeypatch.setattr(rounds, "begin", begin)
     monkeypatch.setattr(rounds, "learn", stop)
-    with pytest.raises(Killed): retrain(**begin_with(towns, tmp_path))
+    with pytest.raises(Killed):
+        retrain(**begin_with(towns, tmp_path))
     assert closed == ["stream"]
 
 
 def test_rules_are_checked():
-    cases: list[dict[str, Any]] = [{"keep_share": 0.0}, {"keep_share_human": 1.1}, {"replay_share": -1.0},
-                                   {"earlier_share": -0.1}, {"earlier_share": float("nan")}, {"judged_by": "beauty"}, {"n_draws": 3}, {"seed": -1},
-                                   {"keep_share": "half"}]
+    cases: list[dict[str, Any]] = [
+        {"keep_share": 0.0},
+        {"keep_share_human": 1.1},
+        {"replay_share": -1.0},
+        {"earlier_share": -0.1},
+        {"earlier_share": float("nan")},
+        {"judged_by": "beauty"},
+        {"n_draws": 3},
+        {"seed": -1},
+        {"keep_share": "half"},
+    ]
     for wrong in cases:
-        with pytest.raises(UsageError): RoundRules(**wrong)
+        with pytest.raises(UsageError):
+            RoundRules(**wrong)

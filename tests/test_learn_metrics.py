@@ -1,4 +1,5 @@
 "Figures of a detector: the same as scikit-learn's, undefined where they mean nothing."
+
 import warnings
 
 import numpy as np
@@ -8,20 +9,38 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 from leakmel.core.errors import DataError, UsageError
-from leakmel.learn.metrics import CHOSEN_BY, FIGURES, best_threshold, confusion, figures_of_counts, leak_metrics, reliability, roc, why_undefined
+from leakmel.learn.metrics import (
+    CHOSEN_BY,
+    FIGURES,
+    best_threshold,
+    confusion,
+    figures_of_counts,
+    leak_metrics,
+    reliability,
+    roc,
+    why_undefined,
+)
 
 quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 # few distinct scores, so that ties are frequent
-pairs = st.lists(st.tuples(st.booleans(), st.sampled_from([0.0, 0.125, 0.25, 0.5, 0.5000001, 0.75, 1.0])), min_size=1, max_size=40)
+pairs = st.lists(
+    st.tuples(st.booleans(), st.sampled_from([0.0, 0.125, 0.25, 0.5, 0.5000001, 0.75, 1.0])),
+    min_size=1,
+    max_size=40,
+)
 
 
 def theirs(y: np.ndarray, score: np.ndarray, threshold: float) -> dict[str, float]:
     said = score >= threshold
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {"accuracy": sk.accuracy_score(y, said), "precision": sk.precision_score(y, said, zero_division=np.nan),
-                "sensitivity": sk.recall_score(y, said, zero_division=np.nan), "specificity": sk.recall_score(~y, ~said, zero_division=np.nan),
-                "f1": sk.f1_score(y, said, zero_division=np.nan)}
+        return {
+            "accuracy": sk.accuracy_score(y, said),
+            "precision": sk.precision_score(y, said, zero_division=np.nan),
+            "sensitivity": sk.recall_score(y, said, zero_division=np.nan),
+            "specificity": sk.recall_score(~y, ~said, zero_division=np.nan),
+            "f1": sk.f1_score(y, said, zero_division=np.nan),
+        }
 
 
 @quick
@@ -30,8 +49,11 @@ def test_figures_are_those_of_scikit_learn(found, threshold):
     y, score = np.array([p[0] for p in found]), np.array([p[1] for p in found])
     ours, other = leak_metrics(y, score, threshold), theirs(y, score, threshold)
     assert tuple(ours) == FIGURES
-    for name, value in other.items(): assert ours[name] == pytest.approx(value, abs=1e-12, nan_ok=True), name
-    assert ours["balanced_accuracy"] == pytest.approx((other["sensitivity"] + other["specificity"]) / 2, abs=1e-12, nan_ok=True)
+    for name, value in other.items():
+        assert ours[name] == pytest.approx(value, abs=1e-12, nan_ok=True), name
+    assert ours["balanced_accuracy"] == pytest.approx(
+        (other["sensitivity"] + other["specificity"]) / 2, abs=1e-12, nan_ok=True
+    )
     assert set(why_undefined(y, score, threshold)) == {n for n, v in ours.items() if np.isnan(v)}
     if 0 < y.sum() < len(y):
         assert ours["auc"] == pytest.approx(sk.roc_auc_score(y, score), abs=1e-12)
@@ -39,14 +61,20 @@ def test_figures_are_those_of_scikit_learn(found, threshold):
         curve = roc(y, score)
         np.testing.assert_allclose(curve.false_alarm_rate, fpr, atol=1e-12)
         np.testing.assert_allclose(curve.sensitivity, tpr, atol=1e-12)
-    else: assert np.isnan(ours["auc"])
-    np.testing.assert_array_equal(confusion(y, score, threshold).array(), sk.confusion_matrix(y, score >= threshold, labels=[False, True]))
+    else:
+        assert np.isnan(ours["auc"])
+    np.testing.assert_array_equal(
+        confusion(y, score, threshold).array(),
+        sk.confusion_matrix(y, score >= threshold, labels=[False, True]),
+    )
 
 
 def test_the_area_does_not_depend_on_the_order_of_ties():
     rng = np.random.default_rng(0)
     y, score = rng.random(500) < 0.4, rng.integers(0, 6, 500) / 5
-    areas = {round(leak_metrics(y[p], score[p])["auc"], 12) for p in (rng.permutation(500) for _ in range(10))}
+    areas = {
+        round(leak_metrics(y[p], score[p])["auc"], 12) for p in (rng.permutation(500) for _ in range(10))
+    }
     assert areas == {round(sk.roc_auc_score(y, score), 12)}
 
 
@@ -59,39 +87,76 @@ def test_many_confusions_at_once():
     counts = rng.integers(0, 3, (200, 4))
     many = figures_of_counts(counts)
     for k, one in enumerate(counts):
-        for name, value in figures_of_counts(one).items(): np.testing.assert_array_equal(value, many[name][k])
+        for name, value in figures_of_counts(one).items():
+            np.testing.assert_array_equal(value, many[name][k])
 
 
-@pytest.mark.parametrize(("y", "score", "named"), [
-    ([0, 0], [0.1, 0.2], {"balanced_accuracy": "no recording is a leak", "sensitivity": "no recording is a leak", "auc": "no recording is a leak",
-                          "precision": "no recording was called a leak", "f1": "no recording is a leak or was called one"}),
-    ([1, 1], [0.1, 0.9], dict.fromkeys(("balanced_accuracy", "specificity", "auc"), "every recording is a leak")),
-    ([1, 0], [0.1, 0.2], {"precision": "no recording was called a leak"}),
-    ([1, 0], [0.9, 0.2], {}),
-    ([], [], dict.fromkeys(FIGURES, "no recording")),
-])
-def test_what_is_undefined_has_a_word(y, score, named): assert why_undefined(y, score) == named
+@pytest.mark.parametrize(
+    ("y", "score", "named"),
+    [
+        (
+            [0, 0],
+            [0.1, 0.2],
+            {
+                "balanced_accuracy": "no recording is a leak",
+                "sensitivity": "no recording is a leak",
+                "auc": "no recording is a leak",
+                "precision": "no recording was called a leak",
+                "f1": "no recording is a leak or was called one",
+            },
+        ),
+        (
+            [1, 1],
+            [0.1, 0.9],
+            dict.fromkeys(("balanced_accuracy", "specificity", "auc"), "every recording is a leak"),
+        ),
+        ([1, 0], [0.1, 0.2], {"precision": "no recording was called a leak"}),
+        ([1, 0], [0.9, 0.2], {}),
+        ([], [], dict.fromkeys(FIGURES, "no recording")),
+    ],
+)
+def test_what_is_undefined_has_a_word(y, score, named):
+    assert why_undefined(y, score) == named
 
 
-@pytest.mark.parametrize(("y", "score"), [([1, 0], [0.5]), ([[1, 0]], [[0.5, 0.1]]), ([1, 2], [0.5, 0.1]), ([1, 0], [0.5, np.nan]), ([1, 0], [np.inf, 0]),
-                                          ([0.5, 1], [0, 1]), (["LEAK", "NO"], [0, 1])])
+@pytest.mark.parametrize(
+    ("y", "score"),
+    [
+        ([1, 0], [0.5]),
+        ([[1, 0]], [[0.5, 0.1]]),
+        ([1, 2], [0.5, 0.1]),
+        ([1, 0], [0.5, np.nan]),
+        ([1, 0], [np.inf, 0]),
+        ([0.5, 1], [0, 1]),
+        (["LEAK", "NO"], [0, 1]),
+    ],
+)
 def test_what_is_no_score_is_refused(y, score):
-    with pytest.raises(DataError): leak_metrics(y, score)
+    with pytest.raises(DataError):
+        leak_metrics(y, score)
 
 
 # ---- the threshold ---------------------------------------------------------------------------------------------------
 
+
 @quick
 @given(pairs, st.sampled_from(CHOSEN_BY), st.booleans())
 def test_no_threshold_is_better(found, figure, single):
-    y, score = np.array([p[0] for p in found]), np.array([p[1] for p in found], np.float32 if single else np.float64)
+    y, score = (
+        np.array([p[0] for p in found]),
+        np.array([p[1] for p in found], np.float32 if single else np.float64),
+    )
     if not 0 < y.sum() < len(y):
-        with pytest.raises(DataError, match="no threshold can be chosen"): best_threshold(y, score, figure)
+        with pytest.raises(DataError, match="no threshold can be chosen"):
+            best_threshold(y, score, figure)
         return
     best = best_threshold(y, score, figure)
     values = np.unique(score).astype(np.float64)
     tried = [-1, *values, *(values[1:] + values[:-1]) / 2, 2]
-    def at(threshold: float) -> float: return leak_metrics(y, score, threshold)[figure]
+
+    def at(threshold: float) -> float:
+        return leak_metrics(y, score, threshold)[figure]
+
     assert at(best) == pytest.approx(np.nanmax([at(t) for t in tried]), abs=1e-12)
     # alike in the score's own type, in which NumPy compares it with a plain number
     same = score.dtype.type(best)
@@ -100,11 +165,17 @@ def test_no_threshold_is_better(found, figure, single):
 
 def test_the_threshold_is_in_the_middle_of_the_widest_of_equal_gaps():
     assert best_threshold([0, 1], [0.25, 0.75]) == 0.5
-    assert best_threshold([0, 1, 0, 1, 1], [0, 0.25, 0.375, 0.5, 1], "accuracy") == 0.125       # 0.4375 is as good, its gap narrower
-    assert best_threshold([0, 1, 0, 1], [0, 0.25, 0.5, 0.75], "accuracy") == 0.125              # equally wide: the lower one
-    assert best_threshold([1, 0], [0.25, 0.75]) == 0.25                                         # all are leaks: the lowest score
+    assert (
+        best_threshold([0, 1, 0, 1, 1], [0, 0.25, 0.375, 0.5, 1], "accuracy") == 0.125
+    )  # 0.4375 is as good, its gap narrower
+    assert (
+        best_threshold([0, 1, 0, 1], [0, 0.25, 0.5, 0.75], "accuracy") == 0.125
+    )  # equally wide: the lower one
+    assert best_threshold([1, 0], [0.25, 0.75]) == 0.25  # all are leaks: the lowest score
     assert best_threshold([0, 1], [0.5, 0.5]) == 0.5
-    above = best_threshold([1, 0, 0, 0], [0.25, 0.75, 0.75, 0.75], "accuracy")                  # none is a leak: above all scores
+    above = best_threshold(
+        [1, 0, 0, 0], [0.25, 0.75, 0.75, 0.75], "accuracy"
+    )  # none is a leak: above all scores
     assert 0.75 < above < 0.7500001
 
 
@@ -115,16 +186,19 @@ def test_the_threshold_does_not_depend_on_the_order():
 
 
 def test_thresholds_are_chosen_by_figures_that_depend_on_them():
-    with pytest.raises(UsageError, match="no threshold"): best_threshold([0, 1], [0, 1], "auc")
+    with pytest.raises(UsageError, match="no threshold"):
+        best_threshold([0, 1], [0, 1], "auc")
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------
 
+
 def test_reliability_is_that_of_scikit_learn():
     from sklearn.calibration import calibration_curve
+
     rng = np.random.default_rng(3)
     score = rng.random(2000)
-    y = rng.random(2000) < score ** 2
+    y = rng.random(2000) < score**2
     found = reliability(y, score)
     share, mean = calibration_curve(y, score, n_bins=10)
     np.testing.assert_allclose(found.leak_share, share)
@@ -138,5 +212,7 @@ def test_empty_steps_count_for_nothing():
     assert found.n.tolist() == [1, *[0] * 8, 2]
     assert np.isnan(found.leak_share[1:9]).all()
     assert found.error == 0
-    with pytest.raises(DataError, match="no probabilities"): reliability([1], [1.5])
-    with pytest.raises(UsageError, match="n_bins"): reliability([1], [0.5], 0)
+    with pytest.raises(DataError, match="no probabilities"):
+        reliability([1], [1.5])
+    with pytest.raises(UsageError, match="n_bins"):
+        reliability([1], [0.5], 0)

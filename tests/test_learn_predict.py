@@ -1,4 +1,5 @@
 "Recordings of any shape and length are scored as a data set's rows would be, all of them or with a reason; and what is written is whole."
+
 import base64
 import csv
 import json
@@ -34,7 +35,7 @@ from leakmel.learn.votes import VOTES, vote_scores
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096
-SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)      # four long segments
+SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)  # four long segments
 QUIET: dict[str, Any] = {"progress": "none", "device": "cpu", "engine": "torch"}
 
 
@@ -44,11 +45,13 @@ def made_detector(spec: lm.MelSpec = SPEC, form: str = "matrix", seed: int = 0, 
     _, n_short, n_mels, n_frames = spec.row_shape
     settings = NetSettings(form, n_mels, n_frames * (n_short if form == "matrix" else 1), channels=(8, 8))
     net = LeakNet(settings, np.full(n_mels, -30.0), np.full(n_mels, 3.0))
-    with torch.no_grad(): net.classes.weight.mul_(20)
+    with torch.no_grad():
+        net.classes.weight.mul_(20)
     return Detector(net.eval(), make_task(["LEAK", "NOLEAK"]), spec, **more)
 
 
-def noise(seed: int, n: int = RATE, level: int = 900) -> np.ndarray: return np.random.default_rng(seed).integers(-level, level, n).astype(np.int16)
+def noise(seed: int, n: int = RATE, level: int = 900) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-level, level, n).astype(np.int16)
 
 
 def put(folder: Path, name: str, samples: np.ndarray, rate: int = RATE) -> None:
@@ -56,16 +59,19 @@ def put(folder: Path, name: str, samples: np.ndarray, rate: int = RATE) -> None:
     write_wav(folder / name, samples, rate)
 
 
-def all_scores(p: Predictions) -> dict[bytes, np.ndarray]: return {s.path: s.segment_scores for s in p.scored}
+def all_scores(p: Predictions) -> dict[bytes, np.ndarray]:
+    return {s.path: s.segment_scores for s in p.scored}
 
 
 @pytest.fixture(scope="module")
-def detector() -> Detector: return made_detector()
+def detector() -> Detector:
+    return made_detector()
 
 
 def write_mixed(folder: Path) -> Path:
     "A flat folder: eight seconds-long recordings as the model knows them, some of other lengths and rates, and two that are none."
-    for k in range(8): put(folder, f"plain{k}.wav", noise(k, level=200 * k + 50))
+    for k in range(8):
+        put(folder, f"plain{k}.wav", noise(k, level=200 * k + 50))
     put(folder, "long.wav", noise(20, 40 * RATE + 99))
     put(folder, "short.wav", noise(21, 2500))
     put(folder, "tiny.wav", noise(22, 1023))
@@ -77,14 +83,23 @@ def write_mixed(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory) -> Path: return write_mixed(tmp_path_factory.mktemp("mixed") / "flat")
+def mixed(tmp_path_factory) -> Path:
+    return write_mixed(tmp_path_factory.mktemp("mixed") / "flat")
 
 
 # ---- the same scores as by way of a data set
 
+
 @pytest.mark.parametrize("engine", ["auto", "torch", "reference"])
 def test_scores_are_those_of_a_data_set(demo, tmp_path, engine):
-    built = lm.build(demo, split="training", out=tmp_path / "x.h5", engine=engine, progress="none", pipeline=lm.PipelineConfig(device="cpu"))
+    built = lm.build(
+        demo,
+        split="training",
+        out=tmp_path / "x.h5",
+        engine=engine,
+        progress="none",
+        pipeline=lm.PipelineConfig(device="cpu"),
+    )
     with Segments(built.path, level="recording") as rows:
         detector = made_detector(rows.sources[0].spec)
         right = score_rows(detector, rows)
@@ -104,16 +119,26 @@ def test_lengths_and_rates_as_a_data_set_has_them(mixed, tmp_path, preset, form)
     "Cut, resampled and downmixed rows too, and of padded ones what was recorded."
     spec = lm.MelSpec.preset(preset, duration_s=1.0)
     shutil.copytree(mixed, tmp_path / "data" / "A")
-    built = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec=spec, progress="none", engine="torch", pipeline=lm.PipelineConfig(device="cpu"))
+    built = lm.build(
+        tmp_path / "data",
+        out=tmp_path / "x.h5",
+        spec=spec,
+        progress="none",
+        engine="torch",
+        pipeline=lm.PipelineConfig(device="cpu"),
+    )
     detector = made_detector(spec, form)
     with Segments(built.path, level="recording") as rows:
         right, heard, files = score_rows(detector, rows), rows.heard, rows.sources[0].files
         kept, left_out = files.iloc[rows.rows], files.drop(index=rows.rows.tolist())
     p = lm.predict(mixed, detector, length="spec", **QUIET)
     assert [f"A/{os.fsdecode(s.path)}" for s in p.scored] == kept["path"].tolist()
-    for s, row, n in zip(p.scored, right, heard, strict=True): assert np.abs(s.segment_scores - row[:n]).max() < 1e-6
+    for s, row, n in zip(p.scored, right, heard, strict=True):
+        assert np.abs(s.segment_scores - row[:n]).max() < 1e-6
     assert p.table["status"].tolist() == kept["status"].tolist()
-    codes = dict(zip(built.rejected["path"], built.rejected["code"])) | dict.fromkeys(left_out["path"], "too_short")
+    codes = dict(zip(built.rejected["path"], built.rejected["code"])) | dict.fromkeys(
+        left_out["path"], "too_short"
+    )
     assert {f"A/{path}": code for path, code in zip(p.rejected["path"], p.rejected["code"])} == codes
     assert left_out["path"].tolist() == ["A/tiny.wav"]
 
@@ -127,7 +152,9 @@ def test_a_long_recording_is_scored_to_its_end(mixed, preset):
     for name in (b"long.wav", b"short.wav", b"fast.wav", b"same size.wav", b"stereo.wav"):
         row = whole_row(lm.read_wav(os.fsencode(mixed) + b"/" + name), spec)[0]
         own = lm.MelSpec.preset(preset, duration_s=len(row) / RATE)
-        right = detector.segment_scores(torch.from_numpy(lm.log_mel(row, own, engine="torch")[None]).half())[0].numpy()
+        right = detector.segment_scores(torch.from_numpy(lm.log_mel(row, own, engine="torch")[None]).half())[
+            0
+        ].numpy()
         assert len(found[name]) == own.row_shape[0] == segments_of(len(row), spec)
         assert np.abs(found[name] - right).max() < 1e-5, name
 
@@ -136,12 +163,24 @@ def test_what_is_heard_is_said(mixed, detector):
     table = lm.predict(mixed, detector, **QUIET).table.set_index("path")
     assert table.loc["long.wav", ["n_segments", "heard_s"]].tolist() == [160, 40.0]
     assert table.loc["short.wav", ["n_segments", "heard_s"]].tolist() == [2, 0.5]
-    assert table.loc["fast.wav", ["n_segments", "heard_s", "duration_s", "sample_rate", "status"]].tolist() == [24, 6.0, 6.0, 8000, "resampled"]
-    assert table.loc["same size.wav", ["n_segments", "duration_s"]].tolist() == [2, 0.5], "told by its header and not by its size"
+    assert table.loc[
+        "fast.wav", ["n_segments", "heard_s", "duration_s", "sample_rate", "status"]
+    ].tolist() == [24, 6.0, 6.0, 8000, "resampled"]
+    assert table.loc["same size.wav", ["n_segments", "duration_s"]].tolist() == [2, 0.5], (
+        "told by its header and not by its size"
+    )
     assert table.loc["plain3.wav", ["n_segments", "heard_s", "status"]].tolist() == [4, 1.0, "ok"]
 
 
-@pytest.mark.parametrize("settings", [{"files_per_batch": 1}, {"files_per_batch": 3, "read_workers": 4}, {"files_per_batch": 1000}, {"read_workers": 1}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"files_per_batch": 1},
+        {"files_per_batch": 3, "read_workers": 4},
+        {"files_per_batch": 1000},
+        {"read_workers": 1},
+    ],
+)
 def test_batches_and_threads_change_no_score(mixed, detector, settings):
     right, found = lm.predict(mixed, detector, **QUIET), lm.predict(mixed, detector, **QUIET, **settings)
     assert found.rejections == right.rejections
@@ -155,18 +194,22 @@ def test_a_rehearsed_device_gives_the_same(mixed, detector):
     right = lm.predict(mixed, detector, **QUIET)
     found = lm.predict(mixed, detector, **(QUIET | {"device": "rehearsal"}), files_per_batch=3)
     assert (found.engine, found.device) == ("torch@2/rehearsal", "rehearsal:0")
-    for name in ("path", "rms_db", "status", "n_segments"): assert found.table[name].tolist() == right.table[name].tolist()
-    for a, b in zip(all_scores(right).values(), all_scores(found).values(), strict=True): assert np.abs(a - b).max() < 5e-3
+    for name in ("path", "rms_db", "status", "n_segments"):
+        assert found.table[name].tolist() == right.table[name].tolist()
+    for a, b in zip(all_scores(right).values(), all_scores(found).values(), strict=True):
+        assert np.abs(a - b).max() < 5e-3
 
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same(mixed, detector):
-    if not torch.cuda.is_available(): pytest.skip("no CUDA device here")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
     right = lm.predict(mixed, detector, **QUIET)
     for engine in ("auto", "torch", "reference"):
         found = lm.predict(mixed, detector, engine=engine, device="cuda", progress="none", files_per_batch=4)
         assert found.device == "cuda:0"
-        for a, b in zip(all_scores(right).values(), all_scores(found).values(), strict=True): assert np.abs(a - b).max() < 2e-2
+        for a, b in zip(all_scores(right).values(), all_scores(found).values(), strict=True):
+            assert np.abs(a - b).max() < 2e-2
     detector.net.to("cpu")
 
 
@@ -178,36 +221,50 @@ def test_cut_rows_hold_every_segment_once():
         spec = lm.MelSpec.preset("disjoint", duration_s=float(rng.integers(1, 4)), long_hop=hop)
         x = np.arange(rng.integers(1024, 30_000)).astype(np.float32)
         rows, counts = cut_row(x, spec)
-        starts = [row[j * hop:j * hop + 1024] for row, n in zip(rows, counts) for j in range(n)]
+        starts = [row[j * hop : j * hop + 1024] for row, n in zip(rows, counts) for j in range(n)]
         assert len(starts) == segments_of(len(x), spec)
-        for j, piece in enumerate(starts): assert np.array_equal(piece, x[j * hop:j * hop + 1024])
+        for j, piece in enumerate(starts):
+            assert np.array_equal(piece, x[j * hop : j * hop + 1024])
         assert heard_samples(len(starts), spec) <= len(x) < heard_samples(len(starts) + 1, spec)
 
 
 # ---- which recordings
 
+
 def test_scored_and_rejected_are_what_was_found(mixed, detector):
     p = lm.predict(mixed, detector, **QUIET)
     assert p.found == len(list(mixed.iterdir())) == len(p) + len(p.rejections)
-    assert p.rejected[["path", "code"]].values.tolist() == [["broken.wav", "not_wav"], ["tiny.wav", "too_short"]]
+    assert p.rejected[["path", "code"]].values.tolist() == [
+        ["broken.wav", "not_wav"],
+        ["tiny.wav", "too_short"],
+    ]
     assert [s.path for s in p.scored] == sorted(s.path for s in p.scored)
 
 
 def test_everything_that_goes_wrong_in_practice(tmp_path, detector):
     "In a messy tree the builds and the detector reject the same files, but for those that only lack a label."
-    from messy import write_messy      # needs soundfile, which a CUDA image has not, and a test of this file runs on one
+    from messy import (
+        write_messy,
+    )  # needs soundfile, which a CUDA image has not, and a test of this file runs on one
+
     messy = write_messy(tmp_path / "messy")
     for split in ("TRAINING", "VALIDATION"):
         p = lm.predict(messy.root, detector, split=split.lower(), length="spec", **QUIET)
         planted = {f.below_root: f for f in messy.of(split)}
         assert {s.path for s in p.scored} | {r.path for r in p.rejections} == set(planted)
-        for r in p.rejections: assert planted[r.path].code == r.code
+        for r in p.rejections:
+            assert planted[r.path].code == r.code
         for s in p.scored:
             assert planted[s.path].status == s.status or planted[s.path].code == "no_label"
             assert s.label == (planted[s.path].label or "")
     whole = lm.predict(messy.root, detector, **QUIET)
-    seen = {os.path.realpath(os.path.join(os.fsencode(messy.root), p)) for p in [*(s.path for s in whole.scored), *(r.path for r in whole.rejections)]}
-    assert {os.path.realpath(os.path.join(os.fsencode(messy.root), f.below_root)) for f in messy.files} <= seen, "once, where a link leads there too"
+    seen = {
+        os.path.realpath(os.path.join(os.fsencode(messy.root), p))
+        for p in [*(s.path for s in whole.scored), *(r.path for r in whole.rejections)]
+    }
+    assert {
+        os.path.realpath(os.path.join(os.fsencode(messy.root), f.below_root)) for f in messy.files
+    } <= seen, "once, where a link leads there too"
 
 
 def test_folders_of_any_shape(tmp_path, detector, mixed):
@@ -217,15 +274,22 @@ def test_folders_of_any_shape(tmp_path, detector, mixed):
     assert len(everything) == 12
     assert {s.label for s in everything.scored} == {p.name for p in (demo / "TRAINING").iterdir()}
     one = lm.predict(demo, detector, split="testing", **QUIET)
-    assert {s.path for s in one.scored} == {s.path for s in everything.scored if s.path.startswith(b"TESTING/")}
+    assert {s.path for s in one.scored} == {
+        s.path for s in everything.scored if s.path.startswith(b"TESTING/")
+    }
     named = lm.predict(demo, detector, manifest=scan(demo), **QUIET)
     assert named.table.drop(columns="segment_scores").equals(everything.table.drop(columns="segment_scores"))
     assert all(s.label == "" for s in lm.predict(mixed, detector, **QUIET).scored)
-    for wrong, what in (({"split": "night"}, DataError), ({"manifest": scan(tmp_path / "demo" / "TRAINING")}, UsageError)):
-        with pytest.raises(what): lm.predict(demo, detector, **QUIET, **wrong)
+    for wrong, what in (
+        ({"split": "night"}, DataError),
+        ({"manifest": scan(tmp_path / "demo" / "TRAINING")}, UsageError),
+    ):
+        with pytest.raises(what):
+            lm.predict(demo, detector, **QUIET, **wrong)
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "none"):
-        with pytest.raises(DataError): lm.predict(folder, detector, **QUIET)
+        with pytest.raises(DataError):
+            lm.predict(folder, detector, **QUIET)
 
 
 def test_a_table_names_the_recordings(tmp_path, detector, mixed):
@@ -238,11 +302,22 @@ def test_a_table_names_the_recordings(tmp_path, detector, mixed):
 def test_names_that_are_no_text(tmp_path, detector):
     folder = tmp_path / "wav"
     folder.mkdir()
-    for name in (b"a\xff.wav", b"line\nbreak,comma.wav", "Größe.wav".encode(), b"=1+1.wav"): write_wav(os.fsdecode(os.fsencode(folder) + b"/" + name), noise(1))
+    for name in (b"a\xff.wav", b"line\nbreak,comma.wav", "Größe.wav".encode(), b"=1+1.wav"):
+        write_wav(os.fsdecode(os.fsencode(folder) + b"/" + name), noise(1))
     p = lm.predict(folder, detector, out=tmp_path / "scores.csv", **QUIET)
-    with (tmp_path / "scores.csv").open(encoding="utf-8", newline="") as f: read = list(csv.DictReader(f))
-    assert [r["path"] for r in read] == ["=1+1.wav", "Größe.wav", r"a\xff.wav", r"line\nbreak,comma.wav"] or len(read) == 4
-    assert {base64.b64decode(r["path_base64"]) or r["path"].encode() for r in read} == {s.path for s in p.scored} == set(os.listdir(os.fsencode(folder)))
+    with (tmp_path / "scores.csv").open(encoding="utf-8", newline="") as f:
+        read = list(csv.DictReader(f))
+    assert [r["path"] for r in read] == [
+        "=1+1.wav",
+        "Größe.wav",
+        r"a\xff.wav",
+        r"line\nbreak,comma.wav",
+    ] or len(read) == 4
+    assert (
+        {base64.b64decode(r["path_base64"]) or r["path"].encode() for r in read}
+        == {s.path for s in p.scored}
+        == set(os.listdir(os.fsencode(folder)))
+    )
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == 5
 
 
@@ -251,7 +326,11 @@ def test_what_is_wrong_with_a_recording_is_said(tmp_path, detector):
     put(folder, "S1~7~20240101_000000~1.wav", noise(1))
     put(folder, "S1~8~20240101_000000~24.wav", noise(1))
     put(folder, "silent.wav", np.zeros(RATE, np.int16))
-    put(folder, "clipped.wav", np.clip(noise(2, level=32_000).astype(int) * 4, -32_768, 32_767).astype(np.int16))
+    put(
+        folder,
+        "clipped.wav",
+        np.clip(noise(2, level=32_000).astype(int) * 4, -32_768, 32_767).astype(np.int16),
+    )
     put(folder, "opposite.wav", np.stack([noise(3), -noise(3)], 1))
     table = lm.predict(folder, detector, **QUIET).table.set_index("path")
     assert table.index[table["hung_dry"]].tolist() == ["S1~7~20240101_000000~1.wav"]
@@ -263,6 +342,7 @@ def test_what_is_wrong_with_a_recording_is_said(tmp_path, detector):
 
 # ---- verdicts
 
+
 @pytest.mark.parametrize("vote", [None, *VOTES])
 def test_votes_and_thresholds(mixed, tmp_path, vote):
     "The model's threshold belongs to its rule; what is given wins; a score at the threshold is a leak."
@@ -270,48 +350,81 @@ def test_votes_and_thresholds(mixed, tmp_path, vote):
     model = made_detector(thresholds=thresholds, threshold_from="validation", vote="long_vote", share=0.25)
     p = lm.predict(mixed, model, vote=vote, **QUIET)
     rule = vote or "long_vote"
-    assert (p.rule.vote, p.rule.threshold, p.rule.frac, p.rule.threshold_from) == (rule, thresholds[rule], 0.25, "validation")
+    assert (p.rule.vote, p.rule.threshold, p.rule.frac, p.rule.threshold_from) == (
+        rule,
+        thresholds[rule],
+        0.25,
+        "validation",
+    )
     for s, row in zip(p.scored, p.rows()):
         assert row["score"] == vote_scores(s.segment_scores, rule, 0.25)
         assert row["leak"] == (row["score"] >= thresholds[rule])
-        if rule == "long_vote": assert row["leak"] == (row["leak_share"] >= 0.5)
-        if rule == "frac_vote": assert row["leak"] == (row["leak_share"] >= 0.25)
-        if rule == "any_long": assert row["leak"] == (row["leak_share"] > 0)
+        if rule == "long_vote":
+            assert row["leak"] == (row["leak_share"] >= 0.5)
+        if rule == "frac_vote":
+            assert row["leak"] == (row["leak_share"] >= 0.25)
+        if rule == "any_long":
+            assert row["leak"] == (row["leak_share"] > 0)
     edge = sorted(row["score"] for row in p.rows())[3]
     own = {"frac": 0.25} if rule == "frac_vote" else {}
     at = lm.predict(mixed, model, vote=vote, threshold=edge, out=tmp_path / "x.csv", **own, **QUIET)
     assert at.rule.threshold_from == "given"
     assert at.summary["leaks"] == sum(row["score"] >= edge for row in p.rows())
-    with (tmp_path / "x.csv").open() as f: read = list(csv.DictReader(f))
-    assert [int(r["leak"]) for r in read] == [int(float(r["score"]) >= float(r["threshold"])) for r in read], "also as they are written"
+    with (tmp_path / "x.csv").open() as f:
+        read = list(csv.DictReader(f))
+    assert [int(r["leak"]) for r in read] == [
+        int(float(r["score"]) >= float(r["threshold"])) for r in read
+    ], "also as they are written"
 
 
-@pytest.mark.parametrize(("wrong", "kind"), [
-    ({"vote": "half"}, UsageError), ({"threshold": 1.5}, UsageError), ({"threshold": float("nan")}, UsageError), ({"frac": 0.0}, UsageError),
-    ({"frac": 0.3}, UsageError), ({"frac": 0.3, "vote": "mean"}, UsageError), ({"frac": 0.0, "vote": "frac_vote"}, UsageError),
-    ({"length": "all"}, UsageError), ({"engine": "gpu"}, UsageError), ({"device": "tpu"}, UsageError), ({"files_per_batch": 0}, UsageError),
-    ({"read_workers": 1.5}, UsageError), ({"device": "cuda:77"}, UsageError)])
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        ({"vote": "half"}, UsageError),
+        ({"threshold": 1.5}, UsageError),
+        ({"threshold": float("nan")}, UsageError),
+        ({"frac": 0.0}, UsageError),
+        ({"frac": 0.3}, UsageError),
+        ({"frac": 0.3, "vote": "mean"}, UsageError),
+        ({"frac": 0.0, "vote": "frac_vote"}, UsageError),
+        ({"length": "all"}, UsageError),
+        ({"engine": "gpu"}, UsageError),
+        ({"device": "tpu"}, UsageError),
+        ({"files_per_batch": 0}, UsageError),
+        ({"read_workers": 1.5}, UsageError),
+        ({"device": "cuda:77"}, UsageError),
+    ],
+)
 def test_settings_that_do_not_exist(mixed, detector, tmp_path, wrong, kind):
-    with pytest.raises(kind): lm.predict(mixed, detector, out=tmp_path / "x" / "x.csv", **(QUIET | wrong))
+    with pytest.raises(kind):
+        lm.predict(mixed, detector, out=tmp_path / "x" / "x.csv", **(QUIET | wrong))
     assert not (tmp_path / "x").exists()
 
 
 def test_a_share_belongs_to_its_vote():
     "A share that no vote asks for would change nothing; where the model's own vote asks for it, it may be given alone."
-    with pytest.raises(UsageError, match="frac_vote only.*frac 0.3 with mean.*leave frac out"): rule_of(made_detector(), frac=0.3, threshold=0.4)
-    assert rule_of(made_detector(vote="frac_vote"), frac=0.3).frac == rule_of(made_detector(), "frac_vote", frac=0.3).frac == 0.3
+    with pytest.raises(UsageError, match="frac_vote only.*frac 0.3 with mean.*leave frac out"):
+        rule_of(made_detector(), frac=0.3, threshold=0.4)
+    assert (
+        rule_of(made_detector(vote="frac_vote"), frac=0.3).frac
+        == rule_of(made_detector(), "frac_vote", frac=0.3).frac
+        == 0.3
+    )
 
 
 def test_a_model_that_cannot_be_used(mixed, tmp_path):
     (tmp_path / "model.pt").write_bytes(b"nothing")
     for model in (tmp_path / "model.pt", tmp_path / "none.pt"):
-        with pytest.raises(LeakmelError): lm.predict(mixed, model, **QUIET)
+        with pytest.raises(LeakmelError):
+            lm.predict(mixed, model, **QUIET)
     earlier = made_detector()
     earlier.spec = None
-    with pytest.raises(UsageError, match="earlier system"): lm.predict(mixed, earlier, **QUIET)
+    with pytest.raises(UsageError, match="earlier system"):
+        lm.predict(mixed, earlier, **QUIET)
 
 
 # ---- faults on the way
+
 
 @pytest.mark.parametrize("device", ["cpu", "rehearsal"])
 def test_a_model_that_fails_ends_it_cleanly(mixed, monkeypatch, tmp_path, device):
@@ -319,45 +432,63 @@ def test_a_model_that_fails_ends_it_cleanly(mixed, monkeypatch, tmp_path, device
 
     def fail(*args: Any) -> torch.Tensor:
         calls.append(1)
-        if len(calls) > 1: raise RuntimeError("no such kernel")
+        if len(calls) > 1:
+            raise RuntimeError("no such kernel")
         return torch.zeros(args[1].shape[:2])
+
     monkeypatch.setattr(scoring, "score_segments", fail)
     with pytest.raises((RuntimeError, EngineError), match="no such kernel"):
-        lm.predict(mixed, made_detector(), out=tmp_path / "x.csv", **(QUIET | {"device": device}), files_per_batch=2)
+        lm.predict(
+            mixed, made_detector(), out=tmp_path / "x.csv", **(QUIET | {"device": device}), files_per_batch=2
+        )
     assert os.listdir(tmp_path) == []
 
 
 def test_a_reader_that_fails_ends_it_cleanly(mixed, detector, monkeypatch):
-    def fail(self: Block, *args: Any) -> bool: raise OSError(5, "Input/output error")
+    def fail(self: Block, *args: Any) -> bool:
+        raise OSError(5, "Input/output error")
+
     monkeypatch.setattr(Block, "put", fail)
-    with pytest.raises(LeakmelError, match="Input/output error"): lm.predict(mixed, detector, **QUIET)
+    with pytest.raises(LeakmelError, match="Input/output error"):
+        lm.predict(mixed, detector, **QUIET)
 
 
 def test_ctrl_c_ends_it_cleanly(mixed, detector, monkeypatch, tmp_path):
-    def interrupt(self: Progress, *args: Any) -> None: raise KeyboardInterrupt
+    def interrupt(self: Progress, *args: Any) -> None:
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(Progress, "update", interrupt)
-    with pytest.raises(KeyboardInterrupt): lm.predict(mixed, detector, out=tmp_path / "new" / "x.csv", **QUIET)
+    with pytest.raises(KeyboardInterrupt):
+        lm.predict(mixed, detector, out=tmp_path / "new" / "x.csv", **QUIET)
     assert os.listdir(tmp_path) == []
     assert not [t.name for t in threading.enumerate() if t.name.startswith("leakmel-")]
 
 
 def test_other_rates_where_the_model_wants_none(mixed):
-    p = lm.predict(mixed, made_detector(lm.MelSpec.preset("disjoint", duration_s=1.0, rate="reject")), **QUIET)
+    p = lm.predict(
+        mixed, made_detector(lm.MelSpec.preset("disjoint", duration_s=1.0, rate="reject")), **QUIET
+    )
     assert [r.path for r in p.rejections if r.code == "wrong_rate"] == [b"fast.wav", b"same size.wav"]
 
 
 def test_scores_that_are_no_numbers_are_not_handed_out(mixed):
     broken = made_detector()
-    with torch.no_grad(): broken.net.classes.weight.fill_(torch.nan)
-    with pytest.raises(DataError, match="no numbers"): lm.predict(mixed, broken, **QUIET)
+    with torch.no_grad():
+        broken.net.classes.weight.fill_(torch.nan)
+    with pytest.raises(DataError, match="no numbers"):
+        lm.predict(mixed, broken, **QUIET)
 
 
 # ---- files
 
+
 def test_the_same_recordings_give_the_same_bytes(mixed, detector, tmp_path):
-    for k in (1, 2): lm.predict(mixed, detector, out=tmp_path / f"{k}" / "scores.csv", **QUIET, read_workers=k)
-    for name in ("scores.csv", "scores.rejected.csv"): assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
-    with (tmp_path / "1" / "scores.csv").open() as f: assert tuple(next(csv.reader(f))) == COLUMNS
+    for k in (1, 2):
+        lm.predict(mixed, detector, out=tmp_path / f"{k}" / "scores.csv", **QUIET, read_workers=k)
+    for name in ("scores.csv", "scores.rejected.csv"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+    with (tmp_path / "1" / "scores.csv").open() as f:
+        assert tuple(next(csv.reader(f))) == COLUMNS
 
 
 def test_a_file_is_whole_or_not_there(mixed, detector, tmp_path, monkeypatch):
@@ -365,9 +496,12 @@ def test_a_file_is_whole_or_not_there(mixed, detector, tmp_path, monkeypatch):
     lm.predict(mixed, detector, out=out, **QUIET)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
-    def fail(fd: int) -> None: raise OSError(28, "No space left on device")
+    def fail(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OutputError): lm.predict(mixed, detector, out=out, threshold=0.9, **QUIET)
+    with pytest.raises(OutputError):
+        lm.predict(mixed, detector, out=out, threshold=0.9, **QUIET)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
@@ -377,7 +511,8 @@ def test_what_is_somebodys_is_left_alone(mixed, detector, tmp_path):
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "b.rejected.csv").write_text("date,depth\n")
     for out in (mine, tmp_path / "folder.csv", tmp_path / "b.csv", mixed / "x.csv", tmp_path / "scores.xlsx"):
-        with pytest.raises(OutputError): lm.predict(mixed, detector, out=out, **QUIET)
+        with pytest.raises(OutputError):
+            lm.predict(mixed, detector, out=out, **QUIET)
     assert mine.read_text() == "date,depth\n"
     assert sorted(os.listdir(tmp_path)) == ["b.rejected.csv", "folder.csv", "mine.csv"]
     assert not list(mixed.glob("*.csv"))
@@ -385,8 +520,10 @@ def test_what_is_somebodys_is_left_alone(mixed, detector, tmp_path):
 
 # ---- command line
 
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory, detector) -> Path: return detector.save(tmp_path_factory.mktemp("model") / "model.pt")
+def model(tmp_path_factory, detector) -> Path:
+    return detector.save(tmp_path_factory.mktemp("model") / "model.pt")
 
 
 def test_command(mixed, model, tmp_path, capsys):
@@ -396,20 +533,44 @@ def test_command(mixed, model, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "13 scored + 2 rejected = 15 files found" in text
     assert "vote any_long, threshold 0.6 (given)" in text
-    for said in ("most suspicious", "1 x not_wav", "1 x too_short", str(out), str(rejected_path(out))): assert said in text
+    for said in ("most suspicious", "1 x not_wav", "1 x too_short", str(out), str(rejected_path(out))):
+        assert said in text
     assert max(map(len, text.replace(str(tmp_path), "").replace(str(mixed.parent), "").splitlines())) <= 100
     assert main([*words, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
-    assert (body["ok"], body["found"], body["scored"], body["rejected"], body["rule"]["vote"]) == (True, 15, 13, 2, "mean")
+    assert (body["ok"], body["found"], body["scored"], body["rejected"], body["rule"]["vote"]) == (
+        True,
+        15,
+        13,
+        2,
+        "mean",
+    )
     assert len(body["most_suspicious"]) == 10
-    assert [r["score"] for r in body["most_suspicious"]] == sorted((r["score"] for r in body["most_suspicious"]), reverse=True)
+    assert [r["score"] for r in body["most_suspicious"]] == sorted(
+        (r["score"] for r in body["most_suspicious"]), reverse=True
+    )
 
 
 def test_exit_status(mixed, model, tmp_path, capsys):
     bad = tmp_path / "bad"
     bad.mkdir()
     (bad / "x.wav").write_bytes(b"no recording")
-    assert main(["predict", str(bad), "--model", str(model), "--out", str(tmp_path / "x.csv"), "--device", "cpu", "--quiet"]) == 1
+    assert (
+        main(
+            [
+                "predict",
+                str(bad),
+                "--model",
+                str(model),
+                "--out",
+                str(tmp_path / "x.csv"),
+                "--device",
+                "cpu",
+                "--quiet",
+            ]
+        )
+        == 1
+    )
     assert "0 scored + 1 rejected" in capsys.readouterr().out
     assert (tmp_path / "x.rejected.csv").read_text().count("\n") == 2
     assert main(["predict", str(mixed), "--model", str(tmp_path / "none.pt"), "--quiet"]) == 1
@@ -427,11 +588,14 @@ def test_the_command_line_stays_light():
 
 # ---- which model
 
+
 def test_without_a_model_the_newest_is_taken(tmp_path, monkeypatch, detector):
     from leakmel.learn.prediction_runs import find_model
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LEAKMEL_MODEL", raising=False)
-    with pytest.raises(DataError, match="no model was named"): find_model(None)
+    with pytest.raises(DataError, match="no model was named"):
+        find_model(None)
     for name, age_s in (("old", 100), ("new", 1), ("middle", 50)):
         path = detector.save(tmp_path / "runs" / name / "model.pt")
         os.utime(path, (1_700_000_000 - age_s,) * 2)
@@ -458,40 +622,63 @@ def test_memory_stays_flat(tmp_path, model):
     few, many = tmp_path / "few", tmp_path / "many"
     put(few, "0.wav", noise(0))
     many.mkdir()
-    for k in range(3000): os.link(few / "0.wav", many / f"{k}.wav")
-    for k in range(1, 100): os.link(few / "0.wav", few / f"{k}.wav")
+    for k in range(3000):
+        os.link(few / "0.wav", many / f"{k}.wav")
+    for k in range(1, 100):
+        os.link(few / "0.wav", few / f"{k}.wav")
     used = {}
     for folder in (few, many):
-        done = subprocess.run([sys.executable, "-c", PEAK, str(folder), str(model)], capture_output=True, text=True, check=True, timeout=240)
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, str(folder), str(model)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=240,
+        )
         n, used[folder] = map(int, done.stdout.split())
         assert n == len(list(folder.iterdir()))
-    assert used[many] - used[few] < 24, used     # MB; the recordings are 25 MB, their segments' features 3 MB more
+    assert used[many] - used[few] < 24, (
+        used
+    )  # MB; the recordings are 25 MB, their segments' features 3 MB more
 
 
 # ---- real recordings
 
+
 def test_a_changed_file_is_not_shown_with_old_scores(tmp_path, detector):
     from leakmel.learn.prediction_plots import suspicious_mels
+
     folder = tmp_path / "wav"
     put(folder, "a.wav", noise(1))
     p = lm.predict(folder, detector, **QUIET)
     assert len(suspicious_mels(p).data) == 2
     put(folder, "a.wav", noise(2))
-    with pytest.raises(RecordingError): suspicious_mels(p)
+    with pytest.raises(RecordingError):
+        suspicious_mels(p)
 
 
 def test_real_recordings_end_to_end(tmp_path):
     "Clips are built, learned and scored again; then the recordings they were cut from, as long as they are."
     where = os.environ.get("LEAKMEL_REAL_WAVS")
-    if not where: pytest.skip("LEAKMEL_REAL_WAVS is not set")
+    if not where:
+        pytest.skip("LEAKMEL_REAL_WAVS is not set")
     clips, whole = Path(where) / "clips_5s", Path(where) / "recordings"
     assert clips.is_dir(), "LEAKMEL_REAL_WAVS names a folder without clips_5s"
     assert whole.is_dir(), "LEAKMEL_REAL_WAVS names a folder without recordings"
-    built = lm.build(clips, out=tmp_path / "x.h5", progress="none", engine="torch", pipeline=lm.PipelineConfig(device="cpu"))
+    built = lm.build(
+        clips,
+        out=tmp_path / "x.h5",
+        progress="none",
+        engine="torch",
+        pipeline=lm.PipelineConfig(device="cpu"),
+    )
     leak = sorted(p.name for p in clips.iterdir() if p.is_dir())[0]
     settings = lm.TrainSettings(epochs=1, batch_size=256, channels=(8, 16), early_stop_epochs=0)
-    done = lm.train(built.path, out=tmp_path / "trained", leak_label=leak, settings=settings, device="cpu", progress=False)
-    with Segments(built.path, level="recording") as rows: right = score_rows(load_detector(done.model_path), rows)
+    done = lm.train(
+        built.path, out=tmp_path / "trained", leak_label=leak, settings=settings, device="cpu", progress=False
+    )
+    with Segments(built.path, level="recording") as rows:
+        right = score_rows(load_detector(done.model_path), rows)
     p = lm.predict(clips, done.model_path, out=tmp_path / "clips.csv", **QUIET)
     assert len(p) == built.rows
     assert np.array_equal(np.stack([s.segment_scores for s in p.scored]), right)
@@ -499,7 +686,9 @@ def test_real_recordings_end_to_end(tmp_path):
     assert (len(q), q.found) == (q.found, len([x for x in whole.rglob("*") if x.suffix.lower() == ".wav"]))
     table = q.table
     assert (table["duration_s"] > 5).any()
-    assert ((table["duration_s"] - table["heard_s"]).abs() < 1024 / 8000).all(), "all of each recording was heard"
+    assert ((table["duration_s"] - table["heard_s"]).abs() < 1024 / 8000).all(), (
+        "all of each recording was heard"
+    )
 
 
 def test_prediction_module_is_the_public_name():

@@ -1,4 +1,5 @@
 "What goes wrong around a prediction: a disk that goes away, parameters that would do nothing, a narrow terminal, a picture of nothing."
+
 import json
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,18 @@ QUIET: dict[str, Any] = {"progress": "none", "device": "cpu", "engine": "torch"}
 @pytest.fixture(scope="module")
 def detector() -> Detector:
     torch.manual_seed(0)
-    return Detector(LeakNet(NetSettings(channels=(8, 8))).eval(), make_task(["LEAK", "NOLEAK"]), lm.MelSpec.preset("disjoint", duration_s=1.0))
+    return Detector(
+        LeakNet(NetSettings(channels=(8, 8))).eval(),
+        make_task(["LEAK", "NOLEAK"]),
+        lm.MelSpec.preset("disjoint", duration_s=1.0),
+    )
 
 
 def write_noise(folder: Path, n_files: int, n_samples: int = RATE) -> Path:
     folder.mkdir()
     samples = np.random.default_rng(0).integers(-900, 900, n_samples).astype(np.int16)
-    for k in range(n_files): write_wav(folder / f"{k:03}.wav", samples, RATE)
+    for k in range(n_files):
+        write_wav(folder / f"{k:03}.wav", samples, RATE)
     return folder
 
 
@@ -40,15 +46,19 @@ def write_noise(folder: Path, n_files: int, n_samples: int = RATE) -> Path:
 def test_a_disk_that_goes_away_ends_it(tmp_path, detector, monkeypatch, n_samples):
     "And is no list of good recordings called bad; a few that went are."
     folder, right, gone = write_noise(tmp_path / "wav", 200, n_samples), prediction.find_recordings, 9
+
     def found(*args: Any, **options: Any) -> Any:
         listed = right(*args, **options)
-        for path in sorted(folder.iterdir())[10:10 + gone]: path.unlink()
+        for path in sorted(folder.iterdir())[10 : 10 + gone]:
+            path.unlink()
         return listed
+
     monkeypatch.setattr(prediction, "find_recordings", found)
     few = lm.predict(folder, detector, **QUIET)
     assert (len(few), few.rejected["code"].tolist()) == (191, ["changed"] * 9)
     gone = 190
-    with pytest.raises(MachineError, match="recordings in a row"): lm.predict(folder, detector, out=tmp_path / "scores.csv", read_workers=1, **QUIET)
+    with pytest.raises(MachineError, match="recordings in a row"):
+        lm.predict(folder, detector, out=tmp_path / "scores.csv", read_workers=1, **QUIET)
     assert not (tmp_path / "scores.csv").exists()
 
 
@@ -64,27 +74,43 @@ def test_as_many_pictures_as_can_be_looked_at(tmp_path, detector):
     assert len(suspicious_mels(found, MOST_RECORDINGS).data) == 6
     assert "No recording is to be shown" in suspicious_mels(found, 0).layout.title.text
     for most in (-1, MOST_RECORDINGS + 1):
-        with pytest.raises(UsageError, match="cannot be drawn"): suspicious_mels(found, most)
-        with pytest.raises(UsageError, match="n_shown is out of range"): plan_prediction(dict.fromkeys(prediction_kinds()) | {"n_shown": most})
+        with pytest.raises(UsageError, match="cannot be drawn"):
+            suspicious_mels(found, most)
+        with pytest.raises(UsageError, match="n_shown is out of range"):
+            plan_prediction(dict.fromkeys(prediction_kinds()) | {"n_shown": most})
 
 
 def test_a_model_for_which_a_device_has_no_room(tmp_path, detector, monkeypatch):
-    def refuse(*args: Any) -> None: raise torch.OutOfMemoryError("out of memory: 2 MB")
+    def refuse(*args: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory: 2 MB")
+
     monkeypatch.setattr(detector.net, "to", refuse)
-    with pytest.raises(MachineError, match="does not fit into the memory of rehearsal:0; found out of memory: 2 MB"):
+    with pytest.raises(
+        MachineError, match="does not fit into the memory of rehearsal:0; found out of memory: 2 MB"
+    ):
         lm.predict(write_noise(tmp_path / "wav", 2), detector, **QUIET | {"device": "rehearsal"})
 
 
 def test_a_run_reads_its_model_once(tmp_path, detector, monkeypatch):
     "And says where it came from all the same."
     read, real = [], prediction_runs.load_detector
+
     def reading(path: Any) -> Detector:
         read.append(path)
         return real(path)
-    for module in (prediction_runs, prediction): monkeypatch.setattr(module, "load_detector", reading)
+
+    for module in (prediction_runs, prediction):
+        monkeypatch.setattr(module, "load_detector", reading)
     model = detector.save(tmp_path / "model.pt")
-    words = {"data_root": str(write_noise(tmp_path / "wav", 3)), "model": str(model), "out": str(tmp_path / "run"), "length": "whole", "engine": "torch",
-             "device": "cpu", "n_shown": 1}
+    words = {
+        "data_root": str(write_noise(tmp_path / "wav", 3)),
+        "model": str(model),
+        "out": str(tmp_path / "run"),
+        "length": "whole",
+        "engine": "torch",
+        "device": "cpu",
+        "n_shown": 1,
+    }
     plan = plan_prediction(dict.fromkeys(prediction_kinds()) | words, progress="none")
     done = execute_prediction(plan, progress="none")
     assert read == [model]

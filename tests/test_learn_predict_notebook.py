@@ -1,4 +1,5 @@
 "predict.ipynb through papermill: scores, pictures and a summary for machines; a parameter that cannot be stops it."
+
 import json
 import os
 import shutil
@@ -10,11 +11,13 @@ from test_notebooks import PLOTLY, ROOT, Run, copy_project, error_of, papermill,
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory) -> Path: return write_mixed(tmp_path_factory.mktemp("mixed") / "flat")
+def mixed(tmp_path_factory) -> Path:
+    return write_mixed(tmp_path_factory.mktemp("mixed") / "flat")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path: return made_detector().save(tmp_path_factory.mktemp("model") / "model.pt")
+def model(tmp_path_factory) -> Path:
+    return made_detector().save(tmp_path_factory.mktemp("model") / "model.pt")
 
 
 def notebook(folder: Path, *args: str, data: Path | None = None) -> Run:
@@ -26,7 +29,9 @@ def notebook(folder: Path, *args: str, data: Path | None = None) -> Run:
 
 @pytest.mark.slow
 def test_notebook(tmp_path, mixed, model):
-    run = notebook(tmp_path / "p", "-r", "model", str(model), "-p", "device", "cpu", "-p", "n_shown", "2", data=mixed)
+    run = notebook(
+        tmp_path / "p", "-r", "model", str(model), "-p", "device", "cpu", "-p", "n_shown", "2", data=mixed
+    )
     assert run.status == 0, run.log
     assert run.errors == []
     assert "from the environment variable LEAKMEL_DATA" in run.text
@@ -35,20 +40,37 @@ def test_notebook(tmp_path, mixed, model):
     assert pictures == "The 2 most suspicious recordings"
     assert "13 recordings reach the threshold" in histogram
     assert "Rank correlation" in level
-    for o in run.outputs: assert all(len(str(a["title"]["text"])) for k, a in o.get("data", {}).get(PLOTLY, {"layout": {}})["layout"].items()
-                                     if k.startswith("yaxis") and "title" in a)
+    for o in run.outputs:
+        assert all(
+            len(str(a["title"]["text"]))
+            for k, a in o.get("data", {}).get(PLOTLY, {"layout": {}})["layout"].items()
+            if k.startswith("yaxis") and "title" in a
+        )
     (summary,) = run.project.rglob("summary.json")
     body = json.loads(summary.read_text())
     assert (body["ok"], body["scored"], body["rejected"]) == (True, 13, 2)
-    assert sorted(p.name for p in summary.parent.iterdir()) == ["predictions.csv", "predictions.rejected.csv", "summary.json"]
+    assert sorted(p.name for p in summary.parent.iterdir()) == [
+        "predictions.csv",
+        "predictions.rejected.csv",
+        "summary.json",
+    ]
     assert summary.parent.name.endswith("-predict")
     assert run.notebook.stat().st_size < 1_500_000
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"treshold": 0.5}, "did you mean threshold"), ({"threshold": "high"}, "threshold must be a number or None"), ({"vote": "half"}, "half"),
-    ({"model": "none.pt"}, "none.pt"), ({"length": "all"}, "no such length")])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"treshold": 0.5}, "did you mean threshold"),
+        ({"threshold": "high"}, "threshold must be a number or None"),
+        ({"vote": "half"}, "half"),
+        ({"model": "none.pt"}, "none.pt"),
+        ({"length": "all"}, "no such length"),
+    ],
+)
 def test_a_parameter_that_cannot_be_stops_the_notebook(tmp_path, monkeypatch, mixed, model, given, said):
     monkeypatch.chdir(tmp_path)
-    assert said in error_of("predict.ipynb", **({"data_root": str(mixed), "model": str(model), "device": "cpu"} | given))
+    assert said in error_of(
+        "predict.ipynb", **({"data_root": str(mixed), "model": str(model), "device": "cpu"} | given)
+    )
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,5 @@
 "What cannot go well is said before a training begins, and nothing that belongs to somebody else is replaced."
+
 import json
 import pickle
 from dataclasses import replace
@@ -35,31 +36,62 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("town")
     lm.write_demo(root / "demo", n_files=40)
     lm.build_all(root / "demo", out_dir=root / "sets", progress="none", check=2)
-    lm.build_all(root / "demo", out_dir=root / "others", progress="none", check=2, spec=lm.MelSpec.preset("disjoint", f_min_hz=100.0))
+    lm.build_all(
+        root / "demo",
+        out_dir=root / "others",
+        progress="none",
+        check=2,
+        spec=lm.MelSpec.preset("disjoint", f_min_hz=100.0),
+    )
     return root
 
 
 def trained(town: Path, out: Path, **options: Any) -> TrainResult:
-    given: dict[str, Any] = {"out": out, "settings": TINY, "device": "cpu", "progress": False, "checkpoints": CheckpointSettings(fsync=False)}
+    given: dict[str, Any] = {
+        "out": out,
+        "settings": TINY,
+        "device": "cpu",
+        "progress": False,
+        "checkpoints": CheckpointSettings(fsync=False),
+    }
     return train(*(town / "sets" / n for n in NAMES[:2]), **given | options)
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "cuda:one", "meta", "mps", "tpu", ""])
-def test_a_device_that_is_not_there_is_named(town: Path, tmp_path: Path, capsys: pytest.CaptureFixture, device: str) -> None:
-    with pytest.raises(UsageError, match="no such"): pick_device(device)
-    with pytest.raises(UsageError, match="no such"): trained(town, tmp_path / "run", device=device)
-    assert main(["train", str(town / "sets"), "--out", str(tmp_path / "run"), "--device", device, *WORDS]) == 2
+def test_a_device_that_is_not_there_is_named(
+    town: Path, tmp_path: Path, capsys: pytest.CaptureFixture, device: str
+) -> None:
+    with pytest.raises(UsageError, match="no such"):
+        pick_device(device)
+    with pytest.raises(UsageError, match="no such"):
+        trained(town, tmp_path / "run", device=device)
+    assert (
+        main(["train", str(town / "sets"), "--out", str(tmp_path / "run"), "--device", device, *WORDS]) == 2
+    )
     assert "no such" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_nobody_has(town: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such GPU"): trained(town, tmp_path / "run", device="cuda")
+    with pytest.raises(UsageError, match="no such GPU"):
+        trained(town, tmp_path / "run", device="cuda")
 
 
-def test_testing_recordings_of_other_features_are_refused_before_the_training(town: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["train", str(town / "sets"), "--testing", str(town / "others" / NAMES[2]), "--out", str(tmp_path / "run"), "--device", "cpu", *WORDS]
+def test_testing_recordings_of_other_features_are_refused_before_the_training(
+    town: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = [
+        "train",
+        str(town / "sets"),
+        "--testing",
+        str(town / "others" / NAMES[2]),
+        "--out",
+        str(tmp_path / "run"),
+        "--device",
+        "cpu",
+        *WORDS,
+    ]
     assert main(words) == 1
     assert "do not belong together: features" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -67,77 +99,129 @@ def test_testing_recordings_of_other_features_are_refused_before_the_training(to
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
-def test_recordings_for_testing_may_have_been_built_alone(town: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_recordings_for_testing_may_have_been_built_alone(
+    town: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     for label in ("LEAK", "HISS"):
         (tmp_path / label / label).mkdir(parents=True)
-        for wav in sorted((town / "demo" / "TESTING" / "LEAK").glob("*.wav"))[:2]: (tmp_path / label / label / wav.name).hardlink_to(wav)
+        for wav in sorted((town / "demo" / "TESTING" / "LEAK").glob("*.wav"))[:2]:
+            (tmp_path / label / label / wav.name).hardlink_to(wav)
         lm.build(tmp_path / label, out=tmp_path / f"{label}.h5", progress="none", check=0)
     words = ["train", str(town / "sets"), "--device", "cpu", *WORDS]
     assert main([*words, "--testing", str(tmp_path / "HISS.h5"), "--out", str(tmp_path / "none")]) == 1
     assert "a label that the task does not know" in capsys.readouterr().err
     assert not (tmp_path / "none").exists(), "before the training, not after it"
-    assert main([*words, "--testing", str(tmp_path / "LEAK.h5"), "--out", str(tmp_path / "run"), "--json"]) == 0
+    assert (
+        main([*words, "--testing", str(tmp_path / "LEAK.h5"), "--out", str(tmp_path / "run"), "--json"]) == 0
+    )
     assert json.loads(capsys.readouterr().out)["evaluation"]["recordings"] == 2
-    assert main([*words, "--testing", str(tmp_path / "LEAK.h5"), "--out", str(tmp_path / "divided"), "--group", "sensor"]) == 1
+    assert (
+        main(
+            [
+                *words,
+                "--testing",
+                str(tmp_path / "LEAK.h5"),
+                "--out",
+                str(tmp_path / "divided"),
+                "--group",
+                "sensor",
+            ]
+        )
+        == 1
+    )
     assert "do not belong together: labels" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("summary.json", b'{"ok": true, "files": 1200}'), ("summary.json", b"not JSON"), ("summary.json", b"[1]"), ("history.csv", b"day,money\n"),
-    ("model.pt", b"somebody's"), ("model.pt", pickle.dumps({"weights": 1})), ("model.pt", None)])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("summary.json", b'{"ok": true, "files": 1200}'),
+        ("summary.json", b"not JSON"),
+        ("summary.json", b"[1]"),
+        ("history.csv", b"day,money\n"),
+        ("model.pt", b"somebody's"),
+        ("model.pt", pickle.dumps({"weights": 1})),
+        ("model.pt", None),
+    ],
+)
 def test_what_no_training_wrote_stays(town: Path, tmp_path: Path, name: str, content: bytes | None) -> None:
     "Such a folder may be one of a build, or of another program."
-    if content is None: torch.save({"format": "theirs"}, tmp_path / name)
-    else: (tmp_path / name).write_bytes(content)
+    if content is None:
+        torch.save({"format": "theirs"}, tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(content)
     before = (tmp_path / name).read_bytes()
-    with pytest.raises(OutputError, match="no training wrote"): trained(town, tmp_path)
+    with pytest.raises(OutputError, match="no training wrote"):
+        trained(town, tmp_path)
     assert (tmp_path / name).read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
 def test_what_a_training_wrote_is_replaced_and_a_file_is_no_folder(town: Path, tmp_path: Path) -> None:
     trained(town, tmp_path / "run")
-    assert trained(town, tmp_path / "run", settings=replace(TINY, seed=1), resume="never").summary["begin"].startswith("Begins with epoch 1")
+    assert (
+        trained(town, tmp_path / "run", settings=replace(TINY, seed=1), resume="never")
+        .summary["begin"]
+        .startswith("Begins with epoch 1")
+    )
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["settings"]["seed"] == 1
-    with pytest.raises(OutputError, match="a folder is needed"): trained(town, tmp_path / "run" / "history.csv")
+    with pytest.raises(OutputError, match="a folder is needed"):
+        trained(town, tmp_path / "run" / "history.csv")
 
 
 # ---- free memory is not the same when a training goes on
 
+
 def interrupted(town: Path, out: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     real = Stepper.step
+
     def dying(self: Stepper, batch: Any) -> Any:
-        if self.n_done == 5: raise ZeroDivisionError
+        if self.n_done == 5:
+            raise ZeroDivisionError
         return real(self, batch)
+
     with monkeypatch.context() as m:
         m.setattr(Stepper, "step", dying)
         m.setattr(loaders, "free_memory", lambda: free)
         settings = replace(TINY, preload_to_ram=False)
-        with pytest.raises(ZeroDivisionError): trained(town, out, settings=settings, checkpoints=CheckpointSettings(checkpoint_steps=2))
+        with pytest.raises(ZeroDivisionError):
+            trained(town, out, settings=settings, checkpoints=CheckpointSettings(checkpoint_steps=2))
 
 
 @pytest.mark.parametrize(("then", "now"), [(1 << 40, 1), (1, 1 << 40)])
-def test_a_training_goes_on_with_the_loader_it_began_with(town: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: int, now: int) -> None:
+def test_a_training_goes_on_with_the_loader_it_began_with(
+    town: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: int, now: int
+) -> None:
     "Which one suits depends on free memory, and the order of the items on which one it is."
     settings = replace(TINY, preload_to_ram=False)
     interrupted(town, tmp_path / "run", monkeypatch, then)
     with monkeypatch.context() as m:
         m.setattr(loaders, "free_memory", lambda: now)
-        assert trained(town, tmp_path / "run", settings=settings, resume="always").summary["begin"].startswith("Goes on after step 4")
+        assert (
+            trained(town, tmp_path / "run", settings=settings, resume="always")
+            .summary["begin"]
+            .startswith("Goes on after step 4")
+        )
     with monkeypatch.context() as m:
         m.setattr(loaders, "free_memory", lambda: then)
         trained(town, tmp_path / "whole", settings=settings)
     assert (tmp_path / "run" / "model.pt").read_bytes() == (tmp_path / "whole" / "model.pt").read_bytes()
 
 
-def test_items_that_do_not_fit_any_more_are_said(town: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_that_do_not_fit_any_more_are_said(
+    town: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interrupted(town, tmp_path / "run", monkeypatch, 1 << 40)
+
     def full(state: TrainingState, kind: str, real: Any = TrainingState._opened) -> Any:
-        if kind == "device": raise MemoryError("no more")
+        if kind == "device":
+            raise MemoryError("no more")
         return real(state, kind)
+
     monkeypatch.setattr(loaders, "free_memory", lambda: 1)
     monkeypatch.setattr(TrainingState, "_opened", full)
-    with pytest.raises(MachineError, match="do not fit now"): trained(town, tmp_path / "run", settings=replace(TINY, preload_to_ram=False))
+    with pytest.raises(MachineError, match="do not fit now"):
+        trained(town, tmp_path / "run", settings=replace(TINY, preload_to_ram=False))
 
 
 def test_a_difference_of_what_is_undefined_is_undefined() -> None:
@@ -147,14 +231,21 @@ def test_a_difference_of_what_is_undefined_is_undefined() -> None:
 
 # ---- silence behind recordings
 
+
 def test_silence_behind_recordings_is_left_out_and_said(town: Path, tmp_path: Path) -> None:
     "Rows of 40 s that hold 10 s of sound: it stands beside the numbers, and nowhere where rows are as long as recordings."
     spec = lm.MelSpec.preset("disjoint", duration_s=40.0)
-    built = [r.path for r in lm.build_all(town / "demo", out_dir=tmp_path / "sets", progress="none", check=2, spec=spec)]
+    built = [
+        r.path
+        for r in lm.build_all(town / "demo", out_dir=tmp_path / "sets", progress="none", check=2, spec=spec)
+    ]
     files = {p.name: p for p in built}
-    done = train(files[NAMES[0]], out=tmp_path / "run", settings=replace(TINY, epochs=1), device="cpu", progress=False)
+    done = train(
+        files[NAMES[0]], out=tmp_path / "run", settings=replace(TINY, epochs=1), device="cpu", progress=False
+    )
     said = "75.0% of the long segments are silence behind them and left out"
-    with open_training(files[NAMES[0]], settings=TINY) as data: assert said in repr(data)
+    with open_training(files[NAMES[0]], settings=TINY) as data:
+        assert said in repr(data)
     found = evaluate(done.detector, files[NAMES[2]], device="cpu", progress="none")
     assert said in " ".join(found.report().split())
     assert not any("silence" in c for c in found.cautions)

@@ -1,4 +1,5 @@
 "A search of settings: repeatable, killed and taken up again, pruned, refused by name, and blind to recordings for testing."
+
 import csv
 import inspect
 import json
@@ -36,15 +37,21 @@ from leakmel.learn.training import train
 
 pytestmark = pytest.mark.usefixtures("one_thread", "with_optuna")
 TINY = tiny(2)
-SPACE = {"learning_rate": [1e-3, 0.1], "dropout": [0.0, 0.6], "channels": [[4, 8], [2, 4]], "band_mask_width": [0, 4]}
+SPACE = {
+    "learning_rate": [1e-3, 0.1],
+    "dropout": [0.0, 0.6],
+    "channels": [[4, 8], [2, 4]],
+    "band_mask_width": [0, 4],
+}
 WORDS = [*tiny_words(2), "--space", json.dumps(SPACE), "--again", "1", "--no-fsync"]
-LAST = 4      # trials of the undisturbed search
-STAGED = replace(TINY, epochs=1, epoch_share=0.1, channels=(1,))      # where figures are staged, a step is enough
+LAST = 4  # trials of the undisturbed search
+STAGED = replace(TINY, epochs=1, epoch_share=0.1, channels=(1,))  # where figures are staged, a step is enough
 
 
 @pytest.fixture(scope="module")
 def with_optuna() -> None:
     from importlib.util import find_spec
+
     need(find_spec("optuna"), "optuna")
 
 
@@ -56,8 +63,16 @@ def sets(small_sets: Path) -> Path:
 
 def searched(sets: Path, out: Path, **options: Any) -> SearchResult:
     "A tiny search."
-    given: dict[str, Any] = {"out": out, "settings": TINY, "space": SPACE, "trials": LAST, "again": 1, "device": "cpu", "progress": False,
-                             "checkpoints": CheckpointSettings(fsync=False)}
+    given: dict[str, Any] = {
+        "out": out,
+        "settings": TINY,
+        "space": SPACE,
+        "trials": LAST,
+        "again": 1,
+        "device": "cpu",
+        "progress": False,
+        "checkpoints": CheckpointSettings(fsync=False),
+    }
     return search(*files(sets), **given | options)
 
 
@@ -80,7 +95,8 @@ def assert_same(out: Path, right: SearchResult) -> None:
     a, b = (load_detector(p / "model.pt") for p in (out, right.folder))
     assert all(np.array_equal(x, y) for x, y in zip(a.net.state_dict().values(), b.net.state_dict().values()))
     told = [json.loads((p / "summary.json").read_bytes()) for p in (out, right.folder)]
-    for name in ("trial", "f1", "f1_of_base", "other_seeds", "verdict", "changes"): assert told[0][name] == told[1][name], name
+    for name in ("trial", "f1", "f1_of_base", "other_seeds", "verdict", "changes"):
+        assert told[0][name] == told[1][name], name
 
 
 class Staged:
@@ -88,21 +104,30 @@ class Staged:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, figures: Callable[[TrainSettings, int], float]):
         from leakmel.learn import training_state
+
         real = training_state.end_epoch
         self.epochs = 0
+
         def staged(state: Any, *args: Any) -> Any:
             state.stepper.net.eval()
             e = replace(real(state, *args), f1=figures(state.settings, len(state.epochs)), val_loss=0.5)
             state.epochs[-1] = e
             self.epochs += 1
             return e
+
         monkeypatch.setattr("leakmel.learn.training.end_epoch", staged)
 
 
 # ---- what it does --------------------------------------------------------------------------------------------------
 
+
 def test_the_first_trial_is_what_it_began_with(sets: Path, right: SearchResult, tmp_path: Path) -> None:
-    assert right.base.changes == {"learning_rate": 0.01, "dropout": 0.3, "channels": [4, 8], "band_mask_width": 6}, "outside of a range or not"
+    assert right.base.changes == {
+        "learning_rate": 0.01,
+        "dropout": 0.3,
+        "channels": [4, 8],
+        "band_mask_width": 6,
+    }, "outside of a range or not"
     alone = train(*files(sets), out=tmp_path / "run", settings=TINY, device="cpu", progress=False)
     assert right.base.f1s == tuple(e.f1 for e in alone.epochs)
     assert len(right.trials) == LAST
@@ -119,10 +144,15 @@ def test_the_same_search_makes_the_same_trials(sets: Path, right: SearchResult, 
     assert_same(tmp_path / "run", right)
 
 
-def test_train_with_the_settings_that_were_found_makes_the_model(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+def test_train_with_the_settings_that_were_found_makes_the_model(
+    sets: Path, right: SearchResult, tmp_path: Path
+) -> None:
     again = train(*files(sets), out=tmp_path / "run", settings=right.settings, device="cpu", progress=False)
     found = load_detector(right.model_path)
-    assert all(np.array_equal(x, y) for x, y in zip(again.detector.net.state_dict().values(), found.net.state_dict().values()))
+    assert all(
+        np.array_equal(x, y)
+        for x, y in zip(again.detector.net.state_dict().values(), found.net.state_dict().values())
+    )
     assert (found.thresholds, found.vote) == (again.detector.thresholds, again.detector.vote)
     assert found.record["search"]["trials"] == LAST
     assert found.record["search"]["trial"] == right.best.number
@@ -132,11 +162,26 @@ def test_train_with_the_settings_that_were_found_makes_the_model(sets: Path, rig
 
 def test_what_lies_in_the_folder(right: SearchResult) -> None:
     out = right.folder
-    assert sorted(p.name for p in out.iterdir()) == ["figures", "model.pt", "search.json", "summary.json", "trials", "trials.csv"]
-    assert sorted(p.name for p in (out / "figures").iterdir()) == ["history.html", "plotly.min.js"], "too few trials to tell what mattered"
-    kept = {p.parent.name: sorted(q.name for q in p.parent.iterdir()) for p in (out / "trials").glob("*/history.csv")}
-    assert kept == {f"{t.number:04d}": ["history.csv", *(["model.pt"] if t is right.best else [])] for t in right.trials}
-    with open(out / "trials.csv", encoding="utf-8") as f: rows = list(csv.DictReader(f))
+    assert sorted(p.name for p in out.iterdir()) == [
+        "figures",
+        "model.pt",
+        "search.json",
+        "summary.json",
+        "trials",
+        "trials.csv",
+    ]
+    assert sorted(p.name for p in (out / "figures").iterdir()) == ["history.html", "plotly.min.js"], (
+        "too few trials to tell what mattered"
+    )
+    kept = {
+        p.parent.name: sorted(q.name for q in p.parent.iterdir())
+        for p in (out / "trials").glob("*/history.csv")
+    }
+    assert kept == {
+        f"{t.number:04d}": ["history.csv", *(["model.pt"] if t is right.best else [])] for t in right.trials
+    }
+    with open(out / "trials.csv", encoding="utf-8") as f:
+        rows = list(csv.DictReader(f))
     assert [int(r["number"]) for r in rows] == list(range(LAST))
     assert [float(r["f1"]) for r in rows] == [t.f1 for t in right.trials]
     assert rows[0]["channels"] == "4,8"
@@ -159,47 +204,87 @@ def test_the_result_says_base_beside_best(right: SearchResult) -> None:
 
 
 def test_other_seeds_are_tried_for_both(right: SearchResult) -> None:
-    if right.best.number == 0: pytest.fail("the staged town finds nothing better: choose another seed of TINY")
+    if right.best.number == 0:
+        pytest.fail("the staged town finds nothing better: choose another seed of TINY")
     assert [(a.trial, a.seed) for a in right.again] == [(0, 4), (right.best.number, 4)]
     assert right.summary["other_seeds"]["seeds"] == 1
     assert right.summary["verdict"] in repr(right)
 
 
-@pytest.mark.parametrize(("before", "after", "better"), [
-    ([0.8, 0.82], [0.83, 0.9], True), ([0.8, 0.83], [0.83, 0.9], False), ([0.9, 0.9], [0.7, 0.8], False), ([0.8, 0.8], [math.nan, 0.9], False),
-    ([0.8], [0.9], None), ([], [], None)])
+@pytest.mark.parametrize(
+    ("before", "after", "better"),
+    [
+        ([0.8, 0.82], [0.83, 0.9], True),
+        ([0.8, 0.83], [0.83, 0.9], False),
+        ([0.9, 0.9], [0.7, 0.8], False),
+        ([0.8, 0.8], [math.nan, 0.9], False),
+        ([0.8], [0.9], None),
+        ([], [], None),
+    ],
+)
 def test_verdict(before: list[float], after: list[float], better: bool | None) -> None:
     best = Trial(3, "complete", {}, (0.95,), (0.1,), 1.0)
-    told, text = verdict(best, [Again(0, k, f, 1.0) for k, f in enumerate(before)], [Again(3, k, f, 1.0) for k, f in enumerate(after)])
+    told, text = verdict(
+        best,
+        [Again(0, k, f, 1.0) for k, f in enumerate(before)],
+        [Again(3, k, f, 1.0) for k, f in enumerate(after)],
+    )
     assert told is better
     assert ("not shown to be better" in text) == (better is False)
-    if better: assert "6 times" in text
+    if better:
+        assert "6 times" in text
     assert verdict(replace(best, number=0), [], [])[0] is False
 
 
 # ---- pruning, failing, time ----------------------------------------------------------------------------------------
 
+
 def test_trials_that_lag_are_ended_early(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staged = Staged(monkeypatch, lambda s, n: 0.9 - abs(s.dropout - 0.3) + 0.01 * n)
     settings = replace(STAGED, epochs=4)
-    result = searched(sets, tmp_path / "run", settings=settings, space={"dropout": [0.0, 0.9]}, trials=8, again=0, prune_after=2, prune_epochs=2)
+    result = searched(
+        sets,
+        tmp_path / "run",
+        settings=settings,
+        space={"dropout": [0.0, 0.9]},
+        trials=8,
+        again=0,
+        prune_after=2,
+        prune_epochs=2,
+    )
     pruned = [t for t in result.trials if t.state == "pruned"]
     assert pruned
     assert {len(t.f1s) for t in pruned} <= {2, 3}
     assert all(len(t.f1s) == 4 for t in result.trials if t.state == "complete")
     assert staged.epochs == sum(len(t.f1s) for t in result.trials)
-    for t in pruned:      # by hand: its best lies below the median of the complete ones before it
+    for t in pruned:  # by hand: its best lies below the median of the complete ones before it
         k = len(t.f1s)
-        assert max(t.figures) < np.median([max(b.figures[k - 1:k]) for b in result.trials[:t.number] if b.state == "complete"])
-        assert sorted(p.name for p in (tmp_path / "run" / "trials" / f"{t.number:04d}").iterdir()) == ["history.csv"]
+        assert max(t.figures) < np.median(
+            [max(b.figures[k - 1 : k]) for b in result.trials[: t.number] if b.state == "complete"]
+        )
+        assert sorted(p.name for p in (tmp_path / "run" / "trials" / f"{t.number:04d}").iterdir()) == [
+            "history.csv"
+        ]
     assert "ended early" in repr(result)
-    whole = searched(sets, tmp_path / "whole", settings=settings, space={"dropout": [0.0, 0.9]}, trials=5, again=0, prune_after=0)
+    whole = searched(
+        sets,
+        tmp_path / "whole",
+        settings=settings,
+        space={"dropout": [0.0, 0.9]},
+        trials=5,
+        again=0,
+        prune_after=0,
+    )
     assert {t.state for t in whole.trials} == {"complete"}
 
 
-def test_what_mattered_is_told_where_there_are_trials_enough(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_mattered_is_told_where_there_are_trials_enough(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Staged(monkeypatch, lambda s, n: 0.9 - abs(s.dropout - 0.3))
-    given: dict[str, Any] = dict(settings=STAGED, space={"dropout": [0.0, 0.9], "level_db": [0.0, 6.0]}, again=0, prune_after=0)
+    given: dict[str, Any] = dict(
+        settings=STAGED, space={"dropout": [0.0, 0.9], "level_db": [0.0, 6.0]}, again=0, prune_after=0
+    )
     assert searched(sets, tmp_path / "run", **given, trials=12).importances == {}
     more = searched(sets, tmp_path / "run", **given, trials=20)
     assert more.importances["dropout"] > 2 * more.importances["level_db"]
@@ -207,10 +292,14 @@ def test_what_mattered_is_told_where_there_are_trials_enough(sets: Path, tmp_pat
     assert "dropout" in more.plots()["importance"].layout.title.text
 
 
-def test_a_trial_that_goes_astray_is_noted_and_the_search_goes_on(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_goes_astray_is_noted_and_the_search_goes_on(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def astray(s: TrainSettings, n: int) -> float:
-        if s.dropout > limit: raise DataError("the training went astray")
+        if s.dropout > limit:
+            raise DataError("the training went astray")
         return 0.5
+
     limit = 0.5
     Staged(monkeypatch, astray)
     given: dict[str, Any] = dict(space={"dropout": [0.0, 0.9]}, again=0, settings=STAGED)
@@ -219,9 +308,11 @@ def test_a_trial_that_goes_astray_is_noted_and_the_search_goes_on(sets: Path, tm
     assert failed
     assert all(t.changes["dropout"] > 0.5 and "astray" in t.said for t in failed)
     limit = -1.0
-    with pytest.raises(DataError, match="astray"): searched(sets, tmp_path / "all", **given)
+    with pytest.raises(DataError, match="astray"):
+        searched(sets, tmp_path / "all", **given)
     limit = 0.3
-    with pytest.raises(DataError, match="astray"): searched(sets, tmp_path / "most", **given | {"space": {"dropout": [0.31, 0.9]}}, trials=30)
+    with pytest.raises(DataError, match="astray"):
+        searched(sets, tmp_path / "most", **given | {"space": {"dropout": [0.31, 0.9]}}, trials=30)
     memory = read_memory(tmp_path / "most")
     assert memory is not None
     assert [t.state for t in memory.trials] == ["complete", *["failed"] * 4]
@@ -236,7 +327,9 @@ def test_a_limit_of_time_leaves_the_trial_under_way(sets: Path, right: SearchRes
     assert_same(tmp_path / "run", right)
 
 
-def test_calls_that_are_shorter_than_other_seeds_make_trials_all_the_same(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_shorter_than_other_seeds_make_trials_all_the_same(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "An hour each night: time for other seeds had been set aside until none was left, and no call made a trial."
     Staged(monkeypatch, lambda s, n: 0.5 + s.dropout / 10)
     given: dict[str, Any] = dict(space={"dropout": [0.3, 0.9]}, again=2, settings=STAGED)
@@ -246,10 +339,13 @@ def test_calls_that_are_shorter_than_other_seeds_make_trials_all_the_same(sets: 
     values["trials"][0]["seconds"] = 1000.0
     noted.write_text(json.dumps(values))
     begun, right = [], module._next_trial
+
     def slow(s: Any) -> Any:
         begun.append(s)
-        if len(begun) == 3: raise module._TimeIsOver
+        if len(begun) == 3:
+            raise module._TimeIsOver
         return right(s)
+
     with monkeypatch.context() as m:
         m.setattr(module, "_next_trial", slow)
         part = searched(sets, tmp_path / "run", **given, trials=6, hours=0.5)
@@ -275,16 +371,22 @@ def test_more_trials_are_the_same_search(sets: Path, right: SearchResult, tmp_pa
 # ---- interrupted ---------------------------------------------------------------------------------------------------
 
 # A moment is a step of a training, a proposal, or a call that changes the disk.
-MOMENTS = ("from leakmel.learn import search_study, step",
-           """((os, ("replace", "unlink", "rmdir")), (step.Stepper, ("step",)), (search_study.Proposals, ("begin", "end")))""")
+MOMENTS = (
+    "from leakmel.learn import search_study, step",
+    """((os, ("replace", "unlink", "rmdir")), (step.Stepper, ("step",)), (search_study.Proposals, ("begin", "end")))""",
+)
 
 
-def at_that_moment(number: int, at: int) -> str: return at_a_moment(*MOMENTS, number, at)
+def at_that_moment(number: int, at: int) -> str:
+    return at_a_moment(*MOMENTS, number, at)
 
 
 @pytest.fixture(scope="module")
 def children() -> Iterator[Server]:
-    with server(loaded("search", "--trials", "2", more="import optuna, pandas\nfrom leakmel.learn import search")) as s: yield s
+    with server(
+        loaded("search", "--trials", "2", more="import optuna, pandas\nfrom leakmel.learn import search")
+    ) as s:
+        yield s
 
 
 def going(children: Server, sets: Path, out: Path, code: str = "") -> Any:
@@ -293,7 +395,9 @@ def going(children: Server, sets: Path, out: Path, code: str = "") -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, pytest.param(12, marks=pytest.mark.long)])
-def test_killed_at_any_moment_it_makes_the_same_trials(sets: Path, right: SearchResult, tmp_path: Path, children: Server, n: int) -> None:
+def test_killed_at_any_moment_it_makes_the_same_trials(
+    sets: Path, right: SearchResult, tmp_path: Path, children: Server, n: int
+) -> None:
     "Real kills, spread over the search: in the short run the first moment and one in the middle, in the long run every so many from one chosen at random."
     done = going(children, sets, tmp_path / "whole", at_that_moment(0, 0))
     assert done.status == 0, done.err
@@ -304,7 +408,8 @@ def test_killed_at_any_moment_it_makes_the_same_trials(sets: Path, right: Search
         out = tmp_path / f"{at}"
         print("killed at moment", at, "of", last)
         done = going(children, sets, out, at_that_moment(signal.SIGKILL, at))
-        if done.status == 0: continue      # fewer moments this time
+        if done.status == 0:
+            continue  # fewer moments this time
         assert done.status == -signal.SIGKILL, done.err
         done = going(children, sets, out)
         assert done.status == 0, (at, done.err)
@@ -312,7 +417,9 @@ def test_killed_at_any_moment_it_makes_the_same_trials(sets: Path, right: Search
 
 
 @pytest.mark.long
-def test_whatever_a_kill_leaves_it_makes_the_same_trials(sets: Path, right: SearchResult, tmp_path: Path, children: Server) -> None:
+def test_whatever_a_kill_leaves_it_makes_the_same_trials(
+    sets: Path, right: SearchResult, tmp_path: Path, children: Server
+) -> None:
     """States of the folder that a kill at a moment of the search could leave, taken up again: every second one, from the first or the second at random.
 
     One search is made, and its folder copied before each moment. Moments between which nothing was written leave the same, and count once;
@@ -329,7 +436,7 @@ def test_whatever_a_kill_leaves_it_makes_the_same_trials(sets: Path, right: Sear
     assert n_moments(done.out) > len(left) > 4 * LAST
     for folder in left[begin::2]:
         shutil.rmtree(out)
-        folder.rename(out)      # where it was
+        folder.rename(out)  # where it was
         done = going(children, sets, out)
         assert done.status == 0, (folder.name, done.err)
         assert_same(out, right)
@@ -346,17 +453,24 @@ def test_ctrl_c_says_how_to_go_on(sets: Path, right: SearchResult, tmp_path: Pat
     assert_same(out, right)
 
 
-def test_a_trial_that_was_over_before_it_was_noted_is_not_learned_again(sets: Path, right: SearchResult, tmp_path: Path,
-                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    def dying(self: Any, done: Trial) -> None: raise ZeroDivisionError
+def test_a_trial_that_was_over_before_it_was_noted_is_not_learned_again(
+    sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dying(self: Any, done: Trial) -> None:
+        raise ZeroDivisionError
+
     with monkeypatch.context() as m:
         m.setattr(module._Search, "keep", dying)
-        with pytest.raises(ZeroDivisionError): searched(sets, tmp_path / "run")
+        with pytest.raises(ZeroDivisionError):
+            searched(sets, tmp_path / "run")
     from leakmel.learn.step import Stepper
+
     real, seen = Stepper.step, list[Any]()
+
     def counted(self: Stepper, batch: Any) -> Any:
         seen.append(batch)
         return real(self, batch)
+
     with monkeypatch.context() as m:
         m.setattr(Stepper, "step", counted)
         searched(sets, tmp_path / "run", trials=1)
@@ -367,111 +481,170 @@ def test_a_trial_that_was_over_before_it_was_noted_is_not_learned_again(sets: Pa
 
 # ---- refused -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"space": {"dropout": [0.1, 1.5]}}, "dropout is out of range.*1.5"),
-    ({"space": {"drop_out": [0.1, 0.5]}}, "did you mean dropout"),
-    ({"space": {"dropout": ["a", "b"]}}, "dropout must be a number"),
-    ({"space": {"dropout": 0.3}}, "dropout.*neither"),
-    ({"space": {"dropout": [0.5, 0.1]}}, "dropout.*empty"),
-    ({"space": {"learning_rate": {"low": 0, "high": 0.1, "log": True}}}, "learning_rate.*logarithm"),
-    ({"space": {"batch_size": [0.5, 8]}}, "batch_size.*whole"),
-    ({"space": {"seed": [0, 9]}}, "seed.*luckiest"),
-    ({"space": {"num_workers": [0, 4]}}, "never changes"),
-    ({"space": {"loss": ["ce", "focal"], "label_smoothing": [0.0, 0.1]}}, "label smoothing and focal"),
-    ({"space": {}}, "no settings to search"),
-    ({"space": {"channels": [[4, 8]]}}, "nothing to choose"),
-    ({"space": {"channels": [[4, 8], [0]]}}, "channels"),
-    ({"trials": 0}, "trials"), ({"hours": -1.0}, "hours"), ({"again": 1.5}, "again"),
-    ({"resume": "perhaps"}, "resume is not known"),
-    ({"device": "tpu"}, "no such device"), ({"leak_label": "EAK"}, "no such label"),
-], ids=str)
-def test_what_is_wrong_is_said_before_anything_is_trained(sets: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said): searched(sets, tmp_path / "run", **options)
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"space": {"dropout": [0.1, 1.5]}}, "dropout is out of range.*1.5"),
+        ({"space": {"drop_out": [0.1, 0.5]}}, "did you mean dropout"),
+        ({"space": {"dropout": ["a", "b"]}}, "dropout must be a number"),
+        ({"space": {"dropout": 0.3}}, "dropout.*neither"),
+        ({"space": {"dropout": [0.5, 0.1]}}, "dropout.*empty"),
+        ({"space": {"learning_rate": {"low": 0, "high": 0.1, "log": True}}}, "learning_rate.*logarithm"),
+        ({"space": {"batch_size": [0.5, 8]}}, "batch_size.*whole"),
+        ({"space": {"seed": [0, 9]}}, "seed.*luckiest"),
+        ({"space": {"num_workers": [0, 4]}}, "never changes"),
+        ({"space": {"loss": ["ce", "focal"], "label_smoothing": [0.0, 0.1]}}, "label smoothing and focal"),
+        ({"space": {}}, "no settings to search"),
+        ({"space": {"channels": [[4, 8]]}}, "nothing to choose"),
+        ({"space": {"channels": [[4, 8], [0]]}}, "channels"),
+        ({"trials": 0}, "trials"),
+        ({"hours": -1.0}, "hours"),
+        ({"again": 1.5}, "again"),
+        ({"resume": "perhaps"}, "resume is not known"),
+        ({"device": "tpu"}, "no such device"),
+        ({"leak_label": "EAK"}, "no such label"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_before_anything_is_trained(
+    sets: Path, tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        searched(sets, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 
 
 def test_another_search_in_the_folder_is_refused_by_name(sets: Path, right: SearchResult) -> None:
     before = {p: p.read_bytes() for p in right.folder.rglob("*") if p.is_file()}
-    with pytest.raises(UsageError, match=r"dropout searched in .*0.6.* then, .*0.7"): searched(sets, right.folder, space=SPACE | {"dropout": [0.0, 0.7]})
-    with pytest.raises(UsageError, match="level_db searched in nothing then"): searched(sets, right.folder, space=SPACE | {"level_db": [0.0, 6.0]})
-    with pytest.raises(UsageError, match="epochs=2 then, 3 now"): searched(sets, right.folder, settings=replace(TINY, epochs=3))
-    with pytest.raises(UsageError, match="prune_after"): searched(sets, right.folder, prune_after=3)
+    with pytest.raises(UsageError, match=r"dropout searched in .*0.6.* then, .*0.7"):
+        searched(sets, right.folder, space=SPACE | {"dropout": [0.0, 0.7]})
+    with pytest.raises(UsageError, match="level_db searched in nothing then"):
+        searched(sets, right.folder, space=SPACE | {"level_db": [0.0, 6.0]})
+    with pytest.raises(UsageError, match="epochs=2 then, 3 now"):
+        searched(sets, right.folder, settings=replace(TINY, epochs=3))
+    with pytest.raises(UsageError, match="prune_after"):
+        searched(sets, right.folder, prune_after=3)
     with pytest.raises(UsageError, match="other validation data"):
-        search(files(sets)[0], sets / "TESTING_DATASET.H5", out=right.folder, settings=TINY, space=SPACE, progress=False)
-    with pytest.raises(UsageError, match="another task"): searched(sets, right.folder, kind="binary")
+        search(
+            files(sets)[0],
+            sets / "TESTING_DATASET.H5",
+            out=right.folder,
+            settings=TINY,
+            space=SPACE,
+            progress=False,
+        )
+    with pytest.raises(UsageError, match="another task"):
+        searched(sets, right.folder, kind="binary")
     assert {p: p.read_bytes() for p in right.folder.rglob("*") if p.is_file()} == before
 
 
 def test_it_begins_anew_where_that_is_said(sets: Path, right: SearchResult, tmp_path: Path) -> None:
     "The same trials as in a new folder, and nothing is left of the other search."
     out = tmp_path / "run"
-    with pytest.raises(DataError, match="no search to go on with.*Leave resume='always' out"): searched(sets, out, resume="always")
+    with pytest.raises(DataError, match="no search to go on with.*Leave resume='always' out"):
+        searched(sets, out, resume="always")
     searched(sets, out, space={"dropout": [0.1, 0.5]}, trials=LAST + 1, again=0)
     (out / "trials" / "notes").mkdir()
     (out / "figures" / "importance.html").touch()
-    with pytest.raises(UsageError, match="another search lies in this folder.*or resume='never', which throws it away"): searched(sets, out)
+    with pytest.raises(
+        UsageError, match="another search lies in this folder.*or resume='never', which throws it away"
+    ):
+        searched(sets, out)
     done = searched(sets, out, resume="never")
     assert_same(out, right)
-    assert {p.relative_to(out) for p in out.rglob("*")} == {p.relative_to(right.folder) for p in right.folder.rglob("*")} | {Path("trials/notes")}
+    assert {p.relative_to(out) for p in out.rglob("*")} == {
+        p.relative_to(right.folder) for p in right.folder.rglob("*")
+    } | {Path("trials/notes")}
     before = (out / "search.json").read_bytes()
     assert searched(sets, out, resume="always").trials == done.trials
     assert (out / "search.json").read_bytes() == before
 
 
-def test_ended_while_it_begins_anew_it_is_the_new_search(sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_while_it_begins_anew_it_is_the_new_search(
+    sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "After the other search is forgotten, before its trials are removed."
     searched(sets, tmp_path / "run", space={"dropout": [0.1, 0.5]}, trials=2, again=0)
-    def dying(folder: Path) -> None: raise KeyboardInterrupt
+
+    def dying(folder: Path) -> None:
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as m:
         m.setattr(module, "clear_trials", dying)
-        with pytest.raises(KeyboardInterrupt): searched(sets, tmp_path / "run", resume="never")
+        with pytest.raises(KeyboardInterrupt):
+            searched(sets, tmp_path / "run", resume="never")
     assert (tmp_path / "run" / "trials" / "0001").is_dir()
     searched(sets, tmp_path / "run")
     assert_same(tmp_path / "run", right)
 
 
-def test_a_search_that_began_anew_says_one_thing_when_it_is_interrupted(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_began_anew_says_one_thing_when_it_is_interrupted(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "The training under way says that the same command goes on, which would begin anew."
+
     def dying(*given: Any, **named: Any) -> None:
         e = KeyboardInterrupt()
         e.add_note("the same command goes on from there")
         raise e
+
     monkeypatch.setattr(module, "train", dying)
     for resume, n in (("never", 1), ("auto", 2)):
-        with pytest.raises(KeyboardInterrupt) as raised: searched(sets, tmp_path / resume, resume=resume)
+        with pytest.raises(KeyboardInterrupt) as raised:
+            searched(sets, tmp_path / resume, resume=resume)
         assert len(raised.value.__notes__) == n
         assert ("without resume='never'" in raised.value.__notes__[-1]) == (resume == "never")
 
 
 def test_the_folder_of_something_else_is_left_alone(sets: Path, right: SearchResult, tmp_path: Path) -> None:
-    trained = train(*files(sets), out=tmp_path / "model", settings=replace(TINY, epochs=1), device="cpu", progress=False)
-    with pytest.raises(OutputError, match="no search wrote"): searched(sets, trained.model_path.parent)
-    with pytest.raises(OutputError, match="no training wrote"): train(*files(sets), out=right.folder, settings=TINY, device="cpu", progress=False)
+    trained = train(
+        *files(sets), out=tmp_path / "model", settings=replace(TINY, epochs=1), device="cpu", progress=False
+    )
+    with pytest.raises(OutputError, match="no search wrote"):
+        searched(sets, trained.model_path.parent)
+    with pytest.raises(OutputError, match="no training wrote"):
+        train(*files(sets), out=right.folder, settings=TINY, device="cpu", progress=False)
     (tmp_path / "spoilt").mkdir()
-    for text in ("{}", "no JSON", '{"format": "leakmel search 1", "identity": {}, "trials": [{"number": 0}], "again": [], "under_way": null}'):
+    for text in (
+        "{}",
+        "no JSON",
+        '{"format": "leakmel search 1", "identity": {}, "trials": [{"number": 0}], "again": [], "under_way": null}',
+    ):
         (tmp_path / "spoilt" / "search.json").write_text(text)
         for resume in ("auto", "never"):
-            with pytest.raises(DataError, match="not the file of a search"): searched(sets, tmp_path / "spoilt", resume=resume)
+            with pytest.raises(DataError, match="not the file of a search"):
+                searched(sets, tmp_path / "spoilt", resume=resume)
         assert (tmp_path / "spoilt" / "search.json").read_text() == text
 
 
 def test_one_search_at_a_time(sets: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with OutputLock(tmp_path / "run" / "model.pt"), pytest.raises(OutputError, match="another search or training"): searched(sets, tmp_path / "run")
+    with (
+        OutputLock(tmp_path / "run" / "model.pt"),
+        pytest.raises(OutputError, match="another search or training"),
+    ):
+        searched(sets, tmp_path / "run")
 
 
-def test_without_optuna_it_says_what_to_install(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_without_optuna_it_says_what_to_install(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(UsageError, match=re.escape("pip install 'leakmel[search]'")): searched(sets, tmp_path / "run")
+    with pytest.raises(UsageError, match=re.escape("pip install 'leakmel[search]'")):
+        searched(sets, tmp_path / "run")
     assert main(["search", str(sets), "--out", str(tmp_path / "run"), *WORDS]) == 2
     assert "leakmel[search]" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    trained = train(*files(sets), out=tmp_path / "model", settings=replace(TINY, epochs=1), device="cpu", progress=False)
+    trained = train(
+        *files(sets), out=tmp_path / "model", settings=replace(TINY, epochs=1), device="cpu", progress=False
+    )
     assert trained.epochs, "nothing else needs it"
 
 
 def test_the_extra_names_optuna() -> None:
     from configparser import ConfigParser
+
     parser = ConfigParser(delimiters=["="], interpolation=None)
     parser.read(Path(__file__).resolve().parents[1] / "settings.ini", encoding="utf-8")
     asked = parser["DEFAULT"]["search_requirements"].split()
@@ -481,36 +654,59 @@ def test_the_extra_names_optuna() -> None:
 
 # ---- recordings for testing ----------------------------------------------------------------------------------------
 
-def test_recordings_for_testing_cannot_be_given_and_are_not_opened(sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_recordings_for_testing_cannot_be_given_and_are_not_opened(
+    sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not [n for n in inspect.signature(search).parameters if "test" in n]
     import h5py
+
     opened: list[str] = []
     real = h5py.File.__init__
+
     def watched(self: Any, name: Any, *args: Any, **named: Any) -> None:
-        if isinstance(name, (str, bytes, os.PathLike)): opened.append(os.fsdecode(name))
+        if isinstance(name, (str, bytes, os.PathLike)):
+            opened.append(os.fsdecode(name))
         real(self, name, *args, **named)
+
     monkeypatch.setattr(h5py.File, "__init__", watched)
     assert main(["search", str(sets), "--out", str(tmp_path / "run"), *WORDS, "--trials", "2"]) == 0
     assert {Path(n).name for n in opened} == {p.name for p in files(sets)}
     assert plain(tmp_path / "run") == plain(right.folder)[:2]
 
 
-def test_a_split_with_a_part_for_testing_does_not_show_it(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_with_a_part_for_testing_does_not_show_it(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sources = [*files(sets), sets / "TESTING_DATASET.H5"]
     split = group_split(sources, "sensor", seed=1)
     from leakmel.learn.data import Segments
+
     real, seen = Segments.__init__, []
+
     def watched(self: Any, *args: Any, **named: Any) -> None:
         real(self, *args, **named)
         seen.append(self.rows)
+
     monkeypatch.setattr(Segments, "__init__", watched)
-    search(sources, split=split, out=tmp_path / "run", settings=TINY, space=SPACE, trials=2, again=0, device="cpu", progress=False)
+    search(
+        sources,
+        split=split,
+        out=tmp_path / "run",
+        settings=TINY,
+        space=SPACE,
+        trials=2,
+        again=0,
+        device="cpu",
+        progress=False,
+    )
     assert not np.intersect1d(np.concatenate(seen), split.parts["testing"]).size
     assert len(split.parts["testing"])
 
 
 def test_validation_is_needed(sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(UsageError, match="needs recordings for validation"): search(files(sets)[0], out=tmp_path / "run", settings=TINY, progress=False)
+    with pytest.raises(UsageError, match="needs recordings for validation"):
+        search(files(sets)[0], out=tmp_path / "run", settings=TINY, progress=False)
     assert main(["search", str(files(sets)[0]), "--out", str(tmp_path / "run"), *WORDS]) == 2
     assert "needs recordings for validation" in capsys.readouterr().err
 
@@ -518,7 +714,17 @@ def test_validation_is_needed(sets: Path, tmp_path: Path, capsys: pytest.Capture
 def test_a_leaky_split_is_said_first(sets: Path, tmp_path: Path) -> None:
     path = files(sets)[0]
     with pytest.warns(LeakySplitWarning, match="LEAKY SPLIT") as said:
-        result = search(path, path, out=tmp_path / "run", settings=replace(TINY, epochs=1), space=SPACE, trials=2, again=0, device="cpu", progress=False)
+        result = search(
+            path,
+            path,
+            out=tmp_path / "run",
+            settings=replace(TINY, epochs=1),
+            space=SPACE,
+            trials=2,
+            again=0,
+            device="cpu",
+            progress=False,
+        )
     assert len(said) == 1, "once, and not for each trial"
     assert repr(result).lstrip().startswith("BEWARE  LEAKY SPLIT")
 
@@ -527,33 +733,58 @@ def test_a_leaky_split_is_said_first(sets: Path, tmp_path: Path) -> None:
 
 ODD = TrainSettings(learning_rate=0.5, dropout=0.9, batch_size=7, weight_decay=0.0, n_band_masks=0)
 
+
 @pytest.mark.parametrize("base", [TrainSettings(), TINY, ODD], ids=["usual", "tiny", "odd"])
 def test_the_usual_space_holds_what_it_begins_with(base: TrainSettings) -> None:
     space = usual_space(base)
     assert read_space(None, base) == space
     assert set(USUAL) - set(space) <= {"band_mask_width"}
-    assert [n for n, d in space.items() if not d.holds(getattr(base, n))] == (["weight_decay"] if base.weight_decay == 0 else [])
+    assert [n for n, d in space.items() if not d.holds(getattr(base, n))] == (
+        ["weight_decay"] if base.weight_decay == 0 else []
+    )
 
 
 def test_a_space_from_a_file(sets: Path, tmp_path: Path) -> None:
     (tmp_path / "space.json").write_text(json.dumps(SPACE))
     assert read_space(tmp_path / "space.json", TINY) == read_space(SPACE, TINY)
     (tmp_path / "space.json").write_text("{")
-    with pytest.raises(UsageError, match="not JSON"): read_space(tmp_path / "space.json", TINY)
-    with pytest.raises(DataError, match="cannot be read"): read_space(tmp_path / "nowhere.json", TINY)
+    with pytest.raises(UsageError, match="not JSON"):
+        read_space(tmp_path / "space.json", TINY)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_space(tmp_path / "nowhere.json", TINY)
 
 
 def test_of_equal_trials_the_earlier_one_and_of_equal_f1_the_lower_loss() -> None:
-    def trial(k: int, f1: float, loss: float, state: Any = "complete") -> Trial: return Trial(k, state, {}, (f1,), (loss,), 1.0)
-    assert best_trial([trial(0, 0.9, 0.3), trial(1, 0.9, 0.2), trial(2, 0.9, 0.2), trial(3, 0.8, 0.0), trial(4, 1.0, 0.0, "pruned")]).number == 1      # type: ignore[union-attr]
-    assert best_trial([trial(0, math.nan, 0.3)]).number == 0      # type: ignore[union-attr]
+    def trial(k: int, f1: float, loss: float, state: Any = "complete") -> Trial:
+        return Trial(k, state, {}, (f1,), (loss,), 1.0)
+
+    trials = [
+        trial(0, 0.9, 0.3),
+        trial(1, 0.9, 0.2),
+        trial(2, 0.9, 0.2),
+        trial(3, 0.8, 0.0),
+        trial(4, 1.0, 0.0, "pruned"),
+    ]
+    assert best_trial(trials).number == 1  # type: ignore[union-attr]
+    assert best_trial([trial(0, math.nan, 0.3)]).number == 0  # type: ignore[union-attr]
     assert best_trial([]) is None
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
 
+
 def test_command(sets: Path, right: SearchResult, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["search", str(files(sets)[0]), "--validation", str(files(sets)[1]), "--out", str(tmp_path / "run"), *WORDS, "--trials", str(LAST)]
+    words = [
+        "search",
+        str(files(sets)[0]),
+        "--validation",
+        str(files(sets)[1]),
+        "--out",
+        str(tmp_path / "run"),
+        *WORDS,
+        "--trials",
+        str(LAST),
+    ]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "lm.evaluate" in said

@@ -1,4 +1,5 @@
 "A detector remembers what it was trained with, and says so where it is judged by that."
+
 import json
 import os
 import warnings
@@ -26,9 +27,17 @@ from leakmel.learn.splits import LeakySplitWarning, group_split
 
 NAMES = [f"{part}_DATASET.H5" for part in ("TRAINING", "VALIDATION", "TESTING")]
 TINY = lm.TrainSettings(epochs=1, epoch_share=1.0, batch_size=200, channels=(4, 8))
-HOW: dict[str, Any] = {"settings": TINY, "device": "cpu", "progress": False, "checkpoints": CheckpointSettings(fsync=False)}
+HOW: dict[str, Any] = {
+    "settings": TINY,
+    "device": "cpu",
+    "progress": False,
+    "checkpoints": CheckpointSettings(fsync=False),
+}
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::leakmel.learn.lessons.LessonWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::leakmel.learn.lessons.LessonWarning"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +52,8 @@ def judged(model: Any, *names: Path, **how: Any) -> lm.Evaluation:
     return lm.evaluate(model, list(names), device="cpu", progress="none", n_draws=100, **how)
 
 
-def recordings(*paths: Path) -> Segments: return Segments(paths, level="recording")
+def recordings(*paths: Path) -> Segments:
+    return Segments(paths, level="recording")
 
 
 def known(seen: Seen, ds: Segments) -> Known:
@@ -61,7 +71,10 @@ def warned(model: Any, *names: Path, **how: Any) -> tuple[lm.Evaluation, list[st
 
 def test_what_was_learned_and_what_chose_is_in_the_model(small_sets, trained):
     seen = load_detector(trained / "model.pt").seen
-    with recordings(small_sets / NAMES[0], small_sets / NAMES[1]) as both, recordings(small_sets / NAMES[2]) as others:
+    with (
+        recordings(small_sets / NAMES[0], small_sets / NAMES[1]) as both,
+        recordings(small_sets / NAMES[2]) as others,
+    ):
         right = {d for ds in both.sources for d in ds.files["digest"]}
         assert len(seen.recordings) == len(right)
         assert len(seen.sensors) == len({s for ds in both.sources for s in ds.files["sensor"]})
@@ -75,8 +88,10 @@ def test_what_was_learned_and_what_chose_is_in_the_model(small_sets, trained):
 def test_eight_bytes_for_each(trained):
     with_it = load_detector(trained / "model.pt")
     seen, n = with_it.seen, 40_000
-    small, large = (replace(with_it, seen=s).save(trained.parent / f"{len(s.recordings)}.pt", sync=False).stat().st_size
-                    for s in (seen, Seen(np.arange(n), seen.names, seen.sensors, True)))
+    small, large = (
+        replace(with_it, seen=s).save(trained.parent / f"{len(s.recordings)}.pt", sync=False).stat().st_size
+        for s in (seen, Seen(np.arange(n), seen.names, seen.sensors, True))
+    )
     assert abs(large - small - 8 * (n - len(seen.recordings))) < 1000
 
 
@@ -90,18 +105,68 @@ def test_recordings_that_nobody_has_trained_with_get_no_stamp(small_sets, traine
 @pytest.mark.filterwarnings("always")
 def test_a_split_of_its_own_is_noticed(small_sets, tmp_path, capsys):
     "The folder was divided anew before the training; whoever judges names the folder, and the part in it that is called testing."
-    assert main(["train", str(small_sets), "--out", str(tmp_path / "run"), "--group", "sensor", "--epochs", "1", "--channels", "4,8", "--no-evaluation",
-                 "--device", "cpu", "--quiet"]) == 0
-    with recordings(small_sets / NAMES[2]) as testing: found = known(load_detector(tmp_path / "run" / "model.pt").seen, testing)
+    assert (
+        main(
+            [
+                "train",
+                str(small_sets),
+                "--out",
+                str(tmp_path / "run"),
+                "--group",
+                "sensor",
+                "--epochs",
+                "1",
+                "--channels",
+                "4,8",
+                "--no-evaluation",
+                "--device",
+                "cpu",
+                "--quiet",
+            ]
+        )
+        == 0
+    )
+    with recordings(small_sets / NAMES[2]) as testing:
+        found = known(load_detector(tmp_path / "run" / "model.pt").seen, testing)
     assert 0 < found.n_known <= found.n
     capsys.readouterr()
-    assert main(["evaluate", str(small_sets), "--model", str(tmp_path / "run"), "--device", "cpu", "--draws", "100", "--json"]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                str(small_sets),
+                "--model",
+                str(tmp_path / "run"),
+                "--device",
+                "cpu",
+                "--draws",
+                "100",
+                "--json",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr()
     body = json.loads(printed.out)
     assert body["leaky_split"] is True
     assert any(f"{found.n_known:,} of {found.n:,} recordings that judge" in s for s in body["stamps"])
     assert "LeakySplitWarning: LEAKY SPLIT" in printed.err
-    assert main(["evaluate", str(small_sets), "--model", str(tmp_path / "run"), "--device", "cpu", "--draws", "100", "--allow-leaky-split"]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                str(small_sets),
+                "--model",
+                str(tmp_path / "run"),
+                "--device",
+                "cpu",
+                "--draws",
+                "100",
+                "--allow-leaky-split",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr()
     assert "LEAKY SPLIT" in printed.out
     assert "LeakySplitWarning" not in printed.err
@@ -117,7 +182,8 @@ def test_its_own_part_for_testing_is_clean(small_sets, tmp_path):
 
 def test_validation_chose(small_sets, trained):
     found, said = warned(trained / "model.pt", small_sets / NAMES[1], small_sets / NAMES[2])
-    with recordings(small_sets / NAMES[1]) as one, recordings(small_sets / NAMES[2]) as other: n, n_all = len(one.rows), len(one.rows) + len(other.rows)
+    with recordings(small_sets / NAMES[1]) as one, recordings(small_sets / NAMES[2]) as other:
+        n, n_all = len(one.rows), len(one.rows) + len(other.rows)
     assert found.stamps == tuple(said)
     assert f"{n} of {n_all} recordings that judge" in said[0]
     assert "LEAKY SPLIT" in found.report()
@@ -139,10 +205,13 @@ def test_predictions_of_known_recordings_are_marked(small_sets, trained, tmp_pat
     demo = small_sets.parent / "demo"
     (tmp_path / "in").mkdir()
     for part in ("TRAINING", "VALIDATION", "TESTING"):
-        for wav in sorted((demo / part).rglob("*.wav")): os.link(wav, tmp_path / "in" / f"{part}-{wav.parent.name}-{wav.name}")
+        for wav in sorted((demo / part).rglob("*.wav")):
+            os.link(wav, tmp_path / "in" / f"{part}-{wav.parent.name}-{wav.name}")
     first = next((tmp_path / "in").glob("TRAINING-*.wav"))
     rec = lm.read_wav(first)
-    write_wav(tmp_path / "in" / "TESTING-other.wav", np.column_stack([rec.samples[:, 0]] * 2), rec.sample_rate)      # other samples: it has two channels
+    write_wav(
+        tmp_path / "in" / "TESTING-other.wav", np.column_stack([rec.samples[:, 0]] * 2), rec.sample_rate
+    )  # other samples: it has two channels
     done = lm.predict(tmp_path / "in", trained, device="cpu", progress="none", out=tmp_path / "scores.csv")
     table = done.table
     assert table["in_training"].tolist() == [not p.startswith("TESTING") for p in table["path"]]
@@ -159,21 +228,38 @@ def test_recordings_of_two_channels_are_known_too(trained, tmp_path):
     rng = np.random.default_rng(0)
     for k, label in enumerate(["LEAK", "LEAK", "NOLEAK", "NOLEAK"]):
         (tmp_path / "wavs" / label).mkdir(parents=True, exist_ok=True)
-        write_wav(tmp_path / "wavs" / label / f"{k}.wav", rng.integers(-9000, 9000, (40_960, 2)).astype(np.int16))
+        write_wav(
+            tmp_path / "wavs" / label / f"{k}.wav", rng.integers(-9000, 9000, (40_960, 2)).astype(np.int16)
+        )
     lm.build(tmp_path / "wavs", out=tmp_path / "two.h5", progress="none", check=0)
     done = lm.train(tmp_path / "two.h5", out=tmp_path / "run", **HOW)
-    assert lm.predict(tmp_path / "wavs", done.detector, device="cpu", progress="none").table["in_training"].all()
+    assert (
+        lm.predict(tmp_path / "wavs", done.detector, device="cpu", progress="none").table["in_training"].all()
+    )
 
 
 def test_a_model_that_does_not_say_marks_nothing(small_sets, trained, tmp_path):
     old = replace(load_detector(trained / "model.pt"), seen=Seen())
-    done = lm.predict(small_sets.parent / "demo" / "TRAINING", old, device="cpu", progress="none", out=tmp_path / "scores.csv")
+    done = lm.predict(
+        small_sets.parent / "demo" / "TRAINING",
+        old,
+        device="cpu",
+        progress="none",
+        out=tmp_path / "scores.csv",
+    )
     assert done.table["in_training"].isna().all()
     assert done.summary["in_training"] is None
     assert "does not say what it was trained with" in done.text()
     column = (tmp_path / "scores.csv").read_text().splitlines()[0].split(",").index("in_training")
-    assert {line.split(",")[column] for line in (tmp_path / "scores.csv").read_text().splitlines()[1:]} == {""}
-    assert "does not say" not in lm.predict(small_sets.parent / "demo" / "TESTING", trained, device="cpu", progress="none").text()
+    assert {line.split(",")[column] for line in (tmp_path / "scores.csv").read_text().splitlines()[1:]} == {
+        ""
+    }
+    assert (
+        "does not say"
+        not in lm.predict(
+            small_sets.parent / "demo" / "TESTING", trained, device="cpu", progress="none"
+        ).text()
+    )
 
 
 def built(folder: Path, recordings: dict[str, np.ndarray]) -> Path:
@@ -185,7 +271,8 @@ def built(folder: Path, recordings: dict[str, np.ndarray]) -> Path:
     return lm.build(folder, out=folder.with_suffix(".h5"), progress="none", check=0).path
 
 
-def noise(seed: int) -> np.ndarray: return np.random.default_rng(seed).integers(-9000, 9000, 40_960).astype(np.int16)
+def noise(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-9000, 9000, 40_960).astype(np.int16)
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
@@ -197,12 +284,25 @@ def test_names_are_a_caution_and_sensors_that_nobody_knows_are_said(tmp_path):
     done = lm.train(first, out=tmp_path / "run", **HOW)
     found = judged(done.detector, built(tmp_path / "second", shifted))
     assert not found.leaky
-    assert [c for c in found.cautions if c.startswith("3 of 4 recordings are named as recordings of the detector's training, or pieces of them")]
-    assert "Not looked at: the sensor of some recordings is not known, so it may be on both sides." in found.cautions
+    assert [
+        c
+        for c in found.cautions
+        if c.startswith(
+            "3 of 4 recordings are named as recordings of the detector's training, or pieces of them"
+        )
+    ]
+    assert (
+        "Not looked at: the sensor of some recordings is not known, so it may be on both sides."
+        in found.cautions
+    )
     learned_pieces = lm.train(pieces, out=tmp_path / "pieces run", **HOW)
     again = judged(learned_pieces.detector, built(tmp_path / "third", shifted))
-    assert [c for c in again.cautions if c.startswith("3 of 4 recordings are named as recordings")], "the training had other pieces of these"
-    unnamed = judged(done.detector, built(tmp_path / "fourth", {f"other{k}": noise(k + 50) for k in range(4)}))
+    assert [c for c in again.cautions if c.startswith("3 of 4 recordings are named as recordings")], (
+        "the training had other pieces of these"
+    )
+    unnamed = judged(
+        done.detector, built(tmp_path / "fourth", {f"other{k}": noise(k + 50) for k in range(4)})
+    )
     assert not [c for c in unnamed.cautions if "are named as" in c]
 
 
@@ -210,16 +310,35 @@ def test_names_are_a_caution_and_sensors_that_nobody_knows_are_said(tmp_path):
 def test_silence_is_nobodys(tmp_path):
     "Silent recordings are alike: one in the training says nothing of another."
     quiet = np.zeros(40_960, np.int16)
-    first = built(tmp_path / "first", {"A1~1~20240101_000000~8": noise(1), "A1~2~20240101_000010~8": noise(2), "A1~3~20240101_000020~8": quiet})
-    second = built(tmp_path / "second", {"B1~1~20240101_000000~8": noise(3), "B1~2~20240101_000010~8": noise(4), "B1~3~20240101_000020~8": quiet})
+    first = built(
+        tmp_path / "first",
+        {
+            "A1~1~20240101_000000~8": noise(1),
+            "A1~2~20240101_000010~8": noise(2),
+            "A1~3~20240101_000020~8": quiet,
+        },
+    )
+    second = built(
+        tmp_path / "second",
+        {
+            "B1~1~20240101_000000~8": noise(3),
+            "B1~2~20240101_000010~8": noise(4),
+            "B1~3~20240101_000020~8": quiet,
+        },
+    )
     done = lm.train(first, out=tmp_path / "run", **HOW)
     assert len(done.detector.seen.recordings) == 2
     found, said = warned(done.detector, second)
     assert not found.leaky
     assert not said
-    assert lm.predict(tmp_path / "second", done.detector, device="cpu", progress="none").summary["in_training"] == 0
+    assert (
+        lm.predict(tmp_path / "second", done.detector, device="cpu", progress="none").summary["in_training"]
+        == 0
+    )
     whole = judged(done.detector, second, training=[first])
-    assert not [c for c in whole.cautions if "given as training are not among" in c], "the silent one is no stranger"
+    assert not [c for c in whole.cautions if "given as training are not among" in c], (
+        "the silent one is no stranger"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
@@ -227,8 +346,13 @@ def test_training_that_is_not_its_own_is_said(small_sets, trained, tmp_path):
     "What lies beside the recordings that judge need not be what the detector learned from."
     theirs = town(tmp_path, 7)
     found = judged(trained, theirs[2], training=[theirs[0]])
-    with recordings(theirs[0]) as ds: n = len(ds.rows)
-    assert [c for c in found.cautions if c.startswith(f"{n} of {n} recordings that were given as training are not among")]
+    with recordings(theirs[0]) as ds:
+        n = len(ds.rows)
+    assert [
+        c
+        for c in found.cautions
+        if c.startswith(f"{n} of {n} recordings that were given as training are not among")
+    ]
     own = judged(trained, small_sets / NAMES[2], training=[small_sets / NAMES[0]])
     assert not [c for c in own.cautions if "given as training are not among" in c]
 
@@ -237,14 +361,26 @@ def test_training_that_is_not_its_own_is_said(small_sets, trained, tmp_path):
 def test_sensors_are_said_once(small_sets, trained):
     "By the split where it sees them, else by the detector; those that only training and validation share are not what judges."
     detector = load_detector(trained / "model.pt")
-    with recordings(small_sets / NAMES[2]) as ds: theirs = seen_in([ds])
+    with recordings(small_sets / NAMES[2]) as ds:
+        theirs = seen_in([ds])
     detector.seen = replace(detector.seen, sensors=np.union1d(detector.seen.sensors, theirs.sensors))
     found = judged(detector, small_sets / NAMES[2], training=[small_sets / NAMES[0]])
     assert len([c for c in found.cautions if "sensors have names" in c]) == 1, "the split sees nothing"
-    found = judged(detector, small_sets / NAMES[2], training=[small_sets / NAMES[0]], validation=[small_sets / NAMES[0]], allow_leaky_split=True)
+    found = judged(
+        detector,
+        small_sets / NAMES[2],
+        training=[small_sets / NAMES[0]],
+        validation=[small_sets / NAMES[0]],
+        allow_leaky_split=True,
+    )
     assert "sensors" in found.stamps[0]
     assert len([c for c in found.cautions if "sensors have names" in c]) == 1, "not the ones that judge"
-    found = judged(detector, small_sets / NAMES[2], training=[small_sets / NAMES[0], small_sets / NAMES[2]], allow_leaky_split=True)
+    found = judged(
+        detector,
+        small_sets / NAMES[2],
+        training=[small_sets / NAMES[0], small_sets / NAMES[2]],
+        allow_leaky_split=True,
+    )
     assert "sensors" in found.stamps[0]
     assert not [c for c in found.cautions if "sensors have names" in c], "the stamp says it"
 
@@ -252,12 +388,16 @@ def test_sensors_are_said_once(small_sets, trained):
 def test_sensors_are_a_caution(small_sets, trained):
     "Another town may have a sensor of the same name."
     detector = load_detector(trained / "model.pt")
-    with recordings(small_sets / NAMES[2]) as ds: theirs = seen_in([ds])
+    with recordings(small_sets / NAMES[2]) as ds:
+        theirs = seen_in([ds])
     detector.seen = replace(detector.seen, sensors=np.union1d(detector.seen.sensors, theirs.sensors[:1]))
     found, said = warned(detector, small_sets / NAMES[2])
     assert not found.leaky
     assert not said
-    assert len([c for c in found.cautions if c.startswith(f"1 of {len(theirs.sensors)} sensors have names")]) == 1
+    assert (
+        len([c for c in found.cautions if c.startswith(f"1 of {len(theirs.sensors)} sensors have names")])
+        == 1
+    )
 
 
 def test_a_model_that_does_not_say(small_sets, trained, tmp_path):
@@ -274,11 +414,17 @@ def test_a_model_that_does_not_say(small_sets, trained, tmp_path):
 
 
 WRONG: dict[str, Any] = {
-    "a text": "all", "a list": [1, 2], "nothing in it": {}, "a number for yes": {"recordings": torch.zeros(1, dtype=torch.int64), "is_all": 1},
-    "shares": {"recordings": torch.zeros(1)}, "a table": {"recordings": torch.zeros(1, 1, dtype=torch.int64)},
+    "a text": "all",
+    "a list": [1, 2],
+    "nothing in it": {},
+    "a number for yes": {"recordings": torch.zeros(1, dtype=torch.int64), "is_all": 1},
+    "shares": {"recordings": torch.zeros(1)},
+    "a table": {"recordings": torch.zeros(1, 1, dtype=torch.int64)},
     "a wide view of one": {"recordings": torch.zeros(1, dtype=torch.int64).expand(1 << 40)},
     "nowhere": {"recordings": torch.empty(1 << 40, dtype=torch.int64, device="meta")},
-    "sparse": {"recordings": torch.zeros(4, dtype=torch.int64).to_sparse()}, "something else": {"more": 1}}
+    "sparse": {"recordings": torch.zeros(4, dtype=torch.int64).to_sparse()},
+    "something else": {"more": 1},
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -287,32 +433,54 @@ def test_a_hostile_memory_is_refused(trained, tmp_path, name):
     wrong = WRONG[name]
     values["seen"] = wrong if not isinstance(wrong, dict) or not wrong else values["seen"] | wrong
     (tmp_path / "model.pt").write_bytes(plain_bytes(values))
-    with pytest.raises(DataError, match="not what a detector is made of"): load_detector(tmp_path / "model.pt")
+    with pytest.raises(DataError, match="not what a detector is made of"):
+        load_detector(tmp_path / "model.pt")
 
 
 def town(folder: Path, seed: int) -> list[Path]:
     lm.write_demo(folder / f"{seed}", n_files=60, seed=seed)
-    return [r.path for r in lm.build_all(folder / f"{seed}", out_dir=folder / f"{seed} sets", progress="none", check=0)]
+    return [
+        r.path
+        for r in lm.build_all(folder / f"{seed}", out_dir=folder / f"{seed} sets", progress="none", check=0)
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
 def test_rounds_remember_and_look(small_sets, trained, tmp_path):
     "A challenger knows what its champion knew; a champion that knows what judges is said to, round after round."
     new, test = (town(tmp_path, seed)[k] for seed, k in ((5, 0), (6, 2)))
-    given: dict[str, Any] = dict(replay=small_sets / NAMES[0], out=tmp_path / "rounds", settings={"epochs": 1}, rules=RoundRules(n_draws=100),
-                                 device="cpu", progress=False, checkpoints=CheckpointSettings(fsync=False))
+    given: dict[str, Any] = dict(
+        replay=small_sets / NAMES[0],
+        out=tmp_path / "rounds",
+        settings={"epochs": 1},
+        rules=RoundRules(n_draws=100),
+        device="cpu",
+        progress=False,
+        checkpoints=CheckpointSettings(fsync=False),
+    )
     done = lm.retrain(trained, new, testing=test, **given)
     assert not [s for s in done.record["stamps"] if "learned from" in s]
-    before, after = load_detector(trained / "model.pt").seen, load_detector(round_folder(tmp_path / "rounds", 1) / "model.pt").seen
-    with recordings(new) as ds: learned = seen_in([ds]).recordings
+    before, after = (
+        load_detector(trained / "model.pt").seen,
+        load_detector(round_folder(tmp_path / "rounds", 1) / "model.pt").seen,
+    )
+    with recordings(new) as ds:
+        learned = seen_in([ds]).recordings
     assert set(before.recordings) < set(after.recordings)
     assert set(after.recordings) & set(learned)
     assert set(after.recordings) <= set(before.recordings) | set(learned)
     assert after.is_all
     assert load_champion(tmp_path / "rounds").seen.is_all
-    chosen_by = lm.retrain(trained, new, testing=small_sets / NAMES[1], **given | {"out": tmp_path / "others"})
-    with recordings(small_sets / NAMES[1]) as ds: n = len(ds.rows)
-    assert [s for s in chosen_by.record["stamps"] if s.startswith("LEAKY SPLIT") and f"testing: {n} of {n} recordings" in s]
+    chosen_by = lm.retrain(
+        trained, new, testing=small_sets / NAMES[1], **given | {"out": tmp_path / "others"}
+    )
+    with recordings(small_sets / NAMES[1]) as ds:
+        n = len(ds.rows)
+    assert [
+        s
+        for s in chosen_by.record["stamps"]
+        if s.startswith("LEAKY SPLIT") and f"testing: {n} of {n} recordings" in s
+    ]
     assert "BEWARE" in repr(chosen_by)
     assert any("comes out of rounds" in c for c in judged(done.challenger, test).cautions)
     assert not any("comes out of rounds" in c for c in judged(trained, test).cautions)
@@ -322,11 +490,24 @@ def test_rounds_remember_and_look(small_sets, trained, tmp_path):
 def test_a_round_that_is_not_over_remembers_too(small_sets, trained, tmp_path, monkeypatch):
     "Its model and its best one so far were begun from the champion."
     new, test = (town(tmp_path, seed)[k] for seed, k in ((5, 0), (6, 2)))
-    def interrupted(*args: Any) -> Any: raise KeyboardInterrupt
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(rounds, "_concluded", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        lm.retrain(trained, new, testing=test, replay=small_sets / NAMES[0], out=tmp_path / "rounds", settings={"epochs": 1}, device="cpu", progress=False,
-                   rules=RoundRules(n_draws=100, replay_share=0.2), checkpoints=CheckpointSettings(fsync=False))
+        lm.retrain(
+            trained,
+            new,
+            testing=test,
+            replay=small_sets / NAMES[0],
+            out=tmp_path / "rounds",
+            settings={"epochs": 1},
+            device="cpu",
+            progress=False,
+            rules=RoundRules(n_draws=100, replay_share=0.2),
+            checkpoints=CheckpointSettings(fsync=False),
+        )
     before, here = load_detector(trained / "model.pt").seen, round_folder(tmp_path / "rounds", 1)
     for path in (here / "model.pt", here / "checkpoints" / "best.pt"):
         seen = load_detector(path).seen
@@ -336,15 +517,26 @@ def test_a_round_that_is_not_over_remembers_too(small_sets, trained, tmp_path, m
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
 def test_a_refused_call_leaves_no_folder(small_sets, trained, tmp_path):
-    for champion, how, said in ((tmp_path / "nowhere.pt", {}, "no such file"), (trained, {"device": "cuda:99"}, "no such")):
+    for champion, how, said in (
+        (tmp_path / "nowhere.pt", {}, "no such file"),
+        (trained, {"device": "cuda:99"}, "no such"),
+    ):
         with pytest.raises(LeakmelError, match=said):
-            lm.retrain(champion, small_sets / NAMES[0], replay=small_sets / NAMES[0], testing=small_sets / NAMES[2], out=tmp_path / "rounds", progress=False,
-                       **{"device": "cpu"} | how)
+            lm.retrain(
+                champion,
+                small_sets / NAMES[0],
+                replay=small_sets / NAMES[0],
+                testing=small_sets / NAMES[2],
+                out=tmp_path / "rounds",
+                progress=False,
+                **{"device": "cpu"} | how,
+            )
         assert not (tmp_path / "rounds").exists()
 
 
 def test_files_of_the_earlier_system_say_nothing(tmp_path):
     from test_learn_incremental import earlier_system
+
     ds = earlier_system(tmp_path / "old.h5", 4, 0)
     assert known_of(Seen(is_all=True), ds) is None
     assert not seen_in([ds]).is_all

@@ -1,4 +1,5 @@
 "Splits: what is on both sides is found and said, and groups stay together."
+
 import os
 import re
 import warnings
@@ -20,10 +21,24 @@ from leakmel.dataset.reader import MelDataset
 from leakmel.learn.data import Segments
 from leakmel.learn.groups import ALL_TRIED, group_values, joined_groups, share_out
 from leakmel.learn.split_plots import split_figure
-from leakmel.learn.splits import KINDS, LeakySplitWarning, Split, SplitWarning, existing_split, group_split, shared_values
+from leakmel.learn.splits import (
+    KINDS,
+    LeakySplitWarning,
+    Split,
+    SplitWarning,
+    existing_split,
+    group_split,
+    shared_values,
+)
 from leakmel.learn.task import make_task
 
-quick = settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(
+    max_examples=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 N, HALVES = 4096, {"training": 0.5, "testing": 0.5}
 
 
@@ -41,27 +56,43 @@ def make_set(out: Path, files: dict[str, int], *, rate: int = 4096, **samples: n
     return lm.build(root, out=out, progress="none", check=0, spec=lm.MelSpec(duration_s=1.0)).path
 
 
-def logger(label: str, sensor: str, k: int) -> str: return f"{label}/{sensor}~{k:06d}~20240301_120000~8"
+def logger(label: str, sensor: str, k: int) -> str:
+    return f"{label}/{sensor}~{k:06d}~20240301_120000~8"
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Iterator[MelDataset]:
     "24 recordings of 6 sensors, two labels each."
-    files = {logger(label, f"H{s}", 10 * s + 2 * k + i): 100 * s + 10 * k + i for s in range(6) for k in range(2) for i, label in enumerate(("LEAK", "NOLEAK"))}
-    with lm.open_dataset(make_set(tmp_path_factory.mktemp("plain") / "x.h5", files)) as ds: yield ds
+    files = {
+        logger(label, f"H{s}", 10 * s + 2 * k + i): 100 * s + 10 * k + i
+        for s in range(6)
+        for k in range(2)
+        for i, label in enumerate(("LEAK", "NOLEAK"))
+    }
+    with lm.open_dataset(make_set(tmp_path_factory.mktemp("plain") / "x.h5", files)) as ds:
+        yield ds
 
 
-def sides(split: Split, values: np.ndarray) -> list[set]: return [set(values[rows].tolist()) for rows in split.parts.values()]
+def sides(split: Split, values: np.ndarray) -> list[set]:
+    return [set(values[rows].tolist()) for rows in split.parts.values()]
 
 
 # ---- existing splits -------------------------------------------------------------------------------------------------
 
+
 def pair(tmp_path: Path, a: dict[str, int], b: dict[str, int], **options: Any) -> dict[str, Path]:
-    return {"training": make_set(tmp_path / "a.h5", a, **options), "testing": make_set(tmp_path / "b.h5", b, **options)}
+    return {
+        "training": make_set(tmp_path / "a.h5", a, **options),
+        "testing": make_set(tmp_path / "b.h5", b, **options),
+    }
 
 
 def test_a_clean_split(tmp_path):
-    made = pair(tmp_path, {logger("LEAK", "A", 1): 1, logger("NO", "A", 2): 2}, {logger("LEAK", "B", 3): 3, logger("NO", "B", 4): 4})
+    made = pair(
+        tmp_path,
+        {logger("LEAK", "A", 1): 1, logger("NO", "A", 2): 2},
+        {logger("LEAK", "B", 3): 3, logger("NO", "B", 4): 4},
+    )
     split = existing_split(made)
     assert not split.leaky
     assert split.stamp == ""
@@ -69,18 +100,40 @@ def test_a_clean_split(tmp_path):
     assert [rows.tolist() for rows in split.parts.values()] == [[0, 1], [2, 3]]
     assert split.table().loc["testing"].to_dict() == {"recordings": 2, "LEAK": 1, "NO": 1}
     assert "No sensor, recording or content is in more than one part." in split.report()
-    with Segments(list(made.values()), rows=split.parts["testing"], level="recording") as ds, lm.open_dataset(made["testing"]) as raw:
+    with (
+        Segments(list(made.values()), rows=split.parts["testing"], level="recording") as ds,
+        lm.open_dataset(made["testing"]) as raw,
+    ):
         assert np.array_equal(ds[0][0], raw[0][0])
 
 
-@pytest.mark.parametrize(("kind", "a", "b", "said"), [
-    ("sensor", {logger("LEAK", "A", 1): 1, "NO/x1": 2}, {logger("LEAK", "A", 3): 3, "NO/x2": 4}, "1 sensor in more than one of {} (2 recordings): A"),
-    ("recording", {"LEAK/r7": 1, "NO/x1": 2}, {"LEAK/R7": 3, "NO/x2": 4}, "1 recording name in more than one of {} (2 recordings): r7"),
-    ("content", {"LEAK/r1": 1, "NO/x1": 2}, {"LEAK/r2": 1, "NO/x2": 4}, "1 recording with the same samples in more than one of {} (2 recordings): LEAK/"),
-])
+@pytest.mark.parametrize(
+    ("kind", "a", "b", "said"),
+    [
+        (
+            "sensor",
+            {logger("LEAK", "A", 1): 1, "NO/x1": 2},
+            {logger("LEAK", "A", 3): 3, "NO/x2": 4},
+            "1 sensor in more than one of {} (2 recordings): A",
+        ),
+        (
+            "recording",
+            {"LEAK/r7": 1, "NO/x1": 2},
+            {"LEAK/R7": 3, "NO/x2": 4},
+            "1 recording name in more than one of {} (2 recordings): r7",
+        ),
+        (
+            "content",
+            {"LEAK/r1": 1, "NO/x1": 2},
+            {"LEAK/r2": 1, "NO/x2": 4},
+            "1 recording with the same samples in more than one of {} (2 recordings): LEAK/",
+        ),
+    ],
+)
 def test_what_is_on_both_sides_is_said_loudly(tmp_path, kind, a, b, said):
     made, said = pair(tmp_path, a, b), said.format("training, testing")
-    with pytest.warns(LeakySplitWarning, match=re.escape(said)) as seen: split = existing_split(made)
+    with pytest.warns(LeakySplitWarning, match=re.escape(said)) as seen:
+        split = existing_split(made)
     assert len(seen) == 1
     assert seen[0].filename == __file__
     assert split.leaky
@@ -91,21 +144,24 @@ def test_what_is_on_both_sides_is_said_loudly(tmp_path, kind, a, b, said):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet = existing_split(made, allow_leaky_split=True)
-    assert quiet.stamp == split.stamp                      # allowed, not forgotten
+    assert quiet.stamp == split.stamp  # allowed, not forgotten
     assert quiet.allowed_leaky
 
 
 def test_silence_is_no_copy(tmp_path):
     silent = np.zeros(N, np.int16)
-    made = pair(tmp_path, {"LEAK/one": 1, "NO/two": 0}, {"LEAK/three": 2, "NO/four": 0}, two=silent, four=silent)
+    made = pair(
+        tmp_path, {"LEAK/one": 1, "NO/two": 0}, {"LEAK/three": 2, "NO/four": 0}, two=silent, four=silent
+    )
     assert not existing_split(made).leaky
 
 
 def test_a_label_on_one_side(tmp_path):
     made = pair(tmp_path, {"LEAK/a": 1, "NO/b": 0}, {"NO/d": 3})
-    with h5py.File(made["testing"], "r+") as f:           # as a build of both splits numbers labels
+    with h5py.File(made["testing"], "r+") as f:  # as a build of both splits numbers labels
         f["labels"][:], f.attrs["labels_json"] = 1, '["LEAK", "NO"]'
-    with pytest.warns(SplitWarning, match="LEAK: no recording with this label in testing"): split = existing_split(made)
+    with pytest.warns(SplitWarning, match="LEAK: no recording with this label in testing"):
+        split = existing_split(made)
     assert not split.leaky
     assert [p.kind for p in split.problems] == ["empty_label"]
     assert split_figure(split).layout.title.text == "LEAK: a part lacks this label"
@@ -114,7 +170,7 @@ def test_a_label_on_one_side(tmp_path):
 def test_earlier_systems_files(tmp_path):
     "They hold no names: rows stand for content, and what cannot be looked at is said."
     rows = np.random.default_rng(0).normal(-40, 9, (6, 2, 2, 8, 1)).astype(np.float16)
-    rows[2] = 0                                            # what the earlier system wrote for a file that it could not read
+    rows[2] = 0  # what the earlier system wrote for a file that it could not read
     for name, own in (("a", [0, 1, 2]), ("b", [3, 4, 2]), ("c", [5, 1, 4])):
         with h5py.File(tmp_path / name, "w") as f:
             f["labels"], f["segments_mel"] = np.array([0, 1, 1], np.int16), rows[own]
@@ -126,7 +182,10 @@ def test_earlier_systems_files(tmp_path):
     assert "not looked at: sensor, recording" in split_figure(split).layout.title.subtitle.text
     with pytest.warns(LeakySplitWarning, match="1 recording with the same samples"):
         assert existing_split({"training": tmp_path / "a", "testing": tmp_path / "c"}, legacy=True).leaky
-    with pytest.raises(UsageError, match="files of the earlier system hold no names|Files of the earlier system hold no names"):
+    with pytest.raises(
+        UsageError,
+        match="files of the earlier system hold no names|Files of the earlier system hold no names",
+    ):
         group_split(tmp_path / "a", legacy=True)
     split = group_split([tmp_path / "a", tmp_path / "b"], [1, 1, 1, 2, 2, 2], shares=HALVES, legacy=True)
     assert sorted(map(len, split.parts.values())) == [3, 3]
@@ -135,15 +194,26 @@ def test_earlier_systems_files(tmp_path):
 @pytest.mark.parametrize("what", ["rate", "level"])
 def test_a_label_that_something_else_gives_away(tmp_path, what):
     files = {f"{label}/{label}{k}": 50 * i + k for i, label in enumerate(("LEAK", "NO")) for k in range(24)}
-    loud = {f"LEAK{k}": sound(k, 8000 if what == "rate" else N, 0.2 if what == "rate" else 0.6) for k in range(24)}
+    loud = {
+        f"LEAK{k}": sound(k, 8000 if what == "rate" else N, 0.2 if what == "rate" else 0.6) for k in range(24)
+    }
     root = tmp_path / "wavs"
     for name, seed in files.items():
         path = root / f"{name}.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_wav(path, loud.get(path.stem, sound(seed)), 8000 if what == "rate" and path.stem in loud else 4096)
-    path = lm.build(root, out=tmp_path / "x.h5", progress="none", check=0, spec=lm.MelSpec(duration_s=1.0)).path
-    said = "sample rate: 24 of the 24 recordings with 8000 Hz" if what == "rate" else "level: in 100.0 % of the pairs"
-    with pytest.warns(SplitWarning) as seen: split = group_split(path, "path", shares=HALVES)
+        write_wav(
+            path, loud.get(path.stem, sound(seed)), 8000 if what == "rate" and path.stem in loud else 4096
+        )
+    path = lm.build(
+        root, out=tmp_path / "x.h5", progress="none", check=0, spec=lm.MelSpec(duration_s=1.0)
+    ).path
+    said = (
+        "sample rate: 24 of the 24 recordings with 8000 Hz"
+        if what == "rate"
+        else "level: in 100.0 % of the pairs"
+    )
+    with pytest.warns(SplitWarning) as seen:
+        split = group_split(path, "path", shares=HALVES)
     assert any(said in str(w.message) for w in seen)
     assert {p.kind for p in split.problems} == {"label_tied"}
     assert ("sample rate" if what == "rate" else "level") in split_figure(split).layout.title.text
@@ -152,7 +222,8 @@ def test_a_label_that_something_else_gives_away(tmp_path, what):
 def test_names_that_are_no_text(tmp_path):
     odd = os.fsdecode(b"H\xff\n~000001~20240301_120000~8")
     made = pair(tmp_path, {f"LEAK/{odd}": 1, "NO/x1": 2}, {f"LEAK/{odd}": 3, "NO/x2": 4})
-    with pytest.warns(LeakySplitWarning, match=re.escape(r"H\xff\n")): split = existing_split(made)
+    with pytest.warns(LeakySplitWarning, match=re.escape(r"H\xff\n")):
+        split = existing_split(made)
     assert [s.kind for s in split.shared] == ["sensor", "recording"]
     assert split.report().isascii()
     split._repr_html_().encode()
@@ -160,11 +231,14 @@ def test_names_that_are_no_text(tmp_path):
 
 
 def test_bad_existing_splits(tmp_path):
-    with pytest.raises(UsageError, match="at least two parts"): existing_split({"training": tmp_path / "x.h5"})
-    with pytest.raises(DataError, match="no such data set"): existing_split({"training": tmp_path / "x.h5", "testing": tmp_path / "y.h5"})
+    with pytest.raises(UsageError, match="at least two parts"):
+        existing_split({"training": tmp_path / "x.h5"})
+    with pytest.raises(DataError, match="no such data set"):
+        existing_split({"training": tmp_path / "x.h5", "testing": tmp_path / "y.h5"})
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
+
 
 def test_by_sensor(plain):
     split = group_split(plain, shares={"training": 0.5, "validation": 0.25, "testing": 0.25}, seed=3)
@@ -186,14 +260,17 @@ def test_groups_are_never_divided(plain, draw, seed, shares):
     "Whatever the groups are: each is in one part, and all parts have all labels, or the split is refused."
     groups = np.array(draw.draw(st.lists(st.integers(1, 12), min_size=24, max_size=24)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LeakySplitWarning)          # sensors are divided here
-        try: split = group_split(plain, groups, shares=shares, seed=seed)
-        except DataError: return                                    # refused; test_small_divisions_... tells when
+        warnings.simplefilter("ignore", LeakySplitWarning)  # sensors are divided here
+        try:
+            split = group_split(plain, groups, shares=shares, seed=seed)
+        except DataError:
+            return  # refused; test_small_divisions_... tells when
         again = group_split(plain, groups, shares=shares, seed=seed)
     here = sides(split, groups)
     assert len(set.union(*here)) == sum(map(len, here))
     assert sorted(np.concatenate(list(split.parts.values())).tolist()) == list(range(24))
-    for rows in split.parts.values(): assert set(plain.labels[rows].tolist()) == {0, 1}
+    for rows in split.parts.values():
+        assert set(plain.labels[rows].tolist()) == {0, 1}
     assert "group" not in [s.kind for s in split.shared]
     assert all(np.array_equal(a, b) for a, b in zip(split.parts.values(), again.parts.values()))
 
@@ -204,7 +281,10 @@ def test_small_divisions_are_refused_only_when_there_is_none(pairs, n_parts):
     counts = np.array(pairs)
     assert n_parts ** len(counts) <= ALL_TRIED
     present = counts[:, counts.sum(0) > 0]
-    def whole(parts: np.ndarray) -> bool: return all((present[parts == p].sum(0) > 0).all() for p in range(n_parts))
+
+    def whole(parts: np.ndarray) -> bool:
+        return all((present[parts == p].sum(0) > 0).all() for p in range(n_parts))
+
     possible = any(whole(np.array(parts)) for parts in np.ndindex(*(n_parts,) * len(counts)))
     assert whole(share_out(counts, np.full(n_parts, 1 / n_parts))) is possible
 
@@ -232,7 +312,11 @@ def test_seeds_differ(plain):
 
 
 def test_one_recording_in_two_groups_joins_them(tmp_path):
-    files = {logger(label, f"H{s}", 10 * s + i): 100 * s + i for s in range(4) for i, label in enumerate(("LEAK", "NO"))}
+    files = {
+        logger(label, f"H{s}", 10 * s + i): 100 * s + i
+        for s in range(4)
+        for i, label in enumerate(("LEAK", "NO"))
+    }
     path = make_set(tmp_path / "x.h5", files | {logger("LEAK", "H0", 99): 7, logger("LEAK", "H3", 98): 7})
     for seed in range(4):
         with lm.open_dataset(path) as ds:
@@ -243,23 +327,33 @@ def test_one_recording_in_two_groups_joins_them(tmp_path):
 
 
 def test_a_label_on_one_side_is_refused(tmp_path):
-    files = {logger("LEAK", "H0", k): k for k in range(4)} | {logger("NO", f"H{s}", 10 * s): 50 + s for s in range(5)}
+    files = {logger("LEAK", "H0", k): k for k in range(4)} | {
+        logger("NO", f"H{s}", 10 * s): 50 + s for s in range(5)
+    }
     path = make_set(tmp_path / "x.h5", files)
     said = r"LEAK is in 1 of 5 groups by sensor; expected each label in all 2 parts \(all divisions were tried\).*allow_leaky_split"
-    with pytest.raises(DataError, match=said): group_split(path, shares=HALVES)
+    with pytest.raises(DataError, match=said):
+        group_split(path, shares=HALVES)
     split = group_split(path, shares=HALVES, allow_leaky_split=True)
     assert split.leaky
-    assert split.stamp == "LEAKY SPLIT: scores say more than they should. 1 sensor in more than one of training, testing (5 recordings): H0"
+    assert (
+        split.stamp
+        == "LEAKY SPLIT: scores say more than they should. 1 sensor in more than one of training, testing (5 recordings): H0"
+    )
     assert "were divided" in split.method
     assert all(set(split.labels[rows].tolist()) == {0, 1} for rows in split.parts.values())
-    assert len([s for s in sides(split, np.array([0] * 4 + [0, 1, 2, 3, 4])) if 1 in s]) == 1        # the other sensors stay whole
+    assert (
+        len([s for s in sides(split, np.array([0] * 4 + [0, 1, 2, 3, 4])) if 1 in s]) == 1
+    )  # the other sensors stay whole
     three = {"training": 0.4, "validation": 0.3, "testing": 0.3}
     few = make_set(tmp_path / "few.h5", {"LEAK/a": 1, "LEAK/b": 2, "NO/c": 3, "NO/d": 4, "NO/e": 5})
-    with pytest.raises(DataError, match="LEAK is in 2 of 5 groups by recording"): group_split(few, "path", shares=three, allow_leaky_split=True)
+    with pytest.raises(DataError, match="LEAK is in 2 of 5 groups by recording"):
+        group_split(few, "path", shares=three, allow_leaky_split=True)
 
 
 def test_grouping_by_something_else_tells_of_sensors(plain):
-    with pytest.warns(LeakySplitWarning, match="sensors in more than one of training, testing"): split = group_split(plain, "path", shares=HALVES)
+    with pytest.warns(LeakySplitWarning, match="sensors in more than one of training, testing"):
+        split = group_split(plain, "path", shares=HALVES)
     assert [s.kind for s in split.shared] == ["sensor"]
     split = group_split(plain, r"re:/(H\d)~", shares=HALVES)
     assert not split.leaky
@@ -272,8 +366,17 @@ def test_recordings_of_no_known_sensor_were_not_looked_at(tmp_path):
         name = f"s{k % 3}~r{k}~20260101_000000~100.wav" if k < 9 else f"x{k}.wav"
         for label in ("LEAK", "NORMAL"):
             (tmp_path / "data" / label).mkdir(parents=True, exist_ok=True)
-            write_wav(tmp_path / "data" / label / f"{label}{name}", np.random.default_rng([k, len(label)]).integers(-999, 999, 4096).astype(np.int16), 4096)
-    lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec=lm.MelSpec.preset("disjoint", duration_s=1.0), progress="none")
+            write_wav(
+                tmp_path / "data" / label / f"{label}{name}",
+                np.random.default_rng([k, len(label)]).integers(-999, 999, 4096).astype(np.int16),
+                4096,
+            )
+    lm.build(
+        tmp_path / "data",
+        out=tmp_path / "x.h5",
+        spec=lm.MelSpec.preset("disjoint", duration_s=1.0),
+        progress="none",
+    )
     split = group_split(tmp_path / "x.h5", missing="one", shares={"training": 0.5, "testing": 0.5})
     assert split.unchecked == ("sensor",)
     assert "not checked: the sensor of some recordings is not known" in split.report()
@@ -282,60 +385,113 @@ def test_recordings_of_no_known_sensor_were_not_looked_at(tmp_path):
 def test_labels_left_out(plain):
     split = group_split(plain, shares=HALVES, task=make_task(plain.class_names, leave_out=[]))
     assert sum(map(len, split.parts.values())) == 24
-    files = {f"{label}/{label}{k}": 10 * i + k for i, label in enumerate(("LEAK", "NO", "QUIET")) for k in range(3)}
+    files = {
+        f"{label}/{label}{k}": 10 * i + k for i, label in enumerate(("LEAK", "NO", "QUIET")) for k in range(3)
+    }
     with pytest.MonkeyPatch.context() as m:
         m.setattr("leakmel.learn.splits._tied", lambda *a: ())
         path = make_set(Path(plain.path).parent / "three.h5", files)
-        with lm.open_dataset(path) as ds: split = group_split(ds, "path", shares=HALVES, task=make_task(ds.class_names, leave_out=["QUIET"]))
+        with lm.open_dataset(path) as ds:
+            split = group_split(
+                ds, "path", shares=HALVES, task=make_task(ds.class_names, leave_out=["QUIET"])
+            )
     assert set(split.labels[np.concatenate(list(split.parts.values()))].tolist()) == {0, 1}
 
 
 def test_group_values():
-    table = pd.DataFrame({"path": ["a/S1_x.wav", "a/S2_x.wav", "b/x.wav"], "sensor": ["A", "", "A"], "gain": [1.0, 2.0, np.nan]})
+    table = pd.DataFrame(
+        {
+            "path": ["a/S1_x.wav", "a/S2_x.wav", "b/x.wav"],
+            "sensor": ["A", "", "A"],
+            "gain": [1.0, 2.0, np.nan],
+        }
+    )
     assert group_values(table, re.compile(r"S\d"), missing="one").tolist() == ["S1", "S2", ""]
     assert group_values(table, "gain", missing="one").tolist() == ["1.0", "2.0", ""]
-    with pytest.raises(DataError, match="1 of 3 recordings have no sensor.*missing='one'"): group_values(table)
-    with pytest.raises(UsageError, match="no such column to group by; found 'colour'; expected path, sensor"): group_values(table, "colour")
-    with pytest.raises(UsageError, match="not a regular expression"): group_values(table, "re:(")
-    with pytest.raises(UsageError, match="2 values; expected 3"): group_values(table, [1, 2])
-    with pytest.raises(UsageError, match="missing is not known"): group_values(table, missing="all")
+    with pytest.raises(DataError, match="1 of 3 recordings have no sensor.*missing='one'"):
+        group_values(table)
+    with pytest.raises(UsageError, match="no such column to group by; found 'colour'; expected path, sensor"):
+        group_values(table, "colour")
+    with pytest.raises(UsageError, match="not a regular expression"):
+        group_values(table, "re:(")
+    with pytest.raises(UsageError, match="2 values; expected 3"):
+        group_values(table, [1, 2])
+    with pytest.raises(UsageError, match="missing is not known"):
+        group_values(table, missing="all")
 
 
 def test_groups_that_are_not_known_are_told_from_those_that_are():
     "However a table says it: a column of pandas' own text has a value of its own for that."
     table = pd.DataFrame({"path": ["a/S1_x.wav", None, "b/S2.wav"]})
-    columns: list[Any] = [[pd.NA, None, "b"], pd.Series([None, None, "b"], dtype="string"), pd.Categorical([None, None, "b"]), [pd.NaT, float("nan"), "b"]]
+    columns: list[Any] = [
+        [pd.NA, None, "b"],
+        pd.Series([None, None, "b"], dtype="string"),
+        pd.Categorical([None, None, "b"]),
+        [pd.NaT, float("nan"), "b"],
+    ]
     for column in columns:
         assert group_values(table, column, missing="one").tolist() == ["", "", "b"]
     assert group_values(table, r"re:S\d", missing="one").tolist() == ["S1", "", "S2"]
 
 
-@pytest.mark.parametrize("group", [None, 5, {"a": 1, "b": 2}, frozenset("a"), b"ab", np.zeros((2, 2)), np.array("sensor"), re.compile(b"a"),
-                                   "re:a{" + "9" * 30 + "}"], ids=repr)
+@pytest.mark.parametrize(
+    "group",
+    [
+        None,
+        5,
+        {"a": 1, "b": 2},
+        frozenset("a"),
+        b"ab",
+        np.zeros((2, 2)),
+        np.array("sensor"),
+        re.compile(b"a"),
+        "re:a{" + "9" * 30 + "}",
+    ],
+    ids=repr,
+)
 def test_what_is_no_way_to_group_is_refused(group):
     "A dict would give its keys, a set its members in any order."
-    with pytest.raises(UsageError): group_values(pd.DataFrame({"path": ["a", "b"]}), group)
+    with pytest.raises(UsageError):
+        group_values(pd.DataFrame({"path": ["a", "b"]}), group)
 
 
 @quick
-@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(["", "1", "2", "3", "4"])), min_size=1, max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdef"), st.sampled_from(["", "1", "2", "3", "4"])),
+        min_size=1,
+        max_size=20,
+    )
+)
 def test_joined_groups(pairs):
     groups, content = (np.array(x, dtype=object) for x in zip(*pairs))
     code = joined_groups(groups.astype(str), content)
     assert sorted(set(code.tolist())) == list(range(code.max() + 1))
     for i in range(len(pairs)):
         for j in range(i):
-            if groups[i] == groups[j] or content[i] and content[i] == content[j]: assert code[i] == code[j]
+            if groups[i] == groups[j] or content[i] and content[i] == content[j]:
+                assert code[i] == code[j]
     names = {frozenset(groups[code == k].tolist()) for k in code}
-    assert sum(map(len, names)) == len(set(groups.tolist()))          # nothing is joined through another group's name
+    assert sum(map(len, names)) == len(set(groups.tolist()))  # nothing is joined through another group's name
 
 
-@pytest.mark.parametrize("shares", [{"training": 1.0}, {}, {"training": 0.5, "testing": 0.6}, {"training": 1.0, "testing": 0.0}, {"a": float("nan"), "b": 0.5}])
+@pytest.mark.parametrize(
+    "shares",
+    [
+        {"training": 1.0},
+        {},
+        {"training": 0.5, "testing": 0.6},
+        {"training": 1.0, "testing": 0.0},
+        {"a": float("nan"), "b": 0.5},
+    ],
+)
 def test_bad_shares(plain, shares):
-    with pytest.raises(UsageError, match="at least two parts|of sum 1"): group_split(plain, shares=shares)
+    with pytest.raises(UsageError, match="at least two parts|of sum 1"):
+        group_split(plain, shares=shares)
 
 
 # ---- shown -----------------------------------------------------------------------------------------------------------
+
 
 def test_shared_values():
     part = np.array([0, 1, 1, 0, -1, 0])

@@ -1,4 +1,5 @@
 "One optimiser step: pieces add up to the batch, memory may run out anywhere, and a resumed training goes on bit for bit."
+
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -25,7 +26,13 @@ from leakmel.learn.timing import StepTimer, StepTimes, device_clock, loader_advi
 from leakmel.learn.train_settings import SPEED_ONLY, TrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-OFF: dict[str, Any] = {"level_db": 0.0, "colour_db": 0.0, "noise_share": 0.0, "n_band_masks": 0, "n_time_masks": 0}
+OFF: dict[str, Any] = {
+    "level_db": 0.0,
+    "colour_db": 0.0,
+    "noise_share": 0.0,
+    "n_band_masks": 0,
+    "n_time_masks": 0,
+}
 TASK = make_task(["LEAK", "NORMAL", "QUIET"])
 COUNTS = [10, 70, 20]
 MEANS = torch.linspace(-60, -40, 8)
@@ -36,23 +43,35 @@ def batch_of(n: int, seed: int = 0) -> Batch:
     "Rare leaks among others: the classes of pieces differ."
     g = torch.Generator().manual_seed(seed)
     y = torch.tensor([1, 1, 2, 1, 0, 1, 1])[torch.randint(7, (n,), generator=g)]
-    return Batch((torch.randn(n, 2, 8, 1, generator=g) * 6 - 50 + 5 * y[:, None, None, None]).half(), y, torch.arange(n))
+    return Batch(
+        (torch.randn(n, 2, 8, 1, generator=g) * 6 - 50 + 5 * y[:, None, None, None]).half(),
+        y,
+        torch.arange(n),
+    )
 
 
 def net_of(dropout: float = 0.3, seed: int = 4, kind: type[LeakNet] = LeakNet) -> LeakNet:
     torch.manual_seed(seed)
-    return kind(NetSettings(n_mels=8, width=2, n_classes=3, channels=(8, 8), dropout=dropout), MEANS, torch.full((8,), 8.0))
+    return kind(
+        NetSettings(n_mels=8, width=2, n_classes=3, channels=(8, 8), dropout=dropout),
+        MEANS,
+        torch.full((8,), 8.0),
+    )
 
 
-def stepper_of(n_steps: int = 7, *, dropout: float = 0.3, net: LeakNet | None = None, device: str = "cpu", **changes: Any) -> Stepper:
+def stepper_of(
+    n_steps: int = 7, *, dropout: float = 0.3, net: LeakNet | None = None, device: str = "cpu", **changes: Any
+) -> Stepper:
     mine: dict[str, Any] = {"batch_size": 24, "channels": (8, 8), "warmup_share": 0.2, **changes}
     return Stepper(net or net_of(dropout), TASK, TrainSettings(**mine), device, COUNTS, n_steps)
 
 
-def weights_of(stepper: Stepper) -> list[Tensor]: return [p.detach().clone() for p in stepper.net.parameters()]
+def weights_of(stepper: Stepper) -> list[Tensor]:
+    return [p.detach().clone() for p in stepper.net.parameters()]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool: return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def gradients(stepper: Stepper, batch: Batch) -> list[Tensor]:
@@ -62,14 +81,17 @@ def gradients(stepper: Stepper, batch: Batch) -> list[Tensor]:
 
 # Losses
 
+
 def test_balanced_weights_make_classes_count_the_same():
     weights = balanced_weights(COUNTS)
     shares = [w * n for w, n in zip(weights, COUNTS)]
     assert max(shares) - min(shares) < 1e-9
     assert math.isclose(sum(shares), sum(COUNTS))
     for wrong in ([0, 0, 0], [3, -1, 2]):
-        with pytest.raises(UsageError, match="cannot be"): balanced_weights(wrong)
-    with pytest.raises(UsageError, match="counts of other classes"): loss_weights(TASK, TrainSettings(), [1, 2])
+        with pytest.raises(UsageError, match="cannot be"):
+            balanced_weights(wrong)
+    with pytest.raises(UsageError, match="counts of other classes"):
+        loss_weights(TASK, TrainSettings(), [1, 2])
 
 
 def test_leak_weights_set_the_leak_against_all_the_rest():
@@ -81,12 +103,19 @@ def test_leak_weights_set_the_leak_against_all_the_rest():
 
 def test_losses_are_the_textbooks():
     logits, leak_logit, y = torch.randn(50, 3), torch.randn(50), torch.randint(3, (50,))
-    s, weights = TrainSettings(loss="focal", focal_gamma=1.5, aux_weight=0.7), loss_weights(TASK, TrainSettings(), COUNTS)
+    s, weights = (
+        TrainSettings(loss="focal", focal_gamma=1.5, aux_weight=0.7),
+        loss_weights(TASK, TrainSettings(), COUNTS),
+    )
     p, q = torch.softmax(logits.double(), 1)[range(50), y], torch.sigmoid(leak_logit.double())
     q = torch.where(y == 0, q, 1 - q)
     w, v = weights.classes.double()[y], weights.leak.double()[y]
-    expected = (w * (1 - p) ** 1.5 * -p.log()).sum() / w.sum() + 0.7 * (v * (1 - q) ** 1.5 * -q.log()).sum() / v.sum()
-    assert float(piece_loss(logits, leak_logit, y, s, weights, batch_totals(y, weights))) == pytest.approx(float(expected), rel=1e-5)
+    expected = (w * (1 - p) ** 1.5 * -p.log()).sum() / w.sum() + 0.7 * (
+        v * (1 - q) ** 1.5 * -q.log()
+    ).sum() / v.sum()
+    assert float(piece_loss(logits, leak_logit, y, s, weights, batch_totals(y, weights))) == pytest.approx(
+        float(expected), rel=1e-5
+    )
     plain = item_losses(logits, leak_logit, y, TrainSettings(label_smoothing=0.2), 0)[0]
     spread = -(0.8 * p.log() + 0.2 * torch.log_softmax(logits.double(), 1).mean(1))
     assert torch.allclose(plain.double(), spread, atol=1e-5)
@@ -94,12 +123,16 @@ def test_losses_are_the_textbooks():
 
 def test_the_focal_loss_has_gradients_where_all_is_right():
     logits = torch.tensor([[80.0, -80.0, -80.0]], requires_grad=True)
-    for gamma in (0.5, 2.0): item_losses(logits, torch.tensor([80.0]), torch.tensor([0]), TrainSettings(loss="focal", focal_gamma=gamma), 0)[0].sum().backward()
+    for gamma in (0.5, 2.0):
+        item_losses(
+            logits, torch.tensor([80.0]), torch.tensor([0]), TrainSettings(loss="focal", focal_gamma=gamma), 0
+        )[0].sum().backward()
     assert logits.grad is not None
     assert torch.isfinite(logits.grad).all()
 
 
 # Learning rate and pieces
+
 
 @quick
 @given(st.integers(1, 400), st.floats(0, 1), st.floats(0, 1))
@@ -110,8 +143,10 @@ def test_learning_rate_rises_then_falls(n_steps, warmup_share, min_lr_share):
     assert all(0 <= r <= 0.5 for r in rates)
     assert rates[:n_warm] == sorted(rates[:n_warm])
     assert rates[n_warm:] == sorted(rates[n_warm:], reverse=True)
-    if n_warm: assert rates[n_warm - 1] == 0.5
-    if n_steps - n_warm > 1: assert rates[-1] == pytest.approx(0.5 * min_lr_share)
+    if n_warm:
+        assert rates[n_warm - 1] == 0.5
+    if n_steps - n_warm > 1:
+        assert rates[-1] == pytest.approx(0.5 * min_lr_share)
 
 
 @quick
@@ -127,19 +162,31 @@ def test_pieces_are_even_and_whole(n, most):
 
 @pytest.mark.parametrize("n", [24, 23, 7, 1])
 @pytest.mark.parametrize("accumulation", [2, 5, 24])
-@pytest.mark.parametrize("changes", [{}, {"loss": "focal"}, {"class_weights": None, "aux_weight": 0.0}, {"label_smoothing": 0.1, "clip_norm": 0.01}],
-                         ids=["ce", "focal", "plain", "clipped"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss": "focal"},
+        {"class_weights": None, "aux_weight": 0.0},
+        {"label_smoothing": 0.1, "clip_norm": 0.01},
+    ],
+    ids=["ce", "focal", "plain", "clipped"],
+)
 def test_pieces_give_the_gradients_of_the_batch(n, accumulation, changes):
     batch = batch_of(n)
     whole, pieces = (stepper_of(dropout=0.0, accumulation=k, **changes) for k in (1, accumulation))
     expected, found = gradients(whole, batch), gradients(pieces, batch)
     scale = max(float(g.abs().max()) for g in expected)
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6 * scale) for a, b in zip(expected, found, strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6 * scale) for a, b in zip(expected, found, strict=True)
+    )
     assert scale > 0
     given, forward = list[int](), pieces.forward
+
     def counting(x: Tensor) -> Any:
         given.append(len(x))
         return forward(x)
+
     pieces.forward = counting
     one, other = whole.step(batch), pieces.step(batch)
     assert float(one.loss) == pytest.approx(float(other.loss), rel=1e-5)
@@ -157,13 +204,17 @@ def test_gradients_are_those_of_the_formula():
     logits, _ = net(batch.x.float()[..., 0].transpose(1, 2))
     nn.functional.cross_entropy(logits, batch.y, weight=torch.tensor(balanced_weights(COUNTS))).backward()
     expected = [p.grad for p in net.parameters() if p.grad is not None]
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, (f for f in found if f.abs().sum()), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(expected, (f for f in found if f.abs().sum()), strict=True)
+    )
 
 
 def test_a_norm_over_the_batch_is_refused():
     net = net_of()
     net.layers.append(nn.BatchNorm2d(8))
-    with pytest.raises(UsageError, match="do not add up; found BatchNorm2d"): stepper_of(net=net)
+    with pytest.raises(UsageError, match="do not add up; found BatchNorm2d"):
+        stepper_of(net=net)
 
 
 def test_norms_and_biases_do_not_decay():
@@ -190,26 +241,32 @@ def test_what_a_step_tells():
     assert not figures.loss.requires_grad
     assert stepper.first_step_s is not None
     assert stepper.n_done == 1
-    with pytest.raises(UsageError, match="without items"): stepper.step(batch[:0])
-    with pytest.raises(UsageError, match="at least one step"): stepper_of(0)
+    with pytest.raises(UsageError, match="without items"):
+        stepper.step(batch[:0])
+    with pytest.raises(UsageError, match="at least one step"):
+        stepper_of(0)
 
 
 # Memory that runs out
 
+
 class RunsOut(TorchDispatchMode):
     "Every operation of torch that comes along is counted; some of them find no memory."
 
-    def __init__(self, at: set[int], error: Callable[[], Exception] = lambda: torch.OutOfMemoryError("out of memory")):
+    def __init__(
+        self, at: set[int], error: Callable[[], Exception] = lambda: torch.OutOfMemoryError("out of memory")
+    ):
         super().__init__()
         self.at, self.error, self.n = at, error, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.n += 1
-        if self.n in self.at: raise self.error()
+        if self.n in self.at:
+            raise self.error()
         return func(*args, **(kwargs or {}))
 
 
-NO_MEMORY: Callable[[], Exception] = lambda: torch.OutOfMemoryError("out of memory")      # noqa: E731
+NO_MEMORY: Callable[[], Exception] = lambda: torch.OutOfMemoryError("out of memory")  # noqa: E731
 
 
 class Starved:
@@ -218,19 +275,26 @@ class Starved:
     def __init__(self):
         self.stepper, self.batch = stepper_of(4, accumulation=2), batch_of(24, 1)
         self.stepper.step(batch_of(24, 0))
-        self.noted = self.stepper.state_dict(), {n: v.clone() for n, v in self.stepper.net.state_dict().items()}
+        self.noted = (
+            self.stepper.state_dict(),
+            {n: v.clone() for n, v in self.stepper.net.state_dict().items()},
+        )
 
-    def step(self, at: set[int], error: Callable[[], Exception] = NO_MEMORY, micro_batch: int = 12) -> tuple[Stepper, int]:
+    def step(
+        self, at: set[int], error: Callable[[], Exception] = NO_MEMORY, micro_batch: int = 12
+    ) -> tuple[Stepper, int]:
         "The stepper after the step, and how many operations it took."
         self.stepper.load_state_dict(self.noted[0])
         self.stepper.net.load_state_dict(self.noted[1])
         self.stepper.micro_batch = micro_batch
-        with RunsOut(at, error) as counted: self.stepper.step(self.batch)
+        with RunsOut(at, error) as counted:
+            self.stepper.step(self.batch)
         return self.stepper, counted.n
 
 
 @pytest.fixture(scope="module")
-def starved() -> Starved: return Starved()
+def starved() -> Starved:
+    return Starved()
 
 
 @pytest.fixture(scope="module")
@@ -238,13 +302,16 @@ def n_before_writing(starved) -> int:
     "Operations of a step up to the gradients."
     stepper = stepper_of(4, accumulation=2)
     stepper.step(starved.batch)
-    with RunsOut(set()) as counted: stepper._gradients(starved.batch)
+    with RunsOut(set()) as counted:
+        stepper._gradients(starved.batch)
     return counted.n
 
 
 def check_operations(starved: Starved, operations: range) -> None:
     expected = weights_of(starved.step(set(), micro_batch=6)[0])
-    assert not same(expected, weights_of(starved.step(set())[0]))      # dropout draws for each piece: smaller pieces are another step
+    assert not same(
+        expected, weights_of(starved.step(set())[0])
+    )  # dropout draws for each piece: smaller pieces are another step
     for k in operations:
         stepper, _ = starved.step({k})
         assert (stepper.n_ran_out, stepper.micro_batch, stepper.n_done) == (1, 6, 2), k
@@ -258,7 +325,8 @@ def test_memory_may_run_out_at_an_operation(starved, n_before_writing):
 
 
 @pytest.mark.long
-def test_memory_may_run_out_at_any_operation(starved, n_before_writing): check_operations(starved, range(1, n_before_writing + 1))
+def test_memory_may_run_out_at_any_operation(starved, n_before_writing):
+    check_operations(starved, range(1, n_before_writing + 1))
 
 
 def test_memory_that_runs_out_again_and_again(starved):
@@ -268,12 +336,15 @@ def test_memory_that_runs_out_again_and_again(starved):
 
 def test_memory_that_is_too_small_for_one_item():
     stepper, tried = stepper_of(4), []
+
     def forward(x: Tensor) -> None:
         tried.append(len(x))
         raise torch.OutOfMemoryError("no room")
+
     stepper.forward = forward
     batch = batch_of(24)
-    with pytest.raises(MachineError, match="too small for a single item; found no room.*smaller net"): stepper.step(batch)
+    with pytest.raises(MachineError, match="too small for a single item; found no room.*smaller net"):
+        stepper.step(batch)
     assert tried == [24, 12, 6, 3, 1]
     assert stepper.n_done == 0
     assert all(p.grad is None for p in stepper.net.parameters())
@@ -283,38 +354,62 @@ def test_memory_that_runs_out_while_weights_are_written(starved, n_before_writin
     n = starved.step(set())[1]
     assert n - n_before_writing > 50
     for k in range(n_before_writing + 1, n + 1, 9):
-        with pytest.raises(MachineError, match="while weights were written.*last checkpoint"): starved.step({k})
+        with pytest.raises(MachineError, match="while weights were written.*last checkpoint"):
+            starved.step({k})
 
 
-@pytest.mark.parametrize("error", [MemoryError, lambda: RuntimeError("CUDNN_STATUS_ALLOC_FAILED"), lambda: RuntimeError("CUDA error: out of memory"),
-                                   lambda: RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError,
+        lambda: RuntimeError("CUDNN_STATUS_ALLOC_FAILED"),
+        lambda: RuntimeError("CUDA error: out of memory"),
+        lambda: RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
 def test_memory_runs_out_in_many_words(error, starved):
     assert ran_out(error())
     assert starved.step({30}, error)[0].n_ran_out == 1
 
 
 def test_other_errors_are_not_taken_for_it(starved):
-    with pytest.raises(RuntimeError, match="an illegal address"): starved.step({30}, lambda: RuntimeError("an illegal address"))
-    with pytest.raises(ValueError, match="no such thing"): starved.step({30}, lambda: ValueError("no such thing"))
+    with pytest.raises(RuntimeError, match="an illegal address"):
+        starved.step({30}, lambda: RuntimeError("an illegal address"))
+    with pytest.raises(ValueError, match="no such thing"):
+        starved.step({30}, lambda: ValueError("no such thing"))
 
 
 # Nothing waits for the device
 
+
 def test_no_number_is_read_from_the_device_on_the_way_to_the_gradients():
     "Each such reading would let a GPU run dry."
+
     class Notes(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             names.add(str(func.overloadpacket))
             return func(*args, **(kwargs or {}))
+
     names: set[str] = set()
-    for changes in ({"accumulation": 3}, {"loss": "focal", "noise_share": 1.0, "label_smoothing": 0.0}, {"amp": "bf16"}):
+    for changes in (
+        {"accumulation": 3},
+        {"loss": "focal", "noise_share": 1.0, "label_smoothing": 0.0},
+        {"amp": "bf16"},
+    ):
         stepper, batch = stepper_of(**changes), batch_of(24)
-        with Notes(): stepper._gradients(batch)
+        with Notes():
+            stepper._gradients(batch)
     assert {"aten.convolution", "aten.exponential_", "aten.native_dropout"} & names
-    assert not {n for n in names if n.split(".")[1] in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")}
+    assert not {
+        n
+        for n in names
+        if n.split(".")[1]
+        in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
+    }
 
 
 # Half precision
+
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_half_precision_learns_nearly_the_same(amp):
@@ -322,7 +417,10 @@ def test_half_precision_learns_nearly_the_same(amp):
     a, b = gradients(full, batch), gradients(half, batch)
     assert all(p.dtype is torch.float32 for p in half.net.parameters())
     assert half.half is {"bf16": torch.bfloat16, "fp16": torch.float16}[amp]
-    assert torch.cosine_similarity(torch.cat([g.flatten() for g in a]), torch.cat([g.flatten() for g in b]), 0) > 0.98
+    assert (
+        torch.cosine_similarity(torch.cat([g.flatten() for g in a]), torch.cat([g.flatten() for g in b]), 0)
+        > 0.98
+    )
     assert not same(a, b)
     assert half.scaler.is_enabled() == (amp == "fp16")
     assert half_type(TrainSettings(), torch.device("cpu")) is None
@@ -348,7 +446,8 @@ def test_memory_that_runs_out_keeps_the_scale():
     stepper, batch = stepper_of(amp="fp16"), batch_of(24)
     stepper.step(batch)
     stepper.scaler.update(512.0)
-    with RunsOut({80, 300}): stepper.step(batch)
+    with RunsOut({80, 300}):
+        stepper.step(batch)
     assert stepper.n_ran_out == 2
     assert stepper.scaler.get_scale() == 512.0
     assert stepper.n_done == 2
@@ -359,16 +458,22 @@ def test_order_of_numbers_does_not_matter(last):
     usual, other = stepper_of(dropout=0.0), stepper_of(dropout=0.0, channels_last=last)
     weight = next(p for p in other.net.parameters() if p.ndim == 4 and p.shape[1] > 1)
     assert weight.is_contiguous(memory_format=torch.channels_last) == (last is True)
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients(usual, batch_of(24)), gradients(other, batch_of(24)), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(gradients(usual, batch_of(24)), gradients(other, batch_of(24)), strict=True)
+    )
 
 
 # Compiling
 
+
 def test_compiled_nets_are_asked_as_wished(monkeypatch):
     asked = []
+
     def note(net, mode):
         asked.append(mode)
         return net
+
     monkeypatch.setattr(torch, "compile", note)
     stepper = stepper_of(use_compile=True, compile_mode="reduce-overhead")
     stepper.step(batch_of(24))
@@ -378,37 +483,60 @@ def test_compiled_nets_are_asked_as_wished(monkeypatch):
 
 def test_a_net_that_cannot_be_compiled_says_what_to_do(monkeypatch):
     from torch._dynamo.exc import TorchDynamoException
-    def refuse(*args): raise TorchDynamoException("no compiler\nand much more")
+
+    def refuse(*args):
+        raise TorchDynamoException("no compiler\nand much more")
+
     monkeypatch.setattr(torch, "compile", lambda net, mode: refuse)
     stepper = stepper_of(use_compile=True)
-    with pytest.raises(MachineError, match="could not be compiled; found no compiler. Train with use_compile=False"): stepper.step(batch_of(24))
+    with pytest.raises(
+        MachineError, match="could not be compiled; found no compiler. Train with use_compile=False"
+    ):
+        stepper.step(batch_of(24))
 
 
 def test_gradients_that_lie_in_the_memory_of_a_graph_are_not_lost(monkeypatch):
     "A graph of a GPU gives gradients in memory that it writes over when it runs for the next piece; here `backward` does that."
+
     def backward(loss: Tensor) -> None:
         for p, found in zip(weights, torch.autograd.grad(loss, weights), strict=True):
             given = memory.setdefault(p, torch.empty_like(p)).copy_(found)
-            if p.grad is None: p.grad = given
-            else: p.grad.add_(given)
+            if p.grad is None:
+                p.grad = given
+            else:
+                p.grad.add_(given)
+
     monkeypatch.setattr(torch, "compile", lambda net, mode: net)
-    stepper, memory = stepper_of(dropout=0.0, use_compile=True, compile_mode="reduce-overhead", accumulation=3), dict[Tensor, Tensor]()
-    weights, right = list(stepper.net.parameters()), gradients(stepper_of(dropout=0.0, accumulation=3), batch_of(24))
+    stepper, memory = (
+        stepper_of(dropout=0.0, use_compile=True, compile_mode="reduce-overhead", accumulation=3),
+        dict[Tensor, Tensor](),
+    )
+    weights, right = (
+        list(stepper.net.parameters()),
+        gradients(stepper_of(dropout=0.0, accumulation=3), batch_of(24)),
+    )
     monkeypatch.setattr(Tensor, "backward", backward)
-    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(gradients(stepper, batch_of(24)), right, strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-7) for a, b in zip(gradients(stepper, batch_of(24)), right, strict=True)
+    )
 
 
 # Going on
 
+
 def run(stepper: Stepper, steps: range) -> list[float]:
     losses = []
     for i in steps:
-        torch.rand(i + 1)                          # others draw random numbers too
+        torch.rand(i + 1)  # others draw random numbers too
         losses.append(float(stepper.step(batch_of(24 - i, i)).loss))
     return losses
 
 
-@pytest.mark.parametrize("changes", [{"accumulation": 3}, {"amp": "bf16"}, {"amp": "fp16"}, {"loss": "focal", "noise_share": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"accumulation": 3}, {"amp": "bf16"}, {"amp": "fp16"}, {"loss": "focal", "noise_share": 1.0}],
+    ids=str,
+)
 def test_a_resumed_training_goes_on_bit_for_bit(changes):
     whole = stepper_of(7, **changes)
     losses = run(whole, range(7))
@@ -447,12 +575,15 @@ def test_what_was_noted_stays_as_it_is():
     other = stepper_of(7)
     other.load_state_dict(noted)
     run(other, range(2, 3))
-    assert torch.equal(kept, torch.cat([v.flatten() for s in noted["optimiser"]["state"].values() for v in s.values()]))
+    assert torch.equal(
+        kept, torch.cat([v.flatten() for s in noted["optimiser"]["state"].values() for v in s.values()])
+    )
 
 
 def test_smaller_pieces_stay():
     stepper, batch = stepper_of(7), batch_of(24)
-    with RunsOut({40}): stepper.step(batch)
+    with RunsOut({40}):
+        stepper.step(batch)
     other = stepper_of(7)
     other.load_state_dict(stepper.state_dict())
     assert other.micro_batch == 12
@@ -467,32 +598,88 @@ def test_what_is_remembered_of_weights_follows_their_order_of_numbers(orders):
     run(then, range(2))
     for stepper in (now, same_as_then):
         noted = then.state_dict()
-        noted["settings"]["channels_last"] = stepper.settings.channels_last      # "auto" on both devices, which means another order on each
+        noted["settings"]["channels_last"] = (
+            stepper.settings.channels_last
+        )  # "auto" on both devices, which means another order on each
         stepper.net.load_state_dict(then.net.state_dict())
         stepper.load_state_dict(noted)
-        for group in stepper.optimiser.param_groups: group["fused"] = True
-    for p, held in now.optimiser.state.items(): assert held["exp_avg"].stride() == held["exp_avg_sq"].stride() == p.stride()
+        for group in stepper.optimiser.param_groups:
+            group["fused"] = True
+    for p, held in now.optimiser.state.items():
+        assert held["exp_avg"].stride() == held["exp_avg_sq"].stride() == p.stride()
     run(now, range(2, 4))
     run(same_as_then, range(2, 4))
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(weights_of(now), weights_of(same_as_then), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-5)
+        for a, b in zip(weights_of(now), weights_of(same_as_then), strict=True)
+    )
 
 
-@pytest.mark.parametrize("changes", [{"learning_rate": 1e-4}, {"level_db": 1.0}, {"seed": 5}, {"batch_size": 48}, {"channels": (8, 9)}, {"n_steps": 8}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate": 1e-4},
+        {"level_db": 1.0},
+        {"seed": 5},
+        {"batch_size": 48},
+        {"channels": (8, 9)},
+        {"n_steps": 8},
+    ],
+    ids=str,
+)
 def test_the_state_of_another_training_is_refused(changes):
     noted = stepper_of(7).state_dict()
     stepper = stepper_of(**{"n_steps": 7, **changes})
-    with pytest.raises(UsageError, match=f"another training; found {next(iter(changes))}"): stepper.load_state_dict(noted)
+    with pytest.raises(UsageError, match=f"another training; found {next(iter(changes))}"):
+        stepper.load_state_dict(noted)
 
 
 OTHERS: dict[str, Any] = {
-    "level_db": 1.0, "colour_db": 0.5, "noise_share": 0.3, "noise_snr_db": 3.0, "noise_snr_range_db": 10.0, "n_band_masks": 2, "band_mask_width": 3,
-    "n_time_masks": 1, "time_mask_width": 2, "loader": "stream", "preload_to_ram": False, "device_fraction": 0.25, "buffer_blocks": 8, "num_workers": 2,
-    "prefetch_factor": 2, "persistent_workers": False, "pin_memory": False, "start_method": "fork", "epochs": 3, "epoch_share": 0.5, "batch_size": 48,
-    "accumulation": 2, "learning_rate": 1e-4, "warmup_share": 0.3, "min_lr_share": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "loss": "focal",
-    "focal_gamma": 1.0, "class_weights": None, "label_smoothing": 0.1, "aux_weight": 0.1, "amp": "bf16", "use_compile": True,
-    "compile_mode": "max-autotune", "channels_last": True, "vote": "mean", "vote_share": 0.25, "early_stop_epochs": 1, "seed": 5, "profile_every": 3,
-    "form": "vector", "channels": (8, 9), "dropout": 0.1}
+    "level_db": 1.0,
+    "colour_db": 0.5,
+    "noise_share": 0.3,
+    "noise_snr_db": 3.0,
+    "noise_snr_range_db": 10.0,
+    "n_band_masks": 2,
+    "band_mask_width": 3,
+    "n_time_masks": 1,
+    "time_mask_width": 2,
+    "loader": "stream",
+    "preload_to_ram": False,
+    "device_fraction": 0.25,
+    "buffer_blocks": 8,
+    "num_workers": 2,
+    "prefetch_factor": 2,
+    "persistent_workers": False,
+    "pin_memory": False,
+    "start_method": "fork",
+    "epochs": 3,
+    "epoch_share": 0.5,
+    "batch_size": 48,
+    "accumulation": 2,
+    "learning_rate": 1e-4,
+    "warmup_share": 0.3,
+    "min_lr_share": 0.1,
+    "weight_decay": 0.1,
+    "clip_norm": 1.0,
+    "loss": "focal",
+    "focal_gamma": 1.0,
+    "class_weights": None,
+    "label_smoothing": 0.1,
+    "aux_weight": 0.1,
+    "amp": "bf16",
+    "use_compile": True,
+    "compile_mode": "max-autotune",
+    "channels_last": True,
+    "vote": "mean",
+    "vote_share": 0.25,
+    "early_stop_epochs": 1,
+    "seed": 5,
+    "profile_every": 3,
+    "form": "vector",
+    "channels": (8, 9),
+    "dropout": 0.1,
+}
 
 
 def test_another_value_is_known_for_each_setting():
@@ -506,48 +693,66 @@ def test_only_what_never_changes_a_weight_may_differ(name, monkeypatch):
     "One list of settings for the state of a step and for the identity of a training."
     monkeypatch.setattr(torch, "compile", lambda net, mode: net)
     then = TrainSettings(batch_size=24, channels=(8, 8), warmup_share=0.2)
-    now, data = replace(then, **{name: OTHERS[name]}), SimpleNamespace(identity=dict.fromkeys(("task", "training", "validation"), ""))
-    said = differences(training_identity(data, then), training_identity(data, now))      # type: ignore[arg-type]
+    now, data = (
+        replace(then, **{name: OTHERS[name]}),
+        SimpleNamespace(identity=dict.fromkeys(("task", "training", "validation"), "")),
+    )
+    said = differences(training_identity(data, then), training_identity(data, now))  # type: ignore[arg-type]
     noted = stepper_of(7).state_dict()
     stepper = Stepper(net_of(), TASK, now, "cpu", COUNTS, 7)
     if name in SPEED_ONLY:
         stepper.load_state_dict(noted)
         assert said == []
         return
-    with pytest.raises(UsageError, match=f"another training; found {name} "): stepper.load_state_dict(noted)
+    with pytest.raises(UsageError, match=f"another training; found {name} "):
+        stepper.load_state_dict(noted)
     assert len(said) == 1
     assert said[0].startswith(f"{name}=")
 
 
-@pytest.mark.parametrize("spoil", [
-    lambda s: s.pop("optimiser"), lambda s: s.update(n_done="many"), lambda s: s.update(micro_batch=0), lambda s: s.update(n_done=8),
-    lambda s: s.update(settings=None), lambda s: s["optimiser"]["param_groups"].pop(), lambda s: s["optimiser"].pop("state")])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda s: s.pop("optimiser"),
+        lambda s: s.update(n_done="many"),
+        lambda s: s.update(micro_batch=0),
+        lambda s: s.update(n_done=8),
+        lambda s: s.update(settings=None),
+        lambda s: s["optimiser"]["param_groups"].pop(),
+        lambda s: s["optimiser"].pop("state"),
+    ],
+)
 def test_what_is_no_state_is_refused(spoil):
     stepper = stepper_of(7)
     run(stepper, range(1))
     noted = stepper.state_dict()
     spoil(noted)
-    with pytest.raises(UsageError, match="state of"): stepper_of(7).load_state_dict(noted)
+    with pytest.raises(UsageError, match="state of"):
+        stepper_of(7).load_state_dict(noted)
 
 
 # Timing
 
+
 class FakeClock:
     "A device that counts: every mark is ten milliseconds after the one before."
 
-    def __init__(self): self.now, self.settled, self.ranges = 0.0, 0, []
+    def __init__(self):
+        self.now, self.settled, self.ranges = 0.0, 0, []
 
     def mark(self) -> float:
         self.now += 10
         return self.now
 
-    def settle(self) -> None: self.settled += 1
+    def settle(self) -> None:
+        self.settled += 1
 
     def between(self, first: float, last: float) -> float:
         assert self.settled, "an event was read before the device had come to it"
         return last - first
 
-    def memory(self) -> tuple[int | None, int | None]: return int(self.now), 2 * int(self.now)
+    def memory(self) -> tuple[int | None, int | None]:
+        return int(self.now), 2 * int(self.now)
 
     def range(self, name: str):
         self.ranges.append(name)
@@ -557,23 +762,28 @@ class FakeClock:
 class Loads:
     "Batches that are brought over one by one."
 
-    def __init__(self, n: int): self.n, self.n_moved = n, 0
+    def __init__(self, n: int):
+        self.n, self.n_moved = n, 0
 
     def transfer(self, batch: Batch) -> Batch:
         self.n_moved += 1
         return batch
 
     def __iter__(self):
-        for i in range(self.n): yield self.transfer(batch_of(4, i))
+        for i in range(self.n):
+            yield self.transfer(batch_of(4, i))
 
 
-@pytest.mark.parametrize(("n", "every", "sampled"), [(0, 5, 0), (1, 5, 1), (2, 5, 1), (11, 5, 2), (12, 5, 3), (6, 1, 5), (7, 2, 3)])
+@pytest.mark.parametrize(
+    ("n", "every", "sampled"), [(0, 5, 0), (1, 5, 1), (2, 5, 1), (11, 5, 2), (12, 5, 3), (6, 1, 5), (7, 2, 3)]
+)
 def test_a_sample_of_the_batches_is_timed(n, every, sampled):
     loads, clock = Loads(n), FakeClock()
     timer = StepTimer("cpu", every, clock)
     for _ in timer.batches(loads):
-        with timer.step(): pass
-    assert clock.settled == 0                               # nothing waits for the device before the end
+        with timer.step():
+            pass
+    assert clock.settled == 0  # nothing waits for the device before the end
     times = timer.times()
     assert times.n_batches == n
     assert times.n_sampled == sampled
@@ -585,23 +795,28 @@ def test_a_sample_of_the_batches_is_timed(n, every, sampled):
     assert times.reserved_bytes == 2 * (times.allocated_bytes or 0)
     assert clock.ranges == ["wait"] * (n + 1)
     list(loads)
-    assert loads.n_moved == n                               # the loader has its own way back
+    assert loads.n_moved == n  # the loader has its own way back
 
 
 def test_a_copy_that_the_host_waits_for_is_no_waiting_for_the_loader(monkeypatch):
     "From memory that is not page-locked a copy holds the host up: it is counted once, as a copy. Nothing but copies moves the clock."
     now_s = [100.0]
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+
     class Slow(Batch):
         def to(self, device: torch.device) -> Batch:
             now_s[0] += 0.02
             return self
+
     class Slowly(Loads):
         def __iter__(self):
-            for i in range(self.n): yield self.transfer(Slow(*vars(batch_of(4, i)).values()))
+            for i in range(self.n):
+                yield self.transfer(Slow(*vars(batch_of(4, i)).values()))
+
     timer = StepTimer("cpu", 1)
     for _ in timer.batches(Slowly(4)):
-        with timer.step(): pass
+        with timer.step():
+            pass
     times = timer.times()
     assert times.h2d_ms == pytest.approx(20)
     assert times.wait_ms == pytest.approx(0)
@@ -611,39 +826,51 @@ def test_a_timer_begins_anew_with_each_epoch():
     timer = StepTimer("cpu", 2, FakeClock())
     for n in (5, 3):
         for _ in timer.batches(Loads(n)):
-            with timer.step(): pass
+            with timer.step():
+                pass
         assert timer.times().n_batches == n
 
 
 def test_a_loop_that_breaks_off_leaves_the_loader_as_it_was():
     loads, closed = Loads(5), []
+
     def batches():
-        try: yield from Loads(5)
-        finally: closed.append(True)
+        try:
+            yield from Loads(5)
+        finally:
+            closed.append(True)
+
     timer = StepTimer("cpu", 1)
     waiting = timer.batches(loads)
     next(waiting)
-    waiting.close()      # type: ignore[attr-defined]
+    waiting.close()  # type: ignore[attr-defined]
     assert "transfer" not in vars(loads)
     waiting = timer.batches(batches())
     next(waiting)
-    waiting.close()      # type: ignore[attr-defined]
+    waiting.close()  # type: ignore[attr-defined]
     assert closed == [True]
-    with pytest.raises(UsageError, match="every"): StepTimer("cpu", 0)
+    with pytest.raises(UsageError, match="every"):
+        StepTimer("cpu", 0)
 
 
 def test_a_step_that_fails_is_not_timed():
     timer = StepTimer("cpu", 1, FakeClock())
+
     def loop() -> None:
         for _ in timer.batches(Loads(3)):
-            with timer.step(): raise KeyError("x")
-    with pytest.raises(KeyError): loop()
+            with timer.step():
+                raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        loop()
     assert timer.times().n_sampled == 0
     assert timer.times().compute_ms is None
 
 
 def test_advice_follows_the_waiting():
-    def times(wait_ms: float | None) -> StepTimes: return StepTimes(100, 2, 10.0, 1.0, wait_ms, wait_ms, 1.0, 20.0, None, None)
+    def times(wait_ms: float | None) -> StepTimes:
+        return StepTimes(100, 2, 10.0, 1.0, wait_ms, wait_ms, 1.0, 20.0, None, None)
+
     assert loader_advice(times(None)) is None
     assert loader_advice(times(9.9)) is None
     assert "could be faster" in str(loader_advice(times(30)))
@@ -662,9 +889,11 @@ def test_advice_follows_the_waiting():
 
 def test_ranges_for_a_profiler(monkeypatch):
     stepper, clock = stepper_of(accumulation=2), FakeClock()
+
     def note(name):
         clock.ranges.append(name)
         return device_clock("cpu").range(name)
+
     monkeypatch.setattr(clock, "range", note)
     stepper.clock = clock
     stepper.step(batch_of(24))
@@ -673,6 +902,7 @@ def test_ranges_for_a_profiler(monkeypatch):
 
 class FakeEvent:
     "An event of a device that is ten steps behind."
+
     made: list["FakeEvent"] = []
     done = False
 
@@ -694,32 +924,43 @@ class FakeEvent:
 
 def test_the_clock_of_a_card_asks_for_nothing_before_the_end(monkeypatch):
     calls: list[str] = []
+
     def settle(device: torch.device) -> None:
         calls.append("settle")
         FakeEvent.done = True
+
     monkeypatch.setattr(FakeEvent, "made", [])
     monkeypatch.setattr(FakeEvent, "done", False)
-    replaced: dict[str, Any] = {"Event": FakeEvent, "current_stream": lambda device: f"stream of {device}", "synchronize": settle,
-                                "max_memory_allocated": lambda device: 7, "memory_reserved": lambda device: 9,
-                                "reset_peak_memory_stats": lambda device: calls.append("reset")}
-    for name, fake in replaced.items(): monkeypatch.setattr(torch.cuda, name, fake)
+    replaced: dict[str, Any] = {
+        "Event": FakeEvent,
+        "current_stream": lambda device: f"stream of {device}",
+        "synchronize": settle,
+        "max_memory_allocated": lambda device: 7,
+        "memory_reserved": lambda device: 9,
+        "reset_peak_memory_stats": lambda device: calls.append("reset"),
+    }
+    for name, fake in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
     timer, loads = StepTimer("cpu", 2, device_clock("cuda:0")), Loads(6)
     monkeypatch.setattr(timer.clock, "range", lambda name: torch.no_grad())
     for _ in timer.batches(loads):
-        with timer.step(): pass
+        with timer.step():
+            pass
     assert "settle" not in calls
     times = timer.times()
     assert (times.compute_ms, times.h2d_ms, times.n_sampled) == (2.0, 2.0, 3)
     assert (times.allocated_bytes, times.reserved_bytes) == (7, 9)
-    assert len(FakeEvent.made) == 16      # two around each of four transfers and four steps
+    assert len(FakeEvent.made) == 16  # two around each of four transfers and four steps
     assert calls.count("settle") == 1
 
 
 # What needs a GPU
 
+
 def need_gpu() -> None:
     "Skip where there is none."
-    if not torch.cuda.is_available(): pytest.skip("no CUDA device here")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
 
 
 @pytest.mark.gpu
@@ -728,7 +969,12 @@ def test_a_gpu_learns_what_a_cpu_learns(amp):
     need_gpu()
     on_cpu, on_gpu = stepper_of(dropout=0.0, **OFF), stepper_of(dropout=0.0, device="cuda", amp=amp, **OFF)
     a, b = gradients(on_cpu, batch_of(24)), gradients(on_gpu, batch_of(24))
-    assert torch.cosine_similarity(torch.cat([g.flatten() for g in a]), torch.cat([g.flatten().cpu() for g in b]), 0) > 0.98
+    assert (
+        torch.cosine_similarity(
+            torch.cat([g.flatten() for g in a]), torch.cat([g.flatten().cpu() for g in b]), 0
+        )
+        > 0.98
+    )
 
 
 @pytest.mark.gpu
@@ -741,7 +987,9 @@ def test_a_gpu_goes_on_where_it_was():
     resumed.net.load_state_dict(part.net.state_dict())
     resumed.load_state_dict(part.state_dict())
     run(resumed, range(3, 7))
-    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(weights_of(whole), weights_of(resumed), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-4) for a, b in zip(weights_of(whole), weights_of(resumed), strict=True)
+    )
     moved = stepper_of(7, net=net_of(seed=77))
     moved.load_state_dict(part.state_dict())
     run(moved, range(3, 4))
@@ -752,7 +1000,8 @@ def test_events_tell_the_time_of_a_gpu():
     need_gpu()
     stepper, timer = stepper_of(20, device="cuda"), StepTimer("cuda", 2)
     for batch in timer.batches(Loads(20)):
-        with timer.step(): stepper.step(batch)
+        with timer.step():
+            stepper.step(batch)
     times = timer.times()
     assert times.compute_ms
     assert times.h2d_ms is not None
@@ -764,39 +1013,57 @@ def test_events_tell_the_time_of_a_gpu():
 @pytest.mark.gpu
 def test_a_step_does_not_wait_for_a_gpu():
     need_gpu()
-    stepper, batches = stepper_of(20, device="cuda", amp="bf16", accumulation=2), [batch_of(24, i).to(torch.device("cuda")) for i in range(4)]
+    stepper, batches = (
+        stepper_of(20, device="cuda", amp="bf16", accumulation=2),
+        [batch_of(24, i).to(torch.device("cuda")) for i in range(4)],
+    )
     stepper.step(batches[0])
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for batch in batches[1:]: stepper.step(batch)
-    finally: torch.cuda.set_sync_debug_mode("default")
+        for batch in batches[1:]:
+            stepper.step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert stepper.n_done == 4
 
 
 @pytest.mark.gpu
 def test_real_memory_runs_out():
     need_gpu()
-    stepper, batch = stepper_of(2, device="cuda", batch_size=1 << 16), batch_of(1 << 16).to(torch.device("cuda"))
+    stepper, batch = (
+        stepper_of(2, device="cuda", batch_size=1 << 16),
+        batch_of(1 << 16).to(torch.device("cuda")),
+    )
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
     try:
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (96 << 20)) / total)
         stepper.step(batch)
-    finally: torch.cuda.set_per_process_memory_fraction(1.0)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     assert stepper.n_ran_out >= 1
     assert stepper.n_done == 1
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")      # torch's own, in what it compiles with
+@pytest.mark.filterwarnings(
+    "ignore:.*script_method.*:DeprecationWarning"
+)  # torch's own, in what it compiles with
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_compiled_nets_learn_the_same(device):
-    if device == "cuda": need_gpu()
-    usual, compiled = (stepper_of(3, dropout=0.0, device=device, amp="off", use_compile=c) for c in (False, True))
+    if device == "cuda":
+        need_gpu()
+    usual, compiled = (
+        stepper_of(3, dropout=0.0, device=device, amp="off", use_compile=c) for c in (False, True)
+    )
     for i in range(3):
         usual.step(batch_of(24, i))
         compiled.step(batch_of(24 - i, i) if i == 1 else batch_of(24, i))
-        if i == 0: assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(weights_of(usual), weights_of(compiled), strict=True))
+        if i == 0:
+            assert all(
+                torch.allclose(a, b, atol=1e-4)
+                for a, b in zip(weights_of(usual), weights_of(compiled), strict=True)
+            )
     assert compiled.first_step_s
     assert compiled.n_done == 3
     assert set(compiled.net.state_dict()) == set(usual.net.state_dict())

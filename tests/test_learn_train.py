@@ -1,4 +1,5 @@
 "Training: what was interrupted comes to the same weights, the best epoch is kept, the threshold is chosen on validation, and what is wrong is said before."
+
 import csv
 import json
 import math
@@ -46,7 +47,13 @@ def sets(small_sets: Path) -> Path:
 
 def trained(sets: Path, out: Path, **options: Any) -> TrainResult:
     "A tiny training."
-    given: dict[str, Any] = {"out": out, "settings": TINY, "device": "cpu", "progress": False, "checkpoints": CheckpointSettings(fsync=False)}
+    given: dict[str, Any] = {
+        "out": out,
+        "settings": TINY,
+        "device": "cpu",
+        "progress": False,
+        "checkpoints": CheckpointSettings(fsync=False),
+    }
     return train(*files(sets), **given | options)
 
 
@@ -60,15 +67,28 @@ def assert_same(out: Path, right: TrainResult) -> None:
     "The same model, byte for byte, and the same figures but for times."
     assert (out / "model.pt").read_bytes() == right.model_path.read_bytes()
     for a, b in zip(rows_of(out), rows_of(right.model_path.parent), strict=True):
-        for name in ("epoch", "step", "loss", "segment_accuracy", "learning_rate", "val_loss", "f1", "auc", "grad_norm", "clipped_share"):
+        for name in (
+            "epoch",
+            "step",
+            "loss",
+            "segment_accuracy",
+            "learning_rate",
+            "val_loss",
+            "f1",
+            "auc",
+            "grad_norm",
+            "clipped_share",
+        ):
             assert a[name] == b[name], name
 
 
 def rows_of(out: Path) -> list[dict[str, str]]:
-    with open(out / "history.csv", encoding="utf-8") as f: return list(csv.DictReader(f))
+    with open(out / "history.csv", encoding="utf-8") as f:
+        return list(csv.DictReader(f))
 
 
 # ---- interrupted is uninterrupted ----------------------------------------------------------------------------------
+
 
 def at_a_step(number: int, at: int) -> str:
     "A moment is a step of the training, a batch of validation that is judged, or a call that changes the disk."
@@ -79,7 +99,8 @@ def at_a_step(number: int, at: int) -> str:
 
 @pytest.fixture(scope="module")
 def children() -> Iterator[Server]:
-    with server(loaded("train", "--no-evaluation")) as s: yield s
+    with server(loaded("train", "--no-evaluation")) as s:
+        yield s
 
 
 def going(children: Server, sets: Path, out: Path, code: str = "", *words: str) -> Ended:
@@ -100,14 +121,17 @@ def n_steps(children: Server, sets: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [5, pytest.param(10_000, marks=pytest.mark.long)])
-def test_killed_at_any_moment_it_comes_to_the_same_weights(sets: Path, tmp_path: Path, right: TrainResult, children: Server, tried: Callable, n: int) -> None:
+def test_killed_at_any_moment_it_comes_to_the_same_weights(
+    sets: Path, tmp_path: Path, right: TrainResult, children: Server, tried: Callable, n: int
+) -> None:
     words = ("--checkpoint-steps", "2", "--keep-checkpoints", "2")
     n_steps = count_steps(children, sets, tmp_path / "whole", *words)
     assert_same(tmp_path / "whole", right)
     for at in sorted({1 + k * (n_steps - 1) // n for k in range(n)}):
         out = tmp_path / f"{at}"
         done = going(children, sets, out, at_a_step(signal.SIGKILL, at), *words)
-        if done.status == 0: continue      # fewer steps this time
+        if done.status == 0:
+            continue  # fewer steps this time
         assert done.status == -signal.SIGKILL, done.err
         left = list_checkpoints(out / "checkpoints")
         done = going(children, sets, out, "", *words)
@@ -120,10 +144,22 @@ def test_killed_at_any_moment_it_comes_to_the_same_weights(sets: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "share"), [(signal.SIGINT, 0.3), (signal.SIGTERM, 0.6), (signal.SIGINT, 0.95), *(
-    pytest.param(n, share, marks=pytest.mark.long) for n in (signal.SIGINT, signal.SIGTERM) for share in np.linspace(0.05, 0.95, 15))])
-def test_a_signal_waits_for_a_checkpoint_and_says_how_to_go_on(sets: Path, tmp_path: Path, right: TrainResult, children: Server, n_steps: int,
-                                                               number: int, share: float) -> None:
+@pytest.mark.parametrize(
+    ("number", "share"),
+    [
+        (signal.SIGINT, 0.3),
+        (signal.SIGTERM, 0.6),
+        (signal.SIGINT, 0.95),
+        *(
+            pytest.param(n, share, marks=pytest.mark.long)
+            for n in (signal.SIGINT, signal.SIGTERM)
+            for share in np.linspace(0.05, 0.95, 15)
+        ),
+    ],
+)
+def test_a_signal_waits_for_a_checkpoint_and_says_how_to_go_on(
+    sets: Path, tmp_path: Path, right: TrainResult, children: Server, n_steps: int, number: int, share: float
+) -> None:
     out = tmp_path / "run"
     at = int(share * n_steps)
     done = going(children, sets, out, at_a_step(number, at))
@@ -141,53 +177,76 @@ def test_a_signal_waits_for_a_checkpoint_and_says_how_to_go_on(sets: Path, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["device", "stream", "workers"])
-def test_any_loader_goes_on_in_the_middle_of_an_epoch(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+def test_any_loader_goes_on_in_the_middle_of_an_epoch(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
     settings = replace(TINY, loader=kind, num_workers=0)
     whole = trained(sets, tmp_path / "whole", settings=settings)
     real = Stepper.step
+
     def dying(self: Stepper, batch: Any) -> Any:
-        if self.n_done == 9: raise ZeroDivisionError
+        if self.n_done == 9:
+            raise ZeroDivisionError
         return real(self, batch)
+
     with monkeypatch.context() as m:
         m.setattr(Stepper, "step", dying)
-        with pytest.raises(ZeroDivisionError): trained(sets, tmp_path / "run", settings=settings, checkpoints=CheckpointSettings(checkpoint_steps=4))
+        with pytest.raises(ZeroDivisionError):
+            trained(
+                sets, tmp_path / "run", settings=settings, checkpoints=CheckpointSettings(checkpoint_steps=4)
+            )
     assert [c.step for c in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == 8
     again = trained(sets, tmp_path / "run", settings=settings, resume="always")
     assert "Goes on after step 8, in epoch 2" in again.summary["begin"]
     assert_same(tmp_path / "run", whole)
 
 
-def test_ctrl_c_in_a_notebook_is_an_ordinary_interrupt(sets: Path, tmp_path: Path, right: TrainResult, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_a_notebook_is_an_ordinary_interrupt(
+    sets: Path, tmp_path: Path, right: TrainResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = Stepper.step
+
     def interrupted(self: Stepper, batch: Any) -> Any:
-        if self.n_done == 7: os.kill(os.getpid(), signal.SIGINT)
+        if self.n_done == 7:
+            os.kill(os.getpid(), signal.SIGINT)
         return real(self, batch)
+
     with monkeypatch.context() as m:
         m.setattr(Stepper, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt) as said: trained(sets, tmp_path / "run")
+        with pytest.raises(KeyboardInterrupt) as said:
+            trained(sets, tmp_path / "run")
     (note,) = said.value.__notes__
     assert "after step 8: the same command goes on" in note
     trained(sets, tmp_path / "run")
     assert_same(tmp_path / "run", right)
 
 
-def test_what_began_anew_goes_on_without_that_word(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_began_anew_goes_on_without_that_word(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = Stepper.step
+
     def interrupted(self: Stepper, batch: Any) -> Any:
-        if self.n_done == 1: os.kill(os.getpid(), signal.SIGINT)
+        if self.n_done == 1:
+            os.kill(os.getpid(), signal.SIGINT)
         return real(self, batch)
+
     monkeypatch.setattr(Stepper, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt) as said: trained(sets, tmp_path / "run", resume="never")
+    with pytest.raises(KeyboardInterrupt) as said:
+        trained(sets, tmp_path / "run", resume="never")
     (note,) = said.value.__notes__
     assert "after step 2: the same command without resume='never' goes on from there" in note
 
 
-def test_a_damaged_checkpoint_costs_an_epoch_and_not_the_training(sets: Path, tmp_path: Path, right: TrainResult, tried: Callable) -> None:
+def test_a_damaged_checkpoint_costs_an_epoch_and_not_the_training(
+    sets: Path, tmp_path: Path, right: TrainResult, tried: Callable
+) -> None:
     trained(sets, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
     newest = list_checkpoints(folder)[-1].path
     newest.write_bytes(newest.read_bytes()[:-100])
-    with pytest.warns(UserWarning, match="passed over"): again = trained(sets, tmp_path / "run")
+    with pytest.warns(UserWarning, match="passed over"):
+        again = trained(sets, tmp_path / "run")
     assert "in epoch 3" in again.summary["begin"]
     assert_same(tmp_path / "run", right)
     tried("S16")
@@ -195,29 +254,42 @@ def test_a_damaged_checkpoint_costs_an_epoch_and_not_the_training(sets: Path, tm
 
 # ---- beginning anew, refusing --------------------------------------------------------------------------------------
 
+
 def interrupted_after_an_epoch(sets: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Stepper.step
+
     def dying(self: Stepper, batch: Any) -> Any:
-        if self.n_done == 7: raise ZeroDivisionError
+        if self.n_done == 7:
+            raise ZeroDivisionError
         return real(self, batch)
+
     with monkeypatch.context() as m:
         m.setattr(Stepper, "step", dying)
-        with pytest.raises(ZeroDivisionError): trained(sets, out)
+        with pytest.raises(ZeroDivisionError):
+            trained(sets, out)
 
 
-def test_another_training_is_refused_by_name_or_begun_anew(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: TrainResult) -> None:
+def test_another_training_is_refused_by_name_or_begun_anew(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: TrainResult
+) -> None:
     out = tmp_path / "run"
     interrupted_after_an_epoch(sets, out, monkeypatch)
     before = (out / "checkpoints" / "best.pt").read_bytes()
-    with pytest.raises(UsageError, match="learning_rate=0.01 then, 0.02 now.*resume='never'"): trained(sets, out, settings=replace(TINY, learning_rate=0.02))
-    with pytest.raises(UsageError, match="another task"): trained(sets, out, kind="binary")
-    with pytest.raises(UsageError, match="other validation data"): train(files(sets)[0], sets / "TESTING_DATASET.H5", out=out, settings=TINY, progress=False)
+    with pytest.raises(UsageError, match="learning_rate=0.01 then, 0.02 now.*resume='never'"):
+        trained(sets, out, settings=replace(TINY, learning_rate=0.02))
+    with pytest.raises(UsageError, match="another task"):
+        trained(sets, out, kind="binary")
+    with pytest.raises(UsageError, match="other validation data"):
+        train(files(sets)[0], sets / "TESTING_DATASET.H5", out=out, settings=TINY, progress=False)
     assert (out / "checkpoints" / "best.pt").read_bytes() == before, "nothing was thrown away"
-    trained(sets, out, settings=replace(TINY, profile_every=3, preload_to_ram=False))      # what changes no weight changes nothing
+    trained(
+        sets, out, settings=replace(TINY, profile_every=3, preload_to_ram=False)
+    )  # what changes no weight changes nothing
     shutil.copy(right.model_path, out / "model.pt")
     anew = trained(sets, out, settings=replace(TINY, epochs=1), resume="never")
     assert anew.summary["begin"].startswith("Begins with epoch 1")
-    with pytest.raises(DataError, match="no training to go on with"): trained(sets, tmp_path / "new", resume="always")
+    with pytest.raises(DataError, match="no training to go on with"):
+        trained(sets, tmp_path / "new", resume="always")
 
 
 def test_a_training_that_is_over_is_not_repeated(sets: Path, tmp_path: Path, right: TrainResult) -> None:
@@ -230,35 +302,56 @@ def test_a_training_that_is_over_is_not_repeated(sets: Path, tmp_path: Path, rig
 
 
 @pytest.mark.parametrize("n_epochs", [0, 2])
-def test_a_history_that_lags_behind_the_last_checkpoint_is_whole_again(sets: Path, tmp_path: Path, right: TrainResult, n_epochs: int) -> None:
+def test_a_history_that_lags_behind_the_last_checkpoint_is_whole_again(
+    sets: Path, tmp_path: Path, right: TrainResult, n_epochs: int
+) -> None:
     "Killed between the two; the training is over."
     shutil.copytree(right.model_path.parent, tmp_path / "run")
     history = tmp_path / "run" / "history.csv"
     whole = history.read_bytes()
-    if n_epochs: history.write_bytes(b"".join(whole.splitlines(keepends=True)[:1 + n_epochs]))
-    else: history.unlink()
-    for name in ("model.pt", "summary.json"): (tmp_path / "run" / name).unlink()
+    if n_epochs:
+        history.write_bytes(b"".join(whole.splitlines(keepends=True)[: 1 + n_epochs]))
+    else:
+        history.unlink()
+    for name in ("model.pt", "summary.json"):
+        (tmp_path / "run" / name).unlink()
     assert "nothing to do" in trained(sets, tmp_path / "run").summary["begin"]
     assert history.read_bytes() == whole
 
 
-def test_a_finished_model_is_replaced_only_where_that_is_asked_for(sets: Path, tmp_path: Path, right: TrainResult) -> None:
+def test_a_finished_model_is_replaced_only_where_that_is_asked_for(
+    sets: Path, tmp_path: Path, right: TrainResult
+) -> None:
     out, fewer = tmp_path / "run", replace(TINY, epochs=1)
     shutil.copytree(right.model_path.parent, out)
-    with pytest.raises(UsageError, match="another training was finished.*epochs=3 then, 1 now.*resume='never'"): trained(sets, out, settings=fewer)
+    with pytest.raises(
+        UsageError, match="another training was finished.*epochs=3 then, 1 now.*resume='never'"
+    ):
+        trained(sets, out, settings=fewer)
     shutil.rmtree(out / "checkpoints")
-    with pytest.raises(UsageError, match="a model is in this folder.*resume='never'"): trained(sets, out, settings=fewer)
+    with pytest.raises(UsageError, match="a model is in this folder.*resume='never'"):
+        trained(sets, out, settings=fewer)
     assert_same(out, right)
-    assert trained(sets, out, settings=fewer, resume="never").summary["begin"].startswith("Begins with epoch 1")
+    assert (
+        trained(sets, out, settings=fewer, resume="never").summary["begin"].startswith("Begins with epoch 1")
+    )
 
 
-def test_each_epoch_is_told_once_its_checkpoint_stands(sets: Path, tmp_path: Path, right: TrainResult) -> None:
+def test_each_epoch_is_told_once_its_checkpoint_stands(
+    sets: Path, tmp_path: Path, right: TrainResult
+) -> None:
     told: list[EpochFigures] = []
+
     def after(figures: EpochFigures) -> None:
         told.append(figures)
         assert len((tmp_path / "run" / "history.csv").read_text().splitlines()) == 1 + len(told)
-        if len(told) == 2: raise InterruptedError("enough")
-    with pytest.raises(InterruptedError): train(*files(sets), out=tmp_path / "run", settings=TINY, device="cpu", progress=False, after_epoch=after)
+        if len(told) == 2:
+            raise InterruptedError("enough")
+
+    with pytest.raises(InterruptedError):
+        train(
+            *files(sets), out=tmp_path / "run", settings=TINY, device="cpu", progress=False, after_epoch=after
+        )
     assert [e.epoch for e in told] == [1, 2]
     assert not (tmp_path / "run" / "model.pt").exists()
     assert_same(tmp_path / "run", trained(sets, tmp_path / "run"))
@@ -267,120 +360,183 @@ def test_each_epoch_is_told_once_its_checkpoint_stands(sets: Path, tmp_path: Pat
 
 def test_one_training_at_a_time(sets: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with OutputLock(tmp_path / "run" / "model.pt"), pytest.raises(OutputError, match="another training writes into this folder"):
+    with (
+        OutputLock(tmp_path / "run" / "model.pt"),
+        pytest.raises(OutputError, match="another training writes into this folder"),
+    ):
         trained(sets, tmp_path / "run")
 
 
-@pytest.mark.parametrize(("options", "error", "said"), [
-    ({"leak_label": "EAK"}, UsageError, "no such label"),
-    ({"leak_label": "leak", "leave_out": ["nothing"]}, UsageError, "no such label"),
-    ({"kind": "several"}, UsageError, "no such kind"),
-    ({"resume": "perhaps"}, UsageError, "resume"),
-], ids=str)
-def test_what_is_wrong_is_said_before_the_work(sets: Path, tmp_path: Path, options: dict[str, Any], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said): trained(sets, tmp_path / "run", **options)
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"leak_label": "EAK"}, UsageError, "no such label"),
+        ({"leak_label": "leak", "leave_out": ["nothing"]}, UsageError, "no such label"),
+        ({"kind": "several"}, UsageError, "no such kind"),
+        ({"resume": "perhaps"}, UsageError, "resume"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_before_the_work(
+    sets: Path, tmp_path: Path, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        trained(sets, tmp_path / "run", **options)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_parts_that_cannot_do_their_work_are_refused(sets: Path, tmp_path: Path) -> None:
     with lm.open_dataset(files(sets)[0]) as ds:
-        leaks, others = (np.flatnonzero((ds.labels == ds.class_names.index("LEAK")) == is_leak) for is_leak in (True, False))
+        leaks, others = (
+            np.flatnonzero((ds.labels == ds.class_names.index("LEAK")) == is_leak)
+            for is_leak in (True, False)
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SplitWarning)
-        split = group_split(files(sets)[0], shares={"training": 0.5, "validation": 0.5}, allow_leaky_split=True)
+        split = group_split(
+            files(sets)[0], shares={"training": 0.5, "validation": 0.5}, allow_leaky_split=True
+        )
     no_leak = replace(split, parts={"training": np.arange(len(leaks) + len(others)), "validation": others})
-    with pytest.raises(DataError, match="0 leaks in"): train(files(sets)[0], split=no_leak, out=tmp_path, settings=TINY, progress=False)
+    with pytest.raises(DataError, match="0 leaks in"):
+        train(files(sets)[0], split=no_leak, out=tmp_path, settings=TINY, progress=False)
     only_leaks = replace(split, parts={"training": leaks, "validation": np.arange(len(leaks) + len(others))})
-    with pytest.raises(DataError, match="without a training recording"): train(files(sets)[0], split=only_leaks, out=tmp_path, settings=TINY, progress=False)
-    with pytest.raises(UsageError, match="given twice"): train(*files(sets), split=split, out=tmp_path, settings=TINY, progress=False)
-    with pytest.raises(UsageError, match="other data sets"): train(sets / "TESTING_DATASET.H5", split=split, out=tmp_path, settings=TINY, progress=False)
+    with pytest.raises(DataError, match="without a training recording"):
+        train(files(sets)[0], split=only_leaks, out=tmp_path, settings=TINY, progress=False)
+    with pytest.raises(UsageError, match="given twice"):
+        train(*files(sets), split=split, out=tmp_path, settings=TINY, progress=False)
+    with pytest.raises(UsageError, match="other data sets"):
+        train(sets / "TESTING_DATASET.H5", split=split, out=tmp_path, settings=TINY, progress=False)
 
 
-def test_a_loss_that_is_no_number_ends_the_training(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_no_number_ends_the_training(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from leakmel.learn import training_state
+
     real = training_state.Sums.add
-    def spoilt(self: Any, figures: Any) -> None: real(self, replace(figures, loss=figures.loss * (math.nan if spoil else 1)))
+
+    def spoilt(self: Any, figures: Any) -> None:
+        real(self, replace(figures, loss=figures.loss * (math.nan if spoil else 1)))
+
     spoil = False
     monkeypatch.setattr(training_state.Sums, "add", spoilt)
     trained(sets, tmp_path / "good", settings=replace(TINY, epochs=1))
     spoil = True
-    with pytest.raises(DataError, match="went astray.*lower learning_rate"): trained(sets, tmp_path / "run")
+    with pytest.raises(DataError, match="went astray.*lower learning_rate"):
+        trained(sets, tmp_path / "run")
     assert not (tmp_path / "run" / "model.pt").exists()
 
 
-def no_room(*args: Any, **named: Any) -> None: raise torch.OutOfMemoryError("out of memory")
+def no_room(*args: Any, **named: Any) -> None:
+    raise torch.OutOfMemoryError("out of memory")
 
 
-def test_memory_that_is_too_small_for_items_or_judging_is_said(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_too_small_for_items_or_judging_is_said(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from leakmel.learn import loaders, training_state
+
     with monkeypatch.context() as m:
         m.setattr(loaders, "load_items", no_room)
         on_device = replace(TINY, loader="device")
-        with pytest.raises(MachineError, match="do not fit into memory.*loader='stream'"): trained(sets, tmp_path / "a", settings=on_device)
+        with pytest.raises(MachineError, match="do not fit into memory.*loader='stream'"):
+            trained(sets, tmp_path / "a", settings=on_device)
     monkeypatch.setattr(training_state, "score_rows", no_room)
-    with pytest.raises(MachineError, match="too small to judge validation"): trained(sets, tmp_path / "b")
+    with pytest.raises(MachineError, match="too small to judge validation"):
+        trained(sets, tmp_path / "b")
 
 
-def test_a_training_that_ran_out_of_memory_says_how_it_went_on(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_ran_out_of_memory_says_how_it_went_on(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from leakmel.learn import step
+
     real, batches = step.piece_loss, iter([no_room])
     monkeypatch.setattr(step, "piece_loss", lambda *args: next(batches, real)(*args))
     result = trained(sets, tmp_path, settings=replace(TINY, epochs=1))
     assert (result.summary["n_ran_out"], result.summary["micro_batch"]) == (1, TINY.batch_size // 2)
-    assert f"ran out 1 time, so a step takes its batch in pieces of {TINY.batch_size // 2} items at most" in repr(result)
+    assert (
+        f"ran out 1 time, so a step takes its batch in pieces of {TINY.batch_size // 2} items at most"
+        in repr(result)
+    )
 
 
-def test_settings_that_may_change_change_no_bit(sets: Path, tmp_path: Path, right: TrainResult, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_may_change_change_no_bit(
+    sets: Path, tmp_path: Path, right: TrainResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "Interrupted in the middle of an epoch, and gone on with another value of every setting of SPEED_ONLY."
-    changed: dict[str, Any] = {"preload_to_ram": False, "device_fraction": 0.01, "num_workers": 1, "prefetch_factor": 2, "persistent_workers": False,
-                               "pin_memory": False, "start_method": "forkserver", "profile_every": 2}
+    changed: dict[str, Any] = {
+        "preload_to_ram": False,
+        "device_fraction": 0.01,
+        "num_workers": 1,
+        "prefetch_factor": 2,
+        "persistent_workers": False,
+        "pin_memory": False,
+        "start_method": "forkserver",
+        "profile_every": 2,
+    }
     assert set(changed) == SPEED_ONLY
     assert all(getattr(TINY, name) != value for name, value in changed.items())
     real = Stepper.step
+
     def interrupted(self: Stepper, batch: Any) -> Any:
-        if self.n_done == 9: raise KeyError("here")
+        if self.n_done == 9:
+            raise KeyError("here")
         return real(self, batch)
+
     with monkeypatch.context() as m:
         m.setattr(Stepper, "step", interrupted)
-        with pytest.raises(KeyError): trained(sets, tmp_path, checkpoints=CheckpointSettings(checkpoint_steps=1, fsync=False))
+        with pytest.raises(KeyError):
+            trained(sets, tmp_path, checkpoints=CheckpointSettings(checkpoint_steps=1, fsync=False))
     found = trained(sets, tmp_path, settings=replace(TINY, **changed), resume="always")
     assert found.summary["begin"].startswith("Goes on after step 9")
     a, b = (r.detector.net.state_dict() for r in (found, right))
     assert all(torch.equal(a[name], b[name]) for name in b)
-    assert [(e.loss, e.grad_norm, e.clipped_share, e.f1) for e in found.epochs] == [(e.loss, e.grad_norm, e.clipped_share, e.f1) for e in right.epochs]
+    assert [(e.loss, e.grad_norm, e.clipped_share, e.f1) for e in found.epochs] == [
+        (e.loss, e.grad_norm, e.clipped_share, e.f1) for e in right.epochs
+    ]
 
 
 def test_lengths_of_gradients_are_told(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Of all steps, before clipping; those that half precision left out do not count."
     from leakmel.learn import training_state
+
     real, norms = training_state.Sums.add, list[float]()
+
     def noting(self: Any, figures: Any) -> None:
-        if len(norms) == 2: figures = replace(figures, grad_norm=torch.tensor(math.inf))
+        if len(norms) == 2:
+            figures = replace(figures, grad_norm=torch.tensor(math.inf))
         norms.append(float(figures.grad_norm))
         real(self, figures)
+
     monkeypatch.setattr(training_state.Sums, "add", noting)
     monkeypatch.setattr(training_state, "_MOST_APART", 2)
-    epoch, = trained(sets, tmp_path / "a", settings=replace(TINY, epochs=1, clip_norm=0.6)).epochs
+    (epoch,) = trained(sets, tmp_path / "a", settings=replace(TINY, epochs=1, clip_norm=0.6)).epochs
     counted = [n for n in norms if math.isfinite(n)]
     n = len(counted)
     assert n == len(norms) - 1
     assert epoch.grad_norm == pytest.approx(sum(counted) / n, rel=1e-6)
     assert 0 < epoch.clipped_share == sum(v > 0.6 for v in counted) / n < 1
     assert rows_of(tmp_path / "a")[0]["grad_norm"] == str(epoch.grad_norm)
-    never, = trained(sets, tmp_path / "b", settings=replace(TINY, epochs=1, clip_norm=0.0)).epochs
+    (never,) = trained(sets, tmp_path / "b", settings=replace(TINY, epochs=1, clip_norm=0.0)).epochs
     assert never.clipped_share == 0
 
 
-def test_who_does_not_wait_for_the_disk_waits_for_the_model_only(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_wait_for_the_disk_waits_for_the_model_only(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "`fsync=False` is for best.pt too."
     waited, real, write = list[str](), os.fsync, os.open
     paths: dict[int, str] = {}
+
     def opened(path: Any, *args: Any, **named: Any) -> int:
         paths[fd := write(path, *args, **named)] = os.fspath(path)
         return fd
+
     def noted(fd: int) -> None:
         waited.append(Path(paths[fd]).name)
         real(fd)
+
     monkeypatch.setattr(os, "open", opened)
     monkeypatch.setattr(os, "fsync", noted)
     one = replace(TINY, epochs=1)
@@ -394,6 +550,7 @@ def test_who_does_not_wait_for_the_disk_waits_for_the_model_only(sets: Path, tmp
 
 # ---- what is kept --------------------------------------------------------------------------------------------------
 
+
 def test_the_best_epoch_is_what_the_model_holds(sets: Path, right: TrainResult) -> None:
     best = right.epochs[right.best_epoch - 1]
     loaded = load_detector(right.model_path)
@@ -404,14 +561,22 @@ def test_the_best_epoch_is_what_the_model_holds(sets: Path, right: TrainResult) 
         p, truth = np.clip(scores.astype(np.float64), 1e-7, 1 - 1e-7), data.is_leak[:, None]
     assert math.isclose(float(-np.log(np.where(truth, p, 1 - p)).mean()), best.val_loss, rel_tol=1e-6)
     said = vote_scores(scores, loaded.vote, loaded.share) >= loaded.threshold
-    tp, fp, fn = (int(np.count_nonzero(c)) for c in (said & data.is_leak, said & ~data.is_leak, ~said & data.is_leak))
+    tp, fp, fn = (
+        int(np.count_nonzero(c)) for c in (said & data.is_leak, said & ~data.is_leak, ~said & data.is_leak)
+    )
     assert math.isclose(2 * tp / max(1, 2 * tp + fp + fn), best.f1) or math.isnan(best.f1)
-    for rule in VOTES:      # no other threshold is better on validation
+    for rule in VOTES:  # no other threshold is better on validation
         values = vote_scores(scores, rule)
+
         def f1(t: float, values: np.ndarray = values) -> float:
             called = values >= t
-            return 2 * int((called & data.is_leak).sum()) / max(1, int(called.sum()) + int(data.is_leak.sum()))
-        assert f1(loaded.thresholds[rule]) >= max(f1(t) for t in [0.0, 1.1, *values, *(values + 1e-6)]) - 1e-12
+            return (
+                2 * int((called & data.is_leak).sum()) / max(1, int(called.sum()) + int(data.is_leak.sum()))
+            )
+
+        assert (
+            f1(loaded.thresholds[rule]) >= max(f1(t) for t in [0.0, 1.1, *values, *(values + 1e-6)]) - 1e-12
+        )
     assert "validation" in loaded.threshold_from
 
 
@@ -427,8 +592,16 @@ def test_the_record_says_what_was_done(right: TrainResult) -> None:
     assert "F1" in repr(right)
 
 
-def test_without_validation_the_last_epoch_counts_and_nobody_chose_a_threshold(sets: Path, tmp_path: Path) -> None:
-    result = train(files(sets)[0], out=tmp_path, settings=replace(TINY, epochs=2, early_stop_epochs=1), device="cpu", progress=False)
+def test_without_validation_the_last_epoch_counts_and_nobody_chose_a_threshold(
+    sets: Path, tmp_path: Path
+) -> None:
+    result = train(
+        files(sets)[0],
+        out=tmp_path,
+        settings=replace(TINY, epochs=2, early_stop_epochs=1),
+        device="cpu",
+        progress=False,
+    )
     assert (len(result.epochs), result.best_epoch) == (2, 2)
     assert set(result.detector.thresholds.values()) == {0.5}
     assert result.detector.threshold_from == UNCHOSEN
@@ -440,22 +613,37 @@ def test_without_validation_the_last_epoch_counts_and_nobody_chose_a_threshold(s
 def test_a_leaky_split_is_said_loudly_and_stays_on_the_model(sets: Path, tmp_path: Path) -> None:
     path = files(sets)[0]
     with pytest.warns(LeakySplitWarning, match="LEAKY SPLIT"):
-        result = train(path, path, out=tmp_path / "a", settings=replace(TINY, epochs=1), device="cpu", progress=False)
+        result = train(
+            path, path, out=tmp_path / "a", settings=replace(TINY, epochs=1), device="cpu", progress=False
+        )
     assert repr(result).lstrip().startswith("BEWARE  LEAKY SPLIT")
     split = load_detector(result.model_path).record["split"]
     assert split["leaky"]
     assert split["stamp"].startswith("LEAKY SPLIT")
-    allowed = train(path, path, out=tmp_path / "b", settings=replace(TINY, epochs=1), device="cpu", progress=False, allow_leaky_split=True)
+    allowed = train(
+        path,
+        path,
+        out=tmp_path / "b",
+        settings=replace(TINY, epochs=1),
+        device="cpu",
+        progress=False,
+        allow_leaky_split=True,
+    )
     assert load_detector(allowed.model_path).record["split"]["stamp"] == split["stamp"]
 
 
-def test_early_stopping_waits_as_long_as_it_was_told(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_stopping_waits_as_long_as_it_was_told(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     f1 = iter([0.5, 0.7, 0.7, 0.6, 0.7, 0.9])
     from leakmel.learn import training_state
+
     real = training_state.validation_figures
     losses = iter([0.5, 0.4, 0.3, 0.2, 0.35, 0.1])
+
     def staged(scores: np.ndarray, is_leak: np.ndarray, chosen: Chosen) -> dict[str, float]:
         return real(scores, is_leak, chosen) | {"f1": next(f1), "val_loss": next(losses)}
+
     monkeypatch.setattr(training_state, "validation_figures", staged)
     result = trained(sets, tmp_path, settings=replace(TINY, epochs=6, early_stop_epochs=3))
     assert len(result.epochs) == 5
@@ -466,7 +654,9 @@ def test_early_stopping_waits_as_long_as_it_was_told(sets: Path, tmp_path: Path,
 def test_a_split_by_sensors_takes_the_place_of_folders(sets: Path, tmp_path: Path) -> None:
     sources = [*files(sets), sets / "TESTING_DATASET.H5"]
     split = group_split(sources, "sensor", seed=1)
-    result = train(sources, split=split, out=tmp_path, settings=replace(TINY, epochs=1), device="cpu", progress=False)
+    result = train(
+        sources, split=split, out=tmp_path, settings=replace(TINY, epochs=1), device="cpu", progress=False
+    )
     assert result.summary["training"]["recordings"] == len(split.parts["training"])
     assert result.summary["validation"]["recordings"] == len(split.parts["validation"])
     assert "By sensor" in result.summary["split"]["method"]
@@ -494,6 +684,7 @@ def test_every_figure_of_an_epoch_is_filled(right: TrainResult) -> None:
 
 # ---- the command ---------------------------------------------------------------------------------------------------
 
+
 def test_command(sets: Path, tmp_path: Path, right: TrainResult, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "run"
     assert main(["train", str(sets), "--out", str(out), *WORDS, "--figures"]) == 0
@@ -510,19 +701,33 @@ def test_command(sets: Path, tmp_path: Path, right: TrainResult, capsys: pytest.
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
-def test_command_judges_by_the_recordings_for_testing(sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_command_judges_by_the_recordings_for_testing(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     words = [w for w in WORDS if w != "--no-evaluation"]
     assert main(["train", str(sets), "--out", str(tmp_path / "run"), *words, "--epochs", "1", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["evaluation"]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"].keys() == body["evaluation"].keys()
+    assert (
+        json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"].keys()
+        == body["evaluation"].keys()
+    )
 
 
-@pytest.mark.parametrize(("words", "status", "said"), [
-    (["--leak-label", "EAK"], 2, "no such label"), (["--epochs", "0"], 2, "epochs"), (["--channels", "a,b"], 2, "whole numbers"),
-    (["--epoch", "3"], 2, "epochs"),
-    (["--validation", "nowhere.h5"], 1, "no such data set"), (["--resume", "always"], 1, "no training to go on with"),
-], ids=str)
-def test_command_refuses(sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture, words: list[str], status: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["--leak-label", "EAK"], 2, "no such label"),
+        (["--epochs", "0"], 2, "epochs"),
+        (["--channels", "a,b"], 2, "whole numbers"),
+        (["--epoch", "3"], 2, "epochs"),
+        (["--validation", "nowhere.h5"], 1, "no such data set"),
+        (["--resume", "always"], 1, "no training to go on with"),
+    ],
+    ids=str,
+)
+def test_command_refuses(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture, words: list[str], status: int, said: str
+) -> None:
     assert main(["train", str(sets), "--out", str(tmp_path / "run"), *WORDS, *words]) == status
     assert said in capsys.readouterr().err

@@ -1,4 +1,5 @@
 "train.ipynb through papermill, on a tiny set: it trains, judges, draws, and says for machines what came out; what is wrong stops it."
+
 import json
 import re
 import shutil
@@ -54,19 +55,42 @@ def test_trains_judges_and_draws(sets: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_failed_training_is_a_failed_notebook(sets: Path, tmp_path: Path) -> None:
-    run = train(tmp_path, *TINY, "-r", "data", str(sets), "-r", "out", str(tmp_path / "run"), "-p", "leak_label", "EAK")
+    run = train(
+        tmp_path,
+        *TINY,
+        "-r",
+        "data",
+        str(sets),
+        "-r",
+        "out",
+        str(tmp_path / "run"),
+        "-p",
+        "leak_label",
+        "EAK",
+    )
     assert run.status != 0
     (error,) = run.errors
     assert "no such label" in error
     assert not (tmp_path / "run" / "model.pt").exists()
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"epoch": 3}, "did you mean epochs"), ({"epochs": "many"}, "epochs must be a whole number"), ({"channels": "4,x"}, "whole numbers with commas"),
-    ({"data_dir": "x"}, "here it is"), ({"loss": "hinge"}, "loss is not known"), ({"keep_checkpoints": 0}, "keep_checkpoints"),
-    ({"data": "/nowhere"}, "no such data set"), ({"resume": "perhaps"}, "resume"),
-], ids=str)
-def test_a_wrong_parameter_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Path, given: dict[str, object], said: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"epoch": 3}, "did you mean epochs"),
+        ({"epochs": "many"}, "epochs must be a whole number"),
+        ({"channels": "4,x"}, "whole numbers with commas"),
+        ({"data_dir": "x"}, "here it is"),
+        ({"loss": "hinge"}, "loss is not known"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints"),
+        ({"data": "/nowhere"}, "no such data set"),
+        ({"resume": "perhaps"}, "resume"),
+    ],
+    ids=str,
+)
+def test_a_wrong_parameter_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Path, given: dict[str, object], said: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert said in error_of("train.ipynb", **{"data": str(sets)} | given)
     assert list(tmp_path.iterdir()) == []

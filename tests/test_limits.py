@@ -1,4 +1,5 @@
 "Inputs and calls at the edge of what can be answered: each gets a right row or a clear refusal."
+
 import struct
 import subprocess
 import sys
@@ -9,7 +10,15 @@ import numpy as np
 import pytest
 
 import leakmel as lm
-from leakmel.core.errors import DataError, EngineError, MachineError, OutputError, SpecError, UsageError, VerifyError
+from leakmel.core.errors import (
+    DataError,
+    EngineError,
+    MachineError,
+    OutputError,
+    SpecError,
+    UsageError,
+    VerifyError,
+)
 from leakmel.dataset import verify as verify_module
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.ring import Job, Lanes
@@ -20,14 +29,30 @@ QUIET = {"progress": "none", "pipeline": PipelineConfig(monitor_interval_s=0.0, 
 @pytest.fixture
 def data(tmp_path, make_wav) -> Path:
     "Twelve recordings of a second."
-    for i in range(12): make_wav(tmp_path / "data" / ("LEAK", "NOLEAK")[i % 2] / f"H{i}~{i}~20250101_000000~8.wav", seed=i)
+    for i in range(12):
+        make_wav(tmp_path / "data" / ("LEAK", "NOLEAK")[i % 2] / f"H{i}~{i}~20250101_000000~8.wav", seed=i)
     return tmp_path / "data"
 
 
 def float_wav(path: Path, samples: np.ndarray) -> None:
     "A mono float32 file at 4,096 Hz."
     body = samples.astype("<f4").tobytes()
-    head = struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + len(body), b"WAVE", b"fmt ", 16, 3, 1, 4096, 4 * 4096, 4, 32, b"data", len(body))
+    head = struct.pack(
+        "<4sI4s4sIHHIIHH4sI",
+        b"RIFF",
+        36 + len(body),
+        b"WAVE",
+        b"fmt ",
+        16,
+        3,
+        1,
+        4096,
+        4 * 4096,
+        4,
+        32,
+        b"data",
+        len(body),
+    )
     path.write_bytes(head + body)
 
 
@@ -38,47 +63,63 @@ def test_a_wild_float_recording_is_rejected_and_the_rest_is_built(tmp_path, data
     assert result.verified.ok
     spec = lm.MelSpec.preset("disjoint", duration_s=1)
     for wild in (1e25, np.nan):
-        with pytest.raises(SpecError): lm.log_mel(np.full(4096, wild, np.float32), spec)
+        with pytest.raises(SpecError):
+            lm.log_mel(np.full(4096, wild, np.float32), spec)
 
 
 @pytest.mark.parametrize("column", ["moments", "facts"])
 def test_wrong_facts_are_found_before_publishing(tmp_path, data, monkeypatch, column):
     "A builder that mixes up the facts of a batch, with right features."
     real = Job.take
+
     def take(self, slot):
         done = real(self, slot)
-        part = getattr(self, column)[slot.first:slot.first + slot.n]
-        if column == "moments": part[:] = part[::-1].copy()
-        else: part["sample_rate"] = 1
+        part = getattr(self, column)[slot.first : slot.first + slot.n]
+        if column == "moments":
+            part[:] = part[::-1].copy()
+        else:
+            part["sample_rate"] = 1
         return done
+
     monkeypatch.setattr(Job, "take", take)
-    with pytest.raises(VerifyError, match="the source says"): lm.build(data, out=tmp_path / "x.h5", **QUIET)
+    with pytest.raises(VerifyError, match="the source says"):
+        lm.build(data, out=tmp_path / "x.h5", **QUIET)
     assert not (tmp_path / "x.h5").exists()
 
 
 def test_a_failing_machine_is_not_called_a_bad_row(tmp_path, data, monkeypatch):
-    def read(path): raise MachineError("the machine failed while reading (EMFILE)", path=path)
+    def read(path):
+        raise MachineError("the machine failed while reading (EMFILE)", path=path)
+
     monkeypatch.setattr("leakmel.dataset.sources.read_wav", read)
-    with pytest.raises(MachineError, match="EMFILE"): lm.build(data, out=tmp_path / "x.h5", **QUIET)
+    with pytest.raises(MachineError, match="EMFILE"):
+        lm.build(data, out=tmp_path / "x.h5", **QUIET)
 
 
 def test_a_source_that_went_away_meanwhile_is_named(tmp_path, data, monkeypatch):
     real = verify_module.check_data_set
+
     def check(*args, **options):
         (data / "LEAK" / "H0~0~20250101_000000~8.wav").unlink()
         return real(*args, **options)
+
     monkeypatch.setattr("leakmel.dataset.publish.check_data_set", check)
-    with pytest.raises(DataError, match="changed or went away.*H0~0"): lm.build(data, out=tmp_path / "x.h5", **QUIET)
+    with pytest.raises(DataError, match="changed or went away.*H0~0"):
+        lm.build(data, out=tmp_path / "x.h5", **QUIET)
 
 
 def test_what_was_asked_for_is_not_replaced(tmp_path, data):
     for device, kind in (("cuda", EngineError), ("banana", UsageError)):
-        with pytest.raises(kind): lm.build(data, out=tmp_path / "x.h5", progress="none", pipeline=PipelineConfig(device=device))
-    with pytest.raises(UsageError, match="another folder"): lm.build(data, manifest=lm.scan(data / "LEAK"), out=tmp_path / "x.h5", **QUIET)
+        with pytest.raises(kind):
+            lm.build(data, out=tmp_path / "x.h5", progress="none", pipeline=PipelineConfig(device=device))
+    with pytest.raises(UsageError, match="another folder"):
+        lm.build(data, manifest=lm.scan(data / "LEAK"), out=tmp_path / "x.h5", **QUIET)
     for check in (-1, 2.5, "x"):
-        with pytest.raises(UsageError, match="0 or more"): lm.build(data, out=tmp_path / "x.h5", check=check, **QUIET)
+        with pytest.raises(UsageError, match="0 or more"):
+            lm.build(data, out=tmp_path / "x.h5", check=check, **QUIET)
     for wrong in ({"fsync": "no"}, {"max_bytes_in_flight": "1"}, {"device": 3}):
-        with pytest.raises(UsageError): PipelineConfig(**wrong)
+        with pytest.raises(UsageError):
+            PipelineConfig(**wrong)
     assert not (tmp_path / "x.h5").exists()
 
 
@@ -87,19 +128,23 @@ def test_no_row_checked_is_integrity_only(tmp_path, data):
 
 
 def test_a_length_that_does_not_divide_follows_the_data(tmp_path, make_wav):
-    for i in range(3): make_wav(tmp_path / "data" / "A" / f"{i}.wav", n=40_001, rate=8000, seed=i)
+    for i in range(3):
+        make_wav(tmp_path / "data" / "A" / f"{i}.wav", n=40_001, rate=8000, seed=i)
     result = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec={"sample_rate": 4096}, **QUIET)
     assert result.rows == 3
     assert result.summary["status_counts"] == {"resampled": 3}
 
 
 def test_labels_that_are_written_alike_are_refused(tmp_path, make_wav):
-    for i, name in enumerate(("X\ny", "X\\ny")): make_wav(tmp_path / "data" / name / "a.wav", seed=i)
-    with pytest.raises(DataError, match="written alike"): lm.build(tmp_path / "data", out=tmp_path / "x.h5", **QUIET)
+    for i, name in enumerate(("X\ny", "X\\ny")):
+        make_wav(tmp_path / "data" / name / "a.wav", seed=i)
+    with pytest.raises(DataError, match="written alike"):
+        lm.build(tmp_path / "data", out=tmp_path / "x.h5", **QUIET)
 
 
 def test_what_lies_beside_the_splits_is_said(tmp_path, make_wav):
-    for place in ("TRAINING/A", "TRAINING_OLD/A", "."): make_wav(tmp_path / place / "a.wav")
+    for place in ("TRAINING/A", "TRAINING_OLD/A", "."):
+        make_wav(tmp_path / place / "a.wav")
     problems = lm.scan(tmp_path).problems
     assert problems[problems["kind"] == "not_a_split"]["path"].tolist() == ["TRAINING_OLD", "a.wav"]
 
@@ -107,15 +152,23 @@ def test_what_lies_beside_the_splits_is_said(tmp_path, make_wav):
 def test_a_second_interrupt_does_not_leave_threads(tmp_path, data, monkeypatch):
     "The first comes while the caller waits, the second while the threads are being stopped."
     first, second, real = [True], [True], Lanes.stop
+
     def wait(self, timeout=None):
-        if first: first.clear(); raise KeyboardInterrupt
+        if first:
+            first.clear()
+            raise KeyboardInterrupt
         return True
+
     def stop(self, error=None):
-        if second: second.clear(); raise KeyboardInterrupt
+        if second:
+            second.clear()
+            raise KeyboardInterrupt
         real(self, error)
+
     monkeypatch.setattr(threading.Event, "wait", wait)
     monkeypatch.setattr(Lanes, "stop", stop)
-    with pytest.raises(KeyboardInterrupt): lm.build(data, out=tmp_path / "x.h5", engine="reference", **QUIET)
+    with pytest.raises(KeyboardInterrupt):
+        lm.build(data, out=tmp_path / "x.h5", engine="reference", **QUIET)
     assert not [t.name for t in threading.enumerate() if t.name.startswith("leakmel-")]
     assert not (tmp_path / "x.h5").exists()
     assert not list(tmp_path.glob(".x*"))
@@ -124,29 +177,39 @@ def test_a_second_interrupt_does_not_leave_threads(tmp_path, data, monkeypatch):
 def test_only_a_data_set_is_replaced(tmp_path, data):
     for name, content in (("notes.txt", b"mine"), ("other.wav", b"RIFF")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(OutputError, match="no data set is in the way"): lm.build(data, out=tmp_path / name, **QUIET)
+        with pytest.raises(OutputError, match="no data set is in the way"):
+            lm.build(data, out=tmp_path / name, **QUIET)
         assert (tmp_path / name).read_bytes() == content
-    assert lm.build(data, out=tmp_path / "x.h5", **QUIET).path == lm.build(data, out=tmp_path / "x.h5", **QUIET).path
+    assert (
+        lm.build(data, out=tmp_path / "x.h5", **QUIET).path
+        == lm.build(data, out=tmp_path / "x.h5", **QUIET).path
+    )
 
 
 def test_one_level_too_high_is_refused(tmp_path, make_wav):
     make_wav(tmp_path / "up" / "set" / "TRAINING" / "LEAK" / "a.wav")
-    with pytest.raises(DataError, match="a level deeper.*set/TRAINING"): lm.scan(tmp_path / "up")
+    with pytest.raises(DataError, match="a level deeper.*set/TRAINING"):
+        lm.scan(tmp_path / "up")
 
 
 def test_a_refused_build_leaves_no_folder(tmp_path, data, make_wav):
     make_wav(data / "LEAK" / "long.wav", n=5000)
-    with pytest.raises(DataError, match="differ in rate or length"): lm.build(data, out=tmp_path / "new" / "x.h5", **QUIET)
+    with pytest.raises(DataError, match="differ in rate or length"):
+        lm.build(data, out=tmp_path / "new" / "x.h5", **QUIET)
     assert not (tmp_path / "new").exists()
 
 
 def test_a_forked_process_builds_too(tmp_path, data):
     "After a build in its parent, whose threads it has not got: a notebook's worker processes are made like that."
-    code = (f"import os, leakmel as lm\n"
-            f"def build(name): return lm.build({str(data)!r}, out={str(tmp_path)!r} + '/' + name, engine='torch', progress='none').rows\n"
-            "assert build('parent.h5') == 12\n"
-            "if (child := os.fork()) == 0: os._exit(build('child.h5'))\n"
-            "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n")
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
+    code = (
+        f"import os, leakmel as lm\n"
+        f"def build(name): return lm.build({str(data)!r}, out={str(tmp_path)!r} + '/' + name, engine='torch', progress='none').rows\n"
+        "assert build('parent.h5') == 12\n"
+        "if (child := os.fork()) == 0: os._exit(build('child.h5'))\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "12", done.stderr
     assert (tmp_path / "parent.h5").read_bytes() == (tmp_path / "child.h5").read_bytes()

@@ -1,4 +1,5 @@
 "Log-mel features: every engine against the float64 reference, the reference against other people's code, and a tolerance that can fail."
+
 import json, logging, threading
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
@@ -15,7 +16,17 @@ from leakmel.audio.quality import moments_of
 from leakmel.audio.segments import even_step
 from leakmel.core.errors import EngineError, SpecError, UsageError
 from leakmel.mel import engines, reference, spec as spec_module
-from leakmel.mel.engines import CPU_ENGINES, DEVICE_ENGINES, ENGINES, Engine, NotHere, check_recording, log_mel, open_engine, self_check
+from leakmel.mel.engines import (
+    CPU_ENGINES,
+    DEVICE_ENGINES,
+    ENGINES,
+    Engine,
+    NotHere,
+    check_recording,
+    log_mel,
+    open_engine,
+    self_check,
+)
 from leakmel.mel.reference import compare, hann_periodic, reference_features, reference_log_mel
 from leakmel.mel.spec import PRESETS, MelSpec, mel_filterbank, spec_from_dict
 from leakmel.mel.stock import check_stock, import_torchaudio, stock_log_mel
@@ -28,7 +39,8 @@ every_engine = pytest.mark.parametrize(("name", "device"), ON_CPU + ON_GPU)
 
 def opened(name: str, device: str, spec: MelSpec) -> Engine:
     "An engine that passed its self-check; skips where there is no GPU."
-    if device == "cuda" and not torch.cuda.is_available(): pytest.skip("no CUDA device here")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
     return open_engine(name, spec, device=device)
 
 
@@ -42,6 +54,7 @@ def features(engine: Engine, samples: np.ndarray, dtype: type = np.float16) -> n
 
 # -- signals ------------------------------------------------------------------------------------------------------------
 
+
 def to_int16(x: np.ndarray) -> np.ndarray:
     "Rounded and clipped to 16 bits."
     return np.clip(np.round(x), -32_768, 32_767).astype(np.int16)
@@ -52,30 +65,48 @@ def signals(spec: MelSpec) -> dict[str, np.ndarray]:
     "Recordings [N] int16 with the traits that break engines."
     n, rng = spec.n_samples, np.random.default_rng(7)
     t, bin_hz = np.arange(n) / spec.sample_rate, spec.sample_rate / spec.n_fft
-    def tone(hz: float, amplitude: float = 20_000) -> np.ndarray: return amplitude * np.sin(2 * np.pi * hz * t + 0.3)
+
+    def tone(hz: float, amplitude: float = 20_000) -> np.ndarray:
+        return amplitude * np.sin(2 * np.pi * hz * t + 0.3)
+
     k = spec.n_fft // 5
     impulse = np.zeros(n)
     impulse[n // 3] = 32_767
-    return {name: to_int16(x) for name, x in {
-        "white noise": rng.normal(0, 3000, n), "tone in a bin": tone(k * bin_hz), "tone between bins": tone((k + 0.5) * bin_hz),
-        "tone near half the rate": tone(0.498 * spec.sample_rate), "tone near DC": tone(0.3 * bin_hz), "silence": np.zeros(n), "impulse": impulse,
-        "DC": np.full(n, 12_345.0), "DC and noise": 12_345 + rng.integers(-3, 4, n),
-        "square at full scale": np.where(tone(3.3 * bin_hz) >= 0, 32_767.0, -32_768.0),
-        "clipped": rng.normal(0, 60_000, n), "noise of 1 LSB": rng.integers(-1, 2, n).astype(float),
-        "tone at full scale over noise of 1 LSB": tone((k + 0.3) * bin_hz, 32_766) + rng.integers(-1, 2, n),
-        "loud, then quiet": np.where(np.arange(n) < n // 2, 30_000.0, 3.0) * rng.normal(0, 0.3, n)}.items()}
+    return {
+        name: to_int16(x)
+        for name, x in {
+            "white noise": rng.normal(0, 3000, n),
+            "tone in a bin": tone(k * bin_hz),
+            "tone between bins": tone((k + 0.5) * bin_hz),
+            "tone near half the rate": tone(0.498 * spec.sample_rate),
+            "tone near DC": tone(0.3 * bin_hz),
+            "silence": np.zeros(n),
+            "impulse": impulse,
+            "DC": np.full(n, 12_345.0),
+            "DC and noise": 12_345 + rng.integers(-3, 4, n),
+            "square at full scale": np.where(tone(3.3 * bin_hz) >= 0, 32_767.0, -32_768.0),
+            "clipped": rng.normal(0, 60_000, n),
+            "noise of 1 LSB": rng.integers(-1, 2, n).astype(float),
+            "tone at full scale over noise of 1 LSB": tone((k + 0.3) * bin_hz, 32_766)
+            + rng.integers(-1, 2, n),
+            "loud, then quiet": np.where(np.arange(n) < n // 2, 30_000.0, 3.0) * rng.normal(0, 0.3, n),
+        }.items()
+    }
 
 
 def is_refused(name: str, device: str, spec: MelSpec) -> bool:
     "Whether an engine has no FFT of the spec's length; it says so then, and `auto` takes another one and says so."
-    if name != "cpu" or (spec.n_fft & (spec.n_fft - 1) == 0 and 64 <= spec.n_fft <= 4096): return False
-    with pytest.raises(EngineError, match="no FFT of this length"): opened(name, device, spec)
+    if name != "cpu" or (spec.n_fft & (spec.n_fft - 1) == 0 and 64 <= spec.n_fft <= 4096):
+        return False
+    with pytest.raises(EngineError, match="no FFT of this length"):
+        opened(name, device, spec)
     return True
 
 
 def check_parity(name: str, device: str, spec: MelSpec) -> None:
     "All signals in one batch, each row against the reference; float32 input gives the same bits."
-    if is_refused(name, device, spec): return
+    if is_refused(name, device, spec):
+        return
     made = signals(spec)
     batch = np.stack(list(made.values()))
     with opened(name, device, spec) as engine:
@@ -88,6 +119,7 @@ def check_parity(name: str, device: str, spec: MelSpec) -> None:
 
 
 # -- parity -------------------------------------------------------------------------------------------------------------
+
 
 @every_engine
 @pytest.mark.parametrize("preset", PRESETS)
@@ -104,25 +136,85 @@ def test_the_hard_case(name: str, device: str, preset: str, n_mels: int) -> None
     x = signals(spec)["tone at full scale over noise of 1 LSB"]
     right = reference_features(x, spec)
     assert float((right.db.max(axis=-2) - right.db.min(axis=-2)).max()) > 90
-    with opened(name, device, spec) as engine: verdict = compare(features(engine, x[None])[0], right, spec)
+    with opened(name, device, spec) as engine:
+        verdict = compare(features(engine, x[None])[0], right, spec)
     assert verdict.ok, verdict
 
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
-    "64-point FFT": {"n_fft": 64, "hop_length": 16, "short_window": 64, "short_hop": 32, "long_window": 256, "long_hop": 256, "n_mels": 8},
-    "400-point FFT, 3 frames": {"n_fft": 400, "hop_length": 160, "short_window": 800, "short_hop": 800, "long_window": 1600, "long_hop": 1600, "n_mels": 40},
-    **{f"{n:,}-point FFT, {m} mels": {"n_fft": n, "hop_length": n // 4, "short_window": n, "short_hop": n // 2, "long_window": 2 * n, "long_hop": 2 * n,
-                                      "n_mels": m} for n, m in ((128, 17), (256, 31), (1024, 128), (2048, 200))},
-    "32-point FFT": {"n_fft": 32, "hop_length": 8, "short_window": 64, "short_hop": 32, "long_window": 256, "long_hop": 256, "n_mels": 4},
-    "8,192-point FFT": {"n_fft": 8192, "short_window": 8192, "long_window": 8192, "long_hop": 2048, "short_hop": 2048},
-    "4,096-point FFT": {"n_fft": 4096, "short_window": 4096, "long_window": 8192, "long_hop": 4096, "short_hop": 2048},
+    "64-point FFT": {
+        "n_fft": 64,
+        "hop_length": 16,
+        "short_window": 64,
+        "short_hop": 32,
+        "long_window": 256,
+        "long_hop": 256,
+        "n_mels": 8,
+    },
+    "400-point FFT, 3 frames": {
+        "n_fft": 400,
+        "hop_length": 160,
+        "short_window": 800,
+        "short_hop": 800,
+        "long_window": 1600,
+        "long_hop": 1600,
+        "n_mels": 40,
+    },
+    **{
+        f"{n:,}-point FFT, {m} mels": {
+            "n_fft": n,
+            "hop_length": n // 4,
+            "short_window": n,
+            "short_hop": n // 2,
+            "long_window": 2 * n,
+            "long_hop": 2 * n,
+            "n_mels": m,
+        }
+        for n, m in ((128, 17), (256, 31), (1024, 128), (2048, 200))
+    },
+    "32-point FFT": {
+        "n_fft": 32,
+        "hop_length": 8,
+        "short_window": 64,
+        "short_hop": 32,
+        "long_window": 256,
+        "long_hop": 256,
+        "n_mels": 4,
+    },
+    "8,192-point FFT": {
+        "n_fft": 8192,
+        "short_window": 8192,
+        "long_window": 8192,
+        "long_hop": 2048,
+        "short_hop": 2048,
+    },
+    "4,096-point FFT": {
+        "n_fft": 4096,
+        "short_window": 4096,
+        "long_window": 8192,
+        "long_hop": 4096,
+        "short_hop": 2048,
+    },
     "prime FFT": {"n_fft": 499, "hop_length": 13, "n_mels": 20},
     "odd FFT": {"n_fft": 501, "n_mels": 40},
     "5 overlapping frames": {"n_fft": 256, "hop_length": 64, "n_mels": 24},
     "uneven starts": {"n_fft": 256, "hop_length": 100, "long_hop": 700, "short_hop": 300, "n_mels": 24},
-    "uneven starts, some met twice": {"n_fft": 256, "hop_length": 128, "long_hop": 384, "short_hop": 192, "n_mels": 24},
+    "uneven starts, some met twice": {
+        "n_fft": 256,
+        "hop_length": 128,
+        "long_hop": 384,
+        "short_hop": 192,
+        "n_mels": 24,
+    },
     "gaps between segments": {"long_hop": 1500, "short_hop": 600, "long_window": 1200},
-    "one frame in all": {"long_window": 10_240, "short_window": 10_240, "long_hop": 1, "short_hop": 1, "n_fft": 2048, "hop_length": 9000},
+    "one frame in all": {
+        "long_window": 10_240,
+        "short_window": 10_240,
+        "long_hop": 1,
+        "short_hop": 1,
+        "n_fft": 2048,
+        "hop_length": 9000,
+    },
     "one mel": {"n_mels": 1},
     "slaney scale": {"mel_scale": "slaney"},
     "slaney scale and norm, power 2": {"mel_scale": "slaney", "mel_norm": "slaney", "power": 2},
@@ -144,7 +236,9 @@ def test_parity_of_other_geometries(name: str, device: str, geometry: str) -> No
 
 
 def test_the_geometries_are_what_they_are_called() -> None:
-    def made(name: str) -> MelSpec: return MelSpec(**({"duration_s": 2.5} | GEOMETRIES[name]))
+    def made(name: str) -> MelSpec:
+        return MelSpec(**({"duration_s": 2.5} | GEOMETRIES[name]))
+
     assert even_step(made("uneven starts").grid.distinct[0]) is None
     twice = made("uneven starts, some met twice").grid
     assert even_step(twice.distinct[0]) is None
@@ -158,7 +252,8 @@ def test_float_samples_beyond_16_bits(name: str, device: str) -> None:
     spec, rng = MelSpec.preset("disjoint", duration_s=1), np.random.default_rng(3)
     x = rng.normal(0, 1, (3, spec.n_samples)) * np.array([[1e-6], [0.1], [50.0]])
     x = x.astype(np.float32)
-    with opened(name, device, spec) as engine: got = features(engine, x)
+    with opened(name, device, spec) as engine:
+        got = features(engine, x)
     assert compare(got, reference_features(x, spec), spec).ok
 
 
@@ -179,22 +274,40 @@ FRINGE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 @every_engine
-@pytest.mark.parametrize("geometry", ["one mel", "slaney scale", "power 2", "a band in the middle", "htk with norm", "51.2 kHz", "4,096-point FFT"])
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        "one mel",
+        "slaney scale",
+        "power 2",
+        "a band in the middle",
+        "htk with norm",
+        "51.2 kHz",
+        "4,096-point FFT",
+    ],
+)
 @pytest.mark.parametrize("signal", FRINGE)
 def test_energy_where_no_band_is(name: str, device: str, geometry: str, signal: str) -> None:
     spec = MelSpec(**({"duration_s": 2.5} | GEOMETRIES[geometry]))
     x = to_int16(FRINGE[signal](np.arange(spec.n_samples)))[None]
-    with opened(name, device, spec) as engine: verdict = compare(features(engine, x), reference_features(x, spec), spec)
+    with opened(name, device, spec) as engine:
+        verdict = compare(features(engine, x), reference_features(x, spec), spec)
     assert verdict.ok, verdict
 
 
 # -- a row depends on its recording alone ---------------------------------------------------------------------------------
 
+
 @every_engine
-@pytest.mark.parametrize("changes", [{}, {"n_fft": 400, "n_mels": 33, "hop_length": 37}, GEOMETRIES["uneven starts"]], ids=["preset", "400", "uneven"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"n_fft": 400, "n_mels": 33, "hop_length": 37}, GEOMETRIES["uneven starts"]],
+    ids=["preset", "400", "uneven"],
+)
 def test_neighbours_size_and_place_change_no_bit(name: str, device: str, changes: dict[str, Any]) -> None:
     spec = MelSpec.preset("overlap", duration_s=1.5, **changes)
-    if is_refused(name, device, spec): return
+    if is_refused(name, device, spec):
+        return
     rng = np.random.default_rng(5)
     me = check_recording(spec)
     with opened(name, device, spec) as engine:
@@ -214,7 +327,8 @@ def test_loud_neighbours_and_nan_neighbours(name: str, device: str) -> None:
         alone = features(engine, me)[0]
         for neighbour in (1e6, np.inf, np.nan):
             batch = np.concatenate([np.full_like(me, neighbour), me, np.full_like(me, neighbour)])
-            with np.errstate(all="ignore"): assert np.array_equal(features(engine, batch)[1], alone)
+            with np.errstate(all="ignore"):
+                assert np.array_equal(features(engine, batch)[1], alone)
 
 
 @every_engine
@@ -223,18 +337,26 @@ def test_threads_change_no_bit(name: str, device: str) -> None:
     spec, n_threads = MelSpec.preset("disjoint", duration_s=1), 4
     with opened(name, device, spec) as engine:
         n = 300 if engine.workers > 1 else 5
-        batches = [np.random.default_rng(i).integers(-9000, 9000, (n + i, spec.n_samples), dtype=np.int16) for i in range(n_threads)]
+        batches = [
+            np.random.default_rng(i).integers(-9000, 9000, (n + i, spec.n_samples), dtype=np.int16)
+            for i in range(n_threads)
+        ]
         right = [features(engine, b) for b in batches]
-        for together in ((2, n_threads) * 5 if engine.workers > 1 else (1,)):
+        for together in (2, n_threads) * 5 if engine.workers > 1 else (1,):
             got: list[Any] = [None] * together
             begin = threading.Barrier(together)
+
             def work(i: int, got: list[Any] = got, begin: threading.Barrier = begin) -> None:
                 begin.wait(30)
                 got[i] = features(engine, batches[i])
+
             threads = [threading.Thread(target=work, args=(i,)) for i in range(together)]
-            for t in threads: t.start()
-            for t in threads: t.join()
-            for mine, alone in zip(got, right): assert np.array_equal(mine, alone)
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
+            for mine, alone in zip(got, right):
+                assert np.array_equal(mine, alone)
 
 
 def test_the_callers_torch_threads_change_no_bit_and_are_left_alone() -> None:
@@ -251,32 +373,51 @@ def test_the_callers_torch_threads_change_no_bit_and_are_left_alone() -> None:
 
 
 @every_engine
-@pytest.mark.parametrize("changes", [{}, GEOMETRIES["uneven starts, some met twice"], GEOMETRIES["5 overlapping frames"]], ids=["overlap", "uneven", "T > 1"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, GEOMETRIES["uneven starts, some met twice"], GEOMETRIES["5 overlapping frames"]],
+    ids=["overlap", "uneven", "T > 1"],
+)
 def test_frames_one_at_a_time(name: str, device: str, changes: dict[str, Any]) -> None:
     "Computing distinct frames once gives what each frame gives alone."
     spec = MelSpec.preset("overlap", duration_s=1, **changes)
-    single = replace(spec, duration_s=spec.n_fft / spec.sample_rate, long_window=spec.n_fft, short_window=spec.n_fft)
+    single = replace(
+        spec, duration_s=spec.n_fft / spec.sample_rate, long_window=spec.n_fft, short_window=spec.n_fft
+    )
     x = check_recording(spec)[0]
-    with opened(name, device, spec) as engine: got = features(engine, x[None], np.float32)[0]
+    with opened(name, device, spec) as engine:
+        got = features(engine, x[None], np.float32)[0]
     n_long, n_short, n_mels, n_frames = spec.row_shape
-    starts = [i * spec.long_hop + j * spec.short_hop + t * spec.hop_length for i in range(n_long) for j in range(n_short) for t in range(n_frames)]
-    with opened(name, device, single) as engine: alone = features(engine, np.stack([x[s:s + spec.n_fft] for s in starts]), np.float32)
+    starts = [
+        i * spec.long_hop + j * spec.short_hop + t * spec.hop_length
+        for i in range(n_long)
+        for j in range(n_short)
+        for t in range(n_frames)
+    ]
+    with opened(name, device, single) as engine:
+        alone = features(engine, np.stack([x[s : s + spec.n_fft] for s in starts]), np.float32)
     brute = alone.reshape(n_long, n_short, n_frames, n_mels).transpose(0, 1, 3, 2)
-    step = 0.0 if device == "cpu" else np.spacing(np.abs(brute).astype(np.float16)).astype(np.float32)     # rows leave a device as float16
+    step = (
+        0.0 if device == "cpu" else np.spacing(np.abs(brute).astype(np.float16)).astype(np.float32)
+    )  # rows leave a device as float16
     assert (np.abs(got - brute) < 0.02 + step).all()
 
 
 @every_engine
-def test_no_engine_reads_what_it_did_not_write(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_engine_reads_what_it_did_not_write(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "New arrays hold NaN instead of whatever the memory held."
     spec = MelSpec.preset("overlap", duration_s=1)
     x = np.concatenate([check_recording(spec)] * 3)
-    with opened(name, device, spec) as engine: right = features(engine, x)
+    with opened(name, device, spec) as engine:
+        right = features(engine, x)
     np_empty, torch_empty = np.empty, torch.empty
 
     def poisoned(*args: Any, **options: Any) -> np.ndarray:
         made = np_empty(*args, **options)
-        if made.dtype.kind == "f": made.fill(np.nan)
+        if made.dtype.kind == "f":
+            made.fill(np.nan)
         return made
 
     def torch_poisoned(*args: Any, **options: Any) -> torch.Tensor:
@@ -292,59 +433,92 @@ def test_no_engine_reads_what_it_did_not_write(name: str, device: str, monkeypat
 
 # -- choosing an engine ---------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("has_driver", [True, False])
-@pytest.mark.parametrize(("visible", "may"), [(None, True), ("0", True), ("1,0", True), ("", False), (" ", False), ("-1", False)])
-def test_where_a_gpu_may_be(monkeypatch: pytest.MonkeyPatch, visible: str | None, may: bool, has_driver: bool) -> None:
+@pytest.mark.parametrize(
+    ("visible", "may"), [(None, True), ("0", True), ("1,0", True), ("", False), (" ", False), ("-1", False)]
+)
+def test_where_a_gpu_may_be(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, may: bool, has_driver: bool
+) -> None:
     "Hidden devices are none, and without a driver there is none to be seen."
+
     def load(name: str) -> None:
         assert name == "libcuda.so.1"
-        if not has_driver: raise OSError("cannot open shared object file")
+        if not has_driver:
+            raise OSError("cannot open shared object file")
+
     monkeypatch.setattr(engines.ctypes, "CDLL", load)
-    if visible is None: monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert engines.may_have_cuda() == (may and has_driver)
 
 
-def test_auto_passes_over_what_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_passes_over_what_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     spec = MelSpec.preset("disjoint", duration_s=1)
     monkeypatch.setattr(engines, "may_have_cuda", lambda: True)
-    for name in set(ENGINES) - {"reference"}: monkeypatch.setitem(ENGINES, name, ("leakmel.mel.no_such_engine", "NoEngine"))
-    with caplog.at_level(logging.INFO, "leakmel"), open_engine("auto", spec) as engine: assert engine.name == "reference"
+    for name in set(ENGINES) - {"reference"}:
+        monkeypatch.setitem(ENGINES, name, ("leakmel.mel.no_such_engine", "NoEngine"))
+    with caplog.at_level(logging.INFO, "leakmel"), open_engine("auto", spec) as engine:
+        assert engine.name == "reference"
     assert [r.message.split()[1] for r in caplog.records] == ["triton", "torch", "cpu", "torch"]
     warned = [r.message.split()[1] for r in caplog.records if r.levelno >= logging.WARNING]
-    assert warned == ["cpu"], "a GPU or torch may be missing, but what the compiled engine needs is required: slower rows must not come without a word"
-    with pytest.raises(NotHere, match="not installed"): open_engine("cpu", spec)
+    assert warned == ["cpu"], (
+        "a GPU or torch may be missing, but what the compiled engine needs is required: slower rows must not come without a word"
+    )
+    with pytest.raises(NotHere, match="not installed"):
+        open_engine("cpu", spec)
 
 
-def test_auto_passes_over_what_fails_and_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def wrong(*args: Any, **options: Any) -> None: raise EngineError("engine torch does not reproduce the reference")
-    for kind in ("torch_engine.TorchEngine", "cpu_engine.CpuEngine"): monkeypatch.setattr(f"leakmel.mel.{kind}.__init__", wrong)
+def test_auto_passes_over_what_fails_and_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(*args: Any, **options: Any) -> None:
+        raise EngineError("engine torch does not reproduce the reference")
+
+    for kind in ("torch_engine.TorchEngine", "cpu_engine.CpuEngine"):
+        monkeypatch.setattr(f"leakmel.mel.{kind}.__init__", wrong)
     spec = MelSpec.preset("disjoint", duration_s=1)
-    with open_engine("auto", spec, device="cpu") as engine: assert engine.name == "reference"
+    with open_engine("auto", spec, device="cpu") as engine:
+        assert engine.name == "reference"
     assert [r.levelname for r in caplog.records if "engine torch passed over" in r.message] == ["WARNING"]
-    with pytest.raises(EngineError, match="does not reproduce"): open_engine("auto", spec, device="rehearsal")     # a device that was asked for is kept to
+    with pytest.raises(EngineError, match="does not reproduce"):
+        open_engine("auto", spec, device="rehearsal")  # a device that was asked for is kept to
 
 
 def test_an_engine_that_errs_is_found_out() -> None:
     class Swapped(engines.ReferenceEngine):
         "Swaps two long segments."
-        def run(self, samples: np.ndarray, out: np.ndarray, *, span: engines.SpanFactory = engines.no_span) -> np.ndarray:
+
+        def run(
+            self, samples: np.ndarray, out: np.ndarray, *, span: engines.SpanFactory = engines.no_span
+        ) -> np.ndarray:
             moments = super().run(samples, out)
             out[:, [0, 1]] = out[:, [1, 0]]
             return moments
-    with pytest.raises(EngineError, match="does not reproduce the reference"): self_check(Swapped(MelSpec.preset("disjoint", duration_s=1)))
+
+    with pytest.raises(EngineError, match="does not reproduce the reference"):
+        self_check(Swapped(MelSpec.preset("disjoint", duration_s=1)))
 
 
 def test_unknown_engines_and_devices() -> None:
     spec = MelSpec.preset("disjoint", duration_s=1)
-    with pytest.raises(UsageError, match="auto or"): open_engine("quick", spec)
-    with pytest.raises(UsageError, match="unknown device"): open_engine("torch", spec, device="toaster")
+    with pytest.raises(UsageError, match="auto or"):
+        open_engine("quick", spec)
+    with pytest.raises(UsageError, match="unknown device"):
+        open_engine("torch", spec, device="toaster")
     if not torch.cuda.is_available():
         for name in ("torch", "triton"):
-            with pytest.raises(EngineError, match="no CUDA device"): open_engine(name, spec, device="cuda")
+            with pytest.raises(EngineError, match="no CUDA device"):
+                open_engine(name, spec, device="cuda")
 
 
 # -- log_mel --------------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("engine", ["auto", *CPU_ENGINES])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (0,), (2, 0)])
@@ -354,7 +528,8 @@ def test_log_mel_keeps_leading_axes(engine: str, shape: tuple[int, ...]) -> None
     got = log_mel(x, spec, engine=engine)
     assert got.shape == (*shape, *spec.row_shape)
     assert got.dtype == (np.float64 if engine == "reference" else np.float32)
-    if got.size: assert compare(got, reference_features(x, spec), spec).ok
+    if got.size:
+        assert compare(got, reference_features(x, spec), spec).ok
 
 
 @pytest.mark.parametrize("engine", CPU_ENGINES)
@@ -364,8 +539,17 @@ def test_log_mel_of_any_array_that_means_samples(engine: str) -> None:
     right = log_mel(x, spec, engine=engine)
     frozen = x.copy()
     frozen.setflags(write=False)
-    for same in (frozen, x.astype(">i2"), np.asfortranarray(x), x[:, ::-1][:, ::-1], np.repeat(x, 2, axis=0)[::2],
-                 (x / 32_768).astype(np.float32), x / 32_768, (x / 32_768).tolist(), np.frombuffer(x.tobytes(), np.int16).reshape(x.shape)):
+    for same in (
+        frozen,
+        x.astype(">i2"),
+        np.asfortranarray(x),
+        x[:, ::-1][:, ::-1],
+        np.repeat(x, 2, axis=0)[::2],
+        (x / 32_768).astype(np.float32),
+        x / 32_768,
+        (x / 32_768).tolist(),
+        np.frombuffer(x.tobytes(), np.int16).reshape(x.shape),
+    ):
         assert np.array_equal(log_mel(np.asarray(same), spec, engine=engine), right)
     assert np.array_equal(x, frozen), "samples are not written to"
 
@@ -374,39 +558,68 @@ def test_log_mel_of_any_array_that_means_samples(engine: str) -> None:
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8, np.uint16, np.bool_, np.complex128, object])
 def test_log_mel_refuses_numbers_of_unknown_scale(engine: str, dtype: Any) -> None:
     spec = MelSpec.preset("disjoint", duration_s=0.5)
-    with pytest.raises(SpecError, match="int16 or float"): log_mel(np.ones((1, spec.n_samples)).astype(dtype), spec, engine=engine)
+    with pytest.raises(SpecError, match="int16 or float"):
+        log_mel(np.ones((1, spec.n_samples)).astype(dtype), spec, engine=engine)
 
 
 def test_log_mel_refuses_another_length() -> None:
     spec = MelSpec.preset("disjoint", duration_s=0.5)
-    for bad in (np.zeros(spec.n_samples - 1, np.int16), np.zeros((spec.n_samples, 2), np.int16), np.int16(3), np.zeros(0, np.int16)):
-        with pytest.raises(SpecError, match="another length"): log_mel(bad, spec)   # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="another length"): reference_log_mel(np.zeros(5), spec)
-    with pytest.raises(UsageError, match="unknown engine"): log_mel(np.zeros(spec.n_samples), spec, engine="quick")
+    for bad in (
+        np.zeros(spec.n_samples - 1, np.int16),
+        np.zeros((spec.n_samples, 2), np.int16),
+        np.int16(3),
+        np.zeros(0, np.int16),
+    ):
+        with pytest.raises(SpecError, match="another length"):
+            log_mel(bad, spec)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="another length"):
+        reference_log_mel(np.zeros(5), spec)
+    with pytest.raises(UsageError, match="unknown engine"):
+        log_mel(np.zeros(spec.n_samples), spec, engine="quick")
 
 
 # -- what others define -----------------------------------------------------------------------------------------------------
 
-FILTERS = [(4096, 512, 64, 0.0, 2048.0), (8000, 512, 40, 20.0, 4000.0), (51_200, 2048, 80, 10.0, 20_000.0), (4096, 400, 24, 100.0, 1900.0)]
-scales = pytest.mark.parametrize(("scale", "norm"), [("htk", None), ("htk", "slaney"), ("slaney", None), ("slaney", "slaney")])
+FILTERS = [
+    (4096, 512, 64, 0.0, 2048.0),
+    (8000, 512, 40, 20.0, 4000.0),
+    (51_200, 2048, 80, 10.0, 20_000.0),
+    (4096, 400, 24, 100.0, 1900.0),
+]
+scales = pytest.mark.parametrize(
+    ("scale", "norm"), [("htk", None), ("htk", "slaney"), ("slaney", None), ("slaney", "slaney")]
+)
 
 
 @scales
 @pytest.mark.parametrize(("rate", "n_fft", "n_mels", "low", "high"), FILTERS)
-def test_filterbank_of_librosa(rate: int, n_fft: int, n_mels: int, low: float, high: float, scale: Any, norm: Any) -> None:
+def test_filterbank_of_librosa(
+    rate: int, n_fft: int, n_mels: int, low: float, high: float, scale: Any, norm: Any
+) -> None:
     librosa_filters = pytest.importorskip("librosa.filters")
-    theirs = librosa_filters.mel(sr=rate, n_fft=n_fft, n_mels=n_mels, fmin=low, fmax=high, htk=scale == "htk", norm=norm, dtype=np.float64)
+    theirs = librosa_filters.mel(
+        sr=rate,
+        n_fft=n_fft,
+        n_mels=n_mels,
+        fmin=low,
+        fmax=high,
+        htk=scale == "htk",
+        norm=norm,
+        dtype=np.float64,
+    )
     ours = mel_filterbank(rate, n_fft, n_mels, low, high, scale, norm)
     assert np.abs(ours - theirs.T).max() < 1e-9
 
 
 @scales
 @pytest.mark.parametrize(("rate", "n_fft", "n_mels", "low", "high"), FILTERS)
-def test_filterbank_of_torchaudio(rate: int, n_fft: int, n_mels: int, low: float, high: float, scale: Any, norm: Any) -> None:
+def test_filterbank_of_torchaudio(
+    rate: int, n_fft: int, n_mels: int, low: float, high: float, scale: Any, norm: Any
+) -> None:
     melscale_fbanks = import_torchaudio().functional.melscale_fbanks
     theirs = melscale_fbanks(n_fft // 2 + 1, low, high, n_mels, rate, norm, scale).numpy()
     ours = mel_filterbank(rate, n_fft, n_mels, low, high, scale, norm)
-    assert np.abs(ours - theirs).max() < 2e-4 * ours.max()     # theirs is float32 all the way
+    assert np.abs(ours - theirs).max() < 2e-4 * ours.max()  # theirs is float32 all the way
 
 
 @scales
@@ -414,18 +627,43 @@ def test_filterbank_of_torchaudio(rate: int, n_fft: int, n_mels: int, low: float
 def test_segments_by_librosa(power: float, scale: Any, norm: Any) -> None:
     "A short segment of several frames, not centred: librosa's melspectrogram, in float64."
     feature = pytest.importorskip("librosa.feature")
-    spec = MelSpec(duration_s=1, hop_length=64, n_fft=256, n_mels=30, mel_scale=scale, mel_norm=norm, power=power)
+    spec = MelSpec(
+        duration_s=1, hop_length=64, n_fft=256, n_mels=30, mel_scale=scale, mel_norm=norm, power=power
+    )
     x = np.random.default_rng(2).normal(0, 0.1, spec.n_samples)
     ours = reference_log_mel(x, spec)
     for i, j in ((0, 0), (1, 1), (3, 0)):
-        piece = x[i * 1024 + j * 512:][:512]
-        theirs = feature.melspectrogram(y=piece, sr=4096, n_fft=256, hop_length=64, window="hann", center=False, power=power, n_mels=30,
-                                        fmin=0.0, fmax=2048.0, htk=scale == "htk", norm=norm, dtype=np.float64)
-        assert np.abs(20 / power * np.log10(np.maximum(theirs, 1e-10)) - ours[i, j]).max() < 1e-4    # librosa's filters are float32
+        piece = x[i * 1024 + j * 512 :][:512]
+        theirs = feature.melspectrogram(
+            y=piece,
+            sr=4096,
+            n_fft=256,
+            hop_length=64,
+            window="hann",
+            center=False,
+            power=power,
+            n_mels=30,
+            fmin=0.0,
+            fmax=2048.0,
+            htk=scale == "htk",
+            norm=norm,
+            dtype=np.float64,
+        )
+        assert (
+            np.abs(20 / power * np.log10(np.maximum(theirs, 1e-10)) - ours[i, j]).max() < 1e-4
+        )  # librosa's filters are float32
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("changes", [{}, {"n_fft": 400, "n_mels": 40}, {"mel_scale": "slaney"}, {"hop_length": 50, "n_fft": 256, "n_mels": 24}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"n_fft": 400, "n_mels": 40},
+        {"mel_scale": "slaney"},
+        {"hop_length": 50, "n_fft": 256, "n_mels": 24},
+    ],
+)
 def test_stock_features_agree(preset: str, changes: dict[str, Any]) -> None:
     spec = MelSpec.preset(preset, duration_s=1, **changes)
     made = signals(spec)
@@ -436,18 +674,23 @@ def test_stock_features_agree(preset: str, changes: dict[str, Any]) -> None:
 
 def test_stock_says_what_it_cannot_express() -> None:
     for spec in (MelSpec(sample_rate=4095), MelSpec(n_fft=501, n_mels=32)):
-        with pytest.raises(SpecError, match="torchaudio cannot express"): check_stock(spec)
-    with pytest.raises(SpecError, match="another length"): stock_log_mel(np.zeros(3), MelSpec())
+        with pytest.raises(SpecError, match="torchaudio cannot express"):
+            check_stock(spec)
+    with pytest.raises(SpecError, match="another length"):
+        stock_log_mel(np.zeros(3), MelSpec())
 
 
 # -- the tolerance can fail ---------------------------------------------------------------------------------------------------
+
 
 def believable(spec: MelSpec) -> np.ndarray:
     "Coloured noise with a hum and a quiet stretch, [N] float64."
     rng = np.random.default_rng(11)
     white = rng.normal(0, 0.05, spec.n_samples)
-    x = np.convolve(white, [0.3, 0.5, 0.9, 0.4], "same") + 0.02 * np.sin(2 * np.pi * 50 * np.arange(spec.n_samples) / spec.sample_rate)
-    x[-spec.n_samples // 4:] = 0
+    x = np.convolve(white, [0.3, 0.5, 0.9, 0.4], "same") + 0.02 * np.sin(
+        2 * np.pi * 50 * np.arange(spec.n_samples) / spec.sample_rate
+    )
+    x[-spec.n_samples // 4 :] = 0
     return x
 
 
@@ -462,7 +705,9 @@ def by_spec(**changes: Any) -> Callable[[np.ndarray, MelSpec, pytest.MonkeyPatch
     return lambda x, spec, _: reference_log_mel(x, replace(spec, **changes))
 
 
-def by_features(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray, MelSpec, pytest.MonkeyPatch], np.ndarray]:
+def by_features(
+    change: Callable[[np.ndarray], np.ndarray],
+) -> Callable[[np.ndarray, MelSpec, pytest.MonkeyPatch], np.ndarray]:
     "Right features, changed afterwards."
     return lambda x, spec, _: change(reference_log_mel(x, spec))
 
@@ -470,18 +715,10 @@ def by_features(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndar
 SABOTAGE: dict[str, Callable[[np.ndarray, MelSpec, pytest.MonkeyPatch], np.ndarray]] = {
     "symmetric window": symmetric_window,
     "other mel scale": by_spec(mel_scale="slaney", n_mels=32, f_min_hz=0),
-    "other norm": lambda x,
-    s,
-    _: reference_log_mel(x, replace(s, mel_norm=None if s.mel_norm else "slaney")),
-    "power swapped": lambda x,
-    s,
-    _: reference_log_mel(x, replace(s, power=3 - s.power)),
-    "shift by one sample": lambda x,
-    s,
-    _: reference_log_mel(np.roll(x, 1), s),
-    "int16 scale by 32,767": lambda x,
-    s,
-    _: reference_log_mel(x * 32_768 / 32_767 * 1.003, s),
+    "other norm": lambda x, s, _: reference_log_mel(x, replace(s, mel_norm=None if s.mel_norm else "slaney")),
+    "power swapped": lambda x, s, _: reference_log_mel(x, replace(s, power=3 - s.power)),
+    "shift by one sample": lambda x, s, _: reference_log_mel(np.roll(x, 1), s),
+    "int16 scale by 32,767": lambda x, s, _: reference_log_mel(x * 32_768 / 32_767 * 1.003, s),
     "upper corner 5 Hz lower": by_spec(f_max_hz=2043),
     "dropped floor": by_spec(floor=1e-30),
     "higher floor": by_spec(floor=1e-4),
@@ -512,7 +749,8 @@ def test_the_tolerance_can_fail(preset: str, fault: str, monkeypatch: pytest.Mon
     x = believable(spec)
     right = reference_features(x, spec)
     assert compare(right.db.astype(np.float16), right, spec).ok, "honest rounding is right"
-    with np.errstate(over="ignore"): wrong = SABOTAGE[fault](x, spec, monkeypatch).astype(np.float16)
+    with np.errstate(over="ignore"):
+        wrong = SABOTAGE[fault](x, spec, monkeypatch).astype(np.float16)
     verdict = compare(wrong, right, spec)
     assert not verdict.ok, verdict
 
@@ -527,7 +765,9 @@ def test_the_worst_value_is_named() -> None:
 
 def test_the_window_is_periodic() -> None:
     for n in (2, 5, 400, 512):
-        assert np.allclose(hann_periodic(n), torch.hann_window(n, periodic=True, dtype=torch.float64).numpy(), atol=1e-15)
+        assert np.allclose(
+            hann_periodic(n), torch.hann_window(n, periodic=True, dtype=torch.float64).numpy(), atol=1e-15
+        )
 
 
 # -- MelSpec: refusals -----------------------------------------------------------------------------------------------------------
@@ -571,13 +811,20 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_nonsense_is_refused(name: str) -> None:
     changes, part = REFUSALS[name]
-    with pytest.raises(SpecError) as caught: MelSpec(**changes)
+    with pytest.raises(SpecError) as caught:
+        MelSpec(**changes)
     assert part in str(caught.value)
 
 
-valid_geometry = st.fixed_dictionaries({
-    "sample_rate": st.sampled_from([292, 4096, 8000, 48_000, 51_200]), "n_mels": st.integers(1, 700), "mel_scale": st.sampled_from(["htk", "slaney"]),
-    "n_fft": st.sampled_from([16, 64, 256, 400, 512]), "f_min_hz": st.sampled_from([0, 1, 20, 100])})
+valid_geometry = st.fixed_dictionaries(
+    {
+        "sample_rate": st.sampled_from([292, 4096, 8000, 48_000, 51_200]),
+        "n_mels": st.integers(1, 700),
+        "mel_scale": st.sampled_from(["htk", "slaney"]),
+        "n_fft": st.sampled_from([16, 64, 256, 400, 512]),
+        "f_min_hz": st.sampled_from([0, 1, 20, 100]),
+    }
+)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -588,8 +835,9 @@ def test_a_spec_works_or_its_remedy_does(values: dict[str, Any]) -> None:
     except SpecError as e:
         text = str(e)
         assert "holds no frequency bin" in text or "more mel bands" in text
-        if "n_mels=" not in text:     # not even one band fits
-            with pytest.raises(SpecError): MelSpec(**values | {"n_mels": 1})
+        if "n_mels=" not in text:  # not even one band fits
+            with pytest.raises(SpecError):
+                MelSpec(**values | {"n_mels": 1})
             return
         spec = MelSpec(**values | {"n_mels": int(text.split("n_mels=")[1].split()[0])})
         assert spec.n_mels < values["n_mels"]
@@ -600,10 +848,26 @@ def test_a_spec_works_or_its_remedy_does(values: dict[str, Any]) -> None:
 # -- MelSpec: identity -------------------------------------------------------------------------------------------------------------
 
 CHANGES: dict[str, Any] = {
-    "sample_rate": 8000, "duration_s": 9.0, "long_window": 2048, "long_hop": 512, "short_window": 600, "short_hop": 256, "n_fft": 256, "hop_length": 64,
+    "sample_rate": 8000,
+    "duration_s": 9.0,
+    "long_window": 2048,
+    "long_hop": 512,
+    "short_window": 600,
+    "short_hop": 256,
+    "n_fft": 256,
+    "hop_length": 64,
     "n_mels": 32,
-    "f_min_hz": 10.0, "f_max_hz": 2000.0, "mel_scale": "slaney", "mel_norm": "slaney", "power": 2.0, "floor": 1e-9, "channels": "first", "short": "reject",
-    "long": "reject", "rate": "reject"}
+    "f_min_hz": 10.0,
+    "f_max_hz": 2000.0,
+    "mel_scale": "slaney",
+    "mel_norm": "slaney",
+    "power": 2.0,
+    "floor": 1e-9,
+    "channels": "first",
+    "short": "reject",
+    "long": "reject",
+    "rate": "reject",
+}
 
 
 def test_every_field_has_a_change_here() -> None:
@@ -613,18 +877,27 @@ def test_every_field_has_a_change_here() -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_fingerprint_changes_with_every_field(name: str) -> None:
     base = MelSpec(n_fft=512, n_mels=20)
-    if name == "n_fft": base = replace(base, n_mels=20)
+    if name == "n_fft":
+        base = replace(base, n_mels=20)
     assert replace(base, **{name: CHANGES[name]}).fingerprint() != base.fingerprint()
     assert base.fingerprint("torch@1/cpu") != base.fingerprint("torch@2/cpu") != base.fingerprint()
 
 
-may_change = {name: [value, getattr(MelSpec(), name)] for name, value in CHANGES.items() if name not in ("n_mels", "n_fft")}
-values = st.fixed_dictionaries({}, optional={name: st.sampled_from(both) for name, both in may_change.items()})
+may_change = {
+    name: [value, getattr(MelSpec(), name)]
+    for name, value in CHANGES.items()
+    if name not in ("n_mels", "n_fft")
+}
+values = st.fixed_dictionaries(
+    {}, optional={name: st.sampled_from(both) for name, both in may_change.items()}
+)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(values, values)
-def test_equal_specs_have_equal_fingerprints_and_others_do_not(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_equal_specs_have_equal_fingerprints_and_others_do_not(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
     a, b = MelSpec(n_mels=20, **one), MelSpec(n_mels=20, **other)
     assert (a == b) == (a.fingerprint() == b.fingerprint())
     assert (a == b) <= (hash(a) == hash(b))
@@ -635,7 +908,7 @@ def test_equal_specs_have_equal_fingerprints_and_others_do_not(one: dict[str, An
 
 
 def test_the_same_number_in_another_type_is_the_same_spec() -> None:
-    same = MelSpec(sample_rate=np.int64(4096), duration_s=10, power=1, f_min_hz=-0.0, floor=np.float64(1e-10))   # type: ignore[arg-type]
+    same = MelSpec(sample_rate=np.int64(4096), duration_s=10, power=1, f_min_hz=-0.0, floor=np.float64(1e-10))  # type: ignore[arg-type]
     assert same == MelSpec()
     assert same.fingerprint() == MelSpec().fingerprint()
     assert json.dumps(same.to_dict()) == json.dumps(MelSpec().to_dict())
@@ -648,17 +921,26 @@ def test_the_fingerprint_does_not_depend_on_the_preset() -> None:
 
 def test_a_spec_cannot_be_changed() -> None:
     spec = MelSpec()
-    with pytest.raises(FrozenInstanceError): spec.n_mels = 3   # type: ignore[misc]
-    with pytest.raises(ValueError, match="read-only"): spec.filterbank[0] = 1
+    with pytest.raises(FrozenInstanceError):
+        spec.n_mels = 3  # type: ignore[misc]
+    with pytest.raises(ValueError, match="read-only"):
+        spec.filterbank[0] = 1
 
 
 # -- presets -----------------------------------------------------------------------------------------------------------------------
+
 
 def test_the_presets_are_those_of_the_design() -> None:
     disjoint, overlap = MelSpec.preset("disjoint"), MelSpec.preset("overlap")
     assert (disjoint.row_shape, overlap.row_shape) == ((40, 2, 64, 1), (79, 3, 32, 1))
     for spec in (disjoint, overlap):
-        assert (spec.sample_rate, spec.duration_s, spec.n_samples, spec.n_fft, spec.hop_length) == (4096, 10.0, 40_960, 512, 128)
+        assert (spec.sample_rate, spec.duration_s, spec.n_samples, spec.n_fft, spec.hop_length) == (
+            4096,
+            10.0,
+            40_960,
+            512,
+            128,
+        )
         assert (spec.f_min_hz, spec.top_hz, spec.floor, spec.mel_scale) == (0.0, 2048.0, 1e-10, "htk")
         assert (spec.channels, spec.short, spec.long, spec.rate) == ("mean", "pad", "cut", "resample")
     assert (disjoint.mel_norm, disjoint.power, overlap.mel_norm, overlap.power) == (None, 1.0, "slaney", 2.0)
@@ -667,19 +949,26 @@ def test_the_presets_are_those_of_the_design() -> None:
 
 
 def test_a_name_without_a_version_means_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version in (9, 10): monkeypatch.setitem(spec_module.PRESETS, f"disjoint@{version}", {"n_mels": version})
+    for version in (9, 10):
+        monkeypatch.setitem(spec_module.PRESETS, f"disjoint@{version}", {"n_mels": version})
     assert MelSpec.preset("disjoint").n_mels == 10
     assert MelSpec.preset("disjoint@1").n_mels == 64
 
 
 def test_unknown_presets_and_settings() -> None:
-    with pytest.raises(SpecError, match="disjoint@1, overlap@1"): MelSpec.preset("joint")
-    with pytest.raises(SpecError, match="unknown preset"): MelSpec.preset("disjoint@7")
-    with pytest.raises(SpecError, match="unknown setting n_mel"): MelSpec.preset("disjoint", n_mel=3)
-    with pytest.raises(SpecError, match="preset_name"): MelSpec.preset("disjoint", preset_name="mine")
-    with pytest.raises(SpecError, match="does not know: mystery"): spec_from_dict(MelSpec().to_dict() | {"mystery": 1})
+    with pytest.raises(SpecError, match="disjoint@1, overlap@1"):
+        MelSpec.preset("joint")
+    with pytest.raises(SpecError, match="unknown preset"):
+        MelSpec.preset("disjoint@7")
+    with pytest.raises(SpecError, match="unknown setting n_mel"):
+        MelSpec.preset("disjoint", n_mel=3)
+    with pytest.raises(SpecError, match="preset_name"):
+        MelSpec.preset("disjoint", preset_name="mine")
+    with pytest.raises(SpecError, match="does not know: mystery"):
+        spec_from_dict(MelSpec().to_dict() | {"mystery": 1})
 
 
 def test_the_repr_is_one_line() -> None:
-    for name in PRESETS: assert "\n" not in repr(MelSpec.preset(name))
+    for name in PRESETS:
+        assert "\n" not in repr(MelSpec.preset(name))
     assert "disjoint@1" in repr(MelSpec.preset("disjoint"))

@@ -1,4 +1,5 @@
 "A build of many recordings takes little more memory than one of a few."
+
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import leakmel as lm
 from leakmel.dataset import schema
 
 FEW, MANY = 4_000, 44_000
-MOST_BYTES = 600       # that one more recording may take at the peak; its path and facts alone take 250, one row of features 1,024
+MOST_BYTES = 600  # that one more recording may take at the peak; its path and facts alone take 250, one row of features 1,024
 
 BUILD = """
 import re, sys
@@ -42,25 +43,41 @@ def peak_bytes(root: Path, out: Path) -> int:
 def linked(request, tmp_path, make_wav) -> dict[int, Path]:
     "FEW and MANY names of forty recordings of a second, or the numbers that a test asks for."
     originals = [tmp_path / "originals" / f"{k}.wav" for k in range(40)]
-    for k, path in enumerate(originals): make_wav(path, seed=k)
+    for k, path in enumerate(originals):
+        make_wav(path, seed=k)
     roots = {n: tmp_path / f"links-{n}" for n in getattr(request, "param", (FEW, MANY))}
     for n, root in roots.items():
-        for label in ("LEAK", "NOLEAK"): (root / label).mkdir(parents=True)
-        for i in range(n): os.link(originals[i % 40], root / ("LEAK" if i % 3 else "NOLEAK") / f"H{i % 40:02d}~{i:06d}~20240229_120000~8.wav")
+        for label in ("LEAK", "NOLEAK"):
+            (root / label).mkdir(parents=True)
+        for i in range(n):
+            os.link(
+                originals[i % 40],
+                root / ("LEAK" if i % 3 else "NOLEAK") / f"H{i % 40:02d}~{i:06d}~20240229_120000~8.wav",
+            )
     return roots
 
 
 def test_memory_of_one_more_recording(linked, tmp_path):
-    lm.build(linked[FEW], out=tmp_path / "warm.h5", spec=lm.MelSpec(duration_s=1.0), engine="cpu", progress="none")      # compiled code is in its cache now
+    lm.build(
+        linked[FEW], out=tmp_path / "warm.h5", spec=lm.MelSpec(duration_s=1.0), engine="cpu", progress="none"
+    )  # compiled code is in its cache now
     peaks = {n: min(peak_bytes(root, tmp_path / f"{n}.h5") for _ in range(2)) for n, root in linked.items()}
     more = (peaks[MANY] - peaks[FEW]) / (MANY - FEW)
-    assert 200 < more < MOST_BYTES, f"{more:.0f} bytes a recording; peaks {({n: round(p / 1e6, 1) for n, p in peaks.items()})} MB"
+    assert 200 < more < MOST_BYTES, (
+        f"{more:.0f} bytes a recording; peaks { ({n: round(p / 1e6, 1) for n, p in peaks.items()}) } MB"
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("linked", [(5_000, 50_000)], indirect=True)
 def test_ten_times_the_recordings(linked, tmp_path):
-    lm.build(linked[5_000], out=tmp_path / "warm.h5", spec=lm.MelSpec(duration_s=1.0), engine="cpu", progress="none")
+    lm.build(
+        linked[5_000],
+        out=tmp_path / "warm.h5",
+        spec=lm.MelSpec(duration_s=1.0),
+        engine="cpu",
+        progress="none",
+    )
     peaks = {n: min(peak_bytes(root, tmp_path / f"{n}.h5") for _ in range(2)) for n, root in linked.items()}
     assert peaks[50_000] - peaks[5_000] <= 50e6, peaks
 
@@ -70,14 +87,19 @@ def test_long_columns_are_the_same_in_pieces(tmp_path, monkeypatch, large):
     texts = [b"LEAK/%d" % 3 ** (k % 20) for k in range(9000)]
     with h5py.File(tmp_path / "x.h5", "w") as f:
         schema._put_texts(f, "files/path", texts, at_once=large)
-        f["labels"], f["numbers"], f["any"] = np.arange(9000, dtype=np.int16), np.arange(12.0).reshape(3, 4), np.array([b"a", b"bcd"], object)
+        f["labels"], f["numbers"], f["any"] = (
+            np.arange(9000, dtype=np.int16),
+            np.arange(12.0).reshape(3, 4),
+            np.array([b"a", b"bcd"], object),
+        )
         f.attrs["n_rows"] = 9000
         monkeypatch.setattr(schema, "_LARGE", large)
         assert f["files/path"].dtype == "S15"
         assert f["files/path"][:].tolist() == texts
-        for name in ("files/path", "labels", "numbers"): np.testing.assert_array_equal(schema.read_column(f[name]), f[name][()])
+        for name in ("files/path", "labels", "numbers"):
+            np.testing.assert_array_equal(schema.read_column(f[name]), f[name][()])
         assert schema.read_column(f["any"]).tolist() == [b"a", b"bcd"]
-        del f["any"]      # where texts lie in a heap there are only addresses to be hashed
+        del f["any"]  # where texts lie in a heap there are only addresses to be hashed
         assert schema.metadata_digest(f) == by_hand(f)
 
 

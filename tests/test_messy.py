@@ -1,4 +1,5 @@
 "A messy made tree, end to end: every file has the fate it was made for, every problem is named, every row is right, from outside."
+
 import base64
 import csv
 import json
@@ -30,32 +31,40 @@ SPEC = lm.MelSpec.preset("disjoint", sample_rate=RATE, duration_s=1.0)
 OPTIONS = ("--sample-rate", str(RATE), "--duration-s", "1")
 FATES = {"not_wav", "empty", "truncated", "unsupported", "channels", "nonfinite", "no_label"}
 
-Named = set[tuple[str, str]]     # kind and place of problems
+Named = set[tuple[str, str]]  # kind and place of problems
 
 
 # -- from outside -------------------------------------------------------------------------------------------------------------
 
+
 def walk(root: Path, folder: Path) -> list[bytes]:
     "Paths of the recordings below a folder, in the order of their bytes; links are followed inside the root, a folder inside itself is not."
     top, base, out = os.path.realpath(os.fsencode(root)) + b"/", os.fsencode(folder), []
+
     def visit(here: bytes, above: tuple[bytes, ...]) -> None:
         for name in os.listdir(here):
             at = os.path.join(here, name)
             real = os.path.realpath(at)
-            if not real.startswith(top) or not os.path.exists(at): continue
+            if not real.startswith(top) or not os.path.exists(at):
+                continue
             mode = os.stat(at).st_mode
             if stat.S_ISDIR(mode):
-                if real not in above: visit(at, (*above, real))
-            elif not stat.S_ISREG(mode) or name.startswith(b"."): continue
-            elif name.lower().endswith((b".wav", b".wave")): out.append(os.path.relpath(at, base))
+                if real not in above:
+                    visit(at, (*above, real))
+            elif not stat.S_ISREG(mode) or name.startswith(b"."):
+                continue
+            elif name.lower().endswith((b".wav", b".wave")):
+                out.append(os.path.relpath(at, base))
+
     visit(base, (os.path.realpath(base),))
     return sorted(out)
 
 
 def samples(path: bytes) -> tuple[np.ndarray, int]:
     "Samples [n, channels] in float64 from -1 to 1 and rate in Hz, by libsndfile."
-    fd = os.open(path, os.O_RDONLY)      # names that are no UTF-8
-    with soundfile.SoundFile(fd, closefd=True) as f: return f.read(f.frames, dtype="float64", always_2d=True), f.samplerate
+    fd = os.open(path, os.O_RDONLY)  # names that are no UTF-8
+    with soundfile.SoundFile(fd, closefd=True) as f:
+        return f.read(f.frames, dtype="float64", always_2d=True), f.samplerate
 
 
 def right_rows(folder: Path, paths: list[bytes], config: dict[str, Any]) -> list[np.ndarray]:
@@ -88,6 +97,7 @@ def mels(path: Path) -> dict[bytes, bytes]:
 
 # -- the tree and what is built from it ---------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def messy(tmp_path_factory) -> Messy:
     return write_messy(tmp_path_factory.mktemp("messy") / "set")
@@ -96,7 +106,9 @@ def messy(tmp_path_factory) -> Messy:
 @pytest.fixture(scope="module")
 def built(messy: Messy, tmp_path_factory) -> list[lm.BuildResult]:
     "All splits, in the stream mode."
-    return lm.build_all(messy.root, out_dir=tmp_path_factory.mktemp("built"), spec=SPEC, mode="stream", progress="none")
+    return lm.build_all(
+        messy.root, out_dir=tmp_path_factory.mktemp("built"), spec=SPEC, mode="stream", progress="none"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +120,32 @@ def scanned(messy: Messy) -> list[dict[str, str]]:
 def test_the_tree_has_everything(messy: Messy) -> None:
     assert 150 <= len(messy.files) <= 300
     secret = messy.root / SPLITS["TESTING"] / "LEAK" / "secret.wav"
-    assert {f.code for f in messy.files if f.code} == FATES | (set() if os.access(secret, os.R_OK) else {"unreadable"})
+    assert {f.code for f in messy.files if f.code} == FATES | (
+        set() if os.access(secret, os.R_OK) else {"unreadable"}
+    )
     words = {word for f in messy.rows for word in f.status.split("+")}
     assert words == {"ok", "padded", "cut", "resampled", "downmixed", "identical_channels", "opposite_phase"}
     assert len({f.encoding for f in messy.rows}) == 9
     kinds = {k for f in messy.files for k in f.kinds} | {kind for kind, _ in messy.places}
-    assert kinds >= FATES | {"other_rate", "other_length", "stereo", "opposite_phase", "clipped", "silent", "dc_offset", "dead_sensor", "duplicate",
-                             "duplicate_across_splits", "duplicate_labels", "gain_1", "case_twins", "empty_label", "link", "special", "not_a_split"}
+    assert kinds >= FATES | {
+        "other_rate",
+        "other_length",
+        "stereo",
+        "opposite_phase",
+        "clipped",
+        "silent",
+        "dc_offset",
+        "dead_sensor",
+        "duplicate",
+        "duplicate_across_splits",
+        "duplicate_labels",
+        "gain_1",
+        "case_twins",
+        "empty_label",
+        "link",
+        "special",
+        "not_a_split",
+    }
 
 
 def test_rows_and_rejected_are_the_files_that_are_there(messy: Messy, built: list[lm.BuildResult]) -> None:
@@ -132,7 +163,9 @@ def test_every_file_has_the_fate_it_was_made_for(messy: Messy, built: list[lm.Bu
         got, files = content(r.path), messy.of(r.split)
         rows = [f for f in files if f.status]
         assert got["files/path"].tolist() == [f.path for f in rows]
-        assert dict(zip(got["files/path"].tolist(), got["files/status"].astype(str))) == {f.path: f.status for f in rows}
+        assert dict(zip(got["files/path"].tolist(), got["files/status"].astype(str))) == {
+            f.path: f.status for f in rows
+        }
         assert got["files/encoding"].astype(str).tolist() == [f.encoding for f in rows]
         assert [LABELS[i] for i in got["labels"]] == [f.label for f in rows]
         lost = {f.path: f.code for f in files if f.code}
@@ -147,22 +180,41 @@ def test_every_row_and_column_is_right(messy: Messy, built: list[lm.BuildResult]
         got, folder = content(r.path), messy.root / SPLITS[r.split]
         config, rows = json.loads(got["@config_json"]), [f for f in messy.of(r.split) if f.status]
         right = right_rows(folder, [f.path for f in rows], config)
-        for k, f in enumerate(rows): assert off(got["segments_mel"][k], right[k]) <= 0, (f.path, off(got["segments_mel"][k], right[k]))
+        for k, f in enumerate(rows):
+            assert off(got["segments_mel"][k], right[k]) <= 0, (f.path, off(got["segments_mel"][k], right[k]))
         for k, f in enumerate(rows):
             x, rate = samples(os.path.join(os.fsencode(folder), f.path))
-            assert (got["files/sample_rate"][k], got["files/n_samples"][k], got["files/channels"][k]) == (rate, *x.shape)
-            rms = np.sqrt((x ** 2).mean())      # of the recording as it lies in its file, whatever was made of it
-            assert got["files/rms_db"][k] == pytest.approx(20 * np.log10(rms) if rms else -200, abs=0.01), f.path
-            assert (got["files/peak"][k], got["files/dc_offset"][k]) == pytest.approx((np.abs(x).max(), x.mean()), abs=1e-6), f.path
+            assert (got["files/sample_rate"][k], got["files/n_samples"][k], got["files/channels"][k]) == (
+                rate,
+                *x.shape,
+            )
+            rms = np.sqrt((x**2).mean())  # of the recording as it lies in its file, whatever was made of it
+            assert got["files/rms_db"][k] == pytest.approx(20 * np.log10(rms) if rms else -200, abs=0.01), (
+                f.path
+            )
+            assert (got["files/peak"][k], got["files/dc_offset"][k]) == pytest.approx(
+                (np.abs(x).max(), x.mean()), abs=1e-6
+            ), f.path
             assert bool(got["files/silent"][k]) == (np.ptp(x) <= 1 / 32_768), f.path
             sensor, recording, time, gain = f.fields or ("", "", "", "nan")
-            start = f"{time[:4]}-{time[4:6]}-{time[6:8]}T{time[9:11]}:{time[11:13]}:{time[13:]}" if len(time) == 15 else ""
-            assert [os.fsdecode(got[f"files/{c}"][k]) for c in ("sensor", "recording", "start_time")] == [sensor, recording, start], f.path
-            assert np.isnan(got["files/gain"][k]) if not gain.isdigit() else got["files/gain"][k] == float(gain)
+            start = (
+                f"{time[:4]}-{time[4:6]}-{time[6:8]}T{time[9:11]}:{time[11:13]}:{time[13:]}"
+                if len(time) == 15
+                else ""
+            )
+            assert [os.fsdecode(got[f"files/{c}"][k]) for c in ("sensor", "recording", "start_time")] == [
+                sensor,
+                recording,
+                start,
+            ], f.path
+            assert (
+                np.isnan(got["files/gain"][k]) if not gain.isdigit() else got["files/gain"][k] == float(gain)
+            )
             assert got["files/folder"][k] == b"/".join(f.path.split(b"/")[1:-1])
 
 
 # -- problems ------------------------------------------------------------------------------------------------------------------
+
 
 def test_a_scan_names_every_problem_and_no_other(messy: Messy, scanned: list[dict[str, str]]) -> None:
     planted = {(kind, shown(f.split, f.path)) for f in messy.files for kind in f.kinds} | messy.places
@@ -171,7 +223,10 @@ def test_a_scan_names_every_problem_and_no_other(messy: Messy, scanned: list[dic
     assert all(p["message"] for p in scanned)
     (rate,) = [p["message"] for p in scanned if p["kind"] == "label_tied" and p["path"] == "QUIET"]
     share = 100 * sum(f.label == "QUIET" for f in messy.rows) / len(messy.rows)
-    assert f"18 of the 18 recordings with 8000 Hz have this label, which {share:.0f} % of all recordings have; " in rate
+    assert (
+        f"18 of the 18 recordings with 8000 Hz have this label, which {share:.0f} % of all recordings have; "
+        in rate
+    )
 
 
 def expected_of(messy: Messy, split: str) -> Named:
@@ -179,21 +234,38 @@ def expected_of(messy: Messy, split: str) -> Named:
     own = {(kind, shown(split, f.path)) for f in messy.of(split) if f.status for kind in f.kinds}
     folders = tuple(f"{folder}/" for other, folder in SPLITS.items() if other != split)
     places = {p for p in messy.places if not p[1].startswith(folders)}
-    return own | (places if split == "TRAINING" else places - {("dead_sensor", "H9")})      # the sensor recorded for that split only
+    return own | (
+        places if split == "TRAINING" else places - {("dead_sensor", "H9")}
+    )  # the sensor recorded for that split only
 
 
-def test_the_report_of_a_build_names_every_problem_and_no_other(messy: Messy, built: list[lm.BuildResult]) -> None:
+def test_the_report_of_a_build_names_every_problem_and_no_other(
+    messy: Messy, built: list[lm.BuildResult]
+) -> None:
     for r in built:
         report = json.loads(Path(f"{r.path}.report.json").read_text(encoding="utf-8"))
         assert named(report["problems"]) == expected_of(messy, r.split)
-        assert tied(report["problems"]) == {(label, what) for split, label, what in messy.tied if split == r.split}
+        assert tied(report["problems"]) == {
+            (label, what) for split, label, what in messy.tied if split == r.split
+        }
         assert report["problems"] == r.problems.to_dict("records")
-        assert report["problems_by_kind"] == r.summary["problems_by_kind"] == dict(Counter(p["kind"] for p in report["problems"]))
-        exact = [base64.b64decode(x["path_base64"]) if "path_base64" in x else x["path"].encode() for x in report["rejected_files"]]
-        assert dict(zip(exact, (x["code"] for x in report["rejected_files"]))) == {f.path: f.code for f in messy.of(r.split) if f.code}
+        assert (
+            report["problems_by_kind"]
+            == r.summary["problems_by_kind"]
+            == dict(Counter(p["kind"] for p in report["problems"]))
+        )
+        exact = [
+            base64.b64decode(x["path_base64"]) if "path_base64" in x else x["path"].encode()
+            for x in report["rejected_files"]
+        ]
+        assert dict(zip(exact, (x["code"] for x in report["rejected_files"]))) == {
+            f.path: f.code for f in messy.of(r.split) if f.code
+        }
 
 
-def test_every_place_can_be_pasted_behind_the_root(messy: Messy, scanned: list[dict[str, str]], built: list[lm.BuildResult]) -> None:
+def test_every_place_can_be_pasted_behind_the_root(
+    messy: Messy, scanned: list[dict[str, str]], built: list[lm.BuildResult]
+) -> None:
     no_paths = {"label_tied", "dead_sensor", "case_twins", "empty_label"}
     shown_places = {p["path"] for p in scanned if p["kind"] not in no_paths}
     for r in built:
@@ -203,20 +275,33 @@ def test_every_place_can_be_pasted_behind_the_root(messy: Messy, scanned: list[d
     rejected_places = [path for path, _, _ in RejectedTable(built).files]
     assert sorted(rejected_places) == sorted(shown(f.split, f.path) for f in messy.files if f.code)
     assert len(shown_places) > 100
-    for place in shown_places | set(rejected_places): assert os.path.lexists(messy.root / place), place
+    for place in shown_places | set(rejected_places):
+        assert os.path.lexists(messy.root / place), place
 
 
-def test_problems_of_a_kind_that_the_walk_finds_are_in_order(messy: Messy, scanned: list[dict[str, str]]) -> None:
+def test_problems_of_a_kind_that_the_walk_finds_are_in_order(
+    messy: Messy, scanned: list[dict[str, str]]
+) -> None:
     for split in SPLITS.values():
-        walked = [p["path"] for p in scanned if p["kind"] in ("link", "special") and p["path"].startswith(f"{split}/")]
+        walked = [
+            p["path"]
+            for p in scanned
+            if p["kind"] in ("link", "special") and p["path"].startswith(f"{split}/")
+        ]
         assert walked == sorted(walked, key=os.fsencode)
         assert len(walked) == (8 if split == SPLITS["TRAINING"] else 0)
 
 
-def test_every_kind_has_an_example_and_some_have_all(messy: Messy, scanned: list[dict[str, str]], built: list[lm.BuildResult], say) -> None:
+def test_every_kind_has_an_example_and_some_have_all(
+    messy: Messy, scanned: list[dict[str, str]], built: list[lm.BuildResult], say
+) -> None:
     always = {"label_tied", "dead_sensor", "duplicate_labels", "empty_label"}
     text = say("scan", messy.root, "--content", "--quiet")[1]
-    said = {(path, message) for p in scanned if (line := f"    {(path := p['path'])}: {(message := p['message'])}\n") and line in text}
+    said = {
+        (path, message)
+        for p in scanned
+        if (line := f"    {(path := p['path'])}: {(message := p['message'])}\n") and line in text
+    }
     assert {p["kind"] for p in scanned if (p["path"], p["message"]) in said} == {p["kind"] for p in scanned}
     assert all((p["path"], p["message"]) in said for p in scanned if p["kind"] in always)
     table = ProblemTable(built)
@@ -226,7 +311,8 @@ def test_every_kind_has_an_example_and_some_have_all(messy: Messy, scanned: list
         assert set(given) == {p.kind for p in r.noted}
         assert all(n >= 1 for n in given.values())
         for p in r.noted:
-            if p.kind not in always: continue
+            if p.kind not in always:
+                continue
             assert f"    {p.path}: {p.message}\n" in repr(table) + "\n"
             assert escape(f"{p.path}: {p.message}") in table._repr_html_()
     assert "    " not in say("scan", messy.root, "--content", "--quiet", "--most", "0")[1]
@@ -234,10 +320,15 @@ def test_every_kind_has_an_example_and_some_have_all(messy: Messy, scanned: list
 
 # -- modes, rules, verify ---------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("mode", ["preload", "memmap"])
-def test_every_mode_gives_the_same_bytes(messy: Messy, built: list[lm.BuildResult], mode: str, tmp_path: Path, monkeypatch) -> None:
+def test_every_mode_gives_the_same_bytes(
+    messy: Messy, built: list[lm.BuildResult], mode: str, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setenv("LEAKMEL_CACHE_DIR", str(tmp_path / "cache"))
-    results = lm.build_all(messy.root, out_dir=tmp_path / "out", spec=SPEC, mode=mode, check=2, progress="none")
+    results = lm.build_all(
+        messy.root, out_dir=tmp_path / "out", spec=SPEC, mode=mode, check=2, progress="none"
+    )
     for r, plain in zip(results, built, strict=True):
         assert r.summary["mode"] == mode
         assert r.path.read_bytes() == plain.path.read_bytes()
@@ -245,17 +336,26 @@ def test_every_mode_gives_the_same_bytes(messy: Messy, built: list[lm.BuildResul
         assert r.rejections == plain.rejections
 
 
-def test_rules_that_reject_reject_exactly_what_would_be_changed(messy: Messy, built: list[lm.BuildResult], tmp_path: Path) -> None:
+def test_rules_that_reject_reject_exactly_what_would_be_changed(
+    messy: Messy, built: list[lm.BuildResult], tmp_path: Path
+) -> None:
     spec = {"sample_rate": RATE, "duration_s": 1.0, "rate": "reject", "short": "reject", "long": "reject"}
-    for r, plain in zip(lm.build_all(messy.root, out_dir=tmp_path, spec=spec, check=2, progress="none"), built, strict=True):
+    for r, plain in zip(
+        lm.build_all(messy.root, out_dir=tmp_path, spec=spec, check=2, progress="none"), built, strict=True
+    ):
         code = {"resampled": "wrong_rate", "padded": "too_short", "cut": "too_long"}
-        expected = {f.path: f.code or next((c for word, c in code.items() if word in f.status), "") for f in messy.of(r.split)}
+        expected = {
+            f.path: f.code or next((c for word, c in code.items() if word in f.status), "")
+            for f in messy.of(r.split)
+        }
         assert {x.path: x.code for x in r.rejections} == {path: c for path, c in expected.items() if c}
         before = mels(plain.path)
         assert mels(r.path) == {path: before[path] for path, c in expected.items() if not c}
 
 
-def test_verify_recomputes_all_rows_and_sees_two_that_were_swapped(messy: Messy, built: list[lm.BuildResult], tmp_path: Path) -> None:
+def test_verify_recomputes_all_rows_and_sees_two_that_were_swapped(
+    messy: Messy, built: list[lm.BuildResult], tmp_path: Path
+) -> None:
     for r in built:
         report = lm.verify(r.path, root=messy.root, sample=None)
         assert (report.ok, report.checked, report.problems) == (True, r.rows, [])
@@ -263,7 +363,8 @@ def test_verify_recomputes_all_rows_and_sees_two_that_were_swapped(messy: Messy,
         shutil.copy(r.path, twisted)
         with h5py.File(twisted, "r+") as f:
             a, b = 0, r.rows - 1
-            for name in ("segments_mel", "digests/rows"): f[name][a], f[name][b] = f[name][b], f[name][a]
+            for name in ("segments_mel", "digests/rows"):
+                f[name][a], f[name][b] = f[name][b], f[name][a]
             f.attrs[DIGEST_ATTRIBUTE] = metadata_digest(f)
         assert lm.verify(twisted).ok, "all digests are right: without the recordings nobody can know"
         report = lm.verify(twisted, root=messy.root, sample=None)
@@ -273,41 +374,68 @@ def test_verify_recomputes_all_rows_and_sees_two_that_were_swapped(messy: Messy,
 
 # -- tables and patterns ----------------------------------------------------------------------------------------------------------
 
+
 def write_table(messy: Messy, path: Path) -> None:
     "All that has a label as a table, in another order; names that are no UTF-8 in base64."
     with open(path, "w", newline="", encoding="utf-8") as f:
         table = csv.writer(f)
         table.writerow(["label", "path", "path_base64", "split", "sensor"])
         for p in sorted((p for p in messy.files if p.label), key=lambda p: p.below_root[::-1]):
-            try: plain, coded = p.below_root.decode(), ""
-            except UnicodeDecodeError: plain, coded = "", base64.b64encode(p.below_root).decode()
-            table.writerow([p.label, plain, coded, p.split.lower(), p.fields[0] if p.fields and not coded else ""])
+            try:
+                plain, coded = p.below_root.decode(), ""
+            except UnicodeDecodeError:
+                plain, coded = "", base64.b64encode(p.below_root).decode()
+            table.writerow(
+                [p.label, plain, coded, p.split.lower(), p.fields[0] if p.fields and not coded else ""]
+            )
 
 
-def test_the_same_tree_by_a_table_gives_the_same_rows(messy: Messy, built: list[lm.BuildResult], tmp_path: Path) -> None:
+def test_the_same_tree_by_a_table_gives_the_same_rows(
+    messy: Messy, built: list[lm.BuildResult], tmp_path: Path
+) -> None:
     write_table(messy, tmp_path / "table.csv")
     manifest = lm.scan(messy.root, table=tmp_path / "table.csv")
     missing = [p for p in manifest.problems.to_dict("records") if p["kind"] == "not_in_table"]
-    assert [p["message"].split(" ")[0] for p in missing] == [str(3 + 2)], "without a label, or beside the splits"
-    for r, plain in zip(lm.build_all(messy.root, manifest=manifest, out_dir=tmp_path, spec=SPEC, check=2, progress="none"), built, strict=True):
+    assert [p["message"].split(" ")[0] for p in missing] == [str(3 + 2)], (
+        "without a label, or beside the splits"
+    )
+    for r, plain in zip(
+        lm.build_all(messy.root, manifest=manifest, out_dir=tmp_path, spec=SPEC, check=2, progress="none"),
+        built,
+        strict=True,
+    ):
         folder = os.fsencode(SPLITS[r.split]) + b"/"
         before = content(plain.path)
         assert mels(r.path) == {folder + path: row for path, row in mels(plain.path).items()}
         got = content(r.path)
-        for name in ("labels", "files/status", "files/digest", "files/rms_db"): assert got[name].tobytes() == before[name].tobytes(), name
-        assert {x.path: x.code for x in r.rejections} == {folder + x.path: x.code for x in plain.rejections if x.code != "no_label"}
+        for name in ("labels", "files/status", "files/digest", "files/rms_db"):
+            assert got[name].tobytes() == before[name].tobytes(), name
+        assert {x.path: x.code for x in r.rejections} == {
+            folder + x.path: x.code for x in plain.rejections if x.code != "no_label"
+        }
         assert lm.verify(r.path, root=messy.root, table=tmp_path / "table.csv", sample=None).ok
 
 
 @pytest.mark.parametrize("above", ["", "{split}/"])
-def test_a_pattern_gives_the_same_rows_for_names_that_have_the_fields(messy: Messy, built: list[lm.BuildResult], above: str, tmp_path: Path) -> None:
+def test_a_pattern_gives_the_same_rows_for_names_that_have_the_fields(
+    messy: Messy, built: list[lm.BuildResult], above: str, tmp_path: Path
+) -> None:
     manifest = lm.scan(messy.root, pattern=above + "{label}/{**}/{sensor}~{recording}~{start_time}~{gain}")
-    for r, plain in zip(lm.build_all(messy.root, manifest=manifest, out_dir=tmp_path, spec=SPEC, check=2, progress="none"), built, strict=True):
+    for r, plain in zip(
+        lm.build_all(messy.root, manifest=manifest, out_dir=tmp_path, spec=SPEC, check=2, progress="none"),
+        built,
+        strict=True,
+    ):
         folder = os.fsencode(SPLITS[r.split]) + b"/" if above else b""
         with_fields = {f.path for f in messy.of(r.split) if f.fields and all(f.fields)}
-        if above: with_fields -= {p for p in with_fields if p.startswith(b"NOLEAK/again/")}     # one walk for all splits: a linked folder is listed once
+        if above:
+            with_fields -= {
+                p for p in with_fields if p.startswith(b"NOLEAK/again/")
+            }  # one walk for all splits: a linked folder is listed once
         assert len(with_fields) > 5
-        assert mels(r.path) == {folder + path: row for path, row in mels(plain.path).items() if path in with_fields}
+        assert mels(r.path) == {
+            folder + path: row for path, row in mels(plain.path).items() if path in with_fields
+        }
         got, before = content(r.path), content(plain.path)
         keep = np.isin(before["files/path"], list(with_fields))
         for name in ("files/sensor", "files/recording", "files/start_time", "files/gain", "labels"):
@@ -324,9 +452,19 @@ def test_a_misfit_of_a_pattern_is_said_once(messy: Messy, tmp_path: Path, say) -
     assert max(places.values()) == 1
     assert "no_label" not in body["problems_by_kind"]
     assert (status, body["would_be_rejected"]) == (1, len(misfits))
-    r = lm.build(messy.root, split="testing", out=tmp_path / "x.h5", manifest=lm.scan(messy.root, pattern=pattern), spec=SPEC, check=2, progress="none")
+    r = lm.build(
+        messy.root,
+        split="testing",
+        out=tmp_path / "x.h5",
+        manifest=lm.scan(messy.root, pattern=pattern),
+        spec=SPEC,
+        check=2,
+        progress="none",
+    )
     assert "no_match" not in r.summary["problems_by_kind"], "it is rejected, which says so"
-    assert {x.message for x in r.rejections if x.code == "no_label"} == {"the name does not match the pattern, so it has no label"}
+    assert {x.message for x in r.rejections if x.code == "no_label"} == {
+        "the name does not match the pattern, so it has no label"
+    }
     status, text = say("scan", messy.root, "--pattern", "{sensor}~{*}", "--json", "--quiet")
     loose = [p for p in json.loads(text)["problems"] if p["path"] == "dataset_Training/loose.wav"]
     assert [p["kind"] for p in loose] == ["no_label"], "it lies in no label folder, whatever its name says"
@@ -334,12 +472,15 @@ def test_a_misfit_of_a_pattern_is_said_once(messy: Messy, tmp_path: Path, say) -
 
 # -- the command line ---------------------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture
 def say(capsys):
     "Run the command line: exit status and standard output."
+
     def run(*argv: object) -> tuple[int, str]:
         status = main([str(a) for a in argv])
         return status, capsys.readouterr().out
+
     return run
 
 
@@ -354,28 +495,61 @@ def test_scan_on_the_command_line_names_everything(messy: Messy, scanned: list[d
     assert status == 1
     assert body["problems"] == scanned
     assert body["problems_by_kind"] == dict(Counter(p["kind"] for p in scanned))
-    assert (body["found"], body["would_be_rejected"]) == (len(messy.files), sum(bool(f.code) for f in messy.files))
+    assert (body["found"], body["would_be_rejected"]) == (
+        len(messy.files),
+        sum(bool(f.code) for f in messy.files),
+    )
     status, text = say("scan", messy.root, "--content", "--most", "1000", "--quiet")
     assert status == 1
-    for kind, n in body["problems_by_kind"].items(): assert f"  {n} x {kind}: " in text
-    for p in scanned: assert f"    {p['path']}: {p['message']}\n" in text
+    for kind, n in body["problems_by_kind"].items():
+        assert f"  {n} x {kind}: " in text
+    for p in scanned:
+        assert f"    {p['path']}: {p['message']}\n" in text
 
 
-def test_build_on_the_command_line_counts_everything(messy: Messy, built: list[lm.BuildResult], tmp_path: Path, say) -> None:
+def test_build_on_the_command_line_counts_everything(
+    messy: Messy, built: list[lm.BuildResult], tmp_path: Path, say
+) -> None:
     status, text = say("build", messy.root, "--split", "all", "--out", tmp_path / "json", "--json", *OPTIONS)
     body = json.loads(text)
     assert (status, body["ok"], body["found"], body["rows"]) == (0, True, len(messy.files), len(messy.rows))
     for said, plain in zip(body["splits"], built, strict=True):
-        for key in ("found", "rows", "rejected", "rejected_by_code", "status_counts", "problems_by_kind", "label_names"):
+        for key in (
+            "found",
+            "rows",
+            "rejected",
+            "rejected_by_code",
+            "status_counts",
+            "problems_by_kind",
+            "label_names",
+        ):
             assert said[key] == plain.summary[key], key
         assert (tmp_path / "json" / plain.path.name).read_bytes() == plain.path.read_bytes()
-    command = [sys.executable, "-m", "leakmel", "build", str(messy.root), "--split", "all", "--out", str(tmp_path / "text"), *OPTIONS]
+    command = [
+        sys.executable,
+        "-m",
+        "leakmel",
+        "build",
+        str(messy.root),
+        "--split",
+        "all",
+        "--out",
+        str(tmp_path / "text"),
+        *OPTIONS,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for plain in built:
-        assert f"  {plain.rows} rows + {len(plain.rejections)} rejected = {plain.found} files found\n" in done.stdout
-        for word, n in plain.summary["rejected_by_code"].items(): assert f"  rejected: {n} x {word}\n" in done.stdout
-        assert f"  problems: {', '.join(f'{n} x {kind}' for kind, n in plain.summary['problems_by_kind'].items())} (" in unwrapped(done.stdout)
+        assert (
+            f"  {plain.rows} rows + {len(plain.rejections)} rejected = {plain.found} files found\n"
+            in done.stdout
+        )
+        for word, n in plain.summary["rejected_by_code"].items():
+            assert f"  rejected: {n} x {word}\n" in done.stdout
+        assert (
+            f"  problems: {', '.join(f'{n} x {kind}' for kind, n in plain.summary['problems_by_kind'].items())} ("
+            in unwrapped(done.stdout)
+        )
         counts = sorted(plain.summary["status_counts"].items(), key=lambda item: (-item[1], item[0]))
         assert list(plain.summary["status_counts"].items()) == counts
         assert len(counts) > 6
@@ -383,27 +557,44 @@ def test_build_on_the_command_line_counts_everything(messy: Messy, built: list[l
         assert f"  changed to fit: {words} and {len(counts) - 6} more\n" in unwrapped(done.stdout)
         assert words in repr(ResultCard(built)).replace("\n" + 18 * " ", " ")
     (mode,) = built[0].summary["mode_lines"]
-    assert [line.split(":")[0] for line in done.stdout.splitlines()].count("mode stream (auto was asked for)") == 1, mode
+    assert [line.split(":")[0] for line in done.stdout.splitlines()].count(
+        "mode stream (auto was asked for)"
+    ) == 1, mode
     assert max(map(len, done.stdout.splitlines()[1:])) <= 100
 
 
 # -- recordings, not rows ------------------------------------------------------------------------------------------------------
 
+
 def test_a_build_says_of_recordings_what_a_scan_says_of_them(tmp_path: Path) -> None:
     "Clipping is gone after resampling, opposite channels are silent after the mean: the report is about what was recorded."
     root = tmp_path / "set"
-    def hard(n: int, seed: int) -> np.ndarray: return np.clip(4 * sound(seed, 0.5, n), -1, 32_767 / 32_768)
-    def put(name: str, x: np.ndarray, rate: int = RATE, subtype: str = "PCM_16") -> None: soundfile.write(root / name, x, rate, subtype=subtype)
+
+    def hard(n: int, seed: int) -> np.ndarray:
+        return np.clip(4 * sound(seed, 0.5, n), -1, 32_767 / 32_768)
+
+    def put(name: str, x: np.ndarray, rate: int = RATE, subtype: str = "PCM_16") -> None:
+        soundfile.write(root / name, x, rate, subtype=subtype)
+
     for split in ("TRAINING", "VALIDATION", "TESTING"):
         for label in LABELS[:2]:
             (root / split / label).mkdir(parents=True)
-            for k in range(6): put(f"{split}/{label}/H1~{k}~20250101_000000~8.wav", sound(len(split) * 100 + len(label) * 10 + k))
+            for k in range(6):
+                put(
+                    f"{split}/{label}/H1~{k}~20250101_000000~8.wav",
+                    sound(len(split) * 100 + len(label) * 10 + k),
+                )
     put("TRAINING/LEAK/fast.wav", hard(48_000, 1), 48_000)
     put("TRAINING/LEAK/one of two.wav", np.hstack([hard(RATE, 2), sound(3)]))
-    put("TRAINING/LEAK/24 bits.wav", np.clip(4 * sound(4, 0.5), -0.9, 1 - 2.0 ** -23), subtype="PCM_24")
-    for k in range(4): put(f"TRAINING/NOLEAK/H8~wired{k}~20250101_000000~8.wav", sound(50 + k, 0.1) * [[1, -1]])
+    put("TRAINING/LEAK/24 bits.wav", np.clip(4 * sound(4, 0.5), -0.9, 1 - 2.0**-23), subtype="PCM_24")
+    for k in range(4):
+        put(f"TRAINING/NOLEAK/H8~wired{k}~20250101_000000~8.wav", sound(50 + k, 0.1) * [[1, -1]])
     put("TESTING/NOLEAK/lent.wav", sound(50, 0.1) * [[1, -1]])
     scanned = lm.scan(root, content=True, progress="none").problems
-    assert {p for k, p in zip(scanned["kind"], scanned["path"]) if k == "clipped"} == {f"TRAINING/LEAK/{n}.wav" for n in ("fast", "one of two", "24 bits")}
+    assert {p for k, p in zip(scanned["kind"], scanned["path"]) if k == "clipped"} == {
+        f"TRAINING/LEAK/{n}.wav" for n in ("fast", "one of two", "24 bits")
+    }
     built = lm.build_all(root, out_dir=tmp_path / "out", spec=SPEC, check=2, progress="none")
-    assert set().union(*(named(r.problems.to_dict("records")) for r in built)) == named(scanned.to_dict("records"))
+    assert set().union(*(named(r.problems.to_dict("records")) for r in built)) == named(
+        scanned.to_dict("records")
+    )

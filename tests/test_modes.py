@@ -1,4 +1,5 @@
 "Every mode gives the same bytes; what is held is used only while it is what the files say; a place too small is left for the next one."
+
 import json
 import logging
 import os
@@ -42,7 +43,8 @@ def own_cache(tmp_path, monkeypatch) -> Path:
 def mixed(tmp_path, make_wav) -> Path:
     "Recordings of every kind: plain, padded, cut, resampled, stereo, 24 bit, and some that are rejected."
     root = tmp_path / "data"
-    for k in range(20): make_wav(root / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02d}.wav", seed=k)
+    for k in range(20):
+        make_wav(root / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02d}.wav", seed=k)
     make_wav(root / "LEAK" / "a short.wav", n=3000, seed=50)
     make_wav(root / "LEAK" / "b long.wav", n=6000, seed=51)
     make_wav(root / "LEAK" / "c 8 kHz.wav", n=8000, rate=8000, seed=52)
@@ -55,18 +57,31 @@ def mixed(tmp_path, make_wav) -> Path:
     return root
 
 
-def build(root: Path, out: Path, mode: str = "auto", *, preloaded=None, spec=SPEC, **config) -> lm.BuildResult:
+def build(
+    root: Path, out: Path, mode: str = "auto", *, preloaded=None, spec=SPEC, **config
+) -> lm.BuildResult:
     config = {"monitor_interval_s": 0.0, "files_per_batch": 4} | config
-    return lm.build(root, out=out, mode=mode, preloaded=preloaded, spec=spec, progress="none", pipeline=PipelineConfig(**config), fresh=True)
+    return lm.build(
+        root,
+        out=out,
+        mode=mode,
+        preloaded=preloaded,
+        spec=spec,
+        progress="none",
+        pipeline=PipelineConfig(**config),
+        fresh=True,
+    )
 
 
 def read_counter(monkeypatch) -> list[bytes]:
     "Paths that were read from their files, from now on."
     paths: list[bytes] = []
     real = BatchReader.fill_row
+
     def fill_row(self, slot, i):
         paths.append(self.listing.paths[slot.first + i])
         return real(self, slot, i)
+
     monkeypatch.setattr(BatchReader, "fill_row", fill_row)
     return paths
 
@@ -78,9 +93,12 @@ def read_counter(monkeypatch) -> list[bytes]:
 def test_same_bytes_from_every_mode(tmp_path, mixed, engine_threads):
     results: dict[tuple[int, str], bytes] = {}
     for mode in (*MODES, "memmap"):
-        results[len(results), mode] = build(mixed, tmp_path / "x.h5", mode, compute_workers=engine_threads).path.read_bytes()
+        results[len(results), mode] = build(
+            mixed, tmp_path / "x.h5", mode, compute_workers=engine_threads
+        ).path.read_bytes()
     with lm.preload(mixed, spec=SPEC, progress="none") as ready:
-        for k in range(2): results[k, "preloaded"] = build(mixed, tmp_path / "x.h5", preloaded=ready).path.read_bytes()
+        for k in range(2):
+            results[k, "preloaded"] = build(mixed, tmp_path / "x.h5", preloaded=ready).path.read_bytes()
     assert len(set(results.values())) == 1, {k: len(v) for k, v in results.items()}
 
 
@@ -97,7 +115,14 @@ def test_reports_agree_too(tmp_path, mixed):
 def test_all_splits_from_every_mode(tmp_path, demo):
     found = set()
     for mode in ("stream", "preload", "memmap", "memmap"):
-        results = lm.build_all(demo, out_dir=tmp_path / "out", mode=mode, progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0), fresh=True)
+        results = lm.build_all(
+            demo,
+            out_dir=tmp_path / "out",
+            mode=mode,
+            progress="none",
+            pipeline=PipelineConfig(monitor_interval_s=0.0),
+            fresh=True,
+        )
         found.add(tuple(r.path.read_bytes() for r in results))
         assert {r.summary["mode"] for r in results} == {mode}
     assert len(found) == 1
@@ -109,8 +134,13 @@ def test_all_splits_from_every_mode(tmp_path, demo):
 def test_preloaded_recordings_are_not_read_again(tmp_path, mixed, monkeypatch):
     with lm.preload(mixed, spec=SPEC, progress="none") as ready:
         read = read_counter(monkeypatch)
-        for preset in ("disjoint", "overlap"): build(mixed, tmp_path / "x.h5", preloaded=ready, spec=MelSpec.preset(preset, duration_s=1))
-    assert sorted(set(read)) == [b"LEAK/f pointer.wav", b"NOLEAK/g empty.wav", b"loose.wav"]     # what was rejected is asked again
+        for preset in ("disjoint", "overlap"):
+            build(mixed, tmp_path / "x.h5", preloaded=ready, spec=MelSpec.preset(preset, duration_s=1))
+    assert sorted(set(read)) == [
+        b"LEAK/f pointer.wav",
+        b"NOLEAK/g empty.wav",
+        b"loose.wav",
+    ]  # what was rejected is asked again
     assert ready.n_bytes == 0
     assert not ready.held
 
@@ -123,24 +153,34 @@ def test_cache_file_is_made_once_and_opened_later(tmp_path, mixed, monkeypatch, 
     later = build(mixed, tmp_path / "x.h5", "memmap", spec=MelSpec.preset("overlap", duration_s=1))
     assert "cache file loaded, 25 of 28" in later.summary["mode_lines"][1]
     assert len(read) == 3
-    assert [p.suffix for p in own_cache.iterdir()] == [SUFFIX]        # no lock, no partial file
+    assert [p.suffix for p in own_cache.iterdir()] == [SUFFIX]  # no lock, no partial file
     auto = build(mixed, tmp_path / "x.h5")
     assert (auto.summary["mode"], auto.summary["mode_asked"]) == ("memmap", "auto")
     assert "is there" in auto.summary["mode_lines"][0]
 
 
-@pytest.mark.parametrize("change", ["rate", "duration_s", "channels", "short", "new file", "touched", "longer", "removed"])
+@pytest.mark.parametrize(
+    "change", ["rate", "duration_s", "channels", "short", "new file", "touched", "longer", "removed"]
+)
 def test_other_recordings_or_rules_have_another_cache_file(tmp_path, mixed, own_cache, change):
     build(mixed, tmp_path / "x.h5", "memmap")
     spec = SPEC
-    if change == "rate": spec = MelSpec.preset("disjoint", duration_s=1, sample_rate=8000)
-    elif change == "duration_s": spec = MelSpec.preset("disjoint", duration_s=0.5)
-    elif change == "channels": spec = MelSpec.preset("disjoint", duration_s=1, channels="first")
-    elif change == "short": spec = MelSpec.preset("disjoint", duration_s=1, short="reject")
-    elif change == "new file": (mixed / "LEAK" / "z.wav").write_bytes((mixed / "LEAK" / "01.wav").read_bytes())
-    elif change == "touched": os.utime(mixed / "LEAK" / "01.wav", ns=(1, 1))
-    elif change == "longer": (mixed / "LEAK" / "01.wav").write_bytes((mixed / "LEAK" / "01.wav").read_bytes() + b"more")
-    else: (mixed / "LEAK" / "01.wav").unlink()
+    if change == "rate":
+        spec = MelSpec.preset("disjoint", duration_s=1, sample_rate=8000)
+    elif change == "duration_s":
+        spec = MelSpec.preset("disjoint", duration_s=0.5)
+    elif change == "channels":
+        spec = MelSpec.preset("disjoint", duration_s=1, channels="first")
+    elif change == "short":
+        spec = MelSpec.preset("disjoint", duration_s=1, short="reject")
+    elif change == "new file":
+        (mixed / "LEAK" / "z.wav").write_bytes((mixed / "LEAK" / "01.wav").read_bytes())
+    elif change == "touched":
+        os.utime(mixed / "LEAK" / "01.wav", ns=(1, 1))
+    elif change == "longer":
+        (mixed / "LEAK" / "01.wav").write_bytes((mixed / "LEAK" / "01.wav").read_bytes() + b"more")
+    else:
+        (mixed / "LEAK" / "01.wav").unlink()
     held_ = build(mixed, tmp_path / "x.h5", "memmap", spec=spec)
     assert "created" in held_.summary["mode_lines"][1]
     assert len(list(own_cache.glob(f"*{SUFFIX}"))) == 2
@@ -170,21 +210,45 @@ def test_preloaded_recordings_of_another_state_are_refused(tmp_path, mixed, make
         with pytest.raises(UsageError, match="not those of this build"):
             build(mixed, tmp_path / "x.h5", preloaded=ready, spec=MelSpec.preset("disjoint", duration_s=0.5))
         make_wav(mixed / "LEAK" / "new.wav", seed=77)
-        with pytest.raises(UsageError, match="1 file new, for example LEAK/new.wav. Load them again"): build(mixed, tmp_path / "x.h5", preloaded=ready)
-        with pytest.raises(UsageError, match="own mode"): build(mixed, tmp_path / "x.h5", "stream", preloaded=ready)
+        with pytest.raises(UsageError, match="1 file new, for example LEAK/new.wav. Load them again"):
+            build(mixed, tmp_path / "x.h5", preloaded=ready)
+        with pytest.raises(UsageError, match="own mode"):
+            build(mixed, tmp_path / "x.h5", "stream", preloaded=ready)
     assert not (tmp_path / "x.h5").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut by 1", "cut in rows", "cut to footer", "empty", "longer", "flipped facts", "flipped footer", "other file", "zeros"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "cut by 1",
+        "cut in rows",
+        "cut to footer",
+        "empty",
+        "longer",
+        "flipped facts",
+        "flipped footer",
+        "other file",
+        "zeros",
+    ],
+)
 def test_a_damaged_cache_file_is_made_anew(tmp_path, mixed, own_cache, damage):
     plain = build(mixed, tmp_path / "x.h5", "stream").path.read_bytes()
     build(mixed, tmp_path / "x.h5", "memmap")
-    path, = own_cache.iterdir()
+    (path,) = own_cache.iterdir()
     raw = bytearray(path.read_bytes())
-    broken = {"cut by 1": raw[:-1], "cut in rows": raw[:5000], "cut to footer": raw[-64:], "empty": b"", "longer": raw + b"x", "other file": b"%PDF-1.7" * 100,
-              "zeros": bytes(len(raw))}
-    if damage == "flipped facts": raw[-400] ^= 4
-    if damage == "flipped footer": raw[-40] ^= 4
+    broken = {
+        "cut by 1": raw[:-1],
+        "cut in rows": raw[:5000],
+        "cut to footer": raw[-64:],
+        "empty": b"",
+        "longer": raw + b"x",
+        "other file": b"%PDF-1.7" * 100,
+        "zeros": bytes(len(raw)),
+    }
+    if damage == "flipped facts":
+        raw[-400] ^= 4
+    if damage == "flipped footer":
+        raw[-40] ^= 4
     path.write_bytes(broken.get(damage, raw))
     again = build(mixed, tmp_path / "x.h5", "memmap")
     assert "created" in again.summary["mode_lines"][1]
@@ -196,36 +260,43 @@ def test_a_damaged_cache_file_is_made_anew(tmp_path, mixed, own_cache, damage):
 def test_a_flipped_bit_in_held_rows_is_seen_and_read_again(tmp_path, mixed, own_cache, caplog, at):
     plain = build(mixed, tmp_path / "x.h5", "stream").path.read_bytes()
     build(mixed, tmp_path / "x.h5", "memmap")
-    path, = own_cache.iterdir()
+    (path,) = own_cache.iterdir()
     before = path.stat().st_mtime_ns
     with path.open("r+b") as f:
-        f.seek(at); byte = f.read(1)
-        f.seek(at); f.write(bytes([byte[0] ^ 16]))
+        f.seek(at)
+        byte = f.read(1)
+        f.seek(at)
+        f.write(bytes([byte[0] ^ 16]))
     os.utime(path, ns=(before, before))
-    with caplog.at_level(logging.WARNING, "leakmel"): again = build(mixed, tmp_path / "x.h5", "memmap")
+    with caplog.at_level(logging.WARNING, "leakmel"):
+        again = build(mixed, tmp_path / "x.h5", "memmap")
     assert "loaded" in again.summary["mode_lines"][1]
     assert again.path.read_bytes() == plain
     row = at // (2 * SPEC.n_samples)
     rejected = {b"LEAK/f pointer.wav", b"NOLEAK/g empty.wav", b"loose.wav"}
     wide = {b"LEAK/c 8 kHz.wav", b"LEAK/d stereo.wav", b"NOLEAK/e 24.wav"}
-    paths = scan(mixed).listings[0].paths       # behind their 16-bit rows lie the rows of more than 16 bits
-    if row >= len(paths) or paths[row] not in rejected | wide: assert "digest" in caplog.text     # else nothing is held there
+    paths = scan(mixed).listings[0].paths  # behind their 16-bit rows lie the rows of more than 16 bits
+    if row >= len(paths) or paths[row] not in rejected | wide:
+        assert "digest" in caplog.text  # else nothing is held there
 
 
 def test_a_cache_file_cut_short_under_a_build_is_no_signal(tmp_path, mixed, own_cache, caplog):
     with lm.preload(mixed, spec=SPEC, mode="memmap", progress="none") as ready:
-        path, = own_cache.iterdir()
+        (path,) = own_cache.iterdir()
         os.truncate(path, 20_000)
-        with caplog.at_level(logging.WARNING, "leakmel"): result = build(mixed, tmp_path / "x.h5", preloaded=ready)
+        with caplog.at_level(logging.WARNING, "leakmel"):
+            result = build(mixed, tmp_path / "x.h5", preloaded=ready)
     assert result.path.read_bytes() == build(mixed, tmp_path / "y.h5", "stream").path.read_bytes()
     assert "cache file cannot be read" in caplog.text
 
 
 def test_a_killed_maker_leaves_nothing_that_counts(tmp_path, mixed, own_cache):
     "Killed while the cache file is being written: no file under its name, the next build makes it."
-    code = ("import os, sys, leakmel as lm\nfrom leakmel.dataset import cache\n"
-            "cache.write_facts = lambda *a: os.kill(os.getpid(), 9)\n"
-            f"lm.build({str(mixed)!r}, out={str(tmp_path / 'k.h5')!r}, mode='memmap', spec=lm.MelSpec.preset('disjoint', duration_s=1), progress='none')")
+    code = (
+        "import os, sys, leakmel as lm\nfrom leakmel.dataset import cache\n"
+        "cache.write_facts = lambda *a: os.kill(os.getpid(), 9)\n"
+        f"lm.build({str(mixed)!r}, out={str(tmp_path / 'k.h5')!r}, mode='memmap', spec=lm.MelSpec.preset('disjoint', duration_s=1), progress='none')"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -9
     left = [p.name for p in own_cache.iterdir()]
     assert not [n for n in left if n.endswith(SUFFIX)]
@@ -236,10 +307,30 @@ def test_a_killed_maker_leaves_nothing_that_counts(tmp_path, mixed, own_cache):
 
 def test_two_processes_share_one_cache_file(tmp_path, mixed, own_cache):
     "Started together: one makes the file, the other waits and opens it; both data sets are the stream's."
-    command = [sys.executable, "-m", "leakmel", "build", str(mixed), "--mode", "memmap", "--duration-s", "1", "--sample-rate", "4096", "--json", "--out"]
-    both = [subprocess.Popen([*command, str(tmp_path / f"{k}.h5")], stdout=subprocess.PIPE, text=True) for k in range(2)]
+    command = [
+        sys.executable,
+        "-m",
+        "leakmel",
+        "build",
+        str(mixed),
+        "--mode",
+        "memmap",
+        "--duration-s",
+        "1",
+        "--sample-rate",
+        "4096",
+        "--json",
+        "--out",
+    ]
+    both = [
+        subprocess.Popen([*command, str(tmp_path / f"{k}.h5")], stdout=subprocess.PIPE, text=True)
+        for k in range(2)
+    ]
     bodies = [json.loads(p.communicate(timeout=60)[0]) for p in both]
-    assert sorted(b["mode_lines"][1].split(",")[0] for b in bodies) == ["memmap: cache file created", "memmap: cache file loaded"]
+    assert sorted(b["mode_lines"][1].split(",")[0] for b in bodies) == [
+        "memmap: cache file created",
+        "memmap: cache file loaded",
+    ]
     plain = build(mixed, tmp_path / "x.h5", "stream").path.read_bytes()
     assert all((tmp_path / f"{k}.h5").read_bytes() == plain for k in range(2))
     assert len(list(own_cache.iterdir())) == 1
@@ -249,9 +340,11 @@ def test_a_second_maker_waits(tmp_path, mixed):
     path = cache_path(cache_folder(), "", held_key(scan(mixed).listings[0], SPEC))
     path.parent.mkdir()
     done = threading.Event()
+
     def work():
         build(mixed, tmp_path / "x.h5", "memmap")
         done.set()
+
     with OutputLock(path):
         thread = threading.Thread(target=work)
         thread.start()
@@ -274,7 +367,9 @@ def test_preload_that_does_not_fit_goes_to_a_cache_file(tmp_path, mixed, own_cac
 
 
 def test_memory_that_runs_out_on_the_way_goes_to_a_cache_file(tmp_path, mixed, monkeypatch):
-    def none(self, *sizes): raise MemoryError
+    def none(self, *sizes):
+        raise MemoryError
+
     monkeypatch.setattr(MemoryRows, "__init__", none)
     result = build(mixed, tmp_path / "x.h5", "preload")
     assert result.summary["mode"] == "memmap"
@@ -283,7 +378,8 @@ def test_memory_that_runs_out_on_the_way_goes_to_a_cache_file(tmp_path, mixed, m
 
 def test_rows_of_more_than_16_bits_that_do_not_fit_go_to_a_cache_file(tmp_path, make_wav, monkeypatch):
     "Need is known for 16 bits only; resampled recordings take three times as much."
-    for k in range(20): make_wav(tmp_path / "data" / "A" / f"{k}.wav", n=8000, rate=8000, seed=k)
+    for k in range(20):
+        make_wav(tmp_path / "data" / "A" / f"{k}.wav", n=8000, rate=8000, seed=k)
     monkeypatch.setattr(modes, "free_memory", lambda: 20 * 3 * SPEC.n_samples * 2)
     result = build(tmp_path / "data", tmp_path / "x.h5", "preload")
     assert result.summary["mode"] == "memmap"
@@ -294,32 +390,47 @@ def test_rows_of_more_than_16_bits_that_do_not_fit_go_to_a_cache_file(tmp_path, 
 @pytest.mark.parametrize("trouble", ["no room", "disk full on the way", "a file for a folder"])
 def test_cache_folder_that_does_not_do_is_streamed(tmp_path, mixed, own_cache, monkeypatch, trouble):
     plain = build(mixed, tmp_path / "x.h5", "stream").path.read_bytes()
-    def full(*a, **k): raise OSError(28, "No space left on device")
-    if trouble == "no room": monkeypatch.setattr(cache, "require_space", lambda *a: (_ for _ in ()).throw(OutputError("not enough room")))
-    if trouble == "disk full on the way": monkeypatch.setattr(FileRows, "write", full)
-    if trouble == "a file for a folder": own_cache.write_text("mine")
+
+    def full(*a, **k):
+        raise OSError(28, "No space left on device")
+
+    if trouble == "no room":
+        monkeypatch.setattr(
+            cache, "require_space", lambda *a: (_ for _ in ()).throw(OutputError("not enough room"))
+        )
+    if trouble == "disk full on the way":
+        monkeypatch.setattr(FileRows, "write", full)
+    if trouble == "a file for a folder":
+        own_cache.write_text("mine")
     result = build(mixed, tmp_path / "x.h5", "memmap")
     assert result.summary["mode"] == "stream"
     assert "memmap was not possible" in result.summary["mode_lines"][-1]
     assert result.path.read_bytes() == plain
-    if trouble != "a file for a folder": assert list(own_cache.iterdir()) == []
+    if trouble != "a file for a folder":
+        assert list(own_cache.iterdir()) == []
 
 
 def test_an_error_while_loading_is_the_builds_error(tmp_path, mixed, monkeypatch, own_cache):
-    def broken(self, slot): raise ValueError("a bug")
+    def broken(self, slot):
+        raise ValueError("a bug")
+
     monkeypatch.setattr(BatchReader, "fill", broken)
     for mode in ("preload", "memmap"):
-        with pytest.raises(ValueError, match="a bug"): build(mixed, tmp_path / "x.h5", mode)
+        with pytest.raises(ValueError, match="a bug"):
+            build(mixed, tmp_path / "x.h5", mode)
     assert not list(tmp_path.glob("*x.h5*"))
     assert list(own_cache.iterdir()) == []
     assert not [t for t in threading.enumerate() if t.name.startswith("leakmel-")]
 
 
 def test_ctrl_c_while_loading(tmp_path, mixed, monkeypatch, own_cache):
-    def wait(self, timeout=None): raise KeyboardInterrupt
+    def wait(self, timeout=None):
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(threading.Event, "wait", wait)
     for mode in ("preload", "memmap"):
-        with pytest.raises(KeyboardInterrupt): lm.preload(mixed, spec=SPEC, mode=mode, progress="none")
+        with pytest.raises(KeyboardInterrupt):
+            lm.preload(mixed, spec=SPEC, mode=mode, progress="none")
     assert not own_cache.exists() or list(own_cache.iterdir()) == []
     assert not [t for t in threading.enumerate() if t.name.startswith("leakmel-")]
 
@@ -328,34 +439,55 @@ def test_ctrl_c_while_loading(tmp_path, mixed, monkeypatch, own_cache):
 def test_recordings_that_differ_stop_a_spec_that_follows(tmp_path, make_wav, mode):
     make_wav(tmp_path / "data" / "A" / "a.wav")
     make_wav(tmp_path / "data" / "A" / "b.wav", n=5000)
-    with pytest.raises(DataError, match="differ in rate or length"): build(tmp_path / "data", tmp_path / "x.h5", mode, spec=None)
+    with pytest.raises(DataError, match="differ in rate or length"):
+        build(tmp_path / "data", tmp_path / "x.h5", mode, spec=None)
     made = build(tmp_path / "data", tmp_path / "x.h5", "memmap")
     assert "created" in made.summary["mode_lines"][1]
-    with pytest.raises(DataError, match="differ in rate or length"): build(tmp_path / "data", tmp_path / "x.h5", "memmap", spec=None)     # from the cache file
-    with pytest.raises(DataError, match="2 of 1 s|1 of 1 s"): lm.preload(tmp_path / "data", mode=mode, progress="none")
+    with pytest.raises(DataError, match="differ in rate or length"):
+        build(tmp_path / "data", tmp_path / "x.h5", "memmap", spec=None)  # from the cache file
+    with pytest.raises(DataError, match="2 of 1 s|1 of 1 s"):
+        lm.preload(tmp_path / "data", mode=mode, progress="none")
     with lm.preload(tmp_path / "data", spec=SPEC, mode=mode, progress="none") as ready:
         follows = build(tmp_path / "data", tmp_path / "y.h5", spec=None, preloaded=ready)
-    assert follows.path.read_bytes() == made.path.read_bytes(), "a build takes the rules the recordings were loaded with"
+    assert follows.path.read_bytes() == made.path.read_bytes(), (
+        "a build takes the rules the recordings were loaded with"
+    )
 
 
 @pytest.mark.parametrize("cause", ["closed", "split", "rate", "channels", "gone", "changed", "root"])
 def test_why_held_recordings_do_not_fit_is_said(tmp_path, mixed, demo, cause):
-    said = {"closed": "given back", "split": "TRAINING held, TESTING asked for", "rate": "sample_rate 4096 held, 8000 asked for",
-            "channels": "channels mean held, first asked for",
-            "gone": "1 file gone, for example LEAK/03.wav", "changed": "1 file changed", "root": "those of "}[cause]
+    said = {
+        "closed": "given back",
+        "split": "TRAINING held, TESTING asked for",
+        "rate": "sample_rate 4096 held, 8000 asked for",
+        "channels": "channels mean held, first asked for",
+        "gone": "1 file gone, for example LEAK/03.wav",
+        "changed": "1 file changed",
+        "root": "those of ",
+    }[cause]
     if cause == "split":
-        with lm.preload(demo, split="training", progress="none") as ready, pytest.raises(UsageError, match=said):
+        with (
+            lm.preload(demo, split="training", progress="none") as ready,
+            pytest.raises(UsageError, match=said),
+        ):
             lm.build(demo, split="testing", out=tmp_path / "x.h5", preloaded=ready, progress="none")
         return
     root, spec = mixed, SPEC
     with lm.preload(mixed, spec=SPEC, progress="none") as ready:
-        if cause == "closed": ready.close()
-        elif cause == "rate": spec = MelSpec.preset("disjoint", duration_s=1, sample_rate=8000)
-        elif cause == "channels": spec = MelSpec.preset("disjoint", duration_s=1, channels="first")
-        elif cause == "gone": (mixed / "LEAK" / "03.wav").unlink()
-        elif cause == "changed": os.utime(mixed / "LEAK" / "03.wav", ns=(1, 1))
-        elif cause == "root": root = shutil.copytree(mixed, tmp_path / "copy")
-        with pytest.raises(UsageError, match=said): build(root, tmp_path / "x.h5", preloaded=ready, spec=spec)
+        if cause == "closed":
+            ready.close()
+        elif cause == "rate":
+            spec = MelSpec.preset("disjoint", duration_s=1, sample_rate=8000)
+        elif cause == "channels":
+            spec = MelSpec.preset("disjoint", duration_s=1, channels="first")
+        elif cause == "gone":
+            (mixed / "LEAK" / "03.wav").unlink()
+        elif cause == "changed":
+            os.utime(mixed / "LEAK" / "03.wav", ns=(1, 1))
+        elif cause == "root":
+            root = shutil.copytree(mixed, tmp_path / "copy")
+        with pytest.raises(UsageError, match=said):
+            build(root, tmp_path / "x.h5", preloaded=ready, spec=spec)
 
 
 def test_a_file_replaced_with_its_times_set_back_is_read_again(tmp_path, mixed):
@@ -370,7 +502,8 @@ def test_a_file_replaced_with_its_times_set_back_is_read_again(tmp_path, mixed):
 
 
 def test_a_cache_folder_among_the_recordings_is_refused(tmp_path, mixed):
-    with pytest.raises(UsageError, match="inside the data folder"): build(mixed, tmp_path / "x.h5", "memmap", cache_dir=str(mixed / "LEAK"))
+    with pytest.raises(UsageError, match="inside the data folder"):
+        build(mixed, tmp_path / "x.h5", "memmap", cache_dir=str(mixed / "LEAK"))
     assert not list(mixed.rglob(f"*{SUFFIX}"))
 
 
@@ -380,9 +513,12 @@ def test_what_was_not_asked_for_is_said_to_everybody(tmp_path, mixed, caplog):
 
 
 def test_arguments_of_the_wrong_kind(tmp_path, mixed):
-    with pytest.raises(UsageError, match="pipeline must be a PipelineConfig"): lm.build(mixed, out=tmp_path / "x.h5", pipeline={"fsync": False})
-    with pytest.raises(UsageError, match="preloaded must be"): lm.build(mixed, out=tmp_path / "x.h5", preloaded="x", progress="none")
-    with pytest.raises(UsageError, match="0 or more"): clear_cache(unused_days=-1)
+    with pytest.raises(UsageError, match="pipeline must be a PipelineConfig"):
+        lm.build(mixed, out=tmp_path / "x.h5", pipeline={"fsync": False})
+    with pytest.raises(UsageError, match="preloaded must be"):
+        lm.build(mixed, out=tmp_path / "x.h5", preloaded="x", progress="none")
+    with pytest.raises(UsageError, match="0 or more"):
+        clear_cache(unused_days=-1)
 
 
 # ---- the choice, the folder, the command
@@ -390,7 +526,10 @@ def test_arguments_of_the_wrong_kind(tmp_path, mixed):
 
 def test_auto_says_need_free_and_reason():
     config, gb = PipelineConfig(ram_fraction=0.5), 10**9
-    fits, not_ = choose_mode("auto", gb, config, free_bytes=4 * gb), choose_mode("auto", 3 * gb, config, free_bytes=4 * gb)
+    fits, not_ = (
+        choose_mode("auto", gb, config, free_bytes=4 * gb),
+        choose_mode("auto", 3 * gb, config, free_bytes=4 * gb),
+    )
     assert fits.used == not_.used == "stream"
     assert fits.reason != not_.reason
     assert "cache_dir" in not_.reason
@@ -399,7 +538,8 @@ def test_auto_says_need_free_and_reason():
     assert choose_mode("auto", gb, PipelineConfig(cache_dir="c"), free_bytes=gb).used == "memmap"
     assert choose_mode("preload", 2 * gb, config, free_bytes=4 * gb).used == "preload"
     assert choose_mode("preload", 2 * gb + 1, config, free_bytes=4 * gb).used == "memmap"
-    with pytest.raises(UsageError, match="auto or stream or preload or memmap"): choose_mode("ram", gb, config)
+    with pytest.raises(UsageError, match="auto or stream or preload or memmap"):
+        choose_mode("ram", gb, config)
 
 
 def test_lines_are_said_where_the_run_is_shown(tmp_path, mixed, capsys, caplog):
@@ -424,8 +564,11 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 
 def test_list_and_clear_by_command(tmp_path, mixed, own_cache):
     def run(*words):
-        done = subprocess.run([sys.executable, "-m", "leakmel", "cache", *words], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "leakmel", "cache", *words], capture_output=True, text=True, check=True
+        )
         return json.loads(done.stdout) if "--json" in words else done.stdout
+
     assert run("list", "--json")["files"] == []
     build(mixed, tmp_path / "x.h5", "memmap")
     (own_cache / f"training-{0:032x}{SUFFIX}").write_bytes(b"half")
@@ -461,17 +604,27 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, mixed, own_cache, kind)
     if kind == "link":
         (tmp_path / "elsewhere").write_bytes(b"mine")
         path.symlink_to(tmp_path / "elsewhere")
-    elif kind == "pipe": os.mkfifo(path)
-    else: path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
     result = build(mixed, tmp_path / "x.h5", "memmap")
     assert result.verified.ok
-    if kind == "link": assert (tmp_path / "elsewhere").read_bytes() == b"mine"
+    if kind == "link":
+        assert (tmp_path / "elsewhere").read_bytes() == b"mine"
 
 
 def test_key_ignores_mels_and_knows_the_rest(mixed):
     listing = scan(mixed).listings[0]
-    assert held_key(listing, SPEC) == held_key(listing, MelSpec.preset("overlap", duration_s=1)) == held_key(scan(mixed).listings[0], SPEC)
-    other = [MelSpec.preset("disjoint", duration_s=1, **c) for c in ({"long": "reject"}, {"rate": "reject"}, {"sample_rate": 4000}, {"channels": "first"})]
+    assert (
+        held_key(listing, SPEC)
+        == held_key(listing, MelSpec.preset("overlap", duration_s=1))
+        == held_key(scan(mixed).listings[0], SPEC)
+    )
+    other = [
+        MelSpec.preset("disjoint", duration_s=1, **c)
+        for c in ({"long": "reject"}, {"rate": "reject"}, {"sample_rate": 4000}, {"channels": "first"})
+    ]
     assert len({held_key(listing, s) for s in [SPEC, *other]}) == 5
 
 
@@ -485,10 +638,20 @@ def test_memory_is_what_the_samples_need(mixed):
 
 def test_threads_of_a_loader_end_with_the_first_error(mixed):
     listing = scan(mixed).listings[0]
+
     class Broken(BatchReader):
-        def fill(self, slot): raise LeakmelError("enough")
+        def fill(self, slot):
+            raise LeakmelError("enough")
+
     with pytest.raises(LeakmelError, match="enough"):
-        held.load(Broken(listing, SPEC), MemoryRows(len(listing), SPEC.n_samples), "k", n_threads=4, timeline=Timeline(), watch=lambda n: None)
+        held.load(
+            Broken(listing, SPEC),
+            MemoryRows(len(listing), SPEC.n_samples),
+            "k",
+            n_threads=4,
+            timeline=Timeline(),
+            watch=lambda n: None,
+        )
     assert modes.MODES[0] == "auto"
 
 
@@ -499,10 +662,17 @@ def test_threads_of_a_loader_end_with_the_first_error(mixed):
 def test_held_recordings_know_nothing_of_labels(tmp_path, mixed, mode):
     "Held under one naming, built under another that gives some of them no label: rejected, as by the stream."
     pattern = "{label}/{recording} {*}"
-    with lm.preload(mixed, spec=SPEC, progress="none", mode="preload" if mode == "preloaded" else "memmap") as ready:
+    with lm.preload(
+        mixed, spec=SPEC, progress="none", mode="preload" if mode == "preloaded" else "memmap"
+    ) as ready:
         manifest = lm.scan(mixed, pattern=pattern)
         common = dict(manifest=manifest, spec=SPEC, progress="none")
-        got = lm.build(mixed, out=tmp_path / "x.h5", **common, **({"preloaded": ready} if mode == "preloaded" else {"mode": "memmap"}))
+        got = lm.build(
+            mixed,
+            out=tmp_path / "x.h5",
+            **common,
+            **({"preloaded": ready} if mode == "preloaded" else {"mode": "memmap"}),
+        )
     plain = lm.build(mixed, out=tmp_path / "y.h5", mode="stream", **common)
     assert got.path.read_bytes() == plain.path.read_bytes()
     assert "no_label" in set(got.rejected["code"])
@@ -511,12 +681,14 @@ def test_held_recordings_know_nothing_of_labels(tmp_path, mixed, mode):
 
 def test_a_worn_cache_file_is_made_anew(tmp_path, mixed, own_cache, caplog):
     build(mixed, tmp_path / "x.h5", "memmap")
-    path, = own_cache.iterdir()
-    with path.open("r+b") as f: f.write(b"damaged")
+    (path,) = own_cache.iterdir()
+    with path.open("r+b") as f:
+        f.write(b"damaged")
     build(mixed, tmp_path / "x.h5", "memmap")
     assert "was removed: 1 rows of it were damaged" in caplog.text
     assert "created" in build(mixed, tmp_path / "x.h5", "memmap").summary["mode_lines"][1]
-    for file in (mixed / "LEAK").iterdir(): os.chmod(file, 0o600)      # all files touched, none changed
+    for file in (mixed / "LEAK").iterdir():
+        os.chmod(file, 0o600)  # all files touched, none changed
     assert "loaded" in build(mixed, tmp_path / "x.h5", "memmap").summary["mode_lines"][1]
     assert "created" in build(mixed, tmp_path / "x.h5", "memmap").summary["mode_lines"][1]
 
@@ -527,12 +699,16 @@ def test_memory_that_runs_out_anywhere_while_loading(tmp_path, mixed, monkeypatc
     plain, once, kept = build(mixed, tmp_path / "y.h5", "stream").path.read_bytes(), [True], []
     owner = {"Slot": held, "fill": BatchReader, "take": held.Held}[part]
     real, real_rows = getattr(owner, part), MemoryRows.__init__
+
     def broken(*a, **k):
-        if once.pop() if once else False: raise MemoryError
+        if once.pop() if once else False:
+            raise MemoryError
         return real(*a, **k)
+
     def init(self, *a):
         kept.append(weakref.ref(self))
         real_rows(self, *a)
+
     monkeypatch.setattr(owner, part, broken)
     monkeypatch.setattr(MemoryRows, "__init__", init)
     result = build(mixed, tmp_path / "x.h5", "preload")
@@ -545,8 +721,11 @@ def test_preload_of_one_split_and_of_a_manifest(tmp_path, demo, mixed):
     manifest = lm.scan(demo)
     with lm.preload(demo, split="training", manifest=manifest, progress="none") as ready:
         assert list(ready.held) == ["TRAINING"]
-        assert lm.build(demo, split="training", mode="preload", out=tmp_path / "x.h5", preloaded=ready, progress="none").verified.ok
-    with pytest.raises(UsageError, match="another folder"): lm.preload(mixed, manifest=manifest, progress="none")
+        assert lm.build(
+            demo, split="training", mode="preload", out=tmp_path / "x.h5", preloaded=ready, progress="none"
+        ).verified.ok
+    with pytest.raises(UsageError, match="another folder"):
+        lm.preload(mixed, manifest=manifest, progress="none")
 
 
 def test_a_set_that_fell_back_is_taken_for_what_was_asked(tmp_path, mixed):
@@ -561,9 +740,12 @@ def test_closed_under_a_build(tmp_path, mixed, monkeypatch, mode, caplog):
     plain = build(mixed, tmp_path / "y.h5", "stream").path.read_bytes()
     ready = lm.preload(mixed, spec=SPEC, mode=mode, progress="none")
     real = held.HeldReader.fill
+
     def fill(self, slot):
-        if slot.batch == 2: ready.close()
+        if slot.batch == 2:
+            ready.close()
         return real(self, slot)
+
     monkeypatch.setattr(held.HeldReader, "fill", fill)
     assert build(mixed, tmp_path / "x.h5", preloaded=ready, compute_workers=1).path.read_bytes() == plain
     assert "read from their files instead" in caplog.text
@@ -573,10 +755,13 @@ def test_who_makes_the_cache_file_is_said(tmp_path, mixed, caplog):
     path = cache_path(cache_folder(), "", held_key(scan(mixed).listings[0], SPEC))
     path.parent.mkdir()
     with OutputLock(path), caplog.at_level(logging.INFO, "leakmel"):
-        thread = threading.Thread(target=lambda: lm.build(mixed, out=tmp_path / "x.h5", mode="memmap", spec=SPEC, progress="log"))
+        thread = threading.Thread(
+            target=lambda: lm.build(mixed, out=tmp_path / "x.h5", mode="memmap", spec=SPEC, progress="log")
+        )
         thread.start()
         until = time.monotonic() + 60
-        while thread.is_alive() and "waiting for process" not in caplog.text and time.monotonic() < until: time.sleep(0.01)
+        while thread.is_alive() and "waiting for process" not in caplog.text and time.monotonic() < until:
+            time.sleep(0.01)
         assert thread.is_alive()
         assert f"waiting for process {os.getpid()}, which makes the cache file" in caplog.text
     thread.join(60)
@@ -586,10 +771,10 @@ def test_who_makes_the_cache_file_is_said(tmp_path, mixed, caplog):
 @pytest.mark.parametrize("forged", ["places", "about", "no zip", "short"])
 def test_a_forged_cache_file_is_made_anew(tmp_path, mixed, own_cache, forged):
     plain = build(mixed, tmp_path / "x.h5", "memmap").path.read_bytes()
-    path, = own_cache.iterdir()
+    (path,) = own_cache.iterdir()
     raw = path.read_bytes()
-    _, start, length, _ = held._FOOTER.unpack(raw[-held._FOOTER.size:])
-    tail = raw[start:start + length]
+    _, start, length, _ = held._FOOTER.unpack(raw[-held._FOOTER.size :])
+    tail = raw[start : start + length]
     opened = tail.replace(f'"{forged}": {{'.encode(), f'"{forged}": ['.encode())
     tail = {"no zip": b"x" * 100, "short": tail[:50]}.get(forged, opened)
     footer = held._FOOTER.pack(held._MAGIC, start, len(tail), digest_of(tail).encode())

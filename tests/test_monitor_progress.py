@@ -1,4 +1,5 @@
 "The monitor measures or says that it did not; progress ends with the truth in every front end."
+
 import html
 import io
 import json
@@ -13,7 +14,17 @@ import pytest
 from conftest import within
 
 from leakmel.core import monitor as monitor_module
-from leakmel.core.monitor import SAMPLE_KEYS, Load, Monitor, Sampler, machine_facts, mean, monitor_cost, peak, rate
+from leakmel.core.monitor import (
+    SAMPLE_KEYS,
+    Load,
+    Monitor,
+    Sampler,
+    machine_facts,
+    mean,
+    monitor_cost,
+    peak,
+    rate,
+)
 from leakmel.core.progress import Count, Progress, Standing, _Terminal, front_end
 from leakmel.core.timeline import Timeline, read_timeline, write_timeline
 
@@ -23,7 +34,8 @@ def run_monitor(seconds: float = 0.15, interval_s: float = 0.03, n_within: int =
     timeline, until = Timeline(), time.monotonic() + 20
     with Monitor(timeline, interval_s):
         time.sleep(seconds)
-        while len(timeline.samples) < n_within and time.monotonic() < until: time.sleep(0.01)
+        while len(timeline.samples) < n_within and time.monotonic() < until:
+            time.sleep(0.01)
     return timeline
 
 
@@ -38,29 +50,39 @@ class Clock:
 class Fake:
     "Anything that is asked for an attribute has it."
 
-    def __init__(self, **values): self.__dict__.update(values)
+    def __init__(self, **values):
+        self.__dict__.update(values)
 
 
 def fake_nvml(**broken: Exception) -> types.ModuleType:
     "An NVML with one GPU; functions named in `broken` raise."
     nv = types.ModuleType("pynvml")
     answers = {
-        "nvmlInit": None, "nvmlDeviceGetHandleByIndex": "gpu", "nvmlDeviceGetUtilizationRates": Fake(gpu=42),
-        "nvmlDeviceGetMemoryInfo": Fake(used=7_000_000_000), "nvmlDeviceGetPcieThroughput": 3, "nvmlDeviceGetName": "a GPU",
+        "nvmlInit": None,
+        "nvmlDeviceGetHandleByIndex": "gpu",
+        "nvmlDeviceGetUtilizationRates": Fake(gpu=42),
+        "nvmlDeviceGetMemoryInfo": Fake(used=7_000_000_000),
+        "nvmlDeviceGetPcieThroughput": 3,
+        "nvmlDeviceGetName": "a GPU",
     }
+
     def function(name):
         def call(*_):
-            if name in broken: raise broken[name]
+            if name in broken:
+                raise broken[name]
             return answers[name]
+
         return call
-    for name in answers: setattr(nv, name, function(name))
+
+    for name in answers:
+        setattr(nv, name, function(name))
     nv.NVML_PCIE_UTIL_RX_BYTES, nv.NVML_PCIE_UTIL_TX_BYTES = 1, 0  # type: ignore[attr-defined]
     return nv
 
 
 @pytest.fixture
 def no_nvml(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)     # an import of it raises ImportError
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # an import of it raises ImportError
 
 
 def test_samples_cover_the_run(no_nvml):
@@ -77,13 +99,16 @@ def test_samples_cover_the_run(no_nvml):
 
 def test_shortest_run_has_two_samples():
     timeline = Timeline()
-    with Monitor(timeline, 10.0): pass
+    with Monitor(timeline, 10.0):
+        pass
     assert len(timeline.samples) == 2
 
 
 def test_stops_at_once_however_long_the_interval():
     def stop() -> None:
-        with Monitor(Timeline(), 60.0): pass
+        with Monitor(Timeline(), 60.0):
+            pass
+
     within(1, stop)
     assert not [t for t in threading.enumerate() if t.name == "leakmel-monitor"]
 
@@ -91,37 +116,48 @@ def test_stops_at_once_however_long_the_interval():
 def test_a_pause_of_the_process_while_it_stops_costs_no_sample(monkeypatch):
     "The first wait for the thread is over before the thread has had its turn."
     go, waits, real = threading.Event(), list[float | None](), threading.Thread.join
+
     class Late(Monitor):
         def _run(self) -> None:
             super()._run()
             go.wait(60)
+
     def join(thread: threading.Thread, timeout: float | None = None) -> None:
         waits.append(timeout)
-        if len(waits) == 1: return
+        if len(waits) == 1:
+            return
         go.set()
         real(thread, 60)
+
     monkeypatch.setattr(threading.Thread, "join", join)
     timeline = Timeline()
-    with Late(timeline, 10.0): pass
+    with Late(timeline, 10.0):
+        pass
     assert len(timeline.samples) == 2
     assert 0 < sum(t or 0 for t in waits) < 1
 
 
 def test_stops_within_a_second_when_a_driver_hangs(monkeypatch):
     release = threading.Event()
+
     def hanging() -> Monitor:
         monitor, entered = Monitor(Timeline(), 0.01), threading.Event()
+
         def hang() -> tuple[bool]:
             entered.set()
             return (release.wait(60),)
+
         monitor.__enter__()
         monitor.sampler.probes.append((("gpu_percent",), hang))
         assert entered.wait(60)
         return monitor
+
     monitors = [hanging() for _ in range(3)]
     waiting = iter(monitors)
-    try: within(1, lambda: next(waiting).__exit__(None, None, None))
-    finally: release.set()
+    try:
+        within(1, lambda: next(waiting).__exit__(None, None, None))
+    finally:
+        release.set()
     for monitor in monitors:
         monitor._stop.set()
         monitor._thread.join()
@@ -129,7 +165,8 @@ def test_stops_within_a_second_when_a_driver_hangs(monkeypatch):
 
 def test_failure_of_the_body_comes_through():
     timeline = Timeline()
-    with pytest.raises(OSError, match="disk full"), Monitor(timeline): raise OSError("disk full")
+    with pytest.raises(OSError, match="disk full"), Monitor(timeline):
+        raise OSError("disk full")
     assert len(timeline.samples) == 2
 
 
@@ -145,12 +182,18 @@ def test_gpu_figures_come_from_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     sample = Sampler().take()
-    assert (sample["gpu_percent"], sample["vram_bytes"], sample["pcie_rx_bytes_per_s"]) == (42, 7_000_000_000, 3 * 1024)
+    assert (sample["gpu_percent"], sample["vram_bytes"], sample["pcie_rx_bytes_per_s"]) == (
+        42,
+        7_000_000_000,
+        3 * 1024,
+    )
     assert machine_facts()["gpu"] == "a GPU"
 
 
 def test_one_refused_query_costs_only_its_own_figure(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvmlDeviceGetUtilizationRates=RuntimeError("Not Supported")))
+    monkeypatch.setitem(
+        sys.modules, "pynvml", fake_nvml(nvmlDeviceGetUtilizationRates=RuntimeError("Not Supported"))
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     sampler = Sampler()
     sample = sampler.take()
@@ -171,7 +214,10 @@ def test_hidden_gpu_is_not_measured(monkeypatch):
 @pytest.mark.parametrize("error", [AttributeError("no io_counters"), PermissionError("denied")])
 def test_no_disk_counters_is_none_not_zero(monkeypatch, error):
     import psutil
-    def refuse(self): raise error
+
+    def refuse(self):
+        raise error
+
     monkeypatch.setattr(psutil.Process, "io_counters", refuse, raising=False)
     timeline = run_monitor()
     assert all(s["disk_read_bytes"] is None and s["disk_written_bytes"] is None for s in timeline.samples)
@@ -190,7 +236,9 @@ def test_without_psutil_nothing_is_claimed(monkeypatch):
 
 
 def test_thread_that_cannot_start_is_told(monkeypatch):
-    def refuse(self): raise RuntimeError("can't start new thread")
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
     monkeypatch.setattr(threading.Thread, "start", refuse)
     timeline = run_monitor(0.01)
     assert len(timeline.samples) == 2
@@ -206,15 +254,20 @@ def test_samples_survive_the_file(tmp_path):
 
 def test_a_busy_thread_loads_about_a_core():
     values = list[float]()
-    while len(values) < 3 and not (values and values[-1] > 10):      # in one of three tries: another program may have the core for seconds
+    while len(values) < 3 and not (
+        values and values[-1] > 10
+    ):  # in one of three tries: another program may have the core for seconds
         load = Load(monitor_module._process_clocks)
         assert load() is None
         until = time.thread_time() + 0.1
-        while time.thread_time() < until: pass
+        while time.thread_time() < until:
+            pass
         value = load()
         assert value is not None
         values.append(value)
-    assert 10 < values[-1] <= 130, values          # the machine may be shared: less than a core is possible, much more is not
+    assert 10 < values[-1] <= 130, (
+        values
+    )  # the machine may be shared: less than a core is possible, much more is not
 
 
 def test_mean_weights_by_time_and_peak_skips_none():
@@ -228,21 +281,36 @@ def test_mean_weights_by_time_and_peak_skips_none():
 
 def test_machine_facts_are_plain_and_name_no_host(monkeypatch):
     import platform
+
     monkeypatch.setattr(platform, "node", lambda: "secret-host")
     facts = machine_facts()
     assert "secret-host" not in json.dumps(facts)
-    assert set(facts) == {"cpu", "n_cores", "n_cores_machine", "ram_bytes", "gpu", "os", "python", "numpy", "h5py", "torch"}
+    assert set(facts) == {
+        "cpu",
+        "n_cores",
+        "n_cores_machine",
+        "ram_bytes",
+        "gpu",
+        "os",
+        "python",
+        "numpy",
+        "h5py",
+        "torch",
+    }
 
 
 def test_machine_without_a_package_has_no_version(monkeypatch):
     from importlib import metadata
-    def missing(name): raise metadata.PackageNotFoundError(name)
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
     monkeypatch.setattr(metadata, "version", missing)
     assert machine_facts()["torch"] is None
 
 
 def test_monitor_is_cheap():
-    assert min(monitor_cost(5) for _ in range(3)) < 0.05      # the goal is 0.01; a busy machine is slower
+    assert min(monitor_cost(5) for _ in range(3)) < 0.05  # the goal is 0.01; a busy machine is slower
 
 
 # ---- progress
@@ -250,7 +318,10 @@ def test_monitor_is_cheap():
 
 def test_text_of_a_standing():
     assert repr(Standing(0, 10, 0.0)) == "0 of 10 files in 0.0 s"
-    assert repr(Standing(5, 10, 2.0, "rows", "verify", "cpu")) == "verify: 5 of 10 rows in 2.0 s, 2.5 rows/s, about 2.0 s left, cpu"
+    assert (
+        repr(Standing(5, 10, 2.0, "rows", "verify", "cpu"))
+        == "verify: 5 of 10 rows in 2.0 s, 2.5 rows/s, about 2.0 s left, cpu"
+    )
     assert repr(Standing(10, 10, 2.0, state="done")) == "10 of 10 files in 2.0 s, 5 files/s"
     assert repr(Standing(0, 0, 1.0, state="done")) == "0 of 0 files in 1.0 s"
     assert "1 h 01 min" in repr(Standing(1, 2, 3660.0))
@@ -269,30 +340,37 @@ class Cell:
 
     def __init__(self, monkeypatch):
         import IPython.display
+
         self.shown: list[Standing] = []
+
         def display(standing, display_id):
             assert display_id is True
             self.shown.append(standing)
             return Fake(update=self.shown.append)
+
         monkeypatch.setattr(IPython.display, "display", display)
 
 
 def test_notebook_ends_with_n_of_n(monkeypatch):
     cell = Cell(monkeypatch)
     with Progress(40, label="TESTING", show="notebook") as progress:
-        for i in range(40): progress.update(i + 1)
+        for i in range(40):
+            progress.update(i + 1)
     assert "40 of 40 files" in cell.shown[-1]._repr_html_()
     assert "width:100.0%" in cell.shown[-1]._repr_html_()
-    assert len(cell.shown) == 2        # the first and the last: the rest came too quickly to be drawn
+    assert len(cell.shown) == 2  # the first and the last: the rest came too quickly to be drawn
 
 
 def test_notebook_failure_says_where_it_stopped(monkeypatch):
     cell = Cell(monkeypatch)
+
     def fail():
         with Progress(40, show="notebook") as progress:
             progress.update(12)
             raise KeyError
-    with pytest.raises(KeyError): fail()
+
+    with pytest.raises(KeyError):
+        fail()
     assert "stopped at 12 of 40 files" in cell.shown[-1]._repr_html_()
 
 
@@ -301,8 +379,10 @@ def test_an_unattended_notebook_has_lines_of_long_runs_only(monkeypatch, capsys,
     Cell(monkeypatch)
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     monkeypatch.delenv("VSCODE_PID", raising=False)
-    if attended: monkeypatch.setenv("JPY_SESSION_NAME", "/notebooks/build.ipynb")
-    with Progress(40, show="notebook") as progress: progress.update(40)
+    if attended:
+        monkeypatch.setenv("JPY_SESSION_NAME", "/notebooks/build.ipynb")
+    with Progress(40, show="notebook") as progress:
+        progress.update(40)
     assert capsys.readouterr().err == "", "a short run needs none"
     clock = Clock(monkeypatch)
     with Progress(40, label="TRAINING", show="notebook") as progress:
@@ -329,11 +409,16 @@ def test_updates_from_many_threads(monkeypatch):
     cell = Cell(monkeypatch)
     monkeypatch.setattr("leakmel.core.progress._Notebook.every_s", 0.0)
     progress = Progress(4000, show="notebook")
+
     def count(k):
-        for i in range(1000): progress.update(k + 4 * i + 1)
+        for i in range(1000):
+            progress.update(k + 4 * i + 1)
+
     threads = [threading.Thread(target=count, args=(k,)) for k in range(4)]
-    for t in threads: t.start()
-    for t in threads: t.join()
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
     progress.close()
     progress.close()
     assert cell.shown[-1].n_done == 4000
@@ -343,7 +428,10 @@ def test_updates_from_many_threads(monkeypatch):
 
 def test_log_has_a_line_in_a_while_and_one_at_the_end(monkeypatch, caplog):
     clock = Clock(monkeypatch)
-    with caplog.at_level(logging.INFO, logger="leakmel"), Progress(10, label="TESTING", show="log") as progress:
+    with (
+        caplog.at_level(logging.INFO, logger="leakmel"),
+        Progress(10, label="TESTING", show="log") as progress,
+    ):
         for i in range(10):
             clock.now_s += 1.2
             progress.update(i + 1)
@@ -355,12 +443,14 @@ def test_log_has_a_line_in_a_while_and_one_at_the_end(monkeypatch, caplog):
 def test_quick_work_logs_one_line(monkeypatch, caplog):
     Clock(monkeypatch)
     with caplog.at_level(logging.INFO, logger="leakmel"), Progress(10, show="log") as progress:
-        for i in range(10): progress.update(i + 1)
+        for i in range(10):
+            progress.update(i + 1)
     assert len(caplog.records) == 1
 
 
 class Screen(io.StringIO):
-    def isatty(self) -> bool: return True
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -379,24 +469,36 @@ def test_terminal_bar(monkeypatch, fails):
 
 class Terminal:
     "What stands on a terminal: rows of text, and the codes that tqdm moves about with."
-    def __init__(self): self.rows, self.row, self.column = [""], 0, 0
-    def isatty(self) -> bool: return True
-    def flush(self) -> None: pass
-    def fileno(self) -> int: raise OSError("no file")
+
+    def __init__(self):
+        self.rows, self.row, self.column = [""], 0, 0
+
+    def isatty(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        pass
+
+    def fileno(self) -> int:
+        raise OSError("no file")
 
     def write(self, text: str) -> None:
         for part in re.findall(r"\x1b\[A|\r|\n|[^\x1b\r\n]+", text):
-            if part == "\x1b[A": self.row -= 1
-            elif part == "\r": self.column = 0
-            elif part == "\n": self.row, self.column = self.row + 1, 0
+            if part == "\x1b[A":
+                self.row -= 1
+            elif part == "\r":
+                self.column = 0
+            elif part == "\n":
+                self.row, self.column = self.row + 1, 0
             else:
                 self.rows += [""] * (self.row + 1 - len(self.rows))
                 row = self.rows[self.row].ljust(self.column)
-                self.rows[self.row] = row[:self.column] + part + row[self.column + len(part):]
+                self.rows[self.row] = row[: self.column] + part + row[self.column + len(part) :]
                 self.column += len(part)
 
     @property
-    def lines(self) -> list[str]: return [row.rstrip() for row in self.rows if row.strip()]
+    def lines(self) -> list[str]:
+        return [row.rstrip() for row in self.rows if row.strip()]
 
 
 def test_long_notes_stand_below_the_bars_of_a_terminal(monkeypatch):
@@ -404,7 +506,9 @@ def test_long_notes_stand_below_the_bars_of_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(_Terminal, "every_s", 0.0)
     first, second = (Progress(40, label=label, show="terminal") for label in ("TRAINING", "TESTING"))
-    note = "reading and computing, " + ", ".join(f"{what} {k} files/s" for k, what in enumerate(("reading", "computing", "writing", "checking")))
+    note = "reading and computing, " + ", ".join(
+        f"{what} {k} files/s" for k, what in enumerate(("reading", "computing", "writing", "checking"))
+    )
     first.update(12, note)
     assert screen.lines[0].startswith("TRAINING:  30%")
     assert screen.lines[1].startswith("TESTING:   0%")
@@ -414,9 +518,11 @@ def test_long_notes_stand_below_the_bars_of_a_terminal(monkeypatch):
     second.update(3, note)
     assert "published" in screen.lines[0]
     assert " ".join(line.strip() for line in screen.lines[2:]) == note, "in the rows that the first one left"
-    for bar in (first, second): bar.rest()
+    for bar in (first, second):
+        bar.rest()
     assert len(screen.lines) == 2
-    for bar in (first, second): bar.close("stopped")
+    for bar in (first, second):
+        bar.close("stopped")
     assert [line.split(":")[0] for line in screen.lines] == ["TRAINING", "TESTING"]
     assert screen.row == 2, "whatever is written next stands below"
 
@@ -447,17 +553,22 @@ def test_a_count_without_an_end_is_shown_where_it_takes_its_time(caplog, monkeyp
         now[0] += 2.0
         failing.add(5)
         failing.__exit__(OSError, OSError(), None)
-        with Count("quick", show="log") as count: count.add(3)
+        with Count("quick", show="log") as count:
+            count.add(3)
         with Count("silent", show="none") as count:
             now[0] += 9.0
             count.add(3)
     assert [r.getMessage() for r in caplog.records] == [
-        "listing: 6,000 files in 6.0 s, 1,000 files/s", "listing: 9,000 files in 9.0 s, 1,000 files/s", "listing: stopped at 5 files in 2.0 s, 2.5 files/s"]
+        "listing: 6,000 files in 6.0 s, 1,000 files/s",
+        "listing: 9,000 files in 9.0 s, 1,000 files/s",
+        "listing: stopped at 5 files in 2.0 s, 2.5 files/s",
+    ]
 
 
 def test_silent_front_end_and_pytest_is_no_notebook(capfd):
     assert front_end() in ("log", "terminal")
-    with Progress(3, show="none") as progress: progress.update(3)
+    with Progress(3, show="none") as progress:
+        progress.update(3)
     assert capfd.readouterr() == ("", "")
     assert repr(progress).startswith("3 of 3 files")
 
@@ -465,19 +576,28 @@ def test_silent_front_end_and_pytest_is_no_notebook(capfd):
 def test_broken_front_end_does_not_stop_the_work(monkeypatch):
     class Broken:
         every_s = 0.0
-        def __init__(self, standing): pass
-        def show(self, standing): raise BrokenPipeError
+
+        def __init__(self, standing):
+            pass
+
+        def show(self, standing):
+            raise BrokenPipeError
+
         close = show
+
     monkeypatch.setitem(__import__("leakmel.core.progress", fromlist=["x"])._FRONT_ENDS, "terminal", Broken)
-    with Progress(3, show="terminal") as progress: progress.update(3)
+    with Progress(3, show="terminal") as progress:
+        progress.update(3)
     assert progress.n_done == 3
 
 
 def test_count_never_goes_back():
     progress = Progress(10, show="none")
-    for n in (3, 7, 5): progress.update(n)
+    for n in (3, 7, 5):
+        progress.update(n)
     assert progress.n_done == 7
 
 
 def test_unknown_front_end_is_refused():
-    with pytest.raises(ValueError, match="known: auto, notebook"): Progress(1, show="tv")
+    with pytest.raises(ValueError, match="known: auto, notebook"):
+        Progress(1, show="tv")

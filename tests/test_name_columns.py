@@ -1,4 +1,5 @@
 "Names cut by NumPy, thousands at a time, say what names parsed one by one say."
+
 import os
 import tracemalloc
 
@@ -21,19 +22,44 @@ def check(paths: list[bytes]) -> None:
     for field, values in columns.items():
         assert len(values) == len(paths)
         right = [getattr(parse_name(path), field) for path in paths]
-        if field == "gain": assert np.array_equal(values, np.array(right, np.float32), equal_nan=True)
+        if field == "gain":
+            assert np.array_equal(values, np.array(right, np.float32), equal_nan=True)
         else:
             texts = [os.fsencode(text) for text in right]
             assert values.tolist() == texts, field
 
 
-DAYS = st.sampled_from(["20240229", "20230229", "20241301", "20240101", "00000101", "99991231", "2024010a", "２０２４０１０１"])
-CLOCKS = st.sampled_from(["000000", "235959", "240000", "006000", "000060", "12345", "1234567", "12 456", "123456Z", "123456+01:00"])
-TIMES = st.one_of(st.tuples(DAYS, st.sampled_from("_T-~"), CLOCKS).map("".join), st.sampled_from(["", "2024-01-02_03-04-05", "2024-01-02T03:04:05.5"]))
-WORDS = st.one_of(st.text("ab~./ _é\udcff-0123456789", max_size=8), st.sampled_from(["g10.5", "-3", "1e9", "1e99", "nan", "²"]))
+DAYS = st.sampled_from(
+    ["20240229", "20230229", "20241301", "20240101", "00000101", "99991231", "2024010a", "２０２４０１０１"]
+)
+CLOCKS = st.sampled_from(
+    [
+        "000000",
+        "235959",
+        "240000",
+        "006000",
+        "000060",
+        "12345",
+        "1234567",
+        "12 456",
+        "123456Z",
+        "123456+01:00",
+    ]
+)
+TIMES = st.one_of(
+    st.tuples(DAYS, st.sampled_from("_T-~"), CLOCKS).map("".join),
+    st.sampled_from(["", "2024-01-02_03-04-05", "2024-01-02T03:04:05.5"]),
+)
+WORDS = st.one_of(
+    st.text("ab~./ _é\udcff-0123456789", max_size=8),
+    st.sampled_from(["g10.5", "-3", "1e9", "1e99", "nan", "²"]),
+)
 NAMES = st.one_of(st.text("ab~._", max_size=12), st.tuples(WORDS, WORDS, TIMES, WORDS).map("~".join))
-PATHS = st.tuples(st.lists(st.text("LEAK~.é", min_size=1, max_size=5), max_size=3), NAMES, st.sampled_from([".wav", ".WAVE", "", ".x.wav"])).map(
-    lambda path: os.fsencode("/".join([*path[0], path[1].replace("\0", "") + path[2]])))
+PATHS = st.tuples(
+    st.lists(st.text("LEAK~.é", min_size=1, max_size=5), max_size=3),
+    NAMES,
+    st.sampled_from([".wav", ".WAVE", "", ".x.wav"]),
+).map(lambda path: os.fsencode("/".join([*path[0], path[1].replace("\0", "") + path[2]])))
 
 
 @settings(max_examples=300, deadline=None)
@@ -49,11 +75,14 @@ def test_all_names_together_and_one_by_one(paths: list[bytes]) -> None:
 @pytest.mark.parametrize("at_once", [1, 2, 7])
 def test_blocks_change_nothing(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     "Blocks of names of different lengths become one column."
-    paths = [b"LEAK/" + b"deep/" * (i % 3) + b"s%d~r~20240101_0000%02d~g%d.wav" % (10**i, i, i) for i in range(10)] + [b"LEAK/plain.wav"]
+    paths = [
+        b"LEAK/" + b"deep/" * (i % 3) + b"s%d~r~20240101_0000%02d~g%d.wav" % (10**i, i, i) for i in range(10)
+    ] + [b"LEAK/plain.wav"]
     right = columns_of_names(paths)
     monkeypatch.setattr(name_columns, "_AT_ONCE", at_once)
     cut = columns_of_names(paths)
-    for field in FIELDS: assert np.array_equal(cut[field], right[field], equal_nan=field == "gain")
+    for field in FIELDS:
+        assert np.array_equal(cut[field], right[field], equal_nan=field == "gain")
     check(paths)
     monkeypatch.setattr(name_columns, "_AT_ONCE", 8192)
     monkeypatch.setattr(name_columns, "_MOST_BYTES", 30 * at_once)
@@ -68,7 +97,8 @@ def test_one_deep_folder_takes_little_more_than_its_column() -> None:
     try:
         columns = columns_of_names(paths)
         _, peak = tracemalloc.get_traced_memory()
-    finally: tracemalloc.stop()
+    finally:
+        tracemalloc.stop()
     assert columns["folder"].dtype == "S3818"
     assert columns["folder"][11_000] == paths[11_000].split(b"/", 1)[1].rsplit(b"/", 1)[0]
     assert peak < sum(values.nbytes for values in columns.values()) + (20 << 20), f"{peak / 1e6:.0f} MB"

@@ -1,4 +1,5 @@
 "Compiled reading, digests, moments and looks at rows: the same as without them, to the bit, and nothing that goes wrong is taken for a recording."
+
 import errno
 import importlib.abc
 import logging
@@ -30,7 +31,9 @@ from messy import write_messy
 
 N = 512
 HEADER = canonical_header(4096, N)
-QUIET: dict[str, Any] = dict(progress="none", pipeline=PipelineConfig(files_per_batch=8, monitor_interval_s=0.0))
+QUIET: dict[str, Any] = dict(
+    progress="none", pipeline=PipelineConfig(files_per_batch=8, monitor_interval_s=0.0)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +74,9 @@ def test_digests_at_the_borders_of_blocks(n_bytes: int) -> None:
     for fill in (0, 255):
         rows = np.full((2, n_bytes), fill, np.uint8)
         rows[1, -1] ^= 1
-        assert digests_of(rows).tolist() == [xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in rows]
+        assert digests_of(rows).tolist() == [
+            xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in rows
+        ]
 
 
 def test_digests_of_rows_of_any_shape() -> None:
@@ -80,10 +85,18 @@ def test_digests_of_rows_of_any_shape() -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(n=st.integers(1, 5000), seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(["noise", "low", "high", "quiet"]))
+@given(
+    n=st.integers(1, 5000),
+    seed=st.integers(0, 2**32 - 1),
+    kind=st.sampled_from(["noise", "low", "high", "quiet"]),
+)
 def test_moments_are_exact(n: int, seed: int, kind: str) -> None:
-    x = {"noise": noise(2, n, seed), "low": np.full((2, n), -32_768, np.int16), "high": np.full((2, n), 32_767, np.int16),
-         "quiet": noise(2, n, seed) // np.int16(3000)}[kind]
+    x = {
+        "noise": noise(2, n, seed),
+        "low": np.full((2, n), -32_768, np.int16),
+        "high": np.full((2, n), 32_767, np.int16),
+        "quiet": noise(2, n, seed) // np.int16(3000),
+    }[kind]
     assert np.array_equal(int16_moments(x), moments_of(x))
 
 
@@ -92,8 +105,10 @@ def test_moments_of_long_recordings_are_exact() -> None:
     n = 3_000_000
     x = np.full((3, n), -32_768, np.int16)
     x[1, ::2], x[2] = 32_767, noise(1, n)[0]
-    right = [[-32_768, -32_768, -32_768 * n, 32_768**2 * n, n],
-             [-32_768, 32_767, -(n // 2), (32_768**2 + 32_767**2) * (n // 2), n]]
+    right = [
+        [-32_768, -32_768, -32_768 * n, 32_768**2 * n, n],
+        [-32_768, 32_767, -(n // 2), (32_768**2 + 32_767**2) * (n // 2), n],
+    ]
     got = int16_moments(x)
     assert got[:2].tolist() == right
     assert np.array_equal(got, moments_of(x))
@@ -112,22 +127,35 @@ def test_canonical_recordings_are_read_into_their_rows(tmp_path: Path) -> None:
     assert np.array_equal(samples[wanted], x[wanted])
     assert (samples[1] == 77).all(), "what was not asked for is left alone"
     assert ctimes_ns[wanted].tolist() == [os.stat(p).st_ctime_ns for p, w in zip(paths, wanted) if w]
-    assert digests[wanted].tolist() == [xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in x[wanted]]
+    assert digests[wanted].tolist() == [
+        xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in x[wanted]
+    ]
 
 
 def odd_files(folder: Path) -> dict[str, bytes]:
     "Files that are not what they were listed as, by what is odd about each."
     x = noise(1)[0]
-    made = {"one byte longer": written(folder / "long", x, more=b"\0"), "one byte shorter": written(folder / "short", x[:-1], more=b"\0"),
-            "another rate": written(folder / "rate", x, canonical_header(4097, N)),
-            "another count": written(folder / "count", x, canonical_header(4096, N - 1)),
-            "no header": written(folder / "head", x, bytes(44)), "empty": written(folder / "empty", x[:0], b""), "header only": written(folder / "only", x[:0])}
+    made = {
+        "one byte longer": written(folder / "long", x, more=b"\0"),
+        "one byte shorter": written(folder / "short", x[:-1], more=b"\0"),
+        "another rate": written(folder / "rate", x, canonical_header(4097, N)),
+        "another count": written(folder / "count", x, canonical_header(4096, N - 1)),
+        "no header": written(folder / "head", x, bytes(44)),
+        "empty": written(folder / "empty", x[:0], b""),
+        "header only": written(folder / "only", x[:0]),
+    }
     (folder / "folder").mkdir()
     os.mkfifo(folder / "pipe")
     (folder / "around").symlink_to("around")
     long = folder / ("n" * 300)
-    return made | {"a folder": os.fsencode(folder / "folder"), "a pipe": os.fsencode(folder / "pipe"), "gone": os.fsencode(folder / "gone"),
-                   "a link to itself": os.fsencode(folder / "around"), "too long a name": os.fsencode(long), "below a file": made["no header"] + b"/x"}
+    return made | {
+        "a folder": os.fsencode(folder / "folder"),
+        "a pipe": os.fsencode(folder / "pipe"),
+        "gone": os.fsencode(folder / "gone"),
+        "a link to itself": os.fsencode(folder / "around"),
+        "too long a name": os.fsencode(long),
+        "below a file": made["no header"] + b"/x",
+    }
 
 
 def test_nothing_else_passes_for_a_recording(tmp_path: Path) -> None:
@@ -137,7 +165,9 @@ def test_nothing_else_passes_for_a_recording(tmp_path: Path) -> None:
     paths = [*made.values(), good]
     times = mtimes([p if not os.path.islink(p) and len(os.path.basename(p)) < 200 else b"/" for p in paths])
     times[list(made).index("modified since")] += 1
-    outcomes, _, _ = read_rows(paths, np.ones(len(paths), bool), times, HEADER, np.zeros((len(paths), N), np.int16))
+    outcomes, _, _ = read_rows(
+        paths, np.ones(len(paths), bool), times, HEADER, np.zeros((len(paths), N), np.int16)
+    )
     found = dict(zip(made, outcomes.tolist()))
     assert found.pop("gone") == errno.ENOENT
     assert found.pop("a link to itself") == errno.ELOOP
@@ -151,8 +181,13 @@ def test_nothing_else_passes_for_a_recording(tmp_path: Path) -> None:
 
 def test_a_path_with_a_zero_byte_shifts_no_other(tmp_path: Path) -> None:
     good = [written(tmp_path / name, noise(1, seed=k)[0]) for k, name in enumerate("ab")]
-    outcomes, _, _ = read_rows([good[0], b"x\0" + good[0], good[1]], np.array([True, False, True]), mtimes([good[0], b"/", good[1]]), HEADER,
-                               samples := np.zeros((3, N), np.int16))
+    outcomes, _, _ = read_rows(
+        [good[0], b"x\0" + good[0], good[1]],
+        np.array([True, False, True]),
+        mtimes([good[0], b"/", good[1]]),
+        HEADER,
+        samples := np.zeros((3, N), np.int16),
+    )
     assert outcomes.tolist() == [READ, LOOK_CLOSER, READ]
     assert np.array_equal(samples[2], noise(1, seed=1)[0])
 
@@ -160,28 +195,49 @@ def test_a_path_with_a_zero_byte_shifts_no_other(tmp_path: Path) -> None:
 def test_reading_closes_what_it_opens(tmp_path: Path) -> None:
     paths = [*odd_files(tmp_path).values(), written(tmp_path / "good", noise(1)[0])]
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3): read_rows(paths, np.ones(len(paths), bool), np.zeros(len(paths), np.int64), HEADER, np.zeros((len(paths), N), np.int16))
+    for _ in range(3):
+        read_rows(
+            paths,
+            np.ones(len(paths), bool),
+            np.zeros(len(paths), np.int64),
+            HEADER,
+            np.zeros((len(paths), N), np.int16),
+        )
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_no_rows_at_all() -> None:
-    outcomes, ctimes_ns, digests = read_rows([], np.zeros(0, bool), np.zeros(0, np.int64), HEADER, np.zeros((0, N), np.int16))
+    outcomes, ctimes_ns, digests = read_rows(
+        [], np.zeros(0, bool), np.zeros(0, np.int64), HEADER, np.zeros((0, N), np.int16)
+    )
     assert len(outcomes) == len(ctimes_ns) == len(digests) == 0
 
 
 def test_the_interpreter_runs_on_while_files_are_read(tmp_path: Path) -> None:
     "Compiled reading holds no lock: another thread counts on meanwhile, unless another program has its core, which it has not in each of three tries."
-    paths = [written(tmp_path / f"{k}", noise(1, 40_960)[0], canonical_header(4096, 40_960)) for k in range(64)] * 20
-    times, samples, count, over = mtimes(paths), np.zeros((len(paths), 40_960), np.int16), [0], threading.Event()
+    paths = [
+        written(tmp_path / f"{k}", noise(1, 40_960)[0], canonical_header(4096, 40_960)) for k in range(64)
+    ] * 20
+    times, samples, count, over = (
+        mtimes(paths),
+        np.zeros((len(paths), 40_960), np.int16),
+        [0],
+        threading.Event(),
+    )
+
     def look_on() -> None:
-        while not over.is_set(): count[0] += 1
+        while not over.is_set():
+            count[0] += 1
+
     thread = threading.Thread(target=look_on)
     thread.start()
     counts = list[int]()
     try:
         while len(counts) < 3 and max(counts, default=0) <= 1000:
             before = count[0]
-            outcomes, _, _ = read_rows(paths, np.ones(len(paths), bool), times, canonical_header(4096, 40_960), samples)
+            outcomes, _, _ = read_rows(
+                paths, np.ones(len(paths), bool), times, canonical_header(4096, 40_960), samples
+            )
             counts.append(count[0] - before)
             assert (outcomes == READ).all()
     finally:
@@ -199,7 +255,9 @@ def test_written_rows_are_looked_at_as_numpy_does(tmp_path: Path, n_values: int,
     kinds = np.array([np.inf, -np.inf, np.nan, 65_504, -65_504, -0.0, 6e-8], np.float16)
     rows = np.random.default_rng(n_values).normal(size=(n_rows, n_values)).astype(np.float16)
     (tmp_path / "rows").write_bytes(bytes(11) + rows.tobytes())
-    for k, (kind, place) in enumerate((kind, place) for kind in kinds for place in (0, n_values - 1, n_values - n_values % 64 - 1)):
+    for k, (kind, place) in enumerate(
+        (kind, place) for kind in kinds for place in (0, n_values - 1, n_values - n_values % 64 - 1)
+    ):
         rows[k % n_rows, place] = kind
         with open(tmp_path / "rows", "r+b") as file:
             file.seek(11)
@@ -216,78 +274,132 @@ def test_rows_that_cannot_be_looked_at(tmp_path: Path) -> None:
     with open(tmp_path / "rows", "rb") as file:
         assert len(native.look_at_rows(file.fileno(), 499, 2, 248)[0]) == 2
         assert len(native.look_at_rows(file.fileno(), 0, 0, 248)[0]) == 0
-        with pytest.raises(EOFError): native.look_at_rows(file.fileno(), 504, 2, 248)
-        with pytest.raises(EOFError): native.look_at_rows(file.fileno(), 5000, 2, 248)
-    with open(tmp_path / "rows", "ab") as file, pytest.raises(OSError, match="Bad file descriptor"): native.look_at_rows(file.fileno(), 0, 2, 248)
+        with pytest.raises(EOFError):
+            native.look_at_rows(file.fileno(), 504, 2, 248)
+        with pytest.raises(EOFError):
+            native.look_at_rows(file.fileno(), 5000, 2, 248)
+    with open(tmp_path / "rows", "ab") as file, pytest.raises(OSError, match="Bad file descriptor"):
+        native.look_at_rows(file.fileno(), 0, 2, 248)
 
 
 @pytest.mark.parametrize("damage", ["none", "bit", "infinite", "cut"])
-def test_damage_is_found_alike_without_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_wav, damage: str) -> None:
-    for k in range(9): make_wav(tmp_path / "data" / "A" / f"{k}.wav", seed=k)
+def test_damage_is_found_alike_without_compiled_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_wav, damage: str
+) -> None:
+    for k in range(9):
+        make_wav(tmp_path / "data" / "A" / f"{k}.wav", seed=k)
     path = lm.build(tmp_path / "data", out=tmp_path / "set.h5", **QUIET).path
-    with h5py.File(path) as f: begin, row = f["segments_mel"].id.get_offset(), f["segments_mel"][0].nbytes
+    with h5py.File(path) as f:
+        begin, row = f["segments_mel"].id.get_offset(), f["segments_mel"][0].nbytes
     data = bytearray(path.read_bytes())
     data[begin + 5 * row + 20] ^= damage == "bit"
-    if damage == "infinite": data[begin + 5 * row + 20:begin + 5 * row + 22] = b"\x00\xfc"
+    if damage == "infinite":
+        data[begin + 5 * row + 20 : begin + 5 * row + 22] = b"\x00\xfc"
     path.write_bytes(data)
+
     def problems() -> list[str]:
-        if damage != "cut": return lm.verify(path).problems
+        if damage != "cut":
+            return lm.verify(path).problems
         with h5py.File(path) as f:
             look = verify._looker(f["segments_mel"])
             os.truncate(path, begin + 8 * row + 2)
             assert len(look(0, 8)[0]) == 8
-            try: look(0, 9)
-            except DataError as e: return [str(e).removeprefix(f"{path}: ")]
-            finally: path.write_bytes(data)
+            try:
+                look(0, 9)
+            except DataError as e:
+                return [str(e).removeprefix(f"{path}: ")]
+            finally:
+                path.write_bytes(data)
         return []
+
     found = problems()
     monkeypatch.setattr(verify, "native", lambda: None)
     assert problems() == found
     wrong = "1 rows do not match their digest, first row 5"
-    assert found == {"none": [], "bit": [wrong], "infinite": ["row 5 holds values that are not finite", wrong], "cut": ["the rows end too early"]}[damage]
+    assert (
+        found
+        == {
+            "none": [],
+            "bit": [wrong],
+            "infinite": ["row 5 holds values that are not finite", wrong],
+            "cut": ["the rows end too early"],
+        }[damage]
+    )
 
 
 # ---- builds with and without
 
 
 @pytest.mark.parametrize("mode", ["stream", "memmap"])
-def test_the_same_data_set_without_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_the_same_data_set_without_compiled_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
     write_messy(tmp_path / "data")
+
     def built(name: str) -> tuple[bytes, list]:
-        monkeypatch.setenv("LEAKMEL_CACHE_DIR", str(tmp_path / f"cache {name}"))      # nothing of the one is held for the other
-        results = lm.build_all(tmp_path / "data", out_dir=tmp_path / name, mode=mode, spec={"sample_rate": 4096, "duration_s": 1.0}, **QUIET)
-        return b"".join(r.path.read_bytes() for r in results), [x for r in results for x in r.rejected.to_numpy().tolist()]
+        monkeypatch.setenv(
+            "LEAKMEL_CACHE_DIR", str(tmp_path / f"cache {name}")
+        )  # nothing of the one is held for the other
+        results = lm.build_all(
+            tmp_path / "data",
+            out_dir=tmp_path / name,
+            mode=mode,
+            spec={"sample_rate": 4096, "duration_s": 1.0},
+            **QUIET,
+        )
+        return b"".join(r.path.read_bytes() for r in results), [
+            x for r in results for x in r.rejected.to_numpy().tolist()
+        ]
+
     compiled_bytes, compiled_rejected = built("with")
     for module in (loader, job, held):
-        if hasattr(module, "native"): monkeypatch.setattr(module, "native", lambda: None)
-        monkeypatch.setattr(module, "digests_of", lambda rows: np.array([xxhash.xxh3_128_hexdigest(r.tobytes()) for r in rows], "S32"))
+        if hasattr(module, "native"):
+            monkeypatch.setattr(module, "native", lambda: None)
+        monkeypatch.setattr(
+            module,
+            "digests_of",
+            lambda rows: np.array([xxhash.xxh3_128_hexdigest(r.tobytes()) for r in rows], "S32"),
+        )
     assert built("without") == (compiled_bytes, compiled_rejected)
     assert len(compiled_rejected) > 5
 
 
-def test_compiled_code_reads_what_is_canonical(tmp_path: Path, make_wav, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_reads_what_is_canonical(
+    tmp_path: Path, make_wav, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "And only what is not goes through Python."
-    for k in range(10): make_wav(tmp_path / "data" / "A" / f"{k}.wav", seed=k)
+    for k in range(10):
+        make_wav(tmp_path / "data" / "A" / f"{k}.wav", seed=k)
     (tmp_path / "data" / "A" / "3.wav").write_bytes(canonical_header(4096, 4096)[:20])
     slow: list[int] = []
     real = loader.BatchReader.fill_row
+
     def fill_row(self, slot, i):
         slow.append(slot.first + i)
         real(self, slot, i)
+
     monkeypatch.setattr(loader.BatchReader, "fill_row", fill_row)
-    r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec={"duration_s": 1.0, "short": "reject"}, **QUIET)
+    r = lm.build(
+        tmp_path / "data", out=tmp_path / "x.h5", spec={"duration_s": 1.0, "short": "reject"}, **QUIET
+    )
     assert (r.rows, slow) == (9, [3])
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE])
-def test_a_fault_of_the_machine_rejects_no_recording(tmp_path: Path, make_wav, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    for k in range(10): make_wav(tmp_path / "data" / "A" / f"{k}.wav", seed=k)
+def test_a_fault_of_the_machine_rejects_no_recording(
+    tmp_path: Path, make_wav, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    for k in range(10):
+        make_wav(tmp_path / "data" / "A" / f"{k}.wav", seed=k)
+
     def broken(paths, *a):
         outcomes, *others = read_rows(paths, *a)
         outcomes[-1] = code
         return outcomes, *others
+
     monkeypatch.setattr(loader, "native", lambda: SimpleNamespace(**vars(native) | {"read_rows": broken}))
-    with pytest.raises(MachineError, match=errno.errorcode[code]) as caught: lm.build(tmp_path / "data", out=tmp_path / "x.h5", **QUIET)
+    with pytest.raises(MachineError, match=errno.errorcode[code]) as caught:
+        lm.build(tmp_path / "data", out=tmp_path / "x.h5", **QUIET)
     assert str(tmp_path / "data") in str(caught.value)
     assert "no recording was rejected" in str(caught.value)
     assert not list(tmp_path.glob("*x.h5*"))
@@ -296,9 +408,11 @@ def test_a_fault_of_the_machine_rejects_no_recording(tmp_path: Path, make_wav, m
 def test_descriptors_that_run_out(tmp_path: Path) -> None:
     "For real, in a process of its own."
     path = written(tmp_path / "good", noise(1)[0])
-    code = ("import os, resource, sys, numpy as np; from leakmel.audio.native import read_rows; from leakmel.audio.wav import canonical_header\n"
-            "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1,) * 2)\n"
-            f"print(read_rows([{path!r}], np.ones(1, bool), np.zeros(1, np.int64), canonical_header(4096, {N}), np.zeros((1, {N}), np.int16))[0][0])")
+    code = (
+        "import os, resource, sys, numpy as np; from leakmel.audio.native import read_rows; from leakmel.audio.wav import canonical_header\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1,) * 2)\n"
+        f"print(read_rows([{path!r}], np.ones(1, bool), np.zeros(1, np.int64), canonical_header(4096, {N}), np.zeros((1, {N}), np.int16))[0][0])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == str(errno.EMFILE), done.stderr
 
@@ -306,7 +420,9 @@ def test_descriptors_that_run_out(tmp_path: Path) -> None:
 # ---- where it cannot be had
 
 
-def test_without_numba_everything_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_numba_everything_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
     monkeypatch.delattr("leakmel.audio.native", raising=False)
     with caplog.at_level(logging.WARNING, "leakmel"):
@@ -320,36 +436,51 @@ class _Damaged(importlib.abc.MetaPathFinder):
     "What numba does about a cache with empty files."
 
     def find_spec(self, fullname: str, *others: Any) -> None:
-        if fullname == "leakmel.audio.native": raise EOFError("Ran out of input")
+        if fullname == "leakmel.audio.native":
+            raise EOFError("Ran out of input")
 
 
-def test_a_damaged_cache_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_cache_is_said_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delitem(sys.modules, "leakmel.audio.native")
     monkeypatch.delattr("leakmel.audio.native")
     monkeypatch.setattr(sys, "meta_path", [_Damaged(), *sys.meta_path])
-    with caplog.at_level(logging.WARNING, "leakmel"): assert compiled.native() is None
+    with caplog.at_level(logging.WARNING, "leakmel"):
+        assert compiled.native() is None
     assert "EOFError: Ran out of input; if this stays, remove numba's cache" in caplog.text
 
 
 def test_numba_switched_off_is_numba_not_there() -> None:
     code = "from leakmel.audio.compiled import native; print(native())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ | {"NUMBA_DISABLE_JIT": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
+    )
     assert done.stdout.strip() == "None", "compiled reading without compiling cannot make system calls"
     assert "NUMBA_DISABLE_JIT" in done.stderr
 
 
-@pytest.mark.parametrize("part", ["digest_rows", "int16_moments", "look_at_rows: digests", "look_at_rows: largest"])
+@pytest.mark.parametrize(
+    "part", ["digest_rows", "int16_moments", "look_at_rows: digests", "look_at_rows: largest"]
+)
 def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     part, _, what = part.partition(": ")
     real = getattr(native, part)
+
     def wrong(*rows):
         out = real(*rows)
         changed = out[what == "largest"] if what else out
         changed[-1] = changed[0] - 1 if what == "largest" else changed[0]
         return out
+
     native.self_check()
     monkeypatch.setattr(native, part, wrong)
-    with pytest.raises(ImportError, match="remove numba's cache"): native.self_check()
+    with pytest.raises(ImportError, match="remove numba's cache"):
+        native.self_check()
 
 
 CHILD = """
@@ -366,8 +497,17 @@ print(r.summary["engine"], r.rows)
 
 def built_by_a_child(data: Path, out: Path, cache: Path, kind: str = "") -> tuple[bytes, str]:
     "The data set that a process of its own makes with numba's cache in a folder or without any, and what it said."
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_")} | {"NUMBA_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", CHILD, kind, str(data), str(out)], capture_output=True, text=True, timeout=300, env=environment)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_")} | {
+        "NUMBA_CACHE_DIR": str(cache),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, kind, str(data), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
     assert done.stdout.split() == ["cpu@2/cpu", "6"], done.stderr
     return out.read_bytes(), done.stderr
 
@@ -375,8 +515,11 @@ def built_by_a_child(data: Path, out: Path, cache: Path, kind: str = "") -> tupl
 @pytest.fixture
 def six(tmp_path: Path, make_wav) -> tuple[Path, bytes]:
     "A folder of six recordings, and their data set."
-    for k in range(6): make_wav(tmp_path / "data" / "A" / f"{k}.wav", seed=k)
-    return tmp_path / "data", lm.build(tmp_path / "data", out=tmp_path / "right.h5", engine="cpu", **QUIET).path.read_bytes()
+    for k in range(6):
+        make_wav(tmp_path / "data" / "A" / f"{k}.wav", seed=k)
+    return tmp_path / "data", lm.build(
+        tmp_path / "data", out=tmp_path / "right.h5", engine="cpu", **QUIET
+    ).path.read_bytes()
 
 
 def test_without_a_place_to_keep_code_rows_are_the_same(tmp_path: Path, six: tuple[Path, bytes]) -> None:
@@ -395,9 +538,9 @@ def test_code_that_was_cut_off_stops_nothing(tmp_path: Path, six: tuple[Path, by
     assert "cannot be kept" not in said
     functions = sorted(cache.rglob("*.nbi"))
     assert len(functions) > 3
-    for i, index in enumerate(functions):      # of each function the index or the code
+    for i, index in enumerate(functions):  # of each function the index or the code
         spoilt = index if i % 2 else next(index.parent.glob(index.stem + "*.nbc"))
-        spoilt.write_bytes(spoilt.read_bytes()[:40 * (i // 2 % 2)])
+        spoilt.write_bytes(spoilt.read_bytes()[: 40 * (i // 2 % 2)])
     got, said = built_by_a_child(six[0], tmp_path / "x.h5", cache)
     assert got == six[1]
     assert said.count("cannot be kept") == 1, said

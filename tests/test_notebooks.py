@@ -1,4 +1,5 @@
 "Run notebooks through papermill, as people run them, on tiny sets."
+
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.slow
 @dataclass(frozen=True)
 class Run:
     "A run that is over."
+
     status: int
     log: str
     notebook: Path
@@ -31,33 +33,51 @@ class Run:
 
     @property
     def outputs(self) -> list:
-        return [o for c in nbformat.read(self.notebook, as_version=4).cells if c.cell_type == "code" for o in c.outputs]
+        return [
+            o
+            for c in nbformat.read(self.notebook, as_version=4).cells
+            if c.cell_type == "code"
+            for o in c.outputs
+        ]
 
     @property
     def text(self) -> str:
         "All that the notebook says, as plain text and as HTML."
-        said = [o.text if o.output_type == "stream" else "\n".join(str(v) for k, v in o.get("data", {}).items() if k.startswith("text/")) for o in self.outputs]
+        said = [
+            o.text
+            if o.output_type == "stream"
+            else "\n".join(str(v) for k, v in o.get("data", {}).items() if k.startswith("text/"))
+            for o in self.outputs
+        ]
         return "\n".join(said)
 
     @property
-    def errors(self) -> list[str]: return [f"{o.ename}: {o.evalue}" for o in self.outputs if o.output_type == "error"]
+    def errors(self) -> list[str]:
+        return [f"{o.ename}: {o.evalue}" for o in self.outputs if o.output_type == "error"]
 
     @property
-    def data_sets(self) -> list[Path]: return sorted(self.project.rglob("*.H5"))
+    def data_sets(self) -> list[Path]:
+        return sorted(self.project.rglob("*.H5"))
 
 
 def copy_project(folder: Path) -> Path:
     "As much of a checkout as a run notebook needs: its own folder, and the settings that mark the project's root."
     (folder / "nbs").mkdir(parents=True)
     shutil.copy(ROOT / "settings.ini", folder)
-    for name in ("build", "benchmark"): shutil.copy(ROOT / "nbs" / f"{name}.ipynb", folder / "nbs")
+    for name in ("build", "benchmark"):
+        shutil.copy(ROOT / "nbs" / f"{name}.ipynb", folder / "nbs")
     return folder
 
 
-def papermill(project: Path, *args: str, data: Path | None = None, out: str = "out.ipynb", notebook: str = "build.ipynb") -> Run:
+def papermill(
+    project: Path, *args: str, data: Path | None = None, out: str = "out.ipynb", notebook: str = "build.ipynb"
+) -> Run:
     "`papermill build.ipynb out.ipynb ...` in nbs/, with nothing of the user's own settings."
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("LEAKMEL_", "JUPYTER", "IPYTHON", "PYTEST_"))} | {"HOME": str(project)}
-    if data: env["LEAKMEL_DATA"] = str(data)
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith(("LEAKMEL_", "JUPYTER", "IPYTHON", "PYTEST_"))
+    } | {"HOME": str(project)}
+    if data:
+        env["LEAKMEL_DATA"] = str(data)
     command = [str(Path(sys.executable).parent / "papermill"), notebook, out, "--no-progress-bar", *args]
     done = subprocess.run(command, cwd=project / "nbs", env=env, capture_output=True, text=True, timeout=240)
     return Run(done.returncode, done.stdout + done.stderr, project / "nbs" / out, project)
@@ -97,11 +117,15 @@ def error_of(notebook: str, **given: object) -> str:
     level = log.level
     try:
         for cell in nbformat.read(ROOT / "nbs" / notebook, as_version=4).cells:
-            if cell.cell_type != "code": continue
+            if cell.cell_type != "code":
+                continue
             exec(compile(cell.source, notebook, "exec"), namespace)
-            if "parameters" in cell.metadata.get("tags", []): namespace |= given
-    except lm.LeakmelError as e: return str(e)
-    finally: log.setLevel(level)
+            if "parameters" in cell.metadata.get("tags", []):
+                namespace |= given
+    except lm.LeakmelError as e:
+        return str(e)
+    finally:
+        log.setLevel(level)
     raise AssertionError(f"nothing stopped {notebook}")
 
 
@@ -114,11 +138,16 @@ def test_all_splits(whole, tiny):
     assert_looks_right(whole)
     summary = summary_of(whole)
     assert (summary["ok"], summary["found"], summary["rows"]) == (True, 24, 24)
-    assert [p.name for p in whole.data_sets] == ["TESTING_DATASET.H5", "TRAINING_DATASET.H5", "VALIDATION_DATASET.H5"]
+    assert [p.name for p in whole.data_sets] == [
+        "TESTING_DATASET.H5",
+        "TRAINING_DATASET.H5",
+        "VALIDATION_DATASET.H5",
+    ]
     for path in whole.data_sets:
         report = lm.verify(path, root=tiny, sample=None)
         assert report.ok, report.problems
-    for name in ("TRAINING", "VALIDATION", "TESTING"): assert re.search(rf"{name}: (\d+) of \1 files", whole.text)
+    for name in ("TRAINING", "VALIDATION", "TESTING"):
+        assert re.search(rf"{name}: (\d+) of \1 files", whole.text)
 
 
 def test_leakmel_data_is_used_and_said(whole, tiny):
@@ -134,14 +163,21 @@ def test_figures_have_titles_and_units(whole):
     for figure in figures:
         assert len(figure["layout"]["title"]["text"]) > 5
         assert figure["data"]
-    titles = [a["title"]["text"] for f in figures for k, a in f["layout"].items() if k.startswith(("xaxis", "yaxis")) and a.get("title")]
+    titles = [
+        a["title"]["text"]
+        for f in figures
+        for k, a in f["layout"].items()
+        if k.startswith(("xaxis", "yaxis")) and a.get("title")
+    ]
     assert any("(s)" in t for t in titles)
     assert any("(Hz)" in t for t in titles)
 
 
 def test_what_is_not_there_is_not_zero(whole):
     "A machine without a GPU has no VRAM: that is not 0 MB."
-    card = next(o.data["text/plain"] for o in whole.outputs if "verdict" in o.get("data", {}).get("text/plain", ""))
+    card = next(
+        o.data["text/plain"] for o in whole.outputs if "verdict" in o.get("data", {}).get("text/plain", "")
+    )
     vram = next(line for line in card.splitlines() if line.split()[:1] == ["VRAM"])
     assert "not available" in vram or re.search(r"[1-9]", vram)
 
@@ -155,16 +191,24 @@ def test_literal_command_writes_a_demo_set(tmp_path):
     assert [p.name for p in run.data_sets] == ["TRAINING_DATASET.H5"]
     assert re.search(r"-training-[0-9a-f]+$", run.data_sets[0].parent.name)
     names = {p.name for p in (tmp_path / "runs" / "demo" / "TRAINING").iterdir()}
-    with lm.open_dataset(run.data_sets[0]) as ds: assert set(ds.class_names) == names
+    with lm.open_dataset(run.data_sets[0]) as ds:
+        assert set(ds.class_names) == names
 
 
 def test_one_folder_of_label_folders_in_the_other_preset(tmp_path, tiny):
     results = tmp_path / "my results"
     given = {"data_root": str(tiny / "TRAINING"), "out": str(results), "preset": "overlap"}
-    run = papermill(copy_project(tmp_path / "p"), *(word for name, value in given.items() for word in ("-r", name, value)), "-p", "n_mels", "24")
+    run = papermill(
+        copy_project(tmp_path / "p"),
+        *(word for name, value in given.items() for word in ("-r", name, value)),
+        "-p",
+        "n_mels",
+        "24",
+    )
     assert_looks_right(run)
     (data_set,) = results.glob("*.H5")
-    with lm.open_dataset(data_set) as ds: assert ds[0][0].shape[:3] == (79, 3, 24)
+    with lm.open_dataset(data_set) as ds:
+        assert ds[0][0].shape[:3] == (79, 3, 24)
     assert lm.verify(data_set, root=tiny / "TRAINING", sample=None).ok
 
 
@@ -172,27 +216,56 @@ def test_a_wrong_parameter_stops_the_run(tmp_path, tiny):
     run = papermill(copy_project(tmp_path), "-p", "files_per_bach", "3", "-p", "stage_dir", "x", data=tiny)
     assert run.status != 0
     (error,) = run.errors
-    for words in ("did you mean files_per_batch", "here it is data_root", "read_workers", "n_mels", "compression"): assert words in error
+    for words in (
+        "did you mean files_per_batch",
+        "here it is data_root",
+        "read_workers",
+        "n_mels",
+        "compression",
+    ):
+        assert words in error
     assert run.data_sets == []
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"check": "many", "fsync": 3, "preset": 7}, ["check must be a whole number or None, got 'many'", "fsync must be True or False", "preset must be text"]),
-    ({"n_mels": 500}, ["n_mels"]),
-], ids=["ill-typed", "nonsense"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"check": "many", "fsync": 3, "preset": 7},
+            [
+                "check must be a whole number or None, got 'many'",
+                "fsync must be True or False",
+                "preset must be text",
+            ],
+        ),
+        ({"n_mels": 500}, ["n_mels"]),
+    ],
+    ids=["ill-typed", "nonsense"],
+)
 def test_a_value_that_cannot_be_stops_the_run(tmp_path, tiny, monkeypatch, given, said):
     monkeypatch.chdir(tmp_path)
     error = error_of("build.ipynb", data_root=str(tiny), **given)
-    for words in said: assert words in error
+    for words in said:
+        assert words in error
     assert os.listdir(tmp_path) == []
 
 
 def test_a_failed_build_is_a_failed_notebook(tmp_path):
     for label in ("LEAK", "NOLEAK"):
         (tmp_path / "bad" / label).mkdir(parents=True)
-        for i in range(3): (tmp_path / "bad" / label / f"{i}.wav").write_bytes(b"no recording")
-    run = papermill(copy_project(tmp_path / "p"), "-p", "sample_rate", "4096", "-p", "duration_s", "10", data=tmp_path / "bad")
+        for i in range(3):
+            (tmp_path / "bad" / label / f"{i}.wav").write_bytes(b"no recording")
+    run = papermill(
+        copy_project(tmp_path / "p"),
+        "-p",
+        "sample_rate",
+        "4096",
+        "-p",
+        "duration_s",
+        "10",
+        data=tmp_path / "bad",
+    )
     assert run.status != 0
     (error,) = run.errors
     assert "bad" in error
@@ -204,7 +277,9 @@ def test_a_killed_kernel_is_a_failure(tmp_path, tiny):
     project = copy_project(tmp_path)
     notebook = nbformat.read(project / "nbs" / "build.ipynb", as_version=4)
     at = next(i for i, c in enumerate(notebook.cells) if c.source.startswith("results = execute"))
-    notebook.cells.insert(at, nbformat.v4.new_code_cell("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
+    notebook.cells.insert(
+        at, nbformat.v4.new_code_cell("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    )
     nbformat.write(notebook, project / "nbs" / "build.ipynb")
     run = papermill(project, data=tiny)
     assert run.status != 0
@@ -213,9 +288,17 @@ def test_a_killed_kernel_is_a_failure(tmp_path, tiny):
 
 def make_build(data: Path | str, out: Path, **env: str) -> subprocess.CompletedProcess[str]:
     "`make build DATA=... OUT=...`, by the script that it calls."
-    given = {k: v for k, v in os.environ.items() if not k.startswith(("LEAKMEL_", "JUPYTER", "IPYTHON", "PYTEST_"))}
-    return subprocess.run([sys.executable, str(ROOT / "nbs" / "_tools" / "run_build.py")], env=given | {"DATA": str(data), "OUT": str(out)} | env,
-                          cwd=ROOT, capture_output=True, text=True, timeout=240)
+    given = {
+        k: v for k, v in os.environ.items() if not k.startswith(("LEAKMEL_", "JUPYTER", "IPYTHON", "PYTEST_"))
+    }
+    return subprocess.run(
+        [sys.executable, str(ROOT / "nbs" / "_tools" / "run_build.py")],
+        env=given | {"DATA": str(data), "OUT": str(out)} | env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
 
 
 def test_make_build_says_where_things_are(tmp_path, tiny):
@@ -254,11 +337,16 @@ def test_make_build_takes_any_parameter_of_the_notebook(tmp_path, tiny):
     table.write_text("path,label,split\n" + "".join(f"{p},{p.parts[1]},{p.parts[0]}\n" for p in wavs))
     named = os.path.relpath(table, ROOT)
     out = tmp_path / "results"
-    done = make_build(mixed, out, SETTINGS=f"{said[1]} preset=overlap table='{named}' check=3 split=validation fsync=False")
+    done = make_build(
+        mixed, out, SETTINGS=f"{said[1]} preset=overlap table='{named}' check=3 split=validation fsync=False"
+    )
     assert done.returncode == 0, done.stderr
     (made,) = out.glob("*.H5")
     with lm.open_dataset(made) as ds:
-        assert (made.name, ds.spec) == ("VALIDATION_DATASET.H5", lm.MelSpec.preset("overlap", sample_rate=4096, duration_s=10.0))
+        assert (made.name, ds.spec) == (
+            "VALIDATION_DATASET.H5",
+            lm.MelSpec.preset("overlap", sample_rate=4096, duration_s=10.0),
+        )
         assert json.loads(ds.file.attrs["naming_json"])["source"] == "table"
     summary = json.loads((out / "summary.json").read_text())["splits"][0]
     assert (summary["verified"]["checked"], summary["pipeline"]["fsync"]) == (3, False)
@@ -267,8 +355,17 @@ def test_make_build_takes_any_parameter_of_the_notebook(tmp_path, tiny):
     assert "sample_rat is unknown; did you mean sample_rate?" in done.stderr
 
 
-@pytest.mark.parametrize(("settings", "said"), [("preset", "not NAME=VALUE: 'preset'"), ("=3", "not NAME=VALUE"), ("a-b=3", "not NAME=VALUE"),
-                                                ("pattern='{label}", "quotation"), ("out=x", "OUT=folder"), ("data_root=x", "DATA=folder")])
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("preset", "not NAME=VALUE: 'preset'"),
+        ("=3", "not NAME=VALUE"),
+        ("a-b=3", "not NAME=VALUE"),
+        ("pattern='{label}", "quotation"),
+        ("out=x", "OUT=folder"),
+        ("data_root=x", "DATA=folder"),
+    ],
+)
 def test_settings_that_are_none_stop_make_build_before_the_work(tmp_path, tiny, settings, said):
     done = make_build(tiny, tmp_path / "out", SETTINGS=settings)
     assert done.returncode == 2
@@ -294,16 +391,27 @@ def test_make_build_leaves_the_data_folder_alone(tmp_path, tiny):
 TINY = ("-p", "n_files", "12", "-p", "growth_files", "8", "-p", "rounds", "1", "-p", "run_s", "0.1")
 
 
-def benchmark(project: Path, *args: str) -> Run: return papermill(project, *args, notebook="benchmark.ipynb")
+def benchmark(project: Path, *args: str) -> Run:
+    return papermill(project, *args, notebook="benchmark.ipynb")
 
 
-def titles_of(run: Run) -> list[str]: return [o.data[PLOTLY]["layout"]["title"]["text"] for o in run.outputs if PLOTLY in o.get("data", {})]
+def titles_of(run: Run) -> list[str]:
+    return [o.data[PLOTLY]["layout"]["title"]["text"] for o in run.outputs if PLOTLY in o.get("data", {})]
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> Run:
     "Two of the suites, tiny."
-    return benchmark(copy_project(tmp_path_factory.mktemp("measured")), *TINY, "-p", "suites", "compare,growth", "-p", "only", "leakmel reference")
+    return benchmark(
+        copy_project(tmp_path_factory.mktemp("measured")),
+        *TINY,
+        "-p",
+        "suites",
+        "compare,growth",
+        "-p",
+        "only",
+        "leakmel reference",
+    )
 
 
 def test_benchmark_measures_keeps_and_draws(measured):
@@ -311,11 +419,14 @@ def test_benchmark_measures_keeps_and_draws(measured):
     compare, parts, trust, growth, modes, reader, start, build = titles_of(measured)
     assert re.search(r"leakmel cpu: not measured", compare), "it was not among those that were asked for"
     assert "8 files at" in growth
-    for title in (parts, trust, modes, reader, start, build): assert title.endswith("not measured")
+    for title in (parts, trust, modes, reader, start, build):
+        assert title.endswith("not measured")
     assert re.search(r"^leakmel reference +[\d,]+ ", measured.text, re.M)
     assert "right, then measured: compare, growth" in measured.text
     (folder,) = (measured.project / "runs").iterdir()
-    assert re.fullmatch(r"\d{8}-\d{6}-benchmark", folder.name), "a small set is not taken for the project's own figures"
+    assert re.fullmatch(r"\d{8}-\d{6}-benchmark", folder.name), (
+        "a small set is not taken for the project's own figures"
+    )
     assert sorted(p.name.split("-")[0] for p in folder.iterdir()) == ["compare", "growth"]
     assert measured.notebook.stat().st_size < 1_500_000
 
@@ -348,14 +459,28 @@ def test_benchmark_fails_where_rows_were_wrong_and_still_draws(measured, tmp_pat
     assert "what was measured is not all right; found growth" in error
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"n_file": 3, "speed": "x"}, ["n_file is unknown; did you mean n_files?", "speed is unknown"]),
-    ({"n_files": "many", "run": 3}, ["n_files must be a whole number, got 'many'", "run must be True or False"]),
-    ({"suites": "compare,part", "rounds": 0, "only": "torchaudo"},
-     ["suite part is unknown; did you mean parts?", "rounds must be at least 1", "contestant torchaudo is unknown; did you mean torchaudio?"]),
-], ids=["unknown", "ill-typed", "nonsense"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n_file": 3, "speed": "x"}, ["n_file is unknown; did you mean n_files?", "speed is unknown"]),
+        (
+            {"n_files": "many", "run": 3},
+            ["n_files must be a whole number, got 'many'", "run must be True or False"],
+        ),
+        (
+            {"suites": "compare,part", "rounds": 0, "only": "torchaudo"},
+            [
+                "suite part is unknown; did you mean parts?",
+                "rounds must be at least 1",
+                "contestant torchaudo is unknown; did you mean torchaudio?",
+            ],
+        ),
+    ],
+    ids=["unknown", "ill-typed", "nonsense"],
+)
 def test_a_wrong_parameter_stops_the_benchmark_before_the_work(tmp_path, monkeypatch, given, said):
     monkeypatch.chdir(tmp_path)
     error = error_of("benchmark.ipynb", **given)
-    for words in said: assert words in error
+    for words in said:
+        assert words in error
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,5 @@
 "Figures of a run's flow and of its data: right numbers, a sentence where there is nothing, small whatever comes."
+
 import json
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,13 @@ import pytest
 from leakmel.core.errors import DataError
 from leakmel.core.timeline import Gauge, Span, Timeline
 from leakmel.insight.data_plots import (
-    MOST_LABELS, MOST_SENSORS, classes_by_sensor, classes_by_split, level_by_sensor, quantiles, spectrum_by_label,
+    MOST_LABELS,
+    MOST_SENSORS,
+    classes_by_sensor,
+    classes_by_split,
+    level_by_sensor,
+    quantiles,
+    spectrum_by_label,
 )
 from leakmel.insight.flow_plots import FLOW_STAGES, queue_depth, throughput
 from leakmel.insight.plots import batch_timeline, exclusive_bar, level_by_label, mels_by_label, utilization
@@ -23,8 +30,14 @@ def made(n: int, n_labels: int, n_sensors: int, seed: int = 0) -> dict[str, Any]
     "Columns of n recordings, as many of them as there are labels and sensors at the least."
     rng = np.random.default_rng(seed)
     labels = [f"L{i}" for i in np.arange(n) % n_labels]
-    return {"splits": [("TRAINING", "TESTING")[int(i > 0.8 * n)] for i in range(n)], "sensors": [f"S{i:05}" for i in rng.integers(0, n_sensors, n)],
-            "labels": labels, "level": rng.normal(-30, 5, n), "spectra": rng.normal(-30, 5, (min(n, 600), 64)), "hz": np.linspace(20, 2000, 64)}
+    return {
+        "splits": [("TRAINING", "TESTING")[int(i > 0.8 * n)] for i in range(n)],
+        "sensors": [f"S{i:05}" for i in rng.integers(0, n_sensors, n)],
+        "labels": labels,
+        "level": rng.normal(-30, 5, n),
+        "spectra": rng.normal(-30, 5, (min(n, 600), 64)),
+        "hz": np.linspace(20, 2000, 64),
+    }
 
 
 def pictures_of(c: dict[str, Any]) -> dict[str, Any]:
@@ -35,8 +48,14 @@ def pictures_of(c: dict[str, Any]) -> dict[str, Any]:
         "classes_by_sensor": classes_by_sensor(c["splits"], c["sensors"], c["labels"]),
         "level_by_label": level_by_label(c["level"], c["labels"]),
         "level_by_sensor": level_by_sensor(c["level"], c["sensors"], c["labels"]),
-        "spectrum_by_label": spectrum_by_label(c["spectra"], c["labels"][:len(c["spectra"])], c["hz"]),
-        "mels_by_label": mels_by_label(np.zeros((k, 4, 2, 64, 1), np.float16), c["labels"][:k], c["hz"], long_start_s=np.arange(4), short_start_s=[0, 0.5]),
+        "spectrum_by_label": spectrum_by_label(c["spectra"], c["labels"][: len(c["spectra"])], c["hz"]),
+        "mels_by_label": mels_by_label(
+            np.zeros((k, 4, 2, 64, 1), np.float16),
+            c["labels"][:k],
+            c["hz"],
+            long_start_s=np.arange(4),
+            short_start_s=[0, 0.5],
+        ),
     }
 
 
@@ -46,24 +65,41 @@ def made_run(n: int, batch: int = 32) -> Timeline:
     run.spans.append(Span("start_up", "main", 0.0, 0.5))
     for i in range(n):
         at = 0.5 + 0.01 * i
-        run.spans += [Span("read", "reader", at, at + 0.004, "T", i, batch), Span("compute", "engine", at + 0.004, at + 0.012, "T", i, batch),
-                      Span("write", "writer", at + 0.012, at + 0.013, "T", i, batch)]
+        run.spans += [
+            Span("read", "reader", at, at + 0.004, "T", i, batch),
+            Span("compute", "engine", at + 0.004, at + 0.012, "T", i, batch),
+            Span("write", "writer", at + 0.012, at + 0.013, "T", i, batch),
+        ]
         run.gauges += [Gauge("queue.compute", at + 0.004, i % 3), Gauge("queue.write", at + 0.012, 1)]
     run.spans.append(Span("publish", "main", 0.6 + 0.01 * n, 1.6 + 0.01 * n, "T"))
-    run.samples = [{"time_s": 0.1 * i, "cpu_percent": 120.0, "rss_bytes": 1e8, "disk_read_bytes": 1e6 * i} for i in range(n)]
+    run.samples = [
+        {"time_s": 0.1 * i, "cpu_percent": 120.0, "rss_bytes": 1e8, "disk_read_bytes": 1e6 * i}
+        for i in range(n)
+    ]
     return run
 
 
-RUN_FIGURES: list[Callable[[Timeline], Any]] = [exclusive_bar, batch_timeline, throughput, queue_depth, utilization]
+RUN_FIGURES: list[Callable[[Timeline], Any]] = [
+    exclusive_bar,
+    batch_timeline,
+    throughput,
+    queue_depth,
+    utilization,
+]
 
 
-def values(trace: Any, axis: str) -> np.ndarray: return np.asarray(trace[axis], dtype=np.float64)
+def values(trace: Any, axis: str) -> np.ndarray:
+    return np.asarray(trace[axis], dtype=np.float64)
 
 
 # ---- nothing, one, many --------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("columns", [made(0, 1, 1), made(1, 1, 1), made(7, 1, 1), made(60, 2, 12), made(40, 20, 1)],
-                         ids=["nothing", "one row", "one label", "two labels", "twenty labels"])
+
+@pytest.mark.parametrize(
+    "columns",
+    [made(0, 1, 1), made(1, 1, 1), made(7, 1, 1), made(60, 2, 12), made(40, 20, 1)],
+    ids=["nothing", "one row", "one label", "two labels", "twenty labels"],
+)
 def test_any_data_give_a_figure_with_a_sentence(columns):
     for name, figure in pictures_of(columns).items():
         assert len(figure.layout.title.text) > 8, name
@@ -76,11 +112,14 @@ def test_any_data_give_a_figure_with_a_sentence(columns):
 def test_a_run_of_nothing_or_of_one_span_gives_a_figure_with_a_sentence(figure):
     one = Timeline()
     one.spans = [Span("read", "reader", 1.0, 1.0, "T", 0, 1)]
-    for run in (Timeline(), one, made_run(1)): assert len(figure(run).layout.title.text) > 8
+    for run in (Timeline(), one, made_run(1)):
+        assert len(figure(run).layout.title.text) > 8
     assert not figure(Timeline()).data
 
 
-@pytest.mark.parametrize("figure", [f(Timeline()) for f in RUN_FIGURES] + [runs_compared([]), classes_by_split([], [])])
+@pytest.mark.parametrize(
+    "figure", [f(Timeline()) for f in RUN_FIGURES] + [runs_compared([]), classes_by_split([], [])]
+)
 def test_a_sentence_stands_without_axes(figure):
     assert figure.layout.xaxis.visible is False
     assert figure.layout.yaxis.visible is False
@@ -92,7 +131,8 @@ def test_a_hundred_thousand_recordings_make_small_figures(n_sensors):
     for name, figure in pictures_of(made(MANY, 3, n_sensors)).items():
         assert len(figure.to_json()) < 200_000, name
         for trace in figure.data:
-            if trace.type != "heatmap": assert len(trace.y) < 2000, name
+            if trace.type != "heatmap":
+                assert len(trace.y) < 2000, name
 
 
 @pytest.mark.parametrize("figure", RUN_FIGURES)
@@ -102,7 +142,11 @@ def test_a_long_run_makes_small_figures(figure):
     assert all(len(t.x) < 2000 for t in drawn.data)
 
 
-@pytest.mark.parametrize("figure", [*(f(made_run(30)) for f in RUN_FIGURES), *pictures_of(made(60, 2, 12)).values()], ids=lambda f: f.layout.title.text[:20])
+@pytest.mark.parametrize(
+    "figure",
+    [*(f(made_run(30)) for f in RUN_FIGURES), *pictures_of(made(60, 2, 12)).values()],
+    ids=lambda f: f.layout.title.text[:20],
+)
 def test_figures_fit_light_and_dark_and_their_axes_have_units(figure):
     layout = figure.layout
     assert (layout.paper_bgcolor, layout.plot_bgcolor) == ("rgba(0,0,0,0)",) * 2
@@ -110,25 +154,42 @@ def test_figures_fit_light_and_dark_and_their_axes_have_units(figure):
     assert any(c.isdigit() for c in layout.title.text), "a finding has figures"
     titles = [a.title.text for a in (*figure.select_xaxes(), *figure.select_yaxes()) if a.title.text]
     assert titles
-    assert any(words in t for t in titles for words in ("(s)", "(dB", "(Hz)", "recordings", "files per second", "batches"))
+    assert any(
+        words in t
+        for t in titles
+        for words in ("(s)", "(dB", "(Hz)", "recordings", "files per second", "batches")
+    )
     assert "http" not in figure.to_json()
 
 
-@pytest.mark.parametrize("draw", [classes_by_split, lambda a, b: classes_by_sensor(a, b, a), lambda a, b: level_by_sensor([-1.0] * len(a), b, a)])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        classes_by_split,
+        lambda a, b: classes_by_sensor(a, b, a),
+        lambda a, b: level_by_sensor([-1.0] * len(a), b, a),
+    ],
+)
 def test_columns_of_different_lengths_are_refused(draw):
-    with pytest.raises(DataError, match="columns of different lengths"): draw(["A", "B"], ["x"])
+    with pytest.raises(DataError, match="columns of different lengths"):
+        draw(["A", "B"], ["x"])
 
 
 def test_names_from_a_disk_do_not_become_html():
     names = ["<b>x</b>", "a\udcffb", "line\nbreak"]
-    for figure in (classes_by_split(names, names), classes_by_sensor(names, names, names), level_by_sensor([-1, -2, -3], names, names),
-                   spectrum_by_label(np.zeros((3, 2)), names, [1, 2])):
+    for figure in (
+        classes_by_split(names, names),
+        classes_by_sensor(names, names, names),
+        level_by_sensor([-1, -2, -3], names, names),
+        spectrum_by_label(np.zeros((3, 2)), names, [1, 2]),
+    ):
         text = figure.to_json()
         assert "<b>" not in text.replace("\\u003c", "<")
         json.loads(text.encode("utf-8"))
 
 
 # ---- right numbers -------------------------------------------------------------------------------------------------
+
 
 def test_the_rate_over_time_adds_up_to_the_files():
     run = made_run(200)
@@ -141,17 +202,24 @@ def test_the_rate_over_time_adds_up_to_the_files():
 
 def test_a_steady_stage_is_drawn_steady():
     run = Timeline()
-    run.spans = [Span("read", "reader", 0.01 * i, 0.01 * i + 0.0001, "T", i, 32) for i in range(60)] + [Span("publish", "main", 0.6, 2.2, "T")]
+    run.spans = [Span("read", "reader", 0.01 * i, 0.01 * i + 0.0001, "T", i, 32) for i in range(60)] + [
+        Span("publish", "main", 0.6, 2.2, "T")
+    ]
     rates = values(throughput(run).data[0], "y")
     (under_way,) = np.nonzero(rates)
-    inside = rates[under_way[1]:under_way[-1]]
+    inside = rates[under_way[1] : under_way[-1]]
     assert len(inside) >= 5
-    assert np.ptp(inside) < 0.25 * 3200, "slices as narrow as batches would jump between nothing and twice the rate"
+    assert np.ptp(inside) < 0.25 * 3200, (
+        "slices as narrow as batches would jump between nothing and twice the rate"
+    )
 
 
 def test_publishing_is_no_flow_of_recordings():
     run = Timeline()
-    run.spans = [Span("publish", "main", 0, 1, "T", n_files=100), Span("verify", "main", 1, 2, "T", n_files=64)]
+    run.spans = [
+        Span("publish", "main", 0, 1, "T", n_files=100),
+        Span("verify", "main", 1, 2, "T", n_files=64),
+    ]
     assert "No stage says" in throughput(run).layout.title.text
     assert set(FLOW_STAGES) == {"read", "compute", "write"}
 
@@ -181,7 +249,9 @@ def test_quantiles_are_values_that_are_there():
 
 
 def test_sensors_are_ordered_by_level_and_silent_recordings_counted():
-    figure = level_by_sensor([-10, -20, -30, -np.inf, -200, np.nan], ["c", "a", "b", "a", "a", "b"], ["L"] * 6)
+    figure = level_by_sensor(
+        [-10, -20, -30, -np.inf, -200, np.nan], ["c", "a", "b", "a", "a", "b"], ["L"] * 6
+    )
     assert list(figure.layout.yaxis.ticktext) == ["c", "a", "b"]
     assert "not drawn: 3 silent" in figure.layout.title.subtitle.text
     assert figure.layout.title.text == "Sensors differ by 20 dB (b -30 dB, c -10 dB)"
@@ -196,20 +266,29 @@ def test_no_recording_is_lost_where_sensors_are_many():
     assert figure.data[0].y[-1] == f"{len(set(c['sensors'])) - MOST_SENSORS + 1} others"
 
 
-@pytest.mark.parametrize(("sensors", "labels", "said"), [
-    ("aabb", "XYXY", "2 sensors, each in one split, all with several labels"), ("aabb", "AAAB", "1 of 2 sensors heard one label only"),
-    ("abab", "XYYX", "2 of 2 sensors are in more than one split"), ("abab", "XYXY", "2 of 2 sensors heard one label only and 2 are in more than one split"),
-    ("aaaa", "XYXY", "All 4 recordings are of one sensor, a"),
-])
+@pytest.mark.parametrize(
+    ("sensors", "labels", "said"),
+    [
+        ("aabb", "XYXY", "2 sensors, each in one split, all with several labels"),
+        ("aabb", "AAAB", "1 of 2 sensors heard one label only"),
+        ("abab", "XYYX", "2 of 2 sensors are in more than one split"),
+        ("abab", "XYXY", "2 of 2 sensors heard one label only and 2 are in more than one split"),
+        ("aaaa", "XYXY", "All 4 recordings are of one sensor, a"),
+    ],
+)
 def test_sensors_that_give_the_label_away_are_counted(sensors, labels, said):
     assert classes_by_sensor(["T", "T", "U", "U"], list(sensors), list(labels)).layout.title.text == said
 
 
-@pytest.mark.parametrize(("splits", "labels", "said"), [
-    ("TTUU", "XYXY", "X is 50 % of every split"), ("TTUU", "AAAB", "A is 50 % of U and 100 % of T"),
-    ("TT", "XX", "All 2 recordings are X: there is nothing to tell apart"),
-    ("TTT", "XXY", "X is 67 % of the recordings"),
-])
+@pytest.mark.parametrize(
+    ("splits", "labels", "said"),
+    [
+        ("TTUU", "XYXY", "X is 50 % of every split"),
+        ("TTUU", "AAAB", "A is 50 % of U and 100 % of T"),
+        ("TT", "XX", "All 2 recordings are X: there is nothing to tell apart"),
+        ("TTT", "XXY", "X is 67 % of the recordings"),
+    ],
+)
 def test_the_mix_of_classes_is_said(splits, labels, said):
     assert classes_by_split(list(splits), list(labels)).layout.title.text == said
 
@@ -220,7 +299,11 @@ def test_the_band_where_labels_differ_most_is_named():
     figure = spectrum_by_label(spectra, ["A", "A", "B", "B"], [100, 500, 900])
     assert figure.layout.title.text == "A is up to 12 dB louder than B, most at 500 Hz"
     spectra[0, 0] = np.nan
-    assert "(1)" in next(t.name for t in spectrum_by_label(spectra, ["A", "A", "B", "B"], [100, 500, 900]).data if t.showlegend is None)
+    assert "(1)" in next(
+        t.name
+        for t in spectrum_by_label(spectra, ["A", "A", "B", "B"], [100, 500, 900]).data
+        if t.showlegend is None
+    )
 
 
 def test_the_spread_holds_eight_in_ten():
@@ -234,10 +317,13 @@ def test_more_labels_than_lines_are_said():
     figure = spectrum_by_label(np.zeros((n, 2)), [f"L{i:02}" for i in range(n)], [1, 2])
     assert len(figure.data) == MOST_LABELS
     assert f"{MOST_LABELS} largest of {n} labels" in figure.layout.title.subtitle.text
-    with pytest.raises(DataError, match="spectra of another shape"): spectrum_by_label(np.zeros((2, 2)), ["A"], [1, 2])
+    with pytest.raises(DataError, match="spectra of another shape"):
+        spectrum_by_label(np.zeros((2, 2)), ["A"], [1, 2])
 
 
 def test_a_level_that_rounds_to_nothing_has_no_sign():
     mels = np.stack([np.full((2, 1, 3, 1), level, np.float16) for level in (-18.2, -0.3)])
-    title = mels_by_label(mels, ["NOLEAK", "LEAK"], [100, 200, 300], long_start_s=[0, 1], short_start_s=[0]).layout.title.text
+    title = mels_by_label(
+        mels, ["NOLEAK", "LEAK"], [100, 200, 300], long_start_s=[0, 1], short_start_s=[0]
+    ).layout.title.text
     assert title == "Median level from -18 dB (NOLEAK) to 0 dB (LEAK)"

@@ -4,6 +4,7 @@ Every change that a build makes to its folder is logged. A state after a power c
 was written before it was last confirmed (fsync, fdatasync) is there; of later writes each is there, in part, or not at all. Names (made, moved,
 removed) are there up to the last confirmation of the folder, and some of the later ones, in their order, as journals of file systems keep it.
 """
+
 import errno
 import os
 import random
@@ -25,13 +26,16 @@ from leakmel.dataset.job import Job
 from leakmel.dataset.pipeline import PipelineConfig
 from test_again import all_of_it, build, data, fresh_bytes, settle  # noqa: F401 (data is a fixture)
 
-SYNCED = PipelineConfig(files_per_batch=4, compute_workers=2, fsync=True, monitor_interval_s=0.0, journal_bytes=1)
+SYNCED = PipelineConfig(
+    files_per_batch=4, compute_workers=2, fsync=True, monitor_interval_s=0.0, journal_bytes=1
+)
 
 
 @dataclass
 class Op:
     "One change: of a file's content (`number` is the file's), of a name, or a confirmation."
-    what: str          # "write", "size", "confirm"; "name", "move", "unname", "confirm names"
+
+    what: str  # "write", "size", "confirm"; "name", "move", "unname", "confirm names"
     number: int = -1
     at: int = 0
     content: bytes = b""
@@ -42,12 +46,13 @@ class Op:
 @dataclass
 class Log:
     "All changes below one folder, in order."
+
     folder: str
     ops: list[Op] = field(default_factory=list)
-    names: dict[str, int] = field(default_factory=dict)       # as they are now
+    names: dict[str, int] = field(default_factory=dict)  # as they are now
     lock: Any = field(default_factory=threading.RLock)
     n_files: int = 0
-    before: int = 0      # changes that were made and confirmed before the build began
+    before: int = 0  # changes that were made and confirmed before the build began
 
     def ours(self, path: Any) -> str:
         "The name of a file in the folder; empty for others."
@@ -66,7 +71,8 @@ class Log:
 
     def confirm_all(self) -> None:
         "What is there now is on the disk."
-        for number in self.names.values(): self.ops.append(Op("confirm", number))
+        for number in self.names.values():
+            self.ops.append(Op("confirm", number))
         self.ops.append(Op("confirm names"))
         self.before = len(self.ops)
 
@@ -74,62 +80,88 @@ class Log:
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Log]:
     "Begin to log the changes below a folder, with what is in it confirmed."
+
     def begin(folder: Path) -> Log:
         folder.mkdir(exist_ok=True)
         log = Log(os.path.abspath(folder))
-        for path in sorted(folder.iterdir()): log.add_file(path.name, path.read_bytes())
+        for path in sorted(folder.iterdir()):
+            log.add_file(path.name, path.read_bytes())
         log.confirm_all()
         patch(monkeypatch, log)
         return log
+
     return begin
 
 
 def patch(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
     "Log what goes through the system's calls; a file that HDF5 or Python's own files wrote is seen when it is moved or opened."
-    real = {name: getattr(os, name) for name in ("open", "pwrite", "write", "ftruncate", "posix_fallocate", "fsync", "fdatasync", "replace", "unlink")}
+    real = {
+        name: getattr(os, name)
+        for name in (
+            "open",
+            "pwrite",
+            "write",
+            "ftruncate",
+            "posix_fallocate",
+            "fsync",
+            "fdatasync",
+            "replace",
+            "unlink",
+        )
+    }
 
     def opened(path: Any, flags: int, *args: Any, **named: Any) -> int:
         with log.lock:
             name = log.ours(path)
             new = bool(name) and flags & os.O_CREAT and not os.path.lexists(path)
             fd = real["open"](path, flags, *args, **named)
-            if new: log.add_file(name)
-            elif name and name not in log.names and stat.S_ISREG(os.fstat(fd).st_mode): log.add_file(name, Path(path).read_bytes())
+            if new:
+                log.add_file(name)
+            elif name and name not in log.names and stat.S_ISREG(os.fstat(fd).st_mode):
+                log.add_file(name, Path(path).read_bytes())
             return fd
 
     def written(fd: int, content: Any, *at: int) -> int:
         with log.lock:
             place = at[0] if at else os.lseek(fd, 0, os.SEEK_END) if (number := log.number_of(fd)) >= 0 else 0
             n = real["pwrite" if at else "write"](fd, content, *at)
-            if (number := log.number_of(fd)) >= 0: log.ops.append(Op("write", number, place, bytes(memoryview(content).cast("B")[:n])))
+            if (number := log.number_of(fd)) >= 0:
+                log.ops.append(Op("write", number, place, bytes(memoryview(content).cast("B")[:n])))
             return n
 
     def sized(fd: int, size: int) -> None:
         with log.lock:
             real["ftruncate"](fd, size)
-            if (number := log.number_of(fd)) >= 0: log.ops.append(Op("size", number, size))
+            if (number := log.number_of(fd)) >= 0:
+                log.ops.append(Op("size", number, size))
 
     def reserved(fd: int, at: int, n: int) -> None:
         with log.lock:
             before = os.fstat(fd).st_size
             real["posix_fallocate"](fd, at, n)
-            if (number := log.number_of(fd)) >= 0 and at + n > before: log.ops.append(Op("size", number, at + n))
+            if (number := log.number_of(fd)) >= 0 and at + n > before:
+                log.ops.append(Op("size", number, at + n))
 
     def confirmed(name: str) -> Callable[[int], None]:
         def confirm(fd: int) -> None:
-            with log.lock: before = len(log.ops)
+            with log.lock:
+                before = len(log.ops)
             real[name](fd)
             with log.lock:
                 where = os.readlink(f"/proc/self/fd/{fd}")
                 # what came after the confirmation began may not be covered by it
-                if where == log.folder: log.ops.insert(before, Op("confirm names"))
-                elif (number := log.number_of(fd)) >= 0: log.ops.insert(before, Op("confirm", number))
+                if where == log.folder:
+                    log.ops.insert(before, Op("confirm names"))
+                elif (number := log.number_of(fd)) >= 0:
+                    log.ops.insert(before, Op("confirm", number))
+
         return confirm
 
     def replaced(source: Any, goal: Any) -> None:
         with log.lock:
             a, b = log.ours(source), log.ours(goal)
-            if b and a not in log.names: log.add_file(a, Path(source).read_bytes())
+            if b and a not in log.names:
+                log.add_file(a, Path(source).read_bytes())
             real["replace"](source, goal)
             if b:
                 log.ops.append(Op("move", name=a, goal=b))
@@ -142,8 +174,18 @@ def patch(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
                 log.ops.append(Op("unname", name=name))
                 log.names.pop(name)
 
-    for name, wrapped in {"open": opened, "pwrite": written, "write": written, "ftruncate": sized, "posix_fallocate": reserved, "fsync": confirmed("fsync"),
-                          "fdatasync": confirmed("fdatasync"), "replace": replaced, "unlink": unlinked}.items(): monkeypatch.setattr(os, name, wrapped)
+    for name, wrapped in {
+        "open": opened,
+        "pwrite": written,
+        "write": written,
+        "ftruncate": sized,
+        "posix_fallocate": reserved,
+        "fsync": confirmed("fsync"),
+        "fdatasync": confirmed("fdatasync"),
+        "replace": replaced,
+        "unlink": unlinked,
+    }.items():
+        monkeypatch.setattr(os, name, wrapped)
 
 
 def after_the_cut(log: Log, rng: random.Random) -> dict[str, bytes]:
@@ -158,32 +200,47 @@ def after_the_cut(log: Log, rng: random.Random) -> dict[str, bytes]:
     names: dict[str, int] = {}
     for i, op in enumerate(ops):
         is_sure = i <= sure.get(op.number, -1)
-        if op.what in ("write", "size") and (is_sure or rng.random() >= loss): change(contents.setdefault(op.number, bytearray()), op, None if is_sure else rng)
-        if i >= names_until: continue
-        if op.what == "name": names[op.name] = op.number
-        elif op.what == "move" and op.name in names: names[op.goal] = names.pop(op.name)
-        elif op.what == "unname": names.pop(op.name, None)
+        if op.what in ("write", "size") and (is_sure or rng.random() >= loss):
+            change(contents.setdefault(op.number, bytearray()), op, None if is_sure else rng)
+        if i >= names_until:
+            continue
+        if op.what == "name":
+            names[op.name] = op.number
+        elif op.what == "move" and op.name in names:
+            names[op.goal] = names.pop(op.name)
+        elif op.what == "unname":
+            names.pop(op.name, None)
     return {name: bytes(contents.get(number, b"")) for name, number in names.items()}
 
 
 def change(content: bytearray, op: Op, rng: random.Random | None) -> None:
     "Apply a write, whole or (with rng) perhaps torn, or a size."
     if op.what == "size":
-        del content[op.at:]
+        del content[op.at :]
         content.extend(bytes(op.at - len(content)))
         return
-    part = op.content if rng is None or rng.random() < 0.5 else op.content[:rng.randrange(len(op.content) + 1)]
+    part = (
+        op.content if rng is None or rng.random() < 0.5 else op.content[: rng.randrange(len(op.content) + 1)]
+    )
     content.extend(bytes(max(0, op.at + len(part) - len(content))))
-    content[op.at:op.at + len(part)] = part
+    content[op.at : op.at + len(part)] = part
 
 
-def test_the_simulation_finds_a_build_that_does_not_wait_for_the_disk(data: Path, tmp_path: Path, logged: Callable) -> None:  # noqa: F811
+def test_the_simulation_finds_a_build_that_does_not_wait_for_the_disk(
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    logged: Callable,
+) -> None:
     "The states are bad enough to show what waiting is for."
     target = tmp_path / "out" / "x.h5"
     log = logged(target.parent)
-    right = build(data, target, pipeline=PipelineConfig(files_per_batch=4, fsync=False, monitor_interval_s=0.0)).path.read_bytes()
+    right = build(
+        data, target, pipeline=PipelineConfig(files_per_batch=4, fsync=False, monitor_interval_s=0.0)
+    ).path.read_bytes()
     rng = random.Random(1)
-    wrong = sum(state.get("x.h5") not in (None, right) for state in (after_the_cut(log, rng) for _ in range(2000)))
+    wrong = sum(
+        state.get("x.h5") not in (None, right) for state in (after_the_cut(log, rng) for _ in range(2000))
+    )
     assert wrong > 20
 
 
@@ -195,7 +252,12 @@ def states_of(log: Log, n: int, seed: int) -> list[dict[str, bytes]]:
 @pytest.mark.parametrize("compression", ["none", "gzip"])
 @pytest.mark.parametrize("n", [1000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_no_state_after_a_power_cut_publishes_a_wrong_row(
-    data: Path, tmp_path: Path, logged: Callable, tried: Callable, compression: str, n: int,      # noqa: F811
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    logged: Callable,
+    tried: Callable,
+    compression: str,
+    n: int,
 ) -> None:
     "A build from nothing, then one over it: what stands under the final name is nothing, the old or the new data set, to the byte."
     target, config = tmp_path / "out" / "x.h5", PipelineConfig(**{**vars(SYNCED), "compression": compression})
@@ -204,7 +266,11 @@ def test_no_state_after_a_power_cut_publishes_a_wrong_row(
     assert {state.get("x.h5") for state in states_of(log, n // 2, 2)} == {None, old}
     all_of_it(data)
     settle()
-    log.ops = [op for name, number in log.names.items() for op in (Op("name", number, name=name), Op("write", number, 0, (target.parent / name).read_bytes()))]
+    log.ops = [
+        op
+        for name, number in log.names.items()
+        for op in (Op("name", number, name=name), Op("write", number, 0, (target.parent / name).read_bytes()))
+    ]
     log.confirm_all()
     new = build(data, target, pipeline=config).path.read_bytes()
     assert {state.get("x.h5") for state in states_of(log, n // 2, 3)} == {old, new}
@@ -213,13 +279,20 @@ def test_no_state_after_a_power_cut_publishes_a_wrong_row(
 
 @pytest.mark.parametrize("n", [15, pytest.param(400, marks=pytest.mark.long)])
 def test_builds_go_on_from_any_state_after_a_power_cut(
-    data: Path, tmp_path: Path, logged: Callable, tried: Callable, monkeypatch: pytest.MonkeyPatch, n: int,      # noqa: F811
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    logged: Callable,
+    tried: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    n: int,
 ) -> None:
     target = tmp_path / "out" / "x.h5"
     log, real = logged(target.parent), Job.take
+
     def slow(job: Job, slot: Any) -> Any:
-        time.sleep(0.02)      # so that entries are made on the way
+        time.sleep(0.02)  # so that entries are made on the way
         return real(job, slot)
+
     monkeypatch.setattr(Job, "take", slow)
     build(data, target, pipeline=SYNCED)
     states = [s for s in states_of(log, 20 * n, 4) if any(name.endswith(".partial") for name in s)][:n]
@@ -229,7 +302,8 @@ def test_builds_go_on_from_any_state_after_a_power_cut(
     for state in states:
         shutil.rmtree(target.parent)
         target.parent.mkdir()
-        for name, content in state.items(): (target.parent / name).write_bytes(content)
+        for name, content in state.items():
+            (target.parent / name).write_bytes(content)
         result = build(data, target, pipeline=SYNCED)
         resumed += result.summary["resumed_rows"]
         assert target.read_bytes() == right
@@ -237,28 +311,43 @@ def test_builds_go_on_from_any_state_after_a_power_cut(
     assert resumed > 0, "what was confirmed is not done again"
 
 
-def test_the_disk_confirms_rows_before_their_entry_and_all_before_the_name(data: Path, tmp_path: Path, logged: Callable) -> None:  # noqa: F811
+def test_the_disk_confirms_rows_before_their_entry_and_all_before_the_name(
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    logged: Callable,
+) -> None:
     target = tmp_path / "out" / "x.h5"
     log = logged(target.parent)
     build(data, target, pipeline=SYNCED)
     named = {op.number: op.name for op in log.ops if op.what == "name"}
     moved = next(i for i, op in enumerate(log.ops) if op.what == "move" and op.goal == "x.h5")
     partial = next(number for number, name in named.items() if name == ".x.h5.partial")
-    last_write = max(i for i, op in enumerate(log.ops) if op.what in ("write", "size") and op.number == partial)
+    last_write = max(
+        i for i, op in enumerate(log.ops) if op.what in ("write", "size") and op.number == partial
+    )
     assert any(op.what == "confirm" and op.number == partial for op in log.ops[last_write:moved])
     assert any(op.what == "confirm names" for op in log.ops[moved:])
 
 
-def test_a_disk_that_fails_to_confirm_stops_the_build(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    def broken(fd: int) -> None: raise OSError(errno.EIO, os.strerror(errno.EIO))
+def test_a_disk_that_fails_to_confirm_stops_the_build(
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     real = Job.take
+
     def slow(job: Job, slot: Any) -> Any:
-        time.sleep(0.02)      # so that entries are made on the way
+        time.sleep(0.02)  # so that entries are made on the way
         return real(job, slot)
+
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, broken)
         monkeypatch.setattr(Job, "take", slow)
-        with pytest.raises(lm.LeakmelError, match="EIO"): build(data, tmp_path / "out" / "x.h5", pipeline=SYNCED)
+        with pytest.raises(lm.LeakmelError, match="EIO"):
+            build(data, tmp_path / "out" / "x.h5", pipeline=SYNCED)
         assert not (tmp_path / "out" / "x.h5").exists()
         monkeypatch.undo()
 

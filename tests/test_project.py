@@ -1,4 +1,5 @@
 "The project's structure: one source of versions, arrows between rooms, sizes, documents, and what notebooks are stored with."
+
 import ast
 import json
 import re
@@ -19,7 +20,9 @@ PACKAGE, NOTEBOOKS = ROOT / "leakmel", ROOT / "nbs"
 
 # Arrows go to the left only; what stands in no room (leakmel/__init__.py, __main__.py) is the outer shell and may use all.
 ROOMS = ["core", "audio", "mel", "dataset", "insight", "learn", "ops", "cli_learn", "cli"]
-MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.name not in ("__init__.py", "__main__.py", "_modidx.py"))
+MODULES = sorted(
+    p for p in PACKAGE.rglob("*.py") if p.name not in ("__init__.py", "__main__.py", "_modidx.py")
+)
 
 
 def settings() -> dict[str, str]:
@@ -34,14 +37,18 @@ def requirement(text: str) -> tuple[str, str]:
     return re.sub(r"[-_.]+", "-", name).lower(), bounds
 
 
-def module_name(path: Path) -> str: return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def tracked() -> list[Path]:
     "Files under version control; where there is no git, the ones that would be."
-    try: done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    try:
+        done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        inner = [p for folder in ("leakmel", "nbs", "tests") for p in (ROOT / folder).rglob("*") if p.is_file()]
+        inner = [
+            p for folder in ("leakmel", "nbs", "tests") for p in (ROOT / folder).rglob("*") if p.is_file()
+        ]
         inner = [p for p in inner if "__pycache__" not in p.parts and not p.match("out*.ipynb")]
         return [*inner, *(p for p in ROOT.iterdir() if p.is_file())]
     return [p for name in done.stdout.split(b"\0") if name and (p := ROOT / name.decode()).is_file()]
@@ -49,27 +56,41 @@ def tracked() -> list[Path]:
 
 def source_notebooks() -> list[Path]:
     found = sorted(NOTEBOOKS.rglob("*.ipynb"))
-    return [p for p in found if not p.match("out*.ipynb") and not any(part[0] in "_." for part in p.relative_to(ROOT).parts)]
+    return [
+        p
+        for p in found
+        if not p.match("out*.ipynb") and not any(part[0] in "_." for part in p.relative_to(ROOT).parts)
+    ]
 
 
 @cache
-def cells_of(path: Path) -> list[nbformat.NotebookNode]: return nbformat.read(path, as_version=4).cells
+def cells_of(path: Path) -> list[nbformat.NotebookNode]:
+    return nbformat.read(path, as_version=4).cells
 
 
-def source_of(path: Path) -> str: return "\n".join(c.source for c in cells_of(path))
+def source_of(path: Path) -> str:
+    return "\n".join(c.source for c in cells_of(path))
 
 
-def is_run_notebook(path: Path) -> bool: return any("parameters" in c.metadata.get("tags", []) for c in cells_of(path))
+def is_run_notebook(path: Path) -> bool:
+    return any("parameters" in c.metadata.get("tags", []) for c in cells_of(path))
 
 
-def is_library_notebook(path: Path) -> bool: return any(c.source.startswith("#| default_exp") for c in cells_of(path))
+def is_library_notebook(path: Path) -> bool:
+    return any(c.source.startswith("#| default_exp") for c in cells_of(path))
 
 
 # ---- versions and dependencies -------------------------------------------------------------------------------------
 
 # conda-forge's name where it is another one, and what has no package of its own there
-CONDA_NAMES = {"torch": "pytorch", "soundfile": "pysoundfile", "xxhash": "python-xxhash", "soxr": "soxr-python",
-               "kaleido": "python-kaleido", "playwright": "playwright-python"}
+CONDA_NAMES = {
+    "torch": "pytorch",
+    "soundfile": "pysoundfile",
+    "xxhash": "python-xxhash",
+    "soxr": "soxr-python",
+    "kaleido": "python-kaleido",
+    "playwright": "playwright-python",
+}
 EXTRAS = {"dev", "gpu", "search"}
 
 
@@ -77,7 +98,11 @@ def conda_packages() -> dict[str, str]:
     "The packages of environment.yml: a flat list, read without a YAML library."
     lines = (ROOT / "environment.yml").read_text(encoding="utf-8").splitlines()
     items = [m.group(1) for line in lines if (m := re.match(r"\s+- ([^#]+?)\s*(#.*)?$", line))]
-    return dict(requirement(item) for item in items if item not in ("conda-forge", "nodefaults", "pip:", "-e .") and not item.startswith("--"))
+    return dict(
+        requirement(item)
+        for item in items
+        if item not in ("conda-forge", "nodefaults", "pip:", "-e .") and not item.startswith("--")
+    )
 
 
 def test_environment_yml_says_what_settings_ini_says():
@@ -87,22 +112,39 @@ def test_environment_yml_says_what_settings_ini_says():
     assert packages.pop("python") == ">=" + s["min_python"]
     packages.pop("pip")
     assert packages == expected
-    for extra in EXTRAS - {"gpu"}:      # Triton is there where a GPU is
-        for name, bounds in map(requirement, s[f"{extra}_requirements"].split()): assert packages[CONDA_NAMES.get(name, name)] == bounds, extra
+    for extra in EXTRAS - {"gpu"}:  # Triton is there where a GPU is
+        for name, bounds in map(requirement, s[f"{extra}_requirements"].split()):
+            assert packages[CONDA_NAMES.get(name, name)] == bounds, extra
 
 
 def test_package_metadata_come_from_settings_ini():
     s, m = settings(), metadata("leakmel")
-    assert (m["Name"], m["Version"], m["Requires-Python"]) == (s["lib_name"], s["version"], ">=" + s["min_python"])
+    assert (m["Name"], m["Version"], m["Requires-Python"]) == (
+        s["lib_name"],
+        s["version"],
+        ">=" + s["min_python"],
+    )
     assert (m["Summary"], m["Author"]) == (s["description"], s["author"])
     declared = m.get_all("Requires-Dist") or []
     run = {requirement(r.replace(" ", "")) for r in declared if "extra ==" not in r}
+
     def same(found: set[tuple[str, str]], text: str) -> bool:
-        return {(n, frozenset(b.split(","))) for n, b in found} == {(n, frozenset(b.split(","))) for n, b in map(requirement, text.split())}
+        return {(n, frozenset(b.split(","))) for n, b in found} == {
+            (n, frozenset(b.split(","))) for n, b in map(requirement, text.split())
+        }
+
     assert same(run, s["requirements"])
-    assert {n.removesuffix("_requirements") for n in s if n.endswith("_requirements")} == set(m.get_all("Provides-Extra") or []) == EXTRAS
+    assert (
+        {n.removesuffix("_requirements") for n in s if n.endswith("_requirements")}
+        == set(m.get_all("Provides-Extra") or [])
+        == EXTRAS
+    )
     for extra in EXTRAS:
-        found = {requirement(r.split(";")[0].replace(" ", "")) for r in declared if re.search(rf"extra == ['\"]{extra}['\"]", r)}
+        found = {
+            requirement(r.split(";")[0].replace(" ", ""))
+            for r in declared
+            if re.search(rf"extra == ['\"]{extra}['\"]", r)
+        }
         assert same(found, s[f"{extra}_requirements"])
     (script,) = [e for e in entry_points(group="console_scripts") if e.name == "leakmel"]
     assert f"{script.name}={script.value}" == s["console_scripts"]
@@ -110,10 +152,13 @@ def test_package_metadata_come_from_settings_ini():
 
 def test_version_is_the_same_everywhere():
     import leakmel
+
     version = settings()["version"]
     assert leakmel.__version__ == version
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.search(rf"^version: {re.escape(version)}$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M)
+    assert re.search(
+        rf"^version: {re.escape(version)}$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M
+    )
 
 
 def test_documents_are_there():
@@ -127,10 +172,20 @@ def test_documents_are_there():
 
 # ---- arrows between rooms ------------------------------------------------------------------------------------------
 
+
 def type_checking_lines(tree: ast.AST) -> set[int]:
     "Lines inside `if TYPE_CHECKING:`."
-    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")]
-    return {line for block in blocks for n in block.body for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
+    blocks = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.If) and ast.unparse(n.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+    ]
+    return {
+        line
+        for block in blocks
+        for n in block.body
+        for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)
+    }
 
 
 @cache
@@ -139,16 +194,23 @@ def imports_of(path: Path) -> frozenset[str]:
     tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
     exempt, parts = type_checking_lines(tree), module_name(path).split(".")
     for node in ast.walk(tree):
-        if getattr(node, "lineno", 0) in exempt: continue
-        if isinstance(node, ast.Import): found |= {a.name for a in node.names}
+        if getattr(node, "lineno", 0) in exempt:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join([*parts[:len(parts) - node.level], *([node.module] if node.module else [])]) if node.level else node.module or ""
+            base = (
+                ".".join([*parts[: len(parts) - node.level], *([node.module] if node.module else [])])
+                if node.level
+                else node.module or ""
+            )
             found |= {base, *(f"{base}.{a.name}" for a in node.names)}
     known = {module_name(p): p for p in MODULES}
     return frozenset(name for name in found if name in known)
 
 
-def room_of(name: str) -> int: return ROOMS.index(name.split(".")[1])
+def room_of(name: str) -> int:
+    return ROOMS.index(name.split(".")[1])
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
@@ -161,18 +223,22 @@ def test_imports_go_to_the_left(path):
 def test_no_imports_in_a_circle():
     edges = {module_name(p): imports_of(p) - {module_name(p)} for p in MODULES}
     while leaves := [name for name, targets in edges.items() if not targets & edges.keys()]:
-        for name in leaves: del edges[name]
+        for name in leaves:
+            del edges[name]
     assert not edges, f"these modules import each other in a circle, or hang on one: {sorted(edges)}"
 
 
 def test_the_shell_is_light_and_whole():
     "The top of the package imports nothing but the standard library, and each of its names is where it says."
     import leakmel
+
     assert not imports_of(PACKAGE / "__init__.py")
-    for name in leakmel.__all__: assert getattr(leakmel, name) is not None
+    for name in leakmel.__all__:
+        assert getattr(leakmel, name) is not None
 
 
 # ---- sizes ---------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_modules_stay_small(path):
@@ -183,39 +249,63 @@ def test_modules_stay_small(path):
 def test_notebooks_stay_small(path):
     cells = cells_of(path)
     assert len(cells) <= 80
-    sources = [[line for line in c.source.splitlines()[1:] if line.strip()] for c in cells if c.cell_type == "code" and re.match(r"#\| *export", c.source)]
-    too_long = {lines[0]: len(lines) for lines in sources if len(lines) > (60 if "@triton.jit" in "\n".join(lines) else 40)}
+    sources = [
+        [line for line in c.source.splitlines()[1:] if line.strip()]
+        for c in cells
+        if c.cell_type == "code" and re.match(r"#\| *export", c.source)
+    ]
+    too_long = {
+        lines[0]: len(lines)
+        for lines in sources
+        if len(lines) > (60 if "@triton.jit" in "\n".join(lines) else 40)
+    }
     assert not too_long, f"export cells of more than 40 lines, blank ones not counted: {too_long}"
 
 
 # ---- notebooks as they are stored ----------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("path", source_notebooks(), ids=lambda p: str(p.relative_to(NOTEBOOKS)))
 def test_notebooks_are_stored_clean(path):
     for cell in cells_of(path):
-        if cell.cell_type != "code": continue
+        if cell.cell_type != "code":
+            continue
         assert cell.execution_count is None
         assert set(cell.metadata) <= {"tags"}
-        if is_run_notebook(path): assert not cell.outputs, "run notebooks are stored without outputs"
+        if is_run_notebook(path):
+            assert not cell.outputs, "run notebooks are stored without outputs"
         for output in cell.outputs:
-            assert output.output_type in ("stream", "execute_result"), f"only small text is stored, not {output.output_type}"
+            assert output.output_type in ("stream", "execute_result"), (
+                f"only small text is stored, not {output.output_type}"
+            )
             assert "execution_count" not in output or output.execution_count is None
             text = output.text if output.output_type == "stream" else output.data.get("text/plain", "")
             assert len(text) <= 4000
-            assert not re.search(r"0x[0-9a-f]{6,}|/tmp/|\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d", text), "an output that is different each time"
+            assert not re.search(r"0x[0-9a-f]{6,}|/tmp/|\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d", text), (
+                "an output that is different each time"
+            )
             assert set(output.get("data", {"text/plain"})) <= {"text/plain", "text/markdown"}
 
 
-@pytest.mark.parametrize("path", [p for p in source_notebooks() if is_library_notebook(p)], ids=lambda p: str(p.relative_to(NOTEBOOKS)))
+@pytest.mark.parametrize(
+    "path",
+    [p for p in source_notebooks() if is_library_notebook(p)],
+    ids=lambda p: str(p.relative_to(NOTEBOOKS)),
+)
 def test_library_notebooks_open_as_style_says(path):
     cells = cells_of(path)
     title, *rest = cells[0].source.splitlines()
     assert title.startswith("# ")
     assert any(line.startswith("> ") for line in rest), "one sentence under the title"
     default = next(c.source for c in cells if c.source.startswith("#| default_exp")).split()[-1]
-    assert default == ".".join(path.relative_to(NOTEBOOKS).with_suffix("").parts), "a notebook exports the module of its own name"
+    assert default == ".".join(path.relative_to(NOTEBOOKS).with_suffix("").parts), (
+        "a notebook exports the module of its own name"
+    )
     assert (PACKAGE / Path(*default.split("."))).with_suffix(".py").is_file()
-    prose, exports = sum(c.cell_type == "markdown" for c in cells), sum(bool(re.match(r"#\| *export", c.source)) for c in cells)
+    prose, exports = (
+        sum(c.cell_type == "markdown" for c in cells),
+        sum(bool(re.match(r"#\| *export", c.source)) for c in cells),
+    )
     assert prose >= exports / 3, "more prose: it says why"
 
 
@@ -233,7 +323,15 @@ def test_run_notebooks_are_known_to_the_makefile():
 def test_the_skip_pattern_matches_what_it_should():
     listing = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True).stdout
     (pattern,) = re.findall(r"nbdev_test --n_workers \d+ --skip_file_re '([^']+)'", listing)
-    skipped = ["build.ipynb", "train.ipynb", "out.ipynb", "out2.ipynb", "out-training.ipynb", ".hidden.ipynb", "_draft.ipynb"]
+    skipped = [
+        "build.ipynb",
+        "train.ipynb",
+        "out.ipynb",
+        "out2.ipynb",
+        "out-training.ipynb",
+        ".hidden.ipynb",
+        "_draft.ipynb",
+    ]
     kept = ["wav.ipynb", "cli.ipynb", "index.ipynb", "builder.ipynb", "pipeline.ipynb", "layout.ipynb"]
     assert [n for n in skipped if not re.search(pattern, n)] == []
     assert [n for n in kept if re.search(pattern, n)] == []
@@ -241,13 +339,19 @@ def test_the_skip_pattern_matches_what_it_should():
 
 # ---- documents of the code -----------------------------------------------------------------------------------------
 
+
 def public_functions(path: Path) -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef, bool]]:
     "Name, node and whether it is a method, of all that an importer may call."
     found: list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef, bool]] = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"): found.append((node.name, node, False))
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            found.append((node.name, node, False))
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            found += [(f"{node.name}.{m.name}", m, True) for m in node.body if isinstance(m, ast.FunctionDef) and not m.name.startswith("_")]
+            found += [
+                (f"{node.name}.{m.name}", m, True)
+                for m in node.body
+                if isinstance(m, ast.FunctionDef) and not m.name.startswith("_")
+            ]
     return found
 
 
@@ -255,27 +359,45 @@ def public_functions(path: Path) -> list[tuple[str, ast.FunctionDef | ast.AsyncF
 def test_public_functions_are_documented(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree), "a sentence about the module"
-    missing = [f"class {n.name}: no docstring" for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_") and not ast.get_docstring(n)]
+    missing = [
+        f"class {n.name}: no docstring"
+        for n in tree.body
+        if isinstance(n, ast.ClassDef) and not n.name.startswith("_") and not ast.get_docstring(n)
+    ]
     for name, node, is_method in public_functions(path):
         args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         is_bound = is_method and not any(ast.unparse(d) == "staticmethod" for d in node.decorator_list)
-        bare = [a.arg for a in args[int(is_bound):] if a.annotation is None]
-        if bare: missing.append(f"{name}: no type for {', '.join(bare)}")
-        if node.returns is None: missing.append(f"{name}: no type of the result")
-        if not is_method and not ast.get_docstring(node): missing.append(f"{name}: no docstring")
+        bare = [a.arg for a in args[int(is_bound) :] if a.annotation is None]
+        if bare:
+            missing.append(f"{name}: no type for {', '.join(bare)}")
+        if node.returns is None:
+            missing.append(f"{name}: no type of the result")
+        if not is_method and not ast.get_docstring(node):
+            missing.append(f"{name}: no docstring")
     assert not missing, "\n".join(missing)
 
 
 # ---- texts ---------------------------------------------------------------------------------------------------------
 
 # Joined here, so that this file does not hold what it looks for.
-FORBIDDEN = ["/" + "work/", "/" + "home/", "/" + "root/", "/" + "Users/", "C:" + "\\Users", "/tmp/" + "nbsrc", "TO" + "DO", "FIX" + "ME", "X" + "XX"]
+FORBIDDEN = [
+    "/" + "work/",
+    "/" + "home/",
+    "/" + "root/",
+    "/" + "Users/",
+    "C:" + "\\Users",
+    "/tmp/" + "nbsrc",
+    "TO" + "DO",
+    "FIX" + "ME",
+    "X" + "XX",
+]
 
 
 def test_texts_speak_of_the_project_only():
     bad = []
     for path in tracked():
-        if path.suffix in (".png", ".wav", ".h5", ".H5"): continue
+        if path.suffix in (".png", ".wav", ".h5", ".H5"):
+            continue
         text = path.read_text(encoding="utf-8", errors="replace")
         bad += [f"{path.relative_to(ROOT)}: {word}" for word in FORBIDDEN if word in text]
     assert not bad, "\n".join(bad)
@@ -283,65 +405,102 @@ def test_texts_speak_of_the_project_only():
 
 def test_results_are_not_tracked():
     names = [str(p.relative_to(ROOT)) for p in tracked()]
-    assert not [n for n in names if re.search(r"(^|/)out[^/]*\.ipynb$|\.H5$|^_docs/|^\.venv/|^runs/(?!benchmarks/)", n)]
+    assert not [
+        n
+        for n in names
+        if re.search(r"(^|/)out[^/]*\.ipynb$|\.H5$|^_docs/|^\.venv/|^runs/(?!benchmarks/)", n)
+    ]
 
 
 def test_readme_is_the_front_page():
-    assert (ROOT / "README.md").read_text(encoding="utf-8") == readme_text(NOTEBOOKS / "index.ipynb"), "run `make export`"
+    assert (ROOT / "README.md").read_text(encoding="utf-8") == readme_text(NOTEBOOKS / "index.ipynb"), (
+        "run `make export`"
+    )
 
 
 @pytest.mark.slow
 def test_the_front_page_shows_what_its_code_prints(tmp_path):
     "Run again, on the figures that are tracked, it is the same notebook."
-    for name in ("nbs/index.ipynb", *(str(p.relative_to(ROOT)) for p in (ROOT / "runs" / "benchmarks").glob("*.json"))):
+    for name in (
+        "nbs/index.ipynb",
+        *(str(p.relative_to(ROOT)) for p in (ROOT / "runs" / "benchmarks").glob("*.json")),
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     run_front_page(tmp_path)
-    stored, printed = (nbformat.read(root / "nbs" / "index.ipynb", as_version=4).cells for root in (ROOT, tmp_path))
+    stored, printed = (
+        nbformat.read(root / "nbs" / "index.ipynb", as_version=4).cells for root in (ROOT, tmp_path)
+    )
     assert [c.get("outputs") for c in printed] == [c.get("outputs") for c in stored], "run `make export`"
 
 
 def test_the_chart_of_the_front_page_is_that_of_the_newest_record():
     from leakmel.ops.bench import newest
+
     record = newest("compare", ROOT / "runs" / "benchmarks")
     said = pictures.note_of((NOTEBOOKS / "images" / "compare.png").read_bytes())
-    assert said == (record["made_utc"] if record else "not measured"), "run `python nbs/_tools/pictures.py --compare`"
+    assert said == (record["made_utc"] if record else "not measured"), (
+        "run `python nbs/_tools/pictures.py --compare`"
+    )
 
 
 def test_readme_text(tmp_path):
     "Prose and code as they are, hidden cells left out, stored text below its code."
     v4 = nbformat.v4
-    shown = v4.new_code_cell("1 + 1", outputs=[v4.new_output("execute_result", {"text/plain": "2"}), v4.new_output("stream", text="said\n")])
-    cells = [v4.new_markdown_cell("# Title\n\ntext\n"), v4.new_code_cell("#| hide\nsecret()"), shown, v4.new_code_cell("#| eval: false\nbuild()"),
-             v4.new_code_cell("#| echo: false\n1", outputs=[v4.new_output("stream", text="only this")])]
+    shown = v4.new_code_cell(
+        "1 + 1",
+        outputs=[
+            v4.new_output("execute_result", {"text/plain": "2"}),
+            v4.new_output("stream", text="said\n"),
+        ],
+    )
+    cells = [
+        v4.new_markdown_cell("# Title\n\ntext\n"),
+        v4.new_code_cell("#| hide\nsecret()"),
+        shown,
+        v4.new_code_cell("#| eval: false\nbuild()"),
+        v4.new_code_cell("#| echo: false\n1", outputs=[v4.new_output("stream", text="only this")]),
+    ]
     nbformat.write(v4.new_notebook(cells=cells), tmp_path / "index.ipynb")
     assert readme_text(tmp_path / "index.ipynb") == (
-        "# Title\n\ntext\n\n```python\n1 + 1\n```\n\n```text\n2\n```\n\n```text\nsaid\n```\n\n```python\nbuild()\n```\n\n```text\nonly this\n```\n")
+        "# Title\n\ntext\n\n```python\n1 + 1\n```\n\n```text\n2\n```\n\n```text\nsaid\n```\n\n```python\nbuild()\n```\n\n```text\nonly this\n```\n"
+    )
 
 
 def test_notebooks_are_plain_json():
     "Stored as nbformat writes them, so that differences stay small."
     for path in source_notebooks():
         text = path.read_text(encoding="utf-8")
-        assert json.dumps(json.loads(text), indent=1, ensure_ascii=False, sort_keys=True) == text.rstrip("\n"), path.name
+        assert json.dumps(json.loads(text), indent=1, ensure_ascii=False, sort_keys=True) == text.rstrip(
+            "\n"
+        ), path.name
 
 
 # ---- make ----------------------------------------------------------------------------------------------------------
 
+
 def test_make_says_what_there_is():
     done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
-    for target in ("build", "test", "lab", "docs", "clean", "help"): assert f"make {target} " in done.stdout
+    for target in ("build", "test", "lab", "docs", "clean", "help"):
+        assert f"make {target} " in done.stdout
 
 
-@pytest.mark.parametrize(("script", "said"), [
-    ("exit 127", "3.11 or newer is needed"),
-    ("case \"$*\" in *version_info*) exit 1;; -V) echo Python 3.9.2;; esac", "is Python 3.9.2; Python 3.11 or newer is needed"),
-    ("case \"$*\" in *ensurepip*) exit 1;; esac", "apt-get install python3-venv"),
-    (None, "was not found"),
-])
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("exit 127", "3.11 or newer is needed"),
+        (
+            'case "$*" in *version_info*) exit 1;; -V) echo Python 3.9.2;; esac',
+            "is Python 3.9.2; Python 3.11 or newer is needed",
+        ),
+        ('case "$*" in *ensurepip*) exit 1;; esac', "apt-get install python3-venv"),
+        (None, "was not found"),
+    ],
+)
 def test_make_names_what_is_missing(tmp_path, script, said):
-    for name in ("Makefile", "settings.ini", "setup.py", "pyproject.toml"): (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    for name in ("Makefile", "settings.ini", "setup.py", "pyproject.toml"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     python = tmp_path / "python"
     if script:
         python.write_text(f"#!/bin/sh\n{script}\n")
@@ -353,14 +512,20 @@ def test_make_names_what_is_missing(tmp_path, script, said):
 
 
 def test_make_hands_folders_and_settings_on_as_they_were_typed(tmp_path):
-    for name in ("Makefile", "settings.ini", "setup.py", "pyproject.toml"): (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    for name in ("Makefile", "settings.ini", "setup.py", "pyproject.toml"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\nprintf '%s|' \"$DATA\" \"$OUT\" \"$SETTINGS\"\n")
+    python.write_text('#!/bin/sh\nprintf \'%s|\' "$DATA" "$OUT" "$SETTINGS"\n')
     python.chmod(0o755)
     (tmp_path / ".venv" / ".ready").touch()
     settings = "sample_rate=4096 pattern='{label}/$HOME {sensor}~#%' preset=overlap"
-    done = subprocess.run(["make", "-s", "build", "DATA=a $(b)", "OUT=c", f"SETTINGS={settings}"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "-s", "build", "DATA=a $(b)", "OUT=c", f"SETTINGS={settings}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout) == (0, f"a $(b)|c|{settings}|"), done.stderr
     assert "SETTINGS=" in subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True).stdout
 
@@ -369,6 +534,7 @@ def test_make_hands_folders_and_settings_on_as_they_were_typed(tmp_path):
 def test_check_of_the_export_sees_a_difference(tmp_path):
     "The check compares before and after, so it needs no commit; and it changes nothing."
     import sync
+
     before = sync.content(ROOT)
     assert sync.check(ROOT) == []
     assert sync.content(ROOT) == before
@@ -376,7 +542,8 @@ def test_check_of_the_export_sees_a_difference(tmp_path):
     for name, data in before.items():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes(data)
-    with (copy / "leakmel" / "core" / "errors.py").open("a") as f: f.write("# by hand\n")
+    with (copy / "leakmel" / "core" / "errors.py").open("a") as f:
+        f.write("# by hand\n")
     result = copy / "nbs" / "out.ipynb"
     result.write_text("never read, never cleaned")
     assert sync.check(copy) == ["leakmel/core/errors.py"]

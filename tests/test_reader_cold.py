@@ -1,4 +1,5 @@
 "Recordings that come from a disk: what is fetched ahead of the readers, what a build says of it, and listing by compiled code."
+
 import errno
 import os
 import stat
@@ -31,7 +32,7 @@ from leakmel.ops.bench_modes import bring_in, evict
 from messy import write_messy
 
 QUIET: dict[str, Any] = dict(engine="reference", check=2, progress="none", fresh=True)
-N_FILES, N_SAMPLES = 48, 20_480      # five seconds: ten pages each
+N_FILES, N_SAMPLES = 48, 20_480  # five seconds: ten pages each
 
 
 def waves(root: Path) -> list[Path]:
@@ -43,19 +44,25 @@ def waves(root: Path) -> list[Path]:
 def data(tmp_path: Path, make_wav: Callable) -> Path:
     "A folder of splits: 48 recordings and 16, in memory."
     root = tmp_path / "data"
-    for k in range(N_FILES): make_wav(root / "TRAINING" / ("LEAK", "NOLEAK")[k % 2] / f"{k:02}.wav", n=N_SAMPLES, seed=k)
-    for k in range(16): make_wav(root / "VALIDATION" / ("LEAK", "NOLEAK")[k % 2] / f"{k:02}.wav", n=N_SAMPLES, seed=100 + k)
+    for k in range(N_FILES):
+        make_wav(root / "TRAINING" / ("LEAK", "NOLEAK")[k % 2] / f"{k:02}.wav", n=N_SAMPLES, seed=k)
+    for k in range(16):
+        make_wav(root / "VALIDATION" / ("LEAK", "NOLEAK")[k % 2] / f"{k:02}.wav", n=N_SAMPLES, seed=100 + k)
     return root
 
 
 def drop(paths: Iterable[Path]) -> None:
     "Drop files from the page cache; skips the test where this file system cannot, or does not tell."
     paths = list(paths)
-    with open(paths[-1], "rb") as f: told = is_in_cache(f.fileno(), 0)
-    if told is None: pytest.skip("this file system does not tell what is in memory")
-    if evict(paths): pytest.skip("this file system cannot drop a file from memory")
+    with open(paths[-1], "rb") as f:
+        told = is_in_cache(f.fileno(), 0)
+    if told is None:
+        pytest.skip("this file system does not tell what is in memory")
+    if evict(paths):
+        pytest.skip("this file system cannot drop a file from memory")
     for path in paths:
-        with open(path, "rb") as f: assert cached_share(f.fileno()) == 0.0
+        with open(path, "rb") as f:
+            assert cached_share(f.fileno()) == 0.0
 
 
 def reader_of(root: Path, split: str = "training") -> BatchReader:
@@ -63,9 +70,17 @@ def reader_of(root: Path, split: str = "training") -> BatchReader:
     return BatchReader(scan(root, split=split).listings[0], MelSpec.preset("disjoint", duration_s=5.0))
 
 
-def built(root: Path, out: Path, *, split: str | None = "training", mode: str = "stream", **settings: Any) -> Any:
+def built(
+    root: Path, out: Path, *, split: str | None = "training", mode: str = "stream", **settings: Any
+) -> Any:
     "A build by the reference, in small batches."
-    config = PipelineConfig(files_per_batch=4, fsync=False, monitor_interval_s=0.0, cache_dir=str(out.parent / "cache"), **settings)
+    config = PipelineConfig(
+        files_per_batch=4,
+        fsync=False,
+        monitor_interval_s=0.0,
+        cache_dir=str(out.parent / "cache"),
+        **settings,
+    )
     return lm.build(root, split=split, out=out, mode=mode, pipeline=config, **QUIET)
 
 
@@ -80,7 +95,7 @@ def test_the_probe_sees_what_memory_lacks(data: Path) -> None:
     bring_in(paths)
     assert cold_share(reader.listing, reader.inflow) == 0.0
     assert reader.inflow.tells
-    drop(paths[:len(paths) // 2])
+    drop(paths[: len(paths) // 2])
     assert cold_share(reader.listing, Inflow()) == 0.5
 
 
@@ -96,7 +111,9 @@ def test_the_probe_looks_at_the_end_of_files(data: Path) -> None:
     assert (cold_share(reader_of(data).listing, Inflow()) or 0) > 0.9
 
 
-def test_the_probe_is_short_and_looks_at_a_few_files_of_all_splits(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_is_short_and_looks_at_a_few_files_of_all_splits(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked: list[bytes] = []
     monkeypatch.setattr(read_ahead, "_is_cached", lambda path, size: looked.append(path))
     monkeypatch.setattr(read_ahead, "PROBES", 16)
@@ -108,29 +125,44 @@ def test_the_probe_is_short_and_looks_at_a_few_files_of_all_splits(data: Path, m
 
 def test_files_that_are_gone_or_locked_are_not_the_matter_of_the_probe(data: Path) -> None:
     reader = reader_of(data)
-    for path in waves(data / "TRAINING"): path.unlink()
+    for path in waves(data / "TRAINING"):
+        path.unlink()
     assert cold_share(reader.listing, reader.inflow) is None
     assert plan_read_ahead([reader], None) is None
 
 
-def test_a_signal_while_pages_are_looked_at_is_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_pages_are_looked_at_is_what_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Interrupted:
-        def mincore(self, *args: object) -> int: raise KeyboardInterrupt
+        def mincore(self, *args: object) -> int:
+            raise KeyboardInterrupt
+
     (tmp_path / "file").write_bytes(b"x" * 10_000)
     monkeypatch.setattr(inflow_module, "_libc", Interrupted)
-    with open(tmp_path / "file", "rb") as f, pytest.raises(KeyboardInterrupt): cached_share(f.fileno())
+    with open(tmp_path / "file", "rb") as f, pytest.raises(KeyboardInterrupt):
+        cached_share(f.fileno())
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EIO])
-def test_a_file_system_that_does_not_tell(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_file_system_that_does_not_tell(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     "Nothing is fetched ahead unasked, and the build does not call itself warm."
     real = os.preadv
+
     def refuse(fd: int, buffers: list, offset: int, *flags: int) -> int:
-        if flags: raise OSError(code, os.strerror(code))
+        if flags:
+            raise OSError(code, os.strerror(code))
         return real(fd, buffers, offset)
+
     monkeypatch.setattr(os, "preadv", refuse)
     summary = built(data, tmp_path / "x.h5").summary
-    assert (summary["cache"], summary["bytes_from_device"], summary["read_ahead_files"]) == ("unknown", None, 0)
+    assert (summary["cache"], summary["bytes_from_device"], summary["read_ahead_files"]) == (
+        "unknown",
+        None,
+        0,
+    )
     assert summary["bytes_asked"] == summary["source_bytes"]
 
 
@@ -165,13 +197,16 @@ def started(ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch) -> tuple[Asked, t
 def settle(asked: Asked, n_files: int) -> int:
     "Wait until so many files are asked for, and a little longer; returns how many were."
     until = time.monotonic() + 60
-    while len(asked.paths) < n_files and time.monotonic() < until: time.sleep(0.002)
+    while len(asked.paths) < n_files and time.monotonic() < until:
+        time.sleep(0.002)
     time.sleep(0.03)
     return len(asked.paths)
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 32])
-def test_the_window_is_kept_and_nothing_is_left_out(data: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+def test_the_window_is_kept_and_nothing_is_left_out(
+    data: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
     readers = [reader_of(data), reader_of(data, "validation")]
     ahead = ReadAhead(readers, window)
     asked, thread = started(ahead, monkeypatch)
@@ -179,12 +214,16 @@ def test_the_window_is_kept_and_nothing_is_left_out(data: Path, monkeypatch: pyt
     for n in range(4, N_FILES + 17, 4):
         ahead.take(4)
         most = min(n + window, N_FILES + 16)
-        if window > 4: assert most - window // 4 < settle(asked, most - window // 4 + 1) <= most      # a quarter of the window at a time
+        if window > 4:
+            assert (
+                most - window // 4 < settle(asked, most - window // 4 + 1) <= most
+            )  # a quarter of the window at a time
     thread.join(60)
     assert not thread.is_alive()
     assert asked.most_files <= window
     every = [r.base + path for r in readers for path in r.listing.paths]
-    if window > 4: assert asked.paths == every, "in their order, over both splits"
+    if window > 4:
+        assert asked.paths == every, "in their order, over both splits"
     assert set(asked.paths) <= set(every)
     assert len(set(asked.paths)) == len(asked.paths)
 
@@ -192,12 +231,21 @@ def test_the_window_is_kept_and_nothing_is_left_out(data: Path, monkeypatch: pyt
 def made_up(sizes: list[int], label_ids: list[int] | None = None) -> BatchReader:
     "A reader of files that are not there."
     n = len(sizes)
-    x = Listing("", Path("/nowhere"), [f"LEAK/{i:04}.wav".encode() for i in range(n)], np.array(sizes, np.int64), np.zeros(n, np.int64),
-                np.array(label_ids or [0] * n, np.int16), Naming())
+    x = Listing(
+        "",
+        Path("/nowhere"),
+        [f"LEAK/{i:04}.wav".encode() for i in range(n)],
+        np.array(sizes, np.int64),
+        np.zeros(n, np.int64),
+        np.array(label_ids or [0] * n, np.int16),
+        Naming(),
+    )
     return BatchReader(x, MelSpec.preset("disjoint"))
 
 
-def test_the_window_is_kept_in_bytes_and_large_files_are_left_to_their_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_window_is_kept_in_bytes_and_large_files_are_left_to_their_readers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ahead = ReadAhead([made_up([100] * 10 + [5000] + [100] * 10)], files=512, n_bytes=800)
     asked, thread = started(ahead, monkeypatch)
     assert settle(asked, 8) == 8
@@ -224,7 +272,9 @@ def test_it_skips_what_the_readers_have(data: Path, monkeypatch: pytest.MonkeyPa
     ahead.take(40)
     asked, thread = started(ahead, monkeypatch)
     assert settle(asked, 8) == 8
-    assert asked.paths[0].endswith(b"33.wav")      # LEAK has the 24 even numbers: the 41st path is the 17th odd one
+    assert asked.paths[0].endswith(
+        b"33.wav"
+    )  # LEAK has the 24 even numbers: the 41st path is the 17th odd one
     ahead.take(8)
     thread.join(60)
     assert not thread.is_alive()
@@ -247,12 +297,14 @@ def test_fetching_ahead_brings_files_into_memory_and_is_counted(data: Path) -> N
     thread = threading.Thread(target=ahead.run, args=("read-ahead",))
     thread.start()
     until = time.monotonic() + 60
-    while reader.inflow.n_ahead < N_FILES and time.monotonic() < until: time.sleep(0.01)
+    while reader.inflow.n_ahead < N_FILES and time.monotonic() < until:
+        time.sleep(0.01)
     ahead.stop()
     thread.join(60)
     assert reader.inflow.n_ahead == N_FILES
     assert reader.inflow.delivered >= 0.9 * reader.listing.n_bytes
-    while cold_share(reader.listing, Inflow()) != 0.0 and time.monotonic() < until: time.sleep(0.01)      # on their way
+    while cold_share(reader.listing, Inflow()) != 0.0 and time.monotonic() < until:
+        time.sleep(0.01)  # on their way
     assert cold_share(reader.listing, Inflow()) == 0.0
 
 
@@ -262,9 +314,14 @@ def test_fetching_ahead_brings_files_into_memory_and_is_counted(data: Path) -> N
 def test_rows_do_not_depend_on_it(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Cold and warm, with any window and without, in every mode."
     real, n_wanted, until = BatchReader.fill, 0, time.monotonic() + 60
-    def slow(self: BatchReader, slot: Any) -> int:      # what reads ahead has its time, whatever else the machine does
-        while self.inflow.n_ahead < n_wanted and time.monotonic() < until: time.sleep(0.002)
+
+    def slow(
+        self: BatchReader, slot: Any
+    ) -> int:  # what reads ahead has its time, whatever else the machine does
+        while self.inflow.n_ahead < n_wanted and time.monotonic() < until:
+            time.sleep(0.002)
         return real(self, slot)
+
     monkeypatch.setattr(BatchReader, "fill", slow)
     right = built(data, tmp_path / "x.h5", read_ahead=0)
     assert right.summary["read_ahead_files"] == 0
@@ -274,14 +331,18 @@ def test_rows_do_not_depend_on_it(data: Path, tmp_path: Path, monkeypatch: pytes
         result = built(data, tmp_path / "y.h5", read_ahead=window)
         assert result.path.read_bytes() == right.path.read_bytes()
         assert result.summary["cache"] == "cold"
-        if window in (None, 1000): assert result.summary["read_ahead_files"] > N_FILES // 2
+        if window in (None, 1000):
+            assert result.summary["read_ahead_files"] > N_FILES // 2
     monkeypatch.setattr(held, "LOAD_FILES", 4)
     n_wanted = 1
     for mode in ("preload", "memmap"):
         drop(waves(data))
         result = built(data, tmp_path / "y.h5", mode=mode, read_workers=1)
         assert result.path.read_bytes() == right.path.read_bytes()
-        assert (result.summary["cache"], result.summary["bytes_asked"]) == ("cold", result.summary["source_bytes"])
+        assert (result.summary["cache"], result.summary["bytes_asked"]) == (
+            "cold",
+            result.summary["source_bytes"],
+        )
         assert result.summary["read_ahead_files"] > 0
 
 
@@ -314,13 +375,19 @@ def test_held_recordings_say_what_this_build_asked_for(data: Path, tmp_path: Pat
     warm = built(data, tmp_path / "x.h5", mode="memmap").summary
     assert (warm["cache"], warm["bytes_asked"]) == ("warm", N_FILES * 2 * N_SAMPLES)
     drop([cache])
-    assert built(data, tmp_path / "x.h5", mode="memmap").summary["cache"] in ("cold", "mixed")      # its facts are read before its rows
+    assert built(data, tmp_path / "x.h5", mode="memmap").summary["cache"] in (
+        "cold",
+        "mixed",
+    )  # its facts are read before its rows
     with lm.preload(data, split="training", progress="none") as ready:
         again = lm.build(data, split="training", out=tmp_path / "x.h5", preloaded=ready, **QUIET).summary
     assert (again["cache"], again["bytes_asked"], again["bytes_from_device"]) == ("warm", 0, 0)
 
 
-@pytest.mark.parametrize(("share", "word"), [(0.0, "warm"), (0.009, "warm"), (0.011, "mixed"), (0.89, "mixed"), (0.91, "cold"), (1.05, "cold")])
+@pytest.mark.parametrize(
+    ("share", "word"),
+    [(0.0, "warm"), (0.009, "warm"), (0.011, "mixed"), (0.89, "mixed"), (0.91, "cold"), (1.05, "cold")],
+)
 def test_the_word_changes_where_it_is_said_to(share: float, word: str) -> None:
     inflow = Inflow()
     inflow.ask(100_000)
@@ -328,7 +395,9 @@ def test_the_word_changes_where_it_is_said_to(share: float, word: str) -> None:
     assert inflow.cache == word
 
 
-def test_a_system_that_counts_nothing_is_not_warm(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_counts_nothing_is_not_warm(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "Files were seen to be missing from memory, and no byte was counted for them."
     monkeypatch.setattr(inflow_module, "thread_read_bytes", lambda: 4096)
     drop(waves(data))
@@ -338,11 +407,16 @@ def test_a_system_that_counts_nothing_is_not_warm(data: Path, tmp_path: Path, mo
     assert (summary["cache"], summary["bytes_from_device"]) == ("warm", 0)
 
 
-def test_what_is_read_again_from_files_is_counted_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_again_from_files_is_counted_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "By the build that reads it, where a cache file cannot be read or recordings held are outdated."
     right = built(data, tmp_path / "x.h5", mode="memmap")
     n_bytes = right.summary["source_bytes"]
-    def fail(self: Any, first: int, out: np.ndarray) -> None: raise OSError(errno.EIO, "no")
+
+    def fail(self: Any, first: int, out: np.ndarray) -> None:
+        raise OSError(errno.EIO, "no")
+
     with monkeypatch.context() as patch:
         patch.setattr(held.FileRows, "read", fail)
         drop(waves(data))
@@ -351,14 +425,18 @@ def test_what_is_read_again_from_files_is_counted_once(data: Path, tmp_path: Pat
     assert (again.summary["cache"], again.summary["bytes_asked"]) == ("cold", n_bytes)
     assert 0.9 * n_bytes <= again.summary["bytes_from_device"] <= 1.5 * n_bytes
     with lm.preload(data, split="training", progress="none") as ready:
-        for path in waves(data): path.chmod(0o600)      # another time of change
+        for path in waves(data):
+            path.chmod(0o600)  # another time of change
         drop(waves(data))
         config = PipelineConfig(files_per_batch=4, fsync=False, monitor_interval_s=0.0)
-        again = lm.build(data, split="training", out=tmp_path / "y.h5", preloaded=ready, pipeline=config, **QUIET)
+        again = lm.build(
+            data, split="training", out=tmp_path / "y.h5", preloaded=ready, pipeline=config, **QUIET
+        )
     assert (again.summary["cache"], again.summary["bytes_asked"]) == ("cold", n_bytes)
     with monkeypatch.context() as patch:
         patch.setattr(held.FileRows, "read", fail)
-        for path in (tmp_path / "cache").iterdir(): path.unlink()
+        for path in (tmp_path / "cache").iterdir():
+            path.unlink()
         new = built(data, tmp_path / "y.h5", mode="memmap").summary
     assert new["bytes_asked"] == 2 * n_bytes, "once to hold them, and once again"
 
@@ -373,22 +451,43 @@ def test_only_what_the_own_thread_asked_for_is_counted(data: Path) -> None:
         other.join()
     assert inflow.delivered == 0
     assert (thread_read_bytes() or 0) == before
-    with inflow.delivering(): bring_in(paths[32:])
-    assert inflow.delivered == (thread_read_bytes() or 0) - (before or 0) >= 0.9 * sum(p.stat().st_size for p in paths[32:])
+    with inflow.delivering():
+        bring_in(paths[32:])
+    assert (
+        inflow.delivered
+        == (thread_read_bytes() or 0) - (before or 0)
+        >= 0.9 * sum(p.stat().st_size for p in paths[32:])
+    )
 
 
 def test_the_command_line_says_it(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     drop(waves(data))
-    words = ["build", str(data), "--split", "training", "--engine", "reference", "--check", "2", "--quiet", "--no-fsync", "--fresh", "--out",
-             str(tmp_path / "x.h5")]
+    words = [
+        "build",
+        str(data),
+        "--split",
+        "training",
+        "--engine",
+        "reference",
+        "--check",
+        "2",
+        "--quiet",
+        "--no-fsync",
+        "--fresh",
+        "--out",
+        str(tmp_path / "x.h5"),
+    ]
     assert main(words) == 0
     assert "page cache cold: 2.0 MB asked of files" in capsys.readouterr().out
     assert main([*words, "--read-ahead", "0"]) == 0
-    assert "page cache warm: 2.0 MB asked of files, nothing delivered by the device\n" in capsys.readouterr().out
+    assert (
+        "page cache warm: 2.0 MB asked of files, nothing delivered by the device\n" in capsys.readouterr().out
+    )
 
 
 def test_the_setting_is_checked() -> None:
-    with pytest.raises(UsageError, match="read_ahead must be a whole number from 0"): PipelineConfig(read_ahead=-1)
+    with pytest.raises(UsageError, match="read_ahead must be a whole number from 0"):
+        PipelineConfig(read_ahead=-1)
 
 
 # ---- what goes wrong
@@ -401,9 +500,15 @@ def no_thread_is_left() -> bool:
 @pytest.mark.parametrize("mode", ["stream", "preload"])
 @pytest.mark.parametrize("fault", [OSError(errno.EMFILE, "no"), ImportError("no numba"), RuntimeError("no")])
 def test_a_fault_of_fetching_ahead_is_none_of_the_build(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, fault: Exception,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    fault: Exception,
 ) -> None:
-    def fail(paths: list[bytes], sizes: np.ndarray) -> int: raise fault
+    def fail(paths: list[bytes], sizes: np.ndarray) -> int:
+        raise fault
+
     monkeypatch.setattr(many_files, "will_need", fail)
     result = built(data, tmp_path / "x.h5", mode=mode, read_ahead=8)
     assert result.rows == N_FILES
@@ -413,27 +518,40 @@ def test_a_fault_of_fetching_ahead_is_none_of_the_build(
 
 @pytest.mark.parametrize("mode", ["stream", "preload"])
 @pytest.mark.parametrize("error", [LeakmelError("a fault in a reader"), KeyboardInterrupt()])
-def test_an_error_stops_it_too(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, error: BaseException) -> None:
+def test_an_error_stops_it_too(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, error: BaseException
+) -> None:
     "It waits for room in its window at that moment."
     real = BatchReader.fill
+
     def fill(self: BatchReader, slot: Any) -> int:
-        if slot.first >= 8: raise error
+        if slot.first >= 8:
+            raise error
         return real(self, slot)
+
     monkeypatch.setattr(BatchReader, "fill", fill)
     monkeypatch.setattr(held, "LOAD_FILES", 4)
-    with pytest.raises(type(error)): built(data, tmp_path / "x.h5", mode=mode, read_ahead=4)
+    with pytest.raises(type(error)):
+        built(data, tmp_path / "x.h5", mode=mode, read_ahead=4)
     assert no_thread_is_left()
 
 
-def test_an_interrupt_in_the_main_thread_stops_it_too(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_the_main_thread_stops_it_too(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(lanes: Any, finished: threading.Event, watch: Callable[[], None]) -> None:
         class Waits(threading.Event):
-            def wait(self, timeout: float | None = None) -> bool: raise KeyboardInterrupt
+            def wait(self, timeout: float | None = None) -> bool:
+                raise KeyboardInterrupt
+
         real(lanes, Waits(), watch)
+
     from leakmel.dataset import pipeline
+
     real = ring.run_lanes
     monkeypatch.setattr(pipeline, "run_lanes", interrupt)
-    with pytest.raises(KeyboardInterrupt): built(data, tmp_path / "x.h5", read_ahead=4)
+    with pytest.raises(KeyboardInterrupt):
+        built(data, tmp_path / "x.h5", read_ahead=4)
     assert no_thread_is_left()
 
 
@@ -452,7 +570,9 @@ def test_what_took_the_place_of_a_recording_is_not_waited_for(tmp_path: Path) ->
 
 def seen(m: Manifest) -> list:
     "All of what a listing says."
-    return [(x.split, x.paths, x.sizes.tolist(), x.mtimes_ns.tolist(), x.label_ids.tolist()) for x in m.listings] + [m.label_names, m.notes]
+    return [
+        (x.split, x.paths, x.sizes.tolist(), x.mtimes_ns.tolist(), x.label_ids.tolist()) for x in m.listings
+    ] + [m.label_names, m.notes]
 
 
 @pytest.fixture
@@ -461,7 +581,13 @@ def tree(tmp_path: Path) -> Path:
     write_messy(tmp_path / "tree")
     folder = tmp_path / "tree" / "validation" / "LEAK"
     (tmp_path / "out of it.wav").write_bytes(b"x")
-    for name, to in (("out.wav", tmp_path / "out of it.wav"), ("round.wav", "round.wav"), ("nowhere.wav", "nothing"), ("up.wav", ".."), ("deep", "../NOLEAK")):
+    for name, to in (
+        ("out.wav", tmp_path / "out of it.wav"),
+        ("round.wav", "round.wav"),
+        ("nowhere.wav", "nothing"),
+        ("up.wav", ".."),
+        ("deep", "../NOLEAK"),
+    ):
         (folder / name).symlink_to(to)
     os.mkfifo(folder / "fifo.wav")
     (folder / "folder.wav").mkdir()
@@ -469,8 +595,10 @@ def tree(tmp_path: Path) -> Path:
     (folder / "old.wav").write_bytes(bytes(5))
     os.utime(folder / "old.wav", ns=(-1_500_000_001, -1_500_000_001))
     os.utime(folder / "folder.wav" / "in it.wav", ns=(1, 2**62))
-    with open(os.path.join(os.fsencode(folder), b"caf\xe9 \n.wav"), "wb") as f: f.write(b"x")
-    with open(folder / "large.wav", "wb") as f: f.truncate(5 << 30)
+    with open(os.path.join(os.fsencode(folder), b"caf\xe9 \n.wav"), "wb") as f:
+        f.write(b"x")
+    with open(folder / "large.wav", "wb") as f:
+        f.truncate(5 << 30)
     return tmp_path / "tree"
 
 
@@ -479,11 +607,14 @@ def test_both_ways_of_listing_say_the_same(tree: Path, monkeypatch: pytest.Monke
     right = seen(scan(tree))
     monkeypatch.undo()
     import leakmel.audio.native
+
     calls: list[int] = []
     real = many_files.stat_files
+
     def stat_files(paths: list[bytes]) -> np.ndarray:
         calls.append(len(paths))
         return real(paths)
+
     monkeypatch.setattr(listing_module, "_TOGETHER", 0)
     monkeypatch.setattr(many_files, "stat_files", stat_files)
     assert leakmel.audio.native is not None
@@ -491,16 +622,21 @@ def test_both_ways_of_listing_say_the_same(tree: Path, monkeypatch: pytest.Monke
     assert sum(calls) >= 0.9 * sum(len(x[1]) for x in right[:3]), "nearly all were looked at together"
 
 
-def test_what_changes_while_it_is_listed_is_looked_at_again(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changes_while_it_is_listed_is_looked_at_again(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "A file that goes, or becomes something else, between the folder's entry and the look at it."
     import leakmel.audio.native  # noqa: F401
+
     right = seen(scan(tree))
     real = many_files.stat_files
+
     def stat_files(paths: list[bytes]) -> np.ndarray:
         out = real(paths)
         out[::3, 0] = 0
         out[1::3, 0] = stat.S_IFIFO
         return out
+
     monkeypatch.setattr(listing_module, "_TOGETHER", 0)
     monkeypatch.setattr(many_files, "stat_files", stat_files)
     assert seen(scan(tree)) == right
@@ -508,6 +644,7 @@ def test_what_changes_while_it_is_listed_is_looked_at_again(tree: Path, monkeypa
 
 def test_listing_goes_on_without_compiled_code(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import leakmel.audio.native  # noqa: F401
+
     right = seen(scan(tree))
     monkeypatch.setattr(listing_module, "_TOGETHER", 0)
     monkeypatch.setitem(sys.modules, "leakmel.audio.many_files", None)
@@ -516,13 +653,15 @@ def test_listing_goes_on_without_compiled_code(tree: Path, monkeypatch: pytest.M
 
 def test_a_small_folder_or_a_scan_alone_imports_no_compiler(data: Path) -> None:
     import subprocess
+
     code = f"import sys; from leakmel.audio.manifest import scan; scan({os.fspath(data)!r}); assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_files, "_stat_files", lambda paths, starts, words, out: out.fill(7))
-    with pytest.raises(ImportError, match="remove numba's cache"): many_files.self_check()
+    with pytest.raises(ImportError, match="remove numba's cache"):
+        many_files.self_check()
 
 
 # ---- the suite
@@ -531,28 +670,43 @@ def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatc
 def test_the_suite_compares_all_ways_and_reads_the_same_by_each(tmp_path: Path) -> None:
     from leakmel.core.monitor import usable_cores
     from leakmel.ops.bench_reader import bench_reader, effect, reader_table, ways_of_reading
+
     said: list[str] = []
     figures = bench_reader(tmp_path, n_files=8, rounds=1, listed=60, say=said.append)
     ways = ways_of_reading(usable_cores())
     assert figures["verified"] == {"runs": 2 * len(ways), "all_ok": True}
-    assert set(figures["figures"]) == {f"{way}, {cache}" for way in ways for cache in ("cold", "warm")} | {"listing, python", "listing, compiled"}
+    assert set(figures["figures"]) == {f"{way}, {cache}" for way in ways for cache in ("cold", "warm")} | {
+        "listing, python",
+        "listing, compiled",
+    }
     assert all(f"| {way} |" in reader_table(figures) for way in ways)
     assert "listing 60 files, compiled" in reader_table(figures)
     rates = figures["figures"]
     assert effect(figures, "1 thread", "cold") == "too few rounds"
     figures["rounds"] = 3
-    for name, least, most, word in (("plain", 10, 20, ""), ("1 thread", 15, 30, "no difference seen"), ("O_NOATIME", 21, 25, "helps"),
-                                    ("advice RANDOM", 5, 9, "harms")):
+    for name, least, most, word in (
+        ("plain", 10, 20, ""),
+        ("1 thread", 15, 30, "no difference seen"),
+        ("O_NOATIME", 21, 25, "helps"),
+        ("advice RANDOM", 5, 9, "harms"),
+    ):
         rates[f"{name}, cold"]["files_per_s"] = {"least": least, "median": least, "most": most}
         assert name == "plain" or effect(figures, name, "cold") == word
 
 
-def test_a_way_that_reads_something_else_is_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_that_reads_something_else_is_not_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from leakmel.ops import bench_reader
+
     real = bench_reader._read_files
-    def read_files(paths: Any, starts: Any, first: int, last: int, rows: Any, head: Any, flags: int, advice: int) -> int:
+
+    def read_files(
+        paths: Any, starts: Any, first: int, last: int, rows: Any, head: Any, flags: int, advice: int
+    ) -> int:
         n = real(paths, starts, first, last, rows, head, flags, advice)
         rows[0, 0] ^= advice == os.POSIX_FADV_RANDOM
         return n
+
     monkeypatch.setattr(bench_reader, "_read_files", read_files)
     assert not bench_reader.bench_reader(tmp_path, n_files=8, rounds=1, listed=12)["verified"]["all_ok"]

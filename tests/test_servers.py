@@ -1,4 +1,5 @@
 "What the project starts listens on 127.0.0.1 and nowhere else."
+
 import ast
 import json
 import os
@@ -17,17 +18,23 @@ from conftest import need
 from lab import clean_env, is_taken, serving
 
 ROOT = Path(__file__).resolve().parents[1]
-LISTENS = "0A"      # the state of a socket in /proc/net/tcp
-THIS_MACHINE = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}      # 127.0.0.1, ::1 and ::ffff:127.0.0.1
+LISTENS = "0A"  # the state of a socket in /proc/net/tcp
+THIS_MACHINE = {
+    "0100007F",
+    "00000000000000000000000001000000",
+    "0000000000000000FFFF00000100007F",
+}  # 127.0.0.1, ::1 and ::ffff:127.0.0.1
 
 
 def descendants(pid: int) -> set[int]:
     "A process and all that it started."
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError): parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+        with suppress(OSError):
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
     found = {pid}
-    while more := {p for p, parent in parents.items() if parent in found} - found: found |= more
+    while more := {p for p, parent in parents.items() if parent in found} - found:
+        found |= more
     return found
 
 
@@ -36,13 +43,16 @@ def listening(pids: set[int]) -> dict[str, str]:
     sockets = set()
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").glob("*"):
-            with suppress(OSError): sockets.add(os.readlink(fd))
+            with suppress(OSError):
+                sockets.add(os.readlink(fd))
     found = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        if not Path(table).exists(): continue
+        if not Path(table).exists():
+            continue
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == LISTENS and f"socket:[{fields[9]}]" in sockets: found[fields[1].split(":")[1] + "/" + fields[9]] = fields[1].split(":")[0]
+            if fields[3] == LISTENS and f"socket:[{fields[9]}]" in sockets:
+                found[fields[1].split(":")[1] + "/" + fields[9]] = fields[1].split(":")[0]
     return found
 
 
@@ -50,28 +60,42 @@ def listening(pids: set[int]) -> dict[str, str]:
 def lab(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     "What `make lab` starts, on a port that is free and without a browser."
     need(Path("/proc/net/tcp").exists(), "/proc/net/tcp")
-    said = subprocess.run(["make", "-n", "-o", ".venv/.ready", "lab"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["make", "-n", "-o", ".venv/.ready", "lab"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     (command,) = [line for line in said.splitlines() if "jupyter-lab" in line]
     folder, started = command.split(" && ")
     words = shlex.split(started)
     assert (folder, words[0]) == ("cd nbs", "../.venv/bin/jupyter-lab")
-    words = [str(Path(sys.executable).parent / "jupyter-lab"), *words[1:], "--no-browser", "--ServerApp.disable_check_xsrf=True",
-             f"--ServerApp.root_dir={tmp_path}", *([] if "--allow-root" in words else ["--allow-root"])]
-    with serving(words, tmp_path, tmp_path, limit_s=60) as running: yield running
+    words = [
+        str(Path(sys.executable).parent / "jupyter-lab"),
+        *words[1:],
+        "--no-browser",
+        "--ServerApp.disable_check_xsrf=True",
+        f"--ServerApp.root_dir={tmp_path}",
+        *([] if "--allow-root" in words else ["--allow-root"]),
+    ]
+    with serving(words, tmp_path, tmp_path, limit_s=60) as running:
+        yield running
 
 
 @pytest.mark.slow
-def test_make_lab_listens_on_this_machine_only(lab: tuple[subprocess.Popen[bytes], str], tried: Callable) -> None:
+def test_make_lab_listens_on_this_machine_only(
+    lab: tuple[subprocess.Popen[bytes], str], tried: Callable
+) -> None:
     "The server, and a kernel that it started."
     process, url = lab
     alone = listening(descendants(process.pid))
     assert f"{urlsplit(url).port:04X}" in {place.split("/")[0] for place in alone}
     asked = urllib.request.Request(f"{url}/api/kernels", data=json.dumps({"name": "python3"}).encode())
-    with urllib.request.urlopen(asked, timeout=60) as answer: assert json.load(answer)["id"]
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        assert json.load(answer)["id"]
     for _ in range(600):
         found = listening(descendants(process.pid))
-        if len(found) >= len(alone) + 5: break      # a kernel has five channels
-        with suppress(subprocess.TimeoutExpired): process.wait(0.1)
+        if len(found) >= len(alone) + 5:
+            break  # a kernel has five channels
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
     assert len(found) >= len(alone) + 5
     assert set(found.values()) <= THIS_MACHINE, found
     tried("S19", len(found))
@@ -100,7 +124,7 @@ server.serve_forever()
 
 def test_a_port_that_another_program_was_faster_to_take_is_no_failure(tmp_path: Path) -> None:
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))      # nobody listens, so that no asking waits
+        s.bind(("127.0.0.1", 0))  # nobody listens, so that no asking waits
         command = [sys.executable, "-c", FAKE.replace("TAKEN", str(s.getsockname()[1]))]
         with serving(command, tmp_path, tmp_path, limit_s=60) as (process, url):
             assert urlsplit(url).port not in {None, s.getsockname()[1]}
@@ -108,9 +132,14 @@ def test_a_port_that_another_program_was_faster_to_take_is_no_failure(tmp_path: 
     assert process.poll() is not None, "it ends with the block"
     (tmp_path / "tried").unlink()
     broken = [sys.executable, "-c", "import sys; sys.exit('no such option')"]
-    with pytest.raises(AssertionError, match="no such option"), serving(broken, tmp_path, tmp_path): pass
+    with pytest.raises(AssertionError, match="no such option"), serving(broken, tmp_path, tmp_path):
+        pass
     mute = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with pytest.raises(pytest.fail.Exception, match="did not answer"), serving(mute, tmp_path, tmp_path, limit_s=0): pass
+    with (
+        pytest.raises(pytest.fail.Exception, match="did not answer"),
+        serving(mute, tmp_path, tmp_path, limit_s=0),
+    ):
+        pass
 
 
 @pytest.mark.slow
@@ -119,9 +148,20 @@ def test_jupyter_says_that_a_port_is_taken(tmp_path: Path) -> None:
     with socket.socket() as s, (tmp_path / "lab.log").open("w") as log:
         s.bind(("127.0.0.1", 0))
         s.listen()
-        command = [str(Path(sys.executable).parent / "jupyter-server"), "--no-browser", "--allow-root", "--ip=127.0.0.1",
-                   f"--port={s.getsockname()[1]}", "--ServerApp.port_retries=0"]
-        assert subprocess.run(command, cwd=tmp_path, env=clean_env(tmp_path), stdout=log, stderr=log, timeout=60).returncode == 1
+        command = [
+            str(Path(sys.executable).parent / "jupyter-server"),
+            "--no-browser",
+            "--allow-root",
+            "--ip=127.0.0.1",
+            f"--port={s.getsockname()[1]}",
+            "--ServerApp.port_retries=0",
+        ]
+        assert (
+            subprocess.run(
+                command, cwd=tmp_path, env=clean_env(tmp_path), stdout=log, stderr=log, timeout=60
+            ).returncode
+            == 1
+        )
     assert is_taken(tmp_path / "lab.log")
 
 
@@ -132,7 +172,9 @@ def test_an_open_door_would_be_seen() -> None:
             s.bind((address, 0))
             s.listen()
             port = f"{s.getsockname()[1]:04X}"
-            (place,) = [where for key, where in listening({os.getpid()}).items() if key.startswith(port + "/")]
+            (place,) = [
+                where for key, where in listening({os.getpid()}).items() if key.startswith(port + "/")
+            ]
             assert (place in THIS_MACHINE) == seen
 
 
@@ -140,5 +182,20 @@ def test_nothing_in_the_package_listens() -> None:
     "No module of leakmel imports what a server is made of."
     for path in (ROOT / "leakmel").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not {n.split(".")[0] for n in names} & {"socket", "socketserver", "http", "xmlrpc", "tornado", "zmq", "dash", "flask"}, path
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+            assert not {n.split(".")[0] for n in names} & {
+                "socket",
+                "socketserver",
+                "http",
+                "xmlrpc",
+                "tornado",
+                "zmq",
+                "dash",
+                "flask",
+            }, path

@@ -1,4 +1,5 @@
 "Ctrl-C and SIGTERM at many moments of a build: it ends within seconds, says so, and the same command goes on to the same bytes."
+
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from children import Ended, Server, server
 from outsider import check, leftovers
 
 BESIDE = ["x.h5", "x.h5.report.json", "x.h5.timeline.json"]
-SWIFT = "os.fsync = os.fdatasync = lambda fd: None\n"      # what the disk confirms is tried elsewhere
+SWIFT = "os.fsync = os.fdatasync = lambda fd: None\n"  # what the disk confirms is tried elsewhere
 # A moment is a step of some thread: a call that changes the disk, a batch that is read, computed or taken, a row that is checked.
 AT_A_STEP = """
 import itertools, time
@@ -36,37 +37,75 @@ if at == 0:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "with_old", "n"), [(2, True, 3), (15, False, 3), *(
-    pytest.param(number, with_old, 30, marks=pytest.mark.long) for number in (2, 15) for with_old in (False, True))])
-def test_a_signal_at_any_moment(tmp_path: Path, make_wav: Callable, tried: Callable, number: int, with_old: bool, n: int) -> None:
-    data, old, right, target, said = (tmp_path / name for name in ("data", "old", "right", "out/x.h5", "said"))
-    words = ["build", str(data), "--engine", "reference", "--check", "4", "--files-per-batch", "3", "--duration-s", "1", "--quiet", "--out"]
-    for k in range(24): make_wav(data / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02d}.wav", seed=k)
+@pytest.mark.parametrize(
+    ("number", "with_old", "n"),
+    [
+        (2, True, 3),
+        (15, False, 3),
+        *(
+            pytest.param(number, with_old, 30, marks=pytest.mark.long)
+            for number in (2, 15)
+            for with_old in (False, True)
+        ),
+    ],
+)
+def test_a_signal_at_any_moment(
+    tmp_path: Path, make_wav: Callable, tried: Callable, number: int, with_old: bool, n: int
+) -> None:
+    data, old, right, target, said = (
+        tmp_path / name for name in ("data", "old", "right", "out/x.h5", "said")
+    )
+    words = [
+        "build",
+        str(data),
+        "--engine",
+        "reference",
+        "--check",
+        "4",
+        "--files-per-batch",
+        "3",
+        "--duration-s",
+        "1",
+        "--quiet",
+        "--out",
+    ]
+    for k in range(24):
+        make_wav(data / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02d}.wav", seed=k)
     with server() as children:
         if with_old:
             going(children, *words, str(old / "x.h5"))
-            for k in range(24, 40): make_wav(data / "LEAK" / f"{k:02d}.wav", seed=k)
-            for k in range(4): (data / "NOLEAK" / f"{2 * k:02d}.wav").unlink()
+            for k in range(24, 40):
+                make_wav(data / "LEAK" / f"{k:02d}.wav", seed=k)
+            for k in range(4):
+                (data / "NOLEAK" / f"{2 * k:02d}.wav").unlink()
         going(children, *words, str(right / "x.h5"))
-        if with_old: shutil.copytree(old, target.parent)
+        if with_old:
+            shutil.copytree(old, target.parent)
         whole = going(children, *words, str(target), code=SWIFT + AT_A_STEP.format(number=0, at=0, said=""))
         n_steps = int(whole.out.split()[-1])
         assert n_steps > 60
         n_tried = 0
         for k in range(n):
             at, took = 1 + k * (n_steps - 1) // n, list[float]()
-            while not took or (took[-1] >= 5 and len(took) < 3):      # what another program takes of a core is not the build's fault
+            while not took or (
+                took[-1] >= 5 and len(took) < 3
+            ):  # what another program takes of a core is not the build's fault
                 shutil.rmtree(target.parent, ignore_errors=True)
-                if with_old: shutil.copytree(old, target.parent)
+                if with_old:
+                    shutil.copytree(old, target.parent)
                 stood = target.read_bytes() if with_old else None
                 said.unlink(missing_ok=True)
-                done = children.run(*words, str(target), code=SWIFT + AT_A_STEP.format(number=number, at=at, said=str(said)))
+                done = children.run(
+                    *words, str(target), code=SWIFT + AT_A_STEP.format(number=number, at=at, said=str(said))
+                )
                 about = f"at step {at} of {n_steps}: status {done.status}: {done.err}"
                 assert not done.hung, about
-                if done.status == 0 and not said.exists(): break      # it was through with fewer steps
+                if done.status == 0 and not said.exists():
+                    break  # it was through with fewer steps
                 assert done.status == 128 + number, about
                 took.append(done.ended - float(said.read_text()))
-            if done.status == 0: continue
+            if done.status == 0:
+                continue
             assert took[-1] < 5, (took, about)
             assert "Traceback" not in done.err, about
             assert f"ended by signal {number}" in done.err, about

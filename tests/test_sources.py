@@ -1,4 +1,5 @@
 "What rows should hold is worked out ahead of the check, and no recording is believed that changed since."
+
 import os
 import threading
 from collections.abc import Callable
@@ -25,7 +26,8 @@ QUIET = {"progress": "none", "pipeline": PipelineConfig(monitor_interval_s=0.0, 
 @pytest.fixture
 def data(tmp_path, make_wav) -> Path:
     "Sixteen recordings of a second."
-    for i in range(16): make_wav(tmp_path / "data" / ("LEAK", "NOLEAK")[i % 2] / f"{i:02d}.wav", seed=i)
+    for i in range(16):
+        make_wav(tmp_path / "data" / ("LEAK", "NOLEAK")[i % 2] / f"{i:02d}.wav", seed=i)
     return tmp_path / "data"
 
 
@@ -36,9 +38,11 @@ def paths_in(data: Path) -> list[bytes]:
 def counted(monkeypatch) -> list[tuple[str, bytes]]:
     "Recordings that the check reads, with the thread that does."
     read, real = list[tuple[str, bytes]](), sources.read_wav
+
     def spy(path):
         read.append((threading.current_thread().name, path))
         return real(path)
+
     monkeypatch.setattr(sources, "read_wav", spy)
     return read
 
@@ -70,15 +74,18 @@ def test_a_file_that_changed_is_read_again(data, tmp_path, change):
     known, path = Sources(os.fsencode(data), SPEC), paths_in(data)[0]
     known.work_out([path])
     before, file = known.get(path), data / os.fsdecode(path)
-    if change == "another recording": write_wav(file, np.arange(4096).astype(np.int16))
-    if change == "touched": os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+    if change == "another recording":
+        write_wav(file, np.arange(4096).astype(np.int16))
+    if change == "touched":
+        os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
     if change == "replaced by the same":
         (tmp_path / "x.wav").write_bytes(file.read_bytes())
         os.utime(tmp_path / "x.wav", ns=(0, file.stat().st_mtime_ns))
         (tmp_path / "x.wav").replace(file)
     if change == "gone":
         file.unlink()
-        with pytest.raises(LeakmelError): known.get(path)
+        with pytest.raises(LeakmelError):
+            known.get(path)
         return
     assert known.get(path) is not before
     assert (known.get(path).digest != before.digest) == (change == "another recording")
@@ -86,9 +93,11 @@ def test_a_file_that_changed_is_read_again(data, tmp_path, change):
 
 def test_nothing_is_begun_once_the_rows_are_there(data):
     asked = list[int]()
+
     def stopped() -> bool:
         asked.append(1)
         return len(asked) > 2
+
     assert Sources(os.fsencode(data), SPEC).work_out(paths_in(data), stopped, together=4) == 8
 
 
@@ -96,19 +105,27 @@ def test_what_cannot_be_used_is_left_to_the_check_and_a_failing_machine_is_not(d
     (data / "LEAK" / "00.wav").write_bytes(b"RIFF")
     known = Sources(os.fsencode(data), SPEC)
     assert known.work_out(paths_in(data)) == 15
-    def broken(path): raise MachineError("the machine failed while reading (EIO)", path=path)
+
+    def broken(path):
+        raise MachineError("the machine failed while reading (EIO)", path=path)
+
     monkeypatch.setattr(sources, "read_wav", broken)
-    with pytest.raises(MachineError, match="EIO"): Sources(os.fsencode(data), SPEC).work_out(paths_in(data))
+    with pytest.raises(MachineError, match="EIO"):
+        Sources(os.fsencode(data), SPEC).work_out(paths_in(data))
 
 
 def slow_rows(monkeypatch, until: Callable[[], bool]) -> None:
     "Let writers wait until something is so."
     real, given_up = Job.take, threading.Event()
+
     def take(self, slot):
         for _ in range(6000):
-            if until() or given_up.wait(0.01): break
-        else: given_up.set()
+            if until() or given_up.wait(0.01):
+                break
+        else:
+            given_up.set()
         return real(self, slot)
+
     monkeypatch.setattr(Job, "take", take)
 
 
@@ -129,38 +146,53 @@ def test_a_build_reads_its_sample_once_while_rows_are_made(data, tmp_path, monke
 def test_a_recording_that_changes_after_it_was_worked_out_fails_the_build(data, tmp_path, monkeypatch):
     read = counted(monkeypatch)
     victim = data / os.fsdecode(paths_in(data)[0])
+
     def changed() -> bool:
-        if len(read) < 16: return False
+        if len(read) < 16:
+            return False
         write_wav(victim, np.arange(4096).astype(np.int16))
         return True
+
     slow_rows(monkeypatch, changed)
-    with pytest.raises(DataError, match="changed or went away"): lm.build(data, out=tmp_path / "x.h5", check=16, **QUIET)
+    with pytest.raises(DataError, match="changed or went away"):
+        lm.build(data, out=tmp_path / "x.h5", check=16, **QUIET)
     assert not (tmp_path / "x.h5").exists()
 
 
 def test_wrong_rows_are_found_with_sources_known_before(data, tmp_path, monkeypatch):
     read, real = counted(monkeypatch), ReferenceEngine.run
+
     def wrong(self, samples, out, **named):
         moments = real(self, samples, out, **named)
-        if len(samples) > 1: out[..., 0, :] += 1      # a single one is the check of the engine at its start
+        if len(samples) > 1:
+            out[..., 0, :] += 1  # a single one is the check of the engine at its start
         return moments
+
     slow_rows(monkeypatch, lambda: len(read) >= 16)
     monkeypatch.setattr(ReferenceEngine, "run", wrong)
-    with pytest.raises(VerifyError, match="differs from the reference"): lm.build(data, out=tmp_path / "x.h5", check=16, engine="reference", **QUIET)
+    with pytest.raises(VerifyError, match="differs from the reference"):
+        lm.build(data, out=tmp_path / "x.h5", check=16, engine="reference", **QUIET)
     assert len(read) == 16
 
 
 class Untrue(Sources):
     "Sources that must not be asked."
-    def get(self, path): raise MachineError("asked", path=path)
+
+    def get(self, path):
+        raise MachineError("asked", path=path)
 
 
 def test_sources_of_another_folder_or_spec_are_not_used(data, tmp_path):
     lm.build(data, out=tmp_path / "x.h5", **QUIET)
-    with lm.open_dataset(tmp_path / "x.h5") as ds: spec = ds.spec
-    for other in (Untrue(os.fsencode(tmp_path), spec), Untrue(os.fsencode(data), lm.MelSpec.preset("disjoint", duration_s=1, n_mels=40))):
+    with lm.open_dataset(tmp_path / "x.h5") as ds:
+        spec = ds.spec
+    for other in (
+        Untrue(os.fsencode(tmp_path), spec),
+        Untrue(os.fsencode(data), lm.MelSpec.preset("disjoint", duration_s=1, n_mels=40)),
+    ):
         assert check_data_set(tmp_path / "x.h5", root=data, sample=4, sources=other).ok
-    with pytest.raises(MachineError, match="asked"): check_data_set(tmp_path / "x.h5", root=data, sample=4, sources=Untrue(os.fsencode(data), spec))
+    with pytest.raises(MachineError, match="asked"):
+        check_data_set(tmp_path / "x.h5", root=data, sample=4, sources=Untrue(os.fsencode(data), spec))
 
 
 def test_waveforms_are_compared_also_with_sources_known_before(data, tmp_path, monkeypatch):
@@ -168,7 +200,8 @@ def test_waveforms_are_compared_also_with_sources_known_before(data, tmp_path, m
     slow_rows(monkeypatch, lambda: len(read) >= 16)
     result = lm.build(data, out=tmp_path / "x.h5", check=16, with_waveforms=True, **QUIET)
     assert result.verified.checked == 16
-    with lm.open_dataset(tmp_path / "x.h5") as ds: bare = Sources(os.fsencode(data), ds.spec)
+    with lm.open_dataset(tmp_path / "x.h5") as ds:
+        bare = Sources(os.fsencode(data), ds.spec)
     bare.work_out(paths_in(data))
     assert check_data_set(tmp_path / "x.h5", root=data, sample=None, sources=bare).ok
 

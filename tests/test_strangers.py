@@ -1,4 +1,5 @@
 "HDF5 files that a stranger made: refused before data are read, in less than a second and 200 MB, by a process that opens and verifies them."
+
 import json
 import os
 import struct
@@ -31,12 +32,15 @@ except LeakmelError as e: said = str(e)
 print(json.dumps([said, reads]))
 """
 SHAPE = (8, 4, 2, 24, 1)
-ANYWHERE = 1 << 42      # 4 TiB
+ANYWHERE = 1 << 42  # 4 TiB
 
 
 @pytest.fixture(scope="module")
 def children() -> Iterator[Server]:
-    with server("import leakmel as lm, h5py\nfrom leakmel.dataset import reader, verify\nfrom leakmel.cli import main\n") as opened: yield opened
+    with server(
+        "import leakmel as lm, h5py\nfrom leakmel.dataset import reader, verify\nfrom leakmel.cli import main\n"
+    ) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +48,17 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "A data set of eight rows."
     place = tmp_path_factory.mktemp("strangers")
     lm.write_demo(place / "town", n_files=12)
-    path = lm.build(place / "town", split="training", out=place / "x.h5", spec=lm.MelSpec(sample_rate=4096, duration_s=1.0, n_mels=24, long="cut"),
-                    engine="reference", progress="none", pipeline=PipelineConfig(fsync=False)).path
-    with h5py.File(path) as f: assert f["segments_mel"].shape == SHAPE
+    path = lm.build(
+        place / "town",
+        split="training",
+        out=place / "x.h5",
+        spec=lm.MelSpec(sample_rate=4096, duration_s=1.0, n_mels=24, long="cut"),
+        engine="reference",
+        progress="none",
+        pipeline=PipelineConfig(fsync=False),
+    ).path
+    with h5py.File(path) as f:
+        assert f["segments_mel"].shape == SHAPE
     return path
 
 
@@ -60,14 +72,17 @@ def instead(f: h5py.File, name: str = "segments_mel") -> np.ndarray:
 def other_file(f: h5py.File, name: str) -> str:
     "Another file with a data set that would fit."
     path = f.filename + ".other"
-    with h5py.File(path, "w") as g: g[name] = f[name][()]
+    with h5py.File(path, "w") as g:
+        g[name] = f[name][()]
     return path
 
 
 def rows_in_another_file(f: h5py.File) -> None:
     Path(f.filename + ".secret").write_bytes(bytes(range(256)) * 64)
     instead(f)
-    f.create_dataset("segments_mel", SHAPE, "f2", external=[(f.filename + ".secret", 0, 2 * int(np.prod(SHAPE)))])
+    f.create_dataset(
+        "segments_mel", SHAPE, "f2", external=[(f.filename + ".secret", 0, 2 * int(np.prod(SHAPE)))]
+    )
 
 
 def labels_in_another_file(f: h5py.File) -> None:
@@ -123,7 +138,13 @@ def terabytes_in_one_piece(f: h5py.File) -> None:
     instead(f)
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
-    h5py.h5d.create(f.id, b"segments_mel", h5py.h5t.IEEE_F16LE, h5py.h5s.create_simple((ANYWHERE // 256, *SHAPE[1:])), plist)
+    h5py.h5d.create(
+        f.id,
+        b"segments_mel",
+        h5py.h5t.IEEE_F16LE,
+        h5py.h5s.create_simple((ANYWHERE // 256, *SHAPE[1:])),
+        plist,
+    )
 
 
 def terabytes_of_labels(f: h5py.File) -> None:
@@ -134,11 +155,19 @@ def terabytes_of_labels(f: h5py.File) -> None:
 def a_huge_chunk(f: h5py.File) -> None:
     "One chunk of nearly 4 GiB, of which a reader would have to make room for all."
     rows = instead(f)
-    f.create_dataset("segments_mel", SHAPE, "f2", maxshape=(None, *SHAPE[1:]), chunks=((1 << 32) // 384 - 1, *SHAPE[1:]), compression="gzip")
+    f.create_dataset(
+        "segments_mel",
+        SHAPE,
+        "f2",
+        maxshape=(None, *SHAPE[1:]),
+        chunks=((1 << 32) // 384 - 1, *SHAPE[1:]),
+        compression="gzip",
+    )
     del rows
 
 
-def groups_in_a_circle(f: h5py.File) -> None: f["files/up"] = f["/"]
+def groups_in_a_circle(f: h5py.File) -> None:
+    f["files/up"] = f["/"]
 
 
 def rows_that_are_the_labels_too(f: h5py.File) -> None:
@@ -174,22 +203,26 @@ def names_of_ten_megabytes(f: h5py.File) -> None:
     f.attrs["labels_json"] = json.dumps(["x" * 100] * 100_000)
 
 
-def a_text_of_a_hundred_megabytes(f: h5py.File) -> None: f.attrs["labels_json"] = "x" * 100_000_000
+def a_text_of_a_hundred_megabytes(f: h5py.File) -> None:
+    f.attrs["labels_json"] = "x" * 100_000_000
 
 
 def a_text_of_a_hundred_megabytes_in_its_attribute(f: h5py.File) -> None:
     "Of fixed length: the newer format of the library has room for it."
     path, other = f.filename, f.filename + ".new"
     with h5py.File(other, "w", libver="latest") as g:
-        for name in f: f.copy(f[name], g, name)
-        for name, value in f.attrs.items(): g.attrs[name] = value
+        for name in f:
+            f.copy(f[name], g, name)
+        for name, value in f.attrs.items():
+            g.attrs[name] = value
         g.attrs.create("more", np.full((), b"x" * 100_000_000, "S100000000"))
     f.close()
     os.replace(other, path)
 
 
 def a_hundred_texts_of_a_megabyte(f: h5py.File) -> None:
-    for k in range(100): f.attrs[f"more {k}"] = "x" * 1_000_000
+    for k in range(100):
+        f.attrs[f"more {k}"] = "x" * 1_000_000
 
 
 def rows_that_were_never_written(f: h5py.File) -> None:
@@ -203,15 +236,19 @@ def labels_packed_a_thousandfold(f: h5py.File) -> None:
     n = 1 << 30
     for name, width in (("segments_mel", (n, 1, 1, 1, 1)), ("labels", (n,))):
         instead(f, name)
-        f.create_dataset(name, width, "f2" if len(width) > 1 else "i2", chunks=(1 << 22, *width[1:]), compression="gzip")
+        f.create_dataset(
+            name, width, "f2" if len(width) > 1 else "i2", chunks=(1 << 22, *width[1:]), compression="gzip"
+        )
     f.attrs["n_rows"] = n
     f.create_dataset("ballast", data=np.zeros(3 << 20, np.uint8))
 
 
-def rows_beyond_the_end(f: h5py.File) -> None: patch(f, lambda at, size: (at + (1 << 40), size))
+def rows_beyond_the_end(f: h5py.File) -> None:
+    patch(f, lambda at, size: (at + (1 << 40), size))
 
 
-def rows_of_another_size(f: h5py.File) -> None: patch(f, lambda at, size: (at, size * 1000))
+def rows_of_another_size(f: h5py.File) -> None:
+    patch(f, lambda at, size: (at, size * 1000))
 
 
 def patch(f: h5py.File, change: Callable[[int, int], tuple[int, int]]) -> None:
@@ -227,31 +264,61 @@ def patch(f: h5py.File, change: Callable[[int, int], tuple[int, int]]) -> None:
 
 def ten_thousand_groups_deep(f: h5py.File) -> None:
     place = f["files"].id
-    for _ in range(10_000): place = h5py.h5g.create(place, b"g")
+    for _ in range(10_000):
+        place = h5py.h5g.create(place, b"g")
 
 
 def a_hundred_thousand_groups(f: h5py.File) -> None:
-    for k in range(100_000): h5py.h5g.create(f.id, b"g%d" % k)
+    for k in range(100_000):
+        h5py.h5g.create(f.id, b"g%d" % k)
 
 
 def thousands_of_axes_names(f: h5py.File) -> None:
-    for k in range(3000): f.attrs[f"more {k}"] = "x" * 1000
+    for k in range(3000):
+        f.attrs[f"more {k}"] = "x" * 1000
 
 
 STRANGE: list[Callable[[h5py.File], Any]] = [
-    rows_in_another_file, labels_in_another_file, external_link, external_link_to_a_pipe, soft_link, soft_link_to_itself, virtual,
-    virtual_without_its_source, terabytes_in_chunks, terabytes_in_one_piece, terabytes_of_labels, a_huge_chunk, groups_in_a_circle,
-    rows_that_are_the_labels_too, texts_for_rows, references_for_labels, records_for_rows, a_type_of_gigabytes, names_of_ten_megabytes,
-    a_text_of_a_hundred_megabytes, a_text_of_a_hundred_megabytes_in_its_attribute, a_hundred_texts_of_a_megabyte,
-    rows_that_were_never_written, labels_packed_a_thousandfold, rows_beyond_the_end, rows_of_another_size,
-    ten_thousand_groups_deep, a_hundred_thousand_groups, thousands_of_axes_names]
+    rows_in_another_file,
+    labels_in_another_file,
+    external_link,
+    external_link_to_a_pipe,
+    soft_link,
+    soft_link_to_itself,
+    virtual,
+    virtual_without_its_source,
+    terabytes_in_chunks,
+    terabytes_in_one_piece,
+    terabytes_of_labels,
+    a_huge_chunk,
+    groups_in_a_circle,
+    rows_that_are_the_labels_too,
+    texts_for_rows,
+    references_for_labels,
+    records_for_rows,
+    a_type_of_gigabytes,
+    names_of_ten_megabytes,
+    a_text_of_a_hundred_megabytes,
+    a_text_of_a_hundred_megabytes_in_its_attribute,
+    a_hundred_texts_of_a_megabyte,
+    rows_that_were_never_written,
+    labels_packed_a_thousandfold,
+    rows_beyond_the_end,
+    rows_of_another_size,
+    ten_thousand_groups_deep,
+    a_hundred_thousand_groups,
+    thousands_of_axes_names,
+]
 
 
 @pytest.mark.parametrize("strange", STRANGE, ids=lambda s: s.__name__)
-def test_a_strangers_file_is_refused(good: Path, tmp_path: Path, children: Server, tried: Callable, strange: Callable[[h5py.File], Any]) -> None:
+def test_a_strangers_file_is_refused(
+    good: Path, tmp_path: Path, children: Server, tried: Callable, strange: Callable[[h5py.File], Any]
+) -> None:
     path = tmp_path / "x.h5"
     path.write_bytes(good.read_bytes())
-    with h5py.File(path, "r+") as f: strange(f)
+    with h5py.File(path, "r+") as f:
+        strange(f)
     for how in ("open", "legacy", "verify"):
         done = children.run(code=OPEN_OR_VERIFY.format(path=os.fspath(path), how=how), seconds=30)
         assert (done.hung, done.status) == (False, 0), f"{how}: {done.err}"

@@ -1,4 +1,5 @@
 "The demo set: same bytes for the same seed, every file accounted for, never half written, hard enough to be honest."
+
 import errno, os, signal, subprocess, sys, threading
 from collections import Counter
 from pathlib import Path
@@ -8,17 +9,39 @@ import pytest
 import soundfile
 
 from leakmel.audio import synth
-from leakmel.audio.scenes import LABELS, N_SAMPLES, N_SENSORS, SAMPLE_RATE, make_recording, make_sensor, stream
-from leakmel.audio.synth import MIN_FILES, SPLIT_SIZES, WAV_BYTES, plan_set, split_counts, split_sensors, write_demo, write_wav
+from leakmel.audio.scenes import (
+    LABELS,
+    N_SAMPLES,
+    N_SENSORS,
+    SAMPLE_RATE,
+    make_recording,
+    make_sensor,
+    stream,
+)
+from leakmel.audio.synth import (
+    MIN_FILES,
+    SPLIT_SIZES,
+    WAV_BYTES,
+    plan_set,
+    split_counts,
+    split_sensors,
+    write_demo,
+    write_wav,
+)
 from leakmel.core.errors import LeakmelError, MachineError, OutputError, SpaceError, UsageError
 
 
 def contents(root: Path) -> dict[str, bytes]:
     "Every file below a folder, by relative path."
-    return {os.path.relpath(os.path.join(d, f), root): Path(d, f).read_bytes() for d, _, files in os.walk(root) for f in files}
+    return {
+        os.path.relpath(os.path.join(d, f), root): Path(d, f).read_bytes()
+        for d, _, files in os.walk(root)
+        for f in files
+    }
 
 
 # -- the same bytes ---------------------------------------------------------------------------------------------------
+
 
 def test_same_seed_same_bytes_whatever_the_workers(tmp_path: Path) -> None:
     sets = []
@@ -33,19 +56,26 @@ def test_faults_change_no_good_recording(tmp_path: Path) -> None:
     write_demo(tmp_path / "good", n_files=40)
     summary = write_demo(tmp_path / "faulty", n_files=40, faults=True)
     faulty = contents(tmp_path / "faulty")
-    for path, _ in summary.faults: del faulty[path]
+    for path, _ in summary.faults:
+        del faulty[path]
     assert faulty == contents(tmp_path / "good")
 
 
 def test_no_two_recordings_share_content(tmp_path: Path) -> None:
     write_demo(tmp_path / "a", n_files=200)
     write_demo(tmp_path / "b", n_files=20, seed=1)
-    bodies = [b[44:] for b in contents(tmp_path / "a").values()] + [b[44:] for b in contents(tmp_path / "b").values()]
+    bodies = [b[44:] for b in contents(tmp_path / "a").values()] + [
+        b[44:] for b in contents(tmp_path / "b").values()
+    ]
     assert len(set(bodies)) == 220
     x = np.stack([np.frombuffer(b, "<i2").astype(np.float64) for b in bodies[:24]])
-    spectra = np.fft.rfft(x)[:, 3100:]      # above the pumps' lines; phases only, so that a likeness at any shift in time shows as a peak
+    spectra = np.fft.rfft(x)[
+        :, 3100:
+    ]  # above the pumps' lines; phases only, so that a likeness at any shift in time shows as a peak
     phases = spectra / np.abs(spectra)
-    likeness = max(np.abs(np.fft.ifft(phases[i] * phases[j].conj())).max() for i in range(24) for j in range(i))
+    likeness = max(
+        np.abs(np.fft.ifft(phases[i] * phases[j].conj())).max() for i in range(24) for j in range(i)
+    )
     assert likeness < 0.1, "1 for a copy, a few hundredths for recordings that have nothing in common"
 
 
@@ -58,6 +88,7 @@ def test_a_recording_depends_on_seed_and_index_only() -> None:
 
 # -- layout and accounting ------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("faults", [False, True])
 @pytest.mark.parametrize("n_files", [6, 7, 26, 150])
 def test_every_file_is_accounted_for(tmp_path: Path, n_files: int, faults: bool) -> None:
@@ -67,7 +98,9 @@ def test_every_file_is_accounted_for(tmp_path: Path, n_files: int, faults: bool)
     assert summary.n_files == len(files) == n_files + 15 * faults == n_files + len(summary.faults)
     assert summary.n_bytes == sum(map(len, files.values()))
     walked = Counter((p.split("/")[0], p.split("/")[1] if p.count("/") == 2 else "") for p in files)
-    assert {(s, label): n for s, by_label in summary.splits.items() for label, n in by_label.items()} == walked
+    assert {
+        (s, label): n for s, by_label in summary.splits.items() for label, n in by_label.items()
+    } == walked
     assert all(summary.splits[s][label] >= 1 for s in SPLIT_SIZES for label in LABELS)
     assert seen == sorted(seen)
     assert seen[-1] == n_files
@@ -106,7 +139,8 @@ def test_soundfile_reads_the_same_samples(tmp_path: Path) -> None:
 
 def test_samples_of_another_type_are_refused(tmp_path: Path) -> None:
     for bad in (np.zeros(4), np.zeros(4, np.int32), np.zeros((2, 2, 2), np.int16)):
-        with pytest.raises(UsageError, match="int16"): write_wav(tmp_path / "a.wav", bad)
+        with pytest.raises(UsageError, match="int16"):
+            write_wav(tmp_path / "a.wav", bad)
     assert not (tmp_path / "a.wav").exists()
 
 
@@ -115,11 +149,25 @@ def test_reference_size_and_disjoint_sensors() -> None:
     plan = plan_set(51_434)
     assert len({p.path(8) for p in plan}) == 51_434
     by_sensor = Counter((p.sensor.name, p.split, p.label) for p in plan)
-    assert len({name for name, _, _ in by_sensor}) == len({(name, split) for name, split, _ in by_sensor}) == 400
-    assert all(abs(by_sensor[name, split, "LEAK"] - by_sensor[name, split, "NOLEAK"]) <= 1 for name, split, _ in by_sensor)
+    assert (
+        len({name for name, _, _ in by_sensor}) == len({(name, split) for name, split, _ in by_sensor}) == 400
+    )
+    assert all(
+        abs(by_sensor[name, split, "LEAK"] - by_sensor[name, split, "NOLEAK"]) <= 1
+        for name, split, _ in by_sensor
+    )
 
 
-@pytest.mark.parametrize(("n_files", "numbers"), [(6, (24, 6, 10)), (1200, (24, 6, 10)), (1230, (25, 6, 10)), (6000, (120, 30, 50)), (51_434, (240, 60, 100))])
+@pytest.mark.parametrize(
+    ("n_files", "numbers"),
+    [
+        (6, (24, 6, 10)),
+        (1200, (24, 6, 10)),
+        (1230, (25, 6, 10)),
+        (6000, (120, 30, 50)),
+        (51_434, (240, 60, 100)),
+    ],
+)
 def test_a_town_where_more_is_recorded_has_more_sensors(n_files: int, numbers: tuple[int, ...]) -> None:
     parts = split_sensors(n_files)
     assert tuple(map(len, parts.values())) == numbers
@@ -128,6 +176,7 @@ def test_a_town_where_more_is_recorded_has_more_sensors(n_files: int, numbers: t
 
 
 # -- neither trivial nor hopeless ---------------------------------------------------------------------------------
+
 
 def band_levels(x: np.ndarray) -> np.ndarray:
     "Power in 32 bands of every 512 samples of a recording [80, 32]."
@@ -144,7 +193,13 @@ def test_simple_classifiers_are_neither_blind_nor_perfect_on_new_sensors(seed: i
     from sklearn.model_selection import GroupKFold, cross_val_predict
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
-    features: dict[str, list[np.ndarray]] = {"level": [], "mean spectrum": [], "mean log spectrum": [], "quiet tenth": []}
+
+    features: dict[str, list[np.ndarray]] = {
+        "level": [],
+        "mean spectrum": [],
+        "mean log spectrum": [],
+        "quiet tenth": [],
+    }
     y = np.arange(600) % 2
     sensor = np.arange(600) // 2 % N_SENSORS
     for i in range(600):
@@ -157,11 +212,15 @@ def test_simple_classifiers_are_neither_blind_nor_perfect_on_new_sensors(seed: i
     auc = {}
     for name, rows in features.items():
         model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=3000))
-        p = cross_val_predict(model, np.array(rows), y, groups=sensor, cv=GroupKFold(6), method="predict_proba")[:, 1]
+        p = cross_val_predict(
+            model, np.array(rows), y, groups=sensor, cv=GroupKFold(6), method="predict_proba"
+        )[:, 1]
         accuracy, auc[name] = float(np.mean((p > 0.5) == y)), float(roc_auc_score(y, p))
         assert 0.55 < accuracy < 0.99, f"{name}: accuracy {accuracy:.3f}"
         assert 0.60 < auc[name] < 0.99, f"{name}: AUC {auc[name]:.3f}"
-    assert auc["level"] < auc["mean spectrum"] < auc["quiet tenth"], "colour tells more than loudness, and time more than both"
+    assert auc["level"] < auc["mean spectrum"] < auc["quiet tenth"], (
+        "colour tells more than loudness, and time more than both"
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 5])
@@ -189,6 +248,7 @@ def test_sensors_differ_and_follow_the_seed() -> None:
 
 # -- planted faults -----------------------------------------------------------------------------------------------
 
+
 def test_faults_are_what_the_list_says(tmp_path: Path) -> None:
     summary = write_demo(tmp_path / "demo", n_files=30, faults=True)
     files = contents(summary.root)
@@ -201,7 +261,14 @@ def test_faults_are_what_the_list_says(tmp_path: Path) -> None:
     assert len(what["truncated"]) == 30_000 < int.from_bytes(what["truncated"][40:44], "little")
     assert what["git-lfs pointer"].startswith(b"version https://git-lfs.github.com/spec/v1\n")
     samples = {}
-    for text in ("8 kHz", "two identical channels", "3 s instead of 10 s", "clipped", "silent", "float samples with a NaN"):
+    for text in (
+        "8 kHz",
+        "two identical channels",
+        "3 s instead of 10 s",
+        "clipped",
+        "silent",
+        "float samples with a NaN",
+    ):
         samples[text], rate = soundfile.read(summary.root / where[text])
         assert rate == (8000 if text == "8 kHz" else SAMPLE_RATE)
     assert len(samples["8 kHz"]) == 80_000
@@ -210,7 +277,9 @@ def test_faults_are_what_the_list_says(tmp_path: Path) -> None:
     assert np.mean(np.abs(samples["clipped"]) > 0.999) > 0.2
     assert not samples["silent"].any()
     assert np.isnan(samples["float samples with a NaN"]).sum() == 1
-    dry, loose, odd = (next(p for t, p in where.items() if t.startswith(s)) for s in ("gain 1", "directly", "name with"))
+    dry, loose, odd = (
+        next(p for t, p in where.items() if t.startswith(s)) for s in ("gain 1", "directly", "name with")
+    )
     assert dry.endswith("~1.wav")
     assert loose.count("/") == 1
     assert " " in odd
@@ -225,24 +294,30 @@ def test_faults_are_what_the_list_says(tmp_path: Path) -> None:
 
 # -- refusals, and never half a set --------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("n_files", [0, -1, MIN_FILES - 1, 10.0, True, "many"])
 def test_too_few_files_are_refused(tmp_path: Path, n_files: object) -> None:
-    with pytest.raises(UsageError, match=f"(?s)at least {MIN_FILES} files"): write_demo(tmp_path / "demo", n_files=n_files)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=f"(?s)at least {MIN_FILES} files"):
+        write_demo(tmp_path / "demo", n_files=n_files)  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("options", [{"seed": -1}, {"seed": 1.5}, {"workers": 0}, {"workers": "two"}])
 def test_nonsense_options_are_refused(tmp_path: Path, options: dict) -> None:
-    with pytest.raises(UsageError): write_demo(tmp_path / "demo", n_files=6, **options)
+    with pytest.raises(UsageError):
+        write_demo(tmp_path / "demo", n_files=6, **options)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_target_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "mine.txt").write_text("keep")
-    with pytest.raises(OutputError, match="not empty.*Name another folder"): write_demo(tmp_path / "demo", n_files=6)
-    with pytest.raises(OutputError, match="is no folder"): write_demo(tmp_path / "demo" / "mine.txt", n_files=6)
-    with pytest.raises(OutputError, match="Name a folder that you may write"): write_demo(tmp_path / "demo" / "mine.txt" / "below", n_files=6)
+    with pytest.raises(OutputError, match="not empty.*Name another folder"):
+        write_demo(tmp_path / "demo", n_files=6)
+    with pytest.raises(OutputError, match="is no folder"):
+        write_demo(tmp_path / "demo" / "mine.txt", n_files=6)
+    with pytest.raises(OutputError, match="Name a folder that you may write"):
+        write_demo(tmp_path / "demo" / "mine.txt" / "below", n_files=6)
     assert contents(tmp_path) == {"demo/mine.txt": b"keep"}
 
 
@@ -256,21 +331,30 @@ def test_an_empty_target_and_a_link_to_one_are_filled(tmp_path: Path) -> None:
 def test_too_little_room_is_said_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 6 * WAV_BYTES - 1})
     monkeypatch.setattr(synth.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(SpaceError, match="too little room") as e: write_demo(tmp_path / "demo", n_files=6)
+    with pytest.raises(SpaceError, match="too little room") as e:
+        write_demo(tmp_path / "demo", n_files=6)
     assert e.value.exit_code == 3
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, SpaceError), (errno.EMFILE, MachineError), (errno.EACCES, OutputError)])
-def test_a_failing_worker_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[LeakmelError]) -> None:
+@pytest.mark.parametrize(
+    ("code", "kind"), [(errno.ENOSPC, SpaceError), (errno.EMFILE, MachineError), (errno.EACCES, OutputError)]
+)
+def test_a_failing_worker_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[LeakmelError]
+) -> None:
     real, calls = synth.write_wav, [0]
+
     def failing(path, *args):
         calls[0] += 1
-        if calls[0] > 50: raise OSError(code, os.strerror(code), os.fspath(path))
+        if calls[0] > 50:
+            raise OSError(code, os.strerror(code), os.fspath(path))
         assert not (tmp_path / "demo").exists()
         return real(path, *args)
+
     monkeypatch.setattr(synth, "write_wav", failing)
-    with pytest.raises(kind) as e: write_demo(tmp_path / "demo", n_files=2000, workers=2)
+    with pytest.raises(kind) as e:
+        write_demo(tmp_path / "demo", n_files=2000, workers=2)
     assert type(e.value) is kind
     assert ".wav" in str(e.value)
     assert os.listdir(tmp_path) == []
@@ -278,8 +362,11 @@ def test_a_failing_worker_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
-    def interrupt(n_done: int) -> None: raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt): write_demo(tmp_path / "demo", n_files=200, progress=interrupt)
+    def interrupt(n_done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_demo(tmp_path / "demo", n_files=200, progress=interrupt)
     assert os.listdir(tmp_path) == []
     assert not [t for t in threading.enumerate() if t.name.startswith("demo")]
 
@@ -296,9 +383,13 @@ def test_what_a_killed_run_left_is_cleared(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_set_and_no_lock(tmp_path: Path) -> None:
-    code = ("import os, signal; from leakmel.audio.synth import write_demo\n"
-            f"write_demo({str(tmp_path / 'demo')!r}, n_files=2000, progress=lambda n: n > 200 and os.kill(os.getpid(), signal.SIGKILL))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(synth.__file__).parents[2], timeout=60, check=False)
+    code = (
+        "import os, signal; from leakmel.audio.synth import write_demo\n"
+        f"write_demo({str(tmp_path / 'demo')!r}, n_files=2000, progress=lambda n: n > 200 and os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(synth.__file__).parents[2], timeout=60, check=False
+    )
     assert done.returncode == -signal.SIGKILL
     assert os.listdir(tmp_path) == [".demo.partial"]
     assert len(contents(tmp_path)) >= 200
@@ -308,10 +399,14 @@ def test_a_killed_run_leaves_no_set_and_no_lock(tmp_path: Path) -> None:
 
 def test_two_writers_of_one_set(tmp_path: Path) -> None:
     refused: list[OutputError] = []
+
     def second(n_done: int) -> None:
-        if refused: return
-        with pytest.raises(OutputError, match="another process is writing") as e: write_demo(tmp_path / "demo", n_files=6)
+        if refused:
+            return
+        with pytest.raises(OutputError, match="another process is writing") as e:
+            write_demo(tmp_path / "demo", n_files=6)
         refused.append(e.value)
+
     write_demo(tmp_path / "demo", n_files=6, progress=second)
     assert len(refused) == 1
     assert len(contents(tmp_path / "demo")) == 6
@@ -321,5 +416,7 @@ def test_a_target_filled_meanwhile_is_left_alone(tmp_path: Path) -> None:
     def fill(n_done: int) -> None:
         (tmp_path / "demo").mkdir(exist_ok=True)
         (tmp_path / "demo" / "mine.txt").write_text("keep")
-    with pytest.raises(OutputError, match="not empty"): write_demo(tmp_path / "demo", n_files=6, progress=fill)
+
+    with pytest.raises(OutputError, match="not empty"):
+        write_demo(tmp_path / "demo", n_files=6, progress=fill)
     assert contents(tmp_path) == {"demo/mine.txt": b"keep"}

@@ -1,4 +1,5 @@
 "A timeline file stays small, keeps to its schema and tells the same story; the monitor's queries fail one by one and cost little."
+
 import json
 import sys
 import time
@@ -13,7 +14,19 @@ import pytest
 from leakmel.core.errors import DataError
 from leakmel.core.monitor import SAMPLE_KEYS, Monitor, Sampler, monitor_cost
 from leakmel.core.timeline import (
-    MAX_BYTES, MAX_SPANS, STAGE_MEANING, STAGES, Gauge, Span, Timeline, check_timeline, covered_s, read_timeline, thin, thin_samples, write_timeline,
+    MAX_BYTES,
+    MAX_SPANS,
+    STAGE_MEANING,
+    STAGES,
+    Gauge,
+    Span,
+    Timeline,
+    check_timeline,
+    covered_s,
+    read_timeline,
+    thin,
+    thin_samples,
+    write_timeline,
 )
 from leakmel.insight.diagnose import attribute, bounds, stage_table
 
@@ -21,28 +34,44 @@ from leakmel.insight.diagnose import attribute, bounds, stage_table
 def large_run(n_files: int = 200_000, *, device: bool, n_cores: int = 8, n_samples: int = 12_000) -> Timeline:
     "What a build of many recordings leaves behind: on the CPU by four workers, or by eight readers, a device and a writer."
     rng, timeline, at = np.random.default_rng(0), Timeline(), dict[str, float]()
+
     def work(stage: str, lane: str, seconds: float, batch: int, after_s: float = 1.0) -> float:
         start = max(at.get(lane, 1.0), after_s)
         name = lane.split()[0]
         timeline.spans.append(Span(stage, name, start, start + seconds, "TRAINING", batch, 32, 32 * 81_964))
         at[lane] = start + seconds + rng.uniform(0, 0.004)
         return start + seconds
+
     timeline.spans.append(Span("start_up", "main", 0.0, 1.0))
     for batch in range(-(-n_files // 32)):
         times = rng.uniform(0.5, 1.5, 5) * (0.010, 0.002, 0.020, 0.001, 0.003)
         if device:
             ready = work("read", f"reader-{batch % 8}", times[0], batch)
-            for stage, lane, t in zip(("copy_in", "compute", "copy_out"), ("cuda:0 in", "cuda:0 compute", "cuda:0 out"), times[1:] / 4): ready = work(
-                stage, lane, t, batch, ready)
+            for stage, lane, t in zip(
+                ("copy_in", "compute", "copy_out"),
+                ("cuda:0 in", "cuda:0 compute", "cuda:0 out"),
+                times[1:] / 4,
+            ):
+                ready = work(stage, lane, t, batch, ready)
             work("write", "writer-0", times[4], batch, ready)
-            timeline.gauges += [Gauge("queue.compute", ready, batch % 7), Gauge("queue.write", ready, batch % 3)]
+            timeline.gauges += [
+                Gauge("queue.compute", ready, batch % 7),
+                Gauge("queue.write", ready, batch % 3),
+            ]
         else:
-            for stage, t in zip(("read", "compute", "write"), times[[0, 2, 4]]): work(stage, f"worker-{batch % 4}", t, batch)
+            for stage, t in zip(("read", "compute", "write"), times[[0, 2, 4]]):
+                work(stage, f"worker-{batch % 4}", t, batch)
     end = max(s.end_s for s in timeline.spans)
-    timeline.spans += [Span("publish", "publisher-0", end, end + 1, "TRAINING"), Span("verify", "publisher-0", end + 0.2, end + 0.6, "TRAINING")]
+    timeline.spans += [
+        Span("publish", "publisher-0", end, end + 1, "TRAINING"),
+        Span("verify", "publisher-0", end + 0.2, end + 0.6, "TRAINING"),
+    ]
     for t in np.linspace(0, end + 1, n_samples):
-        timeline.samples.append({"time_s": float(t)} | {k: float(rng.uniform(0, 1e10)) for k in SAMPLE_KEYS if k != "cpu_cores_percent"}
-                                | {"cpu_cores_percent": [int(x) for x in rng.integers(0, 101, n_cores)]})
+        timeline.samples.append(
+            {"time_s": float(t)}
+            | {k: float(rng.uniform(0, 1e10)) for k in SAMPLE_KEYS if k != "cpu_cores_percent"}
+            | {"cpu_cores_percent": [int(x) for x in rng.integers(0, 101, n_cores)]}
+        )
     return timeline
 
 
@@ -52,13 +81,20 @@ def large_run(n_files: int = 200_000, *, device: bool, n_cores: int = 8, n_sampl
 def test_parts_stand_behind_the_body_and_last_as_long_together():
     timeline = Timeline()
     clock = iter([1.0, 5.0, 6.0, 7.0])
-    timeline.now_s = lambda: next(clock)      # type: ignore[method-assign]
+    timeline.now_s = lambda: next(clock)  # type: ignore[method-assign]
     with timeline.span("read", "reader-0", split="T", batch=3) as moved:
         moved.n_files, moved.n_bytes, moved.parts = 32, 99, {"decode": (1.0, 20), "resample": (2.0, 7)}
     assert sorted(timeline.spans, key=lambda s: s.start_s) == [
-        Span("read", "reader-0", 1.0, 2.0, "T", 3, 32, 99), Span("decode", "reader-0", 2.0, 3.0, "T", 3, 20), Span("resample", "reader-0", 3.0, 5.0, "T", 3, 7)]
-    with timeline.span("read", "reader-0") as moved: moved.parts = {"decode": (1.5, 1)}      # a clock of its own may say a little more than there was
-    assert [(s.stage, s.start_s, s.end_s) for s in timeline.spans[-2:]] == [("decode", 6.0, 7.0), ("read", 6.0, 6.0)]
+        Span("read", "reader-0", 1.0, 2.0, "T", 3, 32, 99),
+        Span("decode", "reader-0", 2.0, 3.0, "T", 3, 20),
+        Span("resample", "reader-0", 3.0, 5.0, "T", 3, 7),
+    ]
+    with timeline.span("read", "reader-0") as moved:
+        moved.parts = {"decode": (1.5, 1)}  # a clock of its own may say a little more than there was
+    assert [(s.stage, s.start_s, s.end_s) for s in timeline.spans[-2:]] == [
+        ("decode", 6.0, 7.0),
+        ("read", 6.0, 6.0),
+    ]
 
 
 # ---- size
@@ -78,16 +114,21 @@ def test_200_000_files_take_less_than_a_megabyte(tmp_path, device, n_cores):
     assert back.samples[-1]["time_s"] == pytest.approx(timeline.samples[-1]["time_s"], abs=1e-5)
 
 
-@pytest.mark.parametrize(("device", "near"), [(False, 0.04), (True, 0.02)])     # what overlapped by chance is not kept instant by instant
+@pytest.mark.parametrize(
+    ("device", "near"), [(False, 0.04), (True, 0.02)]
+)  # what overlapped by chance is not kept instant by instant
 def test_the_stored_timeline_tells_the_same_story(tmp_path, device, near):
     timeline = large_run(device=device, n_samples=10)
     back = read_timeline(write_timeline(timeline, tmp_path / "t.json"))
     wall_s = sum(attribute(timeline).values())
-    for stage, seconds in attribute(timeline).items(): assert attribute(back)[stage] == pytest.approx(seconds, abs=near * wall_s), stage
-    for a, b in zip(bounds(timeline), bounds(back)): assert (a.stage, a.gain_s) == (b.stage, pytest.approx(b.gain_s, abs=0.03 * wall_s))
+    for stage, seconds in attribute(timeline).items():
+        assert attribute(back)[stage] == pytest.approx(seconds, abs=near * wall_s), stage
+    for a, b in zip(bounds(timeline), bounds(back)):
+        assert (a.stage, a.gain_s) == (b.stage, pytest.approx(b.gain_s, abs=0.03 * wall_s))
     for old, new in zip(stage_table(timeline), stage_table(back)):
         assert (old.stage, old.n_files, old.n_bytes) == (new.stage, new.n_files, new.n_bytes)
-        if old.stage != "publish": assert new.total_s == pytest.approx(old.total_s, rel=1e-3)      # the check inside it is cut out
+        if old.stage != "publish":
+            assert new.total_s == pytest.approx(old.total_s, rel=1e-3)  # the check inside it is cut out
 
 
 def test_pauses_are_not_counted_as_work():
@@ -98,11 +139,20 @@ def test_pauses_are_not_counted_as_work():
 
 
 def test_what_lies_inside_of_a_span_is_cut_out_of_it():
-    spans = [s for i in range(0, 400, 2) for s in (Span("publish", "publisher-0", i, i + 1.5, "T"), Span("verify", "publisher-0", i + 0.5, i + 1, "T"))]
+    spans = [
+        s
+        for i in range(0, 400, 2)
+        for s in (
+            Span("publish", "publisher-0", i, i + 1.5, "T"),
+            Span("verify", "publisher-0", i + 0.5, i + 1, "T"),
+        )
+    ]
     kept = thin(spans, 100)
     assert len(kept) <= 100
     assert covered_s(s for s in kept if s.stage == "verify") == pytest.approx(100)
-    assert covered_s(s for s in kept if s.stage == "publish") == pytest.approx(200)      # without the check inside of it
+    assert covered_s(s for s in kept if s.stage == "publish") == pytest.approx(
+        200
+    )  # without the check inside of it
 
 
 def test_more_lanes_than_spans_may_be_kept_are_one_slice():
@@ -113,12 +163,35 @@ def test_more_lanes_than_spans_may_be_kept_are_one_slice():
 
 
 def test_samples_are_joined_by_what_they_are():
-    made: list[dict[str, Any]] = [dict(time_s=float(t), cpu_percent=None if t < 2 else 10.0 * t, rss_bytes=[9, 1, 5, 2, 3][t], disk_read_bytes=t,
-                                       cpu_cores_percent=None if t < 2 else [t, 10 * t], pcie_rx_bytes_per_s=None) for t in range(5)]
+    made: list[dict[str, Any]] = [
+        dict(
+            time_s=float(t),
+            cpu_percent=None if t < 2 else 10.0 * t,
+            rss_bytes=[9, 1, 5, 2, 3][t],
+            disk_read_bytes=t,
+            cpu_cores_percent=None if t < 2 else [t, 10 * t],
+            pcie_rx_bytes_per_s=None,
+        )
+        for t in range(5)
+    ]
     first, a, b = thin_samples(made, 3)
     assert first == made[0]
-    assert a == dict(time_s=2.0, cpu_percent=20.0, rss_bytes=5, disk_read_bytes=2, cpu_cores_percent=[2, 20], pcie_rx_bytes_per_s=None)
-    assert b == dict(time_s=4.0, cpu_percent=35.0, rss_bytes=3, disk_read_bytes=4, cpu_cores_percent=[4, 35], pcie_rx_bytes_per_s=None)
+    assert a == dict(
+        time_s=2.0,
+        cpu_percent=20.0,
+        rss_bytes=5,
+        disk_read_bytes=2,
+        cpu_cores_percent=[2, 20],
+        pcie_rx_bytes_per_s=None,
+    )
+    assert b == dict(
+        time_s=4.0,
+        cpu_percent=35.0,
+        rss_bytes=3,
+        disk_read_bytes=4,
+        cpu_cores_percent=[4, 35],
+        pcie_rx_bytes_per_s=None,
+    )
     assert thin_samples(made, 5) == made
 
 
@@ -128,7 +201,10 @@ def test_samples_are_joined_by_what_they_are():
 @pytest.fixture
 def stored(tmp_path) -> Path:
     timeline = Timeline()
-    timeline.spans = [Span("read", "reader-0", 0.0, 1.0, "T", 0, 32, 100), Span("compute", "engine-0", 1.0, 2.0, "T", 0, 32)]
+    timeline.spans = [
+        Span("read", "reader-0", 0.0, 1.0, "T", 0, 32, 100),
+        Span("compute", "engine-0", 1.0, 2.0, "T", 0, 32),
+    ]
     timeline.gauges = [Gauge("queue.compute", 0.5, 1)]
     timeline.samples = [{"time_s": 0.1, "cpu_percent": None, "cpu_cores_percent": [1, 2], "rss_bytes": 5}]
     return write_timeline(timeline, tmp_path / "t.json")
@@ -140,24 +216,30 @@ def test_the_schema_is_documented_whole(stored):
     assert list(json.loads(stored.read_text())) == ["schema", "wall_s", "spans", "gauges", "samples", "meta"]
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (lambda b: b.update(schema=3), "schema is 3, known is 2"),
-    (lambda b: b.update(schema=1), "schema is 1, known is 2"),
-    (lambda b: b["meta"].update(settings=[]), "meta.settings is of another type: every field of PipelineConfig"),
-    (lambda b: b["meta"].update(check="all"), "meta.check is of another type"),
-    (lambda b: b.pop("wall_s"), "wall_s is missing"),
-    (lambda b: b.update(wall_s=7.0), "wall_s is not the end"),
-    (lambda b: b["spans"].pop("lane"), "spans needs the columns"),
-    (lambda b: b["spans"]["lane"].pop(), "different lengths"),
-    (lambda b: b["spans"].update(stage=["read", "reed"]), "unknown stages: reed"),
-    (lambda b: b["spans"].update(start_s=[0, 9]), "ends before it starts"),
-    (lambda b: b["spans"].update(n_files=["x", 1]), "spans.n_files holds a value of another type"),
-    (lambda b: b["spans"].update(batch=[True, 1]), "spans.batch holds a value of another type"),
-    (lambda b: b["gauges"].append(["q", 1]), "a gauge is not"),
-    (lambda b: b["samples"].append({"rss_bytes": 1}), "a sample has no time_s"),
-    (lambda b: b["samples"].append({"time_s": 1, "rss_bytes": "much"}), "something else than numbers"),
-    (lambda b: b["meta"].update(note="x" * MAX_BYTES), "is the most"),
-])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda b: b.update(schema=3), "schema is 3, known is 2"),
+        (lambda b: b.update(schema=1), "schema is 1, known is 2"),
+        (
+            lambda b: b["meta"].update(settings=[]),
+            "meta.settings is of another type: every field of PipelineConfig",
+        ),
+        (lambda b: b["meta"].update(check="all"), "meta.check is of another type"),
+        (lambda b: b.pop("wall_s"), "wall_s is missing"),
+        (lambda b: b.update(wall_s=7.0), "wall_s is not the end"),
+        (lambda b: b["spans"].pop("lane"), "spans needs the columns"),
+        (lambda b: b["spans"]["lane"].pop(), "different lengths"),
+        (lambda b: b["spans"].update(stage=["read", "reed"]), "unknown stages: reed"),
+        (lambda b: b["spans"].update(start_s=[0, 9]), "ends before it starts"),
+        (lambda b: b["spans"].update(n_files=["x", 1]), "spans.n_files holds a value of another type"),
+        (lambda b: b["spans"].update(batch=[True, 1]), "spans.batch holds a value of another type"),
+        (lambda b: b["gauges"].append(["q", 1]), "a gauge is not"),
+        (lambda b: b["samples"].append({"rss_bytes": 1}), "a sample has no time_s"),
+        (lambda b: b["samples"].append({"time_s": 1, "rss_bytes": "much"}), "something else than numbers"),
+        (lambda b: b["meta"].update(note="x" * MAX_BYTES), "is the most"),
+    ],
+)
 def test_a_file_that_breaks_the_schema_is_told_where(stored, change, said):
     body = json.loads(stored.read_text())
     change(body)
@@ -167,14 +249,24 @@ def test_a_file_that_breaks_the_schema_is_told_where(stored, change, said):
     assert said in found[0]
 
 
-@pytest.mark.parametrize("change", [
-    lambda b: b.update(schema=3), lambda b: b["spans"].update(start_s=["now", 1.0]), lambda b: b["spans"]["lane"].pop(), lambda b: b.pop("meta"),
-    lambda b: b["gauges"].append(["q", 1]), lambda b: b["samples"].append({"time_s": None}), lambda b: b["meta"].update(workers=7)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: b.update(schema=3),
+        lambda b: b["spans"].update(start_s=["now", 1.0]),
+        lambda b: b["spans"]["lane"].pop(),
+        lambda b: b.pop("meta"),
+        lambda b: b["gauges"].append(["q", 1]),
+        lambda b: b["samples"].append({"time_s": None}),
+        lambda b: b["meta"].update(workers=7),
+    ],
+)
 def test_a_file_that_breaks_the_schema_is_not_read(stored, change):
     body = json.loads(stored.read_text())
     change(body)
     stored.write_text(json.dumps(body))
-    with pytest.raises(DataError, match="timeline of"): read_timeline(stored)
+    with pytest.raises(DataError, match="timeline of"):
+        read_timeline(stored)
 
 
 def test_files_of_the_schema_before_are_read(stored):
@@ -184,8 +276,10 @@ def test_files_of_the_schema_before_are_read(stored):
 
 def test_what_is_no_json_is_an_error(stored):
     stored.write_text("{")
-    with pytest.raises(DataError, match="not a timeline"): check_timeline(stored)
-    with pytest.raises(DataError, match="cannot be read"): check_timeline(stored.with_name("none.json"))
+    with pytest.raises(DataError, match="not a timeline"):
+        check_timeline(stored)
+    with pytest.raises(DataError, match="cannot be read"):
+        check_timeline(stored.with_name("none.json"))
     stored.write_text("[]")
     assert check_timeline(stored) == ["the file holds no object"]
 
@@ -194,22 +288,33 @@ def test_what_is_no_json_is_an_error(stored):
 
 
 class Fake:
-    def __init__(self, **values: Any): self.__dict__.update(values)
+    def __init__(self, **values: Any):
+        self.__dict__.update(values)
 
 
-NVML = {"nvmlInit": None, "nvmlDeviceGetHandleByIndex": "gpu", "nvmlDeviceGetUtilizationRates": Fake(gpu=42),
-        "nvmlDeviceGetMemoryInfo": Fake(used=7), "nvmlDeviceGetPcieThroughput": 3}
+NVML = {
+    "nvmlInit": None,
+    "nvmlDeviceGetHandleByIndex": "gpu",
+    "nvmlDeviceGetUtilizationRates": Fake(gpu=42),
+    "nvmlDeviceGetMemoryInfo": Fake(used=7),
+    "nvmlDeviceGetPcieThroughput": 3,
+}
 
 
 def with_nvml(monkeypatch, broken: str = "", counter: int | None = None) -> None:
     "An NVML with one GPU, in which one query raises (or, of the PCIe throughput, one counter)."
     nv = types.ModuleType("pynvml")
+
     def function(name: str) -> Any:
         def call(*args: Any) -> Any:
-            if name == broken and counter in (None, args[-1] if args else None): raise RuntimeError("Not Supported")
+            if name == broken and counter in (None, args[-1] if args else None):
+                raise RuntimeError("Not Supported")
             return NVML[name]
+
         return call
-    for name in NVML: setattr(nv, name, function(name))
+
+    for name in NVML:
+        setattr(nv, name, function(name))
     nv.NVML_PCIE_UTIL_TX_BYTES, nv.NVML_PCIE_UTIL_RX_BYTES = 0, 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pynvml", nv)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -222,13 +327,16 @@ def missing_values(sampler: Sampler) -> set[str]:
     return {key for key, value in sampler.take().items() if value is None}
 
 
-@pytest.mark.parametrize(("broken", "counter", "lost"), [
-    ("", None, set()),
-    ("nvmlDeviceGetUtilizationRates", None, {"gpu_percent"}),
-    ("nvmlDeviceGetMemoryInfo", None, {"vram_bytes"}),
-    ("nvmlDeviceGetPcieThroughput", 1, {"pcie_rx_bytes_per_s"}),
-    ("nvmlDeviceGetPcieThroughput", 0, {"pcie_tx_bytes_per_s"}),
-])
+@pytest.mark.parametrize(
+    ("broken", "counter", "lost"),
+    [
+        ("", None, set()),
+        ("nvmlDeviceGetUtilizationRates", None, {"gpu_percent"}),
+        ("nvmlDeviceGetMemoryInfo", None, {"vram_bytes"}),
+        ("nvmlDeviceGetPcieThroughput", 1, {"pcie_rx_bytes_per_s"}),
+        ("nvmlDeviceGetPcieThroughput", 0, {"pcie_tx_bytes_per_s"}),
+    ],
+)
 def test_a_query_of_nvml_that_raises_costs_its_own_figure(monkeypatch, broken, counter, lost):
     with_nvml(monkeypatch, broken, counter)
     sampler = Sampler()
@@ -236,15 +344,20 @@ def test_a_query_of_nvml_that_raises_costs_its_own_figure(monkeypatch, broken, c
     assert set(sampler.missing) == lost
 
 
-@pytest.mark.parametrize(("owner", "broken", "lost"), [
-    (psutil, "cpu_times", {"cpu_total_percent", "cpu_cores_percent"}),
-    (psutil, "virtual_memory", {"ram_used_bytes"}),
-    (psutil.Process, "memory_info", {"rss_bytes"}),
-    (psutil.Process, "io_counters", {"disk_read_bytes", "disk_written_bytes"}),
-    (psutil, "Process", {"rss_bytes", "disk_read_bytes", "disk_written_bytes"}),
-])
+@pytest.mark.parametrize(
+    ("owner", "broken", "lost"),
+    [
+        (psutil, "cpu_times", {"cpu_total_percent", "cpu_cores_percent"}),
+        (psutil, "virtual_memory", {"ram_used_bytes"}),
+        (psutil.Process, "memory_info", {"rss_bytes"}),
+        (psutil.Process, "io_counters", {"disk_read_bytes", "disk_written_bytes"}),
+        (psutil, "Process", {"rss_bytes", "disk_read_bytes", "disk_written_bytes"}),
+    ],
+)
 def test_a_query_of_psutil_that_raises_costs_its_own_figures(monkeypatch, owner, broken, lost):
-    def refuse(*args: Any, **options: Any) -> Any: raise PermissionError("denied")
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise PermissionError("denied")
+
     with_nvml(monkeypatch)
     monkeypatch.setattr(owner, broken, refuse, raising=False)
     sampler = Sampler()
@@ -257,11 +370,17 @@ def test_cores_are_told_one_by_one(monkeypatch):
     timeline = Timeline()
     until = time.monotonic() + 60
     with Monitor(timeline, 0.03):
-        while sum(s["cpu_cores_percent"] is not None for s in timeline.samples) < 2 and time.monotonic() < until: sum(i * i for i in range(100_000))
+        while (
+            sum(s["cpu_cores_percent"] is not None for s in timeline.samples) < 2 and time.monotonic() < until
+        ):
+            sum(i * i for i in range(100_000))
     seen = [s["cpu_cores_percent"] for s in timeline.samples if s["cpu_cores_percent"] is not None]
     assert timeline.samples[0]["cpu_cores_percent"] is None
     assert seen
-    assert all(len(cores) == psutil.cpu_count() and all(isinstance(v, int) and 0 <= v <= 100 for v in cores) for cores in seen)
+    assert all(
+        len(cores) == psutil.cpu_count() and all(isinstance(v, int) and 0 <= v <= 100 for v in cores)
+        for cores in seen
+    )
 
 
 def test_the_monitor_takes_less_than_a_hundredth_of_a_core():

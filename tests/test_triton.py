@@ -1,4 +1,5 @@
 "The fused kernel without a GPU: parity in Triton's interpreter, in a process of its own, and machine code for cards that are not in this machine."
+
 import ctypes
 import importlib.util
 import json
@@ -38,7 +39,11 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             # products are NumPy's here; on some processors its library sums a row in an order that depends on the row's place
-            os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", **({"OPENBLAS_CORETYPE": "Sandybridge"} if platform.machine() == "x86_64" else {}))
+            os.environ.update(
+                TRITON_INTERPRET="1",
+                OMP_NUM_THREADS="1",
+                **({"OPENBLAS_CORETYPE": "Sandybridge"} if platform.machine() == "x86_64" else {}),
+            )
             pool.submit(os.getpid).result()
         finally:
             os.environ.clear()
@@ -49,22 +54,33 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
 @pytest.fixture(scope="module")
 def compute(interpreter: ProcessPoolExecutor) -> Compute:
     "What the kernel makes of some recordings [n, N], in a poisoned array."
+
     def run(spec: MelSpec, samples: np.ndarray, **launch: int) -> np.ndarray:
         mels, moments = interpreter.submit(computed, spec.to_dict(), samples, launch).result()
-        if moments is not None: assert np.array_equal(moments, moments_of(samples))
+        if moments is not None:
+            assert np.array_equal(moments, moments_of(samples))
         return mels
+
     return run
 
 
 # -- what runs in that process ----------------------------------------------------------------------------------------------
 
-def computed(fields: dict[str, Any], samples: np.ndarray, launch: dict[str, int]) -> tuple[np.ndarray, np.ndarray | None]:
+
+def computed(
+    fields: dict[str, Any], samples: np.ndarray, launch: dict[str, int]
+) -> tuple[np.ndarray, np.ndarray | None]:
     "Features and, for 16 bits, moments; more recordings than there are would fit the chain."
     from leakmel.mel.triton_kernel import Launch, TritonChain
+
     spec = MelSpec(**fields)
     mels = torch.full((len(samples), *spec.row_shape), torch.nan, dtype=torch.float16)
-    moments = torch.full((len(samples), 5), torch.nan, dtype=torch.float64) if samples.dtype == np.int16 else None
-    TritonChain(spec, torch.device("cpu"), len(samples) + 3, launch=Launch(**launch)).features(torch.from_numpy(samples), mels, moments)
+    moments = (
+        torch.full((len(samples), 5), torch.nan, dtype=torch.float64) if samples.dtype == np.int16 else None
+    )
+    TritonChain(spec, torch.device("cpu"), len(samples) + 3, launch=Launch(**launch)).features(
+        torch.from_numpy(samples), mels, moments
+    )
     return mels.numpy(), None if moments is None else moments.numpy()
 
 
@@ -80,6 +96,7 @@ def last_programs(fields: dict[str, Any], n: int, x: np.ndarray) -> tuple[np.nda
     from triton.runtime.interpreter import interpreter_builder as builder
 
     from leakmel.mel.triton_kernel import FULL_SCALE, TritonChain, _mel_kernel, _moments_kernel
+
     spec = MelSpec(**fields)
     chain = TritonChain(spec, torch.device("cpu"), n)
     samples, mels = unreserved((n, spec.n_samples), np.int16), unreserved((n, *spec.row_shape), np.float16)
@@ -88,27 +105,46 @@ def last_programs(fields: dict[str, Any], n: int, x: np.ndarray) -> tuple[np.nda
     n_rows = n * chain.sizes.n_distinct
     n_programs, needed = -(-n_rows // chain.launch.rows), -(-chain.sizes.n_distinct // chain.launch.rows) + 1
     plain = type(builder).set_grid_idx
+
     def shifted(by: int) -> Callable[[int, int, int], None]:
         def set_grid_idx(x: int, y: int, z: int) -> None:
             plain(builder, x, y, z)
             builder.grid_idx = (x + by, y, z)
+
         return set_grid_idx
+
     try:
         builder.set_grid_idx = shifted(n_programs - needed)
-        _mel_kernel[(needed, 1)](torch.from_numpy(samples), torch.from_numpy(mels), *chain._tables, n_rows, **chain._constants)
+        _mel_kernel[(needed, 1)](
+            torch.from_numpy(samples), torch.from_numpy(mels), *chain._tables, n_rows, **chain._constants
+        )
         builder.set_grid_idx = shifted(n - 1)
-        _moments_kernel[(1,)](torch.from_numpy(samples), torch.from_numpy(moments), n_samples=spec.n_samples, full_scale=FULL_SCALE, block=2048)
-    finally: del builder.set_grid_idx
+        _moments_kernel[(1,)](
+            torch.from_numpy(samples),
+            torch.from_numpy(moments),
+            n_samples=spec.n_samples,
+            full_scale=FULL_SCALE,
+            block=2048,
+        )
+    finally:
+        del builder.set_grid_idx
     return mels[-1].copy(), moments[-1].copy()
 
 
 def far_apart(fields: dict[str, Any], places: dict[int, np.ndarray]) -> np.ndarray:
     "Features of two recordings of a spec of very long ones, silent but for pieces of the second that start at some places."
     from leakmel.mel.triton_kernel import TritonChain
+
     spec = MelSpec(**fields)
-    samples, mels = unreserved((2, spec.n_samples), np.int16), np.full((2, *spec.row_shape), np.nan, np.float16)
-    for start, piece in places.items(): samples[1, start:start + len(piece)] = piece
-    TritonChain(spec, torch.device("cpu"), 2).features(torch.from_numpy(samples), torch.from_numpy(mels), None)
+    samples, mels = (
+        unreserved((2, spec.n_samples), np.int16),
+        np.full((2, *spec.row_shape), np.nan, np.float16),
+    )
+    for start, piece in places.items():
+        samples[1, start : start + len(piece)] = piece
+    TritonChain(spec, torch.device("cpu"), 2).features(
+        torch.from_numpy(samples), torch.from_numpy(mels), None
+    )
     return mels
 
 
@@ -117,7 +153,8 @@ def between_walls(fields: dict[str, Any], samples: np.ndarray) -> np.ndarray:
     page, n_bytes = mmap.PAGESIZE, -(-samples.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     block = mmap.mmap(-1, n_bytes + 2 * page)
     libc, start = ctypes.CDLL(None, use_errno=True), ctypes.addressof(ctypes.c_char.from_buffer(block))
-    for wall in (start, start + page + n_bytes): assert libc.mprotect(ctypes.c_void_p(wall), ctypes.c_size_t(page), 0) == 0
+    for wall in (start, start + page + n_bytes):
+        assert libc.mprotect(ctypes.c_void_p(wall), ctypes.c_size_t(page), 0) == 0
     found = []
     for offset in (page + n_bytes - samples.nbytes, page):
         x = np.frombuffer(block, samples.dtype, samples.size, offset).reshape(samples.shape)
@@ -130,23 +167,39 @@ def between_walls(fields: dict[str, Any], samples: np.ndarray) -> np.ndarray:
 def refusals(fields: dict[str, Any]) -> list[str]:
     "The messages of calls with tensors the kernels cannot work on."
     from leakmel.mel.triton_kernel import TritonChain
+
     spec = MelSpec(**fields)
     chain = TritonChain(spec, torch.device("cpu"), 4)
-    x, mels = torch.zeros((2, spec.n_samples), dtype=torch.int16), torch.zeros((2, *spec.row_shape), dtype=torch.float16)
+    x, mels = (
+        torch.zeros((2, spec.n_samples), dtype=torch.int16),
+        torch.zeros((2, *spec.row_shape), dtype=torch.float16),
+    )
     moments, found = torch.zeros((2, 5), dtype=torch.float64), []
     wrong: list[tuple[Any, Any, Any]] = [
-        (x[:, 1:], mels, None), (x.int(), mels, None), (x.T.contiguous().T, mels, None), (x, mels[:1], None), (x, mels.float(), None),
-        (x, mels, moments.float()), (x, mels, moments[:1]), (x.float(), mels, moments), (x.repeat(3, 1), mels.repeat(3, 1, 1, 1, 1), None),
-        (x.to("meta"), mels, None)]
+        (x[:, 1:], mels, None),
+        (x.int(), mels, None),
+        (x.T.contiguous().T, mels, None),
+        (x, mels[:1], None),
+        (x, mels.float(), None),
+        (x, mels, moments.float()),
+        (x, mels, moments[:1]),
+        (x.float(), mels, moments),
+        (x.repeat(3, 1), mels.repeat(3, 1, 1, 1, 1), None),
+        (x.to("meta"), mels, None),
+    ]
     for arguments in wrong:
-        try: chain.features(*arguments)
-        except EngineError as e: found.append(str(e).split(";")[0])
-        else: found.append("")
+        try:
+            chain.features(*arguments)
+        except EngineError as e:
+            found.append(str(e).split(";")[0])
+        else:
+            found.append("")
     chain.features(x[:0], mels[:0], moments[:0])
     return found
 
 
 # -- parity -------------------------------------------------------------------------------------------------------------------
+
 
 def check_parity(compute: Compute, spec: MelSpec, made: dict[str, np.ndarray], **launch: int) -> None:
     "All signals in one batch, each row against the reference; the same bits from float32 samples."
@@ -177,25 +230,38 @@ def test_the_hard_case(compute: Compute, preset: str, n_mels: int, bins: int) ->
     assert float((right.db.max(axis=-2) - right.db.min(axis=-2)).max()) > 90
     got = compute(spec, x[None], bins=bins)[0]
     assert compare(got, right, spec).ok, compare(got, right, spec)
-    assert np.abs(got - right.db).max() < 0.12         # beyond what the tolerance asks: float32 itself errs by 0.16 and more
+    assert (
+        np.abs(got - right.db).max() < 0.12
+    )  # beyond what the tolerance asks: float32 itself errs by 0.16 and more
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("geometry", [pytest.param(name, marks=[pytest.mark.long] if "8,192" in name else []) for name in GEOMETRIES])
+@pytest.mark.parametrize(
+    "geometry",
+    [pytest.param(name, marks=[pytest.mark.long] if "8,192" in name else []) for name in GEOMETRIES],
+)
 def test_parity_of_other_geometries(compute: Compute, geometry: str) -> None:
     changes = GEOMETRIES[geometry]
     spec = MelSpec(**({"duration_s": max(1.25, changes.get("long_window", 0) / 4096)} | changes))
     made, launch = signals(spec), {}
-    if spec.n_fft > 1000:       # the interpreter takes its time: few frames, of which a program takes few
+    if spec.n_fft > 1000:  # the interpreter takes its time: few frames, of which a program takes few
         made = {k: made[k] for k in ("white noise", "tone at full scale over noise of 1 LSB", "impulse")}
         launch = {"rows": 16, "warps": 1, "bins": 512}
     check_parity(compute, spec, made, **launch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("geometry", ["one mel", "slaney scale", "power 2", "a band in the middle", "htk with norm", "51.2 kHz"])
+@pytest.mark.parametrize(
+    "geometry", ["one mel", "slaney scale", "power 2", "a band in the middle", "htk with norm", "51.2 kHz"]
+)
 def test_energy_where_no_band_is(compute: Compute, geometry: str) -> None:
-    spec = MelSpec(**({"duration_s": 2.5} | GEOMETRIES[geometry] | {"duration_s": 0.5 if geometry != "51.2 kHz" else 0.1}))
+    spec = MelSpec(
+        **(
+            {"duration_s": 2.5}
+            | GEOMETRIES[geometry]
+            | {"duration_s": 0.5 if geometry != "51.2 kHz" else 0.1}
+        )
+    )
     check_parity(compute, spec, {name: to_int16(f(np.arange(spec.n_samples))) for name, f in FRINGE.items()})
 
 
@@ -206,7 +272,7 @@ def test_float_samples_of_any_level(compute: Compute, level: float, power: float
     spec = MelSpec.preset("disjoint", duration_s=0.5, power=power, floor=1e-30)
     rng = np.random.default_rng(3)
     noise = rng.normal(0, 1, (2, spec.n_samples))
-    noise[1, :spec.n_samples // 2] *= 1e-5         # a quiet frame before a loud one
+    noise[1, : spec.n_samples // 2] *= 1e-5  # a quiet frame before a loud one
     x = (noise * level).astype(np.float32)
     got = compute(spec, x)
     verdict = compare(got, reference_features(x, spec), spec)
@@ -217,7 +283,10 @@ def test_24_bits_count(compute: Compute) -> None:
     "A tone below the last step of 16 bits beside a loud one is seen."
     spec = MelSpec.preset("disjoint", duration_s=0.5, n_mels=32)
     t = np.arange(spec.n_samples)
-    x = np.round(2**23 * (0.5 * np.sin(2 * np.pi * 40 * t / 512) + 2e-6 * np.sin(2 * np.pi * 200 * t / 512))) / 2**23
+    x = (
+        np.round(2**23 * (0.5 * np.sin(2 * np.pi * 40 * t / 512) + 2e-6 * np.sin(2 * np.pi * 200 * t / 512)))
+        / 2**23
+    )
     batch = np.stack([x, np.round(x * 32_768) / 32_768]).astype(np.float32)
     got = compute(spec, batch)
     verdict = compare(got, reference_features(batch, spec), spec)
@@ -229,7 +298,10 @@ def test_24_bits_count(compute: Compute) -> None:
 def tensor_core_sums(frames: bytes, n_fft: int) -> np.ndarray:
     "Magnitudes [D, F] of frames of 16-bit samples, every sum cut off at 24 bits after each 16 products, as tensor cores do; the interpreter rounds."
     x = np.frombuffer(frames, np.int16).reshape(-1, n_fft).astype(np.float64)
-    def cut(v: np.ndarray, e: np.ndarray) -> np.ndarray: return np.ldexp(np.trunc(np.ldexp(v, 24 - e)), e - 24)
+
+    def cut(v: np.ndarray, e: np.ndarray) -> np.ndarray:
+        return np.ldexp(np.trunc(np.ldexp(v, 24 - e)), e - 24)
+
     n, total = np.arange(1, n_fft // 2 + 1), np.zeros((len(x), n_fft // 2 + 1))
     window = hann_periodic(n_fft)[n] * np.where(n == n_fft / 2, 0.5, 1)
     angles = 2 * np.pi * (np.outer(n, np.arange(n_fft // 2 + 1)) % n_fft) / n_fft
@@ -239,7 +311,9 @@ def tensor_core_sums(frames: bytes, n_fft: int) -> np.ndarray:
         a1, b1 = ((v - v0).astype(np.float16).astype(np.float64) for v, v0 in ((a, a0), (b, b0)))
         for k in range(0, len(n), 16):
             for left, right in ((a1, b0), (a0, b1), (a0, b0)):
-                terms = np.concatenate([left[:, None, k:k + 16] * right[k:k + 16].T, so_far[..., None]], axis=-1)
+                terms = np.concatenate(
+                    [left[:, None, k : k + 16] * right[k : k + 16].T, so_far[..., None]], axis=-1
+                )
                 total_k = cut(terms, np.frexp(np.abs(terms).max(axis=-1, keepdims=True))[1]).sum(axis=-1)
                 so_far = cut(total_k, np.frexp(total_k)[1])
         total += so_far**2
@@ -253,7 +327,7 @@ def test_the_hard_case_with_sums_that_are_cut_off(preset: str, n_mels: int) -> N
     spec = MelSpec.preset(preset, duration_s=0.5, n_mels=n_mels, f_min_hz=60 if n_mels == 128 else 0)
     x = signals(spec)["tone at full scale over noise of 1 LSB"]
     starts, index = spec.grid.distinct
-    magnitude = tensor_core_sums(np.stack([x[s:s + spec.n_fft] for s in starts]).tobytes(), spec.n_fft)
+    magnitude = tensor_core_sums(np.stack([x[s : s + spec.n_fft] for s in starts]).tobytes(), spec.n_fft)
     db = (20 / spec.power * np.log10(magnitude**spec.power @ spec.filterbank))[index].swapaxes(-1, -2)
     right = reference_features(x, spec)
     assert compare(db.astype(np.float16), right, spec).ok
@@ -262,15 +336,24 @@ def test_the_hard_case_with_sums_that_are_cut_off(preset: str, n_mels: int) -> N
 
 # -- a row depends on its recording alone -------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("changes", [{}, {"n_fft": 400, "n_mels": 33, "hop_length": 37}, GEOMETRIES["uneven starts, some met twice"]],
-                         ids=["preset", "400", "uneven"])
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"n_fft": 400, "n_mels": 33, "hop_length": 37}, GEOMETRIES["uneven starts, some met twice"]],
+    ids=["preset", "400", "uneven"],
+)
 def test_neighbours_size_place_and_launch_change_no_bit(compute: Compute, changes: dict[str, Any]) -> None:
     spec = MelSpec.preset("overlap", duration_s=0.75, **changes)
     rng, me = np.random.default_rng(5), check_recording(spec)
     for kind in (np.int16, np.float32):
         mine = me if kind is np.int16 else (me / 32_768 + 1e-7).astype(np.float32)
         alone = compute(spec, mine)[0]
-        for size, place, launch in ((2, 0, {}), (3, 1, {"rows": 32}), (7, 6, {"rows": 64, "warps": 4, "stages": 2}), (17, 9, {"rows": 256})):
+        for size, place, launch in (
+            (2, 0, {}),
+            (3, 1, {"rows": 32}),
+            (7, 6, {"rows": 64, "warps": 4, "stages": 2}),
+            (17, 9, {"rows": 256}),
+        ):
             others = rng.integers(-32_768, 32_767, (size, spec.n_samples), dtype=np.int16)
             batch = others if kind is np.int16 else (others * np.float32(3e4)).astype(np.float32)
             batch[place] = mine[0]
@@ -291,11 +374,24 @@ def test_neighbours_that_are_no_numbers(compute: Compute) -> None:
 
 BIG: dict[str, tuple[dict[str, Any], int]] = {
     "samples beyond 2**31": ({}, 52_500),
-    "features beyond 2**31": ({"duration_s": 0.125, "long_window": 512, "short_window": 512, "n_fft": 64, "hop_length": 1, "n_mels": 8}, 600_000)}
+    "features beyond 2**31": (
+        {
+            "duration_s": 0.125,
+            "long_window": 512,
+            "short_window": 512,
+            "n_fft": 64,
+            "hop_length": 1,
+            "n_mels": 8,
+        },
+        600_000,
+    ),
+}
 
 
 @pytest.mark.parametrize("case", BIG)
-def test_more_elements_than_31_bits_count(interpreter: ProcessPoolExecutor, compute: Compute, case: str) -> None:
+def test_more_elements_than_31_bits_count(
+    interpreter: ProcessPoolExecutor, compute: Compute, case: str
+) -> None:
     changes, n = BIG[case]
     spec = MelSpec(**changes)
     assert n * (spec.n_samples if case.startswith("samples") else int(np.prod(spec.row_shape))) > 2**31
@@ -307,32 +403,43 @@ def test_more_elements_than_31_bits_count(interpreter: ProcessPoolExecutor, comp
 
 def test_recordings_of_2_to_the_31_samples(interpreter: ProcessPoolExecutor, compute: Compute) -> None:
     "Frames of one program that lie more than 2**31 samples apart."
-    spec = MelSpec(sample_rate=4096, duration_s=(2**31 - 4096) / 4096, long_window=1024, long_hop=2**30 - 4096)
+    spec = MelSpec(
+        sample_rate=4096, duration_s=(2**31 - 4096) / 4096, long_window=1024, long_hop=2**30 - 4096
+    )
     one = MelSpec(duration_s=0.25)
     x = check_recording(one)
     starts = [i * spec.long_hop for i in range(spec.row_shape[0])]
     assert starts[-1] + spec.n_samples > 2**31
     got = interpreter.submit(far_apart, spec.to_dict(), dict.fromkeys(starts, x[0])).result()
     assert (got[0] == -200).all()
-    for row in got[1]: assert np.array_equal(row, compute(one, x)[0, 0])
+    for row in got[1]:
+        assert np.array_equal(row, compute(one, x)[0, 0])
 
 
 SHORT: dict[str, Any] = {"n_fft": 5, "n_mels": 1, "duration_s": 5 / 4096, "long_window": 5, "short_window": 5}
 
 
 @pytest.mark.parametrize("changes", [{}, {"n_fft": 20, "n_mels": 4}, SHORT], ids=["preset", "20", "5"])
-def test_nothing_beyond_the_samples_is_read(interpreter: ProcessPoolExecutor, compute: Compute, changes: dict[str, Any]) -> None:
+def test_nothing_beyond_the_samples_is_read(
+    interpreter: ProcessPoolExecutor, compute: Compute, changes: dict[str, Any]
+) -> None:
     spec = MelSpec(**({"duration_s": 0.25} | changes))
     for dtype in (np.int16, np.float32):
         samples = np.random.default_rng(0).integers(-9999, 9999, (3, spec.n_samples)).astype(dtype)
-        assert np.array_equal(interpreter.submit(between_walls, spec.to_dict(), samples).result(), compute(spec, samples))
+        assert np.array_equal(
+            interpreter.submit(between_walls, spec.to_dict(), samples).result(), compute(spec, samples)
+        )
 
 
 def test_tensors_that_do_not_fit_are_refused(interpreter: ProcessPoolExecutor) -> None:
     messages = interpreter.submit(refusals, MelSpec(duration_s=0.25).to_dict()).result()
     what = ["samples"] * 3 + ["features"] * 2 + ["moments"] * 2
-    assert messages == [*(f"{w} the kernel cannot work on" for w in what), "moments are of 16-bit samples",
-                        "more recordings than the chain was made for", "samples the kernel cannot work on"]
+    assert messages == [
+        *(f"{w} the kernel cannot work on" for w in what),
+        "moments are of 16-bit samples",
+        "more recordings than the chain was made for",
+        "samples the kernel cannot work on",
+    ]
 
 
 # -- compiled ahead -------------------------------------------------------------------------------------------------------------
@@ -340,9 +447,15 @@ def test_tensors_that_do_not_fit_are_refused(interpreter: ProcessPoolExecutor) -
 # Most shared memory of a block: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": 227 KB for 9.0, 99 KB for 12.0.
 SHARED = {90: 232_448, 120: 101_376}
 AHEAD: dict[str, dict[str, Any]] = {
-    "disjoint": {}, "overlap": PRESETS["overlap@1"], "128 mels": {"n_mels": 128, "f_min_hz": 60}, "5 frames": GEOMETRIES["5 overlapping frames"],
-    "odd": GEOMETRIES["odd FFT"], "1,024 points": {"n_fft": 1024, "short_window": 1024}, "4,096 points": GEOMETRIES["4,096-point FFT"],
-    "long recordings": {"duration_s": 400_000}}
+    "disjoint": {},
+    "overlap": PRESETS["overlap@1"],
+    "128 mels": {"n_mels": 128, "f_min_hz": 60},
+    "5 frames": GEOMETRIES["5 overlapping frames"],
+    "odd": GEOMETRIES["odd FFT"],
+    "1,024 points": {"n_fft": 1024, "short_window": 1024},
+    "4,096 points": GEOMETRIES["4,096-point FFT"],
+    "long recordings": {"duration_s": 400_000},
+}
 
 
 def compile_ahead(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -356,14 +469,25 @@ def compile_ahead(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("capability", "which"), [(90, "all"), (120, "presets"), pytest.param(120, "all", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("capability", "which"), [(90, "all"), (120, "presets"), pytest.param(120, "all", marks=pytest.mark.long)]
+)
 def test_machine_code_for_cards_that_are_not_here(capability: int, which: str) -> None:
     "Fits a block's shared memory, multiplies on tensor cores, loads tables ahead, and keeps 16-bit samples' values in registers."
-    cases = [(name, samples) for samples in ("int16", "float32") for name in (AHEAD if samples == "int16" else ["disjoint", "overlap", "4,096 points"])
-             if which == "all" or (name in ("disjoint", "overlap") and samples == "int16")]
+    cases = [
+        (name, samples)
+        for samples in ("int16", "float32")
+        for name in (AHEAD if samples == "int16" else ["disjoint", "overlap", "4,096 points"])
+        if which == "all" or (name in ("disjoint", "overlap") and samples == "int16")
+    ]
     assert len(cases) == (len(AHEAD) + 3 if which == "all" else 2)
     moments = ("disjoint", "moments")
-    found = compile_ahead([{"capability": capability, "spec": asdict(MelSpec(**AHEAD[name])), "samples": s} for name, s in [moments, *cases]])
+    found = compile_ahead(
+        [
+            {"capability": capability, "spec": asdict(MelSpec(**AHEAD[name])), "samples": s}
+            for name, s in [moments, *cases]
+        ]
+    )
     assert found[0]["shared"] < 1024
     assert found[0]["stack"] == 0
     for (name, samples), one in zip(cases, found[1:]):

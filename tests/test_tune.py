@@ -1,4 +1,5 @@
 "`leakmel tune`: what is recommended and what is not, the time it takes, and the file that later builds pick up."
+
 import errno
 import json
 import os
@@ -26,11 +27,31 @@ from leakmel.core.monitor import usable_cores
 from leakmel.dataset import settings
 from leakmel.dataset.config import PipelineConfig
 from leakmel.dataset.runs import RunPlan, build_kinds, execute, plan_rows, plan_run
-from leakmel.dataset.settings import LIMITS, find_tuned, read_tuned, this_machine, tuned_config, tuned_places, with_tuned, write_tuned
+from leakmel.dataset.settings import (
+    LIMITS,
+    find_tuned,
+    read_tuned,
+    this_machine,
+    tuned_config,
+    tuned_places,
+    with_tuned,
+    write_tuned,
+)
 from leakmel.dataset.spec_file import write_spec
 from leakmel.ops import tune as tune_module, tune_trials
 from leakmel.ops.tune import NotKeptError, plan_sweep, tune
-from leakmel.ops.tune_judge import CONFIRM_ROUNDS, Key, Runs, Score, choose, is_better, scores_of, shortlist, sweep, verdict
+from leakmel.ops.tune_judge import (
+    CONFIRM_ROUNDS,
+    Key,
+    Runs,
+    Score,
+    choose,
+    is_better,
+    scores_of,
+    shortlist,
+    sweep,
+    verdict,
+)
 from leakmel.ops.tune_trials import DEFAULT, BuildTrials, Candidate, StateError, make_cache_state, take_sample
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,52 +71,82 @@ def own_config(tmp_path, monkeypatch) -> Path:
 class Clock:
     "A clock that only trials move."
 
-    def __init__(self): self.now_s, self.order = 0.0, list[Key]()
+    def __init__(self):
+        self.now_s, self.order = 0.0, list[Key]()
 
-    def __call__(self) -> float: return self.now_s
+    def __call__(self) -> float:
+        return self.now_s
 
     def trial(self, key: Key, seconds: Callable[[], float], before_s: float = 0.0) -> Callable[[], float]:
         "A trial that lasts `seconds` after something that takes `before_s`."
+
         def run() -> float:
             self.order.append(key)
             took = seconds()
             self.now_s += before_s + took
             return took
+
         return run
 
 
-def trials_of(clock: Clock, rates: dict[str, Callable[[], float]], states: tuple[str, ...] = ("cold", "warm")) -> dict[Key, Callable[[], float]]:
+def trials_of(
+    clock: Clock, rates: dict[str, Callable[[], float]], states: tuple[str, ...] = ("cold", "warm")
+) -> dict[Key, Callable[[], float]]:
     "Trials of some names, each with what gives its files/s."
-    def seconds(rate: Callable[[], float]) -> Callable[[], float]: return lambda: N_FILES / rate()
+
+    def seconds(rate: Callable[[], float]) -> Callable[[], float]:
+        return lambda: N_FILES / rate()
+
     return {(name, c): clock.trial((name, c), seconds(rate)) for name, rate in rates.items() for c in states}
 
 
-def made(rates: dict[str, float], around: float = 0.0, rounds: int = 5, seed: int = 0) -> dict[str, list[Score]]:
+def made(
+    rates: dict[str, float], around: float = 0.0, rounds: int = 5, seed: int = 0
+) -> dict[str, list[Score]]:
     "Scores of trials whose rates lie so far around some means, at random."
     rng, clock = random.Random(seed), Clock()
-    def rate(mean: float) -> Callable[[], float]: return lambda: mean * rng.uniform(1 - around, 1 + around)
-    found = sweep(trials_of(clock, {name: rate(mean) for name, mean in rates.items()}), rounds=rounds, ends_s=1e9, clock=clock)
+
+    def rate(mean: float) -> Callable[[], float]:
+        return lambda: mean * rng.uniform(1 - around, 1 + around)
+
+    found = sweep(
+        trials_of(clock, {name: rate(mean) for name, mean in rates.items()}),
+        rounds=rounds,
+        ends_s=1e9,
+        clock=clock,
+    )
     return {cache: scores_of(found, cache, N_FILES, N_FILES * 1000) for cache in ("cold", "warm")}
 
 
-TRIED = [Candidate(DEFAULT), Candidate("a", {"slots": 4}, group="one"), Candidate("b", {"slots": 8}, group="one"),
-         Candidate("c", {"read_ahead": 0}, group="two"), Candidate("known", mode="memmap")]
+TRIED = [
+    Candidate(DEFAULT),
+    Candidate("a", {"slots": 4}, group="one"),
+    Candidate("b", {"slots": 8}, group="one"),
+    Candidate("c", {"read_ahead": 0}, group="two"),
+    Candidate("known", mode="memmap"),
+]
 
 
 def recommended(rates: dict[str, float], around: float = 0.0, seed: int = 0) -> str | None:
     "What both looks come to."
     listed = shortlist(made(rates, around, 3, 2 * seed), TRIED)
-    if len(listed) < 2: return None
-    means = {c.name: rates[c.name] if c.name in rates else max(rates[n] for n in c.name.split(" + ")) for c in listed}
+    if len(listed) < 2:
+        return None
+    means = {
+        c.name: rates[c.name] if c.name in rates else max(rates[n] for n in c.name.split(" + "))
+        for c in listed
+    }
     chosen = choose(made(means, around, CONFIRM_ROUNDS, 2 * seed + 1), listed)
     return None if chosen is None else chosen.name
 
 
 def test_rounds_are_interleaved_and_never_in_the_same_order():
     clock = Clock()
-    found = sweep(trials_of(clock, {name: lambda: 100.0 for name in "abcd"}), rounds=4, ends_s=1e9, clock=clock)
+    found = sweep(
+        trials_of(clock, {name: lambda: 100.0 for name in "abcd"}), rounds=4, ends_s=1e9, clock=clock
+    )
     assert {len(runs.seconds) for runs in found.values()} == {4}
-    rounds = [clock.order[8 * i:8 * i + 8] for i in range(4)]
+    rounds = [clock.order[8 * i : 8 * i + 8] for i in range(4)]
     assert all(set(r) == set(found) for r in rounds)
     assert len({tuple(r) for r in rounds}) == 4
 
@@ -103,7 +154,10 @@ def test_rounds_are_interleaved_and_never_in_the_same_order():
 @pytest.mark.parametrize("budget_s", [25.0, 60.0, 200.0])
 def test_no_trial_is_begun_that_would_end_too_late(budget_s):
     clock, told = Clock(), list[int]()
-    trials = {("x", "cold"): clock.trial(("x", "cold"), lambda: 7.0, 1.0), ("x", "warm"): clock.trial(("x", "warm"), lambda: 3.0)}
+    trials = {
+        ("x", "cold"): clock.trial(("x", "cold"), lambda: 7.0, 1.0),
+        ("x", "warm"): clock.trial(("x", "warm"), lambda: 3.0),
+    }
     sweep(trials, rounds=1000, ends_s=budget_s, clock=clock, tell=lambda n, what: told.append(n))
     assert budget_s - 8 < clock.now_s <= budget_s
     assert told == list(range(len(told)))
@@ -117,7 +171,9 @@ def test_the_plan_keeps_the_time():
                 assert 1 <= n_files <= n_there
                 assert 3 <= n_tried <= 14
                 assert rounds >= 3
-                least = 2 * 3 * 3 * min(64, n_there) * per_file_s       # three settings, three rounds, both states: below that the sweep ends early
+                least = (
+                    2 * 3 * 3 * min(64, n_there) * per_file_s
+                )  # three settings, three rounds, both states: below that the sweep ends early
                 assert 2 * n_files * n_tried * rounds * per_file_s <= max(seconds, least)
 
 
@@ -142,7 +198,12 @@ def test_nothing_is_recommended_where_spreads_overlap_or_all_are_equal():
     assert verdict(equal)["overlap"] is True
     assert "neither is faster for sure" in str(verdict(equal)["sentence"])
     apart = made({DEFAULT: 100, "a": 110}, 0.02)["warm"]
-    assert verdict(apart) == {"best": "a", "runner_up": DEFAULT, "overlap": False, "sentence": verdict(apart)["sentence"]}
+    assert verdict(apart) == {
+        "best": "a",
+        "runner_up": DEFAULT,
+        "overlap": False,
+        "sentence": verdict(apart)["sentence"],
+    }
     assert "do not overlap" in str(verdict(apart)["sentence"])
 
 
@@ -152,10 +213,15 @@ def test_a_gain_too_small_to_matter_is_none():
 
 def test_noise_is_not_recommended():
     "Four hundred sweeps of settings that make no difference, on a machine whose rates vary by a fifth."
-    seen = [recommended(dict.fromkeys([DEFAULT, "a", "b", "c", "known"], 100.0), 0.2, seed) for seed in range(400)]
+    seen = [
+        recommended(dict.fromkeys([DEFAULT, "a", "b", "c", "known"], 100.0), 0.2, seed) for seed in range(400)
+    ]
     assert sum(name is not None for name in seen) <= 4
-    first = [shortlist(made(dict.fromkeys([DEFAULT, "a", "b", "c", "known"], 100.0), 0.2, 3, 2 * seed), TRIED) for seed in range(400)]
-    assert sum(len(x) > 1 for x in first) > 20      # one look alone would have believed in these
+    first = [
+        shortlist(made(dict.fromkeys([DEFAULT, "a", "b", "c", "known"], 100.0), 0.2, 3, 2 * seed), TRIED)
+        for seed in range(400)
+    ]
+    assert sum(len(x) > 1 for x in first) > 20  # one look alone would have believed in these
 
 
 def test_what_harms_from_the_other_state_is_not_recommended():
@@ -172,9 +238,11 @@ def test_too_few_rounds_recommend_nothing():
 
 def test_a_trial_that_fails_is_named_and_the_others_go_on():
     clock, calls = Clock(), []
+
     def fail() -> float:
         calls.append(1)
         raise PermissionError(1, "not allowed")
+
     trials = trials_of(clock, {DEFAULT: lambda: 100.0, "b": lambda: 130.0}, ("warm",)) | {("a", "warm"): fail}
     found = sweep(trials, rounds=5, ends_s=1e9, clock=clock)
     scores = scores_of(found, "warm", N_FILES, 1)
@@ -189,9 +257,12 @@ def test_a_trial_that_fails_is_named_and_the_others_go_on():
 
 def test_a_trial_in_the_wrong_state_does_not_count_but_may_come_again():
     clock, n = Clock(), iter([0.5, 0.0, 0.5, 0.5])
+
     def sometimes() -> float:
-        if not (value := next(n)): raise StateError("it is warm")
+        if not (value := next(n)):
+            raise StateError("it is warm")
         return value
+
     found = sweep({("a", "cold"): sometimes}, rounds=4, ends_s=1e9, clock=clock)
     assert found["a", "cold"].seconds == [0.5, 0.5, 0.5]
 
@@ -202,29 +273,46 @@ def test_a_trial_in_the_wrong_state_does_not_count_but_may_come_again():
 @pytest.fixture
 def data(tmp_path, make_wav) -> Path:
     "Forty recordings of a second, and one that is broken."
-    for k in range(40): make_wav(tmp_path / "data" / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02}.wav", seed=k)
+    for k in range(40):
+        make_wav(tmp_path / "data" / ("LEAK" if k % 2 else "NOLEAK") / f"{k:02}.wav", seed=k)
     (tmp_path / "data" / "LEAK" / "x.wav").write_bytes(b"RIFF")
     return tmp_path / "data"
 
 
 def body(**changes: Any) -> dict[str, Any]:
     "What a file of settings holds."
-    return {"schema": settings.SCHEMA, "leakmel_version": lm.__version__, "machine": this_machine(), "made_utc": "2026-05-01T10:00:00+00:00", "mode": "auto",
-            "engine": "auto", "device": "auto", "need_bytes": 1000, "settings": {"files_per_batch": 3}} | changes
+    return {
+        "schema": settings.SCHEMA,
+        "leakmel_version": lm.__version__,
+        "machine": this_machine(),
+        "made_utc": "2026-05-01T10:00:00+00:00",
+        "mode": "auto",
+        "engine": "auto",
+        "device": "auto",
+        "need_bytes": 1000,
+        "settings": {"files_per_batch": 3},
+    } | changes
 
 
 def test_a_run_on_forty_recordings(data, tmp_path, capsys):
     (tmp_path / "work").mkdir()
-    lm.build(data, out=tmp_path / "first.h5", progress="none")      # whatever has to be compiled
+    lm.build(data, out=tmp_path / "first.h5", progress="none")  # whatever has to be compiled
     took = list[float]()
-    for _ in range(3):      # what another program takes of a core is not its fault: in one of three tries it keeps the time and measures the defaults
+    for _ in range(
+        3
+    ):  # what another program takes of a core is not its fault: in one of three tries it keeps the time and measures the defaults
         began = time.monotonic()
-        assert main(["tune", str(data), "--budget-s", "6", "--work-dir", str(tmp_path / "work"), "--json"]) == 0
+        assert (
+            main(["tune", str(data), "--budget-s", "6", "--work-dir", str(tmp_path / "work"), "--json"]) == 0
+        )
         took.append(time.monotonic() - began)
         figures = json.loads(capsys.readouterr().out)
         assert os.listdir(tmp_path / "work") == []
-        if took[-1] < 6 + 3 and all(s["rounds"] for scores in figures["builds"].values() for s in scores if s["name"] == DEFAULT): break
-    assert took[-1] < 6 + 3, took      # the check at the end may take a little longer
+        if took[-1] < 6 + 3 and all(
+            s["rounds"] for scores in figures["builds"].values() for s in scores if s["name"] == DEFAULT
+        ):
+            break
+    assert took[-1] < 6 + 3, took  # the check at the end may take a little longer
     assert figures["n_files"] == 40
     assert figures["n_files_there"] == 41
     assert figures["verified"]["ok"]
@@ -239,7 +327,8 @@ def test_a_run_on_forty_recordings(data, tmp_path, capsys):
         assert figures["verdicts"][cache]["best"] in by_name
     assert {"warm", "cold"} >= set(figures["builds"]) >= {"warm"}
     ways = {"readv", "os.read", "mmap", "readv, 16 KiB at a time", f"readv, {4 * usable_cores()} threads"}
-    if sys.platform == "linux": ways |= {"readv, O_NOATIME", "readv, WILLNEED", "readv, SEQUENTIAL"}
+    if sys.platform == "linux":
+        ways |= {"readv, O_NOATIME", "readv, WILLNEED", "readv, SEQUENTIAL"}
     assert {s["name"] for s in figures["reading"]["warm"]} >= ways
     assert Path(figures["path"]) == tmp_path / "data.leakmel-tuned.json"
     assert read_tuned(figures["path"]).settings == figures["settings"]
@@ -256,10 +345,16 @@ def played(monkeypatch) -> Clock:
 
 def test_what_wins_twice_is_kept_and_picked_up(data, tmp_path, monkeypatch, played):
     "With builds whose times are made up: smaller batches are faster, and preloading is far slower when cold."
+
     def run(trials: BuildTrials, candidate: Candidate, cache: str) -> float:
         played.now_s += 0.001
-        rate = 100.0 + 50 * ("files_per_batch" in candidate.changes) + 90 * (candidate.mode == "preload") * (1 if cache == "warm" else -1)
+        rate = (
+            100.0
+            + 50 * ("files_per_batch" in candidate.changes)
+            + 90 * (candidate.mode == "preload") * (1 if cache == "warm" else -1)
+        )
         return len(trials.sample) / rate
+
     monkeypatch.setattr(BuildTrials, "run", run)
     figures = tune(data, budget_s=20, progress="none", work_dir=tmp_path)
     name = figures["verdicts"]["cold"]["best"]
@@ -270,14 +365,21 @@ def test_what_wins_twice_is_kept_and_picked_up(data, tmp_path, monkeypatch, play
     tuned = tuned_config(data)
     assert tuned is not None
     assert tuned.files_per_batch == figures["settings"]["files_per_batch"]
-    assert lm.build(data, out=tmp_path / "x.h5", pipeline=tuned, progress="none").summary["pipeline"]["tuned_from"] == figures["path"]
+    assert (
+        lm.build(data, out=tmp_path / "x.h5", pipeline=tuned, progress="none").summary["pipeline"][
+            "tuned_from"
+        ]
+        == figures["path"]
+    )
 
 
 def test_what_could_not_be_made_sure_is_not_kept(data, tmp_path, monkeypatch, played):
     "The same, but with no time for a second look: the defaults stay, and the file that is kept changes nothing."
+
     def run(trials: BuildTrials, candidate: Candidate, cache: str) -> float:
         played.now_s += 0.001
         return len(trials.sample) / (200.0 if candidate.changes else 100.0)
+
     monkeypatch.setattr(BuildTrials, "run", run)
     monkeypatch.setitem(tune_module._PARTS, "confirm", 0.0)
     figures = tune(data, budget_s=20, progress="none", work_dir=tmp_path)
@@ -286,21 +388,31 @@ def test_what_could_not_be_made_sure_is_not_kept(data, tmp_path, monkeypatch, pl
     assert with_tuned(data, {}) == (PipelineConfig(), "auto", "")
 
 
-@pytest.mark.parametrize(("number", "status", "said"), [(errno.EROFS, 1, "Read-only file system"), (errno.ENOSPC, 3, "No space left")])
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [(errno.EROFS, 1, "Read-only file system"), (errno.ENOSPC, 3, "No space left")],
+)
 @pytest.mark.parametrize("faster", [True, False])
-def test_what_was_measured_is_shown_where_it_cannot_be_kept(data, tmp_path, own_config, monkeypatch, capsys, played, number, status, said, faster):
+def test_what_was_measured_is_shown_where_it_cannot_be_kept(
+    data, tmp_path, own_config, monkeypatch, capsys, played, number, status, said, faster
+):
     "No place for the file, neither beside the recordings nor in the user's folder: the error holds the figures, and how to do without."
+
     def run(trials: BuildTrials, candidate: Candidate, cache: str) -> float:
         played.now_s += 0.001
         return len(trials.sample) / (200.0 if faster and "files_per_batch" in candidate.changes else 100.0)
-    def refusing(path: Path) -> Any: raise OSError(number, os.strerror(number), str(path))
+
+    def refusing(path: Path) -> Any:
+        raise OSError(number, os.strerror(number), str(path))
+
     monkeypatch.setattr(BuildTrials, "run", run)
     monkeypatch.setattr(settings, "replacing", refusing)
     words = ["tune", str(data), "--budget-s", "20", "--work-dir", str(tmp_path)]
     assert main(words) == status
     out, err = capsys.readouterr()
     assert "not kept for later builds" in err
-    for place in tuned_places(data): assert f"{place}: cannot be written ({said}" in err
+    for place in tuned_places(data):
+        assert f"{place}: cannot be written ({said}" in err
     assert "set XDG_CONFIG_HOME" in err
     assert "kept for later builds in" not in out + err
     assert "builds, warm cache" in err, "the tables"
@@ -311,9 +423,12 @@ def test_what_was_measured_is_shown_where_it_cannot_be_kept(data, tmp_path, own_
     assert body["verified"]["same_bytes"]
     assert all(s["rounds"] for s in body["builds"]["warm"] if s["name"] == DEFAULT)
     assert bool(body["settings"]) == faster
-    if faster: assert f"leakmel build ... --files-per-batch {body['settings']['files_per_batch']}" in body["error"]
-    else: assert "builds need no settings" in body["error"]
-    with pytest.raises(NotKeptError) as e: tune(data, budget_s=20, progress="none", work_dir=tmp_path)
+    if faster:
+        assert f"leakmel build ... --files-per-batch {body['settings']['files_per_batch']}" in body["error"]
+    else:
+        assert "builds need no settings" in body["error"]
+    with pytest.raises(NotKeptError) as e:
+        tune(data, budget_s=20, progress="none", work_dir=tmp_path)
     assert e.value.facts["settings"] == body["settings"]
     assert sorted(p.name for p in tmp_path.iterdir() if p != own_config.parent) == ["data"], "nothing is left"
 
@@ -326,16 +441,22 @@ def test_what_will_be_built_is_what_is_tuned(data, tmp_path, monkeypatch, capsys
     capsys.readouterr()
     built = list[tuple[lm.MelSpec, bool]]()
     right = BuildTrials.build
+
     def watched(trials: BuildTrials, name: str, config: PipelineConfig, **more: Any) -> Any:
         result = right(trials, name, config, **more)
-        with lm.open_dataset(result.path) as ds: built.append((ds.spec, ds.waveforms is not None))
+        with lm.open_dataset(result.path) as ds:
+            built.append((ds.spec, ds.waveforms is not None))
         return result
+
     monkeypatch.setattr(BuildTrials, "build", watched)
     monkeypatch.setattr(BuildTrials, "run", lambda trials, candidate, cache: len(trials.sample) / 100.0)
     assert main(["tune", str(data), "--budget-s", "1", *words, "--quiet"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"spec of {tmp_path / 'spec.json'}: preset overlap@1, n_mels 24, n_fft 256; n_mels 20 was asked for instead of 24\n")
-    with lm.open_dataset(tmp_path / "x.h5") as ds: assert set(built) == {(ds.spec, True)}
+    assert said.startswith(
+        f"spec of {tmp_path / 'spec.json'}: preset overlap@1, n_mels 24, n_fft 256; n_mels 20 was asked for instead of 24\n"
+    )
+    with lm.open_dataset(tmp_path / "x.h5") as ds:
+        assert set(built) == {(ds.spec, True)}
     assert len(built) >= 3
     assert main(["tune", str(data), *words, "--preset", "disjoint", "--quiet"]) == 2
     assert "the preset is not that of the spec file" in capsys.readouterr().err
@@ -344,10 +465,22 @@ def test_what_will_be_built_is_what_is_tuned(data, tmp_path, monkeypatch, capsys
 
 
 def test_what_changes_the_work_of_a_build_can_be_given_to_tune(capsys):
-    wanted = {f.name for f in fields(lm.MelSpec)} - {"preset_name"} | {"preset", "spec", "with_waveforms", "engine", "device", "table", "pattern"}
+    wanted = {f.name for f in fields(lm.MelSpec)} - {"preset_name"} | {
+        "preset",
+        "spec",
+        "with_waveforms",
+        "engine",
+        "device",
+        "table",
+        "pattern",
+    }
     for command in ("build", "tune"):
-        with pytest.raises(SystemExit): main([command, "--help"])
-        assert {name.replace("-", "_") for name in re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.MULTILINE)} >= wanted, command
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert {
+            name.replace("-", "_")
+            for name in re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.MULTILINE)
+        } >= wanted, command
 
 
 def test_a_sample_is_of_what_can_be_read(data):
@@ -359,8 +492,10 @@ def test_a_sample_is_of_what_can_be_read(data):
     assert set(few.files) < set(sample.files)
     (data / "A").mkdir()
     assert len(few.manifest.label_names) == len(set(few.listing.label_ids.tolist()))
-    for path in data.rglob("*.wav"): path.write_bytes(b"")
-    with pytest.raises(DataError, match="no recordings to tune with"): take_sample(scan(data), 5)
+    for path in data.rglob("*.wav"):
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match="no recordings to tune with"):
+        take_sample(scan(data), 5)
 
 
 def test_cold_is_checked(data, monkeypatch):
@@ -369,11 +504,14 @@ def test_cold_is_checked(data, monkeypatch):
     make_cache_state(sample.files, "warm")
     monkeypatch.setattr(tune_trials, "_forget", lambda files: None)
     monkeypatch.setattr(tune_trials, "evict", lambda files: None)
-    with pytest.raises(StateError, match="cannot be made cold"): make_cache_state(sample.files, "cold")
-    with pytest.raises(StateError): BuildTrials(sample, data.parent).run(Candidate(DEFAULT), "cold")
+    with pytest.raises(StateError, match="cannot be made cold"):
+        make_cache_state(sample.files, "cold")
+    with pytest.raises(StateError):
+        BuildTrials(sample, data.parent).run(Candidate(DEFAULT), "cold")
     monkeypatch.setattr(tune_trials, "is_in_cache", lambda fd, at: None)
-    with pytest.raises(StateError, match="does not tell"): make_cache_state(sample.files, "cold")
-    make_cache_state(sample.files, "warm")      # they have just been read, which is all that can be known
+    with pytest.raises(StateError, match="does not tell"):
+        make_cache_state(sample.files, "cold")
+    make_cache_state(sample.files, "warm")  # they have just been read, which is all that can be known
     figures = tune(data, budget_s=1, progress="none", keep=False)
     assert set(figures["builds"]) == {"warm"}
     assert any(note.startswith("cold: not measured") for note in figures["notes"])
@@ -382,21 +520,30 @@ def test_cold_is_checked(data, monkeypatch):
 def test_other_bytes_keep_nothing(data, tmp_path, monkeypatch):
     "A setting that changed a row would never be kept."
     right = BuildTrials.build
+
     def wrong(trials: BuildTrials, name: str, config: PipelineConfig, **more: Any) -> Any:
         result = right(trials, name, config, **more)
-        if name == "chosen": result.path.write_bytes(result.path.read_bytes()[:-1] + b"x")
+        if name == "chosen":
+            result.path.write_bytes(result.path.read_bytes()[:-1] + b"x")
         return result
+
     monkeypatch.setattr(BuildTrials, "build", wrong)
-    with pytest.raises(VerifyError, match="other bytes"): tune(data, budget_s=1, progress="none", work_dir=tmp_path)
+    with pytest.raises(VerifyError, match="other bytes"):
+        tune(data, budget_s=1, progress="none", work_dir=tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["data"]
 
 
 def test_an_interrupted_run_leaves_nothing(data, tmp_path):
     (tmp_path / "work").mkdir()
-    process = subprocess.Popen([sys.executable, "-m", "leakmel", "tune", str(data), "--work-dir", str(tmp_path / "work"), "--quiet"],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "leakmel", "tune", str(data), "--work-dir", str(tmp_path / "work"), "--quiet"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     for _ in range(1200):
-        if list((tmp_path / "work").glob("*/*")): break
+        if list((tmp_path / "work").glob("*/*")):
+            break
         time.sleep(0.05)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
@@ -409,7 +556,8 @@ def test_an_interrupted_run_leaves_nothing(data, tmp_path):
 
 @pytest.mark.parametrize("budget_s", [0, -1, float("nan"), float("inf")])
 def test_a_time_that_is_none_is_refused(data, budget_s):
-    with pytest.raises(UsageError, match="budget_s"): tune(data, budget_s=budget_s)
+    with pytest.raises(UsageError, match="budget_s"):
+        tune(data, budget_s=budget_s)
 
 
 # ---- the file of settings
@@ -426,62 +574,89 @@ def test_settings_go_round(data):
     assert vars(tuned.config)["tuned_from"] == str(path)
     assert tuned.config.files_per_batch == 7
     before = PipelineConfig()
-    assert all(getattr(tuned.config, name) == getattr(before, name) for name in vars(before) if name not in LIMITS)
+    assert all(
+        getattr(tuned.config, name) == getattr(before, name) for name in vars(before) if name not in LIMITS
+    )
 
 
 def test_the_file_is_no_recording_and_no_label(tmp_path, make_wav):
     "Beside the splits and beside label folders: the scan is what it was."
     for split in ("TRAINING", "TESTING"):
-        for label in ("A", "B"): make_wav(tmp_path / "root" / split / label / "0.wav")
-    before = [repr(scan(tmp_path / "root")), repr(scan(tmp_path / "root" / "TRAINING")), scan(tmp_path / "root").problems.to_dict()]
+        for label in ("A", "B"):
+            make_wav(tmp_path / "root" / split / label / "0.wav")
+    before = [
+        repr(scan(tmp_path / "root")),
+        repr(scan(tmp_path / "root" / "TRAINING")),
+        scan(tmp_path / "root").problems.to_dict(),
+    ]
     paths = {write_tuned(tmp_path / "root" / name, body()) for name in ("TRAINING", "TRAINING/A", ".")}
     assert {p.parent for p in paths} == {tmp_path / "root", tmp_path / "root" / "TRAINING", tmp_path}
-    assert before == [repr(scan(tmp_path / "root")), repr(scan(tmp_path / "root" / "TRAINING")), scan(tmp_path / "root").problems.to_dict()]
+    assert before == [
+        repr(scan(tmp_path / "root")),
+        repr(scan(tmp_path / "root" / "TRAINING")),
+        scan(tmp_path / "root").problems.to_dict(),
+    ]
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"machine": {"cpu": "Another 9000", "n_cores": 2, "gpu": None}}, "another machine"),
-    ({"machine": this_machine() | {"n_cores": 1 + this_machine()["n_cores"]}}, "another machine"),
-    ({"machine": None}, "another machine"),
-    ({"leakmel_version": "0.0.1"}, "another version"),
-    ({"schema": 2}, "another version"),
-    ({"settings": {"read_workers": -1}}, "read_workers must be a whole number"),
-    ({"settings": {"compute_workers": 10**12}}, "compute_workers must be a whole number"),
-    ({"settings": {"slots": 0}}, "slots must be"),
-    ({"settings": {"slots": True}}, "slots must be"),
-    ({"settings": {"files_per_batch": "64"}}, "files_per_batch must be"),
-    ({"settings": {"files_per_batch": 64.0}}, "files_per_batch must be"),
-    ({"settings": {"read_ahead": None}}, "read_ahead must be"),
-    ({"settings": {"read_ahead": [[]]}}, "read_ahead must be"),
-    ({"settings": {"device": "rehearsal"}}, "none of speed"),
-    ({"settings": {"fsync": 0}}, "none of speed"),
-    ({"settings": {"cache_dir": "/x"}}, "none of speed"),
-    ({"settings": {"n_mels": 2}}, "none of speed"),
-    ({"settings": []}, "no settings"),
-    ({"mode": "memmap"}, "unknown mode"),
-    ({"mode": ["preload"]}, "mode is no text"),
-    ({"made_utc": "yesterday"}, "no time"),
-    ({"made_utc": "2026-05-01T10:00:00"}, "no time"),
-    ({"engine": "x\n" * 3}, "engine is no text"),
-    ({"need_bytes": -1}, "need_bytes"),
-])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"machine": {"cpu": "Another 9000", "n_cores": 2, "gpu": None}}, "another machine"),
+        ({"machine": this_machine() | {"n_cores": 1 + this_machine()["n_cores"]}}, "another machine"),
+        ({"machine": None}, "another machine"),
+        ({"leakmel_version": "0.0.1"}, "another version"),
+        ({"schema": 2}, "another version"),
+        ({"settings": {"read_workers": -1}}, "read_workers must be a whole number"),
+        ({"settings": {"compute_workers": 10**12}}, "compute_workers must be a whole number"),
+        ({"settings": {"slots": 0}}, "slots must be"),
+        ({"settings": {"slots": True}}, "slots must be"),
+        ({"settings": {"files_per_batch": "64"}}, "files_per_batch must be"),
+        ({"settings": {"files_per_batch": 64.0}}, "files_per_batch must be"),
+        ({"settings": {"read_ahead": None}}, "read_ahead must be"),
+        ({"settings": {"read_ahead": [[]]}}, "read_ahead must be"),
+        ({"settings": {"device": "rehearsal"}}, "none of speed"),
+        ({"settings": {"fsync": 0}}, "none of speed"),
+        ({"settings": {"cache_dir": "/x"}}, "none of speed"),
+        ({"settings": {"n_mels": 2}}, "none of speed"),
+        ({"settings": []}, "no settings"),
+        ({"mode": "memmap"}, "unknown mode"),
+        ({"mode": ["preload"]}, "mode is no text"),
+        ({"made_utc": "yesterday"}, "no time"),
+        ({"made_utc": "2026-05-01T10:00:00"}, "no time"),
+        ({"engine": "x\n" * 3}, "engine is no text"),
+        ({"need_bytes": -1}, "need_bytes"),
+    ],
+)
 def test_a_file_that_does_not_fit_is_refused_and_named_once(data, caplog, changes, said):
     path = tuned_places(data)[0]
     path.write_text(json.dumps(body(**changes)))
-    with pytest.raises(DataError, match=said): read_tuned(path)
+    with pytest.raises(DataError, match=said):
+        read_tuned(path)
     assert with_tuned(data, {}) == (PipelineConfig(), "auto", "")
     (record,) = caplog.records
     assert str(path) in record.getMessage()
     assert record.levelname == "WARNING"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null", b"[" * 100_000, b'{"schema": ' + b"9" * 5000 + b"}",
-                                     json.dumps(body()).encode() + b" " * 2_000_000],
-                         ids=["empty", "cut", "list", "no text", "null", "deep", "long number", "large"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b"null",
+        b"[" * 100_000,
+        b'{"schema": ' + b"9" * 5000 + b"}",
+        json.dumps(body()).encode() + b" " * 2_000_000,
+    ],
+    ids=["empty", "cut", "list", "no text", "null", "deep", "long number", "large"],
+)
 def test_a_damaged_file_is_refused(data, caplog, content):
     path = tuned_places(data)[0]
     path.write_bytes(content)
-    with pytest.raises(DataError): read_tuned(path)
+    with pytest.raises(DataError):
+        read_tuned(path)
     assert find_tuned(data) is None
     assert len(caplog.records) == 1
 
@@ -491,7 +666,7 @@ def test_what_is_no_file_does_not_keep_a_build_waiting(data, caplog, own_config)
     os.mkfifo(path)
     assert find_tuned(data) is None
     assert "no regular file" in caplog.text
-    assert write_tuned(data, body()).parent == own_config      # and it is left alone
+    assert write_tuned(data, body()).parent == own_config  # and it is left alone
     assert not path.is_file()
     assert find_tuned(data) is not None
 
@@ -512,9 +687,9 @@ def test_the_newer_of_two_files_counts(data):
     own.parent.mkdir(parents=True)
     beside.write_text(json.dumps(body(settings={"slots": 2})))
     own.write_text(json.dumps(body(settings={"slots": 3}, made_utc="2026-05-01T10:30:00+01:00")))
-    assert find_tuned(data).settings == {"slots": 2}      # type: ignore[union-attr]
+    assert find_tuned(data).settings == {"slots": 2}  # type: ignore[union-attr]
     own.write_text(json.dumps(body(settings={"slots": 3}, made_utc="2026-05-01T11:30:00+01:00")))
-    assert find_tuned(data).settings == {"slots": 3}      # type: ignore[union-attr]
+    assert find_tuned(data).settings == {"slots": 3}  # type: ignore[union-attr]
 
 
 def test_where_nothing_may_be_written_the_users_folder_takes_it(tmp_path, own_config, monkeypatch, caplog):
@@ -526,10 +701,14 @@ def test_where_nothing_may_be_written_the_users_folder_takes_it(tmp_path, own_co
     assert find_tuned(long) is not None
     assert not caplog.records
     right = settings.replacing
+
     @contextmanager
     def read_only(path: Path) -> Iterator[Path]:
-        if path.parent != own_config: raise OSError(30, "Read-only file system", str(path))
-        with right(path) as new: yield new
+        if path.parent != own_config:
+            raise OSError(30, "Read-only file system", str(path))
+        with right(path) as new:
+            yield new
+
     monkeypatch.setattr(settings, "replacing", read_only)
     (tmp_path / "data").mkdir()
     assert write_tuned(tmp_path / "data", body()).parent == own_config
@@ -537,7 +716,8 @@ def test_where_nothing_may_be_written_the_users_folder_takes_it(tmp_path, own_co
     assert sorted(os.listdir(tmp_path)) == ["config", "data", long.name]
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "data" / "f"))
     (tmp_path / "data" / "f").write_text("a file")
-    with pytest.raises(lm.LeakmelError, match="cannot be written"): write_tuned(tmp_path / "data", body())
+    with pytest.raises(lm.LeakmelError, match="cannot be written"):
+        write_tuned(tmp_path / "data", body())
 
 
 # ---- what a build does with it
@@ -557,7 +737,11 @@ def test_a_build_picks_them_up_says_so_and_gives_the_same_bytes(data, tmp_path, 
     report = json.loads((tmp_path / "tuned.h5.report.json").read_text())
     for summary in (done, report):
         assert summary["pipeline"]["tuned_from"] == str(path)
-        assert (summary["pipeline"]["files_per_batch"], summary["pipeline"]["compute_workers"], summary["mode"]) == (3, 1, "preload")
+        assert (
+            summary["pipeline"]["files_per_batch"],
+            summary["pipeline"]["compute_workers"],
+            summary["mode"],
+        ) == (3, 1, "preload")
     assert (tmp_path / "tuned.h5").read_bytes() == (tmp_path / "plain.h5").read_bytes()
     assert "tuned_from" not in build_json(capsys, data, tmp_path / "x.h5", "--no-tuned")["pipeline"]
     assert main(["build", str(data), "--out", str(tmp_path / "y.h5"), "--quiet"]) == 0
@@ -567,9 +751,16 @@ def test_a_build_picks_them_up_says_so_and_gives_the_same_bytes(data, tmp_path, 
     assert "--no-tuned" in first
 
 
-@pytest.mark.parametrize(("given", "more", "said"), [
-    ({"files_per_batch": 4}, {}, "files_per_batch 4 was asked for"), ({}, {"mode": "memmap"}, "mode memmap"), ({}, {"engine": "reference"}, "engine auto"),
-    ({"device": "rehearsal"}, {}, "device auto"), ({"cache_dir": "/x"}, {}, "cache_dir")])
+@pytest.mark.parametrize(
+    ("given", "more", "said"),
+    [
+        ({"files_per_batch": 4}, {}, "files_per_batch 4 was asked for"),
+        ({}, {"mode": "memmap"}, "mode memmap"),
+        ({}, {"engine": "reference"}, "engine auto"),
+        ({"device": "rehearsal"}, {}, "device auto"),
+        ({"cache_dir": "/x"}, {}, "cache_dir"),
+    ],
+)
 def test_what_the_user_says_goes_before(data, given, more, said):
     write_tuned(data, body())
     config, mode, line = with_tuned(data, given, **more)
@@ -606,7 +797,8 @@ def test_a_user_without_a_home_can_build(data, monkeypatch):
     write_tuned(data, body())
     assert find_tuned(data) is not None
     tuned_places(data)[0].write_text(json.dumps(body(machine={})))
-    with pytest.raises(lm.LeakmelError, match="no folder of settings"): write_tuned(data, body())
+    with pytest.raises(lm.LeakmelError, match="no folder of settings"):
+        write_tuned(data, body())
 
 
 # ---- the build notebook and the library call
@@ -614,10 +806,17 @@ def test_a_user_without_a_home_can_build(data, monkeypatch):
 
 def planned(data: Path, out: Path, **more: Any) -> RunPlan:
     "What the build notebook would do with its own parameters, and some of the user's."
-    cell = next(c for c in json.loads((ROOT / "nbs" / "build.ipynb").read_text())["cells"] if c["metadata"].get("tags") == ["parameters"])
+    cell = next(
+        c
+        for c in json.loads((ROOT / "nbs" / "build.ipynb").read_text())["cells"]
+        if c["metadata"].get("tags") == ["parameters"]
+    )
     parameters: dict[str, Any] = {}
     exec("".join(cell["source"]), parameters)
-    return plan_run({name: parameters[name] for name in build_kinds()} | {"data_root": str(data), "out": str(out)} | more, progress="none")
+    return plan_run(
+        {name: parameters[name] for name in build_kinds()} | {"data_root": str(data), "out": str(out)} | more,
+        progress="none",
+    )
 
 
 def test_the_build_notebook_picks_them_up_and_says_so(data, tmp_path):
@@ -626,7 +825,8 @@ def test_the_build_notebook_picks_them_up_and_says_so(data, tmp_path):
     path = write_tuned(data, body(settings={"files_per_batch": 3, "compute_workers": 1}, mode="preload"))
     plan = planned(data, tmp_path / "tuned")
     assert dict(plan_rows(plan))["tuned"] == (
-        f"settings of {path}: files_per_batch 3, compute_workers 1, mode preload (measured 2026-05-01) (tuned=False ignores them)")
+        f"settings of {path}: files_per_batch 3, compute_workers 1, mode preload (measured 2026-05-01) (tuned=False ignores them)"
+    )
     assert (plan.workers.files_per_batch, plan.workers.compute_workers, plan.mode) == (3, 1, "preload")
     (result,), (right,) = execute(plan, progress="none"), execute(plain, progress="none")
     assert result.summary["pipeline"]["tuned_from"] == str(path)
@@ -640,7 +840,9 @@ def test_what_the_notebook_is_given_goes_before(data, tmp_path):
     write_tuned(data, body(settings={"files_per_batch": 3}))
     assert (plan := planned(data, tmp_path / "a", slots=2)).config.slots == 2
     assert plan.config.files_per_batch == 3
-    assert (plan := planned(data, tmp_path / "b", files_per_batch=5)).config == PipelineConfig(files_per_batch=5)
+    assert (plan := planned(data, tmp_path / "b", files_per_batch=5)).config == PipelineConfig(
+        files_per_batch=5
+    )
     assert "not used: files_per_batch 5 was asked for" in dict(plan_rows(plan))["tuned"]
 
 
@@ -649,4 +851,9 @@ def test_the_library_call_takes_them_where_it_is_told(data, tmp_path):
     write_tuned(data, body())
     assert "tuned_from" not in lm.build(data, out=tmp_path / "x.h5", progress="none").summary["pipeline"]
     config, mode, _ = with_tuned(data, {})
-    assert lm.build(data, out=tmp_path / "y.h5", pipeline=config, mode=mode, progress="none").summary["pipeline"]["files_per_batch"] == 3
+    assert (
+        lm.build(data, out=tmp_path / "y.h5", pipeline=config, mode=mode, progress="none").summary[
+            "pipeline"
+        ]["files_per_batch"]
+        == 3
+    )

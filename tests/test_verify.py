@@ -1,4 +1,5 @@
 "The check can fail: every way of spoiling a finished data set is reported, and none of them is an exception."
+
 import ast
 import json
 import multiprocessing
@@ -31,13 +32,20 @@ N = 30
 def built(tmp_path_factory) -> tuple[Path, Path]:
     "A folder of 31 files, one of them broken, and its data set."
     from leakmel.audio.synth import write_wav
+
     base = tmp_path_factory.mktemp("verify")
     for k in range(N):
         where = base / "data" / ("LEAK" if k % 2 else "NOLEAK")
         where.mkdir(parents=True, exist_ok=True)
-        write_wav(where / f"s{k % 3}~{k:03d}~20240229_120000~5.wav", np.random.default_rng(k).integers(-8000, 8000, 4096, dtype=np.int16), 4096)
+        write_wav(
+            where / f"s{k % 3}~{k:03d}~20240229_120000~5.wav",
+            np.random.default_rng(k).integers(-8000, 8000, 4096, dtype=np.int16),
+            4096,
+        )
     (base / "data" / "LEAK" / "broken.wav").write_bytes(b"RIFF")
-    result = lm.build(base / "data", out=base / "x.h5", progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0))
+    result = lm.build(
+        base / "data", out=base / "x.h5", progress="none", pipeline=PipelineConfig(monitor_interval_s=0.0)
+    )
     assert (result.rows, len(result.rejections)) == (N, 1)
     return base / "data", result.path
 
@@ -59,19 +67,24 @@ def bad(report: VerifyReport, *words: str) -> VerifyReport:
     assert not report.ok
     assert report.problems
     assert report.verdict.startswith("NOT OK")
-    for w in words: assert any(w in p for p in report.problems), report.problems
+    for w in words:
+        assert any(w in p for p in report.problems), report.problems
     assert json.loads(json.dumps(report.to_dict()))["ok"] is False
     return report
 
 
-def spoil(path: Path, change: Callable[[h5py.File], None], *, rows_resealed: bool = False, resealed: bool = False) -> None:
+def spoil(
+    path: Path, change: Callable[[h5py.File], None], *, rows_resealed: bool = False, resealed: bool = False
+) -> None:
     "Change a data set; resealed: with digests that fit, as a builder that is wrong, or a forger, would write it."
     with h5py.File(path, "r+") as f:
         change(f)
         if rows_resealed:
             f["digests/rows"][:] = np.array([digest_of(r) for r in f["segments_mel"][:]], "S32")
-            if "segments_waveform" in f: f["digests/waveforms"][:] = np.array([digest_of(w) for w in f["segments_waveform"][:]], "S32")
-        if rows_resealed or resealed: f.attrs[DIGEST_ATTRIBUTE] = metadata_digest(f)
+            if "segments_waveform" in f:
+                f["digests/waveforms"][:] = np.array([digest_of(w) for w in f["segments_waveform"][:]], "S32")
+        if rows_resealed or resealed:
+            f.attrs[DIGEST_ATTRIBUTE] = metadata_digest(f)
 
 
 # ---- good is good
@@ -113,7 +126,9 @@ def test_splits_are_found_from_the_root_and_labels_may_bear_their_names(demo, tm
 
 @pytest.mark.parametrize("sample", [1, 2, 5, 29, 30, 64, None, 0])
 def test_sample_has_its_size(built, sample):
-    assert lm.verify(built[1], root=built[0], sample=sample).checked == min(N, N if sample is None else sample)
+    assert lm.verify(built[1], root=built[0], sample=sample).checked == min(
+        N, N if sample is None else sample
+    )
 
 
 def test_sample_holds_what_matters():
@@ -135,19 +150,23 @@ def test_sample_holds_what_matters():
 
 
 def test_swapped_rows(built, file):
-    def swap(f): f["segments_mel"][[3, 17]] = f["segments_mel"][[3, 17]][::-1]
+    def swap(f):
+        f["segments_mel"][[3, 17]] = f["segments_mel"][[3, 17]][::-1]
+
     spoil(file, swap)
     bad(lm.verify(file), "2 rows do not match their digest")
     spoil(file, swap)
     assert lm.verify(file).ok
     spoil(file, swap, rows_resealed=True)
-    assert lm.verify(file).ok                       # a forger's file: only the sources tell
+    assert lm.verify(file).ok  # a forger's file: only the sources tell
     bad(lm.verify(file, root=built[0], sample=None), "row 3", "row 17")
 
 
 @pytest.mark.parametrize("value", [0, -200, 1e-3])
 def test_one_row_of_one_value(built, file, value):
-    def flatten(f): f["segments_mel"][11] = value
+    def flatten(f):
+        f["segments_mel"][11] = value
+
     spoil(file, flatten)
     bad(lm.verify(file), "first row 11")
     spoil(file, lambda f: None, rows_resealed=True)
@@ -156,7 +175,9 @@ def test_one_row_of_one_value(built, file, value):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_rows_that_are_not_finite(file, value):
-    def put(f): f["segments_mel"][29, 3, 1, 63, 0] = value
+    def put(f):
+        f["segments_mel"][29, 3, 1, 63, 0] = value
+
     spoil(file, put, rows_resealed=True)
     bad(lm.verify(file), "row 29 holds values that are not finite")
 
@@ -164,7 +185,10 @@ def test_rows_that_are_not_finite(file, value):
 @pytest.mark.parametrize("row", [0, 14, N - 1])
 def test_the_largest_difference_is_that_of_all_blocks(built, file, row):
     "Rows are checked some at a time; the worst may be in the first lot or the last."
-    def lift(f): f["segments_mel"][row] = f["segments_mel"][row] + np.float16(3)
+
+    def lift(f):
+        f["segments_mel"][row] = f["segments_mel"][row] + np.float16(3)
+
     spoil(file, lift, rows_resealed=True)
     report = bad(lm.verify(file, root=built[0], sample=None), f"row {row} ")
     assert len(report.problems) == 1
@@ -178,18 +202,21 @@ def wrong_rows(f: h5py.File, data: Path, change: Callable[[np.ndarray, dict], np
         f["segments_mel"][k] = change(fit(*read(os.path.join(os.fsencode(data), p)), config), config)
 
 
-@pytest.mark.parametrize(("name", "change"), [
-    ("shift by a frame", lambda x, c: log_mel(np.roll(x, -c["hop_length"]), c)),
-    ("shift by a sample", lambda x, c: log_mel(np.roll(x, 1), c)),
-    ("other mel scale", lambda x, c: log_mel(x, c | {"mel_scale": "slaney"})),
-    ("slaney norm", lambda x, c: log_mel(x, c | {"mel_norm": "slaney"})),
-    ("power", lambda x, c: log_mel(x, c | {"power": 2.0})),
-    ("symmetric window", lambda x, c: log_mel(x, c, periodic=False)),
-    ("scaled by 32767", lambda x, c: log_mel(x * 32_768 / 32_767 * 1.003, c)),
-    ("bands turned over", lambda x, c: log_mel(x, c)[:, :, ::-1]),
-    ("segments exchanged", lambda x, c: log_mel(x, c)[:, ::-1]),
-    ("clipped 80 dB below the maximum", lambda x, c: np.maximum(log_mel(x, c), log_mel(x, c).max() - 20)),
-])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("shift by a frame", lambda x, c: log_mel(np.roll(x, -c["hop_length"]), c)),
+        ("shift by a sample", lambda x, c: log_mel(np.roll(x, 1), c)),
+        ("other mel scale", lambda x, c: log_mel(x, c | {"mel_scale": "slaney"})),
+        ("slaney norm", lambda x, c: log_mel(x, c | {"mel_norm": "slaney"})),
+        ("power", lambda x, c: log_mel(x, c | {"power": 2.0})),
+        ("symmetric window", lambda x, c: log_mel(x, c, periodic=False)),
+        ("scaled by 32767", lambda x, c: log_mel(x * 32_768 / 32_767 * 1.003, c)),
+        ("bands turned over", lambda x, c: log_mel(x, c)[:, :, ::-1]),
+        ("segments exchanged", lambda x, c: log_mel(x, c)[:, ::-1]),
+        ("clipped 80 dB below the maximum", lambda x, c: np.maximum(log_mel(x, c), log_mel(x, c).max() - 20)),
+    ],
+)
 def test_features_of_another_definition(built, file, name, change):
     spoil(file, lambda f: wrong_rows(f, built[0], change), rows_resealed=True)
     assert lm.verify(file).ok
@@ -205,10 +232,12 @@ def test_the_outsiders_own_rows_pass(built, file):
 @pytest.mark.parametrize("bit", [5, 9, 12, 14, 15])
 def test_a_flipped_bit_of_a_row(built, file, bit):
     "From the mantissa's middle to the sign; a lower one may be as small as honest rounding, and only its digest tells."
+
     def flip(f):
         row = f["segments_mel"][8].view(np.uint16)
         row[2, 1, 40, 0] ^= 1 << bit
         f["segments_mel"][8] = row.view(np.float16)
+
     spoil(file, flip)
     bad(lm.verify(file), "first row 8")
     spoil(file, lambda f: None, rows_resealed=True)
@@ -218,41 +247,70 @@ def test_a_flipped_bit_of_a_row(built, file, bit):
 # ---- builders that are wrong
 
 
-def swap_two(engine, out, samples) -> None: out[[0, 1]] = out[[1, 0]]
-def zero_one(engine, out, samples) -> None: out[-1] = 0
-def shift_a_frame(engine, out, samples) -> None: out[...] = reference_log_mel(np.roll(samples, -engine.spec.hop_length, axis=1), engine.spec)
-def flip_a_bit(engine, out, samples) -> None: out.view(np.uint16)[0, 3, 1, 7, 0] ^= 1 << 12
+def swap_two(engine, out, samples) -> None:
+    out[[0, 1]] = out[[1, 0]]
+
+
+def zero_one(engine, out, samples) -> None:
+    out[-1] = 0
+
+
+def shift_a_frame(engine, out, samples) -> None:
+    out[...] = reference_log_mel(np.roll(samples, -engine.spec.hop_length, axis=1), engine.spec)
+
+
+def flip_a_bit(engine, out, samples) -> None:
+    out.view(np.uint16)[0, 3, 1, 7, 0] ^= 1 << 12
 
 
 def other_scale(engine, out, samples) -> None:
-    for x, row in zip(samples, out): row[...] = log_mel(x / 32_768, engine.spec.to_dict() | {"mel_scale": "slaney"})
+    for x, row in zip(samples, out):
+        row[...] = log_mel(x / 32_768, engine.spec.to_dict() | {"mel_scale": "slaney"})
 
 
 def symmetric_window(engine, out, samples) -> None:
-    for x, row in zip(samples, out): row[...] = log_mel(x / 32_768, engine.spec.to_dict(), periodic=False)
+    for x, row in zip(samples, out):
+        row[...] = log_mel(x / 32_768, engine.spec.to_dict(), periodic=False)
 
 
-QUIET = dict(engine="reference", progress="none", pipeline=PipelineConfig(files_per_batch=5, monitor_interval_s=0.0))
+QUIET = dict(
+    engine="reference", progress="none", pipeline=PipelineConfig(files_per_batch=5, monitor_interval_s=0.0)
+)
 
 
-@pytest.mark.parametrize("wrong", [swap_two, zero_one, shift_a_frame, other_scale, symmetric_window, flip_a_bit])
-def test_what_a_wrong_builder_publishes_unchecked_is_found_by_the_sources(built, tmp_path, monkeypatch, wrong):
+@pytest.mark.parametrize(
+    "wrong", [swap_two, zero_one, shift_a_frame, other_scale, symmetric_window, flip_a_bit]
+)
+def test_what_a_wrong_builder_publishes_unchecked_is_found_by_the_sources(
+    built, tmp_path, monkeypatch, wrong
+):
     "The digests are those of the wrong rows: without the sources the file is in order."
     real = ReferenceEngine.run
+
     def run(self, samples, out, **more):
         moments = real(self, samples, out, **more)
-        if len(samples) > 1: wrong(self, out, samples)      # one alone: the engine's check of itself
+        if len(samples) > 1:
+            wrong(self, out, samples)  # one alone: the engine's check of itself
         return moments
+
     monkeypatch.setattr(ReferenceEngine, "run", run)
     r = lm.build(built[0], out=tmp_path / "y.h5", check=0, **QUIET)
     assert lm.verify(r.path).ok
     bad(lm.verify(r.path, root=built[0], sample=None), "differs from the reference")
-    with pytest.raises(VerifyError, match="differs from the reference"): lm.build(built[0], out=tmp_path / "y.h5", check=None, **QUIET)
+    with pytest.raises(VerifyError, match="differs from the reference"):
+        lm.build(built[0], out=tmp_path / "y.h5", check=None, **QUIET)
 
 
-def one_place_too_far(file, first, rows, real): return real(file, first + (first == 5), rows)
-def one_write_lost(file, first, rows, real): return rows.nbytes if first == 10 else real(file, first, rows)
-def two_rows_exchanged(file, first, rows, real): return real(file, first, np.ascontiguousarray(rows[::-1]))
+def one_place_too_far(file, first, rows, real):
+    return real(file, first + (first == 5), rows)
+
+
+def one_write_lost(file, first, rows, real):
+    return rows.nbytes if first == 10 else real(file, first, rows)
+
+
+def two_rows_exchanged(file, first, rows, real):
+    return real(file, first, np.ascontiguousarray(rows[::-1]))
 
 
 def a_bit_on_the_way(file, first, rows, real):
@@ -266,40 +324,60 @@ def test_a_writer_that_errs_publishes_nothing(built, tmp_path, monkeypatch, wron
     "Rows that reach the file otherwise than they left the engine, down to one bit, do not match their digest; no source is needed."
     real = RowFile.write
     monkeypatch.setattr(RowFile, "write", lambda self, first, rows: wrong(self, first, rows, real))
-    with pytest.raises(VerifyError, match="do not match their digest"): lm.build(built[0], out=tmp_path / "y.h5", check=0, **QUIET)
+    with pytest.raises(VerifyError, match="do not match their digest"):
+        lm.build(built[0], out=tmp_path / "y.h5", check=0, **QUIET)
     assert leftovers(tmp_path) == []
 
 
 def test_a_writer_that_leaves_gaps_or_stops_a_byte_early_publishes_nothing(data, tmp_path, monkeypatch):
-    (data / "LEAK" / "s0~000.wav").write_bytes(b"no recording")       # comes first
-    def gap(self, good): self.waveform_offset -= int((~good).sum()) * self.row_bytes
+    (data / "LEAK" / "s0~000.wav").write_bytes(b"no recording")  # comes first
+
+    def gap(self, good):
+        self.waveform_offset -= int((~good).sum()) * self.row_bytes
+
     monkeypatch.setattr(RowFile, "close_ranks", gap)
-    with pytest.raises(VerifyError, match="do not match their digest"): lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
+    with pytest.raises(VerifyError, match="do not match their digest"):
+        lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
     monkeypatch.undo()
     real = RowFile.finish
+
     def early(self, meta):
         real(self, meta)
         os.truncate(self.partial, self.partial.stat().st_size - 1)
+
     monkeypatch.setattr(RowFile, "finish", early)
-    with pytest.raises(VerifyError, match="nothing was published"): lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
+    with pytest.raises(VerifyError, match="nothing was published"):
+        lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
     assert leftovers(tmp_path / "out") == []
 
 
 def test_verify_shares_no_code_with_what_builds():
     "No path of imports leads from verify to the loader, the engines, the ring or the writer."
     import leakmel.dataset.verify
+
     package = Path(lm.__file__).parent
     seen, todo = set(), [Path(leakmel.dataset.verify.__file__)]
     while todo:
-        if (path := todo.pop()) in seen: continue
+        if (path := todo.pop()) in seen:
+            continue
         seen.add(path)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or not node.level: continue
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
             base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-            todo += [p for p in (base.with_suffix(".py"), *(base / f"{a.name}.py" for a in node.names)) if p.is_file()]
+            todo += [
+                p
+                for p in (base.with_suffix(".py"), *(base / f"{a.name}.py" for a in node.names))
+                if p.is_file()
+            ]
     names = {"/".join(p.relative_to(package).with_suffix("").parts) for p in seen}
     assert {"dataset/verify", "dataset/schema", "mel/reference", "audio/conform"} <= names
-    assert not {n for n in names if n.split("/")[-1] in ("loader", "ring", "pipeline", "writer", "waveforms", "engines", "torch_engine", "stock")}
+    assert not {
+        n
+        for n in names
+        if n.split("/")[-1]
+        in ("loader", "ring", "pipeline", "writer", "waveforms", "engines", "torch_engine", "stock")
+    }
 
 
 # ---- waveforms
@@ -308,7 +386,9 @@ def test_verify_shares_no_code_with_what_builds():
 @pytest.fixture(scope="module")
 def built_with_waveforms(built, tmp_path_factory) -> Path:
     "The data set of the same folder with its waveforms."
-    return lm.build(built[0], out=tmp_path_factory.mktemp("waves") / "x.h5", with_waveforms=True, **QUIET).path
+    return lm.build(
+        built[0], out=tmp_path_factory.mktemp("waves") / "x.h5", with_waveforms=True, **QUIET
+    ).path
 
 
 @pytest.fixture
@@ -326,23 +406,47 @@ def test_good_waveforms(built, built_with_waveforms):
 
 def change_waves(change: Callable[[np.ndarray], None]) -> Callable[[h5py.File], None]:
     "Something done to the waveforms of a file."
+
     def done(f):
         waves = f["segments_waveform"][:]
         change(waves)
         f["segments_waveform"][:] = waves
+
     return done
 
 
-def swap_waves(w: np.ndarray) -> None: w[[3, 17]] = w[[17, 3]]
-def scale_waves(w: np.ndarray) -> None: w *= np.float32(32_768 / 32_767)
-def zero_waves(w: np.ndarray) -> None: w[17] = 0
-def shift_waves(w: np.ndarray) -> None: w[:] = np.roll(w.reshape(len(w), -1), 1, axis=1).reshape(w.shape)
-def turn_waves(w: np.ndarray) -> None: w[17] = -w[17]
-def flip_lowest_bit(w: np.ndarray) -> None: w.view(np.uint32)[17, 3, 1, 511] ^= 1
-def exchange_segments(w: np.ndarray) -> None: w[17] = w[17][:, ::-1].copy()
+def swap_waves(w: np.ndarray) -> None:
+    w[[3, 17]] = w[[17, 3]]
 
 
-@pytest.mark.parametrize("change", [swap_waves, scale_waves, zero_waves, shift_waves, turn_waves, flip_lowest_bit, exchange_segments])
+def scale_waves(w: np.ndarray) -> None:
+    w *= np.float32(32_768 / 32_767)
+
+
+def zero_waves(w: np.ndarray) -> None:
+    w[17] = 0
+
+
+def shift_waves(w: np.ndarray) -> None:
+    w[:] = np.roll(w.reshape(len(w), -1), 1, axis=1).reshape(w.shape)
+
+
+def turn_waves(w: np.ndarray) -> None:
+    w[17] = -w[17]
+
+
+def flip_lowest_bit(w: np.ndarray) -> None:
+    w.view(np.uint32)[17, 3, 1, 511] ^= 1
+
+
+def exchange_segments(w: np.ndarray) -> None:
+    w[17] = w[17][:, ::-1].copy()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [swap_waves, scale_waves, zero_waves, shift_waves, turn_waves, flip_lowest_bit, exchange_segments],
+)
 def test_spoiled_waveforms(built, waved, change):
     "Found by their digests; with digests that a forger repaired, by the recordings, to the last bit."
     spoil(waved, change_waves(change))
@@ -358,19 +462,40 @@ def test_waveforms_that_are_not_finite(waved, value):
     bad(lm.verify(waved), "the waveforms of row 29 hold values that are not finite")
 
 
-@pytest.mark.parametrize(("name", "change"), [
-    ("no digests", lambda f: f.__delitem__("digests/waveforms")),
-    ("no waveforms", lambda f: f.__delitem__("segments_waveform")),
-    ("digests exchanged", lambda f: f["digests/waveforms"].__setitem__(slice(0, 2), f["digests/waveforms"][:2][::-1])),
-    ("one digest less", lambda f: replace_set(f, "digests/waveforms", f["digests/waveforms"][:-1])),
-    ("one row less", lambda f: replace_set(f, "segments_waveform", f["segments_waveform"][:-1])),
-    ("one row more", lambda f: replace_set(f, "segments_waveform", np.concatenate([f["segments_waveform"][:], f["segments_waveform"][:1]]))),
-    ("float64", lambda f: replace_set(f, "segments_waveform", f["segments_waveform"][:].astype(np.float64))),
-    ("int16", lambda f: replace_set(f, "segments_waveform", np.round(f["segments_waveform"][:] * 32_768).astype(np.int16))),
-    ("flat", lambda f: replace_set(f, "segments_waveform", f["segments_waveform"][:].reshape(N, -1))),
-    ("a group", lambda f: (f.__delitem__("segments_waveform"), f.create_group("segments_waveform"))),
-    ("a scalar", lambda f: replace_set(f, "segments_waveform", np.array(1, np.float32))),
-])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("no digests", lambda f: f.__delitem__("digests/waveforms")),
+        ("no waveforms", lambda f: f.__delitem__("segments_waveform")),
+        (
+            "digests exchanged",
+            lambda f: f["digests/waveforms"].__setitem__(slice(0, 2), f["digests/waveforms"][:2][::-1]),
+        ),
+        ("one digest less", lambda f: replace_set(f, "digests/waveforms", f["digests/waveforms"][:-1])),
+        ("one row less", lambda f: replace_set(f, "segments_waveform", f["segments_waveform"][:-1])),
+        (
+            "one row more",
+            lambda f: replace_set(
+                f,
+                "segments_waveform",
+                np.concatenate([f["segments_waveform"][:], f["segments_waveform"][:1]]),
+            ),
+        ),
+        (
+            "float64",
+            lambda f: replace_set(f, "segments_waveform", f["segments_waveform"][:].astype(np.float64)),
+        ),
+        (
+            "int16",
+            lambda f: replace_set(
+                f, "segments_waveform", np.round(f["segments_waveform"][:] * 32_768).astype(np.int16)
+            ),
+        ),
+        ("flat", lambda f: replace_set(f, "segments_waveform", f["segments_waveform"][:].reshape(N, -1))),
+        ("a group", lambda f: (f.__delitem__("segments_waveform"), f.create_group("segments_waveform"))),
+        ("a scalar", lambda f: replace_set(f, "segments_waveform", np.array(1, np.float32))),
+    ],
+)
 def test_waveforms_that_are_something_else(built, waved, name, change):
     spoil(waved, change, resealed=True)
     bad(lm.verify(waved))
@@ -388,10 +513,20 @@ def test_waveforms_slipped_into_a_data_set_without(built, file):
     bad(lm.verify(file), "waveforms without digests")
 
 
-def cut_late(samples, spec): return REAL_VIEW(np.ascontiguousarray(np.roll(samples, 1, axis=1)), spec)
-def cut_from_neighbours(samples, spec): return REAL_VIEW(np.ascontiguousarray(np.roll(samples, 1, axis=0)), spec)
-def cut_backwards(samples, spec): return REAL_VIEW(samples, spec)[..., ::-1]
-def cut_by_32767(samples, spec): return REAL_VIEW((samples * (32_768 / 32_767)).astype(np.float32), spec)
+def cut_late(samples, spec):
+    return REAL_VIEW(np.ascontiguousarray(np.roll(samples, 1, axis=1)), spec)
+
+
+def cut_from_neighbours(samples, spec):
+    return REAL_VIEW(np.ascontiguousarray(np.roll(samples, 1, axis=0)), spec)
+
+
+def cut_backwards(samples, spec):
+    return REAL_VIEW(samples, spec)[..., ::-1]
+
+
+def cut_by_32767(samples, spec):
+    return REAL_VIEW((samples * (32_768 / 32_767)).astype(np.float32), spec)
 
 
 REAL_VIEW = waveforms.segment_view
@@ -407,11 +542,15 @@ def test_a_builder_that_cuts_wrongly_publishes_nothing(built, tmp_path, monkeypa
 
 def test_a_waveform_that_is_lost_or_spoiled_on_its_way_is_not_published(built, tmp_path, monkeypatch):
     real = RowFile.write_waveform
-    def lost(self, k, wave): return real(self, k, wave) if k != 9 else wave.nbytes
+
+    def lost(self, k, wave):
+        return real(self, k, wave) if k != 9 else wave.nbytes
+
     def flipped(self, k, wave):
         wave = wave.copy()
         wave.view(np.uint32)[0, 0, 0] ^= 1
         return real(self, k, wave)
+
     for wrong in (lost, flipped):
         monkeypatch.setattr(RowFile, "write_waveform", wrong)
         with pytest.raises(VerifyError, match="waveforms of .* do not match their digest"):
@@ -422,131 +561,261 @@ def test_a_waveform_that_is_lost_or_spoiled_on_its_way_is_not_published(built, t
 # ---- labels, names, attributes
 
 
-@pytest.mark.parametrize(("name", "change"), [
-    ("label", lambda f: f["labels"].__setitem__(5, 1 - f["labels"][5])),
-    ("label out of range", lambda f: f["labels"].__setitem__(5, 77)),
-    ("negative label", lambda f: f["labels"].__setitem__(5, -1)),
-    ("label names turned over", lambda f: f.attrs.__setitem__("labels_json", '["NOLEAK", "LEAK"]')),
-    ("a label name less", lambda f: f.attrs.__setitem__("labels_json", '["LEAK"]')),
-    ("order of paths", lambda f: f["files/path"].__setitem__(slice(0, 2), f["files/path"][:2][::-1])),
-    ("path twice", lambda f: f["files/path"].__setitem__(1, f["files/path"][0])),
-    ("rejected code", lambda f: f["rejected/code"].__setitem__(0, b"weather")),
-    ("count", lambda f: f.attrs.__setitem__("n_rows", N + 1)),
-    ("not complete", lambda f: f.attrs.__setitem__("complete", False)),
-    ("other geometry", lambda f: f.attrs.__setitem__("config_json", json.dumps(json.loads(f.attrs["config_json"]) | {"long_hop": 512}))),
-    ("senseless geometry", lambda f: f.attrs.__setitem__("config_json", json.dumps(json.loads(f.attrs["config_json"]) | {"n_fft": 0}))),
-    ("unknown setting", lambda f: f.attrs.__setitem__("config_json", json.dumps(json.loads(f.attrs["config_json"]) | {"colour": 1}))),
-    ("path up", lambda f: f["files/path"].__setitem__(0, b"LEAK/../../../../../../../../etc/passwd")),
-    ("schema", lambda f: f.attrs.__setitem__("schema_version", 2)),
-    ("digest algorithm", lambda f: f.attrs.__setitem__("digest_algorithm", "md5")),
-    ("label numbers", lambda f: f.attrs.__setitem__("label2id_json", '{"LEAK": 1, "NOLEAK": 0}')),
-    ("label numbers that are none", lambda f: f.attrs.__setitem__("label2id_json", '{"LEAK": "0", "NOLEAK": "1"}')),
-    ("a label number twice", lambda f: f.attrs.__setitem__("label2id_json", '{"LEAK": 0, "LEAK": 1, "NOLEAK": 1}')),
-    ("a label name twice", lambda f: f.attrs.update(labels_json='["LEAK", "NOLEAK", "LEAK"]', label2id_json='{"LEAK": 2, "NOLEAK": 1}')),
-    ("label names that are none", lambda f: f.attrs.update(labels_json='["LEAK", 7]', label2id_json='{"LEAK": 0, "7": 1}')),
-    ("band centres turned over", lambda f: f["mel_hz"].__setitem__(slice(None), f["mel_hz"][:][::-1])),
-    ("a band centre", lambda f: f["mel_hz"].__setitem__(5, f["mel_hz"][5] * (1 + 1e-9))),
-    ("long starts", lambda f: f["long_start_s"].__setitem__(3, np.nextafter(f["long_start_s"][3], 9))),
-    ("short starts", lambda f: f["short_start_s"].__setitem__(slice(None), np.nan)),
-    ("band centres less", lambda f: replace_set(f, "mel_hz", f["mel_hz"][:-1])),
-    ("band centres narrow", lambda f: replace_set(f, "mel_hz", f["mel_hz"][:].astype(np.float32))),
-    ("fingerprint", lambda f: f.attrs.__setitem__("fingerprint", "0" * 12)),
-    ("engine", lambda f: f.attrs.__setitem__("engine", "magic@1/cpu")),
-    ("floor", lambda f: f.attrs.__setitem__("config_json", json.dumps(json.loads(f.attrs["config_json"]) | {"floor": 1e-9}, sort_keys=True))),
-    ("no split", lambda f: f.attrs.__setitem__("split", "TRAIN")),
-    ("signal", lambda f: f.attrs.__setitem__("signal", "labels")),
-    ("axes", lambda f: f.attrs.__setitem__("axes", ["x"])),
-    ("class", lambda f: f.attrs.__setitem__("NX_class", "NXentry")),
-    ("count that is none", lambda f: f.attrs.__setitem__("n_rows", N + 0.5)),
-    ("rejected message less", lambda f: replace_set(f, "rejected/message", f["rejected/message"][:0])),
-    ("rejected path up", lambda f: replace_set(f, "rejected/path", np.array([b"../secret.wav"]))),
-    ("a row that is rejected too", lambda f: replace_set(f, "rejected/path", f["files/path"][:1])),
-    ("a name too long", lambda f: replace_set(f, "rejected/path", np.array([b"LEAK/" + b"a" * 252 + b".wav"]))),
-])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("label", lambda f: f["labels"].__setitem__(5, 1 - f["labels"][5])),
+        ("label out of range", lambda f: f["labels"].__setitem__(5, 77)),
+        ("negative label", lambda f: f["labels"].__setitem__(5, -1)),
+        ("label names turned over", lambda f: f.attrs.__setitem__("labels_json", '["NOLEAK", "LEAK"]')),
+        ("a label name less", lambda f: f.attrs.__setitem__("labels_json", '["LEAK"]')),
+        ("order of paths", lambda f: f["files/path"].__setitem__(slice(0, 2), f["files/path"][:2][::-1])),
+        ("path twice", lambda f: f["files/path"].__setitem__(1, f["files/path"][0])),
+        ("rejected code", lambda f: f["rejected/code"].__setitem__(0, b"weather")),
+        ("count", lambda f: f.attrs.__setitem__("n_rows", N + 1)),
+        ("not complete", lambda f: f.attrs.__setitem__("complete", False)),
+        (
+            "other geometry",
+            lambda f: f.attrs.__setitem__(
+                "config_json", json.dumps(json.loads(f.attrs["config_json"]) | {"long_hop": 512})
+            ),
+        ),
+        (
+            "senseless geometry",
+            lambda f: f.attrs.__setitem__(
+                "config_json", json.dumps(json.loads(f.attrs["config_json"]) | {"n_fft": 0})
+            ),
+        ),
+        (
+            "unknown setting",
+            lambda f: f.attrs.__setitem__(
+                "config_json", json.dumps(json.loads(f.attrs["config_json"]) | {"colour": 1})
+            ),
+        ),
+        ("path up", lambda f: f["files/path"].__setitem__(0, b"LEAK/../../../../../../../../etc/passwd")),
+        ("schema", lambda f: f.attrs.__setitem__("schema_version", 2)),
+        ("digest algorithm", lambda f: f.attrs.__setitem__("digest_algorithm", "md5")),
+        ("label numbers", lambda f: f.attrs.__setitem__("label2id_json", '{"LEAK": 1, "NOLEAK": 0}')),
+        (
+            "label numbers that are none",
+            lambda f: f.attrs.__setitem__("label2id_json", '{"LEAK": "0", "NOLEAK": "1"}'),
+        ),
+        (
+            "a label number twice",
+            lambda f: f.attrs.__setitem__("label2id_json", '{"LEAK": 0, "LEAK": 1, "NOLEAK": 1}'),
+        ),
+        (
+            "a label name twice",
+            lambda f: f.attrs.update(
+                labels_json='["LEAK", "NOLEAK", "LEAK"]', label2id_json='{"LEAK": 2, "NOLEAK": 1}'
+            ),
+        ),
+        (
+            "label names that are none",
+            lambda f: f.attrs.update(labels_json='["LEAK", 7]', label2id_json='{"LEAK": 0, "7": 1}'),
+        ),
+        ("band centres turned over", lambda f: f["mel_hz"].__setitem__(slice(None), f["mel_hz"][:][::-1])),
+        ("a band centre", lambda f: f["mel_hz"].__setitem__(5, f["mel_hz"][5] * (1 + 1e-9))),
+        ("long starts", lambda f: f["long_start_s"].__setitem__(3, np.nextafter(f["long_start_s"][3], 9))),
+        ("short starts", lambda f: f["short_start_s"].__setitem__(slice(None), np.nan)),
+        ("band centres less", lambda f: replace_set(f, "mel_hz", f["mel_hz"][:-1])),
+        ("band centres narrow", lambda f: replace_set(f, "mel_hz", f["mel_hz"][:].astype(np.float32))),
+        ("fingerprint", lambda f: f.attrs.__setitem__("fingerprint", "0" * 12)),
+        ("engine", lambda f: f.attrs.__setitem__("engine", "magic@1/cpu")),
+        (
+            "floor",
+            lambda f: f.attrs.__setitem__(
+                "config_json",
+                json.dumps(json.loads(f.attrs["config_json"]) | {"floor": 1e-9}, sort_keys=True),
+            ),
+        ),
+        ("no split", lambda f: f.attrs.__setitem__("split", "TRAIN")),
+        ("signal", lambda f: f.attrs.__setitem__("signal", "labels")),
+        ("axes", lambda f: f.attrs.__setitem__("axes", ["x"])),
+        ("class", lambda f: f.attrs.__setitem__("NX_class", "NXentry")),
+        ("count that is none", lambda f: f.attrs.__setitem__("n_rows", N + 0.5)),
+        ("rejected message less", lambda f: replace_set(f, "rejected/message", f["rejected/message"][:0])),
+        ("rejected path up", lambda f: replace_set(f, "rejected/path", np.array([b"../secret.wav"]))),
+        ("a row that is rejected too", lambda f: replace_set(f, "rejected/path", f["files/path"][:1])),
+        (
+            "a name too long",
+            lambda f: replace_set(f, "rejected/path", np.array([b"LEAK/" + b"a" * 252 + b".wav"])),
+        ),
+    ],
+)
 def test_metadata_that_contradict_themselves_are_found_even_when_resealed(file, name, change):
     spoil(file, change, resealed=True)
     bad(lm.verify(file))
 
 
-@pytest.mark.parametrize(("name", "change"), [
-    ("path within its folder", lambda f: f["files/path"].__setitem__(N - 1, f["files/path"][N - 1][:-5] + b"9.wav")),
-    ("level", lambda f: f["files/rms_db"].__setitem__(3, -3)),
-    ("rate", lambda f: f["files/sample_rate"].__setitem__(3, 44_100)),
-    ("sensor", lambda f: f["files/sensor"].__setitem__(3, b"s9")),
-    ("status", lambda f: f["files/status"].__setitem__(3, b"up")),
-    ("source digest", lambda f: f["files/digest"].__setitem__(3, b"0" * 32)),
-    ("rejected path", lambda f: f["rejected/path"].__setitem__(0, b"LEAK/brokem.wav")),
-    ("rejected message", lambda f: f["rejected/message"].__setitem__(0, b"fine")),
-    ("band centres", lambda f: f["mel_hz"].__setitem__(3, 1.0)),
-    ("start times", lambda f: f["long_start_s"].__setitem__(3, 1.0)),
-    ("fingerprint", lambda f: f.attrs.__setitem__("fingerprint", "0" * 12)),
-    ("engine", lambda f: f.attrs.__setitem__("engine", "magic@1/cpu")),
-    ("floor", lambda f: f.attrs.__setitem__("config_json", json.dumps(json.loads(f.attrs["config_json"]) | {"floor": 1e-9}, sort_keys=True))),
-    ("split", lambda f: f.attrs.__setitem__("split", "TRAINING")),
-    ("naming", lambda f: f.attrs.__setitem__("naming_json", f.attrs["naming_json"].replace(" ", ""))),
-    ("folder", lambda f: f["files/folder"].__setitem__(3, b"x")),
-])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (
+            "path within its folder",
+            lambda f: f["files/path"].__setitem__(N - 1, f["files/path"][N - 1][:-5] + b"9.wav"),
+        ),
+        ("level", lambda f: f["files/rms_db"].__setitem__(3, -3)),
+        ("rate", lambda f: f["files/sample_rate"].__setitem__(3, 44_100)),
+        ("sensor", lambda f: f["files/sensor"].__setitem__(3, b"s9")),
+        ("status", lambda f: f["files/status"].__setitem__(3, b"up")),
+        ("source digest", lambda f: f["files/digest"].__setitem__(3, b"0" * 32)),
+        ("rejected path", lambda f: f["rejected/path"].__setitem__(0, b"LEAK/brokem.wav")),
+        ("rejected message", lambda f: f["rejected/message"].__setitem__(0, b"fine")),
+        ("band centres", lambda f: f["mel_hz"].__setitem__(3, 1.0)),
+        ("start times", lambda f: f["long_start_s"].__setitem__(3, 1.0)),
+        ("fingerprint", lambda f: f.attrs.__setitem__("fingerprint", "0" * 12)),
+        ("engine", lambda f: f.attrs.__setitem__("engine", "magic@1/cpu")),
+        (
+            "floor",
+            lambda f: f.attrs.__setitem__(
+                "config_json",
+                json.dumps(json.loads(f.attrs["config_json"]) | {"floor": 1e-9}, sort_keys=True),
+            ),
+        ),
+        ("split", lambda f: f.attrs.__setitem__("split", "TRAINING")),
+        ("naming", lambda f: f.attrs.__setitem__("naming_json", f.attrs["naming_json"].replace(" ", ""))),
+        ("folder", lambda f: f["files/folder"].__setitem__(3, b"x")),
+    ],
+)
 def test_any_change_of_the_metadata_is_found_without_the_sources(file, name, change):
     spoil(file, change)
     bad(lm.verify(file))
 
 
-@pytest.mark.parametrize(("name", "change"), [
-    ("path within its folder", lambda f: f["files/path"].__setitem__(N - 1, f["files/path"][N - 1][:-5] + b"9.wav")),
-    ("status", lambda f: f["files/status"].__setitem__(3, b"up")),
-    ("source digest", lambda f: f["files/digest"].__setitem__(3, b"0" * 32)),
-    ("rejected path", lambda f: f["rejected/path"].__setitem__(0, b"LEAK/brokem.wav")),
-    ("folder", lambda f: f["files/folder"].__setitem__(3, b"x")),
-    ("session", lambda f: f["files/session"].__setitem__(3, b"x")),
-])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (
+            "path within its folder",
+            lambda f: f["files/path"].__setitem__(N - 1, f["files/path"][N - 1][:-5] + b"9.wav"),
+        ),
+        ("status", lambda f: f["files/status"].__setitem__(3, b"up")),
+        ("source digest", lambda f: f["files/digest"].__setitem__(3, b"0" * 32)),
+        ("rejected path", lambda f: f["rejected/path"].__setitem__(0, b"LEAK/brokem.wav")),
+        ("folder", lambda f: f["files/folder"].__setitem__(3, b"x")),
+        ("session", lambda f: f["files/session"].__setitem__(3, b"x")),
+    ],
+)
 def test_resealed_metadata_are_found_with_the_sources(built, file, name, change):
     spoil(file, change, resealed=True)
     assert lm.verify(file).ok
     bad(lm.verify(file, root=built[0]))
 
 
-@pytest.mark.parametrize("name", ["segments_mel", "labels", "files", "files/path", "files/digest", "files/rms_db", "files/status", "digests/rows",
-                                  "digests", "rejected", "rejected/code", "mel_hz", "rejected/path"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "segments_mel",
+        "labels",
+        "files",
+        "files/path",
+        "files/digest",
+        "files/rms_db",
+        "files/status",
+        "digests/rows",
+        "digests",
+        "rejected",
+        "rejected/code",
+        "mel_hz",
+        "rejected/path",
+    ],
+)
 def test_missing_parts(built, file, name):
     spoil(file, lambda f: f.__delitem__(name))
     bad(lm.verify(file))
     bad(lm.verify(file, root=built[0]))
 
 
-@pytest.mark.parametrize("name", ["config_json", "labels_json", "n_rows", "complete", DIGEST_ATTRIBUTE, "split", "schema_version", "fingerprint"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config_json",
+        "labels_json",
+        "n_rows",
+        "complete",
+        DIGEST_ATTRIBUTE,
+        "split",
+        "schema_version",
+        "fingerprint",
+    ],
+)
 def test_missing_attributes(built, file, name):
     spoil(file, lambda f: f.attrs.__delitem__(name))
     bad(lm.verify(file))
     bad(lm.verify(file, root=built[0]))
 
 
-@pytest.mark.parametrize("name", ["segments_mel", "labels", "files/path", "files/rms_db", "files/status", "digests/rows", "rejected/path", "rejected/code"])
-@pytest.mark.parametrize("kind", ["shorter", "longer", "scalar", "empty", "group", "float64", "flat", "text", "dangling link"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "segments_mel",
+        "labels",
+        "files/path",
+        "files/rms_db",
+        "files/status",
+        "digests/rows",
+        "rejected/path",
+        "rejected/code",
+    ],
+)
+@pytest.mark.parametrize(
+    "kind", ["shorter", "longer", "scalar", "empty", "group", "float64", "flat", "text", "dangling link"]
+)
 def test_parts_of_another_shape_or_type_are_reported_and_no_exception(built, file, name, kind):
     def change(f):
         values = f[name][()]
         del f[name]
         match kind:
-            case "shorter": f[name] = values[:-1]
-            case "longer": f[name] = np.concatenate([values, values[:1]])
-            case "scalar": f[name] = values[0] if values.ndim == 1 else values[0, 0, 0, 0, 0]
-            case "empty": f[name] = h5py.Empty(values.dtype)
-            case "group": f.create_group(name)
-            case "float64": f[name] = np.zeros(values.shape)
-            case "flat": f[name] = np.zeros((1, values.size), np.int32)
-            case "text": f.create_dataset(name, data=["x"] * len(values), dtype=h5py.string_dtype())
-            case "dangling link": f[name] = h5py.SoftLink("/nowhere")
+            case "shorter":
+                f[name] = values[:-1]
+            case "longer":
+                f[name] = np.concatenate([values, values[:1]])
+            case "scalar":
+                f[name] = values[0] if values.ndim == 1 else values[0, 0, 0, 0, 0]
+            case "empty":
+                f[name] = h5py.Empty(values.dtype)
+            case "group":
+                f.create_group(name)
+            case "float64":
+                f[name] = np.zeros(values.shape)
+            case "flat":
+                f[name] = np.zeros((1, values.size), np.int32)
+            case "text":
+                f.create_dataset(name, data=["x"] * len(values), dtype=h5py.string_dtype())
+            case "dangling link":
+                f[name] = h5py.SoftLink("/nowhere")
+
     spoil(file, change)
     bad(lm.verify(file))
     bad(lm.verify(file, root=built[0]))
 
 
-@pytest.mark.parametrize("value", [7, "7", "[]", "{", "null", "[1, 2]", '{"a": 1}', b"\xff\xfe", np.zeros(3), "[" * 100_000, h5py.Empty("S1")])
-@pytest.mark.parametrize("name", ["config_json", "labels_json", "n_rows", "complete", "split", "digest_algorithm", DIGEST_ATTRIBUTE])
+@pytest.mark.parametrize(
+    "value",
+    [
+        7,
+        "7",
+        "[]",
+        "{",
+        "null",
+        "[1, 2]",
+        '{"a": 1}',
+        b"\xff\xfe",
+        np.zeros(3),
+        "[" * 100_000,
+        h5py.Empty("S1"),
+    ],
+)
+@pytest.mark.parametrize(
+    "name",
+    ["config_json", "labels_json", "n_rows", "complete", "split", "digest_algorithm", DIGEST_ATTRIBUTE],
+)
 def test_senseless_attributes_are_reported_and_no_exception(built, file, name, value):
     def change(f):
         del f.attrs[name]
         f.attrs[name] = value
+
     spoil(file, change)
     bad(lm.verify(file))
     bad(lm.verify(file, root=built[0]))
@@ -561,7 +830,8 @@ def test_no_data_set_at_all(tmp_path, content):
     bad(lm.verify(tmp_path / "x.h5"))
     bad(lm.verify(tmp_path / "nowhere.h5"), "nowhere.h5")
     bad(lm.verify(tmp_path))
-    with h5py.File(tmp_path / "y.h5", "w"): pass
+    with h5py.File(tmp_path / "y.h5", "w"):
+        pass
     bad(lm.verify(tmp_path / "y.h5"))
     os.mkfifo(tmp_path / "z.h5")
     bad(lm.verify(tmp_path / "z.h5"))
@@ -575,9 +845,11 @@ def test_truncated(file, n):
 
 def test_data_set_that_claims_to_be_huge(tmp_path, file):
     "A terabyte of nothing in a few kilobytes: refused before anything is read into memory."
+
     def change(f):
         del f["segments_mel"]
         f.create_dataset("segments_mel", (1 << 33, 4, 2, 64, 1), "f2", chunks=(64, 4, 2, 64, 1))
+
     spoil(file, change)
     within(2, lambda: bad(lm.verify(file)))
 
@@ -596,7 +868,9 @@ def test_changed_source(built, data, file):
 def test_missing_renamed_and_added_sources(data, file):
     victim = sorted(data.rglob("s*.wav"))[4]
     victim.rename(victim.with_name("other.wav"))
-    report = bad(lm.verify(file, root=data, sample=0), "not in the folder any more", "neither rows nor rejected")
+    report = bad(
+        lm.verify(file, root=data, sample=0), "not in the folder any more", "neither rows nor rejected"
+    )
     assert any("other.wav" in p for p in report.problems)
     assert any(victim.name in p for p in report.problems)
     victim.with_name("other.wav").unlink()
@@ -625,10 +899,12 @@ def test_links_in_the_folder_are_no_false_alarm(tmp_path, data, make_wav):
     (data / "NOLEAK" / "more").symlink_to(data / "LEAK")
     r = lm.build(data, out=tmp_path / "y.h5", progress="none")
     assert r.rows > N
+
     def answer() -> None:
         report = lm.verify(r.path, root=data, sample=None)
         assert report.ok, report.problems
         assert report.checked == r.rows
+
     within(5, answer)
 
 
@@ -638,11 +914,13 @@ def test_paths_of_a_stranger_do_not_lead_out_of_the_root(tmp_path, data, make_wa
     assert len(samples) == 4096
     r = lm.build(data, out=tmp_path / "y.h5", progress="none")
     for name in (b"../secret/a.wav", os.fsencode(tmp_path / "secret" / "a.wav"), b"LEAK/../../secret/a.wav"):
+
         def change(f, name=name):
             paths = f["files/path"][:].astype("S200")
             paths[0] = name
             del f["files/path"]
             f["files/path"] = paths
+
         whole = r.path.read_bytes()
         spoil(r.path, change, resealed=True)
         report = bad(lm.verify(r.path, root=data))
@@ -653,7 +931,8 @@ def test_paths_of_a_stranger_do_not_lead_out_of_the_root(tmp_path, data, make_wa
 # ---- bit rot
 
 
-def _verify_quietly(path: str, queue) -> None: queue.put(lm.verify(path).ok)
+def _verify_quietly(path: str, queue) -> None:
+    queue.put(lm.verify(path).ok)
 
 
 def verdict_of_child(path: Path, seconds: float = 60) -> str:
@@ -667,15 +946,21 @@ def verdict_of_child(path: Path, seconds: float = 60) -> str:
         child.kill()
         child.join()
         return "hung"
-    if child.exitcode: return f"died of {child.exitcode}"
+    if child.exitcode:
+        return f"died of {child.exitcode}"
     return "ok" if queue.get() else "not ok"
 
 
 def regions(path: Path) -> dict[str, tuple[int, int]]:
     "Where the parts of a data set lie in its file."
     with h5py.File(path) as f:
-        names = ["segments_mel", "labels", *(f"{g}/{n}" for g in ("digests", "files", "rejected") for n in f[g])]
-        if "segments_waveform" in f: names.append("segments_waveform")
+        names = [
+            "segments_mel",
+            "labels",
+            *(f"{g}/{n}" for g in ("digests", "files", "rejected") for n in f[g]),
+        ]
+        if "segments_waveform" in f:
+            names.append("segments_waveform")
         return {n: (f[n].id.get_offset(), f[n].id.get_storage_size()) for n in names}
 
 
@@ -708,10 +993,12 @@ def test_flipped_bits_beside_waveforms_are_all_found(waved, name):
 def test_flipped_bits_anywhere_else_are_found_or_harmless(file):
     "In the structure around the data: the file does not open, is not ok, or reads exactly as before."
     from outsider import content, same
+
     rng, raw, before = np.random.default_rng(1), file.read_bytes(), content(file)
     spans = sorted(regions(file).values())
     inside = np.zeros(len(raw), bool)
-    for at, size in spans: inside[at:at + size] = True
+    for at, size in spans:
+        inside[at : at + size] = True
     outside = np.flatnonzero(~inside)
     verdicts: dict[str, int] = {}
     for at in rng.choice(outside, 60, replace=False):
@@ -720,22 +1007,36 @@ def test_flipped_bits_anywhere_else_are_found_or_harmless(file):
         file.write_bytes(damaged)
         verdict = verdict_of_child(file)
         verdicts[verdict] = verdicts.get(verdict, 0) + 1
-        if verdict == "ok": assert same(content(file), before, "@axes"), f"byte {at}"
+        if verdict == "ok":
+            assert same(content(file), before, "@axes"), f"byte {at}"
     assert set(verdicts) <= {"ok", "not ok"}, verdicts
 
 
 # ---- a data folder that is none ----------------------------------------------------------------------------------------------
 
+
 def test_a_data_folder_that_is_none_is_no_fault_of_the_data_set(file, tmp_path):
-    report = bad(lm.verify(file, root=tmp_path / "nowhere"), f"the data folder {tmp_path / 'nowhere'} does not exist; the data set was not compared")
-    assert (len(report.problems), report.labels_compared, report.scope, report.checked) == (1, False, "integrity only", 0)
+    report = bad(
+        lm.verify(file, root=tmp_path / "nowhere"),
+        f"the data folder {tmp_path / 'nowhere'} does not exist; the data set was not compared",
+    )
+    assert (len(report.problems), report.labels_compared, report.scope, report.checked) == (
+        1,
+        False,
+        "integrity only",
+        0,
+    )
     assert report.n_rows > 0
     bad(lm.verify(file, root=file), "is no folder; the data set was not compared")
     (tmp_path / "twice" / "train").mkdir(parents=True)
     (tmp_path / "twice" / "TRAINING").mkdir()
-    report = bad(lm.verify(file, root=tmp_path / "twice"), "the data folder cannot be used; the data set was not compared")
+    report = bad(
+        lm.verify(file, root=tmp_path / "twice"),
+        "the data folder cannot be used; the data set was not compared",
+    )
     assert not any("cannot be read as a data set" in p for p in report.problems)
-    with h5py.File(file, "r+") as f: f["segments_mel"][0] = 0
+    with h5py.File(file, "r+") as f:
+        f["segments_mel"][0] = 0
     bad(lm.verify(file, root=tmp_path / "nowhere"), "do not match their digest")
 
 
@@ -744,4 +1045,6 @@ def test_labels_of_what_cannot_be_read_were_not_compared(file, data, tmp_path):
     (tmp_path / "none.h5").write_bytes(b"nothing")
     assert not bad(lm.verify(tmp_path / "none.h5"), "not an HDF5 file").labels_compared
     (tmp_path / "elsewhere").mkdir()
-    assert not bad(lm.verify(file, root=tmp_path / "elsewhere"), "give the root it was built from").labels_compared
+    assert not bad(
+        lm.verify(file, root=tmp_path / "elsewhere"), "give the root it was built from"
+    ).labels_compared

@@ -1,4 +1,5 @@
 "The reader of WAV files: what it says of one file, names that are no text, and faults of the machine told from faults of a file."
+
 import contextlib, errno, math, os, struct, subprocess, sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ from odd_wavs import MONO, PCM16, READ, REFUSED, holed
 
 def refusal(path: str | bytes | os.PathLike) -> RecordingError:
     "The error with which a file is refused, found to be complete."
-    with pytest.raises(RecordingError) as caught: read_wav(path)
+    with pytest.raises(RecordingError) as caught:
+        read_wav(path)
     error = caught.value
     assert error.code in REJECT_CODES
     assert error.path is not None
@@ -27,19 +29,33 @@ def refusal(path: str | bytes | os.PathLike) -> RecordingError:
 
 # -- too large for memory ------------------------------------------------------------------------------------------------
 
+
 def sparse(path: Path, n_bytes: int, encoding: str = "pcm16") -> Path:
     "A file of so many bytes that takes none, with a data size that was never filled in."
     tag, bits = {"pcm16": (1, 16), "pcm8": (1, 8), "alaw": (6, 8)}[encoding]
     fmt = struct.pack("<HHIIHH", tag, 1, 4096, 4096 * bits // 8, bits // 8, bits)
-    path.write_bytes(struct.pack("<4sI4s4sI16s4sI", b"RIFF", STREAMED, b"WAVE", b"fmt ", 16, fmt, b"data", STREAMED))
+    path.write_bytes(
+        struct.pack("<4sI4s4sI16s4sI", b"RIFF", STREAMED, b"WAVE", b"fmt ", 16, fmt, b"data", STREAMED)
+    )
     os.truncate(path, n_bytes)
     return path
 
 
-@pytest.mark.parametrize(("encoding", "n_bytes", "needed"), [("pcm16", 1 << 42, (1 << 42) - 44), ("pcm16", MAX_SAMPLE_BYTES + 46, MAX_SAMPLE_BYTES + 2),
-                                                             ("pcm8", (1 << 30) + 45, (1 << 32) + 4), ("alaw", (1 << 30) + 45, (1 << 32) + 4)])
+@pytest.mark.parametrize(
+    ("encoding", "n_bytes", "needed"),
+    [
+        ("pcm16", 1 << 42, (1 << 42) - 44),
+        ("pcm16", MAX_SAMPLE_BYTES + 46, MAX_SAMPLE_BYTES + 2),
+        ("pcm8", (1 << 30) + 45, (1 << 32) + 4),
+        ("alaw", (1 << 30) + 45, (1 << 32) + 4),
+    ],
+)
 def test_more_samples_than_a_recording_may_have_are_refused_before_memory_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, n_bytes: int, needed: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    encoding: str,
+    n_bytes: int,
+    needed: int,
 ) -> None:
     monkeypatch.setattr(wav, "read_payload", lambda fd, header: pytest.fail("memory was asked for"))
     error = refusal(sparse(tmp_path / "giant.wav", n_bytes, encoding))
@@ -47,27 +63,48 @@ def test_more_samples_than_a_recording_may_have_are_refused_before_memory_is_ask
     assert f"{needed} bytes of samples, at most {MAX_SAMPLE_BYTES} are read" in str(error)
 
 
-@pytest.mark.parametrize(("encoding", "n_bytes"), [("pcm16", MAX_SAMPLE_BYTES + 44), ("pcm8", (1 << 30) + 44), ("alaw", (1 << 30) + 44)])
-def test_a_recording_may_have_as_many_samples_as_a_plain_file_can_say(tmp_path: Path, encoding: str, n_bytes: int) -> None:
-    with open(sparse(tmp_path / "large.wav", n_bytes, encoding), "rb") as f: assert parse_header(f.fileno(), n_bytes).data_bytes == n_bytes - 44
+@pytest.mark.parametrize(
+    ("encoding", "n_bytes"),
+    [("pcm16", MAX_SAMPLE_BYTES + 44), ("pcm8", (1 << 30) + 44), ("alaw", (1 << 30) + 44)],
+)
+def test_a_recording_may_have_as_many_samples_as_a_plain_file_can_say(
+    tmp_path: Path, encoding: str, n_bytes: int
+) -> None:
+    with open(sparse(tmp_path / "large.wav", n_bytes, encoding), "rb") as f:
+        assert parse_header(f.fileno(), n_bytes).data_bytes == n_bytes - 44
 
 
-def test_a_file_too_large_for_the_memory_there_is_names_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_too_large_for_the_memory_there_is_names_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "It is no fault of the recording, so it is not rejected: scan, read and build stop."
     path = tmp_path / "LEAK" / "large.wav"
     path.parent.mkdir()
     path.write_bytes(READ["canonical"].content)
-    def none(fd: int, header: wav.WavHeader) -> bytearray: raise MemoryError
+
+    def none(fd: int, header: wav.WavHeader) -> bytearray:
+        raise MemoryError
+
     monkeypatch.setattr(wav, "read_payload", none)
-    with pytest.raises(MachineError, match=r"LEAK/large\.wav: out of memory while reading"): read_wav(path)
-    with pytest.raises(MachineError, match=r"LEAK/large\.wav: out of memory while reading"): scan(tmp_path, content=True, progress="none")
+    with pytest.raises(MachineError, match=r"LEAK/large\.wav: out of memory while reading"):
+        read_wav(path)
+    with pytest.raises(MachineError, match=r"LEAK/large\.wav: out of memory while reading"):
+        scan(tmp_path, content=True, progress="none")
     spec = {"sample_rate": 8000, "duration_s": 1}
     for mode in ("stream", "preload"):
         with pytest.raises(MachineError, match=r"LEAK/large\.wav: out of memory while reading"):
-            build(tmp_path, out=tmp_path.with_name("out") / "x.h5", spec=spec, mode=mode, engine="reference", progress="none")
+            build(
+                tmp_path,
+                out=tmp_path.with_name("out") / "x.h5",
+                spec=spec,
+                mode=mode,
+                engine="reference",
+                progress="none",
+            )
 
 
 # -- one file ---------------------------------------------------------------------------------------------------------
+
 
 def test_the_first_bad_sample_is_named(tmp_path: Path) -> None:
     path = tmp_path / "nan.wav"
@@ -75,7 +112,9 @@ def test_the_first_bad_sample_is_named(tmp_path: Path) -> None:
     assert "sample 37 is not a finite number (byte 344)" in str(refusal(path))
 
 
-@pytest.mark.parametrize("name", ["canonical", "pcm24", "pcm16 RF64", "pcm16 extensible", "float32 RIFX", "MS ADPCM"])
+@pytest.mark.parametrize(
+    "name", ["canonical", "pcm24", "pcm16 RF64", "pcm16 extensible", "float32 RIFX", "MS ADPCM"]
+)
 def test_truncated_anywhere(tmp_path: Path, name: str) -> None:
     "A file cut off at any byte is refused; 16-bit samples never come out shorter than the header says."
     whole, path = READ[name].content, tmp_path / "cut.wav"
@@ -92,7 +131,8 @@ def test_truncated_anywhere(tmp_path: Path, name: str) -> None:
 def parse_file(path: Path, content: bytes) -> int:
     "Where the samples of a file end."
     path.write_bytes(content)
-    with open(path, "rb") as f: header = parse_header(f.fileno(), len(content))
+    with open(path, "rb") as f:
+        header = parse_header(f.fileno(), len(content))
     return header.data_start + header.data_bytes
 
 
@@ -113,6 +153,7 @@ def test_samples_may_be_written_to(tmp_path: Path) -> None:
 
 # -- what is no file ----------------------------------------------------------------------------------------------------
 
+
 def test_neither_folder_nor_fifo_nor_device_is_read(tmp_path: Path) -> None:
     (tmp_path / "folder.wav").mkdir()
     os.mkfifo(tmp_path / "fifo.wav")
@@ -129,9 +170,11 @@ def test_links_that_lead_nowhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [b"caf\xe9.wav", b"a\nb.wav", b"-rf.wav", b"quote\"'.wav", b" .wav"])
 def test_any_name(tmp_path: Path, name: bytes) -> None:
     path = os.path.join(os.fsencode(tmp_path), name)
-    with open(path, "wb") as f: f.write(READ["canonical"].content)
+    with open(path, "wb") as f:
+        f.write(READ["canonical"].content)
     assert np.array_equal(read_wav(path).samples[:, 0], MONO)
-    with open(path, "wb") as f: f.write(b"x")
+    with open(path, "wb") as f:
+        f.write(b"x")
     assert "\n" not in str(refusal(path))
 
 
@@ -145,19 +188,26 @@ def test_no_permission_is_a_fault_of_the_file(tmp_path: Path) -> None:
 
 # -- faults of the machine ----------------------------------------------------------------------------------------------
 
+
 def failing(code: int) -> Callable[..., int]:
     "A system call that fails."
-    def call(*args: object, **kwargs: object) -> int: raise OSError(code, os.strerror(code))
+
+    def call(*args: object, **kwargs: object) -> int:
+        raise OSError(code, os.strerror(code))
+
     return call
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ESTALE])
 @pytest.mark.parametrize("call", ["open", "pread", "preadv"])
-def test_a_fault_of_the_machine_rejects_no_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str) -> None:
+def test_a_fault_of_the_machine_rejects_no_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str
+) -> None:
     path = tmp_path / "good.wav"
     path.write_bytes(READ["canonical"].content)
     monkeypatch.setattr(wav.os, call, failing(code))
-    with pytest.raises(MachineError, match=errno.errorcode[code]) as caught: read_wav(path)
+    with pytest.raises(MachineError, match=errno.errorcode[code]) as caught:
+        read_wav(path)
     assert str(path) in str(caught.value)
 
 
@@ -165,7 +215,8 @@ def test_out_of_descriptors_before_the_decoder(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "good.wav"
     path.write_bytes(READ["A-law"].content)
     monkeypatch.setattr(wav.os, "dup", failing(errno.EMFILE))
-    with pytest.raises(MachineError, match="EMFILE"): read_wav(path)
+    with pytest.raises(MachineError, match="EMFILE"):
+        read_wav(path)
 
 
 def test_a_real_limit_of_open_files(tmp_path: Path) -> None:
@@ -191,11 +242,13 @@ except MachineError as e: print(e)
 
 def test_no_descriptor_is_lost(tmp_path: Path) -> None:
     n_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
-    if n_open is None: pytest.skip("needs /proc")
+    if n_open is None:
+        pytest.skip("needs /proc")
     path = tmp_path / "x.wav"
     for content in [*(odd.content for odd in READ.values()), *(odd.content for odd in REFUSED.values())]:
         path.write_bytes(content)
-        with contextlib.suppress(RecordingError): read_wav(path)
+        with contextlib.suppress(RecordingError):
+            read_wav(path)
     assert len(os.listdir("/proc/self/fd")) == n_open
 
 
@@ -205,7 +258,8 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
     fd, n = wav.open_regular(path)
     try:
         path.write_bytes(READ["canonical"].content[:150])
-        with pytest.raises(RecordingError) as caught: wav.read_open_wav(fd, n)
+        with pytest.raises(RecordingError) as caught:
+            wav.read_open_wav(fd, n)
     finally:
         os.close(fd)
     assert (caught.value.code, caught.value.offset) == ("truncated", 150)
@@ -213,13 +267,16 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
 
 # -- real recordings ------------------------------------------------------------------------------------------------------
 
+
 def test_real_recordings() -> None:
     folder = os.environ.get("LEAKMEL_REAL_WAVS", "")
-    if not folder: pytest.skip("LEAKMEL_REAL_WAVS is not set")
+    if not folder:
+        pytest.skip("LEAKMEL_REAL_WAVS is not set")
     files = sorted(Path(folder).rglob("*.wav"))
     assert files, "LEAKMEL_REAL_WAVS names a folder without recordings"
     for path in files:
         right, rate = soundfile.read(path, dtype="int16", always_2d=True)
         got = read_wav(path)
         assert got.sample_rate == rate
-        if got.encoding == "pcm16": assert np.array_equal(got.samples, right)
+        if got.encoding == "pcm16":
+            assert np.array_equal(got.samples, right)

@@ -1,4 +1,5 @@
 "Rows at a fixed place, everything else around them, and a final name that means complete."
+
 import errno
 import os
 import signal
@@ -18,20 +19,33 @@ from hypothesis import strategies as st
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import OutputError, SpaceError
 from leakmel.dataset import writer
-from leakmel.dataset.schema import FILE_COLUMNS, Metadata, Rejected, byte_column, name_columns, root_attributes
+from leakmel.dataset.schema import (
+    FILE_COLUMNS,
+    Metadata,
+    Rejected,
+    byte_column,
+    name_columns,
+    root_attributes,
+)
 from leakmel.dataset.writer import OutputLock, RowFile, compress, require_space, reserve, rows_offset
 from leakmel.mel.spec import MelSpec
 from outsider import content, leftovers, same
 
-SMALL = MelSpec(duration_s=0.25)      # one row: [1, 2, 64, 1]
+SMALL = MelSpec(duration_s=0.25)  # one row: [1, 2, 64, 1]
 
 
-def path_of(k: int) -> bytes: return b"LEAK/a%05d.wav" % k
+def path_of(k: int) -> bytes:
+    return b"LEAK/a%05d.wav" % k
 
 
 def rows_of(numbers, spec: MelSpec = SMALL) -> np.ndarray:
     "A row for each number that can be told from any other."
-    return np.stack([np.full(spec.row_shape, -k % 2048, np.float16) + np.arange(spec.n_mels, dtype=np.float16)[:, None] for k in numbers])
+    return np.stack(
+        [
+            np.full(spec.row_shape, -k % 2048, np.float16) + np.arange(spec.n_mels, dtype=np.float16)[:, None]
+            for k in numbers
+        ]
+    )
 
 
 def metadata_of(numbers, rejected=(), spec: MelSpec = SMALL) -> Metadata:
@@ -40,10 +54,21 @@ def metadata_of(numbers, rejected=(), spec: MelSpec = SMALL) -> Metadata:
     n = len(paths)
     columns = name_columns(paths)
     columns |= {name: np.arange(n, dtype=np.int32) for name in FILE_COLUMNS if name not in columns}
-    columns |= {"encoding": byte_column([b"pcm16"] * n), "status": byte_column([b"ok"] * n), "digest": np.array([b"0" * 32] * n, "S32")}
+    columns |= {
+        "encoding": byte_column([b"pcm16"] * n),
+        "status": byte_column([b"ok"] * n),
+        "digest": np.array([b"0" * 32] * n, "S32"),
+    }
     digests = np.array([digest_of(r) for r in rows_of(numbers, spec)] if n else [], "S32")
     lost = tuple(Rejected(path_of(k), "empty", "the file has no bytes") for k in rejected)
-    return Metadata(spec, root_attributes(spec, "test@1/cpu", "0" * 12, ["LEAK"], "", n), np.zeros(n, np.int16), columns, digests, lost)
+    return Metadata(
+        spec,
+        root_attributes(spec, "test@1/cpu", "0" * 12, ["LEAK"], "", n),
+        np.zeros(n, np.int16),
+        columns,
+        digests,
+        lost,
+    )
 
 
 def build(target: Path, good: np.ndarray, *, block: int = 7, spec: MelSpec = SMALL, order: int = 1) -> bytes:
@@ -51,7 +76,8 @@ def build(target: Path, good: np.ndarray, *, block: int = 7, spec: MelSpec = SMA
     file = RowFile(target, spec.row_shape, len(good))
     rows = rows_of(range(len(good)), spec)
     rows[~good] = np.float16(-7777)
-    for first in list(range(0, len(good), block))[::order]: file.write(first, np.ascontiguousarray(rows[first:first + block]))
+    for first in list(range(0, len(good), block))[::order]:
+        file.write(first, np.ascontiguousarray(rows[first : first + block]))
     file.close_ranks(good)
     file.finish(metadata_of(np.flatnonzero(good), (), spec))
     file.publish(sync=False)
@@ -61,13 +87,17 @@ def build(target: Path, good: np.ndarray, *, block: int = 7, spec: MelSpec = SMA
 # ---- where the rows are
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (40, 2, 64, 1), (79, 3, 32, 1), (1, 1, 1, 7), (300, 40, 128, 9)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (40, 2, 64, 1), (79, 3, 32, 1), (1, 1, 1, 7), (300, 40, 128, 9)]
+)
 def test_offset_does_not_depend_on_the_number_of_rows(tmp_path, shape):
     found = set()
-    most = (1 << 43) // (2 * int(np.prod(shape)))       # 8 TiB: ext4 holds 16
+    most = (1 << 43) // (2 * int(np.prod(shape)))  # 8 TiB: ext4 holds 16
     for n in (1, 2, 3, 255, 256, 65_536, 51_434, 2_000_000, 1 << 33):
-        if n > most: continue
-        with writer.new_file(tmp_path / "x.h5") as f: found.add(writer.create_rows(f, (n, *shape)))
+        if n > most:
+            continue
+        with writer.new_file(tmp_path / "x.h5") as f:
+            found.add(writer.create_rows(f, (n, *shape)))
         (tmp_path / "x.h5").unlink()
     assert found == {rows_offset(tmp_path, "y.h5", shape)}
     assert not leftovers(tmp_path)
@@ -84,13 +114,19 @@ def test_offset_does_not_depend_on_what_is_written_around(tmp_path):
 
 def test_rows_are_where_they_were_put_by_number(tmp_path):
     good = np.ones(20, bool)
-    assert build(tmp_path / "a.h5", good, order=1) == build(tmp_path / "b.h5", good, order=-1) == build(tmp_path / "c.h5", good, block=1)
+    assert (
+        build(tmp_path / "a.h5", good, order=1)
+        == build(tmp_path / "b.h5", good, order=-1)
+        == build(tmp_path / "c.h5", good, block=1)
+    )
 
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
     whole = build(tmp_path / "a.h5", np.ones(9, bool))
     real = os.pwrite
-    monkeypatch.setattr(writer, "os", SimpleNamespace(**{n: getattr(os, n) for n in dir(os) if not n.startswith("__")}))
+    monkeypatch.setattr(
+        writer, "os", SimpleNamespace(**{n: getattr(os, n) for n in dir(os) if not n.startswith("__")})
+    )
     monkeypatch.setattr(writer.os, "pwrite", lambda fd, data, at: real(fd, bytes(data[:100]), at))
     assert build(tmp_path / "b.h5", np.ones(9, bool)) == whole
 
@@ -112,40 +148,51 @@ def test_rejected_files_leave_no_trace(tmp_path, good, block):
     assert leftovers(tmp_path, "a.h5", "b.h5") == []
 
 
-@pytest.mark.parametrize("pattern", ["first", "last", "every second", "first half", "all but one", "none lost"])
+@pytest.mark.parametrize(
+    "pattern", ["first", "last", "every second", "first half", "all but one", "none lost"]
+)
 def test_ranks_close_over_any_gap(tmp_path, pattern):
     n = 200
     good = np.ones(n, bool)
     match pattern:
-        case "first": good[0] = False
-        case "last": good[-1] = False
-        case "every second": good[::2] = False
-        case "first half": good[:n // 2] = False
-        case "all but one": good[:] = np.arange(n) == 117
+        case "first":
+            good[0] = False
+        case "last":
+            good[-1] = False
+        case "every second":
+            good[::2] = False
+        case "first half":
+            good[: n // 2] = False
+        case "all but one":
+            good[:] = np.arange(n) == 117
     file = RowFile(tmp_path / "a.h5", SMALL.row_shape, n)
     file.write(0, rows_of(range(n)))
     file.close_ranks(good)
     file.finish(metadata_of(np.flatnonzero(good)))
     file.publish(sync=False)
-    with h5py.File(tmp_path / "a.h5") as f: assert (f["segments_mel"][:] == rows_of(np.flatnonzero(good))).all()
+    with h5py.File(tmp_path / "a.h5") as f:
+        assert (f["segments_mel"][:] == rows_of(np.flatnonzero(good))).all()
 
 
 def test_large_rows_close_ranks(tmp_path):
-    spec = MelSpec(long_hop=16)       # 0.64 MB a row: a block of 8 MB holds a dozen
+    spec = MelSpec(long_hop=16)  # 0.64 MB a row: a block of 8 MB holds a dozen
     good = np.ones(40, bool)
     good[[0, 5, 6, 29]] = False
     build(tmp_path / "a.h5", good, spec=spec)
-    with h5py.File(tmp_path / "a.h5") as f: assert (f["segments_mel"][:] == rows_of(np.flatnonzero(good), spec)).all()
+    with h5py.File(tmp_path / "a.h5") as f:
+        assert (f["segments_mel"][:] == rows_of(np.flatnonzero(good), spec)).all()
 
 
 # ---- waveforms, where they are wanted
 
-WAVE = (1, 2, 512)       # the segments of one row
+WAVE = (1, 2, 512)  # the segments of one row
 
 
 def waves_of(numbers) -> np.ndarray:
     "Waveforms for each number that can be told from any other."
-    return np.stack([np.arange(np.prod(WAVE), dtype=np.float32).reshape(WAVE) / 1024 + int(k) for k in numbers])
+    return np.stack(
+        [np.arange(np.prod(WAVE), dtype=np.float32).reshape(WAVE) / 1024 + int(k) for k in numbers]
+    )
 
 
 def with_waves(meta: Metadata, numbers) -> Metadata:
@@ -158,7 +205,8 @@ def build_both(target: Path, good: np.ndarray, order: int = 1) -> RowFile:
     file = RowFile(target, SMALL.row_shape, len(good), WAVE)
     for k in range(len(good))[::order]:
         file.write(k, rows_of([k]) if good[k] else np.full((1, *SMALL.row_shape), -7777, np.float16))
-        if good[k] or k % 2: file.write_waveform(k, waves_of([k])[0] if good[k] else np.full(WAVE, np.nan, np.float32))
+        if good[k] or k % 2:
+            file.write_waveform(k, waves_of([k])[0] if good[k] else np.full(WAVE, np.nan, np.float32))
     file.close_ranks(good)
     return file
 
@@ -175,13 +223,18 @@ def test_rejected_files_leave_no_trace_in_waveforms(tmp_path, good):
         file.publish(sync=False)
     clean = RowFile(tmp_path / "c.h5", SMALL.row_shape, len(numbers), WAVE)
     clean.write(0, rows_of(numbers))
-    for k, wave in enumerate(waves_of(numbers)): clean.write_waveform(k, wave)
+    for k, wave in enumerate(waves_of(numbers)):
+        clean.write_waveform(k, wave)
     clean.finish(meta)
     clean.publish(sync=False)
     with h5py.File(tmp_path / "a.h5") as f:
         assert (f["segments_waveform"][:] == waves_of(numbers)).all()
         assert (f["segments_mel"][:] == rows_of(numbers)).all()
-    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes() == (tmp_path / "c.h5").read_bytes()
+    assert (
+        (tmp_path / "a.h5").read_bytes()
+        == (tmp_path / "b.h5").read_bytes()
+        == (tmp_path / "c.h5").read_bytes()
+    )
     assert leftovers(tmp_path, "a.h5", "b.h5", "c.h5") == []
 
 
@@ -195,14 +248,19 @@ def test_mels_lie_where_they_lie_without_waveforms(tmp_path, n):
     with h5py.File(tmp_path / "plain.h5") as a, h5py.File(tmp_path / "a.h5") as b:
         assert "segments_waveform" not in a
         assert "digests/waveforms" not in a
-        assert a["segments_mel"].id.get_offset() == b["segments_mel"].id.get_offset() == end - n * file.row_bytes
+        assert (
+            a["segments_mel"].id.get_offset() == b["segments_mel"].id.get_offset() == end - n * file.row_bytes
+        )
         assert b["segments_waveform"].id.get_offset() == end
         assert b["segments_waveform"].chunks is None
-    for name in ("plain.h5", "a.h5"): assert (tmp_path / name).read_bytes()[end - n * file.row_bytes:end] == rows_of(range(n)).tobytes()
+    for name in ("plain.h5", "a.h5"):
+        assert (tmp_path / name).read_bytes()[end - n * file.row_bytes : end] == rows_of(range(n)).tobytes()
 
 
 def test_nothing_moves_where_no_candidate_was_rejected(tmp_path, monkeypatch):
-    def never(*a): raise AssertionError("bytes were moved")
+    def never(*a):
+        raise AssertionError("bytes were moved")
+
     file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 20, WAVE)
     before = file.waveform_offset
     monkeypatch.setattr(writer, "_write_all", never)
@@ -220,7 +278,8 @@ def test_room_for_waveforms_is_asked_for_and_reserved(tmp_path, monkeypatch):
     assert file.partial.stat().st_blocks * 512 >= room
     file.abort()
     monkeypatch.setattr(os, "statvfs", fake_statvfs(1 << 20))
-    with pytest.raises(SpaceError) as e: RowFile(tmp_path / "a.h5", SMALL.row_shape, 1000, WAVE)
+    with pytest.raises(SpaceError) as e:
+        RowFile(tmp_path / "a.h5", SMALL.row_shape, 1000, WAVE)
     assert f"{1000 * (256 + 4096 + writer.SPARE_BYTES) - (1 << 20):,} bytes are missing" in str(e.value)
     assert leftovers(tmp_path) == []
 
@@ -239,12 +298,14 @@ def test_gzip_takes_waveforms_along_and_asks_for_their_room(tmp_path, monkeypatc
     packed.publish(sync=False)
     assert asked == [n * (256 + 4096 + writer.SPARE_BYTES)]
     assert same(content(tmp_path / "a.h5"), content(tmp_path / "b.h5"))
-    with h5py.File(tmp_path / "b.h5") as f: assert f["segments_waveform"].compression == "gzip"
+    with h5py.File(tmp_path / "b.h5") as f:
+        assert f["segments_waveform"].compression == "gzip"
 
 
 def test_ranks_that_were_not_closed_are_noticed(tmp_path):
     file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 4, WAVE)
-    with pytest.raises(OutputError, match="moved the rows"): file.finish(with_waves(metadata_of([0, 1]), [0, 1]))
+    with pytest.raises(OutputError, match="moved the rows"):
+        file.finish(with_waves(metadata_of([0, 1]), [0, 1]))
     file.abort()
     assert leftovers(tmp_path) == []
 
@@ -265,34 +326,62 @@ def test_metadata_come_back_as_given(tmp_path):
     assert got["rejected/path"].tolist() == [path_of(k) for k in lost]
     assert got["rejected/code"].tolist() == [b"empty"] * 2
     assert got["digests/rows"].tolist() == [digest_of(r).encode() for r in got["segments_mel"]]
-    for name in FILE_COLUMNS: np.testing.assert_array_equal(got[f"files/{name}"], meta.columns[name])
-    for name, value in meta.attributes.items(): assert str(got[f"@{name}"]) == str(np.array(value, object) if name == "axes" else value)
+    for name in FILE_COLUMNS:
+        np.testing.assert_array_equal(got[f"files/{name}"], meta.columns[name])
+    for name, value in meta.attributes.items():
+        assert str(got[f"@{name}"]) == str(np.array(value, object) if name == "axes" else value)
     with h5py.File(tmp_path / "a.h5") as f:
-        assert [d.label for d in f["segments_mel"].dims] == ["row", "long_start_s", "short_start_s", "mel_hz", "frame"]
+        assert [d.label for d in f["segments_mel"].dims] == [
+            "row",
+            "long_start_s",
+            "short_start_s",
+            "mel_hz",
+            "frame",
+        ]
         np.testing.assert_array_equal(f["segments_mel"].dims[3]["mel_hz"][:], SMALL.mel_hz)
         np.testing.assert_allclose(f["segments_mel"].dims[2]["short_start_s"][:], [0, 0.125])
 
 
 def test_another_process_in_another_zone_writes_the_same_bytes(tmp_path):
     first = build(tmp_path / "a.h5", np.ones(5, bool))
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nimport numpy as np, pathlib, test_writer\n" \
-           f"test_writer.build(pathlib.Path({str(tmp_path / 'b.h5')!r}), np.ones(5, bool))"
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nimport numpy as np, pathlib, test_writer\n"
+        f"test_writer.build(pathlib.Path({str(tmp_path / 'b.h5')!r}), np.ones(5, bool))"
+    )
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"TZ": "Asia/Tokyo"}, check=True)
     assert (tmp_path / "b.h5").read_bytes() == first
     with h5py.File(tmp_path / "a.h5") as f:
         tracked: list[str] = []
-        f.visititems(lambda name, item: tracked.append(name) if isinstance(item, h5py.Dataset) and item.id.get_create_plist().get_obj_track_times() else None)
+        f.visititems(
+            lambda name, item: (
+                tracked.append(name)
+                if isinstance(item, h5py.Dataset) and item.id.get_create_plist().get_obj_track_times()
+                else None
+            )
+        )
         assert tracked == []
 
 
 def test_many_labels_fit_into_the_attributes(tmp_path):
-    names = [f"a label with a long name {i:05d}" for i in range(5000)]      # far over the 64 KiB of an ordinary attribute
+    names = [
+        f"a label with a long name {i:05d}" for i in range(5000)
+    ]  # far over the 64 KiB of an ordinary attribute
     file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 1)
     meta = metadata_of([0])
     file.write(0, rows_of([0]))
-    file.finish(Metadata(SMALL, root_attributes(SMALL, "e", "f", names, "", 1), meta.labels, meta.columns, meta.row_digests, ()))
+    file.finish(
+        Metadata(
+            SMALL,
+            root_attributes(SMALL, "e", "f", names, "", 1),
+            meta.labels,
+            meta.columns,
+            meta.row_digests,
+            (),
+        )
+    )
     file.publish()
     import json
+
     assert json.loads(content(tmp_path / "a.h5")["@labels_json"]) == names
 
 
@@ -307,16 +396,21 @@ def test_gzip_has_the_same_content(tmp_path):
     file.sync()
     file.publish()
     assert same(content(tmp_path / "a.h5"), content(tmp_path / "b.h5"))
-    with h5py.File(tmp_path / "b.h5") as f: assert f["segments_mel"].compression == "gzip"
+    with h5py.File(tmp_path / "b.h5") as f:
+        assert f["segments_mel"].compression == "gzip"
     assert leftovers(tmp_path, "a.h5", "b.h5") == []
     assert (tmp_path / "b.h5").stat().st_size < (tmp_path / "a.h5").stat().st_size
 
 
 def test_failed_compression_leaves_the_whole_file(tmp_path, monkeypatch):
     before = build(tmp_path / "a.h5", np.ones(3, bool))
-    def full(*a): raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full(*a):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     monkeypatch.setattr(writer, "write_metadata", full)
-    with pytest.raises(OSError): compress(tmp_path / "a.h5", metadata_of(range(3)))
+    with pytest.raises(OSError):
+        compress(tmp_path / "a.h5", metadata_of(range(3)))
     assert (tmp_path / "a.h5").read_bytes() == before
     assert leftovers(tmp_path, "a.h5") == []
 
@@ -335,7 +429,7 @@ def test_publish_replaces_and_abort_does_not(tmp_path):
     assert leftovers(tmp_path, "a.h5") == []
     with h5py.File(target) as reader:
         new = build(target, np.ones(4, bool))
-        assert len(reader["segments_mel"]) == 3         # an open reader keeps what it opened
+        assert len(reader["segments_mel"]) == 3  # an open reader keeps what it opened
         assert (reader["segments_mel"][:] == rows_of(range(3))).all()
     assert target.read_bytes() == new != old
 
@@ -375,33 +469,41 @@ def test_links_laid_out_in_the_output_folder_are_not_written_through(tmp_path, e
             file.finish(metadata_of([0]))
             file.compress(metadata_of([0]))
             file.publish()
-    except OutputError: pass       # refusing is as good
+    except OutputError:
+        pass  # refusing is as good
     assert victim.read_bytes() == b"precious"
 
 
 # ---- room
 
 
-def fake_statvfs(free: int): return lambda path: SimpleNamespace(f_bavail=free // 4096, f_frsize=4096)
+def fake_statvfs(free: int):
+    return lambda path: SimpleNamespace(f_bavail=free // 4096, f_frsize=4096)
 
 
 def test_no_room_is_said_before_work(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", fake_statvfs(1 << 20))
-    with pytest.raises(SpaceError) as e: RowFile(tmp_path / "a.h5", SMALL.row_shape, 1_000_000)
+    with pytest.raises(SpaceError) as e:
+        RowFile(tmp_path / "a.h5", SMALL.row_shape, 1_000_000)
     missing = 1_000_000 * (256 + writer.SPARE_BYTES) - (1 << 20)
     assert f"{missing:,} bytes are missing" in str(e.value)
     assert str(tmp_path) in str(e.value)
     assert e.value.exit_code == 3
     assert leftovers(tmp_path) == []
     require_space(tmp_path, 1 << 20)
-    with pytest.raises(SpaceError): require_space(tmp_path, (1 << 20) + 1)
+    with pytest.raises(SpaceError):
+        require_space(tmp_path, (1 << 20) + 1)
 
 
 def test_disk_full_while_reserving(tmp_path, monkeypatch):
     old = build(tmp_path / "a.h5", np.ones(2, bool))
-    def full(fd, at, n): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full(fd, at, n):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(SpaceError) as e: RowFile(tmp_path / "a.h5", SMALL.row_shape, 100)
+    with pytest.raises(SpaceError) as e:
+        RowFile(tmp_path / "a.h5", SMALL.row_shape, 100)
     assert e.value.exit_code == 3
     assert ".a.h5.partial" in str(e.value)
     assert "bytes" in str(e.value)
@@ -412,20 +514,27 @@ def test_disk_full_while_reserving(tmp_path, monkeypatch):
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
 def test_file_systems_that_cannot_reserve(tmp_path, monkeypatch, code):
     whole = build(tmp_path / "a.h5", np.ones(4, bool))
-    def refuse(fd, at, n): raise OSError(code, os.strerror(code))
+
+    def refuse(fd, at, n):
+        raise OSError(code, os.strerror(code))
+
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     assert build(tmp_path / "b.h5", np.ones(4, bool)) == whole
 
 
 def test_other_faults_of_reserving(tmp_path, monkeypatch):
-    def broken(fd, at, n): raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def broken(fd, at, n):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     monkeypatch.setattr(os, "posix_fallocate", broken)
-    with pytest.raises(OutputError, match="cannot reserve space"): RowFile(tmp_path / "a.h5", SMALL.row_shape, 1)
+    with pytest.raises(OutputError, match="cannot reserve space"):
+        RowFile(tmp_path / "a.h5", SMALL.row_shape, 1)
     assert leftovers(tmp_path) == []
 
 
 def test_reserve_really_reserves(tmp_path):
-    with open(tmp_path / "x", "wb") as f: reserve(f.fileno(), 1 << 20, tmp_path / "x")
+    with open(tmp_path / "x", "wb") as f:
+        reserve(f.fileno(), 1 << 20, tmp_path / "x")
     assert (tmp_path / "x").stat().st_size == 1 << 20
     assert (tmp_path / "x").stat().st_blocks * 512 >= 1 << 20
 
@@ -434,33 +543,45 @@ def test_reserve_really_reserves(tmp_path):
 
 
 def test_second_builder_is_refused_and_the_first_is_named(tmp_path):
-    with OutputLock(tmp_path / "a.h5"), pytest.raises(OutputError, match=f"process {os.getpid()}"), OutputLock(tmp_path / "a.h5"): pass
+    with (
+        OutputLock(tmp_path / "a.h5"),
+        pytest.raises(OutputError, match=f"process {os.getpid()}"),
+        OutputLock(tmp_path / "a.h5"),
+    ):
+        pass
     assert leftovers(tmp_path) == []
-    with OutputLock(tmp_path / "a.h5"), OutputLock(tmp_path / "b.h5"): pass
+    with OutputLock(tmp_path / "a.h5"), OutputLock(tmp_path / "b.h5"):
+        pass
 
 
 def test_stale_lock_file_does_not_block(tmp_path):
     (tmp_path / ".a.h5.lock").write_text("99999999")
-    with OutputLock(tmp_path / "a.h5"): assert (tmp_path / ".a.h5.lock").read_text() == str(os.getpid())
+    with OutputLock(tmp_path / "a.h5"):
+        assert (tmp_path / ".a.h5.lock").read_text() == str(os.getpid())
     assert leftovers(tmp_path) == []
 
 
 def test_killed_holder_does_not_block(tmp_path):
-    code = "import time, pathlib\nfrom leakmel.dataset.writer import OutputLock\n" \
-           f"with OutputLock(pathlib.Path({str(tmp_path / 'a.h5')!r})): print('held', flush=True); time.sleep(60)"
+    code = (
+        "import time, pathlib\nfrom leakmel.dataset.writer import OutputLock\n"
+        f"with OutputLock(pathlib.Path({str(tmp_path / 'a.h5')!r})): print('held', flush=True); time.sleep(60)"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "held\n"
-        with pytest.raises(OutputError, match=f"process {child.pid}"), OutputLock(tmp_path / "a.h5"): pass
+        with pytest.raises(OutputError, match=f"process {child.pid}"), OutputLock(tmp_path / "a.h5"):
+            pass
         child.send_signal(signal.SIGKILL)
         child.wait()
-    with OutputLock(tmp_path / "a.h5"): pass
+    with OutputLock(tmp_path / "a.h5"):
+        pass
     assert leftovers(tmp_path) == []
 
 
 def test_lock_is_exclusive_among_many_threads(tmp_path):
     inside, most, refused = 0, 0, 0
     gate, start = threading.Lock(), threading.Barrier(8)
+
     def work() -> None:
         nonlocal inside, most, refused
         start.wait()
@@ -470,12 +591,17 @@ def test_lock_is_exclusive_among_many_threads(tmp_path):
                     with gate:
                         inside += 1
                         most = max(most, inside)
-                    with gate: inside -= 1
+                    with gate:
+                        inside -= 1
             except OutputError:
-                with gate: refused += 1
+                with gate:
+                    refused += 1
+
     threads = [threading.Thread(target=work) for _ in range(8)]
-    for t in threads: t.start()
-    for t in threads: t.join()
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
     assert most == 1
     assert refused < 400
     assert leftovers(tmp_path) == []
@@ -484,11 +610,13 @@ def test_lock_is_exclusive_among_many_threads(tmp_path):
 @pytest.mark.parametrize("ending", ["lock", "partial"])
 def test_a_folder_under_a_working_name_is_said_with_its_path(tmp_path, ending):
     (tmp_path / f".a.h5.{ending}").mkdir()
-    with pytest.raises(OutputError, match=ending), OutputLock(tmp_path / "a.h5"): RowFile(tmp_path / "a.h5", SMALL.row_shape, 1)
+    with pytest.raises(OutputError, match=ending), OutputLock(tmp_path / "a.h5"):
+        RowFile(tmp_path / "a.h5", SMALL.row_shape, 1)
     assert leftovers(tmp_path, f".a.h5.{ending}") == []
 
 
 def test_name_too_long_for_its_companions_is_an_output_error(tmp_path):
-    name = "x" * 250 + ".h5"      # fits, but not with a dot before and ".partial" behind
-    with pytest.raises(OutputError), OutputLock(tmp_path / name): RowFile(tmp_path / name, SMALL.row_shape, 1)
+    name = "x" * 250 + ".h5"  # fits, but not with a dot before and ".partial" behind
+    with pytest.raises(OutputError), OutputLock(tmp_path / name):
+        RowFile(tmp_path / name, SMALL.row_shape, 1)
     assert leftovers(tmp_path) == []

@@ -1,4 +1,5 @@
 "Tiny trainings, and processes that end at a moment of one's choice: what tests of training and of searching share."
+
 from pathlib import Path
 
 from leakmel.learn.train_settings import TrainSettings
@@ -6,13 +7,38 @@ from leakmel.learn.train_settings import TrainSettings
 
 def tiny(epochs: int) -> TrainSettings:
     "Settings of a training of seconds on `small_sets`: six steps in an epoch."
-    return TrainSettings(epochs=epochs, epoch_share=1.0, batch_size=200, channels=(4, 8), learning_rate=0.01, early_stop_epochs=0, seed=3)
+    return TrainSettings(
+        epochs=epochs,
+        epoch_share=1.0,
+        batch_size=200,
+        channels=(4, 8),
+        learning_rate=0.01,
+        early_stop_epochs=0,
+        seed=3,
+    )
 
 
 def tiny_words(epochs: int) -> list[str]:
     "The same on the command line."
-    return ["--epochs", str(epochs), "--epoch-share", "1", "--batch-size", "200", "--channels", "4,8", "--learning-rate", "0.01",
-            "--early-stop-epochs", "0", "--seed", "3", "--device", "cpu", "--quiet"]
+    return [
+        "--epochs",
+        str(epochs),
+        "--epoch-share",
+        "1",
+        "--batch-size",
+        "200",
+        "--channels",
+        "4,8",
+        "--learning-rate",
+        "0.01",
+        "--early-stop-epochs",
+        "0",
+        "--seed",
+        "3",
+        "--device",
+        "cpu",
+        "--quiet",
+    ]
 
 
 def files(sets: Path) -> tuple[Path, Path]:

@@ -1,4 +1,5 @@
 "A real browser that notes what a page asks for and complains about."
+
 import os
 import shutil
 from collections.abc import Iterator
@@ -8,10 +9,18 @@ from typing import Any
 
 from conftest import need
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 # What JupyterLab itself says on a machine without a network or a user; anything else on the console fails the test.
 HARMLESS = ("favicon", "Failed to load resource", "ResizeObserver")
-MARKS = ".point path, path.point, .lines path, .hm image"     # what plotly draws bars, points, lines and pictures with
+MARKS = ".point path, path.point, .lines path, .hm image"  # what plotly draws bars, points, lines and pictures with
 
 
 @contextmanager
@@ -20,6 +29,7 @@ def chromium() -> Iterator[Any]:
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     need(found, "Chromium")
     from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=found, args=FLAGS)
         yield opened
@@ -56,7 +66,11 @@ class Watched:
 
 def assert_figures(page: Any, n: int) -> None:
     "A page of the site shows n figures, each with a title and something drawn."
-    page.wait_for_function(f"document.querySelectorAll('.plotly-figure .gtitle').length === {n}", timeout=60_000)
-    marks = page.evaluate(f"[...document.querySelectorAll('.plotly-figure')].map(e => e.querySelectorAll('{MARKS}').length)")
+    page.wait_for_function(
+        f"document.querySelectorAll('.plotly-figure .gtitle').length === {n}", timeout=60_000
+    )
+    marks = page.evaluate(
+        f"[...document.querySelectorAll('.plotly-figure')].map(e => e.querySelectorAll('{MARKS}').length)"
+    )
     assert len(marks) == n
     assert all(marks), marks

@@ -1,4 +1,5 @@
 """Reference pages from signatures, docstrings and the comments beside parameters: one for each module, one for the names of `import leakmel as lm`."""
+
 import dataclasses
 import importlib
 import inspect
@@ -13,11 +14,23 @@ from leakmel.core.options import _field_comments
 def public_page() -> str:
     "One page: what `import leakmel as lm` gives, first as a list, then with its parameters."
     import leakmel
+
     parts = ["# Public names", "```{py:module} leakmel\n:no-index-entry:\n```", PUBLIC_TEXT]
     values = {name: (module, getattr(leakmel, name)) for name, module in leakmel._PUBLIC.items()}
-    rows = [[f"{{py:obj}}`lm.{name} <leakmel.{name}>`", _first(value), f"`leakmel.{module}`"] for name, (module, value) in values.items()]
-    parts.append("\n".join("| " + " | ".join(row) + " |" for row in [["name", "what it is", "written in"], [":--"] * 3, *rows]))
-    parts += [_class(value) if inspect.isclass(value) else _entry("function", name, value) for name, (_, value) in values.items()]
+    rows = [
+        [f"{{py:obj}}`lm.{name} <leakmel.{name}>`", _first(value), f"`leakmel.{module}`"]
+        for name, (module, value) in values.items()
+    ]
+    parts.append(
+        "\n".join(
+            "| " + " | ".join(row) + " |"
+            for row in [["name", "what it is", "written in"], [":--"] * 3, *rows]
+        )
+    )
+    parts += [
+        _class(value) if inspect.isclass(value) else _entry("function", name, value)
+        for name, (_, value) in values.items()
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -35,20 +48,29 @@ def module_page(name: str) -> str:
     module = importlib.import_module(name)
     short = name.removeprefix("leakmel.")
     up = "../" * (short.count(".") + 1)
-    parts = [f"# {short}", f"```{{py:module}} {name}\n:no-index-entry:\n```",
-             f"{inspect.getdoc(module)} The [notebook]({up}reference/{short.replace('.', '/')}.ipynb) tells why it is as it is."]
+    parts = [
+        f"# {short}",
+        f"```{{py:module}} {name}\n:no-index-entry:\n```",
+        f"{inspect.getdoc(module)} The [notebook]({up}reference/{short.replace('.', '/')}.ipynb) tells why it is as it is.",
+    ]
     for public in getattr(module, "__all__", []):
         value = getattr(module, public)
-        if getattr(value, "__module__", name) != name: continue
-        if inspect.isclass(value): parts.append(_class(value))
-        elif inspect.isfunction(value): parts.append(_entry("function", public, value))
-        else: parts.append(_directive("data", public, [], _shown(value)))
+        if getattr(value, "__module__", name) != name:
+            continue
+        if inspect.isclass(value):
+            parts.append(_class(value))
+        elif inspect.isfunction(value):
+            parts.append(_entry("function", public, value))
+        else:
+            parts.append(_directive("data", public, [], _shown(value)))
     return "\n\n".join(parts) + "\n"
 
 
 def _directive(kind: str, signature: str, options: list[str], *body: str, fence: str = ":::") -> str:
     "A description of the Python domain."
-    return "\n".join([f"{fence}{{py:{kind}}} {signature}", *options, "", *(b + "\n" for b in body if b), fence])
+    return "\n".join(
+        [f"{fence}{{py:{kind}}} {signature}", *options, "", *(b + "\n" for b in body if b), fence]
+    )
 
 
 def _shown(value: Any) -> str:
@@ -60,23 +82,42 @@ def _shown(value: Any) -> str:
 def _class(cls: type) -> str:
     "A class with its fields or its constructor's parameters, and its public methods and properties."
     body = [_prose(cls)]
-    if dataclasses.is_dataclass(cls): body.append(_table(_fields(cls)))
-    elif "__init__" in vars(cls): body.append(_parameters(vars(cls)["__init__"]))
+    if dataclasses.is_dataclass(cls):
+        body.append(_table(_fields(cls)))
+    elif "__init__" in vars(cls):
+        body.append(_parameters(vars(cls)["__init__"]))
     for name, member in vars(cls).items():
-        if name.startswith("_"): continue
-        if isinstance(member, (classmethod, staticmethod)): body.append(_entry("method", name, member.__func__, "::::", type(member).__name__))
-        elif inspect.isfunction(member): body.append(_entry("method", name, member, "::::"))
-        elif isinstance(member, property): body.append(_directive("property", name, [], _prose(member), fence="::::"))
-    return _directive("class", cls.__name__ + _signature(cls, short=dataclasses.is_dataclass(cls)), [], *body, fence=":::::")
+        if name.startswith("_"):
+            continue
+        if isinstance(member, (classmethod, staticmethod)):
+            body.append(_entry("method", name, member.__func__, "::::", type(member).__name__))
+        elif inspect.isfunction(member):
+            body.append(_entry("method", name, member, "::::"))
+        elif isinstance(member, property):
+            body.append(_directive("property", name, [], _prose(member), fence="::::"))
+    return _directive(
+        "class", cls.__name__ + _signature(cls, short=dataclasses.is_dataclass(cls)), [], *body, fence=":::::"
+    )
 
 
 def _fields(cls: type) -> list[tuple[str, Any]]:
     "The fields of a dataclass, inherited ones too, with the comments beside them."
-    try: comments = _field_comments(cls)
-    except (OSError, TypeError): comments = {}
+    try:
+        comments = _field_comments(cls)
+    except (OSError, TypeError):
+        comments = {}
     known = _docments(cls)
-    return [(name, {"docment": comments.get(name), **{k: v for k, v in known.get(name, {}).items() if v is not None or k == "default"}})
-            for name in getattr(cls, "__dataclass_fields__", {}) if name in known]
+    return [
+        (
+            name,
+            {
+                "docment": comments.get(name),
+                **{k: v for k, v in known.get(name, {}).items() if v is not None or k == "default"},
+            },
+        )
+        for name in getattr(cls, "__dataclass_fields__", {})
+        if name in known
+    ]
 
 
 def _entry(kind: str, full: str, function: Any, fence: str = ":::", how: str = "") -> str:
@@ -89,23 +130,34 @@ def _entry(kind: str, full: str, function: Any, fence: str = ":::", how: str = "
 def _prose(value: Any) -> str:
     "The docstring, unless it is the one that a dataclass makes up."
     text = inspect.getdoc(value) or ""
-    return "" if inspect.isclass(value) and text.startswith(f"{value.__name__}(") else re.sub(r"(?<=\S)\*(?=\S)", r"\\*", text)
+    return (
+        ""
+        if inspect.isclass(value) and text.startswith(f"{value.__name__}(")
+        else re.sub(r"(?<=\S)\*(?=\S)", r"\\*", text)
+    )
 
 
 def _signature(value: Any, *, bound: bool = False, short: bool = False) -> str:
     "Names and defaults; types stand in the table."
-    if short: return ""
-    try: signature = inspect.signature(value)
-    except (TypeError, ValueError): return ""
-    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()][int(bound):]
+    if short:
+        return ""
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return ""
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()][
+        int(bound) :
+    ]
     text = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
     return re.sub(r"<[^>]*>", "...", text)
 
 
 def _docments(value: Any) -> dict[str, Any]:
     "Comments, types and defaults by parameter; `return` for the result."
-    try: return dict(docments(value, full=True, returns=True, eval_str=False))
-    except (TypeError, OSError, ValueError, SyntaxError): return {}
+    try:
+        return dict(docments(value, full=True, returns=True, eval_str=False))
+    except (TypeError, OSError, ValueError, SyntaxError):
+        return {}
 
 
 def _parameters(function: Any) -> str:
@@ -115,27 +167,39 @@ def _parameters(function: Any) -> str:
 
 def _table(rows: list[tuple[str, Any]]) -> str:
     "Name, type, default and comment; nothing where nobody said a type or a word."
+
     def row(name: str, d: Any) -> list[str]:
         shown = "returns" if name == "return" else f"`{name}`"
-        return [shown, _type(d.get("anno")), _default(d.get("default", dataclasses.MISSING)), _cell(d.get("docment") or "")]
+        return [
+            shown,
+            _type(d.get("anno")),
+            _default(d.get("default", dataclasses.MISSING)),
+            _cell(d.get("docment") or ""),
+        ]
+
     cells = [row(name, d) for name, d in rows if d.get("docment") or _type(d.get("anno"))]
-    if not cells: return ""
+    if not cells:
+        return ""
     cells = [["", "type", "default", ""], [":--"] * 4, *cells]
-    if not any(row[2] for row in cells[2:]): cells = [[row[0], row[1], row[3]] for row in cells]
+    if not any(row[2] for row in cells[2:]):
+        cells = [[row[0], row[1], row[3]] for row in cells]
     return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 
 def _type(anno: Any) -> str:
-    if anno is None or anno is inspect.Parameter.empty: return ""
+    if anno is None or anno is inspect.Parameter.empty:
+        return ""
     text = anno if isinstance(anno, str) else inspect.formatannotation(anno)
-    short = re.sub(r"(?:[A-Za-z_]\w*[.])+(?=[A-Za-z_])", "", text)   # the last part of a name says enough
+    short = re.sub(r"(?:[A-Za-z_]\w*[.])+(?=[A-Za-z_])", "", text)  # the last part of a name says enough
     return f"`{_cell(short)}`"
 
 
 def _default(value: Any) -> str:
-    if value is inspect.Parameter.empty or value is dataclasses.MISSING: return ""
+    if value is inspect.Parameter.empty or value is dataclasses.MISSING:
+        return ""
     text = repr(value)
     return "" if text.startswith("<") else f"`{_cell(text)}`"
 
 
-def _cell(text: str) -> str: return re.sub(r"\s+", " ", str(text)).replace("|", "\\|")
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", str(text)).replace("|", "\\|")

@@ -1,4 +1,5 @@
 """Sphinx settings of the site. Its pages are written to _docs/source by prepare.py, already executed; nothing is loaded from a network."""
+
 import sys
 from configparser import ConfigParser
 from pathlib import Path
@@ -12,13 +13,13 @@ version = release = _cfg["version"]
 
 extensions = ["myst_nb", "sphinx_copybutton", "sphinx_design"]
 nb_execution_mode = "off"
-nb_ipywidgets_js: dict = {}     # no widget state is stored, so no script has to be fetched for it
+nb_ipywidgets_js: dict = {}  # no widget state is stored, so no script has to be fetched for it
 nb_merge_streams = True
-nb_render_markdown_format = "myst"   # what a cell prints as Markdown may hold a table
+nb_render_markdown_format = "myst"  # what a cell prints as Markdown may hold a table
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 python_maximum_signature_line_length = 110
-highlight_language = "none"       # what names no language is a command or its output
+highlight_language = "none"  # what names no language is a command or its output
 add_module_names = False
 exclude_patterns = ["**/.ipynb_checkpoints"]
 
@@ -27,23 +28,39 @@ html_title = f"leakmel {version}"
 html_css_files = ["leakmel.css"]
 html_show_sourcelink = False
 html_copy_source = False
-html_show_search_summary = False  # it would fetch every page that was found, which a browser forbids for pages from a disk
-html_sidebars: dict[str, list[str]] = {name: [] for name in ("index", "commands", "changelog", "search", "genindex", "py-modindex")}
+html_show_search_summary = (
+    False  # it would fetch every page that was found, which a browser forbids for pages from a disk
+)
+html_sidebars: dict[str, list[str]] = {
+    name: [] for name in ("index", "commands", "changelog", "search", "genindex", "py-modindex")
+}
 html_theme_options = {
-    "show_nav_level": 2, "navigation_depth": 3, "show_prev_next": False, "navbar_align": "left", "secondary_sidebar_items": ["page-toc"],
-    "header_links_before_dropdown": 6, "footer_start": ["copyright"], "footer_end": [], "pygments_light_style": "tango", "pygments_dark_style": "monokai",
+    "show_nav_level": 2,
+    "navigation_depth": 3,
+    "show_prev_next": False,
+    "navbar_align": "left",
+    "secondary_sidebar_items": ["page-toc"],
+    "header_links_before_dropdown": 6,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "pygments_light_style": "tango",
+    "pygments_dark_style": "monokai",
 }
 html_context = {"default_mode": "auto"}
 
 
 def _load_plotly(app, page, template, context, doctree):
     "Give plotly's script, which is large and stored once, to the pages that have a figure."
-    if 'class="plotly-figure"' in context.get("body", ""): app.add_js_file("plotly.min.js")
+    if 'class="plotly-figure"' in context.get("body", ""):
+        app.add_js_file("plotly.min.js")
 
 
 def setup(app):
     "Called by Sphinx."
-    if not any((Path(app.srcdir) / f"index.{kind}").exists() for kind in ("ipynb", "md")): sys.exit("run prepare.py first: make docs does")
-    app.connect("config-inited", lambda app, config: config.html_static_path.append(str(Path(app.srcdir) / "static")))
+    if not any((Path(app.srcdir) / f"index.{kind}").exists() for kind in ("ipynb", "md")):
+        sys.exit("run prepare.py first: make docs does")
+    app.connect(
+        "config-inited", lambda app, config: config.html_static_path.append(str(Path(app.srcdir) / "static"))
+    )
     app.connect("html-page-context", _load_plotly)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -5,6 +5,7 @@ usage: python nbs/_tools/page.py NOTEBOOK [HTML]     (beside the notebook, with 
 `jupyter nbconvert --to html` leaves figures out: they are stored as plotly's data, without a picture, so that a notebook stays small. Here each is
 drawn by plotly's own script, which is written into the page once (4 to 5 MB). Widgets are shown as they stood.
 """
+
 import sys
 from pathlib import Path
 
@@ -21,7 +22,14 @@ def page_html(notebook: nbformat.NotebookNode, title: str) -> str:
     still_widgets(notebook)
     show_figures(notebook)
     notebook.metadata.pop("widgets", None)
-    exporter = HTMLExporter(embed_images=True, mathjax_url="", require_js_url="", jquery_url="", widget_renderer_url="", mermaid_js_url="")
+    exporter = HTMLExporter(
+        embed_images=True,
+        mathjax_url="",
+        require_js_url="",
+        jquery_url="",
+        widget_renderer_url="",
+        mermaid_js_url="",
+    )
     body, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": title}})
     return body.replace("</head>", f"{STYLE}\n<script>{plotly_script()}</script>\n</head>", 1)
 
@@ -33,7 +41,8 @@ def main(words: list[str]) -> int:
         return 2
     source = Path(words[0])
     target = Path(words[1]) if len(words) == 2 else source.with_suffix(".html")
-    try: target.write_text(page_html(nbformat.read(source, as_version=4), source.stem), encoding="utf-8")
+    try:
+        target.write_text(page_html(nbformat.read(source, as_version=4), source.stem), encoding="utf-8")
     except (OSError, nbformat.reader.NotJSONError) as e:
         print(f"page.py: {source}: {e}", file=sys.stderr)
         return 1

@@ -6,6 +6,7 @@ usage: python nbs/_tools/pictures.py RUN_FOLDER     (a folder below runs/ with T
 The first writes mels.png and timeline.png into nbs/images, the second compare.png, in which it notes the record's time; a test compares that
 with the newest record. Needs kaleido and a Chromium.
 """
+
 import struct
 import sys
 import zlib
@@ -21,7 +22,7 @@ from leakmel.ops.bench_plots import NOT_MEASURED, rate_figure
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "nbs" / "images"
-KEY = b"Source\0"          # of the note in a picture
+KEY = b"Source\0"  # of the note in a picture
 
 
 def draw(figure, height: int, scale: float = 1) -> bytes:
@@ -39,7 +40,7 @@ def save(png: bytes, path: Path) -> None:
 
 def with_note(png: bytes, note: str) -> bytes:
     "A PNG with a note in a text chunk behind its header."
-    body, at = b"tEXt" + KEY + note.encode("latin-1"), 8 + 25      # signature, IHDR
+    body, at = b"tEXt" + KEY + note.encode("latin-1"), 8 + 25  # signature, IHDR
     return png[:at] + struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body)) + png[at:]
 
 
@@ -47,8 +48,9 @@ def note_of(png: bytes) -> str | None:
     "The note of a PNG; None where there is none."
     at = 8
     while at < len(png):
-        (n,), kind, data = struct.unpack(">I", png[at:at + 4]), png[at + 4:at + 8], png[at + 8:]
-        if kind == b"tEXt" and data.startswith(KEY): return data[len(KEY):n].decode("latin-1")
+        (n,), kind, data = struct.unpack(">I", png[at : at + 4]), png[at + 4 : at + 8], png[at + 8 :]
+        if kind == b"tEXt" and data.startswith(KEY):
+            return data[len(KEY) : n].decode("latin-1")
         at += 12 + n
     return None
 
@@ -59,20 +61,34 @@ def draw_run(run: Path) -> None:
         typical = ds.typical_rows()
         rows = np.stack([ds[row][0] for row in typical.values()])
         scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
-        figure = mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales, hop_s=ds.spec.hop_length / ds.spec.sample_rate)
+        figure = mels_by_label(
+            rows, list(typical), ds.spec.mel_hz, **scales, hop_s=ds.spec.hop_length / ds.spec.sample_rate
+        )
     save(draw(figure, 460), IMAGES / "mels.png")
-    save(draw(batch_timeline(read_timeline(run / "TRAINING_DATASET.H5.timeline.json")), 380), IMAGES / "timeline.png")
+    save(
+        draw(batch_timeline(read_timeline(run / "TRAINING_DATASET.H5.timeline.json")), 380),
+        IMAGES / "timeline.png",
+    )
 
 
 def draw_compare(records: Path = ROOT / "runs" / "benchmarks", images: Path = IMAGES) -> None:
     "The chart of the newest comparison; without one it says so."
     record = newest("compare", records)
     figure = rate_figure(record)
-    save(with_note(draw(figure, figure.layout.height, scale=2), NOT_MEASURED if record is None else record["made_utc"]), images / "compare.png")
+    save(
+        with_note(
+            draw(figure, figure.layout.height, scale=2),
+            NOT_MEASURED if record is None else record["made_utc"],
+        ),
+        images / "compare.png",
+    )
 
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    if words[:1] == ["--compare"] and len(words) <= 3: draw_compare(*map(Path, words[1:]))
-    elif len(words) == 1 and words[0][:1] != "-": draw_run(Path(words[0]))
-    else: raise SystemExit(__doc__)
+    if words[:1] == ["--compare"] and len(words) <= 3:
+        draw_compare(*map(Path, words[1:]))
+    elif len(words) == 1 and words[0][:1] != "-":
+        draw_run(Path(words[0]))
+    else:
+        raise SystemExit(__doc__)

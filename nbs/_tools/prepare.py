@@ -3,6 +3,7 @@
 What nbdev's directives say is kept: `hide` drops a cell, `echo: false` its source, `export` folds it, `eval: false`, `slow` and `cuda` leave it unexecuted.
 Executed notebooks are kept in _docs/cache under a digest of everything they depend on, so a second run is quick.
 """
+
 import asyncio
 import hashlib
 import io
@@ -26,26 +27,56 @@ NOTEBOOKS, PACKAGE = ROOT / "nbs", ROOT / "leakmel"
 DOCS = ROOT / "_docs"
 SOURCE, CACHE = DOCS / "source", DOCS / "cache"
 ROOMS = {
-    "core": "errors, time, progress: what everything else uses", "audio": "from files to numbers", "mel": "from numbers to mels",
-    "dataset": "from a folder to a verified file", "insight": "where the time went, and what was learned", "learn": "from mels to a detector",
-    "ops": "measuring and setting up", "cli_learn": "the commands of the detector", "cli": "the command line",
+    "core": "errors, time, progress: what everything else uses",
+    "audio": "from files to numbers",
+    "mel": "from numbers to mels",
+    "dataset": "from a folder to a verified file",
+    "insight": "where the time went, and what was learned",
+    "learn": "from mels to a detector",
+    "ops": "measuring and setting up",
+    "cli_learn": "the commands of the detector",
+    "cli": "the command line",
 }
-GUIDES = {   # folder of notebooks that export nothing -> title and sentence of its page
+GUIDES = {  # folder of notebooks that export nothing -> title and sentence of its page
     "tutorials": ("Tutorials", "From the first recordings to a data set and a detector, step by step."),
     "explanations": ("Explanations", "What the library does with recordings, and why."),
 }
-EXAMPLES = ("build", "train", "predict", "explore", "dashboard", "benchmark")    # run notebooks in the order of their work; those that are there get a page
+EXAMPLES = (
+    "build",
+    "train",
+    "predict",
+    "explore",
+    "dashboard",
+    "benchmark",
+)  # run notebooks in the order of their work; those that are there get a page
 # Guides in the order of their lists.
-FIRST = ("first_build", "first_detector", "drift", "every_night", "speed", "judged", "training", "again", "file_format", "promises", "troubleshooting")
+FIRST = (
+    "first_build",
+    "first_detector",
+    "drift",
+    "every_night",
+    "speed",
+    "judged",
+    "training",
+    "again",
+    "file_format",
+    "promises",
+    "troubleshooting",
+)
 DEMO_FILES = 120
-EXTRAS = {"mel/triton_kernel": "triton"}    # library notebooks that need more than the requirements
+EXTRAS = {"mel/triton_kernel": "triton"}  # library notebooks that need more than the requirements
 
 
 # ---- notebooks -----------------------------------------------------------------------------------------------------
 
+
 def directives_of(cell: nbformat.NotebookNode) -> set[str]:
     "What nbdev is told about a cell."
-    return {re.sub(r"\s*:\s*", ": ", line[2:].strip()) for line in cell.source.splitlines() if line.startswith("#|")}
+    return {
+        re.sub(r"\s*:\s*", ": ", line[2:].strip())
+        for line in cell.source.splitlines()
+        if line.startswith("#|")
+    }
 
 
 def is_skipped(cell: nbformat.NotebookNode) -> bool:
@@ -61,57 +92,100 @@ def defined(cell: nbformat.NotebookNode) -> list[str]:
 
 def dress(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     "Turn directives into the tags that the site knows, and figures into HTML."
-    cells = [c for c in notebook.cells if c.cell_type != "code" or not any(d.startswith("default_exp") or d == "hide" for d in directives_of(c))]
+    cells = [
+        c
+        for c in notebook.cells
+        if c.cell_type != "code"
+        or not any(d.startswith("default_exp") or d == "hide" for d in directives_of(c))
+    ]
     for cell in cells:
-        if cell.cell_type != "code": continue
+        if cell.cell_type != "code":
+            continue
         said, tags = directives_of(cell), set(cell.metadata.get("tags", []))
-        if "echo: false" in said: tags.add("remove-input")
+        if "echo: false" in said:
+            tags.add("remove-input")
         if {"export", "exporti"} & {d.split(":")[0] for d in said}:
             tags.add("hide-input")
-            cell.metadata["mystnb"] = {"code_prompt_show": f"Source of {', '.join(defined(cell)) or 'the imports'}", "code_prompt_hide": "Hide the source"}
+            cell.metadata["mystnb"] = {
+                "code_prompt_show": f"Source of {', '.join(defined(cell)) or 'the imports'}",
+                "code_prompt_hide": "Hide the source",
+            }
         cell.metadata["tags"] = sorted(tags)
-        cell.source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("#|")).strip("\n")
+        cell.source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("#|")).strip(
+            "\n"
+        )
     for cell in cells:
-        if cell.cell_type == "markdown": cell.source = formulas(cards(cell.source))
+        if cell.cell_type == "markdown":
+            cell.source = formulas(cards(cell.source))
     notebook.cells = [c for c in cells if c.cell_type != "code" or c.source.strip()]
     still_widgets(notebook)
     show_figures(notebook)
-    notebook.metadata = nbformat.from_dict({"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
-                                            "language_info": {"name": "python", "pygments_lexer": "ipython3"}})
+    notebook.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+            "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+        }
+    )
     return notebook
 
 
 def cards(text: str) -> str:
     "Lists of `- **[title](page)** sentence` as cards, which a narrow screen stacks."
     items = r"(?:^- \*\*\[[^\]]+\]\([^)]+\)\*\*.*(?:\n  .*)*\n?)+"
-    def sentence(said: str) -> str: return said[:1].upper() + re.sub(r"\n +", " ", said[1:])
+
+    def sentence(said: str) -> str:
+        return said[:1].upper() + re.sub(r"\n +", " ", said[1:])
+
     def grid(found: re.Match) -> str:
         doors = re.findall(r"^- \*\*(\[[^\]]+\]\([^)]+\))\*\*[:,]?\s*(.*(?:\n  .*)*)", found.group(), re.M)
-        body = "\n".join(f":::{{grid-item-card}}\n**{link}**\n\n{sentence(said)}\n:::" for link, said in doors)
+        body = "\n".join(
+            f":::{{grid-item-card}}\n**{link}**\n\n{sentence(said)}\n:::" for link, said in doors
+        )
         return f"::::{{grid}} 1 1 3 3\n:gutter: 3\n:class-container: doors\n\n{body}\n::::\n"
+
     return re.sub(items, grid, text, flags=re.M)
 
 
-SIGNS = {r"\frac12": "½", r"\sum": "Σ", r"\int": "∫", r"\pi": "π", r"\tau": "τ", r"\cos": "cos", r"\log": "log", r"\sqrt": "√", r"\mathrm": "", r"\,": " "}
+SIGNS = {
+    r"\frac12": "½",
+    r"\sum": "Σ",
+    r"\int": "∫",
+    r"\pi": "π",
+    r"\tau": "τ",
+    r"\cos": "cos",
+    r"\log": "log",
+    r"\sqrt": "√",
+    r"\mathrm": "",
+    r"\,": " ",
+}
 
 
 def formulas(text: str) -> str:
     "The few formulas of the notebooks in HTML: a renderer of formulas would be fetched from a network."
+
     def plain(found: re.Match) -> str:
         inner = found[1]
-        for name, sign in SIGNS.items(): inner = inner.replace(name, sign)
+        for name, sign in SIGNS.items():
+            inner = inner.replace(name, sign)
         inner = re.sub(r"√\{([^{}]*)\}", r"√(\1)", inner)
-        for sign, tag in (("_", "sub"), (r"\^", "sup")): inner = re.sub(sign + r"(?:\{([^{}]*)\}|(\w))", rf"<{tag}>\1\2</{tag}>", inner)
-        if "\\" in inner: raise ValueError(f"a formula with a sign that SIGNS does not have: {found[0]}")
+        for sign, tag in (("_", "sub"), (r"\^", "sup")):
+            inner = re.sub(sign + r"(?:\{([^{}]*)\}|(\w))", rf"<{tag}>\1\2</{tag}>", inner)
+        if "\\" in inner:
+            raise ValueError(f"a formula with a sign that SIGNS does not have: {found[0]}")
         return f"<span class='formula'>{inner.replace('{', '').replace('}', '').replace('-', '−').strip()}</span>"
-    parts = re.split(r"(```.*?```|`[^`]*`)", text, flags=re.S)       # code stays as it is
+
+    parts = re.split(r"(```.*?```|`[^`]*`)", text, flags=re.S)  # code stays as it is
     return "".join(part if i % 2 else re.sub(r"\$([^$\n]+)\$", plain, part) for i, part in enumerate(parts))
 
 
 def lacking(name: str) -> str:
     "A sentence on what a library notebook needs and is not installed here; empty where all is there."
     package = EXTRAS.get(name, "")
-    return f"Not executed: {package} was not installed where this page was made." if package and not find_spec(package) else ""
+    return (
+        f"Not executed: {package} was not installed where this page was made."
+        if package and not find_spec(package)
+        else ""
+    )
 
 
 def execute(path: Path, parameters: str = "") -> nbformat.NotebookNode:
@@ -122,17 +196,27 @@ def execute(path: Path, parameters: str = "") -> nbformat.NotebookNode:
         return notebook
     for i, cell in enumerate(notebook.cells):
         if parameters and "parameters" in cell.metadata.get("tags", []):
-            notebook.cells.insert(i + 1, nbformat.v4.new_code_cell(parameters, metadata={"tags": ["remove-cell"]}))
+            notebook.cells.insert(
+                i + 1, nbformat.v4.new_code_cell(parameters, metadata={"tags": ["remove-cell"]})
+            )
             break
     kept = CACHE / f"{_digest(notebook)}.ipynb"
-    if kept.exists(): return nbformat.read(kept, as_version=4)
+    if kept.exists():
+        return nbformat.read(kept, as_version=4)
     every, run = notebook.cells, [c for c in notebook.cells if not is_skipped(c)]
     notebook.cells = run
-    client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}},
-                            extra_arguments=["--log-level=ERROR"])
-    asyncio.run(client.async_execute())      # a loop of this thread's own, closed at the end
+    client = NotebookClient(
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+        extra_arguments=["--log-level=ERROR"],
+    )
+    asyncio.run(client.async_execute())  # a loop of this thread's own, closed at the end
     notebook.cells = every
-    text = re.sub(rf"{re.escape(str(ROOT))}/?", "", nbformat.writes(notebook))   # a site does not tell where it was made
+    text = re.sub(
+        rf"{re.escape(str(ROOT))}/?", "", nbformat.writes(notebook)
+    )  # a site does not tell where it was made
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(text, encoding="utf-8")
     return nbformat.reads(text, as_version=4)
@@ -141,20 +225,26 @@ def execute(path: Path, parameters: str = "") -> nbformat.NotebookNode:
 def _digest(notebook: nbformat.NotebookNode) -> str:
     "Of a notebook's sources, the package, the records that pages draw, and the versions below all that."
     read = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "runs" / "benchmarks").glob("*.json"))]
-    parts = [sys.version, *(f"{c.cell_type}{c.source}" for c in notebook.cells), *(p.read_text(encoding="utf-8") for p in read)]
+    parts = [
+        sys.version,
+        *(f"{c.cell_type}{c.source}" for c in notebook.cells),
+        *(p.read_text(encoding="utf-8") for p in read),
+    ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 def write_page(notebook: nbformat.NotebookNode, name: str, extra: str = "") -> None:
     "Write a dressed notebook as a page; `extra` is Markdown for its end."
     page = dress(notebook)
-    if extra: page.cells.append(nbformat.v4.new_markdown_cell(extra))
+    if extra:
+        page.cells.append(nbformat.v4.new_markdown_cell(extra))
     target = SOURCE / f"{name}.ipynb"
     target.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(page, target)
 
 
 # ---- pages ---------------------------------------------------------------------------------------------------------
+
 
 def toctree(names: list[str], *options: str) -> str:
     "A list of pages."
@@ -170,21 +260,39 @@ def write_text(name: str, text: str) -> None:
 
 def library_notebooks() -> list[Path]:
     "Notebooks that export a module."
-    found = [p for p in sorted(NOTEBOOKS.rglob("*.ipynb")) if not any(part[0] in "_." for part in p.relative_to(NOTEBOOKS).parts)]
-    return [p for p in found if any(c.source.startswith("#| default_exp") for c in nbformat.read(p, as_version=4).cells)]
+    found = [
+        p
+        for p in sorted(NOTEBOOKS.rglob("*.ipynb"))
+        if not any(part[0] in "_." for part in p.relative_to(NOTEBOOKS).parts)
+    ]
+    return [
+        p
+        for p in found
+        if any(c.source.startswith("#| default_exp") for c in nbformat.read(p, as_version=4).cells)
+    ]
 
 
 def guide_notebooks() -> list[Path]:
     "Tutorials and explanations."
-    def place(p: Path) -> tuple[int, str]: return FIRST.index(p.stem) if p.stem in FIRST else len(FIRST), p.stem
-    return [p for folder in GUIDES for p in sorted((NOTEBOOKS / folder).glob("*.ipynb"), key=place) if p.name[0] not in "_."]
+
+    def place(p: Path) -> tuple[int, str]:
+        return FIRST.index(p.stem) if p.stem in FIRST else len(FIRST), p.stem
+
+    return [
+        p
+        for folder in GUIDES
+        for p in sorted((NOTEBOOKS / folder).glob("*.ipynb"), key=place)
+        if p.name[0] not in "_."
+    ]
 
 
 def run_parameters() -> str:
     "Settings under which the executed example is made: a small made set."
     from leakmel.audio.synth import write_demo
+
     demo, out = DOCS / "demo", DOCS / "run"
-    if not (demo / "TRAINING").is_dir(): write_demo(demo, n_files=DEMO_FILES)
+    if not (demo / "TRAINING").is_dir():
+        write_demo(demo, n_files=DEMO_FILES)
     shutil.rmtree(out, ignore_errors=True)
     return f"data_root = {str(demo)!r}\nout = {str(out)!r}"
 
@@ -192,10 +300,16 @@ def run_parameters() -> str:
 def dashboard_parameters() -> str:
     "A folder of two runs of the made set, of which the dashboard shows the second beside the first."
     import leakmel as lm
+
     runs = DOCS / "runs"
     shutil.rmtree(runs, ignore_errors=True)
     for name, readers in (("each-thread-for-itself", None), ("hand-to-hand", 1)):
-        lm.build_all(DOCS / "demo", out_dir=runs / name, pipeline=lm.PipelineConfig(read_workers=readers), progress="none")
+        lm.build_all(
+            DOCS / "demo",
+            out_dir=runs / name,
+            pipeline=lm.PipelineConfig(read_workers=readers),
+            progress="none",
+        )
     return f"run = {str(runs)!r}"
 
 
@@ -207,20 +321,35 @@ def explore_parameters() -> str:
 def learning_parameters() -> dict[str, str]:
     "A small net on data sets of the made set, and a detector of that kind to score the recordings with."
     import leakmel as lm
+
     folder, sets = DOCS / "learning", DOCS / "learning" / "mels"
     shutil.rmtree(folder, ignore_errors=True)
-    paths = {r.path.name.split("_")[0]: r.path for r in lm.build_all(DOCS / "demo", out_dir=sets, progress="none")}
+    paths = {
+        r.path.name.split("_")[0]: r.path for r in lm.build_all(DOCS / "demo", out_dir=sets, progress="none")
+    }
     small = {"epochs": 6, "epoch_share": 1.0, "profile_every": 5}
-    model = lm.train(paths["TRAINING"], paths["VALIDATION"], out=folder / "model", settings=lm.TrainSettings(**small, channels=(16, 32)), device="cpu",
-                     progress="none").model_path
-    said = "\n".join(f"{name} = {value!r}" for name, value in (small | {"channels": "16,32", "device": "cpu"}).items())
-    return {"train": f"data = {str(sets)!r}\nout = {str(folder / 'train')!r}\n{said}",
-            "predict": f"data_root = {str(DOCS / 'demo' / 'TESTING')!r}\nmodel = {str(model)!r}\nout = {str(folder / 'scores')!r}\ndevice = 'cpu'"}
+    model = lm.train(
+        paths["TRAINING"],
+        paths["VALIDATION"],
+        out=folder / "model",
+        settings=lm.TrainSettings(**small, channels=(16, 32)),
+        device="cpu",
+        progress="none",
+    ).model_path
+    said = "\n".join(
+        f"{name} = {value!r}" for name, value in (small | {"channels": "16,32", "device": "cpu"}).items()
+    )
+    return {
+        "train": f"data = {str(sets)!r}\nout = {str(folder / 'train')!r}\n{said}",
+        "predict": f"data_root = {str(DOCS / 'demo' / 'TESTING')!r}\nmodel = {str(model)!r}\nout = {str(folder / 'scores')!r}\ndevice = 'cpu'",
+    }
 
 
 def write_notebooks(library: list[Path], guides: list[Path]) -> None:
     "The front page, the executed examples, the benchmark's records, the guides and the library notebooks, a few at a time."
-    front, benchmark, dashboard = (NOTEBOOKS / f"{name}.ipynb" for name in ("index", "benchmark", "dashboard"))
+    front, benchmark, dashboard = (
+        NOTEBOOKS / f"{name}.ipynb" for name in ("index", "benchmark", "dashboard")
+    )
     in_place = {front, *(NOTEBOOKS / f"{name}.ipynb" for name in EXAMPLES), *guides}
     with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
         done = {p: pool.submit(execute, p) for p in [*library, *guides]}
@@ -230,12 +359,16 @@ def write_notebooks(library: list[Path], guides: list[Path]) -> None:
         for name, parameters in learning_parameters().items():
             path = NOTEBOOKS / f"{name}.ipynb"
             done[path] = pool.submit(execute, path, parameters)
-        if (explore := NOTEBOOKS / "explore.ipynb").exists(): done[explore] = pool.submit(execute, explore, explore_parameters())
-        if front.exists(): done[front] = pool.submit(execute, front)
+        if (explore := NOTEBOOKS / "explore.ipynb").exists():
+            done[explore] = pool.submit(execute, explore, explore_parameters())
+        if front.exists():
+            done[front] = pool.submit(execute, front)
         for path, future in done.items():
             name = str(path.relative_to(NOTEBOOKS).with_suffix(""))
-            if path in in_place: write_page(future.result(), name, contents(guides) if path == front else "")
-            else: write_page(future.result(), f"reference/{name}", reference_link(name))
+            if path in in_place:
+                write_page(future.result(), name, contents(guides) if path == front else "")
+            else:
+                write_page(future.result(), f"reference/{name}", reference_link(name))
 
 
 LIBRARY_TEXT = """The library is written in these notebooks, room by room, and each was executed to make its page. A module uses only
@@ -259,7 +392,11 @@ def write_guides(guides: list[Path]) -> None:
     for folder, (title, text) in GUIDES.items():
         here = [p for p in guides if p.parent.name == folder]
         listed = "\n".join(f"- [{title_of(p)}]({p.name}): {sentence(p)}" for p in here)
-        if here: write_text(f"{folder}/index", "\n\n".join([f"# {title}", text, listed, toctree([p.stem for p in here], "hidden:")]))
+        if here:
+            write_text(
+                f"{folder}/index",
+                "\n\n".join([f"# {title}", text, listed, toctree([p.stem for p in here], "hidden:")]),
+            )
 
 
 EXAMPLES_TEXT = """The notebooks that people and papermill run, executed for these pages on a small made set: figures are live, and what is
@@ -268,9 +405,14 @@ measured is of the machine that made the site."""
 
 def write_examples() -> None:
     "The page that lists the executed run notebooks."
-    here = [p for name in EXAMPLES if (p := NOTEBOOKS / f"{name}.ipynb").exists() and (SOURCE / p.name).exists()]
+    here = [
+        p for name in EXAMPLES if (p := NOTEBOOKS / f"{name}.ipynb").exists() and (SOURCE / p.name).exists()
+    ]
     listed = "\n".join(f"- [{title_of(p)}]({p.name}): {sentence(p)}" for p in here)
-    write_text("examples", "\n\n".join(["# Examples", EXAMPLES_TEXT, listed, toctree([p.stem for p in here], "hidden:")]))
+    write_text(
+        "examples",
+        "\n\n".join(["# Examples", EXAMPLES_TEXT, listed, toctree([p.stem for p in here], "hidden:")]),
+    )
 
 
 def title_of(path: Path) -> str:
@@ -284,11 +426,25 @@ def write_lists(library: list[Path]) -> None:
     for room, what in ROOMS.items():
         here = {str(p.relative_to(NOTEBOOKS).with_suffix("")): sentence(p) for p in library}
         here = {name: text for name, text in here.items() if name.split("/")[0] == room}
-        if not here: continue
-        for name in here: write_text(f"api/{name}", f"# {name}\n\n{said}" if (said := lacking(name)) else module_page(f"leakmel.{name.replace('/', '.')}"))
+        if not here:
+            continue
+        for name in here:
+            write_text(
+                f"api/{name}",
+                f"# {name}\n\n{said}"
+                if (said := lacking(name))
+                else module_page(f"leakmel.{name.replace('/', '.')}"),
+            )
         for page, kind in ((notebooks, "ipynb"), (api, "md")):
-            listed = "\n".join(f"- [{name.split('/')[-1]}]({name}.{kind}): {text}" for name, text in here.items())
-            page += [f"## {room}", f"{what[0].upper()}{what[1:]}.", listed, toctree(list(here), "hidden:", f"caption: {room}")]
+            listed = "\n".join(
+                f"- [{name.split('/')[-1]}]({name}.{kind}): {text}" for name, text in here.items()
+            )
+            page += [
+                f"## {room}",
+                f"{what[0].upper()}{what[1:]}.",
+                listed,
+                toctree(list(here), "hidden:", f"caption: {room}"),
+            ]
     write_text("api/names", public_page())
     write_text("reference/index", "\n\n".join(notebooks))
     write_text("api/index", "\n\n".join(api))
@@ -307,14 +463,22 @@ def sentence(path: Path) -> str:
 def write_commands() -> None:
     "The `--help` texts of the command line."
     from leakmel.cli import main
+
     os.environ["COLUMNS"] = "110"
+
     def said(*args: str) -> str:
-        with redirect_stdout(io.StringIO()) as text, suppress(SystemExit): main([*args, "--help"])
+        with redirect_stdout(io.StringIO()) as text, suppress(SystemExit):
+            main([*args, "--help"])
         return text.getvalue().strip("\n")
+
     names = re.findall(r"^    (\w+) +\S", said(), re.M)
-    parts = ["# Command line", "The same functions from a shell. Every command has `--json`, which prints one object and nothing else."]
+    parts = [
+        "# Command line",
+        "The same functions from a shell. Every command has `--json`, which prints one object and nothing else.",
+    ]
     parts.append(f"```text\n{said()}\n```")
-    for name in names: parts += [f"## leakmel {name}", f"```text\n{said(name)}\n```"]
+    for name in names:
+        parts += [f"## leakmel {name}", f"```text\n{said(name)}\n```"]
     write_text("commands", "\n\n".join(parts))
 
 
@@ -334,7 +498,8 @@ def write_site(library: list[Path], guides: list[Path]) -> None:
     write_lists(library)
     write_commands()
     write_text("changelog", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
-    if not (SOURCE / "index.ipynb").exists(): write_text("index", f"# leakmel\n\n{contents(guides)}")
+    if not (SOURCE / "index.ipynb").exists():
+        write_text("index", f"# leakmel\n\n{contents(guides)}")
 
 
 if __name__ == "__main__":
