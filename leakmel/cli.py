@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from . import __version__
 from .cli_learn import COMMANDS, progress_of
 from .core.errors import LeakmelError, show_path
-from .core.options import add_field_options, given_fields
+from .core.parameters import add_field_options, given_fields
 from .core.parameters import answer_unknown
 from .core.progress import Progress, folded, front_end, line_width
 
@@ -105,11 +105,11 @@ def run_scan(args: argparse.Namespace) -> Outcome:
 def run_build(args: argparse.Namespace) -> Outcome:
     "Build one split, or all."
     from leakmel.audio.manifest import scan
-    from leakmel.dataset.pipeline import build, build_all
-    from leakmel.dataset.config import PipelineConfig
-    from leakmel.dataset.runs import run_summary
-    from leakmel.dataset.settings import with_tuned
-    from leakmel.dataset.spec_file import asked_spec
+    from leakmel.dataset.run.pipeline import build, build_all
+    from leakmel.dataset.run.config import PipelineConfig
+    from leakmel.dataset.run.plan import run_summary
+    from leakmel.dataset.run.tuned import with_tuned
+    from leakmel.dataset.file.spec_file import asked_spec
     from leakmel.insight.advice import analysis_text
     from leakmel.mel.spec import MelSpec
 
@@ -158,8 +158,8 @@ def _build_text(result: Any) -> str:
     "A built data set in a few lines."
     from collections import Counter
     from leakmel.audio.problems import in_words, wrapped
-    from leakmel.dataset.bad_files import share_sentence
-    from leakmel.dataset.report import kept_sentence
+    from leakmel.dataset.source.bad_files import share_sentence
+    from leakmel.dataset.run.report import kept_sentence
     from leakmel.insight.cards import cache_sentence
 
     kept, rate = kept_sentence(result.summary), f", {result.files_per_s:,.0f} files/s end to end"
@@ -198,7 +198,7 @@ def _build_text(result: Any) -> str:
 
 def run_verify(args: argparse.Namespace) -> Outcome:
     "Check a data set."
-    from leakmel.dataset.verify import verify
+    from leakmel.dataset.check.verify import verify
 
     report = verify(args.file, root=args.root, sample=args.sample, table=args.table)
     lines = [
@@ -217,7 +217,7 @@ def run_verify(args: argparse.Namespace) -> Outcome:
 def run_cache(args: argparse.Namespace) -> Outcome:
     "List or clear the cache files of mode memmap."
     from leakmel.core.monitor import size_text
-    from leakmel.dataset.cache import cache_folder, clear_cache, list_cache
+    from leakmel.dataset.source.cache import cache_folder, clear_cache, list_cache
 
     folder = cache_folder(args.cache_dir)
     files = list_cache(folder) if args.what == "list" else clear_cache(folder, unused_days=args.unused_days)
@@ -462,8 +462,8 @@ def _add_names(p: argparse.ArgumentParser) -> None:
 
 # %% ../nbs/cli.ipynb #477b2cdb
 def _add_build(p: argparse.ArgumentParser) -> None:
-    from leakmel.dataset.modes import MODES
-    from leakmel.dataset.config import PipelineConfig
+    from leakmel.dataset.run.modes import MODES
+    from leakmel.dataset.run.config import PipelineConfig
 
     p.add_argument("root", help="folder of splits, or of label folders")
     p.add_argument(
@@ -656,7 +656,7 @@ def _add_tune(p: argparse.ArgumentParser) -> None:
 def run_tune(args: argparse.Namespace) -> Outcome:
     "Measure the best settings of speed for these recordings on this machine; later builds pick them up."
     from leakmel.audio.manifest import scan
-    from leakmel.dataset.spec_file import asked_spec
+    from leakmel.dataset.file.spec_file import asked_spec
     from leakmel.mel.spec import MelSpec
     from leakmel.ops.tune import tune, tune_table
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from .core.errors import UsageError, show_path
-from .core.options import add_field_options, given_fields
+from .core.parameters import add_field_options, given_fields
 from .core.progress import folded, line_width
 
 
@@ -40,8 +40,8 @@ def progress_of(args: argparse.Namespace) -> str:
 # %% ../nbs/cli_learn.ipynb #5f6afcef
 def add_train(p: argparse.ArgumentParser) -> None:
     "Options of `leakmel train`."
-    from leakmel.learn.checkpoint_settings import RESUME, CheckpointSettings
-    from leakmel.learn.train_settings import TrainSettings
+    from leakmel.learn.model.settings import RESUME, CheckpointSettings
+    from leakmel.learn.model.settings import TrainSettings
 
     p.add_argument(
         "data",
@@ -111,10 +111,10 @@ def add_train(p: argparse.ArgumentParser) -> None:
 
 def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Train a leak detector on data sets."
-    from leakmel.learn.checkpoint_settings import CheckpointSettings
-    from leakmel.learn.curves import save_figures
-    from leakmel.learn.train_settings import TrainSettings
-    from leakmel.learn.training_runs import execute_evaluation, execute_training, plan_training, run_summary
+    from leakmel.learn.model.settings import CheckpointSettings
+    from leakmel.learn.train.history import save_figures
+    from leakmel.learn.model.settings import TrainSettings
+    from leakmel.learn.train.plan import execute_evaluation, execute_training, plan_training, run_summary
 
     names = (
         "data",
@@ -172,8 +172,8 @@ def spoken_warnings() -> Iterator[None]:
 # %% ../nbs/cli_learn.ipynb #b01797f7
 def add_search(p: argparse.ArgumentParser) -> None:
     "Options of `leakmel search`."
-    from leakmel.learn.checkpoint_settings import RESUME, CheckpointSettings
-    from leakmel.learn.train_settings import TrainSettings
+    from leakmel.learn.model.settings import RESUME, CheckpointSettings
+    from leakmel.learn.model.settings import TrainSettings
 
     p.add_argument(
         "data",
@@ -272,11 +272,11 @@ def add_search(p: argparse.ArgumentParser) -> None:
 # %% ../nbs/cli_learn.ipynb #93ca7616
 def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Search the settings of a training on validation."
-    from leakmel.learn.checkpoint_settings import CheckpointSettings
-    from leakmel.learn.search import search
-    from leakmel.learn.search_space import space_from_text
-    from leakmel.learn.train_settings import TrainSettings
-    from leakmel.learn.training_runs import plan_training
+    from leakmel.learn.model.settings import CheckpointSettings
+    from leakmel.learn.search.search import search
+    from leakmel.learn.search.space import space_from_text
+    from leakmel.learn.model.settings import TrainSettings
+    from leakmel.learn.train.plan import plan_training
 
     names = (
         "data",
@@ -324,7 +324,7 @@ _MODEL = "detector: model.pt as leakmel train leaves it, or the folder of a trai
 
 def add_evaluate(p: argparse.ArgumentParser) -> None:
     "Options of `leakmel evaluate`."
-    from leakmel.learn.metrics import FIGURES
+    from leakmel.learn.metrics.metrics import FIGURES
 
     p.add_argument(
         "data",
@@ -401,8 +401,8 @@ def add_evaluate(p: argparse.ArgumentParser) -> None:
 
 def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Judge a detector by data sets, beside two baselines."
-    from leakmel.learn.evaluation import evaluate
-    from leakmel.learn.training_runs import find_judges
+    from leakmel.learn.evaluate.evaluation import evaluate
+    from leakmel.learn.train.plan import find_judges
 
     if args.figures and not args.out:
         raise UsageError("--figures needs a folder", expected="--out DIR")
@@ -442,9 +442,9 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 # %% ../nbs/cli_learn.ipynb #7a532ce1
 def add_retrain(p: argparse.ArgumentParser) -> None:
     "Options of `leakmel retrain`."
-    from leakmel.learn.checkpoint_settings import RESUME, CheckpointSettings
-    from leakmel.learn.round_parts import RoundRules
-    from leakmel.learn.train_settings import TrainSettings
+    from leakmel.learn.model.settings import RESUME, CheckpointSettings
+    from leakmel.learn.retrain.round_parts import RoundRules
+    from leakmel.learn.model.settings import TrainSettings
 
     several = " (more than once for several; a folder of data sets: the one of this part)"
     p.add_argument(
@@ -554,12 +554,12 @@ def _further_sets(words: list[str], file: Callable[[str, str], Any]) -> dict[str
 
 def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Learn from new recordings; only what is shown to be better becomes the detector that counts."
-    from leakmel.learn.champions import read_lineage
-    from leakmel.learn.checkpoint_settings import CheckpointSettings
-    from leakmel.learn.round_parts import RoundRules
-    from leakmel.learn.rounds import retrain
-    from leakmel.learn.train_settings import TrainSettings
-    from leakmel.learn.training_runs import set_of
+    from leakmel.learn.retrain.promotion import read_lineage
+    from leakmel.learn.model.settings import CheckpointSettings
+    from leakmel.learn.retrain.round_parts import RoundRules
+    from leakmel.learn.retrain.rounds import retrain
+    from leakmel.learn.model.settings import TrainSettings
+    from leakmel.learn.train.plan import set_of
 
     if args.champion is None and read_lineage(Path(args.out)) is None:
         raise UsageError(
@@ -654,7 +654,7 @@ def add_predict(p: argparse.ArgumentParser) -> None:
 def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Score the recordings of a folder with a detector."
     from leakmel.audio.manifest import scan
-    from leakmel.learn.predict import predict
+    from leakmel.learn.predict.predict import predict
 
     manifest = None if args.table is None else scan(args.folder, table=args.table, progress=progress_of(args))
     done = predict(

@@ -19,12 +19,15 @@ import pytest
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import DataError, OutputError, VerifyError
-from leakmel.dataset import again, begin, journal, loader
-from leakmel.dataset.again import state_path
-from leakmel.dataset.bad_files import BadFilesError
-from leakmel.dataset.job import Job
-from leakmel.dataset.journal import journal_path
-from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.run import resume as again
+from leakmel.dataset.run import open_jobs as begin
+from leakmel.dataset.run import journal
+from leakmel.dataset.source import loader
+from leakmel.dataset.run.resume import state_path
+from leakmel.dataset.source.bad_files import BadFilesError
+from leakmel.dataset.run.job import Job
+from leakmel.dataset.run.journal import journal_path
+from leakmel.dataset.run.pipeline import PipelineConfig
 from outsider import check, leftovers
 
 CONFIG = PipelineConfig(
@@ -755,7 +758,7 @@ def test_without_a_journal_nothing_is_left(
     def broken(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("leakmel.dataset.publish.job_metadata", broken)
+    monkeypatch.setattr("leakmel.dataset.run.publish.job_metadata", broken)
     with pytest.raises(KeyboardInterrupt):
         build(data, tmp_path / "out" / "x.h5", pipeline=config)
     assert leftovers(tmp_path / "out") == []
@@ -938,7 +941,7 @@ def test_an_interruption_after_the_last_row_costs_no_row(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
-        m.setattr(f"leakmel.dataset.publish.{stage}", interrupted)
+        m.setattr(f"leakmel.dataset.run.publish.{stage}", interrupted)
         with pytest.raises(KeyboardInterrupt) as raised:
             build(data, target)
     assert raised.value.__notes__[0].startswith("30 rows are kept")
@@ -1008,7 +1011,7 @@ def test_no_rate_is_said_of_rows_that_were_there(data: Path, tmp_path: Path) -> 
 
 def test_the_rate_of_a_build_that_goes_on_is_that_of_what_it_reads(tmp_path: Path) -> None:
     from leakmel.core.progress import Standing
-    from leakmel.dataset.live import Pulse, write_status
+    from leakmel.dataset.run.live import Pulse, write_status
 
     assert (
         repr(Standing(900, 1000, 10.0, n_before=800))
@@ -1283,7 +1286,7 @@ def test_a_change_within_the_second_of_a_build_is_seen_by_the_next(
         with monkeypatch.context() as m:
             if interrupted:
                 m.setattr(
-                    "leakmel.dataset.publish.check_data_set",
+                    "leakmel.dataset.run.publish.check_data_set",
                     lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt()),
                 )
             with suppress(KeyboardInterrupt):

@@ -15,7 +15,7 @@ import soundfile
 
 import leakmel as lm
 from leakmel.core.errors import EngineError, MachineError, SpecError
-from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.run.config import PipelineConfig
 from leakmel.mel.engines import ENGINES, open_engine
 from outsider import check, content, leftovers, same
 

@@ -19,13 +19,13 @@ from outsider import check, leftovers, walk
 import leakmel as lm
 from leakmel.audio import listing
 from leakmel.audio.content import read_content
-from leakmel.audio.in_a_row import MANY_IN_A_ROW
+from leakmel.audio.read_failures import MANY_IN_A_ROW
 from leakmel.audio.wav import MACHINE_FAULTS
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
-from leakmel.dataset import loader
-from leakmel.dataset.bad_files import MOST_LISTED, BadFilesError
-from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.source import loader
+from leakmel.dataset.source.bad_files import MOST_LISTED, BadFilesError
+from leakmel.dataset.run.config import PipelineConfig
 
 CONFIG = PipelineConfig(
     files_per_batch=4, compute_workers=2, fsync=False, monitor_interval_s=0.0, journal_bytes=1
@@ -327,7 +327,7 @@ def test_in_the_notebook(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_long_list_is_cut_for_machines() -> None:
-    from leakmel.dataset.schema import Rejected
+    from leakmel.dataset.file.schema import Rejected
 
     error = BadFilesError(
         "many", [Rejected(b"%d.wav" % k, "empty", "") for k in range(MOST_LISTED + 5)], 5000

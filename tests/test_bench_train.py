@@ -14,11 +14,11 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, UsageError
-from leakmel.learn.detector import Detector
-from leakmel.learn.net import LeakNet, NetSettings
-from leakmel.learn.step import Stepper
-from leakmel.learn.task import make_task
-from leakmel.learn.timing import StepTimes
+from leakmel.learn.model.detector import Detector
+from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.train.step import Stepper
+from leakmel.learn.data.task import make_task
+from leakmel.learn.train.timing import StepTimes
 from leakmel.ops import bench_train as suite
 from leakmel.ops.bench import newest, store
 from leakmel.ops.bench_train import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import leakmel as lm
-from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.run.config import PipelineConfig
 
 KINDS: dict[str, tuple[str, ...]] = {
     "rows": ("segments_mel", "segments_waveform"),

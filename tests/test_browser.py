@@ -24,7 +24,7 @@ from watched import Watched, assert_figures
 
 import leakmel as lm
 from leakmel.audio.synth import write_demo
-from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.run.config import PipelineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from test_learn_predict import made_detector, write_mixed
 from watched import Watched
 
 import leakmel as lm
-from leakmel.learn.detector import load_detector
+from leakmel.learn.model.detector import load_detector
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow

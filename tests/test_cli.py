@@ -21,7 +21,7 @@ import pytest
 from conftest import need, within
 import leakmel as lm
 from leakmel.cli import main
-from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.run.pipeline import PipelineConfig
 from outsider import check, leftovers, walk
 
 
@@ -438,7 +438,7 @@ def test_import_is_light():
     assert not modules_after("import leakmel") & set(HEAVY)
     assert not modules_after("import leakmel; dir(leakmel); leakmel.__version__") & set(HEAVY)
     later = {"torch", "torchaudio", "pandas", "plotly", "IPython", "soundfile", "soxr", "pynvml", "scipy"}
-    assert not modules_after("import leakmel.dataset.pipeline, leakmel.cli") & later
+    assert not modules_after("import leakmel.dataset.run.pipeline, leakmel.cli") & later
     assert not modules_after("import leakmel; leakmel.MelSpec; leakmel.read_wav; leakmel.scan") & {
         "torch",
         "pandas",

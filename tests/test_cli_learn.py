@@ -17,14 +17,15 @@ import leakmel as lm
 from leakmel import cli_learn
 from leakmel.cli import main
 from leakmel.core.errors import UsageError
-from leakmel.learn import evaluation, rounds
-from leakmel.learn.champions import load_champion, round_folder, weights_digest
-from leakmel.learn.checkpoint_settings import CheckpointSettings
-from leakmel.learn.detector import load_detector
-from leakmel.learn.evaluation import evaluate
-from leakmel.learn.round_parts import RoundRules
-from leakmel.learn.rounds import retrain
-from leakmel.learn.train_settings import TrainSettings
+from leakmel.learn.evaluate import evaluation
+from leakmel.learn.retrain import rounds
+from leakmel.learn.retrain.promotion import load_champion, round_folder, weights_digest
+from leakmel.learn.model.settings import CheckpointSettings
+from leakmel.learn.model.detector import load_detector
+from leakmel.learn.evaluate.evaluation import evaluate
+from leakmel.learn.retrain.round_parts import RoundRules
+from leakmel.learn.retrain.rounds import retrain
+from leakmel.learn.model.settings import TrainSettings
 from tiny_training import tiny_words
 
 pytestmark = [

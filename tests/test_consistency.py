@@ -14,11 +14,11 @@ from conftest import within
 import leakmel as lm
 from leakmel.audio.naming import match_pattern
 from leakmel.core.errors import RecordingError, VerifyError
-from leakmel.dataset.consistency import pick_rejected
-from leakmel.dataset import loader
-from leakmel.dataset.loader import BatchReader
-from leakmel.dataset.pipeline import PipelineConfig
-from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
+from leakmel.dataset.check.consistency import pick_rejected
+from leakmel.dataset.source import loader
+from leakmel.dataset.source.loader import BatchReader
+from leakmel.dataset.run.pipeline import PipelineConfig
+from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
 from outsider import leftovers
 
 QUIET = dict(

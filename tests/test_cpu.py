@@ -121,7 +121,7 @@ def test_what_is_no_number_stays_none(wrong: float) -> None:
 ON_ANOTHER = """
 import json, sys
 import numpy as np
-from leakmel.core.vectors import LANES
+from leakmel.core.jit import LANES
 from leakmel.mel import cpu_engine
 from leakmel.mel.engines import check_recording
 from leakmel.mel.reference import compare, reference_features

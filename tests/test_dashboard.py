@@ -14,7 +14,7 @@ import leakmel as lm
 from leakmel.audio.synth import write_demo
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.timeline import Span, Timeline
-from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.run.config import PipelineConfig
 from leakmel.insight import run_records
 from leakmel.insight.cards import ResultCard, verified_title
 from leakmel.insight.dashboard import NO_TIMELINE, RunCard, advice, data_facts, mel_pictures, stage_reports

@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 import torch
 
-from leakmel.audio.quality import moments_of
+from leakmel.audio.conform import moments_of
 from leakmel.core.errors import EngineError, UsageError
 from leakmel.core.timeline import Span, Timeline, covered_s
 from leakmel.mel import device as module
-from leakmel.mel import flights, runner
+from leakmel.mel import runner
+from leakmel.mel import device_buffers as flights
 from leakmel.mel.device import CudaDevice, Device, open_devices
 from leakmel.mel.device_engine import DeviceEngine
 from leakmel.mel.engines import DeviceOptions, EngineLane, Ticket, check_recording, open_engine, self_check

@@ -24,10 +24,10 @@ from leakmel.core.timeline import (
     read_timeline,
     write_timeline,
 )
-from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.loader import BatchReader
-from leakmel.dataset.read_ahead import WINDOW_FILES
-from leakmel.dataset.writer import RowFile
+from leakmel.dataset.run.config import PipelineConfig
+from leakmel.dataset.source.loader import BatchReader
+from leakmel.dataset.source.read_ahead import WINDOW_FILES
+from leakmel.dataset.file.writer import RowFile
 from leakmel.insight.advice import (
     BOTTLENECK_SHARE,
     MOST_SUGGESTIONS,

@@ -20,9 +20,9 @@ from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MachineError, OutputError, SpecError, UsageError
 from leakmel.core.parameters import check_types
-from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.runs import build_kinds, plan_run
-from leakmel.dataset.spec_file import MOST_BYTES, asked_spec, read_spec, spec_of_data_set, write_spec
+from leakmel.dataset.run.config import PipelineConfig
+from leakmel.dataset.run.plan import build_kinds, plan_run
+from leakmel.dataset.file.spec_file import MOST_BYTES, asked_spec, read_spec, spec_of_data_set, write_spec
 from leakmel.insight.data_plots import recording_spectra
 from leakmel.insight.explore import Explorer, Selection, explore_kinds
 from leakmel.insight.explore_data import Choice, recordings_of_data_set, recordings_of_scan
@@ -312,7 +312,7 @@ def test_the_whole_split_is_as_in_a_build(recordings, built, keep, device, where
     [NotHere("no CUDA device is usable"), MachineError("60 recordings do not fit into the memory of cuda:0")],
 )
 def test_without_room_on_a_device_memory_does_as_well(recordings, monkeypatch, fault):
-    from leakmel.dataset import resident
+    from leakmel.dataset.resident import resident
     from leakmel.insight import explore_split
 
     def hold(*args: Any, **options: Any) -> None:

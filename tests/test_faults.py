@@ -29,11 +29,13 @@ from leakmel.core.errors import (
     SpecError,
     VerifyError,
 )
-from leakmel.dataset import loader, publish, writer
-from leakmel.dataset.begin import may_go_on
-from leakmel.dataset.pipeline import PipelineConfig
-from leakmel.dataset.ring import Job, Ring
-from leakmel.dataset.writer import OutputLock, RowFile
+from leakmel.dataset.source import loader
+from leakmel.dataset.run import publish
+from leakmel.dataset.file import writer
+from leakmel.dataset.run.open_jobs import may_go_on
+from leakmel.dataset.run.pipeline import PipelineConfig
+from leakmel.dataset.run.ring import Job, Ring
+from leakmel.dataset.file.writer import OutputLock, RowFile
 from leakmel.mel import engines, reference
 from leakmel.mel.engines import ReferenceEngine
 from outsider import check, content, leftovers, log_mel, walk
@@ -385,7 +387,7 @@ def test_memory_runs_out_in_any_thread(tmp_path, data, old, monkeypatch, where):
 
 
 def test_slots_that_cannot_be_had(tmp_path, data, old, monkeypatch):
-    from leakmel.dataset import ring
+    from leakmel.dataset.run import ring
 
     def broken(*a):
         raise MemoryError
@@ -724,7 +726,7 @@ def test_engine_that_leaves_rows_out_is_found(tmp_path, data, old, monkeypatch):
 
 WAIT_FOR_ROWS = """
 import os, sys, signal, threading, time
-from leakmel.dataset.ring import Job
+from leakmel.dataset.run.ring import Job
 real, n = Job.take, [0]
 def take(self, slot):
     n[0] += 1
@@ -810,7 +812,7 @@ def test_ctrl_c_while_files_are_made_or_removed_leaves_none(tmp_path, data, monk
 # The last split is not begun before the signal was sent, however late that is.
 WAIT_FOR_SIGNAL = """
 import os, sys, time
-from leakmel.dataset.loader import BatchReader
+from leakmel.dataset.source.loader import BatchReader
 sent, real = sys.argv.pop(1), BatchReader.fill
 def fill(self, slot):
     open(sent + ".begun", "w").close()

@@ -15,8 +15,8 @@ import pytest
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import EngineError, LeakmelError, MachineError
-from leakmel.dataset import ring
-from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.run import ring
+from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.mel import torch_engine
 from leakmel.mel.device_engine import DeviceEngine, DeviceLane
 from leakmel.mel.rehearsal import Faults, HostDevice

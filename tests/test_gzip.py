@@ -19,10 +19,11 @@ import pytest
 
 import leakmel as lm
 from leakmel.core.errors import OutputError
-from leakmel.dataset import chunks, writer
-from leakmel.dataset.chunks import create_packed, in_order, pack_rows, shuffled
-from leakmel.dataset.schema import Metadata, new_file
-from leakmel.dataset.writer import RowFile, compress
+from leakmel.dataset.file import chunks
+from leakmel.dataset.file import writer
+from leakmel.dataset.file.chunks import create_packed, in_order, pack_rows, shuffled
+from leakmel.dataset.file.schema import Metadata, new_file
+from leakmel.dataset.file.writer import RowFile, compress
 from outsider import content, leftovers, same
 from test_writer import build_both, metadata_of, with_waves
 
@@ -300,7 +301,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_gzip import whole
 from leakmel.core.errors import LeakmelError
-from leakmel.dataset import writer
+from leakmel.dataset.file import writer
 writer.require_space = lambda *a: None        # somebody else takes the room after it was asked for
 file, meta = whole(Path({folder!r}), 300)
 before = file.partial.read_bytes()
@@ -325,7 +326,8 @@ import os, sys, time
 from functools import partial
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])      # one thread packs
 from leakmel.cli import main
-from leakmel.dataset import chunks, writer
+from leakmel.dataset.file import chunks
+from leakmel.dataset.file import writer
 writer.create_packed = partial(chunks.create_packed, chunk_bytes=1)
 real, sent = chunks.packed_chunk, sys.argv.pop(1)
 def slow(*a):

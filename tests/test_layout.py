@@ -18,11 +18,11 @@ import pytest
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.cli import main
-from leakmel.dataset.loader import Slot
-from leakmel.dataset.pipeline import PipelineConfig
-from leakmel.dataset.runs import build_kinds, execute, plan_rows, plan_run
-from leakmel.dataset.waveforms import store_waveforms, waveform_shape
-from leakmel.dataset.writer import RowFile
+from leakmel.dataset.source.loader import Slot
+from leakmel.dataset.run.pipeline import PipelineConfig
+from leakmel.dataset.run.plan import build_kinds, execute, plan_rows, plan_run
+from leakmel.dataset.run.job import store_waveforms, waveform_shape
+from leakmel.dataset.file.writer import RowFile
 from leakmel.mel.engines import CPU_ENGINES
 from outsider import content, fit, leftovers, log_mel, off, read, walk
 

@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from leakmel.core.errors import UsageError
-from leakmel.learn.augment import add_power, augment, mask_plan, noise_floors, random_masks, smooth_curves
-from leakmel.learn.loaders import open_loader
-from leakmel.learn.train_settings import AugmentSettings, LoaderSettings, TrainSettings, settings_from
+from leakmel.learn.model.augment import (
+    add_power,
+    augment,
+    mask_plan,
+    noise_floors,
+    random_masks,
+    smooth_curves,
+)
+from leakmel.learn.data.loaders import open_loader
+from leakmel.learn.model.settings import AugmentSettings, LoaderSettings, TrainSettings, settings_from
 
 quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 pytestmark = pytest.mark.usefixtures("one_thread")

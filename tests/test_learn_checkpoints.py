@@ -16,8 +16,8 @@ from children import server
 
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import DataError, OutputError, SpaceError, UsageError
-from leakmel.learn import checkpoints
-from leakmel.learn.checkpoints import (
+from leakmel.learn.train import checkpoints
+from leakmel.learn.train.checkpoints import (
     CheckpointWarning,
     latest_checkpoint,
     list_checkpoints,
@@ -39,7 +39,7 @@ def assert_whole(values: dict[str, Any], step: int) -> None:
     assert values["names"] == ["a", None, 2.5, True]
 
 
-IMPORTS = "import torch\nfrom leakmel.learn.checkpoints import *\ntorch.set_num_threads(1)\n"
+IMPORTS = "import torch\nfrom leakmel.learn.train.checkpoints import *\ntorch.set_num_threads(1)\n"
 # Saves four checkpoints and notes each that is through; the process is killed at one of its steps, of a write perhaps in the middle.
 KILLED = f"""
 import itertools, signal

@@ -22,18 +22,19 @@ from torch.utils.data import DataLoader
 import leakmel as lm
 from leakmel.core.errors import DataError, LeakmelError, UsageError, VerifyError
 from leakmel.core.progress import Count
-from leakmel.dataset.reader import MelDataset
-from leakmel.dataset.rows import read_rows
-from leakmel.learn import data, loaders
-from leakmel.learn.baselines import mean_mels
-from leakmel.learn.data import LEVELS, Batch, Segments
+from leakmel.dataset.file.reader import MelDataset
+from leakmel.dataset.file.reader import read_rows
+from leakmel.learn.data import segments as data
+from leakmel.learn.data import loaders
+from leakmel.learn.evaluate.baselines import mean_mels
+from leakmel.learn.data.segments import LEVELS, Batch, Segments
 from leakmel.learn.loader_bench import bench_loaders, usual_trials
-from leakmel.learn.loaders import Loader, WorkerLoader, open_loader
-from leakmel.learn.order import Order, OrderSettings
-from leakmel.learn.preparation import open_training
-from leakmel.learn.splits import recordings_table
-from leakmel.learn.task import LEFT_OUT, Task, find_label, make_task
-from leakmel.learn.train_settings import TrainSettings
+from leakmel.learn.data.loaders import Loader, WorkerLoader, open_loader
+from leakmel.learn.data.loaders import Order, OrderSettings
+from leakmel.learn.train.inputs import open_training
+from leakmel.learn.data.splits import recordings_table
+from leakmel.learn.data.task import LEFT_OUT, Task, find_label, make_task
+from leakmel.learn.model.settings import TrainSettings
 
 SHAPE = (4, 2, 16, 1)  # L, S, M, T
 quick = settings(max_examples=40, deadline=None, derandomize=True, database=None)

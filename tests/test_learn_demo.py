@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import leakmel as lm
-from leakmel.learn.train_settings import TrainSettings
+from leakmel.learn.model.settings import TrainSettings
 
 SMALL = TrainSettings(
     channels=(24, 48, 64), epochs=8, epoch_share=0.04, learning_rate=0.003

@@ -15,17 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import EngineError, MachineError, UsageError
-from leakmel.learn import detector as detector_module
-from leakmel.learn import scoring
-from leakmel.learn.data import Batch, Segments
-from leakmel.learn.detector import Detector, score_rows
-from leakmel.learn.devices import Portions, exactly_float32, pick_device
-from leakmel.learn.evaluation import evaluate
-from leakmel.learn.incremental import class_scores
-from leakmel.learn.net import LeakNet, NetSettings
-from leakmel.learn.step import Stepper
-from leakmel.learn.task import make_task
-from leakmel.learn.train_settings import TrainSettings
+from leakmel.learn.model import detector as detector_module
+from leakmel.learn.predict import scoring
+from leakmel.learn.data.segments import Batch, Segments
+from leakmel.learn.model.detector import Detector, score_rows
+from leakmel.learn.model.devices import Portions, exactly_float32, pick_device
+from leakmel.learn.evaluate.evaluation import evaluate
+from leakmel.learn.retrain.pseudo_labels import class_scores
+from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.train.step import Stepper
+from leakmel.learn.data.task import make_task
+from leakmel.learn.model.settings import TrainSettings
 from leakmel.mel.rehearsal import Faults, HostDevice, RehearsalOutOfMemory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -395,7 +395,7 @@ def test_memory_may_run_out_at_any_operation(town):
 
 
 def test_rows_that_a_device_can_no_longer_hand_out_are_streamed(town, monkeypatch):
-    from leakmel.learn.loaders import DeviceLoader
+    from leakmel.learn.data.loaders import DeviceLoader
 
     with Segments(town, level="recording") as ds:
         detector = made_detector(spec=ds.sources[0].spec)

@@ -19,12 +19,12 @@ from sklearn.metrics import roc_auc_score
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import DataError, OutputError, UsageError
-from leakmel.learn import evaluation
-from leakmel.learn.baselines import Baseline, fit_baselines, fit_logistic, leaks, levels, mean_mels
-from leakmel.learn.data import Segments
-from leakmel.learn.detector import UNCHOSEN, Detector
-from leakmel.learn.eval_plots import all_plots, roc_figure
-from leakmel.learn.intervals import (
+from leakmel.learn.evaluate import evaluation
+from leakmel.learn.evaluate.baselines import Baseline, fit_baselines, fit_logistic, leaks, levels, mean_mels
+from leakmel.learn.data.segments import Segments
+from leakmel.learn.model.detector import UNCHOSEN, Detector
+from leakmel.learn.evaluate.plots import all_plots, roc_figure
+from leakmel.learn.metrics.bootstrap import (
     LEAST_GROUPS,
     Bootstrap,
     Difference,
@@ -35,11 +35,18 @@ from leakmel.learn.intervals import (
     source_names,
     student_quantile,
 )
-from leakmel.learn.judged import Verdict, cautions, deal_labels, give_verdict, judge, label_control
-from leakmel.learn.metrics import FIGURES, leak_metrics, roc
-from leakmel.learn.net import LeakNet, NetSettings
-from leakmel.learn.splits import LeakySplitWarning, Split, SplitWarning, group_split
-from leakmel.learn.task import make_task
+from leakmel.learn.metrics.significance import (
+    Verdict,
+    cautions,
+    deal_labels,
+    give_verdict,
+    judge,
+    label_control,
+)
+from leakmel.learn.metrics.metrics import FIGURES, leak_metrics, roc
+from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.data.splits import LeakySplitWarning, Split, SplitWarning, group_split
+from leakmel.learn.data.task import make_task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,12 +15,13 @@ import torch
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.audio.synth import write_wav
-from leakmel.learn import checkpoints, export
-from leakmel.learn.checkpoints import plain_bytes
-from leakmel.learn.detector import Detector, load_detector, picture_shape
-from leakmel.learn.export import MelFeatures, export_detector
-from leakmel.learn.net import LeakNet, NetSettings
-from leakmel.learn.task import make_task
+from leakmel.learn.train import checkpoints
+from leakmel.learn.model import export
+from leakmel.learn.train.checkpoints import plain_bytes
+from leakmel.learn.model.detector import Detector, load_detector, picture_shape
+from leakmel.learn.model.export import MelFeatures, export_detector
+from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.data.task import make_task
 from leakmel.mel.reference import compare, reference_features, reference_log_mel
 
 

@@ -18,18 +18,18 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.audio.wav import Recording
 from leakmel.core.errors import DataError, RecordingError, UsageError
-from leakmel.learn import detector as detector_module
-from leakmel.learn.baselines import fit_baselines, leaks, levels, mean_mels, mel_levels
-from leakmel.learn.data import LEVELS, Segments
-from leakmel.learn.detector import Detector, score_rows
-from leakmel.learn.loaders import open_loader
-from leakmel.learn.net import LeakNet, NetSettings, band_statistics
-from leakmel.learn.order import Order, OrderSettings
-from leakmel.learn.pieces import cut_row, segments_in_rows, whole_row
-from leakmel.learn.preparation import TooShortWarning, open_training
-from leakmel.learn.task import make_task
-from leakmel.learn.train_settings import TrainSettings
-from leakmel.learn.votes import VOTES, vote_scores
+from leakmel.learn.model import detector as detector_module
+from leakmel.learn.evaluate.baselines import fit_baselines, leaks, levels, mean_mels, mel_levels
+from leakmel.learn.data.segments import LEVELS, Segments
+from leakmel.learn.model.detector import Detector, score_rows
+from leakmel.learn.data.loaders import open_loader
+from leakmel.learn.model.net import LeakNet, NetSettings, band_statistics
+from leakmel.learn.data.loaders import Order, OrderSettings
+from leakmel.learn.data.segments import cut_row, segments_in_rows, whole_row
+from leakmel.learn.train.inputs import TooShortWarning, open_training
+from leakmel.learn.data.task import make_task
+from leakmel.learn.model.settings import TrainSettings
+from leakmel.learn.metrics.voting import VOTES, vote_scores
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096

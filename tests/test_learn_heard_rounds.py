@@ -14,19 +14,19 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import DataError, UsageError
-from leakmel.learn.champions import RECORD, round_folder, weights_digest
-from leakmel.learn.checkpoints import write_whole
-from leakmel.learn.data import Segments
-from leakmel.learn.detector import Detector, score_rows
-from leakmel.learn.human_labels import UNHEARD, human_classes, recording_paths
-from leakmel.learn.incremental import class_scores, replayed, select_segments, trusted_segments
-from leakmel.learn.lessons import learned_in
-from leakmel.learn.net import LeakNet, NetSettings
-from leakmel.learn.picked import Choice, Picked, source_digest
-from leakmel.learn.preparation import TooShortWarning
-from leakmel.learn.rounds import RoundRules, retrain
-from leakmel.learn.task import make_task
-from leakmel.learn.train_settings import TrainSettings
+from leakmel.learn.retrain.promotion import RECORD, round_folder, weights_digest
+from leakmel.learn.train.checkpoints import write_whole
+from leakmel.learn.data.segments import Segments
+from leakmel.learn.model.detector import Detector, score_rows
+from leakmel.learn.retrain.selection import UNHEARD, human_classes, recording_paths
+from leakmel.learn.retrain.pseudo_labels import class_scores, replayed, select_segments, trusted_segments
+from leakmel.learn.retrain.replay import learned_in
+from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.retrain.selection import Choice, Picked, source_digest
+from leakmel.learn.train.inputs import TooShortWarning
+from leakmel.learn.retrain.rounds import RoundRules, retrain
+from leakmel.learn.data.task import make_task
+from leakmel.learn.model.settings import TrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE, TASK = 4096, make_task(["LEAK", "NOLEAK"])

@@ -12,14 +12,15 @@ import torch
 
 import leakmel as lm
 from leakmel.core.errors import DataError, MachineError, UsageError
-from leakmel.learn import checkpoints, training_state
-from leakmel.learn import detector as detector_module
-from leakmel.learn.checkpoints import load_plain, plain_bytes
-from leakmel.learn.chosen import Chosen
-from leakmel.learn.detector import Detector, load_detector
-from leakmel.learn.net import LeakNet, NetSettings
-from leakmel.learn.predict import _sizes, rule_of
-from leakmel.learn.task import make_task
+from leakmel.learn.train import checkpoints
+from leakmel.learn.train import state as training_state
+from leakmel.learn.model import detector as detector_module
+from leakmel.learn.train.checkpoints import load_plain, plain_bytes
+from leakmel.learn.model.decision_rule import Chosen
+from leakmel.learn.model.detector import Detector, load_detector
+from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.predict.predict import _sizes, rule_of
+from leakmel.learn.data.task import make_task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
-from leakmel.learn import rounds
-from leakmel.learn.champions import (
+from leakmel.learn.retrain import rounds
+from leakmel.learn.retrain.promotion import (
     POINTER,
     RECORD,
     Champion,
@@ -33,23 +33,23 @@ from leakmel.learn.champions import (
     settle,
     weights_digest,
 )
-from leakmel.learn.checkpoints import write_whole
-from leakmel.learn.data import Segments
-from leakmel.learn.detector import Detector, load_detector, score_rows
-from leakmel.learn.duels import decide, fight, leak_truth, shared_with, worn
-from leakmel.learn.evaluation import recordings_of
-from leakmel.learn.human_labels import UNHEARD, human_classes, recording_paths
-from leakmel.learn.incremental import class_scores, replayed, select_segments, trusted_segments
-from leakmel.learn.intervals import Groups, recording_groups
-from leakmel.learn.lessons import LessonWarning, learned_in, with_copies
-from leakmel.learn.loaders import open_loader
-from leakmel.learn.net import LeakNet, NetSettings
-from leakmel.learn.picked import Choice, Picked, part_digest, whole_recordings
-from leakmel.learn.rounds import RoundRules, retrain
-from leakmel.learn.splits import LeakySplitWarning
-from leakmel.learn.task import LEFT_OUT, make_task
-from leakmel.learn.train_settings import TrainSettings
-from leakmel.learn.training import CheckpointSettings
+from leakmel.learn.train.checkpoints import write_whole
+from leakmel.learn.data.segments import Segments
+from leakmel.learn.model.detector import Detector, load_detector, score_rows
+from leakmel.learn.retrain.promotion import decide, fight, leak_truth, shared_with, worn
+from leakmel.learn.evaluate.evaluation import recordings_of
+from leakmel.learn.retrain.selection import UNHEARD, human_classes, recording_paths
+from leakmel.learn.retrain.pseudo_labels import class_scores, replayed, select_segments, trusted_segments
+from leakmel.learn.metrics.bootstrap import Groups, recording_groups
+from leakmel.learn.retrain.replay import LessonWarning, learned_in, with_copies
+from leakmel.learn.data.loaders import open_loader
+from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.retrain.selection import Choice, Picked, part_digest, whole_recordings
+from leakmel.learn.retrain.rounds import RoundRules, retrain
+from leakmel.learn.data.splits import LeakySplitWarning
+from leakmel.learn.data.task import LEFT_OUT, make_task
+from leakmel.learn.model.settings import TrainSettings
+from leakmel.learn.train.loop import CheckpointSettings
 
 TASK = make_task(["LEAK", "NOLEAK"])
 THREE = make_task(["HUM", "LEAK", "QUIET"])
@@ -955,7 +955,7 @@ def test_what_judges_is_never_learned(towns, tmp_path):
 
 
 def test_one_round_at_a_time(towns, tmp_path):
-    from leakmel.dataset.writer import OutputLock
+    from leakmel.dataset.file.writer import OutputLock
 
     with OutputLock(tmp_path / POINTER), pytest.raises(OutputError, match="another round"):
         retrain(**begin_with(towns, tmp_path))
@@ -1002,10 +1002,10 @@ def test_an_interrupted_round_leaves_the_champion_and_goes_on(towns, tmp_path, m
 KILLED = """
 import os, signal, sys
 import leakmel as lm
-from leakmel.learn import training
-from leakmel.learn.rounds import RoundRules, retrain
-from leakmel.learn.train_settings import settings_from
-from leakmel.learn.training import CheckpointSettings
+from leakmel.learn.train import loop as training
+from leakmel.learn.retrain.rounds import RoundRules, retrain
+from leakmel.learn.model.settings import settings_from
+from leakmel.learn.train.loop import CheckpointSettings
 save, n = training.Run.save, 0
 def dying(self):
     global n

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 from leakmel.core.errors import DataError, UsageError
-from leakmel.learn.metrics import (
+from leakmel.learn.metrics.metrics import (
     CHOSEN_BY,
     FIGURES,
     best_threshold,

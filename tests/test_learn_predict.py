@@ -21,17 +21,17 @@ from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, EngineError, LeakmelError, OutputError, RecordingError, UsageError
 from leakmel.core.progress import Progress
-from leakmel.learn import predict as prediction
-from leakmel.learn import scoring
-from leakmel.learn.data import Segments
-from leakmel.learn.detector import Detector, load_detector, score_rows
-from leakmel.learn.hearing import Block
-from leakmel.learn.net import LeakNet, NetSettings
-from leakmel.learn.pieces import cut_row, heard_samples, segments_of, whole_row
-from leakmel.learn.predict import rule_of
-from leakmel.learn.predictions import COLUMNS, Predictions, rejected_path
-from leakmel.learn.task import make_task
-from leakmel.learn.votes import VOTES, vote_scores
+from leakmel.learn.predict import predict as prediction
+from leakmel.learn.predict import scoring
+from leakmel.learn.data.segments import Segments
+from leakmel.learn.model.detector import Detector, load_detector, score_rows
+from leakmel.learn.predict.readers import Block
+from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.data.segments import cut_row, heard_samples, segments_of, whole_row
+from leakmel.learn.predict.predict import rule_of
+from leakmel.learn.predict.predictions import COLUMNS, Predictions, rejected_path
+from leakmel.learn.data.task import make_task
+from leakmel.learn.metrics.voting import VOTES, vote_scores
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096
@@ -590,7 +590,7 @@ def test_the_command_line_stays_light():
 
 
 def test_without_a_model_the_newest_is_taken(tmp_path, monkeypatch, detector):
-    from leakmel.learn.prediction_runs import find_model
+    from leakmel.learn.predict.plan import find_model
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LEAKMEL_MODEL", raising=False)
@@ -610,7 +610,7 @@ def test_without_a_model_the_newest_is_taken(tmp_path, monkeypatch, detector):
 PEAK = """
 import resource, sys, torch
 torch.set_num_threads(1)
-from leakmel.learn.predict import predict
+from leakmel.learn.predict.predict import predict
 p = predict(sys.argv[1], sys.argv[2], device="cpu", engine="torch", progress="none")
 print(len(p), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
@@ -646,7 +646,7 @@ def test_memory_stays_flat(tmp_path, model):
 
 
 def test_a_changed_file_is_not_shown_with_old_scores(tmp_path, detector):
-    from leakmel.learn.prediction_plots import suspicious_mels
+    from leakmel.learn.predict.plots import suspicious_mels
 
     folder = tmp_path / "wav"
     put(folder, "a.wav", noise(1))

@@ -11,13 +11,13 @@ import torch
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import MachineError, UsageError
-from leakmel.learn import predict as prediction
-from leakmel.learn.detector import Detector
-from leakmel.learn.net import LeakNet, NetSettings
-from leakmel.learn.prediction_plots import MOST_RECORDINGS, suspicious_mels
-from leakmel.learn import prediction_runs
-from leakmel.learn.prediction_runs import execute_prediction, plan_prediction, prediction_kinds
-from leakmel.learn.task import make_task
+from leakmel.learn.predict import predict as prediction
+from leakmel.learn.model.detector import Detector
+from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.predict.plots import MOST_RECORDINGS, suspicious_mels
+from leakmel.learn.predict import plan as prediction_runs
+from leakmel.learn.predict.plan import execute_prediction, plan_prediction, prediction_kinds
+from leakmel.learn.data.task import make_task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096

@@ -12,16 +12,16 @@ import torch
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import MachineError, OutputError, UsageError
-from leakmel.learn import loaders
-from leakmel.learn.checkpoint_settings import CheckpointSettings
-from leakmel.learn.devices import pick_device
-from leakmel.learn.evaluation import evaluate
-from leakmel.learn.intervals import Difference, interval_of
-from leakmel.learn.preparation import open_training
-from leakmel.learn.step import Stepper
-from leakmel.learn.train_settings import TrainSettings
-from leakmel.learn.training import TrainResult, train
-from leakmel.learn.training_state import TrainingState
+from leakmel.learn.data import loaders
+from leakmel.learn.model.settings import CheckpointSettings
+from leakmel.learn.model.devices import pick_device
+from leakmel.learn.evaluate.evaluation import evaluate
+from leakmel.learn.metrics.bootstrap import Difference, interval_of
+from leakmel.learn.train.inputs import open_training
+from leakmel.learn.train.step import Stepper
+from leakmel.learn.model.settings import TrainSettings
+from leakmel.learn.train.loop import TrainResult, train
+from leakmel.learn.train.state import TrainingState
 
 TINY = TrainSettings(epochs=2, epoch_share=1.0, batch_size=200, channels=(4, 8), early_stop_epochs=0)
 WORDS = ["--epochs", "1", "--channels", "4,8", "--quiet"]
@@ -98,7 +98,7 @@ def test_testing_recordings_of_other_features_are_refused_before_the_training(
     assert main([*words, "--no-evaluation"]) == 0
 
 
-@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+@pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_recordings_for_testing_may_have_been_built_alone(
     town: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

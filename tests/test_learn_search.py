@@ -23,17 +23,17 @@ from tiny_training import at_a_moment, at_every_moment, files, loaded, n_moments
 
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, UsageError
-from leakmel.dataset.writer import OutputLock
-from leakmel.learn import search as module
-from leakmel.learn.checkpoint_settings import CheckpointSettings
-from leakmel.learn.detector import load_detector
-from leakmel.learn.search import search
-from leakmel.learn.search_results import SearchResult, verdict
-from leakmel.learn.search_space import USUAL, read_space, settings_with, usual_space
-from leakmel.learn.search_trials import Again, Trial, best_trial, read_memory
-from leakmel.learn.splits import LeakySplitWarning, group_split
-from leakmel.learn.train_settings import TrainSettings
-from leakmel.learn.training import train
+from leakmel.dataset.file.writer import OutputLock
+from leakmel.learn.search import search as module
+from leakmel.learn.model.settings import CheckpointSettings
+from leakmel.learn.model.detector import load_detector
+from leakmel.learn.search.search import search
+from leakmel.learn.search.results import SearchResult, verdict
+from leakmel.learn.search.space import USUAL, read_space, settings_with, usual_space
+from leakmel.learn.search.trials import Again, Trial, best_trial, read_memory
+from leakmel.learn.data.splits import LeakySplitWarning, group_split
+from leakmel.learn.model.settings import TrainSettings
+from leakmel.learn.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("one_thread", "with_optuna")
 TINY = tiny(2)
@@ -103,7 +103,7 @@ class Staged:
     "Trainings that come to what was staged: no net learns."
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, figures: Callable[[TrainSettings, int], float]):
-        from leakmel.learn import training_state
+        from leakmel.learn.train import state as training_state
 
         real = training_state.end_epoch
         self.epochs = 0
@@ -115,7 +115,7 @@ class Staged:
             self.epochs += 1
             return e
 
-        monkeypatch.setattr("leakmel.learn.training.end_epoch", staged)
+        monkeypatch.setattr("leakmel.learn.train.loop.end_epoch", staged)
 
 
 # ---- what it does --------------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def test_more_trials_are_the_same_search(sets: Path, right: SearchResult, tmp_pa
 
 # A moment is a step of a training, a proposal, or a call that changes the disk.
 MOMENTS = (
-    "from leakmel.learn import search_study, step",
+    "from leakmel.learn.search import study as search_study; from leakmel.learn.train import step",
     """((os, ("replace", "unlink", "rmdir")), (step.Stepper, ("step",)), (search_study.Proposals, ("begin", "end")))""",
 )
 
@@ -384,7 +384,9 @@ def at_that_moment(number: int, at: int) -> str:
 @pytest.fixture(scope="module")
 def children() -> Iterator[Server]:
     with server(
-        loaded("search", "--trials", "2", more="import optuna, pandas\nfrom leakmel.learn import search")
+        loaded(
+            "search", "--trials", "2", more="import optuna, pandas\nfrom leakmel.learn.search import search"
+        )
     ) as s:
         yield s
 
@@ -463,7 +465,7 @@ def test_a_trial_that_was_over_before_it_was_noted_is_not_learned_again(
         m.setattr(module._Search, "keep", dying)
         with pytest.raises(ZeroDivisionError):
             searched(sets, tmp_path / "run")
-    from leakmel.learn.step import Stepper
+    from leakmel.learn.train.step import Stepper
 
     real, seen = Stepper.step, list[Any]()
 
@@ -680,7 +682,7 @@ def test_a_split_with_a_part_for_testing_does_not_show_it(
 ) -> None:
     sources = [*files(sets), sets / "TESTING_DATASET.H5"]
     split = group_split(sources, "sensor", seed=1)
-    from leakmel.learn.data import Segments
+    from leakmel.learn.data.segments import Segments
 
     real, seen = Segments.__init__, []
 

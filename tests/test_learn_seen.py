@@ -15,15 +15,15 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
-from leakmel.learn import rounds
-from leakmel.learn.champions import load_champion, round_folder
-from leakmel.learn.checkpoint_settings import CheckpointSettings
-from leakmel.learn.checkpoints import load_plain, plain_bytes
-from leakmel.learn.data import Segments
-from leakmel.learn.detector import Detector, load_detector
-from leakmel.learn.rounds import RoundRules
-from leakmel.learn.seen import Known, Seen, known_of, seen_in
-from leakmel.learn.splits import LeakySplitWarning, group_split
+from leakmel.learn.retrain import rounds
+from leakmel.learn.retrain.promotion import load_champion, round_folder
+from leakmel.learn.model.settings import CheckpointSettings
+from leakmel.learn.train.checkpoints import load_plain, plain_bytes
+from leakmel.learn.data.segments import Segments
+from leakmel.learn.model.detector import Detector, load_detector
+from leakmel.learn.retrain.rounds import RoundRules
+from leakmel.learn.model.provenance import Known, Seen, known_of, seen_in
+from leakmel.learn.data.splits import LeakySplitWarning, group_split
 
 NAMES = [f"{part}_DATASET.H5" for part in ("TRAINING", "VALIDATION", "TESTING")]
 TINY = lm.TrainSettings(epochs=1, epoch_share=1.0, batch_size=200, channels=(4, 8))
@@ -36,7 +36,7 @@ HOW: dict[str, Any] = {
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::leakmel.learn.lessons.LessonWarning"),
+    pytest.mark.filterwarnings("ignore::leakmel.learn.retrain.replay.LessonWarning"),
 ]
 
 
@@ -275,7 +275,7 @@ def noise(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(-9000, 9000, 40_960).astype(np.int16)
 
 
-@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+@pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_names_are_a_caution_and_sensors_that_nobody_knows_are_said(tmp_path):
     "The same recordings a sample later have other contents; their names, and those of their pieces, are the same."
     first = built(tmp_path / "first", {f"rec{k}": noise(k) for k in range(4)})
@@ -306,7 +306,7 @@ def test_names_are_a_caution_and_sensors_that_nobody_knows_are_said(tmp_path):
     assert not [c for c in unnamed.cautions if "are named as" in c]
 
 
-@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+@pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_silence_is_nobodys(tmp_path):
     "Silent recordings are alike: one in the training says nothing of another."
     quiet = np.zeros(40_960, np.int16)
@@ -341,7 +341,7 @@ def test_silence_is_nobodys(tmp_path):
     )
 
 
-@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+@pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_training_that_is_not_its_own_is_said(small_sets, trained, tmp_path):
     "What lies beside the recordings that judge need not be what the detector learned from."
     theirs = town(tmp_path, 7)
@@ -357,7 +357,7 @@ def test_training_that_is_not_its_own_is_said(small_sets, trained, tmp_path):
     assert not [c for c in own.cautions if "given as training are not among" in c]
 
 
-@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+@pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_sensors_are_said_once(small_sets, trained):
     "By the split where it sees them, else by the detector; those that only training and validation share are not what judges."
     detector = load_detector(trained / "model.pt")
@@ -445,7 +445,7 @@ def town(folder: Path, seed: int) -> list[Path]:
     ]
 
 
-@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+@pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_rounds_remember_and_look(small_sets, trained, tmp_path):
     "A challenger knows what its champion knew; a champion that knows what judges is said to, round after round."
     new, test = (town(tmp_path, seed)[k] for seed, k in ((5, 0), (6, 2)))
@@ -486,7 +486,7 @@ def test_rounds_remember_and_look(small_sets, trained, tmp_path):
     assert not any("comes out of rounds" in c for c in judged(trained, test).cautions)
 
 
-@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+@pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_a_round_that_is_not_over_remembers_too(small_sets, trained, tmp_path, monkeypatch):
     "Its model and its best one so far were begun from the champion."
     new, test = (town(tmp_path, seed)[k] for seed, k in ((5, 0), (6, 2)))
@@ -515,7 +515,7 @@ def test_a_round_that_is_not_over_remembers_too(small_sets, trained, tmp_path, m
         assert set(before.sensors) <= set(seen.sensors)
 
 
-@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+@pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_a_refused_call_leaves_no_folder(small_sets, trained, tmp_path):
     for champion, how, said in (
         (tmp_path / "nowhere.pt", {}, "no such file"),

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import DataError, UsageError
-from leakmel.dataset.reader import MelDataset
-from leakmel.learn.data import Segments
-from leakmel.learn.groups import ALL_TRIED, group_values, joined_groups, share_out
-from leakmel.learn.split_plots import split_figure
-from leakmel.learn.splits import (
+from leakmel.dataset.file.reader import MelDataset
+from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.groups import ALL_TRIED, group_values, joined_groups, share_out
+from leakmel.learn.data.splits import split_figure
+from leakmel.learn.data.splits import (
     KINDS,
     LeakySplitWarning,
     Split,
@@ -30,7 +30,7 @@ from leakmel.learn.splits import (
     group_split,
     shared_values,
 )
-from leakmel.learn.task import make_task
+from leakmel.learn.data.task import make_task
 
 quick = settings(
     max_examples=30,
@@ -389,7 +389,7 @@ def test_labels_left_out(plain):
         f"{label}/{label}{k}": 10 * i + k for i, label in enumerate(("LEAK", "NO", "QUIET")) for k in range(3)
     }
     with pytest.MonkeyPatch.context() as m:
-        m.setattr("leakmel.learn.splits._tied", lambda *a: ())
+        m.setattr("leakmel.learn.data.splits._tied", lambda *a: ())
         path = make_set(Path(plain.path).parent / "three.h5", files)
         with lm.open_dataset(path) as ds:
             split = group_split(

@@ -21,18 +21,18 @@ from tiny_training import at_a_moment, files, loaded, n_moments, tiny, tiny_word
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MachineError, OutputError, UsageError
-from leakmel.dataset.writer import OutputLock
-from leakmel.learn.checkpoint_settings import CheckpointSettings
-from leakmel.learn.checkpoints import latest_checkpoint, list_checkpoints
-from leakmel.learn.chosen import Chosen
-from leakmel.learn.detector import UNCHOSEN, load_detector, score_rows
-from leakmel.learn.history import EpochFigures, best_epoch
-from leakmel.learn.preparation import open_training
-from leakmel.learn.splits import LeakySplitWarning, SplitWarning, group_split
-from leakmel.learn.step import Stepper
-from leakmel.learn.train_settings import SPEED_ONLY
-from leakmel.learn.training import TrainResult, train
-from leakmel.learn.votes import VOTES, vote_scores
+from leakmel.dataset.file.writer import OutputLock
+from leakmel.learn.model.settings import CheckpointSettings
+from leakmel.learn.train.checkpoints import latest_checkpoint, list_checkpoints
+from leakmel.learn.model.decision_rule import Chosen
+from leakmel.learn.model.detector import UNCHOSEN, load_detector, score_rows
+from leakmel.learn.train.history import EpochFigures, best_epoch
+from leakmel.learn.train.inputs import open_training
+from leakmel.learn.data.splits import LeakySplitWarning, SplitWarning, group_split
+from leakmel.learn.train.step import Stepper
+from leakmel.learn.model.settings import SPEED_ONLY
+from leakmel.learn.train.loop import TrainResult, train
+from leakmel.learn.metrics.voting import VOTES, vote_scores
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = tiny(3)
@@ -94,7 +94,9 @@ def at_a_step(number: int, at: int) -> str:
     "A moment is a step of the training, a batch of validation that is judged, or a call that changes the disk."
     owners = """((os, ("write", "replace", "unlink", "fsync")), (step.Stepper, ("step",)), (torch.optim.AdamW, ("step",)),
                  (detector.Detector, ("segment_scores",)))"""
-    return at_a_moment("from leakmel.learn import detector, step", owners, number, at)
+    return at_a_moment(
+        "from leakmel.learn.model import detector; from leakmel.learn.train import step", owners, number, at
+    )
 
 
 @pytest.fixture(scope="module")
@@ -411,7 +413,7 @@ def test_parts_that_cannot_do_their_work_are_refused(sets: Path, tmp_path: Path)
 def test_a_loss_that_is_no_number_ends_the_training(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from leakmel.learn import training_state
+    from leakmel.learn.train import state as training_state
 
     real = training_state.Sums.add
 
@@ -434,7 +436,8 @@ def no_room(*args: Any, **named: Any) -> None:
 def test_memory_that_is_too_small_for_items_or_judging_is_said(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from leakmel.learn import loaders, training_state
+    from leakmel.learn.data import loaders
+    from leakmel.learn.train import state as training_state
 
     with monkeypatch.context() as m:
         m.setattr(loaders, "load_items", no_room)
@@ -449,7 +452,7 @@ def test_memory_that_is_too_small_for_items_or_judging_is_said(
 def test_a_training_that_ran_out_of_memory_says_how_it_went_on(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from leakmel.learn import step
+    from leakmel.learn.train import step
 
     real, batches = step.piece_loss, iter([no_room])
     monkeypatch.setattr(step, "piece_loss", lambda *args: next(batches, real)(*args))
@@ -499,7 +502,7 @@ def test_settings_that_may_change_change_no_bit(
 
 def test_lengths_of_gradients_are_told(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Of all steps, before clipping; those that half precision left out do not count."
-    from leakmel.learn import training_state
+    from leakmel.learn.train import state as training_state
 
     real, norms = training_state.Sums.add, list[float]()
 
@@ -636,7 +639,7 @@ def test_early_stopping_waits_as_long_as_it_was_told(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     f1 = iter([0.5, 0.7, 0.7, 0.6, 0.7, 0.9])
-    from leakmel.learn import training_state
+    from leakmel.learn.train import state as training_state
 
     real = training_state.validation_figures
     losses = iter([0.5, 0.4, 0.3, 0.2, 0.35, 0.1])
@@ -700,7 +703,7 @@ def test_command(sets: Path, tmp_path: Path, right: TrainResult, capsys: pytest.
     assert body["evaluation"] is None
 
 
-@pytest.mark.filterwarnings("ignore::leakmel.learn.splits.SplitWarning")
+@pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_command_judges_by_the_recordings_for_testing(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

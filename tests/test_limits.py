@@ -19,9 +19,9 @@ from leakmel.core.errors import (
     UsageError,
     VerifyError,
 )
-from leakmel.dataset import verify as verify_module
-from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.ring import Job, Lanes
+from leakmel.dataset.check import verify as verify_module
+from leakmel.dataset.run.config import PipelineConfig
+from leakmel.dataset.run.ring import Job, Lanes
 
 QUIET = {"progress": "none", "pipeline": PipelineConfig(monitor_interval_s=0.0, files_per_batch=4)}
 
@@ -91,7 +91,7 @@ def test_a_failing_machine_is_not_called_a_bad_row(tmp_path, data, monkeypatch):
     def read(path):
         raise MachineError("the machine failed while reading (EMFILE)", path=path)
 
-    monkeypatch.setattr("leakmel.dataset.sources.read_wav", read)
+    monkeypatch.setattr("leakmel.dataset.check.expected.read_wav", read)
     with pytest.raises(MachineError, match="EMFILE"):
         lm.build(data, out=tmp_path / "x.h5", **QUIET)
 
@@ -103,7 +103,7 @@ def test_a_source_that_went_away_meanwhile_is_named(tmp_path, data, monkeypatch)
         (data / "LEAK" / "H0~0~20250101_000000~8.wav").unlink()
         return real(*args, **options)
 
-    monkeypatch.setattr("leakmel.dataset.publish.check_data_set", check)
+    monkeypatch.setattr("leakmel.dataset.run.publish.check_data_set", check)
     with pytest.raises(DataError, match="changed or went away.*H0~0"):
         lm.build(data, out=tmp_path / "x.h5", **QUIET)
 

@@ -18,10 +18,10 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import LeakmelError
 from leakmel.core.timeline import Span, Timeline
-from leakmel.dataset import live as live_module
-from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.live import Live, Pulse, Queues, Rates, look, status_path
-from leakmel.dataset.ring import Job
+from leakmel.dataset.run import live as live_module
+from leakmel.dataset.run.config import PipelineConfig
+from leakmel.dataset.run.live import Live, Pulse, Queues, Rates, look, status_path
+from leakmel.dataset.run.ring import Job
 from outsider import leftovers
 
 QUIET = {"progress": "none", "pipeline": PipelineConfig(monitor_interval_s=0.05, files_per_batch=2)}
@@ -241,7 +241,7 @@ def test_what_stands_in_a_bar():
 # The last batches are not taken before somebody has seen a status, however late that is.
 WAIT_UNTIL_SEEN = """
 import os, sys, time
-from leakmel.dataset.ring import Job
+from leakmel.dataset.run.ring import Job
 seen, real = sys.argv.pop(1), Job.take
 def take(self, slot):
     until = time.monotonic() + 60

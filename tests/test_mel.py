@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leakmel.audio.quality import moments_of
+from leakmel.audio.conform import moments_of
 from leakmel.audio.segments import even_step
 from leakmel.core.errors import EngineError, SpecError, UsageError
 from leakmel.mel import engines, reference, spec as spec_module

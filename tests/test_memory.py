@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 import leakmel as lm
-from leakmel.dataset import schema
+from leakmel.dataset.file import schema
 
 FEW, MANY = 4_000, 44_000
 MOST_BYTES = 600  # that one more recording may take at the peak; its path and facts alone take 250, one row of features 1,024
@@ -19,7 +19,8 @@ MOST_BYTES = 600  # that one more recording may take at the peak; its path and f
 BUILD = """
 import re, sys
 import leakmel as lm
-from leakmel.dataset import pipeline, publish
+from leakmel.dataset.run import pipeline
+from leakmel.dataset.run import publish
 
 def take_peak(*about):
     with open("/proc/self/status") as status: print(re.search(r"VmHWM:\\s+(\\d+) kB", status.read())[1], flush=True)

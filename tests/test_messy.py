@@ -22,7 +22,7 @@ import soundfile
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import show_path
-from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
+from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
 from leakmel.insight.cards import ProblemTable, RejectedTable, ResultCard
 from messy import LABELS, RATE, SPLITS, Messy, sound, write_messy
 from outsider import content, fit, log_mel, off

@@ -20,13 +20,15 @@ from leakmel.audio.manifest import scan
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import DataError, LeakmelError, OutputError, UsageError
 from leakmel.core.timeline import Timeline
-from leakmel.dataset import cache, held, modes
-from leakmel.dataset.cache import SUFFIX, cache_folder, cache_path, clear_cache, list_cache
-from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.held import FileRows, MemoryRows, held_key
-from leakmel.dataset.loader import BatchReader
-from leakmel.dataset.modes import MODES, choose_mode
-from leakmel.dataset.writer import OutputLock
+from leakmel.dataset.source import cache
+from leakmel.dataset.source import sample_cache as held
+from leakmel.dataset.run import modes
+from leakmel.dataset.source.cache import SUFFIX, cache_folder, cache_path, clear_cache, list_cache
+from leakmel.dataset.run.config import PipelineConfig
+from leakmel.dataset.source.sample_cache import FileRows, MemoryRows, held_key
+from leakmel.dataset.source.loader import BatchReader
+from leakmel.dataset.run.modes import MODES, choose_mode
+from leakmel.dataset.file.writer import OutputLock
 from leakmel.mel.spec import MelSpec
 
 SPEC = MelSpec.preset("disjoint", duration_s=1)
@@ -293,7 +295,7 @@ def test_a_cache_file_cut_short_under_a_build_is_no_signal(tmp_path, mixed, own_
 def test_a_killed_maker_leaves_nothing_that_counts(tmp_path, mixed, own_cache):
     "Killed while the cache file is being written: no file under its name, the next build makes it."
     code = (
-        "import os, sys, leakmel as lm\nfrom leakmel.dataset import cache\n"
+        "import os, sys, leakmel as lm\nfrom leakmel.dataset.source import cache\n"
         "cache.write_facts = lambda *a: os.kill(os.getpid(), 9)\n"
         f"lm.build({str(mixed)!r}, out={str(tmp_path / 'k.h5')!r}, mode='memmap', spec=lm.MelSpec.preset('disjoint', duration_s=1), progress='none')"
     )

@@ -22,11 +22,14 @@ import leakmel as lm
 from leakmel.audio import compiled, native
 from leakmel.audio.compiled import digests_of, int16_moments
 from leakmel.audio.native import LOOK_CLOSER, READ, read_rows
-from leakmel.audio.quality import moments_of
+from leakmel.audio.conform import moments_of
 from leakmel.audio.wav import canonical_header
 from leakmel.core.errors import DataError, MachineError
-from leakmel.dataset import held, job, loader, verify
-from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.source import sample_cache as held
+from leakmel.dataset.run import job
+from leakmel.dataset.source import loader
+from leakmel.dataset.check import verify
+from leakmel.dataset.run.pipeline import PipelineConfig
 from messy import write_messy
 
 N = 512

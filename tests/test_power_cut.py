@@ -22,8 +22,8 @@ import pytest
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
-from leakmel.dataset.job import Job
-from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.run.job import Job
+from leakmel.dataset.run.pipeline import PipelineConfig
 from test_again import all_of_it, build, data, fresh_bytes, settle  # noqa: F401 (data is a fixture)
 
 SYNCED = PipelineConfig(

@@ -20,13 +20,15 @@ from leakmel.audio.listing import Listing
 from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.naming import Naming
 from leakmel.cli import main
-from leakmel.core import inflow as inflow_module
+from leakmel.audio import page_cache as inflow_module
 from leakmel.core.errors import LeakmelError, UsageError
-from leakmel.core.inflow import Inflow, cached_share, is_in_cache, thread_read_bytes
-from leakmel.dataset import held, read_ahead, ring
-from leakmel.dataset.loader import BatchReader
-from leakmel.dataset.pipeline import PipelineConfig
-from leakmel.dataset.read_ahead import ReadAhead, cold_share, plan_read_ahead
+from leakmel.audio.page_cache import Inflow, cached_share, is_in_cache, thread_read_bytes
+from leakmel.dataset.source import sample_cache as held
+from leakmel.dataset.source import read_ahead
+from leakmel.dataset.run import ring
+from leakmel.dataset.source.loader import BatchReader
+from leakmel.dataset.run.pipeline import PipelineConfig
+from leakmel.dataset.source.read_ahead import ReadAhead, cold_share, plan_read_ahead
 from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench_modes import bring_in, evict
 from messy import write_messy
@@ -546,7 +548,7 @@ def test_an_interrupt_in_the_main_thread_stops_it_too(
 
         real(lanes, Waits(), watch)
 
-    from leakmel.dataset import pipeline
+    from leakmel.dataset.run import pipeline
 
     real = ring.run_lanes
     monkeypatch.setattr(pipeline, "run_lanes", interrupt)

@@ -32,9 +32,11 @@ from leakmel.core.errors import (
     UsageError,
     VerifyError,
 )
-from leakmel.dataset import recompute, resident, upload
-from leakmel.dataset.loader import BatchReader
-from leakmel.dataset.resident import ResidentAudio, ResidentMels, hold_on_device, time_resident
+from leakmel.dataset.resident import recompute
+from leakmel.dataset.resident import resident
+from leakmel.dataset.resident import upload
+from leakmel.dataset.source.loader import BatchReader
+from leakmel.dataset.resident.resident import ResidentAudio, ResidentMels, hold_on_device, time_resident
 from leakmel.mel.rehearsal import Faults, HostDevice, HostStream, RehearsalOutOfMemory
 
 BASE = {"sample_rate": 4096, "duration_s": 1.0}

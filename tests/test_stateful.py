@@ -25,9 +25,9 @@ from hypothesis.stateful import (
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
-from leakmel.dataset.bad_files import BadFilesError
-from leakmel.dataset.job import Job
-from leakmel.dataset.pipeline import PipelineConfig
+from leakmel.dataset.source.bad_files import BadFilesError
+from leakmel.dataset.run.job import Job
+from leakmel.dataset.run.pipeline import PipelineConfig
 
 SPEC = lm.MelSpec.preset("disjoint", duration_s=0.5)
 CONFIG = PipelineConfig(

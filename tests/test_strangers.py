@@ -13,7 +13,7 @@ import pytest
 from children import Server, server
 
 import leakmel as lm
-from leakmel.dataset.config import PipelineConfig
+from leakmel.dataset.run.config import PipelineConfig
 
 # Reads are noted, and nothing else is changed. What is open when the child ends is closed by the library.
 OPEN_OR_VERIFY = """
@@ -38,7 +38,7 @@ ANYWHERE = 1 << 42  # 4 TiB
 @pytest.fixture(scope="module")
 def children() -> Iterator[Server]:
     with server(
-        "import leakmel as lm, h5py\nfrom leakmel.dataset import reader, verify\nfrom leakmel.cli import main\n"
+        "import leakmel as lm, h5py\nfrom leakmel.dataset.file import reader; from leakmel.dataset.check import verify\nfrom leakmel.cli import main\n"
     ) as opened:
         yield opened
 

@@ -22,7 +22,7 @@ import torch
 from conftest import need
 from test_mel import FRINGE, GEOMETRIES, signals, to_int16
 
-from leakmel.audio.quality import moments_of
+from leakmel.audio.conform import moments_of
 from leakmel.core.errors import EngineError
 from leakmel.mel.engines import check_recording
 from leakmel.mel.reference import compare, hann_periodic, reference_features

@@ -24,10 +24,10 @@ from leakmel.audio.manifest import scan
 from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError, VerifyError
 from leakmel.core.monitor import usable_cores
-from leakmel.dataset import settings
-from leakmel.dataset.config import PipelineConfig
-from leakmel.dataset.runs import RunPlan, build_kinds, execute, plan_rows, plan_run
-from leakmel.dataset.settings import (
+from leakmel.dataset.run import tuned as settings
+from leakmel.dataset.run.config import PipelineConfig
+from leakmel.dataset.run.plan import RunPlan, build_kinds, execute, plan_rows, plan_run
+from leakmel.dataset.run.tuned import (
     LIMITS,
     find_tuned,
     read_tuned,
@@ -37,7 +37,7 @@ from leakmel.dataset.settings import (
     with_tuned,
     write_tuned,
 )
-from leakmel.dataset.spec_file import write_spec
+from leakmel.dataset.file.spec_file import write_spec
 from leakmel.ops import tune as tune_module, tune_trials
 from leakmel.ops.tune import NotKeptError, plan_sweep, tune
 from leakmel.ops.tune_judge import (

@@ -16,11 +16,11 @@ from conftest import within
 import leakmel as lm
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import VerifyError
-from leakmel.dataset import waveforms
-from leakmel.dataset.pipeline import PipelineConfig
-from leakmel.dataset.schema import DIGEST_ATTRIBUTE, metadata_digest
-from leakmel.dataset.verify import VerifyReport, pick_rows
-from leakmel.dataset.writer import RowFile
+from leakmel.dataset.run import job as waveforms
+from leakmel.dataset.run.pipeline import PipelineConfig
+from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
+from leakmel.dataset.check.verify import VerifyReport, pick_rows
+from leakmel.dataset.file.writer import RowFile
 from leakmel.mel.engines import ReferenceEngine
 from leakmel.mel.reference import reference_log_mel
 from outsider import fit, leftovers, log_mel, read
@@ -353,10 +353,10 @@ def test_a_writer_that_leaves_gaps_or_stops_a_byte_early_publishes_nothing(data,
 
 def test_verify_shares_no_code_with_what_builds():
     "No path of imports leads from verify to the loader, the engines, the ring or the writer."
-    import leakmel.dataset.verify
+    import leakmel.dataset.check.verify
 
     package = Path(lm.__file__).parent
-    seen, todo = set(), [Path(leakmel.dataset.verify.__file__)]
+    seen, todo = set(), [Path(leakmel.dataset.check.verify.__file__)]
     while todo:
         if (path := todo.pop()) in seen:
             continue
@@ -371,7 +371,7 @@ def test_verify_shares_no_code_with_what_builds():
                 if p.is_file()
             ]
     names = {"/".join(p.relative_to(package).with_suffix("").parts) for p in seen}
-    assert {"dataset/verify", "dataset/schema", "mel/reference", "audio/conform"} <= names
+    assert {"dataset/check/verify", "dataset/file/schema", "mel/reference", "audio/conform"} <= names
     assert not {
         n
         for n in names

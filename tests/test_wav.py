@@ -12,7 +12,7 @@ from leakmel.audio import wav
 from leakmel.audio.manifest import scan
 from leakmel.audio.wav import MAX_SAMPLE_BYTES, STREAMED, digest_of, parse_header, read_wav
 from leakmel.core.errors import REJECT_CODES, MachineError, RecordingError
-from leakmel.dataset.pipeline import build
+from leakmel.dataset.run.pipeline import build
 from odd_wavs import MONO, PCM16, READ, REFUSED, holed
 
 

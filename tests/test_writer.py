@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import OutputError, SpaceError
-from leakmel.dataset import writer
-from leakmel.dataset.schema import (
+from leakmel.dataset.file import writer
+from leakmel.dataset.file.schema import (
     FILE_COLUMNS,
     Metadata,
     Rejected,
@@ -27,7 +27,7 @@ from leakmel.dataset.schema import (
     name_columns,
     root_attributes,
 )
-from leakmel.dataset.writer import OutputLock, RowFile, compress, require_space, reserve, rows_offset
+from leakmel.dataset.file.writer import OutputLock, RowFile, compress, require_space, reserve, rows_offset
 from leakmel.mel.spec import MelSpec
 from outsider import content, leftovers, same
 
@@ -563,7 +563,7 @@ def test_stale_lock_file_does_not_block(tmp_path):
 
 def test_killed_holder_does_not_block(tmp_path):
     code = (
-        "import time, pathlib\nfrom leakmel.dataset.writer import OutputLock\n"
+        "import time, pathlib\nfrom leakmel.dataset.file.writer import OutputLock\n"
         f"with OutputLock(pathlib.Path({str(tmp_path / 'a.h5')!r})): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import numpy as np
 
-from .quality import moments_of
+from .conform import moments_of
 from .wav import digest_of
 
 

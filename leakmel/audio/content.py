@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .in_a_row import InARow
+from .read_failures import InARow
 from .conform import check_range, to_mono
 from .problems import Columns, Problem
-from .quality import FIGURES, figures_of
+from .conform import FIGURES, figures_of
 from .wav import OutOfMemory, Recording, read_wav
 from ..core.errors import RecordingError
 from ..core.monitor import usable_cores

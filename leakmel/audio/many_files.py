@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ..core import calls
+from ..core import system_calls as calls
 from ..core.monitor import usable_cores
-from ..core.vectors import address, compiled, source_key
+from ..core.jit import address, compiled, source_key
 
 # %% ../../nbs/audio/many_files.ipynb #a2efd0c1
 _NO_FOLLOW, _WANTED = (

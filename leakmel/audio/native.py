@@ -24,8 +24,8 @@ from llvmlite import ir
 from numba import njit
 from numba.core import cgutils
 
-from ..core import calls
-from leakmel.core.vectors import (
+from ..core import system_calls as calls
+from leakmel.core.jit import (
     LANES,
     WORD,
     Vector,
@@ -467,7 +467,7 @@ def read_rows(
 def self_check() -> None:
     "Raise ImportError unless compiled functions are right on this machine."
     import xxhash
-    from leakmel.audio.quality import moments_of
+    from leakmel.audio.conform import moments_of
 
     x = (np.arange(2 * 1300).reshape(2, 1300) * 7919 % 65_536 - 32_768).astype(np.int16)
     right = [xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in x]

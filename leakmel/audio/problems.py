@@ -46,7 +46,7 @@ from html import escape
 
 import numpy as np
 
-from .quality import LSB
+from .conform import LSB
 from ..core.errors import show_path
 
 

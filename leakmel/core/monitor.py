@@ -26,7 +26,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
-from .groups import GROUPS, OWN, group_room
+from .cgroup import GROUPS, OWN, group_room
 from .timeline import Timeline
 
 # %% ../../nbs/core/monitor.ipynb #0186309d

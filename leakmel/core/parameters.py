@@ -11,13 +11,16 @@ __all__ = [
     "field_choices",
     "check_types",
     "ParameterCheck",
+    "add_field_options",
+    "given_fields",
 ]
 
 # %% ../../nbs/core/parameters.ipynb #580d0d02
-import difflib, types, typing
-from collections.abc import Iterable
+import argparse, difflib, types, typing
+from collections.abc import Collection, Iterable
 from dataclasses import fields
 from typing import Any
+
 
 from .errors import UsageError
 
@@ -169,3 +172,93 @@ class ParameterCheck:
         values = {n: namespace[n] for n in kinds}
         check_types(values, kinds)
         return values
+
+
+# %% ../../nbs/core/parameters.ipynb #597ea047
+def _field_comments(cls: type) -> dict[str, str]:
+    "The comments that stand beside the fields of a dataclass in its source."
+    import inspect, re
+
+    sources = [inspect.getsource(c) for c in reversed(cls.__mro__) if hasattr(c, "__dataclass_fields__")]
+    return {
+        name: text.strip()
+        for source in sources
+        for name, text in re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", source, re.M)
+    }
+
+
+_YES_NO = {"true": True, "yes": True, "false": False, "no": False}
+
+
+def _converter(allowed: tuple[type | None, ...]) -> Any:
+    "What turns an option's text into a field's value; `none` where a field may be None."
+    kind: Any = next(k for k in allowed if k is not None and (k is not bool or str not in allowed))
+
+    def convert(text: str) -> Any:
+        if None in allowed and text == "none":
+            return None
+        if bool in allowed and text in _YES_NO:
+            return _YES_NO[text]
+        if kind is bool:
+            raise ValueError(text)
+        return (
+            tuple(int(word) for word in text.split(",")) if typing.get_origin(kind) is tuple else kind(text)
+        )
+
+    convert.__name__ = {int: "whole number", float: "number", bool: "true or false"}.get(
+        kind, "text" if kind is str else "whole numbers with commas between"
+    )
+    return convert  # argparse puts its name into a message
+
+
+# %% ../../nbs/core/parameters.ipynb #57c48486
+def add_field_options(
+    parser: argparse.ArgumentParser,
+    cls: type,  # a dataclass; the comment beside a field is its help
+    title: str,  # of the group
+    *,
+    show_defaults: bool = True,  # in the help
+    leave_out: Collection[str] = (),  # fields that have no option
+) -> None:
+    "One option per field of a dataclass; an option that is not given is absent from the result."
+
+    def said(value: Any) -> str:
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    group, comments, kinds, choices = (
+        parser.add_argument_group(title),
+        _field_comments(cls),
+        field_kinds(cls),
+        field_choices(cls),
+    )
+    for f in fields(cls):
+        if f.name in ("preset_name", *leave_out):
+            continue
+        option = "--" + f.name.replace("_", "-")
+        text = (
+            comments[f.name]
+            + (f" (default {said(f.default)})" if show_defaults and f.default is not None else "")
+        ).replace("%", "%%")
+        words = [
+            *choices.get(f.name, ()),
+            *(["true", "false"] if bool in kinds[f.name] else []),
+            *(["none"] if None in kinds[f.name] else []),
+        ]
+        if f.name in choices or len(words) > 2:
+            text += f" [{', '.join(map(str, words))}]"
+        if kinds[f.name] == (bool,):
+            group.add_argument(
+                option, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+            )
+        else:
+            group.add_argument(
+                option, type=_converter(kinds[f.name]), default=argparse.SUPPRESS, help=text, metavar="X"
+            )
+
+
+def given_fields(
+    args: argparse.Namespace,
+    cls: type,
+) -> dict[str, Any]:  # name -> value
+    "The fields of a dataclass that were given as options."
+    return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}

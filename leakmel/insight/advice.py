@@ -109,7 +109,7 @@ def _reading_threads(e: Evidence) -> Suggestion | None:
 
 def _fetching_ahead(e: Evidence) -> Suggestion | None:
     "Let the disk fetch files before they are read."
-    from leakmel.dataset.read_ahead import WINDOW_FILES
+    from leakmel.dataset.source.read_ahead import WINDOW_FILES
 
     if (
         not e.has_limit("read")
@@ -229,7 +229,7 @@ def _slots(e: Evidence) -> Suggestion | None:
 
 def _bytes_of_a_row(e: Evidence) -> int | None:
     "Bytes of a slot for each recording; None where the spec is not known."
-    from leakmel.dataset.config import slot_bytes
+    from leakmel.dataset.run.config import slot_bytes
     from leakmel.mel.spec import MelSpec
 
     spec = e.summary.get("spec")

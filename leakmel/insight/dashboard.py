@@ -26,7 +26,7 @@ from ..audio.problems import how_many, in_words
 from ..core.errors import DataError, LeakmelError, UsageError, show_path
 from ..core.monitor import mean, peak
 from ..core.parameters import Kinds
-from ..dataset.bad_files import share_sentence
+from ..dataset.source.bad_files import share_sentence
 from .advice import analysis_text
 from .cards import NOT_AVAILABLE, Card, cache_sentence, megabytes, verified_title
 from .diagnose import bounds, limit_text, report_text, verdict
@@ -329,7 +329,7 @@ def data_facts(
     spectra: int = 600,  # rows whose spectrum is read, spread evenly over the largest data set
 ) -> DataFacts:
     "Read the columns that the pictures of the data need."
-    from leakmel.dataset.reader import open_dataset
+    from leakmel.dataset.file.reader import open_dataset
     from leakmel.insight.data_plots import recording_spectra
 
     if spectra < 0:
@@ -393,7 +393,7 @@ def mel_pictures(
     path: Path | None,  # of a data set; None: there is none
 ) -> "go.Figure":
     "One recording of each label, that of the median level."
-    from leakmel.dataset.reader import open_dataset
+    from leakmel.dataset.file.reader import open_dataset
     from leakmel.insight.plots import _figure, _plain, mels_by_label
 
     if path is None:

@@ -27,7 +27,7 @@ from .plots import _LABEL_COLORS, _TEXT, SILENT_DB, _dress, _f32, _figure, _plai
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-    from leakmel.dataset.reader import MelDataset
+    from leakmel.dataset.file.reader import MelDataset
 
 # %% ../../nbs/insight/data_plots.ipynb #0881411c
 MOST_SENSORS = 30  # rows of a figure; more cannot be read

@@ -15,10 +15,10 @@ import numpy as np
 
 from ..core.errors import LeakmelError, RecordingError, SpecError, UsageError, show_path
 from ..core.parameters import Kinds, answer_unknown
-from ..dataset.follow import resolve_spec
-from ..dataset.loader import BatchReader, Slot
-from ..dataset.runs import runs_folder
-from ..dataset.spec_file import SpecFile, write_spec
+from ..dataset.run.inputs import resolve_spec
+from ..dataset.source.loader import BatchReader, Slot
+from ..dataset.run.plan import runs_folder
+from ..dataset.file.spec_file import SpecFile, write_spec
 from .explore_data import Choice, Recordings
 from ..mel.engines import Engine, open_engine
 from ..mel.spec import MelSpec

@@ -164,7 +164,7 @@ def recordings_of_data_set(
     manifest: Manifest,  # of the data folder it was built from, names only
 ) -> Recordings:  # raises DataError where the folder does not hold its recordings
     "The recordings of a data set that are in the data folder."
-    from leakmel.dataset.reader import open_dataset
+    from leakmel.dataset.file.reader import open_dataset
 
     with open_dataset(path) as ds:
         facts, split, labels, names = ds.files, str(ds.file.attrs.get("split", "")), ds.labels, ds.class_names

@@ -17,14 +17,14 @@ import numpy as np
 from ..audio.listing import Listing
 from ..audio.manifest import Manifest
 from ..core.errors import EngineError, MachineError, UsageError, show_path
-from ..dataset.loader import BatchReader, Slot, Source
-from ..dataset.modes import Preloaded, preload
+from ..dataset.source.loader import BatchReader, Slot, Source
+from ..dataset.run.modes import Preloaded, preload
 from .explore_data import Recordings
 from ..mel.engines import Engine, may_have_cuda, open_engine
 from ..mel.spec import MelSpec
 
 if TYPE_CHECKING:
-    from leakmel.dataset.resident import ResidentAudio
+    from leakmel.dataset.resident.resident import ResidentAudio
 
 
 # %% ../../nbs/insight/explore_split.ipynb #2037181d
@@ -198,7 +198,7 @@ def _hold(
         and may_have_cuda()
         and engine in ("auto", "triton", "torch")
     ):
-        from leakmel.dataset.resident import hold_on_device
+        from leakmel.dataset.resident.resident import hold_on_device
 
         try:
             return hold_on_device(

@@ -100,7 +100,7 @@ def open_explorer(
 ) -> Explorer:  # close it; raises LeakmelError for all that is wrong
     "Find the recordings, choose the first, resolve the spec."
     from leakmel.audio.manifest import scan, split_name
-    from leakmel.dataset.runs import find_data, spec_changes
+    from leakmel.dataset.run.plan import find_data, spec_changes
 
     p = parameters
     root, _ = find_data(p["data_root"], progress=progress)
@@ -126,7 +126,7 @@ def open_explorer(
 
 def _data_set_changes(path: str) -> dict[str, Any]:
     "The spec of a data set as changes to its preset, with its rate and length."
-    from leakmel.dataset.reader import open_dataset
+    from leakmel.dataset.file.reader import open_dataset
 
     with open_dataset(os.path.expanduser(path)) as ds:
         spec = ds.spec

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.errors import UsageError
-from .data import Segments
-from .loaders import Loader, open_loader
+from .data.segments import Segments
+from .data.loaders import Loader, open_loader
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from ..audio.compiled import int16_moments
-from ..audio.quality import moments_of
+from ..audio.conform import moments_of
 from ..core.errors import EngineError
 from ..core.monitor import usable_cores
 from .cpu_kernel import BINS_AT_ONCE, RADICES, kernel, places_of, work_space

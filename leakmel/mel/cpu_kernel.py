@@ -26,7 +26,7 @@ from llvmlite import ir
 from numba import config, njit
 from numba.core import cgutils
 
-from leakmel.core.vectors import (
+from leakmel.core.jit import (
     FLOATS,
     INTS,
     LANES,
@@ -43,7 +43,7 @@ from leakmel.core.vectors import (
     moved,
     source_key,
 )
-from ..core.vectors import store, transposed
+from ..core.jit import store, transposed
 
 if sys.byteorder != "little":
     raise ImportError("the compiled kernel takes samples as little-endian words")

@@ -18,7 +18,7 @@ from ..core.timeline import Timeline
 from .device import Device
 from .engines import Batch, DeviceOptions, Engine, EngineLane, Label, SpanFactory, no_span
 from .engines import Ticket as AnyTicket
-from .flights import FlightLog, MakeChain, Ticket
+from .device_buffers import FlightLog, MakeChain, Ticket
 from .runner import Runner, Traffic, bare
 from .spec import MelSpec
 

@@ -39,7 +39,7 @@ from typing import Protocol
 import numpy as np
 
 from ..audio.conform import check_range
-from ..audio.quality import moments_of
+from ..audio.conform import moments_of
 from ..core.errors import EngineError, LeakmelError, RecordingError, SpecError, UsageError
 from ..core.timeline import Timeline
 from .reference import compare, reference_features, reference_log_mel

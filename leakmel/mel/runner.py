@@ -25,7 +25,7 @@ import torch
 from ..core.errors import EngineError
 from .device import Device
 from .engines import DeviceOptions
-from .flights import Block, Flight, Kit, MakeChain, Piece, Ticket, next_block
+from .device_buffers import Block, Flight, Kit, MakeChain, Piece, Ticket, next_block
 from .spec import MelSpec
 
 # %% ../../nbs/mel/runner.ipynb #f3704894

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ..audio.compiled import int16_moments
-from ..audio.quality import FULL_SCALE, moments_of
+from ..audio.conform import FULL_SCALE, moments_of
 from ..audio.segments import even_step
 from ..core.errors import EngineError, UsageError
 from ..core.monitor import usable_cores

@@ -15,7 +15,7 @@ import torch
 from .device import Device, open_devices
 from .device_engine import DeviceEngine
 from .engines import DeviceOptions, NotHere
-from .flights import Chain
+from .device_buffers import Chain
 from .spec import MelSpec
 
 

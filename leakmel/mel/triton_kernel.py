@@ -33,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..audio.quality import FULL_SCALE, MOMENTS
+from ..audio.conform import FULL_SCALE, MOMENTS
 from ..core.errors import EngineError
 from .reference import hann_periodic
 from .spec import MelSpec

@@ -133,8 +133,8 @@ def one_build(
 ) -> dict[str, Any]:
     "Build all splits once in this process, A or B by name, into a folder of its own that is made anew."
     from leakmel.audio.manifest import scan
-    from leakmel.dataset.config import PipelineConfig
-    from leakmel.dataset.pipeline import build_all
+    from leakmel.dataset.run.config import PipelineConfig
+    from leakmel.dataset.run.pipeline import build_all
 
     changes: dict[str, Any] = {"device": device, "fsync": False} | (settings or {})
     config = PipelineConfig(**changes)
@@ -225,7 +225,7 @@ def own_process(root: str, out: str, engine: str, device: str, name: str) -> dic
 def resident(root: str, engine: str, device: str, rounds: int) -> dict[str, Any]:
     "Hold all splits, and compute A and B from what is held."
     from leakmel.audio.manifest import scan
-    from leakmel.dataset.resident import hold_on_device, time_resident
+    from leakmel.dataset.resident.resident import hold_on_device, time_resident
 
     manifest, facts = scan(root), dict[str, list[dict[str, Any]]]()
     for listing in manifest.listings:
@@ -270,7 +270,7 @@ def evict_all(root: str, threads: int = 16) -> dict[str, Any]:
 
 def verify_built(out: str, root: str, sample: int) -> dict[str, Any]:
     "Check the digests of all rows that were built, and compare a sample with the reference."
-    from leakmel.dataset.verify import verify
+    from leakmel.dataset.check.verify import verify
 
     reports = [verify(path, root=root, sample=sample) for path in sorted(Path(out).glob("*.H5"))]
     return {

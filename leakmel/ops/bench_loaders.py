@@ -37,7 +37,7 @@ _COLUMNS = (
 def _measured(path: Path, form: str, rounds: int) -> dict[str, dict[str, float]]:
     "Figures of each way for one data set."
     from leakmel.learn import loader_bench
-    from leakmel.learn.data import Segments
+    from leakmel.learn.data.segments import Segments
 
     ways = [t for t in loader_bench.usual_trials() if dict(t.settings)["kind"] != _TOO_SLOW.get(form)]
     with Segments(path, level="long", preload_to_ram=False) as ds:

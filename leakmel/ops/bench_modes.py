@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import UsageError
-from ..core.inflow import cached_share
+from ..audio.page_cache import cached_share
 from ..core.monitor import machine_facts
 from .bench import commit, made_set, run_leakmel, spread, verify_all
 

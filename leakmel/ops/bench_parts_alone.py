@@ -31,13 +31,13 @@ import numpy as np
 from ..audio.compiled import digests_of
 from ..audio.manifest import scan
 from ..core.monitor import usable_cores
-from ..dataset.again import stamps_at_build, state_path, write_state
-from ..dataset.config import PipelineConfig, plan_workers
-from ..dataset.job import Job
-from ..dataset.journal import Journal, Past, journal_identity, journal_path
-from ..dataset.loader import BatchReader, Slot
-from ..dataset.verify import check_data_set
-from ..dataset.writer import RowFile
+from ..dataset.run.resume import stamps_at_build, state_path, write_state
+from ..dataset.run.config import PipelineConfig, plan_workers
+from ..dataset.run.job import Job
+from ..dataset.run.journal import Journal, Past, journal_identity, journal_path
+from ..dataset.source.loader import BatchReader, Slot
+from ..dataset.check.verify import check_data_set
+from ..dataset.file.writer import RowFile
 from ..mel.engines import CPU_ENGINES, Engine, NotHere, open_engine
 from .bench_gpu_parts import contest_spec
 

@@ -33,13 +33,13 @@ from ..audio.compiled import digests_of
 from ..audio.listing import Listing
 from ..audio.manifest import scan
 from ..audio.wav import HEADER_BYTES, OPEN_FLAGS, digest_of
-from ..core import calls
+from ..core import system_calls as calls
 from ..core.errors import LeakmelError, UsageError
 from ..core.monitor import machine_facts, usable_cores
-from ..core.vectors import address
-from ..dataset.config import BATCH_FILES
-from ..dataset.loader import BatchReader, Slot
-from ..dataset.read_ahead import ReadAhead, plan_read_ahead
+from ..core.jit import address
+from ..dataset.run.config import BATCH_FILES
+from ..dataset.source.loader import BatchReader, Slot
+from ..dataset.source.read_ahead import ReadAhead, plan_read_ahead
 from ..mel.spec import MelSpec
 from .bench import commit, made_set, rounds_words, spread
 from .bench_modes import bring_in, evict

@@ -31,15 +31,15 @@ import torch
 from ..core.errors import LeakmelError, UsageError, show_path
 from ..core.monitor import Monitor, machine_facts, mean
 from ..core.timeline import Timeline
-from ..dataset.config import PipelineConfig
-from ..dataset.pipeline import build
-from ..learn.data import Segments
-from ..learn.detector import Detector, score_rows
-from ..learn.predict import predict
-from ..learn.preparation import open_training
-from ..learn.timing import StepTimes
-from ..learn.train_settings import TrainSettings
-from ..learn.training_state import TrainingState, detector_of
+from ..dataset.run.config import PipelineConfig
+from ..dataset.run.pipeline import build
+from ..learn.data.segments import Segments
+from ..learn.model.detector import Detector, score_rows
+from ..learn.predict.predict import predict
+from ..learn.train.inputs import open_training
+from ..learn.train.timing import StepTimes
+from ..learn.model.settings import TrainSettings
+from ..learn.train.state import TrainingState, detector_of
 from .bench import commit, rounds_words, spread, total_for
 from .bench_gpu_set import card_facts, gpu_set
 

@@ -39,7 +39,7 @@ from typing import Any
 
 import leakmel
 from ..core.errors import show_path
-from ..core.groups import GROUPS, OWN, cpu_quota, group_limits, small_text
+from ..core.cgroup import GROUPS, OWN, cpu_quota, group_limits, small_text
 from ..core.monitor import free_memory, size_text, usable_cores
 
 # %% ../../nbs/ops/doctor_machine.ipynb #dfead063

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LeakmelError, show_path
-from ..core.inflow import is_in_cache
+from ..audio.page_cache import is_in_cache
 from ..core.monitor import size_text
 from .doctor_machine import LINES, NOT_MEASURED, Check, mount_of, package_check
 
@@ -335,7 +335,7 @@ def examine_compiled() -> Check:
         return package
     from numba.core.registry import cpu_target
     from leakmel.audio import native
-    from leakmel.core.vectors import LANES
+    from leakmel.core.jit import LANES
     from leakmel.mel import cpu_kernel
 
     has = str(cpu_target.target_context.codegen().magic_tuple())

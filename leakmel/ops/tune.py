@@ -29,9 +29,9 @@ from ..audio.manifest import Manifest, scan
 from ..core.errors import LeakmelError, OutputError, UsageError, VerifyError, show_path
 from ..core.monitor import free_memory, machine_facts
 from ..core.progress import Progress
-from ..dataset.config import PipelineConfig, plan_workers
-from ..dataset.follow import SpecLike, resolve_spec
-from ..dataset.settings import SCHEMA, this_machine, write_tuned
+from ..dataset.run.config import PipelineConfig, plan_workers
+from ..dataset.run.inputs import SpecLike, resolve_spec
+from ..dataset.run.tuned import SCHEMA, this_machine, write_tuned
 from ..mel.engines import open_engine
 from ..mel.spec import MelSpec
 from leakmel.ops.tune_judge import (

@@ -39,12 +39,12 @@ from ..audio.listing import Listing
 from ..audio.manifest import Manifest
 from ..audio.wav import OPEN_FLAGS
 from ..core.errors import DataError, MachineError
-from ..core.inflow import is_in_cache
+from ..audio.page_cache import is_in_cache
 from ..core.monitor import usable_cores
-from ..dataset.config import PipelineConfig, Workers
-from ..dataset.follow import SpecLike
-from ..dataset.pipeline import build
-from ..dataset.publish import BuildResult
+from ..dataset.run.config import PipelineConfig, Workers
+from ..dataset.run.inputs import SpecLike
+from ..dataset.run.pipeline import build
+from ..dataset.run.publish import BuildResult
 from ..mel.spec import MelSpec
 from .bench_modes import bring_in, evict
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastcore.docments import docments
 
-from leakmel.core.options import _field_comments
+from leakmel.core.parameters import _field_comments
 
 
 def public_page() -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from leakmel.core.timeline import read_timeline
-from leakmel.dataset.reader import open_dataset
+from leakmel.dataset.file.reader import open_dataset
 from leakmel.insight.plots import batch_timeline, mels_by_label
 from leakmel.ops.bench import newest
 from leakmel.ops.bench_plots import NOT_MEASURED, rate_figure

@@ -95,7 +95,7 @@ def main() -> int:
         )
         print(f"\nmake build: failed (exit status {status}); {place}", file=sys.stderr)
         return status if 0 < status < 256 else 128 - status
-    from leakmel.dataset.runs import describe_run
+    from leakmel.dataset.run.plan import describe_run
 
     print("\n" + describe_run(out))
     return 0
