@@ -26,7 +26,7 @@ import leakmel as lm
 from leakmel.audio.synth import write_demo
 from leakmel.dataset.run.config import PipelineConfig
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 VIEWPORT = {"width": 1400, "height": 6400}  # tall, so that a picture shows a whole notebook
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from test_notebooks import PLOTLY, Run, copy_project, error_of, papermill, titles_of
+from notebook_runs import PLOTLY, Run, copy_project, error_of, papermill, titles_of
 
 import leakmel as lm
 from leakmel.audio.synth import write_demo
@@ -30,7 +30,7 @@ from leakmel.insight.run_records import (
     read_runs,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SPEC = {"sample_rate": 4096, "duration_s": 10}
 
 

@@ -21,7 +21,7 @@ from page import main as write_page
 from watched import Watched, assert_figures, chromium
 from widgets import STATE, VIEW, still_widgets
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ["core/errors", "audio/segments", "mel/spec"]
 GUIDES = [str(p.relative_to(ROOT / "nbs").with_suffix("")) for p in prepare.guide_notebooks()]
 # Of the guides; nbdev_test executes them all, here the others are pages without outputs.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FUZZER = Path(__file__).with_name("fuzzer.py")
+FUZZER = Path(__file__).parents[1] / "fuzzer.py"
 
 
 def tried_and_read(kind: str, seed: int, n: int) -> tuple[int, int]:

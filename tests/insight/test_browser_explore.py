@@ -9,12 +9,12 @@ from typing import Any
 import nbformat
 import pytest
 from lab import ERRORS, FIGURES, jupyter_lab, open_notebook, run_all
-from test_notebooks import PLOTLY
+from notebook_runs import PLOTLY
 
 from leakmel.audio.synth import write_demo
 from leakmel.dataset.file.spec_file import read_spec
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 VIEWPORT = {"width": 1500, "height": 2700}  # tall, so that a picture shows a whole notebook
 DRAWN = f"{FIGURES}.filter(e => e._fullData)"  # while one is drawn anew it is not there

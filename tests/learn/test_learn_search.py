@@ -648,7 +648,7 @@ def test_the_extra_names_optuna() -> None:
     from configparser import ConfigParser
 
     parser = ConfigParser(delimiters=["="], interpolation=None)
-    parser.read(Path(__file__).resolve().parents[1] / "settings.ini", encoding="utf-8")
+    parser.read(Path(__file__).resolve().parents[2] / "settings.ini", encoding="utf-8")
     asked = parser["DEFAULT"]["search_requirements"].split()
     assert [a.partition(">")[0] for a in asked] == ["optuna"]
     assert set(asked) <= set(parser["DEFAULT"]["dev_requirements"].split())

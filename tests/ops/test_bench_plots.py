@@ -19,7 +19,7 @@ from leakmel.ops import bench_plots, bench_run
 from leakmel.ops.bench_growth import growth_figure
 from leakmel.ops.bench_run import SUITES, bench_kinds, find_records, is_right, plan_bench
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DRAW: dict[str, list[Callable[[Any], Any]]] = {
     "compare": [bench_plots.compare_figure, bench_plots.rate_figure],
     "parts": [bench_plots.parts_figure, bench_plots.trust_figure],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from test_learn_predict import made_detector, write_mixed
-from test_notebooks import PLOTLY, ROOT, Run, copy_project, error_of, papermill, titles_of
+from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill, titles_of
 
 
 @pytest.fixture(scope="module")

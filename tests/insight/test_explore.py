@@ -13,7 +13,7 @@ import h5py
 import nbformat
 import numpy as np
 import pytest
-from test_notebooks import PLOTLY, Run, copy_project, papermill, titles_of
+from notebook_runs import PLOTLY, Run, copy_project, papermill, titles_of
 
 import leakmel as lm
 from leakmel.audio.synth import write_demo
@@ -39,7 +39,7 @@ from leakmel.insight.explore_split import SplitAudio, sample_of
 from leakmel.insight.explore_view import ExploreView, Line, is_watched, open_explorer
 from leakmel.mel.engines import NotHere
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FIXED = {"sample_rate": 4096, "duration_s": 10.0}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from counted import Counted, figures, function_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ROT = "tests/test_bit_rot.py::test_flipped_bits"  # named by S14
 
 

@@ -27,7 +27,7 @@ from leakmel.ops.bench_gpu_plan import OFF, REAL, SWEEPS, Budget, plan_parts
 from leakmel.ops.bench_gpu_set import gpu_set
 from leakmel.ops.bench_gpu_table import gpu_table
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # What a CUDA image has not; the finder stands before all others in this process's children, too.
 BARE = """

@@ -462,7 +462,7 @@ def compile_ahead(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     "What tests/ahead.py found."
     need(importlib.util.find_spec("triton"), "triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("ahead.py"))]
+    command = [sys.executable, str(Path(__file__).parents[1] / "ahead.py")]
     done = subprocess.run(command, input=json.dumps(cases), env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

@@ -26,7 +26,7 @@ from watched import Watched
 import leakmel as lm
 from leakmel.learn.model.detector import load_detector
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 VIEWPORT = {"width": 1400, "height": 9600}  # tall, so that a picture shows a whole notebook
 CURVES = ".jp-Notebook .jp-OutputArea-output svg[role=img]"

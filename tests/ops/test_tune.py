@@ -54,7 +54,7 @@ from leakmel.ops.tune_judge import (
 )
 from leakmel.ops.tune_trials import DEFAULT, BuildTrials, Candidate, StateError, make_cache_state, take_sample
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 N_FILES = 1000
 
 

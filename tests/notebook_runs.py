@@ -1,0 +1,100 @@
+"Run notebooks through papermill in a copy of the project, and what their outputs show."
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+
+import leakmel as lm
+
+ROOT = Path(__file__).resolve().parents[1]
+PLOTLY = "application/vnd.plotly.v1+json"
+
+
+@dataclass(frozen=True)
+class Run:
+    "A run that is over."
+
+    status: int
+    log: str
+    notebook: Path
+    project: Path
+
+    @property
+    def outputs(self) -> list:
+        return [
+            o
+            for c in nbformat.read(self.notebook, as_version=4).cells
+            if c.cell_type == "code"
+            for o in c.outputs
+        ]
+
+    @property
+    def text(self) -> str:
+        "All that the notebook says, as plain text and as HTML."
+        said = [
+            o.text
+            if o.output_type == "stream"
+            else "\n".join(str(v) for k, v in o.get("data", {}).items() if k.startswith("text/"))
+            for o in self.outputs
+        ]
+        return "\n".join(said)
+
+    @property
+    def errors(self) -> list[str]:
+        return [f"{o.ename}: {o.evalue}" for o in self.outputs if o.output_type == "error"]
+
+    @property
+    def data_sets(self) -> list[Path]:
+        return sorted(self.project.rglob("*.H5"))
+
+
+def copy_project(folder: Path) -> Path:
+    "As much of a checkout as a run notebook needs: its own folder, and the settings that mark the project's root."
+    (folder / "nbs").mkdir(parents=True)
+    shutil.copy(ROOT / "settings.ini", folder)
+    for name in ("build", "benchmark"):
+        shutil.copy(ROOT / "nbs" / f"{name}.ipynb", folder / "nbs")
+    return folder
+
+
+def papermill(
+    project: Path, *args: str, data: Path | None = None, out: str = "out.ipynb", notebook: str = "build.ipynb"
+) -> Run:
+    "`papermill build.ipynb out.ipynb ...` in nbs/, with nothing of the user's own settings."
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith(("LEAKMEL_", "JUPYTER", "IPYTHON", "PYTEST_"))
+    } | {"HOME": str(project)}
+    if data:
+        env["LEAKMEL_DATA"] = str(data)
+    command = [str(Path(sys.executable).parent / "papermill"), notebook, out, "--no-progress-bar", *args]
+    done = subprocess.run(command, cwd=project / "nbs", env=env, capture_output=True, text=True, timeout=240)
+    return Run(done.returncode, done.stdout + done.stderr, project / "nbs" / out, project)
+
+
+def error_of(notebook: str, **given: object) -> str:
+    "What stops a run notebook in which parameters stand as papermill sets them: its cells in order, in this process, up to the first error."
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    log = logging.getLogger("leakmel")
+    level = log.level
+    try:
+        for cell in nbformat.read(ROOT / "nbs" / notebook, as_version=4).cells:
+            if cell.cell_type != "code":
+                continue
+            exec(compile(cell.source, notebook, "exec"), namespace)
+            if "parameters" in cell.metadata.get("tags", []):
+                namespace |= given
+    except lm.LeakmelError as e:
+        return str(e)
+    finally:
+        log.setLevel(level)
+    raise AssertionError(f"nothing stopped {notebook}")
+
+
+def titles_of(run: Run) -> list[str]:
+    return [o.data[PLOTLY]["layout"]["title"]["text"] for o in run.outputs if PLOTLY in o.get("data", {})]
