@@ -521,6 +521,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'leakmel.core.cgroup.group_limits': ('core/cgroup.html#group_limits', 'leakmel/core/cgroup.py'),
                                      'leakmel.core.cgroup.group_room': ('core/cgroup.html#group_room', 'leakmel/core/cgroup.py'),
                                      'leakmel.core.cgroup.small_text': ('core/cgroup.html#small_text', 'leakmel/core/cgroup.py')},
+            'leakmel.core.error_codes': {},
             'leakmel.core.errors': { 'leakmel.core.errors.DataError': ('core/errors.html#dataerror', 'leakmel/core/errors.py'),
                                      'leakmel.core.errors.EngineError': ('core/errors.html#engineerror', 'leakmel/core/errors.py'),
                                      'leakmel.core.errors.LeakmelError': ('core/errors.html#leakmelerror', 'leakmel/core/errors.py'),

@@ -700,7 +700,10 @@ def main(
         print(e, file=sys.stderr)
         words = sys.argv[1:] if argv is None else argv
         return _print(
-            argparse.Namespace(json="--json" in words), 2, {"error": str(e), "error_type": "UsageError"}, ""
+            argparse.Namespace(json="--json" in words),
+            2,
+            {"error": str(e), "error_type": "UsageError", "code": "invalid-arguments"},
+            "",
         )
     handlers = _catch_signals()
     try:
@@ -708,14 +711,14 @@ def main(
     except LeakmelError as e:
         status, body, text = (
             e.exit_code,
-            {"error": str(e), "error_type": type(e).__name__} | getattr(e, "facts", {}),
+            {"error": str(e), "error_type": type(e).__name__, "code": e.code} | getattr(e, "facts", {}),
             "",
         )
         print(_with_notes(f"leakmel {args.command}: {e}", e), file=sys.stderr)
     except _Signalled as e:
         status, body, text = (
             128 + e.number,
-            {"error": f"ended by signal {e.number}", "error_type": "Signal"},
+            {"error": f"ended by signal {e.number}", "error_type": "Signal", "code": "signal"},
             "",
         )
         print(

@@ -112,9 +112,9 @@ def outcome(fd: int, content: bytes) -> object:
     try:
         header = parse_header(fd, len(content))
     except RecordingError as e:
-        if e.code not in REJECT_CODES or not (e.offset is None or 0 <= e.offset < 1 << 43):
+        if e.reject_code not in REJECT_CODES or not (e.offset is None or 0 <= e.offset < 1 << 43):
             raise AssertionError(repr(e)) from e
-        return e.code, e.offset
+        return e.reject_code, e.offset
     ok = 0 < header.data_start <= len(content) and 0 <= header.data_bytes <= len(content) - header.data_start
     if not (ok and 1 <= header.channels <= MAX_CHANNELS and header.sample_rate >= 1):
         raise AssertionError(repr(header))
@@ -161,7 +161,7 @@ def try_coded(rng: random.Random, n: int) -> str:
         try:
             got = read_open_wav(fd, len(content))
         except RecordingError as e:
-            if e.code not in REJECT_CODES:
+            if e.reject_code not in REJECT_CODES:
                 raise
             continue
         except BaseException:

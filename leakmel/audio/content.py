@@ -117,7 +117,7 @@ def read_content(
             raise
     refused.sort(key=lambda item: item[:2])
     return _table(listings, facts, refused), [
-        Problem(e.code, listings[split].show(k), e.message) for split, k, e in refused
+        Problem(e.reject_code, listings[split].show(k), e.message) for split, k, e in refused
     ]
 
 
@@ -131,7 +131,7 @@ def _table(
     starts = np.cumsum([0, *map(len, listings)])
     code, message = np.full(starts[-1], "", object), np.full(starts[-1], "", object)
     for split, k, e in refused:
-        code[starts[split] + k], message[starts[split] + k] = e.code, e.message
+        code[starts[split] + k], message[starts[split] + k] = e.reject_code, e.message
     lost, whole = code != "", np.concatenate(facts) if facts else np.zeros(0, FACTS)
     table = pd.DataFrame(
         {

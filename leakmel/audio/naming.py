@@ -222,9 +222,8 @@ def _check_neighbours(tokens: list[Token], pattern: str) -> None:
 
 # %% ../../nbs/audio/naming.ipynb #598ac380
 _FORMS = frozenset({"split", "start_time", "gain"})  # fields that not every text can be
-_MOST_STEPS = (
-    30_000  # to fit one path, in all its attempts; names of 250 letters and ten fields take up to 22,000
-)
+# to fit one path, in all its attempts; names of 250 letters and ten fields take up to 22,000
+_MOST_STEPS = 30_000
 _LONGEST = {"split": 64, "start_time": 40, "gain": 64}  # letters that are looked at: no such value is longer
 
 

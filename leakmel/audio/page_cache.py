@@ -90,9 +90,8 @@ class Inflow:
     def __init__(self) -> None:
         self.asked, self.delivered = 0, 0
         self.counted = True  # the system counts what devices deliver
-        self.tells: bool | None = (
-            None  # whether the file system tells what its page cache holds; None: not tried
-        )
+        # whether the file system tells what its page cache holds; None: not tried
+        self.tells: bool | None = None
         self.saw_cold = False  # a look before reading found that the page cache lacked files
         self.n_ahead = 0  # files that were asked for ahead of their readers
         self._lock = threading.Lock()

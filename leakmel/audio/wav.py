@@ -496,7 +496,7 @@ def read_wav(
     try:
         return read_open_wav(fd, n_file)
     except RecordingError as e:
-        located = RecordingError(e.code, e.message, path=path)
+        located = RecordingError(e.reject_code, e.message, path=path)
         located.offset = e.offset
         raise located from e
     except MemoryError as e:

@@ -21,6 +21,8 @@ __all__ = [
 # %% ../../nbs/core/errors.ipynb #292ef69c
 import os
 
+from .error_codes import ERROR_CODES, RECORDING
+
 
 # %% ../../nbs/core/errors.ipynb #3a5e90f0
 def show_path(
@@ -39,17 +41,25 @@ class LeakmelError(Exception):
     "Base of all errors leakmel raises on purpose."
 
     exit_code = 1
+    default_code = "failed"  # of an error that names no code of its own
 
     def __init__(
         self,
         message: str,  # what is wrong, one sentence without a full stop
         *,
+        code: str | None = None,  # key of ERROR_CODES; not given: that of the class
         path: str | bytes | os.PathLike | None = None,  # the file or folder it is about
         found: object = None,  # what was there
         expected: object = None,  # what should have been there
         remedy: str | None = None,  # what to do about it
     ):
-        self.path, self.found, self.expected, self.remedy = path, found, expected, remedy
+        self.code = code or self.default_code
+        if self.code not in ERROR_CODES:
+            raise ValueError(f"unknown error code {self.code!r}")
+        self.path = path
+        self.found = found
+        self.expected = expected
+        self.remedy = remedy
         parts = [message if path is None else f"{show_path(path)}: {message}"]
         if found is not None:
             parts.append(f"found {found}")
@@ -64,70 +74,71 @@ class UsageError(LeakmelError):
     "A parameter or option that does not exist or has the wrong type."
 
     exit_code = 2
+    default_code = "usage"
 
 
 class SpecError(LeakmelError):
     "Settings that cannot give meaningful features."
 
     exit_code = 2
+    default_code = "invalid-spec"
 
 
 class DataError(LeakmelError):
     "Source folders or recordings that cannot be used as asked."
 
+    default_code = "data"
+
 
 class OutputError(LeakmelError):
     "A target that cannot be written."
+
+    default_code = "output"
 
 
 class SpaceError(OutputError):
     "Not enough room on the target's file system."
 
     exit_code = 3
+    default_code = "no-space"
 
 
 class MachineError(LeakmelError):
     "A fault of the machine (too many open files, I/O error, no memory), not of a recording."
 
+    default_code = "machine"
+
 
 class EngineError(LeakmelError):
     "An engine that is missing, or that failed its self-check or a batch."
+
+    default_code = "engine"
 
 
 class VerifyError(LeakmelError):
     "A data set whose content does not stand up to a check."
 
+    default_code = "verification"
+
 
 # %% ../../nbs/core/errors.ipynb #b4362954
-REJECT_CODES = (
-    "unreadable",
-    "not_wav",
-    "unsupported",
-    "empty",
-    "truncated",
-    "too_short",
-    "too_long",
-    "wrong_rate",
-    "nonfinite",
-    "channels",
-    "no_label",
-    "changed",
-)
+REJECT_CODES = tuple(code.replace("-", "_") for code in RECORDING)
 
 
 class RecordingError(DataError):
-    "One recording that cannot be used; `code` is one of `REJECT_CODES`."
+    "One recording that cannot be used: it is rejected, with a reason."
 
     def __init__(
         self,
-        code: str,  # one of REJECT_CODES
+        reject_code: str,  # one of REJECT_CODES, as the data set stores it
         message: str,  # fixed English template, filled in
         *,
         path: str | bytes | os.PathLike | None = None,
         offset: int | None = None,  # byte offset in the file where the trouble starts
     ):
-        if code not in REJECT_CODES:
-            raise ValueError(f"unknown reject code {code!r}")
-        self.code, self.offset = code, offset
+        if reject_code not in REJECT_CODES:
+            raise ValueError(f"unknown reject code {reject_code!r}")
+        self.reject_code = reject_code
+        self.offset = offset
         self.message = message if offset is None else f"{message} (byte {offset})"
-        super().__init__(self.message, path=path)
+        super().__init__(self.message, code=reject_code.replace("_", "-"), path=path)

@@ -176,15 +176,23 @@ class ParameterCheck:
 
 # %% ../../nbs/core/parameters.ipynb #597ea047
 def _field_comments(cls: type) -> dict[str, str]:
-    "The comments that stand beside the fields of a dataclass in its source."
+    "The comments on the fields of a dataclass in its source: on the field's line, or on the lines above it."
     import inspect, re
 
-    sources = [inspect.getsource(c) for c in reversed(cls.__mro__) if hasattr(c, "__dataclass_fields__")]
-    return {
-        name: text.strip()
-        for source in sources
-        for name, text in re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", source, re.M)
-    }
+    comments: dict[str, str] = {}
+    for c in reversed(cls.__mro__):
+        if not hasattr(c, "__dataclass_fields__"):
+            continue
+        above: list[str] = []
+        for line in inspect.getsource(c).splitlines():
+            if field := re.match(r"    (\w+): [^#]*(?:#\s*(.+))?$", line):
+                comments[field[1]] = " ".join([*above, field[2] or ""]).strip()
+                above = []
+            elif note := re.match(r"    #\s*(.+)$", line):
+                above.append(note[1])
+            else:
+                above = []
+    return comments
 
 
 _YES_NO = {"true": True, "yes": True, "false": False, "no": False}

@@ -37,12 +37,10 @@ from leakmel.insight.diagnose import (
 # %% ../../nbs/insight/evidence.ipynb #8090a37e
 BOTTLENECK_SHARE = 0.25  # of the wall clock that must go without a stage for its BOTTLENECK line: below, the run would be at most 1.33 times as fast
 LOW_QUEUE_DEPTH = 1.0  # batches that wait for the engine, mean over time: with fewer than one, the next is not there when the engine is free
-ENGINE_IDLE_SHARE = (
-    0.1  # of the time from first to last batch: below, an empty queue costs the engine too little to be told
-)
-LOW_GPU_PERCENT = (
-    50.0  # mean load of a GPU, or of its time with a kernel, below which people ask what is wrong
-)
+# of the time from first to last batch: below, an empty queue costs the engine too little to be told
+ENGINE_IDLE_SHARE = 0.1
+# mean load of a GPU, or of its time with a kernel, below which people ask what is wrong
+LOW_GPU_PERCENT = 50.0
 BUSY_CPU_SHARE = 0.9  # of the usable cores: above, more threads would only share them
 MOST_SUGGESTIONS = 3  # more is a list of all settings
 

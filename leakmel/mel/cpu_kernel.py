@@ -229,9 +229,8 @@ def _bins(power: int) -> Any:
 _magnitudes, _squares = _bins(1), _bins(2)
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #10250670
-BINS_AT_ONCE = (
-    2  # bins in one step of a filter's loop; filters are made up to a multiple of this, with weights of zero
-)
+# bins in one step of a filter's loop; filters are made up to a multiple of this, with weights of zero
+BINS_AT_ONCE = 2
 
 
 def _log2(x: Vector) -> Vector:

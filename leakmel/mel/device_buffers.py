@@ -221,9 +221,8 @@ class Block:
     ):
         self.pieces, self.kit, self._given_back, self._moved = pieces, kit, given_back, moved
         self.n, self.dtype = sum(p.n for p in pieces), pieces[0].ticket.samples.dtype
-        self.stage_out: np.ndarray | None = (
-            None  # pinned rows of the flight, where a batch's own array is not pinned
-        )
+        # pinned rows of the flight, where a batch's own array is not pinned
+        self.stage_out: np.ndarray | None = None
         self.done, self._lock = False, threading.Lock()
 
     def finish(self) -> None:

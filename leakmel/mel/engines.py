@@ -76,9 +76,8 @@ class DeviceOptions:
 
     gpu_streams: int = 2  # streams per device that compute side by side
     flights: int = 2  # blocks per compute stream that may be on the device at once
-    async_copies: bool = (
-        True  # copies have streams of their own; False: every step on one stream, one after another
-    )
+    # copies have streams of their own; False: every step on one stream, one after another
+    async_copies: bool = True
     graph: bool = True  # replay launches that come again instead of issuing them one by one
     max_block: int | None = None  # recordings per launch at the most; None: as free memory allows
 

@@ -404,9 +404,8 @@ def _moments_kernel(x_ptr, out_ptr, n_samples: tl.constexpr, full_scale: tl.cons
 class TritonChain:
     "What turns recordings on a device into log-mel features and moments there."
 
-    granule = (
-        1  # recordings below which a smaller block would save no memory: nothing here grows with a block
-    )
+    # recordings below which a smaller block would save no memory: nothing here grows with a block
+    granule = 1
 
     def __init__(self, spec: MelSpec, device: torch.device, n_block: int, *, launch: Launch | None = None):
         self.spec, self.device, self.n_block = spec, torch.device(device), n_block

@@ -304,9 +304,8 @@ class Tool:
 
     fill: Callable[[Job, h5py.Dataset], None]
     modules: tuple[str, ...]  # imported before the clock starts; their versions are told
-    first: Callable[[Job], object] | None = (
-        None  # a first call, also before the clock, where imports alone do not load everything
-    )
+    # a first call, also before the clock, where imports alone do not load everything
+    first: Callable[[Job], object] | None = None
     env: dict[str, str] = field(default_factory=dict)  # of its process
 
 

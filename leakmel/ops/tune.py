@@ -128,9 +128,8 @@ class _Tuning:
 
 
 # %% ../../nbs/ops/tune.ipynb #af6cce66
-_TELLING = (
-    0.015  # part of the time from which builds from each state are long enough to tell what a recording costs
-)
+# part of the time from which builds from each state are long enough to tell what a recording costs
+_TELLING = 0.015
 
 
 def _get_to_know(t: _Tuning, pool: Sample) -> None:

@@ -28,9 +28,8 @@ html_title = f"leakmel {version}"
 html_css_files = ["leakmel.css"]
 html_show_sourcelink = False
 html_copy_source = False
-html_show_search_summary = (
-    False  # it would fetch every page that was found, which a browser forbids for pages from a disk
-)
+# it would fetch every page that was found, which a browser forbids for pages from a disk
+html_show_search_summary = False
 html_sidebars: dict[str, list[str]] = {
     name: [] for name in ("index", "commands", "changelog", "search", "genindex", "py-modindex")
 }

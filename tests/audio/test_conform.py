@@ -85,7 +85,7 @@ def test_rejections(code: str) -> None:
     asked = rules(sample_rate=5000, **changes)  # another number than that of the samples
     with pytest.raises(RecordingError) as caught:
         conform(samples, rate, asked)
-    assert caught.value.code == code
+    assert caught.value.reject_code == code
     assert code in REJECT_CODES
     assert caught.value.message == said, "the message says what was found and what was asked for"
     assert conform(samples, rate, rules())[0].shape == (N,), "the other rule takes it"
@@ -96,7 +96,7 @@ def test_the_length_is_judged_at_the_rate_asked_for() -> None:
     assert conform(noise(8000), 8000, strict)[1] == "resampled"
     with pytest.raises(RecordingError) as caught:
         conform(noise(7990), 8000, strict)
-    assert caught.value.code == "too_short"
+    assert caught.value.reject_code == "too_short"
 
 
 # -- channels ---------------------------------------------------------------------------------------------------------------

@@ -158,13 +158,15 @@ def test_neither_folder_nor_fifo_nor_device_is_read(tmp_path: Path) -> None:
     (tmp_path / "folder.wav").mkdir()
     os.mkfifo(tmp_path / "fifo.wav")
     for path in (tmp_path / "folder.wav", tmp_path / "fifo.wav", Path("/dev/null")):
-        assert refusal(path).code == "unreadable"
+        assert refusal(path).reject_code == "unreadable"
 
 
 def test_links_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "gone.wav").symlink_to(tmp_path / "nothing")
     (tmp_path / "loop.wav").symlink_to(tmp_path / "loop.wav")
-    assert refusal(tmp_path / "gone.wav").code == refusal(tmp_path / "loop.wav").code == "changed"
+    assert (
+        refusal(tmp_path / "gone.wav").reject_code == refusal(tmp_path / "loop.wav").reject_code == "changed"
+    )
 
 
 @pytest.mark.parametrize("name", [b"caf\xe9.wav", b"a\nb.wav", b"-rf.wav", b"quote\"'.wav", b" .wav"])
@@ -183,7 +185,7 @@ def test_no_permission_is_a_fault_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.wav"
     path.write_bytes(READ["canonical"].content)
     path.chmod(0)
-    assert refusal(path).code == "unreadable"
+    assert refusal(path).reject_code == "unreadable"
 
 
 # -- faults of the machine ----------------------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
             wav.read_open_wav(fd, n)
     finally:
         os.close(fd)
-    assert (caught.value.code, caught.value.offset) == ("truncated", 150)
+    assert (caught.value.reject_code, caught.value.offset) == ("truncated", 150)
 
 
 # -- real recordings ------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def test_both_ways_to_make_a_recording_fit_agree(seed):
         try:
             return make()
         except RecordingError as e:
-            return None, e.code
+            return None, e.reject_code
 
     (built, said), (ours, status) = (
         outcome(lambda: conform(samples, rate, spec.rules)),

@@ -54,9 +54,8 @@ class Folder(RuleBasedStateMachine):
         self.files: dict[
             tuple[str, int], tuple[int, str]
         ] = {}  # name -> seed of its content, and whether it can be read
-        self.built: dict[tuple[str, int], tuple[int, str]] | None = (
-            None  # what the data set that stands was made of
-        )
+        # what the data set that stands was made of
+        self.built: dict[tuple[str, int], tuple[int, str]] | None = None
 
     def teardown(self) -> None:
         shutil.rmtree(self.place)

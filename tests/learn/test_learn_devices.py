@@ -112,9 +112,8 @@ def nothing_rounded() -> None:
 
 
 def only_convolutions() -> None:
-    BACKENDS.cudnn.conv.fp32_precision = (
-        "ieee"  # now the older switch contradicts, and torch will not read it
-    )
+    # now the older switch contradicts, and torch will not read it
+    BACKENDS.cudnn.conv.fp32_precision = "ieee"
 
 
 def all_rounded() -> None:

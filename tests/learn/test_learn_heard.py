@@ -152,7 +152,7 @@ def test_segments_are_counted_as_for_a_prediction(preset, rate, k, off):
     try:
         right = int(cut_row(whole_row(recording, spec, "spec")[0], spec)[1].sum())
     except RecordingError as e:
-        right = {"too_short": 0}[e.code]
+        right = {"too_short": 0}[e.reject_code]
     found = segments_in_rows(np.array([n, n]), np.array([rate, rate]), spec)
     assert found.tolist() == [right, right]
     assert found.dtype == np.int64

@@ -323,7 +323,7 @@ def _code_now(path: bytes, whole: bytes, spec: MelSpec, naming: Naming, labels: 
         if row.dtype != np.int16:
             check_range(row)
     except RecordingError as e:
-        return e.code
+        return e.reject_code
     return ""
 
 

@@ -65,9 +65,8 @@ class VerifyReport:
     checked: int = 0  # rows recomputed from their sources
     max_abs_db: float = 0.0  # largest difference from the reference in the upper 90 dB of a frame
     scope: str = "integrity only"  # or "against the sources"
-    labels_compared: bool = (
-        True  # False: they come from a table that was not given, or nothing could be compared
-    )
+    # False: they come from a table that was not given, or nothing could be compared
+    labels_compared: bool = True
     problems: list[str] = field(default_factory=list)
     moved: list[str] = field(
         default_factory=list

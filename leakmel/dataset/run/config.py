@@ -44,16 +44,14 @@ _COUNTS = (
 class PipelineConfig:
     "How a build uses the machine, and what it puts up with; rows do not depend on it."
 
-    read_workers: int | None = (
-        None  # threads that only read; none given on a CPU: each engine thread reads for itself
-    )
+    # threads that only read; none given on a CPU: each engine thread reads for itself
+    read_workers: int | None = None
     compute_workers: int | None = None  # threads that call the engine
     write_workers: int | None = None  # threads that only write; on a CPU only where read_workers are given
     files_per_batch: int | None = None  # recordings in a slot
     slots: int | None = None  # batches that may be under way at once
-    max_bytes_in_flight: int = (
-        1 << 30
-    )  # bound on the bytes of all slots (16-bit recordings); lowers slots, then files_per_batch
+    # bound on the bytes of all slots (16-bit recordings); lowers slots, then files_per_batch
+    max_bytes_in_flight: int = 1 << 30
     device: str = "auto"  # "auto", "cpu", "cuda" (every GPU), "cuda:0", "rehearsal" (a GPU played on the CPU); part of the engine's identity
     gpu_streams: int = 2  # streams on each GPU that compute side by side
     batch_accumulation: int = 1  # batches that a GPU computes in one launch
@@ -63,22 +61,17 @@ class PipelineConfig:
     fsync: bool = True  # wait for the disk before publishing
     compression: str = "none"  # "none" or "gzip", applied when publishing: the same rows in other bytes
     monitor_interval_s: float = 0.1  # seconds between samples of CPU, memory, disk and GPU; 0: none
-    cache_dir: str | None = (
-        None  # folder of the cache files of mode memmap; none given: the user's cache folder
-    )
+    # folder of the cache files of mode memmap; none given: the user's cache folder
+    cache_dir: str | None = None
     ram_fraction: float = 0.5  # part of the free memory that mode preload may fill
-    journal_bytes: int = (
-        32 << 20
-    )  # of rows, between two entries of the journal from which an interrupted build goes on; 0: no journal
-    read_ahead: int | None = (
-        None  # files that the disk fetches ahead of the readers; none given: 256 where memory lacks them; 0: none
-    )
-    on_bad_file: Literal["reject", "stop"] = (
-        "reject"  # a bad file is rejected and listed, or the first one stops the build
-    )
-    max_rejected: float = (
-        0.9  # share of the files found, 0 to 1, that may be rejected; above it nothing is published
-    )
+    # of rows, between two entries of the journal from which an interrupted build goes on; 0: no journal
+    journal_bytes: int = 32 << 20
+    # files that the disk fetches ahead of the readers; none given: 256 where memory lacks them; 0: none
+    read_ahead: int | None = None
+    # a bad file is rejected and listed, or the first one stops the build
+    on_bad_file: Literal["reject", "stop"] = "reject"
+    # share of the files found, 0 to 1, that may be rejected; above it nothing is published
+    max_rejected: float = 0.9
 
     def __post_init__(self):
         check_types(vars(self), field_kinds(type(self)))

@@ -337,7 +337,7 @@ def _reject(reader: BatchReader, slot: Slot, i: int, error: RecordingError) -> N
     slot.samples[i] = 0
     if listing.label_ids[k] >= 0 and listing.sizes[k] >= 0:
         reader.in_a_row.refused(error, reader.base + listing.paths[k])  # else it was not asked for
-    slot.rejected.append(Rejected(listing.paths[k], error.code, error.message))
+    slot.rejected.append(Rejected(listing.paths[k], error.reject_code, error.message))
     if reader.on_bad_file == "stop":
         raise first_bad_file(listing, slot.rejected[-1]) from error
 

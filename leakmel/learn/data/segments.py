@@ -354,9 +354,8 @@ class _Rows(Dataset):
 class _Counted(_Rows):
     "The items that rows consist of."
 
-    row_starts: np.ndarray | None = (
-        None  # [n + 1] int64, first item of each row, and the number of all; None: `per_row` each
-    )
+    # [n + 1] int64, first item of each row, and the number of all; None: `per_row` each
+    row_starts: np.ndarray | None = None
 
     @property
     def per_row(self) -> int:

@@ -104,9 +104,8 @@ class AugmentSettings(_Checked):
 class LoaderSettings(_Checked):
     "How items get to the device."
 
-    loader: Literal["auto", "device", "stream", "workers"] = (
-        "auto"  # "auto": on the device where the items fit, else a stream
-    )
+    # "auto": on the device where the items fit, else a stream
+    loader: Literal["auto", "device", "stream", "workers"] = "auto"
     preload_to_ram: bool | Literal["auto"] = "auto"  # hold the rows in memory; "auto": where they fit
     device_fraction: float = 0.5  # of the device's free memory that the items may take
     buffer_blocks: int = 64  # stream: blocks whose items are shuffled together
@@ -156,22 +155,18 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     clip_norm: float = 5.0  # gradients are shortened to this length; 0: never
     loss: Literal["ce", "focal"] = "ce"  # cross-entropy, or focal loss
     focal_gamma: float = 2.0  # how little the focal loss looks at what is easy
-    class_weights: Literal["balanced"] | None = (
-        "balanced"  # every class counts the same; None: every item does
-    )
+    # every class counts the same; None: every item does
+    class_weights: Literal["balanced"] | None = "balanced"
     label_smoothing: float = 0.0  # share of a label that is spread over all classes
     aux_weight: float = 0.5  # of the leak head's cross-entropy beside the classes'; 0: none
-    amp: Literal["auto", "off", "bf16", "fp16"] = (
-        "auto"  # half precision; "auto": bf16 or fp16 on a GPU, off on a CPU; "off": float32 (no TF32)
-    )
+    # half precision; "auto": bf16 or fp16 on a GPU, off on a CPU; "off": float32 (no TF32)
+    amp: Literal["auto", "off", "bf16", "fp16"] = "auto"
     use_compile: bool = False  # torch.compile: a slow first step, then faster ones
     compile_mode: CompileMode = "default"  # of torch.compile
-    channels_last: bool | Literal["auto"] = (
-        "auto"  # order of a layer's numbers; "auto": on a GPU with half precision
-    )
-    vote: Literal["auto", "mean", "long_vote", "any_long", "frac_vote"] = (
-        "auto"  # "auto": chosen on validation
-    )
+    # order of a layer's numbers; "auto": on a GPU with half precision
+    channels_last: bool | Literal["auto"] = "auto"
+    # "auto": chosen on validation
+    vote: Literal["auto", "mean", "long_vote", "any_long", "frac_vote"] = "auto"
     vote_share: float = 0.5  # of the long segments that must agree, where vote is "frac_vote"
     early_stop_epochs: int = 8  # epochs without a better F1 on validation after which to stop; 0: never
     seed: int = 0  # of order, augmentation, dropout and first weights

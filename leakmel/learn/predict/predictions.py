@@ -116,9 +116,8 @@ class Scored:
     label: str = ""  # as folders or a table say
     sensor: str = ""
     gain: float = float("nan")  # number in the name
-    in_training: bool | None = (
-        None  # whether the detector learned from it, or was chosen by it; None: nobody knows
-    )
+    # whether the detector learned from it, or was chosen by it; None: nobody knows
+    in_training: bool | None = None
 
     def row(self, rule: Rule, spec: MelSpec) -> dict[str, Any]:
         "The columns."

@@ -349,7 +349,7 @@ def _pieces(hearing: Hearing, k: int) -> Iterator[tuple[np.ndarray, int, int]]:
         row, status = whole_row(recording, hearing.spec, hearing.length)
     except RecordingError as e:
         with hearing.lanes.lock:
-            learned.rejected.append(Rejected(listing.paths[k], e.code, e.message))
+            learned.rejected.append(Rejected(listing.paths[k], e.reject_code, e.message))
         return
     n, channels = recording.samples.shape
     learned.facts[k] = (

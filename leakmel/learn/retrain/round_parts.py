@@ -30,16 +30,13 @@ from ..model.settings import TrainSettings, settings_from
 class RoundRules:
     "What is learned in a round, and what decides."
 
-    keep_share: float = (
-        0.5  # of the long segments of a recording whose class was predicted, those that say it most clearly
-    )
-    keep_share_human: float = (
-        1.0  # of the long segments of a recording whose class a person gave; 1: all of them
-    )
+    # of the long segments of a recording whose class was predicted, those that say it most clearly
+    keep_share: float = 0.5
+    # of the long segments of a recording whose class a person gave; 1: all of them
+    keep_share_human: float = 1.0
     replay_share: float = 0.5  # of the old recordings, drawn anew in each round
-    earlier_share: float = (
-        0.5  # recordings of earlier rounds that are learned again, for each new one; 0: none
-    )
+    # recordings of earlier rounds that are learned again, for each new one; 0: none
+    earlier_share: float = 0.5
     judged_by: str = "auc"  # figure that decides: accuracy, balanced_accuracy, precision, sensitivity, specificity, f1 or auc
     n_draws: int = 2000  # of groups, for intervals
     seed: int = 0  # of the draws
