@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 SETUP  := settings.ini setup.py pyproject.toml
-READY  := .venv/.ready
+# A target installs the extra that it needs: notebook (build), all (lab), dev (test, check, docs, export).
+INSTALLED := .venv/.installed
 
 # Notebooks that people and papermill run; pytest runs them on small data, nbdev_test leaves them out.
 RUN_NOTEBOOKS := build train predict benchmark explore dashboard
@@ -12,7 +13,7 @@ SKIP  := ^([_.]|out.*\.ipynb|($(subst $(empty) $(empty),|,$(RUN_NOTEBOOKS)))\.ip
 # Triton's interpreter has to be asked for before anything imports triton, and torch's optimisers do.
 UNMET  = $(shell $(BIN)/python -c "import importlib.util as u; print('' if u.find_spec('triton') else '|^triton_kernel')" 2>/dev/null)
 # A library notebook may share its name with a run notebook (nbs/learn/train.ipynb): these are named one by one.
-NAMESAKES := $(wildcard $(foreach name,$(RUN_NOTEBOOKS),nbs/*/$(name).ipynb))
+NAMESAKES := $(wildcard $(foreach name,$(RUN_NOTEBOOKS),nbs/*/$(name).ipynb nbs/*/*/$(name).ipynb))
 WORKERS ?= 2
 
 # Folders and settings are handed on through the environment as they were typed: blanks and dollars included.
@@ -22,7 +23,8 @@ override SETTINGS := $(value SETTINGS)
 export DATA OUT SETTINGS
 
 .DEFAULT_GOAL := help
-.PHONY: help build test lab docs export clean setup
+.PHONY: help build check test house lab docs export clean setup
+.PRECIOUS: $(INSTALLED)-%
 .SUFFIXES:
 
 help: ## print this list
@@ -33,22 +35,26 @@ help: ## print this list
 	@echo "                                       any parameter of nbs/build.ipynb; quote values with blanks: table='my list.csv'"
 	@echo "  make test PYTHON=python3.12          another interpreter for a new .venv"
 
-setup: $(READY) ## set up .venv, if it is not there or out of date
+setup: $(INSTALLED)-dev ## set up .venv with all that tests and documentation need
 
-$(READY): $(SETUP)
+$(INSTALLED)-%: $(SETUP)
 	@command -v "$(PYTHON)" >/dev/null || { echo "make: $(PYTHON) was not found. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is $$("$(PYTHON)" -V 2>&1); Python 3.11 or newer is needed. Name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) cannot make virtual environments: its venv module is missing. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -c 'import pip' 2>/dev/null || { echo "setting up .venv (a few minutes the first time)" && "$(PYTHON)" -m venv --clear .venv; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' || { echo "make: the set-up did not finish; the cause stands above. It needs the package index once; run the same command again to go on" >&2; exit 1; }
-	@touch $@
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$*]' || { echo "make: the installation did not finish; the cause is printed above. It needs the package index once; run the same command again to continue" >&2; exit 1; }
+	@touch $@ $(foreach part,$(INCLUDED_$*),$(INSTALLED)-$(part))
 
-build: $(READY) ## build verified data sets, from DATA or a made demo set, into OUT or a new folder below runs/
+# extras that another one installs too
+INCLUDED_all := notebook
+INCLUDED_dev := all notebook
+
+build: $(INSTALLED)-notebook ## build verified data sets, from DATA or a made demo set, into OUT or a new folder below runs/
 	@$(BIN)/python nbs/_tools/run_build.py
 
 # One thread of torch for a worker: threads of several workers that wait for each other take a few cores twice as long.
 test: export OMP_NUM_THREADS := 1
-test: $(READY) ## check that notebooks and package agree, then run notebook tests, ruff, mypy and pytest
+test: $(INSTALLED)-dev ## check that notebooks and package agree, then run notebook tests, ruff, mypy and pytest
 	$(BIN)/python nbs/_tools/sync.py --check
 	@[ -z '$(UNMET)' ] || echo "not run, for want of triton: nbs/mel/triton_kernel.ipynb ($(BIN)/pip install -e '.[gpu]' brings it)"
 	$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)|^triton_kernel'
@@ -59,15 +65,23 @@ test: $(READY) ## check that notebooks and package agree, then run notebook test
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-lab: $(READY) ## open JupyterLab on this machine, in nbs/
+# The edit loop: what finds most mistakes in little time. QUICK: every test that is not marked slow, in files that take seconds.
+check: export OMP_NUM_THREADS := 1
+check: $(INSTALLED)-dev ## the edit loop: format, lint, types, notebooks against package, quick tests
+	@$(BIN)/python nbs/_tools/check.py --workers $(WORKERS)
+
+house: $(INSTALLED)-dev ## print the figures of the package's structure; SINCE=commit compares
+	@$(BIN)/python nbs/_tools/house.py $(if $(SINCE),--since "$(SINCE)")
+
+lab: $(INSTALLED)-all ## open JupyterLab on this machine, in nbs/
 	cd nbs && ../$(BIN)/jupyter-lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root)
 
-docs: $(READY) ## build the site into _docs/, without a network
+docs: $(INSTALLED)-dev ## build the site into _docs/, without a network
 	@$(BIN)/python nbs/_tools/prepare.py
-	@$(BIN)/python -m sphinx -q -W --keep-going -b html -c nbs/_tools _docs/source _docs/html
+	@$(BIN)/python -m sphinx -q -W --keep-going -j auto -b html -c nbs/_tools _docs/source _docs/html
 	@echo "open _docs/html/index.html"
 
-export: $(READY) ## after editing notebooks: write the package, clean the notebooks, write README.md
+export: $(INSTALLED)-dev ## after editing notebooks: write the package, clean the notebooks, write README.md
 	@$(BIN)/python nbs/_tools/sync.py
 
 clean: ## remove .venv, caches and the site; runs/ stays

@@ -50,7 +50,13 @@ def __getattr__(name: str):
     "Load the module of a public name on first use (PEP 562)."
     if name not in _PUBLIC:
         raise AttributeError(f"module 'leakmel' has no attribute {name!r}")
-    value = getattr(_import_module(f"leakmel.{_PUBLIC[name]}"), name)
+    try:
+        module = _import_module(f"leakmel.{_PUBLIC[name]}")
+    except ModuleNotFoundError as e:
+        from .core.errors import missing_package
+
+        raise missing_package(e) from e
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from . import __version__
 from .cli_learn import COMMANDS, progress_of
-from .core.errors import LeakmelError, show_path
+from .core.errors import LeakmelError, missing_package, show_path
 from .core.parameters import add_field_options, given_fields
 from .core.parameters import answer_unknown
 from .core.progress import Progress, folded, front_end, line_width
@@ -707,7 +707,10 @@ def main(
         )
     handlers = _catch_signals()
     try:
-        status, body, text = args.run(args)
+        try:
+            status, body, text = args.run(args)
+        except ModuleNotFoundError as e:
+            raise missing_package(e) from e
     except LeakmelError as e:
         status, body, text = (
             e.exit_code,

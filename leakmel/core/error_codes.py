@@ -51,6 +51,7 @@ CORE = {
     "engine": "An engine is not available, or failed its self-check or a batch.",
     "verification": "The content of a data set failed a check.",
     "failed": "The operation failed.",
+    "missing-package": "A package is not installed because it belongs to an extra.",
 }
 
 # %% ../../nbs/core/error_codes.ipynb #66a71b66

@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "REJECT_CODES",
+    "EXTRAS",
     "show_path",
     "LeakmelError",
     "UsageError",
@@ -16,6 +17,8 @@ __all__ = [
     "EngineError",
     "VerifyError",
     "RecordingError",
+    "MissingPackageError",
+    "missing_package",
 ]
 
 # %% ../../nbs/core/errors.ipynb #292ef69c
@@ -142,3 +145,39 @@ class RecordingError(DataError):
         self.offset = offset
         self.message = message if offset is None else f"{message} (byte {offset})"
         super().__init__(self.message, code=reject_code.replace("_", "-"), path=path)
+
+
+# %% ../../nbs/core/errors.ipynb #668a898e
+# top-level module -> extra of the distribution that installs it
+EXTRAS = {
+    "torch": "learn",
+    "torchaudio": "learn",
+    "plotly": "notebook",
+    "ipywidgets": "notebook",
+    "IPython": "notebook",
+    "papermill": "notebook",
+    "triton": "gpu",
+    "pynvml": "gpu",
+    "optuna": "search",
+}
+
+
+class MissingPackageError(LeakmelError, ImportError):
+    "A package that is not installed because it belongs to an extra."
+
+    default_code = "missing-package"
+
+
+def missing_package(
+    error: ModuleNotFoundError,  # of an import
+) -> Exception:  # to be raised: a MissingPackageError, or `error` where no extra has the module
+    "Turn a failed import into an error that names the extra to install."
+    package = (error.name or "").partition(".")[0]
+    extra = EXTRAS.get(package)
+    if extra is None:
+        return error
+    return MissingPackageError(
+        f"the package {package} is not installed",
+        found="the base installation of leakmel",
+        remedy=f"install it: pip install 'leakmel[{extra}]'",
+    )

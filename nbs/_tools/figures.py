@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,6 @@ def plotly_script() -> str:
     return _stored_script().read_text(encoding="utf-8").replace("</script", "<\\/script")
 
 
-def copy_plotly(folder: Path) -> None:
-    "Put plotly's script into a folder."
-    shutil.copy(_stored_script(), folder / "plotly.min.js")
+def plotly_file() -> bytes:
+    "Plotly's script as a file of its own."
+    return _stored_script().read_bytes()

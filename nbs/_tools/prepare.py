@@ -11,14 +11,17 @@ import os
 import re
 import shutil
 import sys
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
 from api import module_page, public_page
-from figures import copy_plotly, show_figures
+from figures import plotly_file, show_figures
 from nbclient import NotebookClient
 from widgets import still_widgets
 
@@ -188,8 +191,15 @@ def lacking(name: str) -> str:
     )
 
 
-def execute(path: Path, parameters: str = "") -> nbformat.NotebookNode:
-    "An executed copy of a notebook; `parameters` are assignments that follow its parameters cell."
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def execute(
+    path: Path,
+    parameters: str = "",  # assignments that follow the parameters cell
+    prepare: Callable[[], None] | None = None,  # makes what the parameters name
+) -> nbformat.NotebookNode:
+    "An executed copy of a notebook; from the cache where nothing that it depends on has changed."
     notebook = nbformat.read(path, as_version=4)
     if reason := lacking(path.relative_to(NOTEBOOKS).with_suffix("").as_posix()):
         notebook.cells.insert(1, nbformat.v4.new_markdown_cell(f"*{reason}*"))
@@ -203,6 +213,9 @@ def execute(path: Path, parameters: str = "") -> nbformat.NotebookNode:
     kept = CACHE / f"{_digest(notebook)}.ipynb"
     if kept.exists():
         return nbformat.read(kept, as_version=4)
+    if prepare:
+        with _ONE_AT_A_TIME:  # two notebooks may need the same files
+            prepare()
     every, run = notebook.cells, [c for c in notebook.cells if not is_skipped(c)]
     notebook.cells = run
     client = NotebookClient(
@@ -238,9 +251,29 @@ def write_page(notebook: nbformat.NotebookNode, name: str, extra: str = "") -> N
     page = dress(notebook)
     if extra:
         page.cells.append(nbformat.v4.new_markdown_cell(extra))
-    target = SOURCE / f"{name}.ipynb"
+    for number, cell in enumerate(page.cells):
+        cell.id = f"cell-{number}"  # new cells get random ones, which would change the page
+    put(f"{name}.ipynb", nbformat.writes(page).encode())
+
+
+_PUT: set[Path] = set()  # what this run has put into SOURCE
+
+
+def put(name: str, content: bytes) -> None:
+    "Write a file of SOURCE; one that is as it was keeps its time, so that Sphinx does not read it again."
+    target = SOURCE / name
+    _PUT.add(target)
+    if target.is_file() and target.read_bytes() == content:
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
-    nbformat.write(page, target)
+    target.write_bytes(content)
+
+
+def remove_others() -> None:
+    "Remove the files of SOURCE that an earlier run has put there and this one has not."
+    for path in SOURCE.rglob("*"):
+        if path.is_file() and path not in _PUT:
+            path.unlink()
 
 
 # ---- pages ---------------------------------------------------------------------------------------------------------
@@ -253,9 +286,7 @@ def toctree(names: list[str], *options: str) -> str:
 
 def write_text(name: str, text: str) -> None:
     "Write a Markdown page."
-    target = SOURCE / f"{name}.md"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+    put(f"{name}.md", (text.rstrip("\n") + "\n").encode())
 
 
 def library_notebooks() -> list[Path]:
@@ -286,83 +317,99 @@ def guide_notebooks() -> list[Path]:
     ]
 
 
-def run_parameters() -> str:
-    "Settings under which the executed example is made: a small made set."
+# ---- run notebooks: parameters, and what these name ---------------------------------------------------------------
+
+
+def demo_folder() -> Path:
+    return DOCS / "demo"
+
+
+def learning_folder() -> Path:
+    return DOCS / "learning"
+
+
+@cache
+def make_demo() -> None:
+    "The synthetic recordings that all examples share."
     from leakmel.audio.synth import write_demo
 
-    demo, out = DOCS / "demo", DOCS / "run"
-    if not (demo / "TRAINING").is_dir():
-        write_demo(demo, n_files=DEMO_FILES)
-    shutil.rmtree(out, ignore_errors=True)
-    return f"data_root = {str(demo)!r}\nout = {str(out)!r}"
+    if not (demo_folder() / "TRAINING").is_dir():
+        write_demo(demo_folder(), n_files=DEMO_FILES)
 
 
-def dashboard_parameters() -> str:
-    "A folder of two runs of the made set, of which the dashboard shows the second beside the first."
+def make_build() -> None:
+    make_demo()
+    shutil.rmtree(DOCS / "run", ignore_errors=True)
+
+
+def make_runs() -> None:
+    "Two runs, of which the dashboard shows the second beside the first."
     import leakmel as lm
 
-    runs = DOCS / "runs"
-    shutil.rmtree(runs, ignore_errors=True)
+    make_demo()
+    shutil.rmtree(DOCS / "runs", ignore_errors=True)
     for name, readers in (("each-thread-for-itself", None), ("hand-to-hand", 1)):
-        lm.build_all(
-            DOCS / "demo",
-            out_dir=runs / name,
-            pipeline=lm.PipelineConfig(read_workers=readers),
-            progress="none",
-        )
-    return f"run = {str(runs)!r}"
+        pipeline = lm.PipelineConfig(read_workers=readers)
+        lm.build_all(demo_folder(), out_dir=DOCS / "runs" / name, pipeline=pipeline, progress="none")
 
 
-def explore_parameters() -> str:
-    "The made set of the other examples."
-    return f"data_root = {str(DOCS / 'demo')!r}"
-
-
-def learning_parameters() -> dict[str, str]:
-    "A small net on data sets of the made set, and a detector of that kind to score the recordings with."
+@cache
+def make_detector() -> None:
+    "Data sets of the recordings, and a small detector."
     import leakmel as lm
 
-    folder, sets = DOCS / "learning", DOCS / "learning" / "mels"
-    shutil.rmtree(folder, ignore_errors=True)
-    paths = {
-        r.path.name.split("_")[0]: r.path for r in lm.build_all(DOCS / "demo", out_dir=sets, progress="none")
-    }
-    small = {"epochs": 6, "epoch_share": 1.0, "profile_every": 5}
-    model = lm.train(
-        paths["TRAINING"],
-        paths["VALIDATION"],
-        out=folder / "model",
-        settings=lm.TrainSettings(**small, channels=(16, 32)),
+    make_demo()
+    shutil.rmtree(learning_folder(), ignore_errors=True)
+    lm.build_all(demo_folder(), out_dir=learning_folder() / "mels", progress="none")
+    lm.train(
+        learning_folder() / "mels" / "TRAINING_DATASET.H5",
+        learning_folder() / "mels" / "VALIDATION_DATASET.H5",
+        out=learning_folder() / "model",
+        settings=lm.TrainSettings(**SMALL, channels=(16, 32)),
         device="cpu",
         progress="none",
-    ).model_path
-    said = "\n".join(
-        f"{name} = {value!r}" for name, value in (small | {"channels": "16,32", "device": "cpu"}).items()
     )
+
+
+SMALL = {"epochs": 6, "epoch_share": 1.0, "profile_every": 5}
+
+
+def as_assignments(values: dict[str, object]) -> str:
+    return "\n".join(f"{name} = {value!r}" for name, value in values.items())
+
+
+def run_notebooks() -> dict[str, tuple[dict[str, object], Callable[[], None] | None]]:
+    "Run notebooks, their parameters for the site, and what makes the files that these name."
     return {
-        "train": f"data = {str(sets)!r}\nout = {str(folder / 'train')!r}\n{said}",
-        "predict": f"data_root = {str(DOCS / 'demo' / 'TESTING')!r}\nmodel = {str(model)!r}\nout = {str(folder / 'scores')!r}\ndevice = 'cpu'",
+        "build": ({"data_root": str(demo_folder()), "out": str(DOCS / "run")}, make_build),
+        "train": (
+            {"data": str(learning_folder() / "mels"), "out": str(learning_folder() / "train"), **SMALL}
+            | {"channels": "16,32", "device": "cpu"},
+            make_detector,
+        ),
+        "predict": (
+            {
+                "data_root": str(demo_folder() / "TESTING"),
+                "model": str(learning_folder() / "model" / "model.pt"),
+            }
+            | {"out": str(learning_folder() / "scores"), "device": "cpu"},
+            make_detector,
+        ),
+        "explore": ({"data_root": str(demo_folder())}, make_demo),
+        "dashboard": ({"run": str(DOCS / "runs")}, make_runs),
+        "benchmark": ({"run": False}, None),
     }
 
 
 def write_notebooks(library: list[Path], guides: list[Path]) -> None:
     "The front page, the executed examples, the benchmark's records, the guides and the library notebooks, a few at a time."
-    front, benchmark, dashboard = (
-        NOTEBOOKS / f"{name}.ipynb" for name in ("index", "benchmark", "dashboard")
-    )
+    front = NOTEBOOKS / "index.ipynb"
     in_place = {front, *(NOTEBOOKS / f"{name}.ipynb" for name in EXAMPLES), *guides}
     with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
-        done = {p: pool.submit(execute, p) for p in [*library, *guides]}
-        done[NOTEBOOKS / "build.ipynb"] = pool.submit(execute, NOTEBOOKS / "build.ipynb", run_parameters())
-        done[benchmark] = pool.submit(execute, benchmark, "run = False")
-        done[dashboard] = pool.submit(execute, dashboard, dashboard_parameters())
-        for name, parameters in learning_parameters().items():
+        done = {p: pool.submit(execute, p) for p in [*library, *guides, front]}
+        for name, (values, prepare) in run_notebooks().items():
             path = NOTEBOOKS / f"{name}.ipynb"
-            done[path] = pool.submit(execute, path, parameters)
-        if (explore := NOTEBOOKS / "explore.ipynb").exists():
-            done[explore] = pool.submit(execute, explore, explore_parameters())
-        if front.exists():
-            done[front] = pool.submit(execute, front)
+            done[path] = pool.submit(execute, path, as_assignments(values), prepare)
         for path, future in done.items():
             name = str(path.relative_to(NOTEBOOKS).with_suffix(""))
             if path in in_place:
@@ -378,7 +425,9 @@ what stands before it: core, audio, mel, dataset, insight and so on."""
 def contents(guides: list[Path]) -> str:
     "The site's table of contents."
     folders = [f"{folder}/index" for folder in GUIDES if any(p.parent.name == folder for p in guides)]
-    return toctree([*folders, "examples", "commands", "api/index", "reference/index", "changelog"], "hidden:")
+    return toctree(
+        [*folders, "examples", "commands", "errors", "api/index", "reference/index", "changelog"], "hidden:"
+    )
 
 
 def reference_link(name: str) -> str:
@@ -482,24 +531,42 @@ def write_commands() -> None:
     write_text("commands", "\n\n".join(parts))
 
 
+ERRORS_TEXT = """Every error of leakmel has a code. It stays when the message changes: `error.code` in Python, `"code"` in what the
+command line prints with `--json`. The message names the file and what to do."""
+
+
+def write_errors() -> None:
+    "The page of all error codes, from their registry."
+    from leakmel.core import error_codes
+
+    parts = ["# Error codes", ERRORS_TEXT]
+    for name, table in vars(error_codes).items():
+        if name.isupper() and name != "ERROR_CODES" and isinstance(table, dict) and table:
+            rows = [f"| `{code}` | {meaning} |" for code, meaning in sorted(table.items())]
+            title = name.replace("_", " ").capitalize()
+            parts += [f"## {title}", "\n".join(["| code | meaning |", "|---|---|", *rows])]
+    write_text("errors", "\n\n".join(parts))
+
+
 def write_site(library: list[Path], guides: list[Path]) -> None:
     "Write all pages; `library` and `guides` are the notebooks that get one."
-    shutil.rmtree(SOURCE, ignore_errors=True)
-    static = SOURCE / "static"
-    shutil.copytree(Path(__file__).parent / "static", static)
-    copy_plotly(static)
+    _PUT.clear()
+    static = Path(__file__).parent / "static"
+    for path in [p for p in static.rglob("*") if p.is_file()]:
+        put(f"static/{path.relative_to(static)}", path.read_bytes())
+    put("static/plotly.min.js", plotly_file())
     for picture in [p for kind in ("png", "svg", "jpg") for p in NOTEBOOKS.rglob(f"*.{kind}")]:
-        target = SOURCE / picture.relative_to(NOTEBOOKS)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(picture, target)
+        put(str(picture.relative_to(NOTEBOOKS)), picture.read_bytes())
     write_notebooks(library, guides)
     write_guides(guides)
     write_examples()
     write_lists(library)
     write_commands()
+    write_errors()
     write_text("changelog", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
-    if not (SOURCE / "index.ipynb").exists():
+    if not (NOTEBOOKS / "index.ipynb").exists():
         write_text("index", f"# leakmel\n\n{contents(guides)}")
+    remove_others()
 
 
 if __name__ == "__main__":

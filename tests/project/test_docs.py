@@ -28,18 +28,22 @@ GUIDES = [str(p.relative_to(ROOT / "nbs").with_suffix("")) for p in prepare.guid
 EXECUTED = ("refused", "gpu_limits", "gpu_path", "promises")
 
 
-def executed_or_not(path: Path, parameters: str = "", execute=prepare.execute) -> nbformat.NotebookNode:
+def executed_or_not(path: Path, *given: Any, execute=prepare.execute) -> nbformat.NotebookNode:
     "What the site does, but for guides that a test of pages has no need of."
     return (
         nbformat.read(path, as_version=4)
         if path.parent.name in prepare.GUIDES and path.stem not in EXECUTED
-        else execute(path, parameters)
+        else execute(path, *given)
     )
 
 
+def write_pages() -> None:
+    prepare.write_site([ROOT / "nbs" / f"{name}.ipynb" for name in LIBRARY], prepare.guide_notebooks())
+
+
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    "The site of a few library notebooks, the guides, the front page and the executed examples."
+def written(tmp_path_factory) -> Iterator[Path]:
+    "Sources of the site of a few library notebooks, the guides, the front page and the executed examples."
     docs = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as m:
         for name, path in (("DOCS", docs), ("SOURCE", docs / "source"), ("CACHE", docs / "cache")):
@@ -49,7 +53,14 @@ def site(tmp_path_factory) -> Path:
         m.setenv("COLUMNS", "110")
         m.setattr(prepare, "DEMO_FILES", 24)
         m.setattr(prepare, "execute", executed_or_not)
-        prepare.write_site([ROOT / "nbs" / f"{name}.ipynb" for name in LIBRARY], prepare.guide_notebooks())
+        write_pages()
+        yield docs
+
+
+@pytest.fixture(scope="module")
+def site(written) -> Path:
+    "The pages that Sphinx makes of them."
+    docs = written
     sphinx = [
         sys.executable,
         "-m",
@@ -73,6 +84,32 @@ def site(tmp_path_factory) -> Path:
 def page(site) -> Iterator[Any]:
     with chromium() as browser:
         yield browser.new_page(viewport={"width": 1400, "height": 1000})
+
+
+@pytest.mark.slow
+def test_a_second_run_executes_nothing_and_changes_no_file(written, site, monkeypatch):
+    "What keeps `make docs` quick where nothing has changed."
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a notebook is executed again")
+
+    def files() -> dict[Path, int]:
+        return {p: p.stat().st_mtime_ns for p in (written / "source").rglob("*") if p.is_file()}
+
+    before = files()
+    left_over = written / "source" / "gone.md"
+    left_over.write_text("# Gone")
+    monkeypatch.setattr(prepare, "NotebookClient", never)
+    write_pages()
+    assert files() == before
+
+
+@pytest.mark.slow
+def test_every_error_code_is_on_its_page(site):
+    from leakmel.core.error_codes import ERROR_CODES
+
+    text = (site / "errors.html").read_text(encoding="utf-8")
+    assert [code for code in ERROR_CODES if f">{code}<" not in text] == []
 
 
 @pytest.mark.slow

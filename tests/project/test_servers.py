@@ -61,7 +61,11 @@ def lab(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     "What `make lab` starts, on a port that is free and without a browser."
     need(Path("/proc/net/tcp").exists(), "/proc/net/tcp")
     said = subprocess.run(
-        ["make", "-n", "-o", ".venv/.ready", "lab"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "-n", "-o", ".venv/.installed-all", "lab"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     (command,) = [line for line in said.splitlines() if "jupyter-lab" in line]
     folder, started = command.split(" && ")

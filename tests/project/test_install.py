@@ -1,0 +1,101 @@
+"The base installation: it builds, verifies and reads data sets without torch, plotly and Jupyter."
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# parts of the extras; none of them may be needed or loaded by a build
+EXTRA_MODULES = ("torch", "torchaudio", "plotly", "IPython", "ipywidgets", "papermill", "optuna", "triton")
+SESSION = f"""
+import json, sys
+import leakmel as lm
+from leakmel.audio.{"{demo}"} import write_demo
+
+write_demo("demo", n_files=200)
+results = lm.build_all("demo", out_dir="mels", progress="none")
+checked = [bool(lm.verify(r.path, root=f"demo/{{r.path.name.split('_')[0]}}").ok) for r in results]
+row, label = lm.open_dataset(results[0].path)[0]
+try:
+    lm.train
+    missing = ""
+except ImportError as e:
+    missing = str(e)
+loaded = [name for name in {EXTRA_MODULES!r} if name in sys.modules]
+print(json.dumps(dict(rows=sum(r.rows for r in results), checked=checked, shape=row.shape, missing=missing, loaded=loaded)))
+"""
+
+
+def demo_module() -> str:
+    "Module that `lm.write_demo` comes from."
+    import leakmel
+
+    return leakmel._PUBLIC["write_demo"].rpartition(".")[2]
+
+
+def session(python: Path | str, folder: Path, env: dict[str, str]) -> dict:
+    "What a build of 200 recordings, its verification and the first row say in a process of their own."
+    code = SESSION.replace("{demo}", demo_module())
+    done = subprocess.run(
+        [python, "-W", "error", "-c", code], cwd=folder, env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def clean_env(folder: Path) -> dict[str, str]:
+    return {
+        k: v for k, v in os.environ.items() if not k.startswith(("LEAKMEL_", "PYTHON", "PIP_", "VIRTUAL_"))
+    } | {"HOME": str(folder)}
+
+
+def test_a_build_loads_nothing_of_the_extras(tmp_path):
+    "Where all is installed, too."
+    env = clean_env(tmp_path) | {"PYTHONPATH": str(ROOT)}
+    code = SESSION.replace("{demo}", demo_module()).replace("    lm.train\n", "    raise ImportError\n")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["rows"], found["loaded"]) == (200, [])
+
+
+@pytest.mark.slow
+def test_the_base_installation_builds_verifies_and_reads(tmp_path):
+    "In a new environment with nothing but the requirements of settings.ini; commands that need an extra name it."
+    source = tmp_path / "source"
+    for name in ("settings.ini", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        source.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "leakmel", source / "leakmel", ignore=shutil.ignore_patterns("__pycache__"))
+    env = clean_env(Path.home())  # pip's settings and cache are those of the user
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], env=env, check=True, timeout=120)
+    python = tmp_path / "venv" / "bin" / "python"
+    done = subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(source)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not [name for name in EXTRA_MODULES if list((tmp_path / "venv").rglob(f"site-packages/{name}"))]
+    work = tmp_path / "work"
+    work.mkdir()
+    found = session(python, work, clean_env(tmp_path))
+    assert (found["rows"], found["shape"], found["loaded"]) == (200, [40, 2, 64, 1], [])
+    assert found["checked"] == [True] * 3
+    assert "pip install 'leakmel[learn]'" in found["missing"]
+    command = [python.with_name("leakmel"), "train", "mels", "--out", "run", "--json"]
+    done = subprocess.run(
+        command, cwd=work, env=clean_env(tmp_path), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["code"] == "missing-package"
+    assert "Traceback" not in done.stderr
