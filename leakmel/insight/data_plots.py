@@ -55,7 +55,9 @@ def _require_same(**columns: Sequence | np.ndarray) -> None:
     "Refuse columns of different lengths."
     if len({len(c) for c in columns.values()}) > 1:
         raise DataError(
-            "columns of different lengths", found=", ".join(f"{name} {len(c)}" for name, c in columns.items())
+            "columns of different lengths",
+            code="columns-differ-in-length",
+            found=", ".join(f"{name} {len(c)}" for name, c in columns.items()),
         )
 
 
@@ -357,6 +359,7 @@ def spectrum_by_label(
     if spectra.ndim != 2 or spectra.shape != (len(labels), len(hz)):
         raise DataError(
             "spectra of another shape",
+            code="wrong-shape",
             found=spectra.shape,
             expected=f"[{len(labels)} labels, {len(hz)} bands]",
         )

@@ -563,14 +563,22 @@ def mels_by_label(
 # %% ../../nbs/insight/plots.ipynb #258484b3
 def _check_mels(mels_db: np.ndarray, labels: Sequence[str], mel_hz: ArrayLike) -> None:
     if mels_db.ndim != 5:
-        raise DataError("mels of another shape", found=mels_db.shape, expected="[K, L, S, M, T]")
+        raise DataError(
+            "mels of another shape", code="wrong-shape", found=mels_db.shape, expected="[K, L, S, M, T]"
+        )
     if len(labels) != mels_db.shape[0]:
         raise DataError(
-            "labels do not fit the mels", found=f"{len(labels)} labels", expected=mels_db.shape[0]
+            "labels do not fit the mels",
+            code="wrong-shape",
+            found=f"{len(labels)} labels",
+            expected=mels_db.shape[0],
         )
     if np.shape(mel_hz) != mels_db.shape[3:4]:
         raise DataError(
-            "band centres do not fit the mels", found=np.shape(mel_hz), expected=mels_db.shape[3:4]
+            "band centres do not fit the mels",
+            code="wrong-shape",
+            found=np.shape(mel_hz),
+            expected=mels_db.shape[3:4],
         )
 
 
