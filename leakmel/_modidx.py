@@ -2531,6 +2531,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'leakmel.insight.plots._dress': ('insight/plots.html#_dress', 'leakmel/insight/plots.py'),
                                        'leakmel.insight.plots._f32': ('insight/plots.html#_f32', 'leakmel/insight/plots.py'),
                                        'leakmel.insight.plots._figure': ('insight/plots.html#_figure', 'leakmel/insight/plots.py'),
+                                       'leakmel.insight.plots._folded': ('insight/plots.html#_folded', 'leakmel/insight/plots.py'),
                                        'leakmel.insight.plots._lane_order': ('insight/plots.html#_lane_order', 'leakmel/insight/plots.py'),
                                        'leakmel.insight.plots._level_title': ( 'insight/plots.html#_level_title',
                                                                                'leakmel/insight/plots.py'),

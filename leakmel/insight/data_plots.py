@@ -164,7 +164,7 @@ def classes_by_sensor(
     fig.update_xaxes(title=dict(text="recordings"), rangemode="tozero", nticks=5)
     fig.update_annotations(font=dict(size=12, color=_TEXT))
     fig = _dress(fig, _sensor_title(names, counts), _sensor_note(names, counts), 210 + 20 * len(rows))
-    return fig.update_layout(barmode="stack", bargap=0.25, margin=dict(t=100))
+    return fig.update_layout(barmode="stack", bargap=0.25, margin=dict(t=fig.layout.margin.t + 24))
 
 
 # %% ../../nbs/insight/data_plots.ipynb #e570efed

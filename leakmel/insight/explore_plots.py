@@ -171,7 +171,7 @@ def recording_figure(
     _axes(fig, spec, chosen)
     return _dress(
         fig, _title(recording, levels, spec), _subtitle(recording, spec, chosen, len(times) * each, each), 580
-    ).update_layout(margin=dict(t=84))
+    ).update_layout(margin=dict(t=fig.layout.margin.t + 8))
 
 
 # %% ../../nbs/insight/explore_plots.ipynb #ca96b044

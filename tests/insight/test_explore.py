@@ -247,7 +247,7 @@ def test_the_figure_has_units_a_finding_and_few_points(state):
     figure = recording_figure(state)
     assert "re full scale, loudest at" in figure.layout.title.text
     assert "clipped" in figure.layout.title.subtitle.text
-    assert "a column is the loudest of" in figure.layout.title.subtitle.text
+    assert "a column is the loudest of" in figure.layout.title.subtitle.text.replace("<br>", " ")
     assert [
         a.title.text
         for a in (figure.layout.xaxis2, figure.layout.yaxis2, figure.layout.xaxis3, figure.layout.yaxis)
