@@ -141,10 +141,10 @@ def faulty(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    "A real browser; skips the test where there is none."
-    from watched import chromium
+    "A real browser, in the font with the widest letters; skips the test where there is none."
+    from watched import FONTS, chromium
 
-    with chromium() as opened:
+    with chromium(FONTS[0]) as opened:
         yield opened
 
 

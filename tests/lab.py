@@ -25,7 +25,9 @@ OVER = f"""document.querySelector("{ERRORS}") || {SAYS_OK}"""
 FIGURES = "[...document.querySelectorAll('.jp-Notebook .js-plotly-plot')]"
 SEEN = f"""{FIGURES}.map(e => {{
     const edge = e.getBoundingClientRect().right, texts = [...e.querySelectorAll('.gtitle, .gtitle-subtitle')].map(t => t.getBoundingClientRect().right);
-    return {{title: e.querySelector('.gtitle').textContent, height: e.getBoundingClientRect().height, cut: texts.some(x => x > edge),
+    const title = e.querySelector('.gtitle'), lines = [...title.querySelectorAll('tspan.line')];
+    return {{title: lines.length ? lines.map(l => l.textContent).join(' ') : title.textContent, height: e.getBoundingClientRect().height,
+             cut: texts.some(x => x > edge),
              traces: e.data.length, marks: e.querySelectorAll('{MARKS}').length}} }})"""
 
 

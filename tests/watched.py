@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,17 +25,48 @@ HARMLESS = ("favicon", "Failed to load resource", "ResizeObserver")
 MARKS = ".point path, path.point, .lines path, .hm image"  # what plotly draws bars, points, lines and pictures with
 
 
+FONTS = ("DejaVu Sans", "Liberation Sans", "Noto Sans")  # of which most Linux machines have one
+
+
+def is_installed(font: str) -> bool:
+    "Whether a font is installed, as fontconfig says."
+    tool = shutil.which("fc-list")
+    return bool(tool) and bool(subprocess.run([tool, font], capture_output=True, text=True).stdout.strip())
+
+
+def font_settings(font: str, folder: Path) -> Path:
+    "A fontconfig file by which a browser draws all text in one font."
+    path = folder / f"{font}.conf"
+    path.write_text(
+        '<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd"><fontconfig>'
+        '<include ignore_missing="yes">/etc/fonts/fonts.conf</include><match target="pattern">'
+        f'<edit name="family" mode="assign" binding="strong"><string>{font}</string></edit></match></fontconfig>'
+    )
+    return path
+
+
 @contextmanager
-def chromium() -> Iterator[Any]:
-    "A browser; skips the test where there is none."
+def chromium(font: str | None = None) -> Iterator[Any]:
+    "A browser, which draws all text in `font` where one is given; skips the test where there is no browser or font."
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     need(found, "Chromium")
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=found, args=FLAGS)
+    need(font is None or is_installed(font), f"the font {font}")
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
+        env = dict(os.environ)
+        if font:
+            env["FONTCONFIG_FILE"] = str(font_settings(font, Path(folder)))
+        opened = playwright.chromium.launch(executable_path=found, args=FLAGS, env=env)
         yield opened
         opened.close()
+
+
+# titles and subtitles of figures that reach out of their figure
+CUT_TITLES = """[...document.querySelectorAll('.plotly-figure')].flatMap(e =>
+    [...e.querySelectorAll('.gtitle, .gtitle-subtitle')]
+        .filter(t => t.getBoundingClientRect().right > e.getBoundingClientRect().right)
+        .map(t => t.textContent))"""
 
 
 class Watched:

@@ -64,7 +64,23 @@ MEL = dict[str, str]()
 DATASET = dict[str, str]()
 
 # %% ../../nbs/core/error_codes.ipynb #c658d275
-INSIGHT = dict[str, str]()
+INSIGHT = {
+    "columns-differ-in-length": "Columns that belong together have different lengths.",
+    "damaged-record": "A report, timeline or summary of a run is damaged or not one of leakmel.",
+    "fixed-setting": "The setting is fixed when the notebook starts.",
+    "folder-unreadable": "The folder cannot be listed.",
+    "no-matching-recording": "No recording has the chosen split, label, sensor or flag.",
+    "no-run-found": "The folder holds no report and no data set of a run.",
+    "no-run-named": "The parameter `run` names no folder.",
+    "no-usable-recording": "None of the recordings can be read.",
+    "other-sample-rules": "The recordings in memory have another rate, length or channel rule than the spec.",
+    "out-of-range": "The value of a parameter is outside its range.",
+    "record-too-large": "The record is larger than any that leakmel writes.",
+    "scan-without-content": "The manifest was made without reading the recordings.",
+    "unknown-choice": "There is no field of this name to choose recordings by.",
+    "unknown-split": "The folder has no split of this name.",
+    "wrong-shape": "An array has another shape than expected.",
+}
 
 # %% ../../nbs/core/error_codes.ipynb #8738b9d4
 LEARN_DATA = dict[str, str]()

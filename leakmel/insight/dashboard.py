@@ -333,7 +333,7 @@ def data_facts(
     from leakmel.insight.data_plots import recording_spectra
 
     if spectra < 0:
-        raise UsageError("spectra must be at least 0", found=spectra)
+        raise UsageError("spectra must be at least 0", code="out-of-range", found=spectra)
     columns: dict[str, list] = {"splits": [], "sensors": [], "labels": [], "rms_db": []}
     left_out, largest, most = [], None, 0
     found, its_labels, mel_hz = np.zeros((0, 0), np.float32), list[str](), np.zeros(0)
@@ -383,7 +383,11 @@ def _columns(ds: Any) -> dict[str, list]:
     )
     if not len(sensors) == len(level) == n:
         raise DataError(
-            "columns of different lengths", path=ds.path, found=f"{len(sensors)} and {len(level)}", expected=n
+            "columns of different lengths",
+            code="columns-differ-in-length",
+            path=ds.path,
+            found=f"{len(sensors)} and {len(level)}",
+            expected=n,
         )
     return {"splits": [split] * n, "sensors": sensors, "labels": names[ds.labels].tolist(), "rms_db": level}
 

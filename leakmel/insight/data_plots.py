@@ -55,7 +55,9 @@ def _require_same(**columns: Sequence | np.ndarray) -> None:
     "Refuse columns of different lengths."
     if len({len(c) for c in columns.values()}) > 1:
         raise DataError(
-            "columns of different lengths", found=", ".join(f"{name} {len(c)}" for name, c in columns.items())
+            "columns of different lengths",
+            code="columns-differ-in-length",
+            found=", ".join(f"{name} {len(c)}" for name, c in columns.items()),
         )
 
 
@@ -162,7 +164,7 @@ def classes_by_sensor(
     fig.update_xaxes(title=dict(text="recordings"), rangemode="tozero", nticks=5)
     fig.update_annotations(font=dict(size=12, color=_TEXT))
     fig = _dress(fig, _sensor_title(names, counts), _sensor_note(names, counts), 210 + 20 * len(rows))
-    return fig.update_layout(barmode="stack", bargap=0.25, margin=dict(t=100))
+    return fig.update_layout(barmode="stack", bargap=0.25, margin=dict(t=fig.layout.margin.t + 24))
 
 
 # %% ../../nbs/insight/data_plots.ipynb #e570efed
@@ -357,6 +359,7 @@ def spectrum_by_label(
     if spectra.ndim != 2 or spectra.shape != (len(labels), len(hz)):
         raise DataError(
             "spectra of another shape",
+            code="wrong-shape",
             found=spectra.shape,
             expected=f"[{len(labels)} labels, {len(hz)} bands]",
         )

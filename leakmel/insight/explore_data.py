@@ -80,6 +80,7 @@ class Recordings:
             if word not in self.words[name]:
                 raise UsageError(
                     f"no recording has this {name}",
+                    code="no-matching-recording",
                     found=repr(word),
                     expected=", ".join(self.words[name]) or f"none has a {name}",
                 )
@@ -98,7 +99,10 @@ def recordings_of_scan(
     "The recordings that a scan could read."
     if manifest.content is None:
         raise DataError(
-            "the scan did not read the recordings", path=manifest.root, remedy="scan(root, content=True)"
+            "the scan did not read the recordings",
+            code="scan-without-content",
+            path=manifest.root,
+            remedy="scan(root, content=True)",
         )
     t = manifest.table
     listing, number = _numbers(manifest)
@@ -152,6 +156,7 @@ def _checked(found: Recordings) -> Recordings:
     if not len(found):
         raise DataError(
             "no recording can be looked at",
+            code="no-usable-recording",
             path=found.manifest.root,
             remedy="run `leakmel scan --content` to see what is wrong",
         )
@@ -172,6 +177,7 @@ def recordings_of_data_set(
     if not found:
         raise DataError(
             "the data folder lacks the split of the data set",
+            code="unknown-split",
             path=manifest.root,
             found=f"{split!r} in {show_path(Path(path).name)}",
         )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..audio.problems import how_many
-from .explore import Explorer, Heard, Selection
+from .explore import Explorer, FittedRecording, Selection
 from .plots import _TEXT, MAX_POINTS, SILENT_DB, _colour_range, _dress, _f32, _plain, _smallest
 from ..mel.reference import hann_periodic
 from ..mel.spec import MelSpec
@@ -122,9 +122,9 @@ def recording_figure(
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
-    spec, heard, chosen = state.spec, state.heard, state.selection.fitted(state.spec)
+    spec, recording, chosen = state.spec, state.recording, state.selection.fitted(state.spec)
     times, picture, each = mel_columns(state.mels, spec, chosen)
-    levels = bin_levels_db(heard.samples, spec, chosen)
+    levels = bin_levels_db(recording.samples, spec, chosen)
     fig = make_subplots(
         rows=2,
         cols=2,
@@ -136,7 +136,7 @@ def recording_figure(
         specs=[[{}, None], [{}, {}]],
     )
     fig.layout.template = {}
-    for trace in _wave_traces(heard.samples, spec, chosen):
+    for trace in _wave_traces(recording.samples, spec, chosen):
         fig.add_trace(trace, row=1, col=1)
     low, high = _colour_range(picture, 80)
     z = np.round(np.maximum(np.nan_to_num(picture, nan=low, posinf=high, neginf=low), low)).astype(np.int16)
@@ -170,8 +170,8 @@ def recording_figure(
         fig.add_trace(trace, row=2, col=2)
     _axes(fig, spec, chosen)
     return _dress(
-        fig, _title(heard, levels, spec), _subtitle(heard, spec, chosen, len(times) * each, each), 580
-    ).update_layout(margin=dict(t=84))
+        fig, _title(recording, levels, spec), _subtitle(recording, spec, chosen, len(times) * each, each), 580
+    ).update_layout(margin=dict(t=fig.layout.margin.t + 8))
 
 
 # %% ../../nbs/insight/explore_plots.ipynb #ca96b044
@@ -252,20 +252,22 @@ def _axes(fig: "go.Figure", spec: MelSpec, chosen: Selection) -> None:
     fig.update_layout(font=dict(color=_TEXT))
 
 
-def _title(heard: Heard, levels: np.ndarray, spec: MelSpec) -> str:
+def _title(recording: FittedRecording, levels: np.ndarray, spec: MelSpec) -> str:
     "Whose recording it is, how loud, and where most of it lies."
     who = ", ".join(
-        filter(None, [_plain(heard.label), f"sensor {_plain(heard.sensor)}" if heard.sensor else ""])
+        filter(
+            None, [_plain(recording.label), f"sensor {_plain(recording.sensor)}" if recording.sensor else ""]
+        )
     )
-    if not heard.rms_db > SILENT_DB:
+    if not recording.rms_db > SILENT_DB:
         return f"{who}: silent"
     hz = np.arange(len(levels)) * spec.sample_rate / spec.n_fft
     inside = np.flatnonzero((hz >= max(spec.f_min_hz, 1e-9)) & (hz <= spec.top_hz))
     loudest = f", loudest at {hz[inside[levels[inside].argmax()]]:,.0f} Hz" if len(inside) else ""
-    return f"{who}: {heard.rms_db:.0f} dB re full scale{loudest}"
+    return f"{who}: {recording.rms_db:.0f} dB re full scale{loudest}"
 
 
-def _subtitle(heard: Heard, spec: MelSpec, chosen: Selection, n_frames: int, each: int) -> str:
+def _subtitle(recording: FittedRecording, spec: MelSpec, chosen: Selection, n_frames: int, each: int) -> str:
     "Which recording, which part of it, and what was done to it."
     n_long, n_short, _, _ = spec.row_shape
     assert chosen.stop is not None  # fitted
@@ -283,14 +285,14 @@ def _subtitle(heard: Heard, spec: MelSpec, chosen: Selection, n_frames: int, eac
         else f", of each the short one {chosen.short}"
     )
     parts = [
-        _plain(heard.shown),
+        _plain(recording.shown),
         part,
         how_many(n_frames if each == 1 else len(chosen.frames(spec)[0]), "frame"),
     ]
     if each > 1:
         parts.append(f"a column is the loudest of {each} frames")
     if noted := list(
-        dict.fromkeys([*(heard.status.split("+") if heard.status != "ok" else []), *heard.flags])
+        dict.fromkeys([*(recording.status.split("+") if recording.status != "ok" else []), *recording.flags])
     ):
         parts.append(", ".join(map(_plain, noted)))
     return "; ".join(parts)
@@ -307,11 +309,11 @@ def sound_of(
     "The chosen segments as a sound."
     from leakmel.audio.synth import wav_bytes
 
-    heard, (start, stop) = (
-        state.heard,
+    recording, (start, stop) = (
+        state.recording,
         Selection(state.selection.first, state.selection.stop).samples(state.spec),
     )
-    x = as_float(heard.samples[start:stop])
+    x = as_float(recording.samples[start:stop])
     peak, said = float(np.abs(x).max(initial=0.0)), "as loud as recorded"
     if louder and peak > 0:
         x, said = (

@@ -35,7 +35,7 @@ def sample_of(
 ) -> Manifest:  # of one listing
     "A manifest of one split, thinned evenly where it has more recordings."
     if most < 1:
-        raise UsageError("most must be at least 1 recording", found=most)
+        raise UsageError("most must be at least 1 recording", code="out-of-range", found=most)
     for x in manifest.listings:
         if x.split != split:
             continue
@@ -46,7 +46,10 @@ def sample_of(
         )
         return replace(manifest, listings=(_some(x, keep),), content=None, notes=())
     raise UsageError(
-        "no such split", found=repr(split), expected=", ".join(x.split for x in manifest.listings)
+        "no such split",
+        code="unknown-split",
+        found=repr(split),
+        expected=", ".join(x.split for x in manifest.listings),
     )
 
 
@@ -165,7 +168,10 @@ def _spectra(audio: SplitAudio, spec: MelSpec) -> SplitSpectra:
     "Spectra of all that sounds, timed."
     if spec.rules != audio.rules:
         raise UsageError(
-            "the recordings are held for another rate or length", found=spec.rules, expected=audio.rules
+            "the recordings are held for another rate or length",
+            code="other-sample-rules",
+            found=spec.rules,
+            expected=audio.rules,
         )
     began, listing = time.perf_counter(), audio.listing
     if audio.held is None or isinstance(audio.held, Preloaded):

@@ -119,6 +119,7 @@ def open_explorer(
     state.close()
     raise UsageError(
         state.refused,
+        code="no-matching-recording",
         remedy="there are "
         + "; ".join(f"{name} {', '.join(words)}" for name, words in recordings.words.items() if words),
     )
@@ -192,9 +193,9 @@ class _Blank:
         return f"<div style='height:{self.height}px'></div>"
 
 
-# %% ../../nbs/insight/explore_view.ipynb #ee3e77d3
-class _Page:
-    "What a page is drawn from, and what is on it."
+# %% ../../nbs/insight/explore_view.ipynb #0c1cecf6
+class ExploreView:
+    "What `explore.ipynb` shows of an `Explorer`."
 
     def __init__(
         self,
@@ -207,167 +208,137 @@ class _Page:
         write_to: str | None = None,  # the spec file; None: below runs/specs
         progress: str = "auto",
     ):
-        self.state, self.controls, self.louder = state, is_watched(controls), louder
-        self.preload, self.most, self.write_to, self.progress = preload, most, write_to, progress
+        self.state = state
+        self.controls = is_watched(controls)
+        self.louder = louder
+        self.preload = preload
+        self.most = most
+        self.write_to = write_to
+        self.progress = progress
         self.places: dict[str, _Place] = {}
         self.audio: SplitAudio | None = None
         self.spectra: SplitSpectra | None = None
-        self.follows, self.saved = False, dict[str, Any]()  # saved: the changes that were written down last
-        self._drawn: tuple[Any, ...] | None = None  # what is on the page
-        self._heard: tuple[Any, ...] | None = None
+        self.follows = False  # whether the split is computed at each change
+        self.saved: dict[str, Any] = {}  # the changes that were written last
+        self._figure_key: Any = None  # what the figure on the page shows
+        self._sound_key: Any = None
 
     def close(self) -> None:
-        "Give back the engine and the samples."
+        "Close the engine and give the samples back."
         self.state.close()
         if self.audio is not None:
             self.audio.close()
 
-
-# %% ../../nbs/insight/explore_view.ipynb #0c1cecf6
-class ExploreView(_Page):
-    "What `explore.ipynb` shows of an `Explorer`."
-
     def recording(self) -> None:
-        "The controls, and under them the recording."
+        "Show the controls, and under them the recording."
         for name in ("line", "figure", "sound"):
             self.places[name] = _Place()
-        self._drawn = self._heard = None
+        self._figure_key = self._sound_key = None
         if self.controls:
             show_controls(self)
         self.draw()
 
-    def draw(self) -> None:
-        "Draw what changed."
-        _draw(self)
-
     def split(self) -> None:
-        "The whole split by the spec."
+        "Show the whole split by the spec."
         for name in ("split_line", "split_figure"):
             self.places[name] = _Place()
         if self.controls:
             show_split_controls(self)
         self.recompute(self.progress)
 
-    def recompute(self, progress: str = "none") -> None:  # where progress of reading is drawn
-        "Compute the whole split anew; its recordings are read the first time."
-        _recompute(self, progress)
-
     def choice(self) -> None:
-        "What would be written down, and a button that does."
-        self.places["written"], self.saved = _Place(), {}
+        "Show what would be written, and a button that writes it."
+        self.places["written"] = _Place()
+        self.saved = {}
         if self.controls:
             show_write_button(self)
-        _say_where(self)
+        self._show_unwritten()
+
+    def draw(self) -> None:
+        "Replace the outputs that are not as the state is."
+        state = self.state
+        spec = state.spec
+        chosen = state.selection.fitted(spec)
+        figure_key = (state.row, spec, chosen)
+        sound_key = (state.row, chosen.first, chosen.stop, spec.long_window, spec.long_hop, self.louder)
+        try:
+            figure = recording_figure(state) if figure_key != self._figure_key else None
+            sound = sound_of(state, self.louder) if sound_key != self._sound_key else None
+        except LeakmelError as e:
+            self.places["line"].show(Line(spec_line(state).text, str(e)))
+            return
+        self.places["line"].show(spec_line(state))
+        if figure is not None:
+            self.places["figure"].show(_Picture(figure))
+        if sound is not None:
+            self.places["sound"].show(Sound(*sound))
+        self._figure_key = figure_key
+        self._sound_key = sound_key
+        if "written" in self.places:
+            self._show_unwritten()
+        shown = self.spectra
+        if shown is None or (shown.spec, shown.split) == (spec, self._split_name()):
+            return
+        if self.follows:
+            self.recompute()
+        else:
+            self.places["split_line"].show(Line(f"{shown!r}. Above is another spec or split by now."))
+
+    def _split_name(self) -> str:
+        return str(self.state.recordings.table["split"].iloc[self.state.row])
+
+    def recompute(
+        self,
+        progress: str = "none",  # where progress of reading is drawn
+    ) -> None:
+        "Compute the split of the recording by the spec; the last good figure stays where that fails."
+        state = self.state
+        split = self._split_name()
+        place = self.places["split_line"]
+        if self.spectra is not None:
+            place.show(Line(f"{show_path(split) or 'The folder'} is computed anew ..."))
+        try:
+            if self.audio is not None and self.audio.split != split:
+                self.audio.close()
+                self.audio = None
+            if self.audio is None:
+                self.audio = SplitAudio(
+                    state.recordings,
+                    split,
+                    state.spec,
+                    keep=self.preload,
+                    most=self.most,
+                    device=state.device,
+                    engine=state.engine,
+                    progress=progress,
+                )
+            found = self.audio.spectra(state.spec)
+            figure = spectrum_by_label(found.spectra_db, found.labels, state.spec.mel_hz)
+        except LeakmelError as e:
+            place.show(Line("the figure of the split is of the spec before", str(e)))
+            return
+        self.spectra = found
+        once = "" if self.audio.held is None else f"; they were read once, in {self.audio.seconds:.2f} s"
+        place.show(Line(f"{found!r}{once}."))
+        self.places["split_figure"].show(_Picture(figure))
 
     def write(self) -> None:
         "Write the spec file, and say how a build takes it."
-        _write(self)
+        place = self.places.setdefault("written", _Place())
+        try:
+            done = self.state.write(self.write_to)
+        except LeakmelError as e:
+            place.show(Line("nothing was written", str(e)))
+            return
+        self.saved = dict(self.state.changes)
+        command = f"leakmel build ROOT --out FILE --spec {shlex.quote(show_path(done.path))}"
+        said = f"Written: {done!r}. A build takes it by the parameter spec_file of build.ipynb, or by"
+        place.show(Line(said, code=command))
 
-
-# %% ../../nbs/insight/explore_view.ipynb #890f8af0
-def _draw(view: ExploreView) -> None:
-    "Replace the outputs that are not as the state is."
-    state, places = view.state, view.places
-    chosen = state.selection.fitted(state.spec)
-    drawn, heard = (
-        (state.row, state.spec, chosen),
-        (state.row, chosen.first, chosen.stop, state.spec.long_window, state.spec.long_hop, view.louder),
-    )
-    try:
-        figure = recording_figure(state) if drawn != view._drawn else None
-        sound = sound_of(state, view.louder) if heard != view._heard else None
-    except LeakmelError as e:
-        places["line"].show(Line(spec_line(state).text, str(e)))
-        return
-    places["line"].show(spec_line(state))
-    if figure is not None:
-        places["figure"].show(_Picture(figure))
-    if sound is not None:
-        places["sound"].show(Sound(*sound))
-    view._drawn, view._heard = drawn, heard
-    _after(view)
-
-
-def _after(view: ExploreView) -> None:
-    "What stands further down follows, or says that it did not."
-    if "written" in view.places:
-        _say_where(view)
-    if view.spectra is None or (view.spectra.spec, view.spectra.split) == (
-        view.state.spec,
-        _split_of(view.state),
-    ):
-        return
-    if view.follows:
-        view.recompute()
-    else:
-        view.places["split_line"].show(Line(f"{view.spectra!r}. Above is another spec or split by now."))
-
-
-def _split_of(state: Explorer) -> str:
-    return str(state.recordings.table["split"].iloc[state.row])
-
-
-def _write(view: ExploreView) -> None:
-    "Write the spec file."
-    place = view.places.setdefault("written", _Place())
-    try:
-        done = view.state.write(view.write_to)
-    except LeakmelError as e:
-        place.show(Line("nothing was written", str(e)))
-    else:
-        view.saved = dict(view.state.changes)
-        place.show(
-            Line(
-                f"Written: {done!r}. A build takes it by the parameter spec_file of build.ipynb, or by",
-                code=f"leakmel build ROOT --out FILE --spec {shlex.quote(show_path(done.path))}",
-            )
-        )
-
-
-def _say_where(view: ExploreView) -> None:
-    "What would be written, and where; nothing new where it has been."
-    if view.saved == view.state.changes:
-        return
-    where = show_path(default_place(view.state.spec) if view.write_to is None else view.write_to)
-    how = "the button writes" if view.controls else "view.write() in a cell writes"
-    view.places["written"].show(Line(f"Not written: {spec_words(view.state)}; {how} it to {where}"))
-
-
-# %% ../../nbs/insight/explore_view.ipynb #7e0b6ddc
-def _recompute(view: ExploreView, progress: str) -> None:
-    "The split of the recording by the spec; the last good figure stays where that fails."
-    state, split, place = view.state, _split_of(view.state), view.places["split_line"]
-    if view.spectra is not None:
-        place.show(Line(f"{show_path(split) or 'The folder'} is computed anew ..."))
-    try:
-        if view.audio is None or view.audio.split != split:
-            if view.audio is not None:
-                view.audio.close()
-            view.audio = None
-            view.audio = SplitAudio(
-                state.recordings,
-                split,
-                state.spec,
-                keep=view.preload,
-                most=view.most,
-                device=state.device,
-                engine=state.engine,
-                progress=progress,
-            )
-        found = view.audio.spectra(state.spec)
-        figure = spectrum_by_label(found.spectra_db, found.labels, state.spec.mel_hz)
-    except LeakmelError as e:
-        place.show(Line("the figure of the split is of the spec before", str(e)))
-        return
-    view.spectra = found
-    place.show(
-        Line(
-            f"{found!r}"
-            + (
-                f"; they were read once, in {view.audio.seconds:.2f} s."
-                if view.audio.held is not None
-                else "."
-            )
-        )
-    )
-    view.places["split_figure"].show(_Picture(figure))
+    def _show_unwritten(self) -> None:
+        "Show what would be written and where, unless it has been."
+        if self.saved == self.state.changes:
+            return
+        where = show_path(default_place(self.state.spec) if self.write_to is None else self.write_to)
+        how = "the button writes" if self.controls else "view.write() in a cell writes"
+        self.places["written"].show(Line(f"Not written: {spec_words(self.state)}; {how} it to {where}"))

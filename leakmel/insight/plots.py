@@ -6,6 +6,8 @@
 __all__ = [
     "STAGE_COLORS",
     "MAX_POINTS",
+    "TITLE_LETTERS",
+    "SUBTITLE_LETTERS",
     "LEVEL_STEP_DB",
     "SILENT_DB",
     "exclusive_bar",
@@ -17,7 +19,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/insight/plots.ipynb #1d7d97d4
-import html
+import html, re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -85,23 +87,42 @@ def _figure(traces: Sequence, title: str, subtitle: str = "", *, height: int, **
     )  # a sentence needs no axes
 
 
+# Letters that fit on a line of 660 pixels in DejaVu Sans, the widest of the usual fonts, at 16 and 12 pixels.
+TITLE_LETTERS, SUBTITLE_LETTERS = 66, 88
+
+
+def _folded(text: str, letters: int) -> tuple[str, int]:
+    "A title with line breaks between words where it has more letters than that, and how many there are."
+    lines = [""]
+    for word in text.split(" "):
+        seen = html.unescape(re.sub(r"<[^>]*>", "", f"{lines[-1]} {word}"))
+        if lines[-1] and len(seen) > letters:
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
+    return "<br>".join(lines), len(lines) - 1
+
+
 def _dress(fig: "go.Figure", title: str, subtitle: str, height: int) -> "go.Figure":
-    "Give a figure the common look."
+    "Give a figure the common look; a long title is folded, so that it fits in fonts with wide letters, too."
+    title, more_title = _folded(title, TITLE_LETTERS)
+    subtitle, more_subtitle = _folded(subtitle, SUBTITLE_LETTERS)
+    more = 21 * more_title + 15 * more_subtitle  # pixels
     fig.update_layout(
         title=dict(
             text=title,
             x=0,
             xanchor="left",
-            xref="paper",
+            xref="container",  # not of the plot: labels of the y axis would push the title out
             y=1,
             yanchor="top",
             yref="container",
-            pad=dict(t=14),
+            pad=dict(t=14, l=10),
             font=dict(size=16),
             subtitle=dict(text=subtitle, font=dict(size=12, color=_TEXT)),
         ),
-        height=height,
-        margin=dict(l=10, r=16, t=76 if subtitle else 52, b=10),
+        height=height + more,
+        margin=dict(l=10, r=16, t=(76 if subtitle else 52) + more, b=10),
         font=dict(color=_TEXT, size=12),
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
@@ -557,20 +578,28 @@ def mels_by_label(
         "One recording per label, mel bands at their centres, colours shared",
         130 + 190 * n_rows,
     )
-    return fig.update_layout(margin=dict(t=96))
+    return fig.update_layout(margin=dict(t=fig.layout.margin.t + 20))
 
 
 # %% ../../nbs/insight/plots.ipynb #258484b3
 def _check_mels(mels_db: np.ndarray, labels: Sequence[str], mel_hz: ArrayLike) -> None:
     if mels_db.ndim != 5:
-        raise DataError("mels of another shape", found=mels_db.shape, expected="[K, L, S, M, T]")
+        raise DataError(
+            "mels of another shape", code="wrong-shape", found=mels_db.shape, expected="[K, L, S, M, T]"
+        )
     if len(labels) != mels_db.shape[0]:
         raise DataError(
-            "labels do not fit the mels", found=f"{len(labels)} labels", expected=mels_db.shape[0]
+            "labels do not fit the mels",
+            code="wrong-shape",
+            found=f"{len(labels)} labels",
+            expected=mels_db.shape[0],
         )
     if np.shape(mel_hz) != mels_db.shape[3:4]:
         raise DataError(
-            "band centres do not fit the mels", found=np.shape(mel_hz), expected=mels_db.shape[3:4]
+            "band centres do not fit the mels",
+            code="wrong-shape",
+            found=np.shape(mel_hz),
+            expected=mels_db.shape[3:4],
         )
 
 

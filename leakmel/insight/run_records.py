@@ -49,7 +49,9 @@ def run_files(
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as e:
-        raise DataError("the folder cannot be read", path=folder, found=e.strerror) from e
+        raise DataError(
+            "the folder cannot be read", code="folder-unreadable", path=folder, found=e.strerror
+        ) from e
     return [p for name in names if (p := Path(folder) / name).is_file()]
 
 
@@ -68,13 +70,13 @@ def find_runs(
 ) -> list[Path]:  # those that were named in their order, those of a folder of runs newest first
     "The folders of runs that were asked for; raises DataError for one that holds none."
     if most < 1:
-        raise UsageError("compare must be at least 1", found=most)
+        raise UsageError("compare must be at least 1", code="out-of-range", found=most)
     if text is None:
         return _runs_at(runs_folder(), most)
     whole = Path(os.path.abspath(os.path.expanduser(text)))
     names = [text] if whole.exists() else [word.strip() for word in text.split(",") if word.strip()]
     if not names:
-        raise UsageError("run names no folder", found=repr(text))
+        raise UsageError("run names no folder", code="no-run-named", found=repr(text))
     found = [run for name in names for run in _runs_at(Path(os.path.abspath(os.path.expanduser(name))), most)]
     return list(dict.fromkeys(found))
 
@@ -85,11 +87,12 @@ def _runs_at(folder: Path, most: int) -> list[Path]:
         return [folder]
     remedy = "build one: `make build`, `papermill build.ipynb out.ipynb` in nbs/, or `leakmel build`; or name another folder as run"
     if not folder.is_dir():
-        raise DataError("no such folder of a run", path=folder, remedy=remedy)
+        raise DataError("no such folder of a run", code="no-run-found", path=folder, remedy=remedy)
     if found := _newest_first(p for p in folder.iterdir() if p.is_dir() and p.name[:1] != "."):
         return found[:most]
     raise DataError(
         "no run lies here",
+        code="no-run-found",
         path=folder,
         found="neither reports nor data sets",
         expected="*.report.json or *.H5 in it or in its folders",
@@ -237,17 +240,24 @@ def _body(path: Path, most: int) -> dict[str, Any]:
             data = file.read(most + 1)
         body = tidy(json.loads(data)) if len(data) <= most else None
     except (OSError, ValueError, RecursionError) as e:
-        raise DataError("cannot be read as JSON", path=path, found=str(e)[:200], remedy=_REMEDY) from e
+        raise DataError(
+            "cannot be read as JSON", code="damaged-record", path=path, found=str(e)[:200], remedy=_REMEDY
+        ) from e
     if body is None:
         raise DataError(
             "larger than any that leakmel writes",
+            code="record-too-large",
             path=path,
             expected=f"{most:,} bytes at the most",
             remedy=_REMEDY,
         )
     if not isinstance(body, dict):
         raise DataError(
-            "not what its name says", path=path, found=f"a {type(body).__name__}", expected="a JSON object"
+            "not what its name says",
+            code="damaged-record",
+            path=path,
+            found=f"a {type(body).__name__}",
+            expected="a JSON object",
         )
     return body
 
@@ -339,7 +349,11 @@ def _report(path: Path) -> dict[str, Any]:
     body = _body(path, _MOST_REPORT_BYTES)
     if missing := [key for key in _NEEDED if key not in body]:
         raise DataError(
-            "not a report of leakmel", path=path, found=f"no {', '.join(missing)} in it", remedy=_REMEDY
+            "not a report of leakmel",
+            code="damaged-record",
+            path=path,
+            found=f"no {', '.join(missing)} in it",
+            remedy=_REMEDY,
         )
     wrong = _misfits(body, _NEEDED | _OPTIONAL)
     if not wrong:
@@ -350,7 +364,11 @@ def _report(path: Path) -> dict[str, Any]:
         )
     if wrong:
         raise DataError(
-            "a report with values of another kind", path=path, found=", ".join(wrong), remedy=_REMEDY
+            "a report with values of another kind",
+            code="damaged-record",
+            path=path,
+            found=", ".join(wrong),
+            remedy=_REMEDY,
         )
     rows, rejected, found, checked = (
         body["rows"],
@@ -361,6 +379,7 @@ def _report(path: Path) -> dict[str, Any]:
     if rows + rejected != found or checked > rows:
         raise DataError(
             "a report that contradicts itself",
+            code="damaged-record",
             path=path,
             expected="rows and rejected files are those found, and no more are checked",
             found=f"{rows} rows, {rejected} rejected, {found} found, {checked} checked",
@@ -374,6 +393,7 @@ def _timeline(path: Path) -> Timeline:
     if path.stat().st_size > _MOST_BYTES:
         raise DataError(
             "larger than any that leakmel writes",
+            code="record-too-large",
             path=path,
             expected=f"{_MOST_BYTES:,} bytes at the most",
             remedy=_REMEDY,
@@ -382,7 +402,9 @@ def _timeline(path: Path) -> Timeline:
     try:
         t.meta, t.samples = tidy(t.meta), tidy(t.samples)
     except (ValueError, RecursionError) as e:
-        raise DataError("not a timeline of leakmel", path=path, found=str(e), remedy=_REMEDY) from e
+        raise DataError(
+            "not a timeline of leakmel", code="damaged-record", path=path, found=str(e), remedy=_REMEDY
+        ) from e
     t.spans = [replace(s, lane=tidy(s.lane), split=tidy(s.split)) for s in t.spans]
     t.gauges = [Gauge(tidy(g.name), g.time_s, g.value) for g in t.gauges]
     parts: dict[str, Any] = {
@@ -402,7 +424,11 @@ def _timeline(path: Path) -> Timeline:
     ]
     if wrong:
         raise DataError(
-            "a timeline with values of another kind", path=path, found=", ".join(wrong), remedy=_REMEDY
+            "a timeline with values of another kind",
+            code="damaged-record",
+            path=path,
+            found=", ".join(wrong),
+            remedy=_REMEDY,
         )
     return t
 
@@ -421,6 +447,7 @@ def _summary_seconds(folder: Path, reports: Iterable[dict[str, Any]]) -> float |
     ):
         raise DataError(
             "not the summary of a run",
+            code="damaged-record",
             path=path,
             expected="seconds of the run and of each split",
             remedy=_REMEDY,

@@ -18,7 +18,7 @@ import pytest
 from api import module_page, public_page
 from figures import PLOTLY, figure_html
 from page import main as write_page
-from watched import Watched, assert_figures, chromium
+from watched import CUT_TITLES, FONTS, Watched, assert_figures, chromium
 from widgets import STATE, VIEW, still_widgets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +84,21 @@ def site(written) -> Path:
 def page(site) -> Iterator[Any]:
     with chromium() as browser:
         yield browser.new_page(viewport={"width": 1400, "height": 1000})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("font", FONTS)
+def test_titles_of_figures_are_not_cut_in_any_usual_font(site, font):
+    with chromium(font) as browser:
+        page = browser.new_page(viewport={"width": 1200, "height": 1000})
+        for name in ("build", "train", "predict", "dashboard", "explore"):
+            page.goto((site / f"{name}.html").as_uri())
+            page.wait_for_function(
+                "[...document.querySelectorAll('.plotly-figure')].every(e => e.querySelector('.gtitle'))",
+                timeout=60_000,
+            )
+            assert page.locator(".plotly-figure").count() > 0
+            assert page.evaluate(CUT_TITLES) == [], name
 
 
 @pytest.mark.slow
