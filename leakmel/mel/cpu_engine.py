@@ -128,10 +128,13 @@ class CpuEngine(Engine):
 
     def __init__(self, spec: MelSpec, *, device: str = "auto", options: DeviceOptions | None = None):
         if device not in ("auto", "cpu"):
-            raise EngineError("the cpu engine computes on the CPU", found=f"device={device!r}")
+            raise EngineError(
+                "the cpu engine computes on the CPU", code="not-on-device", found=f"device={device!r}"
+            )
         if spec.n_fft // 2 not in RADICES or spec.n_fft % 2:
             raise NotSuited(
                 "the cpu engine has no FFT of this length",
+                code="fft-length",
                 found=f"n_fft {spec.n_fft}",
                 expected="a power of two from 64 to 4,096",
                 remedy="use engine='torch', or such an n_fft",
@@ -141,7 +144,8 @@ class CpuEngine(Engine):
             np.dtype(kind): astuple(make_tables(spec, scale))
             for kind, scale in ((np.int16, 2**31), (np.float32, 1))
         }
-        self._numbers, self._local = (spec.n_mels, spec.row_shape[-1], int(spec.power)), threading.local()
+        self._numbers = (spec.n_mels, spec.row_shape[-1], int(spec.power))
+        self._local = threading.local()
 
     @property
     def workers(self) -> int:
@@ -175,6 +179,7 @@ class CpuEngine(Engine):
         if not (shapes and kinds and out.flags.c_contiguous and out.flags.writeable):
             raise EngineError(
                 "arrays that the cpu engine cannot take",
+                code="not-a-batch",
                 found=f"{samples.dtype} {samples.shape}, {out.dtype} {out.shape}",
                 expected=f"int16 or float32 (n, {self.spec.n_samples}), float16 or float32 (n, {', '.join(map(str, self.spec.row_shape))})"
                 " in one piece",

@@ -71,6 +71,7 @@ def reference_features(samples: np.ndarray, spec: MelSpec) -> Reference:
     if samples.shape[-1] != spec.n_samples:
         raise SpecError(
             "a recording of another length",
+            code="other-length",
             found=f"{samples.shape[-1]} samples",
             expected=spec.n_samples,
             remedy="conform it first",

@@ -22,10 +22,10 @@ __all__ = [
     "TritonChain",
 ]
 
-# %% ../../nbs/mel/triton_kernel.ipynb #c8d06d13
-from contextlib import AbstractContextManager, nullcontext
+# %% ../../nbs/mel/triton_kernel.ipynb #fb811778
+import threading
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,7 @@ def launch_for(
     if major < 8:
         raise EngineError(
             "the card is too old for the triton engine",
+            code="not-on-device",
             found=f"compute capability {major}.{minor}",
             expected="8.0 or higher",
             remedy="use engine='torch'",
@@ -169,6 +170,7 @@ def kernel_sizes(
     if spec.n_fft > MAX_KERNEL_FFT:
         raise EngineError(
             "the window is too long for the triton engine",
+            code="fft-length",
             found=f"n_fft={spec.n_fft:,}",
             expected=f"at most {MAX_KERNEL_FFT:,}",
             remedy="use engine='torch'",
@@ -401,6 +403,9 @@ def _moments_kernel(x_ptr, out_ptr, n_samples: tl.constexpr, full_scale: tl.cons
 
 
 # %% ../../nbs/mel/triton_kernel.ipynb #f919101d
+_INTERPRETING = threading.Lock()
+
+
 class TritonChain:
     "What turns recordings on a device into log-mel features and moments there."
 
@@ -408,17 +413,14 @@ class TritonChain:
     granule = 1
 
     def __init__(self, spec: MelSpec, device: torch.device, n_block: int, *, launch: Launch | None = None):
-        self.spec, self.device, self.n_block = spec, torch.device(device), n_block
+        self.spec = spec
+        self.device = torch.device(device)
+        self.n_block = n_block
         self.launch = launch or launch_for(self.device)
         self.sizes = kernel_sizes(spec, self.launch)
-        self._tables = [
-            torch.from_numpy(t).to(self.device) for t in kernel_tables(spec, self.launch).values()
-        ]
-
-    @cached_property
-    def _constants(self) -> dict[str, Any]:
-        "Constants of the feature kernel, by the names of its parameters."
-        return kernel_constants(self.sizes, self.launch, self.device.type)
+        tables = kernel_tables(spec, self.launch)
+        self._tables = [torch.from_numpy(t).to(self.device) for t in tables.values()]
+        self._constants = kernel_constants(self.sizes, self.launch, self.device.type)
 
     def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
         "x [n, N] int16 or float32 (full scale 1.0) -> `mels` [n, L, S, M, T] float16, dB; for int16 also `moments` [n, 5] float64; on the device."
@@ -434,7 +436,7 @@ class TritonChain:
                 n_rows,
                 **self._constants,
                 num_warps=self.launch.warps,
-                num_stages=self._stages(x.dtype),
+                num_stages=self.launch.stages if x.dtype == torch.int16 else self.launch.float_stages,
                 enable_fp_fusion=False,
             )
             if moments is None:
@@ -448,12 +450,9 @@ class TritonChain:
                 enable_fp_fusion=False,
             )
 
-    def _stages(self, dtype: torch.dtype) -> int:
-        return self.launch.stages if dtype == torch.int16 else self.launch.float_stages
-
     def _selected(self) -> AbstractContextManager:
-        "Make the chain's device the current one: Triton launches there."
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        "Make the chain's device the current one: Triton launches there. The interpreter takes one launch at a time."
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else _INTERPRETING
 
     def _check(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
         "Raise EngineError for tensors the kernels cannot work on."
@@ -471,14 +470,16 @@ class TritonChain:
                 or not tensor.is_contiguous()
                 or tensor.device.type != self.device.type
             ):
-                raise EngineError(
+                raise _not_a_batch(
                     f"{what} the kernel cannot work on",
-                    found=f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}",
-                    expected=f"contiguous {list(shape)} {' or '.join(map(str, dtypes))} on {self.device}",
+                    f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}",
+                    f"contiguous {list(shape)} {' or '.join(map(str, dtypes))} on {self.device}",
                 )
         if n > self.n_block:
-            raise EngineError(
-                "more recordings than the chain was made for", found=n, expected=f"at most {self.n_block}"
-            )
+            raise _not_a_batch("more recordings than the chain was made for", n, f"at most {self.n_block}")
         if moments is not None and x.dtype != torch.int16:
-            raise EngineError("moments are of 16-bit samples", found=x.dtype)
+            raise _not_a_batch("moments are of 16-bit samples", x.dtype)
+
+
+def _not_a_batch(message: str, found: object, expected: str | None = None) -> EngineError:
+    return EngineError(message, code="not-a-batch", found=found, expected=expected)

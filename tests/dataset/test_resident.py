@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import need
-from rehearsed import Use, counted, taken
+from fake_device import Use, counted, taken
 
 import leakmel as lm
 from leakmel.audio.synth import SPLIT_SIZES
@@ -37,7 +37,7 @@ from leakmel.dataset.resident import resident
 from leakmel.dataset.resident import upload
 from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.resident.resident import ResidentAudio, ResidentMels, hold_on_device, time_resident
-from leakmel.mel.rehearsal import Faults, HostDevice, HostStream, RehearsalOutOfMemory
+from fake_device import Faults, FakeDevice, FakeStream, FakeOutOfMemory
 
 BASE = {"sample_rate": 4096, "duration_s": 1.0}
 SHORT = {"sample_rate": 4096, "duration_s": 0.5}
@@ -80,7 +80,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hold(
-    root: Path, split: str | None = "training", device: str = "rehearsal", **settings: Any
+    root: Path, split: str | None = "training", device: str = "fake", **settings: Any
 ) -> ResidentAudio:
     return hold_on_device(root, split=split, device=device, progress="none", **{"spec": BASE} | settings)
 
@@ -91,7 +91,7 @@ def built(
     split: str | None,
     spec: dict[str, Any],
     engine: str = "torch",
-    device: str = "rehearsal",
+    device: str = "fake",
 ) -> lm.BuildResult:
     pipeline = lm.PipelineConfig(
         device=device, monitor_interval_s=0.0, fsync=False, files_per_batch=8, read_workers=2
@@ -141,7 +141,7 @@ def on_card(engine: str) -> Any:
 
 
 on_each = pytest.mark.parametrize(
-    ("engine", "device"), [("torch", "rehearsal"), on_card("torch"), on_card("triton")]
+    ("engine", "device"), [("torch", "fake"), on_card("torch"), on_card("triton")]
 )
 
 
@@ -196,8 +196,8 @@ INTERPRETED = """
 import sys, leakmel as lm, numpy as np
 root, out = sys.argv[1:]
 spec = {"duration_s": 0.5, "sample_rate": 4096, "n_mels": 16}
-with lm.hold_on_device(root, device="rehearsal", spec=spec, progress="none") as audio: mels = audio.log_mel({"n_mels": 16}, engine="auto")
-lm.build(root, out=out, spec=spec, engine="triton", progress="none", pipeline=lm.PipelineConfig(device="rehearsal"))
+with lm.hold_on_device(root, device="fake", spec=spec, progress="none") as audio: mels = audio.log_mel({"n_mels": 16}, engine="auto")
+lm.build(root, out=out, spec=spec, engine="triton", progress="none", pipeline=lm.PipelineConfig(device="fake"))
 with lm.open_dataset(out) as ds: assert np.array_equal(mels.numpy().view(np.int16), ds.mels[:].view(np.int16))
 print(mels.engine, len(mels))
 """
@@ -232,13 +232,13 @@ def test_a_split_of_more_than_16_bits(
 ) -> None:
     "Blocks in which all recordings are float32 are passed over; those of several pages find their places."
     launches: list[int] = []
-    real = HostStream.do
+    real = FakeStream.do
 
-    def do(self: HostStream, fn: Callable[[], object]) -> None:
+    def do(self: FakeStream, fn: Callable[[], object]) -> None:
         launches.append(1)
         real(self, fn)
 
-    monkeypatch.setattr(HostStream, "do", do)
+    monkeypatch.setattr(FakeStream, "do", do)
     monkeypatch.setattr(recompute, "MOST_RECORDINGS", 4)
     for module in (upload, recompute):
         monkeypatch.setattr(module, "PAGE_ROWS", 8)
@@ -286,14 +286,14 @@ def test_the_spec_follows_the_data_and_the_first_device_is_taken(
 ) -> None:
     "Others are given back at once; so is the pinned memory that was read into."
     first, second = devices(Faults(), Faults())
-    closed: list[HostDevice] = []
-    real = HostDevice.close
+    closed: list[FakeDevice] = []
+    real = FakeDevice.close
 
-    def close(self: HostDevice) -> None:
+    def close(self: FakeDevice) -> None:
         closed.append(self)
         real(self)
 
-    monkeypatch.setattr(HostDevice, "close", close)
+    monkeypatch.setattr(FakeDevice, "close", close)
     with hold(demo, "validation", spec=None, manifest=lm.scan(demo)) as audio:
         assert closed == [second]
         assert (first.counts["copies"] > 0, first.counts["pinned_bytes"]) == (True, 0)
@@ -440,7 +440,7 @@ def test_each_allocation_may_fail(wide: Path, devices: Use, caplog: pytest.LogCa
     for k in range(n):
         (device,) = devices(Faults(fail_alloc=k))
         if k < n_hold:
-            with pytest.raises(MachineError, match="memory of rehearsal:0"):
+            with pytest.raises(MachineError, match="memory of fake:0"):
                 hold(wide, None, spec=SHORT)
         else:
             with hold(wide, None, spec=SHORT) as audio:
@@ -459,22 +459,22 @@ def test_memory_that_runs_out_between_launches(
     "As on a card, where a launch itself can ask for memory."
     devices(Faults())
     monkeypatch.setattr(recompute, "MOST_RECORDINGS", 16)
-    real, calls = HostStream.do, itertools.count()
+    real, calls = FakeStream.do, itertools.count()
 
-    def do(self: HostStream, fn: Callable[[], object]) -> None:
+    def do(self: FakeStream, fn: Callable[[], object]) -> None:
         if next(calls) in (4, 5, 9, 10):
-            raise RehearsalOutOfMemory("out of memory")
+            raise FakeOutOfMemory("out of memory")
         real(self, fn)
 
     with hold(mixed) as audio:
-        monkeypatch.setattr(HostStream, "do", do)
+        monkeypatch.setattr(FakeStream, "do", do)
         assert same(audio.log_mel(), right)
         assert audio._rack.n_block < 16
         monkeypatch.setattr(
-            HostStream,
+            FakeStream,
             "do",
             lambda self, fn: (
-                do(self, fn) if next(calls) < 0 else (_ for _ in ()).throw(RehearsalOutOfMemory("full"))
+                do(self, fn) if next(calls) < 0 else (_ for _ in ()).throw(FakeOutOfMemory("full"))
             ),
         )
         with pytest.raises(LeakmelError, match="ran out"):
@@ -526,7 +526,7 @@ def test_a_device_that_fails_is_said_and_keeps_nothing(wide: Path, devices: Use,
     right, failed = None, 0
     for k in (10_000, *range(0, 60, 3)):
         (device,) = devices(Faults(**{kind: k, "delay_s": 0.001}))
-        with error_saying("rehearsal:0") as said, hold(wide, None, spec=SHORT) as audio:
+        with error_saying("fake:0") as said, hold(wide, None, spec=SHORT) as audio:
             mels, n = audio.log_mel().numpy(), device.counts["operations"]
         failed += len(said)
         if said:
@@ -623,7 +623,7 @@ def one_nan(mels: torch.Tensor, call: int) -> None:
 @pytest.mark.parametrize(
     ("spoil", "error", "word"),
     [
-        (nudge, EngineError, "does not reproduce the reference on rehearsal:0"),
+        (nudge, EngineError, "does not reproduce the reference on fake:0"),
         (nudge_later, VerifyError, "differs from the reference"),
         (one_nan, EngineError, "values that are no numbers"),
     ],
@@ -667,7 +667,7 @@ def test_auto_passes_over_an_engine_that_is_wrong(
 
     def wrong(*a: Any) -> Any:
         chain, _ = recompute.CHAINS["torch"](*a)
-        return Chain(chain, nudge), "triton@0/rehearsal"
+        return Chain(chain, nudge), "triton@0/fake"
 
     monkeypatch.setitem(recompute.CHAINS, "triton", wrong)
     with hold(mixed) as audio:
@@ -735,7 +735,7 @@ def test_time_resident_gives_figures_for_json(demo: Path, devices: Use) -> None:
         3,
         3,
         3,
-        "rehearsal:0",
+        "fake:0",
     )
     assert all(0 < k <= s for s, k in zip(facts["seconds"], facts["kernel_s"]))
     assert facts["files_per_s"] == facts["n_files"] / sorted(facts["seconds"])[1]

@@ -283,7 +283,7 @@ def test_sound_is_the_chosen_part_and_says_when_it_was_raised(state):
     [
         (True, "cpu", "memory"),
         (False, "cpu", "their files"),
-        (True, "rehearsal", "the memory of rehearsal:0"),
+        (True, "fake", "the memory of fake:0"),
     ],
 )
 def test_the_whole_split_is_as_in_a_build(recordings, built, keep, device, where):

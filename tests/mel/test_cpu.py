@@ -427,7 +427,7 @@ def test_other_lengths_fall_back_and_say_so(demo: Path, tmp_path: Path) -> None:
 
 def test_it_computes_on_a_cpu_only() -> None:
     with pytest.raises(EngineError, match="computes on the CPU"):
-        open_engine("cpu", MelSpec.preset("disjoint"), device="rehearsal")
+        open_engine("cpu", MelSpec.preset("disjoint"), device="fake")
 
 
 def test_a_build_with_it_imports_no_torch(demo: Path, tmp_path: Path) -> None:

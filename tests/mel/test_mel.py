@@ -487,7 +487,7 @@ def test_auto_passes_over_what_fails_and_warns(
         assert engine.name == "reference"
     assert [r.levelname for r in caplog.records if "engine torch passed over" in r.message] == ["WARNING"]
     with pytest.raises(EngineError, match="does not reproduce"):
-        open_engine("auto", spec, device="rehearsal")  # a device that was asked for is kept to
+        open_engine("auto", spec, device="fake")  # a device that was asked for is kept to
 
 
 def test_an_engine_that_errs_is_found_out() -> None:
