@@ -65,7 +65,6 @@ MEL = {
     "engine-broken": "The module of an engine is installed, but cannot be loaded.",
     "not-on-device": "The engine does not compute on that device.",
     "fft-length": "The engine has no transform for that FFT length.",
-    "unknown-precision": "The engine does not compute in that precision on that device.",
     "not-a-positive-integer": "A setting must be a whole number of at least 1.",
     "self-check": "The engine does not reproduce the float64 reference.",
     "devices-differ": "Two devices of an engine give different bits for the same recording.",

@@ -7,16 +7,14 @@ __all__ = [
     "FRAME_ALIGN",
     "CPU_BLOCK_BYTES",
     "CUDA_BLOCK_BYTES",
-    "PRECISIONS",
     "block_files",
     "TorchChain",
     "one_thread",
     "TorchEngine",
     "precision_recordings",
-    "precision_error",
 ]
 
-# %% ../../nbs/mel/torch_engine.ipynb #943e4300
+# %% ../../nbs/mel/torch_engine.ipynb #c90af215
 import threading
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -27,13 +25,12 @@ import torch
 from ..audio.compiled import int16_moments
 from ..audio.conform import FULL_SCALE, moments_of
 from ..audio.segments import even_step
-from ..core.errors import EngineError, UsageError
 from ..core.monitor import usable_cores
 from .device import Device, open_devices
 from .device_buffers import Chain
 from .device_engine import DeviceEngine
 from .engines import DeviceOptions, SpanFactory, no_span
-from .reference import compare, hann_periodic, reference_features
+from .reference import hann_periodic
 from .spec import MelSpec
 
 # %% ../../nbs/mel/torch_engine.ipynb #269de9a7
@@ -129,32 +126,24 @@ class _HostChain:
 
 
 # %% ../../nbs/mel/torch_engine.ipynb #b79c82a3
-# precision -> the numbers of the mel product
-PRECISIONS = {"fp32": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
 class TorchChain:
     "What turns samples on a device into features there, G recordings (a granule) at a time."
 
-    def __init__(self, spec: MelSpec, device: Device, n_block: int, *, precision: str = "fp32"):
+    def __init__(self, spec: MelSpec, device: Device, n_block: int):
         self.spec = spec
         self.frames = _Frames(spec, device.upload)
         self.granule = block_files(spec, device.kind)
-        self.low = None if precision == "fp32" else PRECISIONS[precision]
-        loudest = (spec.n_fft / 2) ** spec.power
-        # or power 2 would leave float16
-        self.scale = 1.0 if precision != "fp16" else 2.0 ** (13 - int(np.ceil(np.log2(loudest))))
-        n, of_product = self.granule, PRECISIONS[precision]
+        n = self.granule
         n_padded = -(-self.frames.n_distinct // FRAME_ALIGN) * FRAME_ALIGN
         n_repeated = n if self.frames.index is not None else 0
         self.padded = device.empty((n, n_padded, spec.n_fft), torch.float32).zero_()  # windowed samples
-        self.magnitude = device.empty((n, n_padded, spec.n_fft // 2 + 1), of_product)
-        self.products = device.empty((n, n_padded, spec.n_mels), of_product)
+        self.magnitude = device.empty((n, n_padded, spec.n_fft // 2 + 1), torch.float64)
+        self.products = device.empty((n, n_padded, spec.n_mels), torch.float64)
         self.mels = device.empty((n, n_padded, spec.n_mels), torch.float32)
         self.rows = device.empty((n_repeated, spec.grid.frame_starts.size, spec.n_mels), torch.float32)
         self.wide = device.empty((n, spec.n_samples), torch.int32)
         self.loud = device.empty((n, spec.n_samples), torch.bool)
-        bank = device.upload(torch.tensor(spec.filterbank, dtype=of_product))
+        bank = device.upload(torch.tensor(spec.filterbank, dtype=torch.float64))
         self.bank = bank.expand(n, *bank.shape)
 
     def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
@@ -170,22 +159,17 @@ class TorchChain:
         "Samples [n, N] -> magnitudes, or their squares."
         frames = self.padded[: len(x), : self.frames.n_distinct]
         torch.mul(self.frames.distinct(x), self.frames.windows[x.dtype], out=frames)
-        if self.low is not None:
-            frames.copy_(frames.to(self.low))
         # into a given place it would be copied once more
         parts = torch.view_as_real(torch.fft.rfft(self.padded))
-        out = self.magnitude if self.low is None else torch.empty_like(self.magnitude, dtype=torch.float32)
-        torch.hypot(parts[..., 0], parts[..., 1], out=out)
+        torch.hypot(parts[..., 0], parts[..., 1], out=self.magnitude)
         if self.spec.power == 2:
-            out.square_()
-        if self.low is not None:
-            self.magnitude.copy_(out.mul_(self.scale))
+            self.magnitude.square_()
 
     def _mels(self, out: torch.Tensor) -> None:
         "Magnitudes -> rows [n, L, S, M, T] float16."
         n, (n_long, n_short, n_mels, n_frames) = len(out), self.spec.row_shape
         torch.bmm(self.magnitude, self.bank, out=self.products)
-        torch.mul(self.products, 1 / self.scale, out=self.mels)
+        self.mels.copy_(self.products)
         self.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
         if self.frames.index is None:
             rows = self.mels[:n, : self.frames.n_distinct]
@@ -229,36 +213,19 @@ class TorchEngine(DeviceEngine):
         *,
         device: str | list[Device] = "auto",
         options: DeviceOptions | None = None,
-        precision: str = "fp32",
     ):
-        if precision not in PRECISIONS:
-            raise UsageError(
-                "unknown precision",
-                code="unknown-precision",
-                found=repr(precision),
-                expected=", ".join(PRECISIONS),
-            )
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if precision != "fp32":
-            if device == "cpu":
-                raise EngineError(
-                    f"precision {precision} is for devices",
-                    code="unknown-precision",
-                    found="device='cpu'",
-                    remedy="use device='cuda'",
-                )
-            self.version = f"{self.version}-{precision}"  # a row of lower precision is another row
         devices = ([] if device == "cpu" else open_devices(device)) if isinstance(device, str) else device
-        super().__init__(spec, devices, partial(self.make_chain, spec, precision=precision), options)
+        super().__init__(spec, devices, partial(self.make_chain, spec), options)
         if not devices:
             self._local = threading.local()
             self._chain = _HostChain(spec)
 
     @staticmethod
-    def make_chain(spec: MelSpec, device: Device, n_block: int, *, precision: str = "fp32") -> Chain:
+    def make_chain(spec: MelSpec, device: Device, n_block: int) -> Chain:
         "The chain on a device."
-        return TorchChain(spec, device, n_block, precision=precision)
+        return TorchChain(spec, device, n_block)
 
     @property
     def workers(self) -> int:
@@ -307,19 +274,3 @@ def precision_recordings(spec: MelSpec) -> np.ndarray:
     tone = 32_766 * np.sin(2 * np.pi * (spec.n_fft // 5 + 0.3) / spec.n_fft * np.arange(n) + 0.3)
     noise = np.clip(rng.normal(0, 3000, n), -32_768, 32_767)
     return np.stack([noise, tone + rng.integers(-1, 2, n)]).round().astype(np.int16)
-
-
-def precision_error(
-    spec: MelSpec,
-    precision: str,  # "fp32", "fp16" or "bf16"
-    device: str | list[Device] = "cuda",
-) -> tuple[
-    float, float
-]:  # dB, in bands within 90 dB of the strongest: for noise, and for the tone over noise
-    "The largest difference from the reference at a precision of the torch engine."
-    x = precision_recordings(spec)
-    out = np.full((2, *spec.row_shape), np.nan, np.float16)
-    with TorchEngine(spec, device=device, precision=precision) as engine:
-        engine.run(x, out)
-    noise, tone = (compare(row, reference_features(one, spec), spec).max_abs_db for row, one in zip(out, x))
-    return noise, tone

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_device import FakeDevice, FakeOutOfMemory, Faults
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import leakmel as lm
@@ -26,7 +27,6 @@ from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.train.step import Stepper
 from leakmel.learn.data.task import make_task
 from leakmel.learn.model.settings import TrainSettings
-from fake_device import Faults, FakeDevice, FakeOutOfMemory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096
@@ -49,10 +49,7 @@ def test_devices_by_name(monkeypatch):
         "cuda:0",
         "cuda:1",
     ]
-    assert [pick_device(name, rehearsal=True) for name in ("fake", "fake:3")] == [
-        "fake:0",
-        "fake:3",
-    ]
+    assert [pick_device(name, registered=True) for name in ("fake", "fake:3")] == ["fake:0", "fake:3"]
     with pytest.raises(UsageError, match="no such GPU here; found 'cuda:2', 2 GPUs"):
         pick_device("cuda:2")
     for name in ("", "gpu", "cuda:", "cuda:-1", "fake", "cpu:0", "CPU"):
@@ -61,7 +58,7 @@ def test_devices_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device() == "cpu"
     with pytest.raises(UsageError, match="0 GPUs"):
-        pick_device("cuda", rehearsal=True)
+        pick_device("cuda", registered=True)
 
 
 # ---- float32
