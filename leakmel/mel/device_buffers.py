@@ -9,7 +9,6 @@ __all__ = [
     "FEW",
     "Chain",
     "EventSet",
-    "Traffic",
     "SpanLog",
     "DeviceTicket",
     "Piece",
@@ -59,24 +58,6 @@ class EventSet:
         self.stages = [(device.event(), device.event()) for _ in STAGES_OVER]  # begin and end of each
         self.copied_in, self.computed, self.copied_out = (ended for _, ended in self.stages)
         self.figures = device.pinned((6 * n_block,), torch.float64)  # [5 n] moments, [n] sums
-
-
-class Traffic:
-    "What crossed the bus of a device so far, and how long the copies took."
-
-    def __init__(self):
-        self.bytes_in = self.bytes_out = 0
-        self.in_s = self.out_s = 0.0
-        self._lock = threading.Lock()
-
-    def add(self, events: EventSet, bytes_in: int, bytes_out: int) -> None:
-        "Count a block that is through."
-        in_s, _, out_s = (ended.elapsed_s(began) for began, ended in events.stages)
-        with self._lock:
-            self.bytes_in += bytes_in
-            self.bytes_out += bytes_out
-            self.in_s += in_s
-            self.out_s += out_s
 
 
 class SpanLog:
@@ -180,7 +161,6 @@ class DeviceBlock:
         self,
         pieces: list[Piece],
         events: EventSet,
-        traffic: Traffic,
         give_back: Callable[["DeviceBlock"], None],
     ):
         self.pieces = pieces
@@ -191,7 +171,6 @@ class DeviceBlock:
             None  # pinned rows of the buffers, where a batch's own are not pinned
         )
         self.done = False
-        self._traffic = traffic
         self._give_back = give_back
         self._lock = threading.Lock()
 
@@ -220,9 +199,8 @@ class DeviceBlock:
             if self.staged_out is not None and not p.ticket.out_pinned:
                 np.copyto(p.ticket.out[p.start : p.stop], self.staged_out[p.in_block])
             _check_rows(p, sums[p.in_block])
-        bytes_in, bytes_out = self.n * first.samples[0].nbytes, self.n * (2 * first.out[0].size + 48)
-        self._traffic.add(self.events, bytes_in, bytes_out)
         if first.log is not None:
+            bytes_in, bytes_out = self.n * first.samples[0].nbytes, self.n * (2 * first.out[0].size + 48)
             first.log.note(self.events, first.label, self.n, bytes_in, bytes_out)
 
 

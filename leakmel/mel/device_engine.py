@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["DeviceLane", "DeviceEngine", "CheckedChain", "open_chain"]
 
-# %% ../../nbs/mel/device_engine.ipynb #9380870c
+# %% ../../nbs/mel/device_engine.ipynb #2eaeb2b7
 import itertools, logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +20,7 @@ import torch
 from ..core.errors import EngineError, LeakmelError, UsageError
 from ..core.timeline import Timeline
 from .device import Device
-from .device_buffers import Chain, DeviceTicket, MakeChain, SpanLog, Traffic
+from .device_buffers import Chain, DeviceTicket, MakeChain, SpanLog
 from .engines import DEVICE_ENGINES, ENGINES, NotHere, check_recording
 from .engines import Batch, DeviceOptions, Engine, EngineLane, Label, SpanFactory, Ticket, no_span
 from .reference import compare, reference_features
@@ -108,11 +108,6 @@ class DeviceEngine(Engine):
     def host_bytes(self) -> int:
         "Bytes of pinned `host_array`s."
         return sum(n for n, _ in self._arrays.values())
-
-    @property
-    def traffic(self) -> dict[str, Traffic]:
-        "What crossed each device's bus so far."
-        return {r.device.name: r.traffic for r in self.runners}
 
     def host_array(self, shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
         "Pinned zeros; ordinary memory after `close`."

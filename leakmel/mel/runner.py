@@ -15,7 +15,7 @@ __all__ = [
     "Runner",
 ]
 
-# %% ../../nbs/mel/runner.ipynb #196d483f
+# %% ../../nbs/mel/runner.ipynb #574fa28c
 import logging, threading, traceback
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,7 +33,6 @@ from leakmel.mel.device_buffers import (
     EventSet,
     MakeChain,
     Piece,
-    Traffic,
     next_block,
 )
 from .engines import DeviceOptions
@@ -208,7 +207,6 @@ class Runner:
         self.device = device
         self.title = f"{engine} on {device.name}"
         self.pool = BufferPool(device, spec, make_chain, options, self.title)
-        self.traffic = Traffic()
         self.free_events: list[EventSet] = []
         self.under_way: dict[int, DeviceBlock] = {}
         self.closed = ""  # why nothing can be sent any more
@@ -266,7 +264,7 @@ class Runner:
         if staged := not all(p.ticket.samples_pinned and p.ticket.out_pinned for p in pieces):
             buffers.free_staging()
         self._sending = events = self._event_set()
-        block = DeviceBlock(pieces, events, self.traffic, self._through)
+        block = DeviceBlock(pieces, events, self._through)
         with self.device.range("copy_in"):
             if last is not None:
                 copy_in.wait(last.events.computed)

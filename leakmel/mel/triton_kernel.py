@@ -176,11 +176,9 @@ def kernel_sizes(
             remedy="use engine='torch'",
         )
     n_bands = min(64, max(16, triton.next_power_of_2(spec.n_mels)))
-    tiles, row_size, n_distinct = (
-        bin_tiles(spec.filterbank, n_bands, launch.bins),
-        int(np.prod(spec.row_shape)),
-        len(spec.grid.distinct[0]),
-    )
+    tiles = bin_tiles(spec.filterbank, n_bands, launch.bins)
+    row_size = int(np.prod(spec.row_shape))
+    n_distinct = len(spec.grid.distinct[0])
     recordings = launch.rows // n_distinct + 2  # at the most, in one program
     half = spec.n_fft // 2
     return KernelSizes(
@@ -229,9 +227,8 @@ def kernel_tables(
     sizes = kernel_sizes(spec, launch)
     dft = np.zeros((4, sizes.half_padded, sizes.n_bins), np.float16)
     n_bins = min(sizes.n_bins, len(spec.filterbank))
-    for first in range(
-        0, n_bins, 512
-    ):  # a part at a time: float64 of all would take gigabytes for long windows
+    # a part at a time: float64 of all would take gigabytes for long windows
+    for first in range(0, n_bins, 512):
         bins = np.arange(first, min(first + 512, n_bins))
         for i, matrix in enumerate(folded_dft(spec.n_fft, bins)):
             dft[2 * i : 2 * i + 2, : sizes.half, bins] = split_float16(matrix * MATRIX_SCALE)

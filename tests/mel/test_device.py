@@ -235,7 +235,7 @@ def test_mixed_batches_in_one_submit() -> None:
             assert np.array_equal(ticket.wait(), moments_of(a)), "waiting twice is the same"
             assert np.array_equal(out, right_rows(a))
         for bad in ((x[:, :5], outs[0]), (x, outs[1]), (x.astype(np.int32), outs[0])):
-            with pytest.raises(UsageError, match="no batch"):
+            with raises("not-a-batch", UsageError):
                 lane.submit([bad])
         lane.close()
     nothing_is_held(devices)
@@ -401,7 +401,6 @@ def test_spans_of_a_block_follow_each_other() -> None:
         ended_s = timeline.now_s()
         for lane in lanes:
             lane.close()
-        traffic = engine.traffic
     assert {s.lane for s in timeline.spans} == {"fake:0", "fake:1"}
     for i in range(10):
         found = {s.stage: s for s in timeline.spans if s.batch == i}
@@ -418,8 +417,6 @@ def test_spans_of_a_block_follow_each_other() -> None:
         )
         assert {(s.split, s.n_files) for s in found.values()} == {("TESTING", 4)}
         assert (copy_in.n_bytes, copy_out.n_bytes) == (4 * 2 * TINY.n_samples, 4 * (2 * N_VALUES + 48))
-    assert sum(t.bytes_in for t in traffic.values()) == x.nbytes
-    assert all(0 < t.in_s < ended_s and 0 < t.out_s < ended_s for t in traffic.values())
 
 
 # ---- graphs --------------------------------------------------------------------------------------------------------------
@@ -455,7 +452,7 @@ def test_a_graph_that_errs_is_found_out(
 
     monkeypatch.setattr(FakeDevice, "capture", capture)
     if fault == "cannot be replayed":  # an error on the device: nothing can be trusted any more
-        with pytest.raises(EngineError, match="no such graph"):
+        with raises("device-failed", EngineError, says="no such graph"):
             in_time(lambda: storm(fleet(1, 0), DeviceOptions(max_block=4)))
         return
     x, rows, moments = storm(fleet(1, 0), DeviceOptions(max_block=4))
@@ -519,9 +516,9 @@ def test_blocks_are_halved_down_to_the_granule(caplog: pytest.LogCaptureFixture)
     assert "blocks of 4 recordings" in caplog.text
     assert "blocks of 2" not in caplog.text
     small = FakeDevice(faults=Faults(largest_bytes=5 * row_bytes))
-    with pytest.raises(EngineError, match="does not hold a block of 6") as e:
+    with raises("device-memory", EngineError, says=" 6 recordings") as caught:
         storm([small], DeviceOptions(max_block=32), chain=lambda: Ends(granule=6))
-    assert "out of memory" in str(e.value)
+    assert "out of memory" in str(caught.value)
     nothing_is_held([small])
 
 
@@ -533,11 +530,11 @@ def test_no_room_for_the_smallest_block_fails_the_batch() -> None:
         lane = engine.open_lane()
         first, wide, later = lane.submit([(x, out), (x.astype(np.float32), out.copy()), (x, out.copy())])
         assert np.array_equal(first.wait(), moments_of(x))
-        with pytest.raises(EngineError, match="does not hold a block of 1 "):
+        with raises("device-memory", EngineError, says=" 1 recordings"):
             wide.wait()
-        with pytest.raises(EngineError, match="is closed"):
+        with raises("device-closed", EngineError):
             later.wait()
-        with pytest.raises(EngineError, match="is closed"):
+        with raises("device-closed", EngineError):
             lane.submit([(x, out)])[0].wait()
         lane.close()
     nothing_is_held([device])
@@ -619,7 +616,7 @@ def test_closing_with_tickets_outstanding() -> None:
         in_time(engine.close)
         assert np.array_equal(out, right_rows(x)), "what was queued has been done"
         assert np.array_equal(np.concatenate([t.wait() for t in tickets])[:6], moments_of(x[:6]))
-        with pytest.raises(EngineError, match="closed by its owner"):
+        with raises("device-closed", EngineError):
             engine.run(x[:6], out[:6])
         in_time(engine.close)
         nothing_is_held(devices)
@@ -643,7 +640,7 @@ def test_a_row_that_is_no_number_fails_its_batch() -> None:
         x, out = recordings(12), np.zeros((12, *TINY.row_shape), np.float16)
         tickets = engine.open_lane().submit([(x[i : i + 4], out[i : i + 4]) for i in range(0, 12, 4)])
         assert np.array_equal(tickets[0].wait(), moments_of(x[:4]))
-        with pytest.raises(EngineError, match="no numbers.*recording 2"):
+        with raises("not-a-number", EngineError, found="recording 2 of its batch"):
             tickets[1].wait()
         assert np.array_equal(tickets[2].wait(), moments_of(x[8:]))
         wide = recordings(4, dtype=np.float32)
@@ -659,7 +656,7 @@ def test_an_engine_that_cannot_open_a_device_closes_the_others() -> None:
         FakeDevice("fake:1", Faults(limit_bytes=10)),
         FakeDevice("fake:2"),
     ]
-    with pytest.raises(EngineError, match="fake:1: the device's memory does not hold"):
+    with raises("device-memory", EngineError, says="fake:1"):
         DeviceEngine(TINY, list[Device](devices), lambda d, n: Ends())
     nothing_is_held(devices)
 
@@ -686,7 +683,7 @@ def test_devices_have_to_agree() -> None:
         DeviceEngine(
             TINY, open_devices("fake*2"), lambda device, n: ByReference(device.name == "fake:1")
         ) as engine,
-        pytest.raises(EngineError, match="other bits on its device 1"),
+        raises("devices-differ", EngineError, says="device 1"),
     ):
         self_check(engine)
 
@@ -695,7 +692,7 @@ def test_devices_have_to_agree() -> None:
     "bad", [{"gpu_streams": 0}, {"flights": True}, {"max_block": -1}, {"max_block": 2.0}], ids=str
 )
 def test_options_are_checked(bad: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="whole number"):
+    with raises("not-a-positive-integer", UsageError):
         DeviceOptions(**bad)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from errors import raises
 from fake_device import FakeDevice, Faults, Use, counted
 from messy import write_messy
 
@@ -288,7 +289,7 @@ def test_device_memory_that_runs_out_makes_blocks_smaller(
 
 def test_no_room_at_all_is_said(demo: Path, tmp_path: Path, devices: Callable) -> None:
     devices(Faults(limit_bytes=1000))
-    with pytest.raises(EngineError, match="memory does not hold"):
+    with raises("device-memory", EngineError):
         build(demo, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
