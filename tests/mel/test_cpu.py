@@ -362,7 +362,7 @@ def test_a_cache_of_code_is_not_used_when_its_sources_changed(tmp_path: Path) ->
     first, again = rows(), rows()
     assert (first[0], again[0]) == (0, 1)
     assert first[1] == again[1]
-    source = tmp_path / "leakmel" / "core" / "vectors.py"
+    source = tmp_path / "leakmel" / "core" / "jit.py"
     text, n = re.subn(
         r"\(0xFFF - \(112 << 23\)\)", "(0x7FF - (112 << 23))", source.read_text(encoding="utf-8")
     )
