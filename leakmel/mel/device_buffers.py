@@ -142,7 +142,9 @@ def next_block(
 ) -> tuple[list[Piece], list[Piece]]:  # the block, and what is left then
     "Take rows of one kind of samples for the next block."
     block: list[Piece] = []
-    n, dtype, rest = 0, rest[0].ticket.samples.dtype, list(rest)
+    n = 0
+    dtype = rest[0].ticket.samples.dtype
+    rest = list(rest)
     while rest and n < n_block and rest[0].ticket.samples.dtype == dtype:
         p = rest.pop(0)
         stop = min(p.stop, p.start + n_block - n)
@@ -191,7 +193,8 @@ class DeviceBlock:
 
     def _deliver(self) -> None:
         "Hand figures and staged rows to the batches."
-        figures, first = self.events.figures.numpy(), self.pieces[0].ticket
+        first = self.pieces[0].ticket
+        figures = self.events.figures.numpy()
         moments, sums = figures[: 5 * self.n].reshape(self.n, 5), figures[5 * self.n : 6 * self.n]
         for p in self.pieces:
             if self.dtype == np.int16:

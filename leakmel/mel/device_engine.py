@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["DeviceLane", "DeviceEngine", "CheckedChain", "open_chain"]
 
-# %% ../../nbs/mel/device_engine.ipynb #2eaeb2b7
+# %% ../../nbs/mel/device_engine.ipynb #dc96ff40
 import itertools, logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +22,7 @@ from ..core.timeline import Timeline
 from .device import Device
 from .device_buffers import Chain, DeviceTicket, MakeChain, SpanLog
 from .engines import DEVICE_ENGINES, ENGINES, NotHere, check_recording
-from .engines import Batch, DeviceOptions, Engine, EngineLane, Label, SpanFactory, Ticket, no_span
+from .engines import Batch, DeviceOptions, Engine, EngineLane, Label, Ticket
 from .reference import compare, reference_features
 from .runner import Runner, bare
 from .spec import MelSpec
@@ -149,13 +149,12 @@ class DeviceEngine(Engine):
             return super().open_lane(k, timeline)
         return DeviceLane(self, self.runners[k % len(self.runners)], timeline)
 
-    def run(self, samples: np.ndarray, out: np.ndarray, *, span: SpanFactory = no_span) -> np.ndarray:
+    def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Compute a batch and wait for it; safe to call from several threads, devices take turns."
         runner = self.runners[next(self._turns) % len(self.runners)]
-        with span("compute"):
-            ticket = self.ticket(samples, out, ("", -1), runner.title)
-            runner.submit([ticket])
-            return ticket.wait()
+        ticket = self.ticket(samples, out, ("", -1), runner.title)
+        runner.submit([ticket])
+        return ticket.wait()
 
     def close(self) -> None:
         "Wait for what is under way; give devices and pinned memory back."

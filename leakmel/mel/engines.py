@@ -6,7 +6,6 @@
 __all__ = [
     "Batch",
     "Label",
-    "SpanFactory",
     "ENGINES",
     "DEVICE_ENGINES",
     "CPU_ENGINES",
@@ -14,7 +13,6 @@ __all__ = [
     "Ticket",
     "EngineLane",
     "DeviceOptions",
-    "no_span",
     "Engine",
     "ReferenceEngine",
     "check_recording",
@@ -28,11 +26,11 @@ __all__ = [
     "log_mel",
 ]
 
-# %% ../../nbs/mel/engines.ipynb #0f780995
+# %% ../../nbs/mel/engines.ipynb #8f4523f8
 import ctypes, logging, os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
@@ -95,14 +93,6 @@ class DeviceOptions:
 
 
 # %% ../../nbs/mel/engines.ipynb #e39e3f59
-SpanFactory = Callable[[str], AbstractContextManager]  # stage name -> context that times its body
-
-
-def no_span(stage: str) -> AbstractContextManager:
-    "Time nothing."
-    return nullcontext()
-
-
 class _DirectLane:
     "A lane into an engine that computes on the calling thread."
 
@@ -165,7 +155,7 @@ class Engine(ABC):
         return 0
 
     @abstractmethod
-    def run(self, samples: np.ndarray, out: np.ndarray, *, span: SpanFactory = no_span) -> np.ndarray:
+    def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Fill `out` [B, L, S, M, T] (float16 or float32, dB) from `samples` [B, N]; returns the moments [B, 5] float64."
 
     def open_lane(self, k: int = 0, timeline: Timeline | None = None) -> EngineLane:
@@ -195,11 +185,10 @@ class ReferenceEngine(Engine):
 
     name = "reference"
 
-    def run(self, samples: np.ndarray, out: np.ndarray, *, span: SpanFactory = no_span) -> np.ndarray:
+    def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Compute with NumPy in float64, round once."
-        with span("compute"):
-            out[...] = reference_log_mel(samples, self.spec)
-            return moments_of(samples)
+        out[...] = reference_log_mel(samples, self.spec)
+        return moments_of(samples)
 
 
 # %% ../../nbs/mel/engines.ipynb #2eac17a8

@@ -259,7 +259,8 @@ class Runner:
         n = pieces[-1].in_block.stop
         if not buffers.holds(n, dtype):
             self.pool.widen(n, dtype)
-        x, copy_in, copy_out = buffers.samples[dtype], self.pool.copy_in, self.pool.copy_out
+        x = buffers.samples[dtype]
+        copy_in, copy_out = self.pool.copy_in, self.pool.copy_out
         last = buffers.last if buffers.last is not None and not buffers.last.done else None
         if staged := not all(p.ticket.samples_pinned and p.ticket.out_pinned for p in pieces):
             buffers.free_staging()

@@ -12,6 +12,7 @@ __all__ = [
     "mel_corners_hz",
     "mel_filterbank",
     "MelSpec",
+    "frame_places",
     "spec_from_dict",
 ]
 
@@ -334,6 +335,20 @@ def _band_remedy(spec: MelSpec) -> str:
     )
     fewer = f"use n_mels={most} or fewer, " if most else ""
     return f"{fewer}raise n_fft with its windows, or raise f_min_hz"
+
+
+# %% ../../nbs/mel/spec.ipynb #ec34a4f4
+def frame_places(
+    spec: MelSpec,
+) -> tuple[
+    np.ndarray, np.ndarray
+]:  # [D + 1] numbers of the first place of each distinct frame; [L S T] places
+    "Places of all distinct frames: where the frame's lowest band goes in a row; bands follow at a distance of T."
+    n_long, n_short, n_mels, n_frames = spec.row_shape
+    starts, index = spec.grid.distinct
+    segment, t = np.divmod(np.argsort(index, axis=None, kind="stable"), n_frames)
+    counts = np.bincount(index.ravel(), minlength=len(starts))
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), segment * n_mels * n_frames + t
 
 
 # %% ../../nbs/mel/spec.ipynb #b7c14e24

@@ -14,7 +14,7 @@ __all__ = [
     "precision_recordings",
 ]
 
-# %% ../../nbs/mel/torch_engine.ipynb #c90af215
+# %% ../../nbs/mel/torch_engine.ipynb #cd0edbb2
 import threading
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -29,7 +29,7 @@ from ..core.monitor import usable_cores
 from .device import Device, open_devices
 from .device_buffers import Chain
 from .device_engine import DeviceEngine
-from .engines import DeviceOptions, SpanFactory, no_span
+from .engines import DeviceOptions
 from .reference import hann_periodic
 from .spec import MelSpec
 
@@ -55,7 +55,7 @@ class _WorkSpace:
     "Reused buffers for one block on the CPU."
 
     def __init__(self, spec: MelSpec, n_files: int):
-        n_bins, n_distinct = spec.n_fft // 2 + 1, len(spec.grid.distinct[0])
+        n_distinct = len(spec.grid.distinct[0])
         n_padded = -(-n_distinct // FRAME_ALIGN) * FRAME_ALIGN
 
         def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -65,7 +65,7 @@ class _WorkSpace:
         self.sample_buffer = lru_cache(lambda dtype: buffer(n_files, spec.n_samples, dtype=dtype))
         self.padded = buffer(n_files, n_padded, spec.n_fft)
         self.frames = self.padded[:, :n_distinct]
-        self.magnitude = buffer(n_files, n_padded, n_bins)
+        self.magnitude = buffer(n_files, n_padded, spec.n_fft // 2 + 1)
         self.mels = buffer(n_files, n_padded, spec.n_mels)
         self.values = self.mels[:, :n_distinct]
 
@@ -232,10 +232,10 @@ class TorchEngine(DeviceEngine):
         "One thread per core on a CPU; one per device elsewhere."
         return len(self.runners) or usable_cores()
 
-    def run(self, samples: np.ndarray, out: np.ndarray, *, span: SpanFactory = no_span) -> np.ndarray:
+    def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Compute block by block; safe to call from several threads."
         if self.runners:
-            return super().run(samples, out, span=span)
+            return super().run(samples, out)
         n_block = self._chain.n_block
         moments = np.empty((len(samples), 5))
         # buffers too: torch's own threads do not live through a fork
@@ -244,33 +244,29 @@ class TorchEngine(DeviceEngine):
                 self._local.space = _WorkSpace(self.spec, n_block)
             for start in range(0, len(samples), n_block):
                 stop = min(start + n_block, len(samples))
-                moments[start:stop] = self._run_block(
-                    samples[start:stop], torch.from_numpy(out[start:stop]), self._local.space, span
-                )
+                part = torch.from_numpy(out[start:stop])
+                moments[start:stop] = self._run_block(samples[start:stop], part, self._local.space)
         return moments
 
-    def _run_block(
-        self, samples: np.ndarray, target: torch.Tensor, space: _WorkSpace, span: SpanFactory
-    ) -> np.ndarray:
+    def _run_block(self, samples: np.ndarray, target: torch.Tensor, space: _WorkSpace) -> np.ndarray:
         "One block: copy in, compute, copy out; returns its moments."
-        source, n = torch.from_numpy(samples), len(samples)
-        with span("copy_in"):
-            x = source if n == self._chain.n_block else space.sample_buffer(source.dtype)
-            if x is not source:
-                x[:n].copy_(source)
-        with span("compute"):
-            values = self._chain.features(x, space)
-            moments = int16_moments(samples) if samples.dtype == np.int16 else moments_of(samples)
-        with span("copy_out"):
-            n_long, n_short, n_mels, n_frames = self.spec.row_shape
-            target.copy_(values[:n].view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
+        source = torch.from_numpy(samples)
+        n = len(samples)
+        x = source if n == self._chain.n_block else space.sample_buffer(source.dtype)
+        if x is not source:
+            x[:n].copy_(source)
+        values = self._chain.features(x, space)
+        moments = int16_moments(samples) if samples.dtype == np.int16 else moments_of(samples)
+        n_long, n_short, n_mels, n_frames = self.spec.row_shape
+        target.copy_(values[:n].view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
         return moments
 
 
 # %% ../../nbs/mel/torch_engine.ipynb #6457924a
 def precision_recordings(spec: MelSpec) -> np.ndarray:
     "Noise, and a tone at full scale over noise of 1 LSB, [2, N] int16."
-    n, rng = spec.n_samples, np.random.default_rng(7)
+    n = spec.n_samples
+    rng = np.random.default_rng(7)
     tone = 32_766 * np.sin(2 * np.pi * (spec.n_fft // 5 + 0.3) / spec.n_fft * np.arange(n) + 0.3)
     noise = np.clip(rng.normal(0, 3000, n), -32_768, 32_767)
     return np.stack([noise, tone + rng.integers(-1, 2, n)]).round().astype(np.int16)

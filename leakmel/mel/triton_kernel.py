@@ -12,7 +12,7 @@ __all__ = [
     "folded_dft",
     "split_float16",
     "bin_tiles",
-    "frame_places",
+    "place_table",
     "Launch",
     "launch_for",
     "KernelSizes",
@@ -22,7 +22,7 @@ __all__ = [
     "TritonChain",
 ]
 
-# %% ../../nbs/mel/triton_kernel.ipynb #fb811778
+# %% ../../nbs/mel/triton_kernel.ipynb #887425ec
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -36,7 +36,7 @@ import triton.language as tl
 from ..audio.conform import FULL_SCALE, MOMENTS
 from ..core.errors import EngineError
 from .reference import hann_periodic
-from .spec import MelSpec
+from .spec import MelSpec, frame_places
 
 
 # %% ../../nbs/mel/triton_kernel.ipynb #b3050d86
@@ -84,20 +84,16 @@ def bin_tiles(
     return np.array(found, np.int32)
 
 
-# %% ../../nbs/mel/triton_kernel.ipynb #c625d55d
-def frame_places(
+# %% ../../nbs/mel/triton_kernel.ipynb #b7dc3456
+def place_table(
     spec: MelSpec,
 ) -> np.ndarray:  # [D, R] int64, -1 where a frame has fewer than R places
     "Offsets in a row at which the first band of each distinct frame is stored; bands follow at a distance of T."
-    starts, index = spec.grid.distinct
-    _, _, n_mels, n_frames = spec.row_shape
-    segment, t = np.divmod(np.arange(index.size), n_frames)
-    order = np.argsort(index.ravel(), kind="stable")
-    counts = np.bincount(index.ravel(), minlength=len(starts))
-    nth = np.arange(index.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    places = np.full((len(starts), counts.max()), -1, np.int64)
-    places[index.ravel()[order], nth] = (segment * n_mels * n_frames + t)[order]
-    return places
+    first, places = frame_places(spec)
+    counts = np.diff(first)
+    table = np.full((len(counts), counts.max()), -1, np.int64)
+    table[np.arange(counts.max()) < counts[:, None]] = places
+    return table
 
 
 # %% ../../nbs/mel/triton_kernel.ipynb #e447831c
@@ -192,7 +188,7 @@ def kernel_sizes(
         n_mels=spec.n_mels,
         n_bands=n_bands,
         n_frames=spec.row_shape[-1],
-        n_places=frame_places(spec).shape[1],
+        n_places=place_table(spec).shape[1],
         power=int(spec.power),
         wide=recordings * max(spec.n_samples, row_size) >= 2**31,
         floor=spec.floor,
@@ -236,7 +232,7 @@ def kernel_tables(
     bank[:n_bins, : spec.n_mels] = spec.filterbank[:n_bins]
     return {
         "starts": spec.grid.distinct[0].astype(np.int64),
-        "places": frame_places(spec),
+        "places": place_table(spec),
         "dft": dft,
         "bank": bank,
         "tiles": bin_tiles(spec.filterbank, sizes.n_bands, launch.bins),

@@ -495,9 +495,7 @@ def test_an_engine_that_errs_is_found_out() -> None:
     class Swapped(engines.ReferenceEngine):
         "Swaps two long segments."
 
-        def run(
-            self, samples: np.ndarray, out: np.ndarray, *, span: engines.SpanFactory = engines.no_span
-        ) -> np.ndarray:
+        def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
             moments = super().run(samples, out)
             out[:, [0, 1]] = out[:, [1, 0]]
             return moments
