@@ -19,7 +19,6 @@ __all__ = [
 import logging, threading, traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import torch

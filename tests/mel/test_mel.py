@@ -843,7 +843,8 @@ def test_a_spec_works_or_its_remedy_does(values: dict[str, Any]) -> None:
         spec = MelSpec(**values)
     except SpecError as e:
         text = str(e)
-        assert e.code == "empty-mel-band"
+        if e.code != "empty-mel-band":
+            raise
         if "n_mels=" not in text:  # not even one band fits
             with pytest.raises(SpecError):
                 MelSpec(**values | {"n_mels": 1})
