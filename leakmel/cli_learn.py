@@ -644,9 +644,7 @@ def add_predict(p: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what computes the mels: auto, triton, torch, cpu or reference (default auto)",
     )
-    p.add_argument(
-        "--device", default="auto", metavar="X", help="auto, cpu, cuda, cuda:1 or rehearsal (default auto)"
-    )
+    p.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:1 (default auto)")
     p.add_argument("--files-per-batch", type=int, metavar="N", help="recordings that are scored together")
     p.add_argument("--read-workers", type=int, metavar="N", help="threads that read")
 

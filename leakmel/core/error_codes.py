@@ -58,7 +58,33 @@ CORE = {
 AUDIO = dict[str, str]()
 
 # %% ../../nbs/core/error_codes.ipynb #5141b1e8
-MEL = dict[str, str]()
+MEL = {
+    "unknown-device": "The name of a compute device is not known.",
+    "no-device": "There is no usable device of that name on this machine.",
+    "unknown-engine": "The name of a feature engine is not known.",
+    "engine-missing": "The engine is not installed, or no device that it needs is there.",
+    "engine-broken": "The module of an engine is installed, but cannot be loaded.",
+    "not-on-device": "The engine does not compute on that device.",
+    "fft-length": "The engine has no transform for that FFT length.",
+    "not-a-positive-integer": "A setting must be a whole number of at least 1.",
+    "self-check": "The engine does not reproduce the float64 reference.",
+    "devices-differ": "Two devices of an engine give different bits for the same recording.",
+    "not-a-batch": "The arrays do not have the shapes and types of a batch.",
+    "not-a-number": "The engine gave NaN or infinity for finite samples.",
+    "device-memory": "The memory of the device does not hold a single block of recordings.",
+    "device-failed": "The device or its driver reported an error.",
+    "device-closed": "The device was closed, or failed earlier and cannot be used any more.",
+    "other-length": "The samples do not have the length of the spec.",
+    "sample-type": "The samples have a type without a known full scale.",
+    "sample-range": "The samples are outside the range of full scale.",
+    "spec-type": "A feature setting has the wrong type.",
+    "spec-range": "A feature setting is out of range.",
+    "spec-choice": "A feature setting is not one of its allowed values.",
+    "band-limits": "The lower and upper frequency limits do not fit each other or the sample rate.",
+    "empty-mel-band": "A mel band is narrower than the distance of two frequency bins and holds none.",
+    "unknown-preset": "There is no preset of that name.",
+    "unknown-spec-setting": "There is no feature setting of that name.",
+}
 
 # %% ../../nbs/core/error_codes.ipynb #ac1c452d
 DATASET = dict[str, str]()

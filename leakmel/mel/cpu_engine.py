@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["Tables", "make_tables", "CpuEngine"]
 
-# %% ../../nbs/mel/cpu_engine.ipynb #93d99001
+# %% ../../nbs/mel/cpu_engine.ipynb #6fe99f32
 import threading
 from dataclasses import astuple, dataclass
 
@@ -16,9 +16,9 @@ from ..audio.conform import moments_of
 from ..core.errors import EngineError
 from ..core.monitor import usable_cores
 from .cpu_kernel import BINS_AT_ONCE, RADICES, kernel, places_of, work_space
-from .engines import DeviceOptions, Engine, NotSuited, SpanFactory, no_span
+from .engines import DeviceOptions, Engine, NotSuited
 from .reference import hann_periodic
-from .spec import MelSpec
+from .spec import MelSpec, frame_places
 
 
 # %% ../../nbs/mel/cpu_engine.ipynb #2e668435
@@ -32,7 +32,8 @@ def _points_in_place(radices: tuple[int, ...]) -> np.ndarray:
 
 def _angles(radices: tuple[int, ...]) -> np.ndarray:
     "What points of all passes but the first are turned by, float32 pairs, pass after pass."
-    size, parts = radices[0], []
+    size = radices[0]
+    parts = []
     for r in radices[1:]:
         turns = np.outer(np.arange(size), np.arange(1, r)) / (r * size)
         parts.append(np.exp(-2j * np.pi * turns).astype(np.complex64).ravel())
@@ -46,7 +47,8 @@ _LIFT = 2.0**31
 
 def _filters(spec: MelSpec, scale: float) -> tuple[np.ndarray, np.ndarray]:
     "First bin, first weight and number of steps of each band [M, 3], and the weights."
-    rows, weights = [], [np.zeros(0)]
+    rows = []
+    weights = [np.zeros(0)]
     for band in spec.filterbank.T:
         first, last = np.flatnonzero(band)[[0, -1]]
         n_steps = -(-(last + 1 - first) // BINS_AT_ONCE)
@@ -54,16 +56,6 @@ def _filters(spec: MelSpec, scale: float) -> tuple[np.ndarray, np.ndarray]:
         weights.append(np.zeros(n_steps * BINS_AT_ONCE))
         weights[-1][: last + 1 - first] = band[first : last + 1] * scale
     return np.array(rows, np.int64), np.concatenate(weights).astype(np.float32)
-
-
-def _places(spec: MelSpec) -> tuple[np.ndarray, np.ndarray]:
-    "For each distinct frame the number of its first place, [D + 1], and the places: where the frame's lowest band goes in a row."
-    n_long, n_short, n_mels, n_frames = spec.row_shape
-    starts, index = spec.grid.distinct
-    order = np.argsort(index, axis=None, kind="stable")
-    segment, t = np.divmod(order, n_frames)
-    counts = np.bincount(index.ravel(), minlength=len(starts))
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), segment * n_mels * n_frames + t
 
 
 # %% ../../nbs/mel/cpu_engine.ipynb #bc602005
@@ -90,10 +82,12 @@ def make_tables(
     full_scale: int,  # of the samples, as the kernel has them: 2^31 for 16 bits, or 1
 ) -> Tables:
     "The kernel's tables for a spec."
-    n_points, lift = spec.n_fft // 2, _LIFT if spec.power == 1 else 1.0
+    n_points = spec.n_fft // 2
+    lift = _LIFT if spec.power == 1 else 1.0
     radices = RADICES[n_points]
-    where, inputs = places_of(n_points), np.empty(n_points, np.int64)
+    where = places_of(n_points)
     order = _points_in_place(radices)
+    inputs = np.empty(n_points, np.int64)
     inputs[order] = where
     window = (
         (hann_periodic(spec.n_fft) * (0.5 / full_scale * lift))
@@ -107,7 +101,7 @@ def make_tables(
     levels = np.array([spec.floor, 20 / spec.power * np.log10(2)], np.float32)
     return Tables(
         spec.grid.distinct[0].astype(np.int64),
-        *_places(spec),
+        *frame_places(spec),
         np.array(radices, np.int64),
         inputs,
         where,
@@ -128,10 +122,13 @@ class CpuEngine(Engine):
 
     def __init__(self, spec: MelSpec, *, device: str = "auto", options: DeviceOptions | None = None):
         if device not in ("auto", "cpu"):
-            raise EngineError("the cpu engine computes on the CPU", found=f"device={device!r}")
+            raise EngineError(
+                "the cpu engine computes on the CPU", code="not-on-device", found=f"device={device!r}"
+            )
         if spec.n_fft // 2 not in RADICES or spec.n_fft % 2:
             raise NotSuited(
                 "the cpu engine has no FFT of this length",
+                code="fft-length",
                 found=f"n_fft {spec.n_fft}",
                 expected="a power of two from 64 to 4,096",
                 remedy="use engine='torch', or such an n_fft",
@@ -141,29 +138,26 @@ class CpuEngine(Engine):
             np.dtype(kind): astuple(make_tables(spec, scale))
             for kind, scale in ((np.int16, 2**31), (np.float32, 1))
         }
-        self._numbers, self._local = (spec.n_mels, spec.row_shape[-1], int(spec.power)), threading.local()
+        self._numbers = (spec.n_mels, spec.row_shape[-1], int(spec.power))
+        self._local = threading.local()
 
     @property
     def workers(self) -> int:
         "One thread per core."
         return usable_cores()
 
-    def run(self, samples: np.ndarray, out: np.ndarray, *, span: SpanFactory = no_span) -> np.ndarray:
+    def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Compute all recordings in one call; safe to call from several threads."
         self._check(samples, out)
-        samples = np.require(
-            samples, requirements=["C", "W"]
-        )  # compiled for what may be written; a copy where it may not
+        # compiled for what may be written; a copy where it may not
+        samples = np.require(samples, requirements=["C", "W"])
         numbers = np.array([samples.itemsize, out.itemsize // 2, *self._numbers], np.int64)
-        with span("compute"):
-            if not hasattr(self._local, "space"):
-                self._local.space = work_space(self.spec.n_fft // 2, self.spec.n_mels)
-            if len(samples):
-                rows = out.reshape(len(out), -1).view(np.uint16)
-                kernel(
-                    samples.view(np.uint8), rows, *self._local.space, numbers, *self._tables[samples.dtype]
-                )
-            return int16_moments(samples) if samples.dtype == np.int16 else moments_of(samples)
+        if not hasattr(self._local, "space"):
+            self._local.space = work_space(self.spec.n_fft // 2, self.spec.n_mels)
+        if len(samples):
+            rows = out.reshape(len(out), -1).view(np.uint16)
+            kernel(samples.view(np.uint8), rows, *self._local.space, numbers, *self._tables[samples.dtype])
+        return int16_moments(samples) if samples.dtype == np.int16 else moments_of(samples)
 
     def _check(self, samples: np.ndarray, out: np.ndarray) -> None:
         "Refuse arrays that the kernel would read or write beyond their ends."
@@ -175,6 +169,7 @@ class CpuEngine(Engine):
         if not (shapes and kinds and out.flags.c_contiguous and out.flags.writeable):
             raise EngineError(
                 "arrays that the cpu engine cannot take",
+                code="not-a-batch",
                 found=f"{samples.dtype} {samples.shape}, {out.dtype} {out.shape}",
                 expected=f"int16 or float32 (n, {self.spec.n_samples}), float16 or float32 (n, {', '.join(map(str, self.spec.row_shape))})"
                 " in one piece",

@@ -12,7 +12,7 @@ __all__ = [
     "folded_dft",
     "split_float16",
     "bin_tiles",
-    "frame_places",
+    "place_table",
     "Launch",
     "launch_for",
     "KernelSizes",
@@ -22,10 +22,10 @@ __all__ = [
     "TritonChain",
 ]
 
-# %% ../../nbs/mel/triton_kernel.ipynb #c8d06d13
-from contextlib import AbstractContextManager, nullcontext
+# %% ../../nbs/mel/triton_kernel.ipynb #887425ec
+import threading
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ import triton.language as tl
 from ..audio.conform import FULL_SCALE, MOMENTS
 from ..core.errors import EngineError
 from .reference import hann_periodic
-from .spec import MelSpec
+from .spec import MelSpec, frame_places
 
 
 # %% ../../nbs/mel/triton_kernel.ipynb #b3050d86
@@ -84,20 +84,16 @@ def bin_tiles(
     return np.array(found, np.int32)
 
 
-# %% ../../nbs/mel/triton_kernel.ipynb #c625d55d
-def frame_places(
+# %% ../../nbs/mel/triton_kernel.ipynb #b7dc3456
+def place_table(
     spec: MelSpec,
 ) -> np.ndarray:  # [D, R] int64, -1 where a frame has fewer than R places
     "Offsets in a row at which the first band of each distinct frame is stored; bands follow at a distance of T."
-    starts, index = spec.grid.distinct
-    _, _, n_mels, n_frames = spec.row_shape
-    segment, t = np.divmod(np.arange(index.size), n_frames)
-    order = np.argsort(index.ravel(), kind="stable")
-    counts = np.bincount(index.ravel(), minlength=len(starts))
-    nth = np.arange(index.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    places = np.full((len(starts), counts.max()), -1, np.int64)
-    places[index.ravel()[order], nth] = (segment * n_mels * n_frames + t)[order]
-    return places
+    first, places = frame_places(spec)
+    counts = np.diff(first)
+    table = np.full((len(counts), counts.max()), -1, np.int64)
+    table[np.arange(counts.max()) < counts[:, None]] = places
+    return table
 
 
 # %% ../../nbs/mel/triton_kernel.ipynb #e447831c
@@ -128,6 +124,7 @@ def launch_for(
     if major < 8:
         raise EngineError(
             "the card is too old for the triton engine",
+            code="not-on-device",
             found=f"compute capability {major}.{minor}",
             expected="8.0 or higher",
             remedy="use engine='torch'",
@@ -169,16 +166,15 @@ def kernel_sizes(
     if spec.n_fft > MAX_KERNEL_FFT:
         raise EngineError(
             "the window is too long for the triton engine",
+            code="fft-length",
             found=f"n_fft={spec.n_fft:,}",
             expected=f"at most {MAX_KERNEL_FFT:,}",
             remedy="use engine='torch'",
         )
     n_bands = min(64, max(16, triton.next_power_of_2(spec.n_mels)))
-    tiles, row_size, n_distinct = (
-        bin_tiles(spec.filterbank, n_bands, launch.bins),
-        int(np.prod(spec.row_shape)),
-        len(spec.grid.distinct[0]),
-    )
+    tiles = bin_tiles(spec.filterbank, n_bands, launch.bins)
+    row_size = int(np.prod(spec.row_shape))
+    n_distinct = len(spec.grid.distinct[0])
     recordings = launch.rows // n_distinct + 2  # at the most, in one program
     half = spec.n_fft // 2
     return KernelSizes(
@@ -192,7 +188,7 @@ def kernel_sizes(
         n_mels=spec.n_mels,
         n_bands=n_bands,
         n_frames=spec.row_shape[-1],
-        n_places=frame_places(spec).shape[1],
+        n_places=place_table(spec).shape[1],
         power=int(spec.power),
         wide=recordings * max(spec.n_samples, row_size) >= 2**31,
         floor=spec.floor,
@@ -227,9 +223,8 @@ def kernel_tables(
     sizes = kernel_sizes(spec, launch)
     dft = np.zeros((4, sizes.half_padded, sizes.n_bins), np.float16)
     n_bins = min(sizes.n_bins, len(spec.filterbank))
-    for first in range(
-        0, n_bins, 512
-    ):  # a part at a time: float64 of all would take gigabytes for long windows
+    # a part at a time: float64 of all would take gigabytes for long windows
+    for first in range(0, n_bins, 512):
         bins = np.arange(first, min(first + 512, n_bins))
         for i, matrix in enumerate(folded_dft(spec.n_fft, bins)):
             dft[2 * i : 2 * i + 2, : sizes.half, bins] = split_float16(matrix * MATRIX_SCALE)
@@ -237,7 +232,7 @@ def kernel_tables(
     bank[:n_bins, : spec.n_mels] = spec.filterbank[:n_bins]
     return {
         "starts": spec.grid.distinct[0].astype(np.int64),
-        "places": frame_places(spec),
+        "places": place_table(spec),
         "dft": dft,
         "bank": bank,
         "tiles": bin_tiles(spec.filterbank, sizes.n_bands, launch.bins),
@@ -401,6 +396,9 @@ def _moments_kernel(x_ptr, out_ptr, n_samples: tl.constexpr, full_scale: tl.cons
 
 
 # %% ../../nbs/mel/triton_kernel.ipynb #f919101d
+_INTERPRETING = threading.Lock()
+
+
 class TritonChain:
     "What turns recordings on a device into log-mel features and moments there."
 
@@ -408,17 +406,14 @@ class TritonChain:
     granule = 1
 
     def __init__(self, spec: MelSpec, device: torch.device, n_block: int, *, launch: Launch | None = None):
-        self.spec, self.device, self.n_block = spec, torch.device(device), n_block
+        self.spec = spec
+        self.device = torch.device(device)
+        self.n_block = n_block
         self.launch = launch or launch_for(self.device)
         self.sizes = kernel_sizes(spec, self.launch)
-        self._tables = [
-            torch.from_numpy(t).to(self.device) for t in kernel_tables(spec, self.launch).values()
-        ]
-
-    @cached_property
-    def _constants(self) -> dict[str, Any]:
-        "Constants of the feature kernel, by the names of its parameters."
-        return kernel_constants(self.sizes, self.launch, self.device.type)
+        tables = kernel_tables(spec, self.launch)
+        self._tables = [torch.from_numpy(t).to(self.device) for t in tables.values()]
+        self._constants = kernel_constants(self.sizes, self.launch, self.device.type)
 
     def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
         "x [n, N] int16 or float32 (full scale 1.0) -> `mels` [n, L, S, M, T] float16, dB; for int16 also `moments` [n, 5] float64; on the device."
@@ -434,7 +429,7 @@ class TritonChain:
                 n_rows,
                 **self._constants,
                 num_warps=self.launch.warps,
-                num_stages=self._stages(x.dtype),
+                num_stages=self.launch.stages if x.dtype == torch.int16 else self.launch.float_stages,
                 enable_fp_fusion=False,
             )
             if moments is None:
@@ -448,12 +443,9 @@ class TritonChain:
                 enable_fp_fusion=False,
             )
 
-    def _stages(self, dtype: torch.dtype) -> int:
-        return self.launch.stages if dtype == torch.int16 else self.launch.float_stages
-
     def _selected(self) -> AbstractContextManager:
-        "Make the chain's device the current one: Triton launches there."
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        "Make the chain's device the current one: Triton launches there. The interpreter takes one launch at a time."
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else _INTERPRETING
 
     def _check(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
         "Raise EngineError for tensors the kernels cannot work on."
@@ -471,14 +463,16 @@ class TritonChain:
                 or not tensor.is_contiguous()
                 or tensor.device.type != self.device.type
             ):
-                raise EngineError(
+                raise _not_a_batch(
                     f"{what} the kernel cannot work on",
-                    found=f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}",
-                    expected=f"contiguous {list(shape)} {' or '.join(map(str, dtypes))} on {self.device}",
+                    f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}",
+                    f"contiguous {list(shape)} {' or '.join(map(str, dtypes))} on {self.device}",
                 )
         if n > self.n_block:
-            raise EngineError(
-                "more recordings than the chain was made for", found=n, expected=f"at most {self.n_block}"
-            )
+            raise _not_a_batch("more recordings than the chain was made for", n, f"at most {self.n_block}")
         if moments is not None and x.dtype != torch.int16:
-            raise EngineError("moments are of 16-bit samples", found=x.dtype)
+            raise _not_a_batch("moments are of 16-bit samples", x.dtype)
+
+
+def _not_a_batch(message: str, found: object, expected: str | None = None) -> EngineError:
+    return EngineError(message, code="not-a-batch", found=found, expected=expected)

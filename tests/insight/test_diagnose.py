@@ -784,7 +784,7 @@ ON_DEVICE = [
     ("stage", "owner", "name", "engine", "shape"),
     [
         *((*case, shape) for case in CASES for shape in ({}, LANES)),
-        *((*case, {"device": "rehearsal"}) for case in ON_DEVICE),
+        *((*case, {"device": "fake"}) for case in ON_DEVICE),
     ],
     ids=[
         *(f"{case[0]}-{shape}" for case in CASES for shape in ("workers", "lanes")),
@@ -832,7 +832,7 @@ def test_the_timeline_alone_is_judged_as_with_the_report(demo, tmp_path):
         fsync=True,
         compression="gzip",
         gpu_streams=1,
-        device="rehearsal",
+        device="fake",
     )
     result = lm.build(
         demo,

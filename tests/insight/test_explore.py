@@ -18,7 +18,7 @@ from notebook_runs import PLOTLY, Run, copy_project, papermill, titles_of
 import leakmel as lm
 from leakmel.audio.synth import write_demo
 from leakmel.cli import main
-from leakmel.core.errors import DataError, MachineError, OutputError, SpecError, UsageError
+from leakmel.core.errors import DataError, OutputError, SpecError, UsageError
 from leakmel.core.parameters import check_types
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.run.plan import build_kinds, plan_run
@@ -37,7 +37,6 @@ from leakmel.insight.explore_plots import (
 )
 from leakmel.insight.explore_split import SplitAudio, sample_of
 from leakmel.insight.explore_view import ExploreView, Line, is_watched, open_explorer
-from leakmel.mel.engines import NotHere
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXED = {"sample_rate": 4096, "duration_s": 10.0}
@@ -283,7 +282,7 @@ def test_sound_is_the_chosen_part_and_says_when_it_was_raised(state):
     [
         (True, "cpu", "memory"),
         (False, "cpu", "their files"),
-        (True, "rehearsal", "the memory of rehearsal:0"),
+        (True, "fake", "memory"),
     ],
 )
 def test_the_whole_split_is_as_in_a_build(recordings, built, keep, device, where):
@@ -305,25 +304,6 @@ def test_the_whole_split_is_as_in_a_build(recordings, built, keep, device, where
         else np.allclose(found.spectra_db, right, atol=0.01)
     )
     assert (found.n_found, found.n_taken, found.n_silent, found.seconds > 0) == (60, 60, 1, True)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [NotHere("no CUDA device is usable"), MachineError("60 recordings do not fit into the memory of cuda:0")],
-)
-def test_without_room_on_a_device_memory_does_as_well(recordings, monkeypatch, fault):
-    from leakmel.dataset.resident import resident
-    from leakmel.insight import explore_split
-
-    def hold(*args: Any, **options: Any) -> None:
-        raise fault
-
-    monkeypatch.setattr(explore_split, "may_have_cuda", lambda: True)
-    monkeypatch.setattr(resident, "hold_on_device", hold)
-    with SplitAudio(recordings, "TRAINING", lm.MelSpec.preset("disjoint"), progress="none") as audio:
-        assert audio.where == "memory"
-    with pytest.raises(type(fault)):
-        SplitAudio(recordings, "TRAINING", lm.MelSpec.preset("disjoint"), device="cuda", progress="none")
 
 
 def test_a_sample_is_stated_and_even(recordings):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_device import FakeDevice, FakeOutOfMemory, Faults
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import leakmel as lm
@@ -26,7 +27,6 @@ from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.train.step import Stepper
 from leakmel.learn.data.task import make_task
 from leakmel.learn.model.settings import TrainSettings
-from leakmel.mel.rehearsal import Faults, HostDevice, RehearsalOutOfMemory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096
@@ -49,19 +49,16 @@ def test_devices_by_name(monkeypatch):
         "cuda:0",
         "cuda:1",
     ]
-    assert [pick_device(name, rehearsal=True) for name in ("rehearsal", "rehearsal:3")] == [
-        "rehearsal:0",
-        "rehearsal:3",
-    ]
+    assert [pick_device(name, registered=True) for name in ("fake", "fake:3")] == ["fake:0", "fake:3"]
     with pytest.raises(UsageError, match="no such GPU here; found 'cuda:2', 2 GPUs"):
         pick_device("cuda:2")
-    for name in ("", "gpu", "cuda:", "cuda:-1", "rehearsal", "cpu:0", "CPU"):
+    for name in ("", "gpu", "cuda:", "cuda:-1", "fake", "cpu:0", "CPU"):
         with pytest.raises(UsageError, match="no such device"):
             pick_device(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device() == "cpu"
     with pytest.raises(UsageError, match="0 GPUs"):
-        pick_device("cuda", rehearsal=True)
+        pick_device("cuda", registered=True)
 
 
 # ---- float32
@@ -207,7 +204,7 @@ def test_scores_are_of_float32(own_switches, town, wavs):
             detector = made_detector(Watching, ds.sources[0].spec)
             work(detector, ds)
             assert set(map(tuple, seen_by(detector))) == {tuple(EXACT)}
-    for device in ("cpu", "rehearsal"):
+    for device in ("cpu", "fake"):
         detector = made_detector(Watching)
         lm.predict(wavs, detector, **QUIET | {"device": device})
         assert set(map(tuple, seen_by(detector))) == {tuple(EXACT)}
@@ -454,7 +451,7 @@ def scores_of(p: lm.Predictions) -> np.ndarray:
     return np.concatenate([s.segment_scores for s in p.scored])
 
 
-class SmallDevice(HostDevice):
+class SmallDevice(FakeDevice):
     "A device with room for the samples of a few recordings only, as int16; of half as many as float32."
 
     rows = 1_000_000
@@ -463,15 +460,15 @@ class SmallDevice(HostDevice):
         "Device memory."
         is_samples = shape[1:] == (RATE,) and dtype in (torch.int16, torch.float32)
         if is_samples and shape[0] * dtype.itemsize > 2 * self.rows:
-            raise RehearsalOutOfMemory("out of memory")
+            raise FakeOutOfMemory("out of memory")
         return super().empty(shape, dtype)
 
 
-def rehearsed(monkeypatch: pytest.MonkeyPatch, rows: int = 1_000_000, **faults: Any) -> list[HostDevice]:
+def rehearsed(monkeypatch: pytest.MonkeyPatch, rows: int = 1_000_000, **faults: Any) -> list[FakeDevice]:
     "Devices that are opened for predictions from here on."
-    opened: list[HostDevice] = []
+    opened: list[FakeDevice] = []
 
-    def open_one(name: str) -> list[HostDevice]:
+    def open_one(name: str) -> list[FakeDevice]:
         opened.append(device := SmallDevice(name, Faults(**faults)))
         device.rows = rows
         return [device]
@@ -485,7 +482,7 @@ def right(wavs: Path) -> np.ndarray:
     return scores_of(lm.predict(wavs, made_detector(), **QUIET))
 
 
-@pytest.mark.parametrize("device", ["cpu", "rehearsal"])
+@pytest.mark.parametrize("device", ["cpu", "fake"])
 @pytest.mark.parametrize("engine", ["torch", "reference"])
 def test_a_prediction_goes_on_with_less_at_once(wavs, right, caplog, device, engine):
     caplog.set_level(logging.WARNING)
@@ -512,7 +509,7 @@ def test_a_prediction_goes_on_with_less_at_once(wavs, right, caplog, device, eng
 def test_buffers_are_as_large_as_there_is_room_for(wavs, right, monkeypatch, rows):
     "Of float32 samples, which come later, a half as many rows fit; a block goes through its buffers in parts."
     opened = rehearsed(monkeypatch, rows, delay_s=0.001)
-    found = scores_of(lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "rehearsal"}))
+    found = scores_of(lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "fake"}))
     assert np.abs(found - right).max() < 1e-4
     assert opened[0].free_bytes() == opened[0].faults.limit_bytes, "all memory was given back"
 
@@ -520,24 +517,24 @@ def test_buffers_are_as_large_as_there_is_room_for(wavs, right, monkeypatch, row
 def test_no_room_for_a_row_on_a_device(wavs, monkeypatch):
     rehearsed(monkeypatch, largest_bytes=1000)
     with pytest.raises(MachineError, match="a single recording; found out of memory.*device='cpu'"):
-        lm.predict(wavs, made_detector(), **QUIET | {"device": "rehearsal"})
+        lm.predict(wavs, made_detector(), **QUIET | {"device": "fake"})
 
 
 def test_an_allocation_that_fails_once_costs_nothing(wavs, right, monkeypatch):
     "Whichever it is; and what is no lack of memory is still a fault."
     opened = rehearsed(monkeypatch)
-    lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "rehearsal"})
+    lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "fake"})
     n = opened[0].counts["allocations"]
     assert n > 8
     for k in range(n):
         rehearsed(monkeypatch, fail_alloc=k)
         found = scores_of(
-            lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "rehearsal"})
+            lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "fake"})
         )
         assert np.abs(found - right).max() < 1e-4, k
     rehearsed(monkeypatch, fail_work=opened[0].counts["operations"] // 2)
     with pytest.raises(EngineError, match="failed"):
-        lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "rehearsal"})
+        lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "fake"})
 
 
 def test_an_engine_that_needs_more_than_there_is_launches_less(wavs, right, monkeypatch):
@@ -555,7 +552,7 @@ def test_an_engine_that_needs_more_than_there_is_launches_less(wavs, right, monk
     monkeypatch.setattr(TorchChain, "features", features)
     found = scores_of(
         lm.predict(
-            wavs, made_detector(), files_per_batch=8, read_workers=1, **QUIET | {"device": "rehearsal"}
+            wavs, made_detector(), files_per_batch=8, read_workers=1, **QUIET | {"device": "fake"}
         )
     )
     assert np.abs(found - right).max() < 1e-4

@@ -192,8 +192,8 @@ def test_batches_and_threads_change_no_score(mixed, detector, settings):
 def test_a_rehearsed_device_gives_the_same(mixed, detector):
     "Copies, features and net as a GPU does them, 16-bit and float recordings mixed."
     right = lm.predict(mixed, detector, **QUIET)
-    found = lm.predict(mixed, detector, **(QUIET | {"device": "rehearsal"}), files_per_batch=3)
-    assert (found.engine, found.device) == ("torch@2/rehearsal", "rehearsal:0")
+    found = lm.predict(mixed, detector, **(QUIET | {"device": "fake"}), files_per_batch=3)
+    assert (found.engine, found.device) == ("torch@2/fake", "fake:0")
     for name in ("path", "rms_db", "status", "n_segments"):
         assert found.table[name].tolist() == right.table[name].tolist()
     for a, b in zip(all_scores(right).values(), all_scores(found).values(), strict=True):
@@ -426,7 +426,7 @@ def test_a_model_that_cannot_be_used(mixed, tmp_path):
 # ---- faults on the way
 
 
-@pytest.mark.parametrize("device", ["cpu", "rehearsal"])
+@pytest.mark.parametrize("device", ["cpu", "fake"])
 def test_a_model_that_fails_ends_it_cleanly(mixed, monkeypatch, tmp_path, device):
     calls = []
 

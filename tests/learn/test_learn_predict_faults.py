@@ -86,9 +86,9 @@ def test_a_model_for_which_a_device_has_no_room(tmp_path, detector, monkeypatch)
 
     monkeypatch.setattr(detector.net, "to", refuse)
     with pytest.raises(
-        MachineError, match="does not fit into the memory of rehearsal:0; found out of memory: 2 MB"
+        MachineError, match="does not fit into the memory of fake:0; found out of memory: 2 MB"
     ):
-        lm.predict(write_noise(tmp_path / "wav", 2), detector, **QUIET | {"device": "rehearsal"})
+        lm.predict(write_noise(tmp_path / "wav", 2), detector, **QUIET | {"device": "fake"})
 
 
 def test_a_run_reads_its_model_once(tmp_path, detector, monkeypatch):

@@ -1,4 +1,4 @@
-"Engines on devices: the same bytes whatever comes late, no row from what failed, nothing kept. Rehearsed devices here, a card where there is one."
+"Engines on devices: the same bytes whatever comes late, no row from what failed, nothing kept. Fake devices here, a card where there is one."
 
 import inspect
 import itertools
@@ -18,22 +18,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import raises
+from fake_device import FakeDevice, FakeOutOfMemory, FakeStream, Faults, taken
 
 from leakmel.audio.conform import moments_of
 from leakmel.core.errors import EngineError, UsageError
-from leakmel.core.timeline import Span, Timeline, covered_s
+from leakmel.core.timeline import Timeline
 from leakmel.mel import device as module
 from leakmel.mel import runner
-from leakmel.mel import device_buffers as flights
 from leakmel.mel.device import CudaDevice, Device, open_devices
 from leakmel.mel.device_engine import DeviceEngine
 from leakmel.mel.engines import DeviceOptions, EngineLane, Ticket, check_recording, open_engine, self_check
-from leakmel.mel.reference import reference_log_mel
-from leakmel.mel.rehearsal import Faults, HostDevice, HostStream
+from leakmel.mel.reference import compare, reference_features, reference_log_mel
 from leakmel.mel.runner import Runner
 from leakmel.mel.spec import MelSpec
-from leakmel.mel.torch_engine import PRECISIONS, TorchEngine, precision_error
-from rehearsed import taken
+from leakmel.mel.torch_engine import TorchEngine, precision_recordings
 
 # A recording of 128 samples and a row of 16 values: what is under test is the way to the device and back.
 TINY = MelSpec(
@@ -83,7 +82,7 @@ def no_thread_is_left() -> Iterator[None]:
     assert our_threads() <= before
 
 
-def nothing_is_held(devices: list[HostDevice]) -> None:
+def nothing_is_held(devices: list[FakeDevice]) -> None:
     "Device memory and pinned memory have been given back."
     for d in devices:
         assert (d.counts["device_bytes"], d.counts["pinned_bytes"]) == (0, 0), d.name
@@ -117,7 +116,7 @@ def submitted(
 
 
 def storm(
-    devices: list[HostDevice],
+    devices: list[FakeDevice],
     options: DeviceOptions,
     *,
     size: int = 5,
@@ -143,8 +142,8 @@ def storm(
     return x, out, moments
 
 
-def fleet(n: int, seed: int, delay_s: float = 0.001) -> list[HostDevice]:
-    return [HostDevice(f"rehearsal:{i}", Faults(delay_s=delay_s, seed=seed)) for i in range(n)]
+def fleet(n: int, seed: int, delay_s: float = 0.001) -> list[FakeDevice]:
+    return [FakeDevice(f"fake:{i}", Faults(delay_s=delay_s, seed=seed)) for i in range(n)]
 
 
 # ---- the same bytes --------------------------------------------------------------------------------------------------
@@ -184,7 +183,7 @@ def orders() -> list[str]:
     return [
         line
         for line in inspect.getsource(Runner.send).splitlines()
-        if ".wait(" in line or ".record(kit.c" in line
+        if ".wait(" in line or ".record(events.c" in line
     ]
 
 
@@ -236,7 +235,7 @@ def test_mixed_batches_in_one_submit() -> None:
             assert np.array_equal(ticket.wait(), moments_of(a)), "waiting twice is the same"
             assert np.array_equal(out, right_rows(a))
         for bad in ((x[:, :5], outs[0]), (x, outs[1]), (x.astype(np.int32), outs[0])):
-            with pytest.raises(UsageError, match="no batch"):
+            with raises("not-a-batch", UsageError):
                 lane.submit([bad])
         lane.close()
     nothing_is_held(devices)
@@ -346,19 +345,18 @@ def test_pinned_arrays_travel_without_a_detour() -> None:
             lane = engine.open_lane()
             for t in submitted([lane], [(x[i : i + 8], out[i : i + 8]) for i in range(0, 64, 8)], 1):
                 t.wait()
-            staged = device.counts["pinned_bytes"] - held - len(engine.runners[0].kits) * 6 * 8 * 8
+            staged = device.counts["pinned_bytes"] - held - len(engine.runners[0].free_events) * 6 * 8 * 8
             assert staged == (0 if pinned else 4 * 8 * (x[0].nbytes + out[0].nbytes)), "of four flights"
             assert device.counts["copies"] - before == 3 * 8, "samples, rows and figures of each block"
             lane.close()
-            assert device.counts["pinned_bytes"] - held == len(engine.runners[0].kits) * 6 * 8 * 8
+            assert device.counts["pinned_bytes"] - held == len(engine.runners[0].free_events) * 6 * 8 * 8
         x[:], out[:] = 1, 2  # ordinary memory now
         assert (x == 1).all()
         assert engine.host_bytes == 0
         nothing_is_held(devices)
 
 
-def test_thousands_of_batches_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights.FlightLog, "room", 300)
+def test_thousands_of_batches_take_no_more_memory() -> None:
     (device,) = devices = fleet(1, 0, 0.0)
     timeline = Timeline()
     with DeviceEngine(
@@ -377,8 +375,7 @@ def test_thousands_of_batches_take_no_more_memory(monkeypatch: pytest.MonkeyPatc
         lane.close()
         assert held[-1] == held[1000]
         assert not engine.runners[0].under_way
-        assert sum(s.n_files for s in timeline.spans) == 3 * 4 * 3000, "joined, not dropped"
-        assert len(timeline.spans) < 300 * 8
+        assert sum(s.n_files for s in timeline.spans) == 3 * 4 * 3000
     nothing_is_held(devices)
 
 
@@ -404,8 +401,7 @@ def test_spans_of_a_block_follow_each_other() -> None:
         ended_s = timeline.now_s()
         for lane in lanes:
             lane.close()
-        traffic = engine.traffic
-    assert {s.lane for s in timeline.spans} == {"rehearsal:0", "rehearsal:1"}
+    assert {s.lane for s in timeline.spans} == {"fake:0", "fake:1"}
     for i in range(10):
         found = {s.stage: s for s in timeline.spans if s.batch == i}
         copy_in, compute, copy_out = (found[stage] for stage in ("copy_in", "compute", "copy_out"))
@@ -421,35 +417,6 @@ def test_spans_of_a_block_follow_each_other() -> None:
         )
         assert {(s.split, s.n_files) for s in found.values()} == {("TESTING", 4)}
         assert (copy_in.n_bytes, copy_out.n_bytes) == (4 * 2 * TINY.n_samples, 4 * (2 * N_VALUES + 48))
-    assert sum(t.bytes_in for t in traffic.values()) == x.nbytes
-    assert all(0 < t.in_s < ended_s and 0 < t.out_s < ended_s for t in traffic.values())
-
-
-def test_spans_that_were_joined_leave_the_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    "Two seconds of computing every five, on two streams that overlap by half a second now and then."
-    monkeypatch.setattr(flights.FlightLog, "room", 40)
-    event = SimpleNamespace(synchronize=lambda: None)
-    device: Any = SimpleNamespace(name="rehearsal:0", event=lambda: event)
-    timeline, stream = Timeline(), SimpleNamespace(record=lambda event: None)
-    log = flights.FlightLog(timeline, device, stream)
-    made = [
-        Span("compute", device.name, 5.0 * i + part, 5.0 * i + part + 1.25, "TRAINING", i, 4, 100)
-        for i in range(500)
-        for part in (0.0, 0.75)
-    ]
-    for s in made:
-        log._add(s)
-    log.close()
-    assert len(timeline.spans) < 200
-    assert sum(s.seconds for s in timeline.spans[-5:-1]) < 0.5 * (
-        timeline.spans[-1].start_s - timeline.spans[-5].start_s
-    )
-    assert covered_s(timeline.spans) == pytest.approx(500 * 2.0)
-    assert sum(s.n_files for s in timeline.spans) == 4 * 1000
-    assert timeline.spans[0] == made[0]
-    assert all(a.end_s <= b.start_s + 0.51 for a, b in zip(timeline.spans, timeline.spans[1:])), (
-        "within the time it stands for"
-    )
 
 
 # ---- graphs --------------------------------------------------------------------------------------------------------------
@@ -472,7 +439,7 @@ def test_a_graph_that_errs_is_found_out(
 ) -> None:
     "The build goes on with launches one by one: those are what the self-check has seen."
 
-    def capture(self: HostDevice, stream: HostStream, fn: Callable[[], object]) -> Callable[[], None]:
+    def capture(self: FakeDevice, stream: FakeStream, fn: Callable[[], object]) -> Callable[[], None]:
         if fault == "cannot be made":
             raise RuntimeError("operation not permitted when stream is capturing")
         if fault == "cannot be replayed":
@@ -483,9 +450,9 @@ def test_a_graph_that_errs_is_found_out(
         fn()
         inspect.getclosurevars(fn).nonlocals["mels"][0, 0].add_(1)
 
-    monkeypatch.setattr(HostDevice, "capture", capture)
+    monkeypatch.setattr(FakeDevice, "capture", capture)
     if fault == "cannot be replayed":  # an error on the device: nothing can be trusted any more
-        with pytest.raises(EngineError, match="no such graph"):
+        with raises("device-failed", EngineError, says="no such graph"):
             in_time(lambda: storm(fleet(1, 0), DeviceOptions(max_block=4)))
         return
     x, rows, moments = storm(fleet(1, 0), DeviceOptions(max_block=4))
@@ -504,7 +471,7 @@ def test_no_room_at_any_allocation(dtype: Any, caplog: pytest.LogCaptureFixture)
     assert counted.counts["allocations"] >= 8
     for k in range(counted.counts["allocations"]):
         caplog.clear()
-        device = HostDevice(faults=Faults(fail_alloc=k, delay_s=0.0005))
+        device = FakeDevice(faults=Faults(fail_alloc=k, delay_s=0.0005))
         x, rows, moments = in_time(partial(storm, [device], DeviceOptions(max_block=8), dtype=dtype))
         assert np.array_equal(rows, right_rows(x))
         assert np.array_equal(moments, moments_of(x))
@@ -515,7 +482,7 @@ def test_no_room_in_the_chain_and_while_launching(caplog: pytest.LogCaptureFixtu
     "A library that finds no memory when it is called, as cuFFT's plans may."
     calls = itertools.count()
 
-    class Tight(HostDevice):
+    class Tight(FakeDevice):
         def capture(self, stream: Any, fn: Any) -> Any:
             raise self._full()
 
@@ -532,9 +499,7 @@ def test_no_room_in_the_chain_and_while_launching(caplog: pytest.LogCaptureFixtu
             return made
 
         def _full(self) -> Exception:
-            from leakmel.mel.rehearsal import RehearsalOutOfMemory
-
-            return RehearsalOutOfMemory("out of memory in a library")
+            return FakeOutOfMemory("out of memory in a library")
 
     x, rows, _ = storm([Tight(faults=Faults(delay_s=0.001))], DeviceOptions(max_block=16), n=150)
     assert np.array_equal(rows, right_rows(x))
@@ -545,31 +510,31 @@ def test_no_room_in_the_chain_and_while_launching(caplog: pytest.LogCaptureFixtu
 
 def test_blocks_are_halved_down_to_the_granule(caplog: pytest.LogCaptureFixture) -> None:
     row_bytes = 2 * N_VALUES
-    device = HostDevice(faults=Faults(largest_bytes=4 * 2 * TINY.n_samples))  # samples of four recordings
+    device = FakeDevice(faults=Faults(largest_bytes=4 * 2 * TINY.n_samples))  # samples of four recordings
     x, rows, _ = storm([device], DeviceOptions(max_block=32))
     assert np.array_equal(rows, right_rows(x))
     assert "blocks of 4 recordings" in caplog.text
     assert "blocks of 2" not in caplog.text
-    small = HostDevice(faults=Faults(largest_bytes=5 * row_bytes))
-    with pytest.raises(EngineError, match="does not hold a block of 6") as e:
+    small = FakeDevice(faults=Faults(largest_bytes=5 * row_bytes))
+    with raises("device-memory", EngineError, says=" 6 recordings") as caught:
         storm([small], DeviceOptions(max_block=32), chain=lambda: Ends(granule=6))
-    assert "out of memory" in str(e.value)
+    assert "out of memory" in str(caught.value)
     nothing_is_held([small])
 
 
 def test_no_room_for_the_smallest_block_fails_the_batch() -> None:
     "Floats need more than 16-bit samples; where not even one fits, the batch says so, and its lane that it is closed."
-    device = HostDevice(faults=Faults(largest_bytes=2 * TINY.n_samples))
+    device = FakeDevice(faults=Faults(largest_bytes=2 * TINY.n_samples))
     with DeviceEngine(TINY, [device], lambda device, n_block: Ends(), DeviceOptions(max_block=8)) as engine:
         x, out = recordings(5), np.zeros((5, *TINY.row_shape), np.float16)
         lane = engine.open_lane()
         first, wide, later = lane.submit([(x, out), (x.astype(np.float32), out.copy()), (x, out.copy())])
         assert np.array_equal(first.wait(), moments_of(x))
-        with pytest.raises(EngineError, match="does not hold a block of 1 "):
+        with raises("device-memory", EngineError, says=" 1 recordings"):
             wide.wait()
-        with pytest.raises(EngineError, match="is closed"):
+        with raises("device-closed", EngineError):
             later.wait()
-        with pytest.raises(EngineError, match="is closed"):
+        with raises("device-closed", EngineError):
             lane.submit([(x, out)])[0].wait()
         lane.close()
     nothing_is_held([device])
@@ -578,7 +543,7 @@ def test_no_room_for_the_smallest_block_fails_the_batch() -> None:
 # ---- failures ------------------------------------------------------------------------------------------------------------
 
 
-def survivors(device: HostDevice, options: DeviceOptions, *, pinned: bool) -> list[str]:
+def survivors(device: FakeDevice, options: DeviceOptions, *, pinned: bool) -> list[str]:
     "What became of each of nine batches: right rows, or an error; and of one more afterwards."
     try:
         engine = DeviceEngine(TINY, [device], lambda device, n_block: Ends(), options)
@@ -619,11 +584,11 @@ def survivors(device: HostDevice, options: DeviceOptions, *, pinned: bool) -> li
 @pytest.mark.parametrize("how", ["fail_call", "fail_work"])
 def test_failure_of_every_operation(how: str, options: DeviceOptions) -> None:
     "Refused when it is queued, or failed on the device: an error and never a wrong row, no hang, nothing kept."
-    counted = HostDevice()
+    counted = FakeDevice()
     assert survivors(counted, options, pinned=True) == ["right"] * 10
     errors = 0
     for k in range(counted.counts["operations"]):
-        device = HostDevice(faults=Faults(seed=k, delay_s=0.0003 * (k % 5 == 0), **{how: k}))
+        device = FakeDevice(faults=Faults(seed=k, delay_s=0.0003 * (k % 5 == 0), **{how: k}))
         said = in_time(partial(survivors, device, options, pinned=k % 3 > 0))
         nothing_is_held([device])
         errors += "error" in said
@@ -651,7 +616,7 @@ def test_closing_with_tickets_outstanding() -> None:
         in_time(engine.close)
         assert np.array_equal(out, right_rows(x)), "what was queued has been done"
         assert np.array_equal(np.concatenate([t.wait() for t in tickets])[:6], moments_of(x[:6]))
-        with pytest.raises(EngineError, match="closed by its owner"):
+        with raises("device-closed", EngineError):
             engine.run(x[:6], out[:6])
         in_time(engine.close)
         nothing_is_held(devices)
@@ -668,14 +633,14 @@ def test_a_row_that_is_no_number_fails_its_batch() -> None:
 
     with DeviceEngine(
         TINY,
-        [HostDevice()],
+        [FakeDevice()],
         lambda device, n_block: Broken(),
         DeviceOptions(max_block=4, graph=False, gpu_streams=1),
     ) as engine:
         x, out = recordings(12), np.zeros((12, *TINY.row_shape), np.float16)
         tickets = engine.open_lane().submit([(x[i : i + 4], out[i : i + 4]) for i in range(0, 12, 4)])
         assert np.array_equal(tickets[0].wait(), moments_of(x[:4]))
-        with pytest.raises(EngineError, match="no numbers.*recording 2"):
+        with raises("not-a-number", EngineError, found="recording 2 of its batch"):
             tickets[1].wait()
         assert np.array_equal(tickets[2].wait(), moments_of(x[8:]))
         wide = recordings(4, dtype=np.float32)
@@ -687,11 +652,11 @@ def test_a_row_that_is_no_number_fails_its_batch() -> None:
 
 def test_an_engine_that_cannot_open_a_device_closes_the_others() -> None:
     devices = [
-        HostDevice("rehearsal:0"),
-        HostDevice("rehearsal:1", Faults(limit_bytes=10)),
-        HostDevice("rehearsal:2"),
+        FakeDevice("fake:0"),
+        FakeDevice("fake:1", Faults(limit_bytes=10)),
+        FakeDevice("fake:2"),
     ]
-    with pytest.raises(EngineError, match="rehearsal:1: the device's memory does not hold"):
+    with raises("device-memory", EngineError, says="fake:1"):
         DeviceEngine(TINY, list[Device](devices), lambda d, n: Ends())
     nothing_is_held(devices)
 
@@ -712,13 +677,13 @@ def test_devices_have_to_agree() -> None:
             if moments is not None:
                 moments.copy_(torch.from_numpy(moments_of(x.numpy())))
 
-    with DeviceEngine(TINY, open_devices("rehearsal*2"), lambda device, n: ByReference(False)) as engine:
+    with DeviceEngine(TINY, open_devices("fake*2"), lambda device, n: ByReference(False)) as engine:
         self_check(engine)
     with (
         DeviceEngine(
-            TINY, open_devices("rehearsal*2"), lambda device, n: ByReference(device.name == "rehearsal:1")
+            TINY, open_devices("fake*2"), lambda device, n: ByReference(device.name == "fake:1")
         ) as engine,
-        pytest.raises(EngineError, match="other bits on its device 1"),
+        raises("devices-differ", EngineError, says="device 1"),
     ):
         self_check(engine)
 
@@ -727,7 +692,7 @@ def test_devices_have_to_agree() -> None:
     "bad", [{"gpu_streams": 0}, {"flights": True}, {"max_block": -1}, {"max_block": 2.0}], ids=str
 )
 def test_options_are_checked(bad: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="whole number"):
+    with raises("not-a-positive-integer", UsageError):
         DeviceOptions(**bad)
 
 
@@ -749,10 +714,10 @@ def on_device(device: str, n: int = 0) -> list[Device]:
         pytest.skip("no CUDA device here")
     if device == "cuda":
         return open_devices("cuda:0")
-    return [HostDevice(f"rehearsal:{i}", Faults(delay_s=0.002, seed=i)) for i in range(max(1, n))]
+    return [FakeDevice(f"fake:{i}", Faults(delay_s=0.002, seed=i)) for i in range(max(1, n))]
 
 
-on_each = pytest.mark.parametrize("device", ["rehearsal", pytest.param("cuda", marks=pytest.mark.gpu)])
+on_each = pytest.mark.parametrize("device", ["fake", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def check_batches(
@@ -794,16 +759,16 @@ def test_torch_rows_depend_on_nothing_else(device: str, changes: dict[str, Any])
         with TorchEngine(spec, device=devices, options=options) as engine:
             check_batches(engine, x, alone, size, accumulation)
             check_batches(engine, (x / np.float32(32_768)).astype(np.float32), alone, size, accumulation)
-        nothing_is_held([d for d in devices if isinstance(d, HostDevice)])
+        nothing_is_held([d for d in devices if isinstance(d, FakeDevice)])
 
 
 def test_torch_engine_without_room(caplog: pytest.LogCaptureFixture) -> None:
     "At each allocation of a chain and its flights: the chain needs all its buffers whatever the block, so it is opened at the second try."
-    counted = HostDevice()
+    counted = FakeDevice()
     with TorchEngine(SHORT, device=[counted], options=DeviceOptions(max_block=4096)) as engine:
         n = counted.counts["allocations"]
     for k in range(0, n, 3):
-        device = HostDevice(faults=Faults(fail_alloc=k))
+        device = FakeDevice(faults=Faults(fail_alloc=k))
         with TorchEngine(SHORT, device=[device], options=DeviceOptions(max_block=4096)) as engine:
             self_check(engine)
         nothing_is_held([device])
@@ -811,37 +776,29 @@ def test_torch_engine_without_room(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @on_each
-def test_only_float32_is_exact_enough(device: str) -> None:
-    for d in on_device(device):
-        d.close()
+def test_float32_is_exact_enough_for_quiet_bands(device: str) -> None:
     spec = MelSpec.preset("disjoint", duration_s=2)
-    for precision in PRECISIONS:
-        noise, tone = precision_error(spec, precision, on_device(device))
-        with TorchEngine(spec, device=on_device(device), precision=precision) as engine:
-            if precision == "fp32":
-                self_check(engine)
-                assert (noise < 0.1, tone < 0.1) == (True, True)
-                assert engine.identity == f"torch@{TorchEngine.version}/{device}"
-                continue
-            assert engine.identity == f"torch@{TorchEngine.version}-{precision}/{device}"
-            assert tone > 0.3 > noise
-            with pytest.raises(EngineError, match="does not reproduce the reference"):
-                self_check(engine)
+    x = precision_recordings(spec)
+    out = np.full((2, *spec.row_shape), np.nan, np.float16)
+    with TorchEngine(spec, device=on_device(device)) as engine:
+        self_check(engine)
+        engine.run(x, out)
+        assert engine.identity == f"torch@{TorchEngine.version}/{device}"
+    assert compare(out, reference_features(x, spec), spec).max_abs_db < 0.1
 
 
-def test_names_of_precisions_and_devices() -> None:
-    with pytest.raises(UsageError, match="fp32, fp16, bf16"):
-        TorchEngine(SHORT, device="cpu", precision="fp8")
-    with pytest.raises(EngineError, match="is for devices"):
-        TorchEngine(SHORT, device="cpu", precision="fp16")
-    with open_engine("torch", SHORT, device="rehearsal*2", options=DeviceOptions(max_block=64)) as engine:
+def test_names_of_devices() -> None:
+    for name in ("toaster", "cuda*2", "auto:1", ""):
+        with raises("unknown-device", UsageError, found=repr(name)):
+            open_devices(name)
+    with open_engine("torch", SHORT, device="fake*2", options=DeviceOptions(max_block=64)) as engine:
         assert (engine.n_lanes, engine.device, engine.identity) == (
             2,
-            "rehearsal",
-            f"torch@{TorchEngine.version}/rehearsal",
+            "fake",
+            f"torch@{TorchEngine.version}/fake",
         )
-    with open_engine("torch", SHORT, device="rehearsal:3") as engine:
-        assert engine.device == "rehearsal:3"
+    with open_engine("torch", SHORT, device="fake:3") as engine:
+        assert engine.device == "fake:3"
     with open_engine("torch", SHORT, device="cpu") as engine:
         assert engine.n_lanes == engine.workers
         array = engine.host_array((3, 4), np.int16)
@@ -865,7 +822,7 @@ def test_a_mel_product_in_tf32_cannot_happen() -> None:
 
     from leakmel.mel.torch_engine import TorchChain
 
-    device = HostDevice()
+    device = FakeDevice()
     chain = TorchChain(SHORT, device, 64)
     x, mels, moments = (
         torch.zeros(2, SHORT.n_samples, dtype=torch.int16),
@@ -1049,5 +1006,5 @@ def test_a_card_keeps_its_orders() -> None:
             check_batches(engine, x[: 64 * size], alone[: 64 * size], size, 3)
             if time.perf_counter() - began > 5:
                 break
-        assert any(f.graphs for f in engine.runners[0].flights)
+        assert any(b.graphs for b in engine.runners[0].pool.buffers)
         assert logging.getLogger("leakmel").isEnabledFor(logging.WARNING)

@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from errors import raises
+from fake_device import FakeDevice, Faults, Use, counted
+from messy import write_messy
 
 import leakmel as lm
 from leakmel.cli import main
@@ -19,16 +22,13 @@ from leakmel.dataset.run import ring
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.mel import torch_engine
 from leakmel.mel.device_engine import DeviceEngine, DeviceLane
-from leakmel.mel.rehearsal import Faults, HostDevice
-from messy import write_messy
-from rehearsed import Use, counted
 
 SPEC = {"sample_rate": 4096, "duration_s": 1.0}
 
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
-    yield from counted(monkeypatch, torch_engine)
+    yield from counted(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(root: Path, out: Path, **given: Any) -> list[lm.BuildResult]:
     config: dict[str, Any] = {
-        "device": "rehearsal",
+        "device": "fake",
         "monitor_interval_s": 0.0,
         "fsync": False,
         "files_per_batch": 8,
@@ -86,7 +86,7 @@ def right(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     results = build(mixed, tmp_path_factory.mktemp("right"))
     for r in results:
         assert lm.verify(r.path, root=mixed, sample=None).ok
-    assert {r.summary["engine"] for r in results} == {"torch@2/rehearsal"}
+    assert {r.summary["engine"] for r in results} == {"torch@2/fake"}
     return contents(results)
 
 
@@ -119,7 +119,7 @@ def test_modes_change_no_byte(
         spec=SPEC,
         progress="none",
         mode=mode,
-        pipeline=PipelineConfig(device="rehearsal", monitor_interval_s=0.0, fsync=False, files_per_batch=5),
+        pipeline=PipelineConfig(device="fake", monitor_interval_s=0.0, fsync=False, files_per_batch=5),
     )
     assert contents(results) == right
 
@@ -133,7 +133,7 @@ def test_slots_lie_where_the_device_copies_from(
     "Allocated once, used again by every split, and said."
     (device,) = devices(Faults())
     most = [0]
-    real = HostDevice.pinned
+    real = FakeDevice.pinned
 
     def pinned(self, shape, dtype):
         made = real(self, shape, dtype)
@@ -141,14 +141,14 @@ def test_slots_lie_where_the_device_copies_from(
         return made
 
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "leakmel"):
-        patch.setattr(HostDevice, "pinned", pinned)
+        patch.setattr(FakeDevice, "pinned", pinned)
         results = lm.build_all(
             demo,
             out_dir=tmp_path,
             engine="torch",
             progress="none",
             pipeline=PipelineConfig(
-                device="rehearsal", files_per_batch=4, slots=5, read_workers=1, monitor_interval_s=0.0
+                device="fake", files_per_batch=4, slots=5, read_workers=1, monitor_interval_s=0.0
             ),
         )
     slot = 4 * 2 * (results[0].summary["spec"]["sample_rate"] * 10 + 40 * 2 * 64)
@@ -170,7 +170,7 @@ def test_the_next_split_is_read_before_the_last_one_is_written(
         engine="torch",
         progress="none",
         pipeline=PipelineConfig(
-            device="rehearsal", files_per_batch=4, slots=5, read_workers=1, monitor_interval_s=0.0
+            device="fake", files_per_batch=4, slots=5, read_workers=1, monitor_interval_s=0.0
         ),
     )
     spans = results[0].timeline.spans
@@ -268,7 +268,7 @@ def test_a_failing_device_fails_the_build_and_nothing_else(
     devices(replace(Faults(delay_s=0.002), **{kind: k}))
     with pytest.raises(LeakmelError) as caught:
         build(demo, tmp_path / "out")
-    assert "rehearsal" in str(caught.value)
+    assert "fake" in str(caught.value)
     files = sorted(tmp_path.glob("out/*"))
     assert [p.name for p in files if p.suffix == ".H5"] == [
         "TESTING_DATASET.H5",
@@ -289,7 +289,7 @@ def test_device_memory_that_runs_out_makes_blocks_smaller(
 
 def test_no_room_at_all_is_said(demo: Path, tmp_path: Path, devices: Callable) -> None:
     devices(Faults(limit_bytes=1000))
-    with pytest.raises(EngineError, match="memory does not hold"):
+    with raises("device-memory", EngineError):
         build(demo, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -350,19 +350,20 @@ def test_ctrl_c_while_an_engine_is_closed(
     "Every device is given back all the same."
     devices(Faults(), Faults())
     build(demo, tmp_path)
-    from leakmel.mel.runner import Runner
+    from leakmel.mel.runner import BufferPool, Runner
 
-    real, once = getattr(Runner, step), [True]
+    owner, once = BufferPool if step == "clear" else Runner, [True]
+    real = getattr(owner, step)
 
     def interrupted(self, *a):
         real(self, *a)
-        if self.closed and once or step == "settle" and once:
+        if once and (step != "rest" or self.closed):
             once.clear()
             raise KeyboardInterrupt
 
     fresh = devices(Faults(), Faults())
-    engine = torch_engine.TorchEngine(lm.MelSpec(), device="rehearsal")
-    monkeypatch.setattr(Runner, step, interrupted)
+    engine = torch_engine.TorchEngine(lm.MelSpec(), device="fake")
+    monkeypatch.setattr(owner, step, interrupted)
     if step == "rest":
         engine.runners[0].closed = "about to be"
     with pytest.raises(KeyboardInterrupt):
@@ -394,7 +395,7 @@ def test_an_unknown_device_is_an_error_of_use(
     assert "passed over" not in caplog.text
 
 
-def test_a_rehearsal_by_the_first_engine_that_can(
+def test_auto_takes_the_first_engine_that_can(
     demo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "leakmel"):
@@ -403,7 +404,7 @@ def test_a_rehearsal_by_the_first_engine_that_can(
             split="testing",
             out=tmp_path / "x.h5",
             progress="none",
-            pipeline=PipelineConfig(device="rehearsal", monitor_interval_s=0.0),
+            pipeline=PipelineConfig(device="fake", monitor_interval_s=0.0),
         )
-    assert r.summary["engine"] == "torch@2/rehearsal"
+    assert r.summary["engine"] == "torch@2/fake"
     assert "passed over" not in caplog.text

@@ -122,7 +122,7 @@ def holding(content: bytes) -> Iterator[int]:
 
 def check_refusal(error: RecordingError, path: Path | str = "") -> None:
     "A code from the list, an offset that a file may have, the path in the message."
-    assert error.code in REJECT_CODES
+    assert error.reject_code in REJECT_CODES
     assert error.offset is None or 0 <= error.offset < 1 << 43
     assert str(path) in str(error)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,7 +99,7 @@ def is_refused(name: str, device: str, spec: MelSpec) -> bool:
     "Whether an engine has no FFT of the spec's length; it says so then, and `auto` takes another one and says so."
     if name != "cpu" or (spec.n_fft & (spec.n_fft - 1) == 0 and 64 <= spec.n_fft <= 4096):
         return False
-    with pytest.raises(EngineError, match="no FFT of this length"):
+    with raises("fft-length", EngineError):
         opened(name, device, spec)
     return True
 
@@ -470,7 +471,7 @@ def test_auto_passes_over_what_is_not_there(
     assert warned == ["cpu"], (
         "a GPU or torch may be missing, but what the compiled engine needs is required: slower rows must not come without a word"
     )
-    with pytest.raises(NotHere, match="not installed"):
+    with raises("engine-missing", NotHere):
         open_engine("cpu", spec)
 
 
@@ -478,7 +479,7 @@ def test_auto_passes_over_what_fails_and_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def wrong(*args: Any, **options: Any) -> None:
-        raise EngineError("engine torch does not reproduce the reference")
+        raise EngineError("engine torch does not reproduce the reference", code="self-check")
 
     for kind in ("torch_engine.TorchEngine", "cpu_engine.CpuEngine"):
         monkeypatch.setattr(f"leakmel.mel.{kind}.__init__", wrong)
@@ -486,34 +487,32 @@ def test_auto_passes_over_what_fails_and_warns(
     with open_engine("auto", spec, device="cpu") as engine:
         assert engine.name == "reference"
     assert [r.levelname for r in caplog.records if "engine torch passed over" in r.message] == ["WARNING"]
-    with pytest.raises(EngineError, match="does not reproduce"):
-        open_engine("auto", spec, device="rehearsal")  # a device that was asked for is kept to
+    with raises("self-check", EngineError):
+        open_engine("auto", spec, device="fake")  # a device that was asked for is kept to
 
 
 def test_an_engine_that_errs_is_found_out() -> None:
     class Swapped(engines.ReferenceEngine):
         "Swaps two long segments."
 
-        def run(
-            self, samples: np.ndarray, out: np.ndarray, *, span: engines.SpanFactory = engines.no_span
-        ) -> np.ndarray:
+        def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
             moments = super().run(samples, out)
             out[:, [0, 1]] = out[:, [1, 0]]
             return moments
 
-    with pytest.raises(EngineError, match="does not reproduce the reference"):
+    with raises("self-check", EngineError):
         self_check(Swapped(MelSpec.preset("disjoint", duration_s=1)))
 
 
 def test_unknown_engines_and_devices() -> None:
     spec = MelSpec.preset("disjoint", duration_s=1)
-    with pytest.raises(UsageError, match="auto or"):
+    with raises("unknown-engine", UsageError, found="'quick'"):
         open_engine("quick", spec)
-    with pytest.raises(UsageError, match="unknown device"):
+    with raises("unknown-device", UsageError, found="'toaster'"):
         open_engine("torch", spec, device="toaster")
     if not torch.cuda.is_available():
         for name in ("torch", "triton"):
-            with pytest.raises(EngineError, match="no CUDA device"):
+            with raises("no-device", NotHere):
                 open_engine(name, spec, device="cuda")
 
 
@@ -558,7 +557,7 @@ def test_log_mel_of_any_array_that_means_samples(engine: str) -> None:
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8, np.uint16, np.bool_, np.complex128, object])
 def test_log_mel_refuses_numbers_of_unknown_scale(engine: str, dtype: Any) -> None:
     spec = MelSpec.preset("disjoint", duration_s=0.5)
-    with pytest.raises(SpecError, match="int16 or float"):
+    with raises("sample-type", SpecError):
         log_mel(np.ones((1, spec.n_samples)).astype(dtype), spec, engine=engine)
 
 
@@ -570,11 +569,11 @@ def test_log_mel_refuses_another_length() -> None:
         np.int16(3),
         np.zeros(0, np.int16),
     ):
-        with pytest.raises(SpecError, match="another length"):
+        with raises("other-length", SpecError):
             log_mel(bad, spec)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="another length"):
+    with raises("other-length", SpecError):
         reference_log_mel(np.zeros(5), spec)
-    with pytest.raises(UsageError, match="unknown engine"):
+    with raises("unknown-engine", UsageError):
         log_mel(np.zeros(spec.n_samples), spec, engine="quick")
 
 
@@ -773,47 +772,57 @@ def test_the_window_is_periodic() -> None:
 # -- MelSpec: refusals -----------------------------------------------------------------------------------------------------------
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "mels as text": ({"n_mels": "64"}, "whole number"),
-    "mels as float": ({"n_mels": 64.0}, "whole number"),
-    "mels as bool": ({"n_mels": True}, "whole number"),
-    "no mels": ({"n_mels": 0}, "at least 1"),
-    "negative hop": ({"hop_length": -1}, "at least 1"),
-    "no rate": ({"sample_rate": 0}, "at least 1"),
-    "rate as float": ({"sample_rate": 4096.0}, "whole number"),
-    "duration 0": ({"duration_s": 0}, "above 0"),
-    "negative duration": ({"duration_s": -1}, "above 0"),
-    "duration NaN": ({"duration_s": float("nan")}, "finite"),
-    "duration infinite": ({"duration_s": float("inf")}, "finite"),
-    "duration None": ({"duration_s": None}, "finite"),
-    "endless duration": ({"duration_s": 1e306}, "duration_s"),
-    "floor 0": ({"floor": 0}, "floor"),
-    "floor negative": ({"floor": -1e-10}, "floor"),
-    "floor below float32": ({"floor": 1e-40}, "float32"),
-    "f_max above half the rate": ({"f_max_hz": 2049}, "half the rate"),
-    "f_max below f_min": ({"f_min_hz": 900, "f_max_hz": 800}, "band limits"),
-    "f_min negative": ({"f_min_hz": -1}, "band limits"),
-    "f_min as text": ({"f_min_hz": "0"}, "finite number"),
-    "empty band": ({"n_mels": 400}, "holds no frequency bin"),
-    "more mels than bins": ({"n_mels": 5000}, "Use n_mels="),
-    "absurdly many mels": ({"n_mels": 10**12}, "Use n_mels="),
-    "power 3": ({"power": 3}, "1.0 or 2.0"),
-    "unknown scale": ({"mel_scale": "bark"}, "'htk' or 'slaney'"),
-    "unknown norm": ({"mel_norm": "area"}, "None or 'slaney'"),
-    "unknown channels": ({"channels": "left"}, "'mean' or 'first'"),
-    "unknown rate rule": ({"rate": "drop"}, "'resample' or 'reject'"),
-    "list for a scale": ({"mel_scale": ["htk"]}, "mel_scale is not known"),
+    "mels as text": ({"n_mels": "64"}, "spec-type"),
+    "mels as float": ({"n_mels": 64.0}, "spec-type"),
+    "mels as bool": ({"n_mels": True}, "spec-type"),
+    "no mels": ({"n_mels": 0}, "spec-range"),
+    "negative hop": ({"hop_length": -1}, "spec-range"),
+    "no rate": ({"sample_rate": 0}, "spec-range"),
+    "rate as float": ({"sample_rate": 4096.0}, "spec-type"),
+    "duration 0": ({"duration_s": 0}, "spec-range"),
+    "negative duration": ({"duration_s": -1}, "spec-range"),
+    "duration NaN": ({"duration_s": float("nan")}, "spec-type"),
+    "duration infinite": ({"duration_s": float("inf")}, "spec-type"),
+    "duration None": ({"duration_s": None}, "spec-type"),
+    "endless duration": ({"duration_s": 1e306}, "spec-range"),
+    "floor 0": ({"floor": 0}, "spec-range"),
+    "floor negative": ({"floor": -1e-10}, "spec-range"),
+    "floor below float32": ({"floor": 1e-40}, "spec-range"),
+    "f_max above half the rate": ({"f_max_hz": 2049}, "band-limits"),
+    "f_max below f_min": ({"f_min_hz": 900, "f_max_hz": 800}, "band-limits"),
+    "f_min negative": ({"f_min_hz": -1}, "band-limits"),
+    "f_min as text": ({"f_min_hz": "0"}, "spec-type"),
+    "empty band": ({"n_mels": 400}, "empty-mel-band"),
+    "more mels than bins": ({"n_mels": 5000}, "empty-mel-band"),
+    "absurdly many mels": ({"n_mels": 10**12}, "empty-mel-band"),
+    "power 3": ({"power": 3}, "spec-choice"),
+    "unknown scale": ({"mel_scale": "bark"}, "spec-choice"),
+    "unknown norm": ({"mel_norm": "area"}, "spec-choice"),
+    "unknown channels": ({"channels": "left"}, "spec-choice"),
+    "unknown rate rule": ({"rate": "drop"}, "spec-choice"),
+    "list for a scale": ({"mel_scale": ["htk"]}, "spec-choice"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_nonsense_is_refused(name: str) -> None:
+    changes, code = REFUSALS[name]
+    with raises(code, SpecError):
+        MelSpec(**changes)
+
+
+NO_PLACE: dict[str, tuple[dict[str, Any], str]] = {
     "window longer than the segment": ({"n_fft": 1024}, "no frame fits"),
     "segment longer than the recording": ({"duration_s": 0.1}, "no long segment fits"),
     "short longer than long": ({"short_window": 2048}, "no short segment fits"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_nonsense_is_refused(name: str) -> None:
-    changes, part = REFUSALS[name]
-    with pytest.raises(SpecError) as caught:
+@pytest.mark.parametrize("name", NO_PLACE)
+def test_segments_that_fit_nowhere_are_refused(name: str) -> None:
+    changes, part = NO_PLACE[name]
+    with pytest.raises(SpecError, match=part):
         MelSpec(**changes)
-    assert part in str(caught.value)
 
 
 valid_geometry = st.fixed_dictionaries(
@@ -834,7 +843,8 @@ def test_a_spec_works_or_its_remedy_does(values: dict[str, Any]) -> None:
         spec = MelSpec(**values)
     except SpecError as e:
         text = str(e)
-        assert "holds no frequency bin" in text or "more mel bands" in text
+        if e.code != "empty-mel-band":
+            raise
         if "n_mels=" not in text:  # not even one band fits
             with pytest.raises(SpecError):
                 MelSpec(**values | {"n_mels": 1})
@@ -956,15 +966,15 @@ def test_a_name_without_a_version_means_the_newest(monkeypatch: pytest.MonkeyPat
 
 
 def test_unknown_presets_and_settings() -> None:
-    with pytest.raises(SpecError, match="disjoint@1, overlap@1"):
+    with raises("unknown-preset", SpecError, expected="disjoint@1, overlap@1"):
         MelSpec.preset("joint")
-    with pytest.raises(SpecError, match="unknown preset"):
+    with raises("unknown-preset", SpecError, found="'disjoint@7'"):
         MelSpec.preset("disjoint@7")
-    with pytest.raises(SpecError, match="unknown setting n_mel"):
+    with raises("unknown-spec-setting", SpecError, says=" n_mel;"):
         MelSpec.preset("disjoint", n_mel=3)
-    with pytest.raises(SpecError, match="preset_name"):
+    with raises("unknown-spec-setting", SpecError, says="preset_name"):
         MelSpec.preset("disjoint", preset_name="mine")
-    with pytest.raises(SpecError, match="does not know: mystery"):
+    with raises("unknown-spec-setting", SpecError, says="mystery"):
         spec_from_dict(MelSpec().to_dict() | {"mystery": 1})
 
 

@@ -442,6 +442,33 @@ def test_tensors_that_do_not_fit_are_refused(interpreter: ProcessPoolExecutor) -
     ]
 
 
+# -- the engine ---------------------------------------------------------------------------------------------------------------
+
+INTERPRETED = """
+import sys
+sys.path.append(sys.argv[3])
+import fake_device, leakmel as lm
+fake_device.register()
+root, out = sys.argv[1:3]
+spec = {"duration_s": 0.5, "sample_rate": 4096, "n_mels": 16}
+done = lm.build(root, split="testing", out=out, spec=spec, engine="auto", progress="none", check=None,
+                pipeline=lm.PipelineConfig(device="fake", files_per_batch=4, fsync=False))
+print(done.summary["engine"], done.verified.ok, done.verified.checked)
+"""
+
+
+def test_a_build_by_the_triton_engine_in_its_interpreter(demo: Path, tmp_path: Path) -> None:
+    need(importlib.util.find_spec("triton"), "triton")
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, demo, tmp_path / "a.h5", Path(__file__).parents[1]],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("triton@1/fake True ")
+
+
 # -- compiled ahead -------------------------------------------------------------------------------------------------------------
 
 # Most shared memory of a block: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": 227 KB for 9.0, 99 KB for 12.0.

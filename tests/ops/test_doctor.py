@@ -612,11 +612,11 @@ def test_a_driver_with_a_torch_that_cannot_use_it(monkeypatch):
 
 def test_the_bus_of_a_rehearsed_device(monkeypatch):
     monkeypatch.setattr(doctor_parts, "SLOW_BUS", 0)
-    check = doctor_parts.examine_bus("rehearsal")
+    check = doctor_parts.examine_bus("fake")
     assert check.status == "ok"
     assert check.figures["to_device_bytes_per_s"] > 1e6
     monkeypatch.setattr(doctor_parts, "SLOW_BUS", 1e15)
-    assert "slot" in doctor_parts.examine_bus("rehearsal").advice
+    assert "slot" in doctor_parts.examine_bus("fake").advice
 
 
 # ---- engines -------------------------------------------------------------------------------------------------------------
@@ -670,7 +670,7 @@ def test_engines_that_cannot_run(error, status, said, monkeypatch):
 def test_parity_asks_every_device():
     "Two rehearsed devices, each from 16-bit samples and from float32, twice."
     (spec, *_) = doctor_engines.parity_specs()
-    with doctor_engines.make_engine("torch", spec, "rehearsal*2") as engine:
+    with doctor_engines.make_engine("torch", spec, "fake*2") as engine:
         found, _ = doctor_engines.parity(engine)
     assert len(found) == 8
     assert all(c.ok for c in found)

@@ -52,7 +52,7 @@ class PipelineConfig:
     slots: int | None = None  # batches that may be under way at once
     # bound on the bytes of all slots (16-bit recordings); lowers slots, then files_per_batch
     max_bytes_in_flight: int = 1 << 30
-    device: str = "auto"  # "auto", "cpu", "cuda" (every GPU), "cuda:0", "rehearsal" (a GPU played on the CPU); part of the engine's identity
+    device: str = "auto"  # "auto", "cpu", "cuda" (every GPU), "cuda:0"; part of the engine's identity
     gpu_streams: int = 2  # streams on each GPU that compute side by side
     batch_accumulation: int = 1  # batches that a GPU computes in one launch
     warmup_slots: int = 1  # batches that are read before a GPU begins

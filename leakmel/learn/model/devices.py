@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...core.errors import MachineError, UsageError
+from ...mel.engines import DEVICES
 
 _LOG = logging.getLogger("leakmel")
 
@@ -22,23 +23,27 @@ _LOG = logging.getLogger("leakmel")
 def pick_device(
     name: str = "auto",  # "auto", "cpu", "cuda", "cuda:1", ...
     *,
-    rehearsal: bool = False,  # "rehearsal", a GPU played on the CPU, is a device too
-) -> str:  # "cpu", "cuda:0", "rehearsal:0"; raises UsageError for one that is not there
+    registered: bool = False,  # other kinds that `mel.engines.DEVICES` knows are devices too
+) -> str:  # "cpu", "cuda:0"; raises UsageError for one that is not there
     "The device that is meant; auto: the first GPU, where there is one."
     if name == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
-    found = re.fullmatch(r"(?:cpu|(cuda|rehearsal)(?::(\d{1,3}))?)", name)
-    if not found or found[1] == "rehearsal" and not rehearsal:
+    kinds = "|".join(DEVICES if registered else ("cuda",))
+    found = re.fullmatch(rf"(?:cpu|({kinds})(?::(\d{{1,3}}))?)", name)
+    if not found:
         raise UsageError(
-            "no such device",
-            found=repr(name),
-            expected=f"auto, cpu, cuda{', cuda:1 or rehearsal' if rehearsal else ' or cuda:1'}",
+            "no such device", code="unknown-device", found=repr(name), expected="auto, cpu, cuda or cuda:1"
         )
     if found[1] is None:
         return name
     number, n = int(found[2] or 0), torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found[1] == "cuda" and number >= n:
-        raise UsageError("there is no such GPU here", found=f"{name!r}, {n} GPUs", remedy="use device='cpu'")
+        raise UsageError(
+            "there is no such GPU here",
+            code="no-device",
+            found=f"{name!r}, {n} GPUs",
+            remedy="use device='cpu'",
+        )
     return f"{found[1]}:{number}"
 
 

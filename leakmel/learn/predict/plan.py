@@ -149,7 +149,7 @@ def plan_prediction(
         )
     }
     out = Path(os.path.abspath(parameters["out"])) if parameters["out"] else _new_folder()
-    device = pick_device(parameters["device"], rehearsal=True)
+    device = pick_device(parameters["device"], registered=True)
     return PredictionPlan(folder, data_note, model, model_note, detector, rule, manifest, device, out, given)
 
 
