@@ -87,6 +87,9 @@ DATASET_FILES = {
     "invalid-setting": "A setting of a spec file has another type or value than allowed.",
     "unknown-preset": "There is no preset of this name.",
     "presets-differ": "The preset asked for is not the one of the spec file.",
+    "invalid-cache-file": "A cache file is incomplete, damaged, or of other recordings.",
+    "recordings-differ": "Recordings differ in rate or length where the spec was to follow them.",
+    "no-memory": "The recordings take more memory than is available or allowed.",
 }
 
 # %% ../../nbs/core/error_codes.ipynb #c658d275
