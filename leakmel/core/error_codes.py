@@ -90,6 +90,9 @@ DATASET_FILES = {
     "invalid-cache-file": "A cache file is incomplete, damaged, or of other recordings.",
     "recordings-differ": "Recordings differ in rate or length where the spec was to follow them.",
     "no-memory": "The recordings take more memory than is available or allowed.",
+    "bad-file": "A recording was rejected, and the build stops at the first one.",
+    "all-rejected": "All recordings of a split were rejected.",
+    "too-many-rejected": "More recordings were rejected than may be.",
 }
 
 # %% ../../nbs/core/error_codes.ipynb #c658d275
