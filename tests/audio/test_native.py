@@ -304,7 +304,7 @@ def test_damage_is_found_alike_without_compiled_code(
         if damage != "cut":
             return lm.verify(path).problems
         with h5py.File(path) as f:
-            look = verify._looker(f["segments_mel"])
+            look = verify._RowReader(f["segments_mel"]).look
             os.truncate(path, begin + 8 * row + 2)
             assert len(look(0, 8)[0]) == 8
             try:
@@ -324,8 +324,8 @@ def test_damage_is_found_alike_without_compiled_code(
         == {
             "none": [],
             "bit": [wrong],
-            "infinite": ["row 5 holds values that are not finite", wrong],
-            "cut": ["the rows end too early"],
+            "infinite": ["values of row 5 are not finite", wrong],
+            "cut": ["the file ends too early"],
         }[damage]
     )
 

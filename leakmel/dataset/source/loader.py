@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["FACTS", "PLAIN", "Slot", "decoders", "Disagreement", "Source", "BatchReader"]
 
-# %% ../../../nbs/dataset/source/loader.ipynb #a04724bb
+# %% ../../../nbs/dataset/source/loader.ipynb #9e51574a
 import os, sys, time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -32,7 +32,6 @@ from leakmel.audio.wav import (
     read_payload,
 )
 from ...core.errors import DataError, MachineError, RecordingError
-from ...audio.page_cache import Inflow
 from .bad_files import first_bad_file
 from ..file.schema import Rejected
 from ...mel.spec import MelSpec
