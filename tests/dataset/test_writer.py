@@ -563,7 +563,10 @@ def test_killed_holder_does_not_block(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "held\n"
-        with raises("output-locked", OutputError, found=f"process {child.pid}"), OutputLock(tmp_path / "a.h5"):
+        with (
+            raises("output-locked", OutputError, found=f"process {child.pid}"),
+            OutputLock(tmp_path / "a.h5"),
+        ):
             pass
         child.send_signal(signal.SIGKILL)
         child.wait()
@@ -604,7 +607,10 @@ def test_lock_is_exclusive_among_many_threads(tmp_path):
 @pytest.mark.parametrize("ending", ["lock", "partial"])
 def test_a_folder_under_a_working_name_is_said_with_its_path(tmp_path, ending):
     (tmp_path / f".a.h5.{ending}").mkdir()
-    with raises("write-failed", OutputError, path=tmp_path / f".a.h5.{ending}"), OutputLock(tmp_path / "a.h5"):
+    with (
+        raises("write-failed", OutputError, path=tmp_path / f".a.h5.{ending}"),
+        OutputLock(tmp_path / "a.h5"),
+    ):
         RowFile(tmp_path / "a.h5", SMALL.row_shape, 1)
     assert leftovers(tmp_path, f".a.h5.{ending}") == []
 

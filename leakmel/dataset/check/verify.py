@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["VerifyReport", "pick_rows", "check_sample", "check_data_set", "verify"]
 
-# %% ../../../nbs/dataset/check/verify.ipynb #d8dce0ce
+# %% ../../../nbs/dataset/check/verify.ipynb #959a3b84
 import json, os, stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,15 @@ from ...audio.manifest import split_folders
 from ...audio.naming import Naming
 from ...audio.tables import NameTable, read_table
 from ...audio.wav import DIGEST_ALGORITHM
-from ...core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError, show_path
+from leakmel.core.errors import (
+    REJECT_CODES,
+    DataError,
+    LeakmelError,
+    MachineError,
+    UsageError,
+    VerifyError,
+    show_path,
+)
 from ...core.monitor import usable_cores
 from . import consistency
 from .expected import Source, Sources, references_of
@@ -157,7 +165,10 @@ class _RowReader:
         is_plain = self.begin is not None and self.rows.dtype == np.dtype("<f2")
         if is_plain and module is not None and module.can_digest(self.n_bytes):
             at = self.begin + start * self.n_bytes
-            digests, largest = module.look_at_rows(self.fd, at, n, self.n_bytes)
+            try:
+                digests, largest = module.look_at_rows(self.fd, at, n, self.n_bytes)
+            except EOFError as e:
+                raise VerifyError("the file ends too early", code="file-ends-early") from e
             return digests, largest >= _INFINITE
         block = self.read(start, n)
         return digests_of(block), ~np.isfinite(block.reshape(n, -1)).all(axis=1)
