@@ -5,20 +5,19 @@
 # %% auto #0
 __all__ = ["SUFFIX", "cache_folder", "cache_path", "open_cache", "CacheFile", "list_cache", "clear_cache"]
 
-# %% ../../../nbs/dataset/source/cache_files.ipynb #8e6e79a8
+# %% ../../../nbs/dataset/source/cache_files.ipynb #be67470c
 import os, re, stat, time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from ...core.errors import DataError, OutputError, UsageError, show_path
 from ...core.monitor import size_text
 from ..file.writer import OutputLock, output_error, require_space, reserve
 from .loader import BatchReader
-from .sample_cache import FileRows, SampleCache, read_about
+from .sample_cache import FileRows, SampleCache
 
 # %% ../../../nbs/dataset/source/cache_files.ipynb #3fd35dab
 SUFFIX = ".samples"
@@ -96,8 +95,6 @@ def _make(path: Path, reader: BatchReader, fill: Callable[[FileRows], SampleCach
                 "folder": show_path(listing.folder),
                 "split": listing.split,
                 "recordings": len(listing),
-                "sample_rate": reader.spec.sample_rate,
-                "duration_s": reader.spec.duration_s,
             }
         )
         os.replace(partial, path)
@@ -134,15 +131,14 @@ def list_cache(
             st = path.lstat()
             if not _OURS.fullmatch(path.name) or not stat.S_ISREG(st.st_mode):
                 continue
-            about: dict[str, Any] = {}
-            problem = ""
-            try:
-                about = read_about(path)
-            except DataError as e:
-                problem = str(e.found)
             used = datetime.fromtimestamp(st.st_mtime, UTC).isoformat(timespec="seconds")
-            facts = {k: about[k] for k in ("folder", "split", "recordings") if k in about}
-            found.append(CacheFile(path, st.st_size, used, **facts, problem=problem))
+            try:
+                cache = SampleCache.open(path)
+                cache.rows.close()
+                facts = {name: cache.about[name] for name in ("folder", "split", "recordings")}
+            except (DataError, KeyError) as e:
+                facts = {"problem": str(getattr(e, "found", e))}
+            found.append(CacheFile(path, st.st_size, used, **facts))
     return sorted(found, key=lambda f: (f.used_utc, f.path.name), reverse=True)
 
 

@@ -11,7 +11,6 @@ __all__ = [
     "MemoryRows",
     "FileRows",
     "SampleCache",
-    "read_about",
     "check_follows",
     "CachedReader",
     "NoMemory",
@@ -167,6 +166,7 @@ class SampleCache:
         self.facts = np.zeros(n_files, FACTS)  # "good": cached
         self.row_digests = np.zeros(n_files, "S32")  # of cached rows
         self.unusual: dict[int, tuple[str, str]] = {}  # candidate -> encoding, status, where not PLAIN
+        self.about: dict[str, Any] = {}  # of a file: what it was made from
         self.n_damaged = 0  # rows that were asked for and did not match their digest
         self.n_outdated = 0  # the same, whose file changed since
 
@@ -191,7 +191,7 @@ class SampleCache:
             self.row_digests[slot.first + i] = digest_of(slot.input[i])
 
     def save(self, about: dict[str, Any]) -> None:
-        "Complete the file of a cache with its facts and its footer; `about` is what `read_about` gives."
+        "Complete the file of a cache with its facts and its footer."
         rows = self.rows
         assert isinstance(rows, FileRows)
         text = {
@@ -212,37 +212,30 @@ class SampleCache:
     def open(
         cls,
         path: Path,
-        n_samples: int,  # of a row
-        key: str,  # of the recordings wanted
-    ) -> Self:  # its file is open; raises DataError where it cannot be used
-        "Open a cache file."
-        fd = _open_for_reading(path)
+        n_samples: int = 0,  # of a row; 0: rows are not read
+        key: str | None = None,  # of the recordings wanted; None: any
+    ) -> Self:  # its file is open
+        "Open a cache file, never through a link; raises DataError where it cannot be used."
+        fd = -1
         try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             text, arrays = _read_tail(fd)
-            if text["key"] != key:
+            if key not in (None, text["key"]):
                 raise ValueError("it holds other recordings")
             rows = FileRows(fd, 0, n_samples)
             rows.places = {int(k): v for k, v in text["places"].items()}
-            cache = cls(key, rows, 0)
+            cache = cls(text["key"], rows, 0)
+            cache.about = dict(text["about"])
             cache.facts = arrays["facts"]
             cache.row_digests = arrays["row_digests"]
             cache.unusual = {int(k): (v[0], v[1]) for k, v in text["unusual"].items()}
             return cache
         except Exception as e:  # a damaged file can be wrong in any way; it is made again
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise DataError(
                 "this is no cache file that can be used", code="invalid-cache-file", path=path, found=str(e)
             ) from e
-
-
-def _open_for_reading(path: Path) -> int:
-    "Open a cache file, never through a link or waiting for a pipe; raises DataError."
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as e:
-        raise DataError(
-            "no cache file can be opened", code="invalid-cache-file", path=path, found=str(e)
-        ) from e
 
 
 def _read_tail(fd: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -258,17 +251,6 @@ def _read_tail(fd: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     with np.load(io.BytesIO(tail), allow_pickle=False) as arrays:
         found = dict(arrays)
     return json.loads(found.pop("text").tobytes()), found
-
-
-def read_about(path: Path) -> dict[str, Any]:
-    "Read what a cache file says it holds; raises DataError where it is none."
-    fd = _open_for_reading(path)
-    try:
-        return dict(_read_tail(fd)[0]["about"])
-    except Exception as e:
-        raise DataError("this is no cache file", code="invalid-cache-file", path=path, found=str(e)) from e
-    finally:
-        os.close(fd)
 
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #443a7df1
@@ -343,12 +325,11 @@ class CachedReader:
 
     def _is_unchanged(self, k: int) -> bool:
         "Check that candidate k's file is as when listed and when read: a time of modification can be set back, that of any change cannot."
-        listing = self.listing
         try:
-            st = os.stat(self.plain.base + listing.paths[k])
+            st = os.stat(self.plain.base + self.listing.paths[k])
         except OSError:
             return False
-        before = (listing.sizes[k], listing.mtimes_ns[k], self.cache.facts["ctime_ns"][k])
+        before = (self.listing.sizes[k], self.listing.mtimes_ns[k], self.cache.facts["ctime_ns"][k])
         same = (st.st_size, st.st_mtime_ns, st.st_ctime_ns) == before
         self.cache.n_outdated += not same
         return same
