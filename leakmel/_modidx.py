@@ -788,6 +788,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'leakmel/core/timeline.py')},
             'leakmel.dataset.check.consistency': { 'leakmel.dataset.check.consistency._code_now': ( 'dataset/check/consistency.html#_code_now',
                                                                                                     'leakmel/dataset/check/consistency.py'),
+                                                   'leakmel.dataset.check.consistency._outside_label_folder': ( 'dataset/check/consistency.html#_outside_label_folder',
+                                                                                                                'leakmel/dataset/check/consistency.py'),
                                                    'leakmel.dataset.check.consistency._wrong_labels_json': ( 'dataset/check/consistency.html#_wrong_labels_json',
                                                                                                              'leakmel/dataset/check/consistency.py'),
                                                    'leakmel.dataset.check.consistency._wrong_path': ( 'dataset/check/consistency.html#_wrong_path',
