@@ -81,7 +81,7 @@ class VerifyReport:
             return f"ok (integrity only: {self.n_rows:,} rows have their digests; none was compared with its source){labels}"
         return f"ok: {self.checked:,} of {self.n_rows:,} rows recomputed in float64, largest difference {self.max_abs_db:.4f} dB{labels}"
 
-    def note_moved(self, problem: str) -> None:
+    def _note_moved(self, problem: str) -> None:
         "Note a problem that is a source which went away or changed."
         self.moved.append(problem)
         self.problems.append(problem)
@@ -245,10 +245,10 @@ def _source_of(
     except MachineError:
         raise
     except LeakmelError as e:
-        report.note_moved(f"{stored}: the source cannot be used now: {e}")
+        report._note_moved(f"{stored}: the source cannot be used now: {e}")
         return None
     if source.digest != stored.facts["digest"]:
-        report.note_moved(f"{stored}: the source has another digest than when the row was made")
+        report._note_moved(f"{stored}: the source has another digest than when the row was made")
         return None
     if source.refused is not None:
         report.problems.append(
@@ -427,7 +427,7 @@ def _check_sources(
         splits = _split_folders(root, naming)
         folder = _data_folder(f, root, splits, paths)
     except DataError as e:
-        report.note_moved(str(e))
+        report._note_moved(str(e))
         report.labels_compared = False
         return
     sources = asked.sources
