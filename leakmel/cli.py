@@ -217,7 +217,7 @@ def run_verify(args: argparse.Namespace) -> Outcome:
 def run_cache(args: argparse.Namespace) -> Outcome:
     "List or clear the cache files of mode memmap."
     from leakmel.core.monitor import size_text
-    from leakmel.dataset.source.cache import cache_folder, clear_cache, list_cache
+    from leakmel.dataset.source.cache_files import cache_folder, clear_cache, list_cache
 
     folder = cache_folder(args.cache_dir)
     files = list_cache(folder) if args.what == "list" else clear_cache(folder, unused_days=args.unused_days)

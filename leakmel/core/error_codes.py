@@ -10,6 +10,7 @@ __all__ = [
     "AUDIO",
     "MEL",
     "DATASET",
+    "DATASET_FILES",
     "INSIGHT",
     "LEARN_DATA",
     "LEARN_TRAIN",
@@ -89,6 +90,40 @@ MEL = {
 # %% ../../nbs/core/error_codes.ipynb #ac1c452d
 DATASET = dict[str, str]()
 
+# %% ../../nbs/core/error_codes.ipynb #b3d41f0b
+DATASET_FILES = {
+    "file-ends-early": "A file ends before the data that it should hold.",
+    "write-failed": "The file system refused to write, rename or remove a file.",
+    "read-failed": "The file system refused to read a file.",
+    "output-locked": "Another process is writing the same output.",
+    "output-exists": "A file of another kind has the name of the output.",
+    "layout-changed": "The HDF5 library placed the rows of a new file elsewhere than expected.",
+    "stopped": "The operation was stopped before it was complete.",
+    "no-such-file": "There is no file of this name.",
+    "not-a-file": "The path names no regular file.",
+    "not-hdf5": "The file is not an HDF5 file that can be read.",
+    "unsafe-file": "An HDF5 file refers to other files, or claims more data than it can hold.",
+    "not-a-data-set": "An HDF5 file is not a data set of leakmel.",
+    "other-schema": "A file was written with another version of its schema.",
+    "damaged-data-set": "A part of a data set is missing or has another form.",
+    "incomplete-data-set": "A data set is not complete.",
+    "data-set-changed": "A data set changed since it was opened.",
+    "no-spec": "The file holds no full spec.",
+    "not-a-spec-file": "The file is not a spec file.",
+    "unknown-setting": "A spec file has a key or setting that does not exist.",
+    "invalid-setting": "A setting of a spec file has another type or value than allowed.",
+    "presets-differ": "The preset asked for is not the one of the spec file.",
+    "invalid-cache-file": "A cache file is incomplete, damaged, or of other recordings.",
+    "recordings-differ": "Recordings differ in rate or length where the spec was to follow them.",
+    "no-memory": "The recordings take more memory than is available or allowed.",
+    "bad-file": "A recording was rejected, and the build stops at the first one.",
+    "all-rejected": "All recordings of a split were rejected.",
+    "too-many-rejected": "More recordings were rejected than may be.",
+    "table-not-used": "A table was given for a data set whose labels come from elsewhere.",
+    "no-data-folder": "The data folder does not exist or cannot be listed.",
+    "other-data-folder": "None of the recordings of a data set is in the data folder.",
+}
+
 # %% ../../nbs/core/error_codes.ipynb #c658d275
 INSIGHT = {
     "columns-differ-in-length": "Columns that belong together have different lengths.",
@@ -128,6 +163,7 @@ _TABLES = (
     AUDIO,
     MEL,
     DATASET,
+    DATASET_FILES,
     INSIGHT,
     LEARN_DATA,
     LEARN_TRAIN,

@@ -24,7 +24,7 @@ from leakmel.audio.compiled import digests_of, int16_moments
 from leakmel.audio.native import LOOK_CLOSER, READ, read_rows
 from leakmel.audio.conform import moments_of
 from leakmel.audio.wav import canonical_header
-from leakmel.core.errors import DataError, MachineError
+from leakmel.core.errors import MachineError, VerifyError
 from leakmel.dataset.source import sample_cache as held
 from leakmel.dataset.run import job
 from leakmel.dataset.source import loader
@@ -304,13 +304,13 @@ def test_damage_is_found_alike_without_compiled_code(
         if damage != "cut":
             return lm.verify(path).problems
         with h5py.File(path) as f:
-            look = verify._looker(f["segments_mel"])
+            look = verify._RowReader(f["segments_mel"]).look
             os.truncate(path, begin + 8 * row + 2)
             assert len(look(0, 8)[0]) == 8
             try:
                 look(0, 9)
-            except DataError as e:
-                return [str(e).removeprefix(f"{path}: ")]
+            except VerifyError as e:
+                return [e.code]
             finally:
                 path.write_bytes(data)
         return []
@@ -324,8 +324,8 @@ def test_damage_is_found_alike_without_compiled_code(
         == {
             "none": [],
             "bit": [wrong],
-            "infinite": ["row 5 holds values that are not finite", wrong],
-            "cut": ["the rows end too early"],
+            "infinite": ["values of row 5 are not finite", wrong],
+            "cut": ["file-ends-early"],
         }[damage]
     )
 

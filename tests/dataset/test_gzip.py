@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import leakmel as lm
+from errors import raises
 from leakmel.core.errors import OutputError
 from leakmel.dataset.file import chunks
 from leakmel.dataset.file import writer
@@ -274,7 +275,7 @@ def test_a_source_that_ends_early_is_an_error(tmp_path):
         f.create_dataset("x", data=noise(50))
     with h5py.File(tmp_path / "plain.h5") as plain, new_file(tmp_path / "b.h5") as file:
         os.truncate(tmp_path / "plain.h5", 9000)
-        with pytest.raises(lm.LeakmelError, match="end too early"):
+        with raises("file-ends-early"):
             pack_rows(plain["x"], create_packed(file, "x", plain["x"].shape, plain["x"].dtype))
 
 
@@ -287,7 +288,7 @@ def test_stopping_is_heeded_between_chunks(tmp_path, monkeypatch):
         asked.append(0)
         return len(asked) > 4
 
-    with pytest.raises(OutputError, match="stopped"):
+    with raises("stopped", OutputError, path=file.partial):
         file.compress(meta, stopped=after_four)
     assert len(asked) == 5
     assert file.partial.read_bytes() == before
@@ -298,7 +299,7 @@ def test_stopping_is_heeded_between_chunks(tmp_path, monkeypatch):
 _NO_ROOM = """
 import resource, sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from test_gzip import whole
 from leakmel.core.errors import LeakmelError
 from leakmel.dataset.file import writer
@@ -314,10 +315,10 @@ assert file.partial.read_bytes() == before
 
 def test_no_room_for_the_second_file_never_kills(tmp_path):
     "The HDF5 library would end the process at its exit; it never comes to that, because the room is reserved first."
-    code = _NO_ROOM.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    code = _NO_ROOM.format(tests=[str(p) for p in Path(__file__).parents[:2]], folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "cannot reserve space" in done.stdout
+    assert "EFBIG" in done.stdout
     assert leftovers(tmp_path) == [".a.h5.partial"]
 
 

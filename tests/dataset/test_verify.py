@@ -179,7 +179,7 @@ def test_rows_that_are_not_finite(file, value):
         f["segments_mel"][29, 3, 1, 63, 0] = value
 
     spoil(file, put, rows_resealed=True)
-    bad(lm.verify(file), "row 29 holds values that are not finite")
+    bad(lm.verify(file), "values of row 29 are not finite")
 
 
 @pytest.mark.parametrize("row", [0, 14, N - 1])
@@ -459,7 +459,7 @@ def test_spoiled_waveforms(built, waved, change):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_waveforms_that_are_not_finite(waved, value):
     spoil(waved, change_waves(lambda w: w.__setitem__((29, 3, 1, 511), value)), rows_resealed=True)
-    bad(lm.verify(waved), "the waveforms of row 29 hold values that are not finite")
+    bad(lm.verify(waved), "values of the waveforms of row 29 are not finite")
 
 
 @pytest.mark.parametrize(

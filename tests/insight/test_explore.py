@@ -16,6 +16,7 @@ import pytest
 from notebook_runs import PLOTLY, Run, copy_project, papermill, titles_of
 
 import leakmel as lm
+from errors import raises
 from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, SpecError, UsageError
@@ -443,50 +444,42 @@ def body(**changes: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "code", "says"),
     [
-        (body(extra=1), "extra is unknown"),
-        (body(settings={"num_mels": 3}), "here it is n_mels"),
-        (body(settings={"preset_name": "x"}), "preset_name is unknown"),
-        (body(settings={"n_mels": "40"}), "n_mels must be a whole number"),
-        (body(settings={"n_mels": True}), "n_mels must be a whole number"),
-        (body(settings={"mel_scale": "bark"}), "mel_scale is not known"),
-        (body(settings={"f_max_hz": 1e300}), "out of all bounds"),
-        (body(settings={"f_max_hz": 10**400}), "out of all bounds"),
-        (body(settings=[]), "settings must be a JSON object"),
-        (body(settings={"n_mels": 500, **FIXED}), "holds no frequency bin"),
-        (body(schema=2), "another schema"),
-        (body(schema=True), "another schema"),
-        (body(kind="x"), "no spec file"),
-        (body(preset="magic"), "unknown preset"),
-        (body(preset=["disjoint"]), "names no preset"),
-        ("[]", "no JSON object"),
-        ("{", "no JSON"),
-        ('{"kind": "leakmel spec", "kind": "leakmel spec"}', "a key stands twice"),
-        (body().replace("40", "NaN"), "NaN is no number"),
-        ("[" * 50_000, "no JSON"),
-        (" " * MOST_BYTES + "{}", "too large"),
-        ("\xff\xfe", "no JSON"),
-        ("__import__('os').abort()", "no JSON"),
+        (body(extra=1), "unknown-setting", "extra"),
+        (body(settings={"num_mels": 3}), "unknown-setting", "here it is n_mels"),
+        (body(settings={"preset_name": "x"}), "unknown-setting", "preset_name"),
+        (body(settings={"n_mels": "40"}), "invalid-setting", "n_mels"),
+        (body(settings={"n_mels": True}), "invalid-setting", "n_mels"),
+        (body(settings={"mel_scale": "bark"}), "invalid-setting", "mel_scale"),
+        (body(settings={"f_max_hz": 1e300}), "invalid-setting", "f_max_hz"),
+        (body(settings={"f_max_hz": 10**400}), "invalid-setting", "f_max_hz"),
+        (body(settings=[]), "invalid-setting", "settings"),
+        (body(schema=2), "other-schema", "2"),
+        (body(kind="x"), "not-a-spec-file", "x"),
+        (body(preset="magic"), "unknown-preset", "magic"),
+        (body(preset=["disjoint"]), "invalid-setting", "preset"),
+        ("[]", "not-a-spec-file", ""),
+        ("{", "not-a-spec-file", ""),
+        (body().replace("40", "NaN"), "invalid-setting", "n_mels"),
+        ("[" * 50_000, "not-a-spec-file", ""),
+        (" " * MOST_BYTES + "{}", "not-a-spec-file", ""),
+        ("\xff\xfe", "not-a-spec-file", ""),
+        ("__import__('os').abort()", "not-a-spec-file", ""),
     ],
 )
-def test_a_spec_file_of_anybody_is_not_believed(tmp_path, text, said):
+def test_a_spec_file_of_anybody_is_not_believed(tmp_path, text, code, says):
     path = tmp_path / "spec.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises((SpecError, DataError), match=said) as caught:
+    with raises(code, SpecError, path=path, says=says) as caught:
         read_spec(path)
-    assert str(path) in str(caught.value) or "frequency bin" in said
     assert len(str(caught.value)) < 1200
 
 
 def test_a_spec_file_that_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
-    for name, said in (
-        ("pipe.json", "no regular file"),
-        ("none.json", "no such spec file"),
-        (".", "no regular file|cannot be read"),
-    ):
-        with pytest.raises(DataError, match=said):
+    for name, code in (("pipe.json", "not-a-file"), ("none.json", "no-such-file"), (".", "read-failed")):
+        with raises(code, DataError, path=tmp_path / name):
             read_spec(tmp_path / name)
 
 
@@ -558,7 +551,7 @@ def test_settings_beside_a_data_set_win_and_another_preset_is_refused(twelve, tm
         said
         == f"spec of {old}: preset disjoint@1, sample_rate 4096, duration_s 10.0, n_mels 32; n_mels 24 was asked for instead of 32"
     )
-    with pytest.raises(UsageError, match="the preset is not that of the spec file"):
+    with raises("presets-differ", UsageError, path=old, found="overlap"):
         asked_spec(old, "overlap", {})
     assert asked_spec(tmp_path, None, {})[0] == spec_of_data_set(old).changes, (
         "a folder of data sets stands for what is learned from"
@@ -604,8 +597,8 @@ def test_files_that_hold_no_spec_are_refused_in_one_line_and_nobody_waits_for_th
         "other.h5": "no spec can be had",
         "earlier.h5": "no spec can be had",
         "cut.h5": "no spec can be had",
-        "text.h5": "no JSON",
-        "empty.h5": "no JSON",
+        "text.h5": "no spec file",
+        "empty.h5": "no spec file",
         "folder": "cannot be read",
         "pipe.h5": "no regular file",
         "none.h5": "no such spec file",
@@ -644,11 +637,9 @@ def test_writing_takes_no_other_files_place(tmp_path):
     (tmp_path / "link.json").symlink_to(tmp_path / "aim.json")
     (tmp_path / "folder.json").mkdir()
     for name in ("mine.json", "link.json", "folder.json"):
-        with pytest.raises(OutputError, match="something else than a spec file"):
+        with raises("output-exists", OutputError, path=tmp_path / name):
             write_spec(tmp_path / name, {"n_mels": 30})
-    with pytest.raises(OutputError, match="ends in .json"):
-        write_spec(tmp_path / "spec.wav", {"n_mels": 30})
-    with pytest.raises(SpecError, match="here it is n_mels"):
+    with raises("unknown-setting", SpecError, says="here it is n_mels"):
         write_spec(tmp_path / "new.json", {"num_mels": 30})
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "aim.json",

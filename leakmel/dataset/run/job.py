@@ -19,7 +19,7 @@ from ...audio.wav import digest_of
 from .journal import Entry, Journal, Ranges, numbers_of
 from ..source.loader import BatchReader, FACTS, PLAIN, Slot, Source
 from ..file.schema import Metadata, Rejected, apart, root_attributes, said_columns
-from ..file.writer import PartialFile, RowFile
+from ..file.writer import RowFile
 from ...mel.engines import Engine
 from ...mel.spec import MelSpec
 
@@ -49,7 +49,7 @@ def segment_view(
 def store_waveforms(
     slot: Slot,  # read, and not yet given back
     spec: MelSpec,
-    file: PartialFile,  # made with room for waveforms
+    file: RowFile,  # made with room for waveforms
     digests: np.ndarray,  # [n_candidates] S32, filled in
 ) -> int:  # bytes written
     "Write the segments of a slot's good recordings to their places, and note their digests."

@@ -30,17 +30,17 @@ from ...audio.page_cache import Inflow
 from ...core.monitor import free_memory, size_text, usable_cores
 from ...core.progress import Progress, announce
 from ...core.timeline import Timeline
-from ..source.cache import SUFFIX, cache_folder, cache_path, open_cache
 from .config import PipelineConfig
 from .inputs import SpecLike, disagreement, resolve_spec
+from ..source.cache_files import SUFFIX, cache_folder, cache_path, open_cache
 from leakmel.dataset.source.sample_cache import (
+    CachedReader,
     FileRows,
-    Held,
-    HeldReader,
     MemoryRows,
     NoMemory,
+    SampleCache,
+    cache_key,
     check_follows,
-    held_key,
     load,
 )
 from ..source.loader import BatchReader, Disagreement, Source
@@ -118,7 +118,7 @@ class Preloaded:
     spec: MelSpec  # its rate, length and rules made the recordings fit
     choice: ModeChoice
     cache_dir: str | None = None  # where cache files lie, as the settings have it
-    held: dict[str, Held] = field(default_factory=dict)  # by split
+    held: dict[str, SampleCache] = field(default_factory=dict)  # by split
     lines: list[str] = field(default_factory=list)  # what was done: files, GB, seconds, files/s
     seconds: float = 0.0  # that preparing took
     inflows: dict[str, Inflow] = field(
@@ -136,14 +136,14 @@ class Preloaded:
         held = self.held.get(plain.listing.split)
         if held is None and self.choice.used == "stream" and not self.closed:
             return plain
-        if self.closed or held is None or held.key != held_key(plain.listing, plain.spec):
+        if self.closed or held is None or held.key != cache_key(plain.listing, plain.spec):
             raise UsageError(
                 "the recordings held ready are not those of this build",
                 path=plain.listing.folder,
                 found=_difference(self, plain),
                 remedy="load them again (leakmel.preload)",
             )
-        return HeldReader(held, plain)
+        return CachedReader(held, plain)
 
     def to_dict(self) -> dict[str, Any]:
         "For the summary of a build."
@@ -191,7 +191,7 @@ def source_of(
 
 
 # %% ../../../nbs/dataset/run/modes.ipynb #f0fb5a71
-def _remove_worn(ready: Preloaded, held: Held, fd: int) -> None:
+def _remove_worn(ready: Preloaded, held: SampleCache, fd: int) -> None:
     "Remove a cache file of which too much cannot be used, so that the next build makes it anew."
     for path in cache_folder(ready.cache_dir).glob(f"*-{held.key}{SUFFIX}"):
         with suppress(OSError):
@@ -246,10 +246,10 @@ class _Preparation:
     progress: str
     inflows: dict[str, Inflow] = field(default_factory=dict)  # by split, of recordings that were read
 
-    def fill(self, listing: Listing, key: str, label: str) -> Callable[[Any], Held]:
+    def fill(self, listing: Listing, key: str, label: str) -> Callable[[Any], SampleCache]:
         "What reads all recordings of a listing into rows, with a bar."
 
-        def fill(rows: MemoryRows | FileRows) -> Held:
+        def fill(rows: MemoryRows | FileRows) -> SampleCache:
             n_threads = self.config.read_workers or min(16, 4 * usable_cores(), max(1, len(listing) // 8))
             with Progress(
                 len(listing), label=f"{listing.split or listing.folder.name}: {label}", show=self.progress
@@ -270,9 +270,9 @@ class _Preparation:
 
         return fill
 
-    def hold(self, listing: Listing, used: str) -> tuple[Held, str]:
+    def hold(self, listing: Listing, used: str) -> tuple[SampleCache, str]:
         "Hold one listing in memory or in a cache file; returns it and a line on what was done."
-        key, began = held_key(listing, self.spec), self.timeline.now_s()
+        key, began = cache_key(listing, self.spec), self.timeline.now_s()
         if used == "preload":
             rows = MemoryRows(len(listing), self.spec.n_samples, self.config.ram_fraction * free_memory())
             try:
@@ -313,7 +313,7 @@ def pick_mode(
 ) -> ModeChoice:  # raises UsageError
     "Choose a mode for some listings; `auto` looks for their cache files."
     paths = (
-        [cache_path(cache_folder(config.cache_dir), x.split, held_key(x, spec)) for x in listings]
+        [cache_path(cache_folder(config.cache_dir), x.split, cache_key(x, spec)) for x in listings]
         if asked == "auto"
         else []
     )
