@@ -40,7 +40,7 @@ COMMAND_LINE = {
     "signal": "A signal ended the command.",
 }
 
-# %% ../../nbs/core/error_codes.ipynb #8127a760
+# %% ../../nbs/core/error_codes.ipynb #5800231c
 CORE = {
     "usage": "A parameter or option does not exist, or has the wrong type or value.",
     "invalid-spec": "The feature settings cannot give meaningful features.",
@@ -51,10 +51,45 @@ CORE = {
     "engine": "An engine is not available, or failed its self-check or a batch.",
     "verification": "The content of a data set failed a check.",
     "failed": "The operation failed.",
+    "unknown-parameter": "No parameter or setting has this name.",
+    "wrong-type": "A value has a type that its parameter does not allow.",
+    "wrong-value": "A value is outside the range that its parameter allows.",
+    "conflicting-parameters": "Two parameters cannot be given together.",
+    "missing-package": "A Python package that this needs is not installed.",
+    "io-fault": "The system failed while reading or writing (too many open files, I/O error, lost network folder).",
+    "out-of-memory": "The machine has too little memory.",
+    "not-writable": "The target cannot be written, for example for lack of permission.",
+    "output-exists": "The target exists and would be overwritten.",
+    "output-busy": "Another process is writing the same target.",
+    "not-a-folder": "The path must be a folder.",
+    "no-such-folder": "The folder does not exist.",
+    "unknown-schema": "The file has a schema version that this leakmel does not know.",
+    "not-a-timeline": "The file is not a timeline of leakmel, or it is damaged.",
 }
 
-# %% ../../nbs/core/error_codes.ipynb #66a71b66
-AUDIO = dict[str, str]()
+# %% ../../nbs/core/error_codes.ipynb #7389fb5a
+AUDIO = {
+    "mount-point": "The target is a mount point, and a finished folder cannot be renamed to it.",
+    "unknown-label": "No label has this name.",
+    "unknown-split": "No split has this name.",
+    "read-failures": "Many recordings one after another cannot be read, so the disk or network folder has failed.",
+    "folder-unreadable": "A folder cannot be listed.",
+    "too-many-labels": "There are more labels than label numbers.",
+    "split-outside-root": "The folder of a split is a link that leads out of the data folder.",
+    "duplicate-split": "Two folders stand for the same split.",
+    "splits-one-level-down": "The folder of splits is one level below the given folder.",
+    "no-such-split": "The data folder, table or pattern has no recording of this split.",
+    "pattern-no-match": "The pattern fits no name of a recording.",
+    "invalid-pattern": "The pattern cannot be used.",
+    "invalid-naming": "The stored description of the names is damaged.",
+    "names-in-table": "The names of this set stand in a table, not in the paths.",
+    "table-unreadable": "The table cannot be read, or it is in a format that is not supported.",
+    "table-columns": "The table lacks a column, or has a column twice.",
+    "table-row": "A row of the table is invalid.",
+    "table-empty": "The table names no recording.",
+    "unknown-grouping": "Recordings cannot be grouped by this property.",
+    "window-too-long": "A segment or frame is longer than what it is cut from.",
+}
 
 # %% ../../nbs/core/error_codes.ipynb #5141b1e8
 MEL = dict[str, str]()
