@@ -4,17 +4,12 @@
 
 # %% auto #0
 __all__ = [
-    "MACHINE_FAULTS",
-    "OPEN_FLAGS",
     "HEADER_BYTES",
     "MAX_CHUNKS",
     "MAX_CHANNELS",
     "MAX_SAMPLE_BYTES",
     "STREAMED",
     "DIGEST_ALGORITHM",
-    "read_error",
-    "OutOfMemory",
-    "open_regular",
     "canonical_header",
     "WavHeader",
     "parse_header",
@@ -26,101 +21,19 @@ __all__ = [
     "read_wav",
 ]
 
-# %% ../../nbs/audio/wav.ipynb #0f7d8ac0
-import errno, os, stat, struct
+# %% ../../nbs/audio/wav.ipynb #164a4dcb
+import os, struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .read_failures import OutOfMemory, open_regular, read_error
 from ..core.errors import MachineError, RecordingError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-# %% ../../nbs/audio/wav.ipynb #c0026704
-_OF_A_NETWORK = (
-    "EHOSTDOWN",
-    "EHOSTUNREACH",
-    "ENETDOWN",
-    "ENETUNREACH",
-    "ENETRESET",
-    "ETIMEDOUT",
-    "ECONNRESET",
-    "ECONNABORTED",
-    "ECONNREFUSED",
-    "ESHUTDOWN",
-    "EREMOTEIO",
-    "ENOKEY",
-    "EKEYEXPIRED",
-    "EKEYREVOKED",
-)
-MACHINE_FAULTS = frozenset(
-    {
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.EIO,
-        errno.ENOMEM,
-        errno.ENOSPC,
-        errno.ENODEV,
-        errno.ESTALE,
-        errno.ENOTCONN,
-    }
-    | {getattr(errno, name) for name in _OF_A_NETWORK if hasattr(errno, name)}
-)
-_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-
-
-def read_error(
-    error: OSError,  # what the system call said
-    path: str | bytes,  # the file it was about
-) -> RecordingError | MachineError:  # to be raised
-    "Turn an OSError of reading a recording into the error it really is."
-    name = errno.errorcode.get(error.errno or 0, "unknown error")
-    if error.errno in MACHINE_FAULTS:
-        return MachineError(
-            f"the machine failed while reading ({name}: {os.strerror(error.errno or 0)})",
-            path=path,
-            remedy="raise the limit or repair the device, then build again; no recording was rejected for this",
-        )
-    if error.errno in _GONE:
-        return RecordingError(
-            "changed", f"the file was there when listed and is not there now ({name})", path=path
-        )
-    return RecordingError("unreadable", f"the file cannot be read ({name})", path=path)
-
-
-class OutOfMemory(MachineError):
-    "Too little memory for one recording, named with its path."
-
-    def __init__(self, path: str | bytes | os.PathLike):
-        super().__init__(
-            "out of memory while reading",
-            path=path,
-            remedy="free some memory, use fewer threads, or take the file away",
-        )
-
-
-# %% ../../nbs/audio/wav.ipynb #b8d36702
-OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-
-
-def open_regular(
-    path: str | bytes | os.PathLike,
-) -> tuple[int, int]:  # file descriptor (the caller closes it), size in bytes
-    "Open a regular file for reading."
-    try:
-        fd = os.open(path, OPEN_FLAGS)
-    except OSError as e:
-        raise read_error(e, os.fsencode(path)) from e
-    st = os.fstat(fd)
-    if stat.S_ISREG(st.st_mode):
-        return fd, st.st_size
-    os.close(fd)
-    raise RecordingError("unreadable", "not a regular file", path=path)
-
 
 # %% ../../nbs/audio/wav.ipynb #cc822de4
 HEADER_BYTES = 44
@@ -229,17 +142,19 @@ def _data_size(claimed: int, start: int, n_file: int, may_stream: bool) -> int:
 
 def _check_size(header: WavHeader) -> None:
     "Refuse more samples than a recording may have, before memory is asked for; 16-bit ones stay as they are, others become float32."
-    h = header
-    n_bytes = (
-        h.data_bytes
-        if h.encoding == "pcm16"
-        else max(h.data_bytes, 4 * h.channels * (h.data_bytes // h.block_align) if h.block_align else 0)
-    )
+    n_bytes = header.data_bytes
+    if header.encoding != "pcm16" and header.block_align:
+        n_bytes = max(n_bytes, 4 * header.channels * (header.data_bytes // header.block_align))
+    _check_bytes(n_bytes, header)
+
+
+def _check_bytes(n_bytes: int, header: WavHeader) -> None:
+    "Refuse more bytes of samples than a recording may have."
     if n_bytes > MAX_SAMPLE_BYTES:
         raise RecordingError(
             "unsupported",
             f"{n_bytes} bytes of samples, at most {MAX_SAMPLE_BYTES} are read",
-            offset=h.data_start,
+            offset=header.data_start,
         )
 
 
@@ -249,12 +164,14 @@ def _chunks(
     container: str,
 ) -> Iterator[tuple[bytes, int, int]]:  # name, size as claimed, byte offset of the name
     "The chunks of an open RIFF file."
-    at, order, data64 = 12, ">" if container == "RIFX" else "<", None
+    at = 12
+    order = ">" if container == "RIFX" else "<"
+    data64 = None
     for _ in range(MAX_CHUNKS):
         raw = os.pread(fd, 8, at)
         if len(raw) < 8 or not all(32 <= c < 127 for c in raw[:4]):
             return
-        name, size = raw[:4], struct.unpack(order + "I", raw[4:])[0]
+        name, size = struct.unpack(order + "4sI", raw)
         if container == "RF64" and name == b"ds64":
             data64 = _ds64_data_size(os.pread(fd, 16, at + 8), at)
         if container == "RF64" and name == b"data":
@@ -297,25 +214,28 @@ def parse_header(
     head = os.pread(fd, 12, 0)
     if len(head) < 12 or head[:4] not in (b"RIFF", b"RIFX", b"RF64") or head[8:] != b"WAVE":
         raise RecordingError("not_wav", "the file does not start like a WAV file", offset=0)
-    container, seen = head[:4].decode(), set[bytes]()
-    fmt, fmt_at, found, end = None, 0, None, 12
+    container = head[:4].decode()
+    order = ">" if container == "RIFX" else "<"
+    seen: set[bytes] = set()
+    fmt = found = None
+    fmt_at = 0
+    end = 12
     for name, size, at in _chunks(fd, container):
-        end = at + 8 + size + (size & 1)
+        start = at + 8
+        end = start + size + (size & 1)
         if name in seen:
             raise RecordingError("not_wav", f"a second {name.decode().strip()} chunk", offset=at)
         if name in _ONCE:
             seen.add(name)
         if name == b"fmt ":
-            fmt, fmt_at = (
-                _fmt_fields(os.pread(fd, min(size, 64), at + 8), ">" if container == "RIFX" else "<", at + 8),
-                at + 8,
-            )
+            fmt = _fmt_fields(os.pread(fd, min(size, 64), start), order, start)
+            fmt_at = start
         elif name == b"data":
             if fmt is None:
                 raise RecordingError("not_wav", "samples before a format chunk", offset=at)
             _check_format(*fmt, fmt_at)
-            found = at + 8, _data_size(size, at + 8, n_file, container != "RF64")
-            if found[1] + at + 8 == n_file:
+            found = start, _data_size(size, start, n_file, container != "RF64")
+            if sum(found) == n_file:
                 break  # nothing behind; a streamed file may be larger than its size field can say
     if fmt is None or found is None:
         raise RecordingError("not_wav", "the chunks end, and there is no data chunk", offset=min(end, n_file))
@@ -362,7 +282,8 @@ class Recording:
 def read_payload(fd: int, header: WavHeader) -> bytearray:
     "The bytes of the data chunk."
     raw = bytearray(header.data_bytes)
-    view, done = memoryview(raw), 0
+    view = memoryview(raw)
+    done = 0
     while done < len(raw):
         n = os.preadv(fd, [view[done:]], header.data_start + done)
         if n == 0:
@@ -378,26 +299,22 @@ def read_payload(fd: int, header: WavHeader) -> bytearray:
 # %% ../../nbs/audio/wav.ipynb #2cfcef99
 def _decode_plain(raw: bytearray, header: WavHeader) -> np.ndarray:
     "Samples [n, C] of PCM or float bytes: int16 for 16-bit PCM, else float32."
-    order, width, channels = ">" if header.container == "RIFX" else "<", -(-header.bits // 8), header.channels
-    n = len(raw) // header.block_align * channels
-    if header.encoding.startswith("float"):
-        return _scaled(np.frombuffer(raw, f"{order}f{width}", n).reshape(-1, channels), 0)
-    if width in (2, 4):
-        values = np.frombuffer(raw, f"{order}i{width}", n).reshape(-1, channels)
-        return (
-            values.astype(np.int16, copy=False)
-            if header.encoding == "pcm16"
-            else _scaled(values, 8 * width - 1)
-        )
-    if width == 1:
-        return _scaled(np.frombuffer(raw, np.uint8, n).reshape(-1, channels).astype(np.int16) - 128, 7)
-    wide = np.zeros((n, 4), np.uint8)
-    part = np.frombuffer(raw, np.uint8, 3 * n).reshape(n, 3)
-    if order == "<":
-        wide[:, 1:] = part
+    order = ">" if header.container == "RIFX" else "<"
+    width = -(-header.bits // 8)
+    n = len(raw) // header.block_align * header.channels
+    if header.encoding == "pcm16":
+        values = np.frombuffer(raw, f"{order}i2", n).astype(np.int16, copy=False)
+    elif header.encoding.startswith("float"):
+        values = _scaled(np.frombuffer(raw, f"{order}f{width}", n), 0)
+    elif width == 1:
+        values = _scaled(np.frombuffer(raw, np.uint8, n).astype(np.int16) - 128, 7)
+    elif width == 3:
+        wide = np.zeros((n, 4), np.uint8)
+        wide[:, slice(1, 4) if order == "<" else slice(3)] = np.frombuffer(raw, np.uint8, 3 * n).reshape(n, 3)
+        values = _scaled(wide.view(f"{order}i4").ravel(), 31)
     else:
-        wide[:, :3] = part
-    return _scaled(wide.view(f"{order}i4").reshape(-1, channels), 31)
+        values = _scaled(np.frombuffer(raw, f"{order}i{width}", n), 8 * width - 1)
+    return values.reshape(-1, header.channels)
 
 
 def _scaled(values: np.ndarray, bits: int) -> np.ndarray:
@@ -419,6 +336,7 @@ def _decode_coded(fd: int, header: WavHeader, n_file: int) -> np.ndarray:
     except (ImportError, OSError) as e:
         raise MachineError(
             f"{header.encoding} needs the package soundfile, which does not load here ({e})",
+            code="missing-package",
             remedy="pip install soundfile",
         ) from e
     try:
@@ -429,12 +347,7 @@ def _decode_coded(fd: int, header: WavHeader, n_file: int) -> np.ndarray:
                     f"{f.frames} frames claimed by a file of {n_file} bytes",
                     offset=header.data_start,
                 )
-            if (n_bytes := 4 * f.frames * f.channels) > MAX_SAMPLE_BYTES:
-                raise RecordingError(
-                    "unsupported",
-                    f"{n_bytes} bytes of samples, at most {MAX_SAMPLE_BYTES} are read",
-                    offset=header.data_start,
-                )
+            _check_bytes(4 * f.frames * f.channels, header)
             return f.read(
                 f.frames, dtype="float32", always_2d=True
             )  # some codecs cannot seek, and want the number

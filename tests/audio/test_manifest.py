@@ -10,8 +10,9 @@ import pytest
 from conftest import within
 
 from leakmel.audio import manifest as manifest_module
-from leakmel.audio.manifest import Manifest, hints, scan, shared_groups
-from leakmel.audio.naming import parse_name, split_name
+from leakmel.audio.manifest import Manifest, scan
+from leakmel.audio.recordings import hints, shared_groups
+from leakmel.audio.file_names import parse_name, split_name
 from leakmel.audio.problems import WORTH_A_LOOK, group_of
 from leakmel.audio.synth import wav_bytes, write_demo
 from leakmel.core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError

@@ -21,25 +21,8 @@ import leakmel as lm
 from leakmel.audio import content as content_module
 from leakmel.audio.content import BLOCK, CONTENT, read_content
 from leakmel.audio.manifest import scan
-from leakmel.audio.problems import (
-    ALL_SHOWN,
-    CLIPPED_SHARE,
-    DC_OFFSET,
-    DEAD_FILES,
-    GROUPS,
-    WORTH_A_LOOK,
-    Columns,
-    Problem,
-    ProblemReport,
-    content_problems,
-    count_kinds,
-    group_of,
-    how_many,
-    meaning_of,
-    pair_shares,
-    shared_out,
-    tied_values,
-)
+from leakmel.audio.content_checks import (CLIPPED_SHARE, DC_OFFSET, DEAD_FILES, Columns, content_problems, pair_shares, tied_values)
+from leakmel.audio.problems import (ALL_SHOWN, GROUPS, WORTH_A_LOOK, Problem, ProblemReport, count_kinds, group_of, how_many, meaning_of, shared_out)
 from leakmel.audio.synth import wav_bytes, write_demo
 from leakmel.cli import main
 from leakmel.core.errors import MachineError
@@ -271,7 +254,7 @@ def test_copies_are_those_of_a_dict(recordings: list[tuple[int, int, int, bool]]
         )
 
     def copies(c: Columns, before: Iterable[Columns] = ()) -> set[tuple[str, int, int]]:
-        from leakmel.audio.problems import _copies
+        from leakmel.audio.content_checks import _copies
 
         return {
             (p.kind, int(p.path), int(p.message.split(",")[0].rsplit(" ", 1)[1]))

@@ -21,7 +21,7 @@ def refusal(path: str | bytes | os.PathLike) -> RecordingError:
     with pytest.raises(RecordingError) as caught:
         read_wav(path)
     error = caught.value
-    assert error.code in REJECT_CODES
+    assert error.reject_code in REJECT_CODES
     assert error.path is not None
     assert os.fsencode(error.path) == os.fsencode(path)
     return error

@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...audio.read_failures import InARow
+from ...audio.read_failures import ReadFailureGuard
 from ...audio.conform import conform, resampled_length
 from ...audio.compiled import digests_of, native
 from ...audio.manifest import Listing
 from ...audio.conform import FIGURES, figures_of
+from ...audio.read_failures import OPEN_FLAGS
 from leakmel.audio.wav import (
     HEADER_BYTES,
-    OPEN_FLAGS,
     OutOfMemory,
     canonical_header,
     decode_payload,
@@ -32,7 +32,7 @@ from leakmel.audio.wav import (
     read_payload,
 )
 from ...core.errors import DataError, MachineError, RecordingError
-from ...audio.page_cache import Inflow
+from ...audio.page_cache import CacheUse
 from .bad_files import first_bad_file
 from ..file.schema import Rejected
 from ...mel.spec import MelSpec
@@ -244,7 +244,7 @@ class Source(Protocol):
 
     listing: Listing
     stage: str  # of the timeline: "read" from files, "stage" from what was held ready
-    inflow: Inflow  # what it asked of files, and what a device delivered
+    inflow: CacheUse  # what it asked of files, and what a device delivered
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's candidates; returns the bytes of their files."
@@ -272,8 +272,8 @@ class BatchReader:
         self.base = os.fsencode(listing.folder) + b"/"
         self.no_label = _NO_LABEL["folders" if listing.naming.labels_by_folder else listing.naming.source]
         self.inflow, self.in_a_row = (
-            Inflow(),
-            InARow(),
+            CacheUse(),
+            ReadFailureGuard(),
         )  # what was asked of the files, and what a device delivered; what the system refuses
 
     def fill(self, slot: Slot) -> int:

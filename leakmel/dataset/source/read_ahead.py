@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ...audio.listing import Listing
-from ...audio.wav import OPEN_FLAGS
-from ...audio.page_cache import Inflow, is_in_cache
+from ...audio.read_failures import OPEN_FLAGS
+from ...audio.page_cache import CacheUse, is_in_cache
 from .loader import BatchReader
 
 log = logging.getLogger("leakmel")
@@ -35,7 +35,7 @@ COLD_SHARE = 0.04  # of them that the page cache lacks, from which fetching ahea
 
 def cold_share(
     listing: Listing,
-    inflow: Inflow,  # is told whether the file system tells, and whether files were missing
+    inflow: CacheUse,  # is told whether the file system tells, and whether files were missing
     most: int = PROBES,  # files to look at
 ) -> float | None:  # 0 to 1; None where the file system does not tell, or there is nothing to look at
     "Share of a listing's files that the page cache lacks, by a sample; raises nothing."
@@ -135,7 +135,7 @@ class ReadAhead:
     def run(self, lane: str) -> None:
         "Ask for files until the readers have taken all, or `stop`; raises nothing."
         try:
-            from leakmel.audio.many_files import will_need
+            from leakmel.audio.native import will_need
 
             end = 0
             while (step := self._next(end)) is not None:

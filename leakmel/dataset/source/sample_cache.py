@@ -34,7 +34,7 @@ from ...audio.manifest import Listing
 from ...audio.compiled import digests_of
 from ...audio.wav import OutOfMemory, digest_of
 from ...core.errors import DataError, MachineError
-from ...audio.page_cache import Inflow, is_in_cache
+from ...audio.page_cache import CacheUse, is_in_cache
 from ...core.timeline import Timeline
 from .loader import FACTS, BatchReader, Disagreement, Slot, decoders
 from .read_ahead import ReadAhead
@@ -254,9 +254,9 @@ def _fill_from_file(plain: BatchReader, slot: Slot, i: int) -> None:
         plain.inflow.ask(max(0, int(listing.sizes[k])))
 
 
-def _inflow_of(held: Held) -> Inflow:
+def _inflow_of(held: Held) -> CacheUse:
     "Counts what is asked of a cache file; memory is asked for nothing."
-    inflow = Inflow()
+    inflow = CacheUse()
     if isinstance(held.rows, FileRows):
         with suppress(OSError):
             inflow.tells = is_in_cache(held.rows.fd, 0) is not None

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from leakmel.audio import name_columns
-from leakmel.audio.name_columns import columns_of_names
-from leakmel.audio.naming import parse_name
+from leakmel.audio import file_names as name_columns
+from leakmel.audio.file_names import columns_of_names
+from leakmel.audio.file_names import parse_name
 
 FIELDS = ("sensor", "recording", "start_time", "gain", "folder")
 
