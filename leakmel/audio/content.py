@@ -45,9 +45,9 @@ def read_facts(
     path: str | bytes | os.PathLike,
 ) -> tuple[Any, ...]:  # in the order of FACTS
     "What reading one recording teaches; raises RecordingError for one that cannot become a row."
-    recording = read_wav(path)
-    x = recording.samples
     try:
+        recording = read_wav(path)
+        x = recording.samples
         if x.dtype != np.int16:
             check_range(x)
         status = to_mono(x, "first")[1] or "ok"

@@ -221,7 +221,7 @@ def _look_together(entries: list[os.DirEntry], cut: int, found: Finds) -> list[o
 
 
 def _entries_of(folder: bytes, cut: int, found: Finds, told: Callable[[int], None]) -> list[os.DirEntry]:
-    "The entries of a folder that are left to look at one by one; those that were not are among the finds."
+    "The entries of a folder that are left to look at one by one."
     left: list[os.DirEntry] = []
     with os.scandir(folder) as entries:
         each = iter(entries)
@@ -275,13 +275,10 @@ class Walk:
             try:
                 here = os.stat(folder)
                 if (key := (here.st_dev, here.st_ino)) in listed and by_link:
-                    self._leave_out(
-                        "link",
-                        folder,
-                        "a link to a folder that is listed already is not followed"
-                        if os.path.islink(folder)
-                        else "a folder below a link, which is listed already in another place",
-                    )
+                    message = "a folder below a link, which is listed already in another place"
+                    if os.path.islink(folder):
+                        message = "a link to a folder that is listed already is not followed"
+                    self._leave_out("link", folder, message)
                     continue
                 listed.add(key)
                 for entry in _entries_of(folder, cut, found, self.told):
@@ -399,14 +396,8 @@ def make_listing(
             remedy="check what the labels are taken from: is the label column, or the pattern, the right one?",
         )
     ids: dict[str | None, int] = {name: i for i, name in enumerate(label_names)}
-    numbers = np.array([ids.get(label, -1) for label in labels], np.int16)
-    return Listing(
-        split,
-        folder,
-        found.paths,
-        np.array(found.sizes, np.int64),
-        np.array(found.mtimes_ns, np.int64),
-        numbers,
-        naming,
-        None if parts is None else tuple(parts),
-    )
+    label_ids = np.array([ids.get(label, -1) for label in labels], np.int16)
+    sizes = np.array(found.sizes, np.int64)
+    mtimes_ns = np.array(found.mtimes_ns, np.int64)
+    known = None if parts is None else tuple(parts)
+    return Listing(split, folder, found.paths, sizes, mtimes_ns, label_ids, naming, known)

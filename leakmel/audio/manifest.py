@@ -112,7 +112,8 @@ def _by_folders(root: Path, split: str | None, naming: Naming, told: Callable[[i
     notes = list(_beside_splits(root, splits))
     for name in targets:
         notes += walks[name].problems
-    listings, misfits = [], []
+    listings = []
+    misfits = []
     for name, folder in targets.items():
         x = make_listing(name, folder, found[name], named[name][0], labels, naming)
         listings.append(x)
@@ -140,7 +141,8 @@ def _labels(naming: Naming, paths: list[bytes]) -> tuple[list[str | None], list[
 
 def _first_folders(paths: list[bytes]) -> Iterator[str | None]:
     "The first folder of each path, None where there is none; decoded once for paths of one folder that follow each other."
-    start, label = b"/", None  # no path begins with a slash
+    start = b"/"  # no path begins with a slash
+    label = None
     for path in paths:
         if not path.startswith(start):
             folder, slash, _ = path.partition(b"/")

@@ -107,7 +107,9 @@ def look_at_rows(
 
 
 # %% ../../nbs/audio/native.ipynb #6d5321e2
-READ, LOOK_CLOSER = 0, -1  # outcomes; from 1 up: errno of opening or reading
+# outcomes; from 1 up: errno of opening or reading
+READ = 0
+LOOK_CLOSER = -1
 _OF_DESCRIPTOR = 0x1000  # AT_EMPTY_PATH
 _TIMES = 0x80 | 0x40  # STATX_CTIME | STATX_MTIME
 # where struct statx has them, in 64-bit words

@@ -322,7 +322,8 @@ def _fill(table: NameTable, names: list[str], rows: Iterable[Row], decimal: str)
         line = _Line(table.file, where, dict(zip(names, cells)), decimal)
         if len(cells) < len(names) or any(cells[len(names) :]):
             line.wrong(f"{len(cells)} cells, the header has {len(names)}")
-        path, label = line.path(), line.text("label")
+        path = line.path()
+        label = line.text("label")
         if not label:
             line.wrong("the label is empty", remedy="give every recording a label, or remove the line")
         if path in seen:

@@ -129,7 +129,8 @@ class Vector:
 
     def _call(self, name: str, *more: Any) -> "Vector":
         "Call a function of LLVM for vectors of float32."
-        kind, operands = self.value.type, [self.value, *map(self._operand, more)]
+        kind = self.value.type
+        operands = [self.value, *map(self._operand, more)]
         form = ir.FunctionType(kind, [kind] * len(operands))
         function = cgutils.get_or_insert_function(self.builder.module, form, f"llvm.{name}.v{kind.count}f32")
         return Vector(self.builder, self.builder.call(function, operands))
@@ -259,7 +260,8 @@ def transposed(
     rows: list[Vector],  # as many as they have lanes
 ) -> list[Vector]:
     "Lane i of row k becomes lane k of row i."
-    n, bit = len(rows), 1
+    n = len(rows)
+    bit = 1
     while bit < n:
         for i in (i for i in range(n) if not i & bit):
             low, high = rows[i], rows[i + bit]

@@ -115,7 +115,8 @@ class Timeline:
         "Record the body as one span; the body may fill in `n_files`, `n_bytes` and `parts`, which become spans behind it."
         if stage not in STAGES:
             raise ValueError(f"unknown stage {stage!r}, known: {', '.join(STAGES)}")
-        counts, start_s = Counts(), self.now_s()
+        counts = Counts()
+        start_s = self.now_s()
         try:
             yield counts
         finally:
@@ -136,7 +137,8 @@ def covered_s(
     spans: Iterable[Span],
 ) -> float:
     "Seconds in which at least one of the spans ran."
-    covered, until = 0.0, -math.inf
+    covered = 0.0
+    until = -math.inf
     for s in sorted(spans, key=lambda s: s.start_s):
         covered += max(0.0, s.end_s - max(s.start_s, until))
         until = max(until, s.end_s)
@@ -209,7 +211,8 @@ def _slices(spans: list[Span], edges: list[float]) -> list[list[Span]]:
         k = min(max(0, bisect_right(edges, s.start_s) - 1), len(found) - 1)
         while k + 1 < len(found) and s.end_s > edges[k + 1]:
             found[k].append(replace(s, end_s=edges[k + 1]))
-            s, k = replace(s, start_s=edges[k + 1], n_files=0, n_bytes=0), k + 1
+            k += 1
+            s = replace(s, start_s=edges[k], n_files=0, n_bytes=0)
         found[k].append(s)
     return found
 
@@ -219,7 +222,8 @@ def _laid_out(part: list[Span], start_s: float, busy_s: float) -> list[Span]:
     lanes: dict[tuple[str, str], dict[str, list[Span]]] = {}
     for s in part:
         lanes.setdefault((stream_of(s), s.split), {}).setdefault(s.stage, []).append(s)
-    found, covered = list[Span](), 0.0
+    found: list[Span] = []
+    covered = 0.0
     for k, stages in enumerate(
         sorted(lanes.values(), key=lambda stages: -sum(s.seconds for same in stages.values() for s in same))
     ):
@@ -323,7 +327,9 @@ def write_timeline(
 ) -> Path:
     "Write a timeline as JSON, thinned where it is long."
     spans = [s for s in timeline.spans if split is None or s.split in ("", split)]
-    kept, gauges, samples = thin(spans), _thin_gauges(timeline.gauges), _samples_that_fit(timeline.samples)
+    kept = thin(spans)
+    gauges = _thin_gauges(timeline.gauges)
+    samples = _samples_that_fit(timeline.samples)
     joined = {
         "joined_spans": len(spans) - len(kept),
         "joined_gauges": len(timeline.gauges) - len(gauges),

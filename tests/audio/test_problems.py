@@ -23,7 +23,8 @@ from leakmel.audio.content import BLOCK, CONTENT, read_content
 from leakmel.audio.manifest import scan
 from leakmel.audio.content_checks import (CLIPPED_SHARE, DC_OFFSET, DEAD_FILES, Columns, content_problems, pair_shares, tied_values)
 from leakmel.audio.problems import (ALL_SHOWN, GROUPS, WORTH_A_LOOK, Problem, ProblemReport, count_kinds, group_of, how_many, meaning_of, shared_out)
-from leakmel.audio.synth import wav_bytes, write_demo
+from leakmel.audio.demo_plan import wav_bytes
+from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import MachineError
 from leakmel.core.progress import Progress
@@ -677,7 +678,7 @@ def test_every_kind_has_a_meaning_and_one_group() -> None:
     said = {
         kind
         for p in sources.glob("*.py")
-        for kind in re.findall(r'(?:Problem|left_out\.add)\("(\w+)"', p.read_text(encoding="utf-8"))
+        for kind in re.findall(r'(?:Problem|_leave_out)\("(\w+)"', p.read_text(encoding="utf-8"))
     }
     assert {"duplicate", "gain_1", "link"} <= said
     assert said <= set(kinds), "a kind that is said and not explained"

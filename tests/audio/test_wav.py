@@ -59,7 +59,7 @@ def test_more_samples_than_a_recording_may_have_are_refused_before_memory_is_ask
 ) -> None:
     monkeypatch.setattr(wav, "read_payload", lambda fd, header: pytest.fail("memory was asked for"))
     error = refusal(sparse(tmp_path / "giant.wav", n_bytes, encoding))
-    assert (error.code, error.offset) == ("unsupported", 44)
+    assert (error.reject_code, error.offset) == ("unsupported", 44)
     assert f"{needed} bytes of samples, at most {MAX_SAMPLE_BYTES} are read" in str(error)
 
 
@@ -123,7 +123,7 @@ def test_truncated_anywhere(tmp_path: Path, name: str) -> None:
     for n in sorted(cuts):
         path.write_bytes(whole[:n])
         error = refusal(path)
-        assert error.code in {"empty", "not_wav", "truncated"}, n
+        assert error.reject_code in {"empty", "not_wav", "truncated"}, n
         assert error.offset is not None
         assert error.offset <= n
 
