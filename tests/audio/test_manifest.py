@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from errors import raises
 from conftest import within
 
 from leakmel.audio import manifest as manifest_module
@@ -335,7 +336,7 @@ def test_label_and_split_folders_that_are_links(tmp_path: Path) -> None:
     assert kinds(m)["link"] == {"TRAINING/TWIN", "TRAINING/BURST"}
     assert "empty_label" not in kinds(m)
     (root / "VALIDATION").symlink_to(outside)
-    with pytest.raises(DataError, match="link out of the data folder"):
+    with raises("split-outside-root", DataError):
         scan(root)
 
 
@@ -523,21 +524,21 @@ def test_splits_come_in_their_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("twin", ["train", "DATASET_TRAINING", "Training"])
 def test_two_folders_for_one_split(tmp_path: Path, twin: str) -> None:
     put(tmp_path, "TRAINING/A/1.wav", f"{twin}/A/1.wav")
-    with pytest.raises(DataError, match="two folders for the split TRAINING") as caught:
+    with raises("duplicate-split", DataError, says="TRAINING") as caught:
         scan(tmp_path)
     assert twin in str(caught.value)
 
 
 def test_missing_roots_and_splits(tmp_path: Path) -> None:
     put(tmp_path, "TRAINING/A/1.wav")
-    with pytest.raises(DataError, match="no such folder"):
+    with raises("no-such-folder", DataError):
         scan(tmp_path / "nothing")
-    with pytest.raises(DataError, match="is a file, a folder is needed"):
+    with raises("not-a-folder", DataError):
         scan(tmp_path / "TRAINING" / "A" / "1.wav")
-    with pytest.raises(DataError, match="no folder for the split TESTING") as caught:
+    with raises("no-such-split", DataError, says="TESTING") as caught:
         scan(tmp_path, split="test")
     assert "TRAINING" in str(caught.value)
-    with pytest.raises(UsageError, match="one of training, validation, testing"):
+    with raises("unknown-split", UsageError):
         scan(tmp_path, split="trainings")
 
 
@@ -659,7 +660,7 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
     put(tmp_path, "TRAINING/LEAK/a.wav")
     (tmp_path / "TRAINING" / "LEAK").chmod(0)
     try:
-        with pytest.raises(DataError, match="cannot be listed"):
+        with raises("folder-unreadable", DataError):
             scan(tmp_path)
     finally:
         (tmp_path / "TRAINING" / "LEAK").chmod(0o755)
@@ -674,7 +675,7 @@ def test_a_fault_of_the_machine_while_reading_is_no_list_of_bad_files(
         raise OSError(errno.EMFILE, "")
 
     monkeypatch.setattr(wav.os, "preadv", fail)
-    with pytest.raises(MachineError, match="EMFILE"):
+    with raises("io-fault", MachineError, says="EMFILE"):
         scan(demo, content=True)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+from errors import raises
 
 from leakmel.audio import wav
 from leakmel.audio.manifest import scan
@@ -86,13 +87,13 @@ def test_a_file_too_large_for_the_memory_there_is_names_itself(
         raise MemoryError
 
     monkeypatch.setattr(wav, "read_payload", none)
-    with pytest.raises(MachineError, match=r"LEAK/large\.wav: out of memory while reading"):
+    with raises("out-of-memory", MachineError, says="LEAK/large.wav"):
         read_wav(path)
-    with pytest.raises(MachineError, match=r"LEAK/large\.wav: out of memory while reading"):
+    with raises("out-of-memory", MachineError, says="LEAK/large.wav"):
         scan(tmp_path, content=True, progress="none")
     spec = {"sample_rate": 8000, "duration_s": 1}
     for mode in ("stream", "preload"):
-        with pytest.raises(MachineError, match=r"LEAK/large\.wav: out of memory while reading"):
+        with raises("out-of-memory", MachineError, says="LEAK/large.wav"):
             build(
                 tmp_path,
                 out=tmp_path.with_name("out") / "x.h5",
@@ -217,7 +218,7 @@ def test_out_of_descriptors_before_the_decoder(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "good.wav"
     path.write_bytes(READ["A-law"].content)
     monkeypatch.setattr(wav.os, "dup", failing(errno.EMFILE))
-    with pytest.raises(MachineError, match="EMFILE"):
+    with raises("io-fault", MachineError, says="EMFILE"):
         read_wav(path)
 
 

@@ -308,7 +308,6 @@ def test_machine_without_a_package_has_no_version(monkeypatch):
     assert machine_facts()["torch"] is None
 
 
-
 # ---- progress
 
 
