@@ -158,6 +158,7 @@ def import_soxr() -> ModuleType:  # raises MachineError where it is not installe
     except ImportError as e:
         raise MachineError(
             "resampling needs the package soxr",
+            code="missing-package",
             remedy="pip install soxr, or reject other rates (rate='reject')",
         ) from e
     return soxr

@@ -30,11 +30,16 @@ def piece_count(
     "Number of pieces of a parent that is not padded."
     if window < 1 or hop < 1:
         raise SpecError(
-            f"{what}: window and hop must be at least 1 sample", found=f"window {window}, hop {hop}"
+            f"{what}: window and hop must be at least 1 sample",
+            code="wrong-value",
+            found=f"window {window}, hop {hop}",
         )
     if n_samples < window:
         raise SpecError(
-            f"no {what} fits", found=f"{n_samples} samples, {what} of {window}", remedy=_WAYS_OUT.get(what)
+            f"no {what} fits",
+            code="window-too-long",
+            found=f"{n_samples} samples, {what} of {window}",
+            remedy=_WAYS_OUT.get(what),
         )
     return 1 + (n_samples - window) // hop
 

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # %% ../../nbs/core/cgroup.ipynb #0bcd402b
-GROUPS, OWN = (
-    "/sys/fs/cgroup",
-    "/proc/self/cgroup",
-)  # where groups have their files, and where a process finds its own
+GROUPS = "/sys/fs/cgroup"  # where groups have their files
+OWN = "/proc/self/cgroup"  # where a process finds its own
 
 
 def _group_folders(controller: str, root: str | os.PathLike, own: str | os.PathLike) -> Iterator[Path]:

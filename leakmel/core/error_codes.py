@@ -41,7 +41,7 @@ COMMAND_LINE = {
     "signal": "A signal ended the command.",
 }
 
-# %% ../../nbs/core/error_codes.ipynb #8127a760
+# %% ../../nbs/core/error_codes.ipynb #5800231c
 CORE = {
     "usage": "A parameter or option does not exist, or has the wrong type or value.",
     "invalid-spec": "The feature settings cannot give meaningful features.",
@@ -53,10 +53,44 @@ CORE = {
     "verification": "The content of a data set failed a check.",
     "failed": "The operation failed.",
     "missing-package": "A package is not installed because it belongs to an extra.",
+    "unknown-parameter": "No parameter or setting has this name.",
+    "wrong-type": "A value has a type that its parameter does not allow.",
+    "wrong-value": "A value is outside the range that its parameter allows.",
+    "conflicting-parameters": "Two parameters cannot be given together.",
+    "io-fault": "The system failed while reading or writing (too many open files, I/O error, lost network folder).",
+    "out-of-memory": "The machine has too little memory.",
+    "not-writable": "The target cannot be written, for example for lack of permission.",
+    "output-exists": "The target exists and would be overwritten.",
+    "output-busy": "Another process is writing the same target.",
+    "not-a-folder": "The path must be a folder.",
+    "no-such-folder": "The folder does not exist.",
+    "unknown-schema": "The file has a schema version that this leakmel does not know.",
+    "not-a-timeline": "The file is not a timeline of leakmel, or it is damaged.",
 }
 
-# %% ../../nbs/core/error_codes.ipynb #66a71b66
-AUDIO = dict[str, str]()
+# %% ../../nbs/core/error_codes.ipynb #7389fb5a
+AUDIO = {
+    "mount-point": "The target is a mount point, and a finished folder cannot be renamed to it.",
+    "unknown-label": "No label has this name.",
+    "unknown-split": "No split has this name.",
+    "read-failures": "Many recordings one after another cannot be read, so the disk or network folder has failed.",
+    "folder-unreadable": "A folder cannot be listed.",
+    "too-many-labels": "There are more labels than label numbers.",
+    "split-outside-root": "The folder of a split is a link that leads out of the data folder.",
+    "duplicate-split": "Two folders stand for the same split.",
+    "splits-one-level-down": "The folder of splits is one level below the given folder.",
+    "no-such-split": "The data folder, table or pattern has no recording of this split.",
+    "pattern-no-match": "The pattern fits no name of a recording.",
+    "invalid-pattern": "The pattern cannot be used.",
+    "invalid-naming": "The stored description of the names is damaged.",
+    "names-in-table": "The names of this set stand in a table, not in the paths.",
+    "table-unreadable": "The table cannot be read, or it is in a format that is not supported.",
+    "table-columns": "The table lacks a column, or has a column twice.",
+    "table-row": "A row of the table is invalid.",
+    "table-empty": "The table names no recording.",
+    "unknown-grouping": "Recordings cannot be grouped by this property.",
+    "window-too-long": "A segment or frame is longer than what it is cut from.",
+}
 
 # %% ../../nbs/core/error_codes.ipynb #5141b1e8
 MEL = {
@@ -96,7 +130,6 @@ DATASET_FILES = {
     "write-failed": "The file system refused to write, rename or remove a file.",
     "read-failed": "The file system refused to read a file.",
     "output-locked": "Another process is writing the same output.",
-    "output-exists": "A file of another kind has the name of the output.",
     "layout-changed": "The HDF5 library placed the rows of a new file elsewhere than expected.",
     "stopped": "The operation was stopped before it was complete.",
     "no-such-file": "There is no file of this name.",
@@ -129,7 +162,6 @@ INSIGHT = {
     "columns-differ-in-length": "Columns that belong together have different lengths.",
     "damaged-record": "A report, timeline or summary of a run is damaged or not one of leakmel.",
     "fixed-setting": "The setting is fixed when the notebook starts.",
-    "folder-unreadable": "The folder cannot be listed.",
     "no-matching-recording": "No recording has the chosen split, label, sensor or flag.",
     "no-run-found": "The folder holds no report and no data set of a run.",
     "no-run-named": "The parameter `run` names no folder.",
@@ -139,7 +171,6 @@ INSIGHT = {
     "record-too-large": "The record is larger than any that leakmel writes.",
     "scan-without-content": "The manifest was made without reading the recordings.",
     "unknown-choice": "There is no field of this name to choose recordings by.",
-    "unknown-split": "The folder has no split of this name.",
     "wrong-shape": "An array has another shape than expected.",
 }
 

@@ -59,12 +59,13 @@ def constant(
     )
 
 
-# %% ../../nbs/core/jit.ipynb #f89f1114
-class _Operators:
-    "What Python's operators write: +, -, *, /, &, |, ^, <<, >> lane by lane; <, >, >= give lanes for `where`."
+# %% ../../nbs/core/jit.ipynb #509165ef
+class Vector:
+    "Numbers of one kind, side by side, in code that is being written: operators work lane by lane, a plain number stands in all lanes."
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value):
-        self.builder, self.value = builder, value
+        self.builder = builder
+        self.value = value
 
     @property
     def is_float(self) -> bool:
@@ -72,48 +73,48 @@ class _Operators:
         return isinstance(self.value.type.element, ir.FloatType)
 
     def _operand(self, other: Any) -> ir.Value:
-        return other.value if isinstance(other, _Operators) else constant(self.value.type, other)
+        return other.value if isinstance(other, Vector) else constant(self.value.type, other)
 
-    def _write(self, name: str, other: Any) -> Any:
+    def _write(self, name: str, other: Any) -> "Vector":
         "An instruction with another vector or a number."
-        return type(self)(self.builder, getattr(self.builder, name)(self.value, self._operand(other)))
+        return Vector(self.builder, getattr(self.builder, name)(self.value, self._operand(other)))
 
     def _compare(self, sign: str, other: Any) -> ir.Value:
         return (self.builder.fcmp_ordered if self.is_float else self.builder.icmp_signed)(
             sign, self.value, self._operand(other)
         )
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: Any) -> "Vector":
         return self._write("fadd" if self.is_float else "add", other)
 
-    def __sub__(self, other: Any) -> Any:
+    def __sub__(self, other: Any) -> "Vector":
         return self._write("fsub" if self.is_float else "sub", other)
 
-    def __mul__(self, other: Any) -> Any:
+    def __mul__(self, other: Any) -> "Vector":
         return self._write("fmul" if self.is_float else "mul", other)
 
-    def __truediv__(self, other: Any) -> Any:
+    def __truediv__(self, other: Any) -> "Vector":
         return self._write("fdiv", other)
 
-    def __neg__(self) -> Any:
-        return type(self)(self.builder, self.builder.fneg(self.value))
+    def __neg__(self) -> "Vector":
+        return Vector(self.builder, self.builder.fneg(self.value))
 
-    def __and__(self, other: Any) -> Any:
+    def __and__(self, other: Any) -> "Vector":
         return self._write("and_", other)
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: Any) -> "Vector":
         return self._write("or_", other)
 
-    def __xor__(self, other: Any) -> Any:
+    def __xor__(self, other: Any) -> "Vector":
         return self._write("xor", other)
 
-    def __lshift__(self, bits: int) -> Any:
+    def __lshift__(self, bits: int) -> "Vector":
         return self._write("shl", bits)
 
-    def __rshift__(self, bits: int) -> Any:
+    def __rshift__(self, bits: int) -> "Vector":
         return self._write("ashr", bits)
 
-    def high(self, bits: int) -> Any:
+    def high(self, bits: int) -> "Vector":
         "Whole numbers shifted to the right, with zeros from the left."
         return self._write("lshr", bits)
 
@@ -126,14 +127,10 @@ class _Operators:
     def __ge__(self, other: Any) -> ir.Value:
         return self._compare(">=", other)
 
-
-# %% ../../nbs/core/jit.ipynb #509165ef
-class Vector(_Operators):
-    "Numbers of one kind, side by side, in code that is being written; operators work lane by lane, and a plain number stands in all lanes."
-
     def _call(self, name: str, *more: Any) -> "Vector":
         "Call a function of LLVM for vectors of float32."
-        kind, operands = self.value.type, [self.value, *map(self._operand, more)]
+        kind = self.value.type
+        operands = [self.value, *map(self._operand, more)]
         form = ir.FunctionType(kind, [kind] * len(operands))
         function = cgutils.get_or_insert_function(self.builder.module, form, f"llvm.{name}.v{kind.count}f32")
         return Vector(self.builder, self.builder.call(function, operands))
@@ -263,7 +260,8 @@ def transposed(
     rows: list[Vector],  # as many as they have lanes
 ) -> list[Vector]:
     "Lane i of row k becomes lane k of row i."
-    n, bit = len(rows), 1
+    n = len(rows)
+    bit = 1
     while bit < n:
         for i in (i for i in range(n) if not i & bit):
             low, high = rows[i], rows[i + bit]

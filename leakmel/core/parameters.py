@@ -148,7 +148,7 @@ def check_types(
             continue
         wrong.append(f"{name} must be {' or '.join(_KIND_WORDS[k] for k in allowed)}, got {value!r}")
     if wrong:
-        raise UsageError("; ".join(wrong))
+        raise UsageError("; ".join(wrong), code="wrong-type")
 
 
 # %% ../../nbs/core/parameters.ipynb #8210b63a
@@ -167,7 +167,9 @@ class ParameterCheck:
         came = {n for n in set(namespace) - self.before if not n.startswith("_") and namespace[n] is not self}
         if unknown := sorted(came - set(kinds)):
             raise UsageError(
-                "; ".join(answer_unknown(n, kinds) for n in unknown), expected=f"some of {', '.join(kinds)}"
+                "; ".join(answer_unknown(n, kinds) for n in unknown),
+                code="unknown-parameter",
+                expected=f"some of {', '.join(kinds)}",
             )
         values = {n: namespace[n] for n in kinds}
         check_types(values, kinds)
@@ -233,12 +235,10 @@ def add_field_options(
     def said(value: Any) -> str:
         return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
-    group, comments, kinds, choices = (
-        parser.add_argument_group(title),
-        _field_comments(cls),
-        field_kinds(cls),
-        field_choices(cls),
-    )
+    group = parser.add_argument_group(title)
+    comments = _field_comments(cls)
+    kinds = field_kinds(cls)
+    choices = field_choices(cls)
     for f in fields(cls):
         if f.name in ("preset_name", *leave_out):
             continue

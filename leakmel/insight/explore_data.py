@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..audio.manifest import Manifest
-from ..audio.problems import Columns, content_problems, how_many, show_place
+from ..audio.content_checks import Columns, content_problems
+from ..audio.problems import how_many, show_place
 from ..core.errors import DataError, UsageError, show_path
 
 if TYPE_CHECKING:

@@ -132,7 +132,7 @@ def total_for(
     n_training: int,  # recordings in the training split
 ) -> int:  # recordings of the smallest made set that has as many
     "Size of a made set by its training split."
-    from leakmel.audio.synth import split_counts
+    from leakmel.audio.demo_plan import split_counts
 
     total = n_training
     while split_counts(total)["TRAINING"] < n_training:

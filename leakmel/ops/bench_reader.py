@@ -32,7 +32,8 @@ from numba import njit
 from ..audio.compiled import digests_of
 from ..audio.listing import Listing
 from ..audio.manifest import scan
-from ..audio.wav import HEADER_BYTES, OPEN_FLAGS, digest_of
+from ..audio.read_failures import OPEN_FLAGS
+from ..audio.wav import HEADER_BYTES, digest_of
 from ..core import system_calls as calls
 from ..core.errors import LeakmelError, UsageError
 from ..core.monitor import machine_facts, usable_cores
@@ -228,7 +229,7 @@ LISTED = 50_000
 _LIST = """
 import json, sys, time
 from leakmel.audio.manifest import scan
-if sys.argv[2] == "compiled": import leakmel.audio.native, leakmel.audio.many_files
+if sys.argv[2] == "compiled": import leakmel.audio.native, leakmel.audio.native
 began, cpu = time.perf_counter(), time.process_time()
 n = len(scan(sys.argv[1]))
 print(json.dumps({"n": n, "seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}))

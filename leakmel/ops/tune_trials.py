@@ -37,7 +37,7 @@ import numpy as np
 
 from ..audio.listing import Listing
 from ..audio.manifest import Manifest
-from ..audio.wav import OPEN_FLAGS
+from ..audio.read_failures import OPEN_FLAGS
 from ..core.errors import DataError, MachineError
 from ..audio.page_cache import is_in_cache
 from ..core.monitor import usable_cores

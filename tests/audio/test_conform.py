@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from errors import raises
 import scipy.signal
 
 from leakmel.audio import conform as conform_module
@@ -291,7 +292,7 @@ def test_16_bits_and_the_same_numbers_as_floats_give_the_same_bits() -> None:
 
 def test_without_soxr_nothing_else_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "soxr", None)
-    with pytest.raises(MachineError, match="Pip install soxr"):
+    with raises("missing-package", MachineError, says="soxr"):
         conform(noise(N), 8000, rules())
     assert conform(noise(N), RATE, rules())[1] == "ok", "needed only where a rate is converted"
 

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from errors import raises
 from conftest import within
 
 from leakmel.audio import manifest as manifest_module
-from leakmel.audio.manifest import Manifest, hints, scan, shared_groups
-from leakmel.audio.naming import parse_name, split_name
+from leakmel.audio.manifest import Manifest, scan
+from leakmel.audio.recordings import hints, shared_groups
+from leakmel.audio.file_names import parse_name, split_name
 from leakmel.audio.problems import WORTH_A_LOOK, group_of
-from leakmel.audio.synth import wav_bytes, write_demo
+from leakmel.audio.demo_plan import wav_bytes
+from leakmel.audio.synth import write_demo
 from leakmel.core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError
 
 WAV = wav_bytes(np.arange(64, dtype=np.int16))
@@ -333,7 +336,7 @@ def test_label_and_split_folders_that_are_links(tmp_path: Path) -> None:
     assert kinds(m)["link"] == {"TRAINING/TWIN", "TRAINING/BURST"}
     assert "empty_label" not in kinds(m)
     (root / "VALIDATION").symlink_to(outside)
-    with pytest.raises(DataError, match="link out of the data folder"):
+    with raises("split-outside-root", DataError):
         scan(root)
 
 
@@ -521,21 +524,21 @@ def test_splits_come_in_their_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("twin", ["train", "DATASET_TRAINING", "Training"])
 def test_two_folders_for_one_split(tmp_path: Path, twin: str) -> None:
     put(tmp_path, "TRAINING/A/1.wav", f"{twin}/A/1.wav")
-    with pytest.raises(DataError, match="two folders for the split TRAINING") as caught:
+    with raises("duplicate-split", DataError, says="TRAINING") as caught:
         scan(tmp_path)
     assert twin in str(caught.value)
 
 
 def test_missing_roots_and_splits(tmp_path: Path) -> None:
     put(tmp_path, "TRAINING/A/1.wav")
-    with pytest.raises(DataError, match="no such folder"):
+    with raises("no-such-folder", DataError):
         scan(tmp_path / "nothing")
-    with pytest.raises(DataError, match="is a file, a folder is needed"):
+    with raises("not-a-folder", DataError):
         scan(tmp_path / "TRAINING" / "A" / "1.wav")
-    with pytest.raises(DataError, match="no folder for the split TESTING") as caught:
+    with raises("no-such-split", DataError, says="TESTING") as caught:
         scan(tmp_path, split="test")
     assert "TRAINING" in str(caught.value)
-    with pytest.raises(UsageError, match="one of training, validation, testing"):
+    with raises("unknown-split", UsageError):
         scan(tmp_path, split="trainings")
 
 
@@ -657,7 +660,7 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
     put(tmp_path, "TRAINING/LEAK/a.wav")
     (tmp_path / "TRAINING" / "LEAK").chmod(0)
     try:
-        with pytest.raises(DataError, match="cannot be listed"):
+        with raises("folder-unreadable", DataError):
             scan(tmp_path)
     finally:
         (tmp_path / "TRAINING" / "LEAK").chmod(0o755)
@@ -672,7 +675,7 @@ def test_a_fault_of_the_machine_while_reading_is_no_list_of_bad_files(
         raise OSError(errno.EMFILE, "")
 
     monkeypatch.setattr(wav.os, "preadv", fail)
-    with pytest.raises(MachineError, match="EMFILE"):
+    with raises("io-fault", MachineError, says="EMFILE"):
         scan(demo, content=True)
 
 

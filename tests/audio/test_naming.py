@@ -14,22 +14,16 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+from errors import raises
 from conftest import within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import leakmel as lm
 from leakmel.audio.manifest import Manifest, preview_pattern, scan
-from leakmel.audio.naming import (
-    FIELDS,
-    NameParts,
-    Naming,
-    iso_time,
-    match_pattern,
-    pattern_naming,
-    pattern_tokens,
-)
-from leakmel.audio.synth import wav_bytes
+from leakmel.audio.file_names import NameParts, iso_time
+from leakmel.audio.naming import FIELDS, Naming, match_pattern, pattern_naming, pattern_tokens
+from leakmel.audio.demo_plan import wav_bytes
 from leakmel.audio.tables import NameTable, read_table
 from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError, VerifyError
@@ -363,7 +357,7 @@ def test_a_pattern_that_tells_the_split(tmp_path):
     assert [
         x.split for x in scan(tmp_path, split="test", pattern="{**}/{split}_{label}_{recording}").listings
     ] == ["TESTING"]
-    with pytest.raises(DataError, match="finds no recording of the split TESTING"):
+    with raises("no-such-split", DataError):
         scan(tmp_path, split="test", pattern="2025/{split}_{label}_{recording}")
     with pytest.raises(DataError, match="finds no recording") as caught:
         scan(tmp_path, pattern="{split}~{label}")
@@ -477,7 +471,7 @@ def test_blank_lines_above_the_header(tmp_path, above):
         above + "path;label;sensor\n\na.wav;LEAK;H1\nb.wav;;\n", encoding="utf-8", newline=""
     )
     line = above.count("\n") + 4
-    with pytest.raises(DataError, match=f"line {line}: the label is empty"):
+    with raises("table-row", DataError, says=f"line {line}"):
         read_table(tmp_path / "t.csv")
     (tmp_path / "t.csv").write_text(
         above + "path;label;sensor\n\na.wav;LEAK;H1\n", encoding="utf-8", newline=""
@@ -607,9 +601,9 @@ def test_tables_that_are_no_file(tmp_path):
     for name in ("fifo.csv", "fifo.parquet", "nowhere.csv", "data"):
         with pytest.raises(DataError, match=name):
             scan(tmp_path / "data", table=tmp_path / name)
-    with pytest.raises(DataError, match="no such folder"):
+    with raises("no-such-folder", DataError):
         scan(tmp_path / "nowhere", table=table(tmp_path, "path,label\na.wav,LEAK\n"))
-    with pytest.raises(UsageError, match="not from both"):
+    with raises("conflicting-parameters", UsageError):
         scan(tmp_path / "data", table=tmp_path / "names.csv", pattern="{label}")
 
 
@@ -620,7 +614,7 @@ def test_a_table_in_parquet(tmp_path, monkeypatch):
     file = tmp_path / "names.parquet"
     file.write_bytes(b"PAR1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="ip install pyarrow, or save the table as CSV"):
+    with raises("missing-package", UsageError, says="pyarrow"):
         read_table(file)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     rows: dict[str, list] = {
@@ -639,7 +633,7 @@ def test_a_table_in_parquet(tmp_path, monkeypatch):
     )
     assert (t.parts[0].gain, t.parts[0].start_time, t.parts[1].start_time) == (2.5, "2025-03-14T02:00:00", "")
     rows["gain"] = [pd.NA, [1]]
-    with pytest.raises(DataError, match="row 2: no number"):
+    with raises("table-row", DataError, says="row 2"):
         read_table(file)
     monkeypatch.setattr(
         pd, "read_parquet", lambda path: pd.DataFrame(rows | {"gain": [pd.NA, 3]}).set_index("Path")
@@ -647,14 +641,14 @@ def test_a_table_in_parquet(tmp_path, monkeypatch):
     assert read_table(file).parts[1].gain == 3
     monkeypatch.setattr(pd, "read_parquet", lambda path: pd.DataFrame(rows))
     rows["label"][1] = None
-    with pytest.raises(DataError, match="row 2: the label is empty"):
+    with raises("table-row", DataError, says="row 2"):
         read_table(file)
 
     def fail(path: Path) -> pd.DataFrame:
         raise ValueError("bad magic")
 
     monkeypatch.setattr(pd, "read_parquet", fail)
-    with pytest.raises(DataError, match="bad magic"):
+    with raises("table-unreadable", DataError):
         read_table(file)
 
 
@@ -755,11 +749,11 @@ def test_splits_of_a_table(tmp_path):
     alone = scan(tmp_path / "data", split="val", table=file)
     assert (alone.label_names, [x.split for x in alone.listings]) == (m.label_names, ["VALIDATION"])
     plain = table(tmp_path, "path,label\na,LEAK\n")
-    with pytest.raises(UsageError, match="no column split"):
+    with raises("table-columns", UsageError):
         scan(tmp_path / "data", split="val", table=plain)
-    with pytest.raises(DataError, match="no recording of the split TESTING"):
+    with raises("no-such-split", DataError):
         scan(tmp_path / "data", split="test", table=table(tmp_path, "path,label,split\na,LEAK,train\n"))
-    with pytest.raises(UsageError, match="unknown split"):
+    with raises("unknown-split", UsageError):
         scan(tmp_path / "data", split="holdout", table=file)
 
 
@@ -825,7 +819,7 @@ def test_groups(tmp_path):
     assert len(m.groups("session")) == 0
     assert "sessions" not in m._repr_html_()
     assert "lie in more" not in scan(tmp_path, split="train")._repr_html_()
-    with pytest.raises(UsageError, match="did you mean sensor"):
+    with raises("unknown-grouping", UsageError, says="sensor"):
         m.groups("sensors")
     assert scan(tmp_path / "TRAINING").groups("sensor")["n_splits"].tolist() == [1, 1, 1]
 
@@ -1318,7 +1312,7 @@ def test_a_run_is_planned_from_a_table(by_table, tmp_path):
     (result,) = execute(plan, progress="none")
     assert (result.rows, len(result.rejections)) == (4, 1)
     assert result.verified.labels_compared
-    with pytest.raises(UsageError, match="not from both"):
+    with raises("conflicting-parameters", UsageError):
         plan_run(given | {"pattern": PATTERN}, progress="none")
 
 
@@ -1406,26 +1400,15 @@ def test_a_table_as_excel_writes_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        (("LEAK/a.wav", "LEAK/b.wav"), "; 2 of them would be there below TRAINING: give {root}/TRAINING"),
-        (
-            ("data/TRAINING/LEAK/a.wav", "gone.wav"),
-            "; 1 of them would be there without their first folder, data: give {parent}",
-        ),
-        (
-            ("x/TRAINING/LEAK/a.wav",),
-            "; 1 of them would be there without their first folder, x: leave it away",
-        ),
-        (("p.wav", "q.wav", "r.wav"), "and 2 others"),
-    ],
+    "rows",
+    [("LEAK/a.wav", "LEAK/b.wav"), ("data/TRAINING/LEAK/a.wav", "gone.wav"), ("x/TRAINING/LEAK/a.wav",)],
 )
-def test_a_table_written_for_another_folder(tmp_path, rows, words):
+def test_a_table_written_for_another_folder(tmp_path, rows):
     put(tmp_path / "data", "TRAINING/LEAK/a.wav", "TRAINING/LEAK/b.wav")
     m = scan(tmp_path / "data", table=table(tmp_path, "path,label\n" + "".join(f"{r},LEAK\n" for r in rows)))
+    assert kinds(m)["wrong_root"] == [rows[0]]
     (hint,) = m.problems["message"][m.problems["kind"] == "wrong_root"]
     assert hint.startswith(f"paths are relative to {tmp_path / 'data'}, ")
-    assert hint.endswith(words.format(root=tmp_path / "data", parent=tmp_path))
     assert len(kinds(m)["missing_file"]) == len(rows)
 
 

@@ -75,7 +75,7 @@ def refusal(error: RecordingError, path: Path) -> dict[str, Any]:
     assert str(path) in str(error)
     if error.offset is not None:
         assert f"(byte {error.offset})" in str(error)
-    return {"expect": "refused", "code": error.code, "offset": error.offset}
+    return {"expect": "refused", "code": error.reject_code, "offset": error.offset}
 
 
 def complaint(folder: Path, entry: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from errors import raises
 from conftest import within
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,26 +22,29 @@ import leakmel as lm
 from leakmel.audio import content as content_module
 from leakmel.audio.content import BLOCK, CONTENT, read_content
 from leakmel.audio.manifest import scan
-from leakmel.audio.problems import (
-    ALL_SHOWN,
+from leakmel.audio.content_checks import (
     CLIPPED_SHARE,
     DC_OFFSET,
     DEAD_FILES,
+    Columns,
+    content_problems,
+    pair_shares,
+    tied_values,
+)
+from leakmel.audio.problems import (
+    ALL_SHOWN,
     GROUPS,
     WORTH_A_LOOK,
-    Columns,
     Problem,
     ProblemReport,
-    content_problems,
     count_kinds,
     group_of,
     how_many,
     meaning_of,
-    pair_shares,
     shared_out,
-    tied_values,
 )
-from leakmel.audio.synth import wav_bytes, write_demo
+from leakmel.audio.demo_plan import wav_bytes
+from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import MachineError
 from leakmel.core.progress import Progress
@@ -271,7 +275,7 @@ def test_copies_are_those_of_a_dict(recordings: list[tuple[int, int, int, bool]]
         )
 
     def copies(c: Columns, before: Iterable[Columns] = ()) -> set[tuple[str, int, int]]:
-        from leakmel.audio.problems import _copies
+        from leakmel.audio.content_checks import _copies
 
         return {
             (p.kind, int(p.path), int(p.message.split(",")[0].rsplit(" ", 1)[1]))
@@ -668,7 +672,7 @@ def test_no_memory_is_a_fault_of_the_machine(tmp_path: Path, monkeypatch: pytest
 
     healthy(tmp_path, 2)
     monkeypatch.setattr(content_module, "read_wav", fail)
-    with pytest.raises(MachineError, match="out of memory"):
+    with raises("out-of-memory", MachineError):
         scan(tmp_path, content=True, progress="none")
 
 
@@ -694,7 +698,7 @@ def test_every_kind_has_a_meaning_and_one_group() -> None:
     said = {
         kind
         for p in sources.glob("*.py")
-        for kind in re.findall(r'(?:Problem|left_out\.add)\("(\w+)"', p.read_text(encoding="utf-8"))
+        for kind in re.findall(r'(?:Problem|_leave_out)\("(\w+)"', p.read_text(encoding="utf-8"))
     }
     assert {"duplicate", "gain_1", "link"} <= said
     assert said <= set(kinds), "a kind that is said and not explained"

@@ -15,14 +15,14 @@ import pytest
 
 import leakmel as lm
 from leakmel.audio import listing as listing_module
-from leakmel.audio import many_files
+from leakmel.audio import native
 from leakmel.audio.listing import Listing
 from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.naming import Naming
 from leakmel.cli import main
 from leakmel.audio import page_cache as inflow_module
 from leakmel.core.errors import LeakmelError, UsageError
-from leakmel.audio.page_cache import Inflow, cached_share, is_in_cache, thread_read_bytes
+from leakmel.audio.page_cache import CacheUse, cached_share, is_in_cache, thread_read_bytes
 from leakmel.dataset.source import sample_cache as held
 from leakmel.dataset.source import read_ahead
 from leakmel.dataset.run import ring
@@ -93,12 +93,12 @@ def test_the_probe_sees_what_memory_lacks(data: Path) -> None:
     reader = reader_of(data)
     paths = waves(data / "TRAINING")
     drop(paths)
-    assert cold_share(reader.listing, Inflow()) == 1.0
+    assert cold_share(reader.listing, CacheUse()) == 1.0
     bring_in(paths)
     assert cold_share(reader.listing, reader.inflow) == 0.0
     assert reader.inflow.tells
     drop(paths[: len(paths) // 2])
-    assert cold_share(reader.listing, Inflow()) == 0.5
+    assert cold_share(reader.listing, CacheUse()) == 0.5
 
 
 def test_the_probe_looks_at_the_end_of_files(data: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_probe_looks_at_the_end_of_files(data: Path) -> None:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             f.read(44)
             assert is_in_cache(f.fileno(), 0)
-    assert (cold_share(reader_of(data).listing, Inflow()) or 0) > 0.9
+    assert (cold_share(reader_of(data).listing, CacheUse()) or 0) > 0.9
 
 
 def test_the_probe_is_short_and_looks_at_a_few_files_of_all_splits(
@@ -190,7 +190,7 @@ class Asked:
 def started(ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch) -> tuple[Asked, threading.Thread]:
     "The thread of a read-ahead, with the system played."
     asked = Asked(ahead)
-    monkeypatch.setattr(many_files, "will_need", asked)
+    monkeypatch.setattr(native, "will_need", asked)
     thread = threading.Thread(target=ahead.run, args=("read-ahead",), daemon=True)
     thread.start()
     return asked, thread
@@ -305,9 +305,9 @@ def test_fetching_ahead_brings_files_into_memory_and_is_counted(data: Path) -> N
     thread.join(60)
     assert reader.inflow.n_ahead == N_FILES
     assert reader.inflow.delivered >= 0.9 * reader.listing.n_bytes
-    while cold_share(reader.listing, Inflow()) != 0.0 and time.monotonic() < until:
+    while cold_share(reader.listing, CacheUse()) != 0.0 and time.monotonic() < until:
         time.sleep(0.01)  # on their way
-    assert cold_share(reader.listing, Inflow()) == 0.0
+    assert cold_share(reader.listing, CacheUse()) == 0.0
 
 
 # ---- builds
@@ -391,7 +391,7 @@ def test_held_recordings_say_what_this_build_asked_for(data: Path, tmp_path: Pat
     [(0.0, "warm"), (0.009, "warm"), (0.011, "mixed"), (0.89, "mixed"), (0.91, "cold"), (1.05, "cold")],
 )
 def test_the_word_changes_where_it_is_said_to(share: float, word: str) -> None:
-    inflow = Inflow()
+    inflow = CacheUse()
     inflow.ask(100_000)
     inflow.delivered, inflow.tells = round(100_000 * share), True
     assert inflow.cache == word
@@ -444,7 +444,7 @@ def test_what_is_read_again_from_files_is_counted_once(
 
 
 def test_only_what_the_own_thread_asked_for_is_counted(data: Path) -> None:
-    paths, inflow = waves(data), Inflow()
+    paths, inflow = waves(data), CacheUse()
     drop(paths)
     other = threading.Thread(target=bring_in, args=(paths[:32],))
     before = thread_read_bytes()
@@ -511,7 +511,7 @@ def test_a_fault_of_fetching_ahead_is_none_of_the_build(
     def fail(paths: list[bytes], sizes: np.ndarray) -> int:
         raise fault
 
-    monkeypatch.setattr(many_files, "will_need", fail)
+    monkeypatch.setattr(native, "will_need", fail)
     result = built(data, tmp_path / "x.h5", mode=mode, read_ahead=8)
     assert result.rows == N_FILES
     assert result.summary["read_ahead_files"] == 0
@@ -562,9 +562,9 @@ def test_what_took_the_place_of_a_recording_is_not_waited_for(tmp_path: Path) ->
     os.mkfifo(pipe)
     os.mkdir(folder)
     before = len(os.listdir("/proc/self/fd"))
-    assert many_files.will_need([pipe, gone, folder, b"/" * 5000, b""], np.full(5, 100)) <= 1
+    assert native.will_need([pipe, gone, folder, b"/" * 5000, b""], np.full(5, 100)) <= 1
     assert len(os.listdir("/proc/self/fd")) == before
-    assert many_files.will_need([], np.zeros(0)) == 0
+    assert native.will_need([], np.zeros(0)) == 0
 
 
 # ---- listing by compiled code
@@ -608,18 +608,15 @@ def test_both_ways_of_listing_say_the_same(tree: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
     right = seen(scan(tree))
     monkeypatch.undo()
-    import leakmel.audio.native
-
     calls: list[int] = []
-    real = many_files.stat_files
+    real = native.stat_files
 
     def stat_files(paths: list[bytes]) -> np.ndarray:
         calls.append(len(paths))
         return real(paths)
 
     monkeypatch.setattr(listing_module, "_TOGETHER", 0)
-    monkeypatch.setattr(many_files, "stat_files", stat_files)
-    assert leakmel.audio.native is not None
+    monkeypatch.setattr(native, "stat_files", stat_files)
     assert seen(scan(tree)) == right
     assert sum(calls) >= 0.9 * sum(len(x[1]) for x in right[:3]), "nearly all were looked at together"
 
@@ -628,10 +625,8 @@ def test_what_changes_while_it_is_listed_is_looked_at_again(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "A file that goes, or becomes something else, between the folder's entry and the look at it."
-    import leakmel.audio.native  # noqa: F401
-
     right = seen(scan(tree))
-    real = many_files.stat_files
+    real = native.stat_files
 
     def stat_files(paths: list[bytes]) -> np.ndarray:
         out = real(paths)
@@ -640,16 +635,14 @@ def test_what_changes_while_it_is_listed_is_looked_at_again(
         return out
 
     monkeypatch.setattr(listing_module, "_TOGETHER", 0)
-    monkeypatch.setattr(many_files, "stat_files", stat_files)
+    monkeypatch.setattr(native, "stat_files", stat_files)
     assert seen(scan(tree)) == right
 
 
 def test_listing_goes_on_without_compiled_code(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import leakmel.audio.native  # noqa: F401
-
     right = seen(scan(tree))
     monkeypatch.setattr(listing_module, "_TOGETHER", 0)
-    monkeypatch.setitem(sys.modules, "leakmel.audio.many_files", None)
+    monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
     assert seen(scan(tree)) == right
 
 
@@ -661,9 +654,9 @@ def test_a_small_folder_or_a_scan_alone_imports_no_compiler(data: Path) -> None:
 
 
 def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many_files, "_stat_files", lambda paths, starts, words, out: out.fill(7))
+    monkeypatch.setattr(native, "_stat_files", lambda paths, starts, words, out: out.fill(7))
     with pytest.raises(ImportError, match="remove numba's cache"):
-        many_files.self_check()
+        native.self_check()
 
 
 # ---- the suite

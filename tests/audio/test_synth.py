@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+from errors import raises
 
 from leakmel.audio import synth
 from leakmel.audio.scenes import (
@@ -18,16 +19,8 @@ from leakmel.audio.scenes import (
     make_sensor,
     stream,
 )
-from leakmel.audio.synth import (
-    MIN_FILES,
-    SPLIT_SIZES,
-    WAV_BYTES,
-    plan_set,
-    split_counts,
-    split_sensors,
-    write_demo,
-    write_wav,
-)
+from leakmel.audio.demo_plan import MIN_FILES, split_counts, split_sensors
+from leakmel.audio.synth import SPLIT_SIZES, WAV_BYTES, plan_set, write_demo, write_wav
 from leakmel.core.errors import LeakmelError, MachineError, OutputError, SpaceError, UsageError
 
 
@@ -139,7 +132,7 @@ def test_soundfile_reads_the_same_samples(tmp_path: Path) -> None:
 
 def test_samples_of_another_type_are_refused(tmp_path: Path) -> None:
     for bad in (np.zeros(4), np.zeros(4, np.int32), np.zeros((2, 2, 2), np.int16)):
-        with pytest.raises(UsageError, match="int16"):
+        with raises("wrong-type", UsageError, says="int16"):
             write_wav(tmp_path / "a.wav", bad)
     assert not (tmp_path / "a.wav").exists()
 
@@ -168,7 +161,7 @@ def test_reference_size_and_disjoint_sensors() -> None:
         (51_434, (240, 60, 100)),
     ],
 )
-def test_a_town_where_more_is_recorded_has_more_sensors(n_files: int, numbers: tuple[int, ...]) -> None:
+def test_a_larger_set_has_more_sensors(n_files: int, numbers: tuple[int, ...]) -> None:
     parts = split_sensors(n_files)
     assert tuple(map(len, parts.values())) == numbers
     everywhere = [i for part in parts.values() for i in part]
@@ -238,11 +231,11 @@ def test_recordings_are_loud_enough_and_seldom_clip(seed: int) -> None:
 
 
 def test_sensors_differ_and_follow_the_seed() -> None:
-    town = [make_sensor(i) for i in range(N_SENSORS)]
-    assert [make_sensor(i) for i in range(N_SENSORS)] == town
-    assert make_sensor(0, 1) != town[0]
-    assert len({s.name for s in town}) == N_SENSORS
-    colours = np.stack([10 * np.log10(s.colour[100:2000]) for s in town])
+    network = [make_sensor(i) for i in range(N_SENSORS)]
+    assert [make_sensor(i) for i in range(N_SENSORS)] == network
+    assert make_sensor(0, 1) != network[0]
+    assert len({s.name for s in network}) == N_SENSORS
+    colours = np.stack([10 * np.log10(s.colour[100:2000]) for s in network])
     assert colours.std(0).mean() > 2, "dB between sensors"
 
 
@@ -297,14 +290,14 @@ def test_faults_are_what_the_list_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n_files", [0, -1, MIN_FILES - 1, 10.0, True, "many"])
 def test_too_few_files_are_refused(tmp_path: Path, n_files: object) -> None:
-    with pytest.raises(UsageError, match=f"(?s)at least {MIN_FILES} files"):
+    with raises("wrong-value", UsageError, says=str(MIN_FILES)):
         write_demo(tmp_path / "demo", n_files=n_files)  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("options", [{"seed": -1}, {"seed": 1.5}, {"workers": 0}, {"workers": "two"}])
 def test_nonsense_options_are_refused(tmp_path: Path, options: dict) -> None:
-    with pytest.raises(UsageError):
+    with raises("wrong-value", UsageError):
         write_demo(tmp_path / "demo", n_files=6, **options)
     assert os.listdir(tmp_path) == []
 
@@ -312,11 +305,11 @@ def test_nonsense_options_are_refused(tmp_path: Path, options: dict) -> None:
 def test_a_target_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "mine.txt").write_text("keep")
-    with pytest.raises(OutputError, match="not empty.*Name another folder"):
+    with raises("output-exists", OutputError, path=tmp_path / "demo"):
         write_demo(tmp_path / "demo", n_files=6)
-    with pytest.raises(OutputError, match="is no folder"):
+    with raises("not-a-folder", OutputError, path=tmp_path / "demo" / "mine.txt"):
         write_demo(tmp_path / "demo" / "mine.txt", n_files=6)
-    with pytest.raises(OutputError, match="Name a folder that you may write"):
+    with raises("not-writable", OutputError):
         write_demo(tmp_path / "demo" / "mine.txt" / "below", n_files=6)
     assert contents(tmp_path) == {"demo/mine.txt": b"keep"}
 
@@ -331,7 +324,7 @@ def test_an_empty_target_and_a_link_to_one_are_filled(tmp_path: Path) -> None:
 def test_too_little_room_is_said_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 6 * WAV_BYTES - 1})
     monkeypatch.setattr(synth.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(SpaceError, match="too little room") as e:
+    with raises("no-space", SpaceError, path=tmp_path / "demo") as e:
         write_demo(tmp_path / "demo", n_files=6)
     assert e.value.exit_code == 3
     assert os.listdir(tmp_path) == []
@@ -403,7 +396,7 @@ def test_two_writers_of_one_set(tmp_path: Path) -> None:
     def second(n_done: int) -> None:
         if refused:
             return
-        with pytest.raises(OutputError, match="another process is writing") as e:
+        with raises("output-busy", OutputError) as e:
             write_demo(tmp_path / "demo", n_files=6)
         refused.append(e.value)
 
@@ -417,6 +410,6 @@ def test_a_target_filled_meanwhile_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / "demo").mkdir(exist_ok=True)
         (tmp_path / "demo" / "mine.txt").write_text("keep")
 
-    with pytest.raises(OutputError, match="not empty"):
+    with raises("output-exists", OutputError):
         write_demo(tmp_path / "demo", n_files=6, progress=fill)
     assert contents(tmp_path) == {"demo/mine.txt": b"keep"}

@@ -21,7 +21,6 @@ from leakmel.core.monitor import (
     Sampler,
     machine_facts,
     mean,
-    monitor_cost,
     peak,
     rate,
 )
@@ -307,10 +306,6 @@ def test_machine_without_a_package_has_no_version(monkeypatch):
 
     monkeypatch.setattr(metadata, "version", missing)
     assert machine_facts()["torch"] is None
-
-
-def test_monitor_is_cheap():
-    assert min(monitor_cost(5) for _ in range(3)) < 0.05  # the goal is 0.01; a busy machine is slower
 
 
 # ---- progress

@@ -528,9 +528,7 @@ def test_an_allocation_that_fails_once_costs_nothing(wavs, right, monkeypatch):
     assert n > 8
     for k in range(n):
         rehearsed(monkeypatch, fail_alloc=k)
-        found = scores_of(
-            lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "fake"})
-        )
+        found = scores_of(lm.predict(wavs, made_detector(), files_per_batch=8, **QUIET | {"device": "fake"}))
         assert np.abs(found - right).max() < 1e-4, k
     rehearsed(monkeypatch, fail_work=opened[0].counts["operations"] // 2)
     with pytest.raises(EngineError, match="failed"):
@@ -551,9 +549,7 @@ def test_an_engine_that_needs_more_than_there_is_launches_less(wavs, right, monk
 
     monkeypatch.setattr(TorchChain, "features", features)
     found = scores_of(
-        lm.predict(
-            wavs, made_detector(), files_per_batch=8, read_workers=1, **QUIET | {"device": "fake"}
-        )
+        lm.predict(wavs, made_detector(), files_per_batch=8, read_workers=1, **QUIET | {"device": "fake"})
     )
     assert np.abs(found - right).max() < 1e-4
     assert max(given) == 8

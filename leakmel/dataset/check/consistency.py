@@ -35,7 +35,8 @@ import numpy as np
 
 from ...audio.conform import check_range
 from ...audio.listing import is_inside, is_recording_name
-from ...audio.naming import Naming, SPLITS, split_name
+from ...audio.file_names import SPLITS, split_name
+from ...audio.naming import Naming
 from ...audio.tables import NameTable
 from ...audio.wav import read_wav
 from ...core.errors import RecordingError, show_path

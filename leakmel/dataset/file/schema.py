@@ -45,8 +45,9 @@ import h5py
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ...audio.name_columns import columns_of_names
-from ...audio.naming import NameParts, Naming
+from ...audio.file_names import columns_of_names
+from ...audio.file_names import NameParts
+from ...audio.naming import Naming
 from ...audio.wav import DIGEST_ALGORITHM
 from ...core.errors import show_path
 from ...mel.spec import MelSpec, spec_from_dict

@@ -26,7 +26,7 @@ from typing import Any
 
 from ...audio.manifest import Listing, Manifest, scan, split_name
 from ...core.errors import LeakmelError, OutputError, UsageError, show_path
-from ...audio.page_cache import Inflow
+from ...audio.page_cache import CacheUse
 from ...core.monitor import free_memory, size_text, usable_cores
 from ...core.progress import Progress, announce
 from ...core.timeline import Timeline
@@ -121,7 +121,7 @@ class Preloaded:
     held: dict[str, SampleCache] = field(default_factory=dict)  # by split
     lines: list[str] = field(default_factory=list)  # what was done: files, GB, seconds, files/s
     seconds: float = 0.0  # that preparing took
-    inflows: dict[str, Inflow] = field(
+    inflows: dict[str, CacheUse] = field(
         default_factory=dict
     )  # by split: what reading the recordings asked of files
     closed: bool = False  # given back: no build can use it any more
@@ -178,7 +178,7 @@ def source_of(
     ready: Preloaded,
     plain: BatchReader,
     new: bool,  # the recordings were made ready by this build
-) -> tuple[Source, Inflow]:
+) -> tuple[Source, CacheUse]:
     "What fills slots, and what a build asked of files to have the recordings."
     source = ready.reader(plain)
     inflow = (
@@ -244,7 +244,7 @@ class _Preparation:
     config: PipelineConfig
     timeline: Timeline
     progress: str
-    inflows: dict[str, Inflow] = field(default_factory=dict)  # by split, of recordings that were read
+    inflows: dict[str, CacheUse] = field(default_factory=dict)  # by split, of recordings that were read
 
     def fill(self, listing: Listing, key: str, label: str) -> Callable[[Any], SampleCache]:
         "What reads all recordings of a listing into rows, with a bar."

@@ -237,7 +237,7 @@ def _prepare(order: _Order, split: str | None, manifest: Manifest | None) -> tup
         )
     timeline = Timeline()
     native()  # imports are not part of the job; opening the engine is
-    for name in ("leakmel.audio.many_files", "psutil", "pynvml"):
+    for name in ("leakmel.audio.native", "psutil", "pynvml"):
         with suppress(Exception):
             import_module(name)  # who needs it sees to what is wrong with it
     load_engine(order.engine, order.config.device, _fft_of(order.spec))

@@ -29,15 +29,8 @@ import numpy as np
 
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest
-from leakmel.audio.problems import (
-    CANNOT_BE_USED,
-    Columns,
-    Problem,
-    content_problems,
-    count_kinds,
-    label_problems,
-    name_problems,
-)
+from ...audio.content_checks import Columns, content_problems
+from ...audio.problems import CANNOT_BE_USED, Problem, count_kinds, label_problems, name_problems
 from ...core.errors import show_path
 from ...core.monitor import mean, peak
 from ...core.timeline import Timeline

@@ -66,7 +66,7 @@ def stamps_of(
     base, out = os.fsencode(listing.folder) + b"/", np.full(len(numbers), -1, STAMP)
     paths, left = [base + listing.paths[k] for k in numbers], np.ones(len(numbers), bool)
     if native() is not None:
-        from leakmel.audio.many_files import stat_files
+        from leakmel.audio.native import stat_files
 
         seen = stat_files(paths)
         left = seen[:, 0] != stat.S_IFREG  # a link, or nothing

@@ -17,11 +17,10 @@ import numpy as np
 from ...audio.compiled import digests_of, native
 from ...audio.conform import FIGURES, conform, figures_of, resampled_length
 from ...audio.manifest import Listing
-from ...audio.page_cache import Inflow
-from ...audio.read_failures import InARow
+from ...audio.page_cache import CacheUse
+from ...audio.read_failures import OPEN_FLAGS, ReadFailureGuard
 from leakmel.audio.wav import (
     HEADER_BYTES,
-    OPEN_FLAGS,
     OutOfMemory,
     canonical_header,
     decode_payload,
@@ -151,7 +150,7 @@ class Source(Protocol):
 
     listing: Listing
     stage: str  # of the timeline: "read" from files, "stage" from a cache
-    inflow: Inflow  # what it asked of files, and what a device delivered
+    inflow: CacheUse  # what it asked of files, and what a device delivered
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's candidates; return the bytes of their files."
@@ -178,8 +177,8 @@ class BatchReader:
         self.size = HEADER_BYTES + 2 * spec.n_samples
         self.base = os.fsencode(listing.folder) + b"/"
         self.no_label = _NO_LABEL["folders" if listing.naming.labels_by_folder else listing.naming.source]
-        self.inflow = Inflow()
-        self.in_a_row = InARow()  # recordings that the system refuses one after another
+        self.inflow = CacheUse()
+        self.in_a_row = ReadFailureGuard()  # recordings that the system refuses one after another
         self._canonical_facts = np.zeros((), FACTS)
         for name, value in (("good", True), ("whole", True), ("channels", 1)):
             self._canonical_facts[name] = value

@@ -23,8 +23,8 @@ from contextlib import suppress
 import numpy as np
 
 from ...audio.listing import Listing
-from ...audio.wav import OPEN_FLAGS
-from ...audio.page_cache import Inflow, is_in_cache
+from ...audio.read_failures import OPEN_FLAGS
+from ...audio.page_cache import CacheUse, is_in_cache
 from .loader import BatchReader
 
 log = logging.getLogger("leakmel")
@@ -36,7 +36,7 @@ COLD_SHARE = 0.04  # of them that the page cache lacks, from which fetching ahea
 
 def cold_share(
     listing: Listing,
-    inflow: Inflow,  # is told whether the file system tells, and whether files were missing
+    inflow: CacheUse,  # is told whether the file system tells, and whether files were missing
     most: int = PROBES,  # files to look at
 ) -> float | None:  # 0 to 1; None where the file system does not tell, or there is nothing to look at
     "Estimate the share of a listing's files that the page cache lacks, by a sample; raises nothing."
@@ -132,7 +132,7 @@ class ReadAhead:
 
     def _ask(self, first: int, end: int) -> None:
         "Tell the system about files of one listing."
-        from leakmel.audio.many_files import will_need
+        from leakmel.audio.native import will_need
 
         k = int(np.searchsorted(self._firsts, first, "right")) - 1
         reader = self.readers[k]

@@ -29,7 +29,7 @@ import numpy as np
 
 from ...audio.compiled import digests_of
 from ...audio.manifest import Listing
-from ...audio.page_cache import Inflow, is_in_cache
+from ...audio.page_cache import CacheUse, is_in_cache
 from ...audio.wav import OutOfMemory, digest_of
 from ...core.errors import DataError, MachineError, VerifyError
 from ...core.timeline import Timeline
@@ -276,7 +276,7 @@ class CachedReader:
         self.cache = cache
         self.plain = plain
         self.listing = plain.listing
-        self.inflow = Inflow()  # what is asked of a cache file; memory is asked for nothing
+        self.inflow = CacheUse()  # what is asked of a cache file; memory is asked for nothing
         self._warned = False
         if isinstance(cache.rows, FileRows):
             with suppress(OSError):

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...audio.problems import Columns, Problem, content_problems
+from ...audio.content_checks import Columns, content_problems
+from ...audio.problems import Problem
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import Count

@@ -18,7 +18,8 @@ import numpy as np
 
 from ...audio.listing import Finds, Listing, Walk, found_below, make_listing
 from ...audio.manifest import Manifest, split_folders
-from ...audio.naming import NameParts, Naming, parse_name, split_name
+from ...audio.file_names import NameParts, parse_name, split_name
+from ...audio.naming import Naming
 from ...audio.conform import figures_of, quality
 from ...audio.wav import HEADER_BYTES, Recording, read_error, read_wav
 from ...core.errors import DataError, RecordingError, UsageError, show_path

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from leakmel.audio import name_columns
-from leakmel.audio.name_columns import columns_of_names
-from leakmel.audio.naming import parse_name
+from leakmel.audio import file_names
+from leakmel.audio.file_names import columns_of_names
+from leakmel.audio.file_names import parse_name
 
 FIELDS = ("sensor", "recording", "start_time", "gain", "folder")
 
@@ -79,13 +79,13 @@ def test_blocks_change_nothing(at_once: int, monkeypatch: pytest.MonkeyPatch) ->
         b"LEAK/" + b"deep/" * (i % 3) + b"s%d~r~20240101_0000%02d~g%d.wav" % (10**i, i, i) for i in range(10)
     ] + [b"LEAK/plain.wav"]
     right = columns_of_names(paths)
-    monkeypatch.setattr(name_columns, "_AT_ONCE", at_once)
+    monkeypatch.setattr(file_names, "_AT_ONCE", at_once)
     cut = columns_of_names(paths)
     for field in FIELDS:
         assert np.array_equal(cut[field], right[field], equal_nan=field == "gain")
     check(paths)
-    monkeypatch.setattr(name_columns, "_AT_ONCE", 8192)
-    monkeypatch.setattr(name_columns, "_MOST_BYTES", 30 * at_once)
+    monkeypatch.setattr(file_names, "_AT_ONCE", 8192)
+    monkeypatch.setattr(file_names, "_MOST_BYTES", 30 * at_once)
     check(paths)
 
 
