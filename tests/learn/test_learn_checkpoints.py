@@ -16,15 +16,14 @@ from children import server
 
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import DataError, OutputError, SpaceError, UsageError
-from leakmel.learn.train import checkpoints
+from leakmel.learn.model import files
 from leakmel.learn.train.checkpoints import (
     CheckpointWarning,
     latest_checkpoint,
     list_checkpoints,
-    load_plain,
-    plain_bytes,
     save_checkpoint,
 )
+from leakmel.learn.model.files import load_plain, plain_bytes
 
 N = 300_000  # numbers in a state: more than one piece
 
@@ -125,7 +124,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, tried: Callable, da
         if bytes(new) == bytes(state_bytes := plain_bytes(state(2))):
             continue  # zeros where zeros were
         assert digest_of(bytes(new)) != digest_of(state_bytes)
-        with pytest.warns(CheckpointWarning, match="passed over: .*step-000000002.*digest"):
+        with pytest.warns(CheckpointWarning, match="passed over: .*step-000000002.*(digest|cut short)"):
             found = latest_checkpoint(folder)
         assert found is not None
         assert_whole(found[1], 1)
@@ -179,20 +178,6 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, tried: Callable, cal
         with pytest.raises(DataError, match="would run code"):
             latest_checkpoint(tmp_path)
     assert not goal.exists()
-    tried("S16")
-
-
-def test_a_small_file_that_unfolds_is_refused(tmp_path: Path, tried: Callable) -> None:
-    content, packed = plain_bytes({"weights": torch.zeros(5_000_000)}), tmp_path / "packed.pt"
-    with (
-        zipfile.ZipFile(io.BytesIO(content)) as whole,
-        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small,
-    ):
-        for part in whole.infolist():
-            small.writestr(part.filename, whole.read(part))
-    assert packed.stat().st_size < 100_000
-    with pytest.raises(DataError, match="claims to hold more than its size"):
-        load_plain(packed)
     tried("S16")
 
 
@@ -278,7 +263,7 @@ def test_a_disk_that_refuses(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as m:
-        m.setattr(checkpoints.os, name, refuse)
+        m.setattr(files.os, name, refuse)
         with pytest.raises(error) as said:
             save_checkpoint(tmp_path, state(2), 2)
     assert str(tmp_path) in str(said.value)
@@ -297,7 +282,7 @@ def test_a_signal_waits_until_the_file_is_there(tmp_path: Path, monkeypatch: pyt
         os.kill(os.getpid(), signal.SIGINT)
         real(*args)
 
-    monkeypatch.setattr(checkpoints.os, "replace", interrupted)
+    monkeypatch.setattr(files.os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, state(1), 1)
     found = latest_checkpoint(tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import raises
 from fake_device import FakeDevice, FakeOutOfMemory, Faults
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,15 +50,18 @@ def test_devices_by_name(monkeypatch):
         "cuda:0",
         "cuda:1",
     ]
-    assert [pick_device(name, registered=True) for name in ("fake", "fake:3")] == ["fake:0", "fake:3"]
-    with pytest.raises(UsageError, match="no such GPU here; found 'cuda:2', 2 GPUs"):
+    assert [pick_device(name, registered=True) for name in ("fake", "fake:3")] == [
+        "fake:0",
+        "fake:3",
+    ]
+    with raises("no-device", UsageError, found="'cuda:2', 2 GPUs"):
         pick_device("cuda:2")
     for name in ("", "gpu", "cuda:", "cuda:-1", "fake", "cpu:0", "CPU"):
-        with pytest.raises(UsageError, match="no such device"):
+        with raises("unknown-device", UsageError):
             pick_device(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device() == "cpu"
-    with pytest.raises(UsageError, match="0 GPUs"):
+    with raises("no-device", UsageError, says="0 GPUs"):
         pick_device("cuda", registered=True)
 
 
@@ -280,7 +284,7 @@ def test_a_single_row_too_many_and_other_errors():
         MachineError, match="too small to judge a single recording; found out of memory: 2 GB. Free some"
     ):
         Portions(8).each(3, too_much)
-    with pytest.raises(MachineError, match="a single recording"):
+    with raises("out-of-memory", MachineError):
         Portions(8).fit(too_much)
     for work in (Portions(8).fit, lambda w: Portions(8).each(3, w)):
         with pytest.raises(RuntimeError, match="illegal"):
@@ -346,7 +350,7 @@ def test_a_recording_that_does_not_fit_alone(town, judge):
     with Segments(town, level="recording") as ds:
         detector = made_detector(spec=ds.sources[0].spec)
         Tight(detector, ds.row_shape[0] - 1)
-        with pytest.raises(MachineError, match="too small to judge a single recording.*device='cpu'"):
+        with raises("out-of-memory", MachineError, says="device='cpu'"):
             judge(detector, ds)
         Tight(detector, 0, lambda: RuntimeError("an illegal address"))
         with pytest.raises(RuntimeError, match="illegal"):
@@ -356,7 +360,7 @@ def test_a_recording_that_does_not_fit_alone(town, judge):
             raise full()
 
         detector.net.to = refuse  # type: ignore[method-assign, assignment]
-        with pytest.raises(MachineError, match="the model does not fit into memory"):
+        with raises("out-of-memory", MachineError):
             judge(detector, ds)
 
 
@@ -412,7 +416,7 @@ def test_rows_that_a_device_can_no_longer_hand_out_are_streamed(town, monkeypatc
             raise MemoryError("no room")
 
         monkeypatch.setattr(detector_module, "open_loader", never)
-        with pytest.raises(MachineError, match="too small to read recordings.*Lower files_per_batch"):
+        with raises("out-of-memory", MachineError, says="files_per_batch"):
             score_rows(detector, ds)
 
 
@@ -428,7 +432,7 @@ def test_an_evaluation_goes_on_with_less(town, caplog):
     assert found.table["score_mean"].tolist() == pytest.approx(right.table["score_mean"].tolist(), abs=1e-6)
     assert any("recordings are judged at once from here on" in r.getMessage() for r in caplog.records)
     Tight(detector, 1)
-    with pytest.raises(MachineError, match="a single recording"):
+    with raises("out-of-memory", MachineError):
         evaluate(detector, town, n_draws=100, progress="none")
 
 

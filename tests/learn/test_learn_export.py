@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import raises
 
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.audio.synth import write_wav
-from leakmel.learn.train import checkpoints
+from leakmel.learn.model import files
 from leakmel.learn.model import export
-from leakmel.learn.train.checkpoints import plain_bytes
+from leakmel.learn.model.files import plain_bytes
 from leakmel.learn.model.detector import Detector, load_detector, picture_shape
 from leakmel.learn.model.export import MelFeatures, export_detector
 from leakmel.learn.model.net import LeakNet, NetSettings
@@ -87,7 +88,7 @@ def test_features_keep_to_the_tolerance_of_engines(preset):
 
 def test_wrong_features_are_no_program(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "hann_periodic", np.hanning)  # symmetric
-    with pytest.raises(DataError, match="features are not those of the detector"):
+    with raises("program-differs", DataError):
         export_detector(made("disjoint"), tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
 
@@ -96,7 +97,7 @@ def test_another_output_is_no_program(tmp_path, monkeypatch):
     detector = made("disjoint")
     right = Detector.segment_scores
     monkeypatch.setattr(Detector, "segment_scores", lambda self, rows: right(self, rows) + 0.01)
-    with pytest.raises(DataError, match="does not say what the detector says"):
+    with raises("program-differs", DataError):
         export_detector(detector, tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
 
@@ -104,7 +105,7 @@ def test_another_output_is_no_program(tmp_path, monkeypatch):
 def test_a_detector_without_a_spec_is_refused(tmp_path):
     detector = made("disjoint")
     detector.spec = None
-    with pytest.raises(UsageError, match="does not know how its features were made"):
+    with raises("no-spec", UsageError):
         export_detector(detector, tmp_path / "model.pt2")
 
 
@@ -196,21 +197,21 @@ def test_what_is_of_the_same_kind_is_replaced_and_a_link_to_it_is_not_followed(t
     assert load_detector(mine.save(tmp_path / "model.pt")).share == 0.7
     assert loaded(export_detector(other, export_detector(mine, tmp_path / "model.pt2")))[1]["share"] == 0.3
     for kind, path in (("exported detector", "model.pt"), ("detector", "model.pt2")):
-        with pytest.raises(OutputError, match=f"no {kind} is in the way"):
+        with raises("other-file-in-the-way", OutputError, says=kind):
             WRITERS[kind](mine, tmp_path / path)
     assert sorted(os.listdir(tmp_path)) == ["link", "model.pt", "model.pt2"]
 
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_what_comes_while_it_is_written_is_not_replaced(tmp_path, monkeypatch, kind):
-    real = checkpoints._write_piece
+    real = files._write_piece
 
     def slowly(fd: int, piece: memoryview) -> None:
         real(fd, piece)
         (tmp_path / "model").write_text("somebody's")
 
-    monkeypatch.setattr(checkpoints, "_write_piece", slowly)
-    with pytest.raises(OutputError, match=f"no {kind} is in the way"):
+    monkeypatch.setattr(files, "_write_piece", slowly)
+    with raises("other-file-in-the-way", OutputError, says=kind):
         WRITERS[kind](made("disjoint"), tmp_path / "model")
     assert (tmp_path / "model").read_text() == "somebody's"
     assert os.listdir(tmp_path) == ["model"]

@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as sk
@@ -120,19 +121,19 @@ def test_what_is_undefined_has_a_word(y, score, named):
 
 
 @pytest.mark.parametrize(
-    ("y", "score"),
+    ("y", "score", "code"),
     [
-        ([1, 0], [0.5]),
-        ([[1, 0]], [[0.5, 0.1]]),
-        ([1, 2], [0.5, 0.1]),
-        ([1, 0], [0.5, np.nan]),
-        ([1, 0], [np.inf, 0]),
-        ([0.5, 1], [0, 1]),
-        (["LEAK", "NO"], [0, 1]),
+        ([1, 0], [0.5], "lengths-differ"),
+        ([[1, 0]], [[0.5, 0.1]], "lengths-differ"),
+        ([1, 2], [0.5, 0.1], "invalid-labels"),
+        ([1, 0], [0.5, np.nan], "invalid-scores"),
+        ([1, 0], [np.inf, 0], "invalid-scores"),
+        ([0.5, 1], [0, 1], "invalid-labels"),
+        (["LEAK", "NO"], [0, 1], "invalid-labels"),
     ],
 )
-def test_what_is_no_score_is_refused(y, score):
-    with pytest.raises(DataError):
+def test_what_is_no_score_is_refused(y, score, code):
+    with raises(code, DataError):
         leak_metrics(y, score)
 
 
@@ -147,7 +148,7 @@ def test_no_threshold_is_better(found, figure, single):
         np.array([p[1] for p in found], np.float32 if single else np.float64),
     )
     if not 0 < y.sum() < len(y):
-        with pytest.raises(DataError, match="no threshold can be chosen"):
+        with raises("one-class", DataError):
             best_threshold(y, score, figure)
         return
     best = best_threshold(y, score, figure)
@@ -186,7 +187,7 @@ def test_the_threshold_does_not_depend_on_the_order():
 
 
 def test_thresholds_are_chosen_by_figures_that_depend_on_them():
-    with pytest.raises(UsageError, match="no threshold"):
+    with raises("usage", UsageError):
         best_threshold([0, 1], [0, 1], "auc")
 
 
@@ -212,7 +213,7 @@ def test_empty_steps_count_for_nothing():
     assert found.n.tolist() == [1, *[0] * 8, 2]
     assert np.isnan(found.leak_share[1:9]).all()
     assert found.error == 0
-    with pytest.raises(DataError, match="no probabilities"):
+    with raises("invalid-scores", DataError):
         reliability([1], [1.5])
-    with pytest.raises(UsageError, match="n_bins"):
+    with raises("usage", UsageError, says="n_bins"):
         reliability([1], [0.5], 0)
