@@ -274,7 +274,6 @@ def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Search the settings of a training on validation."
     from leakmel.learn.model.settings import CheckpointSettings
     from leakmel.learn.search.search import search
-    from leakmel.learn.search.space import space_from_text
     from leakmel.learn.model.settings import TrainSettings
     from leakmel.learn.train.plan import plan_training
 
@@ -293,7 +292,6 @@ def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     given = {n: getattr(args, n) for n in names} | {"testing": None, "evaluation": False}
     for kind in (TrainSettings, CheckpointSettings):
         given |= given_fields(args, kind)
-    space = None if args.space is None else space_from_text(args.space)
     with spoken_warnings():
         plan = plan_training(given, progress=progress_of(args))
         files, how = plan.sets.files, dict(plan.given)
@@ -303,7 +301,7 @@ def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
             how |= {"training": list(files.values()), "split": plan.split}
         result = search(
             out=plan.out,
-            space=space,
+            space=args.space,
             settings=plan.settings,
             trials=args.trials,
             hours=args.hours,

@@ -71,8 +71,23 @@ LEARN_DATA = dict[str, str]()
 # %% ../../nbs/core/error_codes.ipynb #48c256cc
 LEARN_TRAIN = dict[str, str]()
 
-# %% ../../nbs/core/error_codes.ipynb #91eb239d
-LEARN_RETRAIN = dict[str, str]()
+# %% ../../nbs/core/error_codes.ipynb #cb57bb46
+LEARN_RETRAIN = {
+    "package-missing": "An optional package that the operation needs is not installed.",
+    "invalid-range": "A range or a list of choices to search cannot be understood.",
+    "nothing-to-search": "The search space is empty.",
+    "setting-not-searched": "A setting in the search space cannot be searched.",
+    "unknown-parameter": "A parameter or setting of this name does not exist.",
+    "cannot-be-read": "A file that was named cannot be read.",
+    "not-json": "A text or file that should hold JSON does not.",
+    "not-a-search": "The state file of a search is damaged, or is something else.",
+    "output-exists": "The target exists and was written by something else.",
+    "nothing-to-resume": "There is nothing to go on with, and resume='always' was given.",
+    "another-run-in-folder": "The folder holds a run with other data or settings.",
+    "validation-missing": "The operation needs validation recordings.",
+    "unknown-value": "The value of a parameter is not among the allowed ones.",
+    "out-of-range": "The value of a parameter is out of its range.",
+}
 
 # %% ../../nbs/core/error_codes.ipynb #b85a8819
 OPS = dict[str, str]()
