@@ -114,7 +114,8 @@ def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from leakmel.learn.model.settings import CheckpointSettings
     from leakmel.learn.train.history import save_figures
     from leakmel.learn.model.settings import TrainSettings
-    from leakmel.learn.train.plan import execute_evaluation, execute_training, plan_training, run_summary
+    from leakmel.learn.evaluate.evaluation import execute_evaluation, run_summary
+    from leakmel.learn.train.plan import execute_training, plan_training
 
     names = (
         "data",
@@ -552,7 +553,7 @@ def _further_sets(words: list[str], file: Callable[[str, str], Any]) -> dict[str
 
 def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Learn from new recordings; only what is shown to be better becomes the detector that counts."
-    from leakmel.learn.retrain.promotion import read_lineage
+    from leakmel.learn.model.locate import read_lineage
     from leakmel.learn.model.settings import CheckpointSettings
     from leakmel.learn.retrain.round_parts import RoundRules
     from leakmel.learn.retrain.rounds import retrain

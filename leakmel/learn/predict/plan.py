@@ -17,7 +17,7 @@ from ...core.errors import DataError, UsageError, show_path
 from ...core.parameters import Kinds
 from ...dataset.run.plan import find_data, runs_folder
 from ...dataset.file.writer import replacing
-from ..retrain.promotion import model_file
+from ..model.locate import model_file
 from ..model.detector import Detector, load_detector
 from ..model.devices import pick_device
 from .predict import predict, rule_of

@@ -20,6 +20,7 @@ from ...core.progress import Progress, announce
 from ..data.splits import LeakySplitWarning, Split
 from ..model.detector import load_detector
 from ..model.devices import pick_device
+from ..model.files import remove_file, write_whole
 from ..model.settings import RESUME, CheckpointSettings, TrainSettings
 from .results import SearchResult, save_plots, verdict
 from .space import Space, plain_value, read_space, settings_with
@@ -44,7 +45,7 @@ from leakmel.learn.search.trials import (
     trial_folder,
     trial_table,
 )
-from ..train.checkpoints import latest_checkpoint, remove_file, write_whole
+from ..train.checkpoints import latest_checkpoint
 from ..train.history import EpochFigures, epochs_from, should_stop
 from ..train.inputs import Sources, TooShortWarning, open_training, training_identity
 from ..train.loop import sole_writer, train

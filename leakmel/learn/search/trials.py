@@ -41,7 +41,7 @@ from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError
 from ..model.settings import TrainSettings
 from .space import Space, changes_text, holds, import_optuna, plain_space, settings_with
-from ..train.checkpoints import remove_file, write_whole
+from ..model.files import remove_file, write_whole
 from ..train.inputs import differences
 
 if TYPE_CHECKING:

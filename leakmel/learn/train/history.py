@@ -35,7 +35,7 @@ from typing import Any, TYPE_CHECKING
 
 
 from ...core.errors import DataError
-from .checkpoints import write_whole
+from ..model.files import write_whole
 
 if TYPE_CHECKING:
     import pandas as pd

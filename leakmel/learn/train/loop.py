@@ -29,14 +29,8 @@ from ...core.errors import DataError, OutputError, UsageError, show_path
 from ...core.progress import Progress, announce, front_end
 from ...dataset.file.writer import OutputLock, output_error
 from ..model.settings import RESUME, CheckpointSettings
-from leakmel.learn.train.checkpoints import (
-    latest_checkpoint,
-    list_checkpoints,
-    load_plain,
-    remove_file,
-    save_checkpoint,
-    write_whole,
-)
+from .checkpoints import latest_checkpoint, list_checkpoints, save_checkpoint
+from ..model.files import load_plain, remove_file, write_whole
 from .history import LiveCurves
 from ..model.detector import Detector
 from ..model.devices import pick_device

@@ -15,17 +15,15 @@ __all__ = [
     "plan_rows",
     "plan_training",
     "execute_training",
-    "execute_evaluation",
-    "run_summary",
 ]
 
-# %% ../../../nbs/learn/train/plan.ipynb #d9218932
-import json, os
+# %% ../../../nbs/learn/train/plan.ipynb #61a1f3bd
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core.errors import DataError, UsageError, show_path
 from ...core.parameters import Kinds, field_kinds
@@ -33,16 +31,13 @@ from ...dataset.run.pipeline import build_all
 from ...dataset.run.plan import find_data, runs_folder
 from ...dataset.file.schema import data_set_name
 from ..model.settings import RESUME, CheckpointSettings
-from .checkpoints import list_checkpoints, write_whole
+from .checkpoints import list_checkpoints
 from ..data.segments import Segments, open_sources
 from ..model.devices import pick_device
 from ..data.splits import Split, group_split
 from ..data.task import make_task
 from ..model.settings import TrainSettings
 from .loop import TrainResult, train
-
-if TYPE_CHECKING:
-    from leakmel.learn.evaluate.report import Evaluation
 
 
 # %% ../../../nbs/learn/train/plan.ipynb #7de3af5a
@@ -338,50 +333,3 @@ def execute_training(
     if plan.split is not None:
         return train(list(files.values()), split=plan.split, **common)
     return train(files["training"], files.get("validation"), **common)
-
-
-def execute_evaluation(
-    plan: TrainingPlan,
-    result: TrainResult,
-    *,
-    progress: str = "auto",
-) -> "Evaluation | None":  # None: no testing recordings, or none wanted
-    "Judge the detector by the recordings for testing, and add what came out to summary.json."
-    from leakmel.learn.evaluate.evaluation import evaluate
-
-    files, there = (
-        plan.sets.files,
-        plan.split is not None
-        and "testing" in plan.split.parts
-        or plan.split is None
-        and "testing" in plan.sets.files,
-    )
-    if not plan.evaluation or not there:
-        return None
-    how: dict[str, Any] = dict(
-        device=pick_device(plan.device), allow_leaky_split=plan.given["allow_leaky_split"], progress=progress
-    )
-    if plan.split is not None:
-        found = evaluate(result.detector, list(files.values()), split=plan.split, **how)
-    else:
-        found = evaluate(
-            result.detector,
-            files["testing"],
-            training=files["training"],
-            validation=files.get("validation"),
-            **how,
-        )
-    write_whole(
-        plan.out / "summary.json",
-        (json.dumps(run_summary(result, found), indent=1, default=str) + "\n").encode(),
-        sync=False,
-    )
-    return found
-
-
-def run_summary(
-    result: TrainResult,
-    evaluation: "Evaluation | None",
-) -> dict[str, Any]:
-    "What came out, as plain values."
-    return result.summary | {"evaluation": None if evaluation is None else evaluation.summary}

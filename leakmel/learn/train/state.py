@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ... import __version__
 from ...core.errors import DataError
-from ..model.decision_rule import Chosen, chosen_on
+from ..metrics.voting import DecisionRule, choose_rule
 from ..model.detector import Detector, score_rows
 from ..model.devices import room
 from .history import EpochFigures, epochs_from, is_better, should_stop
@@ -123,7 +123,7 @@ class Best:
 
     epoch: int
     net: dict[str, Tensor]  # its weights, in the memory of the host
-    chosen: Chosen  # vote and thresholds
+    chosen: DecisionRule  # vote and thresholds
 
 
 _LEAST_P = 1e-7  # of a probability whose logarithm is taken
@@ -132,7 +132,7 @@ _LEAST_P = 1e-7  # of a probability whose logarithm is taken
 def validation_figures(
     scores: np.ndarray,  # [B, L] probability of a leak for each long segment; NaN: behind the end of the recording
     is_leak: np.ndarray,  # [B] bool
-    chosen: Chosen,  # vote and threshold
+    chosen: DecisionRule,  # vote and threshold
 ) -> dict[str, float]:  # val_loss, val_segment_accuracy, f1, auc, balanced_accuracy
     "What the scores of validation come to."
     heard = ~np.isnan(scores)
@@ -260,7 +260,7 @@ def end_epoch(
             scores = score_rows(
                 detector_of(state), state.data.validation, device=state.stepper.device, progress=progress
             )
-        chosen = chosen_on(state.data.is_leak, scores, *asked)
+        chosen = choose_rule(state.data.is_leak, scores, *asked)
         found = validation_figures(scores, state.data.is_leak, chosen)
     evaluate_s, (grad_norm, clipped_share) = (
         time.perf_counter() - began,
@@ -387,9 +387,9 @@ def _plain(value: float) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
-def _as_asked(vote: str, share: float) -> Chosen:
+def _as_asked(vote: str, share: float) -> DecisionRule:
     "Without validation nothing is chosen."
-    return Chosen() if vote == "auto" else Chosen(vote, share)
+    return DecisionRule() if vote == "auto" else DecisionRule(vote, share)
 
 
 def detector_of(
@@ -407,7 +407,7 @@ def detector_of(
         task=state.data.task,
         spec=None if source.legacy else source.spec,
         engine=str(source.file.attrs.get("engine", "")),
-        **(Chosen() if chosen is None else chosen.chosen).options(),
+        **(DecisionRule() if chosen is None else chosen.chosen).options(),
         record={} if chosen is None else training_record(state),
         seen=Seen() if chosen is None else state.data.seen,
     )
@@ -443,7 +443,7 @@ def to_checkpoint(
 
 
 def _best_from(values: dict[str, Any]) -> Best:
-    return Best(int(values["epoch"]), values["net"], Chosen(**values["chosen"]))
+    return Best(int(values["epoch"]), values["net"], DecisionRule(**values["chosen"]))
 
 
 def take_up(
