@@ -71,7 +71,7 @@ LEARN_DATA = dict[str, str]()
 # %% ../../nbs/core/error_codes.ipynb #48c256cc
 LEARN_TRAIN = dict[str, str]()
 
-# %% ../../nbs/core/error_codes.ipynb #cb57bb46
+# %% ../../nbs/core/error_codes.ipynb #35382132
 LEARN_RETRAIN = {
     "package-missing": "An optional package that the operation needs is not installed.",
     "invalid-range": "A range or a list of choices to search cannot be understood.",
@@ -87,6 +87,23 @@ LEARN_RETRAIN = {
     "validation-missing": "The operation needs validation recordings.",
     "unknown-value": "The value of a parameter is not among the allowed ones.",
     "out-of-range": "The value of a parameter is out of its range.",
+    "unknown-recording": "A table names a recording that is not in the data sets, or that is too short.",
+    "ambiguous-recording": "A table names a path that several recordings have.",
+    "unknown-label": "A table gives a label that the detector does not know.",
+    "paths-missing": "The data set does not hold the paths of its recordings.",
+    "scores-not-finite": "The scores of a detector are not finite.",
+    "class-missing": "The recordings of a class are missing.",
+    "labels-contradict": "Two labels were given to the same samples.",
+    "file-changed": "A file is not the one that was written.",
+    "not-a-round": "The record of a round is damaged.",
+    "test-set-learned": "Recordings that judge a detector are learned from.",
+    "net-is-fixed": "Retraining cannot change the net.",
+    "no-recordings": "A part of the data holds no recordings.",
+    "nothing-to-learn": "Nothing of the new recordings is left to learn from.",
+    "champion-missing": "The first round needs a detector to begin with.",
+    "another-champion": "The folder of rounds has another champion.",
+    "another-test-set": "The test recordings differ from those of earlier rounds.",
+    "invalid-name": "A name that was given is taken, missing or malformed.",
 }
 
 # %% ../../nbs/core/error_codes.ipynb #b85a8819
