@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "Options",
     "COMMANDS",
     "progress_of",
     "add_options",
@@ -20,9 +21,9 @@ __all__ = [
     "run_predict",
 ]
 
-# %% ../nbs/cli_learn.ipynb #cc4b3429
+# %% ../nbs/cli_learn.ipynb #0eb1f6f9
 import argparse, sys, warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,23 +38,28 @@ def progress_of(args: argparse.Namespace) -> str:
     return "none" if args.json or args.quiet else "auto"
 
 
+Options = dict[str, dict[str, Any]]  # name -> what `add_argument` is given
+
+
 def add_options(
     p: argparse.ArgumentParser,
-    options: Mapping[str, dict[str, Any]],  # name -> what `add_argument` is given
+    options: Options,
 ) -> None:
     "Add a table of options to a command."
     for name, given in options.items():
         p.add_argument(name, **given)
 
 
-_DEVICE = {"--device": dict(default="auto", metavar="X", help="auto, cpu, cuda or cuda:1 (default auto)")}
-_LEAKY = {
+_DEVICE: Options = {
+    "--device": dict(default="auto", metavar="X", help="auto, cpu, cuda or cuda:1 (default auto)")
+}
+_LEAKY: Options = {
     "--allow-leaky-split": dict(
         action="store_true",
         help="do not warn of what lies on both sides of the split; every result stays marked",
     )
 }
-_TASK = {
+_TASK: Options = {
     "--leak-label": dict(
         default="LEAK", metavar="NAME", help="label of the leaks: its whole name (default LEAK)"
     ),

@@ -774,9 +774,8 @@ def test_of_equal_trials_the_earlier_one_and_of_equal_f1_the_lower_loss() -> Non
         trial(3, 0.8, 0.0),
         trial(4, 1.0, 0.0, "pruned"),
     ]
-    assert SearchState({}, trials).best.number == 1  # type: ignore[union-attr]
-    assert SearchState({}, [trial(0, math.nan, 0.3)]).best.number == 0  # type: ignore[union-attr]
-    assert SearchState({}).best is None
+    assert SearchState({}, trials).best.number == 1
+    assert SearchState({}, [trial(0, math.nan, 0.3)]).best.number == 0
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def replayed(
     "Draw old recordings, whole ones."
     rng = np.random.default_rng([seed, round_number])
     chosen = []
-    for k, name in enumerate(old.task.model_names):
+    for k, name in enumerate(old.task.model_names if old.task else ()):
         mine = np.flatnonzero(old.labels == k)
         if not len(mine):
             raise DataError(

@@ -162,7 +162,7 @@ class _Search:
         done = self.state.trials
         in_time = True
         while len(done) < trials:
-            reserve = seconds_of_seeds(self.state, again)
+            reserve = seconds_of_seeds(self.state, again) if done else 0.0
             in_time = reserve < seconds
             deadline = began + seconds - (reserve if in_time else 0.0)
             if done and time.monotonic() > deadline:
@@ -227,7 +227,7 @@ class _Search:
             "settings": state.identity["settings"] | best.changes,
             "importances": shares,
             "device": str(self.how["device"]),
-            "seconds": sum(t.seconds for t in (*state.trials, *state.again)),
+            "seconds": sum(t.seconds for t in state.trials) + sum(a.seconds for a in state.again),
         }
         detector = load_detector(trial_folder(self.folder, best.number) / MODEL)
         detector.record = detector.record | {"search": chosen}
@@ -262,9 +262,8 @@ def seconds_of_seeds(
     again: int,  # other seeds
 ) -> float:
     "Return the time that other seeds may still take, by the longest trial."
-    best = state.best
-    there = sum(len(state.seeds_of(n, again)) for n in {0, best.number}) if best else 0
-    return max(0, 2 * again - there) * max((t.seconds for t in state.trials), default=0.0)
+    there = sum(len(state.seeds_of(n, again)) for n in {0, state.best.number})
+    return max(0, 2 * again - there) * max(t.seconds for t in state.trials)
 
 
 def _none_for_nan(value: float) -> float | None:

@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "Distribution",
     "Space",
     "BY_LOGARITHM",
     "USUAL",
@@ -22,16 +23,14 @@ import itertools, json, os, warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core.errors import DataError, UsageError, show_path
 from ...core.parameters import answer_unknown, field_kinds
 from ..model.settings import SPEED_ONLY, TrainSettings
 
-if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution, CategoricalDistribution
-
-Space = dict[str, "BaseDistribution"]  # setting -> its distribution
+Distribution = Any  # of Optuna, which need not be installed
+Space = dict[str, Distribution]  # by setting
 
 
 def import_optuna() -> Any:  # the module; raises UsageError where it is not installed
@@ -57,7 +56,7 @@ _LEFT_ALONE = {
 _FORMS = '[low, high], {"low": ..., "high": ..., "log": true}, a list of values, or {"choices": [...]}'
 
 
-def _choices(values: Sequence[Any]) -> "CategoricalDistribution":
+def _choices(values: Sequence[Any]) -> Distribution:
     "Choices, among them lists of numbers: Optuna warns that such could not be stored in a database."
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -66,7 +65,7 @@ def _choices(values: Sequence[Any]) -> "CategoricalDistribution":
         )
 
 
-def _distribution(name: str, given: Any) -> "BaseDistribution":
+def _distribution(name: str, given: Any) -> Distribution:
     "Return the distribution that was written; raise UsageError for anything else."
     kinds = field_kinds(TrainSettings)[name]
     is_number = bool not in kinds and (int in kinds or float in kinds)
@@ -100,7 +99,7 @@ def _distribution(name: str, given: Any) -> "BaseDistribution":
 
 # %% ../../../nbs/learn/search/space.ipynb #d5adf780
 def holds(
-    d: "BaseDistribution",
+    d: Distribution,
     value: Any,  # of a setting
 ) -> bool:
     "Tell whether a value lies in a range, or is one of the choices."

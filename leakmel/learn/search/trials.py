@@ -213,10 +213,9 @@ class SearchState:
     again: list[OtherSeed] = field(default_factory=list)
 
     @property
-    def best(self) -> Trial | None:
-        "The complete trial with the highest objective, the earlier one of equals."
-        complete = [t for t in self.trials if t.state == "complete"]
-        return max(complete, key=lambda t: t.objective, default=None)
+    def best(self) -> Trial:
+        "The complete trial with the highest objective, the earlier one of equals; the first one is always complete."
+        return max((t for t in self.trials if t.state == "complete"), key=lambda t: t.objective)
 
     def seeds_of(self, number: int, n: int) -> list[OtherSeed]:
         "The first trainings with the settings of a trial and other seeds."
