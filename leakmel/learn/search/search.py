@@ -104,16 +104,15 @@ class _Search:
     def next_trial(self, deadline: float) -> Trial:
         "Make a trial; raises _TimeIsOver, and what a training raises with the settings that the search began with."
         number = len(self.state.trials)
-        changes = self.state.under_way
-        if number == 0:
-            changes = {n: plain_value(getattr(self.base, n)) for n in self.space}
-        given = None if changes is None else settings_with(self.base, changes)
-        trial = begin_trial(self.study, self.space, self.base.seed, given)
-        if changes is None:
-            changes = {n: plain_value(v) for n, v in trial.params.items()}
         if self.state.under_way is None:
-            self.state.under_way = changes
+            trial = begin_trial(self.study, self.space, self.base.seed, None if number else self.base)
+            values = trial.params if number else vars(self.base)
+            self.state.under_way = {n: plain_value(values[n]) for n in self.space}
             self.state.write(self.folder)
+        else:
+            given = settings_with(self.base, self.state.under_way)
+            trial = begin_trial(self.study, self.space, self.base.seed, given)
+        changes = self.state.under_way
         settings = settings_with(self.base, changes)
         epochs: list[EpochFigures] = []
 
@@ -198,9 +197,6 @@ class _Search:
         best = state.best
         before, after = (state.seeds_of(n, again) if best.number else [] for n in (0, best.number))
         is_better, said = verdict(best, before, after)
-        ranges = None
-        if before and after:
-            ranges = {"seeds": len(before), "base": _range_of(before), "best": _range_of(after)}
         chosen = {
             "trials": len(state.trials),
             "trial": best.number,
@@ -208,7 +204,9 @@ class _Search:
             "f1_of_base": _none_for_nan(state.trials[0].f1),
             "is_better": is_better,
             "verdict": said,
-            "other_seeds": ranges,
+            "other_seeds": {"seeds": len(before), "base": _range_of(before), "best": _range_of(after)}
+            if before and after
+            else None,
             "note": "chosen by its F1 on validation, the highest of all trials: that figure is too good, and only recordings for testing tell",
         }
         shares = importances(self.study, list(self.space))
