@@ -37,7 +37,7 @@ _PUBLIC = {
     "evaluate": "learn.evaluate.evaluation",
     "Evaluation": "learn.evaluate.report",
     "retrain": "learn.retrain.rounds",
-    "Round": "learn.retrain.rounds",
+    "Round": "learn.retrain.round_record",
 }
 
 __all__ = ["__version__", *_PUBLIC]

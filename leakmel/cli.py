@@ -13,19 +13,19 @@ __all__ = [
     "run_bench",
     "run_doctor",
     "run_tune",
+    "Signal",
     "main",
 ]
 
-# %% ../nbs/cli.ipynb #63bfcec8
+# %% ../nbs/cli.ipynb #7ba64018
 import argparse, json, logging, os, re, signal, sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from . import __version__
-from .cli_learn import COMMANDS, progress_of
-from .core.errors import LeakmelError, missing_package, show_path
-from .core.parameters import add_field_options, given_fields
-from .core.parameters import answer_unknown
+from .cli_learn import COMMANDS, add_options, progress_of
+from .core.errors import LeakmelError, UsageError, missing_package, show_path
+from .core.parameters import add_field_options, answer_unknown, given_fields
 from .core.progress import Progress, folded, front_end, line_width
 
 # %% ../nbs/cli.ipynb #5dee17f6
@@ -67,7 +67,8 @@ def run_scan(args: argparse.Namespace) -> Outcome:
         pattern=args.pattern,
         progress=progress_of(args),
     )
-    problems, report = manifest.problems.to_dict("records"), manifest.report(args.most)
+    problems = manifest.problems.to_dict("records")
+    report = manifest.report(args.most)
     lost = {
         p["path"] for p in problems if p["kind"] != "no_recordings" and group_of(p["kind"]) == CANNOT_BE_USED
     }
@@ -115,7 +116,8 @@ def run_build(args: argparse.Namespace) -> Outcome:
     from leakmel.mel.spec import MelSpec
 
     spec, spec_said = asked_spec(args.spec, args.preset, given_fields(args, MelSpec))
-    config, mode, said = PipelineConfig(**(given := given_fields(args, PipelineConfig))), args.mode, ""
+    given = given_fields(args, PipelineConfig)
+    config, mode, said = PipelineConfig(**given), args.mode, ""
     if not args.no_tuned:
         config, mode, said = with_tuned(args.root, given, engine=args.engine, mode=mode)
     common = dict(
@@ -163,12 +165,13 @@ def _build_text(result: Any) -> str:
     from leakmel.dataset.run.report import kept_sentence
     from leakmel.insight.cards import cache_sentence
 
-    kept, rate = kept_sentence(result.summary), f", {result.files_per_s:,.0f} files/s end to end"
+    kept = kept_sentence(result.summary)
+    rate = "" if kept else f", {result.files_per_s:,.0f} files/s end to end"
     share = share_sentence(len(result.rejections), result.found, result.summary["pipeline"]["max_rejected"])
     lines = [
         show_path(result.path),
         f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
-        f"  {result.seconds:.2f} s to the published file (imports of {result.start_up_s:.2f} s apart){'' if kept else rate}",
+        f"  {result.seconds:.2f} s to the published file (imports of {result.start_up_s:.2f} s apart){rate}",
         f"  engine {result.summary['engine']}, page cache {cache_sentence(result.summary)}",
         f"  {result.verified.verdict}",
     ]
@@ -222,7 +225,8 @@ def run_cache(args: argparse.Namespace) -> Outcome:
 
     folder = cache_folder(args.cache_dir)
     files = list_cache(folder) if args.what == "list" else clear_cache(folder, unused_days=args.unused_days)
-    n_bytes, done = sum(f.n_bytes for f in files), "" if args.what == "list" else "removed "
+    n_bytes = sum(f.n_bytes for f in files)
+    done = "" if args.what == "list" else "removed "
     there = show_path(folder) if folder.is_dir() else f"{show_path(folder)} (no such folder)"
     lines = [
         f"{done}{len(files):,} cache file{'s' * (len(files) != 1)}, {size_text(n_bytes)} in {there}",
@@ -345,12 +349,7 @@ def run_doctor(args: argparse.Namespace) -> Outcome:
 # %% ../nbs/cli.ipynb #136e769c
 def _count_or_all(text: str) -> int | None:
     "A number, or None for `all`."
-    if text == "all":
-        return None
-    value = int(text)
-    if value < 0:
-        raise ValueError(text)
-    return value
+    return None if text == "all" else _count(text)
 
 
 def _count(text: str) -> int:
@@ -358,10 +357,6 @@ def _count(text: str) -> int:
     if (value := int(text)) < 0:
         raise ValueError(text)
     return value
-
-
-class _Usage(Exception):
-    "What is wrong with the words of a command line."
 
 
 class _Parser(argparse.ArgumentParser):
@@ -373,7 +368,8 @@ class _Parser(argparse.ArgumentParser):
             message = f"unknown option --{word}: " + answer_unknown(
                 word.replace("-", "_"), [k.replace("-", "_") for k in known]
             )
-        raise _Usage(f"{self.prog}: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help")
+        text = f"{self.prog}: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help"
+        raise UsageError(text, code="invalid-arguments")
 
 
 _count.__name__ = "number (0 or more):"
@@ -403,41 +399,67 @@ def _parser(
         "tune": (run_tune, _add_tune),
         "doctor": (run_doctor, _add_doctor),
     }
-    for name, (run, add_options) in known.items():
+    for name, (run, add) in known.items():
         p = commands.add_parser(name, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
         p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         p.add_argument("--quiet", action="store_true", help="draw no progress")
         p.set_defaults(run=run)
         if first == name or first not in known:
-            add_options(p)
+            add(p)
     return parser
 
 
 # %% ../nbs/cli.ipynb #0d8a7e6c
 def _add_demo(p: argparse.ArgumentParser) -> None:
-    p.add_argument("dir", help="folder to make; it must not exist or be empty")
-    p.add_argument(
-        "--files", type=int, default=1200, help="recordings in all splits together (default 1200; 82 kB each)"
+    add_options(
+        p,
+        {
+            "dir": dict(
+                help="folder to make; it must not exist or be empty",
+            ),
+            "--files": dict(
+                type=int,
+                default=1200,
+                help="recordings in all splits together (default 1200; 82 kB each)",
+            ),
+            "--seed": dict(
+                type=int,
+                default=0,
+                help="another seed gives other recordings (default 0)",
+            ),
+            "--faults": dict(
+                action="store_true",
+                help="plant a few faulty files and list them",
+            ),
+        },
     )
-    p.add_argument("--seed", type=int, default=0, help="another seed gives other recordings (default 0)")
-    p.add_argument("--faults", action="store_true", help="plant a few faulty files and list them")
 
 
 def _add_scan(p: argparse.ArgumentParser) -> None:
-    p.add_argument("root", help="folder of splits, or of label folders")
-    p.add_argument("--split", help="training, validation, testing or all (default all)")
-    p.add_argument(
-        "--content",
-        action="store_true",
-        help="read every recording too: what cannot be used, and what is worth a look (copies, clipping ...)",
-    )
-    p.add_argument("--strict", action="store_true", help="exit status 1 for any problem at all")
-    p.add_argument(
-        "--most",
-        type=_count,
-        default=20,
-        metavar="N",
-        help="examples of problems to print (default 20; one of each kind at the least; 0: none)",
+    add_options(
+        p,
+        {
+            "root": dict(
+                help="folder of splits, or of label folders",
+            ),
+            "--split": dict(
+                help="training, validation, testing or all (default all)",
+            ),
+            "--content": dict(
+                action="store_true",
+                help="read every recording too: what cannot be used, and what is worth a look (copies, clipping ...)",
+            ),
+            "--strict": dict(
+                action="store_true",
+                help="exit status 1 for any problem at all",
+            ),
+            "--most": dict(
+                type=_count,
+                default=20,
+                metavar="N",
+                help="examples of problems to print (default 20; one of each kind at the least; 0: none)",
+            ),
+        },
     )
     p.epilog = (
         "exit status: 0 no recording would be rejected; 1 one would be, because it has no label or, with --content, because "
@@ -466,41 +488,51 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     from leakmel.dataset.run.modes import MODES
     from leakmel.dataset.run.config import PipelineConfig
 
-    p.add_argument("root", help="folder of splits, or of label folders")
-    p.add_argument(
-        "--out", required=True, help="file of the data set; with --split all the folder of the data sets"
-    )
-    p.add_argument(
-        "--split",
-        help="training, validation, testing or all; not given: the root is one folder of label folders",
+    add_options(
+        p,
+        {
+            "root": dict(
+                help="folder of splits, or of label folders",
+            ),
+            "--out": dict(
+                required=True,
+                help="file of the data set; with --split all the folder of the data sets",
+            ),
+            "--split": dict(
+                help="training, validation, testing or all; not given: the root is one folder of label folders",
+            ),
+        },
     )
     _add_names(p)
     _add_features(
         p, "features: what is in the data set (not given: as in the preset, rate and length as in the data)"
     )
-    p.add_argument(
-        "--mode",
-        default="auto",
-        choices=MODES,
-        help="how recordings are read: each once, or held in memory or a cache file first (default auto)",
-    )
-    p.add_argument(
-        "--check",
-        type=_count_or_all,
-        default=64,
-        metavar="N",
-        help="rows recomputed in float64 before publishing, or all (default 64)",
-    )
-    p.add_argument(
-        "--fresh",
-        action="store_true",
-        help="make every row anew; else an interrupted build goes on, and rows whose recordings have not changed "
-        "since the data set that stands are copied",
-    )
-    p.add_argument(
-        "--no-tuned",
-        action="store_true",
-        help="leave out the settings of speed that `leakmel tune` measured on this machine",
+    add_options(
+        p,
+        {
+            "--mode": dict(
+                default="auto",
+                choices=MODES,
+                help="how recordings are read: each once, or held in memory or a cache file first (default auto)",
+            ),
+            "--check": dict(
+                type=_count_or_all,
+                default=64,
+                metavar="N",
+                help="rows recomputed in float64 before publishing, or all (default 64)",
+            ),
+            "--fresh": dict(
+                action="store_true",
+                help=(
+                    "make every row anew; else an interrupted build goes on, and rows whose recordings have not changed "
+                    "since the data set that stands are copied"
+                ),
+            ),
+            "--no-tuned": dict(
+                action="store_true",
+                help="leave out the settings of speed that `leakmel tune` measured on this machine",
+            ),
+        },
     )
     add_field_options(p, PipelineConfig, "speed, and what a bad file means: never changes a row")
 
@@ -509,57 +541,78 @@ def _add_features(p: argparse.ArgumentParser, title: str) -> None:
     from leakmel.mel.engines import ENGINES
     from leakmel.mel.spec import MelSpec
 
-    p.add_argument(
-        "--preset", help=f"settings to start from: {', '.join(MelSpec.preset_names())} (default disjoint)"
-    )
-    p.add_argument(
-        "--spec",
-        metavar="FILE",
-        help="spec file, for example from explore.ipynb, or a data set whose features are wanted; options for its "
-        "settings win, another preset is refused",
-    )
-    p.add_argument(
-        "--engine", default="auto", choices=["auto", *ENGINES], help="what computes (default auto)"
-    )
-    p.add_argument(
-        "--with-waveforms",
-        action="store_true",
-        help="store the short segments too (/segments_waveform, float32): many times the bytes of the mels",
+    add_options(
+        p,
+        {
+            "--preset": dict(
+                help=f"settings to start from: {', '.join(MelSpec.preset_names())} (default disjoint)",
+            ),
+            "--spec": dict(
+                metavar="FILE",
+                help=(
+                    "spec file, for example from explore.ipynb, or a data set whose features are wanted; options for its "
+                    "settings win, another preset is refused"
+                ),
+            ),
+            "--engine": dict(
+                default="auto",
+                choices=["auto", *ENGINES],
+                help="what computes (default auto)",
+            ),
+            "--with-waveforms": dict(
+                action="store_true",
+                help="store the short segments too (/segments_waveform, float32): many times the bytes of the mels",
+            ),
+        },
     )
     add_field_options(p, MelSpec, title, show_defaults=False)
 
 
 # %% ../nbs/cli.ipynb #3c240237
 def _add_verify(p: argparse.ArgumentParser) -> None:
-    p.add_argument("file", help="data set")
-    p.add_argument(
-        "--root", help="the data folder it was built from; without it the verdict is 'integrity only'"
-    )
-    p.add_argument(
-        "--sample", type=_count_or_all, default=64, metavar="N", help="rows to recompute, or all (default 64)"
-    )
-    p.add_argument(
-        "--table",
-        metavar="FILE",
-        help="the table that the labels came from; without it they cannot be compared",
+    add_options(
+        p,
+        {
+            "file": dict(
+                help="data set",
+            ),
+            "--root": dict(
+                help="the data folder it was built from; without it the verdict is 'integrity only'",
+            ),
+            "--sample": dict(
+                type=_count_or_all,
+                default=64,
+                metavar="N",
+                help="rows to recompute, or all (default 64)",
+            ),
+            "--table": dict(
+                metavar="FILE",
+                help="the table that the labels came from; without it they cannot be compared",
+            ),
+        },
     )
 
 
 def _add_cache(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "what", choices=["list", "clear"], metavar="list|clear", help="list the cache files, or remove them"
-    )
-    p.add_argument(
-        "--cache-dir",
-        metavar="DIR",
-        help="their folder (default: LEAKMEL_CACHE_DIR, or leakmel in the user's cache folder)",
-    )
-    p.add_argument(
-        "--unused-days",
-        type=float,
-        default=0,
-        metavar="N",
-        help="clear only files that were not used for N days (default 0: all)",
+    add_options(
+        p,
+        {
+            "what": dict(
+                choices=["list", "clear"],
+                metavar="list|clear",
+                help="list the cache files, or remove them",
+            ),
+            "--cache-dir": dict(
+                metavar="DIR",
+                help="their folder (default: LEAKMEL_CACHE_DIR, or leakmel in the user's cache folder)",
+            ),
+            "--unused-days": dict(
+                type=float,
+                default=0,
+                metavar="N",
+                help="clear only files that were not used for N days (default 0: all)",
+            ),
+        },
     )
 
 
@@ -637,17 +690,26 @@ def _add_doctor(p: argparse.ArgumentParser) -> None:
 
 # %% ../nbs/cli.ipynb #0d0e4759
 def _add_tune(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "root", help="folder of splits, or of label folders: the one that is given to leakmel build"
-    )
-    p.add_argument(
-        "--budget-s", type=float, default=60, metavar="S", help="seconds that all of it may take (default 60)"
-    )
-    p.add_argument(
-        "--work-dir",
-        metavar="DIR",
-        help="where a temporary folder is made for trials: best on the disk that data sets go to "
-        "(default: the system's folder for temporary files)",
+    add_options(
+        p,
+        {
+            "root": dict(
+                help="folder of splits, or of label folders: the one that is given to leakmel build",
+            ),
+            "--budget-s": dict(
+                type=float,
+                default=60,
+                metavar="S",
+                help="seconds that all of it may take (default 60)",
+            ),
+            "--work-dir": dict(
+                metavar="DIR",
+                help=(
+                    "where a temporary folder is made for trials: best on the disk that data sets go to "
+                    "(default: the system's folder for temporary files)"
+                ),
+            ),
+        },
     )
     _add_names(p)
     _add_features(p, "features, as for leakmel build")
@@ -676,18 +738,22 @@ def run_tune(args: argparse.Namespace) -> Outcome:
     return 0, figures, "\n".join(filter(None, [said, tune_table(figures)]))
 
 
-# %% ../nbs/cli.ipynb #d2dc0bcb
-class _Signalled(BaseException):
+# %% ../nbs/cli.ipynb #c322abb4
+class Signal(BaseException):
     "A signal that asks to end."
 
+    code = "signal"
+
     def __init__(self, number: int):
-        self.number = number
+        super().__init__(f"ended by signal {number}")
+        self.exit_code = 128 + number
+        self.add_note("nothing half written was left under a final name")
 
 
-def _raise_signalled(number: int, frame: Any) -> None:
+def _raise_signal(number: int, frame: Any) -> None:
     for n in (signal.SIGINT, signal.SIGTERM):
         signal.signal(n, signal.SIG_IGN)  # one is enough: threads are being stopped
-    raise _Signalled(number)
+    raise Signal(number)
 
 
 def main(
@@ -695,52 +761,27 @@ def main(
 ) -> int:  # exit status
     "Run the command line."
     _start_streams()
+    words = sys.argv[1:] if argv is None else argv
+    args = argparse.Namespace(json="--json" in words)  # where the words cannot be parsed
+    handlers: dict[int, Any] = {}
+    where = ""
     try:
-        args = _parse(argv)
-    except _Usage as e:
-        print(e, file=sys.stderr)
-        words = sys.argv[1:] if argv is None else argv
-        return _print(
-            argparse.Namespace(json="--json" in words),
-            2,
-            {"error": str(e), "error_type": "UsageError", "code": "invalid-arguments"},
-            "",
-        )
-    handlers = _catch_signals()
-    try:
+        args = _parse(words)
+        where = f"leakmel {args.command}: "
+        handlers = _catch_signals()
         try:
             status, body, text = args.run(args)
         except ModuleNotFoundError as e:
             raise missing_package(e) from e
-    except LeakmelError as e:
-        status, body, text = (
-            e.exit_code,
-            {"error": str(e), "error_type": type(e).__name__, "code": e.code} | getattr(e, "facts", {}),
-            "",
-        )
-        print(_with_notes(f"leakmel {args.command}: {e}", e), file=sys.stderr)
-    except _Signalled as e:
-        status, body, text = (
-            128 + e.number,
-            {"error": f"ended by signal {e.number}", "error_type": "Signal", "code": "signal"},
-            "",
-        )
-        print(
-            _with_notes(
-                f"leakmel {args.command}: ended by signal {e.number}; nothing half written was left under a final name",
-                e,
-            ),
-            file=sys.stderr,
-        )
+    except (LeakmelError, Signal) as e:
+        status = e.exit_code
+        body = {"error": str(e), "error_type": type(e).__name__, "code": e.code} | getattr(e, "facts", {})
+        text = ""
+        _say("; ".join([f"{where}{e}", *getattr(e, "__notes__", [])]))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return _print(args, status, body, text)
-
-
-def _with_notes(text: str, error: BaseException) -> str:
-    "A message, and what was noted on its error."
-    return "; ".join([text, *getattr(error, "__notes__", [])])
 
 
 def _start_streams() -> None:
@@ -761,10 +802,10 @@ def _start_streams() -> None:
 
 
 # %% ../nbs/cli.ipynb #20f2b3aa
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(words: Sequence[str]) -> argparse.Namespace:
     "Parse; an unknown option is answered by the parser of its command, which knows the others."
-    parser = _parser(next(iter(sys.argv[1:] if argv is None else argv), ""))
-    args, unknown = parser.parse_known_args(argv)
+    parser = _parser(next(iter(words), ""))
+    args, unknown = parser.parse_known_args(words)
     if unknown:
         commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -790,4 +831,4 @@ def _catch_signals() -> dict[int, Any]:
 
     if threading.current_thread() is not threading.main_thread():
         return {}
-    return {n: signal.signal(n, _raise_signalled) for n in (signal.SIGINT, signal.SIGTERM)}
+    return {n: signal.signal(n, _raise_signal) for n in (signal.SIGINT, signal.SIGTERM)}

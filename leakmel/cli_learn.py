@@ -4,8 +4,10 @@
 
 # %% auto #0
 __all__ = [
+    "Options",
     "COMMANDS",
     "progress_of",
+    "add_options",
     "add_train",
     "run_train",
     "spoken_warnings",
@@ -19,11 +21,10 @@ __all__ = [
     "run_predict",
 ]
 
-# %% ../nbs/cli_learn.ipynb #61730785
+# %% ../nbs/cli_learn.ipynb #0eb1f6f9
 import argparse, sys, warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from .core.errors import UsageError, show_path
@@ -37,72 +38,105 @@ def progress_of(args: argparse.Namespace) -> str:
     return "none" if args.json or args.quiet else "auto"
 
 
-# %% ../nbs/cli_learn.ipynb #5f6afcef
-def add_train(p: argparse.ArgumentParser) -> None:
-    "Options of `leakmel train`."
-    from leakmel.learn.model.settings import RESUME, CheckpointSettings
-    from leakmel.learn.model.settings import TrainSettings
+Options = dict[str, dict[str, Any]]  # name -> what `add_argument` is given
 
-    p.add_argument(
-        "data",
-        help="folder with TRAINING_DATASET.H5 and, if there are, VALIDATION_DATASET.H5 and TESTING_DATASET.H5 (as leakmel build "
-        "--split all leaves it), or the file of the training recordings",
-    )
-    p.add_argument(
-        "--out",
-        required=True,
-        metavar="DIR",
-        help="folder of the model (model.pt), its history and its checkpoints; an interrupted training in it "
-        "goes on",
-    )
-    p.add_argument(
-        "--validation",
-        metavar="FILE",
-        help="data set that decides which epoch is the best, and the threshold (not given: that of the folder)",
-    )
-    p.add_argument(
-        "--testing",
-        metavar="FILE",
-        help="data set that judges the detector at the end (not given: that of the folder)",
-    )
-    p.add_argument(
-        "--group",
-        metavar="NAME",
-        help="divide all recordings anew, so that no sensor (or recording, or other column) is in two parts",
-    )
-    p.add_argument(
-        "--allow-leaky-split",
+
+def add_options(
+    p: argparse.ArgumentParser,
+    options: Options,
+) -> None:
+    "Add a table of options to a command."
+    for name, given in options.items():
+        p.add_argument(name, **given)
+
+
+_DEVICE: Options = {
+    "--device": dict(default="auto", metavar="X", help="auto, cpu, cuda or cuda:1 (default auto)")
+}
+_LEAKY: Options = {
+    "--allow-leaky-split": dict(
         action="store_true",
         help="do not warn of what lies on both sides of the split; every result stays marked",
     )
-    p.add_argument(
-        "--leak-label",
-        default="LEAK",
-        metavar="NAME",
-        help="label of the leaks: its whole name (default LEAK)",
-    )
-    p.add_argument(
-        "--kind",
+}
+_TASK: Options = {
+    "--leak-label": dict(
+        default="LEAK", metavar="NAME", help="label of the leaks: its whole name (default LEAK)"
+    ),
+    "--kind": dict(
         default="multiclass",
         choices=["multiclass", "binary"],
         help="tell all labels apart, or leaks from the rest (default multiclass)",
-    )
-    p.add_argument(
-        "--leave-out",
-        default="",
-        metavar="NAMES",
-        help="labels that are neither learned nor counted, with commas between",
-    )
-    p.add_argument(
-        "--resume",
-        default="auto",
-        choices=RESUME,
-        help="go on with an interrupted training: where it is the same, always, never (default auto)",
-    )
-    p.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:1 (default auto)")
-    p.add_argument("--no-evaluation", action="store_true", help="leave the recordings for testing alone")
-    p.add_argument(
-        "--figures", action="store_true", help="also save curves and times as pages (figures/*.html)"
+    ),
+    "--leave-out": dict(
+        default="", metavar="NAMES", help="labels that are neither learned nor counted, with commas between"
+    ),
+}
+_PLAN = (
+    "data",
+    "out",
+    "validation",
+    "group",
+    "allow_leaky_split",
+    "leak_label",
+    "kind",
+    "leave_out",
+    "resume",
+    "device",
+)
+
+
+# %% ../nbs/cli_learn.ipynb #5f6afcef
+def add_train(p: argparse.ArgumentParser) -> None:
+    "Options of `leakmel train`."
+    from leakmel.learn.model.settings import RESUME, CheckpointSettings, TrainSettings
+
+    add_options(
+        p,
+        {
+            "data": dict(
+                help=(
+                    "folder with TRAINING_DATASET.H5 and, if there are, VALIDATION_DATASET.H5 and TESTING_DATASET.H5 (as leakmel build "
+                    "--split all leaves it), or the file of the training recordings"
+                ),
+            ),
+            "--out": dict(
+                required=True,
+                metavar="DIR",
+                help=(
+                    "folder of the model (model.pt), its history and its checkpoints; an interrupted training in it "
+                    "goes on"
+                ),
+            ),
+            "--validation": dict(
+                metavar="FILE",
+                help="data set that decides which epoch is the best, and the threshold (not given: that of the folder)",
+            ),
+            "--testing": dict(
+                metavar="FILE",
+                help="data set that judges the detector at the end (not given: that of the folder)",
+            ),
+            "--group": dict(
+                metavar="NAME",
+                help="divide all recordings anew, so that no sensor (or recording, or other column) is in two parts",
+            ),
+            **_LEAKY,
+            **_TASK,
+            "--resume": dict(
+                default="auto",
+                choices=RESUME,
+                help="go on with an interrupted training: where it is the same, always, never (default auto)",
+            ),
+            **_DEVICE,
+            "--no-evaluation": dict(
+                action="store_true",
+                help="leave the recordings for testing alone",
+            ),
+            "--figures": dict(
+                action="store_true",
+                help="also save curves and times as pages (figures/*.html)",
+            ),
+        },
     )
     add_field_options(p, CheckpointSettings, "checkpoints: never change a weight")
     add_field_options(p, TrainSettings, "training")
@@ -111,28 +145,13 @@ def add_train(p: argparse.ArgumentParser) -> None:
 
 def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Train a leak detector on data sets."
-    from leakmel.learn.model.settings import CheckpointSettings
-    from leakmel.learn.train.history import save_figures
-    from leakmel.learn.model.settings import TrainSettings
     from leakmel.learn.evaluate.evaluation import execute_evaluation, run_summary
+    from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
+    from leakmel.learn.train.history import save_figures
     from leakmel.learn.train.plan import execute_training, plan_training
 
-    names = (
-        "data",
-        "out",
-        "validation",
-        "testing",
-        "group",
-        "allow_leaky_split",
-        "leak_label",
-        "kind",
-        "leave_out",
-        "resume",
-        "device",
-    )
-    given = {n: getattr(args, n) for n in names} | {"evaluation": not args.no_evaluation}
-    for kind in (TrainSettings, CheckpointSettings):
-        given |= given_fields(args, kind)
+    given = {n: getattr(args, n) for n in (*_PLAN, "testing")} | {"evaluation": not args.no_evaluation}
+    given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
     with spoken_warnings():
         plan = plan_training(given, progress=progress_of(args))
         result = execute_training(plan, progress=progress_of(args))
@@ -173,98 +192,76 @@ def spoken_warnings() -> Iterator[None]:
 # %% ../nbs/cli_learn.ipynb #b01797f7
 def add_search(p: argparse.ArgumentParser) -> None:
     "Options of `leakmel search`."
-    from leakmel.learn.model.settings import RESUME, CheckpointSettings
-    from leakmel.learn.model.settings import TrainSettings
+    from leakmel.learn.model.settings import RESUME, CheckpointSettings, TrainSettings
 
-    p.add_argument(
-        "data",
-        help="folder with TRAINING_DATASET.H5 and VALIDATION_DATASET.H5, or the file of the training recordings; recordings for testing are "
-        "not looked at",
+    add_options(
+        p,
+        {
+            "data": dict(
+                help=(
+                    "folder with TRAINING_DATASET.H5 and VALIDATION_DATASET.H5, or the file of the training recordings; recordings for testing are "
+                    "not looked at"
+                ),
+            ),
+            "--out": dict(
+                required=True,
+                metavar="DIR",
+                help="folder of the search: trials.csv, the best model (model.pt), summary.json, figures; a search that was interrupted in it goes on",
+            ),
+            "--validation": dict(
+                metavar="FILE",
+                help="data set that judges the trials (not given: that of the folder)",
+            ),
+            "--space": dict(
+                metavar="JSON",
+                help=(
+                    """what is tried, as JSON or a file of it: '{"learning_rate": [0.001, 0.01], "batch_size": {"choices": [128, 256]}}' """
+                    "(not given: ten settings in their usual ranges)"
+                ),
+            ),
+            "--trials": dict(
+                type=int,
+                default=30,
+                metavar="N",
+                help="trials in all, the first with the settings that it begins with (default 30)",
+            ),
+            "--hours": dict(
+                type=float,
+                metavar="H",
+                help="time that this call may take; the next one goes on (not given: as long as it takes)",
+            ),
+            "--again": dict(
+                type=int,
+                default=2,
+                metavar="N",
+                help="other seeds with which the best settings and the first ones are trained in the end (default 2)",
+            ),
+            "--prune-after": dict(
+                type=int,
+                default=5,
+                metavar="N",
+                help="complete trials before one that lags is ended early; 0: none is ever (default 5)",
+            ),
+            "--prune-epochs": dict(
+                type=int,
+                default=2,
+                metavar="N",
+                help="epochs that each trial has before (default 2)",
+            ),
+            "--group": dict(
+                metavar="NAME",
+                help="as for leakmel train: divide all recordings anew; the part for testing is not looked at",
+            ),
+            **_LEAKY,
+            **_TASK,
+            "--resume": dict(
+                default="auto",
+                choices=RESUME,
+                help="go on with an interrupted search: where it is the same, always, never (default auto)",
+            ),
+            **_DEVICE,
+        },
     )
-    p.add_argument(
-        "--out",
-        required=True,
-        metavar="DIR",
-        help="folder of the search: trials.csv, the best model (model.pt), summary.json, figures; a search that was interrupted in it goes on",
-    )
-    p.add_argument(
-        "--validation", metavar="FILE", help="data set that judges the trials (not given: that of the folder)"
-    )
-    p.add_argument(
-        "--space",
-        metavar="JSON",
-        help="""what is tried, as JSON or a file of it: '{"learning_rate": [0.001, 0.01], "batch_size": {"choices": [128, 256]}}' """
-        "(not given: ten settings in their usual ranges)",
-    )
-    p.add_argument(
-        "--trials",
-        type=int,
-        default=30,
-        metavar="N",
-        help="trials in all, the first with the settings that it begins with (default 30)",
-    )
-    p.add_argument(
-        "--hours",
-        type=float,
-        metavar="H",
-        help="time that this call may take; the next one goes on (not given: as long as it takes)",
-    )
-    p.add_argument(
-        "--again",
-        type=int,
-        default=2,
-        metavar="N",
-        help="other seeds with which the best settings and the first ones are trained in the end (default 2)",
-    )
-    p.add_argument(
-        "--prune-after",
-        type=int,
-        default=5,
-        metavar="N",
-        help="complete trials before one that lags is ended early; 0: none is ever (default 5)",
-    )
-    p.add_argument(
-        "--prune-epochs",
-        type=int,
-        default=2,
-        metavar="N",
-        help="epochs that each trial has before (default 2)",
-    )
-    p.add_argument(
-        "--group",
-        metavar="NAME",
-        help="as for leakmel train: divide all recordings anew; the part for testing is not looked at",
-    )
-    p.add_argument(
-        "--allow-leaky-split",
-        action="store_true",
-        help="do not warn of what lies on both sides of the split; every result stays marked",
-    )
-    p.add_argument(
-        "--leak-label",
-        default="LEAK",
-        metavar="NAME",
-        help="label of the leaks: its whole name (default LEAK)",
-    )
-    p.add_argument(
-        "--kind",
-        default="multiclass",
-        choices=["multiclass", "binary"],
-        help="tell all labels apart, or leaks from the rest (default multiclass)",
-    )
-    p.add_argument(
-        "--leave-out",
-        default="",
-        metavar="NAMES",
-        help="labels that are neither learned nor counted, with commas between",
-    )
-    p.add_argument(
-        "--resume",
-        default="auto",
-        choices=RESUME,
-        help="go on with an interrupted search: where it is the same, always, never (default auto)",
-    )
-    p.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:1 (default auto)")
     add_field_options(p, CheckpointSettings, "checkpoints: never change a weight")
     add_field_options(p, TrainSettings, "what the search begins with")
     p.epilog = "exit status: 0 done, or the time is over; 1 failed; 2 usage; 3 no space; 128+n on signal n: the same command goes on. Needs leakmel[search]"
@@ -273,38 +270,23 @@ def add_search(p: argparse.ArgumentParser) -> None:
 # %% ../nbs/cli_learn.ipynb #93ca7616
 def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Search the settings of a training on validation."
-    from leakmel.learn.model.settings import CheckpointSettings
+    from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
     from leakmel.learn.search.search import search
-    from leakmel.learn.search.space import space_from_text
-    from leakmel.learn.model.settings import TrainSettings
     from leakmel.learn.train.plan import plan_training
 
-    names = (
-        "data",
-        "out",
-        "validation",
-        "group",
-        "allow_leaky_split",
-        "leak_label",
-        "kind",
-        "leave_out",
-        "resume",
-        "device",
-    )
-    given = {n: getattr(args, n) for n in names} | {"testing": None, "evaluation": False}
-    for kind in (TrainSettings, CheckpointSettings):
-        given |= given_fields(args, kind)
-    space = None if args.space is None else space_from_text(args.space)
+    given = {n: getattr(args, n) for n in _PLAN} | {"testing": None, "evaluation": False}
+    given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
     with spoken_warnings():
         plan = plan_training(given, progress=progress_of(args))
-        files, how = plan.sets.files, dict(plan.given)
+        files = plan.sets.files
+        how = dict(plan.given)
         if plan.split is None:
             how |= {"training": files["training"], "validation": files.get("validation")}
         else:
             how |= {"training": list(files.values()), "split": plan.split}
         result = search(
             out=plan.out,
-            space=space,
+            space=args.space,
             settings=plan.settings,
             trials=args.trials,
             hours=args.hours,
@@ -327,76 +309,89 @@ def add_evaluate(p: argparse.ArgumentParser) -> None:
     "Options of `leakmel evaluate`."
     from leakmel.learn.metrics.metrics import FIGURES
 
-    p.add_argument(
-        "data",
-        nargs="+",
-        help="data sets that judge, or a folder with TESTING_DATASET.H5; what leakmel build --split all left beside it is taken "
-        "for the recordings that the detector was trained with",
+    add_options(
+        p,
+        {
+            "data": dict(
+                nargs="+",
+                help=(
+                    "data sets that judge, or a folder with TESTING_DATASET.H5; what leakmel build --split all left beside it is taken "
+                    "for the recordings that the detector was trained with"
+                ),
+            ),
+            "--model": dict(
+                required=True,
+                metavar="FILE",
+                help=_MODEL,
+            ),
+            "--training": dict(
+                action="append",
+                default=[],
+                metavar="FILE",
+                help=(
+                    "data set that it was trained on: the baselines learn from it, and sensors, "
+                    "recordings and copies on both sides are looked for (more than once for several; not given: that of the folder, if there is one)"
+                ),
+            ),
+            "--validation": dict(
+                action="append",
+                default=[],
+                metavar="FILE",
+                help="likewise, on which the baselines' thresholds are chosen",
+            ),
+            "--out": dict(
+                metavar="DIR",
+                help="folder for summary.json, report.txt and recordings.csv with the score of each recording",
+            ),
+            "--figures": dict(
+                action="store_true",
+                help="also save all figures as one page (evaluation.html); needs --out",
+            ),
+            "--votes": dict(
+                default="mean,long_vote",
+                metavar="RULES",
+                help=(
+                    "from segments to a recording, with commas between, beside the model's own rule: "
+                    "mean, long_vote, any_long, frac_vote (default mean,long_vote)"
+                ),
+            ),
+            "--group": dict(
+                default="sensor",
+                metavar="NAME",
+                help="what is drawn together for intervals: sensor, or another column of the files (default sensor)",
+            ),
+            "--judged-by": dict(
+                default="auc",
+                choices=list(FIGURES),
+                metavar="FIGURE",
+                help=f"by what it has to beat the baselines: {', '.join(FIGURES)} (default auc)",
+            ),
+            "--draws": dict(
+                type=int,
+                default=2000,
+                metavar="N",
+                help="draws of groups, for intervals (default 2000)",
+            ),
+            "--seed": dict(
+                type=int,
+                default=0,
+                metavar="N",
+                help="of the draws (default 0)",
+            ),
+            "--files-per-batch": dict(
+                type=int,
+                default=64,
+                metavar="N",
+                help="recordings that are scored together (default 64)",
+            ),
+            "--legacy": dict(
+                action="store_true",
+                help="the data sets are files of the earlier system",
+            ),
+            **_LEAKY,
+            **_DEVICE,
+        },
     )
-    p.add_argument("--model", required=True, metavar="FILE", help=_MODEL)
-    p.add_argument(
-        "--training",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="data set that it was trained on: the baselines learn from it, and sensors, "
-        "recordings and copies on both sides are looked for (more than once for several; not given: that of the folder, if there is one)",
-    )
-    p.add_argument(
-        "--validation",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="likewise, on which the baselines' thresholds are chosen",
-    )
-    p.add_argument(
-        "--out",
-        metavar="DIR",
-        help="folder for summary.json, report.txt and recordings.csv with the score of each recording",
-    )
-    p.add_argument(
-        "--figures",
-        action="store_true",
-        help="also save all figures as one page (evaluation.html); needs --out",
-    )
-    p.add_argument(
-        "--votes",
-        default="mean,long_vote",
-        metavar="RULES",
-        help="from segments to a recording, with commas between, beside the model's own rule: "
-        "mean, long_vote, any_long, frac_vote (default mean,long_vote)",
-    )
-    p.add_argument(
-        "--group",
-        default="sensor",
-        metavar="NAME",
-        help="what is drawn together for intervals: sensor, or another column of the files (default sensor)",
-    )
-    p.add_argument(
-        "--judged-by",
-        default="auc",
-        choices=list(FIGURES),
-        metavar="FIGURE",
-        help=f"by what it has to beat the baselines: {', '.join(FIGURES)} (default auc)",
-    )
-    p.add_argument(
-        "--draws", type=int, default=2000, metavar="N", help="draws of groups, for intervals (default 2000)"
-    )
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
-    p.add_argument(
-        "--files-per-batch",
-        type=int,
-        default=64,
-        metavar="N",
-        help="recordings that are scored together (default 64)",
-    )
-    p.add_argument("--legacy", action="store_true", help="the data sets are files of the earlier system")
-    p.add_argument(
-        "--allow-leaky-split",
-        action="store_true",
-        help="do not warn of what lies on both sides of the split; every result stays marked",
-    )
-    p.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:1 (default auto)")
     p.epilog = "exit status: 0 judged, whatever came out (--json says whether it beats the baselines); 1 failed; 2 usage; 3 no space; 128+n on signal n"
 
 
@@ -406,7 +401,7 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from leakmel.learn.train.plan import find_judges
 
     if args.figures and not args.out:
-        raise UsageError("--figures needs a folder", expected="--out DIR")
+        raise UsageError("--figures needs a folder", code="invalid-arguments", expected="--out DIR")
     votes = [word.strip() for word in args.votes.split(",")]
     with spoken_warnings():
         parts = find_judges(args.data, args.training, args.validation)
@@ -443,88 +438,90 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 # %% ../nbs/cli_learn.ipynb #7a532ce1
 def add_retrain(p: argparse.ArgumentParser) -> None:
     "Options of `leakmel retrain`."
-    from leakmel.learn.model.settings import RESUME, CheckpointSettings
-    from leakmel.learn.retrain.round_parts import RoundRules
-    from leakmel.learn.model.settings import TrainSettings
+    from leakmel.learn.model.settings import RESUME, CheckpointSettings, TrainSettings
+    from leakmel.learn.retrain.round_settings import RoundRules
 
     several = " (more than once for several; a folder of data sets: the one of this part)"
-    p.add_argument(
-        "data",
-        nargs="+",
-        help="data sets of new recordings; their labels are not looked at. leakmel build FOLDER --spec TRAINING_DATASET.H5 "
-        "gives them the features that the detector knows",
-    )
-    p.add_argument(
-        "--out",
-        required=True,
-        metavar="DIR",
-        help="folder of all rounds: champion.json names the detector that counts, each round has a folder "
-        "of its own; an interrupted round goes on",
-    )
-    p.add_argument(
-        "--champion",
-        metavar="FILE",
-        help="what the first round begins with: model.pt, or the folder of a training (not given: the champion of "
-        "the rounds)",
-    )
-    p.add_argument(
-        "--replay",
-        required=True,
-        action="append",
-        metavar="FILE",
-        help="old training recordings, a share of which is learned again" + several,
-    )
-    p.add_argument(
-        "--testing",
-        required=True,
-        action="append",
-        metavar="FILE",
-        help="recordings that decide, the same in all rounds; never learned" + several,
-    )
-    p.add_argument(
-        "--validation",
-        action="append",
-        metavar="FILE",
-        help="recordings that decide which epoch is the best, and the threshold (not given: the "
-        "last epoch, 0.5)" + several,
-    )
-    p.add_argument(
-        "--also",
-        action="append",
-        default=[],
-        metavar="NAME=FILE",
-        help="a further test set, on which the challenger may not be worse (more than "
-        "once for several; a folder of data sets: the one for testing)",
-    )
-    p.add_argument(
-        "--human-labels",
-        metavar="FILE",
-        help="CSV or Parquet file with path and label of new recordings: what people heard wins over predictions",
-    )
-    p.add_argument(
-        "--group",
-        default="sensor",
-        metavar="NAME",
-        help="of the test recordings, what is drawn together for intervals (default sensor)",
-    )
-    p.add_argument(
-        "--allow-leaky-split",
-        action="store_true",
-        help="do not warn of what judges and is learned; the record stays marked",
-    )
-    p.add_argument(
-        "--resume",
-        default="auto",
-        choices=RESUME,
-        help="go on with an interrupted round: where it is the same, always, never (default auto)",
-    )
-    p.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:1 (default auto)")
-    p.add_argument(
-        "--seed",
-        type=int,
-        default=argparse.SUPPRESS,
-        metavar="X",
-        help="of all that is drawn (not given: 0; in the training that of the champion)",
+    add_options(
+        p,
+        {
+            "data": dict(
+                nargs="+",
+                help=(
+                    "data sets of new recordings; their labels are not looked at. leakmel build FOLDER --spec TRAINING_DATASET.H5 "
+                    "gives them the features that the detector knows"
+                ),
+            ),
+            "--out": dict(
+                required=True,
+                metavar="DIR",
+                help=(
+                    "folder of all rounds: champion.json names the detector that counts, each round has a folder "
+                    "of its own; an interrupted round goes on"
+                ),
+            ),
+            "--champion": dict(
+                metavar="FILE",
+                help=(
+                    "what the first round begins with: model.pt, or the folder of a training (not given: the champion of "
+                    "the rounds)"
+                ),
+            ),
+            "--replay": dict(
+                required=True,
+                action="append",
+                metavar="FILE",
+                help="old training recordings, a share of which is learned again" + several,
+            ),
+            "--testing": dict(
+                required=True,
+                action="append",
+                metavar="FILE",
+                help="recordings that decide, the same in all rounds; never learned" + several,
+            ),
+            "--validation": dict(
+                action="append",
+                metavar="FILE",
+                help=(
+                    "recordings that decide which epoch is the best, and the threshold (not given: the "
+                    "last epoch, 0.5)" + several
+                ),
+            ),
+            "--also": dict(
+                action="append",
+                default=[],
+                metavar="NAME=FILE",
+                help=(
+                    "a further test set, on which the challenger may not be worse (more than "
+                    "once for several; a folder of data sets: the one for testing)"
+                ),
+            ),
+            "--human-labels": dict(
+                metavar="FILE",
+                help="CSV or Parquet file with path and label of new recordings: what people heard wins over predictions",
+            ),
+            "--group": dict(
+                default="sensor",
+                metavar="NAME",
+                help="of the test recordings, what is drawn together for intervals (default sensor)",
+            ),
+            "--allow-leaky-split": dict(
+                action="store_true",
+                help="do not warn of what judges and is learned; the record stays marked",
+            ),
+            "--resume": dict(
+                default="auto",
+                choices=RESUME,
+                help="go on with an interrupted round: where it is the same, always, never (default auto)",
+            ),
+            **_DEVICE,
+            "--seed": dict(
+                type=int,
+                default=argparse.SUPPRESS,
+                metavar="X",
+                help="of all that is drawn (not given: 0; in the training that of the champion)",
+            ),
+        },
     )
     add_field_options(p, RoundRules, "what is learned, and what decides", leave_out=["seed"])
     add_field_options(p, CheckpointSettings, "checkpoints: never change a weight")
@@ -548,49 +545,40 @@ def _further_sets(words: list[str], file: Callable[[str, str], Any]) -> dict[str
     for word in words:
         name, is_there, path = word.partition("=")
         if not (name and is_there and path):
-            raise UsageError("a further test set needs a name", found=repr(word), expected="--also NAME=FILE")
+            raise UsageError(
+                "a further test set needs a name",
+                code="invalid-arguments",
+                found=repr(word),
+                expected="--also NAME=FILE",
+            )
         found.setdefault(name, []).append(file(path, "testing"))
     return found
 
 
 def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Learn from new recordings; only what is shown to be better becomes the detector that counts."
-    from leakmel.learn.model.locate import read_lineage
-    from leakmel.learn.model.settings import CheckpointSettings
-    from leakmel.learn.retrain.round_parts import RoundRules
+    from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
+    from leakmel.learn.retrain.round_settings import RoundRules
     from leakmel.learn.retrain.rounds import retrain
-    from leakmel.learn.model.settings import TrainSettings
     from leakmel.learn.train.plan import set_of
 
-    if args.champion is None and read_lineage(Path(args.out)) is None:
-        raise UsageError(
-            "no champion to begin with", path=args.out, expected="--champion FILE for the first round"
-        )
-    rules, checkpoints = (
-        RoundRules(**given_fields(args, RoundRules)),
-        CheckpointSettings(**given_fields(args, CheckpointSettings)),
-    )
-    given = {
-        part: [set_of(path, part) for path in paths]
-        for part, paths in (("testing", args.testing), ("validation", args.validation or []))
-    }
     with spoken_warnings():
         done = retrain(
             args.champion,
             [set_of(path, "training") for path in args.data],
             replay=[set_of(path, "training") for path in args.replay],
-            testing=given["testing"],
-            validation=given["validation"] or None,
+            testing=[set_of(path, "testing") for path in args.testing],
+            validation=[set_of(path, "validation") for path in args.validation or []] or None,
             also=_further_sets(args.also, set_of),
             out=args.out,
             human_labels=args.human_labels,
             settings=given_fields(args, TrainSettings),
-            rules=rules,
+            rules=RoundRules(**given_fields(args, RoundRules)),
             group=args.group,
             resume=args.resume,
             allow_leaky_split=args.allow_leaky_split,
             device=args.device,
-            checkpoints=checkpoints,
+            checkpoints=CheckpointSettings(**given_fields(args, CheckpointSettings)),
             progress=progress_of(args),
         )
     return 0, done.record | {"folder": show_path(done.folder)}, folded(repr(done), line_width())
@@ -599,55 +587,72 @@ def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 # %% ../nbs/cli_learn.ipynb #41ce51dc
 def add_predict(p: argparse.ArgumentParser) -> None:
     "Options of `leakmel predict`."
-    p.add_argument(
-        "folder",
-        help="folder of recordings, of any shape: labels are not needed, all WAV files below it are scored",
+    add_options(
+        p,
+        {
+            "folder": dict(
+                help="folder of recordings, of any shape: labels are not needed, all WAV files below it are scored",
+            ),
+            "--model": dict(
+                required=True,
+                metavar="FILE",
+                help=_MODEL,
+            ),
+            "--out": dict(
+                metavar="FILE",
+                help="CSV file of the scores; files that were rejected go beside it, into FILE.rejected.csv",
+            ),
+            "--split": dict(
+                help="training, validation or testing: only this one of a folder of splits",
+            ),
+            "--table": dict(
+                metavar="FILE",
+                help="CSV or Parquet file that names the recordings (columns path and label): only these are scored",
+            ),
+            "--vote": dict(
+                metavar="RULE",
+                help=(
+                    "from segments to a recording: mean, long_vote (at least half of the long segments), any_long (one is "
+                    "enough) or frac_vote (not given: as the model has it)"
+                ),
+            ),
+            "--frac": dict(
+                type=float,
+                metavar="X",
+                help="share of the long segments for frac_vote (not given: as the model has it)",
+            ),
+            "--threshold": dict(
+                type=float,
+                metavar="X",
+                help="score from which a recording is a leak (not given: the model's for this vote)",
+            ),
+            "--length": dict(
+                default="whole",
+                choices=["whole", "spec"],
+                help="score every long segment of a recording, however long it is, or at most as many as a row of a data set has (default whole)",
+            ),
+            "--engine": dict(
+                default="auto",
+                metavar="NAME",
+                help="what computes the mels: auto, triton, torch, cpu or reference (default auto)",
+            ),
+            "--device": dict(
+                default="auto",
+                metavar="X",
+                help="auto, cpu, cuda or cuda:1 (default auto)",
+            ),
+            "--files-per-batch": dict(
+                type=int,
+                metavar="N",
+                help="recordings that are scored together",
+            ),
+            "--read-workers": dict(
+                type=int,
+                metavar="N",
+                help="threads that read",
+            ),
+        },
     )
-    p.add_argument("--model", required=True, metavar="FILE", help=_MODEL)
-    p.add_argument(
-        "--out",
-        metavar="FILE",
-        help="CSV file of the scores; files that were rejected go beside it, into FILE.rejected.csv",
-    )
-    p.add_argument("--split", help="training, validation or testing: only this one of a folder of splits")
-    p.add_argument(
-        "--table",
-        metavar="FILE",
-        help="CSV or Parquet file that names the recordings (columns path and label): only these are scored",
-    )
-    p.add_argument(
-        "--vote",
-        metavar="RULE",
-        help="from segments to a recording: mean, long_vote (at least half of the long segments), any_long (one is "
-        "enough) or frac_vote (not given: as the model has it)",
-    )
-    p.add_argument(
-        "--frac",
-        type=float,
-        metavar="X",
-        help="share of the long segments for frac_vote (not given: as the model has it)",
-    )
-    p.add_argument(
-        "--threshold",
-        type=float,
-        metavar="X",
-        help="score from which a recording is a leak (not given: the model's for this vote)",
-    )
-    p.add_argument(
-        "--length",
-        default="whole",
-        choices=["whole", "spec"],
-        help="score every long segment of a recording, however long it is, or at most as many as a row of a data set has (default whole)",
-    )
-    p.add_argument(
-        "--engine",
-        default="auto",
-        metavar="NAME",
-        help="what computes the mels: auto, triton, torch, cpu or reference (default auto)",
-    )
-    p.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:1 (default auto)")
-    p.add_argument("--files-per-batch", type=int, metavar="N", help="recordings that are scored together")
-    p.add_argument("--read-workers", type=int, metavar="N", help="threads that read")
 
 
 def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:

@@ -211,8 +211,35 @@ LEARN_DATA = {
 # %% ../../nbs/core/error_codes.ipynb #48c256cc
 LEARN_TRAIN = dict[str, str]()
 
-# %% ../../nbs/core/error_codes.ipynb #91eb239d
-LEARN_RETRAIN = dict[str, str]()
+# %% ../../nbs/core/error_codes.ipynb #35382132
+LEARN_RETRAIN = {
+    "package-missing": "An optional package that the operation needs is not installed.",
+    "invalid-range": "A range or a list of choices to search cannot be understood.",
+    "nothing-to-search": "The search space is empty.",
+    "setting-not-searched": "A setting in the search space cannot be searched.",
+    "cannot-be-read": "A file that was named cannot be read.",
+    "not-json": "A text or file that should hold JSON does not.",
+    "not-a-search": "The state file of a search is damaged, or is something else.",
+    "nothing-to-resume": "There is nothing to go on with, and resume='always' was given.",
+    "another-run-in-folder": "The folder holds a run with other data or settings.",
+    "validation-missing": "The operation needs validation recordings.",
+    "unknown-value": "The value of a parameter is not among the allowed ones.",
+    "unknown-recording": "A table names a recording that is not in the data sets, or that is too short.",
+    "ambiguous-recording": "A table names a path that several recordings have.",
+    "paths-missing": "The data set does not hold the paths of its recordings.",
+    "scores-not-finite": "The scores of a detector are not finite.",
+    "class-missing": "The recordings of a class are missing.",
+    "labels-contradict": "Two labels were given to the same samples.",
+    "file-changed": "A file is not the one that was written.",
+    "not-a-round": "The record of a round is damaged.",
+    "test-set-learned": "Recordings that judge a detector are learned from.",
+    "net-is-fixed": "Retraining cannot change the net.",
+    "nothing-to-learn": "Nothing of the new recordings is left to learn from.",
+    "champion-missing": "The first round needs a detector to begin with.",
+    "another-champion": "The folder of rounds has another champion.",
+    "another-test-set": "The test recordings differ from those of earlier rounds.",
+    "invalid-name": "A name that was given is taken, missing or malformed.",
+}
 
 # %% ../../nbs/core/error_codes.ipynb #b85a8819
 OPS = dict[str, str]()

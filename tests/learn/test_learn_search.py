@@ -19,18 +19,20 @@ import numpy as np
 import pytest
 from children import Server, server
 from conftest import need
+from errors import raises
 from tiny_training import at_a_moment, at_every_moment, files, loaded, n_moments, tiny, tiny_words
 
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.dataset.file.writer import OutputLock
 from leakmel.learn.search import search as module
+from leakmel.learn.search import trials as trials_module
 from leakmel.learn.model.settings import CheckpointSettings
 from leakmel.learn.model.detector import load_detector
 from leakmel.learn.search.search import search
 from leakmel.learn.search.results import SearchResult, verdict
-from leakmel.learn.search.space import USUAL, read_space, settings_with, usual_space
-from leakmel.learn.search.trials import Again, Trial, best_trial, read_memory
+from leakmel.learn.search.space import USUAL, holds, read_space, settings_with, usual_space
+from leakmel.learn.search.trials import OtherSeed, SearchState, Trial, read_state
 from leakmel.learn.data.splits import LeakySplitWarning, group_split
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.loop import train
@@ -84,7 +86,7 @@ def right(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
 
 def plain(out: Path) -> list[tuple]:
     "The trials of a folder, times aside."
-    memory = read_memory(out)
+    memory = read_state(out)
     assert memory is not None
     return [(t.number, t.state, t.changes, t.f1s, t.val_losses) for t in memory.trials]
 
@@ -218,6 +220,7 @@ def test_other_seeds_are_tried_for_both(right: SearchResult) -> None:
         ([0.8, 0.83], [0.83, 0.9], False),
         ([0.9, 0.9], [0.7, 0.8], False),
         ([0.8, 0.8], [math.nan, 0.9], False),
+        ([math.nan, 0.8], [0.9, 0.95], False),
         ([0.8], [0.9], None),
         ([], [], None),
     ],
@@ -226,8 +229,8 @@ def test_verdict(before: list[float], after: list[float], better: bool | None) -
     best = Trial(3, "complete", {}, (0.95,), (0.1,), 1.0)
     told, text = verdict(
         best,
-        [Again(0, k, f, 1.0) for k, f in enumerate(before)],
-        [Again(3, k, f, 1.0) for k, f in enumerate(after)],
+        [OtherSeed(0, k, f, 1.0) for k, f in enumerate(before)],
+        [OtherSeed(3, k, f, 1.0) for k, f in enumerate(after)],
     )
     assert told is better
     assert ("not shown to be better" in text) == (better is False)
@@ -259,8 +262,8 @@ def test_trials_that_lag_are_ended_early(sets: Path, tmp_path: Path, monkeypatch
     assert staged.epochs == sum(len(t.f1s) for t in result.trials)
     for t in pruned:  # by hand: its best lies below the median of the complete ones before it
         k = len(t.f1s)
-        assert max(t.figures) < np.median(
-            [max(b.figures[k - 1 : k]) for b in result.trials[: t.number] if b.state == "complete"]
+        assert max(t.objectives) < np.median(
+            [max(b.objectives[k - 1 : k]) for b in result.trials[: t.number] if b.state == "complete"]
         )
         assert sorted(p.name for p in (tmp_path / "run" / "trials" / f"{t.number:04d}").iterdir()) == [
             "history.csv"
@@ -313,7 +316,7 @@ def test_a_trial_that_goes_astray_is_noted_and_the_search_goes_on(
     limit = 0.3
     with pytest.raises(DataError, match="astray"):
         searched(sets, tmp_path / "most", **given | {"space": {"dropout": [0.31, 0.9]}}, trials=30)
-    memory = read_memory(tmp_path / "most")
+    memory = read_state(tmp_path / "most")
     assert memory is not None
     assert [t.state for t in memory.trials] == ["complete", *["failed"] * 4]
 
@@ -338,24 +341,24 @@ def test_calls_that_are_shorter_than_other_seeds_make_trials_all_the_same(
     values = json.loads(noted.read_bytes())
     values["trials"][0]["seconds"] = 1000.0
     noted.write_text(json.dumps(values))
-    begun, right = [], module._next_trial
+    begun, right = [], module._Search.next_trial
 
-    def slow(s: Any) -> Any:
+    def slow(s: Any, deadline: float) -> Any:
         begun.append(s)
         if len(begun) == 3:
             raise module._TimeIsOver
-        return right(s)
+        return right(s, deadline)
 
     with monkeypatch.context() as m:
-        m.setattr(module, "_next_trial", slow)
+        m.setattr(module._Search, "next_trial", slow)
         part = searched(sets, tmp_path / "run", **given, trials=6, hours=0.5)
     assert len(part.trials) == 3
     assert part.again == (), "their turn is that of the call that comes to the last trial"
     done = searched(sets, tmp_path / "run", **given, trials=6, hours=0.5)
     assert (len(done.trials), len(done.again)) == (6, 4)
-    memory = read_memory(tmp_path / "run")
+    memory = read_state(tmp_path / "run")
     assert memory is not None
-    assert module._seconds_of_seeds(memory, 2) == 0, "what is there need not be waited for"
+    assert module.seconds_of_seeds(memory, 2) == 0, "what is there need not be waited for"
 
 
 def test_more_trials_are_the_same_search(sets: Path, right: SearchResult, tmp_path: Path) -> None:
@@ -372,8 +375,8 @@ def test_more_trials_are_the_same_search(sets: Path, right: SearchResult, tmp_pa
 
 # A moment is a step of a training, a proposal, or a call that changes the disk.
 MOMENTS = (
-    "from leakmel.learn.search import study as search_study; from leakmel.learn.train import step",
-    """((os, ("replace", "unlink", "rmdir")), (step.Stepper, ("step",)), (search_study.Proposals, ("begin", "end")))""",
+    "import optuna; from leakmel.learn.train import step",
+    """((os, ("replace", "unlink", "rmdir")), (step.Stepper, ("step",)), (optuna.Study, ("ask", "tell")))""",
 )
 
 
@@ -485,49 +488,55 @@ def test_a_trial_that_was_over_before_it_was_noted_is_not_learned_again(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "code", "says"),
     [
-        ({"space": {"dropout": [0.1, 1.5]}}, "dropout is out of range.*1.5"),
-        ({"space": {"drop_out": [0.1, 0.5]}}, "did you mean dropout"),
-        ({"space": {"dropout": ["a", "b"]}}, "dropout must be a number"),
-        ({"space": {"dropout": 0.3}}, "dropout.*neither"),
-        ({"space": {"dropout": [0.5, 0.1]}}, "dropout.*empty"),
-        ({"space": {"learning_rate": {"low": 0, "high": 0.1, "log": True}}}, "learning_rate.*logarithm"),
-        ({"space": {"batch_size": [0.5, 8]}}, "batch_size.*whole"),
-        ({"space": {"seed": [0, 9]}}, "seed.*luckiest"),
-        ({"space": {"num_workers": [0, 4]}}, "never changes"),
-        ({"space": {"loss": ["ce", "focal"], "label_smoothing": [0.0, 0.1]}}, "label smoothing and focal"),
-        ({"space": {}}, "no settings to search"),
-        ({"space": {"channels": [[4, 8]]}}, "nothing to choose"),
-        ({"space": {"channels": [[4, 8], [0]]}}, "channels"),
-        ({"trials": 0}, "trials"),
-        ({"hours": -1.0}, "hours"),
-        ({"again": 1.5}, "again"),
-        ({"resume": "perhaps"}, "resume is not known"),
-        ({"device": "tpu"}, "no such device"),
-        ({"leak_label": "EAK"}, "no such label"),
+        ({"space": {"dropout": [0.1, 1.5]}}, None, "1.5"),
+        ({"space": {"drop_out": [0.1, 0.5]}}, "unknown-parameter", "dropout"),
+        ({"space": {"dropout": ["a", "b"]}}, None, "dropout"),
+        ({"space": {"dropout": 0.3}}, "invalid-range", "0.3"),
+        ({"space": {"dropout": [0.5, 0.1]}}, "invalid-range", "dropout"),
+        (
+            {"space": {"learning_rate": {"low": 0, "high": 0.1, "log": True}}},
+            "invalid-range",
+            "learning_rate",
+        ),
+        ({"space": {"batch_size": [0.5, 8]}}, "invalid-range", "batch_size"),
+        ({"space": {"seed": [0, 9]}}, "setting-not-searched", "seed"),
+        ({"space": {"num_workers": [0, 4]}}, "setting-not-searched", "num_workers"),
+        ({"space": {"loss": ["ce", "focal"], "label_smoothing": [0.0, 0.1]}}, None, "focal"),
+        ({"space": {}}, "nothing-to-search", "{}"),
+        ({"space": {"channels": [[4, 8]]}}, "invalid-range", "channels"),
+        ({"space": {"channels": [[4, 8], [0]]}}, None, "channels"),
+        ({"trials": 0}, "out-of-range", "trials"),
+        ({"hours": -1.0}, "out-of-range", "hours"),
+        ({"again": 1.5}, "out-of-range", "again"),
+        ({"resume": "perhaps"}, "unknown-value", "perhaps"),
+        ({"device": "tpu"}, None, "tpu"),
+        ({"leak_label": "EAK"}, None, "EAK"),
     ],
     ids=str,
 )
 def test_what_is_wrong_is_said_before_anything_is_trained(
-    sets: Path, tmp_path: Path, options: dict[str, Any], said: str
+    sets: Path, tmp_path: Path, options: dict[str, Any], code: str | None, says: str
 ) -> None:
-    with pytest.raises(UsageError, match=said):
+    "Without a code here: a refusal of the settings, or of the data, that a training makes too."
+    with pytest.raises(UsageError, match=re.escape(says)) as raised:
         searched(sets, tmp_path / "run", **options)
+    assert code in (None, raised.value.code)
     assert not (tmp_path / "run").exists()
 
 
 def test_another_search_in_the_folder_is_refused_by_name(sets: Path, right: SearchResult) -> None:
     before = {p: p.read_bytes() for p in right.folder.rglob("*") if p.is_file()}
-    with pytest.raises(UsageError, match=r"dropout searched in .*0.6.* then, .*0.7"):
+    with raises("another-run-in-folder", path=right.folder, says="0.7"):
         searched(sets, right.folder, space=SPACE | {"dropout": [0.0, 0.7]})
-    with pytest.raises(UsageError, match="level_db searched in nothing then"):
+    with raises("another-run-in-folder", path=right.folder, says="level_db"):
         searched(sets, right.folder, space=SPACE | {"level_db": [0.0, 6.0]})
-    with pytest.raises(UsageError, match="epochs=2 then, 3 now"):
+    with raises("another-run-in-folder", path=right.folder, says="epochs"):
         searched(sets, right.folder, settings=replace(TINY, epochs=3))
-    with pytest.raises(UsageError, match="prune_after"):
+    with raises("another-run-in-folder", path=right.folder, says="pruning"):
         searched(sets, right.folder, prune_after=3)
-    with pytest.raises(UsageError, match="other validation data"):
+    with raises("another-run-in-folder", path=right.folder, says="validation"):
         search(
             files(sets)[0],
             sets / "TESTING_DATASET.H5",
@@ -536,7 +545,7 @@ def test_another_search_in_the_folder_is_refused_by_name(sets: Path, right: Sear
             space=SPACE,
             progress=False,
         )
-    with pytest.raises(UsageError, match="another task"):
+    with raises("another-run-in-folder", path=right.folder, says="task"):
         searched(sets, right.folder, kind="binary")
     assert {p: p.read_bytes() for p in right.folder.rglob("*") if p.is_file()} == before
 
@@ -544,14 +553,12 @@ def test_another_search_in_the_folder_is_refused_by_name(sets: Path, right: Sear
 def test_it_begins_anew_where_that_is_said(sets: Path, right: SearchResult, tmp_path: Path) -> None:
     "The same trials as in a new folder, and nothing is left of the other search."
     out = tmp_path / "run"
-    with pytest.raises(DataError, match="no search to go on with.*Leave resume='always' out"):
+    with raises("nothing-to-resume", path=out):
         searched(sets, out, resume="always")
     searched(sets, out, space={"dropout": [0.1, 0.5]}, trials=LAST + 1, again=0)
     (out / "trials" / "notes").mkdir()
     (out / "figures" / "importance.html").touch()
-    with pytest.raises(
-        UsageError, match="another search lies in this folder.*or resume='never', which throws it away"
-    ):
+    with raises("another-run-in-folder", path=out):
         searched(sets, out)
     done = searched(sets, out, resume="never")
     assert_same(out, right)
@@ -573,7 +580,7 @@ def test_ended_while_it_begins_anew_it_is_the_new_search(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
-        m.setattr(module, "clear_trials", dying)
+        m.setattr(trials_module, "clear_trials", dying)
         with pytest.raises(KeyboardInterrupt):
             searched(sets, tmp_path / "run", resume="never")
     assert (tmp_path / "run" / "trials" / "0001").is_dir()
@@ -603,7 +610,7 @@ def test_the_folder_of_something_else_is_left_alone(sets: Path, right: SearchRes
     trained = train(
         *files(sets), out=tmp_path / "model", settings=replace(TINY, epochs=1), device="cpu", progress=False
     )
-    with pytest.raises(OutputError, match="no search wrote"):
+    with raises("output-exists", path=trained.model_path.parent):
         searched(sets, trained.model_path.parent)
     with pytest.raises(OutputError, match="no training wrote"):
         train(*files(sets), out=right.folder, settings=TINY, device="cpu", progress=False)
@@ -615,7 +622,7 @@ def test_the_folder_of_something_else_is_left_alone(sets: Path, right: SearchRes
     ):
         (tmp_path / "spoilt" / "search.json").write_text(text)
         for resume in ("auto", "never"):
-            with pytest.raises(DataError, match="not the file of a search"):
+            with raises("not-a-search", path=tmp_path / "spoilt" / "search.json"):
                 searched(sets, tmp_path / "spoilt", resume=resume)
         assert (tmp_path / "spoilt" / "search.json").read_text() == text
 
@@ -633,7 +640,7 @@ def test_without_optuna_it_says_what_to_install(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(UsageError, match=re.escape("pip install 'leakmel[search]'")):
+    with raises("package-missing", says="leakmel[search]"):
         searched(sets, tmp_path / "run")
     assert main(["search", str(sets), "--out", str(tmp_path / "run"), *WORDS]) == 2
     assert "leakmel[search]" in capsys.readouterr().err
@@ -707,7 +714,7 @@ def test_a_split_with_a_part_for_testing_does_not_show_it(
 
 
 def test_validation_is_needed(sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(UsageError, match="needs recordings for validation"):
+    with raises("validation-missing"):
         search(files(sets)[0], out=tmp_path / "run", settings=TINY, progress=False)
     assert main(["search", str(files(sets)[0]), "--out", str(tmp_path / "run"), *WORDS]) == 2
     assert "needs recordings for validation" in capsys.readouterr().err
@@ -741,7 +748,7 @@ def test_the_usual_space_holds_what_it_begins_with(base: TrainSettings) -> None:
     space = usual_space(base)
     assert read_space(None, base) == space
     assert set(USUAL) - set(space) <= {"band_mask_width"}
-    assert [n for n, d in space.items() if not d.holds(getattr(base, n))] == (
+    assert [n for n, d in space.items() if not holds(d, getattr(base, n))] == (
         ["weight_decay"] if base.weight_decay == 0 else []
     )
 
@@ -750,9 +757,9 @@ def test_a_space_from_a_file(sets: Path, tmp_path: Path) -> None:
     (tmp_path / "space.json").write_text(json.dumps(SPACE))
     assert read_space(tmp_path / "space.json", TINY) == read_space(SPACE, TINY)
     (tmp_path / "space.json").write_text("{")
-    with pytest.raises(UsageError, match="not JSON"):
+    with raises("not-json"):
         read_space(tmp_path / "space.json", TINY)
-    with pytest.raises(DataError, match="cannot be read"):
+    with raises("cannot-be-read", path=tmp_path / "nowhere.json"):
         read_space(tmp_path / "nowhere.json", TINY)
 
 
@@ -767,9 +774,8 @@ def test_of_equal_trials_the_earlier_one_and_of_equal_f1_the_lower_loss() -> Non
         trial(3, 0.8, 0.0),
         trial(4, 1.0, 0.0, "pruned"),
     ]
-    assert best_trial(trials).number == 1  # type: ignore[union-attr]
-    assert best_trial([trial(0, math.nan, 0.3)]).number == 0  # type: ignore[union-attr]
-    assert best_trial([]) is None
+    assert SearchState({}, trials).best.number == 1
+    assert SearchState({}, [trial(0, math.nan, 0.3)]).best.number == 0
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

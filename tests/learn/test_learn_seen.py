@@ -37,7 +37,7 @@ HOW: dict[str, Any] = {
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::leakmel.learn.retrain.replay.LessonWarning"),
+    pytest.mark.filterwarnings("ignore::leakmel.learn.retrain.replay.ReplayWarning"),
 ]
 
 
@@ -481,7 +481,7 @@ def test_a_round_that_is_not_over_remembers_too(small_sets, trained, tmp_path, m
     def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rounds, "_concluded", interrupted)
+    monkeypatch.setattr(rounds._RoundInProgress, "concluded", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lm.retrain(
             trained,
