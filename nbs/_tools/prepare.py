@@ -40,6 +40,7 @@ ROOMS = {
 GUIDES = {  # folder of notebooks that export nothing -> title and sentence of its page
     "tutorials": ("Tutorials", "From the first recordings to a data set and a detector, step by step."),
     "explanations": ("Explanations", "What the library does with recordings, and why."),
+    "benchmarks": ("Benchmarks", "Comparisons and measurements, drawn from the newest records."),
 }
 EXAMPLES = (
     "build",
@@ -224,7 +225,12 @@ def execute(path: Path, parameters: str = "") -> nbformat.NotebookNode:
 
 def _digest(notebook: nbformat.NotebookNode) -> str:
     "Of a notebook's sources, the package, the records that pages draw, and the versions below all that."
-    read = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "runs" / "benchmarks").glob("*.json"))]
+    helpers = (NOTEBOOKS / "benchmarks").glob("*.py")
+    read = [
+        *sorted(PACKAGE.rglob("*.py")),
+        *sorted((ROOT / "runs" / "benchmarks").glob("*.json")),
+        *sorted(helpers),
+    ]
     parts = [
         sys.version,
         *(f"{c.cell_type}{c.source}" for c in notebook.cells),
@@ -352,9 +358,10 @@ def write_notebooks(library: list[Path], guides: list[Path]) -> None:
     )
     in_place = {front, *(NOTEBOOKS / f"{name}.ipynb" for name in EXAMPLES), *guides}
     with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
-        done = {p: pool.submit(execute, p) for p in [*library, *guides]}
+        done = {p: pool.submit(execute, p) for p in library}
+        done |= {p: pool.submit(execute, p, "run = False") for p in guides}  # of those with parameters
         done[NOTEBOOKS / "build.ipynb"] = pool.submit(execute, NOTEBOOKS / "build.ipynb", run_parameters())
-        done[benchmark] = pool.submit(execute, benchmark, "run = False")
+        done[benchmark] = pool.submit(execute, benchmark, "run = False\nsuites = 'all'")
         done[dashboard] = pool.submit(execute, dashboard, dashboard_parameters())
         for name, parameters in learning_parameters().items():
             path = NOTEBOOKS / f"{name}.ipynb"
