@@ -5230,6 +5230,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                'leakmel/ops/bench_gpu.py'),
                                        'leakmel.ops.bench_gpu._build_lines': ( 'ops/bench_gpu.html#_build_lines',
                                                                                'leakmel/ops/bench_gpu.py'),
+                                       'leakmel.ops.bench_gpu._head': ('ops/bench_gpu.html#_head', 'leakmel/ops/bench_gpu.py'),
                                        'leakmel.ops.bench_gpu._joined': ('ops/bench_gpu.html#_joined', 'leakmel/ops/bench_gpu.py'),
                                        'leakmel.ops.bench_gpu._other_lines': ( 'ops/bench_gpu.html#_other_lines',
                                                                                'leakmel/ops/bench_gpu.py'),

@@ -293,8 +293,26 @@ def _joined(values: list[Any]) -> Any:
     return values[-1]
 
 
-# %% ../../nbs/ops/bench_gpu.ipynb #c16ce7bc
+# %% ../../nbs/ops/bench_gpu.ipynb #9b053c90
 ENGINES_ASKED = ("triton", "torch")  # the most important first
+
+
+def _head(device: str, commit_id: str | None) -> dict[str, Any]:
+    "Return what is known before anything is asked."
+    rehearsal = not device.startswith("cuda")
+    figures = record_head("gpu-rehearsal" if rehearsal else "gpu") | {
+        "rehearsal": rehearsal,
+        "finished": False,
+        "ok": False,
+        "cache": "warm unless named",
+        "interval": "first file read to last data set published, all splits, no fsync unless named; "
+        "imports, listing, opening and pinning apart",
+        "not_measured": [],
+        "errors": [],
+    }
+    figures["commit"] = figures["commit"] or commit_id
+    figures["machine"] |= {name: _version(name) for name in ("triton", "numba", "nvidia-ml-py")}
+    return figures
 
 
 def bench_gpu(
@@ -320,22 +338,8 @@ def bench_gpu(
     from leakmel.audio.synth import SPLIT_SIZES
 
     n_files = n_files or sum(SPLIT_SIZES.values())
-    work, rehearsal = Path(os.path.realpath(folder)), not device.startswith("cuda")
-    figures = record_head("gpu-rehearsal" if rehearsal else "gpu") | {
-        "rehearsal": rehearsal,
-        "finished": False,
-        "ok": False,
-        "cache": "warm unless named",
-        "interval": "first file read to last data set published, all splits, no fsync unless named; "
-        "imports, listing, opening and pinning apart",
-        "n_files": n_files,
-        "rounds": rounds,
-        "budget_s": budget_s,
-        "not_measured": [],
-        "errors": [],
-    }
-    figures["commit"] = figures["commit"] or commit_id
-    figures["machine"] |= {name: _version(name) for name in ("triton", "numba", "nvidia-ml-py")}
+    work, figures = Path(os.path.realpath(folder)), _head(device, commit_id)
+    figures |= {"n_files": n_files, "rounds": rounds, "budget_s": budget_s}
     run = _Run(work, device, sizes, Budget(budget_s, clock), hire, say, figures)
     try:
         run.find_card()

@@ -25,6 +25,7 @@ from leakmel.ops.doctor import FIGURES, REPORT_KEYS, Probe, Report, examine
 from leakmel.ops.doctor_checks import NOT_MEASURED, TITLES, Check
 
 REAL = doctor.probes()
+DEVICE = "rehearsal"  # that is none
 
 
 @pytest.fixture(scope="module")
@@ -612,11 +613,11 @@ def test_a_driver_with_a_torch_that_cannot_use_it(monkeypatch):
 
 def test_the_bus_of_a_rehearsed_device(monkeypatch):
     monkeypatch.setattr(doctor, "SLOW_BUS", 0)
-    check = doctor.examine_bus("rehearsal")
+    check = doctor.examine_bus(DEVICE)
     assert check.status == "ok"
     assert check.figures["to_device_bytes_per_s"] > 1e6
     monkeypatch.setattr(doctor, "SLOW_BUS", 1e15)
-    assert "slot" in doctor.examine_bus("rehearsal").advice
+    assert "slot" in doctor.examine_bus(DEVICE).advice
 
 
 # ---- engines -------------------------------------------------------------------------------------------------------------
@@ -670,7 +671,7 @@ def test_engines_that_cannot_run(error, status, said, monkeypatch):
 def test_parity_asks_every_device():
     "Two rehearsed devices, each from 16-bit samples and from float32, twice."
     (spec, *_) = doctor.parity_specs()
-    with doctor.make_engine("torch", spec, "rehearsal*2") as engine:
+    with doctor.make_engine("torch", spec, f"{DEVICE}*2") as engine:
         found, _ = doctor.parity(engine)
     assert len(found) == 8
     assert all(c.ok for c in found)
