@@ -361,9 +361,9 @@ def design_table(figures: dict[str, Any] | None) -> str:
             lines.append(f"torch {precision}: {errors}, {rate / 1e6:.3f} M recordings/s")
     for launch, f in (figures.get("launches", {}).get("A") or {}).items():
         if isinstance(f, dict) and ("error" in f or "same_bits" in f):
-            rate = f.get("error") or f"{spread(f['recordings_per_s'])['median'] / 1e6:.3f} M recordings/s"
+            said = f.get("error") or f"{spread(f['recordings_per_s'])['median'] / 1e6:.3f} M recordings/s"
             lines.append(
-                f"triton launched with {launch}: {rate}{'' if f.get('same_bits', True) else ', OTHER BITS'}"
+                f"triton launched with {launch}: {said}{'' if f.get('same_bits', True) else ', OTHER BITS'}"
             )
     for name, f in figures.get("reuse", {}).items():
         kept = [

@@ -425,6 +425,7 @@ def test_the_front_page_shows_what_its_code_prints(tmp_path):
     for name in (
         "nbs/index.ipynb",
         *(str(p.relative_to(ROOT)) for p in (ROOT / "runs" / "benchmarks").glob("*.json")),
+        *(str(p.relative_to(ROOT)) for p in (NOTEBOOKS / "benchmarks").glob("*.py")),
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
