@@ -61,7 +61,7 @@ test: $(INSTALLED)-dev ## check that notebooks and package agree, then run noteb
 	@[ -n '$(UNMET)' ] || $(BIN)/nbdev_test --path nbs/mel/triton_kernel.ipynb
 	@for nb in $(NAMESAKES); do $(BIN)/nbdev_test --path "$$nb" || exit 1; done
 	$(BIN)/ruff format --check leakmel nbs tests setup.py
-	$(BIN)/ruff check leakmel tests nbs/_tools
+	$(BIN)/ruff check leakmel tests nbs/_tools nbs/benchmarks/*.py
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

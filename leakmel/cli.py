@@ -250,85 +250,22 @@ def _cache_line(file: Any) -> str:
 
 # %% ../nbs/cli.ipynb #e90a0f32
 def run_bench(args: argparse.Namespace) -> Outcome:
-    "Measure builds on this machine."
-    from importlib import import_module
-    from leakmel.ops.bench import store, table, work_folder
+    "Measure builds, a GPU or training on this machine."
+    from leakmel.ops.bench_run import is_right, measure, suite_text
 
-    for folder in (args.dir, args.out):
-        work_folder(folder, make=False)
-    if args.suite == "gpu":
-        return _bench_gpu(args)
-    if args.suite == "compare":
-        return _bench_compare(args)
-    module = import_module(
-        "leakmel.ops.bench" if args.suite == "build" else f"leakmel.ops.bench_{args.suite}"
-    )  # some need Linux
-    suite, as_text = (
-        getattr(module, f"bench_{args.suite}"),
-        table if args.suite in ("build", "modes") else getattr(module, f"{args.suite}_table"),
-    )
-    n_files = (
-        args.files
-        if args.files is not None
-        else {"growth": 200_000, "start": 100, "train": None}.get(args.suite, 8000)
-    )
-    more = {"rehearse": args.rehearse, "commit_id": args.commit} if args.suite == "train" else {}
-    figures = suite(
-        args.dir, n_files=n_files, rounds=5 if args.rounds is None else args.rounds, say=_say, **more
-    )
-    path, ok = store(figures, args.out), figures.get("ok", figures["verified"]["all_ok"])
-    return (
-        (0 if ok else 1),
-        figures | {"path": show_path(path)},
-        f"{as_text(figures)}\nstored as {show_path(path)}",
-    )
-
-
-def _bench_gpu(args: argparse.Namespace) -> Outcome:
-    "Measure a machine with a GPU; figures are stored as they come."
-    from leakmel.ops.bench import store, total_for
-    from leakmel.ops.bench_gpu import bench_gpu
-    from leakmel.ops.bench_gpu_table import gpu_table
-
-    figures = bench_gpu(
+    record, path = measure(
+        args.suite,
         args.dir,
-        n_files=None if args.files is None else total_for(args.files),
+        args.out,
+        n_files=args.files,
         rounds=args.rounds,
         budget_s=args.budget_s,
         rehearse=args.rehearse,
         commit_id=args.commit,
-        keep=lambda figures: store(figures, args.out),
         say=_say,
     )
-    path = store(figures, args.out)
-    return (
-        (0 if figures["ok"] else 1),
-        figures | {"path": show_path(path)},
-        f"{gpu_table(figures)}\nstored as {show_path(path)}",
-    )
-
-
-def _bench_compare(args: argparse.Namespace) -> Outcome:
-    "Measure leakmel beside other tools."
-    from leakmel.ops.bench import store
-    from leakmel.ops.bench_compare import bench_compare
-    from leakmel.ops.bench_compare_table import compare_table
-
-    figures = bench_compare(
-        args.dir,
-        n_files=8000 if args.files is None else args.files,
-        rounds=5 if args.rounds is None else args.rounds,
-        run_s=args.run_s,
-        cold=args.cold,
-        only=None if args.only is None else args.only.split(","),
-        say=_say,
-    )
-    path = store(figures, args.out)
-    return (
-        (0 if figures["ok"] else 1),
-        figures | {"path": show_path(path)},
-        f"{compare_table(figures)}\nstored as {show_path(path)}",
-    )
+    text = f"{suite_text(args.suite, record)}\nstored as {show_path(path)}"
+    return (0 if is_right(record) else 1), record | {"path": show_path(path)}, text
 
 
 def _say(text: str) -> None:
@@ -339,7 +276,7 @@ def _say(text: str) -> None:
 def run_doctor(args: argparse.Namespace) -> Outcome:
     "Look at this machine: what a build needs, what is there, whether every engine is right."
     from leakmel.ops.doctor import examine
-    from leakmel.ops.doctor_machine import TITLES
+    from leakmel.ops.doctor_checks import TITLES
 
     with Progress(len(TITLES), label="examined", unit="checks", show=progress_of(args)) as bar:
         report = examine(args.dir, progress=bar.update)
@@ -623,29 +560,16 @@ def _add_bench(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--suite",
-        choices=[
-            "build",
-            "modes",
-            "parts",
-            "growth",
-            "reader",
-            "start",
-            "compare",
-            "gpu",
-            "train",
-            "loaders",
-        ],
         default="build",
-        help="what to measure: whole builds, what each mode costs, each part of a build and the price of trust, builds of ever more files, "
-        "reading and listing, how long a small build takes to begin, other tools beside leakmel, a machine with a GPU, training and predicting "
-        "(on a GPU if there is one), loading batches (default build). Minutes on two cores: compare 15, parts 8, reader 6, others 1 to 5",
+        metavar="NAME",
+        help="what to measure: build (whole builds), gpu (a machine with a GPU) or train (training, evaluation and prediction, on a GPU if "
+        "there is one) (default build). Comparisons with other tools and the parts of a build are notebooks in nbs/benchmarks",
     )
     p.add_argument(
         "--files",
         type=int,
         help="recordings of the training split of the made set, of 82 kB each (default 8000; with gpu, and train on a GPU, the "
-        "reference set's 39,563; with train on a CPU 400, with start 100); with growth files of the largest build "
-        "(default 200,000, of 4,000 recordings under many names)",
+        "reference set's 39,563; with train on a CPU 400)",
     )
     p.add_argument("--rounds", type=int, help="counted rounds of each setting (default 5, with gpu 3)")
     p.add_argument(
@@ -656,22 +580,9 @@ def _add_bench(p: argparse.ArgumentParser) -> None:
         help="seconds that the suite gpu may take; what matters least is left out (default 420)",
     )
     p.add_argument(
-        "--only",
-        metavar="NAMES",
-        help="suite compare: its contestants, with commas between, as 'leakmel torch,dali' (default all)",
-    )
-    p.add_argument(
-        "--run-s",
-        type=float,
-        default=6,
-        metavar="S",
-        help="suite compare: seconds of a run, about; slow contestants get fewer files (default 6)",
-    )
-    p.add_argument("--cold", action="store_true", help="suite compare: also from a cold page cache")
-    p.add_argument(
         "--rehearse",
         action="store_true",
-        help="go through the suite gpu or train on a CPU, tiny; its figures mean nothing",
+        help="go through the suite train on a CPU, tiny; its figures mean nothing",
     )
     p.add_argument(
         "--commit", help="commit to note in the figures of the suites gpu and train where there is no git"

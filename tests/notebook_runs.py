@@ -60,6 +60,7 @@ def copy_project(folder: Path) -> Path:
     shutil.copy(ROOT / "settings.ini", folder)
     for name in ("build", "benchmark"):
         shutil.copy(ROOT / "nbs" / f"{name}.ipynb", folder / "nbs")
+    shutil.copytree(ROOT / "nbs" / "benchmarks", folder / "nbs" / "benchmarks")
     return folder
 
 

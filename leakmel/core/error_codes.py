@@ -242,7 +242,21 @@ LEARN_RETRAIN = {
 }
 
 # %% ../../nbs/core/error_codes.ipynb #b85a8819
-OPS = dict[str, str]()
+OPS = {
+    "unknown-suite": "The benchmark has no suite of this name, or not with these options.",
+    "invalid-effort": "A number of rounds, of recordings or of seconds to measure with is too small.",
+    "command-failed": "A leakmel command that was started to be measured ended with an error.",
+    "benchmark-not-right": "What was measured is wrong, so its figures do not count.",
+    "no-gpu": "The measurement needs a CUDA device, and torch finds none.",
+    "page-cache-fixed": "The system cannot drop files from its page cache.",
+    "cache-state": "The recordings cannot be made as cold or as warm in the page cache as the trial needs.",
+    "folder-not-writable": "A folder to work in cannot be made or written to.",
+    "no-work-folder": "No temporary folder for trials can be made.",
+    "nothing-to-tune-with": "No split holds a labelled recording that is not empty.",
+    "tuned-bytes-differ": "A build with other settings of speed gave other bytes.",
+    "settings-not-kept": "The settings of speed were measured, and their file cannot be written.",
+    "no-folder-to-examine": "The folder that the doctor is to examine does not exist.",
+}
 
 # %% ../../nbs/core/error_codes.ipynb #452cdf40
 _TABLES = (

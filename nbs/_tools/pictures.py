@@ -18,9 +18,11 @@ from leakmel.core.timeline import read_timeline
 from leakmel.dataset.file.reader import open_dataset
 from leakmel.insight.plots import batch_timeline, mels_by_label
 from leakmel.ops.bench import newest
-from leakmel.ops.bench_plots import NOT_MEASURED, rate_figure
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "nbs" / "benchmarks"))
+from bench_figures import NOT_MEASURED, rate_figure
+
 IMAGES = ROOT / "nbs" / "images"
 KEY = b"Source\0"  # of the note in a picture
 

@@ -43,6 +43,7 @@ ROOMS = {
 GUIDES = {  # folder of notebooks that export nothing -> title and sentence of its page
     "tutorials": ("Tutorials", "From the first recordings to a data set and a detector, step by step."),
     "explanations": ("Explanations", "What the library does with recordings, and why."),
+    "benchmarks": ("Benchmarks", "Comparisons and measurements, drawn from the newest records."),
 }
 EXAMPLES = (
     "build",
@@ -237,7 +238,12 @@ def execute(
 
 def _digest(notebook: nbformat.NotebookNode) -> str:
     "Of a notebook's sources, the package, the records that pages draw, and the versions below all that."
-    read = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "runs" / "benchmarks").glob("*.json"))]
+    helpers = (NOTEBOOKS / "benchmarks").glob("*.py")
+    read = [
+        *sorted(PACKAGE.rglob("*.py")),
+        *sorted((ROOT / "runs" / "benchmarks").glob("*.json")),
+        *sorted(helpers),
+    ]
     parts = [
         sys.version,
         *(f"{c.cell_type}{c.source}" for c in notebook.cells),
@@ -397,7 +403,7 @@ def run_notebooks() -> dict[str, tuple[dict[str, object], Callable[[], None] | N
         ),
         "explore": ({"data_root": str(demo_folder())}, make_demo),
         "dashboard": ({"run": str(DOCS / "runs")}, make_runs),
-        "benchmark": ({"run": False}, None),
+        "benchmark": ({"run": False, "suites": "all"}, None),
     }
 
 
@@ -406,7 +412,8 @@ def write_notebooks(library: list[Path], guides: list[Path]) -> None:
     front = NOTEBOOKS / "index.ipynb"
     in_place = {front, *(NOTEBOOKS / f"{name}.ipynb" for name in EXAMPLES), *guides}
     with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
-        done = {p: pool.submit(execute, p) for p in [*library, *guides, front]}
+        done = {p: pool.submit(execute, p) for p in [*library, front]}
+        done |= {p: pool.submit(execute, p, "run = False") for p in guides}  # of those with parameters
         for name, (values, prepare) in run_notebooks().items():
             path = NOTEBOOKS / f"{name}.ipynb"
             done[path] = pool.submit(execute, path, as_assignments(values), prepare)

@@ -30,7 +30,7 @@ from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.source.read_ahead import ReadAhead, cold_share, plan_read_ahead
 from leakmel.mel.spec import MelSpec
-from leakmel.ops.bench_modes import bring_in, evict
+from leakmel.ops.bench import bring_in, evict
 from messy import write_messy
 
 QUIET: dict[str, Any] = dict(engine="reference", check=2, progress="none", fresh=True)
@@ -664,7 +664,7 @@ def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatc
 
 def test_the_suite_compares_all_ways_and_reads_the_same_by_each(tmp_path: Path) -> None:
     from leakmel.core.monitor import usable_cores
-    from leakmel.ops.bench_reader import bench_reader, effect, reader_table, ways_of_reading
+    from bench_reader import bench_reader, effect, reader_table, ways_of_reading
 
     said: list[str] = []
     figures = bench_reader(tmp_path, n_files=8, rounds=1, listed=60, say=said.append)
@@ -692,7 +692,7 @@ def test_the_suite_compares_all_ways_and_reads_the_same_by_each(tmp_path: Path) 
 def test_a_way_that_reads_something_else_is_not_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from leakmel.ops import bench_reader
+    import bench_reader
 
     real = bench_reader._read_files
 

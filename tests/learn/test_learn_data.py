@@ -29,7 +29,6 @@ from leakmel.learn.data import segments as data
 from leakmel.learn.data import loaders
 from leakmel.learn.evaluate.baselines import mean_mels
 from leakmel.learn.data.segments import LEVELS, Batch, Segments
-from leakmel.learn.loader_bench import bench_loaders, usual_trials
 from leakmel.learn.data.loaders import Loader, WorkerLoader, open_loader
 from leakmel.learn.data.loaders import Order, OrderSettings
 from leakmel.learn.train.inputs import open_training
@@ -922,8 +921,10 @@ def test_bad_settings_of_loaders(small, options, said):
 
 
 def test_loader_bench(small):
+    from bench_loaders import time_loaders, usual_trials
+
     trials = [t for t in usual_trials() if t.name in ("device", "stream")]
-    table = bench_loaders(small, 10, epochs=2, rounds=2, trials=trials)
+    table = time_loaders(small, 10, epochs=2, rounds=2, trials=trials)
     assert table["loader"].tolist() == ["device", "stream"]
     assert (table["epochs"] == 2).all()
     assert (table[["batches_per_s", "first_batch_s"]] > 0).all(axis=None)
@@ -932,4 +933,4 @@ def test_loader_bench(small):
         s for t in usual_trials() for s in t.settings
     }
     with pytest.raises(UsageError, match="at least 1"):
-        bench_loaders(small, 10, epochs=0)
+        time_loaders(small, 10, epochs=0)

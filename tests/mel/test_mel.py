@@ -30,7 +30,6 @@ from leakmel.mel.engines import (
 )
 from leakmel.mel.reference import compare, hann_periodic, reference_features, reference_log_mel
 from leakmel.mel.spec import PRESETS, MelSpec, mel_filterbank, spec_from_dict
-from leakmel.mel.stock import check_stock, import_torchaudio, stock_log_mel
 
 # Every engine that knows a CPU there, and on a GPU those that know one. (Triton's kernels are interpreted in tests of their own.)
 ON_CPU = [pytest.param(name, "cpu", id=f"{name}-cpu") for name in CPU_ENGINES]
@@ -615,6 +614,8 @@ def test_filterbank_of_librosa(
 def test_filterbank_of_torchaudio(
     rate: int, n_fft: int, n_mels: int, low: float, high: float, scale: Any, norm: Any
 ) -> None:
+    from contestants import import_torchaudio
+
     melscale_fbanks = import_torchaudio().functional.melscale_fbanks
     theirs = melscale_fbanks(n_fft // 2 + 1, low, high, n_mels, rate, norm, scale).numpy()
     ours = mel_filterbank(rate, n_fft, n_mels, low, high, scale, norm)
@@ -651,32 +652,6 @@ def test_segments_by_librosa(power: float, scale: Any, norm: Any) -> None:
         assert (
             np.abs(20 / power * np.log10(np.maximum(theirs, 1e-10)) - ours[i, j]).max() < 1e-4
         )  # librosa's filters are float32
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"n_fft": 400, "n_mels": 40},
-        {"mel_scale": "slaney"},
-        {"hop_length": 50, "n_fft": 256, "n_mels": 24},
-    ],
-)
-def test_stock_features_agree(preset: str, changes: dict[str, Any]) -> None:
-    spec = MelSpec.preset(preset, duration_s=1, **changes)
-    made = signals(spec)
-    for name in ("white noise", "tone between bins", "impulse", "clipped", "silence"):
-        verdict = compare(stock_log_mel(made[name], spec), reference_features(made[name], spec), spec)
-        assert verdict.ok, f"{name}: {verdict}"
-
-
-def test_stock_says_what_it_cannot_express() -> None:
-    for spec in (MelSpec(sample_rate=4095), MelSpec(n_fft=501, n_mels=32)):
-        with pytest.raises(SpecError, match="torchaudio cannot express"):
-            check_stock(spec)
-    with pytest.raises(SpecError, match="another length"):
-        stock_log_mel(np.zeros(3), MelSpec())
 
 
 # -- the tolerance can fail ---------------------------------------------------------------------------------------------------

@@ -1,44 +1,47 @@
 "The comparison with other tools: right before fast, what is missing or broken is named, and a process tree is weighed as a whole."
 
 import importlib.util
-import json
 import os
 import sys
 import textwrap
 import time
 from pathlib import Path
 
+import bench_compare as suite
 import pytest
-
-from leakmel.cli import main
-from leakmel.core.errors import LeakmelError, MachineError, UsageError
-from leakmel.mel.engines import NotHere
-from leakmel.ops import bench_compare as suite
-from leakmel.ops.bench_compare import (
+from bench_compare import (
     Contestant,
     add_figures,
+    against_targets,
     all_contestants,
     check_file,
+    compare_markdown,
+    compare_table,
     in_turn,
     part_of,
     run_once,
 )
-from leakmel.ops.bench_compare_table import against_targets, compare_markdown, compare_table
+from contestants import TOOLS, list_split
+from process_tree import run_command
+
+from leakmel.core.errors import LeakmelError, MachineError, UsageError
+from leakmel.mel.engines import NotHere
 from leakmel.ops.bench_gpu_parts import contest_spec
-from leakmel.ops.contestants import TOOLS, list_split
-from leakmel.ops.process_tree import run_command
+
+HELPERS = str(Path(suite.__file__).parent)
 
 # A contestant whose file is right, unless it is told what to do wrong.
 PLANTED = """
 import json, sys, time
-root, out, geometry, wrong = sys.argv[1:]
+root, out, geometry, wrong, helpers = sys.argv[1:]
+sys.path.append(helpers)
 if wrong == "missing": sys.exit(print(json.dumps({"missing": "No module named 'frobnicate'"})))
 if wrong == "crash": raise ValueError("it broke in the middle")
 import h5py, numpy as np
 from leakmel.audio.wav import read_wav
 from leakmel.mel.reference import reference_log_mel
 from leakmel.ops.bench_gpu_parts import contest_spec
-from leakmel.ops.contestants import list_split
+from contestants import list_split
 began = time.perf_counter()
 paths, ids = list_split(root)
 rows = np.stack([reference_log_mel(read_wav(p).samples[:, 0], contest_spec(geometry)) for p in paths]).astype(np.float16)
@@ -55,7 +58,16 @@ print(json.dumps({"seconds": time.perf_counter() - began, "versions": {"planted"
 def planted(wrong: str = "") -> Contestant:
     return Contestant(
         f"planted {wrong}",
-        lambda root, out, geometry: [sys.executable, "-c", PLANTED, str(root), str(out), geometry, wrong],
+        lambda root, out, geometry: [
+            sys.executable,
+            "-c",
+            PLANTED,
+            str(root),
+            str(out),
+            geometry,
+            wrong,
+            HELPERS,
+        ],
     )
 
 
@@ -83,27 +95,11 @@ def hide(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_suite_by_the_command_line(tmp_path, hide, capsys):
+def test_the_suite_end_to_end(tmp_path, hide):
     hide("librosa")
-    words = [
-        "bench",
-        tmp_path / "work",
-        "--suite",
-        "compare",
-        "--files",
-        "12",
-        "--rounds",
-        "1",
-        "--out",
-        tmp_path / "store",
-        "--only",
-        "scipy threads, librosa, leakmel reference",
-    ]
-    assert main([str(w) for w in words]) == 0
-    text = capsys.readouterr().out
-    (path,) = (tmp_path / "store").iterdir()
-    figures = json.loads(path.read_text(encoding="utf-8"))
-    assert path.name.startswith("compare-")
+    who = "scipy threads, librosa, leakmel reference"
+    figures = suite.bench_compare(tmp_path / "work", n_files=12, rounds=1, only=who)
+    text = compare_table(figures)
     assert (figures["suite"], figures["n_files"], figures["caches"], figures["ok"]) == (
         "compare",
         12,
@@ -230,7 +226,7 @@ def test_a_first_run_that_compiles_takes_no_recordings_away(per_s, expected, dem
 
 def test_what_cannot_be_asked_for(tmp_path):
     with pytest.raises(UsageError, match="dalli"):
-        suite.bench_compare(tmp_path, only=["dalli"])
+        suite.bench_compare(tmp_path, only="dalli")
     with pytest.raises(UsageError, match="rounds"):
         suite.bench_compare(tmp_path, rounds=0)
     with pytest.raises(UsageError, match="time"):

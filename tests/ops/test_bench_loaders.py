@@ -1,48 +1,24 @@
-"The suite that measures ways of loading: from the command to its record."
+"The suite that measures ways of loading."
 
-import json
 from pathlib import Path
 
+import bench_loaders as suite
 import pytest
-
-from leakmel.cli import main
-from leakmel.core.errors import UsageError
-from leakmel.learn import loader_bench
-from leakmel.ops.bench_loaders import bench_loaders
+from errors import raises
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_the_suite_end_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_suite_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = [
-        loader_bench.LoaderTrial("device", (("kind", "device"),)),
-        loader_bench.LoaderTrial("stream", (("kind", "stream"),)),
-        loader_bench.LoaderTrial("no workers", (("kind", "workers"), ("num_workers", 0))),
+        suite.LoaderTrial("device", (("kind", "device"),)),
+        suite.LoaderTrial("stream", (("kind", "stream"),)),
+        suite.LoaderTrial("no workers", (("kind", "workers"), ("num_workers", 0))),
     ]
-    monkeypatch.setattr(loader_bench, "usual_trials", lambda: ways)
-    assert (
-        main(
-            [
-                "bench",
-                str(tmp_path / "work"),
-                "--suite",
-                "loaders",
-                "--files",
-                "12",
-                "--rounds",
-                "2",
-                "--out",
-                str(tmp_path / "records"),
-            ]
-        )
-        == 0
-    )
-    said = capsys.readouterr().out
-    assert max(map(len, said.partition("stored as")[0].splitlines())) <= 100
-    (stored,) = (tmp_path / "records").glob("loaders-*.json")
-    record = json.loads(stored.read_text())
+    monkeypatch.setattr(suite, "usual_trials", lambda: ways)
+    record = suite.bench_loaders(tmp_path / "work", n_files=12, rounds=2)
+    said = suite.loaders_table(record)
+    assert max(map(len, said.splitlines())) <= 100
     assert set(record["figures"]) == {
         "contiguous, device",
         "contiguous, stream",
@@ -57,7 +33,7 @@ def test_the_suite_end_to_end(
 
 
 def test_the_usual_ways_are_those_that_are_in_question() -> None:
-    names = [t.name for t in loader_bench.usual_trials()]
+    names = [t.name for t in suite.usual_trials()]
     assert names == ["device", "stream", "8 x 4, fork", "8 x 4, spawn", "4 x 8, fork", "4 x 8, spawn"]
-    with pytest.raises(UsageError, match="rounds"):
-        bench_loaders("nowhere", rounds=0)
+    with raises("usage"):
+        suite.bench_loaders("nowhere", rounds=0)

@@ -8,26 +8,30 @@ import os
 from pathlib import Path
 from typing import Any
 
+import bench_growth
+import bench_parts
 import pytest
+from bench_growth import bytes_per_file, growth_figure, growth_sizes, growth_table, linked_set
+from bench_parts import (
+    BUILDS,
+    PARTS,
+    core_counts,
+    fsync_words,
+    on_cores,
+    on_threads,
+    one_part,
+    parts_markdown,
+    parts_table,
+    price_of_trust,
+)
 
 from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import OutputError, SpaceError, UsageError
 from leakmel.core.monitor import usable_cores
 from leakmel.mel.engines import CPU_ENGINES, NotHere
-from leakmel.ops import bench, bench_growth, bench_parts
-from leakmel.ops.bench import ProcessRun, newest, spread
-from leakmel.ops.bench_growth import bytes_per_file, growth_figure, growth_sizes, growth_table, linked_set
-from leakmel.ops.bench_parts import (
-    BUILDS,
-    core_counts,
-    fsync_words,
-    on_cores,
-    parts_markdown,
-    parts_table,
-    price_of_trust,
-)
-from leakmel.ops.bench_parts_alone import PARTS, on_threads, one_part
+from leakmel.ops import bench
+from leakmel.ops.bench import ProcessRun, spread
 
 
 def here(*argv: str) -> ProcessRun:
@@ -51,27 +55,10 @@ def in_this_process(monkeypatch) -> None:
 # ---- parts
 
 
-def test_the_suite_parts_end_to_end(tmp_path, monkeypatch, capsys, in_this_process):
+def test_the_suite_parts_end_to_end(tmp_path, monkeypatch, in_this_process):
     monkeypatch.setattr(bench_parts, "core_counts", lambda: [1])
-    assert (
-        main(
-            [
-                "bench",
-                str(tmp_path / "work"),
-                "--suite",
-                "parts",
-                "--files",
-                "24",
-                "--rounds",
-                "1",
-                "--out",
-                str(tmp_path / "kept"),
-            ]
-        )
-        == 0
-    )
-    figures, text = newest("parts", tmp_path / "kept"), capsys.readouterr().out
-    assert figures is not None
+    figures = bench_parts.bench_parts(tmp_path / "work", n_files=24, rounds=1)
+    text = parts_table(figures)
     assert (figures["suite"], figures["n_files"], figures["cores"], figures["not_measured"]) == (
         "parts",
         24,
@@ -205,27 +192,10 @@ def test_threads_do_every_batch_once_and_tell_errors():
 # ---- growth
 
 
-def test_the_suite_growth_end_to_end(tmp_path, capsys):
+def test_the_suite_growth_end_to_end(tmp_path):
     "With real processes, whose memory is what it is about."
-    assert (
-        main(
-            [
-                "bench",
-                str(tmp_path / "work"),
-                "--suite",
-                "growth",
-                "--files",
-                "60",
-                "--rounds",
-                "1",
-                "--out",
-                str(tmp_path / "kept"),
-            ]
-        )
-        == 0
-    )
-    figures, text = newest("growth", tmp_path / "kept"), capsys.readouterr().out
-    assert figures is not None
+    figures = bench_growth.bench_growth(tmp_path / "work", n_files=60, rounds=1)
+    text = growth_table(figures)
     assert (list(figures["figures"]), figures["n_files"], figures["originals"]) == (["30", "60"], 60, 60)
     for n, f in figures["figures"].items():
         assert f["files_per_s"]["median"] == pytest.approx(int(n) / f["seconds"]["median"])

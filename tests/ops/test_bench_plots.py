@@ -1,7 +1,5 @@
 "Figures of benchmark records: what they draw is what the record says, from every record that is tracked."
 
-import importlib
-import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -9,25 +7,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import bench_figures
 import numpy as np
 import pictures
 import pytest
+from bench_growth import growth_figure
 from conftest import need
+from errors import raises
 
+from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
-from leakmel.ops import bench_plots, bench_run
-from leakmel.ops.bench_growth import growth_figure
+from leakmel.ops import bench_run
+from leakmel.ops.bench import store
 from leakmel.ops.bench_run import SUITES, bench_kinds, find_records, is_right, plan_bench
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAW: dict[str, list[Callable[[Any], Any]]] = {
-    "compare": [bench_plots.compare_figure, bench_plots.rate_figure],
-    "parts": [bench_plots.parts_figure, bench_plots.trust_figure],
+    "compare": [bench_figures.compare_figure, bench_figures.rate_figure],
+    "parts": [bench_figures.parts_figure, bench_figures.trust_figure],
     "growth": [growth_figure],
-    "modes": [bench_plots.modes_figure],
-    "reader": [bench_plots.reader_figure],
-    "start": [bench_plots.start_figure],
-    "build": [bench_plots.build_figure],
+    "modes": [bench_figures.modes_figure],
+    "reader": [bench_figures.reader_figure],
+    "start": [bench_figures.start_figure],
+    "build": [bench_figures.build_figure],
 }
 RECORDS = [p for p in sorted((ROOT / "runs" / "benchmarks").glob("*.json")) if p.name.split("-")[0] in DRAW]
 PARAMETERS: dict[str, Any] = {
@@ -36,12 +38,8 @@ PARAMETERS: dict[str, Any] = {
     "folder": None,
     "out": None,
     "n_files": 24,
-    "growth_files": 30,
-    "listed_files": 40,
     "rounds": 2,
-    "run_s": 0.5,
-    "cold": True,
-    "only": "dali",
+    "budget_s": 60.0,
 }
 
 
@@ -49,8 +47,7 @@ def drawn(figure: Any) -> list[float]:
     return [float(x) for trace in figure.data if trace.type == "bar" for x in trace.x if np.isfinite(x)]
 
 
-def test_every_suite_of_the_notebook_has_a_figure():
-    assert set(SUITES) == set(DRAW)
+def test_the_parameters_of_the_notebook_are_known():
     assert set(PARAMETERS) == set(bench_kinds())
 
 
@@ -76,11 +73,13 @@ def test_bars_are_the_medians_of_the_record():
         *(1e3 * f["cpu_s"]["median"] / f["found"]["median"] for f in every),
         *(f["peak_rss_bytes"]["median"] / 1e6 for f in every),
     ]
-    assert drawn(bench_plots.build_figure(record)) == pytest.approx(wanted)
+    assert drawn(bench_figures.build_figure(record)) == pytest.approx(wanted)
 
 
 def test_a_ladder_says_what_is_fastest_even_where_the_last_rung_is_not():
-    figure = bench_plots.ladder_figure({"first": [10.0], "best": [50.0, 40.0, 30.0], "last": [20.0]}, "here")
+    figure = bench_figures.ladder_figure(
+        {"first": [10.0], "best": [50.0, 40.0, 30.0], "last": [20.0]}, "here"
+    )
     assert figure.layout.title.text == "best: 4.0 times as fast as first"
     assert drawn(figure) == [10, 40, 20]
     assert figure.layout.title.subtitle.text == "here"
@@ -88,81 +87,53 @@ def test_a_ladder_says_what_is_fastest_even_where_the_last_rung_is_not():
 
 def test_figures_of_readers_know_the_way_of_a_build():
     pytest.importorskip("numba")
-    from leakmel.ops.bench_reader import ways_of_reading
+    from bench_reader import ways_of_reading
 
-    assert bench_plots.BUILD_WAY in ways_of_reading(2)
+    assert bench_figures.BUILD_WAY in ways_of_reading(2)
 
 
 def test_a_long_subtitle_is_broken_at_semicolons():
     parts = [f"{k} " + "word " * 8 for k in range(6)]
-    figure = bench_plots.ladder_figure({"first": [10.0]}, "; ".join(parts))
+    figure = bench_figures.ladder_figure({"first": [10.0]}, "; ".join(parts))
     lines = figure.layout.title.subtitle.text.split("<br>")
     assert max(map(len, lines)) <= 112
     assert "; ".join(lines) == "; ".join(parts)
-    assert figure.layout.margin.t > bench_plots.ladder_figure({"first": [10.0]}, "here").layout.margin.t
+    assert figure.layout.margin.t > bench_figures.ladder_figure({"first": [10.0]}, "here").layout.margin.t
 
 
-def test_each_suite_is_called_as_it_can_be(monkeypatch, tmp_path):
-    "Every suite gets its own parameters, is stored as it comes, and one that fails leaves the ones before it."
-    homes = {
-        "compare": "bench_compare",
-        "parts": "bench_parts",
-        "growth": "bench_growth",
-        "modes": "bench_modes",
-        "reader": "bench_reader",
-        "start": "bench_start",
-        "build": "bench",
-    }
-    called: dict[str, dict[str, Any]] = {}
-    for suite, home in homes.items():
-        module = importlib.import_module(f"leakmel.ops.{home}")
-        signature = inspect.signature(getattr(module, f"bench_{suite}"))
+def test_a_suite_that_fails_leaves_the_ones_before_it(monkeypatch, tmp_path):
+    "Each record is stored as it comes, and a temporary work folder is removed."
+    folders: list[Path] = []
 
-        def run(
-            *args: Any, suite: str = suite, signature: inspect.Signature = signature, **options: Any
-        ) -> dict[str, Any]:
-            called[suite] = signature.bind(*args, **options).arguments
-            if suite == "build":
-                raise LeakmelError("no room")
-            return {"suite": suite, "made_utc": "2001-01-01T00:00:00+00:00", "commit": None}
+    def run(suite: str, folder: Path, out: Path, **options: Any) -> tuple[dict[str, Any], Path]:
+        folders.append(Path(folder))
+        if suite == "train":
+            raise LeakmelError("no room")
+        record = {"suite": suite, "made_utc": "2001-01-01T00:00:00+00:00", "commit": None}
+        return record, store(record, out)
 
-        monkeypatch.setattr(module, f"bench_{suite}", run)
-    with pytest.raises(LeakmelError, match="no room"):
+    monkeypatch.setattr(bench_run, "measure", run)
+    with raises("failed"):
         find_records(plan_bench(PARAMETERS | {"out": str(tmp_path / "out")}))
-    assert list(called) == list(SUITES)
-    assert {suite: c["n_files"] for suite, c in called.items()} == dict.fromkeys(SUITES, 24) | {"growth": 30}
-    assert (called["compare"]["run_s"], called["compare"]["cold"], called["compare"]["only"]) == (
-        0.5,
-        True,
-        ("dali",),
-    )
-    assert called["reader"]["listed"] == 40
-    assert all(c["rounds"] == 2 for c in called.values())
-    assert not Path(called["build"]["folder"]).exists(), "a temporary work folder is removed"
-    assert sorted(p.name.split("-")[0] for p in (tmp_path / "out").iterdir()) == sorted(
-        set(SUITES) - {"build"}
-    )
+    assert len(folders) == len(SUITES)
+    assert not folders[0].exists()
+    assert sorted(p.name.split("-")[0] for p in (tmp_path / "out").iterdir()) == ["build", "gpu"]
+    kept = tmp_path / "work"
+    kept.mkdir()
+    given = {"folder": str(kept), "out": str(tmp_path / "out"), "suites": "build"}
+    find_records(plan_bench(PARAMETERS | given))
+    assert folders[-1] == kept
+    assert kept.is_dir()
 
 
-def test_a_named_work_folder_stays(monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        bench_run,
-        "_run_suite",
-        lambda suite, plan, folder, say: {
-            "suite": suite,
-            "made_utc": "2001",
-            "commit": None,
-            "at": str(folder),
-        },
-    )
-    given = {"folder": str(tmp_path / "work"), "out": str(tmp_path / "out"), "suites": "modes"}
-    assert find_records(plan_bench(PARAMETERS | given))["modes"] == {
-        "suite": "modes",
-        "made_utc": "2001",
-        "commit": None,
-        "at": given["folder"],
-    }
-    assert (tmp_path / "work").is_dir()
+@pytest.mark.parametrize("name", bench_run.MOVED)
+def test_a_suite_that_became_a_notebook_is_named(name, tmp_path, capsys):
+    assert (ROOT / "nbs" / "benchmarks" / f"{name}.ipynb").is_file()
+    assert main(["bench", str(tmp_path / "w"), "--suite", name, "--json"]) == 2
+    body = json.loads(capsys.readouterr().out)
+    assert f"nbs/benchmarks/{name}.ipynb" in body["error"]
+    with raises("unknown-suite"):
+        bench_run.require_suite(name)
 
 
 def test_a_picture_keeps_its_note():

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import raises
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.cli import main
-from leakmel.core.errors import LeakmelError, UsageError
+from leakmel.core.errors import LeakmelError
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.train.step import Stepper
@@ -261,7 +262,7 @@ def test_a_cpu_is_measured_as_what_it_is(tmp_path, monkeypatch):
 
 
 def test_what_is_refused(tmp_path):
-    with pytest.raises(UsageError):
+    with raises("invalid-effort", found=0):
         bench_train(tmp_path / "x", rounds=0, rehearse=True)
     assert not (tmp_path / "x").exists()
 

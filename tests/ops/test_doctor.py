@@ -15,16 +15,17 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from errors import raises
 
 from leakmel.cli import main
-from leakmel.core.errors import DataError
 from leakmel.mel import cpu_engine, engines
 from leakmel.mel.spec import MelSpec
-from leakmel.ops import doctor, doctor_engines, doctor_machine, doctor_parts
+from leakmel.ops import doctor, doctor_checks
 from leakmel.ops.doctor import FIGURES, REPORT_KEYS, Probe, Report, examine
-from leakmel.ops.doctor_machine import NOT_MEASURED, TITLES, Check
+from leakmel.ops.doctor_checks import NOT_MEASURED, TITLES, Check
 
 REAL = doctor.probes()
+DEVICE = "fake"  # that is none
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +79,8 @@ def test_all_keys_are_documented_and_the_rest_is_json(whole):
 
 
 def test_every_requirement_belongs_to_a_line():
-    wanted = set(doctor_machine.requirements()) - {"python"}
-    assert wanted == {name for names in doctor_machine.LINES.values() for name in names}
+    wanted = set(doctor_checks.requirements()) - {"python"}
+    assert wanted == {name for names in doctor_checks.LINES.values() for name in names}
 
 
 def test_nothing_is_left_in_the_folder(tmp_path):
@@ -218,14 +219,14 @@ def test_a_package_that_does_not_load(monkeypatch):
 
 
 def test_an_old_python_blocks(monkeypatch):
-    monkeypatch.setattr(doctor_machine.platform, "python_version", lambda: "3.10.12")
+    monkeypatch.setattr(doctor_checks.platform, "python_version", lambda: "3.10.12")
     check = packages("python")
     assert (check.status, check.blocks) == ("warn", True)
     assert "3.11" in check.advice
 
 
 def test_versions():
-    fits = doctor_machine.fits
+    fits = doctor_checks.fits
     assert fits("2.13.0+cpu", ">=2.9,<2.14")
     assert not fits("2.14.0a1", ">=2.9,<2.14")
     assert fits("10.0", ">9.9")
@@ -279,36 +280,36 @@ def groups(folder: Path, own: str, files: dict[str, str] | None = None) -> dict[
 
 
 def test_a_quota_of_a_group_above(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor_machine, "usable_cores", lambda: 8)
+    monkeypatch.setattr(doctor_checks, "usable_cores", lambda: 8)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     made = groups(
         tmp_path, "0::/job/step\n", {"job/cpu.max": "250000 100000", "job/step/cpu.max": "max 100000"}
     )
-    check = doctor_machine.examine_cores(**made)
+    check = doctor_checks.examine_cores(**made)
     assert (check.status, check.figures["quota_cores"]) == ("warn", 2.5)
     assert "--compute-workers 2" in check.advice
     (tmp_path / "job" / "cpu.max").write_text("900000 100000\n")
-    assert doctor_machine.examine_cores(**made).status == "ok", "a quota above the cores bounds nothing"
+    assert doctor_checks.examine_cores(**made).status == "ok", "a quota above the cores bounds nothing"
 
 
 def test_a_quota_of_version_1(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor_machine, "usable_cores", lambda: 8)
+    monkeypatch.setattr(doctor_checks, "usable_cores", lambda: 8)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     made = groups(
         tmp_path,
         "4:memory:/m\n1:cpu,cpuacct:/docker/x\n",
         {"cpu/docker/x/cpu.cfs_quota_us": "50000", "cpu/docker/x/cpu.cfs_period_us": "100000"},
     )
-    assert doctor_machine.examine_cores(**made).figures["quota_cores"] == 0.5
-    assert "--compute-workers 1" in doctor_machine.examine_cores(**made).advice
+    assert doctor_checks.examine_cores(**made).figures["quota_cores"] == 0.5
+    assert "--compute-workers 1" in doctor_checks.examine_cores(**made).advice
     (tmp_path / "cpu" / "docker" / "x" / "cpu.cfs_quota_us").write_text("-1")
-    assert doctor_machine.examine_cores(**made).figures["quota_cores"] is None
+    assert doctor_checks.examine_cores(**made).figures["quota_cores"] is None
 
 
 def test_cores_that_may_not_be_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor_machine, "usable_cores", lambda: 2)
+    monkeypatch.setattr(doctor_checks, "usable_cores", lambda: 2)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    check = doctor_machine.examine_cores(**groups(tmp_path, ""))
+    check = doctor_checks.examine_cores(**groups(tmp_path, ""))
     assert (check.status, check.found) == ("warn", "2 of 64 usable")
 
 
@@ -321,16 +322,16 @@ def test_little_memory(tmp_path):
             "memory/memory.limit_in_bytes": "9223372036854771712",
         },
     )
-    check = doctor_machine.examine_memory(**made)
+    check = doctor_checks.examine_memory(**made)
     assert (check.status, check.figures["limit_bytes"]) == ("warn", 600_000_000)
     assert "--max-bytes-in-flight 150000000" in check.advice
     (tmp_path / "memory" / "m" / "memory.limit_in_bytes").unlink()
-    assert doctor_machine.examine_memory(**made).figures["limit_bytes"] is None, "a huge number is no limit"
+    assert doctor_checks.examine_memory(**made).figures["limit_bytes"] is None, "a huge number is no limit"
 
 
 LOW = (
     "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)\n"
-    "from leakmel.ops.doctor_machine import examine_limits as e; c = e(); print(c.status, c.figures['open_files'], c.advice)"
+    "from leakmel.ops.doctor_checks import examine_limits as e; c = e(); print(c.status, c.figures['open_files'], c.advice)"
 )
 
 
@@ -343,7 +344,7 @@ def test_a_low_limit_of_open_files(limit, said):
 
 
 def test_a_low_limit_of_threads(tmp_path):
-    check = doctor_machine.examine_limits(**groups(tmp_path, "0::/a\n", {"a/pids.max": "64"}))
+    check = doctor_checks.examine_limits(**groups(tmp_path, "0::/a\n", {"a/pids.max": "64"}))
     assert (check.status, check.figures["threads"]) == ("warn", 64)
     assert "pids limit" in check.advice
 
@@ -362,7 +363,7 @@ def wsl(tmp_path: Path, release: str, kind: str = "9p", name: str = "data set") 
         f"none / ext4 rw 0 0\nC:\\134 {at} {kind} rw,aname=drvfs 0 0\ntmp {at}/x tmpfs rw 0 0\n"
     )
     (tmp_path / "release").write_text(release + "\n")
-    return doctor_machine.examine_wsl(folder, mounts=tmp_path / "mounts", release=tmp_path / "release")
+    return doctor_checks.examine_wsl(folder, mounts=tmp_path / "mounts", release=tmp_path / "release")
 
 
 def test_a_disk_of_windows(tmp_path):
@@ -393,7 +394,7 @@ def test_kinds_of_disk(tmp_path):
             (folder / "partition").write_text("1")
         entry.unlink(missing_ok=True)
         entry.symlink_to(folder)
-        return doctor_parts.disk_kind(tmp_path, devices=tmp_path / "dev", kind="ext4")
+        return doctor_checks.disk_kind(tmp_path, devices=tmp_path / "dev", kind="ext4")
 
     assert kind("nvme0n1/nvme0n1p2") == "NVMe SSD"
     assert kind("sda/sda1", "1\n") == "rotating disk"
@@ -403,26 +404,26 @@ def test_kinds_of_disk(tmp_path):
     (tmp_path / "block" / "dm-0" / "slaves" / "sda1").symlink_to(tmp_path / "block" / "sda" / "sda1")
     entry.unlink()
     entry.symlink_to(tmp_path / "block" / "dm-0")
-    assert doctor_parts.disk_kind(tmp_path, devices=tmp_path / "dev", kind="ext4") in (
+    assert doctor_checks.disk_kind(tmp_path, devices=tmp_path / "dev", kind="ext4") in (
         "rotating disk",
         "not told",
     )
-    assert doctor_parts.disk_kind(tmp_path, devices=tmp_path / "none", kind="overlay") == "not told"
-    assert doctor_parts.disk_kind(tmp_path, kind="nfs4") == "network"
+    assert doctor_checks.disk_kind(tmp_path, devices=tmp_path / "none", kind="overlay") == "not told"
+    assert doctor_checks.disk_kind(tmp_path, kind="nfs4") == "network"
 
 
 def on_disk(monkeypatch: pytest.MonkeyPatch, kind: str = "SSD") -> None:
     "Pretend that all lies on that kind of disk."
-    monkeypatch.setattr(doctor_parts, "disk_kind", lambda folder: kind)
+    monkeypatch.setattr(doctor_checks, "disk_kind", lambda folder: kind)
 
 
 def test_the_cold_rate_is_of_files_that_were_seen_to_be_out(demo, monkeypatch):
     "One of them stays in the page cache, and is not read."
     on_disk(monkeypatch)
-    files = doctor_parts.some_recordings(demo)
+    files = doctor_checks.some_recordings(demo)
     assert len(files) == 60
-    monkeypatch.setattr(doctor_parts, "_in_cache", lambda path: path == files[3])
-    check = doctor_parts.examine_disk(demo)
+    monkeypatch.setattr(doctor_checks, "_in_cache", lambda path: path == files[3])
+    check = doctor_checks.examine_disk(demo)
     assert check.figures["cold"] is True
     assert check.figures["cold_n_files"] == 59
     assert check.figures["cold_n_bytes"] == sum(p.stat().st_size for p in files if p != files[3])
@@ -437,32 +438,32 @@ def test_only_recordings_of_the_folder_are_read(tmp_path, make_wav):
     (tmp_path / "in" / "A" / "link.wav").symlink_to(tmp_path / "out" / "d.wav")
     (tmp_path / "in" / "B").symlink_to(tmp_path / "out")
     os.mkfifo(tmp_path / "in" / "A" / "pipe.wav")
-    assert doctor_parts.some_recordings(tmp_path / "in") == [tmp_path / "in" / "A" / "a.wav"]
+    assert doctor_checks.some_recordings(tmp_path / "in") == [tmp_path / "in" / "A" / "a.wav"]
     for k in range(9):
         make_wav(tmp_path / "many" / f"{k}.wav")
-    assert len(doctor_parts.some_recordings(tmp_path / "many", n_bytes=20_000)) == 3
+    assert len(doctor_checks.some_recordings(tmp_path / "many", n_bytes=20_000)) == 3
 
 
 def test_nothing_is_called_cold_that_is_not(demo, monkeypatch):
     on_disk(monkeypatch)
-    monkeypatch.setattr(doctor_parts, "_in_cache", lambda path: True)
-    check = doctor_parts.examine_disk(demo)
+    monkeypatch.setattr(doctor_checks, "_in_cache", lambda path: True)
+    check = doctor_checks.examine_disk(demo)
     assert check.status == "warn"
     assert f"cold rate {NOT_MEASURED}: nothing could be put out" in check.found
     assert check.figures["cold_bytes_per_s"] is None
-    monkeypatch.setattr(doctor_parts, "_in_cache", lambda path: None)
-    check = doctor_parts.examine_disk(demo)
+    monkeypatch.setattr(doctor_checks, "_in_cache", lambda path: None)
+    check = doctor_checks.examine_disk(demo)
     assert check.status == "warn"
     assert "does not tell" in check.found
     assert "/s cold" not in check.found
     on_disk(monkeypatch, "memory")
-    assert NOT_MEASURED in doctor_parts.examine_disk(demo).found
+    assert NOT_MEASURED in doctor_checks.examine_disk(demo).found
 
 
 def test_without_recordings_files_are_written_and_removed(tmp_path, monkeypatch):
     on_disk(monkeypatch)
-    monkeypatch.setattr(doctor_parts, "_in_cache", lambda path: False)
-    check = doctor_parts.examine_disk(tmp_path)
+    monkeypatch.setattr(doctor_checks, "_in_cache", lambda path: False)
+    check = doctor_checks.examine_disk(tmp_path)
     assert check.figures["cold_of"] == "written for it"
     assert check.figures["cold_n_bytes"] == 81_964 * check.figures["cold_n_files"] > 7e6
     assert list(tmp_path.iterdir()) == []
@@ -470,16 +471,16 @@ def test_without_recordings_files_are_written_and_removed(tmp_path, monkeypatch)
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     on_disk(monkeypatch)
-    real = doctor_parts.tempfile.TemporaryDirectory
+    real = doctor_checks.tempfile.TemporaryDirectory
 
     def refuse(*args: Any, dir: Any = None, **more: Any) -> Any:
         if dir == tmp_path:
             raise OSError(errno.EROFS, "read-only")
         return real(prefix=more["prefix"], dir=dir)
 
-    monkeypatch.setattr(doctor_parts.tempfile, "TemporaryDirectory", refuse)
-    assert "holds no recordings and cannot be written" in doctor_parts.examine_disk(tmp_path).found
-    assert "since the folder cannot be written" in doctor_parts.examine_hdf5(tmp_path).found
+    monkeypatch.setattr(doctor_checks.tempfile, "TemporaryDirectory", refuse)
+    assert "holds no recordings and cannot be written" in doctor_checks.examine_disk(tmp_path).found
+    assert "since the folder cannot be written" in doctor_checks.examine_hdf5(tmp_path).found
 
 
 @pytest.mark.parametrize(
@@ -501,8 +502,8 @@ def test_slow_disks(kind, rate, status, tmp_path, monkeypatch):
         "bytes_per_s": rate,
         "measured_s": 0.1,
     }
-    monkeypatch.setattr(doctor_parts, "cold_rate", lambda folder: done)
-    check = doctor_parts.examine_disk(tmp_path)
+    monkeypatch.setattr(doctor_checks, "cold_rate", lambda folder: done)
+    check = doctor_checks.examine_disk(tmp_path)
     assert check.status == status
     assert check.found.startswith(f"{kind}; {rate / 1e6:.{0 if rate >= 1e8 else 1}f} MB/s cold, ")
 
@@ -510,7 +511,7 @@ def test_slow_disks(kind, rate, status, tmp_path, monkeypatch):
 def test_a_system_that_cannot_drop_files(demo, monkeypatch):
     on_disk(monkeypatch)
     monkeypatch.delattr(os, "posix_fadvise")
-    check = doctor_parts.examine_disk(demo)
+    check = doctor_checks.examine_disk(demo)
     assert check.status == "warn"
     assert "cannot drop files from its page cache" in check.found
 
@@ -520,7 +521,7 @@ def test_a_system_that_cannot_drop_files(demo, monkeypatch):
 
 def test_hdf5_that_cannot_write_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(h5py, "File", failing(OSError(errno.ENOSPC, "No space left on device")))
-    check = doctor_parts.examine_hdf5(tmp_path)
+    check = doctor_checks.examine_hdf5(tmp_path)
     assert (check.status, check.blocks) == ("warn", True)
     assert "No space left on device" in check.found
     assert list(tmp_path.iterdir()) == []
@@ -535,9 +536,9 @@ def test_hdf5_that_gives_back_something_else_blocks(tmp_path, monkeypatch):
                 f["segments_mel"][2, 7] = 1
         return real(path, mode, **more)
 
-    assert doctor_parts.examine_hdf5(tmp_path).status == "ok"
+    assert doctor_checks.examine_hdf5(tmp_path).status == "ok"
     monkeypatch.setattr(h5py, "File", altered)
-    check = doctor_parts.examine_hdf5(tmp_path)
+    check = doctor_checks.examine_hdf5(tmp_path)
     assert (check.status, check.blocks) == ("warn", True)
     assert "not what was written" in check.found
 
@@ -545,7 +546,7 @@ def test_hdf5_that_gives_back_something_else_blocks(tmp_path, monkeypatch):
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", failing(OSError(errno.ENOLCK, "no locks")))
     monkeypatch.setenv("HDF5_USE_FILE_LOCKING", "FALSE")
-    check = doctor_parts.examine_hdf5(tmp_path)
+    check = doctor_checks.examine_hdf5(tmp_path)
     assert (check.status, check.blocks) == ("warn", False)
     assert (check.figures["kernel_locks"], check.figures["hdf5_locking"]) == (False, "FALSE")
     assert "does not lock" in check.found
@@ -555,9 +556,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch):
-    assert doctor_parts.examine_compiled().status == "ok"
-    monkeypatch.setattr(doctor_parts, "_can_write", lambda folder: False)
-    check = doctor_parts.examine_compiled()
+    assert doctor.examine_compiled().status == "ok"
+    monkeypatch.setattr(doctor, "_can_write", lambda folder: False)
+    check = doctor.examine_compiled()
     assert check.status == "warn"
     assert "NUMBA_CACHE_DIR" in check.advice
     assert "__pycache__" in check.found or os.environ.get("NUMBA_CACHE_DIR", "-") in check.found
@@ -565,7 +566,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch):
 
 def test_what_can_be_written(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    can_write = doctor_parts._can_write
+    can_write = doctor._can_write
     assert can_write(tmp_path)
     assert can_write(tmp_path / "made" / "later")
     assert not can_write(tmp_path / "file")
@@ -575,10 +576,10 @@ def test_what_can_be_written(tmp_path):
 
 def test_a_machine_without_a_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "hides every GPU" in doctor_parts.examine_gpu().found
+    assert "hides every GPU" in doctor.examine_gpu().found
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(engines, "may_have_cuda", lambda: False)
-    assert doctor_parts.examine_gpu().status == "missing"
+    assert doctor.examine_gpu().status == "missing"
 
 
 def test_a_driver_with_a_torch_that_cannot_use_it(monkeypatch):
@@ -590,33 +591,33 @@ def test_a_driver_with_a_torch_that_cannot_use_it(monkeypatch):
     card = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlSystemGetDriverVersion=lambda: "580.1",
-        nvmlSystemGetCudaDriverVersion=lambda: 13010,
+        nvmlSystemGetCudaDriverVersion_v2=lambda: 13010,
         nvmlDeviceGetHandleByIndex=lambda i: i,
         nvmlDeviceGetName=failing(RuntimeError("no name")),
         nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(total=24e9),
     )
     monkeypatch.setitem(sys.modules, "pynvml", card)
-    check = doctor_parts.examine_gpu()
+    check = doctor.examine_gpu()
     assert (check.status, check.found) == (
         "warn",
         "GPU without a name, driver 580.1, CUDA 13.1, 24.00 GB, torch can use none",
     )
     assert check.figures["gpu_name"] is None
     assert (
-        doctor_parts.examine_torch().status,
-        "install a CUDA build" in doctor_parts.examine_torch().advice,
+        doctor.examine_torch().status,
+        "install a CUDA build" in doctor.examine_torch().advice,
     ) == ("warn", True)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert f"driver {NOT_MEASURED}" in doctor_parts.examine_gpu().found
+    assert f"driver {NOT_MEASURED}" in doctor.examine_gpu().found
 
 
 def test_the_bus_of_a_rehearsed_device(monkeypatch):
-    monkeypatch.setattr(doctor_parts, "SLOW_BUS", 0)
-    check = doctor_parts.examine_bus("fake")
+    monkeypatch.setattr(doctor, "SLOW_BUS", 0)
+    check = doctor.examine_bus(DEVICE)
     assert check.status == "ok"
     assert check.figures["to_device_bytes_per_s"] > 1e6
-    monkeypatch.setattr(doctor_parts, "SLOW_BUS", 1e15)
-    assert "slot" in doctor_parts.examine_bus("fake").advice
+    monkeypatch.setattr(doctor, "SLOW_BUS", 1e15)
+    assert "slot" in doctor.examine_bus(DEVICE).advice
 
 
 # ---- engines -------------------------------------------------------------------------------------------------------------
@@ -646,7 +647,7 @@ def test_a_wrong_fft_does_not_become_the_measure_of_all(monkeypatch):
     "The reference is compared with the definition, not with itself."
     real = np.fft.rfft
     monkeypatch.setattr(np.fft, "rfft", lambda x, *a, **k: real(x, *a, **k) * 1.02)
-    check = doctor_engines.examine_engine("reference")
+    check = doctor.examine_engine("reference")
     assert (check.status, check.blocks) == ("warn", True)
     assert check.figures["max_abs_db"] > 0.1
 
@@ -660,18 +661,18 @@ def test_a_wrong_fft_does_not_become_the_measure_of_all(monkeypatch):
     ],
 )
 def test_engines_that_cannot_run(error, status, said, monkeypatch):
-    monkeypatch.setattr(doctor_engines, "make_engine", failing(error))
-    check = doctor_engines.examine_engine("torch")
+    monkeypatch.setattr(doctor, "make_engine", failing(error))
+    check = doctor.examine_engine("torch")
     assert (check.status, check.blocks) == (status, False)
     assert said in check.found
-    assert doctor_engines.examine_engine("reference").blocks, "there is none below it"
+    assert doctor.examine_engine("reference").blocks, "there is none below it"
 
 
 def test_parity_asks_every_device():
     "Two rehearsed devices, each from 16-bit samples and from float32, twice."
-    (spec, *_) = doctor_engines.parity_specs()
-    with doctor_engines.make_engine("torch", spec, "fake*2") as engine:
-        found, _ = doctor_engines.parity(engine)
+    (spec, *_) = doctor.parity_specs()
+    with doctor.make_engine("torch", spec, f"{DEVICE}*2") as engine:
+        found, _ = doctor.parity(engine)
     assert len(found) == 8
     assert all(c.ok for c in found)
 
@@ -681,7 +682,7 @@ def test_the_definition_holds_for_frames_that_overlap():
         duration_s=1, long_window=1024, short_window=1024, short_hop=1024, n_fft=256, hop_length=96, power=2.0
     )
     x = engines.check_recording(spec)
-    right = doctor_engines.defined_features(x, spec)
+    right = doctor.defined_features(x, spec)
     assert engines.compare(engines.reference_log_mel(x, spec).astype(np.float16), right, spec).ok
 
 
@@ -703,7 +704,7 @@ def test_the_command_prints_a_page(demo, whole, monkeypatch, capsys):
 def test_no_such_folder(tmp_path, capsys):
     assert main(["doctor", os.fspath(tmp_path / "nowhere")]) == 1
     assert "no such folder" in capsys.readouterr().err
-    with pytest.raises(DataError, match="no such folder"):
+    with raises("no-folder-to-examine", path=tmp_path / "nowhere"):
         examine(tmp_path / "nowhere")
 
 

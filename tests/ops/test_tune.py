@@ -18,12 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from errors import raises
 
 import leakmel as lm
 from leakmel.audio.manifest import scan
 from leakmel.cli import main
-from leakmel.core.errors import DataError, UsageError, VerifyError
-from leakmel.core.monitor import usable_cores
+from leakmel.core.errors import DataError
 from leakmel.dataset.run import tuned as settings
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.run.plan import RunPlan, build_kinds, execute, plan_rows, plan_run
@@ -39,17 +39,18 @@ from leakmel.dataset.run.tuned import (
 )
 from leakmel.dataset.file.spec_file import write_spec
 from leakmel.ops import tune as tune_module, tune_trials
-from leakmel.ops.tune import NotKeptError, plan_sweep, tune
-from leakmel.ops.tune_judge import (
+from leakmel.ops.tune import (
     CONFIRM_ROUNDS,
     Key,
+    NotKeptError,
     Runs,
     Score,
-    choose,
+    best_candidate,
     is_better,
+    plan_sweep,
     scores_of,
-    shortlist,
     sweep,
+    tune,
     verdict,
 )
 from leakmel.ops.tune_trials import DEFAULT, BuildTrials, Candidate, StateError, make_cache_state, take_sample
@@ -120,24 +121,19 @@ def made(
 
 TRIED = [
     Candidate(DEFAULT),
-    Candidate("a", {"slots": 4}, group="one"),
-    Candidate("b", {"slots": 8}, group="one"),
-    Candidate("c", {"read_ahead": 0}, group="two"),
-    Candidate("known", mode="memmap"),
+    Candidate("a", {"slots": 4}),
+    Candidate("b", {"slots": 8}),
+    Candidate("c", {"read_ahead": 0}),
 ]
 
 
 def recommended(rates: dict[str, float], around: float = 0.0, seed: int = 0) -> str | None:
     "What both looks come to."
-    listed = shortlist(made(rates, around, 3, 2 * seed), TRIED)
-    if len(listed) < 2:
+    best = best_candidate(made(rates, around, 3, 2 * seed), TRIED)
+    if best is None:
         return None
-    means = {
-        c.name: rates[c.name] if c.name in rates else max(rates[n] for n in c.name.split(" + "))
-        for c in listed
-    }
-    chosen = choose(made(means, around, CONFIRM_ROUNDS, 2 * seed + 1), listed)
-    return None if chosen is None else chosen.name
+    again = made({name: rates[name] for name in (DEFAULT, best.name)}, around, CONFIRM_ROUNDS, 2 * seed + 1)
+    return best.name if is_better(again, best.name) else None
 
 
 def test_rounds_are_interleaved_and_never_in_the_same_order():
@@ -181,19 +177,11 @@ def test_the_plan_keeps_the_time():
 
 
 def test_a_clear_winner_is_recommended():
-    assert recommended({DEFAULT: 100, "a": 103, "b": 130, "c": 99, "known": 500}, 0.02) == "b"
-
-
-def test_winners_of_two_groups_are_tried_together():
-    listed = shortlist(made({DEFAULT: 100, "a": 120, "b": 130, "c": 125, "known": 100}, 0.02), TRIED)
-    assert [c.name for c in listed] == [DEFAULT, "b", "b + c"]
-    assert dict(listed[2].changes) == {"slots": 8, "read_ahead": 0}
-    assert choose(made({DEFAULT: 100, "b": 130, "b + c": 160}, 0.02), listed) is listed[2]
-    assert choose(made({DEFAULT: 100, "b": 130, "b + c": 80}, 0.02), listed) is listed[1]
+    assert recommended({DEFAULT: 100, "a": 103, "b": 130, "c": 99}, 0.02) == "b"
 
 
 def test_nothing_is_recommended_where_spreads_overlap_or_all_are_equal():
-    assert recommended(dict.fromkeys([DEFAULT, "a", "b", "c", "known"], 100)) is None
+    assert recommended(dict.fromkeys([DEFAULT, "a", "b", "c"], 100)) is None
     equal = made(dict.fromkeys([DEFAULT, "a"], 100.0))["warm"]
     assert verdict(equal)["overlap"] is True
     assert "neither is faster for sure" in str(verdict(equal)["sentence"])
@@ -208,31 +196,29 @@ def test_nothing_is_recommended_where_spreads_overlap_or_all_are_equal():
 
 
 def test_a_gain_too_small_to_matter_is_none():
-    assert recommended({DEFAULT: 100, "a": 102, "b": 100, "c": 100, "known": 100}) is None
+    assert recommended({DEFAULT: 100, "a": 102, "b": 100, "c": 100}) is None
 
 
 def test_noise_is_not_recommended():
     "Four hundred sweeps of settings that make no difference, on a machine whose rates vary by a fifth."
-    seen = [
-        recommended(dict.fromkeys([DEFAULT, "a", "b", "c", "known"], 100.0), 0.2, seed) for seed in range(400)
-    ]
+    seen = [recommended(dict.fromkeys([DEFAULT, "a", "b", "c"], 100.0), 0.2, seed) for seed in range(400)]
     assert sum(name is not None for name in seen) <= 4
     first = [
-        shortlist(made(dict.fromkeys([DEFAULT, "a", "b", "c", "known"], 100.0), 0.2, 3, 2 * seed), TRIED)
+        best_candidate(made(dict.fromkeys([DEFAULT, "a", "b", "c"], 100.0), 0.2, 3, 2 * seed), TRIED)
         for seed in range(400)
     ]
-    assert sum(len(x) > 1 for x in first) > 20  # one look alone would have believed in these
+    assert sum(c is not None for c in first) > 20  # one look alone would have believed in these
 
 
 def test_what_harms_from_the_other_state_is_not_recommended():
     states = made({DEFAULT: 100, "a": 130}, 0.02) | {"warm": made({DEFAULT: 100, "a": 90}, 0.02)["warm"]}
     assert states["cold"][0].name == "a"
     assert not is_better(states, "a")
-    assert choose(states, TRIED[:2]) is None
+    assert best_candidate(states, TRIED[:2]) is None
 
 
 def test_too_few_rounds_recommend_nothing():
-    assert choose(made({DEFAULT: 100, "a": 150}, 0.01, CONFIRM_ROUNDS - 1), TRIED[:2]) is None
+    assert best_candidate(made({DEFAULT: 100, "a": 150}, 0.01, 2), TRIED[:2]) is None
     assert "too few rounds" in str(verdict(made({DEFAULT: 100, "a": 150}, 0.01, 2)["warm"])["sentence"])
 
 
@@ -250,7 +236,7 @@ def test_a_trial_that_fails_is_named_and_the_others_go_on():
     assert [s.name for s in scores] == ["b", DEFAULT, "a"]
     assert "not allowed" in scores[-1].failure
     assert scores[-1].rounds == 0
-    assert [c.name for c in shortlist({"warm": scores}, TRIED)] == [DEFAULT, "b"]
+    assert best_candidate({"warm": scores}, TRIED) is TRIED[2]
     only = {("a", "warm"): Runs([], "no"), (DEFAULT, "warm"): Runs([])}
     assert verdict(scores_of(only, "warm", N_FILES, 1))["sentence"] == "nothing could be measured"
 
@@ -313,8 +299,7 @@ def test_a_run_on_forty_recordings(data, tmp_path, capsys):
         ):
             break
     assert took[-1] < 6 + 3, took  # the check at the end may take a little longer
-    assert figures["n_files"] == 40
-    assert figures["n_files_there"] == 41
+    assert (figures["n_files"], figures["n_files_there"]) == (41, 41)
     assert figures["verified"]["ok"]
     assert figures["verified"]["same_bytes"]
     assert figures["verified"]["rows"] == 40
@@ -326,10 +311,6 @@ def test_a_run_on_forty_recordings(data, tmp_path, capsys):
         assert default["ms_per_file"] * default["files_per_s"] == pytest.approx(1000)
         assert figures["verdicts"][cache]["best"] in by_name
     assert {"warm", "cold"} >= set(figures["builds"]) >= {"warm"}
-    ways = {"readv", "os.read", "mmap", "readv, 16 KiB at a time", f"readv, {4 * usable_cores()} threads"}
-    if sys.platform == "linux":
-        ways |= {"readv, O_NOATIME", "readv, WILLNEED", "readv, SEQUENTIAL"}
-    assert {s["name"] for s in figures["reading"]["warm"]} >= ways
     assert Path(figures["path"]) == tmp_path / "data.leakmel-tuned.json"
     assert read_tuned(figures["path"]).settings == figures["settings"]
 
@@ -486,7 +467,6 @@ def test_what_changes_the_work_of_a_build_can_be_given_to_tune(capsys):
 def test_a_sample_is_of_what_can_be_read(data):
     sample = take_sample(scan(data), 1000)
     assert len(sample) == 41
-    assert len(sample.without([b"LEAK/x.wav"])) == 40
     few = take_sample(scan(data), 5)
     assert len(few) == 5
     assert set(few.files) < set(sample.files)
@@ -494,7 +474,7 @@ def test_a_sample_is_of_what_can_be_read(data):
     assert len(few.manifest.label_names) == len(set(few.listing.label_ids.tolist()))
     for path in data.rglob("*.wav"):
         path.write_bytes(b"")
-    with pytest.raises(DataError, match="no recordings to tune with"):
+    with raises("nothing-to-tune-with", path=scan(data).listings[0].folder):
         take_sample(scan(data), 5)
 
 
@@ -504,12 +484,12 @@ def test_cold_is_checked(data, monkeypatch):
     make_cache_state(sample.files, "warm")
     monkeypatch.setattr(tune_trials, "_forget", lambda files: None)
     monkeypatch.setattr(tune_trials, "evict", lambda files: None)
-    with pytest.raises(StateError, match="cannot be made cold"):
+    with raises("cache-state", StateError):
         make_cache_state(sample.files, "cold")
     with pytest.raises(StateError):
         BuildTrials(sample, data.parent).run(Candidate(DEFAULT), "cold")
     monkeypatch.setattr(tune_trials, "is_in_cache", lambda fd, at: None)
-    with pytest.raises(StateError, match="does not tell"):
+    with raises("cache-state", StateError):
         make_cache_state(sample.files, "cold")
     make_cache_state(sample.files, "warm")  # they have just been read, which is all that can be known
     figures = tune(data, budget_s=1, progress="none", keep=False)
@@ -528,7 +508,7 @@ def test_other_bytes_keep_nothing(data, tmp_path, monkeypatch):
         return result
 
     monkeypatch.setattr(BuildTrials, "build", wrong)
-    with pytest.raises(VerifyError, match="other bytes"):
+    with raises("tuned-bytes-differ"):
         tune(data, budget_s=1, progress="none", work_dir=tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["data"]
 
@@ -556,7 +536,7 @@ def test_an_interrupted_run_leaves_nothing(data, tmp_path):
 
 @pytest.mark.parametrize("budget_s", [0, -1, float("nan"), float("inf")])
 def test_a_time_that_is_none_is_refused(data, budget_s):
-    with pytest.raises(UsageError, match="budget_s"):
+    with raises("invalid-effort"):
         tune(data, budget_s=budget_s)
 
 

@@ -561,7 +561,7 @@ def test_bench_asks_for_its_folders_before_it_measures(tmp_path, say, where):
     "Figures of minutes are not lost for a folder that cannot be written to."
     (tmp_path / "file").write_text("mine")
     wrong, right = tmp_path / "file" / "b", tmp_path / "b"
-    for suite in ("start", "compare", "gpu"):
+    for suite in ("build", "train", "gpu"):
         status, _, err = say(
             "bench",
             *((wrong, "--out", right) if where == "the folder" else (right, "--out", wrong)),

@@ -307,7 +307,7 @@ def test_make_build_leaves_the_data_folder_alone(tmp_path, tiny):
 
 # ---- benchmark.ipynb -----------------------------------------------------------------------------------------------
 
-TINY = ("-p", "n_files", "12", "-p", "growth_files", "8", "-p", "rounds", "1", "-p", "run_s", "0.1")
+TINY = ("-p", "n_files", "12", "-p", "rounds", "1")
 
 
 def benchmark(project: Path, *args: str) -> Run:
@@ -316,33 +316,21 @@ def benchmark(project: Path, *args: str) -> Run:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> Run:
-    "Two of the suites, tiny."
-    return benchmark(
-        copy_project(tmp_path_factory.mktemp("measured")),
-        *TINY,
-        "-p",
-        "suites",
-        "compare,growth",
-        "-p",
-        "only",
-        "leakmel reference",
-    )
+    "The suite build, tiny."
+    return benchmark(copy_project(tmp_path_factory.mktemp("measured")), *TINY)
 
 
 def test_benchmark_measures_keeps_and_draws(measured):
     assert measured.status == 0, measured.log
-    compare, parts, trust, growth, modes, reader, start, build = titles_of(measured)
-    assert re.search(r"leakmel cpu: not measured", compare), "it was not among those that were asked for"
-    assert "8 files at" in growth
-    for title in (parts, trust, modes, reader, start, build):
-        assert title.endswith("not measured")
-    assert re.search(r"^leakmel reference +[\d,]+ ", measured.text, re.M)
-    assert "right, then measured: compare, growth" in measured.text
+    (build,) = titles_of(measured)
+    assert re.search(r"files/s, from listing to published file", build)
+    assert re.search(r"^disjoint, fsync +[\d,]+ ", measured.text, re.M)
+    assert "right, then measured: build" in measured.text
     (folder,) = (measured.project / "runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-benchmark", folder.name), (
         "a small set is not taken for the project's own figures"
     )
-    assert sorted(p.name.split("-")[0] for p in folder.iterdir()) == ["compare", "growth"]
+    assert [p.name.split("-")[0] for p in folder.iterdir()] == ["build"]
     assert measured.notebook.stat().st_size < 1_500_000
 
 
@@ -355,9 +343,10 @@ def test_benchmark_shows_records_that_are_there(measured, tmp_path):
 
 
 def test_benchmark_without_records_says_so(tmp_path):
-    run = benchmark(copy_project(tmp_path), "-p", "run", "False")
+    run = benchmark(copy_project(tmp_path), "-p", "run", "False", "-p", "suites", "all")
     assert run.status == 0, run.log
-    assert [title.endswith("not measured") for title in titles_of(run)] == [True] * 8
+    assert [title.endswith("not measured") for title in titles_of(run)] == [True]
+    assert "not measured: build, gpu, train" in run.text
     assert not (tmp_path / "runs").exists()
 
 
@@ -365,13 +354,34 @@ def test_benchmark_fails_where_rows_were_wrong_and_still_draws(measured, tmp_pat
     project = copy_project(tmp_path)
     (folder,) = (measured.project / "runs").iterdir()
     shutil.copytree(folder, tmp_path / "records")
-    (path,) = (tmp_path / "records").glob("growth-*.json")
+    (path,) = (tmp_path / "records").glob("build-*.json")
     path.write_text(path.read_text().replace('"all_ok": true', '"all_ok": false'))
     run = benchmark(project, "-p", "run", "False", "-r", "out", str(tmp_path / "records"))
     assert run.status != 0
-    assert len(titles_of(run)) == 8
+    assert len(titles_of(run)) == 1
     (error,) = run.errors
-    assert "what was measured is not all right; found growth" in error
+    assert "what was measured is not all right; found build" in error
+
+
+def test_a_notebook_of_comparisons_measures_keeps_and_draws(tmp_path):
+    project = copy_project(tmp_path)
+    few = ("-p", "n_files", "8", "-p", "rounds", "1")
+    run = papermill(project, *few, notebook="benchmarks/growth.ipynb")
+    assert run.status == 0, run.log
+    assert "8 files at" in titles_of(run)[0]
+    assert "right, then measured: growth" in run.text
+    (folder,) = (project / "runs").iterdir()
+    assert [p.name.split("-")[0] for p in folder.iterdir()] == ["growth"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((ROOT / "nbs" / "benchmarks").glob("*.ipynb")), ids=lambda p: p.stem)
+def test_notebooks_of_comparisons_draw_the_stored_records(path, tmp_path):
+    records = str(ROOT / "runs" / "benchmarks")
+    words = ("-p", "run", "False", "-r", "out", records)
+    run = papermill(copy_project(tmp_path), *words, notebook=f"benchmarks/{path.name}")
+    assert run.status == 0, run.log
+    assert re.search(r"right, then measured|not measured: gpu", run.text)
 
 
 @pytest.mark.parametrize(
@@ -383,12 +393,8 @@ def test_benchmark_fails_where_rows_were_wrong_and_still_draws(measured, tmp_pat
             ["n_files must be a whole number, got 'many'", "run must be True or False"],
         ),
         (
-            {"suites": "compare,part", "rounds": 0, "only": "torchaudo"},
-            [
-                "suite part is unknown; did you mean parts?",
-                "rounds must be at least 1",
-                "contestant torchaudo is unknown; did you mean torchaudio?",
-            ],
+            {"suites": "build,trian", "rounds": 0},
+            ["suite trian is unknown; did you mean train?", "rounds must be at least 1"],
         ),
     ],
     ids=["unknown", "ill-typed", "nonsense"],

@@ -355,8 +355,9 @@ def test_run_notebooks_are_known_to_the_makefile():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     names = re.search(r"^RUN_NOTEBOOKS := (.+)$", makefile, re.M).group(1).split()  # type: ignore[union-attr]
     runs = [p for p in source_notebooks() if is_run_notebook(p)]
-    assert {p.parent for p in runs} == {NOTEBOOKS}
-    assert {p.stem for p in runs} <= set(names)
+    assert {p.parent for p in runs} == {NOTEBOOKS, NOTEBOOKS / "benchmarks"}
+    assert (NOTEBOOKS / "benchmarks" / ".notest").is_file(), "nbdev_test leaves that folder out"
+    assert {p.stem for p in runs if p.parent == NOTEBOOKS} <= set(names)
     at_top = [p.stem for p in source_notebooks() if p.parent == NOTEBOOKS and not is_run_notebook(p)]
     assert not set(at_top) & set(names)
 
@@ -465,6 +466,7 @@ def test_the_front_page_shows_what_its_code_prints(tmp_path):
     for name in (
         "nbs/index.ipynb",
         *(str(p.relative_to(ROOT)) for p in (ROOT / "runs" / "benchmarks").glob("*.json")),
+        *(str(p.relative_to(ROOT)) for p in (NOTEBOOKS / "benchmarks").glob("*.py")),
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())

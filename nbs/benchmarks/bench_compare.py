@@ -1,0 +1,589 @@
+"""leakmel's engines and what people would otherwise use, on the same recordings: right first, then timed in turn."""
+
+import json, os, shutil, sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from leakmel.core.errors import LeakmelError, UsageError
+from leakmel.mel.engines import CPU_ENGINES, NotHere
+from leakmel.mel.reference import compare, reference_features
+from leakmel.mel.spec import MelSpec, spec_from_dict
+from leakmel.ops.bench import bring_in, evict, made_set, record_head, rounds_words, spread
+from leakmel.ops.bench_gpu_parts import CONTEST, contest_spec, geometry_line
+from contestants import TOOLS, list_split
+from process_tree import Took, run_command
+
+
+@dataclass(frozen=True)
+class Contestant:
+    "A way to the file, run as a process of its own."
+
+    what: str  # in words
+    command: Callable[[Path, Path, str], list[str]]  # root, file to write, geometry -> words
+    env: Mapping[str, str] = field(default_factory=dict)  # added to its environment
+
+
+def build_command(engine: str, root: Path, out: Path, geometry: str) -> list[str]:
+    "The words of a build by an engine on the CPU."
+    changes = [
+        w
+        for key, value in CONTEST[geometry].items()
+        for w in (f"--{key.replace('_', '-')}", "none" if value is None else str(value))
+    ]
+    return [
+        sys.executable,
+        "-m",
+        "leakmel",
+        "build",
+        str(root),
+        "--out",
+        str(out),
+        "--split",
+        "training",
+        "--engine",
+        engine,
+        "--device",
+        "cpu",
+        "--no-fsync",
+        "--fresh",
+        "--json",
+        *changes,
+    ]
+
+
+_TOOL = str(Path(__file__).with_name("contestants.py"))
+
+
+def all_contestants() -> dict[str, Contestant]:
+    "leakmel's engines for CPUs, then the other tools."
+
+    def build(engine: str) -> Contestant:
+        return Contestant(f"leakmel build --engine {engine}", lambda *where: build_command(engine, *where))
+
+    def tool(name: str) -> Contestant:
+        return Contestant(
+            (TOOLS[name].fill.__doc__ or name).rstrip("."),
+            env=TOOLS[name].env,
+            command=lambda root, out, geometry: [
+                sys.executable,
+                _TOOL,
+                name,
+                str(root),
+                str(out),
+                "--geometry",
+                geometry,
+            ],
+        )
+
+    return {f"leakmel {engine}": build(engine) for engine in CPU_ENGINES} | {
+        name: tool(name) for name in TOOLS
+    }
+
+
+def part_of(
+    root: Path,  # a made set
+    folder: Path,  # where parts are put
+    n: int,  # recordings wanted
+) -> Path:  # a folder of splits; the set itself where it has no more
+    "A part of the training split, evenly chosen."
+    paths, _ = list_split(root)
+    if n >= len(paths):
+        return root
+    part = folder / f"part-{n}"
+    if not part.exists():
+        for label in sorted({Path(p).parent.name for p in paths}):
+            (part / "TRAINING" / label).mkdir(parents=True)
+        for i in np.linspace(0, len(paths) - 1, n).astype(int):
+            os.link(paths[i], part / "TRAINING" / Path(paths[i]).parent.name / Path(paths[i]).name)
+    return part
+
+
+def rounded(n: float) -> int:
+    "The two leading digits of a number, so that there are few parts."
+    step = 10 ** max(0, len(str(int(n))) - 2)
+    return int(n) // step * step
+
+
+def check_file(
+    path: Path,  # of a contestant
+    root: Path,  # what it was made from
+    spec: MelSpec,
+    sample: int | None = None,  # rows to look at, evenly chosen; None: all
+) -> dict[str, Any]:  # ok, why, rows, checked, n_wrong, max_abs_db
+    "Whether a file has the rows and labels that it should have."
+    import h5py
+
+    paths, ids = list_split(root)
+    shape = (len(paths), *spec.row_shape)
+    found: dict[str, Any] = {
+        "ok": False,
+        "why": None,
+        "rows": len(paths),
+        "checked": 0,
+        "n_wrong": 0,
+        "max_abs_db": 0.0,
+    }
+    try:
+        file = h5py.File(path, "r")
+    except OSError as e:
+        return found | {"why": f"no HDF5 file that can be read: {e}"}
+    with file as f:
+        if not {"segments_mel", "labels"} <= set(f):
+            return found | {"why": f"segments_mel or labels is missing, there is {', '.join(f) or 'nothing'}"}
+        rows, labels = f["segments_mel"], f["labels"][:]
+        if rows.shape != shape or rows.dtype != np.float16:
+            return found | {"why": f"segments_mel is {rows.dtype} {rows.shape}, not float16 {shape}"}
+        if not np.array_equal(labels, ids):
+            return found | {"why": "the labels are not those of the folders"}
+        picked = np.unique(np.linspace(0, len(paths) - 1, min(len(paths), sample or len(paths))).astype(int))
+        wrong = _compare_rows(rows, paths, picked, spec, found)
+    if wrong:
+        found["why"] = (
+            f"{len(wrong)} of {len(picked)} rows are not right, first row {wrong[0]} ({Path(paths[wrong[0]]).name})"
+        )
+    return found | {"ok": not wrong, "checked": len(picked)}
+
+
+def _compare_rows(
+    rows: Any, paths: list[str], picked: np.ndarray, spec: MelSpec, found: dict[str, Any]
+) -> list[int]:
+    "Numbers of the rows that are not right; sums are added to `found`."
+    from leakmel.audio.wav import read_wav
+
+    wrong = []
+    for i in picked.tolist():
+        verdict = compare(rows[i], reference_features(read_wav(paths[i]).samples[:, 0], spec), spec)
+        found["n_wrong"], found["max_abs_db"] = (
+            found["n_wrong"] + verdict.n_wrong,
+            max(found["max_abs_db"], verdict.max_abs_db),
+        )
+        if not verdict.ok:
+            wrong.append(i)
+    return wrong
+
+
+def run_once(
+    contestant: Contestant,
+    root: Path,  # a made set, or a part of one
+    out: Path,  # file to write; what was there is removed
+    geometry: str,
+    *,
+    cache: str = "warm",  # page cache: "warm" or "cold"
+    watch: bool = False,  # weigh the process tree, which costs time
+    limit_s: float = 600,
+) -> dict[
+    str, Any
+]:  # raises NotHere for a package that is not installed, LeakmelError for a command that failed
+    "Run a contestant; what it and the machine say of it."
+    out.unlink(missing_ok=True)
+    paths, _ = list_split(root)
+    {"warm": bring_in, "cold": evict}[cache](paths)
+    took = run_command(
+        contestant.command(root, out, geometry), env=contestant.env, watch=watch, limit_s=limit_s
+    )
+    body = _printed(took)
+    if "missing" in body:
+        raise NotHere(body["missing"])
+    if took.status or "seconds" not in body:
+        said = body.get("error") or next(
+            (line for line in reversed(took.said.splitlines()) if line.strip()), "nothing"
+        )
+        raise LeakmelError(f"ended with status {took.status}", found=said)
+    return {
+        "seconds": body["seconds"],
+        "n_files": len(paths),
+        "files_per_s": len(paths) / body["seconds"],
+        "process_s": took.wall_s,
+        "cpu_s": took.cpu_s,
+        "peak_bytes": took.peak_bytes,
+        "versions": body.get("versions", {}),
+    }
+
+
+def _printed(took: Took) -> dict[str, Any]:
+    "The JSON object on the last line that was printed."
+    lines = took.text.strip().splitlines() or ["{}"]
+    try:
+        return json.loads(lines[-1])
+    except ValueError:
+        return {}
+
+
+_CHECKED = 48  # recordings of the first run, all of them compared
+_SAMPLED = 24  # rows compared of later ones
+
+
+@dataclass(frozen=True)
+class Ground:
+    "Where contestants run."
+
+    root: Path  # the made set
+    work: Path  # for parts and results
+    n_files: int  # at the most
+    run_s: float  # that a run may take, about
+
+    def part(self, n: int) -> Path:
+        "A part of the set."
+        return part_of(self.root, self.work, n)
+
+    def out(self, name: str) -> Path:
+        "File that a contestant writes."
+        return self.work / f"{name.replace(' ', '-')}.H5"
+
+
+def admit(
+    ground: Ground,
+    name: str,
+    contestant: Contestant,
+    geometry: str,
+) -> dict[
+    str, Any
+]:  # n_files, check, peak_bytes, versions; raises NotHere, or LeakmelError for what failed or is not right
+    "Find whether a contestant is right, and how many recordings it gets."
+    n, out, checks = min(_CHECKED, ground.n_files), ground.out(name), []
+    while True:
+        root = ground.part(n)
+        done = run_once(contestant, root, out, geometry, watch=True)
+        checks.append(check_file(out, root, contest_spec(geometry), None if n <= _CHECKED else _SAMPLED))
+        out.unlink(missing_ok=True)
+        if not checks[-1]["ok"]:
+            raise NotRight(checks[-1]["why"], found=f"{checks[-1]['n_wrong']:,} values outside the tolerance")
+        wanted = min(ground.n_files, max(n, rounded(n / done["seconds"] * ground.run_s)))
+        enough = wanted <= n or (wanted < 1.5 * n and wanted < ground.n_files)
+        if enough and len(checks) > 1:
+            break  # a first run may have compiled and cached what later ones find
+        n = n if enough else wanted
+    return {
+        "n_files": n,
+        "peak_bytes": done["peak_bytes"],
+        "versions": done["versions"],
+        "check": {
+            "ok": True,
+            "checked": sum(c["checked"] for c in checks),
+            "max_abs_db": max(c["max_abs_db"] for c in checks),
+        },
+    }
+
+
+class NotRight(LeakmelError):
+    "A contestant whose file is not what it should be."
+
+
+def in_turn(names: list[str], i: int) -> list[str]:
+    "The order of round `i`."
+    k = i % max(1, len(names))
+    return names[k:] + names[:k]
+
+
+def _admit_all(
+    ground: Ground, who: Mapping[str, Contestant], say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    "What is known of each contestant before the rounds."
+    every: dict[str, dict[str, Any]] = {}
+    for name, contestant in who.items():
+        every[name] = {
+            "what": contestant.what,
+            "env": dict(contestant.env),
+            "status": "ok",
+            "why": None,
+            "versions": {},
+            **{key: {} for key in ("n_files", "check", "peak_bytes", "rounds")},
+        }
+        with _held_against(every[name], name, say):
+            for geometry in CONTEST:
+                known = admit(ground, name, contestant, geometry)
+                every[name]["versions"] = known.pop("versions")
+                for key, value in known.items():
+                    every[name][key][geometry] = value
+                say(f"{name}: right in {geometry}, {known['n_files']:,} recordings a run")
+    return every
+
+
+@contextmanager
+def _held_against(entry: dict[str, Any], name: str, say: Callable[[str], None]) -> Iterator[None]:
+    "Note what keeps a contestant out; the others go on."
+    try:
+        yield
+    except LeakmelError as e:
+        status = (
+            "not installed"
+            if isinstance(e, NotHere)
+            else "not right"
+            if isinstance(e, NotRight)
+            else "failed"
+        )
+        entry.update(status=status, why=str(e), rounds={})
+        say(f"{name}: {status}: {e}")
+
+
+def _run_rounds(
+    ground: Ground,
+    who: Mapping[str, Contestant],
+    every: dict[str, dict[str, Any]],
+    rounds: int,
+    caches: Iterable[str],
+    say: Callable[[str], None],
+) -> None:
+    "All rounds; what each run took is added to `every`."
+    settings = [(geometry, cache) for cache in caches for geometry in CONTEST]
+    for i in range(rounds):
+        for geometry, cache in settings:
+            for name in in_turn([n for n, e in every.items() if e["status"] == "ok"], i):
+                with _held_against(every[name], name, say):
+                    out = ground.out(name)
+                    took = run_once(
+                        who[name], ground.part(every[name]["n_files"][geometry]), out, geometry, cache=cache
+                    )
+                    out.unlink(missing_ok=True)  # before its pages go to the disk and slow the next one down
+                    every[name]["rounds"].setdefault(f"{geometry}, {cache}", []).append(
+                        {k: v for k, v in took.items() if k not in ("versions", "peak_bytes")}
+                    )
+                    say(
+                        f"round {i + 1} of {rounds}: {geometry}, {cache}: {name}: {took['files_per_s']:,.0f} files/s, {took['cpu_s']:.1f} s of CPU"
+                    )
+
+
+def best_peer(
+    every: Mapping[str, dict[str, Any]],  # contestants with their rounds
+    setting: str,  # "A, warm"
+) -> str | None:  # None: nobody but leakmel
+    "DALI, or else the fastest tool of others."
+    rates = {
+        name: spread([r["files_per_s"] for r in e["rounds"][setting]])["median"]
+        for name, e in every.items()
+        if setting in e["rounds"] and not name.startswith("leakmel")
+    }
+    return "dali" if "dali" in rates else max(rates, key=lambda name: rates[name], default=None)
+
+
+def add_figures(every: Mapping[str, dict[str, Any]]) -> dict[str, str | None]:  # who is 1, by setting
+    "Add medians and ranges, and ratios within rounds, to contestants with their rounds."
+    peers: dict[str, str | None] = {}
+    for e in every.values():
+        e["figures"], e["ratio"] = (
+            {s: {key: spread([r[key] for r in kept]) for key in kept[0]} for s, kept in e["rounds"].items()},
+            {},
+        )
+    for setting in dict.fromkeys(s for e in every.values() for s in e["rounds"]):
+        peers[setting] = peer = best_peer(every, setting)
+        if peer is None:
+            continue
+        base = [r["files_per_s"] for r in every[peer]["rounds"][setting]]
+        for e in every.values():
+            if setting in e["rounds"]:
+                e["ratio"][setting] = spread(
+                    [r["files_per_s"] / b for r, b in zip(e["rounds"][setting], base)]
+                )
+    return peers
+
+
+def bench_compare(
+    folder: str | os.PathLike,  # work folder: the made set is kept there and used again
+    *,
+    n_files: int = 8000,  # recordings of the training split
+    rounds: int = 5,  # counted rounds
+    run_s: float = 6.0,  # that a run may take, about; slower contestants get fewer recordings
+    cold: bool = False,  # also from a cold page cache
+    only: str | None = None,  # names of contestants, with commas between; None: all
+    who: Mapping[str, Contestant] | None = None,  # others than `all_contestants`
+    say: Callable[[str], None] = lambda text: None,  # told what is going on
+) -> dict[str, Any]:  # the figures, as they are stored
+    "Check every contestant, then run them in turn."
+    if rounds < 1 or n_files < 1:
+        raise UsageError("rounds and files must be at least 1", found=f"{rounds} and {n_files}")
+    if not run_s > 0:
+        raise UsageError("a run must be given some time", found=run_s)
+    chosen = _chosen(all_contestants() if who is None else who, only)
+    ground = Ground(made_set(folder, n_files, say), Path(folder) / "compare", n_files, run_s)
+    shutil.rmtree(ground.work, ignore_errors=True)
+    ground.work.mkdir()
+    caches = ("warm", "cold") if cold else ("warm",)
+    try:
+        every = _admit_all(ground, chosen, say)
+        _run_rounds(ground, chosen, every, rounds, caches, say)
+    finally:
+        shutil.rmtree(ground.work, ignore_errors=True)
+    return {
+        **record_head("compare"),
+        "n_files": n_files,
+        "rounds": rounds,
+        "caches": list(caches),
+        "run_s": run_s,
+        "ok": all(e["status"] in ("ok", "not installed") for e in every.values()),
+        "interval": "listing to closed file, imports left out; cpu_s is that of the whole process and its children, imports included",
+        "memory": "largest sum over the process tree (RSS of one process, PSS of several), looked at 50 times a second in a run that is not counted",
+        "settings": {name: contest_spec(name).to_dict() for name in CONTEST},
+        "ratio_to": add_figures(every),
+        "contestants": every,
+    }
+
+
+def _chosen(who: Mapping[str, Contestant], only: str | None) -> dict[str, Contestant]:
+    "Those that were asked for."
+    if only is None:
+        return dict(who)
+    wanted = [name.strip() for name in only.split(",")]
+    if unknown := [name for name in wanted if name not in who]:
+        raise UsageError("unknown contestant", found=", ".join(unknown), expected=", ".join(who))
+    return {name: who[name] for name in who if name in wanted}
+
+
+TARGETS = (5, 9)  # of `leakmel cpu` against DALI: must, aim
+
+
+def against_targets(
+    figures: dict[str, Any],  # of `bench_compare`
+    name: str = "leakmel cpu",
+) -> dict[str, bool | None]:  # by setting with a warm cache; None: not measured, or not against DALI
+    "Whether an engine is as many times as fast as DALI as it must be."
+    ratio = figures["contestants"].get(name, {}).get("ratio", {})
+
+    def reached(setting: str) -> bool | None:
+        if setting not in ratio or figures["ratio_to"].get(setting) != "dali":
+            return None
+        return bool(ratio[setting]["median"] >= TARGETS[0])
+
+    return {
+        setting: reached(setting) for setting in (f"{geometry}, warm" for geometry in figures["settings"])
+    }
+
+
+def _cells(entry: dict[str, Any], setting: str) -> dict[str, str]:
+    "Rate, range, ratio, processor time and memory of a contestant in one setting, as text."
+    f, geometry = entry["figures"].get(setting), setting.split(", ")[0]
+    if f is None:
+        return dict.fromkeys(("rate", "range", "ratio", "cpu", "peak"), "-")
+    rate, ratio = f["files_per_s"], entry["ratio"].get(setting)
+    return {
+        "rate": f"{rate['median']:,.0f}",
+        "range": f"{rate['least']:,.0f}-{rate['most']:,.0f}",
+        "ratio": "-" if ratio is None else f"{ratio['median']:.2f}",
+        "cpu": f"{1e3 * f['cpu_s']['median'] / entry['n_files'][geometry]:.2f}",
+        "peak": f"{entry['peak_bytes'][geometry] / 1e6:,.0f}",
+    }
+
+
+def _ranked(figures: dict[str, Any], setting: str) -> list[tuple[str, dict[str, Any]]]:
+    "Contestants, the fastest in a setting first, then those without figures."
+
+    def rate(entry: dict[str, Any]) -> float:
+        return entry["figures"].get(setting, {}).get("files_per_s", {}).get("median", -1.0)
+
+    return sorted(figures["contestants"].items(), key=lambda pair: -rate(pair[1]))
+
+
+SHORT_S = 2.0  # seconds of a run, below which starting up weighs more than the work
+
+
+def short_runs(
+    figures: Mapping[str, Any],  # of `bench_compare`
+    *caches: str,  # to look at; none: all
+) -> str:  # empty where nobody's runs were short
+    "Whose runs were too short to say much, as a sentence."
+    settings = [f"{g}, {cache}" for cache in caches or figures["caches"] for g in figures["settings"]]
+
+    def is_short(entry: dict[str, Any]) -> bool:
+        return any(_seconds(entry, setting) < SHORT_S for setting in settings)
+
+    names = [name for name, entry in figures["contestants"].items() if is_short(entry)]
+    return (
+        f"runs under {SHORT_S:g} s measure starting up more than anything else: {', '.join(names)}"
+        if names
+        else ""
+    )
+
+
+def _seconds(entry: dict[str, Any], setting: str) -> float:
+    return entry.get("figures", {}).get(setting, {}).get("seconds", {}).get("median", float("inf"))
+
+
+def _why(entry: dict[str, Any]) -> str:
+    "What keeps a contestant out."
+    return f"{entry['status'].upper() if entry['status'] != 'not installed' else entry['status']}: {entry['why']}"
+
+
+def compare_table(
+    figures: dict[str, Any] | None,  # of `bench_compare`; None: nothing was measured
+) -> str:
+    "The comparison as text."
+    if figures is None:
+        return "not measured"
+    lines = []
+    for setting in (
+        f"{geometry}, {cache}" for cache in figures["caches"] for geometry in figures["settings"]
+    ):
+        peer = figures["ratio_to"].get(setting)
+        lines.append(
+            f"{setting.replace(', ', ': ') + ' cache':<20} {'files/s':>9} {'range':>15} {f'/ {peer}' if peer else 'ratio':>8} {'CPU ms a file':>13} "
+            f"{'peak MB':>7}"
+        )
+        for name, entry in _ranked(figures, setting):
+            c = _cells(entry, setting)
+            if entry["status"] == "ok":
+                lines.append(
+                    f"{name:<20} {c['rate']:>9} {c['range']:>15} {c['ratio']:>8} {c['cpu']:>13} {c['peak']:>7}"
+                )
+        lines.append("")
+    return "\n".join([*lines, *_below(figures)])
+
+
+def _below(figures: dict[str, Any]) -> list[str]:
+    "What has to be said beside the figures."
+    lines = [f"{name}: {_why(e)}" for name, e in figures["contestants"].items() if e["status"] != "ok"]
+    for name, e in figures["contestants"].items():
+        if e["status"] == "ok" and (
+            fewer := {g: n for g, n in e["n_files"].items() if n < figures["n_files"]}
+        ):
+            lines.append(f"{name}: fewer recordings, " + ", ".join(f"{n:,} in {g}" for g, n in fewer.items()))
+    ratio = figures["contestants"].get("leakmel cpu", {}).get("ratio", {})
+    lines += [
+        f"leakmel cpu against DALI in {setting}: {ratio[setting]['median']:.2f} ({ratio[setting]['least']:.2f} to {ratio[setting]['most']:.2f})"
+        for setting, good in against_targets(figures).items()
+        if good is not None
+    ]
+    if short := short_runs(figures):
+        lines.append(short)
+    lines += [
+        "CPU: of the whole process, imports included",
+        geometry_line({g: spec_from_dict(d) for g, d in figures["settings"].items()}),
+    ]
+    right = [c for e in figures["contestants"].values() for c in e["check"].values()]
+    most = max((c["max_abs_db"] for c in right), default=0.0)
+    lines.append(
+        f"every contestant with figures was right first: {sum(c['checked'] for c in right):,} rows compared with float64, at most {most:.4f} dB off"
+    )
+    m, commit = figures["machine"], (figures["commit"] or "unknown")[:8]
+    return [
+        *lines,
+        f"{figures['n_files']:,} recordings, {rounds_words(figures)}, {m['n_cores']} cores ({m['cpu']}), commit {commit}",
+    ]
+
+
+def compare_markdown(
+    figures: dict[str, Any] | None,  # of `bench_compare`; None: nothing was measured
+    cache: str = "warm",  # or "cold", where that was measured
+) -> str:
+    "The comparison as a Markdown table."
+    if figures is None or cache not in figures["caches"]:
+        return "not measured"
+    cells = [
+        f"{g} files/s (range) | {g} / {figures['ratio_to'].get(f'{g}, {cache}') or 'none'} | {g} CPU ms a file | {g} peak MB"
+        for g in figures["settings"]
+    ]
+    lines = [f"| contestant | {' | '.join(cells)} |", "|---|" + "--:|" * 4 * len(cells)]
+    for name, entry in _ranked(figures, f"A, {cache}"):
+        each = [_cells(entry, f"{geometry}, {cache}") for geometry in figures["settings"]]
+        if entry["status"] == "ok":
+            text = " | ".join(
+                f"{c['rate']} ({c['range'].replace('-', ' to ')}) | {c['ratio']} | {c['cpu']} | {c['peak']}"
+                for c in each
+            )
+        else:
+            text = _why(entry).replace("|", "\\|").replace("\n", " ") + " |" * (4 * len(each) - 1)
+        lines.append(f"| {name} | {text} |")
+    return "\n".join(lines)

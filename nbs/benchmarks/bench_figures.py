@@ -1,0 +1,668 @@
+"""The records of `leakmel bench` as figures: one for each suite, and the chart of the front page."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TYPE_CHECKING
+
+import numpy as np
+
+from leakmel.insight.plots import STAGE_COLORS, _TEXT, _dress
+from leakmel.mel.spec import MelSpec, spec_from_dict
+from leakmel.ops.bench_gpu_parts import geometry_line, preset_spec
+from bench_compare import short_runs
+from bench_parts import fsync_words
+
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+Spread = Mapping[str, float]  # median, least, most
+COLOURS = {"A": STAGE_COLORS["read"], "B": STAGE_COLORS["compute"]}
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Bars:
+    "Bars of one colour, one for each line of a figure."
+
+    name: str  # in the legend
+    colour: str
+    spreads: Sequence[Spread | None]  # None: not measured
+    texts: Sequence[str]  # beside the bars
+    pale: Sequence[bool] = ()  # which bars are not the point; none where it is empty
+
+
+def number(value: float) -> str:
+    "A figure as short as it can be read."
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def times(ratio: float) -> str:
+    "A ratio as short as it can be read."
+    return f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
+
+
+def scaled(
+    spread: Spread | None,
+    factor: float,
+) -> Spread | None:
+    "A spread in another unit."
+    return None if spread is None else {key: value * factor for key, value in spread.items()}
+
+
+def _traces(names: Sequence[str], series: Sequence[Bars], unit: str, is_first: bool) -> list[Any]:
+    "Bars, and the text beside them, of one panel; the first line on top."
+    import plotly.graph_objects as go
+
+    traces, step = [], 0.8 / len(series)
+    for k, bars in enumerate(series):
+        y = -np.arange(len(names)) - (k - (len(series) - 1) / 2) * step
+        middle, least, most = (
+            np.array([np.nan if s is None else s[key] for s in bars.spreads], float)
+            for key in ("median", "least", "most")
+        )
+        error = dict(
+            type="data",
+            symmetric=False,
+            array=most - middle,
+            arrayminus=middle - least,
+            thickness=1.2,
+            width=2,
+            color=_TEXT,
+        )
+        traces += [
+            go.Bar(
+                name=bars.name,
+                legendgroup=bars.name,
+                showlegend=is_first and len(series) > 1,
+                orientation="h",
+                y=y,
+                x=middle,
+                width=0.86 * step,
+                marker=dict(
+                    color=bars.colour,
+                    opacity=[1 - 0.5 * p for p in bars.pale or [False] * len(y)],
+                    line=dict(width=0),
+                ),
+                error_x=error,
+                customdata=np.stack([least, most], 1),
+                text=list(names),
+                textposition="none",
+                hovertemplate=f"%{{text}}: %{{x:,.4~g}} {unit}<br>%{{customdata[0]:,.4~g}} to %{{customdata[1]:,.4~g}}<extra>{bars.name}</extra>",
+            ),
+            go.Scatter(
+                mode="text",
+                y=y,
+                x=np.nan_to_num(most, nan=0.0),
+                text=[f" {t}" for t in bars.texts],
+                textposition="middle right",
+                showlegend=False,
+                legendgroup=bars.name,
+                hoverinfo="skip",
+                cliponaxis=False,
+                textfont=dict(size=11),
+            ),
+        ]
+    return traces
+
+
+def _axis(series: Sequence[Bars], title: str, is_log: bool) -> dict[str, Any]:
+    "The axis of a panel, with room for the text behind the longest bar."
+    ends = [s[key] for bars in series for s in bars.spreads if s is not None for key in ("least", "most")]
+    axis = dict(title=dict(text=f"{title}, logarithmic" if is_log else title), showgrid=True)
+    positive = [e for e in ends if e > 0]
+    if not positive:
+        return axis | dict(range=[0, 1], showticklabels=False, showgrid=False)
+    if not is_log:
+        return axis | dict(range=[0, 1.4 * max(positive)], nticks=5, tickformat=",")
+    low, high = np.log10(min(positive)) - 0.4, np.log10(max(positive))
+    step = 1 if high - low > 2.2 else "D2"  # one, two and five of a decade where there is room
+    return axis | dict(type="log", range=[low, high + 0.22 * (high - low)], dtick=step, tickformat=",")
+
+
+@dataclass(frozen=True)
+class Panel:
+    "Bars along one axis."
+
+    title: str  # of the axis, with its unit
+    series: Sequence[Bars]
+    unit: str = ""  # under the pointer
+    is_log: bool = False
+    width: float = 1.0  # against the other panels
+
+
+def bar_figure(
+    names: Sequence[str],  # of the lines, from the top
+    panels: Sequence[Panel],
+    title: str,
+    subtitle: str,
+) -> "go.Figure":
+    "Draw horizontal bars with ranges in panels side by side."
+    from plotly.subplots import make_subplots
+
+    fig = make_subplots(
+        rows=1,
+        cols=len(panels),
+        shared_yaxes=True,
+        horizontal_spacing=0.03,
+        column_widths=[p.width for p in panels],
+    )
+    fig.layout.template = {}
+    for k, panel in enumerate(panels, 1):
+        for trace in _traces(names, panel.series, panel.unit, k == 1):
+            fig.add_trace(trace, row=1, col=k)
+    n_bars = len(panels[0].series)
+    lines = _lines_of(subtitle)
+    _dress(
+        fig,
+        title,
+        "<br>".join(lines),
+        150 + len(names) * (14 + 17 * n_bars) + 24 * (n_bars > 1) + 15 * (len(lines) - 1),
+    )
+    fig.update_layout(margin_t=76 + 15 * (len(lines) - 1))
+    for k, panel in enumerate(panels, 1):
+        fig.update_xaxes(**_axis(panel.series, panel.title, panel.is_log), row=1, col=k)
+    fig.update_yaxes(
+        tickvals=[-i for i in range(len(names))], range=[-len(names) + 0.45, 0.55], showgrid=False
+    )
+    return fig.update_yaxes(ticktext=list(names), row=1, col=1)
+
+
+def _lines_of(text: str, most: int = 110) -> list[str]:
+    "A text in lines that are not cut off at the edge of a page, broken at semicolons."
+    lines: list[str] = []
+    for line in text.split("\n"):
+        pieces = line.split("; ")
+        lines.append(pieces[0])
+        for piece in pieces[1:]:
+            if len(lines[-1]) + len(piece) < most:
+                lines[-1] += f"; {piece}"
+            else:
+                lines.append(piece)
+    return lines
+
+
+def missing_figure(what: str) -> "go.Figure":
+    "Say that there is no record."
+    fig = bar_figure(
+        [""],
+        [Panel("", [Bars("", _TEXT, [None], [""])])],
+        f"{what}: {NOT_MEASURED}",
+        "leakmel bench measures a machine",
+    )
+    fig.update_xaxes(visible=False)
+    return fig.update_yaxes(visible=False).update_layout(height=110)
+
+
+def geometry_words(
+    figures: Mapping[str, Any],  # of `bench_compare`
+    geometry: str,  # "A" or "B"
+) -> str:
+    "What a geometry is."
+    return _frames(geometry, spec_from_dict(figures["settings"][geometry]))
+
+
+def _frames(geometry: str, spec: MelSpec) -> str:
+    n, distinct = spec.grid.frame_starts.size, len(spec.grid.distinct[0])
+    return f"{geometry}: {n} frames a file" + ("" if n == distinct else f", {distinct} distinct")
+
+
+def about_words(
+    figures: Mapping[str, Any],
+    *more: str,  # after files and rounds
+) -> str:
+    "Files, rounds, machine, date and commit of a record."
+    n = figures["rounds"]
+    return (
+        ", ".join([f"{figures['n_files']:,} files", f"{n} round{'s' * (n != 1)}", *more])
+        + f"; {machine_words(figures)}"
+    )
+
+
+def machine_words(figures: Mapping[str, Any]) -> str:
+    "Machine, date and commit of a record."
+    machine, commit = figures.get("machine", {}), (figures.get("commit") or "")[:8]
+    n = machine.get("n_cores")
+    said = (
+        f"{n} core{'s' * (n != 1)}" if n else "",
+        machine.get("cpu"),
+        figures.get("made_utc", "")[:10],
+        f"commit {commit}" if commit else "",
+    )
+    return ", ".join(words for words in said if words)
+
+
+def _measured(figures: Mapping[str, Any], name: str, setting: str, key: str) -> Spread | None:
+    return figures["contestants"][name].get("figures", {}).get(setting, {}).get(key)
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("leakmel")
+
+
+def _ranked(figures: Mapping[str, Any], cache: str) -> list[str]:
+    "Contestants, the fastest in the first geometry on top, those without figures at the end."
+
+    def rate(name: str) -> float:
+        spreads = (_measured(figures, name, f"{g}, {cache}", "files_per_s") for g in figures["settings"])
+        return next((-s["median"] for s in spreads if s is not None), np.inf)
+
+    return sorted(figures["contestants"], key=rate)
+
+
+def _beside(figures: Mapping[str, Any], name: str, setting: str) -> str:
+    "The rate of a contestant and its ratio to the best tool of others, or why there is none."
+    entry, rate = figures["contestants"][name], _measured(figures, name, setting, "files_per_s")
+    if rate is None:
+        return NOT_MEASURED if entry.get("status", "ok") == "ok" else entry["status"]
+    ratio, peer = entry.get("ratio", {}).get(setting), figures.get("ratio_to", {}).get(setting)
+    return number(rate["median"]) + (
+        f" ({times(ratio['median'])} x {peer})" if ratio and peer and peer != name else ""
+    )
+
+
+def finding(
+    figures: Mapping[str, Any],  # of `bench_compare`
+    cache: str = "warm",
+    name: str = "leakmel cpu",
+    ranges: bool = False,  # with the ranges of the ratios
+) -> str:
+    "What the comparison says of an engine, in a line."
+    said = []
+    for geometry in figures["settings"]:
+        rate, setting = (
+            _measured(figures, name, f"{geometry}, {cache}", "files_per_s")
+            if name in figures["contestants"]
+            else None,
+            f"{geometry}, {cache}",
+        )
+        if rate is None:
+            continue
+        ratio, peer = (
+            figures["contestants"][name].get("ratio", {}).get(setting),
+            figures.get("ratio_to", {}).get(setting),
+        )
+        span = f" ({times(ratio['least'])} to {times(ratio['most'])})" if ratio and ranges else ""
+        of_peer = f", {times(ratio['median'])} times {peer}{span}" if ratio and peer else ""
+        said.append(f"{number(rate['median'])} files/s in {geometry}{of_peer}")
+    return f"{name}: {'; '.join(said)}" if said else f"{name}: {NOT_MEASURED}"
+
+
+def compare_figure(
+    figures: Mapping[str, Any] | None,  # of `bench_compare`; None: not measured
+    cache: str = "warm",  # or "cold"
+) -> "go.Figure":
+    "Draw rates, processor time and memory of all contestants in all geometries."
+    if figures is None or cache not in figures.get("caches", ["warm"]):
+        return missing_figure(f"other tools beside leakmel, {cache} cache")
+    names = _ranked(figures, cache)
+    pale, rates, cpu, peaks = [not _is_ours(n) for n in names], [], [], []
+    for g in figures["settings"]:
+        setting, colour, label = f"{g}, {cache}", COLOURS.get(g, _TEXT), geometry_words(figures, g)
+        each = [_measured(figures, n, setting, "files_per_s") for n in names]
+        rates.append(Bars(label, colour, each, [_beside(figures, n, setting) for n in names], pale))
+        spent = [
+            scaled(
+                _measured(figures, n, setting, "cpu_s"),
+                1e3 / figures["contestants"][n].get("n_files", {}).get(g, np.inf),
+            )
+            for n in names
+        ]
+        cpu.append(
+            Bars(label, colour, spent, ["" if s is None else number(s["median"]) for s in spent], pale)
+        )
+        held = [figures["contestants"][n].get("peak_bytes", {}).get(g) for n in names]
+        peaks.append(
+            Bars(
+                label,
+                colour,
+                [None if b is None else dict.fromkeys(("median", "least", "most"), b / 1e6) for b in held],
+                ["" if b is None else number(b / 1e6) for b in held],
+                pale,
+            )
+        )
+    about = "\n".join(filter(None, (about_words(figures, f"{cache} cache"), short_runs(figures, cache))))
+    return bar_figure(
+        names,
+        [
+            Panel("files/s", rates, "files/s", width=0.54),
+            Panel("CPU (ms a file, with imports)", cpu, "ms", width=0.23),
+            Panel("peak memory (MB)", peaks, "MB", width=0.23),
+        ],
+        finding(figures, cache),
+        about,
+    )
+
+
+def compare_text(
+    figures: Mapping[str, Any] | None,  # of `bench_compare`; None: not measured
+    cache: str = "warm",
+) -> str:
+    "The comparison in a few lines."
+    if figures is None or cache not in figures.get("caches", ["warm"]):
+        return NOT_MEASURED
+    entries = figures["contestants"]
+    ours = [finding(figures, cache, name, ranges=True) for name in _ranked(figures, cache) if _is_ours(name)]
+    out = [
+        f"{name}: {e['status']}"
+        for name, e in entries.items()
+        if e.get("status", "ok") != "ok" and not _is_ours(name)
+    ]
+    checked = sum(c.get("checked", 0) for e in entries.values() for c in e.get("check", {}).values())
+    return "\n".join(
+        [
+            *ours,
+            *out,
+            *(geometry_words(figures, g) for g in figures["settings"]),
+            f"{about_words(figures, f'{cache} page cache')}; {checked:,} rows compared with the float64 reference before anything was timed",
+        ]
+    )
+
+
+def rate_figure(
+    figures: Mapping[str, Any] | None,  # of `bench_compare`; None: not measured
+) -> "go.Figure":
+    "Draw the rates of all contestants, a panel for each geometry, with a warm cache."
+    if figures is None:
+        return missing_figure("other tools beside leakmel")
+    names = _ranked(figures, "warm")
+    pale, panels = [not _is_ours(n) for n in names], list[Panel]()
+    for g in figures["settings"]:
+        each, texts = zip(
+            *(
+                (_measured(figures, n, f"{g}, warm", "files_per_s"), _beside(figures, n, f"{g}, warm"))
+                for n in names
+            )
+        )
+        panels.append(
+            Panel(
+                f"files/s, {geometry_words(figures, g)}",
+                [Bars(g, COLOURS.get(g, _TEXT), each, texts, pale)],
+                "files/s",
+            )
+        )
+    return bar_figure(
+        names,
+        panels,
+        finding(figures),
+        "\n".join(filter(None, (about_words(figures, "page cache warm"), short_runs(figures, "warm")))),
+    )
+
+
+def parts_figure(
+    figures: Mapping[str, Any] | None,  # of `bench_parts`; None: not measured
+) -> "go.Figure":
+    "Draw the rate of each part alone and of whole builds, in a panel for each number of cores."
+    if figures is None:
+        return missing_figure("the parts of a build")
+    split = {
+        name: (name.split(", ", 1)[0], *name.split(", ", 1)[1].rsplit(", ", 1)) for name in figures["figures"]
+    }
+    names = list(dict.fromkeys(part for _, part, _ in split.values()))
+    rate = {place: figures["figures"][name].get("files_per_s") for name, place in split.items()}
+    places = list(dict.fromkeys(cores for _, _, cores in split.values()))
+    specs = {g: preset_spec(changes) for g, changes in figures["geometries"].items()}
+
+    def bars(g: str, cores: str) -> Bars:
+        each = [rate.get((g, part, cores)) for part in names]
+        return Bars(
+            _frames(g, specs[g]),
+            COLOURS.get(g, _TEXT),
+            each,
+            [NOT_MEASURED if s is None else number(s["median"]) for s in each],
+        )
+
+    panels = [
+        Panel(
+            f"files/s, {cores}",
+            [bars(g, cores) for g in dict.fromkeys(g for g, _, _ in split.values())],
+            "files/s",
+            True,
+        )
+        for cores in places
+    ]
+    return bar_figure(
+        names,
+        panels,
+        _slowest_part(figures, rate, places[-1]),
+        f"{about_words(figures, 'warm cache')}\n{geometry_line(specs)}",
+    )
+
+
+def _slowest_part(
+    figures: Mapping[str, Any], rate: Mapping[tuple[str, str, str], Spread | None], cores: str
+) -> str:
+    "Which part alone is closest to the whole build."
+    said = []
+    for g in figures["geometries"]:
+        alone = {
+            part: s["median"]
+            for part in ("read", "compute, cpu", "write")
+            if (s := rate.get((g, part, cores)))
+        }
+        if not alone:
+            continue
+        part = min(alone, key=lambda p: alone[p])
+        said.append(f"{part.split(',')[0]} in {g} ({number(alone[part])} files/s)")
+    return f"Slowest alone on {cores}: {', '.join(said)}" if said else "The parts of a build"
+
+
+def trust_figure(
+    figures: Mapping[str, Any] | None,  # of `bench_parts`; None: not measured
+) -> "go.Figure":
+    "Draw what being sure costs, as a part of the whole build."
+    import plotly.graph_objects as go
+
+    trust = (figures or {}).get("trust") or {}
+    if figures is None or not trust:
+        return missing_figure("the price of trust")
+    pieces = {"everything else": [t["without_s"] for t in trust.values()]}
+    for what in next(iter(trust.values()))["pieces_s"]:
+        pieces[what] = [t["pieces_s"].get(what, 0.0) for t in trust.values()]
+    pieces["fsync, on top"] = [
+        t["fsync_s"] if fsync_words(t).startswith("+") else 0.0 for t in trust.values()
+    ]
+    colours = [
+        "rgba(128,128,128,0.45)",
+        *(STAGE_COLORS[s] for s in ("read", "write", "compute", "verify", "decode", "copy_out")),
+        STAGE_COLORS["publish"],
+    ]
+    names = [f"{place} ({t['share']:.0%})" for place, t in trust.items()]
+    fig = go.Figure(layout=go.Layout(template=go.layout.Template()))
+    for (what, seconds), colour in zip(pieces.items(), [*colours[: len(pieces) - 1], colours[-1]]):
+        fig.add_trace(
+            go.Bar(
+                name=what,
+                orientation="h",
+                y=names,
+                x=seconds,
+                marker=dict(color=colour, line=dict(width=0)),
+                hovertemplate="%{y}<br>%{fullData.name}: %{x:.4f} s<extra></extra>",
+            )
+        )
+    shares = [t["share"] for t in trust.values()]
+    span = f"{min(shares):.0%}" if len(shares) == 1 else f"{min(shares):.0%} to {max(shares):.0%}"
+    _dress(
+        fig, f"Being sure takes {span} of a build", about_words(figures, "warm cache"), 180 + 40 * len(names)
+    )
+    fig.update_xaxes(title=dict(text="build (s)"))
+    return fig.update_layout(
+        barmode="stack", bargap=0.35, yaxis=dict(autorange="reversed", showgrid=False, type="category")
+    )
+
+
+def modes_figure(
+    figures: Mapping[str, Any] | None,  # of `bench_modes`; None: not measured
+) -> "go.Figure":
+    "Draw the seconds of first and later builds by each mode, from a warm and from a cold page cache."
+    if figures is None:
+        return missing_figure("modes")
+    found = {
+        tuple(name.rsplit(", ", 1)): f["seconds"] for name, f in figures["figures"].items()
+    }  # (way, cache)
+    names = [
+        n
+        for n in ("stream", "preload", "preload, later", "memmap, first", "memmap, later")
+        if any(way == n for way, _ in found)
+    ]
+
+    def bars(cache: str, colour: str) -> Bars:
+        each = [found.get((n, cache)) for n in names]
+        texts = [
+            f"{s['median']:.2f} s"
+            if s
+            else "needs nothing of the disk"
+            if (n, cache) == ("preload, later", "cold")
+            else NOT_MEASURED
+            for n, s in zip(names, each)
+        ]
+        return Bars(f"{cache} cache", colour, each, texts)
+
+    quick = min(((s["median"], way, cache) for (way, cache), s in found.items()), default=None)
+    title = (
+        "Modes" if quick is None else f"The quickest build: {quick[1]}, {quick[2]} cache, {quick[0]:.2f} s"
+    )
+    series = [bars("warm", STAGE_COLORS["compute"]), bars("cold", STAGE_COLORS["read"])]
+    return bar_figure(
+        names,
+        [Panel("listing to published file, loading included (s)", series, "s")],
+        title,
+        about_words(figures),
+    )
+
+
+BUILD_WAY = "as a build reads"  # of the suite `reader`
+
+
+def reader_figure(
+    figures: Mapping[str, Any] | None,  # of `bench_reader`; None: not measured
+) -> "go.Figure":
+    "Draw the rates of ways of reading, cold and warm."
+    if figures is None:
+        return missing_figure("ways of reading")
+    rate = {tuple(name.rsplit(", ", 1)): f.get("files_per_s") for name, f in figures["figures"].items()}
+    names = list(dict.fromkeys(way for way, cache in rate if cache in ("cold", "warm")))
+    panels = []
+    for cache, colour in (("cold", STAGE_COLORS["read"]), ("warm", STAGE_COLORS["compute"])):
+        each = [rate.get((n, cache)) for n in names]
+        panels.append(
+            Panel(
+                f"files/s, {cache}",
+                [
+                    Bars(
+                        cache,
+                        colour,
+                        each,
+                        [NOT_MEASURED if s is None else number(s["median"]) for s in each],
+                    )
+                ],
+                "files/s",
+            )
+        )
+
+    def against_plain(cache: str) -> str:
+        ours, plain = rate.get((BUILD_WAY, cache)), rate.get(("plain", cache))
+        return f"{ours['median'] / plain['median']:.2f} times as fast {cache}" if ours and plain else ""
+
+    said = ", ".join(filter(None, map(against_plain, ("cold", "warm"))))
+    about = about_words(figures, "as many threads as cores where not said")
+    return bar_figure(
+        names, panels, f"leakmel's reader against plain reads: {said}" if said else "Ways of reading", about
+    )
+
+
+def build_figure(
+    figures: Mapping[str, Any] | None,  # of `bench_build`; None: not measured
+) -> "go.Figure":
+    "Draw rate, processor time and memory of whole builds."
+    if figures is None:
+        return missing_figure("whole builds")
+    names, every = list(figures["figures"]), list(figures["figures"].values())
+
+    def panel(
+        title: str,
+        key: str,
+        factor: Callable[[Mapping[str, Any]], float],
+        stage: str,
+        unit: str,
+        width: float,
+    ) -> Panel:
+        each = [scaled(f.get(key), factor(f)) for f in every]
+        return Panel(
+            title,
+            [
+                Bars(
+                    title,
+                    STAGE_COLORS[stage],
+                    each,
+                    [NOT_MEASURED if s is None else number(s["median"]) for s in each],
+                )
+            ],
+            unit,
+            width=width,
+        )
+
+    def a_file(f: Mapping[str, Any]) -> float:
+        return 1e3 / f.get("found", {}).get("median", figures["n_files"])
+
+    panels = [
+        panel("files/s", "files_per_s", lambda f: 1.0, "compute", "files/s", 0.5),
+        panel("CPU (ms a file, with imports)", "cpu_s", a_file, "read", "ms", 0.25),
+        panel("peak memory (MB)", "peak_rss_bytes", lambda f: 1e-6, "verify", "MB", 0.25),
+    ]
+    rates = [f["files_per_s"]["median"] for f in every if "files_per_s" in f]
+    title = (
+        f"{number(min(rates))} to {number(max(rates))} files/s, from listing to published file"
+        if rates
+        else "Whole builds"
+    )
+    return bar_figure(names, panels, title, about_words(figures, "warm cache"))
+
+
+def start_figure(
+    figures: Mapping[str, Any] | None,  # of `bench_start`; None: not measured
+) -> "go.Figure":
+    "Draw how long a small build takes from the command to its end, and what of it are imports and the build."
+    if figures is None:
+        return missing_figure("start-up")
+    names, every = list(figures["figures"]), list(figures["figures"].values())
+
+    def panel(title: str, key: str, stage: str, width: float) -> Panel:
+        each = [f.get(key) for f in every]
+        texts = [NOT_MEASURED if s is None else f"{s['median']:.2f} s" for s in each]
+        return Panel(title, [Bars(title, STAGE_COLORS[stage], each, texts)], "s", width=width)
+
+    panels = [
+        panel("command (s)", "process_s", "compute", 0.5),
+        panel("imports (s)", "start_up_s", "read", 0.25),
+        panel("build (s)", "seconds", "write", 0.25),
+    ]
+    said = ", ".join(
+        f"{name} {f['process_s']['median']:.2f} s"
+        for name, f in figures["figures"].items()
+        if "process_s" in f
+    )
+    return bar_figure(names, panels, f"From command to end: {said}", about_words(figures))
+
+
+def ladder_figure(
+    rates: Mapping[str, Sequence[float]],  # rung -> files/s of each round, in the order of the rungs
+    about: str = "",  # under the title
+) -> "go.Figure":
+    "Draw the rates of rungs, each with its factor over the first."
+    first = median(next(iter(rates.values())))
+    spreads = [{"median": median(r), "least": min(r), "most": max(r)} for r in rates.values()]
+    texts = [
+        number(s["median"]) + (f" ({times(s['median'] / first)} x)" if i else "")
+        for i, s in enumerate(spreads)
+    ]
+    best = max(range(len(spreads)), key=lambda i: spreads[i]["median"])
+    names = list(rates)
+    panel = Panel("files/s", [Bars("files/s", STAGE_COLORS["compute"], spreads, texts)], "files/s", True)
+    title = (
+        f"{names[best]}: {times(spreads[best]['median'] / first)} times as fast as {names[0]}"
+        if best
+        else f"{names[0]}: no rung is faster"
+    )
+    return bar_figure(names, [panel], title, about)

@@ -1,0 +1,386 @@
+"""What each part of the GPU path is worth: kernel, bus, launches, precisions, settings, recordings kept on the device.
+
+python nbs/benchmarks/bench_gpu_design.py WORK [--out FOLDER] [--budget-s S]    on a machine with a GPU; without Jupyter
+"""
+
+import argparse, os, sys, time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from leakmel.mel.engines import ENGINES, DeviceOptions
+from leakmel.mel.spec import MelSpec
+from leakmel.ops.bench import spread, store
+from leakmel.ops.bench_gpu import REAL, Part, Sizes, bench_gpu, gpu_table, plan_parts
+from leakmel.ops.bench_gpu_parts import CONTEST, contest_spec, timed
+
+
+def kernel_alone(
+    engine: str, device: str, name: str, n_block: int, window_s: float, precision: str | None = None
+) -> dict[str, Any]:
+    "Return recordings per second of the chain of launches on a block that lies on the device."
+    spec, (module, kind) = contest_spec(name), ENGINES[engine]
+    options = DeviceOptions(gpu_streams=1, flights=1, max_block=n_block)
+    choice = {} if precision is None else {"precision": precision}
+    with getattr(import_module(module), kind)(spec, device=device, options=options, **choice) as opened:
+        runner = opened.runners[0]
+        flight, on, n = runner.flights[0], runner.device, runner.n_block
+        launch = partial(flight.chain.features, *block_on_device(on, spec, n))
+        one_by_one = timed(on, flight.stream, launch, window_s=window_s)
+        try:
+            by_graph = timed(on, flight.stream, on.capture(flight.stream, launch), window_s=window_s)
+        except Exception:
+            by_graph = []  # a chain that cannot be captured
+    return {
+        "n_block": n,
+        "one_by_one": [n / s for s in one_by_one],
+        "by_graph": [n / s for s in by_graph] or None,
+    }
+
+
+def block_on_device(on: Any, spec: MelSpec, n: int) -> tuple[Any, Any, Any]:
+    "Return samples, and room for features and moments, on a device."
+    import torch
+
+    x = on.empty((n, spec.n_samples), torch.int16)
+    x.copy_(torch.from_numpy(np.random.default_rng(13).normal(0, 3000, x.shape).astype(np.int16)))
+    mels = on.empty((n, *spec.row_shape), torch.float16)
+    moments = on.empty((n, 5), torch.float64)
+    on.synchronize()
+    return x, mels, moments
+
+
+def block_work(
+    spec: MelSpec,
+) -> tuple[int, int]:  # of one recording: bytes to and from device memory, half-precision operations
+    "Return the least work of the fused kernel."
+    n_bins = spec.n_fft // 2 + 1
+    per_frame = 2 * 3 * 2 * (spec.n_fft // 2) * n_bins + 2 * 3 * n_bins * spec.n_mels
+    return 2 * spec.n_samples + 2 * int(np.prod(spec.row_shape)) + 40, len(spec.grid.distinct[0]) * per_frame
+
+
+def both_ways(device: str, n_bytes: int, window_s: float) -> dict[str, list[float]]:
+    "GB/s each way of pinned copies while the other way is in use."
+    import torch
+
+    from leakmel.mel.device import open_devices
+
+    on = open_devices(device)[0]
+    try:
+        host, back = on.pinned((n_bytes,), torch.uint8), on.pinned((n_bytes,), torch.uint8)
+        here, there = on.empty((n_bytes,), torch.uint8), on.empty((n_bytes,), torch.uint8)
+        on.synchronize()
+        rates = _both_ways(on, (here, host), (back, there), n_bytes, window_s)
+        on.unpin(host)
+        on.unpin(back)
+        return {"both_each_way": rates}
+    finally:
+        on.close()
+
+
+def _both_ways(
+    on: Any, way_in: tuple[Any, Any], way_out: tuple[Any, Any], n_bytes: int, window_s: float
+) -> list[float]:
+    "Return GB/s each way while the other way is in use."
+    first, second, found = on.stream(), on.stream(), []
+    begin, end, other = on.event(), on.event(), on.event()
+    n = max(2, round(window_s * 2e10 / n_bytes))
+    for _ in range(3):
+        first.record(begin)
+        second.wait(begin)
+        for _ in range(n):
+            first.copy(*way_in)
+            second.copy(*way_out)
+        second.record(other)
+        first.wait(other)
+        first.record(end)
+        end.synchronize()
+        found.append(n * n_bytes / max(end.elapsed_s(begin), 1e-9) / 1e9)
+    return found
+
+
+def card_alone(device: str, n_bytes: int, n_matrix: int, window_s: float) -> dict[str, Any]:
+    "Return bytes per second, read and written, of a copy on the device, and operations per second of a float16 matrix product."
+    import torch
+
+    from leakmel.mel.device import open_devices
+
+    on = open_devices(device)[0]
+    try:
+        stream, a, b = on.stream(), on.empty((n_bytes,), torch.uint8), on.empty((n_bytes,), torch.uint8)
+        x, y, z = (on.empty((n_matrix, n_matrix), torch.float16).zero_() for _ in range(3))
+        x.normal_()
+        y.normal_()
+        on.synchronize()
+        copies = timed(on, stream, lambda: a.copy_(b), window_s=window_s)
+        products = timed(on, stream, lambda: torch.matmul(x, y, out=z), window_s=window_s)
+    finally:
+        on.close()
+    return {
+        "memory_bytes_per_s": [2 * n_bytes / s for s in copies],
+        "float16_per_s": [2 * n_matrix**3 / s for s in products],
+    }
+
+
+LAUNCHES = (
+    (128, 8, 3),
+    (128, 8, 2),
+    (128, 8, 4),
+    (128, 4, 3),
+    (64, 4, 3),
+    (64, 4, 4),
+    (64, 2, 3),
+    (256, 8, 3),
+)  # rows, warps, stages
+
+
+def launches(device: str, name: str, n_block: int, window_s: float) -> dict[str, Any]:
+    "Recordings per second of the fused kernel alone, by rows, warps and stages."
+    import torch
+
+    from leakmel.mel.device import open_devices
+    from leakmel.mel.triton_kernel import TritonChain, launch_for
+
+    spec, on, found = contest_spec(name), open_devices(device)[0], dict[str, Any]()
+    try:
+        x, mels, moments = block_on_device(on, spec, n_block)
+        stream, right = on.stream(), None
+        for rows, warps, stages in LAUNCHES:
+            mels.fill_(torch.nan)
+            on.synchronize()
+            try:
+                shape = replace(
+                    launch_for(on.torch_device), rows=rows, warps=warps, stages=stages, float_stages=stages
+                )
+                chain = TritonChain(spec, on.torch_device, n_block, launch=shape)
+                times = timed(on, stream, partial(chain.features, x, mels, moments), window_s=window_s)
+                right = mels.clone() if right is None else right
+                found[f"{rows} rows, {warps} warps, {stages} stages"] = {
+                    "recordings_per_s": [n_block / s for s in times],
+                    "same_bits": torch.equal(mels.view(torch.int16), right.view(torch.int16)),
+                }
+            except Exception as e:
+                found[f"{rows} rows, {warps} warps, {stages} stages"] = {
+                    "error": f"{type(e).__name__}: {e}"[:200]
+                }
+        return found
+    finally:
+        on.close()
+
+
+def precisions(device: str, name: str, n_block: int, window_s: float) -> dict[str, Any]:
+    "Differences in dB and recordings per second of the torch engine's chain at each precision."
+    from leakmel.mel.torch_engine import PRECISIONS, precision_error
+
+    found = {}
+    for precision in PRECISIONS:
+        noise_db, hard_db = precision_error(contest_spec(name), precision, device)
+        found[precision] = {"noise_db": noise_db, "hard_db": hard_db} | kernel_alone(
+            "torch", device, name, n_block, window_s, precision
+        )
+    return found
+
+
+def reuse(engine: str, device: str, name: str, n: int, batches: int) -> dict[str, list[float]]:
+    "Seconds per batch of `n` recordings with an engine that is kept, and with one made for each batch."
+    module, kind = ENGINES[engine]
+    make, spec = getattr(import_module(module), kind), contest_spec(name)
+    x = np.random.default_rng(14).normal(0, 3000, (n, spec.n_samples)).astype(np.int16)
+
+    def batch(opened: Any, samples: np.ndarray, out: np.ndarray) -> None:
+        samples[:] = x
+        opened.run(samples, out)
+
+    def anew(spec: MelSpec) -> None:
+        with make(spec, device=device) as opened:
+            batch(
+                opened,
+                opened.host_array(x.shape, np.int16),
+                opened.host_array((n, *spec.row_shape), np.float16),
+            )
+
+    def seconds(work: Callable[[], None]) -> list[float]:
+        times = [time.perf_counter()]
+        for _ in range(batches + 1):
+            work()
+            times.append(time.perf_counter())
+        return [b - a for a, b in zip(times[1:], times[2:])]  # the first one warms
+
+    with make(spec, device=device) as opened:
+        samples, out = (
+            opened.host_array(x.shape, np.int16),
+            opened.host_array((n, *spec.row_shape), np.float16),
+        )
+        kept = seconds(lambda: batch(opened, samples, out))
+    return {
+        "kept": kept,
+        "made for each batch": seconds(lambda: anew(spec)),
+        "and the filter bank too": seconds(lambda: anew(replace(spec))),
+    }
+
+
+def resident(root: str, engine: str, device: str, rounds: int) -> dict[str, Any]:
+    "Hold all splits, and compute A and B from what is held."
+    from leakmel.audio.manifest import scan
+    from leakmel.dataset.resident.resident import hold_on_device, time_resident
+
+    manifest, facts = scan(root), dict[str, list[dict[str, Any]]]()
+    for listing in manifest.listings:
+        with hold_on_device(
+            root, split=listing.split.lower(), device=device, manifest=manifest, progress="none"
+        ) as audio:
+            for name in CONTEST:
+                facts.setdefault(name, []).append(time_resident(audio, CONTEST[name], rounds, engine=engine))
+
+    def total(splits: list[dict[str, Any]]) -> dict[str, Any]:
+        seconds, kernel_s = (
+            [sum(at) for at in zip(*(f[key] for f in splits))] for key in ("seconds", "kernel_s")
+        )
+        return {
+            "n_files": sum(f["n_files"] for f in splits),
+            "seconds": seconds,
+            "kernel_s": kernel_s,
+            "prepare_s": sum(f["prepare_s"] for f in splits),
+            "checked": sum(f["checked"] for f in splits),
+            "max_abs_db": max(f["max_abs_db"] for f in splits),
+        }
+
+    held = facts[next(iter(CONTEST))]
+    return {
+        "hold_s": sum(f["hold_s"] for f in held),
+        "samples_bytes": sum(f["samples_bytes"] for f in held),
+    } | {name: total(f) for name, f in facts.items()}
+
+
+OFF: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "graph off": {"settings": {"cuda_graph": False}},
+    "async copies off": {"settings": {"async_copies": False}},
+    "accumulation 4": {"settings": {"batch_accumulation": 4}},
+    "streams 1": {"settings": {"gpu_streams": 1}},
+    "fsync on": {"settings": {"fsync": True}},
+    "check off": {"check": 0},
+    "monitor off": {"settings": {"monitor_interval_s": 0.0}},
+}
+
+
+_ROOM = {"max_bytes_in_flight": 4 << 30}
+SWEEPS: dict[str, dict[str, Any]] = {
+    "streams 4": {"settings": {"gpu_streams": 4}},
+    "streams 8": {"settings": {"gpu_streams": 8}},
+    **{f"batch {n}": {"settings": {"files_per_batch": n} | _ROOM} for n in (128, 256, 1024, 2048)},
+    **{f"readers {n}": {"settings": {"read_workers": n}} for n in (4, 8, 32)},
+    **{f"writers {n}": {"settings": {"write_workers": n}} for n in (1, 2, 8)},
+    **{f"slots {n}": {"settings": {"slots": n} | _ROOM} for n in (6, 12, 40)},
+    "warm-up 8": {"settings": {"warmup_slots": 8}},
+    "4 GB in flight": {"settings": dict(_ROOM)},
+}
+MODES_ASKED: dict[str, dict[str, Any]] = {
+    "mode preload": {"mode": "preload"},
+    "mode memmap, first": {"mode": "memmap"},
+    "mode memmap, later": {"mode": "memmap"},
+}
+
+
+def design_parts(engines: list[str], rounds: int, sizes: Sizes = REAL) -> list[Part]:
+    "Return the questions of the suite `gpu` and then what each part of the design is worth, the most important first."
+    first, window = engines[0], sizes.window_s
+    n = (1024, 256, 2048) if sizes == REAL else (4,)
+    matrix = {"n_bytes": 1 << 30, "n_matrix": 8192} if sizes == REAL else {"n_bytes": 1 << 16, "n_matrix": 32}
+
+    def part(group: str, key: str, engine: str, what: str, **more: Any) -> Part:
+        return Part(group, key, engine, {"what": f"bench_gpu_design:{what}"} | more)
+
+    def varied(changes: dict[str, dict[str, Any]]) -> list[Part]:
+        build = {"what": "one_build", "name": "A"}
+        return [Part("varied", name, first, build | change) for name, change in changes.items()]
+
+    pairs = [(name, engine) for name in CONTEST for engine in engines]
+    both = [part("both ways", str(s), first, "both_ways", n_bytes=s, window_s=window) for s in sizes.copies]
+    parts = [*both, part("alone", "card", first, "card_alone", **matrix, window_s=window)]
+    for block in n:
+        for name, engine in pairs:
+            options = {"name": name, "n_block": block, "window_s": window}
+            parts.append(
+                part("kernel", f"{name}, {engine}, block {block}", engine, "kernel_alone", **options)
+            )
+    parts += plan_parts(engines, rounds, sizes) + varied(OFF)
+    some = {"name": "A", "n_block": n[-1], "window_s": window}
+    kept = {"name": "A", "n": 512, "batches": 5} if sizes == REAL else {"name": "A", "n": 4, "batches": 1}
+    parts.append(part("reuse", f"A, {first}", first, "reuse", **kept))
+    parts.append(part("resident", first, first, "resident", rounds=rounds + 2))
+    parts += [part("precision", "A", "torch", "precisions", **some)] if "torch" in engines else []
+    parts += [part("launches", "A", "triton", "launches", **some)] if "triton" in engines else []
+    return parts + varied(SWEEPS) + varied(MODES_ASKED) + (varied(OFF) + varied(SWEEPS)) * (rounds - 1)
+
+
+def bench_gpu_design(folder: str | os.PathLike, **options: Any) -> dict[str, Any]:
+    "Measure all of it; options of `bench_gpu`."
+    here = str(Path(__file__).resolve().parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ.setdefault("LEAKMEL_CACHE_DIR", str(Path(folder) / "cache"))
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return bench_gpu(folder, **{"plan": design_parts} | options)
+
+
+def design_table(figures: dict[str, Any] | None) -> str:
+    "The figures of the parts as text, below those of the suite `gpu`."
+    if figures is None:
+        return "not measured"
+    lines = [gpu_table(figures)]
+    for size, f in figures.get("both ways", {}).items():
+        rate = spread(f["both_each_way"])["median"]
+        lines.append(f"copies of {int(size) / 1e6:,.1f} MB both ways at once: {rate:.1f} GB/s each way")
+    card = figures.get("alone", {}).get("card")
+    for name, f in figures.get("kernel", {}).items():
+        rate, floor = max(spread(f[way])["median"] for way in ("one_by_one", "by_graph") if f[way]), ""
+        if card:
+            n_bytes, n_operations = block_work(contest_spec(name[0]))
+            memory, products = (
+                spread(card[key])["median"] for key in ("memory_bytes_per_s", "float16_per_s")
+            )
+            best = 1 / (n_bytes / memory + n_operations / products)
+            floor = f", {rate / best:.0%} of the floor's {best / 1e6:.2f} M"
+        lines.append(f"kernel alone, {name}: {rate / 1e6:.3f} M recordings/s{floor}")
+    base = figures.get("varied", {}).get("as it is", {}).get("files_per_s", {}).get("median")
+    for name, f in figures.get("varied", {}).items() if base else ():
+        lines.append(f"{name}: {f['files_per_s']['median'] / base:.2f} x")
+    for f in figures.get("resident", {}).values():
+        times = [f"{name} {spread(f[name]['seconds'])['median']:.3f} s" for name in CONTEST if name in f]
+        lines.append(f"all recordings held on the device, another spec: {', '.join(times)}")
+    for precision, f in (figures.get("precision", {}).get("A") or {}).items():
+        if isinstance(f, dict) and "noise_db" in f:
+            rate = max(spread(f[way])["median"] for way in ("one_by_one", "by_graph") if f[way])
+            errors = f"{f['noise_db']:.3f} dB for noise, {f['hard_db']:.3f} dB for the hard case"
+            lines.append(f"torch {precision}: {errors}, {rate / 1e6:.3f} M recordings/s")
+    for launch, f in (figures.get("launches", {}).get("A") or {}).items():
+        if isinstance(f, dict) and ("error" in f or "same_bits" in f):
+            said = f.get("error") or f"{spread(f['recordings_per_s'])['median'] / 1e6:.3f} M recordings/s"
+            lines.append(
+                f"triton launched with {launch}: {said}{'' if f.get('same_bits', True) else ', OTHER BITS'}"
+            )
+    for name, f in figures.get("reuse", {}).items():
+        kept = [
+            f"{k} {spread(s)['median'] * 1e3:,.1f} ms"
+            for k, s in f.items()
+            if isinstance(s, list) and s and k != "warnings"
+        ]
+        lines.append(f"a batch with an engine that is, {name}: {', '.join(kept)}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work")
+    parser.add_argument("--out", default="runs/benchmarks")
+    parser.add_argument("--budget-s", type=float, default=900)
+    args = parser.parse_args()
+    keep = partial(store, folder=args.out)
+    record = bench_gpu_design(args.work, budget_s=args.budget_s, keep=keep, say=print)
+    print(design_table(record), store(record, args.out), sep="\n")

@@ -1,0 +1,37 @@
+"""What the notebooks of this folder share: measure and store a record, or find the newest one."""
+
+import shutil, tempfile
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from IPython.display import Markdown, display
+
+from leakmel.dataset.run.plan import runs_folder
+from leakmel.ops.bench import newest, store
+
+
+def find_record(
+    suite: str,
+    bench: Callable[..., dict[str, Any]],  # takes a work folder, `say` and options
+    *,
+    run: bool,  # False: the newest record
+    folder: str | None,  # work folder, which stays; None: a temporary one
+    out: str
+    | None,  # folder of the records; None: a new one below runs/, or runs/benchmarks where nothing is run
+    **options: Any,
+) -> dict[str, Any] | None:  # None: not measured
+    "Measure and store a record, or find the newest one."
+    if not run:
+        return newest(suite, out or runs_folder() / "benchmarks")
+    shown = display(Markdown("starting"), display_id=True)
+    work = folder or tempfile.mkdtemp(prefix="leakmel-bench-")
+    try:
+        record = bench(work, say=lambda text: shown.update(Markdown(text)), **options)
+    finally:
+        if folder is None:
+            shutil.rmtree(work, ignore_errors=True)
+    path = store(record, out or Path(runs_folder(), f"{datetime.now():%Y%m%d-%H%M%S}-{suite}"))
+    shown.update(Markdown(f"stored as `{path}`"))
+    return record
