@@ -114,7 +114,7 @@ def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from leakmel.learn.model.settings import CheckpointSettings
     from leakmel.learn.train.history import save_figures
     from leakmel.learn.model.settings import TrainSettings
-    from leakmel.learn.train.plan import execute_evaluation, execute_training, plan_training, run_summary
+    from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary
 
     names = (
         "data",
@@ -276,7 +276,7 @@ def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from leakmel.learn.search.search import search
     from leakmel.learn.search.space import space_from_text
     from leakmel.learn.model.settings import TrainSettings
-    from leakmel.learn.train.plan import plan_training
+    from leakmel.learn.plans import plan_training
 
     names = (
         "data",
@@ -402,7 +402,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> None:
 def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Judge a detector by data sets, beside two baselines."
     from leakmel.learn.evaluate.evaluation import evaluate
-    from leakmel.learn.train.plan import find_judges
+    from leakmel.learn.find import find_judges
 
     if args.figures and not args.out:
         raise UsageError("--figures needs a folder", expected="--out DIR")
@@ -559,7 +559,7 @@ def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from leakmel.learn.retrain.round_parts import RoundRules
     from leakmel.learn.retrain.rounds import retrain
     from leakmel.learn.model.settings import TrainSettings
-    from leakmel.learn.train.plan import set_of
+    from leakmel.learn.find import set_of
 
     if args.champion is None and read_lineage(Path(args.out)) is None:
         raise UsageError(

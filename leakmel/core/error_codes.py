@@ -69,7 +69,33 @@ INSIGHT = dict[str, str]()
 LEARN_DATA = dict[str, str]()
 
 # %% ../../nbs/core/error_codes.ipynb #48c256cc
-LEARN_TRAIN = dict[str, str]()
+LEARN_TRAIN = {
+    "all-rejected": "No recording below the folder could be scored.",
+    "batch-norm": "The net normalises over the batch, so that micro-batches do not add up to the batch.",
+    "empty-class": "A class of the task has no training recording.",
+    "folder-in-use": "Another training, search or round writes into the folder.",
+    "given-twice": "Two parameters give the same thing.",
+    "invalid-channels": "The channels of the net are not whole numbers with commas between them.",
+    "model-exists": "The folder holds a model whose training cannot be resumed.",
+    "no-data-set": "There is no data set at the path, or none for this part in the folder.",
+    "no-model": "No model was named, and no run has one.",
+    "no-splits": "A split was named, and the folder holds label folders and no splits.",
+    "no-such-folder": "There is no folder at the path.",
+    "no-such-part": "The split has no part of this name.",
+    "no-summary": "The folder is not that of a finished run.",
+    "not-a-checkpoint": "The file is no checkpoint of a training of this version.",
+    "not-a-folder": "A file is at the path where a folder is needed.",
+    "not-compiled": "The net could not be compiled.",
+    "nothing-learned": "The training has no epoch.",
+    "nothing-to-resume": "There is no checkpoint from which to resume.",
+    "one-class": "The recordings hold leaks only, or no leak.",
+    "other-split": "The split belongs to other data sets.",
+    "other-training": "The folder or state belongs to a training with other settings or data.",
+    "out-of-memory": "The memory of the device or the host is too small.",
+    "out-of-range": "A number is outside the range of its parameter.",
+    "training-diverged": "The loss is no longer a finite number.",
+    "unknown-choice": "The value is not one of those that the parameter can have.",
+}
 
 # %% ../../nbs/core/error_codes.ipynb #91eb239d
 LEARN_RETRAIN = dict[str, str]()

@@ -15,8 +15,8 @@ from leakmel.learn.predict import predict as prediction
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.predict.plots import MOST_RECORDINGS, suspicious_mels
-from leakmel.learn.predict import plan as prediction_runs
-from leakmel.learn.predict.plan import execute_prediction, plan_prediction, prediction_kinds
+from leakmel.learn import plans as prediction_runs
+from leakmel.learn.plans import execute_prediction, plan_prediction, prediction_kinds
 from leakmel.learn.data.task import make_task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
