@@ -554,7 +554,7 @@ def _further_sets(words: list[str], file: Callable[[str, str], Any]) -> dict[str
 
 def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Learn from new recordings; only what is shown to be better becomes the detector that counts."
-    from leakmel.learn.retrain.promotion import read_lineage
+    from leakmel.learn.model.locate import read_lineage
     from leakmel.learn.model.settings import CheckpointSettings
     from leakmel.learn.retrain.round_parts import RoundRules
     from leakmel.learn.retrain.rounds import retrain

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["PARTS", "DataSets", "find_sets", "set_of", "find_judges", "find_model"]
 
-# %% ../../nbs/learn/find.ipynb #ac1276c4
+# %% ../../nbs/learn/find.ipynb #694942e8
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from ..core.run_plan import newest_run, runs_folder, user_path
 from ..dataset.file.schema import data_set_name
 from ..dataset.run.pipeline import build_all
 from ..dataset.run.plan import find_data
-from .retrain.promotion import model_file
+from .model.locate import model_file
 
 # %% ../../nbs/learn/find.ipynb #d69278ee
 PARTS = ("training", "validation", "testing")

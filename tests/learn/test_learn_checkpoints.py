@@ -16,15 +16,14 @@ from children import server
 
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import DataError, OutputError, SpaceError, UsageError
-from leakmel.learn.train import checkpoints
+from leakmel.learn.model import files
 from leakmel.learn.train.checkpoints import (
     CheckpointWarning,
     latest_checkpoint,
     list_checkpoints,
-    load_plain,
-    plain_bytes,
     save_checkpoint,
 )
+from leakmel.learn.model.files import load_plain, plain_bytes
 
 N = 300_000  # numbers in a state: more than one piece
 
@@ -278,7 +277,7 @@ def test_a_disk_that_refuses(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as m:
-        m.setattr(checkpoints.os, name, refuse)
+        m.setattr(files.os, name, refuse)
         with pytest.raises(error) as said:
             save_checkpoint(tmp_path, state(2), 2)
     assert str(tmp_path) in str(said.value)
@@ -297,7 +296,7 @@ def test_a_signal_waits_until_the_file_is_there(tmp_path: Path, monkeypatch: pyt
         os.kill(os.getpid(), signal.SIGINT)
         real(*args)
 
-    monkeypatch.setattr(checkpoints.os, "replace", interrupted)
+    monkeypatch.setattr(files.os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, state(1), 1)
     found = latest_checkpoint(tmp_path)

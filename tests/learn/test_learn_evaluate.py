@@ -22,7 +22,8 @@ from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.evaluate import evaluation
 from leakmel.learn.evaluate.baselines import Baseline, fit_baselines, fit_logistic, leaks, levels, mean_mels
 from leakmel.learn.data.segments import Segments
-from leakmel.learn.model.detector import UNCHOSEN, Detector
+from leakmel.learn.metrics.voting import UNCHOSEN
+from leakmel.learn.model.detector import Detector
 from leakmel.learn.evaluate.plots import all_plots, roc_figure
 from leakmel.learn.metrics.bootstrap import (
     LEAST_GROUPS,
@@ -38,10 +39,10 @@ from leakmel.learn.metrics.bootstrap import (
 from leakmel.learn.metrics.significance import (
     Verdict,
     cautions,
-    deal_labels,
+    permute_group_labels,
     give_verdict,
-    judge,
-    label_control,
+    score_model,
+    permutation_test,
 )
 from leakmel.learn.metrics.metrics import FIGURES, leak_metrics, roc
 from leakmel.learn.model.net import LeakNet, NetSettings
@@ -258,7 +259,7 @@ def ways(gaps: dict[str, float], n_sensors: int = 12, seed: int = 0) -> tuple[Bo
     truth, shift = rng.random(len(of)) < 0.5, rng.normal(0, 0.4, n_sensors)[of]
     boot = Bootstrap(truth, groups_of(of))
     scores = {n: gap * truth + shift + rng.normal(0, 1, len(of)) for n, gap in gaps.items()}
-    return boot, {n: judge(boot, s, name=n, title=n, threshold=gaps[n] / 2) for n, s in scores.items()}
+    return boot, {n: score_model(boot, s, name=n, title=n, threshold=gaps[n] / 2) for n, s in scores.items()}
 
 
 @pytest.mark.parametrize(
@@ -296,7 +297,7 @@ def test_equals_beat_each_other_rarely():
 
 def test_a_constant_detector_is_useless():
     boot, found = ways({"level": 1})
-    constant = judge(boot, np.full(len(boot.truth), 0.5), name="cnn", title="cnn")
+    constant = score_model(boot, np.full(len(boot.truth), 0.5), name="cnn", title="cnn")
     assert constant.figures["auc"] == 0.5
     assert constant.intervals["auc"].low == constant.intervals["auc"].high == 0.5
     assert constant.figures["specificity"] == 0
@@ -308,7 +309,9 @@ def test_a_constant_detector_is_useless():
 
 def test_one_class_gives_no_verdict():
     boot = Bootstrap(np.ones(40, bool), groups_of(np.arange(40) // 4))
-    a, b = (judge(boot, np.random.default_rng(k).random(40), name=n, title=n) for k, n in enumerate("ab"))
+    a, b = (
+        score_model(boot, np.random.default_rng(k).random(40), name=n, title=n) for k, n in enumerate("ab")
+    )
     verdict = give_verdict(boot, a, [b])
     assert verdict.beats is None
     assert "every recording is a leak" in verdict.text
@@ -354,7 +357,7 @@ def test_nothing_is_said_of_a_sound_data_set():
 @pytest.mark.parametrize("gap", [0.0, 2.0])
 def test_with_dealt_labels_the_interval_holds_a_half(gap):
     truth, score, of = town(np.random.default_rng(2), 12, 20, gap)
-    control = label_control(truth, score, groups_of(of))
+    control = permutation_test(truth, score, groups_of(of))
     assert control.holds
     assert control.n_known == control.n_deals == 100
     assert control.middle == pytest.approx(0.5, abs=0.02)
@@ -391,7 +394,7 @@ def test_the_control_is_not_kinder_than_chance(n_sensors, labels, even):
     called, called_by_recordings, held, areas, spreads, by_recordings = 0, 0, [], [], [], []
     sets = [sensors_only(np.random.default_rng(seed), n_sensors, labels, even) for seed in range(60)]
     for seed, (truth, score, of) in enumerate(sets):
-        control = label_control(truth, score, groups_of(of), n_deals=40, seed=seed)
+        control = permutation_test(truth, score, groups_of(of), n_deals=40, seed=seed)
         plain = deals_over_recordings(truth, score, 40)
         own = roc(truth, score).auc
         called += control.n_as_high <= 2
@@ -416,7 +419,7 @@ def test_dealt_labels_keep_what_groups_are():
     pure = np.isin(of, [0, 3, 5, 8])
     seen = set()
     for _ in range(50):
-        dealt = deal_labels(pure, groups_of(of), rng)
+        dealt = permute_group_labels(pure, groups_of(of), rng)
         assert all(len(np.unique(dealt[of == k])) == 1 for k in range(9)), (
             "a sensor with one label keeps one label"
         )
@@ -426,10 +429,12 @@ def test_dealt_labels_keep_what_groups_are():
     assert len(seen) > 20, "another sensor's label"
     even = np.repeat(np.arange(6), 10)
     mixed = np.arange(60) % 10 < np.repeat([0, 1, 3, 5, 9, 10], 10)
-    n_leaks = [np.bincount(even, weights=deal_labels(mixed, groups_of(even), rng)) for _ in range(50)]
+    n_leaks = [
+        np.bincount(even, weights=permute_group_labels(mixed, groups_of(even), rng)) for _ in range(50)
+    ]
     assert all(sorted(n) == [0, 1, 3, 5, 9, 10] for n in n_leaks)
     assert len({tuple(n) for n in n_leaks}) > 30
-    places = np.array([deal_labels(mixed, groups_of(even), rng) for _ in range(2000)])
+    places = np.array([permute_group_labels(mixed, groups_of(even), rng) for _ in range(2000)])
     assert np.allclose(places.mean(0), 28 / 60, atol=0.06), "each recording is a leak as often as any other"
 
 
@@ -438,7 +443,7 @@ def test_no_class_is_lost_in_a_deal(truth):
     "One recording of a class, in a large group; small groups get a hundredth of it."
     of = np.r_[np.zeros(70, int), 1 + np.arange(30)]
     for seed in range(200):
-        dealt = deal_labels(np.array(truth, bool), groups_of(of), np.random.default_rng(seed))
+        dealt = permute_group_labels(np.array(truth, bool), groups_of(of), np.random.default_rng(seed))
         assert 0 < dealt.sum() < 100
 
 
@@ -446,13 +451,13 @@ def test_where_each_recording_is_alone_labels_are_dealt_over_recordings():
     truth = np.arange(60) < 20
     dealt = np.array(
         [
-            deal_labels(truth, groups_of(np.arange(60), "recording"), np.random.default_rng(seed))
+            permute_group_labels(truth, groups_of(np.arange(60), "recording"), np.random.default_rng(seed))
             for seed in range(500)
         ]
     )
     assert (dealt.sum(1) == 20).all()
     assert np.allclose(dealt.mean(0), 1 / 3, atol=0.1)
-    control = label_control(
+    control = permutation_test(
         truth, np.random.default_rng(0).random(60), groups_of(np.arange(60), "recording"), n_deals=20
     )
     assert str(control).startswith("Labels dealt out anew: AUC")
@@ -460,14 +465,14 @@ def test_where_each_recording_is_alone_labels_are_dealt_over_recordings():
 
 def test_the_control_says_what_changed_places():
     truth, score, of = town(np.random.default_rng(2), 12, 20)
-    assert str(label_control(truth, score, groups_of(of))).startswith(
+    assert str(permutation_test(truth, score, groups_of(of))).startswith(
         "Labels dealt out anew, whole groups at a time (12 sensors): AUC"
     )
 
 
 def test_controls_that_cannot_be_made():
-    assert label_control(np.ones(9, bool), np.arange(9) / 9, groups_of(range(9))).holds is None
-    few = label_control(
+    assert permutation_test(np.ones(9, bool), np.arange(9) / 9, groups_of(range(9))).holds is None
+    few = permutation_test(
         np.arange(40) % 2 == 0, np.random.default_rng(0).random(40), groups_of(np.arange(40) // 20)
     )
     assert few.holds is None
@@ -745,7 +750,9 @@ def test_one_kind_of_recordings_alone(sets, tmp_path):
 
 def test_without_both_labels_no_figure_compares(sets):
     boot = Bootstrap(np.ones(40, bool), groups_of(np.arange(40) // 4))
-    best, worst = (judge(boot, np.full(40, s), name=n, title=n) for n, s in (("best", 0.9), ("worst", 0.1)))
+    best, worst = (
+        score_model(boot, np.full(40, s), name=n, title=n) for n, s in (("best", 0.9), ("worst", 0.1))
+    )
     for figure in FIGURES:
         verdict = give_verdict(boot, best, [worst], figure)
         assert verdict.beats is None, figure

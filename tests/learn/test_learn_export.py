@@ -15,9 +15,9 @@ import torch
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.audio.synth import write_wav
-from leakmel.learn.train import checkpoints
+from leakmel.learn.model import files
 from leakmel.learn.model import export
-from leakmel.learn.train.checkpoints import plain_bytes
+from leakmel.learn.model.files import plain_bytes
 from leakmel.learn.model.detector import Detector, load_detector, picture_shape
 from leakmel.learn.model.export import MelFeatures, export_detector
 from leakmel.learn.model.net import LeakNet, NetSettings
@@ -203,13 +203,13 @@ def test_what_is_of_the_same_kind_is_replaced_and_a_link_to_it_is_not_followed(t
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_what_comes_while_it_is_written_is_not_replaced(tmp_path, monkeypatch, kind):
-    real = checkpoints._write_piece
+    real = files._write_piece
 
     def slowly(fd: int, piece: memoryview) -> None:
         real(fd, piece)
         (tmp_path / "model").write_text("somebody's")
 
-    monkeypatch.setattr(checkpoints, "_write_piece", slowly)
+    monkeypatch.setattr(files, "_write_piece", slowly)
     with pytest.raises(OutputError, match=f"no {kind} is in the way"):
         WRITERS[kind](made("disjoint"), tmp_path / "model")
     assert (tmp_path / "model").read_text() == "somebody's"

@@ -14,8 +14,9 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import DataError, UsageError
-from leakmel.learn.retrain.promotion import RECORD, round_folder, weights_digest
-from leakmel.learn.train.checkpoints import write_whole
+from leakmel.learn.model.locate import RECORD, round_folder
+from leakmel.learn.retrain.promotion import weights_digest
+from leakmel.learn.model.files import write_whole
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, score_rows
 from leakmel.learn.retrain.selection import UNHEARD, human_classes, recording_paths

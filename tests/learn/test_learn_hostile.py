@@ -12,11 +12,11 @@ import torch
 
 import leakmel as lm
 from leakmel.core.errors import DataError, MachineError, UsageError
-from leakmel.learn.train import checkpoints
+from leakmel.learn.model import files
 from leakmel.learn.train import state as training_state
 from leakmel.learn.model import detector as detector_module
-from leakmel.learn.train.checkpoints import load_plain, plain_bytes
-from leakmel.learn.model.decision_rule import Chosen
+from leakmel.learn.model.files import load_plain, plain_bytes
+from leakmel.learn.metrics.voting import DecisionRule
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.predict.predict import _sizes, rule_of
@@ -101,7 +101,7 @@ def test_an_honest_one_is_read(honest, tmp_path):
 def test_a_whole_share_is_a_share(honest, tmp_path):
     "1 is 1.0: a detector that was made with it can be read again, also from a file that holds it as a whole number."
     detector = load_detector(honest)
-    made = Detector(detector.net, detector.task, SPEC, **Chosen("frac_vote", 1).options())
+    made = Detector(detector.net, detector.task, SPEC, **DecisionRule("frac_vote", 1).options())
     for path in (
         made.save(tmp_path / "made.pt"),
         changed(honest, tmp_path / "whole.pt", lambda head, weights: head.update(share=1)),
@@ -136,7 +136,7 @@ def test_errors_without_a_word_are_told_apart(honest, monkeypatch, error, kind, 
 
 
 def test_a_file_larger_than_memory_is_not_read(honest, monkeypatch):
-    monkeypatch.setattr(checkpoints, "free_memory", lambda: 2 * honest.stat().st_size - 2)
+    monkeypatch.setattr(files, "free_memory", lambda: 2 * honest.stat().st_size - 2)
     with pytest.raises(DataError, match="too large for the memory"):
         load_detector(honest)
 

@@ -21,23 +21,13 @@ from hypothesis import strategies as st
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.retrain import rounds
-from leakmel.learn.retrain.promotion import (
-    POINTER,
-    RECORD,
-    Champion,
-    begin_lineage,
-    champion_of,
-    load_champion,
-    read_lineage,
-    round_folder,
-    settle,
-    weights_digest,
-)
-from leakmel.learn.train.checkpoints import write_whole
+from leakmel.learn.model.locate import POINTER, RECORD, Champion, load_champion, read_lineage, round_folder
+from leakmel.learn.retrain.promotion import begin_lineage, champion_of, settle, weights_digest
+from leakmel.learn.model.files import write_whole
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.retrain.promotion import decide, fight, leak_truth, shared_with, worn
-from leakmel.learn.evaluate.evaluation import recordings_of
+from leakmel.learn.data.groups import recordings_of
 from leakmel.learn.retrain.selection import UNHEARD, human_classes, recording_paths
 from leakmel.learn.retrain.pseudo_labels import class_scores, replayed, select_segments, trusted_segments
 from leakmel.learn.metrics.bootstrap import Groups, recording_groups

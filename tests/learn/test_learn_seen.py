@@ -16,9 +16,9 @@ from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, LeakmelError
 from leakmel.learn.retrain import rounds
-from leakmel.learn.retrain.promotion import load_champion, round_folder
+from leakmel.learn.model.locate import load_champion, round_folder
 from leakmel.learn.model.settings import CheckpointSettings
-from leakmel.learn.train.checkpoints import load_plain, plain_bytes
+from leakmel.learn.model.files import load_plain, plain_bytes
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.retrain.rounds import RoundRules

@@ -24,8 +24,9 @@ from leakmel.core.errors import DataError, MachineError, OutputError, UsageError
 from leakmel.dataset.file.writer import OutputLock
 from leakmel.learn.model.settings import CheckpointSettings
 from leakmel.learn.train.checkpoints import latest_checkpoint, list_checkpoints
-from leakmel.learn.model.decision_rule import Chosen
-from leakmel.learn.model.detector import UNCHOSEN, load_detector, score_rows
+from leakmel.learn.metrics.voting import DecisionRule
+from leakmel.learn.metrics.voting import UNCHOSEN
+from leakmel.learn.model.detector import load_detector, score_rows
 from leakmel.learn.train.history import EpochFigures, is_better
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.data.splits import LeakySplitWarning, SplitWarning, group_split
@@ -649,7 +650,7 @@ def test_early_stopping_waits_as_long_as_it_was_told(
     real = training_state.validation_figures
     losses = iter([0.5, 0.4, 0.3, 0.2, 0.35, 0.1])
 
-    def staged(scores: np.ndarray, is_leak: np.ndarray, chosen: Chosen) -> dict[str, float]:
+    def staged(scores: np.ndarray, is_leak: np.ndarray, chosen: DecisionRule) -> dict[str, float]:
         return real(scores, is_leak, chosen) | {"f1": next(f1), "val_loss": next(losses)}
 
     monkeypatch.setattr(training_state, "validation_figures", staged)

@@ -20,6 +20,8 @@ PACKAGE, NOTEBOOKS = ROOT / "leakmel", ROOT / "nbs"
 
 # Arrows go to the left only; what stands in no room (leakmel/__init__.py, __main__.py) is the outer shell and may use all.
 ROOMS = ["core", "audio", "mel", "dataset", "insight", "learn", "ops", "cli_learn", "cli"]
+# The same inside the room, from folder to folder; a module that lies in none of them may use all.
+FOLDERS = {"learn": ["data", "metrics", "model", "train", "evaluate", "predict", "retrain", "search"]}
 MODULES = sorted(
     p for p in PACKAGE.rglob("*.py") if p.name not in ("__init__.py", "__main__.py", "_modidx.py")
 )
@@ -218,6 +220,20 @@ def test_imports_go_to_the_left(path):
     name = module_name(path)
     against = sorted(i for i in imports_of(path) if room_of(i) > room_of(name))
     assert not against, f"{name} ({ROOMS[room_of(name)]}) imports {', '.join(against)}"
+
+
+IN_FOLDERS = [p for p in MODULES for room in FOLDERS if p.is_relative_to(PACKAGE / room)]
+
+
+@pytest.mark.parametrize("path", IN_FOLDERS, ids=module_name)
+def test_imports_inside_a_room_go_to_the_left(path):
+    room, own = module_name(path).split(".")[1:3]
+    order = FOLDERS[room]
+    if own not in order:
+        return
+    used = {i: i.split(".")[2] for i in imports_of(path) if i.startswith(f"leakmel.{room}.")}
+    against = sorted(i for i, folder in used.items() if order.index(folder) > order.index(own))
+    assert not against, f"{module_name(path)} imports {', '.join(against)}"
 
 
 def test_no_imports_in_a_circle():

@@ -32,7 +32,7 @@ from leakmel.insight.plots import (
     _smallest,
     frame_starts_s,
 )
-from ..metrics.significance import Judged, Verdict, figure_title
+from ..metrics.significance import ScoredModel, Verdict, figure_title
 from ..metrics.metrics import Reliability, roc
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _note(stamped: bool, text: str) -> str:
     return (_STAMP if stamped else "") + text
 
 
-def _interval(j: Judged, figure: str) -> str:
+def _interval(j: ScoredModel, figure: str) -> str:
     i = j.intervals[figure]
     return f" ({i.low:.2f} to {i.high:.2f})" if i.known else ""
 
@@ -57,8 +57,8 @@ def _interval(j: Judged, figure: str) -> str:
 # %% ../../../nbs/learn/evaluate/plots.ipynb #ac38fc5b
 def roc_figure(
     truth: np.ndarray,  # [B] bool
-    ways: Sequence[Judged],  # the detector's rules first
-    baselines: Sequence[Judged] = (),
+    ways: Sequence[ScoredModel],  # the detector's rules first
+    baselines: Sequence[ScoredModel] = (),
     *,
     verdict: Verdict | None = None,  # on the first; None: nobody can say
     stamped: bool = False,  # a leaky split
@@ -143,7 +143,7 @@ def _thinned(x: np.ndarray, y: np.ndarray, most: int = MAX_POINTS // 2) -> np.nd
     return at if len(at) <= most else at[np.unique(np.linspace(0, len(at) - 1, most).astype(np.int64))]
 
 
-def _roc_title(own: Judged, baselines: Sequence[Judged], verdict: Verdict | None) -> str:
+def _roc_title(own: ScoredModel, baselines: Sequence[ScoredModel], verdict: Verdict | None) -> str:
     "The finding, as the verdict has it: of baselines that are not beaten the hardest is named, else the hardest of all."
     area = f"AUC {own.figures['auc']:.2f}{_interval(own, 'auc')}"
     if not baselines:
@@ -169,7 +169,7 @@ def _roc_title(own: Judged, baselines: Sequence[Judged], verdict: Verdict | None
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #3e9619ec
 def confusion_figure(
-    judged: Judged,
+    judged: ScoredModel,
     leak_label: str = "leak",
     *,
     stamped: bool = False,

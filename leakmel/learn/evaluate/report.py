@@ -18,9 +18,16 @@ import numpy as np
 
 from ...core.errors import OutputError, show_path
 from ...core.progress import folded
-from ..train.checkpoints import write_whole
+from ..model.files import write_whole
 from ..metrics.bootstrap import Difference, Groups
-from ..metrics.significance import Control, Judged, Verdict, figure_title, group_rows, plain
+from leakmel.learn.metrics.significance import (
+    PermutationTest,
+    ScoredModel,
+    Verdict,
+    figure_title,
+    group_rows,
+    plain,
+)
 from ..metrics.metrics import FIGURES, Reliability
 from ..data.task import Task
 from ...mel.spec import MelSpec
@@ -64,13 +71,13 @@ class _Found:
     segment_scores: np.ndarray  # [B, L]; NaN behind the end of a recording
     groups: Groups
     vote: str  # the rule that the verdict is about
-    votes: Mapping[str, Judged]  # the detector, by rule
-    baselines: Mapping[str, Judged]
+    votes: Mapping[str, ScoredModel]  # the detector, by rule
+    baselines: Mapping[str, ScoredModel]
     differences: Mapping[str, Mapping[str, Mapping[str, Difference]]]  # rule -> baseline -> figure
     verdict: Verdict
     stamps: tuple[str, ...]  # what is wrong with the split; belongs to every figure
     cautions: tuple[str, ...]  # what the recordings cannot show
-    control: Control
+    control: PermutationTest
     calibration: Reliability  # of the mean of the segments
     worst: tuple[Misjudged, ...]  # the worst first
     seconds: float  # of scoring
@@ -90,7 +97,7 @@ class _Found:
         return self.verdict.beats
 
     @property
-    def judged(self) -> Judged:
+    def judged(self) -> ScoredModel:
         "The detector by the rule that the verdict is about."
         return self.votes[self.vote]
 
@@ -156,11 +163,11 @@ class Evaluation(_Found):
 
 
 # %% ../../../nbs/learn/evaluate/report.ipynb #29975a78
-def _ways(e: Evaluation) -> list[Judged]:
+def _ways(e: Evaluation) -> list[ScoredModel]:
     return [*e.votes.values(), *e.baselines.values()]
 
 
-def _cell(j: Judged, figure: str) -> str:
+def _cell(j: ScoredModel, figure: str) -> str:
     "A value with its interval, as short as can be."
     value, interval = j.figures[figure], j.intervals[figure]
     if not np.isfinite(value):

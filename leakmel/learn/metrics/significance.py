@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = [
     "LEAST_RECORDINGS",
-    "Judged",
+    "ScoredModel",
     "plain",
-    "judge",
+    "score_model",
     "Verdict",
     "give_verdict",
     "figure_title",
     "cautions",
-    "deal_labels",
-    "Control",
-    "label_control",
+    "permute_group_labels",
+    "PermutationTest",
+    "permutation_test",
     "group_rows",
 ]
 
@@ -47,7 +47,7 @@ from leakmel.learn.metrics.metrics import (
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #34efd8cf
 @dataclass(frozen=True, eq=False)
-class Judged:
+class ScoredModel:
     "How right one way to judge recordings is."
 
     name: str
@@ -89,7 +89,7 @@ def plain(
     return float(value) if np.isfinite(value) else None
 
 
-def judge(
+def score_model(
     boot: Bootstrap,
     score: np.ndarray,  # [B]
     *,
@@ -97,10 +97,10 @@ def judge(
     title: str,
     threshold: float = 0.5,
     threshold_from: str = "not chosen: 0.5",
-) -> Judged:
+) -> ScoredModel:
     "Judge scores by what is true."
     truth, draws = boot.truth, boot.draws(score, threshold)
-    return Judged(
+    return ScoredModel(
         name,
         title,
         np.asarray(score, np.float64),
@@ -130,8 +130,8 @@ class Verdict:
 
 def give_verdict(
     boot: Bootstrap,
-    detector: Judged,
-    baselines: Sequence[Judged],
+    detector: ScoredModel,
+    baselines: Sequence[ScoredModel],
     figure: str = "auc",  # of FIGURES
 ) -> Verdict:
     "Say whether a detector beats all baselines."
@@ -243,7 +243,7 @@ def cautions(
 
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #b36d9cc6
-def deal_labels(
+def permute_group_labels(
     truth: np.ndarray,  # [B] bool
     groups: Groups,
     rng: np.random.Generator,
@@ -267,7 +267,7 @@ def deal_labels(
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #bd6ad6d9
 @dataclass(frozen=True)
-class Control:
+class PermutationTest:
     "What the same scores do with labels that were dealt out anew."
 
     n_deals: int
@@ -308,30 +308,32 @@ class Control:
 _MOST_WORK = 2e8  # numbers that are gone through
 
 
-def label_control(
+def permutation_test(
     truth: np.ndarray,  # [B] bool
     score: np.ndarray,  # [B]
     groups: Groups,
     *,
     n_deals: int = 100,  # fewer, 20 at least, where each of many thousand recordings is its own group
     seed: int = 0,
-) -> Control:
+) -> PermutationTest:
     "Judge the same scores by labels that were dealt out anew."
     truth, rng = np.asarray(truth, bool), np.random.default_rng(seed)
     if not 0 < truth.sum() < len(truth):
-        return Control(0, 0, 0, np.nan, (np.nan, np.nan), Interval(np.nan, np.nan, "one class only"), 0)
+        return PermutationTest(
+            0, 0, 0, np.nan, (np.nan, np.nan), Interval(np.nan, np.nan, "one class only"), 0
+        )
     own, areas, intervals = leak_metrics(truth, score)["auc"], [], []
     boot = Bootstrap(truth, groups, n_draws=400, seed=seed)
     n_deals = max(min(n_deals, 20), min(n_deals, int(_MOST_WORK // (len(boot.times) * len(truth)))))
     for _ in range(n_deals):
-        other = boot.dealt(deal_labels(truth, groups, rng))
+        other = boot.dealt(permute_group_labels(truth, groups, rng))
         areas.append(roc(other.truth, score).auc)
         intervals.append(interval_of(other.areas(score), *other.rests_upon("auc")))
     known, low_high = [i for i in intervals if i.known], np.quantile(areas, (0.025, 0.975)).tolist()
     n_as_high = int(np.count_nonzero(np.array(areas) >= own - 1e-12))
     n_held = sum(i.low <= 0.5 <= i.high for i in known)
     between = groups.counted(len(groups)) if len(groups) < len(truth) else ""
-    return Control(
+    return PermutationTest(
         n_deals,
         n_held,
         len(known),
@@ -346,7 +348,7 @@ def label_control(
 # %% ../../../nbs/learn/metrics/significance.ipynb #7a5b2081
 def group_rows(
     truth: np.ndarray,  # [B] bool
-    judged: Judged,
+    judged: ScoredModel,
     groups: Groups,
 ) -> list[dict]:  # group, recordings, leaks, and each of FIGURES (None where undefined), the worst first
     "How right a detector is for each group."

@@ -4,7 +4,6 @@
 
 # %% auto #0
 __all__ = [
-    "UNCHOSEN",
     "FORMAT",
     "Detector",
     "picture_shape",
@@ -30,20 +29,18 @@ import torch
 from torch import Tensor
 
 from ...core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
-from ..train.checkpoints import load_plain, plain_bytes, require_kind, write_whole
+from .files import load_plain, plain_bytes, require_kind, write_whole
 from ..data.segments import Segments
 from .devices import Portions, exactly_float32, ran_out, room
 from ..data.loaders import open_loader
 from .net import FORMS, LeakNet, NetSettings, matrices
 from .provenance import Seen, from_plain, to_plain
 from ..data.task import Task
-from ..metrics.voting import VOTES, vote_scores
+from ..metrics.voting import UNCHOSEN, VOTES, vote_scores
 from ...mel.spec import MelSpec
 
+
 # %% ../../../nbs/learn/model/detector.ipynb #2ba797d7
-UNCHOSEN = "not chosen: 0.5"
-
-
 @dataclass(eq=False, repr=False)
 class Detector:
     "A net, what it listens to, and how its answers are read."

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import DataError, UsageError
-from ..train.checkpoints import require_kind, write_whole
+from .files import require_kind, write_whole
 from .detector import Detector
 from .net import LeakNet, matrices
 from ...mel.reference import compare, hann_periodic, reference_features, reference_log_mel

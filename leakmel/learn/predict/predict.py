@@ -22,7 +22,7 @@ from ...core.progress import Progress
 from ...dataset.run.config import BATCH_FILES, slot_bytes
 from ...dataset.source.loader import Slot
 from ...dataset.run.ring import run_lanes
-from ..retrain.promotion import model_file
+from ..model.locate import model_file
 from ..model.detector import Detector, load_detector
 from ..model.devices import pick_device
 from .readers import Found, find_recordings

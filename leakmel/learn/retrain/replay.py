@@ -32,7 +32,8 @@ import numpy as np
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, LeakmelError, show_path
-from .promotion import Lineage, read_record, round_folder
+from ..model.locate import Lineage, round_folder
+from .promotion import read_record
 from ..data.segments import Segments, open_sources
 from .selection import UNHEARD, recording_paths
 from .selection import Choice, source_digest

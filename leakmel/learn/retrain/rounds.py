@@ -21,31 +21,27 @@ from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, show_path
 from ...core.progress import Progress, announce
 from ...dataset.file.writer import OutputLock, output_error
-from leakmel.learn.retrain.promotion import (
+from leakmel.learn.model.locate import (
     MODEL,
     POINTER,
     RECORD,
     Champion,
     Lineage,
-    begin_lineage,
-    champion_of,
     finished_rounds,
     load_champion,
     load_first,
     model_file,
-    next_round,
     read_lineage,
     round_folder,
-    settle,
-    weights_digest,
     write_lineage,
 )
-from ..train.checkpoints import write_whole
+from .promotion import begin_lineage, champion_of, next_round, settle, weights_digest
+from ..model.files import write_whole
 from ..data.segments import Segments
 from ..model.detector import Detector, load_detector, score_rows
 from ..model.devices import pick_device
 from .promotion import Duel, decide, fight, leak_truth, require_both, shared_with, worn
-from ..evaluate.evaluation import recordings_of
+from ..data.groups import recordings_of
 from ..data.groups import Group
 from .selection import UNHEARD, human_classes, recording_paths
 from leakmel.learn.retrain.pseudo_labels import (

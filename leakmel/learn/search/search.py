@@ -16,7 +16,8 @@ from typing import Any, Literal
 from ...core.errors import DataError, MachineError, OutputError, UsageError, show_path
 from ...core.progress import Progress, announce
 from ..model.settings import RESUME, CheckpointSettings
-from ..train.checkpoints import latest_checkpoint, remove_file, write_whole
+from ..train.checkpoints import latest_checkpoint
+from ..model.files import remove_file, write_whole
 from ..model.detector import Detector, load_detector
 from ..model.devices import pick_device
 from ..train.history import EpochFigures, epochs_from, should_stop

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...core.errors import DataError
 from ...dataset.file.writer import output_error
-from ..train.checkpoints import remove_file, write_whole
+from ..model.files import remove_file, write_whole
 from ..train.history import EpochFigures
 from .space import said_value
 

@@ -22,7 +22,7 @@ __all__ = [
     "save_figures",
 ]
 
-# %% ../../../nbs/learn/train/history.ipynb #af23b17a
+# %% ../../../nbs/learn/train/history.ipynb #4dac8c2a
 import csv, io, math, os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import DataError
 from ...dataset.file.writer import output_error
 from ...insight.plots import STAGE_COLORS, _f32, _figure, _seconds_text
-from .checkpoints import write_whole
+from ..model.files import write_whole
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["Run", "sole_writer", "begin", "run_training", "learn", "TrainResult", "finish", "train"]
 
-# %% ../../../nbs/learn/train/loop.ipynb #8dc186f2
+# %% ../../../nbs/learn/train/loop.ipynb #bf27695c
 import json, math, os, time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -21,13 +21,8 @@ from ..data.splits import Split
 from ..model.detector import Detector
 from ..model.devices import pick_device
 from ..model.settings import RESUME, CheckpointSettings, TrainSettings
-from leakmel.learn.train.checkpoints import (
-    latest_checkpoint,
-    list_checkpoints,
-    remove_file,
-    require_kind,
-    save_checkpoint,
-)
+from ..model.files import remove_file, require_kind
+from .checkpoints import latest_checkpoint, list_checkpoints, save_checkpoint
 from .history import EpochFigures, history_table, write_history
 from .inputs import Sources, differences, open_training, training_identity
 from .signals import StopSignals

@@ -17,7 +17,7 @@ __all__ = [
     "take_up",
 ]
 
-# %% ../../../nbs/learn/train/state.ipynb #d12428c1
+# %% ../../../nbs/learn/train/state.ipynb #ea37141d
 import json, math, os, time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ... import __version__
 from ...core.errors import DataError
-from ..model.decision_rule import Chosen, chosen_on
+from ..metrics.voting import DecisionRule, choose_rule
 from ..model.detector import Detector, score_rows
 from ..model.devices import room
 from .history import EpochFigures, epochs_from, is_better, should_stop
@@ -123,7 +123,7 @@ class Best:
 
     epoch: int
     net: dict[str, Tensor]  # its weights, in the memory of the host
-    chosen: Chosen  # vote and thresholds
+    chosen: DecisionRule  # vote and thresholds
 
 
 _LEAST_P = 1e-7  # of a probability whose logarithm is taken
@@ -132,7 +132,7 @@ _LEAST_P = 1e-7  # of a probability whose logarithm is taken
 def validation_figures(
     scores: np.ndarray,  # [B, L] probability of a leak for each long segment; NaN: behind the end of the recording
     is_leak: np.ndarray,  # [B] bool
-    chosen: Chosen,  # vote and threshold
+    chosen: DecisionRule,  # vote and threshold
 ) -> dict[str, float]:  # val_loss, val_segment_accuracy, f1, auc, balanced_accuracy
     "What the scores of validation come to."
     heard = ~np.isnan(scores)
@@ -275,12 +275,14 @@ def end_epoch(
 
 def _evaluated(
     state: TrainingState, progress: Callable[[int], None] | None
-) -> tuple[Chosen, dict[str, float]]:
+) -> tuple[DecisionRule, dict[str, float]]:
     "Vote and thresholds, and figures of validation."
     vote, share = state.settings.vote, state.settings.vote_share
     if state.data.validation is None:
         names = ("val_loss", "val_segment_accuracy", "f1", "auc", "balanced_accuracy")
-        return (Chosen() if vote == "auto" else Chosen(vote, share)), dict.fromkeys(names, math.nan)
+        return (DecisionRule() if vote == "auto" else DecisionRule(vote, share)), dict.fromkeys(
+            names, math.nan
+        )
     with room(
         "memory is too small to judge validation while the training holds its own",
         "free memory, use loader='stream', or device='cpu'",
@@ -288,7 +290,7 @@ def _evaluated(
         scores = score_rows(
             detector_of(state), state.data.validation, device=state.stepper.device, progress=progress
         )
-    chosen = chosen_on(state.data.is_leak, scores, vote, share)
+    chosen = choose_rule(state.data.is_leak, scores, vote, share)
     return chosen, validation_figures(scores, state.data.is_leak, chosen)
 
 
@@ -381,7 +383,7 @@ def detector_of(
         "engine": str(source.file.attrs.get("engine", "")),
     }
     if not best or state.best is None:
-        return Detector(net=state.stepper.net, **given, **Chosen().options(), record={}, seen=Seen())
+        return Detector(net=state.stepper.net, **given, **DecisionRule().options(), record={}, seen=Seen())
     net = LeakNet(state.stepper.net.settings)
     net.load_state_dict(state.best.net)
     given |= state.best.chosen.options()
@@ -422,7 +424,7 @@ def take_up(
         state.rate = float(values["rate"])
         state.seconds = float(values["seconds"])
         if (best := values["best"]) is not None:
-            state.best = Best(int(best["epoch"]), best["net"], Chosen(**best["chosen"]))
+            state.best = Best(int(best["epoch"]), best["net"], DecisionRule(**best["chosen"]))
         state.stepper.net.load_state_dict(values["net"])
         state.stepper.load_state_dict(values["stepper"])
         if state.settings.loader == "auto":
