@@ -65,8 +65,42 @@ DATASET = dict[str, str]()
 # %% ../../nbs/core/error_codes.ipynb #c658d275
 INSIGHT = dict[str, str]()
 
-# %% ../../nbs/core/error_codes.ipynb #8738b9d4
-LEARN_DATA = dict[str, str]()
+# %% ../../nbs/core/error_codes.ipynb #e5e6bdad
+LEARN_DATA = {
+    "no-data-set": "No data set was given.",
+    "data-sets-differ": "Data sets differ in labels, row shape or features and cannot be used together.",
+    "unknown-label": "A label does not exist in the data set or the task.",
+    "ambiguous-label": "Labels differ only in upper and lower case.",
+    "invalid-task": "A task contradicts itself, leaves the leak out or has fewer than two classes.",
+    "no-such-rows": "Row numbers are not whole numbers within the data set.",
+    "broken-column": "A column of a data set does not hold a whole number for each recording.",
+    "no-recordings": "No recording is left to load, divide or learn from.",
+    "order-differs": "A noted place belongs to another order of items or another loader.",
+    "unknown-column": "A data set has no such column to group by.",
+    "no-group": "Some recordings have no group.",
+    "lengths-differ": "Values were given for another number of recordings or classes.",
+    "label-in-one-part": "A part of a split would lack a label.",
+    "invalid-scores": "Scores are missing, not finite or outside their range.",
+    "invalid-labels": "Values are not labels of leak or no leak.",
+    "one-class": "Recordings of both classes are needed, and one class is missing.",
+    "invalid-net": "The settings of a network do not fit together or make it too large.",
+    "wrong-shape": "Numbers have another shape than the detector was made for.",
+    "features-differ": "A data set was made with other feature settings than the detector knows.",
+    "invalid-detector": "The parts of a detector do not fit together.",
+    "not-a-detector": "A file holds no detector that this version reads.",
+    "file-missing": "A file does not exist, or is no regular file.",
+    "damaged-file": "A model file or checkpoint is cut short, damaged or too large to be read.",
+    "unsafe-pickle": "A file would run code when it is read.",
+    "other-file-in-the-way": "The target is a file of another kind, which is not replaced.",
+    "digest-differs": "A model file is not the one that was written.",
+    "no-detector": "A folder holds no detector.",
+    "no-champion": "A folder of rounds has no champion yet.",
+    "lost-champion": "The file that names the champion is missing or damaged.",
+    "no-spec": "A detector does not know how its features were made.",
+    "program-differs": "An exported program does not give what the detector gives.",
+    "no-such-device": "The machine has no such device.",
+    "out-of-memory": "Memory is too small for the work, even in the smallest portions.",
+}
 
 # %% ../../nbs/core/error_codes.ipynb #48c256cc
 LEARN_TRAIN = {

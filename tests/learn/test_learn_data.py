@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -239,7 +240,10 @@ def test_levels(built, level, preload):
         for (x, y), i in zip(ds.__getitems__(items), items, strict=True):
             assert np.array_equal(x, expected[i])
             assert y == ds[i][1]
-        assert ds.row_of(np.arange(len(ds))).tolist() == np.repeat(np.arange(len(raw)), ds.per_row).tolist()
+        assert (
+            ds.rows[ds.recording_of(np.arange(len(ds)))].tolist()
+            == np.repeat(np.arange(len(raw)), ds.per_row).tolist()
+        )
 
 
 def test_items_beyond_the_end(small):
@@ -256,7 +260,7 @@ def test_earlier_systems_files(tmp_path, form, kind):
     with pytest.raises(VerifyError, match="legacy=True"):
         Segments(path)
     for preload in (True, False):
-        with Segments(path, legacy=True, preload_to_ram=preload, chunk_cache_bytes=1 << 20) as ds:
+        with Segments(path, legacy=True, preload_to_ram=preload) as ds:
             b = ds.batch([5, 4, 35])
             assert np.array_equal(b.x.numpy(), mels(9).reshape(-1, *SHAPE[1:])[[5, 4, 35]])
             assert b.x.dtype == (torch.float32 if kind == "<f4" else torch.float16)
@@ -283,12 +287,12 @@ def test_rows_of_several_files(built):
 def test_files_that_do_not_belong_together(tmp_path, built):
     one = legacy_file(tmp_path / "a.h5")
     other = legacy_file(tmp_path / "b.h5", names='["LEAK", "NOLEAK", "RANDOM"]')
-    with pytest.raises(DataError, match=r"b\.h5: data sets that do not belong together: labels"):
+    with raises("data-sets-differ", DataError, path=other, says="labels"):
         Segments([one, other], legacy=True)
     features = legacy_file(tmp_path / "c.h5")
     with h5py.File(features, "r+") as f:
         f.attrs["config_json"] = '{"sample_rate": 8000}'
-    with pytest.raises(DataError, match=r"c\.h5.*features.*8000"):
+    with raises("data-sets-differ", DataError, path=features, says="8000"):
         Segments([one, features], legacy=True)
     with lm.open_dataset(built["training"]) as ds:
         with pytest.raises(LeakmelError):
@@ -315,21 +319,20 @@ def test_loading_in_pieces(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "code", "found"),
     [
-        ({"level": "longs"}, "no such level; found 'longs'"),
-        ({"preload_to_ram": "yes"}, "preload_to_ram is not known"),
-        ({"ram_fraction": 0}, "ram_fraction must be above 0"),
-        ({"rows": [0, 9]}, "rows that are not there; found 0 to 9; expected 0 to 8"),
-        ({"rows": [-1]}, "rows that are not there"),
-        ({"rows": [0.5]}, "not whole numbers"),
-        ({"rows": [[1]]}, "not whole numbers"),
+        ({"level": "longs"}, "usage", "'longs'"),
+        ({"preload_to_ram": "yes"}, "usage", "'yes'"),
+        ({"rows": [0, 9]}, "no-such-rows", "0 to 9"),
+        ({"rows": [-1]}, "no-such-rows", "-1 to -1"),
+        ({"rows": [0.5]}, "no-such-rows", "float64 (1,)"),
+        ({"rows": [[1]]}, "no-such-rows", "int64 (1, 1)"),
     ],
 )
-def test_bad_settings_of_items(tmp_path, options, said):
-    with pytest.raises(UsageError, match=said):
+def test_bad_settings_of_items(tmp_path, options, code, found):
+    with raises(code, UsageError, found=found):
         Segments(legacy_file(tmp_path / "x.h5"), legacy=True, **options)
-    with pytest.raises(UsageError, match="no data set given"):
+    with raises("no-data-set", UsageError):
         Segments([])
 
 
@@ -364,9 +367,9 @@ def test_labels_are_told_by_their_names(tmp_path):
     with Segments(tmp_path / "x.h5", legacy=True, task=binary, level="recording", rows=np.arange(2, 9)) as ds:
         assert ds.rows.tolist() == [2, 4, 5, 7, 8]
         assert ds.labels.tolist() == [0, 1, 0, 1, 0]
-    with pytest.raises(DataError, match=r"y\.h5.*does not know.*found PUMP.*LEAK, NOLEAK, QUIET"):
+    with raises("unknown-label", DataError, found="PUMP", says="LEAK, NOLEAK, QUIET"):
         Segments(legacy_file(tmp_path / "y.h5", names='["LEAK", "PUMP", "NOLEAK"]'), legacy=True, task=task)
-    with pytest.raises(DataError, match=r"z\.h5.*differ only in case"):
+    with raises("ambiguous-label", DataError, says="z.h5"):
         Segments(legacy_file(tmp_path / "z.h5", names='["LEAK", "leak", "QUIET"]'), legacy=True, task=task)
 
 
@@ -393,7 +396,7 @@ def test_data_sets_that_number_their_labels_differently_get_the_classes_of_the_t
                 assert (
                     ds.labels.tolist() == ds.batch(np.arange(len(ds))).y.tolist() == [right[n] for n in left]
                 )
-    with pytest.raises(DataError, match="do not belong together: labels"):
+    with raises("data-sets-differ", DataError, says="labels"):
         Segments([paths[0], paths[1]], legacy=True)
     picked = np.array([7, 0, 11, 4])
     with Segments(
@@ -413,9 +416,9 @@ def test_labels_that_nobody_looks_at(tmp_path):
         legacy_file(tmp_path / f"{k}.h5", 6, seed=k, names=json.dumps([f"2026-11-0{k}", "same", f"{k}"]))
         for k in (1, 2)
     ]
-    with pytest.raises(DataError, match="do not belong together: labels"):
+    with raises("data-sets-differ", DataError, says="labels"):
         Segments(paths, legacy=True)
-    with pytest.raises(DataError, match="a label that the task does not know"):
+    with raises("unknown-label", DataError):
         Segments(paths, legacy=True, task=make_task(["LEAK", "NOLEAK"]))
     for preload in (True, False):
         with Segments(paths, legacy=True, with_labels=False, level="recording", preload_to_ram=preload) as ds:
@@ -446,13 +449,13 @@ def test_labels_that_nobody_looks_at(tmp_path):
     shutil.copy(paths[1], coarse)
     with h5py.File(coarse, "a") as f:
         f.attrs["config_json"] = json.dumps({"sample_rate": 8000, "n_mels": SHAPE[2]})
-    with pytest.raises(DataError, match="do not belong together: features"):
+    with raises("data-sets-differ", DataError, says="features"):
         Segments([paths[0], coarse], legacy=True, with_labels=False)
 
 
 def test_nothing_stays_open_after_an_error(tmp_path):
     n, path = len(os.listdir("/proc/self/fd")), legacy_file(tmp_path / "x.h5")
-    with pytest.raises(UsageError, match="rows that are not there") as rows:
+    with raises("no-such-rows", UsageError) as rows:
         Segments([path, path], legacy=True, rows=np.array([10**6]))
     with (
         pytest.raises(DataError) as missing,
@@ -548,7 +551,7 @@ def test_what_is_quick_tells_nothing(tmp_path, caplog):
 
 @pytest.mark.parametrize("names", [["NOLEAK"], ["LEAKY", "NO LEAK"], ["LEAK ", "QUIET"], []])
 def test_a_label_is_never_a_part_of_a_name(names):
-    with pytest.raises(UsageError, match="no such label"):
+    with raises("unknown-label", UsageError, found="'LEAK'"):
         find_label("LEAK", names)
 
 
@@ -568,24 +571,24 @@ def test_numbers_of_data_set_and_model_are_apart():
 
 
 @pytest.mark.parametrize(
-    ("names", "options", "said"),
+    ("names", "options", "code", "found"),
     [
-        (["LEAK", "leak", "NOLEAK"], {}, "differ only in case; found LEAK, leak"),
-        (["LEAK"], {}, "nothing to tell apart; found only LEAK"),
-        (["LEAK", "QUIET"], {"kind": "both"}, "no such kind"),
-        (["LEAK", "QUIET"], {"leave_out": ["LEAK"]}, "cannot be left out"),
-        (["LEAK", "QUIET"], {"kind": "binary", "leave_out": ["LOUD"]}, "no such label; found 'LOUD'"),
+        (["LEAK", "leak", "NOLEAK"], {}, "ambiguous-label", "LEAK, leak"),
+        (["LEAK"], {}, "invalid-task", "only LEAK"),
+        (["LEAK", "QUIET"], {"kind": "both"}, "usage", "'both'"),
+        (["LEAK", "QUIET"], {"leave_out": ["LEAK"]}, "invalid-task", "LEAK"),
+        (["LEAK", "QUIET"], {"kind": "binary", "leave_out": ["LOUD"]}, "unknown-label", "'LOUD'"),
     ],
 )
-def test_bad_tasks(names, options, said):
-    with pytest.raises(UsageError, match=said):
+def test_bad_tasks(names, options, code, found):
+    with raises(code, UsageError, found=found):
         make_task(names, "LEAK", **options)
 
 
 def test_task_that_contradicts_itself():
-    with pytest.raises(UsageError, match="not the same label"):
+    with raises("invalid-task", UsageError, found=(1, 0)):
         Task("binary", ("A", "LEAK"), 1, ("not LEAK", "LEAK"), 0, (0, 1))
-    with pytest.raises(UsageError, match="do not fit"):
+    with raises("invalid-task", UsageError, found=(1, 1)):
         Task("binary", ("A", "LEAK"), 1, ("not LEAK", "LEAK"), 1, (1, 1))
 
 
@@ -607,7 +610,7 @@ def run(order: Order, n: int) -> list[list[int]]:
     "The next n batches."
     found = []
     for _ in range(n):
-        found.append(next(order.rest()).tolist())
+        found.append(next(iter(order)).tolist())
         order.advance()
     return found
 
@@ -663,7 +666,7 @@ def test_place_in_another_order(change):
     base = {"n_rows": 12, "per_row": 2, "batch_size": 4, "seed": 1}
     order, other = Order(OrderSettings(**base)), Order(OrderSettings(**(base | change)))  # type: ignore[arg-type]
     run(order, 2)
-    with pytest.raises(UsageError, match="another one than that of the checkpoint"):
+    with raises("order-differs", UsageError):
         other.load_state_dict(order.state_dict())
     assert (other.epoch, other.batch) == (0, 0)
 
@@ -678,7 +681,7 @@ def test_place_in_another_order(change):
     ],
 )
 def test_bad_places(state):
-    with pytest.raises(UsageError, match="not a place|no such place"):
+    with raises("order-differs", UsageError):
         Order(OrderSettings(5)).load_state_dict(state)
 
 
@@ -694,9 +697,9 @@ def test_bad_places(state):
     ],
 )
 def test_bad_orders(change):
-    with pytest.raises(UsageError, match="must be at least|no batch would be full"):
+    with raises("usage", UsageError):
         OrderSettings(**({"n_rows": 8} | change))
-    with pytest.raises(UsageError, match="epoch must be"):
+    with raises("usage", UsageError, found=-1):
         Order(OrderSettings(5)).set_epoch(-1)
 
 
@@ -814,7 +817,7 @@ def test_a_loop_that_is_left_is_gone_on_with(small):
 def test_place_of_another_loader(small):
     state = open_loader(small, 7, kind="device").state_dict()
     stream = open_loader(small, 7, kind="stream")
-    with pytest.raises(UsageError, match="noted by another loader; found 'device'; expected 'stream'"):
+    with raises("order-differs", UsageError, found="'device'", expected="'stream'"):
         stream.load_state_dict(state)
 
 
@@ -903,24 +906,19 @@ def test_workers_get_their_settings(small):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"kind": "disk"}, "no such loader; found 'disk'"),
+        ({"kind": "disk"}, "disk"),
         ({"device_fraction": 0}, "device_fraction"),
-        ({"kind": "workers", "num_workers": -1}, "num_workers"),
-        ({"kind": "workers", "prefetch_factor": 0}, "prefetch_factor"),
-        ({"kind": "workers", "start_method": "thread"}, "no such start method"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"seed": -1}, "seed must be at least 0"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"seed": -1}, "seed"),
     ],
 )
 def test_bad_settings_of_loaders(small, options, said):
-    with pytest.raises(UsageError, match=said):
+    with raises("usage", UsageError, says=said):
         open_loader(small, **({"batch_size": 4} | options))
     empty = Segments(small.sources[0], rows=np.zeros(0, np.int64))
     assert len(empty) == 0
-    with pytest.raises(UsageError, match="no recordings to load"):
+    with raises("no-recordings", UsageError):
         open_loader(empty, 4)
-    with pytest.raises(UsageError, match="an order of other items"):
-        loaders.DeviceLoader(small, OrderSettings(5))
 
 
 def test_loader_bench(small):

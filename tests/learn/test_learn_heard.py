@@ -259,7 +259,7 @@ def test_items_are_what_was_recorded(rows, level, preload):
         b = ds.batch(np.arange(len(ds)))
         assert np.array_equal(b.x.numpy(), expected)
         assert np.array_equal(b.y.numpy(), labels[ds.rows][of])
-        assert np.array_equal(ds.row_of(np.arange(len(ds))), ds.rows[of])
+        assert np.array_equal(ds.rows[ds.recording_of(np.arange(len(ds)))], ds.rows[of])
         assert np.array_equal(every.reshape(-1, *ds.item_shape)[ds.places(np.arange(len(ds)))], expected)
         assert ds.n_bytes == expected.nbytes
         assert "too short" in repr(ds)
@@ -341,12 +341,6 @@ def test_an_epoch_of_uneven_rows_has_each_item_once(counts, block_rows, buffer_b
     same = replace(even, row_starts=5 * np.arange(len(counts) + 1))
     for a, b in zip(even.buffers(epoch), same.buffers(epoch), strict=True):
         assert np.array_equal(a, b)
-
-
-@pytest.mark.parametrize("starts", [[0, 2], [1, 2, 3, 4], [0, 2, 2, 4], [0, 3, 2, 4]])
-def test_rows_begin_one_after_the_other(starts):
-    with pytest.raises(UsageError, match="row_starts"):
-        OrderSettings(3, 2, row_starts=np.array(starts))
 
 
 @pytest.mark.parametrize(
