@@ -49,14 +49,14 @@ def find_sets(
     if "training" not in files:
         raise DataError(
             "no training recordings in this folder",
-            code="no-data-set",
+            code="data-set-missing",
             path=folder,
             expected=data_set_name("TRAINING"),
             remedy="build it (leakmel build ROOT --split all --out DIR), or name the file",
         )
     for path in files.values():
         if not path.is_file():
-            raise DataError("no such data set", code="no-data-set", path=path)
+            raise DataError("no such data set", code="data-set-missing", path=path)
     return DataSets({part: files[part] for part in PARTS if part in files}, note)
 
 
@@ -91,13 +91,13 @@ def set_of(
         if not found.is_file():
             raise DataError(
                 f"no data set for {part} in this folder",
-                code="no-data-set",
+                code="data-set-missing",
                 path=folder,
                 expected=found.name,
                 remedy="name its file, or make one: leakmel build",
             )
     if not found.is_file():
-        raise DataError("no such data set", code="no-data-set", path=found)
+        raise DataError("no such data set", code="data-set-missing", path=found)
     return found
 
 

@@ -150,20 +150,9 @@ def evaluate(
     named = model if isinstance(model, Detector) else model_file(model)
     detector = named if isinstance(named, Detector) else load_detector(named)
     votes = (votes,) if isinstance(votes, str) else tuple(votes)
-    for kind, name, choices in [("rule for the vote", v, VOTES) for v in votes] + [
-        ("figure", judged_by, FIGURES)
-    ]:
-        if name not in choices:
-            raise UsageError(
-                f"no such {kind}", code="unknown-choice", found=repr(name), expected=", ".join(choices)
-            )
+    _require_known(votes, judged_by)
     if split is not None and (training is not None or validation is not None):
-        raise UsageError(
-            "parts are given twice",
-            code="given-twice",
-            found="data sets and a split",
-            expected="one of them",
-        )
+        raise UsageError("parts are given twice", code="given-twice", found="data sets and a split")
     given = {"training": training, "validation": validation}
     if given.get(part) is not None:
         raise UsageError("a part has two names", code="given-twice", found=repr(part))
@@ -184,15 +173,25 @@ def evaluate(
         known = known_of(detector.seen, parts[part])
         if known and known.stamp and not allow_leaky_split:
             warnings.warn(known.stamp, LeakySplitWarning, stacklevel=2)
-        evaluated = EvaluatedParts(detector, parts, part, split, known)
-        return evaluated.evaluation(
-            "a detector" if isinstance(named, Detector) else os.fsdecode(named),
-            _Scoring(pick_device(device), files_per_batch, progress),
-            votes=votes,
-            group=group,
-            judged_by=judged_by,
-            n_draws=n_draws,
-            seed=seed,
+        name = "a detector" if isinstance(named, Detector) else os.fsdecode(named)
+        scoring = _Scoring(pick_device(device), files_per_batch, progress)
+        parted = EvaluatedParts(detector, name, parts, part, split, known, scoring)
+        return parted.evaluation(votes, group, judged_by, n_draws, seed)
+
+
+# %% ../../../nbs/learn/evaluate/evaluation.ipynb #c65a8c23
+def _require_known(votes: tuple[str, ...], figure: str) -> None:
+    for name in votes:
+        if name not in VOTES:
+            raise UsageError(
+                "no such rule for the vote",
+                code="unknown-choice",
+                found=repr(name),
+                expected=", ".join(VOTES),
+            )
+    if figure not in FIGURES:
+        raise UsageError(
+            "no such figure", code="unknown-choice", found=repr(figure), expected=", ".join(FIGURES)
         )
 
 
@@ -280,21 +279,15 @@ class EvaluatedParts:
     "Open parts of a split, one of which decides how good a detector is."
 
     detector: Detector
+    name: str  # of the detector
     parts: Mapping[str, Segments]
     part: str  # that decides
     split: Split | None
     known: Known | None  # of its recordings, to the detector
+    scoring: _Scoring
 
     def evaluation(
-        self,
-        name: str,  # of the model
-        scoring: _Scoring,
-        *,
-        votes: Sequence[str],
-        group: Group,
-        judged_by: str,
-        n_draws: int,
-        seed: int,
+        self, votes: tuple[str, ...], group: Group, judged_by: str, n_draws: int, seed: int
     ) -> Evaluation:
         "Score and compare."
         ds = self.parts[self.part]
@@ -304,11 +297,15 @@ class EvaluatedParts:
         groups = recording_groups(table, group)
         boot = Bootstrap(truth, groups, n_draws=n_draws, seed=seed)
         began = time.perf_counter()
-        segments = scoring.scores(detector, ds, self.part)
+        segments = self.scoring.scores(detector, ds, self.part)
         seconds = time.perf_counter() - began
-        ways = self._by_vote(boot, segments, scoring, votes)
-        simple = self._baselines(boot, scoring.progress)
+        ways = self._by_vote(boot, segments, votes)
+        simple = self._baselines(boot)
         own = ways[detector.vote]
+        apart = {
+            v: {b: differences(boot, (j.figures, j.draws), (s.figures, s.draws)) for b, s in simple.items()}
+            for v, j in ways.items()
+        }
         scores = {f"score_{n}": j.score for n, j in (*ways.items(), *simple.items())}
         table = table.assign(
             group=[groups.names[k] for k in groups.code],
@@ -318,7 +315,7 @@ class EvaluatedParts:
         )
         of_split = (detector, self.known, self.split, self.parts, self.part)
         return Evaluation(
-            model=name,
+            model=self.name,
             task=detector.task,
             spec=None if ds.sources[0].legacy else detector.spec,
             table=table,
@@ -327,13 +324,7 @@ class EvaluatedParts:
             vote=detector.vote,
             votes=ways,
             baselines=simple,
-            differences={
-                v: {
-                    b: differences(boot, (j.figures, j.draws), (s.figures, s.draws))
-                    for b, s in simple.items()
-                }
-                for v, j in ways.items()
-            },
+            differences=apart,
             verdict=give_verdict(boot, own, list(simple.values()), judged_by),
             stamps=_stamps(*of_split),
             cautions=(*cautions(truth, groups), *_notes(*of_split)),
@@ -341,19 +332,20 @@ class EvaluatedParts:
             calibration=reliability(truth, np.clip(vote_scores(segments, "mean"), 0, 1)),
             worst=worst_errors(ds, table, own, segments),
             seconds=seconds,
-            details={
-                "part": self.part,
-                "device": scoring.device,
-                "files_per_batch": scoring.files_per_batch,
-                "draws": n_draws,
-                "seed": seed,
-                "too_short": ds.n_too_short,
-                "silence": silence_behind(ds),
-            },
+            details=self._details(ds) | {"draws": n_draws, "seed": seed},
         )
 
+    def _details(self, ds: Segments) -> dict[str, Any]:
+        return {
+            "part": self.part,
+            "device": self.scoring.device,
+            "files_per_batch": self.scoring.files_per_batch,
+            "too_short": ds.n_too_short,
+            "silence": silence_behind(ds),
+        }
+
     def _by_vote(
-        self, boot: Bootstrap, segments: np.ndarray, scoring: _Scoring, votes: Sequence[str]
+        self, boot: Bootstrap, segments: np.ndarray, votes: tuple[str, ...]
     ) -> dict[str, ScoredModel]:
         "The detector by each rule, its own first."
         detector = self.detector
@@ -362,7 +354,7 @@ class EvaluatedParts:
             ds = self.parts["validation"]
             truth = leaks(ds)
             if 0 < truth.sum() < len(truth):
-                held = scoring.scores(detector, ds, "validation")
+                held = self.scoring.scores(detector, ds, "validation")
         lengths = np.unique(self.parts[self.part].heard)
         ways = {}
         for rule in dict.fromkeys((detector.vote, *votes)):
@@ -383,12 +375,13 @@ class EvaluatedParts:
             )
         return ways
 
-    def _baselines(self, boot: Bootstrap, progress: str) -> dict[str, ScoredModel]:
+    def _baselines(self, boot: Bootstrap) -> dict[str, ScoredModel]:
         "Both baselines, where there is training with both classes."
         training = self.parts.get("training")
         if training is None or not 0 < leaks(training).sum() < len(training.rows):
             return {}
         ds = self.parts[self.part]
+        progress = self.scoring.progress
         fitted = fit_baselines(training, self.parts.get("validation"), judging=[ds], progress=progress)
         return {
             b.name: score_model(

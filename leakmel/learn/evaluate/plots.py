@@ -79,41 +79,12 @@ def roc_figure(
     stamped: bool = False,  # a leaky split
 ) -> "go.Figure":
     "Draw found leaks against false alarms of a detector and the baselines."
-    import plotly.graph_objects as go
-
     own = ways[0]
     if not np.isfinite(own.figures["auc"]):
         return _figure([], f"No ROC curve: {own.undefined['auc']}", stamped_note(stamped, ""), height=120)
     traces = [_diagonal()]
-    for k, j in enumerate((*ways, *baselines)):
-        curve = roc(truth, j.score)
-        at = _thinned(curve.false_alarm_rate, curve.sensitivity)
-        simple = k >= len(ways)
-        colour = _LABEL_COLORS[k % len(_LABEL_COLORS)]
-        line = dict(color=colour, width=1.6, dash="dot") if simple else dict(color=colour, width=2.6)
-        traces.append(
-            go.Scatter(
-                name=f"{_plain(j.title)}: AUC {j.figures['auc']:.2f}{_interval(j, 'auc')}",
-                x=_f32(curve.false_alarm_rate[at]),
-                y=_f32(curve.sensitivity[at]),
-                mode="lines",
-                line=line,
-                legendgroup=j.name,
-                hovertemplate="%{y:.1%} of leaks at %{x:.1%} false alarms<extra>%{fullData.name}</extra>",
-            )
-        )
-        traces.append(
-            go.Scatter(
-                x=_f32([1 - j.figures["specificity"]]),
-                y=_f32([j.figures["sensitivity"]]),
-                mode="markers",
-                marker=dict(color=colour, size=9, symbol="diamond"),
-                legendgroup=j.name,
-                showlegend=False,
-                hovertemplate=f"threshold {j.threshold:.3f}: "
-                + "%{y:.1%} of leaks, %{x:.1%} false alarms<extra></extra>",
-            )
-        )
+    for k, model in enumerate((*ways, *baselines)):
+        traces += _roc_traces(truth, model, _LABEL_COLORS[k % len(_LABEL_COLORS)], k >= len(ways))
     fig = _figure(
         traces,
         _roc_title(own, baselines, verdict),
@@ -139,7 +110,37 @@ def roc_figure(
     )
 
 
-# %% ../../../nbs/learn/evaluate/plots.ipynb #69ab10c6
+# %% ../../../nbs/learn/evaluate/plots.ipynb #973ff595
+def _roc_traces(truth: np.ndarray, model: ScoredModel, colour: str, simple: bool) -> "list[go.Scatter]":
+    "The curve of a model, and its point at the threshold."
+    import plotly.graph_objects as go
+
+    curve = roc(truth, model.score)
+    at = _thinned(curve.false_alarm_rate, curve.sensitivity)
+    line = dict(color=colour, width=1.6, dash="dot") if simple else dict(color=colour, width=2.6)
+    chosen = f"threshold {model.threshold:.3f}: "
+    return [
+        go.Scatter(
+            name=f"{_plain(model.title)}: AUC {model.figures['auc']:.2f}{_interval(model, 'auc')}",
+            x=_f32(curve.false_alarm_rate[at]),
+            y=_f32(curve.sensitivity[at]),
+            mode="lines",
+            line=line,
+            legendgroup=model.name,
+            hovertemplate="%{y:.1%} of leaks at %{x:.1%} false alarms<extra>%{fullData.name}</extra>",
+        ),
+        go.Scatter(
+            x=_f32([1 - model.figures["specificity"]]),
+            y=_f32([model.figures["sensitivity"]]),
+            mode="markers",
+            marker=dict(color=colour, size=9, symbol="diamond"),
+            legendgroup=model.name,
+            showlegend=False,
+            hovertemplate=chosen + "%{y:.1%} of leaks, %{x:.1%} false alarms<extra></extra>",
+        ),
+    ]
+
+
 def _thinned(x: np.ndarray, y: np.ndarray, most: int = MAX_POINTS // 2) -> np.ndarray:
     "Points of a curve that a screen can tell apart: corners only, and not more than `most`."
     corner = np.ones(len(x), bool)
@@ -293,21 +294,18 @@ def group_figure(
     for k, (name, colour, symbol) in enumerate(
         (("others", OTHER_COLOR, "circle"), ("leaks", LEAK_COLOR, "diamond"))
     ):
-        there = np.isfinite(middle[rows, k])
-        lo = low[rows, k][there]
-        mid = middle[rows, k][there]
-        hi = high[rows, k][there]
-        at = np.flatnonzero(there)
+        at = np.flatnonzero(np.isfinite(middle[rows, k]))
+        own = rows[at]
+        mid = middle[own, k]
         reach = dict(
             type="data",
             symmetric=False,
-            array=_f32(hi - mid),
-            arrayminus=_f32(mid - lo),
+            array=_f32(high[own, k] - mid),
+            arrayminus=_f32(mid - low[own, k]),
             color=colour,
             thickness=1.4,
             width=0,
         )
-        said = "%{hovertext}, %{fullData.name}: %{x:.2f}, eight in ten from %{customdata[0]:.2f} to %{customdata[1]:.2f}<extra></extra>"
         traces.append(
             go.Scatter(
                 name=name,
@@ -315,10 +313,10 @@ def group_figure(
                 y=_f32(at + (0.16 if k else -0.16)),
                 mode="markers",
                 error_x=reach,
-                hovertemplate=said,
+                hovertemplate="%{hovertext}, %{fullData.name}: %{x:.2f}, eight in ten from %{customdata[0]:.2f} to %{customdata[1]:.2f}<extra></extra>",
                 marker=dict(color=colour, size=8, symbol=symbol),
-                customdata=_f32(np.stack([lo, hi], 1)),
-                hovertext=[_plain(names[i]) for i in rows[there]],
+                customdata=_f32(np.stack([low[own, k], high[own, k]], 1)),
+                hovertext=[_plain(names[i]) for i in own],
             )
         )
     labels = [f"{_plain(names[i])}  {wrong[i]:.0f} of {n[i]:,} wrong" for i in rows]

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["rule_of", "ScoringThread", "BlockSizes", "block_sizes", "predict"]
 
-# %% ../../../nbs/learn/predict/predict.ipynb #fc307565
+# %% ../../../nbs/learn/predict/predict.ipynb #cf09156b
 import os, threading, time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +29,7 @@ from ..model.devices import pick_device
 from ..model.locate import model_file
 from ..model.provenance import Seen
 from .predictions import Predictions, Rule, Scored, check_out
-from .readers import Block, Found, RecordingReaders, find_recordings
+from .readers import Block, RecordingReaders, find_recordings
 from .scoring import BlockScores, DeviceScorer, HostScorer, open_scorer, spec_of
 from ...mel.spec import MelSpec
 
@@ -201,6 +201,17 @@ def _checked(target: Path | None, folder: Path) -> Iterator[None]:
         raise
 
 
+# %% ../../../nbs/learn/predict/predict.ipynb #555cfbb9
+def _require_length(length: str) -> None:
+    if length not in LENGTHS:
+        raise UsageError(
+            "no such length",
+            code="unknown-choice",
+            found=repr(length),
+            expected=" or ".join(map(repr, LENGTHS)),
+        )
+
+
 # %% ../../../nbs/learn/predict/predict.ipynb #eefd6075
 def predict(
     folder: str | os.PathLike,  # of recordings, any shape; labels are not needed
@@ -222,13 +233,7 @@ def predict(
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> Predictions:  # raises LeakmelError
     "Score the recordings of a folder with a detector."
-    if length not in LENGTHS:
-        raise UsageError(
-            "no such length",
-            code="unknown-choice",
-            found=repr(length),
-            expected=" or ".join(map(repr, LENGTHS)),
-        )
+    _require_length(length)
     target = None if out is None else Path(os.path.abspath(out))
     named = "a detector in memory"
     if not isinstance(model, Detector):

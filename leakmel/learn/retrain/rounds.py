@@ -8,7 +8,7 @@ __all__ = ["learn_on", "Round", "round_rows", "retrain"]
 # %% ../../../nbs/learn/retrain/rounds.ipynb #9b0d74dd
 import json, os, warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
@@ -70,9 +70,19 @@ from .selection import Choice, Picked, items_digest, part_digest, source_digest
 from ..train.inputs import TrainingData
 from .round_parts import Part, Parts, RoundRules, open_parts, round_settings
 from ..data.splits import LeakySplitWarning
+from ..train.signals import StopSignals
 from ..data.task import LEFT_OUT, Task
 from ..model.settings import TrainSettings
-from ..train.loop import RESUME, CheckpointSettings, Run, run_training
+from leakmel.learn.train.loop import (
+    RESUME,
+    CheckpointSettings,
+    Run,
+    Watch,
+    begin,
+    finish,
+    how_to_go_on,
+    learn,
+)
 from ..train.state import TrainingState
 
 if TYPE_CHECKING:
