@@ -1577,8 +1577,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'leakmel/dataset/run/plan.py'),
                                           'leakmel.dataset.run.plan.build_kinds': ( 'dataset/run/plan.html#build_kinds',
                                                                                     'leakmel/dataset/run/plan.py'),
-                                          'leakmel.dataset.run.plan.describe_run': ( 'dataset/run/plan.html#describe_run',
-                                                                                     'leakmel/dataset/run/plan.py'),
                                           'leakmel.dataset.run.plan.execute': ( 'dataset/run/plan.html#execute',
                                                                                 'leakmel/dataset/run/plan.py'),
                                           'leakmel.dataset.run.plan.find_data': ( 'dataset/run/plan.html#find_data',

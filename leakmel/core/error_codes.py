@@ -119,7 +119,6 @@ LEARN_TRAIN = {
     "no-such-folder": "There is no folder at the path.",
     "no-such-part": "The split has no part of this name.",
     "no-such-split": "The folder or manifest has no split of this name.",
-    "no-summary": "The folder is not that of a finished run.",
     "no-task": "The recordings were opened without a task.",
     "not-a-checkpoint": "The file is no checkpoint of a training of this version.",
     "not-a-folder": "A file is at the path where a folder is needed.",

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leakmel.core.errors import MachineError, UsageError
-from leakmel.learn.train import timing
 from leakmel.learn.data.segments import Batch
+from leakmel.learn.data.task import make_task
 from leakmel.learn.model.losses import balanced_weights, batch_totals, item_losses, loss_weights, piece_loss
 from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings
+from leakmel.learn.train import timing
 from leakmel.learn.train.inputs import differences, training_identity
 from leakmel.learn.train.step import StepFigures, Stepper, half_type, learning_rate, piece_bounds, ran_out
-from leakmel.learn.data.task import make_task
 from leakmel.learn.train.timing import StepTimer, StepTimes, device_clock, loader_advice
-from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFF: dict[str, Any] = {

@@ -13,11 +13,10 @@ __all__ = [
     "plan_run",
     "execute",
     "run_summary",
-    "describe_run",
 ]
 
-# %% ../../../nbs/dataset/run/plan.ipynb #aa492f02
-import json, math, os
+# %% ../../../nbs/dataset/run/plan.ipynb #0427bb53
+import math, os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 
 from ...audio.manifest import Manifest, scan
 from ...audio.problems import count_kinds
-from ...core.errors import DataError, OutputError, UsageError, show_path
+from ...core.errors import DataError, UsageError, show_path
 from ...core.parameters import Kinds, field_kinds
 from ...core.progress import Progress
 from ...core.run_plan import RowTable, run_folder, runs_folder, user_path, write_summary
@@ -35,7 +34,6 @@ from .publish import BuildResult
 from ..source.bad_files import percent
 from .config import PipelineConfig, Workers, plan_workers, slot_bytes
 from .modes import ModeChoice, pick_mode
-from .report import kept_sentence
 from ..file.schema import data_set_name
 from .tuned import with_tuned
 from ..file.spec_file import asked_spec
@@ -73,7 +71,8 @@ def spec_changes(
     given = {f.name: parameters[f.name] for f in fields(MelSpec) if parameters.get(f.name) is not None}
     if given.get("mel_norm") == "none":
         given["mel_norm"] = None
-    file, preset = parameters.get("spec_file"), parameters["preset"]
+    file = parameters.get("spec_file")
+    preset = parameters["preset"]
     return asked_spec(file, None if file and preset == "disjoint" else preset, given)
 
 
@@ -333,32 +332,3 @@ def run_summary(results: list[BuildResult]) -> dict[str, Any]:
         "kept_files": kept,
         "splits": [r.summary for r in results],
     }
-
-
-def describe_run(
-    folder: str | os.PathLike,  # of a run
-) -> str:  # a few lines for a terminal
-    "Say where the results of a run are and what the verdict is."
-    path = Path(folder) / "summary.json"
-    if not path.is_file():
-        raise OutputError(
-            "this is no folder of a finished run",
-            code="no-summary",
-            path=folder,
-            expected="summary.json in it",
-        )
-    body = json.loads(path.read_text(encoding="utf-8"))
-
-    def speed(s: dict[str, Any]) -> str:
-        return kept_sentence(s) or f"{s['files_per_s']:,.0f} files/s"
-
-    lines = [
-        f"{s['path']}\n    {s['rows']:,} rows, {s['rejected']:,} rejected; {speed(s)}; {s['verified']['verdict']}"
-        for s in body["splits"]
-    ]
-    notebooks = [f"executed notebook: {show_path(p)}" for p in sorted(Path(folder).glob("*.ipynb"))]
-    checked = sum(s["verified"]["checked"] for s in body["splits"])
-    verdict = (
-        f"all data sets verified, {checked:,} of {body['rows']:,} rows recomputed" if body["ok"] else "NOT OK"
-    )
-    return "\n".join([*lines, *notebooks, f"summary: {show_path(path)}", f"verdict: {verdict}"])
