@@ -65,7 +65,7 @@ DATASET = dict[str, str]()
 # %% ../../nbs/core/error_codes.ipynb #c658d275
 INSIGHT = dict[str, str]()
 
-# %% ../../nbs/core/error_codes.ipynb #e5e6bdad
+# %% ../../nbs/core/error_codes.ipynb #17416b07
 LEARN_DATA = {
     "no-data-set": "No data set was given.",
     "data-sets-differ": "Data sets differ in labels, row shape or features and cannot be used together.",
@@ -84,6 +84,7 @@ LEARN_DATA = {
     "invalid-labels": "Values are not labels of leak or no leak.",
     "one-class": "Recordings of both classes are needed, and one class is missing.",
     "invalid-net": "The settings of a network do not fit together or make it too large.",
+    "invalid-features": "Rows of a data set hold values that are not finite.",
     "wrong-shape": "Numbers have another shape than the detector was made for.",
     "features-differ": "A data set was made with other feature settings than the detector knows.",
     "invalid-detector": "The parts of a detector do not fit together.",

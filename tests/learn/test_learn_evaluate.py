@@ -707,7 +707,7 @@ def test_all_forms_of_a_result(sets, split, tmp_path):
     ):
         (here := tmp_path / f"{name}{len(text)}").mkdir()
         (here / name).write_text(text)
-        with pytest.raises(OutputError, match="in the way"):
+        with raises("other-file-in-the-way", OutputError, path=here / name):
             e.save(here, plots=False)
         assert [p.read_text() for p in here.iterdir()] == [text]
 

@@ -151,7 +151,7 @@ def test_what_no_training_wrote_stays(town: Path, tmp_path: Path, name: str, con
     else:
         (tmp_path / name).write_bytes(content)
     before = (tmp_path / name).read_bytes()
-    with pytest.raises(OutputError, match="no result of a training is in the way"):
+    with raises("other-file-in-the-way", OutputError, path=tmp_path / name):
         trained(town, tmp_path)
     assert (tmp_path / name).read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [name]

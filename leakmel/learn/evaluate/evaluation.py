@@ -241,8 +241,6 @@ def _remembered(
     shared = set() if split is None else {s.kind for s in split.shared if part in s.parts}
     if known.of_sensors and "sensor" not in shared:
         yield known.of_sensors
-    if known.of_names and "recording" not in shared:
-        yield known.of_names
     if known.unknown and not with_training:
         yield "Not looked at: the sensor of some recordings is not known, so it may be on both sides."
     training = known_of(detector.seen, parts["training"]) if with_training else None

@@ -41,15 +41,21 @@ def checked(
     truth, scores = np.asarray(y_true), np.asarray(score, np.float64)
     if truth.ndim != 1 or truth.shape != scores.shape:
         raise DataError(
-            "scores do not fit the recordings", found=f"{scores.shape} scores, {truth.shape} labels"
+            "scores do not fit the recordings",
+            code="lengths-differ",
+            found=f"{scores.shape} scores, {truth.shape} labels",
         )
     if len(truth) and (truth.dtype.kind not in "biu" or not np.isin(truth, (0, 1)).all()):
         raise DataError(
-            "labels that are not leak or not", found=truth.dtype, expected="True and False, or 1 and 0"
+            "labels that are not leak or not",
+            code="invalid-labels",
+            found=truth.dtype,
+            expected="True and False, or 1 and 0",
         )
     if not np.isfinite(scores).all():
         raise DataError(
-            f"{np.count_nonzero(~np.isfinite(scores)):,} of {len(scores):,} scores are not finite"
+            f"{np.count_nonzero(~np.isfinite(scores)):,} of {len(scores):,} scores are not finite",
+            code="invalid-scores",
         )
     return truth.astype(bool), scores
 
@@ -193,13 +199,17 @@ def best_threshold(
     "The threshold at which a figure is highest: the middle of the gap between two scores."
     if figure not in CHOSEN_BY:
         raise UsageError(
-            "no threshold can be chosen by this figure", found=repr(figure), expected=", ".join(CHOSEN_BY)
+            "no threshold can be chosen by this figure",
+            code="usage",
+            found=repr(figure),
+            expected=", ".join(CHOSEN_BY),
         )
     curve, truth = roc(y_true, score), checked(y_true, score)[0]
     n_leaks, n = int(truth.sum()), len(truth)
     if not 0 < n_leaks < n:
         raise DataError(
             "no threshold can be chosen",
+            code="one-class",
             found=f"{n_leaks:,} leaks in {n:,} recordings",
             expected="leaks and others",
             remedy="keep 0.5",
@@ -244,10 +254,11 @@ def reliability(
     "Compare scores with how often there was a leak."
     truth, scores = checked(y_true, score)
     if n_bins < 1:
-        raise UsageError("n_bins must be at least 1", found=n_bins)
+        raise UsageError("n_bins must be at least 1", code="usage", found=n_bins)
     if len(scores) and not 0 <= scores.min() <= scores.max() <= 1:
         raise DataError(
             "scores that are no probabilities",
+            code="invalid-scores",
             found=f"{scores.min():g} to {scores.max():g}",
             expected="0 to 1",
         )

@@ -35,9 +35,9 @@ def segments_needed(
 ) -> int:  # 1 to L
     "How many long segments make a recording a leak: the share of them, rounded up, for 'at least half' of 79 is 40."
     if n_long < 1:
-        raise UsageError("a recording without long segments", found=n_long)
+        raise UsageError("a recording without long segments", code="usage", found=n_long)
     if not 0 < share <= 1:
-        raise UsageError("the share must be above 0 and at most 1", found=share)
+        raise UsageError("the share must be above 0 and at most 1", code="usage", found=share)
     return max(1, math.ceil(round(share * n_long, 9)))  # 0.07 * 100 is a little above 7
 
 
@@ -49,9 +49,11 @@ def vote_scores(
     "The score of each recording: it is a leak where this is at least the threshold."
     scores = np.asarray(segment_scores, np.float64)
     if rule not in VOTES:
-        raise UsageError("no such rule for the vote", found=repr(rule), expected=", ".join(VOTES))
+        raise UsageError(
+            "no such rule for the vote", code="usage", found=repr(rule), expected=", ".join(VOTES)
+        )
     if scores.ndim < 1 or not scores.shape[-1]:
-        raise UsageError("scores of no segments", found=f"shape {scores.shape}")
+        raise UsageError("scores of no segments", code="invalid-scores", found=f"shape {scores.shape}")
     there = ~np.isnan(scores)
     if there.all():
         return _voted(scores, rule, share)
@@ -59,6 +61,7 @@ def vote_scores(
     if not n.all():
         raise UsageError(
             "a recording without a score",
+            code="invalid-scores",
             found=f"{int((n == 0).sum()):,} of {n.size:,} recordings with NaN only",
         )
     for k in np.unique(n).tolist():

@@ -16,8 +16,10 @@ __all__ = [
     "send_to_host",
 ]
 
-# %% ../../../nbs/learn/model/detector.ipynb #8308c20c
-import json, os, re
+# %% ../../../nbs/learn/model/detector.ipynb #a4e28ae7
+import json
+import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
@@ -29,14 +31,14 @@ import torch
 from torch import Tensor
 
 from ...core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
-from .files import load_plain, plain_bytes, require_kind, write_whole
-from ..data.segments import Segments
-from .devices import Portions, exactly_float32, ran_out, room
 from ..data.loaders import open_loader
-from .net import FORMS, LeakNet, NetSettings, matrices
-from .provenance import Seen, from_plain, to_plain
+from ..data.segments import Segments
 from ..data.task import Task
 from ..metrics.voting import UNCHOSEN, VOTES, vote_scores
+from .devices import Portions, exactly_float32, ran_out, room
+from .files import load_plain, plain_bytes, require_kind, write_whole
+from .net import FORMS, LeakNet, NetSettings, matrices
+from .provenance import Seen, from_plain, to_plain
 from ...mel.spec import MelSpec
 
 
@@ -100,7 +102,7 @@ def picture_shape(
 ) -> tuple[int, int]:  # M, W
     "Bands and columns of a net's input."
     if form not in FORMS:
-        raise UsageError("no such form of input", found=repr(form), expected=", ".join(FORMS))
+        raise UsageError("no such form of input", code="usage", found=repr(form), expected=", ".join(FORMS))
     _, n_short, n_mels, n_frames = row_shape
     return n_mels, n_frames * n_short if form == "matrix" else n_frames
 
@@ -108,23 +110,33 @@ def picture_shape(
 def _check_parts(detector: Detector) -> None:
     "Refuse parts that do not belong together."
     if detector.vote not in VOTES:
-        raise UsageError("no such rule for the vote", found=repr(detector.vote), expected=", ".join(VOTES))
+        raise UsageError(
+            "no such rule for the vote", code="usage", found=repr(detector.vote), expected=", ".join(VOTES)
+        )
     if set(detector.thresholds) != set(VOTES) or not all(0 <= t <= 1 for t in detector.thresholds.values()):
-        raise UsageError("each rule has a threshold from 0 to 1", found=detector.thresholds)
+        raise UsageError(
+            "each rule has a threshold from 0 to 1", code="invalid-detector", found=detector.thresholds
+        )
     if (
         isinstance(detector.share, bool)
         or not isinstance(detector.share, Real)
         or not 0 < detector.share <= 1
     ):
-        raise UsageError("share must be a number above 0 and at most 1", found=repr(detector.share))
+        raise UsageError(
+            "share must be a number above 0 and at most 1", code="usage", found=repr(detector.share)
+        )
     s = detector.net.settings
     if s.n_classes != len(detector.task.model_names):
         raise UsageError(
-            "net and task have other numbers of classes", found=s.n_classes, expected=repr(detector.task)
+            "net and task have other numbers of classes",
+            code="invalid-detector",
+            found=s.n_classes,
+            expected=repr(detector.task),
         )
     if detector.spec is not None and (s.n_mels, s.width) != picture_shape(detector.spec.row_shape, s.form):
         raise UsageError(
             "the net was made for other features",
+            code="invalid-detector",
             found=f"{s.n_mels} bands, {s.width} columns",
             expected=f"those of {detector.spec}",
         )
@@ -135,7 +147,10 @@ def _segment_scores(detector: Detector, rows: Tensor) -> Tensor:
     "Probabilities of a leak; those of short segments are averaged."
     if rows.ndim != 5:
         raise UsageError(
-            "not rows of a data set", found=f"shape {tuple(rows.shape)}", expected="[B, L, S, M, T]"
+            "not rows of a data set",
+            code="wrong-shape",
+            found=f"shape {tuple(rows.shape)}",
+            expected="[B, L, S, M, T]",
         )
     detector.net.eval()
     with torch.inference_mode(), exactly_float32():
@@ -161,32 +176,24 @@ def _scores_at_once(detector: Detector, rows: Tensor) -> Tensor:
 # %% ../../../nbs/learn/model/detector.ipynb #721add7d
 FORMAT = "leakmel detector 1"
 _OF_TRAINING = "this is a checkpoint, from which a training goes on; use the training's model.pt, or checkpoints/best.pt while it is not over"
+_PLAIN = ("engine", "thresholds", "threshold_from", "vote", "share", "record")  # parts of a detector
+_BEGINS = re.compile(rb"PK\x03\x04.{26,128}/data\.pkl.{0,128}format.{1,16}leakmel detector \d", re.DOTALL)
 
 
 def _save(detector: Detector, path: Path, sync: bool) -> Path:
+    head: dict[str, Any] = {name: getattr(detector, name) for name in _PLAIN}
+    head |= {"net": asdict(detector.net.settings), "task": asdict(detector.task)}
+    head |= {"spec": detector.spec and detector.spec.to_dict()}
     try:
-        record = json.loads(json.dumps(detector.record, allow_nan=False))
+        text = json.dumps(head, allow_nan=False)
     except (TypeError, ValueError) as e:
-        raise UsageError(f"the record of a detector holds plain values only ({e})") from e
-    head = {
-        "net": asdict(detector.net.settings),
-        "task": asdict(detector.task),
-        "spec": detector.spec and detector.spec.to_dict(),
-        "record": record,
-        **{
-            name: getattr(detector, name)
-            for name in ("engine", "thresholds", "threshold_from", "vote", "share")
-        },
-    }
+        raise UsageError(f"the record of a detector holds plain values only ({e})", code="usage") from e
     weights = {name: value.detach().cpu().contiguous() for name, value in detector.net.state_dict().items()}
     content = plain_bytes(
-        {"format": FORMAT, "detector": json.dumps(head), "weights": weights, "seen": to_plain(detector.seen)}
+        {"format": FORMAT, "detector": text, "weights": weights, "seen": to_plain(detector.seen)}
     )
     write_whole(path, content, sync=sync, look=lambda: require_kind(path, "detector", _is_detector))
     return path
-
-
-_BEGINS = re.compile(rb"PK\x03\x04.{26,128}/data\.pkl.{0,128}format.{1,16}leakmel detector \d", re.DOTALL)
 
 
 def _is_detector(f: BinaryIO) -> bool:
@@ -204,98 +211,58 @@ def load_detector(
         said = show_path(str(values.get("format")))[:60]
         raise DataError(
             "not a detector that this version reads",
+            code="not-a-detector",
             path=path,
             found=said,
             expected=FORMAT,
             remedy=_OF_TRAINING if "training" in said else None,
         )
     try:
-        head = json.loads(values["detector"])
-        _require_weights(settings := _made(NetSettings, head["net"]), values["weights"])
-        net = LeakNet(settings)
-        net.load_state_dict(values["weights"])
-        spec = None if head["spec"] is None else _made(MelSpec, head["spec"])
-        if not all(torch.isfinite(w).all() for w in net.state_dict().values()):
-            raise DataError("weights that are no numbers")
-        rest = {
-            name: head[name] for name in ("engine", "thresholds", "threshold_from", "vote", "share", "record")
-        }
-        found = Detector(
-            net.to(device).eval(),
-            _made(Task, head["task"]),
-            spec,
-            seen=from_plain(values.get("seen")),
-            **rest,
-        )
-        _check_plain(found)
-        return found
+        return _detector_of(values, device)
     except MemoryError as e:
         raise MachineError(
-            "the model does not fit into the memory that is free", path=path, remedy="free some of it"
+            "the model does not fit into the memory that is free",
+            code="out-of-memory",
+            path=path,
+            remedy="free some of it",
         ) from e
     except (
-        KeyError,
+        LookupError,
         TypeError,
         ValueError,
         AttributeError,
         RuntimeError,
-        RecursionError,
-        OverflowError,
+        ArithmeticError,
         LeakmelError,
     ) as e:
         said = (str(e) or type(e).__name__).splitlines()[0][:200]
-        raise DataError(f"not what a detector is made of ({said})", path=path, remedy="train it again") from e
+        raise DataError(
+            f"not what a detector is made of ({said})",
+            code="not-a-detector",
+            path=path,
+            remedy="train it again",
+        ) from e
 
 
-# %% ../../../nbs/learn/model/detector.ipynb #39c316e2
+def _detector_of(values: dict[str, Any], device: str | torch.device) -> Detector:
+    "The parts that a file holds; raises what Python does where they are something else."
+    head = json.loads(values["detector"])
+    net = LeakNet(_made(NetSettings, head["net"]))
+    net.load_state_dict(values["weights"])
+    if not all(torch.isfinite(w).all() for w in net.state_dict().values()):
+        raise ValueError("weights that are no numbers")
+    spec = None if head["spec"] is None else _made(MelSpec, head["spec"])
+    plain = {name: head[name] for name in _PLAIN}
+    seen = from_plain(values.get("seen"))
+    return Detector(net.to(device).eval(), _made(Task, head["task"]), spec, seen=seen, **plain)
+
+
 def _made(kind: type, values: dict[str, Any]) -> Any:
     "A settings object of plain values; lists become tuples."
     known = {f.name for f in fields(kind)}
     if set(values) != known:
-        raise UsageError(f"not the fields of {kind.__name__}", found=sorted(set(values) ^ known))
+        raise ValueError(f"not the fields of {kind.__name__}: {sorted(set(values) ^ known)}")
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
-
-
-def _check_plain(detector: Detector) -> None:
-    "Refuse texts and numbers that are something else."
-    task, said = (
-        detector.task,
-        (
-            detector.engine,
-            detector.threshold_from,
-            "" if detector.spec is None else detector.spec.preset_name,
-        ),
-    )
-    if not isinstance(task.class_names, tuple) or not isinstance(task.model_names, tuple):
-        raise DataError("names that are no list")
-    if not all(isinstance(t, str) for t in (*said, *task.class_names, *task.model_names)) or not isinstance(
-        detector.record, dict
-    ):
-        raise DataError("texts that are no texts")
-    if not all(t.isprintable() for t in said):
-        raise DataError("texts that cannot be shown")
-    if any(type(k) is not int for k in (task.leak_in_data, task.leak_in_model, *task.to_model)):
-        raise DataError("classes that are no whole numbers")
-
-
-def _require_weights(s: NetSettings, weights: Any) -> None:
-    "Refuse a net that is larger than the weights beside it, before it takes memory."
-    if not isinstance(weights, dict) or not all(
-        isinstance(w, Tensor) and w.layout == torch.strided and w.device.type == "cpu"
-        for w in weights.values()
-    ):
-        raise DataError("weights that are no tensors")
-    there = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights.values()}
-    claimed = sum(w.numel() * w.element_size() for w in weights.values())
-    if claimed > sum(there.values()):
-        raise DataError(f"weights that claim {claimed:,} bytes and hold {sum(there.values()):,}")
-    layers = sum(a * b * h * w for a, b, (h, w) in zip((1, *s.channels), s.channels, s.kernels()))
-    least, n = (
-        2 * s.n_mels + layers + s.channels[-1] * (2 * s.channels[-1] + s.n_classes),
-        sum(w.numel() for w in weights.values()),
-    )
-    if least > n:
-        raise DataError(f"a net of {least:,} numbers, of which {n:,} are there")
 
 
 # %% ../../../nbs/learn/model/detector.ipynb #652286b5
@@ -303,35 +270,29 @@ def check_features(
     detector: Detector,
     ds: Segments,
 ) -> None:  # raises DataError where the net would be given something else than it was trained on
-    "See whether a data set holds the features that a detector knows."
+    "Check that a data set holds the features that a detector knows."
+    s = detector.net.settings
     for source in ds.sources:
-        theirs = source.spec if not source.legacy else None
-        if detector.spec is None or theirs is None:
-            if picture_shape(ds.row_shape, detector.net.settings.form) == (
-                detector.net.settings.n_mels,
-                detector.net.settings.width,
-            ):
-                continue
-            raise DataError(
-                "rows of another shape than the detector knows", path=source.path, found=ds.row_shape
-            )
-        if wrong := differing(detector.spec, theirs):
+        if detector.spec is None or source.legacy:
+            if picture_shape(ds.row_shape, s.form) != (s.n_mels, s.width):
+                raise DataError(
+                    "rows of another shape than the detector knows",
+                    code="features-differ",
+                    path=source.path,
+                    found=ds.row_shape,
+                )
+        elif wrong := differing(detector.spec, source.spec):
             raise DataError(
                 "features of other settings than the detector knows",
+                code="features-differ",
                 path=source.path,
                 found=", ".join(wrong),
                 remedy="build the data set with the spec of the detector, or predict from the recordings",
             )
 
 
-_BESIDE = (
-    "preset_name",
-    "duration_s",
-    "channels",
-    "short",
-    "long",
-    "rate",
-)  # a segment's features do not depend on them
+# a segment's features do not depend on them
+_BESIDE = ("preset_name", "duration_s", "channels", "short", "long", "rate")
 
 
 def differing(
@@ -339,7 +300,8 @@ def differing(
     theirs: MelSpec,
 ) -> list[str]:  # "sample_rate 8000, not 4096"
     "Settings that make the features of a segment, and differ."
-    a, b = mine.to_dict() | {"f_max_hz": mine.top_hz}, theirs.to_dict() | {"f_max_hz": theirs.top_hz}
+    a = mine.to_dict() | {"f_max_hz": mine.top_hz}
+    b = theirs.to_dict() | {"f_max_hz": theirs.top_hz}
     return [f"{name} {b[name]}, not {a[name]}" for name in a if name not in _BESIDE and a[name] != b[name]]
 
 
@@ -376,13 +338,16 @@ def score_rows(
 ) -> np.ndarray:  # [n, L] float32, in the order of `ds.rows`; NaN behind the end of a recording; raises DataError, MachineError
     "Probability of a leak in each long segment of each recording."
     if ds.level != "recording":
-        raise UsageError("recordings are judged, not segments", found=repr(ds), expected="level='recording'")
+        raise UsageError(
+            "recordings are judged, not segments", code="usage", found=repr(ds), expected="level='recording'"
+        )
     if files_per_batch < 1:
-        raise UsageError("files_per_batch must be at least 1", found=files_per_batch)
+        raise UsageError("files_per_batch must be at least 1", code="usage", found=files_per_batch)
     check_features(detector, ds)
     with room("the model does not fit into memory", "free some of it, or use device='cpu'"):
         detector.net.to(device)
-    found, done = np.empty((len(ds), ds.row_shape[0]), np.float32), 0
+    found = np.empty((len(ds), ds.row_shape[0]), np.float32)
+    done = 0
 
     def judge(mels: Tensor, rows: slice) -> Tensor:
         return score_segments(detector, mels, ds.heard[rows])
@@ -395,6 +360,7 @@ def score_rows(
     if not np.isfinite(found[ds.is_heard]).all():
         raise DataError(
             "the model gives scores that are no numbers",
+            code="invalid-scores",
             path=ds.sources[0].path,
             remedy="run leakmel verify; if the rows are right, train it again",
         )
@@ -435,12 +401,10 @@ def scores_by_batch(
     "Judge recordings; scores of a GPU are waited for one batch late, so that it always has the next one to do."
     if not len(ds):
         return
-    on, portions, start, last = (
-        torch.device(device),
-        Portions(files_per_batch),
-        0,
-        list[Callable[[], np.ndarray]](),
-    )
+    on = torch.device(device)
+    portions = Portions(files_per_batch)
+    start = 0
+    last: list[Callable[[], np.ndarray]] = []
     with room(
         "memory is too small to read recordings for judging", "lower files_per_batch, or free some of it"
     ):
@@ -453,14 +417,11 @@ def scores_by_batch(
 
             coming = portions.each(len(x), judged)
             if last:
-                yield _joined(last)
-            last, start = coming, start + len(x)
+                yield np.concatenate([p() for p in last])
+            last = coming
+            start += len(x)
     if last:
-        yield _joined(last)
-
-
-def _joined(parts: list[Callable[[], np.ndarray]]) -> np.ndarray:
-    return parts[0]() if len(parts) == 1 else np.concatenate([p() for p in parts])
+        yield np.concatenate([p() for p in last])
 
 
 # %% ../../../nbs/learn/model/detector.ipynb #ca3cd7b7
@@ -471,7 +432,8 @@ def send_to_host(
     if scores.device.type != "cuda":
         found = scores.numpy()
         return lambda: found
-    out, there = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True), torch.cuda.Event()
+    out = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
+    there = torch.cuda.Event()
     out.copy_(scores, non_blocking=True)
     there.record(torch.cuda.current_stream(scores.device))
 

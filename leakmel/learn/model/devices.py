@@ -31,6 +31,7 @@ def pick_device(
     if not found or found[1] == "rehearsal" and not rehearsal:
         raise UsageError(
             "no such device",
+            code="no-such-device",
             found=repr(name),
             expected=f"auto, cpu, cuda{', cuda:1 or rehearsal' if rehearsal else ' or cuda:1'}",
         )
@@ -38,7 +39,12 @@ def pick_device(
         return name
     number, n = int(found[2] or 0), torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found[1] == "cuda" and number >= n:
-        raise UsageError("there is no such GPU here", found=f"{name!r}, {n} GPUs", remedy="use device='cpu'")
+        raise UsageError(
+            "there is no such GPU here",
+            code="no-such-device",
+            found=f"{name!r}, {n} GPUs",
+            remedy="use device='cpu'",
+        )
     return f"{found[1]}:{number}"
 
 
@@ -81,30 +87,24 @@ def _turn_back(before: tuple[Any, ...]) -> None:
 
 
 # %% ../../../nbs/learn/model/devices.ipynb #77b88534
-class _Exactness:
-    "Who computes in float32 now, and what was allowed before the first one came."
-
-    def __init__(self):
-        self.lock, self.n, self.before = threading.Lock(), 0, ()
-
-
-_EXACT = _Exactness()
+_EXACT_LOCK = threading.Lock()
+_EXACT: list[
+    tuple[Any, ...]
+] = []  # what was allowed before the first one came, once for each that computes now
 
 
 @contextmanager
 def exactly_float32() -> Iterator[None]:
     "Float32 is computed as float32 in the body: no TF32 on a GPU, no bfloat16 in its place on a CPU. Autocast stays as it is."
-    with _EXACT.lock:
-        if not _EXACT.n:
-            _EXACT.before = _turn_off()
-        _EXACT.n += 1
+    with _EXACT_LOCK:
+        _EXACT.append(_EXACT[0] if _EXACT else _turn_off())
     try:
         yield
     finally:
-        with _EXACT.lock:
-            _EXACT.n -= 1
-            if not _EXACT.n:
-                _turn_back(_EXACT.before)
+        with _EXACT_LOCK:
+            before = _EXACT.pop()
+            if not _EXACT:
+                _turn_back(before)
 
 
 # %% ../../../nbs/learn/model/devices.ipynb #d5925e74
@@ -130,27 +130,32 @@ def room(
     except (RuntimeError, MemoryError) as e:
         if not ran_out(e):
             raise
-        raise MachineError(what, found=str(e).partition("\n")[0] or type(e).__name__, remedy=remedy) from e
+        raise MachineError(
+            what, code="out-of-memory", found=str(e).partition("\n")[0] or type(e).__name__, remedy=remedy
+        ) from e
 
 
-# %% ../../../nbs/learn/model/devices.ipynb #8b1df3de
+# %% ../../../nbs/learn/model/devices.ipynb #0bc51fad
 T = TypeVar("T")
+_LESS = "free some of it, use a model with a smaller net, or device='cpu'"
 
 
-class _Halving:
-    "A number of rows that is halved until memory has room for them."
+class Portions:
+    "Rows taken as many at once as memory has room for: their number is halved until it fits."
 
     def __init__(
         self,
         most: int,  # rows at once, at least 1
-        trim: Callable[[], object]
-        | None = None,  # gives memory that nobody holds back; None: torch's own way
+        trim: Callable[[], object] | None = None,  # gives unused memory back; None: torch's own way
     ):
-        self.most, self.asked, self.n_ran_out, self._trim = most, most, 0, trim or _trimmed
+        self.most = most
+        self.asked = most
+        self.n_ran_out = 0
+        self._trim = trim or _trimmed
         self._is_said = True
 
     def _tried(self, n: int, work: Callable[[], T]) -> tuple[T] | None:
-        "What came out; None: memory ran out, and less is to be tried."
+        "The result; None: memory ran out, and less is to be tried."
         try:
             done = work()
         except (RuntimeError, MemoryError) as e:
@@ -168,22 +173,16 @@ class _Halving:
             return (done,)
         self._trim()
         if n == 1:
-            raise MachineError("memory is too small to judge a single recording", found=why, remedy=_LESS)
-        self.most, self.n_ran_out, self._is_said = n // 2, self.n_ran_out + 1, False
+            raise MachineError(
+                "memory is too small to judge a single recording",
+                code="out-of-memory",
+                found=why,
+                remedy=_LESS,
+            )
+        self.most = n // 2
+        self.n_ran_out += 1
+        self._is_said = False
         return None
-
-
-_LESS = "free some of it, use a model with a smaller net, or device='cpu'"
-
-
-def _trimmed() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-# %% ../../../nbs/learn/model/devices.ipynb #0bc51fad
-class Portions(_Halving):
-    "Rows taken as many at once as memory has room for."
 
     def each(
         self,
@@ -193,7 +192,8 @@ class Portions(_Halving):
         ],  # done for portions of them, in order; one that ran out of memory is done again in smaller ones
     ) -> list[T]:  # of each portion; raises MachineError where there is no room for a single row
         "Work on rows, portion by portion."
-        found, start = list[T](), 0
+        found = list[T]()
+        start = 0
         while start < n:
             stop = min(n, start + self.most)
             if (done := self._tried(stop - start, lambda: work(slice(start, stop)))) is not None:  # noqa: B023 (called at once)
@@ -209,3 +209,8 @@ class Portions(_Halving):
         while (done := self._tried(self.most, lambda: make(self.most))) is None:
             pass
         return done[0]
+
+
+def _trimmed() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

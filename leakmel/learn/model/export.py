@@ -65,6 +65,7 @@ class SamplesToScores(nn.Module):
         if detector.spec is None:
             raise UsageError(
                 "a detector of the earlier system's files does not know how its features were made",
+                code="no-spec",
                 remedy="train it on a data set of leakmel",
             )
         self.features, self.leak, self.form = (
@@ -169,6 +170,7 @@ def _check_features(found: np.ndarray, samples: np.ndarray, spec: MelSpec) -> No
     if not (compared := compare(found, reference_features(samples, spec), spec)).ok:
         raise DataError(
             "the program's features are not those of the detector, and it was not written",
+            code="program-differs",
             found=repr(compared),
         )
 
@@ -185,6 +187,7 @@ def _check_scores(detector: Detector, scores: Tensor, samples: Tensor) -> None:
     ):
         raise DataError(
             "the program does not say what the detector says, and was not written",
+            code="program-differs",
             found=f"{tuple(scores.shape)}, {apart:.2g} apart",
             expected=f"{tuple(right.shape)}, at most {_LARGEST_DIFFERENCE:g} apart",
         )

@@ -5,8 +5,12 @@
 # %% auto #0
 __all__ = ["write_whole", "require_kind", "remove_file", "plain_bytes", "load_plain"]
 
-# %% ../../../nbs/learn/model/files.ipynb #01ff8568
-import io, os, pickle, re, stat, zipfile
+# %% ../../../nbs/learn/model/files.ipynb #9a6b4d05
+import io
+import os
+import pickle
+import re
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +20,6 @@ import torch
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, LeakmelError, OutputError
-from ...core.monitor import free_memory, size_text
 from ...dataset.file.writer import output_error, sync_folder, undisturbed
 
 # %% ../../../nbs/learn/model/files.ipynb #ea979ae7
@@ -87,6 +90,7 @@ def require_kind(
     if not ours:
         raise OutputError(
             f"something that is no {kind} is in the way",
+            code="other-file-in-the-way",
             path=path,
             remedy="choose another name, or remove it yourself",
         )
@@ -101,6 +105,9 @@ def remove_file(path: Path) -> None:
 
 
 # %% ../../../nbs/learn/model/files.ipynb #0925432f
+_BEGIN = b"PK\x03\x04"  # of torch's archive: a data set that was taken for a model is not read to its end
+
+
 def plain_bytes(
     values: Mapping[str, Any],  # tensors, numbers, texts, None, and lists and dictionaries of them
 ) -> bytes:
@@ -117,21 +124,28 @@ def load_plain(
     digest: str | None = None,  # of the file as it was written; None: not known
 ) -> dict[str, Any]:  # raises DataError where the file is damaged, holds anything else, or would run code
     "Read what `plain_bytes` made; never runs code."
-    content = _file_bytes(path, digest is not None)
+    content = _file_bytes(path)
     if digest is not None and digest_of(content) != digest:
-        raise DataError("the file is damaged: its digest is another one", path=path)
-    _check_archive(path, content)
+        raise DataError("the file is damaged: its digest is another one", code="damaged-file", path=path)
     try:
         values = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
     except pickle.UnpicklingError as e:
-        raise _refusal(path, e) from e
-    except Exception as e:
+        named = re.search(r"GLOBAL ([\w.]+)", str(e))
         raise DataError(
-            f"the file cannot be read ({(str(e) or type(e).__name__).splitlines()[0][:120]})", path=path
+            "the file would run code when it is read, and is refused",
+            code="unsafe-pickle",
+            path=path,
+            found=named[1] if named else "a pickle of other things",
+            expected="tensors and plain values",
+            remedy="use it only if you made it yourself, and then write it again with this version",
         ) from e
+    except Exception as e:
+        said = (str(e) or type(e).__name__).splitlines()[0][:120]
+        raise DataError(f"the file cannot be read ({said})", code="damaged-file", path=path) from e
     if not isinstance(values, dict):
         raise DataError(
             "not what was expected in this file",
+            code="not-a-detector",
             path=path,
             found=type(values).__name__,
             expected="a dictionary",
@@ -139,60 +153,20 @@ def load_plain(
     return values
 
 
-def _refusal(path: str | os.PathLike, error: Exception) -> DataError:
-    "What torch would not build, by name."
-    named = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return DataError(
-        "the file would run code when it is read, and is refused",
-        path=path,
-        found=named[1] if named else "a pickle of other things",
-        expected="tensors and plain values",
-        remedy="use it only if you made it yourself, and then write it again with this version",
-    )
-
-
-# %% ../../../nbs/learn/model/files.ipynb #09efc4da
-_BEGIN = b"PK\x03\x04"  # of an archive of torch: a data set that was taken for a model is not read to its end
-
-
-def _file_bytes(
-    path: str | os.PathLike, whatever: bool
-) -> bytes:  # whatever: also of a file that begins as no archive does
-    "The content of a regular file."
+def _file_bytes(path: str | os.PathLike) -> bytes:
+    "The content of a regular file that torch wrote."
     if not Path(path).is_file():
-        raise DataError("no such file" if not os.path.lexists(path) else "this is no file", path=path)
+        said = "no such file" if not os.path.lexists(path) else "this is no file"
+        raise DataError(said, code="file-missing", path=path)
     try:
         with open(path, "rb") as f:
+            begin = f.read(len(_BEGIN))
+            if begin == _BEGIN:
+                return begin + f.read()
             n = os.fstat(f.fileno()).st_size
-            if not whatever and f.read(4) != _BEGIN:
-                raise DataError("no file that torch wrote, or cut short", path=path, found=f"{n:,} bytes")
-            if n > (most := free_memory() // 2):
-                raise DataError(
-                    "the file is too large for the memory that is free",
-                    path=path,
-                    found=size_text(n),
-                    expected=f"at most {size_text(most)}",
-                )
-            f.seek(0)
-            return f.read()
     except OSError as e:
-        raise DataError(f"cannot be read ({os.strerror(e.errno or 0)})", path=path) from e
-
-
-def _check_archive(path: str | os.PathLike, content: bytes) -> None:
-    "Refuse what is no archive of torch, and one that would unfold."
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            parts = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError) as e:
-        raise DataError(
-            "no file that torch wrote, or cut short", path=path, found=f"{len(content):,} bytes"
-        ) from e
-    packed = next((p for p in parts if p.compress_type != zipfile.ZIP_STORED), None)
-    if packed is not None or sum(p.file_size for p in parts) > len(content):
-        raise DataError(
-            "the file claims to hold more than its size",
-            path=path,
-            found=f"{sum(p.file_size for p in parts):,} bytes",
-            expected=f"at most {len(content):,}",
-        )
+        said = f"cannot be read ({os.strerror(e.errno or 0)})"
+        raise DataError(said, code="damaged-file", path=path) from e
+    raise DataError(
+        "no file that torch wrote, or cut short", code="damaged-file", path=path, found=f"{n:,} bytes"
+    )

@@ -129,6 +129,7 @@ def read_lineage(
             return None
         raise DataError(
             "the file that names the champion is not there any more",
+            code="lost-champion",
             path=path,
             found=f"{len(over):,} finished rounds beside it",
             remedy="put it back from a copy, or begin anew in another folder",
@@ -143,6 +144,7 @@ def read_lineage(
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise DataError(
             "not a file that names a champion",
+            code="lost-champion",
             path=path,
             found=f"{type(e).__name__}: {show_path(str(e)[:100])}",
             remedy="use the folder of earlier rounds, or a new one",
@@ -164,7 +166,10 @@ def _lineage(folder: Path) -> Lineage:
     lineage = read_lineage(folder)
     if lineage is None:
         raise DataError(
-            "there is no champion yet", path=folder / POINTER, remedy="begin with lm.retrain(champion, ...)"
+            "there is no champion yet",
+            code="no-champion",
+            path=folder / POINTER,
+            remedy="begin with lm.retrain(champion, ...)",
         )
     return lineage
 
@@ -185,9 +190,13 @@ def _loaded(folder: Path, champion: Champion) -> Detector:
 def require_digest(path: Path, digest: str) -> None:
     "Refuse a model file that is not the one that was written."
     if not path.is_file():
-        raise DataError("the model is not there any more", path=path)
+        raise DataError("the model is not there any more", code="file-missing", path=path)
     if digest_of(path.read_bytes()) != digest:
-        raise DataError("the model is not the one that was written: its digest is another one", path=path)
+        raise DataError(
+            "the model is not the one that was written: its digest is another one",
+            code="digest-differs",
+            path=path,
+        )
 
 
 # %% ../../../nbs/learn/model/locate.ipynb #0a9c6030
@@ -207,6 +216,7 @@ def model_file(
     early = Path("checkpoints", "best.pt")
     raise DataError(
         "no detector is in this folder",
+        code="no-detector",
         path=where,
         expected=f"{MODEL} of a training, or {POINTER} of rounds",
         remedy=f"the training is not over: go on with it, or name {early}"

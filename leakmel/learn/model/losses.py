@@ -24,7 +24,7 @@ def balanced_weights(
 ) -> list[float]:  # [K]; raises UsageError where nothing is counted
     "Weights that make classes count the same: n / (classes that occur * n of the class)."
     if any(n < 0 for n in counts) or not sum(counts):
-        raise UsageError("numbers of items that cannot be", found=list(counts))
+        raise UsageError("numbers of items that cannot be", code="usage", found=list(counts))
     present = sum(n > 0 for n in counts)
     return [sum(counts) / (present * n) if n else 1.0 for n in counts]
 
@@ -50,6 +50,7 @@ def loss_weights(
     if len(counts) != k:
         raise UsageError(
             "counts of other classes",
+            code="lengths-differ",
             found=f"{len(counts)} counts",
             expected=f"{k}, one for each class of {task!r}",
         )

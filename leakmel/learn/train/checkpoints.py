@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ["Checkpoint", "list_checkpoints", "save_checkpoint", "CheckpointWarning", "latest_checkpoint"]
 
-# %% ../../../nbs/learn/train/checkpoints.ipynb #ce72d6d6
-import os, pickle, re, warnings
+# %% ../../../nbs/learn/train/checkpoints.ipynb #0c49de8a
+import os, re, warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ def latest_checkpoint(
         try:
             return c, load_plain(c.path, device=device, digest=c.digest)
         except DataError as e:
-            if isinstance(e.__cause__, pickle.UnpicklingError):
+            if e.code == "unsafe-pickle":
                 raise
             warnings.warn(f"passed over: {e}", CheckpointWarning, stacklevel=2)
     return None
