@@ -145,10 +145,10 @@ def add_train(p: argparse.ArgumentParser) -> None:
 
 def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Train a leak detector on data sets."
-    from leakmel.learn.evaluate.evaluation import execute_evaluation, run_summary
+    from leakmel.learn.plans import execute_evaluation, run_summary
     from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
     from leakmel.learn.train.history import save_figures
-    from leakmel.learn.train.plan import execute_training, plan_training
+    from leakmel.learn.plans import execute_training, plan_training
 
     given = {n: getattr(args, n) for n in (*_PLAN, "testing")} | {"evaluation": not args.no_evaluation}
     given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
@@ -272,7 +272,7 @@ def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Search the settings of a training on validation."
     from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
     from leakmel.learn.search.search import search
-    from leakmel.learn.train.plan import plan_training
+    from leakmel.learn.plans import plan_training
 
     given = {n: getattr(args, n) for n in _PLAN} | {"testing": None, "evaluation": False}
     given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
@@ -398,7 +398,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> None:
 def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Judge a detector by data sets, beside two baselines."
     from leakmel.learn.evaluate.evaluation import evaluate
-    from leakmel.learn.train.plan import find_judges
+    from leakmel.learn.plans import find_judges
 
     if args.figures and not args.out:
         raise UsageError("--figures needs a folder", code="invalid-arguments", expected="--out DIR")
@@ -560,7 +560,7 @@ def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
     from leakmel.learn.retrain.round_settings import RoundRules
     from leakmel.learn.retrain.rounds import retrain
-    from leakmel.learn.train.plan import set_of
+    from leakmel.learn.find import set_of
 
     with spoken_warnings():
         done = retrain(

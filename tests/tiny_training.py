@@ -52,7 +52,7 @@ import contextlib, io, os, tempfile, torch
 torch.set_num_threads(1)
 import leakmel as lm
 from leakmel.cli import main
-from leakmel.learn.train import plan as training_runs
+import leakmel.learn.plans
 with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
     lm.write_demo(place + "/town", n_files=40)
     lm.build_all(place + "/town", out_dir=place + "/sets", progress="none", check=0)

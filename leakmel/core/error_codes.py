@@ -209,7 +209,32 @@ LEARN_DATA = {
 }
 
 # %% ../../nbs/core/error_codes.ipynb #48c256cc
-LEARN_TRAIN = dict[str, str]()
+LEARN_TRAIN = {
+    "batch-norm": "The net normalises over the batch, so that micro-batches do not add up to the batch.",
+    "data-set-missing": "There is no data set at the path, or none for this part in the folder.",
+    "empty-class": "A class of the task has no training recording.",
+    "folder-in-use": "Another training, search or round writes into the folder.",
+    "given-twice": "Two parameters give the same thing.",
+    "invalid-channels": "The channels of the net are not whole numbers with commas between them.",
+    "model-exists": "The folder holds a model whose training cannot be resumed.",
+    "no-levels": "A data set does not hold the levels of its recordings.",
+    "no-model": "No model was named, and no run has one.",
+    "no-splits": "A split was named, and the folder holds label folders and no splits.",
+    "no-such-part": "The split has no part of this name.",
+    "no-task": "The recordings were opened without a task.",
+    "not-a-checkpoint": "The file is no checkpoint of a training of this version.",
+    "not-compiled": "The net could not be compiled.",
+    "not-csv": "The name of the output does not end in .csv.",
+    "nothing-learned": "The training has no epoch.",
+    "nothing-to-resume": "There is no checkpoint from which to resume.",
+    "other-folder": "The manifest is of another folder.",
+    "other-split": "The split belongs to other data sets.",
+    "other-training": "The folder or state belongs to a training with other settings or data.",
+    "output-in-source": "The output lies inside the folder of the recordings.",
+    "scores-not-finite": "The model gives scores that are not numbers.",
+    "training-diverged": "The loss is no longer a finite number.",
+    "unused-option": "An option is given that has no effect with the others.",
+}
 
 # %% ../../nbs/core/error_codes.ipynb #35382132
 LEARN_RETRAIN = {
@@ -220,14 +245,12 @@ LEARN_RETRAIN = {
     "cannot-be-read": "A file that was named cannot be read.",
     "not-json": "A text or file that should hold JSON does not.",
     "not-a-search": "The state file of a search is damaged, or is something else.",
-    "nothing-to-resume": "There is nothing to go on with, and resume='always' was given.",
     "another-run-in-folder": "The folder holds a run with other data or settings.",
     "validation-missing": "The operation needs validation recordings.",
     "unknown-value": "The value of a parameter is not among the allowed ones.",
     "unknown-recording": "A table names a recording that is not in the data sets, or that is too short.",
     "ambiguous-recording": "A table names a path that several recordings have.",
     "paths-missing": "The data set does not hold the paths of its recordings.",
-    "scores-not-finite": "The scores of a detector are not finite.",
     "class-missing": "The recordings of a class are missing.",
     "labels-contradict": "Two labels were given to the same samples.",
     "file-changed": "A file is not the one that was written.",

@@ -17,7 +17,7 @@ from ..core.errors import LeakmelError, RecordingError, SpecError, UsageError, s
 from ..core.parameters import Kinds, answer_unknown
 from ..dataset.run.inputs import resolve_spec
 from ..dataset.source.loader import BatchReader, Slot
-from ..dataset.run.plan import runs_folder
+from ..core.run_plan import runs_folder
 from ..dataset.file.spec_file import SpecFile, write_spec
 from .explore_data import Choice, Recordings
 from ..mel.engines import Engine, open_engine

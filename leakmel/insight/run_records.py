@@ -27,7 +27,7 @@ from ..core.errors import DataError, UsageError
 from ..core.parameters import check_types, field_kinds
 from ..core.timeline import Gauge, Timeline, read_timeline
 from ..dataset.run.config import PipelineConfig
-from ..dataset.run.plan import runs_folder
+from ..core.run_plan import runs_folder
 from .diagnose import attribute, interval_s
 from ..mel.spec import MelSpec
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from ..core.errors import LeakmelError, UsageError, show_path
 from ..core.parameters import Kinds, answer_unknown
-from ..dataset.run.plan import runs_folder
+from ..core.run_plan import runs_folder
 from leakmel.ops.bench import (
     Say,
     bench_build,

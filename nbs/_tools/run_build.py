@@ -4,6 +4,7 @@ DATA, OUT and SETTINGS come through the environment: DATA is the data folder (el
 SETTINGS more parameters of the notebook, as in "sample_rate=4096 duration_s=1 preset=overlap"; values with blanks are quoted as in a shell.
 """
 
+import json
 import os
 import shlex
 import subprocess
@@ -23,6 +24,26 @@ def results_folder() -> Path:
     return next(
         p for n in range(1000) if not (p := ROOT / "runs" / (name if n == 0 else f"{name}-{n}")).exists()
     )
+
+
+def describe_run(folder: Path) -> str:
+    "Where the results of a run are, and the verdict, in a few lines for a terminal."
+    from leakmel.core.errors import show_path
+    from leakmel.dataset.run.report import kept_sentence
+
+    path = folder / "summary.json"
+    body = json.loads(path.read_text(encoding="utf-8"))
+    lines = []
+    for s in body["splits"]:
+        speed = kept_sentence(s) or f"{s['files_per_s']:,.0f} files/s"
+        rows = f"{s['rows']:,} rows, {s['rejected']:,} rejected"
+        lines.append(f"{s['path']}\n    {rows}; {speed}; {s['verified']['verdict']}")
+    lines += [f"executed notebook: {show_path(p)}" for p in sorted(folder.glob("*.ipynb"))]
+    checked = sum(s["verified"]["checked"] for s in body["splits"])
+    verdict = "NOT OK"
+    if body["ok"]:
+        verdict = f"all data sets verified, {checked:,} of {body['rows']:,} rows recomputed"
+    return "\n".join([*lines, f"summary: {show_path(path)}", f"verdict: {verdict}"])
 
 
 def refuse(data: str, out: Path) -> str:
@@ -95,8 +116,6 @@ def main() -> int:
         )
         print(f"\nmake build: failed (exit status {status}); {place}", file=sys.stderr)
         return status if 0 < status < 256 else 128 - status
-    from leakmel.dataset.run.plan import describe_run
-
     print("\n" + describe_run(out))
     return 0
 

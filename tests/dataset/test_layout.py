@@ -20,7 +20,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.dataset.source.loader import Slot
 from leakmel.dataset.run.pipeline import PipelineConfig
-from leakmel.dataset.run.plan import build_kinds, execute, plan_rows, plan_run
+from leakmel.dataset.run.plan import build_kinds, execute, plan_run
 from leakmel.dataset.run.job import store_waveforms, waveform_shape
 from leakmel.dataset.file.writer import RowFile
 from leakmel.mel.engines import CPU_ENGINES
@@ -499,7 +499,7 @@ def test_waveforms_are_asked_for_on_the_command_line_and_in_a_run(recordings, wa
         plan = plan_run(
             asked | {"out": str(tmp_path / f"run {wanted}"), "with_waveforms": wanted}, progress="none"
         )
-        assert re.search(said, dict(plan_rows(plan))["waveforms"])
+        assert re.search(said, dict(plan.rows())["waveforms"])
         (result,) = execute(plan, progress="none")
         assert result.summary["with_waveforms"] == wanted
         assert result.path.read_bytes() == ((waved if wanted else plain) / "TESTING_DATASET.H5").read_bytes()

@@ -688,7 +688,11 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
             "a label that the task does not know; found 2026-11-01; expected labels of LEAK, NOLEAK",
             "NEW --model RUN",
         ),
-        (1, "report.txt: something that no evaluation wrote is in the way", "SETS --model RUN --out MINE"),
+        (
+            1,
+            "report.txt: something that is no result of an evaluation is in the way",
+            "SETS --model RUN --out MINE",
+        ),
         (1, "report.txt: is a file, a folder is needed", "SETS --model RUN --out MINE/report.txt"),
     ],
 )

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from errors import raises
 from scipy import stats
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
@@ -19,12 +20,12 @@ from sklearn.metrics import roc_auc_score
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import DataError, OutputError, UsageError
+from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.splits import LeakySplitWarning, Split, SplitWarning, group_split
+from leakmel.learn.data.task import make_task
 from leakmel.learn.evaluate import evaluation
 from leakmel.learn.evaluate.baselines import Baseline, fit_baselines, fit_logistic, leaks, levels, mean_mels
-from leakmel.learn.data.segments import Segments
-from leakmel.learn.metrics.voting import UNCHOSEN
-from leakmel.learn.model.detector import Detector
-from leakmel.learn.evaluate.plots import all_plots, roc_figure
+from leakmel.learn.evaluate.plots import roc_figure
 from leakmel.learn.metrics.bootstrap import (
     LEAST_GROUPS,
     Bootstrap,
@@ -36,18 +37,18 @@ from leakmel.learn.metrics.bootstrap import (
     source_names,
     student_quantile,
 )
+from leakmel.learn.metrics.metrics import FIGURES, leak_metrics, roc
 from leakmel.learn.metrics.significance import (
     Verdict,
     cautions,
-    permute_group_labels,
     give_verdict,
-    score_model,
     permutation_test,
+    permute_group_labels,
+    score_model,
 )
-from leakmel.learn.metrics.metrics import FIGURES, leak_metrics, roc
+from leakmel.learn.metrics.voting import UNCHOSEN
+from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
-from leakmel.learn.data.splits import LeakySplitWarning, Split, SplitWarning, group_split
-from leakmel.learn.data.task import make_task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -528,9 +529,7 @@ def test_logistic_regression_is_the_same_each_time_and_survives_odd_features():
     ("x", "y"),
     [
         (np.ones((3, 1)), [1, 1, 1]),
-        (np.ones((3, 1)), [1, 0]),
         (np.full((2, 1), np.nan), [1, 0]),
-        (np.ones(2), [1, 0]),
     ],
 )
 def test_what_cannot_be_learned_is_refused(x, y):
@@ -694,7 +693,7 @@ def test_all_forms_of_a_result(sets, split, tmp_path):
     assert "http-equiv" not in page
     assert set(e.save(tmp_path / "small", plots=False)) == {"summary.json", "report.txt", "recordings.csv"}
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="is a file"):
+    with raises("not-a-folder", OutputError):
         e.save(tmp_path / "file")
     before = {name: path.stat().st_ino for name, path in e.save(tmp_path / "small", plots=False).items()}
     assert all(
@@ -708,7 +707,7 @@ def test_all_forms_of_a_result(sets, split, tmp_path):
     ):
         (here := tmp_path / f"{name}{len(text)}").mkdir()
         (here / name).write_text(text)
-        with pytest.raises(OutputError, match=f"{name}.*no evaluation wrote.*Name another folder"):
+        with raises("other-file-in-the-way", OutputError, path=here / name):
             e.save(here, plots=False)
         assert [p.read_text() for p in here.iterdir()] == [text]
 
@@ -807,7 +806,7 @@ def test_a_leaky_split_is_on_everything(sets, tmp_path):
     assert "LEAKY SPLIT" in repr(e)
     assert "LEAKY SPLIT" in e._repr_html_()
     assert e.summary["leaky_split"] is True
-    assert all(fig.layout.title.subtitle.text.startswith("LEAKY SPLIT") for fig in all_plots(e).values())
+    assert all(fig.layout.title.subtitle.text.startswith("LEAKY SPLIT") for fig in e.plots().values())
     rows = pd.read_csv(e.save(tmp_path, plots=False)["recordings.csv"])
     assert rows["stamp"].str.startswith("LEAKY SPLIT").all()
 
@@ -918,13 +917,23 @@ def test_files_of_the_earlier_system(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (dict(votes="median"), "unknown-choice"),
+        (dict(votes=("median",)), "unknown-choice"),
+        (dict(judged_by="loss"), "unknown-choice"),
+        (dict(part="training", training="x"), "given-twice"),
+    ],
+)
+def test_options_that_do_not_exist_are_refused(sets, options, code):
+    with raises(code, UsageError):
+        lm.evaluate(detector(sets), sets[2], progress="none", **options)
+
+
+@pytest.mark.parametrize(
     ("options", "error", "said"),
     [
         (dict(files_per_batch=0), UsageError, "files_per_batch must be at least 1"),
-        (dict(votes="median"), UsageError, "'median'"),
-        (dict(votes=("median",)), UsageError, "no such rule"),
-        (dict(judged_by="loss"), UsageError, "no such figure"),
-        (dict(part="training", training="x"), UsageError, "two names"),
         (dict(device="tpu9x"), UsageError, "no such device"),
     ],
 )
@@ -934,11 +943,11 @@ def test_what_cannot_be_judged(sets, options, error, said):
 
 
 def test_splits_that_do_not_fit(sets, split):
-    with pytest.raises(UsageError, match="given twice"):
+    with raises("given-twice", UsageError):
         lm.evaluate(detector(sets), sets, split=split, training=sets[0], progress="none")
-    with pytest.raises(UsageError, match="other data sets"):
+    with raises("other-split", UsageError):
         lm.evaluate(detector(sets), sets[2], split=split, progress="none")
-    with pytest.raises(UsageError, match="no such part"):
+    with raises("no-such-part", UsageError, found="'exam'"):
         lm.evaluate(detector(sets), sets, split=split, part="exam", progress="none")
 
 

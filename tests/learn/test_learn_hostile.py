@@ -13,14 +13,14 @@ from errors import raises
 
 import leakmel as lm
 from leakmel.core.errors import DataError, MachineError, UsageError
-from leakmel.learn.train import state as training_state
-from leakmel.learn.model import detector as detector_module
-from leakmel.learn.model.files import load_plain, plain_bytes
-from leakmel.learn.metrics.voting import DecisionRule
-from leakmel.learn.model.detector import Detector, load_detector
-from leakmel.learn.model.net import LeakNet, NetSettings
-from leakmel.learn.predict.predict import _sizes, rule_of
 from leakmel.learn.data.task import make_task
+from leakmel.learn.metrics.voting import DecisionRule
+from leakmel.learn.model import detector as detector_module
+from leakmel.learn.model.detector import Detector, load_detector
+from leakmel.learn.model.files import load_plain, plain_bytes
+from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.predict.predict import block_sizes, rule_of
+from leakmel.learn.train import state as training_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)
@@ -125,9 +125,9 @@ def test_errors_without_a_word_are_told_apart(honest, monkeypatch, error, kind, 
 
 def test_rows_of_four_days_are_not_laid_out():
     "A spec in a file may name rows of any length; slots for them would take all memory."
-    with pytest.raises(MachineError, match="do not fit into memory"):
-        _sizes(lm.MelSpec.preset("disjoint", duration_s=2.0**31 / 4096 - 1), "cpu", 10, None, 16)
-    assert _sizes(SPEC, "cpu", 10, None, None)[0] == 10
+    with raises("out-of-memory", MachineError):
+        block_sizes(lm.MelSpec.preset("disjoint", duration_s=2.0**31 / 4096 - 1), "cpu", 10, None, 16)
+    assert block_sizes(SPEC, "cpu", 10, None, None).n_files == 10
 
 
 def test_a_threshold_belongs_to_a_share(honest):

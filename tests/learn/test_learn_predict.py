@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import raises
 
 import leakmel as lm
 from leakmel.audio.manifest import scan
@@ -21,17 +22,16 @@ from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, EngineError, LeakmelError, OutputError, RecordingError, UsageError
 from leakmel.core.progress import Progress
-from leakmel.learn.predict import predict as prediction
-from leakmel.learn.predict import scoring
-from leakmel.learn.data.segments import Segments
-from leakmel.learn.model.detector import Detector, load_detector, score_rows
-from leakmel.learn.predict.readers import Block
-from leakmel.learn.model.net import LeakNet, NetSettings
-from leakmel.learn.data.segments import cut_row, heard_samples, segments_of, whole_row
-from leakmel.learn.predict.predict import rule_of
-from leakmel.learn.predict.predictions import COLUMNS, Predictions, rejected_path
+from leakmel.learn.data.segments import Segments, cut_row, heard_samples, segments_of, whole_row
 from leakmel.learn.data.task import make_task
 from leakmel.learn.metrics.voting import VOTES, vote_scores
+from leakmel.learn.model.detector import Detector, load_detector, score_rows
+from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.predict import predict as prediction
+from leakmel.learn.predict import scoring
+from leakmel.learn.predict.predict import rule_of
+from leakmel.learn.predict.predictions import COLUMNS, Predictions, rejected_path
+from leakmel.learn.predict.readers import Block
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096
@@ -403,7 +403,7 @@ def test_settings_that_do_not_exist(mixed, detector, tmp_path, wrong, kind):
 
 def test_a_share_belongs_to_its_vote():
     "A share that no vote asks for would change nothing; where the model's own vote asks for it, it may be given alone."
-    with pytest.raises(UsageError, match="frac_vote only.*frac 0.3 with mean.*leave frac out"):
+    with raises("unused-option", UsageError, found="frac 0.3 with mean"):
         rule_of(made_detector(), frac=0.3, threshold=0.4)
     assert (
         rule_of(made_detector(vote="frac_vote"), frac=0.3).frac
@@ -419,7 +419,7 @@ def test_a_model_that_cannot_be_used(mixed, tmp_path):
             lm.predict(mixed, model, **QUIET)
     earlier = made_detector()
     earlier.spec = None
-    with pytest.raises(UsageError, match="earlier system"):
+    with raises("no-spec", UsageError):
         lm.predict(mixed, earlier, **QUIET)
 
 
@@ -475,7 +475,7 @@ def test_scores_that_are_no_numbers_are_not_handed_out(mixed):
     broken = made_detector()
     with torch.no_grad():
         broken.net.classes.weight.fill_(torch.nan)
-    with pytest.raises(DataError, match="no numbers"):
+    with raises("scores-not-finite", DataError):
         lm.predict(mixed, broken, **QUIET)
 
 
@@ -590,11 +590,11 @@ def test_the_command_line_stays_light():
 
 
 def test_without_a_model_the_newest_is_taken(tmp_path, monkeypatch, detector):
-    from leakmel.learn.predict.plan import find_model
+    from leakmel.learn.find import find_model
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LEAKMEL_MODEL", raising=False)
-    with pytest.raises(DataError, match="no model was named"):
+    with raises("no-model", DataError):
         find_model(None)
     for name, age_s in (("old", 100), ("new", 1), ("middle", 50)):
         path = detector.save(tmp_path / "runs" / name / "model.pt")

@@ -9,21 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leakmel.core.errors import MachineError, UsageError
-from leakmel.learn.train import timing
 from leakmel.learn.data.segments import Batch
+from leakmel.learn.data.task import make_task
 from leakmel.learn.model.losses import balanced_weights, batch_totals, item_losses, loss_weights, piece_loss
 from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings
+from leakmel.learn.train import timing
 from leakmel.learn.train.inputs import differences, training_identity
 from leakmel.learn.train.step import StepFigures, Stepper, half_type, learning_rate, piece_bounds, ran_out
-from leakmel.learn.data.task import make_task
-from leakmel.learn.train.timing import StepTimer, StepTimes, device_clock, loader_advice, times_text
-from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings
+from leakmel.learn.train.timing import StepTimer, StepTimes, device_clock, loader_advice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFF: dict[str, Any] = {
@@ -213,7 +214,7 @@ def test_gradients_are_those_of_the_formula():
 def test_a_norm_over_the_batch_is_refused():
     net = net_of()
     net.layers.append(nn.BatchNorm2d(8))
-    with pytest.raises(UsageError, match="do not add up; found BatchNorm2d"):
+    with raises("batch-norm", UsageError, found="BatchNorm2d"):
         stepper_of(net=net)
 
 
@@ -241,10 +242,6 @@ def test_what_a_step_tells():
     assert not figures.loss.requires_grad
     assert stepper.first_step_s is not None
     assert stepper.n_done == 1
-    with pytest.raises(UsageError, match="without items"):
-        stepper.step(batch[:0])
-    with pytest.raises(UsageError, match="at least one step"):
-        stepper_of(0)
 
 
 # Memory that runs out
@@ -343,7 +340,7 @@ def test_memory_that_is_too_small_for_one_item():
 
     stepper.forward = forward
     batch = batch_of(24)
-    with pytest.raises(MachineError, match="too small for a single item; found no room.*smaller net"):
+    with raises("out-of-memory", MachineError, found="no room"):
         stepper.step(batch)
     assert tried == [24, 12, 6, 3, 1]
     assert stepper.n_done == 0
@@ -354,7 +351,7 @@ def test_memory_that_runs_out_while_weights_are_written(starved, n_before_writin
     n = starved.step(set())[1]
     assert n - n_before_writing > 50
     for k in range(n_before_writing + 1, n + 1, 9):
-        with pytest.raises(MachineError, match="while weights were written.*last checkpoint"):
+        with raises("out-of-memory", MachineError, remedy="go on from the last checkpoint"):
             starved.step({k})
 
 
@@ -470,14 +467,14 @@ def test_order_of_numbers_does_not_matter(last):
 def test_compiled_nets_are_asked_as_wished(monkeypatch):
     asked = []
 
-    def note(net, mode):
-        asked.append(mode)
+    def note(net):
+        asked.append(net)
         return net
 
     monkeypatch.setattr(torch, "compile", note)
-    stepper = stepper_of(use_compile=True, compile_mode="reduce-overhead")
+    stepper = stepper_of(use_compile=True)
     stepper.step(batch_of(24))
-    assert asked == ["reduce-overhead"]
+    assert asked == [stepper.net]
     assert stepper.net.training
 
 
@@ -487,38 +484,10 @@ def test_a_net_that_cannot_be_compiled_says_what_to_do(monkeypatch):
     def refuse(*args):
         raise TorchDynamoException("no compiler\nand much more")
 
-    monkeypatch.setattr(torch, "compile", lambda net, mode: refuse)
+    monkeypatch.setattr(torch, "compile", lambda net: refuse)
     stepper = stepper_of(use_compile=True)
-    with pytest.raises(
-        MachineError, match="could not be compiled; found no compiler. Train with use_compile=False"
-    ):
+    with raises("not-compiled", MachineError, found="no compiler", remedy="train with use_compile=False"):
         stepper.step(batch_of(24))
-
-
-def test_gradients_that_lie_in_the_memory_of_a_graph_are_not_lost(monkeypatch):
-    "A graph of a GPU gives gradients in memory that it writes over when it runs for the next piece; here `backward` does that."
-
-    def backward(loss: Tensor) -> None:
-        for p, found in zip(weights, torch.autograd.grad(loss, weights), strict=True):
-            given = memory.setdefault(p, torch.empty_like(p)).copy_(found)
-            if p.grad is None:
-                p.grad = given
-            else:
-                p.grad.add_(given)
-
-    monkeypatch.setattr(torch, "compile", lambda net, mode: net)
-    stepper, memory = (
-        stepper_of(dropout=0.0, use_compile=True, compile_mode="reduce-overhead", accumulation=3),
-        dict[Tensor, Tensor](),
-    )
-    weights, right = (
-        list(stepper.net.parameters()),
-        gradients(stepper_of(dropout=0.0, accumulation=3), batch_of(24)),
-    )
-    monkeypatch.setattr(Tensor, "backward", backward)
-    assert all(
-        torch.allclose(a, b, atol=1e-7) for a, b in zip(gradients(stepper, batch_of(24)), right, strict=True)
-    )
 
 
 # Going on
@@ -630,7 +599,7 @@ def test_what_is_remembered_of_weights_follows_their_order_of_numbers(orders):
 def test_the_state_of_another_training_is_refused(changes):
     noted = stepper_of(7).state_dict()
     stepper = stepper_of(**{"n_steps": 7, **changes})
-    with pytest.raises(UsageError, match=f"another training; found {next(iter(changes))}"):
+    with raises("other-training", UsageError, says=next(iter(changes))):
         stepper.load_state_dict(noted)
 
 
@@ -691,7 +660,7 @@ def test_another_value_is_known_for_each_setting():
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_only_what_never_changes_a_weight_may_differ(name, monkeypatch):
     "One list of settings for the state of a step and for the identity of a training."
-    monkeypatch.setattr(torch, "compile", lambda net, mode: net)
+    monkeypatch.setattr(torch, "compile", lambda net: net)
     then = TrainSettings(batch_size=24, channels=(8, 8), warmup_share=0.2)
     now, data = (
         replace(then, **{name: OTHERS[name]}),
@@ -704,31 +673,10 @@ def test_only_what_never_changes_a_weight_may_differ(name, monkeypatch):
         stepper.load_state_dict(noted)
         assert said == []
         return
-    with pytest.raises(UsageError, match=f"another training; found {name} "):
+    with raises("other-training", UsageError, says=name):
         stepper.load_state_dict(noted)
     assert len(said) == 1
     assert said[0].startswith(f"{name}=")
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda s: s.pop("optimiser"),
-        lambda s: s.update(n_done="many"),
-        lambda s: s.update(micro_batch=0),
-        lambda s: s.update(n_done=8),
-        lambda s: s.update(settings=None),
-        lambda s: s["optimiser"]["param_groups"].pop(),
-        lambda s: s["optimiser"].pop("state"),
-    ],
-)
-def test_what_is_no_state_is_refused(spoil):
-    stepper = stepper_of(7)
-    run(stepper, range(1))
-    noted = stepper.state_dict()
-    spoil(noted)
-    with pytest.raises(UsageError, match="state of"):
-        stepper_of(7).load_state_dict(noted)
 
 
 # Timing
@@ -849,8 +797,6 @@ def test_a_loop_that_breaks_off_leaves_the_loader_as_it_was():
     next(waiting)
     waiting.close()  # type: ignore[attr-defined]
     assert closed == [True]
-    with pytest.raises(UsageError, match="every"):
-        StepTimer("cpu", 0)
 
 
 def test_a_step_that_fails_is_not_timed():
@@ -882,8 +828,6 @@ def test_advice_follows_the_waiting():
     assert empty.io_ratio is None
     assert empty.busy_share is None
     assert empty.batches_per_s == 0
-    assert times_text(empty) == "0.0 batches/s"
-    assert "most 30.0" in times_text(times(30))
     assert all(v is None or isinstance(v, (int, float)) for v in asdict(empty).values())
 
 

@@ -16,24 +16,22 @@ import numpy as np
 import pytest
 import torch
 from children import Ended, Server, server
+from errors import raises
 from tiny_training import at_a_moment, files, loaded, n_moments, tiny, tiny_words
 
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MachineError, OutputError, UsageError
 from leakmel.dataset.file.writer import OutputLock
-from leakmel.learn.model.settings import CheckpointSettings
-from leakmel.learn.train.checkpoints import latest_checkpoint, list_checkpoints
-from leakmel.learn.metrics.voting import DecisionRule
-from leakmel.learn.metrics.voting import UNCHOSEN
-from leakmel.learn.model.detector import load_detector, score_rows
-from leakmel.learn.train.history import EpochFigures, best_epoch
-from leakmel.learn.train.inputs import open_training
 from leakmel.learn.data.splits import LeakySplitWarning, SplitWarning, group_split
-from leakmel.learn.train.step import Stepper
-from leakmel.learn.model.settings import SPEED_ONLY
+from leakmel.learn.metrics.voting import UNCHOSEN, VOTES, DecisionRule, vote_scores
+from leakmel.learn.model.detector import load_detector, score_rows
+from leakmel.learn.model.settings import SPEED_ONLY, CheckpointSettings
+from leakmel.learn.train.checkpoints import latest_checkpoint, list_checkpoints
+from leakmel.learn.train.history import EpochFigures, is_better
+from leakmel.learn.train.inputs import open_training
 from leakmel.learn.train.loop import TrainResult, train
-from leakmel.learn.metrics.voting import VOTES, vote_scores
+from leakmel.learn.train.step import Stepper
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = tiny(3)
@@ -278,11 +276,11 @@ def test_another_training_is_refused_by_name_or_begun_anew(
     out = tmp_path / "run"
     interrupted_after_an_epoch(sets, out, monkeypatch)
     before = (out / "checkpoints" / "best.pt").read_bytes()
-    with pytest.raises(UsageError, match="learning_rate=0.01 then, 0.02 now.*resume='never'"):
+    with raises("other-training", UsageError, path=out, found="learning_rate=0.01 then, 0.02 now"):
         trained(sets, out, settings=replace(TINY, learning_rate=0.02))
-    with pytest.raises(UsageError, match="another task"):
+    with raises("other-training", UsageError, says="another task"):
         trained(sets, out, kind="binary")
-    with pytest.raises(UsageError, match="other validation data"):
+    with raises("other-training", UsageError, found="other validation data"):
         train(files(sets)[0], sets / "TESTING_DATASET.H5", out=out, settings=TINY, progress=False)
     assert (out / "checkpoints" / "best.pt").read_bytes() == before, "nothing was thrown away"
     trained(
@@ -291,7 +289,7 @@ def test_another_training_is_refused_by_name_or_begun_anew(
     shutil.copy(right.model_path, out / "model.pt")
     anew = trained(sets, out, settings=replace(TINY, epochs=1), resume="never")
     assert anew.summary["begin"].startswith("Begins with epoch 1")
-    with pytest.raises(DataError, match="no training to go on with"):
+    with raises("nothing-to-resume", DataError):
         trained(sets, tmp_path / "new", resume="always")
 
 
@@ -327,12 +325,10 @@ def test_a_finished_model_is_replaced_only_where_that_is_asked_for(
 ) -> None:
     out, fewer = tmp_path / "run", replace(TINY, epochs=1)
     shutil.copytree(right.model_path.parent, out)
-    with pytest.raises(
-        UsageError, match="another training was finished.*epochs=3 then, 1 now.*resume='never'"
-    ):
+    with raises("other-training", UsageError, path=out, found="epochs=3 then, 1 now"):
         trained(sets, out, settings=fewer)
     shutil.rmtree(out / "checkpoints")
-    with pytest.raises(UsageError, match="a model is in this folder.*resume='never'"):
+    with raises("model-exists", UsageError, path=out):
         trained(sets, out, settings=fewer)
     assert_same(out, right)
     assert (
@@ -365,25 +361,25 @@ def test_one_training_at_a_time(sets: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with (
         OutputLock(tmp_path / "run" / "model.pt"),
-        pytest.raises(OutputError, match="another training writes into this folder"),
+        raises("folder-in-use", OutputError, path=tmp_path / "run"),
     ):
         trained(sets, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "said"),
+    ("options", "code"),
     [
-        ({"leak_label": "EAK"}, UsageError, "no such label"),
-        ({"leak_label": "leak", "leave_out": ["nothing"]}, UsageError, "no such label"),
-        ({"kind": "several"}, UsageError, "no such kind"),
-        ({"resume": "perhaps"}, UsageError, "resume"),
+        ({"leak_label": "EAK"}, "unknown-label"),
+        ({"leak_label": "leak", "leave_out": ["nothing"]}, "unknown-label"),
+        ({"kind": "several"}, "usage"),
+        ({"resume": "perhaps"}, "unknown-choice"),
     ],
     ids=str,
 )
 def test_what_is_wrong_is_said_before_the_work(
-    sets: Path, tmp_path: Path, options: dict[str, Any], error: type[Exception], said: str
+    sets: Path, tmp_path: Path, options: dict[str, Any], code: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with raises(code, UsageError):
         trained(sets, tmp_path / "run", **options)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -400,14 +396,14 @@ def test_parts_that_cannot_do_their_work_are_refused(sets: Path, tmp_path: Path)
             files(sets)[0], shares={"training": 0.5, "validation": 0.5}, allow_leaky_split=True
         )
     no_leak = replace(split, parts={"training": np.arange(len(leaks) + len(others)), "validation": others})
-    with pytest.raises(DataError, match="0 leaks in"):
+    with raises("one-class", DataError, says="0 leaks in"):
         train(files(sets)[0], split=no_leak, out=tmp_path, settings=TINY, progress=False)
     only_leaks = replace(split, parts={"training": leaks, "validation": np.arange(len(leaks) + len(others))})
-    with pytest.raises(DataError, match="without a training recording"):
+    with raises("empty-class", DataError):
         train(files(sets)[0], split=only_leaks, out=tmp_path, settings=TINY, progress=False)
-    with pytest.raises(UsageError, match="given twice"):
+    with raises("given-twice", UsageError):
         train(*files(sets), split=split, out=tmp_path, settings=TINY, progress=False)
-    with pytest.raises(UsageError, match="other data sets"):
+    with raises("other-split", UsageError):
         train(sets / "TESTING_DATASET.H5", split=split, out=tmp_path, settings=TINY, progress=False)
 
 
@@ -425,7 +421,7 @@ def test_a_loss_that_is_no_number_ends_the_training(
     monkeypatch.setattr(training_state.Sums, "add", spoilt)
     trained(sets, tmp_path / "good", settings=replace(TINY, epochs=1))
     spoil = True
-    with pytest.raises(DataError, match="went astray.*lower learning_rate"):
+    with raises("training-diverged", DataError, says="lower learning_rate"):
         trained(sets, tmp_path / "run")
     assert not (tmp_path / "run" / "model.pt").exists()
 
@@ -560,7 +556,12 @@ def test_the_best_epoch_is_what_the_model_holds(sets: Path, right: TrainResult) 
     loaded = load_detector(right.model_path)
     with open_training(*files(sets), settings=TINY) as data:
         assert data.validation is not None
-        assert right.best_epoch == best_epoch(right.epochs, int(data.is_leak.sum()))
+        chosen = None
+        for k, e in enumerate(right.epochs, start=1):
+            highest = max(e.f1 for e in right.epochs[:k])
+            if is_better(e, chosen, highest, int(data.is_leak.sum())):
+                chosen = e
+        assert chosen == best
         scores = score_rows(loaded, data.validation)
         p, truth = np.clip(scores.astype(np.float64), 1e-7, 1 - 1e-7), data.is_leak[:, None]
     assert math.isclose(float(-np.log(np.where(truth, p, 1 - p)).mean()), best.val_loss, rel_tol=1e-6)

@@ -13,7 +13,7 @@ import leakmel as lm
 from leakmel.learn.model.settings import CheckpointSettings
 from leakmel.learn.model.detector import load_detector
 from leakmel.learn.model.settings import TrainSettings
-from leakmel.learn.train.plan import settings_of, training_kinds
+from leakmel.learn.plans import settings_of, training_kinds
 from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill
 
 TINY = ("-p", "epochs", "2", "-p", "batch_size", "200", "-p", "channels", "4,8", "-p", "device", "cpu")

@@ -26,7 +26,7 @@ from leakmel.cli import main
 from leakmel.core.errors import DataError
 from leakmel.dataset.run import tuned as settings
 from leakmel.dataset.run.config import PipelineConfig
-from leakmel.dataset.run.plan import RunPlan, build_kinds, execute, plan_rows, plan_run
+from leakmel.dataset.run.plan import RunPlan, build_kinds, execute, plan_run
 from leakmel.dataset.run.tuned import (
     LIMITS,
     find_tuned,
@@ -801,10 +801,10 @@ def planned(data: Path, out: Path, **more: Any) -> RunPlan:
 
 def test_the_build_notebook_picks_them_up_and_says_so(data, tmp_path):
     plain = planned(data, tmp_path / "plain")
-    assert "tuned" not in dict(plan_rows(plain))
+    assert "tuned" not in dict(plain.rows())
     path = write_tuned(data, body(settings={"files_per_batch": 3, "compute_workers": 1}, mode="preload"))
     plan = planned(data, tmp_path / "tuned")
-    assert dict(plan_rows(plan))["tuned"] == (
+    assert dict(plan.rows())["tuned"] == (
         f"settings of {path}: files_per_batch 3, compute_workers 1, mode preload (measured 2026-05-01) (tuned=False ignores them)"
     )
     assert (plan.workers.files_per_batch, plan.workers.compute_workers, plan.mode) == (3, 1, "preload")
@@ -812,7 +812,7 @@ def test_the_build_notebook_picks_them_up_and_says_so(data, tmp_path):
     assert result.summary["pipeline"]["tuned_from"] == str(path)
     assert result.path.read_bytes() == right.path.read_bytes()
     off = planned(data, tmp_path / "off", tuned=False)
-    assert "tuned" not in dict(plan_rows(off))
+    assert "tuned" not in dict(off.rows())
     assert (off.config, off.mode) == (PipelineConfig(), "auto")
 
 
@@ -823,7 +823,7 @@ def test_what_the_notebook_is_given_goes_before(data, tmp_path):
     assert (plan := planned(data, tmp_path / "b", files_per_batch=5)).config == PipelineConfig(
         files_per_batch=5
     )
-    assert "not used: files_per_batch 5 was asked for" in dict(plan_rows(plan))["tuned"]
+    assert "not used: files_per_batch 5 was asked for" in dict(plan.rows())["tuned"]
 
 
 def test_the_library_call_takes_them_where_it_is_told(data, tmp_path):
