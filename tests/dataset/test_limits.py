@@ -21,7 +21,8 @@ from leakmel.core.errors import (
 )
 from leakmel.dataset.check import verify as verify_module
 from leakmel.dataset.run.config import PipelineConfig
-from leakmel.dataset.run.ring import Job, Lanes
+from leakmel.core.threads import Lanes
+from leakmel.dataset.run.job import Job
 
 QUIET = {"progress": "none", "pipeline": PipelineConfig(monitor_interval_s=0.0, files_per_batch=4)}
 

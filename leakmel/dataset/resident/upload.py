@@ -21,7 +21,7 @@ from ...core.errors import EngineError, LeakmelError, MachineError
 from ...core.monitor import size_text
 from ...core.timeline import Timeline
 from ..source.loader import FACTS, BatchReader, Slot
-from ..run.ring import Lanes, run_lanes
+from ...core.threads import Lanes, run_lanes
 from ..file.schema import Rejected
 from ...mel.device import Device
 

@@ -30,7 +30,8 @@ from .modes import MODES, Preloaded, prepare, source_of, with_rules_of
 from .publish import BuildResult, Run, publish, result_of, work_out
 from ..source.read_ahead import plan_read_ahead
 from .job import Job
-from .ring import Ring, run_lanes
+from ...core.threads import run_lanes
+from .ring import Ring
 from ..file.schema import data_set_name
 from ..check.expected import Sources
 from ..check.verify import check_sample

@@ -38,7 +38,7 @@ from ...audio.page_cache import Inflow, is_in_cache
 from ...core.timeline import Timeline
 from .loader import FACTS, BatchReader, Disagreement, Slot, decoders
 from .read_ahead import ReadAhead
-from ..run.ring import Lanes, run_lanes
+from ...core.threads import Lanes, run_lanes
 from ..file.writer import output_error
 from ...mel.spec import MelSpec
 

@@ -21,7 +21,7 @@ from ...core.monitor import free_memory, size_text, usable_cores
 from ...core.progress import Progress
 from ...dataset.run.config import BATCH_FILES, slot_bytes
 from ...dataset.source.loader import Slot
-from ...dataset.run.ring import run_lanes
+from ...core.threads import run_lanes
 from ..retrain.promotion import model_file
 from ..model.detector import Detector, load_detector
 from ..model.devices import pick_device

@@ -24,7 +24,7 @@ from ...audio.wav import HEADER_BYTES, Recording, read_error, read_wav
 from ...core.errors import DataError, RecordingError, UsageError, show_path
 from ...core.progress import Count
 from ...dataset.source.loader import BatchReader, FACTS, PLAIN, Slot
-from ...dataset.run.ring import Lanes
+from ...core.threads import Lanes
 from ...dataset.file.schema import Rejected
 from ..data.segments import cut_row, whole_row
 from ...mel.spec import MelSpec
