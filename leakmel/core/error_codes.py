@@ -60,7 +60,34 @@ AUDIO = dict[str, str]()
 MEL = dict[str, str]()
 
 # %% ../../nbs/core/error_codes.ipynb #ac1c452d
-DATASET = dict[str, str]()
+DATASET = {
+    "empty-label": "A label folder has no recordings in any split.",
+    "engine-failed": "An engine failed while it computed a batch.",
+    "inside-data": "A folder for output or cache files lies inside the data folder.",
+    "invalid-tuned-file": "A file of measured speed settings is damaged, or was made by another version or on another machine.",
+    "labels-alike": "Two label folders have names that are the same as text.",
+    "mode-conflict": "Preloaded recordings are read in another mode than the one that was asked for.",
+    "no-label-folders": "The data folder has no label folders.",
+    "no-recordings": "The folder holds no recordings.",
+    "nothing-readable": "No recording of the folder can be read.",
+    "not-a-run": "The folder is not that of a finished run.",
+    "other-manifest": "The manifest was made from another folder.",
+    "other-recordings": "The preloaded recordings are not those of this build.",
+    "out-of-range": "A setting is out of its range.",
+    "output-exists": "A file that is not a data set has the name of the output.",
+    "output-is-folder": "The output is a folder, and a file name is needed.",
+    "output-not-writable": "The output, or its folder, cannot be written.",
+    "pattern-matches-nothing": "The name pattern fits no recording.",
+    "recordings-changed": "Recordings changed or went away while the data set was built.",
+    "recordings-differ": "Recordings differ in rate or length, and the spec was to follow them.",
+    "report-not-written": "The data set is complete, but its report or timeline could not be written.",
+    "split-not-found": "The data folder or the manifest does not hold the split.",
+    "split-not-named": "The data folder holds splits, and none was named.",
+    "unknown-choice": "A setting has a value that is not one of its choices.",
+    "unknown-mode": "The mode of reading recordings is unknown.",
+    "wrong-rows": "Rows of a new data set failed the check against the recordings.",
+    "wrong-type": "A parameter has a value of the wrong type.",
+}
 
 # %% ../../nbs/core/error_codes.ipynb #c658d275
 INSIGHT = dict[str, str]()

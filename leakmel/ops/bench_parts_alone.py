@@ -31,7 +31,7 @@ import numpy as np
 from ..audio.compiled import digests_of
 from ..audio.manifest import scan
 from ..core.monitor import usable_cores
-from ..dataset.run.resume import stamps_at_build, state_path, write_state
+from ..dataset.run.state import stamps_at_build, state_path, write_state
 from ..dataset.run.config import PipelineConfig, plan_workers
 from ..dataset.run.job import Job
 from ..dataset.run.journal import Journal, Past, journal_identity, journal_path
@@ -202,7 +202,8 @@ def journal_only(g: Ground) -> dict[str, Any]:
         journal.enter(job.entry)
     n_bytes = journal.path.stat().st_size
     journal.close(remove=True)
-    write_state(job.file.target, Path(g.listing.folder), "measured", stamps_at_build(job, time.time_ns()))
+    stamps = stamps_at_build(g.listing, job.good, job.facts["ctime_ns"], [], time.time_ns())
+    write_state(job.file.target, Path(g.listing.folder), "measured", stamps)
     state_path(job.file.target).unlink()
     return {
         "seconds": time.perf_counter() - began,

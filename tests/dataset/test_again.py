@@ -19,11 +19,11 @@ import pytest
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import DataError, OutputError, VerifyError
-from leakmel.dataset.run import resume as again
-from leakmel.dataset.run import open_jobs as begin
+from leakmel.dataset.run import resume, state as state_module
+from leakmel.dataset.run.open_jobs import may_resume
 from leakmel.dataset.run import journal
 from leakmel.dataset.source import loader
-from leakmel.dataset.run.resume import state_path
+from leakmel.dataset.run.state import read_state, state_path, write_state
 from leakmel.dataset.source.bad_files import BadFilesError
 from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.journal import journal_path
@@ -513,7 +513,7 @@ def test_what_changed_just_before_a_build_is_read_again_by_the_next(
     data: Path, tmp_path: Path, read: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "A further change in the same step of the file system's clock could not be seen."
-    monkeypatch.setattr(again, "_JUST_NOW_NS", 3600 * 10**9)
+    monkeypatch.setattr(state_module, "_JUST_NOW_NS", 3600 * 10**9)
     target = tmp_path / "out" / "x.h5"
     build(data, target)
     read.clear()
@@ -798,8 +798,8 @@ def test_faults_of_recordings_and_engines_leave_nothing() -> None:
         KeyboardInterrupt(),
         SystemExit(),
     ]
-    assert not any(map(begin.may_go_on, to_blame))
-    assert all(map(begin.may_go_on, from_outside))
+    assert not any(map(may_resume, to_blame))
+    assert all(map(may_resume, from_outside))
 
 
 # ---- what must not be kept
@@ -820,14 +820,15 @@ def alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             write(root / label / f"{k}.wav", k + 10 * (label == "LEAK"))
             os.utime(root / label / f"{k}.wav", ns=(10**18, 10**18))
     settle()
-    real = again.stamps_of
+    real = state_module.stamps_of
 
     def same_times(*args: Any) -> np.ndarray:
         stamps = real(*args)
         stamps["ctime_ns"] = 10**18 + 1
         return stamps
 
-    monkeypatch.setattr(again, "stamps_of", same_times)
+    for module in (resume, state_module):
+        monkeypatch.setattr(module, "stamps_of", same_times)
     return root
 
 
@@ -835,11 +836,11 @@ def test_folders_that_changed_places_are_noticed(alike: Path, tmp_path: Path, re
     "Renaming a folder leaves no trace on its files: their labels would be swapped, and their rows not."
     target = tmp_path / "out" / "x.h5"
     build(alike, target)
-    state = again._read_state(target)
+    state = read_state(target)
     assert state is not None
-    digest, stamps, follows = state[0], state[1].copy(), state[2]
+    stamps = state.stamps.copy()
     stamps["ctime_ns"] = 10**18 + 1
-    again.write_state(target, target, digest, stamps, follows=follows)
+    write_state(target, target, state.digest, stamps, follows=state.follows)
     assert build(alike, target).summary["nothing_to_do"]
     swap_folders(alike)
     read.clear()
@@ -878,7 +879,7 @@ def test_a_rejection_does_not_hide_that_recordings_differ(data: Path, tmp_path: 
     )
 
 
-@pytest.mark.parametrize("module", [journal, again])
+@pytest.mark.parametrize("module", [journal, state_module])
 def test_other_decoders_start_over(
     data: Path, tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -889,7 +890,7 @@ def test_other_decoders_start_over(
         build(data, target)
     monkeypatch.setattr(module, "decoders", lambda: {"soxr": "another"})
     assert build(data, target).summary["kept_rows"] == 0
-    assert module is again or "of other versions" in caplog.text
+    assert module is state_module or "of other versions" in caplog.text
 
 
 def test_what_changed_just_before_an_interrupted_build_is_read_again(
@@ -897,7 +898,7 @@ def test_what_changed_just_before_an_interrupted_build_is_read_again(
 ) -> None:
     target = tmp_path / "out" / "x.h5"
     killed(data, target, 6)
-    monkeypatch.setattr(again, "_JUST_NOW_NS", 3600 * 10**9)
+    monkeypatch.setattr(state_module, "_JUST_NOW_NS", 3600 * 10**9)
     assert build(data, target).summary["resumed_rows"] == 0
 
 
@@ -1239,7 +1240,7 @@ def whole_seconds(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int]
     monkeypatch.setattr(
         loader, "native", lambda: None
     )  # times are taken by Python, where they can be changed
-    monkeypatch.setattr(again, "native", lambda: None)
+    monkeypatch.setattr(state_module, "native", lambda: None)
     clock, real_stat, real_fstat = [0], os.stat, os.fstat
 
     def coarse(st: os.stat_result, path: Any) -> os.stat_result:
@@ -1278,7 +1279,7 @@ def test_a_change_within_the_second_of_a_build_is_seen_by_the_next(
     "It leaves no trace where times are whole seconds; so what is as young as that is read again."
     now, target, path = int(time.time()), tmp_path / "out" / "x.h5", data / "LEAK" / "01.wav"
     monkeypatch.setattr(
-        again, "_SECONDS_ONLY_NS", 600 * 10**9
+        state_module, "_SECONDS_ONLY_NS", 600 * 10**9
     )  # two seconds, and the time that this test may take
     whole_seconds(now)
 
@@ -1298,7 +1299,7 @@ def test_a_change_within_the_second_of_a_build_is_seen_by_the_next(
     result = build(data, target)
     assert (result.summary["kept_rows"], result.summary["nothing_to_do"]) == (0, False)
     assert target.read_bytes() == fresh_bytes(data, tmp_path)
-    monkeypatch.setattr(again, "_SECONDS_ONLY_NS", -600 * 10**9)  # without this rule the change is missed
+    monkeypatch.setattr(state_module, "_SECONDS_ONLY_NS", -600 * 10**9)  # without this rule the change is missed
     build(data, target, fresh=True)
     first()
     with suppress(DataError, VerifyError):
@@ -1315,7 +1316,7 @@ def test_how_old_a_time_has_to_be() -> None:
         (fine, 19_999_999, False),
         (fine, 20_000_001, True),
     ):
-        assert again._is_settled(np.array([ctime_ns]), ctime_ns + after_ns).tolist() == [is_settled]
+        assert state_module.is_settled(np.array([ctime_ns]), ctime_ns + after_ns).tolist() == [is_settled]
 
 
 def test_whole_seconds_that_lie_back_are_trusted(

@@ -32,9 +32,10 @@ from leakmel.core.errors import (
 from leakmel.dataset.source import loader
 from leakmel.dataset.run import publish
 from leakmel.dataset.file import writer
-from leakmel.dataset.run.open_jobs import may_go_on
+from leakmel.dataset.run.open_jobs import may_resume
 from leakmel.dataset.run.pipeline import PipelineConfig
-from leakmel.dataset.run.ring import Job, Ring
+from leakmel.dataset.run.job import Job
+from leakmel.dataset.run.ring import Ring
 from leakmel.dataset.file.writer import OutputLock, RowFile
 from leakmel.mel import engines, reference
 from leakmel.mel.engines import ReferenceEngine
@@ -108,7 +109,7 @@ def assert_only_resumable(target: Path, error: BaseException, known: list[str]) 
         "are kept: the same build goes on from them" in " ".join(getattr(error, "__notes__", []))
     )
     if left:
-        assert may_go_on(error)
+        assert may_resume(error)
 
 
 # ---- bad input
@@ -726,7 +727,7 @@ def test_engine_that_leaves_rows_out_is_found(tmp_path, data, old, monkeypatch):
 
 WAIT_FOR_ROWS = """
 import os, sys, signal, threading, time
-from leakmel.dataset.run.ring import Job
+from leakmel.dataset.run.job import Job
 real, n = Job.take, [0]
 def take(self, slot):
     n[0] += 1
