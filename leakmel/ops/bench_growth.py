@@ -29,7 +29,7 @@ from ..core.errors import OutputError, UsageError
 from ..core.monitor import machine_facts
 from ..dataset.file.writer import SPARE_BYTES, output_error, part_bytes, require_space
 from ..insight.plots import STAGE_COLORS, _dress
-from ..dataset.run.state import state_path
+from ..dataset.run.existing import state_path
 from .bench import commit, made_set, rounds_words, run_leakmel, spread
 from .bench_gpu_parts import contest_spec
 from .bench_modes import bring_in

@@ -31,10 +31,10 @@ import numpy as np
 from ..audio.compiled import digests_of
 from ..audio.manifest import scan
 from ..core.monitor import usable_cores
-from ..dataset.run.state import stamps_at_build, state_path, write_state
+from ..dataset.run.existing import stamps_at_build, state_path, write_state
 from ..dataset.run.config import PipelineConfig, plan_workers
 from ..dataset.run.job import Job
-from ..dataset.run.journal import Journal, Past, journal_identity, journal_path
+from ..dataset.run.journal import Journal, journal_identity, journal_path
 from ..dataset.source.loader import BatchReader, Slot
 from ..dataset.check.verify import check_data_set
 from ..dataset.file.writer import RowFile
@@ -196,7 +196,7 @@ def journal_only(g: Ground) -> dict[str, Any]:
     )
     every = max(1, journal.every_bytes // job.file.row_bytes)
     began, cpu_began = time.perf_counter(), time.process_time()
-    journal.open(Past([], 0))
+    journal.open()
     for first in range(0, g.n, every):
         journal.note(first, min(every, g.n - first), 0)
         journal.enter(job.entry)

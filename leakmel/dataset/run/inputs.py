@@ -262,15 +262,14 @@ def checked_inputs(
     spec: SpecLike,
 ) -> Iterator[tuple[MelSpec, tuple[str, ...]]]:  # as of `resolve_spec`
     "Check the inputs of a build, and make the folders of its targets; they are removed if the build fails and left them empty."
-    listings = [listing for listing, _ in targets]
-    for listing in listings:
-        check_listing(listing, manifest)
-    resolved = resolve_spec(spec, listings)
     made = [target.parent for _, target in targets if not target.parent.exists()]
-    for _, target in targets:
-        check_target(target, manifest.root)
+    listings = [listing for listing, _ in targets]
     try:
-        yield resolved
+        for _, target in targets:
+            check_target(target, manifest.root)
+        for listing in listings:
+            check_listing(listing, manifest)
+        yield resolve_spec(spec, listings)
     except BaseException as e:
         for folder in made:
             with suppress(OSError):

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ["waveform_shape", "segment_view", "store_waveforms", "BuildRequest", "Run", "Job", "job_metadata"]
 
-# %% ../../../nbs/dataset/run/job.ipynb #a2542d2c
+# %% ../../../nbs/dataset/run/job.ipynb #b33870a8
 import os, threading, time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,14 @@ from ...audio.conform import quality
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest
 from ...audio.wav import digest_of
+from ...core.errors import LeakmelError
 from ...core.timeline import Timeline
 from ..check.expected import Sources
 from ..file.schema import Metadata, Rejected, apart, root_attributes, said_columns
 from ..file.writer import PartialFile, RowFile
 from .config import PipelineConfig, Workers
 from .inputs import SpecLike
-from .journal import Entry, Journal
+from .journal import KNOWN, Entry, Journal
 from ..source.loader import FACTS, PLAIN, BatchReader, Slot, Source
 from ...mel.engines import Engine
 from ...mel.spec import MelSpec
@@ -187,33 +189,49 @@ class Job:
         self,
         entry: Entry,  # candidates whose rows lie in the file already
         rejected: Sequence[Rejected] = (),
-        numbers: np.ndarray | None = None,  # candidates of the rejected files
+        numbers: Sequence[int] | np.ndarray = (),  # candidates of the rejected files
     ) -> None:
         "Note candidates that earlier builds processed; before any thread starts."
-        self.facts[entry.numbers] = entry.facts
-        self.row_digests[entry.numbers] = entry.row_digests
-        self.moments[entry.numbers] = entry.moments
+        known, k = entry.known, entry.known["number"]
+        self.facts[k] = known["facts"]
+        self.moments[k] = known["moments"]
+        self.row_digests[k] = known["digest"]
         if self.waveform_digests is not None:
-            self.waveform_digests[entry.numbers] = entry.waveform_digests
-        self.good[entry.numbers] = True
-        self.kept[entry.numbers] = True
-        self.unusual |= {k: words for k, words in entry.unusual.items() if self.kept[k]}
-        if numbers is not None:
-            self.kept[numbers] = True
+            self.waveform_digests[k] = known["waveform_digest"]
+        self.good[k] = True
+        self.kept[k] = True
+        self.unusual |= {i: words for i, words in entry.unusual.items() if self.kept[i]}
+        self.kept[np.asarray(numbers, np.int64)] = True
         self.rejected += rejected
-        self.n_done += len(entry.numbers) + len(rejected)
+        self.n_done += len(k) + len(rejected)
 
     def entry(self, numbers: np.ndarray) -> Entry:
-        "The facts about those of some candidates that are rows, for the journal."
-        numbers = numbers[self.good[numbers]]
+        "What is known of those of some candidates that are rows, for the journal."
+        k = numbers[self.good[numbers]]
+        known = np.zeros(len(k), KNOWN)
+        known["number"] = k
+        known["facts"] = self.facts[k]
+        known["moments"] = self.moments[k]
+        known["digest"] = self.row_digests[k]
+        if self.waveform_digests is not None:
+            known["waveform_digest"] = self.waveform_digests[k]
         with self._lock:
-            unusual = (
-                {k: self.unusual[k] for k in numbers.tolist() if k in self.unusual} if self.unusual else {}
-            )
-        waveforms = np.zeros(0, "S32") if self.waveform_digests is None else self.waveform_digests[numbers]
-        return Entry(
-            numbers, self.facts[numbers], self.moments[numbers], self.row_digests[numbers], waveforms, unusual
-        )
+            return Entry(known, {i: self.unusual[i] for i in k.tolist() if i in self.unusual})
+
+    def close(self, *, keep: bool) -> int:
+        "Remove what was not published, or leave it for a later build; returns the rows that this build can resume from."
+        if self.journal is None:
+            return 0
+        if (
+            keep and self.journal.fd >= 0
+        ):  # else all is entered, as when a data set is checked, or there is no room
+            with suppress(OSError, LeakmelError):
+                self.journal.enter(self.entry)
+        n_kept = self.journal.n_entered if keep else 0
+        self.journal.close(remove=not n_kept)
+        self.file.abort(keep=n_kept > 0)
+        self.journal = None
+        return n_kept
 
 
 # %% ../../../nbs/dataset/run/job.ipynb #d161a17a

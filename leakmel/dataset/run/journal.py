@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = [
     "log",
+    "KNOWN",
     "JOURNAL_SCHEMA",
-    "consecutive_runs",
     "Entry",
+    "folder_inodes",
     "journal_identity",
     "journal_path",
     "Past",
@@ -15,9 +16,9 @@ __all__ = [
     "Journal",
 ]
 
-# %% ../../../nbs/dataset/run/journal.ipynb #b77f3e49
+# %% ../../../nbs/dataset/run/journal.ipynb #381de27c
 import base64, json, logging, os, stat, sys, threading, time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,55 +29,27 @@ from ...audio.listing import Listing
 from ...core.errors import SpaceError
 from ..source.loader import FACTS, decoders
 from ..file.writer import output_error, sync_folder
-from .state import folder_inodes
 
 log = logging.getLogger("leakmel")
 
-
-# %% ../../../nbs/dataset/run/journal.ipynb #f8eadf6b
-def consecutive_runs(
-    numbers: np.ndarray,  # [k] int64, rising
-    other: np.ndarray,  # [k] int64
-    most: int,  # numbers in a run
-) -> Iterator[slice]:  # of positions
-    "Runs in which both arrays rise by one at each step."
-    breaks = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(other) != 1)) + 1
-    edges = [0, *breaks.tolist(), len(numbers)]
-    for start, end in zip(edges, edges[1:]):
-        for at in range(start, end, most):
-            yield slice(at, min(end, at + most))
-
-
 # %% ../../../nbs/dataset/run/journal.ipynb #d2c78242
+KNOWN = np.dtype(
+    [
+        ("number", "<i8"),  # candidate
+        ("facts", FACTS),
+        ("moments", "<f8", (5,)),
+        ("digest", "S32"),  # of the row
+        ("waveform_digest", "S32"),  # empty without waveforms
+    ]
+)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Entry:
-    "Candidates that have become rows, and what was learned of them."
+    "Candidates that have become rows, and what was learned about them."
 
-    numbers: np.ndarray  # [k] int64, candidates
-    facts: np.ndarray  # [k] FACTS
-    moments: np.ndarray  # [k, 5] float64
-    row_digests: np.ndarray  # [k] S32
-    waveform_digests: np.ndarray  # [k] S32; [0] without waveforms
+    known: np.ndarray  # [k] KNOWN, numbers rising
     unusual: dict[int, tuple[str, str]] = field(default_factory=dict)  # candidate -> encoding, status
-
-
-_COLUMNS = {
-    "facts": FACTS,
-    "moments": np.dtype(("f8", 5)),
-    "row_digests": np.dtype("S32"),
-    "waveform_digests": np.dtype("S32"),
-}
-
-
-def _numbers_of(ranges: Iterable[tuple[int, int]]) -> np.ndarray:  # [k] int64
-    "The candidates of ranges that are given by their first number and their length."
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, first + n) for first, n in ranges)])
-
-
-def _ranges_of(numbers: np.ndarray) -> list[tuple[int, int]]:
-    "First number and length of each run of consecutive numbers."
-    runs = consecutive_runs(numbers, numbers, len(numbers) or 1)
-    return [(int(numbers[run.start]), run.stop - run.start) for run in runs]
 
 
 # %% ../../../nbs/dataset/run/journal.ipynb #43f2ac84
@@ -100,40 +73,40 @@ def _body(line: bytes) -> dict[str, Any] | None:
 
 def _entry_line(entry: Entry) -> bytes:
     "An entry as a line."
-    body: dict[str, Any] = {
-        "ranges": _ranges_of(entry.numbers),
-        "unusual": {str(k): v for k, v in entry.unusual.items()},
-    }
-    for name in _COLUMNS:
-        body[name] = base64.b64encode(np.ascontiguousarray(getattr(entry, name)).tobytes()).decode()
-    return _line(body)
+    known = base64.b64encode(np.ascontiguousarray(entry.known).tobytes()).decode()
+    return _line({"known": known, "unusual": {str(k): v for k, v in entry.unusual.items()}})
 
 
-def _entry_of(body: dict[str, Any], n: int, with_waveforms: bool) -> Entry:
+def _entry_of(body: dict[str, Any], n: int) -> Entry:
     "An entry from its line's body; raises ValueError, KeyError, TypeError or ArithmeticError where it is none of a listing of n."
-    ranges = [(int(a), int(b)) for a, b in body["ranges"]]
-    end = 0
-    for first, count in ranges:  # rising, so that no candidate comes twice
-        if not (end <= first and 0 < count <= n - first):
-            raise ValueError("candidates that are not there")
-        end = first + count
-    numbers = _numbers_of(ranges)
-    columns = {
-        name: np.frombuffer(base64.b64decode(body[name], validate=True), dtype.base if dtype.shape else dtype)
-        for name, dtype in _COLUMNS.items()
-    }
-    columns["moments"] = columns["moments"].reshape(-1, 5)
-    lengths = dict.fromkeys(_COLUMNS, len(numbers)) | ({} if with_waveforms else {"waveform_digests": 0})
-    if {name: len(values) for name, values in columns.items()} != lengths:
-        raise ValueError("columns of another length")
+    known = np.frombuffer(base64.b64decode(body["known"], validate=True), KNOWN)
+    numbers = known["number"]
+    if not (np.diff(numbers, prepend=-1, append=n) > 0).all():  # rising, so that no candidate comes twice
+        raise ValueError("candidates that are not there")
     unusual = {int(k): (sys.intern(str(e)), sys.intern(str(s))) for k, (e, s) in body["unusual"].items()}
     if unusual and not unusual.keys() <= set(numbers.tolist()):
         raise ValueError("words of candidates that are not in the entry")
-    return Entry(numbers, **columns, unusual=unusual)
+    return Entry(known, unusual)
 
 
-# %% ../../../nbs/dataset/run/journal.ipynb #13f36635
-JOURNAL_SCHEMA = 1
+# %% ../../../nbs/dataset/run/journal.ipynb #e2598a7a
+JOURNAL_SCHEMA = 2
+
+
+def folder_inodes(
+    listing: Listing,
+    numbers: Iterable[int],  # k candidates
+) -> np.ndarray:  # [k] int64; -1 where there is no such folder
+    "The inode numbers of the folders of some of a listing's files: a folder that is renamed leaves no trace on its files."
+    base = os.fsencode(listing.folder) + b"/"
+    folders = [listing.paths[k].rpartition(b"/")[0] for k in numbers]
+    found = dict.fromkeys(folders, -1)
+    for folder in found:
+        try:
+            found[folder] = os.stat(base + folder).st_ino & (2**63 - 1)
+        except OSError:
+            continue
+    return np.array([found[folder] for folder in folders], np.int64)
 
 
 def journal_identity(
@@ -161,7 +134,7 @@ def journal_identity(
         "recordings": total.hexdigest(),
         "folders": xxhash.xxh3_128_hexdigest(folder_inodes(listing, range(len(listing))).tobytes()),
         "decoders": decoders(),
-        "facts": str(FACTS.descr),
+        "known": str(KNOWN.descr),
         "byteorder": sys.byteorder,
     }
 
@@ -239,7 +212,7 @@ def _read_entries(f: Any, identity: dict[str, Any]) -> Past:
             body = None
         if body is None:
             break
-        entries.append(_entry_of(body, identity["n_candidates"], identity["with_waveforms"]))
+        entries.append(_entry_of(body, identity["n_candidates"]))
         end += len(line)
     return Past(entries, end, began_ns)
 
@@ -262,6 +235,7 @@ class Journal:
     ):
         self.path = path
         self.identity = identity
+        self.past = read_journal(path, identity)  # what an interrupted build left
         self.every_bytes = every_bytes
         self.sync = sync
         self.fd = -1
@@ -290,10 +264,11 @@ class Journal:
         while len(view):
             view = view[os.write(self.fd, view) :]
 
-    def open(self, past: Past) -> None:
-        "Begin, or go on behind what is there; raises OutputError."
+    def open(self) -> None:
+        "Create the file, or open it behind the last whole line of an interrupted build; raises OutputError."
         if not self.every_bytes:
             return
+        past = self.past
         try:
             if not past.n_bytes:
                 self.path.unlink(missing_ok=True)
@@ -314,7 +289,8 @@ class Journal:
                 self._noted = []
             if self.fd < 0 or not noted:
                 return
-            numbers, confirm = _numbers_of(noted), self.sync and rows_fd >= 0
+            numbers = np.concatenate([np.arange(first, first + n) for first, n in noted])
+            confirm = self.sync and rows_fd >= 0
             if confirm:
                 os.fdatasync(rows_fd)
             try:
@@ -323,7 +299,7 @@ class Journal:
                 for at in range(0, len(numbers), _ROWS_OF_A_LINE):
                     entry = make(numbers[at : at + _ROWS_OF_A_LINE])
                     self._append(_entry_line(entry))
-                    self.n_entered += int(entry.facts["good"].sum())
+                    self.n_entered += len(entry.known)
                 if confirm:
                     os.fdatasync(self.fd)
             except OSError as e:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["log", "BuildResult", "publish", "read_ahead_for_check", "result_of"]
 
-# %% ../../../nbs/dataset/run/publish.ipynb #45f3885e
+# %% ../../../nbs/dataset/run/publish.ipynb #b7380f48
 import logging, os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,7 +34,7 @@ from leakmel.dataset.run.report import (
     split_summary,
     write_report,
 )
-from .state import stamps_at_build, write_state
+from .existing import stamps_at_build, write_state
 from ..source.bad_files import all_rejected, check_share, rejected_dict
 
 if TYPE_CHECKING:
