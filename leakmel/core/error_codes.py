@@ -69,6 +69,7 @@ DATASET = {
     "mode-conflict": "Preloaded recordings are read in another mode than the one that was asked for.",
     "no-label-folders": "The data folder has no label folders.",
     "no-recordings": "The folder holds no recordings.",
+    "no-such-folder": "A folder that was named does not exist.",
     "nothing-readable": "No recording of the folder can be read.",
     "not-a-run": "The folder is not that of a finished run.",
     "other-manifest": "The manifest was made from another folder.",

@@ -7,6 +7,7 @@ __all__ = [
     "SpecLike",
     "infer_spec",
     "disagreement",
+    "list_recordings",
     "resolve_spec",
     "check_target",
     "check_listing",
@@ -113,6 +114,27 @@ def _settings_sentence(settings: dict[str, float]) -> str:
         f"say what you want, for example spec={{{python}}} in Python, {shell} to leakmel, {papermill} to papermill "
         f'or SETTINGS="{make}" to make build; others are then resampled, cut or padded by the spec\'s rules'
     )
+
+
+# %% ../../../nbs/dataset/run/inputs.ipynb #8be6ae85
+def list_recordings(
+    root: str | os.PathLike,
+    split: str | None,
+    manifest: Manifest | None,  # of the same root, or None
+    progress: str = "auto",
+) -> Manifest:  # raises UsageError where the manifest is of another root
+    "List recordings, or take a manifest instead."
+    if manifest is None:
+        return scan(root, split=split, progress=progress)
+    if os.path.realpath(root) != os.path.realpath(manifest.root):
+        raise UsageError(
+            "the manifest is of another folder",
+            code="other-manifest",
+            path=root,
+            found=show_path(manifest.root),
+            remedy="give the root that was scanned",
+        )
+    return manifest
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #d09a8a41

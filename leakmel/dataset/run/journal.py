@@ -259,11 +259,6 @@ class Journal:
                 self._last_s = time.monotonic()
             return due
 
-    def _append(self, line: bytes) -> None:
-        view = memoryview(line)
-        while len(view):
-            view = view[os.write(self.fd, view) :]
-
     def open(self) -> None:
         "Create the file, or open it behind the last whole line of an interrupted build; raises OutputError."
         if not self.every_bytes:

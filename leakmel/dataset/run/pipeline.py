@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["log", "build", "build_all"]
 
-# %% ../../../nbs/dataset/run/pipeline.ipynb #9c25b78d
+# %% ../../../nbs/dataset/run/pipeline.ipynb #206df9ea
 import logging, os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ...audio.compiled import native
-from ...audio.manifest import Listing, Manifest, scan, split_name
-from ...core.errors import UsageError, show_path
+from ...audio.manifest import Listing, Manifest, split_name
+from ...core.errors import UsageError
 from ...core.monitor import Monitor, machine_facts, size_text
 from ...core.threads import run_lanes
 from ...core.timeline import Span, Timeline
@@ -24,7 +24,7 @@ from ..check.expected import Sources
 from ..check.verify import check_sample
 from ..file.schema import data_set_name
 from .config import PipelineConfig, device_options, plan_workers
-from .inputs import SpecLike, checked_inputs
+from .inputs import SpecLike, checked_inputs, list_recordings
 from .job import BuildRequest, Job, Run
 from .live import Live
 from .modes import MODES, Preloaded, prepare, source_of, with_rules_of
@@ -178,17 +178,8 @@ def _prepare(
     load_engine(request.engine, request.config.device, n_fft)
     timeline.spans.append(Span("start_up", "imports", 0.0, timeline.now_s()))
     listed_s = timeline.now_s()
-    if manifest is None:
-        return timeline, listed_s, scan(request.root, split=split, progress=request.progress)
-    if os.path.realpath(request.root) != os.path.realpath(manifest.root):
-        raise UsageError(
-            "the manifest is of another folder",
-            code="other-manifest",
-            path=request.root,
-            found=show_path(manifest.root),
-            remedy="give the root that was scanned",
-        )
-    return timeline, listed_s - manifest.seconds, manifest
+    found = list_recordings(request.root, split, manifest, request.progress)
+    return timeline, listed_s - (0.0 if manifest is None else manifest.seconds), found
 
 
 def _pick_listing(manifest: Manifest, split: str | None, root: str | os.PathLike) -> Listing:

@@ -123,6 +123,7 @@ def find_data(
         if not folder.is_dir():
             raise DataError(
                 "no such folder",
+                code="no-such-folder",
                 path=folder,
                 found="it in the environment variable LEAKMEL_DATA",
                 remedy="correct or unset it",
@@ -282,6 +283,7 @@ def plan_run(
         if split not in ("all", ""):
             raise UsageError(
                 "the folder holds label folders and no splits",
+                code="split-not-found",
                 path=root,
                 found=f"split={split!r}",
                 remedy="use split='all'",
@@ -289,17 +291,13 @@ def plan_run(
         manifest, split = everything, ""
     else:
         manifest = everything if split == "all" else scan(root, split=split, **named_by)
-    (config, mode, tuned_note), (changes, spec_note) = (
-        pipeline_config(parameters, root),
-        spec_changes(parameters),
-    )
+    config, mode, tuned_note = pipeline_config(parameters, root)
+    changes, spec_note = spec_changes(parameters)
     listings = list(manifest.listings)
     spec, follows = resolve_spec(changes, listings)
     with open_engine(parameters["engine"], spec, device=config.device) as engine:
-        workers, identity = (
-            plan_workers(config, spec, engine, max(map(len, manifest.listings))),
-            engine.identity,
-        )
+        workers = plan_workers(config, spec, engine, max(map(len, manifest.listings)))
+        identity = engine.identity
     out = (
         Path(os.path.abspath(parameters["out"]))
         if parameters["out"]
@@ -364,11 +362,8 @@ def execute(
 
 def run_summary(results: list[BuildResult]) -> dict[str, Any]:
     "The whole of a run that built some splits together, and each of them."
-    seconds, found, kept = (
-        results[0].run_s,
-        sum(r.found for r in results),
-        sum(r.summary["kept_files"] for r in results),
-    )
+    seconds, found = results[0].run_s, sum(r.found for r in results)
+    kept = sum(r.summary["kept_files"] for r in results)
     return {
         "ok": all(r.verified.ok for r in results),
         "found": found,
@@ -394,7 +389,12 @@ def describe_run(
     "Say where the results of a run are and what the verdict is."
     path = Path(folder) / "summary.json"
     if not path.is_file():
-        raise OutputError("this is no folder of a finished run", path=folder, expected="summary.json in it")
+        raise OutputError(
+            "this is no folder of a finished run",
+            code="not-a-run",
+            path=folder,
+            expected="summary.json in it",
+        )
     body = json.loads(path.read_text(encoding="utf-8"))
 
     def speed(s: dict[str, Any]) -> str:

@@ -14,9 +14,9 @@ __all__ = [
     "keep_rows",
 ]
 
-# %% ../../../nbs/dataset/run/resume.ipynb #43b9324f
+# %% ../../../nbs/dataset/run/resume.ipynb #e936915c
 import logging, os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -137,7 +137,9 @@ def copy_rows(
     fine = ~job.kept[existing.unchanged]
     rows = np.flatnonzero(fine & (existing.places < len(existing.known)))
     numbers, places = existing.unchanged[rows], existing.places[rows]
-    parts = [(ROWS, "digest", file.row_bytes, file.write)]
+    parts: list[tuple[str, str, int, Callable[[int, np.ndarray], int]]] = [
+        (ROWS, "digest", file.row_bytes, file.write)
+    ]
     if file.waveform_bytes:
         parts.append((WAVEFORMS, "waveform_digest", file.waveform_bytes, file.write_waveform))
     with h5py.File(existing.path, "r") as f:
