@@ -398,7 +398,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> None:
 def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Judge a detector by data sets, beside two baselines."
     from leakmel.learn.evaluate.evaluation import evaluate
-    from leakmel.learn.plans import find_judges
+    from leakmel.learn.find import find_judges
 
     if args.figures and not args.out:
         raise UsageError("--figures needs a folder", code="invalid-arguments", expected="--out DIR")

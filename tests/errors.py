@@ -12,7 +12,7 @@ from leakmel.core.errors import LeakmelError, show_path
 class Caught:
     "The error that was raised; `value` is set when the block has ended."
 
-    value: LeakmelError
+    value: Any  # of the class that was expected
 
 
 @contextmanager

@@ -31,7 +31,9 @@ FONTS = ("DejaVu Sans", "Liberation Sans", "Noto Sans")  # of which most Linux m
 def is_installed(font: str) -> bool:
     "Whether a font is installed, as fontconfig says."
     tool = shutil.which("fc-list")
-    return bool(tool) and bool(subprocess.run([tool, font], capture_output=True, text=True).stdout.strip())
+    if tool is None:
+        return False
+    return bool(subprocess.run([tool, font], capture_output=True, text=True).stdout.strip())
 
 
 def font_settings(font: str, folder: Path) -> Path:
@@ -54,7 +56,7 @@ def chromium(font: str | None = None) -> Iterator[Any]:
 
     need(font is None or is_installed(font), f"the font {font}")
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
-        env = dict(os.environ)
+        env: dict[str, Any] = dict(os.environ)
         if font:
             env["FONTCONFIG_FILE"] = str(font_settings(font, Path(folder)))
         opened = playwright.chromium.launch(executable_path=found, args=FLAGS, env=env)

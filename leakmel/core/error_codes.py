@@ -122,7 +122,32 @@ MEL = {
 }
 
 # %% ../../nbs/core/error_codes.ipynb #ac1c452d
-DATASET = dict[str, str]()
+DATASET = {
+    "empty-label": "A label folder has no recordings in any split.",
+    "engine-failed": "An engine failed while it computed a batch.",
+    "inside-data": "A folder for output or cache files lies inside the data folder.",
+    "invalid-tuned-file": "A file of measured speed settings is damaged, or was made by another version or on another machine.",
+    "labels-alike": "Two label folders have names that are the same as text.",
+    "mode-conflict": "Preloaded recordings are read in another mode than the one that was asked for.",
+    "no-label-folders": "The data folder has no label folders.",
+    "no-recordings": "The folder holds no recordings.",
+    "nothing-readable": "No recording of the folder can be read.",
+    "not-a-run": "The folder is not that of a finished run.",
+    "other-manifest": "The manifest was made from another folder.",
+    "other-recordings": "The preloaded recordings are not those of this build.",
+    "out-of-range": "A setting is out of its range.",
+    "output-is-folder": "The output is a folder, and a file name is needed.",
+    "output-not-writable": "The output, or its folder, cannot be written.",
+    "pattern-matches-nothing": "The name pattern fits no recording.",
+    "recordings-changed": "Recordings changed or went away while the data set was built.",
+    "recordings-differ": "Recordings differ in rate or length, and the spec was to follow them.",
+    "report-not-written": "The data set is complete, but its report or timeline could not be written.",
+    "split-not-found": "The data folder or the manifest does not hold the split.",
+    "split-not-named": "The data folder holds splits, and none was named.",
+    "unknown-choice": "A setting has a value that is not one of its choices.",
+    "unknown-mode": "The mode of reading recordings is unknown.",
+    "wrong-rows": "Rows of a new data set failed the check against the recordings.",
+}
 
 # %% ../../nbs/core/error_codes.ipynb #b3d41f0b
 DATASET_FILES = {
@@ -147,7 +172,6 @@ DATASET_FILES = {
     "invalid-setting": "A setting of a spec file has another type or value than allowed.",
     "presets-differ": "The preset asked for is not the one of the spec file.",
     "invalid-cache-file": "A cache file is incomplete, damaged, or of other recordings.",
-    "recordings-differ": "Recordings differ in rate or length where the spec was to follow them.",
     "no-memory": "The recordings take more memory than is available or allowed.",
     "bad-file": "A recording was rejected, and the build stops at the first one.",
     "all-rejected": "All recordings of a split were rejected.",
@@ -167,10 +191,8 @@ INSIGHT = {
     "no-run-named": "The parameter `run` names no folder.",
     "no-usable-recording": "None of the recordings can be read.",
     "other-sample-rules": "The recordings in memory have another rate, length or channel rule than the spec.",
-    "out-of-range": "The value of a parameter is outside its range.",
     "record-too-large": "The record is larger than any that leakmel writes.",
     "scan-without-content": "The manifest was made without reading the recordings.",
-    "unknown-choice": "There is no field of this name to choose recordings by.",
     "wrong-shape": "An array has another shape than expected.",
 }
 
@@ -182,7 +204,6 @@ LEARN_DATA = {
     "invalid-task": "A task contradicts itself, leaves the leak out or has fewer than two classes.",
     "no-such-rows": "Row numbers are not whole numbers within the data set.",
     "broken-column": "A column of a data set does not hold a whole number for each recording.",
-    "no-recordings": "No recording is left to load, divide or learn from.",
     "order-differs": "A noted place belongs to another order of items or another loader.",
     "unknown-column": "A data set has no such column to group by.",
     "no-group": "Some recordings have no group.",

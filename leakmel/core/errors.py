@@ -162,7 +162,7 @@ EXTRAS = {
 }
 
 
-class MissingPackageError(LeakmelError, ImportError):
+class MissingPackageError(LeakmelError, ImportError):  # type: ignore[misc]  # both have a path
     "A package that is not installed because it belongs to an extra."
 
     default_code = "missing-package"

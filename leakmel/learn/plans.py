@@ -321,7 +321,7 @@ def plan_prediction(
         detector=detector,
         rule=rule_of(detector, p["vote"], p["threshold"], p["frac"]),
         manifest=manifest,
-        device=pick_device(p["device"], rehearsal=True),
+        device=pick_device(p["device"], registered=True),
         out=run_folder(p["out"], "predict"),
         given={name: p[name] for name in _GIVEN},
     )

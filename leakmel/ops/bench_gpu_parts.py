@@ -148,7 +148,7 @@ def check_bits(engine: str, device: str, spec: MelSpec, tiny: bool = False) -> d
                 right = out.copy() if right is None else right
                 if not np.array_equal(out.view(np.int16), right.view(np.int16)):
                     differ.append(name)
-            n_graphs[name] = sum(len(f.graphs) for r in opened.runners for f in r.buffers)
+            n_graphs[name] = sum(len(f.graphs) for r in opened.runners for f in r.pool.buffers)
     return {"ok": not differ, "settings": len(OPTIONS), "differ": sorted(set(differ)), "graphs": n_graphs}
 
 

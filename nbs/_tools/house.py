@@ -29,13 +29,7 @@ def count_statements(tree: ast.AST) -> int:
 def only_children(tree: ast.AST) -> list[str]:
     "Private classes from which exactly one class of the same file inherits."
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    bases = Counter(
-        base.value.id if isinstance(base, ast.Subscript) else base.id
-        for c in classes
-        for base in c.bases
-        if isinstance(base, ast.Name)
-        or (isinstance(base, ast.Subscript) and isinstance(base.value, ast.Name))
-    )
+    bases = Counter(ast.unparse(base).partition("[")[0] for c in classes for base in c.bases)
     return [c.name for c in classes if c.name.startswith("_") and bases[c.name] == 1]
 
 

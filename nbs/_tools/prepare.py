@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from functools import cache
@@ -380,11 +380,11 @@ def make_detector() -> None:
 SMALL = {"epochs": 6, "epoch_share": 1.0, "profile_every": 5}
 
 
-def as_assignments(values: dict[str, object]) -> str:
+def as_assignments(values: Mapping[str, object]) -> str:
     return "\n".join(f"{name} = {value!r}" for name, value in values.items())
 
 
-def run_notebooks() -> dict[str, tuple[dict[str, object], Callable[[], None] | None]]:
+def run_notebooks() -> dict[str, tuple[Mapping[str, object], Callable[[], None] | None]]:
     "Run notebooks, their parameters for the site, and what makes the files that these name."
     return {
         "build": ({"data_root": str(demo_folder()), "out": str(DOCS / "run")}, make_build),

@@ -1,4 +1,4 @@
-"""What each part of the GPU path is worth: kernel, bus, launches, precisions, settings, recordings kept on the device.
+"""What each part of the GPU path is worth: kernel, bus, launches, settings.
 
 python nbs/benchmarks/bench_gpu_design.py WORK [--out FOLDER] [--budget-s S]    on a machine with a GPU; without Jupyter
 """
@@ -20,20 +20,17 @@ from leakmel.ops.bench_gpu import REAL, Part, Sizes, bench_gpu, gpu_table, plan_
 from leakmel.ops.bench_gpu_parts import CONTEST, contest_spec, timed
 
 
-def kernel_alone(
-    engine: str, device: str, name: str, n_block: int, window_s: float, precision: str | None = None
-) -> dict[str, Any]:
+def kernel_alone(engine: str, device: str, name: str, n_block: int, window_s: float) -> dict[str, Any]:
     "Return recordings per second of the chain of launches on a block that lies on the device."
     spec, (module, kind) = contest_spec(name), ENGINES[engine]
     options = DeviceOptions(gpu_streams=1, flights=1, max_block=n_block)
-    choice = {} if precision is None else {"precision": precision}
-    with getattr(import_module(module), kind)(spec, device=device, options=options, **choice) as opened:
+    with getattr(import_module(module), kind)(spec, device=device, options=options) as opened:
         runner = opened.runners[0]
-        flight, on, n = runner.flights[0], runner.device, runner.n_block
-        launch = partial(flight.chain.features, *block_on_device(on, spec, n))
-        one_by_one = timed(on, flight.stream, launch, window_s=window_s)
+        buffers, on, n = runner.pool.buffers[0], runner.device, runner.n_block
+        launch = partial(buffers.chain.features, *block_on_device(on, spec, n))
+        one_by_one = timed(on, buffers.stream, launch, window_s=window_s)
         try:
-            by_graph = timed(on, flight.stream, on.capture(flight.stream, launch), window_s=window_s)
+            by_graph = timed(on, buffers.stream, on.capture(buffers.stream, launch), window_s=window_s)
         except Exception:
             by_graph = []  # a chain that cannot be captured
     return {
@@ -173,19 +170,6 @@ def launches(device: str, name: str, n_block: int, window_s: float) -> dict[str,
         on.close()
 
 
-def precisions(device: str, name: str, n_block: int, window_s: float) -> dict[str, Any]:
-    "Differences in dB and recordings per second of the torch engine's chain at each precision."
-    from leakmel.mel.torch_engine import PRECISIONS, precision_error
-
-    found = {}
-    for precision in PRECISIONS:
-        noise_db, hard_db = precision_error(contest_spec(name), precision, device)
-        found[precision] = {"noise_db": noise_db, "hard_db": hard_db} | kernel_alone(
-            "torch", device, name, n_block, window_s, precision
-        )
-    return found
-
-
 def reuse(engine: str, device: str, name: str, n: int, batches: int) -> dict[str, list[float]]:
     "Seconds per batch of `n` recordings with an engine that is kept, and with one made for each batch."
     module, kind = ENGINES[engine]
@@ -222,39 +206,6 @@ def reuse(engine: str, device: str, name: str, n: int, batches: int) -> dict[str
         "made for each batch": seconds(lambda: anew(spec)),
         "and the filter bank too": seconds(lambda: anew(replace(spec))),
     }
-
-
-def resident(root: str, engine: str, device: str, rounds: int) -> dict[str, Any]:
-    "Hold all splits, and compute A and B from what is held."
-    from leakmel.audio.manifest import scan
-    from leakmel.dataset.resident.resident import hold_on_device, time_resident
-
-    manifest, facts = scan(root), dict[str, list[dict[str, Any]]]()
-    for listing in manifest.listings:
-        with hold_on_device(
-            root, split=listing.split.lower(), device=device, manifest=manifest, progress="none"
-        ) as audio:
-            for name in CONTEST:
-                facts.setdefault(name, []).append(time_resident(audio, CONTEST[name], rounds, engine=engine))
-
-    def total(splits: list[dict[str, Any]]) -> dict[str, Any]:
-        seconds, kernel_s = (
-            [sum(at) for at in zip(*(f[key] for f in splits))] for key in ("seconds", "kernel_s")
-        )
-        return {
-            "n_files": sum(f["n_files"] for f in splits),
-            "seconds": seconds,
-            "kernel_s": kernel_s,
-            "prepare_s": sum(f["prepare_s"] for f in splits),
-            "checked": sum(f["checked"] for f in splits),
-            "max_abs_db": max(f["max_abs_db"] for f in splits),
-        }
-
-    held = facts[next(iter(CONTEST))]
-    return {
-        "hold_s": sum(f["hold_s"] for f in held),
-        "samples_bytes": sum(f["samples_bytes"] for f in held),
-    } | {name: total(f) for name, f in facts.items()}
 
 
 OFF: dict[str, dict[str, Any]] = {
@@ -313,8 +264,6 @@ def design_parts(engines: list[str], rounds: int, sizes: Sizes = REAL) -> list[P
     some = {"name": "A", "n_block": n[-1], "window_s": window}
     kept = {"name": "A", "n": 512, "batches": 5} if sizes == REAL else {"name": "A", "n": 4, "batches": 1}
     parts.append(part("reuse", f"A, {first}", first, "reuse", **kept))
-    parts.append(part("resident", first, first, "resident", rounds=rounds + 2))
-    parts += [part("precision", "A", "torch", "precisions", **some)] if "torch" in engines else []
     parts += [part("launches", "A", "triton", "launches", **some)] if "triton" in engines else []
     return parts + varied(SWEEPS) + varied(MODES_ASKED) + (varied(OFF) + varied(SWEEPS)) * (rounds - 1)
 
@@ -351,14 +300,6 @@ def design_table(figures: dict[str, Any] | None) -> str:
     base = figures.get("varied", {}).get("as it is", {}).get("files_per_s", {}).get("median")
     for name, f in figures.get("varied", {}).items() if base else ():
         lines.append(f"{name}: {f['files_per_s']['median'] / base:.2f} x")
-    for f in figures.get("resident", {}).values():
-        times = [f"{name} {spread(f[name]['seconds'])['median']:.3f} s" for name in CONTEST if name in f]
-        lines.append(f"all recordings held on the device, another spec: {', '.join(times)}")
-    for precision, f in (figures.get("precision", {}).get("A") or {}).items():
-        if isinstance(f, dict) and "noise_db" in f:
-            rate = max(spread(f[way])["median"] for way in ("one_by_one", "by_graph") if f[way])
-            errors = f"{f['noise_db']:.3f} dB for noise, {f['hard_db']:.3f} dB for the hard case"
-            lines.append(f"torch {precision}: {errors}, {rate / 1e6:.3f} M recordings/s")
     for launch, f in (figures.get("launches", {}).get("A") or {}).items():
         if isinstance(f, dict) and ("error" in f or "same_bits" in f):
             said = f.get("error") or f"{spread(f['recordings_per_s'])['median'] / 1e6:.3f} M recordings/s"

@@ -10,7 +10,7 @@ import numpy as np
 
 from leakmel.core.errors import OutputError, UsageError
 from leakmel.dataset.file.writer import SPARE_BYTES, output_error, part_bytes, require_space
-from leakmel.dataset.run.resume import state_path
+from leakmel.dataset.run.existing import state_path
 from leakmel.insight.plots import STAGE_COLORS, _dress
 from leakmel.ops.bench import bring_in, made_set, record_head, rounds_words, run_leakmel, spread
 from leakmel.ops.bench_gpu_parts import contest_spec

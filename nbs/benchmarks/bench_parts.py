@@ -19,8 +19,8 @@ from leakmel.dataset.check.verify import check_data_set
 from leakmel.dataset.file.writer import RowFile
 from leakmel.dataset.run.config import PipelineConfig, plan_workers
 from leakmel.dataset.run.job import Job
-from leakmel.dataset.run.journal import Journal, Past, journal_identity, journal_path
-from leakmel.dataset.run.resume import stamps_at_build, state_path, write_state
+from leakmel.dataset.run.journal import Journal, journal_identity, journal_path
+from leakmel.dataset.run.existing import stamps_at_build, state_path, write_state
 from leakmel.dataset.source.loader import BatchReader, Slot
 from leakmel.mel.engines import CPU_ENGINES, Engine, NotHere, open_engine
 from leakmel.ops.bench import made_set, record_head, rounds_words, run_leakmel, spread, verify_all
@@ -177,13 +177,14 @@ def journal_only(g: Ground) -> dict[str, Any]:
     )
     every = max(1, journal.every_bytes // job.file.row_bytes)
     began, cpu_began = time.perf_counter(), time.process_time()
-    journal.open(Past([], 0))
+    journal.open()
     for first in range(0, g.n, every):
         journal.note(first, min(every, g.n - first), 0)
         journal.enter(job.entry)
     n_bytes = journal.path.stat().st_size
     journal.close(remove=True)
-    write_state(job.file.target, Path(g.listing.folder), "measured", stamps_at_build(job, time.time_ns()))
+    stamps = stamps_at_build(g.listing, job.good, job.facts["ctime_ns"], [], time.time_ns())
+    write_state(job.file.target, Path(g.listing.folder), "measured", stamps)
     state_path(job.file.target).unlink()
     return {
         "seconds": time.perf_counter() - began,

@@ -25,7 +25,6 @@ from leakmel.core.errors import LeakmelError, UsageError
 from leakmel.audio.page_cache import CacheUse, cached_share, is_in_cache, thread_read_bytes
 from leakmel.dataset.source import sample_cache as held
 from leakmel.dataset.source import read_ahead
-from leakmel.dataset.run import ring
 from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.source.read_ahead import ReadAhead, cold_share, plan_read_ahead
@@ -550,7 +549,7 @@ def test_an_interrupt_in_the_main_thread_stops_it_too(
 
     from leakmel.dataset.run import pipeline
 
-    real = ring.run_lanes
+    real = pipeline.run_lanes
     monkeypatch.setattr(pipeline, "run_lanes", interrupt)
     with pytest.raises(KeyboardInterrupt):
         built(data, tmp_path / "x.h5", read_ahead=4)

@@ -13,6 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from errors import raises
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
@@ -219,7 +220,7 @@ def test_one_folder_of_label_folders(small, tmp_path, monkeypatch):
 
 
 def test_a_root_of_splits_with_none_named_is_answered_with_their_names(demo, tmp_path):
-    with pytest.raises(UsageError, match="TRAINING, VALIDATION, TESTING") as e:
+    with raises("split-not-named", UsageError, found="TRAINING, VALIDATION, TESTING") as e:
         lm.build(demo, out=tmp_path / "o" / "x.h5", **QUIET)
     assert "build_all" in str(e.value)
     assert leftovers(tmp_path) == []
@@ -256,7 +257,7 @@ def test_recordings_that_disagree_are_counted_and_nothing_is_written(small, tmp_
         lambda: lm.build(small, out=tmp_path / "o" / "x.h5", **QUIET),
         lambda: lm.build_all(small, out_dir=tmp_path / "o", **QUIET),
     ):
-        with pytest.raises(DataError) as e:
+        with raises("recordings-differ", DataError) as e:
             build()
         text = str(e.value)
         assert shown in text

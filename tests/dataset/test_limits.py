@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from errors import raises
 
 import leakmel as lm
 from leakmel.core.errors import (
@@ -21,7 +22,8 @@ from leakmel.core.errors import (
 )
 from leakmel.dataset.check import verify as verify_module
 from leakmel.dataset.run.config import PipelineConfig
-from leakmel.dataset.run.ring import Job, Lanes
+from leakmel.core.threads import Lanes
+from leakmel.dataset.run.job import Job
 
 QUIET = {"progress": "none", "pipeline": PipelineConfig(monitor_interval_s=0.0, files_per_batch=4)}
 
@@ -82,7 +84,7 @@ def test_wrong_facts_are_found_before_publishing(tmp_path, data, monkeypatch, co
         return done
 
     monkeypatch.setattr(Job, "take", take)
-    with pytest.raises(VerifyError, match="the source says"):
+    with raises("wrong-rows", VerifyError, says="the source says"):
         lm.build(data, out=tmp_path / "x.h5", **QUIET)
     assert not (tmp_path / "x.h5").exists()
 
@@ -104,7 +106,7 @@ def test_a_source_that_went_away_meanwhile_is_named(tmp_path, data, monkeypatch)
         return real(*args, **options)
 
     monkeypatch.setattr("leakmel.dataset.run.publish.check_data_set", check)
-    with pytest.raises(DataError, match="changed or went away.*H0~0"):
+    with raises("recordings-changed", DataError, says="H0~0"):
         lm.build(data, out=tmp_path / "x.h5", **QUIET)
 
 
@@ -112,7 +114,7 @@ def test_what_was_asked_for_is_not_replaced(tmp_path, data):
     for device, kind in (("cuda", EngineError), ("banana", UsageError)):
         with pytest.raises(kind):
             lm.build(data, out=tmp_path / "x.h5", progress="none", pipeline=PipelineConfig(device=device))
-    with pytest.raises(UsageError, match="another folder"):
+    with raises("other-manifest", UsageError):
         lm.build(data, manifest=lm.scan(data / "LEAK"), out=tmp_path / "x.h5", **QUIET)
     for check in (-1, 2.5, "x"):
         with pytest.raises(UsageError, match="0 or more"):
@@ -138,7 +140,7 @@ def test_a_length_that_does_not_divide_follows_the_data(tmp_path, make_wav):
 def test_labels_that_are_written_alike_are_refused(tmp_path, make_wav):
     for i, name in enumerate(("X\ny", "X\\ny")):
         make_wav(tmp_path / "data" / name / "a.wav", seed=i)
-    with pytest.raises(DataError, match="written alike"):
+    with raises("labels-alike", DataError):
         lm.build(tmp_path / "data", out=tmp_path / "x.h5", **QUIET)
 
 
@@ -177,7 +179,7 @@ def test_a_second_interrupt_does_not_leave_threads(tmp_path, data, monkeypatch):
 def test_only_a_data_set_is_replaced(tmp_path, data):
     for name, content in (("notes.txt", b"mine"), ("other.wav", b"RIFF")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(OutputError, match="no data set is in the way"):
+        with raises("output-exists", OutputError, path=tmp_path / name):
             lm.build(data, out=tmp_path / name, **QUIET)
         assert (tmp_path / name).read_bytes() == content
     assert (
@@ -194,7 +196,7 @@ def test_one_level_too_high_is_refused(tmp_path, make_wav):
 
 def test_a_refused_build_leaves_no_folder(tmp_path, data, make_wav):
     make_wav(data / "LEAK" / "long.wav", n=5000)
-    with pytest.raises(DataError, match="differ in rate or length"):
+    with raises("recordings-differ", DataError):
         lm.build(data, out=tmp_path / "new" / "x.h5", **QUIET)
     assert not (tmp_path / "new").exists()
 

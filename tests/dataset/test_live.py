@@ -20,8 +20,8 @@ from leakmel.core.errors import LeakmelError
 from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset.run import live as live_module
 from leakmel.dataset.run.config import PipelineConfig
-from leakmel.dataset.run.live import Live, Pulse, Queues, Rates, look, status_path
-from leakmel.dataset.run.ring import Job
+from leakmel.dataset.run.live import Live, Pulse, queue_lengths, stage_rates, status_path
+from leakmel.dataset.run.job import Job
 from outsider import leftovers
 
 QUIET = {"progress": "none", "pipeline": PipelineConfig(monitor_interval_s=0.05, files_per_batch=2)}
@@ -178,41 +178,36 @@ def test_a_long_check_has_a_bar_of_its_own(data, tmp_path, slow, monkeypatch, ca
     ), lines
 
 
-def test_rates_are_those_of_the_last_seconds():
-    timeline = Timeline()
-    rates = Rates(timeline, window_s=10)
-    clock = iter([0.0, 2.0, 20.0, 40.0])
-    timeline.now_s = lambda: next(clock)  # type: ignore[method-assign]
-    rates = Rates(timeline, window_s=10)
+def test_rates_are_those_of_the_last_seconds(monkeypatch):
+    timeline, now_s = Timeline(), [2.0]
+    monkeypatch.setattr(live_module, "_WINDOW_S", 10)
+    timeline.now_s = lambda: now_s[0]  # type: ignore[method-assign]
 
     def did(stage: str, n: int) -> None:
-        timeline.spans.append(live_span(stage, n))
+        timeline.spans.append(Span(stage, "a", 0.0, now_s[0], "TRAINING", 0, n, 100 * n))
 
     did("read", 100)
     did("compute", 40)
-    assert rates.now() == {"read": (50, 5000), "compute": (20, 2000)}
+    assert stage_rates(timeline) == {
+        "read": {"files_per_s": 50, "bytes_per_s": 5000},
+        "compute": {"files_per_s": 20, "bytes_per_s": 2000},
+    }
+    now_s[0] = 20.0
     did("read", 180)
-    assert rates.now() == {"read": (10, 1000)}, "what was done 18 s ago is no news"
-    assert rates.now() == {}
-
-
-def live_span(stage: str, n: int):
-    "A span of n recordings of 100 bytes."
-    from leakmel.core.timeline import Span
-
-    return Span(stage, "a", 0.0, 1.0, "TRAINING", 0, n, 100 * n)
+    assert stage_rates(timeline) == {"read": {"files_per_s": 18, "bytes_per_s": 1800}}
+    now_s[0] = 40.0
+    assert stage_rates(timeline) == {}
 
 
 def test_queues_give_the_last_that_was_noted():
     timeline = Timeline()
-    queues = Queues(timeline, 6)
-    assert queues.now() == {}
+    assert queue_lengths(timeline) == {}
     for value in (1, 4):
         timeline.gauge("queue.compute", value)
     timeline.gauge("memory", 99)
-    assert queues.now() == {"compute": [4, 6]}
+    assert queue_lengths(timeline) == {"compute": 4}
     timeline.gauge("queue.write", 2)
-    assert queues.now() == {"compute": [4, 6], "write": [2, 6]}
+    assert queue_lengths(timeline) == {"compute": 4, "write": 2}
 
 
 def test_what_stands_in_a_bar():
@@ -241,7 +236,7 @@ def test_what_stands_in_a_bar():
 # The last batches are not taken before somebody has seen a status, however late that is.
 WAIT_UNTIL_SEEN = """
 import os, sys, time
-from leakmel.dataset.run.ring import Job
+from leakmel.dataset.run.job import Job
 seen, real = sys.argv.pop(1), Job.take
 def take(self, slot):
     until = time.monotonic() + 60
@@ -292,12 +287,14 @@ def test_a_split_that_is_through_when_it_is_looked_at_has_a_rate_that_can_be(tmp
             kept=np.zeros(100, bool),
             n_done=0,
             rejected=[],
+            checked=(0, 0),
+            published_s=None,
             file=SimpleNamespace(target=tmp_path / split),
         )
         for split in ("TRAINING", "TESTING")
     ]
     with Live(jobs, timeline, 2, show="none") as live:
-        look(live)
+        live.look()
         now_s = timeline.now_s()
         timeline.spans += [
             Span("read", "reader-0", now_s - 900, now_s - 800, "TRAINING"),
@@ -306,7 +303,7 @@ def test_a_split_that_is_through_when_it_is_looked_at_has_a_rate_that_can_be(tmp
         ]
         for job in jobs:
             job.n_done = 100
-        look(live)
+        live.look()
         standing = live._bars["TESTING"].standing
     assert 400 <= standing.seconds < 800
     assert standing.n_done == 100

@@ -13,7 +13,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.core.errors import DataError, LeakmelError, MachineError, VerifyError
 from leakmel.dataset.check import expected as sources
 from leakmel.dataset.run.config import PipelineConfig
-from leakmel.dataset.run.ring import Job
+from leakmel.dataset.run.job import Job
 from leakmel.dataset.check.expected import Sources, read_source, references_of
 from leakmel.dataset.check.verify import check_data_set, pick_rows
 from leakmel.mel.engines import ReferenceEngine

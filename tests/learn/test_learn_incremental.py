@@ -1099,7 +1099,9 @@ def test_a_damaged_record_is_said(tmp_path, wrong):
             settle(tmp_path)
     assert read_lineage(tmp_path) == lineage
     write_whole(path, json.dumps(record | {"challenger": own}).encode(), sync=False)
-    assert settle(tmp_path).current == Champion(**own)
+    settled = settle(tmp_path)
+    assert settled is not None
+    assert settled.current == Champion(**own)
 
 
 def test_a_loader_that_was_opened_in_place_of_another_is_closed(towns, tmp_path, monkeypatch):

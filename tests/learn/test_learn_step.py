@@ -771,7 +771,7 @@ def test_a_copy_that_the_host_waits_for_is_no_waiting_for_the_loader(monkeypatch
 
 
 def test_a_timer_begins_anew_with_each_epoch():
-    timer = StepTimer("cpu", 2, FakeClock())
+    timer = StepTimer("cpu", 2, FakeClock())  # type: ignore[arg-type]
     for n in (5, 3):
         for _ in timer.batches(Loads(n)):
             with timer.step():
@@ -800,7 +800,7 @@ def test_a_loop_that_breaks_off_leaves_the_loader_as_it_was():
 
 
 def test_a_step_that_fails_is_not_timed():
-    timer = StepTimer("cpu", 1, FakeClock())
+    timer = StepTimer("cpu", 1, FakeClock())  # type: ignore[arg-type]
 
     def loop() -> None:
         for _ in timer.batches(Loads(3)):
@@ -839,7 +839,7 @@ def test_ranges_for_a_profiler(monkeypatch):
         return device_clock("cpu").range(name)
 
     monkeypatch.setattr(clock, "range", note)
-    stepper.clock = clock
+    stepper.clock = clock  # type: ignore[assignment]
     stepper.step(batch_of(24))
     assert clock.ranges == ["augment", "forward", "backward", "forward", "backward", "optimiser"]
 

@@ -59,7 +59,7 @@ class PipelineConfig:
     async_copies: bool = True  # copies to and from a GPU have streams of their own
     cuda_graph: bool = True  # replay launches that come again instead of issuing them one by one
     fsync: bool = True  # wait for the disk before publishing
-    compression: str = "none"  # "none" or "gzip", applied when publishing: the same rows in other bytes
+    compression: Literal["none", "gzip"] = "none"  # applied when publishing: the same rows in other bytes
     monitor_interval_s: float = 0.1  # seconds between samples of CPU, memory, disk and GPU; 0: none
     # folder of the cache files of mode memmap; none given: the user's cache folder
     cache_dir: str | None = None
@@ -75,26 +75,28 @@ class PipelineConfig:
 
     def __post_init__(self):
         check_types(vars(self), field_kinds(type(self)))
-        for name in _COUNTS:
+        least = dict.fromkeys(_COUNTS, 1) | {"read_ahead": 0, "journal_bytes": 0}
+        for name, bound in least.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} must be a whole number from 1", found=repr(value))
-        for name in ("read_ahead", "journal_bytes"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise UsageError(f"{name} must be a whole number from 0", found=repr(value))
-        for name, choices in field_choices(type(self)).items():
-            if getattr(self, name) not in choices:
+            if value is not None and value < bound:
                 raise UsageError(
-                    f"unknown {name}", found=repr(getattr(self, name)), expected=" or ".join(choices)
+                    f"{name} must be a whole number from {bound}", code="out-of-range", found=repr(value)
                 )
-        if not 0 <= self.max_rejected <= 1:
-            raise UsageError("max_rejected is a share, from 0 to 1", found=self.max_rejected)
-        if self.compression not in ("none", "gzip"):
-            raise UsageError("unknown compression", found=repr(self.compression), expected="none or gzip")
-        if not 0 < self.ram_fraction <= 1:
-            raise UsageError("ram_fraction must be above 0 and at most 1", found=self.ram_fraction)
-        if not self.monitor_interval_s >= 0:
-            raise UsageError("monitor_interval_s must be 0 or more", found=self.monitor_interval_s)
+        for name, choices in field_choices(type(self)).items():
+            value = getattr(self, name)
+            if value not in choices:
+                expected = " or ".join(choices)
+                raise UsageError(
+                    f"unknown {name}", code="unknown-choice", found=repr(value), expected=expected
+                )
+        bounds = {
+            "max_rejected is a share, from 0 to 1": (0 <= self.max_rejected <= 1, self.max_rejected),
+            "ram_fraction must be above 0 and at most 1": (0 < self.ram_fraction <= 1, self.ram_fraction),
+            "monitor_interval_s must be 0 or more": (self.monitor_interval_s >= 0, self.monitor_interval_s),
+        }
+        for rule, (holds, value) in bounds.items():
+            if not holds:
+                raise UsageError(rule, code="out-of-range", found=value)
 
 
 # %% ../../../nbs/dataset/run/config.ipynb #2376d7a1
@@ -142,6 +144,7 @@ def plan_workers(
     if room < 1:
         raise UsageError(
             "max_bytes_in_flight holds not even one recording",
+            code="out-of-range",
             found=config.max_bytes_in_flight,
             expected=f"at least {slot_bytes(spec):,}",
         )

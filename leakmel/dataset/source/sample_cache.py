@@ -35,7 +35,7 @@ from ...core.errors import DataError, MachineError, VerifyError
 from ...core.timeline import Timeline
 from ..file.chunks import read_at, write_at
 from ..file.writer import output_error
-from ..run.ring import Lanes, run_lanes
+from ...core.threads import Lanes, run_lanes
 from .loader import FACTS, BatchReader, Disagreement, Slot, decoders
 from .read_ahead import ReadAhead
 from ...mel.spec import MelSpec

@@ -20,7 +20,7 @@ from ...core.errors import DataError, MachineError, UsageError, show_path
 from ...core.monitor import free_memory, size_text, usable_cores
 from ...core.progress import Progress
 from ...dataset.run.config import BATCH_FILES, slot_bytes
-from ...dataset.run.ring import run_lanes
+from ...core.threads import run_lanes
 from ...dataset.source.loader import Slot
 from ..data.segments import LENGTHS
 from ..metrics.voting import VOTES

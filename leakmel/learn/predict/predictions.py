@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -210,7 +210,11 @@ def check_out(
         )
     for path, columns in ((out, COLUMNS), (rejected_path(out), REJECTED_COLUMNS)):
         begins = ",".join(columns[:3]).encode()
-        require_kind(path, "table of predictions", lambda f, begins=begins: f.read(len(begins)) == begins)
+
+        def is_ours(file: BinaryIO, begins: bytes = begins) -> bool:
+            return file.read(len(begins)) == begins
+
+        require_kind(path, "table of predictions", is_ours)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:

@@ -23,7 +23,7 @@ from ...audio.wav import HEADER_BYTES, Recording, read_error, read_wav
 from ...core.errors import DataError, RecordingError, UsageError, show_path
 from ...core.progress import Count
 from ...dataset.file.schema import Rejected
-from ...dataset.run.ring import Lanes
+from ...core.threads import Lanes
 from ...dataset.source.loader import FACTS, PLAIN, BatchReader, Slot
 from ..data.segments import cut_row, whole_row
 from ...mel.spec import MelSpec

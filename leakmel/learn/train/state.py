@@ -275,7 +275,7 @@ def end_epoch(
 
 def _evaluated(
     state: TrainingState, progress: Callable[[int], None] | None
-) -> tuple[DecisionRule, dict[str, float]]:
+) -> tuple[DecisionRule, dict[str, Any]]:
     "Vote and thresholds, and figures of validation."
     vote, share = state.settings.vote, state.settings.vote_share
     if state.data.validation is None:
