@@ -727,7 +727,7 @@ class Loads:
 )
 def test_a_sample_of_the_batches_is_timed(n, every, sampled):
     loads, clock = Loads(n), FakeClock()
-    timer = StepTimer("cpu", every, clock)
+    timer = StepTimer("cpu", every, clock)  # type: ignore[arg-type]
     for _ in timer.batches(loads):
         with timer.step():
             pass
