@@ -178,6 +178,7 @@ def missing_package(
         return error
     return MissingPackageError(
         f"the package {package} is not installed",
+        code="missing-package",
         found="the base installation of leakmel",
         remedy=f"install it: pip install 'leakmel[{extra}]'",
     )
