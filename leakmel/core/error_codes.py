@@ -126,6 +126,7 @@ DATASET = {
     "empty-label": "A label folder has no recordings in any split.",
     "engine-failed": "An engine failed while it computed a batch.",
     "inside-data": "A folder for output or cache files lies inside the data folder.",
+    "tuned-file-not-written": "The measured speed settings can be kept in none of their places.",
     "invalid-tuned-file": "A file of measured speed settings is damaged, or was made by another version or on another machine.",
     "labels-alike": "Two label folders have names that are the same as text.",
     "mode-conflict": "Preloaded recordings are read in another mode than the one that was asked for.",

@@ -23,7 +23,7 @@ from errors import raises
 import leakmel as lm
 from leakmel.audio.manifest import scan
 from leakmel.cli import main
-from leakmel.core.errors import OutputError
+from leakmel.core.errors import DataError
 from leakmel.dataset.run import tuned as settings
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.run.plan import RunPlan, build_kinds, execute, plan_run
@@ -33,12 +33,11 @@ from leakmel.dataset.run.tuned import (
     read_tuned,
     this_machine,
     tuned_config,
-    tuned_path,
+    tuned_places,
     with_tuned,
     write_tuned,
 )
 from leakmel.dataset.file.spec_file import write_spec
-from leakmel.dataset.file.writer import output_error
 from leakmel.ops import tune as tune_module, tune_trials
 from leakmel.ops.tune import (
     CONFIRM_ROUNDS,
@@ -58,6 +57,13 @@ from leakmel.ops.tune_trials import DEFAULT, BuildTrials, Candidate, StateError,
 
 ROOT = Path(__file__).resolve().parents[2]
 N_FILES = 1000
+
+
+@pytest.fixture(autouse=True)
+def own_config(tmp_path, monkeypatch) -> Path:
+    "The user's folder of settings is one of the test's own."
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config" / "leakmel"
 
 
 # ---- trials with a clock of their own
@@ -369,16 +375,16 @@ def test_what_could_not_be_made_sure_is_not_kept(data, tmp_path, monkeypatch, pl
 )
 @pytest.mark.parametrize("faster", [True, False])
 def test_what_was_measured_is_shown_where_it_cannot_be_kept(
-    data, tmp_path, monkeypatch, capsys, played, number, status, said, faster
+    data, tmp_path, own_config, monkeypatch, capsys, played, number, status, said, faster
 ):
-    "No room for the file next to the recordings: the error holds the figures, and how to do without."
+    "No place for the file, neither beside the recordings nor in the user's folder: the error holds the figures, and how to do without."
 
     def run(trials: BuildTrials, candidate: Candidate, cache: str) -> float:
         played.now_s += 0.001
         return len(trials.sample) / (200.0 if faster and "files_per_batch" in candidate.changes else 100.0)
 
     def refusing(path: Path) -> Any:
-        raise output_error(OSError(number, os.strerror(number)), path)
+        raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(BuildTrials, "run", run)
     monkeypatch.setattr(settings, "replacing", refusing)
@@ -386,8 +392,9 @@ def test_what_was_measured_is_shown_where_it_cannot_be_kept(
     assert main(words) == status
     out, err = capsys.readouterr()
     assert "not kept for later builds" in err
-    assert str(tuned_path(data)) in err
-    assert said in err
+    for place in tuned_places(data):
+        assert f"{place}: cannot be written ({said}" in err
+    assert "set XDG_CONFIG_HOME" in err
     assert "kept for later builds in" not in out + err
     assert "builds, warm cache" in err, "the tables"
     assert main([*words, "--json"]) == status
@@ -404,7 +411,7 @@ def test_what_was_measured_is_shown_where_it_cannot_be_kept(
     with pytest.raises(NotKeptError) as e:
         tune(data, budget_s=20, progress="none", work_dir=tmp_path)
     assert e.value.facts["settings"] == body["settings"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["data"], "nothing is left"
+    assert sorted(p.name for p in tmp_path.iterdir() if p != own_config.parent) == ["data"], "nothing is left"
 
 
 def test_what_will_be_built_is_what_is_tuned(data, tmp_path, monkeypatch, capsys):
@@ -524,7 +531,7 @@ def test_an_interrupted_run_leaves_nothing(data, tmp_path):
     assert process.returncode == 130, err
     assert "Traceback" not in err, err
     assert os.listdir(tmp_path / "work") == []
-    assert not tuned_path(data).exists()
+    assert not any(path.exists() for path in tuned_places(data))
 
 
 @pytest.mark.parametrize("budget_s", [0, -1, float("nan"), float("inf")])
@@ -594,15 +601,16 @@ def test_the_file_is_no_recording_and_no_label(tmp_path, make_wav):
         ({"settings": []}, "no settings"),
         ({"mode": "memmap"}, "unknown mode"),
         ({"mode": ["preload"]}, "mode is no text"),
-        ({"made_utc": 7}, "made_utc is no text"),
+        ({"made_utc": "yesterday"}, "no time"),
+        ({"made_utc": "2026-05-01T10:00:00"}, "no time"),
         ({"engine": "x\n" * 3}, "engine is no text"),
         ({"need_bytes": -1}, "need_bytes"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_and_named_once(data, caplog, changes, said):
-    path = tuned_path(data)
+    path = tuned_places(data)[0]
     path.write_text(json.dumps(body(**changes)))
-    with raises("invalid-tuned-file", path=path, says=said):
+    with pytest.raises(DataError, match=said):
         read_tuned(path)
     assert with_tuned(data, {}) == (PipelineConfig(), "auto", "")
     (record,) = caplog.records
@@ -625,32 +633,71 @@ def test_a_file_that_does_not_fit_is_refused_and_named_once(data, caplog, change
     ids=["empty", "cut", "list", "no text", "null", "deep", "long number", "large"],
 )
 def test_a_damaged_file_is_refused(data, caplog, content):
-    path = tuned_path(data)
+    path = tuned_places(data)[0]
     path.write_bytes(content)
-    with raises("invalid-tuned-file", path=path):
+    with pytest.raises(DataError):
         read_tuned(path)
     assert find_tuned(data) is None
     assert len(caplog.records) == 1
 
 
-def test_what_is_no_file_does_not_keep_a_build_waiting(data, caplog):
-    path = tuned_path(data)
+def test_what_is_no_file_does_not_keep_a_build_waiting(data, caplog, own_config):
+    path = tuned_places(data)[0]
     os.mkfifo(path)
     assert find_tuned(data) is None
     assert "no regular file" in caplog.text
-    with raises("output-exists", path=path):
-        write_tuned(data, body())
+    assert write_tuned(data, body()).parent == own_config  # and it is left alone
+    assert not path.is_file()
+    assert find_tuned(data) is not None
 
 
-def test_where_nothing_may_be_written_is_said(data, monkeypatch):
+def test_another_machines_file_stays_and_ours_goes_to_the_users_folder(data, own_config, caplog):
+    beside = tuned_places(data)[0]
+    beside.write_text(theirs := json.dumps(body(machine={"cpu": "another", "n_cores": 2, "gpu": None})))
+    assert write_tuned(data, body()).parent == own_config
+    tuned = find_tuned(data)
+    assert tuned is not None
+    assert tuned.path.parent == own_config
+    assert not caplog.records
+    assert beside.read_text() == theirs
+
+
+def test_the_newer_of_two_files_counts(data):
+    beside, own = tuned_places(data)
+    own.parent.mkdir(parents=True)
+    beside.write_text(json.dumps(body(settings={"slots": 2})))
+    own.write_text(json.dumps(body(settings={"slots": 3}, made_utc="2026-05-01T10:30:00+01:00")))
+    assert find_tuned(data).settings == {"slots": 2}  # type: ignore[union-attr]
+    own.write_text(json.dumps(body(settings={"slots": 3}, made_utc="2026-05-01T11:30:00+01:00")))
+    assert find_tuned(data).settings == {"slots": 3}  # type: ignore[union-attr]
+
+
+def test_where_nothing_may_be_written_the_users_folder_takes_it(tmp_path, own_config, monkeypatch, caplog):
+    "A folder that is read-only, and one whose name leaves no room for a longer one; without the second place, an error."
+    long = tmp_path / ("n" * 250)
+    long.mkdir()
+    assert find_tuned(long) is None
+    assert write_tuned(long, body()).parent == own_config
+    assert find_tuned(long) is not None
+    assert not caplog.records
+    right = settings.replacing
+
     @contextmanager
     def read_only(path: Path) -> Iterator[Path]:
-        raise OutputError("Read-only file system", path=path)
-        yield path
+        if path.parent != own_config:
+            raise OSError(30, "Read-only file system", str(path))
+        with right(path) as new:
+            yield new
 
     monkeypatch.setattr(settings, "replacing", read_only)
-    with raises("output", path=tuned_path(data)):
-        write_tuned(data, body())
+    (tmp_path / "data").mkdir()
+    assert write_tuned(tmp_path / "data", body()).parent == own_config
+    assert find_tuned(tmp_path / "data") is not None
+    assert sorted(os.listdir(tmp_path)) == ["config", "data", long.name]
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "data" / "f"))
+    (tmp_path / "data" / "f").write_text("a file")
+    with pytest.raises(lm.LeakmelError, match="cannot be written"):
+        write_tuned(tmp_path / "data", body())
 
 
 # ---- what a build does with it
@@ -720,6 +767,18 @@ def test_preload_is_left_out_where_memory_is_short(data):
 def test_defaults_that_won_are_not_announced(data):
     write_tuned(data, body(settings={}))
     assert with_tuned(data, {}) == (PipelineConfig(), "auto", "")
+
+
+def test_a_user_without_a_home_can_build(data, monkeypatch):
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert tuned_places(data) == [data.parent / "data.leakmel-tuned.json"]
+    assert find_tuned(data) is None
+    write_tuned(data, body())
+    assert find_tuned(data) is not None
+    tuned_places(data)[0].write_text(json.dumps(body(machine={})))
+    with pytest.raises(lm.LeakmelError, match="no folder of settings"):
+        write_tuned(data, body())
 
 
 # ---- the build notebook and the library call
