@@ -133,7 +133,6 @@ DATASET = {
     "no-label-folders": "The data folder has no label folders.",
     "no-recordings": "The folder holds no recordings.",
     "nothing-readable": "No recording of the folder can be read.",
-    "not-a-run": "The folder is not that of a finished run.",
     "other-manifest": "The manifest was made from another folder.",
     "other-recordings": "The preloaded recordings are not those of this build.",
     "out-of-range": "A setting is out of its range.",
@@ -227,7 +226,6 @@ LEARN_DATA = {
     "no-champion": "A folder of rounds has no champion yet.",
     "lost-champion": "The file that names the champion is missing or damaged.",
     "program-differs": "An exported program does not give what the detector gives.",
-    "no-such-device": "The machine has no such device.",
 }
 
 # %% ../../nbs/core/error_codes.ipynb #48c256cc

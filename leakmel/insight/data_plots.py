@@ -243,9 +243,8 @@ def level_by_sensor(
     heard = np.isfinite(level) & (level > SILENT_DB)
     if not heard.any():
         return _figure([], "No level to show", height=120)
-    (names, sensor_id), (label_names, label_id) = (
-        _coded(np.asarray(v, dtype=object)[heard], m) for v, m in ((sensors, NO_SENSOR), (labels, ""))
-    )
+    names, sensor_id = _coded(np.asarray(sensors, dtype=object)[heard], NO_SENSOR)
+    label_names, label_id = _coded(np.asarray(labels, dtype=object)[heard])
     level = level[heard]
     medians = quantiles(level, sensor_id, len(names), (0.5,))[:, 0]
     rows = np.argsort(medians, kind="stable")[::-1]
@@ -257,12 +256,8 @@ def level_by_sensor(
     step, traces = 0.6 / len(label_names), []
     for k, name in enumerate(label_names):
         there = np.isfinite(middle[rows, k])
-        lo, mid, hi, at = (
-            low[rows, k][there],
-            middle[rows, k][there],
-            high[rows, k][there],
-            np.flatnonzero(there),
-        )
+        lo, mid, hi = (values[rows, k][there] for values in (low, middle, high))
+        at = np.flatnonzero(there)
         traces.append(
             go.Scatter(
                 name=_plain(name),

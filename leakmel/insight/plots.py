@@ -529,7 +529,7 @@ def mels_by_label(
         mels_db.transpose(0, 3, 1, 2, 4).reshape(k, n_mels, -1)[:, :, index].astype(np.float32)
     )  # [K, M, frames]
     low, high = _colour_range(flat, range_db)
-    n_cols = 1 if k == 1 else 2
+    n_cols = min(k, 2)
     n_rows = -(-k // n_cols)
     fig = make_subplots(
         rows=n_rows,
@@ -542,9 +542,8 @@ def mels_by_label(
     )
     fig.layout.template = {}
     for i, picture in enumerate(flat):
-        z = np.round(np.maximum(np.nan_to_num(picture, nan=low, posinf=high, neginf=low), low)).astype(
-            np.int16
-        )  # hover shows what is louder
+        z = np.nan_to_num(picture, nan=low, posinf=high, neginf=low)
+        z = np.round(np.maximum(z, low)).astype(np.int16)  # hover shows what is louder
         fig.add_trace(
             go.Heatmap(
                 z=_smallest(z),
@@ -557,11 +556,9 @@ def mels_by_label(
             row=1 + i // n_cols,
             col=1 + i % n_cols,
         )
-    for i in range(k):
-        if i + n_cols >= k:
-            fig.update_xaxes(
-                title=dict(text="time (s)"), showticklabels=True, row=1 + i // n_cols, col=1 + i % n_cols
-            )
+    for i in range(max(0, k - n_cols), k):
+        place = {"row": 1 + i // n_cols, "col": 1 + i % n_cols}
+        fig.update_xaxes(title=dict(text="time (s)"), showticklabels=True, **place)
     fig.update_yaxes(title=dict(text="frequency (Hz)"), col=1)
     fig.update_annotations(font=dict(size=12, color=_TEXT), yshift=-1)
     fig.update_layout(

@@ -282,8 +282,32 @@ def test_every_error_has_a_code():
     assert places().get("errors without a code", []) == []
 
 
+def test_the_registry_holds_the_codes_that_are_used_and_no_others():
+    from leakmel.core.error_codes import ERROR_CODES, RECORDING
+
+    paths = [p for p in MODULES if p.name != "error_codes.py"] + sorted(NOTEBOOKS.glob("benchmarks/*.py"))
+    nodes = [node for p in paths for node in ast.walk(ast.parse(p.read_text(encoding="utf-8")))]
+    given = {
+        node.value.value
+        for node in nodes
+        if isinstance(node, ast.keyword) and node.arg == "code" and isinstance(node.value, ast.Constant)
+    }
+    assert {code for code in given if isinstance(code, str)} <= set(ERROR_CODES)
+    words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert set(ERROR_CODES) - set(RECORDING) <= words
+
+
+# what may be longer: one kernel in one function, because it is compiled as one, and tables of command-line options
+LONG = {
+    "leakmel/mel/cpu_kernel.py: _make_kernel",
+    "leakmel/mel/triton_kernel.py: _mel_kernel",
+    *(f"leakmel/cli_learn.py: add_{command}" for command in ("search", "evaluate", "retrain", "predict")),
+}
+
+
 def test_functions_and_classes_stay_readable():
-    assert places().get("functions over 60 lines, classes over 300", []) == []
+    found = places().get("functions over 60 lines, classes over 300", [])
+    assert {place.partition(" (")[0] for place in found} == LONG
 
 
 def test_the_measure_of_structure_sees_what_it_counts(tmp_path):

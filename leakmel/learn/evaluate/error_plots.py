@@ -164,7 +164,7 @@ def errors_figure(
     if len(worst) == 1:
         title = f"The only error: a {'leak was missed' if n_missed else 'false alarm'}"
     fig = _dress(fig, title, note, _TOP + _BELOW + _BLOCK * n_rows)
-    return fig.update_layout(margin=dict(t=_TOP, b=_BELOW))
+    return fig.update_layout(margin=dict(t=max(_TOP, fig.layout.margin.t), b=_BELOW))
 
 
 # %% ../../../nbs/learn/evaluate/error_plots.ipynb #599f3d83
