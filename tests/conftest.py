@@ -32,8 +32,33 @@ def need(found: object, what: str) -> None:
     pytest.skip(f"{what} is not there")
 
 
+# Files whose tests take a few seconds together, one of each kind; `make check` runs these, without their slow tests.
+QUICK = (
+    *(
+        "monitor_progress",
+        "wav",
+        "conform",
+        "file_names",
+        "manifest",
+        "odd_wavs",
+        "reader",
+        "expected",
+        "sources",
+    ),
+    *("bit_rot", "power_cut", "limits", "live", "consistency", "insight", "plots", "bench_plots", "doctor"),
+    *("learn_augment", "learn_metrics", "learn_splits", "learn_step", "learn_seen", "learn_refusals"),
+    *("learn_hostile", "learn_predict_faults", "learn_heard", "stable", "counted", "folders"),
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="run only the quick tests of `make check`")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     "With `-m gpu`, import only the files that have such tests: a bare machine with a GPU lacks what some of the others need."
+    if config.option.quick and collection_path.match("test_*.py"):
+        return collection_path.stem.removeprefix("test_") not in QUICK or None
     if config.option.markexpr.strip() != "gpu" or not collection_path.match("test_*.py"):
         return None
     return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
@@ -51,9 +76,13 @@ LONGEST_FIRST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     "Files that take minutes come first: begun last, one of them would keep a single core busy at the end."
     rank = {name: k for k, name in enumerate(LONGEST_FIRST)}
+    if config.option.quick:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 

@@ -88,7 +88,7 @@ def _merged(builder: ir.IRBuilder, sums: Vector, at: int, start: ir.Value) -> ir
 
 # %% ../../nbs/audio/digests.ipynb #b91ee5a7
 @emitted
-def write_digest(builder, data, n_bytes, out):
+def write_digest(builder: ir.IRBuilder, data: ir.Value, n_bytes: ir.Value, out: ir.Value) -> None:
     "High and low word of the digest of more than 240 bytes, a multiple of 8, to an address."
     kept = cgutils.alloca_once_value(builder, constant(_SUMS, _START))
 

@@ -109,7 +109,7 @@ def check_block(engine: str, device: str, spec: MelSpec, tiny: bool = False) -> 
     "Compare rows at the edges of a batch that is larger than a block with the reference."
     options = DeviceOptions(max_block=16) if tiny else None
     with open_engine(engine, spec, device=device, options=options) as opened:
-        n_block = opened.runners[0].n_block
+        n_block = opened.runners[0].pool.n_block
         n = n_block + 5
         loudness = (np.arange(n) % 12)[:, None].astype(np.int16)
         x = (

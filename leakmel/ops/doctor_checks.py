@@ -167,7 +167,8 @@ def requirements() -> Mapping[str, str]:
         kinds = [
             key for key in settings if key.endswith("requirements") and key.split("_")[0] not in OPTIONAL
         ]
-        lines = [line for key in kinds for line in settings[key].split()]
+        # an extra that names other extras of leakmel adds nothing to them
+        lines = [line for key in kinds for line in settings[key].split() if not line.startswith("leakmel[")]
         lines.append("python>=" + settings["min_python"])
     else:
         try:

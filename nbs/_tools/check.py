@@ -1,7 +1,7 @@
 """`make check`, the edit loop: format, lint, notebooks against package, types and the quick tests, side by side; under 90 s on 2 cores.
 
-Quick tests are those without the mark `slow` in files without the mark `slow_file` (see tests/conftest.py). What a check prints
-is shown where it fails, and the seconds that each took.
+Quick tests are those of the files that tests/conftest.py lists, without the ones that are marked slow. What a check prints is shown
+where it fails.
 """
 
 import argparse

@@ -153,34 +153,13 @@ def bar_figure(
         for trace in _traces(names, panel.series, panel.unit, k == 1):
             fig.add_trace(trace, row=1, col=k)
     n_bars = len(panels[0].series)
-    lines = _lines_of(subtitle)
-    _dress(
-        fig,
-        title,
-        "<br>".join(lines),
-        150 + len(names) * (14 + 17 * n_bars) + 24 * (n_bars > 1) + 15 * (len(lines) - 1),
-    )
-    fig.update_layout(margin_t=76 + 15 * (len(lines) - 1))
+    _dress(fig, title, subtitle, 150 + len(names) * (14 + 17 * n_bars) + 24 * (n_bars > 1))
     for k, panel in enumerate(panels, 1):
         fig.update_xaxes(**_axis(panel.series, panel.title, panel.is_log), row=1, col=k)
     fig.update_yaxes(
         tickvals=[-i for i in range(len(names))], range=[-len(names) + 0.45, 0.55], showgrid=False
     )
     return fig.update_yaxes(ticktext=list(names), row=1, col=1)
-
-
-def _lines_of(text: str, most: int = 110) -> list[str]:
-    "A text in lines that are not cut off at the edge of a page, broken at semicolons."
-    lines: list[str] = []
-    for line in text.split("\n"):
-        pieces = line.split("; ")
-        lines.append(pieces[0])
-        for piece in pieces[1:]:
-            if len(lines[-1]) + len(piece) < most:
-                lines[-1] += f"; {piece}"
-            else:
-                lines.append(piece)
-    return lines
 
 
 def missing_figure(what: str) -> "go.Figure":

@@ -26,7 +26,7 @@ def kernel_alone(engine: str, device: str, name: str, n_block: int, window_s: fl
     options = DeviceOptions(gpu_streams=1, flights=1, max_block=n_block)
     with getattr(import_module(module), kind)(spec, device=device, options=options) as opened:
         runner = opened.runners[0]
-        buffers, on, n = runner.pool.buffers[0], runner.device, runner.n_block
+        buffers, on, n = runner.pool.buffers[0], runner.device, runner.pool.n_block
         launch = partial(buffers.chain.features, *block_on_device(on, spec, n))
         one_by_one = timed(on, buffers.stream, launch, window_s=window_s)
         try:

@@ -163,9 +163,9 @@ def test_files_that_were_rejected_before_count_without_being_read(
     build(data, target)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
 
-    def refused(**options: Any) -> str:
+    def refused(code: str = "too-many-rejected", **options: Any) -> str:
         read.clear()
-        with raises("too-many-rejected", BadFilesError) as raised:
+        with raises(code, BadFilesError) as raised:
             build(data, target, **options)
         assert {
             p.name: p.read_bytes()
@@ -177,14 +177,14 @@ def test_files_that_were_rejected_before_count_without_being_read(
     assert "10 of 40 files" in refused(
         max_rejected=0.2
     )  # nothing is to be done, and the answer is that of a build from nothing
-    assert "NOLEAK/y 0.wav" in refused(on_bad_file="stop")
+    assert "NOLEAK/y 0.wav" in refused("bad-file", on_bad_file="stop")
     assert read == []
     for k in range(2):
         make_wav(data / "LEAK" / f"more {k}.wav", seed=90 + k)
     settle(data)
     assert "10 of 42 files" in refused(max_rejected=0.2)
     assert sorted(read) == [b"LEAK/more 0.wav", b"LEAK/more 1.wav"]
-    assert "NOLEAK/y 0.wav" in refused(on_bad_file="stop")
+    assert "NOLEAK/y 0.wav" in refused("bad-file", on_bad_file="stop")
     assert read == []
     result = build(data, target, max_rejected=0.24)
     assert (result.rows, result.found) == (32, 42)

@@ -467,14 +467,14 @@ def test_order_of_numbers_does_not_matter(last):
 def test_compiled_nets_are_asked_as_wished(monkeypatch):
     asked = []
 
-    def note(net):
-        asked.append(net)
+    def note(net, mode):
+        asked.append((net, mode))
         return net
 
     monkeypatch.setattr(torch, "compile", note)
-    stepper = stepper_of(use_compile=True)
+    stepper = stepper_of(use_compile=True, compile_mode="reduce-overhead")
     stepper.step(batch_of(24))
-    assert asked == [stepper.net]
+    assert asked == [(stepper.net, "reduce-overhead")]
     assert stepper.net.training
 
 
@@ -484,7 +484,7 @@ def test_a_net_that_cannot_be_compiled_says_what_to_do(monkeypatch):
     def refuse(*args):
         raise TorchDynamoException("no compiler\nand much more")
 
-    monkeypatch.setattr(torch, "compile", lambda net: refuse)
+    monkeypatch.setattr(torch, "compile", lambda net, mode: refuse)
     stepper = stepper_of(use_compile=True)
     with raises("not-compiled", MachineError, found="no compiler", remedy="train with use_compile=False"):
         stepper.step(batch_of(24))
@@ -660,7 +660,7 @@ def test_another_value_is_known_for_each_setting():
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_only_what_never_changes_a_weight_may_differ(name, monkeypatch):
     "One list of settings for the state of a step and for the identity of a training."
-    monkeypatch.setattr(torch, "compile", lambda net: net)
+    monkeypatch.setattr(torch, "compile", lambda net, mode: net)
     then = TrainSettings(batch_size=24, channels=(8, 8), warmup_share=0.2)
     now, data = (
         replace(then, **{name: OTHERS[name]}),

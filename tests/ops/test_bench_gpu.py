@@ -48,7 +48,7 @@ def bare(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "sitecustomize.py").write_text(BARE, encoding="utf-8")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": str(tmp_path / "bare"),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "bare"), str(ROOT / "tests")]),
         "OMP_NUM_THREADS": "1",
     }
 
@@ -74,8 +74,8 @@ def bare(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
 
 # The whole suite in one process, on the device of the tests; a command of its own would not know that device.
 WHOLE = """
-import fake_device
-import sys
+import fake_device, sys
+fake_device.register()
 from leakmel.ops.bench import store
 from leakmel.ops.bench_gpu import TINY, bench_gpu, gpu_table, plan_parts
 from leakmel.ops.bench_gpu_builds import answer

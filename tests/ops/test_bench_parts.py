@@ -315,7 +315,10 @@ def test_table_and_figure_say_what_the_record_says():
     assert (
         "memory for one more file, beyond 10,000: 400 bytes in the build, 1,200 bytes in the process" in text
     )
-    assert fig.layout.title.text == "200,000 files at 100% of the best rate; memory grows by 400 bytes a file"
+    assert (
+        fig.layout.title.text.replace("<br>", " ")
+        == "200,000 files at 100% of the best rate; memory grows by 400 bytes a file"
+    )
     rate, build, process = fig.data
     assert list(rate.x) == growth_sizes(200_000)
     assert list(rate.y) == [f["files_per_s"]["median"] for f in figures["figures"].values()]

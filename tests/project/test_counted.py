@@ -12,7 +12,7 @@ import pytest
 from counted import Counted, figures, function_of
 
 ROOT = Path(__file__).resolve().parents[2]
-ROT = "tests/test_bit_rot.py::test_flipped_bits"  # named by S14
+ROT = "tests/dataset/test_bit_rot.py::test_flipped_bits"  # named by S14
 
 
 def report(

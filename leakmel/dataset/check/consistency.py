@@ -73,7 +73,10 @@ def _outside_label_folder(paths: np.ndarray, ids: np.ndarray, labels: Sequence[s
     n = min(len(paths), len(ids))
     odd = np.arange(n)
     if paths.dtype.kind == "S":
-        folders = [os.fsencode(x) + b"/" if x.isprintable() and "/" not in x else b"//" for x in labels]
+        folders = [
+            x.encode("utf-8", "surrogateescape") + b"/" if x.isprintable() and "/" not in x else b"//"
+            for x in labels
+        ]
         odd = np.flatnonzero(~np.strings.startswith(paths[:n], byte_column(folders)[ids[:n]]))
     return [paths[i] for i in odd if show_path(paths[i].split(b"/", 1)[0]) != labels[ids[i]]]
 

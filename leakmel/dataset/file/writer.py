@@ -216,7 +216,7 @@ def sync_folder(folder: Path) -> None:
 
 # %% ../../../nbs/dataset/file/writer.ipynb #0b893202
 SPARE_BYTES = 4096  # space asked for each candidate's metadata, at most
-_COPIED_AT_ONCE = 8 << 20  # bytes
+_COPIED_AT_ONCE = 1 << 20  # bytes
 
 
 def part_bytes(row_shape: tuple[int, ...], waveform_shape: tuple[int, ...] | None) -> tuple[int, int]:

@@ -41,13 +41,14 @@ log = logging.getLogger("leakmel")
 # %% ../../../nbs/dataset/run/pipeline.ipynb #22dfc7f1
 def _run_ring(run: Run, jobs: list[Job]) -> None:
     "Run all jobs; raises the first error."
-    request, n_bytes = run.request, run.engine.host_bytes
+    request = run.request
     readers = [job.plain for job in jobs if job.reader is job.plain]
     for job in jobs:
         folder = os.fsencode(os.path.abspath(job.listing.folder))
         job.sources = Sources(folder, job.spec, keep_samples=job.file.waveform_shape is not None)
     ahead = plan_read_ahead(readers, request.config.read_ahead)
     ring = Ring(run, jobs, publish, ahead, read_ahead_for_check)
+    n_bytes = run.engine.host_bytes
     if n_bytes:  # slots that a device copies from are reused over batches and splits
         for job in jobs:
             job.pinned = "allocated" if job is jobs[0] else "reused"

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ...audio.wav import digest_of
-from ...core.errors import DataError, LeakmelError, OutputError
+from ...core.errors import DataError, LeakmelError, MachineError, OutputError
 from ...dataset.file.writer import output_error, sync_folder, undisturbed
 
 # %% ../../../nbs/learn/model/files.ipynb #ea979ae7
@@ -124,7 +124,20 @@ def load_plain(
     digest: str | None = None,  # of the file as it was written; None: not known
 ) -> dict[str, Any]:  # raises DataError where the file is damaged, holds anything else, or would run code
     "Read what `plain_bytes` made; never runs code."
-    content = _file_bytes(path)
+    try:
+        return _loaded(_file_bytes(path), path, device, digest)
+    except MemoryError as e:
+        raise MachineError(
+            "the file does not fit into the memory that is free",
+            code="out-of-memory",
+            path=path,
+            remedy="free some of it",
+        ) from e
+
+
+def _loaded(
+    content: bytes, path: str | os.PathLike, device: str | torch.device, digest: str | None
+) -> dict[str, Any]:
     if digest is not None and digest_of(content) != digest:
         raise DataError("the file is damaged: its digest is another one", code="damaged-file", path=path)
     try:
@@ -139,6 +152,8 @@ def load_plain(
             expected="tensors and plain values",
             remedy="use it only if you made it yourself, and then write it again with this version",
         ) from e
+    except MemoryError:
+        raise
     except Exception as e:
         said = (str(e) or type(e).__name__).splitlines()[0][:120]
         raise DataError(f"the file cannot be read ({said})", code="damaged-file", path=path) from e

@@ -155,7 +155,7 @@ def told_in(
     "Read what people said in a round."
     known = {"": LEFT_OUT} | {show_path(name): k for k, name in enumerate(task.model_names)}
     rows = read_record(folder, number).get("human_labels", [])
-    return {r["content"]: known[r["class"]] for r in rows if r["content"] and r["class"] in known}
+    return {r["content"]: known[r["class"]] for r in rows if r.get("content") and r["class"] in known}
 
 
 # %% ../../../nbs/learn/retrain/replay.ipynb #1d46882b

@@ -227,6 +227,11 @@ class SearchState:
         write_whole(folder / STATE, (json.dumps(values, indent=1) + "\n").encode())
 
 
+def _numbers(values: list[float | None]) -> tuple[float, ...]:
+    "Figures of a file; an earlier version wrote null for NaN."
+    return tuple(math.nan if v is None else v for v in values)
+
+
 def read_state(
     folder: Path,
 ) -> SearchState | None:  # None: no search was begun here; raises DataError for a file that is something else
@@ -239,7 +244,7 @@ def read_state(
         if values.pop("format") != FORMAT:
             raise ValueError("another format")
         values["trials"] = [
-            Trial(**t | {"f1s": tuple(t["f1s"]), "val_losses": tuple(t["val_losses"])})
+            Trial(**t | {"f1s": _numbers(t["f1s"]), "val_losses": _numbers(t["val_losses"])})
             for t in values["trials"]
         ]
         values["again"] = [OtherSeed(**a) for a in values["again"]]
@@ -327,7 +332,8 @@ def trial_table(
             "said": t.said,
         }
 
-    return pd.DataFrame(map(row, trials)).set_index("number")
+    table = pd.DataFrame(map(row, trials)).set_index("number")
+    return table.astype({"best_epoch": "Int64"})  # missing where a trial failed in its first epoch
 
 
 def trial_folder(

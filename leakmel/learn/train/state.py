@@ -113,7 +113,7 @@ class Sums:
         self.loss = values["loss"].to(at)
         self.n_correct = values["n_correct"].to(at)
         self.n = int(values["n"])
-        self.norms = [values["norms"].to(at)]
+        self.norms = [values["norms"].to(at)] if "norms" in values else []
 
 
 # %% ../../../nbs/learn/train/state.ipynb #97d6a339

@@ -153,7 +153,14 @@ class Stepper:
         last = settings.channels_last
         if on_gpu and self.half is not None if last == "auto" else last:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.forward: Any = torch.compile(self.net) if settings.use_compile else self.net
+        self.forward: Any = self.net
+        if settings.use_compile:
+            self.forward = torch.compile(self.net, mode=settings.compile_mode)
+        # CUDA graphs write gradients into the same memory at each run
+        self.has_graphs = settings.use_compile and settings.compile_mode in (
+            "reduce-overhead",
+            "max-autotune",
+        )
         self.optimiser = torch.optim.AdamW(
             parameter_groups(net, settings.weight_decay), lr=settings.learning_rate, fused=on_gpu
         )
@@ -206,13 +213,17 @@ class Stepper:
         n_correct = torch.zeros((), dtype=torch.int64, device=self.device)
         half = nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
         with known_random(step_seed(s.seed, self.n_done, 1), self.device):
-            for piece in piece_bounds(len(batch), self.micro_batch):
+            pieces = list(piece_bounds(len(batch), self.micro_batch))
+            for piece in pieces:
                 y = batch.y[piece]
                 with self.clock.range("forward"), half:
                     logits, leak_logit = self.forward(x[piece])
                 part = piece_loss(logits, leak_logit, y, s, self.weights, totals)
                 with self.clock.range("backward"):
                     self.scaler.scale(part).backward()
+                if self.has_graphs and piece is not pieces[-1]:
+                    for p in self.net.parameters():
+                        p.grad = None if p.grad is None else p.grad.clone()
                 loss = loss + part.detach()
                 n_correct = n_correct + (logits.detach().argmax(1) == y).sum()
         self.scaler.unscale_(self.optimiser)
