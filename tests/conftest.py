@@ -45,9 +45,8 @@ QUICK = (
         "expected",
         "sources",
     ),
-    *("bit_rot", "power_cut", "limits", "live", "consistency", "insight", "plots", "bench_plots", "doctor"),
-    *("learn_augment", "learn_metrics", "learn_splits", "learn_step", "learn_seen", "learn_refusals"),
-    *("learn_hostile", "learn_predict_faults", "learn_heard", "stable", "counted", "folders"),
+    *("bit_rot", "insight", "doctor", "stable", "counted", "folders"),
+    *("learn_augment", "learn_metrics", "learn_splits", "learn_hostile", "learn_predict_faults"),
 )
 
 
