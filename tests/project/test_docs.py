@@ -217,7 +217,7 @@ def test_pages_in_a_browser(site, page, tmp_path):
         "train": 7,
         "predict": 3,
         "dashboard": 12,
-        "benchmark": 8,
+        "benchmark": 1,
         "reference/mel/spec": 0,
         "api/mel/spec": 0,
         "api/names": 0,
