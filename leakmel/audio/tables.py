@@ -104,7 +104,10 @@ def _require_file(file: Path) -> None:
 
 def _csv_text(file: Path) -> str:
     "The text of a CSV file."
-    data = file.read_bytes()
+    try:
+        data = file.read_bytes()
+    except OSError as e:
+        raise DataError(f"the table cannot be read ({e.strerror})", code="table-unreadable", path=file) from e
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(
             "the table is UTF-16", code="table-unreadable", path=file, remedy="save it as CSV UTF-8"

@@ -149,7 +149,7 @@ DATASET = {
     "wrong-rows": "Rows of a new data set failed the check against the recordings.",
 }
 
-# %% ../../nbs/core/error_codes.ipynb #b3d41f0b
+# %% ../../nbs/core/error_codes.ipynb #8c233425
 DATASET_FILES = {
     "file-ends-early": "A file ends before the data that it should hold.",
     "write-failed": "The file system refused to write, rename or remove a file.",
@@ -168,6 +168,7 @@ DATASET_FILES = {
     "data-set-changed": "A data set changed since it was opened.",
     "no-spec": "The file holds no full spec.",
     "not-a-spec-file": "The file is not a spec file.",
+    "not-json-name": "The name of a spec file does not end in .json.",
     "unknown-setting": "A spec file has a key or setting that does not exist.",
     "invalid-setting": "A setting of a spec file has another type or value than allowed.",
     "presets-differ": "The preset asked for is not the one of the spec file.",

@@ -385,12 +385,11 @@ def _samples_that_fit(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 # %% ../../nbs/core/timeline.ipynb #1bf905b7
-def _number(value: Any) -> float:
-    "A finite number of a timeline file; raises ValueError or TypeError."
-    number = float(value)
-    if not abs(number) <= 1e18:
-        raise ValueError(f"{value} is not a finite number")
-    return number
+def _number(value: Any, kind: Any = int | float) -> Any:
+    "A number of a timeline file; true and false are none, nor is what is not finite or beyond all measure. Raises ValueError."
+    if isinstance(value, bool) or not isinstance(value, kind) or not abs(value) <= 1e18:
+        raise ValueError("a value is not a number of its kind")
+    return value
 
 
 def _timeline_of(body: dict[str, Any]) -> Timeline:
@@ -400,16 +399,15 @@ def _timeline_of(body: dict[str, Any]) -> Timeline:
     for stage, lane, start_s, end_s, split, *numbers in zip(*columns, strict=True):
         if stage not in STAGES:
             raise ValueError(f"unknown stage {stage!r}")
-        counts = [int(number) for number in numbers]
+        counts = [_number(number, int) for number in numbers]
         timeline.spans.append(Span(stage, str(lane), _number(start_s), _number(end_s), str(split), *counts))
     timeline.gauges = [
         Gauge(str(name), _number(at_s), _number(value)) for name, at_s, value in body["gauges"]
     ]
     timeline.samples = [sample | {"time_s": _number(sample["time_s"])} for sample in body["samples"]]
-    if not all(
-        isinstance(v, int | float | list | None) for sample in timeline.samples for v in sample.values()
-    ):
-        raise TypeError("a sample holds something else than numbers, lists of numbers and null")
+    for value in (value for sample in timeline.samples for value in sample.values() if value is not None):
+        for number in value if isinstance(value, list) else [value]:
+            _number(number)
     timeline.meta = dict(body["meta"])
     for key, (kind, meaning) in META.items():
         if key in timeline.meta and not isinstance(timeline.meta[key], kind):

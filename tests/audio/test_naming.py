@@ -24,6 +24,7 @@ from leakmel.audio.manifest import Manifest, preview_pattern, scan
 from leakmel.audio.file_names import NameParts, iso_time
 from leakmel.audio.naming import FIELDS, Naming, match_pattern, pattern_naming, pattern_tokens
 from leakmel.audio.demo_plan import wav_bytes
+from leakmel.audio import tables
 from leakmel.audio.tables import NameTable, read_table
 from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError, VerifyError
@@ -1419,3 +1420,8 @@ def test_a_path_that_differs_only_in_case(tmp_path):
     (message,) = m.problems["message"][m.problems["kind"] == "missing_file"]
     assert message.endswith("LEAK/b.wav is there, which differs only in case")
     assert "wrong_root" not in kinds(m), "a row is there, so the root is right"
+
+
+def test_a_table_that_fails_while_it_is_read_is_named(tmp_path):
+    with raises("table-unreadable", DataError, path=tmp_path):
+        tables._csv_text(tmp_path)

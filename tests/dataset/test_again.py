@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -20,8 +21,8 @@ from errors import raises
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
-from leakmel.core.errors import DataError, OutputError, VerifyError
-from leakmel.dataset.run import existing, resume
+from leakmel.core.errors import DataError, OutputError, SpaceError, VerifyError
+from leakmel.dataset.run import existing, open_jobs, resume
 from leakmel.dataset.run.open_jobs import may_resume
 from leakmel.dataset.run import journal
 from leakmel.dataset.source import loader
@@ -583,6 +584,49 @@ def test_a_killed_build_goes_on(data: Path, tmp_path: Path, interrupted: Path, r
     check(interrupted, data)
 
 
+def test_an_interruption_before_rows_are_looked_at_keeps_them(
+    data: Path, interrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(open_jobs, "keep_rows", stop)
+    with pytest.raises(KeyboardInterrupt):
+        build(data, interrupted)
+    monkeypatch.undo()
+    assert build(data, interrupted).summary["resumed_rows"] >= 4
+
+
+def test_a_clean_up_that_fails_leaves_the_rows_of_other_splits(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job.__new__(Job)
+
+    def fail(**options: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    job.journal = SimpleNamespace(fd=-1, n_entered=3, close=fail)  # type: ignore[assignment]
+    job.file = SimpleNamespace(abort=fail)  # type: ignore[assignment]
+    assert (job.close(keep=True), job.close(keep=True)) == (3, 0)
+
+
+def test_room_for_all_splits_is_asked_for_before_the_first_file(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def no_room(folder: Path, n_bytes: int) -> None:
+        asked.append(n_bytes)
+        raise SpaceError("not enough room", code="no-space", path=folder)
+
+    monkeypatch.setattr(open_jobs, "require_space", no_room)
+    with raises("no-space", SpaceError, path=tmp_path / "out"):
+        lm.build_all(demo, out_dir=tmp_path / "out", spec=SPEC, progress="none")
+    n_files = sum(len(x) for x in lm.scan(demo).listings)
+    assert asked == [n_files * 2 * int(np.prod(replace(SPEC, sample_rate=4096).row_shape))]
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -1081,6 +1125,7 @@ FORGERIES: list[dict[str, Any]] = [
     {"known": float("inf")},
     {"known": claimed(0, 1, 0, 1)},
     {"known": claimed(2, 3, 0, 1)},
+    {"known": claimed(5 * 10**18, -5 * 10**18)},
     {"known": claimed(0, 1, 2)[:-4]},
     {"unusual": {"100": ["a", "b"]}},
     {"unusual": {"-1": ["a", "b"]}},

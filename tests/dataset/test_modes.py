@@ -1,5 +1,6 @@
 "Every mode gives the same bytes; what is held is used only while it is what the files say; a place too small is left for the next one."
 
+import errno
 import json
 import logging
 import os
@@ -564,6 +565,7 @@ def test_lines_are_said_where_the_run_is_shown(tmp_path, mixed, capsys, caplog):
 def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert cache_folder(tmp_path / "named") == tmp_path / "named"
     assert cache_folder() == tmp_path / "cache"
+    assert cache_folder("") == Path.cwd()
     monkeypatch.delenv("LEAKMEL_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "leakmel"
@@ -792,3 +794,54 @@ def test_a_forged_cache_file_is_made_anew(tmp_path, mixed, own_cache, forged):
     again = build(mixed, tmp_path / "x.h5", "memmap")
     assert "created" in again.summary["mode_lines"][1]
     assert again.path.read_bytes() == plain
+
+
+@pytest.mark.parametrize("change", ["one fewer", "wider digests", "other facts"])
+def test_facts_of_another_layout_are_made_anew(tmp_path, mixed, own_cache, change):
+    plain = build(mixed, tmp_path / "x.h5", "memmap").path.read_bytes()
+    (path,) = own_cache.iterdir()
+    cache = SampleCache.open(path, SPEC.n_samples)
+    cache.rows.close()
+    cache.rows.end = sample_cache._FOOTER.unpack(path.read_bytes()[-sample_cache._FOOTER.size :])[1]
+    if change == "one fewer":
+        cache.facts, cache.row_digests = cache.facts[:-1], cache.row_digests[:-1]
+    elif change == "wider digests":
+        cache.row_digests = cache.row_digests.astype("S40")
+    else:
+        cache.facts = cache.facts[["good", "whole"]]
+    cache.rows.fd = os.open(path, os.O_RDWR)
+    cache.save(cache.about)
+    cache.rows.close()
+    assert bool(list_cache()[0].problem) == (change != "one fewer")
+    again = build(mixed, tmp_path / "x.h5", "memmap")
+    assert "created" in again.summary["mode_lines"][1]
+    assert again.path.read_bytes() == plain
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.EIO, errno.ENOMEM])
+def test_a_cache_file_that_cannot_be_opened_now_stays(tmp_path, mixed, own_cache, monkeypatch, code):
+    plain = build(mixed, tmp_path / "x.h5", "memmap").path.read_bytes()
+    (path,) = own_cache.iterdir()
+    inode, real = path.stat().st_ino, os.open
+
+    def refuse(name, *args, **options):
+        if name == path:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    again = build(mixed, tmp_path / "x.h5", "memmap")
+    assert again.summary["mode"] == "stream"
+    assert again.path.read_bytes() == plain
+    assert path.stat().st_ino == inode
+    assert os.strerror(code) in list_cache()[0].problem
+
+
+def test_clear_leaves_a_cache_file_that_was_used_meanwhile(mixed, own_cache, monkeypatch):
+    path = own_cache / f"all-{1:032x}{SUFFIX}"
+    own_cache.mkdir()
+    path.write_bytes(b"")
+    listed = list_cache()
+    os.utime(path, (time.time() + 60,) * 2)
+    monkeypatch.setattr(cache_files, "list_cache", lambda folder: listed)
+    assert (clear_cache(), path.exists()) == ([], True)

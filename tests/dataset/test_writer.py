@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from errors import raises
 from leakmel.audio.wav import digest_of
-from leakmel.core.errors import OutputError, SpaceError
+from leakmel.core.errors import OutputError, SpaceError, UsageError
 from leakmel.dataset.file import writer
 from leakmel.dataset.file.schema import (
     FILE_COLUMNS,
@@ -620,3 +620,9 @@ def test_name_too_long_for_its_companions_is_an_output_error(tmp_path):
     with raises("write-failed", OutputError), OutputLock(tmp_path / name):
         RowFile(tmp_path / name, SMALL.row_shape, 1)
     assert leftovers(tmp_path) == []
+
+
+def test_a_clean_up_that_fails_does_not_hide_the_error(tmp_path):
+    with raises("usage", UsageError), writer.replacing(tmp_path / "x") as new:
+        new.mkdir()  # cannot be unlinked
+        raise UsageError("the error", code="usage")

@@ -461,7 +461,9 @@ def body(**changes: Any) -> str:
         (body(preset=["disjoint"]), "invalid-setting", "preset"),
         ("[]", "not-a-spec-file", ""),
         ("{", "not-a-spec-file", ""),
-        (body().replace("40", "NaN"), "invalid-setting", "n_mels"),
+        (body().replace("40", "NaN"), "not-a-spec-file", "NaN"),
+        (body(preset="x", extra=float("-inf")), "not-a-spec-file", "-Infinity"),
+        (body().replace("{", '{"kind": "leakmel spec",', 1), "not-a-spec-file", "twice"),
         ("[" * 50_000, "not-a-spec-file", ""),
         (" " * MOST_BYTES + "{}", "not-a-spec-file", ""),
         ("\xff\xfe", "not-a-spec-file", ""),
@@ -632,6 +634,9 @@ def test_writing_takes_no_other_files_place(tmp_path):
     assert read_spec(write_spec(written.path, {"n_mels": 30}).path).settings == {
         "n_mels": 30
     }  # an older one may go
+    for other in (body(schema=2), body(settings={"num_mels": 3})):  # ours, though it cannot be read
+        written.path.write_text(other)
+        assert read_spec(write_spec(written.path, {"n_mels": 30}).path).settings == {"n_mels": 30}
     (tmp_path / "mine.json").write_text('{"mine": 1}')
     (tmp_path / "aim.json").write_text("kept")
     (tmp_path / "link.json").symlink_to(tmp_path / "aim.json")
@@ -641,6 +646,10 @@ def test_writing_takes_no_other_files_place(tmp_path):
             write_spec(tmp_path / name, {"n_mels": 30})
     with raises("unknown-setting", SpecError, says="here it is n_mels"):
         write_spec(tmp_path / "new.json", {"num_mels": 30})
+    with raises("not-json-name", OutputError, path=tmp_path / "new.txt"):
+        write_spec(tmp_path / "new.txt", {"n_mels": 30})
+    with raises("band-limits", SpecError):
+        write_spec(tmp_path / "new.json", {"sample_rate": 4096, "duration_s": 1.0, "f_min_hz": 3000.0})
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "aim.json",
         "deep",

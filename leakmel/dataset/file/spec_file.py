@@ -101,7 +101,20 @@ def _preset_name(name: str, path: Path) -> str:
         raise SpecError(str(e), code="unknown-preset", path=path) from e
 
 
-# %% ../../../nbs/dataset/file/spec_file.ipynb #7cdf6fd5
+# %% ../../../nbs/dataset/file/spec_file.ipynb #4b77a724
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    "Make a JSON object in which each key stands once; raises ValueError."
+    body = dict(pairs)
+    if len(body) < len(pairs):
+        raise ValueError("a key stands twice")
+    return body
+
+
+def _no_number(text: str) -> float:
+    "Refuse NaN and infinities."
+    raise ValueError(f"{text} is no number")
+
+
 def _load(path: Path) -> dict[str, Any]:
     "Read the JSON object of a file; raises DataError for a file that cannot be read, SpecError for one that holds something else."
     remedy = "name a spec file, as explore.ipynb writes one, or a data set of leakmel"
@@ -118,15 +131,18 @@ def _load(path: Path) -> dict[str, Any]:
         raise DataError(
             f"the spec file cannot be read ({reason})", code="read-failed", path=path, remedy=remedy
         ) from e
+    body = why = None
     try:
-        body = json.loads(data) if len(data) <= MOST_BYTES else None
-    except (ValueError, RecursionError):
-        body = None
+        if len(data) <= MOST_BYTES:
+            body = json.loads(data, object_pairs_hook=_once, parse_constant=_no_number)
+    except (ValueError, RecursionError) as e:
+        why = str(e)[:100]
     if not isinstance(body, dict):
         raise SpecError(
             f"no spec file: it is no JSON object of at most {MOST_BYTES:,} bytes",
             code="not-a-spec-file",
             path=path,
+            found=why,
             remedy=f"{remedy}; of a model, name a data set that it was trained on",
         )
     return body
@@ -173,7 +189,7 @@ def read_spec(
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #a0c5f6b9
 def write_spec(
-    path: str | os.PathLike,  # an older spec file is replaced
+    path: str | os.PathLike,  # ends in .json; an older spec file is replaced
     spec: MelSpec | dict[str, Any],  # a spec, or changes to a preset ("preset": name, default disjoint)
 ) -> SpecFile:  # raises SpecError, OutputError
     "Write a chosen spec for builds."
@@ -185,6 +201,10 @@ def write_spec(
         changes["preset"] = changes.pop("preset_name") or "disjoint"
     preset = _preset_name(str(changes.pop("preset", "disjoint")), path)
     _check_settings(changes, path)
+    if changes.get("sample_rate") and changes.get("duration_s"):
+        MelSpec.preset(preset, **changes)  # raises where the settings do not fit together
+    if path.suffix != ".json":
+        raise OutputError("a spec file has a name that ends in .json", code="not-json-name", path=path)
     if os.path.lexists(path):
         _require_ours(path)
     body = {
@@ -203,14 +223,16 @@ def write_spec(
 def _require_ours(path: Path) -> None:
     "Refuse to replace anything but a spec file; raises OutputError."
     try:
-        read_spec(path)
-    except (DataError, SpecError) as e:
+        is_ours = _load(path).get("kind") == KIND  # of any schema, also with a mistake in it
+    except (DataError, SpecError):
+        is_ours = False
+    if not is_ours:
         raise OutputError(
             "something else than a spec file is there",
             code="output-exists",
             path=path,
             remedy="choose another name",
-        ) from e
+        )
 
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #f2c66733

@@ -202,7 +202,8 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as e:
         raise output_error(e, e.filename or path) from e
     finally:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -220,17 +220,19 @@ class Job:
 
     def close(self, *, keep: bool) -> int:
         "Remove what was not published, or leave it for a later build; returns the rows that this build can resume from."
-        if self.journal is None:
+        journal, self.journal = self.journal, None
+        if journal is None:
             return 0
         if (
-            keep and self.journal.fd >= 0
+            keep and journal.fd >= 0
         ):  # else all is entered, as when a data set is checked, or there is no room
             with suppress(OSError, LeakmelError):
-                self.journal.enter(self.entry)
-        n_kept = self.journal.n_entered if keep else 0
-        self.journal.close(remove=not n_kept)
-        self.file.abort(keep=n_kept > 0)
-        self.journal = None
+                journal.enter(self.entry)
+        n_kept = journal.n_entered if keep else 0
+        with suppress(OSError):
+            journal.close(remove=not n_kept)
+        with suppress(OSError):
+            self.file.abort(keep=n_kept > 0)
         return n_kept
 
 

@@ -81,7 +81,8 @@ def _entry_of(body: dict[str, Any], n: int) -> Entry:
     "An entry from its line's body; raises ValueError, KeyError, TypeError or ArithmeticError where it is none of a listing of n."
     known = np.frombuffer(base64.b64decode(body["known"], validate=True), KNOWN)
     numbers = known["number"]
-    if not (np.diff(numbers, prepend=-1, append=n) > 0).all():  # rising, so that no candidate comes twice
+    within = not len(numbers) or 0 <= numbers.min() <= numbers.max() < n
+    if not within or not (np.diff(numbers) > 0).all():  # rising, so that no candidate comes twice
         raise ValueError("candidates that are not there")
     unusual = {int(k): (sys.intern(str(e)), sys.intern(str(s))) for k, (e, s) in body["unusual"].items()}
     if unusual and not unusual.keys() <= set(numbers.tolist()):
@@ -239,7 +240,9 @@ class Journal:
         self.every_bytes = every_bytes
         self.sync = sync
         self.fd = -1
-        self.n_entered = 0  # rows entered, by this build or by the one that it resumes
+        self.n_entered = sum(
+            len(x.known) for x in self.past.entries
+        )  # rows, by this build or the one it resumes
         self._lock = threading.Lock()  # for the notes
         self._writing = threading.RLock()  # for the file
         self._noted = list[tuple[int, int]]()  # first candidate and count

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["may_resume", "open_jobs"]
 
-# %% ../../../nbs/dataset/run/open_jobs.ipynb #8f19cdc8
+# %% ../../../nbs/dataset/run/open_jobs.ipynb #2b9cff9d
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,9 +13,9 @@ from pathlib import Path
 from ...audio.listing import Listing
 from ...core.errors import MachineError, OutputError
 from ...core.timeline import Span
-from ..file.writer import OutputLock, undisturbed
+from ..file.writer import OutputLock, bytes_there, part_bytes, require_space, undisturbed
 from .existing import open_existing
-from .job import Job, Run
+from .job import Job, Run, waveform_shape
 from .resume import finished_job, keep_rows, reserve_job
 from ..source.bad_files import BadFilesError, check_share, first_bad_file
 
@@ -30,7 +30,17 @@ def may_resume(
     return True
 
 
-# %% ../../../nbs/dataset/run/open_jobs.ipynb #efc4abe6
+# %% ../../../nbs/dataset/run/open_jobs.ipynb #2cc71963
+def _require_room(run: Run, to_do: Sequence[tuple[Listing, Path]]) -> None:
+    "Raise SpaceError where there is no room for the rows of all splits together."
+    if not to_do:
+        return
+    waveforms = waveform_shape(run.spec) if run.request.with_waveforms else None
+    n_bytes = sum(part_bytes(run.spec.row_shape, waveforms)) * sum(len(listing) for listing, _ in to_do)
+    there = sum(bytes_there(target.with_name(f".{target.name}.partial")) for _, target in to_do)
+    require_space(to_do[0][1].parent, n_bytes - there)
+
+
 def _check_rejected(run: Run, job: Job) -> None:
     "Raise BadFilesError where earlier builds rejected more than this one accepts."
     config = run.request.config
@@ -57,15 +67,16 @@ def open_jobs(
         ]
         # all is known that has to be known before the first file is touched
         run.timeline.spans.append(Span("start_up", "main", max(0.0, run.listed_s), run.timeline.now_s()))
-        for (listing, target), found in zip(targets, existing):
-            job = None if found is None else finished_job(run, listing, target, found)
-            if job is not None:
-                jobs.append(job)
-            else:
-                with undisturbed():
-                    job = reserve_job(run, listing, target)
-                    jobs.append(job)
-                keep_rows(run, job, found)
+        finished = [
+            None if found is None else finished_job(run, listing, target, found)
+            for (listing, target), found in zip(targets, existing)
+        ]
+        _require_room(run, [pair for pair, job in zip(targets, finished) if job is None])
+        for (listing, target), job in zip(targets, finished):
+            with undisturbed():
+                jobs.append(job or reserve_job(run, listing, target))
+        for job, found in zip(jobs, existing):
+            keep_rows(run, job, found)
             _check_rejected(run, job)
         yield jobs
     except BaseException as e:

@@ -198,9 +198,10 @@ def finished_job(
         return None
     note_columns(job, meta, run.manifest.label_names)
     job.changes = existing.changes
-    with undisturbed(), suppress(OSError):
+    with undisturbed():
         for name in _LEFTOVERS:
-            target.with_name(name.format(target.name)).unlink(missing_ok=True)
+            with suppress(OSError):
+                target.with_name(name.format(target.name)).unlink(missing_ok=True)
     return job
 
 

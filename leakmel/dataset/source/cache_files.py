@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ["SUFFIX", "cache_folder", "cache_path", "open_cache", "CacheFile", "list_cache", "clear_cache"]
 
-# %% ../../../nbs/dataset/source/cache_files.ipynb #be67470c
-import os, re, stat, time
+# %% ../../../nbs/dataset/source/cache_files.ipynb #f8e1e726
+import errno, os, re, stat, time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +28,8 @@ def cache_folder(
     cache_dir: str | os.PathLike | None = None,  # the user's choice
 ) -> Path:
     "Return the folder of cache files: the one named, LEAKMEL_CACHE_DIR, or leakmel's part of the user's cache folder."
-    if named := cache_dir or os.environ.get("LEAKMEL_CACHE_DIR"):
+    named = os.environ.get("LEAKMEL_CACHE_DIR") or None if cache_dir is None else cache_dir
+    if named is not None:
         return Path(os.path.abspath(os.path.expanduser(named)))
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "leakmel"
@@ -70,10 +71,17 @@ def open_cache(
 
 
 def _open_complete(path: Path, reader: BatchReader, key: str) -> SampleCache | None:
-    "Open an existing cache file; it got its name when it was complete, so no lock is needed."
+    "Open an existing cache file; it got its name when it was complete, so no lock is needed. Raises OSError where it may be fine but cannot be read."
     try:
         cache = SampleCache.open(path, reader.spec.n_samples, key)
-    except DataError:
+    except (DataError, FileNotFoundError):
+        return None
+    except OSError as e:
+        if e.errno == errno.ELOOP:  # a link
+            return None
+        raise
+    if len(cache.facts) != len(reader.listing):
+        cache.rows.close()
         return None
     with suppress(OSError):
         os.utime(path)  # when it was last used
@@ -136,7 +144,7 @@ def list_cache(
                 cache = SampleCache.open(path)
                 cache.rows.close()
                 facts = {name: cache.about[name] for name in ("folder", "split", "recordings")}
-            except (DataError, KeyError) as e:
+            except (DataError, KeyError, OSError) as e:
                 facts = {"problem": str(getattr(e, "found", e))}
             found.append(CacheFile(path, st.st_size, used, **facts))
     return sorted(found, key=lambda f: (f.used_utc, f.path.name), reverse=True)
@@ -152,10 +160,13 @@ def clear_cache(
         raise UsageError("unused_days must be 0 or more", code="usage", found=unused_days)
     folder = cache_folder(cache_dir)
     before = time.time() - unused_days * 86_400
-    removed = [f for f in list_cache(folder) if datetime.fromisoformat(f.used_utc).timestamp() <= before]
+    removed = []
     try:
-        for each in removed:
-            each.path.unlink(missing_ok=True)
+        for each in list_cache(folder):
+            with suppress(FileNotFoundError):
+                if each.path.lstat().st_mtime <= before:  # not used since it was listed
+                    each.path.unlink()
+                    removed.append(each)
         for partial in folder.glob(f".*{SUFFIX}.partial"):
             made = partial.with_name(partial.name[1:].removesuffix(".partial"))
             if _OURS.fullmatch(made.name):

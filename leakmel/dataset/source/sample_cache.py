@@ -215,24 +215,33 @@ class SampleCache:
         n_samples: int = 0,  # of a row; 0: rows are not read
         key: str | None = None,  # of the recordings wanted; None: any
     ) -> Self:  # its file is open
-        "Open a cache file, never through a link; raises DataError where it cannot be used."
+        "Open a cache file, never through a link; raises DataError where it cannot be used, OSError where it cannot be read."
         fd = -1
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             text, arrays = _read_tail(fd)
             if key not in (None, text["key"]):
                 raise ValueError("it holds other recordings")
+            facts, row_digests = arrays["facts"], arrays["row_digests"]
+            n = len(facts)
+            if (facts.dtype, facts.shape) != (FACTS, (n,)) or (row_digests.dtype, row_digests.shape) != (
+                "S32",
+                (n,),
+            ):
+                raise ValueError("its facts are laid out in another way")
             rows = FileRows(fd, 0, n_samples)
             rows.places = {int(k): v for k, v in text["places"].items()}
             cache = cls(text["key"], rows, 0)
             cache.about = dict(text["about"])
-            cache.facts = arrays["facts"]
-            cache.row_digests = arrays["row_digests"]
+            cache.facts = facts
+            cache.row_digests = row_digests
             cache.unusual = {int(k): (v[0], v[1]) for k, v in text["unusual"].items()}
             return cache
         except Exception as e:  # a damaged file can be wrong in any way; it is made again
             if fd >= 0:
                 os.close(fd)
+            if isinstance(e, OSError):
+                raise  # the file may be fine: it is not replaced
             raise DataError(
                 "this is no cache file that can be used", code="invalid-cache-file", path=path, found=str(e)
             ) from e
