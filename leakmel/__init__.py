@@ -31,7 +31,7 @@ _PUBLIC = {
     "TrainResult": "learn.train.loop",
     "TrainSettings": "learn.model.settings",
     "search": "learn.search.search",
-    "SearchResult": "learn.search.results",
+    "SearchResult": "learn.search.search",
     "predict": "learn.predict.predict",
     "Predictions": "learn.predict.predictions",
     "evaluate": "learn.evaluate.evaluation",

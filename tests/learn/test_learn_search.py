@@ -29,10 +29,16 @@ from leakmel.learn.search import search as module
 from leakmel.learn.search import trials as trials_module
 from leakmel.learn.model.settings import CheckpointSettings
 from leakmel.learn.model.detector import load_detector
-from leakmel.learn.search.search import search
-from leakmel.learn.search.results import SearchResult, verdict
-from leakmel.learn.search.space import USUAL, holds, read_space, settings_with, usual_space
-from leakmel.learn.search.trials import OtherSeed, SearchState, Trial, read_state
+from leakmel.learn.search.search import SearchResult, search, verdict
+from leakmel.learn.search.trials import (
+    USUAL,
+    OtherSeed,
+    SearchState,
+    Trial,
+    read_space,
+    read_state,
+    settings_with,
+)
 from leakmel.learn.data.splits import LeakySplitWarning, group_split
 from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.train.loop import train
@@ -507,6 +513,7 @@ def test_a_trial_that_was_over_before_it_was_noted_is_not_learned_again(
         ({"space": {}}, "nothing-to-search", "{}"),
         ({"space": {"channels": [[4, 8]]}}, "invalid-range", "channels"),
         ({"space": {"channels": [[4, 8], [0]]}}, None, "channels"),
+        ({"space": {"batch_size": [128, 256, 128]}}, "invalid-range", "twice"),
         ({"trials": 0}, "out-of-range", "trials"),
         ({"hours": -1.0}, "out-of-range", "hours"),
         ({"again": 1.5}, "out-of-range", "again"),
@@ -744,13 +751,8 @@ ODD = TrainSettings(learning_rate=0.5, dropout=0.9, batch_size=7, weight_decay=0
 
 
 @pytest.mark.parametrize("base", [TrainSettings(), TINY, ODD], ids=["usual", "tiny", "odd"])
-def test_the_usual_space_holds_what_it_begins_with(base: TrainSettings) -> None:
-    space = usual_space(base)
-    assert read_space(None, base) == space
-    assert set(USUAL) - set(space) <= {"band_mask_width"}
-    assert [n for n, d in space.items() if not holds(d, getattr(base, n))] == (
-        ["weight_decay"] if base.weight_decay == 0 else []
-    )
+def test_without_a_space_the_usual_one_is_searched(base: TrainSettings) -> None:
+    assert set(USUAL) - set(read_space(None, base)) == (set() if base.n_band_masks else {"band_mask_width"})
 
 
 def test_a_space_from_a_file(sets: Path, tmp_path: Path) -> None:
@@ -776,6 +778,19 @@ def test_of_equal_trials_the_earlier_one_and_of_equal_f1_the_lower_loss() -> Non
     ]
     assert SearchState({}, trials).best.number == 1
     assert SearchState({}, [trial(0, math.nan, 0.3)]).best.number == 0
+
+
+def test_an_undefined_figure_is_null_in_the_file(tmp_path: Path) -> None:
+    "JSON has no NaN: other programs could not read the file."
+    memory = SearchState({}, [Trial(0, "complete", {}, (math.nan, 0.5), (math.nan, 0.1), 1.0)])
+    memory.again.append(OtherSeed(0, 1, math.nan, 1.0))
+    memory.write(tmp_path)
+    assert b"NaN" not in (tmp_path / "search.json").read_bytes()
+    found = read_state(tmp_path)
+    assert found is not None
+    assert math.isnan(found.trials[0].f1s[0])
+    assert math.isnan(found.again[0].f1)
+    assert found.trials[0].f1 == 0.5
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
