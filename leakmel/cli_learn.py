@@ -398,7 +398,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> None:
 def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Judge a detector by data sets, beside two baselines."
     from leakmel.learn.evaluate.evaluation import evaluate
-    from leakmel.learn.find import find_judges
+    from leakmel.learn.plans import find_judges
 
     if args.figures and not args.out:
         raise UsageError("--figures needs a folder", code="invalid-arguments", expected="--out DIR")
@@ -560,7 +560,7 @@ def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
     from leakmel.learn.retrain.round_settings import RoundRules
     from leakmel.learn.retrain.rounds import retrain
-    from leakmel.learn.find import set_of
+    from leakmel.learn.plans import set_of
 
     with spoken_warnings():
         done = retrain(

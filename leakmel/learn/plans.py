@@ -4,6 +4,12 @@
 
 # %% auto #0
 __all__ = [
+    "PARTS",
+    "DataSets",
+    "find_sets",
+    "set_of",
+    "find_judges",
+    "find_model",
     "training_kinds",
     "settings_of",
     "TrainingPlan",
@@ -18,7 +24,8 @@ __all__ = [
 ]
 
 # %% ../../nbs/learn/plans.ipynb #8c216be1
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,23 +33,121 @@ from typing import Any
 from ..audio.manifest import Manifest, scan
 from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import Kinds, field_kinds
-from ..core.run_plan import RowTable, run_folder, write_summary
-from ..dataset.file.reader import open_dataset
+from ..core.run_plan import RowTable, newest_run, run_folder, runs_folder, user_path, write_summary
+from ..dataset.file.schema import data_set_name
+from ..dataset.run.pipeline import build_all
 from ..dataset.run.plan import find_data
-from .data.segments import Segments, open_sources
+from .data.segments import Segments, close_own, open_sources
 from .data.splits import Split, group_split
 from .data.task import make_task
 from .evaluate.evaluation import evaluate
 from .evaluate.report import Evaluation
-from .find import DataSets, find_model, find_sets
 from .model.detector import Detector, load_detector
 from .model.devices import pick_device
-from .model.settings import RESUME, CheckpointSettings, TrainSettings
+from .model.locate import model_file
+from .model.settings import CheckpointSettings, TrainSettings
 from .predict.plots import MOST_RECORDINGS
 from .predict.predict import predict, rule_of
 from .predict.predictions import Predictions, Rule
 from .train.checkpoints import list_checkpoints
 from .train.loop import TrainResult, train
+
+# %% ../../nbs/learn/plans.ipynb #d69278ee
+PARTS = ("training", "validation", "testing")
+
+
+@dataclass(frozen=True)
+class DataSets:
+    "Files to train with."
+
+    files: dict[str, Path]  # of PARTS, those that are there
+    note: str  # where they come from
+
+
+def find_sets(
+    data: str
+    | os.PathLike
+    | None,  # folder, or file of the training recordings; None: the newest below runs/, else the demo set
+    validation: str | os.PathLike | None = None,
+    testing: str | os.PathLike | None = None,
+    *,
+    progress: str = "auto",  # where progress of building a demo set is drawn
+) -> DataSets:  # raises DataError
+    "Find the data sets: as given, the newest, or those of the demo set."
+    if data is not None:
+        folder, note = user_path(data), "given as data"
+    elif newest := newest_run(data_set_name("TRAINING")):
+        folder = newest[0].parent
+        note = f"the newest of {newest[1]:,} below {show_path(runs_folder())}; set data for others"
+    else:
+        root, said = find_data(None, progress=progress)
+        folder = runs_folder() / f"{root.name}-sets"
+        note = f"built from {show_path(root)}: {said}"
+        build_all(root, out_dir=folder, progress=progress)
+    files = {"training": set_of(folder, "training")} | _in_folder(folder)
+    for part, path in (("validation", validation), ("testing", testing)):
+        if path is not None:
+            files[part] = set_of(path, part)
+    return DataSets(files, note)
+
+
+def _in_folder(folder: Path) -> dict[str, Path]:
+    "Data sets of a folder by part."
+    paths = {part: folder / data_set_name(part.upper()) for part in PARTS}
+    return {part: path for part, path in paths.items() if path.is_file()}
+
+
+def set_of(
+    path: str | os.PathLike,  # a data set, or a folder with one for each part
+    part: str,  # of PARTS
+) -> Path:  # raises DataError
+    "Find the data set of a part."
+    given = user_path(path)
+    found = given / data_set_name(part.upper()) if given.is_dir() else given
+    if not found.is_file():
+        raise DataError(
+            f"no data set for {part} here",
+            code="data-set-missing",
+            path=given,
+            expected=found.name,
+            remedy="build it (leakmel build ROOT --split all --out DIR), or name the file",
+        )
+    return found
+
+
+def find_judges(
+    data: Sequence[str | os.PathLike],  # data sets to evaluate on, or folders of data sets
+    training: Sequence[str | os.PathLike] = (),
+    validation: Sequence[str | os.PathLike] = (),
+) -> dict[str, list[Path]]:  # of PARTS; what is not named is looked for in the folders; raises DataError
+    "Find the data sets that evaluate a detector, and those that it was trained with."
+    folders = [_in_folder(user_path(p)) for p in data]
+    given = {"training": training, "validation": validation, "testing": data}
+    found = {part: [set_of(p, part) for p in paths] for part, paths in given.items()}
+    for part in ("training", "validation"):
+        found[part] = found[part] or [files[part] for files in folders if part in files]
+    return {part: files for part, files in found.items() if files}
+
+
+# %% ../../nbs/learn/plans.ipynb #80f9e743
+def find_model(
+    model: str | None,  # as the user gave it
+) -> tuple[Path, str]:  # file, and a sentence on where it comes from; raises DataError
+    "Find the model's file: as given, by LEAKMEL_MODEL, or the newest below runs/."
+    if model:
+        return model_file(user_path(model)), "given as model"
+    if named := os.environ.get("LEAKMEL_MODEL"):
+        return model_file(user_path(named)), "from the environment variable LEAKMEL_MODEL"
+    newest = newest_run("model.pt")
+    if newest is None:
+        raise DataError(
+            "no model was named, and none lies below the folder of runs",
+            code="no-model",
+            path=runs_folder(),
+            remedy="train one first (train.ipynb, leakmel train), or set model",
+        )
+    where = show_path(runs_folder())
+    return newest[0], f"the newest of {newest[1]:,} below {where}; set LEAKMEL_MODEL or model for another one"
 
 
 # %% ../../nbs/learn/plans.ipynb #a6e5816e
@@ -69,10 +174,13 @@ def settings_of(
     parameters: dict[str, Any],  # as training_kinds lists them; what is left out is as usual
 ) -> tuple[TrainSettings, CheckpointSettings]:  # raises UsageError
     "Settings from parameters."
-    given = _own(parameters, TrainSettings)
-    if isinstance(text := given.get("channels"), str):
+    given = {
+        kind: {f.name: parameters[f.name] for f in fields(kind) if f.name in parameters}
+        for kind in (TrainSettings, CheckpointSettings)
+    }
+    if isinstance(text := parameters.get("channels"), str):
         try:
-            given["channels"] = tuple(int(word) for word in text.split(","))
+            given[TrainSettings]["channels"] = tuple(int(word) for word in text.split(","))
         except ValueError:
             raise UsageError(
                 "channels are whole numbers with commas between",
@@ -80,13 +188,7 @@ def settings_of(
                 found=repr(text),
                 expected="for example '48,96,192'",
             ) from None
-    return TrainSettings(**given), CheckpointSettings(**_own(parameters, CheckpointSettings))
-
-
-def _own(parameters: dict[str, Any], settings: type) -> dict[str, Any]:
-    "Those parameters that are fields of a settings class."
-    names = {f.name for f in fields(settings)}
-    return {name: value for name, value in parameters.items() if name in names}
+    return TrainSettings(**given[TrainSettings]), CheckpointSettings(**given[CheckpointSettings])
 
 
 # %% ../../nbs/learn/plans.ipynb #ca05bec1
@@ -135,10 +237,6 @@ def plan_training(
     p = parameters
     settings, checkpoints = settings_of(p)
     pick_device(p["device"])
-    if p["resume"] not in RESUME:
-        raise UsageError(
-            "resume is not known", code="unknown-choice", found=repr(p["resume"]), expected=", ".join(RESUME)
-        )
     sets = find_sets(p["data"], p["validation"], p["testing"], progress=progress)
     given = {
         "leak_label": p["leak_label"],
@@ -147,38 +245,29 @@ def plan_training(
         "allow_leaky_split": p["allow_leaky_split"],
         "resume": p["resume"],
     }
-    _require_together(sets, given, p["evaluation"], p["group"] is not None)
-    split = None if p["group"] is None else _divided(sets, given, p["group"], settings.seed, progress)
-    out = run_folder(p["out"], "train")
-    return TrainingPlan(sets, split, settings, checkpoints, out, p["device"], given, p["evaluation"])
-
-
-def _require_together(sets: DataSets, given: dict[str, Any], evaluation: bool, divided: bool) -> None:
-    "Refuse data sets that do not belong together now, and not when the training is over."
-    files = [path for part, path in sets.files.items() if part != "testing" or evaluation]
+    split = None
+    files = [path for part, path in sets.files.items() if part != "testing" or p["evaluation"]]
     # by label names: recordings for testing may have been built alone
-    by_name = evaluation and not divided and "testing" in sets.files
-    opened = open_sources(files, same_labels=not by_name)
+    by_name = p["evaluation"] and p["group"] is None and "testing" in sets.files
+    opened = open_sources(files, same_labels=not by_name)  # refused now, and not after the training
     try:
+        some = {name: given[name] for name in ("kind", "leave_out")}
+        task = make_task(opened[0].class_names, given["leak_label"], **some)
         if by_name:
-            task = make_task(
-                opened[0].class_names, given["leak_label"], kind=given["kind"], leave_out=given["leave_out"]
-            )
             Segments(opened[-1:], level="recording", task=task, preload_to_ram=False)
     finally:
-        for ds in opened:
-            ds.close()
-
-
-def _divided(sets: DataSets, given: dict[str, Any], group: str, seed: int, progress: str) -> Split:
-    "All recordings, divided by groups."
-    files = list(sets.files.values())
-    with open_dataset(files[0]) as ds:
-        task = make_task(
-            ds.class_names, given["leak_label"], kind=given["kind"], leave_out=given["leave_out"]
+        close_own(opened, files)
+    if p["group"] is not None:
+        split = group_split(
+            list(sets.files.values()),
+            p["group"],
+            seed=settings.seed,
+            task=task,
+            allow_leaky_split=p["allow_leaky_split"],
+            progress=progress,
         )
-    leaky = given["allow_leaky_split"]
-    return group_split(files, group, seed=seed, task=task, allow_leaky_split=leaky, progress=progress)
+    out = run_folder(p["out"], "train")
+    return TrainingPlan(sets, split, settings, checkpoints, out, p["device"], given, p["evaluation"])
 
 
 # %% ../../nbs/learn/plans.ipynb #2b7985ae
@@ -189,16 +278,17 @@ def execute_training(
 ) -> TrainResult:
     "Train what was planned."
     files = plan.sets.files
-    how: dict[str, Any] = {
-        "out": plan.out,
-        "settings": plan.settings,
-        "device": plan.device,
-        "checkpoints": plan.checkpoints,
-        "progress": progress,
-    } | plan.given
-    if plan.split is not None:
-        return train(list(files.values()), split=plan.split, **how)
-    return train(files["training"], files.get("validation"), **how)
+    sources: tuple = (files["training"], files.get("validation"))
+    return train(
+        *(sources if plan.split is None else (list(files.values()),)),
+        split=plan.split,
+        out=plan.out,
+        settings=plan.settings,
+        device=plan.device,
+        checkpoints=plan.checkpoints,
+        progress=progress,
+        **plan.given,
+    )
 
 
 def execute_evaluation(
@@ -211,18 +301,16 @@ def execute_evaluation(
     files = plan.sets.files
     if not plan.evaluation or "testing" not in (files if plan.split is None else plan.split.parts):
         return None
-    how: dict[str, Any] = {
-        "device": pick_device(plan.device),
-        "allow_leaky_split": plan.given["allow_leaky_split"],
-        "progress": progress,
-    }
-    if plan.split is not None:
-        found = evaluate(result.detector, list(files.values()), split=plan.split, **how)
-    else:
-        validation = files.get("validation")
-        found = evaluate(
-            result.detector, files["testing"], training=files["training"], validation=validation, **how
-        )
+    parts = {part: files.get(part) for part in ("training", "validation")} if plan.split is None else {}
+    found = evaluate(
+        result.detector,
+        files["testing"] if plan.split is None else list(files.values()),
+        split=plan.split,
+        **parts,
+        device=pick_device(plan.device),
+        allow_leaky_split=plan.given["allow_leaky_split"],
+        progress=progress,
+    )
     write_summary(plan.out, run_summary(result, found))
     return found
 
@@ -273,17 +361,12 @@ class PredictionPlan(RowTable):
 
     def rows(self) -> Iterator[tuple[str, str]]:
         "Pairs of a word and what it stands for."
-        length = self.given["length"]
-        if length == "whole":
-            length = "every long segment of each recording"
-        elif length == "spec":
-            length = "at most as many segments as a row of a data set has"
         yield "data", f"{show_path(self.folder)}: {self.data_note}"
         yield "model", f"{show_path(self.model)}: {self.model_note}"
         yield "task", repr(self.detector.task)
         yield "spec", repr(self.detector.spec)
         yield "rule", str(self.rule)
-        yield "scored", length
+        yield "scored", f"{self.given['length']} recordings"
         yield "device", self.device
         yield "to", show_path(self.out)
 

@@ -590,7 +590,7 @@ def test_the_command_line_stays_light():
 
 
 def test_without_a_model_the_newest_is_taken(tmp_path, monkeypatch, detector):
-    from leakmel.learn.find import find_model
+    from leakmel.learn.plans import find_model
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LEAKMEL_MODEL", raising=False)

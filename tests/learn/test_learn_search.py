@@ -516,6 +516,7 @@ def test_a_trial_that_was_over_before_it_was_noted_is_not_learned_again(
         ({"space": {"batch_size": [128, 256, 128]}}, "invalid-range", "twice"),
         ({"trials": 0}, "out-of-range", "trials"),
         ({"hours": -1.0}, "out-of-range", "hours"),
+        ({"hours": math.nan}, "out-of-range", "hours"),
         ({"again": 1.5}, "out-of-range", "again"),
         ({"resume": "perhaps"}, "unknown-value", "perhaps"),
         ({"device": "tpu"}, None, "tpu"),

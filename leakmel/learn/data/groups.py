@@ -33,28 +33,36 @@ def group_values(
     "The group of each recording."
     import pandas as pd
 
-    if missing not in ("refuse", "one"):
+    pattern = None
+    try:
+        if isinstance(group, re.Pattern) or isinstance(group, str) and group.startswith("re:"):
+            pattern = re.compile(group[3:] if isinstance(group, str) else group)
+            pattern.search("")  # refuses a pattern of bytes
+    except (re.error, OverflowError, RecursionError, TypeError) as e:
         raise UsageError(
-            "missing is not known", code="usage", found=repr(missing), expected="'refuse' or 'one'"
+            f"not a regular expression: {e}", code="usage", found=repr(group), expected="a pattern of text"
+        ) from e
+    name = "path" if pattern else group
+    if isinstance(name, str) and name not in table:
+        names = "files of the earlier system hold no names: give a list of groups"
+        raise UsageError(
+            "no such column to group by",
+            code="unknown-column",
+            found=repr(name),
+            expected=", ".join(table.columns),
+            remedy=None if "path" in table else names,
         )
-    if isinstance(group, str) and group.startswith("re:"):
-        try:
-            group = re.compile(group[3:])
-        except (re.error, OverflowError, RecursionError) as e:
-            raise UsageError(f"not a regular expression: {e}", code="usage", found=repr(group)) from e
-    if isinstance(group, re.Pattern):
-        values = _searched(_column(table, "path"), group)
-    elif isinstance(group, str):
-        values = _column(table, group)
-    elif isinstance(group, Iterable) and not isinstance(group, _UNORDERED) and getattr(group, "ndim", 1) == 1:
-        values = list(group)
-    else:
+    if not isinstance(name, Iterable) or isinstance(name, _UNORDERED) or getattr(name, "ndim", 1) != 1:
         raise UsageError(
             "not a way to group recordings",
             code="usage",
             found=type(group).__name__,
             expected="a column, 're:...', or a list with a value for each recording",
         )
+    values = table[name].tolist() if isinstance(name, str) else list(name)
+    if pattern is not None:
+        found = [pattern.search(path) if isinstance(path, str) else None for path in values]
+        values = [m and m[min(1, pattern.groups)] for m in found]
     if len(values) != len(table):
         raise UsageError(
             "groups do not fit the recordings",
@@ -80,29 +88,6 @@ def group_name(group: Group) -> str:
     return show_path(group) if isinstance(group, str) else "group"
 
 
-def _column(table: "pd.DataFrame", name: str) -> list:
-    if name in table:
-        return table[name].tolist()
-    names = "files of the earlier system hold no names: give a list of groups"
-    raise UsageError(
-        "no such column to group by",
-        code="unknown-column",
-        found=repr(name),
-        expected=", ".join(table.columns),
-        remedy=None if "path" in table else names,
-    )
-
-
-def _searched(paths: list, pattern: re.Pattern) -> list[str]:
-    "The first group of a match, or all of it; empty where there is none, or no path."
-    if isinstance(pattern.pattern, bytes):
-        raise UsageError(
-            "a pattern of bytes", code="usage", found=repr(pattern), expected="a pattern of text"
-        )
-    found = [pattern.search(path) if isinstance(path, str) else None for path in paths]
-    return [(m.group(1) or "") if m and pattern.groups else m.group() if m else "" for m in found]
-
-
 # %% ../../../nbs/learn/data/groups.ipynb #6a8bccb1
 def recordings_of(
     ds: "Segments",
@@ -120,21 +105,16 @@ def joined_groups(
     content: np.ndarray,  # [n] str, equal where the content is; empty where that is not known
 ) -> np.ndarray:  # [n] int from 0, in the order of the groups' names
     "Numbers of groups; groups that share some content have one number."
-    _, code = np.unique(groups, return_inverse=True)
-    parent = list(range(int(code.max(initial=-1)) + 1))
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
 
-    def root(k: int) -> int:
-        while parent[k] != k:
-            parent[k] = k = parent[parent[k]]
-        return k
-
-    first: dict[str, int] = {}
-    for k, digest in zip(code.tolist(), content.tolist()):
-        if not digest:
-            continue
-        a, b = root(k), root(first.setdefault(digest, k))
-        parent[max(a, b)] = min(a, b)
-    return np.unique([root(k) for k in code.tolist()], return_inverse=True)[1].astype(np.int64)
+    names, code = np.unique(groups, return_inverse=True)
+    known = content.astype(np.str_) != ""
+    digests, digest = np.unique(content[known].astype(np.str_), return_inverse=True)
+    n = len(names) + len(digests)  # nodes: groups, and the contents that they hold
+    edges = coo_array((np.ones(len(digest)), (code[known], len(names) + digest)), shape=(n, n))
+    joined = connected_components(edges, directed=False)[1]
+    return np.unique(joined[code], return_inverse=True)[1].astype(np.int64)
 
 
 # %% ../../../nbs/learn/data/groups.ipynb #3bee715a

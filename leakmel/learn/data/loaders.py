@@ -6,9 +6,6 @@
 __all__ = [
     "KINDS",
     "BLOCK_BYTES",
-    "shuffled",
-    "block_shuffled",
-    "OrderSettings",
     "Order",
     "Loader",
     "DeviceLoader",
@@ -32,145 +29,66 @@ from torch.utils.data import DataLoader
 from ...core.errors import UsageError
 from ...core.monitor import free_memory, size_text
 from ...dataset.file.chunks import in_order
-from .segments import Batch, Segments, joined, load_items
+from .segments import Batch, Segments, load_items
 
 
-# %% ../../../nbs/learn/data/loaders.ipynb #561585cd
-def shuffled(
-    n_items: int,
-    seed: int,
-    epoch: int,
-) -> np.ndarray:  # [n_items] int64
-    "All items in random order."
-    return np.random.default_rng([seed, epoch]).permutation(n_items)
+# %% ../../../nbs/learn/data/loaders.ipynb #86317618
+@dataclass(eq=False)
+class Order:
+    "The order of items, and the place that has been reached; iterating gives what is left of the epoch."
 
-
-def block_shuffled(
-    n_rows: int,
-    per_row: int,  # items of a row
-    block_rows: int,  # neighbours that are read together
-    buffer_blocks: int,  # blocks whose items are shuffled together
-    seed: int,
-    epoch: int,
-    row_starts: np.ndarray
-    | None = None,  # [n_rows + 1] int64, first item of each row, and the number of all; None: `per_row` items each
-) -> Iterator[np.ndarray]:  # of each buffer: [n] int64, its items in random order
-    "Items in the order of a block shuffle, buffer by buffer."
-    rng = np.random.default_rng([seed, epoch])
-    blocks = rng.permutation(-(-n_rows // block_rows))
-    for start in range(0, len(blocks), buffer_blocks):
-        rows = blocks[start : start + buffer_blocks] * block_rows
-        firsts, ends = (
-            r * per_row if row_starts is None else row_starts[r]
-            for r in (rows, np.minimum(rows + block_rows, n_rows))
-        )
-        yield rng.permutation(
-            np.concatenate([np.arange(a, b) for a, b in zip(firsts.tolist(), ends.tolist())])
-        )
-
-
-# %% ../../../nbs/learn/data/loaders.ipynb #4200dbfd
-@dataclass(frozen=True)
-class OrderSettings:
-    "What the order of batches follows from."
-
-    n_rows: int
-    per_row: int = 1  # items of a row, of the longest where they differ
+    row_starts: np.ndarray  # [n_rows + 1] int64, first item of each row, and the number of all
     batch_size: int = 256  # items
     seed: int = 0
     shuffle: bool = True  # False: as they lie in the file
-    drop_last: bool = False  # leave out the last batch of an epoch where it is not full
     block_rows: int = 0  # 0: all items are shuffled together; else the rows of a block
     buffer_blocks: int = 64  # blocks whose items are shuffled together
     epoch_share: float = 1.0  # of all items that an epoch draws: the first ones of its order
-    row_starts: np.ndarray | None = field(default=None, repr=False, compare=False)  # as for `block_shuffled`
+    epoch: int = field(default=0, init=False)
+    batch: int = field(default=0, init=False)  # batches of this epoch that were handed out
 
     def __post_init__(self):
-        least = {"n_rows": 1, "per_row": 1, "batch_size": 1, "buffer_blocks": 1, "seed": 0, "block_rows": 0}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise UsageError(f"{name} must be at least {bound}", code="usage", found=getattr(self, name))
-        if not 0 < self.epoch_share <= 1:
-            raise UsageError(
-                "epoch_share must be above 0 and at most 1", code="usage", found=self.epoch_share
-            )
-        if self.drop_last and self.batch_size > self.n_items:
-            raise UsageError(
-                "no batch would be full",
-                code="usage",
-                found=f"{self.n_items:,} items, batches of {self.batch_size:,}",
-                remedy="lower batch_size",
-            )
-
-    @property
-    def n_all(self) -> int:
-        "Items of all rows."
-        return self.n_rows * self.per_row if self.row_starts is None else int(self.row_starts[-1])
+        self._made = -1, np.zeros(0, np.int64), np.zeros(0, np.int64)  # an epoch, its items, ends of buffers
 
     @property
     def n_items(self) -> int:
         "Items of an epoch."
-        return max(1, round(self.n_all * self.epoch_share))
-
-    @property
-    def n_batches(self) -> int:
-        "Batches of an epoch."
-        return self.n_items // self.batch_size if self.drop_last else -(-self.n_items // self.batch_size)
-
-    def buffers(self, epoch: int) -> Iterator[np.ndarray]:
-        "The items of an epoch in order: one array, or one for each buffer of a block shuffle."
-        left = self.n_items
-        for items in self._all_items(epoch):
-            yield items[:left]
-            left -= len(items)
-            if left <= 0:
-                return
-
-    def _all_items(self, epoch: int) -> Iterator[np.ndarray]:
-        if self.shuffle and self.block_rows:
-            shape = self.n_rows, self.per_row, self.block_rows, self.buffer_blocks
-            yield from block_shuffled(*shape, self.seed, epoch, self.row_starts)
-        elif self.shuffle:
-            yield shuffled(self.n_all, self.seed, epoch)
-        else:
-            step = self.block_rows * self.buffer_blocks or self.n_rows
-            rows = np.append(np.arange(0, self.n_rows, step), self.n_rows)
-            bounds = (rows * self.per_row if self.row_starts is None else self.row_starts[rows]).tolist()
-            for start, end in zip(bounds, bounds[1:]):
-                yield np.arange(start, end)
-
-
-# %% ../../../nbs/learn/data/loaders.ipynb #86317618
-class Order:
-    "The order of items, and the place that has been reached; iterating gives what is left of the epoch."
-
-    def __init__(
-        self,
-        settings: OrderSettings,
-    ):
-        self.settings = settings
-        self.epoch = 0
-        self.batch = 0  # batches of this epoch that were handed out
-        self._made = -1, np.zeros(0, np.int64), list[int]()  # an epoch, and its items
-
-    def items(self, epoch: int | None = None) -> tuple[np.ndarray, list[int]]:
-        "All items of an epoch (None: of this one) in order, [n_items], and the length of each buffer."
-        epoch = self.epoch if epoch is None else epoch
-        if self._made[0] != epoch:
-            parts = list(self.settings.buffers(epoch))
-            items = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            self._made = epoch, items, [len(p) for p in parts]
-        return self._made[1:]
+        return max(1, round(int(self.row_starts[-1]) * self.epoch_share))
 
     def __len__(self) -> int:
-        return self.settings.n_batches
+        return -(-self.n_items // self.batch_size)
+
+    def _buffers(self, epoch: int) -> Iterator[np.ndarray]:
+        "All items in order: one array, or one for each buffer of a block shuffle."
+        rng = np.random.default_rng([self.seed, epoch])
+        n_rows = len(self.row_starts) - 1
+        if self.shuffle and not self.block_rows:
+            yield rng.permutation(int(self.row_starts[-1]))
+            return
+        step = self.block_rows or n_rows
+        blocks = np.arange(-(-n_rows // step))
+        if self.shuffle:
+            blocks = rng.permutation(blocks)
+        for at in range(0, len(blocks), self.buffer_blocks):
+            rows = blocks[at : at + self.buffer_blocks] * step
+            spans = zip(self.row_starts[rows], self.row_starts[np.minimum(rows + step, n_rows)])
+            items = np.concatenate([np.arange(start, end) for start, end in spans])
+            yield rng.permutation(items) if self.shuffle else items
+
+    def items(self, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        "The items of an epoch (None: of this one) in order, [n_items], and where each buffer of them ends."
+        epoch = self.epoch if epoch is None else epoch
+        if self._made[0] != epoch:
+            parts = list(self._buffers(epoch))
+            ends = np.minimum(np.cumsum([len(p) for p in parts]), self.n_items)
+            self._made = epoch, np.concatenate(parts)[: self.n_items], np.unique(ends)
+        return self._made[1:]
 
     def __iter__(self) -> Iterator[np.ndarray]:
         "The batches of the epoch that have not been handed out: [n] items each. Moves nothing."
-        items, _ = self.items()
-        size = self.settings.batch_size
+        items = self.items()[0]
         for k in range(self.batch, len(self)):
-            yield items[k * size : (k + 1) * size]
+            yield items[k * self.batch_size : (k + 1) * self.batch_size]
 
     def advance(self) -> None:
         "Note that a batch was handed out; after the last one the next epoch begins."
@@ -180,21 +98,17 @@ class Order:
 
     def set_epoch(self, epoch: int) -> None:
         "Go to the beginning of an epoch."
-        if epoch < 0:
-            raise UsageError("epoch must be at least 0", code="usage", found=epoch)
         self.epoch = epoch
         self.batch = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        "The place, as plain numbers for a checkpoint."
-        place = {"epoch": self.epoch, "batch": self.batch, "seed": self.settings.seed}
-        return place | {"check": self._check(self.epoch)}
-
     def _check(self, epoch: int) -> int:
         "Check sum of the order of an epoch and of its division into batches."
-        s = self.settings
-        items = np.ascontiguousarray(self.items(epoch)[0])
-        return zlib.crc32(b"%d %d" % (s.batch_size, s.drop_last), zlib.crc32(items.data))
+        return zlib.crc32(b"%d 0" % self.batch_size, zlib.crc32(np.ascontiguousarray(self.items(epoch)[0])))
+
+    def state_dict(self) -> dict[str, Any]:
+        "The place, as plain numbers for a checkpoint."
+        place = {"epoch": self.epoch, "batch": self.batch, "seed": self.seed}
+        return place | {"check": self._check(self.epoch)}
 
     def load_state_dict(
         self,
@@ -203,23 +117,23 @@ class Order:
         "Go to a place that was noted before."
         try:
             epoch, batch, check = (int(state[name]) for name in ("epoch", "batch", "check"))
-        except (KeyError, TypeError, ValueError) as e:
-            raise UsageError(
-                "not a place in an order",
-                code="order-differs",
-                found=state,
-                expected="epoch, batch and check",
-            ) from e
-        if epoch < 0 or not 0 <= batch < len(self) or self._check(epoch) != check:
+            fits = epoch >= 0 and 0 <= batch < len(self) and self._check(epoch) == check
+        except (KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
             raise UsageError(
                 "the order is another one than that of the checkpoint",
                 code="order-differs",
-                found=self.settings,
+                found=self,
                 expected=f"the settings of then, seed {state.get('seed')}",
                 remedy="use the same rows, batch size, seed and way of shuffling, or begin a new training",
             )
         self.epoch = epoch
         self.batch = batch
+
+    def __repr__(self) -> str:
+        how = f"blocks of {self.block_rows:,} rows" if self.block_rows else "all items"
+        return f"Order({how}{' shuffled' * self.shuffle}, batches of {self.batch_size:,}, seed {self.seed})"
 
 
 # %% ../../../nbs/learn/data/loaders.ipynb #0a1ab8ce
@@ -228,10 +142,10 @@ class Loader(ABC):
 
     kind = ""
 
-    def __init__(self, ds: Segments, settings: OrderSettings, device: str | torch.device, why: str):
+    def __init__(self, ds: Segments, order: Order, device: torch.device, why: str):
         self.ds = ds
-        self.order = Order(settings)
-        self.device = torch.device(device)
+        self.order = order
+        self.device = device
         self.why = why
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -261,10 +175,6 @@ class Loader(ABC):
             )
         self.order.load_state_dict(state)
 
-    def set_epoch(self, epoch: int) -> None:
-        "Go to the beginning of an epoch."
-        self.order.set_epoch(epoch)
-
     def transfer(
         self,
         batch: Batch,  # on the host
@@ -273,7 +183,7 @@ class Loader(ABC):
         return batch.to(self.device)
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
-        "Let go of what the loader holds; the data set stays open."
+        "Release what the loader holds; the data set stays open."
 
     def __enter__(self) -> Self:
         return self
@@ -282,8 +192,7 @@ class Loader(ABC):
         self.close()
 
     def __repr__(self) -> str:
-        s = self.order.settings
-        return f"{type(self).__name__}({len(self):,} batches of {s.batch_size:,} {self.ds.level} items, {self.device}; {self.why})"
+        return f"{type(self).__name__}({len(self):,} batches of {self.order.batch_size:,} {self.ds.level} items, {self.device}; {self.why})"
 
 
 # %% ../../../nbs/learn/data/loaders.ipynb #40f31879
@@ -292,20 +201,13 @@ class DeviceLoader(Loader):
 
     kind = "device"
 
-    def __init__(
-        self,
-        ds: Segments,
-        settings: OrderSettings,
-        device: str | torch.device = "cpu",
-        why: str = "as asked for",
-        progress: str = "auto",
-    ):
-        super().__init__(ds, settings, device, why)
+    def __init__(self, ds: Segments, order: Order, device: torch.device, why: str, progress: str = "auto"):
+        super().__init__(ds, order, device, why)
         self.x = load_items(ds, self.device, progress=progress)  # [n, ...]
         self.y = torch.from_numpy(np.repeat(ds.labels, ds.counts)).to(self.device)  # [n]
 
     def __iter__(self) -> Iterator[Batch]:
-        size = self.order.settings.batch_size
+        size = self.order.batch_size
         items = torch.from_numpy(self.order.items()[0]).to(self.device)
         for k in range(self.order.batch, len(self)):
             picked = items[k * size : (k + 1) * size]
@@ -314,7 +216,7 @@ class DeviceLoader(Loader):
             yield batch
 
     def close(self) -> None:
-        "Let go of the items."
+        "Release the items."
         self.x = self.x[:0].clone()
         self.y = self.y[:0].clone()
 
@@ -326,90 +228,47 @@ class StreamLoader(Loader):
     kind = "stream"
 
     def __iter__(self) -> Iterator[Batch]:
-        size = self.order.settings.batch_size
-        items, lengths = self.order.items()
+        size = self.order.batch_size
+        items, ends = self.order.items()
         first = self.order.batch * size
-        last = min(len(self) * size, len(items))
-        ends = np.cumsum(lengths).tolist()
-        spans = [
-            (max(first, end - m), min(end, last))
-            for end, m in zip(ends, lengths)
-            if end > first and end - m < last
-        ]
+        cuts = [first, *(end for end in (ends[:-1] // size * size).tolist() if end > first), len(items)]
+        cuts = np.unique(cuts).tolist()
 
         def read(span: tuple[int, int]) -> Batch:
-            return self._pinned(self.ds.batch(items[slice(*span)]))
+            buffer = self.ds.batch(items[slice(*span)])
+            return buffer.pin_memory() if self.device.type == "cuda" else buffer
 
-        left: Batch | None = None  # the end of buffers, less than a batch
         with ThreadPoolExecutor(1, "leakmel-stream") as pool:
-            for i, buffer in enumerate(in_order(pool, read, spans, 2)):
-                at = 0
-                is_last = i == len(spans) - 1
-                if left is not None:
-                    at = min(size - len(left), len(buffer))
-                    left = joined(left, buffer[:at])
-                    if len(left) == size or is_last:
-                        self.order.advance()
-                        yield self.transfer(self._pinned(left))
-                        left = None
-                while len(buffer) - at >= size or is_last and at < len(buffer):
+            for buffer in in_order(pool, read, list(zip(cuts, cuts[1:])), 2):
+                for at in range(0, len(buffer), size):
                     self.order.advance()
                     yield self.transfer(buffer[at : at + size])
-                    at += size
-                if at < len(buffer):
-                    left = buffer[at:]
-
-    def _pinned(self, batch: Batch) -> Batch:
-        return batch.pin_memory() if self.device.type == "cuda" else batch
 
 
-# %% ../../../nbs/learn/data/loaders.ipynb #b7b63b94
+# %% ../../../nbs/learn/data/loaders.ipynb #0c4d6991
 class _Fetch:
     "A data set of whole batches for worker processes."
 
     def __init__(self, ds: Segments):
         self.ds = ds
 
-    def __len__(self) -> int:
-        return len(self.ds)
-
     def __getitem__(self, items: np.ndarray) -> Batch:
         return self.ds.batch(items)
 
 
-# %% ../../../nbs/learn/data/loaders.ipynb #0c4d6991
 class WorkerLoader(Loader):
     "A torch DataLoader with worker processes."
 
     kind = "workers"
 
-    def __init__(
-        self,
-        ds: Segments,
-        settings: OrderSettings,
-        device: str | torch.device = "cpu",
-        why: str = "as asked for",
-        *,
-        num_workers: int = 4,  # processes; 0: none, batches are read when they are asked for
-        prefetch_factor: int = 4,  # batches that each worker reads ahead
-        persistent_workers: bool = True,  # keep them from epoch to epoch
-        pin_memory: bool | None = None,  # None: where batches go to a GPU
-        start_method: str = "spawn",  # "fork", "spawn" or "forkserver"
-    ):
-        super().__init__(ds, settings, device, why)
-        some: dict[str, Any] = dict(
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            multiprocessing_context=start_method,
-        )
+    def __init__(self, ds: Segments, order: Order, device: torch.device, why: str, **options: Any):
+        super().__init__(ds, order, device, why)
         self.torch_loader: DataLoader = DataLoader(
             _Fetch(ds),  # type: ignore[arg-type]
             batch_size=None,  # the order gives whole batches
-            sampler=self.order,
-            num_workers=num_workers,
+            sampler=order,
             generator=torch.Generator(),
-            pin_memory=self.device.type == "cuda" if pin_memory is None else pin_memory,
-            **(some if num_workers else {}),
+            **options,
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -439,15 +298,14 @@ def open_loader(
     device_fraction: float = 0.5,  # of the device's free memory that the items may take
     seed: int = 0,
     shuffle: bool = True,
-    drop_last: bool = False,
     epoch_share: float = 1.0,  # of the items that an epoch draws
     block_rows: int | None = None,  # rows of a block, for streams; None: about a megabyte
     buffer_blocks: int = 64,  # blocks whose items are shuffled together
-    num_workers: int = 4,  # this and what follows: of `WorkerLoader`
-    prefetch_factor: int = 4,
-    persistent_workers: bool = True,
-    pin_memory: bool | None = None,
-    start_method: str = "spawn",
+    num_workers: int = 4,  # processes; 0: none, batches are read when they are asked for
+    prefetch_factor: int = 4,  # batches that each worker reads ahead
+    persistent_workers: bool = True,  # keep them from epoch to epoch
+    pin_memory: bool | None = None,  # of workers' batches; None: where they go to a GPU
+    start_method: str = "spawn",  # of workers: "fork", "spawn" or "forkserver"
     progress: str = "auto",  # where loading into the device is shown: as for `core.progress.Progress`
 ) -> Loader:  # raises UsageError for settings that cannot be, and for a data set without rows
     "Open the loader that suits the data set and the device."
@@ -455,50 +313,30 @@ def open_loader(
         raise UsageError(
             "no such loader", code="usage", found=repr(kind), expected=f"auto, {', '.join(KINDS)}"
         )
-    if not 0 < device_fraction <= 1:
-        raise UsageError("device_fraction must be above 0 and at most 1", code="usage", found=device_fraction)
     if not len(ds.rows):
         raise UsageError("no recordings to load", code="no-recordings", found=repr(ds))
     on = torch.device(device)
     why = "as asked for"
-    if kind == "auto":
-        kind, why = _choice(ds, on, device_fraction)
+    if kind == "auto" and ds.held is not None and on.type == "cpu":
+        kind, why = "device", f"{size_text(ds.n_bytes)} are in memory already"
+    elif kind == "auto":
+        free = torch.cuda.mem_get_info(on)[0] if on.type == "cuda" else free_memory()
+        fits = ds.n_bytes <= device_fraction * free
+        kind = "device" if fits else "stream"
+        why = f"{size_text(ds.n_bytes)} {'fit' if fits else 'do not fit'} into {100 * device_fraction:.0f} % of the free memory of {on.type}"
     if block_rows is None:
         block_rows = max(1, BLOCK_BYTES * len(ds.rows) // ds.n_bytes) if kind == "stream" else 0
-    settings = OrderSettings(
-        len(ds.rows),
-        ds.per_row,
-        batch_size,
-        seed,
-        shuffle,
-        drop_last,
-        block_rows,
-        buffer_blocks,
-        epoch_share,
-        ds.row_starts,
-    )
+    order = Order(ds.row_starts, batch_size, seed, shuffle, block_rows, buffer_blocks, epoch_share)
     if kind == "device":
-        return DeviceLoader(ds, settings, on, why, progress)
+        return DeviceLoader(ds, order, on, why, progress)
     if kind == "stream":
-        return StreamLoader(ds, settings, on, why)
-    return WorkerLoader(
-        ds,
-        settings,
-        on,
-        why,
-        num_workers=num_workers,
+        return StreamLoader(ds, order, on, why)
+    options: dict[str, Any] = dict(
         prefetch_factor=prefetch_factor,
         persistent_workers=persistent_workers,
-        pin_memory=pin_memory,
-        start_method=start_method,
+        multiprocessing_context=start_method,
     )
-
-
-def _choice(ds: Segments, device: torch.device, fraction: float) -> tuple[str, str]:
-    "Loader and reason."
-    if ds.held is not None and device.type == "cpu":
-        return "device", f"{size_text(ds.n_bytes)} are in memory already"
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
-    fits = ds.n_bytes <= fraction * free
-    where = f"{size_text(ds.n_bytes)} {'fit' if fits else 'do not fit'} into {100 * fraction:.0f} % of the free memory of {device.type}"
-    return ("device" if fits else "stream"), where
+    pinned = on.type == "cuda" if pin_memory is None else pin_memory
+    return WorkerLoader(
+        ds, order, on, why, num_workers=num_workers, pin_memory=pinned, **(options if num_workers else {})
+    )

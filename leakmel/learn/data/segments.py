@@ -13,7 +13,6 @@ __all__ = [
     "cut_row",
     "segments_in_rows",
     "Batch",
-    "joined",
     "source_list",
     "open_sources",
     "close_own",
@@ -128,7 +127,7 @@ _LONGEST = 1 << 40  # samples; what a file claims beyond that is as long as any 
 class Batch:
     "Items that are looked at together."
 
-    x: torch.Tensor  # [B, L, S, M, T], [B, S, M, T] or [B, M, T] float16, dB
+    x: torch.Tensor  # [B, L, S, M, T] or [B, S, M, T] float16, dB
     y: torch.Tensor  # [B] int64, classes of the task, or labels where there is none
     items: torch.Tensor  # [B] int64, numbers of the items
 
@@ -137,9 +136,6 @@ class Batch:
 
     def __getitem__(self, part: slice) -> "Batch":
         return Batch(self.x[part], self.y[part], self.items[part])
-
-    def __repr__(self) -> str:
-        return f"Batch(x {tuple(self.x.shape)} {str(self.x.dtype).removeprefix('torch.')}, {len(self)} items, {self.x.device})"
 
     def pin_memory(self) -> "Batch":
         "A copy in page-locked memory."
@@ -150,11 +146,6 @@ class Batch:
         if self.x.device == device:
             return self
         return Batch(*(t.to(device, non_blocking=True) for t in (self.x, self.y, self.items)))
-
-
-def joined(a: Batch, b: Batch) -> Batch:
-    "Two batches as one."
-    return Batch(torch.cat([a.x, b.x]), torch.cat([a.y, b.y]), torch.cat([a.items, b.items]))
 
 
 # %% ../../../nbs/learn/data/segments.ipynb #6a1a1d37
@@ -182,10 +173,15 @@ def open_sources(
     try:
         for s in given:
             opened.append(s if isinstance(s, MelDataset) else open_dataset(s, legacy=legacy))
-        facts = [{"rows of another shape": ds.mels.shape[1:], "features": _features(ds)} for ds in opened]
+        facts = [
+            {
+                "rows of another shape": ds.mels.shape[1:],
+                "features": ds.file.attrs.get("fingerprint", ds.file.attrs.get("config_json", "")),
+                "labels": tuple(ds.class_names) if same_labels else (),
+            }
+            for ds in opened
+        ]
         for ds, own in zip(opened, facts):
-            if same_labels:
-                own["labels"] = tuple(ds.class_names)
             for what in (w for w in own if own[w] != facts[0][w]):
                 raise DataError(
                     f"data sets that do not belong together: {what}",
@@ -211,59 +207,40 @@ def close_own(
             ds.close()
 
 
-def _features(ds: MelDataset) -> str:
-    "What tells whether two data sets hold the same features."
-    said = ds.file.attrs.get("fingerprint", ds.file.attrs.get("config_json", ""))
-    return said.decode() if isinstance(said, bytes) else str(said)
-
-
 # %% ../../../nbs/learn/data/segments.ipynb #82da6852
-LEVELS = {"recording": 0, "long": 1, "short": 2}  # how many axes of a row items run over
+LEVELS = {"recording": 0, "long": 1}  # how many axes of a row items run over
 
 
 def _checked_rows(rows: np.ndarray | None, n: int) -> np.ndarray:
     "Rows as they were asked for, of n."
-    if rows is None:
-        return np.arange(n)
-    chosen = np.asarray(rows)
-    if chosen.ndim != 1 or len(chosen) and chosen.dtype.kind not in "iu":
-        raise UsageError(
-            "rows are not whole numbers in a list",
-            code="no-such-rows",
-            found=f"{chosen.dtype} {chosen.shape}",
-        )
-    if len(chosen) and not 0 <= chosen.min() <= chosen.max() < n:
+    chosen = np.arange(n) if rows is None else np.asarray(rows)
+    whole = chosen.ndim == 1 and (not len(chosen) or chosen.dtype.kind in "iu")
+    if not whole or len(chosen) and not 0 <= chosen.min() <= chosen.max() < n:
         raise UsageError(
             "rows that are not there",
             code="no-such-rows",
-            found=f"{chosen.min()} to {chosen.max()}",
-            expected=f"0 to {n - 1}",
+            found=f"{chosen.min()} to {chosen.max()}" if whole else f"{chosen.dtype} {chosen.shape}",
+            expected=f"whole numbers from 0 to {n - 1}",
         )
     return chosen.astype(np.int64)
 
 
 def _by_name(ds: MelDataset, task: Task) -> np.ndarray:
     "[B] labels of a data set by the numbers that the task gives them."
-    if tuple(ds.class_names) == task.class_names:
-        return ds.labels
-    known = f"labels of {', '.join(map(show_path, task.class_names))}"
     numbers = np.full(len(ds.class_names), LEFT_OUT)
+    names = list(task.class_names)
     occurring = np.unique(ds.labels).tolist()
     for k in occurring:
         name = ds.class_names[k]
         try:
-            numbers[k] = (
-                task.class_names.index(name)
-                if name in task.class_names
-                else find_label(name, task.class_names)
-            )
+            numbers[k] = names.index(name) if name in names else find_label(name, names)
         except UsageError as e:
             raise DataError(
                 "a label that the task does not know",
                 code="unknown-label",
                 path=ds.path,
                 found=show_path(name),
-                expected=known,
+                expected=f"labels of {', '.join(map(show_path, names))}",
                 remedy="build the data set without these recordings, or train with this label",
             ) from e
     if len(np.unique(numbers[occurring])) < len(occurring):
@@ -272,37 +249,31 @@ def _by_name(ds: MelDataset, task: Task) -> np.ndarray:
             code="ambiguous-label",
             path=ds.path,
             found=", ".join(map(show_path, ds.class_names)),
-            expected=known,
             remedy="move their recordings into one folder and build again",
         )
     return numbers[ds.labels]
 
 
 # %% ../../../nbs/learn/data/segments.ipynb #bc944fda
-def _column(source: MelDataset, name: str) -> np.ndarray:
-    "[B] int64, a whole number for each row."
-    stored: Any = source.file[f"files/{name}"]
-    if getattr(stored, "shape", None) != (len(source),) or stored.dtype.kind not in "iu":
-        raise DataError(
-            f"{name} is not a whole number for each row",
-            code="broken-column",
-            path=source.path,
-            found=stored,
-            remedy="run leakmel verify",
-        )
-    return stored[:].astype(np.int64)
-
-
 def _heard(sources: Sequence[MelDataset], rows: np.ndarray) -> np.ndarray:
     "[n] int64 long segments of each row that lie wholly in its recording."
     found = np.full(len(rows), sources[0].mels.shape[1], np.int64)
     starts = np.cumsum([0, *map(len, sources)])
     for source, start, end in zip(sources, starts, starts[1:]):
-        if source.legacy or any(f"files/{name}" not in source.file for name in ("n_samples", "sample_rate")):
+        columns = [source.file.get(f"files/{name}") for name in ("n_samples", "sample_rate")]
+        if source.legacy or any(c is None for c in columns):
             continue
+        for name, stored in zip(("n_samples", "sample_rate"), columns):
+            if getattr(stored, "shape", None) != (len(source),) or stored.dtype.kind not in "iu":
+                raise DataError(
+                    f"{name} is not a whole number for each row",
+                    code="broken-column",
+                    path=source.path,
+                    found=stored,
+                    remedy="run leakmel verify",
+                )
         mine = np.flatnonzero((rows >= start) & (rows < end))
-        own = rows[mine] - start
-        n_samples, sample_rate = (_column(source, name)[own] for name in ("n_samples", "sample_rate"))
+        n_samples, sample_rate = (c[:].astype(np.int64)[rows[mine] - start] for c in columns)
         said = (n_samples > 0) & (sample_rate > 0)
         found[mine[said]] = segments_in_rows(n_samples[said], sample_rate[said], source.spec)
     return found
@@ -316,14 +287,12 @@ class Segments(Dataset):
     "Items of a level, as a map-style torch data set; `ds[i]` gives (float16 array, class)."
 
     held: torch.Tensor | None = None  # [items, ...], where they are in memory
-    # [n + 1] int64, first item of each row, and the number of all; None: `per_row` each
-    row_starts: np.ndarray | None = None
 
     def __init__(
         self,
         sources: DataSource | Sequence[DataSource],  # data sets; rows of several are counted through
         *,
-        level: str = "long",  # "recording": [L, S, M, T], "long": [S, M, T], "short": [M, T]
+        level: str = "long",  # "recording": [L, S, M, T], "long": [S, M, T]
         rows: np.ndarray
         | None = None,  # [n] int, for example a part of a split; None: all with a long segment
         task: Task
@@ -333,54 +302,32 @@ class Segments(Dataset):
         preload_to_ram: bool | str = "auto",  # "auto": where it takes at most half of the free memory
         progress: str = "auto",  # where loading is shown, if it takes its time: as for `core.progress.Progress`
     ):
-        if level not in LEVELS:
-            raise UsageError("no such level", code="usage", found=repr(level), expected=", ".join(LEVELS))
-        if preload_to_ram not in (True, False, "auto"):
-            raise UsageError(
-                "preload_to_ram is not known",
-                code="usage",
-                found=repr(preload_to_ram),
-                expected="True, False or 'auto'",
-            )
         self.sources = open_sources(sources, legacy=legacy, same_labels=task is None and with_labels)
         self.level = level
         self.task = task
         self.row_shape = tuple(self.sources[0].mels.shape[1:])  # L, S, M, T
-        self.starts = np.cumsum(
-            [0, *map(len, self.sources)]
-        )  # first row of each source, and the number of all
+        # first row of each source, and the number of all
+        self.starts = np.cumsum([0, *map(len, self.sources)])
         try:
-            self._choose(rows, with_labels)
+            rows = _checked_rows(rows, int(self.starts[-1]))
+            classes = np.full(len(rows), LEFT_OUT)
+            if task is not None:
+                numbers = np.concatenate([_by_name(ds, task) for ds in self.sources])
+                classes = task.classes(numbers[rows])
+                rows, classes = rows[classes != LEFT_OUT], classes[classes != LEFT_OUT]
+            elif with_labels:
+                classes = np.concatenate([ds.labels for ds in self.sources])[rows].astype(np.int64)
+            heard = _heard(self.sources, rows)
+            self.rows = rows[heard > 0]  # [n] int64, counted through the sources
+            self.labels = classes[heard > 0]  # [n] int64, class of each row
+            self.heard = heard[heard > 0]
+            self.n_too_short = int((heard == 0).sum())  # recordings without a long segment, not in `rows`
             fits = preload_to_ram == "auto" and self.n_bytes <= free_memory() // 2
             if preload_to_ram is True or fits:
                 self.held = load_items(self, torch.device("cpu"), progress=progress)
         except BaseException:
             close_own(self.sources, sources)
             raise
-
-    def _choose(self, rows: np.ndarray | None, with_labels: bool) -> None:
-        "Keep the rows that were asked for, that the task knows and that hold a long segment."
-        chosen = _checked_rows(rows, int(self.starts[-1]))
-        task = self.task
-        if task is not None:
-            numbers = np.concatenate([_by_name(ds, task) for ds in self.sources])
-            classes = task.classes(numbers[chosen])
-            chosen = chosen[classes != LEFT_OUT]
-            classes = classes[classes != LEFT_OUT]
-        elif with_labels:
-            classes = np.concatenate([ds.labels for ds in self.sources])[chosen].astype(np.int64)
-        else:
-            classes = np.full(len(chosen), LEFT_OUT, np.int64)
-        heard = _heard(self.sources, chosen)
-        self.rows = chosen[heard > 0]  # [n] int64, counted through the sources
-        self.labels = classes[heard > 0]  # [n] int64, class of each row
-        self.heard = heard[heard > 0]
-        self.n_too_short = int(
-            (heard == 0).sum()
-        )  # recordings without a long segment, which are not in `rows`
-        n_long, *inner = self.row_shape[: LEVELS[self.level]] or (0,)
-        if n_long and (self.heard < n_long).any():
-            self.row_starts = np.cumsum(np.append(0, self.heard * int(np.prod(inner))))
 
     @cached_property
     def heard(self) -> np.ndarray:
@@ -405,12 +352,17 @@ class Segments(Dataset):
     @property
     def per_row(self) -> int:
         "Items of a recording that is as long as its row."
-        return int(np.prod(self.row_shape[: LEVELS[self.level]]))
+        return self.row_shape[0] if self.level == "long" else 1
 
     @property
     def counts(self) -> np.ndarray:
         "[n] int64, items of each recording."
-        return np.full(len(self.rows), self.per_row) if self.row_starts is None else np.diff(self.row_starts)
+        return self.heard if self.level == "long" else np.ones(len(self.rows), np.int64)
+
+    @cached_property
+    def row_starts(self) -> np.ndarray:
+        "[n + 1] int64, first item of each recording, and the number of all."
+        return np.append(0, np.cumsum(self.counts))
 
     @property
     def n_bytes(self) -> int:
@@ -418,20 +370,16 @@ class Segments(Dataset):
         return len(self) * int(np.prod(self.item_shape)) * self.kind.itemsize
 
     def __len__(self) -> int:
-        return len(self.rows) * self.per_row if self.row_starts is None else int(self.row_starts[-1])
+        return int(self.row_starts[-1])
 
     def recording_of(self, items: np.ndarray) -> np.ndarray:
         "[B] places in `rows` of the recordings to which items belong."
-        items = np.asarray(items, np.int64)
-        if self.row_starts is None:
-            return items // self.per_row
         return np.searchsorted(self.row_starts, items, side="right") - 1
 
     def places(self, items: np.ndarray) -> np.ndarray:
         "[B] where items lie among all items of the data sets, chosen or not, heard or not."
         at = self.recording_of(items)
-        first = at * self.per_row if self.row_starts is None else self.row_starts[at]
-        return self.rows[at] * self.per_row + np.asarray(items, np.int64) - first
+        return self.rows[at] * self.per_row + items - self.row_starts[at]
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
         return self.__getitems__([i])[0]
@@ -470,7 +418,7 @@ class Segments(Dataset):
         return out
 
     def close(self) -> None:
-        "Close the data sets and let go of what is held."
+        "Close the data sets and release what is held."
         self.held = None
         for ds in self.sources:
             ds.close()
@@ -502,8 +450,7 @@ def load_items(
         return ds.held.to(device)
     kind = torch.from_numpy(np.empty(0, ds.kind)).dtype
     out = torch.empty((len(ds), *ds.item_shape), dtype=kind, device=device)
-    # items, of whole rows where all are as long as their recordings
-    step = max(1, _PIECE_BYTES * len(ds.rows) // max(1, ds.n_bytes)) * ds.per_row
+    step = max(1, _PIECE_BYTES * len(ds) // max(1, ds.n_bytes))
     unit = "recordings" if ds.level == "recording" else "segments"
     with Count("loading", total=len(ds), unit=unit, show=progress) as count:
         for start in range(0, len(ds), step):

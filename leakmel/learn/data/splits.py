@@ -20,7 +20,7 @@ __all__ = [
 # %% ../../../nbs/learn/data/splits.ipynb #03530b3a
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -74,6 +74,18 @@ def _row_content(ds: MelDataset, progress: str) -> np.ndarray:
     return np.array(found, dtype=object)
 
 
+def _labels(
+    sources: Sequence[MelDataset], table: "pd.DataFrame"
+) -> tuple[np.ndarray, tuple[str, ...]]:  # [n] int64 label of each row, and the names of all labels
+    "Labels by their names, upper and lower case aside."
+    names: dict[str, str] = {}
+    for name in (name for ds in sources for name in ds.class_names):
+        names.setdefault(name.casefold(), name)
+    numbers = {name: k for k, name in enumerate(names)}
+    labels = [numbers[name.casefold()] for name in table["label"]]
+    return np.array(labels, np.int64), tuple(names.values())
+
+
 _TELLING = [
     "sensor",
     "status",
@@ -123,12 +135,11 @@ class Shared:
     examples: tuple[str, ...]
 
     def __str__(self) -> str:
-        word = {"recording": "recording name", "content": "recording with the same samples"}.get(
-            self.kind, self.kind
-        )
+        words = {"recording": "recording name", "content": "recording with the same samples"}
+        word = words.get(self.kind, self.kind) + "s" * (self.n_values != 1 and self.kind != "content")
         more = " ..." if self.n_values > len(self.examples) else ""
         return (
-            f"{self.n_values:,} {word}{'s' * (self.n_values != 1 and self.kind != 'content')} in more than one of {', '.join(self.parts)} "
+            f"{self.n_values:,} {word} in more than one of {', '.join(self.parts)} "
             f"({self.n_recordings:,} recordings): {', '.join(self.examples)}{more}"
         )
 
@@ -223,22 +234,14 @@ class Split:
         return f"Split({parts}{'; LEAKY: ' + ', '.join(s.kind for s in self.shared) if self.leaky else ''})"
 
     def _repr_html_(self) -> str:
-        lines = "".join(f"<li>{escape(line)}</li>" for line in self._findings())
-        return f"<p>{escape(self.method)}</p>{self.table().to_html(border=0)}<ul>{lines}</ul>"
+        return f"<pre>{escape(self.report())}</pre>"
 
 
 # %% ../../../nbs/learn/data/splits.ipynb #a2c5729d
-@dataclass(frozen=True, eq=False)
-class _Recordings:
-    "What a split is checked by."
-
-    table: "pd.DataFrame"  # of `recordings_table`
-    labels: np.ndarray  # [n] int
-    class_names: Sequence[str]
-
-
 def _checked(
-    known: _Recordings,
+    table: "pd.DataFrame",  # of `recordings_table`
+    labels: np.ndarray,  # [n] int
+    class_names: Sequence[str],
     parts: dict[str, np.ndarray],
     method: str,
     allowed: bool,
@@ -246,7 +249,6 @@ def _checked(
     grouped_by: Mapping[str, np.ndarray] | None = None,
 ) -> Split:
     "A split with what is found in it; warns of it."
-    table, labels = known.table, known.labels
     part = np.full(len(labels), -1)
     for k, rows in enumerate(parts.values()):
         part[rows] = k
@@ -262,36 +264,22 @@ def _checked(
         for kind, values in (columns | dict(grouped_by or {})).items()
     ]
     inside = np.flatnonzero(part >= 0)
-    tied = _tied(table.iloc[inside], labels[inside], known.class_names)
+    problems = []
+    for k, label in enumerate(class_names):
+        missing = [name for name, rows in parts.items() if not (labels[rows] == k).any()]
+        if 0 < len(missing) < len(parts):
+            said = f"no recording with this label in {', '.join(missing)}"
+            problems.append(Problem("empty_label", show_path(label), said))
+    problems += _tied(table.iloc[inside], labels[inside], class_names)
     unchecked = [k for k in KINDS[:2] if k not in columns or (columns[k][inside] == "").any()]
-    split = Split(
-        parts,
-        labels,
-        tuple(known.class_names),
-        method,
-        tuple(s for s in shared if s),
-        (*_one_sided(parts, labels, known.class_names), *tied),
-        tuple(unchecked),
-        groups,
-        allowed,
-    )
+    found = tuple(s for s in shared if s)
+    names = tuple(class_names)
+    split = Split(parts, labels, names, method, found, tuple(problems), tuple(unchecked), groups, allowed)
     if split.leaky and not allowed:
         warnings.warn(split.stamp, LeakySplitWarning, stacklevel=3)
     for p in split.problems:
         warnings.warn(f"{p.path}: {p.message}", SplitWarning, stacklevel=3)
     return split
-
-
-def _one_sided(
-    parts: Mapping[str, np.ndarray], labels: np.ndarray, class_names: Sequence[str]
-) -> Iterator[Problem]:
-    "Labels that a part lacks though another has them."
-    for k, label in enumerate(class_names):
-        missing = [name for name, rows in parts.items() if not (labels[rows] == k).any()]
-        if 0 < len(missing) < len(parts):
-            yield Problem(
-                "empty_label", show_path(label), f"no recording with this label in {', '.join(missing)}"
-            )
 
 
 # %% ../../../nbs/learn/data/splits.ipynb #2e16219d
@@ -312,27 +300,14 @@ def existing_split(
     every = [s for own in given.values() for s in own]
     opened = open_sources(every, legacy=legacy, same_labels=same_labels)
     try:
-        known = _Recordings(recordings_table(opened, progress=progress), *_labels_by_name(opened))
+        table = recordings_table(opened, progress=progress)
+        labels, names = _labels(opened, table)
         of_source = np.cumsum([0, *map(len, opened)])
-        ends = of_source[np.cumsum([0, *map(len, given.values())])].tolist()
-        rows = {name: np.arange(a, b) for name, a, b in zip(parts, ends, ends[1:])}
-        return _checked(known, rows, "The split as it was found.", allow_leaky_split)
     finally:
         close_own(opened, every)
-
-
-def _labels_by_name(sources: Sequence[MelDataset]) -> tuple[np.ndarray, list[str]]:
-    "[n] int64 labels of all rows, numbered through the data sets, and their names."
-    names = list(sources[0].class_names)
-    labels = []
-    for ds in sources:
-        for name in ds.class_names:
-            if name.casefold() not in map(str.casefold, names):
-                names.append(name)
-        folded = [n.casefold() for n in names]
-        numbers = [names.index(n) if n in names else folded.index(n.casefold()) for n in ds.class_names]
-        labels.append(np.array(numbers, np.int64)[ds.labels])
-    return np.concatenate(labels), names
+    ends = of_source[np.cumsum([0, *map(len, given.values())])].tolist()
+    rows = {name: np.arange(a, b) for name, a, b in zip(parts, ends, ends[1:])}
+    return _checked(table, labels, names, rows, "The split as it was found.", allow_leaky_split)
 
 
 # %% ../../../nbs/learn/data/splits.ipynb #c93206ed
@@ -353,53 +328,52 @@ def group_split(
     progress: str = "auto",  # as for `recordings_table`
 ) -> Split:  # raises DataError where a label would be missing in a part
     "Divide recordings so that no group is in two parts and each part has its share of each label."
-    shares = _valid_shares(DEFAULT_SHARES if shares is None else shares)
+    shares = dict(DEFAULT_SHARES if shares is None else shares)
+    if len(shares) < 2 or any(not s > 0 for s in shares.values()) or abs(sum(shares.values()) - 1) > 1e-6:
+        raise UsageError(
+            "shares must be of two parts or more, above 0 and of sum 1",
+            code="usage",
+            found=", ".join(f"{n} {s:g}" for n, s in shares.items()) or "none",
+        )
     opened = open_sources(sources, legacy=legacy)
     try:
         table = recordings_table(opened, progress=progress)
-        class_names = opened[0].class_names
+        labels, class_names = _labels(opened, table)
     finally:
         close_own(opened, sources)
     values = group_values(table, group, missing=missing)
-    labels = np.array([class_names.index(n) for n in table["label"]], np.int64)
     inside = np.flatnonzero(task.classes(labels) != LEFT_OUT) if task else np.arange(len(table))
     if not len(inside):
         raise DataError("no recordings to divide", code="no-recordings")
-    known = _Recordings(table, labels, class_names)
-    chosen = _Recordings(table.iloc[inside], labels[inside], class_names)
     content = table["content"].to_numpy(object)
     groups = joined_groups(values, np.where(np.isin(np.arange(len(table)), inside), content, ""))
-    method = f"By {group_name(group)}, seed {seed}: no group is in two parts."
-    part, lacking = _divided(groups[inside], chosen.labels, shares, seed)
-    if lacking and not allow_leaky_split:
-        raise _refusal(lacking, groups[inside], chosen, shares, group)
-    if lacking:  # recordings of the groups that hold such a label stand for themselves
-        units = groups[inside]
-        apart = np.isin(units, units[np.isin(chosen.labels, lacking)])
+    units, name = groups[inside], group_name(group)
+    method = f"By {name}, seed {seed}: no group is in two parts."
+    part, lacking = _divided(units, labels[inside], shares, seed)
+    if lacking and allow_leaky_split:  # recordings of the groups that hold such a label stand for themselves
+        apart = np.isin(units, units[np.isin(labels[inside], lacking)])
         single = [f"{k}" if alone else f"group {u}" for k, (u, alone) in enumerate(zip(units, apart))]
-        units = joined_groups(np.array(single), content[inside])
-        part, lacking = _divided(units, chosen.labels, shares, seed)
-        if lacking:
-            raise _refusal(lacking, units, chosen, shares, "recording")
-        names = ", ".join(show_path(class_names[k]) for k in np.unique(chosen.labels[apart]))
+        units, name = joined_groups(np.array(single), content[inside]), "recording"
+        part, lacking = _divided(units, labels[inside], shares, seed)
+        names = ", ".join(show_path(class_names[k]) for k in np.unique(labels[inside][apart]))
         method = f"By {group_name(group)}, seed {seed}; groups with {names} were divided, because a label would have been on one side only."
+    if lacking:
+        n = len(np.unique(units))
+        held = {k: len(np.unique(units[labels[inside] == k])) for k in lacking}
+        said = [f"{show_path(class_names[k])} is in {held[k]:,} of {n:,} groups by {name}" for k in lacking]
+        how = "none of the divisions tried has all labels in all parts"
+        if len(shares) ** n <= ALL_TRIED:
+            how = "all divisions were tried"
+        raise DataError(
+            "a label would be missing in a part of the split",
+            code="label-in-one-part",
+            found=", ".join(said),
+            expected=f"each label in all {len(shares)} parts ({how})",
+            remedy="ask for fewer parts, group by something finer, leave the label out, or say allow_leaky_split=True, which marks all results",
+        )
     parts = {name: inside[part == k] for k, name in enumerate(shares)}
     by = {group_name(group): np.where(values == "", "(none)", values).astype(object)}
-    return _checked(known, parts, method, allow_leaky_split, groups, by)
-
-
-# %% ../../../nbs/learn/data/splits.ipynb #844f38be
-def _valid_shares(shares: Mapping[str, float]) -> dict[str, float]:
-    "Shares that make a split."
-    if len(shares) < 2:
-        raise UsageError("a split has at least two parts", code="usage", found=", ".join(shares) or "none")
-    if any(not s > 0 for s in shares.values()) or abs(sum(shares.values()) - 1) > 1e-6:
-        raise UsageError(
-            "shares must be above 0 and of sum 1",
-            code="usage",
-            found=", ".join(f"{n} {s:g}" for n, s in shares.items()),
-        )
-    return dict(shares)
+    return _checked(table, labels, class_names, parts, method, allow_leaky_split, groups, by)
 
 
 def _divided(
@@ -414,62 +388,25 @@ def _divided(
     return part, lacking
 
 
-def _refusal(
-    lacking: Sequence[int], units: np.ndarray, known: _Recordings, shares: Mapping[str, float], group: Group
-) -> DataError:
-    "Why there is no such split."
-    n_units = len(np.unique(units))
-    said = [
-        f"{show_path(known.class_names[k])} is in {len(np.unique(units[known.labels == k])):,} of {n_units:,} groups by {group_name(group)}"
-        for k in lacking
-    ]
-    how = (
-        "all divisions were tried"
-        if len(shares) ** n_units <= ALL_TRIED
-        else "none of the divisions tried has all labels in all parts"
-    )
-    return DataError(
-        "a label would be missing in a part of the split",
-        code="label-in-one-part",
-        found=", ".join(said),
-        expected=f"each label in all {len(shares)} parts ({how})",
-        remedy="ask for fewer parts, group by something finer, leave the label out, or say allow_leaky_split=True, which marks all results",
-    )
-
-
 # %% ../../../nbs/learn/data/splits.ipynb #49459550
 def split_figure(
     split: Split,
 ) -> "go.Figure":
     "Draw the parts of a split, with what was found as the title."
-    names, labels = [], []
+    names: list[str] = []
     for name, rows in split.parts.items():
         if split.groups is not None:
-            name = f"{name}, {_counted(len(np.unique(split.groups[rows])), 'group')}"
+            name = f"{name}, {len(np.unique(split.groups[rows])):,} groups"
         names += [name] * len(rows)
-        labels += [split.class_names[k] for k in split.labels[rows].tolist()]
-    fig = classes_by_split(names, labels)
-    title, subtitle = _titles(split, fig.layout.title.text)
-    return fig.update_layout(title=dict(text=title, subtitle=dict(text=subtitle)))
-
-
-def _counted(n: int, what: str) -> str:
-    return f"{n:,} {what}{'s' * (n != 1)}"
-
-
-def _titles(split: Split, mix: str) -> tuple[str, str]:
-    "The worst that was found, in a few words, and what was checked."
+    rows = np.concatenate(list(split.parts.values()))
+    fig = classes_by_split(names, [split.class_names[k] for k in split.labels[rows].tolist()])
+    title, note = fig.layout.title.text, "No sensor, recording name or content is in two parts"
+    if split.unchecked:
+        note = f"Not known of all recordings, so not looked at: {', '.join(split.unchecked)}"
+    if split.problems:
+        title = f"{show_path(split.problems[0].path)[:30]}: {split.problems[0].message}"
     if split.leaky:
         worst = max(split.shared, key=lambda s: s.n_recordings)
-        what = {"recording": "recording name", "content": "recording"}.get(worst.kind, worst.kind)
-        are = "are" if worst.n_values != 1 else "is"
-        title = f"Leaky: {_counted(worst.n_values, what)} {are} in more than one part"
-        return title, "Scores made with this split say more than they should"
-    if split.problems:
-        p = split.problems[0]
-        tied = f"the {p.message.split(':')[0]} gives it away"
-        said = "a part lacks this label" if p.kind == "empty_label" else tied
-        return f"{show_path(p.path)[:30]}: {said}", f"{_counted(len(split.problems), 'problem')}; {mix}"
-    if split.unchecked:
-        return mix, f"Not known of all recordings, so not looked at: {', '.join(split.unchecked)}"
-    return mix, "No sensor, recording name or content is in two parts"
+        title = f"Leaky: {worst.n_values:,} {worst.kind}{'s' * (worst.n_values != 1)} in more than one part"
+        note = "Scores made with this split say more than they should"
+    return fig.update_layout(title=dict(text=title, subtitle=dict(text=note)))

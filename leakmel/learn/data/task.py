@@ -21,13 +21,12 @@ def find_label(
 ) -> int:  # its number in the data set; raises UsageError where there is none, or more than one
     "The one label of a name, upper and lower case aside."
     found = [i for i, name in enumerate(class_names) if name.casefold() == wanted.casefold()]
-    labels = ", ".join(map(show_path, class_names)) or "no labels"
     if not found:
         raise UsageError(
             "no such label",
             code="unknown-label",
             found=repr(wanted),
-            expected=f"one of {labels}",
+            expected=f"one of {', '.join(map(show_path, class_names)) or 'no labels'}",
             remedy="a label is matched by its whole name",
         )
     if len(found) > 1:
@@ -111,10 +110,6 @@ def make_task(
     leave_out: Sequence[str] = (),  # labels whose recordings are neither learned nor counted
 ) -> Task:  # raises UsageError for labels that are not there, and where less than two classes are left
     "The task of telling a data set's labels apart."
-    if kind not in (BINARY, MULTICLASS):
-        raise UsageError(
-            "no such kind of task", code="usage", found=repr(kind), expected=f"{BINARY!r} or {MULTICLASS!r}"
-        )
     leak = find_label(leak_label, class_names)
     names = tuple(class_names)
     out = {find_label(name, class_names) for name in leave_out}

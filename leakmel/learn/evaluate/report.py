@@ -15,12 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
+import pandas as pd
 
 from ...core.errors import OutputError, show_path
 from ...core.progress import folded
 from ..data.task import Task
-from .error_plots import Misjudged, axes_of, errors_figure
-from .plots import confusion_figure, group_figure, reliability_figure, roc_figure
+from leakmel.learn.evaluate.plots import (
+    Misjudged,
+    confusion_figure,
+    errors_figure,
+    group_figure,
+    reliability_figure,
+    roc_figure,
+)
 from ..metrics.bootstrap import Difference, Groups
 from leakmel.learn.metrics.significance import (
     PermutationTest,
@@ -35,7 +42,6 @@ from ..model.files import require_kind, write_whole
 from ...mel.spec import MelSpec
 
 if TYPE_CHECKING:
-    import pandas as pd
     import plotly.graph_objects as go
 
 
@@ -48,7 +54,7 @@ class Evaluation:
     task: Task
     spec: MelSpec | None  # None: files of the earlier system
     table: (
-        "pd.DataFrame"  # a row per recording: path, label, sensor, group, leak, a score for each way to judge
+        pd.DataFrame  # a row per recording: path, label, sensor, group, leak, a score for each way to judge
     )
     segment_scores: np.ndarray  # [B, L]; NaN behind the end of a recording
     groups: Groups
@@ -98,17 +104,21 @@ class Evaluation:
         "The detector by each rule, then the baselines."
         return [*self.votes.values(), *self.baselines.values()]
 
-    def figures(self) -> "pd.DataFrame":
+    def figures(self) -> pd.DataFrame:
         "A row for each figure, a column for each rule and baseline: value (interval)."
-        import pandas as pd
 
-        cells = {j.title: [_cell(j, f) for f in FIGURES] for j in self.ways}
+        def cell(j: ScoredModel, figure: str) -> str:
+            value, interval = j.figures[figure], j.intervals[figure]
+            if not np.isfinite(value):
+                return "undefined"
+            reach = f" [{interval.low:.2f}, {interval.high:.2f}]" if interval.known else ""
+            return f"{value:.2f}{reach}"
+
+        cells = {j.title: [cell(j, f) for f in FIGURES] for j in self.ways}
         return pd.DataFrame(cells, index=[figure_title(f) for f in FIGURES])
 
-    def by_group(self) -> "pd.DataFrame":
+    def by_group(self) -> pd.DataFrame:
         "A row for each sensor, or what recordings are grouped by; the worst first."
-        import pandas as pd
-
         rows = group_rows(self.table["leak"].to_numpy(bool), self.judged, self.groups)
         return pd.DataFrame(rows).rename(columns={"group": self.groups.by}).set_index(self.groups.by)
 
@@ -118,11 +128,11 @@ class Evaluation:
         "All figures by name."
         truth = self.table["leak"].to_numpy(bool)
         own = self.judged
-        rules = [own, *(j for n, j in self.votes.items() if n != self.vote)]
         stamped = self.leaky
-        baselines = list(self.baselines.values())
+        rules, baselines = list(self.votes.values()), list(self.baselines.values())
+        verdict = self.verdict if baselines else None
         found = {
-            "roc": roc_figure(truth, rules, baselines, verdict=self.verdict, stamped=stamped),
+            "roc": roc_figure(truth, rules, baselines, verdict=verdict, stamped=stamped),
             "confusion": confusion_figure(own, self.task.leak_label, stamped=stamped),
             "reliability": reliability_figure(self.calibration, stamped=stamped),
         }
@@ -132,8 +142,7 @@ class Evaluation:
             found["groups"] = group_figure(
                 truth, own.score, own.threshold, code, self.groups.names, by, stamped=stamped
             )
-        shape = self.worst[0].mels.shape if self.worst else (1, 1, 1, 1)
-        found["errors"] = errors_figure(self.worst, axes_of(self.spec, shape), stamped=stamped)
+        found["errors"] = errors_figure(self.worst, self.spec, stamped=stamped)
         return found
 
     @property
@@ -157,7 +166,7 @@ class Evaluation:
             "votes": {n: j.summary for n, j in self.votes.items()},
             "baselines": {n: j.summary for n, j in self.baselines.items()},
             "differences": {
-                v: {b: {f: _difference(d) for f, d in by_figure.items()} for b, by_figure in own.items()}
+                v: {b: {f: d.summary for f, d in by_figure.items()} for b, by_figure in own.items()}
                 for v, own in self.differences.items()
             },
             "control": {
@@ -190,7 +199,7 @@ class Evaluation:
         width: int = 100,  # columns of a line, unless a name is longer
     ) -> str:
         "All of it as text."
-        return "\n".join(_lines(self, width))
+        return "\n".join(t if "\n" in t else folded(t, width) for t in _texts(self, width))
 
     def save(
         self,
@@ -213,8 +222,12 @@ class Evaluation:
             "report.txt": self.report() + "\n",
             "recordings.csv": rows.to_csv(index=False),
         }
-        if plots:
-            content["evaluation.html"] = _whole_page(self)
+        if plots:  # plotly's own code is in it once
+            pieces = [
+                fig.to_html(full_html=False, include_plotlyjs=k == 0, config={"displaylogo": False})
+                for k, fig in enumerate(self.plots().values())
+            ]
+            content["evaluation.html"] = f"{_PAGE}{self._repr_html_()}{''.join(pieces)}\n"
         for name, text in content.items():
             write_whole(written[name], text.encode("utf-8", "backslashreplace"))
         return written
@@ -231,52 +244,35 @@ class Evaluation:
         )
 
     def _repr_html_(self) -> str:
-        return _page(self)
-
-
-# %% ../../../nbs/learn/evaluate/report.ipynb #29975a78
-def _cell(j: ScoredModel, figure: str) -> str:
-    "A value with its interval, as short as can be."
-    value, interval = j.figures[figure], j.intervals[figure]
-    if not np.isfinite(value):
-        return "undefined"
-    return f"{value:.2f} [{interval.low:.2f}, {interval.high:.2f}]" if interval.known else f"{value:.2f}"
-
-
-def _difference_table(e: Evaluation) -> "pd.DataFrame":
-    "Differences of the rule that the verdict is about."
-    import pandas as pd
-
-    own = e.differences.get(e.vote, {})
-    return pd.DataFrame(
-        {f"minus {e.baselines[b].title}": [str(d[f]) for f in FIGURES] for b, d in own.items()},
-        index=[figure_title(f) for f in FIGURES],
-    )
-
-
-def _notes(e: Evaluation) -> Iterator[str]:
-    "Why a figure, or an interval, is not there, or is not what it seems; each reason once."
-    said: dict[str, list[str]] = {}
-    for j in e.ways:
-        for f in FIGURES:
-            if why := j.undefined.get(f) or j.intervals[f].note:
-                said.setdefault(why, []).append(f"{figure_title(f)} of {j.title}")
-    for why, where in said.items():
-        yield f"{', '.join(where) if len(where) <= 3 else f'{len(where)} figures'}: {why}."
+        return f"<pre>{escape(self.report())}</pre>"
 
 
 # %% ../../../nbs/learn/evaluate/report.ipynb #2bde7eec
-def _head(e: Evaluation) -> Iterator[str]:
-    "What comes before all figures."
-    yield from e.stamps
-    yield from e.cautions
-    yield str(e.verdict)
+_MOST_ROWS = 30
 
 
-def _about(e: Evaluation) -> Iterator[str]:
-    "How the figures were made."
-    truth = e.table["leak"]
-    yield f"{len(e.table):,} recordings, {int(truth.sum()):,} of them leaks; intervals of 95 % over {e.groups.counted(len(e.groups))}."
+def _texts(e: Evaluation, width: int) -> Iterator[str]:
+    "Sentences, to be folded, and tables, which have more than one line."
+    yield f"Evaluation of {show_path(e.model)}: {show_path(e.task.leak_label)} or not"
+    yield from ("", *e.stamps, *e.cautions, str(e.verdict), "")
+    yield e.figures().to_string(line_width=width)
+    if e.baselines:
+        apart = {
+            f"minus {e.baselines[b].title}": [str(d[f]) for f in FIGURES]
+            for b, d in e.differences[e.vote].items()
+        }
+        yield from ("", f"{e.judged.title}, difference on the same recordings:")
+        yield pd.DataFrame(apart, index=[figure_title(f) for f in FIGURES]).to_string(line_width=width)
+    yield ""
+    reasons: dict[str, list[str]] = {}  # why a figure, or an interval, is missing -> of what
+    for j in e.ways:
+        for f in FIGURES:
+            if why := j.undefined.get(f) or j.intervals[f].note:
+                reasons.setdefault(why, []).append(f"{figure_title(f)} of {j.title}")
+    for why, where in reasons.items():
+        yield f"{', '.join(where) if len(where) <= 3 else f'{len(where)} figures'}: {why}."
+    n_leaks = int(e.table["leak"].sum())
+    yield f"{len(e):,} recordings, {n_leaks:,} of them leaks; intervals of 95 % over {e.groups.counted(len(e.groups))}."
     if said := e.details.get("silence"):
         yield f"{said}."
     for j in e.ways:
@@ -285,88 +281,16 @@ def _about(e: Evaluation) -> Iterator[str]:
     if np.isfinite(e.calibration.error):
         yield f"Calibration: score and share of leaks are {e.calibration.error:.3f} apart on average."
     yield f"Scored {e.files_per_s:,.0f} files/s on {e.details.get('device', 'the CPU')}."
-
-
-def _lines(e: Evaluation, width: int) -> Iterator[str]:
-    for text in (
-        f"Evaluation of {show_path(e.model)}: {show_path(e.task.leak_label)} or not",
-        "",
-        *_head(e),
-        "",
-    ):
-        yield folded(text, width)
-    yield e.figures().to_string(line_width=width)
-    if e.baselines:
-        yield from (
-            "",
-            f"{e.judged.title}, difference on the same recordings:",
-            _difference_table(e).to_string(line_width=width),
-        )
-    yield ""
-    for text in (*_notes(e), *_about(e)):
-        yield folded(text, width)
     if e.has_groups:
-        yield from ("", f"By {e.groups.by}, the worst first:", _group_text(e))
+        table = e.by_group()[["recordings", "leaks", "accuracy", "sensitivity", "specificity", "auc"]]
+        yield from ("", f"By {e.groups.by}, the worst first:")
+        yield table.head(_MOST_ROWS).to_string(na_rep="-", float_format="{:.2f}".format)
+        if len(table) > _MOST_ROWS:
+            yield f"... and {len(table) - _MOST_ROWS:,} more"
     if e.worst:
-        yield from (
-            "",
-            "The worst errors:",
-            *(folded(f"{str(w)[0].upper()}{str(w)[1:]}", width) for w in e.worst),
-        )
+        yield from ("", "The worst errors:", *map(str, e.worst))
     for text in e.stamps:
-        yield from ("", folded(text, width))
-
-
-_MOST_ROWS = 30
-
-
-def _group_text(e: Evaluation) -> str:
-    table = e.by_group()
-    short = table[["recordings", "leaks", "accuracy", "sensitivity", "specificity", "auc"]].astype(object)
-    text = (
-        short.head(_MOST_ROWS)
-        .map(lambda v: "-" if v is None or v != v else f"{v:.2f}" if isinstance(v, float) else v)
-        .to_string()
-    )
-    return text + (f"\n... and {len(table) - _MOST_ROWS:,} more" if len(table) > _MOST_ROWS else "")
-
-
-# %% ../../../nbs/learn/evaluate/report.ipynb #b0e55128
-def _page(e: Evaluation) -> str:
-    "The same as HTML."
-
-    def block(texts: Iterator[str] | tuple[str, ...], colour: str) -> str:
-        return "".join(
-            f'<p style="border-left:4px solid {colour};padding-left:8px;margin:4px 0">{escape(t)}</p>'
-            for t in texts
-        )
-
-    verdict = {True: "#009E73", False: "#D55E00", None: "#999933"}[e.beats]
-    tables = [e.figures().to_html(border=0)]
-    if e.baselines:
-        tables.append(
-            f"<p>{escape(e.judged.title)}, difference on the same recordings:</p>{_difference_table(e).to_html(border=0)}"
-        )
-    groups = ""
-    if e.has_groups:
-        table = e.by_group().head(_MOST_ROWS).to_html(border=0, float_format="{:.2f}".format, na_rep="-")
-        groups = f"<p>By {escape(e.groups.by)}, the worst first:</p>{table}"
-    return (
-        f"<div><p><b>Evaluation of {escape(show_path(e.model))}: {escape(show_path(e.task.leak_label))} or not</b></p>{block(e.stamps, '#D55E00')}"
-        f"{block(e.cautions, '#E69F00')}{block((str(e.verdict),), verdict)}{''.join(tables)}"
-        f"<ul>{''.join(f'<li>{escape(t)}</li>' for t in (*_notes(e), *_about(e)))}</ul>{groups}</div>"
-    )
-
-
-# %% ../../../nbs/learn/evaluate/report.ipynb #65f718ac
-def _difference(d: Difference) -> dict[str, Any]:
-    return {
-        "value": plain(d.value),
-        "low": plain(d.interval.low),
-        "high": plain(d.interval.high),
-        "note": d.interval.note,
-        "better": d.is_better,
-    }
+        yield from ("", text)
 
 
 # %% ../../../nbs/learn/evaluate/report.ipynb #324d0443
@@ -384,13 +308,3 @@ _MARKS: dict[str, Callable[[BinaryIO], bool]] = {  # name of a file -> whether i
     "recordings.csv": lambda f: b"called_leak" in f.readline(),
     "evaluation.html": lambda f: f.read(len(_PAGE)) == _PAGE.encode(),
 }
-
-
-def _whole_page(e: Evaluation) -> str:
-    "The page with all figures; plotly's own code is in it once."
-    pieces = [
-        fig.to_html(full_html=False, include_plotlyjs=k == 0, config={"displaylogo": False})
-        for k, fig in enumerate(e.plots().values())
-    ]
-    style = "body{font-family:sans-serif;max-width:1000px;margin:16px auto} td,th{padding:2px 10px;text-align:right}"
-    return f"{_PAGE}<style>{style}</style>{_page(e)}{''.join(pieces)}\n"

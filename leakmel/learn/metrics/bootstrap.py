@@ -5,11 +5,9 @@
 # %% auto #0
 __all__ = [
     "LEAST_GROUPS",
-    "UNKNOWN",
     "Groups",
     "source_names",
     "recording_groups",
-    "student_quantile",
     "tail_share",
     "Interval",
     "interval_of",
@@ -20,20 +18,17 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #0261e067
-import copy, os, re
-from collections.abc import Iterable, Iterator, Mapping
+import os, re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import NormalDist
-from typing import TYPE_CHECKING, Self
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from ...core.errors import DataError, UsageError, show_path
+from ...core.errors import UsageError
 from ..data.groups import Group, group_name, group_values
 from .metrics import FIGURES, checked, figures_of_counts
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #45683b22
 _WORDS = {"sensor": "sensor", "night": "night", "source": "source recording", "recording": "recording"}
@@ -54,9 +49,6 @@ class Groups:
     def counted(self, n: int) -> str:
         "A number of such groups, as words."
         return f"{n:,} {_WORDS.get(self.by, 'group')}{'s' * (n != 1)}"
-
-    def __repr__(self) -> str:
-        return f"Groups({len(self.code):,} recordings by {show_path(self.by)}: {self.counted(len(self))})"
 
 
 def _coded(by: str, values: np.ndarray, note: str = "") -> Groups:
@@ -79,7 +71,7 @@ def source_names(
 
 
 def recording_groups(
-    table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
+    table: pd.DataFrame,  # a row for each recording, as `MelDataset.files` gives it
     group: Group = "sensor",  # as in `group_values`
 ) -> (
     Groups
@@ -87,14 +79,9 @@ def recording_groups(
     "Which recordings are drawn together."
     if not (isinstance(group, str) and group == "sensor"):
         values = group_values(table, group, missing="one")
-        n = int(np.count_nonzero(values == ""))
-        return _coded(
-            group_name(group),
-            values,
-            f"{n:,} of {len(values):,} recordings have no {group_name(group)} and were taken for one group"
-            if n
-            else "",
-        )
+        n, name = int(np.count_nonzero(values == "")), group_name(group)
+        note = f"{n:,} of {len(values):,} recordings have no {name} and were taken for one group"
+        return _coded(name, values, note if n else "")
 
     def known(name: str) -> bool:
         return len(table) > 0 and name in table and not (table[name].isna() | (table[name] == "")).any()
@@ -102,24 +89,23 @@ def recording_groups(
     if known("sensor"):
         return _coded("sensor", table["sensor"].to_numpy(object))
     if known("start_time"):
-        import pandas as pd
-
         nights = pd.to_datetime(table["start_time"].str.slice(0, 19)) - pd.Timedelta(hours=12)
         return _coded(
             "night",
             nights.dt.strftime("%Y-%m-%d").to_numpy(object),
             "not all sensors are known, so recordings of one night were taken together; a sensor heard in several nights makes intervals too narrow",
         )
-    if "path" in table and (cut := source_names(table["path"])).astype(bool).any():
+    paths = table["path"] if "path" in table else [f"recording {k}" for k in range(len(table))]
+    if "path" in table and (cut := source_names(paths)).astype(bool).any():
         return _coded(
             "source",
-            np.where(cut != "", cut, table["path"].to_numpy(object)),
+            np.where(cut != "", cut, paths),
             "neither all sensors nor all times are known; pieces were taken together by their names",
         )
     return Groups(
         "recording",
         np.arange(len(table)),
-        tuple(table["path"]) if "path" in table else tuple(f"recording {k}" for k in range(len(table))),
+        tuple(paths),
         "neither all sensors nor all times are known, so each recording stands alone: too narrow where a sensor has several recordings",
     )
 
@@ -128,29 +114,14 @@ def recording_groups(
 LEAST_GROUPS = 5  # with fewer there is no interval
 
 
-def student_quantile(
-    p: float,  # 0 to 1
-    n: int,  # degrees of freedom, 4 or more
-) -> float:
-    "Quantile of Student's distribution, by Cornish and Fisher's series (Abramowitz and Stegun 26.7.5)."
-    z = NormalDist().inv_cdf(p)
-    return (
-        z
-        + (z**3 + z) / (4 * n)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4)
-    )
-
-
 def tail_share(
     n_groups: int,  # LEAST_GROUPS or more
     confidence: float = 0.95,
 ) -> float:  # of draws that are cut off on either side
     "How much of the draws lies outside an interval, on each side."
-    return NormalDist().cdf(
-        -np.sqrt(n_groups / (n_groups - 1)) * student_quantile((1 + confidence) / 2, n_groups - 1)
-    )
+    from scipy.stats import norm, t
+
+    return norm.cdf(-np.sqrt(n_groups / (n_groups - 1)) * t.ppf((1 + confidence) / 2, n_groups - 1))
 
 
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #e5eb33dc
@@ -171,79 +142,31 @@ class Interval:
         return f"{self.low:.3f} to {self.high:.3f}" if self.known else "no interval"
 
 
-UNKNOWN = float("nan")
-
-
 def interval_of(
     draws: np.ndarray,  # [D] a figure, or a difference of two, in each draw; NaN where it means nothing
     n_groups: int,  # that the figure rests upon
-    what: str = "",  # the groups in words, "12 sensors with leaks"
+    what: str = "groups",  # the groups in words, "12 sensors with leaks"
 ) -> Interval:
     "The interval that draws give."
-    what = what or f"{n_groups:,} groups"
-    if n_groups < LEAST_GROUPS:
-        return Interval(UNKNOWN, UNKNOWN, f"only {what}: too few for an interval, which takes {LEAST_GROUPS}")
+    note = ""
     defined = draws[np.isfinite(draws)]
-    if len(defined) < 0.95 * len(draws):
-        return Interval(UNKNOWN, UNKNOWN, f"undefined in {1 - len(defined) / len(draws):.0%} of the draws")
+    if n_groups < LEAST_GROUPS:
+        note = f"only {what}: too few for an interval, which takes {LEAST_GROUPS}"
+    elif len(defined) < 0.95 * len(draws):
+        note = f"undefined in {1 - len(defined) / len(draws):.0%} of the draws"
+    if note:
+        return Interval(np.nan, np.nan, note)
     tail = tail_share(n_groups)
     low, high = np.quantile(defined, (tail, 1 - tail)).tolist()
-    if low < high:
-        return Interval(low, high)
-    return Interval(
-        low,
-        high,
-        f"the same in all draws of {what}; up to {1 - 0.05 ** (1 / n_groups):.0%} of such groups may still differ",
-    )
-
-
-# %% ../../../nbs/learn/metrics/bootstrap.ipynb #ae1b1009
-_FEW = 256  # groups for which the wins are a matrix
-_PIECE = 1 << 20  # numbers held at once
-
-
-def _wins(
-    leaks: np.ndarray, others: np.ndarray, of_leaks: np.ndarray, of_others: np.ndarray, n: int
-) -> np.ndarray:
-    "[G, G] pairs of a leak of one group and another recording of the other in which the leak scores higher; a tie is half a pair."
-    out = np.zeros((n, n))
-    for h in np.unique(of_others).tolist():
-        scores = np.sort(others[of_others == h])
-        below = (np.searchsorted(scores, leaks, "left") + np.searchsorted(scores, leaks, "right")) / 2
-        out[:, h] = np.bincount(of_leaks, weights=below, minlength=n)
-    return out
-
-
-def _pairs_by_order(times: np.ndarray, truth: np.ndarray, scores: np.ndarray, code: np.ndarray) -> np.ndarray:
-    "[D] the same count for many groups: for each leak the weight of the others below it, from a running sum."
-    others, leaks = np.flatnonzero(~truth), np.flatnonzero(truth)
-    others = others[np.argsort(scores[others], kind="stable")]
-    low, high = (np.searchsorted(scores[others], scores[leaks], side) for side in ("left", "right"))
-    by_group = np.ascontiguousarray(times.T)  # a group's draws lie side by side
-    out = np.empty(len(times))
-    step = max(8, _PIECE // max(1, len(truth)))
-    for at in range(0, len(times), step):
-        own = by_group[:, at : at + step]
-        below = np.zeros((len(others) + 1, own.shape[1]))
-        np.cumsum(own[code[others]], axis=0, dtype=np.float64, out=below[1:])
-        mean = below[low] if np.array_equal(low, high) else (below[low] + below[high]) / 2
-        out[at : at + step] = (own[code[leaks]] * mean).sum(0)
-    return out
-
-
-def _drawn(n_draws: int, n: int, seed: int) -> np.ndarray:
-    "[D, G] how often each group is drawn; made a piece at a time, because 50,000 groups are a lot of numbers."
-    rng = np.random.default_rng(seed)
-    out = np.empty((n_draws, n), np.uint16)
-    step = max(1, _PIECE // n)
-    for at in range(0, n_draws, step):
-        d = min(step, n_draws - at)
-        drawn = rng.integers(0, n, (d, n)) + n * np.arange(d)[:, None]
-        out[at : at + d] = np.bincount(drawn.ravel(), minlength=d * n).reshape(d, n)
-    return out
+    if low == high:
+        note = f"the same in all draws of {what}; up to {1 - 0.05 ** (1 / n_groups):.0%} of such groups may still differ"
+    return Interval(low, high, note)
 
 
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #a31ced4f
+_PIECE = 1 << 20  # numbers held at once
+
+
 class Bootstrap:
     "Draws of groups, the same ones for every detector."
 
@@ -259,35 +182,12 @@ class Bootstrap:
             raise UsageError("n_draws must be at least 100", code="usage", found=n_draws)
         if seed < 0:
             raise UsageError("seed must be at least 0", code="usage", found=seed)
-        if len(truth) != len(groups.code):
-            raise DataError(
-                "groups do not fit the recordings",
-                code="lengths-differ",
-                found=len(groups.code),
-                expected=len(truth),
-            )
-        self.groups = groups
-        self.times = _drawn(n_draws, max(1, len(groups)), seed)  # [D, G] how often each group is drawn
-        self._label(truth)
-
-    def _label(self, truth: np.ndarray) -> None:
         self.truth = np.asarray(truth, bool)
-        self.with_leaks = len(np.unique(self.groups.code[self.truth]))
-        self.with_others = len(np.unique(self.groups.code[~self.truth]))
-
-    def relabelled(
-        self,
-        truth: np.ndarray,  # [B] bool
-    ) -> Self:
-        "The same draws of the same recordings with other labels."
-        other = copy.copy(self)
-        other._label(truth)
-        return other
-
-    def _pieces(self) -> Iterator[np.ndarray]:
-        step = max(1, _PIECE // self.times.shape[1])
-        for at in range(0, len(self.times), step):
-            yield self.times[at : at + step].astype(np.float64)
+        self.groups = groups
+        rng = np.random.default_rng(seed)
+        n = max(1, len(groups))
+        drawn = (np.bincount(rng.integers(0, n, n), minlength=n) for _ in range(n_draws))
+        self.times = np.stack([times.astype(np.uint16) for times in drawn])  # [D, G] of each group
 
     def areas(
         self,
@@ -295,15 +195,19 @@ class Bootstrap:
     ) -> np.ndarray:  # [D], NaN where a draw holds one class only
         "The area under the ROC curve in every draw."
         truth, scores = checked(self.truth, score)
-        code, n = self.groups.code, self.times.shape[1]
-        own = np.stack([np.bincount(code[c], minlength=n) for c in (truth, ~truth)], axis=1).astype(float)
-        n_pairs = np.concatenate([(times @ own).prod(1) for times in self._pieces()])
-        if n <= _FEW:
-            wins = _wins(scores[truth], scores[~truth], code[truth], code[~truth], n)
-            pairs = np.concatenate([((times @ wins) * times).sum(1) for times in self._pieces()])
-        else:
-            pairs = _pairs_by_order(self.times, truth, scores, code)
-        return np.divide(pairs, n_pairs, out=np.full(len(pairs), np.nan), where=n_pairs > 0)
+        order = np.argsort(scores, kind="stable")
+        first = np.flatnonzero(np.diff(scores[order], prepend=-np.inf))  # of equal scores
+        code, is_leak = self.groups.code[order], truth[order]
+        areas = []
+        step = max(1, _PIECE // max(1, len(truth)))
+        for at in range(0, len(self.times), step):
+            own = self.times[at : at + step, code].astype(np.float64)  # [d, B] in the order of scores
+            leaks = np.add.reduceat(own * is_leak, first, axis=1)
+            others = np.add.reduceat(own * ~is_leak, first, axis=1)
+            pairs = (leaks * (np.cumsum(others, axis=1) - others / 2)).sum(1)
+            n_pairs = leaks.sum(1) * others.sum(1)
+            areas.append(np.divide(pairs, n_pairs, out=np.full(len(pairs), np.nan), where=n_pairs > 0))
+        return np.concatenate(areas)
 
     def draws(
         self,
@@ -313,7 +217,7 @@ class Bootstrap:
         "Every figure of a detector in every draw."
         truth, scores = checked(self.truth, score)
         by_group = counts_by_group(truth, scores >= threshold, self.groups.code, self.times.shape[1])
-        figures = figures_of_counts(np.concatenate([times @ by_group for times in self._pieces()]))
+        figures = figures_of_counts(np.stack([times @ by_group for times in self.times]))
         return figures | {"auc": self.areas(scores)}
 
     def rests_upon(
@@ -321,12 +225,17 @@ class Bootstrap:
         figure: str,  # of FIGURES
     ) -> tuple[int, str]:
         "How many groups a figure rests upon: those that hold what it counts; and the same in words."
-        with_leaks = self.with_leaks, "with a leak"
-        with_others = self.with_others, "without a leak" if self.groups.by == "recording" else "with others"
-        n, word = {"accuracy": (len(self.groups), ""), "specificity": with_others}.get(figure, with_leaks)
-        if figure in ("balanced_accuracy", "auc"):
-            n, word = min(with_leaks, with_others)
-        return n, f"{self.groups.counted(n)} {word}".strip()
+        others = "without a leak" if self.groups.by == "recording" else "with others"
+        either = {"with a leak": self.truth, others: ~self.truth}
+        numbers = {word: len(np.unique(self.groups.code[own])) for word, own in either.items()}
+        word = "with a leak"
+        if figure == "accuracy":
+            return len(self.groups), self.groups.counted(len(self.groups))
+        if figure == "specificity":
+            word = others
+        elif figure in ("balanced_accuracy", "auc"):
+            word = min(numbers, key=lambda name: numbers[name])
+        return numbers[word], f"{self.groups.counted(numbers[word])} {word}"
 
     def intervals(
         self,
@@ -366,12 +275,21 @@ class Difference:
         "Whether it is below with that confidence."
         return self.interval.known and self.interval.high < 0
 
+    @property
+    def summary(self) -> dict[str, Any]:
+        "Plain values."
+        i = self.interval
+        ends = {"value": self.value, "low": i.low, "high": i.high}
+        return {n: float(v) if np.isfinite(v) else None for n, v in ends.items()} | {
+            "note": i.note,
+            "better": self.is_better,
+        }
+
     def __str__(self) -> str:
         if self.value != self.value:
             return "undefined"
-        return f"{self.value:+.3f}" + (
-            f" ({self.interval.low:+.3f} to {self.interval.high:+.3f})" if self.interval.known else ""
-        )
+        i = self.interval
+        return f"{self.value:+.3f}" + (f" ({i.low:+.3f} to {i.high:+.3f})" if i.known else "")
 
 
 def differences(

@@ -5,7 +5,6 @@
 # %% auto #0
 __all__ = [
     "FIGURES",
-    "CHOSEN_BY",
     "checked",
     "Confusion",
     "confusion",
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...core.errors import DataError, UsageError
+from ...core.errors import DataError
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #a34d4d28
 FIGURES = ("accuracy", "balanced_accuracy", "precision", "sensitivity", "specificity", "f1", "auc")
@@ -74,10 +73,6 @@ class Confusion:
     def n(self) -> int:
         "All recordings."
         return self.true_leak + self.missed_leak + self.false_alarm + self.true_normal
-
-    def array(self) -> np.ndarray:
-        "[2, 2]: rows are the truth (normal, leak), columns what was said (normal, leak)."
-        return np.array([[self.true_normal, self.false_alarm], [self.missed_leak, self.true_leak]])
 
 
 def confusion(
@@ -171,40 +166,33 @@ def why_undefined(
 ) -> dict[str, str]:  # only for figures that are NaN
     "Why a figure means nothing."
     c = confusion(y_true, score, threshold)
-    if not c.n:
-        return dict.fromkeys(FIGURES, "no recording")
+    no_leak = not c.true_leak + c.missed_leak
+    reasons = (  # the first one that holds counts
+        (not c.n, "no recording", FIGURES),
+        (no_leak, "no recording is a leak", ("balanced_accuracy", "sensitivity", "auc")),
+        (
+            not c.false_alarm + c.true_normal,
+            "every recording is a leak",
+            ("balanced_accuracy", "specificity", "auc"),
+        ),
+        (not c.true_leak + c.false_alarm, "no recording was called a leak", ("precision",)),
+        (c.n == c.true_normal, "no recording is a leak or was called one", ("f1",)),
+    )
     why: dict[str, str] = {}
-    if c.n == c.false_alarm + c.true_normal:
-        why |= dict.fromkeys(("balanced_accuracy", "sensitivity", "auc"), "no recording is a leak")
-    if c.n == c.true_leak + c.missed_leak:
-        why |= dict.fromkeys(("balanced_accuracy", "specificity", "auc"), "every recording is a leak")
-    if not c.true_leak + c.false_alarm:
-        why["precision"] = "no recording was called a leak"
-    if c.n == c.true_normal:
-        why["f1"] = "no recording is a leak or was called one"
+    for holds, reason, figures in reasons:
+        why = (dict.fromkeys(figures, reason) if holds else {}) | why
     return why
 
 
 # %% ../../../nbs/learn/metrics/metrics.ipynb #39295818
-CHOSEN_BY = ("f1", "balanced_accuracy", "accuracy")
-
-
 def best_threshold(
     y_true: ArrayLike,  # [B] bool, of validation recordings
     score: ArrayLike,  # [B]
-    figure: str = "f1",  # of CHOSEN_BY, to be as high as can be
 ) -> (
     float
 ):  # raises DataError where a class is missing, because then every threshold is as good: 0.5 has to stay
-    "The threshold at which a figure is highest: the middle of the gap between two scores."
-    if figure not in CHOSEN_BY:
-        raise UsageError(
-            "no threshold can be chosen by this figure",
-            code="usage",
-            found=repr(figure),
-            expected=", ".join(CHOSEN_BY),
-        )
-    curve, truth = roc(y_true, score), checked(y_true, score)[0]
+    "The threshold at which F1 is highest: the middle of the gap between two scores."
+    truth, curve = checked(y_true, score)[0], roc(y_true, score)
     n_leaks, n = int(truth.sum()), len(truth)
     if not 0 < n_leaks < n:
         raise DataError(
@@ -215,15 +203,11 @@ def best_threshold(
             remedy="keep 0.5",
         )
     found, alarms = np.rint(curve.sensitivity * n_leaks), np.rint(curve.false_alarm_rate * (n - n_leaks))
-    value = figures_of_counts(np.stack([found, n_leaks - found, alarms, n - n_leaks - alarms], axis=-1))[
-        figure
-    ]
+    f1 = 2 * found / (found + n_leaks + alarms)
     values = curve.threshold[1:]  # [K], falling; a threshold k calls values[:k] leaks
     low, high = np.append(values, values[-1]), np.insert(values, 0, values[0])
-    best = np.flatnonzero(value >= value.max() - 1e-12)
+    best = np.flatnonzero(f1 >= f1.max() - 1e-12)  # never 0, where none is called a leak
     widest = best[high[best] - low[best] >= (high[best] - low[best]).max()][-1]
-    if widest == 0:
-        return float(np.nextafter(np.float32(values[0]), np.float32(np.inf)))  # above all scores
     if widest == len(values):
         return float(values[-1])  # all are leaks
     middle = float(np.float32((low[widest] + high[widest]) / 2))
@@ -253,8 +237,6 @@ def reliability(
 ) -> Reliability:  # raises DataError for scores that are no probabilities
     "Compare scores with how often there was a leak."
     truth, scores = checked(y_true, score)
-    if n_bins < 1:
-        raise UsageError("n_bins must be at least 1", code="usage", found=n_bins)
     if len(scores) and not 0 <= scores.min() <= scores.max() <= 1:
         raise DataError(
             "scores that are no probabilities",

@@ -19,6 +19,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #12e5ec4d
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -137,47 +138,40 @@ def give_verdict(
 ) -> Verdict:
     "Say whether a detector beats all baselines."
     name = figure_title(figure)
-    if not baselines:
-        return Verdict(
+    own = (detector.figures, detector.draws)
+    found = tuple((b.title, differences(boot, own, (b.figures, b.draws))[figure]) for b in baselines)
+
+    def verdict(beats: bool | None, text: str) -> Verdict:
+        return Verdict(beats, text, figure, found)
+
+    if not found:
+        return verdict(
             None,
             "Not compared with any baseline: whether this detector is better than a level meter is not known.",
-            figure,
         )
-    found = tuple(
-        (b.title, differences(boot, (detector.figures, detector.draws), (b.figures, b.draws))[figure])
-        for b in baselines
-    )
     if boot.truth.all() or not boot.truth.any():
         only = "every recording is a leak" if boot.truth.any() else "no recording is a leak"
-        return Verdict(
-            None,
-            f"Nothing can be said about the baselines: {only}, and a comparison needs both labels.",
-            figure,
-            found,
+        return verdict(
+            None, f"Nothing can be said about the baselines: {only}, and a comparison needs both labels."
         )
     for _, d in found:
         if not np.isfinite(d.value):
-            why = detector.undefined.get(figure) or next(
-                (b.undefined[figure] for b in baselines if figure in b.undefined), ""
-            )
-            return Verdict(None, f"Nothing can be said: {name} is undefined, because {why}.", figure, found)
+            why = next((m.undefined[figure] for m in (detector, *baselines) if figure in m.undefined), "")
+            return verdict(None, f"Nothing can be said: {name} is undefined, because {why}.")
         if not d.interval.known:
-            return Verdict(
-                None, f"Nothing can be said about the baselines: {d.interval.note}.", figure, found
-            )
-    said = "; ".join(f"{title} by {d}" for title, d in found)
-    if all(d.is_better for _, d in found):
-        return Verdict(True, f"Beats all baselines in {name}: {said}.", figure, found)
-    not_beaten = "; ".join(
+            return verdict(None, f"Nothing can be said about the baselines: {d.interval.note}.")
+    standing = [
         f"{'worse than' if d.is_worse else 'does not beat'} {title}: {d}"
         for title, d in found
         if not d.is_better
-    )
-    return Verdict(
-        False,
-        f"Useless as it is: in {name} it is not shown to be better than something far simpler ({not_beaten}).",
-        figure,
-        found,
+    ]
+    if standing:
+        return verdict(
+            False,
+            f"Useless as it is: in {name} it is not shown to be better than something far simpler ({'; '.join(standing)}).",
+        )
+    return verdict(
+        True, f"Beats all baselines in {name}: {'; '.join(f'{title} by {d}' for title, d in found)}."
     )
 
 
@@ -189,9 +183,9 @@ def figure_title(figure: str) -> str:
 # %% ../../../nbs/learn/metrics/significance.ipynb #b356a4b6
 LEAST_RECORDINGS = 5  # of a class
 _WHAT_IS_LEFT = {
-    "is a leak": "AUC, sensitivity and a comparison with baselines need both labels; specificity says how often there is no false alarm, "
+    "a leak": "AUC, sensitivity and a comparison with baselines need both labels; specificity says how often there is no false alarm, "
     "and nothing says how many leaks would be found.",
-    "is without a leak": "AUC, specificity and a comparison with baselines need both labels; sensitivity says how many of the leaks are found "
+    "no leak": "AUC, specificity and a comparison with baselines need both labels; sensitivity says how many of the leaks are found "
     "(precision is 1 in any case), and nothing says how many alarms would be false.",
 }
 
@@ -201,46 +195,46 @@ def cautions(
     groups: Groups,
 ) -> tuple[str, ...]:
     "What a data set is too small, or too lopsided, to show; the worst first."
-    found, weak = [], []
     if not len(truth):
         return ("No recording: this proves nothing.",)
-    for word, mine in (("is a leak", truth), ("is without a leak", ~truth)):
-        n, n_groups = int(mine.sum()), len(np.unique(groups.code[mine]))
-        own = "a leak" if word == "is a leak" else "no leak"
+    found, weak = [], []
+    n_all, code = len(groups), groups.code
+    sizes = np.bincount(code, minlength=n_all)
+    shares = np.bincount(code, weights=truth, minlength=n_all) / sizes  # of leaks
+    for own, mine in (("a leak", truth), ("no leak", ~truth)):
+        n = int(mine.sum())
+        counts = np.bincount(code[mine])
+        n_groups = np.count_nonzero(counts)
         if not n:
             found.append(
-                f"No recording {word}: there is nothing to tell apart, and this proves nothing. {_WHAT_IS_LEFT[word]}"
+                f"No recording with {own}: there is nothing to tell apart, and this proves nothing. {_WHAT_IS_LEFT[own]}"
             )
         elif n < LEAST_RECORDINGS:
             found.append(f"Only {n} recording{'s' * (n > 1)} with {own}: it runs, but this proves nothing.")
-        elif n_groups == 1 and len(groups) > 1:
+        elif n_groups == 1 < n_all:
             found.append(
-                f"All recordings with {own} are of {groups.counted(1)}: whatever is peculiar to it "
-                "tells the label, so this proves nothing."
+                f"All recordings with {own} are of {groups.counted(1)}: whatever is peculiar to it tells the label, so this proves nothing."
             )
-        elif n_groups < LEAST_GROUPS < len(groups):
+        elif n_groups < LEAST_GROUPS < n_all:
             found.append(
                 f"Recordings with {own} are of {groups.counted(n_groups)} only: too few to conclude from."
             )
-        share = np.bincount(groups.code[mine]).max() / n if n else 0
-        if n_groups >= LEAST_GROUPS and share > 0.5 and len(groups) < len(truth):
+        if n_groups >= LEAST_GROUPS and counts.max() > 0.5 * n and n_all < len(truth):
             weak.append(
-                f"One of {groups.counted(len(groups))} holds {share:.0%} of the recordings with {own}: figures say mostly how that one does."
+                f"One of {groups.counted(n_all)} holds {counts.max() / n:.0%} of the recordings with {own}: figures say mostly how that one does."
             )
-    if len(groups) == 1:
+    if n_all == 1:
         found.append(f"All recordings are of {groups.counted(1)}: this proves nothing about another one.")
-    elif len(groups) < LEAST_GROUPS:
+    elif n_all < LEAST_GROUPS:
         found.append(
-            f"Only {groups.counted(len(groups))}: too few for intervals, so this proves nothing about others."
+            f"Only {groups.counted(n_all)}: too few for intervals, so this proves nothing about others."
         )
-    share_of_leaks = np.bincount(groups.code, weights=truth, minlength=len(groups)) / np.bincount(
-        groups.code, minlength=len(groups)
-    )
-    if len(groups) < len(truth) and truth.any() and not truth.all() and np.isin(share_of_leaks, (0, 1)).all():
+    if n_all < len(truth) and truth.any() and not truth.all() and np.isin(shares, (0, 1)).all():
         weak.append(
-            f"Each of {groups.counted(len(groups))} holds one label only: a detector that tells them apart needs to know nothing of leaks."
+            f"Each of {groups.counted(n_all)} holds one label only: a detector that tells them apart needs to know nothing of leaks."
         )
-    return (*found, *weak, *([groups.note[0].upper() + groups.note[1:] + "."] if groups.note else []))
+    note = [groups.note[0].upper() + groups.note[1:] + "."] if groups.note else []
+    return (*found, *weak, *note)
 
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #b36d9cc6
@@ -269,37 +263,31 @@ def permute_group_labels(
 # %% ../../../nbs/learn/metrics/significance.ipynb #bd6ad6d9
 @dataclass(frozen=True)
 class PermutationTest:
-    "What the same scores do with labels that were dealt out anew."
+    "What the same scores do with permuted labels."
 
-    n_deals: int
-    n_held: int  # deals whose interval of the AUC holds 0.5
-    n_known: int  # deals that have an interval
-    middle: float  # mean AUC of all deals
+    n_deals: int  # permutations
+    n_held: int  # permutations whose interval of the AUC holds 0.5
+    n_known: int  # permutations that have one
+    middle: float  # mean AUC of all permutations
     spread: tuple[float, float]  # in which 95 % of their AUCs lie
-    first: Interval  # of the first deal
-    n_as_high: int  # deals with an AUC as high as the detector's
+    first: Interval  # of the first permutation
+    n_as_high: int  # permutations with an AUC as high as the detector's
     between: str = ""  # groups that changed places, in words; empty: single recordings
 
     @property
     def holds(self) -> bool | None:
-        "Whether intervals hold 0.5 as often as they should, 85 % of the deals at least; None: there are none."
+        "Whether intervals hold 0.5 as often as they should, in 85 % of the permutations at least; None: there are none."
         return self.n_held >= 0.85 * self.n_known if self.n_known else None
 
     def __str__(self) -> str:
         if not self.n_deals:
             return "No control: one class only."
-        held = (
-            f"the interval holds 0.5 in {self.n_held} of {self.n_known} deals"
-            if self.n_known
-            else f"no interval: {self.first.note}"
-        )
-        how = (
-            f"Labels dealt out anew, whole groups at a time ({self.between})"
-            if self.between
-            else "Labels dealt out anew"
-        )
+        held = f"no interval: {self.first.note}"
+        if self.n_known:
+            held = f"the interval holds 0.5 in {self.n_held} of {self.n_known} permutations"
+        how = f", whole groups at a time ({self.between})" if self.between else ""
         return (
-            f"{how}: AUC {self.middle:.3f} on average (95 % from {self.spread[0]:.3f} to {self.spread[1]:.3f}); {held}; "
+            f"Labels permuted{how}: AUC {self.middle:.3f} on average (95 % from {self.spread[0]:.3f} to {self.spread[1]:.3f}); {held}; "
             f"{self.n_as_high} of them have an AUC as high as this detector's."
             + ("" if self.holds is not False else " THE CONTROL FAILS: do not trust these figures.")
         )
@@ -317,7 +305,7 @@ def permutation_test(
     n_deals: int = 100,  # fewer, 20 at least, where each of many thousand recordings is its own group
     seed: int = 0,
 ) -> PermutationTest:
-    "Judge the same scores by labels that were dealt out anew."
+    "Evaluate the same scores on permuted labels."
     truth, rng = np.asarray(truth, bool), np.random.default_rng(seed)
     if not 0 < truth.sum() < len(truth):
         return PermutationTest(
@@ -327,7 +315,8 @@ def permutation_test(
     boot = Bootstrap(truth, groups, n_draws=400, seed=seed)
     n_deals = max(min(n_deals, 20), min(n_deals, int(_MOST_WORK // (len(boot.times) * len(truth)))))
     for _ in range(n_deals):
-        other = boot.relabelled(permute_group_labels(truth, groups, rng))
+        other = copy.copy(boot)
+        other.truth = permute_group_labels(truth, groups, rng)
         areas.append(roc(other.truth, score).auc)
         intervals.append(interval_of(other.areas(score), *other.rests_upon("auc")))
     known, low_high = [i for i in intervals if i.known], np.quantile(areas, (0.025, 0.975)).tolist()

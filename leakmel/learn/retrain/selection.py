@@ -142,9 +142,9 @@ class SegmentSubset(Segments):
             self.held = load_items(self, torch.device("cpu"), progress=progress)
 
     @property
-    def per_row(self) -> int:
-        "Each item stands alone."
-        return 1
+    def counts(self) -> np.ndarray:
+        "[n] int64: each item stands alone."
+        return np.ones(len(self.rows), np.int64)
 
     @property
     def n_bytes(self) -> int:

@@ -170,7 +170,15 @@ def read_space(
     if given is None:
         given = {n: r for n, r in USUAL.items() if base.n_band_masks or n != "band_mask_width"}
     elif not isinstance(given, Mapping):
-        given = _written(given)
+        try:
+            is_text = os.fspath(given).lstrip().startswith("{")
+            given = json.loads(os.fspath(given) if is_text else Path(given).expanduser().read_bytes())
+        except OSError as e:
+            said = f"cannot be read ({os.strerror(e.errno or 0)})"
+            raise DataError(said, code="cannot-be-read", path=given) from e
+        except (ValueError, RecursionError) as e:
+            said = f"the space to search is not JSON ({str(e)[:80]})"
+            raise UsageError(said, code="not-json", found=show_path(given)[:60]) from e
     if not isinstance(given, Mapping) or not given:
         raise UsageError(
             "no settings to search",
@@ -189,21 +197,6 @@ def read_space(
         for values in itertools.product(*ends):
             settings_with(base, dict(zip(group, values)))  # refuses what no training takes
     return space
-
-
-def _written(given: str | os.PathLike) -> Any:
-    "What a JSON text, or a JSON file, holds."
-    try:
-        is_text = os.fspath(given).lstrip().startswith("{")
-        return json.loads(os.fspath(given) if is_text else Path(given).expanduser().read_bytes())
-    except OSError as e:
-        raise DataError(
-            f"cannot be read ({os.strerror(e.errno or 0)})", code="cannot-be-read", path=given
-        ) from e
-    except (ValueError, RecursionError) as e:
-        raise UsageError(
-            f"the space to search is not JSON ({str(e)[:80]})", code="not-json", found=show_path(given)[:60]
-        ) from e
 
 
 # %% ../../../nbs/learn/search/trials.ipynb #8f59b590
@@ -242,7 +235,6 @@ class Trial:
     val_losses: tuple[float, ...]
     seconds: float  # training and validation
     said: str = ""  # why it failed
-    kept: int = 0  # epoch that the training kept, from 1; 0: none
 
     @property
     def objectives(self) -> list[float]:
@@ -251,8 +243,8 @@ class Trial:
 
     @property
     def best_epoch(self) -> int:
-        "From 1: the one that was kept, or else that with the highest objective; 0: there was none."
-        return self.kept or (1 + self.objectives.index(max(self.objectives)) if self.f1s else 0)
+        "From 1: the one with the highest objective, the first of equals; 0: there was none."
+        return 1 + self.objectives.index(max(self.objectives)) if self.f1s else 0
 
     @property
     def f1(self) -> float:
@@ -260,7 +252,7 @@ class Trial:
 
     @property
     def objective(self) -> float:
-        return self.objectives[self.best_epoch - 1] if self.f1s else -math.inf
+        return max(self.objectives, default=-math.inf)
 
     def __repr__(self) -> str:
         ended = {"pruned": f", ended after epoch {len(self.f1s)}", "failed": f", failed: {self.said}"}
@@ -391,13 +383,13 @@ def read_state(
         return None
     try:
         values = json.loads(path.read_bytes())
-        values.pop("under_way", None)  # an earlier version noted it
+        values.pop("under_way", None)  # of an earlier version, as is "kept"
         if values.pop("format") != FORMAT:
             raise ValueError("another format")
-        values["trials"] = [
-            Trial(**t | {"f1s": _numbers(t["f1s"]), "val_losses": _numbers(t["val_losses"])})
-            for t in values["trials"]
-        ]
+        for t in values["trials"]:
+            t.pop("kept", None)
+            t |= {"f1s": _numbers(t["f1s"]), "val_losses": _numbers(t["val_losses"])}
+        values["trials"] = [Trial(**t) for t in values["trials"]]
         values["again"] = [OtherSeed(**a | {"f1": _numbers([a["f1"]])[0]}) for a in values["again"]]
         return SearchState(**values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:

@@ -316,7 +316,7 @@ def _speed(state: TrainingState, times: StepTimes) -> dict[str, Any]:
         "warm_up_s": warm_s,
         "n_batches": n,
         "batches_per_s": rate,
-        "items_per_s": rate * state.loader.order.settings.n_items / len(state.loader),
+        "items_per_s": rate * state.loader.order.n_items / len(state.loader),
         **{name: math.nan if value is None else float(value) for name, value in sampled.items()},
     }
 
