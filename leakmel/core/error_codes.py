@@ -238,7 +238,6 @@ LEARN_TRAIN = {
     "given-twice": "Two parameters give the same thing.",
     "invalid-channels": "The channels of the net are not whole numbers with commas between them.",
     "model-exists": "The folder holds a model whose training cannot be resumed.",
-    "no-levels": "A data set does not hold the levels of its recordings.",
     "no-model": "No model was named, and no run has one.",
     "no-splits": "A split was named, and the folder holds label folders and no splits.",
     "no-such-part": "The split has no part of this name.",

@@ -152,6 +152,8 @@ class RecordingError(DataError):
 EXTRAS = {
     "torch": "learn",
     "torchaudio": "learn",
+    "sklearn": "learn",
+    "scipy": "learn",
     "plotly": "notebook",
     "ipywidgets": "notebook",
     "IPython": "notebook",

@@ -106,7 +106,7 @@ def set_of(
     found = given / data_set_name(part.upper()) if given.is_dir() else given
     if not found.is_file():
         raise DataError(
-            f"no data set for {part} here",
+            f"no data set for {part} in this folder" if given.is_dir() else "no such data set",
             code="data-set-missing",
             path=given,
             expected=found.name,

@@ -359,27 +359,30 @@ def errors_figure(
         cols=n_cols,
         row_heights=[0.74, 0.26] * n_rows,
         horizontal_spacing=0.07,
-        vertical_spacing=0.1 / n_rows,
+        vertical_spacing=0.16 / n_rows,
         subplot_titles=[t for own in titles for t in [*own, *[""] * (2 * n_cols - len(own))]],
     )
     fig.layout.template = {}
     fig.update_annotations(font=dict(size=11, color=_TEXT))
+    fig.update_xaxes(range=[0, float(times[-1]) or 1], showticklabels=False)
     for k, (w, picture) in enumerate(zip(worst, pictures)):
         row, col = divmod(k, n_cols)
         heat, scores = _error_traces(w, picture, times[first], bands, starts, low)
         fig.add_trace(heat, row=2 * row + 1, col=col + 1)
         fig.add_trace(scores, row=2 * row + 2, col=col + 1)
-        fig.add_hline(y=w.threshold, line=dict(width=1, dash="dash"), row=2 * row + 2, col=col + 1)
+        line = dict(color=_TEXT, width=1, dash="dash")
+        fig.add_hline(y=w.threshold, line=line, row=2 * row + 2, col=col + 1)
         fig.update_yaxes(range=[-0.05, 1.05], tickvals=[0, 1], row=2 * row + 2, col=col + 1)
-        fig.update_xaxes(showticklabels=False, row=2 * row + 1, col=col + 1)
-    fig.update_xaxes(range=[0, float(times[-1]) or 1])
-    fig.update_xaxes(title=dict(text="time (s)"), row=2 * n_rows)
+        if k + n_cols >= len(worst):
+            title = dict(text="time (s)")
+            fig.update_xaxes(showticklabels=True, title=title, row=2 * row + 2, col=col + 1)
     bar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0, len=0.5)
     fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=bar))
     n_missed = sum(w.is_leak for w in worst)
     errors = f"{counted(n_missed, 'leak')} missed, {counted(len(worst) - n_missed, 'false alarm')}"
     note = "Mels (Hz), colours shared; below, the score of each long segment and the threshold"
-    return _dress(fig, f"The worst errors: {errors}", stamped_note(stamped, note), 110 + 248 * n_rows)
+    fig = _dress(fig, f"The worst errors: {errors}", stamped_note(stamped, note), 110 + 248 * n_rows)
+    return fig.update_layout(margin=dict(t=fig.layout.margin.t + 30))
 
 
 def _error_traces(
