@@ -301,12 +301,12 @@ def execute_evaluation(
     files = plan.sets.files
     if not plan.evaluation or "testing" not in (files if plan.split is None else plan.split.parts):
         return None
-    parts = {part: files.get(part) for part in ("training", "validation")} if plan.split is None else {}
+    parts: dict[str, Any] = {part: files.get(part) for part in ("training", "validation")}
     found = evaluate(
         result.detector,
         files["testing"] if plan.split is None else list(files.values()),
         split=plan.split,
-        **parts,
+        **(parts if plan.split is None else {}),
         device=pick_device(plan.device),
         allow_leaky_split=plan.given["allow_leaky_split"],
         progress=progress,

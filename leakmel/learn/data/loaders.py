@@ -103,7 +103,8 @@ class Order:
 
     def _check(self, epoch: int) -> int:
         "Check sum of the order of an epoch and of its division into batches."
-        return zlib.crc32(b"%d 0" % self.batch_size, zlib.crc32(np.ascontiguousarray(self.items(epoch)[0])))
+        items = np.ascontiguousarray(self.items(epoch)[0])
+        return zlib.crc32(b"%d 0" % self.batch_size, zlib.crc32(items.data))
 
     def state_dict(self) -> dict[str, Any]:
         "The place, as plain numbers for a checkpoint."

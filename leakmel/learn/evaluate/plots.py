@@ -317,10 +317,12 @@ def worst_errors(
         source = int(np.searchsorted(ds.starts, ds.rows[k], side="right")) - 1
         mels = read_rows(ds.sources[source].mels, np.array([ds.rows[k] - ds.starts[source]]))[0]
         mels[ds.heard[k] :] = np.nan
-        names = {n: str(table[n].iloc[k]) if n in table else "" for n in ("path", "label", "sensor")}
-        scores = {"score": float(model.score[k]), "threshold": model.threshold}
+        path, label, sensor = (
+            str(table[n].iloc[k]) if n in table else "" for n in ("path", "label", "sensor")
+        )
+        score = float(model.score[k])
         found.append(
-            Misjudged(**names, **scores, is_leak=bool(truth[k]), segment_scores=segments[k], mels=mels)
+            Misjudged(path, label, sensor, bool(truth[k]), score, model.threshold, segments[k], mels)
         )
     return tuple(found)
 

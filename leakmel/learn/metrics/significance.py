@@ -204,7 +204,7 @@ def cautions(
     for own, mine in (("a leak", truth), ("no leak", ~truth)):
         n = int(mine.sum())
         counts = np.bincount(code[mine])
-        n_groups = np.count_nonzero(counts)
+        n_groups = int(np.count_nonzero(counts))
         if not n:
             found.append(
                 f"No recording with {own}: there is nothing to tell apart, and this proves nothing. {_WHAT_IS_LEFT[own]}"

@@ -292,7 +292,10 @@ class _Search:
 
     def keep(self, done: Trial | OtherSeed) -> None:
         "Store a training that is over."
-        (self.state.trials if isinstance(done, Trial) else self.state.again).append(done)
+        if isinstance(done, Trial):
+            self.state.trials.append(done)
+        else:
+            self.state.again.append(done)
         self.state.write(self.folder)
         remove_leftovers(self.folder, self.state)
 
@@ -363,7 +366,7 @@ class _Search:
             "settings": state.identity["settings"] | best.changes,
             "importances": shares,
             "device": str(self.how["device"]),
-            "seconds": sum(t.seconds for t in (*state.trials, *state.again)),
+            "seconds": sum(t.seconds for t in state.trials) + sum(a.seconds for a in state.again),
         }
         detector = load_detector(trial_folder(self.folder, best.number) / MODEL)
         detector.record = detector.record | {"search": chosen}

@@ -167,31 +167,32 @@ def read_space(
     base: TrainSettings,  # what the search begins with, and what is not searched
 ) -> Space:  # raises UsageError, DataError
     "Read and check ranges and choices."
+    written: Any = given
     if given is None:
-        given = {n: r for n, r in USUAL.items() if base.n_band_masks or n != "band_mask_width"}
+        written = {n: r for n, r in USUAL.items() if base.n_band_masks or n != "band_mask_width"}
     elif not isinstance(given, Mapping):
         try:
             is_text = os.fspath(given).lstrip().startswith("{")
-            given = json.loads(os.fspath(given) if is_text else Path(given).expanduser().read_bytes())
+            written = json.loads(os.fspath(given) if is_text else Path(given).expanduser().read_bytes())
         except OSError as e:
             said = f"cannot be read ({os.strerror(e.errno or 0)})"
             raise DataError(said, code="cannot-be-read", path=given) from e
         except (ValueError, RecursionError) as e:
             said = f"the space to search is not JSON ({str(e)[:80]})"
             raise UsageError(said, code="not-json", found=show_path(given)[:60]) from e
-    if not isinstance(given, Mapping) or not given:
+    if not isinstance(written, Mapping) or not written:
         raise UsageError(
             "no settings to search",
             code="nothing-to-search",
-            found=repr(given)[:60],
+            found=repr(written)[:60],
             expected=f"a dictionary from settings to {_FORMS}",
         )
     known = [f.name for f in fields(TrainSettings)]
-    if unknown := [answer_unknown(str(n), known) for n in given if n not in known]:
+    if unknown := [answer_unknown(str(n), known) for n in written if n not in known]:
         raise UsageError("search: " + "; ".join(unknown), code="unknown-parameter")
-    if left := [f"{n}: {_LEFT_ALONE[n]}" for n in given if n in _LEFT_ALONE]:
+    if left := [f"{n}: {_LEFT_ALONE[n]}" for n in written if n in _LEFT_ALONE]:
         raise UsageError("settings that are not searched", code="setting-not-searched", found="; ".join(left))
-    space = {name: _distribution(name, d) for name, d in given.items()}
+    space = {name: _distribution(name, d) for name, d in written.items()}
     for group in itertools.combinations(space, min(2, len(space))):
         ends = [getattr(space[n], "choices", None) or (space[n].low, space[n].high) for n in group]
         for values in itertools.product(*ends):
