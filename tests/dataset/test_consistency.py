@@ -197,21 +197,6 @@ def test_splits_against_the_folders(demo, data, tmp_path):
     assert lm.verify(path, root=tmp_path).ok
 
 
-def test_labels_that_claim_to_come_from_a_table(data, tmp_path):
-    path = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET).path
-    set_column(path, path=[b"DRY/empty.wav"], code=[b"empty"], message=[b"x"])
-    forged(path, naming_json=json.dumps({"source": "table", "pattern": "", "base": "root"}))
-    assert lm.verify(path, root=data, accounting=False).ok
-    with h5py.File(path, "r+") as f:
-        f["labels"][:] = 1 - f["labels"][:]
-    forged(path)
-    assert any(
-        "labels contradict the folders in 12 rows" in p and "give the table they came from" in p
-        for p in lm.verify(path, root=data).problems
-    )
-    assert lm.verify(path).ok
-
-
 # ---- a stranger's paths
 
 

@@ -82,20 +82,6 @@ class Source:
     reference: Reference | None = None  # right features, when they are worked out
 
 
-def _facts(recording: Recording, status: str) -> dict[str, Any]:
-    "Return what the columns of a row should say, from its recording."
-    n, channels = recording.samples.shape
-    figures = dict(zip(FIGURES.names or (), figures_of(recording.samples, recording.encoding)))
-    return {
-        "digest": recording.digest.encode(),
-        "status": status.encode(),
-        "encoding": recording.encoding.encode(),
-        "sample_rate": recording.sample_rate,
-        "n_samples": n,
-        "channels": channels,
-    } | figures
-
-
 def read_source(
     path: bytes,
     spec: MelSpec,
@@ -106,7 +92,16 @@ def read_source(
         x, status = expected_row(recording, spec)
     except RecordingError as e:
         return Source(recording.digest.encode(), {}, None, e.message)
-    return Source(recording.digest.encode(), _facts(recording, status), x, None)
+    n, channels = recording.samples.shape
+    facts = {
+        "digest": recording.digest.encode(),
+        "status": status.encode(),
+        "encoding": recording.encoding.encode(),
+        "sample_rate": recording.sample_rate,
+        "n_samples": n,
+        "channels": channels,
+    } | dict(zip(FIGURES.names or (), figures_of(recording.samples, recording.encoding)))
+    return Source(recording.digest.encode(), facts, x, None)
 
 
 # %% ../../../nbs/dataset/check/expected.ipynb #85917070
