@@ -804,14 +804,14 @@ def test_facts_of_another_layout_are_made_anew(tmp_path, mixed, own_cache, chang
     (path,) = own_cache.iterdir()
     cache = SampleCache.open(path, SPEC.n_samples)
     cache.rows.close()
-    cache.rows.end = sample_cache._FOOTER.unpack(path.read_bytes()[-sample_cache._FOOTER.size :])[1]  # type: ignore[union-attr]
+    cache.rows.end = sample_cache._FOOTER.unpack(path.read_bytes()[-sample_cache._FOOTER.size :])[1]
     if change == "one fewer":
         cache.facts, cache.row_digests = cache.facts[:-1], cache.row_digests[:-1]
     elif change == "wider digests":
         cache.row_digests = cache.row_digests.astype("S40")
     else:
         cache.facts = cache.facts[["good", "whole"]]
-    cache.rows.fd = os.open(path, os.O_RDWR)  # type: ignore[union-attr]
+    cache.rows.fd = os.open(path, os.O_RDWR)
     cache.save(cache.about)
     cache.rows.close()
     assert bool(list_cache()[0].problem) == (change != "one fewer")

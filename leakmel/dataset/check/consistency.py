@@ -12,7 +12,6 @@ __all__ = [
     "path_problems",
     "attribute_problems",
     "scale_problems",
-    "wrong_split",
     "pick_numbers",
     "pick_rejected",
     "rejected_problems",
@@ -22,7 +21,6 @@ __all__ = [
 # %% ../../../nbs/dataset/check/consistency.ipynb #e4a2f11b
 import json, os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -30,7 +28,7 @@ import numpy as np
 
 from ...audio.conform import check_range
 from ...audio.listing import is_inside, is_recording_name
-from ...audio.file_names import SPLITS, split_name
+from ...audio.file_names import SPLITS
 from ...audio.naming import Naming
 from ...audio.tables import NameTable
 from ...audio.wav import DIGEST_ALGORITHM, read_wav
@@ -51,6 +49,7 @@ def wrong_labels(
     "Yield rows whose label or split is not what their path says."
     if naming.source == "table":
         return
+    said: list[Any]
     if naming.source == "folders":
         said = [path.split(b"/", 1)[0] for path in paths]
     else:
@@ -114,27 +113,20 @@ LONGEST_PATH = 4096  # bytes; PATH_MAX of Linux
 LONGEST_NAME = 255  # NAME_MAX
 
 
-def _wrong_path(path: Any) -> str:
-    "Return why no recording can have this path; empty where one can."
-    if not isinstance(path, bytes):
-        return f"{path!r:.80} is no path"
-    if len(path) > LONGEST_PATH or max(map(len, path.split(b"/"))) > LONGEST_NAME:
-        return f"a path is too long to be one: {show_path(path[:60])}..., {len(path):,} bytes"
-    if not path or path.startswith(b"/") or b".." in path.split(b"/"):
-        return f"a path leads out of the data folder: {show_path(path)}"
-    return ""
-
-
 def path_problems(file: h5py.File) -> Iterator[str]:  # sentences
-    "Yield a path of rows and of rejected files that no recording can have, or that lead out of the data folder."
+    "Yield a path of rows and of rejected files that no recording can have, or that leads out of the data folder."
     for part in ("files/path", "rejected/path"):
         paths = read_column(file[part])
         if paths.dtype.kind == "S" and paths.ndim == 1:  # nearly all are plain, and passed over at once
             lengths = np.strings.str_len(paths)
             strange = np.strings.startswith(paths, b"/") | (np.strings.find(paths, b"..") >= 0)
             paths = paths[strange | (lengths == 0) | (lengths > LONGEST_NAME)]
-        if wrong := next(filter(None, map(_wrong_path, paths.tolist())), ""):
-            yield f"{part}: {wrong}"
+        for path in paths.tolist():
+            names = path.split(b"/") if isinstance(path, bytes) else [b".."]
+            too_long = len(path) > LONGEST_PATH or max(map(len, names)) > LONGEST_NAME
+            if too_long or names[0] == b"" or b".." in names:
+                yield f"{part}: {path[:60]!r}, {len(path):,} bytes, is not the path of a recording in the data folder"
+                break
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #65f5655d
@@ -190,20 +182,6 @@ def scale_problems(file: h5py.File, spec: MelSpec) -> Iterator[str]:  # sentence
             stored[()], values, rounding, 0
         ):
             yield f"{name} is not what the settings of the data set give"
-
-
-# %% ../../../nbs/dataset/check/consistency.ipynb #06ad6c80
-def wrong_split(
-    split: str,  # as stored
-    root: str | os.PathLike,  # data folder
-    splits: Mapping[str, Path],  # split folders in it
-) -> Iterator[str]:  # sentences
-    "Yield a split that the data folder does not have."
-    own = {split_name(os.path.basename(at)) for at in (os.path.abspath(root), os.path.realpath(root))}
-    if split and split not in splits and split not in own:
-        yield f"the data set is of the split {split}, but {show_path(root)} holds no folder of that name"
-    if not split and splits:
-        yield f"the data set is of no split, but {show_path(root)} holds {', '.join(splits)}"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #baf09c38

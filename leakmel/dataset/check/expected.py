@@ -144,12 +144,7 @@ class Sources:
         self.folder = folder
         self.spec = spec
         self.keep_samples = keep_samples
-        self._known: dict[bytes, tuple[tuple[int, ...] | None, Source]] = {}
-
-    @property
-    def known(self) -> list[bytes]:
-        "Paths of recordings that were read ahead."
-        return list(self._known)
+        self.known: dict[bytes, tuple[tuple[int, ...] | None, Source]] = {}  # that were read ahead
 
     def work_out(
         self,
@@ -175,13 +170,13 @@ class Sources:
                 references_of(some, self.spec)
             for source in some if not self.keep_samples else []:
                 source.samples = None
-            self._known |= read  # when they are complete: the check may be in another thread
-        return len(self._known)
+            self.known |= read  # when they are complete: the check may be in another thread
+        return len(self.known)
 
     def get(self, path: bytes) -> Source:
         "Return what is known of a recording whose file is the same, or read it; raises LeakmelError where it cannot be used."
         full = os.path.join(self.folder, path)
-        stamp, source = self._known.get(path, (None, None))
+        stamp, source = self.known.get(path, (None, None))
         if source is not None and stamp is not None and stamp == _stamp(full):
             return source
         return read_source(full, self.spec)

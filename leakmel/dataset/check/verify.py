@@ -107,7 +107,7 @@ _INFINITE = 0x7C00  # bits of infinity in float16; NaN lies above
 def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
     "Yield problems of names, shapes and counts."
     n = len(f[ROWS])
-    right = {ROWS: ("float16", (n, *spec.row_shape))}
+    right: dict[str, Any] = {ROWS: ("float16", (n, *spec.row_shape))}
     if (WAVEFORMS in f) != ("digests/waveforms" in f):
         yield "there are waveforms without digests, or digests without waveforms"
     elif WAVEFORMS in f:
@@ -376,13 +376,10 @@ def _check_origin(
     lacks_samples = sources is not None and WAVEFORMS in f and not sources.keep_samples
     if sources is None or (sources.folder, sources.spec) != (folder, spec) or lacks_samples:
         sources = Sources(folder, spec)
-    known = set(sources.known)
-    rather = [i for i, path in enumerate(paths) if path in known]
+    rather = [i for i, path in enumerate(paths) if path in sources.known]
     picked = pick_rows(report.n_rows, sample, f[LABELS][:], f["files/rms_db"][:], edges, rather)
     if len(picked):
         report.scope = "against the sources"
-    if naming.base == "split":
-        report.problems += consistency.wrong_split(f.attrs["split"], root, splits)
     _compare_rows(f, naming, sources, picked, told, report)
     report.problems += consistency.rejected_problems(
         f, spec, naming, labels, folder, root, sample, report.moved
@@ -408,8 +405,6 @@ def check_data_set(
     names = None if table is None else read_table(table)
     report = VerifyReport(os.fspath(path), labels_compared=False)
     try:
-        if not os.path.exists(path):
-            raise DataError("no such file", code="no-such-file", path=path)
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would block
             raise DataError("not a regular file", code="not-a-file", path=path)
         if not h5py.is_hdf5(path):

@@ -40,7 +40,6 @@ from ...audio.listing import Listing
 from ...audio.page_cache import CacheUse, is_in_cache
 from ...audio.wav import OutOfMemory, digest_of
 from ...core.errors import DataError, MachineError, OutputError, UsageError, VerifyError, show_path
-from ...core.monitor import size_text
 from ...core.threads import Lanes, run_lanes
 from ...core.timeline import Timeline
 from ..file.chunks import read_at, write_at
@@ -344,37 +343,34 @@ def load(
 
     lanes = Lanes(leave)
 
-    def read(lane: str) -> None:
-        nonlocal n_read
-        slot = Slot(LOAD_FILES, reader.spec)
-        while not lanes.stopping.is_set():
-            with lanes.lock:
-                first = next(firsts, None)
-            if first is None:
-                break
-            slot.begin(None, first // LOAD_FILES, first, min(LOAD_FILES, n_files - first))
-            if ahead is not None:
-                ahead.take(slot.n)
-            with timeline.span("read", lane, split=split, batch=slot.batch) as moved:
-                moved.n_bytes = reader.fill(slot)
-                moved.n_files = slot.n
-                moved.parts = slot.parts
-            try:
-                cache.take(slot)
-            except OSError as e:
-                raise output_error(e, "the cache file") from e
-            with lanes.lock:
-                n_read += slot.n
-        if n_read == n_files:
-            finished.set()
-
     def work(lane: str) -> None:
+        nonlocal n_read
         try:
-            read(lane)
+            slot = Slot(LOAD_FILES, reader.spec)
+            while not lanes.stopping.is_set():
+                with lanes.lock:
+                    first = next(firsts, None)
+                if first is None:
+                    break
+                slot.begin(None, first // LOAD_FILES, first, min(LOAD_FILES, n_files - first))
+                if ahead is not None:
+                    ahead.take(slot.n)
+                with timeline.span("read", lane, split=split, batch=slot.batch) as moved:
+                    moved.n_bytes = reader.fill(slot)
+                    moved.n_files = slot.n
+                    moved.parts = slot.parts
+                try:
+                    cache.take(slot)
+                except OSError as e:
+                    raise output_error(e, "the cache file") from e
+                with lanes.lock:
+                    n_read += slot.n
         except (MemoryError, OutOfMemory) as e:
             raise NoMemory(
                 "the recordings take more memory than they may", code="no-memory", remedy="use mode='stream'"
             ) from e
+        if n_read == n_files:
+            finished.set()
 
     for i in range(n_threads):
         lanes.add(f"loader-{i}", work)
@@ -479,10 +475,6 @@ class CacheFile:
     split: str = ""
     recordings: int = 0
     problem: str = ""  # why it cannot be used; such a file is made again when it is wanted
-
-    def __repr__(self) -> str:
-        what = self.problem or f"{self.recordings:,} recordings of {self.folder}"
-        return f"CacheFile({self.path.name}: {size_text(self.n_bytes)}, last used {self.used_utc}, {what})"
 
 
 def list_cache(
