@@ -831,8 +831,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'leakmel/dataset/check/expected.py'),
                                                 'leakmel.dataset.check.expected._stamp': ( 'dataset/check/expected.html#_stamp',
                                                                                            'leakmel/dataset/check/expected.py'),
-                                                'leakmel.dataset.check.expected.expected_channel': ( 'dataset/check/expected.html#expected_channel',
-                                                                                                     'leakmel/dataset/check/expected.py'),
                                                 'leakmel.dataset.check.expected.expected_row': ( 'dataset/check/expected.html#expected_row',
                                                                                                  'leakmel/dataset/check/expected.py'),
                                                 'leakmel.dataset.check.expected.read_source': ( 'dataset/check/expected.html#read_source',

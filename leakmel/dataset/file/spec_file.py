@@ -104,7 +104,7 @@ def _preset_name(name: str, path: Path) -> str:
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #4b77a724
 def _load(path: Path) -> dict[str, Any]:
-    "Read the JSON object of a file; raises DataError for a file that cannot be read, SpecError for one that holds something else."
+    "Read the JSON object of a spec file of any schema; raises DataError for a file that cannot be read, SpecError for one that holds something else."
     remedy = "name a spec file, as explore.ipynb writes one, or a data set of leakmel"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -125,12 +125,14 @@ def _load(path: Path) -> dict[str, Any]:
             body = json.loads(data)
     except (ValueError, RecursionError) as e:
         why = str(e)[:100]
-    if not isinstance(body, dict):
+    if not isinstance(body, dict) or body.get("kind") != KIND:
+        kind = f"kind {str(body.get('kind'))[:60]!r}" if isinstance(body, dict) else None
         raise SpecError(
-            f"no spec file: it is no JSON object of at most {MOST_BYTES:,} bytes",
+            "no spec file",
             code="not-a-spec-file",
             path=path,
-            found=why,
+            found=why or kind,
+            expected=f"a JSON object of at most {MOST_BYTES:,} bytes with kind {KIND!r}",
             remedy=f"{remedy}; of a model, name a data set that it was trained on",
         )
     return body
@@ -143,14 +145,6 @@ def read_spec(
     "Read a spec file; whatever it should not hold is named."
     path = Path(path)
     body = _load(path)
-    if body.get("kind") != KIND:
-        raise SpecError(
-            "no spec file",
-            code="not-a-spec-file",
-            path=path,
-            found=f"kind {str(body.get('kind'))[:60]!r}",
-            expected=f"kind {KIND!r}",
-        )
     if body.get("schema") != SCHEMA:
         raise SpecError(
             "a spec file of another schema",
@@ -196,7 +190,7 @@ def write_spec(
     if os.path.lexists(path):
         is_ours = False
         with suppress(DataError, SpecError):
-            is_ours = _load(path).get("kind") == KIND  # of any schema, also with a mistake in it
+            is_ours = bool(_load(path))  # of any schema, also with a mistake in it
         if not is_ours:
             raise OutputError(
                 "something other than a spec file is there",
