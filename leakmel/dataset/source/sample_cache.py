@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #5b7f1269
-import errno, io, json, logging, math, os, re, stat, struct, threading, time
+import errno, io, json, logging, math, mmap, os, re, stat, struct, threading, time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -88,6 +88,7 @@ class SampleRows:
         self.end = n_files * self.row_bytes  # where the next float32 row goes
         self.most_bytes = most_bytes
         self.places: dict[int, int] = {}  # candidate -> byte offset of its float32 row
+        self._memory: np.ndarray | None = None  # int16 view of all memory, from the first reading on
         self._lock = threading.Lock()
 
     @property
@@ -110,7 +111,19 @@ class SampleRows:
 
     def read(self, first: int, out: np.ndarray) -> None:
         "Read 16-bit rows into `out` [n, N]; raises OSError, VerifyError."
-        read_at(self.fd, out, first * self.row_bytes)
+        if not self.in_memory:
+            read_at(self.fd, out, first * self.row_bytes)
+            return
+        with self._lock:
+            if self.fd < 0:
+                raise OSError(errno.EBADF, "the recordings were given back")
+            if self._memory is None:
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                whole = mmap.mmap(self.fd, 0, flags=flags, prot=mmap.PROT_READ)
+                self._memory = np.frombuffer(whole, np.int16)
+            begin = first * out.shape[1]
+            rows = self._memory[begin : begin + out.size]
+        np.copyto(out, rows.reshape(out.shape))
 
     def read_wide(self, k: int) -> np.ndarray:
         "Read the float32 row of candidate k; raises OSError, VerifyError."
@@ -120,8 +133,10 @@ class SampleRows:
 
     def close(self) -> None:
         "Close the file, or give the memory back; a later read gets an error, not another file that is opened under the same number."
-        fd = self.fd
-        self.fd = -1
+        with self._lock:
+            fd = self.fd
+            self.fd = -1
+            self._memory = None
         if fd >= 0:
             os.close(fd)
 
