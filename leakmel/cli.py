@@ -161,7 +161,7 @@ def _build_text(result: Any) -> str:
     "A built data set in a few lines."
     from collections import Counter
     from leakmel.audio.problems import in_words, wrapped
-    from leakmel.dataset.source.bad_files import share_sentence
+    from leakmel.dataset.source.loader import share_sentence
     from leakmel.dataset.run.report import kept_sentence
     from leakmel.insight.cards import cache_sentence
 
@@ -221,7 +221,7 @@ def run_verify(args: argparse.Namespace) -> Outcome:
 def run_cache(args: argparse.Namespace) -> Outcome:
     "List or clear the cache files of mode memmap."
     from leakmel.core.monitor import size_text
-    from leakmel.dataset.source.cache_files import cache_folder, clear_cache, list_cache
+    from leakmel.dataset.source.sample_cache import cache_folder, clear_cache, list_cache
 
     folder = cache_folder(args.cache_dir)
     files = list_cache(folder) if args.what == "list" else clear_cache(folder, unused_days=args.unused_days)

@@ -439,7 +439,7 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 def add_retrain(p: argparse.ArgumentParser) -> None:
     "Options of `leakmel retrain`."
     from leakmel.learn.model.settings import RESUME, CheckpointSettings, TrainSettings
-    from leakmel.learn.retrain.round_settings import RoundRules
+    from leakmel.learn.retrain.round_record import RoundRules
 
     several = " (more than once for several; a folder of data sets: the one of this part)"
     add_options(
@@ -558,7 +558,7 @@ def _further_sets(words: list[str], file: Callable[[str, str], Any]) -> dict[str
 def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Learn from new recordings; only what is shown to be better becomes the detector that counts."
     from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
-    from leakmel.learn.retrain.round_settings import RoundRules
+    from leakmel.learn.retrain.round_record import RoundRules
     from leakmel.learn.retrain.rounds import retrain
     from leakmel.learn.plans import set_of
 

@@ -178,8 +178,6 @@ DATASET_FILES = {
     "all-rejected": "All recordings of a split were rejected.",
     "too-many-rejected": "More recordings were rejected than may be.",
     "table-not-used": "A table was given for a data set whose labels come from elsewhere.",
-    "no-data-folder": "The data folder does not exist or cannot be listed.",
-    "other-data-folder": "None of the recordings of a data set is in the data folder.",
 }
 
 # %% ../../nbs/core/error_codes.ipynb #c658d275

@@ -25,7 +25,7 @@ from typing import Any
 
 from ..audio.problems import ProblemReport, in_words, show_place, wrapped
 from ..core.monitor import mean, peak, rate
-from ..dataset.source.bad_files import share_sentence
+from ..dataset.source.loader import share_sentence
 from ..dataset.run.publish import BuildResult
 from ..dataset.run.report import kept_sentence
 

@@ -26,7 +26,7 @@ from ..audio.problems import how_many, in_words
 from ..core.errors import DataError, LeakmelError, UsageError, show_path
 from ..core.monitor import mean, peak
 from ..core.parameters import Kinds
-from ..dataset.source.bad_files import share_sentence
+from ..dataset.source.loader import share_sentence
 from .advice import analysis_text
 from .cards import NOT_AVAILABLE, Card, cache_sentence, megabytes, verified_title
 from .diagnose import bounds, limit_text, report_text, verdict

@@ -1028,7 +1028,7 @@ def test_a_table_that_was_changed_after_the_build(by_table, copy, name, change, 
             lambda f: f.attrs.__setitem__("naming_json", Naming().to_json()),
             "carry a label other than their folder",
         ),
-        ("no naming", lambda f: f.attrs.__delitem__("naming_json"), "carry a label other than their folder"),
+        ("no naming", lambda f: f.attrs.__delitem__("naming_json"), "cannot be read as a data set"),
         ("senseless naming", lambda f: f.attrs.__setitem__("naming_json", '{"source": "weather"}'), "naming"),
         (
             "hostile pattern",
@@ -1203,24 +1203,6 @@ def test_odd_names_of_a_table_become_rows(tmp_path):
     )
     judge(r.path, tmp_path / "data", {n: ("AB"[k % 2], f"s\n{k}", "") for k, n in enumerate(names)})
     assert lm.verify(r.path, root=tmp_path / "data", table=file, sample=None).ok
-
-
-def test_a_data_set_from_before_names_could_come_from_elsewhere(tmp_path):
-    put(tmp_path / "data", "LEAK/pit/H1~1~20250314_020000~16.wav", "NORMAL/b.wav")
-    r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", progress="none", pipeline=QUIET)
-    with lm.open_dataset(r.path) as ds:
-        assert ds.files["folder"].tolist() == ["pit", ""]
-
-    def older(f: h5py.File) -> None:
-        del f.attrs["naming_json"], f["files/session"], f["files/folder"]
-
-    spoil(r.path, older)
-    report = lm.verify(r.path, root=tmp_path / "data")
-    assert report.ok, report.problems
-    with lm.open_dataset(r.path) as ds:
-        assert "session" not in ds.files
-    spoil(r.path, lambda f: f["files/sensor"].__setitem__(0, b"H9"))
-    bad(lm.verify(r.path, root=tmp_path / "data"), "sensor is H9")
 
 
 # ---- from the shell and in the run notebook --------------------------------------------------------------------------------------------

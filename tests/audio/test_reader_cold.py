@@ -419,7 +419,7 @@ def test_what_is_read_again_from_files_is_counted_once(
         raise OSError(errno.EIO, "no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(held.FileRows, "read", fail)
+        patch.setattr(held.SampleRows, "read", fail)
         drop(waves(data))
         again = built(data, tmp_path / "y.h5", mode="memmap")
     assert again.path.read_bytes() == right.path.read_bytes()
@@ -435,7 +435,7 @@ def test_what_is_read_again_from_files_is_counted_once(
         )
     assert (again.summary["cache"], again.summary["bytes_asked"]) == ("cold", n_bytes)
     with monkeypatch.context() as patch:
-        patch.setattr(held.FileRows, "read", fail)
+        patch.setattr(held.SampleRows, "read", fail)
         for path in (tmp_path / "cache").iterdir():
             path.unlink()
         new = built(data, tmp_path / "y.h5", mode="memmap").summary

@@ -27,7 +27,7 @@ from leakmel.dataset.run.open_jobs import may_resume
 from leakmel.dataset.run import journal
 from leakmel.dataset.source import loader
 from leakmel.dataset.run.existing import read_state, state_path, write_state
-from leakmel.dataset.source.bad_files import BadFilesError
+from leakmel.dataset.source.loader import BadFilesError
 from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.journal import journal_path
 from leakmel.dataset.run.pipeline import PipelineConfig

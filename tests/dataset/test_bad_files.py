@@ -25,7 +25,7 @@ from leakmel.audio.read_failures import MACHINE_FAULTS
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
 from leakmel.dataset.source import loader
-from leakmel.dataset.source.bad_files import MOST_LISTED, BadFilesError
+from leakmel.dataset.source.loader import MOST_LISTED, BadFilesError
 from leakmel.dataset.run.config import PipelineConfig
 
 CONFIG = PipelineConfig(

@@ -22,9 +22,9 @@ from errors import raises
 from leakmel.core.errors import OutputError
 from leakmel.dataset.file import chunks
 from leakmel.dataset.file import writer
-from leakmel.dataset.file.chunks import create_packed, in_order, pack_rows, shuffled
+from leakmel.dataset.file.chunks import create_packed, in_order, pack_rows, packed_chunk
 from leakmel.dataset.file.schema import Metadata, new_file
-from leakmel.dataset.file.writer import RowFile, compress
+from leakmel.dataset.file.writer import RowFile
 from outsider import content, leftovers, same
 from test_writer import build_both, metadata_of, with_waves
 
@@ -152,13 +152,13 @@ def test_what_was_reserved_and_not_needed_goes_back(tmp_path, monkeypatch, descr
         real(fd, n_bytes, path)
 
     monkeypatch.setattr(writer, "reserve", noted)
-    compress(file.partial, meta)
+    file.compress(meta)
     st = file.partial.stat()
     with h5py.File(file.partial) as f:
         assert f.id.get_filesize() == st.st_size < asked[0] == 70 * (256 + 4096 + writer.SPARE_BYTES)
     assert st.st_blocks * 512 <= st.st_size + (64 << 10)
     monkeypatch.setattr(writer, "reserve", lambda *a: None)
-    compress(again.partial, meta)
+    again.compress(meta)
     assert file.partial.read_bytes() == again.partial.read_bytes()
     for each in (file, again):
         each.abort()
@@ -167,7 +167,7 @@ def test_what_was_reserved_and_not_needed_goes_back(tmp_path, monkeypatch, descr
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
 def test_shuffling_is_what_the_filter_does(item_bytes):
     raw = np.random.default_rng(0).bytes(24)
-    assert bytes(shuffled(raw, item_bytes).data) == bytes(
+    assert zlib.decompress(packed_chunk(raw, item_bytes, 1)) == bytes(
         raw[i + k] for k in range(item_bytes) for i in range(0, 24, item_bytes)
     )
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +21,13 @@ from leakmel.audio.manifest import scan
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import DataError, LeakmelError, OutputError, UsageError
 from leakmel.core.timeline import Timeline
-from leakmel.dataset.source import cache_files, sample_cache
+from leakmel.dataset.source import sample_cache
 from leakmel.dataset.run import modes
-from leakmel.dataset.source.cache_files import SUFFIX, cache_folder, cache_path, clear_cache, list_cache
+from leakmel.dataset.source.sample_cache import SUFFIX, cache_folder, cache_path, clear_cache, list_cache
 from leakmel.dataset.source.sample_cache import (
     CachedReader,
-    FileRows,
-    MemoryRows,
     SampleCache,
+    SampleRows,
     cache_key,
     load,
 )
@@ -377,10 +375,14 @@ def test_preload_that_does_not_fit_goes_to_a_cache_file(tmp_path, mixed, own_cac
 
 
 def test_memory_that_runs_out_on_the_way_goes_to_a_cache_file(tmp_path, mixed, monkeypatch):
-    def none(self, *sizes):
-        raise MemoryError
+    real = SampleRows.write
 
-    monkeypatch.setattr(MemoryRows, "__init__", none)
+    def none(self, *rows):
+        if self.in_memory:
+            raise MemoryError
+        real(self, *rows)
+
+    monkeypatch.setattr(SampleRows, "write", none)
     result = build(mixed, tmp_path / "x.h5", "preload")
     assert result.summary["mode"] == "memmap"
     assert any("preload was not possible" in line for line in result.summary["mode_lines"])
@@ -406,10 +408,10 @@ def test_cache_folder_that_does_not_do_is_streamed(tmp_path, mixed, own_cache, m
 
     if trouble == "no room":
         monkeypatch.setattr(
-            cache_files, "require_space", lambda *a: (_ for _ in ()).throw(OutputError("not enough room"))
+            sample_cache, "require_space", lambda *a: (_ for _ in ()).throw(OutputError("not enough room"))
         )
     if trouble == "disk full on the way":
-        monkeypatch.setattr(FileRows, "write", full)
+        monkeypatch.setattr(SampleRows, "write", full)
     if trouble == "a file for a folder":
         own_cache.write_text("mine")
     result = build(mixed, tmp_path / "x.h5", "memmap")
@@ -657,7 +659,7 @@ def test_threads_of_a_loader_end_with_the_first_error(mixed):
     with pytest.raises(LeakmelError, match="enough"):
         load(
             Broken(listing, SPEC),
-            MemoryRows(len(listing), SPEC.n_samples),
+            SampleRows(len(listing), SPEC.n_samples),
             "k",
             n_threads=4,
             timeline=Timeline(),
@@ -709,23 +711,23 @@ def test_memory_that_runs_out_anywhere_while_loading(tmp_path, mixed, monkeypatc
     "Once, at any place of a loading thread: the next mode is taken, and what was held so far is given back."
     plain, once, kept = build(mixed, tmp_path / "y.h5", "stream").path.read_bytes(), [True], []
     owner = {"Slot": sample_cache, "fill": BatchReader, "take": SampleCache}[part]
-    real, real_rows = getattr(owner, part), MemoryRows.__init__
+    real, real_rows = getattr(owner, part), SampleRows.__init__
 
     def broken(*a, **k):
         if once.pop() if once else False:
             raise MemoryError
         return real(*a, **k)
 
-    def init(self, *a):
-        kept.append(weakref.ref(self))
-        real_rows(self, *a)
+    def init(self, *a, **k):
+        kept.append(self)
+        real_rows(self, *a, **k)
 
     monkeypatch.setattr(owner, part, broken)
-    monkeypatch.setattr(MemoryRows, "__init__", init)
+    monkeypatch.setattr(SampleRows, "__init__", init)
     result = build(mixed, tmp_path / "x.h5", "preload")
     assert result.summary["mode"] == "memmap"
     assert result.path.read_bytes() == plain
-    assert all(rows is None or rows.samples.nbytes == 0 for rows in (r() for r in kept))
+    assert all(rows.fd == -1 for rows in kept if rows.in_memory)
 
 
 def test_preload_of_one_split_and_of_a_manifest(tmp_path, demo, mixed):
@@ -802,14 +804,14 @@ def test_facts_of_another_layout_are_made_anew(tmp_path, mixed, own_cache, chang
     (path,) = own_cache.iterdir()
     cache = SampleCache.open(path, SPEC.n_samples)
     cache.rows.close()
-    cache.rows.end = sample_cache._FOOTER.unpack(path.read_bytes()[-sample_cache._FOOTER.size :])[1]  # type: ignore[union-attr]
+    cache.rows.end = sample_cache._FOOTER.unpack(path.read_bytes()[-sample_cache._FOOTER.size :])[1]
     if change == "one fewer":
         cache.facts, cache.row_digests = cache.facts[:-1], cache.row_digests[:-1]
     elif change == "wider digests":
         cache.row_digests = cache.row_digests.astype("S40")
     else:
         cache.facts = cache.facts[["good", "whole"]]
-    cache.rows.fd = os.open(path, os.O_RDWR)  # type: ignore[union-attr]
+    cache.rows.fd = os.open(path, os.O_RDWR)
     cache.save(cache.about)
     cache.rows.close()
     assert bool(list_cache()[0].problem) == (change != "one fewer")
@@ -843,5 +845,5 @@ def test_clear_leaves_a_cache_file_that_was_used_meanwhile(mixed, own_cache, mon
     path.write_bytes(b"")
     listed = list_cache()
     os.utime(path, (time.time() + 60,) * 2)
-    monkeypatch.setattr(cache_files, "list_cache", lambda folder: listed)
+    monkeypatch.setattr(sample_cache, "list_cache", lambda folder: listed)
     assert (clear_cache(), path.exists()) == ([], True)

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
-from leakmel.dataset.source.bad_files import BadFilesError
+from leakmel.dataset.source.loader import BadFilesError
 from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.pipeline import PipelineConfig
 

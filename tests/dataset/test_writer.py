@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from errors import raises
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import OutputError, SpaceError, UsageError
-from leakmel.dataset.file import writer
+from leakmel.dataset.file import schema, writer
 from leakmel.dataset.file.schema import (
     FILE_COLUMNS,
     Metadata,
@@ -28,7 +28,7 @@ from leakmel.dataset.file.schema import (
     name_columns,
     root_attributes,
 )
-from leakmel.dataset.file.writer import OutputLock, RowFile, compress, part_offsets, require_space, reserve
+from leakmel.dataset.file.writer import OutputLock, RowFile, part_offsets, require_space, reserve
 from leakmel.mel.spec import MelSpec
 from outsider import content, leftovers, same
 
@@ -97,8 +97,8 @@ def test_offset_does_not_depend_on_the_number_of_rows(tmp_path, shape):
     for n in (1, 2, 3, 255, 256, 65_536, 51_434, 2_000_000, 1 << 33):
         if n > most:
             continue
-        with writer.new_file(tmp_path / "x.h5") as f:
-            found.add(writer.create_rows(f, (n, *shape)))
+        with schema.new_file(tmp_path / "x.h5") as f:
+            found.add(schema.create_rows(f, (n, *shape)))
         (tmp_path / "x.h5").unlink()
     assert found == {part_offsets(tmp_path / "y.h5", 1, shape)[0]}
     assert not leftovers(tmp_path)
@@ -401,16 +401,20 @@ def test_gzip_has_the_same_content(tmp_path):
 
 
 def test_failed_compression_leaves_the_whole_file(tmp_path, monkeypatch):
-    before = build(tmp_path / "a.h5", np.ones(3, bool))
+    file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 3)
+    file.write(0, rows_of(range(3)))
+    file.finish(metadata_of(range(3)))
+    before = file.partial.read_bytes()
 
     def full(*a):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(writer, "write_metadata", full)
     with pytest.raises(OSError):
-        compress(tmp_path / "a.h5", metadata_of(range(3)))
-    assert (tmp_path / "a.h5").read_bytes() == before
-    assert leftovers(tmp_path, "a.h5") == []
+        file.compress(metadata_of(range(3)))
+    assert file.partial.read_bytes() == before
+    assert leftovers(tmp_path) == [file.partial.name]
+    file.abort()
 
 
 # ---- the final name

@@ -24,7 +24,7 @@ from leakmel.learn.retrain.promotion import weights_digest
 from leakmel.learn.model.settings import CheckpointSettings
 from leakmel.learn.model.detector import load_detector
 from leakmel.learn.evaluate.evaluation import evaluate
-from leakmel.learn.retrain.round_settings import RoundRules
+from leakmel.learn.retrain.round_record import RoundRules
 from leakmel.learn.retrain.rounds import retrain
 from leakmel.learn.model.settings import TrainSettings
 from tiny_training import tiny_words

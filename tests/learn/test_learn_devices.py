@@ -23,7 +23,7 @@ from leakmel.learn.data.segments import Batch, Segments
 from leakmel.learn.model.detector import Detector, score_rows
 from leakmel.learn.model.devices import Portions, exactly_float32, pick_device
 from leakmel.learn.evaluate.evaluation import evaluate
-from leakmel.learn.retrain.pseudo_labels import class_scores
+from leakmel.learn.retrain.selection import class_scores
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.train.step import Stepper
 from leakmel.learn.data.task import make_task

@@ -20,7 +20,7 @@ from leakmel.learn.model.files import write_whole
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, score_rows
 from leakmel.learn.retrain.selection import UNHEARD, human_classes, recording_paths
-from leakmel.learn.retrain.pseudo_labels import class_scores, replayed, select_segments, trusted_segments
+from leakmel.learn.retrain.selection import class_scores, replayed, select_segments, trusted_segments
 from leakmel.learn.retrain.replay import learned_in
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.retrain.selection import SegmentSubset, source_digest

@@ -35,7 +35,7 @@ from leakmel.learn.retrain.promotion import (
 )
 from leakmel.learn.data.groups import recordings_of
 from leakmel.learn.retrain.selection import UNHEARD, human_classes, recording_paths
-from leakmel.learn.retrain.pseudo_labels import class_scores, replayed, select_segments, trusted_segments
+from leakmel.learn.retrain.selection import class_scores, replayed, select_segments, trusted_segments
 from leakmel.learn.metrics.bootstrap import Groups, recording_groups
 from leakmel.learn.retrain.replay import ReplayWarning, learned_in, with_copies
 from leakmel.learn.data.loaders import open_loader
@@ -526,7 +526,7 @@ def test_the_record_is_complete(one_round, towns):
     assert load_detector(here / "model.pt").record["round"]["number"] == 1
     assert done.replaced == record["replaced"] == (past(folder / "rounds") == [0, 1])
     assert done.reason in repr(done)
-    assert "old town" in done._repr_html_()
+    assert "old town" in repr(done)
     assert list(done.table().columns) == ["champion", "challenger", "difference"]
 
 

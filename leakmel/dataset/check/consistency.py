@@ -4,20 +4,14 @@
 
 # %% auto #0
 __all__ = [
-    "LATER_COLUMNS",
     "LONGEST_PATH",
     "LONGEST_NAME",
-    "stored_naming",
-    "stored_columns",
-    "name_facts",
     "wrong_labels",
     "against_table",
     "accounting",
     "path_problems",
     "attribute_problems",
     "scale_problems",
-    "wrong_split",
-    "against_folders",
     "pick_numbers",
     "pick_rejected",
     "rejected_problems",
@@ -27,7 +21,6 @@ __all__ = [
 # %% ../../../nbs/dataset/check/consistency.ipynb #e4a2f11b
 import json, os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -35,54 +28,19 @@ import numpy as np
 
 from ...audio.conform import check_range
 from ...audio.listing import is_inside, is_recording_name
-from ...audio.file_names import SPLITS, split_name
+from ...audio.file_names import SPLITS
 from ...audio.naming import Naming
 from ...audio.tables import NameTable
-from ...audio.wav import read_wav
+from ...audio.wav import DIGEST_ALGORITHM, read_wav
 from ...core.errors import RecordingError, show_path
 from .expected import expected_row
-from ..file.schema import FILE_COLUMNS, byte_column, name_columns, read_column
+from ..file.schema import ROWS, SCHEMA_VERSION, name_columns, read_column
 from ...mel.spec import MelSpec
-
-# %% ../../../nbs/dataset/check/consistency.ipynb #811a3a9b
-LATER_COLUMNS = ("session", "folder")
-
-
-def stored_naming(file: h5py.File) -> Naming:
-    "Return how the names of a data set are to be read."
-    return Naming.from_json(file.attrs["naming_json"]) if "naming_json" in file.attrs else Naming()
-
-
-def stored_columns(file: h5py.File) -> list[str]:
-    "Return the columns that have to be in a data set."
-    has_later = "naming_json" in file.attrs
-    return [c for c in FILE_COLUMNS if has_later or c not in LATER_COLUMNS]
-
-
-def name_facts(paths: Sequence[bytes], naming: Naming, columns: Sequence[str]) -> list[dict[str, Any]]:
-    "Return what the columns of some rows should say by their paths; nothing where names come from a table."
-    if naming.source == "table":
-        return [{} for _ in paths]
-    said = name_columns(paths, [naming.parse(path) for path in paths])
-    return [{name: said[name][i] for name in said if name in columns} for i in range(len(paths))]
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde
-def _outside_label_folder(paths: np.ndarray, ids: np.ndarray, labels: Sequence[str]) -> list[bytes]:
-    "Return paths whose first folder is not the label of their row; those that begin as they should are passed over at once."
-    n = min(len(paths), len(ids))
-    odd = np.arange(n)
-    if paths.dtype.kind == "S":
-        folders = [
-            x.encode("utf-8", "surrogateescape") + b"/" if x.isprintable() and "/" not in x else b"//"
-            for x in labels
-        ]
-        odd = np.flatnonzero(~np.strings.startswith(paths[:n], byte_column(folders)[ids[:n]]))
-    return [paths[i] for i in odd if show_path(paths[i].split(b"/", 1)[0]) != labels[ids[i]]]
-
-
 def wrong_labels(
-    paths: np.ndarray,  # [B] bytes, of the rows
+    paths: Sequence[bytes],  # B, of the rows
     ids: np.ndarray,  # [B], numbers of their labels
     labels: Sequence[str],  # names as stored, in id order
     naming: Naming,
@@ -91,26 +49,24 @@ def wrong_labels(
     "Yield rows whose label or split is not what their path says."
     if naming.source == "table":
         return
-    source = "folder" if naming.labels_by_folder else "name by the pattern"
+    said: list[Any]
     if naming.source == "folders":
-        wrong = _outside_label_folder(paths, ids, labels)
+        said = [path.split(b"/", 1)[0] for path in paths]
     else:
-        said = [naming.read(path) for path in paths.tolist()]
-        shown = [None if s.label is None else show_path(s.label) for s in said]
-        wrong = [p for p, label, k in zip(paths.tolist(), shown, ids) if label != labels[k]]
-    if wrong:
+        found = [naming.read(path) for path in paths]
+        said = [f.label for f in found]
+        if naming.base == "root" and (wrong := [p for p, f in zip(paths, found) if f.split != split]):
+            yield f"{len(wrong)} rows are of another split by the pattern, first {show_path(wrong[0])}"
+    shown = {label: None if label is None else show_path(label) for label in set(said)}
+    if wrong := [p for p, label, k in zip(paths, said, ids) if shown[label] != labels[k]]:
+        source = "folder" if naming.labels_by_folder else "name by the pattern"
         yield f"{len(wrong)} rows carry a label other than their {source}, first {show_path(wrong[0])}"
-    if naming.source != "pattern" or naming.base != "root":
-        return
-    if wrong := [p for p, s in zip(paths.tolist(), said) if s.split != split]:
-        yield f"{len(wrong)} rows are of another split by the pattern, first {show_path(wrong[0])}"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #8e606a58
 def against_table(
     file: h5py.File,
     labels: Sequence[str],
-    naming: Naming,
     table: NameTable,
 ) -> Iterator[str]:  # sentences
     "Yield labels, splits and parts of names that are not what the table says."
@@ -145,8 +101,7 @@ def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
         there |= {os.path.join(at, n)[len(folder) + 1 :] for n in names if is_recording_name(n)}
     if naming.base == "root":
         there = {p for p in there if naming.source == "pattern" and naming.split_of(p) == file.attrs["split"]}
-    gone = sorted(p for p in known - there if not os.path.isfile(os.path.join(folder, p)))
-    if gone:
+    if gone := sorted(p for p in known - there if not os.path.isfile(os.path.join(folder, p))):
         yield f"{len(gone)} recordings of the data set are not in the folder any more, first {show_path(gone[0])}"
     full = {os.path.join(folder, p): p for p in there - known}
     if new := sorted(p for at, p in full.items() if os.path.isfile(at) and not os.path.islink(at)):
@@ -158,67 +113,54 @@ LONGEST_PATH = 4096  # bytes; PATH_MAX of Linux
 LONGEST_NAME = 255  # NAME_MAX
 
 
-def _wrong_path(path: Any) -> str:
-    "Return why no recording can have this path; empty where one can."
-    if not isinstance(path, bytes):
-        return f"{path!r:.80} is no path"
-    if len(path) > LONGEST_PATH or max(map(len, path.split(b"/"))) > LONGEST_NAME:
-        return f"a path is too long to be one: {show_path(path[:60])}..., {len(path):,} bytes"
-    if not path or path.startswith(b"/") or b".." in path.split(b"/"):
-        return f"a path leads out of the data folder: {show_path(path)}"
-    return ""
-
-
 def path_problems(file: h5py.File) -> Iterator[str]:  # sentences
-    "Yield a path of rows and of rejected files that no recording can have, or that lead out of the data folder."
+    "Yield a path of rows and of rejected files that no recording can have, or that leads out of the data folder."
     for part in ("files/path", "rejected/path"):
         paths = read_column(file[part])
         if paths.dtype.kind == "S" and paths.ndim == 1:  # nearly all are plain, and passed over at once
             lengths = np.strings.str_len(paths)
             strange = np.strings.startswith(paths, b"/") | (np.strings.find(paths, b"..") >= 0)
             paths = paths[strange | (lengths == 0) | (lengths > LONGEST_NAME)]
-        if wrong := next(filter(None, map(_wrong_path, paths.tolist())), ""):
-            yield f"{part}: {wrong}"
+        for path in paths.tolist():
+            names = path.split(b"/") if isinstance(path, bytes) else [b".."]
+            too_long = len(path) > LONGEST_PATH or max(map(len, names)) > LONGEST_NAME
+            if too_long or names[0] == b"" or b".." in names:
+                yield f"{part}: {path[:60]!r}, {len(path):,} bytes, is not the path of a recording in the data folder"
+                break
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #65f5655d
-def _wrong_labels_json(attrs: Mapping[str, Any]) -> Iterator[str]:
-    "Yield label names that are no list of different names, and numbers that are not their places."
-    names = json.loads(attrs["labels_json"])
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        yield "labels_json is no list of names"
-        return
-    if len(set(names)) < len(names):
-        yield f"labels_json names a label twice: {show_path(max(names, key=names.count))}"
-    said = json.loads(attrs["label2id_json"], object_pairs_hook=list)
-    if [tuple(pair) for pair in said] != [(name, i) for i, name in enumerate(names)]:
-        yield "label2id_json does not give each label of labels_json its number"
-
-
 def attribute_problems(
     attrs: Mapping[str, Any],  # of the root
     spec: MelSpec,  # as stored
     n_rows: int,
 ) -> Iterator[str]:  # sentences
     "Yield attributes of the root that contradict each other or the schema."
-    yield from _wrong_labels_json(attrs)
-    count = attrs["n_rows"]
-    split = attrs["split"]
-    if not isinstance(count, (int, np.integer)) or count != n_rows:
-        yield f"n_rows is {count!r:.80}, there are {n_rows}"
-    if (right := spec.fingerprint(attrs["engine"])) != attrs["fingerprint"]:
-        yield f"fingerprint is {attrs['fingerprint']!r:.80}, settings and engine give {right}"
-    if not isinstance(split, str) or split not in ("", *SPLITS):
-        yield f"split is {split!r:.80}, not one of {', '.join(SPLITS)}"
-    fixed = {
+    names = json.loads(attrs["labels_json"])
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        yield "labels_json is no list of names"
+        return
+    if len(set(names)) < len(names):
+        yield f"labels_json names a label twice: {show_path(max(names, key=names.count))}"
+    if attrs["split"] not in ("", *SPLITS):
+        yield f"split is {attrs['split']!r:.80}, not one of {', '.join(SPLITS)}"
+    right = {
+        "schema_version": SCHEMA_VERSION,
+        "digest_algorithm": DIGEST_ALGORITHM,
+        "complete": True,
+        "n_rows": n_rows,
+        "fingerprint": spec.fingerprint(attrs["engine"]),  # of settings and engine
+        "label2id_json": json.dumps({name: i for i, name in enumerate(names)}),
         "NX_class": "NXdata",
-        "signal": "segments_mel",
+        "signal": ROWS,
         "axes": [".", "long_start_s", "short_start_s", "mel_hz", "."],
     }
-    for name, wanted in fixed.items():
+    for name, wanted in right.items():
         found = attrs[name]
-        if (found.tolist() if isinstance(found, np.ndarray) else found) != wanted:
-            yield f"the attribute {name} is {found!r:.80}, expected {wanted!r}"
+        if isinstance(found, np.ndarray):
+            found = found.tolist()
+        if isinstance(found, float) or found != wanted:
+            yield f"the attribute {name} is {found!r:.80}, expected {wanted!r:.80}"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #b29a4d3f
@@ -234,41 +176,12 @@ def scale_problems(file: h5py.File, spec: MelSpec) -> Iterator[str]:  # sentence
         "mel_hz": spec.mel_hz,
     }
     for name, values in right.items():
-        stored = file[name][()]
-        rounding = _ROUNDING * values if name == "mel_hz" else 0.0
-        same_kind = stored.dtype == np.float64 and stored.shape == values.shape
-        if not same_kind or not (np.abs(stored - values) <= rounding).all():
+        stored = file[name]
+        rounding = _ROUNDING if name == "mel_hz" else 0.0
+        if (stored.dtype, stored.shape) != (np.float64, values.shape) or not np.allclose(
+            stored[()], values, rounding, 0
+        ):
             yield f"{name} is not what the settings of the data set give"
-
-
-# %% ../../../nbs/dataset/check/consistency.ipynb #06ad6c80
-def wrong_split(
-    split: str,  # as stored
-    root: str | os.PathLike,  # data folder
-    splits: Mapping[str, Path],  # split folders in it
-) -> Iterator[str]:  # sentences
-    "Yield a split that the data folder does not have."
-    own = {split_name(os.path.basename(at)) for at in (os.path.abspath(root), os.path.realpath(root))}
-    if split and split not in splits and split not in own:
-        yield f"the data set is of the split {split}, but {show_path(root)} holds no folder of that name"
-    if not split and splits:
-        yield f"the data set is of no split, but {show_path(root)} holds {', '.join(splits)}"
-
-
-# %% ../../../nbs/dataset/check/consistency.ipynb #ea416d3b
-def against_folders(
-    paths: Sequence[bytes],
-    ids: np.ndarray,  # [B], numbers of their labels
-    labels: Sequence[str],  # names as stored, in id order
-) -> Iterator[str]:  # sentences
-    "Yield rows with labels from a table that was not given, where all first folders are names of labels and some say another one."
-    folders = [p.split(b"/", 1)[0] if b"/" in p else b"" for p in paths]
-    number = {b: labels.index(name) if (name := show_path(b)) in labels else -1 for b in set(folders)}
-    if not number or min(number.values()) < 0:
-        return
-    wrong = np.flatnonzero(np.array([number[b] for b in folders]) != ids)
-    if len(wrong):
-        yield f"labels contradict the folders in {len(wrong)} rows, first {show_path(paths[wrong[0]])}; give the table they came from"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #baf09c38
@@ -302,20 +215,6 @@ def pick_rejected(
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f8206e8c
-def _code_now(path: bytes, whole: bytes, spec: MelSpec, naming: Naming, labels: Sequence[str]) -> str:
-    "Return the code that a file has to be rejected with; empty where it gives a row. Raises MachineError."
-    label = naming.label_of(path) if naming.source != "table" else None
-    if naming.source != "table" and (label is None or show_path(label) not in labels):
-        return "no_label"
-    try:
-        row, _ = expected_row(read_wav(whole), spec)
-        if row.dtype != np.int16:
-            check_range(row)
-    except RecordingError as e:
-        return e.reject_code
-    return ""
-
-
 def rejected_problems(
     file: h5py.File,
     spec: MelSpec,
@@ -336,14 +235,25 @@ def rejected_problems(
         whole = os.path.join(folder, path)
         if not is_inside(whole, top):
             continue  # a table may name such a file; it is not read
-        exists = os.path.lexists(whole)
-        now = _code_now(path, whole, spec, naming, labels) if exists else "unreadable"
-        if now != code and not exists:
-            moved.append(f"{show_path(path)}: rejected as {code}, and not there any more")
-            yield moved[-1]
-        elif now != code:
-            gives = f"is to be rejected as {now}" if now else "gives a row"
-            yield f"{show_path(path)}: rejected as {code}, but the recording {gives}: either it was rejected wrongly or it was mended since"
+        if not os.path.lexists(whole):
+            if code != "unreadable":
+                moved.append(f"{show_path(path)}: rejected as {code}, and not there any more")
+                yield moved[-1]
+            continue
+        gives = "gives a row"
+        try:
+            if naming.source != "table":
+                label = naming.label_of(path)
+                if label is None or show_path(label) not in labels:
+                    raise RecordingError("no_label", "the name says no label")
+            row, _ = expected_row(read_wav(whole), spec)
+            if row.dtype != np.int16:
+                check_range(row)
+        except RecordingError as e:
+            if e.reject_code == code:
+                continue
+            gives = f"is to be rejected as {e.reject_code}"
+        yield f"{show_path(path)}: rejected as {code}, but the recording {gives}: either it was rejected wrongly or it was mended since"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f7b377ee

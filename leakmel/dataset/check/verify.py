@@ -9,7 +9,6 @@ __all__ = ["VerifyReport", "pick_rows", "check_sample", "check_data_set", "verif
 import json, os, stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -23,7 +22,6 @@ from ...audio.compiled import digests_of, native
 from ...audio.manifest import split_folders
 from ...audio.naming import Naming
 from ...audio.tables import NameTable, read_table
-from ...audio.wav import DIGEST_ALGORITHM
 from leakmel.core.errors import (
     REJECT_CODES,
     DataError,
@@ -36,11 +34,15 @@ from leakmel.core.errors import (
 from ...core.monitor import usable_cores
 from . import consistency
 from .expected import Source, Sources, references_of
-from ..file.chunks import read_at
+from ..file.reader import read_rows
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
-    SCHEMA_VERSION,
+    FILE_COLUMNS,
+    LABELS,
+    ROWS,
+    WAVEFORMS,
     metadata_digest,
+    name_columns,
     read_column,
     stored_spec,
     unsafe_parts,
@@ -102,29 +104,21 @@ _SAMPLE_BYTES = 32 << 20  # of sources in memory, as float64
 _INFINITE = 0x7C00  # bits of infinity in float16; NaN lies above
 
 
-def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:
+def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
     "Yield problems of names, shapes and counts."
-    rows = f["segments_mel"]
-    attributes = f.attrs
-    n = int(attributes["n_rows"])
-    if attributes["schema_version"] != SCHEMA_VERSION:
-        yield f"schema {attributes['schema_version']}, {SCHEMA_VERSION} is read here"
-    if attributes["digest_algorithm"] != DIGEST_ALGORITHM:
-        yield f"digests of another algorithm: {attributes['digest_algorithm']}"
-    if not attributes["complete"]:
-        yield "the file does not call itself complete"
-    if rows.dtype != np.float16 or rows.shape != (n, *spec.row_shape):
-        yield f"segments_mel is {rows.dtype} {rows.shape}, its own settings say float16 {(n, *spec.row_shape)}"
-    if ("segments_waveform" in f) != ("digests/waveforms" in f):
+    n = len(f[ROWS])
+    right: dict[str, Any] = {ROWS: ("float16", (n, *spec.row_shape))}
+    if (WAVEFORMS in f) != ("digests/waveforms" in f):
         yield "there are waveforms without digests, or digests without waveforms"
-    elif "segments_waveform" in f:
-        waves = f["segments_waveform"]
-        shape = (n, *spec.grid.shape[:2], spec.short_window)
-        if waves.dtype != np.float32 or waves.shape != shape:
-            yield f"segments_waveform is {waves.dtype} {waves.shape}, its settings say float32 {shape}"
-    for name in ("labels", *(f"digests/{d}" for d in f["digests"]), *(f"files/{c}" for c in f["files"])):
+    elif WAVEFORMS in f:
+        right[WAVEFORMS] = ("float32", (n, *spec.grid.shape[:2], spec.short_window))
+    for name, wanted in right.items():
+        if (found := (str(f[name].dtype), f[name].shape)) != wanted:
+            yield f"{name} is {found}, its own settings say {wanted}"
+    for name in (LABELS, *(f"digests/{d}" for d in f["digests"]), *(f"files/{c}" for c in f["files"])):
         if (shape := f[name].shape) != (n,):
             yield f"{name} has shape {shape}, there are {n} rows"
+    yield from consistency.attribute_problems(f.attrs, spec, n)
     yield from consistency.scale_problems(f, spec)
     yield from consistency.accounting_problems(f)
     paths = read_column(f["files/path"])
@@ -132,67 +126,70 @@ def _structure(f: h5py.File, spec: MelSpec, labels: list[str]) -> Iterator[str]:
         yield "paths are not in the order of their bytes, or one is there twice"
     for code in set(f["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}:
         yield f"unknown reject code {code!r}"
-    ids = f["labels"][:]
+    labels = json.loads(f.attrs["labels_json"])
+    ids = f[LABELS][:]
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(labels):
         yield f"label numbers {ids.min()} to {ids.max()}, there are {len(labels)} names"
     else:
-        naming = consistency.stored_naming(f)
-        yield from consistency.wrong_labels(paths, ids, labels, naming, attributes["split"])
+        naming = Naming.from_json(f.attrs["naming_json"])
+        yield from consistency.wrong_labels(paths.tolist(), ids, labels, naming, f.attrs["split"])
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
-class _RowReader:
-    "Reads rows, or waveforms, by number, past the HDF5 library where that is possible."
-
-    def __init__(self, rows: h5py.Dataset):
-        self.rows = rows
-        self.n_bytes = max(1, rows.dtype.itemsize * int(np.prod(rows.shape[1:])))  # of a row
-        self.fd = rows.file.id.get_vfd_handle()
-        self.begin = rows.id.get_offset()
-
-    def read(self, start: int, n: int) -> np.ndarray:
-        "Read n rows from a number on; raises VerifyError where the file ends too early."
-        out = np.empty((n, *self.rows.shape[1:]), self.rows.dtype)
-        if self.begin is None:
-            self.rows.read_direct(out, np.s_[start : start + n])
-        else:
-            read_at(self.fd, out, self.begin + start * self.n_bytes)
-        return out
-
-    def look(self, start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        "Return the digests of n rows from a number on, and which of them hold values that are not finite."
-        module = native()
-        is_plain = self.begin is not None and self.rows.dtype == np.dtype("<f2")
-        if is_plain and module is not None and module.can_digest(self.n_bytes):
-            at = self.begin + start * self.n_bytes
-            try:
-                digests, largest = module.look_at_rows(self.fd, at, n, self.n_bytes)
-            except EOFError as e:
-                raise VerifyError("the file ends too early", code="file-ends-early") from e
-            return digests, largest >= _INFINITE
-        block = self.read(start, n)
-        return digests_of(block), ~np.isfinite(block.reshape(n, -1)).all(axis=1)
+def _look(rows: h5py.Dataset, start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    "Return the digests of n rows from a number on, and which of them hold values that are not finite."
+    module = native()
+    begin = rows.id.get_offset()
+    n_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:]))  # of a row
+    is_plain = begin is not None and rows.dtype == np.dtype("<f2")
+    if is_plain and module is not None and module.can_digest(n_bytes):
+        fd = rows.file.id.get_vfd_handle()
+        try:
+            digests, largest = module.look_at_rows(fd, begin + start * n_bytes, n, n_bytes)
+        except EOFError as e:
+            raise VerifyError("the file ends too early", code="file-ends-early") from e
+        return digests, largest >= _INFINITE
+    block = read_rows(rows, np.arange(start, start + n))
+    return digests_of(block), ~np.isfinite(block.reshape(n, -1)).all(axis=1)
 
 
-@contextmanager
-def _row_problems(rows: h5py.Dataset, digests: np.ndarray, what: str) -> Iterator[Iterator[list[str]]]:
-    "Find problems of single rows without the sources: blocks of rows, in threads, begun at once."
-    reader = _RowReader(rows)
-    step = max(1, min(len(rows), _BLOCK_BYTES // reader.n_bytes))
+def _row_problems(pool: ThreadPoolExecutor, f: h5py.File, name: str, digests: str) -> Iterator[list[str]]:
+    "Begin to look for problems of single rows without the sources: blocks of rows, in threads."
+    rows = f[name]
+    right = read_column(f[digests])
+    step = max(1, min(len(rows), _BLOCK_BYTES // max(1, rows.nbytes // max(1, len(rows)))))
+    what = "the waveforms of " if name == WAVEFORMS else ""
 
     def check(start: int) -> list[str]:
         problems = []
-        found, is_wild = reader.look(start, min(step, len(rows) - start))
+        found, is_wild = _look(rows, start, min(step, len(rows) - start))
         if is_wild.any():
             problems.append(f"values of {what}row {start + is_wild.argmax()} are not finite")
-        wrong = start + np.flatnonzero(found != digests[start : start + len(found)])
+        wrong = start + np.flatnonzero(found != right[start : start + len(found)])
         if len(wrong):
             problems.append(f"{what}{len(wrong)} rows do not match their digest, first row {wrong[0]}")
         return problems
 
+    return pool.map(check, range(0, len(rows), step))
+
+
+def _check_integrity(f: h5py.File, report: VerifyReport) -> None:
+    "Check a file without its sources."
+    report.problems += unsafe_parts(f)
+    if not report.problems and f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f):
+        report.problems.append("labels, columns or attributes do not match their digest")
+    if not report.problems:
+        report.problems += consistency.path_problems(f)  # before anything is read from them
+    if report.problems:
+        return
+    report.n_rows = len(f[ROWS])
     pool = ThreadPoolExecutor(usable_cores())
     try:
-        yield pool.map(check, range(0, len(rows), step))
+        blocks = [_row_problems(pool, f, ROWS, "digests/rows")]
+        if WAVEFORMS in f and "digests/waveforms" in f:
+            blocks.append(_row_problems(pool, f, WAVEFORMS, "digests/waveforms"))
+        report.problems += _structure(f, stored_spec(f))
+        report.problems += chain.from_iterable(chain.from_iterable(blocks))
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -215,116 +212,106 @@ def pick_rows(
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #b013041f
-@dataclass(frozen=True, repr=False)
-class _Stored:
-    "What the data set says of one row's recording."
+@dataclass(frozen=True)
+class _Checked:
+    "A row that can be compared with its recording."
 
     row: int
-    facts: dict[str, Any]  # the row's columns
-
-    def __str__(self) -> str:
-        return f"row {self.row} ({show_path(self.facts['path'])})"
-
-    def wrong_facts(self, truth: dict[str, Any]) -> str:
-        "Return columns that are not what the source says, in words; NaN is NaN."
-        wrong = []
-        for name, right in truth.items():
-            found = self.facts[name]
-            if found != right and not (right != right and found != found):
-                said = [show_path(v) if isinstance(v, bytes) else f"{v:.6g}" for v in (found, right)]
-                wrong.append(f"{name} is {said[0]}, the source says {said[1]}")
-        return ", ".join(wrong)
+    name: str  # for sentences
+    source: Source
 
 
 def _source_of(
-    stored: _Stored, sources: Sources, said: dict[str, Any], report: VerifyReport
+    name: str, facts: dict[str, Any], said: dict[str, Any], sources: Sources, report: VerifyReport
 ) -> Source | None:
     "Return the source of a row, None where the row cannot be compared with it; note what is wrong with the row's columns."
     try:
-        source = sources.get(stored.facts["path"])
+        source = sources.get(facts["path"])
     except MachineError:
         raise
     except LeakmelError as e:
-        report._note_moved(f"{stored}: the source cannot be used now: {e}")
+        report._note_moved(f"{name}: the source cannot be used now: {e}")
         return None
-    if source.digest != stored.facts["digest"]:
-        report._note_moved(f"{stored}: the source has another digest than when the row was made")
+    if source.digest != facts["digest"]:
+        report._note_moved(f"{name}: the source has another digest than when the row was made")
         return None
     if source.refused is not None:
         report.problems.append(
-            f"{stored}: by the rules of its settings the recording should have been rejected: {source.refused}"
+            f"{name}: by the rules of its settings the recording should have been rejected: {source.refused}"
         )
         return None
-    if wrong := stored.wrong_facts(source.facts | said):
-        report.problems.append(f"{stored}: {wrong}")
+    for column, right in (source.facts | said).items():
+        found = facts[column]
+        if found != right and not (right != right and found != found):  # NaN is NaN
+            shown = [show_path(v) if isinstance(v, bytes) else f"{v:.6g}" for v in (found, right)]
+            report.problems.append(f"{name}: {column} is {shown[0]}, the source says {shown[1]}")
     return source
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #69586cc4
-def _cut_pieces(x: np.ndarray, spec: MelSpec) -> np.ndarray:
-    "Cut samples [N] into short segments [L, S, short_window] of float32 in full scale, piece by piece."
-    x = x.astype(np.float32) / np.float32(32_768 if x.dtype == np.int16 else 1)
-    n_long, n_short, _ = spec.grid.shape
-    starts = [[i * spec.long_hop + j * spec.short_hop for j in range(n_short)] for i in range(n_long)]
-    return np.array([[x[a : a + spec.short_window] for a in row] for row in starts])
-
-
-def _wrong_waveforms(f: h5py.File, spec: MelSpec, usable: list[tuple[_Stored, Source]]) -> Iterator[str]:
+def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Iterator[str]:
     "Yield rows whose waveforms are not the segments of their recording: exactly, or where samples were computed with, within a step of 20 bits."
-    for s, source in usable:
-        x = cast(np.ndarray, source.samples)
-        stored = f["segments_waveform"][s.row]
-        right = _cut_pieces(x, spec)
+    n_long, n_short, _ = spec.grid.shape
+    starts = np.add.outer(np.arange(n_long) * spec.long_hop, np.arange(n_short) * spec.short_hop)
+    for c in some:
+        x = cast(np.ndarray, c.source.samples)
+        full_scale = x.astype(np.float32) / np.float32(32_768 if x.dtype == np.int16 else 1)
+        right = full_scale[starts[..., None] + np.arange(spec.short_window)]  # [L, S, short_window]
+        stored = f[WAVEFORMS][c.row]
         wrong = stored != right if x.dtype == np.int16 else ~(np.abs(stored - right) <= 1e-6)
         if n := int(wrong.sum()):
-            yield f"{s}: the waveforms are not the recording's: {n} of {right.size} values differ"
+            yield f"{c.name}: the waveforms are not the recording's: {n} of {right.size} values differ"
 
 
-def _check_rows(f: h5py.File, spec: MelSpec, usable: list[tuple[_Stored, Source]]) -> tuple[float, list[str]]:
+def _check_rows(rows: h5py.Dataset, spec: MelSpec, some: list[_Checked]) -> tuple[float, list[str]]:
     "Recompute some rows together; return the largest difference and the problems."
-    right = references_of([source for _, source in usable], spec)
-    reader = _RowReader(f["segments_mel"])
-    rows = np.concatenate([reader.read(s.row, 1) for s, _ in usable])
-    verdicts = compare_each(rows, right, spec)
+    right = references_of([c.source for c in some], spec)
+    verdicts = compare_each(read_rows(rows, np.array([c.row for c in some])), right, spec)
     return max(v.max_abs_db for v in verdicts), [
-        f"{s} differs from the reference: {v.n_wrong} of {v.n_values} values, {v.max_abs_db:.3g} dB"
-        for (s, _), v in zip(usable, verdicts)
+        f"{c.name} differs from the reference: {v.n_wrong} of {v.n_values} values, {v.max_abs_db:.3g} dB"
+        for c, v in zip(some, verdicts)
         if not v.ok
     ]
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #f7825ac6
 def _compare_rows(
-    f: h5py.File, sources: Sources, picked: np.ndarray, told: Callable[[int, int], None], report: VerifyReport
+    f: h5py.File,
+    naming: Naming,
+    sources: Sources,
+    picked: np.ndarray,
+    told: Callable[[int, int], None],
+    report: VerifyReport,
 ) -> None:
     "Compare the picked rows, some at a time, in as many threads as there are cores."
     spec = sources.spec
-    naming = consistency.stored_naming(f)
-    columns = {name: read_column(f[f"files/{name}"])[picked] for name in consistency.stored_columns(f)}
+    columns = {name: read_column(f[f"files/{name}"])[picked] for name in FILE_COLUMNS}
+    paths = columns["path"].tolist()
+    names = {}
+    if naming.source != "table":
+        names = name_columns(paths, [naming.parse(path) for path in paths])
     step = int(np.clip(_SAMPLE_BYTES // (8 * spec.n_samples), usable_cores(), 64))
-    stored = [_Stored(row, {k: v[i] for k, v in columns.items()}) for i, row in enumerate(picked.tolist())]
     with ThreadPoolExecutor(usable_cores()) as pool:
-        for start in range(0, len(stored), step):
-            some = stored[start : start + step]
-            said = consistency.name_facts([s.facts["path"] for s in some], naming, list(columns))
-            found = [(s, _source_of(s, sources, names, report)) for s, names in zip(some, said)]
-            usable = [(s, source) for s, source in found if source is not None]
-            if "segments_waveform" in f:
-                report.problems += _wrong_waveforms(f, spec, usable)
-            n = max(1, min(_CHECKED_TOGETHER, -(-len(usable) // usable_cores())))
-            groups = [usable[i : i + n] for i in range(0, len(usable), n)]
-            for largest, problems in pool.map(partial(_check_rows, f, spec), groups):
+        for start in range(0, len(picked), step):
+            some = list[_Checked]()
+            for i, row in enumerate(picked[start : start + step].tolist(), start):
+                name = f"row {row} ({show_path(paths[i])})"
+                facts = {column: values[i] for column, values in columns.items()}
+                said = {column: values[i] for column, values in names.items()}
+                if (source := _source_of(name, facts, said, sources, report)) is not None:
+                    some.append(_Checked(row, name, source))
+            if WAVEFORMS in f:
+                report.problems += _wrong_waveforms(f, spec, some)
+            n = max(1, min(_CHECKED_TOGETHER, -(-len(some) // usable_cores())))
+            groups = [some[i : i + n] for i in range(0, len(some), n)]
+            for largest, problems in pool.map(partial(_check_rows, f[ROWS], spec), groups):
                 report.max_abs_db = max(report.max_abs_db, largest)
                 report.problems += problems
-            report.checked += len(usable)
-            told(min(start + step, len(stored)), len(stored))
+            report.checked += len(some)
+            told(min(start + step, len(picked)), len(picked))
 
 
-# %% ../../../nbs/dataset/check/verify.ipynb #eb213741
-class _TableForFolders(UsageError):
-    "A table was given for a data set whose labels come from elsewhere."
-
-
+# %% ../../../nbs/dataset/check/verify.ipynb #5d21f4bc
 def check_sample(sample: int | None) -> None:
     "Refuse a number of rows that is none; raises UsageError."
     is_number = isinstance(sample, (int, np.integer)) and not isinstance(sample, bool)
@@ -336,118 +323,68 @@ def check_sample(sample: int | None) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Request:
-    "What a check is to compare."
-
-    root: str | os.PathLike | None
-    sample: int | None
-    accounting: bool
-    edges: Sequence[int]
-    table: NameTable | None
-    sources: Sources | None
-    told: Callable[[int, int], None]
+class _TableForFolders(UsageError):
+    "A table was given for a data set whose labels come from elsewhere."
 
 
-def _check_open(f: h5py.File, asked: _Request, report: VerifyReport) -> None:
-    "Do all checks of an open file."
-    report.problems += unsafe_parts(f)
-    if not report.problems and f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f):
-        report.problems.append("labels, columns or attributes do not match their digest")
-    if not report.problems:
-        report.problems += consistency.path_problems(f)  # before anything is read from them
-    if report.problems:
-        return
-    spec = stored_spec(f)
-    labels = json.loads(f.attrs["labels_json"])
-    naming = consistency.stored_naming(f)
-    report.n_rows = len(f["segments_mel"])
-    with _row_problems(f["segments_mel"], read_column(f["digests/rows"]), "") as blocks:
-        report.problems += consistency.attribute_problems(f.attrs, spec, report.n_rows)
-        report.problems += _structure(f, spec, labels)
-        report.problems += chain.from_iterable(blocks)
-    if "segments_waveform" in f:
-        digests = read_column(f["digests/waveforms"])
-        with _row_problems(f["segments_waveform"], digests, "the waveforms of ") as blocks:
-            report.problems += chain.from_iterable(blocks)
-    by_table = naming.source == "table"
-    report.labels_compared = not by_table or asked.table is not None
-    if report.problems:
-        return
-    if asked.table is not None and not by_table:
-        raise _TableForFolders(
-            f"the labels of this data set come from {'folders' if naming.labels_by_folder else 'a pattern'}: leave the table away",
-            code="table-not-used",
-            path=f.filename,
-        )
-    if asked.table is not None:
-        report.problems += consistency.against_table(f, labels, naming, asked.table)
-    elif asked.root is not None and by_table:
-        report.problems += consistency.against_folders(f["files/path"][:].tolist(), f["labels"][:], labels)
-    if asked.root is not None and not report.problems:
-        _check_sources(f, asked.root, asked, naming, report)
-
-
-# %% ../../../nbs/dataset/check/verify.ipynb #5d21f4bc
-def _data_folder(f: h5py.File, root: str | os.PathLike, splits: dict[str, Path], paths: np.ndarray) -> bytes:
-    "Return the folder that the paths of a data set are relative to; raises DataError where none of them exists in it."
-    folder = os.fsencode(os.path.abspath(splits.get(f.attrs["split"], root)))
-    if len(paths) and not any(os.path.lexists(os.path.join(folder, p)) for p in paths):
-        raise DataError(
-            f"none of the {len(paths):,} recordings is below {show_path(folder)}, for example {show_path(paths[0])}: "
-            "give the root it was built from",
-            code="other-data-folder",
-        )
-    return folder
-
-
-def _split_folders(root: str | os.PathLike, naming: Naming) -> dict[str, Path]:
-    "Return the split folders below a data folder; raises DataError, MachineError."
-    if not os.path.isdir(root):
-        fault = "is no folder" if os.path.exists(root) else "does not exist"
-        raise DataError(
-            f"the data folder {show_path(root)} {fault}; the data set was not compared", code="no-data-folder"
-        )
-    try:
-        splits = split_folders(Path(root))
-    except DataError as e:
-        raise DataError(
-            f"the data folder cannot be used; the data set was not compared: {e}", code="no-data-folder"
-        ) from e
-    return splits if naming.base == "split" else {}
-
-
-def _check_sources(
-    f: h5py.File, root: str | os.PathLike, asked: _Request, naming: Naming, report: VerifyReport
+def _check_origin(
+    f: h5py.File,
+    report: VerifyReport,
+    root: str | os.PathLike | None,
+    sample: int | None,
+    accounting: bool,
+    edges: Sequence[int],
+    table: NameTable | None,
+    sources: Sources | None,
+    told: Callable[[int, int], None],
 ) -> None:
-    "Compare a sample of rows with their recordings, and the names of all."
-    spec = stored_spec(f)
-    paths = read_column(f["files/path"])
-    try:
-        splits = _split_folders(root, naming)
-        folder = _data_folder(f, root, splits, paths)
-    except DataError as e:
-        report._note_moved(str(e))
+    "Compare labels with their table, then a sample of rows, and the names of all, with their recordings."
+    naming = Naming.from_json(f.attrs["naming_json"])
+    labels = json.loads(f.attrs["labels_json"])
+    report.labels_compared = naming.source != "table" or table is not None
+    if table is not None:
+        if naming.source != "table":
+            raise _TableForFolders(
+                f"the labels of this data set come from {'folders' if naming.labels_by_folder else 'a pattern'}: leave the table away",
+                code="table-not-used",
+                path=f.filename,
+            )
+        report.problems += consistency.against_table(f, labels, table)
+    if root is None or report.problems:
+        return
+    fault = ""
+    splits: dict[str, Path] = {}
+    if not os.path.isdir(root):
+        fault = f"the data folder {show_path(root)} {'is no folder' if os.path.exists(root) else 'does not exist'}; the data set was not compared"
+    elif naming.base == "split":
+        try:
+            splits = split_folders(Path(root))
+        except DataError as e:
+            fault = f"the data folder cannot be used; the data set was not compared: {e}"
+    folder = os.fsencode(os.path.abspath(splits.get(f.attrs["split"], root)))
+    paths = read_column(f["files/path"]).tolist()
+    if not fault and paths and not any(os.path.lexists(os.path.join(folder, p)) for p in paths):
+        fault = (
+            f"none of the {len(paths):,} recordings is below {show_path(folder)}, for example {show_path(paths[0])}: "
+            "give the root it was built from"
+        )
+    if fault:
+        report._note_moved(fault)
         report.labels_compared = False
         return
-    sources = asked.sources
-    lacks_samples = sources is not None and "segments_waveform" in f and not sources.keep_samples
+    spec = stored_spec(f)
+    lacks_samples = sources is not None and WAVEFORMS in f and not sources.keep_samples
     if sources is None or (sources.folder, sources.spec) != (folder, spec) or lacks_samples:
         sources = Sources(folder, spec)
-    known = set(sources.known)
-    rather = [i for i, path in enumerate(paths.tolist()) if path in known] if known else []
-    ids = f["labels"][:]
-    picked = pick_rows(report.n_rows, asked.sample, ids, f["files/rms_db"][:], asked.edges, rather)
+    rather = [i for i, path in enumerate(paths) if path in sources.known]
+    picked = pick_rows(report.n_rows, sample, f[LABELS][:], f["files/rms_db"][:], edges, rather)
     if len(picked):
         report.scope = "against the sources"
-    if naming.base == "split":
-        report.problems += consistency.wrong_split(f.attrs["split"], root, splits)
-    _compare_rows(f, sources, picked, asked.told, report)
-    labels = json.loads(f.attrs["labels_json"])
+    _compare_rows(f, naming, sources, picked, told, report)
     report.problems += consistency.rejected_problems(
-        f, spec, naming, labels, folder, root, asked.sample, report.moved
+        f, spec, naming, labels, folder, root, sample, report.moved
     )
-    if asked.accounting:
+    if accounting:
         report.problems += consistency.accounting(f, folder, naming)
 
 
@@ -466,11 +403,8 @@ def check_data_set(
     "Verify a data set for builders, which have to know a failing machine from a bad row. Raises MachineError, MemoryError, UsageError, DataError of the table."
     check_sample(sample)
     names = None if table is None else read_table(table)
-    asked = _Request(root, sample, accounting, edges, names, sources, told)
     report = VerifyReport(os.fspath(path), labels_compared=False)
     try:
-        if not os.path.exists(path):
-            raise DataError("no such file", code="no-such-file", path=path)
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would block
             raise DataError("not a regular file", code="not-a-file", path=path)
         if not h5py.is_hdf5(path):
@@ -481,7 +415,9 @@ def check_data_set(
                 remedy="give a data set that leakmel wrote",
             )
         with h5py.File(path, "r") as f:
-            _check_open(f, asked, report)
+            _check_integrity(f, report)
+            if not report.problems:
+                _check_origin(f, report, root, sample, accounting, edges, names, sources, told)
     except (MachineError, MemoryError, _TableForFolders):
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way

@@ -8,7 +8,6 @@ __all__ = [
     "CHUNK_BYTES",
     "read_at",
     "write_at",
-    "shuffled",
     "packed_chunk",
     "create_packed",
     "in_order",
@@ -61,21 +60,14 @@ def write_at(
 
 
 # %% ../../../nbs/dataset/file/chunks.ipynb #75509035
-def shuffled(
-    raw: bytes | np.ndarray,  # numbers of `item_bytes` each
-    item_bytes: int,
-) -> np.ndarray:  # of bytes
-    "Sort the bytes of numbers: the first bytes of all numbers, then the second bytes, and so on."
-    return np.ascontiguousarray(np.frombuffer(raw, np.uint8).reshape(-1, item_bytes).T)
-
-
 def packed_chunk(
     raw: bytes | np.ndarray,  # bytes of a whole chunk, as they are in memory
     item_bytes: int,  # of a number
     level: int,  # of zlib, 1 to 9
 ) -> bytes:
-    "Compress a chunk as the filters shuffle and deflate of the HDF5 library do."
-    return zlib.compress(shuffled(raw, item_bytes).data, level)
+    "Compress a chunk as the filters shuffle (the first bytes of all numbers, then the second bytes, and so on) and deflate of the HDF5 library do."
+    shuffled = np.ascontiguousarray(np.frombuffer(raw, np.uint8).reshape(-1, item_bytes).T)
+    return zlib.compress(shuffled.data, level)
 
 
 # %% ../../../nbs/dataset/file/chunks.ipynb #887d1ef5

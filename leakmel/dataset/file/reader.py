@@ -47,28 +47,19 @@ def read_rows(
     if len(items) and not 0 <= items.min() <= items.max() < len(data) * per_row:
         raise IndexError(f"items {items.min()} to {items.max()} of {len(data) * per_row}")
     wanted, place = np.unique(items, return_inverse=True)
-    offset = data.id.get_offset() if data.chunks is None else None
-    out = _unpacked(data, wanted, depth, per_row) if offset is None else _plain(data, wanted, depth, offset)
+    if data.chunks is None and (offset := data.id.get_offset()) is not None:
+        out = np.empty((len(wanted), *data.shape[1 + depth :]), data.dtype)
+        step = out.itemsize * int(np.prod(out.shape[1:]))
+        fd = data.file.id.get_vfd_handle()
+        for first, n, at in _neighbours(wanted):
+            read_at(fd, out[at : at + n], offset + first * step)
+    else:  # chunks are unpacked by the HDF5 library, whole rows at a time
+        rows, row_place = np.unique(wanted // per_row, return_inverse=True)
+        whole = np.empty((len(rows), *data.shape[1:]), data.dtype)
+        for first, n, at in _neighbours(rows):
+            data.read_direct(whole, np.s_[first : first + n], np.s_[at : at + n])
+        out = whole.reshape(-1, *data.shape[1 + depth :])[row_place * per_row + wanted % per_row]
     return out if np.array_equal(wanted, items) else out[place]
-
-
-def _plain(data: h5py.Dataset, wanted: np.ndarray, depth: int, offset: int) -> np.ndarray:
-    "Read items of a contiguous data set."
-    out = np.empty((len(wanted), *data.shape[1 + depth :]), data.dtype)
-    step = out.itemsize * int(np.prod(out.shape[1:]))
-    fd = data.file.id.get_vfd_handle()
-    for first, n, at in _neighbours(wanted):
-        read_at(fd, out[at : at + n], offset + first * step)
-    return out
-
-
-def _unpacked(data: h5py.Dataset, wanted: np.ndarray, depth: int, per_row: int) -> np.ndarray:
-    "Read items of a data set in chunks, out of whole rows."
-    rows, place = np.unique(wanted // per_row, return_inverse=True)
-    out = np.empty((len(rows), *data.shape[1:]), data.dtype)
-    for first, n, at in _neighbours(rows):
-        data.read_direct(out, np.s_[first : first + n], np.s_[at : at + n])
-    return out.reshape(-1, *data.shape[1 + depth :])[place * per_row + wanted % per_row]
 
 
 # %% ../../../nbs/dataset/file/reader.ipynb #8109fd13
@@ -81,18 +72,6 @@ def _damage(path: Path) -> Iterator[None]:
         raise VerifyError(
             "the data set lacks a part", code="damaged-data-set", path=path, found=str(e)
         ) from e
-
-
-def _stored_json(file: h5py.File, name: str, kind: type) -> Any:
-    "Read a JSON attribute; a list may also be stored as an array of strings. Raises ValueError for another kind."
-    value = file.attrs[name]
-    if isinstance(value, np.ndarray):
-        value = [v.decode() if isinstance(v, bytes) else v for v in value.tolist()]
-    else:
-        value = json.loads(value)
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} is a {type(value).__name__}")
-    return value
 
 
 def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
@@ -114,18 +93,14 @@ def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
             found=schema,
             expected=SCHEMA_VERSION,
         )
-    counts = {}
+    counts = {} if legacy else {"n_rows": int(file.attrs["n_rows"])}
     for name, n_axes, kinds in ((ROWS, 5, "f"), (LABELS, 1, "iu"), (WAVEFORMS, 4, "f")):
         if name == WAVEFORMS and name not in file:
             continue
         part = file[name]
         if not isinstance(part, h5py.Dataset) or part.ndim != n_axes or part.dtype.kind not in kinds:
-            raise VerifyError(
-                f"{name} is not what it should be", code="damaged-data-set", path=path, found=part
-            )
+            raise ValueError(f"{name} is {part}")
         counts[name] = len(part)
-    if not legacy:
-        counts["n_rows"] = int(file.attrs["n_rows"])
     if len(set(counts.values())) > 1 or not (legacy or file.attrs.get("complete", False)):
         raise VerifyError(
             "the data set is not complete",
@@ -134,27 +109,6 @@ def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
             found=counts,
             remedy="build it again",
         )
-
-
-def _open(path: Path, legacy: bool, cache_bytes: int | None = None) -> h5py.File:
-    "Open a file that may be read; the caller closes it. Raises DataError, VerifyError."
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would block
-            raise VerifyError("not a regular file", code="not-a-file", path=path)
-        file = h5py.File(path, "r", rdcc_nbytes=cache_bytes)
-    except FileNotFoundError as e:
-        raise DataError("no such data set", code="no-such-file", path=path) from e
-    except OSError as e:
-        raise VerifyError(
-            "not an HDF5 file that can be read", code="not-hdf5", path=path, found=str(e)
-        ) from e
-    try:
-        with _damage(path):
-            _require_data_set(file, path, legacy)
-    except VerifyError:
-        file.close()
-        raise
-    return file
 
 
 # %% ../../../nbs/dataset/file/reader.ipynb #2c2ff16e
@@ -174,29 +128,51 @@ class MelDataset:
         self._open()
         self._identity = self._stat()
         try:
-            self._read_labels()
+            with _damage(self.path):
+                self.labels = self._file[LABELS][:]  # [B] int16
+                self.class_names = self._stored_json("labels_json", list)  # in id order
+                n_names = len(self.class_names) if all(isinstance(n, str) for n in self.class_names) else 0
+                if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < n_names:
+                    raise ValueError("labels without a name")
         except VerifyError:
             self.close()
             raise
 
     def _open(self) -> None:
-        "Open the file for this process."
-        self._file = _open(self.path, self.legacy, self.chunk_cache_bytes)
+        "Open the file for this process; raises DataError, VerifyError."
+        try:
+            if not stat.S_ISREG(os.stat(self.path).st_mode):  # a named pipe would block
+                raise VerifyError("not a regular file", code="not-a-file", path=self.path)
+            self._file = h5py.File(self.path, "r", rdcc_nbytes=self.chunk_cache_bytes)
+        except FileNotFoundError as e:
+            raise DataError("no such data set", code="no-such-file", path=self.path) from e
+        except OSError as e:
+            raise VerifyError(
+                "not an HDF5 file that can be read", code="not-hdf5", path=self.path, found=str(e)
+            ) from e
+        try:
+            with _damage(self.path):
+                _require_data_set(self._file, self.path, self.legacy)
+        except VerifyError:
+            self.close()
+            raise
         self._pid = os.getpid()
+
+    def _stored_json(self, name: str, kind: type) -> Any:
+        "Read a JSON attribute; a list may also be stored as an array of strings. Raises ValueError for another kind."
+        value = self.file.attrs[name]
+        if isinstance(value, np.ndarray):
+            value = [v.decode() if isinstance(v, bytes) else v for v in value.tolist()]
+        else:
+            value = json.loads(value)
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is a {type(value).__name__}")
+        return value
 
     def _stat(self) -> tuple[int, ...]:
         "Return what tells the file from one that replaced it."
         s = os.fstat(self._file.id.get_vfd_handle())
         return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
-
-    def _read_labels(self) -> None:
-        "Read label numbers and names; each number has a name."
-        with _damage(self.path):
-            self.labels = self._file[LABELS][:]  # [B] int16
-            self.class_names = _stored_json(self._file, "labels_json", list)  # in id order
-            n_names = len(self.class_names) if all(isinstance(n, str) for n in self.class_names) else 0
-            if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < n_names:
-                raise ValueError("labels without a name")
 
     def _require_same(self, identity: tuple[int, ...]) -> None:
         "Refuse a file that is not the one that was opened before."
@@ -246,7 +222,7 @@ class MelDataset:
     def config(self) -> dict[str, Any]:
         "The settings as stored."
         with _damage(self.path):
-            return _stored_json(self.file, "config_json", dict)
+            return self._stored_json("config_json", dict)
 
     @cached_property
     def spec(self) -> MelSpec:

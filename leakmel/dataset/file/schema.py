@@ -21,7 +21,6 @@ __all__ = [
     "name_columns",
     "apart",
     "read_column",
-    "config_json",
     "stored_spec",
     "root_attributes",
     "create_rows",
@@ -45,8 +44,7 @@ import h5py
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ...audio.file_names import columns_of_names
-from ...audio.file_names import NameParts
+from ...audio.file_names import NameParts, columns_of_names
 from ...audio.naming import Naming
 from ...audio.wav import DIGEST_ALGORITHM
 from ...core.errors import show_path
@@ -59,10 +57,7 @@ LABELS = "labels"  # [B] int16
 WAVEFORMS = "segments_waveform"  # [B, L, S, short_window] float32, full scale 1.0; optional
 PARTS = (ROWS, WAVEFORMS)  # what is large and has a digest for each row
 DIGEST_ATTRIBUTE = "metadata_digest"
-EARLIER_KEYS = (
-    "duration_sec",
-    "center",
-)  # in config_json for the earlier system's trainer, beside the spec's fields
+EARLIER_KEYS = ("duration_sec", "center")  # in config_json, for the earlier system's trainer
 LIBVER = ("v108", "v108")  # one format, whatever the HDF5 library's newest is
 FILE_COLUMNS = (
     "path",
@@ -117,13 +112,10 @@ def said_columns(
     "The columns that come from the names, but the paths themselves."
     if names is None:
         return columns_of_names(paths) | {"session": np.zeros(len(paths), "S1")}
-
-    def text(field: str) -> np.ndarray:
-        return byte_column([os.fsencode(getattr(n, field)) for n in names])
-
-    return {"gain": np.array([n.gain for n in names], np.float32)} | {
-        field: text(field) for field in ("sensor", "recording", "start_time", "session", "folder")
-    }
+    columns = {"gain": np.array([n.gain for n in names], np.float32)}
+    for field in ("sensor", "recording", "start_time", "session", "folder"):
+        columns[field] = byte_column([os.fsencode(getattr(n, field)) for n in names])
+    return columns
 
 
 def name_columns(paths: Sequence[bytes], names: Sequence[NameParts] | None = None) -> dict[str, np.ndarray]:
@@ -133,6 +125,7 @@ def name_columns(paths: Sequence[bytes], names: Sequence[NameParts] | None = Non
 
 # %% ../../../nbs/dataset/file/schema.ipynb #4680a07d
 _LARGE = 1 << 20  # bytes of a column
+_TEXTS = 8192  # values of a column that are written at once
 
 
 def apart(n: int, dtype: DTypeLike) -> np.ndarray:
@@ -152,11 +145,6 @@ def read_column(column: h5py.Dataset) -> np.ndarray:
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #2c3f5043
-def config_json(spec: MelSpec) -> str:
-    "Settings as JSON: the earlier system's keys, then all fields of the spec."
-    return json.dumps(spec.to_dict() | dict(zip(EARLIER_KEYS, (spec.duration_s, False))), sort_keys=True)
-
-
 def stored_spec(file: h5py.File) -> MelSpec:
     "The spec a data set was made with."
     config = json.loads(file.attrs["config_json"])
@@ -176,10 +164,11 @@ def root_attributes(
     from leakmel import __version__
 
     shown = [show_path(n) for n in label_names]
+    config = spec.to_dict() | dict(zip(EARLIER_KEYS, (spec.duration_s, False)))
     return {
         "schema_version": SCHEMA_VERSION,
         "leakmel_version": __version__,
-        "config_json": config_json(spec),
+        "config_json": json.dumps(config, sort_keys=True),
         "engine": engine,
         "fingerprint": fingerprint,
         "split": split,
@@ -254,21 +243,6 @@ class Metadata:
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #458073a1
-def _pieces(one: h5py.h5d.DatasetID) -> Iterator[Any]:
-    "Yield the values of a data set; long columns some at a time."
-    column = h5py.Dataset(one)
-    dtype = one.dtype
-    shape = one.shape
-    step = max(1, _LARGE // dtype.itemsize)
-    if len(shape) == 1 and shape[0] > step:
-        yield from (column[i : i + step] for i in range(0, shape[0], step))
-    elif dtype.hasobject:
-        yield column[()]
-    else:
-        one.read(h5py.h5s.ALL, h5py.h5s.ALL, values := np.empty(shape, dtype))
-        yield values
-
-
 def metadata_digest(file: h5py.File) -> str:
     "xxh3-128 over everything but rows and waveforms: names, kinds, shapes and bytes of all data sets, and the root's attributes."
     import xxhash
@@ -284,9 +258,12 @@ def metadata_digest(file: h5py.File) -> str:
 
     h5py.h5o.visit(file.id, take)  # h5py's own objects would take twice as long as all the rest
     for name in sorted(sets):
-        total.update(f"{name} {sets[name].dtype.str} {sets[name].shape} ".encode())
-        for values in map(np.ascontiguousarray, _pieces(sets[name])):
-            total.update(values.tobytes() if values.dtype.hasobject else values.view(np.uint8).data)
+        item = h5py.Dataset(sets[name])
+        total.update(f"{name} {item.dtype.str} {item.shape} ".encode())
+        step = max(1, _LARGE // item.dtype.itemsize)
+        starts = range(0, len(item), step) if item.ndim == 1 and len(item) > step else ()
+        for values in (item[i : i + step] for i in starts) if starts else (item[()],):
+            total.update(np.ascontiguousarray(values).tobytes())
     attributes = file.attrs  # each time it is asked for, the root is opened
     for name in sorted(set(attributes) - {DIGEST_ATTRIBUTE}):
         value = attributes[name]
@@ -305,8 +282,11 @@ def write_metadata(file: h5py.File, meta: Metadata) -> str:
     def put(name: str, values: np.ndarray | Sequence[bytes]) -> None:
         if isinstance(values, np.ndarray):
             file.create_dataset(name, data=values, track_times=False)
-        else:
-            _put_texts(file, name, values)
+            return
+        width = max(map(len, values), default=0) or 1
+        column = file.create_dataset(name, (len(values),), f"S{width}", track_times=False)
+        for i in range(0, len(values), _TEXTS):  # the column is never in memory as a whole
+            column[i : i + _TEXTS] = np.array(values[i : i + _TEXTS], f"S{width}")
 
     put(LABELS, meta.labels)
     for name in FILE_COLUMNS:
@@ -327,14 +307,6 @@ def write_metadata(file: h5py.File, meta: Metadata) -> str:
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #5d828b2c
-def _put_texts(file: h5py.File, name: str, values: Sequence[bytes], at_once: int = 8192) -> None:
-    "Write a column of texts, some at a time, so that it is never in memory as a whole."
-    width = max(map(len, values), default=0) or 1
-    column = file.create_dataset(name, (len(values),), f"S{width}", track_times=False)
-    for i in range(0, len(values), at_once):
-        column[i : i + at_once] = np.array(values[i : i + at_once], f"S{width}")
-
-
 def _write_scales(file: h5py.File, spec: MelSpec) -> None:
     "Write starts of segments and centres of bands, and attach them to the dimensions of rows and waveforms."
     n_long, n_short, _, _ = spec.row_shape
@@ -370,7 +342,7 @@ _MOST_CHUNK = 64 << 20  # bytes, which the HDF5 library takes at once
 _MOST_SAID = 4 << 20  # letters of an attribute
 _MOST_LOOSE = (
     16 << 20
-)  # bytes that belong to no data set, beside a sixteenth of the file: indexes of chunks, texts of attributes
+)  # bytes of no data set (indexes of chunks, texts of attributes), next to a 16th of the file
 
 
 def _all_sets(file: h5py.File) -> Iterator[h5py.Dataset | str]:
@@ -398,23 +370,27 @@ def _all_sets(file: h5py.File) -> Iterator[h5py.Dataset | str]:
             seen.add(item)
 
 
-def _wrong_place(item: h5py.Dataset, size: int) -> str | None:
-    "Return why what a data set claims cannot be in a file of `size` bytes."
+# %% ../../../nbs/dataset/file/schema.ipynb #5d7bf821
+def _why_unsafe(item: h5py.Dataset, size: int) -> str:
+    "Return why a data set of a file of `size` bytes must not be read; empty where it may."
+    if item.shape is None:
+        return f"{item.name} is empty"
+    if item.is_virtual or item.external:
+        return f"{item.name} lies in other files"
     held = item.id.get_storage_size()
-    is_large = item.name.strip("/") in PARTS
-    packed = item.chunks and item.id.get_create_plist().get_nfilters()
-    if item.nbytes > held * (MOST_PACKED if packed else 1) or item.nbytes > size * (
-        MOST_PACKED if packed and is_large else 1
-    ):
+    name = item.name.strip("/")
+    packed = MOST_PACKED if item.chunks and item.id.get_create_plist().get_nfilters() else 1
+    if item.nbytes > held * packed or item.nbytes > size * (packed if name in PARTS else 1):
         return f"{item.name} claims {item.nbytes:,} bytes in a file of {size:,}, which holds {held:,} of them"
     if item.chunks and int(np.prod(item.chunks, dtype=object)) * item.dtype.itemsize > _MOST_CHUNK:
         return f"{item.name} has chunks of more than {_MOST_CHUNK:,} bytes"
     if (begin := item.id.get_offset()) is not None and begin + held > size:
         return f"{item.name} lies beyond the end of the file"
-    return None
+    if name in (*PARTS, LABELS) and item.dtype.kind not in "fiubS":
+        return f"{item.name} is of the kind {item.dtype}"
+    return ""
 
 
-# %% ../../../nbs/dataset/file/schema.ipynb #5d7bf821
 def unsafe_parts(
     file: h5py.File,
 ) -> Iterator[str]:  # sentences
@@ -425,22 +401,11 @@ def unsafe_parts(
             yield item
             continue
         loose -= item.id.get_storage_size()
-        if item.shape is None:
-            yield f"{item.name} is empty"
-        elif item.is_virtual or item.external:
-            yield f"{item.name} lies in other files"
-        elif problem := _wrong_place(item, size):
+        if problem := _why_unsafe(item, size):
             yield problem
-        elif item.name.strip("/") in (*PARTS, LABELS) and item.dtype.kind not in "fiubS":
-            yield f"{item.name} is of the kind {item.dtype}"
     if loose > _MOST_LOOSE + size // 16:
         yield f"{loose:,} bytes of its {size:,} belong to none of its parts"
-    else:
-        yield from _unsafe_attributes(file)
-
-
-def _unsafe_attributes(file: h5py.File) -> Iterator[str]:  # sentences
-    "Yield reasons not to read the root's attributes, whose texts cannot be long together."
+        return
     n = h5py.h5a.get_num_attrs(file.id)
     if n > _MOST_OBJECTS:
         yield f"it has more than {_MOST_OBJECTS} attributes"

@@ -17,6 +17,7 @@ __all__ = [
 # %% ../../../nbs/dataset/file/spec_file.ipynb #77f47abb
 import json, os, stat
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -102,21 +103,8 @@ def _preset_name(name: str, path: Path) -> str:
 
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #4b77a724
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    "Make a JSON object in which each key stands once; raises ValueError."
-    body = dict(pairs)
-    if len(body) < len(pairs):
-        raise ValueError("a key stands twice")
-    return body
-
-
-def _no_number(text: str) -> float:
-    "Refuse NaN and infinities."
-    raise ValueError(f"{text} is no number")
-
-
 def _load(path: Path) -> dict[str, Any]:
-    "Read the JSON object of a file; raises DataError for a file that cannot be read, SpecError for one that holds something else."
+    "Read the JSON object of a spec file of any schema; raises DataError for a file that cannot be read, SpecError for one that holds something else."
     remedy = "name a spec file, as explore.ipynb writes one, or a data set of leakmel"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -134,15 +122,17 @@ def _load(path: Path) -> dict[str, Any]:
     body = why = None
     try:
         if len(data) <= MOST_BYTES:
-            body = json.loads(data, object_pairs_hook=_once, parse_constant=_no_number)
+            body = json.loads(data)
     except (ValueError, RecursionError) as e:
         why = str(e)[:100]
-    if not isinstance(body, dict):
+    if not isinstance(body, dict) or body.get("kind") != KIND:
+        kind = f"kind {str(body.get('kind'))[:60]!r}" if isinstance(body, dict) else None
         raise SpecError(
-            f"no spec file: it is no JSON object of at most {MOST_BYTES:,} bytes",
+            "no spec file",
             code="not-a-spec-file",
             path=path,
-            found=why,
+            found=why or kind,
+            expected=f"a JSON object of at most {MOST_BYTES:,} bytes with kind {KIND!r}",
             remedy=f"{remedy}; of a model, name a data set that it was trained on",
         )
     return body
@@ -155,14 +145,6 @@ def read_spec(
     "Read a spec file; whatever it should not hold is named."
     path = Path(path)
     body = _load(path)
-    if body.get("kind") != KIND:
-        raise SpecError(
-            "no spec file",
-            code="not-a-spec-file",
-            path=path,
-            found=f"kind {str(body.get('kind'))[:60]!r}",
-            expected=f"kind {KIND!r}",
-        )
     if body.get("schema") != SCHEMA:
         raise SpecError(
             "a spec file of another schema",
@@ -206,7 +188,16 @@ def write_spec(
     if path.suffix != ".json":
         raise OutputError("a spec file has a name that ends in .json", code="not-json-name", path=path)
     if os.path.lexists(path):
-        _require_ours(path)
+        is_ours = False
+        with suppress(DataError, SpecError):
+            is_ours = bool(_load(path))  # of any schema, also with a mistake in it
+        if not is_ours:
+            raise OutputError(
+                "something other than a spec file is there",
+                code="output-exists",
+                path=path,
+                remedy="choose another name",
+            )
     body = {
         "kind": KIND,
         "schema": SCHEMA,
@@ -218,21 +209,6 @@ def write_spec(
         path.parent.mkdir(parents=True, exist_ok=True)
         new.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return SpecFile(path, preset, changes)
-
-
-def _require_ours(path: Path) -> None:
-    "Refuse to replace anything but a spec file; raises OutputError."
-    try:
-        is_ours = _load(path).get("kind") == KIND  # of any schema, also with a mistake in it
-    except (DataError, SpecError):
-        is_ours = False
-    if not is_ours:
-        raise OutputError(
-            "something else than a spec file is there",
-            code="output-exists",
-            path=path,
-            remedy="choose another name",
-        )
 
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #f2c66733
@@ -256,13 +232,6 @@ def spec_of_data_set(
     return SpecFile(Path(path), preset, settings)
 
 
-def _any_spec(path: Path) -> SpecFile:
-    "Read a spec file, a data set, or the training data set of a folder."
-    if (learned := path / data_set_name("TRAINING")).is_file():
-        return spec_of_data_set(learned)
-    return spec_of_data_set(path) if path.is_file() and h5py.is_hdf5(path) else read_spec(path)
-
-
 # %% ../../../nbs/dataset/file/spec_file.ipynb #6f989693
 def asked_spec(
     file: str
@@ -274,7 +243,14 @@ def asked_spec(
     "Return the spec from a file and from settings given with it, which win; another preset than the file's is refused."
     if not file:
         return {"preset": preset or "disjoint", **given}, ""
-    there = _any_spec(Path(os.path.expanduser(file)))
+    path = Path(os.path.expanduser(file))
+    training = path / data_set_name("TRAINING")
+    if training.is_file():
+        there = spec_of_data_set(training)
+    elif path.is_file() and h5py.is_hdf5(path):
+        there = spec_of_data_set(path)
+    else:
+        there = read_spec(path)
     if preset is not None and _preset_name(preset, there.path) != there.preset:
         raise UsageError(
             "the preset is not that of the spec file",

@@ -16,13 +16,12 @@ __all__ = [
     "part_bytes",
     "part_offsets",
     "RowFile",
-    "compress",
 ]
 
 # %% ../../../nbs/dataset/file/writer.ipynb #323da97f
 import errno, fcntl, os, signal, stat, threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,7 +30,7 @@ import numpy as np
 
 from ...core.errors import OutputError, SpaceError
 from .chunks import create_packed, pack_rows, read_at, write_at
-from .schema import PARTS, Metadata, create_parts, create_rows, new_file, write_metadata
+from .schema import PARTS, Metadata, create_parts, new_file, write_metadata
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #858593e5
@@ -73,29 +72,35 @@ class OutputLock:
 
     def __enter__(self) -> Self:
         try:
-            while not self._lock():
-                pass  # its last holder removed the name between open and lock
+            while self.fd < 0:  # again where its last holder removed the name between open and lock
+                self.fd = self._lock()
         except OSError as e:
             raise output_error(e, self.path) from e
         return self
 
-    def _lock(self) -> bool:
-        "Lock the file of that name; return False where the name is gone, or was another file's."
+    def _lock(self) -> int:
+        "Lock the file of that name; return -1 where the name is gone, or was another file's."
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        with ExitStack() as undo:
-            undo.callback(os.close, fd)
+        locked = False
+        try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._wait_for_holder(fd)
-            if self._has_name(fd):
-                os.ftruncate(fd, 0)
-                with suppress(OSError):  # a full disk: the lock holds without the number too
-                    os.pwrite(fd, str(os.getpid()).encode(), 0)
-                self.fd = fd
-                undo.pop_all()
-                return True
-        return False
+            st = os.fstat(fd)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(self.path), st):
+                    if st.st_nlink == 1 and stat.S_ISREG(st.st_mode):
+                        os.ftruncate(fd, 0)
+                        with suppress(OSError):  # a full disk: the lock holds without the number too
+                            os.pwrite(fd, str(os.getpid()).encode(), 0)
+                        locked = True
+                    else:
+                        self.path.unlink()  # a file that has another name too must not be written
+        finally:
+            if not locked:
+                os.close(fd)
+        return fd if locked else -1
 
     def _wait_for_holder(self, fd: int) -> None:
         "Wait for the lock, or raise OutputError."
@@ -110,16 +115,6 @@ class OutputLock:
             )
         self.wait(holder)
         fcntl.flock(fd, fcntl.LOCK_EX)
-
-    def _has_name(self, fd: int) -> bool:
-        "Check that the name stands for the locked file; a file that has another name too must not be written, so its name here goes."
-        st = os.fstat(fd)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.lstat(self.path), st):
-                if st.st_nlink == 1 and stat.S_ISREG(st.st_mode):
-                    return True
-                self.path.unlink()
-        return False
 
     def __exit__(self, *exc) -> None:
         self.path.unlink(missing_ok=True)
@@ -235,34 +230,9 @@ def part_offsets(
     probe = target.with_name(f".{target.name}.scratch")
     try:
         with new_file(probe) as f:
-            if waveform_shape is not None:
-                return create_parts(f, n_rows, row_shape, waveform_shape)
-            offset = create_rows(f, (1, *row_shape))
-            return offset, offset + n_rows * part_bytes(row_shape, None)[0]
+            return create_parts(f, n_rows, row_shape, waveform_shape)
     finally:
         probe.unlink(missing_ok=True)
-
-
-# %% ../../../nbs/dataset/file/writer.ipynb #0070c18f
-def _make_new(path: Path) -> int:
-    "Open a new file for writing, never through a link; what a killed build left is removed."
-    for old in (path, path.with_name(path.name + ".gz")):
-        old.unlink(missing_ok=True)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-
-def _reopen(path: Path) -> int:
-    "Open what an interrupted build left; a new file where it is anything else."
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return _make_new(path)
-    path.with_name(path.name + ".gz").unlink(missing_ok=True)
-    st = os.fstat(fd)
-    if stat.S_ISREG(st.st_mode) and st.st_nlink == 1:
-        return fd
-    os.close(fd)
-    return _make_new(path)
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #527ae5c2
@@ -290,16 +260,26 @@ class RowFile:
         self.waveform_shape = waveform_shape
         self.row_bytes, self.waveform_bytes = part_bytes(row_shape, waveform_shape)
         if start != "not":
-            self._reserve(_reopen if start == "again" else _make_new)
+            self._open(start == "again")
 
-    def _reserve(self, open_partial: Callable[[Path], int]) -> None:
-        "Open the partial file and reserve its space."
-        item_bytes = self.row_bytes + self.waveform_bytes
-        there = bytes_there(self.partial)
-        require_space(self.target.parent, self.n_candidates * (item_bytes + SPARE_BYTES) - there)
+    def _open(self, again: bool) -> None:
+        "Reserve space, and open the partial file: what an interrupted build left, or a new one; never through a link."
+        need = self.n_candidates * (self.row_bytes + self.waveform_bytes + SPARE_BYTES)
+        require_space(self.target.parent, need - bytes_there(self.partial))
         try:
-            self.offset, self.waveform_offset = self._offsets(self.n_candidates)
-            self.fd = open_partial(self.partial)
+            self.offset, self.waveform_offset = part_offsets(
+                self.target, self.n_candidates, self.row_shape, self.waveform_shape
+            )
+            self.partial.with_name(self.partial.name + ".gz").unlink(missing_ok=True)
+            if again:
+                with suppress(OSError):
+                    self.fd = os.open(self.partial, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                    st = os.fstat(self.fd)
+                    if st.st_nlink != 1 or not stat.S_ISREG(st.st_mode):
+                        self._close()
+            if self.fd < 0:
+                self.partial.unlink(missing_ok=True)
+                self.fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as e:
             raise output_error(e, e.filename or self.partial) from e
         try:
@@ -308,9 +288,11 @@ class RowFile:
             self.abort()
             raise
 
-    def _offsets(self, n_rows: int) -> tuple[int, int]:
-        "Return where rows and waveforms begin in a file of so many rows."
-        return part_offsets(self.target, n_rows, self.row_shape, self.waveform_shape)
+    def _close(self) -> None:
+        "Close the partial file."
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
 
     def write(self, first: int, rows: np.ndarray) -> int:
         "Write rows [k, L, S, M, T] float16 of candidates first, first + 1 ...; return the bytes written."
@@ -327,7 +309,8 @@ class RowFile:
         keep = np.flatnonzero(good)
         begin = self.waveform_offset
         self._move(keep, self.row_bytes, self.offset, self.offset)
-        _, self.waveform_offset = self._offsets(len(keep))
+        shapes = (self.row_shape, self.waveform_shape)
+        _, self.waveform_offset = part_offsets(self.target, len(keep), *shapes)
         self._move(keep, self.waveform_bytes, begin, self.waveform_offset)
 
     def _move(self, keep: np.ndarray, n_bytes: int, begin: int, goal: int) -> None:
@@ -365,14 +348,7 @@ class RowFile:
         return digest
 
     def _write_scratch(self, meta: Metadata) -> tuple[str, tuple[int, int]]:
-        "Write a file with everything but the rows; return the digest of the metadata, and where rows and waveforms begin."
-        self._require_room(meta)
-        with new_file(self.scratch) as f:
-            offsets = create_parts(f, len(meta.labels), self.row_shape, self.waveform_shape)
-            return write_metadata(f, meta), offsets
-
-    def _require_room(self, meta: Metadata) -> None:
-        "Raise SpaceError where the metadata find no space besides what is reserved."
+        "Write a file with everything but the rows, where there is room for it; return the digest of the metadata, and where rows and waveforms begin."
         columns = (meta.labels, meta.row_digests, meta.row_digests, *meta.columns.values())
         n_bytes = _LEAST_META + sum(len(r.path) + len(r.message) for r in meta.rejected)
         for c in columns:
@@ -383,6 +359,9 @@ class RowFile:
                 reserve(f.fileno(), n_bytes, self.scratch)
         finally:
             self.scratch.unlink(missing_ok=True)
+        with new_file(self.scratch) as file:
+            offsets = create_parts(file, len(meta.labels), self.row_shape, self.waveform_shape)
+            return write_metadata(file, meta), offsets
 
     def digest_of(self, meta: Metadata) -> str:
         "Return the digest that a data set with these metadata would have."
@@ -391,11 +370,31 @@ class RowFile:
         finally:
             self.scratch.unlink(missing_ok=True)
 
-    def compress(self, meta: Metadata, *, stopped: Callable[[], bool] = lambda: False) -> None:
-        "Rewrite the complete partial file with its rows in gzip chunks."
-        compress(self.partial, meta, stopped=stopped)
-        os.close(self.fd)
-        self.fd = -1
+    def compress(
+        self,
+        meta: Metadata,  # the same that is in the file
+        *,
+        stopped: Callable[[], bool] = lambda: False,  # asked before each chunk
+    ) -> None:  # raises OutputError when stopped
+        "Rewrite the complete partial file with its rows, and waveforms, in gzip chunks."
+        packed = self.partial.with_name(self.partial.name + ".gz")
+        try:
+            with h5py.File(self.partial, "r") as whole:
+                parts = [whole[name] for name in PARTS if name in whole]
+                room = sum(part.nbytes for part in parts) + len(meta.labels) * SPARE_BYTES
+                require_space(packed.parent, room)
+                with new_file(packed) as f:
+                    reserve(f.id.get_vfd_handle(), room, packed)
+                    for part in parts:
+                        pack_rows(part, create_packed(f, part.name, part.shape, part.dtype), stopped=stopped)
+                    write_metadata(f, meta)
+                    f.flush()
+                    n_bytes = f.id.get_filesize()
+            os.truncate(packed, n_bytes)  # what was not needed goes back
+            os.replace(packed, self.partial)
+        finally:
+            packed.unlink(missing_ok=True)
+        self._close()
         self.fd = os.open(self.partial, os.O_RDWR | os.O_CLOEXEC)
 
     def sync(self) -> None:
@@ -404,43 +403,13 @@ class RowFile:
 
     def publish(self, *, sync: bool = True) -> None:
         "Give the file its final name."
-        os.close(self.fd)
-        self.fd = -1
+        self._close()
         os.replace(self.partial, self.target)
         if sync:
             sync_folder(self.target.parent)
 
     def abort(self, *, keep: bool = False) -> None:
         "Remove the working files, or all but the partial one, to continue with; what has the final name stays."
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
+        self._close()
         for path in (self.scratch,) if keep else (self.partial, self.scratch):
             path.unlink(missing_ok=True)
-
-
-# %% ../../../nbs/dataset/file/writer.ipynb #3f8b0165
-def compress(
-    source: Path,  # a complete data set
-    meta: Metadata,  # the same that is in it
-    *,
-    stopped: Callable[[], bool] = lambda: False,  # asked before each chunk
-) -> None:  # raises OutputError when stopped
-    "Rewrite a data set with its rows, and waveforms, in gzip chunks; the source is replaced."
-    packed = source.with_name(source.name + ".gz")
-    try:
-        with h5py.File(source, "r") as whole:
-            parts = [whole[name] for name in PARTS if name in whole]
-            room = sum(part.nbytes for part in parts) + len(meta.labels) * SPARE_BYTES
-            require_space(source.parent, room)
-            with new_file(packed) as f:
-                reserve(f.id.get_vfd_handle(), room, packed)
-                for part in parts:
-                    pack_rows(part, create_packed(f, part.name, part.shape, part.dtype), stopped=stopped)
-                write_metadata(f, meta)
-                f.flush()
-                n_bytes = f.id.get_filesize()
-        os.truncate(packed, n_bytes)  # what was not needed goes back
-        os.replace(packed, source)
-    finally:
-        packed.unlink(missing_ok=True)

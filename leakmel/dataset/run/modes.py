@@ -30,14 +30,13 @@ from ...audio.page_cache import CacheUse
 from ...core.monitor import free_memory, size_text, usable_cores
 from ...core.progress import Progress, announce
 from ...core.timeline import Timeline
-from ..source.cache_files import SUFFIX, cache_folder, cache_path, open_cache
+from ..source.sample_cache import SUFFIX, cache_folder, cache_path, open_cache
 from .config import PipelineConfig
 from .inputs import SpecLike, disagreement, list_recordings, resolve_spec
 from leakmel.dataset.source.sample_cache import (
-    FileRows,
     SampleCache,
     CachedReader,
-    MemoryRows,
+    SampleRows,
     NoMemory,
     check_follows,
     cache_key,
@@ -156,7 +155,7 @@ class Preloaded:
         "Give back memory and files."
         self.closed = True
         for held in self.held.values():
-            if held.is_worn and isinstance(held.rows, FileRows):
+            if held.is_worn and not held.rows.in_memory:
                 _remove_worn(self, held, held.rows.fd)
             held.rows.close()
         self.held = {}
@@ -235,7 +234,7 @@ class _Loader:
         on_bad_file = self.config.on_bad_file
         return BatchReader(listing, self.ready.spec, follows=self.follows, on_bad_file=on_bad_file)
 
-    def _fill(self, listing: Listing, key: str, label: str, rows: MemoryRows | FileRows) -> SampleCache:
+    def _fill(self, listing: Listing, key: str, label: str, rows: SampleRows) -> SampleCache:
         "Read all recordings of a listing into rows, with a bar."
         n = len(listing)
         n_threads = self.config.read_workers or min(16, 4 * usable_cores(), max(1, n // 8))
@@ -257,7 +256,8 @@ class _Loader:
         ready, config, began_s = self.ready, self.config, self.timeline.now_s()
         key, rate, where = cache_key(listing, ready.spec), True, ""
         if ready.choice.used == "preload":
-            rows = MemoryRows(len(listing), ready.spec.n_samples, config.ram_fraction * free_memory())
+            most_bytes = config.ram_fraction * free_memory()
+            rows = SampleRows(len(listing), ready.spec.n_samples, most_bytes=most_bytes)
             try:
                 held = self._fill(listing, key, "preload", rows)
             except BaseException:

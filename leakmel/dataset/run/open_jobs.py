@@ -17,7 +17,7 @@ from ..file.writer import OutputLock, bytes_there, part_bytes, require_space, un
 from .existing import open_existing
 from .job import Job, Run, waveform_shape
 from .resume import finished_job, keep_rows, reserve_job
-from ..source.bad_files import BadFilesError, check_share, first_bad_file
+from ..source.loader import BadFilesError, check_share, first_bad_file
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #2a679a12

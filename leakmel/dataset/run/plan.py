@@ -31,7 +31,7 @@ from ...core.run_plan import RowTable, run_folder, runs_folder, user_path, write
 from .inputs import resolve_spec
 from .pipeline import build, build_all
 from .publish import BuildResult
-from ..source.bad_files import percent
+from ..source.loader import percent
 from .config import PipelineConfig, Workers, plan_workers, slot_bytes
 from .modes import ModeChoice, pick_mode
 from ..file.schema import data_set_name

@@ -35,7 +35,7 @@ from leakmel.dataset.run.report import (
     write_report,
 )
 from .existing import stamps_at_build, write_state
-from ..source.bad_files import all_rejected, check_share, rejected_dict
+from ..source.loader import all_rejected, check_share, rejected_dict
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -101,47 +101,37 @@ class ReadAhead:
     def run(self, lane: str) -> None:
         "Ask for files until the readers have taken all, or `stop`; raises nothing."
         try:
+            from leakmel.audio.native import will_need
+
             end = 0
             while (step := self._next(end)) is not None:
-                first, end = step
-                self._ask(first, end)
+                k, first, end = step
+                reader = self.readers[k]
+                wanted = [i for i in range(first, end) if 0 < self._sizes[i] <= self.n_bytes]
+                paths = [reader.base + reader.listing.paths[i - self._firsts[k]] for i in wanted]
+                with reader.inflow.delivering():
+                    n = will_need(paths, self._sizes[wanted])
+                reader.inflow.note_ahead(n)
         except Exception as e:
             log.debug("recordings are not fetched ahead: %s: %s", type(e).__name__, e)
 
-    def _next(self, first: int) -> tuple[int, int] | None:
-        "Return the next files to ask for, as soon as the window has room for them; None to leave."
+    def _next(self, first: int) -> tuple[int, int, int] | None:
+        "Return a listing and its files to ask for next, as soon as the window has room for them; None to leave."
         with self._moved:
             while not self._stopped:
                 first = max(first, self._taken)
                 if first >= len(self._sizes):
                     return None
-                end = self._end(first)
+                k = int(np.searchsorted(self._firsts, first, "right"))
+                by_files = first + max(1, min(STEP_FILES, self.files // 4))
+                limit = self._before[first] + self.n_bytes // 4  # a quarter of the window
+                by_bytes = int(np.searchsorted(self._before, limit, "right")) - 1
+                end = max(first + 1, min(int(self._firsts[k]), by_files, by_bytes))
                 under_way = int(self._before[end] - self._before[self._taken])
                 if end - self._taken <= self.files and under_way <= self.n_bytes:
-                    return first, end
+                    return k - 1, first, end
                 self._moved.wait()
         return None
-
-    def _end(self, first: int) -> int:
-        "Return where a step that begins at a file ends: with its listing, or after a quarter of the window."
-        of_listing = int(self._firsts[np.searchsorted(self._firsts, first, "right")])
-        by_files = first + max(1, min(STEP_FILES, self.files // 4))
-        limit = self._before[first] + self.n_bytes // 4
-        by_bytes = int(np.searchsorted(self._before, limit, "right")) - 1
-        return max(first + 1, min(of_listing, by_files, by_bytes))
-
-    def _ask(self, first: int, end: int) -> None:
-        "Tell the system about files of one listing."
-        from leakmel.audio.native import will_need
-
-        k = int(np.searchsorted(self._firsts, first, "right")) - 1
-        reader = self.readers[k]
-        begin = int(self._firsts[k])
-        wanted = [i for i in range(first, end) if 0 < self._sizes[i] <= self.n_bytes]
-        paths = [reader.base + reader.listing.paths[i - begin] for i in wanted]
-        with reader.inflow.delivering():
-            n = will_need(paths, self._sizes[wanted])
-        reader.inflow.note_ahead(n)
 
 
 # %% ../../../nbs/dataset/source/read_ahead.ipynb #6d03c027
@@ -151,13 +141,11 @@ def plan_read_ahead(
 ) -> ReadAhead | None:
     "Plan to fetch recordings ahead, where that pays."
     total = sum(len(r.listing) for r in readers)
-    n_cold = 0.0
-    n_seen = 0
+    shares = list[float]()  # of files that the page cache lacks, once for each file that was looked at
     for r in readers:
         most = max(1, round(PROBES * len(r.listing) / max(1, total)))
         if (share := cold_share(r.listing, r.inflow, most)) is not None:
-            n_cold += share * most
-            n_seen += most
+            shares += [share] * most
     if files is not None:
         return ReadAhead(readers, files) if files else None
-    return ReadAhead(readers) if n_seen and n_cold / n_seen >= COLD_SHARE else None
+    return ReadAhead(readers) if shares and np.mean(shares) >= COLD_SHARE else None

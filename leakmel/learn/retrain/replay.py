@@ -12,11 +12,9 @@ __all__ = [
     "corrected",
     "ReplayWarning",
     "learned_in",
-    "told_in",
     "EarlierRounds",
     "open_earlier",
     "missing_text",
-    "replay_record",
 ]
 
 # %% ../../../nbs/learn/retrain/replay.ipynb #bda36584
@@ -25,7 +23,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -147,17 +144,6 @@ def learned_in(
         return Choice(recordings, kept & recordings.is_heard, classes.to_numpy(np.int64))
 
 
-def told_in(
-    folder: Path,  # of all rounds
-    number: int,  # of a round that is over
-    task: Task,
-) -> dict[str, int]:  # as of `told_by`; raises DataError
-    "Read what people said in a round."
-    known = {"": LEFT_OUT} | {show_path(name): k for k, name in enumerate(task.model_names)}
-    rows = read_record(folder, number).get("human_labels", [])
-    return {r["content"]: known[r["class"]] for r in rows if r.get("content") and r["class"] in known}
-
-
 # %% ../../../nbs/learn/retrain/replay.ipynb #1d46882b
 @dataclass(frozen=True, eq=False)
 class EarlierRounds:
@@ -205,10 +191,16 @@ def open_earlier(
     found: dict[int, Choice] = {}
     missing: list[str] = []
     told: dict[str, int] = {}
+    known = {"": LEFT_OUT} | {show_path(name): k for k, name in enumerate(task.model_names)}
     with ExitStack() as stack:
         for number in [c.round for c in lineage.champions if c.round] if lineage else []:
             try:
-                told |= told_in(folder, number, task)
+                people = read_record(folder, number).get("human_labels", [])
+                told |= {
+                    p["content"]: known[p["class"]]
+                    for p in people
+                    if p.get("content") and p["class"] in known
+                }
                 if again:
                     found[number] = learned_in(folder, number, task)
                     stack.callback(found[number].recordings.close)
@@ -222,17 +214,3 @@ def missing_text(
 ) -> str:
     "Return the first of them, and how many more there are: each night another data set may be cleared away."
     return missing[0] + (f"; and {len(missing) - 1:,} more" if len(missing) > 1 else "")
-
-
-def replay_record(
-    drawn: Mapping[int, Choice],
-    earlier: EarlierRounds,
-) -> dict[str, Any]:
-    "Return what was learned again, as plain values."
-    of = {str(number): int(choice.kept.any(1).sum()) for number, choice in drawn.items()}
-    return {
-        "recordings": sum(of.values()),
-        "segments": sum(int(c.kept.sum()) for c in drawn.values()),
-        "of_rounds": of,
-        "missing": list(earlier.missing),
-    }

@@ -55,13 +55,6 @@ from leakmel.learn.retrain.promotion import (
     test_set_reuse_note,
     weights_digest,
 )
-from leakmel.learn.retrain.pseudo_labels import (
-    Selection,
-    class_scores,
-    replayed,
-    select_segments,
-    selection_csv,
-)
 from leakmel.learn.retrain.replay import (
     KEPT,
     ReplayWarning,
@@ -73,15 +66,28 @@ from leakmel.learn.retrain.replay import (
     told_by,
     with_copies,
 )
-from .round_record import Lesson, Round, lesson_record
-from .round_settings import Part, Parts, RoundRules, open_parts, round_settings
+from leakmel.learn.retrain.round_record import (
+    Lesson,
+    Part,
+    Parts,
+    Round,
+    RoundRules,
+    lesson_record,
+    open_parts,
+    round_settings,
+)
 from leakmel.learn.retrain.selection import (
     UNHEARD,
     Choice,
     SegmentSubset,
+    Selection,
+    class_scores,
     human_classes,
     items_digest,
     part_digest,
+    replayed,
+    select_segments,
+    selection_csv,
     source_digest,
 )
 from ..train.inputs import TrainingData
