@@ -56,7 +56,7 @@ from typing import Any
 
 import leakmel
 from ..core.errors import LeakmelError, show_path
-from ..core.monitor import (
+from leakmel.core.monitor import (
     GROUPS,
     OWN,
     cpu_quota,

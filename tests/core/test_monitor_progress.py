@@ -23,7 +23,7 @@ from leakmel.core.monitor import (
     peak,
     rate,
 )
-from leakmel.core.progress import Count, Progress, Standing, _Terminal, front_end
+from leakmel.core.progress import Count, Progress, _Terminal, front_end
 from leakmel.core.timeline import Timeline, read_timeline, write_timeline
 
 
@@ -295,19 +295,30 @@ def test_machine_without_a_package_has_no_version(monkeypatch):
 # ---- progress
 
 
-def test_text_of_a_standing():
-    assert repr(Standing(0, 10, 0.0)) == "0 of 10 files in 0.0 s"
-    assert (
-        repr(Standing(5, 10, 2.0, "rows", "verify", "cpu"))
-        == "verify: 5 of 10 rows in 2.0 s, 2.5 rows/s, about 2.0 s left, cpu"
+def moment(n_done: int, total: int, seconds: float, state: str = "running", **given) -> Progress:
+    "A progress whose clock stands still."
+    progress = Progress(total, show="none", **given)
+    progress.update(n_done)
+    progress.began_s, progress.ended_s, progress.state = 1.0, 1.0 + seconds, state
+    return progress
+
+
+def test_text_of_a_progress():
+    assert repr(moment(0, 10, 0.0)) == "0 of 10 files in 0.0 s"
+    verify = moment(5, 10, 2.0, unit="rows", label="verify")
+    verify.note = "cpu"
+    assert repr(verify) == "verify: 5 of 10 rows in 2.0 s, 2.5 rows/s, about 2.0 s left, cpu"
+    assert repr(moment(10, 10, 2.0, "done")) == "10 of 10 files in 2.0 s, 5 files/s"
+    assert repr(moment(0, 0, 1.0, "done")) == "0 of 0 files in 1.0 s"
+    assert "1 h 01 min" in repr(moment(1, 2, 3660.0))
+    assert repr(moment(900, 1000, 10.0, n_before=800)) == (
+        "900 of 1,000 files in 10.0 s, 10 files/s, about 10.0 s left"
     )
-    assert repr(Standing(10, 10, 2.0, state="done")) == "10 of 10 files in 2.0 s, 5 files/s"
-    assert repr(Standing(0, 0, 1.0, state="done")) == "0 of 0 files in 1.0 s"
-    assert "1 h 01 min" in repr(Standing(1, 2, 3660.0))
+    assert repr(moment(800, 1000, 10.0, n_before=800)) == "800 of 1,000 files in 10.0 s"
 
 
 def test_html_holds_the_text_and_escapes_it():
-    standing = Standing(5, 10, 2.0, label="<b>&")
+    standing = moment(5, 10, 2.0, label="<b>&")
     shown = standing._repr_html_()
     assert html.escape(repr(standing)) in shown
     assert "<b>" not in shown
@@ -320,12 +331,16 @@ class Cell:
     def __init__(self, monkeypatch):
         import IPython.display
 
-        self.shown: list[Standing] = []
+        self.shown: list[Fake] = []
 
-        def display(standing, display_id):
+        def keep(progress):
+            kept = Fake(html=progress._repr_html_(), state=progress.state, n_done=progress.n_done)
+            self.shown.append(kept)
+
+        def display(progress, display_id):
             assert display_id is True
-            self.shown.append(standing)
-            return Fake(update=self.shown.append)
+            keep(progress)
+            return Fake(update=keep)
 
         monkeypatch.setattr(IPython.display, "display", display)
 
@@ -335,8 +350,8 @@ def test_notebook_ends_with_n_of_n(monkeypatch):
     with Progress(40, label="TESTING", show="notebook") as progress:
         for i in range(40):
             progress.update(i + 1)
-    assert "40 of 40 files" in cell.shown[-1]._repr_html_()
-    assert "width:100.0%" in cell.shown[-1]._repr_html_()
+    assert "40 of 40 files" in cell.shown[-1].html
+    assert "width:100.0%" in cell.shown[-1].html
     assert len(cell.shown) == 2  # the first and the last: the rest came too quickly to be drawn
 
 
@@ -350,7 +365,7 @@ def test_notebook_failure_says_where_it_stopped(monkeypatch):
 
     with pytest.raises(KeyError):
         fail()
-    assert "stopped at 12 of 40 files" in cell.shown[-1]._repr_html_()
+    assert "stopped at 12 of 40 files" in cell.shown[-1].html
 
 
 @pytest.mark.parametrize("attended", [False, True])
