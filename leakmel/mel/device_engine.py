@@ -9,7 +9,6 @@ __all__ = [
     "MAX_UNDER_WAY",
     "MAX_GRAPHS",
     "block_size",
-    "bare",
     "Runner",
     "DeviceLane",
     "DeviceEngine",
@@ -18,7 +17,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/mel/device_engine.ipynb #dc96ff40
-import itertools, logging, threading, traceback
+import itertools, logging, threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -61,15 +60,6 @@ def block_size(
 _LOG = logging.getLogger("leakmel")
 
 
-def bare(
-    error: Exception,  # of a device
-) -> Exception:
-    "An error without its traceback; that goes to the log instead."
-    if _LOG.isEnabledFor(logging.DEBUG):
-        _LOG.debug("an error on a device: %s", "".join(traceback.format_exception(error)))
-    return error.with_traceback(None)
-
-
 def _bits(x: torch.Tensor) -> torch.Tensor:
     "Floats as whole numbers of their size, so that NaN equals NaN."
     return x.view(torch.int16 if x.dtype == torch.float16 else torch.int64)
@@ -94,7 +84,6 @@ class Runner:
         self._granule = 1
         self._graphs = options.graph  # whether launches are replayed by graphs
         self._n_sent = 0
-        self._sending: EventSet | None = None  # of a block that is not wholly queued
         self._lock = threading.RLock()
         try:
             separate = options.async_copies
@@ -127,7 +116,7 @@ class Runner:
             except Exception as e:
                 if not self.device.ran_out(e):
                     raise
-                self._shrink(bare(e))
+                self._shrink(e.with_traceback(None))
 
     def _shrink(self, why: Exception) -> None:
         "Give all buffers up and halve the block; raises EngineError where it cannot be halved."
@@ -154,7 +143,7 @@ class Runner:
                     continue
                 except Exception as e:
                     self.rest()
-                    error = bare(e)
+                    error = e.with_traceback(None)
                 except BaseException:  # Ctrl-C between two launches
                     self.rest()
                     raise
@@ -180,7 +169,6 @@ class Runner:
         n = pieces[-1].in_block.stop
         last = buffers.last if buffers.last is not None and not buffers.last.done else None
         events = self.free_events.pop() if self.free_events else EventSet(self.device, self.n_block)
-        self._sending = events
         block = DeviceBlock(pieces, events, self._through)
         copy_in, copy_out = self.copy_in, self.copy_out
         if last is not None:
@@ -202,7 +190,6 @@ class Runner:
             copy_out.copy(torch.from_numpy(p.ticket.out[p.start : p.stop]), buffers.mels[p.in_block])
         copy_out.copy(events.figures[: 6 * n], buffers.figures[: 6 * n])
         copy_out.record(events.copied_out)
-        self._sending = None
         self._n_sent += 1
         buffers.last = block
         self.under_way[id(block)] = block
@@ -258,11 +245,8 @@ class Runner:
                 self.device.synchronize()
             except Exception as e:
                 self.closed = self.closed or f"{type(e).__name__}: {e}"
-            else:
-                self.free_events += [self._sending] if self._sending else []
             for buffers in self.buffers:
                 buffers.last = None
-            self._sending = None
 
     def clear(self) -> None:
         "Give up the buffers; a graph holds those it was made with."
@@ -294,7 +278,7 @@ def _as_engine_error(what: str) -> Iterator[None]:
             f"{what} ({type(e).__name__}: {e})",
             code="device-failed",
             remedy="use another engine or device; if the device should work, report this",
-        ) from bare(e)
+        ) from e.with_traceback(None)
 
 
 class DeviceLane(EngineLane):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import types
+from typing import Any
 
 import pytest
 from conftest import within
@@ -331,7 +332,7 @@ class Cell:
     def __init__(self, monkeypatch):
         import IPython.display
 
-        self.shown: list[Fake] = []
+        self.shown: list[Any] = []
 
         def keep(progress):
             kept = Fake(html=progress._repr_html_(), state=progress.state, n_done=progress.n_done)
