@@ -81,11 +81,6 @@ def _gpu_handle():
     return pynvml.nvmlDeviceGetHandleByIndex(int(first))
 
 
-def _disk_bytes() -> tuple[int, int]:
-    io = psutil.Process().io_counters()
-    return io.read_bytes, io.write_bytes
-
-
 # %% ../../nbs/core/monitor.ipynb #d58ccbd5
 class Sampler:
     "All probes of this machine, each guarded on its own."
@@ -98,7 +93,7 @@ class Sampler:
         ] = [  # the keys, and what reads their values
             (("cpu_percent",), lambda: (load(),)),
             (("rss_bytes",), lambda: (psutil.Process().memory_info().rss,)),
-            (("disk_read_bytes", "disk_written_bytes"), _disk_bytes),
+            (("disk_read_bytes", "disk_written_bytes"), lambda: psutil.Process().io_counters()[2:4]),
         ]
         try:
             import pynvml

@@ -168,7 +168,14 @@ def thin(
     first_s = kept[0].start_s
     seconds = max(s.end_s for s in kept) - first_s
     edges = [first_s + seconds * k / n_slices for k in range(n_slices + 1)]
-    slices = _slices([s for group in groups.values() for s in _apart(group)], edges)
+    slices: list[list[Span]] = [[] for _ in range(n_slices)]
+    for s in (s for group in groups.values() for s in _apart(group)):
+        k = min(max(0, bisect_right(edges, s.start_s) - 1), n_slices - 1)
+        while k + 1 < n_slices and s.end_s > edges[k + 1]:  # cut at the edge
+            slices[k].append(replace(s, end_s=edges[k + 1]))
+            k += 1
+            s = replace(s, start_s=edges[k], n_files=0, n_bytes=0)
+        slices[k].append(s)
     laid_out = [s for part, start_s in zip(slices, edges) for s in _laid_out(part, start_s)]
     return sorted(laid_out, key=lambda s: s.start_s)
 
@@ -191,19 +198,6 @@ def _apart(group: list[Span]) -> list[Span]:
 
 
 # %% ../../nbs/core/timeline.ipynb #2ddb2232
-def _slices(spans: list[Span], edges: list[float]) -> list[list[Span]]:
-    "Spans cut at the edges, by slice."
-    found: list[list[Span]] = [[] for _ in edges[1:]]
-    for s in spans:
-        k = min(max(0, bisect_right(edges, s.start_s) - 1), len(found) - 1)
-        while k + 1 < len(found) and s.end_s > edges[k + 1]:
-            found[k].append(replace(s, end_s=edges[k + 1]))
-            k += 1
-            s = replace(s, start_s=edges[k], n_files=0, n_bytes=0)
-        found[k].append(s)
-    return found
-
-
 def _laid_out(part: list[Span], start_s: float) -> list[Span]:
     "One span for each lane, split and stage of a slice, within the time in which a lane was busy."
     lanes: dict[tuple[str, str], dict[str, list[Span]]] = {}

@@ -18,7 +18,7 @@ __all__ = [
 
 # %% ../../nbs/mel/device_engine.ipynb #dc96ff40
 import itertools, logging, threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -204,32 +204,26 @@ class Runner:
         work = buffers.work(n, dtype)
         buffers.stream.do(buffers.graphs.get(key, work))
         buffers.met[key] += 1
-        if self._graphs and buffers.met[key] == 2 and len(buffers.graphs) < MAX_GRAPHS:
-            self._graphs = self._remember(buffers, key, work)
-            if not self._graphs:
-                buffers.stream.do(work)  # again: what the trial left is of no use
-
-    def _remember(
-        self, buffers: DeviceBuffers, key: tuple[int, torch.dtype], work: Callable[[], None]
-    ) -> bool:
-        "Make a graph of launches that are under way, and compare; whether graphs work here."
+        if not self._graphs or buffers.met[key] != 2 or len(buffers.graphs) >= MAX_GRAPHS:
+            return
         try:
             self.device.synchronize()
-            right = [_bits(x).clone() for x in buffers.results(*key)]
+            right = [_bits(x).clone() for x in buffers.results(n, dtype)]
             graph = self.device.capture(buffers.stream, work)
-            for x in buffers.results(*key):
+            for x in buffers.results(n, dtype):
                 x.fill_(torch.nan)
             self.device.synchronize()
             buffers.stream.do(graph)
             self.device.synchronize()
-            if all(torch.equal(a, _bits(b)) for a, b in zip(right, buffers.results(*key))):
+            if all(torch.equal(a, _bits(b)) for a, b in zip(right, buffers.results(n, dtype))):
                 buffers.graphs[key] = graph
-                return True
+                return
             why = "its first replay gave other bits"
         except Exception as e:
             why = f"{type(e).__name__}: {e}"
         _LOG.warning("%s: going on without a graph (%s)", self.title, why)
-        return False
+        self._graphs = False
+        buffers.stream.do(work)  # again: what the trial left is of no use
 
     def _through(self, block: DeviceBlock) -> None:
         "A block was waited for: its events can serve another one."

@@ -357,28 +357,6 @@ def _open_checked(name: str, spec: MelSpec, device: str, options: DeviceOptions 
 
 
 # %% ../../nbs/mel/engines.ipynb #8c1f7bb8
-def _as_samples(samples: np.ndarray) -> np.ndarray:
-    "Samples as native int16 or as floats; other numbers have no full scale that could be known."
-    samples = np.asarray(samples)
-    if samples.dtype.kind == "f":
-        try:
-            check_range(samples)
-        except RecordingError as e:
-            raise SpecError(
-                e.message, code="sample-range", remedy="scale the samples so that full scale is 1.0"
-            ) from e
-        return samples.astype(samples.dtype.newbyteorder("="), copy=False)
-    if samples.dtype.kind == "i" and samples.dtype.itemsize == 2:
-        return samples.astype(np.int16, copy=False)
-    raise SpecError(
-        "samples of a type without a known full scale",
-        code="sample-type",
-        found=samples.dtype,
-        expected="int16 or float with full scale 1.0",
-        remedy="convert them first",
-    )
-
-
 def log_mel(
     samples: np.ndarray,  # [..., N] int16 (means / 32768) or float, N as the spec has it
     spec: MelSpec,
@@ -386,7 +364,24 @@ def log_mel(
     engine: str = "auto",
 ) -> np.ndarray:  # [..., L, S, M, T] float32, dB; float64 from the reference
     "Log-mel features of recordings that are in memory; raises SpecError for another length."
-    samples = _as_samples(samples)
+    samples = np.asarray(samples)
+    is_int16 = samples.dtype.kind == "i" and samples.dtype.itemsize == 2
+    if samples.dtype.kind != "f" and not is_int16:
+        raise SpecError(
+            "samples of a type without a known full scale",
+            code="sample-type",
+            found=samples.dtype,
+            expected="int16 or float with full scale 1.0",
+            remedy="convert them first",
+        )
+    if not is_int16:
+        try:
+            check_range(samples)
+        except RecordingError as e:
+            raise SpecError(
+                e.message, code="sample-range", remedy="scale the samples so that full scale is 1.0"
+            ) from e
+    samples = samples.astype(samples.dtype.newbyteorder("="), copy=False)
     if samples.ndim == 0 or samples.shape[-1] != spec.n_samples:
         raise SpecError(
             "recordings of another length",
@@ -398,7 +393,7 @@ def log_mel(
     if engine == "reference":
         return reference_log_mel(samples, spec)
     flat = samples.reshape(-1, spec.n_samples)
-    flat = np.require(flat, np.int16 if flat.dtype == np.int16 else np.float32, ["C", "W"])
+    flat = np.require(flat, np.int16 if is_int16 else np.float32, ["C", "W"])
     out = np.empty((len(flat), *spec.row_shape), np.float32)
     with open_engine(engine, spec) as opened:
         opened.run(flat, out)

@@ -131,38 +131,33 @@ class TorchChain:
 
     def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
         "Launch: `x` [n, N] -> `mels` [n, L, S, M, T] float16, and of int16 `moments` [n, 5] float64."
+        n_long, n_short, n_mels, n_frames = self.spec.row_shape
         for start in range(0, len(x), self.granule):
             part = slice(start, start + self.granule)
-            self._mels(x[part], mels[part])
-            if moments is not None:
-                self._moments(x[part], moments[part])
-
-    def _mels(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        "Samples [n, N] -> rows [n, L, S, M, T] float16."
-        n, (n_long, n_short, n_mels, n_frames) = len(x), self.spec.row_shape
-        frames = self.padded[:n, : self.frames.n_distinct]
-        torch.mul(self.frames.distinct(x), self.frames.windows[x.dtype], out=frames)
-        # into a given place it would be copied once more
-        parts = torch.view_as_real(torch.fft.rfft(self.padded))
-        torch.hypot(parts[..., 0], parts[..., 1], out=self.magnitude)
-        if self.spec.power == 2:
-            self.magnitude.square_()
-        torch.bmm(self.magnitude, self.bank, out=self.products)
-        self.mels.copy_(self.products)
-        self.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
-        rows = self.mels[:n, : self.frames.n_distinct]
-        if self.frames.index is not None:
-            rows = torch.index_select(self.mels[:n], 1, self.frames.index, out=self.rows[:n])
-        out.copy_(rows.view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
-
-    def _moments(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        "The moments of 16-bit samples [n, N] -> [n, 5]; whole numbers all the way."
-        for i, value in enumerate(torch.aminmax(x, dim=1)):
-            out[:, i].copy_(value)
-        out[:, 2].copy_(x.sum(dim=1))
-        squares, loud = self.wide[: len(x)].copy_(x).square_(), self.loud[: len(x)]  # at most 2**30
-        out[:, 3].copy_(squares.sum(dim=1))
-        out[:, 4].copy_(torch.ge(squares, FULL_SCALE**2, out=loud).sum(dim=1))
+            some = x[part]
+            n = len(some)
+            frames = self.padded[:n, : self.frames.n_distinct]
+            torch.mul(self.frames.distinct(some), self.frames.windows[x.dtype], out=frames)
+            # into a given place it would be copied once more
+            spectrum = torch.view_as_real(torch.fft.rfft(self.padded))
+            torch.hypot(spectrum[..., 0], spectrum[..., 1], out=self.magnitude)
+            if self.spec.power == 2:
+                self.magnitude.square_()
+            torch.bmm(self.magnitude, self.bank, out=self.products)
+            self.mels.copy_(self.products)
+            self.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
+            rows = self.mels[:n, : self.frames.n_distinct]
+            if self.frames.index is not None:
+                rows = torch.index_select(self.mels[:n], 1, self.frames.index, out=self.rows[:n])
+            mels[part].copy_(rows.view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
+            if moments is not None:  # whole numbers all the way
+                out = moments[part]
+                for i, value in enumerate(torch.aminmax(some, dim=1)):
+                    out[:, i].copy_(value)
+                out[:, 2].copy_(some.sum(dim=1))
+                squares = self.wide[:n].copy_(some).square_()  # at most 2**30
+                out[:, 3].copy_(squares.sum(dim=1))
+                out[:, 4].copy_(torch.ge(squares, FULL_SCALE**2, out=self.loud[:n]).sum(dim=1))
 
 
 # %% ../../nbs/mel/torch_engine.ipynb #0b7e0b13

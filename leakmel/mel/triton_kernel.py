@@ -386,7 +386,23 @@ class TritonChain:
 
     def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
         "x [n, N] int16 or float32 (full scale 1.0) -> `mels` [n, L, S, M, T] float16, dB; for int16 also `moments` [n, 5] float64; on the device."
-        self._check(x, mels, moments)
+        n = min(len(x), self.n_block)
+        kinds = (torch.int16, torch.float32) if moments is None else (torch.int16,)
+        wanted = [
+            ("samples", x, (n, self.spec.n_samples), kinds),
+            ("features", mels, (n, *self.spec.row_shape), (torch.float16,)),
+        ]
+        if moments is not None:
+            wanted.append(("moments", moments, (n, len(MOMENTS)), (torch.float64,)))
+        for what, tensor, shape, dtypes in wanted:
+            fits = tensor.shape == shape and tensor.dtype in dtypes and tensor.is_contiguous()
+            if not fits or tensor.device.type != self.device.type:
+                raise EngineError(
+                    f"{what} the kernel cannot work on",
+                    code="not-a-batch",
+                    found=f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}",
+                    expected=f"contiguous {list(shape)} {' or '.join(map(str, dtypes))} on {self.device}",
+                )
         n_rows, groups = len(x) * self._constants["n_distinct"], len(self._tables[-1])
         if not n_rows:
             return
@@ -410,26 +426,6 @@ class TritonChain:
                     full_scale=FULL_SCALE,
                     block=2048,
                     enable_fp_fusion=False,
-                )
-
-    def _check(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
-        "Raise EngineError for tensors the kernels cannot work on, or more recordings than the chain was made for."
-        n = min(len(x), self.n_block)
-        kinds = (torch.int16, torch.float32) if moments is None else (torch.int16,)
-        wanted = [
-            ("samples", x, (n, self.spec.n_samples), kinds),
-            ("features", mels, (n, *self.spec.row_shape), (torch.float16,)),
-        ]
-        if moments is not None:
-            wanted.append(("moments", moments, (n, len(MOMENTS)), (torch.float64,)))
-        for what, tensor, shape, dtypes in wanted:
-            fits = tensor.shape == shape and tensor.dtype in dtypes and tensor.is_contiguous()
-            if not fits or tensor.device.type != self.device.type:
-                raise EngineError(
-                    f"{what} the kernel cannot work on",
-                    code="not-a-batch",
-                    found=f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}",
-                    expected=f"contiguous {list(shape)} {' or '.join(map(str, dtypes))} on {self.device}",
                 )
 
 
