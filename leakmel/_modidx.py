@@ -4119,7 +4119,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'leakmel.mel.engines.Ticket.__init__': ('mel/engines.html#ticket.__init__', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines.Ticket.wait': ('mel/engines.html#ticket.wait', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines._candidates': ('mel/engines.html#_candidates', 'leakmel/mel/engines.py'),
-                                     'leakmel.mel.engines._open_checked': ('mel/engines.html#_open_checked', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines.check_recording': ('mel/engines.html#check_recording', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines.check_rows': ('mel/engines.html#check_rows', 'leakmel/mel/engines.py'),
                                      'leakmel.mel.engines.computed_in_lane': ( 'mel/engines.html#computed_in_lane',

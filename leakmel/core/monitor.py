@@ -33,8 +33,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 if TYPE_CHECKING:
     from leakmel.core.timeline import Timeline
 
@@ -86,6 +84,8 @@ class Sampler:
     "All probes of this machine, each guarded on its own."
 
     def __init__(self):
+        import psutil
+
         self.missing: dict[str, str] = {}  # key -> why there is no value
         load = Load()
         self.probes: list[
@@ -305,7 +305,12 @@ def free_memory(
     own: str | os.PathLike = OWN,  # where this process finds its groups
 ) -> int:  # bytes
     "Memory that this process may still take."
-    free = int(psutil.virtual_memory().available)
+    try:
+        import psutil
+
+        free = int(psutil.virtual_memory().available)
+    except ImportError:  # `leakmel doctor` works without it; the page cache is not counted as free here
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     room = group_room(root, own)
     return free if room is None else min(free, room)
 
@@ -313,6 +318,8 @@ def free_memory(
 # %% ../../nbs/core/monitor.ipynb #a966f08e
 def machine_facts() -> dict[str, Any]:
     "Describe the machine and the versions that matter; what is not known is None."
+    import psutil
+
     facts: dict[str, Any] = {
         "cpu": platform.processor() or platform.machine() or None,
         "n_cores": usable_cores(),

@@ -319,27 +319,15 @@ def open_engine(
     options: DeviceOptions | None = None,  # how devices are used
 ) -> Engine:  # checked; the caller closes it
     "Open an engine and check it against the reference; `auto` is the first that works."
-    if name != "auto":
-        return _open_checked(name, spec, device, options)
-    why = EngineError("no engine can be used here", code="engine-missing")
-    for each, where in _candidates(device):
-        try:
-            return _open_checked(each, spec, where, options)
-        except EngineError as e:
-            log_passed_over(each, e, is_expected=each != "cpu")
-            why = e
-    raise why
-
-
-def log_passed_over(engine: str, error: EngineError, *, is_expected: bool = True) -> None:
-    "Log why `auto` passed an engine over: as a warning, except where an engine is expectedly not installed."
-    level = logging.INFO if isinstance(error, NotHere) and is_expected else logging.WARNING
-    # as text: a log that keeps the error would keep the memory of its frames
-    logging.getLogger("leakmel").log(level, "engine %s passed over: %s", engine, str(error))
-
-
-def _open_checked(name: str, spec: MelSpec, device: str, options: DeviceOptions | None) -> Engine:
-    "Open an engine by its name and check it."
+    if name == "auto":
+        why = EngineError("no engine can be used here", code="engine-missing")
+        for each, where in _candidates(device):
+            try:
+                return open_engine(each, spec, device=where, options=options)
+            except EngineError as e:
+                log_passed_over(each, e, is_expected=each != "cpu")
+                why = e
+        raise why
     if name not in ENGINES:
         raise UsageError(
             "unknown engine",
@@ -354,6 +342,13 @@ def _open_checked(name: str, spec: MelSpec, device: str, options: DeviceOptions 
         engine.close()
         raise
     return engine
+
+
+def log_passed_over(engine: str, error: EngineError, *, is_expected: bool = True) -> None:
+    "Log why `auto` passed an engine over: as a warning, except where an engine is expectedly not installed."
+    level = logging.INFO if isinstance(error, NotHere) and is_expected else logging.WARNING
+    # as text: a log that keeps the error would keep the memory of its frames
+    logging.getLogger("leakmel").log(level, "engine %s passed over: %s", engine, str(error))
 
 
 # %% ../../nbs/mel/engines.ipynb #8c1f7bb8
