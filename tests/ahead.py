@@ -24,7 +24,6 @@ from leakmel.mel.triton_kernel import (
     _mel_kernel,
     _moments_kernel,
     kernel_constants,
-    kernel_sizes,
 )
 
 TYPES = {
@@ -156,7 +155,7 @@ def main() -> None:
         pointer, stages = {"int16": ("*i16", launch.stages), "float32": ("*fp32", launch.float_stages)}[
             case["samples"]
         ]
-        constants = kernel_constants(kernel_sizes(spec, launch), launch, "cuda")
+        constants = kernel_constants(spec, launch, "cuda")
         found.append(
             compiled(_mel_kernel, capability, {"x_ptr": pointer, **TYPES}, constants, launch.warps, stages)
         )

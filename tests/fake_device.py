@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from leakmel.mel.device import Device
 from leakmel.mel.engines import DEVICES
 from leakmel.mel.torch_engine import one_thread
 
@@ -72,11 +72,11 @@ class FakeEvent:
         if mark.error is not None:
             raise FakeFault(str(mark.error))  # a new one each time: a traceback holds what its frames hold
 
-    def elapsed_s(self, since: "FakeEvent") -> float:
-        "Seconds from another event to this one; both have been passed."
-        if self.mark is None or since.mark is None:
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        "Milliseconds from this event to another one; both have been passed."
+        if self.mark is None or end.mark is None:
             raise RuntimeError("an event that was never recorded has no time")
-        return self.mark.time_s - since.mark.time_s
+        return 1e3 * (end.mark.time_s - self.mark.time_s)
 
 
 class FakeStream:
@@ -95,11 +95,15 @@ class FakeStream:
         self._put(fn)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        "Queue a copy to or from pinned memory."
-        if not (self._device.is_pinned(target) or self._device.is_pinned(source)):
-            raise RuntimeError("a copy to or from memory that is not pinned would make the caller wait")
+        "Queue a copy; wait for it, as CUDA does, where the array of the host is not pinned."
         self._device.counts["copies"] += 1
-        self._put(lambda: target.copy_(source))
+        if self._device.is_pinned(target) or self._device.is_pinned(source):
+            self._put(lambda: target.copy_(source))
+            return
+        self._device.counts["waits"] += 1
+        mark = Mark()
+        self._put(lambda: target.copy_(source), mark)
+        mark.passed.wait()
 
     def wait(self, event: FakeEvent) -> None:
         "Let what is queued from now on wait for an event."
@@ -152,19 +156,19 @@ def as_fault(error: Exception) -> FakeFault:
 PINNED: dict[int, int] = {}  # address -> bytes, of all fake devices
 
 
-class FakeDevice:
-    "A CPU that behaves like a GPU: `leakmel.mel.device.Device`, with faults and with counts of what it did."
+class FakeDevice(Device):
+    "A CPU that behaves like a GPU, with faults and with counts of what it did."
 
     kind = "fake"
-    torch_device = torch.device("cpu")
 
     def __init__(self, name: str = "fake:0", faults: Faults | None = None):
         self.name = name
+        self.torch_device = torch.device("cpu")
         self.faults = faults or Faults()
         self.counts: Counter[str] = Counter()
         self.error: Exception | None = None  # from then on nothing is done
         self._lock = threading.RLock()
-        self._pinned: dict[int, torch.Tensor] = {}
+        self._held: dict[int, torch.Tensor] = {}  # pinned, by address
         self._streams: list[FakeStream] = []
 
     def issue(self) -> int:
@@ -214,14 +218,14 @@ class FakeDevice:
         except RuntimeError as e:
             raise MemoryError(str(e)) from e  # what torch says of it
         if made.nbytes:
-            self._pinned[made.data_ptr()] = made
+            self._held[made.data_ptr()] = made
             PINNED[made.data_ptr()] = made.nbytes
         self._count("pinned_bytes", made.nbytes)
         return made
 
     def unpin(self, tensor: torch.Tensor) -> None:
         "Make pinned memory ordinary again."
-        if self._pinned.pop(tensor.data_ptr(), None) is not None:
+        if self._held.pop(tensor.data_ptr(), None) is not None:
             self._count("pinned_bytes", -PINNED.pop(tensor.data_ptr()))
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -261,10 +265,6 @@ class FakeDevice:
         "Whether an error means that device memory ran out."
         return isinstance(error, FakeOutOfMemory)
 
-    def range(self, name: str) -> AbstractContextManager:
-        "Nothing: there is no profiler to tell."
-        return nullcontext()
-
     def trim(self) -> None:
         "Nothing: memory is free when nobody holds it."
 
@@ -272,7 +272,7 @@ class FakeDevice:
         "End the streams and make pinned memory ordinary again."
         while self._streams:
             self._streams.pop().close()
-        for tensor in list(self._pinned.values()):
+        for tensor in list(self._held.values()):
             self.unpin(tensor)
 
 

@@ -60,6 +60,26 @@ def constant(
 
 
 # %% ../../nbs/core/jit.ipynb #509165ef
+def _operator(float_name: str, int_name: str) -> Callable[["Vector", Any], "Vector"]:
+    "A method of Vector that writes an instruction with another vector or a number."
+
+    def method(self: "Vector", other: Any) -> "Vector":
+        write = getattr(self.builder, float_name if self.is_float else int_name)
+        return Vector(self.builder, write(self.value, self._operand(other)))
+
+    return method
+
+
+def _comparison(sign: str) -> Callable[["Vector", Any], ir.Value]:
+    "A method of Vector that compares with another vector or a number, lane by lane."
+
+    def method(self: "Vector", other: Any) -> ir.Value:
+        compare = self.builder.fcmp_ordered if self.is_float else self.builder.icmp_signed
+        return compare(sign, self.value, self._operand(other))
+
+    return method
+
+
 class Vector:
     "Numbers of one kind, side by side, in code that is being written: operators work lane by lane, a plain number stands in all lanes."
 
@@ -75,57 +95,22 @@ class Vector:
     def _operand(self, other: Any) -> ir.Value:
         return other.value if isinstance(other, Vector) else constant(self.value.type, other)
 
-    def _write(self, name: str, other: Any) -> "Vector":
-        "An instruction with another vector or a number."
-        return Vector(self.builder, getattr(self.builder, name)(self.value, self._operand(other)))
-
-    def _compare(self, sign: str, other: Any) -> ir.Value:
-        return (self.builder.fcmp_ordered if self.is_float else self.builder.icmp_signed)(
-            sign, self.value, self._operand(other)
-        )
-
-    def __add__(self, other: Any) -> "Vector":
-        return self._write("fadd" if self.is_float else "add", other)
-
-    def __sub__(self, other: Any) -> "Vector":
-        return self._write("fsub" if self.is_float else "sub", other)
-
-    def __mul__(self, other: Any) -> "Vector":
-        return self._write("fmul" if self.is_float else "mul", other)
-
-    def __truediv__(self, other: Any) -> "Vector":
-        return self._write("fdiv", other)
+    __add__ = _operator("fadd", "add")
+    __sub__ = _operator("fsub", "sub")
+    __mul__ = _operator("fmul", "mul")
+    __truediv__ = _operator("fdiv", "")
+    __and__ = _operator("", "and_")
+    __or__ = _operator("", "or_")
+    __xor__ = _operator("", "xor")
+    __lshift__ = _operator("", "shl")
+    __rshift__ = _operator("", "ashr")
+    high = _operator("", "lshr")  # whole numbers shifted to the right, with zeros from the left
+    __lt__ = _comparison("<")
+    __gt__ = _comparison(">")
+    __ge__ = _comparison(">=")
 
     def __neg__(self) -> "Vector":
         return Vector(self.builder, self.builder.fneg(self.value))
-
-    def __and__(self, other: Any) -> "Vector":
-        return self._write("and_", other)
-
-    def __or__(self, other: Any) -> "Vector":
-        return self._write("or_", other)
-
-    def __xor__(self, other: Any) -> "Vector":
-        return self._write("xor", other)
-
-    def __lshift__(self, bits: int) -> "Vector":
-        return self._write("shl", bits)
-
-    def __rshift__(self, bits: int) -> "Vector":
-        return self._write("ashr", bits)
-
-    def high(self, bits: int) -> "Vector":
-        "Whole numbers shifted to the right, with zeros from the left."
-        return self._write("lshr", bits)
-
-    def __lt__(self, other: Any) -> ir.Value:
-        return self._compare("<", other)
-
-    def __gt__(self, other: Any) -> ir.Value:
-        return self._compare(">", other)
-
-    def __ge__(self, other: Any) -> ir.Value:
-        return self._compare(">=", other)
 
     def _call(self, name: str, *more: Any) -> "Vector":
         "Call a function of LLVM for vectors of float32."

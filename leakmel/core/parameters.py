@@ -7,8 +7,8 @@ __all__ = [
     "EARLIER_NAMES",
     "Kinds",
     "answer_unknown",
-    "field_kinds",
     "field_choices",
+    "field_kinds",
     "check_types",
     "ParameterCheck",
     "add_field_options",
@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/core/parameters.ipynb #580d0d02
-import argparse, difflib, types, typing
+import argparse, difflib, inspect, re, types, typing
 from collections.abc import Collection, Iterable
 from dataclasses import fields
 from typing import Any
@@ -79,15 +79,16 @@ def answer_unknown(
 Kinds = dict[str, tuple[type | None, ...]]
 
 
-def _plain(hint: Any) -> tuple[type | None, ...]:
-    "The plain types an annotation allows."
-    if hint is None or hint is type(None):
-        return (None,)
-    if typing.get_origin(hint) is typing.Literal:
-        return tuple(dict.fromkeys(type(v) for v in typing.get_args(hint)))
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return tuple(k for a in typing.get_args(hint) for k in _plain(a))
-    return (hint,)
+def field_choices(
+    cls: type,  # a dataclass
+) -> dict[str, tuple]:
+    "The values that `Literal` fields of a dataclass allow."
+    found = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        for each in (hint, *typing.get_args(hint)):
+            if typing.get_origin(each) is typing.Literal:
+                found[name] = typing.get_args(each)
+    return found
 
 
 def field_kinds(
@@ -95,26 +96,15 @@ def field_kinds(
 ) -> Kinds:  # field name -> allowed types; None: may be None
     "Plain types of a dataclass's fields."
     hints = typing.get_type_hints(cls)
-    return {f.name: _plain(hints[f.name]) for f in fields(cls)}
-
-
-def field_choices(
-    cls: type,  # a dataclass
-) -> dict[str, tuple]:
-    "The values that `Literal` fields of a dataclass allow."
-    hints = typing.get_type_hints(cls)
-    found = {
-        f.name: next(
-            (
-                h
-                for h in (hints[f.name], *typing.get_args(hints[f.name]))
-                if typing.get_origin(h) is typing.Literal
-            ),
-            None,
-        )
-        for f in fields(cls)
-    }
-    return {name: typing.get_args(h) for name, h in found.items() if h is not None}
+    kinds: Kinds = {}
+    for f in fields(cls):
+        is_union = typing.get_origin(hints[f.name]) in (typing.Union, types.UnionType)
+        plain: list[type | None] = []
+        for hint in typing.get_args(hints[f.name]) if is_union else (hints[f.name],):
+            is_literal = typing.get_origin(hint) is typing.Literal
+            plain += map(type, typing.get_args(hint)) if is_literal else [hint]
+        kinds[f.name] = tuple(dict.fromkeys(None if kind is type(None) else kind for kind in plain))
+    return kinds
 
 
 # %% ../../nbs/core/parameters.ipynb #c3a65e9d
@@ -127,13 +117,11 @@ _KIND_WORDS: dict[type | None, str] = {
 }
 
 
-def _fits(value: Any, kind: type) -> bool:
-    "Whether a value is of a plain type."
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+def _fits(value: Any, kind: type | None) -> bool:
+    "Whether a value is of a plain type; True and False are no numbers."
+    if kind is None or isinstance(value, bool):
+        return value is None if kind is None else kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def check_types(
@@ -141,12 +129,11 @@ def check_types(
     kinds: Kinds,  # name -> allowed types; None: may be None
 ) -> None:  # raises UsageError that names all that is wrong
     "Refuse values of another type than their parameter's."
-    wrong = []
-    for name, value in values.items():
-        allowed = kinds[name]
-        if value is None and None in allowed or any(k is not None and _fits(value, k) for k in allowed):
-            continue
-        wrong.append(f"{name} must be {' or '.join(_KIND_WORDS[k] for k in allowed)}, got {value!r}")
+    wrong = [
+        f"{name} must be {' or '.join(_KIND_WORDS[k] for k in kinds[name])}, got {value!r}"
+        for name, value in values.items()
+        if not any(_fits(value, kind) for kind in kinds[name])
+    ]
     if wrong:
         raise UsageError("; ".join(wrong), code="wrong-type")
 
@@ -179,8 +166,6 @@ class ParameterCheck:
 # %% ../../nbs/core/parameters.ipynb #597ea047
 def _field_comments(cls: type) -> dict[str, str]:
     "The comments on the fields of a dataclass in its source: on the field's line, or on the lines above it."
-    import inspect, re
-
     comments: dict[str, str] = {}
     for c in reversed(cls.__mro__):
         if not hasattr(c, "__dataclass_fields__"):
@@ -189,11 +174,8 @@ def _field_comments(cls: type) -> dict[str, str]:
         for line in inspect.getsource(c).splitlines():
             if field := re.match(r"    (\w+): [^#]*(?:#\s*(.+))?$", line):
                 comments[field[1]] = " ".join([*above, field[2] or ""]).strip()
-                above = []
-            elif note := re.match(r"    #\s*(.+)$", line):
-                above.append(note[1])
-            else:
-                above = []
+            note = re.match(r"    #\s*(.+)$", line)
+            above = [*above, note[1]] if note else []
     return comments
 
 
@@ -211,14 +193,13 @@ def _converter(allowed: tuple[type | None, ...]) -> Any:
             return _YES_NO[text]
         if kind is bool:
             raise ValueError(text)
-        return (
-            tuple(int(word) for word in text.split(",")) if typing.get_origin(kind) is tuple else kind(text)
-        )
+        if typing.get_origin(kind) is tuple:
+            return tuple(int(word) for word in text.split(","))
+        return kind(text)
 
-    convert.__name__ = {int: "whole number", float: "number", bool: "true or false"}.get(
-        kind, "text" if kind is str else "whole numbers with commas between"
-    )
-    return convert  # argparse puts its name into a message
+    words = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+    convert.__name__ = words.get(kind, "whole numbers with commas between")  # argparse puts it into a message
+    return convert
 
 
 # %% ../../nbs/core/parameters.ipynb #57c48486
@@ -231,37 +212,30 @@ def add_field_options(
     leave_out: Collection[str] = (),  # fields that have no option
 ) -> None:
     "One option per field of a dataclass; an option that is not given is absent from the result."
-
-    def said(value: Any) -> str:
-        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
     group = parser.add_argument_group(title)
     comments = _field_comments(cls)
-    kinds = field_kinds(cls)
     choices = field_choices(cls)
-    for f in fields(cls):
-        if f.name in ("preset_name", *leave_out):
+    for name, kinds in field_kinds(cls).items():
+        if name in ("preset_name", *leave_out):
             continue
-        option = "--" + f.name.replace("_", "-")
-        text = (
-            comments[f.name]
-            + (f" (default {said(f.default)})" if show_defaults and f.default is not None else "")
-        ).replace("%", "%%")
+        text = comments[name]
+        default = cls.__dataclass_fields__[name].default  # type: ignore[attr-defined]
+        if show_defaults and default is not None:
+            shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+            text += f" (default {shown})"
         words = [
-            *choices.get(f.name, ()),
-            *(["true", "false"] if bool in kinds[f.name] else []),
-            *(["none"] if None in kinds[f.name] else []),
+            *map(str, choices.get(name, ())),
+            *["true", "false"] * (bool in kinds),
+            *["none"] * (None in kinds),
         ]
-        if f.name in choices or len(words) > 2:
-            text += f" [{', '.join(map(str, words))}]"
-        if kinds[f.name] == (bool,):
-            group.add_argument(
-                option, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
-            )
-        else:
-            group.add_argument(
-                option, type=_converter(kinds[f.name]), default=argparse.SUPPRESS, help=text, metavar="X"
-            )
+        if name in choices or len(words) > 2:
+            text += f" [{', '.join(words)}]"
+        how: dict[str, Any] = {"type": _converter(kinds), "metavar": "X"}
+        if kinds == (bool,):
+            how = {"action": argparse.BooleanOptionalAction}
+        group.add_argument(
+            "--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how
+        )
 
 
 def given_fields(

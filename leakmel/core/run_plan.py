@@ -41,9 +41,7 @@ def runs_folder() -> Path:
     here = Path.cwd()
     for folder in (here, *here.parents):
         settings = folder / "settings.ini"
-        if settings.is_file() and "lib_name = leakmel" in settings.read_text(
-            encoding="utf-8", errors="replace"
-        ):
+        if settings.is_file() and "lib_name = leakmel" in settings.read_text("utf-8", errors="replace"):
             return folder / "runs"
     return here / "runs"
 
@@ -63,12 +61,8 @@ def run_folder(
     if out:
         return user_path(out)
     first = runs_folder() / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-    path = first
-    n = 0
-    while path.exists():
-        n += 1
-        path = first.with_name(f"{first.name}-{n}")
-    return path
+    names = (first.name, *(f"{first.name}-{n}" for n in range(1, 1000)))
+    return next(path for path in map(first.with_name, names) if not path.exists())
 
 
 def newest_run(

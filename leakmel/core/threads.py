@@ -6,7 +6,7 @@
 __all__ = ["machine_error", "Lanes", "run_lanes"]
 
 # %% ../../nbs/core/threads.ipynb #8073fd24
-import errno, math, os, threading, time
+import errno, os, threading, time
 from collections.abc import Callable
 
 from .errors import LeakmelError, MachineError
@@ -33,24 +33,6 @@ def machine_error(
     return error
 
 
-# %% ../../nbs/core/threads.ipynb #a3ff634f
-class _Lane(threading.Thread):
-    "A thread that knows when it was asked to start."
-
-    asked_s = -math.inf
-
-    def start(self) -> None:
-        self.asked_s = time.monotonic()
-        super().start()
-
-    @property
-    def has_begun(self) -> bool:
-        "Whether it runs or ran; waits up to a second for the first step of a thread that was just started."
-        while self.ident is None and time.monotonic() < self.asked_s + 1:
-            time.sleep(0)
-        return self.ident is not None
-
-
 # %% ../../nbs/core/threads.ipynb #a53492dd
 class Lanes:
     "Named threads that stop together at the first error."
@@ -63,14 +45,16 @@ class Lanes:
         self.stopping = threading.Event()  # all threads are to leave
         self.lock = threading.Lock()  # for what the threads share
         self._wake = wake
-        self._threads: list[_Lane] = []
+        self._threads: list[threading.Thread] = []
+        self._asked: list[threading.Thread] = []  # to start
+        self._asked_s = 0.0  # when the last one was
 
     def add(
         self,
         lane: str,  # name in the timeline; the thread's name is "leakmel-" and this
         work: Callable[[str], None],  # gets the name
     ) -> None:
-        "Add a thread; `start` starts it."
+        "Add a thread; `run_lanes` starts it."
 
         def guarded() -> None:
             try:
@@ -78,12 +62,14 @@ class Lanes:
             except BaseException as e:
                 self.stop(machine_error(e))
 
-        self._threads.append(_Lane(target=guarded, name=f"leakmel-{lane}", daemon=True))
+        self._threads.append(threading.Thread(target=guarded, name=f"leakmel-{lane}", daemon=True))
 
     def start(self) -> None:
         "Start all threads; raises MachineError where the system has none left."
         try:
             for thread in self._threads:
+                self._asked.append(thread)
+                self._asked_s = time.monotonic()
                 thread.start()
         except RuntimeError as e:
             raise MachineError(
@@ -99,29 +85,23 @@ class Lanes:
         self.stopping.set()
         self._wake(len(self._threads))
 
-    def interrupted(self, error: BaseException) -> None:
-        "Stop all threads and wait for them, even if more signals arrive: no file may be closed under a thread."
+    def join(self, error: BaseException | None = None) -> None:
+        "Wait for all threads, stopped by `error` if given, even if signals arrive: no file may be closed under a thread; raise the first error."
         while True:
             try:
-                self.stop(error)
-                self._wait()
-                return
-            except BaseException:
-                continue  # a further signal: the first one is being handled
-
-    def join(self) -> None:
-        "Wait for all threads; raise the first error."
-        try:
-            self._wait()
-        except BaseException as e:
-            self.interrupted(e)
+                if error is not None:
+                    self.stop(error)
+                for thread in self._asked:
+                    # a thread that was just started takes its first step within a second, or never
+                    while thread.ident is None and time.monotonic() < self._asked_s + 1:
+                        time.sleep(0)
+                    if thread.ident is not None:
+                        thread.join()
+                break
+            except BaseException as e:
+                error = error or e  # of further signals, the first one is handled
         if self.error is not None:
             raise self.error
-
-    def _wait(self) -> None:
-        for thread in self._threads:
-            if thread.has_begun:
-                thread.join()
 
 
 # %% ../../nbs/core/threads.ipynb #648593a0
@@ -136,6 +116,6 @@ def run_lanes(
         while not finished.wait(0.2):
             watch()
     except BaseException as e:
-        lanes.interrupted(e)  # Ctrl-C: all threads leave, then `join` raises it
+        lanes.join(e)  # Ctrl-C: all threads leave, then the error is raised
     lanes.join()
     watch()

@@ -4,14 +4,12 @@
 
 # %% auto #0
 __all__ = [
+    "STAGE_MEANING",
     "STAGES",
     "MAX_SPANS",
     "MAX_SAMPLES",
-    "MAX_SAMPLE_BYTES",
     "SCHEMA",
     "MAX_GAUGES",
-    "MAX_BYTES",
-    "STAGE_MEANING",
     "META",
     "Span",
     "Gauge",
@@ -30,28 +28,30 @@ import json, math, os, time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import DataError
+from .monitor import mean, peak
 
 # %% ../../nbs/core/timeline.ipynb #4c10acda
-STAGES = (
-    "start_up",
-    "read",
-    "decode",
-    "resample",
-    "stage",
-    "copy_in",
-    "compute",
-    "copy_out",
-    "write",
-    "publish",
-    "sync",
-    "verify",
-    "wait",
-)
+STAGE_MEANING = {
+    "start_up": "before the first recording: imports (lane imports), listing, planning, opening the engine",
+    "read": "from files into slots: opening, headers, bytes; with the digests of recordings that need no decoding",
+    "decode": "bytes of a file to samples of a row, for all but the usual recordings: other encodings, channels and lengths, digests, quality figures",
+    "resample": "samples to the data set's rate, where a recording has another one",
+    "stage": "samples from where they are held ready, in memory or a cache file, into a slot",
+    "copy_in": "samples from the machine's memory to a device",
+    "compute": "samples to mels; with the copies on an engine without a device",
+    "copy_out": "mels from a device to the machine's memory",
+    "write": "rows into the file, their facts and digests into columns",
+    "publish": "columns and attributes of the data set, compression, rename",
+    "sync": "waiting for the disk before the rename, and after it for the name",
+    "verify": "the check before publishing: the file, and a sample of rows worked out again; on a publisher's lane also ahead of the rows",
+    "wait": "a lane that says it has nothing to do",
+}
+STAGES = tuple(STAGE_MEANING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +83,14 @@ class Gauge:
     value: float  # the value from then on
 
 
+@dataclass(slots=True)
 class Counts:
     "What a running span has moved so far; the body of `Timeline.span` fills it in."
 
-    __slots__ = ("n_bytes", "n_files", "parts")
-
-    def __init__(self):
-        self.n_files = self.n_bytes = 0
-        self.parts: Mapping[
-            str, tuple[float, int]
-        ] = {}  # stage -> seconds of the body that it took, and recordings
+    n_files: int = 0
+    n_bytes: int = 0
+    # stage -> seconds of the body that it took, and recordings
+    parts: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
 # %% ../../nbs/core/timeline.ipynb #c2581800
@@ -165,25 +163,21 @@ def thin(
     groups: dict[tuple[str, str], list[Span]] = {}
     for s in kept:
         groups.setdefault((stream_of(s), s.split), []).append(s)
-    groups = {key: _apart(group) for key, group in groups.items()}
-    n_slices = max(
-        1, max_spans // sum(len({s.stage for s in group}) for group in groups.values())
-    )  # a slice has a span of each
-    edges = [
-        kept[0].start_s + (max(s.end_s for s in kept) - kept[0].start_s) * k / n_slices
-        for k in range(n_slices + 1)
-    ]
-    sliced = _slices([s for group in groups.values() for s in group], edges)
-    busy_s = [
-        sum(s.seconds for s in part)
-        for part in _slices(
-            _apart([Span("read", "", s.start_s, s.end_s) for s in kept if s.stage != "wait"]), edges
-        )
-    ]
-    return sorted(
-        (s for part, length, start in zip(sliced, busy_s, edges) for s in _laid_out(part, start, length)),
-        key=lambda s: s.start_s,
-    )
+    # a slice has a span of each stage of each group
+    n_slices = max(1, max_spans // sum(len({s.stage for s in group}) for group in groups.values()))
+    first_s = kept[0].start_s
+    seconds = max(s.end_s for s in kept) - first_s
+    edges = [first_s + seconds * k / n_slices for k in range(n_slices + 1)]
+    slices: list[list[Span]] = [[] for _ in range(n_slices)]
+    for s in (s for group in groups.values() for s in _apart(group)):
+        k = min(max(0, bisect_right(edges, s.start_s) - 1), n_slices - 1)
+        while k + 1 < n_slices and s.end_s > edges[k + 1]:  # cut at the edge
+            slices[k].append(replace(s, end_s=edges[k + 1]))
+            k += 1
+            s = replace(s, start_s=edges[k], n_files=0, n_bytes=0)
+        slices[k].append(s)
+    laid_out = [s for part, start_s in zip(slices, edges) for s in _laid_out(part, start_s)]
+    return sorted(laid_out, key=lambda s: s.start_s)
 
 
 def _apart(group: list[Span]) -> list[Span]:
@@ -191,11 +185,11 @@ def _apart(group: list[Span]) -> list[Span]:
     found: list[Span] = []
     for s in group:
         rest = []
-        while (
-            found and found[-1].end_s > s.start_s and s.stage != found[-1].stage
-        ):  # it began inside another stage, which goes on after it
+        # it began inside another stage, which goes on after it
+        while found and found[-1].end_s > s.start_s and s.stage != found[-1].stage:
             outer = found.pop()
-            rest += [replace(outer, start_s=s.end_s, n_files=0, n_bytes=0)] if outer.end_s > s.end_s else []
+            if outer.end_s > s.end_s:
+                rest.append(replace(outer, start_s=s.end_s, n_files=0, n_bytes=0))
             if outer.start_s < s.start_s:
                 found.append(replace(outer, end_s=s.start_s))
         until = found[-1].end_s if found else -math.inf
@@ -204,45 +198,29 @@ def _apart(group: list[Span]) -> list[Span]:
 
 
 # %% ../../nbs/core/timeline.ipynb #2ddb2232
-def _slices(spans: list[Span], edges: list[float]) -> list[list[Span]]:
-    "Spans cut at the edges, by slice."
-    found: list[list[Span]] = [[] for _ in edges[1:]]
-    for s in spans:
-        k = min(max(0, bisect_right(edges, s.start_s) - 1), len(found) - 1)
-        while k + 1 < len(found) and s.end_s > edges[k + 1]:
-            found[k].append(replace(s, end_s=edges[k + 1]))
-            k += 1
-            s = replace(s, start_s=edges[k], n_files=0, n_bytes=0)
-        found[k].append(s)
-    return found
-
-
-def _laid_out(part: list[Span], start_s: float, busy_s: float) -> list[Span]:
-    "One span for each lane, split and stage of a slice, within its busy time."
+def _laid_out(part: list[Span], start_s: float) -> list[Span]:
+    "One span for each lane, split and stage of a slice, within the time in which a lane was busy."
     lanes: dict[tuple[str, str], dict[str, list[Span]]] = {}
     for s in part:
         lanes.setdefault((stream_of(s), s.split), {}).setdefault(s.stage, []).append(s)
+    lengths = {key: sum(s.seconds for same in stages.values() for s in same) for key, stages in lanes.items()}
+    busy_s = covered_s(s for s in part if s.stage != "wait")
     found: list[Span] = []
     covered = 0.0
-    for k, stages in enumerate(
-        sorted(lanes.values(), key=lambda stages: -sum(s.seconds for same in stages.values() for s in same))
-    ):
-        length = sum(s.seconds for same in stages.values() for s in same)
-        spread = (k * 0.618) % 1 * max(0.0, busy_s - length)
-        at = start_s + (max(0.0, min(covered, busy_s - length)) if covered < busy_s * (1 - 1e-9) else spread)
+    for k, (key, length) in enumerate(sorted(lengths.items(), key=lambda item: -item[1])):
+        room = max(0.0, busy_s - length)
+        at = start_s + (min(covered, room) if covered < busy_s * (1 - 1e-9) else k * 0.618 % 1 * room)
         covered = max(covered, at - start_s + length)
-        for same in stages.values():
-            n_files, n_bytes, seconds = (
-                sum(getattr(s, name) for s in same) for name in ("n_files", "n_bytes", "seconds")
-            )
-            found.append(replace(same[0], start_s=at, end_s=at + seconds, n_files=n_files, n_bytes=n_bytes))
-            at += seconds
+        for same in lanes[key].values():
+            n_files, n_bytes = sum(s.n_files for s in same), sum(s.n_bytes for s in same)
+            end_s = at + sum(s.seconds for s in same)
+            found.append(replace(same[0], start_s=at, end_s=end_s, n_files=n_files, n_bytes=n_bytes))
+            at = end_s
     return found
 
 
 # %% ../../nbs/core/timeline.ipynb #6650215e
 MAX_SAMPLES = 1000
-MAX_SAMPLE_BYTES = 300_000  # of all samples as JSON: a machine of many cores has long ones
 
 
 def thin_samples(
@@ -253,69 +231,31 @@ def thin_samples(
     if len(samples) <= most:
         return samples
     step = -(-(len(samples) - 1) // max(1, most - 1))
-    groups = [(samples[i - 1]["time_s"], samples[i : i + step]) for i in range(1, len(samples), step)]
-    return [
-        samples[0],
-        *({key: _one_of(key, group, before_s) for key in group[-1]} for before_s, group in groups),
-    ]
-
-
-def _one_of(key: str, group: list[dict[str, Any]], before_s: float) -> Any:
-    "The value that stands for those of some samples; None where there is none."
-    seconds = [b - a for a, b in zip([before_s, *(s["time_s"] for s in group)], (s["time_s"] for s in group))]
-    known = [(s[key], t) for s, t in zip(group, seconds) if s.get(key) is not None]
-    if not known:
-        return None
-    if not key.endswith(("_percent", "_per_s")):
-        return max(v for v, _ in known)
-    weight = sum(t for _, t in known)
-
-    def mean(values: list[float]) -> float:
-        return sum(v * t for v, (_, t) in zip(values, known)) / weight if weight > 0 else values[-1]
-
-    if isinstance(known[0][0], list):
-        return [round(mean([v[i] for v, _ in known])) for i in range(min(len(v) for v, _ in known))]
-    return mean([v for v, _ in known])
+    found = [samples[0]]
+    for i in range(1, len(samples), step):
+        group = samples[i : i + step]
+        means = {key: mean(samples[i - 1 : i + step], key) for key in group[-1] if key.endswith("_percent")}
+        found.append({key: peak(group, key) for key in group[-1]} | means)
+    return found
 
 
 # %% ../../nbs/core/timeline.ipynb #0426a282
 SCHEMA = 2
-_READABLE = (1, 2)
 MAX_GAUGES = 4000
-MAX_BYTES = 1_000_000
-STAGE_MEANING = {
-    "start_up": "before the first recording: imports (lane imports), listing, planning, opening the engine",
-    "read": "from files into slots: opening, headers, bytes; with the digests of recordings that need no decoding",
-    "decode": "bytes of a file to samples of a row, for all but the usual recordings: other encodings, channels and lengths, digests, quality figures",
-    "resample": "samples to the data set's rate, where a recording has another one",
-    "stage": "samples from where they are held ready, in memory or a cache file, into a slot",
-    "copy_in": "samples from the machine's memory to a device",
-    "compute": "samples to mels; with the copies on an engine without a device",
-    "copy_out": "mels from a device to the machine's memory",
-    "write": "rows into the file, their facts and digests into columns",
-    "publish": "columns and attributes of the data set, compression, rename",
-    "sync": "waiting for the disk before the rename, and after it for the name",
-    "verify": "the check before publishing: the file, and a sample of rows worked out again; on a publisher's lane also ahead of the rows",
-    "wait": "a lane that says it has nothing to do",
+META: dict[str, str] = {
+    "engine": "identity of the engine",
+    "device": "cpu, or the device that computed",
+    "mode": "stream, preload or memmap",
+    "settings": "every field of PipelineConfig as it was given",
+    "workers": "threads, batch and slots that were really used",
+    "spec": "fields of the MelSpec",
+    "check": "rows to be worked out again, null for all",
+    "with_waveforms": "whether waveforms were stored",
+    "inflow": "by split: bytes asked of files, those a device delivered, state of the page cache, files fetched ahead",
+    "machine": "as core.monitor.machine_facts gives it",
+    "monitor": "seconds between samples, usable cores, and why which figures are missing",
+    **{f"joined_{what}": f"{what} that were thinned away" for what in ("spans", "gauges", "samples")},
 }
-META: dict[str, tuple[Any, str]] = {
-    "engine": (str, "identity of the engine"),
-    "device": (str, "cpu, or the device that computed"),
-    "mode": (str, "stream, preload or memmap"),
-    "settings": (dict, "every field of PipelineConfig as it was given"),
-    "workers": (dict, "threads, batch and slots that were really used"),
-    "spec": (dict, "fields of the MelSpec"),
-    "check": ((int, type(None)), "rows to be worked out again, null for all"),
-    "with_waveforms": (bool, "whether waveforms were stored"),
-    "inflow": (
-        dict,
-        "by split: bytes asked of files, those a device delivered, state of the page cache, files fetched ahead",
-    ),
-    "machine": (dict, "as core.monitor.machine_facts gives it"),
-    "monitor": (dict, "seconds between samples, usable cores, and why which figures are missing"),
-    **{f"joined_{what}": (int, f"{what} that were thinned away") for what in ("spans", "gauges", "samples")},
-}
-_FIELDS = tuple(Span.__dataclass_fields__)
 
 
 # %% ../../nbs/core/timeline.ipynb #0b7675d1
@@ -328,8 +268,12 @@ def write_timeline(
     "Write a timeline as JSON, thinned where it is long."
     spans = [s for s in timeline.spans if split is None or s.split in ("", split)]
     kept = thin(spans)
-    gauges = _thin_gauges(timeline.gauges)
-    samples = _samples_that_fit(timeline.samples)
+    step = max(1, -(-len(timeline.gauges) // MAX_GAUGES))
+    series: dict[str, list[Gauge]] = {}
+    for g in timeline.gauges:
+        series.setdefault(g.name, []).append(g)
+    gauges = sorted((g for s in series.values() for g in [*s[:-1:step], s[-1]]), key=lambda g: g.time_s)
+    samples = thin_samples(timeline.samples)
     joined = {
         "joined_spans": len(spans) - len(kept),
         "joined_gauges": len(timeline.gauges) - len(gauges),
@@ -338,88 +282,34 @@ def write_timeline(
     body = {
         "schema": SCHEMA,
         "wall_s": round(max((s.end_s for s in spans), default=0.0), 6),
-        "spans": {f: [_round(getattr(s, f)) for s in kept] for f in _FIELDS},
-        "gauges": [[g.name, _round(g.time_s), _round(g.value)] for g in gauges],
-        "samples": samples,
+        "spans": {name: [_rounded(getattr(s, name)) for s in kept] for name in Span.__dataclass_fields__},
+        "gauges": [[g.name, _rounded(g.time_s), _rounded(g.value)] for g in gauges],
+        "samples": [{k: _rounded(v, 6 if k == "time_s" else 2) for k, v in s.items()} for s in samples],
         "meta": timeline.meta | joined,
     }
     path = Path(path)
-    path.write_text(_compact(body), encoding="utf-8")
+    path.write_text(json.dumps(body, separators=(",", ":")), encoding="utf-8")
     return path
 
 
-def _compact(body: Any) -> str:
-    return json.dumps(body, separators=(",", ":"))
-
-
-def _round(value):
-    "Microseconds are enough for a picture."
-    return round(value, 6) if isinstance(value, float) else value
-
-
-# %% ../../nbs/core/timeline.ipynb #e2af40d6
-def _thin_gauges(gauges: list[Gauge]) -> list[Gauge]:
-    "At most about MAX_GAUGES of them."
-    step = -(-len(gauges) // MAX_GAUGES)
-    if step < 2:
-        return gauges
-    series: dict[str, list[Gauge]] = {}
-    for g in gauges:
-        series.setdefault(g.name, []).append(g)
-    return sorted(
-        (g for values in series.values() for g in [*values[:-1:step], values[-1]]), key=lambda g: g.time_s
-    )
-
-
-def _samples_that_fit(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    "Samples of at most MAX_SAMPLES and MAX_SAMPLE_BYTES, rounded."
-    most = MAX_SAMPLES
-    while True:
-        kept = [
-            {k: round(v, 2) if isinstance(v, float) and k != "time_s" else _round(v) for k, v in s.items()}
-            for s in thin_samples(samples, most)
-        ]
-        if most <= 2 or len(_compact(kept)) <= MAX_SAMPLE_BYTES:
-            return kept
-        most = max(2, most * 2 // 3)
+def _rounded(value: Any, digits: int = 6) -> Any:
+    return round(value, digits) if isinstance(value, float) else value
 
 
 # %% ../../nbs/core/timeline.ipynb #1bf905b7
 def _number(value: Any, kind: Any = int | float) -> Any:
-    "A number of a timeline file; true and false are none, nor is what is not finite or beyond all measure. Raises ValueError."
+    "A finite number of a timeline file; true and false are none. Raises ValueError."
     if isinstance(value, bool) or not isinstance(value, kind) or not abs(value) <= 1e18:
         raise ValueError("a value is not a number of its kind")
     return value
 
 
-def _timeline_of(body: dict[str, Any]) -> Timeline:
-    "The timeline that a JSON object holds; raises one of the errors that `read_timeline` expects."
-    timeline = Timeline()
-    columns = [body["spans"][name] for name in _FIELDS]
-    for stage, lane, start_s, end_s, split, *numbers in zip(*columns, strict=True):
-        if stage not in STAGES:
-            raise ValueError(f"unknown stage {stage!r}")
-        counts = [_number(number, int) for number in numbers]
-        timeline.spans.append(Span(stage, str(lane), _number(start_s), _number(end_s), str(split), *counts))
-    timeline.gauges = [
-        Gauge(str(name), _number(at_s), _number(value)) for name, at_s, value in body["gauges"]
-    ]
-    timeline.samples = [sample | {"time_s": _number(sample["time_s"])} for sample in body["samples"]]
-    for value in (value for sample in timeline.samples for value in sample.values() if value is not None):
-        for number in value if isinstance(value, list) else [value]:
-            _number(number)
-    timeline.meta = dict(body["meta"])
-    for key, (kind, meaning) in META.items():
-        if key in timeline.meta and not isinstance(timeline.meta[key], kind):
-            raise TypeError(f"meta.{key} must be {meaning}")
-    return timeline
-
-
 def read_timeline(path: str | os.PathLike) -> Timeline:
     "Read what `write_timeline` wrote; raises DataError for another file."
+    timeline = Timeline()
     try:
         body = json.loads(Path(path).read_text(encoding="utf-8"))
-        if body["schema"] not in _READABLE:
+        if body["schema"] not in (1, SCHEMA):
             raise DataError(
                 "timeline of another schema",
                 code="unknown-schema",
@@ -428,6 +318,21 @@ def read_timeline(path: str | os.PathLike) -> Timeline:
                 expected=SCHEMA,
                 remedy="use the version that wrote it",
             )
-        return _timeline_of(body)
+        columns = [body["spans"][name] for name in Span.__dataclass_fields__]
+        for stage, lane, start_s, end_s, split, *numbers in zip(*columns, strict=True):
+            if stage not in STAGES:
+                raise ValueError(f"unknown stage {stage!r}")
+            counts = [_number(number, int) for number in numbers]
+            span = Span(stage, str(lane), _number(start_s), _number(end_s), str(split), *counts)
+            timeline.spans.append(span)
+        for name, at_s, value in body["gauges"]:
+            timeline.gauges.append(Gauge(str(name), _number(at_s), _number(value)))
+        for sample in body["samples"]:
+            # earlier versions stored a list of loads, core by core
+            figures = {k: v for k, v in sample.items() if v is not None and not isinstance(v, list)}
+            known = {k: _number(v) for k, v in figures.items()}
+            timeline.samples.append(dict.fromkeys(sample) | known | {"time_s": _number(sample["time_s"])})
+        timeline.meta = dict(body["meta"])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         raise DataError("not a timeline of leakmel", code="not-a-timeline", path=path, found=repr(e)) from e
+    return timeline

@@ -6,7 +6,6 @@
 __all__ = [
     "MakeChain",
     "STAGES_OVER",
-    "FEW",
     "Chain",
     "EventSet",
     "SpanLog",
@@ -21,7 +20,7 @@ __all__ = [
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,7 +30,7 @@ from ..audio.conform import moments_of
 from ..core.errors import EngineError
 from ..core.timeline import Span, Timeline
 from .device import Device
-from .engines import Label
+from .engines import Label, Ticket
 from .spec import MelSpec
 
 
@@ -73,31 +72,30 @@ class SpanLog:
 
     def note(self, events: EventSet, label: Label, n_files: int, bytes_in: int, bytes_out: int) -> None:
         "Record the stages of a block that is through."
-        for stage, (began, ended), n_bytes in zip(
-            STAGES_OVER, events.stages, (bytes_in, bytes_in, bytes_out)
-        ):
-            start_s = self._base_s + began.elapsed_s(self._base)
-            end_s = start_s + ended.elapsed_s(began)
+        for stage, (began, ended) in zip(STAGES_OVER, events.stages):
+            start_s = self._base_s + 1e-3 * self._base.elapsed_time(began)
+            end_s = start_s + 1e-3 * began.elapsed_time(ended)
+            n_bytes = bytes_out if stage == "copy_out" else bytes_in
             self._timeline.spans.append(Span(stage, self._lane, start_s, end_s, *label, n_files, n_bytes))
 
 
 # %% ../../nbs/mel/device_buffers.ipynb #7ea7eaa2
-@dataclass
-class DeviceTicket:
-    "A batch under way."
+class DeviceTicket(Ticket):
+    "A batch under way on a device."
 
-    samples: np.ndarray  # [B, N] int16 or float32
-    out: np.ndarray  # [B, L, S, M, T]
-    label: Label
-    samples_pinned: bool
-    out_pinned: bool
-    title: str  # which engine and device, for errors
-    log: SpanLog | None = None
-    blocks: list["DeviceBlock"] = field(default_factory=list)
-    error: Exception | None = None
-
-    def __post_init__(self):
-        self.moments: np.ndarray = np.full((len(self.samples), 5), np.nan)
+    def __init__(
+        self,
+        samples: np.ndarray,  # [B, N] int16 or float32
+        out: np.ndarray,  # [B, L, S, M, T]
+        label: Label,
+        title: str,  # which engine and device, for errors
+        log: SpanLog | None = None,
+    ):
+        super().__init__(samples, out)
+        self.label = label
+        self.title = title
+        self.log = log
+        self.blocks: list[DeviceBlock] = []
 
     def fail(self, error: Exception) -> None:
         "Note what went wrong, if nothing has yet."
@@ -115,11 +113,9 @@ class DeviceTicket:
         "Block until the batch is computed; returns its moments [B, 5] float64, or raises what went wrong."
         for block in self.blocks:
             block.finish()
-        if self.error is not None:
-            raise self.error
-        if self.samples.dtype != np.int16 and len(self.samples) and np.isnan(self.moments[0, 0]):
+        if self.error is None and self.samples.dtype != np.int16 and np.isnan(self.moments[:1]).all():
             self.moments = moments_of(self.samples)
-        return self.moments
+        return super().wait()
 
 
 @dataclass(frozen=True)
@@ -168,10 +164,6 @@ class DeviceBlock:
         self.pieces = pieces
         self.events = events
         self.n = pieces[-1].in_block.stop
-        self.dtype = pieces[0].ticket.samples.dtype
-        self.staged_out: np.ndarray | None = (
-            None  # pinned rows of the buffers, where a batch's own are not pinned
-        )
         self.done = False
         self._give_back = give_back
         self._lock = threading.Lock()
@@ -192,92 +184,42 @@ class DeviceBlock:
             self._give_back(self)
 
     def _deliver(self) -> None:
-        "Hand figures and staged rows to the batches."
-        first = self.pieces[0].ticket
+        "Hand the figures to the batches; fail a batch with a row that is no number although its samples are."
         figures = self.events.figures.numpy()
         moments, sums = figures[: 5 * self.n].reshape(self.n, 5), figures[5 * self.n : 6 * self.n]
         for p in self.pieces:
-            if self.dtype == np.int16:
+            if p.ticket.samples.dtype == np.int16:
                 p.ticket.moments[p.start : p.stop] = moments[p.in_block]
-            if self.staged_out is not None and not p.ticket.out_pinned:
-                np.copyto(p.ticket.out[p.start : p.stop], self.staged_out[p.in_block])
-            _check_rows(p, sums[p.in_block])
+            for k in p.start + np.flatnonzero(~np.isfinite(sums[p.in_block])):
+                if np.isfinite(p.ticket.samples[k]).all():
+                    error = EngineError(
+                        f"{p.ticket.title} gave values that are no numbers",
+                        code="not-a-number",
+                        found=f"recording {k} of its batch",
+                        remedy="build again; if it fails again, use another engine and report this",
+                    )
+                    p.ticket.fail(error)
+        first = self.pieces[0].ticket
         if first.log is not None:
             bytes_in, bytes_out = self.n * first.samples[0].nbytes, self.n * (2 * first.out[0].size + 48)
             first.log.note(self.events, first.label, self.n, bytes_in, bytes_out)
 
 
-def _check_rows(piece: Piece, sums: np.ndarray) -> None:
-    "Fail a batch with a row that is no number although its samples are."
-    for i in np.flatnonzero(~np.isfinite(sums)):
-        k = piece.start + int(i)
-        if np.isfinite(piece.ticket.samples[k]).all():
-            piece.ticket.fail(
-                EngineError(
-                    f"{piece.ticket.title} gave values that are no numbers",
-                    code="not-a-number",
-                    found=f"recording {k} of its batch",
-                    remedy="build again; if it fails again, use another engine and report this",
-                )
-            )
-
-
 # %% ../../nbs/mel/device_buffers.ipynb #44f6caad
-FEW = 16  # recordings for which no buffer of a whole block is made
-
-
 class DeviceBuffers:
-    "Device memory for one block, the stream and the chain that compute there, pinned memory where it is needed, and graphs."
+    "Device memory for one block, the stream and the chain that compute there, and graphs."
 
     def __init__(self, device: Device, spec: MelSpec, stream: Any, chain: Chain, n_block: int):
-        self._device = device
-        self._spec = spec
         self.stream = stream
         self.chain = chain
-        self.n_block = n_block
         self.mels = device.empty((n_block, *spec.row_shape), torch.float16)
         self.figures = device.empty((6 * n_block,), torch.float64)
-        self.samples = {torch.int16: device.empty((n_block, spec.n_samples), torch.int16)}  # by kind
-        self._staging: dict[torch.dtype, torch.Tensor] = {}
-        self.graphs: dict[tuple[int, torch.dtype], Callable[[], None]] = {}  # they know where the buffers lie
+        wide = device.empty((n_block, spec.n_samples), torch.float32)
+        short = wide.view(torch.int16).view(-1)[: wide.numel()].view(wide.shape)
+        self.samples = {torch.float32: wide, torch.int16: short}  # by kind, in the same memory
+        self.graphs: dict[tuple[int, torch.dtype], Callable[[], None]] = {}
         self.met: Counter[tuple[int, torch.dtype]] = Counter()  # blocks of a size, and so of a graph
         self.last: DeviceBlock | None = None  # the one before, unless all is known to be through
-        self.staged: DeviceBlock | None = None  # the last one that passed through the pinned memory
-
-    def holds(self, n: int, dtype: torch.dtype) -> bool:
-        "Whether there is room for `n` recordings of a kind of samples."
-        return dtype in self.samples and n <= len(self.samples[dtype])
-
-    def make(self, n: int, dtype: torch.dtype) -> None:
-        "Make room for `n` recordings; the device has to be at rest before and after."
-        self.samples.pop(dtype, None)
-        for key in [k for k in self.met if k[1] == dtype]:  # of the old place
-            del self.met[key]
-            self.graphs.pop(key, None)
-        rows = min(self.n_block, FEW) if n <= FEW else self.n_block
-        self.samples[dtype] = self._device.empty((rows, self._spec.n_samples), dtype)
-
-    def staging(self, n: int, dtype: torch.dtype) -> torch.Tensor:
-        "Pinned samples [n or more, N], or for float16 pinned mels; those of the block before must be through."
-        if dtype not in self._staging or len(self._staging[dtype]) < n:
-            if dtype in self._staging:
-                self._device.unpin(self._staging.pop(dtype))
-            shape = self._spec.row_shape if dtype == torch.float16 else (self._spec.n_samples,)
-            rows = min(self.n_block, 1 << (n - 1).bit_length())
-            self._staging[dtype] = self._device.pinned((rows, *shape), dtype)
-        return self._staging[dtype]
-
-    def free_staging(self) -> None:
-        "Wait until the pinned memory may be used again."
-        if self.staged is not None:
-            self.staged.finish()
-        self.staged = None
-
-    def unpin(self) -> None:
-        "Give pinned memory back, until it is needed again."
-        for tensor in self._staging.values():
-            self._device.unpin(tensor)
-        self._staging.clear()
 
     def work(self, n: int, dtype: torch.dtype) -> Callable[[], None]:
         "What is launched for a block of `n` recordings."
@@ -294,8 +236,3 @@ class DeviceBuffers:
     def results(self, n: int, dtype: torch.dtype) -> list[torch.Tensor]:
         "What a launch has to fill."
         return [self.mels[:n], self.figures[0 if dtype == torch.int16 else 5 * n : 6 * n]]
-
-    def clear(self) -> None:
-        "Give pinned memory and graphs back; a graph holds the buffers it was made with."
-        self.unpin()
-        self.graphs.clear()

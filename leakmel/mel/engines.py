@@ -16,32 +16,32 @@ __all__ = [
     "Engine",
     "ReferenceEngine",
     "check_recording",
+    "check_rows",
     "self_check",
     "computed_in_lane",
     "NotHere",
     "NotSuited",
     "may_have_cuda",
     "load_engine",
+    "load_class",
     "open_engine",
+    "log_passed_over",
     "log_mel",
 ]
 
 # %% ../../nbs/mel/engines.ipynb #8f4523f8
 import ctypes, logging, os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
 
 import numpy as np
 
-from ..audio.conform import check_range
-from ..audio.conform import moments_of
+from ..audio.conform import check_range, moments_of
 from ..core.errors import EngineError, LeakmelError, RecordingError, SpecError, UsageError
 from ..core.timeline import Timeline
-from .reference import compare, reference_features, reference_log_mel
+from .reference import Reference, compare, reference_features, reference_log_mel
 from .spec import MelSpec
 
 # %% ../../nbs/mel/engines.ipynb #da029a2f
@@ -50,21 +50,40 @@ Batch = tuple[np.ndarray, np.ndarray]
 Label = tuple[str, int]  # split and batch number, for the timeline
 
 
-class Ticket(Protocol):
+class Ticket:
     "A batch under way; its arrays must not be touched until it has been waited for."
+
+    def __init__(self, samples: np.ndarray, out: np.ndarray):
+        self.samples = samples  # [B, N] int16 or float32
+        self.out = out  # [B, L, S, M, T]
+        self.moments = np.full((len(samples), 5), np.nan)  # [B, 5] float64
+        self.error: Exception | None = None
 
     def wait(self) -> np.ndarray:
         "Block until the batch is computed; returns its moments [B, 5] float64, or raises what went wrong."
+        if self.error is not None:
+            raise self.error
+        return self.moments
 
 
-class EngineLane(Protocol):
-    "One thread's way into an engine."
+class EngineLane:
+    "One thread's way into an engine; this one computes on the calling thread."
+
+    def __init__(self, engine: "Engine"):
+        self.engine = engine
 
     def submit(self, batches: list[Batch], *, labels: list[Label] | None = None) -> list[Ticket]:
         "Take batches, perhaps together; a ticket for each. What goes wrong with a batch is raised by its ticket."
+        tickets = [Ticket(*batch) for batch in batches]
+        for ticket in tickets:
+            try:
+                ticket.moments = self.engine.run(ticket.samples, ticket.out)
+            except Exception as e:
+                ticket.error = e
+        return tickets
 
     def close(self) -> None:
-        "Wait for what is under way and give back what the lane holds."
+        "Wait for what is under way."
 
 
 # %% ../../nbs/mel/engines.ipynb #c99b6f07
@@ -80,47 +99,14 @@ class DeviceOptions:
     max_block: int | None = None  # recordings per launch at the most; None: as free memory allows
 
     def __post_init__(self):
-        most = 1 if self.max_block is None else self.max_block
-        for name, value in (
-            ("gpu_streams", self.gpu_streams),
-            ("flights", self.flights),
-            ("max_block", most),
-        ):
+        for name in ("gpu_streams", "flights", "max_block"):
+            value = getattr(self, name)
+            if name == "max_block" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(
                     f"{name} must be a whole number from 1", code="not-a-positive-integer", found=repr(value)
                 )
-
-
-# %% ../../nbs/mel/engines.ipynb #e39e3f59
-class _DirectLane:
-    "A lane into an engine that computes on the calling thread."
-
-    def __init__(self, engine: "Engine"):
-        self.engine = engine
-
-    def submit(self, batches: list[Batch], *, labels: list[Label] | None = None) -> list[Ticket]:
-        "Compute the batches, one after the other."
-        return [_DoneTicket(self.engine, *batch) for batch in batches]
-
-    def close(self) -> None:
-        pass
-
-
-class _DoneTicket:
-    "A batch that was computed when its ticket was made."
-
-    def __init__(self, engine: "Engine", samples: np.ndarray, out: np.ndarray):
-        self.error: Exception | None = None
-        try:
-            self.moments = engine.run(samples, out)
-        except Exception as e:
-            self.error = e
-
-    def wait(self) -> np.ndarray:
-        if self.error is not None:
-            raise self.error
-        return self.moments
 
 
 # %% ../../nbs/mel/engines.ipynb #bfa208df
@@ -130,6 +116,8 @@ class Engine(ABC):
     name = "engine"
     version = "1"  # goes up with every change that can change a bit of a row
     device = "cpu"
+    workers = 1  # threads that may call `run` at the same time with gain
+    host_bytes = 0  # of `host_array`s that are kept in place for a device
 
     def __init__(self, spec: MelSpec):
         self.spec = spec
@@ -140,19 +128,9 @@ class Engine(ABC):
         return f"{self.name}@{self.version}/{self.device.split(':')[0]}"
 
     @property
-    def workers(self) -> int:
-        "Threads that may call `run` at the same time with gain."
-        return 1
-
-    @property
     def n_lanes(self) -> int:
         "Lanes that may be open at the same time with gain: one per device, or one per worker."
         return self.workers
-
-    @property
-    def host_bytes(self) -> int:
-        "Bytes of `host_array`s that are kept in place for a device."
-        return 0
 
     @abstractmethod
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -160,7 +138,7 @@ class Engine(ABC):
 
     def open_lane(self, k: int = 0, timeline: Timeline | None = None) -> EngineLane:
         "Open lane `k`, for one thread to submit batches in; the caller closes it."
-        return _DirectLane(self)
+        return EngineLane(self)
 
     def host_array(self, shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
         "Zeros from which a device copies without a detour; usable as plain memory after `close`."
@@ -185,6 +163,13 @@ class ReferenceEngine(Engine):
 
     name = "reference"
 
+    def __init__(self, spec: MelSpec, *, device: str = "auto", options: DeviceOptions | None = None):
+        if device not in ("auto", "cpu"):
+            raise EngineError(
+                "the reference engine computes on the CPU", code="not-on-device", found=f"device={device!r}"
+            )
+        super().__init__(spec)
+
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Compute with NumPy in float64, round once."
         out[...] = reference_log_mel(samples, self.spec)
@@ -204,6 +189,17 @@ def check_recording(spec: MelSpec) -> np.ndarray:
     return np.clip(np.round(x), -32_768, 32_767).astype(np.int16)[None]
 
 
+def check_rows(mels: np.ndarray, right: Reference, spec: MelSpec, engine: str, where: str) -> None:
+    "Raise EngineError unless the features of `check_recording` are within the tolerance of the reference."
+    if not (verdict := compare(mels, right, spec)).ok:
+        raise EngineError(
+            f"engine {engine} does not reproduce the reference on {where}",
+            code="self-check",
+            found=str(verdict),
+            remedy="use another engine (engine='reference' always works) and report this",
+        )
+
+
 def self_check(engine: Engine) -> None:
     "Raise EngineError unless the engine reproduces the reference on `check_recording`, from int16 and from float32."
     samples = check_recording(engine.spec)
@@ -212,13 +208,7 @@ def self_check(engine: Engine) -> None:
     for k in range(1 if engine.device == "cpu" else engine.n_lanes):
         for x in (samples, (samples / np.float32(32_768)).astype(np.float32)):
             out = computed_in_lane(engine, k, x)
-            if not (verdict := compare(out, right, engine.spec)).ok:
-                raise EngineError(
-                    f"engine {engine.identity} does not reproduce the reference on this machine",
-                    code="self-check",
-                    found=str(verdict),
-                    remedy="use another engine (engine='reference' always works) and report this",
-                )
+            check_rows(out, right, engine.spec, engine.identity, "this machine")
             first = out if first is None else first
             if k and not np.array_equal(first, out):
                 raise EngineError(
@@ -237,8 +227,7 @@ def computed_in_lane(
     out = np.full((len(samples), *engine.spec.row_shape), np.nan, np.float16)
     lane = engine.open_lane(k)
     try:
-        for ticket in lane.submit([(samples, out)]):
-            ticket.wait()
+        lane.submit([(samples, out)])[0].wait()
     finally:
         lane.close()
     return out
@@ -256,16 +245,14 @@ class NotSuited(EngineError):
 
 
 ENGINES = {
-    "triton": ("leakmel.mel.triton_engine", "TritonEngine"),
+    "triton": ("leakmel.mel.triton_kernel", "TritonEngine"),
     "torch": ("leakmel.mel.torch_engine", "TorchEngine"),
     "cpu": ("leakmel.mel.cpu_engine", "CpuEngine"),
     "reference": ("leakmel.mel.engines", "ReferenceEngine"),
 }
 DEVICE_ENGINES = ("triton", "torch")  # those that compute on devices, in the order in which `auto` tries them
 CPU_ENGINES = ("cpu", "torch", "reference")  # and on a CPU
-DEVICES = {
-    "cuda": ("leakmel.mel.device", "open_cuda")
-}  # kind of device -> what opens devices of that kind by name
+DEVICES: dict[str, tuple[str, str]] = {}  # other kind of device than "cuda" -> what opens it by name
 
 
 def may_have_cuda() -> bool:
@@ -300,6 +287,29 @@ def load_engine(
                 return
 
 
+def load_class(
+    name: str,  # one of ENGINES
+) -> type[Engine]:  # raises NotHere where it is not installed, EngineError where its module is broken
+    "Import the class of an engine."
+    module, cls = ENGINES[name]
+    try:
+        return getattr(import_module(module), cls)
+    except ImportError as e:
+        raise NotHere(
+            f"engine {name} is not installed here ({e})",
+            code="engine-missing",
+            remedy="install it, or use engine='auto'",
+        ) from e
+    except LeakmelError:
+        raise
+    except Exception as e:
+        raise EngineError(
+            f"engine {name} cannot be loaded ({type(e).__name__}: {e})",
+            code="engine-broken",
+            remedy="install leakmel again; where compiled code is at fault, remove numba's cache (__pycache__ beside the package)",
+        ) from e
+
+
 # %% ../../nbs/mel/engines.ipynb #b03cd5ff
 def open_engine(
     name: str,  # "auto" or one of ENGINES
@@ -308,9 +318,16 @@ def open_engine(
     device: str = "auto",  # "auto", "cpu", "cuda" (all of them), "cuda:0"; only engines that have a choice look at it
     options: DeviceOptions | None = None,  # how devices are used
 ) -> Engine:  # checked; the caller closes it
-    "Open an engine and check it against the reference."
+    "Open an engine and check it against the reference; `auto` is the first that works."
     if name == "auto":
-        return _open_first(spec, device, options)
+        why = EngineError("no engine can be used here", code="engine-missing")
+        for each, where in _candidates(device):
+            try:
+                return open_engine(each, spec, device=where, options=options)
+            except EngineError as e:
+                log_passed_over(each, e, is_expected=each != "cpu")
+                why = e
+        raise why
     if name not in ENGINES:
         raise UsageError(
             "unknown engine",
@@ -318,19 +335,7 @@ def open_engine(
             found=repr(name),
             expected=f"auto or {', '.join(ENGINES)}",
         )
-    if name == "reference" and device not in ("auto", "cpu"):
-        raise EngineError(
-            "the reference engine computes on the CPU", code="not-on-device", found=f"device={device!r}"
-        )
-    how = {} if name == "reference" else {"device": device, "options": options}
-    try:
-        engine = _engine_class(name)(spec, **how)
-    except ImportError as e:
-        raise NotHere(
-            f"engine {name} is not installed here ({e})",
-            code="engine-missing",
-            remedy="install it, or use engine='auto'",
-        ) from e
+    engine = load_class(name)(spec, device=device, options=options)  # type: ignore[call-arg]
     try:
         self_check(engine)
     except BaseException:
@@ -339,61 +344,14 @@ def open_engine(
     return engine
 
 
-def _engine_class(name: str) -> Callable[..., Engine]:
-    "The class of an engine; raises ImportError, or EngineError where its module is broken."
-    module, cls = ENGINES[name]
-    try:
-        return getattr(import_module(module), cls)
-    except (ImportError, LeakmelError):
-        raise
-    except Exception as e:
-        raise EngineError(
-            f"engine {name} cannot be loaded ({type(e).__name__}: {e})",
-            code="engine-broken",
-            remedy="install leakmel anew; where compiled code is at fault, remove numba's cache (__pycache__ beside the package)",
-        ) from e
-
-
-def _open_first(spec: MelSpec, device: str, options: DeviceOptions | None) -> Engine:
-    "The first engine that works; raises the last reason if none does."
-    why = EngineError("no engine can be used here", code="engine-missing")
-    for name, where in _candidates(device):
-        try:
-            return open_engine(name, spec, device=where, options=options)
-        except EngineError as e:
-            logging.getLogger("leakmel").log(
-                logging.INFO if isinstance(e, NotHere) and name != "cpu" else logging.WARNING,
-                "engine %s passed over: %s",
-                name,
-                e,
-            )
-            why = e
-    raise why
+def log_passed_over(engine: str, error: EngineError, *, is_expected: bool = True) -> None:
+    "Log why `auto` passed an engine over: as a warning, except where an engine is expectedly not installed."
+    level = logging.INFO if isinstance(error, NotHere) and is_expected else logging.WARNING
+    # as text: a log that keeps the error would keep the memory of its frames
+    logging.getLogger("leakmel").log(level, "engine %s passed over: %s", engine, str(error))
 
 
 # %% ../../nbs/mel/engines.ipynb #8c1f7bb8
-def _as_samples(samples: np.ndarray) -> np.ndarray:
-    "Samples as native int16 or as floats; other numbers have no full scale that could be known."
-    samples = np.asarray(samples)
-    if samples.dtype.kind == "f":
-        try:
-            check_range(samples)
-        except RecordingError as e:
-            raise SpecError(
-                e.message, code="sample-range", remedy="scale the samples so that full scale is 1.0"
-            ) from e
-        return samples.astype(samples.dtype.newbyteorder("="), copy=False)
-    if samples.dtype.kind == "i" and samples.dtype.itemsize == 2:
-        return samples.astype(np.int16, copy=False)
-    raise SpecError(
-        "samples of a type without a known full scale",
-        code="sample-type",
-        found=samples.dtype,
-        expected="int16 or float with full scale 1.0",
-        remedy="convert them first",
-    )
-
-
 def log_mel(
     samples: np.ndarray,  # [..., N] int16 (means / 32768) or float, N as the spec has it
     spec: MelSpec,
@@ -401,7 +359,24 @@ def log_mel(
     engine: str = "auto",
 ) -> np.ndarray:  # [..., L, S, M, T] float32, dB; float64 from the reference
     "Log-mel features of recordings that are in memory; raises SpecError for another length."
-    samples = _as_samples(samples)
+    samples = np.asarray(samples)
+    is_int16 = samples.dtype.kind == "i" and samples.dtype.itemsize == 2
+    if samples.dtype.kind != "f" and not is_int16:
+        raise SpecError(
+            "samples of a type without a known full scale",
+            code="sample-type",
+            found=samples.dtype,
+            expected="int16 or float with full scale 1.0",
+            remedy="convert them first",
+        )
+    if not is_int16:
+        try:
+            check_range(samples)
+        except RecordingError as e:
+            raise SpecError(
+                e.message, code="sample-range", remedy="scale the samples so that full scale is 1.0"
+            ) from e
+    samples = samples.astype(samples.dtype.newbyteorder("="), copy=False)
     if samples.ndim == 0 or samples.shape[-1] != spec.n_samples:
         raise SpecError(
             "recordings of another length",
@@ -413,7 +388,7 @@ def log_mel(
     if engine == "reference":
         return reference_log_mel(samples, spec)
     flat = samples.reshape(-1, spec.n_samples)
-    flat = np.require(flat, np.int16 if flat.dtype == np.int16 else np.float32, ["C", "W"])
+    flat = np.require(flat, np.int16 if is_int16 else np.float32, ["C", "W"])
     out = np.empty((len(flat), *spec.row_shape), np.float32)
     with open_engine(engine, spec) as opened:
         opened.run(flat, out)

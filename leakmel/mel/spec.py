@@ -124,7 +124,42 @@ class MelSpec:
     )  # name and version of the preset it was made from, for the record
 
     def __post_init__(self):
-        _check_spec(self)
+        "Refuse settings that cannot give meaningful features."
+        _check_types(self)
+        if not 0 < self.duration_s * self.sample_rate <= MAX_SAMPLES:
+            raise SpecError(
+                "duration_s must be above 0, and not too long",
+                code="spec-range",
+                found=f"{self.duration_s:g} s",
+                expected=f"at most {MAX_SAMPLES:,} samples",
+            )
+        if not self.floor >= 1e-30:
+            raise SpecError(
+                "floor must be at least 1e-30, or float32 would lose it", code="spec-range", found=self.floor
+            )
+        if not 0 <= self.f_min_hz < self.top_hz <= self.sample_rate / 2:
+            raise SpecError(
+                "the band limits do not fit",
+                code="band-limits",
+                found=f"f_min_hz {self.f_min_hz:g}, f_max_hz {self.top_hz:g}",
+                expected=f"0 <= f_min_hz < f_max_hz <= {self.sample_rate / 2:g} (half the rate)",
+                remedy="change f_min_hz or f_max_hz",
+            )
+        _ = self.grid.shape  # raises where nothing fits
+        if self.n_fft > MAX_FFT:
+            raise SpecError(f"n_fft must be at most {MAX_FFT:,}", code="spec-range", found=self.n_fft)
+        n_most = self.n_fft + 2  # more bands cannot all hold a bin
+        empty = _empty_bands(self, min(self.n_mels, n_most + 1))
+        if len(empty):
+            fits = (n for n in range(min(self.n_mels - 1, n_most), 0, -1) if not len(_empty_bands(self, n)))
+            most = next(fits, 0)
+            fewer = f"use n_mels={most} or fewer, " if most else ""
+            raise SpecError(
+                f"mel band {empty[0]} holds no frequency bin",
+                code="empty-mel-band",
+                found=f"{self.n_mels} bands over {self.n_fft // 2 + 1} bins of {self.sample_rate / self.n_fft:g} Hz",
+                remedy=f"{fewer}raise n_fft with its windows, or raise f_min_hz",
+            )
 
     @property
     def n_samples(self) -> int:
@@ -231,7 +266,7 @@ _INTS = (
     "hop_length",
     "n_mels",
 )
-_FLOATS = ("duration_s", "f_min_hz", "power", "floor")
+_FLOATS = ("duration_s", "f_min_hz", "power", "floor", "f_max_hz")
 MAX_FFT = 2**20
 MAX_SAMPLES = 2**31 - 1  # of a recording: four days at 4,096 Hz
 _CHOICES = {
@@ -247,22 +282,18 @@ _CHOICES = {
 
 def _check_types(spec: MelSpec) -> None:
     "Whole numbers where whole numbers belong; other numbers become floats, so that equal specs have equal fingerprints."
-    for name in _INTS:
+    for name in _INTS + _FLOATS:
         value = getattr(spec, name)
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise SpecError(f"{name} must be a whole number", code="spec-type", found=repr(value))
-        if value < 1:
+        if name == "f_max_hz" and value is None:
+            continue
+        kinds = (int, np.integer) if name in _INTS else (int, float, np.number)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+            what = "a whole number" if name in _INTS else "a finite number"
+            raise SpecError(f"{name} must be {what}", code="spec-type", found=repr(value))
+        if name in _INTS and value < 1:
             raise SpecError(f"{name} must be at least 1", code="spec-range", found=value)
-        object.__setattr__(spec, name, int(value))
-    for name in _FLOATS + (("f_max_hz",) if spec.f_max_hz is not None else ()):
-        value = getattr(spec, name)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float, np.number))
-            or not math.isfinite(value)
-        ):
-            raise SpecError(f"{name} must be a finite number", code="spec-type", found=repr(value))
-        object.__setattr__(spec, name, float(value) + 0.0)  # -0.0 becomes 0.0: equal numbers, equal text
+        # -0.0 becomes 0.0: equal numbers, equal text
+        object.__setattr__(spec, name, int(value) if name in _INTS else float(value) + 0.0)
     for name, allowed in _CHOICES.items():
         if getattr(spec, name) not in allowed:
             raise SpecError(
@@ -274,51 +305,6 @@ def _check_types(spec: MelSpec) -> None:
 
 
 # %% ../../nbs/mel/spec.ipynb #c0d698a2
-def _check_spec(spec: MelSpec) -> None:
-    "Refuse settings that cannot give meaningful features."
-    _check_types(spec)
-    if not spec.duration_s > 0:
-        raise SpecError("duration_s must be above 0", code="spec-range", found=spec.duration_s)
-    if spec.duration_s * spec.sample_rate > MAX_SAMPLES:
-        raise SpecError(
-            "duration_s is too long",
-            code="spec-range",
-            found=f"{spec.duration_s:g} s",
-            expected=f"at most {MAX_SAMPLES:,} samples",
-        )
-    if not spec.floor >= 1e-30:
-        raise SpecError(
-            "floor must be at least 1e-30, or float32 would lose it", code="spec-range", found=spec.floor
-        )
-    if not 0 <= spec.f_min_hz < spec.top_hz <= spec.sample_rate / 2:
-        raise SpecError(
-            "the band limits do not fit",
-            code="band-limits",
-            found=f"f_min_hz {spec.f_min_hz:g}, f_max_hz {spec.top_hz:g}",
-            expected=f"0 <= f_min_hz < f_max_hz <= {spec.sample_rate / 2:g} (half the rate)",
-            remedy="change f_min_hz or f_max_hz",
-        )
-    _ = spec.grid.shape  # raises where nothing fits
-    if spec.n_fft > MAX_FFT:
-        raise SpecError(f"n_fft must be at most {MAX_FFT:,}", code="spec-range", found=spec.n_fft)
-    if spec.n_mels > spec.n_fft + 2:
-        raise SpecError(
-            "more mel bands than the bins can fill",
-            code="empty-mel-band",
-            found=spec.n_mels,
-            remedy=_band_remedy(spec),
-        )
-    empty = _empty_bands(spec, spec.n_mels)
-    if len(empty):
-        raise SpecError(
-            f"mel band {empty[0]} holds no frequency bin",
-            code="empty-mel-band",
-            found=f"{spec.n_mels} bands over {spec.n_fft // 2 + 1} bins of "
-            f"{spec.sample_rate / spec.n_fft:g} Hz, {len(empty)} of them empty",
-            remedy=_band_remedy(spec),
-        )
-
-
 def _empty_bands(spec: MelSpec, n_mels: int) -> np.ndarray:
     "Numbers of the bands between whose corners no bin lies."
     corners = mel_corners_hz(n_mels, spec.f_min_hz, spec.top_hz, spec.mel_scale)
@@ -326,15 +312,6 @@ def _empty_bands(spec: MelSpec, n_mels: int) -> np.ndarray:
     return np.flatnonzero(
         np.searchsorted(bins_hz, corners[:-2], "right") >= np.searchsorted(bins_hz, corners[2:], "left")
     )
-
-
-def _band_remedy(spec: MelSpec) -> str:
-    "The largest number of mels that works, and the other way out."
-    most = next(
-        (n for n in range(min(spec.n_mels - 1, spec.n_fft + 2), 0, -1) if not len(_empty_bands(spec, n))), 0
-    )
-    fewer = f"use n_mels={most} or fewer, " if most else ""
-    return f"{fewer}raise n_fft with its windows, or raise f_min_hz"
 
 
 # %% ../../nbs/mel/spec.ipynb #ec34a4f4

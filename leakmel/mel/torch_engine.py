@@ -17,7 +17,7 @@ __all__ = [
 # %% ../../nbs/mel/torch_engine.ipynb #cd0edbb2
 import threading
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from ..audio.conform import FULL_SCALE, moments_of
 from ..audio.segments import even_step
 from ..core.monitor import usable_cores
 from .device import Device, open_devices
-from .device_buffers import Chain
 from .device_engine import DeviceEngine
 from .engines import DeviceOptions
 from .reference import hann_periodic
@@ -50,40 +49,7 @@ def block_files(
     return 1 << max(0, (n_bytes // per_file).bit_length() - 1)
 
 
-# %% ../../nbs/mel/torch_engine.ipynb #558f9baa
-class _WorkSpace:
-    "Reused buffers for one block on the CPU."
-
-    def __init__(self, spec: MelSpec, n_files: int):
-        n_distinct = len(spec.grid.distinct[0])
-        n_padded = -(-n_distinct // FRAME_ALIGN) * FRAME_ALIGN
-
-        def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype)
-
-        # most builds need one kind, or none
-        self.sample_buffer = lru_cache(lambda dtype: buffer(n_files, spec.n_samples, dtype=dtype))
-        self.padded = buffer(n_files, n_padded, spec.n_fft)
-        self.frames = self.padded[:, :n_distinct]
-        self.magnitude = buffer(n_files, n_padded, spec.n_fft // 2 + 1)
-        self.mels = buffer(n_files, n_padded, spec.n_mels)
-        self.values = self.mels[:, :n_distinct]
-
-
 # %% ../../nbs/mel/torch_engine.ipynb #34694d4b
-def _magnitudes(
-    spectrum: torch.Tensor,  # [B, D, F] complex64; used up
-    power: float,  # 1 or 2
-    out: torch.Tensor,  # [B, D, F] float32
-) -> None:
-    "Absolute values of a spectrum on the CPU, or their squares."
-    if power == 1:  # in one step, a third of the time of three; torch's own abs takes ten times as long
-        np.abs(spectrum.numpy(), out=out.numpy())
-        return
-    parts = torch.view_as_real(spectrum).square_()  # side by side: twice as fast as apart
-    torch.add(parts[..., 0], parts[..., 1], out=out)
-
-
 class _Frames:
     "Windows, and the starts of distinct frames, on one device."
 
@@ -91,6 +57,7 @@ class _Frames:
         starts, index = spec.grid.distinct
         self.n_fft = spec.n_fft
         self.n_distinct = len(starts)
+        self.n_padded = -(-len(starts) // FRAME_ALIGN) * FRAME_ALIGN
         self.step = even_step(starts)
         self.starts = upload(torch.from_numpy(starts))
         in_order = np.array_equal(index.ravel(), np.arange(len(starts)))
@@ -106,7 +73,7 @@ class _Frames:
 
 
 class _HostChain:
-    "What turns a block of samples into features on the CPU."
+    "What turns a block of samples into features on the CPU, in the buffers of one thread."
 
     def __init__(self, spec: MelSpec):
         self.spec = spec
@@ -114,15 +81,32 @@ class _HostChain:
         self.n_block = block_files(spec, "cpu")
         bank = torch.from_numpy(spec.filterbank.astype(np.float32))
         self.bank = bank.expand(self.n_block, *bank.shape)
+        self.padded = torch.zeros(self.n_block, self.frames.n_padded, spec.n_fft)
+        self.magnitude = torch.zeros(self.n_block, self.frames.n_padded, spec.n_fft // 2 + 1)
+        self.mels = torch.zeros(self.n_block, self.frames.n_padded, spec.n_mels)
 
-    def features(self, x: torch.Tensor, space: _WorkSpace) -> torch.Tensor:
-        "Log-mel of a whole block [n_block, N] -> [n_block, L*S*T, M]."
+    def features(self, samples: np.ndarray, out: np.ndarray) -> None:
+        "Log-mel of a block [n, N] -> [n, L, S, M, T]; n is at most `n_block`, and a whole block is computed."
+        n, frames = len(samples), self.frames
+        x = torch.from_numpy(samples)
+        if n < self.n_block:
+            x = torch.zeros((self.n_block, self.spec.n_samples), dtype=x.dtype)
+            x[:n].copy_(torch.from_numpy(samples))
         # in two steps: mixed types would need a temporary
-        space.frames.copy_(self.frames.distinct(x)).mul_(self.frames.windows[x.dtype])
-        _magnitudes(torch.fft.rfft(space.padded), self.spec.power, space.magnitude)
-        torch.bmm(space.magnitude, self.bank, out=space.mels)
-        space.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
-        return space.values if self.frames.index is None else space.values[:, self.frames.index]
+        self.padded[:, : frames.n_distinct].copy_(frames.distinct(x)).mul_(frames.windows[x.dtype])
+        spectrum = torch.fft.rfft(self.padded)
+        if (
+            self.spec.power == 1
+        ):  # in one step, a third of the time of three; torch's own abs takes ten times as long
+            np.abs(spectrum.numpy(), out=self.magnitude.numpy())
+        else:
+            parts = torch.view_as_real(spectrum).square_()  # side by side: twice as fast as apart
+            torch.add(parts[..., 0], parts[..., 1], out=self.magnitude)
+        torch.bmm(self.magnitude, self.bank, out=self.mels)
+        self.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
+        rows = self.mels[:n, : frames.n_distinct] if frames.index is None else self.mels[:n, frames.index]
+        n_long, n_short, n_mels, n_frames = self.spec.row_shape
+        torch.from_numpy(out).copy_(rows.view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
 
 
 # %% ../../nbs/mel/torch_engine.ipynb #b79c82a3
@@ -133,8 +117,7 @@ class TorchChain:
         self.spec = spec
         self.frames = _Frames(spec, device.upload)
         self.granule = block_files(spec, device.kind)
-        n = self.granule
-        n_padded = -(-self.frames.n_distinct // FRAME_ALIGN) * FRAME_ALIGN
+        n, n_padded = self.granule, self.frames.n_padded
         n_repeated = n if self.frames.index is not None else 0
         self.padded = device.empty((n, n_padded, spec.n_fft), torch.float32).zero_()  # windowed samples
         self.magnitude = device.empty((n, n_padded, spec.n_fft // 2 + 1), torch.float64)
@@ -148,43 +131,33 @@ class TorchChain:
 
     def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
         "Launch: `x` [n, N] -> `mels` [n, L, S, M, T] float16, and of int16 `moments` [n, 5] float64."
+        n_long, n_short, n_mels, n_frames = self.spec.row_shape
         for start in range(0, len(x), self.granule):
             part = slice(start, start + self.granule)
-            self._spectrum(x[part])
-            self._mels(mels[part])
-            if moments is not None:
-                self._moments(x[part], moments[part])
-
-    def _spectrum(self, x: torch.Tensor) -> None:
-        "Samples [n, N] -> magnitudes, or their squares."
-        frames = self.padded[: len(x), : self.frames.n_distinct]
-        torch.mul(self.frames.distinct(x), self.frames.windows[x.dtype], out=frames)
-        # into a given place it would be copied once more
-        parts = torch.view_as_real(torch.fft.rfft(self.padded))
-        torch.hypot(parts[..., 0], parts[..., 1], out=self.magnitude)
-        if self.spec.power == 2:
-            self.magnitude.square_()
-
-    def _mels(self, out: torch.Tensor) -> None:
-        "Magnitudes -> rows [n, L, S, M, T] float16."
-        n, (n_long, n_short, n_mels, n_frames) = len(out), self.spec.row_shape
-        torch.bmm(self.magnitude, self.bank, out=self.products)
-        self.mels.copy_(self.products)
-        self.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
-        if self.frames.index is None:
+            some = x[part]
+            n = len(some)
+            frames = self.padded[:n, : self.frames.n_distinct]
+            torch.mul(self.frames.distinct(some), self.frames.windows[x.dtype], out=frames)
+            # into a given place it would be copied once more
+            spectrum = torch.view_as_real(torch.fft.rfft(self.padded))
+            torch.hypot(spectrum[..., 0], spectrum[..., 1], out=self.magnitude)
+            if self.spec.power == 2:
+                self.magnitude.square_()
+            torch.bmm(self.magnitude, self.bank, out=self.products)
+            self.mels.copy_(self.products)
+            self.mels.clamp_(min=self.spec.floor).log10_().mul_(20 / self.spec.power)
             rows = self.mels[:n, : self.frames.n_distinct]
-        else:
-            rows = torch.index_select(self.mels[:n], 1, self.frames.index, out=self.rows[:n])
-        out.copy_(rows.view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
-
-    def _moments(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        "The moments of 16-bit samples [n, N] -> [n, 5]; whole numbers all the way."
-        for i, value in enumerate(torch.aminmax(x, dim=1)):
-            out[:, i].copy_(value)
-        out[:, 2].copy_(x.sum(dim=1))
-        squares, loud = self.wide[: len(x)].copy_(x).square_(), self.loud[: len(x)]  # at most 2**30
-        out[:, 3].copy_(squares.sum(dim=1))
-        out[:, 4].copy_(torch.ge(squares, FULL_SCALE**2, out=loud).sum(dim=1))
+            if self.frames.index is not None:
+                rows = torch.index_select(self.mels[:n], 1, self.frames.index, out=self.rows[:n])
+            mels[part].copy_(rows.view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
+            if moments is not None:  # whole numbers all the way
+                out = moments[part]
+                for i, value in enumerate(torch.aminmax(some, dim=1)):
+                    out[:, i].copy_(value)
+                out[:, 2].copy_(some.sum(dim=1))
+                squares = self.wide[:n].copy_(some).square_()  # at most 2**30
+                out[:, 3].copy_(squares.sum(dim=1))
+                out[:, 4].copy_(torch.ge(squares, FULL_SCALE**2, out=self.loud[:n]).sum(dim=1))
 
 
 # %% ../../nbs/mel/torch_engine.ipynb #0b7e0b13
@@ -206,6 +179,7 @@ class TorchEngine(DeviceEngine):
 
     name = "torch"
     version = "2"
+    make_chain = TorchChain  # of a device
 
     def __init__(
         self,
@@ -217,48 +191,25 @@ class TorchEngine(DeviceEngine):
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         devices = ([] if device == "cpu" else open_devices(device)) if isinstance(device, str) else device
-        super().__init__(spec, devices, partial(self.make_chain, spec), options)
-        if not devices:
-            self._local = threading.local()
-            self._chain = _HostChain(spec)
-
-    @staticmethod
-    def make_chain(spec: MelSpec, device: Device, n_block: int) -> Chain:
-        "The chain on a device."
-        return TorchChain(spec, device, n_block)
-
-    @property
-    def workers(self) -> int:
-        "One thread per core on a CPU; one per device elsewhere."
-        return len(self.runners) or usable_cores()
+        super().__init__(spec, devices, partial(TorchChain, spec), options)
+        self.workers = len(devices) or usable_cores()
+        self._local = threading.local()
 
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
         "Compute block by block; safe to call from several threads."
         if self.runners:
             return super().run(samples, out)
-        n_block = self._chain.n_block
         moments = np.empty((len(samples), 5))
         # buffers too: torch's own threads do not live through a fork
         with torch.inference_mode(), one_thread():
-            if not hasattr(self._local, "space"):
-                self._local.space = _WorkSpace(self.spec, n_block)
-            for start in range(0, len(samples), n_block):
-                stop = min(start + n_block, len(samples))
-                part = torch.from_numpy(out[start:stop])
-                moments[start:stop] = self._run_block(samples[start:stop], part, self._local.space)
-        return moments
-
-    def _run_block(self, samples: np.ndarray, target: torch.Tensor, space: _WorkSpace) -> np.ndarray:
-        "One block: copy in, compute, copy out; returns its moments."
-        source = torch.from_numpy(samples)
-        n = len(samples)
-        x = source if n == self._chain.n_block else space.sample_buffer(source.dtype)
-        if x is not source:
-            x[:n].copy_(source)
-        values = self._chain.features(x, space)
-        moments = int16_moments(samples) if samples.dtype == np.int16 else moments_of(samples)
-        n_long, n_short, n_mels, n_frames = self.spec.row_shape
-        target.copy_(values[:n].view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
+            if not hasattr(self._local, "chain"):
+                self._local.chain = _HostChain(self.spec)
+            chain = self._local.chain
+            for start in range(0, len(samples), chain.n_block):
+                part = slice(start, start + chain.n_block)
+                chain.features(samples[part], out[part])
+                moments_in = int16_moments if samples.dtype == np.int16 else moments_of
+                moments[part] = moments_in(samples[part])
         return moments
 
 

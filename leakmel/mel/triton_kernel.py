@@ -15,17 +15,16 @@ __all__ = [
     "place_table",
     "Launch",
     "launch_for",
-    "KernelSizes",
-    "kernel_sizes",
     "kernel_constants",
     "kernel_tables",
     "TritonChain",
+    "TritonEngine",
 ]
 
 # %% ../../nbs/mel/triton_kernel.ipynb #887425ec
 import threading
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,9 @@ import triton.language as tl
 
 from ..audio.conform import FULL_SCALE, MOMENTS
 from ..core.errors import EngineError
+from .device import Device, open_devices
+from .device_engine import DeviceEngine
+from .engines import DeviceOptions, NotHere
 from .reference import hann_periodic
 from .spec import MelSpec, frame_places
 
@@ -132,37 +134,16 @@ def launch_for(
     return LAUNCHES.get(major, Launch())
 
 
-# %% ../../nbs/mel/triton_kernel.ipynb #006009b8
+# %% ../../nbs/mel/triton_kernel.ipynb #04f03951
 MAX_KERNEL_FFT = 16_384
 
 
-@dataclass(frozen=True)
-class KernelSizes:
-    "What is constant in the compiled kernel."
-
-    n_samples: int
-    n_distinct: int
-    row_size: int  # values in a row
-    n_fft: int
-    half: int  # folded samples of a frame
-    half_padded: int
-    n_bins: int  # columns of the tables
-    n_mels: int
-    n_bands: int  # bands a program computes
-    n_frames: int  # T: the distance of neighbouring bands in a row
-    n_places: int
-    power: int
-    wide: bool  # whether offsets within a program need 64 bits
-    floor: float
-    db_per_octave: float
-
-
-# %% ../../nbs/mel/triton_kernel.ipynb #04f03951
-def kernel_sizes(
+def kernel_constants(
     spec: MelSpec,
     launch: Launch,
-) -> KernelSizes:
-    "The constants of the kernel for a spec; raises EngineError for a window that is too long for a matrix product."
+    device: str,  # "cuda", or "cpu" for the interpreter
+) -> dict[str, Any]:
+    "All constants of the feature kernel, by the names of its parameters; raises EngineError for a window that is too long for a matrix product."
     if spec.n_fft > MAX_KERNEL_FFT:
         raise EngineError(
             "the window is too long for the triton engine",
@@ -177,33 +158,22 @@ def kernel_sizes(
     n_distinct = len(spec.grid.distinct[0])
     recordings = launch.rows // n_distinct + 2  # at the most, in one program
     half = spec.n_fft // 2
-    return KernelSizes(
-        n_samples=spec.n_samples,
-        n_distinct=n_distinct,
-        row_size=row_size,
-        n_fft=spec.n_fft,
-        half=half,
-        half_padded=-(-half // STEP) * STEP,
-        n_bins=int((tiles @ [ROUND_BINS, launch.bins]).max()),
-        n_mels=spec.n_mels,
-        n_bands=n_bands,
-        n_frames=spec.row_shape[-1],
-        n_places=place_table(spec).shape[1],
-        power=int(spec.power),
-        wide=recordings * max(spec.n_samples, row_size) >= 2**31,
-        floor=spec.floor,
-        db_per_octave=20 / spec.power * float(np.log10(2)),
-    )
-
-
-# %% ../../nbs/mel/triton_kernel.ipynb #9767f76b
-def kernel_constants(
-    sizes: KernelSizes,
-    launch: Launch,
-    device: str,  # "cuda", or "cpu" for the interpreter
-) -> dict[str, Any]:
-    "All constants of the feature kernel, by the names of its parameters."
-    return asdict(sizes) | {
+    return {
+        "n_samples": spec.n_samples,
+        "n_distinct": n_distinct,
+        "row_size": row_size,  # values in a row
+        "n_fft": spec.n_fft,
+        "half": half,  # folded samples of a frame
+        "half_padded": -(-half // STEP) * STEP,
+        "n_bins": int((tiles @ [ROUND_BINS, launch.bins]).max()),  # columns of the tables
+        "n_mels": spec.n_mels,
+        "n_bands": n_bands,  # bands a program computes
+        "n_frames": spec.row_shape[-1],  # T: the distance of neighbouring bands in a row
+        "n_places": place_table(spec).shape[1],
+        "power": int(spec.power),
+        "wide": recordings * max(spec.n_samples, row_size) >= 2**31,  # offsets in a program need 64 bits
+        "floor": spec.floor,
+        "db_per_octave": 20 / spec.power * float(np.log10(2)),
         "bins": launch.bins,
         "step": STEP,
         "round_bins": ROUND_BINS,
@@ -215,27 +185,27 @@ def kernel_constants(
 # %% ../../nbs/mel/triton_kernel.ipynb #3d81e2f3
 def kernel_tables(
     spec: MelSpec,
-    launch: Launch,
+    sizes: dict[str, Any],  # of kernel_constants
 ) -> dict[
     str, np.ndarray
 ]:  # starts [D], places [D, R], dft [4, K, F] float16 (cosine and sine, rounded and rest), bank [F, M] float32, tiles
     "The tables the kernel reads, padded with zeros to whole tiles."
-    sizes = kernel_sizes(spec, launch)
-    dft = np.zeros((4, sizes.half_padded, sizes.n_bins), np.float16)
-    n_bins = min(sizes.n_bins, len(spec.filterbank))
+    n_columns, n_bands = sizes["n_bins"], sizes["n_bands"]
+    dft = np.zeros((4, sizes["half_padded"], n_columns), np.float16)
+    n_bins = min(n_columns, len(spec.filterbank))
     # a part at a time: float64 of all would take gigabytes for long windows
     for first in range(0, n_bins, 512):
         bins = np.arange(first, min(first + 512, n_bins))
         for i, matrix in enumerate(folded_dft(spec.n_fft, bins)):
-            dft[2 * i : 2 * i + 2, : sizes.half, bins] = split_float16(matrix * MATRIX_SCALE)
-    bank = np.zeros((sizes.n_bins, -(-spec.n_mels // sizes.n_bands) * sizes.n_bands), np.float32)
+            dft[2 * i : 2 * i + 2, : sizes["half"], bins] = split_float16(matrix * MATRIX_SCALE)
+    bank = np.zeros((n_columns, -(-spec.n_mels // n_bands) * n_bands), np.float32)
     bank[:n_bins, : spec.n_mels] = spec.filterbank[:n_bins]
     return {
         "starts": spec.grid.distinct[0].astype(np.int64),
         "places": place_table(spec),
         "dft": dft,
         "bank": bank,
-        "tiles": bin_tiles(spec.filterbank, sizes.n_bands, launch.bins),
+        "tiles": bin_tiles(spec.filterbank, n_bands, sizes["bins"]),
     }
 
 
@@ -410,18 +380,34 @@ class TritonChain:
         self.device = torch.device(device)
         self.n_block = n_block
         self.launch = launch or launch_for(self.device)
-        self.sizes = kernel_sizes(spec, self.launch)
-        tables = kernel_tables(spec, self.launch)
+        self._constants = kernel_constants(spec, self.launch, self.device.type)
+        tables = kernel_tables(spec, self._constants)
         self._tables = [torch.from_numpy(t).to(self.device) for t in tables.values()]
-        self._constants = kernel_constants(self.sizes, self.launch, self.device.type)
 
     def features(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
         "x [n, N] int16 or float32 (full scale 1.0) -> `mels` [n, L, S, M, T] float16, dB; for int16 also `moments` [n, 5] float64; on the device."
-        self._check(x, mels, moments)
-        n_rows, groups = len(x) * self.sizes.n_distinct, len(self._tables[-1])
+        n = min(len(x), self.n_block)
+        kinds = (torch.int16, torch.float32) if moments is None else (torch.int16,)
+        wanted = [
+            ("samples", x, (n, self.spec.n_samples), kinds),
+            ("features", mels, (n, *self.spec.row_shape), (torch.float16,)),
+        ]
+        if moments is not None:
+            wanted.append(("moments", moments, (n, len(MOMENTS)), (torch.float64,)))
+        for what, tensor, shape, dtypes in wanted:
+            fits = tensor.shape == shape and tensor.dtype in dtypes and tensor.is_contiguous()
+            if not fits or tensor.device.type != self.device.type:
+                raise EngineError(
+                    f"{what} the kernel cannot work on",
+                    code="not-a-batch",
+                    found=f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}",
+                    expected=f"contiguous {list(shape)} {' or '.join(map(str, dtypes))} on {self.device}",
+                )
+        n_rows, groups = len(x) * self._constants["n_distinct"], len(self._tables[-1])
         if not n_rows:
             return
-        with self._selected():
+        # Triton launches on the current device; the interpreter takes one launch at a time
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else _INTERPRETING:
             _mel_kernel[(-(-n_rows // self.launch.rows), groups)](
                 x,
                 mels,
@@ -432,47 +418,45 @@ class TritonChain:
                 num_stages=self.launch.stages if x.dtype == torch.int16 else self.launch.float_stages,
                 enable_fp_fusion=False,
             )
-            if moments is None:
-                return
-            _moments_kernel[(len(x),)](
-                x,
-                moments,
-                n_samples=self.sizes.n_samples,
-                full_scale=FULL_SCALE,
-                block=2048,
-                enable_fp_fusion=False,
-            )
-
-    def _selected(self) -> AbstractContextManager:
-        "Make the chain's device the current one: Triton launches there. The interpreter takes one launch at a time."
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else _INTERPRETING
-
-    def _check(self, x: torch.Tensor, mels: torch.Tensor, moments: torch.Tensor | None) -> None:
-        "Raise EngineError for tensors the kernels cannot work on."
-        n = len(x)
-        wanted = [
-            ("samples", x, (n, self.spec.n_samples), (torch.int16, torch.float32)),
-            ("features", mels, (n, *self.spec.row_shape), (torch.float16,)),
-        ]
-        if moments is not None:
-            wanted.append(("moments", moments, (n, len(MOMENTS)), (torch.float64,)))
-        for what, tensor, shape, dtypes in wanted:
-            if (
-                tensor.shape != shape
-                or tensor.dtype not in dtypes
-                or not tensor.is_contiguous()
-                or tensor.device.type != self.device.type
-            ):
-                raise _not_a_batch(
-                    f"{what} the kernel cannot work on",
-                    f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}",
-                    f"contiguous {list(shape)} {' or '.join(map(str, dtypes))} on {self.device}",
+            if moments is not None:
+                _moments_kernel[(len(x),)](
+                    x,
+                    moments,
+                    n_samples=self.spec.n_samples,
+                    full_scale=FULL_SCALE,
+                    block=2048,
+                    enable_fp_fusion=False,
                 )
-        if n > self.n_block:
-            raise _not_a_batch("more recordings than the chain was made for", n, f"at most {self.n_block}")
-        if moments is not None and x.dtype != torch.int16:
-            raise _not_a_batch("moments are of 16-bit samples", x.dtype)
 
 
-def _not_a_batch(message: str, found: object, expected: str | None = None) -> EngineError:
-    return EngineError(message, code="not-a-batch", found=found, expected=expected)
+# %% ../../nbs/mel/triton_kernel.ipynb #c3b51f69
+class TritonEngine(DeviceEngine):
+    "Log-mel features by one fused kernel."
+
+    name = "triton"
+    version = "1"
+
+    def __init__(
+        self, spec: MelSpec, *, device: str | list[Device] = "auto", options: DeviceOptions | None = None
+    ):
+        if device == "cpu":
+            raise _not_on("cpu")
+        devices = open_devices(device) if isinstance(device, str) else device
+        super().__init__(spec, devices, partial(self.make_chain, spec), options)
+
+    @staticmethod
+    def make_chain(spec: MelSpec, device: Device, n_block: int) -> TritonChain:
+        "The kernels' chain on a device; raises NotHere for one on which they cannot run."
+        if (device.kind == "cuda") == triton.knobs.runtime.interpret:
+            raise _not_on(device.name)
+        return TritonChain(spec, device.torch_device, n_block)
+
+
+def _not_on(device: str) -> NotHere:
+    is_interpreted = triton.knobs.runtime.interpret
+    return NotHere(
+        "the triton engine computes on CUDA devices",
+        code="engine-missing",
+        found=f"device={device!r}" + ", TRITON_INTERPRET" * is_interpreted,
+        remedy="unset TRITON_INTERPRET" if is_interpreted else "use engine='torch'",
+    )

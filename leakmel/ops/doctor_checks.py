@@ -56,8 +56,16 @@ from typing import Any
 
 import leakmel
 from ..core.errors import LeakmelError, show_path
-from ..core.cgroup import GROUPS, OWN, cpu_quota, group_limits, small_text
-from ..core.monitor import free_memory, size_text, usable_cores
+from leakmel.core.monitor import (
+    GROUPS,
+    OWN,
+    cpu_quota,
+    free_memory,
+    group_limits,
+    size_text,
+    small_text,
+    usable_cores,
+)
 from ..audio.page_cache import is_in_cache
 from .bench import evict
 

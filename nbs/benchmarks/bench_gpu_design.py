@@ -26,7 +26,7 @@ def kernel_alone(engine: str, device: str, name: str, n_block: int, window_s: fl
     options = DeviceOptions(gpu_streams=1, flights=1, max_block=n_block)
     with getattr(import_module(module), kind)(spec, device=device, options=options) as opened:
         runner = opened.runners[0]
-        buffers, on, n = runner.pool.buffers[0], runner.device, runner.pool.n_block
+        buffers, on, n = runner.buffers[0], runner.device, runner.n_block
         launch = partial(buffers.chain.features, *block_on_device(on, spec, n))
         one_by_one = timed(on, buffers.stream, launch, window_s=window_s)
         try:
@@ -97,7 +97,7 @@ def _both_ways(
         first.wait(other)
         first.record(end)
         end.synchronize()
-        found.append(n * n_bytes / max(end.elapsed_s(begin), 1e-9) / 1e9)
+        found.append(n * n_bytes / max(1e-3 * begin.elapsed_time(end), 1e-9) / 1e9)
     return found
 
 

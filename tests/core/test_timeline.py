@@ -13,9 +13,8 @@ import pytest
 from errors import raises
 
 from leakmel.core.errors import DataError
-from leakmel.core.monitor import SAMPLE_KEYS, Monitor, Sampler
+from leakmel.core.monitor import SAMPLE_KEYS, Sampler
 from leakmel.core.timeline import (
-    MAX_BYTES,
     MAX_SPANS,
     STAGE_MEANING,
     STAGES,
@@ -31,7 +30,7 @@ from leakmel.core.timeline import (
 from leakmel.insight.diagnose import attribute, bounds, stage_table
 
 
-def large_run(n_files: int = 200_000, *, device: bool, n_cores: int = 8, n_samples: int = 12_000) -> Timeline:
+def large_run(n_files: int = 200_000, *, device: bool, n_samples: int = 12_000) -> Timeline:
     "What a build of many recordings leaves behind: on the CPU by four workers, or by eight readers, a device and a writer."
     rng, timeline, at = np.random.default_rng(0), Timeline(), dict[str, float]()
 
@@ -67,11 +66,7 @@ def large_run(n_files: int = 200_000, *, device: bool, n_cores: int = 8, n_sampl
         Span("verify", "publisher-0", end + 0.2, end + 0.6, "TRAINING"),
     ]
     for t in np.linspace(0, end + 1, n_samples):
-        timeline.samples.append(
-            {"time_s": float(t)}
-            | {k: float(rng.uniform(0, 1e10)) for k in SAMPLE_KEYS if k != "cpu_cores_percent"}
-            | {"cpu_cores_percent": [int(x) for x in rng.integers(0, 101, n_cores)]}
-        )
+        timeline.samples.append({"time_s": float(t)} | {k: float(rng.uniform(0, 1e10)) for k in SAMPLE_KEYS})
     return timeline
 
 
@@ -100,11 +95,11 @@ def test_parts_stand_behind_the_body_and_last_as_long_together():
 # ---- size
 
 
-@pytest.mark.parametrize(("device", "n_cores"), [(False, 2), (True, 16), (True, 192)])
-def test_200_000_files_take_less_than_a_megabyte(tmp_path, device, n_cores):
-    timeline = large_run(device=device, n_cores=n_cores)
+@pytest.mark.parametrize("device", [False, True])
+def test_200_000_files_take_less_than_a_megabyte(tmp_path, device):
+    timeline = large_run(device=device)
     path = write_timeline(timeline, tmp_path / "t.json")
-    assert path.stat().st_size < MAX_BYTES
+    assert path.stat().st_size < 1_000_000
     back = read_timeline(path)
     assert len(back.spans) <= MAX_SPANS
     assert back.meta["joined_spans"] == len(timeline.spans) - len(back.spans) > 10_000
@@ -168,8 +163,7 @@ def test_samples_are_joined_by_what_they_are():
             cpu_percent=None if t < 2 else 10.0 * t,
             rss_bytes=[9, 1, 5, 2, 3][t],
             disk_read_bytes=t,
-            cpu_cores_percent=None if t < 2 else [t, 10 * t],
-            pcie_rx_bytes_per_s=None,
+            gpu_percent=None,
         )
         for t in range(5)
     ]
@@ -180,16 +174,14 @@ def test_samples_are_joined_by_what_they_are():
         cpu_percent=20.0,
         rss_bytes=5,
         disk_read_bytes=2,
-        cpu_cores_percent=[2, 20],
-        pcie_rx_bytes_per_s=None,
+        gpu_percent=None,
     )
     assert b == dict(
         time_s=4.0,
         cpu_percent=35.0,
         rss_bytes=3,
         disk_read_bytes=4,
-        cpu_cores_percent=[4, 35],
-        pcie_rx_bytes_per_s=None,
+        gpu_percent=None,
     )
     assert thin_samples(made, 5) == made
 
@@ -231,8 +223,6 @@ def test_the_schema_is_documented_whole(stored):
         lambda b: b["samples"].append({"time_s": None}),
         lambda b: b["samples"].append({"rss_bytes": 1}),
         lambda b: b["samples"].append({"time_s": 1, "rss_bytes": "much"}),
-        lambda b: b["meta"].update(workers=7),
-        lambda b: b["meta"].update(check="all"),
     ],
 )
 def test_a_damaged_file_is_one_error(stored, change):
@@ -274,17 +264,16 @@ NVML = {
     "nvmlDeviceGetHandleByIndex": "gpu",
     "nvmlDeviceGetUtilizationRates": Fake(gpu=42),
     "nvmlDeviceGetMemoryInfo": Fake(used=7),
-    "nvmlDeviceGetPcieThroughput": 3,
 }
 
 
-def with_nvml(monkeypatch, broken: str = "", counter: int | None = None) -> None:
-    "An NVML with one GPU, in which one query raises (or, of the PCIe throughput, one counter)."
+def with_nvml(monkeypatch, broken: str = "") -> None:
+    "An NVML with one GPU, in which one query raises."
     nv = types.ModuleType("pynvml")
 
     def function(name: str) -> Any:
         def call(*args: Any) -> Any:
-            if name == broken and counter in (None, args[-1] if args else None):
+            if name == broken:
                 raise RuntimeError("Not Supported")
             return NVML[name]
 
@@ -292,7 +281,6 @@ def with_nvml(monkeypatch, broken: str = "", counter: int | None = None) -> None
 
     for name in NVML:
         setattr(nv, name, function(name))
-    nv.NVML_PCIE_UTIL_TX_BYTES, nv.NVML_PCIE_UTIL_RX_BYTES = 0, 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pynvml", nv)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -305,17 +293,15 @@ def missing_values(sampler: Sampler) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("broken", "counter", "lost"),
+    ("broken", "lost"),
     [
-        ("", None, set()),
-        ("nvmlDeviceGetUtilizationRates", None, {"gpu_percent"}),
-        ("nvmlDeviceGetMemoryInfo", None, {"vram_bytes"}),
-        ("nvmlDeviceGetPcieThroughput", 1, {"pcie_rx_bytes_per_s"}),
-        ("nvmlDeviceGetPcieThroughput", 0, {"pcie_tx_bytes_per_s"}),
+        ("", set()),
+        ("nvmlDeviceGetUtilizationRates", {"gpu_percent"}),
+        ("nvmlDeviceGetMemoryInfo", {"vram_bytes"}),
     ],
 )
-def test_a_query_of_nvml_that_raises_costs_its_own_figure(monkeypatch, broken, counter, lost):
-    with_nvml(monkeypatch, broken, counter)
+def test_a_query_of_nvml_that_raises_costs_its_own_figure(monkeypatch, broken, lost):
+    with_nvml(monkeypatch, broken)
     sampler = Sampler()
     assert missing_values(sampler) == lost
     assert set(sampler.missing) == lost
@@ -324,8 +310,6 @@ def test_a_query_of_nvml_that_raises_costs_its_own_figure(monkeypatch, broken, c
 @pytest.mark.parametrize(
     ("owner", "broken", "lost"),
     [
-        (psutil, "cpu_times", {"cpu_total_percent", "cpu_cores_percent"}),
-        (psutil, "virtual_memory", {"ram_used_bytes"}),
         (psutil.Process, "memory_info", {"rss_bytes"}),
         (psutil.Process, "io_counters", {"disk_read_bytes", "disk_written_bytes"}),
         (psutil, "Process", {"rss_bytes", "disk_read_bytes", "disk_written_bytes"}),
@@ -341,23 +325,6 @@ def test_a_query_of_psutil_that_raises_costs_its_own_figures(monkeypatch, owner,
     assert missing_values(sampler) == lost
     assert set(sampler.missing) == lost
     assert all("denied" in why for why in sampler.missing.values())
-
-
-def test_cores_are_told_one_by_one(monkeypatch):
-    timeline = Timeline()
-    until = time.monotonic() + 60
-    with Monitor(timeline, 0.03):
-        while (
-            sum(s["cpu_cores_percent"] is not None for s in timeline.samples) < 2 and time.monotonic() < until
-        ):
-            sum(i * i for i in range(100_000))
-    seen = [s["cpu_cores_percent"] for s in timeline.samples if s["cpu_cores_percent"] is not None]
-    assert timeline.samples[0]["cpu_cores_percent"] is None
-    assert seen
-    assert all(
-        len(cores) == psutil.cpu_count() and all(isinstance(v, int) and 0 <= v <= 100 for v in cores)
-        for cores in seen
-    )
 
 
 def monitor_cost(n_samples: int, interval_s: float = 0.1) -> float:

@@ -304,9 +304,9 @@ def test_a_split_that_is_through_when_it_is_looked_at_has_a_rate_that_can_be(tmp
         for job in jobs:
             job.n_done = 100
         live.look()
-        standing = live._bars["TESTING"].standing
-    assert 400 <= standing.seconds < 800
-    assert standing.n_done == 100
+        bar = live._bars["TESTING"]
+        assert 400 <= bar.seconds < 800
+        assert bar.n_done == 100
 
 
 def test_a_signal_while_bars_are_made_closes_those_that_stand(tmp_path, monkeypatch):

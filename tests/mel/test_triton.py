@@ -102,8 +102,11 @@ def last_programs(fields: dict[str, Any], n: int, x: np.ndarray) -> tuple[np.nda
     samples, mels = unreserved((n, spec.n_samples), np.int16), unreserved((n, *spec.row_shape), np.float16)
     moments = unreserved((n, 5), np.float64)
     samples[-1] = x
-    n_rows = n * chain.sizes.n_distinct
-    n_programs, needed = -(-n_rows // chain.launch.rows), -(-chain.sizes.n_distinct // chain.launch.rows) + 1
+    n_rows = n * chain._constants["n_distinct"]
+    n_programs, needed = (
+        -(-n_rows // chain.launch.rows),
+        -(-chain._constants["n_distinct"] // chain.launch.rows) + 1,
+    )
     plain = type(builder).set_grid_idx
 
     def shifted(by: int) -> Callable[[int, int, int], None]:
@@ -433,13 +436,8 @@ def test_nothing_beyond_the_samples_is_read(
 
 def test_tensors_that_do_not_fit_are_refused(interpreter: ProcessPoolExecutor) -> None:
     messages = interpreter.submit(refusals, MelSpec(duration_s=0.25).to_dict()).result()
-    what = ["samples"] * 3 + ["features"] * 2 + ["moments"] * 2
-    assert messages == [
-        *(f"{w} the kernel cannot work on" for w in what),
-        "moments are of 16-bit samples",
-        "more recordings than the chain was made for",
-        "samples the kernel cannot work on",
-    ]
+    what = ["samples"] * 3 + ["features"] * 2 + ["moments"] * 2 + ["samples"] * 3
+    assert messages == [f"{w} the kernel cannot work on" for w in what]
 
 
 # -- the engine ---------------------------------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ class AlteredEngine(TorchEngine):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        for flight in (f for r in self.runners for f in r.pool.buffers):
+        for flight in (f for r in self.runners for f in r.buffers):
             flight.chain = AlteredChain(flight.chain, type(self).change)
 
 

@@ -28,7 +28,7 @@ def pick_device(
     "The device that is meant; auto: the first GPU, where there is one."
     if name == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
-    kinds = "|".join(DEVICES if registered else ("cuda",))
+    kinds = "|".join(("cuda", *DEVICES) if registered else ("cuda",))
     found = re.fullmatch(rf"(?:cpu|({kinds})(?::(\d{{1,3}}))?)", name)
     if not found:
         raise UsageError(
