@@ -11,7 +11,6 @@ __all__ = [
     "BUSY_CPU_SHARE",
     "MOST_SUGGESTIONS",
     "MOST_READERS",
-    "Rule",
     "RULES",
     "Suggestion",
     "Evidence",
@@ -229,8 +228,7 @@ def _slots(e: Evidence) -> Suggestion | None:
     return Suggestion("slots", present, max(3, 2 * present), why, min(e.wall_s, e.idle_s + e.gain_s("wait")))
 
 
-Rule = Callable[[Evidence], Suggestion | None]
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Callable[[Evidence], Suggestion | None], ...] = (
     _computing_threads,
     _slots,
     _reading_threads,
@@ -330,8 +328,8 @@ def _why_nothing(e: Evidence) -> str:
     if e.limit.stage == "start_up":
         import_s = covered_s(s for s in e.timeline.spans if s.stage == "start_up" and s.lane == "imports")
         return f"No setting to change: start-up ({import_s:.2f} s of it imports) is paid once in a run: it weighs less with more recordings."
-    used = "" if e.n_cores is None or e.is_device else f" of {e.n_cores} usable core{'s' * (e.n_cores > 1)}"
-    return f"No setting to change: {e.limit.stage} takes what this machine{used} gives, as far as the records show."
+    used = "" if e.n_cores is None or e.is_device else f" on {e.n_cores} usable core{'s' * (e.n_cores > 1)}"
+    return f"No setting to change: the records show none that would shorten {e.limit.stage}{used}."
 
 
 # %% ../../nbs/insight/advice.ipynb #b7cbd350

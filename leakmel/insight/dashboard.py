@@ -5,7 +5,6 @@
 # %% auto #0
 __all__ = [
     "NOT_AVAILABLE",
-    "NO_REPORT",
     "NO_TIMELINE",
     "dashboard_kinds",
     "cache_sentence",
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..audio.problems import how_many, in_words, show_place, wrapped
-from ..core.errors import LeakmelError, UsageError, show_path
+from ..core.errors import LeakmelError, show_path
 from ..core.monitor import mean, peak, size_text
 from ..core.parameters import Kinds
 from ..dataset.run.publish import BuildResult
@@ -40,7 +39,7 @@ from ..dataset.run.report import kept_sentence
 from ..dataset.source.bad_files import share_sentence
 from .advice import analysis_text
 from .diagnose import bounds, limit_text, report_text
-from .runs import RunRecord, changed_since, run_of_results, taken_over, tidy
+from .runs import RunRecord, changed_since, joined_timelines, taken_over, tidy
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,7 +86,7 @@ def _total(reports: Sequence[Mapping[str, Any]], key: str) -> str:
 # %% ../../nbs/insight/dashboard.ipynb #9afbd144
 def _time_facts(run: RunRecord) -> list[tuple[str, str]]:
     "When, how long, and where the time went."
-    reports, clocks = list(run.reports.values()), run.clocks
+    reports = list(run.reports.values())
     made = [str(r.get("created_at_utc", "")).replace("T", " ").replace("+00:00", " UTC") for r in reports]
     speed = NOT_AVAILABLE
     if run.seconds:
@@ -96,11 +95,7 @@ def _time_facts(run: RunRecord) -> list[tuple[str, str]]:
             n_read = run.found - sum(r.get("kept_files", 0) for r in reports)
             speed = f"{n_read:,} of {run.found:,} files had to be read; {run.seconds:.2f} s in all"
     facts = [("made", _words(made)), ("speed", speed)]
-    start_up_s = max(float(r.get("start_up_s") or 0) for r in reports)
-    if start_up_s >= 0.01:
-        facts.append(("start-up", f"{start_up_s:.2f} s for imports, not part of the rate"))
-    went = " ".join(limit_text(bounds(t)) for t in clocks)
-    facts.append(("where it went", went or "no timeline next to the data sets"))
+    facts.append(("where it went", " ".join(limit_text(bounds(t)) for t in run.clocks) or NOT_AVAILABLE))
     return [*facts, ("page cache", _words([r.get("cache") for r in reports]))]
 
 
@@ -133,8 +128,6 @@ def _machine_facts(run: RunRecord) -> list[tuple[str, str]]:
     m = reports[0].get("machine") or {}
     ram = f"{m['ram_bytes'] / 1e9:.0f} GB of RAM" if m.get("ram_bytes") else None
     cores = f"{m['n_cores']} cores" if m.get("n_cores") else None
-    software = [f"{k} {m[k]}" for k in ("python", "numpy", "h5py", "torch") if m.get(k)]
-    versions = [f"leakmel {r['leakmel_version']}" for r in reports if r.get("leakmel_version")]
     engine, device, mode, spec = (
         _words([r.get(key) for r in reports]) for key in ("engine", "device", "mode", "fingerprint")
     )
@@ -148,7 +141,6 @@ def _machine_facts(run: RunRecord) -> list[tuple[str, str]]:
     return [
         ("processor", _words([m.get("cpu"), cores, ram])),
         ("GPU", m.get("gpu") or "none"),
-        ("software", _words([m.get("os"), *software, *versions])),
         ("engine", f"{engine} on {device}, mode {mode}, fingerprint {spec}"),
         ("CPU", load("cpu_percent", "%", 1) + " (a core is 100 %)"),
         ("RAM", load("rss_bytes", "MB", 1e-6)),
@@ -232,7 +224,10 @@ def build_card(
     results: Sequence[BuildResult],  # of one build
 ) -> Card:
     "Return the card of a build that has just ended."
-    return run_card(run_of_results(results))
+    reports = {r.path.name: r.summary for r in results}
+    timelines = joined_timelines({r.path.name: r.timeline for r in results})
+    paths = tuple(r.path for r in results)
+    return run_card(RunRecord(paths[0].parent, reports, timelines, paths))
 
 
 # %% ../../nbs/insight/dashboard.ipynb #79696c8c
@@ -251,16 +246,13 @@ def rejected_card(
 
 
 # %% ../../nbs/insight/dashboard.ipynb #6ffe3ce6
-NO_REPORT = "There is no report here, so the speed is not known."
-NO_TIMELINE = "There is no timeline here, so it is not known where the time went."
+NO_TIMELINE = "There is no report with a timeline here, so it is not known where the time went."
 
 
 def advice(
     run: RunRecord,
 ) -> str:  # paragraphs of text
     "Say what limited a run, and what to change."
-    if not run.reports:
-        return NO_REPORT
     of_clock = [(t, [r for n, r in run.reports.items() if run.timelines.get(n) is t]) for t in run.clocks]
     return "\n\n".join(analysis_text(t, reports) for t, reports in of_clock) or NO_TIMELINE
 
@@ -269,8 +261,6 @@ def stage_reports(
     run: RunRecord,
 ) -> str:  # paragraphs of text
     "The stages of each data set of a run as a table."
-    if not run.reports:
-        return NO_REPORT
     said = []
     for name, timeline in run.timelines.items():
         r = run.reports[name]
@@ -292,10 +282,8 @@ class DataFacts:
     left_out: list[str]  # sentences on files that were not read
 
     def __repr__(self) -> str:
-        said = f"{len(self.table):,} recordings, {len(self.spectra):,} spectra"
-        if self.largest is None:
-            said = "No data set with rows lies here."
-        return "\n".join([said, *self.left_out])
+        counts = f"{len(self.table):,} recordings, {len(self.spectra):,} spectra"
+        return "\n".join([counts if self.largest else "No data set with rows lies here.", *self.left_out])
 
 
 def data_facts(
@@ -308,8 +296,6 @@ def data_facts(
     from leakmel.dataset.file.reader import open_dataset
     from leakmel.insight.data_plots import recording_spectra
 
-    if spectra < 0:
-        raise UsageError("spectra must be at least 0", code="out-of-range", found=spectra)
     columns = ["split", "sensor", "label", "rms_db"]
     facts, tables, most = (
         DataFacts(pd.DataFrame(columns=columns), np.zeros((0, 0)), [], np.zeros(0), None, []),

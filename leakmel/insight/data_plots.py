@@ -42,23 +42,12 @@ def _coded(values: Sequence[str] | np.ndarray, missing: str = "") -> tuple[list[
     return [str(n) for n in names], code
 
 
-def _require_same(**columns: Sequence | np.ndarray) -> None:
-    "Refuse columns of different lengths."
-    if len({len(c) for c in columns.values()}) > 1:
-        raise DataError(
-            "columns of different lengths",
-            code="columns-differ-in-length",
-            found=", ".join(f"{name} {len(c)}" for name, c in columns.items()),
-        )
-
-
 # %% ../../nbs/insight/data_plots.ipynb #aebcbb43
 def classes_by_split(
     splits: Sequence[str],  # [B], the split of each recording
     labels: Sequence[str],  # [B]
-) -> "go.Figure":  # raises DataError for columns of different lengths
+) -> "go.Figure":
     "Draw how many recordings of each label a split has."
-    _require_same(splits=splits, labels=labels)
     if not len(labels):
         return _figure([], "No recording to show", height=120)
     label_names, label_id = _coded(labels)
@@ -121,9 +110,8 @@ def classes_by_sensor(
     splits: Sequence[str],  # [B], the split of each recording
     sensors: Sequence[str],  # [B], empty where not known
     labels: Sequence[str],  # [B]
-) -> "go.Figure":  # raises DataError for columns of different lengths
+) -> "go.Figure":
     "Draw how many recordings of each label a sensor has in each split."
-    _require_same(splits=splits, sensors=sensors, labels=labels)
     if not len(labels):
         return _figure([], "No recording to show", height=120)
     label_names, label_id = _coded(labels)

@@ -60,14 +60,9 @@ def interval_s(
     "Return the start of the first and the end of the last span; work ahead opens no split."
     own = [s for s in timeline.spans if split is None or s.split == split]
     if split is not None:
-        own = _without(own, ahead_of_rows(timeline)) or own
+        ahead = set(ahead_of_rows(timeline))
+        own = [s for s in own if s not in ahead] or own
     return (min(s.start_s for s in own), max(s.end_s for s in own)) if own else None
-
-
-def _without(spans: list[Span], others: list[Span]) -> list[Span]:
-    "Those that are none of the others."
-    ids = {id(s) for s in others}
-    return [s for s in spans if id(s) not in ids] if ids else spans
 
 
 # %% ../../nbs/insight/diagnose.ipynb #7b8685d9
@@ -80,7 +75,7 @@ def spans_of(
     return [] if within is None else _spans_within(timeline.spans, split, *within)
 
 
-def _spans_within(spans: list[Span], split: str | None, first: float, last: float) -> list[Span]:
+def _spans_within(spans: Iterable[Span], split: str | None, first: float, last: float) -> list[Span]:
     "Those of a split and of none, cut to its time."
     kept = [
         _cut(s, first, last)
@@ -108,8 +103,6 @@ def lane_pieces(
 ) -> list[Piece]:  # by time, without overlaps, without "wait"
     "Cut the spans of one lane so that one stage is left at any instant: the one that started last."
     ordered = sorted((s for s in spans if s.end_s > s.start_s), key=lambda s: (s.start_s, -s.end_s))
-    if all(a.end_s <= b.start_s for a, b in zip(ordered, ordered[1:])):
-        return [(s.start_s, s.end_s, s.stage) for s in ordered if s.stage != "wait"]
     times = sorted({t for s in ordered for t in (s.start_s, s.end_s)})
     pieces: list[Piece] = []
     running: list[tuple[int, float, str]] = []  # heap of (-rank, end_s, stage): the last to start is on top
@@ -134,11 +127,9 @@ def attribute(
     within = interval_s(timeline, split)
     if within is None:
         return {}
-    behind = ahead_of_rows(timeline)
-    main, ahead = (
-        stage_pieces(_spans_within(spans, split, *within))
-        for spans in (_without(timeline.spans, behind), behind)
-    )
+    early = set(ahead_of_rows(timeline))
+    others = [s for s in timeline.spans if s not in early]
+    main, ahead = (stage_pieces(_spans_within(spans, split, *within)) for spans in (others, early))
     pieces, names = main + ahead, list(dict.fromkeys((*STAGES, *(p[2] for p in main + ahead))))
     starts, ends = (np.array([p[i] for p in pieces], dtype=np.float64) for i in (0, 1))
     seconds, idle_s = _shares(starts, ends, np.arange(len(pieces)) >= len(main), *within)
@@ -333,7 +324,8 @@ def bounds(
     if within is None or within[1] <= within[0]:
         return []
     wall_s, exclusive = within[1] - within[0], attribute(timeline, split)
-    main = _spans_within(_without(timeline.spans, ahead_of_rows(timeline)), split, *within)
+    early = set(ahead_of_rows(timeline))
+    main = _spans_within([s for s in timeline.spans if s not in early], split, *within)
     streams: dict[str, list[Span]] = {}
     for s in main:
         streams.setdefault(stream_of(s), []).append(s)
@@ -381,7 +373,7 @@ LEAST_TOLD_S = 0.1  # below, shares of time are chance
 def too_short(
     seconds: float,
 ) -> str:  # one sentence; empty where there was time enough
-    "Say that a run was too short to be judged."
+    "Say that a run was too short to be analysed."
     return (
         ""
         if seconds >= LEAST_TOLD_S
@@ -466,6 +458,4 @@ def report_text(
     ]
     if outside_s >= 0.005:
         parts.append(f"{outside_s:.3f} s of the build lie outside of all spans.")
-    if timeline.meta.get("joined_spans"):
-        parts.append(f"{timeline.meta['joined_spans']:,} spans were joined to their neighbours.")
     return "\n".join(parts)

@@ -29,7 +29,7 @@ import numpy as np
 
 from ..audio.problems import how_many
 from ..core.errors import LeakmelError, UsageError, show_path
-from ..core.parameters import Kinds, answer_unknown
+from ..core.parameters import Kinds
 from ..core.run_plan import runs_folder
 from ..dataset.file.spec_file import SpecFile, write_spec
 from ..dataset.run.inputs import resolve_spec
@@ -100,13 +100,12 @@ class Selection:
     def samples(self, spec: MelSpec) -> tuple[int, int]:  # half-open
         "Where the chosen segments begin and end in the recording."
         s = self.fitted(spec)
-        assert s.stop is not None  # fitted
         inner = (
             (0, spec.long_window)
             if s.short is None
             else (s.short * spec.short_hop, s.short * spec.short_hop + spec.short_window)
         )
-        return s.first * spec.long_hop + inner[0], (s.stop - 1) * spec.long_hop + inner[1]
+        return s.first * spec.long_hop + inner[0], ((s.stop or 1) - 1) * spec.long_hop + inner[1]
 
     def frames(self, spec: MelSpec) -> tuple[np.ndarray, np.ndarray]:
         "Distinct frame starts of the chosen segments [D], samples, and where the first of each stands in [L * S * T]."
@@ -206,13 +205,8 @@ class Explorer:
 
     def choose(self, **words: str) -> bool:
         "Choose recordings by split, label, sensor, flag; words that were chosen before give way. Returns whether there are any (else all stays)."
-        known = list(asdict(self.choice))
-        if unknown := [name for name in words if name not in known]:
-            raise UsageError(
-                answer_unknown(unknown[0], known), code="unknown-choice", expected=", ".join(known)
-            )
         wanted = replace(self.choice, **words)
-        older = [name for name in known if name not in words and getattr(wanted, name)]
+        older = [name for name, word in asdict(wanted).items() if word and name not in words]
         dropped = []
         try:
             while not len(found := self.recordings.matching(wanted)):
@@ -455,9 +449,9 @@ def recording_figure(
 def _subtitle(recording: FittedRecording, spec: MelSpec, chosen: Selection, each: int) -> str:
     "Which recording, which part of it, and what was done to it."
     n_long, n_short, _, _ = spec.row_shape
-    assert chosen.stop is not None  # fitted
-    part = f"long segments {chosen.first} to {chosen.stop - 1} of 0 to {n_long - 1}"
-    if chosen.stop - chosen.first == n_long:
+    stop = chosen.stop or n_long
+    part = f"long segments {chosen.first} to {stop - 1} of 0 to {n_long - 1}"
+    if stop - chosen.first == n_long:
         part = f"all {n_long} long segments"
     short = (
         f"{n_short} short ones in each" if chosen.short is None else f"of each the short one {chosen.short}"

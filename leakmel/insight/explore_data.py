@@ -53,7 +53,7 @@ class Recordings:
     "Recordings that can be explored, in the order of the listings; raises DataError where there is none."
 
     manifest: Manifest
-    table: "pd.DataFrame"  # listing, k (its number in the listing), split, shown, label, sensor, rms_db, silent, flags (tuple of words)
+    table: "pd.DataFrame"  # that of the scan, and listing, k (its number in the listing), shown, flags (tuple of words)
     n_left_out: int = 0  # of the manifest: they cannot be read, or have no label
 
     def __post_init__(self) -> None:
@@ -105,16 +105,9 @@ class Recordings:
 
 # %% ../../nbs/insight/explore_data.ipynb #95c7ed86
 def recordings_of_scan(
-    manifest: Manifest,  # with content
+    manifest: Manifest,  # of scan(root, content=True)
 ) -> Recordings:  # raises DataError where nothing can be explored
     "Return the recordings that a scan could read."
-    if manifest.content is None:
-        raise DataError(
-            "the scan did not read the recordings",
-            code="scan-without-content",
-            path=manifest.root,
-            remedy="scan(root, content=True)",
-        )
     sizes = [len(x) for x in manifest.listings]
     label_ids = np.concatenate([x.label_ids for x in manifest.listings])
     whole = manifest.table.reset_index(drop=True).assign(
@@ -129,8 +122,7 @@ def recordings_of_scan(
     for path, status in zip(shown, table["status"]):
         words = [word for word in status.split("+") if word not in ("", "ok")]
         flags.append(tuple(dict.fromkeys([*words, *kinds.get(path, ())])))
-    columns = ["listing", "k", "split", "label", "sensor", "rms_db", "silent"]
-    return Recordings(manifest, table[columns].assign(shown=shown, flags=flags), len(whole) - len(table))
+    return Recordings(manifest, table.assign(shown=shown, flags=flags), len(whole) - len(table))
 
 
 # %% ../../nbs/insight/explore_data.ipynb #1905df65
@@ -202,9 +194,7 @@ class SplitAudio:
         most: int = 1000,  # recordings; of more an even sample is taken
         device: str = "auto",  # "auto", "cpu", "cuda", "cuda:1": where features are computed; "auto" is the CPU
         engine: str = "auto",
-    ):
-        if most < 1:
-            raise UsageError("most must be at least 1 recording", code="out-of-range", found=most)
+    ):  # raises RecordingError for one that was changed or removed since the scan
         table = recordings.table
         rows = np.flatnonzero((table["split"] == split) & ~table["silent"].astype(bool))
         self.split = split
@@ -213,12 +203,8 @@ class SplitAudio:
         self.engine = engine
         # opening a GPU takes longer than a CPU computes a few thousand recordings
         self.device = "cpu" if (engine, device) == ("auto", "auto") else device
-        self.recordings: list[FittedRecording] = []
-        for row in rows[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64))]:
-            try:
-                self.recordings.append(read_row(recordings, int(row), spec))
-            except RecordingError:  # changed or removed since the scan
-                self.n_found -= 1
+        even = np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64))
+        self.recordings = [read_row(recordings, int(row), spec) for row in rows[even]]
 
     def spectra(self, spec: MelSpec) -> SplitSpectra:
         "Compute mean spectra by a spec of the same rate, length and rules; raises LeakmelError."

@@ -240,8 +240,6 @@ def _mel_title(flat: np.ndarray, labels: Sequence[str]) -> str:
         round(float(np.median(p[np.isfinite(p)]))) + 0.0 if np.isfinite(p).any() else float("-inf")
         for p in flat
     ]  # whole dB
-    if len(medians) == 1:
-        return f"{_plain(labels[0])}: median {medians[0]:.0f} dB"
     low, high = int(np.argmin(medians)), int(np.argmax(medians))
     return f"Median level from {medians[low]:.0f} dB ({_plain(labels[low])}) to {medians[high]:.0f} dB ({_plain(labels[high])})"
 

@@ -7,7 +7,6 @@ __all__ = [
     "find_runs",
     "joined_timelines",
     "RunRecord",
-    "run_of_results",
     "taken_over",
     "changed_since",
     "tidy",
@@ -21,6 +20,7 @@ __all__ = [
 
 # %% ../../nbs/insight/runs.ipynb #b5744af6
 import json, os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,7 +34,6 @@ from ..core.parameters import Kinds, check_types, field_kinds
 from ..core.run_plan import runs_folder
 from ..core.timeline import Gauge, Timeline, read_timeline
 from ..dataset.run.config import PipelineConfig
-from ..dataset.run.publish import BuildResult
 from .diagnose import aligned, attribute, interval_s
 from .plots import _TEXT, _dress, _f32, _figure, _plain, _subplots
 from .timeline_plots import stage_bars
@@ -139,11 +138,6 @@ class RunRecord:
     data_sets: tuple[Path, ...]  # in the order of the reports, then those without one
 
     @property
-    def name(self) -> str:
-        "The folder's name."
-        return self.folder.name
-
-    @property
     def clocks(self) -> list[Timeline]:
         "Timelines, each once."
         return list({id(t): t for t in self.timelines.values()}.values())
@@ -167,26 +161,13 @@ class RunRecord:
     @cached_property
     def exclusive(self) -> dict[str, float]:
         "Exclusive seconds of each stage; adds up to the wall clock."
-        total: dict[str, float] = {}
-        for shares in map(attribute, self.clocks):
-            for stage, seconds in shares.items():
-                total[stage] = total.get(stage, 0.0) + seconds
-        return total
+        total = Counter[str]()
+        for t in self.clocks:
+            total.update(attribute(t))  # type: ignore[arg-type]  # seconds, not counts
+        return dict(total)
 
     def __repr__(self) -> str:
-        return f"RunRecord({self.name}: {len(self.reports)} reports, {len(self.data_sets)} data sets, {self.found:,} files found)"
-
-
-def run_of_results(
-    results: Sequence[BuildResult],  # of one build
-) -> RunRecord:
-    "The record of a build that has just ended, without reading its files."
-    return RunRecord(
-        results[0].path.parent,
-        {r.path.name: r.summary for r in results},
-        joined_timelines({r.path.name: r.timeline for r in results}),
-        tuple(r.path for r in results),
-    )
+        return f"RunRecord({self.folder.name}: {len(self.reports)} reports, {len(self.data_sets)} data sets, {self.found:,} files found)"
 
 
 # %% ../../nbs/insight/runs.ipynb #6f0891f0
@@ -247,16 +228,13 @@ def _require_small(path: Path, most: int) -> None:
         )
 
 
-def _body(path: Path, most: int) -> dict[str, Any]:
-    "The JSON object of a file of so many bytes at the most, tidied."
+def _body(path: Path, most: int) -> Any:
+    "The JSON of a file of so many bytes at the most, tidied."
     _require_small(path, most)
     try:
-        body = tidy(json.loads(path.read_bytes()))
+        return tidy(json.loads(path.read_bytes()))
     except (OSError, ValueError, RecursionError) as e:
         raise _damaged(path, e) from e
-    if not isinstance(body, dict):
-        raise _damaged(path, f"a {type(body).__name__} instead of a JSON object")
-    return body
 
 
 # %% ../../nbs/insight/runs.ipynb #27a35945
@@ -279,8 +257,6 @@ _REPORT_KINDS: Kinds = {
     **dict.fromkeys(("span_name", "root", "engine", "device", "mode", "fingerprint"), (str,)),
     **dict.fromkeys(("created_at_utc", "leakmel_version"), (str,)),
     "start_up_s": (float, None),
-}
-_INFLOW_KINDS: Kinds = {
     "cache": (str,),
     "bytes_asked": (int,),
     "bytes_from_device": (int, None),
@@ -315,17 +291,14 @@ def _require_kinds(path: Path, values: Any, kinds: Kinds) -> None:
 def _report(path: Path) -> dict[str, Any]:
     "The report of a data set; raises DataError for one that no build can have written."
     body = _body(path, _MOST_REPORT_BYTES)
+    _require_kinds(path, body, _REPORT_KINDS)
     if missing := [key for key in _NEEDED if key not in body]:
         raise _damaged(path, f"no {', '.join(missing)} in it")
-    _require_kinds(path, body, _REPORT_KINDS | _INFLOW_KINDS)
     for part, kinds in _PART_KINDS.items():
         if body.get(part) is not None or part == "verified":
             _require_kinds(path, body[part], kinds)
     for key in _COUNTS:
         _require_kinds(path, body.get(key, {}), dict.fromkeys(body.get(key, {}), (int,)))
-    labels = body.get("label_names", [])
-    if not isinstance(labels, list) or not all(isinstance(name, str) for name in labels):
-        raise _damaged(path, "label_names that are no list of names")
     checked = body["verified"].get("checked", 0)
     if body["rows"] + body["rejected"] != body["found"] or checked > body["rows"]:
         raise _damaged(
@@ -396,7 +369,7 @@ def runs_compared(
         note = "Only a run with a report that built all of its rows has a rate"
         return _figure([], "No run to compare", note, height=120)
     rates = [r.files_per_s or 0.0 for r in known]
-    y = short_names([_plain(r.name) for r in known])
+    y = short_names([_plain(r.folder.name) for r in known])
     fig = _subplots(rows=1, cols=2, shared_yaxes=True, column_widths=[0.4, 0.6], horizontal_spacing=0.04)
     rate_bars = dict(
         type="bar",
@@ -438,7 +411,7 @@ def runs_table(
 ) -> str:
     "Runs as lines of text, and the settings in which they differ."
     table = [("run", "made (UTC)", "files", "s", "files/s", "verified", "engine", "mode", "page cache")]
-    for run, name in zip(runs, short_names([r.name for r in runs])):
+    for run, name in zip(runs, short_names([r.folder.name for r in runs])):
         reports = list(run.reports.values())
         words = [
             ", ".join(dict.fromkeys(str(r[key]) for r in reports if r.get(key)))

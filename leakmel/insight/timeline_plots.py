@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["stage_bars", "exclusive_bar", "batch_timeline", "utilization"]
 
-# %% ../../nbs/insight/timeline_plots.ipynb #36ce9db7
+# %% ../../nbs/insight/timeline_plots.ipynb #224933e2
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -130,15 +130,6 @@ def _slice_bars(spans: list[Span], edges: np.ndarray) -> list[_Bar]:
 
 
 # %% ../../nbs/insight/timeline_plots.ipynb #f4f3f172
-def _lane_order(spans: list[Span]) -> list[str]:
-    "Lanes in the order of the work, then by name."
-    first: dict[str, int] = {}
-    for s in spans:
-        rank = STAGES.index(s.stage) if s.stage in STAGES else len(STAGES)
-        first[s.lane] = min(first.get(s.lane, rank), rank)
-    return sorted(first, key=lambda lane: (first[lane], lane))
-
-
 def batch_timeline(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
@@ -147,7 +138,9 @@ def batch_timeline(
     spans, within = spans_of(timeline, split), interval_s(timeline, split)
     if within is None:
         return _figure([], "No span was recorded", height=200)
-    lanes, seconds = _lane_order(spans), within[1] - within[0]
+    rank = {stage: i for i, stage in enumerate(STAGES)}  # lanes are in the order of the work, then by name
+    lanes = [lane for _, lane in sorted((rank.get(s.stage, 99), s.lane) for s in spans)]
+    lanes, seconds = list(dict.fromkeys(lanes)), within[1] - within[0]
     by_lane = {lane: [s for s in spans if s.lane == lane] for lane in lanes}
     subtitle = f"{len({(s.split, s.batch) for s in spans if s.batch >= 0}):,} batches, a bar per span"
     bars = [_span_bar(s) for s in spans]
@@ -221,8 +214,6 @@ def _measured(samples: list[dict], curve: _Curve) -> tuple[np.ndarray, np.ndarra
     pairs = [(s["time_s"], s[curve.key]) for s in samples if s.get(curve.key) is not None]
     t, v = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     if curve.key.startswith("disk_"):
-        keep = np.diff(t, prepend=-np.inf) > 0
-        t, v = t[keep], v[keep]
         v, t = np.diff(v) / np.diff(t), t[1:]
     step = max(1, -(-len(t) // MAX_POINTS))
     return t[::step], curve.factor * v[::step]
@@ -276,8 +267,6 @@ def utilization(
     for i, (row, lines) in enumerate(rows.items(), start=1):
         fig.add_traces(lines, rows=i, cols=1)
         fig.update_yaxes(title=dict(text=row), rangemode="tozero", row=i, col=1)
-        if row == "GPU (%)":
-            fig.update_yaxes(range=[0, 105], row=i, col=1)
         if row == "CPU (%)":  # the height is the load of all cores, so that a curve shows its share of it
             top = max(float(np.max(lines[0]["y"])), 100 * (n_cores or 1))
             fig.update_yaxes(range=[0, 1.05 * top], row=i, col=1)
@@ -290,5 +279,4 @@ def utilization(
         said.append(f"{cpu / 100:.1f}{of} cores busy on average")
     if ram is not None:
         said.append(f"{ram / 1e6:,.0f} MB of RAM at most")
-    title = ", ".join(said) or "Load of the machine"
-    return _dress(fig, title, subtitle, 150 + 110 * len(rows))
+    return _dress(fig, ", ".join(said) or "Load of the machine", subtitle, 150 + 110 * len(rows))
