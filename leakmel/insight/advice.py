@@ -103,6 +103,7 @@ class Evidence:
         self.spans = spans_of(timeline, split)
         self.bounds = bounds(timeline, split)
         self.limit = self.bounds[0] if self.bounds else Bound("wait", 0.0, 0.0)
+        self.limit_words = f"The limit is {self.limit.stage} ({self.limit.gain_s:.2f} of {self.wall_s:.2f} s)"
         self.compute_s = computing_s(timeline, first, last)  # for any split
         self.idle_s, self.engine_s = engine_idle(timeline, split)
         samples = [s for s in timeline.samples if first <= s["time_s"] <= last]
@@ -132,11 +133,6 @@ class Evidence:
     def has_limit(self, *stages: str) -> bool:
         "Return whether one of these stages limits by at least BOTTLENECK_SHARE."
         return self.limit.stage in stages and self.limit.share >= BOTTLENECK_SHARE
-
-    @property
-    def limit_words(self) -> str:
-        "The limit in words."
-        return f"The limit is {self.limit.stage} ({self.limit.gain_s:.2f} of {self.wall_s:.2f} s)"
 
 
 # %% ../../nbs/insight/advice.ipynb #a92e04dc

@@ -372,6 +372,19 @@ def _wave_traces(samples: np.ndarray, spec: MelSpec, chosen: Selection) -> list[
     return traces
 
 
+def _set_axes(fig: "go.Figure", spec: MelSpec, chosen: Selection) -> None:
+    "Shared ranges and units."
+    start, stop = (n / spec.sample_rate for n in Selection(chosen.first, chosen.stop).samples(spec))
+    room = 0.004 * (stop - start)
+    band = [spec.f_min_hz, spec.top_hz]
+    fig.update_xaxes(range=[start - room, stop + room], col=1)
+    fig.update_xaxes(title=dict(text="time (s)"), row=2, col=1)
+    fig.update_yaxes(title=dict(text="amplitude"), nticks=4, row=1, col=1)
+    fig.update_yaxes(title=dict(text="frequency (Hz)"), range=band, row=2, col=1)
+    fig.update_yaxes(matches="y2", range=band, showticklabels=False, row=2, col=2)
+    fig.update_xaxes(title=dict(text="mean level (dB)"), nticks=4, row=2, col=2)
+
+
 def recording_figure(
     state: Explorer,
 ) -> "go.Figure":  # raises LeakmelError where the recording cannot be read
@@ -424,15 +437,7 @@ def recording_figure(
         _curve("mel bands", picture.mean(axis=1, dtype=np.float64), spec.mel_hz, "#D55E00", hover),
     ):
         fig.add_trace(curve, row=2, col=2)
-    start, stop = (n / spec.sample_rate for n in Selection(chosen.first, chosen.stop).samples(spec))
-    room = 0.004 * (stop - start)
-    band = [spec.f_min_hz, spec.top_hz]
-    fig.update_xaxes(range=[start - room, stop + room], col=1)
-    fig.update_xaxes(title=dict(text="time (s)"), row=2, col=1)
-    fig.update_yaxes(title=dict(text="amplitude"), nticks=4, row=1, col=1)
-    fig.update_yaxes(title=dict(text="frequency (Hz)"), range=band, row=2, col=1)
-    fig.update_yaxes(matches="y2", range=band, showticklabels=False, row=2, col=2)
-    fig.update_xaxes(title=dict(text="mean level (dB)"), nticks=4, row=2, col=2)
+    _set_axes(fig, spec, chosen)
     title = f"{_plain(recording.label)}"
     if recording.sensor:
         title += f", sensor {_plain(recording.sensor)}"

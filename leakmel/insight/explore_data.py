@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -118,7 +118,7 @@ def recordings_of_scan(
     kinds: dict[str, list[str]] = {}
     for path, kind in zip(manifest.problems["path"], manifest.problems["kind"]):
         kinds.setdefault(path, []).append(kind)
-    flags = []
+    flags: list[Any] = []
     for path, status in zip(shown, table["status"]):
         words = [word for word in status.split("+") if word not in ("", "ok")]
         flags.append(tuple(dict.fromkeys([*words, *kinds.get(path, ())])))

@@ -384,8 +384,14 @@ class ExploreView:
         state, split, place = self.state, self._split_name(), self.places["split_line"]
         try:
             if self.audio is None or (self.audio.split, self.audio.rules) != (split, state.spec.rules):
-                options = {"most": self.most, "device": state.device, "engine": state.engine}
-                self.audio = SplitAudio(state.recordings, split, state.spec, **options)
+                self.audio = SplitAudio(
+                    state.recordings,
+                    split,
+                    state.spec,
+                    most=self.most,
+                    device=state.device,
+                    engine=state.engine,
+                )
             found = self.audio.spectra(state.spec)
             figure = spectrum_by_label(found.spectra_db, found.labels, state.spec.mel_hz)
         except LeakmelError as e:

@@ -163,7 +163,7 @@ class RunRecord:
         "Exclusive seconds of each stage; adds up to the wall clock."
         total = Counter[str]()
         for t in self.clocks:
-            total.update(attribute(t))  # type: ignore[arg-type]  # seconds, not counts
+            total.update(attribute(t))
         return dict(total)
 
     def __repr__(self) -> str:
@@ -410,7 +410,8 @@ def runs_table(
     runs: Sequence[RunRecord],
 ) -> str:
     "Runs as lines of text, and the settings in which they differ."
-    table = [("run", "made (UTC)", "files", "s", "files/s", "verified", "engine", "mode", "page cache")]
+    head = ("run", "made (UTC)", "files", "s", "files/s", "verified", "engine", "mode", "page cache")
+    table: list[tuple[str, ...]] = [head]
     for run, name in zip(runs, short_names([r.folder.name for r in runs])):
         reports = list(run.reports.values())
         words = [
@@ -433,8 +434,8 @@ def runs_table(
     lines = [aligned(table)]
     if len(runs) > 1:
         differing = settings_that_differ(runs)
-        head = f"Settings that differ, in the order of the runs ({len(differing)}):"
-        lines += ["", head if differing else "All settings are the same."]
+        differ = f"Settings that differ, in the order of the runs ({len(differing)}):"
+        lines += ["", differ if differing else "All settings are the same."]
         lines += [f"{name}: {', '.join(map(str, values))}" for name, values in differing.items()]
     return "\n".join(lines)
 
@@ -448,6 +449,5 @@ def settings_that_differ(
         {**(f.get("spec") or {}), **f.get("pipeline", {}), "machine": (f.get("machine") or {}).get("cpu")}
         for f in firsts
     ]
-    names = dict.fromkeys(name for s in settings for name in s)
-    columns = {n: [s.get(n) for s in settings] for n in names}
+    columns = {n: [s.get(n) for s in settings] for own in settings for n in own}
     return {n: values for n, values in columns.items() if any(v != values[0] for v in values)}
