@@ -347,6 +347,20 @@ def bin_levels_db(
 
 
 # %% ../../nbs/insight/explore.ipynb #c8a3f780
+_COLOR_BAR = dict(
+    title=dict(text="mel level (dB)", side="top"),
+    orientation="h",
+    x=0.89,
+    xanchor="center",
+    y=0.74,
+    yanchor="bottom",
+    len=0.2,
+    thickness=10,
+    outlinewidth=0,
+    nticks=4,
+)
+
+
 def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, hover: str = "") -> Trace:
     "A thin line."
     curve: Trace = dict(type="scatter", name=name, x=_f32(x), y=_f32(y), mode="lines")
@@ -415,18 +429,7 @@ def recording_figure(
         zmax=high,
         colorscale="Viridis",
         name="mels",
-        colorbar=dict(
-            title=dict(text="mel level (dB)", side="top"),
-            orientation="h",
-            x=0.89,
-            xanchor="center",
-            y=0.74,
-            yanchor="bottom",
-            len=0.2,
-            thickness=10,
-            outlinewidth=0,
-            nticks=4,
-        ),
+        colorbar=_COLOR_BAR,
         hovertemplate="%{z} dB at %{x:.3f} s, %{y:.0f} Hz<extra></extra>",
     )
     fig.add_trace(mels, row=2, col=1)
@@ -438,9 +441,7 @@ def recording_figure(
     ):
         fig.add_trace(curve, row=2, col=2)
     _set_axes(fig, spec, chosen)
-    title = f"{_plain(recording.label)}"
-    if recording.sensor:
-        title += f", sensor {_plain(recording.sensor)}"
+    title = ", sensor ".join(filter(None, [_plain(recording.label), _plain(recording.sensor)]))
     if recording.rms_db > SILENT_DB:
         inside = np.flatnonzero((hz > 0) & (hz >= spec.f_min_hz) & (hz <= spec.top_hz))
         loudest = f", loudest at {hz[inside[levels[inside].argmax()]]:,.0f} Hz" if len(inside) else ""

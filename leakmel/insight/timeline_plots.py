@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ["stage_bars", "exclusive_bar", "batch_timeline", "utilization"]
 
-# %% ../../nbs/insight/timeline_plots.ipynb #c29eec4a
+# %% ../../nbs/insight/timeline_plots.ipynb #f4dfacfd
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
