@@ -163,7 +163,7 @@ def _build_text(result: Any) -> str:
     from leakmel.audio.problems import in_words, wrapped
     from leakmel.dataset.source.loader import share_sentence
     from leakmel.dataset.run.report import kept_sentence
-    from leakmel.insight.cards import cache_sentence
+    from leakmel.insight.dashboard import cache_sentence
 
     kept = kept_sentence(result.summary)
     rate = "" if kept else f", {result.files_per_s:,.0f} files/s end to end"

@@ -182,16 +182,13 @@ DATASET_FILES = {
 
 # %% ../../nbs/core/error_codes.ipynb #c658d275
 INSIGHT = {
-    "columns-differ-in-length": "Columns that belong together have different lengths.",
     "damaged-record": "A report, timeline or summary of a run is damaged or not one of leakmel.",
-    "fixed-setting": "The setting is fixed when the notebook starts.",
     "no-matching-recording": "No recording has the chosen split, label, sensor or flag.",
     "no-run-found": "The folder holds no report and no data set of a run.",
     "no-run-named": "The parameter `run` names no folder.",
     "no-usable-recording": "None of the recordings can be read.",
     "other-sample-rules": "The recordings in memory have another rate, length or channel rule than the spec.",
     "record-too-large": "The record is larger than any that leakmel writes.",
-    "scan-without-content": "The manifest was made without reading the recordings.",
     "wrong-shape": "An array has another shape than expected.",
 }
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from leakmel.core.timeline import read_timeline
 from leakmel.dataset.file.reader import open_dataset
-from leakmel.insight.plots import batch_timeline, mels_by_label
+from leakmel.insight.plots import mels_by_label
+from leakmel.insight.timeline_plots import batch_timeline
 from leakmel.ops.bench import newest
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,7 +23,8 @@ import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import show_path
 from leakmel.dataset.file.schema import DIGEST_ATTRIBUTE, metadata_digest
-from leakmel.insight.cards import ProblemTable, RejectedTable, ResultCard
+from leakmel.audio.problems import ProblemReport, show_place
+from leakmel.insight.dashboard import build_card, rejected_card
 from messy import LABELS, RATE, SPLITS, Messy, sound, write_messy
 from outsider import content, fit, log_mel, off
 
@@ -272,7 +273,8 @@ def test_every_place_can_be_pasted_behind_the_root(
         report = json.loads(Path(f"{r.path}.report.json").read_text(encoding="utf-8"))
         shown_places |= {p["path"] for p in report["problems"] if p["kind"] not in no_paths}
         assert report["folder"] == SPLITS[r.split]
-    rejected_places = [path for path, _, _ in RejectedTable(built).files]
+    rejected_places = [show_place(r.summary["folder"], x.path) for r in built for x in r.rejections]
+    assert all(escape(place) in rejected_card(built, most=1000)._repr_html_() for place in rejected_places)
     assert sorted(rejected_places) == sorted(shown(f.split, f.path) for f in messy.files if f.code)
     assert len(shown_places) > 100
     for place in shown_places | set(rejected_places):
@@ -304,10 +306,10 @@ def test_every_kind_has_an_example_and_some_have_all(
     }
     assert {p["kind"] for p in scanned if (p["path"], p["message"]) in said} == {p["kind"] for p in scanned}
     assert all((p["path"], p["message"]) in said for p in scanned if p["kind"] in always)
-    table = ProblemTable(built)
     for r in built:
-        assert len({p.kind for p in r.noted}) > (0 if r.split == "VALIDATION" else ProblemTable.most) - 1
-        given = table.reports[r.path.name].given
+        assert len({p.kind for p in r.noted}) > (0 if r.split == "VALIDATION" else 12) - 1
+        table = ProblemReport(r.noted, most=12)
+        given = table.given
         assert set(given) == {p.kind for p in r.noted}
         assert all(n >= 1 for n in given.values())
         for p in r.noted:
@@ -555,7 +557,10 @@ def test_build_on_the_command_line_counts_everything(
         assert len(counts) > 6
         words = ", ".join(f"{n} x {word}" for word, n in counts[:6])
         assert f"  changed to fit: {words} and {len(counts) - 6} more\n" in unwrapped(done.stdout)
-        assert words in repr(ResultCard(built)).replace("\n" + 18 * " ", " ")
+    card = " ".join(repr(build_card(built)).split())
+    for word in {w for plain in built for w in plain.summary["status_counts"]}:
+        total = sum(plain.summary["status_counts"].get(word, 0) for plain in built)
+        assert f"{total} x {word}" in card.replace("\N{NO-BREAK SPACE}", " ")
     (mode,) = built[0].summary["mode_lines"]
     assert [line.split(":")[0] for line in done.stdout.splitlines()].count(
         "mode stream (auto was asked for)"

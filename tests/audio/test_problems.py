@@ -48,7 +48,7 @@ from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import MachineError
 from leakmel.core.progress import Progress
-from leakmel.insight.cards import ProblemTable, ResultCard
+from leakmel.insight.dashboard import build_card
 from leakmel.insight.plots import MAX_POINTS, level_by_label
 
 SPEC = {"sample_rate": 4096, "duration_s": 1}
@@ -800,8 +800,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     for html in (
         m._repr_html_(),
         m.report(100)._repr_html_(),
-        ProblemTable([result])._repr_html_(),
-        ResultCard([result])._repr_html_(),
+        build_card([result])._repr_html_(),
     ):
         page = Tags(html)
         assert set(page.tags) <= {"div", "b", "p", "table", "tr", "td", "th", "code", "span", "br"}

@@ -1053,13 +1053,13 @@ def test_copies_in_a_split_that_changed_are_reported_for_one_that_stands(demo: P
 
 
 def test_no_rate_is_said_of_rows_that_were_there(data: Path, tmp_path: Path) -> None:
-    from leakmel.insight.cards import ResultCard
+    from leakmel.insight.dashboard import build_card
 
     target = tmp_path / "out" / "x.h5"
-    assert "files/s" in repr(build(data, target)) + repr(ResultCard([build(data, target, fresh=True)]))
+    assert "files/s" in repr(build(data, target)) + repr(build_card([build(data, target, fresh=True)]))
     result = build(data, target)
-    assert "files/s" not in repr(result) + repr(ResultCard([result]))
-    assert "0 of 32 files had to be read" in repr(ResultCard([result]))
+    assert "files/s" not in repr(result) + repr(build_card([result]))
+    assert "0 of 32 files had to be read" in repr(build_card([result]))
     assert result.summary["kept_files"] == 32
 
 

@@ -25,7 +25,6 @@ from leakmel.core.timeline import (
 )
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.source.loader import BatchReader
-from leakmel.dataset.source.read_ahead import WINDOW_FILES
 from leakmel.dataset.file.writer import RowFile
 from leakmel.insight.advice import (
     BOTTLENECK_SHARE,
@@ -165,11 +164,7 @@ def test_the_largest_share_need_not_be_the_limit():
     shares = attribute(timeline)
     assert shares["read"] > 4
     found = bounds(timeline)
-    assert (found[0].stage, found[0].gain_s, found[0].factor) == (
-        "compute",
-        pytest.approx(5.0),
-        pytest.approx(2.0),
-    )
+    assert (found[0].stage, found[0].gain_s) == ("compute", pytest.approx(5.0))
     assert next(b for b in found if b.stage == "read").gain_s == 0
 
 
@@ -226,10 +221,7 @@ def test_waits_are_exposed_where_nobody_works():
     assert attribute(timeline, "A")["wait"] == 4
     found = analyse(timeline, "A")
     assert (found.limiting, found.bounds[0].gain_s) == ("wait", 3)
-    assert (
-        "Exposed wait: no lane was busy for 3.00 s (50 %). For 1.00 s more, lanes worked for other splits only."
-        in str(found)
-    )
+    assert "Exposed wait: no lane was busy for 3.00 s (50 %)." in str(found)
 
 
 # ---- the check's work ahead of the rows
@@ -318,34 +310,9 @@ def test_disk_bound():
     )
     assert names(found) == ["read_workers", "read_ahead"]
     assert (found.suggestions[0].present, found.suggestions[0].new) == (2, 4)
-    assert "with 2 threads at 80 MB/s" in found.suggestions[0].evidence
+    assert "with 2 threads on 8 cores" in found.suggestions[0].evidence
     assert found.suggestions[0].at_most_s == pytest.approx(found.bounds[0].gain_s / 2)
-    assert "GPU use of 5 % is low because the GPU waits for filled batches" in str(found)
-
-
-def test_a_longer_queue_is_no_advice_where_all_recordings_fitted_into_it():
-    def advised(n_files: int, **more: Any) -> list[tuple[Any, Any]]:
-        timeline = disk_bound(8)
-        timeline.spans = [replace(s, n_files=0) for s in timeline.spans] + [
-            Span("read", "reader-0", 0, 10, "T", n_files=n_files)
-        ]
-        cold = summary_of(
-            cache="cold",
-            bytes_from_device=800_000_000,
-            bytes_asked=800_000_000,
-            read_ahead_files=20,
-            read_workers=16,
-            **more,
-        )
-        return [
-            (s.present, s.new)
-            for s in analyse(timeline, summary=cold).suggestions
-            if s.parameter == "read_ahead"
-        ]
-
-    assert advised(46) == advised(WINDOW_FILES) == advised(500, read_ahead=500) == []
-    assert advised(WINDOW_FILES + 1) == [(None, 1024)]
-    assert advised(501, read_ahead=500) == [(500, 1024)]
+    assert "GPU use of 5 %: computing took " in str(found)
 
 
 def test_low_gpu_use_is_right_where_the_disk_gives_no_more():
@@ -360,9 +327,9 @@ def test_low_gpu_use_is_right_where_the_disk_gives_no_more():
     found = analyse(disk_bound(16), summary=cold)
     assert (found.limiting, found.suggestions) == ("read", ())
     assert found.gpu.startswith(
-        "GPU use of 5 % is right: computing took 0.50 of 10.12 s, read is the limit, and a GPU that took no time would save at most "
+        "GPU use of 5 %: computing took 0.50 of 10.12 s, read is the limit, and a GPU that took no time would save at most "
     )
-    assert found.nothing.startswith("No setting to change: read takes what this machine gives")
+    assert found.nothing.startswith("No setting to change: the records show none that would shorten read")
 
 
 def cpu_bound(n_workers: int) -> Timeline:
@@ -391,14 +358,14 @@ def test_cpu_bound():
 def test_cpu_bound_with_all_cores_at_work_has_nothing_to_change():
     found = analyse(cpu_bound(4))
     assert (found.limiting, found.suggestions) == ("compute", ())
-    assert "of 4 usable cores gives" in found.nothing
+    assert "shorten compute on 4 usable cores" in found.nothing
 
 
 def test_no_more_threads_where_the_cores_are_busy_or_too_many_already():
     timeline = cpu_bound(2)
     timeline.samples = [{"time_s": float(t), "cpu_percent": 395.0, "gpu_percent": 1.0} for t in range(10)]
     assert analyse(timeline).suggestions == ()
-    assert analyse(timeline).gpu == "GPU use of 1 % is right: the engine computes on the CPU."
+    assert analyse(timeline).gpu == ""
     (s,) = analyse(cpu_bound(6)).suggestions
     assert (s.parameter, s.present, s.new) == ("compute_workers", 6, 4)
 
@@ -413,16 +380,9 @@ def bus_bound() -> Timeline:
 
 
 def test_bus_bound():
-    found = analyse(bus_bound(), summary=summary_of(async_copies=False, gpu_streams=1))
-    assert found.limiting == "copy_in"
-    assert [(s.parameter, s.present, s.new) for s in found.suggestions] == [
-        ("async_copies", False, True),
-        ("gpu_streams", 1, 2),
-    ]
     found = analyse(bus_bound(), summary=summary_of())
-    assert found.suggestions == ()
-    assert "GPU use of 10 % is right" in found.gpu
-    assert names(analyse(bus_bound())) == []  # nothing is known of these settings
+    assert (found.limiting, found.suggestions) == ("copy_in", ())
+    assert "GPU use of 10 %" in found.gpu
 
 
 def test_write_bound():
@@ -436,26 +396,7 @@ def test_write_bound():
         summary=summary_of(write_workers=1, with_waveforms=True, file_bytes=5_000_000_000),
     )
     assert found.limiting == "write"
-    assert [(s.parameter, s.present, s.new) for s in found.suggestions] == [
-        ("with_waveforms", True, False),
-        ("write_workers", 1, 2),
-    ]
-
-
-def test_writing_on_the_threads_that_compute():
-    spans = [
-        s
-        for i in range(4)
-        for s in (
-            *in_turn("compute", f"worker-{i}", 10, 0.1, 1.0),
-            *in_turn("write", f"worker-{i}", 10, 0.9, 1.0, 0.1),
-        )
-    ]
-    timeline = made(CPU, *spans)
-    timeline.samples = [{"time_s": float(t), "cpu_percent": 60.0} for t in range(10)]
-    assert [(s.parameter, s.present, s.new) for s in analyse(timeline).suggestions] == [
-        ("read_workers", None, 4)
-    ]
+    assert [(s.parameter, s.present, s.new) for s in found.suggestions] == [("write_workers", 1, 2)]
 
 
 def test_start_up_bound():
@@ -473,7 +414,6 @@ def test_start_up_bound():
     assert any(line.startswith("START UP BOTTLENECK: ") for line in found.findings)
     assert found.suggestions == ()
     assert "start-up (3.00 s of it imports) is paid once in a run" in found.nothing
-    assert "is right" in found.gpu
 
 
 def starved() -> Timeline:
@@ -497,17 +437,6 @@ def test_starved_queue():
     )
     assert engine_idle(starved()) == (pytest.approx(4.5), pytest.approx(9.5))
     assert "readers were busy for 53 %" in found.suggestions[0].evidence
-
-
-def test_smaller_batches_where_memory_allows_no_more_slots():
-    spec = lm.MelSpec.preset("disjoint").to_dict()
-    found = analyse(
-        starved(),
-        summary=summary_of(
-            spec=spec, slots=1, read_workers=1, files_per_batch=64, max_bytes_in_flight=8_000_000
-        ),
-    )
-    assert [(s.parameter, s.present, s.new) for s in found.suggestions][0] == ("files_per_batch", 64, 32)
 
 
 def test_a_full_queue_is_not_low():
@@ -551,7 +480,6 @@ def test_resampling_and_decoding_are_limits_of_their_own(tmp_path):
         assert [(s.parameter, s.present, s.new) for s in found.suggestions] == [
             ("read_workers", 2, 8),
             ("mode", "stream", "memmap"),
-            ("spec", "sample_rate=4,096", "the recordings' own sample_rate"),
         ]
         assert (
             "of 1,280 recordings 1,280 were decoded and 1,280 were resampled. A cache file keeps them"
@@ -566,7 +494,7 @@ def test_resampling_and_decoding_are_limits_of_their_own(tmp_path):
     assert names(found) == ["mode"]
     held = mixed_rates("decode", 8)
     held.meta["mode"] = "memmap"
-    assert analyse(held).nothing.startswith("No setting to change: recordings of 16 bits and one channel")
+    assert analyse(held).nothing.startswith("No setting to change: ")
 
 
 def test_copying_from_memory_is_no_fault_of_the_bus():
@@ -577,7 +505,7 @@ def test_copying_from_memory_is_no_fault_of_the_bus():
     ]
     found = analyse(
         made(GPU, *spans, read_workers=1),
-        summary=summary_of(async_copies=False, gpu_streams=1, read_workers=1),
+        summary=summary_of(read_workers=1),
     )
     assert found.findings[0].startswith("STAGE BOTTLENECK: ")
     assert names(found) == ["read_workers"]
@@ -585,20 +513,10 @@ def test_copying_from_memory_is_no_fault_of_the_bus():
 
 def test_publishing_and_checking():
     after = [Span("read", "worker-0", 0, 1, "T"), Span("publish", "publisher-0", 1, 5, "T")]
-    found = analyse(made(CPU, *after), summary=summary_of(compression="gzip"))
-    assert [(s.parameter, s.new) for s in found.suggestions] == [("compression", "none")]
-    found = analyse(
-        made(CPU, *after, Span("sync", "publisher-0", 5, 15, "T")), summary=summary_of(compression="gzip")
-    )
+    assert analyse(made(CPU, *after), summary=summary_of()).findings[0].startswith("PUBLISH BOTTLENECK")
+    found = analyse(made(CPU, *after, Span("sync", "publisher-0", 5, 15, "T")), summary=summary_of())
     assert found.findings == ("SYNC BOTTLENECK: 10.00 of 15.00 s (67 %) would go without it (limit 25 %).",)
-    assert [(s.parameter, s.new) for s in found.suggestions] == [("fsync", False)]
-    found = analyse(
-        made(CPU, *after, Span("verify", "publisher-0", 5, 25, "T")),
-        summary=summary_of(verified={"checked": 6400}),
-    )
-    assert [(s.parameter, s.present, s.new, s.at_most_s) for s in found.suggestions] == [
-        ("check", 6400, 64, pytest.approx(20 * 0.99))
-    ]
+    assert found.suggestions == ()
 
 
 def test_a_balanced_run_has_nothing_to_change():
@@ -691,13 +609,6 @@ def test_advice_is_possible_on_the_machine_it_is_for():
         "read_workers",
         "write_workers",
         "read_ahead",
-        "async_copies",
-        "cuda_graph",
-        "compression",
-        "fsync",
-        "check",
-        "with_waveforms",
-        "engine",
     }
 
 
@@ -706,7 +617,7 @@ def test_hardly_anything_is_judged_as_that(timeline):
     text = analysis_text(timeline)
     assert text.startswith("PERFORMANCE ANALYSIS")
     assert "BOTTLENECK" not in text
-    assert json.dumps([a.to_dict() for a in analyse_run(timeline)])
+    assert json.dumps([asdict(a) for a in analyse_run(timeline)])
 
 
 def shorter(timeline: Timeline, factor: float) -> Timeline:
@@ -736,10 +647,8 @@ def test_of_milliseconds_no_share_is_told(make):
         assert str(found).splitlines()[1:] == [
             f"  Too short to say where the time went: {found.wall_s:.3f} s (shares of less than 0.1 s are chance)."
         ]
-        assert json.dumps(found.to_dict())
     text = report_text(shorter(make(), 1000), title="T", found=1, rows=1, rejected=0, seconds=0.02)
     assert text.count("Too short to say where the time went") == 1
-    assert "largest share" not in text
     as_long = shorter(shorter(make(), 1000), 0.001)
     assert str(analyse(as_long, summary=summary_of())) == str(told)
 

@@ -25,9 +25,10 @@ from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.run.plan import build_kinds, plan_run
 from leakmel.dataset.file.spec_file import MOST_BYTES, asked_spec, read_spec, spec_of_data_set, write_spec
 from leakmel.insight.data_plots import recording_spectra
-from leakmel.insight.explore import Explorer, Selection, explore_kinds
-from leakmel.insight.explore_data import Choice, recordings_of_data_set, recordings_of_scan
-from leakmel.insight.explore_plots import (
+from leakmel.insight.explore import (
+    Explorer,
+    Selection,
+    explore_kinds,
     as_float,
     bin_levels_db,
     borders,
@@ -36,7 +37,7 @@ from leakmel.insight.explore_plots import (
     recording_figure,
     sound_of,
 )
-from leakmel.insight.explore_split import SplitAudio, sample_of
+from leakmel.insight.explore_data import Choice, SplitAudio, recordings_of_scan
 from leakmel.insight.explore_view import ExploreView, Line, is_watched, open_explorer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,40 +103,23 @@ def test_recordings_are_found_by_what_they_are(recordings):
             recordings.matching(Choice(**{name: word}))
 
 
-def test_a_data_set_tells_the_same_without_reading_again(data, built, recordings):
-    found = recordings_of_data_set(built, lm.scan(data))
-    for flag in ("clipped", "silent", "dc_offset", "stereo", "gain_1"):
-        ours, scanned = (
-            set(x.table["shown"].iloc[x.matching(Choice(flag=flag))]) if flag in x.words["flag"] else set()
-            for x in (found, recordings)
-        )
-        assert ours == (
-            set() if flag == "gain_1" else {p for p in scanned if p.startswith("TRAINING")}
-        )  # names are not judged here
-    assert "padded" in found.words["flag"]
-    with pytest.raises(DataError, match="lacks the split"):
-        recordings_of_data_set(built, lm.scan(data, split="testing"))
-
-
 def test_words_chosen_before_give_way_and_it_is_said(state):
     assert state.choose(flag="silent")
     assert state.choose(label="NOLEAK")
     assert (state.choice, state.note) == (
         Choice(label="NOLEAK"),
-        "None of them has flag silent, which was let go.",
+        "None of them has flag silent, which was dropped.",
     )
     assert not state.choose(sensor="none")
     assert "no recording has this sensor" in state.refused
     assert state.choice == Choice(label="NOLEAK")
-    with pytest.raises(UsageError, match="labels"):
-        state.choose(labels="LEAK")
 
 
 def test_the_next_after_the_last_is_the_first_and_a_choice_keeps_the_recording(state):
-    state.step(-1)
+    state.go(-1)
     assert state.place == len(state.matching) - 1
     row = state.row
-    state.step()
+    state.go(state.place + 1)
     assert state.place == 0
     state.go(len(state.matching) - 1)
     assert state.choose(label=state.recording.label)
@@ -165,7 +149,6 @@ def test_a_refused_setting_changes_nothing_and_says_what_to_do(state):
         ({"n_fft": 1024}, "Lower n_fft"),
         ({"f_min_hz": 2000.0, "f_max_hz": 1000.0}, "Change f_min_hz"),
         ({"preset": "magic"}, "unknown preset"),
-        ({"sample_rate": 8000}, "parameters cell"),
         ({"num_mels": 3}, "unknown setting num_mels"),
     ):
         assert not state.set(**change)
@@ -180,16 +163,15 @@ def test_a_refused_setting_changes_nothing_and_says_what_to_do(state):
 
 
 def test_only_what_changed_is_computed_again(state):
-    assert (state.mels.shape, state.n_read, state.n_computed) == ((40, 2, 64, 1), 1, 1)
+    recording, mels = state.recording, state.mels
+    assert mels.shape == (40, 2, 64, 1)
     state.select(3, 5, 1)
     recording_figure(state)
-    assert (state.n_read, state.n_computed) == (1, 1)
+    assert (state.recording is recording, state.mels is mels) == (True, True)
     state.set(n_mels=40)
-    recording_figure(state)
-    assert (state.n_read, state.n_computed) == (1, 2)
-    state.step()
-    recording_figure(state)
-    assert (state.n_read, state.n_computed) == (2, 3)
+    assert (state.recording is recording, state.mels is mels) == (True, False)
+    state.go(state.place + 1)
+    assert state.recording is not recording
 
 
 def test_changes_are_what_differs_from_the_preset(state):
@@ -278,47 +260,31 @@ def test_sound_is_the_chosen_part_and_says_when_it_was_raised(state):
 # ---- the whole split -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("keep", "device", "where"),
-    [
-        (True, "cpu", "memory"),
-        (False, "cpu", "their files"),
-        (True, "fake", "memory"),
-    ],
-)
-def test_the_whole_split_is_as_in_a_build(recordings, built, keep, device, where):
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_the_whole_split_is_as_in_a_build(recordings, built, device):
     with lm.open_dataset(built) as ds:
         right, labels, spec = *recording_spectra(ds), ds.spec
     engine = "cpu" if device == "cpu" else "torch"
-    with SplitAudio(
-        recordings, "TRAINING", spec, keep=keep, device=device, engine=engine, progress="none"
-    ) as audio:
-        audio.spectra(lm.MelSpec.preset("disjoint"))
-        found = audio.spectra(spec)
-        assert found.where == where
-        with pytest.raises(UsageError, match="another rate or length"):
-            audio.spectra(lm.MelSpec.preset("disjoint", duration_s=5.0))
+    audio = SplitAudio(recordings, "TRAINING", spec, device=device, engine=engine)
+    audio.spectra(lm.MelSpec.preset("disjoint"))
+    found = audio.spectra(spec)
+    with raises("other-sample-rules"):
+        audio.spectra(lm.MelSpec.preset("disjoint", duration_s=5.0))
     assert found.labels == labels
     assert (
         np.array_equal(found.spectra_db, right)
         if device == "cpu"
         else np.allclose(found.spectra_db, right, atol=0.01)
     )
-    assert (found.n_found, found.n_taken, found.n_silent, found.seconds > 0) == (60, 60, 1, True)
+    assert (found.n_found, len(found.labels), found.seconds > 0) == (53, 53, True)
 
 
 def test_a_sample_is_stated_and_even(recordings):
-    thin = sample_of(recordings.manifest, "TRAINING", 10).listings[0]
-    whole = next(x for x in recordings.manifest.listings if x.split == "TRAINING")
-    assert [whole.paths.index(p) for p in thin.paths] == [0, 6, 13, 19, 26, 32, 39, 45, 52, 59]
-    with SplitAudio(
-        recordings, "TRAINING", lm.MelSpec.preset("disjoint"), most=10, engine="cpu", progress="none"
-    ) as audio:
-        assert "TRAINING: 10 of 60 recordings, evenly spread" in repr(
-            audio.spectra(lm.MelSpec.preset("disjoint"))
-        )
-    with pytest.raises(UsageError, match="most must be at least 1"):
-        sample_of(recordings.manifest, "TRAINING", 0)
+    spec, table = lm.MelSpec.preset("disjoint"), recordings.table
+    audio = SplitAudio(recordings, "TRAINING", spec, most=10, engine="cpu")
+    whole = list(table["shown"][(table["split"] == "TRAINING") & ~table["silent"]])
+    assert [whole.index(r.shown) for r in audio.recordings] == [0, 5, 11, 17, 23, 28, 34, 40, 46, 52]
+    assert "TRAINING: 10 of 53 recordings, evenly spread" in repr(audio.spectra(spec))
 
 
 # ---- spec files ----------------------------------------------------------------------------------------------------
@@ -690,10 +656,9 @@ def test_the_first_choice_and_spec_come_from_parameters(data, built, tmp_path):
             {"preset": "disjoint@1", "n_mels": 20},
             20,
         )
-    with open_explorer(given(data, data_set=str(built)), progress="none") as state:
+    with open_explorer(given(data, spec_file=str(built), preset=None), progress="none") as state:
         assert state.spec == lm.MelSpec.preset("overlap", n_mels=24, **FIXED)
-        assert state.recordings.source == "the data set TRAINING_DATASET.H5"
-    with pytest.raises(UsageError, match="label LEAK, NOLEAK"):
+    with pytest.raises(UsageError, match="expected LEAK, NOLEAK"):
         open_explorer(given(data, label="LEEK"), progress="none")
     with pytest.raises(UsageError, match="no recording is label NOLEAK, flag clipped"):
         open_explorer(given(data, label="NOLEAK", flag="clipped"), progress="none")
@@ -714,7 +679,6 @@ def test_a_view_draws_what_changed_and_says_what_was_not_taken(data, tmp_path):
         open_explorer(given(data, split="training"), progress="none"),
         controls=False,
         write_to=str(tmp_path / "spec.json"),
-        progress="none",
     )
     names = ("line", "figure", "sound", "split_line", "split_figure", "written")
     view.places = shown = {name: Shown() for name in names}  # type: ignore[assignment]
@@ -803,7 +767,7 @@ def test_under_papermill_the_first_state_is_complete(data, tmp_path):
     assert recording.startswith("LEAK, sensor H101: ")
     assert "louder than" in split
     assert "Recording 1 of 1 (split TRAINING, flag clipped)" in run.text
-    assert "TRAINING: 20 of 60 recordings, evenly spread" in run.text
+    assert "TRAINING: 20 of 53 recordings, evenly spread" in run.text
     assert "<audio" in run.text
     assert not any("widget" in kind for o in run.outputs for kind in o.get("data", {}))
     assert "widgets" not in nbformat.read(run.notebook, as_version=4).metadata

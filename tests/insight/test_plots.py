@@ -14,13 +14,12 @@ from leakmel.insight.data_plots import (
     MOST_SENSORS,
     classes_by_sensor,
     classes_by_split,
-    level_by_sensor,
     quantiles,
     spectrum_by_label,
 )
-from leakmel.insight.flow_plots import FLOW_STAGES, queue_depth, throughput
-from leakmel.insight.plots import batch_timeline, exclusive_bar, level_by_label, mels_by_label, utilization
-from leakmel.insight.run_plots import runs_compared, runs_table
+from leakmel.insight.plots import level_by_label, mels_by_label
+from leakmel.insight.runs import runs_compared, runs_table
+from leakmel.insight.timeline_plots import batch_timeline, exclusive_bar, utilization
 
 MANY = 100_000
 LAYOUT_COLOURS = ("white", "black", "#fff", "#000")
@@ -47,7 +46,6 @@ def pictures_of(c: dict[str, Any]) -> dict[str, Any]:
         "classes_by_split": classes_by_split(c["splits"], c["labels"]),
         "classes_by_sensor": classes_by_sensor(c["splits"], c["sensors"], c["labels"]),
         "level_by_label": level_by_label(c["level"], c["labels"]),
-        "level_by_sensor": level_by_sensor(c["level"], c["sensors"], c["labels"]),
         "spectrum_by_label": spectrum_by_label(c["spectra"], c["labels"][: len(c["spectra"])], c["hz"]),
         "mels_by_label": mels_by_label(
             np.zeros((k, 4, 2, 64, 1), np.float16),
@@ -79,13 +77,7 @@ def made_run(n: int, batch: int = 32) -> Timeline:
     return run
 
 
-RUN_FIGURES: list[Callable[[Timeline], Any]] = [
-    exclusive_bar,
-    batch_timeline,
-    throughput,
-    queue_depth,
-    utilization,
-]
+RUN_FIGURES: list[Callable[[Timeline], Any]] = [exclusive_bar, batch_timeline, utilization]
 
 
 def values(trace: Any, axis: str) -> np.ndarray:
@@ -162,25 +154,11 @@ def test_figures_fit_light_and_dark_and_their_axes_have_units(figure):
     assert "http" not in figure.to_json()
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        classes_by_split,
-        lambda a, b: classes_by_sensor(a, b, a),
-        lambda a, b: level_by_sensor([-1.0] * len(a), b, a),
-    ],
-)
-def test_columns_of_different_lengths_are_refused(draw):
-    with pytest.raises(DataError, match="columns of different lengths"):
-        draw(["A", "B"], ["x"])
-
-
 def test_names_from_a_disk_do_not_become_html():
     names = ["<b>x</b>", "a\udcffb", "line\nbreak"]
     for figure in (
         classes_by_split(names, names),
         classes_by_sensor(names, names, names),
-        level_by_sensor([-1, -2, -3], names, names),
         spectrum_by_label(np.zeros((3, 2)), names, [1, 2]),
     ):
         text = figure.to_json()
@@ -189,62 +167,6 @@ def test_names_from_a_disk_do_not_become_html():
 
 
 # ---- right numbers -------------------------------------------------------------------------------------------------
-
-
-def test_the_rate_over_time_adds_up_to_the_files():
-    run = made_run(200)
-    for trace in throughput(run).data:
-        x, y = values(trace, "x"), values(trace, "y")
-        assert float(np.diff(x) @ y[:-1]) == pytest.approx(200 * 32, rel=1e-3)
-    assert [t.name for t in throughput(run).data] == ["Read", "Compute", "Write"]
-    assert (
-        throughput(run)
-        .layout.title.text.replace("<br>", " ")
-        .startswith("1,778 files/s over 3.60 s, 3,195 in the 2.00 s")
-    )
-
-
-def test_a_steady_stage_is_drawn_steady():
-    run = Timeline()
-    run.spans = [Span("read", "reader", 0.01 * i, 0.01 * i + 0.0001, "T", i, 32) for i in range(60)] + [
-        Span("publish", "main", 0.6, 2.2, "T")
-    ]
-    rates = values(throughput(run).data[0], "y")
-    (under_way,) = np.nonzero(rates)
-    inside = rates[under_way[1] : under_way[-1]]
-    assert len(inside) >= 5
-    assert np.ptp(inside) < 0.25 * 3200, (
-        "slices as narrow as batches would jump between nothing and twice the rate"
-    )
-
-
-def test_publishing_is_no_flow_of_recordings():
-    run = Timeline()
-    run.spans = [
-        Span("publish", "main", 0, 1, "T", n_files=100),
-        Span("verify", "main", 1, 2, "T", n_files=64),
-    ]
-    assert "No stage says" in throughput(run).layout.title.text.replace("<br>", " ")
-    assert set(FLOW_STAGES) == {"read", "compute", "write"}
-
-
-def test_queue_title_counts_the_time_without_a_batch():
-    run = made_run(10)
-    run.gauges = [Gauge("queue.compute", 1, 0), Gauge("queue.compute", 2, 4), Gauge("queue.compute", 5, 0)]
-    assert queue_depth(run).layout.title.text.replace("<br>", " ") == "Batches that waited: 3.0 for compute"
-    assert (
-        queue_depth(run)
-        .layout.title.subtitle.text.replace("<br>", " ")
-        .startswith("None in 25 % of the time")
-    )
-
-
-def test_a_build_without_queues_says_why():
-    run = Timeline()
-    run.spans = [Span("read", "worker-0", 0, 1, "T", 0, 1)]
-    assert "reads, computes and writes for itself" in queue_depth(run).layout.title.subtitle.text.replace(
-        "<br>", " "
-    )
 
 
 def test_quantiles_are_values_that_are_there():
@@ -258,16 +180,6 @@ def test_quantiles_are_values_that_are_there():
     assert np.isnan(found[9]).all()
 
 
-def test_sensors_are_ordered_by_level_and_silent_recordings_counted():
-    figure = level_by_sensor(
-        [-10, -20, -30, -np.inf, -200, np.nan], ["c", "a", "b", "a", "a", "b"], ["L"] * 6
-    )
-    assert list(figure.layout.yaxis.ticktext) == ["c", "a", "b"]
-    assert "not drawn: 3 silent" in figure.layout.title.subtitle.text.replace("<br>", " ")
-    assert figure.layout.title.text.replace("<br>", " ") == "Sensors differ by 20 dB (b -30 dB, c -10 dB)"
-    np.testing.assert_array_equal(values(figure.data[0], "x"), [-10, -20, -30])
-
-
 def test_no_recording_is_lost_where_sensors_are_many():
     c = made(5000, 2, 400)
     figure = classes_by_sensor(c["splits"], c["sensors"], c["labels"])
@@ -279,10 +191,10 @@ def test_no_recording_is_lost_where_sensors_are_many():
 @pytest.mark.parametrize(
     ("sensors", "labels", "said"),
     [
-        ("aabb", "XYXY", "2 sensors, each in one split, all with several labels"),
-        ("aabb", "AAAB", "1 of 2 sensors heard one label only"),
+        ("aabb", "XYXY", "2 sensors, none with one label only or in more than one split"),
+        ("aabb", "AAAB", "1 of 2 sensors have one label only"),
         ("abab", "XYYX", "2 of 2 sensors are in more than one split"),
-        ("abab", "XYXY", "2 of 2 sensors heard one label only and 2 are in more than one split"),
+        ("abab", "XYXY", "2 of 2 sensors have one label only and 2 of 2 sensors are in more than one split"),
         ("aaaa", "XYXY", "All 4 recordings are of one sensor, a"),
     ],
 )
