@@ -40,8 +40,8 @@ from .model.devices import pick_device
 from .model.settings import RESUME, CheckpointSettings, TrainSettings
 from .predict.plots import MOST_RECORDINGS
 from .predict.predict import predict, rule_of
-from .predict.predictions import Predictions, Rule
-from .train.checkpoints import list_checkpoints
+from .predict.predict import Predictions, Rule
+from .model.files import list_checkpoints
 from .train.loop import TrainResult, train
 
 

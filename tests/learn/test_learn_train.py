@@ -27,7 +27,7 @@ from leakmel.learn.data.splits import LeakySplitWarning, SplitWarning, group_spl
 from leakmel.learn.metrics.voting import UNCHOSEN, VOTES, DecisionRule, vote_scores
 from leakmel.learn.model.detector import load_detector, score_rows
 from leakmel.learn.model.settings import SPEED_ONLY, CheckpointSettings
-from leakmel.learn.train.checkpoints import latest_checkpoint, list_checkpoints
+from leakmel.learn.model.files import latest_checkpoint, list_checkpoints
 from leakmel.learn.train.history import EpochFigures, is_better
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.train.loop import TrainResult, train
@@ -665,12 +665,6 @@ def test_a_split_by_sensors_takes_the_place_of_folders(sets: Path, tmp_path: Pat
     assert result.summary["training"]["recordings"] == len(split.parts["training"])
     assert result.summary["validation"]["recordings"] == len(split.parts["validation"])
     assert "By sensor" in result.summary["split"]["method"]
-
-
-def test_single_vectors_and_two_classes(sets: Path, tmp_path: Path) -> None:
-    result = trained(sets, tmp_path, settings=replace(TINY, form="vector", epochs=1), kind="binary")
-    assert result.detector.net.settings.width == 1
-    assert result.detector.task.model_names[1] == "LEAK"
 
 
 def test_every_figure_of_an_epoch_is_filled(right: TrainResult) -> None:

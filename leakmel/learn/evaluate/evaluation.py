@@ -219,7 +219,7 @@ def _notes(
     if split is not None:
         yield from (f"{show_path(p.path)}: {p.message}." for p in split.problems)
         yield from (unknown.format(kind) for kind in split.unchecked)
-    yield from _remembered(detector, known, split, parts, part)
+    yield from _remembered(detector, known, parts)
     for name, ds in parts.items():
         if said := too_short(ds):
             yield f"In {name} {said}."
@@ -229,20 +229,13 @@ def _notes(
         yield "Validation was not given, so the baselines' thresholds are 0.5 and the detector's was chosen: compare the AUC only."
 
 
-def _remembered(
-    detector: Detector, known: Known | None, split: Split | None, parts: Mapping[str, Segments], part: str
-) -> Iterator[str]:
+def _remembered(detector: Detector, known: Known | None, parts: Mapping[str, Segments]) -> Iterator[str]:
     "What the detector says of its training, where the split does not say so already."
     with_training = "training" in parts
     if known is None or not detector.seen.is_all:
         if not with_training:
             yield "Training was not given, and the model does not say what it was: whether a sensor or a recording is on both sides was not looked at."
         return
-    shared = set() if split is None else {s.kind for s in split.shared if part in s.parts}
-    if known.of_sensors and "sensor" not in shared:
-        yield known.of_sensors
-    if known.unknown and not with_training:
-        yield "Not looked at: the sensor of some recordings is not known, so it may be on both sides."
     training = known_of(detector.seen, parts["training"]) if with_training else None
     if training is not None and training.n_new:
         yield (

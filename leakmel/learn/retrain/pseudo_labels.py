@@ -49,9 +49,8 @@ def class_scores(
                     rows.device, non_blocking=True
                 )  # else it waits for all that is queued
         segments = rows.flatten(0, 1)[at]
-        items = segments if detector.net.settings.form == "matrix" else segments.flatten(0, 1)
         with exactly_float32():
-            p = detector.net(matrices(items))[0].float().softmax(1).unflatten(0, (len(segments), -1)).mean(1)
+            p = detector.net(matrices(segments))[0].float().softmax(1)
         out = torch.full((heard.size, p.shape[1]), torch.nan, device=rows.device)
         out[at] = p
         return out.unflatten(0, heard.shape)

@@ -45,7 +45,7 @@ from leakmel.learn.search.trials import (
     trial_folder,
     trial_table,
 )
-from ..train.checkpoints import latest_checkpoint
+from ..model.files import latest_checkpoint
 from ..train.history import EpochFigures, epochs_from, should_stop
 from ..train.inputs import Sources, TooShortWarning, open_training, training_identity
 from ..train.loop import sole_writer, train
