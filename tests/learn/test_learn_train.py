@@ -721,7 +721,7 @@ def test_command_judges_by_the_recordings_for_testing(
         (["--channels", "a,b"], 2, "whole numbers"),
         (["--epoch", "3"], 2, "epochs"),
         (["--validation", "nowhere.h5"], 1, "no such data set"),
-        (["--resume", "always"], 1, "no training to go on with"),
+        (["--resume", "always"], 1, "no training to resume"),
     ],
     ids=str,
 )

@@ -237,7 +237,7 @@ def end_epoch(
         )
     chosen = DecisionRule() if s.vote == "auto" else DecisionRule(s.vote, s.vote_share)
     names = ("val_loss", "val_segment_accuracy", "f1", "auc", "balanced_accuracy")
-    found = dict.fromkeys(names, math.nan)
+    found: dict[str, Any] = dict.fromkeys(names, math.nan)
     if data.validation is not None:
         with room(
             "memory is too small to judge validation while the training holds its own",
