@@ -33,7 +33,7 @@ _PUBLIC = {
     "search": "learn.search.search",
     "SearchResult": "learn.search.search",
     "predict": "learn.predict.predict",
-    "Predictions": "learn.predict.predictions",
+    "Predictions": "learn.predict.predict",
     "evaluate": "learn.evaluate.evaluation",
     "Evaluation": "learn.evaluate.report",
     "retrain": "learn.retrain.rounds",

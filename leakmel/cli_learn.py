@@ -530,7 +530,7 @@ def add_retrain(p: argparse.ArgumentParser) -> None:
         TrainSettings,
         "training (not given: the champion's; a third of epochs, 1/4 of learning rate)",
         show_defaults=False,
-        leave_out=["seed", "form", "channels", "dropout"],
+        leave_out=["seed", "channels", "dropout"],
     )
     p.epilog = (
         "exit status: 0 the round is over, whoever won (--json says whether the champion was replaced); 1 failed; 2 usage; 3 no space; 128+n on "

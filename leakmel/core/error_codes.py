@@ -226,7 +226,6 @@ LEARN_DATA = {
 
 # %% ../../nbs/core/error_codes.ipynb #48c256cc
 LEARN_TRAIN = {
-    "batch-norm": "The net normalises over the batch, so that micro-batches do not add up to the batch.",
     "data-set-missing": "There is no data set at the path, or none for this part in the folder.",
     "empty-class": "A class of the task has no training recording.",
     "folder-in-use": "Another training, search or round writes into the folder.",
@@ -246,6 +245,7 @@ LEARN_TRAIN = {
     "other-split": "The split belongs to other data sets.",
     "other-training": "The folder or state belongs to a training with other settings or data.",
     "output-in-source": "The output lies inside the folder of the recordings.",
+    "removed-setting": "A model or checkpoint was made with a setting that this version no longer has.",
     "scores-not-finite": "The model gives scores that are not numbers.",
     "training-diverged": "The loss is no longer a finite number.",
     "unused-option": "An option is given that has no effect with the others.",

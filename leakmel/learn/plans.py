@@ -48,8 +48,8 @@ from .model.locate import model_file
 from .model.settings import CheckpointSettings, TrainSettings
 from .predict.plots import MOST_RECORDINGS
 from .predict.predict import predict, rule_of
-from .predict.predictions import Predictions, Rule
-from .train.checkpoints import list_checkpoints
+from .predict.predict import Predictions, Rule
+from .model.files import list_checkpoints
 from .train.loop import TrainResult, train
 
 # %% ../../nbs/learn/plans.ipynb #d69278ee

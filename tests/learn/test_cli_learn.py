@@ -36,7 +36,7 @@ pytestmark = [
 
 QUICK = ["--device", "cpu", "--quiet"]
 ROUND = [*QUICK, "--n-draws", "100", "--no-fsync"]
-OF_NET = {"form", "channels", "dropout"}
+OF_NET = {"channels", "dropout"}
 
 Say = Callable[..., tuple[int, str, str]]
 

@@ -17,13 +17,14 @@ from children import server
 from leakmel.audio.wav import digest_of
 from leakmel.core.errors import DataError, OutputError, SpaceError
 from leakmel.learn.model import files
-from leakmel.learn.train.checkpoints import (
+from leakmel.learn.model.files import (
     CheckpointWarning,
     latest_checkpoint,
     list_checkpoints,
+    load_plain,
+    plain_bytes,
     save_checkpoint,
 )
-from leakmel.learn.model.files import load_plain, plain_bytes
 
 N = 300_000  # numbers in a state: more than one piece
 
@@ -38,7 +39,7 @@ def assert_whole(values: dict[str, Any], step: int) -> None:
     assert values["names"] == ["a", None, 2.5, True]
 
 
-IMPORTS = "import torch\nfrom leakmel.learn.train.checkpoints import *\ntorch.set_num_threads(1)\n"
+IMPORTS = "import os, torch\nfrom leakmel.learn.model.files import *\ntorch.set_num_threads(1)\n"
 # Saves four checkpoints and notes each that is through; the process is killed at one of its steps, of a write perhaps in the middle.
 KILLED = f"""
 import itertools, signal

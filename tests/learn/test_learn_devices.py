@@ -234,7 +234,7 @@ def test_portions_are_halved_and_it_is_said_once(caplog):
     portions.each(9, work)
     assert tried == [32, 18, 9, 4, 4, 1]
     assert [r.getMessage() for r in caplog.records] == [
-        "memory ran out: 4 recordings are judged at once from here on, not 32"
+        "memory ran out: 4 recordings are judged at once from here on"
     ]
     assert (portions.n_ran_out, portions.most, trimmed) == (1, 4, [3])
 
@@ -255,7 +255,7 @@ def test_portions_miss_nothing(n, most, fits, caplog):
     portions = Portions(most)
     assert np.concatenate(portions.each(n, work)).tolist() == list(range(n))
     assert portions.n_ran_out == sum(k > fits for k in tried) == len(tried) - sum(k <= fits for k in tried)
-    assert len(caplog.records) == (portions.n_ran_out > 0)
+    assert len(caplog.records) == portions.n_ran_out
 
 
 def test_what_failed_is_let_go_before_less_is_tried():
@@ -340,9 +340,10 @@ def test_rows_that_do_not_fit_at_once_are_judged_a_few_at_a_time(town, caplog, j
         assert np.allclose(found, right, atol=1e-6)
     assert max(tight.given[tight.given.index(most * n_long) :]) == most * n_long, "and stays so"
     assert told == [*range(8, len(found), 8), len(found)]
-    assert [r.getMessage() for r in caplog.records] == [
-        f"memory ran out: {most} recordings are judged at once from here on, not 8"
-    ]
+    assert (
+        caplog.records[-1].getMessage()
+        == f"memory ran out: {most} recordings are judged at once from here on"
+    )
 
 
 @pytest.mark.parametrize("judge", [score_rows, class_scores])
@@ -499,9 +500,7 @@ def test_a_prediction_goes_on_with_less_at_once(wavs, right, caplog, device, eng
     )
     assert np.abs(found - right).max() < 1e-3
     assert max(tight.given) == 4 * 8
-    assert [r.getMessage() for r in caplog.records] == [
-        "memory ran out: 2 recordings are judged at once from here on, not 8"
-    ]
+    assert caplog.records[-1].getMessage() == "memory ran out: 2 recordings are judged at once from here on"
     Tight(detector, 1)
     with pytest.raises(
         MachineError, match="too small to judge a single recording; found out of memory: 2 GB"

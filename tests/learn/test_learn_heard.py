@@ -41,13 +41,11 @@ def noise(seed: int, n: int = RATE, level: int = 900) -> np.ndarray:
     return np.random.default_rng(seed).integers(-level, level, n).astype(np.int16)
 
 
-def made_detector(
-    spec: lm.MelSpec = SPEC, form: str = "matrix", names: tuple[str, ...] = ("LEAK", "NOLEAK")
-) -> Detector:
+def made_detector(spec: lm.MelSpec = SPEC, names: tuple[str, ...] = ("LEAK", "NOLEAK")) -> Detector:
     "A net that was never trained, with scores all over the range."
     torch.manual_seed(0)
     _, n_short, n_mels, n_frames = spec.row_shape
-    settings = NetSettings(form, n_mels, n_frames * (n_short if form == "matrix" else 1), channels=(8, 8))
+    settings = NetSettings(n_mels, n_frames * n_short, channels=(8, 8))
     net = LeakNet(settings, np.full(n_mels, -30.0), np.full(n_mels, 3.0))
     with torch.no_grad():
         net.classes.weight.mul_(20)
@@ -164,11 +162,10 @@ def test_no_row_has_no_segments():
 
 
 @pytest.mark.parametrize("preset", ["disjoint", "overlap"])
-@pytest.mark.parametrize("form", ["matrix", "vector"])
-def test_scores_of_short_recordings_are_those_of_a_prediction(uneven, tmp_path, preset, form):
+def test_scores_of_short_recordings_are_those_of_a_prediction(uneven, tmp_path, preset):
     "Bit for bit, for recordings of every length and rate; who is too short for the one is too short for the other."
     spec = lm.MelSpec.preset(preset, duration_s=1.0)
-    detector = made_detector(spec, form)
+    detector = made_detector(spec)
     with Segments(built(uneven, tmp_path / "x.h5", spec), level="recording") as ds:
         right, heard, paths = score_rows(detector, ds), ds.heard, ds.sources[0].files["path"].to_numpy()
         assert ds.n_too_short == 4
@@ -574,7 +571,7 @@ def test_scores_of_a_gpu_are_waited_for_one_batch_late(rows, monkeypatch):
 def test_no_files_in_a_batch(rows):
     with (
         Segments(rows, level="recording") as ds,
-        pytest.raises(UsageError, match="files_per_batch must be at least 1"),
+        pytest.raises(UsageError, match="must be at least 1"),
     ):
         score_rows(made_detector(), ds, files_per_batch=0)
 

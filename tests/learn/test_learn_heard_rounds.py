@@ -48,12 +48,12 @@ def spec_of(duration_s: float) -> lm.MelSpec:
     return lm.MelSpec.preset("disjoint", duration_s=duration_s)  # long segments of 1,024 samples
 
 
-def made_detector(form: str = "matrix") -> Detector:
+def made_detector() -> Detector:
     "A net that was never trained, with scores all over the range."
     torch.manual_seed(0)
     _, n_short, n_mels, n_frames = spec_of(1.0).row_shape
     net = LeakNet(
-        NetSettings(form, n_mels, n_frames * (n_short if form == "matrix" else 1), channels=(4, 4)),
+        NetSettings(n_mels, n_frames * n_short, channels=(4, 4)),
         np.full(n_mels, -30.0),
         np.full(n_mels, 3.0),
     )
@@ -114,9 +114,8 @@ def test_half_of_what_is_there_is_trusted(share):
         assert not mask[n:].any()
 
 
-@pytest.mark.parametrize("form", ["matrix", "vector"])
-def test_longer_rows_give_the_same_picks(town, form):
-    detector, found = made_detector(form), []
+def test_longer_rows_give_the_same_picks(town):
+    detector, found = made_detector(), []
     for ds in opened(town):
         assert ds.n_too_short == 2
         scores = class_scores(detector, ds, files_per_batch=5)

@@ -86,6 +86,15 @@ def test_an_honest_one_is_read(honest, tmp_path):
     assert load_detector(changed(honest, tmp_path / "model.pt", lambda head, weights: None)).spec == SPEC
 
 
+def test_settings_of_earlier_versions_are_read_or_refused(honest, tmp_path):
+    "All nets read matrices now; one for vectors would take other items."
+    old = changed(honest, tmp_path / "model.pt", lambda head, weights: head["net"].update(form="matrix"))
+    assert load_detector(old).net.settings == load_detector(honest).net.settings
+    path = changed(honest, tmp_path / "model.pt", lambda head, weights: head["net"].update(form="vector"))
+    with raises("removed-setting", DataError, path=path, found="form='vector'"):
+        load_detector(path)
+
+
 def test_a_whole_share_is_a_share(honest, tmp_path):
     "1 is 1.0: a detector that was made with it can be read again, also from a file that holds it as a whole number."
     detector = load_detector(honest)

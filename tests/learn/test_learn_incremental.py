@@ -67,14 +67,11 @@ def towns(tmp_path_factory) -> list[dict[str, Path]]:
     return [town(folder, 0, 60), town(folder, 1, 150)]
 
 
-def fresh(
-    seed: int = 0, task: Any = TASK, form: str = "matrix", spec: Any = None, **settings: Any
-) -> Detector:
+def fresh(seed: int = 0, task: Any = TASK, spec: Any = None, **settings: Any) -> Detector:
     "An untrained detector."
     torch.manual_seed(seed)
-    width = 2 if form == "matrix" else 1
     net = LeakNet(
-        NetSettings(form, width=width, n_classes=len(task.model_names), channels=(4, 8), dropout=0.1),
+        NetSettings(width=2, n_classes=len(task.model_names), channels=(4, 8), dropout=0.1),
         np.full(64, -60.0),
         np.full(64, 10.0),
     )
@@ -178,10 +175,9 @@ def test_scores_that_are_no_numbers_are_refused():
         select(scores)
 
 
-@pytest.mark.parametrize("form", ["matrix", "vector"])
-def test_class_scores_are_those_of_the_detector(towns, form):
+def test_class_scores_are_those_of_the_detector(towns):
     with recordings(towns[1]["testing"]) as new:
-        detector = fresh(task=THREE, form=form)
+        detector = fresh(task=THREE)
         scores = class_scores(detector, new, files_per_batch=5)
         assert np.array_equal(scores[..., 1], score_rows(detector, new, files_per_batch=5))
         assert np.allclose(scores.sum(-1), 1, atol=1e-5)

@@ -30,7 +30,7 @@ from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.predict import predict as prediction
 from leakmel.learn.predict import scoring
 from leakmel.learn.predict.predict import rule_of
-from leakmel.learn.predict.predictions import COLUMNS, Predictions, rejected_path
+from leakmel.learn.predict.predict import COLUMNS, Predictions, rejected_path
 from leakmel.learn.predict.readers import Block
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,11 +39,11 @@ SPEC = lm.MelSpec.preset("disjoint", duration_s=1.0)  # four long segments
 QUIET: dict[str, Any] = {"progress": "none", "device": "cpu", "engine": "torch"}
 
 
-def made_detector(spec: lm.MelSpec = SPEC, form: str = "matrix", seed: int = 0, **more: Any) -> Detector:
+def made_detector(spec: lm.MelSpec = SPEC, seed: int = 0, **more: Any) -> Detector:
     "A net that was never trained, with scores all over the range."
     torch.manual_seed(seed)
     _, n_short, n_mels, n_frames = spec.row_shape
-    settings = NetSettings(form, n_mels, n_frames * (n_short if form == "matrix" else 1), channels=(8, 8))
+    settings = NetSettings(n_mels, n_frames * n_short, channels=(8, 8))
     net = LeakNet(settings, np.full(n_mels, -30.0), np.full(n_mels, 3.0))
     with torch.no_grad():
         net.classes.weight.mul_(20)
@@ -113,9 +113,8 @@ def test_scores_are_those_of_a_data_set(demo, tmp_path, engine):
         assert p.table[name].tolist() == columns[name].tolist(), name
 
 
-@pytest.mark.parametrize("form", ["matrix", "vector"])
 @pytest.mark.parametrize("preset", ["disjoint", "overlap"])
-def test_lengths_and_rates_as_a_data_set_has_them(mixed, tmp_path, preset, form):
+def test_lengths_and_rates_as_a_data_set_has_them(mixed, tmp_path, preset):
     "Cut, resampled and downmixed rows too, and of padded ones what was recorded."
     spec = lm.MelSpec.preset(preset, duration_s=1.0)
     shutil.copytree(mixed, tmp_path / "data" / "A")
@@ -127,7 +126,7 @@ def test_lengths_and_rates_as_a_data_set_has_them(mixed, tmp_path, preset, form)
         engine="torch",
         pipeline=lm.PipelineConfig(device="cpu"),
     )
-    detector = made_detector(spec, form)
+    detector = made_detector(spec)
     with Segments(built.path, level="recording") as rows:
         right, heard, files = score_rows(detector, rows), rows.heard, rows.sources[0].files
         kept, left_out = files.iloc[rows.rows], files.drop(index=rows.rows.tolist())

@@ -78,7 +78,6 @@ def test_what_was_learned_and_what_chose_is_in_the_model(small_sets, trained):
     ):
         right = {d for ds in both.sources for d in ds.files["digest"]}
         assert len(seen.recordings) == len(right)
-        assert len(seen.sensors) == len({s for ds in both.sources for s in ds.files["sensor"]})
         assert seen.is_all
         assert known(seen, both).n_known == len(both.rows)
         assert known(seen, others).n_known == 0
@@ -91,7 +90,7 @@ def test_eight_bytes_for_each(trained):
     seen, n = with_it.seen, 40_000
     small, large = (
         replace(with_it, seen=s).save(trained.parent / f"{len(s.recordings)}.pt", sync=False).stat().st_size
-        for s in (seen, Seen(np.arange(n), seen.sensors, True))
+        for s in (seen, Seen(np.arange(n), True))
     )
     assert abs(large - small - 8 * (n - len(seen.recordings))) < 1000
 
@@ -277,19 +276,6 @@ def noise(seed: int) -> np.ndarray:
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
-def test_sensors_that_are_not_known_are_a_caution(tmp_path):
-    done = lm.train(
-        built(tmp_path / "first", {f"rec{k}": noise(k) for k in range(4)}), out=tmp_path / "run", **HOW
-    )
-    found = judged(done.detector, built(tmp_path / "second", {f"new{k}": noise(k + 50) for k in range(4)}))
-    assert not found.leaky
-    assert (
-        "Not looked at: the sensor of some recordings is not known, so it may be on both sides."
-        in found.cautions
-    )
-
-
-@pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_silence_is_nobodys(tmp_path):
     "Silent recordings are alike: one in the training says nothing of another."
     quiet = np.zeros(40_960, np.int16)
@@ -340,56 +326,13 @@ def test_training_that_is_not_its_own_is_said(small_sets, trained, tmp_path):
     assert not [c for c in own.cautions if "given as training are not among" in c]
 
 
-@pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
-def test_sensors_are_said_once(small_sets, trained):
-    "By the split where it sees them, else by the detector; those that only training and validation share are not what judges."
-    detector = load_detector(trained / "model.pt")
-    with recordings(small_sets / NAMES[2]) as ds:
-        theirs = seen_in([ds])
-    detector.seen = replace(detector.seen, sensors=np.union1d(detector.seen.sensors, theirs.sensors))
-    found = judged(detector, small_sets / NAMES[2], training=[small_sets / NAMES[0]])
-    assert len([c for c in found.cautions if "sensors have names" in c]) == 1, "the split sees nothing"
-    found = judged(
-        detector,
-        small_sets / NAMES[2],
-        training=[small_sets / NAMES[0]],
-        validation=[small_sets / NAMES[0]],
-        allow_leaky_split=True,
-    )
-    assert "sensors" in found.stamps[0]
-    assert len([c for c in found.cautions if "sensors have names" in c]) == 1, "not the ones that judge"
-    found = judged(
-        detector,
-        small_sets / NAMES[2],
-        training=[small_sets / NAMES[0], small_sets / NAMES[2]],
-        allow_leaky_split=True,
-    )
-    assert "sensors" in found.stamps[0]
-    assert not [c for c in found.cautions if "sensors have names" in c], "the stamp says it"
-
-
-def test_sensors_are_a_caution(small_sets, trained):
-    "Another town may have a sensor of the same name."
-    detector = load_detector(trained / "model.pt")
-    with recordings(small_sets / NAMES[2]) as ds:
-        theirs = seen_in([ds])
-    detector.seen = replace(detector.seen, sensors=np.union1d(detector.seen.sensors, theirs.sensors[:1]))
-    found, said = warned(detector, small_sets / NAMES[2])
-    assert not found.leaky
-    assert not said
-    assert (
-        len([c for c in found.cautions if c.startswith(f"1 of {len(theirs.sensors)} sensors have names")])
-        == 1
-    )
-
-
 def test_a_model_that_does_not_say(small_sets, trained, tmp_path):
     "Models of before this was kept are read as ever; that nobody knows is said."
     values = load_plain(trained / "model.pt")
     del values["seen"]
     (tmp_path / "old.pt").write_bytes(plain_bytes(values))
     old = load_detector(tmp_path / "old.pt")
-    assert repr(old.seen) == "Seen(0 recordings, 0 sensors, and perhaps others)"
+    assert repr(old.seen) == "Seen(0 recordings, and perhaps others)"
     found, _ = warned(tmp_path / "old.pt", small_sets / NAMES[0])
     assert not found.leaky
     assert any("the model does not say" in c for c in found.cautions)
@@ -401,7 +344,7 @@ WRONG: dict[str, Any] = {
     "a list": [1, 2],
     "nothing in it": {},
     "texts": {"recordings": ["a"]},
-    "no tensors": {"sensors": None},
+    "no tensors": {"recordings": None},
 }
 
 
@@ -499,7 +442,6 @@ def test_a_round_that_is_not_over_remembers_too(small_sets, trained, tmp_path, m
     for path in (here / "model.pt", here / "checkpoints" / "best.pt"):
         seen = load_detector(path).seen
         assert set(before.recordings) < set(seen.recordings)
-        assert set(before.sensors) <= set(seen.sensors)
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")

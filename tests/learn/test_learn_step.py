@@ -15,16 +15,23 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leakmel.core.errors import MachineError, UsageError
+from leakmel.core.errors import DataError, MachineError, UsageError
 from leakmel.learn.data.segments import Batch
 from leakmel.learn.data.task import make_task
-from leakmel.learn.model.losses import balanced_weights, batch_totals, item_losses, loss_weights, piece_loss
-from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.model.net import (
+    LeakNet,
+    NetSettings,
+    balanced_weights,
+    batch_totals,
+    item_losses,
+    loss_weights,
+    piece_loss,
+)
 from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings
 from leakmel.learn.train import timing
 from leakmel.learn.train.inputs import differences, training_identity
 from leakmel.learn.train.step import StepFigures, Stepper, half_type, learning_rate, piece_bounds, ran_out
-from leakmel.learn.train.timing import StepTimer, StepTimes, device_clock, loader_advice
+from leakmel.learn.train.timing import StepTimer, StepTimes, loader_advice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFF: dict[str, Any] = {
@@ -91,8 +98,6 @@ def test_balanced_weights_make_classes_count_the_same():
     for wrong in ([0, 0, 0], [3, -1, 2]):
         with pytest.raises(UsageError, match="cannot be"):
             balanced_weights(wrong)
-    with pytest.raises(UsageError, match="counts of other classes"):
-        loss_weights(TASK, TrainSettings(), [1, 2])
 
 
 def test_leak_weights_set_the_leak_against_all_the_rest():
@@ -209,13 +214,6 @@ def test_gradients_are_those_of_the_formula():
         torch.allclose(a, b, atol=1e-6)
         for a, b in zip(expected, (f for f in found if f.abs().sum()), strict=True)
     )
-
-
-def test_a_norm_over_the_batch_is_refused():
-    net = net_of()
-    net.layers.append(nn.BatchNorm2d(8))
-    with raises("batch-norm", UsageError, found="BatchNorm2d"):
-        stepper_of(net=net)
 
 
 def test_norms_and_biases_do_not_decay():
@@ -351,7 +349,7 @@ def test_memory_that_runs_out_while_weights_are_written(starved, n_before_writin
     n = starved.step(set())[1]
     assert n - n_before_writing > 50
     for k in range(n_before_writing + 1, n + 1, 9):
-        with raises("out-of-memory", MachineError, remedy="go on from the last checkpoint"):
+        with raises("out-of-memory", MachineError, remedy="resume from the last checkpoint"):
             starved.step({k})
 
 
@@ -467,14 +465,14 @@ def test_order_of_numbers_does_not_matter(last):
 def test_compiled_nets_are_asked_as_wished(monkeypatch):
     asked = []
 
-    def note(net, mode):
-        asked.append((net, mode))
+    def note(net):
+        asked.append(net)
         return net
 
     monkeypatch.setattr(torch, "compile", note)
-    stepper = stepper_of(use_compile=True, compile_mode="reduce-overhead")
+    stepper = stepper_of(use_compile=True)
     stepper.step(batch_of(24))
-    assert asked == [(stepper.net, "reduce-overhead")]
+    assert asked == [stepper.net]
     assert stepper.net.training
 
 
@@ -484,7 +482,7 @@ def test_a_net_that_cannot_be_compiled_says_what_to_do(monkeypatch):
     def refuse(*args):
         raise TorchDynamoException("no compiler\nand much more")
 
-    monkeypatch.setattr(torch, "compile", lambda net, mode: refuse)
+    monkeypatch.setattr(torch, "compile", lambda net: refuse)
     stepper = stepper_of(use_compile=True)
     with raises("not-compiled", MachineError, found="no compiler", remedy="train with use_compile=False"):
         stepper.step(batch_of(24))
@@ -566,12 +564,8 @@ def test_what_is_remembered_of_weights_follows_their_order_of_numbers(orders):
     then, now, same_as_then = (stepper_of(7, channels_last=last) for last in (*orders, orders[0]))
     run(then, range(2))
     for stepper in (now, same_as_then):
-        noted = then.state_dict()
-        noted["settings"]["channels_last"] = (
-            stepper.settings.channels_last
-        )  # "auto" on both devices, which means another order on each
         stepper.net.load_state_dict(then.net.state_dict())
-        stepper.load_state_dict(noted)
+        stepper.load_state_dict(then.state_dict())
         for group in stepper.optimiser.param_groups:
             group["fused"] = True
     for p, held in now.optimiser.state.items():
@@ -582,25 +576,6 @@ def test_what_is_remembered_of_weights_follows_their_order_of_numbers(orders):
         torch.allclose(a, b, atol=1e-5)
         for a, b in zip(weights_of(now), weights_of(same_as_then), strict=True)
     )
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"learning_rate": 1e-4},
-        {"level_db": 1.0},
-        {"seed": 5},
-        {"batch_size": 48},
-        {"channels": (8, 9)},
-        {"n_steps": 8},
-    ],
-    ids=str,
-)
-def test_the_state_of_another_training_is_refused(changes):
-    noted = stepper_of(7).state_dict()
-    stepper = stepper_of(**{"n_steps": 7, **changes})
-    with raises("other-training", UsageError, says=next(iter(changes))):
-        stepper.load_state_dict(noted)
 
 
 OTHERS: dict[str, Any] = {
@@ -638,14 +613,12 @@ OTHERS: dict[str, Any] = {
     "aux_weight": 0.1,
     "amp": "bf16",
     "use_compile": True,
-    "compile_mode": "max-autotune",
     "channels_last": True,
     "vote": "mean",
     "vote_share": 0.25,
     "early_stop_epochs": 1,
     "seed": 5,
     "profile_every": 3,
-    "form": "vector",
     "channels": (8, 9),
     "dropout": 0.1,
 }
@@ -658,53 +631,26 @@ def test_another_value_is_known_for_each_setting():
 
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
-def test_only_what_never_changes_a_weight_may_differ(name, monkeypatch):
-    "One list of settings for the state of a step and for the identity of a training."
-    monkeypatch.setattr(torch, "compile", lambda net, mode: net)
+def test_only_what_never_changes_a_weight_may_differ(name):
     then = TrainSettings(batch_size=24, channels=(8, 8), warmup_share=0.2)
     now, data = (
         replace(then, **{name: OTHERS[name]}),
         SimpleNamespace(identity=dict.fromkeys(("task", "training", "validation"), "")),
     )
     said = differences(training_identity(data, then), training_identity(data, now))  # type: ignore[arg-type]
-    noted = stepper_of(7).state_dict()
-    stepper = Stepper(net_of(), TASK, now, "cpu", COUNTS, 7)
-    if name in SPEED_ONLY:
-        stepper.load_state_dict(noted)
-        assert said == []
-        return
-    with raises("other-training", UsageError, says=name):
-        stepper.load_state_dict(noted)
-    assert len(said) == 1
-    assert said[0].startswith(f"{name}=")
+    assert [text.partition("=")[0] for text in said] == ([] if name in SPEED_ONLY else [name])
+
+
+def test_settings_of_earlier_versions_are_no_difference():
+    data: Any = SimpleNamespace(identity=dict.fromkeys(("task", "training", "validation"), ""))
+    now = training_identity(data, TrainSettings())
+    then = now | {"settings": now["settings"] | {"compile_mode": "max-autotune", "form": "matrix"}}
+    assert differences(then, now) == []
+    with raises("removed-setting", DataError, found="form='vector'"):
+        differences(now | {"settings": now["settings"] | {"form": "vector"}}, now)
 
 
 # Timing
-
-
-class FakeClock:
-    "A device that counts: every mark is ten milliseconds after the one before."
-
-    def __init__(self):
-        self.now, self.settled, self.ranges = 0.0, 0, []
-
-    def mark(self) -> float:
-        self.now += 10
-        return self.now
-
-    def settle(self) -> None:
-        self.settled += 1
-
-    def between(self, first: float, last: float) -> float:
-        assert self.settled, "an event was read before the device had come to it"
-        return last - first
-
-    def memory(self) -> tuple[int | None, int | None]:
-        return int(self.now), 2 * int(self.now)
-
-    def range(self, name: str):
-        self.ranges.append(name)
-        return torch.no_grad()
 
 
 class Loads:
@@ -722,26 +668,35 @@ class Loads:
             yield self.transfer(batch_of(4, i))
 
 
+class Ticking:
+    "A clock on which ten milliseconds pass whenever it is read."
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        self.now_s += 0.01
+        return self.now_s
+
+
 @pytest.mark.parametrize(
     ("n", "every", "sampled"), [(0, 5, 0), (1, 5, 1), (2, 5, 1), (11, 5, 2), (12, 5, 3), (6, 1, 5), (7, 2, 3)]
 )
-def test_a_sample_of_the_batches_is_timed(n, every, sampled):
-    loads, clock = Loads(n), FakeClock()
-    timer = StepTimer("cpu", every, clock)  # type: ignore[arg-type]
+def test_a_sample_of_the_batches_is_timed(n, every, sampled, monkeypatch):
+    monkeypatch.setattr(timing, "time", Ticking())
+    loads, timer = Loads(n), StepTimer("cpu", every)
     for _ in timer.batches(loads):
         with timer.step():
             pass
-    assert clock.settled == 0  # nothing waits for the device before the end
     times = timer.times()
     assert times.n_batches == n
     assert times.n_sampled == sampled
-    assert clock.settled == 1
-    assert times.compute_ms == times.h2d_ms == (10 if n else None)
+    for ms in (times.compute_ms, times.h2d_ms):
+        assert ms == (pytest.approx(10) if n else None)
     assert loads.n_moved == 0
     assert (times.wait_ms is None) == (times.wait_max_ms is None) == (n < 2)
     assert (times.first_wait_ms is None) == (n == 0)
-    assert times.reserved_bytes == 2 * (times.allocated_bytes or 0)
-    assert clock.ranges == ["wait"] * (n + 1)
+    assert times.reserved_bytes is times.allocated_bytes is None
     list(loads)
     assert loads.n_moved == n  # the loader has its own way back
 
@@ -771,7 +726,7 @@ def test_a_copy_that_the_host_waits_for_is_no_waiting_for_the_loader(monkeypatch
 
 
 def test_a_timer_begins_anew_with_each_epoch():
-    timer = StepTimer("cpu", 2, FakeClock())  # type: ignore[arg-type]
+    timer = StepTimer("cpu", 2)
     for n in (5, 3):
         for _ in timer.batches(Loads(n)):
             with timer.step():
@@ -800,7 +755,7 @@ def test_a_loop_that_breaks_off_leaves_the_loader_as_it_was():
 
 
 def test_a_step_that_fails_is_not_timed():
-    timer = StepTimer("cpu", 1, FakeClock())  # type: ignore[arg-type]
+    timer = StepTimer("cpu", 1)
 
     def loop() -> None:
         for _ in timer.batches(Loads(3)):
@@ -829,19 +784,6 @@ def test_advice_follows_the_waiting():
     assert empty.busy_share is None
     assert empty.batches_per_s == 0
     assert all(v is None or isinstance(v, (int, float)) for v in asdict(empty).values())
-
-
-def test_ranges_for_a_profiler(monkeypatch):
-    stepper, clock = stepper_of(accumulation=2), FakeClock()
-
-    def note(name):
-        clock.ranges.append(name)
-        return device_clock("cpu").range(name)
-
-    monkeypatch.setattr(clock, "range", note)
-    stepper.clock = clock  # type: ignore[assignment]
-    stepper.step(batch_of(24))
-    assert clock.ranges == ["augment", "forward", "backward", "forward", "backward", "optimiser"]
 
 
 class FakeEvent:
@@ -880,13 +822,13 @@ def test_the_clock_of_a_card_asks_for_nothing_before_the_end(monkeypatch):
         "current_stream": lambda device: f"stream of {device}",
         "synchronize": settle,
         "max_memory_allocated": lambda device: 7,
-        "memory_reserved": lambda device: 9,
+        "max_memory_reserved": lambda device: 9,
         "reset_peak_memory_stats": lambda device: calls.append("reset"),
     }
     for name, fake in replaced.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    timer, loads = StepTimer("cpu", 2, device_clock("cuda:0")), Loads(6)
-    monkeypatch.setattr(timer.clock, "range", lambda name: torch.no_grad())
+    timer, loads = StepTimer("cuda:0", 2), Loads(6)
+    monkeypatch.setattr(Batch, "to", lambda batch, device: batch)
     for _ in timer.batches(loads):
         with timer.step():
             pass

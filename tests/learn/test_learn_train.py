@@ -27,7 +27,7 @@ from leakmel.learn.data.splits import LeakySplitWarning, SplitWarning, group_spl
 from leakmel.learn.metrics.voting import UNCHOSEN, VOTES, DecisionRule, vote_scores
 from leakmel.learn.model.detector import load_detector, score_rows
 from leakmel.learn.model.settings import SPEED_ONLY, CheckpointSettings
-from leakmel.learn.train.checkpoints import latest_checkpoint, list_checkpoints
+from leakmel.learn.model.files import latest_checkpoint, list_checkpoints
 from leakmel.learn.train.history import EpochFigures, is_better
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.train.loop import TrainResult, train
@@ -667,12 +667,6 @@ def test_a_split_by_sensors_takes_the_place_of_folders(sets: Path, tmp_path: Pat
     assert "By sensor" in result.summary["split"]["method"]
 
 
-def test_single_vectors_and_two_classes(sets: Path, tmp_path: Path) -> None:
-    result = trained(sets, tmp_path, settings=replace(TINY, form="vector", epochs=1), kind="binary")
-    assert result.detector.net.settings.width == 1
-    assert result.detector.task.model_names[1] == "LEAK"
-
-
 def test_every_figure_of_an_epoch_is_filled(right: TrainResult) -> None:
     for e in right.epochs:
         assert 0 < e.loss < 10
@@ -727,7 +721,7 @@ def test_command_judges_by_the_recordings_for_testing(
         (["--channels", "a,b"], 2, "whole numbers"),
         (["--epoch", "3"], 2, "epochs"),
         (["--validation", "nowhere.h5"], 1, "no such data set"),
-        (["--resume", "always"], 1, "no training to go on with"),
+        (["--resume", "always"], 1, "no training to resume"),
     ],
     ids=str,
 )

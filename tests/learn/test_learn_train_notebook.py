@@ -41,8 +41,7 @@ def test_trains_judges_and_draws(sets: Path, tmp_path: Path) -> None:
     assert run.errors == []
     titles = [o.data[PLOTLY]["layout"]["title"]["text"] for o in run.outputs if PLOTLY in o.get("data", {})]
     assert titles[0].startswith("F1 of ")
-    assert " % of the time went into " in titles[1]
-    assert len(titles) > 4
+    assert len(titles) > 3
     assert re.search(r"\b([\d,]+) of \1 batches in", run.text), "progress that reads right when it is saved"
     assert "<svg" in run.text
     assert not re.search(r"\b0%\||Widget\(", run.text)

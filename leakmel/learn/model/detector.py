@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = [
     "FORMAT",
-    "Detector",
     "picture_shape",
+    "Detector",
+    "spec_of",
     "load_detector",
     "check_features",
     "differing",
@@ -17,11 +18,10 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/model/detector.ipynb #a4e28ae7
-import json
-import os
-import re
+import json, os, re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,21 +31,39 @@ import torch
 from torch import Tensor
 
 from ...core.errors import DataError, LeakmelError, MachineError, UsageError, show_path
+from ...mel.spec import MelSpec
 from ..data.loaders import open_loader
 from ..data.segments import Segments
 from ..data.task import Task
 from ..metrics.voting import UNCHOSEN, VOTES, vote_scores
 from .devices import Portions, exactly_float32, ran_out, room
 from .files import load_plain, plain_bytes, require_kind, write_whole
-from .net import FORMS, LeakNet, NetSettings, matrices
+from .net import LeakNet, NetSettings, matrices
 from .provenance import Seen, from_plain, to_plain
-from ...mel.spec import MelSpec
-
+from .settings import current_names
 
 # %% ../../../nbs/learn/model/detector.ipynb #2ba797d7
+FORMAT = "leakmel detector 1"
+_ITEMS_ON_CPU = 640  # that a net is given at once: what its layers hand on stays in the caches of a core
+_PLAIN = ("engine", "thresholds", "threshold_from", "vote", "share", "record")  # parts of a detector
+_BEGINS = re.compile(rb"PK\x03\x04.{26,128}/data\.pkl.{0,128}format.{1,16}leakmel detector \d", re.DOTALL)
+
+
+def picture_shape(
+    row_shape: tuple[int, ...],  # L, S, M, T
+) -> tuple[int, int]:  # M, W
+    "Return bands and columns of a net's input."
+    return row_shape[2], row_shape[1] * row_shape[3]
+
+
+def _is_detector(f: BinaryIO) -> bool:
+    "By its beginning: one of another version counts too, and one that is damaged."
+    return _BEGINS.match(f.read(512)) is not None
+
+
 @dataclass(eq=False, repr=False)
 class Detector:
-    "A net, what it listens to, and how its answers are read."
+    "A net, the features it reads, and how its scores become an answer."
 
     net: LeakNet
     task: Task
@@ -61,17 +79,53 @@ class Detector:
     seen: Seen = field(default_factory=Seen)  # what it was trained with
 
     def __post_init__(self):
-        _check_parts(self)
+        if self.vote not in VOTES:
+            raise UsageError(
+                "no such rule for the vote", code="usage", found=repr(self.vote), expected=", ".join(VOTES)
+            )
+        if set(self.thresholds) != set(VOTES) or not all(0 <= t <= 1 for t in self.thresholds.values()):
+            raise UsageError(
+                "each rule has a threshold from 0 to 1", code="invalid-detector", found=self.thresholds
+            )
+        if isinstance(self.share, bool) or not isinstance(self.share, Real) or not 0 < self.share <= 1:
+            raise UsageError(
+                "share must be a number above 0 and at most 1", code="usage", found=repr(self.share)
+            )
         self.share = float(self.share)
+        s = self.net.settings
+        needed = (s.n_mels, s.width) if self.spec is None else picture_shape(self.spec.row_shape)
+        if (s.n_mels, s.width, s.n_classes) != (*needed, len(self.task.model_names)):
+            raise UsageError(
+                "the net was made for other features or classes",
+                code="invalid-detector",
+                found=f"{s.n_mels} bands, {s.width} columns, {s.n_classes} classes",
+                expected=f"those of {self.spec} and {self.task}",
+            )
 
     @property
     def threshold(self) -> float:
         "Threshold of the vote that is used."
         return self.thresholds[self.vote]
 
-    def segment_scores(self, rows: Tensor) -> Tensor:
-        "[B, L, S, M, T] dB -> [B, L] float32 probability of a leak in each long segment."
-        return _segment_scores(self, rows)
+    def segment_scores(
+        self,
+        rows: Tensor,  # [B, L, S, M, T] dB
+    ) -> Tensor:  # [B, L] float32; raises UsageError for another number of dimensions
+        "Compute the probability of a leak in each long segment."
+        if rows.ndim != 5:
+            found = f"shape {tuple(rows.shape)}"
+            raise UsageError(
+                "not rows of a data set", code="wrong-shape", found=found, expected="[B, L, S, M, T]"
+            )
+        if not len(rows):
+            return torch.empty(rows.shape[:2], device=rows.device)
+        self.net.eval()
+        items = rows.flatten(0, 1)
+        n_long = rows.shape[1]
+        at_once = max(1, _ITEMS_ON_CPU // n_long) * n_long if rows.device.type == "cpu" else len(items)
+        with torch.inference_mode(), exactly_float32():
+            logits = torch.cat([self.net(matrices(some))[0] for some in items.split(at_once)])
+            return logits.float().softmax(1)[:, self.task.leak_in_model].reshape(rows.shape[:2])
 
     def recording_scores(
         self,
@@ -79,128 +133,46 @@ class Detector:
         vote: str | None = None,  # None: the detector's own
         share: float | None = None,
     ) -> np.ndarray:  # [...] float64; a leak where it is at least the threshold of the rule
-        "Scores of recordings."
+        "Compute the scores of recordings."
         return vote_scores(segment_scores, vote or self.vote, self.share if share is None else share)
 
     def save(self, path: str | os.PathLike, *, sync: bool = True) -> Path:  # sync: wait for the disk
-        "Write the detector to a file, which is there as a whole or not at all; replaces another detector, and raises OutputError for anything else."
-        return _save(self, Path(path), sync)
+        "Write the detector to a file, as a whole or not at all; replaces another detector, and raises OutputError for anything else."
+        head: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
+        head |= {"net": asdict(self.net.settings), "task": asdict(self.task)}
+        head["spec"] = self.spec and self.spec.to_dict()
+        values = {
+            "format": FORMAT,
+            "detector": json.dumps(head, allow_nan=False),
+            "weights": {name: v.detach().cpu().contiguous() for name, v in self.net.state_dict().items()},
+            "seen": to_plain(self.seen),
+        }
+        target = Path(path)
+        look = partial(require_kind, target, "detector", _is_detector)
+        write_whole(target, plain_bytes(values), sync=sync, look=look)
+        return target
 
     def __repr__(self) -> str:
-        features = (
-            "features of the earlier system"
-            if self.spec is None
-            else f"{self.spec.preset_name or 'own spec'} at {self.spec.sample_rate} Hz"
-        )
+        features = "features of the earlier system"
+        if self.spec is not None:
+            features = f"{self.spec.preset_name or 'own spec'} at {self.spec.sample_rate} Hz"
         return f"Detector({self.task}; {features}; {self.net.n_parameters:,} parameters; {self.vote} >= {self.threshold:.3f} ({self.threshold_from}))"
 
 
-# %% ../../../nbs/learn/model/detector.ipynb #26993d65
-def picture_shape(
-    row_shape: tuple[int, ...],  # L, S, M, T
-    form: str = "matrix",
-) -> tuple[int, int]:  # M, W
-    "Bands and columns of a net's input."
-    if form not in FORMS:
-        raise UsageError("no such form of input", code="usage", found=repr(form), expected=", ".join(FORMS))
-    _, n_short, n_mels, n_frames = row_shape
-    return n_mels, n_frames * n_short if form == "matrix" else n_frames
-
-
-def _check_parts(detector: Detector) -> None:
-    "Refuse parts that do not belong together."
-    if detector.vote not in VOTES:
-        raise UsageError(
-            "no such rule for the vote", code="usage", found=repr(detector.vote), expected=", ".join(VOTES)
-        )
-    if set(detector.thresholds) != set(VOTES) or not all(0 <= t <= 1 for t in detector.thresholds.values()):
-        raise UsageError(
-            "each rule has a threshold from 0 to 1", code="invalid-detector", found=detector.thresholds
-        )
-    if (
-        isinstance(detector.share, bool)
-        or not isinstance(detector.share, Real)
-        or not 0 < detector.share <= 1
-    ):
-        raise UsageError(
-            "share must be a number above 0 and at most 1", code="usage", found=repr(detector.share)
-        )
-    s = detector.net.settings
-    if s.n_classes != len(detector.task.model_names):
-        raise UsageError(
-            "net and task have other numbers of classes",
-            code="invalid-detector",
-            found=s.n_classes,
-            expected=repr(detector.task),
-        )
-    if detector.spec is not None and (s.n_mels, s.width) != picture_shape(detector.spec.row_shape, s.form):
-        raise UsageError(
-            "the net was made for other features",
-            code="invalid-detector",
-            found=f"{s.n_mels} bands, {s.width} columns",
-            expected=f"those of {detector.spec}",
-        )
-
-
-# %% ../../../nbs/learn/model/detector.ipynb #5d7efa06
-def _segment_scores(detector: Detector, rows: Tensor) -> Tensor:
-    "Probabilities of a leak; those of short segments are averaged."
-    if rows.ndim != 5:
-        raise UsageError(
-            "not rows of a data set",
-            code="wrong-shape",
-            found=f"shape {tuple(rows.shape)}",
-            expected="[B, L, S, M, T]",
-        )
-    detector.net.eval()
-    with torch.inference_mode(), exactly_float32():
-        if not len(rows):
-            return torch.empty(rows.shape[:2], device=rows.device)
-        if rows.device.type != "cpu":
-            return _scores_at_once(detector, rows)
-        per_row = rows.shape[1] * (1 if detector.net.settings.form == "matrix" else rows.shape[2])
-        return torch.cat(
-            [_scores_at_once(detector, part) for part in rows.split(max(1, _ITEMS_ON_CPU // per_row))]
-        )
-
-
-_ITEMS_ON_CPU = 640  # that a net is given at once: what its layers hand on stays in the caches of a core
-
-
-def _scores_at_once(detector: Detector, rows: Tensor) -> Tensor:
-    items = rows.flatten(0, 1) if detector.net.settings.form == "matrix" else rows.flatten(0, 2)
-    logits, _ = detector.net(matrices(items))
-    return logits.float().softmax(1)[:, detector.task.leak_in_model].reshape(*rows.shape[:2], -1).mean(2)
+def spec_of(
+    detector: Detector,
+) -> MelSpec:  # raises UsageError where it has none
+    "Return the features that a detector needs."
+    if detector.spec is not None:
+        return detector.spec
+    raise UsageError(
+        "this detector was trained on files of the earlier system, which do not say how their features are made",
+        code="no-spec",
+        remedy="build data sets from the recordings, and train on those",
+    )
 
 
 # %% ../../../nbs/learn/model/detector.ipynb #721add7d
-FORMAT = "leakmel detector 1"
-_OF_TRAINING = "this is a checkpoint, from which a training goes on; use the training's model.pt, or checkpoints/best.pt while it is not over"
-_PLAIN = ("engine", "thresholds", "threshold_from", "vote", "share", "record")  # parts of a detector
-_BEGINS = re.compile(rb"PK\x03\x04.{26,128}/data\.pkl.{0,128}format.{1,16}leakmel detector \d", re.DOTALL)
-
-
-def _save(detector: Detector, path: Path, sync: bool) -> Path:
-    head: dict[str, Any] = {name: getattr(detector, name) for name in _PLAIN}
-    head |= {"net": asdict(detector.net.settings), "task": asdict(detector.task)}
-    head |= {"spec": detector.spec and detector.spec.to_dict()}
-    try:
-        text = json.dumps(head, allow_nan=False)
-    except (TypeError, ValueError) as e:
-        raise UsageError(f"the record of a detector holds plain values only ({e})", code="usage") from e
-    weights = {name: value.detach().cpu().contiguous() for name, value in detector.net.state_dict().items()}
-    content = plain_bytes(
-        {"format": FORMAT, "detector": text, "weights": weights, "seen": to_plain(detector.seen)}
-    )
-    write_whole(path, content, sync=sync, look=lambda: require_kind(path, "detector", _is_detector))
-    return path
-
-
-def _is_detector(f: BinaryIO) -> bool:
-    "By its beginning: one of another version counts too, and one that is damaged."
-    return _BEGINS.match(f.read(512)) is not None
-
-
 def load_detector(
     path: str | os.PathLike,
     device: str | torch.device = "cpu",
@@ -209,23 +181,33 @@ def load_detector(
     values = load_plain(path)
     if values.get("format") != FORMAT:
         said = show_path(str(values.get("format")))[:60]
+        of_training = (
+            "this is a checkpoint; use the training's model.pt, or checkpoints/best.pt before it is finished"
+        )
         raise DataError(
             "not a detector that this version reads",
             code="not-a-detector",
             path=path,
             found=said,
             expected=FORMAT,
-            remedy=_OF_TRAINING if "training" in said else None,
+            remedy=of_training if "training" in said else None,
         )
     try:
-        return _detector_of(values, device)
-    except MemoryError as e:
-        raise MachineError(
-            "the model does not fit into the memory that is free",
-            code="out-of-memory",
-            path=path,
-            remedy="free some of it",
-        ) from e
+        with room("the model does not fit into the memory that is free", "free some of it"):
+            head = json.loads(values["detector"])
+            net = LeakNet(_made(NetSettings, current_names(head["net"], path)))
+            net.load_state_dict(values["weights"])
+            if not all(torch.isfinite(w).all() for w in net.state_dict().values()):
+                raise ValueError("weights that are no numbers")
+            return Detector(
+                net=net.to(device).eval(),
+                task=_made(Task, head["task"]),
+                spec=None if head["spec"] is None else _made(MelSpec, head["spec"]),
+                seen=from_plain(values.get("seen")),
+                **{name: head[name] for name in _PLAIN},
+            )
+    except (DataError, MachineError):
+        raise
     except (
         LookupError,
         TypeError,
@@ -237,24 +219,11 @@ def load_detector(
     ) as e:
         said = (str(e) or type(e).__name__).splitlines()[0][:200]
         raise DataError(
-            f"not what a detector is made of ({said})",
+            f"the parts of a detector are missing or damaged ({said})",
             code="not-a-detector",
             path=path,
             remedy="train it again",
         ) from e
-
-
-def _detector_of(values: dict[str, Any], device: str | torch.device) -> Detector:
-    "The parts that a file holds; raises what Python does where they are something else."
-    head = json.loads(values["detector"])
-    net = LeakNet(_made(NetSettings, head["net"]))
-    net.load_state_dict(values["weights"])
-    if not all(torch.isfinite(w).all() for w in net.state_dict().values()):
-        raise ValueError("weights that are no numbers")
-    spec = None if head["spec"] is None else _made(MelSpec, head["spec"])
-    plain = {name: head[name] for name in _PLAIN}
-    seen = from_plain(values.get("seen"))
-    return Detector(net.to(device).eval(), _made(Task, head["task"]), spec, seen=seen, **plain)
 
 
 def _made(kind: type, values: dict[str, Any]) -> Any:
@@ -269,12 +238,12 @@ def _made(kind: type, values: dict[str, Any]) -> Any:
 def check_features(
     detector: Detector,
     ds: Segments,
-) -> None:  # raises DataError where the net would be given something else than it was trained on
+) -> None:  # raises DataError where the net was trained on other features
     "Check that a data set holds the features that a detector knows."
     s = detector.net.settings
     for source in ds.sources:
         if detector.spec is None or source.legacy:
-            if picture_shape(ds.row_shape, s.form) != (s.n_mels, s.width):
+            if picture_shape(ds.row_shape) != (s.n_mels, s.width):
                 raise DataError(
                     "rows of another shape than the detector knows",
                     code="features-differ",
@@ -292,17 +261,17 @@ def check_features(
 
 
 # a segment's features do not depend on them
-_BESIDE = ("preset_name", "duration_s", "channels", "short", "long", "rate")
+_NOT_OF_SEGMENTS = ("preset_name", "duration_s", "channels", "short", "long", "rate")
 
 
 def differing(
     mine: MelSpec,
     theirs: MelSpec,
 ) -> list[str]:  # "sample_rate 8000, not 4096"
-    "Settings that make the features of a segment, and differ."
+    "List the settings that decide the features of a segment, and differ."
     a = mine.to_dict() | {"f_max_hz": mine.top_hz}
     b = theirs.to_dict() | {"f_max_hz": theirs.top_hz}
-    return [f"{name} {b[name]}, not {a[name]}" for name in a if name not in _BESIDE and a[name] != b[name]]
+    return [f"{n} {b[n]}, not {a[n]}" for n in a if n not in _NOT_OF_SEGMENTS and a[n] != b[n]]
 
 
 # %% ../../../nbs/learn/model/detector.ipynb #ed5ee2dc
@@ -311,17 +280,15 @@ def score_segments(
     mels: torch.Tensor,  # [n, L, S, M, T] dB, on the device of the detector
     counts: np.ndarray,  # [n] int, segments of each row that count
 ) -> torch.Tensor:  # [n, L] float32, 0 to 1; NaN for segments that do not count
-    "The scores of some rows."
+    "Score some rows."
     n, n_long = mels.shape[:2]
     counted = np.arange(n_long) < counts[:, None]
     if counted.all():
         return detector.segment_scores(mels)
     out = torch.full((n * n_long,), torch.nan, dtype=torch.float32, device=mels.device)
     picked = torch.from_numpy(np.flatnonzero(counted))
-    if mels.device.type == "cuda":
-        picked = picked.pin_memory().to(
-            mels.device, non_blocking=True
-        )  # else it waits for all that is queued
+    if mels.device.type == "cuda":  # from memory that is not page-locked it would wait for all that is queued
+        picked = picked.pin_memory().to(mels.device, non_blocking=True)
     if len(picked):
         out[picked] = detector.segment_scores(mels.flatten(0, 1)[picked].unsqueeze(1))[:, 0]
     return out.view(n, n_long)
@@ -333,16 +300,10 @@ def score_rows(
     ds: Segments,  # recordings, level "recording"
     *,
     device: str | torch.device = "cpu",
-    files_per_batch: int = 64,  # recordings that are judged at once
-    progress: Callable[[int], object] | None = None,  # called with the number of recordings judged so far
-) -> np.ndarray:  # [n, L] float32, in the order of `ds.rows`; NaN behind the end of a recording; raises DataError, MachineError
-    "Probability of a leak in each long segment of each recording."
-    if ds.level != "recording":
-        raise UsageError(
-            "recordings are judged, not segments", code="usage", found=repr(ds), expected="level='recording'"
-        )
-    if files_per_batch < 1:
-        raise UsageError("files_per_batch must be at least 1", code="usage", found=files_per_batch)
+    files_per_batch: int = 64,  # recordings that are scored at once
+    progress: Callable[[int], object] | None = None,  # called with the number of recordings scored so far
+) -> np.ndarray:  # [n, L] float32, in the order of `ds.rows`; NaN after the end of a recording; raises DataError, MachineError
+    "Compute the probability of a leak in each long segment of each recording."
     check_features(detector, ds)
     with room("the model does not fit into memory", "free some of it, or use device='cpu'"):
         detector.net.to(device)
@@ -370,13 +331,13 @@ def score_rows(
 # %% ../../../nbs/learn/model/detector.ipynb #ad121041
 def _batches(ds: Segments, size: int, device: torch.device) -> Iterator[Tensor]:
     "Rows, batch by batch, in order; those that are streamed are on the host, page-locked for a GPU."
-    n_done, n_batches = 0, -(-len(ds) // size)
+    n_done = 0
     for kind in ("auto", "stream"):
-        if n_done == n_batches:
+        if n_done * size >= len(ds):
             return
         try:
             with open_loader(ds, size, kind=kind, device=device, shuffle=False, progress="none") as loader:
-                vars(loader)["transfer"] = lambda batch: batch  # portions of it are brought over
+                vars(loader)["transfer"] = lambda batch: batch  # portions of it are copied to the device
                 for _ in range(n_done):
                     loader.order.advance()
                 for batch in loader:
@@ -394,41 +355,38 @@ def scores_by_batch(
     ],  # rows [n, L, S, M, T] on the device, and which of `ds` they are -> scores [n, ...] there
     *,
     device: str | torch.device = "cpu",
-    files_per_batch: int = 64,  # recordings that are judged at once; less where memory runs out
+    files_per_batch: int = 64,  # recordings that are scored at once; less where memory runs out
 ) -> Iterator[
     np.ndarray
 ]:  # scores of one batch after the other; raises MachineError where one recording is too much
-    "Judge recordings; scores of a GPU are waited for one batch late, so that it always has the next one to do."
+    "Score recordings; a batch's scores are yielded after the next one is queued, so that a GPU always has work."
     if not len(ds):
         return
     on = torch.device(device)
     portions = Portions(files_per_batch)
     start = 0
-    last: list[Callable[[], np.ndarray]] = []
-    with room(
-        "memory is too small to read recordings for judging", "lower files_per_batch, or free some of it"
-    ):
+    last = list[Callable[[], np.ndarray]]()
+    too_small = "memory is too small to read recordings for judging"
+    with room(too_small, "lower files_per_batch, or free some of it"):
         for x in _batches(ds, files_per_batch, on):
 
             def judged(part: slice, x: Tensor = x, start: int = start) -> Callable[[], np.ndarray]:
-                return send_to_host(
-                    judge(x[part].to(on, non_blocking=True), slice(start + part.start, start + part.stop))
-                )
+                rows = slice(start + part.start, start + part.stop)
+                return send_to_host(judge(x[part].to(on, non_blocking=True), rows))
 
             coming = portions.each(len(x), judged)
             if last:
-                yield np.concatenate([p() for p in last])
+                yield np.concatenate([arrived() for arrived in last])
             last = coming
             start += len(x)
-    if last:
-        yield np.concatenate([p() for p in last])
+    yield np.concatenate([arrived() for arrived in last])
 
 
 # %% ../../../nbs/learn/model/detector.ipynb #ca3cd7b7
 def send_to_host(
     scores: Tensor,  # of any shape, on the device of a detector
-) -> Callable[[], np.ndarray]:  # gives them, of the same shape and type
-    "Send scores to the host; what comes back waits for them, and for nothing that is queued later."
+) -> Callable[[], np.ndarray]:  # returns them, of the same shape and type
+    "Send scores to the host; the result waits for them, and for nothing that is queued later."
     if scores.device.type != "cuda":
         found = scores.numpy()
         return lambda: found

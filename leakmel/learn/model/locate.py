@@ -15,9 +15,10 @@ __all__ = [
     "write_lineage",
     "champion_from",
     "read_lineage",
+    "require_digest",
+    "champion_file",
     "load_champion",
     "load_first",
-    "require_digest",
     "model_file",
 ]
 
@@ -43,18 +44,16 @@ def round_folder(
     folder: Path,  # of all rounds
     number: int,  # from 1; 0: the champion that the first round began with
 ) -> Path:
-    "Where a round lies."
+    "Return the folder of a round."
     return folder / f"round-{number:04d}"
 
 
 def finished_rounds(
     folder: Path,
 ) -> list[int]:  # numbers, rising
-    "Rounds with a record: those without one were interrupted."
-    named = [re.fullmatch(r"round-(\d{4,9})", p.name) for p in folder.iterdir()] if folder.is_dir() else []
-    return sorted(
-        n for found in named if found and (round_folder(folder, n := int(found[1])) / RECORD).is_file()
-    )
+    "List the rounds with a record: those without one were interrupted."
+    found = [re.fullmatch(r"round-(\d{4,9})", p.parent.name) for p in folder.glob(f"round-*/{RECORD}")]
+    return sorted(int(name[1]) for name in found if name)
 
 
 # %% ../../../nbs/learn/model/locate.ipynb #a0844ff5
@@ -74,7 +73,7 @@ class Champion:
 
 @dataclass(frozen=True)
 class Lineage:
-    "All champions, and by which recordings they were judged."
+    "All champions, and the test recordings by which they were chosen."
 
     champions: tuple[Champion, ...]  # the last one counts
     testing: str  # digest of the recordings
@@ -84,7 +83,7 @@ class Lineage:
         return self.champions[-1]
 
     def follow(self, champion: Champion) -> "Lineage":
-        "The same with a new champion."
+        "Return the same with a new champion."
         return Lineage((*self.champions, champion), self.testing)
 
     def __repr__(self) -> str:
@@ -107,14 +106,9 @@ def write_lineage(
 
 
 def champion_from(values: dict[str, Any]) -> Champion:
-    "A champion as a file has it; raises ValueError or TypeError for what is none."
+    "Make a champion from plain values; raises ValueError or TypeError for what is none."
     c = Champion(**values)
-    if (
-        type(c.round) is not int
-        or not 0 <= c.round < 10**9
-        or not isinstance(c.digest, str)
-        or not isinstance(c.weights, str)
-    ):
+    if [type(v) for v in vars(c).values()] != [int, str, str] or not 0 <= c.round < 10**9:
         raise ValueError(repr(c))
     return c
 
@@ -122,7 +116,7 @@ def champion_from(values: dict[str, Any]) -> Champion:
 def read_lineage(
     folder: Path,
 ) -> Lineage | None:  # None: no round was begun; raises DataError for a file that is something else
-    "Who is the champion."
+    "Read who is the champion."
     path = folder / POINTER
     if not os.path.lexists(path):
         if not (over := finished_rounds(folder)):
@@ -131,8 +125,8 @@ def read_lineage(
             "the file that names the champion is not there any more",
             code="lost-champion",
             path=path,
-            found=f"{len(over):,} finished rounds beside it",
-            remedy="put it back from a copy, or begin anew in another folder",
+            found=f"{len(over):,} finished rounds next to it",
+            remedy="put it back from a copy, or start in another folder",
         )
     try:
         if not path.is_file():
@@ -153,40 +147,6 @@ def read_lineage(
 
 
 # %% ../../../nbs/learn/model/locate.ipynb #f084fac4
-def load_champion(
-    folder: str | os.PathLike,  # of the rounds
-) -> Detector:  # raises DataError where there is none, or its file is not what it was
-    "The detector that counts now."
-    where = Path(os.path.abspath(folder))
-    return _loaded(where, _lineage(where).current)
-
-
-def _lineage(folder: Path) -> Lineage:
-    "Of a folder in which a round was begun."
-    lineage = read_lineage(folder)
-    if lineage is None:
-        raise DataError(
-            "there is no champion yet",
-            code="no-champion",
-            path=folder / POINTER,
-            remedy="begin with lm.retrain(champion, ...)",
-        )
-    return lineage
-
-
-def load_first(
-    folder: Path,  # of the rounds
-    lineage: Lineage,
-) -> Detector:  # raises DataError as `load_champion` does
-    "The detector that was champion before the first round."
-    return _loaded(folder, lineage.champions[0])
-
-
-def _loaded(folder: Path, champion: Champion) -> Detector:
-    require_digest(folder / champion.model, champion.digest)
-    return load_detector(folder / champion.model)
-
-
 def require_digest(path: Path, digest: str) -> None:
     "Refuse a model file that is not the one that was written."
     if not path.is_file():
@@ -199,18 +159,51 @@ def require_digest(path: Path, digest: str) -> None:
         )
 
 
+def champion_file(
+    folder: Path,  # of the rounds
+    champion: Champion | None = None,  # None: the one that counts now
+) -> Path:  # raises DataError where there is none, or its file is not what it was
+    "Return the file of a champion."
+    if champion is None:
+        lineage = read_lineage(folder)
+        if lineage is None:
+            raise DataError(
+                "there is no champion yet",
+                code="no-champion",
+                path=folder / POINTER,
+                remedy="begin with lm.retrain(champion, ...)",
+            )
+        champion = lineage.current
+    path = folder / champion.model
+    require_digest(path, champion.digest)
+    return path
+
+
+def load_champion(
+    folder: str | os.PathLike,  # of the rounds
+) -> Detector:  # raises DataError as `champion_file` does
+    "Load the detector that counts now."
+    return load_detector(champion_file(Path(folder)))
+
+
+def load_first(
+    folder: Path,  # of the rounds
+    lineage: Lineage,
+) -> Detector:  # raises DataError as `champion_file` does
+    "Load the detector that was champion before the first round."
+    return load_detector(champion_file(folder, lineage.champions[0]))
+
+
 # %% ../../../nbs/learn/model/locate.ipynb #0a9c6030
 def model_file(
     path: str | os.PathLike,  # a detector's file, or a folder: of a training, of a search, or of rounds
 ) -> Path:  # of rounds the champion's file; raises DataError
-    "The file of the detector that is meant."
+    "Return the file of the detector that a path means."
     where = Path(path)
     if not where.is_dir():
         return where
     if os.path.lexists(where / POINTER) or finished_rounds(where):
-        champion = _lineage(where).current
-        require_digest(where / champion.model, champion.digest)
-        return where / champion.model
+        return champion_file(where)
     if (where / MODEL).is_file():
         return where / MODEL
     early = Path("checkpoints", "best.pt")

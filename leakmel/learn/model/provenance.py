@@ -9,98 +9,76 @@ __all__ = ["Seen", "seen_in", "Known", "known_of", "to_plain", "from_plain"]
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from ...core.errors import show_path
 from ..data.segments import Segments
 from ..data.splits import recordings_table
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 # %% ../../../nbs/learn/model/provenance.ipynb #72bd5099
 def _marks(values: Iterable[str]) -> np.ndarray:
-    "[n] int64, each told from others by 64 bits; 0 for what is empty."
-    digests = (
+    "[n] int64, 64 bits of the digest of each; 0 for what is empty."
+    digests = [
         blake2b(v.encode("utf-8", "surrogateescape"), digest_size=8).digest() if v else bytes(8)
         for v in values
-    )
+    ]
     return np.array([int.from_bytes(d, "little", signed=True) for d in digests], np.int64)
-
-
-def _set_of(marks: np.ndarray) -> np.ndarray:
-    return np.unique(marks[marks != 0])
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    "Recordings and sensors that a detector was trained with."
+    "Recordings that a detector was trained with."
 
-    # [n] int64, marks of the recordings' contents, and [m] int64, of the sensors' names, rising
-    recordings: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    sensors: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    recordings: np.ndarray = field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )  # [n] marks of contents, rising
     is_all: bool = False  # whether that is all of them; False for models and files that do not say
 
     def knows(
         self,
         contents: Iterable[str],  # digests of samples; empty: not known
     ) -> np.ndarray:  # [n] bool
-        "Which recordings it was trained with."
+        "Find the recordings that it was trained with."
         return np.isin(_marks(contents), self.recordings)
 
     def __or__(self, other: "Seen") -> "Seen":
-        return Seen(
-            np.union1d(self.recordings, other.recordings),
-            np.union1d(self.sensors, other.sensors),
-            self.is_all and other.is_all,
-        )
+        return Seen(np.union1d(self.recordings, other.recordings), self.is_all and other.is_all)
 
     def __repr__(self) -> str:
-        return f"Seen({len(self.recordings):,} recordings, {len(self.sensors):,} sensors{'' if self.is_all else ', and perhaps others'})"
+        return f"Seen({len(self.recordings):,} recordings{'' if self.is_all else ', and perhaps others'})"
 
 
 # %% ../../../nbs/learn/model/provenance.ipynb #508a8552
-def _table(ds: Segments) -> "pd.DataFrame | None":
-    "What is known of the chosen recordings; None where their contents are not."
+def _contents(ds: Segments) -> np.ndarray | None:
+    "Digests of the samples of the chosen recordings, empty for silent ones; None where they are not known."
     if not all("digest" in source.files for source in ds.sources):
         return None
-    return recordings_table(ds.sources, progress="none").iloc[np.unique(ds.rows)]
-
-
-def _sensors(table: "pd.DataFrame") -> list[str]:
-    "Sensors; empty where nothing is known."
-    return table["sensor"].fillna("").astype(str).tolist() if "sensor" in table else [""] * len(table)
+    return recordings_table(ds.sources, progress="none")["content"].to_numpy(object)[np.unique(ds.rows)]
 
 
 def seen_in(
-    parts: Iterable[Segments],  # what is learned from, and what chooses; at any level
+    parts: Iterable[Segments],  # for training and for validation; at any level
 ) -> Seen:
-    "What a detector will have been trained with."
+    "Return what a detector will have been trained with."
     found = Seen(is_all=True)
     for ds in parts:
-        table = _table(ds)
-        if table is None:
-            found |= Seen()
-        else:
-            found |= Seen(_set_of(_marks(table["content"])), _set_of(_marks(_sensors(table))), True)
+        contents = _contents(ds)
+        marks = np.empty(0, np.int64) if contents is None else np.unique(_marks(contents))
+        found |= Seen(marks[marks != 0], contents is not None)
     return found
 
 
 # %% ../../../nbs/learn/model/provenance.ipynb #678177e5
 @dataclass(frozen=True)
 class Known:
-    "What a detector knows of the recordings by which it is to be evaluated."
+    "What a detector knows of the recordings of an evaluation."
 
     n: int  # recordings
     n_known: int  # of them it was trained with
     n_new: int  # of them it was not; silent ones are neither
-    sensors: tuple[str, ...]  # whose names its training had, in order
-    n_sensors: int  # of all recordings
-    unknown: bool  # whether some sensors are not known, here or in its training
 
     @property
     def found(self) -> str:
@@ -114,17 +92,6 @@ class Known:
         "A sentence that belongs next to every figure; empty where no recording is known."
         return f"LEAKY SPLIT: scores say more than they should. {self.found}" if self.n_known else ""
 
-    @property
-    def of_sensors(self) -> str:
-        "A sentence on sensors; empty where none is known."
-        if not self.sensors:
-            return ""
-        some = ", ".join(map(show_path, self.sensors[:3])) + (" ..." if len(self.sensors) > 3 else "")
-        return (
-            f"{len(self.sensors):,} of {self.n_sensors:,} sensors have names that were in the detector's training: {some}. "
-            "If they are the same ones, the figures say more than they should."
-        )
-
 
 # %% ../../../nbs/learn/model/provenance.ipynb #5cd511c6
 def known_of(
@@ -132,34 +99,24 @@ def known_of(
     judging: Segments,  # at any level
 ) -> Known | None:  # None: the data sets do not say what is in them
     "Check whether recordings are those that a detector was trained with."
-    table = _table(judging)
-    if table is None:
+    contents = _contents(judging)
+    if contents is None:
         return None
-    known = seen.knows(table["content"])
-    of_each = _sensors(table)
-    sensors = np.array(sorted(set(of_each) - {""}), object)
-    return Known(
-        n=len(table),
-        n_known=int(known.sum()),
-        n_new=int((table["content"].to_numpy(object) != "").sum() - known.sum()),
-        sensors=tuple(sensors[np.isin(_marks(sensors), seen.sensors)]),
-        n_sensors=len(sensors),
-        unknown="" in of_each or bool(len(seen.recordings)) and not len(seen.sensors),
-    )
+    n_known = int(seen.knows(contents).sum())
+    return Known(len(contents), n_known, int((contents != "").sum()) - n_known)
 
 
 # %% ../../../nbs/learn/model/provenance.ipynb #25c67d63
 def to_plain(seen: Seen) -> dict[str, Any]:
-    "As a detector's file has it."
-    marks = {"recordings": seen.recordings, "sensors": seen.sensors}
-    return {name: torch.from_numpy(found) for name, found in marks.items()} | {"is_all": seen.is_all}
+    "Return the values that a detector's file holds."
+    return {"recordings": torch.from_numpy(seen.recordings), "is_all": seen.is_all}
 
 
 def from_plain(
     values: Mapping[str, Any] | None,  # as `to_plain` made them; None: a file without them
 ) -> Seen:  # raises what Python does for anything else
-    "Read what a detector's file says."
+    "Read the values of a detector's file."
     if values is None:
         return Seen()
-    recordings, sensors = (_set_of(values[name].numpy()) for name in ("recordings", "sensors"))
-    return Seen(recordings, sensors, values["is_all"] is True)
+    marks = np.unique(values["recordings"].numpy())
+    return Seen(marks[marks != 0], values["is_all"] is True)

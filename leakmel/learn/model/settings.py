@@ -5,45 +5,23 @@
 # %% auto #0
 __all__ = [
     "RESUME",
-    "CompileMode",
     "SPEED_ONLY",
     "CheckpointSettings",
     "AugmentSettings",
     "LoaderSettings",
     "TrainSettings",
+    "current_names",
     "settings_from",
 ]
 
 # %% ../../../nbs/learn/model/settings.ipynb #0ef5a820
-import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-
-from ...core.errors import UsageError
+from ...core.errors import DataError, UsageError
 from ...core.parameters import check_types, field_choices, field_kinds
-
-
-# %% ../../../nbs/learn/model/settings.ipynb #0d014d1e
-@dataclass(frozen=True)
-class CheckpointSettings:
-    "When checkpoints are written, and how many stay."
-
-    checkpoint_steps: int = 0  # also after every so many steps; 0: after epochs only
-    checkpoint_s: float = 0.0  # also after so many seconds; 0: after epochs only
-    keep_checkpoints: int = 3  # how many of the newest stay
-    fsync: bool = True  # wait for the disk, at checkpoints and best.pt; always at model.pt
-
-    def __post_init__(self):
-        check_types(vars(self), field_kinds(type(self)))
-        if self.checkpoint_steps < 0 or not 0 <= self.checkpoint_s < math.inf:
-            raise UsageError("checkpoints cannot come so often", code="usage", found=repr(self))
-        if self.keep_checkpoints < 1:
-            raise UsageError("keep_checkpoints must be at least 1", code="usage", found=self.keep_checkpoints)
-
-
-# %% ../../../nbs/learn/model/settings.ipynb #3c2d74b6
-RESUME = ("auto", "always", "never")
 
 
 # %% ../../../nbs/learn/model/settings.ipynb #379528b5
@@ -53,13 +31,10 @@ class _Checked:
     RANGES: ClassVar[dict[str, tuple[float, float]]] = {}  # field -> smallest and largest value
 
     def __post_init__(self) -> None:
-        found: Any = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        kinds = {
-            n: k
-            for n, k in field_kinds(type(self)).items()
-            if all(t is None or isinstance(t, type) for t in k)
-        }  # tuples check themselves
-        check_types({n: found[n] for n in kinds}, kinds)
+        found = vars(self)
+        kinds = field_kinds(type(self))
+        plain = [n for n in kinds if all(k is None or isinstance(k, type) for k in kinds[n])]  # not tuples
+        check_types({n: found[n] for n in plain}, kinds)
         for name, allowed in field_choices(type(self)).items():
             if isinstance(found[name], str) and found[name] not in allowed:
                 raise UsageError(
@@ -69,9 +44,30 @@ class _Checked:
                     expected=", ".join(map(repr, allowed)),
                 )
         for name, (least, most) in self.RANGES.items():
-            if name in found and found[name] is not None and not least <= found[name] <= most:
+            if not least <= found[name] <= most:
                 said = " to ".join(f"{v:,}" if isinstance(v, int) else f"{v:g}" for v in (least, most))
                 raise UsageError(f"{name} is out of range", code="usage", found=found[name], expected=said)
+
+
+# %% ../../../nbs/learn/model/settings.ipynb #0d014d1e
+@dataclass(frozen=True)
+class CheckpointSettings(_Checked):
+    "When checkpoints are written, and how many are kept."
+
+    checkpoint_steps: int = 0  # also after every so many steps; 0: after epochs only
+    checkpoint_s: float = 0.0  # also after so many seconds; 0: after epochs only
+    keep_checkpoints: int = 3  # how many of the newest stay
+    fsync: bool = True  # wait for the disk, at checkpoints and best.pt; always at model.pt
+
+    RANGES = {
+        "checkpoint_steps": (0, 1 << 62),
+        "checkpoint_s": (0, 1e12),
+        "keep_checkpoints": (1, 1 << 30),
+    }
+
+
+# %% ../../../nbs/learn/model/settings.ipynb #3c2d74b6
+RESUME = ("auto", "always", "never")
 
 
 # %% ../../../nbs/learn/model/settings.ipynb #3382fcc4
@@ -126,23 +122,12 @@ class LoaderSettings(_Checked):
     }
 
     def loader_options(self) -> dict[str, Any]:
-        "What `open_loader` is given, beside batch size, device and seed."
-        names = (
-            "device_fraction",
-            "buffer_blocks",
-            "num_workers",
-            "prefetch_factor",
-            "persistent_workers",
-            "pin_memory",
-            "start_method",
-        )
-        return {"kind": self.loader} | {n: getattr(self, n) for n in names}
+        "Return what `open_loader` is given in addition to batch size, device and seed."
+        mine = {f.name: getattr(self, f.name) for f in fields(LoaderSettings)}
+        return {"kind": mine.pop("loader")} | {n: v for n, v in mine.items() if n != "preload_to_ram"}
 
 
 # %% ../../../nbs/learn/model/settings.ipynb #33f63230
-CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-
-
 @dataclass(frozen=True)
 class TrainSettings(AugmentSettings, LoaderSettings):
     "Everything that decides how a detector is trained."
@@ -161,11 +146,10 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     # every class counts the same; None: every item does
     class_weights: Literal["balanced"] | None = "balanced"
     label_smoothing: float = 0.0  # share of a label that is spread over all classes
-    aux_weight: float = 0.5  # of the leak head's cross-entropy beside the classes'; 0: none
+    aux_weight: float = 0.5  # of the leak head's cross-entropy, next to the classes'; 0: none
     # half precision; "auto": bf16 or fp16 on a GPU, off on a CPU; "off": float32 (no TF32)
     amp: Literal["auto", "off", "bf16", "fp16"] = "auto"
     use_compile: bool = False  # torch.compile: a slow first step, then faster ones
-    compile_mode: CompileMode = "default"  # of torch.compile
     # order of a layer's numbers; "auto": on a GPU with half precision
     channels_last: bool | Literal["auto"] = "auto"
     # "auto": chosen on validation
@@ -174,7 +158,6 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     early_stop_epochs: int = 8  # epochs without a better F1 on validation after which to stop; 0: never
     seed: int = 0  # of order, augmentation, dropout and first weights
     profile_every: int = 50  # every so many batches one is timed
-    form: Literal["matrix", "vector"] = "matrix"  # an item: one long segment, or one short one
     channels: tuple[int, ...] = (48, 96, 192, 384)  # of the net's layers
     dropout: float = 0.3  # share of features that a step leaves out
 
@@ -203,46 +186,54 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "channels", tuple(self.channels) if isinstance(self.channels, list) else self.channels
-        )
+        if isinstance(self.channels, list):
+            object.__setattr__(self, "channels", tuple(self.channels))
         super().__post_init__()
-        _check_train(self)
+        c = self.channels
+        if not isinstance(c, tuple) or not c or any(type(n) is not int or n < 1 for n in c):
+            raise UsageError(
+                "channels are not whole numbers from 1",
+                code="usage",
+                found=repr(c),
+                expected="one for each layer of the net",
+            )
+        if self.accumulation > self.batch_size:
+            raise UsageError(
+                "more micro-batches than items",
+                code="usage",
+                found=f"accumulation {self.accumulation:,}, batch_size {self.batch_size:,}",
+            )
+        if self.label_smoothing and self.loss == "focal":
+            raise UsageError(
+                "label smoothing and focal loss do not go together",
+                code="usage",
+                found=self.label_smoothing,
+                remedy="use loss='ce' or label_smoothing=0",
+            )
 
 
 # %% ../../../nbs/learn/model/settings.ipynb #cede3bbf
-def _check_train(s: TrainSettings) -> None:
-    "Refuse what no single range tells."
-    if (
-        not isinstance(s.channels, tuple)
-        or not s.channels
-        or any(isinstance(c, bool) or not isinstance(c, int) or c < 1 for c in s.channels)
-    ):
-        raise UsageError(
-            "channels are not whole numbers from 1",
-            code="usage",
-            found=repr(s.channels),
-            expected="one for each layer of the net",
+def current_names(
+    values: Mapping[str, Any],  # settings of a training or of a net, as a model or a checkpoint has them
+    path: str | os.PathLike | None = None,  # of its file
+) -> dict[str, Any]:  # raises DataError for a net that reads short segments
+    "Return stored settings without the names that earlier versions had."
+    if (form := values.get("form", "matrix")) != "matrix":
+        raise DataError(
+            "this version has nets for long segments only",
+            code="removed-setting",
+            path=path,
+            found=f"form={form!r}",
+            remedy="train again",
         )
-    if s.accumulation > s.batch_size:
-        raise UsageError(
-            "more micro-batches than items",
-            code="usage",
-            found=f"accumulation {s.accumulation:,}, batch_size {s.batch_size:,}",
-        )
-    if s.label_smoothing and s.loss == "focal":
-        raise UsageError(
-            "label smoothing and focal loss do not go together",
-            code="usage",
-            found=s.label_smoothing,
-            remedy="use loss='ce' or label_smoothing=0",
-        )
+    return {name: value for name, value in values.items() if name not in ("form", "compile_mode")}
 
 
 def settings_from(
-    values: dict[str, Any],  # plain values, for example of a checkpoint or of JSON
-) -> TrainSettings:  # raises UsageError for names that do not exist
-    "Settings from plain values."
+    values: Mapping[str, Any],  # plain values, for example of a checkpoint or of JSON
+) -> TrainSettings:  # raises UsageError for names that do not exist, DataError as `current_names` does
+    "Make settings from plain values."
+    values = current_names(values)
     names = [f.name for f in fields(TrainSettings)]
     if unknown := sorted(set(values) - set(names)):
         raise UsageError(

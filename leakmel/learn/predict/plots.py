@@ -33,9 +33,9 @@ from leakmel.insight.plots import (
     _smallest,
     frame_starts_s,
 )
-from ..data.segments import cut_row, heard_samples, whole_row
-from .predictions import Predictions, Scored
 from ...mel.engines import log_mel
+from ..data.segments import cut_row, heard_samples, whole_row
+from .predict import Predictions, Scored
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -48,7 +48,7 @@ _CLOSE = 0.05  # of a score to the threshold
 def score_histogram(
     predictions: Predictions,
 ) -> "go.Figure":
-    "Draw how many recordings have which score."
+    "Draw the histogram of the scores."
     import plotly.graph_objects as go
 
     if not len(predictions):
@@ -56,21 +56,18 @@ def score_histogram(
     table = predictions.table
     threshold = predictions.rule.threshold
     edges = np.linspace(0, 1, _STEPS + 1)
-    traces = []
-    for k, (name, mine) in enumerate(
-        (("no leak", table["score"][~table["leak"]]), ("leak", table["score"][table["leak"]]))
-    ):
-        counts = np.histogram(mine, edges)[0]
-        traces.append(
-            go.Bar(
-                name=f"{name} ({len(mine):,})",
-                x=_f32(edges[:-1] + np.diff(edges) / 2),
-                y=counts,
-                width=1 / _STEPS,
-                marker=dict(color=_LABEL_COLORS[k], line=dict(width=0)),
-                hovertemplate="%{y:,} recordings around %{x:.3f}",
-            )
+    parts = (("no leak", table["score"][~table["leak"]]), ("leak", table["score"][table["leak"]]))
+    traces = [
+        go.Bar(
+            name=f"{name} ({len(mine):,})",
+            x=_f32(edges[:-1] + np.diff(edges) / 2),
+            y=np.histogram(mine, edges)[0],
+            width=1 / _STEPS,
+            marker=dict(color=_LABEL_COLORS[k], line=dict(width=0)),
+            hovertemplate="%{y:,} recordings around %{x:.3f}",
         )
+        for k, (name, mine) in enumerate(parts)
+    ]
     close = int((np.abs(table["score"] - threshold) < _CLOSE).sum())
     title = f"{int(table['leak'].sum()):,} of {len(table):,} recordings reach the threshold of {threshold:.3g}; {close:,} lie within {_CLOSE:g} of it"
     fig = _figure(
@@ -102,22 +99,19 @@ def score_by_level(
         said = (
             f"Rank correlation of score and level: {heard['rms_db'].rank().corr(heard['score'].rank()):.2f}"
         )
-    shown = heard.iloc[
-        np.unique(np.linspace(0, len(heard) - 1, min(len(heard), MAX_POINTS // 2)).astype(int))
-    ]
-    traces = []
-    for k, (name, mine) in enumerate((("no leak", shown[~shown["leak"]]), ("leak", shown[shown["leak"]]))):
-        traces.append(
-            go.Scatter(
-                name=name,
-                x=_f32(mine["rms_db"]),
-                y=_f32(mine["score"]),
-                mode="markers",
-                text=[_plain(p) for p in mine["path"]],
-                marker=dict(color=_LABEL_COLORS[k], size=6, opacity=0.7),
-                hovertemplate="%{text}<br>%{y:.3f} at %{x:.1f} dB<extra></extra>",
-            )
+    shown = heard.iloc[:: -(-len(heard) // (MAX_POINTS // 2))]
+    traces = [
+        go.Scatter(
+            name=name,
+            x=_f32(mine["rms_db"]),
+            y=_f32(mine["score"]),
+            mode="markers",
+            text=[_plain(p) for p in mine["path"]],
+            marker=dict(color=_LABEL_COLORS[k], size=6, opacity=0.7),
+            hovertemplate="%{text}<br>%{y:.3f} at %{x:.1f} dB<extra></extra>",
         )
+        for k, (name, mine) in enumerate((("no leak", shown[~shown["leak"]]), ("leak", shown[shown["leak"]])))
+    ]
     fewer = f", {len(shown):,} of them drawn" if len(shown) < len(heard) else ""
     fig = _figure(
         traces,
@@ -135,20 +129,12 @@ MOST_SEGMENTS = 160  # of a recording in a picture
 MOST_RECORDINGS = 24  # in a picture, which is some seven screens long then
 
 
-def _stretch(scores: np.ndarray) -> slice:
-    "The segments to show: those with the highest scores together."
-    n = min(MOST_SEGMENTS, len(scores))
-    sums = np.concatenate([[0.0], np.cumsum(scores, dtype=np.float64)])
-    first = int((sums[n:] - sums[:-n]).argmax())
-    return slice(first, first + n)
-
-
 def segments_of_recording(
     predictions: Predictions,
     recording: Scored,
     some: slice,  # of its long segments
 ) -> np.ndarray:  # [L, S, M, T] dB; raises RecordingError, also where the file is not what it was
-    "The features of some long segments of a recording, computed again."
+    "Compute the features of some long segments of a recording again."
     spec = predictions.spec
     read = read_wav(os.path.join(os.fsencode(predictions.folder), recording.path))
     if read.digest.encode() != bytes(recording.facts["digest"]):
@@ -162,9 +148,12 @@ def segments_of_recording(
 
 # %% ../../../nbs/learn/predict/plots.ipynb #eebb5adf
 def _picture(predictions: Predictions, recording: Scored) -> "tuple[slice, np.ndarray, np.ndarray]":
-    "Segments, times of the frames and the picture [M, frames] of a recording."
+    "Segments with the highest scores together, times of the frames, and the spectrogram [M, frames] of a recording."
     spec = predictions.spec
-    some = _stretch(recording.segment_scores)
+    n = min(MOST_SEGMENTS, len(recording.segment_scores))
+    sums = np.concatenate([[0.0], np.cumsum(recording.segment_scores, dtype=np.float64)])
+    first = int((sums[n:] - sums[:-n]).argmax())
+    some = slice(first, first + n)
     mels = segments_of_recording(predictions, recording, some)
     long_s = np.arange(some.start, some.stop) * spec.long_hop / spec.sample_rate
     short_s = np.arange(mels.shape[1]) * spec.short_hop / spec.sample_rate
@@ -185,100 +174,77 @@ def suspicious_mels(
             found=most,
             expected=f"0 to {MOST_RECORDINGS}",
         )
-    import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
     chosen = sorted(predictions.scored, key=lambda s: -predictions.rule.score(s.segment_scores))[:most]
     if not chosen:
         return _figure([], "No recording was scored" if most else "No recording is to be shown", height=120)
-    spec = predictions.spec
     n = len(chosen)
     pictures = [_picture(predictions, s) for s in chosen]
     low, high = _colour_range(np.concatenate([p[2] for p in pictures], axis=1), 80.0)
     fig = make_subplots(rows=2 * n, cols=1)
     fig.layout.template = {}
-    for i, (s, (some, times, picture)) in enumerate(zip(chosen, pictures)):
-        z = np.round(np.maximum(np.nan_to_num(picture, nan=low, posinf=high, neginf=low), low)).astype(
-            np.int16
-        )
-        fig.add_trace(
-            go.Heatmap(
-                z=_smallest(z),
-                x=_f32(times),
-                y=_f32(spec.mel_hz),
-                coloraxis="coloraxis",
-                showlegend=False,
-                hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra></extra>",
-            ),
-            row=2 * i + 1,
-            col=1,
-        )
-        starts = np.arange(some.start, some.stop + 1) * spec.long_hop / spec.sample_rate
-        own = s.segment_scores[some]
-        fig.add_trace(
-            go.Scatter(
-                x=_f32(starts),
-                y=_f32([*own, own[-1]]),
-                mode="lines",
-                line=dict(shape="hv", color=_LABEL_COLORS[1], width=2),
-                showlegend=False,
-                hovertemplate="%{y:.3f} from %{x:.2f} s<extra></extra>",
-            ),
-            row=2 * i + 2,
-            col=1,
-        )
-    return _dressed(
-        fig,
-        predictions,
-        [f"{predictions.rule.score(s.segment_scores):.3f}  {_plain(show_path(s.path))}" for s in chosen],
-        low,
-        high,
-    )
-
-
-def _dressed(
-    fig: "go.Figure", predictions: Predictions, names: list[str], low: float, high: float
-) -> "go.Figure":
-    "Places, axes, colours and title of the pictures: the scores close below their mels, and room for the name of the next one."
-    n = len(names)
-    for i, name in enumerate(names):
-        each = 1 / n
-        top = 1 - i / n - 0.08 / n
-        fig.update_xaxes(matches=f"x{2 * i + 2}", showticklabels=False, ticks="", row=2 * i + 1, col=1)
-        fig.update_xaxes(title=dict(text="time (s)", standoff=4), row=2 * i + 2, col=1)
-        fig.update_yaxes(
-            title=dict(text="frequency (Hz)"), domain=[top - 0.50 * each, top], row=2 * i + 1, col=1
-        )
-        fig.update_yaxes(
-            title=dict(text="score"),
-            range=[-0.05, 1.05],
-            domain=[top - 0.73 * each, top - 0.53 * each],
-            row=2 * i + 2,
-            col=1,
-        )
-        fig.add_annotation(
-            text=name,
-            x=0,
-            y=top,
-            xref="paper",
-            yref="paper",
-            xanchor="left",
-            yanchor="bottom",
-            showarrow=False,
-            font=dict(size=12, color=_TEXT),
-        )
-    fig.update_layout(
-        coloraxis=dict(
-            colorscale="Viridis",
-            cmin=low,
-            cmax=high,
-            colorbar=dict(title=dict(text="dB"), thickness=12, outlinewidth=0),
-        )
-    )
+    for i, (recording, picture) in enumerate(zip(chosen, pictures)):
+        _add_recording(fig, predictions, i, n, recording, *picture, low, high)
+    colorbar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0)
+    fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=colorbar))
     title = "The most suspicious recording" if n == 1 else f"The {n} most suspicious recordings"
-    return _dress(
-        fig,
-        title,
-        f"Mels, and the score of each long segment; colours shared; {_plain(str(predictions.rule))}",
-        90 + 290 * n,
+    note = f"Mels, and the score of each long segment; colours shared; {_plain(str(predictions.rule))}"
+    return _dress(fig, title, note, 90 + 290 * n)
+
+
+def _add_recording(
+    fig: "go.Figure",
+    predictions: Predictions,
+    i: int,  # of `n` recordings
+    n: int,
+    recording: Scored,
+    some: slice,
+    times: np.ndarray,
+    picture: np.ndarray,
+    low: float,
+    high: float,
+) -> None:
+    "Draw one recording: the scores close below its mels, and room for the name of the next one."
+    import plotly.graph_objects as go
+
+    spec = predictions.spec
+    upper = dict(row=2 * i + 1, col=1)
+    lower = dict(row=2 * i + 2, col=1)
+    z = np.round(np.maximum(np.nan_to_num(picture, nan=low, posinf=high, neginf=low), low)).astype(np.int16)
+    mels = go.Heatmap(
+        z=_smallest(z),
+        x=_f32(times),
+        y=_f32(spec.mel_hz),
+        coloraxis="coloraxis",
+        showlegend=False,
+        hovertemplate="%{z} dB at %{x:.2f} s, %{y:.0f} Hz<extra></extra>",
+    )
+    own = recording.segment_scores[some]
+    scores = go.Scatter(
+        x=_f32(np.arange(some.start, some.stop + 1) * spec.long_hop / spec.sample_rate),
+        y=_f32([*own, own[-1]]),
+        mode="lines",
+        line=dict(shape="hv", color=_LABEL_COLORS[1], width=2),
+        showlegend=False,
+        hovertemplate="%{y:.3f} from %{x:.2f} s<extra></extra>",
+    )
+    fig.add_trace(mels, **upper)
+    fig.add_trace(scores, **lower)
+    top = 1 - (i + 0.08) / n
+    fig.update_xaxes(matches=f"x{2 * i + 2}", showticklabels=False, ticks="", **upper)
+    fig.update_xaxes(title=dict(text="time (s)", standoff=4), **lower)
+    fig.update_yaxes(title=dict(text="frequency (Hz)"), domain=[top - 0.50 / n, top], **upper)
+    domain = [top - 0.73 / n, top - 0.53 / n]
+    fig.update_yaxes(title=dict(text="score"), range=[-0.05, 1.05], domain=domain, **lower)
+    fig.add_annotation(
+        text=f"{predictions.rule.score(recording.segment_scores):.3f}  {_plain(show_path(recording.path))}",
+        x=0,
+        y=top,
+        xref="paper",
+        yref="paper",
+        xanchor="left",
+        yanchor="bottom",
+        showarrow=False,
+        font=dict(size=12, color=_TEXT),
     )

@@ -39,7 +39,6 @@ from leakmel.learn.model.locate import (
     round_folder,
     write_lineage,
 )
-from ..model.net import FORMS
 from ..model.settings import RESUME, CheckpointSettings, TrainSettings
 from leakmel.learn.retrain.promotion import (
     Comparison,
@@ -91,8 +90,7 @@ from leakmel.learn.retrain.selection import (
     source_digest,
 )
 from ..train.inputs import TrainingData
-from ..train.loop import Run, Watch, begin, finish, how_to_go_on, learn, sole_writer
-from ..train.signals import StopSignals
+from ..train.loop import Run, StopSignals, Watch, begin, finish, how_to_go_on, learn, sole_writer
 from ..train.state import TrainingState
 
 
@@ -391,7 +389,7 @@ def retrain(
             items = SegmentSubset(
                 [lesson.selection.choice, lesson.replay, *lesson.earlier.values()],
                 holder.task,
-                level=FORMS[holder.net.settings.form],
+                level="long",
                 preload_to_ram=r.settings.preload_to_ram,
                 progress=show,
             )

@@ -19,7 +19,7 @@ __all__ = [
 import json, os, warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -31,11 +31,10 @@ from ...core.progress import Count
 from ...core.run_plan import RowTable
 from ...dataset.file.reader import MelDataset, read_rows
 from ..data.segments import DataSource, Segments, open_sources
-from ..model.net import FORMS
-from ..model.provenance import Seen, seen_in
 from ..data.splits import Split, existing_split
 from ..data.task import Task, make_task
-from ..model.settings import SPEED_ONLY, TrainSettings
+from ..model.provenance import Seen, seen_in
+from ..model.settings import SPEED_ONLY, TrainSettings, current_names
 
 # %% ../../../nbs/learn/train/inputs.ipynb #7f5a4da2
 Sources = DataSource | Sequence[DataSource]
@@ -45,7 +44,7 @@ Sources = DataSource | Sequence[DataSource]
 class TrainingData(RowTable):
     "Data of a training."
 
-    training: Segments  # long segments, or short ones
+    training: Segments  # long segments
     validation: Segments | None  # recordings
     task: Task
     split: Split | None  # None: there is no validation
@@ -61,17 +60,16 @@ class TrainingData(RowTable):
     @property
     def is_leak(self) -> np.ndarray:
         "[B] bool, which recordings of validation are leaks."
-        if self.validation is None:
-            return np.zeros(0, bool)
-        return self.validation.labels == self.task.leak_in_model
+        labels = np.zeros(0) if self.validation is None else self.validation.labels
+        return labels == self.task.leak_in_model
 
     @cached_property
     def seen(self) -> Seen:
-        "What a detector remembers of them."
+        "Digests of the recordings, as a detector stores them."
         return self.before | seen_in(ds for ds in (self.training, self.validation) if ds is not None)
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        "Pairs of a word and what it stands for."
+        "Pairs of a name and a text."
         yield "task", repr(self.task)
         for name, ds in (("training", self.training), ("validation", self.validation)):
             if ds is None:
@@ -94,7 +92,7 @@ class TooShortWarning(UserWarning):
 def too_short(
     ds: Segments,  # at any level
 ) -> str:  # a sentence; empty where there is none
-    "How many recordings are left out because they hold no long segment."
+    "Say how many recordings are left out because they hold no long segment."
     if not ds.n_too_short:
         return ""
     found = next((s.spec for s in ds.sources if not s.legacy), None)
@@ -106,7 +104,7 @@ def too_short(
 def silence_behind(
     ds: Segments,  # at any level
 ) -> str:  # a sentence; empty where there is none
-    "How much of the rows lies behind the end of the recordings, and is left out."
+    "Say how much of the rows lies after the end of the recordings, and is left out."
     n_long = ds.row_shape[0]
     n_short = int((ds.heard < n_long).sum())
     if not n_short:
@@ -132,14 +130,10 @@ def open_training(
     legacy: bool = False,  # files of the earlier system
     progress: str = "auto",  # where reading is shown, if it takes its time: as for `core.progress.Progress`
 ) -> Iterator[TrainingData]:  # raises UsageError, DataError
-    "Open the data of a training and look at them; they are closed with the block."
+    "Open the data of a training and check them; they are closed with the block."
     if split is not None and validation is not None:
-        raise UsageError(
-            "validation is given twice",
-            code="given-twice",
-            found="data sets and a split",
-            expected="one of them",
-        )
+        found = "data sets and a split"
+        raise UsageError("validation is given twice", code="given-twice", found=found, expected="one of them")
     with ExitStack() as stack:
         opened = stack.enter_context(_closing(training, legacy))
         held = [] if validation is None else stack.enter_context(_closing(validation, legacy))
@@ -152,8 +146,19 @@ def open_training(
                 both, allow_leaky_split=allow_leaky_split, legacy=legacy, progress=progress
             )
         elif split is not None:
-            rows, validation_rows = _rows_of(split, opened)
-        learned = Segments(opened, level=FORMS[settings.form], rows=rows, **some)
+            n = sum(map(len, opened))
+            if len(split.labels) != n:
+                found = f"{len(split.labels):,} rows"
+                raise UsageError(
+                    "the split is of other data sets", code="other-split", found=found, expected=f"{n:,}"
+                )
+            if "training" not in split.parts:
+                raise UsageError(
+                    "the split has no part 'training'", code="no-such-part", found=", ".join(split.parts)
+                )
+            rows = split.parts["training"]
+            validation_rows = split.parts.get("validation")
+        learned = Segments(opened, level="long", rows=rows, **some)
         judged = None
         if held or validation_rows is not None:
             judged = Segments(held or opened, level="recording", rows=validation_rows, **some)
@@ -161,7 +166,12 @@ def open_training(
             if part is not None and (said := too_short(part)):
                 warnings.warn(f"{name}: {said}", TooShortWarning, stacklevel=4)
         _require_classes(learned, judged, task)
-        yield TrainingData(learned, judged, task, split, _identity(learned, judged, task, progress))
+        identity = {
+            "task": json.dumps(asdict(task)),
+            "training": _content(learned, progress),
+            "validation": "" if judged is None else _content(judged, progress),
+        }
+        yield TrainingData(learned, judged, task, split, identity)
 
 
 @contextmanager
@@ -178,23 +188,6 @@ def _closing(given: Sources, legacy: bool) -> Iterator[list[MelDataset]]:
 
 
 # %% ../../../nbs/learn/train/inputs.ipynb #4fa9deb7
-def _rows_of(split: Split, sources: Sequence[MelDataset]) -> tuple[np.ndarray, np.ndarray | None]:
-    "Rows of training, and of validation; None: there is none."
-    n = sum(map(len, sources))
-    if len(split.labels) != n:
-        raise UsageError(
-            "the split is of other data sets",
-            code="other-split",
-            found=f"{len(split.labels):,} rows",
-            expected=f"{n:,}",
-        )
-    if "training" not in split.parts:
-        raise UsageError(
-            "the split has no part 'training'", code="no-such-part", found=", ".join(split.parts)
-        )
-    return split.parts["training"], split.parts.get("validation")
-
-
 def _require_classes(learned: Segments, judged: Segments | None, task: Task) -> None:
     "Refuse parts that lack what they are for."
     lacking = [show_path(n) for k, n in enumerate(task.model_names) if not (learned.labels == k).any()]
@@ -214,20 +207,11 @@ def _require_classes(learned: Segments, judged: Segments | None, task: Task) -> 
             path=judged.sources[0].path,
             found=f"{n_leaks:,} leaks in {len(judged.labels):,} recordings",
             expected="leaks and others",
-            remedy="divide the recordings anew (leakmel.learn.data.splits.group_split), or train without validation",
+            remedy="divide the recordings again (leakmel.learn.data.splits.group_split), or train without validation",
         )
 
 
 # %% ../../../nbs/learn/train/inputs.ipynb #bf2090ee
-def _identity(learned: Segments, judged: Segments | None, task: Task, progress: str) -> dict[str, str]:
-    "What a training that goes on must find again."
-    return {
-        "task": json.dumps(asdict(task)),
-        "training": _content(learned, progress),
-        "validation": "" if judged is None else _content(judged, progress),
-    }
-
-
 def _content(ds: Segments, progress: str) -> str:
     "A digest of the rows of a part."
     parts: list[bytes] = [np.ascontiguousarray(ds.rows).tobytes(), np.ascontiguousarray(ds.labels).tobytes()]
@@ -238,11 +222,14 @@ def _content(ds: Segments, progress: str) -> str:
     return digest_of(b"\0".join(parts))
 
 
+_PIECE = 512  # rows
+
+
 def row_digests(
     source: MelDataset,
     progress: str = "auto",  # where reading is shown, if it takes its time: as for `core.progress.Progress`
 ) -> bytes:  # of all rows: those in the file; of files of the earlier system, of rows that are read for it
-    "What tells the rows of data sets from others."
+    "Return the digests that tell rows from others."
     if "digests/rows" in source.file:
         return np.ascontiguousarray(source.file["digests/rows"][:]).tobytes()
     found = []
@@ -254,21 +241,14 @@ def row_digests(
     return "".join(found).encode()
 
 
-_PIECE = 512  # rows
-
-
 # %% ../../../nbs/learn/train/inputs.ipynb #d1660a8a
 def differences(
     before: Mapping[str, Any],  # of `training_identity`, from a checkpoint
     now: Mapping[str, Any],
-) -> list[str]:  # empty: a training can go on
-    "What is different, a few words each."
-    settings_before, settings_now = before.get("settings", {}), now["settings"]
-    said = [
-        f"{n}={settings_before.get(n)!r} then, {v!r} now"
-        for n, v in settings_now.items()
-        if settings_before.get(n) != v
-    ]
+) -> list[str]:  # empty: a training can be resumed; raises DataError for a net that reads short segments
+    "List the differences of two trainings, a few words each."
+    then = current_names(before.get("settings", {}))
+    said = [f"{n}={then.get(n)!r} then, {v!r} now" for n, v in now["settings"].items() if then.get(n) != v]
     words = {"task": "another task", "training": "other training data", "validation": "other validation data"}
     return said + [text for name, text in words.items() if before.get(name) != now[name]]
 
@@ -277,8 +257,6 @@ def training_identity(
     data: TrainingData,
     settings: TrainSettings,
 ) -> dict[str, Any]:  # plain values
-    "What decides which weights a training comes to."
-    deciding = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in SPEED_ONLY}
-    return data.identity | {
-        "settings": {n: list(v) if isinstance(v, tuple) else v for n, v in deciding.items()}
-    }
+    "Return what decides the weights of a training."
+    deciding = {n: v for n, v in asdict(settings).items() if n not in SPEED_ONLY}
+    return data.identity | {"settings": deciding | {"channels": list(settings.channels)}}

@@ -29,21 +29,18 @@ from torch import Tensor
 
 from ... import __version__
 from ...core.errors import DataError
-from ..metrics.voting import DecisionRule, choose_rule
-from ..model.detector import Detector, score_rows
-from ..model.devices import room
-from .history import EpochFigures, epochs_from, is_better, should_stop
 from ..data.loaders import Loader, open_loader
 from ..data.segments import Segments
-from ..data.splits import Split
 from ..metrics.metrics import leak_metrics
+from ..metrics.voting import DecisionRule, choose_rule, vote_scores
+from ..model.detector import Detector, picture_shape, score_rows
+from ..model.devices import room
 from ..model.net import LeakNet, NetSettings, band_statistics
+from ..model.settings import TrainSettings
+from .history import EpochFigures, epochs_from, is_better, should_stop
 from .inputs import TrainingData, training_identity
-from ..model.provenance import Seen
 from .step import StepFigures, Stepper, known_random, step_seed
 from .timing import StepTimer, StepTimes
-from ..model.settings import TrainSettings
-from ..metrics.voting import vote_scores
 
 
 # %% ../../../nbs/learn/train/state.ipynb #bc3857a1
@@ -51,12 +48,9 @@ def new_net(
     data: TrainingData,
     settings: TrainSettings,
 ) -> LeakNet:
-    "A net for some data, with weights from the seed."
-    _, n_short, n_mels, n_frames = data.training.row_shape
-    width = n_short * n_frames if settings.form == "matrix" else n_frames
-    made = NetSettings(
-        settings.form, n_mels, width, len(data.task.model_names), settings.channels, settings.dropout
-    )
+    "Make a net for some data, with weights from the seed."
+    shape = picture_shape(data.training.row_shape)
+    made = NetSettings(*shape, len(data.task.model_names), settings.channels, settings.dropout)
     with known_random(step_seed(settings.seed, 0, 2), torch.device("cpu")):
         return LeakNet(made, *band_statistics(data.training))
 
@@ -88,11 +82,11 @@ class Sums:
         return torch.cat(self.norms) if self.norms else torch.zeros(0, device=self.loss.device)
 
     def mean_loss(self) -> float:
-        "Waits for the device."
+        "Mean loss of the items. Waits for the device."
         return float(self.loss) / self.n if self.n else math.nan
 
     def share_correct(self) -> float:
-        "Waits for the device."
+        "Share of the items whose class was found. Waits for the device."
         return int(self.n_correct) / self.n if self.n else math.nan
 
     def gradients(self, clip_norm: float) -> tuple[float, float]:
@@ -104,22 +98,22 @@ class Sums:
         return float(found.mean()), float((found > (clip_norm or math.inf)).mean())
 
     def state_dict(self) -> dict[str, Any]:
-        "Tensors and plain values."
+        "Return tensors and plain values."
         return {"loss": self.loss, "n_correct": self.n_correct, "n": self.n, "norms": self.all_norms()}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
-        "Go on with the sums of `state_dict`."
+        "Continue the sums of `state_dict`."
         at = self.loss.device
         self.loss = values["loss"].to(at)
         self.n_correct = values["n_correct"].to(at)
         self.n = int(values["n"])
-        self.norms = [values["norms"].to(at)] if "norms" in values else []
+        self.norms = [values["norms"].to(at)]
 
 
 # %% ../../../nbs/learn/train/state.ipynb #97d6a339
 @dataclass(frozen=True)
 class Best:
-    "The best epoch so far; all of it is plain, and goes into checkpoints."
+    "The best epoch so far; plain values and tensors, as checkpoints hold them."
 
     epoch: int
     net: dict[str, Tensor]  # its weights, in the memory of the host
@@ -130,11 +124,11 @@ _LEAST_P = 1e-7  # of a probability whose logarithm is taken
 
 
 def validation_figures(
-    scores: np.ndarray,  # [B, L] probability of a leak for each long segment; NaN: behind the end of the recording
+    scores: np.ndarray,  # [B, L] probability of a leak for each long segment; NaN: after the end of the recording
     is_leak: np.ndarray,  # [B] bool
     chosen: DecisionRule,  # vote and threshold
 ) -> dict[str, float]:  # val_loss, val_segment_accuracy, f1, auc, balanced_accuracy
-    "What the scores of validation come to."
+    "Compute the figures of validation from its scores."
     heard = ~np.isnan(scores)
     truth = np.broadcast_to(is_leak[:, None], scores.shape)[heard]
     p = np.clip(scores[heard].astype(np.float64), _LEAST_P, 1 - _LEAST_P)
@@ -180,15 +174,9 @@ class TrainingState:
 
     def _opened(self, kind: str) -> Loader:
         s = self.settings
-        given: dict[str, Any] = s.loader_options() | {"kind": kind, "progress": self.show}
-        return open_loader(
-            self.data.training,
-            s.batch_size,
-            device=self.device,
-            seed=s.seed,
-            epoch_share=s.epoch_share,
-            **given,
-        )
+        given: dict[str, Any] = {"device": self.device, "seed": s.seed, "epoch_share": s.epoch_share}
+        given |= s.loader_options() | {"kind": kind, "progress": self.show}
+        return open_loader(self.data.training, s.batch_size, **given)
 
     def reopen(self, kind: str) -> None:  # raises MachineError where memory is too small for it
         "Take the loader of a checkpoint in place of the one that suits today: the order of the items follows from it."
@@ -197,12 +185,12 @@ class TrainingState:
         self.loader.close()
         with room(
             "the items fitted into memory when the training began, and do not fit now",
-            "free memory, or begin anew with resume='never'",
+            "free memory, or start again with resume='never'",
         ):
             self.loader = self._opened(kind)
 
     def close(self) -> None:
-        "Let go of what the loader holds."
+        "Free what the loader holds."
         self.loader.close()
 
     @property
@@ -233,21 +221,35 @@ class TrainingState:
 def end_epoch(
     state: TrainingState,
     times: StepTimes,  # of the learning
-    progress: Callable[[int], None] | None = None,  # told how many recordings of validation have been judged
+    progress: Callable[[int], object] | None = None,  # called with the number of validation recordings scored
 ) -> EpochFigures:  # raises DataError where the loss is no number
     "Evaluate validation, and keep the best epoch."
     began = time.perf_counter()
+    data = state.data
+    s = state.settings
     loss = state.sums.mean_loss()
     if not math.isfinite(loss) and state.sums.n:
         raise DataError(
-            "the training went astray: its loss is no number any more",
+            "the training diverged: its loss is no number any more",
             code="training-diverged",
             found=f"loss {loss} in epoch {len(state.epochs) + 1}",
-            remedy="begin anew with a lower learning_rate or with amp='off', and look whether leakmel verify finds anything in the data set",
+            remedy="start again with a lower learning_rate or with amp='off', and check the data set with leakmel verify",
         )
-    chosen, found = _evaluated(state, progress)
+    chosen = DecisionRule() if s.vote == "auto" else DecisionRule(s.vote, s.vote_share)
+    names = ("val_loss", "val_segment_accuracy", "f1", "auc", "balanced_accuracy")
+    found: dict[str, Any] = dict.fromkeys(names, math.nan)
+    if data.validation is not None:
+        with room(
+            "memory is too small to judge validation while the training holds its own",
+            "free memory, use loader='stream', or device='cpu'",
+        ):
+            scores = score_rows(
+                detector_of(state), data.validation, device=state.stepper.device, progress=progress
+            )
+        chosen = choose_rule(data.is_leak, scores, s.vote, s.vote_share)
+        found = validation_figures(scores, data.is_leak, chosen)
     evaluate_s = time.perf_counter() - began
-    grad_norm, clipped_share = state.sums.gradients(state.settings.clip_norm)
+    grad_norm, clipped_share = state.sums.gradients(s.clip_norm)
     figures = EpochFigures(
         epoch=len(state.epochs) + 1,
         step=state.stepper.n_done,
@@ -263,35 +265,13 @@ def end_epoch(
         clipped_share=clipped_share,
     )
     highest = max((e.f1 for e in (*state.epochs, figures) if not math.isnan(e.f1)), default=math.nan)
-    if state.data.validation is None or is_better(
-        figures, state.best_figures, highest, int(state.data.is_leak.sum())
-    ):
+    best = state.best_figures
+    if data.validation is None or is_better(figures, best, highest, int(data.is_leak.sum())):
         kept = {name: t.detach().to("cpu", copy=True) for name, t in state.stepper.net.state_dict().items()}
         state.best = Best(figures.epoch, kept, chosen)
     state.epochs.append(figures)
     state.sums = Sums(state.stepper.device)
     return figures
-
-
-def _evaluated(
-    state: TrainingState, progress: Callable[[int], None] | None
-) -> tuple[DecisionRule, dict[str, Any]]:
-    "Vote and thresholds, and figures of validation."
-    vote, share = state.settings.vote, state.settings.vote_share
-    if state.data.validation is None:
-        names = ("val_loss", "val_segment_accuracy", "f1", "auc", "balanced_accuracy")
-        return (DecisionRule() if vote == "auto" else DecisionRule(vote, share)), dict.fromkeys(
-            names, math.nan
-        )
-    with room(
-        "memory is too small to judge validation while the training holds its own",
-        "free memory, use loader='stream', or device='cpu'",
-    ):
-        scores = score_rows(
-            detector_of(state), state.data.validation, device=state.stepper.device, progress=progress
-        )
-    chosen = choose_rule(state.data.is_leak, scores, vote, share)
-    return chosen, validation_figures(scores, state.data.is_leak, chosen)
 
 
 def _speed(state: TrainingState, times: StepTimes) -> dict[str, Any]:
@@ -325,22 +305,28 @@ def _speed(state: TrainingState, times: StepTimes) -> dict[str, Any]:
 def training_record(
     state: TrainingState,
 ) -> dict[str, Any]:  # plain values
-    "What is to be known of a detector's training."
+    "Return what a detector's file tells of its training."
     data = state.data
-    figures = state.best_figures
     at_best = None
-    if figures is not None:
+    if (figures := state.best_figures) is not None:
         kept = {n: getattr(figures, n) for n in ("loss", "val_loss", "f1", "auc", "balanced_accuracy")}
         at_best = {n: None if math.isnan(v) else float(v) for n, v in kept.items()}
+    split = None
+    if data.split is not None:
+        names = ("method", "leaky", "stamp", "allowed_leaky")
+        split = {n: getattr(data.split, n) for n in names} | {
+            "problems": [f"{p.path}: {p.message}" for p in data.split.problems],
+            "unchecked": list(data.split.unchecked),
+        }
     settings = asdict(state.settings)
     return {
         "leakmel_version": __version__,
         "torch_version": str(torch.__version__),
         "device": state.stepper.device.type,
-        "settings": {n: list(v) if isinstance(v, tuple) else v for n, v in settings.items()},
+        "settings": settings | {"channels": list(settings["channels"])},
         "training": _part_record(data.training, data.task.model_names),
-        "validation": _part_record(data.validation, data.task.model_names),
-        "split": None if data.split is None else _split_record(data.split),
+        "validation": data.validation and _part_record(data.validation, data.task.model_names),
+        "split": split,
         "epochs": len(state.epochs),
         "best_epoch": None if state.best is None else state.best.epoch,
         "steps": state.stepper.n_done,
@@ -348,9 +334,7 @@ def training_record(
     }
 
 
-def _part_record(ds: Segments | None, names: Sequence[str]) -> dict[str, Any] | None:
-    if ds is None:
-        return None
+def _part_record(ds: Segments, names: Sequence[str]) -> dict[str, Any]:
     counts = np.bincount(ds.labels, minlength=len(names)).tolist()
     return {
         "files": [os.fsencode(s.path.name).decode("utf-8", "backslashreplace") for s in ds.sources],
@@ -359,23 +343,12 @@ def _part_record(ds: Segments | None, names: Sequence[str]) -> dict[str, Any] | 
     }
 
 
-def _split_record(split: Split) -> dict[str, Any]:
-    return {
-        "method": split.method,
-        "leaky": split.leaky,
-        "stamp": split.stamp,
-        "allowed_leaky": split.allowed_leaky,
-        "problems": [f"{p.path}: {p.message}" for p in split.problems],
-        "unchecked": list(split.unchecked),
-    }
-
-
 def detector_of(
     state: TrainingState,
     *,
     best: bool = False,  # with the weights of the best epoch, in the memory of the host, instead of those of now
 ) -> Detector:
-    "The detector that a training has come to."
+    "Make a detector of the state of a training."
     source = state.data.training.sources[0]
     given: dict[str, Any] = {
         "task": state.data.task,
@@ -383,7 +356,7 @@ def detector_of(
         "engine": str(source.file.attrs.get("engine", "")),
     }
     if not best or state.best is None:
-        return Detector(net=state.stepper.net, **given, **DecisionRule().options(), record={}, seen=Seen())
+        return Detector(net=state.stepper.net, **given)
     net = LeakNet(state.stepper.net.settings)
     net.load_state_dict(state.best.net)
     given |= state.best.chosen.options()
@@ -395,7 +368,7 @@ def to_checkpoint(
     state: TrainingState,
     seconds: float,  # that all runs took until now
 ) -> dict[str, Any]:  # tensors and plain values
-    "A state as a checkpoint holds it."
+    "Return a state as a checkpoint holds it."
     best = state.best
     return {
         "format": FORMAT,
@@ -408,16 +381,14 @@ def to_checkpoint(
         "rate": state.rate,
         "sums": state.sums.state_dict(),
         "epochs": [asdict(e) for e in state.epochs],
-        "best": None
-        if best is None
-        else {"epoch": best.epoch, "net": best.net, "chosen": asdict(best.chosen)},
+        "best": best and {"epoch": best.epoch, "net": best.net, "chosen": asdict(best.chosen)},
     }
 
 
 def take_up(
     state: TrainingState,  # new
     values: dict[str, Any],  # of `to_checkpoint`
-) -> None:  # raises DataError, UsageError for those of another training
+) -> None:  # raises DataError for those of another version
     "Resume from a checkpoint."
     try:
         state.epochs = epochs_from(values["epochs"])
@@ -436,6 +407,6 @@ def take_up(
             "the checkpoint is not one of this version's trainings",
             code="not-a-checkpoint",
             found=f"{type(e).__name__}: {str(e).partition(chr(10))[0]}",
-            remedy="begin anew with resume='never'",
+            remedy="start again with resume='never'",
         ) from e
     state.first = state.stepper.n_done

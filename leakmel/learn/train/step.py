@@ -8,7 +8,6 @@ __all__ = [
     "step_seed",
     "known_random",
     "half_type",
-    "parameter_groups",
     "piece_bounds",
     "StepFigures",
     "Stepper",
@@ -19,22 +18,19 @@ import logging, math, time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import MachineError, UsageError
-from ..model.augment import augment
+from ...core.errors import MachineError
 from ..data.segments import Batch
-from ..model.devices import exactly_float32, ran_out
-from ..model.losses import batch_totals, loss_weights, piece_loss
-from ..model.net import LeakNet, matrices
 from ..data.task import Task
-from .timing import device_clock
-from ..model.settings import SPEED_ONLY, TrainSettings
+from ..model.devices import exactly_float32, ran_out
+from ..model.net import LeakNet, augment, batch_totals, loss_weights, matrices, piece_loss
+from ..model.settings import TrainSettings
 
 _LOG = logging.getLogger("leakmel")
 
@@ -45,8 +41,9 @@ def learning_rate(
     n_steps: int,  # of the whole training
     settings: TrainSettings,
 ) -> float:
-    "Learning rate of a step: a straight rise, then half a cosine."
-    top, least = settings.learning_rate, settings.learning_rate * settings.min_lr_share
+    "Return the learning rate of a step: a straight rise, then half a cosine."
+    top = settings.learning_rate
+    least = top * settings.min_lr_share
     n_warm = min(math.ceil(settings.warmup_share * n_steps), n_steps)
     if step < n_warm:
         return top * (step + 1) / n_warm
@@ -60,7 +57,7 @@ def step_seed(
     step: int,
     use: int,  # 0: augmentation, 1: dropout
 ) -> int:  # 0 to 2**63 - 1
-    "Seed of one use of random numbers in one step."
+    "Return the seed of one use of random numbers in one step."
     return int(np.random.SeedSequence([seed, step, use]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -69,11 +66,9 @@ def known_random(
     seed: int,
     device: torch.device,
 ) -> Iterator[None]:
-    "Torch's own random numbers from a seed; afterwards they go on as if nothing had been drawn."
+    "Seed torch's own random numbers in the body; afterwards they continue as if nothing had been drawn."
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(
-            seed
-        )  # and not torch.manual_seed, which seeds all devices of the machine
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices of the machine
         if device.type == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
@@ -85,7 +80,7 @@ def half_type(
     settings: TrainSettings,
     device: torch.device,
 ) -> torch.dtype | None:  # None: float32 throughout
-    "The half precision that a training uses."
+    "Return the half precision that a training uses."
     if settings.amp == "auto":
         if device.type != "cuda":
             return None
@@ -93,24 +88,12 @@ def half_type(
     return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.amp]
 
 
-def parameter_groups(
-    net: nn.Module,
-    weight_decay: float,
-) -> list[dict[str, Any]]:
-    "Weights, which decay, and norms and biases, which do not: those are vectors."
-    learned = [p for p in net.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in learned if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
 # %% ../../../nbs/learn/train/step.ipynb #217ee6e2
 def piece_bounds(
     n: int,  # items of the batch
     most: int,  # items of a micro-batch at most
 ) -> list[slice]:  # as even as can be
-    "A batch cut into micro-batches: not one of them is a small rest."
+    "Cut a batch into micro-batches, none of them a small rest."
     k = -(-n // most)
     ends = [n * i // k for i in range(k + 1)]
     return [slice(a, b) for a, b in zip(ends, ends[1:])]
@@ -119,7 +102,7 @@ def piece_bounds(
 # %% ../../../nbs/learn/train/step.ipynb #3cfca083
 @dataclass(frozen=True, eq=False)
 class StepFigures:
-    "What one step did; `float()` of a tensor waits for the device."
+    "Figures of one step; `float()` of a tensor waits for the device."
 
     loss: Tensor  # [] weighted mean loss of the batch, with augmentation and dropout
     n_correct: Tensor  # [] int64, items whose class was found
@@ -138,10 +121,9 @@ class Stepper:
         task: Task,
         settings: TrainSettings,
         device: str | torch.device,
-        class_counts: Sequence[int],  # [K] training items (or recordings) of each class of the model
+        class_counts: Sequence[int],  # [K] training items of each class of the model
         n_steps: int,  # of the whole training, for the learning rate
-    ):  # raises UsageError for counts and numbers that cannot be
-        _require_no_batch_norm(net)
+    ):
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
         if on_gpu and self.device.index is None:
@@ -153,21 +135,17 @@ class Stepper:
         last = settings.channels_last
         if on_gpu and self.half is not None if last == "auto" else last:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.forward: Any = self.net
-        if settings.use_compile:
-            self.forward = torch.compile(self.net, mode=settings.compile_mode)
-        # CUDA graphs write gradients into the same memory at each run
-        self.has_graphs = settings.use_compile and settings.compile_mode in (
-            "reduce-overhead",
-            "max-autotune",
-        )
-        self.optimiser = torch.optim.AdamW(
-            parameter_groups(net, settings.weight_decay), lr=settings.learning_rate, fused=on_gpu
-        )
+        self.forward: Any = torch.compile(self.net) if settings.use_compile else self.net
+        params = list(net.parameters())
+        decaying = [p for p in params if p.ndim > 1]  # not norms and biases: those are vectors
+        groups = [
+            {"params": decaying, "weight_decay": settings.weight_decay},
+            {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, fused=on_gpu)
         self.scaler = self._new_scaler()
         self.weights = loss_weights(task, settings, class_counts, self.device)
         self.generator = torch.Generator(self.device)
-        self.clock = device_clock(self.device)
         # items at most; lowered where memory runs out
         self.micro_batch = -(-settings.batch_size // settings.accumulation)
         self.n_done = 0  # steps
@@ -181,7 +159,7 @@ class Stepper:
         self,
         batch: Batch,  # not empty
     ) -> StepFigures:  # raises MachineError where one item needs too much memory, or a net cannot be compiled
-        "Learn from a batch."
+        "Learn a batch."
         start = time.perf_counter()
         rate = learning_rate(self.n_done, self.n_steps, self.settings)
         self.net.train()
@@ -191,12 +169,22 @@ class Stepper:
                     loss, n_correct, norm = self._gradients(batch)
                     break
                 except (RuntimeError, MemoryError) as e:
-                    why = _wants_less(e)
+                    why = str(e) or type(e).__name__
+                    if not ran_out(e):
+                        if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                            raise MachineError(
+                                "the net could not be compiled",
+                                code="not-compiled",
+                                found=why.partition("\n")[0],
+                                remedy="train with use_compile=False",
+                            ) from e
+                        raise
                 # outside of the handler, which holds on to what the failed attempt had made
                 self._halve(len(batch), why)
             self._write(rate)
         if self.first_step_s is None:
-            self.clock.settle()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             self.first_step_s = time.perf_counter() - start
         return StepFigures(loss, n_correct, len(batch), norm, rate)
 
@@ -206,24 +194,18 @@ class Stepper:
         s = self.settings
         batch = batch.to(self.device)
         self.generator.manual_seed(step_seed(s.seed, self.n_done, 0))
-        with self.clock.range("augment"):
-            x = augment(matrices(batch.x), self.net.mean, s, self.generator)
+        x = augment(matrices(batch.x), self.net.mean, s, self.generator)
         totals = batch_totals(batch.y, self.weights)
         loss = torch.zeros((), device=self.device)
         n_correct = torch.zeros((), dtype=torch.int64, device=self.device)
         half = nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
         with known_random(step_seed(s.seed, self.n_done, 1), self.device):
-            pieces = list(piece_bounds(len(batch), self.micro_batch))
-            for piece in pieces:
+            for piece in piece_bounds(len(batch), self.micro_batch):
                 y = batch.y[piece]
-                with self.clock.range("forward"), half:
+                with half:
                     logits, leak_logit = self.forward(x[piece])
                 part = piece_loss(logits, leak_logit, y, s, self.weights, totals)
-                with self.clock.range("backward"):
-                    self.scaler.scale(part).backward()
-                if self.has_graphs and piece is not pieces[-1]:
-                    for p in self.net.parameters():
-                        p.grad = None if p.grad is None else p.grad.clone()
+                self.scaler.scale(part).backward()
                 loss = loss + part.detach()
                 n_correct = n_correct + (logits.detach().argmax(1) == y).sum()
         self.scaler.unscale_(self.optimiser)
@@ -231,13 +213,12 @@ class Stepper:
         return loss, n_correct, norm
 
     def _halve(self, n: int, why: str) -> None:
-        "Forget half-made gradients and halve the micro-batch."
+        "Drop half-made gradients and halve the micro-batch."
         self.optimiser.zero_grad(set_to_none=True)
         scale = self.scaler.state_dict()
         self.scaler = self._new_scaler()  # the old one may believe that gradients are unscaled already
         self.scaler.load_state_dict(scale)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         now = min(self.micro_batch, n)
         if now == 1:
             raise MachineError(
@@ -251,13 +232,12 @@ class Stepper:
         _LOG.warning("memory ran out: micro-batches of %d items from here on", self.micro_batch)
 
     def _write(self, rate: float) -> None:
-        "New weights from the gradients."
+        "Change the weights by the gradients."
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         try:
-            with self.clock.range("optimiser"):
-                self.scaler.step(self.optimiser)
-                self.scaler.update()
+            self.scaler.step(self.optimiser)
+            self.scaler.update()
         except (RuntimeError, MemoryError) as e:
             if not ran_out(e):
                 raise
@@ -265,18 +245,16 @@ class Stepper:
                 "memory ran out while weights were written",
                 code="out-of-memory",
                 found=str(e),
-                remedy="go on from the last checkpoint",
+                remedy="resume from the last checkpoint",
             ) from e
         self.n_done += 1
 
     def state_dict(self) -> dict[str, Any]:
-        "What a resumed training needs in addition to the net's weights: tensors and plain values, copied."
+        "Return what a resumed training needs in addition to the net's weights: tensors and plain values, copied."
         return {
             "n_done": self.n_done,
-            "n_steps": self.n_steps,
             "micro_batch": self.micro_batch,
             "n_ran_out": self.n_ran_out,
-            "settings": asdict(self.settings),
             "optimiser": deepcopy(self.optimiser.state_dict()),
             "scaler": self.scaler.state_dict(),
         }
@@ -284,23 +262,13 @@ class Stepper:
     def load_state_dict(
         self,
         state: dict[str, Any],  # of `state_dict`
-    ) -> None:  # raises UsageError for the state of another training, KeyError, ValueError ... for no state
+    ) -> None:  # raises KeyError, ValueError ... for no state
         "Resume after the step at which a state was saved."
-        mine = asdict(self.settings) | {"n_steps": self.n_steps}
-        saved = state["settings"] | {"n_steps": state["n_steps"]}
-        if other := [n for n in mine if n not in SPEED_ONLY and saved.get(n) != mine[n]]:
-            raise UsageError(
-                "the state of another training",
-                code="other-training",
-                found=", ".join(f"{n} {saved.get(n)}" for n in other),
-                expected=", ".join(f"{n} {mine[n]}" for n in other),
-                remedy="train with the same settings, or from the start",
-            )
         optimiser = deepcopy(state["optimiser"])
         for group in optimiser["param_groups"]:
             group["fused"] = self.device.type == "cuda"  # saved on another device, perhaps
         self.optimiser.load_state_dict(optimiser)
-        # a fused kernel goes through a weight and what is remembered of it as they lie in memory
+        # a fused kernel goes through a weight and its state as they lie in memory
         for weight, held in self.optimiser.state.items():
             for name, value in held.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape:
@@ -309,28 +277,3 @@ class Stepper:
         self.n_done = int(state["n_done"])
         self.micro_batch = int(state["micro_batch"])
         self.n_ran_out = int(state["n_ran_out"])
-
-
-def _require_no_batch_norm(net: nn.Module) -> None:
-    for module in net.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise UsageError(
-                "a norm over the batch, with which micro-batches do not add up",
-                code="batch-norm",
-                found=type(module).__name__,
-                expected="norms over items, as nn.GroupNorm",
-            )
-
-
-def _wants_less(error: RuntimeError | MemoryError) -> str:
-    "What an error says, if smaller pieces may help; raises all others."
-    if ran_out(error):
-        return str(error) or type(error).__name__
-    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        raise MachineError(
-            "the net could not be compiled",
-            code="not-compiled",
-            found=(str(error).splitlines() or [""])[0],
-            remedy="train with use_compile=False",
-        ) from error
-    raise error
