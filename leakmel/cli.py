@@ -108,9 +108,8 @@ def run_build(args: argparse.Namespace) -> Outcome:
     "Build one split, or all."
     from leakmel.audio.manifest import scan
     from leakmel.dataset.run.pipeline import build, build_all
-    from leakmel.dataset.run.config import PipelineConfig
+    from leakmel.dataset.run.config import PipelineConfig, with_tuned
     from leakmel.dataset.run.plan import run_summary
-    from leakmel.dataset.run.tuned import with_tuned
     from leakmel.dataset.file.spec_file import asked_spec
     from leakmel.insight.advice import analysis_text
     from leakmel.mel.spec import MelSpec
@@ -162,7 +161,7 @@ def _build_text(result: Any) -> str:
     from collections import Counter
     from leakmel.audio.problems import in_words, wrapped
     from leakmel.dataset.source.bad_files import share_sentence
-    from leakmel.dataset.run.report import kept_sentence
+    from leakmel.dataset.run.publish import kept_sentence
     from leakmel.insight.cards import cache_sentence
 
     kept = kept_sentence(result.summary)

@@ -26,8 +26,7 @@ from typing import Any
 from ..audio.problems import ProblemReport, in_words, show_place, wrapped
 from ..core.monitor import mean, peak, rate
 from ..dataset.source.bad_files import share_sentence
-from ..dataset.run.publish import BuildResult
-from ..dataset.run.report import kept_sentence
+from ..dataset.run.publish import BuildResult, kept_sentence
 
 # %% ../../nbs/insight/cards.ipynb #6c11928b
 NOT_AVAILABLE = "not available"
