@@ -1,17 +1,14 @@
 "While a build runs its bars state what it does."
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 
 import leakmel as lm
 from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset.run import pipeline
 from leakmel.dataset.run.config import PipelineConfig
-from leakmel.dataset.run.pipeline import Live, pulse_text
+from leakmel.dataset.run.pipeline import pulse_text
 from outsider import leftovers
 
 
@@ -66,58 +63,3 @@ def test_queues_and_machine_are_those_that_were_noted_last():
     timeline.samples.append({"cpu_percent": 197.4, "rss_bytes": 2.1e8, "gpu_percent": 35.0, "vram_bytes": 1.5e9})
     texts = ["compute queue 4 of 6", "CPU 197 %", "GPU 35 %", "210 MB RAM", "1.50 GB VRAM"]
     assert pulse_text(timeline, 6) == texts
-
-
-def test_a_split_that_is_through_when_it_is_looked_at_has_a_rate_that_can_be():
-    timeline = Timeline()
-    jobs: list[Any] = [
-        SimpleNamespace(
-            split=split,
-            is_complete=lambda: bool(jobs[0].n_done),
-            listing=range(100),
-            kept=np.zeros(100, bool),
-            n_done=0,
-            rejected=[],
-            checked=(0, 0),
-            published_s=None,
-        )
-        for split in ("TRAINING", "TESTING")
-    ]
-    with Live(jobs, timeline, 2, show="none") as live:
-        live.look()
-        now_s = timeline.now_s()
-        timeline.spans += [
-            Span("read", "reader-0", now_s - 900, now_s - 800, "TRAINING"),
-            Span("read", "reader-0", now_s - 400, now_s - 300, "TESTING"),
-            Span("write", "writer-0", now_s - 300, now_s - 200, "TESTING"),
-        ]
-        for job in jobs:
-            job.n_done = 100
-        live.look()
-        standing = live._bars[1].standing
-    assert 400 <= standing.seconds < 800
-    assert standing.n_done == 100
-
-
-def test_a_signal_while_bars_are_made_closes_those_that_stand(monkeypatch):
-    jobs: list[Any] = [
-        SimpleNamespace(
-            split=split,
-            listing=range(9),
-            kept=np.zeros(9, bool),
-        )
-        for split in "ab"
-    ]
-    made, real = list[Any](), pipeline.Progress
-
-    def stopped(*args, **named):
-        if made:
-            raise KeyboardInterrupt
-        made.append(real(*args, **named))
-        return made[0]
-
-    monkeypatch.setattr(pipeline, "Progress", stopped)
-    live = Live(jobs, Timeline(), 2, show="none")
-    with pytest.raises(KeyboardInterrupt), live:
-        raise AssertionError("the body is not run")
-    assert made[0].state == "stopped"

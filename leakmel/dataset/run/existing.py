@@ -43,7 +43,7 @@ from leakmel.dataset.file.schema import (
 )
 from ..file.writer import replacing
 from .journal import KNOWN, folder_inodes
-from ..source.loader import decoders
+from ..source.loader import PLAIN, decoders
 
 log = logging.getLogger("leakmel")
 
@@ -195,16 +195,16 @@ _FACT_COLUMNS = ("sample_rate", "n_samples", "channels", *(FIGURES.names or ()),
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExistingDataset:
-    "The data set under the final name, and the recordings of a listing that have not changed since it was made."
+    "The data set under the final name, and what it holds about recordings that have not changed since it was made."
 
     path: Path
-    state: State
+    digest: str  # of its metadata
     packed: bool  # its rows are compressed
-    known: np.ndarray  # [rows] KNOWN, with the row as number
-    words: np.ndarray  # [rows, 2] bytes, encoding and status
-    rejected: list[Rejected]
-    unchanged: np.ndarray  # [k] int64, candidates
-    places: np.ndarray  # [k] int64, of these in the data set: rows first, rejected files after them
+    known: np.ndarray  # [k] KNOWN, rows that can be kept, by candidate
+    places: np.ndarray  # [k] int64, of these rows in the data set
+    unusual: dict[int, tuple[str, str]]  # candidate -> encoding, status, where not PLAIN
+    rejected: list[Rejected]  # files that need not be read again
+    numbers: np.ndarray  # int64, their candidates
     changes: dict[str, int]  # recordings added, changed and removed since
 
 
@@ -213,12 +213,14 @@ def open_existing(
     listing: Listing,
     fingerprint: str,  # of spec and engine
     with_waveforms: bool,
+    *,
+    follows: Collection[str] = (),  # which fields of the spec are taken from the data now
 ) -> ExistingDataset | None:  # None where there is none that was made in the same way and can be trusted
     "Read the data set under the final name and compare it with a listing; raises nothing."
-    if (state := read_state(target)) is None:
-        return None
     from leakmel import __version__
 
+    if (state := read_state(target)) is None:
+        return None
     expected = {
         "schema_version": SCHEMA_VERSION,
         "fingerprint": fingerprint,
@@ -239,29 +241,47 @@ def open_existing(
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
         log.warning("%s cannot be updated, it is built again: %s: %s", target, type(e).__name__, e)
         return None
-    place = {path: i for i, path in enumerate([*paths, *(r.path for r in rejected)])}
-    if len(state.stamps) != len(known) + len(rejected):
+    n_rows, place = len(known), {path: i for i, path in enumerate([*paths, *(r.path for r in rejected)])}
+    if len(state.stamps) != n_rows + len(rejected):
         return None
     places = np.array([place.get(path, -1) for path in listing.paths], np.int64)
     met = np.flatnonzero(places >= 0)
     of, stamps = places[met], stamps_of(listing, met)
-    had_label = np.array([True] * len(known) + [r.code != "no_label" for r in rejected], bool)
+    had_label = np.array([True] * n_rows + [r.code != "no_label" for r in rejected], bool)
     same = (state.stamps[of] == stamps) & (stamps["size"] == listing.sizes[met])
     same &= (stamps["mtime_ns"] == listing.mtimes_ns[met]) | (stamps["size"] < 0)
     same &= (listing.label_ids[met] >= 0) == had_label[of]
-    changes = {
-        "added": len(listing) - len(met),
-        "changed": len(met) - int(same.sum()),
-        "removed": len(place) - len(met),
+    is_row = same & (of < n_rows)
+    # a file that was rejected may be good where more of the spec is taken from the data
+    is_lost = same & (of >= n_rows) & (state.follows >= set(follows))
+    known = known[of[is_row]]
+    known["number"] = met[is_row]
+    odd = np.flatnonzero((words[of[is_row]] != np.array(PLAIN, "S")).any(axis=1))
+    unusual = {
+        int(known["number"][i]): (words[k, 0].decode(), words[k, 1].decode())
+        for i, k in zip(odd, of[is_row][odd])
     }
-    return ExistingDataset(target, state, packed, known, words, rejected, met[same], of[same], changes)
+    return ExistingDataset(
+        path=target,
+        digest=state.digest,
+        packed=packed,
+        known=known,
+        places=of[is_row],
+        unusual=unusual,
+        rejected=[rejected[i] for i in of[is_lost] - n_rows],
+        numbers=met[is_lost],
+        changes={
+            "added": len(listing) - len(met),
+            "changed": len(met) - int(same.sum()),
+            "removed": len(place) - len(met),
+        },
+    )
 
 
 def _read_known(f: h5py.File, state: State, with_waveforms: bool) -> np.ndarray:
-    "Return what an open data set holds about its rows, [rows] KNOWN."
+    "Return what an open data set holds about its rows, [rows] KNOWN without numbers."
     n = len(f[ROWS])
     known = np.zeros(n, KNOWN)
-    known["number"] = np.arange(n)
     known["digest"] = f["digests/rows"][:]
     if with_waveforms:
         known["waveform_digest"] = f["digests/waveforms"][:]

@@ -217,10 +217,10 @@ class Job:
         self.known[k] = entry.known
         self.good[k] = True
         self.kept[k] = True
-        self.unusual |= {i: words for i, words in entry.unusual.items() if self.kept[i]}
+        self.unusual |= {i: words for i, words in entry.unusual.items() if self.good[i]}
         self.kept[np.asarray(numbers, np.int64)] = True
         self.rejected += rejected
-        self.n_done += len(k) + len(rejected)
+        self.n_done = int(self.kept.sum())
 
     def entry(self, numbers: np.ndarray) -> Entry:
         "Return what is known of those of some candidates that are rows, for the journal."

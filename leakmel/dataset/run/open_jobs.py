@@ -35,7 +35,6 @@ from .job import Job, Run, job_metadata, waveform_shape
 from .journal import Entry, Journal, journal_identity, journal_path
 from .publish import beside, note_columns
 from ..source.bad_files import BadFilesError, check_share, first_bad_file
-from ..source.loader import PLAIN
 
 log = logging.getLogger("leakmel")
 
@@ -111,42 +110,23 @@ def _resume_rows(job: Job, journal: Journal) -> int:
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #9038ab8a
-def _keep_facts(
-    job: Job,
-    existing: ExistingDataset,
-    which: np.ndarray,  # [k] bool, of its unchanged recordings
-) -> None:
-    "Note what is known of candidates that stay, rows and rejected files."
-    numbers, places, n_rows = existing.unchanged[which], existing.places[which], len(existing.known)
-    is_row = places < n_rows
-    known, words = existing.known[places[is_row]], existing.words[places[is_row]]
-    known["number"] = numbers[is_row]
-    fine = _agree(job, known["facts"])
-    odd = np.flatnonzero(fine & (words != np.array(PLAIN, "S")).any(axis=1))
-    unusual = {int(known["number"][i]): (words[i, 0].decode(), words[i, 1].decode()) for i in odd}
-    lost = ~is_row & (existing.state.follows >= set(job.plain.follows))
-    rejected = [existing.rejected[i] for i in places[lost] - n_rows]
-    job.keep(Entry(known[fine], unusual), rejected, numbers[lost])
-
-
 def _copy_rows(job: Job, existing: ExistingDataset) -> int:
     "Copy the rows of recordings that have not changed; return how many. Raises OSError, and what HDF5 raises."
-    n_before, file = int(job.good.sum()), job.file
-    fine = ~job.kept[existing.unchanged]
-    rows = np.flatnonzero(fine & (existing.places < len(existing.known)))
-    numbers, places = existing.unchanged[rows], existing.places[rows]
+    file, left = job.file, ~job.kept[existing.known["number"]]
+    known, places = existing.known[left], existing.places[left]
+    fine = _agree(job, known["facts"])
     parts = [(ROWS, "digest", file.row_bytes, file.write)]
     if file.waveform_bytes:
         parts.append((WAVEFORMS, "waveform_digest", file.waveform_bytes, file.write_waveform))
     with h5py.File(existing.path, "r") as f:
         for part, name, item_bytes, write in parts:
-            for run in consecutive_runs(numbers, places, item_bytes):
+            for run in consecutive_runs(known["number"], places, item_bytes):
                 start = int(places[run.start])
                 block = f[part][start : start + run.stop - run.start]
-                fine[rows[run]] &= digests_of(block) == existing.known[name][start : start + len(block)]
-                write(int(numbers[run.start]), block)
-    _keep_facts(job, existing, fine)
-    return int(job.good.sum()) - n_before
+                fine[run] &= digests_of(block) == known[name][run]
+                write(int(known["number"][run.start]), block)
+    job.keep(Entry(known[fine], existing.unusual), existing.rejected, existing.numbers)
+    return int(fine.sum())
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #9fcc0fed
@@ -177,15 +157,16 @@ def finished_job(
     "Return a job for which nothing is to be done; None where something is."
     if existing is None or existing.packed != (run.request.config.compression == "gzip"):
         return None
-    if len(existing.unchanged) < len(listing) or existing.changes["removed"]:
+    if len(existing.known) + len(existing.rejected) < len(listing) or existing.changes["removed"]:
         return None
     job = _new_job(run, listing, target, "not")
-    _keep_facts(job, existing, np.ones(len(listing), bool))
+    known = existing.known[_agree(job, existing.known["facts"])]
+    job.keep(Entry(known, existing.unusual), existing.rejected, existing.numbers)
     if not job.is_complete():
         return None
     try:
         meta = job_metadata(job, run)
-        job.stands = job.file.digest_of(meta) == existing.state.digest
+        job.stands = job.file.digest_of(meta) == existing.digest
     except OSError as e:
         raise output_error(e, e.filename or target) from e
     if not job.stands or not all(path.is_file() for path in beside(target)):
@@ -266,7 +247,9 @@ def open_jobs(
             for _, target in targets:
                 stack.enter_context(OutputLock(target))
         existing = [
-            None if fresh else open_existing(target, listing, run.fingerprint, with_waveforms)
+            None
+            if fresh
+            else open_existing(target, listing, run.fingerprint, with_waveforms, follows=run.follows)
             for listing, target in targets
         ]
         # all is known that has to be known before the first file is touched

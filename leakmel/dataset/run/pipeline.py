@@ -100,45 +100,35 @@ class Live:
         self.n_slots = n_slots
         self.show = show
         self._began_s = timeline.now_s()
-        self._bars = list[Progress]()
-        self._begun = {jobs[0].split}  # the bars of other splits count from their first work
+        self._bars = dict[str, Progress]()
 
     def __enter__(self) -> "Live":
-        try:
-            for job in self.jobs:
-                n, n_before = len(job.listing), int(job.kept.sum())
-                bar = Progress(n, unit="files", label=job.split, show=self.show, n_before=n_before)
-                self._bars.append(bar)
-        except BaseException as e:  # a signal while bars are made: those that exist are closed
-            self.__exit__(type(e))
-            raise
         return self
 
     def __exit__(self, *failure) -> None:
-        for bar in self._bars:
+        for bar in self._bars.values():
             bar.rest()
-        for bar in self._bars:
+        for bar in self._bars.values():
             bar.close("done" if failure[0] is None else "stopped")  # in the order of their rows
 
     def look(self) -> None:
-        "Draw the current state."
+        "Draw the current state; a split has a bar as soon as it has begun."
         run, earlier_done = pulse_text(self.timeline, self.n_slots, self._began_s), True
-        for job, bar in zip(self.jobs, self._bars):
-            waits = not earlier_done and job.n_done == job.kept.sum()
+        for job in self.jobs:
+            n, n_before = len(job.listing), int(job.kept.sum())
+            waits = not earlier_done and job.n_done == n_before
             earlier_done = earlier_done and job.is_complete()
             if waits:
                 continue
-            if job.split not in self._begun:
-                self._begun.add(job.split)
-                starts = [s.start_s for s in self.timeline.spans.copy() if s.split == job.split]
-                now_s = self.timeline.now_s()
-                bar.begin(now_s - min(starts, default=now_s))
+            if job.split not in self._bars:
+                bar = Progress(n, unit="files", label=job.split, show=self.show, n_before=n_before)
+                self._bars[job.split] = bar
+            bar = self._bars[job.split]
             parts = [f"{len(job.rejected):,} rejected"] if job.rejected else []
             if job.published_s is not None:
                 parts.append("published")
             elif job.is_complete():
-                n, total = job.checked
-                parts += [f"checking {n:,} of {total:,} rows" if total else "checking", *run]
+                parts += ["checking {:,} of {:,} rows".format(*job.checked), *run]
             else:
                 parts += ["reading and computing", *run]
             bar.update(job.n_done, ", ".join(parts))

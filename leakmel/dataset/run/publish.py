@@ -17,10 +17,10 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/run/publish.ipynb #b7380f48
-import json, logging, os
+import ctypes, json, logging, os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -204,7 +204,8 @@ def publish(
         note_columns(job, meta, run.manifest.label_names)
         del meta
         if len(job.listing) >= _MANY_FILES:
-            _give_back_memory()
+            with suppress(OSError, AttributeError):  # the C library keeps the memory of columns otherwise
+                ctypes.CDLL(None).malloc_trim(0)
     with span("verify") as moved:
         report = _check(run, job)
         moved.n_files = report.checked
@@ -273,14 +274,6 @@ def _check(run: Run, job: Job) -> VerifyReport:
 def _batch_edges(run: Run) -> list[int]:
     "Return the candidates at the edges of the first batches."
     return [k * run.workers.files_per_batch + d for k in (1, 2, 3) for d in (-1, 0)]
-
-
-def _give_back_memory() -> None:
-    "Return the memory of large columns to the system: the C library keeps it otherwise."
-    import ctypes
-
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #6f7cfeb3
@@ -385,20 +378,6 @@ def _renew_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises Out
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #110b3cba
-@contextmanager
-def _data_set_is_complete(target: Path) -> Iterator[None]:
-    "State in the error of a report that cannot be written that its data set is published all the same."
-    try:
-        yield
-    except OutputError as e:
-        raise type(e)(
-            "the data set itself is complete, but its report or timeline could not be written",
-            code="report-not-written",
-            path=target,
-            found=str(e),
-        ) from e
-
-
 def result_of(
     run: Run,
     job: Job,  # published
@@ -423,7 +402,7 @@ def result_of(
     timeline.meta["inflow"] = timeline.meta.get("inflow", {}) | {job.split: job.inflow.to_dict()}
     rejected = tuple(sorted(job.rejected, key=lambda r: r.path))
     timeline_path, report_path = beside(target)
-    with _data_set_is_complete(target):
+    try:
         if not job.stands:
             body = summary | {
                 "created_at_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -435,6 +414,13 @@ def result_of(
             _write_report(body, report_path)
         elif sum(x.columns is not None for x in jobs) > 1:  # else nothing new is known of other splits
             _renew_problems(report_path, noted)
+    except OutputError as e:
+        raise type(e)(
+            "the data set itself is complete, but its report or timeline could not be written",
+            code="report-not-written",
+            path=target,
+            found=str(e),
+        ) from e
     return BuildResult(
         path=target,
         split=job.split,

@@ -91,7 +91,7 @@ class Ring:
             self.complete.put(job)  # earlier builds processed all of it
         self.warm = threading.Event()  # engines may begin
         self.finished = threading.Event()  # also when an error stopped all
-        self._to_warm_up = workers.warmup_slots
+        self.n_filled = 0  # slots, until engines may begin
         self._todo = _batches(jobs, workers.files_per_batch, ahead)
         try:
             for _ in range(workers.slots):
@@ -126,13 +126,6 @@ class Ring:
         "Return the next batch to read; None when there is none, or when all are to stop."
         with self.lanes.lock:
             return None if self.lanes.stopping.is_set() else next(self._todo, None)
-
-    def warm_up(self) -> None:
-        "Note that a slot was filled; engines begin when enough of them are."
-        with self.lanes.lock:
-            self._to_warm_up -= 1
-        if self._to_warm_up <= 0:
-            self.warm.set()
 
     def leave(self, role: str) -> bool:
         "Note that a thread of a role leaves; return whether it was the last one."
@@ -218,7 +211,10 @@ def _read_batches(ring: Ring, k: int, lane: str) -> None:
         _read(ring, lane, slot, batch)
         ring.filled.put(slot)
         ring.timeline.gauge("queue.compute", ring.filled.qsize())
-        ring.warm_up()
+        with ring.lanes.lock:
+            ring.n_filled += 1
+        if ring.n_filled >= ring.workers.warmup_slots:
+            ring.warm.set()
     ring.free.put(slot)  # for the next reader, which will leave in the same way
     if ring.leave("reader"):
         ring.warm.set()
