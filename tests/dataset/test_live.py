@@ -60,6 +60,8 @@ def test_queues_and_machine_are_those_that_were_noted_last():
     for value in (1, 4):
         timeline.gauge("queue.compute", value)
     timeline.gauge("memory", 99)
-    timeline.samples.append({"cpu_percent": 197.4, "rss_bytes": 2.1e8, "gpu_percent": 35.0, "vram_bytes": 1.5e9})
+    timeline.samples.append(
+        {"cpu_percent": 197.4, "rss_bytes": 2.1e8, "gpu_percent": 35.0, "vram_bytes": 1.5e9}
+    )
     texts = ["compute queue 4 of 6", "CPU 197 %", "GPU 35 %", "210 MB RAM", "1.50 GB VRAM"]
     assert pulse_text(timeline, 6) == texts

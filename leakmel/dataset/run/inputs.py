@@ -37,13 +37,11 @@ def _rate_and_length(path: bytes) -> tuple[int, int] | None:
     "Return the rate in Hz and the samples per channel by the header, None for what cannot be read."
     try:
         fd, n_file = open_regular(path)
-    except RecordingError:
-        return None
-    try:
-        h = parse_header(fd, n_file)
-        if h.encoding.startswith(("pcm", "float")):
-            return h.sample_rate, h.data_bytes // h.block_align
-        return h.sample_rate, len(read_open_wav(fd, n_file).samples)  # coded samples: only decoding tells
+        with open(fd, "rb", buffering=0):
+            h = parse_header(fd, n_file)
+            if h.encoding.startswith(("pcm", "float")):
+                return h.sample_rate, h.data_bytes // h.block_align
+            return h.sample_rate, len(read_open_wav(fd, n_file).samples)  # coded: only decoding tells
     except RecordingError:
         return None
     except MemoryError as e:
@@ -52,8 +50,6 @@ def _rate_and_length(path: bytes) -> tuple[int, int] | None:
         if isinstance(fault := read_error(e, path), MachineError):
             raise fault from e
         return None
-    finally:
-        os.close(fd)
 
 
 def _kinds(listings: Iterable[Listing]) -> Iterator[tuple[int, int]]:

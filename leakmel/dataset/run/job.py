@@ -96,12 +96,14 @@ class BuildRequest:
 
     def __post_init__(self):
         mode, ready = self.mode, self.preloaded
-        if not isinstance(self.config, PipelineConfig) or not isinstance(ready, Preloaded | None):
-            raise UsageError(
-                "pipeline must be a PipelineConfig or None, and preloaded a Preloaded or None",
-                code="wrong-type",
-                found=f"{self.config!r}, {ready!r}",
-            )
+        for value, kind in ((self.config, PipelineConfig), (ready, Preloaded | None)):
+            if not isinstance(value, kind):
+                raise UsageError(
+                    "pipeline or preloaded has a wrong type",
+                    code="wrong-type",
+                    found=repr(value),
+                    expected=getattr(kind, "__name__", str(kind)),
+                )
         if mode not in MODES:
             expected = " or ".join(MODES)
             raise UsageError("unknown mode", code="unknown-mode", found=repr(mode), expected=expected)

@@ -32,7 +32,7 @@ from leakmel.dataset.file.writer import (
 )
 from .existing import ExistingDataset, is_settled, open_existing, stamps_of
 from .job import Job, Run, job_metadata, waveform_shape
-from .journal import Entry, Journal, journal_identity, journal_path
+from .journal import KNOWN, Entry, Journal, journal_identity, journal_path
 from .publish import beside, note_columns
 from ..source.bad_files import BadFilesError, check_share, first_bad_file
 
@@ -79,8 +79,12 @@ def consecutive_runs(
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #9711799e
-def _resume_rows(job: Job, journal: Journal) -> int:
-    "Keep the rows of an interrupted build; return how many. Raises OSError."
+def _resumed(
+    job: Job,
+    journal: Journal,
+    kept: np.ndarray,  # [n] bool, candidates that are rows; filled in
+) -> Iterator[Entry]:  # raises OSError
+    "Yield the rows of an interrupted build that can be kept."
     file, listing = job.file, job.listing
     parts = [("digest", file.offset, file.row_bytes)]
     if file.waveform_bytes:
@@ -88,7 +92,7 @@ def _resume_rows(job: Job, journal: Journal) -> int:
     for entry in journal.past.entries:
         known, k = entry.known, entry.known["number"]
         stamps, facts = stamps_of(listing, k), known["facts"]
-        good = facts["good"] & ~job.kept[k] & (stamps["ctime_ns"] == facts["ctime_ns"])
+        good = facts["good"] & ~kept[k] & (stamps["ctime_ns"] == facts["ctime_ns"])
         good &= is_settled(stamps["ctime_ns"], journal.past.began_ns) & (listing.label_ids[k] >= 0)
         good &= (stamps["size"] == listing.sizes[k]) & (stamps["mtime_ns"] == listing.mtimes_ns[k])
         known = known[good & _agree(job, facts)]
@@ -103,16 +107,18 @@ def _resume_rows(job: Job, journal: Journal) -> int:
                 items = np.frombuffer(data[: whole * item_bytes], np.uint8).reshape(whole, item_bytes)
                 fine[mine] = digests_of(items) == known[name][mine]
             known = known[fine]
-        job.keep(Entry(known, entry.unusual))
-    journal.past.entries.clear()
-    journal.n_entered = int(job.kept.sum())
-    return journal.n_entered
+        kept[known["number"]] = True
+        yield Entry(known, entry.unusual)
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #9038ab8a
-def _copy_rows(job: Job, existing: ExistingDataset) -> int:
-    "Copy the rows of recordings that have not changed; return how many. Raises OSError, and what HDF5 raises."
-    file, left = job.file, ~job.kept[existing.known["number"]]
+def _copied(
+    job: Job,
+    existing: ExistingDataset,
+    kept: np.ndarray,  # [n] bool, candidates that are rows
+) -> Entry:  # raises OSError, and what HDF5 raises
+    "Copy the rows of recordings that have not changed."
+    file, left = job.file, ~kept[existing.known["number"]]
     known, places = existing.known[left], existing.places[left]
     fine = _agree(job, known["facts"])
     parts = [(ROWS, "digest", file.row_bytes, file.write)]
@@ -125,8 +131,7 @@ def _copy_rows(job: Job, existing: ExistingDataset) -> int:
                 block = f[part][start : start + run.stop - run.start]
                 fine[run] &= digests_of(block) == known[name][run]
                 write(int(known["number"][run.start]), block)
-    job.keep(Entry(known[fine], existing.unusual), existing.rejected, existing.numbers)
-    return int(fine.sum())
+    return Entry(known[fine], existing.unusual)
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #9fcc0fed
@@ -218,15 +223,25 @@ def keep_rows(
     n, journal, config = len(job.listing), job.journal, run.request.config
     if journal is not None:
         journal.open()
+        entries, kept = list[Entry](), np.zeros(n, bool)
         if journal.past.entries:
             with run.timeline.span("verify", "main", split=job.split) as moved:
-                moved.n_files = job.n_resumed = _resume_rows(job, journal)
-            log.info("%s: %d of %d rows of an interrupted build are kept", job.split, job.n_resumed, n)
+                entries += _resumed(job, journal, kept)
+                journal.past.entries.clear()
+                moved.n_files = job.n_resumed = journal.n_entered = int(kept.sum())
         if existing is not None:
-            job.changes = existing.changes
             with run.timeline.span("write", "main", split=job.split) as moved:
-                moved.n_files = job.n_copied = _copy_rows(job, existing)
-            log.info("%s: %d of %d rows of the existing data set are copied", job.split, job.n_copied, n)
+                entries.append(_copied(job, existing, kept))
+                moved.n_files = job.n_copied = len(entries[-1].known)
+            job.changes = existing.changes
+            job.keep(Entry(np.zeros(0, KNOWN)), existing.rejected, existing.numbers)
+        for entry in entries:
+            job.keep(entry)
+        if entries:
+            text = (
+                "%s: of %d rows, %d of an interrupted build are kept and %d of the existing data set copied"
+            )
+            log.info(text, job.split, n, job.n_resumed, job.n_copied)
     if job.rejected and config.on_bad_file == "stop":
         raise first_bad_file(job.listing, min(job.rejected, key=lambda r: r.path))
     if job.stands:
@@ -254,16 +269,18 @@ def open_jobs(
         ]
         # all is known that has to be known before the first file is touched
         run.timeline.spans.append(Span("start_up", "main", max(0.0, run.listed_s), run.timeline.now_s()))
-        finished = [finished_job(run, *target, found) for target, found in zip(targets, existing)]
-        to_do = [target for target, job in zip(targets, finished) if job is None]
+        finished = [
+            finished_job(run, listing, target, found) for (listing, target), found in zip(targets, existing)
+        ]
+        to_do = [pair for pair, job in zip(targets, finished) if job is None]
         if to_do:
             each = sum(part_bytes(run.spec.row_shape, waveform_shape(run.spec) if with_waveforms else None))
             n_bytes = each * sum(len(listing) for listing, _ in to_do)
             partials = [target.with_name(f".{target.name}.partial") for _, target in to_do]
             require_space(partials[0].parent, n_bytes - sum(map(bytes_there, partials)))
-        for target, job in zip(targets, finished):
+        for (listing, target), job in zip(targets, finished):
             with undisturbed():
-                jobs.append(job or reserve_job(run, *target))
+                jobs.append(job or reserve_job(run, listing, target))
         for job, found in zip(jobs, existing):
             keep_rows(run, job, found)
         yield jobs

@@ -16,7 +16,6 @@ __all__ = [
 
 # %% ../../../nbs/dataset/run/plan.ipynb #0427bb53
 import math, os
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -138,53 +137,46 @@ class RunPlan(RowTable):
         "The data sets that will be written."
         return [self.out / data_set_name(x.split) for x in self.manifest.listings]
 
-    def rows(self) -> Iterator[tuple[str, str]]:
-        "Yield pairs of a name and a text, for display."
-        spec, w, manifest, n = self.spec, self.workers, self.manifest, len(self.manifest)
-        by_split = (f"{x.split or 'one folder'} {len(x):,}" for x in manifest.listings)
-        yield "data", f"{show_path(self.data_root)}: {self.data_note}"
-        yield "recordings", f"{n:,}: {', '.join(by_split)}"
-        counts = manifest.counts().values()
-        by_label = (
-            f"{show_path(name)} = {i} ({sum(c.get(name, 0) for c in counts):,} recordings)"
-            for i, name in enumerate(manifest.label_names)
-        )
-        yield "labels", ", ".join(by_label)
-        problems = [f"{k:,} {kind}" for kind, k in count_kinds(manifest.problems["kind"]).items()]
-        if problems:
-            problems[-1] += " (plan.manifest.problems has them)"
-        yield "problems", ", ".join(problems) or "none seen in names and folders"
+    def rows(self) -> list[tuple[str, str]]:
+        "Return pairs of a name and a text, for display."
+        spec, w, n = self.spec, self.workers, len(self.manifest)
+        n_long, n_short, n_mels, n_frames = spec.row_shape
+        counts = self.manifest.counts().values()
+        labels = [(name, sum(c.get(name, 0) for c in counts)) for name in self.manifest.label_names]
+        problems = [f"{k:,} {kind}" for kind, k in count_kinds(self.manifest.problems["kind"]).items()]
         names = {"sample_rate": "rate", "duration_s": "length"}
         follows = " and ".join(names[f] for f in self.follows)
         note = f" ({follows} of the first recording; the build stops if another differs)" if follows else ""
-        yield "spec", repr(spec) + note
-        if self.spec_note:
-            yield "from", self.spec_note.removeprefix("spec of ")
-        n_long, n_short, n_mels, n_frames = spec.row_shape
-        yield (
-            "rows",
-            f"{n_long} long x {n_short} short segments x {n_mels} mels x {n_frames} frame{'s' * (n_frames > 1)}, float16 dB, "
-            f"about {n * 2 * math.prod(spec.row_shape) / 1e6:,.1f} MB in all",
-        )
-        if self.tuned_note:
-            yield "tuned", self.tuned_note
-        yield "mode", str(self.choice).removeprefix("mode ")
-        n_bytes = w.slots * w.files_per_batch * slot_bytes(spec)
-        yield (
-            "engine",
-            f"{self.identity}, {w.compute_workers} threads, {w.read_workers or 'no'} separate readers, "
-            f"{w.slots} slots of {w.files_per_batch} recordings ({n_bytes / 1e6:,.0f} MB)",
-        )
         more = f"{4 * n * math.prod(waveform_shape(spec)) / 1e9:.3g} GB more"
         stored = f"short segments of {spec.short_window} samples, float32, {more}"
-        yield "waveforms", stored if self.with_waveforms else f"not stored (with_waveforms; {more})"
         most = percent(self.config.max_rejected)
-        stop = "the first one stops the build"
         listed = f"rejected and listed; a data set is published where up to {most} of its files are"
-        yield "bad files", stop if self.config.on_bad_file == "stop" else listed
+        stops = self.config.on_bad_file == "stop"
         checked = "all rows" if self.check is None else f"up to {self.check} rows of each data set"
-        yield "check", f"{checked} recomputed in float64 before publishing"
-        yield "to", show_path(self.out)
+        rows = {
+            "data": f"{show_path(self.data_root)}: {self.data_note}",
+            "recordings": f"{n:,}: "
+            + ", ".join(f"{x.split or 'one folder'} {len(x):,}" for x in self.manifest.listings),
+            "labels": ", ".join(
+                f"{show_path(name)} = {i} ({k:,} recordings)" for i, (name, k) in enumerate(labels)
+            ),
+            "problems": ", ".join([*problems, "(plan.manifest.problems has them)"])
+            if problems
+            else "none seen in names and folders",
+            "spec": repr(spec) + note,
+            "from": self.spec_note.removeprefix("spec of "),
+            "rows": f"{n_long} long x {n_short} short segments x {n_mels} mels x {n_frames} frame{'s' * (n_frames > 1)}, "
+            f"float16 dB, about {n * 2 * math.prod(spec.row_shape) / 1e6:,.1f} MB in all",
+            "tuned": self.tuned_note,
+            "mode": str(self.choice).removeprefix("mode "),
+            "engine": f"{self.identity}, {w.compute_workers} threads, {w.read_workers or 'no'} separate readers, "
+            f"{w.slots} slots of {w.files_per_batch} recordings ({w.slots * w.files_per_batch * slot_bytes(spec) / 1e6:,.0f} MB)",
+            "waveforms": stored if self.with_waveforms else f"not stored (with_waveforms; {more})",
+            "bad files": "the first one stops the build" if stops else listed,
+            "check": f"{checked} recomputed in float64 before publishing",
+            "to": show_path(self.out),
+        }
+        return [(name, text) for name, text in rows.items() if text]
 
 
 # %% ../../../nbs/dataset/run/plan.ipynb #46b26ecc

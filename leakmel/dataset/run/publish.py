@@ -38,9 +38,9 @@ from ...core.monitor import mean, peak
 from ...core.timeline import Timeline, write_timeline
 from ..check.verify import VerifyReport, check_data_set, pick_rows
 from ..file.schema import Metadata, Rejected
-from ..file.writer import output_error, replacing, sync_folder
-from .existing import stamps_at_build, write_state
+from ..file.writer import replacing, sync_folder
 from .job import Job, Run, job_metadata
+from .existing import stamps_at_build, write_state
 from ..source.bad_files import all_rejected, check_share, rejected_dict
 
 if TYPE_CHECKING:
@@ -214,11 +214,8 @@ def publish(
             job.file.sync()
     with span("publish"):
         for old in beside(target):  # a report of an earlier data set must not stay next to this one
-            try:
+            with suppress(IsADirectoryError):  # that fails when the report is written
                 old.unlink(missing_ok=True)
-            except OSError as e:
-                if not old.is_dir():  # a folder of its name fails when the report is written
-                    raise output_error(e, old) from e
         try:
             write_state(target, job.file.partial, digest, stamps, follows=run.follows)
         except OutputError as e:
