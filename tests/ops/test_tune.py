@@ -311,7 +311,7 @@ def test_a_run_on_forty_recordings(data, tmp_path, capsys):
         assert figures["verdicts"][cache]["best"] in by_name
     assert {"warm", "cold"} >= set(figures["builds"]) >= {"warm"}
     assert Path(figures["path"]) == tuned_path(data)
-    assert read_tuned(figures["path"]).settings == figures["settings"]
+    assert read_tuned(figures["path"])["settings"] == figures["settings"]
 
 
 @pytest.fixture
@@ -546,8 +546,8 @@ def test_settings_go_round(data, own_config):
     assert path.parent == own_config
     tuned = find_tuned(data)
     assert tuned is not None
-    assert tuned.path == path
-    assert (tuned.settings, tuned.mode) == ({"files_per_batch": 7, "read_ahead": 0}, "preload")
+    assert tuned_path(data) == path
+    assert (tuned["settings"], tuned["mode"]) == ({"files_per_batch": 7, "read_ahead": 0}, "preload")
     config, before = with_tuned(data, {})[0], PipelineConfig()
     assert vars(config)["tuned_from"] == str(path)
     assert config.files_per_batch == 7

@@ -15,7 +15,6 @@ __all__ = [
     "slot_bytes",
     "plan_workers",
     "TunedConfig",
-    "Tuned",
     "this_machine",
     "tuned_path",
     "read_tuned",
@@ -202,25 +201,6 @@ class TunedConfig(PipelineConfig):
     tuned_from: str = ""  # the file they come from
 
 
-@dataclass(frozen=True)
-class Tuned:
-    "What a file of measured settings holds."
-
-    path: Path
-    made_utc: str  # when it was measured, ISO 8601
-    settings: Mapping[str, int]  # fields of PipelineConfig; those not named stay as they are
-    mode: str = "auto"  # one of TUNED_MODES
-    engine: str = "auto"  # engine and device that were asked for when it was measured
-    device: str = "auto"
-    need_bytes: int = 0  # of samples, all recordings of the folder at 16 bits
-
-    def __repr__(self) -> str:
-        parts = [f"{name} {value}" for name, value in self.settings.items()]
-        if self.mode != "auto":
-            parts.append(f"mode {self.mode}")
-        return f"{', '.join(parts) or 'no change'} (measured {self.made_utc[:10]})"
-
-
 def this_machine() -> dict[str, Any]:
     "Return what has to be the same for figures of speed to hold."
     facts = machine_facts()
@@ -240,8 +220,10 @@ def tuned_path(
 # %% ../../../nbs/dataset/run/config.ipynb #94d8f779
 def read_tuned(
     path: str | os.PathLike,
-) -> Tuned:  # raises DataError for a file that must not be used, FileNotFoundError where there is none
-    "Read settings that were measured by this version on this machine."
+) -> dict[
+    str, Any
+]:  # raises DataError for a file that must not be used, FileNotFoundError where there is none
+    "Read settings that were measured by this version on this machine: `settings`, `mode`, `engine`, `device`, `need_bytes`, `made_utc`."
     from leakmel import __version__
 
     try:
@@ -256,13 +238,13 @@ def read_tuned(
                 raise ValueError(f"{name} must be a whole number from {least} to {most}, not {value!r:.80}")
         if body["mode"] not in TUNED_MODES:
             raise ValueError(f"unknown mode {body['mode']!r:.80}")
-        words = [str(body[key])[:100] for key in ("mode", "engine", "device")]
-        return Tuned(
-            Path(path), str(body["made_utc"])[:40], body["settings"], *words, int(body["need_bytes"])
-        )
+        texts = [body[key] for key in ("engine", "device", "made_utc")]
+        if not all(isinstance(text, str) for text in texts) or type(body["need_bytes"]) is not int:
+            raise ValueError("engine, device, made_utc or need_bytes has a wrong type")
+        return {key: body[key] for key in ("settings", "mode", "engine", "device", "need_bytes", "made_utc")}
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise DataError(
             "these settings of speed cannot be used",
             code="invalid-tuned-file",
@@ -274,7 +256,7 @@ def read_tuned(
 
 def find_tuned(
     root: str | os.PathLike,  # data folder
-) -> Tuned | None:  # None: nothing was measured here, or the file cannot be used, which is logged
+) -> dict[str, Any] | None:  # None: nothing was measured here, or the file cannot be used, which is logged
     "Return the settings that were measured for a data folder on this machine."
     if not tuned_path(root).parent.is_dir():
         return None  # nearly all builds
@@ -323,19 +305,26 @@ def with_tuned(
     "Return the settings for a build: those that were measured, unless the user's own contradict."
     own = PipelineConfig(**given)
     tuned = find_tuned(root)
-    if tuned is None or not tuned.settings and tuned.mode == "auto":
+    if tuned is None or not tuned["settings"] and tuned["mode"] == "auto":
         return own, mode, ""
-    other = [f"{k} {given[k]} was asked for" for k, v in tuned.settings.items() if given.get(k, v) != v]
-    if engine != tuned.engine or own.device != tuned.device:
-        other.append(f"they were measured with engine {tuned.engine} and device {tuned.device}")
-    if own.cache_dir is not None or mode not in ("auto", "stream" if tuned.mode == "auto" else tuned.mode):
+    where, settings = show_path(tuned_path(root)), tuned["settings"]
+    modes = ("auto", "stream" if tuned["mode"] == "auto" else tuned["mode"])
+    other = [f"{k} {given[k]} was asked for" for k, v in settings.items() if given.get(k, v) != v]
+    if (engine, own.device) != (tuned["engine"], tuned["device"]):
+        other.append(f"they were measured with engine {tuned['engine']} and device {tuned['device']}")
+    if own.cache_dir is not None or mode not in modes:
         other.append(f"mode {mode} and cache_dir {own.cache_dir} were asked for")
     if other:
-        return own, mode, f"settings of {show_path(tuned.path)} are not used: {other[0]}"
-    config = TunedConfig(**{**tuned.settings, **given}, tuned_from=show_path(tuned.path))
-    note = ""
-    if tuned.mode == "preload" and tuned.need_bytes <= own.ram_fraction * free_memory():
-        mode = tuned.mode
-    elif tuned.mode == "preload":
-        note = "; not preloaded, the memory that is free now is too small"
-    return config, mode, f"settings of {show_path(tuned.path)}: {tuned!r}{note} ({switch} ignores them)"
+        return own, mode, f"settings of {where} are not used: {other[0]}"
+    texts = [f"{name} {value}" for name, value in settings.items()]
+    if tuned["mode"] == "preload" and tuned["need_bytes"] <= own.ram_fraction * free_memory():
+        mode = "preload"
+        texts.append("mode preload")
+    elif tuned["mode"] == "preload":
+        texts.append("without mode preload, the memory that is free now is too small")
+    config = TunedConfig(**{**settings, **given}, tuned_from=where)
+    return (
+        config,
+        mode,
+        f"settings of {where}: {', '.join(texts)} (measured {tuned['made_utc']:.10}) ({switch} ignores them)",
+    )

@@ -182,11 +182,6 @@ class Job:
         self.report: VerifyReport | None = None  # of the published data set
         self.published_s: float | None = None  # on the timeline's clock
 
-    @property
-    def facts(self) -> np.ndarray:  # [n] FACTS
-        "Facts about the candidates."
-        return self.known["facts"]
-
     def is_complete(self) -> bool:
         "Return whether nothing is left to read."
         return self.n_done == len(self.listing)

@@ -82,24 +82,29 @@ def choose_mode(
     free = free_memory() if free_bytes is None else free_bytes
     fits = need_bytes <= config.ram_fraction * free
     allowed = f"{size_text(config.ram_fraction * free)} of it may be used"
-    used, reason = asked, "as asked for"
-    if asked == "preload" and kept:
-        used = "stream"
-        reason = "rows of an earlier build are kept, and the other recordings are read once"
-    elif asked == "preload" and not fits:
-        used = "memmap"
-        reason = f"they do not fit ({allowed}), so they go to a cache file"
-    elif asked == "auto" and cached:
-        used = "memmap"
-        reason = "a cache file of these recordings is there"
-    elif asked == "auto" and config.cache_dir is not None:
-        used = "memmap"
-        reason = "a folder for a cache file was named"
-    elif asked == "auto":
-        used = "stream"
-        reason = "one build reads each recording once"
-        if not fits:
-            reason += f"; they do not fit into memory ({allowed}), so for several builds name a cache_dir"
+    once = "one build reads each recording once"
+    rules = (
+        (
+            asked == "preload" and kept,
+            "stream",
+            "rows of an earlier build are kept, and the other recordings are read once",
+        ),
+        (
+            asked == "preload" and not fits,
+            "memmap",
+            f"they do not fit ({allowed}), so they go to a cache file",
+        ),
+        (asked != "auto", asked, "as asked for"),
+        (cached, "memmap", "a cache file of these recordings is there"),
+        (config.cache_dir is not None, "memmap", "a folder for a cache file was named"),
+        (fits, "stream", once),
+        (
+            True,
+            "stream",
+            f"{once}; they do not fit into memory ({allowed}), so for several builds name a cache_dir",
+        ),
+    )
+    used, reason = next((used, reason) for holds, used, reason in rules if holds)
     return ModeChoice(asked, used, reason, need_bytes, free)
 
 

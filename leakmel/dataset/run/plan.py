@@ -112,6 +112,7 @@ def find_data(
 class RunPlan(RowTable):
     "A build that is about to begin."
 
+    parameters: dict[str, Any]  # as build_kinds lists them
     data_root: Path
     data_note: str  # where the data folder comes from
     manifest: Manifest
@@ -119,18 +120,14 @@ class RunPlan(RowTable):
     spec: MelSpec
     follows: tuple[str, ...]  # which of rate and length follow the data
     changes: dict[str, Any]  # what `build` gets as spec
-    engine: str  # name to open
     identity: str  # of the engine that was opened to look
     workers: Workers
     config: PipelineConfig
     mode: str
     choice: ModeChoice  # the mode that will be used
-    check: int | None
     out: Path  # the run's folder
-    with_waveforms: bool = False
     spec_note: str = ""  # which file the spec comes from, and what was given besides
     tuned_note: str = ""  # which file settings of speed come from, or why they do not
-    fresh: bool = False  # compute every row
 
     @property
     def targets(self) -> list[Path]:
@@ -151,8 +148,8 @@ class RunPlan(RowTable):
         stored = f"short segments of {spec.short_window} samples, float32, {more}"
         most = percent(self.config.max_rejected)
         listed = f"rejected and listed; a data set is published where up to {most} of its files are"
-        stops = self.config.on_bad_file == "stop"
-        checked = "all rows" if self.check is None else f"up to {self.check} rows of each data set"
+        stops, check = self.config.on_bad_file == "stop", self.parameters["check"]
+        checked = "all rows" if check is None else f"up to {check} rows of each data set"
         rows = {
             "data": f"{show_path(self.data_root)}: {self.data_note}",
             "recordings": f"{n:,}: "
@@ -171,7 +168,9 @@ class RunPlan(RowTable):
             "mode": str(self.choice).removeprefix("mode "),
             "engine": f"{self.identity}, {w.compute_workers} threads, {w.read_workers or 'no'} separate readers, "
             f"{w.slots} slots of {w.files_per_batch} recordings ({w.slots * w.files_per_batch * slot_bytes(spec) / 1e6:,.0f} MB)",
-            "waveforms": stored if self.with_waveforms else f"not stored (with_waveforms; {more})",
+            "waveforms": stored
+            if self.parameters["with_waveforms"]
+            else f"not stored (with_waveforms; {more})",
             "bad files": "the first one stops the build" if stops else listed,
             "check": f"{checked} recomputed in float64 before publishing",
             "to": show_path(self.out),
@@ -217,6 +216,7 @@ def plan_run(
         workers = plan_workers(config, spec, engine, max(map(len, listings)))
         identity = engine.identity
     return RunPlan(
+        parameters=p,
         data_root=root,
         data_note=note,
         manifest=manifest,
@@ -224,18 +224,14 @@ def plan_run(
         spec=spec,
         follows=follows,
         changes=changes,
-        engine=p["engine"],
         identity=identity,
         workers=workers,
         config=config,
         mode=mode,
         choice=pick_mode(listings, spec, mode, config),
-        check=p["check"],
         out=run_folder(p["out"], f"{(split or 'all').lower()}-{spec.fingerprint(identity)}"),
-        with_waveforms=p["with_waveforms"],
         spec_note=spec_note,
         tuned_note=tuned_note,
-        fresh=p["fresh"],
     )
 
 
@@ -248,14 +244,14 @@ def execute(
     "Build what was planned and write summary.json."
     common: dict[str, Any] = dict(
         spec=plan.changes,
-        engine=plan.engine,
+        engine=plan.parameters["engine"],
         mode=plan.mode,
         pipeline=plan.config,
-        check=plan.check,
+        check=plan.parameters["check"],
         manifest=plan.manifest,
         progress=progress,
-        with_waveforms=plan.with_waveforms,
-        fresh=plan.fresh,
+        with_waveforms=plan.parameters["with_waveforms"],
+        fresh=plan.parameters["fresh"],
     )
     if plan.split in ("all", ""):
         results = build_all(plan.data_root, out_dir=plan.out, **common)

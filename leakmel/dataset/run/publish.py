@@ -56,11 +56,11 @@ def kept_sentence(
     "Return what a build had not to do, because an earlier one did it."
     if summary.get("nothing_to_do"):
         return "nothing to do: the recordings have not changed since this data set was made, and it passes its check"
-    parts = []
-    if n := summary.get("resumed_rows"):
-        parts.append(f"{n:,} rows of an interrupted build kept")
-    if n := summary.get("copied_rows"):
-        parts.append(f"{n:,} rows copied from the existing data set")
+    texts = {
+        "resumed_rows": "rows of an interrupted build kept",
+        "copied_rows": "rows copied from the existing data set",
+    }
+    parts = [f"{summary[key]:,} {text}" for key, text in texts.items() if summary.get(key)]
     if changes := summary.get("changes"):
         parts.append("recordings since then: " + ", ".join(f"{n:,} {what}" for what, n in changes.items()))
     return "; ".join(parts)
@@ -193,7 +193,9 @@ def publish(
     if job.journal is not None:  # the last rows; the disk need not confirm them, since their digests decide
         job.journal.enter(job.entry)
         job.journal.close()
-    stamps = stamps_at_build(job.listing, job.good, job.facts["ctime_ns"], job.rejected, run.began_ns)
+    stamps = stamps_at_build(
+        job.listing, job.good, job.known["facts"]["ctime_ns"], job.rejected, run.began_ns
+    )
     with span("publish") as moved:
         job.file.close_ranks(job.good)
         meta = job_metadata(job, run)

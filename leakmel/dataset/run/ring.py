@@ -79,9 +79,6 @@ class Ring:
         self.run = run
         self.jobs = jobs
         self.ahead = ahead
-        self.engine = run.engine
-        self.workers = workers
-        self.timeline = run.timeline
         self.lanes = Lanes(self._wake)
         self.engine_lanes = list[EngineLane]()
         self.free, self.filled, self.computed, self.complete, self.entries = (
@@ -163,7 +160,7 @@ def _read(ring: Ring, lane: str, slot: Slot, batch: Batch) -> None:
     "Fill a slot with the recordings of a batch."
     job = batch.job
     slot.begin(job, batch.number, batch.first, batch.n)
-    with ring.timeline.span(job.reader.stage, lane, split=job.split, batch=batch.number) as moved:
+    with ring.run.timeline.span(job.reader.stage, lane, split=job.split, batch=batch.number) as moved:
         moved.n_files = slot.n
         moved.n_bytes = job.reader.fill(slot)
         moved.parts = slot.parts
@@ -180,7 +177,7 @@ def _keep_moments(slot: Slot, moments: np.ndarray) -> None:
 def _write(ring: Ring, lane: str, slot: Slot) -> None:
     "Write a computed slot's rows; tell the publisher of a job whose rows are complete."
     job = slot.job
-    with _writing(job), ring.timeline.span("write", lane, split=job.split, batch=slot.batch) as moved:
+    with _writing(job), ring.run.timeline.span("write", lane, split=job.split, batch=slot.batch) as moved:
         moved.n_files = slot.n
         moved.n_bytes, complete = job.take(slot)
     if job.journal is not None and job.journal.note(slot.first, slot.n, moved.n_bytes):
@@ -195,9 +192,9 @@ def _work_alone(ring: Ring, k: int, lane: str) -> None:
     slot = ring.free.get()
     while slot is not None and (batch := ring.next_batch()):
         _read(ring, lane, slot, batch)
-        with ring.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
-            with _computing(ring.engine, slot):
-                _keep_moments(slot, ring.engine.run(slot.input, slot.mels[: slot.n]))
+        with ring.run.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
+            with _computing(ring.run.engine, slot):
+                _keep_moments(slot, ring.run.engine.run(slot.input, slot.mels[: slot.n]))
             moved.n_files, moved.n_bytes = slot.n, slot.input.nbytes
         _write(ring, lane, slot)
     ring.free.put(slot)
@@ -210,34 +207,34 @@ def _read_batches(ring: Ring, k: int, lane: str) -> None:
     while (slot := ring.free.get()) is not None and (batch := ring.next_batch()):
         _read(ring, lane, slot, batch)
         ring.filled.put(slot)
-        ring.timeline.gauge("queue.compute", ring.filled.qsize())
+        ring.run.timeline.gauge("queue.compute", ring.filled.qsize())
         with ring.lanes.lock:
             ring.n_filled += 1
-        if ring.n_filled >= ring.workers.warmup_slots:
+        if ring.n_filled >= ring.run.workers.warmup_slots:
             ring.warm.set()
     ring.free.put(slot)  # for the next reader, which will leave in the same way
     if ring.leave("reader"):
         ring.warm.set()
-        for _ in range(ring.workers.compute_workers):
+        for _ in range(ring.run.workers.compute_workers):
             ring.filled.put(None)
 
 
 def _take(ring: Ring, queue: SimpleQueue, gauge: str) -> Slot | None:
     "Return the next slot of a queue; None to leave."
     slot = queue.get()
-    ring.timeline.gauge(gauge, queue.qsize())
+    ring.run.timeline.gauge(gauge, queue.qsize())
     return None if ring.lanes.stopping.is_set() else slot
 
 
 def _submit_batches(ring: Ring, k: int, lane: str) -> None:
     "Hand filled slots to the engine, some at a time; they are written when they are computed."
-    engine_lane = ring.engine.open_lane(k, ring.timeline)
+    engine_lane = ring.run.engine.open_lane(k, ring.run.timeline)
     with ring.lanes.lock:
         ring.engine_lanes.append(engine_lane)
     ring.warm.wait()
     while (slot := _take(ring, ring.filled, "queue.compute")) is not None:
         slots = [slot]
-        while len(slots) < ring.workers.batch_accumulation and slot is not None:
+        while len(slots) < ring.run.workers.batch_accumulation and slot is not None:
             slot = _take(ring, ring.filled, "queue.compute")
             if slot is None:
                 ring.filled.put(None)  # it came before the group was complete: the thread leaves next time
@@ -247,7 +244,7 @@ def _submit_batches(ring: Ring, k: int, lane: str) -> None:
             if not ring.lanes.stopping.is_set():
                 _submit(ring, lane, engine_lane, list(together))
     if ring.leave("engine"):
-        for _ in range(ring.workers.write_workers):
+        for _ in range(ring.run.workers.write_workers):
             ring.computed.put(None)
 
 
@@ -255,8 +252,8 @@ def _submit(ring: Ring, lane: str, engine_lane: EngineLane, slots: list[Slot]) -
     "Hand filled slots of one job to the engine, and on to the writers."
     split, labels = slots[0].job.split, [(slot.job.split, slot.batch) for slot in slots]
     span: AbstractContextManager[Counts] = nullcontext(Counts())  # a device keeps its own
-    if ring.engine.device == "cpu":
-        span = ring.timeline.span("compute", lane, split=split, batch=slots[0].batch)
+    if ring.run.engine.device == "cpu":
+        span = ring.run.timeline.span("compute", lane, split=split, batch=slots[0].batch)
     with span as moved:
         tickets = engine_lane.submit([(slot.input, slot.mels[: slot.n]) for slot in slots], labels=labels)
         moved.n_files = sum(slot.n for slot in slots)
@@ -264,14 +261,14 @@ def _submit(ring: Ring, lane: str, engine_lane: EngineLane, slots: list[Slot]) -
     for slot, ticket in zip(slots, tickets):
         slot.ticket = ticket
         ring.computed.put(slot)
-        ring.timeline.gauge("queue.write", ring.computed.qsize())
+        ring.run.timeline.gauge("queue.write", ring.computed.qsize())
 
 
 # %% ../../../nbs/dataset/run/ring.ipynb #99fe919b
 def _write_batches(ring: Ring, k: int, lane: str) -> None:
     "Write computed slots and give them back."
     while (slot := _take(ring, ring.computed, "queue.write")) is not None:
-        with _computing(ring.engine, slot):
+        with _computing(ring.run.engine, slot):
             _keep_moments(slot, slot.ticket.wait())
         _write(ring, lane, slot)
         ring.free.put(slot)
@@ -284,7 +281,7 @@ def _write_batches(ring: Ring, k: int, lane: str) -> None:
 def _keep_journal(ring: Ring, lane: str) -> None:
     "Enter rows in their journal from time to time."
     while (job := ring.entries.get()) is not None and not ring.lanes.stopping.is_set():
-        with _writing(job), ring.timeline.span("sync", lane, split=job.split):
+        with _writing(job), ring.run.timeline.span("sync", lane, split=job.split):
             job.journal.enter(job.entry, job.file.fd)
 
 
