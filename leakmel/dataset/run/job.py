@@ -293,8 +293,8 @@ def job_metadata(
     columns: dict[str, np.ndarray | Sequence[bytes]] = {"path": paths}
     columns |= said_columns(paths, names)
     columns |= {"encoding": _words(job, keep, 0), "status": _words(job, keep, 1)}
-    columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
-    columns["silent"] = rows(job.facts["silent"]).astype(np.uint8)
+    columns |= {name: rows(job.known["facts"][name]) for name in _FACT_COLUMNS}
+    columns["silent"] = rows(job.known["facts"]["silent"]).astype(np.uint8)
     attributes = root_attributes(
         job.spec,
         run.engine.identity,

@@ -7,7 +7,7 @@ __all__ = ["log", "may_resume", "consecutive_runs", "finished_job", "reserve_job
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #2b9cff9d
 import logging, os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -121,7 +121,9 @@ def _copied(
     file, left = job.file, ~kept[existing.known["number"]]
     known, places = existing.known[left], existing.places[left]
     fine = _agree(job, known["facts"])
-    parts = [(ROWS, "digest", file.row_bytes, file.write)]
+    parts: list[tuple[str, str, int, Callable[[int, np.ndarray], int]]] = [
+        (ROWS, "digest", file.row_bytes, file.write)
+    ]
     if file.waveform_bytes:
         parts.append((WAVEFORMS, "waveform_digest", file.waveform_bytes, file.write_waveform))
     with h5py.File(existing.path, "r") as f:
