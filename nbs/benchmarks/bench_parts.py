@@ -183,7 +183,7 @@ def journal_only(g: Ground) -> dict[str, Any]:
         journal.enter(job.entry)
     n_bytes = journal.path.stat().st_size
     journal.close(remove=True)
-    stamps = stamps_at_build(g.listing, job.good, job.known["facts"]["ctime_ns"], [], time.time_ns())
+    stamps = stamps_at_build(g.listing, job.good, job.facts["ctime_ns"], [], time.time_ns())
     write_state(job.file.target, Path(g.listing.folder), "measured", stamps)
     state_path(job.file.target).unlink()
     return {

@@ -76,7 +76,7 @@ def test_wrong_facts_are_found_before_publishing(tmp_path, data, monkeypatch, co
 
     def take(self, slot):
         done = real(self, slot)
-        part = self.known[column][slot.first : slot.first + slot.n]
+        part = getattr(self, column)[slot.first : slot.first + slot.n]
         if column == "moments":
             part[:] = part[::-1].copy()
         else:

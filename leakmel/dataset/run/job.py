@@ -29,7 +29,7 @@ from .config import PipelineConfig, Workers
 from .inputs import SpecLike
 from .journal import KNOWN, Entry, Journal
 from .modes import MODES, Preloaded
-from ..source.loader import PLAIN, BatchReader, Slot, Source
+from ..source.loader import FACTS, PLAIN, BatchReader, Slot, Source
 from ...mel.engines import Engine
 from ...mel.spec import MelSpec
 
@@ -161,7 +161,10 @@ class Job:
         self.mode: dict[str, Any] = {"mode": "none", "mode_lines": [], "held_bytes": 0, "held_seconds": 0.0}
         self.pinned: str | None = None  # "allocated" or "reused" memory of the slots
         # facts about candidates
-        self.known = apart(n, KNOWN)
+        self.facts = apart(n, FACTS)
+        self.moments = apart(n, ("f8", 5))  # of 16-bit rows; other figures are in the facts
+        self.row_digests = apart(n, "S32")
+        self.waveform_digests = None if file.waveform_shape is None else np.zeros(n, "S32")
         self.unusual: dict[int, tuple[str, str]] = {}  # candidate -> encoding and status, where not PLAIN
         self.good = np.zeros(n, bool)  # which candidates have become rows
         self.rejected: list[Rejected] = []
@@ -189,13 +192,12 @@ class Job:
     def take(self, slot: Slot) -> tuple[int, bool]:
         "Write a computed slot's rows and note its facts; return the bytes written and whether the job has all its rows now."
         n_bytes = self.file.write(slot.first, slot.mels[: slot.n])
-        if self.file.waveform_shape is not None:
-            n_bytes += store_waveforms(slot, self.spec, self.file, self.known["waveform_digest"])
+        if self.waveform_digests is not None:
+            n_bytes += store_waveforms(slot, self.spec, self.file, self.waveform_digests)
         mine = slice(slot.first, slot.first + slot.n)  # candidates, each of which belongs to one thread
-        known = self.known[mine]
-        known["facts"] = slot.facts
-        known["moments"] = slot.moments[: slot.n]
-        known["digest"] = digests_of(slot.mels[: slot.n])
+        self.facts[mine] = slot.facts
+        self.moments[mine] = slot.moments[: slot.n]
+        self.row_digests[mine] = digests_of(slot.mels[: slot.n])
         self.good[mine] = slot.facts["good"]
         with self._lock:
             self.unusual |= {slot.first + i: words for i, words in slot.unusual.items()}
@@ -210,8 +212,12 @@ class Job:
         numbers: Sequence[int] | np.ndarray = (),  # candidates of the rejected files
     ) -> None:
         "Note candidates that earlier builds processed; before any thread starts."
-        k = entry.known["number"]
-        self.known[k] = entry.known
+        known, k = entry.known, entry.known["number"]
+        self.facts[k] = known["facts"]
+        self.moments[k] = known["moments"]
+        self.row_digests[k] = known["digest"]
+        if self.waveform_digests is not None:
+            self.waveform_digests[k] = known["waveform_digest"]
         self.good[k] = True
         self.kept[k] = True
         self.unusual |= {i: words for i, words in entry.unusual.items() if self.good[i]}
@@ -222,8 +228,13 @@ class Job:
     def entry(self, numbers: np.ndarray) -> Entry:
         "Return what is known of those of some candidates that are rows, for the journal."
         k = numbers[self.good[numbers]]
-        known = self.known[k]
+        known = np.zeros(len(k), KNOWN)
         known["number"] = k
+        known["facts"] = self.facts[k]
+        known["moments"] = self.moments[k]
+        known["digest"] = self.row_digests[k]
+        if self.waveform_digests is not None:
+            known["waveform_digest"] = self.waveform_digests[k]
         with self._lock:
             return Entry(known, {i: self.unusual[i] for i in k.tolist() if i in self.unusual})
 
@@ -276,9 +287,10 @@ def job_metadata(
     "Return everything of a job's data set but its rows; the job forgets the facts that have become columns."
     listing = job.listing
     for start in range(0, len(listing), _FIGURED_TOGETHER):
-        known = job.known[start : start + _FIGURED_TOGETHER]
-        for name, values in quality(known["moments"], job.spec.n_samples, True).items():
-            np.copyto(known["facts"][name], values, where=~known["facts"]["figured"])
+        facts, moments = (x[start : start + _FIGURED_TOGETHER] for x in (job.facts, job.moments))
+        for name, values in quality(moments, job.spec.n_samples, True).items():
+            np.copyto(facts[name], values, where=~facts["figured"])
+    job.moments = job.moments[:0].copy()
     keep = np.flatnonzero(job.good)
     is_whole = len(keep) == len(listing)
 
@@ -293,8 +305,8 @@ def job_metadata(
     columns: dict[str, np.ndarray | Sequence[bytes]] = {"path": paths}
     columns |= said_columns(paths, names)
     columns |= {"encoding": _words(job, keep, 0), "status": _words(job, keep, 1)}
-    columns |= {name: rows(job.known["facts"][name]) for name in _FACT_COLUMNS}
-    columns["silent"] = rows(job.known["facts"]["silent"]).astype(np.uint8)
+    columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
+    columns["silent"] = rows(job.facts["silent"]).astype(np.uint8)
     attributes = root_attributes(
         job.spec,
         run.engine.identity,
@@ -309,9 +321,10 @@ def job_metadata(
         attributes,
         rows(listing.label_ids),
         columns,
-        rows(job.known["digest"]),
+        rows(job.row_digests),
         tuple(sorted(job.rejected, key=lambda r: r.path)),
-        None if job.file.waveform_shape is None else rows(job.known["waveform_digest"]),
+        None if job.waveform_digests is None else rows(job.waveform_digests),
     )
-    job.known = job.known[:0].copy()
+    job.facts = job.facts[:0].copy()
+    job.row_digests = job.row_digests[:0].copy()
     return meta

@@ -193,9 +193,7 @@ def publish(
     if job.journal is not None:  # the last rows; the disk need not confirm them, since their digests decide
         job.journal.enter(job.entry)
         job.journal.close()
-    stamps = stamps_at_build(
-        job.listing, job.good, job.known["facts"]["ctime_ns"], job.rejected, run.began_ns
-    )
+    stamps = stamps_at_build(job.listing, job.good, job.facts["ctime_ns"], job.rejected, run.began_ns)
     with span("publish") as moved:
         job.file.close_ranks(job.good)
         meta = job_metadata(job, run)
