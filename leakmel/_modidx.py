@@ -1231,6 +1231,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'leakmel.dataset.run.job.Run': ('dataset/run/job.html#run', 'leakmel/dataset/run/job.py'),
                                          'leakmel.dataset.run.job.Run.fingerprint': ( 'dataset/run/job.html#run.fingerprint',
                                                                                       'leakmel/dataset/run/job.py'),
+                                         'leakmel.dataset.run.job._fill_figures': ( 'dataset/run/job.html#_fill_figures',
+                                                                                    'leakmel/dataset/run/job.py'),
                                          'leakmel.dataset.run.job._words': ('dataset/run/job.html#_words', 'leakmel/dataset/run/job.py'),
                                          'leakmel.dataset.run.job.job_metadata': ( 'dataset/run/job.html#job_metadata',
                                                                                    'leakmel/dataset/run/job.py'),

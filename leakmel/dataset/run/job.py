@@ -268,6 +268,14 @@ _FACT_COLUMNS = (
 )
 
 
+def _fill_figures(job: Job) -> None:
+    "Compute the quality figures of rows that are their recordings; a function, so that no view keeps the moments."
+    for start in range(0, len(job.listing), _FIGURED_TOGETHER):
+        facts, moments = (x[start : start + _FIGURED_TOGETHER] for x in (job.facts, job.moments))
+        for name, values in quality(moments, job.spec.n_samples, True).items():
+            np.copyto(facts[name], values, where=~facts["figured"])
+
+
 def _words(job: Job, keep: np.ndarray, place: int) -> np.ndarray:
     "Return the encoding (place 0) or status (1) of the rows, no wider than the longest."
     usual = PLAIN[place].encode()
@@ -286,10 +294,7 @@ def job_metadata(
 ) -> Metadata:
     "Return everything of a job's data set but its rows; the job forgets the facts that have become columns."
     listing = job.listing
-    for start in range(0, len(listing), _FIGURED_TOGETHER):
-        facts, moments = (x[start : start + _FIGURED_TOGETHER] for x in (job.facts, job.moments))
-        for name, values in quality(moments, job.spec.n_samples, True).items():
-            np.copyto(facts[name], values, where=~facts["figured"])
+    _fill_figures(job)
     job.moments = job.moments[:0].copy()
     keep = np.flatnonzero(job.good)
     is_whole = len(keep) == len(listing)
