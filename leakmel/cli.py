@@ -108,9 +108,8 @@ def run_build(args: argparse.Namespace) -> Outcome:
     "Build one split, or all."
     from leakmel.audio.manifest import scan
     from leakmel.dataset.run.pipeline import build, build_all
-    from leakmel.dataset.run.config import PipelineConfig
+    from leakmel.dataset.run.config import PipelineConfig, with_tuned
     from leakmel.dataset.run.plan import run_summary
-    from leakmel.dataset.run.tuned import with_tuned
     from leakmel.dataset.file.spec_file import asked_spec
     from leakmel.insight.advice import analysis_text
     from leakmel.mel.spec import MelSpec
@@ -161,9 +160,9 @@ def _build_text(result: Any) -> str:
     "A built data set in a few lines."
     from collections import Counter
     from leakmel.audio.problems import in_words, wrapped
-    from leakmel.dataset.source.loader import share_sentence
-    from leakmel.dataset.run.report import kept_sentence
-    from leakmel.insight.dashboard import cache_sentence
+    from leakmel.dataset.source.bad_files import share_sentence
+    from leakmel.dataset.run.publish import kept_sentence
+    from leakmel.insight.cards import cache_sentence
 
     kept = kept_sentence(result.summary)
     rate = "" if kept else f", {result.files_per_s:,.0f} files/s end to end"
@@ -221,7 +220,7 @@ def run_verify(args: argparse.Namespace) -> Outcome:
 def run_cache(args: argparse.Namespace) -> Outcome:
     "List or clear the cache files of mode memmap."
     from leakmel.core.monitor import size_text
-    from leakmel.dataset.source.sample_cache import cache_folder, clear_cache, list_cache
+    from leakmel.dataset.source.cache_files import cache_folder, clear_cache, list_cache
 
     folder = cache_folder(args.cache_dir)
     files = list_cache(folder) if args.what == "list" else clear_cache(folder, unused_days=args.unused_days)

@@ -42,9 +42,8 @@ from ..audio.wav import digest_of
 from ..core.errors import LeakmelError, OutputError, UsageError, VerifyError, show_path
 from ..core.monitor import free_memory
 from ..core.progress import Progress
-from ..dataset.run.config import PipelineConfig, plan_workers
+from ..dataset.run.config import SCHEMA, PipelineConfig, plan_workers, this_machine, write_tuned
 from ..dataset.run.inputs import SpecLike, resolve_spec
-from ..dataset.run.tuned import SCHEMA, this_machine, write_tuned
 from ..mel.engines import open_engine
 from ..mel.spec import MelSpec
 from .bench import record_head

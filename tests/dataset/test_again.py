@@ -22,7 +22,7 @@ from errors import raises
 import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.core.errors import DataError, OutputError, SpaceError, VerifyError
-from leakmel.dataset.run import existing, open_jobs, resume
+from leakmel.dataset.run import existing, open_jobs
 from leakmel.dataset.run.open_jobs import may_resume
 from leakmel.dataset.run import journal
 from leakmel.dataset.source import loader
@@ -174,7 +174,7 @@ def test_the_command_line_says_what_it_kept(
     (data / "LEAK" / "01.wav").unlink()
     assert main(words) == 0
     assert (
-        "29 rows copied from the data set that stood; recordings since then: 0 added, 0 changed, 1 removed"
+        "29 rows copied from the existing data set; recordings since then: 0 added, 0 changed, 1 removed"
         in " ".join(capsys.readouterr().out.split())
     )
     assert main([*words, "--fresh"]) == 0
@@ -469,7 +469,7 @@ def test_rows_that_rotted_are_mended(
     assert len(read) == 1
     assert result.summary["copied_rows"] == 29
     assert target.read_bytes() == right
-    assert "stands, but not up to its check" in caplog.text
+    assert "fails its check" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -537,7 +537,7 @@ def test_no_room_for_the_state_is_no_fault_of_the_build(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     assert build(data, target).rows == 30
-    assert "will read everything again" in caplog.text
+    assert "will read all recordings again" in caplog.text
     assert leftovers(target.parent, *BESIDE) == []
 
 
@@ -571,7 +571,7 @@ def interrupted(data: Path, tmp_path: Path) -> Iterator[Path]:
     "A target whose build was killed with its sixth batch."
     target = tmp_path / "out" / "x.h5"
     killed(data, target, 6)
-    assert leftovers(target.parent, ".x.h5.lock", ".x.h5.status.json") == [".x.h5.journal", ".x.h5.partial"]
+    assert leftovers(target.parent, ".x.h5.lock") == [".x.h5.journal", ".x.h5.partial"]
     yield target
     assert leftovers(target.parent, *BESIDE) == []
 
@@ -602,10 +602,10 @@ def test_a_clean_up_that_fails_leaves_the_rows_of_other_splits(
 ) -> None:
     job = Job.__new__(Job)
 
-    def fail(**options: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    job.journal = SimpleNamespace(fd=-1, n_entered=3, close=fail)  # type: ignore[assignment]
+    job.journal = SimpleNamespace(enter=fail, n_entered=3, close=fail)  # type: ignore[assignment]
     job.file = SimpleNamespace(abort=fail)  # type: ignore[assignment]
     assert (job.close(keep=True), job.close(keep=True)) == (3, 0)
 
@@ -756,7 +756,7 @@ def test_recordings_that_changed_meanwhile(
 ) -> None:
     step(data)
     assert build(data, interrupted).summary["resumed_rows"] == 0
-    assert "the recordings are not the same any more" in caplog.text
+    assert "the recordings have changed" in caplog.text
     assert interrupted.read_bytes() == fresh_bytes(data, tmp_path)
 
 
@@ -775,7 +775,7 @@ def test_other_features_start_over_and_say_why(
 ) -> None:
     result = build(data, interrupted, spec=lm.MelSpec.preset("disjoint", duration_s=1.0, n_mels=32))
     assert result.summary["resumed_rows"] == 0
-    assert "features or engine are others" in caplog.text
+    assert "the features or the engine differ" in caplog.text
 
 
 def test_an_interrupted_update_goes_on(data: Path, tmp_path: Path, read: list[bytes]) -> None:
@@ -829,7 +829,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_build(
 
     monkeypatch.setattr(os, "write", full)
     assert build(data, tmp_path / "out" / "x.h5").rows == 30
-    assert "the build goes on" in caplog.text
+    assert "this build cannot be resumed" in caplog.text
     assert leftovers(tmp_path / "out", *BESIDE) == []
 
 
@@ -880,7 +880,7 @@ def alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         stamps["ctime_ns"] = 10**18 + 1
         return stamps
 
-    for module in (resume, existing):
+    for module in (open_jobs, existing):
         monkeypatch.setattr(module, "stamps_of", same_times)
     return root
 
@@ -909,7 +909,7 @@ def test_folders_that_changed_places_meanwhile(
     killed(alike, target, 3)
     swap_folders(alike)
     assert build(alike, target).summary["resumed_rows"] == 0
-    assert "folders are not the same any more" in caplog.text
+    assert "folders have changed" in caplog.text
     assert target.read_bytes() == fresh_bytes(alike, tmp_path)
 
 
@@ -1016,7 +1016,6 @@ def test_nothing_to_do_removes_what_killed_builds_left(data: Path, tmp_path: Pat
         ".x.h5.partial.gz",
         "..x.h5.state.new",
         ".x.h5.report.json.new",
-        ".x.h5.status.json",
     )
     for name in left:
         (target.parent / name).write_bytes(b"x")
@@ -1064,12 +1063,12 @@ def test_no_rate_is_said_of_rows_that_were_there(data: Path, tmp_path: Path) -> 
 
 
 def test_the_rate_of_a_build_that_goes_on_is_that_of_what_it_reads(tmp_path: Path) -> None:
-    from leakmel.dataset.run.live import Pulse, write_status
+    from leakmel.core.progress import Progress
 
-    pulse = Pulse("TRAINING", "reading and computing", 900, 1000, 0, files_kept=800)
-    write_status(tmp_path / "x.h5", pulse, 10.0)
-    body = json.loads((tmp_path / ".x.h5.status.json").read_text())
-    assert (body["files_per_s"], body["seconds_left"], body["files_kept"]) == (10.0, 10.0, 800)
+    bar = Progress(1000, show="none", n_before=800)
+    bar.begin(10.0)
+    bar.update(900)
+    assert repr(bar).startswith("900 of 1,000 files in 10.0 s, 10 files/s, about 10.0 s left")
 
 
 # ---- strangers in the output folder

@@ -155,9 +155,6 @@ def test_slots_lie_where_the_device_copies_from(
     assert [r.summary["pinned_bytes"] for r in results] == [5 * slot] * 3
     assert most[0] < 5 * slot + 500_000, "and nothing else but small results: no staging"
     assert [r.summary["pinned"] for r in results] == ["allocated", "reused", "reused"]
-    assert "TRAINING: " in caplog.text
-    assert "of pinned memory in 5 slots, allocated" in caplog.text
-    assert caplog.text.count("reused") == 2
 
 
 def test_the_next_split_is_read_before_the_last_one_is_written(

@@ -20,6 +20,7 @@ __all__ = [
 
 # %% ../../../nbs/dataset/run/existing.ipynb #ff6c5778
 import json, logging, os, stat
+from contextlib import suppress
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ from leakmel.dataset.file.schema import (
 )
 from ..file.writer import replacing
 from .journal import KNOWN, folder_inodes
-from ..source.loader import decoders
+from ..source.loader import PLAIN, decoders
 
 log = logging.getLogger("leakmel")
 
@@ -56,7 +57,7 @@ def stamps_of(
     listing: Listing,
     numbers: Sequence[int] | np.ndarray,  # k candidates
 ) -> np.ndarray:  # [k] STAMP; -1 where there is no such file
-    "The stamps that some of a listing's files have now; raises nothing."
+    "Return the stamps that some of a listing's files have now; raises nothing."
     base = os.fsencode(listing.folder) + b"/"
     paths = [base + listing.paths[k] for k in numbers]
     out = np.full(len(numbers), -1, STAMP)
@@ -69,14 +70,12 @@ def stamps_of(
         for i, name in enumerate(("size", "mtime_ns", "ctime_ns"), start=1):
             out[name] = np.where(left, -1, seen[:, i])
     for i in np.flatnonzero(left).tolist():
-        try:
+        with suppress(OSError):
             st = os.stat(paths[i])
-        except OSError:
-            continue
-        if stat.S_ISREG(st.st_mode):
-            out[i] = (st.st_size, st.st_mtime_ns, st.st_ctime_ns, -1)
-    there = np.flatnonzero(out["size"] >= 0)
-    out["folder"][there] = folder_inodes(listing, np.asarray(numbers, np.int64)[there].tolist())
+            if stat.S_ISREG(st.st_mode):
+                out[i] = (st.st_size, st.st_mtime_ns, st.st_ctime_ns, -1)
+    exists = np.flatnonzero(out["size"] >= 0)
+    out["folder"][exists] = folder_inodes(listing, np.asarray(numbers, np.int64)[exists].tolist())
     return out
 
 
@@ -104,7 +103,7 @@ def stamps_at_build(
     rejected: Sequence[Rejected],
     began_ns: int,  # when listing began, by the clock of the files
 ) -> np.ndarray:  # [rows + rejected] STAMP
-    "The stamps of a split's recordings, in the order of its data set."
+    "Return the stamps of a split's recordings, in the order of its data set."
     rejected = sorted(rejected, key=lambda r: r.path)
     place = {path: k for k, path in enumerate(listing.paths)} if rejected else {}
     rows, lost = np.flatnonzero(good), np.array([place[r.path] for r in rejected], np.int64)
@@ -130,17 +129,31 @@ _MOST_HEAD = 4096  # bytes
 def state_path(
     target: Path,  # the data set's final name
 ) -> Path:
-    "The state file of a data set."
+    "Return the path of the state file of a data set."
     return target.with_name(f".{target.name}.state")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class State:
-    "What a state file says."
+    "What a state file holds."
 
     digest: str  # of the data set's metadata
     stamps: np.ndarray  # [rows + rejected] STAMP
     follows: frozenset[str]  # which fields of the spec were taken from the data
+
+
+def _state_head(data: bytes, data_set: os.stat_result) -> dict[str, object]:
+    "Return what ties the stamps of a state file to a data set, and to itself."
+    import xxhash
+
+    return {
+        "schema": STATE_SCHEMA,
+        "n_bytes": data_set.st_size,
+        "mtime_ns": data_set.st_mtime_ns,
+        "n": len(data) / STAMP.itemsize,
+        "decoders": decoders(),
+        "digest": xxhash.xxh3_128_hexdigest(data),
+    }
 
 
 def write_state(
@@ -152,19 +165,8 @@ def write_state(
     follows: Collection[str] = (),  # which fields of the spec were taken from the data
 ) -> None:  # raises OutputError
     "Write the state of a data set's recordings."
-    import xxhash
-
-    st, data = os.stat(made), stamps.tobytes()
-    head = {
-        "schema": STATE_SCHEMA,
-        "metadata_digest": digest,
-        "n_bytes": st.st_size,
-        "mtime_ns": st.st_mtime_ns,
-        "n": len(stamps),
-        "decoders": decoders(),
-        "follows": sorted(follows),
-        "digest": xxhash.xxh3_128_hexdigest(data),
-    }
+    data = stamps.tobytes()
+    head = _state_head(data, os.stat(made)) | {"metadata_digest": digest, "follows": sorted(follows)}
     with replacing(state_path(target)) as new:
         new.write_bytes(json.dumps(head).encode() + b"\n" + data)
 
@@ -173,8 +175,6 @@ def read_state(
     target: Path,
 ) -> State | None:  # None where there is none that belongs to the data set
     "Read the state of the data set under the final name; raises nothing."
-    import xxhash
-
     try:
         fd = os.open(state_path(target), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as f:
@@ -182,19 +182,9 @@ def read_state(
             if not stat.S_ISREG(mine.st_mode) or mine.st_size > st.st_size + _MOST_HEAD:
                 return None  # a data set holds more about each recording
             head, data = json.loads(f.readline(_MOST_HEAD)), f.read(st.st_size)
-        expected = {
-            "schema": STATE_SCHEMA,
-            "n_bytes": st.st_size,
-            "mtime_ns": st.st_mtime_ns,
-            "n": len(data) / STAMP.itemsize,
-            "decoders": decoders(),
-            "digest": xxhash.xxh3_128_hexdigest(data),
-        }
-        if any(head[key] != value for key, value in expected.items()):
+        if any(head[key] != value for key, value in _state_head(data, st).items()):
             return None
-        return State(
-            str(head["metadata_digest"]), np.frombuffer(data, STAMP), frozenset(map(str, head["follows"]))
-        )
+        return State(str(head["metadata_digest"]), np.frombuffer(data, STAMP), frozenset(head["follows"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -205,16 +195,16 @@ _FACT_COLUMNS = ("sample_rate", "n_samples", "channels", *(FIGURES.names or ()),
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExistingDataset:
-    "The data set under the final name, and the recordings of a listing that have not changed since it was made."
+    "The data set under the final name, and what it holds about recordings that have not changed since it was made."
 
     path: Path
-    state: State
+    digest: str  # of its metadata
     packed: bool  # its rows are compressed
-    known: np.ndarray  # [rows] KNOWN, with the row as number
-    words: np.ndarray  # [rows, 2] bytes, encoding and status
-    rejected: list[Rejected]
-    unchanged: np.ndarray  # [k] int64, candidates
-    places: np.ndarray  # [k] int64, of these in the data set: rows first, rejected files after them
+    known: np.ndarray  # [k] KNOWN, rows that can be kept, by candidate
+    places: np.ndarray  # [k] int64, of these rows in the data set
+    unusual: dict[int, tuple[str, str]]  # candidate -> encoding, status, where not PLAIN
+    rejected: list[Rejected]  # files that need not be read again
+    numbers: np.ndarray  # int64, their candidates
     changes: dict[str, int]  # recordings added, changed and removed since
 
 
@@ -223,12 +213,14 @@ def open_existing(
     listing: Listing,
     fingerprint: str,  # of spec and engine
     with_waveforms: bool,
+    *,
+    follows: Collection[str] = (),  # which fields of the spec are taken from the data now
 ) -> ExistingDataset | None:  # None where there is none that was made in the same way and can be trusted
     "Read the data set under the final name and compare it with a listing; raises nothing."
-    if (state := read_state(target)) is None:
-        return None
     from leakmel import __version__
 
+    if (state := read_state(target)) is None:
+        return None
     expected = {
         "schema_version": SCHEMA_VERSION,
         "fingerprint": fingerprint,
@@ -243,35 +235,53 @@ def open_existing(
                 return None
             lost = zip(*(f[f"rejected/{name}"][:].tolist() for name in ("path", "code", "message")))
             rejected = [Rejected(path, code.decode(), message.decode()) for path, code, message in lost]
-            known, n = _read_known(f, state, with_waveforms), len(f[ROWS])
-            if len(state.stamps) != n + len(rejected):
-                return None
+            known = _read_known(f, state, with_waveforms)
             words = np.stack([read_column(f[f"files/{name}"]) for name in ("encoding", "status")], axis=1)
             paths, packed = f["files/path"][:].tolist(), f[ROWS].chunks is not None
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
-        log.warning("%s cannot be updated, it is built anew: %s: %s", target, type(e).__name__, e)
+        log.warning("%s cannot be updated, it is built again: %s: %s", target, type(e).__name__, e)
         return None
-    place = {path: i for i, path in enumerate([*paths, *(r.path for r in rejected)])}
+    n_rows, place = len(known), {path: i for i, path in enumerate([*paths, *(r.path for r in rejected)])}
+    if len(state.stamps) != n_rows + len(rejected):
+        return None
     places = np.array([place.get(path, -1) for path in listing.paths], np.int64)
     met = np.flatnonzero(places >= 0)
     of, stamps = places[met], stamps_of(listing, met)
-    had_label = np.array([True] * n + [r.code != "no_label" for r in rejected], bool)
+    had_label = np.array([True] * n_rows + [r.code != "no_label" for r in rejected], bool)
     same = (state.stamps[of] == stamps) & (stamps["size"] == listing.sizes[met])
     same &= (stamps["mtime_ns"] == listing.mtimes_ns[met]) | (stamps["size"] < 0)
     same &= (listing.label_ids[met] >= 0) == had_label[of]
-    changes = {
-        "added": len(listing) - len(met),
-        "changed": len(met) - int(same.sum()),
-        "removed": len(place) - len(met),
+    is_row = same & (of < n_rows)
+    # a file that was rejected may be good where more of the spec is taken from the data
+    is_lost = same & (of >= n_rows) & (state.follows >= set(follows))
+    known = known[of[is_row]]
+    known["number"] = met[is_row]
+    odd = np.flatnonzero((words[of[is_row]] != np.array(PLAIN, "S")).any(axis=1))
+    unusual = {
+        int(known["number"][i]): (words[k, 0].decode(), words[k, 1].decode())
+        for i, k in zip(odd, of[is_row][odd])
     }
-    return ExistingDataset(target, state, packed, known, words, rejected, met[same], of[same], changes)
+    return ExistingDataset(
+        path=target,
+        digest=state.digest,
+        packed=packed,
+        known=known,
+        places=of[is_row],
+        unusual=unusual,
+        rejected=[rejected[i] for i in of[is_lost] - n_rows],
+        numbers=met[is_lost],
+        changes={
+            "added": len(listing) - len(met),
+            "changed": len(met) - int(same.sum()),
+            "removed": len(place) - len(met),
+        },
+    )
 
 
 def _read_known(f: h5py.File, state: State, with_waveforms: bool) -> np.ndarray:
-    "What an open data set holds about its rows, [rows] KNOWN."
+    "Return what an open data set holds about its rows, [rows] KNOWN without numbers."
     n = len(f[ROWS])
     known = np.zeros(n, KNOWN)
-    known["number"] = np.arange(n)
     known["digest"] = f["digests/rows"][:]
     if with_waveforms:
         known["waveform_digest"] = f["digests/waveforms"][:]

@@ -34,16 +34,14 @@ from ...mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #bedc96a6
 def _rate_and_length(path: bytes) -> tuple[int, int] | None:
-    "Rate in Hz and samples per channel by the header, None for what cannot be read."
+    "Return the rate in Hz and the samples per channel by the header, None for what cannot be read."
     try:
         fd, n_file = open_regular(path)
-    except RecordingError:
-        return None
-    try:
-        h = parse_header(fd, n_file)
-        if h.encoding.startswith(("pcm", "float")):
-            return h.sample_rate, h.data_bytes // h.block_align
-        return h.sample_rate, len(read_open_wav(fd, n_file).samples)  # coded samples: only decoding tells
+        with open(fd, "rb", buffering=0):
+            h = parse_header(fd, n_file)
+            if h.encoding.startswith(("pcm", "float")):
+                return h.sample_rate, h.data_bytes // h.block_align
+            return h.sample_rate, len(read_open_wav(fd, n_file).samples)  # coded: only decoding tells
     except RecordingError:
         return None
     except MemoryError as e:
@@ -52,12 +50,10 @@ def _rate_and_length(path: bytes) -> tuple[int, int] | None:
         if isinstance(fault := read_error(e, path), MachineError):
             raise fault from e
         return None
-    finally:
-        os.close(fd)
 
 
 def _kinds(listings: Iterable[Listing]) -> Iterator[tuple[int, int]]:
-    "Rate and length of each labelled recording that can be read and is not empty."
+    "Yield the rate and length of each labelled recording that can be read and is not empty."
     for x in listings:
         for k in np.flatnonzero((x.label_ids >= 0) & (x.sizes >= 0)).tolist():
             found = _rate_and_length(x.full_path(k))
@@ -68,15 +64,16 @@ def _kinds(listings: Iterable[Listing]) -> Iterator[tuple[int, int]]:
 def infer_spec(
     listings: Sequence[Listing],
 ) -> tuple[int, int]:  # Hz, samples
-    "Rate and length of the first recording that can be read."
-    for kind in _kinds(listings):
-        return kind
-    raise DataError(
-        "no recording can be read",
-        code="nothing-readable",
-        path=listings[0].folder,
-        remedy="run `leakmel scan --content` to see what is wrong with them",
-    )
+    "Return the rate and length of the first recording that can be read."
+    kind = next(_kinds(listings), None)
+    if kind is None:
+        raise DataError(
+            "no recording can be read",
+            code="nothing-readable",
+            path=listings[0].folder,
+            remedy="run `leakmel scan --content` to see what is wrong with them",
+        )
+    return kind
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #3f5a7e05
@@ -86,33 +83,22 @@ _KINDS_SHOWN = 6  # of rate and length, in an error
 def disagreement(
     listings: Sequence[Listing],
 ) -> Disagreement:  # to be raised
-    "The error for recordings of different rate or length: how many of each, and what to do."
-    kinds = Counter(_kinds(listings))
-    shown = "; ".join(
-        f"{n:,} of {length / rate:g} s at {rate} Hz" for (rate, length), n in kinds.most_common(_KINDS_SHOWN)
-    )
+    "Return the error for recordings of different rate or length: how many of each, and what to do."
+    kinds = Counter(_kinds(listings)).most_common()
+    shown = [f"{n:,} of {length / rate:g} s at {rate} Hz" for (rate, length), n in kinds[:_KINDS_SHOWN]]
     if len(kinds) > _KINDS_SHOWN:
-        shown += f"; and {len(kinds) - _KINDS_SHOWN:,} more kinds"
-    rate, length = kinds.most_common(1)[0][0]
+        shown.append(f"and {len(kinds) - _KINDS_SHOWN:,} more kinds")
+    (rate, length), _ = kinds[0]
+    seconds = f"{length / rate:g}"
     return Disagreement(
         "the recordings differ in rate or length, so the spec cannot follow them",
         code="recordings-differ",
         path=listings[0].folder,
-        found=shown,
-        remedy=_settings_sentence({"sample_rate": rate, "duration_s": float(f"{length / rate:g}")}),
-    )
-
-
-def _settings_sentence(settings: dict[str, float]) -> str:
-    "How to give settings: in Python, in a shell, to papermill and to make."
-    pairs = [(name, f"{value:g}") for name, value in settings.items()]
-    python = ", ".join(f"'{name}': {value}" for name, value in pairs)
-    shell = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in pairs)
-    papermill = " ".join(f"-p {name} {value}" for name, value in pairs)
-    make = " ".join(f"{name}={value}" for name, value in pairs)
-    return (
-        f"say what you want, for example spec={{{python}}} in Python, {shell} to leakmel, {papermill} to papermill "
-        f'or SETTINGS="{make}" to make build; others are then resampled, cut or padded by the spec\'s rules'
+        found="; ".join(shown),
+        remedy=f"say what you want, for example spec={{'sample_rate': {rate}, 'duration_s': {seconds}}} in Python, "
+        f"--sample-rate {rate} --duration-s {seconds} to leakmel, -p sample_rate {rate} -p duration_s {seconds} to "
+        f'papermill or SETTINGS="sample_rate={rate} duration_s={seconds}" to make build; others are then resampled, '
+        "cut or padded by the spec's rules",
     )
 
 
@@ -164,12 +150,21 @@ def resolve_spec(
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #1ea1fb4b
+def _is_data_set(path: Path) -> bool:
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as f:
+            return "segments_mel" in f
+    except OSError:
+        return False
+
+
 def check_target(
     target: Path,  # final name of the data set
     root: Path,  # data folder
 ) -> None:  # makes the folder; raises OutputError
     "Refuse a target that cannot be written, before any work."
-    folder = target.parent
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(root)):
         raise OutputError(
             "the output lies inside the data folder",
@@ -193,31 +188,21 @@ def check_target(
         )
     why = ""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         why = f" ({e.strerror})"
-    if why or not os.access(folder, os.W_OK | os.X_OK):
+    if why or not os.access(target.parent, os.W_OK | os.X_OK):
         raise OutputError(
             f"the output folder cannot be written{why}",
             code="output-not-writable",
-            path=folder,
+            path=target.parent,
             remedy="choose another one or change its permissions",
         )
 
 
-def _is_data_set(path: Path) -> bool:
-    import h5py
-
-    try:
-        with h5py.File(path, "r") as f:
-            return "segments_mel" in f
-    except OSError:
-        return False
-
-
 # %% ../../../nbs/dataset/run/inputs.ipynb #cdb738a4
 def _without_recordings(manifest: Manifest) -> set[int]:
-    "Labels of which a manifest has no recording."
+    "Return the labels of which a manifest has no recording."
     found = np.concatenate([x.label_ids for x in manifest.listings])
     return set(range(len(manifest.label_names))) - set(np.unique(found).tolist())
 
@@ -226,7 +211,7 @@ def check_listing(
     listing: Listing,
     manifest: Manifest,
 ) -> None:  # raises DataError
-    "Refuse a split from which no data set can come, and labels nobody recorded."
+    "Refuse a split from which no data set can be made, and labels without recordings."
     if len(listing) == 0:
         raise DataError(
             "no recordings",
@@ -235,15 +220,8 @@ def check_listing(
             found="no file that ends in .wav or .wave",
             remedy="check the folder",
         )
-    shown = Counter(map(show_path, manifest.label_names))
-    if twins := [name for name, n in shown.items() if n > 1]:
-        raise DataError(
-            f"two label folders are written alike: {twins[0]}",
-            code="labels-alike",
-            path=manifest.root,
-            remedy="rename one of them; names are stored as text",
-        )
-    if not manifest.label_names and not manifest.naming.labels_by_folder:
+    by_folder = manifest.naming.labels_by_folder
+    if not manifest.label_names and not by_folder:
         raise DataError(
             "the pattern fits no recording",
             code="pattern-matches-nothing",
@@ -261,9 +239,15 @@ def check_listing(
             expected="one folder per label",
             remedy="give the parent of a label folder, or name the labels with --table or --pattern (scan)",
         )
-    if not manifest.naming.labels_by_folder:
-        return  # such a label is known from its recordings
-    missing = _without_recordings(manifest)
+    shown = Counter(map(show_path, manifest.label_names))
+    if twins := [name for name, n in shown.items() if n > 1]:
+        raise DataError(
+            f"two label folders are written alike: {twins[0]}",
+            code="labels-alike",
+            path=manifest.root,
+            remedy="rename one of them; names are stored as text",
+        )
+    missing = _without_recordings(manifest) if by_folder else set()  # other labels come from recordings
     if missing:  # other splits may have some
         missing &= _without_recordings(scan(manifest.root, pattern=manifest.naming.pattern or None))
     if missing:
@@ -272,7 +256,7 @@ def check_listing(
             f"label without recordings in any split: {names}",
             code="empty-label",
             path=manifest.root,
-            remedy="fill the folder or remove it; it would be a class nobody can learn",
+            remedy="fill the folder or remove it; it would be a class without examples",
         )
 
 
@@ -287,9 +271,8 @@ def checked_inputs(
     made = [target.parent for _, target in targets if not target.parent.exists()]
     listings = [listing for listing, _ in targets]
     try:
-        for _, target in targets:
+        for listing, target in targets:
             check_target(target, manifest.root)
-        for listing in listings:
             check_listing(listing, manifest)
         yield resolve_spec(spec, listings)
     except BaseException as e:

@@ -20,7 +20,7 @@ from ...audio.conform import quality
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest
 from ...audio.wav import digest_of
-from ...core.errors import LeakmelError
+from ...core.errors import LeakmelError, UsageError
 from ...core.timeline import Timeline
 from ..check.expected import Sources
 from ..file.schema import Metadata, Rejected, apart, root_attributes, said_columns
@@ -28,6 +28,7 @@ from ..file.writer import RowFile
 from .config import PipelineConfig, Workers
 from .inputs import SpecLike
 from .journal import KNOWN, Entry, Journal
+from .modes import MODES, Preloaded
 from ..source.loader import FACTS, PLAIN, BatchReader, Slot, Source
 from ...mel.engines import Engine
 from ...mel.spec import MelSpec
@@ -35,7 +36,6 @@ from ...mel.spec import MelSpec
 if TYPE_CHECKING:
     from leakmel.audio.content_checks import Columns
     from leakmel.dataset.check.verify import VerifyReport
-    from leakmel.dataset.run.modes import Preloaded
 
 
 # %% ../../../nbs/dataset/run/job.ipynb #8a081abd
@@ -79,20 +79,41 @@ def store_waveforms(
 
 
 # %% ../../../nbs/dataset/run/job.ipynb #c70a89ac
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BuildRequest:
-    "What the caller of a build asked for."
+    "What the caller of a build asked for; raises UsageError for a wrong type or mode."
 
     root: str | os.PathLike  # data folder
     spec: SpecLike
     engine: str  # name, or "auto"
     mode: str  # how recordings are read
-    preloaded: "Preloaded | None"  # recordings in memory or in a cache file
+    preloaded: Preloaded | None  # recordings in memory or in a cache file
     config: PipelineConfig
     check: int | None  # rows to recompute in float64 before publishing; None: all
     progress: str
     with_waveforms: bool
-    fresh: bool  # make every row, whatever an earlier build left
+    fresh: bool  # compute every row, whatever an earlier build left
+
+    def __post_init__(self):
+        mode, ready = self.mode, self.preloaded
+        for value, kind in ((self.config, PipelineConfig), (ready, Preloaded | None)):
+            if not isinstance(value, kind):
+                raise UsageError(
+                    "pipeline or preloaded has a wrong type",
+                    code="wrong-type",
+                    found=repr(value),
+                    expected=getattr(kind, "__name__", str(kind)),
+                )
+        if mode not in MODES:
+            expected = " or ".join(MODES)
+            raise UsageError("unknown mode", code="unknown-mode", found=repr(mode), expected=expected)
+        if ready is not None and mode not in ("auto", ready.choice.used, ready.choice.asked):
+            raise UsageError(
+                "preloaded recordings are read in their own mode",
+                code="mode-conflict",
+                found=f"mode={mode!r}",
+                expected=f"auto or {ready.choice.used}",
+            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -136,13 +157,12 @@ class Job:
         self.plain = BatchReader(listing, spec, follows=follows, on_bad_file=on_bad_file)
         self.reader: Source = self.plain  # or a reader of preloaded recordings
         self.inflow = self.plain.inflow  # what this build read from files
-        self.mode: dict[str, Any] = {}  # how the recordings are read, for the summary
+        # how the recordings are read, for the summary
+        self.mode: dict[str, Any] = {"mode": "none", "mode_lines": [], "held_bytes": 0, "held_seconds": 0.0}
         self.pinned: str | None = None  # "allocated" or "reused" memory of the slots
         # facts about candidates
         self.facts = apart(n, FACTS)
-        self.moments = apart(
-            n, ("f8", 5)
-        )  # of rows that are their recordings; other figures are in the facts
+        self.moments = apart(n, ("f8", 5))  # of 16-bit rows; other figures are in the facts
         self.row_digests = apart(n, "S32")
         self.waveform_digests = None if file.waveform_shape is None else np.zeros(n, "S32")
         self.unusual: dict[int, tuple[str, str]] = {}  # candidate -> encoding and status, where not PLAIN
@@ -166,11 +186,11 @@ class Job:
         self.published_s: float | None = None  # on the timeline's clock
 
     def is_complete(self) -> bool:
-        "Whether nothing is left to read."
+        "Return whether nothing is left to read."
         return self.n_done == len(self.listing)
 
     def take(self, slot: Slot) -> tuple[int, bool]:
-        "Write a computed slot's rows and note its facts; returns the bytes written and whether the job has all its rows now."
+        "Write a computed slot's rows and note its facts; return the bytes written and whether the job has all its rows now."
         n_bytes = self.file.write(slot.first, slot.mels[: slot.n])
         if self.waveform_digests is not None:
             n_bytes += store_waveforms(slot, self.spec, self.file, self.waveform_digests)
@@ -200,13 +220,13 @@ class Job:
             self.waveform_digests[k] = known["waveform_digest"]
         self.good[k] = True
         self.kept[k] = True
-        self.unusual |= {i: words for i, words in entry.unusual.items() if self.kept[i]}
+        self.unusual |= {i: words for i, words in entry.unusual.items() if self.good[i]}
         self.kept[np.asarray(numbers, np.int64)] = True
         self.rejected += rejected
-        self.n_done += len(k) + len(rejected)
+        self.n_done = int(self.kept.sum())
 
     def entry(self, numbers: np.ndarray) -> Entry:
-        "What is known of those of some candidates that are rows, for the journal."
+        "Return what is known of those of some candidates that are rows, for the journal."
         k = numbers[self.good[numbers]]
         known = np.zeros(len(k), KNOWN)
         known["number"] = k
@@ -219,13 +239,11 @@ class Job:
             return Entry(known, {i: self.unusual[i] for i in k.tolist() if i in self.unusual})
 
     def close(self, *, keep: bool) -> int:
-        "Remove what was not published, or leave it for a later build; returns the rows that this build can resume from."
+        "Remove what was not published, or leave it for a later build; return the rows that this build can resume from."
         journal, self.journal = self.journal, None
         if journal is None:
             return 0
-        if (
-            keep and journal.fd >= 0
-        ):  # else all is entered, as when a data set is checked, or there is no room
+        if keep:  # without an open journal all is entered, as when a data set is checked, or there is no room
             with suppress(OSError, LeakmelError):
                 journal.enter(self.entry)
         n_kept = journal.n_entered if keep else 0
@@ -251,19 +269,19 @@ _FACT_COLUMNS = (
 
 
 def _fill_figures(job: Job) -> None:
-    "Compute the quality figures of rows that are their recordings."
+    "Compute the quality figures of rows that are their recordings; a function, so that no view keeps the moments."
     for start in range(0, len(job.listing), _FIGURED_TOGETHER):
         facts, moments = (x[start : start + _FIGURED_TOGETHER] for x in (job.facts, job.moments))
         for name, values in quality(moments, job.spec.n_samples, True).items():
             np.copyto(facts[name], values, where=~facts["figured"])
-    job.moments = job.moments[:0].copy()
 
 
 def _words(job: Job, keep: np.ndarray, place: int) -> np.ndarray:
-    "Encoding (place 0) or status (1) of the rows, no wider than the longest."
+    "Return the encoding (place 0) or status (1) of the rows, no wider than the longest."
     usual = PLAIN[place].encode()
     others = [pair[place].encode() for pair in job.unusual.values()]
-    column = np.full(len(keep), usual, f"S{max(map(len, others + [usual] * (len(others) < len(keep))))}")
+    width = max(map(len, others + [usual] * (len(others) < len(keep))))
+    column = np.full(len(keep), usual, f"S{width}")
     if others:
         column[np.searchsorted(keep, list(job.unusual))] = others
     return column
@@ -274,28 +292,33 @@ def job_metadata(
     job: Job,  # finished
     run: Run,
 ) -> Metadata:
-    "Everything of a job's data set but its rows; the job forgets the facts that have become columns."
+    "Return everything of a job's data set but its rows; the job forgets the facts that have become columns."
+    listing = job.listing
     _fill_figures(job)
-    keep, listing, facts = np.flatnonzero(job.good), job.listing, job.facts
-    n = len(keep)
+    job.moments = job.moments[:0].copy()
+    keep = np.flatnonzero(job.good)
+    is_whole = len(keep) == len(listing)
 
     def rows(values: np.ndarray) -> np.ndarray:
-        return values if n == len(listing) else values[keep]
+        return values if is_whole else values[keep]
 
-    paths = listing.paths if n == len(listing) else [listing.paths[k] for k in keep]
-    names = None if listing.parts is None and listing.naming.source == "folders" else listing.names
+    paths = listing.paths if is_whole else [listing.paths[k] for k in keep]
+    names = None
+    if listing.parts is not None or listing.naming.source != "folders":
+        every_name = listing.names
+        names = [every_name[k] for k in keep]
     columns: dict[str, np.ndarray | Sequence[bytes]] = {"path": paths}
-    columns |= said_columns(paths, None if names is None else [names[k] for k in keep])
+    columns |= said_columns(paths, names)
     columns |= {"encoding": _words(job, keep, 0), "status": _words(job, keep, 1)}
-    columns |= {name: rows(facts[name]) for name in _FACT_COLUMNS}
-    columns["silent"] = rows(facts["silent"]).astype(np.uint8)
+    columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
+    columns["silent"] = rows(job.facts["silent"]).astype(np.uint8)
     attributes = root_attributes(
         job.spec,
         run.engine.identity,
         run.fingerprint,
         run.manifest.label_names,
         listing.split,
-        n,
+        len(keep),
         listing.naming,
     )
     meta = Metadata(

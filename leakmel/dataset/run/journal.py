@@ -18,6 +18,7 @@ __all__ = [
 
 # %% ../../../nbs/dataset/run/journal.ipynb #381de27c
 import base64, json, logging, os, stat, sys, threading, time
+from contextlib import suppress
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,36 +55,35 @@ class Entry:
 
 # %% ../../../nbs/dataset/run/journal.ipynb #43f2ac84
 def _line(body: dict[str, Any]) -> bytes:
-    "A line of the journal: its digest, then JSON."
+    "Return a line of the journal: its digest, then JSON."
     import xxhash
 
     text = json.dumps(body, separators=(",", ":")).encode()
     return xxhash.xxh3_128_hexdigest(text).encode() + b" " + text + b"\n"
 
 
-def _body(line: bytes) -> dict[str, Any] | None:
-    "What a line says; None where it is not whole."
+def _body(line: bytes) -> dict[str, Any]:
+    "Return what a line holds; raises ValueError where it is not whole."
     import xxhash
 
     if not line.endswith(b"\n") or line[:32] != xxhash.xxh3_128_hexdigest(line[33:-1]).encode():
-        return None
-    body = json.loads(line[33:-1])
-    return body if isinstance(body, dict) else None
+        raise ValueError("not a whole line")
+    return json.loads(line[33:-1])
 
 
 def _entry_line(entry: Entry) -> bytes:
-    "An entry as a line."
+    "Return an entry as a line."
     known = base64.b64encode(np.ascontiguousarray(entry.known).tobytes()).decode()
     return _line({"known": known, "unusual": {str(k): v for k, v in entry.unusual.items()}})
 
 
 def _entry_of(body: dict[str, Any], n: int) -> Entry:
-    "An entry from its line's body; raises ValueError, KeyError, TypeError or ArithmeticError where it is none of a listing of n."
+    "Return an entry from its line's body; raises ValueError, KeyError, TypeError or ArithmeticError where it is none of a listing of n."
     known = np.frombuffer(base64.b64decode(body["known"], validate=True), KNOWN)
     numbers = known["number"]
     within = not len(numbers) or 0 <= numbers.min() <= numbers.max() < n
     if not within or not (np.diff(numbers) > 0).all():  # rising, so that no candidate comes twice
-        raise ValueError("candidates that are not there")
+        raise ValueError("candidates that do not exist")
     unusual = {int(k): (sys.intern(str(e)), sys.intern(str(s))) for k, (e, s) in body["unusual"].items()}
     if unusual and not unusual.keys() <= set(numbers.tolist()):
         raise ValueError("words of candidates that are not in the entry")
@@ -98,15 +98,13 @@ def folder_inodes(
     listing: Listing,
     numbers: Iterable[int],  # k candidates
 ) -> np.ndarray:  # [k] int64; -1 where there is no such folder
-    "The inode numbers of the folders of some of a listing's files: a folder that is renamed leaves no trace on its files."
+    "Return the inode numbers of the folders of some of a listing's files: a folder that is renamed leaves no trace on its files."
     base = os.fsencode(listing.folder) + b"/"
     folders = [listing.paths[k].rpartition(b"/")[0] for k in numbers]
     found = dict.fromkeys(folders, -1)
     for folder in found:
-        try:
+        with suppress(OSError):
             found[folder] = os.stat(base + folder).st_ino & (2**63 - 1)
-        except OSError:
-            continue
     return np.array([found[folder] for folder in folders], np.int64)
 
 
@@ -116,7 +114,7 @@ def journal_identity(
     row_shape: tuple[int, ...],
     with_waveforms: bool,
 ) -> dict[str, Any]:
-    "What has to be the same for a build to be resumed. Two folders that swapped their names are found by their inode numbers."
+    "Return what has to be the same for a build to be resumed. Two folders that swapped their names are found by their inode numbers."
     import xxhash
     from leakmel import __version__
 
@@ -141,11 +139,11 @@ def journal_identity(
 
 
 _WHY = {
-    "recordings": "the recordings are not the same any more",
-    "n_candidates": "the recordings are not the same any more",
-    "folders": "the recordings' folders are not the same any more",
+    "recordings": "the recordings have changed",
+    "n_candidates": "the recordings have changed",
+    "folders": "the recordings' folders have changed",
     "decoders": "packages that decode or resample are of other versions",
-    "fingerprint": "features or engine are others",
+    "fingerprint": "the features or the engine differ",
     "leakmel_version": "it was made by another release of leakmel",
 }
 
@@ -153,7 +151,7 @@ _WHY = {
 def journal_path(
     target: Path,  # the data set's final name
 ) -> Path:
-    "The journal of a data set under way."
+    "Return the journal of an unfinished data set."
     return target.with_name(f".{target.name}.journal")
 
 
@@ -166,56 +164,41 @@ _MOST_HEAD = 1 << 20  # of the rest
 class Past:
     "What an interrupted build left."
 
-    entries: list[Entry]
-    n_bytes: int  # of the journal, up to its last whole line
+    entries: list[Entry] = field(default_factory=list)
+    n_bytes: int = 0  # of the journal, up to its last whole line
     began_ns: int = 0  # when the interrupted build had not read anything yet, by the clock of the files
-    why_not: str = ""  # why nothing can be gone on from, where there was something
+    why_not: str = ""  # why the build cannot be resumed, where there is a journal
 
 
 def read_journal(
     path: Path,
     identity: dict[str, Any],
 ) -> Past:  # raises nothing
-    "The entries of a journal, if it is of the same build."
+    "Return the entries of a journal, if it is of the same build."
+    n = identity["n_candidates"]
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return Past([], 0)
-    except OSError as e:
-        return Past([], 0, why_not=f"its journal cannot be read ({os.strerror(e.errno or 0)})")
-    with open(fd, "rb") as f:
-        try:
+        with open(fd, "rb") as f:
             st = os.fstat(fd)
-            is_one = (
-                stat.S_ISREG(st.st_mode)
-                and st.st_nlink == 1
-                and st.st_size <= _MOST_HEAD + _MOST_BYTES * identity["n_candidates"]
-            )
-            return _read_entries(f, identity) if is_one else Past([], 0, why_not="its journal is none")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
-            return Past([], 0, why_not="its journal is none")
-
-
-def _read_entries(f: Any, identity: dict[str, Any]) -> Past:
-    "Entries of an open journal."
-    head = _body(f.readline())
-    if head is None:
-        return Past([], 0, why_not="its journal is none")
-    for key, value in identity.items():
-        if head.get(key) != value:
-            return Past([], 0, why_not=_WHY.get(key, "it is of another kind of build"))
-    entries = list[Entry]()
-    began_ns, end = int(head["began_ns"]), f.tell()
-    for line in f:
-        try:
-            body = _body(line)
-        except ValueError:
-            body = None
-        if body is None:
-            break
-        entries.append(_entry_of(body, identity["n_candidates"]))
-        end += len(line)
-    return Past(entries, end, began_ns)
+            if not stat.S_ISREG(st.st_mode) or st.st_nlink > 1 or st.st_size > _MOST_HEAD + _MOST_BYTES * n:
+                raise ValueError("no journal")
+            head = _body(f.readline())
+            for key, value in identity.items():
+                if head.get(key) != value:
+                    return Past(why_not=_WHY.get(key, "it is of another kind of build"))
+            entries, end = list[Entry](), f.tell()
+            for line in f:
+                try:
+                    body = _body(line)
+                except ValueError:
+                    break  # cut short, and all that follows
+                entries.append(_entry_of(body, n))
+                end += len(line)
+            return Past(entries, end, int(head["began_ns"]))
+    except FileNotFoundError:
+        return Past()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
+        return Past(why_not=f"its journal cannot be read ({type(e).__name__}: {e})")
 
 
 # %% ../../../nbs/dataset/run/journal.ipynb #43910d6e
@@ -240,9 +223,8 @@ class Journal:
         self.every_bytes = every_bytes
         self.sync = sync
         self.fd = -1
-        self.n_entered = sum(
-            len(x.known) for x in self.past.entries
-        )  # rows, by this build or the one it resumes
+        # rows, by this build or the one it resumes
+        self.n_entered = sum(len(x.known) for x in self.past.entries)
         self._lock = threading.Lock()  # for the notes
         self._writing = threading.RLock()  # for the file
         self._noted = list[tuple[int, int]]()  # first candidate and count
@@ -250,7 +232,7 @@ class Journal:
         self._last_s = time.monotonic()
 
     def note(self, first: int, n: int, n_bytes: int) -> bool:
-        "Note that candidates first ... first + n are written; whether an entry is due."
+        "Note that candidates first ... first + n are written; return whether an entry is due."
         with self._lock:
             if self.fd < 0:
                 return False
@@ -266,14 +248,15 @@ class Journal:
         "Create the file, or open it behind the last whole line of an interrupted build; raises OutputError."
         if not self.every_bytes:
             return
-        past = self.past
+        n_bytes = self.past.n_bytes
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            if not past.n_bytes:
+            if not n_bytes:
                 self.path.unlink(missing_ok=True)
-            flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            self.fd = os.open(self.path, flags if past.n_bytes else flags | os.O_CREAT | os.O_EXCL, 0o666)
-            if past.n_bytes:
-                os.ftruncate(self.fd, past.n_bytes)
+                flags |= os.O_CREAT | os.O_EXCL
+            self.fd = os.open(self.path, flags, 0o666)
+            if n_bytes:
+                os.ftruncate(self.fd, n_bytes)
             else:
                 self._append(_line(self.identity | {"began_ns": time.time_ns()}))
         except OSError as e:
@@ -313,15 +296,11 @@ class Journal:
         failure = output_error(error, self.path)
         if not isinstance(failure, SpaceError):
             raise failure from error
-        log.warning(
-            "%s cannot be written (%s): the build goes on, and could not be gone on with if it were interrupted now",
-            self.path,
-            error.strerror,
-        )
+        log.warning("%s cannot be written (%s): this build cannot be resumed", self.path, error.strerror)
         self.close()
 
     def close(self, *, remove: bool = False) -> None:
-        "Write no more; with `remove` the journal goes away."
+        "Write no more; with `remove` the journal is removed."
         with self._writing, self._lock:
             fd, self.fd = self.fd, -1
         if fd >= 0:

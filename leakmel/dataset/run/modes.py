@@ -9,7 +9,6 @@ __all__ = [
     "ModeChoice",
     "choose_mode",
     "Preloaded",
-    "source_of",
     "pick_mode",
     "prepare",
     "with_rules_of",
@@ -25,21 +24,22 @@ from pathlib import Path
 from typing import Any
 
 from ...audio.manifest import Listing, Manifest, split_name
-from ...core.errors import LeakmelError, OutputError, UsageError, show_path
 from ...audio.page_cache import CacheUse
+from ...core.errors import LeakmelError, OutputError, UsageError
 from ...core.monitor import free_memory, size_text, usable_cores
 from ...core.progress import Progress, announce
 from ...core.timeline import Timeline
-from ..source.sample_cache import SUFFIX, cache_folder, cache_path, open_cache
+from ..source.cache_files import cache_folder, cache_path, open_cache
 from .config import PipelineConfig
 from .inputs import SpecLike, disagreement, list_recordings, resolve_spec
 from leakmel.dataset.source.sample_cache import (
-    SampleCache,
     CachedReader,
-    SampleRows,
+    FileRows,
+    MemoryRows,
     NoMemory,
-    check_follows,
+    SampleCache,
     cache_key,
+    check_follows,
     load,
 )
 from ..source.loader import BatchReader, Disagreement, Source
@@ -72,7 +72,7 @@ def choose_mode(
     need_bytes: int,
     config: PipelineConfig,
     *,
-    cached: bool = False,  # a cache file of these recordings is there
+    cached: bool = False,  # a cache file of these recordings exists
     kept: bool = False,  # rows of an earlier build are kept
     free_bytes: int | None = None,
 ) -> ModeChoice:  # raises UsageError
@@ -82,37 +82,39 @@ def choose_mode(
     free = free_memory() if free_bytes is None else free_bytes
     fits = need_bytes <= config.ram_fraction * free
     allowed = f"{size_text(config.ram_fraction * free)} of it may be used"
-
-    def choice(used: str, reason: str) -> ModeChoice:
-        return ModeChoice(asked, used, reason, need_bytes, free)
-
-    if asked == "preload" and kept:
-        return choice("stream", "rows of an earlier build are kept, and the other recordings are read once")
-    if asked == "preload" and not fits:
-        return choice("memmap", f"they do not fit ({allowed}), so they go to a cache file")
-    if asked != "auto":
-        return choice(asked, "as asked for")
-    if cached:
-        return choice("memmap", "a cache file of these recordings is there")
-    if config.cache_dir is not None:
-        return choice("memmap", "a folder for a cache file was named")
-    if fits:
-        return choice(
-            "stream", "one build reads each recording once, and the page cache can keep them for the next one"
-        )
-    return choice(
-        "stream",
-        f"one build reads each recording once; they do not fit into memory ({allowed}), so for several builds name a cache_dir",
+    once = "one build reads each recording once"
+    rules = (
+        (
+            asked == "preload" and kept,
+            "stream",
+            "rows of an earlier build are kept, and the other recordings are read once",
+        ),
+        (
+            asked == "preload" and not fits,
+            "memmap",
+            f"they do not fit ({allowed}), so they go to a cache file",
+        ),
+        (asked != "auto", asked, "as asked for"),
+        (cached, "memmap", "a cache file of these recordings is there"),
+        (config.cache_dir is not None, "memmap", "a folder for a cache file was named"),
+        (fits, "stream", once),
+        (
+            True,
+            "stream",
+            f"{once}; they do not fit into memory ({allowed}), so for several builds name a cache_dir",
+        ),
     )
+    used, reason = next((used, reason) for holds, used, reason in rules if holds)
+    return ModeChoice(asked, used, reason, need_bytes, free)
 
 
 # %% ../../../nbs/dataset/run/modes.ipynb #fa1e6ca3
 @dataclass
 class Preloaded:
-    "Recordings held ready for builds; a context manager that gives back what it holds."
+    "Recordings loaded for builds; a context manager that gives their memory and files back."
 
     manifest: Manifest
-    spec: MelSpec  # its rate, length and rules made the recordings fit
+    spec: MelSpec  # its rate, length and rules were applied to the recordings
     choice: ModeChoice
     cache_dir: str | None = None  # where cache files lie, as the settings have it
     held: dict[str, SampleCache] = field(default_factory=dict)  # by split
@@ -127,22 +129,24 @@ class Preloaded:
         return sum(h.rows.n_bytes for h in self.held.values())
 
     def reader(self, plain: BatchReader) -> Source:
-        "What fills slots with a listing's recordings; raises UsageError where others are held."
+        "Return what fills slots with a listing's recordings; raises UsageError where others are held."
         held = self.held.get(plain.listing.split)
         if held is None and self.choice.used == "stream" and not self.closed:
             return plain
         if self.closed or held is None or held.key != cache_key(plain.listing, plain.spec):
+            splits = ", ".join(split or "one folder" for split in self.held) or "nothing (closed)"
             raise UsageError(
-                "the recordings held ready are not those of this build",
+                "the loaded recordings are not those of this build, or have changed",
                 code="other-recordings",
                 path=plain.listing.folder,
-                found=_difference(self, plain),
+                found=f"{splits} with {self.spec.rules}",
+                expected=f"{plain.listing.split or 'one folder'} with {plain.spec.rules}",
                 remedy="load them again (leakmel.preload)",
             )
         return CachedReader(held, plain)
 
     def to_dict(self) -> dict[str, Any]:
-        "For the summary of a build."
+        "Return the facts for the summary of a build."
         choice = {f"mode_{k}": v for k, v in asdict(self.choice).items() if k != "used"}
         return choice | {
             "mode": self.choice.used,
@@ -152,11 +156,16 @@ class Preloaded:
         }
 
     def close(self) -> None:
-        "Give back memory and files."
+        "Give back memory and files; a cache file with damaged or many outdated rows is removed."
         self.closed = True
-        for held in self.held.values():
-            if held.is_worn and not held.rows.in_memory:
-                _remove_worn(self, held, held.rows.fd)
+        for split, held in self.held.items():
+            if held.is_worn and isinstance(held.rows, FileRows):
+                path = cache_path(cache_folder(self.cache_dir), split, held.key)
+                with suppress(OSError):
+                    path.unlink()
+                    log.warning(
+                        "%s was damaged or outdated and is removed; the next build makes it again", path
+                    )
             held.rows.close()
         self.held = {}
 
@@ -171,112 +180,59 @@ class Preloaded:
         return f"Preloaded({n:,} of {len(self.manifest):,} recordings, {size_text(self.n_bytes)}, mode {self.choice.used}, {self.seconds:.2f} s)"
 
 
-# %% ../../../nbs/dataset/run/modes.ipynb #431160b7
-def source_of(
-    ready: Preloaded,
-    plain: BatchReader,
-    new: bool,  # the recordings were made ready by this build
-) -> tuple[Source, CacheUse]:
-    "What fills slots, and what a build asked of files to have the recordings."
-    source = ready.reader(plain)
-    if source is plain:
-        return source, source.inflow
-    plain.inflow = ready.inflows.get(plain.listing.split, source.inflow) if new else source.inflow
-    return source, plain.inflow  # which counts too what is read from its file again
-
-
-# %% ../../../nbs/dataset/run/modes.ipynb #f0fb5a71
-def _remove_worn(ready: Preloaded, held: SampleCache, fd: int) -> None:
-    "Remove a cache file of which too much cannot be used, so that the next build makes it anew."
-    for path in cache_folder(ready.cache_dir).glob(f"*-{held.key}{SUFFIX}"):
-        with suppress(OSError):
-            if os.path.samestat(os.stat(path), os.fstat(fd)):
-                path.unlink()
-    log.warning(
-        "a cache file was removed: %s rows of it were damaged and %s outdated; the next build makes it anew",
-        held.n_damaged,
-        held.n_outdated,
-    )
-
-
-def _difference(ready: Preloaded, plain: BatchReader) -> str:
-    "Why loaded recordings do not fit a build, in words."
-    listing = plain.listing
-    if ready.closed:
-        return "they were given back (closed)"
-    if listing.split not in ready.held:
-        held = ", ".join(s or "a folder without splits" for s in ready.held)
-        return f"{held or 'nothing'} held, {listing.split or 'a folder without splits'} asked for"
-    have, want = asdict(ready.spec.rules), asdict(plain.spec.rules)
-    if others := [f"{k} {have[k]} held, {want[k]} asked for" for k in have if have[k] != want[k]]:
-        return "; ".join(others)
-    before = next(x for x in ready.manifest.listings if x.split == listing.split)
-    if os.path.realpath(before.folder) != os.path.realpath(listing.folder):
-        return f"those of {show_path(before.folder)}"
-    old, new = (set(zip(x.paths, x.sizes.tolist(), x.mtimes_ns.tolist())) for x in (before, listing))
-    if other := old ^ new:
-        return f"files added, removed or changed, for example {show_path(min(other)[0])}"
-    return "another version of leakmel or of a decoder"
-
-
 # %% ../../../nbs/dataset/run/modes.ipynb #391328d4
 @dataclass(frozen=True)
 class _Loader:
     "Loads the recordings of listings into memory or cache files."
 
     ready: Preloaded
-    follows: tuple[str, ...]
+    follows: tuple[str, ...]  # which of rate and length follow the data
     config: PipelineConfig
     timeline: Timeline
     progress: str
 
-    def _reader(self, listing: Listing) -> BatchReader:
-        on_bad_file = self.config.on_bad_file
-        return BatchReader(listing, self.ready.spec, follows=self.follows, on_bad_file=on_bad_file)
-
-    def _fill(self, listing: Listing, key: str, label: str, rows: SampleRows) -> SampleCache:
+    def fill(self, reader: BatchReader, key: str, rows: MemoryRows | FileRows) -> SampleCache:
         "Read all recordings of a listing into rows, with a bar."
-        n = len(listing)
-        n_threads = self.config.read_workers or min(16, 4 * usable_cores(), max(1, n // 8))
-        reader = self._reader(listing)
+        listing, n = reader.listing, len(reader.listing)
+        what = "preload" if isinstance(rows, MemoryRows) else "cache file"
         self.ready.inflows[listing.split] = reader.inflow
-        with Progress(n, label=f"{listing.split or listing.folder.name}: {label}", show=self.progress) as bar:
+        label = f"{listing.split or listing.folder.name}: {what}"
+        with Progress(n, label=label, show=self.progress) as bar:
             return load(
                 reader,
                 rows,
                 key,
-                n_threads=n_threads,
+                n_threads=self.config.read_workers or min(16, 4 * usable_cores(), max(1, n // 8)),
                 timeline=self.timeline,
                 watch=bar.update,
                 ahead=plan_read_ahead([reader], self.config.read_ahead),
             )
 
     def hold(self, listing: Listing) -> str:
-        "Load one listing; returns a line on what was done."
+        "Load one listing; return a line on what was done."
         ready, config, began_s = self.ready, self.config, self.timeline.now_s()
-        key, rate, where = cache_key(listing, ready.spec), True, ""
+        reader = BatchReader(listing, ready.spec, follows=self.follows, on_bad_file=config.on_bad_file)
+        key = cache_key(listing, ready.spec)
+        what = "preload: read into memory"
         if ready.choice.used == "preload":
-            most_bytes = config.ram_fraction * free_memory()
-            rows = SampleRows(len(listing), ready.spec.n_samples, most_bytes=most_bytes)
+            rows = MemoryRows(len(listing), ready.spec.n_samples, config.ram_fraction * free_memory())
             try:
-                held = self._fill(listing, key, "preload", rows)
+                held = self.fill(reader, key, rows)
             except BaseException:
                 rows.close()  # the error's traceback would keep the memory
                 raise
-            what = "preload: read into memory"
         else:
             path = cache_path(cache_folder(config.cache_dir), listing.split, key)
-            fill, say = partial(self._fill, listing, key, "cache file"), partial(announce, show=self.progress)
-            held, rate = open_cache(path, self._reader(listing), key, fill, say)
+            say = partial(announce, show=self.progress)
+            held, is_new = open_cache(path, reader, key, partial(self.fill, reader, key), say)
             check_follows(held, ready.spec, self.follows)
-            what, where = f"memmap: cache file {'created' if rate else 'loaded'}", f": {path}"
+            what = f"memmap: cache file {'created' if is_new else 'loaded'}"
         ready.held[listing.split] = held
         seconds = self.timeline.now_s() - began_s
-        n_bytes, speed = (
-            size_text(held.rows.n_bytes),
-            f", {len(listing) / seconds:,.0f} files/s" if rate else "",
+        return (
+            f"{what}, {len(held):,} of {len(listing):,} recordings, {size_text(held.rows.n_bytes)} "
+            f"in {seconds:.2f} s, {len(listing) / seconds:,.0f} files/s"
         )
-        return f"{what}, {len(held):,} of {len(listing):,} recordings, {n_bytes} in {seconds:.2f} s{speed}{where}"
 
 
 # %% ../../../nbs/dataset/run/modes.ipynb #0e20af3b
@@ -289,13 +245,12 @@ def pick_mode(
     kept: bool = False,  # rows of an earlier build are kept
 ) -> ModeChoice:  # raises UsageError
     "Choose a mode for some listings; `auto` looks for their cache files."
-    paths = (
-        [cache_path(cache_folder(config.cache_dir), x.split, cache_key(x, spec)) for x in listings]
-        if asked == "auto"
-        else []
+    folder = cache_folder(config.cache_dir)
+    cached = asked == "auto" and all(
+        cache_path(folder, x.split, cache_key(x, spec)).exists() for x in listings
     )
     need = 2 * spec.n_samples * sum(map(len, listings))
-    return choose_mode(asked, need, config, cached=bool(paths) and all(p.exists() for p in paths), kept=kept)
+    return choose_mode(asked, need, config, cached=cached, kept=kept)
 
 
 # %% ../../../nbs/dataset/run/modes.ipynb #4194ef45
@@ -311,11 +266,10 @@ def prepare(
     *,
     kept: bool = False,  # rows of an earlier build are kept
 ) -> Preloaded:  # the caller closes it
-    "Choose a mode, say so, and hold recordings ready where the mode asks for it."
+    "Choose a mode, print it, and load recordings where the mode asks for it."
     choice, folder = pick_mode(listings, spec, asked, config, kept=kept), cache_folder(config.cache_dir)
-    if choice.used == "memmap" and Path(os.path.realpath(folder)).is_relative_to(
-        os.path.realpath(manifest.root)
-    ):
+    inside = Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(manifest.root))
+    if choice.used == "memmap" and inside:
         raise UsageError(
             "the cache folder lies inside the data folder",
             code="inside-data",
@@ -340,7 +294,11 @@ def prepare(
                     say(loader.hold(listing))
                 break
             except (MemoryError, NoMemory, OutputError) as e:
-                _fall_back(ready, e)
+                ready.close()
+                ready.closed = False
+                reason = f"{ready.choice.used} was not possible ({str(e) if isinstance(e, LeakmelError) else 'not enough memory'})"
+                used = "memmap" if ready.choice.used == "preload" else "stream"
+                ready.choice = replace(ready.choice, used=used, reason=reason)
                 say(str(ready.choice))
     except BaseException:
         ready.close()
@@ -349,28 +307,17 @@ def prepare(
     return ready
 
 
-def _fall_back(ready: Preloaded, error: BaseException) -> None:
-    "Choose the next place where one turns out too small."
-    ready.close()
-    ready.closed = False
-    why = error if isinstance(error, LeakmelError) else "not enough memory"
-    used = "memmap" if ready.choice.used == "preload" else "stream"
-    ready.choice = replace(ready.choice, used=used, reason=f"{ready.choice.used} was not possible ({why})")
-
-
 # %% ../../../nbs/dataset/run/modes.ipynb #1b05be26
 def with_rules_of(
     ready: Preloaded | None,
     spec: SpecLike,
 ) -> SpecLike:
-    "What a build asks for, with the rules of recordings held ready where it leaves them open."
+    "Return what a build asks for, with the rules of loaded recordings where it leaves them open."
     if ready is None or not (spec is None or isinstance(spec, dict)):
         return spec
-    return (
-        {"duration_s": ready.spec.duration_s}
-        | {k: v for k, v in asdict(ready.spec.rules).items() if k != "n_samples"}
-        | (spec or {})
-    )
+    rules = asdict(ready.spec.rules) | {"duration_s": ready.spec.duration_s}
+    del rules["n_samples"]
+    return rules | (spec or {})
 
 
 def preload(
@@ -385,7 +332,7 @@ def preload(
 ) -> Preloaded:  # a context manager; close it to give the memory back
     "Read recordings once, for several builds of one rate, length and rules: `build(..., preloaded=...)`."
     if mode not in ("preload", "memmap"):
-        raise UsageError("recordings are held by preload or memmap", code="unknown-mode", found=repr(mode))
+        raise UsageError("recordings are loaded by preload or memmap", code="unknown-mode", found=repr(mode))
     found = list_recordings(root, split, manifest)
     if split is not None:
         chosen = tuple(x for x in found.listings if x.split == split_name(split))
@@ -394,9 +341,8 @@ def preload(
         raise UsageError("the manifest does not hold this split", code="split-not-found", found=repr(split))
     listings = list(found.listings)
     resolved, follows = resolve_spec(spec, listings)
+    config = pipeline or PipelineConfig()
     try:
-        return prepare(
-            found, listings, resolved, follows, mode, pipeline or PipelineConfig(), Timeline(), progress
-        )
+        return prepare(found, listings, resolved, follows, mode, config, Timeline(), progress)
     except Disagreement:
         raise disagreement(listings) from None

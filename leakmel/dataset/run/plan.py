@@ -7,7 +7,6 @@ __all__ = [
     "DEMO_FILES",
     "build_kinds",
     "spec_changes",
-    "pipeline_config",
     "find_data",
     "RunPlan",
     "plan_run",
@@ -17,7 +16,6 @@ __all__ = [
 
 # %% ../../../nbs/dataset/run/plan.ipynb #0427bb53
 import math, os
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,23 +26,22 @@ from ...core.errors import DataError, UsageError, show_path
 from ...core.parameters import Kinds, field_kinds
 from ...core.progress import Progress
 from ...core.run_plan import RowTable, run_folder, runs_folder, user_path, write_summary
+from ..file.schema import data_set_name
+from ..file.spec_file import asked_spec
+from .config import PipelineConfig, Workers, plan_workers, slot_bytes, with_tuned
 from .inputs import resolve_spec
+from .job import waveform_shape
+from .modes import ModeChoice, pick_mode
 from .pipeline import build, build_all
 from .publish import BuildResult
-from ..source.loader import percent
-from .config import PipelineConfig, Workers, plan_workers, slot_bytes
-from .modes import ModeChoice, pick_mode
-from ..file.schema import data_set_name
-from .tuned import with_tuned
-from ..file.spec_file import asked_spec
-from .job import waveform_shape
+from ..source.bad_files import percent
 from ...mel.engines import open_engine
 from ...mel.spec import MelSpec
 
 
 # %% ../../../nbs/dataset/run/plan.ipynb #229c48d3
 def build_kinds() -> Kinds:
-    "Names and types of the parameters of build.ipynb."
+    "Return the names and types of the parameters of build.ipynb."
     own: Kinds = {
         "data_root": (str, None),
         "split": (str,),
@@ -67,7 +64,7 @@ def build_kinds() -> Kinds:
 def spec_changes(
     parameters: dict[str, Any],  # as build_kinds lists them
 ) -> tuple[dict[str, Any], str]:  # for `build`, and a line on the spec file; "" without one
-    "The preset and the spec fields that were given, over those of a spec file; `disjoint`, the default, leaves the preset to the file."
+    "Return the preset and the spec fields that were given, over those of a spec file; `disjoint`, the default, leaves the preset to the file."
     given = {f.name: parameters[f.name] for f in fields(MelSpec) if parameters.get(f.name) is not None}
     if given.get("mel_norm") == "none":
         given["mel_norm"] = None
@@ -76,29 +73,16 @@ def spec_changes(
     return asked_spec(file, None if file and preset == "disjoint" else preset, given)
 
 
-def pipeline_config(
-    parameters: dict[str, Any],  # as build_kinds lists them
-    root: str | os.PathLike | None = None,  # data folder; None: what was measured for it is not asked for
-) -> tuple[
-    PipelineConfig, str, str
-]:  # settings, mode, and a line on where they come from; "" where nothing was measured
-    "The speed settings and the mode: the user's own, and for the rest what `leakmel tune` measured, unless `tuned` is False."
-    given = {f.name: value for f in fields(PipelineConfig) if (value := parameters[f.name]) != f.default}
-    if root is None or not parameters.get("tuned"):
-        return PipelineConfig(**given), parameters["mode"], ""
-    return with_tuned(root, given, engine=parameters["engine"], mode=parameters["mode"], switch="tuned=False")
-
-
 # %% ../../../nbs/dataset/run/plan.ipynb #eb648268
 DEMO_FILES = 1200
 
 
 def find_data(
-    data_root: str | None,  # what the user said
+    data_root: str | None,  # as the user gave it
     *,
     progress: str = "auto",  # where progress of writing a demo set is drawn
 ) -> tuple[Path, str]:  # folder, and a sentence on where it comes from
-    "The data folder: as said, by LEAKMEL_DATA, or the demo set, which is written if it is not there."
+    "Return the data folder: as given, by LEAKMEL_DATA, or the demo set, which is written if it does not exist."
     from leakmel.audio.synth import write_demo
 
     if data_root is not None:
@@ -114,16 +98,13 @@ def find_data(
                 remedy="correct or unset it",
             )
         return folder, "from the environment variable LEAKMEL_DATA"
-    demo = runs_folder() / "demo"
+    demo, hint = runs_folder() / "demo", "set LEAKMEL_DATA or data_root for your own recordings"
     if demo.is_dir():
-        return demo, "the demo set, written earlier; set LEAKMEL_DATA or data_root for your own recordings"
+        return demo, f"the demo set, written earlier; {hint}"
     demo.parent.mkdir(parents=True, exist_ok=True)
     with Progress(DEMO_FILES, label="demo set", show=progress) as bar:
         done = write_demo(demo, n_files=DEMO_FILES, progress=bar.update)
-    return (
-        demo,
-        f"no data were named, so a demo set was written ({done.n_files:,} made recordings); set LEAKMEL_DATA or data_root for your own",
-    )
+    return demo, f"no data were named, so a demo set was written ({done.n_files:,} made recordings); {hint}"
 
 
 # %% ../../../nbs/dataset/run/plan.ipynb #d5489f2b
@@ -131,6 +112,7 @@ def find_data(
 class RunPlan(RowTable):
     "A build that is about to begin."
 
+    parameters: dict[str, Any]  # as build_kinds lists them
     data_root: Path
     data_note: str  # where the data folder comes from
     manifest: Manifest
@@ -138,98 +120,62 @@ class RunPlan(RowTable):
     spec: MelSpec
     follows: tuple[str, ...]  # which of rate and length follow the data
     changes: dict[str, Any]  # what `build` gets as spec
-    engine: str  # name to open
     identity: str  # of the engine that was opened to look
     workers: Workers
     config: PipelineConfig
     mode: str
-    choice: ModeChoice  # what the mode comes to
-    check: int | None
+    choice: ModeChoice  # the mode that will be used
     out: Path  # the run's folder
-    with_waveforms: bool = False
     spec_note: str = ""  # which file the spec comes from, and what was given besides
     tuned_note: str = ""  # which file settings of speed come from, or why they do not
-    fresh: bool = False  # make every row anew
 
     @property
     def targets(self) -> list[Path]:
         "The data sets that will be written."
         return [self.out / data_set_name(x.split) for x in self.manifest.listings]
 
-    def rows(self) -> Iterator[tuple[str, str]]:
-        "Pairs of a word and what it stands for, for display."
-        spec = self.spec
-        w = self.workers
-        n = len(self.manifest)
-        by_split = (f"{x.split or 'one folder'} {len(x):,}" for x in self.manifest.listings)
-        yield "data", f"{show_path(self.data_root)}: {self.data_note}"
-        yield "recordings", f"{n:,}: {', '.join(by_split)}"
-        yield "labels", _labels_text(self.manifest)
-        yield "problems", _problems_text(self.manifest)
-        yield "spec", repr(spec) + _follows_text(self.follows)
-        if self.spec_note:
-            yield "from", self.spec_note.removeprefix("spec of ")
+    def rows(self) -> list[tuple[str, str]]:
+        "Return pairs of a name and a text, for display."
+        spec, w, n = self.spec, self.workers, len(self.manifest)
         n_long, n_short, n_mels, n_frames = spec.row_shape
-        yield (
-            "rows",
-            f"{n_long} long x {n_short} short segments x {n_mels} mels x {n_frames} frame{'s' * (n_frames > 1)}, float16 dB, "
-            f"about {n * 2 * math.prod(spec.row_shape) / 1e6:,.1f} MB in all",
-        )
-        if self.tuned_note:
-            yield "tuned", self.tuned_note
-        yield "mode", str(self.choice).removeprefix("mode ")
-        readers = "each reads and writes for itself"
-        if w.read_workers:
-            readers = f"{w.read_workers} reader{'s' * (w.read_workers > 1)}"
-        yield (
-            "engine",
-            f"{self.identity}, {w.compute_workers} threads, {readers}, {w.slots} slot{'s' * (w.slots > 1)} of {w.files_per_batch} recordings "
-            f"({w.slots * w.files_per_batch * slot_bytes(spec) / 1e6:,.0f} MB)",
-        )
+        counts = self.manifest.counts().values()
+        labels = [(name, sum(c.get(name, 0) for c in counts)) for name in self.manifest.label_names]
+        problems = [f"{k:,} {kind}" for kind, k in count_kinds(self.manifest.problems["kind"]).items()]
+        names = {"sample_rate": "rate", "duration_s": "length"}
+        follows = " and ".join(names[f] for f in self.follows)
+        note = f" ({follows} of the first recording; the build stops if another differs)" if follows else ""
         more = f"{4 * n * math.prod(waveform_shape(spec)) / 1e9:.3g} GB more"
-        if self.with_waveforms:
-            yield "waveforms", f"short segments of {spec.short_window} samples, float32, {more}"
-        else:
-            yield "waveforms", f"not stored (with_waveforms; {more})"
-        if self.config.on_bad_file == "stop":
-            yield "bad files", "the first one stops the build"
-        else:
-            most = percent(self.config.max_rejected)
-            yield (
-                "bad files",
-                f"rejected and listed; a data set is published where up to {most} of its files are",
-            )
-        if self.check is None:
-            yield "check", "all rows"
-        else:
-            yield (
-                "check",
-                f"up to {self.check} rows of each data set recomputed in float64 before it is published",
-            )
-        yield "to", show_path(self.out)
-
-
-def _labels_text(manifest: Manifest) -> str:
-    counts = {name: sum(c.get(name, 0) for c in manifest.counts().values()) for name in manifest.label_names}
-    return ", ".join(
-        f"{show_path(name)} = {i} ({counts[name]:,} recordings)"
-        for i, name in enumerate(manifest.label_names)
-    )
-
-
-def _problems_text(manifest: Manifest) -> str:
-    problems = ", ".join(f"{k:,} {kind}" for kind, k in count_kinds(manifest.problems["kind"]).items())
-    if not problems:
-        return "none seen in names and folders"
-    return f"{problems} (plan.manifest.problems has them)"
-
-
-def _follows_text(follows: tuple[str, ...]) -> str:
-    if not follows:
-        return ""
-    names = {"sample_rate": "rate", "duration_s": "length"}
-    said = " and ".join(names[f] for f in follows)
-    return f" ({said} of the first recording; the build stops if another differs)"
+        stored = f"short segments of {spec.short_window} samples, float32, {more}"
+        most = percent(self.config.max_rejected)
+        listed = f"rejected and listed; a data set is published where up to {most} of its files are"
+        stops, check = self.config.on_bad_file == "stop", self.parameters["check"]
+        checked = "all rows" if check is None else f"up to {check} rows of each data set"
+        rows = {
+            "data": f"{show_path(self.data_root)}: {self.data_note}",
+            "recordings": f"{n:,}: "
+            + ", ".join(f"{x.split or 'one folder'} {len(x):,}" for x in self.manifest.listings),
+            "labels": ", ".join(
+                f"{show_path(name)} = {i} ({k:,} recordings)" for i, (name, k) in enumerate(labels)
+            ),
+            "problems": ", ".join([*problems, "(plan.manifest.problems has them)"])
+            if problems
+            else "none seen in names and folders",
+            "spec": repr(spec) + note,
+            "from": self.spec_note.removeprefix("spec of "),
+            "rows": f"{n_long} long x {n_short} short segments x {n_mels} mels x {n_frames} frame{'s' * (n_frames > 1)}, "
+            f"float16 dB, about {n * 2 * math.prod(spec.row_shape) / 1e6:,.1f} MB in all",
+            "tuned": self.tuned_note,
+            "mode": str(self.choice).removeprefix("mode "),
+            "engine": f"{self.identity}, {w.compute_workers} threads, {w.read_workers or 'no'} separate readers, "
+            f"{w.slots} slots of {w.files_per_batch} recordings ({w.slots * w.files_per_batch * slot_bytes(spec) / 1e6:,.0f} MB)",
+            "waveforms": stored
+            if self.parameters["with_waveforms"]
+            else f"not stored (with_waveforms; {more})",
+            "bad files": "the first one stops the build" if stops else listed,
+            "check": f"{checked} recomputed in float64 before publishing",
+            "to": show_path(self.out),
+        }
+        return [(name, text) for name, text in rows.items() if text]
 
 
 # %% ../../../nbs/dataset/run/plan.ipynb #46b26ecc
@@ -242,33 +188,35 @@ def plan_run(
     p = parameters
     root, note = find_data(p["data_root"], progress=progress)
     named_by = {"table": p["table"], "pattern": p["pattern"]}
+    note += "".join(f"; names by {what} {show_path(v)}" for what, v in named_by.items() if v is not None)
     manifest = scan(root, **named_by)
-    for what, value in named_by.items():
-        if value is not None:
-            note += f"; names by {what} {show_path(value)}"
     split = p["split"]
-    if manifest.listings[0].split:
-        if split != "all":
-            manifest = scan(root, split=split, **named_by)
-    elif split in ("all", ""):
+    if not manifest.listings[0].split:
+        if split not in ("all", ""):
+            raise UsageError(
+                "the folder holds label folders and no splits",
+                code="no-splits",
+                path=root,
+                found=f"split={split!r}",
+                remedy="use split='all'",
+            )
         split = ""
-    else:
-        raise UsageError(
-            "the folder holds label folders and no splits",
-            code="no-splits",
-            path=root,
-            found=f"split={split!r}",
-            remedy="use split='all'",
+    elif split != "all":
+        manifest = scan(root, split=split, **named_by)
+    given = {f.name: p[f.name] for f in fields(PipelineConfig) if p[f.name] != f.default}
+    config, mode, tuned_note = PipelineConfig(**given), p["mode"], ""
+    if p.get("tuned"):
+        config, mode, tuned_note = with_tuned(
+            root, given, engine=p["engine"], mode=mode, switch="tuned=False"
         )
-    config, mode, tuned_note = pipeline_config(p, root)
     changes, spec_note = spec_changes(p)
     listings = list(manifest.listings)
     spec, follows = resolve_spec(changes, listings)
     with open_engine(p["engine"], spec, device=config.device) as engine:
         workers = plan_workers(config, spec, engine, max(map(len, listings)))
         identity = engine.identity
-    name = f"{(split or 'all').lower()}-{spec.fingerprint(identity)}"
     return RunPlan(
+        parameters=p,
         data_root=root,
         data_note=note,
         manifest=manifest,
@@ -276,18 +224,14 @@ def plan_run(
         spec=spec,
         follows=follows,
         changes=changes,
-        engine=p["engine"],
         identity=identity,
         workers=workers,
         config=config,
         mode=mode,
         choice=pick_mode(listings, spec, mode, config),
-        check=p["check"],
-        out=run_folder(p["out"], name),
-        with_waveforms=p["with_waveforms"],
+        out=run_folder(p["out"], f"{(split or 'all').lower()}-{spec.fingerprint(identity)}"),
         spec_note=spec_note,
         tuned_note=tuned_note,
-        fresh=p["fresh"],
     )
 
 
@@ -300,14 +244,14 @@ def execute(
     "Build what was planned and write summary.json."
     common: dict[str, Any] = dict(
         spec=plan.changes,
-        engine=plan.engine,
+        engine=plan.parameters["engine"],
         mode=plan.mode,
         pipeline=plan.config,
-        check=plan.check,
+        check=plan.parameters["check"],
         manifest=plan.manifest,
         progress=progress,
-        with_waveforms=plan.with_waveforms,
-        fresh=plan.fresh,
+        with_waveforms=plan.parameters["with_waveforms"],
+        fresh=plan.parameters["fresh"],
     )
     if plan.split in ("all", ""):
         results = build_all(plan.data_root, out_dir=plan.out, **common)

@@ -22,10 +22,11 @@ from ...core.errors import EngineError, LeakmelError
 from ...core.monitor import usable_cores
 from ...core.threads import Lanes, machine_error
 from ...core.timeline import Counts
+from ..file.writer import output_error
 from .job import Job, Run
+from .publish import publish, read_ahead_for_check
 from ..source.loader import Slot
 from ..source.read_ahead import ReadAhead
-from ..file.writer import output_error
 from ...mel.engines import Engine, EngineLane
 
 
@@ -66,28 +67,18 @@ class Batch:
 
 
 class Ring:
-    "Runs the batches of some jobs through a fixed number of slots."
+    "Runs the batches of some jobs through a fixed number of slots, and publishes each job when its rows are complete."
 
     def __init__(
         self,
         run: Run,
         jobs: list[Job],
-        on_rows_done: Callable[
-            [Run, Job, str, Callable[[], bool]], None
-        ],  # called when all rows of a job are in its file
         ahead: ReadAhead | None = None,  # has recordings fetched before they are read
-        until_then: Callable[[Run, list[Job], str, Callable[[], bool]], None]
-        | None = None,  # called in a publisher's thread first
     ):
         workers = run.workers
         self.run = run
         self.jobs = jobs
-        self.on_rows_done = on_rows_done
         self.ahead = ahead
-        self.until_then = until_then
-        self.engine = run.engine
-        self.workers = workers
-        self.timeline = run.timeline
         self.lanes = Lanes(self._wake)
         self.engine_lanes = list[EngineLane]()
         self.free, self.filled, self.computed, self.complete, self.entries = (
@@ -97,37 +88,28 @@ class Ring:
             self.complete.put(job)  # earlier builds processed all of it
         self.warm = threading.Event()  # engines may begin
         self.finished = threading.Event()  # also when an error stopped all
-        self._to_warm_up = workers.warmup_slots
+        self.n_filled = 0  # slots, until engines may begin
         self._todo = _batches(jobs, workers.files_per_batch, ahead)
-        self._left = {  # threads of each role that have not left
-            "reader": workers.read_workers,
-            "engine": workers.compute_workers,
-            "writer": workers.write_workers,
-            "publisher": min(len(jobs), usable_cores()),
-        }
         try:
             for _ in range(workers.slots):
                 self.free.put(Slot(workers.files_per_batch, run.spec, run.engine.host_array))
         except (MemoryError, OSError) as e:
             raise machine_error(e) from e
-        self._add_threads()
-
-    def _add_threads(self) -> None:
-        "Name the threads and their work."
-        workers, work = self.workers, list[tuple[str, int, Callable[..., None]]]()
-        if workers.read_workers:
-            work.append(("reader", workers.read_workers, _read_batches))
-            work.append(("engine", workers.compute_workers, _submit_batches))
-            work.append(("writer", workers.write_workers, _write_batches))
-        else:
-            work.append(("worker", workers.compute_workers, _work_alone))
-        work.append(("publisher", self._left["publisher"], _complete_jobs))
-        for role, n, function in work:
+        work: dict[str, tuple[int, Callable[..., None]]] = {
+            "reader": (workers.read_workers, _read_batches),
+            "engine": (workers.compute_workers, _submit_batches),
+            "writer": (workers.write_workers, _write_batches),
+        }
+        if not workers.read_workers:
+            work = {"worker": (workers.compute_workers, _work_alone)}
+        work["publisher"] = (min(len(jobs), usable_cores()), _publish_jobs)
+        self._left = {role: n for role, (n, _) in work.items()}  # threads of each role that have not left
+        for role, (n, function) in work.items():
             for i in range(n):
                 self.lanes.add(f"{role}-{i}", partial(function, self, i))
         self.lanes.add("journal", partial(_keep_journal, self))
-        if self.ahead is not None:
-            self.lanes.add("read-ahead", self.ahead.run)
+        if ahead is not None:
+            self.lanes.add("read-ahead", ahead.run)
 
     def _wake(self, n_threads: int) -> None:
         self.warm.set()
@@ -138,22 +120,21 @@ class Ring:
                 queue.put(None)
 
     def next_batch(self) -> Batch | None:
-        "The next batch to read; None when there is none, or when all are to stop."
+        "Return the next batch to read; None when there is none, or when all are to stop."
         with self.lanes.lock:
             return None if self.lanes.stopping.is_set() else next(self._todo, None)
 
-    def warm_up(self) -> None:
-        "Note that a slot was filled; engines begin when enough of them are."
-        with self.lanes.lock:
-            self._to_warm_up -= 1
-        if self._to_warm_up <= 0:
-            self.warm.set()
-
-    def is_last(self, role: str) -> bool:
-        "Note that a thread of a role leaves; whether it was the last one."
+    def leave(self, role: str) -> bool:
+        "Note that a thread of a role leaves; return whether it was the last one."
         with self.lanes.lock:
             self._left[role] -= 1
             return self._left[role] == 0
+
+    def all_written(self) -> None:
+        "Let the publishers and the journal leave when they are through."
+        for _ in self.jobs:
+            self.complete.put(None)  # at least one for each
+        self.entries.put(None)
 
 
 # %% ../../../nbs/dataset/run/ring.ipynb #a5d7e48c
@@ -179,18 +160,10 @@ def _read(ring: Ring, lane: str, slot: Slot, batch: Batch) -> None:
     "Fill a slot with the recordings of a batch."
     job = batch.job
     slot.begin(job, batch.number, batch.first, batch.n)
-    with ring.timeline.span(job.reader.stage, lane, split=job.split, batch=batch.number) as moved:
+    with ring.run.timeline.span(job.reader.stage, lane, split=job.split, batch=batch.number) as moved:
         moved.n_files = slot.n
         moved.n_bytes = job.reader.fill(slot)
         moved.parts = slot.parts
-
-
-def _compute(ring: Ring, lane: str, slot: Slot) -> None:
-    "Compute a filled slot's mels and moments."
-    with ring.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
-        with _computing(ring.engine, slot):
-            _keep_moments(slot, ring.engine.run(slot.input, slot.mels[: slot.n]))
-        moved.n_files, moved.n_bytes = slot.n, slot.input.nbytes
 
 
 def _keep_moments(slot: Slot, moments: np.ndarray) -> None:
@@ -204,7 +177,7 @@ def _keep_moments(slot: Slot, moments: np.ndarray) -> None:
 def _write(ring: Ring, lane: str, slot: Slot) -> None:
     "Write a computed slot's rows; tell the publisher of a job whose rows are complete."
     job = slot.job
-    with _writing(job), ring.timeline.span("write", lane, split=job.split, batch=slot.batch) as moved:
+    with _writing(job), ring.run.timeline.span("write", lane, split=job.split, batch=slot.batch) as moved:
         moved.n_files = slot.n
         moved.n_bytes, complete = job.take(slot)
     if job.journal is not None and job.journal.note(slot.first, slot.n, moved.n_bytes):
@@ -219,117 +192,108 @@ def _work_alone(ring: Ring, k: int, lane: str) -> None:
     slot = ring.free.get()
     while slot is not None and (batch := ring.next_batch()):
         _read(ring, lane, slot, batch)
-        _compute(ring, lane, slot)
+        with ring.run.timeline.span("compute", lane, split=slot.job.split, batch=slot.batch) as moved:
+            with _computing(ring.run.engine, slot):
+                _keep_moments(slot, ring.run.engine.run(slot.input, slot.mels[: slot.n]))
+            moved.n_files, moved.n_bytes = slot.n, slot.input.nbytes
         _write(ring, lane, slot)
     ring.free.put(slot)
-    if ring.is_last("engine"):
-        _all_complete(ring)
+    if ring.leave("worker"):
+        ring.all_written()
 
 
 def _read_batches(ring: Ring, k: int, lane: str) -> None:
     "Fill slots until there is nothing left to read."
     while (slot := ring.free.get()) is not None and (batch := ring.next_batch()):
         _read(ring, lane, slot, batch)
-        _hand_on(ring, ring.filled, slot, "queue.compute")
-        ring.warm_up()
+        ring.filled.put(slot)
+        ring.run.timeline.gauge("queue.compute", ring.filled.qsize())
+        with ring.lanes.lock:
+            ring.n_filled += 1
+        if ring.n_filled >= ring.run.workers.warmup_slots:
+            ring.warm.set()
     ring.free.put(slot)  # for the next reader, which will leave in the same way
-    if ring.is_last("reader"):
+    if ring.leave("reader"):
         ring.warm.set()
-        for _ in range(ring.workers.compute_workers):
+        for _ in range(ring.run.workers.compute_workers):
             ring.filled.put(None)
+
+
+def _take(ring: Ring, queue: SimpleQueue, gauge: str) -> Slot | None:
+    "Return the next slot of a queue; None to leave."
+    slot = queue.get()
+    ring.run.timeline.gauge(gauge, queue.qsize())
+    return None if ring.lanes.stopping.is_set() else slot
 
 
 def _submit_batches(ring: Ring, k: int, lane: str) -> None:
     "Hand filled slots to the engine, some at a time; they are written when they are computed."
-    engine_lane = ring.engine.open_lane(k, ring.timeline)
+    engine_lane = ring.run.engine.open_lane(k, ring.run.timeline)
     with ring.lanes.lock:
         ring.engine_lanes.append(engine_lane)
     ring.warm.wait()
-    while slots := _take_some(ring):
+    while (slot := _take(ring, ring.filled, "queue.compute")) is not None:
+        slots = [slot]
+        while len(slots) < ring.run.workers.batch_accumulation and slot is not None:
+            slot = _take(ring, ring.filled, "queue.compute")
+            if slot is None:
+                ring.filled.put(None)  # it came before the group was complete: the thread leaves next time
+            else:
+                slots.append(slot)
         for _, together in groupby(slots, lambda slot: slot.job):
-            _submit(ring, lane, engine_lane, list(together))
-    if ring.is_last("engine"):
-        for _ in range(ring.workers.write_workers):
+            if not ring.lanes.stopping.is_set():
+                _submit(ring, lane, engine_lane, list(together))
+    if ring.leave("engine"):
+        for _ in range(ring.run.workers.write_workers):
             ring.computed.put(None)
 
 
-# %% ../../../nbs/dataset/run/ring.ipynb #c9f06f82
 def _submit(ring: Ring, lane: str, engine_lane: EngineLane, slots: list[Slot]) -> None:
     "Hand filled slots of one job to the engine, and on to the writers."
     split, labels = slots[0].job.split, [(slot.job.split, slot.batch) for slot in slots]
     span: AbstractContextManager[Counts] = nullcontext(Counts())  # a device keeps its own
-    if ring.engine.device == "cpu":
-        span = ring.timeline.span("compute", lane, split=split, batch=slots[0].batch)
+    if ring.run.engine.device == "cpu":
+        span = ring.run.timeline.span("compute", lane, split=split, batch=slots[0].batch)
     with span as moved:
         tickets = engine_lane.submit([(slot.input, slot.mels[: slot.n]) for slot in slots], labels=labels)
         moved.n_files = sum(slot.n for slot in slots)
         moved.n_bytes = sum(slot.input.nbytes for slot in slots)
     for slot, ticket in zip(slots, tickets):
         slot.ticket = ticket
-        _hand_on(ring, ring.computed, slot, "queue.write")
-
-
-def _take_some(ring: Ring) -> list[Slot]:
-    "The next slots to compute together; none to leave."
-    slots, most = list[Slot](), ring.workers.batch_accumulation
-    while len(slots) < most and (slot := _take(ring, ring.filled, "queue.compute")) is not None:
-        slots.append(slot)
-    if 0 < len(slots) < most:
-        ring.filled.put(None)  # the `None` came before the group was complete: the thread leaves next time
-    return [] if ring.lanes.stopping.is_set() else slots
+        ring.computed.put(slot)
+        ring.run.timeline.gauge("queue.write", ring.computed.qsize())
 
 
 # %% ../../../nbs/dataset/run/ring.ipynb #99fe919b
-def _take(ring: Ring, queue: SimpleQueue, gauge: str) -> Slot | None:
-    "The next slot of a queue; None to leave."
-    slot = queue.get()
-    ring.timeline.gauge(gauge, queue.qsize())
-    return None if ring.lanes.stopping.is_set() else slot
-
-
-def _hand_on(ring: Ring, queue: SimpleQueue, slot: Slot, gauge: str) -> None:
-    "Give a slot to the next role."
-    queue.put(slot)
-    ring.timeline.gauge(gauge, queue.qsize())
-
-
 def _write_batches(ring: Ring, k: int, lane: str) -> None:
     "Write computed slots and give them back."
     while (slot := _take(ring, ring.computed, "queue.write")) is not None:
-        with _computing(ring.engine, slot):
+        with _computing(ring.run.engine, slot):
             _keep_moments(slot, slot.ticket.wait())
         _write(ring, lane, slot)
         ring.free.put(slot)
-    if not ring.is_last("writer"):
-        return
-    for engine_lane in ring.engine_lanes:
-        engine_lane.close()
-    _all_complete(ring)
-
-
-def _all_complete(ring: Ring) -> None:
-    "Let the publishers leave when they are through."
-    for _ in ring.jobs:
-        ring.complete.put(None)  # at least one for each
-    ring.entries.put(None)
+    if ring.leave("writer"):
+        for engine_lane in ring.engine_lanes:
+            engine_lane.close()
+        ring.all_written()
 
 
 def _keep_journal(ring: Ring, lane: str) -> None:
     "Enter rows in their journal from time to time."
     while (job := ring.entries.get()) is not None and not ring.lanes.stopping.is_set():
-        with _writing(job), ring.timeline.span("sync", lane, split=job.split):
+        with _writing(job), ring.run.timeline.span("sync", lane, split=job.split):
             job.journal.enter(job.entry, job.file.fd)
 
 
-def _complete_jobs(ring: Ring, k: int, lane: str) -> None:
-    "Complete jobs while the next one is under way."
+def _publish_jobs(ring: Ring, k: int, lane: str) -> None:
+    "Publish jobs while the next one is under way; before, one thread prepares the checks."
     stopping = ring.lanes.stopping.is_set
     try:
-        if ring.until_then is not None and k == 0:
-            ring.until_then(ring.run, ring.jobs, lane, lambda: stopping() or not ring.complete.empty())
+        if k == 0:
+            read_ahead_for_check(ring.run, ring.jobs, lane, lambda: stopping() or not ring.complete.empty())
         while (job := ring.complete.get()) is not None and not stopping():
             with _writing(job):
-                ring.on_rows_done(ring.run, job, lane, stopping)
+                publish(ring.run, job, lane, stopping)
     finally:
-        if ring.is_last("publisher") or ring.lanes.stopping.is_set():
+        if ring.leave("publisher") or stopping():
             ring.finished.set()
