@@ -251,7 +251,7 @@ def _cache_line(file: Any) -> str:
 # %% ../nbs/cli.ipynb #e90a0f32
 def run_bench(args: argparse.Namespace) -> Outcome:
     "Measure builds, a GPU or training on this machine."
-    from leakmel.ops.bench_run import is_right, measure, suite_text
+    from leakmel.ops.bench import is_right, measure, suite_text
 
     record, path = measure(
         args.suite,
