@@ -205,8 +205,12 @@ def work_folder(
     path = Path(path)
     nearest = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        why = "no right to" if nearest.is_dir() else "Not a directory"
         raise OutputError(
-            "no folder to write to", code="folder-not-writable", path=path, remedy="name another one"
+            f"no folder to write to ({why})",
+            code="folder-not-writable",
+            path=path,
+            remedy="name another one",
         )
     if make:
         path.mkdir(parents=True, exist_ok=True)
