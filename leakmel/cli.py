@@ -18,7 +18,8 @@ __all__ = [
 ]
 
 # %% ../nbs/cli.ipynb #7ba64018
-import argparse, json, logging, os, re, signal, sys
+import argparse, json, logging, os, re, signal, sys, threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -45,15 +46,8 @@ def run_demo(args: argparse.Namespace) -> Outcome:
     with Progress(args.files, label="demo set", show=progress_of(args)) as bar:
         done = lm.write_demo(args.dir, **given, progress=bar.update)
     faults = [{"path": show_path(path), "what": what} for path, what in done.faults]
-    body = {
-        "root": show_path(done.root),
-        "n_files": done.n_files,
-        "n_bytes": done.n_bytes,
-        "seconds": done.seconds,
-        "splits": done.splits,
-        "faults": faults,
-    }
-    return 0, body, "\n".join([repr(done), *(f"  planted: {f['path']}: {f['what']}" for f in faults)])
+    text = "\n".join([repr(done), *(f"  planted: {f['path']}: {f['what']}" for f in faults)])
+    return 0, vars(done) | {"root": show_path(done.root), "faults": faults}, text
 
 
 def run_scan(args: argparse.Namespace) -> Outcome:
@@ -144,7 +138,6 @@ def run_build(args: argparse.Namespace) -> Outcome:
 # %% ../nbs/cli.ipynb #37e6fbe2
 def _build_text(result: Any) -> str:
     "A built data set in a few lines."
-    from collections import Counter
     from leakmel.audio.problems import in_words, wrapped
     from leakmel.dataset.source.bad_files import share_sentence
     from leakmel.dataset.run.report import kept_sentence
@@ -233,8 +226,7 @@ def _say(text: str) -> None:
 # %% ../nbs/cli.ipynb #117226f7
 def run_doctor(args: argparse.Namespace) -> Outcome:
     "Look at this machine: what a build needs, what is there, whether every engine is right."
-    from leakmel.ops.doctor import examine
-    from leakmel.ops.doctor_checks import TITLES
+    from leakmel.ops.doctor import TITLES, examine
 
     with Progress(len(TITLES), label="examined", unit="checks", show=progress_of(args)) as bar:
         report = examine(args.dir, progress=bar.update)
@@ -279,16 +271,27 @@ def _parser(
     )
     parser.add_argument("--version", action="version", version=f"leakmel {lm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    known = {
+    known: dict[str, tuple[Any, Any, str | None]] = {
         "demo": (run_demo, _DEMO, None),
-        "scan": (run_scan, _SCAN | _NAMES, _SCAN_STATUS),
+        "scan": (
+            run_scan,
+            _SCAN | _NAMES,
+            (
+                "exit status: 0 no recording would be rejected; 1 one would be, because it has no label or, with --content, because "
+                "it cannot be read, or there is none at all (with --strict: any problem); 2 usage; 128+n on signal n"
+            ),
+        ),
         "build": (run_build, _add_build, None),
         "verify": (run_verify, _VERIFY, None),
         **COMMANDS,
         "cache": (run_cache, _CACHE, None),
         "bench": (run_bench, _BENCH, None),
         "tune": (run_tune, _add_tune, None),
-        "doctor": (run_doctor, _DOCTOR, _DOCTOR_STATUS),
+        "doctor": (
+            run_doctor,
+            _DOCTOR,
+            "exit status: 0 nothing that a build needs is missing or wrong; 1 something is; 2 usage; 128+n on signal n",
+        ),
     }
     for name, (run, options, status) in known.items():
         p = commands.add_parser(
@@ -346,12 +349,6 @@ _SCAN: Options = {
         help="examples of problems to print, or all (default 20; one of each kind at the least; 0: none)",
     ),
 }
-_SCAN_STATUS = (
-    "exit status: 0 no recording would be rejected; 1 one would be, because it has no label or, with --content, because "
-    "it cannot be read, or there is none at all (with --strict: any problem); 2 usage; 128+n on signal n"
-)
-
-
 _NAMES: Options = {
     "--table": dict(
         metavar="FILE",
@@ -373,46 +370,42 @@ def _add_build(p: argparse.ArgumentParser) -> Options:
     title = "features: what is in the data set (not given: as in the preset, rate and length as in the data)"
     add_field_options(p, lm.MelSpec, title, show_defaults=False)
     add_field_options(p, lm.PipelineConfig, "speed, and what a bad file means: never changes a row")
-    return (
-        {
-            "root": dict(
-                help="folder of splits, or of label folders",
+    return {
+        "root": dict(
+            help="folder of splits, or of label folders",
+        ),
+        "--out": dict(
+            required=True,
+            help="file of the data set; with --split all the folder of the data sets",
+        ),
+        "--split": dict(
+            help="training, validation, testing or all; not given: the root is one folder of label folders",
+        ),
+        **_NAMES,
+        **_features(),
+        "--mode": dict(
+            default="auto",
+            choices=MODES,
+            help="how recordings are read: each once, or held in memory or a cache file first (default auto)",
+        ),
+        "--check": dict(
+            type=_count,
+            default=64,
+            metavar="N",
+            help="rows recomputed in float64 before publishing, or all (default 64)",
+        ),
+        "--fresh": dict(
+            action="store_true",
+            help=(
+                "make every row anew; else an interrupted build goes on, and rows whose recordings have not changed "
+                "since the data set that stands are copied"
             ),
-            "--out": dict(
-                required=True,
-                help="file of the data set; with --split all the folder of the data sets",
-            ),
-            "--split": dict(
-                help="training, validation, testing or all; not given: the root is one folder of label folders",
-            ),
-        }
-        | _NAMES
-        | _features()
-        | {
-            "--mode": dict(
-                default="auto",
-                choices=MODES,
-                help="how recordings are read: each once, or held in memory or a cache file first (default auto)",
-            ),
-            "--check": dict(
-                type=_count,
-                default=64,
-                metavar="N",
-                help="rows recomputed in float64 before publishing, or all (default 64)",
-            ),
-            "--fresh": dict(
-                action="store_true",
-                help=(
-                    "make every row anew; else an interrupted build goes on, and rows whose recordings have not changed "
-                    "since the data set that stands are copied"
-                ),
-            ),
-            "--no-tuned": dict(
-                action="store_true",
-                help="leave out the settings of speed that `leakmel tune` measured on this machine",
-            ),
-        }
-    )
+        ),
+        "--no-tuned": dict(
+            action="store_true",
+            help="leave out the settings of speed that `leakmel tune` measured on this machine",
+        ),
+    }
 
 
 def _features() -> Options:
@@ -516,35 +509,32 @@ _DOCTOR: Options = {
         help="folder whose disk is looked at: recordings that are there are read (default: the current folder)",
     ),
 }
-_DOCTOR_STATUS = "exit status: 0 nothing that a build needs is missing or wrong; 1 something is; 2 usage; 128+n on signal n"
 
 
 # %% ../nbs/cli.ipynb #0d0e4759
 def _add_tune(p: argparse.ArgumentParser) -> Options:
     add_field_options(p, lm.MelSpec, "features, as for leakmel build", show_defaults=False)
-    return (
-        {
-            "root": dict(
-                help="folder of splits, or of label folders: the one that is given to leakmel build",
+    return {
+        "root": dict(
+            help="folder of splits, or of label folders: the one that is given to leakmel build",
+        ),
+        "--budget-s": dict(
+            type=float,
+            default=60,
+            metavar="S",
+            help="seconds that all of it may take (default 60)",
+        ),
+        "--work-dir": dict(
+            metavar="DIR",
+            help=(
+                "where a temporary folder is made for trials: best on the disk that data sets go to "
+                "(default: the system's folder for temporary files)"
             ),
-            "--budget-s": dict(
-                type=float,
-                default=60,
-                metavar="S",
-                help="seconds that all of it may take (default 60)",
-            ),
-            "--work-dir": dict(
-                metavar="DIR",
-                help=(
-                    "where a temporary folder is made for trials: best on the disk that data sets go to "
-                    "(default: the system's folder for temporary files)"
-                ),
-            ),
-        }
-        | _NAMES
-        | _features()
-        | {"--device": dict(default="auto", metavar="X", help="as for leakmel build (default auto)")}
-    )
+        ),
+        **_NAMES,
+        **_features(),
+        "--device": dict(default="auto", metavar="X", help="as for leakmel build (default auto)"),
+    }
 
 
 def run_tune(args: argparse.Namespace) -> Outcome:
@@ -657,8 +647,6 @@ def _print(args: argparse.Namespace, status: int, body: dict[str, Any], text: st
 
 def _catch_signals() -> dict[int, Any]:
     "Turn SIGINT and SIGTERM into an exception; only the main thread can."
-    import threading
-
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {n: signal.signal(n, _raise_signal) for n in (signal.SIGINT, signal.SIGTERM)}

@@ -32,6 +32,7 @@ import leakmel as lm
 from .core.errors import UsageError, show_path
 from .core.parameters import add_field_options, given_fields
 from .core.progress import folded, line_width
+from .learn.model.settings import RESUME, CheckpointSettings, TrainSettings
 
 
 # %% ../nbs/cli_learn.ipynb #80fbb94a
@@ -91,10 +92,9 @@ _PLAN = (
 # %% ../nbs/cli_learn.ipynb #5f6afcef
 def add_train(p: argparse.ArgumentParser) -> Options:
     "Options of `leakmel train`."
-    from leakmel.learn.model.settings import RESUME, CheckpointSettings
 
     add_field_options(p, CheckpointSettings, "checkpoints: never change a weight")
-    add_field_options(p, lm.TrainSettings, "training")
+    add_field_options(p, TrainSettings, "training")
     return {
         "data": dict(
             help=(
@@ -141,17 +141,13 @@ def add_train(p: argparse.ArgumentParser) -> Options:
     }
 
 
-_TRAIN_STATUS = "exit status: 0 trained; 1 failed; 2 usage; 3 no space; 128+n on signal n, after a checkpoint from which the same command goes on"
-
-
 def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Train a leak detector on data sets."
-    from leakmel.learn.model.settings import CheckpointSettings
     from leakmel.learn.train.history import save_figures
     from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary
 
     given = {n: getattr(args, n) for n in (*_PLAN, "testing")} | {"evaluation": not args.no_evaluation}
-    given |= given_fields(args, lm.TrainSettings) | given_fields(args, CheckpointSettings)
+    given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
     plan = plan_training(given, progress=progress_of(args))
     result = execute_training(plan, progress=progress_of(args))
     if args.figures:
@@ -184,10 +180,9 @@ def spoken_warnings() -> Iterator[None]:
 # %% ../nbs/cli_learn.ipynb #b01797f7
 def add_search(p: argparse.ArgumentParser) -> Options:
     "Options of `leakmel search`."
-    from leakmel.learn.model.settings import RESUME, CheckpointSettings
 
     add_field_options(p, CheckpointSettings, "checkpoints: never change a weight")
-    add_field_options(p, lm.TrainSettings, "what the search begins with")
+    add_field_options(p, TrainSettings, "what the search begins with")
     return {
         "data": dict(
             help=(
@@ -255,17 +250,13 @@ def add_search(p: argparse.ArgumentParser) -> Options:
     }
 
 
-_SEARCH_STATUS = "exit status: 0 done, or the time is over; 1 failed; 2 usage; 3 no space; 128+n on signal n: the same command goes on. Needs leakmel[search]"
-
-
 # %% ../nbs/cli_learn.ipynb #93ca7616
 def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Search the settings of a training on validation."
-    from leakmel.learn.model.settings import CheckpointSettings
     from leakmel.learn.plans import plan_training
 
     given = {n: getattr(args, n) for n in _PLAN} | {"testing": None, "evaluation": False}
-    given |= given_fields(args, lm.TrainSettings) | given_fields(args, CheckpointSettings)
+    given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
     plan = plan_training(given, progress=progress_of(args))
     files = plan.sets.files
     how = dict(plan.given)
@@ -380,9 +371,6 @@ def add_evaluate(p: argparse.ArgumentParser) -> Options:
     }
 
 
-_EVALUATE_STATUS = "exit status: 0 judged, whatever came out (--json says whether it beats the baselines); 1 failed; 2 usage; 3 no space; 128+n on signal n"
-
-
 def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Judge a detector by data sets, beside two baselines."
     from leakmel.learn.find import find_judges
@@ -424,7 +412,6 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 # %% ../nbs/cli_learn.ipynb #7a532ce1
 def add_retrain(p: argparse.ArgumentParser) -> Options:
     "Options of `leakmel retrain`."
-    from leakmel.learn.model.settings import RESUME, CheckpointSettings
     from leakmel.learn.retrain.round_settings import RoundRules
 
     several = " (more than once for several; a folder of data sets: the one of this part)"
@@ -432,7 +419,7 @@ def add_retrain(p: argparse.ArgumentParser) -> Options:
     add_field_options(p, CheckpointSettings, "checkpoints: never change a weight")
     add_field_options(
         p,
-        lm.TrainSettings,
+        TrainSettings,
         "training (not given: the champion's; a third of epochs, 1/4 of learning rate)",
         show_defaults=False,
         leave_out=["seed", "form", "channels", "dropout"],
@@ -517,16 +504,9 @@ def add_retrain(p: argparse.ArgumentParser) -> Options:
     }
 
 
-_RETRAIN_STATUS = (
-    "exit status: 0 the round is over, whoever won (--json says whether the champion was replaced); 1 failed; 2 usage; 3 no space; 128+n on "
-    "signal n, after a checkpoint from which the same command goes on"
-)
-
-
 # %% ../nbs/cli_learn.ipynb #41bfdf34
 def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Learn from new recordings; only what is shown to be better becomes the detector that counts."
-    from leakmel.learn.model.settings import CheckpointSettings
     from leakmel.learn.retrain.round_settings import RoundRules
     from leakmel.learn.find import set_of
 
@@ -548,7 +528,7 @@ def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         also=also,
         out=args.out,
         human_labels=args.human_labels,
-        settings=given_fields(args, lm.TrainSettings),
+        settings=given_fields(args, TrainSettings),
         rules=RoundRules(**given_fields(args, RoundRules)),
         group=args.group,
         resume=args.resume,
@@ -653,9 +633,28 @@ def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 # %% ../nbs/cli_learn.ipynb #1b5f387f
 COMMANDS = {
-    "train": (run_train, add_train, _TRAIN_STATUS),
-    "search": (run_search, add_search, _SEARCH_STATUS),
-    "evaluate": (run_evaluate, add_evaluate, _EVALUATE_STATUS),
+    "train": (
+        run_train,
+        add_train,
+        "exit status: 0 trained; 1 failed; 2 usage; 3 no space; 128+n on signal n, after a checkpoint from which the same command goes on",
+    ),
+    "search": (
+        run_search,
+        add_search,
+        "exit status: 0 done, or the time is over; 1 failed; 2 usage; 3 no space; 128+n on signal n: the same command goes on. Needs leakmel[search]",
+    ),
+    "evaluate": (
+        run_evaluate,
+        add_evaluate,
+        "exit status: 0 judged, whatever came out (--json says whether it beats the baselines); 1 failed; 2 usage; 3 no space; 128+n on signal n",
+    ),
     "predict": (run_predict, PREDICT, None),
-    "retrain": (run_retrain, add_retrain, _RETRAIN_STATUS),
+    "retrain": (
+        run_retrain,
+        add_retrain,
+        (
+            "exit status: 0 the round is over, whoever won (--json says whether the champion was replaced); 1 failed; 2 usage; 3 no space; 128+n on "
+            "signal n, after a checkpoint from which the same command goes on"
+        ),
+    ),
 }  # name -> what it does, its options or what makes them, and what its exit status means

@@ -14,6 +14,8 @@ __all__ = [
     "run_leakmel",
     "spread",
     "spreads",
+    "range_words",
+    "aligned",
     "rounds_words",
     "require_rounds",
     "commit",
@@ -42,15 +44,17 @@ __all__ = [
 import itertools, json, os, shutil, statistics, subprocess, sys, tempfile, time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from ..audio.page_cache import cached_share, is_in_cache
-from ..core.errors import LeakmelError, OutputError, UsageError, show_path
+from ..core.errors import LeakmelError, OutputError, UsageError
 from ..core.monitor import machine_facts, usable_cores
 from ..core.parameters import answer_unknown
 from ..core.run_plan import runs_folder
@@ -109,6 +113,21 @@ def spreads(
 ) -> dict[str, dict[str, float]]:
     "Return median and range of each figure over the rounds."
     return {key: spread([r[key] for r in rounds]) for key in rounds[0]}
+
+
+def range_words(
+    figure: Mapping[str, float],  # of `spread`
+) -> str:
+    "Return the range of a figure as text."
+    return f"{figure['least']:,.0f}-{figure['most']:,.0f}"
+
+
+def aligned(
+    rows: list[list[str]],  # the first one is the head
+) -> list[str]:  # lines
+    "Return rows of a table as lines: the first column to the left, the others to the right."
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
 def rounds_words(
@@ -189,11 +208,8 @@ def bring_in(
     paths: Iterable[str | os.PathLike],
 ) -> None:
     "Read files once, so that the page cache has them."
-    buffer = bytearray(1 << 20)
     for path in paths:
-        with open(path, "rb", buffering=0) as f:
-            while f.readinto(buffer):
-                pass
+        Path(path).read_bytes()
 
 
 # %% ../../nbs/ops/bench.ipynb #b0b187c5
@@ -256,15 +272,17 @@ def whole_set(
     require_space(root.parent, n_files * WAV_BYTES)
     n_shares = max(1, min(usable_cores(), n_files // 16))
     say(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB) with {n_shares} processes")
-    partial = root.with_name(f".{root.name}.{os.getpid()}.partial")
+    unfinished = root.with_name(f".{root.name}.{os.getpid()}.partial")
     try:
         with ProcessPoolExecutor(n_shares, get_context("spawn")) as pool:
-            shares = [pool.submit(write_share, str(partial), n_files, k, n_shares) for k in range(n_shares)]
+            shares = [
+                pool.submit(write_share, str(unfinished), n_files, k, n_shares) for k in range(n_shares)
+            ]
             for share in shares:
                 share.result()
-        return partial.rename(root)
+        return unfinished.rename(root)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def made_set(
@@ -358,17 +376,16 @@ def build_table(
     "Return the figures of the suite as a text table."
     if figures is None:
         return "not measured"
-    lines = [f"{'setting':<20} {'files/s':>9} {'range':>17} {'CPU s':>7} {'peak MB':>8}"]
+    rows = [["setting", "files/s", "range", "CPU s", "peak MB"]]
     for name, f in figures["figures"].items():
         rate, cpu_s, peak = f["files_per_s"], f["cpu_s"]["median"], f["peak_rss_bytes"]["median"] / 1e6
-        span = f"{rate['least']:>8,.0f}-{rate['most']:<8,.0f}"
-        lines.append(f"{name:<20} {rate['median']:>9,.0f} {span} {cpu_s:>7.2f} {peak:>8,.0f}")
+        rows.append([name, f"{rate['median']:,.0f}", range_words(rate), f"{cpu_s:.2f}", f"{peak:,.0f}"])
     v, m = figures["verified"], figures["machine"]
     files = f"{figures['n_files']:,} recordings in the training split, {rounds_words(figures)}"
-    lines.append(f"{files}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']})")
+    lines = [*aligned(rows), f"{files}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']})"]
     said = "all right" if v["all_ok"] else "NOT ALL RIGHT"
-    rows = f"{v['checked']:,} of {v['rows']:,} rows recomputed in float64: {said}"
-    lines.append(f"{rows}, largest difference {v['max_abs_db']:.4f} dB")
+    checked = f"{v['checked']:,} of {v['rows']:,} rows recomputed in float64: {said}"
+    lines.append(f"{checked}, largest difference {v['max_abs_db']:.4f} dB")
     return "\n".join(lines)
 
 
@@ -385,9 +402,9 @@ def store(
         path = folder / f"{stem}{'' if n == 1 else f'-{n}'}.json"
         if not path.exists() or _read(path)["made_utc"] == figures["made_utc"]:
             break
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return partial.replace(path)
+    unfinished = path.with_suffix(".partial")
+    unfinished.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return unfinished.replace(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -441,18 +458,14 @@ def measure(
         raise UsageError("only the suite train can be rehearsed", code="unknown-suite", found=suite)
     for place in (folder, out):
         work_folder(place, make=False)
-    options: dict[str, Any] = {"say": say}
-    if rounds is not None:
-        options["rounds"] = rounds
-    if n_files is not None:
-        options["n_files"] = total_for(n_files) if suite == "gpu" else n_files
+    given: dict[str, Any] = {"n_files": n_files, "rounds": rounds, "say": say}
     if suite == "gpu":
-        options |= {"budget_s": budget_s, "keep": lambda figures: store(figures, out)}
-    if suite == "train":
-        options["rehearse"] = rehearse
-    if suite != "build":
-        options["commit_id"] = commit_id
+        given |= {"budget_s": budget_s, "commit_id": commit_id, "keep": partial(store, folder=out)}
+        given["n_files"] = n_files and total_for(n_files)
+    elif suite == "train":
+        given |= {"rehearse": rehearse, "commit_id": commit_id}
     module, function, _ = SUITES[suite]
+    options = {key: value for key, value in given.items() if value is not None}
     record = getattr(import_module(module), function)(folder, **options)
     return record, store(record, out)
 
@@ -487,18 +500,10 @@ def find_records(
     records_folder = Path(out or runs_folder() / default).expanduser()
     if not run:
         return {name: newest(name, records_folder) for name in names}
-    work = Path(folder or tempfile.mkdtemp(prefix="leakmel-bench-")).expanduser()
-    records: dict[str, dict[str, Any] | None] = {}
-    try:
-        for name in names:
-            records[name], path = measure(
-                name, work, records_folder, n_files=n_files, rounds=rounds, budget_s=budget_s, say=say
-            )
-            say(f"{name}: stored as {show_path(path)}")
-    finally:
-        if folder is None:
-            shutil.rmtree(work, ignore_errors=True)
-    return records
+    effort: dict[str, Any] = {"n_files": n_files, "rounds": rounds, "budget_s": budget_s, "say": say}
+    temporary = tempfile.TemporaryDirectory(prefix="leakmel-bench-")
+    with temporary if folder is None else nullcontext(folder) as work:
+        return {name: measure(name, os.path.expanduser(work), records_folder, **effort)[0] for name in names}
 
 
 # %% ../../nbs/ops/bench.ipynb #481f7307

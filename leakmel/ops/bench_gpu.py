@@ -4,14 +4,12 @@
 
 # %% auto #0
 __all__ = [
-    "REAL",
-    "TINY",
+    "COPIES",
     "UNKNOWN_S",
     "GRACE_S",
     "LONGEST_S",
     "ENGINES_ASKED",
     "Part",
-    "Sizes",
     "plan_parts",
     "gather",
     "bench_gpu",
@@ -28,7 +26,7 @@ from typing import Any
 
 from ..core.errors import LeakmelError, UsageError
 from ..core.monitor import _version
-from .bench import Say, record_head, say_nothing, spread, whole_set
+from .bench import Say, aligned, range_words, record_head, say_nothing, spread, whole_set
 from .bench_gpu_parts import CONTEST, Worker
 from .doctor_checks import mount_of
 
@@ -45,23 +43,13 @@ class Part:
     counted: bool = True  # False: it only warms
 
 
-@dataclass(frozen=True)
-class Sizes:
-    "How much is measured."
-
-    copies: tuple[int, ...] = (1 << 20, 8 << 20, 42 << 20, 256 << 20)  # bytes
-    window_s: float = 0.1
-    verified: int = 400  # rows of each data set
-
-
-REAL = Sizes()
-TINY = Sizes((1 << 16,), 0.005, 4)  # what a CPU answers in a moment
+COPIES = (1 << 20, 8 << 20, 42 << 20, 256 << 20)  # bytes
 
 
 def plan_parts(
     engines: list[str],  # that are right, the most important first
     rounds: int,
-    sizes: Sizes = REAL,
+    tiny: bool = False,  # what a CPU answers in a moment
 ) -> list[Part]:
     "Return all questions in the order in which they are asked."
     pairs = [(name, engine) for name in CONTEST for engine in engines]
@@ -70,8 +58,9 @@ def plan_parts(
         return [Part(group, f"{n}, {e}", e, request | {"name": n}, counted) for n, e in pairs]
 
     first, one = engines[0], {"what": "one_build", "name": "A"}
-    bus = {"what": "copy_alone", "sizes": list(sizes.copies), "window_s": sizes.window_s}
-    verified = {"what": "verify_built", "sample": sizes.verified}
+    copies, window_s, rows = ([1 << 16], 0.005, 4) if tiny else ([*COPIES], 0.1, 400)
+    bus = {"what": "copy_alone", "sizes": copies, "window_s": window_s}
+    verified = {"what": "verify_built", "sample": rows}
     return [
         Part("alone", "bus", first, bus),
         *each("builds", counted=False, what="one_build"),
@@ -111,11 +100,6 @@ class _Run:
     @property
     def spent_s(self) -> float:
         return self.clock() - self.began
-
-    def has_time(self, part: Part) -> bool:
-        "Return whether there is time for a question."
-        expected = self.took.get(part.group, min(UNKNOWN_S, self.budget_s / 20))
-        return self.spent_s + expected <= self.budget_s
 
     def ask(
         self, engine: str, request: dict[str, Any], out: str = "varied", limit_s: float | None = None
@@ -241,8 +225,8 @@ def bench_gpu(
     budget_s: float = 420,  # time for all of it
     device: str = "cuda:0",  # figures of a device that is no CUDA device count as a rehearsal
     engines: tuple[str, ...] = ENGINES_ASKED,
-    sizes: Sizes = REAL,
-    plan: Callable[[list[str], int, Sizes], list[Part]] = plan_parts,
+    tiny: bool = False,  # for tests: sizes that a CPU gets through
+    plan: Callable[[list[str], int, bool], list[Part]] = plan_parts,
     commit_id: str | None = None,  # where there is no git
     hire: Callable[[], Any] = Worker,  # starts what is asked
     clock: Callable[[], float] = time.monotonic,
@@ -273,11 +257,12 @@ def bench_gpu(
     figures["machine"] |= {name: _version(name) for name in ("triton", "numba", "nvidia-ml-py")}
     run = _Run(device, budget_s, clock, hire, say, figures)
     try:
-        right = _prepare(run, Path(os.path.realpath(folder)), n_files, engines, tiny=sizes != REAL)
+        right = _prepare(run, Path(os.path.realpath(folder)), n_files, engines, tiny)
         keep(figures)
-        parts = plan(right, rounds, sizes) if right else []
+        parts = plan(right, rounds, tiny) if right else []
         figures["order"] = list(dict.fromkeys(f"{p.group}: {p.name}" for p in parts))
-        while parts and run.has_time(parts[0]):
+        unknown_s = min(UNKNOWN_S, budget_s / 20)
+        while parts and run.spent_s + run.took.get(parts[0].group, unknown_s) <= budget_s:
             run.part(parts.pop(0))
             gather(figures, run.answers)
             keep(figures)
@@ -303,11 +288,6 @@ def bench_gpu(
 
 
 # %% ../../nbs/ops/bench_gpu.ipynb #2993b86a
-def _range(f: dict[str, float]) -> str:
-    "Median and range."
-    return f"{f['median']:,.0f} ({f['least']:,.0f} to {f['most']:,.0f})"
-
-
 def gpu_table(
     figures: dict[str, Any] | None,  # of `bench_gpu`; None: nothing was measured
 ) -> str:
@@ -326,25 +306,25 @@ def gpu_table(
         wrong = p.get("missing") or p.get("error") or "NOT RIGHT"
         right = f"right ({len(p.get('checks', {}))} checks, at most {most:.4f} dB)"
         lines.append(f"parity of {engine}: {right if p['ok'] else wrong}")
-    lines.append(
-        f"{'build':<12} {'files/s':>30} {'with start':>10} {'CPU s':>6} {'GB/s in':>8} {'of plain':>8}"
-    )
+    rows = [["build", "files/s", "range", "with start", "CPU s", "GB/s in", "of plain"]]
     for name, f in figures.get("builds", {}).items():
-        share, with_start = f["bus"]["copying_share"], f["files_per_s_with_listing_and_opening"]["median"]
-        rates = f"{_range(f['files_per_s']):>30} {with_start:>10,.0f} {f['cpu_s']['median']:>6.1f}"
-        bus = f"{f['bus']['copying_gb_per_s']:>8.1f} {'' if share is None else f'{share:.0%}':>8}"
-        lines.append(f"{name:<12} {rates} {bus}")
+        rate, share = f["files_per_s"], f["bus"]["copying_share"]
+        with_start = f"{f['files_per_s_with_listing_and_opening']['median']:,.0f}"
+        bus = [f"{f['bus']['copying_gb_per_s']:.1f}", "-" if share is None else f"{share:.0%}"]
+        cpu_s = f"{f['cpu_s']['median']:.1f}"
+        rows.append([name, f"{rate['median']:,.0f}", range_words(rate), with_start, cpu_s, *bus])
+    lines += aligned(rows)
     for size, f in figures.get("alone", {}).get("bus", {}).items():
         if size.isdecimal():
             rates = f"in {spread(f['in'])['median']:.1f}, out {spread(f['out'])['median']:.1f} GB/s"
             lines.append(f"plain copy of {int(size) / 1e6:,.1f} MB: {rates}")
     others = [(f"process, {name}", f) for name, f in figures.get("processes", {}).items()]
     for name, f in [*others, *figures.get("varied", {}).items()]:
-        warned = f"  ({'; '.join(f['warnings'])})" if f["warnings"] else ""
-        lines.append(f"{name:<20} {_range(f['files_per_s']):>32} files/s{warned}")
+        rate, warned = f["files_per_s"], "; ".join(["", *f["warnings"]])
+        lines.append(f"{name}: {rate['median']:,.0f} files/s ({range_words(rate)}){warned}")
     for name, f in figures.get("verified", {}).items():
-        rows = f"{f['checked']['median']:,.0f} of {f['rows']['median']:,.0f} rows recomputed"
-        lines.append(f"{name}: {rows}, all digests compared: {'ok' if f['ok'] else 'NOT OK'}")
+        checked = f"{f['checked']['median']:,.0f} of {f['rows']['median']:,.0f} rows recomputed"
+        lines.append(f"{name}: {checked}, all digests compared: {'ok' if f['ok'] else 'NOT OK'}")
     place = figures.get("set", {}).get("filesystem")
     spent = f"{figures.get('seconds', 0):.0f} s of {figures['budget_s']:.0f} in all"
     lines.append(f"{figures['n_files']:,} recordings on {place}; {spent}")

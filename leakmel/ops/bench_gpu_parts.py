@@ -43,6 +43,7 @@ from typing import Any
 
 import numpy as np
 
+import leakmel as lm
 from ..core.errors import LeakmelError
 from ..core.timeline import Span
 from ..mel.engines import ENGINES, DeviceOptions, NotHere, check_recording, open_engine
@@ -351,9 +352,6 @@ def one_build(
 ) -> dict[str, Any]:  # raises LeakmelError where rows are not right
     "Build all splits once in this process, into a new folder."
     import torch
-    from leakmel.audio.manifest import scan
-    from leakmel.dataset.run.config import PipelineConfig
-    from leakmel.dataset.run.pipeline import build_all
 
     changes: dict[str, Any] = {"device": device, "fsync": False} | (settings or {})
     shutil.rmtree(out, ignore_errors=True)  # a new data set, as nearly all are
@@ -361,14 +359,14 @@ def one_build(
     has_cuda = torch.cuda.is_available()
     if has_cuda:
         torch.cuda.reset_peak_memory_stats()
-    cpu_s, manifest = time.process_time(), scan(root)
-    results = build_all(
+    cpu_s, manifest = time.process_time(), lm.scan(root)
+    results = lm.build_all(
         root,
         out_dir=out,
         spec=contest_spec(name),
         engine=engine,
         mode=mode,
-        pipeline=PipelineConfig(**changes),
+        pipeline=lm.PipelineConfig(**changes),
         manifest=manifest,
         check=check,
         progress="none",
@@ -427,9 +425,7 @@ def evict_all(root: str) -> dict[str, Any]:
 
 def verify_built(out: str, root: str, sample: int) -> dict[str, Any]:
     "Check the digests of all rows that were built, and compare a sample with the reference."
-    from leakmel.dataset.check.verify import verify
-
-    reports = [verify(path, root=root, sample=sample) for path in sorted(Path(out).glob("*.H5"))]
+    reports = [lm.verify(path, root=root, sample=sample) for path in sorted(Path(out).glob("*.H5"))]
     return {
         "ok": bool(reports) and all(r.ok for r in reports),
         "data_sets": len(reports),
@@ -484,7 +480,7 @@ class Worker:
 
     def __init__(self):
         self._pipe, theirs = Pipe()
-        self._process = get_context("spawn").Process(target=serve, args=(theirs,))
+        self._process: Any = get_context("spawn").Process(target=serve, args=(theirs,))
         self._process.start()
         theirs.close()
 

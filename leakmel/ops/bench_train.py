@@ -25,20 +25,20 @@ from typing import Any
 import numpy as np
 import torch
 
+import leakmel as lm
 from ..core.errors import LeakmelError, show_path
 from ..core.monitor import Monitor, mean
 from ..core.timeline import Timeline
-from ..dataset.run.config import PipelineConfig
-from ..dataset.run.pipeline import build
 from ..learn.data.segments import Segments
 from ..learn.model.detector import Detector, score_rows
-from ..learn.predict.predict import predict
 from ..learn.train.inputs import open_training
 from ..learn.train.timing import StepTimes
 from ..learn.model.settings import TrainSettings
 from ..learn.train.state import TrainingState, detector_of
 from leakmel.ops.bench import (
     Say,
+    aligned,
+    range_words,
     record_head,
     require_rounds,
     rounds_words,
@@ -174,7 +174,7 @@ def _rates(bench: _Bench, group: str, detector: Detector, n: int) -> dict[str, A
                 n_files = len(score_rows(detector, rows, **options))
                 seconds = time.perf_counter() - began
             else:
-                p = predict(bench.root, detector, split="training", progress="none", **options)
+                p = lm.predict(bench.root, detector, split="training", progress="none", **options)
                 n_files, seconds = p.found, p.seconds
             found.append(n_files / seconds)
             when = "warming" if k < 0 else f"round {k + 1} of {bench.rounds}"
@@ -197,7 +197,7 @@ def agreement(
         right = score_rows(detector, rows, device=device)
         names = [os.fsencode(n) for n in rows.sources[0].files["path"].iloc[rows.rows]]
         expected = {name: row[:n] for name, row, n in zip(names, right, rows.heard)}
-    p = predict(root, detector, split="training", length="spec", device=device, progress="none")
+    p = lm.predict(root, detector, split="training", length="spec", device=device, progress="none")
     found = {s.path.partition(b"/")[2]: s.segment_scores for s in p.scored}  # without the folder of the split
     if {n: len(s) for n, s in found.items()} != {n: len(s) for n, s in expected.items()}:
         return {"n": len(p), "max_abs": None, "all_ok": False}
@@ -224,7 +224,7 @@ def bench_train(
     n_all = total_for(min(n_files, 12) if rehearse else n_files)
     root, path = whole_set(folder, n_all, say), Path(folder) / "train" / f"TRAINING-{n_all}.h5"
     say("building the data set")
-    build(root, split="training", out=path, progress="none", pipeline=PipelineConfig(device=device))
+    lm.build(root, split="training", out=path, progress="none", pipeline=lm.PipelineConfig(device=device))
     figures: dict[str, Any] = record_head("train") | {
         "rehearsal": rehearse,
         "card": card_facts(),
@@ -278,24 +278,18 @@ def train_table(
     if figures is None:
         return "not measured"
     lines = ["a rehearsal: the figures mean nothing"] if figures["rehearsal"] else []
-    title = f"training, batches of {figures['batch_size']:,}"
-    lines.append(
-        f"{title:<28} {'batches/s':>10} {'range':>15} {'wait ms':>8} {'step ms':>8} {'busy':>6} {'first s':>8}"
-    )
+    rows = [[f"training, batches of {figures['batch_size']:,}", "batches/s", "range"]]
+    rows[0] += ["wait ms", "step ms", "busy", "first s"]
     for name, f in figures["training"].items():
-        rate = f["batches_per_s"]
-        seen = {key: f[key] and f[key]["median"] for key in ("wait_ms", "compute_ms", "busy_share")}
-        said = {key: "-" if value is None else f"{value:.2f}" for key, value in seen.items()}
-        times = (
-            f"{said['wait_ms']:>8} {said['compute_ms']:>8} {said['busy_share']:>6} {f['first_step_s']:>8.1f}"
-        )
-        span = f"{rate['least']:>7,.2f}-{rate['most']:<7,.2f}"
-        lines.append(f"  {name:<26} {rate['median']:>10,.2f} {span} {times}")
+        rate, seen = f["batches_per_s"], [f[key] for key in ("wait_ms", "compute_ms", "busy_share")]
+        said = ["-" if each is None else f"{each['median']:.2f}" for each in seen]
+        span = f"{rate['least']:,.2f}-{rate['most']:,.2f}"
+        rows.append([f"  {name}", f"{rate['median']:,.2f}", span, *said, f"{f['first_step_s']:.1f}"])
+    lines += aligned(rows)
     for group in ("evaluation", "prediction"):
-        lines.append(f"{group + ', recordings at once':<28} {'files/s':>10} {'range':>15}")
-        for name, f in figures[group].items():
-            r = f["files_per_s"]
-            lines.append(f"  {name:<26} {r['median']:>10,.0f} {r['least']:>7,.0f}-{r['most']:<7,.0f}")
+        rates = {name: f["files_per_s"] for name, f in figures[group].items()}
+        rows = [[f"  {name}", f"{r['median']:,.0f}", range_words(r)] for name, r in rates.items()]
+        lines += aligned([[f"{group}, recordings at once", "files/s", "range"], *rows])
     v = figures["verified"]
     verdict = "prediction and evaluation DO NOT AGREE on which recordings there are, or on their length"
     if v["max_abs"] is not None:

@@ -7,7 +7,7 @@ __all__ = [
     "SLOW_BUS",
     "REPORT_KEYS",
     "FIGURES",
-    "BUDGET_S",
+    "NEEDED",
     "examine_compiled",
     "examine_torch",
     "examine_gpu",
@@ -17,7 +17,6 @@ __all__ = [
     "parity",
     "examine_engine",
     "Report",
-    "Probe",
     "probes",
     "examine",
 ]
@@ -133,14 +132,13 @@ def examine_bus(device: str = "cuda") -> Check:
     from leakmel.mel.engines import NotHere
     from leakmel.ops.bench_gpu_parts import copy_alone
 
-    began, size = time.perf_counter(), 16 << 20
+    size = 16 << 20
     try:
         done = copy_alone(device, [size], 0.1)[str(size)]
     except (NotHere, ImportError) as e:
         return Check("bus", "missing", f"{NOT_MEASURED}: {e}", "Nothing to do where there is no GPU")
     into, out = (1e9 * statistics.median(done[key]) for key in ("in", "out"))
     figures = {"pinned": True, "to_device_bytes_per_s": into, "from_device_bytes_per_s": out}
-    figures["measured_s"] = time.perf_counter() - began
     found = f"pinned memory works; {size_text(into)}/s to the device, {size_text(out)}/s back"
     slow = "Look whether the card sits in a slot of full width: nvidia-smi -q shows its link"
     return advised("bus", found, figures, slow if min(into, out) < SLOW_BUS else "")
@@ -169,24 +167,18 @@ def make_engine(
 
 def parity(
     engine: Any,  # mel.engines.Engine
-) -> tuple[
-    list[Any], float
-]:  # a comparison for each lane, kind of samples and call; seconds without first calls
-    "Compare an engine with the float64 reference."
+) -> list[Any]:  # a mel.reference comparison for each lane, kind of samples and call
+    "Compare an engine with the float64 reference, twice from each kind of samples."
     import numpy as np
     from leakmel.mel.engines import check_recording, computed_in_lane
     from leakmel.mel.reference import compare, reference_features
 
-    spec, seconds, found = engine.spec, 0.0, []
-    samples = check_recording(spec)
-    right = reference_features(samples, spec)
-    for k in range(1 if engine.device == "cpu" else engine.n_lanes):
-        for x in (samples, (samples / np.float32(32_768)).astype(np.float32)):
-            first, began = computed_in_lane(engine, k, x), time.perf_counter()
-            second = computed_in_lane(engine, k, x)
-            seconds += time.perf_counter() - began
-            found += [compare(each, right, spec) for each in (first, second)]
-    return found, seconds
+    spec, samples = engine.spec, check_recording(engine.spec)
+    right, lanes = reference_features(samples, spec), 1 if engine.device == "cpu" else engine.n_lanes
+    calls = [
+        (k, x) for k in range(lanes) for x in [samples, samples.astype(np.float32) / np.float32(32_768)] * 2
+    ]
+    return [compare(computed_in_lane(engine, k, x), right, spec) for k, x in calls]
 
 
 def examine_engine(
@@ -197,12 +189,12 @@ def examine_engine(
     from leakmel.mel.engines import NotHere
 
     key, began = f"engine_{name}{'_cuda' if name == 'torch' and device != 'cpu' else ''}", time.perf_counter()
-    compared, computing, identity = list[Any](), 0.0, ""
+    compared, identity = list[Any](), ""
     try:
         for spec in parity_specs():
             with make_engine(name, spec, device) as engine:
-                each, seconds = parity(engine)
-                compared, computing, identity = compared + each, computing + seconds, engine.identity
+                compared += parity(engine)
+                identity = engine.identity
     except (NotHere, ImportError) as e:
         found, advice = str(e), "Nothing to do unless you want this engine"
         package = package_check(key, LINES.get(key, ()))
@@ -219,13 +211,11 @@ def examine_engine(
         "mean_db": max((c.mean_db for c in compared), key=abs),
         "n_values": n_values,
         "n_wrong": wrong,
-        "parity_s": computing,
         "with_loading_s": time.perf_counter() - began,
-        "measured_s": computing,
     }
     text = (
         f"{identity}: largest difference {figures['max_abs_db']:.3f} dB in {n_values:,} values, "
-        f"computed in {computing:.3f} s ({figures['with_loading_s']:.2f} s with loading and comparing)"
+        f"{figures['with_loading_s']:.2f} s with loading and comparing"
     )
     if all(c.ok for c in compared):
         return advised(key, text, figures)
@@ -281,9 +271,7 @@ FIGURES = {
     "mean_db": "largest mean difference of a recording",
     "n_values": "values compared",
     "n_wrong": "values out of tolerance",
-    "parity_s": "seconds that the engine computed, first calls left out",
     "with_loading_s": "seconds with loading and first calls",
-    "measured_s": "seconds that this check counts as measuring",
 }
 
 
@@ -344,54 +332,42 @@ class Report:
 
 
 # %% ../../nbs/ops/doctor.ipynb #ea0e4c69
-@dataclass(frozen=True)
-class Probe:
-    "How one line of the report is found."
-
-    run: Callable[[Path], Check]
-    needed: bool = False  # a build needs it
-    measures: bool = False  # it takes time, which is bounded
+NEEDED = ("python", "packages", "hdf5", "engine_reference")  # lines that a build needs
 
 
-def probes() -> dict[str, Probe]:
+def probes() -> dict[str, Callable[[Path], Check]]:
     "Return what is looked at, by key."
     return {
-        "python": Probe(lambda folder: checks.examine_python(), needed=True),
-        "packages": Probe(
-            lambda folder: package_check("packages", LINES["packages"], load=True), needed=True
-        ),
-        "front_end": Probe(lambda folder: package_check("front_end", LINES["front_end"])),
-        "cores": Probe(lambda folder: checks.examine_cores()),
-        "memory": Probe(lambda folder: checks.examine_memory()),
-        "limits": Probe(lambda folder: checks.examine_limits()),
-        "wsl": Probe(checks.examine_wsl),
-        "disk": Probe(checks.examine_disk, measures=True),
-        "hdf5": Probe(checks.examine_hdf5, needed=True),
-        "compiled": Probe(lambda folder: examine_compiled()),
-        "torch": Probe(lambda folder: examine_torch()),
-        "gpu": Probe(lambda folder: examine_gpu()),
-        "bus": Probe(lambda folder: examine_bus(), measures=True),
-        "engine_reference": Probe(lambda folder: examine_engine("reference"), needed=True, measures=True),
-        "engine_cpu": Probe(lambda folder: examine_engine("cpu"), measures=True),
-        "engine_torch": Probe(lambda folder: examine_engine("torch"), measures=True),
-        "engine_torch_cuda": Probe(lambda folder: examine_engine("torch", "cuda"), measures=True),
-        "engine_triton": Probe(lambda folder: examine_engine("triton", "cuda"), measures=True),
+        "python": lambda folder: checks.examine_python(),
+        "packages": lambda folder: package_check("packages", LINES["packages"], load=True),
+        "front_end": lambda folder: package_check("front_end", LINES["front_end"]),
+        "cores": lambda folder: checks.examine_cores(),
+        "memory": lambda folder: checks.examine_memory(),
+        "limits": lambda folder: checks.examine_limits(),
+        "wsl": checks.examine_wsl,
+        "disk": checks.examine_disk,
+        "hdf5": checks.examine_hdf5,
+        "compiled": lambda folder: examine_compiled(),
+        "torch": lambda folder: examine_torch(),
+        "gpu": lambda folder: examine_gpu(),
+        "bus": lambda folder: examine_bus(),
+        "engine_reference": lambda folder: examine_engine("reference"),
+        "engine_cpu": lambda folder: examine_engine("cpu"),
+        "engine_torch": lambda folder: examine_engine("torch"),
+        "engine_torch_cuda": lambda folder: examine_engine("torch", "cuda"),
+        "engine_triton": lambda folder: examine_engine("triton", "cuda"),
     }
-
-
-BUDGET_S = 20.0  # seconds of measuring, imports and first compiling apart
 
 
 def examine(
     folder: str | os.PathLike | None = None,  # what the disk's lines are about; None: the current folder
     *,
-    budget_s: float = BUDGET_S,  # seconds of measuring at the most
     progress: Callable[[int, str], object] = lambda done, title: (
         None
     ),  # told before each check, and at the end
 ) -> Report:
     "Look at this machine and try its parts; raises DataError where there is no such folder."
-    place, began, left, found = Path(folder or Path.cwd()), time.perf_counter(), budget_s, list[Check]()
+    place, began, found = Path(folder or Path.cwd()), time.perf_counter(), list[Check]()
     if not place.is_dir():
         raise DataError(
             "no such folder",
@@ -401,16 +377,10 @@ def examine(
         )
     for key, probe in probes().items():
         progress(len(found), TITLES[key])
-        if probe.measures and left <= 0:
-            why = f"{NOT_MEASURED}: {budget_s:g} s were used up"
-            found.append(Check(key, "warn", why, "Run it again when the machine has less to do"))
-            continue
         try:
-            found.append(probe.run(place))
+            found.append(probe(place))
         except Exception as e:
             what = f"{NOT_MEASURED}: " + f"{type(e).__name__}: {e}".rstrip(": ")
-            advice = "Mend what the error names, and look again"
-            found.append(Check(key, "warn", what, advice, probe.needed))
-        left -= found[-1].figures.get("measured_s") or 0.0
+            found.append(Check(key, "warn", what, "Mend what the error names, and look again", key in NEEDED))
     progress(len(found), "")
     return Report(tuple(found), place, time.perf_counter() - began)

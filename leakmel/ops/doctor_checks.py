@@ -331,24 +331,24 @@ READERS = 8  # threads
 SLOW_DISK = 40e6  # bytes/s: less than 500 recordings of 10 s at 4,096 Hz each second
 
 
-def some_recordings(folder: str | os.PathLike, n_bytes: int = COLD_BYTES) -> list[Path]:
-    "Return recordings below a folder, a few entries of each folder first, until there are enough bytes."
-    found, size, seen, folders = list[Path](), 0, 0, [Path(folder)]
-    while folders:
-        with contextlib.suppress(OSError), os.scandir(folders.pop(0)) as entries:
-            for entry in entries:
-                seen += 1
-                if seen >= LOOKED_AT or size >= n_bytes:
-                    return found
-                info = entry.stat(follow_symlinks=False)
-                if entry.name.startswith("."):
-                    continue
-                if stat.S_ISDIR(info.st_mode):
-                    folders.append(Path(entry.path))
-                is_wav = stat.S_ISREG(info.st_mode) and entry.name.lower().endswith((".wav", ".wave"))
-                if is_wav and 0 < info.st_size <= n_bytes:
-                    found.append(Path(entry.path))
-                    size += info.st_size
+def some_recordings(folder: str | os.PathLike[str], n_bytes: int = COLD_BYTES) -> list[Path]:
+    "Return recordings below a folder until there are enough bytes, or LOOKED_AT entries were seen."
+    found, size, seen = list[Path](), 0, 0
+    for place, folders, names in os.walk(os.fspath(folder)):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        seen += len(folders) + len(names)
+        for name in names:
+            path = Path(place, name)
+            if name.startswith(".") or path.suffix.lower() not in (".wav", ".wave"):
+                continue
+            info = path.lstat()
+            if stat.S_ISREG(info.st_mode) and 0 < info.st_size <= n_bytes:
+                found.append(path)
+                size += info.st_size
+            if size >= n_bytes:
+                return found
+        if seen >= LOOKED_AT:
+            break
     return found
 
 
@@ -356,7 +356,6 @@ def cold_rate(
     files: Sequence[Path],
 ) -> dict[str, Any]:  # keys of FIGURES; raises OSError, or UsageError where nothing can be dropped from it
     "Read those of some files that are not in the page cache after they were dropped from it."
-    began = time.perf_counter()
     evict(files)
     states = {path: is_cached(path) for path in files}
     cold = [path for path, state in states.items() if not state]
@@ -367,13 +366,12 @@ def cold_rate(
 
     with ThreadPoolExecutor(READERS) as pool:
         sizes = [n for n in pool.map(read, cold) if n]
-    ended = time.perf_counter()
+    took = time.perf_counter() - start
     return {
         "cold": None if None in states.values() else bool(cold),
         "cold_n_files": len(sizes),
         "cold_n_bytes": sum(sizes),
-        "cold_bytes_per_s": sum(sizes) / (ended - start) if sizes else None,
-        "measured_s": ended - began,
+        "cold_bytes_per_s": sum(sizes) / took if sizes else None,
     }
 
 
@@ -388,38 +386,32 @@ def examine_disk(folder: str | os.PathLike) -> Check:
         figures |= cold_rate(files)
     except (OSError, LeakmelError) as e:
         why = f"{type(e).__name__}: {e}"
-    advice, rate = (
-        "Judge the disk by a first build, whose summary tells cold from warm",
-        figures.get("cold_bytes_per_s"),
-    )
-    if not rate:
-        return advised("disk", f"{kind}; cold rate {NOT_MEASURED}: {why}", figures, advice)
-    what = f"{size_text(figures['cold_n_bytes'])} in {figures['cold_n_files']} files, {READERS} at a time"
-    if figures["cold"] is None:
-        unknown = "whether that was cold the file system does not tell"
-        return advised("disk", f"{kind}; {size_text(rate)}/s, {what}; {unknown}", figures, advice)
-    advice = (
-        "Keep recordings that are read often on a local SSD, or build with --mode memmap: "
-        "only its first build reads them one by one"
-    )
-    slow = kind == "network" or rate < SLOW_DISK
-    return advised("disk", f"{kind}; {size_text(rate)}/s cold, {what}", figures, advice if slow else "")
+    rate, advice = figures.get("cold_bytes_per_s"), ""
+    found = f"{kind}; cold rate {NOT_MEASURED}: {why}"
+    if rate:
+        cold = "whether that was cold the file system does not tell" if figures["cold"] is None else "cold"
+        what = f"{size_text(figures['cold_n_bytes'])} in {figures['cold_n_files']} files, {READERS} at a time"
+        found = f"{kind}; {size_text(rate)}/s, {cold}; {what}"
+    if not rate or figures["cold"] is None:
+        advice = "Judge the disk by a first build, whose summary tells cold from warm"
+    elif kind == "network" or rate < SLOW_DISK:
+        advice = (
+            "Keep recordings that are read often on a local SSD, or build with --mode memmap: "
+            "only its first build reads them one by one"
+        )
+    return advised("disk", found, figures, advice)
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #ac8c14b9
 def examine_hdf5(folder: str | os.PathLike) -> Check:
     "Try the HDF5 library: its version, its locking, and a file there and back."
-    package = package_check("hdf5", ["h5py"])
-    if package.status == "missing":
-        return package
     import fcntl, h5py
     import numpy as np
 
     setting = os.environ.get("HDF5_USE_FILE_LOCKING")
     values = np.arange(3000, dtype=np.float16).reshape(3, -1)
     same, locks, advice = False, False, ""
-    found = f"HDF5 {h5py.version.hdf5_version}, file locking "
-    found += "as the library has it" if setting is None else f"set to {setting}"
+    found = f"HDF5 {h5py.version.hdf5_version}, file locking {setting or 'as the library has it'}"
     with scratch(folder) as place:
         try:
             with h5py.File(place / "x.h5", "w", libver=("v108", "v108")) as f:

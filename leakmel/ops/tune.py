@@ -44,8 +44,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
-from ..audio.manifest import Manifest, scan
+import leakmel as lm
+from ..audio.manifest import Manifest
 from ..audio.wav import digest_of
 from leakmel.core.errors import (
     DataError,
@@ -60,11 +60,10 @@ from ..core.monitor import free_memory, usable_cores
 from ..core.progress import Progress
 from ..dataset.run.config import PipelineConfig, Workers, plan_workers
 from ..dataset.run.inputs import SpecLike, resolve_spec
-from ..dataset.run.pipeline import build
 from ..dataset.run.publish import BuildResult
 from ..dataset.run.tuned import SCHEMA, this_machine, write_tuned
 from ..mel.engines import open_engine
-from .bench import bring_in, evict, is_cached, record_head
+from .bench import aligned, bring_in, evict, is_cached, range_words, record_head
 
 # %% ../../nbs/ops/tune.ipynb #7e922b11
 STRETCHES = 8
@@ -209,7 +208,7 @@ class BuildTrials:
         check: int | None = 0,
     ) -> BuildResult:  # raises LeakmelError
         "Build the sample."
-        return build(
+        return lm.build(
             self.sample.root,
             split=self.sample.listings[0].split or None,
             out=self.work / f"{name}.h5",
@@ -412,14 +411,9 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends: float, progress: str
         found = sweep(work, rounds=rounds, ends_s=over, tell=bar.update)
     builds = {cache: scores_of(found, cache, n_files) for cache in states}
     best = best_candidate(builds, tried)
-    advice = "the defaults stay: no setting is clearly faster, so builds need no settings"
-    if best:
-        given = [f"--{name.replace('_', '-')} {value}" for name, value in best.changes.items()]
-        given += ["--mode preload"] if best.mode == "preload" else []
-        advice = f"{best.name} is clearly faster: leakmel build ... {' '.join(given)}"
     chosen, listing = best or Candidate(DEFAULT), trials.sample.listings[0]
     return record_head("tune") | {
-        "leakmel_version": __version__,
+        "leakmel_version": lm.__version__,
         "engine": engine.identity,
         "device": engine.device,
         "default": asdict(full),
@@ -435,10 +429,19 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends: float, progress: str
         "builds": builds,
         "settings": dict(chosen.changes),
         "mode": "preload" if chosen.mode == "preload" else "auto",
-        "advice": advice,
+        "advice": _advice(best),
         "notes": notes,
         "verified": _prove(trials, chosen),
     }
+
+
+def _advice(best: Candidate | None) -> str:
+    "Say what a build of these recordings should be given."
+    if best is None:
+        return "the defaults stay: no setting is clearly faster, so builds need no settings"
+    given = [f"--{name.replace('_', '-')} {value}" for name, value in best.changes.items()]
+    given += ["--mode preload"] if best.mode == "preload" else []
+    return f"{best.name} is clearly faster: leakmel build ... {' '.join(given)}"
 
 
 def _prove(trials: BuildTrials, chosen: Candidate) -> dict[str, Any]:
@@ -493,7 +496,7 @@ def tune(
     if not (isinstance(budget_s, int | float) and 0 < budget_s < math.inf):
         said = "budget_s must be a number of seconds above 0"
         raise UsageError(said, code="invalid-effort", found=budget_s)
-    began, manifest = time.monotonic(), scan(root) if manifest is None else manifest
+    began, manifest = time.monotonic(), lm.scan(root) if manifest is None else manifest
     pool = take_sample(manifest, MOST_FILES)
     try:
         folder = tempfile.TemporaryDirectory(prefix="leakmel-tune-", dir=work_dir, ignore_cleanup_errors=True)
@@ -526,11 +529,10 @@ def tune_table(
     sample = f"{f['n_files']:,} of {f['n_files_there']:,} recordings, {f['n_bytes'] / 1e6:,.1f} MB"
     lines = [f"{sample}; engine {f['engine']}, {machine['n_cores']} cores ({machine['cpu']})"]
     for cache, scores in f["builds"].items():
-        lines += ["", f"{f'builds, {cache} cache':<38} {'files/s':>9} {'range':>17} {'rounds':>6}"]
+        rows = [[f"builds, {cache} cache", "files/s", "range", "rounds"]]
         for s in scores:
-            rates = f"{s['files_per_s']:>9,.0f} {s['least']:>8,.0f}-{s['most']:<8,.0f} {s['rounds']:>6}"
-            said = rates if s["rounds"] else f"not measured: {(s['failure'] or 'no time was left')[:90]}"
-            lines.append(f"  {s['name'][:36]:<36} {said}")
+            rows.append([f"  {s['name']}", f"{s['files_per_s']:,.0f}", range_words(s), f"{s['rounds']}"])
+        lines += ["", *aligned(rows), *(f"{s['name']}: {s['failure'][:90]}" for s in scores if s["failure"])]
     verified = f"{f['verified']['verdict']}, same bytes as with the defaults"
     lines += ["", *f["notes"], f"sample built with the result: {verified}"]
     lines.append(f"{f['seconds']:.1f} s; {f['advice']}")

@@ -24,7 +24,7 @@ from leakmel.mel.engines import ENGINES
 from leakmel.mel.torch_engine import TorchEngine
 from leakmel.ops import bench, bench_gpu_parts
 from leakmel.ops.bench import newest, store, whole_set
-from leakmel.ops.bench_gpu import TINY, bench_gpu, gather, gpu_table, plan_parts
+from leakmel.ops.bench_gpu import bench_gpu, gather, gpu_table, plan_parts
 from leakmel.ops.bench_gpu_parts import Worker, answer, build_figures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ WHOLE = """
 import fake_device, sys
 fake_device.register()
 from leakmel.ops.bench import store
-from leakmel.ops.bench_gpu import TINY, bench_gpu, gpu_table, plan_parts
+from leakmel.ops.bench_gpu import bench_gpu, gpu_table, plan_parts
 from leakmel.ops.bench_gpu_parts import answer
 
 class Here:
@@ -86,7 +86,7 @@ class Here:
 
 def plan(*given): return [p for p in plan_parts(*given) if p.group != "processes"]
 
-figures = bench_gpu(sys.argv[1], n_files=48, rounds=1, device=sys.argv[3], engines=("torch",), sizes=TINY, plan=plan, hire=Here, commit_id="0123abcd")
+figures = bench_gpu(sys.argv[1], n_files=48, rounds=1, device=sys.argv[3], engines=("torch",), tiny=True, plan=plan, hire=Here, commit_id="0123abcd")
 print(gpu_table(figures))
 store(figures, sys.argv[2])
 """
@@ -301,7 +301,7 @@ def quick_parity(monkeypatch):
 def test_an_engine_that_is_wrong_gets_no_figure(tmp_path, monkeypatch, quick_parity, kind, failed):
     monkeypatch.setitem(ENGINES, "torch", ("test_bench_gpu", kind.__name__))
     monkeypatch.setitem(sys.modules, "test_bench_gpu", sys.modules[__name__])
-    figures = suite(tmp_path, InThisProcess, device=DEVICE, sizes=TINY, rounds=1, engines=("torch",))
+    figures = suite(tmp_path, InThisProcess, device=DEVICE, tiny=True, rounds=1, engines=("torch",))
     checks = figures["parity"]["torch"]["checks"]
     assert {f"A, {failed}", f"B, {failed}"} <= {name for name, c in checks.items() if not c["ok"]}
     assert checks["A"]["ok"], "three recordings do not show it"
@@ -379,7 +379,7 @@ def test_every_part_of_the_design_answers(tmp_path, quick_parity):
         n_files=24,
         rounds=1,
         device=DEVICE,
-        sizes=TINY,
+        tiny=True,
         engines=("torch",),
         hire=InThisProcess,
         plan=lambda *given: [p for p in bench_gpu_design.design_parts(*given) if p.group != "processes"],
@@ -549,7 +549,7 @@ def test_the_table_has_the_figures_that_matter(tmp_path):
     for words in (
         "a card, driver 1.2, CUDA 13.0, torch 2.11",
         "parity of triton: right (1 checks, at most 0.0100 dB)",
-        "1,000 (1,000 to 1,000)",
+        "1,000  1,000-1,000",
         "plain copy of 1.0 MB: in 4.0, out 3.0 GB/s",
         "fsync on",
         "process, A, torch",
