@@ -18,12 +18,13 @@ __all__ = [
 ]
 
 # %% ../nbs/cli.ipynb #7ba64018
-import argparse, json, logging, os, re, signal, sys
+import argparse, json, logging, os, re, signal, sys, threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import __version__
-from .cli_learn import COMMANDS, add_options, progress_of
+import leakmel as lm
+from .cli_learn import COMMANDS, Options, add_options, progress_of, spoken_warnings
 from .core.errors import LeakmelError, UsageError, missing_package, show_path
 from .core.parameters import add_field_options, answer_unknown, given_fields
 from .core.progress import Progress, folded, front_end, line_width
@@ -32,43 +33,31 @@ from .core.progress import Progress, folded, front_end, line_width
 Outcome = tuple[int, dict[str, Any], str]  # exit status, for machines, for people
 
 
+def _scan(args: argparse.Namespace, **more: Any) -> Any:
+    "List the recordings that a command was given."
+    split = None if getattr(args, "split", None) == "all" else getattr(args, "split", None)
+    given = {"split": split, "table": args.table, "pattern": args.pattern, "progress": progress_of(args)}
+    return lm.scan(args.root, **given, **more)
+
+
 def run_demo(args: argparse.Namespace) -> Outcome:
     "Write a demo set."
-    from leakmel.audio.synth import write_demo
-
+    given = {"n_files": args.files, "seed": args.seed, "faults": args.faults}
     with Progress(args.files, label="demo set", show=progress_of(args)) as bar:
-        done = write_demo(
-            args.dir, n_files=args.files, seed=args.seed, faults=args.faults, progress=bar.update
-        )
+        done = lm.write_demo(args.dir, **given, progress=bar.update)
     faults = [{"path": show_path(path), "what": what} for path, what in done.faults]
-    body = {
-        "root": show_path(done.root),
-        "n_files": done.n_files,
-        "n_bytes": done.n_bytes,
-        "seconds": done.seconds,
-        "splits": done.splits,
-        "faults": faults,
-    }
-    return 0, body, "\n".join([repr(done), *(f"  planted: {f['path']}: {f['what']}" for f in faults)])
+    text = "\n".join([repr(done), *(f"  planted: {f['path']}: {f['what']}" for f in faults)])
+    return 0, vars(done) | {"root": show_path(done.root), "faults": faults}, text
 
 
 def run_scan(args: argparse.Namespace) -> Outcome:
     "List a data folder."
-    from leakmel.audio.manifest import scan
     from leakmel.audio.recordings import hints, shared_groups
     from leakmel.audio.problems import CANNOT_BE_USED, count_kinds, group_of
 
-    split = None if args.split == "all" else args.split
-    manifest = scan(
-        args.root,
-        split=split,
-        content=args.content,
-        table=args.table,
-        pattern=args.pattern,
-        progress=progress_of(args),
-    )
+    manifest = _scan(args, content=args.content)
     problems = manifest.problems.to_dict("records")
-    report = manifest.report(args.most)
+    report = manifest.report(len(problems) if args.most is None else args.most)
     lost = {
         p["path"] for p in problems if p["kind"] != "no_recordings" and group_of(p["kind"]) == CANNOT_BE_USED
     }
@@ -106,17 +95,14 @@ def run_scan(args: argparse.Namespace) -> Outcome:
 # %% ../nbs/cli.ipynb #10d905d0
 def run_build(args: argparse.Namespace) -> Outcome:
     "Build one split, or all."
-    from leakmel.audio.manifest import scan
-    from leakmel.dataset.run.pipeline import build, build_all
-    from leakmel.dataset.run.config import PipelineConfig, with_tuned
     from leakmel.dataset.run.plan import run_summary
+    from leakmel.dataset.run.tuned import with_tuned
     from leakmel.dataset.file.spec_file import asked_spec
     from leakmel.insight.advice import analysis_text
-    from leakmel.mel.spec import MelSpec
 
-    spec, spec_said = asked_spec(args.spec, args.preset, given_fields(args, MelSpec))
-    given = given_fields(args, PipelineConfig)
-    config, mode, said = PipelineConfig(**given), args.mode, ""
+    spec, spec_said = asked_spec(args.spec, args.preset, given_fields(args, lm.MelSpec))
+    given = given_fields(args, lm.PipelineConfig)
+    config, mode, said = lm.PipelineConfig(**given), args.mode, ""
     if not args.no_tuned:
         config, mode, said = with_tuned(args.root, given, engine=args.engine, mode=mode)
     common = dict(
@@ -130,17 +116,11 @@ def run_build(args: argparse.Namespace) -> Outcome:
         fresh=args.fresh,
     )
     if args.table is not None or args.pattern is not None:
-        common["manifest"] = scan(
-            args.root,
-            split=None if args.split == "all" else args.split,
-            table=args.table,
-            pattern=args.pattern,
-            progress=progress_of(args),
-        )
+        common["manifest"] = _scan(args)
     if args.split == "all":
-        results = build_all(args.root, out_dir=args.out, **common)
+        results = lm.build_all(args.root, out_dir=args.out, **common)
     else:
-        results = [build(args.root, split=args.split, out=args.out, **common)]
+        results = [lm.build(args.root, split=args.split, out=args.out, **common)]
     done = [r.summary for r in results if not r.summary["nothing_to_do"]]
     analysis = analysis_text(results[0].timeline, done, width=line_width()) if done else ""
     stands_above = progress_of(args) == "auto" and front_end() == "terminal" and sys.stdout.isatty()
@@ -158,61 +138,40 @@ def run_build(args: argparse.Namespace) -> Outcome:
 # %% ../nbs/cli.ipynb #37e6fbe2
 def _build_text(result: Any) -> str:
     "A built data set in a few lines."
-    from collections import Counter
     from leakmel.audio.problems import in_words, wrapped
     from leakmel.dataset.source.bad_files import share_sentence
-    from leakmel.dataset.run.publish import kept_sentence
+    from leakmel.dataset.run.report import kept_sentence
     from leakmel.insight.cards import cache_sentence
 
-    kept = kept_sentence(result.summary)
+    s = result.summary
+    kept, counts = kept_sentence(s), Counter(r.code for r in result.rejections)
     rate = "" if kept else f", {result.files_per_s:,.0f} files/s end to end"
-    share = share_sentence(len(result.rejections), result.found, result.summary["pipeline"]["max_rejected"])
+    problems = ", ".join(f"{n:,} x {kind}" for kind, n in s["problems_by_kind"].items())
+    listed = f"{problems} (leakmel scan --content lists them; so does the report beside the data set)"
     lines = [
-        show_path(result.path),
+        *([wrapped("  ", kept, width=line_width())] if kept else []),
         f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
         f"  {result.seconds:.2f} s to the published file (imports of {result.start_up_s:.2f} s apart){rate}",
-        f"  engine {result.summary['engine']}, page cache {cache_sentence(result.summary)}",
+        f"  engine {s['engine']}, page cache {cache_sentence(s)}",
         f"  {result.verified.verdict}",
     ]
-    if kept:
-        lines.insert(1, wrapped("  ", kept, width=line_width()))
-    if result.summary["status_counts"]:
-        lines.append(
-            wrapped("  changed to fit: ", in_words(result.summary["status_counts"]), width=line_width())
-        )
-    problems = ", ".join(f"{n:,} x {kind}" for kind, n in result.summary["problems_by_kind"].items())
+    if s["status_counts"]:
+        lines.append(wrapped("  changed to fit: ", in_words(s["status_counts"]), width=line_width()))
     if problems:
-        lines.append(
-            wrapped(
-                "  problems: ",
-                width=line_width(),
-                text=(
-                    f"{problems} (leakmel scan --content lists them; so does the report beside the data set)"
-                ),
-            )
-        )
-    if share:
+        lines.append(wrapped("  problems: ", listed, width=line_width()))
+    if share := share_sentence(len(result.rejections), result.found, s["pipeline"]["max_rejected"]):
         lines.append(f"  rejected: {share}")
-    lines += [
-        f"  rejected: {n:,} x {code}" for code, n in Counter(r.code for r in result.rejections).most_common()
-    ]
-    return "\n".join(lines)
+    lines += [f"  rejected: {n:,} x {code}" for code, n in counts.most_common()]
+    return "\n".join([show_path(result.path), *lines])
 
 
 def run_verify(args: argparse.Namespace) -> Outcome:
     "Check a data set."
-    from leakmel.dataset.check.verify import verify
-
-    report = verify(args.file, root=args.root, sample=args.sample, table=args.table)
-    lines = [
-        f"{show_path(args.file)}: {report.verdict}",
-        *(f"  {p}" for p in report.problems[1:20]),  # the verdict has the first
-        *(
-            [f"  and {len(report.problems) - 20:,} more (--json has all)"]
-            if len(report.problems) > 20
-            else []
-        ),
-    ]
+    report = lm.verify(args.file, root=args.root, sample=args.sample, table=args.table)
+    lines = [f"{show_path(args.file)}: {report.verdict}"]
+    lines += [f"  {p}" for p in report.problems[1:20]]  # the verdict has the first
+    if len(report.problems) > 20:
+        lines.append(f"  and {len(report.problems) - 20:,} more (--json has all)")
     return (0 if report.ok else 1), report.to_dict() | {"path": show_path(args.file)}, "\n".join(lines)
 
 
@@ -227,10 +186,11 @@ def run_cache(args: argparse.Namespace) -> Outcome:
     n_bytes = sum(f.n_bytes for f in files)
     done = "" if args.what == "list" else "removed "
     there = show_path(folder) if folder.is_dir() else f"{show_path(folder)} (no such folder)"
-    lines = [
-        f"{done}{len(files):,} cache file{'s' * (len(files) != 1)}, {size_text(n_bytes)} in {there}",
-        *(f"  {_cache_line(f)}" for f in files),
-    ]
+    lines = [f"{done}{len(files):,} cache file{'s' * (len(files) != 1)}, {size_text(n_bytes)} in {there}"]
+    for f in files:
+        what = f.problem or f"{f.recordings:,} recordings of {f.folder}"
+        used = f.used_utc[:16].replace("T", " ")
+        lines.append(f"  {used}  {size_text(f.n_bytes):>9}  {f.path.name}  {what}")
     body = {
         "folder": show_path(folder),
         "n_bytes": n_bytes,
@@ -239,18 +199,10 @@ def run_cache(args: argparse.Namespace) -> Outcome:
     return 0, body, "\n".join(lines)
 
 
-def _cache_line(file: Any) -> str:
-    "A cache file in a line."
-    from leakmel.core.monitor import size_text
-
-    what = file.problem or f"{file.recordings:,} recordings of {file.folder}"
-    return f"{file.used_utc[:16].replace('T', ' ')}  {size_text(file.n_bytes):>9}  {file.path.name}  {what}"
-
-
 # %% ../nbs/cli.ipynb #e90a0f32
 def run_bench(args: argparse.Namespace) -> Outcome:
     "Measure builds, a GPU or training on this machine."
-    from leakmel.ops.bench_run import is_right, measure, suite_text
+    from leakmel.ops.bench import is_right, measure, suite_text
 
     record, path = measure(
         args.suite,
@@ -274,8 +226,7 @@ def _say(text: str) -> None:
 # %% ../nbs/cli.ipynb #117226f7
 def run_doctor(args: argparse.Namespace) -> Outcome:
     "Look at this machine: what a build needs, what is there, whether every engine is right."
-    from leakmel.ops.doctor import examine
-    from leakmel.ops.doctor_checks import TITLES
+    from leakmel.ops.doctor import TITLES, examine
 
     with Progress(len(TITLES), label="examined", unit="checks", show=progress_of(args)) as bar:
         report = examine(args.dir, progress=bar.update)
@@ -283,16 +234,16 @@ def run_doctor(args: argparse.Namespace) -> Outcome:
 
 
 # %% ../nbs/cli.ipynb #136e769c
-def _count_or_all(text: str) -> int | None:
-    "A number, or None for `all`."
-    return None if text == "all" else _count(text)
-
-
-def _count(text: str) -> int:
-    "A number from 0 up."
+def _count(text: str) -> int | None:
+    "A number from 0 up, or None for `all`."
+    if text == "all":
+        return None
     if (value := int(text)) < 0:
         raise ValueError(text)
     return value
+
+
+_count.__name__ = "number (0 or more, or all):"  # argparse puts it into its message
 
 
 class _Parser(argparse.ArgumentParser):
@@ -308,10 +259,6 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(text, code="invalid-arguments")
 
 
-_count.__name__ = "number (0 or more):"
-_count_or_all.__name__ = "number of rows (0 or more, or all):"  # argparse puts it into its message
-
-
 def _parser(
     first: str = "",  # word of the command line; of a command, the options of the others are left out: they need packages that `doctor` may find missing
 ) -> argparse.ArgumentParser:
@@ -322,318 +269,280 @@ def _parser(
         description="Folders of pipe recordings to verified log-mel data sets.",
         epilog="exit status: 0 done, 1 failed or not ok, 2 usage, 3 no space, 128+n on signal n",
     )
-    parser.add_argument("--version", action="version", version=f"leakmel {__version__}")
+    parser.add_argument("--version", action="version", version=f"leakmel {lm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    known = {
-        "demo": (run_demo, _add_demo),
-        "scan": (run_scan, _add_scan),
-        "build": (run_build, _add_build),
-        "verify": (run_verify, _add_verify),
+    known: dict[str, tuple[Any, Any, str | None]] = {
+        "demo": (run_demo, _DEMO, None),
+        "scan": (
+            run_scan,
+            _SCAN | _NAMES,
+            (
+                "exit status: 0 no recording would be rejected; 1 one would be, because it has no label or, with --content, because "
+                "it cannot be read, or there is none at all (with --strict: any problem); 2 usage; 128+n on signal n"
+            ),
+        ),
+        "build": (run_build, _add_build, None),
+        "verify": (run_verify, _VERIFY, None),
         **COMMANDS,
-        "cache": (run_cache, _add_cache),
-        "bench": (run_bench, _add_bench),
-        "tune": (run_tune, _add_tune),
-        "doctor": (run_doctor, _add_doctor),
+        "cache": (run_cache, _CACHE, None),
+        "bench": (run_bench, _BENCH, None),
+        "tune": (run_tune, _add_tune, None),
+        "doctor": (
+            run_doctor,
+            _DOCTOR,
+            "exit status: 0 nothing that a build needs is missing or wrong; 1 something is; 2 usage; 128+n on signal n",
+        ),
     }
-    for name, (run, add) in known.items():
-        p = commands.add_parser(name, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
+    for name, (run, options, status) in known.items():
+        p = commands.add_parser(
+            name, help=run.__doc__, description=run.__doc__, epilog=status, allow_abbrev=False
+        )
         p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         p.add_argument("--quiet", action="store_true", help="draw no progress")
         p.set_defaults(run=run)
         if first == name or first not in known:
-            add(p)
+            add_options(p, options(p) if callable(options) else options)
     return parser
 
 
 # %% ../nbs/cli.ipynb #0d8a7e6c
-def _add_demo(p: argparse.ArgumentParser) -> None:
-    add_options(
-        p,
-        {
-            "dir": dict(
-                help="folder to make; it must not exist or be empty",
-            ),
-            "--files": dict(
-                type=int,
-                default=1200,
-                help="recordings in all splits together (default 1200; 82 kB each)",
-            ),
-            "--seed": dict(
-                type=int,
-                default=0,
-                help="another seed gives other recordings (default 0)",
-            ),
-            "--faults": dict(
-                action="store_true",
-                help="plant a few faulty files and list them",
-            ),
-        },
-    )
+_DEMO: Options = {
+    "dir": dict(
+        help="folder to make; it must not exist or be empty",
+    ),
+    "--files": dict(
+        type=int,
+        default=1200,
+        help="recordings in all splits together (default 1200; 82 kB each)",
+    ),
+    "--seed": dict(
+        type=int,
+        default=0,
+        help="another seed gives other recordings (default 0)",
+    ),
+    "--faults": dict(
+        action="store_true",
+        help="plant a few faulty files and list them",
+    ),
+}
 
 
-def _add_scan(p: argparse.ArgumentParser) -> None:
-    add_options(
-        p,
-        {
-            "root": dict(
-                help="folder of splits, or of label folders",
-            ),
-            "--split": dict(
-                help="training, validation, testing or all (default all)",
-            ),
-            "--content": dict(
-                action="store_true",
-                help="read every recording too: what cannot be used, and what is worth a look (copies, clipping ...)",
-            ),
-            "--strict": dict(
-                action="store_true",
-                help="exit status 1 for any problem at all",
-            ),
-            "--most": dict(
-                type=_count,
-                default=20,
-                metavar="N",
-                help="examples of problems to print (default 20; one of each kind at the least; 0: none)",
-            ),
-        },
-    )
-    p.epilog = (
-        "exit status: 0 no recording would be rejected; 1 one would be, because it has no label or, with --content, because "
-        "it cannot be read, or there is none at all (with --strict: any problem); 2 usage; 128+n on signal n"
-    )
-    _add_names(p)
-
-
-def _add_names(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--table",
+_SCAN: Options = {
+    "root": dict(
+        help="folder of splits, or of label folders",
+    ),
+    "--split": dict(
+        help="training, validation, testing or all (default all)",
+    ),
+    "--content": dict(
+        action="store_true",
+        help="read every recording too: what cannot be used, and what is worth a look (copies, clipping ...)",
+    ),
+    "--strict": dict(
+        action="store_true",
+        help="exit status 1 for any problem at all",
+    ),
+    "--most": dict(
+        type=_count,
+        default=20,
+        metavar="N",
+        help="examples of problems to print, or all (default 20; one of each kind at the least; 0: none)",
+    ),
+}
+_NAMES: Options = {
+    "--table": dict(
         metavar="FILE",
         help="CSV or Parquet file that names the recordings: columns path (or file, filename) and label, and if wanted "
         "split, sensor, recording, session, start_time, gain, folder",
-    )
-    p.add_argument(
-        "--pattern",
+    ),
+    "--pattern": dict(
         metavar="TEXT",
         help="form of the paths without their extension, for example '{label}/{session}/{sensor}~{*}~{start_time}': "
         "fields as in --table, {*} any text, {**} any folders",
-    )
+    ),
+}
 
 
 # %% ../nbs/cli.ipynb #477b2cdb
-def _add_build(p: argparse.ArgumentParser) -> None:
+def _add_build(p: argparse.ArgumentParser) -> Options:
     from leakmel.dataset.run.modes import MODES
-    from leakmel.dataset.run.config import PipelineConfig
 
-    add_options(
-        p,
-        {
-            "root": dict(
-                help="folder of splits, or of label folders",
+    title = "features: what is in the data set (not given: as in the preset, rate and length as in the data)"
+    add_field_options(p, lm.MelSpec, title, show_defaults=False)
+    add_field_options(p, lm.PipelineConfig, "speed, and what a bad file means: never changes a row")
+    return {
+        "root": dict(
+            help="folder of splits, or of label folders",
+        ),
+        "--out": dict(
+            required=True,
+            help="file of the data set; with --split all the folder of the data sets",
+        ),
+        "--split": dict(
+            help="training, validation, testing or all; not given: the root is one folder of label folders",
+        ),
+        **_NAMES,
+        **_features(),
+        "--mode": dict(
+            default="auto",
+            choices=MODES,
+            help="how recordings are read: each once, or held in memory or a cache file first (default auto)",
+        ),
+        "--check": dict(
+            type=_count,
+            default=64,
+            metavar="N",
+            help="rows recomputed in float64 before publishing, or all (default 64)",
+        ),
+        "--fresh": dict(
+            action="store_true",
+            help=(
+                "make every row anew; else an interrupted build goes on, and rows whose recordings have not changed "
+                "since the data set that stands are copied"
             ),
-            "--out": dict(
-                required=True,
-                help="file of the data set; with --split all the folder of the data sets",
-            ),
-            "--split": dict(
-                help="training, validation, testing or all; not given: the root is one folder of label folders",
-            ),
-        },
-    )
-    _add_names(p)
-    _add_features(
-        p, "features: what is in the data set (not given: as in the preset, rate and length as in the data)"
-    )
-    add_options(
-        p,
-        {
-            "--mode": dict(
-                default="auto",
-                choices=MODES,
-                help="how recordings are read: each once, or held in memory or a cache file first (default auto)",
-            ),
-            "--check": dict(
-                type=_count_or_all,
-                default=64,
-                metavar="N",
-                help="rows recomputed in float64 before publishing, or all (default 64)",
-            ),
-            "--fresh": dict(
-                action="store_true",
-                help=(
-                    "make every row anew; else an interrupted build goes on, and rows whose recordings have not changed "
-                    "since the data set that stands are copied"
-                ),
-            ),
-            "--no-tuned": dict(
-                action="store_true",
-                help="leave out the settings of speed that `leakmel tune` measured on this machine",
-            ),
-        },
-    )
-    add_field_options(p, PipelineConfig, "speed, and what a bad file means: never changes a row")
+        ),
+        "--no-tuned": dict(
+            action="store_true",
+            help="leave out the settings of speed that `leakmel tune` measured on this machine",
+        ),
+    }
 
 
-def _add_features(p: argparse.ArgumentParser, title: str) -> None:
+def _features() -> Options:
+    "Options of the features, for build and tune."
     from leakmel.mel.engines import ENGINES
-    from leakmel.mel.spec import MelSpec
 
-    add_options(
-        p,
-        {
-            "--preset": dict(
-                help=f"settings to start from: {', '.join(MelSpec.preset_names())} (default disjoint)",
+    return {
+        "--preset": dict(
+            help=f"settings to start from: {', '.join(lm.MelSpec.preset_names())} (default disjoint)",
+        ),
+        "--spec": dict(
+            metavar="FILE",
+            help=(
+                "spec file, for example from explore.ipynb, or a data set whose features are wanted; options for its "
+                "settings win, another preset is refused"
             ),
-            "--spec": dict(
-                metavar="FILE",
-                help=(
-                    "spec file, for example from explore.ipynb, or a data set whose features are wanted; options for its "
-                    "settings win, another preset is refused"
-                ),
-            ),
-            "--engine": dict(
-                default="auto",
-                choices=["auto", *ENGINES],
-                help="what computes (default auto)",
-            ),
-            "--with-waveforms": dict(
-                action="store_true",
-                help="store the short segments too (/segments_waveform, float32): many times the bytes of the mels",
-            ),
-        },
-    )
-    add_field_options(p, MelSpec, title, show_defaults=False)
+        ),
+        "--engine": dict(
+            default="auto",
+            choices=["auto", *ENGINES],
+            help="what computes (default auto)",
+        ),
+        "--with-waveforms": dict(
+            action="store_true",
+            help="store the short segments too (/segments_waveform, float32): many times the bytes of the mels",
+        ),
+    }
 
 
 # %% ../nbs/cli.ipynb #3c240237
-def _add_verify(p: argparse.ArgumentParser) -> None:
-    add_options(
-        p,
-        {
-            "file": dict(
-                help="data set",
-            ),
-            "--root": dict(
-                help="the data folder it was built from; without it the verdict is 'integrity only'",
-            ),
-            "--sample": dict(
-                type=_count_or_all,
-                default=64,
-                metavar="N",
-                help="rows to recompute, or all (default 64)",
-            ),
-            "--table": dict(
-                metavar="FILE",
-                help="the table that the labels came from; without it they cannot be compared",
-            ),
-        },
-    )
+_VERIFY: Options = {
+    "file": dict(
+        help="data set",
+    ),
+    "--root": dict(
+        help="the data folder it was built from; without it the verdict is 'integrity only'",
+    ),
+    "--sample": dict(
+        type=_count,
+        default=64,
+        metavar="N",
+        help="rows to recompute, or all (default 64)",
+    ),
+    "--table": dict(
+        metavar="FILE",
+        help="the table that the labels came from; without it they cannot be compared",
+    ),
+}
 
 
-def _add_cache(p: argparse.ArgumentParser) -> None:
-    add_options(
-        p,
-        {
-            "what": dict(
-                choices=["list", "clear"],
-                metavar="list|clear",
-                help="list the cache files, or remove them",
-            ),
-            "--cache-dir": dict(
-                metavar="DIR",
-                help="their folder (default: LEAKMEL_CACHE_DIR, or leakmel in the user's cache folder)",
-            ),
-            "--unused-days": dict(
-                type=float,
-                default=0,
-                metavar="N",
-                help="clear only files that were not used for N days (default 0: all)",
-            ),
-        },
-    )
+_CACHE: Options = {
+    "what": dict(
+        choices=["list", "clear"],
+        metavar="list|clear",
+        help="list the cache files, or remove them",
+    ),
+    "--cache-dir": dict(
+        metavar="DIR",
+        help="their folder (default: LEAKMEL_CACHE_DIR, or leakmel in the user's cache folder)",
+    ),
+    "--unused-days": dict(
+        type=float,
+        default=0,
+        metavar="N",
+        help="clear only files that were not used for N days (default 0: all)",
+    ),
+}
 
 
-def _add_bench(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "dir",
-        help="work folder for the made recordings and the data sets; recordings that are there are used again",
-    )
-    p.add_argument(
-        "--suite",
+_BENCH: Options = {
+    "dir": dict(
+        help="work folder for the made recordings and the data sets; recordings that are there are used again"
+    ),
+    "--suite": dict(
         default="build",
         metavar="NAME",
         help="what to measure: build (whole builds), gpu (a machine with a GPU) or train (training, evaluation and prediction, on a GPU if "
         "there is one) (default build). Comparisons with other tools and the parts of a build are notebooks in nbs/benchmarks",
-    )
-    p.add_argument(
-        "--files",
+    ),
+    "--files": dict(
         type=int,
         help="recordings of the training split of the made set, of 82 kB each (default 8000; with gpu, and train on a GPU, the "
         "reference set's 39,563; with train on a CPU 400)",
-    )
-    p.add_argument("--rounds", type=int, help="counted rounds of each setting (default 5, with gpu 3)")
-    p.add_argument(
-        "--budget-s",
+    ),
+    "--rounds": dict(type=int, help="counted rounds of each setting (default 5, with gpu 3)"),
+    "--budget-s": dict(
         type=float,
         default=420,
         metavar="S",
         help="seconds that the suite gpu may take; what matters least is left out (default 420)",
-    )
-    p.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="go through the suite train on a CPU, tiny; its figures mean nothing",
-    )
-    p.add_argument(
-        "--commit", help="commit to note in the figures of the suites gpu and train where there is no git"
-    )
-    p.add_argument("--out", default="runs/benchmarks", help="folder of the figures (default runs/benchmarks)")
-
-
-def _add_doctor(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "dir",
+    ),
+    "--rehearse": dict(
+        action="store_true", help="go through the suite train on a CPU, tiny; its figures mean nothing"
+    ),
+    "--commit": dict(help="commit to note in the figures of the suites gpu and train where there is no git"),
+    "--out": dict(default="runs/benchmarks", help="folder of the figures (default runs/benchmarks)"),
+}
+_DOCTOR: Options = {
+    "dir": dict(
         nargs="?",
         help="folder whose disk is looked at: recordings that are there are read (default: the current folder)",
-    )
-    p.epilog = "exit status: 0 nothing that a build needs is missing or wrong; 1 something is; 2 usage; 128+n on signal n"
+    ),
+}
 
 
 # %% ../nbs/cli.ipynb #0d0e4759
-def _add_tune(p: argparse.ArgumentParser) -> None:
-    add_options(
-        p,
-        {
-            "root": dict(
-                help="folder of splits, or of label folders: the one that is given to leakmel build",
+def _add_tune(p: argparse.ArgumentParser) -> Options:
+    add_field_options(p, lm.MelSpec, "features, as for leakmel build", show_defaults=False)
+    return {
+        "root": dict(
+            help="folder of splits, or of label folders: the one that is given to leakmel build",
+        ),
+        "--budget-s": dict(
+            type=float,
+            default=60,
+            metavar="S",
+            help="seconds that all of it may take (default 60)",
+        ),
+        "--work-dir": dict(
+            metavar="DIR",
+            help=(
+                "where a temporary folder is made for trials: best on the disk that data sets go to "
+                "(default: the system's folder for temporary files)"
             ),
-            "--budget-s": dict(
-                type=float,
-                default=60,
-                metavar="S",
-                help="seconds that all of it may take (default 60)",
-            ),
-            "--work-dir": dict(
-                metavar="DIR",
-                help=(
-                    "where a temporary folder is made for trials: best on the disk that data sets go to "
-                    "(default: the system's folder for temporary files)"
-                ),
-            ),
-        },
-    )
-    _add_names(p)
-    _add_features(p, "features, as for leakmel build")
-    p.add_argument("--device", default="auto", metavar="X", help="as for leakmel build (default auto)")
+        ),
+        **_NAMES,
+        **_features(),
+        "--device": dict(default="auto", metavar="X", help="as for leakmel build (default auto)"),
+    }
 
 
 def run_tune(args: argparse.Namespace) -> Outcome:
     "Measure the best settings of speed for these recordings on this machine; later builds pick them up."
-    from leakmel.audio.manifest import scan
     from leakmel.dataset.file.spec_file import asked_spec
-    from leakmel.mel.spec import MelSpec
     from leakmel.ops.tune import tune, tune_table
 
-    spec, said = asked_spec(args.spec, args.preset, given_fields(args, MelSpec))
+    spec, said = asked_spec(args.spec, args.preset, given_fields(args, lm.MelSpec))
     figures = tune(
         args.root,
         spec=spec,
@@ -641,7 +550,7 @@ def run_tune(args: argparse.Namespace) -> Outcome:
         device=args.device,
         with_waveforms=args.with_waveforms,
         budget_s=args.budget_s,
-        manifest=scan(args.root, table=args.table, pattern=args.pattern, progress=progress_of(args)),
+        manifest=_scan(args),
         work_dir=args.work_dir,
         progress=progress_of(args),
     )
@@ -680,7 +589,8 @@ def main(
         where = f"leakmel {args.command}: "
         handlers = _catch_signals()
         try:
-            status, body, text = args.run(args)
+            with spoken_warnings():
+                status, body, text = args.run(args)
         except ModuleNotFoundError as e:
             raise missing_package(e) from e
     except (LeakmelError, Signal) as e:
@@ -737,8 +647,6 @@ def _print(args: argparse.Namespace, status: int, body: dict[str, Any], text: st
 
 def _catch_signals() -> dict[int, Any]:
     "Turn SIGINT and SIGTERM into an exception; only the main thread can."
-    import threading
-
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {n: signal.signal(n, _raise_signal) for n in (signal.SIGINT, signal.SIGTERM)}

@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "Options",
+    "PREDICT",
     "COMMANDS",
     "progress_of",
     "add_options",
@@ -17,19 +18,21 @@ __all__ = [
     "run_evaluate",
     "add_retrain",
     "run_retrain",
-    "add_predict",
     "run_predict",
 ]
 
 # %% ../nbs/cli_learn.ipynb #0eb1f6f9
 import argparse, sys, warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import leakmel as lm
 from .core.errors import UsageError, show_path
 from .core.parameters import add_field_options, given_fields
 from .core.progress import folded, line_width
+from .learn.model.settings import RESUME, CheckpointSettings, TrainSettings
 
 
 # %% ../nbs/cli_learn.ipynb #80fbb94a
@@ -87,77 +90,69 @@ _PLAN = (
 
 
 # %% ../nbs/cli_learn.ipynb #5f6afcef
-def add_train(p: argparse.ArgumentParser) -> None:
+def add_train(p: argparse.ArgumentParser) -> Options:
     "Options of `leakmel train`."
-    from leakmel.learn.model.settings import RESUME, CheckpointSettings, TrainSettings
 
-    add_options(
-        p,
-        {
-            "data": dict(
-                help=(
-                    "folder with TRAINING_DATASET.H5 and, if there are, VALIDATION_DATASET.H5 and TESTING_DATASET.H5 (as leakmel build "
-                    "--split all leaves it), or the file of the training recordings"
-                ),
-            ),
-            "--out": dict(
-                required=True,
-                metavar="DIR",
-                help=(
-                    "folder of the model (model.pt), its history and its checkpoints; an interrupted training in it "
-                    "goes on"
-                ),
-            ),
-            "--validation": dict(
-                metavar="FILE",
-                help="data set that decides which epoch is the best, and the threshold (not given: that of the folder)",
-            ),
-            "--testing": dict(
-                metavar="FILE",
-                help="data set that judges the detector at the end (not given: that of the folder)",
-            ),
-            "--group": dict(
-                metavar="NAME",
-                help="divide all recordings anew, so that no sensor (or recording, or other column) is in two parts",
-            ),
-            **_LEAKY,
-            **_TASK,
-            "--resume": dict(
-                default="auto",
-                choices=RESUME,
-                help="go on with an interrupted training: where it is the same, always, never (default auto)",
-            ),
-            **_DEVICE,
-            "--no-evaluation": dict(
-                action="store_true",
-                help="leave the recordings for testing alone",
-            ),
-            "--figures": dict(
-                action="store_true",
-                help="also save curves and times as pages (figures/*.html)",
-            ),
-        },
-    )
     add_field_options(p, CheckpointSettings, "checkpoints: never change a weight")
     add_field_options(p, TrainSettings, "training")
-    p.epilog = "exit status: 0 trained; 1 failed; 2 usage; 3 no space; 128+n on signal n, after a checkpoint from which the same command goes on"
+    return {
+        "data": dict(
+            help=(
+                "folder with TRAINING_DATASET.H5 and, if there are, VALIDATION_DATASET.H5 and TESTING_DATASET.H5 (as leakmel build "
+                "--split all leaves it), or the file of the training recordings"
+            ),
+        ),
+        "--out": dict(
+            required=True,
+            metavar="DIR",
+            help=(
+                "folder of the model (model.pt), its history and its checkpoints; an interrupted training in it "
+                "goes on"
+            ),
+        ),
+        "--validation": dict(
+            metavar="FILE",
+            help="data set that decides which epoch is the best, and the threshold (not given: that of the folder)",
+        ),
+        "--testing": dict(
+            metavar="FILE",
+            help="data set that judges the detector at the end (not given: that of the folder)",
+        ),
+        "--group": dict(
+            metavar="NAME",
+            help="divide all recordings anew, so that no sensor (or recording, or other column) is in two parts",
+        ),
+        **_LEAKY,
+        **_TASK,
+        "--resume": dict(
+            default="auto",
+            choices=RESUME,
+            help="go on with an interrupted training: where it is the same, always, never (default auto)",
+        ),
+        **_DEVICE,
+        "--no-evaluation": dict(
+            action="store_true",
+            help="leave the recordings for testing alone",
+        ),
+        "--figures": dict(
+            action="store_true",
+            help="also save curves and times as pages (figures/*.html)",
+        ),
+    }
 
 
 def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Train a leak detector on data sets."
-    from leakmel.learn.plans import execute_evaluation, run_summary
-    from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
     from leakmel.learn.train.history import save_figures
-    from leakmel.learn.plans import execute_training, plan_training
+    from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary
 
     given = {n: getattr(args, n) for n in (*_PLAN, "testing")} | {"evaluation": not args.no_evaluation}
     given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
-    with spoken_warnings():
-        plan = plan_training(given, progress=progress_of(args))
-        result = execute_training(plan, progress=progress_of(args))
-        if args.figures:
-            save_figures(plan.out / "figures", result.epochs, result.best_epoch)
-        judged = execute_evaluation(plan, result, progress=progress_of(args))
+    plan = plan_training(given, progress=progress_of(args))
+    result = execute_training(plan, progress=progress_of(args))
+    if args.figures:
+        save_figures(plan.out / "figures", result.epochs, result.best_epoch)
+    judged = execute_evaluation(plan, result, progress=progress_of(args))
     text = folded(
         "\n".join([repr(result), *(["", judged.report(line_width())] if judged is not None else [])]),
         line_width(),
@@ -169,20 +164,13 @@ def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 @contextmanager
 def spoken_warnings() -> Iterator[None]:
     "Print warnings of leakmel as sentences, each once."
-    said: set[str] = set()
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: Any = None,
-        line: str | None = None,
-    ) -> None:
-        text = str(message)
-        if text not in said:
-            print(f"{category.__name__}: {text}", file=sys.stderr, flush=True)
-        said.add(text)
+    @cache
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        say(f"{category.__name__}: {message}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -190,114 +178,106 @@ def spoken_warnings() -> Iterator[None]:
 
 
 # %% ../nbs/cli_learn.ipynb #b01797f7
-def add_search(p: argparse.ArgumentParser) -> None:
+def add_search(p: argparse.ArgumentParser) -> Options:
     "Options of `leakmel search`."
-    from leakmel.learn.model.settings import RESUME, CheckpointSettings, TrainSettings
 
-    add_options(
-        p,
-        {
-            "data": dict(
-                help=(
-                    "folder with TRAINING_DATASET.H5 and VALIDATION_DATASET.H5, or the file of the training recordings; recordings for testing are "
-                    "not looked at"
-                ),
-            ),
-            "--out": dict(
-                required=True,
-                metavar="DIR",
-                help="folder of the search: trials.csv, the best model (model.pt), summary.json, figures; a search that was interrupted in it goes on",
-            ),
-            "--validation": dict(
-                metavar="FILE",
-                help="data set that judges the trials (not given: that of the folder)",
-            ),
-            "--space": dict(
-                metavar="JSON",
-                help=(
-                    """what is tried, as JSON or a file of it: '{"learning_rate": [0.001, 0.01], "batch_size": {"choices": [128, 256]}}' """
-                    "(not given: ten settings in their usual ranges)"
-                ),
-            ),
-            "--trials": dict(
-                type=int,
-                default=30,
-                metavar="N",
-                help="trials in all, the first with the settings that it begins with (default 30)",
-            ),
-            "--hours": dict(
-                type=float,
-                metavar="H",
-                help="time that this call may take; the next one goes on (not given: as long as it takes)",
-            ),
-            "--again": dict(
-                type=int,
-                default=2,
-                metavar="N",
-                help="other seeds with which the best settings and the first ones are trained in the end (default 2)",
-            ),
-            "--prune-after": dict(
-                type=int,
-                default=5,
-                metavar="N",
-                help="complete trials before one that lags is ended early; 0: none is ever (default 5)",
-            ),
-            "--prune-epochs": dict(
-                type=int,
-                default=2,
-                metavar="N",
-                help="epochs that each trial has before (default 2)",
-            ),
-            "--group": dict(
-                metavar="NAME",
-                help="as for leakmel train: divide all recordings anew; the part for testing is not looked at",
-            ),
-            **_LEAKY,
-            **_TASK,
-            "--resume": dict(
-                default="auto",
-                choices=RESUME,
-                help="go on with an interrupted search: where it is the same, always, never (default auto)",
-            ),
-            **_DEVICE,
-        },
-    )
     add_field_options(p, CheckpointSettings, "checkpoints: never change a weight")
     add_field_options(p, TrainSettings, "what the search begins with")
-    p.epilog = "exit status: 0 done, or the time is over; 1 failed; 2 usage; 3 no space; 128+n on signal n: the same command goes on. Needs leakmel[search]"
+    return {
+        "data": dict(
+            help=(
+                "folder with TRAINING_DATASET.H5 and VALIDATION_DATASET.H5, or the file of the training recordings; recordings for testing are "
+                "not looked at"
+            ),
+        ),
+        "--out": dict(
+            required=True,
+            metavar="DIR",
+            help="folder of the search: trials.csv, the best model (model.pt), summary.json, figures; a search that was interrupted in it goes on",
+        ),
+        "--validation": dict(
+            metavar="FILE",
+            help="data set that judges the trials (not given: that of the folder)",
+        ),
+        "--space": dict(
+            metavar="JSON",
+            help=(
+                """what is tried, as JSON or a file of it: '{"learning_rate": [0.001, 0.01], "batch_size": {"choices": [128, 256]}}' """
+                "(not given: ten settings in their usual ranges)"
+            ),
+        ),
+        "--trials": dict(
+            type=int,
+            default=30,
+            metavar="N",
+            help="trials in all, the first with the settings that it begins with (default 30)",
+        ),
+        "--hours": dict(
+            type=float,
+            metavar="H",
+            help="time that this call may take; the next one goes on (not given: as long as it takes)",
+        ),
+        "--again": dict(
+            type=int,
+            default=2,
+            metavar="N",
+            help="other seeds with which the best settings and the first ones are trained in the end (default 2)",
+        ),
+        "--prune-after": dict(
+            type=int,
+            default=5,
+            metavar="N",
+            help="complete trials before one that lags is ended early; 0: none is ever (default 5)",
+        ),
+        "--prune-epochs": dict(
+            type=int,
+            default=2,
+            metavar="N",
+            help="epochs that each trial has before (default 2)",
+        ),
+        "--group": dict(
+            metavar="NAME",
+            help="as for leakmel train: divide all recordings anew; the part for testing is not looked at",
+        ),
+        **_LEAKY,
+        **_TASK,
+        "--resume": dict(
+            default="auto",
+            choices=RESUME,
+            help="go on with an interrupted search: where it is the same, always, never (default auto)",
+        ),
+        **_DEVICE,
+    }
 
 
 # %% ../nbs/cli_learn.ipynb #93ca7616
 def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Search the settings of a training on validation."
-    from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
-    from leakmel.learn.search.search import search
     from leakmel.learn.plans import plan_training
 
     given = {n: getattr(args, n) for n in _PLAN} | {"testing": None, "evaluation": False}
     given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
-    with spoken_warnings():
-        plan = plan_training(given, progress=progress_of(args))
-        files = plan.sets.files
-        how = dict(plan.given)
-        if plan.split is None:
-            how |= {"training": files["training"], "validation": files.get("validation")}
-        else:
-            how |= {"training": list(files.values()), "split": plan.split}
-        result = search(
-            out=plan.out,
-            space=args.space,
-            settings=plan.settings,
-            trials=args.trials,
-            hours=args.hours,
-            again=args.again,
-            prune_after=args.prune_after,
-            prune_epochs=args.prune_epochs,
-            device=args.device,
-            checkpoints=plan.checkpoints,
-            progress=progress_of(args),
-            **how,
-        )
+    plan = plan_training(given, progress=progress_of(args))
+    files = plan.sets.files
+    how = dict(plan.given)
+    if plan.split is None:
+        how |= {"training": files["training"], "validation": files.get("validation")}
+    else:
+        how |= {"training": list(files.values()), "split": plan.split}
+    result = lm.search(
+        out=plan.out,
+        space=args.space,
+        settings=plan.settings,
+        trials=args.trials,
+        hours=args.hours,
+        again=args.again,
+        prune_after=args.prune_after,
+        prune_epochs=args.prune_epochs,
+        device=args.device,
+        checkpoints=plan.checkpoints,
+        progress=progress_of(args),
+        **how,
+    )
     return 0, result.summary, folded(repr(result), line_width())
 
 
@@ -305,123 +285,117 @@ def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 _MODEL = "detector: model.pt as leakmel train leaves it, or the folder of a training or of rounds, whose champion is taken then"
 
 
-def add_evaluate(p: argparse.ArgumentParser) -> None:
+def add_evaluate(p: argparse.ArgumentParser) -> Options:
     "Options of `leakmel evaluate`."
     from leakmel.learn.metrics.metrics import FIGURES
 
-    add_options(
-        p,
-        {
-            "data": dict(
-                nargs="+",
-                help=(
-                    "data sets that judge, or a folder with TESTING_DATASET.H5; what leakmel build --split all left beside it is taken "
-                    "for the recordings that the detector was trained with"
-                ),
+    return {
+        "data": dict(
+            nargs="+",
+            help=(
+                "data sets that judge, or a folder with TESTING_DATASET.H5; what leakmel build --split all left beside it is taken "
+                "for the recordings that the detector was trained with"
             ),
-            "--model": dict(
-                required=True,
-                metavar="FILE",
-                help=_MODEL,
+        ),
+        "--model": dict(
+            required=True,
+            metavar="FILE",
+            help=_MODEL,
+        ),
+        "--training": dict(
+            action="append",
+            default=[],
+            metavar="FILE",
+            help=(
+                "data set that it was trained on: the baselines learn from it, and sensors, "
+                "recordings and copies on both sides are looked for (more than once for several; not given: that of the folder, if there is one)"
             ),
-            "--training": dict(
-                action="append",
-                default=[],
-                metavar="FILE",
-                help=(
-                    "data set that it was trained on: the baselines learn from it, and sensors, "
-                    "recordings and copies on both sides are looked for (more than once for several; not given: that of the folder, if there is one)"
-                ),
+        ),
+        "--validation": dict(
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="likewise, on which the baselines' thresholds are chosen",
+        ),
+        "--out": dict(
+            metavar="DIR",
+            help="folder for summary.json, report.txt and recordings.csv with the score of each recording",
+        ),
+        "--figures": dict(
+            action="store_true",
+            help="also save all figures as one page (evaluation.html); needs --out",
+        ),
+        "--votes": dict(
+            default="mean,long_vote",
+            metavar="RULES",
+            help=(
+                "from segments to a recording, with commas between, beside the model's own rule: "
+                "mean, long_vote, any_long, frac_vote (default mean,long_vote)"
             ),
-            "--validation": dict(
-                action="append",
-                default=[],
-                metavar="FILE",
-                help="likewise, on which the baselines' thresholds are chosen",
-            ),
-            "--out": dict(
-                metavar="DIR",
-                help="folder for summary.json, report.txt and recordings.csv with the score of each recording",
-            ),
-            "--figures": dict(
-                action="store_true",
-                help="also save all figures as one page (evaluation.html); needs --out",
-            ),
-            "--votes": dict(
-                default="mean,long_vote",
-                metavar="RULES",
-                help=(
-                    "from segments to a recording, with commas between, beside the model's own rule: "
-                    "mean, long_vote, any_long, frac_vote (default mean,long_vote)"
-                ),
-            ),
-            "--group": dict(
-                default="sensor",
-                metavar="NAME",
-                help="what is drawn together for intervals: sensor, or another column of the files (default sensor)",
-            ),
-            "--judged-by": dict(
-                default="auc",
-                choices=list(FIGURES),
-                metavar="FIGURE",
-                help=f"by what it has to beat the baselines: {', '.join(FIGURES)} (default auc)",
-            ),
-            "--draws": dict(
-                type=int,
-                default=2000,
-                metavar="N",
-                help="draws of groups, for intervals (default 2000)",
-            ),
-            "--seed": dict(
-                type=int,
-                default=0,
-                metavar="N",
-                help="of the draws (default 0)",
-            ),
-            "--files-per-batch": dict(
-                type=int,
-                default=64,
-                metavar="N",
-                help="recordings that are scored together (default 64)",
-            ),
-            "--legacy": dict(
-                action="store_true",
-                help="the data sets are files of the earlier system",
-            ),
-            **_LEAKY,
-            **_DEVICE,
-        },
-    )
-    p.epilog = "exit status: 0 judged, whatever came out (--json says whether it beats the baselines); 1 failed; 2 usage; 3 no space; 128+n on signal n"
+        ),
+        "--group": dict(
+            default="sensor",
+            metavar="NAME",
+            help="what is drawn together for intervals: sensor, or another column of the files (default sensor)",
+        ),
+        "--judged-by": dict(
+            default="auc",
+            choices=list(FIGURES),
+            metavar="FIGURE",
+            help=f"by what it has to beat the baselines: {', '.join(FIGURES)} (default auc)",
+        ),
+        "--draws": dict(
+            type=int,
+            default=2000,
+            metavar="N",
+            help="draws of groups, for intervals (default 2000)",
+        ),
+        "--seed": dict(
+            type=int,
+            default=0,
+            metavar="N",
+            help="of the draws (default 0)",
+        ),
+        "--files-per-batch": dict(
+            type=int,
+            default=64,
+            metavar="N",
+            help="recordings that are scored together (default 64)",
+        ),
+        "--legacy": dict(
+            action="store_true",
+            help="the data sets are files of the earlier system",
+        ),
+        **_LEAKY,
+        **_DEVICE,
+    }
 
 
 def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Judge a detector by data sets, beside two baselines."
-    from leakmel.learn.evaluate.evaluation import evaluate
-    from leakmel.learn.plans import find_judges
+    from leakmel.learn.find import find_judges
 
     if args.figures and not args.out:
         raise UsageError("--figures needs a folder", code="invalid-arguments", expected="--out DIR")
     votes = [word.strip() for word in args.votes.split(",")]
-    with spoken_warnings():
-        parts = find_judges(args.data, args.training, args.validation)
-        found = evaluate(
-            args.model,
-            parts["testing"],
-            training=parts.get("training"),
-            validation=parts.get("validation"),
-            votes=votes,
-            group=args.group,
-            judged_by=args.judged_by,
-            files_per_batch=args.files_per_batch,
-            device=args.device,
-            n_draws=args.draws,
-            seed=args.seed,
-            legacy=args.legacy,
-            allow_leaky_split=args.allow_leaky_split,
-            progress=progress_of(args),
-        )
-        written = found.save(args.out, plots=args.figures) if args.out else {}
+    parts = find_judges(args.data, args.training, args.validation)
+    found = lm.evaluate(
+        args.model,
+        parts["testing"],
+        training=parts.get("training"),
+        validation=parts.get("validation"),
+        votes=votes,
+        group=args.group,
+        judged_by=args.judged_by,
+        files_per_batch=args.files_per_batch,
+        device=args.device,
+        n_draws=args.draws,
+        seed=args.seed,
+        legacy=args.legacy,
+        allow_leaky_split=args.allow_leaky_split,
+        progress=progress_of(args),
+    )
+    written = found.save(args.out, plots=args.figures) if args.out else {}
     text = "\n".join(
         [
             found.report(line_width()),
@@ -436,93 +410,11 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 # %% ../nbs/cli_learn.ipynb #7a532ce1
-def add_retrain(p: argparse.ArgumentParser) -> None:
+def add_retrain(p: argparse.ArgumentParser) -> Options:
     "Options of `leakmel retrain`."
-    from leakmel.learn.model.settings import RESUME, CheckpointSettings, TrainSettings
-    from leakmel.learn.retrain.round_record import RoundRules
+    from leakmel.learn.retrain.round_settings import RoundRules
 
     several = " (more than once for several; a folder of data sets: the one of this part)"
-    add_options(
-        p,
-        {
-            "data": dict(
-                nargs="+",
-                help=(
-                    "data sets of new recordings; their labels are not looked at. leakmel build FOLDER --spec TRAINING_DATASET.H5 "
-                    "gives them the features that the detector knows"
-                ),
-            ),
-            "--out": dict(
-                required=True,
-                metavar="DIR",
-                help=(
-                    "folder of all rounds: champion.json names the detector that counts, each round has a folder "
-                    "of its own; an interrupted round goes on"
-                ),
-            ),
-            "--champion": dict(
-                metavar="FILE",
-                help=(
-                    "what the first round begins with: model.pt, or the folder of a training (not given: the champion of "
-                    "the rounds)"
-                ),
-            ),
-            "--replay": dict(
-                required=True,
-                action="append",
-                metavar="FILE",
-                help="old training recordings, a share of which is learned again" + several,
-            ),
-            "--testing": dict(
-                required=True,
-                action="append",
-                metavar="FILE",
-                help="recordings that decide, the same in all rounds; never learned" + several,
-            ),
-            "--validation": dict(
-                action="append",
-                metavar="FILE",
-                help=(
-                    "recordings that decide which epoch is the best, and the threshold (not given: the "
-                    "last epoch, 0.5)" + several
-                ),
-            ),
-            "--also": dict(
-                action="append",
-                default=[],
-                metavar="NAME=FILE",
-                help=(
-                    "a further test set, on which the challenger may not be worse (more than "
-                    "once for several; a folder of data sets: the one for testing)"
-                ),
-            ),
-            "--human-labels": dict(
-                metavar="FILE",
-                help="CSV or Parquet file with path and label of new recordings: what people heard wins over predictions",
-            ),
-            "--group": dict(
-                default="sensor",
-                metavar="NAME",
-                help="of the test recordings, what is drawn together for intervals (default sensor)",
-            ),
-            "--allow-leaky-split": dict(
-                action="store_true",
-                help="do not warn of what judges and is learned; the record stays marked",
-            ),
-            "--resume": dict(
-                default="auto",
-                choices=RESUME,
-                help="go on with an interrupted round: where it is the same, always, never (default auto)",
-            ),
-            **_DEVICE,
-            "--seed": dict(
-                type=int,
-                default=argparse.SUPPRESS,
-                metavar="X",
-                help="of all that is drawn (not given: 0; in the training that of the champion)",
-            ),
-        },
-    )
     add_field_options(p, RoundRules, "what is learned, and what decides", leave_out=["seed"])
     add_field_options(p, CheckpointSettings, "checkpoints: never change a weight")
     add_field_options(
@@ -530,138 +422,197 @@ def add_retrain(p: argparse.ArgumentParser) -> None:
         TrainSettings,
         "training (not given: the champion's; a third of epochs, 1/4 of learning rate)",
         show_defaults=False,
-        leave_out=["seed", "channels", "dropout"],
+        leave_out=["seed", "form", "channels", "dropout"],
     )
-    p.epilog = (
-        "exit status: 0 the round is over, whoever won (--json says whether the champion was replaced); 1 failed; 2 usage; 3 no space; 128+n on "
-        "signal n, after a checkpoint from which the same command goes on"
-    )
+    return {
+        "data": dict(
+            nargs="+",
+            help=(
+                "data sets of new recordings; their labels are not looked at. leakmel build FOLDER --spec TRAINING_DATASET.H5 "
+                "gives them the features that the detector knows"
+            ),
+        ),
+        "--out": dict(
+            required=True,
+            metavar="DIR",
+            help=(
+                "folder of all rounds: champion.json names the detector that counts, each round has a folder "
+                "of its own; an interrupted round goes on"
+            ),
+        ),
+        "--champion": dict(
+            metavar="FILE",
+            help=(
+                "what the first round begins with: model.pt, or the folder of a training (not given: the champion of "
+                "the rounds)"
+            ),
+        ),
+        "--replay": dict(
+            required=True,
+            action="append",
+            metavar="FILE",
+            help="old training recordings, a share of which is learned again" + several,
+        ),
+        "--testing": dict(
+            required=True,
+            action="append",
+            metavar="FILE",
+            help="recordings that decide, the same in all rounds; never learned" + several,
+        ),
+        "--validation": dict(
+            action="append",
+            metavar="FILE",
+            help=(
+                "recordings that decide which epoch is the best, and the threshold (not given: the "
+                "last epoch, 0.5)" + several
+            ),
+        ),
+        "--also": dict(
+            action="append",
+            default=[],
+            metavar="NAME=FILE",
+            help=(
+                "a further test set, on which the challenger may not be worse (more than "
+                "once for several; a folder of data sets: the one for testing)"
+            ),
+        ),
+        "--human-labels": dict(
+            metavar="FILE",
+            help="CSV or Parquet file with path and label of new recordings: what people heard wins over predictions",
+        ),
+        "--group": dict(
+            default="sensor",
+            metavar="NAME",
+            help="of the test recordings, what is drawn together for intervals (default sensor)",
+        ),
+        "--allow-leaky-split": dict(
+            action="store_true",
+            help="do not warn of what judges and is learned; the record stays marked",
+        ),
+        "--resume": dict(
+            default="auto",
+            choices=RESUME,
+            help="go on with an interrupted round: where it is the same, always, never (default auto)",
+        ),
+        **_DEVICE,
+        "--seed": dict(
+            type=int,
+            default=argparse.SUPPRESS,
+            metavar="X",
+            help="of all that is drawn (not given: 0; in the training that of the champion)",
+        ),
+    }
 
 
 # %% ../nbs/cli_learn.ipynb #41bfdf34
-def _further_sets(words: list[str], file: Callable[[str, str], Any]) -> dict[str, list[Any]]:
-    "Test sets by name; those of the same name belong together."
-    found: dict[str, list[Any]] = {}
-    for word in words:
-        name, is_there, path = word.partition("=")
-        if not (name and is_there and path):
-            raise UsageError(
-                "a further test set needs a name",
-                code="invalid-arguments",
-                found=repr(word),
-                expected="--also NAME=FILE",
-            )
-        found.setdefault(name, []).append(file(path, "testing"))
-    return found
-
-
 def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Learn from new recordings; only what is shown to be better becomes the detector that counts."
-    from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
-    from leakmel.learn.retrain.round_record import RoundRules
-    from leakmel.learn.retrain.rounds import retrain
-    from leakmel.learn.plans import set_of
+    from leakmel.learn.retrain.round_settings import RoundRules
+    from leakmel.learn.find import set_of
 
-    with spoken_warnings():
-        done = retrain(
-            args.champion,
-            [set_of(path, "training") for path in args.data],
-            replay=[set_of(path, "training") for path in args.replay],
-            testing=[set_of(path, "testing") for path in args.testing],
-            validation=[set_of(path, "validation") for path in args.validation or []] or None,
-            also=_further_sets(args.also, set_of),
-            out=args.out,
-            human_labels=args.human_labels,
-            settings=given_fields(args, TrainSettings),
-            rules=RoundRules(**given_fields(args, RoundRules)),
-            group=args.group,
-            resume=args.resume,
-            allow_leaky_split=args.allow_leaky_split,
-            device=args.device,
-            checkpoints=CheckpointSettings(**given_fields(args, CheckpointSettings)),
-            progress=progress_of(args),
-        )
+    also: dict[str, list[Any]] = {}
+    for word in args.also:
+        name, _, path = word.partition("=")
+        if not (name and path):
+            found, expected = repr(word), "--also NAME=FILE"
+            raise UsageError(
+                "a further test set needs a name", code="invalid-arguments", found=found, expected=expected
+            )
+        also.setdefault(name, []).append(set_of(path, "testing"))
+    done = lm.retrain(
+        args.champion,
+        [set_of(path, "training") for path in args.data],
+        replay=[set_of(path, "training") for path in args.replay],
+        testing=[set_of(path, "testing") for path in args.testing],
+        validation=[set_of(path, "validation") for path in args.validation or []] or None,
+        also=also,
+        out=args.out,
+        human_labels=args.human_labels,
+        settings=given_fields(args, TrainSettings),
+        rules=RoundRules(**given_fields(args, RoundRules)),
+        group=args.group,
+        resume=args.resume,
+        allow_leaky_split=args.allow_leaky_split,
+        device=args.device,
+        checkpoints=CheckpointSettings(**given_fields(args, CheckpointSettings)),
+        progress=progress_of(args),
+    )
     return 0, done.record | {"folder": show_path(done.folder)}, folded(repr(done), line_width())
 
 
 # %% ../nbs/cli_learn.ipynb #41ce51dc
-def add_predict(p: argparse.ArgumentParser) -> None:
-    "Options of `leakmel predict`."
-    add_options(
-        p,
-        {
-            "folder": dict(
-                help="folder of recordings, of any shape: labels are not needed, all WAV files below it are scored",
-            ),
-            "--model": dict(
-                required=True,
-                metavar="FILE",
-                help=_MODEL,
-            ),
-            "--out": dict(
-                metavar="FILE",
-                help="CSV file of the scores; files that were rejected go beside it, into FILE.rejected.csv",
-            ),
-            "--split": dict(
-                help="training, validation or testing: only this one of a folder of splits",
-            ),
-            "--table": dict(
-                metavar="FILE",
-                help="CSV or Parquet file that names the recordings (columns path and label): only these are scored",
-            ),
-            "--vote": dict(
-                metavar="RULE",
-                help=(
-                    "from segments to a recording: mean, long_vote (at least half of the long segments), any_long (one is "
-                    "enough) or frac_vote (not given: as the model has it)"
-                ),
-            ),
-            "--frac": dict(
-                type=float,
-                metavar="X",
-                help="share of the long segments for frac_vote (not given: as the model has it)",
-            ),
-            "--threshold": dict(
-                type=float,
-                metavar="X",
-                help="score from which a recording is a leak (not given: the model's for this vote)",
-            ),
-            "--length": dict(
-                default="whole",
-                choices=["whole", "spec"],
-                help="score every long segment of a recording, however long it is, or at most as many as a row of a data set has (default whole)",
-            ),
-            "--engine": dict(
-                default="auto",
-                metavar="NAME",
-                help="what computes the mels: auto, triton, torch, cpu or reference (default auto)",
-            ),
-            "--device": dict(
-                default="auto",
-                metavar="X",
-                help="auto, cpu, cuda or cuda:1 (default auto)",
-            ),
-            "--files-per-batch": dict(
-                type=int,
-                metavar="N",
-                help="recordings that are scored together",
-            ),
-            "--read-workers": dict(
-                type=int,
-                metavar="N",
-                help="threads that read",
-            ),
-        },
-    )
+PREDICT: Options = {
+    "folder": dict(
+        help="folder of recordings, of any shape: labels are not needed, all WAV files below it are scored",
+    ),
+    "--model": dict(
+        required=True,
+        metavar="FILE",
+        help=_MODEL,
+    ),
+    "--out": dict(
+        metavar="FILE",
+        help="CSV file of the scores; files that were rejected go beside it, into FILE.rejected.csv",
+    ),
+    "--split": dict(
+        help="training, validation or testing: only this one of a folder of splits",
+    ),
+    "--table": dict(
+        metavar="FILE",
+        help="CSV or Parquet file that names the recordings (columns path and label): only these are scored",
+    ),
+    "--vote": dict(
+        metavar="RULE",
+        help=(
+            "from segments to a recording: mean, long_vote (at least half of the long segments), any_long (one is "
+            "enough) or frac_vote (not given: as the model has it)"
+        ),
+    ),
+    "--frac": dict(
+        type=float,
+        metavar="X",
+        help="share of the long segments for frac_vote (not given: as the model has it)",
+    ),
+    "--threshold": dict(
+        type=float,
+        metavar="X",
+        help="score from which a recording is a leak (not given: the model's for this vote)",
+    ),
+    "--length": dict(
+        default="whole",
+        choices=["whole", "spec"],
+        help="score every long segment of a recording, however long it is, or at most as many as a row of a data set has (default whole)",
+    ),
+    "--engine": dict(
+        default="auto",
+        metavar="NAME",
+        help="what computes the mels: auto, triton, torch, cpu or reference (default auto)",
+    ),
+    "--device": dict(
+        default="auto",
+        metavar="X",
+        help="auto, cpu, cuda or cuda:1 (default auto)",
+    ),
+    "--files-per-batch": dict(
+        type=int,
+        metavar="N",
+        help="recordings that are scored together",
+    ),
+    "--read-workers": dict(
+        type=int,
+        metavar="N",
+        help="threads that read",
+    ),
+}
 
 
 def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Score the recordings of a folder with a detector."
-    from leakmel.audio.manifest import scan
-    from leakmel.learn.predict.predict import predict
 
-    manifest = None if args.table is None else scan(args.folder, table=args.table, progress=progress_of(args))
-    done = predict(
+    manifest = (
+        None if args.table is None else lm.scan(args.folder, table=args.table, progress=progress_of(args))
+    )
+    done = lm.predict(
         args.folder,
         args.model,
         out=args.out,
@@ -682,9 +633,28 @@ def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 # %% ../nbs/cli_learn.ipynb #1b5f387f
 COMMANDS = {
-    "train": (run_train, add_train),
-    "search": (run_search, add_search),
-    "evaluate": (run_evaluate, add_evaluate),
-    "predict": (run_predict, add_predict),
-    "retrain": (run_retrain, add_retrain),
-}  # name -> what it does, and what adds its options
+    "train": (
+        run_train,
+        add_train,
+        "exit status: 0 trained; 1 failed; 2 usage; 3 no space; 128+n on signal n, after a checkpoint from which the same command goes on",
+    ),
+    "search": (
+        run_search,
+        add_search,
+        "exit status: 0 done, or the time is over; 1 failed; 2 usage; 3 no space; 128+n on signal n: the same command goes on. Needs leakmel[search]",
+    ),
+    "evaluate": (
+        run_evaluate,
+        add_evaluate,
+        "exit status: 0 judged, whatever came out (--json says whether it beats the baselines); 1 failed; 2 usage; 3 no space; 128+n on signal n",
+    ),
+    "predict": (run_predict, PREDICT, None),
+    "retrain": (
+        run_retrain,
+        add_retrain,
+        (
+            "exit status: 0 the round is over, whoever won (--json says whether the champion was replaced); 1 failed; 2 usage; 3 no space; 128+n on "
+            "signal n, after a checkpoint from which the same command goes on"
+        ),
+    ),
+}  # name -> what it does, its options or what makes them, and what its exit status means

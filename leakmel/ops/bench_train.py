@@ -4,11 +4,9 @@
 
 # %% auto #0
 __all__ = [
-    "CHANGES",
     "ON_GPU",
     "ON_CPU",
     "TINY",
-    "GOALS",
     "N_FILES",
     "MOST_APART",
     "TrainPlan",
@@ -19,8 +17,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/ops/bench_train.ipynb #4cedfc65
-import math, os, time
-from collections.abc import Callable
+import itertools, math, os, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,20 +25,20 @@ from typing import Any
 import numpy as np
 import torch
 
+import leakmel as lm
 from ..core.errors import LeakmelError, show_path
 from ..core.monitor import Monitor, mean
 from ..core.timeline import Timeline
-from ..dataset.run.config import PipelineConfig
-from ..dataset.run.pipeline import build
 from ..learn.data.segments import Segments
 from ..learn.model.detector import Detector, score_rows
-from ..learn.predict.predict import predict
 from ..learn.train.inputs import open_training
 from ..learn.train.timing import StepTimes
 from ..learn.model.settings import TrainSettings
 from ..learn.train.state import TrainingState, detector_of
 from leakmel.ops.bench import (
     Say,
+    aligned,
+    range_words,
     record_head,
     require_rounds,
     rounds_words,
@@ -72,28 +69,17 @@ class TrainPlan:
         return TrainSettings(**(given | self.changes[name]))
 
 
-CHANGES: dict[str, dict[str, Any]] = {
-    "as trained": {},
-    "compiled": {"use_compile": True},
-    "full precision": {"amp": "off"},
-    "streamed": {"loader": "stream"},
-}
-ON_GPU = TrainPlan(5632, 60, 300, TrainSettings(), CHANGES, (64, 256, 512))
-_CPU_CHANGES: dict[str, dict[str, Any]] = {
-    "as trained": {},
+_FIRST: dict[str, dict[str, Any]] = {"as trained": {}}
+_LAST: dict[str, dict[str, Any]] = {"full precision": {"amp": "off"}, "streamed": {"loader": "stream"}}
+_GPU = _FIRST | {"compiled": {"use_compile": True}} | _LAST
+_CPU = _FIRST | {
     "22 micro-batches": {"accumulation": 22},
     "small net": {"channels": (24, 48, 64)},
     "streamed": {"loader": "stream"},
 }
-ON_CPU = TrainPlan(5632, 2, 3, TrainSettings(), _CPU_CHANGES, (32, 128))
-_QUICK = {name: change for name, change in CHANGES.items() if name != "compiled"}
-TINY = TrainPlan(128, 2, 3, TrainSettings(channels=(4, 8)), _QUICK, (8,))
-# of a GPU: must, aim
-GOALS = {
-    "batches_per_s": (100, 300),
-    "evaluation_files_per_s": (10_000, 50_000),
-    "busy_share": (0.75, 0.75),
-}
+ON_GPU = TrainPlan(5632, 60, 300, TrainSettings(), _GPU, (64, 256, 512))
+ON_CPU = TrainPlan(5632, 2, 3, TrainSettings(), _CPU, (32, 128))
+TINY = TrainPlan(128, 2, 3, TrainSettings(channels=(4, 8)), _FIRST | _LAST, (8,))
 # usual recordings of the training split: the reference set's, or five batches of an epoch and more
 N_FILES = {"cuda": 39_563, "cpu": 400}
 
@@ -104,27 +90,16 @@ def joined_times(
 ) -> dict[str, float | None]:  # None: not seen
     "Return the figures of a round."
     n, seconds = sum(t.n_batches for t in epochs), sum(t.seconds for t in epochs)
-
-    def seen(name: str) -> list[tuple[float, int]]:
-        return [(getattr(t, name), t.n_batches) for t in epochs if getattr(t, name) is not None]
-
-    def weighted(name: str) -> float | None:
-        found = seen(name)
-        return sum(v * k for v, k in found) / sum(k for _, k in found) if found else None
-
-    def most(name: str) -> float | None:
-        return max((v for v, _ in seen(name)), default=None)
-
-    compute = weighted("compute_ms")
-    return {
-        "batches_per_s": n / seconds,
-        "wait_ms": weighted("wait_ms"),
-        "h2d_ms": weighted("h2d_ms"),
-        "compute_ms": compute,
-        "wait_max_ms": most("wait_max_ms"),
-        "busy_share": None if compute is None else min(1.0, compute * n / (1000 * seconds)),
-        "allocated_bytes": most("allocated_bytes"),
-    }
+    figures: dict[str, float | None] = {"batches_per_s": n / seconds}
+    for name in ("wait_ms", "h2d_ms", "compute_ms", "wait_max_ms", "allocated_bytes"):
+        seen = [(value, t.n_batches) for t in epochs if (value := getattr(t, name)) is not None]
+        if name in ("wait_max_ms", "allocated_bytes"):
+            figures[name] = max((value for value, _ in seen), default=None)
+        else:
+            figures[name] = sum(value * k for value, k in seen) / sum(k for _, k in seen) if seen else None
+    compute_ms = figures["compute_ms"]
+    share = None if compute_ms is None else min(1.0, compute_ms * n / (1000 * seconds))
+    return figures | {"busy_share": share}
 
 
 def _spreads(rounds: list[dict[str, float | None]]) -> dict[str, Any]:
@@ -134,9 +109,9 @@ def _spreads(rounds: list[dict[str, float | None]]) -> dict[str, Any]:
 
 
 # %% ../../nbs/ops/bench_train.ipynb #4722f897
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class _Bench:
-    "A run of the suite."
+    "What the measurements of a run share."
 
     plan: TrainPlan
     path: Path  # of the training rows
@@ -144,98 +119,68 @@ class _Bench:
     device: str
     rounds: int
     say: Say
-    figures: dict[str, Any]
-    detector: Detector | None = None  # of the first training
 
-    def epoch(self, state: TrainingState) -> StepTimes:
-        "Learn from every batch once, as a training does."
-        for batch in state.timer.batches(state.loader):
-            with state.timer.step():
-                state.take(state.stepper.step(batch))
-        return state.timer.times()
 
-    def train(self, name: str) -> dict[str, Any]:
-        "Time the steps of one setting."
-        settings = self.plan.settings(name, 1)
-        with open_training(str(self.path), settings=settings) as data:
-            per_epoch = math.ceil(len(data.training) / settings.batch_size)
-            per_round = math.ceil(self.plan.batches / per_epoch)
-            to_warm = math.ceil(self.plan.warmup / per_epoch)
-            settings, began = self.plan.settings(name, to_warm + self.rounds * per_round), time.perf_counter()
-            state = TrainingState(data, settings, torch.device(self.device))
-            with state.loader:
-                for _ in range(to_warm):
-                    self.epoch(state)
-                warm_s, timeline, found = time.perf_counter() - began, Timeline(), []
-                with Monitor(timeline, 0.1):
-                    for k in range(self.rounds):
-                        found.append(joined_times([self.epoch(state) for _ in range(per_round)]))
-                        rate = found[-1]["batches_per_s"]
-                        self.say(f"{name}: round {k + 1} of {self.rounds}: {rate:,.1f} batches/s")
-                loss = state.sums.mean_loss()
-                if not math.isfinite(loss):
-                    raise LeakmelError("the loss is no number", code="benchmark-not-right", found=loss)
-                self.detector = self.detector or detector_of(state)
-                return _spreads(found) | {
-                    "first_step_s": state.stepper.first_step_s,
-                    "warmup_s": warm_s,
-                    "warmup_batches": to_warm * per_epoch,
-                    "batches_per_round": per_round * per_epoch,
-                    "loader": repr(state.loader),
-                    "half": str(state.stepper.half),
-                    "gpu_percent": mean(timeline.samples, "gpu_percent"),
-                    "last_loss": loss,
-                }
+def _train_epoch(state: TrainingState) -> StepTimes:
+    "Learn from every batch once, as a training does."
+    for batch in state.timer.batches(state.loader):
+        with state.timer.step():
+            state.take(state.stepper.step(batch))
+    return state.timer.times()
 
-    def tried(self, what: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        "Measure something; what fails is noted, and the suite goes on."
-        try:
-            return work()
-        except (LeakmelError, RuntimeError) as e:  # RuntimeError: of torch and its device
-            self.figures["errors"].append({"what": what, "error": str(e)})
-            self.say(f"{what}: {e}")
-            return None
 
-    def measure(self, group: str, name: str, work: Callable[[], dict[str, Any]]) -> None:
-        "Measure something and keep it, if it can be measured."
-        if (found := self.tried(f"{group}: {name}", work)) is not None:
-            self.figures[group][name] = found
+def _train(bench: _Bench, name: str) -> tuple[dict[str, Any], Detector]:
+    "Time the steps of one setting; returns the figures and what was trained."
+    settings = bench.plan.settings(name, 1)
+    with open_training(str(bench.path), settings=settings) as data:
+        per_epoch = math.ceil(len(data.training) / settings.batch_size)
+        per_round = math.ceil(bench.plan.batches / per_epoch)
+        to_warm = math.ceil(bench.plan.warmup / per_epoch)
+        settings, began = bench.plan.settings(name, to_warm + bench.rounds * per_round), time.perf_counter()
+        state = TrainingState(data, settings, torch.device(bench.device))
+        with state.loader:
+            for _ in range(to_warm):
+                _train_epoch(state)
+            warm_s, timeline, found = time.perf_counter() - began, Timeline(), []
+            with Monitor(timeline, 0.1):
+                for k in range(bench.rounds):
+                    found.append(joined_times([_train_epoch(state) for _ in range(per_round)]))
+                    rate = found[-1]["batches_per_s"]
+                    bench.say(f"{name}: round {k + 1} of {bench.rounds}: {rate:,.1f} batches/s")
+            if not math.isfinite(loss := state.sums.mean_loss()):
+                raise LeakmelError("the loss is no number", code="benchmark-not-right", found=loss)
+            figures = {
+                "first_step_s": state.stepper.first_step_s,
+                "warmup_s": warm_s,
+                "warmup_batches": to_warm * per_epoch,
+                "batches_per_round": per_round * per_epoch,
+                "loader": repr(state.loader),
+                "half": str(state.stepper.half),
+                "gpu_percent": mean(timeline.samples, "gpu_percent"),
+                "last_loss": loss,
+            }
+            return _spreads(found) | figures, detector_of(state)
 
 
 # %% ../../nbs/ops/bench_train.ipynb #318c40dd
-def _rates(bench: _Bench, what: str, once: Callable[[], tuple[int, float]]) -> dict[str, Any]:
-    "Return recordings per second over some rounds; `once` gives recordings and seconds."
+def _rates(bench: _Bench, group: str, detector: Detector, n: int) -> dict[str, Any]:
+    "Return recordings per second of evaluation (rows to scores) or prediction (recordings to scores) over some rounds."
+    options: dict[str, Any] = {"device": bench.device, "files_per_batch": n}
     found = []
-    for k in range(-1, bench.rounds):
-        n, seconds = once()
-        if k >= 0:
-            found.append(n / seconds)
-        when = "warming" if k < 0 else f"round {k + 1} of {bench.rounds}"
-        bench.say(f"{what}: {when}: {n / seconds:,.0f} files/s")
-    return {"files_per_s": spread(found)}
-
-
-def _evaluate(bench: _Bench, detector: Detector, files_per_batch: int) -> dict[str, Any]:
-    "Time rows to scores."
     with Segments(str(bench.path), level="recording") as rows:
-
-        def once() -> tuple[int, float]:
+        for k in range(-1, bench.rounds):
             began = time.perf_counter()
-            n = len(score_rows(detector, rows, device=bench.device, files_per_batch=files_per_batch))
-            return n, time.perf_counter() - began
-
-        return _rates(bench, f"evaluation, {files_per_batch} recordings at once", once) | {"rows": repr(rows)}
-
-
-def _predict(bench: _Bench, detector: Detector, files_per_batch: int) -> dict[str, Any]:
-    "Time recordings to scores."
-    options: dict[str, Any] = {"device": bench.device, "files_per_batch": files_per_batch, "progress": "none"}
-
-    def once() -> tuple[int, float]:
-        p = predict(bench.root, detector, split="training", **options)
-        return p.found, p.seconds
-
-    return _rates(bench, f"prediction, {files_per_batch} recordings at once", once)
+            if group == "evaluation":
+                n_files = len(score_rows(detector, rows, **options))
+                seconds = time.perf_counter() - began
+            else:
+                p = lm.predict(bench.root, detector, split="training", progress="none", **options)
+                n_files, seconds = p.found, p.seconds
+            found.append(n_files / seconds)
+            when = "warming" if k < 0 else f"round {k + 1} of {bench.rounds}"
+            bench.say(f"{group}, {n} recordings at once: {when}: {found[-1]:,.0f} files/s")
+        figures = {"files_per_s": spread(found[1:])}
+        return figures | ({"rows": repr(rows)} if group == "evaluation" else {})
 
 
 MOST_APART = 0.02  # of a score: engines agree to half a step of float16, and a score follows its features
@@ -252,7 +197,7 @@ def agreement(
         right = score_rows(detector, rows, device=device)
         names = [os.fsencode(n) for n in rows.sources[0].files["path"].iloc[rows.rows]]
         expected = {name: row[:n] for name, row, n in zip(names, right, rows.heard)}
-    p = predict(root, detector, split="training", length="spec", device=device, progress="none")
+    p = lm.predict(root, detector, split="training", length="spec", device=device, progress="none")
     found = {s.path.partition(b"/")[2]: s.segment_scores for s in p.scored}  # without the folder of the split
     if {n: len(s) for n, s in found.items()} != {n: len(s) for n, s in expected.items()}:
         return {"n": len(p), "max_abs": None, "all_ok": False}
@@ -279,7 +224,7 @@ def bench_train(
     n_all = total_for(min(n_files, 12) if rehearse else n_files)
     root, path = whole_set(folder, n_all, say), Path(folder) / "train" / f"TRAINING-{n_all}.h5"
     say("building the data set")
-    build(root, split="training", out=path, progress="none", pipeline=PipelineConfig(device=device))
+    lm.build(root, split="training", out=path, progress="none", pipeline=lm.PipelineConfig(device=device))
     figures: dict[str, Any] = record_head("train") | {
         "rehearsal": rehearse,
         "card": card_facts(),
@@ -294,41 +239,35 @@ def bench_train(
         "training": {},
         "evaluation": {},
         "prediction": {},
+        "verified": {"n": 0, "max_abs": None, "all_ok": False},
         "errors": [],
     }
     figures["commit"] = commit_id or figures["commit"]
-    bench = _Bench(plan, path, root, device, rounds, say, figures)
+    bench, detectors = _Bench(plan, path, root, device, rounds, say), list[Detector]()
+
+    def note(what: str, error: Exception) -> None:
+        figures["errors"].append({"what": what, "error": str(error)})
+        say(f"{what}: {error}")
+
     for name in plan.changes:
-        bench.measure("training", name, lambda: bench.train(name))  # noqa: B023 (called at once)
-    if (detector := bench.detector) is None:
+        try:
+            figures["training"][name], detector = _train(bench, name)
+            detectors.append(detector)
+        except (LeakmelError, RuntimeError) as e:  # RuntimeError: of torch and its device
+            note(f"training: {name}", e)
+    if not detectors:
         why = figures["errors"][0]["error"]
         raise LeakmelError("no setting could be trained", code="benchmark-not-right", found=why)
-    verified = bench.tried("agreement", lambda: agreement(path, root, detector, device))
-    figures["verified"] = verified or {"n": 0, "max_abs": None, "all_ok": False}
-    for n in plan.files_per_batch:
-        bench.measure("evaluation", str(n), lambda: _evaluate(bench, detector, n))  # noqa: B023
-        bench.measure("prediction", str(n), lambda: _predict(bench, detector, n))  # noqa: B023
-    return figures | {"goals": _goals(figures), "ok": figures["verified"]["all_ok"] and not figures["errors"]}
-
-
-def _goals(figures: dict[str, Any]) -> dict[str, Any]:
-    "Return what a GPU reached, and what it must reach and aims at; None: not measured."
-    fastest = max(figures["training"].values(), key=lambda f: f["batches_per_s"]["median"])
-    rates = [f["files_per_s"]["median"] for f in figures["evaluation"].values()]
-    reached = {
-        "batches_per_s": fastest["batches_per_s"]["median"],
-        "evaluation_files_per_s": max(rates, default=None),
-        "busy_share": _median(fastest["busy_share"]),
-    }
-    on_gpu = figures["device"] != "cpu" or figures["rehearsal"]
-    return {
-        name: {"must": must, "aim": aim, "reached": reached[name] if on_gpu else None}
-        for name, (must, aim) in GOALS.items()
-    }
-
-
-def _median(figure: dict[str, float] | None) -> float | None:
-    return None if figure is None else figure["median"]
+    try:
+        figures["verified"] = agreement(path, root, detectors[0], device)
+    except (LeakmelError, RuntimeError) as e:
+        note("agreement", e)
+    for group, n in itertools.product(("evaluation", "prediction"), plan.files_per_batch):
+        try:
+            figures[group][str(n)] = _rates(bench, group, detectors[0], n)
+        except (LeakmelError, RuntimeError) as e:
+            note(f"{group}: {n}", e)
+    return figures | {"ok": figures["verified"]["all_ok"] and not figures["errors"]}
 
 
 # %% ../../nbs/ops/bench_train.ipynb #c3e945fb
@@ -339,51 +278,28 @@ def train_table(
     if figures is None:
         return "not measured"
     lines = ["a rehearsal: the figures mean nothing"] if figures["rehearsal"] else []
-    title = f"training, batches of {figures['batch_size']:,}"
-    lines.append(
-        f"{title:<28} {'batches/s':>10} {'range':>15} {'wait ms':>8} {'step ms':>8} {'busy':>6} {'first s':>8}"
-    )
+    rows = [[f"training, batches of {figures['batch_size']:,}", "batches/s", "range"]]
+    rows[0] += ["wait ms", "step ms", "busy", "first s"]
     for name, f in figures["training"].items():
-        rate, least, most = (_per_s(f["batches_per_s"][key]) for key in ("median", "least", "most"))
-        wait, compute = (_said(_median(f[key]), ".2f") for key in ("wait_ms", "compute_ms"))
-        busy, span = _median(f["busy_share"]), f"{least:>7}-{most:<7}"
-        share = _said(busy and 100 * busy, ".0f")
-        times = f"{wait:>8} {compute:>8} {share:>4} % {f['first_step_s']:>8.1f}"
-        lines.append(f"  {name:<26} {rate:>10} {span} {times}")
+        rate, seen = f["batches_per_s"], [f[key] for key in ("wait_ms", "compute_ms", "busy_share")]
+        said = ["-" if each is None else f"{each['median']:.2f}" for each in seen]
+        span = f"{rate['least']:,.2f}-{rate['most']:,.2f}"
+        rows.append([f"  {name}", f"{rate['median']:,.2f}", span, *said, f"{f['first_step_s']:.1f}"])
+    lines += aligned(rows)
     for group in ("evaluation", "prediction"):
-        lines.append(f"{group + ', recordings at once':<28} {'files/s':>10} {'range':>15}")
-        for name, f in figures[group].items():
-            r = f["files_per_s"]
-            lines.append(f"  {name:<26} {r['median']:>10,.0f} {r['least']:>7,.0f}-{r['most']:<7,.0f}")
-    lines += [_goal_line(name, g) for name, g in figures["goals"].items()]
-    lines.append(_agreement_line(figures["verified"]))
-    lines += [f"not measured: {e['what']}: {e['error']}"[:100] for e in figures["errors"]]
+        rates = {name: f["files_per_s"] for name, f in figures[group].items()}
+        rows = [[f"  {name}", f"{r['median']:,.0f}", range_words(r)] for name, r in rates.items()]
+        lines += aligned([[f"{group}, recordings at once", "files/s", "range"], *rows])
+    v = figures["verified"]
+    verdict = "prediction and evaluation DO NOT AGREE on which recordings there are, or on their length"
+    if v["max_abs"] is not None:
+        agree = "agree" if v["all_ok"] else "DO NOT AGREE"
+        verdict = (
+            f"prediction and evaluation {agree} on {v['n']:,} recordings: at most {v['max_abs']:.2g} apart"
+        )
+    elif not v["n"]:
+        verdict = "whether prediction and evaluation AGREE IS NOT KNOWN"
+    lines += [verdict, *(f"not measured: {e['what']}: {e['error']}"[:100] for e in figures["errors"])]
     on_cpu = f"{figures['machine']['n_cores']} cores of a CPU ({figures['machine']['cpu']})"
     place = on_cpu if figures["device"] == "cpu" else figures["card"].get("name") or figures["device"]
     return "\n".join([*lines, f"{rounds_words(figures)} on {place}"[:100]])
-
-
-def _said(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _per_s(value: float) -> str:
-    return format(value, ",.1f" if value >= 10 else ".2f")
-
-
-def _goal_line(name: str, goal: dict[str, Any]) -> str:
-    must, aim, reached = goal["must"], goal["aim"], goal["reached"]
-    if reached is None:
-        return f"{name}: not measured (a GPU's goal: must {must:,}, aim {aim:,})"
-    verdict = "reached" if reached >= must else "NOT reached"
-    return f"{name}: {reached:,.2f} of {must:,} that must be ({verdict}; aim {aim:,})"
-
-
-def _agreement_line(verified: dict[str, Any]) -> str:
-    n, most = verified["n"], verified["max_abs"]
-    if most is not None:
-        verdict = "agree" if verified["all_ok"] else "DO NOT AGREE"
-        return f"prediction and evaluation {verdict} on {n:,} recordings: at most {most:.2g} apart"
-    if not n:
-        return "whether prediction and evaluation AGREE IS NOT KNOWN"
-    return "prediction and evaluation DO NOT AGREE on which recordings there are, or on their length"

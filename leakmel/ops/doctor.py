@@ -7,19 +7,16 @@ __all__ = [
     "SLOW_BUS",
     "REPORT_KEYS",
     "FIGURES",
-    "BUDGET_S",
+    "NEEDED",
     "examine_compiled",
     "examine_torch",
     "examine_gpu",
     "examine_bus",
-    "error_words",
     "parity_specs",
-    "defined_features",
     "make_engine",
     "parity",
     "examine_engine",
     "Report",
-    "Probe",
     "probes",
     "examine",
 ]
@@ -28,14 +25,12 @@ __all__ = [
 import contextlib, os, statistics, tempfile, time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from html import escape
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from ..core.errors import DataError, LeakmelError, show_path
+from ..core.errors import DataError, show_path
 from ..core.monitor import size_text
 from . import doctor_checks as checks
 from .doctor_checks import LINES, NOT_MEASURED, STATUSES, TITLES, Check, advised, package_check
@@ -44,11 +39,10 @@ from .doctor_checks import LINES, NOT_MEASURED, STATUSES, TITLES, Check, advised
 # %% ../../nbs/ops/doctor.ipynb #48b4e2fd
 def _can_write(folder: str | os.PathLike) -> bool:
     "Return whether a file can be made in a folder, or in the nearest existing one above."
-    place = Path(folder)
-    while not place.exists() and place != place.parent:
-        place = place.parent
     try:
-        tempfile.TemporaryFile(dir=place).close()
+        tempfile.TemporaryFile(
+            dir=next(p for p in [Path(folder), *Path(folder).parents] if p.exists())
+        ).close()
     except OSError:
         return False
     return True
@@ -66,22 +60,18 @@ def examine_compiled() -> Check:
 
     has = str(cpu_target.target_context.codegen().magic_tuple())
     vectors = "AVX-512" if "+avx512f" in has else "AVX2" if "+avx2" in has else "NEON or SSE"
-    kept = [
-        {f.stats.cache_path for f in vars(module).values() if hasattr(f, "stats") and f.stats.cache_path}
-        for module in (native, cpu_kernel)
-    ]
-    folders = sorted(set().union(*kept))
-    shut = [show_path(p) for p in folders if not _can_write(p)]
-    found = f"{package.found}; {vectors}, {LANES} lanes"
-    shown = [show_path(p) for p in folders]
-    figures = dict(package.figures) | {"lanes": LANES, "vectors": vectors, "cache_folders": shown}
-    if shut or not all(kept):
-        found += "; compiled code cannot be kept" + (f" in {', '.join(shut)}" if shut else "")
-        advice = "Set NUMBA_CACHE_DIR to a folder that can be written: each start compiles anew, which takes seconds"
-        return advised("compiled", found, figures, advice)
-    if package.advice:
-        return advised("compiled", found, figures, package.advice)
-    return advised("compiled", f"{found}; kept in {', '.join(shown)}", figures)
+    functions = [f for module in (native, cpu_kernel) for f in vars(module).values() if hasattr(f, "stats")]
+    folders = sorted({Path(f.stats.cache_path) for f in functions if f.stats.cache_path})
+    shut = [p for p in folders if not _can_write(p)]
+    shown = [show_path(p) for p in shut or folders]
+    found, advice = f"{package.found}; {vectors}, {LANES} lanes", package.advice
+    if shut or not folders:
+        found += f"; compiled code cannot be kept{' in ' if shut else ''}{', '.join(shown)}"
+        advice = "Set NUMBA_CACHE_DIR to a folder that can be written: each start compiles again, which takes seconds"
+    else:
+        found += f"; kept in {', '.join(shown)}"
+    figures = {"lanes": LANES, "vectors": vectors, "cache_folders": [show_path(p) for p in folders]}
+    return advised("compiled", found, {**package.figures, **figures}, advice)
 
 
 # %% ../../nbs/ops/doctor.ipynb #1e488b0e
@@ -98,51 +88,40 @@ def examine_torch() -> Check:
     if may_have_cuda() and cuda is None:
         advice = "There is a CUDA driver: install a CUDA build of torch, as pytorch.org describes"
     found = f"{package.found}; built {f'for CUDA {cuda}' if cuda else 'without CUDA'}"
-    return advised("torch", found, dict(package.figures) | {"cuda_build": cuda}, advice)
+    return advised("torch", found, {**package.figures, "cuda_build": cuda}, advice)
 
 
 def examine_gpu() -> Check:
     "Look at GPU and driver, and at what torch sees of them."
     from leakmel.mel.engines import may_have_cuda
 
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        found = "CUDA_VISIBLE_DEVICES hides every GPU"
+        return Check("gpu", "missing", found, "Unset CUDA_VISIBLE_DEVICES to use a GPU")
     if not may_have_cuda():
         found = "no CUDA driver (libcuda.so.1)"
-        advice = "Nothing to do without an NVIDIA GPU; with one, install its driver"
-        if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-            found = "CUDA_VISIBLE_DEVICES hides every GPU"
-            advice = "Unset CUDA_VISIBLE_DEVICES to use a GPU"
-        return Check("gpu", "missing", found, advice)
-    words, figures = _driver()
-    names = []
+        return Check(
+            "gpu", "missing", found, "Nothing to do without an NVIDIA GPU; with one, install its driver"
+        )
+    from leakmel.ops.bench_gpu_parts import card_facts
+
+    facts, names = card_facts(), list[str]()
+    cuda, vram = facts.get("cuda_driver"), facts.get("vram_bytes")
     with contextlib.suppress(ImportError):
         import torch
 
         if torch.cuda.is_available():
             names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    figures["usable_by_torch"] = bool(names)
-    if names:
-        return advised("gpu", ", ".join([*words, f"torch sees {', '.join(names)}"]), figures)
-    advice = "Install a CUDA build of torch that fits the driver, or update the driver"
-    return advised("gpu", ", ".join([*words, "torch can use none"]), figures, advice)
-
-
-def _driver() -> tuple[list[str], dict[str, Any]]:
-    "Describe driver and card, in words and in figures."
-    from leakmel.ops.bench_gpu_parts import card_facts
-
-    facts = card_facts()
-    cuda, vram = facts.get("cuda_driver"), facts.get("vram_bytes")
-    figures = {
-        "driver": facts.get("driver"),
-        "driver_cuda": cuda,
-        "gpu_name": facts.get("name"),
-        "vram_bytes": vram,
-    }
+    words = [facts.get("name") or "GPU without a name", f"driver {facts.get('driver') or NOT_MEASURED}"]
     if "nvml" in facts:
-        return [f"driver {NOT_MEASURED}: {facts['nvml']}"], figures
-    words = [figures["gpu_name"] or "GPU without a name", f"driver {figures['driver'] or NOT_MEASURED}"]
+        words = [f"driver {NOT_MEASURED}: {facts['nvml']}"]
     words += [f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"] if cuda else []
-    return words + ([size_text(vram)] if vram else []), figures
+    words += [size_text(vram)] if vram else []
+    words.append(f"torch sees {', '.join(names)}" if names else "torch can use none")
+    figures = {"driver": facts.get("driver"), "driver_cuda": cuda, "gpu_name": facts.get("name")}
+    figures |= {"vram_bytes": vram, "usable_by_torch": bool(names)}
+    advice = "" if names else "Install a CUDA build of torch that fits the driver, or update the driver"
+    return advised("gpu", ", ".join(words), figures, advice)
 
 
 SLOW_BUS = 3e9  # bytes/s: less is a card in a narrow slot, or one behind a slow virtual bus
@@ -150,35 +129,19 @@ SLOW_BUS = 3e9  # bytes/s: less is a card in a narrow slot, or one behind a slow
 
 def examine_bus(device: str = "cuda") -> Check:
     "Measure the rates of copies from pinned memory to the device and back."
-    began, size = time.perf_counter(), 16 << 20
-    try:
-        from leakmel.ops.bench_gpu_parts import NotHere, copy_alone
-    except ImportError as e:
-        return _no_bus(e)
+    from leakmel.mel.engines import NotHere
+    from leakmel.ops.bench_gpu_parts import copy_alone
+
+    size = 16 << 20
     try:
         done = copy_alone(device, [size], 0.1)[str(size)]
     except (NotHere, ImportError) as e:
-        return _no_bus(e)
+        return Check("bus", "missing", f"{NOT_MEASURED}: {e}", "Nothing to do where there is no GPU")
     into, out = (1e9 * statistics.median(done[key]) for key in ("in", "out"))
     figures = {"pinned": True, "to_device_bytes_per_s": into, "from_device_bytes_per_s": out}
-    figures["measured_s"] = time.perf_counter() - began
     found = f"pinned memory works; {size_text(into)}/s to the device, {size_text(out)}/s back"
     slow = "Look whether the card sits in a slot of full width: nvidia-smi -q shows its link"
     return advised("bus", found, figures, slow if min(into, out) < SLOW_BUS else "")
-
-
-def _no_bus(error: Exception) -> Check:
-    why = f"{NOT_MEASURED}: {error_words(error)[0]}"
-    return Check("bus", "missing", why, "Nothing to do where there is no GPU")
-
-
-def error_words(error: Exception) -> tuple[str, str]:
-    "Return what an error found, and its remedy."
-    if not isinstance(error, LeakmelError):
-        return f"{type(error).__name__}: {error}", ""
-    remedy = error.remedy or ""
-    remedy = remedy[:1].upper() + remedy[1:]
-    return str(error).removesuffix(f". {remedy}"), remedy
 
 
 # %% ../../nbs/ops/doctor.ipynb #db0c9d58
@@ -187,27 +150,6 @@ def parity_specs() -> list[Any]:
     from leakmel.mel.spec import MelSpec
 
     return [MelSpec.preset(name, duration_s=2) for name in ("disjoint", "overlap")]
-
-
-def defined_features(
-    samples: Any,  # [1, N] int16
-    spec: Any,  # MelSpec
-) -> Any:  # mel.reference.Reference
-    "Compute the features by the sum that defines the Fourier transform, in float64: a matrix product and no FFT."
-    import numpy as np
-    from leakmel.mel.reference import Reference, hann_periodic
-
-    n_long, n_short, n_frames = shape = spec.grid.shape
-    i, j, k = np.indices(shape).reshape(3, -1)
-    starts = i * spec.long_hop + j * spec.short_hop + k * spec.hop_length
-    frames = np.stack([samples[0, s : s + spec.n_fft] for s in starts]) / 32768
-    frames = frames * hann_periodic(spec.n_fft)  # [frames, n_fft]
-    turns = np.outer(np.arange(spec.n_fft), np.arange(spec.n_fft // 2 + 1)) % spec.n_fft / spec.n_fft
-    magnitude = np.abs(frames @ np.cos(2 * np.pi * turns) - 1j * (frames @ np.sin(2 * np.pi * turns)))
-    db = 20 / spec.power * np.log10(np.maximum(magnitude**spec.power @ spec.filterbank, spec.floor))
-    strongest = 20 * np.log10(np.maximum(magnitude.max(axis=-1), 1e-30))
-    db = db.reshape(1, *shape, -1).swapaxes(-1, -2)  # [1, L, S, M, T]
-    return Reference(np.ascontiguousarray(db), strongest.reshape(1, n_long, n_short, n_frames)[..., None, :])
 
 
 def make_engine(
@@ -225,24 +167,18 @@ def make_engine(
 
 def parity(
     engine: Any,  # mel.engines.Engine
-) -> tuple[
-    list[Any], float
-]:  # a comparison for each lane, kind of samples and call; seconds without first calls
-    "Compare an engine with the float64 reference, and the reference with the definition."
+) -> list[Any]:  # a mel.reference comparison for each lane, kind of samples and call
+    "Compare an engine with the float64 reference, twice from each kind of samples."
     import numpy as np
     from leakmel.mel.engines import check_recording, computed_in_lane
     from leakmel.mel.reference import compare, reference_features
 
-    spec, seconds, found = engine.spec, 0.0, []
-    samples = check_recording(spec)
-    right = (defined_features if engine.name == "reference" else reference_features)(samples, spec)
-    for k in range(1 if engine.device == "cpu" else engine.n_lanes):
-        for x in (samples, (samples / np.float32(32_768)).astype(np.float32)):
-            first, began = computed_in_lane(engine, k, x), time.perf_counter()
-            second = computed_in_lane(engine, k, x)
-            seconds += time.perf_counter() - began
-            found += [compare(each, right, spec) for each in (first, second)]
-    return found, seconds
+    spec, samples = engine.spec, check_recording(engine.spec)
+    right, lanes = reference_features(samples, spec), 1 if engine.device == "cpu" else engine.n_lanes
+    calls = [
+        (k, x) for k in range(lanes) for x in [samples, samples.astype(np.float32) / np.float32(32_768)] * 2
+    ]
+    return [compare(computed_in_lane(engine, k, x), right, spec) for k, x in calls]
 
 
 def examine_engine(
@@ -253,49 +189,38 @@ def examine_engine(
     from leakmel.mel.engines import NotHere
 
     key, began = f"engine_{name}{'_cuda' if name == 'torch' and device != 'cpu' else ''}", time.perf_counter()
-    found, computing, identity = list[Any](), 0.0, ""
+    compared, identity = list[Any](), ""
     try:
         for spec in parity_specs():
             with make_engine(name, spec, device) as engine:
-                each, seconds = parity(engine)
-                found, computing, identity = found + each, computing + seconds, engine.identity
+                compared += parity(engine)
+                identity = engine.identity
     except (NotHere, ImportError) as e:
-        return _absent(key, e)
+        found, advice = str(e), "Nothing to do unless you want this engine"
+        package = package_check(key, LINES.get(key, ()))
+        if package.status == "missing":
+            found, advice = package.found, package.advice
+        return Check(key, "missing", f"cannot run here: {found}", advice, name == "reference")
     except Exception as e:
-        said, remedy = error_words(e)
-        reinstall = (
-            "Install leakmel anew; where compiled code is at fault, remove numba's cache (__pycache__)"
-        )
-        return Check(key, "warn", f"broken: {said}", remedy or reinstall, name == "reference")
-    wrong, n_values = sum(c.n_wrong for c in found), sum(c.n_values for c in found)
+        advice = "Install leakmel again; numba's cache (__pycache__) may be damaged: remove it"
+        return Check(key, "warn", f"broken: {type(e).__name__}: {e}", advice, name == "reference")
+    wrong, n_values = sum(c.n_wrong for c in compared), sum(c.n_values for c in compared)
     figures = {
         "identity": identity,
-        "max_abs_db": max(c.max_abs_db for c in found),
-        "mean_db": max((c.mean_db for c in found), key=abs),
+        "max_abs_db": max(c.max_abs_db for c in compared),
+        "mean_db": max((c.mean_db for c in compared), key=abs),
         "n_values": n_values,
         "n_wrong": wrong,
-        "parity_s": computing,
         "with_loading_s": time.perf_counter() - began,
-        "measured_s": computing,
     }
     text = (
         f"{identity}: largest difference {figures['max_abs_db']:.3f} dB in {n_values:,} values, "
-        f"computed in {computing:.3f} s ({figures['with_loading_s']:.2f} s with loading and comparing)"
+        f"{figures['with_loading_s']:.2f} s with loading and comparing"
     )
-    if all(c.ok for c in found):
+    if all(c.ok for c in compared):
         return advised(key, text, figures)
     text = f"WRONG: {wrong:,} values are out of tolerance; {text}"
     return advised(key, text, figures, "Use another engine, and report this", blocks=True)
-
-
-def _absent(key: str, error: Exception) -> Check:
-    "Return the line of an engine that cannot run here."
-    said, remedy = error_words(error)
-    package = package_check(key, LINES[key]) if key in LINES else None
-    if package is not None and package.status == "missing":
-        said, remedy = package.found, package.advice
-    remedy = remedy or "Nothing to do unless you want it; install what it names then"
-    return Check(key, "missing", f"cannot run here: {said}", remedy, key == "engine_reference")
 
 
 # %% ../../nbs/ops/doctor.ipynb #4a16a871
@@ -320,9 +245,8 @@ FIGURES = {
     "wsl": "0: this is not WSL; else its version",
     "mount": "where the folder's file system is mounted",
     "file_system": "its type",
-    "kind": "kind of disk: memory, network, virtual disk, rotating disk, NVMe SSD, SSD or not told",
+    "kind": "kind of disk: memory, network or local disk",
     "cold": "true: what was read was seen to be out of the page cache; None: the file system does not tell",
-    "cold_of": "what was read",
     "cold_n_files": "files read",
     "cold_n_bytes": "bytes read",
     "cold_bytes_per_s": "rate of reading them, a few at a time",
@@ -347,20 +271,14 @@ FIGURES = {
     "mean_db": "largest mean difference of a recording",
     "n_values": "values compared",
     "n_wrong": "values out of tolerance",
-    "parity_s": "seconds that the engine computed, first calls left out",
     "with_loading_s": "seconds with loading and first calls",
-    "measured_s": "seconds that this check counts as measuring",
 }
 
+
 # %% ../../nbs/ops/doctor.ipynb #b9d9d2f4
-_COLOURS = {"ok": "#2e8b57", "warn": "#b8860b", "missing": "#808080"}  # readable on white and on black
-_WRONG = "#d0493a"
-_CELL = "text-align:left;vertical-align:top;padding:2px 10px 2px 0"
-
-
 @dataclass(frozen=True)
 class Report:
-    "What `examine` found; shows itself in a notebook."
+    "What `examine` found."
 
     checks: tuple[Check, ...]
     folder: Path
@@ -386,18 +304,12 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         "For machines; the keys are those of REPORT_KEYS and FIGURES."
-        lines = []
-        for check in self.checks:
-            line = {
-                name: getattr(check, name) for name in ("key", "title", "status", "found", "advice", "blocks")
-            }
-            lines.append(line | {"figures": dict(check.figures)})
         return {
             "ready": self.ok,
             "folder": show_path(self.folder),
             "seconds": self.seconds,
             "counts": self.counts,
-            "checks": lines,
+            "checks": [vars(c) | {"title": c.title, "figures": dict(c.figures)} for c in self.checks],
         }
 
     def __repr__(self) -> str:
@@ -410,89 +322,52 @@ class Report:
         "The checks as lines; the advice stands below what was found."
         width, lines = max((len(c.title) for c in self.checks), default=0), []
         indent = " " * (width + 11)
-        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
         for check in self.checks:
-            head = f"{check.status:>7}  {check.title:<{width}}  "
-            lines.append(fill(check.found, columns, initial_indent=head, subsequent_indent=indent, **options))
-            if check.advice:
-                advice, head = f"{check.advice}.", f"{indent}-> "
-                lines.append(fill(advice, columns, initial_indent=head, subsequent_indent=indent, **options))
+            said = [(f"{check.status:>7}  {check.title:<{width}}  ", check.found)]
+            said += [(f"{indent}-> ", f"{check.advice}.")] if check.advice else []
+            for head, words in said:
+                options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+                lines.append(fill(words, columns, initial_indent=head, subsequent_indent=indent, **options))
         return "\n".join([*lines, self.title])
-
-    def _repr_html_(self) -> str:
-        rows = []
-        for check in self.checks:
-            colour = _WRONG if check.blocks else _COLOURS[check.status]
-            advice = f"<div style='opacity:.75'>{escape(check.advice)}.</div>" if check.advice else ""
-            rows.append(
-                f"<tr><td style='{_CELL}'><b style='color:{colour}'>{escape(check.status)}</b></td>"
-                f"<td style='{_CELL};white-space:nowrap'>{escape(check.title)}</td>"
-                f"<td style='{_CELL}'>{escape(check.found)}{advice}</td></tr>"
-            )
-        colour = _COLOURS["ok"] if self.ok else _WRONG
-        return (
-            f"<div style='border-left:6px solid {colour};padding:2px 12px'>"
-            f"<div style='font-weight:bold'>{escape(self.title)}</div>"
-            "<table style='border-collapse:collapse;color:inherit;background:transparent;max-width:1000px'>"
-            f"{''.join(rows)}</table></div>"
-        )
 
 
 # %% ../../nbs/ops/doctor.ipynb #ea0e4c69
-@dataclass(frozen=True)
-class Probe:
-    "How one line of the report is found."
-
-    run: Callable[[Path], Check]
-    needed: bool = False  # a build needs it
-    measures: bool = False  # it takes time, which is bounded
+NEEDED = ("python", "packages", "hdf5", "engine_reference")  # lines that a build needs
 
 
-def _packages(key: str, folder: Path) -> Check:
-    return package_check(key, LINES[key], load=key == "packages")
-
-
-def _engine(name: str, device: str, folder: Path) -> Check:
-    return examine_engine(name, device)
-
-
-def probes() -> dict[str, Probe]:
+def probes() -> dict[str, Callable[[Path], Check]]:
     "Return what is looked at, by key."
     return {
-        "python": Probe(lambda folder: checks.examine_python(), needed=True),
-        "packages": Probe(partial(_packages, "packages"), needed=True),
-        "front_end": Probe(partial(_packages, "front_end")),
-        "cores": Probe(lambda folder: checks.examine_cores()),
-        "memory": Probe(lambda folder: checks.examine_memory()),
-        "limits": Probe(lambda folder: checks.examine_limits()),
-        "wsl": Probe(checks.examine_wsl),
-        "disk": Probe(checks.examine_disk, measures=True),
-        "hdf5": Probe(checks.examine_hdf5, needed=True),
-        "compiled": Probe(lambda folder: examine_compiled()),
-        "torch": Probe(lambda folder: examine_torch()),
-        "gpu": Probe(lambda folder: examine_gpu()),
-        "bus": Probe(lambda folder: examine_bus(), measures=True),
-        "engine_reference": Probe(partial(_engine, "reference", "cpu"), needed=True, measures=True),
-        "engine_cpu": Probe(partial(_engine, "cpu", "cpu"), measures=True),
-        "engine_torch": Probe(partial(_engine, "torch", "cpu"), measures=True),
-        "engine_torch_cuda": Probe(partial(_engine, "torch", "cuda"), measures=True),
-        "engine_triton": Probe(partial(_engine, "triton", "cuda"), measures=True),
+        "python": lambda folder: checks.examine_python(),
+        "packages": lambda folder: package_check("packages", LINES["packages"], load=True),
+        "front_end": lambda folder: package_check("front_end", LINES["front_end"]),
+        "cores": lambda folder: checks.examine_cores(),
+        "memory": lambda folder: checks.examine_memory(),
+        "limits": lambda folder: checks.examine_limits(),
+        "wsl": checks.examine_wsl,
+        "disk": checks.examine_disk,
+        "hdf5": checks.examine_hdf5,
+        "compiled": lambda folder: examine_compiled(),
+        "torch": lambda folder: examine_torch(),
+        "gpu": lambda folder: examine_gpu(),
+        "bus": lambda folder: examine_bus(),
+        "engine_reference": lambda folder: examine_engine("reference"),
+        "engine_cpu": lambda folder: examine_engine("cpu"),
+        "engine_torch": lambda folder: examine_engine("torch"),
+        "engine_torch_cuda": lambda folder: examine_engine("torch", "cuda"),
+        "engine_triton": lambda folder: examine_engine("triton", "cuda"),
     }
-
-
-BUDGET_S = 20.0  # seconds of measuring, imports and first compiling apart
 
 
 def examine(
     folder: str | os.PathLike | None = None,  # what the disk's lines are about; None: the current folder
     *,
-    budget_s: float = BUDGET_S,  # seconds of measuring at the most
-    progress: Callable[[int, str], object] = lambda n_done, title: (
+    progress: Callable[[int, str], object] = lambda done, title: (
         None
     ),  # told before each check, and at the end
 ) -> Report:
     "Look at this machine and try its parts; raises DataError where there is no such folder."
-    place, began, left, found = Path(folder or Path.cwd()), time.perf_counter(), budget_s, list[Check]()
+    place, began, found = Path(folder or Path.cwd()), time.perf_counter(), list[Check]()
     if not place.is_dir():
         raise DataError(
             "no such folder",
@@ -502,20 +377,10 @@ def examine(
         )
     for key, probe in probes().items():
         progress(len(found), TITLES[key])
-        if probe.measures and left <= 0:
-            why = f"{NOT_MEASURED}: {budget_s:g} s were used up"
-            found.append(Check(key, "warn", why, "Run it again when the machine has less to do"))
-        else:
-            found.append(_guarded(key, probe, place))
-        left -= found[-1].figures.get("measured_s") or 0.0
+        try:
+            found.append(probe(place))
+        except Exception as e:
+            what = f"{NOT_MEASURED}: " + f"{type(e).__name__}: {e}".rstrip(": ")
+            found.append(Check(key, "warn", what, "Mend what the error names, and look again", key in NEEDED))
     progress(len(found), "")
     return Report(tuple(found), place, time.perf_counter() - began)
-
-
-def _guarded(key: str, probe: Probe, folder: Path) -> Check:
-    "Return a probe's line, also where it raises."
-    try:
-        return probe.run(folder)
-    except Exception as e:
-        what = f"{NOT_MEASURED}: " + f"{type(e).__name__}: {e}".rstrip(": ")
-        return Check(key, "warn", what, "Mend what the error names, and look again", probe.needed)

@@ -22,12 +22,11 @@ __all__ = [
     "COLD_S",
     "LOOKED_AT",
     "READERS",
-    "LIKE_RECORDINGS",
     "SLOW_DISK",
     "Check",
     "advised",
-    "fits",
     "requirements",
+    "fits",
     "package_check",
     "examine_python",
     "examine_cores",
@@ -44,30 +43,20 @@ __all__ = [
 ]
 
 # %% ../../nbs/ops/doctor_checks.ipynb #51439791
-import configparser, contextlib, operator, os, platform, re, stat, sys, tempfile, time
+import configparser, contextlib, os, platform, re, stat, tempfile, time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import leakmel
 from ..core.errors import LeakmelError, show_path
-from leakmel.core.monitor import (
-    GROUPS,
-    OWN,
-    cpu_quota,
-    free_memory,
-    group_limits,
-    size_text,
-    small_text,
-    usable_cores,
-)
-from ..audio.page_cache import is_in_cache
-from .bench import evict
+from ..core.cgroup import GROUPS, OWN, cpu_quota, group_limits, small_text
+from ..core.monitor import free_memory, size_text, usable_cores
+from .bench import evict, is_cached
 
 # %% ../../nbs/ops/doctor_checks.ipynb #dfead063
 TITLES = {
@@ -103,13 +92,7 @@ class Check:
     found: str  # in words; what was not measured says so
     advice: str = ""  # one sentence; empty where all is well
     blocks: bool = False  # a build needs this, and it is missing or wrong
-    figures: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # keys as in FIGURES
-
-    def __post_init__(self):
-        if self.key not in TITLES or self.status not in STATUSES:
-            raise ValueError(f"no such check: {self.key!r}, {self.status!r}")
-        if (self.status == "ok") == bool(self.advice) or (self.blocks and self.status == "ok"):
-            raise ValueError(f"{self.key}: advice belongs to what is not ok")
+    figures: Mapping[str, Any] = field(default_factory=dict)  # keys as in FIGURES
 
     @property
     def title(self) -> str:
@@ -125,75 +108,42 @@ def advised(
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #1d8eb475
-_SIGNS = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+OPTIONAL = ("dev", "search")  # extras that no check looks at
 
 
-def _release(version: str) -> list[int]:
-    "Return the numbers of a version without the zeros at its end."
-    match = re.match(r"v?(\d+(\.\d+)*)", version)
-    if match is None:
-        raise ValueError(f"not a version: {version!r}")
-    numbers = [int(n) for n in match[1].split(".")]
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return numbers
+@cache
+def requirements() -> Mapping[str, str]:
+    "Return the version range of each package of leakmel, and of Python under `python`."
+    parser = configparser.ConfigParser(delimiters=["="], interpolation=None)
+    parser.read(Path(leakmel.__file__).parent.parent / "settings.ini", encoding="utf-8")
+    settings = parser["DEFAULT"]
+    if settings.get("lib_name") == "leakmel":
+        keys = [k for k in settings if k.endswith("requirements") and not k.startswith(OPTIONAL)]
+        lines = [line for key in keys for line in settings[key].split()]
+        lines.append("python>=" + settings["min_python"])
+    else:
+        known = metadata.metadata("leakmel")
+        every = [line.partition(";") for line in known.get_all("Requires-Dist") or ()]
+        lines = [line for line, _, marker in every if not any(name in marker for name in OPTIONAL)]
+        lines.append("python" + (known["Requires-Python"] or ""))
+    pairs = (re.fullmatch(r"([\w.-]+)\s*(.*)", line.strip()) for line in lines)
+    return {m[1]: m[2] for m in pairs if m and m[1] != "leakmel"}  # an extra may name other extras
 
 
 def fits(
     version: str,
     wanted: str,  # ">=2.9,<2.14"; empty: any
 ) -> bool:
-    "Return whether a version lies in a range; raises ValueError for a sign it does not know."
-    for part in filter(None, (p.strip() for p in wanted.split(","))):
-        match = re.fullmatch(r"(>=|<=|==|!=|>|<)\s*(\S+)", part)
-        if match is None:
-            raise ValueError(f"not a range: {part!r}")
-        if not _SIGNS[match[1]](_release(version), _release(match[2])):
-            return False
-    return True
+    "Return whether a version lies in a range (PEP 440); raises ValueError for what is no version or no range."
+    from packaging.specifiers import SpecifierSet
 
-
-OPTIONAL = ("dev", "search")  # extras that no check looks at
-
-
-@cache
-def requirements() -> Mapping[str, str]:
-    "Return the range of each package of leakmel, and of Python under `python`; raises LookupError where nothing tells."
-    path = Path(leakmel.__file__).parent.parent / "settings.ini"
-    parser = configparser.ConfigParser(delimiters=["="], interpolation=None)
-    if path.is_file():
-        parser.read(path, encoding="utf-8")
-    settings = parser["DEFAULT"]
-    if settings.get("lib_name") == "leakmel":
-        kinds = [
-            key for key in settings if key.endswith("requirements") and key.split("_")[0] not in OPTIONAL
-        ]
-        # an extra that names other extras of leakmel adds nothing to them
-        lines = [line for key in kinds for line in settings[key].split() if not line.startswith("leakmel[")]
-        lines.append("python>=" + settings["min_python"])
-    else:
-        try:
-            known = metadata.metadata("leakmel")
-        except metadata.PackageNotFoundError:
-            raise LookupError("leakmel is not installed, and its settings.ini is not beside it") from None
-        every = [line.partition(";") for line in known.get_all("Requires-Dist") or ()]
-        lines = [line for line, _, marker in every if not any(name in marker for name in OPTIONAL)]
-        lines.append("python" + (known["Requires-Python"] or ""))
-    pairs = (re.fullmatch(r"([\w.-]+)\s*(.*)", line.strip()) for line in lines)
-    return MappingProxyType({m[1]: m[2] for m in pairs if m})
+    return SpecifierSet(wanted).contains(version, prereleases=True)
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #13ba1f9e
-NEEDED = ("numpy", "h5py", "xxhash")
+NEEDED = ("numpy", "h5py", "xxhash")  # a build cannot do without them
 LINES = {
-    "packages": (*NEEDED, "pandas", "psutil", "soundfile", "soxr", "tqdm"),
+    "packages": (*NEEDED, "pandas", "psutil", "soundfile", "soxr", "tqdm", "packaging"),
     "front_end": ("jupyterlab", "ipykernel", "ipywidgets", "plotly", "papermill"),
     "torch": ("torch", "torchaudio"),
     "compiled": ("numba",),
@@ -218,49 +168,37 @@ def package_check(
 ) -> Check:
     "Compare the versions of packages with their ranges."
     ranges = requirements() if wanted is None else wanted
-    words, bad, missing, versions = [], [], [], dict[str, str | None]()
+    words, bad, versions = list[str](), list[str](), dict[str, str | None]()
     for name in names:
+        trouble, needed = "", ranges.get(name, "")
+        versions[name] = None
         try:
             versions[name] = metadata.version(name)
+            if load:
+                import_module(name)
+            if not fits(metadata.version(name), needed):
+                trouble = f" ({needed} is needed)"
         except metadata.PackageNotFoundError:
-            versions[name] = None
-            missing.append(name)
-            words.append(f"{name} is not installed")
-            continue
-        trouble = _trouble(name, str(versions[name]), ranges.get(name, ""), load)
+            trouble = " is not installed"
+        except Exception as e:
+            trouble = f" (cannot be loaded: {type(e).__name__}: {e})"
+        words.append(f"{name}{trouble}" if versions[name] is None else f"{name} {versions[name]}{trouble}")
         if trouble:
             bad.append(name)
-        words.append(f"{name} {versions[name]}{trouble}")
-    figures, found, to_install = {"versions": versions}, ", ".join(words), [*missing, *bad]
-    if not to_install:
+    found, figures = ", ".join(words), {"versions": versions}
+    if not bad:
         return Check(key, "ok", found, figures=figures)
-    pip = " ".join(f"'{name}{ranges.get(name, '')}'" for name in to_install)
+    pip = " ".join(f"'{name}{ranges.get(name, '')}'" for name in bad)
     advice = "; ".join(filter(None, [f"Install what fits: pip install {pip}", _WITHOUT.get(key)]))
-    blocks = any(name in NEEDED for name in to_install)
-    return Check(key, "missing" if missing else "warn", found, advice, blocks, figures)
-
-
-def _trouble(name: str, version: str, wanted: str, load: bool) -> str:
-    "Say what is wrong with an installed package, or nothing."
-    if not fits(version, wanted):
-        return f" ({wanted} is needed)"
-    try:
-        if load:
-            import_module(name)
-    except Exception as e:
-        return f" (cannot be loaded: {type(e).__name__}: {e})"
-    return ""
+    status = "missing" if None in versions.values() else "warn"
+    return Check(key, status, found, advice, any(name in NEEDED for name in bad), figures)
 
 
 def examine_python() -> Check:
     "Compare the version of Python with the least that is needed."
     wanted, version = requirements()["python"], platform.python_version()
     found = f"{platform.python_implementation()} {version} on {platform.system()}, {platform.machine()}"
-    advice = ""
-    if not fits(version, wanted):
-        advice = f"Use Python {wanted}"
-    elif sys.platform == "win32":
-        advice = "Windows itself is not supported: install WSL2 and work there"
+    advice = "" if fits(version, wanted) else f"Use Python {wanted}"
     return advised("python", found, {"versions": {"python": version}}, advice, blocks=bool(advice))
 
 
@@ -276,10 +214,8 @@ def examine_cores(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = 
     if quota is not None:
         found += f", with a quota of {quota:g} cores' time"
     if quota is not None and quota < usable:
-        workers = (
-            f"--compute-workers {max(1, int(quota))}: a build starts a thread for each of {usable} cores"
-        )
-        advice = f"Raise the quota of the container, or give {workers}"
+        workers = f"--compute-workers {max(1, int(quota))}"
+        advice = f"Raise the quota of the container, or give {workers}: a build starts a thread for each of {usable} cores"
     elif usable < cores:
         advice = "Start from a process that may use all cores (taskset, a batch system's option)"
     return advised("cores", found, {"cores": cores, "usable_cores": usable, "quota_cores": quota}, advice)
@@ -288,12 +224,9 @@ def examine_cores(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = 
 def examine_memory(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> Check:
     "Look at the memory that is free, that the machine has, and that its control group may take."
     limit = min(group_limits("memory", ["memory.max", "memory.limit_in_bytes"], root, own), default=None)
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError, AttributeError):
-        total = None
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = min(free_memory(root, own), limit or 1 << 62)
-    found = f"{size_text(free)} free" + (f" of {size_text(total)}" if total else "")
+    found = f"{size_text(free)} free of {size_text(total)}"
     if limit:
         found += f", limit of the control group {size_text(limit)}"
     advice = ""
@@ -303,18 +236,13 @@ def examine_memory(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike =
     return advised("memory", found, {"free_bytes": free, "ram_bytes": total, "limit_bytes": limit}, advice)
 
 
-def _soft_limit(name: str) -> int | None:
-    "Return the soft limit of a resource; None: no limit."
-    import resource
-
-    value = resource.getrlimit(getattr(resource, name))[0] if hasattr(resource, name) else -1
-    return None if value in (-1, resource.RLIM_INFINITY) else value
-
-
 def examine_limits(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> Check:
     "Look at how many files and threads may be open at the same time."
-    files = _soft_limit("RLIMIT_NOFILE")
-    limits = [_soft_limit("RLIMIT_NPROC"), *group_limits("pids", ["pids.max"], root, own)]
+    import resource
+
+    soft = [resource.getrlimit(n)[0] for n in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)]
+    files, processes = (None if n in (-1, resource.RLIM_INFINITY) else n for n in soft)
+    limits = [processes, *group_limits("pids", ["pids.max"], root, own)]
     threads = min((n for n in limits if n is not None), default=None)
     words = ["any number of" if n is None else f"{n:,}" for n in (files, threads)]
     advice = []
@@ -336,11 +264,9 @@ def mount_of(
     mounts: str | os.PathLike = MOUNTS,
 ) -> tuple[str, str]:  # where it is mounted, and the type; empty where nothing tells
     "Return the file system that a folder lies on."
-    place, best = os.fsencode(os.path.realpath(folder)), (b"", b"")
-    try:
+    place, best, lines = os.fsencode(os.path.realpath(folder)), (b"", b""), list[bytes]()
+    with contextlib.suppress(OSError):
         lines = Path(mounts).read_bytes().splitlines()
-    except OSError:
-        lines = []
     for _, at, kind, *_ in (line.split(b" ") for line in lines if line.count(b" ") >= 2):
         at = re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), at)  # blanks are written as \040
         if len(at) >= len(best[0]) and (place + b"/").startswith(at.rstrip(b"/") + b"/"):
@@ -355,9 +281,9 @@ def examine_wsl(
     text, (at, kind) = small_text(Path(release)).lower(), mount_of(folder, mounts)
     version = 0 if "microsoft" not in text else 2 if "wsl2" in text or "microsoft-standard" in text else 1
     figures = {"wsl": version, "mount": show_path(at) if at else None, "file_system": kind or None}
-    where = f"{NOT_MEASURED}: nothing tells on which file system {show_path(folder)} lies"
-    if at:
-        where = f"{show_path(folder)} lies on {show_path(at)} ({kind})"
+    where = (
+        f"{show_path(folder)} lies on {show_path(at) or 'an unknown file system'} ({kind or NOT_MEASURED})"
+    )
     found, advice = f"WSL{version}; {where}", ""
     if not version:
         found = "this is not WSL"
@@ -381,32 +307,10 @@ NETWORK = (
 # fmt: on
 
 
-def disk_kind(
-    folder: str | os.PathLike,
-    *,
-    devices: str | os.PathLike = "/sys/dev/block",
-    kind: str | None = None,  # type of the file system; None: as it is mounted
-) -> str:
-    "Return memory, network, virtual disk, rotating disk, NVMe SSD or SSD; `not told` where nothing says so."
-    kind = mount_of(folder)[1] if kind is None else kind
-    if kind in IN_MEMORY:
-        return "memory"
-    if kind in NETWORK:
-        return "network"
-    number = os.stat(folder).st_dev
-    place = Path(os.path.realpath(Path(devices, f"{os.major(number)}:{os.minor(number)}")))
-    if (place / "partition").exists():
-        place = place.parent
-    with contextlib.suppress(OSError):  # volumes and encrypted disks stand on another
-        while below := sorted((place / "slaves").iterdir()):
-            place = Path(os.path.realpath(below[0]))
-    try:
-        rotates = (place / "queue" / "rotational").read_text().strip() == "1"
-    except OSError:
-        return "not told"
-    if place.name.startswith(("vd", "xvd", "rbd")):
-        return "virtual disk"
-    return "rotating disk" if rotates else "NVMe SSD" if place.name.startswith("nvme") else "SSD"
+def disk_kind(folder: str | os.PathLike) -> str:
+    "Return memory, network, or local disk, by the type of the file system."
+    kind = mount_of(folder)[1]
+    return "memory" if kind in IN_MEMORY else "network" if kind in NETWORK else "local disk"
 
 
 @contextlib.contextmanager
@@ -423,165 +327,113 @@ def scratch(folder: str | os.PathLike) -> Iterator[Path]:
 # %% ../../nbs/ops/doctor_checks.ipynb #831e4edf
 COLD_BYTES, COLD_S = 8_000_000, 2.0  # to read, and seconds at the most
 LOOKED_AT = 5000  # folder entries to look at for recordings
-READERS, LIKE_RECORDINGS = 8, 81_964  # threads; bytes of a file, those of 10 s at 4,096 Hz
+READERS = 8  # threads
 SLOW_DISK = 40e6  # bytes/s: less than 500 recordings of 10 s at 4,096 Hz each second
 
 
-def some_recordings(folder: str | os.PathLike, n_bytes: int = COLD_BYTES) -> list[Path]:
-    "Return recordings below a folder, a few entries of each folder first, until there are enough bytes."
-    found, size, seen, folders = list[Path](), 0, 0, [Path(folder)]
-    while folders and size < n_bytes and seen < LOOKED_AT:
-        with contextlib.suppress(OSError), os.scandir(folders.pop(0)) as entries:
-            for entry in entries:
-                seen += 1
-                if seen >= LOOKED_AT or size >= n_bytes:
-                    break
-                if entry.name.startswith("."):
-                    continue
-                info = entry.stat(follow_symlinks=False)
-                if stat.S_ISDIR(info.st_mode):
-                    folders.append(Path(entry.path))
-                is_wav = stat.S_ISREG(info.st_mode) and entry.name.lower().endswith((".wav", ".wave"))
-                if is_wav and 0 < info.st_size <= n_bytes:
-                    found.append(Path(entry.path))
-                    size += info.st_size
+def some_recordings(folder: str | os.PathLike[str], n_bytes: int = COLD_BYTES) -> list[Path]:
+    "Return recordings below a folder until there are enough bytes, or LOOKED_AT entries were seen."
+    found, size, seen = list[Path](), 0, 0
+    for place, folders, names in os.walk(os.fspath(folder)):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        seen += len(folders) + len(names)
+        for name in names:
+            path = Path(place, name)
+            if name.startswith(".") or path.suffix.lower() not in (".wav", ".wave"):
+                continue
+            info = path.lstat()
+            if stat.S_ISREG(info.st_mode) and 0 < info.st_size <= n_bytes:
+                found.append(path)
+                size += info.st_size
+            if size >= n_bytes:
+                return found
+        if seen >= LOOKED_AT:
+            break
     return found
 
 
-def _in_cache(path: Path) -> bool | None:
-    "Return whether any of a file's ends is in the page cache; None where the file system does not tell."
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        told = [is_in_cache(fd, at) for at in (0, max(0, os.fstat(fd).st_size - 1))]
-    finally:
-        os.close(fd)
-    return None if None in told else any(told)
-
-
-def _read(path: Path, until: float) -> int:
-    "Read a file, unless it is too late; returns its bytes."
-    n_bytes = 0
-    with open(path, "rb", buffering=0) as f:
-        while time.perf_counter() < until and (piece := f.read(1 << 20)):
-            n_bytes += len(piece)
-    return n_bytes
-
-
 def cold_rate(
-    folder: str | os.PathLike,
-) -> dict[str, Any]:  # cold, of, n_files, n_bytes, bytes_per_s, measured_s
-    "Read a few files that are not in the page cache; raises OSError, or UsageError where nothing can be dropped from it."
-    began = time.perf_counter()
-    with contextlib.ExitStack() as stack:
-        files, of = some_recordings(folder), "recordings"
-        if not files:
-            place, of = stack.enter_context(scratch(folder)), "written for it"
-            if not os.path.samefile(place.parent, folder):
-                return {"cold": None, "of": "the folder holds no recordings and cannot be written"}
-            files = [place / f"{i}" for i in range(COLD_BYTES // LIKE_RECORDINGS)]
-            for path in files:
-                path.write_bytes(os.urandom(LIKE_RECORDINGS))
-        evict(files)
-        states = {path: _in_cache(path) for path in files}
-        cold = [path for path, state in states.items() if state is not True]
-        start = time.perf_counter()
-        with ThreadPoolExecutor(READERS) as pool:
-            sizes = [n for n in pool.map(partial(_read, until=start + COLD_S), cold) if n]
-        ended = time.perf_counter()
+    files: Sequence[Path],
+) -> dict[str, Any]:  # keys of FIGURES; raises OSError, or UsageError where nothing can be dropped from it
+    "Read those of some files that are not in the page cache after they were dropped from it."
+    evict(files)
+    states = {path: is_cached(path) for path in files}
+    cold = [path for path, state in states.items() if not state]
+    start = time.perf_counter()
+
+    def read(path: Path) -> int:
+        return len(path.read_bytes()) if time.perf_counter() < start + COLD_S else 0
+
+    with ThreadPoolExecutor(READERS) as pool:
+        sizes = [n for n in pool.map(read, cold) if n]
+    took = time.perf_counter() - start
     return {
         "cold": None if None in states.values() else bool(cold),
-        "of": of,
-        "n_files": len(sizes),
-        "n_bytes": sum(sizes),
-        "bytes_per_s": sum(sizes) / (ended - start) if sizes else None,
-        "measured_s": ended - began,
+        "cold_n_files": len(sizes),
+        "cold_n_bytes": sum(sizes),
+        "cold_bytes_per_s": sum(sizes) / took if sizes else None,
     }
 
 
 def examine_disk(folder: str | os.PathLike) -> Check:
-    "Measure how fast files come from the disk below a folder when the page cache lacks them."
-    kind = disk_kind(folder)
-    figures: dict[str, Any] = {"kind": kind}
-    if kind == "memory":
-        return Check("disk", "ok", f"memory; cold rate {NOT_MEASURED}: it is always warm", figures=figures)
-    judge = "Judge the disk by a first build, whose summary tells cold from warm"
+    "Measure how fast recordings come from the disk below a folder when the page cache lacks them."
+    kind, files = disk_kind(folder), some_recordings(folder)
+    figures, why = dict[str, Any](kind=kind), "nothing could be put out of the page cache"
+    if kind == "memory" or not files:
+        why = "it is always warm" if kind == "memory" else "the folder holds no recordings"
+        return Check("disk", "ok", f"{kind}; cold rate {NOT_MEASURED}: {why}", figures=figures)
     try:
-        done = cold_rate(folder)
+        figures |= cold_rate(files)
     except (OSError, LeakmelError) as e:
         why = f"{type(e).__name__}: {e}"
-        return advised("disk", f"{kind}; cold rate {NOT_MEASURED}: {why}", figures, judge)
-    figures |= {"measured_s": 0.0} | {
-        k if k in ("cold", "measured_s") else f"cold_{k}": v for k, v in done.items()
-    }
-    rate = done.get("bytes_per_s")
-    if not rate:
-        why = done["of"] if done["cold"] is None else "nothing could be put out of the page cache"
-        return advised("disk", f"{kind}; cold rate {NOT_MEASURED}: {why}", figures, judge)
-    plural = "s" * (done["n_files"] != 1)
-    what = (
-        f"{size_text(done['n_bytes'])} in {done['n_files']} file{plural} ({done['of']}), {READERS} at a time"
-    )
-    if done["cold"] is None:
-        unknown = "whether that was cold the file system does not tell"
-        return advised("disk", f"{kind}; {size_text(rate)}/s, {what}; {unknown}", figures, judge)
-    advice = ""
-    if kind in ("network", "rotating disk") or rate < SLOW_DISK:
+    rate, advice = figures.get("cold_bytes_per_s"), ""
+    found = f"{kind}; cold rate {NOT_MEASURED}: {why}"
+    if rate:
+        cold = "whether that was cold the file system does not tell" if figures["cold"] is None else "cold"
+        what = f"{size_text(figures['cold_n_bytes'])} in {figures['cold_n_files']} files, {READERS} at a time"
+        found = f"{kind}; {size_text(rate)}/s, {cold}; {what}"
+    if not rate or figures["cold"] is None:
+        advice = "Judge the disk by a first build, whose summary tells cold from warm"
+    elif kind == "network" or rate < SLOW_DISK:
         advice = (
             "Keep recordings that are read often on a local SSD, or build with --mode memmap: "
             "only its first build reads them one by one"
         )
-    return advised("disk", f"{kind}; {size_text(rate)}/s cold, {what}", figures, advice)
+    return advised("disk", found, figures, advice)
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #ac8c14b9
 def examine_hdf5(folder: str | os.PathLike) -> Check:
     "Try the HDF5 library: its version, its locking, and a file there and back."
-    package = package_check("hdf5", ["h5py"])
-    if package.status == "missing":
-        return package
-    import h5py
+    import fcntl, h5py
     import numpy as np
 
     setting = os.environ.get("HDF5_USE_FILE_LOCKING")
     values = np.arange(3000, dtype=np.float16).reshape(3, -1)
-    figures: dict[str, Any] = {"hdf5_version": h5py.version.hdf5_version, "hdf5_locking": setting}
-    figures |= {"hdf5_same": False, "kernel_locks": None}
-    locking = "as the library has it" if setting is None else f"set to {setting}"
-    found = f"HDF5 {h5py.version.hdf5_version}, file locking {locking}"
+    same, locks, advice = False, False, ""
+    found = f"HDF5 {h5py.version.hdf5_version}, file locking {setting or 'as the library has it'}"
     with scratch(folder) as place:
         try:
             with h5py.File(place / "x.h5", "w", libver=("v108", "v108")) as f:
                 f["segments_mel"] = values
-                f.attrs["complete"] = True
             with h5py.File(place / "x.h5", "r") as f:
-                figures["hdf5_same"] = bool(f.attrs["complete"]) and np.array_equal(
-                    f["segments_mel"][:], values
-                )
+                same = np.array_equal(f["segments_mel"][:], values)
+            said = "written and read back" if same else "what was read back is not what was written"
         except Exception as e:
-            found += f"; a file cannot be written and read back: {type(e).__name__}: {e}"
-            advice = "Free some space, or install h5py anew (pip install --force-reinstall h5py)"
-            return advised("hdf5", found, figures, advice, blocks=True)
-        figures["kernel_locks"] = _locks(place / "lock")
-        elsewhere = not os.path.samefile(place.parent, folder)
-    if not figures["hdf5_same"]:
-        advice = "Install h5py anew (pip install --force-reinstall h5py), and check the disk"
-        return advised(
-            "hdf5", f"{found}; what was read back is not what was written", figures, advice, blocks=True
-        )
-    if not figures["kernel_locks"]:
-        advice = "Write data sets to another disk: builds need locks"
-        return advised("hdf5", f"{found}; the file system does not lock files", figures, advice)
-    where = " in the place for temporary files, since the folder cannot be written" if elsewhere else ""
-    return advised("hdf5", f"{found}; written and read back{where}", figures)
-
-
-def _locks(path: Path) -> bool:
-    "Return whether a file can be locked by the kernel."
-    import fcntl
-
-    with open(path, "wb") as f:
-        try:
+            said = f"a file cannot be written and read back: {type(e).__name__}: {e}"
+        with open(place / "lock", "wb") as f, contextlib.suppress(OSError):
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-    return True
+            locks = True
+        elsewhere = not os.path.samefile(place.parent, folder)
+    if not same:
+        advice = (
+            "Free some space and check the disk, or install h5py anew (pip install --force-reinstall h5py)"
+        )
+    elif not locks:
+        said = "the file system does not lock files"
+        advice = "Write data sets to another disk: builds need locks"
+    elif elsewhere:
+        said += " in the place for temporary files, since the folder cannot be written"
+    figures = {"hdf5_version": h5py.version.hdf5_version, "hdf5_locking": setting}
+    figures |= {"hdf5_same": same, "kernel_locks": locks}
+    return advised("hdf5", f"{found}; {said}", figures, advice, blocks=not same)

@@ -4,21 +4,28 @@
 
 # %% auto #0
 __all__ = [
+    "STRETCHES",
+    "CACHES",
+    "STAYED",
+    "DEFAULT",
     "Key",
     "LEAST_ROUNDS",
     "LEAST_GAIN",
-    "CONFIRM_ROUNDS",
-    "States",
+    "Score",
     "MOST_FILES",
     "LEAST_FILES",
     "MOST_ROUNDS",
+    "take_sample",
+    "paths_of",
+    "StateError",
+    "make_cache_state",
+    "Candidate",
+    "candidates",
+    "BuildTrials",
     "Runs",
     "sweep",
-    "Score",
     "scores_of",
-    "is_clearly_faster",
-    "verdict",
-    "is_better",
+    "gain",
     "best_candidate",
     "plan_sweep",
     "NotKeptError",
@@ -27,36 +34,203 @@ __all__ = [
 ]
 
 # %% ../../nbs/ops/tune.ipynb #37782420
-import math, os, shutil, tempfile, time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math, os, tempfile, time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .. import __version__
-from ..audio.manifest import Manifest, scan
+import numpy as np
+
+import leakmel as lm
+from ..audio.manifest import Manifest
 from ..audio.wav import digest_of
-from ..core.errors import LeakmelError, OutputError, UsageError, VerifyError, show_path
-from ..core.monitor import free_memory
-from ..core.progress import Progress
-from ..dataset.run.config import SCHEMA, PipelineConfig, plan_workers, this_machine, write_tuned
-from ..dataset.run.inputs import SpecLike, resolve_spec
-from ..mel.engines import open_engine
-from ..mel.spec import MelSpec
-from .bench import record_head
-from leakmel.ops.tune_trials import (
-    CACHES,
-    DEFAULT,
-    BuildTrials,
-    Candidate,
-    Sample,
-    StateError,
-    candidates,
-    take_sample,
+from leakmel.core.errors import (
+    DataError,
+    LeakmelError,
+    MachineError,
+    OutputError,
+    UsageError,
+    VerifyError,
+    show_path,
 )
+from ..core.monitor import free_memory, usable_cores
+from ..core.progress import Progress
+from ..dataset.run.config import PipelineConfig, Workers, plan_workers
+from ..dataset.run.inputs import SpecLike, resolve_spec
+from ..dataset.run.publish import BuildResult
+from ..dataset.run.tuned import SCHEMA, this_machine, write_tuned
+from ..mel.engines import open_engine
+from .bench import aligned, bring_in, evict, is_cached, range_words, record_head
+
+# %% ../../nbs/ops/tune.ipynb #7e922b11
+STRETCHES = 8
+
+
+def take_sample(
+    manifest: Manifest,  # of the data folder
+    n: int,  # recordings at the most
+) -> Manifest:  # of one listing; raises DataError where there is nothing to read
+    "Take recordings of the largest split that have a label and are not empty, in a few stretches."
+    x = max(manifest.listings, key=len)
+    usable = np.flatnonzero((x.label_ids >= 0) & (x.sizes > 0))
+    if not len(usable):
+        raise DataError(
+            "no recordings to tune with",
+            code="nothing-to-tune-with",
+            path=x.folder,
+            remedy="check the folder (leakmel scan)",
+        )
+    if n < len(usable):
+        lengths = [len(part) for part in np.array_split(np.arange(n), STRETCHES)]
+        starts = np.arange(STRETCHES) * len(usable) // STRETCHES
+        usable = usable[np.concatenate([start + np.arange(k) for start, k in zip(starts, lengths)])]
+    present, numbers = np.unique(x.label_ids[usable], return_inverse=True)
+    part = replace(
+        x,
+        paths=[x.paths[i] for i in usable],
+        sizes=x.sizes[usable],
+        mtimes_ns=x.mtimes_ns[usable],
+        label_ids=numbers.astype(np.int16),
+        parts=None if x.parts is None else tuple(x.parts[i] for i in usable),
+    )
+    names = tuple(manifest.label_names[i] for i in present)
+    given = {"notes": (), "unmatched": (), "seconds": 0.0, "content": None, "table_path": None}
+    return replace(manifest, listings=(part,), label_names=names, **given)  # type: ignore[arg-type]
+
+
+def paths_of(sample: Manifest) -> list[str]:
+    "Return the paths of a sample's recordings, as the file system knows them."
+    x = sample.listings[0]
+    return [os.fsdecode(x.full_path(i)) for i in range(len(x))]
+
+
+# %% ../../nbs/ops/tune.ipynb #e6660e37
+CACHES = ("cold", "warm")
+STAYED = 0.02  # share of the files that may be in the wrong state
+
+
+class StateError(MachineError):
+    "Recordings that are not as cold or as warm as they were to be; a trial of them does not count."
+
+
+def make_cache_state(
+    files: list[str],
+    cache: str,  # "cold" or "warm"
+) -> None:  # raises StateError where it cannot be had, or where nothing can tell that it is cold
+    "Evict files or bring them in, and check some of them."
+    (bring_in if cache == "warm" else evict)(files)
+    some = files[:: max(16, len(files) // 64)]
+    told = [is_cached(path) for path in some]
+    if cache == "cold":
+        evict(some)
+    if None in told and cache == "warm":
+        return  # nothing can tell, but they have just been read
+    if None in told:
+        raise StateError("the file system does not tell what its page cache holds", code="cache-state")
+    share = sum(map(bool, told)) / len(told)
+    if (share if cache == "cold" else 1 - share) > STAYED:
+        raise StateError(
+            f"the recordings cannot be made {cache}",
+            code="cache-state",
+            found=f"{share:.0%} of {len(files):,} files in the page cache",
+            remedy="close what reads them" if cache == "cold" else "more memory would be needed",
+        )
+
+
+# %% ../../nbs/ops/tune.ipynb #d83028dd
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    "Settings of a build that is tried."
+
+    name: str
+    changes: Mapping[str, int] = field(default_factory=dict)  # fields of PipelineConfig
+    mode: str = "stream"
+
+
+def candidates(
+    workers: Workers,  # that a build of the sample uses by itself
+    full: Workers,  # that a build of everything uses by itself
+    on_device: bool,  # a GPU computes
+    n_files: int,  # of the sample
+    cores: int | None = None,
+) -> list[Candidate]:  # the defaults first, then by weight
+    "Return what is tried on this machine."
+    cores = cores or usable_cores()
+    others: list[dict[str, int]]
+    if on_device:
+        sizes = (256, 1024, 128, 2048)
+        others = [{"read_workers": max(1, n)} for n in (cores // 2, 2 * cores)]
+        others += [{"gpu_streams": 1}, {"gpu_streams": 4}, {"slots": 2 * workers.slots}]
+        others += [{"batch_accumulation": 2}, {"write_workers": max(1, cores // 2)}]
+    else:
+        sizes = (64, 16, 128, 8)
+        others = [{"compute_workers": 2 * cores}, {"read_workers": cores}]
+        others += [{"read_workers": 2 * cores, "slots": 8 * cores}]
+        others += [{"compute_workers": cores // 2}] if cores > 2 else []
+    same = workers.files_per_batch == full.files_per_batch  # a small sample cannot tell about large batches
+    large = [n for n in sizes if same and 2 * workers.compute_workers * n <= n_files]
+    batches = [{"files_per_batch": n} for n in large]
+    ahead = [{"read_ahead": n} for n in (256, 0, 1024)]
+    found = [Candidate(DEFAULT)]
+    for changes in [*batches[:2], *others, *ahead[:2], {}, *batches[2:], ahead[2]]:
+        name = ", ".join(f"{key} {value}" for key, value in changes.items())
+        if not changes:
+            found.append(Candidate("mode preload", mode="preload"))
+        elif any(getattr(workers, key, None) != value for key, value in changes.items()):
+            found.append(Candidate(name, changes))
+    return found
+
+
+# %% ../../nbs/ops/tune.ipynb #f052316f
+@dataclass(frozen=True)
+class BuildTrials:
+    "What trials of builds have in common."
+
+    sample: Manifest  # of one listing
+    work: Path
+    spec: SpecLike = None
+    engine: str = "auto"
+    device: str = "auto"
+    with_waveforms: bool = False
+
+    def build(
+        self,
+        name: str,  # of the data set in the temporary folder, without its ending
+        config: PipelineConfig,
+        *,
+        mode: str = "stream",
+        check: int | None = 0,
+    ) -> BuildResult:  # raises LeakmelError
+        "Build the sample."
+        return lm.build(
+            self.sample.root,
+            split=self.sample.listings[0].split or None,
+            out=self.work / f"{name}.h5",
+            spec=self.spec,
+            engine=self.engine,
+            mode=mode,
+            pipeline=config,
+            manifest=self.sample,
+            check=check,
+            progress="none",
+            with_waveforms=self.with_waveforms,
+            fresh=True,
+        )
+
+    def run(self, candidate: Candidate, cache: str) -> float:  # seconds; raises LeakmelError, OSError
+        "Build the sample once, from a cold or a warm page cache."
+        config = PipelineConfig(**candidate.changes, device=self.device, fsync=False, monitor_interval_s=0.0)  # type: ignore[arg-type]
+        make_cache_state(paths_of(self.sample), cache)
+        done = self.build("trial", config, mode=candidate.mode)
+        if cache == "cold" and done.summary["cache"] == "warm":
+            raise StateError("recordings that had been evicted came from memory", code="cache-state")
+        return done.seconds
 
 
 # %% ../../nbs/ops/tune.ipynb #72b41bea
@@ -101,106 +275,62 @@ def sweep(
 
 
 # %% ../../nbs/ops/tune.ipynb #a38a33f2
-LEAST_ROUNDS = 3  # from which a setting is compared
+LEAST_ROUNDS = 5  # from which a setting is compared
 LEAST_GAIN = 0.03  # of the median rate
 
 
-@dataclass(frozen=True)
-class Score:
-    "Rates of one setting from one state of the page cache."
-
-    name: str
-    rounds: int
-    files_per_s: float = 0.0  # of the median of the rounds' seconds
-    least: float = 0.0  # files/s of the slowest round
-    most: float = 0.0  # and of the fastest
-    mb_per_s: float = 0.0  # of the median round, bytes of the files
-    ms_per_file: float = 0.0  # of the median round
-    failure: str = ""
+Score = dict[str, Any]  # of one setting, from one state of the page cache
 
 
 def scores_of(
     found: Mapping[Key, Runs],
     cache: str,
     n_files: int,
-    n_bytes: int,
 ) -> list[Score]:  # fastest first, those without a round last
-    "Return the scores of trials from one state of the page cache."
-    scores = []
+    "Return files/s of the median, the slowest and the fastest round of trials from one state of the page cache."
+    scores = list[Score]()
     for (name, state), runs in found.items():
         if state != cache:
             continue
-        if not runs.seconds:
-            scores.append(Score(name, 0, failure=runs.failure or "no time was left"))
+        rates = [n_files / f(runs.seconds) if runs.seconds else 0.0 for f in (median, max, min)]
+        score = {"name": name, "rounds": len(runs.seconds), "failure": runs.failure}
+        scores.append(score | dict(zip(("files_per_s", "least", "most"), rates)))
+    return sorted(scores, key=lambda s: -s["files_per_s"])
+
+
+def gain(
+    states: Mapping[str, Sequence[Score]],  # "cold", "warm" -> scores
+    name: str,
+) -> float:
+    "Return by what factor a setting is faster than the defaults over all states; 0 where that is not clear, or slower in one."
+    product, clear = 1.0, False
+    for scores in states.values():
+        by_name = {s["name"]: s for s in scores if s["rounds"]}
+        if DEFAULT not in by_name:
             continue
-        usual, least, most = median(runs.seconds), n_files / max(runs.seconds), n_files / min(runs.seconds)
-        rates = (n_files / usual, least, most, n_bytes / usual / 1e6, 1000 * usual / n_files)
-        scores.append(Score(name, len(runs.seconds), *rates))
-    return sorted(scores, key=lambda s: -s.files_per_s)
-
-
-def is_clearly_faster(a: Score, b: Score) -> bool:
-    "Return whether one is faster beyond what rounds differ by."
-    enough = min(a.rounds, b.rounds) >= LEAST_ROUNDS
-    return enough and a.least > b.most and a.files_per_s >= (1 + LEAST_GAIN) * b.files_per_s
-
-
-def verdict(
-    scores: Sequence[Score],  # of one state of the page cache
-) -> dict[str, object]:  # "best", "runner_up", "overlap", "sentence"
-    "Name best and runner-up, and say whether they can be told apart."
-    ranked = sorted((s for s in scores if s.rounds), key=lambda s: -s.files_per_s)
-    if len(ranked) < 2:
-        only = ranked[0].name if ranked else None
-        said = f"only {only} could be measured" if only else "nothing could be measured"
-        return {"best": only, "runner_up": None, "overlap": True, "sentence": said}
-    best, second = ranked[:2]
-    few, overlap = min(best.rounds, second.rounds) < LEAST_ROUNDS, best.least <= second.most
-    said = "their spreads do not overlap"
-    if overlap:
-        said = "their spreads overlap, so neither is faster for sure"
-    if few:
-        said = "too few rounds to tell them apart"
-    ahead = f"{best.name} {best.files_per_s:,.0f} files/s, runner-up {second.name} {second.files_per_s:,.0f}"
-    names = {"best": best.name, "runner_up": second.name}
-    return names | {"overlap": overlap or few, "sentence": f"{ahead}: {said}"}
-
-
-# %% ../../nbs/ops/tune.ipynb #559fb007
-CONFIRM_ROUNDS = 5
-States = Mapping[str, Sequence[Score]]  # "cold", "warm" -> scores
-
-
-def _pairs(states: States, name: str) -> list[tuple[Score, Score]]:
-    "Return the scores of a setting and of the defaults, by state; none where it failed in one."
-    by_state = [{s.name: s for s in scores if s.rounds} for scores in states.values()]
-    known = [by for by in by_state if DEFAULT in by]
-    return [(by[name], by[DEFAULT]) for by in known] if all(name in by for by in known) else []
-
-
-def is_better(states: States, name: str) -> bool:
-    "Return whether a setting is clearly faster than the defaults in one state, and in none slower."
-    pairs = _pairs(states, name)
-    return any(is_clearly_faster(it, d) for it, d in pairs) and not any(d.least > it.most for it, d in pairs)
+        it, default = by_name.get(name), by_name[DEFAULT]
+        if it is None or default["least"] > it["most"]:
+            return 0.0
+        factor = it["files_per_s"] / default["files_per_s"]
+        enough = min(it["rounds"], default["rounds"]) >= LEAST_ROUNDS
+        clear |= enough and it["least"] > default["most"] and factor >= 1 + LEAST_GAIN
+        product *= factor
+    return product if clear else 0.0
 
 
 def best_candidate(
-    states: States,
+    states: Mapping[str, Sequence[Score]],  # "cold", "warm" -> scores
     tried: Sequence[Candidate],
 ) -> Candidate | None:  # None: the defaults are not beaten
     "Return the setting that gains most over the defaults, over all states."
-
-    def gain(c: Candidate) -> float:
-        return math.prod(it.files_per_s / default.files_per_s for it, default in _pairs(states, c.name))
-
-    better = [c for c in tried if c.name != DEFAULT and is_better(states, c.name)]
-    return max(better, key=gain, default=None)
+    best = max(tried, key=lambda c: gain(states, c.name))
+    return best if gain(states, best.name) else None
 
 
 # %% ../../nbs/ops/tune.ipynb #20217cbd
-MOST_FILES, LEAST_FILES, MOST_ROUNDS = 8000, 64, 7
+MOST_FILES, LEAST_FILES, MOST_ROUNDS = 8000, 64, 9
 # share of the time by which each phase is over; the rest is for the check
-_PARTS = {"start": 0.12, "build": 0.72, "confirm": 0.93}
+_START, _BUILDS = 0.12, 0.9
 _SPARE = 0.8  # of a phase that is planned for
 _TELLING = 0.015  # share of the time from which builds are long enough to tell what a recording costs
 
@@ -220,151 +350,116 @@ def plan_sweep(
     return n_files, n_tried, max(LEAST_ROUNDS, min(MOST_ROUNDS, int(room / (n_tried * n_files))))
 
 
-@dataclass
-class _Tuning:
-    "What the phases of a run share."
-
-    trials: BuildTrials
-    began: float  # on the clock of `time.monotonic`
-    ends: float
-    progress: str
-    states: list[str]
-    notes: list[str] = field(default_factory=list)  # what could not be done, in words
-
-    def of(self, sample: Sample) -> BuildTrials:
-        "Return the same trials on other recordings."
-        return replace(self.trials, sample=sample)
-
-    def until(self, phase: str) -> float:
-        "Return when a phase is to be over, on the same clock."
-        return self.began + _PARTS[phase] * (self.ends - self.began)
-
-    def seconds_per_file(self, pool: Sample) -> float:
-        "Run larger and larger builds until they tell what a recording costs."
-        n = min(LEAST_FILES, len(pool))
-        # compiles what is to be compiled, and raises what is wrong with the recordings
-        self.of(pool.first(n)).build("trial", PipelineConfig(device=self.trials.device, fsync=False))
-        self.began = min(time.monotonic(), self.ends)  # the phases share the time that is left
-        while True:
-            began, trials = time.monotonic(), self.of(pool.first(n))
-            for cache in list(self.states):
-                try:
-                    trials.run(Candidate(DEFAULT), cache)
-                except StateError as e:
-                    self.states.remove(cache)
-                    self.notes.append(f"{cache}: not measured, {e}")
-            took = time.monotonic() - began
-            late = time.monotonic() + 4 * took > self.until("start")
-            if n == len(pool) or took > _TELLING * (self.ends - self.began) or late:
-                return took / n / max(1, len(self.states))
-            n = min(4 * n, len(pool))
-
-    def scores(
-        self, label: str, phase: str, tried: Sequence[Candidate], rounds: int
-    ) -> dict[str, list[Score]]:
-        "Sweep over settings with a bar; returns scores by state."
-        trials = {(c.name, cache): partial(self.trials.run, c, cache) for c in tried for cache in self.states}
-        with Progress(rounds * len(trials), unit="trials", label=label, show=self.progress) as bar:
-            found = sweep(trials, rounds=rounds, ends_s=self.until(phase), tell=bar.update)
-        sample = self.trials.sample
-        return {cache: scores_of(found, cache, len(sample), sample.listing.n_bytes) for cache in self.states}
+def _seconds_per_file(trials: BuildTrials, states: list[str], notes: list[str], ends: float) -> float:
+    "Run larger and larger builds until they tell what a recording costs; takes out states that cannot be had."
+    seconds, n_all = max(0.0, ends - time.monotonic()), len(trials.sample)
+    over = ends - (1 - _START) * seconds
+    for n in [n for n in (LEAST_FILES, 256, 1024, 4096) if n < n_all] + [n_all]:
+        began, some = time.monotonic(), replace(trials, sample=take_sample(trials.sample, n))
+        for cache in list(states):
+            try:
+                some.run(Candidate(DEFAULT), cache)
+            except StateError as e:
+                states.remove(cache)
+                notes.append(f"{cache}: not measured, {e}")
+        if not states:
+            why = "; ".join(notes)
+            raise LeakmelError(
+                "neither a cold nor a warm page cache can be had", code="cache-state", found=why
+            )
+        took = time.monotonic() - began
+        if took > _TELLING * seconds or time.monotonic() + 4 * took > over:
+            break
+    return took / n / len(states)
 
 
 # %% ../../nbs/ops/tune.ipynb #74100e7e
-def _narrow(
-    t: _Tuning, manifest: Manifest, spec: MelSpec, pool: Sample, per_file_s: float
-) -> tuple[list[Candidate], int, dict[str, Any]]:
-    "Choose sample, settings and rounds within the time; returns settings, rounds and what a build would use."
-    config, n_all = PipelineConfig(device=t.trials.device), max(map(len, manifest.listings))
+def _measure(trials: BuildTrials, manifest: Manifest, ends: float, progress: str) -> dict[str, Any]:
+    "Run all phases; returns the figures."
+    pool, states, notes = trials.sample, [*CACHES] if hasattr(os, "posix_fadvise") else ["warm"], list[str]()
+    config, n_all = PipelineConfig(device=trials.device), max(map(len, manifest.listings))
+    # compiles what is to be compiled, and raises what is wrong with the recordings
+    some = replace(trials, sample=take_sample(pool, LEAST_FILES))
+    some.build("trial", PipelineConfig(device=trials.device, fsync=False))
+    ready = min(time.monotonic(), ends)
+    per_file_s = _seconds_per_file(trials, states, notes, ends)
+    spec, _ = resolve_spec(trials.spec, [pool.listings[0]])
     need = 2 * spec.n_samples * len(manifest)
     fits = need <= config.ram_fraction * free_memory()
     if not fits:
-        t.notes.append("mode preload: not tried, all recordings do not fit into memory")
-    with open_engine(t.trials.engine, spec, device=t.trials.device) as engine:
+        notes.append("mode preload: not tried, all recordings do not fit into memory")
+    with open_engine(trials.engine, spec, device=trials.device) as engine:
         on_device = engine.device.split(":")[0] != "cpu"
-        about = {"engine": engine.identity, "device": engine.device}
     full = plan_workers(config, spec, engine, n_all)
 
     def offer(n: int) -> list[Candidate]:
         every = candidates(plan_workers(config, spec, engine, n), full, on_device, n)
         return [c for c in every if fits or c.mode != "preload"]
 
-    seconds = max(0.01, t.until("build") - time.monotonic())
-    n_files, _, _ = plan_sweep(len(pool), len(offer(len(pool))), len(t.states), per_file_s, seconds)
+    over = ready + _BUILDS * (ends - ready)
+    seconds = max(0.01, over - time.monotonic())
+    n_files, _, _ = plan_sweep(len(pool), len(offer(len(pool))), len(states), per_file_s, seconds)
     tried = offer(n_files)
-    if not any("files_per_batch" in c.changes for c in tried):
-        t.notes.append(f"files_per_batch: not tried, {n_files:,} recordings are too few to tell")
-    _, n_tried, rounds = plan_sweep(n_files, len(tried), len(t.states), per_file_s, seconds)
+    _, n_tried, rounds = plan_sweep(n_files, len(tried), len(states), per_file_s, seconds)
     if left := [c.name for c in tried[n_tried:]]:
-        t.notes.append(f"not tried, the time is too short: {'; '.join(left)}")
-    t.trials = t.of(pool.first(n_files))
-    return tried[:n_tried], rounds, about | {"default": asdict(full), "need_bytes": need}
-
-
-def _measure(t: _Tuning, manifest: Manifest, pool: Sample) -> dict[str, Any]:
-    "Run all phases; returns the figures."
-    per_file_s = t.seconds_per_file(pool)
-    if not t.states:
-        why = "; ".join(t.notes)
-        raise LeakmelError("neither a cold nor a warm page cache can be had", code="cache-state", found=why)
-    spec, _ = resolve_spec(t.trials.spec, [pool.listing])
-    tried, rounds, about = _narrow(t, manifest, spec, pool, per_file_s)
-    small = t.of(t.trials.sample.first(16))
-    warm_up = {(c.name, "warm"): partial(small.run, c, "warm") for c in tried if "warm" in t.states}
-    sweep(warm_up, rounds=1, ends_s=t.until("build"))
-    builds = t.scores("tune: builds", "build", tried, rounds)
+        notes.append(f"not tried, the time is too short: {'; '.join(left)}")
+    tried, trials = tried[:n_tried], replace(trials, sample=take_sample(pool, n_files))
+    small = replace(trials, sample=take_sample(pool, 16))
+    sweep({(c.name, "warm"): partial(small.run, c, "warm") for c in tried}, rounds=1, ends_s=over)
+    work = {(c.name, cache): partial(trials.run, c, cache) for c in tried for cache in states}
+    with Progress(rounds * len(work), unit="trials", label="tune", show=progress) as bar:
+        found = sweep(work, rounds=rounds, ends_s=over, tell=bar.update)
+    builds = {cache: scores_of(found, cache, n_files) for cache in states}
     best = best_candidate(builds, tried)
-    again = t.scores("tune: once more", "confirm", [Candidate(DEFAULT), best], CONFIRM_ROUNDS) if best else {}
-    often = all(s.rounds >= CONFIRM_ROUNDS for scores in again.values() for s in scores)
-    chosen, advice = Candidate(DEFAULT), "the defaults stay: no setting is clearly faster"
-    if best and often and is_better(again, best.name):
-        chosen, advice = best, f"use {best.name}: it stood out twice"
-    elif best and often:
-        advice = (
-            f"the defaults stay: {best.name} looked faster, but that did not hold when it was measured again"
-        )
-    elif best:
-        why = "could not be measured often enough to make sure (give more --budget-s)"
-        advice = f"the defaults stay: {best.name} looked faster, but {why}"
-    sample, tables = t.trials.sample, {"builds": builds, "second_look": again}
+    chosen, listing = best or Candidate(DEFAULT), trials.sample.listings[0]
     return record_head("tune") | {
-        "leakmel_version": __version__,
-        **about,
-        "n_files": len(sample),
+        "leakmel_version": lm.__version__,
+        "engine": engine.identity,
+        "device": engine.device,
+        "default": asdict(full),
+        "need_bytes": need,
+        "n_files": len(listing),
         "n_files_there": len(manifest),
-        "n_bytes": sample.listing.n_bytes,
-        "split": sample.listing.split,
+        "n_bytes": listing.n_bytes,
+        "split": listing.split,
         "spec": spec.to_dict(),
-        "with_waveforms": t.trials.with_waveforms,
+        "with_waveforms": trials.with_waveforms,
         "rounds": rounds,
         "interval": "listing to published file, fsync and check left out",
-        **{key: {cache: [asdict(s) for s in x] for cache, x in by.items()} for key, by in tables.items()},
-        "verdicts": {cache: verdict(builds[cache]) for cache in t.states},
+        "builds": builds,
         "settings": dict(chosen.changes),
         "mode": "preload" if chosen.mode == "preload" else "auto",
-        "advice": advice,
-        "notes": t.notes,
-        "verified": _prove(t, chosen),
+        "advice": _advice(best),
+        "notes": notes,
+        "verified": _prove(trials, chosen),
     }
 
 
-def _prove(t: _Tuning, chosen: Candidate) -> dict[str, Any]:
+def _advice(best: Candidate | None) -> str:
+    "Say what a build of these recordings should be given."
+    if best is None:
+        return "the defaults stay: no setting is clearly faster, so builds need no settings"
+    given = [f"--{name.replace('_', '-')} {value}" for name, value in best.changes.items()]
+    given += ["--mode preload"] if best.mode == "preload" else []
+    return f"{best.name} is clearly faster: leakmel build ... {' '.join(given)}"
+
+
+def _prove(trials: BuildTrials, chosen: Candidate) -> dict[str, Any]:
     "Run verified builds with the defaults and the chosen settings; raises VerifyError where they differ."
-    done = {}
-    for name, c in {"default": Candidate(DEFAULT), "chosen": chosen}.items():
-        config = PipelineConfig(**dict(c.changes), device=t.trials.device)  # type: ignore[arg-type]
-        done[name] = t.trials.build(name, config, mode=c.mode, check=64)
-    if done["default"].path.read_bytes() != done["chosen"].path.read_bytes():
+    right = trials.build("default", PipelineConfig(device=trials.device), check=64)
+    config = PipelineConfig(**dict(chosen.changes), device=trials.device)  # type: ignore[arg-type]
+    done = trials.build("chosen", config, mode=chosen.mode, check=64)
+    if right.path.read_bytes() != done.path.read_bytes():
         raise VerifyError(
             "other settings of speed gave other bytes, so nothing is kept",
             code="tuned-bytes-differ",
-            path=t.trials.sample.listing.folder,
+            path=trials.sample.listings[0].folder,
             found=chosen.name,
             remedy="build with the defaults and report this",
         )
-    report = done["chosen"].verified
-    rows = {"rows": done["chosen"].rows, "checked": report.checked}
-    return {"ok": report.ok, **rows, "same_bytes": True, "verdict": report.verdict}
+    report = done.verified
+    found = {"ok": report.ok, "rows": done.rows, "checked": report.checked}
+    return found | {"same_bytes": True, "verdict": report.verdict}
 
 
 # %% ../../nbs/ops/tune.ipynb #018b0a73
@@ -376,33 +471,10 @@ class NotKeptError(OutputError):
         why: OutputError,  # of the writing
         figures: Mapping[str, Any],  # that `tune` would have given
     ):
-        given = [f"--{name.replace('_', '-')} {value}" for name, value in figures["settings"].items()]
-        given += [f"--mode {figures['mode']}"] if figures["mode"] != "auto" else []
-        remedy = "the defaults are the best that was found: builds need no settings (--no-tuned leaves out older ones)"
-        if given:
-            remedy = f"or give the settings to each build: leakmel build ... {' '.join(given)}"
         text = f"what was measured is not kept for later builds: {why}"
-        super().__init__(text, code="settings-not-kept", remedy=remedy)
+        super().__init__(text, code="settings-not-kept", remedy=figures["advice"])
         self.exit_code, self.facts = why.exit_code, dict(figures)
         self.add_note(f"this was measured:\n{tune_table(figures)}")
-
-
-@contextmanager
-def _work_folder(work_dir: str | os.PathLike | None) -> Iterator[Path]:
-    "Make a temporary folder, which goes whatever happens."
-    try:
-        made = Path(tempfile.mkdtemp(prefix="leakmel-tune-", dir=work_dir))
-    except OSError as e:
-        raise UsageError(
-            f"no folder for trials can be made ({os.strerror(e.errno or 0)})",
-            code="no-work-folder",
-            path=work_dir,
-            remedy="name one that you may write to",
-        ) from e
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def tune(
@@ -424,58 +496,29 @@ def tune(
     if not (isinstance(budget_s, int | float) and 0 < budget_s < math.inf):
         said = "budget_s must be a number of seconds above 0"
         raise UsageError(said, code="invalid-effort", found=budget_s)
-    began, manifest = time.monotonic(), scan(root) if manifest is None else manifest
+    began, manifest = time.monotonic(), lm.scan(root) if manifest is None else manifest
     pool = take_sample(manifest, MOST_FILES)
-    states = [*CACHES] if hasattr(os, "posix_fadvise") else ["warm"]
-    with _work_folder(work_dir) as work:
-        trials = BuildTrials(pool, work, spec, engine, device, with_waveforms)
-        figures = _measure(_Tuning(trials, began, began + budget_s, progress, states), manifest, pool)
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="leakmel-tune-", dir=work_dir, ignore_cleanup_errors=True)
+    except OSError as e:
+        why = f"no folder for trials can be made ({os.strerror(e.errno or 0)})"
+        remedy = "name one that you may write to"
+        raise UsageError(why, code="no-work-folder", path=work_dir, remedy=remedy) from e
+    with folder as work:
+        trials = BuildTrials(pool, Path(work), spec, engine, device, with_waveforms)
+        figures = _measure(trials, manifest, began + budget_s, progress)
     figures |= {"root": show_path(manifest.root), "budget_s": budget_s, "seconds": time.monotonic() - began}
     if keep:
+        keys = ("leakmel_version", "made_utc", "root", "need_bytes", "mode", "settings")
+        asked = {"schema": SCHEMA, "machine": this_machine(), "engine": engine, "device": device}
         try:
-            path = write_tuned(manifest.root, _settings_file(figures, engine, device))
+            path = write_tuned(
+                manifest.root, {key: figures[key] for key in keys} | asked | {"measured": figures}
+            )
         except OutputError as e:
             raise NotKeptError(e, figures) from e
         figures["path"] = show_path(path)
     return figures
-
-
-_MEASURED = (
-    "n_files",
-    "n_bytes",
-    "split",
-    "rounds",
-    "interval",
-    "verdicts",
-    "second_look",
-    "advice",
-    "verified",
-)
-
-
-def _settings_file(figures: Mapping[str, Any], engine: str, device: str) -> dict[str, Any]:
-    "Return what the file of settings holds."
-    same = ("leakmel_version", "made_utc", "root", "need_bytes", "mode", "settings")
-    return {key: figures[key] for key in same} | {
-        "schema": SCHEMA,
-        "machine": this_machine(),
-        "versions": {key: figures["machine"].get(key) for key in ("os", "python", "numpy", "h5py", "torch")},
-        "engine": engine,
-        "device": device,
-        "engine_identity": figures["engine"],
-        "measured": {key: figures[key] for key in _MEASURED},
-    }
-
-
-def _table(title: str, scores: Sequence[Mapping[str, Any]]) -> list[str]:
-    "Return the lines of one state of the page cache."
-    lines = ["", f"{title:<38} {'files/s':>9} {'range':>17} {'MB/s':>7} {'ms/file':>8} {'rounds':>6}"]
-    for s in scores:
-        name = s["name"] if len(s["name"]) < 37 else f"{s['name'][:33]}..."
-        rates = f"{s['files_per_s']:>9,.0f} {s['least']:>8,.0f}-{s['most']:<8,.0f} {s['mb_per_s']:>7,.0f}"
-        measured = f"{rates} {s['ms_per_file']:>8.3f} {s['rounds']:>6}"
-        lines.append(f"  {name:<36} {measured if s['rounds'] else 'not measured: ' + s['failure'][:90]}")
-    return lines
 
 
 def tune_table(
@@ -486,15 +529,11 @@ def tune_table(
     sample = f"{f['n_files']:,} of {f['n_files_there']:,} recordings, {f['n_bytes'] / 1e6:,.1f} MB"
     lines = [f"{sample}; engine {f['engine']}, {machine['n_cores']} cores ({machine['cpu']})"]
     for cache, scores in f["builds"].items():
-        lines += _table(f"builds, {cache} cache", scores)
-        lines.append(f"  best: {f['verdicts'][cache]['sentence']}")
-    for cache, scores in f["second_look"].items():
-        lines += _table(f"once more, {cache} cache", scores)
+        rows = [[f"builds, {cache} cache", "files/s", "range", "rounds"]]
+        for s in scores:
+            rows.append([f"  {s['name']}", f"{s['files_per_s']:,.0f}", range_words(s), f"{s['rounds']}"])
+        lines += ["", *aligned(rows), *(f"{s['name']}: {s['failure'][:90]}" for s in scores if s["failure"])]
     verified = f"{f['verified']['verdict']}, same bytes as with the defaults"
-    lines += [
-        "",
-        *f["notes"],
-        f"sample built with the result: {verified}",
-        f"{f['seconds']:.1f} s; {f['advice']}",
-    ]
+    lines += ["", *f["notes"], f"sample built with the result: {verified}"]
+    lines.append(f"{f['seconds']:.1f} s; {f['advice']}")
     return "\n".join(lines + ([f"kept for later builds in {f['path']}"] if "path" in f else []))

@@ -14,9 +14,30 @@ from leakmel.mel.engines import CPU_ENGINES, NotHere
 from leakmel.mel.reference import compare, reference_features
 from leakmel.mel.spec import MelSpec, spec_from_dict
 from leakmel.ops.bench import bring_in, evict, made_set, record_head, rounds_words, spread
-from leakmel.ops.bench_gpu_parts import CONTEST, contest_spec, geometry_line
+from leakmel.ops.bench_gpu_parts import CONTEST, contest_spec
 from contestants import TOOLS, list_split
 from process_tree import Took, run_command
+
+
+def preset_spec(
+    changes: Mapping[str, Any],  # "preset", and settings that differ from it
+) -> MelSpec:
+    "Return the settings of an entry like those of CONTEST."
+    return MelSpec.preset(changes["preset"], **{k: v for k, v in changes.items() if k != "preset"})
+
+
+def geometry_line(
+    specs: Mapping[str, MelSpec],  # by the name of their geometry
+) -> str:
+    "Describe geometries: frames of a file, how many of them differ, bands."
+    lines = []
+    for name, spec in specs.items():
+        n, distinct = spec.grid.frame_starts.size, len(spec.grid.distinct[0])
+        lines.append(
+            f"{name}: {n} frames a file" + ("" if n == distinct else f", {distinct} of them distinct")
+        )
+    bands = dict.fromkeys(str(spec.n_mels) for spec in specs.values())
+    return "; ".join([*lines, " and ".join(bands) + " bands"])
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import numpy as np
 
 from leakmel.insight.plots import STAGE_COLORS, _TEXT, _dress
 from leakmel.mel.spec import MelSpec, spec_from_dict
-from leakmel.ops.bench_gpu_parts import geometry_line, preset_spec
-from bench_compare import short_runs
+from bench_compare import geometry_line, preset_spec, short_runs
 from bench_parts import fsync_words
 
 

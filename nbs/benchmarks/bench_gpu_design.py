@@ -16,7 +16,7 @@ import numpy as np
 from leakmel.mel.engines import ENGINES, DeviceOptions
 from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench import spread, store
-from leakmel.ops.bench_gpu import REAL, Part, Sizes, bench_gpu, gpu_table, plan_parts
+from leakmel.ops.bench_gpu import COPIES, Part, bench_gpu, gpu_table, plan_parts
 from leakmel.ops.bench_gpu_parts import CONTEST, contest_spec, timed
 
 
@@ -238,11 +238,11 @@ MODES_ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def design_parts(engines: list[str], rounds: int, sizes: Sizes = REAL) -> list[Part]:
+def design_parts(engines: list[str], rounds: int, tiny: bool = False) -> list[Part]:
     "Return the questions of the suite `gpu` and then what each part of the design is worth, the most important first."
-    first, window = engines[0], sizes.window_s
-    n = (1024, 256, 2048) if sizes == REAL else (4,)
-    matrix = {"n_bytes": 1 << 30, "n_matrix": 8192} if sizes == REAL else {"n_bytes": 1 << 16, "n_matrix": 32}
+    first, window, copies = engines[0], 0.005 if tiny else 0.1, (1 << 16,) if tiny else COPIES
+    n = (4,) if tiny else (1024, 256, 2048)
+    matrix = {"n_bytes": 1 << 16, "n_matrix": 32} if tiny else {"n_bytes": 1 << 30, "n_matrix": 8192}
 
     def part(group: str, key: str, engine: str, what: str, **more: Any) -> Part:
         return Part(group, key, engine, {"what": f"bench_gpu_design:{what}"} | more)
@@ -252,7 +252,7 @@ def design_parts(engines: list[str], rounds: int, sizes: Sizes = REAL) -> list[P
         return [Part("varied", name, first, build | change) for name, change in changes.items()]
 
     pairs = [(name, engine) for name in CONTEST for engine in engines]
-    both = [part("both ways", str(s), first, "both_ways", n_bytes=s, window_s=window) for s in sizes.copies]
+    both = [part("both ways", str(s), first, "both_ways", n_bytes=s, window_s=window) for s in copies]
     parts = [*both, part("alone", "card", first, "card_alone", **matrix, window_s=window)]
     for block in n:
         for name, engine in pairs:
@@ -260,9 +260,9 @@ def design_parts(engines: list[str], rounds: int, sizes: Sizes = REAL) -> list[P
             parts.append(
                 part("kernel", f"{name}, {engine}, block {block}", engine, "kernel_alone", **options)
             )
-    parts += plan_parts(engines, rounds, sizes) + varied(OFF)
+    parts += plan_parts(engines, rounds, tiny) + varied(OFF)
     some = {"name": "A", "n_block": n[-1], "window_s": window}
-    kept = {"name": "A", "n": 512, "batches": 5} if sizes == REAL else {"name": "A", "n": 4, "batches": 1}
+    kept = {"name": "A", "n": 4, "batches": 1} if tiny else {"name": "A", "n": 512, "batches": 5}
     parts.append(part("reuse", f"A, {first}", first, "reuse", **kept))
     parts += [part("launches", "A", "triton", "launches", **some)] if "triton" in engines else []
     return parts + varied(SWEEPS) + varied(MODES_ASKED) + (varied(OFF) + varied(SWEEPS)) * (rounds - 1)

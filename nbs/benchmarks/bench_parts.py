@@ -24,7 +24,8 @@ from leakmel.dataset.run.existing import stamps_at_build, state_path, write_stat
 from leakmel.dataset.source.loader import BatchReader, Slot
 from leakmel.mel.engines import CPU_ENGINES, Engine, NotHere, open_engine
 from leakmel.ops.bench import made_set, record_head, rounds_words, run_leakmel, spread, verify_all
-from leakmel.ops.bench_gpu_parts import CONTEST, contest_spec, geometry_line, preset_spec
+from leakmel.ops.bench_gpu_parts import CONTEST, contest_spec
+from bench_compare import geometry_line, preset_spec
 
 
 def on_threads(

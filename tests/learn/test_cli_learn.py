@@ -17,7 +17,6 @@ import leakmel as lm
 from leakmel import cli_learn
 from leakmel.cli import main
 from leakmel.core.errors import UsageError
-from leakmel.learn.evaluate import evaluation
 from leakmel.learn.retrain import rounds
 from leakmel.learn.model.locate import load_champion, round_folder
 from leakmel.learn.retrain.promotion import weights_digest
@@ -390,17 +389,17 @@ def call(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     "Where a call of the library ends: its arguments by name."
     seen: dict[str, Any] = {}
 
-    def in_place_of(module: Any, name: str) -> None:
-        signature = inspect.signature(getattr(module, name))
+    def in_place_of(name: str) -> None:
+        signature = inspect.signature(getattr(lm, name))
 
         def caught(*a: Any, **k: Any) -> None:
             seen.update(signature.bind(*a, **k).arguments)
             raise Caught("caught")
 
-        monkeypatch.setattr(module, name, caught)
+        monkeypatch.setattr(lm, name, caught)
 
-    in_place_of(rounds, "retrain")
-    in_place_of(evaluation, "evaluate")
+    in_place_of("retrain")
+    in_place_of("evaluate")
     return seen
 
 

@@ -15,12 +15,10 @@ from bench_growth import growth_figure
 from conftest import need
 from errors import raises
 
-from leakmel.cli import main
 from leakmel.core.errors import LeakmelError
 from leakmel.insight.plots import SUBTITLE_LETTERS
-from leakmel.ops import bench_run
-from leakmel.ops.bench import store
-from leakmel.ops.bench_run import SUITES, bench_kinds, find_records, is_right, plan_bench
+from leakmel.ops import bench
+from leakmel.ops.bench import SUITES, find_records, is_right, store
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAW: dict[str, list[Callable[[Any], Any]]] = {
@@ -33,23 +31,10 @@ DRAW: dict[str, list[Callable[[Any], Any]]] = {
     "build": [bench_figures.build_figure],
 }
 RECORDS = [p for p in sorted((ROOT / "runs" / "benchmarks").glob("*.json")) if p.name.split("-")[0] in DRAW]
-PARAMETERS: dict[str, Any] = {
-    "run": True,
-    "suites": "all",
-    "folder": None,
-    "out": None,
-    "n_files": 24,
-    "rounds": 2,
-    "budget_s": 60.0,
-}
 
 
 def drawn(figure: Any) -> list[float]:
     return [float(x) for trace in figure.data if trace.type == "bar" for x in trace.x if np.isfinite(x)]
-
-
-def test_the_parameters_of_the_notebook_are_known():
-    assert set(PARAMETERS) == set(bench_kinds())
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.stem)
@@ -113,28 +98,23 @@ def test_a_suite_that_fails_leaves_the_ones_before_it(monkeypatch, tmp_path):
         record = {"suite": suite, "made_utc": "2001-01-01T00:00:00+00:00", "commit": None}
         return record, store(record, out)
 
-    monkeypatch.setattr(bench_run, "measure", run)
+    monkeypatch.setattr(bench, "measure", run)
     with raises("failed"):
-        find_records(plan_bench(PARAMETERS | {"out": str(tmp_path / "out")}))
+        find_records("all", run=True, out=str(tmp_path / "out"))
     assert len(folders) == len(SUITES)
     assert not folders[0].exists()
     assert sorted(p.name.split("-")[0] for p in (tmp_path / "out").iterdir()) == ["build", "gpu"]
     kept = tmp_path / "work"
     kept.mkdir()
-    given = {"folder": str(kept), "out": str(tmp_path / "out"), "suites": "build"}
-    find_records(plan_bench(PARAMETERS | given))
+    find_records("build", run=True, folder=str(kept), out=str(tmp_path / "out"))
     assert folders[-1] == kept
     assert kept.is_dir()
 
 
-@pytest.mark.parametrize("name", bench_run.MOVED)
-def test_a_suite_that_became_a_notebook_is_named(name, tmp_path, capsys):
-    assert (ROOT / "nbs" / "benchmarks" / f"{name}.ipynb").is_file()
-    assert main(["bench", str(tmp_path / "w"), "--suite", name, "--json"]) == 2
-    body = json.loads(capsys.readouterr().out)
-    assert f"nbs/benchmarks/{name}.ipynb" in body["error"]
+def test_an_unknown_suite_is_refused_before_anything_is_measured(tmp_path):
     with raises("unknown-suite"):
-        bench_run.require_suite(name)
+        find_records("build,modes", run=True, folder=str(tmp_path / "work"), out=str(tmp_path / "out"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_picture_keeps_its_note():

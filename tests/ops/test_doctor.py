@@ -19,9 +19,8 @@ from errors import raises
 
 from leakmel.cli import main
 from leakmel.mel import cpu_engine, engines
-from leakmel.mel.spec import MelSpec
 from leakmel.ops import doctor, doctor_checks
-from leakmel.ops.doctor import FIGURES, REPORT_KEYS, Probe, Report, examine
+from leakmel.ops.doctor import FIGURES, REPORT_KEYS, Report, examine
 from leakmel.ops.doctor_checks import NOT_MEASURED, TITLES, Check
 
 REAL = doctor.probes()
@@ -63,7 +62,6 @@ def test_this_machine_is_ready_and_every_engine_is_right(whole):
         )  # float16 rounds; the halves of steps at 50 to 100 dB are 0.016 to 0.03
         assert check.figures["n_wrong"] == 0
         assert check.figures["n_values"] == 4 * (8 * 2 * 64 + 15 * 3 * 32)
-        assert check.figures["parity_s"] > 0
     assert whole.seconds < 60
 
 
@@ -88,45 +86,15 @@ def test_nothing_is_left_in_the_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_table_escapes_everything_and_the_text_holds_it():
-    hostile = "<script>alert('x')</script>"
-    report = Report(
-        (Check("disk", "warn", hostile, hostile), Check("hdf5", "warn", hostile, hostile, True)),
-        Path(hostile),
-        1.0,
-    )
-    html = report._repr_html_()
-    assert "<script" not in html
-    assert html.count("&lt;script&gt;") == 4
-    assert "NOT ready to build: HDF5" in html
-    assert repr(report).count(hostile) == 4
-    assert "background:transparent" in html and "color:inherit" in html, "readable in light and dark"  # noqa: PT018
-
-
-def test_advice_belongs_to_what_is_not_ok():
-    for wrong in (
-        partial(Check, "disk", "warn", "slow"),
-        partial(Check, "disk", "ok", "fine", "Buy another"),
-        partial(Check, "disk", "fine", ""),
-        partial(Check, "nothing", "ok", ""),
-        partial(Check, "disk", "ok", "", blocks=True),
-    ):
-        with pytest.raises(ValueError):
-            wrong()
-
-
 @pytest.mark.parametrize("key", TITLES)
 def test_a_probe_that_raises_is_a_line(key, tmp_path, monkeypatch):
     "Each in turn, the others untouched; what a build needs and nobody could look at blocks it."
-    real = doctor.probes()
 
     def good(key: str, folder: Path) -> Check:
         return Check(key, "ok", "fine")
 
-    made = {k: Probe(partial(good, k), p.needed, p.measures) for k, p in real.items()}
-    made[key] = Probe(
-        failing(PermissionError(errno.EPERM, "not for you")), real[key].needed, real[key].measures
-    )
+    made: dict[str, Any] = {k: partial(good, k) for k in TITLES}
+    made[key] = failing(PermissionError(errno.EPERM, "not for you"))
     monkeypatch.setattr(doctor, "probes", lambda: made)
     report = examine(tmp_path)
     assert line(report, key).status == "warn"
@@ -134,22 +102,6 @@ def test_a_probe_that_raises_is_a_line(key, tmp_path, monkeypatch):
     assert "not for you" in line(report, key).found
     assert report.counts == {"ok": len(TITLES) - 1, "warn": 1, "missing": 0}
     assert report.ok != (key in ("python", "packages", "hdf5", "engine_reference"))
-
-
-def test_measuring_ends_when_its_time_is_up(tmp_path, monkeypatch):
-    ran = []
-
-    def takes(key: str, folder: Path) -> Check:
-        ran.append(key)
-        return Check(key, "ok", "fine", figures={"measured_s": 1.5})
-
-    made = {k: Probe(partial(takes, k), p.needed, p.measures) for k, p in REAL.items() if p.measures}
-    monkeypatch.setattr(doctor, "probes", lambda: made)
-    report = examine(tmp_path, budget_s=2)
-    assert ran == ["disk", "bus"]
-    assert [c.status for c in report.checks] == ["ok", "ok"] + ["warn"] * (len(made) - 2)
-    assert NOT_MEASURED in report.checks[2].found
-    assert report.ok, "what had no time is not wrong"
 
 
 # ---- Python and packages -------------------------------------------------------------------------------------------------
@@ -171,7 +123,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
 
 def packages(key: str) -> Check:
     "The line of some packages."
-    return REAL[key].run(Path())
+    return REAL[key](Path())
 
 
 def test_an_old_package_is_named_with_the_range(monkeypatch):
@@ -231,11 +183,9 @@ def test_versions():
     assert not fits("2.14.0a1", ">=2.9,<2.14")
     assert fits("10.0", ">9.9")
     assert fits("2.11", "==2.11.0")
-    for wrong in ("~=2.1", "2.1"):
-        with pytest.raises(ValueError):
-            fits("2.1", wrong)
     with pytest.raises(ValueError):
-        fits("newest", ">=1")
+        fits("2.1", "2.1")
+    assert not fits("newest", ">=1")
 
 
 CODE = """
@@ -378,41 +328,18 @@ def test_a_disk_of_windows(tmp_path):
     assert "WSL2" in wsl(tmp_path, "4.4.0-19041-Microsoft").advice
 
 
-def test_kinds_of_disk(tmp_path):
-    number = os.stat(tmp_path).st_dev
-    entry = tmp_path / "dev" / f"{os.major(number)}:{os.minor(number)}"
-    entry.parent.mkdir()
-
-    def kind(place: str, rotates: str = "0") -> str:
-        "A disk, or what stands on one, as the system shows it."
-        folder = tmp_path / "block" / place
-        disk = folder.parent if "/" in place else folder
-        (disk / "queue").mkdir(parents=True, exist_ok=True)
-        (disk / "queue" / "rotational").write_text(rotates)
-        if "/" in place:
-            folder.mkdir(exist_ok=True)
-            (folder / "partition").write_text("1")
-        entry.unlink(missing_ok=True)
-        entry.symlink_to(folder)
-        return doctor_checks.disk_kind(tmp_path, devices=tmp_path / "dev", kind="ext4")
-
-    assert kind("nvme0n1/nvme0n1p2") == "NVMe SSD"
-    assert kind("sda/sda1", "1\n") == "rotating disk"
-    assert kind("sdb") == "SSD"
-    assert kind("vda", "1") == "virtual disk"
-    (tmp_path / "block" / "dm-0" / "slaves").mkdir(parents=True)
-    (tmp_path / "block" / "dm-0" / "slaves" / "sda1").symlink_to(tmp_path / "block" / "sda" / "sda1")
-    entry.unlink()
-    entry.symlink_to(tmp_path / "block" / "dm-0")
-    assert doctor_checks.disk_kind(tmp_path, devices=tmp_path / "dev", kind="ext4") in (
-        "rotating disk",
-        "not told",
-    )
-    assert doctor_checks.disk_kind(tmp_path, devices=tmp_path / "none", kind="overlay") == "not told"
-    assert doctor_checks.disk_kind(tmp_path, kind="nfs4") == "network"
+def test_kinds_of_disk(tmp_path, monkeypatch):
+    for file_system, kind in {
+        "tmpfs": "memory",
+        "nfs4": "network",
+        "9p": "network",
+        "ext4": "local disk",
+    }.items():
+        monkeypatch.setattr(doctor_checks, "mount_of", lambda folder, found=file_system: ("/", found))
+        assert doctor_checks.disk_kind(tmp_path) == kind
 
 
-def on_disk(monkeypatch: pytest.MonkeyPatch, kind: str = "SSD") -> None:
+def on_disk(monkeypatch: pytest.MonkeyPatch, kind: str = "local disk") -> None:
     "Pretend that all lies on that kind of disk."
     monkeypatch.setattr(doctor_checks, "disk_kind", lambda folder: kind)
 
@@ -422,7 +349,7 @@ def test_the_cold_rate_is_of_files_that_were_seen_to_be_out(demo, monkeypatch):
     on_disk(monkeypatch)
     files = doctor_checks.some_recordings(demo)
     assert len(files) == 60
-    monkeypatch.setattr(doctor_checks, "_in_cache", lambda path: path == files[3])
+    monkeypatch.setattr(doctor_checks, "is_cached", lambda path: path == files[3])
     check = doctor_checks.examine_disk(demo)
     assert check.figures["cold"] is True
     assert check.figures["cold_n_files"] == 59
@@ -446,26 +373,25 @@ def test_only_recordings_of_the_folder_are_read(tmp_path, make_wav):
 
 def test_nothing_is_called_cold_that_is_not(demo, monkeypatch):
     on_disk(monkeypatch)
-    monkeypatch.setattr(doctor_checks, "_in_cache", lambda path: True)
+    monkeypatch.setattr(doctor_checks, "is_cached", lambda path: True)
     check = doctor_checks.examine_disk(demo)
     assert check.status == "warn"
     assert f"cold rate {NOT_MEASURED}: nothing could be put out" in check.found
     assert check.figures["cold_bytes_per_s"] is None
-    monkeypatch.setattr(doctor_checks, "_in_cache", lambda path: None)
+    monkeypatch.setattr(doctor_checks, "is_cached", lambda path: None)
     check = doctor_checks.examine_disk(demo)
     assert check.status == "warn"
     assert "does not tell" in check.found
-    assert "/s cold" not in check.found
+    assert ", cold;" not in check.found
     on_disk(monkeypatch, "memory")
     assert NOT_MEASURED in doctor_checks.examine_disk(demo).found
 
 
-def test_without_recordings_files_are_written_and_removed(tmp_path, monkeypatch):
+def test_without_recordings_nothing_is_read_or_written(tmp_path, monkeypatch):
     on_disk(monkeypatch)
-    monkeypatch.setattr(doctor_checks, "_in_cache", lambda path: False)
     check = doctor_checks.examine_disk(tmp_path)
-    assert check.figures["cold_of"] == "written for it"
-    assert check.figures["cold_n_bytes"] == 81_964 * check.figures["cold_n_files"] > 7e6
+    assert (check.status, set(check.figures)) == ("ok", {"kind"})
+    assert f"cold rate {NOT_MEASURED}: the folder holds no recordings" in check.found
     assert list(tmp_path.iterdir()) == []
 
 
@@ -479,33 +405,29 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
         return real(prefix=more["prefix"], dir=dir)
 
     monkeypatch.setattr(doctor_checks.tempfile, "TemporaryDirectory", refuse)
-    assert "holds no recordings and cannot be written" in doctor_checks.examine_disk(tmp_path).found
     assert "since the folder cannot be written" in doctor_checks.examine_hdf5(tmp_path).found
 
 
 @pytest.mark.parametrize(
     ("kind", "rate", "status"),
     [
-        ("SSD", 300e6, "ok"),
-        ("SSD", 10e6, "warn"),
+        ("local disk", 300e6, "ok"),
+        ("local disk", 10e6, "warn"),
         ("network", 300e6, "warn"),
-        ("rotating disk", 90e6, "warn"),
     ],
 )
-def test_slow_disks(kind, rate, status, tmp_path, monkeypatch):
+def test_slow_disks(kind, rate, status, demo, monkeypatch):
     on_disk(monkeypatch, kind)
     done = {
         "cold": True,
-        "of": "recordings",
-        "n_files": 9,
-        "n_bytes": 1000,
-        "bytes_per_s": rate,
-        "measured_s": 0.1,
+        "cold_n_files": 9,
+        "cold_n_bytes": 1000,
+        "cold_bytes_per_s": rate,
     }
-    monkeypatch.setattr(doctor_checks, "cold_rate", lambda folder: done)
-    check = doctor_checks.examine_disk(tmp_path)
+    monkeypatch.setattr(doctor_checks, "cold_rate", lambda files: done)
+    check = doctor_checks.examine_disk(demo)
     assert check.status == status
-    assert check.found.startswith(f"{kind}; {rate / 1e6:.{0 if rate >= 1e8 else 1}f} MB/s cold, ")
+    assert check.found.startswith(f"{kind}; {rate / 1e6:.{0 if rate >= 1e8 else 1}f} MB/s, cold; ")
 
 
 def test_a_system_that_cannot_drop_files(demo, monkeypatch):
@@ -643,11 +565,11 @@ def test_an_engine_whose_parity_is_off_blocks(tmp_path, monkeypatch, capsys):
     assert [c["key"] for c in body["checks"] if c["blocks"]] == ["engine_cpu"]
 
 
-def test_a_wrong_fft_does_not_become_the_measure_of_all(monkeypatch):
-    "The reference is compared with the definition, not with itself."
+def test_a_wrong_fft_is_seen(monkeypatch):
+    "The compiled engine has an FFT of its own, so a reference that is wrong differs from it."
     real = np.fft.rfft
     monkeypatch.setattr(np.fft, "rfft", lambda x, *a, **k: real(x, *a, **k) * 1.02)
-    check = doctor.examine_engine("reference")
+    check = doctor.examine_engine("cpu")
     assert (check.status, check.blocks) == ("warn", True)
     assert check.figures["max_abs_db"] > 0.1
 
@@ -672,18 +594,9 @@ def test_parity_asks_every_device():
     "Two rehearsed devices, each from 16-bit samples and from float32, twice."
     (spec, *_) = doctor.parity_specs()
     with doctor.make_engine("torch", spec, f"{DEVICE}*2") as engine:
-        found, _ = doctor.parity(engine)
+        found = doctor.parity(engine)
     assert len(found) == 8
     assert all(c.ok for c in found)
-
-
-def test_the_definition_holds_for_frames_that_overlap():
-    spec = MelSpec(
-        duration_s=1, long_window=1024, short_window=1024, short_hop=1024, n_fft=256, hop_length=96, power=2.0
-    )
-    x = engines.check_recording(spec)
-    right = doctor.defined_features(x, spec)
-    assert engines.compare(engines.reference_log_mel(x, spec).astype(np.float16), right, spec).ok
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------------

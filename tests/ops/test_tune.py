@@ -37,22 +37,26 @@ from leakmel.dataset.run.config import (
 from leakmel.dataset.run.plan import RunPlan, build_kinds, execute, plan_run
 from leakmel.dataset.file.spec_file import write_spec
 from leakmel.dataset.file.writer import output_error
-from leakmel.ops import tune as tune_module, tune_trials
+from leakmel.ops import tune as tune_module
 from leakmel.ops.tune import (
-    CONFIRM_ROUNDS,
+    DEFAULT,
+    BuildTrials,
+    Candidate,
     Key,
     NotKeptError,
     Runs,
     Score,
+    StateError,
     best_candidate,
-    is_better,
+    gain,
+    make_cache_state,
+    paths_of,
     plan_sweep,
     scores_of,
     sweep,
+    take_sample,
     tune,
-    verdict,
 )
-from leakmel.ops.tune_trials import DEFAULT, BuildTrials, Candidate, StateError, make_cache_state, take_sample
 
 ROOT = Path(__file__).resolve().parents[2]
 N_FILES = 1000
@@ -115,7 +119,7 @@ def made(
         ends_s=1e9,
         clock=clock,
     )
-    return {cache: scores_of(found, cache, N_FILES, N_FILES * 1000) for cache in ("cold", "warm")}
+    return {cache: scores_of(found, cache, N_FILES) for cache in ("cold", "warm")}
 
 
 TRIED = [
@@ -127,12 +131,9 @@ TRIED = [
 
 
 def recommended(rates: dict[str, float], around: float = 0.0, seed: int = 0) -> str | None:
-    "What both looks come to."
-    best = best_candidate(made(rates, around, 3, 2 * seed), TRIED)
-    if best is None:
-        return None
-    again = made({name: rates[name] for name in (DEFAULT, best.name)}, around, CONFIRM_ROUNDS, 2 * seed + 1)
-    return best.name if is_better(again, best.name) else None
+    "What a sweep comes to."
+    best = best_candidate(made(rates, around, 5, seed), TRIED)
+    return None if best is None else best.name
 
 
 def test_rounds_are_interleaved_and_never_in_the_same_order():
@@ -165,10 +166,10 @@ def test_the_plan_keeps_the_time():
                 n_files, n_tried, rounds = plan_sweep(n_there, 14, 2, per_file_s, seconds)
                 assert 1 <= n_files <= n_there
                 assert 3 <= n_tried <= 14
-                assert rounds >= 3
+                assert rounds >= 5
                 least = (
-                    2 * 3 * 3 * min(64, n_there) * per_file_s
-                )  # three settings, three rounds, both states: below that the sweep ends early
+                    2 * 3 * 5 * min(64, n_there) * per_file_s
+                )  # three settings, five rounds, both states: below that the sweep ends early
                 assert 2 * n_files * n_tried * rounds * per_file_s <= max(seconds, least)
 
 
@@ -179,46 +180,29 @@ def test_a_clear_winner_is_recommended():
     assert recommended({DEFAULT: 100, "a": 103, "b": 130, "c": 99}, 0.02) == "b"
 
 
-def test_nothing_is_recommended_where_spreads_overlap_or_all_are_equal():
+def test_nothing_is_recommended_where_all_are_equal():
     assert recommended(dict.fromkeys([DEFAULT, "a", "b", "c"], 100)) is None
-    equal = made(dict.fromkeys([DEFAULT, "a"], 100.0))["warm"]
-    assert verdict(equal)["overlap"] is True
-    assert "neither is faster for sure" in str(verdict(equal)["sentence"])
-    apart = made({DEFAULT: 100, "a": 110}, 0.02)["warm"]
-    assert verdict(apart) == {
-        "best": "a",
-        "runner_up": DEFAULT,
-        "overlap": False,
-        "sentence": verdict(apart)["sentence"],
-    }
-    assert "do not overlap" in str(verdict(apart)["sentence"])
 
 
 def test_a_gain_too_small_to_matter_is_none():
     assert recommended({DEFAULT: 100, "a": 102, "b": 100, "c": 100}) is None
 
 
-def test_noise_is_not_recommended():
+def test_noise_is_hardly_ever_recommended():
     "Four hundred sweeps of settings that make no difference, on a machine whose rates vary by a fifth."
     seen = [recommended(dict.fromkeys([DEFAULT, "a", "b", "c"], 100.0), 0.2, seed) for seed in range(400)]
-    assert sum(name is not None for name in seen) <= 4
-    first = [
-        best_candidate(made(dict.fromkeys([DEFAULT, "a", "b", "c"], 100.0), 0.2, 3, 2 * seed), TRIED)
-        for seed in range(400)
-    ]
-    assert sum(c is not None for c in first) > 20  # one look alone would have believed in these
+    assert sum(name is not None for name in seen) <= 16
 
 
 def test_what_harms_from_the_other_state_is_not_recommended():
     states = made({DEFAULT: 100, "a": 130}, 0.02) | {"warm": made({DEFAULT: 100, "a": 90}, 0.02)["warm"]}
-    assert states["cold"][0].name == "a"
-    assert not is_better(states, "a")
+    assert states["cold"][0]["name"] == "a"
+    assert gain(states, "a") == 0
     assert best_candidate(states, TRIED[:2]) is None
 
 
 def test_too_few_rounds_recommend_nothing():
-    assert best_candidate(made({DEFAULT: 100, "a": 150}, 0.01, 2), TRIED[:2]) is None
-    assert "too few rounds" in str(verdict(made({DEFAULT: 100, "a": 150}, 0.01, 2)["warm"])["sentence"])
+    assert best_candidate(made({DEFAULT: 100, "a": 150}, 0.01, 4), TRIED[:2]) is None
 
 
 def test_a_trial_that_fails_is_named_and_the_others_go_on():
@@ -230,14 +214,14 @@ def test_a_trial_that_fails_is_named_and_the_others_go_on():
 
     trials = trials_of(clock, {DEFAULT: lambda: 100.0, "b": lambda: 130.0}, ("warm",)) | {("a", "warm"): fail}
     found = sweep(trials, rounds=5, ends_s=1e9, clock=clock)
-    scores = scores_of(found, "warm", N_FILES, 1)
+    scores = scores_of(found, "warm", N_FILES)
     assert calls == [1]
-    assert [s.name for s in scores] == ["b", DEFAULT, "a"]
-    assert "not allowed" in scores[-1].failure
-    assert scores[-1].rounds == 0
+    assert [s["name"] for s in scores] == ["b", DEFAULT, "a"]
+    assert "not allowed" in scores[-1]["failure"]
+    assert scores[-1]["rounds"] == 0
     assert best_candidate({"warm": scores}, TRIED) is TRIED[2]
     only = {("a", "warm"): Runs([], "no"), (DEFAULT, "warm"): Runs([])}
-    assert verdict(scores_of(only, "warm", N_FILES, 1))["sentence"] == "nothing could be measured"
+    assert best_candidate({"warm": scores_of(only, "warm", N_FILES)}, TRIED) is None
 
 
 def test_a_trial_in_the_wrong_state_does_not_count_but_may_come_again():
@@ -307,8 +291,6 @@ def test_a_run_on_forty_recordings(data, tmp_path, capsys):
         default = by_name[DEFAULT]
         assert default["rounds"] >= 1
         assert default["least"] <= default["files_per_s"] <= default["most"]
-        assert default["ms_per_file"] * default["files_per_s"] == pytest.approx(1000)
-        assert figures["verdicts"][cache]["best"] in by_name
     assert {"warm", "cold"} >= set(figures["builds"]) >= {"warm"}
     assert Path(figures["path"]) == tuned_path(data)
     assert read_tuned(figures["path"])["settings"] == figures["settings"]
@@ -323,7 +305,7 @@ def played(monkeypatch) -> Clock:
     return clock
 
 
-def test_what_wins_twice_is_kept_and_picked_up(data, tmp_path, monkeypatch, played):
+def test_what_wins_is_kept_and_picked_up(data, tmp_path, monkeypatch, played):
     "With builds whose times are made up: smaller batches are faster, and preloading is far slower when cold."
 
     def run(trials: BuildTrials, candidate: Candidate, cache: str) -> float:
@@ -337,11 +319,11 @@ def test_what_wins_twice_is_kept_and_picked_up(data, tmp_path, monkeypatch, play
 
     monkeypatch.setattr(BuildTrials, "run", run)
     figures = tune(data, budget_s=20, progress="none", work_dir=tmp_path)
-    name = figures["verdicts"]["cold"]["best"]
+    name = figures["builds"]["cold"][0]["name"]
     assert name.startswith("files_per_batch ")
     assert (figures["settings"], figures["mode"]) == ({"files_per_batch": int(name.split()[1])}, "auto")
-    assert figures["verdicts"]["warm"]["best"] == "mode preload"
-    assert "stood out twice" in figures["advice"]
+    assert figures["builds"]["warm"][0]["name"] == "mode preload"
+    assert f"leakmel build ... --files-per-batch {name.split()[1]}" in figures["advice"]
     tuned, _, _ = with_tuned(data, {})
     assert tuned.files_per_batch == figures["settings"]["files_per_batch"]
     assert (
@@ -353,17 +335,16 @@ def test_what_wins_twice_is_kept_and_picked_up(data, tmp_path, monkeypatch, play
 
 
 def test_what_could_not_be_made_sure_is_not_kept(data, tmp_path, monkeypatch, played):
-    "The same, but with no time for a second look: the defaults stay, and the file that is kept changes nothing."
+    "The same, but with no time for enough rounds: the defaults stay, and the file that is kept changes nothing."
 
     def run(trials: BuildTrials, candidate: Candidate, cache: str) -> float:
         played.now_s += 0.001
         return len(trials.sample) / (200.0 if candidate.changes else 100.0)
 
     monkeypatch.setattr(BuildTrials, "run", run)
-    monkeypatch.setitem(tune_module._PARTS, "confirm", 0.0)
+    monkeypatch.setattr(tune_module, "_BUILDS", 0.001)
     figures = tune(data, budget_s=20, progress="none", work_dir=tmp_path)
     assert (figures["settings"], figures["mode"]) == ({}, "auto")
-    assert "often enough" in figures["advice"]
     assert with_tuned(data, {}) == (PipelineConfig(), "auto", "")
 
 
@@ -466,9 +447,9 @@ def test_a_sample_is_of_what_can_be_read(data):
     assert len(sample) == 41
     few = take_sample(scan(data), 5)
     assert len(few) == 5
-    assert set(few.files) < set(sample.files)
+    assert set(paths_of(few)) < set(paths_of(sample))
     (data / "A").mkdir()
-    assert len(few.manifest.label_names) == len(set(few.listing.label_ids.tolist()))
+    assert len(few.label_names) == len(set(few.listings[0].label_ids.tolist()))
     for path in data.rglob("*.wav"):
         path.write_bytes(b"")
     with raises("nothing-to-tune-with", path=scan(data).listings[0].folder):
@@ -478,17 +459,16 @@ def test_a_sample_is_of_what_can_be_read(data):
 def test_cold_is_checked(data, monkeypatch):
     "Where evicting does nothing, a trial that was to be cold does not count, and says so."
     sample = take_sample(scan(data), 40)
-    make_cache_state(sample.files, "warm")
-    monkeypatch.setattr(tune_trials, "_forget", lambda files: None)
-    monkeypatch.setattr(tune_trials, "evict", lambda files: None)
+    make_cache_state(paths_of(sample), "warm")
+    monkeypatch.setattr(tune_module, "evict", lambda files: None)
     with raises("cache-state", StateError):
-        make_cache_state(sample.files, "cold")
+        make_cache_state(paths_of(sample), "cold")
     with pytest.raises(StateError):
         BuildTrials(sample, data.parent).run(Candidate(DEFAULT), "cold")
-    monkeypatch.setattr(tune_trials, "is_in_cache", lambda fd, at: None)
+    monkeypatch.setattr(tune_module, "is_cached", lambda path: None)
     with raises("cache-state", StateError):
-        make_cache_state(sample.files, "cold")
-    make_cache_state(sample.files, "warm")  # they have just been read, which is all that can be known
+        make_cache_state(paths_of(sample), "cold")
+    make_cache_state(paths_of(sample), "warm")  # they have just been read, which is all that can be known
     figures = tune(data, budget_s=1, progress="none", keep=False)
     assert set(figures["builds"]) == {"warm"}
     assert any(note.startswith("cold: not measured") for note in figures["notes"])
