@@ -15,7 +15,7 @@ from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.recordings import hints, shared_groups
 from leakmel.audio.file_names import parse_name, split_name
 from leakmel.audio.problems import WORTH_A_LOOK, group_of
-from leakmel.audio.demo_plan import wav_bytes
+from leakmel.audio.synth import wav_bytes
 from leakmel.audio.synth import write_demo
 from leakmel.core.errors import REJECT_CODES, DataError, LeakmelError, MachineError, UsageError
 

@@ -23,7 +23,7 @@ import leakmel as lm
 from leakmel.audio.manifest import Manifest, preview_pattern, scan
 from leakmel.audio.file_names import NameParts, iso_time
 from leakmel.audio.naming import FIELDS, Naming, match_pattern, pattern_naming, pattern_tokens
-from leakmel.audio.demo_plan import wav_bytes
+from leakmel.audio.synth import wav_bytes
 from leakmel.audio import tables
 from leakmel.audio.tables import NameTable, read_table
 from leakmel.cli import main

@@ -43,7 +43,7 @@ from leakmel.audio.problems import (
     meaning_of,
     shared_out,
 )
-from leakmel.audio.demo_plan import wav_bytes
+from leakmel.audio.synth import wav_bytes
 from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import MachineError
