@@ -55,7 +55,7 @@ def run_demo(args: argparse.Namespace) -> Outcome:
 def run_scan(args: argparse.Namespace) -> Outcome:
     "List a data folder."
     from leakmel.audio.manifest import scan
-    from leakmel.audio.recordings import hints, shared_groups
+    from leakmel.audio.manifest import hints, shared_groups
     from leakmel.audio.problems import CANNOT_BE_USED, count_kinds, group_of
 
     split = None if args.split == "all" else args.split

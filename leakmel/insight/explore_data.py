@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..audio.manifest import Manifest
-from ..audio.content_checks import Columns, content_problems
+from ..audio.content import Columns, content_problems
 from ..audio.problems import how_many, show_place
 from ..core.errors import DataError, UsageError, show_path
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..audio.content_checks import pair_shares
+from ..audio.content import pair_shares
 from ..core.errors import DataError, show_path
 from ..core.monitor import mean, peak
 from ..core.timeline import STAGES, Gauge, Span, Timeline

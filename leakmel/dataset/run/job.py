@@ -33,7 +33,7 @@ from ...mel.engines import Engine
 from ...mel.spec import MelSpec
 
 if TYPE_CHECKING:
-    from leakmel.audio.content_checks import Columns
+    from leakmel.audio.content import Columns
     from leakmel.dataset.check.verify import VerifyReport
     from leakmel.dataset.run.modes import Preloaded
 

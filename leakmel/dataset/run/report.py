@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from ...audio.manifest import Manifest
-from ...audio.content_checks import Columns, content_problems
+from ...audio.content import Columns, content_problems
 from ...audio.problems import CANNOT_BE_USED, Problem, count_kinds, label_problems, name_problems
 from ...core.errors import show_path
 from ...core.monitor import mean, peak

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from ...audio.conform import figures_of, quality
-from ...audio.listing import Finds, Listing, Walk, found_below, make_listing
+from ...audio.listing import Listing, found_below, make_listing
 from ...audio.manifest import Manifest, split_folders
 from ...audio.file_names import NameParts, parse_name, split_name
 from ...audio.naming import Naming
@@ -104,10 +104,10 @@ def _walked(root: Path, split: str | None, progress: str) -> Found:
         top = folders[wanted]
         prefix = os.fsencode(top.name) + b"/"
     with Count(f"listing {show_path(root.name)}", show=progress) as count:
-        finds = found_below(Walk(root, count.add), top)
-    finds.paths = [prefix + path for path in finds.paths]
-    labels = [label_in(path) for path in finds.paths]
-    return _found(root, finds, labels, [parse_name(_below_split(path)) for path in finds.paths])
+        below, _ = found_below(root, top, count.add)
+    finds = [(prefix + path, size, mtime_ns) for path, size, mtime_ns in below]
+    labels = [label_in(path) for path, _, _ in finds]
+    return _found(root, finds, labels, [parse_name(_below_split(path)) for path, _, _ in finds])
 
 
 def _listed(root: Path, split: str | None, manifest: Manifest) -> Found:
@@ -135,10 +135,12 @@ def _listed(root: Path, split: str | None, manifest: Manifest) -> Found:
             label = manifest.label_names[x.label_ids[k]] if x.label_ids[k] >= 0 else ""
             rows.append((path, int(x.sizes[k]), int(x.mtimes_ns[k]), label, parts))
     rows.sort(key=lambda row: row[0])
-    return _found(root, Finds(row[:3] for row in rows), [row[3] for row in rows], [row[4] for row in rows])
+    return _found(root, [row[:3] for row in rows], [row[3] for row in rows], [row[4] for row in rows])
 
 
-def _found(root: Path, finds: Finds, labels: list[str], names: list[NameParts]) -> Found:
+def _found(
+    root: Path, finds: list[tuple[bytes, int, int]], labels: list[str], names: list[NameParts]
+) -> Found:
     return Found(make_listing("", root, finds, [""] * len(finds), ("",), Naming()), labels, names)
 
 
