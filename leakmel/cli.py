@@ -409,7 +409,7 @@ def _add_names(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--table",
         metavar="FILE",
-        help="CSV or Parquet file that names the recordings: columns path (or file, filename) and label, and if wanted "
+        help="CSV file that names the recordings: columns path (or file, filename) and label, and if wanted "
         "split, sensor, recording, session, start_time, gain, folder",
     )
     p.add_argument(

@@ -498,7 +498,7 @@ def add_retrain(p: argparse.ArgumentParser) -> None:
             ),
             "--human-labels": dict(
                 metavar="FILE",
-                help="CSV or Parquet file with path and label of new recordings: what people heard wins over predictions",
+                help="CSV file with path and label of new recordings: what people heard wins over predictions",
             ),
             "--group": dict(
                 default="sensor",
@@ -607,7 +607,7 @@ def add_predict(p: argparse.ArgumentParser) -> None:
             ),
             "--table": dict(
                 metavar="FILE",
-                help="CSV or Parquet file that names the recordings (columns path and label): only these are scored",
+                help="CSV file that names the recordings (columns path and label): only these are scored",
             ),
             "--vote": dict(
                 metavar="RULE",

@@ -390,7 +390,7 @@ def scan(
     content: bool = False,  # read every file too: rate, length, level, digest; what cannot be read becomes a problem
     table: str
     | os.PathLike
-    | None = None,  # CSV or Parquet file with the columns path, label and, if wanted, split, sensor, session ...
+    | None = None,  # CSV file with the columns path, label and, if wanted, split, sensor, session ...
     pattern: str
     | None = None,  # form of the paths, for example "{label}/{session}/{sensor}~{*}~{start_time}~{gain}"
     progress: str = "auto",  # where progress is drawn: "auto", "notebook", "terminal", "log" or "none"; of listing, where it takes its time

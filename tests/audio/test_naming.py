@@ -1,6 +1,7 @@
 "Where labels come from: patterns against a regular expression, tables with every fault, and whole builds judged from outside."
 
 import base64
+import errno
 import json
 import os
 import re
@@ -24,7 +25,6 @@ from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.file_names import NameParts, iso_time
 from leakmel.audio.naming import FIELDS, Naming, match_pattern, pattern_naming, pattern_tokens
 from leakmel.audio.synth import wav_bytes
-from leakmel.audio import tables
 from leakmel.audio.tables import NameTable, read_table
 from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError, VerifyError
@@ -600,59 +600,13 @@ def test_faults_of_a_table_are_named_with_their_line(tmp_path, text, words):
 def test_tables_that_are_no_file(tmp_path):
     put(tmp_path / "data", "a.wav")
     os.mkfifo(tmp_path / "fifo.csv")
-    os.mkfifo(tmp_path / "fifo.parquet")
-    for name in ("fifo.csv", "fifo.parquet", "nowhere.csv", "data"):
+    for name in ("fifo.csv", "nowhere.csv", "data"):
         with pytest.raises(DataError, match=name):
             scan(tmp_path / "data", table=tmp_path / name)
     with raises("no-such-folder", DataError):
         scan(tmp_path / "nowhere", table=table(tmp_path, "path,label\na.wav,LEAK\n"))
     with raises("conflicting-parameters", UsageError):
         scan(tmp_path / "data", table=tmp_path / "names.csv", pattern="{label}")
-
-
-def test_a_table_in_parquet(tmp_path, monkeypatch):
-    "pyarrow stands in for itself here: what pandas gives is read in the same way as CSV, and without pyarrow there is a remedy."
-    import importlib.util
-
-    file = tmp_path / "names.parquet"
-    file.write_bytes(b"PAR1")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with raises("missing-package", UsageError, says="pyarrow"):
-        read_table(file)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    rows: dict[str, list] = {
-        "Path": ["a.wav", b"caf\xe9.wav"],
-        "label": [1, 2],
-        "gain": [2.5, None],
-        "split": ["train", "val"],
-        "start_time": [pd.Timestamp("2025-03-14 02:00"), pd.NaT],
-    }
-    monkeypatch.setattr(pd, "read_parquet", lambda path: pd.DataFrame(rows))
-    t = read_table(file)
-    assert (t.paths, t.labels, t.splits) == (
-        [b"a.wav", b"caf\xe9.wav"],
-        ["1", "2"],
-        ["TRAINING", "VALIDATION"],
-    )
-    assert (t.parts[0].gain, t.parts[0].start_time, t.parts[1].start_time) == (2.5, "2025-03-14T02:00:00", "")
-    rows["gain"] = [pd.NA, [1]]
-    with raises("table-row", DataError, says="row 2"):
-        read_table(file)
-    monkeypatch.setattr(
-        pd, "read_parquet", lambda path: pd.DataFrame(rows | {"gain": [pd.NA, 3]}).set_index("Path")
-    )
-    assert read_table(file).parts[1].gain == 3
-    monkeypatch.setattr(pd, "read_parquet", lambda path: pd.DataFrame(rows))
-    rows["label"][1] = None
-    with raises("table-row", DataError, says="row 2"):
-        read_table(file)
-
-    def fail(path: Path) -> pd.DataFrame:
-        raise ValueError("bad magic")
-
-    monkeypatch.setattr(pd, "read_parquet", fail)
-    with raises("table-unreadable", DataError):
-        read_table(file)
 
 
 @pytest.mark.parametrize("count", [3, 200])
@@ -762,9 +716,6 @@ def test_a_table_is_quick_and_small(tmp_path):
     m = scan(tmp_path / "data", table=file)
     assert len(m) == 20_000
     assert m.listings[0].n_bytes == 0
-
-
-# ---- groups ------------------------------------------------------------------------------------------------------------------------
 
 
 # ---- builds ------------------------------------------------------------------------------------------------------------------------
@@ -1357,6 +1308,11 @@ def test_a_path_that_differs_only_in_case(tmp_path):
     assert "wrong_root" not in kinds(m), "a row is there, so the root is right"
 
 
-def test_a_table_that_fails_while_it_is_read_is_named(tmp_path):
-    with raises("table-unreadable", DataError, path=tmp_path):
-        tables._csv_text(tmp_path)
+def test_a_table_that_fails_while_it_is_read_is_named(tmp_path, monkeypatch):
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    file = table(tmp_path, "path,label\na.wav,LEAK\n")
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with raises("table-unreadable", DataError, path=file):
+        read_table(file)

@@ -38,7 +38,7 @@ UNHEARD = -2  # no person gave a label
 
 
 def human_classes(
-    table: str | os.PathLike,  # CSV (or Parquet) with columns path and label, paths as in the data sets
+    table: str | os.PathLike,  # CSV with columns path and label, paths as in the data sets
     recordings: Segments,  # at any level
     task: Task,  # whose labels may be given, upper and lower case aside
 ) -> np.ndarray:  # [n] int64 class of each recording; -1: of a label that the task leaves out, -2: not in the table; raises DataError
