@@ -37,7 +37,7 @@ import numpy as np
 
 from .conform import FIGURES, LSB, check_range, figures_of, to_mono
 from .problems import Problem, show_place
-from .read_failures import OutOfMemory, ReadFailureGuard
+from .wav import OutOfMemory, ReadFailureGuard
 from .wav import read_wav
 from ..core.errors import RecordingError, show_path
 from ..core.monitor import usable_cores

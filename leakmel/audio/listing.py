@@ -30,7 +30,7 @@ import numpy as np
 from .file_names import SPLITS, NameParts, parse_name, split_name
 from .naming import Naming
 from .problems import Problem, show_place
-from .read_failures import MACHINE_FAULTS
+from .wav import MACHINE_FAULTS
 from ..core.errors import DataError, LeakmelError, MachineError, show_path
 
 

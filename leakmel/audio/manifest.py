@@ -39,7 +39,7 @@ from leakmel.audio.problems import (
     name_problems,
     show_place,
 )
-from .read_failures import MACHINE_FAULTS
+from .wav import MACHINE_FAULTS
 from .tables import missing_files, read_table
 from ..core.errors import DataError, UsageError, show_path
 from ..core.progress import Count

@@ -4,12 +4,18 @@
 
 # %% auto #0
 __all__ = [
+    "MACHINE_FAULTS",
+    "OPEN_FLAGS",
     "HEADER_BYTES",
     "MAX_CHUNKS",
     "MAX_CHANNELS",
     "MAX_SAMPLE_BYTES",
     "STREAMED",
     "DIGEST_ALGORITHM",
+    "MANY_IN_A_ROW",
+    "read_error",
+    "OutOfMemory",
+    "open_regular",
     "canonical_header",
     "WavHeader",
     "parse_header",
@@ -19,21 +25,83 @@ __all__ = [
     "decode_payload",
     "read_open_wav",
     "read_wav",
+    "ReadFailureGuard",
 ]
 
 # %% ../../nbs/audio/wav.ipynb #164a4dcb
-import os, struct
+import errno, os, stat, struct, threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .read_failures import OutOfMemory, open_regular, read_error
-from ..core.errors import MachineError, RecordingError
+from ..core.errors import MachineError, RecordingError, show_path
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+# %% ../../nbs/audio/wav.ipynb #0a52b34e
+_FAULTS = (
+    "EMFILE ENFILE EIO ENOMEM ENOSPC ENODEV ESTALE ENOTCONN "
+    # of a network folder; some systems lack some of them
+    "EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENETRESET ETIMEDOUT ECONNRESET ECONNABORTED ECONNREFUSED "
+    "ESHUTDOWN EREMOTEIO ENOKEY EKEYEXPIRED EKEYREVOKED"
+)
+MACHINE_FAULTS = frozenset(getattr(errno, name) for name in _FAULTS.split() if hasattr(errno, name))
+_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+
+
+def read_error(
+    error: OSError,  # what the system call said
+    path: str | bytes,  # the file it was about
+) -> RecordingError | MachineError:  # to be raised
+    "Turn an OSError of reading a recording into the error it really is."
+    name = errno.errorcode.get(error.errno or 0, "unknown error")
+    if error.errno in MACHINE_FAULTS:
+        return MachineError(
+            f"the machine failed while reading ({name}: {os.strerror(error.errno or 0)})",
+            code="io-fault",
+            path=path,
+            remedy="raise the limit or repair the device, then build again; no recording was rejected for this",
+        )
+    if error.errno in _GONE:
+        return RecordingError(
+            "changed", f"the file was there when listed and is not there now ({name})", path=path
+        )
+    return RecordingError("unreadable", f"the file cannot be read ({name})", path=path)
+
+
+class OutOfMemory(MachineError):
+    "Too little memory for one recording, named with its path."
+
+    def __init__(self, path: str | bytes | os.PathLike):
+        super().__init__(
+            "out of memory while reading",
+            code="out-of-memory",
+            path=path,
+            remedy="free some memory, use fewer threads, or take the file away",
+        )
+
+
+# %% ../../nbs/audio/wav.ipynb #561e4f62
+OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+
+
+def open_regular(
+    path: str | bytes | os.PathLike,
+) -> tuple[int, int]:  # file descriptor (the caller closes it), size in bytes
+    "Open a regular file for reading."
+    try:
+        fd = os.open(path, OPEN_FLAGS)
+    except OSError as e:
+        raise read_error(e, os.fsencode(path)) from e
+    st = os.fstat(fd)
+    if stat.S_ISREG(st.st_mode):
+        return fd, st.st_size
+    os.close(fd)
+    raise RecordingError("unreadable", "not a regular file", path=path)
+
 
 # %% ../../nbs/audio/wav.ipynb #cc822de4
 HEADER_BYTES = 44
@@ -366,3 +434,48 @@ def read_wav(
         raise read_error(e, os.fsencode(path)) from e
     finally:
         os.close(fd)
+
+
+# %% ../../nbs/audio/wav.ipynb #58c99bed
+MANY_IN_A_ROW = 100  # refused by the operating system, with none between them that it gave
+
+
+class ReadFailureGuard:
+    "Counts recordings that the operating system refuses one after another; shared by all threads that read."
+
+    def __init__(
+        self, most: int = MANY_IN_A_ROW
+    ):  # refused in a row, before the machine is held to be at fault
+        self.most = most
+        self.n = 0
+        self._lock = threading.Lock()
+        self._first = ""
+
+    def given(self) -> None:
+        "Note that a file could be opened and read, whatever it holds."
+        self.n = 0
+
+    def refused(
+        self,
+        error: RecordingError,  # why a recording that was asked for is none
+        path: str | bytes | os.PathLike,
+    ) -> None:  # raises MachineError for one too many in a row
+        "Note a recording that was refused, by the operating system or for what it holds."
+        if not isinstance(error.__cause__, OSError):
+            self.given()
+            return
+        with self._lock:
+            self.n += 1
+            if self.n == 1:
+                self._first = show_path(path)
+            first = self._first
+            if self.n < self.most:
+                return
+        raise MachineError(
+            f"{self.most:,} recordings in a row could not be opened or read, so not they are at fault",
+            code="read-failures",
+            path=path,
+            found=f"{error.message}; the first was {first}",
+            remedy="look whether the disk or network folder is there and may be read, then start again; "
+            "files that nobody may read belong outside the data folder",
+        ) from error

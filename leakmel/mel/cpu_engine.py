@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from ..audio.compiled import int16_moments
+from ..audio.conform import int16_moments
 from ..audio.conform import moments_of
 from ..core.errors import EngineError
 from ..core.monitor import usable_cores

@@ -30,7 +30,7 @@ import numpy as np
 
 from ..audio.listing import Listing
 from ..audio.manifest import Manifest
-from ..audio.read_failures import OPEN_FLAGS
+from ..audio.wav import OPEN_FLAGS
 from ..audio.page_cache import is_in_cache
 from ..core.errors import DataError, MachineError
 from ..core.monitor import usable_cores

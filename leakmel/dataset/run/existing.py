@@ -27,7 +27,6 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from ...audio.compiled import native
 from ...audio.conform import FIGURES
 from ...audio.listing import Listing
 from leakmel.dataset.file.schema import (
@@ -60,17 +59,9 @@ def stamps_of(
     base = os.fsencode(listing.folder) + b"/"
     paths = [base + listing.paths[k] for k in numbers]
     out = np.full(len(numbers), -1, STAMP)
-    left = np.ones(len(numbers), bool)
-    if native() is not None:
-        from leakmel.audio.native import stat_files
-
-        seen = stat_files(paths)
-        left = seen[:, 0] != stat.S_IFREG  # a link, or nothing
-        for i, name in enumerate(("size", "mtime_ns", "ctime_ns"), start=1):
-            out[name] = np.where(left, -1, seen[:, i])
-    for i in np.flatnonzero(left).tolist():
+    for i, path in enumerate(paths):
         try:
-            st = os.stat(paths[i])
+            st = os.stat(path)
         except OSError:
             continue
         if stat.S_ISREG(st.st_mode):

@@ -23,7 +23,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from ...audio.compiled import digests_of
+from ...audio.conform import digests_of
 from ...audio.conform import resampled_length
 from ...audio.listing import Listing
 from ...core.errors import show_path

@@ -27,7 +27,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ...audio.compiled import digests_of
+from ...audio.conform import digests_of
 from ...audio.manifest import Listing
 from ...audio.page_cache import CacheUse, is_in_cache
 from ...audio.wav import OutOfMemory, digest_of

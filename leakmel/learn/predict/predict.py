@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...audio.compiled import native
+from ...audio.conform import native
 from ...audio.manifest import Manifest
 from ...core.errors import DataError, MachineError, UsageError, show_path
 from ...core.monitor import free_memory, size_text, usable_cores
