@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .conform import FIGURES, LSB, check_range, figures_of, to_mono
+from .listing import Listing
 from .problems import Problem, show_place
 from .wav import OutOfMemory, ReadFailureGuard
 from .wav import read_wav
@@ -45,7 +46,6 @@ from ..core.progress import Progress
 
 if TYPE_CHECKING:
     import pandas as pd
-    from leakmel.audio.listing import Listing
 
 
 # %% ../../nbs/audio/content.ipynb #2159f8bf
@@ -99,28 +99,41 @@ def _odd_recordings(c: Columns) -> Iterator[Problem]:
     "Find recordings of another format than a row is made of, and those that are clipped, silent or off centre."
     rate, n_rate = _most_common(c.sample_rate)
     for i in np.flatnonzero(c.sample_rate != rate).tolist():
-        message = f"recorded at {c.sample_rate[i]} Hz, {n_rate:,} of {len(c):,} at {rate} Hz"
-        yield Problem("other_rate", c.show(i), message)
+        yield Problem(
+            "other_rate",
+            c.show(i),
+            f"recorded at {c.sample_rate[i]} Hz, {n_rate:,} of {len(c):,} at {rate} Hz",
+        )
     length, n_length = _most_common(c.duration_s)
     for i in np.flatnonzero(np.abs(c.duration_s - length) * rate >= SAME_LENGTH).tolist():
-        message = f"{c.duration_s[i]:.6g} s long, {n_length:,} of {len(c):,} have {length:.6g} s"
-        yield Problem("other_length", c.show(i), message)
+        yield Problem(
+            "other_length",
+            c.show(i),
+            f"{c.duration_s[i]:.6g} s long, {n_length:,} of {len(c):,} have {length:.6g} s",
+        )
     for i in np.flatnonzero(c.channels > 1).tolist():
         message = "different channels; the row is their mean, or the first with channels='first'"
         if b"identical_channels" in c.status[i]:
             message = "identical channels; the row is made of one"
         yield Problem("stereo", c.show(i), f"{c.channels[i]} {message}")
         if b"opposite_phase" in c.status[i]:
-            message = "the channels cancel each other; build with channels='first' and check the wiring"
-            yield Problem("opposite_phase", c.show(i), message)
+            yield Problem(
+                "opposite_phase",
+                c.show(i),
+                "the channels cancel each other; build with channels='first' and check the wiring",
+            )
     for i in np.flatnonzero(c.clipped_share >= CLIPPED_SHARE).tolist():
-        message = f"{100 * c.clipped_share[i]:.1f} % of the samples are at full scale; lower the gain"
-        yield Problem("clipped", c.show(i), message)
+        yield Problem(
+            "clipped",
+            c.show(i),
+            f"{100 * c.clipped_share[i]:.1f} % of the samples are at full scale; lower the gain",
+        )
     for i in np.flatnonzero(c.silent).tolist():
         yield Problem("silent", c.show(i), "all samples are the same within one step of 16 bits")
     for i in np.flatnonzero((np.abs(c.dc_offset) >= DC_OFFSET) & ~c.silent).tolist():
-        message = f"the mean of the samples is {100 * c.dc_offset[i]:+.1f} % of full scale"
-        yield Problem("dc_offset", c.show(i), message)
+        yield Problem(
+            "dc_offset", c.show(i), f"the mean of the samples is {100 * c.dc_offset[i]:+.1f} % of full scale"
+        )
 
 
 # %% ../../nbs/audio/content.ipynb #81b1af96
@@ -236,11 +249,12 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
         for value, label, n_both, n, share in tied_values(values, c.label_id):
             tied.add(name)
             shown = show_path(value) if isinstance(value, bytes) else f"{value:.6g}"
-            message = (
+            yield Problem(
+                "label_tied",
+                show_path(c.labels[label]),
                 f"{name}: {n_both:,} of the {n:,} recordings with {shown}{unit} have this label, "
-                f"which {100 * share:.0f} % of all recordings have; {_RECORDER}"
+                f"which {100 * share:.0f} % of all recordings have; {_RECORDER}",
             )
-            yield Problem("label_tied", show_path(c.labels[label]), message)
     numbers = [("level", "louder", "quieter", c.rms_db, _LEVEL)]
     if "length" not in tied:
         numbers.append(("length", "longer", "shorter", c.duration_s, _RECORDER))
@@ -251,8 +265,11 @@ def _tied_labels(c: Columns) -> Iterator[Problem]:
         labels = np.flatnonzero(enough & ((shares >= TIED_SHARE) | (shares <= 1 - TIED_SHARE)))
         for k in labels[:1] if np.count_nonzero(counts) == 2 else labels:  # of two, the other says the same
             share, word = max((shares[k], more), (1 - shares[k], less))
-            where = f"in {100 * share:.1f} % of the pairs the recording with this label is {word}"
-            yield Problem("label_tied", show_path(c.labels[k]), f"{name}: {where}; {danger}")
+            yield Problem(
+                "label_tied",
+                show_path(c.labels[k]),
+                f"{name}: in {100 * share:.1f} % of the pairs the recording with this label is {word}; {danger}",
+            )
 
 
 # %% ../../nbs/audio/content.ipynb #a6a6822b
@@ -308,7 +325,7 @@ BLOCK = 16  # files a thread takes at once: progress moves, and Ctrl-C waits for
 
 
 def read_content(
-    listings: "Sequence[Listing]",
+    listings: Sequence[Listing],
     *,
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
 ) -> (
@@ -350,9 +367,14 @@ def read_content(
     code[numbers] = [refused[i].reject_code for i in numbers]
     message = code.copy()
     message[numbers] = [refused[i].message for i in numbers]
-    split = [x.split for x, _ in files]
-    path = [os.fsdecode(x.paths[k]) for x, k in files]
-    table = pd.DataFrame({"split": split, "path": path, "code": code, "message": message})
+    table = pd.DataFrame(
+        {
+            "split": [x.split for x, _ in files],
+            "path": [os.fsdecode(x.paths[k]) for x, k in files],
+            "code": code,
+            "message": message,
+        }
+    )
     kinds: dict[str, Any] = {"i": "Int64", "b": "boolean", "f": "float32"}
     for name in FACTS.names or ():  # numbers of files that could not be read are missing, texts are empty
         column = pd.Series(facts[name])
@@ -366,7 +388,7 @@ def read_content(
 
 # %% ../../nbs/audio/content.ipynb #33a28c36
 def content_columns(
-    listings: "Sequence[Listing]",
+    listings: Sequence[Listing],
     label_names: Sequence[str],  # in id order
     table: "pd.DataFrame",  # one row per recording in the order of the listings: CONTENT and sensor
 ) -> Columns:

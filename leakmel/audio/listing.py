@@ -187,8 +187,11 @@ def found_below(
         except (FileNotFoundError, NotADirectoryError):
             return  # went away while the folder was listed
         if st is None:
-            message = "a link that leads nowhere, in a circle or out of the data folder is not followed"
-            leave_out("link", entry.path, message)
+            leave_out(
+                "link",
+                entry.path,
+                "a link that leads nowhere, in a circle or out of the data folder is not followed",
+            )
         elif wanted and stat.S_ISREG(st.st_mode):
             found.append((entry.path[cut:], st.st_size, st.st_mtime_ns))
             told(1)

@@ -117,8 +117,7 @@ class Manifest:
         for x in self.listings:
             seen = name_problems(x.show, x.label_ids, np.array([part.gain for part in x.names]))
             found += [p for p in seen if p.kind != "no_label" or p.path not in misfits]
-        ids = [(x.place or x.split, x.label_ids) for x in self.listings]
-        found += label_problems(self.label_names, ids)
+        found += label_problems(self.label_names, [(x.place or x.split, x.label_ids) for x in self.listings])
         if self.content is not None:
             found += content_problems(content_columns(self.listings, self.label_names, self.table))
         rows = [(p.kind, p.path, p.message) for p in found]
@@ -206,8 +205,11 @@ def _no_match(naming: Naming, place: str, path: bytes) -> Problem:
         lost = "so it belongs to no split"
     elif naming.labels_by_folder:
         lost = "its fields stay empty"
-    message = f"the name does not fit the pattern {show_path(naming.pattern)}, {lost}"
-    return Problem("no_match", show_place(place, path), message)
+    return Problem(
+        "no_match",
+        show_place(place, path),
+        f"the name does not fit the pattern {show_path(naming.pattern)}, {lost}",
+    )
 
 
 def _target_folders(
@@ -283,8 +285,13 @@ def _by_folders(root: Path, split: str | None, naming: Naming, told: Callable[[i
         x = make_listing(name, folder, found[name], labels[name], label_names, naming)
         listings.append(x)
         if not len(x):
-            nothing = f"no file that ends in .wav or .wave below {show_path(folder)}: check the folder, is the disk mounted?"
-            notes.append(Problem("no_recordings", show_path(x.place or "."), nothing))
+            notes.append(
+                Problem(
+                    "no_recordings",
+                    show_path(x.place or "."),
+                    f"no file that ends in .wav or .wave below {show_path(folder)}: check the folder, is the disk mounted?",
+                )
+            )
     for x in listings:
         for i in misfits[x.split]:
             if x.label_ids[i] >= 0 or not naming.labels_by_folder:  # else it is rejected for its folder
@@ -356,8 +363,13 @@ def _by_table(
         )
     notes = []
     if table.ignored:
-        columns = ", ".join(map(show_path, table.ignored))
-        notes.append(Problem("ignored_column", columns, "columns of the table that mean nothing here"))
+        notes.append(
+            Problem(
+                "ignored_column",
+                ", ".join(map(show_path, table.ignored)),
+                "columns of the table that mean nothing here",
+            )
+        )
     if extra := sorted(present.keys() - set(table.paths)):
         message = "a recording in the data folder that is not in the table"
         if len(extra) > 1:

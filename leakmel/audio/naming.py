@@ -62,8 +62,7 @@ def pattern_tokens(
             tokens.append(("folders", ""))
         elif word.startswith("{") and word != "{{":
             if word[1:-1] not in ("*", *FIELDS):
-                unknown = answer_unknown(word[1:-1], FIELDS)
-                raise _pattern_error(pattern, f"has an unknown field: {unknown}")
+                raise _pattern_error(pattern, f"has an unknown field: {answer_unknown(word[1:-1], FIELDS)}")
             tokens.append(("field", word[1:-1]))
         else:
             text = word[0] if word in ("{{", "}}") else word
@@ -75,21 +74,27 @@ def pattern_tokens(
     if not named:
         raise _pattern_error(pattern, "names nothing", "name at least one field")
     if pattern.startswith("/"):
-        message = "begins with /, but paths are relative to the data folder"
-        raise _pattern_error(pattern, message, "leave the first / away")
+        raise _pattern_error(
+            pattern, "begins with /, but paths are relative to the data folder", "leave the first / away"
+        )
     if (end := os.path.splitext(pattern)[1]).lower() in (".wav", ".wave"):
         raise _pattern_error(pattern, f"ends in {end}: leave the extension away")
     for k, (before, this, after) in enumerate(
         zip([("text", "/"), *tokens], list(tokens), [*tokens[1:], ("field", "")])
     ):
         if this[0] == after[0] == "field" and after[1]:
-            message = f"has fields side by side: nothing stands between {{{this[1]}}} and {{{after[1]}}}"
-            raise _pattern_error(pattern, message, "separate them by text, or it is unknown where one ends")
+            raise _pattern_error(
+                pattern,
+                f"has fields side by side: nothing stands between {{{this[1]}}} and {{{after[1]}}}",
+                "separate them by text, or it is unknown where one ends",
+            )
         if this[0] == "folders":
             if (before[0], after[0], before[1][-1:], after[1][:1]) != ("text", "text", "/", "/"):
-                message = "has {**} next to text, but it stands for whole folders"
-                remedy = "put it between slashes and a name behind it: {**}/{sensor}"
-                raise _pattern_error(pattern, message, remedy)
+                raise _pattern_error(
+                    pattern,
+                    "has {**} next to text, but it stands for whole folders",
+                    "put it between slashes and a name behind it: {**}/{sensor}",
+                )
             # the slash behind it goes with the folders: there may be none
             tokens[k + 1] = ("text", after[1][1:])
     return tuple(t for t in tokens if t != ("text", ""))
@@ -324,6 +329,10 @@ class PatternPreview:
             n_more = self.n_values[field] - len(values)
             lines.append(f"{field}: {counts}{f', and {n_more:,} more' if n_more else ''}")
         lines += [f"does not fit: {path}" for path in self.misses]
+        if self.rows:
+            import pandas as pd
+
+            lines += pd.DataFrame(list(self.rows)).to_string(index=False).split("\n")
         return "\n  ".join(lines)
 
 
@@ -339,12 +348,11 @@ def preview_names(
     for place, path in names:
         said = naming.read(path)
         shown = show_place(place, path)
+        gain = "" if math.isnan(said.parts.gain) else f"{said.parts.gain:g}"
+        found = said.parts._asdict() | {"split": said.split, "label": said.label, "gain": gain}
         if not said.fits:
             misses.append(shown)
             continue
-        found = said.parts._asdict() | {"split": said.split, "label": said.label}
-        gain = found["gain"]
-        found["gain"] = "" if math.isnan(gain) else f"{gain:g}"
         fit.append({"path": shown} | {f: show_path(found[f]) if found[f] else _NOTHING for f in fields})
     counts = {f: Counter(row[f] for row in fit) for f in fields}
     return PatternPreview(

@@ -6,7 +6,7 @@
 __all__ = ["READ", "LOOK_CLOSER", "look_at_rows", "read_rows", "will_need", "self_check"]
 
 # %% ../../nbs/audio/native.ipynb #fdef530b
-import errno, os
+import os
 from typing import Any
 
 import numpy as np
@@ -20,52 +20,27 @@ from ..core.jit import address, compiled, source_key
 
 # %% ../../nbs/audio/native.ipynb #e8b94302
 _KEY = source_key(globals().get("__file__"), digests.__file__, calls.__file__)
-_INTERRUPTED = int(errno.EINTR)
-
-
-@njit(inline="always")
-def _read_whole(fd, data, n_bytes, offset, piece):
-    "Read a stretch of a file; returns 0, errno, or -1 where the file ends."
-    done = 0
-    while done < n_bytes:
-        piece[0] = data + done
-        piece[1] = n_bytes - done
-        got = calls.preadv(fd, address(piece), 1, offset + done)
-        if got == 0:
-            return -1
-        if got > 0:
-            done += got
-        elif calls.int32_at(calls.errno_at()) != _INTERRUPTED:
-            return calls.int32_at(calls.errno_at())
-    return 0
 
 
 # %% ../../nbs/audio/native.ipynb #90934970
 def _make_look_at_rows(key: str) -> Any:
-    "Looking at written rows; numba compares `key` with that of its cache."
+    "Looking at rows; numba compares `key` with that of its cache."
 
-    @compiled("i8(i8, i8, u2[:, ::1], i8[::1], u8[:, ::1], i8[::1])")
-    def look_at_rows(fd, offset, buffer, piece, digests, largest):
+    @compiled("void(u2[:, ::1], u8[:, ::1], i8[::1])")
+    def look(rows, digests, largest):
         key  # noqa: B018 (taken from outside, so that it is compared)
-        n_row = 2 * buffer.shape[1]
-        for start in range(0, len(digests), len(buffer)):
-            n = min(len(buffer), len(digests) - start)
-            why = _read_whole(fd, address(buffer), n * n_row, offset + start * n_row, piece)
-            if why != 0:
-                return why
-            for i in range(n):
-                top = np.uint16(0)
-                for k in range(buffer.shape[1]):
-                    top = max(top, np.uint16(buffer[i, k] & np.uint16(0x7FFF)))
-                largest[start + i] = top
-                write_digest((address(buffer[i]), n_row, address(digests[start + i])))
-        return 0
+        for i in range(len(rows)):
+            top = np.uint16(0)
+            for k in range(rows.shape[1]):
+                top = max(top, np.uint16(rows[i, k] & np.uint16(0x7FFF)))
+            largest[i] = top
+            write_digest((address(rows[i]), 2 * rows.shape[1], address(digests[i])))
 
-    return look_at_rows
+    return look
 
 
 _look_at_rows = _make_look_at_rows(_KEY)
-_LOOKED_AT_ONCE = 1 << 18  # bytes, which the cache of a core holds
+_LOOKED_AT_ONCE = 1 << 20  # bytes, which the caches of a core hold
 
 
 def look_at_rows(
@@ -80,10 +55,15 @@ def look_at_rows(
     words = np.zeros((n, 2), np.uint64)
     largest = np.zeros(n, np.int64)
     buffer = np.empty((max(1, min(n, _LOOKED_AT_ONCE // n_bytes)), n_bytes // 2), np.uint16)
-    if (why := _look_at_rows(fd, offset, buffer, np.zeros(2, np.int64), words, largest)) > 0:
-        raise OSError(why, os.strerror(why))
-    if why < 0:
-        raise EOFError("the file ends before the rows do")
+    for start in range(0, n, len(buffer)):
+        rows = buffer[: n - start]
+        left = memoryview(rows).cast("B")
+        while left:
+            got = os.preadv(fd, [left], offset + start * n_bytes + rows.nbytes - len(left))
+            if got == 0:
+                raise EOFError("the file ends before the rows do")
+            left = left[got:]
+        _look_at_rows(rows, words[start : start + len(rows)], largest[start : start + len(rows)])
     return as_digits(words), largest
 
 

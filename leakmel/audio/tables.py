@@ -114,19 +114,16 @@ def _read_text(file: Path) -> str:
 
 def _csv_rows(file: Path, text: str) -> Iterator[tuple[int, list[str], str]]:
     "Header and rows that are not blank: number of the line, cells, and what divides them."
-    said = re.match(r'"?sep=([,;\t|])"?\r?\n', text, re.IGNORECASE)
-    start = said.end() if said else 0
-    head = next((line for line in text[start:].splitlines() if line.strip(',;\t "')), "")
+    head = next((line for line in text.splitlines() if line.strip(',;\t "')), "")
     known = {d: sum(_column(cell.strip(' "')) in TABLE_COLUMNS for cell in head.split(d)) for d in ",;\t"}
-    delimiter = said.group(1) if said else max(known, key=known.__getitem__)
-    before = text.count("\n", 0, start) + 1
-    line = before
+    delimiter = max(known, key=known.__getitem__)
+    line = 1
     try:
-        rows = csv.reader(io.StringIO(text[start:], newline=""), delimiter=delimiter, strict=True)
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         for cells in rows:
             if any(cell.strip() for cell in cells):
                 yield line, cells, delimiter
-            line = before + rows.line_num
+            line = rows.line_num + 1
     except csv.Error as e:
         raise DataError(
             f"line {line}: no CSV ({e})",

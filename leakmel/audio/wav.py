@@ -32,14 +32,10 @@ __all__ = [
 import errno, os, stat, struct, threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..core.errors import MachineError, RecordingError, show_path
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from ..core.errors import MachineError, RecordingError
 
 # %% ../../nbs/audio/wav.ipynb #0a52b34e
 _FAULTS = (
@@ -113,13 +109,10 @@ def canonical_header(
     channels: int = 1,
 ) -> bytes:  # 44 bytes
     "The header of a canonical 16-bit PCM WAV file (RIFF, `fmt ` of 16 bytes, `data`)."
-    n_bytes = n_samples * channels * 2
-    frame_bytes = channels * 2
-    riff = struct.pack("<4sI4s", b"RIFF", 36 + n_bytes, b"WAVE")
-    fmt = struct.pack(
-        "<4sIHHIIHH", b"fmt ", 16, 1, channels, sample_rate, sample_rate * frame_bytes, frame_bytes, 16
-    )
-    return riff + fmt + struct.pack("<4sI", b"data", n_bytes)
+    frame_bytes = 2 * channels
+    n_bytes = n_samples * frame_bytes
+    fmt = (b"fmt ", 16, 1, channels, sample_rate, sample_rate * frame_bytes, frame_bytes, 16)
+    return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + n_bytes, b"WAVE", *fmt, b"data", n_bytes)
 
 
 # %% ../../nbs/audio/wav.ipynb #a6646aeb
@@ -205,8 +198,11 @@ def _chunks(
             if data64 is None:
                 raise RecordingError("not_wav", "an RF64 file without a ds64 chunk", offset=at)
             if size not in (STREAMED, data64):
-                claims = f"{size} bytes of samples by the data chunk, {data64} by the ds64 chunk"
-                raise RecordingError("not_wav", claims, offset=at + 4)
+                raise RecordingError(
+                    "not_wav",
+                    f"{size} bytes of samples by the data chunk, {data64} by the ds64 chunk",
+                    offset=at + 4,
+                )
             size = data64
         yield name, size, at
         at += 8 + size + (size & 1)
@@ -222,13 +218,15 @@ def _data_size(claimed: int, start: int, n_file: int, may_stream: bool) -> int:
     "Bytes of samples, by the header's claim and the file's size."
     n_left = n_file - start
     if claimed == 0:
-        message = "the data chunk says 0 bytes: the recorder never finished its header"
-        raise RecordingError("empty", message, offset=start - 4)
+        raise RecordingError(
+            "empty", "the data chunk says 0 bytes: the recorder never finished its header", offset=start - 4
+        )
     if claimed == STREAMED and may_stream:
         return n_left
     if claimed > n_left:
-        message = f"the data chunk ends after {n_left} of {claimed} bytes"
-        raise RecordingError("truncated", message, offset=n_file)
+        raise RecordingError(
+            "truncated", f"the data chunk ends after {n_left} of {claimed} bytes", offset=n_file
+        )
     return claimed
 
 
@@ -254,8 +252,9 @@ def parse_header(
             body = os.pread(fd, min(claimed, 64), at + 8)
             seen[name] = at + 8, body
         if name == b"fmt " and len(body) < 16:
-            message = f"format chunk of {len(body)} bytes, at least 16 are needed"
-            raise RecordingError("not_wav", message, offset=at + 8)
+            raise RecordingError(
+                "not_wav", f"format chunk of {len(body)} bytes, at least 16 are needed", offset=at + 8
+            )
         if name != b"data":
             continue
         if b"fmt " not in seen:
@@ -267,8 +266,9 @@ def parse_header(
         if start + size == n_file:
             break  # nothing behind; a streamed file may be larger than its size field can say
     if not start:
-        message = "the chunks end, and there is no data chunk"
-        raise RecordingError("not_wav", message, offset=min(max(end, 12), n_file))
+        raise RecordingError(
+            "not_wav", "the chunks end, and there is no data chunk", offset=min(max(end, 12), n_file)
+        )
     # 16-bit samples stay as they are, others become float32
     widened = 4 * channels * (size // align) if encoding != "pcm16" and align else 0
     _check_bytes(max(size, widened), start)
@@ -280,7 +280,7 @@ DIGEST_ALGORITHM = "xxh3-128"
 
 
 def digest_of(
-    data: "Buffer | np.ndarray",  # contiguous
+    data: bytes | bytearray | memoryview | np.ndarray,  # contiguous
 ) -> str:  # 32 hexadecimal digits
     "xxh3-128 of some bytes."
     import xxhash
@@ -352,35 +352,6 @@ def _decode_plain(raw: bytearray, header: WavHeader) -> np.ndarray:
     return scaled.reshape(-1, header.channels)
 
 
-# %% ../../nbs/audio/wav.ipynb #ae3ffd76
-def _decode_coded(fd: int, header: WavHeader, n_file: int) -> np.ndarray:
-    "Samples [n, C] float32 by libsndfile."
-    try:
-        import soundfile
-    except (ImportError, OSError) as e:
-        raise MachineError(
-            f"{header.encoding} needs the package soundfile, which does not load here ({e})",
-            code="missing-package",
-            remedy="pip install soundfile",
-        ) from e
-    try:
-        with soundfile.SoundFile(os.dup(fd), closefd=True) as f:
-            if not 0 <= f.frames * f.channels <= 16 * n_file:
-                raise RecordingError(
-                    "truncated",
-                    f"{f.frames} frames claimed by a file of {n_file} bytes",
-                    offset=header.data_start,
-                )
-            _check_bytes(4 * f.frames * f.channels, header.data_start)
-            return f.read(
-                f.frames, dtype="float32", always_2d=True
-            )  # some codecs cannot seek, and want the number
-    except soundfile.SoundFileError as e:
-        raise RecordingError(
-            "unsupported", f"{header.encoding} is not read by libsndfile here", offset=header.fmt_start
-        ) from e
-
-
 # %% ../../nbs/audio/wav.ipynb #59999fb6
 def decode_payload(
     fd: int,  # open file descriptor; its position is not kept
@@ -392,8 +363,30 @@ def decode_payload(
     if header.encoding.startswith(("pcm", "float")):
         samples = _decode_plain(raw, header)
     else:
+        try:
+            import soundfile
+        except (ImportError, OSError) as e:
+            raise MachineError(
+                f"{header.encoding} needs the package soundfile, which does not load here ({e})",
+                code="missing-package",
+                remedy="pip install soundfile",
+            ) from e
         os.lseek(fd, 0, os.SEEK_SET)
-        samples = _decode_coded(fd, header, n_file)
+        try:
+            with soundfile.SoundFile(os.dup(fd), closefd=True) as f:
+                if not 0 <= f.frames * f.channels <= 16 * n_file:
+                    raise RecordingError(
+                        "truncated",
+                        f"{f.frames} frames claimed by a file of {n_file} bytes",
+                        offset=header.data_start,
+                    )
+                _check_bytes(4 * f.frames * f.channels, header.data_start)
+                # some codecs cannot seek, and want the number
+                samples = f.read(f.frames, dtype="float32", always_2d=True)
+        except soundfile.SoundFileError as e:
+            raise RecordingError(
+                "unsupported", f"{header.encoding} is not read by libsndfile here", offset=header.fmt_start
+            ) from e
     if samples.dtype != np.int16 and not (finite := np.isfinite(samples)).all():
         frame, channel = divmod(int(finite.argmin()), header.channels)
         offset = header.data_start
@@ -449,7 +442,6 @@ class ReadFailureGuard:
         self.most = most
         self.n = 0
         self._lock = threading.Lock()
-        self._first = ""
 
     def given(self) -> None:
         "Note that a file could be opened and read, whatever it holds."
@@ -466,16 +458,13 @@ class ReadFailureGuard:
             return
         with self._lock:
             self.n += 1
-            if self.n == 1:
-                self._first = show_path(path)
-            first = self._first
             if self.n < self.most:
                 return
         raise MachineError(
             f"{self.most:,} recordings in a row could not be opened or read, so not they are at fault",
             code="read-failures",
             path=path,
-            found=f"{error.message}; the first was {first}",
+            found=error.message,
             remedy="look whether the disk or network folder is there and may be read, then start again; "
             "files that nobody may read belong outside the data folder",
         ) from error

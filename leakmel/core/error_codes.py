@@ -70,7 +70,6 @@ CORE = {
 
 # %% ../../nbs/core/error_codes.ipynb #7389fb5a
 AUDIO = {
-    "mount-point": "The target is a mount point, and a finished folder cannot be renamed to it.",
     "unknown-label": "No label has this name.",
     "unknown-split": "No split has this name.",
     "read-failures": "Many recordings one after another cannot be read, so the disk or network folder has failed.",
@@ -88,7 +87,6 @@ AUDIO = {
     "table-columns": "The table lacks a column, or has a column twice.",
     "table-row": "A row of the table is invalid.",
     "table-empty": "The table names no recording.",
-    "unknown-grouping": "Recordings cannot be grouped by this property.",
     "window-too-long": "A segment or frame is longer than what it is cut from.",
 }
 
