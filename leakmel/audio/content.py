@@ -162,13 +162,13 @@ def _copies(c: Columns, before: Sequence[Columns] = ()) -> Iterator[Problem]:
     first: dict[bytes, tuple[Columns, int, int]] = {}
     first_in: dict[tuple[bytes, int], int] = {}
     n_splits = 0
-    for part in (*before, c):
+    for k, part in enumerate((*before, c)):
         digests = part.digest.tolist()
         for i in np.flatnonzero(~part.silent).tolist():
             split = n_splits + int(part.split_id[i])
             origin, row, its_split = first.setdefault(digests[i], (part, i, split))
             twin = first_in.setdefault((digests[i], split), i)
-            if part is not c or (origin is c and row == i):
+            if k < len(before) or (its_split, row) == (split, i):
                 continue
             if twin != i:
                 yield Problem("duplicate", c.show(i), f"same samples as {c.show(twin)}")

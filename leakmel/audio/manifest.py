@@ -134,8 +134,6 @@ class Manifest:
             return None
         names = [(x.place, path) for x in self.listings for path in x.paths]
         names += [("", path) for path in self.unmatched]
-        if self.naming.base == "root":
-            names.sort(key=lambda name: name[1])
         return preview_names(self.naming, names)
 
     def _repr_html_(self) -> str:

@@ -302,8 +302,8 @@ def render(
     if scene.vehicles:
         rumble = np.fft.irfft(random_bins(_RUMBLE, rng), _LOW_SAMPLES)
         swell = np.zeros_like(rumble)
-        for at_s, db, duration_s in scene.vehicles:
-            z = (_LOW_S - np.float32(at_s)) / np.float32(duration_s)
+        for passes_s, db, duration_s in scene.vehicles:
+            z = (_LOW_S - np.float32(passes_s)) / np.float32(duration_s)
             swell += np.float32(np.sqrt(from_db(db))) * np.exp(np.float32(-0.5) * z**2)
         bins[: _LOW_SAMPLES // 2 + 1] += np.fft.rfft(rumble * swell) * np.float32(_LOW)
     x = np.fft.irfft(bins, N_SAMPLES)
