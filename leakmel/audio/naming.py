@@ -66,8 +66,8 @@ def pattern_tokens(
             tokens.append(("field", word[1:-1]))
         else:
             text = word[0] if word in ("{{", "}}") else word
-            before = tokens.pop()[1] if tokens and tokens[-1][0] == "text" else ""
-            tokens.append(("text", before + text))
+            last = tokens.pop()[1] if tokens and tokens[-1][0] == "text" else ""
+            tokens.append(("text", last + text))
     named = [value for kind, value in tokens if kind == "field" and value != "*"]
     if doubled := next((name for name in named if named.count(name) > 1), None):
         raise _pattern_error(pattern, f"has a field twice: {doubled} is there twice")

@@ -57,7 +57,7 @@ def look_at_rows(
     buffer = np.empty((max(1, min(n, _LOOKED_AT_ONCE // n_bytes)), n_bytes // 2), np.uint16)
     for start in range(0, n, len(buffer)):
         rows = buffer[: n - start]
-        left = memoryview(rows).cast("B")
+        left = rows.data.cast("B")
         while left:
             got = os.preadv(fd, [left], offset + start * n_bytes + rows.nbytes - len(left))
             if got == 0:

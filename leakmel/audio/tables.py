@@ -173,7 +173,9 @@ def _parts_in(cells: dict[str, str], decimal: str, wrong: Callable[..., NoReturn
     gain = text["gain"].replace(decimal, ".")
     if gain and not (_NUMBER.fullmatch(gain) and math.isfinite(number_in(gain))):
         wrong("no number", "gain", "write a point, or nothing")
-    return NameParts(**text | {"start_time": when, "gain": number_in(gain)})
+    return NameParts(
+        text["sensor"], text["recording"], when, number_in(gain), text["session"], text["folder"]
+    )
 
 
 # %% ../../nbs/audio/tables.ipynb #26050a1e
