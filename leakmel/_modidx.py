@@ -118,6 +118,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'leakmel/audio/manifest.py'),
                                         'leakmel.audio.manifest.Manifest.counts': ( 'audio/manifest.html#manifest.counts',
                                                                                     'leakmel/audio/manifest.py'),
+                                        'leakmel.audio.manifest.Manifest.groups': ( 'audio/manifest.html#manifest.groups',
+                                                                                    'leakmel/audio/manifest.py'),
                                         'leakmel.audio.manifest.Manifest.preview': ( 'audio/manifest.html#manifest.preview',
                                                                                      'leakmel/audio/manifest.py'),
                                         'leakmel.audio.manifest.Manifest.problems': ( 'audio/manifest.html#manifest.problems',

@@ -153,6 +153,7 @@ def _entry_stat(entry: os.DirEntry, root: bytes) -> os.stat_result | None:
 
 # %% ../../nbs/audio/listing.ipynb #5effbbc7
 Found = tuple[bytes, int, int]  # path relative to the folder, bytes, mtime in ns
+_NOT_FOLLOWED = "a link that leads nowhere, in a circle or out of the data folder is not followed"
 
 
 def found_below(
@@ -187,11 +188,7 @@ def found_below(
         except (FileNotFoundError, NotADirectoryError):
             return  # went away while the folder was listed
         if st is None:
-            leave_out(
-                "link",
-                entry.path,
-                "a link that leads nowhere, in a circle or out of the data folder is not followed",
-            )
+            leave_out("link", entry.path, _NOT_FOLLOWED)
         elif wanted and stat.S_ISREG(st.st_mode):
             found.append((entry.path[cut:], st.st_size, st.st_mtime_ns))
             told(1)

@@ -42,6 +42,7 @@ from leakmel.audio.problems import (
 from .wav import MACHINE_FAULTS
 from .tables import missing_files, read_table
 from ..core.errors import DataError, UsageError, show_path
+from ..core.parameters import answer_unknown
 from ..core.progress import Count
 
 if TYPE_CHECKING:
@@ -135,6 +136,29 @@ class Manifest:
         names = [(x.place, path) for x in self.listings for path in x.paths]
         names += [("", path) for path in self.unmatched]
         return preview_names(self.naming, names)
+
+    def groups(self, by: str) -> "pd.DataFrame":  # "sensor", "session" or "folder"
+        "Count the recordings of each sensor, session or folder: in all, per split and label, and its splits."
+        import pandas as pd
+
+        if by not in GROUPS:
+            raise UsageError(
+                answer_unknown(str(by), GROUPS),
+                code="unknown-grouping",
+                expected=f"one of {', '.join(GROUPS)}",
+            )
+        known = self.table[self.table[by] != ""]
+        labels = pd.crosstab(known[by], known["label"]).reindex(columns=list(self.label_names), fill_value=0)
+        splits = [x.split for x in self.listings if x.split]
+        return pd.concat(
+            [
+                known.groupby(by).size().rename("recordings"),
+                pd.crosstab(known[by], known["split"]).reindex(columns=splits, fill_value=0),
+                labels.set_axis([f"label {show_path(n)}" for n in self.label_names], axis=1),
+                known.groupby(by)["split"].nunique().rename("n_splits"),
+            ],
+            axis=1,
+        )
 
     def _repr_html_(self) -> str:
         import pandas as pd

@@ -87,6 +87,7 @@ AUDIO = {
     "table-columns": "The table lacks a column, or has a column twice.",
     "table-row": "A row of the table is invalid.",
     "table-empty": "The table names no recording.",
+    "unknown-grouping": "Recordings cannot be grouped by this property.",
     "window-too-long": "A segment or frame is longer than what it is cut from.",
 }
 

@@ -717,6 +717,60 @@ def test_a_table_is_quick_and_small(tmp_path):
     assert m.listings[0].n_bytes == 0
 
 
+# ---- groups ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_of_many_labels_are_quick(tmp_path):
+    (tmp_path / "t.csv").write_text(
+        "path,label,sensor,split\n"
+        + "".join(f"{i}.wav,L{i},s{i % 100},{('train', 'val')[i // 10_000]}\n" for i in range(20_000))
+    )
+    m = scan(tmp_path, table=tmp_path / "t.csv")
+    within(3, lambda: m.groups("sensor"))
+    g = m.groups("sensor")
+    assert g.shape == (100, 1 + 2 + 20_000 + 1)
+    assert g.index.name == "sensor"
+    assert g[["recordings", "TRAINING", "VALIDATION", "n_splits"]].drop_duplicates().values.tolist() == [
+        [200, 100, 100, 2]
+    ]
+    assert (g["label L105"].loc["s5"], g["label L105"].sum(), g["label L19999"].loc["s99"]) == (1, 1, 1)
+
+
+def test_groups(tmp_path):
+    put(
+        tmp_path,
+        *(
+            f"{split}/{label}/pit {k % 2}/H{k % sensors}~{k}~20250314_02{k:02d}00~16.wav"
+            for split, sensors in (("TRAINING", 3), ("TESTING", 2))
+            for label in ("LEAK", "NORMAL")
+            for k in range(6)
+        ),
+        "TRAINING/LEAK/plain.wav",
+    )
+    m = scan(tmp_path)
+    g = m.groups("sensor")
+    assert g.index.tolist() == ["H0", "H1", "H2"]
+    assert g.loc["H0"].to_dict() == {
+        "recordings": 10,
+        "TRAINING": 4,
+        "TESTING": 6,
+        "label LEAK": 5,
+        "label NORMAL": 5,
+        "n_splits": 2,
+    }
+    assert g["n_splits"].tolist() == [2, 2, 1]
+    assert int(g["recordings"].sum()) == 24, "a recording of no sensor is in no group"
+    assert "2 of 3 sensors lie in more than one split" in m._repr_html_()
+    assert "2 of 2 folders lie in more than one split" in m._repr_html_()
+    assert m.groups("folder").index.tolist() == ["pit 0", "pit 1"]
+    assert len(m.groups("session")) == 0
+    assert "sessions" not in m._repr_html_()
+    assert "lie in more" not in scan(tmp_path, split="train")._repr_html_()
+    with raises("unknown-grouping", UsageError, says="sensor"):
+        m.groups("sensors")
+    assert scan(tmp_path / "TRAINING").groups("sensor")["n_splits"].tolist() == [1, 1, 1]
+
+
 # ---- builds ------------------------------------------------------------------------------------------------------------------------
 
 
