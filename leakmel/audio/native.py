@@ -210,18 +210,20 @@ def will_need(
 def self_check() -> None:
     "Raise ImportError unless compiled functions are right on this machine."
     import xxhash
-    from leakmel.audio.conform import moments_of
 
     def digests_of(rows: np.ndarray) -> list[bytes]:
         return [xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in rows]
 
-    x = (np.arange(2 * 1300).reshape(2, 1300) * 7919 % 65_536 - 32_768).astype(np.int16)
+    wide = np.arange(2 * 1300).reshape(2, 1300) * 7919 % 65_536 - 32_768
+    n_clipped = (np.abs(wide) >= 32_767).sum(axis=1)
+    moments = np.stack([wide.min(1), wide.max(1), wide.sum(1), np.square(wide).sum(1), n_clipped], axis=1)
+    x = wide.astype(np.int16)
     with open("/proc/self/exe", "rb") as file:
         rows = np.frombuffer(file.read(4 * 1304), np.uint16).reshape(4, -1)
         looked, largest = look_at_rows(file.fileno(), 0, 4, 1304)
     if not (
         digest_rows(x).tolist() == digests_of(x)
-        and np.array_equal(int16_moments(x), moments_of(x))
+        and np.array_equal(int16_moments(x), moments)
         and looked.tolist() == digests_of(rows)
         and np.array_equal(largest, (rows & 0x7FFF).max(axis=1))
     ):
