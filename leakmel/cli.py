@@ -52,7 +52,7 @@ def run_demo(args: argparse.Namespace) -> Outcome:
 
 def run_scan(args: argparse.Namespace) -> Outcome:
     "List a data folder."
-    from leakmel.audio.recordings import hints, shared_groups
+    from leakmel.audio.manifest import hints, shared_groups
     from leakmel.audio.problems import CANNOT_BE_USED, count_kinds, group_of
 
     manifest = _scan(args, content=args.content)
@@ -96,7 +96,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
 def run_build(args: argparse.Namespace) -> Outcome:
     "Build one split, or all."
     from leakmel.dataset.run.plan import run_summary
-    from leakmel.dataset.run.tuned import with_tuned
+    from leakmel.dataset.run.config import with_tuned
     from leakmel.dataset.file.spec_file import asked_spec
     from leakmel.insight.advice import analysis_text
 
@@ -139,9 +139,9 @@ def run_build(args: argparse.Namespace) -> Outcome:
 def _build_text(result: Any) -> str:
     "A built data set in a few lines."
     from leakmel.audio.problems import in_words, wrapped
-    from leakmel.dataset.source.bad_files import share_sentence
-    from leakmel.dataset.run.report import kept_sentence
-    from leakmel.insight.cards import cache_sentence
+    from leakmel.dataset.source.loader import share_sentence
+    from leakmel.dataset.run.publish import kept_sentence
+    from leakmel.insight.dashboard import cache_sentence
 
     s = result.summary
     kept, counts = kept_sentence(s), Counter(r.code for r in result.rejections)
@@ -179,7 +179,7 @@ def run_verify(args: argparse.Namespace) -> Outcome:
 def run_cache(args: argparse.Namespace) -> Outcome:
     "List or clear the cache files of mode memmap."
     from leakmel.core.monitor import size_text
-    from leakmel.dataset.source.cache_files import cache_folder, clear_cache, list_cache
+    from leakmel.dataset.source.sample_cache import cache_folder, clear_cache, list_cache
 
     folder = cache_folder(args.cache_dir)
     files = list_cache(folder) if args.what == "list" else clear_cache(folder, unused_days=args.unused_days)
@@ -352,7 +352,7 @@ _SCAN: Options = {
 _NAMES: Options = {
     "--table": dict(
         metavar="FILE",
-        help="CSV or Parquet file that names the recordings: columns path (or file, filename) and label, and if wanted "
+        help="CSV file that names the recordings: columns path (or file, filename) and label, and if wanted "
         "split, sensor, recording, session, start_time, gain, folder",
     ),
     "--pattern": dict(

@@ -373,7 +373,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> Options:
 
 def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Judge a detector by data sets, beside two baselines."
-    from leakmel.learn.find import find_judges
+    from leakmel.learn.plans import find_judges
 
     if args.figures and not args.out:
         raise UsageError("--figures needs a folder", code="invalid-arguments", expected="--out DIR")
@@ -412,7 +412,7 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 # %% ../nbs/cli_learn.ipynb #7a532ce1
 def add_retrain(p: argparse.ArgumentParser) -> Options:
     "Options of `leakmel retrain`."
-    from leakmel.learn.retrain.round_settings import RoundRules
+    from leakmel.learn.retrain.round_record import RoundRules
 
     several = " (more than once for several; a folder of data sets: the one of this part)"
     add_field_options(p, RoundRules, "what is learned, and what decides", leave_out=["seed"])
@@ -422,7 +422,7 @@ def add_retrain(p: argparse.ArgumentParser) -> Options:
         TrainSettings,
         "training (not given: the champion's; a third of epochs, 1/4 of learning rate)",
         show_defaults=False,
-        leave_out=["seed", "form", "channels", "dropout"],
+        leave_out=["seed", "channels", "dropout"],
     )
     return {
         "data": dict(
@@ -478,7 +478,7 @@ def add_retrain(p: argparse.ArgumentParser) -> Options:
         ),
         "--human-labels": dict(
             metavar="FILE",
-            help="CSV or Parquet file with path and label of new recordings: what people heard wins over predictions",
+            help="CSV file with path and label of new recordings: what people heard wins over predictions",
         ),
         "--group": dict(
             default="sensor",
@@ -507,8 +507,8 @@ def add_retrain(p: argparse.ArgumentParser) -> Options:
 # %% ../nbs/cli_learn.ipynb #41bfdf34
 def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Learn from new recordings; only what is shown to be better becomes the detector that counts."
-    from leakmel.learn.retrain.round_settings import RoundRules
-    from leakmel.learn.find import set_of
+    from leakmel.learn.retrain.round_record import RoundRules
+    from leakmel.learn.plans import set_of
 
     also: dict[str, list[Any]] = {}
     for word in args.also:
@@ -559,7 +559,7 @@ PREDICT: Options = {
     ),
     "--table": dict(
         metavar="FILE",
-        help="CSV or Parquet file that names the recordings (columns path and label): only these are scored",
+        help="CSV file that names the recordings (columns path and label): only these are scored",
     ),
     "--vote": dict(
         metavar="RULE",

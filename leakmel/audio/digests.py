@@ -171,15 +171,6 @@ _PAIRS = 2 * LANES  # samples taken at once, as pairs
 _FLUSH = 1 << 14  # steps after which the sums of 32 bits are added up
 
 
-def _joined(builder: ir.IRBuilder, how: str, a: ir.Value, b: ir.Value) -> ir.Value:
-    "The sum, the least or the largest of two words."
-    return (
-        builder.add(a, b)
-        if how == "add"
-        else builder.select(builder.icmp_signed("<" if how == "smin" else ">", a, b), a, b)
-    )
-
-
 @emitted
 def _add_up(builder, samples, n_steps, sums):
     "Take samples into least, largest, sum and sum of squares, four whole numbers of 64 bits at an address."
@@ -210,7 +201,11 @@ def _add_up(builder, samples, n_steps, sums):
         ((low, "smin"), (high, "smax"), (total.wide(words), "add"), (squares, "add"))
     ):
         place = builder.inttoptr(moved(builder, sums, 8 * i), WORD.as_pointer())
-        builder.store(_joined(builder, how, builder.load(place), vector.across(how)), place)
+        known = builder.load(place)
+        found = vector.across(how)
+        sign = "<" if how == "smin" else ">"
+        chosen = builder.select(builder.icmp_signed(sign, known, found), known, found)
+        builder.store(builder.add(known, found) if how == "add" else chosen, place)
 
 
 # %% ../../nbs/audio/digests.ipynb #3239eed8

@@ -12,21 +12,17 @@ __all__ = [
     "folders_in",
     "split_folders",
     "label_map",
-    "Finds",
-    "Walk",
-    "Listing",
     "found_below",
+    "Listing",
     "make_listing",
 ]
 
 # %% ../../nbs/audio/listing.ipynb #433a12cf
-import errno, os, stat, sys
-from array import array
-from collections.abc import Callable, Iterable, Iterator
+import errno, os, stat
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import compress, islice
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +30,7 @@ import numpy as np
 from .file_names import SPLITS, NameParts, parse_name, split_name
 from .naming import Naming
 from .problems import Problem, show_place
-from .read_failures import MACHINE_FAULTS
+from .wav import MACHINE_FAULTS
 from ..core.errors import DataError, LeakmelError, MachineError, show_path
 
 
@@ -124,25 +120,21 @@ def split_folders(
     return {s: found[s] for s in SPLITS if s in found}
 
 
-def _leads_back(path: Path) -> bool:
-    "Whether a path is a link to a folder that it lies in, or to one that is listed in its own place below the same folder."
-    parent = os.path.realpath(path.parent)
-    leads_to = os.path.realpath(path)
-    return path.is_symlink() and (
-        parent == leads_to or is_inside(parent, leads_to) or is_inside(leads_to, parent)
-    )
-
-
 def label_map(
     folders: list[Path],  # the split folders, or one folder of label folders
     root: Path,  # links are followed inside it
 ) -> tuple[str, ...]:  # names in id order
-    "Union of the label folder names, sorted by their bytes."
+    "Return the union of the label folder names, sorted by their bytes."
     names: set[str] = set()
     for folder in folders:
-        names |= {
-            name for name, inside in folders_in(folder, root) if inside and not _leads_back(folder / name)
-        }
+        parent = os.path.realpath(folder)
+        for name, inside in folders_in(folder, root):
+            path = folder / name
+            to = os.path.realpath(path)
+            # a link to a folder that it lies in, or to one that is listed in its own place below the same folder
+            leads_back = to == parent or is_inside(parent, to) or is_inside(to, parent)
+            if inside and not (path.is_symlink() and leads_back):
+                names.add(name)
     return tuple(sorted(names, key=os.fsencode))
 
 
@@ -159,160 +151,76 @@ def _entry_stat(entry: os.DirEntry, root: bytes) -> os.stat_result | None:
         return None
 
 
-# %% ../../nbs/audio/listing.ipynb #46354d15
-Found = tuple[bytes, int, int]  # path relative to the folder, bytes, mtime in ns
-
-
-class Finds:
-    "Recordings below a folder, as one list and two arrays: a tuple and two numbers for each would be as much again as its path."
-
-    def __init__(self, found: Iterable[Found] = ()):
-        self.paths: list[bytes] = []
-        self.sizes = array("q")
-        self.mtimes_ns = array("q")
-        for path, size, mtime_ns in found:
-            self.add(path, size, mtime_ns)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, i: int) -> Found:
-        return self.paths[i], self.sizes[i], self.mtimes_ns[i]
-
-    def __iter__(self) -> Iterator[Found]:
-        return zip(self.paths, self.sizes, self.mtimes_ns)
-
-    def add(self, path: bytes, size: int, mtime_ns: int) -> None:
-        "One more."
-        self.paths.append(path)
-        self.sizes.append(size)
-        self.mtimes_ns.append(mtime_ns)
-
-    def sort(self) -> None:
-        "Put them in the order of the bytes of their paths."
-        order = np.array(sorted(range(len(self)), key=self.paths.__getitem__), np.int64)
-        self.paths = [self.paths[i] for i in order]
-        self.sizes = array("q", np.array(self.sizes, np.int64)[order].tobytes())
-        self.mtimes_ns = array("q", np.array(self.mtimes_ns, np.int64)[order].tobytes())
-
-
-# %% ../../nbs/audio/listing.ipynb #69a8a7a2
-_TOGETHER = 1000  # entries of a folder; below, the import is not worth it
-_AT_MOST = 8 * _TOGETHER  # at a time: an entry takes several times the memory of what is kept of it
-
-
-def _look_together(entries: list[os.DirEntry], cut: int, found: Finds) -> list[os.DirEntry]:
-    "Add the recordings among the entries of a large folder, their paths cut at the front; returns the entries that are left to look at."
-    if len(entries) < _TOGETHER or sys.modules.get("leakmel.audio.native") is None:
-        return entries
-    try:
-        from leakmel.audio.native import stat_files
-    except Exception:
-        return entries  # whatever the reason: it is a matter of speed
-    plain = [is_recording_name(e.name) and e.is_file(follow_symlinks=False) for e in entries]
-    looked = stat_files([e.path for e in compress(entries, plain)])
-    good = np.array(plain, bool)
-    good[good] = looked[:, 0] == stat.S_IFREG
-    looked = looked[looked[:, 0] == stat.S_IFREG]
-    found.paths += [e.path[cut:] for e in compress(entries, good)]
-    found.sizes.frombytes(looked[:, 1].tobytes())
-    found.mtimes_ns.frombytes(looked[:, 2].tobytes())
-    return list(compress(entries, ~good))
-
-
-def _entries_of(folder: bytes, cut: int, found: Finds, told: Callable[[int], None]) -> list[os.DirEntry]:
-    "The entries of a folder that are left to look at one by one."
-    left: list[os.DirEntry] = []
-    with os.scandir(folder) as entries:
-        each = iter(entries)
-        while some := list(islice(each, _AT_MOST)):
-            before = len(found)
-            left += _look_together(some, cut, found)
-            told(len(found) - before)
-    return left
-
-
 # %% ../../nbs/audio/listing.ipynb #5effbbc7
-class Walk:
-    "One walk below a folder; collects files and problems."
+Found = tuple[bytes, int, int]  # path relative to the folder, bytes, mtime in ns
+_NOT_FOLLOWED = "a link that leads nowhere, in a circle or out of the data folder is not followed"
 
-    def __init__(
-        self, root: str | bytes | os.PathLike, told: Callable[[int], None] = lambda n: None
-    ):  # told how many were found
-        self.top = os.fsencode(root)
-        self.root = os.path.realpath(self.top)  # links are followed inside it
-        self.told = told
-        # what is not read: path below the root, identity, kind, message
-        self._left_out: list[tuple[bytes, tuple[int, int], str, str]] = []
 
-    @property
-    def problems(self) -> list[Problem]:
-        "What was not read, in the order of the bytes of the paths; each thing once."
-        first = {
-            own: (path, kind, message) for path, own, kind, message in sorted(self._left_out, reverse=True)
-        }
-        return [
-            Problem(kind, show_place("", path), message) for path, kind, message in sorted(first.values())
-        ]
+def found_below(
+    root: str | os.PathLike,  # links are followed inside it
+    folder: str | os.PathLike,  # the root, or a folder in it
+    told: Callable[[int], None] = lambda n: None,  # is told of each recording that is found
+) -> tuple[list[Found], list[Problem]]:  # in the order of the bytes of the paths
+    "Find the recordings below a folder, and what is not read there; raises DataError, MachineError."
+    top = os.fsencode(root)
+    real_root = os.path.realpath(top)
+    waiting = [os.fsencode(folder)]
+    cut = len(waiting[0].rstrip(b"/")) + 1
+    links: list[bytes] = []  # to folders, a heap
+    found: list[Found] = []
+    left_out: dict[tuple[int, int], tuple[bytes, str, str]] = {}  # identity -> path, kind, message
+    listed: set[tuple[int, int]] = set()
+    by_link = False
 
-    def _leave_out(self, kind: str, path: bytes, message: str) -> None:
-        "Note something that is not read, unless it went away."
-        with suppress(FileNotFoundError):
+    def leave_out(kind: str, path: bytes, message: str) -> None:
+        with suppress(FileNotFoundError):  # it went away
             own = os.lstat(path)
-            self._left_out.append((os.path.relpath(path, self.top), (own.st_dev, own.st_ino), kind, message))
+            note = (os.path.relpath(path, top), kind, message)
+            key = (own.st_dev, own.st_ino)
+            left_out[key] = min(note, left_out.get(key, note))
 
-    def files(self, top: bytes) -> Finds:
-        "Recordings below `top`, in any order."
-        found = Finds()
-        cut = len(top.rstrip(b"/")) + 1
-        waiting = [top]
-        links: list[bytes] = []  # to folders, a heap
-        listed: set[tuple[int, int]] = set()
-        by_link = False
-        while waiting or links:
-            by_link = by_link or not waiting  # a folder that really lies below `top` is listed in any case
-            folder = waiting.pop() if waiting else heappop(links)
-            try:
-                here = os.stat(folder)
-                if (key := (here.st_dev, here.st_ino)) in listed and by_link:
-                    message = "a folder below a link, which is listed already in another place"
-                    if os.path.islink(folder):
-                        message = "a link to a folder that is listed already is not followed"
-                    self._leave_out("link", folder, message)
-                    continue
-                listed.add(key)
-                for entry in _entries_of(folder, cut, found, self.told):
-                    self._take(entry, cut, found, waiting, links)
-                if not os.path.samestat(here, os.stat(folder)):
-                    raise OSError(errno.ESTALE, "another folder is there now")  # so files seem to be gone
-            except OSError as e:
-                raise list_error(e, folder) from e
-        return found
-
-    def _take(
-        self, entry: os.DirEntry, cut: int, found: Finds, waiting: list[bytes], links: list[bytes]
-    ) -> None:
-        "Add an entry to the files, to the folders or links to list, or to what is left out."
+    def take(entry: os.DirEntry) -> None:
         wanted = is_recording_name(entry.name)
         if not wanted and not (entry.is_symlink() or entry.is_dir(follow_symlinks=False)):
             return
         try:
-            st = _entry_stat(entry, self.root)
+            st = _entry_stat(entry, real_root)
         except (FileNotFoundError, NotADirectoryError):
             return  # went away while the folder was listed
         if st is None:
-            message = "a link that leads nowhere, in a circle or out of the data folder is not followed"
-            self._leave_out("link", entry.path, message)
+            leave_out("link", entry.path, _NOT_FOLLOWED)
         elif wanted and stat.S_ISREG(st.st_mode):
-            found.add(entry.path[cut:], st.st_size, st.st_mtime_ns)
-            self.told(1)
-        elif not stat.S_ISDIR(st.st_mode):
-            if wanted:
-                self._leave_out("special", entry.path, "not a regular file, left out")
-        elif entry.is_symlink():
-            heappush(links, entry.path)
-        else:
-            waiting.append(entry.path)
+            found.append((entry.path[cut:], st.st_size, st.st_mtime_ns))
+            told(1)
+        elif stat.S_ISDIR(st.st_mode):
+            if entry.is_symlink():
+                heappush(links, entry.path)
+            else:
+                waiting.append(entry.path)
+        elif wanted:
+            leave_out("special", entry.path, "not a regular file, left out")
+
+    while waiting or links:
+        by_link = by_link or not waiting  # a folder that really lies below `folder` is listed in any case
+        path = waiting.pop() if waiting else heappop(links)
+        try:
+            here = os.stat(path)
+            if (here.st_dev, here.st_ino) in listed and by_link:
+                message = "a folder below a link, which is listed already in another place"
+                if os.path.islink(path):
+                    message = "a link to a folder that is listed already is not followed"
+                leave_out("link", path, message)
+                continue
+            listed.add((here.st_dev, here.st_ino))
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    take(entry)
+            if not os.path.samestat(here, os.stat(path)):
+                raise OSError(errno.ESTALE, "another folder took its place")  # so files seem to be gone
+        except OSError as e:
+            raise list_error(e, path) from e
+    notes = sorted(left_out.values())
+    return sorted(found), [Problem(kind, show_place("", path), message) for path, kind, message in notes]
 
 
 # %% ../../nbs/audio/listing.ipynb #7ce234a3
@@ -353,34 +261,20 @@ class Listing:
     @property
     def names(self) -> list[NameParts]:
         "What the names say, one for each recording."
-        return self.names_of(slice(None))
-
-    def names_of(self, some: slice) -> list[NameParts]:
-        "What the names of some recordings say."
         if self.parts is not None:
-            return list(self.parts[some])
+            return list(self.parts)
         parse = parse_name if self.naming.source == "folders" else self.naming.parse
-        return [parse(path) for path in self.paths[some]]
+        return [parse(path) for path in self.paths]
 
 
 # %% ../../nbs/audio/listing.ipynb #90297a75
 MOST_LABELS = 32_767  # a label is an int16
 
 
-def found_below(
-    walk: Walk,
-    folder: Path,
-) -> Finds:  # in the order of the bytes of the paths
-    "The recordings below a folder."
-    found = walk.files(os.fsencode(folder))
-    found.sort()
-    return found
-
-
 def make_listing(
     split: str,
     folder: Path,
-    found: Finds,
+    found: Sequence[Found],
     labels: Iterable[str | None],  # one for each; None, or one that label_names lacks: no label
     label_names: tuple[str, ...],  # all labels, in id order
     naming: Naming,
@@ -397,7 +291,7 @@ def make_listing(
         )
     ids: dict[str | None, int] = {name: i for i, name in enumerate(label_names)}
     label_ids = np.array([ids.get(label, -1) for label in labels], np.int16)
-    sizes = np.array(found.sizes, np.int64)
-    mtimes_ns = np.array(found.mtimes_ns, np.int64)
+    sizes = np.array([size for _, size, _ in found], np.int64)
+    mtimes_ns = np.array([mtime_ns for _, _, mtime_ns in found], np.int64)
     known = None if parts is None else tuple(parts)
-    return Listing(split, folder, found.paths, sizes, mtimes_ns, label_ids, naming, known)
+    return Listing(split, folder, [path for path, _, _ in found], sizes, mtimes_ns, label_ids, naming, known)

@@ -20,7 +20,6 @@ __all__ = [
     "show_place",
     "name_problems",
     "label_problems",
-    "shared_out",
     "ProblemReport",
 ]
 
@@ -55,52 +54,53 @@ class Problem:
 CANNOT_BE_USED = "cannot be used"
 WORTH_A_LOOK = "worth a look"
 NAMES = "names and folders"
-_REJECTED = {
-    "unreadable": "the file cannot be opened or read",
-    "not_wav": "the file is no WAV file",
-    "unsupported": "a format or content that is not computed from",
-    "empty": "the file holds no samples",
-    "truncated": "the file ends before its samples do",
-    "too_short": "shorter than asked for",
-    "too_long": "longer than asked for",
-    "wrong_rate": "another sample rate than asked for",
-    "nonfinite": "a sample is not a finite number",
-    "channels": "a number of channels that is not read",
-    "no_label": "the recording has no label",
-    "changed": "the file changed after it was listed",
-    "missing_file": "named in the table, and not there",
-    "no_recordings": "a folder without a recording",
-}
 
 # %% ../../nbs/audio/problems.ipynb #4b4ebb11
-_CONTENT = {
-    "other_rate": "another sample rate than most: it has to be resampled, and its upper band is empty or cut off",
-    "other_length": "another length than most: it has to be cut, or padded with silence that was never recorded",
-    "stereo": "more than one channel; a row has one",
-    "opposite_phase": "the channels cancel each other, so their mean is nearly nothing: one sensor is wired the other way round",
-    "clipped": "too loud for the recorder: what is missing at the tops sounds like noise in all bands",
-    "silent": "nothing was recorded",
-    "dc_offset": "the recorder's zero is far off: it shows in the lowest bands and in the level",
-    "dead_sensor": "a sensor that never recorded anything: broken, unplugged or not in the water",
-    "duplicate": "the same sample bytes twice in a split: they count double (the same sound in another encoding is not found)",
-    "duplicate_across_splits": "the same samples in two splits: a score on one of them is no test of anything",
-    "duplicate_labels": "the same samples under two labels: one of the labels is wrong",
-    "label_tied": "something beside the sound gives the label away",
+GROUPS = {
+    CANNOT_BE_USED: {
+        "unreadable": "the file cannot be opened or read",
+        "not_wav": "the file is no WAV file",
+        "unsupported": "a format or content that is not computed from",
+        "empty": "the file holds no samples",
+        "truncated": "the file ends before its samples do",
+        "too_short": "shorter than asked for",
+        "too_long": "longer than asked for",
+        "wrong_rate": "another sample rate than asked for",
+        "nonfinite": "a sample is not a finite number",
+        "channels": "a number of channels that is not read",
+        "no_label": "the recording has no label",
+        "changed": "the file changed after it was listed",
+        "missing_file": "named in the table, and not there",
+        "no_recordings": "a folder without a recording",
+    },
+    WORTH_A_LOOK: {
+        "other_rate": "another sample rate than most: it has to be resampled, and its upper band is empty or cut off",
+        "other_length": "another length than most: it has to be cut, or padded with silence that was never recorded",
+        "stereo": "more than one channel; a row has one",
+        "opposite_phase": "the channels cancel each other, so their mean is nearly nothing: one sensor is wired the other way round",
+        "clipped": "too loud for the recorder: what is missing at the tops sounds like noise in all bands",
+        "silent": "nothing was recorded",
+        "dc_offset": "the recorder's zero is far off: it shows in the lowest bands and in the level",
+        "dead_sensor": "a sensor that never recorded anything: broken, unplugged or not in the water",
+        "duplicate": "the same sample bytes twice in a split: they count double (the same sound in another encoding is not found)",
+        "duplicate_across_splits": "the same samples in two splits: a score on one of them is no test of anything",
+        "duplicate_labels": "the same samples under two labels: one of the labels is wrong",
+        "label_tied": "something beside the sound gives the label away",
+    },
+    NAMES: {
+        "gain_1": "gain 1 in the name: the hydrophone hung dry",
+        "case_twins": "labels that differ only in case are two classes",
+        "empty_label": "a label without recordings in a split",
+        "missing_split": "a split that is not there",
+        "not_a_split": "beside the splits, so it is not read",
+        "link": "a link that is not followed",
+        "special": "not a regular file",
+        "no_match": "a name that does not fit the pattern",
+        "wrong_root": "no path of the table is there: they are relative to the data folder",
+        "not_in_table": "there, and not named in the table",
+        "ignored_column": "a column of the table that means nothing here",
+    },
 }
-_NAMED = {
-    "gain_1": "gain 1 in the name: the hydrophone hung dry",
-    "case_twins": "labels that differ only in case are two classes",
-    "empty_label": "a label without recordings in a split",
-    "missing_split": "a split that is not there",
-    "not_a_split": "beside the splits, so it is not read",
-    "link": "a link that is not followed",
-    "special": "not a regular file",
-    "no_match": "a name that does not fit the pattern",
-    "wrong_root": "no path of the table is there: they are relative to the data folder",
-    "not_in_table": "there, and not named in the table",
-    "ignored_column": "a column of the table that means nothing here",
-}
-GROUPS = {CANNOT_BE_USED: _REJECTED, WORTH_A_LOOK: _CONTENT, NAMES: _NAMED}
 
 
 def group_of(kind: str) -> str:
@@ -209,50 +209,24 @@ ALL_SHOWN = ("label_tied", "dead_sensor", "duplicate_labels", "empty_label")
 MOST_OF_A_KIND = 100
 
 
-def shared_out(
-    counts: Sequence[int],  # examples there are of each kind
-    most: int,  # to be shown in all
-    least: Sequence[int] = (),  # to be shown of each kind, also where that is more in all
-) -> list[int]:  # of each kind
-    "Examples for each kind, one each in turn until there are enough."
-    given = [min(pair) for pair in zip(counts, least)] or [0] * len(counts)
-    while sum(given) < most and (open_ := [i for i, n in enumerate(counts) if given[i] < n]):
-        for i in open_[: most - sum(given)]:
-            given[i] += 1
-    return given
-
-
-def _html_row(kind: str, found: Sequence[Problem], n_shown: int) -> str:
-    "One kind as a row: how many, what it means, examples."
-    cell = "style='text-align:{};vertical-align:top;white-space:{};overflow-wrap:anywhere;padding:3px 8px;border-top:1px solid rgba(128,128,128,0.35)'"
-    unbroken = "style='white-space:nowrap;overflow-wrap:normal;word-break:keep-all'"
-    shown = "".join(
-        f"<br><span style='opacity:0.75'>{escape(p.path)}: {escape(p.message)}</span>"
-        for p in found[:n_shown]
-    )
-    return (
-        f"<tr><td {cell.format('right', 'nowrap')}>{len(found):,}</td>"
-        f"<td {cell.format('left', 'nowrap')}><code {unbroken}>{escape(kind)}</code></td>"
-        f"<td {cell.format('left', 'normal')}>{escape(meaning_of(kind))}{shown}</td></tr>"
-    )
-
-
 # %% ../../nbs/audio/problems.ipynb #4bd4b4cf
 class ProblemReport:
     "Problems by group and kind for a notebook or a terminal."
 
     def __init__(
         self, problems: Iterable[Problem], most: int = 20
-    ):  # examples to show in all, or more where there are many kinds; 0: none
+    ):  # examples to show, shared evenly by the kinds, at least one of each; 0: none
         found: dict[str, list[Problem]] = {}
         for p in problems:
             found.setdefault(p.kind, []).append(p)
         order = count_kinds({kind: len(same) for kind, same in found.items()})
         self.by_kind = {kind: found[kind] for kind in order}
-        counts = [len(same) for same in self.by_kind.values()]
-        least = [MOST_OF_A_KIND if kind in ALL_SHOWN else 1 for kind in self.by_kind] if most > 0 else []
-        self.given = dict(zip(self.by_kind, shared_out(counts, max(0, most), least)))
-        self.more = sum(counts) - sum(self.given.values())  # that are not shown
+        n_each = max(1, most // max(1, len(found)))
+        self.given = {
+            kind: min(len(same), MOST_OF_A_KIND if kind in ALL_SHOWN else n_each) if most > 0 else 0
+            for kind, same in self.by_kind.items()
+        }
+        self.more = sum(map(len, found.values())) - sum(self.given.values())  # that are not shown
 
     def groups(self) -> dict[str, list[str]]:
         "Kinds by group, those of each group that are there."
@@ -274,12 +248,5 @@ class ProblemReport:
         return "\n".join(lines) or "No problem was seen."
 
     def _repr_html_(self) -> str:
-        if not self.by_kind:
-            return f"<p>{self!r}</p>"
-        rows = "".join(
-            f"<tr><th colspan='3' style='text-align:left;padding-top:6px'>{escape(group)}</th></tr>"
-            + "".join(_html_row(kind, self.by_kind[kind], self.given[kind]) for kind in kinds)
-            for group, kinds in self.groups().items()
-        )
-        more = f"<p>and {self.more:,} more</p>" if self.more else ""
-        return f"<table style='border-collapse:collapse;max-width:1000px;color:inherit'>{rows}</table>{more}"
+        lines = (escape(line.strip()) for line in repr(self).split("\n"))
+        return f"<p>{'<br>'.join(lines)}</p>"

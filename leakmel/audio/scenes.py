@@ -21,13 +21,8 @@ __all__ = [
     "stream",
     "make_sensor",
     "Scene",
-    "limit_gain",
     "draw_scene",
     "hiss_power",
-    "steady_power",
-    "add_hum",
-    "add_traffic",
-    "tap_samples",
     "render",
     "make_recording",
 ]
@@ -210,7 +205,6 @@ LABELS = ("LEAK", "NOLEAK")
 class Scene:
     "What is to be heard in one recording; levels in dB re the sensor's typical level, None for what is absent."
 
-    label: str  # one of LABELS
     gain: int  # setting of the amplifier
     flow_db: float
     leak_db: float | None
@@ -224,26 +218,15 @@ class Scene:
     tap_span_s: tuple[float, float]  # opened, closed
 
 
-# %% ../../nbs/audio/scenes.ipynb #47c2e5c5
+# %% ../../nbs/audio/scenes.ipynb #eb8818b0
 _LOUD_DB = -12.0  # re full scale; noise of this level reaches full scale in about one of 15,000 samples
 
 
-def limit_gain(
-    sensor: Sensor,
-    scene: Scene,
-) -> Scene:  # with half the gain where flow, leak and tap together would overdrive the recorder
-    "Reduce the gain of a scene that would clip."
-    power = sum(from_db(db) for db in (scene.flow_db, scene.leak_db, scene.tap_db) if db is not None)
-    level_db = sensor.level_db + 20 * np.log10(scene.gain / sensor.gain) + 10 * np.log10(power)
-    return replace(scene, gain=scene.gain // 2) if level_db > _LOUD_DB else scene
-
-
-# %% ../../nbs/audio/scenes.ipynb #eb8818b0
 def draw_scene(
     sensor: Sensor,
     label: str,  # one of LABELS
     rng: np.random.Generator,
-) -> Scene:
+) -> Scene:  # with half the gain where flow, leak and tap together would overdrive the recorder
     "Draw what happens during one recording."
     if label not in LABELS:
         raise UsageError(
@@ -251,26 +234,25 @@ def draw_scene(
         )
     step = rng.choice((0.5, 1.0, 2.0), p=(0.1, 0.8, 0.1))
     opened_s = rng.uniform(-1, 8)
-    return limit_gain(
-        sensor,
-        Scene(
-            label=label,
-            gain=int(sensor.gain * step),
-            flow_db=rng.normal(0, 2.5),
-            leak_db=rng.normal(4, 5) if label == "LEAK" else None,
-            leak_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))),
-            leak_octaves=rng.uniform(0.5, 1.1),
-            leak_place=rng.uniform(0.05, 0.5),
-            hum_db=sensor.hum_db + rng.normal(0, 3) if rng.random() < sensor.hum_share else None,
-            vehicles=tuple(
-                (rng.uniform(0, 10), rng.normal(3, 4), rng.uniform(0.4, 2))
-                for _ in range(rng.poisson(sensor.traffic))
-            ),
-            tap_db=rng.normal(8, 4) if rng.random() < sensor.tap_share else None,
-            tap_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))),
-            tap_span_s=(opened_s, opened_s + rng.uniform(1, 6)),
+    scene = Scene(
+        gain=int(sensor.gain * step),
+        flow_db=rng.normal(0, 2.5),
+        leak_db=rng.normal(4, 5) if label == "LEAK" else None,
+        leak_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))),
+        leak_octaves=rng.uniform(0.5, 1.1),
+        leak_place=rng.uniform(0.05, 0.5),
+        hum_db=sensor.hum_db + rng.normal(0, 3) if rng.random() < sensor.hum_share else None,
+        vehicles=tuple(
+            (rng.uniform(0, 10), rng.normal(3, 4), rng.uniform(0.4, 2))
+            for _ in range(rng.poisson(sensor.traffic))
         ),
+        tap_db=rng.normal(8, 4) if rng.random() < sensor.tap_share else None,
+        tap_hz=float(np.exp(rng.uniform(np.log(180), np.log(1100)))),
+        tap_span_s=(opened_s, opened_s + rng.uniform(1, 6)),
     )
+    power = sum(from_db(db) for db in (scene.flow_db, scene.leak_db, scene.tap_db) if db is not None)
+    level_db = sensor.level_db + 20 * np.log10(scene.gain / sensor.gain) + 10 * np.log10(power)
+    return replace(scene, gain=scene.gain // 2) if level_db > _LOUD_DB else scene
 
 
 # %% ../../nbs/audio/scenes.ipynb #81072225
@@ -283,7 +265,7 @@ def hiss_power(
     octaves: float,  # its half width
     place: float,  # of the source on the pipe, 0 to 0.5 of its length
 ) -> np.ndarray:  # float32 [G], power 1
-    "Colour of water that escapes through an opening, as this sensor hears it."
+    "Return the spectrum of water that escapes through an opening, as this sensor records it."
     weights = np.sin(np.pi * place * _MODE_NUMBERS).astype(np.float32) ** 2
     rings = np.einsum(
         "k,kg->g", weights, sensor.modes
@@ -291,93 +273,47 @@ def hiss_power(
     return unit(bump(f_hz, octaves) * (np.float32(0.12) + rings) * sensor.colour)
 
 
-def steady_power(
-    sensor: Sensor,
-    scene: Scene,
-) -> np.ndarray:  # float32 [G]
-    "Power of all that does not change during a recording: flow, electronics, leak."
-    flow, floor = sensor.background
-    power = flow * np.float32(from_db(scene.flow_db)) + floor * np.float32(from_db(sensor.floor_db))
-    if scene.leak_db is None:
-        return power
-    return power + hiss_power(sensor, scene.leak_hz, scene.leak_octaves, scene.leak_place) * np.float32(
-        from_db(scene.leak_db)
-    )
-
-
-# %% ../../nbs/audio/scenes.ipynb #8eec47d3
-def add_hum(
-    bins: np.ndarray,  # complex64 [F], changed in place
-    sensor: Sensor,
-    db: float,  # level of all lines together
-    rng: np.random.Generator,
-) -> None:
-    "Add the lines of the sensor's pumps."
-    f_hz, share = np.array(sensor.tones).T
-    amplitude = np.sqrt(2 * from_db(db) * share) * (N_SAMPLES / 2)
-    np.add.at(
-        bins,
-        np.rint(f_hz * N_SAMPLES / SAMPLE_RATE).astype(int),
-        (amplitude * np.exp(2j * np.pi * rng.random(N_TONES))).astype(np.complex64),
-    )
-
-
 # %% ../../nbs/audio/scenes.ipynb #6462a32d
 _LOW = 16  # times slower than the recording
 _LOW_SAMPLES = N_SAMPLES // _LOW
 _LOW_S = np.arange(_LOW_SAMPLES, dtype=np.float32) * np.float32(_LOW / SAMPLE_RATE)
 _RUMBLE = np.sqrt(unit(bump(22, 0.8))).repeat(_SPREAD)[: _LOW_SAMPLES // 2 + 1] * np.float32(_LOW_SAMPLES / 2)
-
-
-def add_traffic(
-    bins: np.ndarray,  # complex64 [F], changed in place
-    vehicles: tuple[tuple[float, float, float], ...],  # time s, level dB, duration s
-    rng: np.random.Generator,
-) -> None:
-    "Add vehicles that pass: slow bursts of low frequency."
-    rumble = np.fft.irfft(random_bins(_RUMBLE, rng), _LOW_SAMPLES)
-    swell = np.zeros_like(rumble)
-    for at_s, db, duration_s in vehicles:
-        swell += np.float32(np.sqrt(from_db(db))) * np.exp(
-            np.float32(-0.5) * ((_LOW_S - np.float32(at_s)) / np.float32(duration_s)) ** 2
-        )
-    bins[: _LOW_SAMPLES // 2 + 1] += np.fft.rfft(rumble * swell) * np.float32(_LOW)
-
-
-# %% ../../nbs/audio/scenes.ipynb #059aca43
-_KNOT = 1024  # samples between two points of the envelope
+_KNOT = 1024  # samples between two points of the envelope of a tap
 _RAMP = np.arange(_KNOT, dtype=np.float32) / np.float32(_KNOT)
 
 
-def tap_samples(
-    sensor: Sensor,
-    scene: Scene,  # with a tap
-    rng: np.random.Generator,
-) -> np.ndarray:  # float32 [N]
-    "The sound of an opened tap: noise whose strength varies between `tap_span_s`."
-    power = hiss_power(sensor, scene.tap_hz, 0.8, rng.uniform(0.05, 0.5)) * np.float32(from_db(scene.tap_db))
-    noise = np.fft.irfft(noise_bins(power, rng), N_SAMPLES)
-    at_s = np.arange(N_SAMPLES // _KNOT + 1) * (_KNOT / SAMPLE_RATE)
-    is_open = (at_s >= scene.tap_span_s[0]) & (at_s < scene.tap_span_s[1])
-    knots = (is_open * np.sqrt(from_db(rng.normal(0, 2, len(at_s))))).astype(np.float32)
-    return noise * (knots[:-1, None] + np.diff(knots)[:, None] * _RAMP).ravel()
-
-
-# %% ../../nbs/audio/scenes.ipynb #aea1109f
 def render(
     sensor: Sensor,
     scene: Scene,
     rng: np.random.Generator,
 ) -> np.ndarray:  # int16 [N]
-    "Samples of a scene as the sensor hears it."
-    bins = noise_bins(steady_power(sensor, scene), rng)
+    "Compute the samples of a scene as the sensor records it."
+    flow, floor = sensor.background
+    power = flow * np.float32(from_db(scene.flow_db)) + floor * np.float32(from_db(sensor.floor_db))
+    if scene.leak_db is not None:
+        hiss = hiss_power(sensor, scene.leak_hz, scene.leak_octaves, scene.leak_place)
+        power = power + hiss * np.float32(from_db(scene.leak_db))
+    bins = noise_bins(power, rng)
     if scene.hum_db is not None:
-        add_hum(bins, sensor, scene.hum_db, rng)
+        f_hz, share = np.array(sensor.tones).T
+        amplitude = np.sqrt(2 * from_db(scene.hum_db) * share) * (N_SAMPLES / 2)
+        lines = (amplitude * np.exp(2j * np.pi * rng.random(N_TONES))).astype(np.complex64)
+        np.add.at(bins, np.rint(f_hz * N_SAMPLES / SAMPLE_RATE).astype(int), lines)
     if scene.vehicles:
-        add_traffic(bins, scene.vehicles, rng)
+        rumble = np.fft.irfft(random_bins(_RUMBLE, rng), _LOW_SAMPLES)
+        swell = np.zeros_like(rumble)
+        for passes_s, db, duration_s in scene.vehicles:
+            z = (_LOW_S - np.float32(passes_s)) / np.float32(duration_s)
+            swell += np.float32(np.sqrt(from_db(db))) * np.exp(np.float32(-0.5) * z**2)
+        bins[: _LOW_SAMPLES // 2 + 1] += np.fft.rfft(rumble * swell) * np.float32(_LOW)
     x = np.fft.irfft(bins, N_SAMPLES)
     if scene.tap_db is not None:
-        x += tap_samples(sensor, scene, rng)
+        power = hiss_power(sensor, scene.tap_hz, 0.8, rng.uniform(0.05, 0.5))
+        noise = np.fft.irfft(noise_bins(power * np.float32(from_db(scene.tap_db)), rng), N_SAMPLES)
+        at_s = np.arange(N_SAMPLES // _KNOT + 1) * (_KNOT / SAMPLE_RATE)
+        is_open = (at_s >= scene.tap_span_s[0]) & (at_s < scene.tap_span_s[1])
+        knots = (is_open * np.sqrt(from_db(rng.normal(0, 2, len(at_s))))).astype(np.float32)
+        x += noise * (knots[:-1, None] + np.diff(knots)[:, None] * _RAMP).ravel()
     x *= np.float32(32768 * np.sqrt(from_db(sensor.level_db)) * scene.gain / sensor.gain)
     x += np.float32(sensor.dc_offset)
     return np.clip(np.rint(x, out=x), -32768, 32767, out=x).astype(np.int16)
@@ -388,5 +324,5 @@ def make_recording(
     label: str,  # one of LABELS
     rng: np.random.Generator,  # the recording follows from its state
 ) -> np.ndarray:  # int16 [N], 10 s at 4,096 Hz
-    "One recording."
+    "Draw a scene and render it."
     return render(sensor, draw_scene(sensor, label, rng), rng)

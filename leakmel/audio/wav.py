@@ -4,12 +4,18 @@
 
 # %% auto #0
 __all__ = [
+    "MACHINE_FAULTS",
+    "OPEN_FLAGS",
     "HEADER_BYTES",
     "MAX_CHUNKS",
     "MAX_CHANNELS",
     "MAX_SAMPLE_BYTES",
     "STREAMED",
     "DIGEST_ALGORITHM",
+    "MANY_IN_A_ROW",
+    "read_error",
+    "OutOfMemory",
+    "open_regular",
     "canonical_header",
     "WavHeader",
     "parse_header",
@@ -19,21 +25,79 @@ __all__ = [
     "decode_payload",
     "read_open_wav",
     "read_wav",
+    "ReadFailureGuard",
 ]
 
 # %% ../../nbs/audio/wav.ipynb #164a4dcb
-import os, struct
+import errno, os, stat, struct, threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .read_failures import OutOfMemory, open_regular, read_error
 from ..core.errors import MachineError, RecordingError
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+# %% ../../nbs/audio/wav.ipynb #0a52b34e
+_FAULTS = (
+    "EMFILE ENFILE EIO ENOMEM ENOSPC ENODEV ESTALE ENOTCONN "
+    # of a network folder; some systems lack some of them
+    "EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENETRESET ETIMEDOUT ECONNRESET ECONNABORTED ECONNREFUSED "
+    "ESHUTDOWN EREMOTEIO ENOKEY EKEYEXPIRED EKEYREVOKED"
+)
+MACHINE_FAULTS = frozenset(getattr(errno, name) for name in _FAULTS.split() if hasattr(errno, name))
+_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+
+
+def read_error(
+    error: OSError,  # what the system call said
+    path: str | bytes,  # the file it was about
+) -> RecordingError | MachineError:  # to be raised
+    "Turn an OSError of reading a recording into the error it really is."
+    name = errno.errorcode.get(error.errno or 0, "unknown error")
+    if error.errno in MACHINE_FAULTS:
+        return MachineError(
+            f"the machine failed while reading ({name}: {os.strerror(error.errno or 0)})",
+            code="io-fault",
+            path=path,
+            remedy="raise the limit or repair the device, then build again; no recording was rejected for this",
+        )
+    if error.errno in _GONE:
+        return RecordingError(
+            "changed", f"the file was there when listed and is not there now ({name})", path=path
+        )
+    return RecordingError("unreadable", f"the file cannot be read ({name})", path=path)
+
+
+class OutOfMemory(MachineError):
+    "Too little memory for one recording, named with its path."
+
+    def __init__(self, path: str | bytes | os.PathLike):
+        super().__init__(
+            "out of memory while reading",
+            code="out-of-memory",
+            path=path,
+            remedy="free some memory, use fewer threads, or take the file away",
+        )
+
+
+# %% ../../nbs/audio/wav.ipynb #561e4f62
+OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+
+
+def open_regular(
+    path: str | bytes | os.PathLike,
+) -> tuple[int, int]:  # file descriptor (the caller closes it), size in bytes
+    "Open a regular file for reading."
+    try:
+        fd = os.open(path, OPEN_FLAGS)
+    except OSError as e:
+        raise read_error(e, os.fsencode(path)) from e
+    st = os.fstat(fd)
+    if stat.S_ISREG(st.st_mode):
+        return fd, st.st_size
+    os.close(fd)
+    raise RecordingError("unreadable", "not a regular file", path=path)
+
 
 # %% ../../nbs/audio/wav.ipynb #cc822de4
 HEADER_BYTES = 44
@@ -45,13 +109,10 @@ def canonical_header(
     channels: int = 1,
 ) -> bytes:  # 44 bytes
     "The header of a canonical 16-bit PCM WAV file (RIFF, `fmt ` of 16 bytes, `data`)."
-    n_bytes = n_samples * channels * 2
-    frame_bytes = channels * 2
-    riff = struct.pack("<4sI4s", b"RIFF", 36 + n_bytes, b"WAVE")
-    fmt = struct.pack(
-        "<4sIHHIIHH", b"fmt ", 16, 1, channels, sample_rate, sample_rate * frame_bytes, frame_bytes, 16
-    )
-    return riff + fmt + struct.pack("<4sI", b"data", n_bytes)
+    frame_bytes = 2 * channels
+    n_bytes = n_samples * frame_bytes
+    fmt = (b"fmt ", 16, 1, channels, sample_rate, sample_rate * frame_bytes, frame_bytes, 16)
+    return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + n_bytes, b"WAVE", *fmt, b"data", n_bytes)
 
 
 # %% ../../nbs/audio/wav.ipynb #a6646aeb
@@ -81,70 +142,36 @@ class WavHeader:
 
 
 def _fmt_fields(body: bytes, order: str, at: int) -> tuple[str, int, int, int, int]:
-    "encoding, channels, rate, block align and bits of a `fmt ` chunk."
-    if len(body) < 16:
-        raise RecordingError(
-            "not_wav", f"format chunk of {len(body)} bytes, at least 16 are needed", offset=at
-        )
+    "Return encoding, channels, rate, block align and bits of a `fmt ` chunk; refuse formats whose samples cannot be trusted."
     tag, channels, rate, _, align, bits = struct.unpack(order + "HHIIHH", body[:16])
     if tag == _EXTENSIBLE and len(body) >= 40:
         plain, *middle = struct.unpack(order + "IHH", body[24:32])
         if middle == [0, 16] and body[32:40] == _GUID_TAIL:
             tag = plain
     kind = _TAGS.get(tag, f"tag{tag}")
-    return f"{kind}{bits}" if kind in ("pcm", "float") else kind, channels, rate, align, bits
+    wanted = align
+    if kind in _BITS:
+        wanted = channels * -(-bits // 8)  # libsndfile decodes 24 bit in 4-byte containers to noise
+    elif kind in ("alaw", "ulaw"):
+        wanted = channels
+    checks = (
+        (1 <= channels <= MAX_CHANNELS, f"{channels} channels, from 1 to {MAX_CHANNELS} are read"),
+        (1 <= rate <= 10_000_000, f"sample rate of {rate} Hz"),
+        (tag != _EXTENSIBLE, "an extensible format without a plain sub-format"),
+        (kind not in _BITS or bits in _BITS[kind], f"{kind} samples of {bits} bits"),
+        (align == wanted, f"frames of {align} bytes for {channels} x {bits} bits, {wanted} fit"),
+    )
+    for is_right, message in checks:
+        if not is_right:
+            raise RecordingError("channels" if message is checks[0][1] else "unsupported", message, offset=at)
+    return f"{kind}{bits}" if kind in _BITS else kind, channels, rate, align, bits
 
 
-# %% ../../nbs/audio/wav.ipynb #bbc42ef8
-def _check_format(encoding: str, channels: int, rate: int, align: int, bits: int, at: int) -> None:
-    "Refuse formats whose samples cannot be trusted."
-    if not 1 <= channels <= MAX_CHANNELS:
-        raise RecordingError("channels", f"{channels} channels, from 1 to {MAX_CHANNELS} are read", offset=at)
-    if not 1 <= rate <= 10_000_000:
-        raise RecordingError("unsupported", f"sample rate of {rate} Hz", offset=at)
-    kind = encoding.rstrip("0123456789")
-    if encoding == f"tag{_EXTENSIBLE}":
-        raise RecordingError("unsupported", "an extensible format without a plain sub-format", offset=at)
-    if kind in _BITS and bits not in _BITS[kind]:
-        raise RecordingError("unsupported", f"{kind} samples of {bits} bits", offset=at)
-    wanted = channels * -(-bits // 8) if kind in _BITS else channels if kind in ("alaw", "ulaw") else align
-    if align != wanted:  # libsndfile decodes 24 bit in 4-byte containers to noise
-        raise RecordingError(
-            "unsupported", f"frames of {align} bytes for {channels} x {bits} bits, {wanted} fit", offset=at
-        )
-
-
-def _data_size(claimed: int, start: int, n_file: int, may_stream: bool) -> int:
-    "Bytes of samples, by the header's claim and the file's size."
-    if claimed == 0:
-        raise RecordingError(
-            "empty", "the data chunk says 0 bytes: the recorder never finished its header", offset=start - 4
-        )
-    there = n_file - start
-    if claimed == STREAMED and may_stream:
-        return there
-    if claimed > there:
-        raise RecordingError(
-            "truncated", f"the data chunk ends after {there} of {claimed} bytes", offset=n_file
-        )
-    return claimed
-
-
-def _check_size(header: WavHeader) -> None:
-    "Refuse more samples than a recording may have, before memory is asked for; 16-bit ones stay as they are, others become float32."
-    n_bytes = header.data_bytes
-    if header.encoding != "pcm16" and header.block_align:
-        n_bytes = max(n_bytes, 4 * header.channels * (header.data_bytes // header.block_align))
-    _check_bytes(n_bytes, header)
-
-
-def _check_bytes(n_bytes: int, header: WavHeader) -> None:
+def _check_bytes(n_bytes: int, start: int) -> None:
     "Refuse more bytes of samples than a recording may have."
     if n_bytes > MAX_SAMPLE_BYTES:
         raise RecordingError(
-            "unsupported",
-            f"{n_bytes} bytes of samples, at most {MAX_SAMPLE_BYTES} are read",
-            offset=header.data_start,
+            "unsupported", f"{n_bytes} bytes of samples, at most {MAX_SAMPLE_BYTES} are read", offset=start
         )
 
 
@@ -163,34 +190,44 @@ def _chunks(
             return
         name, size = struct.unpack(order + "4sI", raw)
         if container == "RF64" and name == b"ds64":
-            data64 = _ds64_data_size(os.pread(fd, 16, at + 8), at)
+            body = os.pread(fd, 16, at + 8)
+            if len(body) < 16:
+                raise RecordingError("not_wav", "ds64 chunk too short", offset=at)
+            data64 = struct.unpack("<QQ", body)[1]
         if container == "RF64" and name == b"data":
-            size = _rf64_data_size(size, data64, at)
+            if data64 is None:
+                raise RecordingError("not_wav", "an RF64 file without a ds64 chunk", offset=at)
+            if size not in (STREAMED, data64):
+                raise RecordingError(
+                    "not_wav",
+                    f"{size} bytes of samples by the data chunk, {data64} by the ds64 chunk",
+                    offset=at + 4,
+                )
+            size = data64
         yield name, size, at
         at += 8 + size + (size & 1)
     if os.pread(fd, 8, at):
         raise RecordingError("unsupported", f"more than {MAX_CHUNKS} chunks", offset=at)
 
 
-def _ds64_data_size(body: bytes, at: int) -> int:
-    "The 64-bit data size of an RF64 file."
-    if len(body) < 16:
-        raise RecordingError("not_wav", "ds64 chunk too short", offset=at)
-    return struct.unpack("<QQ", body)[1]
-
-
-def _rf64_data_size(size: int, data64: int | None, at: int) -> int:
-    "The data size of an RF64 file by its two claims."
-    if data64 is None:
-        raise RecordingError("not_wav", "an RF64 file without a ds64 chunk", offset=at)
-    if size not in (STREAMED, data64):
-        claims = f"{size} bytes of samples by the data chunk, {data64} by the ds64 chunk"
-        raise RecordingError("not_wav", claims, offset=at + 4)
-    return data64
-
-
 # %% ../../nbs/audio/wav.ipynb #ec85d988
 _ONCE = (b"fmt ", b"data", b"ds64")
+
+
+def _data_size(claimed: int, start: int, n_file: int, may_stream: bool) -> int:
+    "Bytes of samples, by the header's claim and the file's size."
+    n_left = n_file - start
+    if claimed == 0:
+        raise RecordingError(
+            "empty", "the data chunk says 0 bytes: the recorder never finished its header", offset=start - 4
+        )
+    if claimed == STREAMED and may_stream:
+        return n_left
+    if claimed > n_left:
+        raise RecordingError(
+            "truncated", f"the data chunk ends after {n_left} of {claimed} bytes", offset=n_file
+        )
+    return claimed
 
 
 def parse_header(
@@ -205,33 +242,37 @@ def parse_header(
         raise RecordingError("not_wav", "the file does not start like a WAV file", offset=0)
     container = head[:4].decode()
     order = ">" if container == "RIFX" else "<"
-    seen: set[bytes] = set()
-    fmt = found = None
-    fmt_at = 0
-    end = 12
-    for name, size, at in _chunks(fd, container):
-        start = at + 8
-        end = start + size + (size & 1)
+    seen: dict[bytes, tuple[int, bytes]] = {}  # name -> byte offset of the body, and its first bytes
+    size = start = end = 0
+    for name, claimed, at in _chunks(fd, container):
         if name in seen:
             raise RecordingError("not_wav", f"a second {name.decode().strip()} chunk", offset=at)
+        end = at + 8 + claimed + (claimed & 1)
         if name in _ONCE:
-            seen.add(name)
-        if name == b"fmt ":
-            fmt = _fmt_fields(os.pread(fd, min(size, 64), start), order, start)
-            fmt_at = start
-        elif name == b"data":
-            if fmt is None:
-                raise RecordingError("not_wav", "samples before a format chunk", offset=at)
-            _check_format(*fmt, fmt_at)
-            found = start, _data_size(size, start, n_file, container != "RF64")
-            if sum(found) == n_file:
-                break  # nothing behind; a streamed file may be larger than its size field can say
-    if fmt is None or found is None:
-        raise RecordingError("not_wav", "the chunks end, and there is no data chunk", offset=min(end, n_file))
-    encoding, channels, rate, align, bits = fmt
-    header = WavHeader(container, encoding, rate, channels, bits, align, *found, fmt_at)
-    _check_size(header)
-    return header
+            body = os.pread(fd, min(claimed, 64), at + 8)
+            seen[name] = at + 8, body
+        if name == b"fmt " and len(body) < 16:
+            raise RecordingError(
+                "not_wav", f"format chunk of {len(body)} bytes, at least 16 are needed", offset=at + 8
+            )
+        if name != b"data":
+            continue
+        if b"fmt " not in seen:
+            raise RecordingError("not_wav", "samples before a format chunk", offset=at)
+        fmt_start, fmt = seen[b"fmt "]
+        encoding, channels, rate, align, bits = _fmt_fields(fmt, order, fmt_start)
+        start = at + 8
+        size = _data_size(claimed, start, n_file, container != "RF64")
+        if start + size == n_file:
+            break  # nothing behind; a streamed file may be larger than its size field can say
+    if not start:
+        raise RecordingError(
+            "not_wav", "the chunks end, and there is no data chunk", offset=min(max(end, 12), n_file)
+        )
+    # 16-bit samples stay as they are, others become float32
+    widened = 4 * channels * (size // align) if encoding != "pcm16" and align else 0
+    _check_bytes(max(size, widened), start)
+    return WavHeader(container, encoding, rate, channels, bits, align, start, size, fmt_start)
 
 
 # %% ../../nbs/audio/wav.ipynb #11e4070b
@@ -239,7 +280,7 @@ DIGEST_ALGORITHM = "xxh3-128"
 
 
 def digest_of(
-    data: "Buffer | np.ndarray",  # contiguous
+    data: bytes | bytearray | memoryview | np.ndarray,  # contiguous
 ) -> str:  # 32 hexadecimal digits
     "xxh3-128 of some bytes."
     import xxhash
@@ -293,73 +334,25 @@ def _decode_plain(raw: bytearray, header: WavHeader) -> np.ndarray:
     n = len(raw) // header.block_align * header.channels
     if header.encoding == "pcm16":
         values = np.frombuffer(raw, f"{order}i2", n).astype(np.int16, copy=False)
-    elif header.encoding.startswith("float"):
-        values = _scaled(np.frombuffer(raw, f"{order}f{width}", n), 0)
-    elif width == 1:
-        values = _scaled(np.frombuffer(raw, np.uint8, n).astype(np.int16) - 128, 7)
+        return values.reshape(-1, header.channels)
+    is_float = header.encoding.startswith("float")
+    if width == 1:
+        values = np.frombuffer(raw, np.uint8, n).astype(np.int16) - 128
     elif width == 3:
+        width = 4
         wide = np.zeros((n, 4), np.uint8)
         wide[:, slice(1, 4) if order == "<" else slice(3)] = np.frombuffer(raw, np.uint8, 3 * n).reshape(n, 3)
-        values = _scaled(wide.view(f"{order}i4").ravel(), 31)
+        values = wide.view(f"{order}i4").ravel()
     else:
-        values = _scaled(np.frombuffer(raw, f"{order}i{width}", n), 8 * width - 1)
-    return values.reshape(-1, header.channels)
-
-
-def _scaled(values: np.ndarray, bits: int) -> np.ndarray:
-    "float32 of values over 2 ** bits."
-    with np.errstate(
-        over="ignore", invalid="ignore"
-    ):  # a 64-bit float beyond float32 becomes infinite, and is refused
-        out = values.astype(np.float32)
-    if bits:
-        out *= np.float32(2.0**-bits)
-    return out
-
-
-# %% ../../nbs/audio/wav.ipynb #ae3ffd76
-def _decode_coded(fd: int, header: WavHeader, n_file: int) -> np.ndarray:
-    "Samples [n, C] float32 by libsndfile."
-    try:
-        import soundfile
-    except (ImportError, OSError) as e:
-        raise MachineError(
-            f"{header.encoding} needs the package soundfile, which does not load here ({e})",
-            code="missing-package",
-            remedy="pip install soundfile",
-        ) from e
-    try:
-        with soundfile.SoundFile(os.dup(fd), closefd=True) as f:
-            if not 0 <= f.frames * f.channels <= 16 * n_file:
-                raise RecordingError(
-                    "truncated",
-                    f"{f.frames} frames claimed by a file of {n_file} bytes",
-                    offset=header.data_start,
-                )
-            _check_bytes(4 * f.frames * f.channels, header)
-            return f.read(
-                f.frames, dtype="float32", always_2d=True
-            )  # some codecs cannot seek, and want the number
-    except soundfile.SoundFileError as e:
-        raise RecordingError(
-            "unsupported", f"{header.encoding} is not read by libsndfile here", offset=header.fmt_start
-        ) from e
+        values = np.frombuffer(raw, f"{order}{'f' if is_float else 'i'}{width}", n)
+    with np.errstate(over="ignore", invalid="ignore"):  # beyond float32 becomes infinite, and is refused
+        scaled = values.astype(np.float32)
+    if not is_float:
+        scaled *= np.float32(2.0 ** (1 - 8 * width))
+    return scaled.reshape(-1, header.channels)
 
 
 # %% ../../nbs/audio/wav.ipynb #59999fb6
-def _check_finite(samples: np.ndarray, header: WavHeader) -> None:
-    "Refuse samples [n, C] that hold a NaN or an infinity, by the first one's index."
-    if samples.dtype == np.int16 or (good := np.isfinite(samples)).all():
-        return
-    frame, channel = divmod(int(good.argmin()), header.channels)
-    offset = header.data_start + frame * header.block_align + channel * header.bits // 8
-    raise RecordingError(
-        "nonfinite",
-        f"sample {frame} is not a finite number",
-        offset=offset if header.encoding.startswith("float") else header.data_start,
-    )
-
-
 def decode_payload(
     fd: int,  # open file descriptor; its position is not kept
     n_file: int,  # bytes in the file
@@ -370,9 +363,36 @@ def decode_payload(
     if header.encoding.startswith(("pcm", "float")):
         samples = _decode_plain(raw, header)
     else:
+        try:
+            import soundfile
+        except (ImportError, OSError) as e:
+            raise MachineError(
+                f"{header.encoding} needs the package soundfile, which does not load here ({e})",
+                code="missing-package",
+                remedy="pip install soundfile",
+            ) from e
         os.lseek(fd, 0, os.SEEK_SET)
-        samples = _decode_coded(fd, header, n_file)
-    _check_finite(samples, header)
+        try:
+            with soundfile.SoundFile(os.dup(fd), closefd=True) as f:
+                if not 0 <= f.frames * f.channels <= 16 * n_file:
+                    raise RecordingError(
+                        "truncated",
+                        f"{f.frames} frames claimed by a file of {n_file} bytes",
+                        offset=header.data_start,
+                    )
+                _check_bytes(4 * f.frames * f.channels, header.data_start)
+                # some codecs cannot seek, and want the number
+                samples = f.read(f.frames, dtype="float32", always_2d=True)
+        except soundfile.SoundFileError as e:
+            raise RecordingError(
+                "unsupported", f"{header.encoding} is not read by libsndfile here", offset=header.fmt_start
+            ) from e
+    if samples.dtype != np.int16 and not (finite := np.isfinite(samples)).all():
+        frame, channel = divmod(int(finite.argmin()), header.channels)
+        offset = header.data_start
+        if header.encoding.startswith("float"):
+            offset += frame * header.block_align + channel * header.bits // 8
+        raise RecordingError("nonfinite", f"sample {frame} is not a finite number", offset=offset)
     if len(samples) == 0:
         raise RecordingError("empty", "the file holds no complete sample", offset=header.data_start)
     return Recording(samples, header.sample_rate, header.encoding, digest_of(raw))
@@ -407,3 +427,44 @@ def read_wav(
         raise read_error(e, os.fsencode(path)) from e
     finally:
         os.close(fd)
+
+
+# %% ../../nbs/audio/wav.ipynb #58c99bed
+MANY_IN_A_ROW = 100  # refused by the operating system, with none between them that it gave
+
+
+class ReadFailureGuard:
+    "Counts recordings that the operating system refuses one after another; shared by all threads that read."
+
+    def __init__(
+        self, most: int = MANY_IN_A_ROW
+    ):  # refused in a row, before the machine is held to be at fault
+        self.most = most
+        self.n = 0
+        self._lock = threading.Lock()
+
+    def given(self) -> None:
+        "Note that a file could be opened and read, whatever it holds."
+        self.n = 0
+
+    def refused(
+        self,
+        error: RecordingError,  # why a recording that was asked for is none
+        path: str | bytes | os.PathLike,
+    ) -> None:  # raises MachineError for one too many in a row
+        "Note a recording that was refused, by the operating system or for what it holds."
+        if not isinstance(error.__cause__, OSError):
+            self.given()
+            return
+        with self._lock:
+            self.n += 1
+            if self.n < self.most:
+                return
+        raise MachineError(
+            f"{self.most:,} recordings in a row could not be opened or read, so not they are at fault",
+            code="read-failures",
+            path=path,
+            found=error.message,
+            remedy="look whether the disk or network folder is there and may be read, then start again; "
+            "files that nobody may read belong outside the data folder",
+        ) from error

@@ -70,7 +70,6 @@ CORE = {
 
 # %% ../../nbs/core/error_codes.ipynb #7389fb5a
 AUDIO = {
-    "mount-point": "The target is a mount point, and a finished folder cannot be renamed to it.",
     "unknown-label": "No label has this name.",
     "unknown-split": "No split has this name.",
     "read-failures": "Many recordings one after another cannot be read, so the disk or network folder has failed.",

@@ -35,7 +35,7 @@ from ..core.errors import LeakmelError, show_path
 from ..core.monitor import mean, peak, size_text
 from ..core.parameters import Kinds
 from ..dataset.run.publish import BuildResult
-from ..dataset.run.report import kept_sentence
+from ..dataset.run.publish import kept_sentence
 from ..dataset.source.loader import share_sentence
 from .advice import analysis_text
 from .diagnose import bounds, limit_text, report_text

@@ -482,7 +482,7 @@ def sound_of(
     louder: bool = False,  # raise the level so that it can be heard
 ) -> tuple[bytes, str]:  # a 16-bit WAV file, and what to say of it; raises LeakmelError
     "Return the chosen segments as a sound."
-    from leakmel.audio.demo_plan import wav_bytes
+    from leakmel.audio.synth import wav_bytes
 
     rate = state.spec.sample_rate
     start, stop = Selection(state.selection.first, state.selection.stop).samples(state.spec)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..audio.content_checks import pair_shares
+from ..audio.content import pair_shares
 from ..core.errors import DataError, show_path
 
 if TYPE_CHECKING:

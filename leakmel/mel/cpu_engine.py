@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 
-from ..audio.compiled import int16_moments
+from ..audio.conform import int16_moments
 from ..audio.conform import moments_of
 from ..core.errors import EngineError
 from ..core.monitor import usable_cores

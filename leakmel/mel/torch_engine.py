@@ -22,9 +22,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..audio.compiled import int16_moments
+from ..audio.conform import int16_moments
 from ..audio.conform import FULL_SCALE, moments_of
-from ..audio.segments import even_step
+from ..audio.conform import even_step
 from ..core.monitor import usable_cores
 from .device import Device, open_devices
 from .device_engine import DeviceEngine

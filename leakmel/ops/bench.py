@@ -237,7 +237,7 @@ def total_for(
     n_training: int,  # recordings in the training split
 ) -> int:  # recordings of the smallest synthetic set that has as many
     "Return the size of a synthetic set by its training split."
-    from leakmel.audio.demo_plan import split_counts
+    from leakmel.audio.synth import split_counts
 
     return next(n for n in itertools.count(n_training) if split_counts(n)["TRAINING"] >= n_training)
 

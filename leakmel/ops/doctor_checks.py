@@ -54,7 +54,7 @@ from typing import Any
 
 import leakmel
 from ..core.errors import LeakmelError, show_path
-from ..core.cgroup import GROUPS, OWN, cpu_quota, group_limits, small_text
+from ..core.monitor import GROUPS, OWN, cpu_quota, group_limits, small_text
 from ..core.monitor import free_memory, size_text, usable_cores
 from .bench import evict, is_cached
 

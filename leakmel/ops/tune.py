@@ -61,7 +61,7 @@ from ..core.progress import Progress
 from ..dataset.run.config import PipelineConfig, Workers, plan_workers
 from ..dataset.run.inputs import SpecLike, resolve_spec
 from ..dataset.run.publish import BuildResult
-from ..dataset.run.tuned import SCHEMA, this_machine, write_tuned
+from ..dataset.run.config import SCHEMA, this_machine, write_tuned
 from ..mel.engines import open_engine
 from .bench import aligned, bring_in, evict, is_cached, range_words, record_head
 

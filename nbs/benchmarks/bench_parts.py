@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from leakmel.audio.compiled import digests_of
+from leakmel.audio.conform import digests_of
 from leakmel.audio.manifest import scan
 from leakmel.core.errors import UsageError
 from leakmel.core.monitor import usable_cores

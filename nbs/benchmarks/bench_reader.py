@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from leakmel.audio.compiled import digests_of
+from leakmel.audio.conform import digests_of
 from leakmel.audio.listing import Listing
 from leakmel.audio.manifest import scan
-from leakmel.audio.read_failures import OPEN_FLAGS
+from leakmel.audio.wav import OPEN_FLAGS
 from leakmel.audio.wav import HEADER_BYTES, digest_of
 from leakmel.core import system_calls as calls
 from leakmel.core.errors import LeakmelError, UsageError

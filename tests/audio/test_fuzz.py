@@ -58,7 +58,7 @@ def test_files_that_libsndfile_decodes(tried: Callable, seed: int, n: int) -> No
         ),
         ("wav._data_size = lambda claimed, start, n_file, may_stream: claimed", "AssertionError"),
         ("import ctypes; wav._fmt_fields = lambda body, order, at: ctypes.string_at(0)", ""),
-        ("wav._check_format = lambda *a: {}[a]", "KeyError"),
+        ("wav._check_bytes = lambda *a: {}[a]", "KeyError"),
     ],
 )
 def test_a_parser_that_errs_is_found(fault: str, said: str) -> None:

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import leakmel as lm
-from leakmel.audio import compiled, native
-from leakmel.audio.compiled import digests_of, int16_moments
+from leakmel.audio import conform, native
+from leakmel.audio.conform import digests_of, int16_moments
 from leakmel.audio.native import LOOK_CLOSER, READ, read_rows
 from leakmel.audio.conform import moments_of
 from leakmel.audio.wav import canonical_header
@@ -42,9 +42,9 @@ QUIET: dict[str, Any] = dict(
 @pytest.fixture(autouse=True)
 def without_a_cache_of_answers():
     "Whether compiled code is to be had is asked anew in every test."
-    compiled.native.cache_clear()
+    conform.native.cache_clear()
     yield
-    compiled.native.cache_clear()
+    conform.native.cache_clear()
 
 
 def written(path: Path, x: np.ndarray, header: bytes = HEADER, more: bytes = b"") -> bytes:
@@ -450,12 +450,12 @@ def test_a_damaged_cache_is_said_with_what_to_do(
     monkeypatch.delattr("leakmel.audio.native")
     monkeypatch.setattr(sys, "meta_path", [_Damaged(), *sys.meta_path])
     with caplog.at_level(logging.WARNING, "leakmel"):
-        assert compiled.native() is None
+        assert conform.native() is None
     assert "EOFError: Ran out of input; if this stays, remove numba's cache" in caplog.text
 
 
 def test_numba_switched_off_is_numba_not_there() -> None:
-    code = "from leakmel.audio.compiled import native; print(native())"
+    code = "from leakmel.audio.conform import native; print(native())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -491,7 +491,7 @@ import sys
 import numba.core.caching as caching
 if sys.argv[1] == "no place": caching.CacheImpl._locator_classes = []
 import leakmel as lm
-from leakmel.audio.compiled import native
+from leakmel.audio.conform import native
 r = lm.build(sys.argv[2], out=sys.argv[3], progress="none")
 assert native() is not None
 print(r.summary["engine"], r.rows)

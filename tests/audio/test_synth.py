@@ -19,7 +19,7 @@ from leakmel.audio.scenes import (
     make_sensor,
     stream,
 )
-from leakmel.audio.demo_plan import MIN_FILES, split_counts, split_sensors
+from leakmel.audio.synth import MIN_FILES, split_counts, split_sensors
 from leakmel.audio.synth import SPLIT_SIZES, WAV_BYTES, plan_set, write_demo, write_wav
 from leakmel.core.errors import LeakmelError, MachineError, OutputError, SpaceError, UsageError
 

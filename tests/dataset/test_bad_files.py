@@ -20,8 +20,8 @@ import leakmel as lm
 from errors import raises
 from leakmel.audio import listing
 from leakmel.audio.content import read_content
-from leakmel.audio.read_failures import MANY_IN_A_ROW
-from leakmel.audio.read_failures import MACHINE_FAULTS
+from leakmel.audio.wav import MANY_IN_A_ROW
+from leakmel.audio.wav import MACHINE_FAULTS
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
 from leakmel.dataset.source import loader

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leakmel.audio.conform import moments_of
-from leakmel.audio.segments import even_step
+from leakmel.audio.conform import even_step
 from leakmel.core.errors import EngineError, SpecError, UsageError
 from leakmel.mel import engines, reference, spec as spec_module
 from leakmel.mel.engines import (

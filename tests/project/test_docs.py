@@ -22,7 +22,7 @@ from watched import CUT_TITLES, FONTS, Watched, assert_figures, chromium
 from widgets import STATE, VIEW, still_widgets
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY = ["core/errors", "audio/segments", "mel/spec"]
+LIBRARY = ["core/errors", "audio/conform", "mel/spec"]
 GUIDES = [str(p.relative_to(ROOT / "nbs").with_suffix("")) for p in prepare.guide_notebooks()]
 # Of the guides; nbdev_test executes them all, here the others are pages without outputs.
 EXECUTED = ("refused", "gpu_limits", "gpu_path", "promises")
@@ -471,8 +471,8 @@ def test_a_figure_cannot_end_its_script():
 
 
 def test_api_page_shows_units_and_types():
-    page = module_page("leakmel.audio.segments")
-    assert page.startswith("# audio.segments\n")
+    page = module_page("leakmel.audio.conform")
+    assert page.startswith("# audio.conform\n")
     assert ":::{py:function} piece_count(n_samples, window, hop, what)\n" in page
     assert "\n| `window` | `int` | samples in a piece |\n" in page
     assert "\n| returns | `int` | pieces that fit without padding |\n" in page

@@ -15,7 +15,7 @@ import pytest
 from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill, titles_of
 
 import leakmel as lm
-from leakmel.audio.demo_plan import wav_bytes
+from leakmel.audio.synth import wav_bytes
 from leakmel.audio.synth import write_demo
 
 pytestmark = pytest.mark.slow

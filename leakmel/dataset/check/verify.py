@@ -18,7 +18,7 @@ from typing import Any, cast
 import h5py
 import numpy as np
 
-from ...audio.compiled import digests_of, native
+from ...audio.conform import digests_of, native
 from ...audio.manifest import split_folders
 from ...audio.naming import Naming
 from ...audio.tables import NameTable, read_table

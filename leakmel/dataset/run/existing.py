@@ -28,7 +28,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from ...audio.compiled import native
+from ...audio.conform import native
 from ...audio.conform import FIGURES
 from ...audio.listing import Listing
 from leakmel.dataset.file.schema import (

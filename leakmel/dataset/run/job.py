@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from ...audio.compiled import digests_of
+from ...audio.conform import digests_of
 from ...audio.conform import quality
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest
@@ -34,7 +34,7 @@ from ...mel.engines import Engine
 from ...mel.spec import MelSpec
 
 if TYPE_CHECKING:
-    from leakmel.audio.content_checks import Columns
+    from leakmel.audio.content import Columns
     from leakmel.dataset.check.verify import VerifyReport
 
 

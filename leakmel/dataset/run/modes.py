@@ -29,13 +29,12 @@ from ...core.errors import LeakmelError, OutputError, UsageError
 from ...core.monitor import free_memory, size_text, usable_cores
 from ...core.progress import Progress, announce
 from ...core.timeline import Timeline
-from ..source.cache_files import cache_folder, cache_path, open_cache
+from ..source.sample_cache import cache_folder, cache_path, open_cache
 from .config import PipelineConfig
 from .inputs import SpecLike, disagreement, list_recordings, resolve_spec
 from leakmel.dataset.source.sample_cache import (
     CachedReader,
-    FileRows,
-    MemoryRows,
+    SampleRows,
     NoMemory,
     SampleCache,
     cache_key,
@@ -159,7 +158,7 @@ class Preloaded:
         "Give back memory and files; a cache file with damaged or many outdated rows is removed."
         self.closed = True
         for split, held in self.held.items():
-            if held.is_worn and isinstance(held.rows, FileRows):
+            if held.is_worn and not held.rows.in_memory:
                 path = cache_path(cache_folder(self.cache_dir), split, held.key)
                 with suppress(OSError):
                     path.unlink()
@@ -191,10 +190,10 @@ class _Loader:
     timeline: Timeline
     progress: str
 
-    def fill(self, reader: BatchReader, key: str, rows: MemoryRows | FileRows) -> SampleCache:
+    def fill(self, reader: BatchReader, key: str, rows: SampleRows) -> SampleCache:
         "Read all recordings of a listing into rows, with a bar."
         listing, n = reader.listing, len(reader.listing)
-        what = "preload" if isinstance(rows, MemoryRows) else "cache file"
+        what = "preload" if rows.in_memory else "cache file"
         self.ready.inflows[listing.split] = reader.inflow
         label = f"{listing.split or listing.folder.name}: {what}"
         with Progress(n, label=label, show=self.progress) as bar:
@@ -215,7 +214,8 @@ class _Loader:
         key = cache_key(listing, ready.spec)
         what = "preload: read into memory"
         if ready.choice.used == "preload":
-            rows = MemoryRows(len(listing), ready.spec.n_samples, config.ram_fraction * free_memory())
+            most_bytes = config.ram_fraction * free_memory()
+            rows = SampleRows(len(listing), ready.spec.n_samples, most_bytes=most_bytes)
             try:
                 held = self.fill(reader, key, rows)
             except BaseException:

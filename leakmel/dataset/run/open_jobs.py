@@ -14,7 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from ...audio.compiled import digests_of
+from ...audio.conform import digests_of
 from ...audio.conform import resampled_length
 from ...audio.listing import Listing
 from ...core.errors import MachineError, OutputError, show_path
@@ -34,7 +34,7 @@ from .existing import ExistingDataset, is_settled, open_existing, stamps_of
 from .job import Job, Run, job_metadata, waveform_shape
 from .journal import KNOWN, Entry, Journal, journal_identity, journal_path
 from .publish import beside, note_columns
-from ..source.bad_files import BadFilesError, check_share, first_bad_file
+from ..source.loader import BadFilesError, check_share, first_bad_file
 
 log = logging.getLogger("leakmel")
 

@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from ...audio.compiled import native
+from ...audio.conform import native
 from ...audio.manifest import Listing, Manifest, split_name
 from ...core.errors import UsageError
 from ...core.monitor import Monitor, machine_facts

@@ -34,7 +34,7 @@ from .job import waveform_shape
 from .modes import ModeChoice, pick_mode
 from .pipeline import build, build_all
 from .publish import BuildResult
-from ..source.bad_files import percent
+from ..source.loader import percent
 from ...mel.engines import open_engine
 from ...mel.spec import MelSpec
 

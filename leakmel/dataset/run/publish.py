@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...audio.content_checks import Columns, content_problems
+from ...audio.content import Columns, content_problems
 from ...audio.manifest import Manifest
 from ...audio.problems import CANNOT_BE_USED, Problem, count_kinds, label_problems, name_problems
 from ...core.errors import DataError, OutputError, VerifyError, show_path

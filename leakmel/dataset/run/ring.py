@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ...audio.compiled import int16_moments
+from ...audio.conform import int16_moments
 from ...core.errors import EngineError, LeakmelError
 from ...core.monitor import usable_cores
 from ...core.threads import Lanes, machine_error

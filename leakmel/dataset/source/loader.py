@@ -32,11 +32,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...audio.compiled import digests_of, native
+from ...audio.conform import digests_of, native
 from ...audio.conform import FIGURES, conform, figures_of, resampled_length
 from ...audio.listing import Listing
 from ...audio.page_cache import CacheUse
-from ...audio.read_failures import ReadFailureGuard
+from ...audio.wav import ReadFailureGuard
 from leakmel.audio.wav import (
     HEADER_BYTES,
     OutOfMemory,

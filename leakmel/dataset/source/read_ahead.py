@@ -23,7 +23,7 @@ from contextlib import suppress
 import numpy as np
 
 from ...audio.listing import Listing
-from ...audio.read_failures import OPEN_FLAGS
+from ...audio.wav import OPEN_FLAGS
 from ...audio.page_cache import CacheUse, is_in_cache
 from .loader import BatchReader
 

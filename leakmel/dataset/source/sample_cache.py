@@ -34,7 +34,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ...audio.compiled import digests_of
+from ...audio.conform import digests_of
 from ...audio.conform import resampled_length
 from ...audio.listing import Listing
 from ...audio.page_cache import CacheUse, is_in_cache

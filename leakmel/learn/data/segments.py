@@ -32,7 +32,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ...audio.conform import conform, resampled_length
-from ...audio.segments import piece_count
+from ...audio.conform import piece_count
 from ...audio.wav import Recording
 from ...core.errors import DataError, RecordingError, UsageError, show_path
 from ...core.monitor import free_memory, size_text

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...audio.content_checks import Columns, content_problems
+from ...audio.content import Columns, content_problems
 from ...audio.problems import Problem
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path

@@ -215,7 +215,7 @@ def _stamps(
 
 
 def _notes(
-    detector: Detector, known: Known | None, split: Split | None, parts: Mapping[str, Segments], part: str
+    detector: Detector, known: Known | None, split: Split | None, parts: Mapping[str, Segments]
 ) -> Iterator[str]:
     "What else was found in a split, what the detector remembers of its training, and what cannot be compared."
     if split is not None:
@@ -227,11 +227,6 @@ def _notes(
         if training is None:
             yield "Training was not given, and the model does not say what it was: whether a sensor or a recording is on both sides was not looked at."
     else:
-        shared = set() if split is None else {s.kind for s in split.shared if part in s.parts}
-        if known.of_sensors and "sensor" not in shared:
-            yield known.of_sensors
-        if known.unknown and training is None:
-            yield "Not looked at: the sensor of some recordings is not known, so it may be on both sides."
         learned = None if training is None else known_of(detector.seen, training)
         if learned is not None and learned.n_new:
             yield (
@@ -422,7 +417,6 @@ def evaluate(
         groups = recording_groups(recordings_of(ds), group)
         boot = Bootstrap(leaks(ds), groups, n_draws=n_draws, seed=seed)
         how = {"device": on, "files_per_batch": files_per_batch}
-        of_split = (detector, known, split, parts, part)
         return _evaluation(
             detector,
             parts,
@@ -434,6 +428,6 @@ def evaluate(
             progress,
             seed,
             name="a detector" if isinstance(named, Detector) else os.fsdecode(named),
-            stamps=_stamps(*of_split),
-            cautions=(*cautions(boot.truth, groups), *_notes(*of_split)),
+            stamps=_stamps(detector, known, split, parts, part),
+            cautions=(*cautions(boot.truth, groups), *_notes(detector, known, split, parts)),
         )

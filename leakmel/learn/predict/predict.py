@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from ...audio.compiled import native
+from ...audio.conform import native
 from ...audio.manifest import Manifest
 from ...core.errors import DataError, OutputError, UsageError, show_path
 from ...core.progress import Progress

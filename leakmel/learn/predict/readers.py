@@ -17,7 +17,7 @@ import numpy as np
 
 from ...audio.conform import figures_of
 from ...audio.file_names import NameParts, parse_name, split_name
-from ...audio.listing import Finds, Listing, Walk, found_below, make_listing
+from ...audio.listing import Found as FoundFile, Listing, found_below, make_listing
 from ...audio.manifest import Manifest, split_folders
 from ...audio.naming import Naming
 from ...audio.wav import HEADER_BYTES, Recording, read_error, read_wav
@@ -71,11 +71,11 @@ def find_recordings(
     if manifest is None:
         with Count(f"listing {show_path(root.name)}", show=progress) as count:
             finds = _walked(root, split, count)
-        labels = [label_in(path) for path in finds.paths]
-        names = [parse_name(_below_split(path)) for path in finds.paths]
+        labels = [label_in(path) for path, _, _ in finds]
+        names = [parse_name(_below_split(path)) for path, _, _ in finds]
     else:
         finds, labels, names = _listed(root, split, manifest)
-    if not len(finds):
+    if not finds:
         raise DataError(
             "no recordings",
             code="no-recordings",
@@ -87,7 +87,7 @@ def find_recordings(
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #66658149
-def _walked(root: Path, split: str | None, count: Count) -> Finds:
+def _walked(root: Path, split: str | None, count: Count) -> list[FoundFile]:
     "All recordings below a folder, or below that of its split."
     top = root
     prefix = b""
@@ -104,12 +104,13 @@ def _walked(root: Path, split: str | None, count: Count) -> Finds:
             )
         top = folders[wanted]
         prefix = os.fsencode(top.name) + b"/"
-    finds = found_below(Walk(root, count.add), top)
-    finds.paths = [prefix + path for path in finds.paths]
-    return finds
+    finds, _ = found_below(root, top, count.add)
+    return [(prefix + path, size, mtime_ns) for path, size, mtime_ns in finds]
 
 
-def _listed(root: Path, split: str | None, manifest: Manifest) -> tuple[Finds, list[str], list[NameParts]]:
+def _listed(
+    root: Path, split: str | None, manifest: Manifest
+) -> tuple[list[FoundFile], list[str], list[NameParts]]:
     "What a manifest lists, all splits together, with labels and names."
     if os.path.realpath(root) != os.path.realpath(manifest.root):
         raise UsageError(
@@ -134,7 +135,7 @@ def _listed(root: Path, split: str | None, manifest: Manifest) -> tuple[Finds, l
             label = manifest.label_names[x.label_ids[k]] if x.label_ids[k] >= 0 else ""
             rows.append((path, int(x.sizes[k]), int(x.mtimes_ns[k]), label, parts))
     rows.sort(key=lambda row: row[0])
-    return Finds(row[:3] for row in rows), [row[3] for row in rows], [row[4] for row in rows]
+    return [row[:3] for row in rows], [row[3] for row in rows], [row[4] for row in rows]
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #2e91da50

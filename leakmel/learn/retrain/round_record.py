@@ -79,7 +79,7 @@ class RoundRules:
             )
 
 
-_OF_NET = ("form", "channels", "dropout")
+_OF_NET = ("channels", "dropout")
 
 
 def round_settings(
@@ -89,7 +89,7 @@ def round_settings(
     | None = None,  # None: those of the champion, a third of the epochs, a quarter of the learning rate
 ) -> (
     TrainSettings
-):  # net and form are the champion's in any case; names and values change what None gives; raises UsageError
+):  # the net is the champion's in any case; names and values change what None gives; raises UsageError
     "Settings of a training that goes on from a champion."
     net = champion.net.settings
     if not isinstance(settings, TrainSettings):

@@ -48,7 +48,7 @@ UNHEARD = -2  # no person gave a label
 
 
 def human_classes(
-    table: str | os.PathLike,  # CSV (or Parquet) with columns path and label, paths as in the data sets
+    table: str | os.PathLike,  # CSV with columns path and label, paths as in the data sets
     recordings: Segments,  # at any level
     task: Task,  # whose labels may be given, upper and lower case aside
 ) -> np.ndarray:  # [n] int64 class of each recording; -1: of a label that the task leaves out, -2: not in the table; raises DataError
@@ -237,9 +237,8 @@ def class_scores(
                     rows.device, non_blocking=True
                 )  # else it waits for all that is queued
         segments = rows.flatten(0, 1)[at]
-        items = segments if detector.net.settings.form == "matrix" else segments.flatten(0, 1)
         with exactly_float32():
-            p = detector.net(matrices(items))[0].float().softmax(1).unflatten(0, (len(segments), -1)).mean(1)
+            p = detector.net(matrices(segments))[0].float().softmax(1)
         out = torch.full((heard.size, p.shape[1]), torch.nan, device=rows.device)
         out[at] = p
         return out.unflatten(0, heard.shape)

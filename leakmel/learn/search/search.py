@@ -54,7 +54,7 @@ from leakmel.learn.search.trials import (
     trial_table,
     write_json,
 )
-from ..train.checkpoints import latest_checkpoint
+from ..model.files import latest_checkpoint
 from leakmel.learn.train.history import (
     F1_COLOR,
     LOSS_COLOR,
