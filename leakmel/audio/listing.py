@@ -18,11 +18,12 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/listing.ipynb #433a12cf
-import errno, os, stat
+import errno, os, stat, sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -153,7 +154,30 @@ def _entry_stat(entry: os.DirEntry, root: bytes) -> os.stat_result | None:
 
 # %% ../../nbs/audio/listing.ipynb #5effbbc7
 Found = tuple[bytes, int, int]  # path relative to the folder, bytes, mtime in ns
+_TOGETHER = 1000  # entries of a folder; below, loading compiled code is not worth it
+_AT_MOST = 8 * _TOGETHER  # at a time: an entry takes several times the memory of what is kept of it
 _NOT_FOLLOWED = "a link that leads nowhere, in a circle or out of the data folder is not followed"
+
+
+def _look_together(entries: list[os.DirEntry], cut: int, found: list[Found]) -> list[os.DirEntry]:
+    "Add the recordings among many entries of a folder, their paths cut at the front; return the entries that are left to look at."
+    if len(entries) < _TOGETHER or sys.modules.get("leakmel.audio.native") is None:
+        return entries
+    try:
+        from leakmel.audio.native import stat_files
+    except Exception:
+        return entries  # whatever the reason: it is a matter of speed
+    left, plain = [], []
+    for entry in entries:
+        is_plain = is_recording_name(entry.name) and entry.is_file(follow_symlinks=False)
+        (plain if is_plain else left).append(entry)
+    kinds, sizes, mtimes_ns, _ = stat_files([entry.path for entry in plain]).T.tolist()
+    for entry, kind, size, mtime_ns in zip(plain, kinds, sizes, mtimes_ns):
+        if kind == stat.S_IFREG:
+            found.append((entry.path[cut:], size, mtime_ns))
+        else:
+            left.append(entry)
+    return left
 
 
 def found_below(
@@ -213,8 +237,12 @@ def found_below(
                 continue
             listed.add((here.st_dev, here.st_ino))
             with os.scandir(path) as entries:
-                for entry in entries:
-                    take(entry)
+                while some := list(islice(entries, _AT_MOST)):
+                    before = len(found)
+                    left = _look_together(some, cut, found)
+                    told(len(found) - before)
+                    for entry in left:
+                        take(entry)
             if not os.path.samestat(here, os.stat(path)):
                 raise OSError(errno.ESTALE, "another folder took its place")  # so files seem to be gone
         except OSError as e:

@@ -9,7 +9,7 @@ __all__ = ["GROUPS", "Manifest", "shared_groups", "hints", "scan"]
 import os, stat, time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -292,8 +292,9 @@ def _by_folders(root: Path, split: str | None, naming: Naming, told: Callable[[i
         notes += left_out if name in targets else []
         misfits[name] = []
         if naming.source == "folders":
-            firsts = (path.partition(b"/") for path, _, _ in found[name])
-            labels[name] = [os.fsdecode(first) if slash else None for first, slash, _ in firsts]
+            decode = cache(os.fsdecode)  # there are few labels
+            cuts = [(path, path.find(b"/")) for path, _, _ in found[name]]
+            labels[name] = [decode(path[:cut]) if cut >= 0 else None for path, cut in cuts]
         else:
             said = [naming.read(path) for path, _, _ in found[name]]
             labels[name] = [x.label for x in said]

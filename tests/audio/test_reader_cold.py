@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import sys
 import threading
 import time
@@ -15,7 +16,8 @@ import pytest
 import leakmel as lm
 from leakmel.audio import native
 from leakmel.audio.listing import Listing
-from leakmel.audio.manifest import scan
+from leakmel.audio import listing as listing_module
+from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.naming import Naming
 from leakmel.cli import main
 from leakmel.audio import page_cache as inflow_module
@@ -28,6 +30,7 @@ from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.source.read_ahead import ReadAhead, cold_share, plan_read_ahead
 from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench import bring_in, evict
+from messy import write_messy
 
 QUIET: dict[str, Any] = dict(engine="reference", check=2, progress="none", fresh=True)
 N_FILES, N_SAMPLES = 48, 20_480  # five seconds: ten pages each
@@ -568,6 +571,91 @@ def test_a_small_folder_or_a_scan_alone_imports_no_compiler(data: Path) -> None:
 
     code = f"import sys; from leakmel.audio.manifest import scan; scan({os.fspath(data)!r}); assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- listing by compiled code
+
+
+def seen(m: Manifest) -> list:
+    "All of what a listing says."
+    return [
+        (x.split, x.paths, x.sizes.tolist(), x.mtimes_ns.tolist(), x.label_ids.tolist()) for x in m.listings
+    ] + [m.label_names, m.notes]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    "Everything that a walk can meet."
+    write_messy(tmp_path / "tree")
+    folder = tmp_path / "tree" / "validation" / "LEAK"
+    (tmp_path / "out of it.wav").write_bytes(b"x")
+    for name, to in (
+        ("out.wav", tmp_path / "out of it.wav"),
+        ("round.wav", "round.wav"),
+        ("nowhere.wav", "nothing"),
+        ("up.wav", ".."),
+        ("deep", "../NOLEAK"),
+    ):
+        (folder / name).symlink_to(to)
+    os.mkfifo(folder / "fifo.wav")
+    (folder / "folder.wav").mkdir()
+    (folder / "folder.wav" / "in it.wav").write_bytes(b"x")
+    (folder / "old.wav").write_bytes(bytes(5))
+    os.utime(folder / "old.wav", ns=(-1_500_000_001, -1_500_000_001))
+    os.utime(folder / "folder.wav" / "in it.wav", ns=(1, 2**62))
+    with open(os.path.join(os.fsencode(folder), b"caf\xe9 \n.wav"), "wb") as f:
+        f.write(b"x")
+    with open(folder / "large.wav", "wb") as f:
+        f.truncate(5 << 30)
+    return tmp_path / "tree"
+
+
+def test_both_ways_of_listing_say_the_same(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
+    right = seen(scan(tree))
+    monkeypatch.undo()
+    calls: list[int] = []
+    real = native.stat_files
+
+    def stat_files(paths: list[bytes]) -> np.ndarray:
+        calls.append(len(paths))
+        return real(paths)
+
+    monkeypatch.setattr(listing_module, "_TOGETHER", 0)
+    monkeypatch.setattr(native, "stat_files", stat_files)
+    assert seen(scan(tree)) == right
+    assert sum(calls) >= 0.9 * sum(len(x[1]) for x in right[:3]), "nearly all were looked at together"
+
+
+def test_what_changes_while_it_is_listed_is_looked_at_again(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "A file that goes, or becomes something else, between the folder's entry and the look at it."
+    right = seen(scan(tree))
+    real = native.stat_files
+
+    def stat_files(paths: list[bytes]) -> np.ndarray:
+        out = real(paths)
+        out[::3, 0] = 0
+        out[1::3, 0] = stat.S_IFIFO
+        return out
+
+    monkeypatch.setattr(listing_module, "_TOGETHER", 0)
+    monkeypatch.setattr(native, "stat_files", stat_files)
+    assert seen(scan(tree)) == right
+
+
+def test_listing_goes_on_without_compiled_code(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = seen(scan(tree))
+    monkeypatch.setattr(listing_module, "_TOGETHER", 0)
+    monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
+    assert seen(scan(tree)) == right
+
+
+def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_stat_files", lambda paths, starts, words, out: out.fill(7))
+    with pytest.raises(ImportError, match="remove numba's cache"):
+        native.self_check()
 
 
 # ---- the suite
