@@ -167,7 +167,8 @@ def _look_together(entries: list[os.DirEntry], cut: int, found: list[Found]) -> 
         from leakmel.audio.native import stat_files
     except Exception:
         return entries  # whatever the reason: it is a matter of speed
-    left, plain = [], []
+    left: list[os.DirEntry] = []
+    plain: list[os.DirEntry] = []
     for entry in entries:
         is_plain = is_recording_name(entry.name) and entry.is_file(follow_symlinks=False)
         (plain if is_plain else left).append(entry)

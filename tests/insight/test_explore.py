@@ -283,7 +283,7 @@ def test_a_sample_is_stated_and_even(recordings):
     spec, table = lm.MelSpec.preset("disjoint"), recordings.table
     audio = SplitAudio(recordings, "TRAINING", spec, most=10, engine="cpu")
     whole = list(table["shown"][(table["split"] == "TRAINING") & ~table["silent"]])
-    assert [whole.index(r.shown) for r in audio.manifest] == [0, 5, 11, 17, 23, 28, 34, 40, 46, 52]
+    assert [whole.index(r.shown) for r in audio.recordings] == [0, 5, 11, 17, 23, 28, 34, 40, 46, 52]
     assert "TRAINING: 10 of 53 recordings, evenly spread" in repr(audio.spectra(spec))
 
 
