@@ -39,11 +39,15 @@ if TYPE_CHECKING:
 # %% ../../nbs/core/monitor.ipynb #0186309d
 SAMPLE_KEYS = {
     "cpu_percent": "processor time of this process, 100 is one core",
+    "cpu_total_percent": "processor time of everything on the machine, 100 is all cores",
     "rss_bytes": "memory of this process in RAM",
+    "ram_used_bytes": "memory in use on the machine, without caches",
     "disk_read_bytes": "read from storage by this process since it began",
     "disk_written_bytes": "written to storage by this process since it began",
     "gpu_percent": "share of time in which the GPU ran a kernel",
     "vram_bytes": "GPU memory in use on the machine",
+    "pcie_rx_bytes_per_s": "from the machine to the GPU",
+    "pcie_tx_bytes_per_s": "from the GPU to the machine",
 }
 
 # %% ../../nbs/core/monitor.ipynb #68c7bf21
@@ -51,18 +55,34 @@ LEAST_S = 0.02  # time since the last sample below which a load has no value, se
 
 
 class Load:
-    "Processor time of this process in percent of the time that passed since the last call; 100 is one core."
+    "Growth of busy time in percent of the growth of all time, since the last call."
 
-    def __init__(self):
-        self.before: tuple[float, float] | None = None  # seconds of processor time, seconds on the clock
+    def __init__(self, clocks: Callable[[], tuple[float, float]]):  # busy time and all time, seconds
+        self.clocks = clocks
+        self.before: tuple[float, float] | None = None
 
-    def __call__(self) -> float | None:
-        now = time.process_time(), time.perf_counter()
+    def __call__(self) -> float | None:  # None at first, and after less than LEAST_S
+        now = self.clocks()
         before = self.before
         if before is not None and now[1] - before[1] < LEAST_S:
             return None
         self.before = now
         return None if before is None else max(0.0, 100 * (now[0] - before[0]) / (now[1] - before[1]))
+
+
+def _process_clocks() -> tuple[float, float]:
+    "Return the processor time of all threads of this process, and the time that passed."
+    return time.process_time(), time.perf_counter()
+
+
+def _machine_clocks() -> tuple[float, float]:
+    "Return the busy time of all cores, and all their time."
+    import psutil
+
+    times = psutil.cpu_times()._asdict()
+    # the time of guests is part of user and nice
+    total = sum(times.values()) - times.get("guest", 0) - times.get("guest_nice", 0)
+    return total - times["idle"] - times.get("iowait", 0), total
 
 
 # %% ../../nbs/core/monitor.ipynb #59501daf
@@ -87,12 +107,18 @@ class Sampler:
         import psutil
 
         self.missing: dict[str, str] = {}  # key -> why there is no value
-        load = Load()
-        self.probes: list[
-            tuple[tuple[str, ...], Callable[[], tuple]]
-        ] = [  # the keys, and what reads their values
-            (("cpu_percent",), lambda: (load(),)),
+        process, machine = Load(_process_clocks), Load(_machine_clocks)
+
+        def ram() -> tuple[int]:
+            memory = psutil.virtual_memory()
+            return (memory.total - memory.available,)
+
+        # the keys, and what reads their values
+        self.probes: list[tuple[tuple[str, ...], Callable[[], Sequence]]] = [
+            (("cpu_percent",), lambda: (process(),)),
+            (("cpu_total_percent",), lambda: (machine(),)),
             (("rss_bytes",), lambda: (psutil.Process().memory_info().rss,)),
+            (("ram_used_bytes",), ram),
             (("disk_read_bytes", "disk_written_bytes"), lambda: psutil.Process().io_counters()[2:4]),
         ]
         try:
@@ -100,11 +126,17 @@ class Sampler:
 
             gpu = _gpu_handle()
         except Exception as e:
-            self.miss(("gpu_percent", "vram_bytes"), e)
+            self.miss(tuple(key for key in SAMPLE_KEYS if key.startswith(("gpu", "vram", "pcie"))), e)
             return
+
+        def pcie(counter: int) -> tuple[int]:
+            return (pynvml.nvmlDeviceGetPcieThroughput(gpu, counter) * 1024,)  # NVML counts in KiB/s
+
         self.probes += [
             (("gpu_percent",), lambda: (pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,)),
             (("vram_bytes",), lambda: (pynvml.nvmlDeviceGetMemoryInfo(gpu).used,)),
+            (("pcie_rx_bytes_per_s",), lambda: pcie(pynvml.NVML_PCIE_UTIL_RX_BYTES)),
+            (("pcie_tx_bytes_per_s",), lambda: pcie(pynvml.NVML_PCIE_UTIL_TX_BYTES)),
         ]
 
     def miss(self, keys: tuple[str, ...], error: Exception) -> None:

@@ -24,6 +24,7 @@ from leakmel.core.monitor import (
     peak,
     rate,
 )
+from leakmel.core import monitor as monitor_module
 from leakmel.core.progress import Count, Progress, _Terminal, front_end
 from leakmel.core.timeline import Timeline, read_timeline, write_timeline
 
@@ -62,6 +63,7 @@ def fake_nvml(**broken: Exception) -> types.ModuleType:
         "nvmlDeviceGetUtilizationRates": Fake(gpu=42),
         "nvmlDeviceGetMemoryInfo": Fake(used=7_000_000_000),
         "nvmlDeviceGetName": "a GPU",
+        "nvmlDeviceGetPcieThroughput": 3,
     }
 
     def function(name):
@@ -74,6 +76,7 @@ def fake_nvml(**broken: Exception) -> types.ModuleType:
 
     for name in answers:
         setattr(nv, name, function(name))
+    nv.NVML_PCIE_UTIL_RX_BYTES, nv.NVML_PCIE_UTIL_TX_BYTES = 1, 0  # type: ignore[attr-defined]
     return nv
 
 
@@ -169,7 +172,7 @@ def test_failure_of_the_body_comes_through():
 
 def test_no_nvml_gives_none_and_one_reason(no_nvml):
     timeline = run_monitor()
-    for key in ("gpu_percent", "vram_bytes"):
+    for key in ("gpu_percent", "vram_bytes", "pcie_rx_bytes_per_s", "pcie_tx_bytes_per_s"):
         assert all(s[key] is None for s in timeline.samples)
         assert "pynvml" in timeline.meta["monitor"]["missing"][key]
         assert peak(timeline.samples, key) is None
@@ -179,7 +182,11 @@ def test_gpu_figures_come_from_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     sample = Sampler().take()
-    assert (sample["gpu_percent"], sample["vram_bytes"]) == (42, 7_000_000_000)
+    assert (sample["gpu_percent"], sample["vram_bytes"], sample["pcie_rx_bytes_per_s"]) == (
+        42,
+        7_000_000_000,
+        3 * 1024,
+    )
     assert machine_facts()["gpu"] == "a GPU"
 
 
@@ -241,7 +248,7 @@ def test_a_busy_thread_loads_about_a_core():
     while len(values) < 3 and not (
         values and values[-1] > 10
     ):  # in one of three tries: another program may have the core for seconds
-        load = Load()
+        load = Load(monitor_module._process_clocks)
         assert load() is None
         until = time.thread_time() + 0.1
         while time.thread_time() < until:

@@ -264,16 +264,17 @@ NVML = {
     "nvmlDeviceGetHandleByIndex": "gpu",
     "nvmlDeviceGetUtilizationRates": Fake(gpu=42),
     "nvmlDeviceGetMemoryInfo": Fake(used=7),
+    "nvmlDeviceGetPcieThroughput": 3,
 }
 
 
-def with_nvml(monkeypatch, broken: str = "") -> None:
-    "An NVML with one GPU, in which one query raises."
+def with_nvml(monkeypatch, broken: str = "", counter: int | None = None) -> None:
+    "An NVML with one GPU, in which one query raises (or, of the PCIe throughput, one counter)."
     nv = types.ModuleType("pynvml")
 
     def function(name: str) -> Any:
         def call(*args: Any) -> Any:
-            if name == broken:
+            if name == broken and counter in (None, args[-1] if args else None):
                 raise RuntimeError("Not Supported")
             return NVML[name]
 
@@ -281,6 +282,7 @@ def with_nvml(monkeypatch, broken: str = "") -> None:
 
     for name in NVML:
         setattr(nv, name, function(name))
+    nv.NVML_PCIE_UTIL_TX_BYTES, nv.NVML_PCIE_UTIL_RX_BYTES = 0, 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pynvml", nv)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -293,15 +295,17 @@ def missing_values(sampler: Sampler) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("broken", "lost"),
+    ("broken", "counter", "lost"),
     [
-        ("", set()),
-        ("nvmlDeviceGetUtilizationRates", {"gpu_percent"}),
-        ("nvmlDeviceGetMemoryInfo", {"vram_bytes"}),
+        ("", None, set()),
+        ("nvmlDeviceGetUtilizationRates", None, {"gpu_percent"}),
+        ("nvmlDeviceGetMemoryInfo", None, {"vram_bytes"}),
+        ("nvmlDeviceGetPcieThroughput", 1, {"pcie_rx_bytes_per_s"}),
+        ("nvmlDeviceGetPcieThroughput", 0, {"pcie_tx_bytes_per_s"}),
     ],
 )
-def test_a_query_of_nvml_that_raises_costs_its_own_figure(monkeypatch, broken, lost):
-    with_nvml(monkeypatch, broken)
+def test_a_query_of_nvml_that_raises_costs_its_own_figure(monkeypatch, broken, counter, lost):
+    with_nvml(monkeypatch, broken, counter)
     sampler = Sampler()
     assert missing_values(sampler) == lost
     assert set(sampler.missing) == lost
@@ -310,6 +314,8 @@ def test_a_query_of_nvml_that_raises_costs_its_own_figure(monkeypatch, broken, l
 @pytest.mark.parametrize(
     ("owner", "broken", "lost"),
     [
+        (psutil, "cpu_times", {"cpu_total_percent"}),
+        (psutil, "virtual_memory", {"ram_used_bytes"}),
         (psutil.Process, "memory_info", {"rss_bytes"}),
         (psutil.Process, "io_counters", {"disk_read_bytes", "disk_written_bytes"}),
         (psutil, "Process", {"rss_bytes", "disk_read_bytes", "disk_written_bytes"}),

@@ -590,6 +590,7 @@ def test_task_that_contradicts_itself():
 
 # ---- order -----------------------------------------------------------------------------------------------------------
 
+
 def order_of(n_rows: int, per_row: int = 1, **options: Any) -> Order:
     return Order(per_row * np.arange(n_rows + 1), **options)
 

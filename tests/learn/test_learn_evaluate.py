@@ -478,7 +478,9 @@ def test_baselines_learned_from_dealt_labels_know_nothing_on_average(parts):
         mean_mels(parts["testing"]),
         leaks(parts["testing"]),
     )
-    areas = [roc_auc_score(truth, fit_logistic(x, rng.permutation(y)).predict_proba(test)[:, 1]) for _ in range(40)]
+    areas = [
+        roc_auc_score(truth, fit_logistic(x, rng.permutation(y)).predict_proba(test)[:, 1]) for _ in range(40)
+    ]
     assert np.std(areas) > 0.02
     assert abs(np.mean(areas) - 0.5) < 4 * np.std(areas) / np.sqrt(40)
 

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #5b7f1269
-import errno, io, json, logging, math, mmap, os, re, stat, struct, threading, time
+import errno, io, json, logging, math, mmap, os, re, stat, struct, tempfile, threading, time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -71,6 +71,14 @@ def cache_key(
 
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #f84904b3
+def _memory_file() -> int:
+    "Open an unnamed file in memory; where the system has none, one without a name in the temporary folder."
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("leakmel-samples")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
 class SampleRows:
     "Samples of recordings: 16-bit rows by candidate number, then float32 rows in the order they came."
 
@@ -83,7 +91,7 @@ class SampleRows:
         most_bytes: float = math.inf,  # limit; rows of more than 16 bits come on top of what was planned
     ):
         self.in_memory = fd is None
-        self.fd = os.memfd_create("leakmel-samples") if fd is None else fd
+        self.fd = _memory_file() if fd is None else fd
         self.row_bytes = 2 * n_samples
         self.end = n_files * self.row_bytes  # where the next float32 row goes
         self.most_bytes = most_bytes
@@ -118,7 +126,7 @@ class SampleRows:
             if self.fd < 0:
                 raise OSError(errno.EBADF, "the recordings were given back")
             if self._memory is None:
-                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
                 whole = mmap.mmap(self.fd, 0, flags=flags, prot=mmap.PROT_READ)
                 self._memory = np.frombuffer(whole, np.int16)
             begin = first * out.shape[1]
