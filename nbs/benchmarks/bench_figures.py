@@ -339,6 +339,33 @@ def compare_text(
     )
 
 
+def front_table(
+    figures: Mapping[str, Any] | None,  # of `bench_compare`; None: not measured
+) -> str:  # Markdown
+    "Return the table of the front page: files per second in both geometries with a warm page cache, and the seconds of a run."
+    if figures is None:
+        return NOT_MEASURED
+    names = [n for n in _ranked(figures, "warm") if figures["contestants"][n].get("status", "ok") == "ok"]
+    lines = [
+        "| | "
+        + " | ".join(f"{g}: {geometry_words(figures, g).partition(': ')[2]}" for g in figures["settings"])
+        + " | seconds of a run |"
+    ]
+    lines.append("|---|" + "---|" * (len(figures["settings"]) + 1))
+    for name in names:
+        rates, seconds = [], []
+        for g in figures["settings"]:
+            rate = _measured(figures, name, f"{g}, warm", "files_per_s")
+            took = _measured(figures, name, f"{g}, warm", "seconds")
+            rates.append("-" if rate is None else f"{rate['median']:,.0f} files/s")
+            seconds += [] if took is None else [took["median"]]
+        bold = "**" if _is_ours(name) else ""
+        lines.append(
+            f"| {bold}{name}{bold} | {' | '.join(rates)} | {min(seconds):.0f} to {max(seconds):.0f} |"
+        )
+    return "\n".join([*lines, "", f"{about_words(figures, 'warm page cache')}."])
+
+
 def rate_figure(
     figures: Mapping[str, Any] | None,  # of `bench_compare`; None: not measured
 ) -> "go.Figure":
