@@ -23,6 +23,7 @@ from pathlib import Path
 import nbformat
 from api import module_page, public_page
 from figures import plotly_file, show_figures
+from messages import messages
 from nbclient import NotebookClient
 from widgets import still_widgets
 
@@ -545,20 +546,27 @@ def commands_text() -> str:
     return "\n\n".join(parts)
 
 
-ERRORS_TEXT = """Every error of leakmel has a code. It stays when the message changes: `error.code` in Python, `"code"` in what the
-command line prints with `--json`. The message names the file and what to do."""
+ERRORS_TEXT = """Every error of leakmel has a code, which stays when the message changes: `error.code` in Python, `"code"` in the output of
+`--json`. The message names the file and the remedy. In the list, `{...}` stands for a value that the message shows."""
 
 
 def errors_text() -> str:
-    "All error codes, from their registry, as Markdown."
+    "All error codes, from their registry, with the messages that have them, as Markdown."
     from leakmel.core import error_codes
 
+    texts: dict[str, list[str]] = {}
+    for m in messages():
+        text = f"{m.text}: {m.remedy}" if m.remedy else m.text
+        texts.setdefault(m.code, []).append(re.sub(r"([|<>*_`])", r"\\\1", " ".join(text.split())))
     parts = ["# Error codes", ERRORS_TEXT]
     for name, table in vars(error_codes).items():
         if name.isupper() and name != "ERROR_CODES" and isinstance(table, dict) and table:
-            rows = [f"| `{code}` | {meaning} |" for code, meaning in sorted(table.items())]
             title = name.replace("_", " ").capitalize()
-            parts += [f"## {title}", "\n".join(["| code | meaning |", "|---|---|", *rows])]
+            rows = []
+            for code, meaning in sorted(table.items()):
+                said = "<br>".join(dict.fromkeys(texts.get(code, [])))
+                rows.append(f"| `{code}` | {meaning} | {said} |")
+            parts += [f"## {title}", "\n".join(["| code | meaning | messages |", "|---|---|---|", *rows])]
     return "\n\n".join(parts)
 
 
