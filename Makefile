@@ -70,8 +70,9 @@ check: export OMP_NUM_THREADS := 1
 check: $(INSTALLED)-dev ## the edit loop: format, lint, types, notebooks against package, quick tests
 	@$(BIN)/python nbs/_tools/check.py --workers $(WORKERS)
 
-house: $(INSTALLED)-dev ## print the figures of the package's structure; SINCE=commit compares
+house: $(INSTALLED)-dev ## print the figures of structure and language; SINCE=commit compares the structure
 	@$(BIN)/python nbs/_tools/house.py $(if $(SINCE),--since "$(SINCE)")
+	@$(BIN)/python nbs/_tools/prose.py
 
 lab: $(INSTALLED)-all ## open JupyterLab on this machine, in nbs/
 	cd nbs && ../$(BIN)/jupyter-lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root)

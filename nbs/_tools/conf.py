@@ -48,10 +48,13 @@ html_theme_options = {
 html_context = {"default_mode": "auto"}
 
 
-def _load_plotly(app, page, template, context, doctree):
-    "Give plotly's script, which is large and stored once, to the pages that have a figure."
+def _load_scripts(app, page, template, context, doctree):
+    "Give plotly's script, which is large and stored once, to the pages that have a figure, and the ranking to the search page."
     if 'class="plotly-figure"' in context.get("body", ""):
         app.add_js_file("plotly.min.js")
+    if page == "search":
+        app.add_js_file("search_pages.js", loading_method="defer", priority=900)
+        app.add_js_file("search.js", loading_method="defer", priority=901)
 
 
 def setup(app):
@@ -61,5 +64,5 @@ def setup(app):
     app.connect(
         "config-inited", lambda app, config: config.html_static_path.append(str(Path(app.srcdir) / "static"))
     )
-    app.connect("html-page-context", _load_plotly)
+    app.connect("html-page-context", _load_scripts)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -7,6 +7,7 @@ Executed notebooks are kept in _docs/cache under a digest of everything they dep
 import asyncio
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from pathlib import Path
 import nbformat
 from api import module_page, public_page
 from figures import plotly_file, show_figures
+from messages import messages
 from nbclient import NotebookClient
 from widgets import still_widgets
 
@@ -41,6 +43,7 @@ ROOMS = {
     "cli": "the command line",
 }
 GUIDES = {  # folder of notebooks that export nothing -> title and sentence of its page
+    "guides": ("How to", "One page for one task."),
     "tutorials": ("Tutorials", "From the first recordings to a data set and a detector, step by step."),
     "explanations": ("Explanations", "What the library does with recordings, and why."),
     "benchmarks": ("Benchmarks", "Comparisons and measurements, drawn from the newest records."),
@@ -55,6 +58,11 @@ EXAMPLES = (
 )  # run notebooks in the order of their work; those that are there get a page
 # Guides in the order of their lists.
 FIRST = (
+    "different_rates",
+    "small_sets",
+    "correct_labels",
+    "share_results",
+    "cluster",
     "first_build",
     "first_detector",
     "drift",
@@ -516,8 +524,8 @@ def sentence(path: Path) -> str:
     return next((line[1:].strip() for line in lines if line.startswith(">")), "")
 
 
-def write_commands() -> None:
-    "The `--help` texts of the command line."
+def commands_text() -> str:
+    "The `--help` texts of the command line, as Markdown."
     from leakmel.cli import main
 
     os.environ["COLUMNS"] = "110"
@@ -535,24 +543,80 @@ def write_commands() -> None:
     parts.append(f"```text\n{said()}\n```")
     for name in names:
         parts += [f"## leakmel {name}", f"```text\n{said(name)}\n```"]
-    write_text("commands", "\n\n".join(parts))
+    return "\n\n".join(parts)
 
 
-ERRORS_TEXT = """Every error of leakmel has a code. It stays when the message changes: `error.code` in Python, `"code"` in what the
-command line prints with `--json`. The message names the file and what to do."""
+ERRORS_TEXT = """Every error of leakmel has a code, which stays when the message changes: `error.code` in Python, `"code"` in the output of
+`--json`. The message names the file and the remedy. In the list, `{...}` stands for a value that the message shows."""
 
 
-def write_errors() -> None:
-    "The page of all error codes, from their registry."
+def errors_text() -> str:
+    "All error codes, from their registry, with the messages that have them, as Markdown."
     from leakmel.core import error_codes
 
+    texts: dict[str, list[str]] = {}
+    for m in messages():
+        text = f"{m.text}: {m.remedy}" if m.remedy else m.text
+        texts.setdefault(m.code, []).append(re.sub(r"([|<>*_`])", r"\\\1", " ".join(text.split())))
     parts = ["# Error codes", ERRORS_TEXT]
     for name, table in vars(error_codes).items():
         if name.isupper() and name != "ERROR_CODES" and isinstance(table, dict) and table:
-            rows = [f"| `{code}` | {meaning} |" for code, meaning in sorted(table.items())]
             title = name.replace("_", " ").capitalize()
-            parts += [f"## {title}", "\n".join(["| code | meaning |", "|---|---|", *rows])]
-    write_text("errors", "\n\n".join(parts))
+            rows = []
+            for code, meaning in sorted(table.items()):
+                said = "<br>".join(dict.fromkeys(texts.get(code, [])))
+                rows.append(f"| `{code}` | {meaning} | {said} |")
+            parts += [f"## {title}", "\n".join(["| code | meaning | messages |", "|---|---|---|", *rows])]
+    return "\n\n".join(parts)
+
+
+# Weights of pages in the search: a page about a task ranks before the page of a module that has the same words.
+WEIGHTS = {
+    "guides": 3.0,
+    "tutorials": 2.5,
+    "explanations": 2.5,
+    "benchmarks": 1.5,
+    "reference": 0.5,
+    "api": 0.4,
+}
+
+
+def plain_text(path: Path, with_code: bool) -> str:
+    "The words of a notebook: its prose, and its code if that is wanted."
+    cells = nbformat.read(path, as_version=4).cells
+    kept = [c.source for c in cells if c.cell_type == "markdown" or (with_code and not directives_of(c))]
+    text = re.sub(r"\]\([^)]*\)|^[#>]+|[*`|\[\]]|^-+$|^:::.*$", " ", "\n".join(kept), flags=re.M)
+    return " ".join(text.split())
+
+
+def search_pages(library: list[Path], guides: list[Path]) -> list[list[object]]:
+    "Name, title, weight and words of each page that the search finds."
+    pages: list[list[object]] = []
+    for path in guides:
+        weight = WEIGHTS[path.parent.name]
+        pages.append([f"{path.parent.name}/{path.stem}", title_of(path), weight, plain_text(path, True)])
+    for name in EXAMPLES:
+        path = NOTEBOOKS / f"{name}.ipynb"
+        pages.append([name, f"{title_of(path)} (run notebook)", 1.5, plain_text(path, True)])
+    front = NOTEBOOKS / "index.ipynb"
+    if front.exists():
+        pages.append(["index", title_of(front), 2.0, plain_text(front, True)])
+    for path in library:
+        name = str(path.relative_to(NOTEBOOKS).with_suffix(""))
+        module = "leakmel." + name.replace("/", ".")
+        pages.append(
+            [f"reference/{name}", f"{module} (notebook)", WEIGHTS["reference"], plain_text(path, False)]
+        )
+        source = (ROOT / "leakmel" / f"{name}.py").read_text(encoding="utf-8")
+        names = re.findall(r"^(?:def|class) ([A-Za-z]\w*)", source, re.M)
+        pages.append([f"api/{name}", f"{module} (API)", WEIGHTS["api"], " ".join([sentence(path), *names])])
+    for name, title, text in (
+        ("commands", "Command line", commands_text()),
+        ("errors", "Error codes", errors_text()),
+        ("api/names", "Public names", public_page()),
+    ):
+        pages.append([name, title, 1.5, " ".join(re.sub(r"[*`|#]", " ", text).split())])
+    return pages
 
 
 def write_site(library: list[Path], guides: list[Path]) -> None:
@@ -568,9 +632,11 @@ def write_site(library: list[Path], guides: list[Path]) -> None:
     write_guides(guides)
     write_examples()
     write_lists(library)
-    write_commands()
-    write_errors()
-    write_text("changelog", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    write_text("commands", commands_text())
+    write_text("errors", errors_text())
+    script = f"const LEAKMEL_PAGES = {json.dumps(search_pages(library, guides), ensure_ascii=False)};\n"
+    put("static/search_pages.js", script.encode())
+    write_text("changelog", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](nbs/", "]("))
     if not (NOTEBOOKS / "index.ipynb").exists():
         write_text("index", f"# leakmel\n\n{contents(guides)}")
     remove_others()
