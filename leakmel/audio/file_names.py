@@ -7,8 +7,8 @@ __all__ = ["SPLITS", "split_name", "iso_time", "number_in", "NameParts", "parse_
 
 # %% ../../nbs/audio/file_names.ipynb #b9e583c6
 import math, os, re
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Iterator, Sequence
+from datetime import date, datetime
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -35,24 +35,44 @@ def split_name(
 
 
 # %% ../../nbs/audio/file_names.ipynb #07094184
-_TIME = re.compile(
-    r"(\d{8}[_T]\d{6}|\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?)(Z|[+-]\d\d:?\d\d)?"
-    r"|\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d",
+_DIGITS = re.compile(
+    r"(\d{4})(\d\d)(\d\d)[_T](\d\d)(\d\d)(\d\d)(Z|[+-]\d\d:?\d\d)?|(\d{4})-(\d\d)-(\d\d)_(\d\d)-(\d\d)-(\d\d)()",
     re.ASCII,
 )
+_ISO = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?", re.ASCII)
 
 
 def iso_time(
     text: str,  # YYYYMMDD_HHMMSS, YYYYMMDDTHHMMSS, YYYY-MM-DD_HH-MM-SS or ISO 8601 with date and time
 ) -> str:  # ISO 8601, with a zone where the text has one; empty for what is no date and time
-    "Convert a time as loggers and tables write it to ISO 8601."
-    if len(text) > 40 or not _TIME.fullmatch(text):
+    "A time as loggers and tables write it, in ISO 8601."
+    if (
+        len(text) == 15 and text[8] == "_" and text.isascii() and text[:8].isdigit() and text[9:].isdigit()
+    ):  # nearly all of them
+        day = _iso_day(text[:8])
+        hour, minute, second = text[9:11], text[11:13], text[13:]
+        is_time = day and hour < "24" and minute < "60" and second < "60"
+        return f"{day}T{hour}:{minute}:{second}" if is_time else ""
+    if len(text) > 40:
         return ""
-    if text[10] == "_":
-        text = text[:10] + "T" + text[11:].replace("-", ":")
+    if m := _DIGITS.fullmatch(text):
+        text = "{}-{}-{}T{}:{}:{}{}".format(
+            *(g or "" for g in (m.groups()[:7] if m.group(1) else m.groups()[7:]))
+        )
+    elif not _ISO.fullmatch(text):
+        return ""
     try:
         return datetime.fromisoformat(text).isoformat()
+    except ValueError:
+        return ""
+
+
+@lru_cache(4096)
+def _iso_day(text: str) -> str:
+    "YYYYMMDD as YYYY-MM-DD; empty for a day that does not exist."
+    try:
+        return date(int(text[:4]), int(text[4:6]), int(text[6:])).isoformat()
     except ValueError:
         return ""
 
@@ -91,14 +111,115 @@ def parse_name(
     return NameParts(parts[0], parts[1], iso_time(parts[2]), number_in(parts[3]), folder=folder)
 
 
+# %% ../../nbs/audio/file_names.ipynb #553b2d0f
+def _cut(data: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    "The stretches from `first` up to `last`, as one column."
+    lengths = np.maximum(last - first, 0)
+    places = np.arange(max(1, int(lengths.max(initial=0))), dtype=np.int32)
+    found = data[np.minimum(first.astype(np.int32)[:, None] + places, np.int32(len(data) - 1))]
+    return np.where(places < lengths[:, None], found, 0).astype(np.uint8).view(f"S{len(places)}").ravel()
+
+
+def _last_before(marks: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    "Place of the last mark in each stretch, -1 where it has none."
+    if not len(marks):
+        return np.full(len(begin), -1)
+    at = np.searchsorted(marks, end) - 1
+    found = marks[np.maximum(at, 0)]
+    return np.where((at >= 0) & (found >= begin), found, -1)
+
+
+# %% ../../nbs/audio/file_names.ipynb #62ec4fb2
+_SHAPE = np.frombuffer(b"dddddddd_dddddd", np.uint8) == ord("d")  # of a logger's time: YYYYMMDD_HHMMSS
+_DASHES = tuple(zip((4, 7, 10, 13, 16), b"--T::"))
+_MOVES = [(0, 0, 4), (5, 4, 2), (8, 6, 2), (11, 9, 2), (14, 11, 2), (17, 13, 2)]  # to, from, how many
+
+
+def _times(texts: np.ndarray) -> np.ndarray:
+    "`iso_time` of a column."
+    texts = texts.astype(f"S{max(15, texts.dtype.itemsize)}")
+    letters = texts.view(np.uint8).reshape(len(texts), texts.dtype.itemsize)
+    digits = (letters[:, :15] >= ord("0")) & (letters[:, :15] <= ord("9"))
+    usual = (digits == _SHAPE).all(axis=1) & (letters[:, 8] == ord("_")) & (letters[:, 15:] == 0).all(axis=1)
+    out = np.zeros((len(texts), 19), np.uint8)
+    for to, start, n in _MOVES:
+        out[usual, to : to + n] = letters[usual, start : start + n]
+    for at, letter in _DASHES:
+        out[usual, at] = letter
+    column = out.view("S19").ravel()
+    numbers = letters[:, :15].astype(np.int64) - ord("0")
+    hour, minute, second = (10 * numbers[:, k] + numbers[:, k + 1] for k in (9, 11, 13))
+    days, which = np.unique(column[usual].astype("S10"), return_inverse=True)
+    known = np.array(
+        [bool(iso_time(day.decode().replace("-", "") + "_000000")) for day in days], bool
+    )  # a day that exists
+    right = (hour < 24) & (minute < 60) & (second < 60)
+    if len(days):
+        right[usual] &= known[which]
+    column[usual & ~right] = b""
+    others = {
+        int(i): os.fsencode(iso_time(os.fsdecode(texts[i]))) for i in np.flatnonzero(~usual & (texts != b""))
+    }
+    column = column.astype(f"S{max([19, *map(len, others.values())])}")
+    for i, text in others.items():
+        column[i] = text
+    return column
+
+
+# %% ../../nbs/audio/file_names.ipynb #d7c032a0
+_AT_ONCE = 8192  # names that are cut together
+_MOST_BYTES = 1 << 22  # of their columns: names times the longest of them
+
+
+def _blocks(paths: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    "Neighbouring paths that are cut together."
+    lengths = np.fromiter(map(len, paths), np.int64, len(paths))
+    begin = 0
+    while begin < len(lengths):
+        longest = np.maximum.accumulate(lengths[begin : begin + _AT_ONCE])
+        n = max(1, int(np.searchsorted(longest * np.arange(1, len(longest) + 1), _MOST_BYTES, "right")))
+        yield paths[begin : begin + n]
+        begin += n
+
+
 # %% ../../nbs/audio/file_names.ipynb #76841f24
+def _columns(paths: Sequence[bytes]) -> dict[str, np.ndarray]:
+    "`columns_of_names` of some thousand paths."
+    data = np.frombuffer(b"\0".join(paths) + b"\0", np.uint8)
+    ends = np.flatnonzero(data == 0)
+    begins = np.concatenate([[0], ends[:-1] + 1])
+    slashes = np.flatnonzero(data == ord("/"))
+    tildes = np.flatnonzero(data == ord("~"))
+    last_slash = _last_before(slashes, begins, ends)
+    first_slash = np.append(slashes, len(data))[np.searchsorted(slashes, begins)]
+    name = np.where(last_slash < 0, begins, last_slash + 1)
+    dot = _last_before(np.flatnonzero(data == ord(".")), name, ends)
+    stem = np.where(dot > name, dot, ends)  # where it ends
+    at = np.searchsorted(tildes, name)
+    whole = np.searchsorted(tildes, stem) - at == 3  # four parts
+    one, two, three = (np.append(tildes, [0, 0, 0])[at + k] for k in range(3))
+
+    def part(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        return _cut(data, np.where(whole, first, 0), np.where(whole, last, 0))
+
+    numbers, which = np.unique(part(three + 1, stem), return_inverse=True)
+    return {
+        "sensor": part(name, one),
+        "recording": part(one + 1, two),
+        "start_time": _times(part(two + 1, three)),
+        "gain": np.array([number_in(os.fsdecode(text)) for text in numbers], np.float32)[which],
+        "folder": _cut(data, np.where(last_slash < 0, 0, first_slash + 1), last_slash),
+    }
+
+
 def columns_of_names(
     paths: Sequence[bytes],  # relative to the folder of their split
 ) -> dict[str, np.ndarray]:  # sensor, recording, start_time, folder: S; gain: float32
-    "Return what `parse_name` reads from each path as columns."
-    names = [parse_name(path) for path in paths]
-    columns = {
-        field: np.array([os.fsencode(getattr(name, field)) for name in names], "S")
-        for field in ("sensor", "recording", "start_time", "folder")
-    }
-    return columns | {"gain": np.array([name.gain for name in names], np.float32)}
+    "What `parse_name` says of each path, as columns; text as the bytes it has in the path."
+    parts = [_columns(block) for block in _blocks(paths)]
+    if not parts:
+        return {
+            name: np.zeros(0, "f4" if name == "gain" else "S1")
+            for name in ("sensor", "recording", "start_time", "gain", "folder")
+        }
+    return {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}

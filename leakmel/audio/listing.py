@@ -12,6 +12,7 @@ __all__ = [
     "folders_in",
     "split_folders",
     "label_map",
+    "FoundFiles",
     "found_below",
     "Listing",
     "make_listing",
@@ -19,11 +20,12 @@ __all__ = [
 
 # %% ../../nbs/audio/listing.ipynb #433a12cf
 import errno, os, stat, sys
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 
 import numpy as np
@@ -154,12 +156,47 @@ def _entry_stat(entry: os.DirEntry, root: bytes) -> os.stat_result | None:
 
 # %% ../../nbs/audio/listing.ipynb #5effbbc7
 Found = tuple[bytes, int, int]  # path relative to the folder, bytes, mtime in ns
+
+
+class FoundFiles:
+    "Recordings below a folder, as one list and two arrays: a tuple and two numbers for each would take as much memory as its path."
+
+    def __init__(self, found: Iterable[Found] = ()):
+        self.paths: list[bytes] = []
+        self.sizes = array("q")  # bytes
+        self.mtimes_ns = array("q")
+        for path, size, mtime_ns in found:
+            self.add(path, size, mtime_ns)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __iter__(self) -> Iterator[Found]:
+        return zip(self.paths, self.sizes, self.mtimes_ns)
+
+    def __getitem__(self, i: int) -> Found:
+        return self.paths[i], self.sizes[i], self.mtimes_ns[i]
+
+    def add(self, path: bytes, size: int, mtime_ns: int) -> None:
+        "Append a recording."
+        self.paths.append(path)
+        self.sizes.append(size)
+        self.mtimes_ns.append(mtime_ns)
+
+    def sort(self) -> None:
+        "Sort by the bytes of the paths."
+        order = np.array(sorted(range(len(self)), key=self.paths.__getitem__), np.int64)
+        self.paths = [self.paths[i] for i in order]
+        self.sizes = array("q", np.array(self.sizes, np.int64)[order].tobytes())
+        self.mtimes_ns = array("q", np.array(self.mtimes_ns, np.int64)[order].tobytes())
+
+
 _TOGETHER = 1000  # entries of a folder; below, loading compiled code is not worth it
 _AT_MOST = 8 * _TOGETHER  # at a time: an entry takes several times the memory of what is kept of it
 _NOT_FOLLOWED = "a link that leads nowhere, in a circle or out of the data folder is not followed"
 
 
-def _look_together(entries: list[os.DirEntry], cut: int, found: list[Found]) -> list[os.DirEntry]:
+def _look_together(entries: list[os.DirEntry], cut: int, found: FoundFiles) -> list[os.DirEntry]:
     "Add the recordings among many entries of a folder, their paths cut at the front; return the entries that are left to look at."
     if len(entries) < _TOGETHER or sys.modules.get("leakmel.audio.native") is None:
         return entries
@@ -167,32 +204,29 @@ def _look_together(entries: list[os.DirEntry], cut: int, found: list[Found]) -> 
         from leakmel.audio.native import stat_files
     except Exception:
         return entries  # whatever the reason: it is a matter of speed
-    left: list[os.DirEntry] = []
-    plain: list[os.DirEntry] = []
-    for entry in entries:
-        is_plain = is_recording_name(entry.name) and entry.is_file(follow_symlinks=False)
-        (plain if is_plain else left).append(entry)
-    kinds, sizes, mtimes_ns, _ = stat_files([entry.path for entry in plain]).T.tolist()
-    for entry, kind, size, mtime_ns in zip(plain, kinds, sizes, mtimes_ns):
-        if kind == stat.S_IFREG:
-            found.append((entry.path[cut:], size, mtime_ns))
-        else:
-            left.append(entry)
-    return left
+    plain = [is_recording_name(e.name) and e.is_file(follow_symlinks=False) for e in entries]
+    looked = stat_files([e.path for e in compress(entries, plain)])
+    good = np.array(plain, bool)
+    good[good] = looked[:, 0] == stat.S_IFREG
+    looked = looked[looked[:, 0] == stat.S_IFREG]
+    found.paths += [e.path[cut:] for e in compress(entries, good)]
+    found.sizes.frombytes(looked[:, 1].tobytes())
+    found.mtimes_ns.frombytes(looked[:, 2].tobytes())
+    return list(compress(entries, ~good))
 
 
 def found_below(
     root: str | os.PathLike,  # links are followed inside it
     folder: str | os.PathLike,  # the root, or a folder in it
     told: Callable[[int], None] = lambda n: None,  # is told of each recording that is found
-) -> tuple[list[Found], list[Problem]]:  # in the order of the bytes of the paths
+) -> tuple[FoundFiles, list[Problem]]:  # in the order of the bytes of the paths
     "Find the recordings below a folder, and what is not read there; raises DataError, MachineError."
     top = os.fsencode(root)
     real_root = os.path.realpath(top)
     waiting = [os.fsencode(folder)]
     cut = len(waiting[0].rstrip(b"/")) + 1
     links: list[bytes] = []  # to folders, a heap
-    found: list[Found] = []
+    found = FoundFiles()
     left_out: dict[tuple[int, int], tuple[bytes, str, str]] = {}  # identity -> path, kind, message
     listed: set[tuple[int, int]] = set()
     by_link = False
@@ -215,7 +249,7 @@ def found_below(
         if st is None:
             leave_out("link", entry.path, _NOT_FOLLOWED)
         elif wanted and stat.S_ISREG(st.st_mode):
-            found.append((entry.path[cut:], st.st_size, st.st_mtime_ns))
+            found.add(entry.path[cut:], st.st_size, st.st_mtime_ns)
             told(1)
         elif stat.S_ISDIR(st.st_mode):
             if entry.is_symlink():
@@ -249,7 +283,8 @@ def found_below(
         except OSError as e:
             raise list_error(e, path) from e
     notes = sorted(left_out.values())
-    return sorted(found), [Problem(kind, show_place("", path), message) for path, kind, message in notes]
+    found.sort()
+    return found, [Problem(kind, show_place("", path), message) for path, kind, message in notes]
 
 
 # %% ../../nbs/audio/listing.ipynb #7ce234a3
@@ -303,7 +338,7 @@ MOST_LABELS = 32_767  # a label is an int16
 def make_listing(
     split: str,
     folder: Path,
-    found: Sequence[Found],
+    found: FoundFiles | Iterable[Found],
     labels: Iterable[str | None],  # one for each; None, or one that label_names lacks: no label
     label_names: tuple[str, ...],  # all labels, in id order
     naming: Naming,
@@ -320,7 +355,8 @@ def make_listing(
         )
     ids: dict[str | None, int] = {name: i for i, name in enumerate(label_names)}
     label_ids = np.array([ids.get(label, -1) for label in labels], np.int16)
-    sizes = np.array([size for _, size, _ in found], np.int64)
-    mtimes_ns = np.array([mtime_ns for _, _, mtime_ns in found], np.int64)
+    files = found if isinstance(found, FoundFiles) else FoundFiles(found)
+    sizes = np.array(files.sizes, np.int64)
+    mtimes_ns = np.array(files.mtimes_ns, np.int64)
     known = None if parts is None else tuple(parts)
-    return Listing(split, folder, [path for path, _, _ in found], sizes, mtimes_ns, label_ids, naming, known)
+    return Listing(split, folder, files.paths, sizes, mtimes_ns, label_ids, naming, known)

@@ -20,6 +20,7 @@ from .content import content_columns, content_problems, read_content
 from .file_names import SPLITS, split_name
 from leakmel.audio.listing import (
     Found,
+    FoundFiles,
     Listing,
     folders_in,
     found_below,
@@ -283,7 +284,7 @@ def _by_folders(root: Path, split: str | None, naming: Naming, told: Callable[[i
     splits = split_folders(root)
     targets = _target_folders(root, split, splits, naming)
     notes = list(_next_to_splits(root, splits)) if splits else []
-    found: dict[str, list[Found]] = {}
+    found: dict[str, FoundFiles] = {}
     labels: dict[str, list[str | None]] = {}
     misfits: dict[str, list[int]] = {}
     # a pattern's label map needs the names of all splits
@@ -293,10 +294,12 @@ def _by_folders(root: Path, split: str | None, naming: Naming, told: Callable[[i
         misfits[name] = []
         if naming.source == "folders":
             decode = cache(os.fsdecode)  # there are few labels
-            cuts = [(path, path.find(b"/")) for path, _, _ in found[name]]
-            labels[name] = [decode(path[:cut]) if cut >= 0 else None for path, cut in cuts]
+            cuts = [path.find(b"/") for path in found[name].paths]
+            labels[name] = [
+                decode(path[:cut]) if cut >= 0 else None for path, cut in zip(found[name].paths, cuts)
+            ]
         else:
-            said = [naming.read(path) for path, _, _ in found[name]]
+            said = [naming.read(path) for path in found[name].paths]
             labels[name] = [x.label for x in said]
             misfits[name] = [i for i, x in enumerate(said) if not x.fits]
     if naming.labels_by_folder:
@@ -327,7 +330,7 @@ def _by_names(root: Path, split: str | None, naming: Naming, told: Callable[[int
     "Return the manifest of a root whose splits are told by the names."
     wanted = SPLITS if split is None else (_wanted_split(split),)
     found, notes = found_below(root, root, told)
-    said = [naming.read(path) for path, _, _ in found]
+    said = [naming.read(path) for path in found.paths]
     present = [s for s in SPLITS if any(x.split == s for x in said)]
     if not set(wanted) & set(present):
         example = f", for example {show_path(found[0][0])}" if found else ""

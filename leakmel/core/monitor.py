@@ -104,12 +104,17 @@ class Sampler:
     "All probes of this machine, each guarded on its own."
 
     def __init__(self):
-        import psutil
-
         self.missing: dict[str, str] = {}  # key -> why there is no value
         process, machine = Load(_process_clocks), Load(_machine_clocks)
 
+        def this_process() -> Any:
+            import psutil
+
+            return psutil.Process()
+
         def ram() -> tuple[int]:
+            import psutil
+
             memory = psutil.virtual_memory()
             return (memory.total - memory.available,)
 
@@ -117,9 +122,9 @@ class Sampler:
         self.probes: list[tuple[tuple[str, ...], Callable[[], Sequence]]] = [
             (("cpu_percent",), lambda: (process(),)),
             (("cpu_total_percent",), lambda: (machine(),)),
-            (("rss_bytes",), lambda: (psutil.Process().memory_info().rss,)),
+            (("rss_bytes",), lambda: (this_process().memory_info().rss,)),
             (("ram_used_bytes",), ram),
-            (("disk_read_bytes", "disk_written_bytes"), lambda: psutil.Process().io_counters()[2:4]),
+            (("disk_read_bytes", "disk_written_bytes"), lambda: this_process().io_counters()[2:4]),
         ]
         try:
             import pynvml

@@ -1,16 +1,18 @@
-"Columns of names say what names parsed one by one say."
+"Names cut by NumPy, thousands at a time, say what names parsed one by one say."
 
 import os
 import tracemalloc
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from leakmel.audio import file_names
 from leakmel.audio.file_names import columns_of_names
 from leakmel.audio.file_names import parse_name
 
-FIELDS = ("sensor", "recording", "start_time", "folder", "gain")
+FIELDS = ("sensor", "recording", "start_time", "gain", "folder")
 
 
 def check(paths: list[bytes]) -> None:
@@ -67,6 +69,23 @@ PATHS = st.tuples(
 @example([b"", b"a~b~20240101_000000~1.wav", b""])
 @example([b"LEAK/~~~.wav", b"LEAK/.wav", b"a~b~c~d", b"~/~/~/~.wav"])
 def test_all_names_together_and_one_by_one(paths: list[bytes]) -> None:
+    check(paths)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 7])
+def test_blocks_change_nothing(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Blocks of names of different lengths become one column."
+    paths = [
+        b"LEAK/" + b"deep/" * (i % 3) + b"s%d~r~20240101_0000%02d~g%d.wav" % (10**i, i, i) for i in range(10)
+    ] + [b"LEAK/plain.wav"]
+    right = columns_of_names(paths)
+    monkeypatch.setattr(file_names, "_AT_ONCE", at_once)
+    cut = columns_of_names(paths)
+    for field in FIELDS:
+        assert np.array_equal(cut[field], right[field], equal_nan=field == "gain")
+    check(paths)
+    monkeypatch.setattr(file_names, "_AT_ONCE", 8192)
+    monkeypatch.setattr(file_names, "_MOST_BYTES", 30 * at_once)
     check(paths)
 
 

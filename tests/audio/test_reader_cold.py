@@ -30,6 +30,7 @@ from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.source.read_ahead import ReadAhead, cold_share, plan_read_ahead
 from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench import bring_in, evict
+from errors import raises
 from messy import write_messy
 
 QUIET: dict[str, Any] = dict(engine="reference", check=2, progress="none", fresh=True)
@@ -487,7 +488,7 @@ def test_the_command_line_says_it(data: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_setting_is_checked() -> None:
-    with pytest.raises(UsageError, match="read_ahead must be a whole number from 0"):
+    with raises("out-of-range", UsageError, found=-1):
         PipelineConfig(read_ahead=-1)
 
 

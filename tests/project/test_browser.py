@@ -85,11 +85,11 @@ def dashboard(project, browser) -> str:
 
 
 def test_dashboard_in_jupyterlab(lab, watched, dashboard, tmp_path):
-    "The card, the comparison, the advice and twelve figures, of which one is a sentence."
+    "The card, the comparison, the advice and nine figures, of which one is a sentence."
     watched.page.set_viewport_size({"width": 1400, "height": 9600})
     page = open_notebook(watched, f"{lab}/lab/tree/{dashboard}?reset")
     run_all(page)
-    drawn = f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length === 12"
+    drawn = f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length === 9"
     try:
         page.wait_for_function(f"""document.querySelector("{ERRORS}") || {drawn}""", timeout=120_000)
     finally:

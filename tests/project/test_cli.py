@@ -630,8 +630,6 @@ def test_a_terminal_of_80_columns(data, tmp_path):
         <= 80
     )
     words = " ".join(said.split())
-    assert (
-        "one build reads each recording once, and the page cache can keep them for the next one" in words
-    ), "no word is cut"
+    assert "one build reads each recording once" in words, "no word is cut"
     assert "9 rows + 1 rejected = 10 files found" in words
     assert "PERFORMANCE ANALYSIS" in words

@@ -214,9 +214,9 @@ def test_pages_in_a_browser(site, page, tmp_path):
     n_figures_of = {
         "index": 0,
         "build": 5,
-        "train": 7,
+        "train": 6,
         "predict": 3,
-        "dashboard": 12,
+        "dashboard": 9,
         "benchmark": 1,
         "reference/mel/spec": 0,
         "api/mel/spec": 0,

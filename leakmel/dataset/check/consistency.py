@@ -37,10 +37,12 @@ from .expected import expected_row
 from ..file.schema import ROWS, SCHEMA_VERSION, name_columns, read_column
 from ...mel.spec import MelSpec
 
-
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde
+_BLOCK = 4096  # paths that are objects at the same time
+
+
 def wrong_labels(
-    paths: Sequence[bytes],  # B, of the rows
+    paths: np.ndarray,  # [B] bytes, of the rows
     ids: np.ndarray,  # [B], numbers of their labels
     labels: Sequence[str],  # names as stored, in id order
     naming: Naming,
@@ -49,18 +51,25 @@ def wrong_labels(
     "Yield rows whose label or split is not what their path says."
     if naming.source == "table":
         return
-    said: list[Any]
-    if naming.source == "folders":
-        said = [path.split(b"/", 1)[0] for path in paths]
-    else:
-        found = [naming.read(path) for path in paths]
-        said = [f.label for f in found]
-        if naming.base == "root" and (wrong := [p for p, f in zip(paths, found) if f.split != split]):
-            yield f"{len(wrong)} rows are of another split by the pattern, first {show_path(wrong[0])}"
-    shown = {label: None if label is None else show_path(label) for label in set(said)}
-    if wrong := [p for p, label, k in zip(paths, said, ids) if shown[label] != labels[k]]:
+    mislabelled: list[bytes] = []
+    of_other_split: list[bytes] = []
+    for start in range(0, len(paths), _BLOCK):
+        block = np.asarray(paths[start : start + _BLOCK]).tolist()
+        if naming.source == "folders":
+            found: list[Any] = [path.split(b"/", 1)[0] for path in block]
+        else:
+            names = [naming.read(path) for path in block]
+            found = [name.label for name in names]
+            if naming.base == "root":
+                of_other_split += [p for p, name in zip(block, names) if name.split != split]
+        shown = {label: None if label is None else show_path(label) for label in set(found)}
+        stored = ids[start : start + _BLOCK]
+        mislabelled += [p for p, label, k in zip(block, found, stored) if shown[label] != labels[k]]
+    if of_other_split:
+        yield f"{len(of_other_split)} rows are of another split by the pattern, first {show_path(of_other_split[0])}"
+    if mislabelled:
         source = "folder" if naming.labels_by_folder else "name by the pattern"
-        yield f"{len(wrong)} rows carry a label other than their {source}, first {show_path(wrong[0])}"
+        yield f"{len(mislabelled)} rows carry a label other than their {source}, first {show_path(mislabelled[0])}"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #8e606a58

@@ -132,7 +132,7 @@ def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
         yield f"label numbers {ids.min()} to {ids.max()}, there are {len(labels)} names"
     else:
         naming = Naming.from_json(f.attrs["naming_json"])
-        yield from consistency.wrong_labels(paths.tolist(), ids, labels, naming, f.attrs["split"])
+        yield from consistency.wrong_labels(paths, ids, labels, naming, f.attrs["split"])
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
@@ -362,8 +362,8 @@ def _check_origin(
         except DataError as e:
             fault = f"the data folder cannot be used; the data set was not compared: {e}"
     folder = os.fsencode(os.path.abspath(splits.get(f.attrs["split"], root)))
-    paths = read_column(f["files/path"]).tolist()
-    if not fault and paths and not any(os.path.lexists(os.path.join(folder, p)) for p in paths):
+    paths = read_column(f["files/path"])
+    if not fault and len(paths) and not any(os.path.lexists(os.path.join(folder, p)) for p in paths):
         fault = (
             f"none of the {len(paths):,} recordings is below {show_path(folder)}, for example {show_path(paths[0])}: "
             "give the root it was built from"
@@ -376,7 +376,7 @@ def _check_origin(
     lacks_samples = sources is not None and WAVEFORMS in f and not sources.keep_samples
     if sources is None or (sources.folder, sources.spec) != (folder, spec) or lacks_samples:
         sources = Sources(folder, spec)
-    rather = [i for i, path in enumerate(paths) if path in sources.known]
+    rather = [i for i, path in enumerate(paths) if path in sources.known] if sources.known else []
     picked = pick_rows(report.n_rows, sample, f[LABELS][:], f["files/rms_db"][:], edges, rather)
     if len(picked):
         report.scope = "against the sources"
