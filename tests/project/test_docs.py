@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ["core/errors", "audio/conform", "mel/spec"]
 GUIDES = [str(p.relative_to(ROOT / "nbs").with_suffix("")) for p in prepare.guide_notebooks()]
 # Of the guides; nbdev_test executes them all, here the others are pages without outputs.
-EXECUTED = ("refused", "gpu_limits", "gpu_path", "promises")
+EXECUTED = ("rejected_files", "gpu_limits", "gpu_path", "promises")
 
 
 def executed_or_not(path: Path, *given: Any, execute=prepare.execute) -> nbformat.NotebookNode:
@@ -221,7 +221,7 @@ def test_pages_in_a_browser(site, page, tmp_path):
         "reference/mel/spec": 0,
         "api/mel/spec": 0,
         "api/names": 0,
-        "explanations/refused": 0,
+        "explanations/rejected_files": 0,
         "explanations/gpu_limits": 1,
         "explanations/gpu_path": 1,
         "explanations/promises": 0,
@@ -253,7 +253,7 @@ def test_pages_in_a_browser(site, page, tmp_path):
 def test_the_search_finds_a_name_and_a_word(site, page):
     "Opened from the disk, where a page may not fetch another one."
     watched = Watched(page)
-    for word, found in (("read_wav", "api/names.html"), ("truncated", "explanations/refused.html")):
+    for word, found in (("read_wav", "api/names.html"), ("truncated", "explanations/rejected_files.html")):
         page.goto((site / "search.html").as_uri() + f"?q={word}")
         page.wait_for_selector("#search-results li a", timeout=60_000)
         page.wait_for_function(
@@ -424,10 +424,10 @@ def test_a_notebook_becomes_one_page_with_live_figures(page, tmp_path, capsys):
 def test_guides_are_in_the_table_of_contents(site):
     front, listed, page = (
         (site / f"{name}.html").read_text(encoding="utf-8")
-        for name in ("index", "explanations/index", "explanations/refused")
+        for name in ("index", "explanations/index", "explanations/rejected_files")
     )
     assert 'href="explanations/index.html"' in front
-    assert 'href="refused.html"' in listed
+    assert 'href="rejected_files.html"' in listed
     assert "Each reject code with what it means" in listed
     assert page.count("<table") == 4, "codes, what ends a build, headers that lie, encodings"
     assert "MEANING = {" not in page, "a cell with echo: false shows what it makes, not its source"
@@ -436,7 +436,7 @@ def test_guides_are_in_the_table_of_contents(site):
 def test_guides_are_the_notebooks_of_their_folders():
     "All of them, and they export nothing."
     guides = prepare.guide_notebooks()
-    for name in ("explanations/refused", "tutorials/speed_ladder"):
+    for name in ("explanations/rejected_files", "tutorials/speed_ladder"):
         assert ROOT / "nbs" / f"{name}.ipynb" in guides
     assert {p.parent.name for p in guides} <= set(prepare.GUIDES)
     assert not [p.name for p in guides if "default_exp" in p.read_text(encoding="utf-8")]
