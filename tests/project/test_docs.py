@@ -268,22 +268,42 @@ def test_the_search_finds_a_name_and_a_word(site, page):
 
 
 @pytest.mark.slow
-def test_the_front_page_has_three_doors(site):
+def test_the_front_page_goes_from_a_picture_to_links_by_task(site):
     text = (site / "index.html").read_text(encoding="utf-8")
-    doors = re.findall(
-        r'<strong><a class="reference internal" href="([^"#]+)[^"]*"><span class="[^"]*doc">([^<]+)', text
-    )
-    assert doors == [
-        ("tutorials/first_build.html", "I have recordings"),
-        ("tutorials/every_night.html", "I run it every night"),
-        ("explanations/speed.html", "I want to understand the speed"),
+    parts = [
+        "<h1>leakmel",
+        "is a Python package for",
+        "mels.png",
+        *(
+            f"<h2>{title}<"
+            for title in (
+                "Install",
+                "Your own recordings",
+                "In Python",
+                "What you get",
+                "Speed",
+                "Documentation",
+            )
+        ),
     ]
-    assert (
-        text.index("make build")
-        < text.index("compare.png")
-        < text.index("I have recordings")
-        < text.index("What it does")
-    )
+    assert [part for part in parts if part not in text] == []
+    assert sorted(parts, key=text.index) == parts
+    tasks = dict(re.findall(r"<strong>(\w+)</strong>: (.*?)</li>", text[text.index(parts[-1]) :], re.S))
+    for task, link in (
+        ("Start", "tutorials/first_build"),
+        ("Start", "tutorials/first_detector"),
+        ("Data", "guides/different_rates"),
+        ("Data", "explanations/rejected_files"),
+        ("Data", "explanations/file_format"),
+        ("Data", "explanations/resume"),
+        ("Detector", "guides/small_sets"),
+        ("Detector", "explanations/evaluation"),
+        ("Detector", "tutorials/retraining"),
+        ("Operation", "tutorials/every_night"),
+        ("Operation", "explanations/speed"),
+        ("Operation", "explanations/troubleshooting"),
+    ):
+        assert f'href="{link}.html"' in tasks[task], (task, link)
 
 
 @pytest.mark.slow
@@ -428,7 +448,7 @@ def test_guides_are_in_the_table_of_contents(site):
     )
     assert 'href="explanations/index.html"' in front
     assert 'href="rejected_files.html"' in listed
-    assert "Each reject code with what it means" in listed
+    assert "Reject codes with meaning and remedy" in listed
     assert page.count("<table") == 4, "codes, what ends a build, headers that lie, encodings"
     assert "MEANING = {" not in page, "a cell with echo: false shows what it makes, not its source"
 
