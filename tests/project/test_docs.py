@@ -29,7 +29,7 @@ EXECUTED = ("rejected_files", "gpu_limits", "gpu_path", "promises")
 
 
 def executed_or_not(path: Path, *given: Any, execute=prepare.execute) -> nbformat.NotebookNode:
-    "What the site does, but for guides that a test of pages has no need of."
+    "Execute a notebook as the site does, except guides whose outputs no test needs."
     return (
         nbformat.read(path, as_version=4)
         if path.parent.name in prepare.GUIDES and path.stem not in EXECUTED
@@ -103,7 +103,7 @@ def test_titles_of_figures_are_not_cut_in_any_usual_font(site, font):
 
 @pytest.mark.slow
 def test_a_second_run_executes_nothing_and_changes_no_file(written, site, monkeypatch):
-    "What keeps `make docs` quick where nothing has changed."
+    "`make docs` is fast if nothing has changed."
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a notebook is executed again")
@@ -128,7 +128,7 @@ def test_every_error_code_is_on_its_page(site):
 
 
 @pytest.mark.slow
-def test_pages_are_there(site):
+def test_every_page_exists(site):
     names = [
         "index",
         "examples",
@@ -158,7 +158,7 @@ def test_pages_are_there(site):
 
 
 class Page(HTMLParser):
-    "What a page names, links to and loads."
+    "The anchors, links and loaded files of a page."
 
     def __init__(self, path: Path):
         super().__init__()
@@ -168,18 +168,18 @@ class Page(HTMLParser):
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        said = {name: value or "" for name, value in attrs}
-        self.ids |= {said[name] for name in ("id", "name") if name in said}
-        if tag == "a" and "href" in said:
-            self.links.append(said["href"])
-        elif tag == "link" and said.get("rel") not in ("next", "prev", "search", "index"):
-            self.loads.append(said.get("href", ""))
-        elif "src" in said:
-            self.loads.append(said["src"])
+        given = {name: value or "" for name, value in attrs}
+        self.ids |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif tag == "link" and given.get("rel") not in ("next", "prev", "search", "index"):
+            self.loads.append(given.get("href", ""))
+        elif "src" in given:
+            self.loads.append(given["src"])
 
 
 @pytest.mark.slow
-def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
+def test_links_are_valid_and_nothing_is_loaded_from_a_network(site):
     "Links inside the site with their anchors; scripts, styles and pictures of all pages."
     pages = {path: Page(path) for path in site.rglob("*.html") if "_static" not in path.parts}
     assert len(pages) > 30
@@ -197,7 +197,7 @@ def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
     assert not bad, "\n".join(bad[:20])
 
 
-def test_links_of_the_notebooks_lead_to_files():
+def test_links_of_notebooks_name_existing_files():
     for path in (ROOT / "nbs").rglob("*.ipynb"):
         if any(part[0] in "._" for part in path.relative_to(ROOT / "nbs").parts) or path.match("out*.ipynb"):
             continue
@@ -324,7 +324,7 @@ def test_public_names_show_parameters_of_functions_classes_and_dataclasses():
     assert "\n| `n_fft` | `int` | `512` | FFT and Hann window length, samples |\n" in page
 
 
-def test_promises_name_tests_that_are_there():
+def test_promises_name_existing_tests():
     promises = tomllib.loads((ROOT / "nbs" / "explanations" / "promises.toml").read_text(encoding="utf-8"))
     assert list(promises) == [f"S{n}" for n in range(1, 20)]
     tests_of: dict[str, set[str]] = {}
@@ -354,7 +354,7 @@ def test_formulas_need_no_renderer():
         prepare.formulas(r"$\aleph_0$")
 
 
-def test_a_list_of_doors_becomes_cards_and_other_lists_stay():
+def test_a_list_of_bold_links_becomes_cards():
     text = "- **[One](a.ipynb)**: first\n  line.\n- **[Two](b.ipynb)**: second.\n\n- plain\n- [link](c.ipynb): said"
     page = prepare.cards(text)
     assert page.count("{grid-item-card}") == 2
@@ -366,7 +366,7 @@ def model(kind: str, **state: Any) -> dict[str, Any]:
     return {"model_name": f"{kind}Model", "state": state}
 
 
-def test_widgets_stand_as_they_were_left():
+def test_widgets_keep_their_state_without_a_kernel():
     "Controls with their values, figures and pictures that widgets hold; what a layout hides stays hidden, text is escaped."
     figure = {"data": [{"type": "bar", "y": [1, 2]}], "layout": {"title": {"text": "t"}}}
     said = {"output_type": "stream", "name": "stdout", "text": "a < b"}
