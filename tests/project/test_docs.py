@@ -25,11 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ["core/errors", "audio/conform", "mel/spec"]
 GUIDES = [str(p.relative_to(ROOT / "nbs").with_suffix("")) for p in prepare.guide_notebooks()]
 # Of the guides; nbdev_test executes them all, here the others are pages without outputs.
-EXECUTED = ("refused", "gpu_limits", "gpu_path", "promises")
+EXECUTED = ("rejected_files", "gpu_limits", "gpu_path", "promises")
 
 
 def executed_or_not(path: Path, *given: Any, execute=prepare.execute) -> nbformat.NotebookNode:
-    "What the site does, but for guides that a test of pages has no need of."
+    "Execute a notebook as the site does, except guides whose outputs no test needs."
     return (
         nbformat.read(path, as_version=4)
         if path.parent.name in prepare.GUIDES and path.stem not in EXECUTED
@@ -103,7 +103,7 @@ def test_titles_of_figures_are_not_cut_in_any_usual_font(site, font):
 
 @pytest.mark.slow
 def test_a_second_run_executes_nothing_and_changes_no_file(written, site, monkeypatch):
-    "What keeps `make docs` quick where nothing has changed."
+    "`make docs` is fast if nothing has changed."
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a notebook is executed again")
@@ -128,7 +128,7 @@ def test_every_error_code_is_on_its_page(site):
 
 
 @pytest.mark.slow
-def test_pages_are_there(site):
+def test_every_page_exists(site):
     names = [
         "index",
         "examples",
@@ -158,7 +158,7 @@ def test_pages_are_there(site):
 
 
 class Page(HTMLParser):
-    "What a page names, links to and loads."
+    "The anchors, links and loaded files of a page."
 
     def __init__(self, path: Path):
         super().__init__()
@@ -168,18 +168,18 @@ class Page(HTMLParser):
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        said = {name: value or "" for name, value in attrs}
-        self.ids |= {said[name] for name in ("id", "name") if name in said}
-        if tag == "a" and "href" in said:
-            self.links.append(said["href"])
-        elif tag == "link" and said.get("rel") not in ("next", "prev", "search", "index"):
-            self.loads.append(said.get("href", ""))
-        elif "src" in said:
-            self.loads.append(said["src"])
+        given = {name: value or "" for name, value in attrs}
+        self.ids |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif tag == "link" and given.get("rel") not in ("next", "prev", "search", "index"):
+            self.loads.append(given.get("href", ""))
+        elif "src" in given:
+            self.loads.append(given["src"])
 
 
 @pytest.mark.slow
-def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
+def test_links_are_valid_and_nothing_is_loaded_from_a_network(site):
     "Links inside the site with their anchors; scripts, styles and pictures of all pages."
     pages = {path: Page(path) for path in site.rglob("*.html") if "_static" not in path.parts}
     assert len(pages) > 30
@@ -197,7 +197,7 @@ def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
     assert not bad, "\n".join(bad[:20])
 
 
-def test_links_of_the_notebooks_lead_to_files():
+def test_links_of_notebooks_name_existing_files():
     for path in (ROOT / "nbs").rglob("*.ipynb"):
         if any(part[0] in "._" for part in path.relative_to(ROOT / "nbs").parts) or path.match("out*.ipynb"):
             continue
@@ -221,7 +221,7 @@ def test_pages_in_a_browser(site, page, tmp_path):
         "reference/mel/spec": 0,
         "api/mel/spec": 0,
         "api/names": 0,
-        "explanations/refused": 0,
+        "explanations/rejected_files": 0,
         "explanations/gpu_limits": 1,
         "explanations/gpu_path": 1,
         "explanations/promises": 0,
@@ -253,7 +253,7 @@ def test_pages_in_a_browser(site, page, tmp_path):
 def test_the_search_finds_a_name_and_a_word(site, page):
     "Opened from the disk, where a page may not fetch another one."
     watched = Watched(page)
-    for word, found in (("read_wav", "api/names.html"), ("truncated", "explanations/refused.html")):
+    for word, found in (("read_wav", "api/names.html"), ("truncated", "explanations/rejected_files.html")):
         page.goto((site / "search.html").as_uri() + f"?q={word}")
         page.wait_for_selector("#search-results li a", timeout=60_000)
         page.wait_for_function(
@@ -268,22 +268,42 @@ def test_the_search_finds_a_name_and_a_word(site, page):
 
 
 @pytest.mark.slow
-def test_the_front_page_has_three_doors(site):
+def test_the_front_page_goes_from_a_picture_to_links_by_task(site):
     text = (site / "index.html").read_text(encoding="utf-8")
-    doors = re.findall(
-        r'<strong><a class="reference internal" href="([^"#]+)[^"]*"><span class="[^"]*doc">([^<]+)', text
-    )
-    assert doors == [
-        ("tutorials/first_build.html", "I have recordings"),
-        ("tutorials/every_night.html", "I run it every night"),
-        ("explanations/speed.html", "I want to understand the speed"),
+    parts = [
+        "<h1>leakmel",
+        "is a Python package for",
+        "mels.png",
+        *(
+            f"<h2>{title}<"
+            for title in (
+                "Install",
+                "Your own recordings",
+                "In Python",
+                "What you get",
+                "Speed",
+                "Documentation",
+            )
+        ),
     ]
-    assert (
-        text.index("make build")
-        < text.index("compare.png")
-        < text.index("I have recordings")
-        < text.index("What it does")
-    )
+    assert [part for part in parts if part not in text] == []
+    assert sorted(parts, key=text.index) == parts
+    tasks = dict(re.findall(r"<strong>(\w+)</strong>: (.*?)</li>", text[text.index(parts[-1]) :], re.S))
+    for task, link in (
+        ("Start", "tutorials/first_build"),
+        ("Start", "tutorials/first_detector"),
+        ("Data", "guides/different_rates"),
+        ("Data", "explanations/rejected_files"),
+        ("Data", "explanations/file_format"),
+        ("Data", "explanations/resume"),
+        ("Detector", "guides/small_sets"),
+        ("Detector", "explanations/evaluation"),
+        ("Detector", "tutorials/retraining"),
+        ("Operation", "tutorials/every_night"),
+        ("Operation", "explanations/speed"),
+        ("Operation", "explanations/troubleshooting"),
+    ):
+        assert f'href="{link}.html"' in tasks[task], (task, link)
 
 
 @pytest.mark.slow
@@ -304,7 +324,7 @@ def test_public_names_show_parameters_of_functions_classes_and_dataclasses():
     assert "\n| `n_fft` | `int` | `512` | FFT and Hann window length, samples |\n" in page
 
 
-def test_promises_name_tests_that_are_there():
+def test_promises_name_existing_tests():
     promises = tomllib.loads((ROOT / "nbs" / "explanations" / "promises.toml").read_text(encoding="utf-8"))
     assert list(promises) == [f"S{n}" for n in range(1, 20)]
     tests_of: dict[str, set[str]] = {}
@@ -334,7 +354,7 @@ def test_formulas_need_no_renderer():
         prepare.formulas(r"$\aleph_0$")
 
 
-def test_a_list_of_doors_becomes_cards_and_other_lists_stay():
+def test_a_list_of_bold_links_becomes_cards():
     text = "- **[One](a.ipynb)**: first\n  line.\n- **[Two](b.ipynb)**: second.\n\n- plain\n- [link](c.ipynb): said"
     page = prepare.cards(text)
     assert page.count("{grid-item-card}") == 2
@@ -346,7 +366,7 @@ def model(kind: str, **state: Any) -> dict[str, Any]:
     return {"model_name": f"{kind}Model", "state": state}
 
 
-def test_widgets_stand_as_they_were_left():
+def test_widgets_keep_their_state_without_a_kernel():
     "Controls with their values, figures and pictures that widgets hold; what a layout hides stays hidden, text is escaped."
     figure = {"data": [{"type": "bar", "y": [1, 2]}], "layout": {"title": {"text": "t"}}}
     said = {"output_type": "stream", "name": "stdout", "text": "a < b"}
@@ -424,11 +444,11 @@ def test_a_notebook_becomes_one_page_with_live_figures(page, tmp_path, capsys):
 def test_guides_are_in_the_table_of_contents(site):
     front, listed, page = (
         (site / f"{name}.html").read_text(encoding="utf-8")
-        for name in ("index", "explanations/index", "explanations/refused")
+        for name in ("index", "explanations/index", "explanations/rejected_files")
     )
     assert 'href="explanations/index.html"' in front
-    assert 'href="refused.html"' in listed
-    assert "Each reject code with what it means" in listed
+    assert 'href="rejected_files.html"' in listed
+    assert "Reject codes with meaning and remedy" in listed
     assert page.count("<table") == 4, "codes, what ends a build, headers that lie, encodings"
     assert "MEANING = {" not in page, "a cell with echo: false shows what it makes, not its source"
 
@@ -436,7 +456,7 @@ def test_guides_are_in_the_table_of_contents(site):
 def test_guides_are_the_notebooks_of_their_folders():
     "All of them, and they export nothing."
     guides = prepare.guide_notebooks()
-    for name in ("explanations/refused", "tutorials/speed_ladder"):
+    for name in ("explanations/rejected_files", "tutorials/speed_ladder"):
         assert ROOT / "nbs" / f"{name}.ipynb" in guides
     assert {p.parent.name for p in guides} <= set(prepare.GUIDES)
     assert not [p.name for p in guides if "default_exp" in p.read_text(encoding="utf-8")]

@@ -16,12 +16,12 @@ QUESTIONS = {
     "wrong labels": "guides/correct_labels",
     "cross validation": "guides/small_sets",
     "silent sensor": "explanations/troubleshooting",
-    "resume": "explanations/again",
+    "resume": "explanations/resume",
     "GPU": "explanations/gpu_path",
     "exit status": "tutorials/every_night",
     "slurm": "guides/cluster",
     "HDF5 format": "explanations/file_format",
-    "confidence interval": "explanations/judged",
+    "confidence interval": "explanations/evaluation",
     "out of memory": "explanations/training",
 }
 

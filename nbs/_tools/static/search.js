@@ -4,6 +4,9 @@
 
 const searchWords = (text) => (text.toLowerCase().match(/[\p{L}\p{N}_]+/gu) || []).map((word) => word.replace(/(?<=\p{L}{3,})(?:s|ing|ed)$/u, ""));
 
+// Words that every page has do not count, unless a query has no others.
+const searchCommon = new Set(["a", "an", "and", "for", "in", "is", "of", "the", "to", "with"]);
+
 const searchExcerpt = (text, words) => {
   const lower = text.toLowerCase();
   const places = words.map((word) => lower.indexOf(word)).filter((place) => place >= 0);
@@ -14,7 +17,9 @@ const searchExcerpt = (text, words) => {
 
 // Returns [score, page index], best first. A page counts if it holds every word, or most of them where no page holds all.
 const rankPages = (pages, query) => {
-  const words = [...new Set(searchWords(query))];
+  const all = [...new Set(searchWords(query))];
+  const rare = all.filter((word) => !searchCommon.has(word));
+  const words = rare.length ? rare : all;
   const indexed = pages.map(([, title, weight, text]) => ({ weight, title: searchWords(title), text: searchWords(text) }));
   const count = (list, word) => list.filter((other) => other === word || (word.length > 2 && other.startsWith(word))).length;
   const found = indexed.map((page) => words.map((word) => [count(page.title, word), count(page.text, word)]));
