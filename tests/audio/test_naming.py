@@ -904,7 +904,7 @@ def test_without_its_table_the_labels_of_a_data_set_are_not_compared(by_table):
         (
             "one label",
             lambda t: t.replace("day 2/c.wav,LEAK", "day 2/c.wav,NORMAL"),
-            "1 rows carry a label other than in the table, first day 2/c.wav",
+            "1 rows have a label that differs from the table, first day 2/c.wav",
         ),
         ("a sensor", lambda t: t.replace("H2,s2\nday 2/d", "H9,s2\nday 2/d"), "sensor of 1 rows"),
         ("a session", lambda t: t.replace("s1\n", "s8\n"), "session of 2 rows"),
@@ -1005,7 +1005,7 @@ def test_a_table_for_a_data_set_that_has_none_and_a_table_that_is_none(by_table,
     put(tmp_path / "data", "LEAK/a.wav", "NORMAL/b.wav")
     r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", progress="none", pipeline=QUIET)
     with pytest.raises(
-        UsageError, match="the labels of this data set come from folders: leave the table away"
+        UsageError, match="the labels of this data set come from folders: omit the table"
     ):
         lm.verify(r.path, root=tmp_path / "data", table=by_table[1])
     with h5py.File(r.path, "r+") as f:
@@ -1061,7 +1061,7 @@ def test_a_build_from_a_pattern(tmp_path):
     for change, word in [
         (
             lambda f: f["labels"].__setitem__(1, 1 - f["labels"][1]),
-            "a label other than their name by the pattern",
+            "a label that differs from their file name (pattern)",
         ),
         (lambda f: f.attrs.__setitem__("split", "VALIDATION"), "another split by the pattern"),
         (lambda f: f["files/session"].__setitem__(0, b"zz"), "session is zz"),
@@ -1103,7 +1103,7 @@ def test_a_build_whose_names_do_not_all_fit(tmp_path):
     )
     assert (r.rows, [(x.path, x.code) for x in r.rejections]) == (2, [(b"odd.wav", "no_label")])
     assert lm.verify(r.path, root=data, sample=None).ok
-    with pytest.raises(DataError, match="the pattern fits no recording") as caught:
+    with pytest.raises(DataError, match="the pattern matches no recording") as caught:
         lm.build(
             data,
             split="train",

@@ -174,7 +174,7 @@ def test_the_command_line_says_what_it_kept(
     (data / "LEAK" / "01.wav").unlink()
     assert main(words) == 0
     assert (
-        "29 rows copied from the existing data set; recordings since then: 0 added, 0 changed, 1 removed"
+        "29 rows copied from the existing data set; recordings changed since then: 0 added, 0 changed, 1 removed"
         in " ".join(capsys.readouterr().out.split())
     )
     assert main([*words, "--fresh"]) == 0
@@ -537,7 +537,7 @@ def test_no_room_for_the_state_is_no_fault_of_the_build(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     assert build(data, target).rows == 30
-    assert "will read all recordings again" in caplog.text
+    assert "the next build reads all recordings again" in caplog.text
     assert leftovers(target.parent, *BESIDE) == []
 
 

@@ -122,7 +122,7 @@ def test_too_many_rejected_publish_nothing_and_are_gone_on_from(
         assert words in said, words
     assert raised.value.exit_code == 1
     assert raised.value.__notes__ == [
-        "30 rows are kept: the same build resumes from them, unless it is told to start over (fresh=True, --fresh)"
+        "30 rows are kept: run the same build again to resume, or use fresh=True (--fresh) to start over"
     ]
     assert (target.read_bytes() if old else b"") == before
     assert leftovers(target.parent, *(BESIDE if old else [])) == RESUMABLE

@@ -491,7 +491,7 @@ def test_no_room_for_the_report_leaves_none_of_an_earlier_data_set(tmp_path, dat
         monkeypatch.setattr(Path, way, partialmethod(full, way=way))
     with raises("report-not-written", SpaceError) as e:
         lm.build(data, out=target, spec={"n_mels": 16}, **QUIET)
-    assert f"x.h5.{lost}.json: no room left while writing (ENOSPC" in str(e.value)
+    assert f"x.h5.{lost}.json: there is no room left on the file system (ENOSPC" in str(e.value)
     monkeypatch.undo()
     with lm.open_dataset(target) as ds:
         assert ds.mels.shape[3] == 16, "the new one"

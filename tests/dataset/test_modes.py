@@ -695,7 +695,7 @@ def test_a_worn_cache_file_is_made_anew(tmp_path, mixed, own_cache, caplog):
     with path.open("r+b") as f:
         f.write(b"damaged")
     build(mixed, tmp_path / "x.h5", "memmap")
-    assert "was damaged or outdated and is removed" in caplog.text
+    assert "was damaged or outdated and was removed" in caplog.text
     assert "created" in build(mixed, tmp_path / "x.h5", "memmap").summary["mode_lines"][1]
     for file in (mixed / "LEAK").iterdir():
         os.chmod(file, 0o600)  # all files touched, none changed
@@ -773,7 +773,7 @@ def test_who_makes_the_cache_file_is_said(tmp_path, mixed, caplog):
         while thread.is_alive() and "waiting for process" not in caplog.text and time.monotonic() < until:
             time.sleep(0.01)
         assert thread.is_alive()
-        assert f"waiting for process {os.getpid()}, which makes the cache file" in caplog.text
+        assert f"waiting for process {os.getpid()}, which is writing the cache file" in caplog.text
     thread.join(60)
     assert (tmp_path / "x.h5").exists()
 

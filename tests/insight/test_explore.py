@@ -351,7 +351,7 @@ def test_a_spec_goes_from_the_page_to_the_build(state, data, tmp_path, capsys):
         )
         == 2
     )
-    assert "Leave the preset to the file" in capsys.readouterr().err
+    assert "Omit the preset" in capsys.readouterr().err
     assert (
         main(
             [
@@ -567,7 +567,7 @@ def test_files_that_hold_no_spec_are_refused_in_one_line_and_nobody_waits_for_th
         "text.h5": "no spec file",
         "empty.h5": "no spec file",
         "folder": "cannot be read",
-        "pipe.h5": "no regular file",
+        "pipe.h5": "not a regular file",
         "none.h5": "no such spec file",
     }
     for name, sentence in said.items():

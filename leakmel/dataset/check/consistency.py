@@ -56,11 +56,11 @@ def wrong_labels(
         found = [naming.read(path) for path in paths]
         said = [f.label for f in found]
         if naming.base == "root" and (wrong := [p for p, f in zip(paths, found) if f.split != split]):
-            yield f"{len(wrong)} rows are of another split by the pattern, first {show_path(wrong[0])}"
+            yield f"{len(wrong)} rows belong to another split according to the pattern, first {show_path(wrong[0])}"
     shown = {label: None if label is None else show_path(label) for label in set(said)}
     if wrong := [p for p, label, k in zip(paths, said, ids) if shown[label] != labels[k]]:
-        source = "folder" if naming.labels_by_folder else "name by the pattern"
-        yield f"{len(wrong)} rows carry a label other than their {source}, first {show_path(wrong[0])}"
+        source = "folder" if naming.labels_by_folder else "file name (pattern)"
+        yield f"{len(wrong)} rows have a label that differs from their {source}, first {show_path(wrong[0])}"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #8e606a58
@@ -80,13 +80,13 @@ def against_table(
         yield f"{len(lost)} recordings of the table are neither rows nor rejected, first {show_path(lost[0])}"
     rows = [k for k, p in enumerate(paths) if p in entry]
     if wrong := [k for k in rows if show_path(table.labels[entry[paths[k]]]) != labels[ids[k]]]:
-        yield f"{len(wrong)} rows carry a label other than in the table, first {show_path(paths[wrong[0]])}"
+        yield f"{len(wrong)} rows have a label that differs from the table, first {show_path(paths[wrong[0]])}"
     right = name_columns([paths[k] for k in rows], [table.parts[entry[paths[k]]] for k in rows])
     for name, values in right.items():
         stored = file[f"files/{name}"][:][rows]
         bad = np.flatnonzero((stored != values) & ((stored == stored) | (values == values)))  # NaN is NaN
         if len(bad):
-            yield f"{name} of {len(bad)} rows is not what the table says, first {show_path(paths[rows[bad[0]]])}"
+            yield f"{name} of {len(bad)} rows differs from the table, first {show_path(paths[rows[bad[0]]])}"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #ff26ebba
@@ -102,7 +102,7 @@ def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
     if naming.base == "root":
         there = {p for p in there if naming.source == "pattern" and naming.split_of(p) == file.attrs["split"]}
     if gone := sorted(p for p in known - there if not os.path.isfile(os.path.join(folder, p))):
-        yield f"{len(gone)} recordings of the data set are not in the folder any more, first {show_path(gone[0])}"
+        yield f"{len(gone)} recordings of the data set no longer exist in the folder, first {show_path(gone[0])}"
     full = {os.path.join(folder, p): p for p in there - known}
     if new := sorted(p for at, p in full.items() if os.path.isfile(at) and not os.path.islink(at)):
         yield f"{len(new)} recordings in the folder are neither rows nor rejected, first {show_path(new[0])}"
@@ -125,7 +125,7 @@ def path_problems(file: h5py.File) -> Iterator[str]:  # sentences
             names = path.split(b"/") if isinstance(path, bytes) else [b".."]
             too_long = len(path) > LONGEST_PATH or max(map(len, names)) > LONGEST_NAME
             if too_long or names[0] == b"" or b".." in names:
-                yield f"{part}: {path[:60]!r}, {len(path):,} bytes, is not the path of a recording in the data folder"
+                yield f"{part}: {path[:60]!r}, {len(path):,} bytes, is not a valid path of a recording in the data folder"
                 break
 
 
@@ -138,7 +138,7 @@ def attribute_problems(
     "Yield attributes of the root that contradict each other or the schema."
     names = json.loads(attrs["labels_json"])
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        yield "labels_json is no list of names"
+        yield "labels_json is not a list of names"
         return
     if len(set(names)) < len(names):
         yield f"labels_json names a label twice: {show_path(max(names, key=names.count))}"
@@ -181,7 +181,7 @@ def scale_problems(file: h5py.File, spec: MelSpec) -> Iterator[str]:  # sentence
         if (stored.dtype, stored.shape) != (np.float64, values.shape) or not np.allclose(
             stored[()], values, rounding, 0
         ):
-            yield f"{name} is not what the settings of the data set give"
+            yield f"{name} does not match the settings of the data set"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #baf09c38
@@ -237,23 +237,23 @@ def rejected_problems(
             continue  # a table may name such a file; it is not read
         if not os.path.lexists(whole):
             if code != "unreadable":
-                moved.append(f"{show_path(path)}: rejected as {code}, and not there any more")
+                moved.append(f"{show_path(path)}: the file was rejected as {code} and no longer exists")
                 yield moved[-1]
             continue
-        gives = "gives a row"
+        gives = "is valid"
         try:
             if naming.source != "table":
                 label = naming.label_of(path)
                 if label is None or show_path(label) not in labels:
-                    raise RecordingError("no_label", "the name says no label")
+                    raise RecordingError("no_label", "the name contains no label")
             row, _ = expected_row(read_wav(whole), spec)
             if row.dtype != np.int16:
                 check_range(row)
         except RecordingError as e:
             if e.reject_code == code:
                 continue
-            gives = f"is to be rejected as {e.reject_code}"
-        yield f"{show_path(path)}: rejected as {code}, but the recording {gives}: either it was rejected wrongly or it was mended since"
+            gives = f"must be rejected as {e.reject_code}"
+        yield f"{show_path(path)}: the file was rejected as {code}, but it now {gives}: either the rejection was wrong, or the file was repaired later"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f7b377ee
@@ -261,11 +261,11 @@ def accounting_problems(file: h5py.File) -> Iterator[str]:  # sentences
     "Yield rejected files without all of path, code and message, and paths that are there twice."
     counts = {name: file[f"rejected/{name}"].shape for name in ("path", "code", "message")}
     if len(set(counts.values())) > 1 or len(counts["path"]) != 1:
-        yield f"the rejected files have parts of different length: {counts}"
+        yield f"the columns of the rejected files differ in length: {counts}"
     lost = file["rejected/path"][:]
     if (lost[:-1] >= lost[1:]).any():
-        yield "paths of rejected files are not in the order of their bytes, or one is there twice"
+        yield "the paths of rejected files are not sorted by bytes, or one occurs twice"
     if not len(lost):
         return
     if both := set(lost.tolist()).intersection(file["files/path"][:].tolist()):
-        yield f"{len(both)} files are rows and rejected, first {show_path(min(both))}"
+        yield f"{len(both)} files are both rows and rejected files, first {show_path(min(both))}"

@@ -76,11 +76,11 @@ class VerifyReport:
         "The verdict in one line."
         if self.problems:
             return f"NOT OK: {len(self.problems)} problem{'s' * (len(self.problems) > 1)}, first: {self.problems[0]}"
-        labels = "; labels and names were not compared: give the table they come from"
+        labels = "; labels and names were not compared: give the table (table=, --table)"
         if self.labels_compared:
             labels = ""
         if self.scope == "integrity only":
-            return f"ok (integrity only: {self.n_rows:,} rows have their digests; none was compared with its source){labels}"
+            return f"ok (integrity only: {self.n_rows:,} rows match their digests; none was compared with its recording){labels}"
         return f"ok: {self.checked:,} of {self.n_rows:,} rows recomputed in float64, largest difference {self.max_abs_db:.4f} dB{labels}"
 
     def _note_moved(self, problem: str) -> None:
@@ -109,27 +109,27 @@ def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
     n = len(f[ROWS])
     right: dict[str, Any] = {ROWS: ("float16", (n, *spec.row_shape))}
     if (WAVEFORMS in f) != ("digests/waveforms" in f):
-        yield "there are waveforms without digests, or digests without waveforms"
+        yield "the file has waveforms without digests, or digests without waveforms"
     elif WAVEFORMS in f:
         right[WAVEFORMS] = ("float32", (n, *spec.grid.shape[:2], spec.short_window))
     for name, wanted in right.items():
         if (found := (str(f[name].dtype), f[name].shape)) != wanted:
-            yield f"{name} is {found}, its own settings say {wanted}"
+            yield f"{name} is {found}, but its settings require {wanted}"
     for name in (LABELS, *(f"digests/{d}" for d in f["digests"]), *(f"files/{c}" for c in f["files"])):
         if (shape := f[name].shape) != (n,):
-            yield f"{name} has shape {shape}, there are {n} rows"
+            yield f"{name} has shape {shape}, but the data set has {n} rows"
     yield from consistency.attribute_problems(f.attrs, spec, n)
     yield from consistency.scale_problems(f, spec)
     yield from consistency.accounting_problems(f)
     paths = read_column(f["files/path"])
     if (paths[:-1] >= paths[1:]).any():
-        yield "paths are not in the order of their bytes, or one is there twice"
+        yield "the paths of rows are not sorted by bytes, or one occurs twice"
     for code in set(f["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}:
-        yield f"unknown reject code {code!r}"
+        yield f"the reject code {code!r} is unknown"
     labels = json.loads(f.attrs["labels_json"])
     ids = f[LABELS][:]
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(labels):
-        yield f"label numbers {ids.min()} to {ids.max()}, there are {len(labels)} names"
+        yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
     else:
         naming = Naming.from_json(f.attrs["naming_json"])
         yield from consistency.wrong_labels(paths.tolist(), ids, labels, naming, f.attrs["split"])
@@ -147,7 +147,7 @@ def _look(rows: h5py.Dataset, start: int, n: int) -> tuple[np.ndarray, np.ndarra
         try:
             digests, largest = module.look_at_rows(fd, begin + start * n_bytes, n, n_bytes)
         except EOFError as e:
-            raise VerifyError("the file ends too early", code="file-ends-early") from e
+            raise VerifyError("the file is shorter than its header says", code="file-ends-early") from e
         return digests, largest >= _INFINITE
     block = read_rows(rows, np.arange(start, start + n))
     return digests_of(block), ~np.isfinite(block.reshape(n, -1)).all(axis=1)
@@ -230,21 +230,21 @@ def _source_of(
     except MachineError:
         raise
     except LeakmelError as e:
-        report._note_moved(f"{name}: the source cannot be used now: {e}")
+        report._note_moved(f"{name}: the recording cannot be read now: {e}")
         return None
     if source.digest != facts["digest"]:
-        report._note_moved(f"{name}: the source has another digest than when the row was made")
+        report._note_moved(f"{name}: the recording has changed since the row was computed (digest)")
         return None
     if source.refused is not None:
         report.problems.append(
-            f"{name}: by the rules of its settings the recording should have been rejected: {source.refused}"
+            f"{name}: the settings require that the recording is rejected: {source.refused}"
         )
         return None
     for column, right in (source.facts | said).items():
         found = facts[column]
         if found != right and not (right != right and found != found):  # NaN is NaN
             shown = [show_path(v) if isinstance(v, bytes) else f"{v:.6g}" for v in (found, right)]
-            report.problems.append(f"{name}: {column} is {shown[0]}, the source says {shown[1]}")
+            report.problems.append(f"{name}: {column} is {shown[0]}, but the recording has {shown[1]}")
     return source
 
 
@@ -260,7 +260,7 @@ def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Itera
         stored = f[WAVEFORMS][c.row]
         wrong = stored != right if x.dtype == np.int16 else ~(np.abs(stored - right) <= 1e-6)
         if n := int(wrong.sum()):
-            yield f"{c.name}: the waveforms are not the recording's: {n} of {right.size} values differ"
+            yield f"{c.name}: the waveforms differ from the recording in {n} of {right.size} values"
 
 
 def _check_rows(rows: h5py.Dataset, spec: MelSpec, some: list[_Checked]) -> tuple[float, list[str]]:
@@ -268,7 +268,7 @@ def _check_rows(rows: h5py.Dataset, spec: MelSpec, some: list[_Checked]) -> tupl
     right = references_of([c.source for c in some], spec)
     verdicts = compare_each(read_rows(rows, np.array([c.row for c in some])), right, spec)
     return max(v.max_abs_db for v in verdicts), [
-        f"{c.name} differs from the reference: {v.n_wrong} of {v.n_values} values, {v.max_abs_db:.3g} dB"
+        f"{c.name} differs from the reference in {v.n_wrong} of {v.n_values} values, by up to {v.max_abs_db:.3g} dB"
         for c, v in zip(some, verdicts)
         if not v.ok
     ]
@@ -317,7 +317,7 @@ def check_sample(sample: int | None) -> None:
     is_number = isinstance(sample, (int, np.integer)) and not isinstance(sample, bool)
     if sample is not None and not (is_number and sample >= 0):
         raise UsageError(
-            "the number of rows to recompute must be 0 or more, or None for all",
+            "the number of rows to recompute must be 0 or more, or None for all rows",
             code="usage",
             found=repr(sample),
         )
@@ -345,7 +345,7 @@ def _check_origin(
     if table is not None:
         if naming.source != "table":
             raise _TableForFolders(
-                f"the labels of this data set come from {'folders' if naming.labels_by_folder else 'a pattern'}: leave the table away",
+                f"the labels of this data set come from {'folders' if naming.labels_by_folder else 'a pattern'}: omit the table",
                 code="table-not-used",
                 path=f.filename,
             )
@@ -355,7 +355,7 @@ def _check_origin(
     fault = ""
     splits: dict[str, Path] = {}
     if not os.path.isdir(root):
-        fault = f"the data folder {show_path(root)} {'is no folder' if os.path.exists(root) else 'does not exist'}; the data set was not compared"
+        fault = f"the data folder {show_path(root)} {'is not a folder' if os.path.exists(root) else 'does not exist'}; the data set was not compared"
     elif naming.base == "split":
         try:
             splits = split_folders(Path(root))
@@ -365,8 +365,8 @@ def _check_origin(
     paths = read_column(f["files/path"]).tolist()
     if not fault and paths and not any(os.path.lexists(os.path.join(folder, p)) for p in paths):
         fault = (
-            f"none of the {len(paths):,} recordings is below {show_path(folder)}, for example {show_path(paths[0])}: "
-            "give the root it was built from"
+            f"{show_path(folder)} contains none of the {len(paths):,} recordings, for example {show_path(paths[0])}: "
+            "give the data folder that the data set was built from"
         )
     if fault:
         report._note_moved(fault)
@@ -406,13 +406,13 @@ def check_data_set(
     report = VerifyReport(os.fspath(path), labels_compared=False)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would block
-            raise DataError("not a regular file", code="not-a-file", path=path)
+            raise DataError("the path is not a regular file", code="not-a-file", path=path)
         if not h5py.is_hdf5(path):
             raise DataError(
-                "not an HDF5 file",
+                "the file is not an HDF5 file",
                 code="not-hdf5",
                 path=path,
-                remedy="give a data set that leakmel wrote",
+                remedy="give a leakmel data set",
             )
         with h5py.File(path, "r") as f:
             _check_integrity(f, report)
@@ -439,5 +439,5 @@ def verify(
     try:
         return check_data_set(path, root=root, sample=sample, accounting=accounting, table=table)
     except (MachineError, MemoryError) as e:
-        problem = f"the check could not be finished: {type(e).__name__}: {e}"
+        problem = f"the check could not be completed: {type(e).__name__}: {e}"
         return VerifyReport(os.fspath(path), labels_compared=False, problems=[problem])

@@ -40,7 +40,9 @@ def read_at(
         n = os.preadv(fd, [data], offset)
         if n == 0:
             raise VerifyError(
-                "the file ends too early", code="file-ends-early", found=f"{len(data):,} bytes missing"
+                "the file is shorter than its header says",
+                code="file-ends-early",
+                found=f"{len(data):,} bytes missing",
             )
         data = data[n:]
         offset += n
@@ -147,5 +149,7 @@ def pack_rows(
     with ThreadPoolExecutor(threads, "leakmel-gzip") as pool:
         for k, chunk in enumerate(in_order(pool, pack, range(begin, end, n_bytes), _AHEAD * threads)):
             if stopped():
-                raise OutputError("compressing was stopped", code="stopped", path=source.file.filename)
+                raise OutputError(
+                    "the compression of the rows was stopped", code="stopped", path=source.file.filename
+                )
             target.id.write_direct_chunk((k * per_chunk, *(0 for _ in target.shape[1:])), chunk)

@@ -45,7 +45,9 @@ def read_rows(
     items = np.asarray(items, np.int64).reshape(-1)
     per_row = int(np.prod(data.shape[1 : 1 + depth]))
     if len(items) and not 0 <= items.min() <= items.max() < len(data) * per_row:
-        raise IndexError(f"items {items.min()} to {items.max()} of {len(data) * per_row}")
+        raise IndexError(
+            f"items {items.min()} to {items.max()} were requested, the data set has {len(data) * per_row}"
+        )
     wanted, place = np.unique(items, return_inverse=True)
     if data.chunks is None and (offset := data.id.get_offset()) is not None:
         out = np.empty((len(wanted), *data.shape[1 + depth :]), data.dtype)
@@ -70,24 +72,29 @@ def _damage(path: Path) -> Iterator[None]:
         yield
     except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as e:
         raise VerifyError(
-            "the data set lacks a part", code="damaged-data-set", path=path, found=str(e)
+            "a part of the data set is missing or damaged", code="damaged-data-set", path=path, found=str(e)
         ) from e
 
 
 def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
     "Refuse what is not a complete data set, before data are read; raises VerifyError."
     if problem := next(unsafe_parts(file), None):
-        raise VerifyError("this file is not safe to read", code="unsafe-file", path=path, found=problem)
+        raise VerifyError(
+            "the file was not read, because its structure is not safe",
+            code="unsafe-file",
+            path=path,
+            found=problem,
+        )
     if not legacy and "schema_version" not in file.attrs:
         raise VerifyError(
-            "not a data set of leakmel",
+            "the file is not a leakmel data set",
             code="not-a-data-set",
             path=path,
-            remedy="files of the earlier system open with legacy=True; their rows are unverified",
+            remedy="open a file of the earlier system with legacy=True; its rows are unverified",
         )
     if not legacy and (schema := file.attrs["schema_version"]) != SCHEMA_VERSION:
         raise VerifyError(
-            "a data set of another schema",
+            "the data set has another schema version",
             code="other-schema",
             path=path,
             found=schema,
@@ -103,11 +110,11 @@ def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
         counts[name] = len(part)
     if len(set(counts.values())) > 1 or not (legacy or file.attrs.get("complete", False)):
         raise VerifyError(
-            "the data set is not complete",
+            "the data set is incomplete",
             code="incomplete-data-set",
             path=path,
             found=counts,
-            remedy="build it again",
+            remedy="build the data set again",
         )
 
 
@@ -133,7 +140,7 @@ class MelDataset:
                 self.class_names = self._stored_json("labels_json", list)  # in id order
                 n_names = len(self.class_names) if all(isinstance(n, str) for n in self.class_names) else 0
                 if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < n_names:
-                    raise ValueError("labels without a name")
+                    raise ValueError("some label numbers have no name")
         except VerifyError:
             self.close()
             raise
@@ -142,13 +149,13 @@ class MelDataset:
         "Open the file for this process; raises DataError, VerifyError."
         try:
             if not stat.S_ISREG(os.stat(self.path).st_mode):  # a named pipe would block
-                raise VerifyError("not a regular file", code="not-a-file", path=self.path)
+                raise VerifyError("the path is not a regular file", code="not-a-file", path=self.path)
             self._file = h5py.File(self.path, "r", rdcc_nbytes=self.chunk_cache_bytes)
         except FileNotFoundError as e:
-            raise DataError("no such data set", code="no-such-file", path=self.path) from e
+            raise DataError("there is no such data set", code="no-such-file", path=self.path) from e
         except OSError as e:
             raise VerifyError(
-                "not an HDF5 file that can be read", code="not-hdf5", path=self.path, found=str(e)
+                "the file cannot be read as HDF5", code="not-hdf5", path=self.path, found=str(e)
             ) from e
         try:
             with _damage(self.path):
@@ -179,10 +186,10 @@ class MelDataset:
         if self._stat() != identity:
             self.close()
             raise VerifyError(
-                "the data set changed since it was opened",
+                "the data set file has changed since it was opened",
                 code="data-set-changed",
                 path=self.path,
-                remedy="open it again",
+                remedy="open the data set again",
             )
 
     @property
@@ -214,7 +221,7 @@ class MelDataset:
         "Read several rows together: what a torch DataLoader calls."
         for i in indices:
             if not -len(self) <= i < len(self):
-                raise IndexError(f"row {i} of {len(self)}")
+                raise IndexError(f"row {i} was requested, the data set has {len(self)} rows")
         rows = np.array(indices, np.int64) % max(1, len(self))
         return list(zip(read_rows(self.mels, rows), self.labels[rows].tolist()))
 
@@ -229,10 +236,10 @@ class MelDataset:
         "The spec of the features; raises DataError for a file of the earlier system."
         if self.legacy:
             raise DataError(
-                "a file of the earlier system holds no full spec",
+                "a file of the earlier system does not contain a complete spec",
                 code="no-spec",
                 path=self.path,
-                remedy="look at .config",
+                remedy="read the settings that it contains from .config",
             )
         return stored_spec(self.file)
 

@@ -353,16 +353,16 @@ def _all_sets(file: h5py.File) -> Iterator[h5py.Dataset | str]:
     while todo:
         group = todo.pop()
         if len(group) + len(seen) > _MOST_OBJECTS:
-            yield f"it has more than {_MOST_OBJECTS} parts"
+            yield f"the file has more than {_MOST_OBJECTS} objects"
             return
         for path in group:
             name = path.decode("utf-8", "surrogateescape")
             if group.links.get_info(path).type != h5py.h5l.TYPE_HARD:
-                yield f"{name} is a link to somewhere else"
+                yield f"{name} is a link to another object or file"
                 return
             item = h5py.h5o.open(group, path)
             if item in seen:
-                yield f"{name} is there under two names"
+                yield f"{name} has two names"
             elif isinstance(item, h5py.h5g.GroupID):
                 todo.append(item)
             elif isinstance(item, h5py.h5d.DatasetID):
@@ -374,20 +374,20 @@ def _all_sets(file: h5py.File) -> Iterator[h5py.Dataset | str]:
 def _why_unsafe(item: h5py.Dataset, size: int) -> str:
     "Return why a data set of a file of `size` bytes must not be read; empty where it may."
     if item.shape is None:
-        return f"{item.name} is empty"
+        return f"{item.name} has no shape"
     if item.is_virtual or item.external:
-        return f"{item.name} lies in other files"
+        return f"{item.name} is stored in other files"
     held = item.id.get_storage_size()
     name = item.name.strip("/")
     packed = MOST_PACKED if item.chunks and item.id.get_create_plist().get_nfilters() else 1
     if item.nbytes > held * packed or item.nbytes > size * (packed if name in PARTS else 1):
-        return f"{item.name} claims {item.nbytes:,} bytes in a file of {size:,}, which holds {held:,} of them"
+        return f"{item.name} claims {item.nbytes:,} bytes, but the file of {size:,} bytes stores {held:,} of them"
     if item.chunks and int(np.prod(item.chunks, dtype=object)) * item.dtype.itemsize > _MOST_CHUNK:
-        return f"{item.name} has chunks of more than {_MOST_CHUNK:,} bytes"
+        return f"{item.name} has chunks larger than {_MOST_CHUNK:,} bytes"
     if (begin := item.id.get_offset()) is not None and begin + held > size:
-        return f"{item.name} lies beyond the end of the file"
+        return f"{item.name} extends beyond the end of the file"
     if name in (*PARTS, LABELS) and item.dtype.kind not in "fiubS":
-        return f"{item.name} is of the kind {item.dtype}"
+        return f"{item.name} has the unexpected type {item.dtype}"
     return ""
 
 
@@ -404,11 +404,11 @@ def unsafe_parts(
         if problem := _why_unsafe(item, size):
             yield problem
     if loose > _MOST_LOOSE + size // 16:
-        yield f"{loose:,} bytes of its {size:,} belong to none of its parts"
+        yield f"{loose:,} of the {size:,} bytes of the file belong to no data set"
         return
     n = h5py.h5a.get_num_attrs(file.id)
     if n > _MOST_OBJECTS:
-        yield f"it has more than {_MOST_OBJECTS} attributes"
+        yield f"the file has more than {_MOST_OBJECTS} attributes"
         return
     longest = max((h5py.h5a.get_info(file.id, index=i).data_size for i in range(n)), default=0)
     if longest <= _MOST_SAID:  # those of fixed length; the others are as long as they are read
@@ -417,4 +417,4 @@ def unsafe_parts(
                 if isinstance(value := file.attrs[name], (str, bytes)):
                     longest = max(longest, len(value))
     if longest > _MOST_SAID:
-        yield f"it has an attribute of more than {_MOST_SAID:,} letters"
+        yield f"an attribute of the file is longer than {_MOST_SAID:,} characters"

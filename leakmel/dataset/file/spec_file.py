@@ -64,7 +64,7 @@ def _require_known(names: Iterable[str], known: Iterable[str], path: Path) -> No
             "; ".join(answer_unknown(name[:60], known) for name in unknown[:5]),
             code="unknown-setting",
             path=path,
-            expected=f"some of {', '.join(known)}",
+            expected=f"names from {', '.join(known)}",
         )
 
 
@@ -79,14 +79,14 @@ def _check_settings(settings: Mapping[str, Any], path: Path) -> None:
     for name, value in settings.items():
         if isinstance(value, int | float) and not abs(value) <= _LARGEST:  # nor NaN
             raise SpecError(
-                f"{name} is out of all bounds",
+                f"the value of {name} is too large",
                 code="invalid-setting",
                 path=path,
-                expected=f"a number up to {_LARGEST:g}",
+                expected=f"a number of at most {_LARGEST:g}",
             )
         if name in choices and value is not None and value not in choices[name]:
             raise SpecError(
-                f"{name} is not known",
+                f"{name} has an unknown value",
                 code="invalid-setting",
                 path=path,
                 found=repr(value)[:60],
@@ -105,15 +105,15 @@ def _preset_name(name: str, path: Path) -> str:
 # %% ../../../nbs/dataset/file/spec_file.ipynb #4b77a724
 def _load(path: Path) -> dict[str, Any]:
     "Read the JSON object of a spec file of any schema; raises DataError for a file that cannot be read, SpecError for one that holds something else."
-    remedy = "name a spec file, as explore.ipynb writes one, or a data set of leakmel"
+    remedy = "give a spec file, which explore.ipynb writes, or a leakmel data set"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         with os.fdopen(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise DataError("no regular file", code="not-a-file", path=path)
+                raise DataError("the path is not a regular file", code="not-a-file", path=path)
             data = file.read(MOST_BYTES + 1)
     except FileNotFoundError as e:
-        raise DataError("no such spec file", code="no-such-file", path=path, remedy=remedy) from e
+        raise DataError("there is no such spec file", code="no-such-file", path=path, remedy=remedy) from e
     except OSError as e:
         reason = os.strerror(e.errno or 0)
         raise DataError(
@@ -128,12 +128,12 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(body, dict) or body.get("kind") != KIND:
         kind = f"kind {str(body.get('kind'))[:60]!r}" if isinstance(body, dict) else None
         raise SpecError(
-            "no spec file",
+            "the file is not a spec file",
             code="not-a-spec-file",
             path=path,
             found=why or kind,
             expected=f"a JSON object of at most {MOST_BYTES:,} bytes with kind {KIND!r}",
-            remedy=f"{remedy}; of a model, name a data set that it was trained on",
+            remedy=f"{remedy}; for a model, give a data set that it was trained on",
         )
     return body
 
@@ -147,7 +147,7 @@ def read_spec(
     body = _load(path)
     if body.get("schema") != SCHEMA:
         raise SpecError(
-            "a spec file of another schema",
+            "the spec file has another schema version",
             code="other-schema",
             path=path,
             found=str(body.get("schema"))[:60],
@@ -159,7 +159,7 @@ def read_spec(
     settings = body.get("settings", {})
     if not isinstance(preset, str) or not isinstance(settings, dict):
         raise SpecError(
-            "the preset must be a name and settings must be a JSON object",
+            "preset must be a string and settings must be a JSON object",
             code="invalid-setting",
             path=path,
             expected=f"one of {', '.join(MelSpec.preset_names())}",
@@ -186,14 +186,14 @@ def write_spec(
     if changes.get("sample_rate") and changes.get("duration_s"):
         MelSpec.preset(preset, **changes)  # raises where the settings do not fit together
     if path.suffix != ".json":
-        raise OutputError("a spec file has a name that ends in .json", code="not-json-name", path=path)
+        raise OutputError("the name of a spec file must end in .json", code="not-json-name", path=path)
     if os.path.lexists(path):
         is_ours = False
         with suppress(DataError, SpecError):
             is_ours = bool(_load(path))  # of any schema, also with a mistake in it
         if not is_ours:
             raise OutputError(
-                "something other than a spec file is there",
+                "another kind of file has this name, and it was not replaced",
                 code="output-exists",
                 path=path,
                 remedy="choose another name",
@@ -221,10 +221,10 @@ def spec_of_data_set(
             spec = ds.spec
     except VerifyError as e:
         raise DataError(
-            "no spec can be had from this file: it is no data set of leakmel, or a damaged one",
+            "the spec cannot be read from this file: it is not a leakmel data set, or it is damaged",
             code="no-spec",
             path=path,
-            remedy="name another data set, or the settings as options",
+            remedy="give another data set, or give the settings as options",
         ) from e
     preset = _preset_name(spec.preset_name or "disjoint", Path(path))
     usual = asdict(MelSpec.preset(preset)) | {"sample_rate": None, "duration_s": None}
@@ -253,15 +253,15 @@ def asked_spec(
         there = read_spec(path)
     if preset is not None and _preset_name(preset, there.path) != there.preset:
         raise UsageError(
-            "the preset is not that of the spec file",
+            "the requested preset differs from the preset of the spec file",
             code="presets-differ",
             path=there.path,
             found=preset,
             expected=there.preset,
-            remedy="leave the preset to the file, or leave the file out",
+            remedy="omit the preset, or omit the spec file",
         )
     replaced = [name for name, value in given.items() if there.settings.get(name, value) != value]
-    said = "".join(
+    note = "".join(
         f"; {name} {given[name]} was asked for instead of {there.settings[name]}" for name in replaced
     )
-    return there.changes | dict(given), f"spec of {show_path(there.path)}: {there!r}{said}"
+    return there.changes | dict(given), f"spec of {show_path(there.path)}: {there!r}{note}"

@@ -42,16 +42,16 @@ def output_error(
     reason = f"{errno.errorcode.get(error.errno or 0, 'unknown error')}: {os.strerror(error.errno or 0)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(
-            f"no room left while writing ({reason})",
+            f"there is no room left on the file system ({reason})",
             code="no-space",
             path=path,
-            remedy="free some space and build again",
+            remedy="free disk space and build again",
         )
     return OutputError(
-        f"cannot be written ({reason})",
+        f"the file cannot be written ({reason})",
         code="write-failed",
         path=path,
-        remedy="mend the target, or build to another folder",
+        remedy="check the permissions and the file system, or write to another folder",
     )
 
 
@@ -107,11 +107,11 @@ class OutputLock:
         holder = f"process {os.pread(fd, 64, 0).decode('ascii', 'replace').strip() or 'unknown'}"
         if self.wait is None:
             raise OutputError(
-                "another build is writing this data set",
+                "another process is writing this file",
                 code="output-locked",
                 path=self.target,
                 found=holder,
-                remedy="wait for it, or build to another file",
+                remedy="wait until it ends, or write to another file",
             )
         self.wait(holder)
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -155,12 +155,12 @@ def require_space(
     free = st.f_bavail * st.f_frsize
     if free < n_bytes:
         raise SpaceError(
-            f"not enough room: {n_bytes - free:,} bytes are missing",
+            f"there is not enough free space: {n_bytes - free:,} bytes are missing",
             code="no-space",
             path=folder,
             found=f"{free:,} bytes free",
             expected=f"{n_bytes:,} bytes",
-            remedy="free some space or write to another file system",
+            remedy="free disk space, or write to another file system",
         )
 
 
@@ -329,7 +329,7 @@ class RowFile:
         digest, offsets = self._write_scratch(meta)
         if offsets != (self.offset, self.waveform_offset):
             raise OutputError(
-                "the HDF5 library moved the rows",
+                "this version of the HDF5 library places the rows at other offsets",
                 code="layout-changed",
                 path=self.partial,
                 found=offsets,

@@ -105,14 +105,20 @@ class PipelineConfig:
             if value is not None and not least <= value <= most:
                 bounds = f"from {least:g}" + (f" to {most:g}" if most < float("inf") else "")
                 raise UsageError(
-                    f"{name} is out of range", code="out-of-range", found=repr(value), expected=bounds
+                    f"the value of {name} is out of range",
+                    code="out-of-range",
+                    found=repr(value),
+                    expected=bounds,
                 )
         for name, choices in field_choices(type(self)).items():
             value = getattr(self, name)
             if value not in choices:
                 expected = " or ".join(choices)
                 raise UsageError(
-                    f"unknown {name}", code="unknown-choice", found=repr(value), expected=expected
+                    f"{name} has an unknown value",
+                    code="unknown-choice",
+                    found=repr(value),
+                    expected=expected,
                 )
 
 
@@ -150,7 +156,7 @@ def plan_workers(
     room = config.max_bytes_in_flight // slot_bytes(spec)  # recordings that may be in flight
     if room < 1:
         raise UsageError(
-            "max_bytes_in_flight holds not even one recording",
+            "max_bytes_in_flight is too small for one recording",
             code="out-of-range",
             found=config.max_bytes_in_flight,
             expected=f"at least {slot_bytes(spec):,}",
@@ -231,13 +237,13 @@ def read_tuned(
         here = {"schema": SCHEMA, "leakmel_version": __version__, "machine": this_machine()}
         for key, wanted in here.items():
             if body[key] != wanted:
-                raise ValueError(f"measured with {key} {body[key]!r:.200}, not {wanted!r}")
+                raise ValueError(f"the settings were measured with {key} {body[key]!r:.200}, not {wanted!r}")
         for name, value in body["settings"].items():
             least, most = LIMITS[name]
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(f"{name} must be a whole number from {least} to {most}, not {value!r:.80}")
         if body["mode"] not in TUNED_MODES:
-            raise ValueError(f"unknown mode {body['mode']!r:.80}")
+            raise ValueError(f"the mode {body['mode']!r:.80} is unknown")
         texts = [body[key] for key in ("engine", "device", "made_utc")]
         if not all(isinstance(text, str) for text in texts) or type(body["need_bytes"]) is not int:
             raise ValueError("engine, device, made_utc or need_bytes has a wrong type")
@@ -246,7 +252,7 @@ def read_tuned(
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise DataError(
-            "these settings of speed cannot be used",
+            "the tuned settings in this file cannot be used",
             code="invalid-tuned-file",
             path=path,
             found=f"{type(e).__name__}: {e}",
@@ -265,7 +271,7 @@ def find_tuned(
     except FileNotFoundError:
         return None
     except DataError as e:
-        log.warning("measured settings are not used: %s", e)
+        log.warning("the tuned settings are not used: %s", e)
         return None
 
 
@@ -277,10 +283,10 @@ def write_tuned(
     path = tuned_path(root)
     if not path.is_absolute():
         raise OutputError(
-            "the user has no folder of settings",
+            "the tuned settings cannot be stored, because the user has no configuration folder",
             code="tuned-file-not-written",
             path=path,
-            remedy="set XDG_CONFIG_HOME to a folder that can be written",
+            remedy="set XDG_CONFIG_HOME to a writable folder",
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -309,22 +315,22 @@ def with_tuned(
         return own, mode, ""
     where, settings = show_path(tuned_path(root)), tuned["settings"]
     modes = ("auto", "stream" if tuned["mode"] == "auto" else tuned["mode"])
-    other = [f"{k} {given[k]} was asked for" for k, v in settings.items() if given.get(k, v) != v]
+    other = [f"{k} is set to {given[k]}" for k, v in settings.items() if given.get(k, v) != v]
     if (engine, own.device) != (tuned["engine"], tuned["device"]):
-        other.append(f"they were measured with engine {tuned['engine']} and device {tuned['device']}")
+        other.append(f"the settings were measured with engine {tuned['engine']} and device {tuned['device']}")
     if own.cache_dir is not None or mode not in modes:
-        other.append(f"mode {mode} and cache_dir {own.cache_dir} were asked for")
+        other.append(f"mode is {mode} and cache_dir is {own.cache_dir}")
     if other:
-        return own, mode, f"settings of {where} are not used: {other[0]}"
+        return own, mode, f"the tuned settings of {where} are not used: {other[0]}"
     texts = [f"{name} {value}" for name, value in settings.items()]
     if tuned["mode"] == "preload" and tuned["need_bytes"] <= own.ram_fraction * free_memory():
         mode = "preload"
         texts.append("mode preload")
     elif tuned["mode"] == "preload":
-        texts.append("without mode preload, the memory that is free now is too small")
+        texts.append("mode preload is not used, because too little memory is free")
     config = TunedConfig(**{**settings, **given}, tuned_from=where)
     return (
         config,
         mode,
-        f"settings of {where}: {', '.join(texts)} (measured {tuned['made_utc']:.10}) ({switch} ignores them)",
+        f"tuned settings of {where}: {', '.join(texts)} (measured {tuned['made_utc']:.10}; {switch} ignores them)",
     )

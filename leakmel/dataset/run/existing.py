@@ -239,7 +239,7 @@ def open_existing(
             words = np.stack([read_column(f[f"files/{name}"]) for name in ("encoding", "status")], axis=1)
             paths, packed = f["files/path"][:].tolist(), f[ROWS].chunks is not None
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
-        log.warning("%s cannot be updated, it is built again: %s: %s", target, type(e).__name__, e)
+        log.warning("%s cannot be updated and is rebuilt: %s: %s", target, type(e).__name__, e)
         return None
     n_rows, place = len(known), {path: i for i, path in enumerate([*paths, *(r.path for r in rejected)])}
     if len(state.stamps) != n_rows + len(rejected):

@@ -68,10 +68,10 @@ def infer_spec(
     kind = next(_kinds(listings), None)
     if kind is None:
         raise DataError(
-            "no recording can be read",
+            "none of the recordings can be read",
             code="nothing-readable",
             path=listings[0].folder,
-            remedy="run `leakmel scan --content` to see what is wrong with them",
+            remedy="run `leakmel scan --content`, which lists the problems of each recording",
         )
     return kind
 
@@ -87,18 +87,18 @@ def disagreement(
     kinds = Counter(_kinds(listings)).most_common()
     shown = [f"{n:,} of {length / rate:g} s at {rate} Hz" for (rate, length), n in kinds[:_KINDS_SHOWN]]
     if len(kinds) > _KINDS_SHOWN:
-        shown.append(f"and {len(kinds) - _KINDS_SHOWN:,} more kinds")
+        shown.append(f"and {len(kinds) - _KINDS_SHOWN:,} more combinations")
     (rate, length), _ = kinds[0]
     seconds = f"{length / rate:g}"
     return Disagreement(
-        "the recordings differ in rate or length, so the spec cannot follow them",
+        "the recordings differ in sample rate or length, so these settings cannot be taken from the data",
         code="recordings-differ",
         path=listings[0].folder,
         found="; ".join(shown),
-        remedy=f"say what you want, for example spec={{'sample_rate': {rate}, 'duration_s': {seconds}}} in Python, "
+        remedy=f"give them, for example spec={{'sample_rate': {rate}, 'duration_s': {seconds}}} in Python, "
         f"--sample-rate {rate} --duration-s {seconds} to leakmel, -p sample_rate {rate} -p duration_s {seconds} to "
-        f'papermill or SETTINGS="sample_rate={rate} duration_s={seconds}" to make build; others are then resampled, '
-        "cut or padded by the spec's rules",
+        f'papermill or SETTINGS="sample_rate={rate} duration_s={seconds}" to make build; recordings that differ '
+        "are then resampled, cut or padded",
     )
 
 
@@ -114,11 +114,11 @@ def list_recordings(
         return scan(root, split=split, progress=progress)
     if os.path.realpath(root) != os.path.realpath(manifest.root):
         raise UsageError(
-            "the manifest is of another folder",
+            "the manifest belongs to another folder",
             code="other-manifest",
             path=root,
             found=show_path(manifest.root),
-            remedy="give the root that was scanned",
+            remedy="give the folder that was scanned",
         )
     return manifest
 
@@ -139,7 +139,7 @@ def resolve_spec(
             "spec must be a MelSpec, or a dict of fields to change in a preset",
             code="wrong-type",
             found=repr(spec),
-            remedy="for example spec={'preset': 'overlap'}",
+            remedy="write, for example, spec={'preset': 'overlap'}",
         )
     changes = {k: v for k, v in (spec or {}).items() if k != "preset"}
     follows = tuple(k for k in ("sample_rate", "duration_s") if k not in changes)
@@ -167,24 +167,24 @@ def check_target(
     "Refuse a target that cannot be written, before any work."
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(root)):
         raise OutputError(
-            "the output lies inside the data folder",
+            "the output file lies inside the data folder",
             code="inside-data",
             path=target,
-            remedy="choose a folder beside it",
+            remedy="choose a folder outside the data folder",
         )
     if target.is_dir():
         raise OutputError(
-            "the output is a folder, a file name is needed",
+            "the output path is a folder, but it must be a file",
             code="output-is-folder",
             path=target,
-            remedy=f"for example {show_path(target / 'TRAINING_DATASET.H5')}",
+            remedy=f"give a file name, for example {show_path(target / 'TRAINING_DATASET.H5')}",
         )
     if target.exists() and not _is_data_set(target):
         raise OutputError(
-            "a file that is no data set is in the way",
+            "a file with this name exists and is not a data set, so it was not replaced",
             code="output-exists",
             path=target,
-            remedy="choose another name, or remove it yourself",
+            remedy="choose another name, or remove the file",
         )
     why = ""
     try:
@@ -196,7 +196,7 @@ def check_target(
             f"the output folder cannot be written{why}",
             code="output-not-writable",
             path=target.parent,
-            remedy="choose another one or change its permissions",
+            remedy="choose another folder or change its permissions",
         )
 
 
@@ -214,38 +214,38 @@ def check_listing(
     "Refuse a split from which no data set can be made, and labels without recordings."
     if len(listing) == 0:
         raise DataError(
-            "no recordings",
+            "the folder contains no recordings",
             code="no-recordings",
             path=listing.folder,
-            found="no file that ends in .wav or .wave",
-            remedy="check the folder",
+            found="no file whose name ends in .wav or .wave",
+            remedy="check the path of the folder",
         )
     by_folder = manifest.naming.labels_by_folder
     if not manifest.label_names and not by_folder:
         raise DataError(
-            "the pattern fits no recording",
+            "the pattern matches no recording",
             code="pattern-matches-nothing",
             path=listing.folder,
             found=f"{len(listing)} recordings, for example {listing.show(0)}",
             expected=show_path(manifest.naming.pattern),
-            remedy="try it with leakmel scan --pattern",
+            remedy="test the pattern with leakmel scan --pattern",
         )
     if not manifest.label_names:
         raise DataError(
-            "no label folders",
+            "the folder contains no label folders",
             code="no-label-folders",
             path=listing.folder,
-            found=f"{len(listing):,} recording{'s' * (len(listing) > 1)} side by side",
+            found=f"{len(listing):,} recording{'s' * (len(listing) > 1)} directly in the folder",
             expected="one folder per label",
-            remedy="give the parent of a label folder, or name the labels with --table or --pattern (scan)",
+            remedy="give the parent of the label folders, or give the labels with --table or --pattern (scan)",
         )
     shown = Counter(map(show_path, manifest.label_names))
     if twins := [name for name, n in shown.items() if n > 1]:
         raise DataError(
-            f"two label folders are written alike: {twins[0]}",
+            f"two label folders have the same printed name: {twins[0]}",
             code="labels-alike",
             path=manifest.root,
-            remedy="rename one of them; names are stored as text",
+            remedy="rename one of them; label names are stored as text",
         )
     missing = _without_recordings(manifest) if by_folder else set()  # other labels come from recordings
     if missing:  # other splits may have some
@@ -253,10 +253,10 @@ def check_listing(
     if missing:
         names = ", ".join(show_path(manifest.label_names[i]) for i in sorted(missing))
         raise DataError(
-            f"label without recordings in any split: {names}",
+            f"labels have no recordings in any split: {names}",
             code="empty-label",
             path=manifest.root,
-            remedy="fill the folder or remove it; it would be a class without examples",
+            remedy="add recordings or remove the folder: a class needs examples",
         )
 
 

@@ -99,17 +99,17 @@ class BuildRequest:
         for value, kind in ((self.config, PipelineConfig), (ready, Preloaded | None)):
             if not isinstance(value, kind):
                 raise UsageError(
-                    "pipeline or preloaded has a wrong type",
+                    "pipeline or preloaded has the wrong type",
                     code="wrong-type",
                     found=repr(value),
                     expected=getattr(kind, "__name__", str(kind)),
                 )
         if mode not in MODES:
             expected = " or ".join(MODES)
-            raise UsageError("unknown mode", code="unknown-mode", found=repr(mode), expected=expected)
+            raise UsageError("the mode is unknown", code="unknown-mode", found=repr(mode), expected=expected)
         if ready is not None and mode not in ("auto", ready.choice.used, ready.choice.asked):
             raise UsageError(
-                "preloaded recordings are read in their own mode",
+                "the requested mode differs from the mode of the preloaded recordings",
                 code="mode-conflict",
                 found=f"mode={mode!r}",
                 expected=f"auto or {ready.choice.used}",

@@ -67,7 +67,7 @@ def _body(line: bytes) -> dict[str, Any]:
     import xxhash
 
     if not line.endswith(b"\n") or line[:32] != xxhash.xxh3_128_hexdigest(line[33:-1]).encode():
-        raise ValueError("not a whole line")
+        raise ValueError("a line is incomplete")
     return json.loads(line[33:-1])
 
 
@@ -83,10 +83,10 @@ def _entry_of(body: dict[str, Any], n: int) -> Entry:
     numbers = known["number"]
     within = not len(numbers) or 0 <= numbers.min() <= numbers.max() < n
     if not within or not (np.diff(numbers) > 0).all():  # rising, so that no candidate comes twice
-        raise ValueError("candidates that do not exist")
+        raise ValueError("an entry names candidates that do not exist")
     unusual = {int(k): (sys.intern(str(e)), sys.intern(str(s))) for k, (e, s) in body["unusual"].items()}
     if unusual and not unusual.keys() <= set(numbers.tolist()):
-        raise ValueError("words of candidates that are not in the entry")
+        raise ValueError("an entry has text for candidates that it does not contain")
     return Entry(known, unusual)
 
 
@@ -142,9 +142,9 @@ _WHY = {
     "recordings": "the recordings have changed",
     "n_candidates": "the recordings have changed",
     "folders": "the recordings' folders have changed",
-    "decoders": "packages that decode or resample are of other versions",
-    "fingerprint": "the features or the engine differ",
-    "leakmel_version": "it was made by another release of leakmel",
+    "decoders": "packages that decode or resample have other versions",
+    "fingerprint": "the settings of the features or the engine differ",
+    "leakmel_version": "it was started by another release of leakmel",
 }
 
 
@@ -181,11 +181,11 @@ def read_journal(
         with open(fd, "rb") as f:
             st = os.fstat(fd)
             if not stat.S_ISREG(st.st_mode) or st.st_nlink > 1 or st.st_size > _MOST_HEAD + _MOST_BYTES * n:
-                raise ValueError("no journal")
+                raise ValueError("not a journal")
             head = _body(f.readline())
             for key, value in identity.items():
                 if head.get(key) != value:
-                    return Past(why_not=_WHY.get(key, "it is of another kind of build"))
+                    return Past(why_not=_WHY.get(key, "it was started with other options"))
             entries, end = list[Entry](), f.tell()
             for line in f:
                 try:
@@ -296,7 +296,11 @@ class Journal:
         failure = output_error(error, self.path)
         if not isinstance(failure, SpaceError):
             raise failure from error
-        log.warning("%s cannot be written (%s): this build cannot be resumed", self.path, error.strerror)
+        log.warning(
+            "%s cannot be written (%s): this build cannot be resumed if it is interrupted",
+            self.path,
+            error.strerror,
+        )
         self.close()
 
     def close(self, *, remove: bool = False) -> None:

@@ -77,30 +77,32 @@ def choose_mode(
 ) -> ModeChoice:  # raises UsageError
     "Decide how recordings are read."
     if asked not in MODES:
-        raise UsageError("unknown mode", code="unknown-mode", found=repr(asked), expected=" or ".join(MODES))
+        raise UsageError(
+            "the mode is unknown", code="unknown-mode", found=repr(asked), expected=" or ".join(MODES)
+        )
     free = free_memory() if free_bytes is None else free_bytes
     fits = need_bytes <= config.ram_fraction * free
-    allowed = f"{size_text(config.ram_fraction * free)} of it may be used"
+    allowed = f"limit {size_text(config.ram_fraction * free)}"
     once = "one build reads each recording once"
     rules = (
         (
             asked == "preload" and kept,
             "stream",
-            "rows of an earlier build are kept, and the other recordings are read once",
+            "rows of an earlier build are reused, and the other recordings are read once",
         ),
         (
             asked == "preload" and not fits,
             "memmap",
-            f"they do not fit ({allowed}), so they go to a cache file",
+            f"the samples do not fit into memory ({allowed}), so a cache file is used",
         ),
-        (asked != "auto", asked, "as asked for"),
-        (cached, "memmap", "a cache file of these recordings is there"),
-        (config.cache_dir is not None, "memmap", "a folder for a cache file was named"),
+        (asked != "auto", asked, "as requested"),
+        (cached, "memmap", "a cache file of these recordings exists"),
+        (config.cache_dir is not None, "memmap", "cache_dir is set"),
         (fits, "stream", once),
         (
             True,
             "stream",
-            f"{once}; they do not fit into memory ({allowed}), so for several builds name a cache_dir",
+            f"{once}; the samples do not fit into memory ({allowed}), so set cache_dir for several builds",
         ),
     )
     used, reason = next((used, reason) for holds, used, reason in rules if holds)
@@ -135,12 +137,12 @@ class Preloaded:
         if self.closed or held is None or held.key != cache_key(plain.listing, plain.spec):
             splits = ", ".join(split or "one folder" for split in self.held) or "nothing (closed)"
             raise UsageError(
-                "the loaded recordings are not those of this build, or have changed",
+                "the preloaded recordings do not match this build, or they have changed",
                 code="other-recordings",
                 path=plain.listing.folder,
                 found=f"{splits} with {self.spec.rules}",
                 expected=f"{plain.listing.split or 'one folder'} with {plain.spec.rules}",
-                remedy="load them again (leakmel.preload)",
+                remedy="preload the recordings again (leakmel.preload)",
             )
         return CachedReader(held, plain)
 
@@ -163,7 +165,7 @@ class Preloaded:
                 with suppress(OSError):
                     path.unlink()
                     log.warning(
-                        "%s was damaged or outdated and is removed; the next build makes it again", path
+                        "%s was damaged or outdated and was removed; the next build writes a new one", path
                     )
             held.rows.close()
         self.held = {}
@@ -274,7 +276,7 @@ def prepare(
             "the cache folder lies inside the data folder",
             code="inside-data",
             path=folder,
-            remedy="choose a cache_dir beside it",
+            remedy="choose a cache_dir outside the data folder",
         )
     ready, began_s = Preloaded(manifest, spec, choice, config.cache_dir), timeline.now_s()
     loader = _Loader(ready, follows, config, timeline, progress)
@@ -296,7 +298,7 @@ def prepare(
             except (MemoryError, NoMemory, OutputError) as e:
                 ready.close()
                 ready.closed = False
-                reason = f"{ready.choice.used} was not possible ({str(e) if isinstance(e, LeakmelError) else 'not enough memory'})"
+                reason = f"mode {ready.choice.used} failed ({str(e) if isinstance(e, LeakmelError) else 'not enough memory'})"
                 used = "memmap" if ready.choice.used == "preload" else "stream"
                 ready.choice = replace(ready.choice, used=used, reason=reason)
                 say(str(ready.choice))
@@ -332,13 +334,19 @@ def preload(
 ) -> Preloaded:  # a context manager; close it to give the memory back
     "Read recordings once, for several builds of one rate, length and rules: `build(..., preloaded=...)`."
     if mode not in ("preload", "memmap"):
-        raise UsageError("recordings are loaded by preload or memmap", code="unknown-mode", found=repr(mode))
+        raise UsageError(
+            "recordings can be preloaded in mode preload or memmap only",
+            code="unknown-mode",
+            found=repr(mode),
+        )
     found = list_recordings(root, split, manifest)
     if split is not None:
         chosen = tuple(x for x in found.listings if x.split == split_name(split))
         found = replace(found, listings=chosen, content=None)
     if not found.listings:
-        raise UsageError("the manifest does not hold this split", code="split-not-found", found=repr(split))
+        raise UsageError(
+            "the manifest does not contain this split", code="split-not-found", found=repr(split)
+        )
     listings = list(found.listings)
     resolved, follows = resolve_spec(spec, listings)
     config = pipeline or PipelineConfig()

@@ -185,7 +185,7 @@ def finished_job(
         moved.n_files = job.report.checked
     if not job.report.ok:
         problems = "; ".join(job.report.problems[:3])
-        log.warning("%s fails its check and is built again: %s", show_path(target), problems)
+        log.warning("%s failed verification and is rebuilt: %s", show_path(target), problems)
         return None
     job.published_s = run.timeline.now_s()
     job.changes = existing.changes
@@ -210,7 +210,11 @@ def reserve_job(
     identity = journal_identity(listing, run.fingerprint, run.spec.row_shape, request.with_waveforms)
     journal = Journal(path, identity, every_bytes=config.journal_bytes, sync=config.fsync)
     if why := journal.past.why_not:
-        log.warning("%s: cannot resume the interrupted build: %s", show_path(target), why)
+        log.warning(
+            "%s: cannot resume the interrupted build, so all rows are computed again: %s",
+            show_path(target),
+            why,
+        )
     job = _new_job(run, listing, target, "again" if journal.past.entries else "anew")
     job.journal = journal
     return job
@@ -240,9 +244,7 @@ def keep_rows(
         for entry in entries:
             job.keep(entry)
         if entries:
-            text = (
-                "%s: of %d rows, %d of an interrupted build are kept and %d of the existing data set copied"
-            )
+            text = "%s: of %d rows, %d are resumed from an interrupted build and %d are copied from the existing data set"
             log.info(text, job.split, n, job.n_resumed, job.n_copied)
     if job.rejected and config.on_bad_file == "stop":
         raise first_bad_file(job.listing, min(job.rejected, key=lambda r: r.path))
@@ -291,7 +293,7 @@ def open_jobs(
             n_kept = sum(job.close(keep=may_resume(e)) for job in jobs)
         if n_kept:
             e.add_note(
-                f"{n_kept:,} rows are kept: the same build resumes from them, unless it is told to start over (fresh=True, --fresh)"
+                f"{n_kept:,} rows are kept: run the same build again to resume, or use fresh=True (--fresh) to start over"
             )
         raise
     finally:

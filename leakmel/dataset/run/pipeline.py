@@ -185,16 +185,16 @@ def _pick_listing(manifest: Manifest, split: str | None, root: str | os.PathLike
     if split is None and "" not in found:
         one = next(iter(found)).lower()
         raise UsageError(
-            "the folder holds splits, and none was named",
+            "the folder contains splits, but no split was given",
             code="split-not-named",
             path=root,
             found=", ".join(found),
-            remedy=f"name one (split='{one}', --split {one}) or build all (build_all, --split all)",
+            remedy=f"give one (split='{one}', --split {one}) or build all of them (build_all, --split all)",
         )
     wanted = "" if split is None else split_name(split)
     if wanted not in found:
         raise UsageError(
-            "the manifest does not hold this split",
+            "the manifest does not contain this split",
             code="split-not-found",
             found=", ".join(found),
             expected=split,

@@ -86,25 +86,28 @@ def find_data(
     from leakmel.audio.synth import write_demo
 
     if data_root is not None:
-        return user_path(data_root), "given as data_root"
+        return user_path(data_root), "from the parameter data_root"
     if named := os.environ.get("LEAKMEL_DATA"):
         folder = user_path(named)
         if not folder.is_dir():
             raise DataError(
-                "no such folder",
+                "there is no such folder",
                 code="no-such-folder",
                 path=folder,
-                found="it in the environment variable LEAKMEL_DATA",
-                remedy="correct or unset it",
+                found="its path in the environment variable LEAKMEL_DATA",
+                remedy="correct or unset the variable",
             )
         return folder, "from the environment variable LEAKMEL_DATA"
-    demo, hint = runs_folder() / "demo", "set LEAKMEL_DATA or data_root for your own recordings"
+    demo, hint = runs_folder() / "demo", "for your own recordings, set data_root or LEAKMEL_DATA"
     if demo.is_dir():
-        return demo, f"the demo set, written earlier; {hint}"
+        return demo, f"the existing demo data set; {hint}"
     demo.parent.mkdir(parents=True, exist_ok=True)
-    with Progress(DEMO_FILES, label="demo set", show=progress) as bar:
+    with Progress(DEMO_FILES, label="demo data set", show=progress) as bar:
         done = write_demo(demo, n_files=DEMO_FILES, progress=bar.update)
-    return demo, f"no data were named, so a demo set was written ({done.n_files:,} made recordings); {hint}"
+    return (
+        demo,
+        f"a new demo data set ({done.n_files:,} synthetic recordings), because no data folder was given; {hint}",
+    )
 
 
 # %% ../../../nbs/dataset/run/plan.ipynb #d5489f2b
@@ -143,11 +146,15 @@ class RunPlan(RowTable):
         problems = [f"{k:,} {kind}" for kind, k in count_kinds(self.manifest.problems["kind"]).items()]
         names = {"sample_rate": "rate", "duration_s": "length"}
         follows = " and ".join(names[f] for f in self.follows)
-        note = f" ({follows} of the first recording; the build stops if another differs)" if follows else ""
-        more = f"{4 * n * math.prod(waveform_shape(spec)) / 1e9:.3g} GB more"
+        note = (
+            f" ({follows} of the first recording; the build stops if another recording differs)"
+            if follows
+            else ""
+        )
+        more = f"{4 * n * math.prod(waveform_shape(spec)) / 1e9:.3g} GB in addition"
         stored = f"short segments of {spec.short_window} samples, float32, {more}"
         most = percent(self.config.max_rejected)
-        listed = f"rejected and listed; a data set is published where up to {most} of its files are"
+        listed = f"rejected and listed; the build fails if more than {most} of the files are rejected"
         stops, check = self.config.on_bad_file == "stop", self.parameters["check"]
         checked = "all rows" if check is None else f"up to {check} rows of each data set"
         rows = {
@@ -157,9 +164,9 @@ class RunPlan(RowTable):
             "labels": ", ".join(
                 f"{show_path(name)} = {i} ({k:,} recordings)" for i, (name, k) in enumerate(labels)
             ),
-            "problems": ", ".join([*problems, "(plan.manifest.problems has them)"])
+            "problems": ", ".join([*problems, "(listed in plan.manifest.problems)"])
             if problems
-            else "none seen in names and folders",
+            else "none found in names and folders",
             "spec": repr(spec) + note,
             "from": self.spec_note.removeprefix("spec of "),
             "rows": f"{n_long} long x {n_short} short segments x {n_mels} mels x {n_frames} frame{'s' * (n_frames > 1)}, "
@@ -172,7 +179,7 @@ class RunPlan(RowTable):
             if self.parameters["with_waveforms"]
             else f"not stored (with_waveforms; {more})",
             "bad files": "the first one stops the build" if stops else listed,
-            "check": f"{checked} recomputed in float64 before publishing",
+            "check": f"{checked} are recomputed in float64 before the data set gets its name",
             "to": show_path(self.out),
         }
         return [(name, text) for name, text in rows.items() if text]
@@ -194,7 +201,7 @@ def plan_run(
     if not manifest.listings[0].split:
         if split not in ("all", ""):
             raise UsageError(
-                "the folder holds label folders and no splits",
+                "the folder contains label folders, not splits",
                 code="no-splits",
                 path=root,
                 found=f"split={split!r}",

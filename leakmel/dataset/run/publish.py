@@ -55,14 +55,16 @@ def kept_sentence(
 ) -> str:  # empty where every row was made by this build
     "Return what a build had not to do, because an earlier one did it."
     if summary.get("nothing_to_do"):
-        return "nothing to do: the recordings have not changed since this data set was made, and it passes its check"
+        return "nothing to do: the recordings have not changed since this data set was built, and it passes verification"
     texts = {
-        "resumed_rows": "rows of an interrupted build kept",
+        "resumed_rows": "rows resumed from an interrupted build",
         "copied_rows": "rows copied from the existing data set",
     }
     parts = [f"{summary[key]:,} {text}" for key, text in texts.items() if summary.get(key)]
     if changes := summary.get("changes"):
-        parts.append("recordings since then: " + ", ".join(f"{n:,} {what}" for what, n in changes.items()))
+        parts.append(
+            "recordings changed since then: " + ", ".join(f"{n:,} {what}" for what, n in changes.items())
+        )
     return "; ".join(parts)
 
 
@@ -219,7 +221,11 @@ def publish(
         try:
             write_state(target, job.file.partial, digest, stamps, follows=run.follows)
         except OutputError as e:
-            log.warning("the next build of %s will read all recordings again: %s", target, e)
+            log.warning(
+                "the state file of %s cannot be written, so the next build reads all recordings again: %s",
+                target,
+                e,
+            )
         job.file.publish(sync=False)
         if job.journal is not None:
             job.journal.close(remove=True)
@@ -253,18 +259,18 @@ def _check(run: Run, job: Job) -> VerifyReport:
     found = "; ".join(report.problems[:3])
     if len(report.moved) == len(report.problems):
         raise DataError(
-            "recordings changed or went away while the data set was built, so nothing was published",
+            "recordings were changed or removed during the build, so nothing was published",
             code="recordings-changed",
             path=job.listing.folder,
             found=found,
-            remedy="build again when no program writes there",
+            remedy="build again when no other program changes the recordings",
         )
     raise VerifyError(
-        "the rows do not stand up to the check, so nothing was published",
+        "the computed rows failed verification, so nothing was published",
         code="wrong-rows",
         path=job.file.target,
         found=found,
-        remedy="build again with fresh=True (--fresh), or with engine='reference' if that fails too, and report this",
+        remedy="build again with fresh=True (--fresh), and with engine='reference' if that fails too; please report the error",
     )
 
 
@@ -413,7 +419,7 @@ def result_of(
             _renew_problems(report_path, noted)
     except OutputError as e:
         raise type(e)(
-            "the data set itself is complete, but its report or timeline could not be written",
+            "the data set is complete, but its report or timeline could not be written",
             code="report-not-written",
             path=target,
             found=str(e),

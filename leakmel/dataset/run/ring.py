@@ -51,7 +51,7 @@ def _computing(engine: Engine, slot: Slot) -> Iterator[None]:
         raise EngineError(
             f"engine {engine.identity} failed in batch {slot.batch} ({type(e).__name__}: {e})",
             code="engine-failed",
-            remedy="build again; if it fails again, use another engine and report this",
+            remedy="build again; if it fails again, use another engine and report the error",
         ) from e
 
 

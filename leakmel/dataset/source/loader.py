@@ -173,7 +173,7 @@ def share_sentence(
     if not n_rejected:
         return ""
     return f"{percent(n_rejected / n_found)} of the files" + (
-        "" if most is None else f", up to {percent(most)} may be"
+        "" if most is None else f" (at most {percent(most)} allowed)"
     )
 
 
@@ -226,12 +226,12 @@ def first_bad_file(
 ) -> BadFilesError:  # to be raised
     "The error for the first bad file of a build that stops at it."
     return BadFilesError(
-        f"a bad file ({rejected.code}): {rejected.message}, and the build was told to stop at the first",
+        f"the build stopped at a bad file ({rejected.code}: {rejected.message}), as on_bad_file='stop' requests",
         [rejected],
         len(listing),
         code="bad-file",
         path=listing.full_path(listing.paths.index(rejected.path)),
-        remedy="mend it, or take it out of the folder; or let bad files be rejected and listed (on_bad_file='reject', --on-bad-file reject)",
+        remedy="repair or remove the file, or let the build reject and list bad files (on_bad_file='reject', --on-bad-file reject)",
     )
 
 
@@ -241,13 +241,13 @@ def all_rejected(
 ) -> BadFilesError:  # to be raised
     "The error for a split in which no recording is good."
     return BadFilesError(
-        "all recordings were rejected, nothing was written",
+        "all recordings were rejected, so no data set was written",
         rejected,
         len(listing),
         code="all-rejected",
         path=listing.folder,
         found=reasons(rejected),
-        remedy="check the recordings (`leakmel scan --content`) and the spec's rules",
+        remedy="check the recordings (`leakmel scan --content`) and the settings channels, short, long and rate",
     )
 
 
@@ -262,14 +262,13 @@ def check_share(
     if k / n <= most:
         return  # a quotient, which is the decimal it should be where that is exact; a product is not
     raise BadFilesError(
-        f"{k:,} of {n:,} files were rejected, {percent(k / n)}, and up to {percent(most)} may be: nothing was published",
+        f"{k:,} of {n:,} files ({percent(k / n)}) were rejected, but at most {percent(most)} are allowed, so nothing was published",
         rejected,
         n,
         code="too-many-rejected",
         path=listing.folder,
         found=reasons(rejected),
-        remedy="look at these files and at where they come from; if it is right that they are left out, build again with a higher "
-        "max_rejected (--max-rejected)",
+        remedy="check these files and their source; to build without them, raise max_rejected (--max-rejected)",
     )
 
 
@@ -404,9 +403,9 @@ class BatchReader:
         n, channels = recording.samples.shape
         rate = recording.sample_rate
         if "sample_rate" in self.follows and rate != spec.sample_rate:
-            raise Disagreement("recordings differ in rate", code="recordings-differ")
+            raise Disagreement("the recordings differ in sample rate", code="recordings-differ")
         if "duration_s" in self.follows and resampled_length(n, rate, spec.sample_rate) != spec.n_samples:
-            raise Disagreement("recordings differ in length", code="recordings-differ")
+            raise Disagreement("the recordings differ in length", code="recordings-differ")
         other = rate != spec.sample_rate
         with slot.taking("resample" if other else "decode", int(other)):
             row, status = conform(recording.samples, rate, spec.rules)

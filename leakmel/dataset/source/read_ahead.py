@@ -113,7 +113,7 @@ class ReadAhead:
                     n = will_need(paths, self._sizes[wanted])
                 reader.inflow.note_ahead(n)
         except Exception as e:
-            log.debug("recordings are not fetched ahead: %s: %s", type(e).__name__, e)
+            log.debug("recordings are not prefetched: %s: %s", type(e).__name__, e)
 
     def _next(self, first: int) -> tuple[int, int, int] | None:
         "Return a listing and its files to ask for next, as soon as the window has room for them; None to leave."

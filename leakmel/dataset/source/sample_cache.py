@@ -124,7 +124,7 @@ class SampleRows:
             return
         with self._lock:
             if self.fd < 0:
-                raise OSError(errno.EBADF, "the recordings were given back")
+                raise OSError(errno.EBADF, "the preloaded recordings have been closed")
             if self._memory is None:
                 flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
                 whole = mmap.mmap(self.fd, 0, flags=flags, prot=mmap.PROT_READ)
@@ -227,10 +227,10 @@ class SampleCache:
                 facts = arrays["facts"]
                 row_digests = arrays["row_digests"]
             if key not in (None, text["key"]):
-                raise ValueError("it holds other recordings")
+                raise ValueError("the cache file holds other recordings")
             cache = cls(text["key"], SampleRows(0, n_samples, fd=fd), 0)
             if (facts.dtype, facts.shape, row_digests.dtype) != (FACTS, row_digests.shape, "S32"):
-                raise ValueError("its facts are laid out in another way")
+                raise ValueError("the facts have another layout")
             cache.facts = facts
             cache.row_digests = row_digests
             cache.about = dict(text["about"])
@@ -242,7 +242,7 @@ class SampleCache:
             if isinstance(e, OSError):
                 raise  # the file may be fine: it is not replaced
             raise DataError(
-                "this is no cache file that can be used", code="invalid-cache-file", path=path, found=str(e)
+                "the cache file cannot be used", code="invalid-cache-file", path=path, found=str(e)
             ) from e
 
 
@@ -252,9 +252,9 @@ def check_follows(cache: SampleCache, spec: MelSpec, follows: Collection[str]) -
     good = cache.facts[cache.facts["good"]]
     for rate, n in np.unique(good[["sample_rate", "n_samples"]]).tolist():
         if "sample_rate" in follows and rate != spec.sample_rate:
-            raise Disagreement("recordings differ in rate", code="recordings-differ")
+            raise Disagreement("the recordings differ in sample rate", code="recordings-differ")
         if "duration_s" in follows and resampled_length(n, rate, spec.sample_rate) != spec.n_samples:
-            raise Disagreement("recordings differ in length", code="recordings-differ")
+            raise Disagreement("the recordings differ in length", code="recordings-differ")
 
 
 class CachedReader:
@@ -329,7 +329,7 @@ class CachedReader:
     def _warn(self, what: str) -> None:
         "Say once that something is read from the files again."
         if not self._warned:
-            log.warning("%s; the recordings are read from their files instead", what)
+            log.warning("%s: the recordings are read from their files instead", what)
         self._warned = True
 
 
@@ -390,7 +390,9 @@ def load(
                     n_read += slot.n
         except (MemoryError, OutOfMemory) as e:
             raise NoMemory(
-                "the recordings take more memory than they may", code="no-memory", remedy="use mode='stream'"
+                "the recordings need more memory than ram_fraction allows",
+                code="no-memory",
+                remedy="use mode='stream'",
             ) from e
         if n_read == n_files:
             finished.set()
@@ -439,7 +441,7 @@ def open_cache(
     "Open the cache file of a listing, or make it. Raises OutputError, SpaceError, and what `fill` raises."
 
     def wait(holder: str) -> None:
-        say(f"memmap: waiting for {holder}, which makes the cache file")
+        say(f"memmap: waiting for {holder}, which is writing the cache file")
 
     listing = reader.listing
     n_bytes = len(listing) * (2 * reader.spec.n_samples + 200)
