@@ -516,7 +516,7 @@ def test_what_changed_just_before_a_build_is_read_again_by_the_next(
     data: Path, tmp_path: Path, read: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "A further change in the same step of the file system's clock could not be seen."
-    monkeypatch.setattr(existing, "_JUST_NOW_NS", 3600 * 10**9)
+    monkeypatch.setattr(existing, "_CLOCK_STEP_NS", 3600 * 10**9)
     target = tmp_path / "out" / "x.h5"
     build(data, target)
     read.clear()
@@ -893,7 +893,7 @@ def test_folders_that_changed_places_are_noticed(alike: Path, tmp_path: Path, re
     assert state is not None
     stamps = state.stamps.copy()
     stamps["ctime_ns"] = 10**18 + 1
-    write_state(target, target, state.digest, stamps, follows=state.follows)
+    write_state(target, target, state.digest, stamps, inferred=state.inferred)
     assert build(alike, target).summary["nothing_to_do"]
     swap_folders(alike)
     read.clear()
@@ -951,7 +951,7 @@ def test_what_changed_just_before_an_interrupted_build_is_read_again(
 ) -> None:
     target = tmp_path / "out" / "x.h5"
     killed(data, target, 6)
-    monkeypatch.setattr(existing, "_JUST_NOW_NS", 3600 * 10**9)
+    monkeypatch.setattr(existing, "_CLOCK_STEP_NS", 3600 * 10**9)
     assert build(data, target).summary["resumed_rows"] == 0
 
 

@@ -349,7 +349,7 @@ def test_writing_fails_in_the_middle(tmp_path, data, old, monkeypatch, code, kin
     assert str(tmp_path / "out") in str(e)
 
 
-@pytest.mark.parametrize("step", ["close_ranks", "finish", "sync", "publish"])
+@pytest.mark.parametrize("step", ["compact_rows", "finish", "sync", "publish"])
 def test_publishing_fails(tmp_path, data, old, monkeypatch, step):
     def broken(self, *a, **k):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

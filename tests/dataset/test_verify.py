@@ -335,7 +335,7 @@ def test_a_writer_that_leaves_gaps_or_stops_a_byte_early_publishes_nothing(data,
     def gap(self, good):
         self.waveform_offset -= int((~good).sum()) * self.row_bytes
 
-    monkeypatch.setattr(RowFile, "close_ranks", gap)
+    monkeypatch.setattr(RowFile, "compact_rows", gap)
     with pytest.raises(VerifyError, match="do not match their digest"):
         lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
     monkeypatch.undo()

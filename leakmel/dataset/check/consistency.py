@@ -6,8 +6,8 @@
 __all__ = [
     "LONGEST_PATH",
     "LONGEST_NAME",
-    "wrong_labels",
-    "against_table",
+    "label_mismatches",
+    "table_mismatches",
     "accounting",
     "path_problems",
     "attribute_problems",
@@ -39,7 +39,7 @@ from ...mel.spec import MelSpec
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde
-def wrong_labels(
+def label_mismatches(
     paths: Sequence[bytes],  # B, of the rows
     ids: np.ndarray,  # [B], numbers of their labels
     labels: Sequence[str],  # names as stored, in id order
@@ -49,22 +49,22 @@ def wrong_labels(
     "Yield rows whose label or split is not what their path says."
     if naming.source == "table":
         return
-    said: list[Any]
+    by_path: list[Any]
     if naming.source == "folders":
-        said = [path.split(b"/", 1)[0] for path in paths]
+        by_path = [path.split(b"/", 1)[0] for path in paths]
     else:
         found = [naming.read(path) for path in paths]
-        said = [f.label for f in found]
+        by_path = [f.label for f in found]
         if naming.base == "root" and (wrong := [p for p, f in zip(paths, found) if f.split != split]):
             yield f"{len(wrong)} rows belong to another split according to the pattern, first {show_path(wrong[0])}"
-    shown = {label: None if label is None else show_path(label) for label in set(said)}
-    if wrong := [p for p, label, k in zip(paths, said, ids) if shown[label] != labels[k]]:
+    shown = {label: None if label is None else show_path(label) for label in set(by_path)}
+    if wrong := [p for p, label, k in zip(paths, by_path, ids) if shown[label] != labels[k]]:
         source = "folder" if naming.labels_by_folder else "file name (pattern)"
         yield f"{len(wrong)} rows have a label that differs from their {source}, first {show_path(wrong[0])}"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #8e606a58
-def against_table(
+def table_mismatches(
     file: h5py.File,
     labels: Sequence[str],
     table: NameTable,
@@ -189,7 +189,7 @@ def pick_numbers(
     n: int,  # choose from 0 to n - 1
     sample: int | None,  # wanted; None: all
     special: Sequence[int],  # to take first, as far as `sample` goes
-    rather: Sequence[int] = (),  # to take before others
+    preferred: Sequence[int] = (),  # to take before others
 ) -> np.ndarray:  # ascending
     "Choose numbers: special ones, then preferred ones, then at random, but the same ones each time."
     if sample is None or sample >= n:
@@ -197,7 +197,7 @@ def pick_numbers(
     chosen = list(dict.fromkeys(special))[:sample]
     others = np.ones(n, bool)
     others[chosen] = False
-    chosen += [i for i in rather if others[i]][: sample - len(chosen)]
+    chosen += [i for i in preferred if others[i]][: sample - len(chosen)]
     others[chosen] = False
     more = np.random.default_rng(n).choice(np.flatnonzero(others), sample - len(chosen), replace=False)
     return np.sort(np.concatenate([chosen, more]).astype(np.int64))

@@ -31,15 +31,15 @@ def expected_row(
     samples = recording.samples
     n, channels = samples.shape
     row = samples[:, 0]
-    words = []
+    parts = []
     if channels > 1 and (samples == row[:, None]).all():
-        words.append("identical_channels")
+        parts.append("identical_channels")
     elif channels > 1:
-        words.append("downmixed")
+        parts.append("downmixed")
         wide = samples.astype(np.float64) / (32_768 if samples.dtype == np.int16 else 1)
         mean = wide.sum(axis=1) / channels
         if (mean**2).sum() < 0.01 * (wide**2).sum() / channels:
-            words.append("opposite_phase")
+            parts.append("opposite_phase")
         if spec.channels != "first":
             row = mean.astype(np.float32)
     if recording.sample_rate != spec.sample_rate:
@@ -49,16 +49,16 @@ def expected_row(
         n = int(np.floor(n * spec.sample_rate / recording.sample_rate + 0.5))
         wide = row.astype(np.float64) / (32_768 if row.dtype == np.int16 else 1)
         row = soxr.resample(wide, recording.sample_rate, spec.sample_rate, quality="VHQ").astype(np.float32)
-        words.append("resampled")
+        parts.append("resampled")
     if n < spec.n_samples and spec.short == "reject":
         raise RecordingError("too_short", f"{n} samples")
     if n > spec.n_samples and spec.long == "reject":
         raise RecordingError("too_long", f"{n} samples")
-    words += ["padded"] * (n < spec.n_samples) + ["cut"] * (n > spec.n_samples)
+    parts += ["padded"] * (n < spec.n_samples) + ["cut"] * (n > spec.n_samples)
     out = np.zeros(spec.n_samples, row.dtype)
     kept = row[: min(n, spec.n_samples)]
     out[: len(kept)] = kept
-    return out, "+".join(words) or "ok"
+    return out, "+".join(parts) or "ok"
 
 
 # %% ../../../nbs/dataset/check/expected.ipynb #866248d1
@@ -139,7 +139,7 @@ class Sources:
         self.keep_samples = keep_samples
         self.known: dict[bytes, tuple[tuple[int, ...] | None, Source]] = {}  # that were read ahead
 
-    def work_out(
+    def precompute(
         self,
         paths: Sequence[bytes],
         stopped: Callable[[], bool] = lambda: False,  # asked every few recordings

@@ -99,9 +99,9 @@ class VerifyReport:
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3010d0c5
 _BLOCK_BYTES = 2 << 20
-_CHECKED_TOGETHER = 8  # rows: NumPy's steps are long enough then for other threads to work meanwhile
+_ROWS_PER_TASK = 8  # rows: NumPy's steps are long enough then for other threads to work meanwhile
 _SAMPLE_BYTES = 32 << 20  # of sources in memory, as float64
-_INFINITE = 0x7C00  # bits of infinity in float16; NaN lies above
+_FLOAT16_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
 
 
 def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
@@ -132,11 +132,11 @@ def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
         yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
     else:
         naming = Naming.from_json(f.attrs["naming_json"])
-        yield from consistency.wrong_labels(paths.tolist(), ids, labels, naming, f.attrs["split"])
+        yield from consistency.label_mismatches(paths.tolist(), ids, labels, naming, f.attrs["split"])
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
-def _look(rows: h5py.Dataset, start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+def _read_digests(rows: h5py.Dataset, start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     "Return the digests of n rows from a number on, and which of them hold values that are not finite."
     module = native()
     begin = rows.id.get_offset()
@@ -148,7 +148,7 @@ def _look(rows: h5py.Dataset, start: int, n: int) -> tuple[np.ndarray, np.ndarra
             digests, largest = module.look_at_rows(fd, begin + start * n_bytes, n, n_bytes)
         except EOFError as e:
             raise VerifyError("the file is shorter than its header says", code="file-ends-early") from e
-        return digests, largest >= _INFINITE
+        return digests, largest >= _FLOAT16_INFINITY
     block = read_rows(rows, np.arange(start, start + n))
     return digests_of(block), ~np.isfinite(block.reshape(n, -1)).all(axis=1)
 
@@ -162,9 +162,9 @@ def _row_problems(pool: ThreadPoolExecutor, f: h5py.File, name: str, digests: st
 
     def check(start: int) -> list[str]:
         problems = []
-        found, is_wild = _look(rows, start, min(step, len(rows) - start))
-        if is_wild.any():
-            problems.append(f"values of {what}row {start + is_wild.argmax()} are not finite")
+        found, not_finite = _read_digests(rows, start, min(step, len(rows) - start))
+        if not_finite.any():
+            problems.append(f"values of {what}row {start + not_finite.argmax()} are not finite")
         wrong = start + np.flatnonzero(found != right[start : start + len(found)])
         if len(wrong):
             problems.append(f"{what}{len(wrong)} rows do not match their digest, first row {wrong[0]}")
@@ -201,14 +201,14 @@ def pick_rows(
     labels: np.ndarray,  # [n_rows]
     level_db: np.ndarray,  # [n_rows]
     edges: Sequence[int] = (),  # rows to take in any case, as far as `sample` goes
-    rather: Sequence[int] = (),  # rows to take before others: their sources are known
+    preferred: Sequence[int] = (),  # rows to take before others: their sources are known
 ) -> np.ndarray:  # ascending
     "Choose the numbers of the rows to recompute."
     ends = [0, n_rows - 1] if n_rows else []
     extremes = [int(level_db.argmin()), int(level_db.argmax())] if n_rows else []
     of_labels = np.unique(labels, return_index=True)[1].tolist()
     special = [*ends, *extremes, *of_labels, *(i for i in edges if 0 <= i < n_rows)]
-    return consistency.pick_numbers(n_rows, sample, special, rather)
+    return consistency.pick_numbers(n_rows, sample, special, preferred)
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #b013041f
@@ -221,8 +221,8 @@ class _Checked:
     source: Source
 
 
-def _source_of(
-    name: str, facts: dict[str, Any], said: dict[str, Any], sources: Sources, report: VerifyReport
+def _find_source(
+    name: str, facts: dict[str, Any], from_name: dict[str, Any], sources: Sources, report: VerifyReport
 ) -> Source | None:
     "Return the source of a row, None where the row cannot be compared with it; note what is wrong with the row's columns."
     try:
@@ -240,7 +240,7 @@ def _source_of(
             f"{name}: the settings require that the recording is rejected: {source.refused}"
         )
         return None
-    for column, right in (source.facts | said).items():
+    for column, right in (source.facts | from_name).items():
         found = facts[column]
         if found != right and not (right != right and found != found):  # NaN is NaN
             shown = [show_path(v) if isinstance(v, bytes) else f"{v:.6g}" for v in (found, right)]
@@ -280,7 +280,7 @@ def _compare_rows(
     naming: Naming,
     sources: Sources,
     picked: np.ndarray,
-    told: Callable[[int, int], None],
+    progress: Callable[[int, int], None],
     report: VerifyReport,
 ) -> None:
     "Compare the picked rows, some at a time, in as many threads as there are cores."
@@ -297,18 +297,18 @@ def _compare_rows(
             for i, row in enumerate(picked[start : start + step].tolist(), start):
                 name = f"row {row} ({show_path(paths[i])})"
                 facts = {column: values[i] for column, values in columns.items()}
-                said = {column: values[i] for column, values in names.items()}
-                if (source := _source_of(name, facts, said, sources, report)) is not None:
+                from_name = {column: values[i] for column, values in names.items()}
+                if (source := _find_source(name, facts, from_name, sources, report)) is not None:
                     some.append(_Checked(row, name, source))
             if WAVEFORMS in f:
                 report.problems += _wrong_waveforms(f, spec, some)
-            n = max(1, min(_CHECKED_TOGETHER, -(-len(some) // usable_cores())))
+            n = max(1, min(_ROWS_PER_TASK, -(-len(some) // usable_cores())))
             groups = [some[i : i + n] for i in range(0, len(some), n)]
             for largest, problems in pool.map(partial(_check_rows, f[ROWS], spec), groups):
                 report.max_abs_db = max(report.max_abs_db, largest)
                 report.problems += problems
             report.checked += len(some)
-            told(min(start + step, len(picked)), len(picked))
+            progress(min(start + step, len(picked)), len(picked))
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #5d21f4bc
@@ -323,7 +323,7 @@ def check_sample(sample: int | None) -> None:
         )
 
 
-class _TableForFolders(UsageError):
+class _UnusedTable(UsageError):
     "A table was given for a data set whose labels come from elsewhere."
 
 
@@ -336,7 +336,7 @@ def _check_origin(
     edges: Sequence[int],
     table: NameTable | None,
     sources: Sources | None,
-    told: Callable[[int, int], None],
+    progress: Callable[[int, int], None],
 ) -> None:
     "Compare labels with their table, then a sample of rows, and the names of all, with their recordings."
     naming = Naming.from_json(f.attrs["naming_json"])
@@ -344,12 +344,12 @@ def _check_origin(
     report.labels_compared = naming.source != "table" or table is not None
     if table is not None:
         if naming.source != "table":
-            raise _TableForFolders(
+            raise _UnusedTable(
                 f"the labels of this data set come from {'folders' if naming.labels_by_folder else 'a pattern'}: omit the table",
                 code="table-not-used",
                 path=f.filename,
             )
-        report.problems += consistency.against_table(f, labels, table)
+        report.problems += consistency.table_mismatches(f, labels, table)
     if root is None or report.problems:
         return
     fault = ""
@@ -376,11 +376,11 @@ def _check_origin(
     lacks_samples = sources is not None and WAVEFORMS in f and not sources.keep_samples
     if sources is None or (sources.folder, sources.spec) != (folder, spec) or lacks_samples:
         sources = Sources(folder, spec)
-    rather = [i for i, path in enumerate(paths) if path in sources.known]
-    picked = pick_rows(report.n_rows, sample, f[LABELS][:], f["files/rms_db"][:], edges, rather)
+    preferred = [i for i, path in enumerate(paths) if path in sources.known]
+    picked = pick_rows(report.n_rows, sample, f[LABELS][:], f["files/rms_db"][:], edges, preferred)
     if len(picked):
         report.scope = "against the sources"
-    _compare_rows(f, naming, sources, picked, told, report)
+    _compare_rows(f, naming, sources, picked, progress, report)
     report.problems += consistency.rejected_problems(
         f, spec, naming, labels, folder, root, sample, report.moved
     )
@@ -398,7 +398,7 @@ def check_data_set(
     edges: Sequence[int] = (),  # rows to recompute in any case
     table: str | os.PathLike | None = None,  # that the labels come from
     sources: Sources | None = None,  # what is known of its recordings
-    told: Callable[[int, int], None] = lambda checked, wanted: None,  # called while rows are compared
+    progress: Callable[[int, int], None] = lambda checked, wanted: None,  # called while rows are compared
 ) -> VerifyReport:
     "Verify a data set for builders, which have to know a failing machine from a bad row. Raises MachineError, MemoryError, UsageError, DataError of the table."
     check_sample(sample)
@@ -417,8 +417,8 @@ def check_data_set(
         with h5py.File(path, "r") as f:
             _check_integrity(f, report)
             if not report.problems:
-                _check_origin(f, report, root, sample, accounting, edges, names, sources, told)
-    except (MachineError, MemoryError, _TableForFolders):
+                _check_origin(f, report, root, sample, accounting, edges, names, sources, progress)
+    except (MachineError, MemoryError, _UnusedTable):
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
         reason = e if isinstance(e, LeakmelError) else f"{type(e).__name__}: {e}"

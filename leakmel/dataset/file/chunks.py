@@ -8,10 +8,10 @@ __all__ = [
     "CHUNK_BYTES",
     "read_at",
     "write_at",
-    "packed_chunk",
-    "create_packed",
-    "in_order",
-    "pack_rows",
+    "compress_chunk",
+    "create_compressed",
+    "map_in_order",
+    "compress_rows",
 ]
 
 # %% ../../../nbs/dataset/file/chunks.ipynb #93409081
@@ -62,7 +62,7 @@ def write_at(
 
 
 # %% ../../../nbs/dataset/file/chunks.ipynb #75509035
-def packed_chunk(
+def compress_chunk(
     raw: bytes | np.ndarray,  # bytes of a whole chunk, as they are in memory
     item_bytes: int,  # of a number
     level: int,  # of zlib, 1 to 9
@@ -78,7 +78,7 @@ CHUNK_BYTES = 1 << 18
 _AHEAD = 3  # chunks under way for each thread
 
 
-def create_packed(
+def create_compressed(
     file: h5py.File,
     name: str,
     shape: tuple[int, ...],  # B, ...; B at least 1: h5py knows no chunks of no rows, and raises ValueError
@@ -107,7 +107,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def in_order(
+def map_in_order(
     pool: ThreadPoolExecutor,
     work: Callable[[_Item], _Result],
     items: Iterable[_Item],
@@ -124,9 +124,9 @@ def in_order(
 
 
 # %% ../../../nbs/dataset/file/chunks.ipynb #b34731ab
-def pack_rows(
+def compress_rows(
     source: h5py.Dataset,  # contiguous
-    target: h5py.Dataset,  # of `create_packed`, of the same shape and type
+    target: h5py.Dataset,  # of `create_compressed`, of the same shape and type
     *,
     threads: int | None = None,  # default: one for each usable core
     stopped: Callable[[], bool] = lambda: False,  # asked before each chunk
@@ -144,10 +144,10 @@ def pack_rows(
     def pack(at: int) -> bytes:
         raw = np.zeros(n_bytes, np.uint8)
         read_at(fd, raw[: end - at], at)
-        return packed_chunk(raw, item_bytes, level)
+        return compress_chunk(raw, item_bytes, level)
 
     with ThreadPoolExecutor(threads, "leakmel-gzip") as pool:
-        for k, chunk in enumerate(in_order(pool, pack, range(begin, end, n_bytes), _AHEAD * threads)):
+        for k, chunk in enumerate(map_in_order(pool, pack, range(begin, end, n_bytes), _AHEAD * threads)):
             if stopped():
                 raise OutputError(
                     "the compression of the rows was stopped", code="stopped", path=source.file.filename

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 # %% ../../../nbs/dataset/file/reader.ipynb #d08d5d0a
-def _neighbours(
+def _consecutive_rows(
     rows: np.ndarray,  # [n] int64, rising, each once
 ) -> Iterator[tuple[int, int, int]]:  # first row, number of rows, place of the first in `rows`
     "Yield runs of consecutive rows."
@@ -53,12 +53,12 @@ def read_rows(
         out = np.empty((len(wanted), *data.shape[1 + depth :]), data.dtype)
         step = out.itemsize * int(np.prod(out.shape[1:]))
         fd = data.file.id.get_vfd_handle()
-        for first, n, at in _neighbours(wanted):
+        for first, n, at in _consecutive_rows(wanted):
             read_at(fd, out[at : at + n], offset + first * step)
     else:  # chunks are unpacked by the HDF5 library, whole rows at a time
         rows, row_place = np.unique(wanted // per_row, return_inverse=True)
         whole = np.empty((len(rows), *data.shape[1:]), data.dtype)
-        for first, n, at in _neighbours(rows):
+        for first, n, at in _consecutive_rows(rows):
             data.read_direct(whole, np.s_[first : first + n], np.s_[at : at + n])
         out = whole.reshape(-1, *data.shape[1 + depth :])[row_place * per_row + wanted % per_row]
     return out if np.array_equal(wanted, items) else out[place]
@@ -66,7 +66,7 @@ def read_rows(
 
 # %% ../../../nbs/dataset/file/reader.ipynb #8109fd13
 @contextmanager
-def _damage(path: Path) -> Iterator[None]:
+def _as_verify_error(path: Path) -> Iterator[None]:
     "Turn what a damaged or strange file makes the body raise into VerifyError."
     try:
         yield
@@ -135,7 +135,7 @@ class MelDataset:
         self._open()
         self._identity = self._stat()
         try:
-            with _damage(self.path):
+            with _as_verify_error(self.path):
                 self.labels = self._file[LABELS][:]  # [B] int16
                 self.class_names = self._stored_json("labels_json", list)  # in id order
                 n_names = len(self.class_names) if all(isinstance(n, str) for n in self.class_names) else 0
@@ -158,7 +158,7 @@ class MelDataset:
                 "the file cannot be read as HDF5", code="not-hdf5", path=self.path, found=str(e)
             ) from e
         try:
-            with _damage(self.path):
+            with _as_verify_error(self.path):
                 _require_data_set(self._file, self.path, self.legacy)
         except VerifyError:
             self.close()
@@ -228,7 +228,7 @@ class MelDataset:
     @cached_property
     def config(self) -> dict[str, Any]:
         "The settings as stored."
-        with _damage(self.path):
+        with _as_verify_error(self.path):
             return self._stored_json("config_json", dict)
 
     @cached_property

@@ -13,13 +13,13 @@ __all__ = [
     "EARLIER_KEYS",
     "LIBVER",
     "FILE_COLUMNS",
-    "MOST_PACKED",
+    "MAX_COMPRESSION",
     "data_set_name",
     "byte_column",
     "Rejected",
-    "said_columns",
+    "parsed_columns",
     "name_columns",
-    "apart",
+    "mapped_zeros",
     "read_column",
     "stored_spec",
     "root_attributes",
@@ -105,7 +105,7 @@ class Rejected:
     message: str  # one sentence
 
 
-def said_columns(
+def parsed_columns(
     paths: Sequence[bytes],
     names: Sequence[NameParts] | None = None,  # what they say; None: as loggers write them
 ) -> dict[str, np.ndarray]:
@@ -119,8 +119,8 @@ def said_columns(
 
 
 def name_columns(paths: Sequence[bytes], names: Sequence[NameParts] | None = None) -> dict[str, np.ndarray]:
-    "Paths and `said_columns`."
-    return {"path": byte_column(paths)} | said_columns(paths, names)
+    "Paths and `parsed_columns`."
+    return {"path": byte_column(paths)} | parsed_columns(paths, names)
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #4680a07d
@@ -128,7 +128,7 @@ _LARGE = 1 << 20  # bytes of a column
 _TEXTS = 8192  # values of a column that are written at once
 
 
-def apart(n: int, dtype: DTypeLike) -> np.ndarray:
+def mapped_zeros(n: int, dtype: DTypeLike) -> np.ndarray:
     "Zeros in memory of their own, which goes back to the system as soon as they are dropped."
     kind = np.dtype(dtype)
     return np.ndarray(
@@ -140,7 +140,7 @@ def read_column(column: h5py.Dataset) -> np.ndarray:
     "Read all values of a column."
     if column.ndim != 1 or column.dtype.hasobject or column.nbytes < _LARGE:
         return column[:]
-    column.read_direct(values := apart(len(column), column.dtype))
+    column.read_direct(values := mapped_zeros(len(column), column.dtype))
     return values
 
 
@@ -335,12 +335,12 @@ def _write_scales(file: h5py.File, spec: MelSpec) -> None:
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #3f2820e9
-MOST_PACKED = 1100  # deflate makes nothing smaller than a 1032nd
+MAX_COMPRESSION = 1100  # deflate makes nothing smaller than a 1032nd
 
 _MOST_OBJECTS = 1000  # in a file; a data set has some thirty
 _MOST_CHUNK = 64 << 20  # bytes, which the HDF5 library takes at once
-_MOST_SAID = 4 << 20  # letters of an attribute
-_MOST_LOOSE = (
+_MAX_ATTRIBUTE = 4 << 20  # letters of an attribute
+_MAX_OTHER_BYTES = (
     16 << 20
 )  # bytes of no data set (indexes of chunks, texts of attributes), next to a 16th of the file
 
@@ -379,7 +379,7 @@ def _why_unsafe(item: h5py.Dataset, size: int) -> str:
         return f"{item.name} is stored in other files"
     held = item.id.get_storage_size()
     name = item.name.strip("/")
-    packed = MOST_PACKED if item.chunks and item.id.get_create_plist().get_nfilters() else 1
+    packed = MAX_COMPRESSION if item.chunks and item.id.get_create_plist().get_nfilters() else 1
     if item.nbytes > held * packed or item.nbytes > size * (packed if name in PARTS else 1):
         return f"{item.name} claims {item.nbytes:,} bytes, but the file of {size:,} bytes stores {held:,} of them"
     if item.chunks and int(np.prod(item.chunks, dtype=object)) * item.dtype.itemsize > _MOST_CHUNK:
@@ -403,7 +403,7 @@ def unsafe_parts(
         loose -= item.id.get_storage_size()
         if problem := _why_unsafe(item, size):
             yield problem
-    if loose > _MOST_LOOSE + size // 16:
+    if loose > _MAX_OTHER_BYTES + size // 16:
         yield f"{loose:,} of the {size:,} bytes of the file belong to no data set"
         return
     n = h5py.h5a.get_num_attrs(file.id)
@@ -411,10 +411,10 @@ def unsafe_parts(
         yield f"the file has more than {_MOST_OBJECTS} attributes"
         return
     longest = max((h5py.h5a.get_info(file.id, index=i).data_size for i in range(n)), default=0)
-    if longest <= _MOST_SAID:  # those of fixed length; the others are as long as they are read
+    if longest <= _MAX_ATTRIBUTE:  # those of fixed length; the others are as long as they are read
         for name in file.attrs:
             with suppress(OSError, TypeError, ValueError):
                 if isinstance(value := file.attrs[name], (str, bytes)):
                     longest = max(longest, len(value))
-    if longest > _MOST_SAID:
-        yield f"an attribute of the file is longer than {_MOST_SAID:,} characters"
+    if longest > _MAX_ATTRIBUTE:
+        yield f"an attribute of the file is longer than {_MAX_ATTRIBUTE:,} characters"

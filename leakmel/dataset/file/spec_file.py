@@ -11,7 +11,7 @@ __all__ = [
     "read_spec",
     "write_spec",
     "spec_of_data_set",
-    "asked_spec",
+    "requested_spec",
 ]
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #77f47abb
@@ -233,7 +233,7 @@ def spec_of_data_set(
 
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #6f989693
-def asked_spec(
+def requested_spec(
     file: str
     | os.PathLike
     | None,  # a spec file, a data set whose spec is wanted, or a folder with one; None or empty: none

@@ -7,10 +7,10 @@ __all__ = [
     "SPARE_BYTES",
     "output_error",
     "OutputLock",
-    "undisturbed",
+    "delayed_signals",
     "require_space",
     "reserve",
-    "bytes_there",
+    "allocated_bytes",
     "replacing",
     "sync_folder",
     "part_bytes",
@@ -29,7 +29,7 @@ import h5py
 import numpy as np
 
 from ...core.errors import OutputError, SpaceError
-from .chunks import create_packed, pack_rows, read_at, write_at
+from .chunks import create_compressed, compress_rows, read_at, write_at
 from .schema import PARTS, Metadata, create_parts, new_file, write_metadata
 
 
@@ -123,7 +123,7 @@ class OutputLock:
 
 # %% ../../../nbs/dataset/file/writer.ipynb #f4492e33
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def delayed_signals() -> Iterator[None]:
     "Delay SIGINT and SIGTERM until the body has ended; they reach the main thread only."
     came = list[tuple[int, Any]]()
     usual = dict[int, Any]()
@@ -173,11 +173,11 @@ def reserve(fd: int, n_bytes: int, path: Path) -> None:
             os.ftruncate(fd, n_bytes)  # a file system that cannot reserve
             return
         if e.errno == errno.ENOSPC:
-            require_space(path.parent, n_bytes - bytes_there(path))  # says how many bytes are missing
+            require_space(path.parent, n_bytes - allocated_bytes(path))  # says how many bytes are missing
         raise output_error(e, path) from e
 
 
-def bytes_there(path: Path) -> int:
+def allocated_bytes(path: Path) -> int:
     "Return the bytes that a file takes on the disk; 0 where there is none."
     try:
         return os.lstat(path).st_blocks * 512
@@ -249,7 +249,7 @@ class RowFile:
         n_candidates: int,  # rows it may hold at most
         waveform_shape: tuple[int, ...] | None = None,  # L, S, short_window; None: no waveforms
         *,
-        start: str = "anew",  # "again": continue with what an interrupted build left; "not": touch no file
+        start: str = "new",  # "resume": open the partial file of an interrupted build; "none": open no file
     ):
         self.target = target
         self.partial = target.with_name(f".{target.name}.partial")
@@ -259,19 +259,19 @@ class RowFile:
         self.n_candidates = n_candidates
         self.waveform_shape = waveform_shape
         self.row_bytes, self.waveform_bytes = part_bytes(row_shape, waveform_shape)
-        if start != "not":
-            self._open(start == "again")
+        if start != "none":
+            self._open(resume=start == "resume")
 
-    def _open(self, again: bool) -> None:
+    def _open(self, *, resume: bool) -> None:
         "Reserve space, and open the partial file: what an interrupted build left, or a new one; never through a link."
         need = self.n_candidates * (self.row_bytes + self.waveform_bytes + SPARE_BYTES)
-        require_space(self.target.parent, need - bytes_there(self.partial))
+        require_space(self.target.parent, need - allocated_bytes(self.partial))
         try:
             self.offset, self.waveform_offset = part_offsets(
                 self.target, self.n_candidates, self.row_shape, self.waveform_shape
             )
             self.partial.with_name(self.partial.name + ".gz").unlink(missing_ok=True)
-            if again:
+            if resume:
                 with suppress(OSError):
                     self.fd = os.open(self.partial, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
                     st = os.fstat(self.fd)
@@ -304,7 +304,7 @@ class RowFile:
         write_at(self.fd, waveforms.data.cast("B"), self.waveform_offset + first * self.waveform_bytes)
         return waveforms.nbytes
 
-    def close_ranks(self, good: np.ndarray) -> None:
+    def compact_rows(self, good: np.ndarray) -> None:
         "Move good rows, then their waveforms, down over the others; `good` is [n_candidates] bool, `finish` comes next."
         keep = np.flatnonzero(good)
         begin = self.waveform_offset
@@ -386,7 +386,9 @@ class RowFile:
                 with new_file(packed) as f:
                     reserve(f.id.get_vfd_handle(), room, packed)
                     for part in parts:
-                        pack_rows(part, create_packed(f, part.name, part.shape, part.dtype), stopped=stopped)
+                        compress_rows(
+                            part, create_compressed(f, part.name, part.shape, part.dtype), stopped=stopped
+                        )
                     write_metadata(f, meta)
                     f.flush()
                     n_bytes = f.id.get_filesize()

@@ -6,7 +6,7 @@
 __all__ = [
     "log",
     "BATCH_FILES",
-    "ON_DEVICE",
+    "BATCHES_ON_DEVICE",
     "SCHEMA",
     "LIMITS",
     "TUNED_MODES",
@@ -137,7 +137,7 @@ class Workers:
 
 
 BATCH_FILES = {"cpu": 32, "cuda": 512}
-ON_DEVICE = 4  # batches on their way over a GPU at once
+BATCHES_ON_DEVICE = 4  # batches on their way over a GPU at once
 
 
 def slot_bytes(spec: MelSpec) -> int:
@@ -175,7 +175,7 @@ def plan_workers(
         return Workers(0, min(compute, slots), per_batch, slots, 0, 1, min(warmup, slots))
     together = config.batch_accumulation
     write = config.write_workers or (1 if on_cpu else max(1, min(4, usable_cores() // 4)))
-    wanted = read + compute * together + (1 if on_cpu else compute * ON_DEVICE) + write
+    wanted = read + compute * together + (1 if on_cpu else compute * BATCHES_ON_DEVICE) + write
     slots = max(1, min(config.slots or wanted, room // per_batch))
     if slots < 3 and config.slots is None:  # or nothing would overlap
         per_batch = max(1, min(per_batch, room // 3))

@@ -80,8 +80,8 @@ def stamps_of(
 
 
 # %% ../../../nbs/dataset/run/existing.ipynb #5bf055aa
-_JUST_NOW_NS = 20_000_000
-_SECONDS_ONLY_NS = 2_000_000_000
+_CLOCK_STEP_NS = 20_000_000
+_WHOLE_SECOND_NS = 2_000_000_000
 
 
 def is_settled(
@@ -89,7 +89,7 @@ def is_settled(
     began_ns: int,  # start of the build, by the clock of the files
 ) -> np.ndarray:  # [k] bool
     "Whether files that change after a build began will have another time."
-    return ctimes_ns < began_ns - np.where(ctimes_ns % 1_000_000_000 == 0, _SECONDS_ONLY_NS, _JUST_NOW_NS)
+    return ctimes_ns < began_ns - np.where(ctimes_ns % 1_000_000_000 == 0, _WHOLE_SECOND_NS, _CLOCK_STEP_NS)
 
 
 # %% ../../../nbs/dataset/run/existing.ipynb #30f32b47
@@ -139,7 +139,7 @@ class State:
 
     digest: str  # of the data set's metadata
     stamps: np.ndarray  # [rows + rejected] STAMP
-    follows: frozenset[str]  # which fields of the spec were taken from the data
+    inferred: frozenset[str]  # which fields of the spec were taken from the data
 
 
 def _state_head(data: bytes, data_set: os.stat_result) -> dict[str, object]:
@@ -162,11 +162,11 @@ def write_state(
     digest: str,  # of its metadata
     stamps: np.ndarray,  # [rows + rejected] STAMP
     *,
-    follows: Collection[str] = (),  # which fields of the spec were taken from the data
+    inferred: Collection[str] = (),  # which fields of the spec were taken from the data
 ) -> None:  # raises OutputError
     "Write the state of a data set's recordings."
     data = stamps.tobytes()
-    head = _state_head(data, os.stat(made)) | {"metadata_digest": digest, "follows": sorted(follows)}
+    head = _state_head(data, os.stat(made)) | {"metadata_digest": digest, "follows": sorted(inferred)}
     with replacing(state_path(target)) as new:
         new.write_bytes(json.dumps(head).encode() + b"\n" + data)
 
@@ -199,7 +199,7 @@ class ExistingDataset:
 
     path: Path
     digest: str  # of its metadata
-    packed: bool  # its rows are compressed
+    compressed: bool  # its rows are compressed
     known: np.ndarray  # [k] KNOWN, rows that can be kept, by candidate
     places: np.ndarray  # [k] int64, of these rows in the data set
     unusual: dict[int, tuple[str, str]]  # candidate -> encoding, status, where not PLAIN
@@ -214,7 +214,7 @@ def open_existing(
     fingerprint: str,  # of spec and engine
     with_waveforms: bool,
     *,
-    follows: Collection[str] = (),  # which fields of the spec are taken from the data now
+    inferred: Collection[str] = (),  # which fields of the spec are taken from the data now
 ) -> ExistingDataset | None:  # None where there is none that was made in the same way and can be trusted
     "Read the data set under the final name and compare it with a listing; raises nothing."
     from leakmel import __version__
@@ -237,7 +237,7 @@ def open_existing(
             rejected = [Rejected(path, code.decode(), message.decode()) for path, code, message in lost]
             known = _read_known(f, state, with_waveforms)
             words = np.stack([read_column(f[f"files/{name}"]) for name in ("encoding", "status")], axis=1)
-            paths, packed = f["files/path"][:].tolist(), f[ROWS].chunks is not None
+            paths, compressed = f["files/path"][:].tolist(), f[ROWS].chunks is not None
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
         log.warning("%s cannot be updated and is rebuilt: %s: %s", target, type(e).__name__, e)
         return None
@@ -253,7 +253,7 @@ def open_existing(
     same &= (listing.label_ids[met] >= 0) == had_label[of]
     is_row = same & (of < n_rows)
     # a file that was rejected may be good where more of the spec is taken from the data
-    is_lost = same & (of >= n_rows) & (state.follows >= set(follows))
+    is_lost = same & (of >= n_rows) & (state.inferred >= set(inferred))
     known = known[of[is_row]]
     known["number"] = met[is_row]
     odd = np.flatnonzero((words[of[is_row]] != np.array(PLAIN, "S")).any(axis=1))
@@ -264,7 +264,7 @@ def open_existing(
     return ExistingDataset(
         path=target,
         digest=state.digest,
-        packed=packed,
+        compressed=compressed,
         known=known,
         places=of[is_row],
         unusual=unusual,

@@ -142,11 +142,11 @@ def resolve_spec(
             remedy="write, for example, spec={'preset': 'overlap'}",
         )
     changes = {k: v for k, v in (spec or {}).items() if k != "preset"}
-    follows = tuple(k for k in ("sample_rate", "duration_s") if k not in changes)
-    if follows:
+    inferred = tuple(k for k in ("sample_rate", "duration_s") if k not in changes)
+    if inferred:
         rate, n_samples = infer_spec(listings)
         changes = {"sample_rate": rate, "duration_s": n_samples / rate} | changes
-    return MelSpec.preset((spec or {}).get("preset", "disjoint"), **changes), follows
+    return MelSpec.preset((spec or {}).get("preset", "disjoint"), **changes), inferred
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #1ea1fb4b

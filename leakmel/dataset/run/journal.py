@@ -11,7 +11,7 @@ __all__ = [
     "folder_inodes",
     "journal_identity",
     "journal_path",
-    "Past",
+    "InterruptedBuild",
     "read_journal",
     "Journal",
 ]
@@ -138,7 +138,7 @@ def journal_identity(
     }
 
 
-_WHY = {
+_MISMATCHES = {
     "recordings": "the recordings have changed",
     "n_candidates": "the recordings have changed",
     "folders": "the recordings' folders have changed",
@@ -161,19 +161,19 @@ _MOST_HEAD = 1 << 20  # of the rest
 
 
 @dataclass(frozen=True, eq=False)
-class Past:
+class InterruptedBuild:
     "What an interrupted build left."
 
     entries: list[Entry] = field(default_factory=list)
     n_bytes: int = 0  # of the journal, up to its last whole line
     began_ns: int = 0  # when the interrupted build had not read anything yet, by the clock of the files
-    why_not: str = ""  # why the build cannot be resumed, where there is a journal
+    refusal: str = ""  # why the build cannot be resumed, where there is a journal
 
 
 def read_journal(
     path: Path,
     identity: dict[str, Any],
-) -> Past:  # raises nothing
+) -> InterruptedBuild:  # raises nothing
     "Return the entries of a journal, if it is of the same build."
     n = identity["n_candidates"]
     try:
@@ -185,20 +185,20 @@ def read_journal(
             head = _body(f.readline())
             for key, value in identity.items():
                 if head.get(key) != value:
-                    return Past(why_not=_WHY.get(key, "it was started with other options"))
+                    return InterruptedBuild(refusal=_MISMATCHES.get(key, "it was started with other options"))
             entries, end = list[Entry](), f.tell()
             for line in f:
                 try:
                     body = _body(line)
                 except ValueError:
-                    break  # cut short, and all that follows
+                    break  # the line is incomplete; the rest is ignored
                 entries.append(_entry_of(body, n))
                 end += len(line)
-            return Past(entries, end, int(head["began_ns"]))
+            return InterruptedBuild(entries, end, int(head["began_ns"]))
     except FileNotFoundError:
-        return Past()
+        return InterruptedBuild()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
-        return Past(why_not=f"its journal cannot be read ({type(e).__name__}: {e})")
+        return InterruptedBuild(refusal=f"its journal cannot be read ({type(e).__name__}: {e})")
 
 
 # %% ../../../nbs/dataset/run/journal.ipynb #43910d6e

@@ -38,10 +38,10 @@ from leakmel.dataset.source.sample_cache import (
     NoMemory,
     SampleCache,
     cache_key,
-    check_follows,
+    check_inferred,
     load,
 )
-from ..source.loader import BatchReader, Disagreement, Source
+from ..source.loader import BatchReader, Disagreement, RecordingSource
 from ..source.read_ahead import plan_read_ahead
 from ...mel.spec import MelSpec
 
@@ -129,7 +129,7 @@ class Preloaded:
         "Bytes of samples held."
         return sum(h.rows.n_bytes for h in self.held.values())
 
-    def reader(self, plain: BatchReader) -> Source:
+    def reader(self, plain: BatchReader) -> RecordingSource:
         "Return what fills slots with a listing's recordings; raises UsageError where others are held."
         held = self.held.get(plain.listing.split)
         if held is None and self.choice.used == "stream" and not self.closed:
@@ -160,7 +160,7 @@ class Preloaded:
         "Give back memory and files; a cache file with damaged or many outdated rows is removed."
         self.closed = True
         for split, held in self.held.items():
-            if held.is_worn and not held.rows.in_memory:
+            if held.needs_rebuild and not held.rows.in_memory:
                 path = cache_path(cache_folder(self.cache_dir), split, held.key)
                 with suppress(OSError):
                     path.unlink()
@@ -187,7 +187,7 @@ class _Loader:
     "Loads the recordings of listings into memory or cache files."
 
     ready: Preloaded
-    follows: tuple[str, ...]  # which of rate and length follow the data
+    inferred: tuple[str, ...]  # which of rate and length follow the data
     config: PipelineConfig
     timeline: Timeline
     progress: str
@@ -196,7 +196,7 @@ class _Loader:
         "Read all recordings of a listing into rows, with a bar."
         listing, n = reader.listing, len(reader.listing)
         what = "preload" if rows.in_memory else "cache file"
-        self.ready.inflows[listing.split] = reader.inflow
+        self.ready.inflows[listing.split] = reader.cache_use
         label = f"{listing.split or listing.folder.name}: {what}"
         with Progress(n, label=label, show=self.progress) as bar:
             return load(
@@ -209,10 +209,10 @@ class _Loader:
                 ahead=plan_read_ahead([reader], self.config.read_ahead),
             )
 
-    def hold(self, listing: Listing) -> str:
+    def load_listing(self, listing: Listing) -> str:
         "Load one listing; return a line on what was done."
         ready, config, began_s = self.ready, self.config, self.timeline.now_s()
-        reader = BatchReader(listing, ready.spec, follows=self.follows, on_bad_file=config.on_bad_file)
+        reader = BatchReader(listing, ready.spec, inferred=self.inferred, on_bad_file=config.on_bad_file)
         key = cache_key(listing, ready.spec)
         what = "preload: read into memory"
         if ready.choice.used == "preload":
@@ -227,7 +227,7 @@ class _Loader:
             path = cache_path(cache_folder(config.cache_dir), listing.split, key)
             say = partial(announce, show=self.progress)
             held, is_new = open_cache(path, reader, key, partial(self.fill, reader, key), say)
-            check_follows(held, ready.spec, self.follows)
+            check_inferred(held, ready.spec, self.inferred)
             what = f"memmap: cache file {'created' if is_new else 'loaded'}"
         ready.held[listing.split] = held
         seconds = self.timeline.now_s() - began_s
@@ -260,7 +260,7 @@ def prepare(
     manifest: Manifest,
     listings: list[Listing],
     spec: MelSpec,
-    follows: tuple[str, ...],  # which of rate and length follow the data
+    inferred: tuple[str, ...],  # which of rate and length follow the data
     asked: str,  # mode
     config: PipelineConfig,
     timeline: Timeline,
@@ -279,7 +279,7 @@ def prepare(
             remedy="choose a cache_dir outside the data folder",
         )
     ready, began_s = Preloaded(manifest, spec, choice, config.cache_dir), timeline.now_s()
-    loader = _Loader(ready, follows, config, timeline, progress)
+    loader = _Loader(ready, inferred, config, timeline, progress)
 
     def say(line: str) -> None:
         ready.lines.append(line)
@@ -293,7 +293,7 @@ def prepare(
         while ready.choice.used != "stream":
             try:
                 for listing in listings:
-                    say(loader.hold(listing))
+                    say(loader.load_listing(listing))
                 break
             except (MemoryError, NoMemory, OutputError) as e:
                 ready.close()
@@ -348,9 +348,9 @@ def preload(
             "the manifest does not contain this split", code="split-not-found", found=repr(split)
         )
     listings = list(found.listings)
-    resolved, follows = resolve_spec(spec, listings)
+    resolved, inferred = resolve_spec(spec, listings)
     config = pipeline or PipelineConfig()
     try:
-        return prepare(found, listings, resolved, follows, mode, config, Timeline(), progress)
+        return prepare(found, listings, resolved, inferred, mode, config, Timeline(), progress)
     except Disagreement:
         raise disagreement(listings) from None

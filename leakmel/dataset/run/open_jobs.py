@@ -24,17 +24,17 @@ from ..file.schema import ROWS, WAVEFORMS
 from leakmel.dataset.file.writer import (
     OutputLock,
     RowFile,
-    bytes_there,
+    allocated_bytes,
     output_error,
     part_bytes,
     require_space,
-    undisturbed,
+    delayed_signals,
 )
 from .existing import ExistingDataset, is_settled, open_existing, stamps_of
-from .job import Job, Run, job_metadata, waveform_shape
+from .job import BuildContext, Job, job_metadata, waveform_shape
 from .journal import KNOWN, Entry, Journal, journal_identity, journal_path
-from .publish import beside, note_columns
-from ..source.loader import BadFilesError, check_share, first_bad_file
+from .publish import report_paths, note_columns
+from ..source.loader import BadFilesError, check_rejected_share, first_bad_file
 
 log = logging.getLogger("leakmel")
 
@@ -49,12 +49,12 @@ def may_resume(
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #3983a21f
-def _agree(job: Job, facts: np.ndarray) -> np.ndarray:
+def _matches_inferred(job: Job, facts: np.ndarray) -> np.ndarray:
     "Return whether recordings have the rate and length that were taken from the data, [k] bool."
-    fine, spec, follows = np.ones(len(facts), bool), job.spec, job.plain.follows
-    if "sample_rate" in follows:
+    fine, spec, inferred = np.ones(len(facts), bool), job.spec, job.plain.inferred
+    if "sample_rate" in inferred:
         fine &= facts["sample_rate"] == spec.sample_rate
-    if "duration_s" in follows and len(facts):
+    if "duration_s" in inferred and len(facts):
         kinds, which = np.unique(facts[["n_samples", "sample_rate"]], return_inverse=True)
         lengths = [resampled_length(int(n), int(rate), spec.sample_rate) for n, rate in kinds]
         fine &= (np.array(lengths) == spec.n_samples)[which]
@@ -79,7 +79,7 @@ def consecutive_runs(
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #9711799e
-def _resumed(
+def _resume_rows(
     job: Job,
     journal: Journal,
     kept: np.ndarray,  # [n] bool, candidates that are rows; filled in
@@ -95,7 +95,7 @@ def _resumed(
         good = facts["good"] & ~kept[k] & (stamps["ctime_ns"] == facts["ctime_ns"])
         good &= is_settled(stamps["ctime_ns"], journal.past.began_ns) & (listing.label_ids[k] >= 0)
         good &= (stamps["size"] == listing.sizes[k]) & (stamps["mtime_ns"] == listing.mtimes_ns[k])
-        known = known[good & _agree(job, facts)]
+        known = known[good & _matches_inferred(job, facts)]
         for name, offset, item_bytes in parts:
             numbers = known["number"]
             fine = np.zeros(len(known), bool)
@@ -112,7 +112,7 @@ def _resumed(
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #9038ab8a
-def _copied(
+def _copy_rows(
     job: Job,
     existing: ExistingDataset,
     kept: np.ndarray,  # [n] bool, candidates that are rows
@@ -120,7 +120,7 @@ def _copied(
     "Copy the rows of recordings that have not changed."
     file, left = job.file, ~kept[existing.known["number"]]
     known, places = existing.known[left], existing.places[left]
-    fine = _agree(job, known["facts"])
+    fine = _matches_inferred(job, known["facts"])
     parts: list[tuple[str, str, int, Callable[[int, np.ndarray], int]]] = [
         (ROWS, "digest", file.row_bytes, file.write)
     ]
@@ -148,35 +148,35 @@ _LEFTOVERS = (
 )
 
 
-def _new_job(run: Run, listing: Listing, target: Path, start: str) -> Job:
+def _new_job(run: BuildContext, listing: Listing, target: Path, start: str) -> Job:
     "Return a job, with its file as `RowFile` starts it."
     shape = waveform_shape(run.spec) if run.request.with_waveforms else None
     file = RowFile(target, run.spec.row_shape, len(listing), shape, start=start)
-    return Job(listing, run.spec, file, follows=run.follows, on_bad_file=run.request.config.on_bad_file)
+    return Job(listing, run.spec, file, inferred=run.inferred, on_bad_file=run.request.config.on_bad_file)
 
 
 def finished_job(
-    run: Run,
+    run: BuildContext,
     listing: Listing,
     target: Path,
     existing: ExistingDataset | None,
 ) -> Job | None:
     "Return a job for which nothing is to be done; None where something is."
-    if existing is None or existing.packed != (run.request.config.compression == "gzip"):
+    if existing is None or existing.compressed != (run.request.config.compression == "gzip"):
         return None
     if len(existing.known) + len(existing.rejected) < len(listing) or existing.changes["removed"]:
         return None
-    job = _new_job(run, listing, target, "not")
-    known = existing.known[_agree(job, existing.known["facts"])]
+    job = _new_job(run, listing, target, "none")
+    known = existing.known[_matches_inferred(job, existing.known["facts"])]
     job.keep(Entry(known, existing.unusual), existing.rejected, existing.numbers)
     if not job.is_complete():
         return None
     try:
         meta = job_metadata(job, run)
-        job.stands = job.file.digest_of(meta) == existing.digest
+        job.is_up_to_date = job.file.digest_of(meta) == existing.digest
     except OSError as e:
         raise output_error(e, e.filename or target) from e
-    if not job.stands or not all(path.is_file() for path in beside(target)):
+    if not job.is_up_to_date or not all(path.is_file() for path in report_paths(target)):
         return None
     root, table = run.manifest.root, run.manifest.table_path
     with run.timeline.span("verify", "main", split=job.split) as moved:
@@ -190,7 +190,7 @@ def finished_job(
     job.published_s = run.timeline.now_s()
     job.changes = existing.changes
     note_columns(job, meta, run.manifest.label_names)
-    with undisturbed():
+    with delayed_signals():
         for name in _LEFTOVERS:
             with suppress(OSError):
                 target.with_name(name.format(target.name)).unlink(missing_ok=True)
@@ -199,7 +199,7 @@ def finished_job(
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #bb8eb46b
 def reserve_job(
-    run: Run,
+    run: BuildContext,
     listing: Listing,
     target: Path,
 ) -> Job:  # raises OutputError, SpaceError
@@ -209,19 +209,19 @@ def reserve_job(
         path.unlink(missing_ok=True)
     identity = journal_identity(listing, run.fingerprint, run.spec.row_shape, request.with_waveforms)
     journal = Journal(path, identity, every_bytes=config.journal_bytes, sync=config.fsync)
-    if why := journal.past.why_not:
+    if why := journal.past.refusal:
         log.warning(
             "%s: cannot resume the interrupted build, so all rows are computed again: %s",
             show_path(target),
             why,
         )
-    job = _new_job(run, listing, target, "again" if journal.past.entries else "anew")
+    job = _new_job(run, listing, target, "resume" if journal.past.entries else "new")
     job.journal = journal
     return job
 
 
 def keep_rows(
-    run: Run,
+    run: BuildContext,
     job: Job,
     existing: ExistingDataset | None,
 ) -> None:  # raises OutputError, BadFilesError, OSError
@@ -232,12 +232,12 @@ def keep_rows(
         entries, kept = list[Entry](), np.zeros(n, bool)
         if journal.past.entries:
             with run.timeline.span("verify", "main", split=job.split) as moved:
-                entries += _resumed(job, journal, kept)
+                entries += _resume_rows(job, journal, kept)
                 journal.past.entries.clear()
                 moved.n_files = job.n_resumed = journal.n_entered = int(kept.sum())
         if existing is not None:
             with run.timeline.span("write", "main", split=job.split) as moved:
-                entries.append(_copied(job, existing, kept))
+                entries.append(_copy_rows(job, existing, kept))
                 moved.n_files = job.n_copied = len(entries[-1].known)
             job.changes = existing.changes
             job.keep(Entry(np.zeros(0, KNOWN)), existing.rejected, existing.numbers)
@@ -248,27 +248,27 @@ def keep_rows(
             log.info(text, job.split, n, job.n_resumed, job.n_copied)
     if job.rejected and config.on_bad_file == "stop":
         raise first_bad_file(job.listing, min(job.rejected, key=lambda r: r.path))
-    if job.stands:
-        check_share(job.listing, job.rejected, config.max_rejected)
+    if job.is_up_to_date:
+        check_rejected_share(job.listing, job.rejected, config.max_rejected)
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #2cc71963
 @contextmanager
 def open_jobs(
-    run: Run,
+    run: BuildContext,
     targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
 ) -> Iterator[list[Job]]:  # raises OutputError, SpaceError, MachineError
-    "Give locked jobs, in the order of the targets; those for which nothing is to be done are marked `stands`."
+    "Give locked jobs, in the order of the targets; those for which nothing is to be done are marked `is_up_to_date`."
     jobs, stack = list[Job](), ExitStack()
     fresh, with_waveforms = run.request.fresh, run.request.with_waveforms
     try:
-        with undisturbed():
+        with delayed_signals():
             for _, target in targets:
                 stack.enter_context(OutputLock(target))
         existing = [
             None
             if fresh
-            else open_existing(target, listing, run.fingerprint, with_waveforms, follows=run.follows)
+            else open_existing(target, listing, run.fingerprint, with_waveforms, inferred=run.inferred)
             for listing, target in targets
         ]
         # all is known that has to be known before the first file is touched
@@ -281,15 +281,15 @@ def open_jobs(
             each = sum(part_bytes(run.spec.row_shape, waveform_shape(run.spec) if with_waveforms else None))
             n_bytes = each * sum(len(listing) for listing, _ in to_do)
             partials = [target.with_name(f".{target.name}.partial") for _, target in to_do]
-            require_space(partials[0].parent, n_bytes - sum(map(bytes_there, partials)))
+            require_space(partials[0].parent, n_bytes - sum(map(allocated_bytes, partials)))
         for (listing, target), job in zip(targets, finished):
-            with undisturbed():
+            with delayed_signals():
                 jobs.append(job or reserve_job(run, listing, target))
         for job, found in zip(jobs, existing):
             keep_rows(run, job, found)
         yield jobs
     except BaseException as e:
-        with undisturbed():
+        with delayed_signals():
             n_kept = sum(job.close(keep=may_resume(e)) for job in jobs)
         if n_kept:
             e.add_note(
@@ -297,7 +297,7 @@ def open_jobs(
             )
         raise
     finally:
-        with undisturbed():
+        with delayed_signals():
             for job in jobs:
                 job.close(keep=False)
             stack.close()

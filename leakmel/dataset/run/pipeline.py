@@ -26,7 +26,7 @@ from ..check.verify import check_sample
 from ..file.schema import data_set_name
 from .config import PipelineConfig, plan_workers
 from .inputs import SpecLike, checked_inputs, list_recordings
-from .job import BuildRequest, Job, Run
+from .job import BuildRequest, BuildContext, Job
 from .modes import Preloaded, prepare, with_rules_of
 from .open_jobs import open_jobs
 from .publish import BuildResult, result_of
@@ -37,7 +37,7 @@ from ...mel.spec import MelSpec
 
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #9d2d0a19
-def _draw(run: Run, jobs: list[Job], bars: dict[str, Progress]) -> None:
+def _draw(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) -> None:
     "Draw the current state; a split has a bar as soon as it has begun."
     for job in jobs:
         if job.split not in bars:
@@ -62,9 +62,9 @@ def _draw(run: Run, jobs: list[Job], bars: dict[str, Progress]) -> None:
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #22dfc7f1
 @contextmanager
-def _sources_ready(run: Run, jobs: list[Job]) -> Iterator[None]:
+def _open_readers(run: BuildContext, jobs: list[Job]) -> Iterator[None]:
     "Let the jobs read in the mode that was asked for; what was loaded for this build only is released."
-    request, to_do = run.request, [job for job in jobs if not job.stands]
+    request, to_do = run.request, [job for job in jobs if not job.is_up_to_date]
     ready = request.preloaded
     own = None
     if ready is None:
@@ -72,7 +72,7 @@ def _sources_ready(run: Run, jobs: list[Job]) -> Iterator[None]:
             run.manifest,
             [job.listing for job in to_do],
             run.spec,
-            run.follows,
+            run.inferred,
             request.mode,
             request.config,
             run.timeline,
@@ -86,17 +86,17 @@ def _sources_ready(run: Run, jobs: list[Job]) -> Iterator[None]:
         for job in to_do:
             job.reader = ready.reader(job.plain)
             if job.reader is not job.plain:  # what the job reads from its files counts as well
-                job.inflow = job.reader.inflow
+                job.cache_use = job.reader.cache_use
                 if own is not None:
-                    job.inflow = own.inflows.get(job.listing.split, job.inflow)
-                job.plain.inflow = job.inflow
+                    job.cache_use = own.inflows.get(job.listing.split, job.cache_use)
+                job.plain.cache_use = job.cache_use
         yield
     finally:
         if own is not None:
             own.close()
 
 
-def _run_ring(run: Run, jobs: list[Job]) -> None:
+def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
     "Run all jobs; raises the first error."
     request = run.request
     ahead = plan_read_ahead([job.plain for job in jobs if job.reader is job.plain], request.config.read_ahead)
@@ -133,11 +133,11 @@ def _build_targets(
         gpu_streams=config.gpu_streams, async_copies=config.async_copies, graph=config.cuda_graph
     )
     with (
-        checked_inputs(manifest, targets, with_rules_of(request.preloaded, request.spec)) as (spec, follows),
+        checked_inputs(manifest, targets, with_rules_of(request.preloaded, request.spec)) as (spec, inferred),
         open_engine(request.engine, spec, device=config.device, options=options) as engine,
     ):
         workers = plan_workers(config, spec, engine, max(len(listing) for listing, _ in targets))
-        run = Run(request, manifest, spec, follows, engine, workers, timeline, listed_s)
+        run = BuildContext(request, manifest, spec, inferred, engine, workers, timeline, listed_s)
         timeline.meta |= {
             "engine": engine.identity,
             "device": engine.device,
@@ -150,11 +150,11 @@ def _build_targets(
         }
         interval_s = config.monitor_interval_s
         with open_jobs(run, targets) as jobs:
-            to_do = [job for job in jobs if not job.stands]
+            to_do = [job for job in jobs if not job.is_up_to_date]
             try:
                 with Monitor(timeline, interval_s) if interval_s else nullcontext():
                     if to_do:
-                        with _sources_ready(run, jobs):
+                        with _open_readers(run, jobs):
                             _run_ring(run, to_do)
             finally:  # also when a later split failed: what was published gets its report while it is locked
                 published = [job for job in jobs if job.published_s is not None]

@@ -27,7 +27,7 @@ from ...core.parameters import Kinds, field_kinds
 from ...core.progress import Progress
 from ...core.run_plan import RowTable, run_folder, runs_folder, user_path, write_summary
 from ..file.schema import data_set_name
-from ..file.spec_file import asked_spec
+from ..file.spec_file import requested_spec
 from .config import PipelineConfig, Workers, plan_workers, slot_bytes, with_tuned
 from .inputs import resolve_spec
 from .job import waveform_shape
@@ -70,7 +70,7 @@ def spec_changes(
         given["mel_norm"] = None
     file = parameters.get("spec_file")
     preset = parameters["preset"]
-    return asked_spec(file, None if file and preset == "disjoint" else preset, given)
+    return requested_spec(file, None if file and preset == "disjoint" else preset, given)
 
 
 # %% ../../../nbs/dataset/run/plan.ipynb #eb648268
@@ -121,7 +121,7 @@ class RunPlan(RowTable):
     manifest: Manifest
     split: str  # "all", a split, or "" for one folder of label folders
     spec: MelSpec
-    follows: tuple[str, ...]  # which of rate and length follow the data
+    inferred: tuple[str, ...]  # which of rate and length follow the data
     changes: dict[str, Any]  # what `build` gets as spec
     identity: str  # of the engine that was opened to look
     workers: Workers
@@ -145,10 +145,10 @@ class RunPlan(RowTable):
         labels = [(name, sum(c.get(name, 0) for c in counts)) for name in self.manifest.label_names]
         problems = [f"{k:,} {kind}" for kind, k in count_kinds(self.manifest.problems["kind"]).items()]
         names = {"sample_rate": "rate", "duration_s": "length"}
-        follows = " and ".join(names[f] for f in self.follows)
+        inferred = " and ".join(names[f] for f in self.inferred)
         note = (
-            f" ({follows} of the first recording; the build stops if another recording differs)"
-            if follows
+            f" ({inferred} of the first recording; the build stops if another recording differs)"
+            if inferred
             else ""
         )
         more = f"{4 * n * math.prod(waveform_shape(spec)) / 1e9:.3g} GB in addition"
@@ -218,7 +218,7 @@ def plan_run(
         )
     changes, spec_note = spec_changes(p)
     listings = list(manifest.listings)
-    spec, follows = resolve_spec(changes, listings)
+    spec, inferred = resolve_spec(changes, listings)
     with open_engine(p["engine"], spec, device=config.device) as engine:
         workers = plan_workers(config, spec, engine, max(map(len, listings)))
         identity = engine.identity
@@ -229,7 +229,7 @@ def plan_run(
         manifest=manifest,
         split=split,
         spec=spec,
-        follows=follows,
+        inferred=inferred,
         changes=changes,
         identity=identity,
         workers=workers,

@@ -9,7 +9,7 @@ __all__ = [
     "BuildResult",
     "note_columns",
     "split_problems",
-    "beside",
+    "report_paths",
     "publish",
     "read_ahead_for_check",
     "split_summary",
@@ -39,9 +39,9 @@ from ...core.timeline import Timeline, write_timeline
 from ..check.verify import VerifyReport, check_data_set, pick_rows
 from ..file.schema import Metadata, Rejected
 from ..file.writer import replacing, sync_folder
-from .job import Job, Run, job_metadata
+from .job import BuildContext, Job, job_metadata
 from .existing import stamps_at_build, write_state
-from ..source.loader import all_rejected, check_share, rejected_dict
+from ..source.loader import all_rejected, check_rejected_share, rejected_dict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -170,7 +170,7 @@ def split_problems(
 _MANY_FILES = 20_000  # below, there is not much memory to give back
 
 
-def beside(
+def report_paths(
     target: Path,
 ) -> tuple[Path, Path]:
     "Return the paths of the timeline and the report of a data set."
@@ -178,7 +178,7 @@ def beside(
 
 
 def publish(
-    run: Run,
+    run: BuildContext,
     job: Job,  # all rows are in its file
     lane: str,  # name of the publisher's thread
     stopped: Callable[[], bool],  # whether all threads are to leave
@@ -191,13 +191,13 @@ def publish(
     if not job.good.any():
         raise all_rejected(job.listing, job.rejected)
     config, target = run.request.config, job.file.target
-    check_share(job.listing, job.rejected, config.max_rejected)
+    check_rejected_share(job.listing, job.rejected, config.max_rejected)
     if job.journal is not None:  # the last rows; the disk need not confirm them, since their digests decide
         job.journal.enter(job.entry)
         job.journal.close()
     stamps = stamps_at_build(job.listing, job.good, job.facts["ctime_ns"], job.rejected, run.began_ns)
     with span("publish") as moved:
-        job.file.close_ranks(job.good)
+        job.file.compact_rows(job.good)
         meta = job_metadata(job, run)
         digest = job.file.finish(meta)
         if config.compression == "gzip":
@@ -215,11 +215,11 @@ def publish(
         with span("sync"):
             job.file.sync()
     with span("publish"):
-        for old in beside(target):  # a report of an earlier data set must not stay next to this one
+        for old in report_paths(target):  # a report of an earlier data set must not stay next to this one
             with suppress(IsADirectoryError):  # that fails when the report is written
                 old.unlink(missing_ok=True)
         try:
-            write_state(target, job.file.partial, digest, stamps, follows=run.follows)
+            write_state(target, job.file.partial, digest, stamps, inferred=run.inferred)
         except OutputError as e:
             log.warning(
                 "the state file of %s cannot be written, so the next build reads all recordings again: %s",
@@ -236,7 +236,7 @@ def publish(
     job.published_s = run.timeline.now_s()
 
 
-def _check(run: Run, job: Job) -> VerifyReport:
+def _check(run: BuildContext, job: Job) -> VerifyReport:
     "Compare a sample of the rows with the recordings; raises DataError or VerifyError."
     sources, job.sources = job.sources, None
 
@@ -251,7 +251,7 @@ def _check(run: Run, job: Job) -> VerifyReport:
         edges=np.searchsorted(np.flatnonzero(job.good), _batch_edges(run)).tolist(),  # as rows
         table=run.manifest.table_path,
         sources=sources,
-        told=note,
+        progress=note,
     )
     report.path = os.fspath(job.file.target)
     if report.ok:
@@ -274,14 +274,14 @@ def _check(run: Run, job: Job) -> VerifyReport:
     )
 
 
-def _batch_edges(run: Run) -> list[int]:
+def _batch_edges(run: BuildContext) -> list[int]:
     "Return the candidates at the edges of the first batches."
     return [k * run.workers.files_per_batch + d for k in (1, 2, 3) for d in (-1, 0)]
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #6f7cfeb3
 def read_ahead_for_check(
-    run: Run,
+    run: BuildContext,
     jobs: Sequence[Job],
     lane: str,  # name of the publisher's thread
     stopped: Callable[[], bool],  # whether the publisher has something else to do
@@ -292,13 +292,13 @@ def read_ahead_for_check(
         if stopped() or not check or sources is None:
             break  # None: another publisher has finished the job
         picked = pick_rows(len(labels), check, labels, np.zeros(len(labels)), _batch_edges(run))
-        with run.timeline.span("verify", lane, split=job.split) as moved, job.inflow.delivering():
-            moved.n_files = sources.work_out([job.listing.paths[i] for i in picked], stopped)
+        with run.timeline.span("verify", lane, split=job.split) as moved, job.cache_use.delivering():
+            moved.n_files = sources.precompute([job.listing.paths[i] for i in picked], stopped)
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #0ad42349
 def split_summary(
-    run: Run,
+    run: BuildContext,
     job: Job,  # published
     verified: VerifyReport,
     seconds: float,
@@ -352,9 +352,9 @@ def split_summary(
         "machine": run.timeline.meta.get("machine"),
         "pinned_bytes": engine.host_bytes,
         "pinned": job.pinned,
-        "timeline_path": show_path(beside(job.file.target)[0]),
+        "timeline_path": show_path(report_paths(job.file.target)[0]),
     }
-    return summary | measured | job.inflow.to_dict() | job.mode
+    return summary | measured | job.cache_use.to_dict() | job.mode
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #723e5972
@@ -369,7 +369,7 @@ def _write_report(body: dict[str, Any], path: Path) -> None:  # raises OutputErr
         file.write("\n")
 
 
-def _renew_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises OutputError
+def _update_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises OutputError
     "Bring the problems in a report up to date: recordings of other splits may have changed, and copies with them."
     try:
         body, now = json.loads(path.read_bytes()), [asdict(p) for p in noted]
@@ -382,7 +382,7 @@ def _renew_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises Out
 
 # %% ../../../nbs/dataset/run/publish.ipynb #110b3cba
 def result_of(
-    run: Run,
+    run: BuildContext,
     job: Job,  # published
     jobs: Sequence[Job],  # of the run
 ) -> BuildResult:
@@ -402,11 +402,11 @@ def result_of(
     import_s = max(imports, default=0.0)
     noted = split_problems(run.manifest, job, jobs)
     summary = split_summary(run, job, report, seconds, import_s, samples, noted)
-    timeline.meta["inflow"] = timeline.meta.get("inflow", {}) | {job.split: job.inflow.to_dict()}
+    timeline.meta["inflow"] = timeline.meta.get("inflow", {}) | {job.split: job.cache_use.to_dict()}
     rejected = tuple(sorted(job.rejected, key=lambda r: r.path))
-    timeline_path, report_path = beside(target)
+    timeline_path, report_path = report_paths(target)
     try:
-        if not job.stands:
+        if not job.is_up_to_date:
             body = summary | {
                 "created_at_utc": datetime.now(UTC).isoformat(timespec="seconds"),
                 "rejected_files": [rejected_dict(r) for r in rejected],
@@ -416,7 +416,7 @@ def result_of(
                 write_timeline(timeline, new, split=job.split)
             _write_report(body, report_path)
         elif sum(x.columns is not None for x in jobs) > 1:  # else nothing new is known of other splits
-            _renew_problems(report_path, noted)
+            _update_problems(report_path, noted)
     except OutputError as e:
         raise type(e)(
             "the data set is complete, but its report or timeline could not be written",

@@ -23,7 +23,7 @@ from ...core.monitor import usable_cores
 from ...core.threads import Lanes, machine_error
 from ...core.timeline import Counts
 from ..file.writer import output_error
-from .job import Job, Run
+from .job import BuildContext, Job
 from .publish import publish, read_ahead_for_check
 from ..source.loader import Slot
 from ..source.read_ahead import ReadAhead
@@ -71,7 +71,7 @@ class Ring:
 
     def __init__(
         self,
-        run: Run,
+        run: BuildContext,
         jobs: list[Job],
         ahead: ReadAhead | None = None,  # has recordings fetched before they are read
     ):
@@ -101,13 +101,13 @@ class Ring:
             "writer": (workers.write_workers, _write_batches),
         }
         if not workers.read_workers:
-            work = {"worker": (workers.compute_workers, _work_alone)}
+            work = {"worker": (workers.compute_workers, _run_worker)}
         work["publisher"] = (min(len(jobs), usable_cores()), _publish_jobs)
         self._left = {role: n for role, (n, _) in work.items()}  # threads of each role that have not left
         for role, (n, function) in work.items():
             for i in range(n):
                 self.lanes.add(f"{role}-{i}", partial(function, self, i))
-        self.lanes.add("journal", partial(_keep_journal, self))
+        self.lanes.add("journal", partial(_write_journal, self))
         if ahead is not None:
             self.lanes.add("read-ahead", ahead.run)
 
@@ -187,7 +187,7 @@ def _write(ring: Ring, lane: str, slot: Slot) -> None:
 
 
 # %% ../../../nbs/dataset/run/ring.ipynb #02fb76e8
-def _work_alone(ring: Ring, k: int, lane: str) -> None:
+def _run_worker(ring: Ring, k: int, lane: str) -> None:
     "Take batch after batch from its files to its rows."
     slot = ring.free.get()
     while slot is not None and (batch := ring.next_batch()):
@@ -278,7 +278,7 @@ def _write_batches(ring: Ring, k: int, lane: str) -> None:
         ring.all_written()
 
 
-def _keep_journal(ring: Ring, lane: str) -> None:
+def _write_journal(ring: Ring, lane: str) -> None:
     "Enter rows in their journal from time to time."
     while (job := ring.entries.get()) is not None and not ring.lanes.stopping.is_set():
         with _writing(job), ring.run.timeline.span("sync", lane, split=job.split):

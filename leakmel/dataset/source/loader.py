@@ -16,9 +16,9 @@ __all__ = [
     "BadFilesError",
     "first_bad_file",
     "all_rejected",
-    "check_share",
+    "check_rejected_share",
     "Disagreement",
-    "Source",
+    "RecordingSource",
     "BatchReader",
 ]
 
@@ -251,7 +251,7 @@ def all_rejected(
     )
 
 
-def check_share(
+def check_rejected_share(
     listing: Listing,
     rejected: Sequence[Rejected],  # of the whole split
     most: float,  # share of the files found that may be rejected, 0 to 1
@@ -284,12 +284,12 @@ class Disagreement(DataError):
     "Recordings of different rate or length where the spec was to follow them."
 
 
-class Source(Protocol):
+class RecordingSource(Protocol):
     "What fills slots with the recordings of one listing."
 
     listing: Listing
     stage: str  # of the timeline: "read" from files, "stage" from a cache
-    inflow: CacheUse  # what it asked of files, and what a device delivered
+    cache_use: CacheUse  # what it asked of files, and what a device delivered
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's candidates; return the bytes of their files."
@@ -305,19 +305,19 @@ class BatchReader:
         listing: Listing,
         spec: MelSpec,
         *,
-        follows: Collection[str] = (),  # "sample_rate", "duration_s": taken from the data, all must agree
+        inferred: Collection[str] = (),  # "sample_rate", "duration_s": taken from the data, all must agree
         on_bad_file: str = "reject",  # "reject" or "stop"
     ):
         self.listing = listing
         self.spec = spec
-        self.follows = follows
+        self.inferred = inferred
         self.on_bad_file = on_bad_file
         self.header = canonical_header(spec.sample_rate, spec.n_samples)
         self.size = HEADER_BYTES + 2 * spec.n_samples
         self.base = os.fsencode(listing.folder) + b"/"
         self.no_label = _NO_LABEL["folders" if listing.naming.labels_by_folder else listing.naming.source]
-        self.inflow = CacheUse()
-        self.in_a_row = ReadFailureGuard()  # recordings that the system refuses one after another
+        self.cache_use = CacheUse()
+        self.read_failures = ReadFailureGuard()  # recordings that the system refuses one after another
         self._canonical_facts = np.zeros((), FACTS)
         known = ["good", "whole", "channels", "sample_rate", "n_samples"]
         self._canonical_facts[known] = (True, True, 1, spec.sample_rate, spec.n_samples)
@@ -327,12 +327,12 @@ class BatchReader:
         mine = slice(slot.first, slot.first + slot.n)
         sizes = self.listing.sizes[mine]
         labelled = self.listing.label_ids[mine] >= 0
-        with self.inflow.delivering():
+        with self.cache_use.delivering():
             done = self._fill_canonical(slot, (sizes == self.size) & labelled)
             for i in np.flatnonzero(~done).tolist():
                 self.fill_row(slot, i)
             slot.scale_whole_rows()
-        self.inflow.ask(int(sizes[labelled].clip(0).sum()))  # one without a label is not read
+        self.cache_use.ask(int(sizes[labelled].clip(0).sum()))  # one without a label is not read
         return int(sizes.clip(0).sum())
 
     def _fill_canonical(self, slot: Slot, wanted: np.ndarray) -> np.ndarray:
@@ -351,7 +351,7 @@ class BatchReader:
                 raise fault
         good = outcomes == module.READ
         if good.any():
-            self.in_a_row.given()
+            self.read_failures.given()
         slot.facts[:] = self._canonical_facts
         slot.facts["digest"] = digests if module.can_digest(samples[0].nbytes) else digests_of(samples)
         slot.facts["ctime_ns"] = ctimes_ns
@@ -369,12 +369,12 @@ class BatchReader:
         except RecordingError as e:
             slot.samples[i] = 0
             if listing.label_ids[k] >= 0 and listing.sizes[k] >= 0:  # else it was not asked for
-                self.in_a_row.refused(e, self.base + listing.paths[k])
+                self.read_failures.refused(e, self.base + listing.paths[k])
             slot.rejected.append(Rejected(listing.paths[k], e.reject_code, e.message))
             if self.on_bad_file == "stop":
                 raise first_bad_file(listing, slot.rejected[-1]) from e
         else:
-            self.in_a_row.given()
+            self.read_failures.given()
 
     def _read(self, slot: Slot, i: int, k: int) -> None:
         "Read candidate k into row i; raises RecordingError, or Disagreement where it should have been like the others."
@@ -402,9 +402,9 @@ class BatchReader:
             os.close(fd)
         n, channels = recording.samples.shape
         rate = recording.sample_rate
-        if "sample_rate" in self.follows and rate != spec.sample_rate:
+        if "sample_rate" in self.inferred and rate != spec.sample_rate:
             raise Disagreement("the recordings differ in sample rate", code="recordings-differ")
-        if "duration_s" in self.follows and resampled_length(n, rate, spec.sample_rate) != spec.n_samples:
+        if "duration_s" in self.inferred and resampled_length(n, rate, spec.sample_rate) != spec.n_samples:
             raise Disagreement("the recordings differ in length", code="recordings-differ")
         other = rate != spec.sample_rate
         with slot.taking("resample" if other else "decode", int(other)):

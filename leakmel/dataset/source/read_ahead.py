@@ -36,19 +36,19 @@ COLD_SHARE = 0.04  # of them that the page cache lacks, from which fetching ahea
 
 def cold_share(
     listing: Listing,
-    inflow: CacheUse,  # is told whether the file system tells, and whether files were missing
+    cache_use: CacheUse,  # is told whether the file system tells, and whether files were missing
     most: int = PROBES,  # files to look at
 ) -> float | None:  # 0 to 1; None where the file system does not tell, or there is nothing to look at
     "Estimate the share of a listing's files that the page cache lacks, by a sample; raises nothing."
     there = np.flatnonzero((listing.sizes > 0) & (listing.label_ids >= 0))
     picked = there[np.linspace(0, len(there) - 1, min(most, len(there))).astype(np.int64)]
     base = os.fsencode(listing.folder) + b"/"
-    with inflow.delivering():
+    with cache_use.delivering():
         seen = [_is_cached(base + listing.paths[k], int(listing.sizes[k])) for k in picked.tolist()]
-    told = [s for s in seen if s is not None]
-    share = 1 - sum(told) / len(told) if told else None
-    inflow.tells = bool(told)
-    inflow.saw_cold = share is not None and share >= COLD_SHARE
+    known = [s for s in seen if s is not None]
+    share = 1 - sum(known) / len(known) if known else None
+    cache_use.tells = bool(known)
+    cache_use.saw_cold = share is not None and share >= COLD_SHARE
     return share
 
 
@@ -109,9 +109,9 @@ class ReadAhead:
                 reader = self.readers[k]
                 wanted = [i for i in range(first, end) if 0 < self._sizes[i] <= self.n_bytes]
                 paths = [reader.base + reader.listing.paths[i - self._firsts[k]] for i in wanted]
-                with reader.inflow.delivering():
+                with reader.cache_use.delivering():
                     n = will_need(paths, self._sizes[wanted])
-                reader.inflow.note_ahead(n)
+                reader.cache_use.note_ahead(n)
         except Exception as e:
             log.debug("recordings are not prefetched: %s: %s", type(e).__name__, e)
 
@@ -144,7 +144,7 @@ def plan_read_ahead(
     shares = list[float]()  # of files that the page cache lacks, once for each file that was looked at
     for r in readers:
         most = max(1, round(PROBES * len(r.listing) / max(1, total)))
-        if (share := cold_share(r.listing, r.inflow, most)) is not None:
+        if (share := cold_share(r.listing, r.cache_use, most)) is not None:
             shares += [share] * most
     if files is not None:
         return ReadAhead(readers, files) if files else None

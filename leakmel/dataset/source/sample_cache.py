@@ -11,7 +11,7 @@ __all__ = [
     "cache_key",
     "SampleRows",
     "SampleCache",
-    "check_follows",
+    "check_inferred",
     "CachedReader",
     "NoMemory",
     "load",
@@ -168,7 +168,7 @@ class SampleCache:
         self.n_outdated = 0  # the same, whose file changed since
 
     @property
-    def is_worn(self) -> bool:
+    def needs_rebuild(self) -> bool:
         "Whether so little can be used that a new cache is better: a damaged row, or more than one in fifty outdated."
         return self.n_damaged > 0 or self.n_outdated * 50 > len(self)
 
@@ -247,13 +247,13 @@ class SampleCache:
 
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #443a7df1
-def check_follows(cache: SampleCache, spec: MelSpec, follows: Collection[str]) -> None:
+def check_inferred(cache: SampleCache, spec: MelSpec, inferred: Collection[str]) -> None:
     "Raise Disagreement where a spec was to follow recordings that differ."
     good = cache.facts[cache.facts["good"]]
     for rate, n in np.unique(good[["sample_rate", "n_samples"]]).tolist():
-        if "sample_rate" in follows and rate != spec.sample_rate:
+        if "sample_rate" in inferred and rate != spec.sample_rate:
             raise Disagreement("the recordings differ in sample rate", code="recordings-differ")
-        if "duration_s" in follows and resampled_length(n, rate, spec.sample_rate) != spec.n_samples:
+        if "duration_s" in inferred and resampled_length(n, rate, spec.sample_rate) != spec.n_samples:
             raise Disagreement("the recordings differ in length", code="recordings-differ")
 
 
@@ -266,32 +266,32 @@ class CachedReader:
         self.cache = cache
         self.plain = plain
         self.listing = plain.listing
-        self.inflow = CacheUse()  # what is asked of a cache file; memory is asked for nothing
+        self.cache_use = CacheUse()  # what is asked of a cache file; memory is asked for nothing
         self._warned = False
         if not cache.rows.in_memory:
             with suppress(OSError):
-                self.inflow.tells = is_in_cache(cache.rows.fd, 0) is not None
-        check_follows(cache, plain.spec, plain.follows)
+                self.cache_use.tells = is_in_cache(cache.rows.fd, 0) is not None
+        check_inferred(cache, plain.spec, plain.inferred)
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's rows; return the bytes of their files."
         samples = slot.samples[: slot.n]
         try:
-            with self.inflow.delivering():
+            with self.cache_use.delivering():
                 self.cache.rows.read(slot.first, samples)
         except (OSError, VerifyError) as e:
             self._warn(f"the cache file cannot be read ({e})")
             return self.plain.fill(slot)
-        self.inflow.ask(0 if self.cache.rows.in_memory else samples.nbytes)
+        self.cache_use.ask(0 if self.cache.rows.in_memory else samples.nbytes)
         sizes = self.listing.sizes[slot.first : slot.first + slot.n].clip(0)
         for i, digest in enumerate(digests_of(samples)):
             if self._take_cached(slot, i, digest):
-                self.plain.in_a_row.given()
+                self.plain.read_failures.given()
                 continue
-            with self.plain.inflow.delivering():
+            with self.plain.cache_use.delivering():
                 self.plain.fill_row(slot, i)
             if self.listing.label_ids[slot.first + i] >= 0:
-                self.plain.inflow.ask(int(sizes[i]))
+                self.plain.cache_use.ask(int(sizes[i]))
         slot.scale_whole_rows()
         return int(sizes.sum())
 
@@ -407,7 +407,7 @@ def load(
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #3fd35dab
 SUFFIX = ".samples"
-_OURS = re.compile(r"(all|training|validation|testing)-[0-9a-f]{32}\.samples")
+_CACHE_NAME = re.compile(r"(all|training|validation|testing)-[0-9a-f]{32}\.samples")
 
 
 def cache_folder(
@@ -510,7 +510,7 @@ def list_cache(
     for path in cache_folder(cache_dir).glob(f"*{SUFFIX}"):
         with suppress(FileNotFoundError):  # another process cleared it just now
             st = path.lstat()
-            if not _OURS.fullmatch(path.name) or not stat.S_ISREG(st.st_mode):
+            if not _CACHE_NAME.fullmatch(path.name) or not stat.S_ISREG(st.st_mode):
                 continue
             used = datetime.fromtimestamp(st.st_mtime, UTC).isoformat(timespec="seconds")
             try:
@@ -542,7 +542,7 @@ def clear_cache(
                     removed.append(each)
         for partial in folder.glob(f".*{SUFFIX}.partial"):
             made = partial.with_name(partial.name[1:].removesuffix(".partial"))
-            if _OURS.fullmatch(made.name):
+            if _CACHE_NAME.fullmatch(made.name):
                 with suppress(OutputError), OutputLock(made):  # else it is being made
                     partial.unlink(missing_ok=True)
     except OSError as e:
