@@ -997,8 +997,8 @@ def test_sources_of_a_table_that_went_away(by_table, copy, tmp_path):
     put(data, "one more that the table does not name.wav")
     assert lm.verify(path, root=data, table=file).ok
     (data / "day 1" / "a.wav").unlink()
-    bad(lm.verify(path, root=data, table=file, sample=0), "not in the folder any more, first day 1/a.wav")
-    bad(lm.verify(path, root=data, sample=0), "not in the folder any more")
+    bad(lm.verify(path, root=data, table=file, sample=0), "no longer exist in the folder, first day 1/a.wav")
+    bad(lm.verify(path, root=data, sample=0), "no longer exist in the folder")
 
 
 def test_a_table_for_a_data_set_that_has_none_and_a_table_that_is_none(by_table, tmp_path):
@@ -1087,7 +1087,7 @@ def test_a_build_from_a_pattern(tmp_path):
     (data / "sub" / "train_LEAK_H7_s7.wav").rename(data / "test_LEAK_H7_s7.wav")
     assert lm.verify(path, root=data).ok, "a file of another split is no file of this one"
     (data / "train_LEAK_H0_s0.wav").unlink()
-    bad(lm.verify(path, root=data, sample=0), "not in the folder any more")
+    bad(lm.verify(path, root=data, sample=0), "no longer exist in the folder")
 
 
 def test_a_build_whose_names_do_not_all_fit(tmp_path):

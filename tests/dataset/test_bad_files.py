@@ -303,7 +303,7 @@ def test_on_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "x.h5").exists()
     capsys.readouterr()
     assert main([*words, "--max-rejected", "0.3", "--quiet"]) == 0
-    assert "  rejected: 25 % of the files, up to 30 % may be" in capsys.readouterr().out
+    assert "  rejected: 25 % of the files (at most 30 % allowed)" in capsys.readouterr().out
     report = json.loads((tmp_path / "x.h5.report.json").read_text())
     assert (
         report["rejected_share"],

@@ -114,7 +114,7 @@ def assert_only_resumable(target: Path, error: BaseException, known: list[str]) 
     left = leftovers(target.parent, *known)
     assert left in ([], [f".{target.name}.journal", f".{target.name}.partial"])
     assert bool(left) == (
-        "are kept: the same build resumes from them" in " ".join(getattr(error, "__notes__", []))
+        "are kept: run the same build again to resume" in " ".join(getattr(error, "__notes__", []))
     )
     if left:
         assert may_resume(error)
@@ -787,7 +787,7 @@ def test_signal_during_a_build(tmp_path, data, old, number):
     assert took[-1] < 5, took
     assert f"signal {int(number)}" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "the same build resumes from them" in done.stderr
+    assert "run the same build again to resume" in done.stderr
     assert (tmp_path / "out" / "x.h5").read_bytes() == old
     assert leftovers(tmp_path / "out", *BESIDE) == [".x.h5.journal", ".x.h5.partial"]
     r = lm.build(data, out=tmp_path / "out" / "x.h5", engine="reference", **QUIET | {"fresh": False})

@@ -154,7 +154,7 @@ def test_a_recording_that_changes_after_it_was_worked_out_fails_the_build(data, 
         return True
 
     slow_rows(monkeypatch, changed)
-    with pytest.raises(DataError, match="changed or went away"):
+    with pytest.raises(DataError, match="were changed or removed"):
         lm.build(data, out=tmp_path / "x.h5", check=16, **QUIET)
     assert not (tmp_path / "x.h5").exists()
 

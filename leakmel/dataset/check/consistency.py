@@ -46,7 +46,7 @@ def label_mismatches(
     naming: Naming,
     split: str,
 ) -> Iterator[str]:  # sentences
-    "Yield rows whose label or split is not what their path says."
+    "Yield rows whose label or split differs from their path."
     if naming.source == "table":
         return
     by_path: list[Any]
@@ -69,7 +69,7 @@ def table_mismatches(
     labels: Sequence[str],
     table: NameTable,
 ) -> Iterator[str]:  # sentences
-    "Yield labels, splits and parts of names that are not what the table says."
+    "Yield labels, splits and parsed names that differ from the table."
     entry = {table.paths[i]: i for i in table.rows_of(file.attrs["split"])}
     paths = file["files/path"][:].tolist()
     ids = file["labels"][:]
@@ -91,7 +91,7 @@ def table_mismatches(
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #ff26ebba
 def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
-    "Compare rows and rejected files with a walk of the folder."
+    "Compare rows and rejected files with the files in the folder."
     lost = dict(zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist()))
     if naming.source == "table":
         lost = {p: code for p, code in lost.items() if code != b"unreadable"}
@@ -114,7 +114,7 @@ LONGEST_NAME = 255  # NAME_MAX
 
 
 def path_problems(file: h5py.File) -> Iterator[str]:  # sentences
-    "Yield a path of rows and of rejected files that no recording can have, or that leads out of the data folder."
+    "Yield invalid paths of rows and rejected files, and paths outside the data folder."
     for part in ("files/path", "rejected/path"):
         paths = read_column(file[part])
         if paths.dtype.kind == "S" and paths.ndim == 1:  # nearly all are plain, and passed over at once
@@ -135,7 +135,7 @@ def attribute_problems(
     spec: MelSpec,  # as stored
     n_rows: int,
 ) -> Iterator[str]:  # sentences
-    "Yield attributes of the root that contradict each other or the schema."
+    "Yield root attributes that contradict each other or the schema."
     names = json.loads(attrs["labels_json"])
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         yield "labels_json is not a list of names"
@@ -168,7 +168,7 @@ _ROUNDING = 1e-12  # of a band centre, relative
 
 
 def scale_problems(file: h5py.File, spec: MelSpec) -> Iterator[str]:  # sentences
-    "Yield scales of the rows that are not those of the settings."
+    "Yield dimension scales of the rows that do not match the settings."
     n_long, n_short, _ = spec.grid.shape
     right = {
         "long_start_s": np.array([i * spec.long_hop / spec.sample_rate for i in range(n_long)]),
@@ -191,7 +191,7 @@ def pick_numbers(
     special: Sequence[int],  # to take first, as far as `sample` goes
     preferred: Sequence[int] = (),  # to take before others
 ) -> np.ndarray:  # ascending
-    "Choose numbers: special ones, then preferred ones, then at random, but the same ones each time."
+    "Choose a reproducible sample of numbers: special ones, then preferred ones, then random ones."
     if sample is None or sample >= n:
         return np.arange(n)
     chosen = list(dict.fromkeys(special))[:sample]
@@ -207,7 +207,7 @@ def pick_rejected(
     codes: np.ndarray,  # [n]
     sample: int | None,  # wanted; None: all
 ) -> np.ndarray:  # ascending
-    "Choose the numbers of the rejected files to read again."
+    "Choose the rejected files to read again."
     able = np.flatnonzero(codes != b"changed")
     ends = [0, len(able) - 1] if len(able) else []
     of_codes = np.unique(codes[able], return_index=True)[1].tolist()
@@ -223,9 +223,9 @@ def rejected_problems(
     folder: bytes,  # that the paths are relative to
     root: str | os.PathLike,  # nothing is read outside it
     sample: int | None,  # files to read again; None: all
-    moved: list[str],  # takes the sentences on files that went away
+    moved: list[str],  # receives the sentences about files that no longer exist
 ) -> Iterator[str]:  # sentences, also those in `moved`; raises MachineError
-    "Yield rejected files whose recording gives a row, or another code."
+    "Yield rejected files that are valid now, or that have another reject code."
     codes = file["rejected/code"][:]
     paths = file["rejected/path"][:].tolist()
     top = os.path.realpath(root)
@@ -258,7 +258,7 @@ def rejected_problems(
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f7b377ee
 def accounting_problems(file: h5py.File) -> Iterator[str]:  # sentences
-    "Yield rejected files without all of path, code and message, and paths that are there twice."
+    "Yield incomplete lists of rejected files, unsorted or repeated paths, and files that are both rows and rejected."
     counts = {name: file[f"rejected/{name}"].shape for name in ("path", "code", "message")}
     if len(set(counts.values())) > 1 or len(counts["path"]) != 1:
         yield f"the columns of the rejected files differ in length: {counts}"

@@ -54,7 +54,7 @@ from ...mel.spec import MelSpec
 # %% ../../../nbs/dataset/check/verify.ipynb #fae71a10
 @dataclass
 class VerifyReport:
-    "What was checked, and what was found wrong."
+    "Result of a verification: what was checked, and the problems found."
 
     path: str
     n_rows: int = 0
@@ -64,16 +64,18 @@ class VerifyReport:
     # False: they come from a table that was not given, or nothing could be compared
     labels_compared: bool = True
     problems: list[str] = field(default_factory=list)
-    moved: list[str] = field(default_factory=list)  # the problems that are sources which went away or changed
+    moved: list[str] = field(
+        default_factory=list
+    )  # the problems caused by recordings that were removed or changed
 
     @property
     def ok(self) -> bool:
-        "Whether nothing was found wrong."
+        "Whether no problem was found."
         return not self.problems
 
     @property
     def verdict(self) -> str:
-        "The verdict in one line."
+        "The result in one line."
         if self.problems:
             return f"NOT OK: {len(self.problems)} problem{'s' * (len(self.problems) > 1)}, first: {self.problems[0]}"
         labels = "; labels and names were not compared: give the table (table=, --table)"
@@ -84,7 +86,7 @@ class VerifyReport:
         return f"ok: {self.checked:,} of {self.n_rows:,} rows recomputed in float64, largest difference {self.max_abs_db:.4f} dB{labels}"
 
     def _note_moved(self, problem: str) -> None:
-        "Note a problem that is a source which went away or changed."
+        "Add a problem caused by a recording that was removed or changed."
         self.moved.append(problem)
         self.problems.append(problem)
 
@@ -92,7 +94,7 @@ class VerifyReport:
         return f"VerifyReport({show_path(Path(self.path).name)}: {self.verdict})"
 
     def to_dict(self) -> dict[str, Any]:
-        "For JSON."
+        "Return the report for JSON."
         names = ("ok", "verdict", "scope", "labels_compared", "n_rows", "checked", "max_abs_db", "problems")
         return {name: getattr(self, name) for name in names}
 
@@ -105,7 +107,7 @@ _FLOAT16_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
 
 
 def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
-    "Yield problems of names, shapes and counts."
+    "Yield problems of names, shapes, types and counts."
     n = len(f[ROWS])
     right: dict[str, Any] = {ROWS: ("float16", (n, *spec.row_shape))}
     if (WAVEFORMS in f) != ("digests/waveforms" in f):
@@ -137,7 +139,7 @@ def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
 def _read_digests(rows: h5py.Dataset, start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    "Return the digests of n rows from a number on, and which of them hold values that are not finite."
+    "Return the digests of n rows from row `start`, and which of them contain values that are not finite."
     module = native()
     begin = rows.id.get_offset()
     n_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:]))  # of a row
@@ -154,7 +156,7 @@ def _read_digests(rows: h5py.Dataset, start: int, n: int) -> tuple[np.ndarray, n
 
 
 def _row_problems(pool: ThreadPoolExecutor, f: h5py.File, name: str, digests: str) -> Iterator[list[str]]:
-    "Begin to look for problems of single rows without the sources: blocks of rows, in threads."
+    "Check digests and finite values of rows in threads; yield the problems of each block."
     rows = f[name]
     right = read_column(f[digests])
     step = max(1, min(len(rows), _BLOCK_BYTES // max(1, rows.nbytes // max(1, len(rows)))))
@@ -174,7 +176,7 @@ def _row_problems(pool: ThreadPoolExecutor, f: h5py.File, name: str, digests: st
 
 
 def _check_integrity(f: h5py.File, report: VerifyReport) -> None:
-    "Check a file without its sources."
+    "Check a file without its recordings."
     report.problems += unsafe_parts(f)
     if not report.problems and f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f):
         report.problems.append("labels, columns or attributes do not match their digest")
@@ -214,17 +216,17 @@ def pick_rows(
 # %% ../../../nbs/dataset/check/verify.ipynb #b013041f
 @dataclass(frozen=True)
 class _Checked:
-    "A row that can be compared with its recording."
+    "A row and its recording, which can be compared."
 
     row: int
-    name: str  # for sentences
+    name: str  # for messages
     source: Source
 
 
 def _find_source(
     name: str, facts: dict[str, Any], from_name: dict[str, Any], sources: Sources, report: VerifyReport
 ) -> Source | None:
-    "Return the source of a row, None where the row cannot be compared with it; note what is wrong with the row's columns."
+    "Return the recording of a row, None if they cannot be compared; report wrong columns of the row."
     try:
         source = sources.get(facts["path"])
     except MachineError:
@@ -250,7 +252,7 @@ def _find_source(
 
 # %% ../../../nbs/dataset/check/verify.ipynb #69586cc4
 def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Iterator[str]:
-    "Yield rows whose waveforms are not the segments of their recording: exactly, or where samples were computed with, within a step of 20 bits."
+    "Yield rows whose waveforms differ from the segments of their recording (exact for 16-bit recordings, else within 1e-6)."
     n_long, n_short, _ = spec.grid.shape
     starts = np.add.outer(np.arange(n_long) * spec.long_hop, np.arange(n_short) * spec.short_hop)
     for c in some:
@@ -264,7 +266,7 @@ def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Itera
 
 
 def _check_rows(rows: h5py.Dataset, spec: MelSpec, some: list[_Checked]) -> tuple[float, list[str]]:
-    "Recompute some rows together; return the largest difference and the problems."
+    "Recompute some rows; return the largest difference in dB and the problems."
     right = references_of([c.source for c in some], spec)
     verdicts = compare_each(read_rows(rows, np.array([c.row for c in some])), right, spec)
     return max(v.max_abs_db for v in verdicts), [
@@ -283,7 +285,7 @@ def _compare_rows(
     progress: Callable[[int, int], None],
     report: VerifyReport,
 ) -> None:
-    "Compare the picked rows, some at a time, in as many threads as there are cores."
+    "Compare the chosen rows with their recordings, in one thread per core."
     spec = sources.spec
     columns = {name: read_column(f[f"files/{name}"])[picked] for name in FILE_COLUMNS}
     paths = columns["path"].tolist()
@@ -313,7 +315,7 @@ def _compare_rows(
 
 # %% ../../../nbs/dataset/check/verify.ipynb #5d21f4bc
 def check_sample(sample: int | None) -> None:
-    "Refuse a number of rows that is none; raises UsageError."
+    "Check a number of rows; raises UsageError."
     is_number = isinstance(sample, (int, np.integer)) and not isinstance(sample, bool)
     if sample is not None and not (is_number and sample >= 0):
         raise UsageError(
@@ -324,7 +326,7 @@ def check_sample(sample: int | None) -> None:
 
 
 class _UnusedTable(UsageError):
-    "A table was given for a data set whose labels come from elsewhere."
+    "A table was given for a data set whose labels do not come from a table."
 
 
 def _check_origin(
@@ -338,7 +340,7 @@ def _check_origin(
     sources: Sources | None,
     progress: Callable[[int, int], None],
 ) -> None:
-    "Compare labels with their table, then a sample of rows, and the names of all, with their recordings."
+    "Compare labels with the table, a sample of rows with their recordings, and all names with the folder."
     naming = Naming.from_json(f.attrs["naming_json"])
     labels = json.loads(f.attrs["labels_json"])
     report.labels_compared = naming.source != "table" or table is not None
@@ -400,7 +402,7 @@ def check_data_set(
     sources: Sources | None = None,  # what is known of its recordings
     progress: Callable[[int, int], None] = lambda checked, wanted: None,  # called while rows are compared
 ) -> VerifyReport:
-    "Verify a data set for builders, which have to know a failing machine from a bad row. Raises MachineError, MemoryError, UsageError, DataError of the table."
+    "Verify a data set during a build; raises MachineError, MemoryError, UsageError, and DataError of the table instead of reporting bad rows."
     check_sample(sample)
     names = None if table is None else read_table(table)
     report = VerifyReport(os.fspath(path), labels_compared=False)
@@ -435,7 +437,7 @@ def verify(
     accounting: bool = True,  # walk the folder and compare the names too
     table: str | os.PathLike | None = None,  # that the labels come from, where they come from one
 ) -> VerifyReport:  # .ok, .checked, .max_abs_db, .problems; never raises for a bad data set
-    "Check a data set against its own digests and, with `root`, against its sources."
+    "Check a data set against its own digests and, with `root`, against its recordings."
     try:
         return check_data_set(path, root=root, sample=sample, accounting=accounting, table=table)
     except (MachineError, MemoryError) as e:

@@ -33,8 +33,8 @@ def read_at(
     fd: int,
     out: np.ndarray,  # contiguous, of any type
     offset: int,  # bytes
-) -> None:  # raises OSError, VerifyError where the file ends too early
-    "Fill an array from a position in a file on."
+) -> None:  # raises OSError; VerifyError if the file is too short
+    "Fill an array with the bytes of a file from an offset."
     data = out.reshape(-1).view(np.uint8).data
     while len(data):
         n = os.preadv(fd, [data], offset)
@@ -53,7 +53,7 @@ def write_at(
     data: memoryview | bytes,
     offset: int,  # bytes
 ) -> None:  # raises OSError
-    "Write all bytes from a position in a file on."
+    "Write all bytes to a file at an offset."
     data = memoryview(data)
     while len(data):
         n = os.pwrite(fd, data, offset)
@@ -67,7 +67,7 @@ def compress_chunk(
     item_bytes: int,  # of a number
     level: int,  # of zlib, 1 to 9
 ) -> bytes:
-    "Compress a chunk as the filters shuffle (the first bytes of all numbers, then the second bytes, and so on) and deflate of the HDF5 library do."
+    "Compress a chunk in the same way as the HDF5 filters shuffle and deflate."
     shuffled = np.ascontiguousarray(np.frombuffer(raw, np.uint8).reshape(-1, item_bytes).T)
     return zlib.compress(shuffled.data, level)
 
@@ -111,9 +111,9 @@ def map_in_order(
     pool: ThreadPoolExecutor,
     work: Callable[[_Item], _Result],
     items: Iterable[_Item],
-    most: int,  # items that may be under way at once
+    most: int,  # items that are processed at the same time
 ) -> Iterator[_Result]:  # in the order of the items; raises what `work` raised
-    "Apply `work` to items in threads, a few ahead of the caller."
+    "Apply `work` to items in threads, and yield the results in order."
     waiting: deque[Future[_Result]] = deque()
     for item in items:
         waiting.append(pool.submit(work, item))
@@ -131,7 +131,7 @@ def compress_rows(
     threads: int | None = None,  # default: one for each usable core
     stopped: Callable[[], bool] = lambda: False,  # asked before each chunk
 ) -> None:  # raises OutputError when stopped
-    "Fill a data set with the rows of another; the bytes do not depend on the number of threads."
+    "Copy rows into a compressed data set; the bytes do not depend on the number of threads."
     threads = threads or usable_cores()
     per_chunk = target.chunks[0]
     n_bytes = per_chunk * (source.nbytes // len(source))

@@ -37,10 +37,10 @@ def _consecutive_rows(
 # %% ../../../nbs/dataset/file/reader.ipynb #4a1562ab
 def read_rows(
     data: h5py.Dataset,  # [B, ...]
-    items: np.ndarray,  # [n] int, 0 to the number of items - 1, in any order; one may be asked for again
+    items: np.ndarray,  # [n] int, 0 to the number of items - 1, in any order, with repetitions
     *,
     depth: int = 0,  # 0: an item is a row; 1: an item is data[row, l], 2: data[row, l, s]; counted through
-) -> np.ndarray:  # [n, ...], of the caller; raises IndexError for what is not there, VerifyError where the file ends too early
+) -> np.ndarray:  # [n, ...]; raises IndexError; VerifyError if the file is too short
     "Read rows, or parts of rows, by number."
     items = np.asarray(items, np.int64).reshape(-1)
     per_row = int(np.prod(data.shape[1 : 1 + depth]))
@@ -67,7 +67,7 @@ def read_rows(
 # %% ../../../nbs/dataset/file/reader.ipynb #8109fd13
 @contextmanager
 def _as_verify_error(path: Path) -> Iterator[None]:
-    "Turn what a damaged or strange file makes the body raise into VerifyError."
+    "Convert errors that a damaged file causes in the body into VerifyError."
     try:
         yield
     except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as e:
@@ -77,7 +77,7 @@ def _as_verify_error(path: Path) -> Iterator[None]:
 
 
 def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
-    "Refuse what is not a complete data set, before data are read; raises VerifyError."
+    "Check that a file is a complete data set before data are read; raises VerifyError."
     if problem := next(unsafe_parts(file), None):
         raise VerifyError(
             "the file was not read, because its structure is not safe",
@@ -177,12 +177,12 @@ class MelDataset:
         return value
 
     def _stat(self) -> tuple[int, ...]:
-        "Return what tells the file from one that replaced it."
+        "Return device, inode, size and modification time of the open file."
         s = os.fstat(self._file.id.get_vfd_handle())
         return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
 
     def _require_same(self, identity: tuple[int, ...]) -> None:
-        "Refuse a file that is not the one that was opened before."
+        "Check that the file is the one that was opened before; raises VerifyError."
         if self._stat() != identity:
             self.close()
             raise VerifyError(
@@ -218,7 +218,7 @@ class MelDataset:
         return self.__getitems__([i])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray, int]]:
-        "Read several rows together: what a torch DataLoader calls."
+        "Read several rows at once; called by torch DataLoader."
         for i in indices:
             if not -len(self) <= i < len(self):
                 raise IndexError(f"row {i} was requested, the data set has {len(self)} rows")
@@ -256,7 +256,7 @@ class MelDataset:
         return pd.DataFrame(table)
 
     def typical_rows(self) -> dict[str, int]:
-        "Return, for each label that is present, the row whose level is the median of its label."
+        "Return the row with the median level for each label that is present."
         level = self.file["files/rms_db"][:] if "files/rms_db" in self.file else np.zeros(len(self))
         typical = {}
         for i, name in enumerate(self.class_names):
@@ -301,5 +301,5 @@ def open_dataset(
     legacy: bool = False,  # open a file of the earlier system, unverified
     chunk_cache_bytes: int | None = None,  # of HDF5's cache of unpacked chunks (None: the library's default)
 ) -> MelDataset:  # close it, or use it in a `with`
-    "Open a data set for reading; raises VerifyError for what is not a complete one."
+    "Open a data set for reading; raises VerifyError if it is not a complete data set."
     return MelDataset(path, legacy=legacy, chunk_cache_bytes=chunk_cache_bytes)

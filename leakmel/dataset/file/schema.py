@@ -92,7 +92,7 @@ def data_set_name(
 def byte_column(
     values: Sequence[bytes],
 ) -> np.ndarray:  # [B] S<longest, at least 1>
-    "Make a column of fixed length of byte strings."
+    "Return byte strings as an array of fixed width."
     return np.array(values, dtype=f"S{max(map(len, values), default=0) or 1}")
 
 
@@ -107,9 +107,9 @@ class Rejected:
 
 def parsed_columns(
     paths: Sequence[bytes],
-    names: Sequence[NameParts] | None = None,  # what they say; None: as loggers write them
+    names: Sequence[NameParts] | None = None,  # parsed names; None: the naming scheme of the loggers
 ) -> dict[str, np.ndarray]:
-    "The columns that come from the names, but the paths themselves."
+    "Return the columns that are parsed from the file names, without the paths."
     if names is None:
         return columns_of_names(paths) | {"session": np.zeros(len(paths), "S1")}
     columns = {"gain": np.array([n.gain for n in names], np.float32)}
@@ -119,7 +119,7 @@ def parsed_columns(
 
 
 def name_columns(paths: Sequence[bytes], names: Sequence[NameParts] | None = None) -> dict[str, np.ndarray]:
-    "Paths and `parsed_columns`."
+    "Return the column of paths and those of `parsed_columns`."
     return {"path": byte_column(paths)} | parsed_columns(paths, names)
 
 
@@ -129,7 +129,7 @@ _TEXTS = 8192  # values of a column that are written at once
 
 
 def mapped_zeros(n: int, dtype: DTypeLike) -> np.ndarray:
-    "Zeros in memory of their own, which goes back to the system as soon as they are dropped."
+    "Return an array of zeros in its own memory mapping, which is released as soon as the array is deleted."
     kind = np.dtype(dtype)
     return np.ndarray(
         (n,), kind, mmap.mmap(-1, max(1, n * kind.itemsize), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -146,7 +146,7 @@ def read_column(column: h5py.Dataset) -> np.ndarray:
 
 # %% ../../../nbs/dataset/file/schema.ipynb #2c3f5043
 def stored_spec(file: h5py.File) -> MelSpec:
-    "The spec a data set was made with."
+    "Return the spec that a data set was built with."
     config = json.loads(file.attrs["config_json"])
     return spec_from_dict({k: v for k, v in config.items() if k not in EARLIER_KEYS})
 
@@ -160,7 +160,7 @@ def root_attributes(
     n_rows: int,
     naming: Naming | None = None,  # where labels and names come from; None: folders
 ) -> dict[str, Any]:
-    "Attributes of the root group."
+    "Return the attributes of the root group."
     from leakmel import __version__
 
     shown = [show_path(n) for n in label_names]
@@ -191,7 +191,7 @@ def create_rows(
     dtype: str = "<f2",
     name: str = ROWS,
 ) -> int:  # byte offset of the rows in the file
-    "Create the rows' data set, allocated but not written."
+    "Create the HDF5 data set of the rows: allocated, not written."
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_layout(h5py.h5d.CONTIGUOUS)
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -215,7 +215,7 @@ def create_parts(
 ) -> tuple[
     int, int
 ]:  # byte offsets of rows and waveforms; without waveforms the second is the end of the rows
-    "Create rows and waveforms, allocated but not written."
+    "Create the HDF5 data sets of rows and waveforms: allocated, not written."
     offset = create_rows(file, (n_rows, *row_shape))
     if waveform_shape is None:
         return offset, offset + 2 * n_rows * int(np.prod(row_shape))
@@ -223,15 +223,15 @@ def create_parts(
 
 
 def new_file(path: str | os.PathLike) -> h5py.File:
-    "An empty HDF5 file in the format of the data sets, in place of what was there."
-    Path(path).unlink(missing_ok=True)  # never written through a link that somebody laid there
+    "Create an empty HDF5 file in the format of the data sets; replace an existing file."
+    Path(path).unlink(missing_ok=True)  # never write through a symbolic link
     return h5py.File(path, "x", libver=LIBVER, track_order=False)
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #70965687
 @dataclass(frozen=True)
 class Metadata:
-    "All of a data set but its rows."
+    "Everything in a data set except its rows."
 
     spec: MelSpec
     attributes: dict[str, Any]  # of the root
@@ -244,7 +244,7 @@ class Metadata:
 
 # %% ../../../nbs/dataset/file/schema.ipynb #458073a1
 def metadata_digest(file: h5py.File) -> str:
-    "xxh3-128 over everything but rows and waveforms: names, kinds, shapes and bytes of all data sets, and the root's attributes."
+    "Return the xxh3-128 digest of everything except rows and waveforms: names, types, shapes and bytes of all HDF5 data sets, and the attributes of the root."
     import xxhash
 
     total = xxhash.xxh3_128()
@@ -277,7 +277,7 @@ def metadata_digest(file: h5py.File) -> str:
 
 # %% ../../../nbs/dataset/file/schema.ipynb #bd9782ec
 def write_metadata(file: h5py.File, meta: Metadata) -> str:
-    "Write labels, columns, digests, rejected files, scales and attributes, then the digest of all that, which is returned."
+    "Write labels, columns, digests, rejected files, scales and attributes; write and return their digest."
 
     def put(name: str, values: np.ndarray | Sequence[bytes]) -> None:
         if isinstance(values, np.ndarray):
@@ -308,7 +308,7 @@ def write_metadata(file: h5py.File, meta: Metadata) -> str:
 
 # %% ../../../nbs/dataset/file/schema.ipynb #5d828b2c
 def _write_scales(file: h5py.File, spec: MelSpec) -> None:
-    "Write starts of segments and centres of bands, and attach them to the dimensions of rows and waveforms."
+    "Write segment start times and band centres, and attach them as dimension scales."
     n_long, n_short, _, _ = spec.row_shape
     scales = {
         "long_start_s": np.arange(n_long) * spec.long_hop / spec.sample_rate,
@@ -346,7 +346,7 @@ _MAX_OTHER_BYTES = (
 
 
 def _all_sets(file: h5py.File) -> Iterator[h5py.Dataset | str]:
-    "Yield every data set of a file, or why its groups are not walked on."
+    "Yield every HDF5 data set of a file, or the reason to stop."
     root = h5py.h5o.open(file.id, b"/")
     todo = [root]
     seen = {root}
@@ -372,7 +372,7 @@ def _all_sets(file: h5py.File) -> Iterator[h5py.Dataset | str]:
 
 # %% ../../../nbs/dataset/file/schema.ipynb #5d7bf821
 def _why_unsafe(item: h5py.Dataset, size: int) -> str:
-    "Return why a data set of a file of `size` bytes must not be read; empty where it may."
+    "Return why an HDF5 data set in a file of `size` bytes must not be read; empty if it may be read."
     if item.shape is None:
         return f"{item.name} has no shape"
     if item.is_virtual or item.external:
@@ -394,7 +394,7 @@ def _why_unsafe(item: h5py.Dataset, size: int) -> str:
 def unsafe_parts(
     file: h5py.File,
 ) -> Iterator[str]:  # sentences
-    "Yield reasons not to read on: parts that lie in other files, claim more than this one can hold, or are of a kind that no data set has."
+    "Yield reasons not to read a file: parts in other files, sizes larger than the file, unexpected types."
     size = loose = os.path.getsize(file.filename)
     for item in _all_sets(file):
         if isinstance(item, str):

@@ -34,14 +34,14 @@ from ...mel.spec import MelSpec
 # %% ../../../nbs/dataset/file/spec_file.ipynb #e3f5f1c2
 KIND = "leakmel spec"
 SCHEMA = 1
-MOST_BYTES = 65_536  # of a file that is read at all
+MOST_BYTES = 65_536  # largest spec file that is read
 _KEYS = ("kind", "schema", "leakmel_version", "preset", "settings")
-_LARGEST = 1e12  # number that is a setting of anything
+_LARGEST = 1e12  # largest absolute value of a setting
 
 
 @dataclass(frozen=True)
 class SpecFile:
-    "A spec file, or what a data set gives for one."
+    "Content of a spec file, or the spec of a data set in the same form."
 
     path: Path
     preset: str  # name and version
@@ -49,7 +49,7 @@ class SpecFile:
 
     @property
     def changes(self) -> dict[str, Any]:
-        "As `build` and `preload` take a spec."
+        "The settings in the form that `build` and `preload` accept as spec."
         return {"preset": self.preset, **self.settings}
 
     def __repr__(self) -> str:
@@ -58,7 +58,7 @@ class SpecFile:
 
 
 def _require_known(names: Iterable[str], known: Iterable[str], path: Path) -> None:
-    "Refuse unknown names; raises SpecError."
+    "Check that all names are known; raises SpecError."
     if unknown := [name for name in names if name not in known]:
         raise SpecError(
             "; ".join(answer_unknown(name[:60], known) for name in unknown[:5]),
@@ -69,7 +69,7 @@ def _require_known(names: Iterable[str], known: Iterable[str], path: Path) -> No
 
 
 def _check_settings(settings: Mapping[str, Any], path: Path) -> None:
-    "Refuse unknown settings, and values of another kind; raises SpecError."
+    "Check names, types and ranges of settings; raises SpecError."
     _require_known(settings, [f.name for f in fields(MelSpec) if f.name != "preset_name"], path)
     try:
         check_types(dict(settings), field_kinds(MelSpec))
@@ -104,7 +104,7 @@ def _preset_name(name: str, path: Path) -> str:
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #4b77a724
 def _load(path: Path) -> dict[str, Any]:
-    "Read the JSON object of a spec file of any schema; raises DataError for a file that cannot be read, SpecError for one that holds something else."
+    "Read the JSON object of a spec file of any schema version; raises DataError if the file cannot be read, SpecError for other content."
     remedy = "give a spec file, which explore.ipynb writes, or a leakmel data set"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -142,7 +142,7 @@ def _load(path: Path) -> dict[str, Any]:
 def read_spec(
     path: str | os.PathLike,
 ) -> SpecFile:  # raises DataError, SpecError
-    "Read a spec file; whatever it should not hold is named."
+    "Read and check a spec file."
     path = Path(path)
     body = _load(path)
     if body.get("schema") != SCHEMA:
@@ -174,7 +174,7 @@ def write_spec(
     path: str | os.PathLike,  # ends in .json; an older spec file is replaced
     spec: MelSpec | dict[str, Any],  # a spec, or changes to a preset ("preset": name, default disjoint)
 ) -> SpecFile:  # raises SpecError, OutputError
-    "Write a chosen spec for builds."
+    "Write a spec to a file that builds can read."
     from leakmel import __version__
 
     path = Path(path)
@@ -215,7 +215,7 @@ def write_spec(
 def spec_of_data_set(
     path: str | os.PathLike,
 ) -> SpecFile:  # raises DataError for files of the earlier system, and others that hold no spec
-    "Return the spec of a data set, as a spec file would have it."
+    "Return the spec of a data set in the form of a spec file."
     try:
         with open_dataset(path) as ds:
             spec = ds.spec
@@ -236,11 +236,11 @@ def spec_of_data_set(
 def requested_spec(
     file: str
     | os.PathLike
-    | None,  # a spec file, a data set whose spec is wanted, or a folder with one; None or empty: none
-    preset: str | None,  # that was asked for; None: none
-    given: Mapping[str, Any],  # fields of MelSpec that were asked for
+    | None,  # a spec file, a data set, or a folder with a data set; None or empty: none
+    preset: str | None,  # requested preset; None: none
+    given: Mapping[str, Any],  # requested fields of MelSpec
 ) -> tuple[dict[str, Any], str]:  # for `build`, and a line on where the spec comes from; "" without a file
-    "Return the spec from a file and from settings given with it, which win; another preset than the file's is refused."
+    "Combine the spec of a file with settings given in addition, which take precedence; another preset than that of the file is an error."
     if not file:
         return {"preset": preset or "disjoint", **given}, ""
     path = Path(os.path.expanduser(file))

@@ -67,7 +67,7 @@ _BOUNDS = dict.fromkeys(_COUNTS, (1, float("inf"))) | {
 # %% ../../../nbs/dataset/run/config.ipynb #bd36131b
 @dataclass(frozen=True)
 class PipelineConfig:
-    "How a build uses the machine, and which bad files it accepts; rows do not depend on it."
+    "Settings of a build that do not change rows: threads, batches, memory, device, and the handling of bad files."
 
     # threads that only read; none given on a CPU: each engine thread reads for itself
     read_workers: int | None = None
@@ -78,7 +78,7 @@ class PipelineConfig:
     # bound on the bytes of all slots (16-bit recordings); lowers slots, then files_per_batch
     max_bytes_in_flight: int = 1 << 30
     device: str = "auto"  # "auto", "cpu", "cuda" (every GPU), "cuda:0"; part of the engine's identity
-    gpu_streams: int = 2  # streams on each GPU that compute side by side
+    gpu_streams: int = 2  # concurrent streams on each GPU
     batch_accumulation: int = 1  # batches that a GPU computes in one launch
     warmup_slots: int = 1  # batches that are read before a GPU begins
     async_copies: bool = True  # copies to and from a GPU have streams of their own
@@ -125,7 +125,7 @@ class PipelineConfig:
 # %% ../../../nbs/dataset/run/config.ipynb #2376d7a1
 @dataclass(frozen=True)
 class Workers:
-    "The numbers a build really uses."
+    "Numbers of threads, slots and recordings per batch that a build uses."
 
     read_workers: int  # 0: each engine thread reads and writes for itself
     compute_workers: int
@@ -137,7 +137,7 @@ class Workers:
 
 
 BATCH_FILES = {"cpu": 32, "cuda": 512}
-BATCHES_ON_DEVICE = 4  # batches on their way over a GPU at once
+BATCHES_ON_DEVICE = 4  # batches in flight on a GPU
 
 
 def slot_bytes(spec: MelSpec) -> int:
@@ -152,7 +152,7 @@ def plan_workers(
     engine: Engine,
     n_files: int,  # of the largest split
 ) -> Workers:
-    "Fill in what the settings leave open, within max_bytes_in_flight."
+    "Choose the numbers that the settings leave open, within max_bytes_in_flight."
     room = config.max_bytes_in_flight // slot_bytes(spec)  # recordings that may be in flight
     if room < 1:
         raise UsageError(
@@ -202,13 +202,13 @@ TUNED_MODES = ("auto", "preload")  # "auto": the mode is left to the build
 
 @dataclass(frozen=True)
 class TunedConfig(PipelineConfig):
-    "Settings that were measured on this machine; a report says so."
+    "Settings that `leakmel tune` measured on this machine."
 
     tuned_from: str = ""  # the file they come from
 
 
 def this_machine() -> dict[str, Any]:
-    "Return what has to be the same for figures of speed to hold."
+    "Return the properties of the machine that measured settings depend on."
     facts = machine_facts()
     return {key: facts[key] for key in ("cpu", "n_cores", "gpu")}
 
@@ -216,7 +216,7 @@ def this_machine() -> dict[str, Any]:
 def tuned_path(
     root: str | os.PathLike,  # data folder
 ) -> Path:
-    "Return the file of the settings that were measured for a data folder on this machine."
+    "Return the path of the tuned settings for a data folder on this machine."
     base = os.environ.get("XDG_CONFIG_HOME", "")
     folder = Path(base if os.path.isabs(base) else os.path.expanduser("~/.config"), "leakmel")
     key = json.dumps(this_machine(), sort_keys=True).encode() + b"\0" + os.fsencode(os.path.realpath(root))
@@ -226,10 +226,8 @@ def tuned_path(
 # %% ../../../nbs/dataset/run/config.ipynb #94d8f779
 def read_tuned(
     path: str | os.PathLike,
-) -> dict[
-    str, Any
-]:  # raises DataError for a file that must not be used, FileNotFoundError where there is none
-    "Read settings that were measured by this version on this machine: `settings`, `mode`, `engine`, `device`, `need_bytes`, `made_utc`."
+) -> dict[str, Any]:  # raises DataError if the file cannot be used, FileNotFoundError if it does not exist
+    "Read tuned settings of this version and machine: `settings`, `mode`, `engine`, `device`, `need_bytes`, `made_utc`."
     from leakmel import __version__
 
     try:
@@ -262,8 +260,8 @@ def read_tuned(
 
 def find_tuned(
     root: str | os.PathLike,  # data folder
-) -> dict[str, Any] | None:  # None: nothing was measured here, or the file cannot be used, which is logged
-    "Return the settings that were measured for a data folder on this machine."
+) -> dict[str, Any] | None:  # None if there are none, or if the file cannot be used, which is logged
+    "Return the tuned settings for a data folder on this machine."
     if not tuned_path(root).parent.is_dir():
         return None  # nearly all builds
     try:
@@ -277,9 +275,9 @@ def find_tuned(
 
 def write_tuned(
     root: str | os.PathLike,  # data folder
-    body: Mapping[str, Any],  # what a file of settings holds
+    body: Mapping[str, Any],  # content of the file
 ) -> Path:  # raises OutputError
-    "Keep settings for later builds."
+    "Store tuned settings for later builds."
     path = tuned_path(root)
     if not path.is_absolute():
         raise OutputError(
@@ -302,13 +300,11 @@ def with_tuned(
     root: str | os.PathLike,  # data folder
     given: Mapping[str, Any],  # fields of PipelineConfig that the user set
     *,
-    engine: str = "auto",  # engine and mode that the user asked for
+    engine: str = "auto",  # engine and mode that the user requested
     mode: str = "auto",
-    switch: str = "--no-tuned",  # what the user gives to have none of this, for the line
-) -> tuple[
-    PipelineConfig, str, str
-]:  # settings, mode, and a line on where they come from; "" where nothing was measured
-    "Return the settings for a build: those that were measured, unless the user's own contradict."
+    switch: str = "--no-tuned",  # option that disables tuned settings, for the line
+) -> tuple[PipelineConfig, str, str]:  # settings, mode, and a line on their origin; "" without tuned settings
+    "Return the settings for a build: the tuned ones, unless they contradict the user's settings."
     own = PipelineConfig(**given)
     tuned = find_tuned(root)
     if tuned is None or not tuned["settings"] and tuned["mode"] == "auto":

@@ -56,8 +56,8 @@ STAMP = np.dtype(
 def stamps_of(
     listing: Listing,
     numbers: Sequence[int] | np.ndarray,  # k candidates
-) -> np.ndarray:  # [k] STAMP; -1 where there is no such file
-    "Return the stamps that some of a listing's files have now; raises nothing."
+) -> np.ndarray:  # [k] STAMP; -1 if the file does not exist
+    "Return the current stamps of some files of a listing; raises nothing."
     base = os.fsencode(listing.folder) + b"/"
     paths = [base + listing.paths[k] for k in numbers]
     out = np.full(len(numbers), -1, STAMP)
@@ -88,7 +88,7 @@ def is_settled(
     ctimes_ns: np.ndarray,  # [k] int64, last change of each file
     began_ns: int,  # start of the build, by the clock of the files
 ) -> np.ndarray:  # [k] bool
-    "Whether files that change after a build began will have another time."
+    "Return whether a later change of a file is certain to change its time stamp."
     return ctimes_ns < began_ns - np.where(ctimes_ns % 1_000_000_000 == 0, _WHOLE_SECOND_NS, _CLOCK_STEP_NS)
 
 
@@ -135,7 +135,7 @@ def state_path(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class State:
-    "What a state file holds."
+    "Content of a state file."
 
     digest: str  # of the data set's metadata
     stamps: np.ndarray  # [rows + rejected] STAMP
@@ -143,7 +143,7 @@ class State:
 
 
 def _state_head(data: bytes, data_set: os.stat_result) -> dict[str, object]:
-    "Return what ties the stamps of a state file to a data set, and to itself."
+    "Return the header fields that tie a state file to its data set."
     import xxhash
 
     return {
@@ -158,13 +158,13 @@ def _state_head(data: bytes, data_set: os.stat_result) -> dict[str, object]:
 
 def write_state(
     target: Path,
-    made: Path,  # the complete data set, which gets the target's name next
+    made: Path,  # the complete data set before it is renamed to the target
     digest: str,  # of its metadata
     stamps: np.ndarray,  # [rows + rejected] STAMP
     *,
     inferred: Collection[str] = (),  # which fields of the spec were taken from the data
 ) -> None:  # raises OutputError
-    "Write the state of a data set's recordings."
+    "Write the state file of a data set."
     data = stamps.tobytes()
     head = _state_head(data, os.stat(made)) | {"metadata_digest": digest, "follows": sorted(inferred)}
     with replacing(state_path(target)) as new:
@@ -173,8 +173,8 @@ def write_state(
 
 def read_state(
     target: Path,
-) -> State | None:  # None where there is none that belongs to the data set
-    "Read the state of the data set under the final name; raises nothing."
+) -> State | None:  # None if no state file belongs to the data set
+    "Read the state file of the existing data set; raises nothing."
     try:
         fd = os.open(state_path(target), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as f:
@@ -195,7 +195,7 @@ _FACT_COLUMNS = ("sample_rate", "n_samples", "channels", *(FIGURES.names or ()),
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExistingDataset:
-    "The data set under the final name, and what it holds about recordings that have not changed since it was made."
+    "Existing data set: rows and facts of recordings that have not changed since it was built."
 
     path: Path
     digest: str  # of its metadata
@@ -215,8 +215,8 @@ def open_existing(
     with_waveforms: bool,
     *,
     inferred: Collection[str] = (),  # which fields of the spec are taken from the data now
-) -> ExistingDataset | None:  # None where there is none that was made in the same way and can be trusted
-    "Read the data set under the final name and compare it with a listing; raises nothing."
+) -> ExistingDataset | None:  # None if no valid data set with the same settings exists
+    "Read the existing data set and compare it with a listing; raises nothing."
     from leakmel import __version__
 
     if (state := read_state(target)) is None:
@@ -279,7 +279,7 @@ def open_existing(
 
 
 def _read_known(f: h5py.File, state: State, with_waveforms: bool) -> np.ndarray:
-    "Return what an open data set holds about its rows, [rows] KNOWN without numbers."
+    "Return the facts of an open data set about its rows, [rows] KNOWN without numbers."
     n = len(f[ROWS])
     known = np.zeros(n, KNOWN)
     known["digest"] = f["digests/rows"][:]

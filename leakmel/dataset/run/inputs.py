@@ -34,7 +34,7 @@ from ...mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #bedc96a6
 def _rate_and_length(path: bytes) -> tuple[int, int] | None:
-    "Return the rate in Hz and the samples per channel by the header, None for what cannot be read."
+    "Return rate in Hz and samples per channel from the header, None if the file cannot be read."
     try:
         fd, n_file = open_regular(path)
         with open(fd, "rb", buffering=0):
@@ -83,7 +83,7 @@ _KINDS_SHOWN = 6  # of rate and length, in an error
 def disagreement(
     listings: Sequence[Listing],
 ) -> Disagreement:  # to be raised
-    "Return the error for recordings of different rate or length: how many of each, and what to do."
+    "Return the error for recordings of different rate or length, with counts."
     kinds = Counter(_kinds(listings)).most_common()
     shown = [f"{n:,} of {length / rate:g} s at {rate} Hz" for (rate, length), n in kinds[:_KINDS_SHOWN]]
     if len(kinds) > _KINDS_SHOWN:
@@ -109,7 +109,7 @@ def list_recordings(
     manifest: Manifest | None,  # of the same root, or None
     progress: str = "auto",
 ) -> Manifest:  # raises UsageError where the manifest is of another root
-    "List recordings, or take a manifest instead."
+    "List the recordings, or check a given manifest."
     if manifest is None:
         return scan(root, split=split, progress=progress)
     if os.path.realpath(root) != os.path.realpath(manifest.root):
@@ -130,8 +130,10 @@ SpecLike = MelSpec | dict[str, Any] | None
 def resolve_spec(
     spec: SpecLike,  # a spec, or fields to change in a preset ("preset": name, default disjoint)
     listings: list[Listing],
-) -> tuple[MelSpec, tuple[str, ...]]:  # the spec, and which of sample_rate and duration_s follow the data
-    "The spec to build with."
+) -> tuple[
+    MelSpec, tuple[str, ...]
+]:  # the spec, and which of sample_rate and duration_s were inferred from the data
+    "Return the spec of a build; infer rate and length from the recordings if they are not given."
     if isinstance(spec, MelSpec):
         return spec, ()
     if spec is not None and not isinstance(spec, dict):
@@ -163,8 +165,8 @@ def _is_data_set(path: Path) -> bool:
 def check_target(
     target: Path,  # final name of the data set
     root: Path,  # data folder
-) -> None:  # makes the folder; raises OutputError
-    "Refuse a target that cannot be written, before any work."
+) -> None:  # creates the folder; raises OutputError
+    "Check that a target can be written, before the build starts."
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(root)):
         raise OutputError(
             "the output file lies inside the data folder",
@@ -202,7 +204,7 @@ def check_target(
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #cdb738a4
 def _without_recordings(manifest: Manifest) -> set[int]:
-    "Return the labels of which a manifest has no recording."
+    "Return the numbers of labels without recordings in a manifest."
     found = np.concatenate([x.label_ids for x in manifest.listings])
     return set(range(len(manifest.label_names))) - set(np.unique(found).tolist())
 
@@ -211,7 +213,7 @@ def check_listing(
     listing: Listing,
     manifest: Manifest,
 ) -> None:  # raises DataError
-    "Refuse a split from which no data set can be made, and labels without recordings."
+    "Check that a split has recordings, and that each label has some."
     if len(listing) == 0:
         raise DataError(
             "the folder contains no recordings",
@@ -267,7 +269,7 @@ def checked_inputs(
     targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
     spec: SpecLike,
 ) -> Iterator[tuple[MelSpec, tuple[str, ...]]]:  # as of `resolve_spec`
-    "Check the inputs of a build, and make the folders of its targets; they are removed if the build fails and left them empty."
+    "Check the inputs of a build and create the folders of its targets; if the build fails, remove empty folders."
     made = [target.parent for _, target in targets if not target.parent.exists()]
     listings = [listing for listing, _ in targets]
     try:

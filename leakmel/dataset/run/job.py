@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 def waveform_shape(
     spec: MelSpec,
 ) -> tuple[int, int, int]:  # L, S, short_window
-    "Shape of one recording's short segments."
+    "Return the shape of the short segments of one recording."
     n_long, n_short, _ = spec.grid.shape
     return n_long, n_short, spec.short_window
 
@@ -59,7 +59,7 @@ def segment_view(
     samples: np.ndarray,  # [B, N]
     spec: MelSpec,
 ) -> np.ndarray:  # [B, L, S, short_window], read-only, of the same memory
-    "The short segments of some recordings."
+    "Return the short segments of some recordings as a view."
     row, step = samples.strides
     shape = (len(samples), *waveform_shape(spec))
     return as_strided(
@@ -74,7 +74,7 @@ def store_waveforms(
     file: RowFile,  # made with room for waveforms
     digests: np.ndarray,  # [n_candidates] S32, filled in
 ) -> int:  # bytes written
-    "Write the segments of a slot's good recordings to their places, and note their digests."
+    "Write the segments of the good recordings of a slot to the file, and store their digests."
     samples, n_bytes = slot.input, 0
     pieces = segment_view(samples, spec)
     buffer = np.empty(waveform_shape(spec), np.float32)
@@ -89,7 +89,7 @@ def store_waveforms(
 # %% ../../../nbs/dataset/run/job.ipynb #c70a89ac
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BuildRequest:
-    "What the caller of a build asked for; raises UsageError for a wrong type or mode."
+    "Arguments of a build; raises UsageError for a wrong type or mode."
 
     root: str | os.PathLike  # data folder
     spec: SpecLike
@@ -100,7 +100,7 @@ class BuildRequest:
     check: int | None  # rows to recompute in float64 before publishing; None: all
     progress: str
     with_waveforms: bool
-    fresh: bool  # compute every row, whatever an earlier build left
+    fresh: bool  # compute every row, also those of earlier builds
 
     def __post_init__(self):
         mode, ready = self.mode, self.preloaded
@@ -126,7 +126,7 @@ class BuildRequest:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BuildContext:
-    "What all splits of a build share."
+    "Objects that all splits of a build share."
 
     request: BuildRequest
     manifest: Manifest
@@ -146,7 +146,7 @@ class BuildContext:
 
 # %% ../../../nbs/dataset/run/job.ipynb #794e11c5
 class Job:
-    "The build of one split: its recordings, its file, the facts about each candidate, and its result."
+    "State of the build of one split: recordings, file, facts about each candidate, result."
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Job:
         self.is_up_to_date = False  # the data set under the final name is the one that would be built
         self.journal: Journal | None = None  # from which this build can be resumed
         # result
-        self.sources: Sources | None = None  # recordings that were read again for the check
+        self.sources: Sources | None = None  # expected rows for verification
         self.checked = (0, 0)  # rows checked, and rows to check
         self.columns: Columns | None = None  # of the published data set: what problems are found from
         self.gains = np.zeros(0)  # [rows] of the published data set, by the names
@@ -198,7 +198,7 @@ class Job:
         return self.n_done == len(self.listing)
 
     def take(self, slot: Slot) -> tuple[int, bool]:
-        "Write a computed slot's rows and note its facts; return the bytes written and whether the job has all its rows now."
+        "Write the rows of a computed slot and store its facts; return the bytes written and whether the job is complete."
         n_bytes = self.file.write(slot.first, slot.mels[: slot.n])
         if self.waveform_digests is not None:
             n_bytes += store_waveforms(slot, self.spec, self.file, self.waveform_digests)
@@ -219,7 +219,7 @@ class Job:
         rejected: Sequence[Rejected] = (),
         numbers: Sequence[int] | np.ndarray = (),  # candidates of the rejected files
     ) -> None:
-        "Note candidates that earlier builds processed; before any thread starts."
+        "Register candidates that earlier builds processed; called before any thread starts."
         known, k = entry.known, entry.known["number"]
         self.facts[k] = known["facts"]
         self.moments[k] = known["moments"]
@@ -234,7 +234,7 @@ class Job:
         self.n_done = int(self.kept.sum())
 
     def entry(self, numbers: np.ndarray) -> Entry:
-        "Return what is known of those of some candidates that are rows, for the journal."
+        "Return the journal entry for those candidates that are rows."
         k = numbers[self.good[numbers]]
         known = np.zeros(len(k), KNOWN)
         known["number"] = k
@@ -247,7 +247,7 @@ class Job:
             return Entry(known, {i: self.unusual[i] for i in k.tolist() if i in self.unusual})
 
     def close(self, *, keep: bool) -> int:
-        "Remove what was not published, or leave it for a later build; return the rows that this build can resume from."
+        "Remove unpublished files or keep them for a later build; return the number of rows that can be resumed."
         journal, self.journal = self.journal, None
         if journal is None:
             return 0
@@ -277,7 +277,7 @@ _FACT_COLUMNS = (
 
 
 def _fill_figures(job: Job) -> None:
-    "Compute the quality figures of rows that are their recordings; a function, so that no view keeps the moments."
+    "Compute the quality figures of rows from their moments."
     for start in range(0, len(job.listing), _FIGURES_BLOCK):
         facts, moments = (x[start : start + _FIGURES_BLOCK] for x in (job.facts, job.moments))
         for name, values in quality(moments, job.spec.n_samples, True).items():
@@ -285,7 +285,7 @@ def _fill_figures(job: Job) -> None:
 
 
 def _words(job: Job, keep: np.ndarray, place: int) -> np.ndarray:
-    "Return the encoding (place 0) or status (1) of the rows, no wider than the longest."
+    "Return the column of encodings (place 0) or status texts (1) of the rows."
     usual = PLAIN[place].encode()
     others = [pair[place].encode() for pair in job.unusual.values()]
     width = max(map(len, others + [usual] * (len(others) < len(keep))))
@@ -300,7 +300,7 @@ def job_metadata(
     job: Job,  # finished
     run: BuildContext,
 ) -> Metadata:
-    "Return everything of a job's data set but its rows; the job forgets the facts that have become columns."
+    "Return the metadata of a job's data set; release the facts that have become columns."
     listing = job.listing
     _fill_figures(job)
     job.moments = job.moments[:0].copy()

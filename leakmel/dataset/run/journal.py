@@ -47,7 +47,7 @@ KNOWN = np.dtype(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Entry:
-    "Candidates that have become rows, and what was learned about them."
+    "Journal entry: candidates that have become rows, and facts about them."
 
     known: np.ndarray  # [k] KNOWN, numbers rising
     unusual: dict[int, tuple[str, str]] = field(default_factory=dict)  # candidate -> encoding, status
@@ -55,7 +55,7 @@ class Entry:
 
 # %% ../../../nbs/dataset/run/journal.ipynb #43f2ac84
 def _line(body: dict[str, Any]) -> bytes:
-    "Return a line of the journal: its digest, then JSON."
+    "Return a line of the journal: digest and JSON."
     import xxhash
 
     text = json.dumps(body, separators=(",", ":")).encode()
@@ -63,7 +63,7 @@ def _line(body: dict[str, Any]) -> bytes:
 
 
 def _body(line: bytes) -> dict[str, Any]:
-    "Return what a line holds; raises ValueError where it is not whole."
+    "Return the content of a line; raises ValueError if it is incomplete."
     import xxhash
 
     if not line.endswith(b"\n") or line[:32] != xxhash.xxh3_128_hexdigest(line[33:-1]).encode():
@@ -78,7 +78,7 @@ def _entry_line(entry: Entry) -> bytes:
 
 
 def _entry_of(body: dict[str, Any], n: int) -> Entry:
-    "Return an entry from its line's body; raises ValueError, KeyError, TypeError or ArithmeticError where it is none of a listing of n."
+    "Return the entry of a line for a listing of n files; raises ValueError, KeyError, TypeError or ArithmeticError if it is invalid."
     known = np.frombuffer(base64.b64decode(body["known"], validate=True), KNOWN)
     numbers = known["number"]
     within = not len(numbers) or 0 <= numbers.min() <= numbers.max() < n
@@ -97,8 +97,8 @@ JOURNAL_SCHEMA = 2
 def folder_inodes(
     listing: Listing,
     numbers: Iterable[int],  # k candidates
-) -> np.ndarray:  # [k] int64; -1 where there is no such folder
-    "Return the inode numbers of the folders of some of a listing's files: a folder that is renamed leaves no trace on its files."
+) -> np.ndarray:  # [k] int64; -1 if the folder does not exist
+    "Return the inode numbers of the folders of some files, because renaming a folder does not change its files."
     base = os.fsencode(listing.folder) + b"/"
     folders = [listing.paths[k].rpartition(b"/")[0] for k in numbers]
     found = dict.fromkeys(folders, -1)
@@ -114,7 +114,7 @@ def journal_identity(
     row_shape: tuple[int, ...],
     with_waveforms: bool,
 ) -> dict[str, Any]:
-    "Return what has to be the same for a build to be resumed. Two folders that swapped their names are found by their inode numbers."
+    "Return the facts that must be equal for a build to be resumed, including the inode numbers of folders."
     import xxhash
     from leakmel import __version__
 
@@ -151,7 +151,7 @@ _MISMATCHES = {
 def journal_path(
     target: Path,  # the data set's final name
 ) -> Path:
-    "Return the journal of an unfinished data set."
+    "Return the path of the journal of an unfinished data set."
     return target.with_name(f".{target.name}.journal")
 
 
@@ -162,19 +162,19 @@ _MOST_HEAD = 1 << 20  # of the rest
 
 @dataclass(frozen=True, eq=False)
 class InterruptedBuild:
-    "What an interrupted build left."
+    "State of an interrupted build, read from its journal."
 
     entries: list[Entry] = field(default_factory=list)
     n_bytes: int = 0  # of the journal, up to its last whole line
-    began_ns: int = 0  # when the interrupted build had not read anything yet, by the clock of the files
-    refusal: str = ""  # why the build cannot be resumed, where there is a journal
+    began_ns: int = 0  # start of the interrupted build, by the clock of the file system
+    refusal: str = ""  # why the build cannot be resumed although a journal exists
 
 
 def read_journal(
     path: Path,
     identity: dict[str, Any],
 ) -> InterruptedBuild:  # raises nothing
-    "Return the entries of a journal, if it is of the same build."
+    "Return the entries of a journal if it belongs to the same build."
     n = identity["n_candidates"]
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -207,7 +207,7 @@ _EVERY_S = 10.0  # between two entries at the most, as long as rows are written
 
 
 class Journal:
-    "The journal of one build: notes of what was written since the last entry, shared by the threads, and the file."
+    "Journal of one build: candidates written since the last entry, shared by all threads, and the journal file."
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class Journal:
         self._last_s = time.monotonic()
 
     def note(self, first: int, n: int, n_bytes: int) -> bool:
-        "Note that candidates first ... first + n are written; return whether an entry is due."
+        "Record that candidates first ... first + n are written; return whether an entry is due."
         with self._lock:
             if self.fd < 0:
                 return False
@@ -245,7 +245,7 @@ class Journal:
             return due
 
     def open(self) -> None:
-        "Create the file, or open it behind the last whole line of an interrupted build; raises OutputError."
+        "Create the journal file, or open it after the last complete line of an interrupted build; raises OutputError."
         if not self.every_bytes:
             return
         n_bytes = self.past.n_bytes
@@ -263,7 +263,7 @@ class Journal:
             self._give_up(e)
 
     def enter(self, make: Callable[[np.ndarray], Entry], rows_fd: int = -1) -> None:
-        "Enter what was noted, as `make` describes candidates; with a file, after the disk has its rows. Raises OutputError."
+        "Write an entry for the recorded candidates, described by `make`; flush the rows of `rows_fd` first. Raises OutputError."
         with self._writing:
             with self._lock:
                 noted = sorted(self._noted)
@@ -292,7 +292,7 @@ class Journal:
             view = view[os.write(self.fd, view) :]
 
     def _give_up(self, error: OSError) -> None:
-        "Continue without a journal where the disk is full; raise any other error as an OutputError."
+        "Continue without a journal if the disk is full; raise any other error as an OutputError."
         failure = output_error(error, self.path)
         if not isinstance(failure, SpaceError):
             raise failure from error
@@ -304,7 +304,7 @@ class Journal:
         self.close()
 
     def close(self, *, remove: bool = False) -> None:
-        "Write no more; with `remove` the journal is removed."
+        "Close the journal; with `remove`, delete it."
         with self._writing, self._lock:
             fd, self.fd = self.fd, -1
         if fd >= 0:

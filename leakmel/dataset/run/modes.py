@@ -53,13 +53,13 @@ MODES = ("auto", "stream", "preload", "memmap")
 
 @dataclass(frozen=True)
 class ModeChoice:
-    "A mode and the reason for it."
+    "Chosen mode and the reason for the choice."
 
     asked: str
     used: str
     reason: str
     need_bytes: int  # of samples, all recordings of the build, at 16 bits
-    free_bytes: int  # memory that could be had
+    free_bytes: int  # free memory
 
     def __str__(self) -> str:
         asked = "" if self.asked == self.used else f" ({self.asked} was asked for)"
@@ -75,7 +75,7 @@ def choose_mode(
     kept: bool = False,  # rows of an earlier build are kept
     free_bytes: int | None = None,
 ) -> ModeChoice:  # raises UsageError
-    "Decide how recordings are read."
+    "Choose the mode in which recordings are read."
     if asked not in MODES:
         raise UsageError(
             "the mode is unknown", code="unknown-mode", found=repr(asked), expected=" or ".join(MODES)
@@ -112,25 +112,25 @@ def choose_mode(
 # %% ../../../nbs/dataset/run/modes.ipynb #fa1e6ca3
 @dataclass
 class Preloaded:
-    "Recordings loaded for builds; a context manager that gives their memory and files back."
+    "Preloaded recordings for several builds; a context manager that releases memory and files."
 
     manifest: Manifest
     spec: MelSpec  # its rate, length and rules were applied to the recordings
     choice: ModeChoice
     cache_dir: str | None = None  # where cache files lie, as the settings have it
     held: dict[str, SampleCache] = field(default_factory=dict)  # by split
-    lines: list[str] = field(default_factory=list)  # what was done: files, GB, seconds, files/s
+    lines: list[str] = field(default_factory=list)  # log lines: files, GB, seconds, files/s
     seconds: float = 0.0  # that preparing took
     inflows: dict[str, CacheUse] = field(default_factory=dict)  # by split: what was read from files
-    closed: bool = False  # given back: no build can use it any more
+    closed: bool = False  # released: no build can use it any more
 
     @property
     def n_bytes(self) -> int:
-        "Bytes of samples held."
+        "Size of the cached samples in bytes."
         return sum(h.rows.n_bytes for h in self.held.values())
 
     def reader(self, plain: BatchReader) -> RecordingSource:
-        "Return what fills slots with a listing's recordings; raises UsageError where others are held."
+        "Return the reader for the recordings of a listing; raises UsageError if other recordings are cached."
         held = self.held.get(plain.listing.split)
         if held is None and self.choice.used == "stream" and not self.closed:
             return plain
@@ -157,7 +157,7 @@ class Preloaded:
         }
 
     def close(self) -> None:
-        "Give back memory and files; a cache file with damaged or many outdated rows is removed."
+        "Release memory and files; remove cache files with damaged or many outdated rows."
         self.closed = True
         for split, held in self.held.items():
             if held.needs_rebuild and not held.rows.in_memory:
@@ -184,7 +184,7 @@ class Preloaded:
 # %% ../../../nbs/dataset/run/modes.ipynb #391328d4
 @dataclass(frozen=True)
 class _Loader:
-    "Loads the recordings of listings into memory or cache files."
+    "Loader of recordings into memory or cache files."
 
     ready: Preloaded
     inferred: tuple[str, ...]  # which of rate and length follow the data
@@ -193,7 +193,7 @@ class _Loader:
     progress: str
 
     def fill(self, reader: BatchReader, key: str, rows: SampleRows) -> SampleCache:
-        "Read all recordings of a listing into rows, with a bar."
+        "Read all recordings of a listing into rows, with a progress bar."
         listing, n = reader.listing, len(reader.listing)
         what = "preload" if rows.in_memory else "cache file"
         self.ready.inflows[listing.split] = reader.cache_use
@@ -210,7 +210,7 @@ class _Loader:
             )
 
     def load_listing(self, listing: Listing) -> str:
-        "Load one listing; return a line on what was done."
+        "Load one listing; return a log line."
         ready, config, began_s = self.ready, self.config, self.timeline.now_s()
         reader = BatchReader(listing, ready.spec, inferred=self.inferred, on_bad_file=config.on_bad_file)
         key = cache_key(listing, ready.spec)
@@ -246,7 +246,7 @@ def pick_mode(
     *,
     kept: bool = False,  # rows of an earlier build are kept
 ) -> ModeChoice:  # raises UsageError
-    "Choose a mode for some listings; `auto` looks for their cache files."
+    "Choose the mode for some listings; `auto` checks whether cache files exist."
     folder = cache_folder(config.cache_dir)
     cached = asked == "auto" and all(
         cache_path(folder, x.split, cache_key(x, spec)).exists() for x in listings
@@ -268,7 +268,7 @@ def prepare(
     *,
     kept: bool = False,  # rows of an earlier build are kept
 ) -> Preloaded:  # the caller closes it
-    "Choose a mode, print it, and load recordings where the mode asks for it."
+    "Choose a mode, print it, and load the recordings if the mode requires it."
     choice, folder = pick_mode(listings, spec, asked, config, kept=kept), cache_folder(config.cache_dir)
     inside = Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(manifest.root))
     if choice.used == "memmap" and inside:
@@ -314,7 +314,7 @@ def with_rules_of(
     ready: Preloaded | None,
     spec: SpecLike,
 ) -> SpecLike:
-    "Return what a build asks for, with the rules of loaded recordings where it leaves them open."
+    "Complete the spec of a build with the rules of the preloaded recordings."
     if ready is None or not (spec is None or isinstance(spec, dict)):
         return spec
     rules = asdict(ready.spec.rules) | {"duration_s": ready.spec.duration_s}

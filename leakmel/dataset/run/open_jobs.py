@@ -43,14 +43,14 @@ log = logging.getLogger("leakmel")
 def may_resume(
     error: BaseException,  # that ended a build
 ) -> bool:
-    "Return whether a later build may resume from the rows: neither they nor the engine caused the error."
+    "Return whether a later build may reuse the rows: the error was not caused by rows or engine."
     outside = (MachineError, OutputError, MemoryError, BadFilesError)
     return not isinstance(error, Exception) or isinstance(error, outside)
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #3983a21f
 def _matches_inferred(job: Job, facts: np.ndarray) -> np.ndarray:
-    "Return whether recordings have the rate and length that were taken from the data, [k] bool."
+    "Return whether recordings have the rate and length that were inferred from the data, [k] bool."
     fine, spec, inferred = np.ones(len(facts), bool), job.spec, job.plain.inferred
     if "sample_rate" in inferred:
         fine &= facts["sample_rate"] == spec.sample_rate
@@ -69,7 +69,7 @@ def consecutive_runs(
     other: np.ndarray,  # [k] int64
     item_bytes: int,  # of a row; a run has at most 8 MB
 ) -> Iterator[slice]:  # of positions
-    "Yield runs in which both arrays rise by one at each step."
+    "Yield slices in which both arrays rise by one at each step."
     most = max(1, _READ_TOGETHER // item_bytes)
     breaks = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(other) != 1)) + 1
     edges = [0, *breaks.tolist(), len(numbers)]
@@ -84,7 +84,7 @@ def _resume_rows(
     journal: Journal,
     kept: np.ndarray,  # [n] bool, candidates that are rows; filled in
 ) -> Iterator[Entry]:  # raises OSError
-    "Yield the rows of an interrupted build that can be kept."
+    "Yield the valid rows of an interrupted build."
     file, listing = job.file, job.listing
     parts = [("digest", file.offset, file.row_bytes)]
     if file.waveform_bytes:
@@ -117,7 +117,7 @@ def _copy_rows(
     existing: ExistingDataset,
     kept: np.ndarray,  # [n] bool, candidates that are rows
 ) -> Entry:  # raises OSError, and what HDF5 raises
-    "Copy the rows of recordings that have not changed."
+    "Copy the rows of unchanged recordings from the existing data set."
     file, left = job.file, ~kept[existing.known["number"]]
     known, places = existing.known[left], existing.places[left]
     fine = _matches_inferred(job, known["facts"])
@@ -149,7 +149,7 @@ _LEFTOVERS = (
 
 
 def _new_job(run: BuildContext, listing: Listing, target: Path, start: str) -> Job:
-    "Return a job, with its file as `RowFile` starts it."
+    "Return a new job with its row file."
     shape = waveform_shape(run.spec) if run.request.with_waveforms else None
     file = RowFile(target, run.spec.row_shape, len(listing), shape, start=start)
     return Job(listing, run.spec, file, inferred=run.inferred, on_bad_file=run.request.config.on_bad_file)
@@ -161,7 +161,7 @@ def finished_job(
     target: Path,
     existing: ExistingDataset | None,
 ) -> Job | None:
-    "Return a job for which nothing is to be done; None where something is."
+    "Return a completed job if the existing data set is up to date and passes verification, else None."
     if existing is None or existing.compressed != (run.request.config.compression == "gzip"):
         return None
     if len(existing.known) + len(existing.rejected) < len(listing) or existing.changes["removed"]:
@@ -203,7 +203,7 @@ def reserve_job(
     listing: Listing,
     target: Path,
 ) -> Job:  # raises OutputError, SpaceError
-    "Return a job with a journal and a partial file, those of an interrupted build of the same kind or new ones."
+    "Return a job with journal and partial file: new ones, or those of a matching interrupted build."
     path, request, config = journal_path(target), run.request, run.request.config
     if request.fresh:
         path.unlink(missing_ok=True)
@@ -225,7 +225,7 @@ def keep_rows(
     job: Job,
     existing: ExistingDataset | None,
 ) -> None:  # raises OutputError, BadFilesError, OSError
-    "Keep the rows that earlier builds made, and refuse more rejected files than this build accepts."
+    "Reuse rows of earlier builds; check the number of rejected files against max_rejected."
     n, journal, config = len(job.listing), job.journal, run.request.config
     if journal is not None:
         journal.open()
@@ -258,7 +258,7 @@ def open_jobs(
     run: BuildContext,
     targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
 ) -> Iterator[list[Job]]:  # raises OutputError, SpaceError, MachineError
-    "Give locked jobs, in the order of the targets; those for which nothing is to be done are marked `is_up_to_date`."
+    "Lock the targets and yield their jobs in order; jobs without work are marked `is_up_to_date`."
     jobs, stack = list[Job](), ExitStack()
     fresh, with_waveforms = run.request.fresh, run.request.with_waveforms
     try:

@@ -38,7 +38,7 @@ from ...mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #9d2d0a19
 def _draw(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) -> None:
-    "Draw the current state; a split has a bar as soon as it has begun."
+    "Draw the progress bars of all splits that have started."
     for job in jobs:
         if job.split not in bars:
             n, n_before = len(job.listing), int(job.kept.sum())
@@ -63,7 +63,7 @@ def _draw(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) -> None
 # %% ../../../nbs/dataset/run/pipeline.ipynb #22dfc7f1
 @contextmanager
 def _open_readers(run: BuildContext, jobs: list[Job]) -> Iterator[None]:
-    "Let the jobs read in the mode that was asked for; what was loaded for this build only is released."
+    "Open the readers of the requested mode for the jobs; release what was loaded for this build only."
     request, to_do = run.request, [job for job in jobs if not job.is_up_to_date]
     ready = request.preloaded
     own = None
@@ -97,7 +97,7 @@ def _open_readers(run: BuildContext, jobs: list[Job]) -> Iterator[None]:
 
 
 def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
-    "Run all jobs; raises the first error."
+    "Run the pipeline for all jobs; raises the first error."
     request = run.request
     ahead = plan_read_ahead([job.plain for job in jobs if job.reader is job.plain], request.config.read_ahead)
     for job in jobs:
@@ -126,7 +126,7 @@ def _build_targets(
     timeline: Timeline,
     listed_s: float,  # when listing began, on the timeline's clock
 ) -> list[BuildResult]:
-    "Build some splits as one stream."
+    "Build the data sets of some splits in one pipeline."
     check_sample(request.check)
     config = request.config
     options = DeviceOptions(
@@ -166,7 +166,7 @@ def _build_targets(
 def _list(
     request: BuildRequest, split: str | None, manifest: Manifest | None
 ) -> tuple[Timeline, float, Manifest]:
-    "Load the engine's packages, then list; return the timeline, the time at which listing began, and the manifest."
+    "Import the packages of the engine, then list the recordings; return timeline, start time of the listing, and manifest."
     timeline, spec = Timeline(), request.spec
     native()
     for name in ("leakmel.audio.native", "psutil", "pynvml"):
@@ -223,7 +223,7 @@ def build(
     with_waveforms: bool = False,  # store the short segments too, as float32 from -1 to 1: many times the bytes of the mels
     fresh: bool = False,  # compute every row, whatever an interrupted build left and whatever data set exists
 ) -> BuildResult:  # raises LeakmelError; then the final name is as it was before
-    "Build one data set from a folder of recordings, verified."
+    "Build and verify one data set from a folder of recordings."
     request = BuildRequest(
         root=root,
         spec=spec,
@@ -261,7 +261,7 @@ def build_all(
 ) -> list[
     BuildResult
 ]:  # one per split folder, in the order TRAINING, VALIDATION, TESTING; an empty one is an error
-    "Build the data sets of all splits as one stream: the next one is read while the last one is written."
+    "Build and verify the data sets of all splits in one pipeline: the next split is read while the last one is written."
     request = BuildRequest(
         root=root,
         spec=spec,

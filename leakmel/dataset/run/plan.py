@@ -64,7 +64,7 @@ def build_kinds() -> Kinds:
 def spec_changes(
     parameters: dict[str, Any],  # as build_kinds lists them
 ) -> tuple[dict[str, Any], str]:  # for `build`, and a line on the spec file; "" without one
-    "Return the preset and the spec fields that were given, over those of a spec file; `disjoint`, the default, leaves the preset to the file."
+    "Combine the given preset and spec fields with a spec file; the default preset `disjoint` does not override the file."
     given = {f.name: parameters[f.name] for f in fields(MelSpec) if parameters.get(f.name) is not None}
     if given.get("mel_norm") == "none":
         given["mel_norm"] = None
@@ -81,8 +81,8 @@ def find_data(
     data_root: str | None,  # as the user gave it
     *,
     progress: str = "auto",  # where progress of writing a demo set is drawn
-) -> tuple[Path, str]:  # folder, and a sentence on where it comes from
-    "Return the data folder: as given, by LEAKMEL_DATA, or the demo set, which is written if it does not exist."
+) -> tuple[Path, str]:  # folder, and a text on its origin
+    "Return the data folder: data_root, LEAKMEL_DATA, or the demo data set, which is written if it does not exist."
     from leakmel.audio.synth import write_demo
 
     if data_root is not None:
@@ -113,7 +113,7 @@ def find_data(
 # %% ../../../nbs/dataset/run/plan.ipynb #d5489f2b
 @dataclass(frozen=True, repr=False)
 class RunPlan(RowTable):
-    "A build that is about to begin."
+    "Settings and inputs of a build before it starts."
 
     parameters: dict[str, Any]  # as build_kinds lists them
     data_root: Path
@@ -129,8 +129,8 @@ class RunPlan(RowTable):
     mode: str
     choice: ModeChoice  # the mode that will be used
     out: Path  # the run's folder
-    spec_note: str = ""  # which file the spec comes from, and what was given besides
-    tuned_note: str = ""  # which file settings of speed come from, or why they do not
+    spec_note: str = ""  # the spec file, and settings given in addition
+    tuned_note: str = ""  # the file of tuned settings, or why it is not used
 
     @property
     def targets(self) -> list[Path]:
@@ -191,7 +191,7 @@ def plan_run(
     *,
     progress: str = "auto",  # where progress of writing a demo set is drawn
 ) -> RunPlan:  # raises LeakmelError for all that is wrong before the work
-    "Find the data, resolve the spec, open the engine once, choose the folder."
+    "Find the data, resolve the spec, open the engine once, and choose the results folder."
     p = parameters
     root, note = find_data(p["data_root"], progress=progress)
     named_by = {"table": p["table"], "pattern": p["pattern"]}
@@ -248,7 +248,7 @@ def execute(
     *,
     progress: str = "auto",
 ) -> list[BuildResult]:
-    "Build what was planned and write summary.json."
+    "Build the planned data sets and write summary.json."
     common: dict[str, Any] = dict(
         spec=plan.changes,
         engine=plan.parameters["engine"],
@@ -269,7 +269,7 @@ def execute(
 
 
 def run_summary(results: list[BuildResult]) -> dict[str, Any]:
-    "The whole of a run that built some splits together, and each of them."
+    "Return the summary of a run with all its splits."
     seconds = results[0].run_s
     found = sum(r.found for r in results)
     kept = sum(r.summary["kept_files"] for r in results)

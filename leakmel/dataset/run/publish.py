@@ -53,7 +53,7 @@ log = logging.getLogger("leakmel")
 def kept_sentence(
     summary: dict[str, Any],  # of a split
 ) -> str:  # empty where every row was made by this build
-    "Return what a build had not to do, because an earlier one did it."
+    "Describe the rows that a build reused from earlier builds."
     if summary.get("nothing_to_do"):
         return "nothing to do: the recordings have not changed since this data set was built, and it passes verification"
     texts = {
@@ -70,7 +70,7 @@ def kept_sentence(
 
 @dataclass(frozen=True, repr=False)
 class BuildResult:
-    "A published data set, and how it was built."
+    "A published data set and facts about its build."
 
     path: Path  # the data set
     split: str
@@ -88,12 +88,12 @@ class BuildResult:
 
     @property
     def files_per_s(self) -> float:
-        "Recordings that this build read per second, end to end; 0 where nothing was to be done."
+        "Recordings read per second, from start to published file; 0 if nothing had to be done."
         return float(self.summary["files_per_s"])
 
     @cached_property
     def rejected(self) -> "pd.DataFrame":
-        "path, code and message of files that did not become rows."
+        "Table of rejected files: path, code, message."
         import pandas as pd
 
         rows = [(show_path(r.path), r.code, r.message) for r in self.rejections]
@@ -101,7 +101,7 @@ class BuildResult:
 
     @cached_property
     def problems(self) -> "pd.DataFrame":
-        "kind, path and message of what the owner of the recordings should know, without rejected files."
+        "Table of problems of the recordings, without rejected files: kind, path, message."
         import pandas as pd
 
         rows = [(p.kind, p.path, p.message) for p in self.noted]
@@ -131,7 +131,7 @@ _PROBLEM_COLUMNS = (
 
 
 def note_columns(job: Job, meta: Metadata, label_names: tuple[str, ...]) -> None:
-    "Keep in the job what the rules of `audio.problems` need of a finished data set."
+    "Store in the job the columns that the rules of `audio.problems` need."
     lost = {r.path for r in meta.rejected}
     paths = [p for p in job.listing.paths if p not in lost] if lost else job.listing.paths
     job.columns = Columns(
@@ -183,7 +183,7 @@ def publish(
     lane: str,  # name of the publisher's thread
     stopped: Callable[[], bool],  # whether all threads are to leave
 ) -> None:  # raises LeakmelError, OSError
-    "Complete, check and publish the data set of one job."
+    "Complete, verify and publish the data set of one job."
 
     def span(stage: str):
         return run.timeline.span(stage, lane, split=job.split)
@@ -286,7 +286,7 @@ def read_ahead_for_check(
     lane: str,  # name of the publisher's thread
     stopped: Callable[[], bool],  # whether the publisher has something else to do
 ) -> None:
-    "Compute what rows of the sample should hold, job after job."
+    "Compute the expected rows of the verification sample, job by job."
     for job in jobs:
         check, labels, sources = run.request.check, job.listing.label_ids, job.sources
         if stopped() or not check or sources is None:
@@ -334,7 +334,7 @@ def split_summary(
         "resumed_rows": job.n_resumed,
         "copied_rows": job.n_copied,
         "changes": job.changes,
-        "nothing_to_do": job.stands,
+        "nothing_to_do": job.is_up_to_date,
         "status_counts": dict(Counter(sorted(s for _, s in job.unusual.values() if s != "ok")).most_common()),
         "label_names": [show_path(x) for x in run.manifest.label_names],
         "seconds": seconds,
@@ -359,7 +359,7 @@ def split_summary(
 
 # %% ../../../nbs/dataset/run/publish.ipynb #723e5972
 def _write_report(body: dict[str, Any], path: Path) -> None:  # raises OutputError
-    "Write a report as JSON, one problem after the other: there may be as many as recordings."
+    "Write a report as JSON in a stream, because it can have as many problems as recordings."
 
     def plain(x: Any) -> Any:
         return asdict(x) if isinstance(x, Problem) else str(x)
@@ -370,7 +370,7 @@ def _write_report(body: dict[str, Any], path: Path) -> None:  # raises OutputErr
 
 
 def _update_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises OutputError
-    "Bring the problems in a report up to date: recordings of other splits may have changed, and copies with them."
+    "Update the problems in a report: copies of recordings in other splits may have changed."
     try:
         body, now = json.loads(path.read_bytes()), [asdict(p) for p in noted]
         if body["problems"] == now:
@@ -386,7 +386,7 @@ def result_of(
     job: Job,  # published
     jobs: Sequence[Job],  # of the run
 ) -> BuildResult:
-    "Write report and timeline of a published job, and return its result."
+    "Write report and timeline of a published job; return its result."
     timeline, target, report, published_s = run.timeline, job.file.target, job.report, job.published_s
     if report is None or published_s is None:
         raise ValueError(f"{job.split} is not published")

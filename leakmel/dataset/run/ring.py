@@ -33,7 +33,7 @@ from ...mel.engines import Engine, EngineLane
 # %% ../../../nbs/dataset/run/ring.ipynb #fbcee70f
 @contextmanager
 def _writing(job: Job) -> Iterator[None]:
-    "Say of an OSError in the body which target it was about."
+    "Convert an OSError in the body into an OutputError with the target."
     try:
         yield
     except OSError as e:
@@ -42,7 +42,7 @@ def _writing(job: Job) -> Iterator[None]:
 
 @contextmanager
 def _computing(engine: Engine, slot: Slot) -> Iterator[None]:
-    "Say of an error in the body which engine and batch it was."
+    "Convert an error in the body into an EngineError with engine and batch."
     try:
         yield
     except (LeakmelError, MemoryError):
@@ -58,7 +58,7 @@ def _computing(engine: Engine, slot: Slot) -> Iterator[None]:
 # %% ../../../nbs/dataset/run/ring.ipynb #27b43e08
 @dataclass(frozen=True)
 class Batch:
-    "Candidates of a job that are read into one slot."
+    "Candidates of a job that share one slot."
 
     job: Job
     number: int
@@ -67,7 +67,7 @@ class Batch:
 
 
 class Ring:
-    "Runs the batches of some jobs through a fixed number of slots, and publishes each job when its rows are complete."
+    "Pipeline that processes the batches of some jobs in a fixed number of slots and publishes each completed job."
 
     def __init__(
         self,
@@ -120,18 +120,18 @@ class Ring:
                 queue.put(None)
 
     def next_batch(self) -> Batch | None:
-        "Return the next batch to read; None when there is none, or when all are to stop."
+        "Return the next batch to read; None at the end or when the pipeline stops."
         with self.lanes.lock:
             return None if self.lanes.stopping.is_set() else next(self._todo, None)
 
     def leave(self, role: str) -> bool:
-        "Note that a thread of a role leaves; return whether it was the last one."
+        "Record that a thread of a role ends; return whether it was the last one."
         with self.lanes.lock:
             self._left[role] -= 1
             return self._left[role] == 0
 
     def all_written(self) -> None:
-        "Let the publishers and the journal leave when they are through."
+        "Tell publishers and journal that all rows are written."
         for _ in self.jobs:
             self.complete.put(None)  # at least one for each
         self.entries.put(None)
@@ -139,7 +139,7 @@ class Ring:
 
 # %% ../../../nbs/dataset/run/ring.ipynb #a5d7e48c
 def _batches(jobs: list[Job], step: int, ahead: ReadAhead | None) -> Iterator[Batch]:
-    "Every batch, in order; the read-ahead is told of each."
+    "Yield all batches in order, and report each to the prefetcher."
     for job in jobs:
         seen, number = 0, 0
         edges = np.flatnonzero(np.diff(job.kept, prepend=True, append=True)).tolist()
@@ -167,7 +167,7 @@ def _read(ring: Ring, lane: str, slot: Slot, batch: Batch) -> None:
 
 
 def _keep_moments(slot: Slot, moments: np.ndarray) -> None:
-    "Note the moments of a computed slot."
+    "Store the moments of a computed slot."
     slot.moments[: slot.n] = moments
     if slot.wide_rows:
         whole = np.flatnonzero(slot.facts["good"] & ~slot.facts["figured"])
@@ -175,7 +175,7 @@ def _keep_moments(slot: Slot, moments: np.ndarray) -> None:
 
 
 def _write(ring: Ring, lane: str, slot: Slot) -> None:
-    "Write a computed slot's rows; tell the publisher of a job whose rows are complete."
+    "Write the rows of a computed slot; pass a completed job to the publisher."
     job = slot.job
     with _writing(job), ring.run.timeline.span("write", lane, split=job.split, batch=slot.batch) as moved:
         moved.n_files = slot.n
@@ -188,7 +188,7 @@ def _write(ring: Ring, lane: str, slot: Slot) -> None:
 
 # %% ../../../nbs/dataset/run/ring.ipynb #02fb76e8
 def _run_worker(ring: Ring, k: int, lane: str) -> None:
-    "Take batch after batch from its files to its rows."
+    "Read, compute and write batches in one thread."
     slot = ring.free.get()
     while slot is not None and (batch := ring.next_batch()):
         _read(ring, lane, slot, batch)
@@ -203,7 +203,7 @@ def _run_worker(ring: Ring, k: int, lane: str) -> None:
 
 
 def _read_batches(ring: Ring, k: int, lane: str) -> None:
-    "Fill slots until there is nothing left to read."
+    "Fill slots with recordings until all batches are read."
     while (slot := ring.free.get()) is not None and (batch := ring.next_batch()):
         _read(ring, lane, slot, batch)
         ring.filled.put(slot)
@@ -220,14 +220,14 @@ def _read_batches(ring: Ring, k: int, lane: str) -> None:
 
 
 def _take(ring: Ring, queue: SimpleQueue, gauge: str) -> Slot | None:
-    "Return the next slot of a queue; None to leave."
+    "Return the next slot of a queue; None to stop."
     slot = queue.get()
     ring.run.timeline.gauge(gauge, queue.qsize())
     return None if ring.lanes.stopping.is_set() else slot
 
 
 def _submit_batches(ring: Ring, k: int, lane: str) -> None:
-    "Hand filled slots to the engine, some at a time; they are written when they are computed."
+    "Submit filled slots to the engine in groups."
     engine_lane = ring.run.engine.open_lane(k, ring.run.timeline)
     with ring.lanes.lock:
         ring.engine_lanes.append(engine_lane)
@@ -249,7 +249,7 @@ def _submit_batches(ring: Ring, k: int, lane: str) -> None:
 
 
 def _submit(ring: Ring, lane: str, engine_lane: EngineLane, slots: list[Slot]) -> None:
-    "Hand filled slots of one job to the engine, and on to the writers."
+    "Submit filled slots of one job to the engine, and pass them to the writers."
     split, labels = slots[0].job.split, [(slot.job.split, slot.batch) for slot in slots]
     span: AbstractContextManager[Counts] = nullcontext(Counts())  # a device keeps its own
     if ring.run.engine.device == "cpu":
@@ -266,7 +266,7 @@ def _submit(ring: Ring, lane: str, engine_lane: EngineLane, slots: list[Slot]) -
 
 # %% ../../../nbs/dataset/run/ring.ipynb #99fe919b
 def _write_batches(ring: Ring, k: int, lane: str) -> None:
-    "Write computed slots and give them back."
+    "Write the rows of computed slots and return the slots."
     while (slot := _take(ring, ring.computed, "queue.write")) is not None:
         with _computing(ring.run.engine, slot):
             _keep_moments(slot, slot.ticket.wait())
@@ -279,14 +279,14 @@ def _write_batches(ring: Ring, k: int, lane: str) -> None:
 
 
 def _write_journal(ring: Ring, lane: str) -> None:
-    "Enter rows in their journal from time to time."
+    "Write journal entries when they are due."
     while (job := ring.entries.get()) is not None and not ring.lanes.stopping.is_set():
         with _writing(job), ring.run.timeline.span("sync", lane, split=job.split):
             job.journal.enter(job.entry, job.file.fd)
 
 
 def _publish_jobs(ring: Ring, k: int, lane: str) -> None:
-    "Publish jobs while the next one is under way; before, one thread prepares the checks."
+    "Publish completed jobs; one thread first computes expected rows for verification."
     stopping = ring.lanes.stopping.is_set
     try:
         if k == 0:

@@ -30,16 +30,16 @@ from .loader import BatchReader
 log = logging.getLogger("leakmel")
 
 # %% ../../../nbs/dataset/source/read_ahead.ipynb #8f591c44
-PROBES = 64  # files that are looked at, of all listings together
-COLD_SHARE = 0.04  # of them that the page cache lacks, from which fetching ahead pays
+PROBES = 64  # files to sample, of all listings together
+COLD_SHARE = 0.04  # share of files not in the page cache above which prefetching pays
 
 
 def cold_share(
     listing: Listing,
-    cache_use: CacheUse,  # is told whether the file system tells, and whether files were missing
+    cache_use: CacheUse,  # records whether the file system reports cached pages, and whether files were missing
     most: int = PROBES,  # files to look at
-) -> float | None:  # 0 to 1; None where the file system does not tell, or there is nothing to look at
-    "Estimate the share of a listing's files that the page cache lacks, by a sample; raises nothing."
+) -> float | None:  # 0 to 1; None if the file system does not report it, or if there are no files
+    "Estimate from a sample the share of files that are not in the page cache; raises nothing."
     there = np.flatnonzero((listing.sizes > 0) & (listing.label_ids >= 0))
     picked = there[np.linspace(0, len(there) - 1, min(most, len(there))).astype(np.int64)]
     base = os.fsencode(listing.folder) + b"/"
@@ -53,10 +53,10 @@ def cold_share(
 
 
 def _is_cached(path: bytes, size: int) -> bool | None:
-    "Check whether the end of a file is in memory; None where nobody knows."
+    "Check whether the end of a file is in the page cache; None if unknown."
     with suppress(OSError), open(path, "rb", 0, opener=lambda p, flags: os.open(p, OPEN_FLAGS)) as file:
         return is_in_cache(file.fileno(), size - 1)
-    return None  # the reader will say what it is
+    return None  # the reader reports the error
 
 
 # %% ../../../nbs/dataset/source/read_ahead.ipynb #9b503597
@@ -66,12 +66,12 @@ STEP_FILES = 32
 
 
 class ReadAhead:
-    "The work of a thread that has recordings fetched before they are read, in the order of some listings."
+    "Prefetch thread: asks the operating system to load recordings before they are read, in the order of the listings."
 
     def __init__(
         self,
         readers: Sequence[BatchReader],  # of the listings, in the order in which they are read
-        files: int = WINDOW_FILES,  # that are asked for ahead, at most
+        files: int = WINDOW_FILES,  # files to prefetch at most
         n_bytes: int = WINDOW_BYTES,  # the same in bytes
     ):
         self.readers = readers
@@ -93,13 +93,13 @@ class ReadAhead:
             self._moved.notify()
 
     def stop(self) -> None:
-        "Let the thread leave."
+        "Stop the thread."
         with self._moved:
             self._stopped = True
             self._moved.notify()
 
     def run(self, lane: str) -> None:
-        "Ask for files until the readers have taken all, or `stop`; raises nothing."
+        "Prefetch files until the readers have taken all of them or `stop` is called; raises nothing."
         try:
             from leakmel.audio.native import will_need
 
@@ -116,7 +116,7 @@ class ReadAhead:
             log.debug("recordings are not prefetched: %s: %s", type(e).__name__, e)
 
     def _next(self, first: int) -> tuple[int, int, int] | None:
-        "Return a listing and its files to ask for next, as soon as the window has room for them; None to leave."
+        "Return the listing and the range of files to prefetch next, as soon as they fit into the window; None to stop."
         with self._moved:
             while not self._stopped:
                 first = max(first, self._taken)
@@ -139,7 +139,7 @@ def plan_read_ahead(
     readers: Sequence[BatchReader],  # of listings that are read from their files, in this order
     files: int | None,  # window in files; None: WINDOW_FILES where the page cache lacks enough; 0: none
 ) -> ReadAhead | None:
-    "Plan to fetch recordings ahead, where that pays."
+    "Return a prefetcher if enough files are missing from the page cache."
     total = sum(len(r.listing) for r in readers)
     shares = list[float]()  # of files that the page cache lacks, once for each file that was looked at
     for r in readers:

@@ -72,7 +72,7 @@ def cache_key(
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #f84904b3
 def _memory_file() -> int:
-    "Open an unnamed file in memory; where the system has none, one without a name in the temporary folder."
+    "Open an unnamed file in memory, or in the temporary folder if the system has no memory files."
     if hasattr(os, "memfd_create"):
         return os.memfd_create("leakmel-samples")
     with tempfile.TemporaryFile() as file:
@@ -140,7 +140,7 @@ class SampleRows:
         return row
 
     def close(self) -> None:
-        "Close the file, or give the memory back; a later read gets an error, not another file that is opened under the same number."
+        "Close the file or release the memory; later reads raise an error."
         with self._lock:
             fd = self.fd
             self.fd = -1
@@ -155,7 +155,7 @@ _MAGIC = b"leakmel held 1\n\0"
 
 
 class SampleCache:
-    "The samples of one listing, made to fit, and the facts of each recording."
+    "Decoded samples of one listing at the rate and length of the spec, and facts about each recording."
 
     def __init__(self, key: str, rows: SampleRows, n_files: int):
         self.key = key
@@ -169,7 +169,7 @@ class SampleCache:
 
     @property
     def needs_rebuild(self) -> bool:
-        "Whether so little can be used that a new cache is better: a damaged row, or more than one in fifty outdated."
+        "Whether the cache should be rebuilt: a row is damaged, or more than 2 % of the rows are outdated."
         return self.n_damaged > 0 or self.n_outdated * 50 > len(self)
 
     def __len__(self) -> int:
@@ -188,7 +188,7 @@ class SampleCache:
             self.row_digests[slot.first + i] = digest_of(slot.input[i])
 
     def save(self, about: dict[str, Any]) -> None:
-        "Complete the file of a cache with its facts and its footer."
+        "Complete a cache file with facts and footer."
         rows = self.rows
         text = {
             "key": self.key,
@@ -211,7 +211,7 @@ class SampleCache:
         n_samples: int = 0,  # of a row; 0: rows are not read
         key: str | None = None,  # of the recordings wanted; None: any
     ) -> Self:  # its file is open
-        "Open a cache file, never through a link; raises DataError where it cannot be used, OSError where it cannot be read."
+        "Open a cache file, never through a link; raises DataError if it cannot be used, OSError if it cannot be read."
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             size = os.fstat(fd).st_size
@@ -248,7 +248,7 @@ class SampleCache:
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #443a7df1
 def check_inferred(cache: SampleCache, spec: MelSpec, inferred: Collection[str]) -> None:
-    "Raise Disagreement where a spec was to follow recordings that differ."
+    "Check that all recordings have the rate and length that were inferred from the data; raises Disagreement."
     good = cache.facts[cache.facts["good"]]
     for rate, n in np.unique(good[["sample_rate", "n_samples"]]).tolist():
         if "sample_rate" in inferred and rate != spec.sample_rate:
@@ -258,7 +258,7 @@ def check_inferred(cache: SampleCache, spec: MelSpec, inferred: Collection[str])
 
 
 class CachedReader:
-    "Fills slots from a cache; shared by all threads."
+    "Reader that fills slots from a cache; shared by all threads."
 
     stage = "stage"
 
@@ -296,7 +296,7 @@ class CachedReader:
         return int(sizes.sum())
 
     def _take_cached(self, slot: Slot, i: int, digest: bytes) -> bool:
-        "Complete one row from the cache; return False where its file has to be read. `digest` is that of its 16-bit samples."
+        "Complete one row from the cache; return False if its file must be read. `digest` is that of its 16-bit samples."
         k = slot.first + i
         facts = self.cache.facts[k]
         if self.listing.label_ids[k] < 0 or not facts["good"]:
@@ -327,7 +327,7 @@ class CachedReader:
         return True
 
     def _warn(self, what: str) -> None:
-        "Say once that something is read from the files again."
+        "Log once that recordings are read from their files."
         if not self._warned:
             log.warning("%s: the recordings are read from their files instead", what)
         self._warned = True
@@ -338,7 +338,7 @@ LOAD_FILES = 32  # recordings in a batch
 
 
 class NoMemory(MachineError):
-    "Recordings that take more memory than they may."
+    "The recordings need more memory than allowed."
 
 
 def load(
@@ -413,7 +413,7 @@ _CACHE_NAME = re.compile(r"(all|training|validation|testing)-[0-9a-f]{32}\.sampl
 def cache_folder(
     cache_dir: str | os.PathLike | None = None,  # the user's choice
 ) -> Path:
-    "Return the folder of cache files: the one named, LEAKMEL_CACHE_DIR, or leakmel's part of the user's cache folder."
+    "Return the folder of cache files: cache_dir, LEAKMEL_CACHE_DIR, or the folder leakmel in the user's cache folder."
     named = os.environ.get("LEAKMEL_CACHE_DIR") or None if cache_dir is None else cache_dir
     if named is not None:
         return Path(os.path.abspath(os.path.expanduser(named)))
@@ -436,9 +436,9 @@ def open_cache(
     reader: BatchReader,
     key: str,
     fill: Callable[[SampleRows], SampleCache],  # reads all recordings into rows
-    say: Callable[[str], None] = lambda line: None,  # told when another process is waited for
+    say: Callable[[str], None] = lambda line: None,  # called before waiting for another process
 ) -> tuple[SampleCache, bool]:  # the file is open; whether it was made now
-    "Open the cache file of a listing, or make it. Raises OutputError, SpaceError, and what `fill` raises."
+    "Open the cache file of a listing, or create it. Raises OutputError, SpaceError, and errors of `fill`."
 
     def wait(holder: str) -> None:
         say(f"memmap: waiting for {holder}, which is writing the cache file")
@@ -471,7 +471,7 @@ def open_cache(
 
 
 def _open_complete(path: Path, reader: BatchReader, key: str) -> SampleCache | None:
-    "Open an existing cache file; it got its name when it was complete, so no lock is needed. Raises OSError where it may be fine but cannot be read."
+    "Open an existing cache file. It got its name when it was complete, so no lock is needed. Raises OSError if it cannot be read."
     try:
         cache = SampleCache.open(path, reader.spec.n_samples, key)
     except (DataError, FileNotFoundError):
@@ -528,7 +528,7 @@ def clear_cache(
     *,
     unused_days: float = 0,  # only files that were not used for so long
 ) -> list[CacheFile]:  # that were removed; raises OutputError
-    "Remove cache files, and what a killed process left; a build that reads one continues from its files."
+    "Remove cache files, also incomplete ones; a build that uses a removed file continues with the recordings."
     if not unused_days >= 0:
         raise UsageError("unused_days must be 0 or more", code="usage", found=unused_days)
     folder = cache_folder(cache_dir)
