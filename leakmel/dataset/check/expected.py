@@ -163,7 +163,7 @@ class Sources:
                 references_of(some, self.spec)
             for source in some if not self.keep_samples else []:
                 source.samples = None
-            self.known |= read  # when they are complete: the check may be in another thread
+            self.known |= read  # only complete sets: verification may run in another thread
         return len(self.known)
 
     def get(self, path: bytes) -> Source:

@@ -101,7 +101,7 @@ class VerifyReport:
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3010d0c5
 _BLOCK_BYTES = 2 << 20
-_ROWS_PER_TASK = 8  # rows: NumPy's steps are long enough then for other threads to work meanwhile
+_ROWS_PER_TASK = 8  # so that NumPy calls are long enough for other threads to run
 _SAMPLE_BYTES = 32 << 20  # of sources in memory, as float64
 _FLOAT16_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
 
@@ -181,7 +181,7 @@ def _check_integrity(f: h5py.File, report: VerifyReport) -> None:
     if not report.problems and f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f):
         report.problems.append("labels, columns or attributes do not match their digest")
     if not report.problems:
-        report.problems += consistency.path_problems(f)  # before anything is read from them
+        report.problems += consistency.path_problems(f)  # before paths are parsed
     if report.problems:
         return
     report.n_rows = len(f[ROWS])
@@ -399,7 +399,7 @@ def check_data_set(
     accounting: bool = True,
     edges: Sequence[int] = (),  # rows to recompute in any case
     table: str | os.PathLike | None = None,  # that the labels come from
-    sources: Sources | None = None,  # what is known of its recordings
+    sources: Sources | None = None,  # expected rows, computed in advance
     progress: Callable[[int, int], None] = lambda checked, wanted: None,  # called while rows are compared
 ) -> VerifyReport:
     "Verify a data set during a build; raises MachineError, MemoryError, UsageError, and DataError of the table instead of reporting bad rows."

@@ -58,7 +58,7 @@ WAVEFORMS = "segments_waveform"  # [B, L, S, short_window] float32, full scale 1
 PARTS = (ROWS, WAVEFORMS)  # what is large and has a digest for each row
 DIGEST_ATTRIBUTE = "metadata_digest"
 EARLIER_KEYS = ("duration_sec", "center")  # in config_json, for the earlier system's trainer
-LIBVER = ("v108", "v108")  # one format, whatever the HDF5 library's newest is
+LIBVER = ("v108", "v108")  # fixed format version, independent of the HDF5 library
 FILE_COLUMNS = (
     "path",
     "sensor",
@@ -264,7 +264,7 @@ def metadata_digest(file: h5py.File) -> str:
         starts = range(0, len(item), step) if item.ndim == 1 and len(item) > step else ()
         for values in (item[i : i + step] for i in starts) if starts else (item[()],):
             total.update(np.ascontiguousarray(values).tobytes())
-    attributes = file.attrs  # each time it is asked for, the root is opened
+    attributes = file.attrs  # each access opens the root group
     for name in sorted(set(attributes) - {DIGEST_ATTRIBUTE}):
         value = attributes[name]
         total.update(
@@ -377,14 +377,14 @@ def _why_unsafe(item: h5py.Dataset, size: int) -> str:
         return f"{item.name} has no shape"
     if item.is_virtual or item.external:
         return f"{item.name} is stored in other files"
-    held = item.id.get_storage_size()
+    n_stored = item.id.get_storage_size()
     name = item.name.strip("/")
     packed = MAX_COMPRESSION if item.chunks and item.id.get_create_plist().get_nfilters() else 1
-    if item.nbytes > held * packed or item.nbytes > size * (packed if name in PARTS else 1):
-        return f"{item.name} claims {item.nbytes:,} bytes, but the file of {size:,} bytes stores {held:,} of them"
+    if item.nbytes > n_stored * packed or item.nbytes > size * (packed if name in PARTS else 1):
+        return f"{item.name} claims {item.nbytes:,} bytes, but the file of {size:,} bytes stores {n_stored:,} of them"
     if item.chunks and int(np.prod(item.chunks, dtype=object)) * item.dtype.itemsize > _MOST_CHUNK:
         return f"{item.name} has chunks larger than {_MOST_CHUNK:,} bytes"
-    if (begin := item.id.get_offset()) is not None and begin + held > size:
+    if (begin := item.id.get_offset()) is not None and begin + n_stored > size:
         return f"{item.name} extends beyond the end of the file"
     if name in (*PARTS, LABELS) and item.dtype.kind not in "fiubS":
         return f"{item.name} has the unexpected type {item.dtype}"

@@ -173,7 +173,7 @@ def reserve(fd: int, n_bytes: int, path: Path) -> None:
             os.ftruncate(fd, n_bytes)  # a file system that cannot reserve
             return
         if e.errno == errno.ENOSPC:
-            require_space(path.parent, n_bytes - allocated_bytes(path))  # says how many bytes are missing
+            require_space(path.parent, n_bytes - allocated_bytes(path))  # reports how many bytes are missing
         raise output_error(e, path) from e
 
 
@@ -211,7 +211,7 @@ def sync_folder(folder: Path) -> None:
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #0b893202
-SPARE_BYTES = 4096  # space asked for each candidate's metadata, at most
+SPARE_BYTES = 4096  # space reserved for the metadata of each candidate
 _COPIED_AT_ONCE = 1 << 20  # bytes
 
 
@@ -392,7 +392,7 @@ class RowFile:
                     write_metadata(f, meta)
                     f.flush()
                     n_bytes = f.id.get_filesize()
-            os.truncate(packed, n_bytes)  # what was not needed goes back
+            os.truncate(packed, n_bytes)  # release the unused space
             os.replace(packed, self.partial)
         finally:
             packed.unlink(missing_ok=True)

@@ -41,7 +41,9 @@ def _rate_and_length(path: bytes) -> tuple[int, int] | None:
             h = parse_header(fd, n_file)
             if h.encoding.startswith(("pcm", "float")):
                 return h.sample_rate, h.data_bytes // h.block_align
-            return h.sample_rate, len(read_open_wav(fd, n_file).samples)  # coded: only decoding tells
+            return h.sample_rate, len(
+                read_open_wav(fd, n_file).samples
+            )  # compressed: the length is known only after decoding
     except RecordingError:
         return None
     except MemoryError as e:

@@ -131,10 +131,10 @@ class Preloaded:
 
     def reader(self, plain: BatchReader) -> RecordingSource:
         "Return the reader for the recordings of a listing; raises UsageError if other recordings are cached."
-        held = self.held.get(plain.listing.split)
-        if held is None and self.choice.used == "stream" and not self.closed:
+        cache = self.held.get(plain.listing.split)
+        if cache is None and self.choice.used == "stream" and not self.closed:
             return plain
-        if self.closed or held is None or held.key != cache_key(plain.listing, plain.spec):
+        if self.closed or cache is None or cache.key != cache_key(plain.listing, plain.spec):
             splits = ", ".join(split or "one folder" for split in self.held) or "nothing (closed)"
             raise UsageError(
                 "the preloaded recordings do not match this build, or they have changed",
@@ -144,7 +144,7 @@ class Preloaded:
                 expected=f"{plain.listing.split or 'one folder'} with {plain.spec.rules}",
                 remedy="preload the recordings again (leakmel.preload)",
             )
-        return CachedReader(held, plain)
+        return CachedReader(cache, plain)
 
     def to_dict(self) -> dict[str, Any]:
         "Return the facts for the summary of a build."
@@ -159,15 +159,15 @@ class Preloaded:
     def close(self) -> None:
         "Release memory and files; remove cache files with damaged or many outdated rows."
         self.closed = True
-        for split, held in self.held.items():
-            if held.needs_rebuild and not held.rows.in_memory:
-                path = cache_path(cache_folder(self.cache_dir), split, held.key)
+        for split, cache in self.held.items():
+            if cache.needs_rebuild and not cache.rows.in_memory:
+                path = cache_path(cache_folder(self.cache_dir), split, cache.key)
                 with suppress(OSError):
                     path.unlink()
                     log.warning(
                         "%s was damaged or outdated and was removed; the next build writes a new one", path
                     )
-            held.rows.close()
+            cache.rows.close()
         self.held = {}
 
     def __enter__(self) -> "Preloaded":
@@ -219,20 +219,20 @@ class _Loader:
             most_bytes = config.ram_fraction * free_memory()
             rows = SampleRows(len(listing), ready.spec.n_samples, most_bytes=most_bytes)
             try:
-                held = self.fill(reader, key, rows)
+                cache = self.fill(reader, key, rows)
             except BaseException:
                 rows.close()  # the error's traceback would keep the memory
                 raise
         else:
             path = cache_path(cache_folder(config.cache_dir), listing.split, key)
             say = partial(announce, show=self.progress)
-            held, is_new = open_cache(path, reader, key, partial(self.fill, reader, key), say)
-            check_inferred(held, ready.spec, self.inferred)
+            cache, is_new = open_cache(path, reader, key, partial(self.fill, reader, key), say)
+            check_inferred(cache, ready.spec, self.inferred)
             what = f"memmap: cache file {'created' if is_new else 'loaded'}"
-        ready.held[listing.split] = held
+        ready.held[listing.split] = cache
         seconds = self.timeline.now_s() - began_s
         return (
-            f"{what}, {len(held):,} of {len(listing):,} recordings, {size_text(held.rows.n_bytes)} "
+            f"{what}, {len(cache):,} of {len(listing):,} recordings, {size_text(cache.rows.n_bytes)} "
             f"in {seconds:.2f} s, {len(listing) / seconds:,.0f} files/s"
         )
 
@@ -286,7 +286,7 @@ def prepare(
         if ready.choice.asked in ("auto", ready.choice.used) or line != str(ready.choice):
             announce(line, show=progress)
         else:
-            log.warning("%s", line)  # not what was asked for: shown wherever it runs
+            log.warning("%s", line)  # not the requested mode: always shown
 
     say(str(choice))
     try:

@@ -271,7 +271,7 @@ def open_jobs(
             else open_existing(target, listing, run.fingerprint, with_waveforms, inferred=run.inferred)
             for listing, target in targets
         ]
-        # all is known that has to be known before the first file is touched
+        # all checks before the first change of a file are done
         run.timeline.spans.append(Span("start_up", "main", max(0.0, run.listed_s), run.timeline.now_s()))
         finished = [
             finished_job(run, listing, target, found) for (listing, target), found in zip(targets, existing)

@@ -85,7 +85,7 @@ def _open_readers(run: BuildContext, jobs: list[Job]) -> Iterator[None]:
             job.mode = ready.to_dict()
         for job in to_do:
             job.reader = ready.reader(job.plain)
-            if job.reader is not job.plain:  # what the job reads from its files counts as well
+            if job.reader is not job.plain:  # count also what the job reads from files
                 job.cache_use = job.reader.cache_use
                 if own is not None:
                     job.cache_use = own.inflows.get(job.listing.split, job.cache_use)
@@ -104,7 +104,7 @@ def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
         folder = os.fsencode(os.path.abspath(job.listing.folder))
         job.sources = Sources(folder, job.spec, keep_samples=job.file.waveform_shape is not None)
     ring = Ring(run, jobs, ahead)
-    if run.engine.host_bytes:  # slots that a device copies from are reused over batches and splits
+    if run.engine.host_bytes:  # page-locked slots are reused for all batches and splits
         for job in jobs:
             job.pinned = "allocated" if job is jobs[0] else "reused"
     bars, state = dict[str, Progress](), "stopped"
@@ -156,7 +156,7 @@ def _build_targets(
                     if to_do:
                         with _open_readers(run, jobs):
                             _run_ring(run, to_do)
-            finally:  # also when a later split failed: what was published gets its report while it is locked
+            finally:  # also after an error in a later split: published data sets get their reports while they are locked
                 published = [job for job in jobs if job.published_s is not None]
                 results = [result_of(run, job, jobs) for job in published]
         return results
@@ -171,7 +171,7 @@ def _list(
     native()
     for name in ("leakmel.audio.native", "psutil", "pynvml"):
         with suppress(Exception):
-            import_module(name)  # what is wrong with it is reported where it is needed
+            import_module(name)  # errors are reported where the package is needed
     n_fft = spec.n_fft if isinstance(spec, MelSpec) else spec.get("n_fft") if isinstance(spec, dict) else None
     load_engine(request.engine, request.config.device, n_fft)
     timeline.spans.append(Span("start_up", "imports", 0.0, timeline.now_s()))
@@ -221,7 +221,7 @@ def build(
     check: int | None = 64,  # rows recomputed in float64 before publishing; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # store the short segments too, as float32 from -1 to 1: many times the bytes of the mels
-    fresh: bool = False,  # compute every row, whatever an interrupted build left and whatever data set exists
+    fresh: bool = False,  # compute every row; ignore interrupted builds and existing data sets
 ) -> BuildResult:  # raises LeakmelError; then the final name is as it was before
     "Build and verify one data set from a folder of recordings."
     request = BuildRequest(

@@ -376,7 +376,7 @@ def _update_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises Ou
         if body["problems"] == now:
             return
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # none of ours
+        return  # not a report of leakmel
     _write_report(body | {"problems": now, "problems_by_kind": count_kinds(p.kind for p in noted)}, path)
 
 
@@ -394,7 +394,7 @@ def result_of(
     if job is not jobs[0]:
         spans = [s for s in timeline.spans if s.split == job.split]
         reads = [s.start_s for s in spans if s.stage == job.reader.stage]
-        own = [s.start_s for s in spans if s.lane == "main"]  # an existing data set was looked at
+        own = [s.start_s for s in spans if s.lane == "main"]  # an existing data set was checked
         started = min(reads or own, default=0.0)
     seconds = published_s - started
     samples = [s for s in timeline.samples if started <= s["time_s"] <= published_s] or timeline.samples
@@ -415,7 +415,9 @@ def result_of(
             with replacing(timeline_path) as new:
                 write_timeline(timeline, new, split=job.split)
             _write_report(body, report_path)
-        elif sum(x.columns is not None for x in jobs) > 1:  # else nothing new is known of other splits
+        elif (
+            sum(x.columns is not None for x in jobs) > 1
+        ):  # otherwise there are no new facts about other splits
             _update_problems(report_path, noted)
     except OutputError as e:
         raise type(e)(

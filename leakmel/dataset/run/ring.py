@@ -73,7 +73,7 @@ class Ring:
         self,
         run: BuildContext,
         jobs: list[Job],
-        ahead: ReadAhead | None = None,  # has recordings fetched before they are read
+        ahead: ReadAhead | None = None,  # prefetches recordings
     ):
         workers = run.workers
         self.run = run
@@ -85,10 +85,10 @@ class Ring:
             SimpleQueue[Any]() for _ in range(5)
         )
         for job in filter(Job.is_complete, jobs):
-            self.complete.put(job)  # earlier builds processed all of it
-        self.warm = threading.Event()  # engines may begin
-        self.finished = threading.Event()  # also when an error stopped all
-        self.n_filled = 0  # slots, until engines may begin
+            self.complete.put(job)  # all rows were reused from earlier builds
+        self.warm = threading.Event()  # engines may start
+        self.finished = threading.Event()  # also set after an error
+        self.n_filled = 0  # filled slots, until engines may start
         self._todo = _batches(jobs, workers.files_per_batch, ahead)
         try:
             for _ in range(workers.slots):
@@ -212,7 +212,7 @@ def _read_batches(ring: Ring, k: int, lane: str) -> None:
             ring.n_filled += 1
         if ring.n_filled >= ring.run.workers.warmup_slots:
             ring.warm.set()
-    ring.free.put(slot)  # for the next reader, which will leave in the same way
+    ring.free.put(slot)  # for the next reader, which stops in the same way
     if ring.leave("reader"):
         ring.warm.set()
         for _ in range(ring.run.workers.compute_workers):
@@ -237,7 +237,9 @@ def _submit_batches(ring: Ring, k: int, lane: str) -> None:
         while len(slots) < ring.run.workers.batch_accumulation and slot is not None:
             slot = _take(ring, ring.filled, "queue.compute")
             if slot is None:
-                ring.filled.put(None)  # it came before the group was complete: the thread leaves next time
+                ring.filled.put(
+                    None
+                )  # end marker before the group was complete: the thread stops at the next call
             else:
                 slots.append(slot)
         for _, together in groupby(slots, lambda slot: slot.job):
@@ -251,7 +253,7 @@ def _submit_batches(ring: Ring, k: int, lane: str) -> None:
 def _submit(ring: Ring, lane: str, engine_lane: EngineLane, slots: list[Slot]) -> None:
     "Submit filled slots of one job to the engine, and pass them to the writers."
     split, labels = slots[0].job.split, [(slot.job.split, slot.batch) for slot in slots]
-    span: AbstractContextManager[Counts] = nullcontext(Counts())  # a device keeps its own
+    span: AbstractContextManager[Counts] = nullcontext(Counts())  # a GPU records its own spans
     if ring.run.engine.device == "cpu":
         span = ring.run.timeline.span("compute", lane, split=split, batch=slots[0].batch)
     with span as moved:

@@ -368,7 +368,7 @@ class BatchReader:
             raise OutOfMemory(self.base + listing.paths[k]) from e
         except RecordingError as e:
             slot.samples[i] = 0
-            if listing.label_ids[k] >= 0 and listing.sizes[k] >= 0:  # else it was not asked for
+            if listing.label_ids[k] >= 0 and listing.sizes[k] >= 0:  # else the file was not read
                 self.read_failures.refused(e, self.base + listing.paths[k])
             slot.rejected.append(Rejected(listing.paths[k], e.reject_code, e.message))
             if self.on_bad_file == "stop":

@@ -141,7 +141,7 @@ def plan_read_ahead(
 ) -> ReadAhead | None:
     "Return a prefetcher if enough files are missing from the page cache."
     total = sum(len(r.listing) for r in readers)
-    shares = list[float]()  # of files that the page cache lacks, once for each file that was looked at
+    shares = list[float]()  # share of uncached files, once for each file of the sample
     for r in readers:
         most = max(1, round(PROBES * len(r.listing) / max(1, total)))
         if (share := cold_share(r.listing, r.cache_use, most)) is not None:

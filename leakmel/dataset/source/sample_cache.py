@@ -163,9 +163,9 @@ class SampleCache:
         self.facts = np.zeros(n_files, FACTS)  # "good": cached
         self.row_digests = np.zeros(n_files, "S32")  # of cached rows
         self.unusual: dict[int, tuple[str, str]] = {}  # candidate -> encoding, status, where not PLAIN
-        self.about: dict[str, Any] = {}  # of a file: what it was made from
-        self.n_damaged = 0  # rows that were asked for and did not match their digest
-        self.n_outdated = 0  # the same, whose file changed since
+        self.about: dict[str, Any] = {}  # of a cache file: its folder, split and number of recordings
+        self.n_damaged = 0  # rows that did not match their digest
+        self.n_outdated = 0  # rows whose recordings have changed
 
     @property
     def needs_rebuild(self) -> bool:
@@ -266,7 +266,7 @@ class CachedReader:
         self.cache = cache
         self.plain = plain
         self.listing = plain.listing
-        self.cache_use = CacheUse()  # what is asked of a cache file; memory is asked for nothing
+        self.cache_use = CacheUse()  # bytes requested from a cache file; 0 for memory
         self._warned = False
         if not cache.rows.in_memory:
             with suppress(OSError):
@@ -349,7 +349,7 @@ def load(
     n_threads: int,
     timeline: Timeline,
     watch: Callable[[int], None],  # called with the number of recordings read
-    ahead: ReadAhead | None = None,  # has recordings fetched before they are read
+    ahead: ReadAhead | None = None,  # prefetches recordings
 ) -> SampleCache:  # raises the first error of a thread
     "Read all recordings of a listing into a cache."
     n_files = len(reader.listing)
