@@ -899,7 +899,7 @@ def test_without_its_table_the_labels_of_a_data_set_are_not_compared(by_table):
         (
             "two labels exchanged",
             lambda t: t.replace("a.wav,LEAK", "a.wav,NORMAL").replace("b.wav,NORMAL", "b.wav,LEAK"),
-            "2 rows carry a label",
+            "2 rows have a label",
         ),
         (
             "one label",
@@ -948,19 +948,19 @@ def test_a_table_that_was_changed_after_the_build(by_table, copy, name, change, 
         (
             "label",
             lambda f: f["labels"].__setitem__(1, 1 - f["labels"][1]),
-            "carry a label other than in the table",
+            "have a label that differs from the table",
         ),
         (
             "two labels",
             lambda f: f["labels"].__setitem__(slice(0, 2), f["labels"][:2][::-1]),
-            "2 rows carry a label",
+            "2 rows have a label",
         ),
         (
             "names of labels",
             lambda f: f.attrs.update(
                 {"labels_json": '["NORMAL", "LEAK"]', "label2id_json": '{"NORMAL": 0, "LEAK": 1}'}
             ),
-            "4 rows carry a label",
+            "4 rows have a label",
         ),
         ("sensor", lambda f: f["files/sensor"].__setitem__(0, b"H9"), "sensor of 1 rows"),
         ("session", lambda f: f["files/session"].__setitem__(0, b"zz"), "session of 1"),
@@ -971,7 +971,7 @@ def test_a_table_that_was_changed_after_the_build(by_table, copy, name, change, 
         (
             "naming",
             lambda f: f.attrs.__setitem__("naming_json", Naming().to_json()),
-            "carry a label other than their folder",
+            "have a label that differs from their folder",
         ),
         ("no naming", lambda f: f.attrs.__delitem__("naming_json"), "cannot be read as a data set"),
         ("senseless naming", lambda f: f.attrs.__setitem__("naming_json", '{"source": "weather"}'), "naming"),
@@ -1021,7 +1021,7 @@ def test_a_builder_that_takes_wrong_labels_is_found_before_it_publishes(by_table
     data, file, _ = by_table
     m = scan(data, split="train", table=file)
     wrong = replace(m.listings[0], label_ids=1 - m.listings[0].label_ids)
-    with pytest.raises(VerifyError, match="carry a label other than in the table"):
+    with pytest.raises(VerifyError, match="have a label that differs from the table"):
         lm.build(
             data,
             split="train",
@@ -1063,7 +1063,7 @@ def test_a_build_from_a_pattern(tmp_path):
             lambda f: f["labels"].__setitem__(1, 1 - f["labels"][1]),
             "a label that differs from their file name (pattern)",
         ),
-        (lambda f: f.attrs.__setitem__("split", "VALIDATION"), "another split by the pattern"),
+        (lambda f: f.attrs.__setitem__("split", "VALIDATION"), "another split according to the pattern"),
         (lambda f: f["files/session"].__setitem__(0, b"zz"), "session is zz"),
         (lambda f: f["files/sensor"].__setitem__(3, b"zz"), "sensor is zz"),
         (
@@ -1211,10 +1211,10 @@ def test_tables_from_the_shell(by_table, tmp_path, capsys):
     file2 = table(tmp_path, TABLE.replace("a.wav,LEAK", "a.wav,NORMAL"))
     status, out, _ = shell(capsys, "verify", target, "--table", file2)
     assert status == 1
-    assert "other than in the table" in out
+    assert "differs from the table" in out
     status, _, err = shell(capsys, "build", data, "--out", target, "--table", file, "--quiet")
     assert status == 2
-    assert "none was named" in err
+    assert "no split was given" in err
 
 
 def test_a_run_is_planned_from_a_table(by_table, tmp_path):
@@ -1290,7 +1290,7 @@ def test_a_pattern_without_label_leaves_the_labels_to_the_folders(tmp_path):
     with h5py.File(r.path, "r+") as f:
         f["labels"][1] = 1
         f.attrs[DIGEST_ATTRIBUTE] = metadata_digest(f)
-    bad(lm.verify(r.path), "carry a label other than their folder, first LEAK/odd.wav")
+    bad(lm.verify(r.path), "have a label that differs from their folder, first LEAK/odd.wav")
 
 
 def test_a_name_that_does_not_fit_cannot_be_used_where_it_is_the_label(tmp_path, capsys):

@@ -395,7 +395,7 @@ def test_the_build_notebook_takes_a_spec_file(data, tmp_path):
     assert plan_run(build_parameters(**common, n_mels=20)).spec.n_mels == 20
     assert "n_mels 20 was asked for instead of 24" in repr(plan_run(build_parameters(**common, n_mels=20)))
     write_spec(tmp_path / "spec.json", {"n_mels": 24})
-    with pytest.raises(UsageError, match="preset is not that of the spec file"):
+    with pytest.raises(UsageError, match="preset differs from the preset of the spec file"):
         plan_run(build_parameters(**common, preset="overlap"))
     assert "from" not in [
         line.split()[0]
@@ -561,11 +561,11 @@ def test_files_that_hold_no_spec_are_refused_in_one_line_and_nobody_waits_for_th
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe.h5")
     said = {
-        "other.h5": "no spec can be had",
-        "earlier.h5": "no spec can be had",
-        "cut.h5": "no spec can be had",
-        "text.h5": "no spec file",
-        "empty.h5": "no spec file",
+        "other.h5": "the spec cannot be read",
+        "earlier.h5": "the spec cannot be read",
+        "cut.h5": "the spec cannot be read",
+        "text.h5": "not a spec file",
+        "empty.h5": "not a spec file",
         "folder": "cannot be read",
         "pipe.h5": "not a regular file",
         "none.h5": "no such spec file",

@@ -140,7 +140,7 @@ class MelDataset:
                 self.class_names = self._stored_json("labels_json", list)  # in id order
                 n_names = len(self.class_names) if all(isinstance(n, str) for n in self.class_names) else 0
                 if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < n_names:
-                    raise ValueError("some label numbers have no name")
+                    raise ValueError("some values of labels have no label name")
         except VerifyError:
             self.close()
             raise
@@ -221,7 +221,7 @@ class MelDataset:
         "Read several rows at once; called by torch DataLoader."
         for i in indices:
             if not -len(self) <= i < len(self):
-                raise IndexError(f"row {i} was requested, the data set has {len(self)} rows")
+                raise IndexError(f"row {i} of {len(self)} does not exist")
         rows = np.array(indices, np.int64) % max(1, len(self))
         return list(zip(read_rows(self.mels, rows), self.labels[rows].tolist()))
 

@@ -311,11 +311,11 @@ def with_tuned(
         return own, mode, ""
     where, settings = show_path(tuned_path(root)), tuned["settings"]
     modes = ("auto", "stream" if tuned["mode"] == "auto" else tuned["mode"])
-    other = [f"{k} is set to {given[k]}" for k, v in settings.items() if given.get(k, v) != v]
+    other = [f"{k} {given[k]} was asked for" for k, v in settings.items() if given.get(k, v) != v]
     if (engine, own.device) != (tuned["engine"], tuned["device"]):
         other.append(f"the settings were measured with engine {tuned['engine']} and device {tuned['device']}")
     if own.cache_dir is not None or mode not in modes:
-        other.append(f"mode is {mode} and cache_dir is {own.cache_dir}")
+        other.append(f"mode {mode} and cache_dir {own.cache_dir} were asked for")
     if other:
         return own, mode, f"the tuned settings of {where} are not used: {other[0]}"
     texts = [f"{name} {value}" for name, value in settings.items()]
