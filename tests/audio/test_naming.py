@@ -1070,7 +1070,7 @@ def test_a_build_from_a_pattern(tmp_path):
             lambda f: f.attrs.__setitem__(
                 "naming_json", pattern_naming("{**}/{split}_{sensor}_{label}_{session}").to_json()
             ),
-            "a label other than",
+            "a label that differs from",
         ),
         (
             lambda f: f.attrs.__setitem__(
