@@ -97,10 +97,10 @@ def run_build(args: argparse.Namespace) -> Outcome:
     "Build one split, or all."
     from leakmel.dataset.run.plan import run_summary
     from leakmel.dataset.run.config import with_tuned
-    from leakmel.dataset.file.spec_file import asked_spec
+    from leakmel.dataset.file.spec_file import requested_spec
     from leakmel.insight.advice import analysis_text
 
-    spec, spec_said = asked_spec(args.spec, args.preset, given_fields(args, lm.MelSpec))
+    spec, spec_said = requested_spec(args.spec, args.preset, given_fields(args, lm.MelSpec))
     given = given_fields(args, lm.PipelineConfig)
     config, mode, said = lm.PipelineConfig(**given), args.mode, ""
     if not args.no_tuned:
@@ -539,10 +539,10 @@ def _add_tune(p: argparse.ArgumentParser) -> Options:
 
 def run_tune(args: argparse.Namespace) -> Outcome:
     "Measure the best settings of speed for these recordings on this machine; later builds pick them up."
-    from leakmel.dataset.file.spec_file import asked_spec
+    from leakmel.dataset.file.spec_file import requested_spec
     from leakmel.ops.tune import tune, tune_table
 
-    spec, said = asked_spec(args.spec, args.preset, given_fields(args, lm.MelSpec))
+    spec, said = requested_spec(args.spec, args.preset, given_fields(args, lm.MelSpec))
     figures = tune(
         args.root,
         spec=spec,

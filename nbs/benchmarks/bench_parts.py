@@ -168,7 +168,7 @@ def journal_only(g: Ground) -> dict[str, Any]:
     job = Job(
         g.listing,
         g.spec,
-        RowFile(g.work / f"journal-only-{g.geometry}.h5", g.spec.row_shape, g.n, start="not"),
+        RowFile(g.work / f"journal-only-{g.geometry}.h5", g.spec.row_shape, g.n, start="none"),
     )
     job.good[:] = True
     journal = Journal(

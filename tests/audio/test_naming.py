@@ -899,12 +899,12 @@ def test_without_its_table_the_labels_of_a_data_set_are_not_compared(by_table):
         (
             "two labels exchanged",
             lambda t: t.replace("a.wav,LEAK", "a.wav,NORMAL").replace("b.wav,NORMAL", "b.wav,LEAK"),
-            "2 rows carry a label",
+            "2 rows have a label",
         ),
         (
             "one label",
             lambda t: t.replace("day 2/c.wav,LEAK", "day 2/c.wav,NORMAL"),
-            "1 rows carry a label other than in the table, first day 2/c.wav",
+            "1 rows have a label that differs from the table, first day 2/c.wav",
         ),
         ("a sensor", lambda t: t.replace("H2,s2\nday 2/d", "H9,s2\nday 2/d"), "sensor of 1 rows"),
         ("a session", lambda t: t.replace("s1\n", "s8\n"), "session of 2 rows"),
@@ -948,19 +948,19 @@ def test_a_table_that_was_changed_after_the_build(by_table, copy, name, change, 
         (
             "label",
             lambda f: f["labels"].__setitem__(1, 1 - f["labels"][1]),
-            "carry a label other than in the table",
+            "have a label that differs from the table",
         ),
         (
             "two labels",
             lambda f: f["labels"].__setitem__(slice(0, 2), f["labels"][:2][::-1]),
-            "2 rows carry a label",
+            "2 rows have a label",
         ),
         (
             "names of labels",
             lambda f: f.attrs.update(
                 {"labels_json": '["NORMAL", "LEAK"]', "label2id_json": '{"NORMAL": 0, "LEAK": 1}'}
             ),
-            "4 rows carry a label",
+            "4 rows have a label",
         ),
         ("sensor", lambda f: f["files/sensor"].__setitem__(0, b"H9"), "sensor of 1 rows"),
         ("session", lambda f: f["files/session"].__setitem__(0, b"zz"), "session of 1"),
@@ -971,7 +971,7 @@ def test_a_table_that_was_changed_after_the_build(by_table, copy, name, change, 
         (
             "naming",
             lambda f: f.attrs.__setitem__("naming_json", Naming().to_json()),
-            "carry a label other than their folder",
+            "have a label that differs from their folder",
         ),
         ("no naming", lambda f: f.attrs.__delitem__("naming_json"), "cannot be read as a data set"),
         ("senseless naming", lambda f: f.attrs.__setitem__("naming_json", '{"source": "weather"}'), "naming"),
@@ -997,15 +997,15 @@ def test_sources_of_a_table_that_went_away(by_table, copy, tmp_path):
     put(data, "one more that the table does not name.wav")
     assert lm.verify(path, root=data, table=file).ok
     (data / "day 1" / "a.wav").unlink()
-    bad(lm.verify(path, root=data, table=file, sample=0), "not in the folder any more, first day 1/a.wav")
-    bad(lm.verify(path, root=data, sample=0), "not in the folder any more")
+    bad(lm.verify(path, root=data, table=file, sample=0), "no longer exist in the folder, first day 1/a.wav")
+    bad(lm.verify(path, root=data, sample=0), "no longer exist in the folder")
 
 
 def test_a_table_for_a_data_set_that_has_none_and_a_table_that_is_none(by_table, tmp_path):
     put(tmp_path / "data", "LEAK/a.wav", "NORMAL/b.wav")
     r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", progress="none", pipeline=QUIET)
     with pytest.raises(
-        UsageError, match="the labels of this data set come from folders: leave the table away"
+        UsageError, match="the labels of this data set come from folders: omit the table"
     ):
         lm.verify(r.path, root=tmp_path / "data", table=by_table[1])
     with h5py.File(r.path, "r+") as f:
@@ -1021,7 +1021,7 @@ def test_a_builder_that_takes_wrong_labels_is_found_before_it_publishes(by_table
     data, file, _ = by_table
     m = scan(data, split="train", table=file)
     wrong = replace(m.listings[0], label_ids=1 - m.listings[0].label_ids)
-    with pytest.raises(VerifyError, match="carry a label other than in the table"):
+    with pytest.raises(VerifyError, match="have a label that differs from the table"):
         lm.build(
             data,
             split="train",
@@ -1061,16 +1061,16 @@ def test_a_build_from_a_pattern(tmp_path):
     for change, word in [
         (
             lambda f: f["labels"].__setitem__(1, 1 - f["labels"][1]),
-            "a label other than their name by the pattern",
+            "a label that differs from their file name (pattern)",
         ),
-        (lambda f: f.attrs.__setitem__("split", "VALIDATION"), "another split by the pattern"),
+        (lambda f: f.attrs.__setitem__("split", "VALIDATION"), "another split according to the pattern"),
         (lambda f: f["files/session"].__setitem__(0, b"zz"), "session is zz"),
         (lambda f: f["files/sensor"].__setitem__(3, b"zz"), "sensor is zz"),
         (
             lambda f: f.attrs.__setitem__(
                 "naming_json", pattern_naming("{**}/{split}_{sensor}_{label}_{session}").to_json()
             ),
-            "a label other than",
+            "a label that differs from",
         ),
         (
             lambda f: f.attrs.__setitem__(
@@ -1087,7 +1087,7 @@ def test_a_build_from_a_pattern(tmp_path):
     (data / "sub" / "train_LEAK_H7_s7.wav").rename(data / "test_LEAK_H7_s7.wav")
     assert lm.verify(path, root=data).ok, "a file of another split is no file of this one"
     (data / "train_LEAK_H0_s0.wav").unlink()
-    bad(lm.verify(path, root=data, sample=0), "not in the folder any more")
+    bad(lm.verify(path, root=data, sample=0), "no longer exist in the folder")
 
 
 def test_a_build_whose_names_do_not_all_fit(tmp_path):
@@ -1103,7 +1103,7 @@ def test_a_build_whose_names_do_not_all_fit(tmp_path):
     )
     assert (r.rows, [(x.path, x.code) for x in r.rejections]) == (2, [(b"odd.wav", "no_label")])
     assert lm.verify(r.path, root=data, sample=None).ok
-    with pytest.raises(DataError, match="the pattern fits no recording") as caught:
+    with pytest.raises(DataError, match="the pattern matches no recording") as caught:
         lm.build(
             data,
             split="train",
@@ -1211,10 +1211,10 @@ def test_tables_from_the_shell(by_table, tmp_path, capsys):
     file2 = table(tmp_path, TABLE.replace("a.wav,LEAK", "a.wav,NORMAL"))
     status, out, _ = shell(capsys, "verify", target, "--table", file2)
     assert status == 1
-    assert "other than in the table" in out
+    assert "differs from the table" in out
     status, _, err = shell(capsys, "build", data, "--out", target, "--table", file, "--quiet")
     assert status == 2
-    assert "none was named" in err
+    assert "no split was given" in err
 
 
 def test_a_run_is_planned_from_a_table(by_table, tmp_path):
@@ -1290,7 +1290,7 @@ def test_a_pattern_without_label_leaves_the_labels_to_the_folders(tmp_path):
     with h5py.File(r.path, "r+") as f:
         f["labels"][1] = 1
         f.attrs[DIGEST_ATTRIBUTE] = metadata_digest(f)
-    bad(lm.verify(r.path), "carry a label other than their folder, first LEAK/odd.wav")
+    bad(lm.verify(r.path), "have a label that differs from their folder, first LEAK/odd.wav")
 
 
 def test_a_name_that_does_not_fit_cannot_be_used_where_it_is_the_label(tmp_path, capsys):

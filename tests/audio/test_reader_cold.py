@@ -20,7 +20,7 @@ from leakmel.audio import listing as listing_module
 from leakmel.audio.manifest import Manifest, scan
 from leakmel.audio.naming import Naming
 from leakmel.cli import main
-from leakmel.audio import page_cache as inflow_module
+from leakmel.audio import page_cache
 from leakmel.core.errors import LeakmelError, UsageError
 from leakmel.audio.page_cache import CacheUse, cached_share, is_in_cache, thread_read_bytes
 from leakmel.dataset.source import sample_cache as held
@@ -95,8 +95,8 @@ def test_the_probe_sees_what_memory_lacks(data: Path) -> None:
     drop(paths)
     assert cold_share(reader.listing, CacheUse()) == 1.0
     bring_in(paths)
-    assert cold_share(reader.listing, reader.inflow) == 0.0
-    assert reader.inflow.tells
+    assert cold_share(reader.listing, reader.cache_use) == 0.0
+    assert reader.cache_use.tells
     drop(paths[: len(paths) // 2])
     assert cold_share(reader.listing, CacheUse()) == 0.5
 
@@ -129,7 +129,7 @@ def test_files_that_are_gone_or_locked_are_not_the_matter_of_the_probe(data: Pat
     reader = reader_of(data)
     for path in waves(data / "TRAINING"):
         path.unlink()
-    assert cold_share(reader.listing, reader.inflow) is None
+    assert cold_share(reader.listing, reader.cache_use) is None
     assert plan_read_ahead([reader], None) is None
 
 
@@ -141,7 +141,7 @@ def test_a_signal_while_pages_are_looked_at_is_what_is_told(
             raise KeyboardInterrupt
 
     (tmp_path / "file").write_bytes(b"x" * 10_000)
-    monkeypatch.setattr(inflow_module, "_libc", Interrupted)
+    monkeypatch.setattr(page_cache, "_libc", Interrupted)
     with open(tmp_path / "file", "rb") as f, pytest.raises(KeyboardInterrupt):
         cached_share(f.fileno())
 
@@ -299,12 +299,12 @@ def test_fetching_ahead_brings_files_into_memory_and_is_counted(data: Path) -> N
     thread = threading.Thread(target=ahead.run, args=("read-ahead",))
     thread.start()
     until = time.monotonic() + 60
-    while reader.inflow.n_ahead < N_FILES and time.monotonic() < until:
+    while reader.cache_use.n_ahead < N_FILES and time.monotonic() < until:
         time.sleep(0.01)
     ahead.stop()
     thread.join(60)
-    assert reader.inflow.n_ahead == N_FILES
-    assert reader.inflow.delivered >= 0.9 * reader.listing.n_bytes
+    assert reader.cache_use.n_ahead == N_FILES
+    assert reader.cache_use.delivered >= 0.9 * reader.listing.n_bytes
     while cold_share(reader.listing, CacheUse()) != 0.0 and time.monotonic() < until:
         time.sleep(0.01)  # on their way
     assert cold_share(reader.listing, CacheUse()) == 0.0
@@ -320,7 +320,7 @@ def test_rows_do_not_depend_on_it(data: Path, tmp_path: Path, monkeypatch: pytes
     def slow(
         self: BatchReader, slot: Any
     ) -> int:  # what reads ahead has its time, whatever else the machine does
-        while self.inflow.n_ahead < n_wanted and time.monotonic() < until:
+        while self.cache_use.n_ahead < n_wanted and time.monotonic() < until:
             time.sleep(0.002)
         return real(self, slot)
 
@@ -391,17 +391,17 @@ def test_held_recordings_say_what_this_build_asked_for(data: Path, tmp_path: Pat
     [(0.0, "warm"), (0.009, "warm"), (0.011, "mixed"), (0.89, "mixed"), (0.91, "cold"), (1.05, "cold")],
 )
 def test_the_word_changes_where_it_is_said_to(share: float, word: str) -> None:
-    inflow = CacheUse()
-    inflow.ask(100_000)
-    inflow.delivered, inflow.tells = round(100_000 * share), True
-    assert inflow.cache == word
+    cache_use = CacheUse()
+    cache_use.ask(100_000)
+    cache_use.delivered, cache_use.tells = round(100_000 * share), True
+    assert cache_use.cache == word
 
 
 def test_a_system_that_counts_nothing_is_not_warm(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "Files were seen to be missing from memory, and no byte was counted for them."
-    monkeypatch.setattr(inflow_module, "thread_read_bytes", lambda: 4096)
+    monkeypatch.setattr(page_cache, "thread_read_bytes", lambda: 4096)
     drop(waves(data))
     summary = built(data, tmp_path / "x.h5").summary
     assert (summary["cache"], summary["bytes_from_device"]) == ("unknown", None)
@@ -444,19 +444,19 @@ def test_what_is_read_again_from_files_is_counted_once(
 
 
 def test_only_what_the_own_thread_asked_for_is_counted(data: Path) -> None:
-    paths, inflow = waves(data), CacheUse()
+    paths, cache_use = waves(data), CacheUse()
     drop(paths)
     other = threading.Thread(target=bring_in, args=(paths[:32],))
     before = thread_read_bytes()
-    with inflow.delivering():
+    with cache_use.delivering():
         other.start()
         other.join()
-    assert inflow.delivered == 0
+    assert cache_use.delivered == 0
     assert (thread_read_bytes() or 0) == before
-    with inflow.delivering():
+    with cache_use.delivering():
         bring_in(paths[32:])
     assert (
-        inflow.delivered
+        cache_use.delivered
         == (thread_read_bytes() or 0) - (before or 0)
         >= 0.9 * sum(p.stat().st_size for p in paths[32:])
     )
@@ -488,8 +488,9 @@ def test_the_command_line_says_it(data: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_setting_is_checked() -> None:
-    with raises("out-of-range", UsageError, found=-1):
+    with pytest.raises(UsageError, match="read_ahead") as caught:
         PipelineConfig(read_ahead=-1)
+    assert caught.value.code == "out-of-range"
 
 
 # ---- what goes wrong

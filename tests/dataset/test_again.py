@@ -174,7 +174,7 @@ def test_the_command_line_says_what_it_kept(
     (data / "LEAK" / "01.wav").unlink()
     assert main(words) == 0
     assert (
-        "29 rows copied from the existing data set; recordings since then: 0 added, 0 changed, 1 removed"
+        "29 rows copied from the existing data set; recordings changed since then: 0 added, 0 changed, 1 removed"
         in " ".join(capsys.readouterr().out.split())
     )
     assert main([*words, "--fresh"]) == 0
@@ -469,7 +469,7 @@ def test_rows_that_rotted_are_mended(
     assert len(read) == 1
     assert result.summary["copied_rows"] == 29
     assert target.read_bytes() == right
-    assert "fails its check" in caplog.text
+    assert "failed verification" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -516,7 +516,7 @@ def test_what_changed_just_before_a_build_is_read_again_by_the_next(
     data: Path, tmp_path: Path, read: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "A further change in the same step of the file system's clock could not be seen."
-    monkeypatch.setattr(existing, "_JUST_NOW_NS", 3600 * 10**9)
+    monkeypatch.setattr(existing, "_CLOCK_STEP_NS", 3600 * 10**9)
     target = tmp_path / "out" / "x.h5"
     build(data, target)
     read.clear()
@@ -537,7 +537,7 @@ def test_no_room_for_the_state_is_no_fault_of_the_build(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     assert build(data, target).rows == 30
-    assert "will read all recordings again" in caplog.text
+    assert "the next build reads all recordings again" in caplog.text
     assert leftovers(target.parent, *BESIDE) == []
 
 
@@ -893,7 +893,7 @@ def test_folders_that_changed_places_are_noticed(alike: Path, tmp_path: Path, re
     assert state is not None
     stamps = state.stamps.copy()
     stamps["ctime_ns"] = 10**18 + 1
-    write_state(target, target, state.digest, stamps, follows=state.follows)
+    write_state(target, target, state.digest, stamps, inferred=state.inferred)
     assert build(alike, target).summary["nothing_to_do"]
     swap_folders(alike)
     read.clear()
@@ -943,7 +943,7 @@ def test_other_decoders_start_over(
         build(data, target)
     monkeypatch.setattr(module, "decoders", lambda: {"soxr": "another"})
     assert build(data, target).summary["kept_rows"] == 0
-    assert module is existing or "of other versions" in caplog.text
+    assert module is existing or "have other versions" in caplog.text
 
 
 def test_what_changed_just_before_an_interrupted_build_is_read_again(
@@ -951,7 +951,7 @@ def test_what_changed_just_before_an_interrupted_build_is_read_again(
 ) -> None:
     target = tmp_path / "out" / "x.h5"
     killed(data, target, 6)
-    monkeypatch.setattr(existing, "_JUST_NOW_NS", 3600 * 10**9)
+    monkeypatch.setattr(existing, "_CLOCK_STEP_NS", 3600 * 10**9)
     assert build(data, target).summary["resumed_rows"] == 0
 
 
@@ -965,7 +965,7 @@ def test_a_preload_reads_no_recording_whose_row_is_kept(
     read.clear()
     result = build(data, target, mode="preload")
     assert read == [b"LEAK/00b.wav"]
-    assert "rows of an earlier build are kept" in result.summary["mode_lines"][0]
+    assert "rows of an earlier build are reused" in result.summary["mode_lines"][0]
     assert target.read_bytes() == fresh_bytes(data, tmp_path)
 
 

@@ -122,7 +122,7 @@ def test_too_many_rejected_publish_nothing_and_are_gone_on_from(
         assert words in said, words
     assert raised.value.exit_code == 1
     assert raised.value.__notes__ == [
-        "30 rows are kept: the same build resumes from them, unless it is told to start over (fresh=True, --fresh)"
+        "30 rows are kept: run the same build again to resume, or use fresh=True (--fresh) to start over"
     ]
     assert (target.read_bytes() if old else b"") == before
     assert leftovers(target.parent, *(BESIDE if old else [])) == RESUMABLE
@@ -303,7 +303,7 @@ def test_on_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "x.h5").exists()
     capsys.readouterr()
     assert main([*words, "--max-rejected", "0.3", "--quiet"]) == 0
-    assert "  rejected: 25 % of the files, up to 30 % may be" in capsys.readouterr().out
+    assert "  rejected: 25 % of the files (at most 30 % allowed)" in capsys.readouterr().out
     report = json.loads((tmp_path / "x.h5.report.json").read_text())
     assert (
         report["rejected_share"],

@@ -115,7 +115,7 @@ def test_a_builder_that_calls_good_files_unreadable_publishes_nothing(data, tmp_
     monkeypatch.setattr(BatchReader, "_read", read)
     with pytest.raises(
         VerifyError,
-        match=r"03.wav: rejected as unreadable, but the recording gives a row: either it was rejected wrongly or it was mended",
+        match=r"03.wav: the file was rejected as unreadable, but it now is valid: either the rejection was wrong, or the file was repaired",
     ):
         lm.build(data, out=tmp_path / "out" / "x.h5", spec=SETTINGS, check=None, **QUIET)
     assert not leftovers(tmp_path / "out")
@@ -130,11 +130,11 @@ def test_a_builder_that_calls_good_files_unreadable_publishes_nothing(data, tmp_
         (
             b"DRY/fast.wav",
             b"too_short",
-            "rejected as too_short, but the recording is to be rejected as wrong_rate",
+            "the file was rejected as too_short, but it now must be rejected as wrong_rate",
         ),
-        (b"DRY/long.wav", b"no_label", "is to be rejected as too_long"),
-        (b"lost.wav", b"empty", "is to be rejected as no_label"),
-        (b"DRY/empty.wav", b"unreadable", "is to be rejected as empty"),
+        (b"DRY/long.wav", b"no_label", "must be rejected as too_long"),
+        (b"lost.wav", b"empty", "must be rejected as no_label"),
+        (b"DRY/empty.wav", b"unreadable", "must be rejected as empty"),
     ],
 )
 def test_a_wrong_reason_is_a_problem(data, tmp_path, name, code, words):
@@ -150,10 +150,10 @@ def test_a_wrong_reason_is_a_problem(data, tmp_path, name, code, words):
 def test_a_rejected_file_that_was_mended_or_went_away(data, tmp_path):
     path = lm.build(data, out=tmp_path / "x.h5", spec=SETTINGS, **QUIET).path
     shutil.copy(data / "LEAK" / "01.wav", data / "DRY" / "empty.wav")
-    assert ["mended since" in p for p in lm.verify(path, root=data).problems] == [True]
+    assert ["repaired later" in p for p in lm.verify(path, root=data).problems] == [True]
     (data / "DRY" / "empty.wav").unlink()
     report = lm.verify(path, root=data, accounting=False)
-    assert report.problems == report.moved == ["DRY/empty.wav: rejected as empty, and not there any more"]
+    assert report.problems == report.moved == ["DRY/empty.wav: the file was rejected as empty and no longer exists"]
 
 
 def test_a_rejected_file_outside_the_root_is_not_read(data, tmp_path, make_wav):

@@ -114,7 +114,7 @@ def assert_only_resumable(target: Path, error: BaseException, known: list[str]) 
     left = leftovers(target.parent, *known)
     assert left in ([], [f".{target.name}.journal", f".{target.name}.partial"])
     assert bool(left) == (
-        "are kept: the same build resumes from them" in " ".join(getattr(error, "__notes__", []))
+        "are kept: run the same build again to resume" in " ".join(getattr(error, "__notes__", []))
     )
     if left:
         assert may_resume(error)
@@ -349,7 +349,7 @@ def test_writing_fails_in_the_middle(tmp_path, data, old, monkeypatch, code, kin
     assert str(tmp_path / "out") in str(e)
 
 
-@pytest.mark.parametrize("step", ["close_ranks", "finish", "sync", "publish"])
+@pytest.mark.parametrize("step", ["compact_rows", "finish", "sync", "publish"])
 def test_publishing_fails(tmp_path, data, old, monkeypatch, step):
     def broken(self, *a, **k):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -491,7 +491,7 @@ def test_no_room_for_the_report_leaves_none_of_an_earlier_data_set(tmp_path, dat
         monkeypatch.setattr(Path, way, partialmethod(full, way=way))
     with raises("report-not-written", SpaceError) as e:
         lm.build(data, out=target, spec={"n_mels": 16}, **QUIET)
-    assert f"x.h5.{lost}.json: no room left while writing (ENOSPC" in str(e.value)
+    assert f"x.h5.{lost}.json: there is no room left on the file system (ENOSPC" in str(e.value)
     monkeypatch.undo()
     with lm.open_dataset(target) as ds:
         assert ds.mels.shape[3] == 16, "the new one"
@@ -787,7 +787,7 @@ def test_signal_during_a_build(tmp_path, data, old, number):
     assert took[-1] < 5, took
     assert f"signal {int(number)}" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "the same build resumes from them" in done.stderr
+    assert "run the same build again to resume" in done.stderr
     assert (tmp_path / "out" / "x.h5").read_bytes() == old
     assert leftovers(tmp_path / "out", *BESIDE) == [".x.h5.journal", ".x.h5.partial"]
     r = lm.build(data, out=tmp_path / "out" / "x.h5", engine="reference", **QUIET | {"fresh": False})

@@ -22,7 +22,7 @@ from errors import raises
 from leakmel.core.errors import OutputError
 from leakmel.dataset.file import chunks
 from leakmel.dataset.file import writer
-from leakmel.dataset.file.chunks import create_packed, in_order, pack_rows, packed_chunk
+from leakmel.dataset.file.chunks import create_compressed, map_in_order, compress_rows, compress_chunk
 from leakmel.dataset.file.schema import Metadata, new_file
 from leakmel.dataset.file.writer import RowFile
 from outsider import content, leftovers, same
@@ -32,12 +32,12 @@ FILTERS = [(h5py.h5z.FILTER_SHUFFLE, b"shuffle"), (h5py.h5z.FILTER_DEFLATE, b"de
 
 
 def packed(folder: Path, rows: np.ndarray, name: str = "packed.h5", **options: Any) -> Path:
-    "A file of these rows in gzip chunks; `options` of `create_packed` and of `pack_rows`."
+    "A file of these rows in gzip chunks; `options` of `create_compressed` and of `compress_rows`."
     path = folder / name
     with h5py.File(folder / "plain.h5", "w") as plain, new_file(path) as file:
         plain.create_dataset("x", data=rows, track_times=False)
         sizes = {k: options.pop(k) for k in ("level", "chunk_bytes") if k in options}
-        pack_rows(plain["x"], create_packed(file, "x", rows.shape, rows.dtype, **sizes), **options)
+        compress_rows(plain["x"], create_compressed(file, "x", rows.shape, rows.dtype, **sizes), **options)
     return path
 
 
@@ -106,7 +106,7 @@ def test_a_reader_in_another_process_needs_nothing_of_leakmel(tmp_path):
 
 def test_bytes_do_not_depend_on_threads(tmp_path, monkeypatch):
     "Nor on which thread is slow."
-    rows, real, calls = noise(200), chunks.packed_chunk, iter(range(10_000))
+    rows, real, calls = noise(200), chunks.compress_chunk, iter(range(10_000))
     expected = packed(tmp_path, rows, "one.h5", chunk_bytes=3 * rows[0].nbytes, threads=1).read_bytes()
 
     def uneven(*a: Any) -> bytes:
@@ -114,7 +114,7 @@ def test_bytes_do_not_depend_on_threads(tmp_path, monkeypatch):
             time.sleep(0.004)
         return real(*a)
 
-    monkeypatch.setattr(chunks, "packed_chunk", uneven)
+    monkeypatch.setattr(chunks, "compress_chunk", uneven)
     for threads in (2, 8):
         assert (
             packed(
@@ -125,7 +125,7 @@ def test_bytes_do_not_depend_on_threads(tmp_path, monkeypatch):
 
 
 def test_data_sets_do_not_depend_on_threads_either(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "create_packed", partial(create_packed, chunk_bytes=9000))
+    monkeypatch.setattr(writer, "create_compressed", partial(create_compressed, chunk_bytes=9000))
     found = []
     for cores in (1, 8):
         monkeypatch.setattr(chunks, "usable_cores", lambda cores=cores: cores)
@@ -167,7 +167,7 @@ def test_what_was_reserved_and_not_needed_goes_back(tmp_path, monkeypatch, descr
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
 def test_shuffling_is_what_the_filter_does(item_bytes):
     raw = np.random.default_rng(0).bytes(24)
-    assert zlib.decompress(packed_chunk(raw, item_bytes, 1)) == bytes(
+    assert zlib.decompress(compress_chunk(raw, item_bytes, 1)) == bytes(
         raw[i + k] for k in range(item_bytes) for i in range(0, 24, item_bytes)
     )
 
@@ -198,7 +198,7 @@ def test_a_build_with_waveforms_is_right(tmp_path, make_wav):
 
 def test_only_a_few_chunks_are_under_way(tmp_path, monkeypatch):
     "A slow writer must not make chunks pile up."
-    rows, real, made, ahead = noise(300), chunks.packed_chunk, iter(range(10_000)), list[int]()
+    rows, real, made, ahead = noise(300), chunks.compress_chunk, iter(range(10_000)), list[int]()
     last, written = 0, 0
 
     def counted(*a: Any) -> bytes:
@@ -213,7 +213,7 @@ def test_only_a_few_chunks_are_under_way(tmp_path, monkeypatch):
         written += 1
         return False
 
-    monkeypatch.setattr(chunks, "packed_chunk", counted)
+    monkeypatch.setattr(chunks, "compress_chunk", counted)
     packed(tmp_path, rows, chunk_bytes=rows[0].nbytes, threads=2, stopped=slow_writer)
     assert len(ahead) == 300
     assert 2 <= max(ahead) <= 2 * chunks._AHEAD
@@ -221,14 +221,14 @@ def test_only_a_few_chunks_are_under_way(tmp_path, monkeypatch):
 
 def test_chunks_are_made_side_by_side(tmp_path, monkeypatch):
     "Each of the first two waits for the other: one after the other they would wait for ever."
-    both, real, calls = threading.Barrier(2), chunks.packed_chunk, iter(range(1000))
+    both, real, calls = threading.Barrier(2), chunks.compress_chunk, iter(range(1000))
 
     def meeting(*a: Any) -> bytes:
         if next(calls) < 2:
             both.wait(timeout=60)
         return real(*a)
 
-    monkeypatch.setattr(chunks, "packed_chunk", meeting)
+    monkeypatch.setattr(chunks, "compress_chunk", meeting)
     rows = noise(40)
     with h5py.File(packed(tmp_path, rows, chunk_bytes=rows[0].nbytes, threads=2)) as f:
         assert np.array_equal(f["x"][:], rows)
@@ -240,9 +240,9 @@ def test_results_come_in_order_and_errors_come_through():
         return k
 
     with ThreadPoolExecutor(4) as pool:
-        assert list(in_order(pool, uneven, range(50), 5)) == list(range(50))
-        assert list(in_order(pool, str, [], 5)) == []
-        results = in_order(pool, lambda k: 1 // (k - 7), range(50), 5)
+        assert list(map_in_order(pool, uneven, range(50), 5)) == list(range(50))
+        assert list(map_in_order(pool, str, [], 5)) == []
+        results = map_in_order(pool, lambda k: 1 // (k - 7), range(50), 5)
         with pytest.raises(ZeroDivisionError):
             list(results)
 
@@ -260,8 +260,8 @@ def test_an_error_in_a_thread_leaves_the_whole_file(tmp_path, monkeypatch, code)
             raise OSError(code, os.strerror(code))
         return b"x"
 
-    monkeypatch.setattr(writer, "create_packed", partial(create_packed, chunk_bytes=4096))
-    monkeypatch.setattr(chunks, "packed_chunk", broken)
+    monkeypatch.setattr(writer, "create_compressed", partial(create_compressed, chunk_bytes=4096))
+    monkeypatch.setattr(chunks, "compress_chunk", broken)
     with pytest.raises(OSError, match=os.strerror(code)):
         file.compress(meta)
     assert file.partial.read_bytes() == before
@@ -276,13 +276,13 @@ def test_a_source_that_ends_early_is_an_error(tmp_path):
     with h5py.File(tmp_path / "plain.h5") as plain, new_file(tmp_path / "b.h5") as file:
         os.truncate(tmp_path / "plain.h5", 9000)
         with raises("file-ends-early"):
-            pack_rows(plain["x"], create_packed(file, "x", plain["x"].shape, plain["x"].dtype))
+            compress_rows(plain["x"], create_compressed(file, "x", plain["x"].shape, plain["x"].dtype))
 
 
 def test_stopping_is_heeded_between_chunks(tmp_path, monkeypatch):
     file, meta = whole(tmp_path, 70)
     before, asked = file.partial.read_bytes(), list[int]()
-    monkeypatch.setattr(writer, "create_packed", partial(create_packed, chunk_bytes=4096))
+    monkeypatch.setattr(writer, "create_compressed", partial(create_compressed, chunk_bytes=4096))
 
     def after_four() -> bool:
         asked.append(0)
@@ -329,15 +329,15 @@ os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])      # one thread packs
 from leakmel.cli import main
 from leakmel.dataset.file import chunks
 from leakmel.dataset.file import writer
-writer.create_packed = partial(chunks.create_packed, chunk_bytes=1)
-real, sent = chunks.packed_chunk, sys.argv.pop(1)
+writer.create_compressed = partial(chunks.create_compressed, chunk_bytes=1)
+real, sent = chunks.compress_chunk, sys.argv.pop(1)
 def slow(*a):
     os.write(1, b".")
     until = time.monotonic() + 60
     while not os.path.exists(sent) and time.monotonic() < until: time.sleep(0.01)      # however late the signal is
     time.sleep(0.3)
     return real(*a)
-chunks.packed_chunk = slow
+chunks.compress_chunk = slow
 raise SystemExit(main(sys.argv[1:]))
 """
 

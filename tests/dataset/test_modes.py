@@ -164,7 +164,7 @@ def test_cache_file_is_made_once_and_opened_later(tmp_path, mixed, monkeypatch, 
     assert [p.suffix for p in own_cache.iterdir()] == [SUFFIX]  # no lock, no partial file
     auto = build(mixed, tmp_path / "x.h5")
     assert (auto.summary["mode"], auto.summary["mode_asked"]) == ("memmap", "auto")
-    assert "is there" in auto.summary["mode_lines"][0]
+    assert "exists" in auto.summary["mode_lines"][0]
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_memory_that_runs_out_on_the_way_goes_to_a_cache_file(tmp_path, mixed, m
     monkeypatch.setattr(SampleRows, "write", none)
     result = build(mixed, tmp_path / "x.h5", "preload")
     assert result.summary["mode"] == "memmap"
-    assert any("preload was not possible" in line for line in result.summary["mode_lines"])
+    assert any("mode preload failed" in line for line in result.summary["mode_lines"])
 
 
 def test_rows_of_more_than_16_bits_that_do_not_fit_go_to_a_cache_file(tmp_path, make_wav, monkeypatch):
@@ -395,7 +395,7 @@ def test_rows_of_more_than_16_bits_that_do_not_fit_go_to_a_cache_file(tmp_path, 
     monkeypatch.setattr(modes, "free_memory", lambda: 20 * 3 * SPEC.n_samples * 2)
     result = build(tmp_path / "data", tmp_path / "x.h5", "preload")
     assert result.summary["mode"] == "memmap"
-    assert "more memory than they may" in result.summary["mode_lines"][1]
+    assert "more memory than ram_fraction allows" in result.summary["mode_lines"][1]
     assert result.path.read_bytes() == build(tmp_path / "data", tmp_path / "y.h5", "stream").path.read_bytes()
 
 
@@ -416,7 +416,7 @@ def test_cache_folder_that_does_not_do_is_streamed(tmp_path, mixed, own_cache, m
         own_cache.write_text("mine")
     result = build(mixed, tmp_path / "x.h5", "memmap")
     assert result.summary["mode"] == "stream"
-    assert "memmap was not possible" in result.summary["mode_lines"][-1]
+    assert "mode memmap failed" in result.summary["mode_lines"][-1]
     assert result.path.read_bytes() == plain
     if trouble != "a file for a folder":
         assert list(own_cache.iterdir()) == []
@@ -695,7 +695,7 @@ def test_a_worn_cache_file_is_made_anew(tmp_path, mixed, own_cache, caplog):
     with path.open("r+b") as f:
         f.write(b"damaged")
     build(mixed, tmp_path / "x.h5", "memmap")
-    assert "was damaged or outdated and is removed" in caplog.text
+    assert "was damaged or outdated and was removed" in caplog.text
     assert "created" in build(mixed, tmp_path / "x.h5", "memmap").summary["mode_lines"][1]
     for file in (mixed / "LEAK").iterdir():
         os.chmod(file, 0o600)  # all files touched, none changed
@@ -773,7 +773,7 @@ def test_who_makes_the_cache_file_is_said(tmp_path, mixed, caplog):
         while thread.is_alive() and "waiting for process" not in caplog.text and time.monotonic() < until:
             time.sleep(0.01)
         assert thread.is_alive()
-        assert f"waiting for process {os.getpid()}, which makes the cache file" in caplog.text
+        assert f"waiting for process {os.getpid()}, which is writing the cache file" in caplog.text
     thread.join(60)
     assert (tmp_path / "x.h5").exists()
 

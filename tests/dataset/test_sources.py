@@ -49,7 +49,7 @@ def counted(monkeypatch) -> list[tuple[str, bytes]]:
 
 def test_worked_out_ahead_is_what_the_reference_says(data):
     known = Sources(os.fsencode(data), SPEC)
-    assert known.work_out(paths_in(data), together=3) == 16
+    assert known.precompute(paths_in(data), together=3) == 16
     for path in paths_in(data):
         source, now = known.get(path), read_source(os.path.join(os.fsencode(data), path), SPEC)
         assert now.samples is not None
@@ -72,7 +72,7 @@ def test_references_keep_their_order_where_some_are_known(data):
 @pytest.mark.parametrize("change", ["another recording", "touched", "replaced by the same", "gone"])
 def test_a_file_that_changed_is_read_again(data, tmp_path, change):
     known, path = Sources(os.fsencode(data), SPEC), paths_in(data)[0]
-    known.work_out([path])
+    known.precompute([path])
     before, file = known.get(path), data / os.fsdecode(path)
     if change == "another recording":
         write_wav(file, np.arange(4096).astype(np.int16))
@@ -98,20 +98,20 @@ def test_nothing_is_begun_once_the_rows_are_there(data):
         asked.append(1)
         return len(asked) > 2
 
-    assert Sources(os.fsencode(data), SPEC).work_out(paths_in(data), stopped, together=4) == 8
+    assert Sources(os.fsencode(data), SPEC).precompute(paths_in(data), stopped, together=4) == 8
 
 
 def test_what_cannot_be_used_is_left_to_the_check_and_a_failing_machine_is_not(data, monkeypatch):
     (data / "LEAK" / "00.wav").write_bytes(b"RIFF")
     known = Sources(os.fsencode(data), SPEC)
-    assert known.work_out(paths_in(data)) == 15
+    assert known.precompute(paths_in(data)) == 15
 
     def broken(path):
         raise MachineError("the machine failed while reading (EIO)", path=path)
 
     monkeypatch.setattr(sources, "read_wav", broken)
     with pytest.raises(MachineError, match="EIO"):
-        Sources(os.fsencode(data), SPEC).work_out(paths_in(data))
+        Sources(os.fsencode(data), SPEC).precompute(paths_in(data))
 
 
 def slow_rows(monkeypatch, until: Callable[[], bool]) -> None:
@@ -154,7 +154,7 @@ def test_a_recording_that_changes_after_it_was_worked_out_fails_the_build(data, 
         return True
 
     slow_rows(monkeypatch, changed)
-    with pytest.raises(DataError, match="changed or went away"):
+    with pytest.raises(DataError, match="were changed or removed"):
         lm.build(data, out=tmp_path / "x.h5", check=16, **QUIET)
     assert not (tmp_path / "x.h5").exists()
 
@@ -202,7 +202,7 @@ def test_waveforms_are_compared_also_with_sources_known_before(data, tmp_path, m
     assert result.verified.checked == 16
     with lm.open_dataset(tmp_path / "x.h5") as ds:
         bare = Sources(os.fsencode(data), ds.spec)
-    bare.work_out(paths_in(data))
+    bare.precompute(paths_in(data))
     assert check_data_set(tmp_path / "x.h5", root=data, sample=None, sources=bare).ok
 
 

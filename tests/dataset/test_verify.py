@@ -335,7 +335,7 @@ def test_a_writer_that_leaves_gaps_or_stops_a_byte_early_publishes_nothing(data,
     def gap(self, good):
         self.waveform_offset -= int((~good).sum()) * self.row_bytes
 
-    monkeypatch.setattr(RowFile, "close_ranks", gap)
+    monkeypatch.setattr(RowFile, "compact_rows", gap)
     with pytest.raises(VerifyError, match="do not match their digest"):
         lm.build(data, out=tmp_path / "out" / "y.h5", check=0, **QUIET)
     monkeypatch.undo()
@@ -453,7 +453,7 @@ def test_spoiled_waveforms(built, waved, change):
     bad(lm.verify(waved), "waveforms of", "do not match their digest")
     spoil(waved, lambda f: None, rows_resealed=True)
     assert lm.verify(waved).ok
-    bad(lm.verify(waved, root=built[0], sample=None), "row 17", "the waveforms are not the recording's")
+    bad(lm.verify(waved, root=built[0], sample=None), "row 17", "the waveforms differ from the recording")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -535,7 +535,7 @@ REAL_VIEW = waveforms.segment_view
 @pytest.mark.parametrize("wrong", [cut_late, cut_from_neighbours, cut_backwards, cut_by_32767])
 def test_a_builder_that_cuts_wrongly_publishes_nothing(built, tmp_path, monkeypatch, wrong):
     monkeypatch.setattr(waveforms, "segment_view", wrong)
-    with pytest.raises(VerifyError, match="the waveforms are not the recording's"):
+    with pytest.raises(VerifyError, match="the waveforms differ from the recording"):
         lm.build(built[0], out=tmp_path / "y.h5", with_waveforms=True, check=None, **QUIET)
     assert leftovers(tmp_path) == []
 
@@ -862,20 +862,20 @@ def test_changed_source(built, data, file):
     raw = bytearray(victim.read_bytes())
     raw[-1] ^= 1
     victim.write_bytes(raw)
-    bad(lm.verify(file, root=data), "another digest")
+    bad(lm.verify(file, root=data), "has changed since the row was computed")
 
 
 def test_missing_renamed_and_added_sources(data, file):
     victim = sorted(data.rglob("s*.wav"))[4]
     victim.rename(victim.with_name("other.wav"))
     report = bad(
-        lm.verify(file, root=data, sample=0), "not in the folder any more", "neither rows nor rejected"
+        lm.verify(file, root=data, sample=0), "no longer exist in the folder", "neither rows nor rejected"
     )
     assert any("other.wav" in p for p in report.problems)
     assert any(victim.name in p for p in report.problems)
     victim.with_name("other.wav").unlink()
-    bad(lm.verify(file, root=data, sample=0), "1 recordings of the data set are not in the folder any more")
-    bad(lm.verify(file, root=data), "the source cannot be used now")
+    bad(lm.verify(file, root=data, sample=0), "1 recordings of the data set no longer exist in the folder")
+    bad(lm.verify(file, root=data), "the recording cannot be read now")
 
 
 def test_broken_source_that_was_rejected_may_not_vanish(data, file):
@@ -886,7 +886,7 @@ def test_broken_source_that_was_rejected_may_not_vanish(data, file):
 def test_wrong_root(tmp_path, file):
     bad(lm.verify(file, root=tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    bad(lm.verify(file, root=tmp_path / "empty"), "give the root it was built from")
+    bad(lm.verify(file, root=tmp_path / "empty"), "give the data folder that the data set was built from")
 
 
 def test_links_in_the_folder_are_no_false_alarm(tmp_path, data, make_wav):
@@ -1027,7 +1027,7 @@ def test_a_data_folder_that_is_none_is_no_fault_of_the_data_set(file, tmp_path):
         0,
     )
     assert report.n_rows > 0
-    bad(lm.verify(file, root=file), "is no folder; the data set was not compared")
+    bad(lm.verify(file, root=file), "is not a folder; the data set was not compared")
     (tmp_path / "twice" / "train").mkdir(parents=True)
     (tmp_path / "twice" / "TRAINING").mkdir()
     report = bad(
@@ -1046,5 +1046,5 @@ def test_labels_of_what_cannot_be_read_were_not_compared(file, data, tmp_path):
     assert not bad(lm.verify(tmp_path / "none.h5"), "not an HDF5 file").labels_compared
     (tmp_path / "elsewhere").mkdir()
     assert not bad(
-        lm.verify(file, root=tmp_path / "elsewhere"), "give the root it was built from"
+        lm.verify(file, root=tmp_path / "elsewhere"), "give the data folder that the data set was built from"
     ).labels_compared

@@ -79,7 +79,7 @@ def build(target: Path, good: np.ndarray, *, block: int = 7, spec: MelSpec = SMA
     rows[~good] = np.float16(-7777)
     for first in list(range(0, len(good), block))[::order]:
         file.write(first, np.ascontiguousarray(rows[first : first + block]))
-    file.close_ranks(good)
+    file.compact_rows(good)
     file.finish(metadata_of(np.flatnonzero(good), (), spec))
     file.publish(sync=False)
     return target.read_bytes()
@@ -165,7 +165,7 @@ def test_ranks_close_over_any_gap(tmp_path, pattern):
             good[:] = np.arange(n) == 117
     file = RowFile(tmp_path / "a.h5", SMALL.row_shape, n)
     file.write(0, rows_of(range(n)))
-    file.close_ranks(good)
+    file.compact_rows(good)
     file.finish(metadata_of(np.flatnonzero(good)))
     file.publish(sync=False)
     with h5py.File(tmp_path / "a.h5") as f:
@@ -205,7 +205,7 @@ def build_both(target: Path, good: np.ndarray, order: int = 1) -> RowFile:
         file.write(k, rows_of([k]) if good[k] else np.full((1, *SMALL.row_shape), -7777, np.float16))
         if good[k] or k % 2:
             file.write_waveform(k, waves_of([k])[0] if good[k] else np.full(WAVE, np.nan, np.float32))
-    file.close_ranks(good)
+    file.compact_rows(good)
     return file
 
 
@@ -263,7 +263,7 @@ def test_nothing_moves_where_no_candidate_was_rejected(tmp_path, monkeypatch):
     before = file.waveform_offset
     monkeypatch.setattr(writer, "write_at", never)
     monkeypatch.setattr(writer, "read_at", never)
-    file.close_ranks(np.ones(20, bool))
+    file.compact_rows(np.ones(20, bool))
     assert file.waveform_offset == before
     monkeypatch.undo()
     file.abort()
@@ -315,7 +315,7 @@ def test_metadata_come_back_as_given(tmp_path):
     numbers, lost = [0, 2, 3, 9], [1, 4]
     file = RowFile(tmp_path / "a.h5", SMALL.row_shape, 10)
     file.write(0, rows_of(range(10)))
-    file.close_ranks(np.isin(np.arange(10), numbers))
+    file.compact_rows(np.isin(np.arange(10), numbers))
     meta = metadata_of(numbers, lost)
     file.finish(meta)
     file.publish()

@@ -23,7 +23,7 @@ from leakmel.core.errors import DataError, OutputError, SpecError, UsageError
 from leakmel.core.parameters import check_types
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.run.plan import build_kinds, plan_run
-from leakmel.dataset.file.spec_file import MOST_BYTES, asked_spec, read_spec, spec_of_data_set, write_spec
+from leakmel.dataset.file.spec_file import MOST_BYTES, requested_spec, read_spec, spec_of_data_set, write_spec
 from leakmel.insight.data_plots import recording_spectra
 from leakmel.insight.explore import (
     Explorer,
@@ -351,7 +351,7 @@ def test_a_spec_goes_from_the_page_to_the_build(state, data, tmp_path, capsys):
         )
         == 2
     )
-    assert "Leave the preset to the file" in capsys.readouterr().err
+    assert "Omit the preset" in capsys.readouterr().err
     assert (
         main(
             [
@@ -395,7 +395,7 @@ def test_the_build_notebook_takes_a_spec_file(data, tmp_path):
     assert plan_run(build_parameters(**common, n_mels=20)).spec.n_mels == 20
     assert "n_mels 20 was asked for instead of 24" in repr(plan_run(build_parameters(**common, n_mels=20)))
     write_spec(tmp_path / "spec.json", {"n_mels": 24})
-    with pytest.raises(UsageError, match="preset is not that of the spec file"):
+    with pytest.raises(UsageError, match="preset differs from the preset of the spec file"):
         plan_run(build_parameters(**common, preset="overlap"))
     assert "from" not in [
         line.split()[0]
@@ -512,15 +512,15 @@ def test_settings_beside_a_data_set_win_and_another_preset_is_refused(twelve, tm
         twelve, out_dir=tmp_path, spec=lm.MelSpec.preset("disjoint", n_mels=32), progress="none", check=0
     )
     old = tmp_path / "TRAINING_DATASET.H5"
-    changes, said = asked_spec(old, None, {"n_mels": 24})
+    changes, said = requested_spec(old, None, {"n_mels": 24})
     assert changes == {"preset": "disjoint@1", "sample_rate": 4096, "duration_s": 10.0, "n_mels": 24}
     assert (
         said
         == f"spec of {old}: preset disjoint@1, sample_rate 4096, duration_s 10.0, n_mels 32; n_mels 24 was asked for instead of 32"
     )
     with raises("presets-differ", UsageError, path=old, found="overlap"):
-        asked_spec(old, "overlap", {})
-    assert asked_spec(tmp_path, None, {})[0] == spec_of_data_set(old).changes, (
+        requested_spec(old, "overlap", {})
+    assert requested_spec(tmp_path, None, {})[0] == spec_of_data_set(old).changes, (
         "a folder of data sets stands for what is learned from"
     )
     assert (
@@ -561,13 +561,13 @@ def test_files_that_hold_no_spec_are_refused_in_one_line_and_nobody_waits_for_th
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe.h5")
     said = {
-        "other.h5": "no spec can be had",
-        "earlier.h5": "no spec can be had",
-        "cut.h5": "no spec can be had",
-        "text.h5": "no spec file",
-        "empty.h5": "no spec file",
+        "other.h5": "the spec cannot be read",
+        "earlier.h5": "the spec cannot be read",
+        "cut.h5": "the spec cannot be read",
+        "text.h5": "not a spec file",
+        "empty.h5": "not a spec file",
         "folder": "cannot be read",
-        "pipe.h5": "no regular file",
+        "pipe.h5": "not a regular file",
         "none.h5": "no such spec file",
     }
     for name, sentence in said.items():
@@ -627,10 +627,10 @@ def test_writing_takes_no_other_files_place(tmp_path):
 
 def test_a_file_that_was_asked_for_and_nothing_besides(tmp_path):
     write_spec(tmp_path / "a.json", {"preset": "overlap", "mel_norm": None})
-    changes, said = asked_spec(tmp_path / "a.json", "overlap@1", {})
+    changes, said = requested_spec(tmp_path / "a.json", "overlap@1", {})
     assert changes == {"preset": "overlap@1", "mel_norm": None}
     assert said == f"spec of {tmp_path}/a.json: preset overlap@1, mel_norm none"
-    assert asked_spec("", None, {}) == ({"preset": "disjoint"}, "")
+    assert requested_spec("", None, {}) == ({"preset": "disjoint"}, "")
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------

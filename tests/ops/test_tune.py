@@ -418,7 +418,7 @@ def test_what_will_be_built_is_what_is_tuned(data, tmp_path, monkeypatch, capsys
         assert set(built) == {(ds.spec, True)}
     assert len(built) >= 3
     assert main(["tune", str(data), *words, "--preset", "disjoint", "--quiet"]) == 2
-    assert "the preset is not that of the spec file" in capsys.readouterr().err
+    assert "the requested preset differs from the preset of the spec file" in capsys.readouterr().err
     assert main(["tune", str(data), "--spec", str(tmp_path / "none.json"), "--quiet"]) == 1
     assert "no such spec file" in capsys.readouterr().err
 
@@ -654,7 +654,7 @@ def test_preload_is_left_out_where_memory_is_short(data):
     write_tuned(data, body(mode="preload", need_bytes=10**18))
     config, mode, line = with_tuned(data, {})
     assert (mode, config.files_per_batch) == ("auto", 3)
-    assert "memory that is free now is too small" in line
+    assert "too little memory is free" in line
 
 
 def test_defaults_that_won_are_not_announced(data):
@@ -694,7 +694,7 @@ def test_the_build_notebook_picks_them_up_and_says_so(data, tmp_path):
     path = write_tuned(data, body(settings={"files_per_batch": 3, "compute_workers": 1}, mode="preload"))
     plan = planned(data, tmp_path / "tuned")
     assert dict(plan.rows())["tuned"] == (
-        f"settings of {path}: files_per_batch 3, compute_workers 1, mode preload (measured 2026-05-01) (tuned=False ignores them)"
+        f"tuned settings of {path}: files_per_batch 3, compute_workers 1, mode preload (measured 2026-05-01; tuned=False ignores them)"
     )
     assert (plan.workers.files_per_batch, plan.workers.compute_workers, plan.mode) == (3, 1, "preload")
     (result,), (right,) = execute(plan, progress="none"), execute(plain, progress="none")

@@ -533,7 +533,7 @@ def test_verify_with_what_does_not_belong_to_it(data, tmp_path, say):
     (tmp_path / "t.csv").write_text("path,label\nLEAK/1.wav,LEAK\n")
     status, out, err = say("verify", tmp_path / "x.h5", "--table", tmp_path / "t.csv")
     assert (status, out) == (2, "")
-    assert "the labels of this data set come from folders: leave the table away" in err
+    assert "the labels of this data set come from folders: omit the table" in err
 
 
 WRONG_WORDS = [
@@ -587,7 +587,7 @@ def test_recordings_without_a_label_folder_and_a_spec_file_that_is_missing_say_w
         in err
     )
     said = say("build", tmp_path / "flat", "--out", tmp_path / "x.h5", "--spec", tmp_path / "none.json")[2]
-    assert "no such spec file. Name a spec file, as explore.ipynb writes one, or a data set" in said
+    assert "no such spec file. Give a spec file, which explore.ipynb writes, or a leakmel data set" in said
 
 
 def test_cache_is_listed_in_columns(tmp_path, capsys):

@@ -6,8 +6,8 @@
 __all__ = [
     "LONGEST_PATH",
     "LONGEST_NAME",
-    "wrong_labels",
-    "against_table",
+    "label_mismatches",
+    "table_mismatches",
     "accounting",
     "path_problems",
     "attribute_problems",
@@ -38,47 +38,37 @@ from ..file.schema import ROWS, SCHEMA_VERSION, name_columns, read_column
 from ...mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde
-_BLOCK = 4096  # paths that are objects at the same time
-
-
-def wrong_labels(
-    paths: np.ndarray,  # [B] bytes, of the rows
+def label_mismatches(
+    paths: Sequence[bytes],  # B, of the rows
     ids: np.ndarray,  # [B], numbers of their labels
     labels: Sequence[str],  # names as stored, in id order
     naming: Naming,
     split: str,
 ) -> Iterator[str]:  # sentences
-    "Yield rows whose label or split is not what their path says."
+    "Yield rows whose label or split differs from their path."
     if naming.source == "table":
         return
-    mislabelled: list[bytes] = []
-    of_other_split: list[bytes] = []
-    for start in range(0, len(paths), _BLOCK):
-        block = np.asarray(paths[start : start + _BLOCK]).tolist()
-        if naming.source == "folders":
-            found: list[Any] = [path.split(b"/", 1)[0] for path in block]
-        else:
-            names = [naming.read(path) for path in block]
-            found = [name.label for name in names]
-            if naming.base == "root":
-                of_other_split += [p for p, name in zip(block, names) if name.split != split]
-        shown = {label: None if label is None else show_path(label) for label in set(found)}
-        stored = ids[start : start + _BLOCK]
-        mislabelled += [p for p, label, k in zip(block, found, stored) if shown[label] != labels[k]]
-    if of_other_split:
-        yield f"{len(of_other_split)} rows are of another split by the pattern, first {show_path(of_other_split[0])}"
-    if mislabelled:
-        source = "folder" if naming.labels_by_folder else "name by the pattern"
-        yield f"{len(mislabelled)} rows carry a label other than their {source}, first {show_path(mislabelled[0])}"
+    by_path: list[Any]
+    if naming.source == "folders":
+        by_path = [path.split(b"/", 1)[0] for path in paths]
+    else:
+        found = [naming.read(path) for path in paths]
+        by_path = [f.label for f in found]
+        if naming.base == "root" and (wrong := [p for p, f in zip(paths, found) if f.split != split]):
+            yield f"{len(wrong)} rows belong to another split according to the pattern, first {show_path(wrong[0])}"
+    shown = {label: None if label is None else show_path(label) for label in set(by_path)}
+    if wrong := [p for p, label, k in zip(paths, by_path, ids) if shown[label] != labels[k]]:
+        source = "folder" if naming.labels_by_folder else "file name (pattern)"
+        yield f"{len(wrong)} rows have a label that differs from their {source}, first {show_path(wrong[0])}"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #8e606a58
-def against_table(
+def table_mismatches(
     file: h5py.File,
     labels: Sequence[str],
     table: NameTable,
 ) -> Iterator[str]:  # sentences
-    "Yield labels, splits and parts of names that are not what the table says."
+    "Yield labels, splits and parsed names that differ from the table."
     entry = {table.paths[i]: i for i in table.rows_of(file.attrs["split"])}
     paths = file["files/path"][:].tolist()
     ids = file["labels"][:]
@@ -89,18 +79,18 @@ def against_table(
         yield f"{len(lost)} recordings of the table are neither rows nor rejected, first {show_path(lost[0])}"
     rows = [k for k, p in enumerate(paths) if p in entry]
     if wrong := [k for k in rows if show_path(table.labels[entry[paths[k]]]) != labels[ids[k]]]:
-        yield f"{len(wrong)} rows carry a label other than in the table, first {show_path(paths[wrong[0]])}"
+        yield f"{len(wrong)} rows have a label that differs from the table, first {show_path(paths[wrong[0]])}"
     right = name_columns([paths[k] for k in rows], [table.parts[entry[paths[k]]] for k in rows])
     for name, values in right.items():
         stored = file[f"files/{name}"][:][rows]
         bad = np.flatnonzero((stored != values) & ((stored == stored) | (values == values)))  # NaN is NaN
         if len(bad):
-            yield f"{name} of {len(bad)} rows is not what the table says, first {show_path(paths[rows[bad[0]]])}"
+            yield f"{name} of {len(bad)} rows differs from the table, first {show_path(paths[rows[bad[0]]])}"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #ff26ebba
 def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
-    "Compare rows and rejected files with a walk of the folder."
+    "Compare rows and rejected files with the files in the folder."
     lost = dict(zip(file["rejected/path"][:].tolist(), file["rejected/code"][:].tolist()))
     if naming.source == "table":
         lost = {p: code for p, code in lost.items() if code != b"unreadable"}
@@ -111,7 +101,7 @@ def accounting(file: h5py.File, folder: bytes, naming: Naming) -> Iterator[str]:
     if naming.base == "root":
         there = {p for p in there if naming.source == "pattern" and naming.split_of(p) == file.attrs["split"]}
     if gone := sorted(p for p in known - there if not os.path.isfile(os.path.join(folder, p))):
-        yield f"{len(gone)} recordings of the data set are not in the folder any more, first {show_path(gone[0])}"
+        yield f"{len(gone)} recordings of the data set no longer exist in the folder, first {show_path(gone[0])}"
     full = {os.path.join(folder, p): p for p in there - known}
     if new := sorted(p for at, p in full.items() if os.path.isfile(at) and not os.path.islink(at)):
         yield f"{len(new)} recordings in the folder are neither rows nor rejected, first {show_path(new[0])}"
@@ -123,7 +113,7 @@ LONGEST_NAME = 255  # NAME_MAX
 
 
 def path_problems(file: h5py.File) -> Iterator[str]:  # sentences
-    "Yield a path of rows and of rejected files that no recording can have, or that leads out of the data folder."
+    "Yield invalid paths of rows and rejected files, and paths outside the data folder."
     for part in ("files/path", "rejected/path"):
         paths = read_column(file[part])
         if paths.dtype.kind == "S" and paths.ndim == 1:  # nearly all are plain, and passed over at once
@@ -134,7 +124,7 @@ def path_problems(file: h5py.File) -> Iterator[str]:  # sentences
             names = path.split(b"/") if isinstance(path, bytes) else [b".."]
             too_long = len(path) > LONGEST_PATH or max(map(len, names)) > LONGEST_NAME
             if too_long or names[0] == b"" or b".." in names:
-                yield f"{part}: {path[:60]!r}, {len(path):,} bytes, is not the path of a recording in the data folder"
+                yield f"{part}: {path[:60]!r}, {len(path):,} bytes, is not a valid path of a recording in the data folder"
                 break
 
 
@@ -144,10 +134,10 @@ def attribute_problems(
     spec: MelSpec,  # as stored
     n_rows: int,
 ) -> Iterator[str]:  # sentences
-    "Yield attributes of the root that contradict each other or the schema."
+    "Yield root attributes that contradict each other or the schema."
     names = json.loads(attrs["labels_json"])
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        yield "labels_json is no list of names"
+        yield "labels_json is not a list of names"
         return
     if len(set(names)) < len(names):
         yield f"labels_json names a label twice: {show_path(max(names, key=names.count))}"
@@ -177,7 +167,7 @@ _ROUNDING = 1e-12  # of a band centre, relative
 
 
 def scale_problems(file: h5py.File, spec: MelSpec) -> Iterator[str]:  # sentences
-    "Yield scales of the rows that are not those of the settings."
+    "Yield dimension scales of the rows that do not match the settings."
     n_long, n_short, _ = spec.grid.shape
     right = {
         "long_start_s": np.array([i * spec.long_hop / spec.sample_rate for i in range(n_long)]),
@@ -190,7 +180,7 @@ def scale_problems(file: h5py.File, spec: MelSpec) -> Iterator[str]:  # sentence
         if (stored.dtype, stored.shape) != (np.float64, values.shape) or not np.allclose(
             stored[()], values, rounding, 0
         ):
-            yield f"{name} is not what the settings of the data set give"
+            yield f"{name} does not match the settings of the data set"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #baf09c38
@@ -198,15 +188,15 @@ def pick_numbers(
     n: int,  # choose from 0 to n - 1
     sample: int | None,  # wanted; None: all
     special: Sequence[int],  # to take first, as far as `sample` goes
-    rather: Sequence[int] = (),  # to take before others
+    preferred: Sequence[int] = (),  # to take before others
 ) -> np.ndarray:  # ascending
-    "Choose numbers: special ones, then preferred ones, then at random, but the same ones each time."
+    "Choose a reproducible sample of numbers: special ones, then preferred ones, then random ones."
     if sample is None or sample >= n:
         return np.arange(n)
     chosen = list(dict.fromkeys(special))[:sample]
     others = np.ones(n, bool)
     others[chosen] = False
-    chosen += [i for i in rather if others[i]][: sample - len(chosen)]
+    chosen += [i for i in preferred if others[i]][: sample - len(chosen)]
     others[chosen] = False
     more = np.random.default_rng(n).choice(np.flatnonzero(others), sample - len(chosen), replace=False)
     return np.sort(np.concatenate([chosen, more]).astype(np.int64))
@@ -216,7 +206,7 @@ def pick_rejected(
     codes: np.ndarray,  # [n]
     sample: int | None,  # wanted; None: all
 ) -> np.ndarray:  # ascending
-    "Choose the numbers of the rejected files to read again."
+    "Choose the rejected files to read again."
     able = np.flatnonzero(codes != b"changed")
     ends = [0, len(able) - 1] if len(able) else []
     of_codes = np.unique(codes[able], return_index=True)[1].tolist()
@@ -232,9 +222,9 @@ def rejected_problems(
     folder: bytes,  # that the paths are relative to
     root: str | os.PathLike,  # nothing is read outside it
     sample: int | None,  # files to read again; None: all
-    moved: list[str],  # takes the sentences on files that went away
+    moved: list[str],  # receives the sentences about files that no longer exist
 ) -> Iterator[str]:  # sentences, also those in `moved`; raises MachineError
-    "Yield rejected files whose recording gives a row, or another code."
+    "Yield rejected files that are valid now, or that have another reject code."
     codes = file["rejected/code"][:]
     paths = file["rejected/path"][:].tolist()
     top = os.path.realpath(root)
@@ -246,35 +236,35 @@ def rejected_problems(
             continue  # a table may name such a file; it is not read
         if not os.path.lexists(whole):
             if code != "unreadable":
-                moved.append(f"{show_path(path)}: rejected as {code}, and not there any more")
+                moved.append(f"{show_path(path)}: the file was rejected as {code} and no longer exists")
                 yield moved[-1]
             continue
-        gives = "gives a row"
+        gives = "is valid"
         try:
             if naming.source != "table":
                 label = naming.label_of(path)
                 if label is None or show_path(label) not in labels:
-                    raise RecordingError("no_label", "the name says no label")
+                    raise RecordingError("no_label", "the name contains no label")
             row, _ = expected_row(read_wav(whole), spec)
             if row.dtype != np.int16:
                 check_range(row)
         except RecordingError as e:
             if e.reject_code == code:
                 continue
-            gives = f"is to be rejected as {e.reject_code}"
-        yield f"{show_path(path)}: rejected as {code}, but the recording {gives}: either it was rejected wrongly or it was mended since"
+            gives = f"must be rejected as {e.reject_code}"
+        yield f"{show_path(path)}: the file was rejected as {code}, but it now {gives}: either the rejection was wrong, or the file was repaired later"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #f7b377ee
 def accounting_problems(file: h5py.File) -> Iterator[str]:  # sentences
-    "Yield rejected files without all of path, code and message, and paths that are there twice."
+    "Yield incomplete lists of rejected files, unsorted or repeated paths, and files that are both rows and rejected."
     counts = {name: file[f"rejected/{name}"].shape for name in ("path", "code", "message")}
     if len(set(counts.values())) > 1 or len(counts["path"]) != 1:
-        yield f"the rejected files have parts of different length: {counts}"
+        yield f"the columns of the rejected files differ in length: {counts}"
     lost = file["rejected/path"][:]
     if (lost[:-1] >= lost[1:]).any():
-        yield "paths of rejected files are not in the order of their bytes, or one is there twice"
+        yield "the paths of rejected files are not sorted by bytes, or one occurs twice"
     if not len(lost):
         return
     if both := set(lost.tolist()).intersection(file["files/path"][:].tolist()):
-        yield f"{len(both)} files are rows and rejected, first {show_path(min(both))}"
+        yield f"{len(both)} files are both rows and rejected files, first {show_path(min(both))}"

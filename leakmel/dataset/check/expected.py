@@ -27,19 +27,19 @@ def expected_row(
 ) -> tuple[
     np.ndarray, str
 ]:  # [N] int16 or float32, status; raises RecordingError where the rules ask for a rejection, MachineError
-    "Make the samples of a recording's row."
+    "Return the samples of a row as the rules define them, computed independently of the builder."
     samples = recording.samples
     n, channels = samples.shape
     row = samples[:, 0]
-    words = []
+    parts = []
     if channels > 1 and (samples == row[:, None]).all():
-        words.append("identical_channels")
+        parts.append("identical_channels")
     elif channels > 1:
-        words.append("downmixed")
+        parts.append("downmixed")
         wide = samples.astype(np.float64) / (32_768 if samples.dtype == np.int16 else 1)
         mean = wide.sum(axis=1) / channels
         if (mean**2).sum() < 0.01 * (wide**2).sum() / channels:
-            words.append("opposite_phase")
+            parts.append("opposite_phase")
         if spec.channels != "first":
             row = mean.astype(np.float32)
     if recording.sample_rate != spec.sample_rate:
@@ -49,37 +49,37 @@ def expected_row(
         n = int(np.floor(n * spec.sample_rate / recording.sample_rate + 0.5))
         wide = row.astype(np.float64) / (32_768 if row.dtype == np.int16 else 1)
         row = soxr.resample(wide, recording.sample_rate, spec.sample_rate, quality="VHQ").astype(np.float32)
-        words.append("resampled")
+        parts.append("resampled")
     if n < spec.n_samples and spec.short == "reject":
         raise RecordingError("too_short", f"{n} samples")
     if n > spec.n_samples and spec.long == "reject":
         raise RecordingError("too_long", f"{n} samples")
-    words += ["padded"] * (n < spec.n_samples) + ["cut"] * (n > spec.n_samples)
+    parts += ["padded"] * (n < spec.n_samples) + ["cut"] * (n > spec.n_samples)
     out = np.zeros(spec.n_samples, row.dtype)
     kept = row[: min(n, spec.n_samples)]
     out[: len(kept)] = kept
-    return out, "+".join(words) or "ok"
+    return out, "+".join(parts) or "ok"
 
 
 # %% ../../../nbs/dataset/check/expected.ipynb #866248d1
 @dataclass(eq=False, repr=False)
 class Source:
-    "A recording, and what its row should hold."
+    "A recording and the expected content of its row."
 
     digest: bytes
-    facts: dict[str, Any]  # columns of the row, but those that its name says
+    facts: dict[str, Any]  # columns of the row, without those that are parsed from its name
     samples: (
         np.ndarray | None
-    )  # [N] int16 or float32 by the rules; None where they ask for a rejection, or where nobody needs them any more
-    refused: str | None  # why the recording should have been rejected
-    reference: Reference | None = None  # right features, when they are worked out
+    )  # [N] int16 or float32; None if the rules reject the recording, or if the samples are no longer needed
+    refused: str | None  # why the recording must be rejected
+    reference: Reference | None = None  # reference features, once computed
 
 
 def read_source(
     path: bytes,
     spec: MelSpec,
 ) -> Source:  # raises LeakmelError where the file cannot be used
-    "Read a recording as it is now."
+    "Read a recording and compute the expected content of its row."
     recording = read_wav(path)
     try:
         x, status = expected_row(recording, spec)
@@ -102,7 +102,7 @@ def references_of(
     sources: Sequence[Source],  # n, each with samples or with its reference
     spec: MelSpec,
 ) -> Reference:  # [n, ...]
-    "Return the right features of some recordings; those that are not known are computed."
+    "Return the reference features of some recordings; compute those that are missing."
     if new := [s for s in sources if s.reference is None]:
         rows = [s.samples for s in new if s.samples is not None]
         if any(x.dtype != np.int16 for x in rows):
@@ -116,7 +116,7 @@ def references_of(
 
 # %% ../../../nbs/dataset/check/expected.ipynb #e32c828d
 def _stamp(path: bytes) -> tuple[int, ...] | None:
-    "Return what changes when a file does; None where there is none."
+    "Return inode, size and times of a file, which change with it; None if it does not exist."
     try:
         st = os.stat(path)
     except OSError:
@@ -125,27 +125,27 @@ def _stamp(path: bytes) -> tuple[int, ...] | None:
 
 
 class Sources:
-    "Recordings of one folder, and what their rows should hold; read when they are asked for, or before."
+    "Expected rows of the recordings of one folder; computed on request or in advance."
 
     def __init__(
         self,
         folder: bytes,  # that paths are relative to
         spec: MelSpec,
         *,
-        keep_samples: bool = False,  # also of recordings whose features were computed ahead
+        keep_samples: bool = False,  # also of recordings whose features were computed in advance
     ):
         self.folder = folder
         self.spec = spec
         self.keep_samples = keep_samples
-        self.known: dict[bytes, tuple[tuple[int, ...] | None, Source]] = {}  # that were read ahead
+        self.known: dict[bytes, tuple[tuple[int, ...] | None, Source]] = {}  # read in advance
 
-    def work_out(
+    def precompute(
         self,
         paths: Sequence[bytes],
         stopped: Callable[[], bool] = lambda: False,  # asked every few recordings
         together: int = 16,
     ) -> int:  # recordings read so far; raises MachineError
-        "Read recordings and compute their features, ahead; what cannot be read is left to the check."
+        "Read recordings and compute their features in advance; skip files that cannot be read."
         for start in range(0, len(paths), together):
             if stopped():
                 break
@@ -163,11 +163,11 @@ class Sources:
                 references_of(some, self.spec)
             for source in some if not self.keep_samples else []:
                 source.samples = None
-            self.known |= read  # when they are complete: the check may be in another thread
+            self.known |= read  # only complete sets: verification may run in another thread
         return len(self.known)
 
     def get(self, path: bytes) -> Source:
-        "Return what is known of a recording whose file is the same, or read it; raises LeakmelError where it cannot be used."
+        "Return the expected row of a recording, computed in advance if its file has not changed; raises LeakmelError if it cannot be used."
         full = os.path.join(self.folder, path)
         stamp, source = self.known.get(path, (None, None))
         if source is not None and stamp is not None and stamp == _stamp(full):

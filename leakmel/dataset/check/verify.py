@@ -54,7 +54,7 @@ from ...mel.spec import MelSpec
 # %% ../../../nbs/dataset/check/verify.ipynb #fae71a10
 @dataclass
 class VerifyReport:
-    "What was checked, and what was found wrong."
+    "Result of a verification: what was checked, and the problems found."
 
     path: str
     n_rows: int = 0
@@ -64,27 +64,29 @@ class VerifyReport:
     # False: they come from a table that was not given, or nothing could be compared
     labels_compared: bool = True
     problems: list[str] = field(default_factory=list)
-    moved: list[str] = field(default_factory=list)  # the problems that are sources which went away or changed
+    moved: list[str] = field(
+        default_factory=list
+    )  # the problems caused by recordings that were removed or changed
 
     @property
     def ok(self) -> bool:
-        "Whether nothing was found wrong."
+        "Whether no problem was found."
         return not self.problems
 
     @property
     def verdict(self) -> str:
-        "The verdict in one line."
+        "The result in one line."
         if self.problems:
             return f"NOT OK: {len(self.problems)} problem{'s' * (len(self.problems) > 1)}, first: {self.problems[0]}"
-        labels = "; labels and names were not compared: give the table they come from"
+        labels = "; labels and names were not compared: give the table (table=, --table)"
         if self.labels_compared:
             labels = ""
         if self.scope == "integrity only":
-            return f"ok (integrity only: {self.n_rows:,} rows have their digests; none was compared with its source){labels}"
+            return f"ok (integrity only: {self.n_rows:,} rows match their digests; none was compared with its recording){labels}"
         return f"ok: {self.checked:,} of {self.n_rows:,} rows recomputed in float64, largest difference {self.max_abs_db:.4f} dB{labels}"
 
     def _note_moved(self, problem: str) -> None:
-        "Note a problem that is a source which went away or changed."
+        "Add a problem caused by a recording that was removed or changed."
         self.moved.append(problem)
         self.problems.append(problem)
 
@@ -92,52 +94,52 @@ class VerifyReport:
         return f"VerifyReport({show_path(Path(self.path).name)}: {self.verdict})"
 
     def to_dict(self) -> dict[str, Any]:
-        "For JSON."
+        "Return the report for JSON."
         names = ("ok", "verdict", "scope", "labels_compared", "n_rows", "checked", "max_abs_db", "problems")
         return {name: getattr(self, name) for name in names}
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3010d0c5
 _BLOCK_BYTES = 2 << 20
-_CHECKED_TOGETHER = 8  # rows: NumPy's steps are long enough then for other threads to work meanwhile
+_ROWS_PER_TASK = 8  # so that NumPy calls are long enough for other threads to run
 _SAMPLE_BYTES = 32 << 20  # of sources in memory, as float64
-_INFINITE = 0x7C00  # bits of infinity in float16; NaN lies above
+_FLOAT16_INFINITY = 0x7C00  # bits of infinity in float16; NaN lies above
 
 
 def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
-    "Yield problems of names, shapes and counts."
+    "Yield problems of names, shapes, types and counts."
     n = len(f[ROWS])
     right: dict[str, Any] = {ROWS: ("float16", (n, *spec.row_shape))}
     if (WAVEFORMS in f) != ("digests/waveforms" in f):
-        yield "there are waveforms without digests, or digests without waveforms"
+        yield "the file has waveforms without digests, or digests without waveforms"
     elif WAVEFORMS in f:
         right[WAVEFORMS] = ("float32", (n, *spec.grid.shape[:2], spec.short_window))
     for name, wanted in right.items():
         if (found := (str(f[name].dtype), f[name].shape)) != wanted:
-            yield f"{name} is {found}, its own settings say {wanted}"
+            yield f"{name} is {found}, but its settings require {wanted}"
     for name in (LABELS, *(f"digests/{d}" for d in f["digests"]), *(f"files/{c}" for c in f["files"])):
         if (shape := f[name].shape) != (n,):
-            yield f"{name} has shape {shape}, there are {n} rows"
+            yield f"{name} has shape {shape}, but the data set has {n} rows"
     yield from consistency.attribute_problems(f.attrs, spec, n)
     yield from consistency.scale_problems(f, spec)
     yield from consistency.accounting_problems(f)
     paths = read_column(f["files/path"])
     if (paths[:-1] >= paths[1:]).any():
-        yield "paths are not in the order of their bytes, or one is there twice"
+        yield "the paths of rows are not sorted by bytes, or one occurs twice"
     for code in set(f["rejected/code"][:].tolist()) - {c.encode() for c in REJECT_CODES}:
-        yield f"unknown reject code {code!r}"
+        yield f"the reject code {code!r} is unknown"
     labels = json.loads(f.attrs["labels_json"])
     ids = f[LABELS][:]
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(labels):
-        yield f"label numbers {ids.min()} to {ids.max()}, there are {len(labels)} names"
+        yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
     else:
         naming = Naming.from_json(f.attrs["naming_json"])
-        yield from consistency.wrong_labels(paths, ids, labels, naming, f.attrs["split"])
+        yield from consistency.label_mismatches(paths.tolist(), ids, labels, naming, f.attrs["split"])
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
-def _look(rows: h5py.Dataset, start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    "Return the digests of n rows from a number on, and which of them hold values that are not finite."
+def _read_digests(rows: h5py.Dataset, start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    "Return the digests of n rows from row `start`, and which of them contain values that are not finite."
     module = native()
     begin = rows.id.get_offset()
     n_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:]))  # of a row
@@ -147,14 +149,14 @@ def _look(rows: h5py.Dataset, start: int, n: int) -> tuple[np.ndarray, np.ndarra
         try:
             digests, largest = module.look_at_rows(fd, begin + start * n_bytes, n, n_bytes)
         except EOFError as e:
-            raise VerifyError("the file ends too early", code="file-ends-early") from e
-        return digests, largest >= _INFINITE
+            raise VerifyError("the file is shorter than its header says", code="file-ends-early") from e
+        return digests, largest >= _FLOAT16_INFINITY
     block = read_rows(rows, np.arange(start, start + n))
     return digests_of(block), ~np.isfinite(block.reshape(n, -1)).all(axis=1)
 
 
 def _row_problems(pool: ThreadPoolExecutor, f: h5py.File, name: str, digests: str) -> Iterator[list[str]]:
-    "Begin to look for problems of single rows without the sources: blocks of rows, in threads."
+    "Check digests and finite values of rows in threads; yield the problems of each block."
     rows = f[name]
     right = read_column(f[digests])
     step = max(1, min(len(rows), _BLOCK_BYTES // max(1, rows.nbytes // max(1, len(rows)))))
@@ -162,9 +164,9 @@ def _row_problems(pool: ThreadPoolExecutor, f: h5py.File, name: str, digests: st
 
     def check(start: int) -> list[str]:
         problems = []
-        found, is_wild = _look(rows, start, min(step, len(rows) - start))
-        if is_wild.any():
-            problems.append(f"values of {what}row {start + is_wild.argmax()} are not finite")
+        found, not_finite = _read_digests(rows, start, min(step, len(rows) - start))
+        if not_finite.any():
+            problems.append(f"values of {what}row {start + not_finite.argmax()} are not finite")
         wrong = start + np.flatnonzero(found != right[start : start + len(found)])
         if len(wrong):
             problems.append(f"{what}{len(wrong)} rows do not match their digest, first row {wrong[0]}")
@@ -174,12 +176,12 @@ def _row_problems(pool: ThreadPoolExecutor, f: h5py.File, name: str, digests: st
 
 
 def _check_integrity(f: h5py.File, report: VerifyReport) -> None:
-    "Check a file without its sources."
+    "Check a file without its recordings."
     report.problems += unsafe_parts(f)
     if not report.problems and f.attrs[DIGEST_ATTRIBUTE] != metadata_digest(f):
         report.problems.append("labels, columns or attributes do not match their digest")
     if not report.problems:
-        report.problems += consistency.path_problems(f)  # before anything is read from them
+        report.problems += consistency.path_problems(f)  # before paths are parsed
     if report.problems:
         return
     report.n_rows = len(f[ROWS])
@@ -201,56 +203,56 @@ def pick_rows(
     labels: np.ndarray,  # [n_rows]
     level_db: np.ndarray,  # [n_rows]
     edges: Sequence[int] = (),  # rows to take in any case, as far as `sample` goes
-    rather: Sequence[int] = (),  # rows to take before others: their sources are known
+    preferred: Sequence[int] = (),  # rows to take before others: their sources are known
 ) -> np.ndarray:  # ascending
     "Choose the numbers of the rows to recompute."
     ends = [0, n_rows - 1] if n_rows else []
     extremes = [int(level_db.argmin()), int(level_db.argmax())] if n_rows else []
     of_labels = np.unique(labels, return_index=True)[1].tolist()
     special = [*ends, *extremes, *of_labels, *(i for i in edges if 0 <= i < n_rows)]
-    return consistency.pick_numbers(n_rows, sample, special, rather)
+    return consistency.pick_numbers(n_rows, sample, special, preferred)
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #b013041f
 @dataclass(frozen=True)
 class _Checked:
-    "A row that can be compared with its recording."
+    "A row and its recording, which can be compared."
 
     row: int
-    name: str  # for sentences
+    name: str  # for messages
     source: Source
 
 
-def _source_of(
-    name: str, facts: dict[str, Any], said: dict[str, Any], sources: Sources, report: VerifyReport
+def _find_source(
+    name: str, facts: dict[str, Any], from_name: dict[str, Any], sources: Sources, report: VerifyReport
 ) -> Source | None:
-    "Return the source of a row, None where the row cannot be compared with it; note what is wrong with the row's columns."
+    "Return the recording of a row, None if they cannot be compared; report wrong columns of the row."
     try:
         source = sources.get(facts["path"])
     except MachineError:
         raise
     except LeakmelError as e:
-        report._note_moved(f"{name}: the source cannot be used now: {e}")
+        report._note_moved(f"{name}: the recording cannot be read now: {e}")
         return None
     if source.digest != facts["digest"]:
-        report._note_moved(f"{name}: the source has another digest than when the row was made")
+        report._note_moved(f"{name}: the recording has changed since the row was computed (digest)")
         return None
     if source.refused is not None:
         report.problems.append(
-            f"{name}: by the rules of its settings the recording should have been rejected: {source.refused}"
+            f"{name}: the settings require that the recording is rejected: {source.refused}"
         )
         return None
-    for column, right in (source.facts | said).items():
+    for column, right in (source.facts | from_name).items():
         found = facts[column]
         if found != right and not (right != right and found != found):  # NaN is NaN
             shown = [show_path(v) if isinstance(v, bytes) else f"{v:.6g}" for v in (found, right)]
-            report.problems.append(f"{name}: {column} is {shown[0]}, the source says {shown[1]}")
+            report.problems.append(f"{name}: {column} is {shown[0]}, but the recording has {shown[1]}")
     return source
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #69586cc4
 def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Iterator[str]:
-    "Yield rows whose waveforms are not the segments of their recording: exactly, or where samples were computed with, within a step of 20 bits."
+    "Yield rows whose waveforms differ from the segments of their recording (exact for 16-bit recordings, else within 1e-6)."
     n_long, n_short, _ = spec.grid.shape
     starts = np.add.outer(np.arange(n_long) * spec.long_hop, np.arange(n_short) * spec.short_hop)
     for c in some:
@@ -260,15 +262,15 @@ def _wrong_waveforms(f: h5py.File, spec: MelSpec, some: list[_Checked]) -> Itera
         stored = f[WAVEFORMS][c.row]
         wrong = stored != right if x.dtype == np.int16 else ~(np.abs(stored - right) <= 1e-6)
         if n := int(wrong.sum()):
-            yield f"{c.name}: the waveforms are not the recording's: {n} of {right.size} values differ"
+            yield f"{c.name}: the waveforms differ from the recording in {n} of {right.size} values"
 
 
 def _check_rows(rows: h5py.Dataset, spec: MelSpec, some: list[_Checked]) -> tuple[float, list[str]]:
-    "Recompute some rows together; return the largest difference and the problems."
+    "Recompute some rows; return the largest difference in dB and the problems."
     right = references_of([c.source for c in some], spec)
     verdicts = compare_each(read_rows(rows, np.array([c.row for c in some])), right, spec)
     return max(v.max_abs_db for v in verdicts), [
-        f"{c.name} differs from the reference: {v.n_wrong} of {v.n_values} values, {v.max_abs_db:.3g} dB"
+        f"{c.name} differs from the reference in {v.n_wrong} of {v.n_values} values, by up to {v.max_abs_db:.3g} dB"
         for c, v in zip(some, verdicts)
         if not v.ok
     ]
@@ -280,10 +282,10 @@ def _compare_rows(
     naming: Naming,
     sources: Sources,
     picked: np.ndarray,
-    told: Callable[[int, int], None],
+    progress: Callable[[int, int], None],
     report: VerifyReport,
 ) -> None:
-    "Compare the picked rows, some at a time, in as many threads as there are cores."
+    "Compare the chosen rows with their recordings, in one thread per core."
     spec = sources.spec
     columns = {name: read_column(f[f"files/{name}"])[picked] for name in FILE_COLUMNS}
     paths = columns["path"].tolist()
@@ -297,34 +299,34 @@ def _compare_rows(
             for i, row in enumerate(picked[start : start + step].tolist(), start):
                 name = f"row {row} ({show_path(paths[i])})"
                 facts = {column: values[i] for column, values in columns.items()}
-                said = {column: values[i] for column, values in names.items()}
-                if (source := _source_of(name, facts, said, sources, report)) is not None:
+                from_name = {column: values[i] for column, values in names.items()}
+                if (source := _find_source(name, facts, from_name, sources, report)) is not None:
                     some.append(_Checked(row, name, source))
             if WAVEFORMS in f:
                 report.problems += _wrong_waveforms(f, spec, some)
-            n = max(1, min(_CHECKED_TOGETHER, -(-len(some) // usable_cores())))
+            n = max(1, min(_ROWS_PER_TASK, -(-len(some) // usable_cores())))
             groups = [some[i : i + n] for i in range(0, len(some), n)]
             for largest, problems in pool.map(partial(_check_rows, f[ROWS], spec), groups):
                 report.max_abs_db = max(report.max_abs_db, largest)
                 report.problems += problems
             report.checked += len(some)
-            told(min(start + step, len(picked)), len(picked))
+            progress(min(start + step, len(picked)), len(picked))
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #5d21f4bc
 def check_sample(sample: int | None) -> None:
-    "Refuse a number of rows that is none; raises UsageError."
+    "Check a number of rows; raises UsageError."
     is_number = isinstance(sample, (int, np.integer)) and not isinstance(sample, bool)
     if sample is not None and not (is_number and sample >= 0):
         raise UsageError(
-            "the number of rows to recompute must be 0 or more, or None for all",
+            "the number of rows to recompute must be 0 or more, or None for all rows",
             code="usage",
             found=repr(sample),
         )
 
 
-class _TableForFolders(UsageError):
-    "A table was given for a data set whose labels come from elsewhere."
+class _UnusedTable(UsageError):
+    "A table was given for a data set whose labels do not come from a table."
 
 
 def _check_origin(
@@ -336,26 +338,26 @@ def _check_origin(
     edges: Sequence[int],
     table: NameTable | None,
     sources: Sources | None,
-    told: Callable[[int, int], None],
+    progress: Callable[[int, int], None],
 ) -> None:
-    "Compare labels with their table, then a sample of rows, and the names of all, with their recordings."
+    "Compare labels with the table, a sample of rows with their recordings, and all names with the folder."
     naming = Naming.from_json(f.attrs["naming_json"])
     labels = json.loads(f.attrs["labels_json"])
     report.labels_compared = naming.source != "table" or table is not None
     if table is not None:
         if naming.source != "table":
-            raise _TableForFolders(
-                f"the labels of this data set come from {'folders' if naming.labels_by_folder else 'a pattern'}: leave the table away",
+            raise _UnusedTable(
+                f"the labels of this data set come from {'folders' if naming.labels_by_folder else 'a pattern'}: omit the table",
                 code="table-not-used",
                 path=f.filename,
             )
-        report.problems += consistency.against_table(f, labels, table)
+        report.problems += consistency.table_mismatches(f, labels, table)
     if root is None or report.problems:
         return
     fault = ""
     splits: dict[str, Path] = {}
     if not os.path.isdir(root):
-        fault = f"the data folder {show_path(root)} {'is no folder' if os.path.exists(root) else 'does not exist'}; the data set was not compared"
+        fault = f"the data folder {show_path(root)} {'is not a folder' if os.path.exists(root) else 'does not exist'}; the data set was not compared"
     elif naming.base == "split":
         try:
             splits = split_folders(Path(root))
@@ -365,8 +367,8 @@ def _check_origin(
     paths = read_column(f["files/path"])
     if not fault and len(paths) and not any(os.path.lexists(os.path.join(folder, p)) for p in paths):
         fault = (
-            f"none of the {len(paths):,} recordings is below {show_path(folder)}, for example {show_path(paths[0])}: "
-            "give the root it was built from"
+            f"{show_path(folder)} contains none of the {len(paths):,} recordings, for example {show_path(paths[0])}: "
+            "give the data folder that the data set was built from"
         )
     if fault:
         report._note_moved(fault)
@@ -376,11 +378,11 @@ def _check_origin(
     lacks_samples = sources is not None and WAVEFORMS in f and not sources.keep_samples
     if sources is None or (sources.folder, sources.spec) != (folder, spec) or lacks_samples:
         sources = Sources(folder, spec)
-    rather = [i for i, path in enumerate(paths) if path in sources.known] if sources.known else []
-    picked = pick_rows(report.n_rows, sample, f[LABELS][:], f["files/rms_db"][:], edges, rather)
+    preferred = [i for i, path in enumerate(paths) if path in sources.known]
+    picked = pick_rows(report.n_rows, sample, f[LABELS][:], f["files/rms_db"][:], edges, preferred)
     if len(picked):
         report.scope = "against the sources"
-    _compare_rows(f, naming, sources, picked, told, report)
+    _compare_rows(f, naming, sources, picked, progress, report)
     report.problems += consistency.rejected_problems(
         f, spec, naming, labels, folder, root, sample, report.moved
     )
@@ -397,28 +399,28 @@ def check_data_set(
     accounting: bool = True,
     edges: Sequence[int] = (),  # rows to recompute in any case
     table: str | os.PathLike | None = None,  # that the labels come from
-    sources: Sources | None = None,  # what is known of its recordings
-    told: Callable[[int, int], None] = lambda checked, wanted: None,  # called while rows are compared
+    sources: Sources | None = None,  # expected rows, computed in advance
+    progress: Callable[[int, int], None] = lambda checked, wanted: None,  # called while rows are compared
 ) -> VerifyReport:
-    "Verify a data set for builders, which have to know a failing machine from a bad row. Raises MachineError, MemoryError, UsageError, DataError of the table."
+    "Verify a data set during a build; raises MachineError, MemoryError, UsageError, and DataError of the table instead of reporting bad rows."
     check_sample(sample)
     names = None if table is None else read_table(table)
     report = VerifyReport(os.fspath(path), labels_compared=False)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would block
-            raise DataError("not a regular file", code="not-a-file", path=path)
+            raise DataError("the path is not a regular file", code="not-a-file", path=path)
         if not h5py.is_hdf5(path):
             raise DataError(
-                "not an HDF5 file",
+                "the file is not an HDF5 file",
                 code="not-hdf5",
                 path=path,
-                remedy="give a data set that leakmel wrote",
+                remedy="give a leakmel data set",
             )
         with h5py.File(path, "r") as f:
             _check_integrity(f, report)
             if not report.problems:
-                _check_origin(f, report, root, sample, accounting, edges, names, sources, told)
-    except (MachineError, MemoryError, _TableForFolders):
+                _check_origin(f, report, root, sample, accounting, edges, names, sources, progress)
+    except (MachineError, MemoryError, _UnusedTable):
         raise
     except Exception as e:  # in a damaged file any call of the HDF5 library can fail in any way
         reason = e if isinstance(e, LeakmelError) else f"{type(e).__name__}: {e}"
@@ -435,9 +437,9 @@ def verify(
     accounting: bool = True,  # walk the folder and compare the names too
     table: str | os.PathLike | None = None,  # that the labels come from, where they come from one
 ) -> VerifyReport:  # .ok, .checked, .max_abs_db, .problems; never raises for a bad data set
-    "Check a data set against its own digests and, with `root`, against its sources."
+    "Check a data set against its own digests and, with `root`, against its recordings."
     try:
         return check_data_set(path, root=root, sample=sample, accounting=accounting, table=table)
     except (MachineError, MemoryError) as e:
-        problem = f"the check could not be finished: {type(e).__name__}: {e}"
+        problem = f"the check could not be completed: {type(e).__name__}: {e}"
         return VerifyReport(os.fspath(path), labels_compared=False, problems=[problem])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 # %% ../../../nbs/dataset/file/reader.ipynb #d08d5d0a
-def _neighbours(
+def _consecutive_rows(
     rows: np.ndarray,  # [n] int64, rising, each once
 ) -> Iterator[tuple[int, int, int]]:  # first row, number of rows, place of the first in `rows`
     "Yield runs of consecutive rows."
@@ -37,26 +37,28 @@ def _neighbours(
 # %% ../../../nbs/dataset/file/reader.ipynb #4a1562ab
 def read_rows(
     data: h5py.Dataset,  # [B, ...]
-    items: np.ndarray,  # [n] int, 0 to the number of items - 1, in any order; one may be asked for again
+    items: np.ndarray,  # [n] int, 0 to the number of items - 1, in any order, with repetitions
     *,
     depth: int = 0,  # 0: an item is a row; 1: an item is data[row, l], 2: data[row, l, s]; counted through
-) -> np.ndarray:  # [n, ...], of the caller; raises IndexError for what is not there, VerifyError where the file ends too early
+) -> np.ndarray:  # [n, ...]; raises IndexError; VerifyError if the file is too short
     "Read rows, or parts of rows, by number."
     items = np.asarray(items, np.int64).reshape(-1)
     per_row = int(np.prod(data.shape[1 : 1 + depth]))
     if len(items) and not 0 <= items.min() <= items.max() < len(data) * per_row:
-        raise IndexError(f"items {items.min()} to {items.max()} of {len(data) * per_row}")
+        raise IndexError(
+            f"items {items.min()} to {items.max()} were requested, the data set has {len(data) * per_row}"
+        )
     wanted, place = np.unique(items, return_inverse=True)
     if data.chunks is None and (offset := data.id.get_offset()) is not None:
         out = np.empty((len(wanted), *data.shape[1 + depth :]), data.dtype)
         step = out.itemsize * int(np.prod(out.shape[1:]))
         fd = data.file.id.get_vfd_handle()
-        for first, n, at in _neighbours(wanted):
+        for first, n, at in _consecutive_rows(wanted):
             read_at(fd, out[at : at + n], offset + first * step)
     else:  # chunks are unpacked by the HDF5 library, whole rows at a time
         rows, row_place = np.unique(wanted // per_row, return_inverse=True)
         whole = np.empty((len(rows), *data.shape[1:]), data.dtype)
-        for first, n, at in _neighbours(rows):
+        for first, n, at in _consecutive_rows(rows):
             data.read_direct(whole, np.s_[first : first + n], np.s_[at : at + n])
         out = whole.reshape(-1, *data.shape[1 + depth :])[row_place * per_row + wanted % per_row]
     return out if np.array_equal(wanted, items) else out[place]
@@ -64,30 +66,35 @@ def read_rows(
 
 # %% ../../../nbs/dataset/file/reader.ipynb #8109fd13
 @contextmanager
-def _damage(path: Path) -> Iterator[None]:
-    "Turn what a damaged or strange file makes the body raise into VerifyError."
+def _as_verify_error(path: Path) -> Iterator[None]:
+    "Convert errors that a damaged file causes in the body into VerifyError."
     try:
         yield
     except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as e:
         raise VerifyError(
-            "the data set lacks a part", code="damaged-data-set", path=path, found=str(e)
+            "a part of the data set is missing or damaged", code="damaged-data-set", path=path, found=str(e)
         ) from e
 
 
 def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
-    "Refuse what is not a complete data set, before data are read; raises VerifyError."
+    "Check that a file is a complete data set before data are read; raises VerifyError."
     if problem := next(unsafe_parts(file), None):
-        raise VerifyError("this file is not safe to read", code="unsafe-file", path=path, found=problem)
+        raise VerifyError(
+            "the file was not read, because its structure is not safe",
+            code="unsafe-file",
+            path=path,
+            found=problem,
+        )
     if not legacy and "schema_version" not in file.attrs:
         raise VerifyError(
-            "not a data set of leakmel",
+            "the file is not a leakmel data set",
             code="not-a-data-set",
             path=path,
-            remedy="files of the earlier system open with legacy=True; their rows are unverified",
+            remedy="open a file of the earlier system with legacy=True; its rows are unverified",
         )
     if not legacy and (schema := file.attrs["schema_version"]) != SCHEMA_VERSION:
         raise VerifyError(
-            "a data set of another schema",
+            "the data set has another schema version",
             code="other-schema",
             path=path,
             found=schema,
@@ -103,11 +110,11 @@ def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
         counts[name] = len(part)
     if len(set(counts.values())) > 1 or not (legacy or file.attrs.get("complete", False)):
         raise VerifyError(
-            "the data set is not complete",
+            "the data set is incomplete",
             code="incomplete-data-set",
             path=path,
             found=counts,
-            remedy="build it again",
+            remedy="build the data set again",
         )
 
 
@@ -128,12 +135,12 @@ class MelDataset:
         self._open()
         self._identity = self._stat()
         try:
-            with _damage(self.path):
+            with _as_verify_error(self.path):
                 self.labels = self._file[LABELS][:]  # [B] int16
                 self.class_names = self._stored_json("labels_json", list)  # in id order
                 n_names = len(self.class_names) if all(isinstance(n, str) for n in self.class_names) else 0
                 if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < n_names:
-                    raise ValueError("labels without a name")
+                    raise ValueError("some values of labels have no label name")
         except VerifyError:
             self.close()
             raise
@@ -142,16 +149,16 @@ class MelDataset:
         "Open the file for this process; raises DataError, VerifyError."
         try:
             if not stat.S_ISREG(os.stat(self.path).st_mode):  # a named pipe would block
-                raise VerifyError("not a regular file", code="not-a-file", path=self.path)
+                raise VerifyError("the path is not a regular file", code="not-a-file", path=self.path)
             self._file = h5py.File(self.path, "r", rdcc_nbytes=self.chunk_cache_bytes)
         except FileNotFoundError as e:
-            raise DataError("no such data set", code="no-such-file", path=self.path) from e
+            raise DataError("there is no such data set", code="no-such-file", path=self.path) from e
         except OSError as e:
             raise VerifyError(
-                "not an HDF5 file that can be read", code="not-hdf5", path=self.path, found=str(e)
+                "the file cannot be read as HDF5", code="not-hdf5", path=self.path, found=str(e)
             ) from e
         try:
-            with _damage(self.path):
+            with _as_verify_error(self.path):
                 _require_data_set(self._file, self.path, self.legacy)
         except VerifyError:
             self.close()
@@ -170,19 +177,19 @@ class MelDataset:
         return value
 
     def _stat(self) -> tuple[int, ...]:
-        "Return what tells the file from one that replaced it."
+        "Return device, inode, size and modification time of the open file."
         s = os.fstat(self._file.id.get_vfd_handle())
         return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
 
     def _require_same(self, identity: tuple[int, ...]) -> None:
-        "Refuse a file that is not the one that was opened before."
+        "Check that the file is the one that was opened before; raises VerifyError."
         if self._stat() != identity:
             self.close()
             raise VerifyError(
-                "the data set changed since it was opened",
+                "the data set file has changed since it was opened",
                 code="data-set-changed",
                 path=self.path,
-                remedy="open it again",
+                remedy="open the data set again",
             )
 
     @property
@@ -211,17 +218,17 @@ class MelDataset:
         return self.__getitems__([i])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray, int]]:
-        "Read several rows together: what a torch DataLoader calls."
+        "Read several rows at once; called by torch DataLoader."
         for i in indices:
             if not -len(self) <= i < len(self):
-                raise IndexError(f"row {i} of {len(self)}")
+                raise IndexError(f"row {i} of {len(self)} does not exist")
         rows = np.array(indices, np.int64) % max(1, len(self))
         return list(zip(read_rows(self.mels, rows), self.labels[rows].tolist()))
 
     @cached_property
     def config(self) -> dict[str, Any]:
         "The settings as stored."
-        with _damage(self.path):
+        with _as_verify_error(self.path):
             return self._stored_json("config_json", dict)
 
     @cached_property
@@ -229,10 +236,10 @@ class MelDataset:
         "The spec of the features; raises DataError for a file of the earlier system."
         if self.legacy:
             raise DataError(
-                "a file of the earlier system holds no full spec",
+                "a file of the earlier system does not contain a complete spec",
                 code="no-spec",
                 path=self.path,
-                remedy="look at .config",
+                remedy="read the settings that it contains from .config",
             )
         return stored_spec(self.file)
 
@@ -249,7 +256,7 @@ class MelDataset:
         return pd.DataFrame(table)
 
     def typical_rows(self) -> dict[str, int]:
-        "Return, for each label that is present, the row whose level is the median of its label."
+        "Return the row with the median level for each label that is present."
         level = self.file["files/rms_db"][:] if "files/rms_db" in self.file else np.zeros(len(self))
         typical = {}
         for i, name in enumerate(self.class_names):
@@ -294,5 +301,5 @@ def open_dataset(
     legacy: bool = False,  # open a file of the earlier system, unverified
     chunk_cache_bytes: int | None = None,  # of HDF5's cache of unpacked chunks (None: the library's default)
 ) -> MelDataset:  # close it, or use it in a `with`
-    "Open a data set for reading; raises VerifyError for what is not a complete one."
+    "Open a data set for reading; raises VerifyError if it is not a complete data set."
     return MelDataset(path, legacy=legacy, chunk_cache_bytes=chunk_cache_bytes)

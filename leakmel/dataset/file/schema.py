@@ -13,13 +13,13 @@ __all__ = [
     "EARLIER_KEYS",
     "LIBVER",
     "FILE_COLUMNS",
-    "MOST_PACKED",
+    "MAX_COMPRESSION",
     "data_set_name",
     "byte_column",
     "Rejected",
-    "said_columns",
+    "parsed_columns",
     "name_columns",
-    "apart",
+    "mapped_zeros",
     "read_column",
     "stored_spec",
     "root_attributes",
@@ -58,7 +58,7 @@ WAVEFORMS = "segments_waveform"  # [B, L, S, short_window] float32, full scale 1
 PARTS = (ROWS, WAVEFORMS)  # what is large and has a digest for each row
 DIGEST_ATTRIBUTE = "metadata_digest"
 EARLIER_KEYS = ("duration_sec", "center")  # in config_json, for the earlier system's trainer
-LIBVER = ("v108", "v108")  # one format, whatever the HDF5 library's newest is
+LIBVER = ("v108", "v108")  # fixed format version, independent of the HDF5 library
 FILE_COLUMNS = (
     "path",
     "sensor",
@@ -92,7 +92,7 @@ def data_set_name(
 def byte_column(
     values: Sequence[bytes],
 ) -> np.ndarray:  # [B] S<longest, at least 1>
-    "Make a column of fixed length of byte strings."
+    "Return byte strings as an array of fixed width."
     return np.array(values, dtype=f"S{max(map(len, values), default=0) or 1}")
 
 
@@ -105,11 +105,11 @@ class Rejected:
     message: str  # one sentence
 
 
-def said_columns(
+def parsed_columns(
     paths: Sequence[bytes],
-    names: Sequence[NameParts] | None = None,  # what they say; None: as loggers write them
+    names: Sequence[NameParts] | None = None,  # parsed names; None: the naming scheme of the loggers
 ) -> dict[str, np.ndarray]:
-    "The columns that come from the names, but the paths themselves."
+    "Return the columns that are parsed from the file names, without the paths."
     if names is None:
         return columns_of_names(paths) | {"session": np.zeros(len(paths), "S1")}
     columns = {"gain": np.array([n.gain for n in names], np.float32)}
@@ -119,8 +119,8 @@ def said_columns(
 
 
 def name_columns(paths: Sequence[bytes], names: Sequence[NameParts] | None = None) -> dict[str, np.ndarray]:
-    "Paths and `said_columns`."
-    return {"path": byte_column(paths)} | said_columns(paths, names)
+    "Return the column of paths and those of `parsed_columns`."
+    return {"path": byte_column(paths)} | parsed_columns(paths, names)
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #4680a07d
@@ -128,8 +128,8 @@ _LARGE = 1 << 20  # bytes of a column
 _TEXTS = 8192  # values of a column that are written at once
 
 
-def apart(n: int, dtype: DTypeLike) -> np.ndarray:
-    "Zeros in memory of their own, which goes back to the system as soon as they are dropped."
+def mapped_zeros(n: int, dtype: DTypeLike) -> np.ndarray:
+    "Return an array of zeros in its own memory mapping, which is released as soon as the array is deleted."
     kind = np.dtype(dtype)
     return np.ndarray(
         (n,), kind, mmap.mmap(-1, max(1, n * kind.itemsize), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -140,13 +140,13 @@ def read_column(column: h5py.Dataset) -> np.ndarray:
     "Read all values of a column."
     if column.ndim != 1 or column.dtype.hasobject or column.nbytes < _LARGE:
         return column[:]
-    column.read_direct(values := apart(len(column), column.dtype))
+    column.read_direct(values := mapped_zeros(len(column), column.dtype))
     return values
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #2c3f5043
 def stored_spec(file: h5py.File) -> MelSpec:
-    "The spec a data set was made with."
+    "Return the spec that a data set was built with."
     config = json.loads(file.attrs["config_json"])
     return spec_from_dict({k: v for k, v in config.items() if k not in EARLIER_KEYS})
 
@@ -160,7 +160,7 @@ def root_attributes(
     n_rows: int,
     naming: Naming | None = None,  # where labels and names come from; None: folders
 ) -> dict[str, Any]:
-    "Attributes of the root group."
+    "Return the attributes of the root group."
     from leakmel import __version__
 
     shown = [show_path(n) for n in label_names]
@@ -191,7 +191,7 @@ def create_rows(
     dtype: str = "<f2",
     name: str = ROWS,
 ) -> int:  # byte offset of the rows in the file
-    "Create the rows' data set, allocated but not written."
+    "Create the HDF5 data set of the rows: allocated, not written."
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_layout(h5py.h5d.CONTIGUOUS)
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -215,7 +215,7 @@ def create_parts(
 ) -> tuple[
     int, int
 ]:  # byte offsets of rows and waveforms; without waveforms the second is the end of the rows
-    "Create rows and waveforms, allocated but not written."
+    "Create the HDF5 data sets of rows and waveforms: allocated, not written."
     offset = create_rows(file, (n_rows, *row_shape))
     if waveform_shape is None:
         return offset, offset + 2 * n_rows * int(np.prod(row_shape))
@@ -223,15 +223,15 @@ def create_parts(
 
 
 def new_file(path: str | os.PathLike) -> h5py.File:
-    "An empty HDF5 file in the format of the data sets, in place of what was there."
-    Path(path).unlink(missing_ok=True)  # never written through a link that somebody laid there
+    "Create an empty HDF5 file in the format of the data sets; replace an existing file."
+    Path(path).unlink(missing_ok=True)  # never write through a symbolic link
     return h5py.File(path, "x", libver=LIBVER, track_order=False)
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #70965687
 @dataclass(frozen=True)
 class Metadata:
-    "All of a data set but its rows."
+    "Everything in a data set except its rows."
 
     spec: MelSpec
     attributes: dict[str, Any]  # of the root
@@ -244,7 +244,7 @@ class Metadata:
 
 # %% ../../../nbs/dataset/file/schema.ipynb #458073a1
 def metadata_digest(file: h5py.File) -> str:
-    "xxh3-128 over everything but rows and waveforms: names, kinds, shapes and bytes of all data sets, and the root's attributes."
+    "Return the xxh3-128 digest of everything except rows and waveforms: names, types, shapes and bytes of all HDF5 data sets, and the attributes of the root."
     import xxhash
 
     total = xxhash.xxh3_128()
@@ -264,7 +264,7 @@ def metadata_digest(file: h5py.File) -> str:
         starts = range(0, len(item), step) if item.ndim == 1 and len(item) > step else ()
         for values in (item[i : i + step] for i in starts) if starts else (item[()],):
             total.update(np.ascontiguousarray(values).tobytes())
-    attributes = file.attrs  # each time it is asked for, the root is opened
+    attributes = file.attrs  # each access opens the root group
     for name in sorted(set(attributes) - {DIGEST_ATTRIBUTE}):
         value = attributes[name]
         total.update(
@@ -277,7 +277,7 @@ def metadata_digest(file: h5py.File) -> str:
 
 # %% ../../../nbs/dataset/file/schema.ipynb #bd9782ec
 def write_metadata(file: h5py.File, meta: Metadata) -> str:
-    "Write labels, columns, digests, rejected files, scales and attributes, then the digest of all that, which is returned."
+    "Write labels, columns, digests, rejected files, scales and attributes; write and return their digest."
 
     def put(name: str, values: np.ndarray | Sequence[bytes]) -> None:
         if isinstance(values, np.ndarray):
@@ -308,7 +308,7 @@ def write_metadata(file: h5py.File, meta: Metadata) -> str:
 
 # %% ../../../nbs/dataset/file/schema.ipynb #5d828b2c
 def _write_scales(file: h5py.File, spec: MelSpec) -> None:
-    "Write starts of segments and centres of bands, and attach them to the dimensions of rows and waveforms."
+    "Write segment start times and band centres, and attach them as dimension scales."
     n_long, n_short, _, _ = spec.row_shape
     scales = {
         "long_start_s": np.arange(n_long) * spec.long_hop / spec.sample_rate,
@@ -335,34 +335,34 @@ def _write_scales(file: h5py.File, spec: MelSpec) -> None:
 
 
 # %% ../../../nbs/dataset/file/schema.ipynb #3f2820e9
-MOST_PACKED = 1100  # deflate makes nothing smaller than a 1032nd
+MAX_COMPRESSION = 1100  # deflate makes nothing smaller than a 1032nd
 
 _MOST_OBJECTS = 1000  # in a file; a data set has some thirty
 _MOST_CHUNK = 64 << 20  # bytes, which the HDF5 library takes at once
-_MOST_SAID = 4 << 20  # letters of an attribute
-_MOST_LOOSE = (
+_MAX_ATTRIBUTE = 4 << 20  # letters of an attribute
+_MAX_OTHER_BYTES = (
     16 << 20
 )  # bytes of no data set (indexes of chunks, texts of attributes), next to a 16th of the file
 
 
 def _all_sets(file: h5py.File) -> Iterator[h5py.Dataset | str]:
-    "Yield every data set of a file, or why its groups are not walked on."
+    "Yield every HDF5 data set of a file, or the reason to stop."
     root = h5py.h5o.open(file.id, b"/")
     todo = [root]
     seen = {root}
     while todo:
         group = todo.pop()
         if len(group) + len(seen) > _MOST_OBJECTS:
-            yield f"it has more than {_MOST_OBJECTS} parts"
+            yield f"the file has more than {_MOST_OBJECTS} objects"
             return
         for path in group:
             name = path.decode("utf-8", "surrogateescape")
             if group.links.get_info(path).type != h5py.h5l.TYPE_HARD:
-                yield f"{name} is a link to somewhere else"
+                yield f"{name} is a link to another object or file"
                 return
             item = h5py.h5o.open(group, path)
             if item in seen:
-                yield f"{name} is there under two names"
+                yield f"{name} has two names"
             elif isinstance(item, h5py.h5g.GroupID):
                 todo.append(item)
             elif isinstance(item, h5py.h5d.DatasetID):
@@ -372,29 +372,29 @@ def _all_sets(file: h5py.File) -> Iterator[h5py.Dataset | str]:
 
 # %% ../../../nbs/dataset/file/schema.ipynb #5d7bf821
 def _why_unsafe(item: h5py.Dataset, size: int) -> str:
-    "Return why a data set of a file of `size` bytes must not be read; empty where it may."
+    "Return why an HDF5 data set in a file of `size` bytes must not be read; empty if it may be read."
     if item.shape is None:
-        return f"{item.name} is empty"
+        return f"{item.name} has no shape"
     if item.is_virtual or item.external:
-        return f"{item.name} lies in other files"
-    held = item.id.get_storage_size()
+        return f"{item.name} is stored in other files"
+    n_stored = item.id.get_storage_size()
     name = item.name.strip("/")
-    packed = MOST_PACKED if item.chunks and item.id.get_create_plist().get_nfilters() else 1
-    if item.nbytes > held * packed or item.nbytes > size * (packed if name in PARTS else 1):
-        return f"{item.name} claims {item.nbytes:,} bytes in a file of {size:,}, which holds {held:,} of them"
+    packed = MAX_COMPRESSION if item.chunks and item.id.get_create_plist().get_nfilters() else 1
+    if item.nbytes > n_stored * packed or item.nbytes > size * (packed if name in PARTS else 1):
+        return f"{item.name} claims {item.nbytes:,} bytes, but the file of {size:,} bytes stores {n_stored:,} of them"
     if item.chunks and int(np.prod(item.chunks, dtype=object)) * item.dtype.itemsize > _MOST_CHUNK:
-        return f"{item.name} has chunks of more than {_MOST_CHUNK:,} bytes"
-    if (begin := item.id.get_offset()) is not None and begin + held > size:
-        return f"{item.name} lies beyond the end of the file"
+        return f"{item.name} has chunks larger than {_MOST_CHUNK:,} bytes"
+    if (begin := item.id.get_offset()) is not None and begin + n_stored > size:
+        return f"{item.name} extends beyond the end of the file"
     if name in (*PARTS, LABELS) and item.dtype.kind not in "fiubS":
-        return f"{item.name} is of the kind {item.dtype}"
+        return f"{item.name} has the unexpected type {item.dtype}"
     return ""
 
 
 def unsafe_parts(
     file: h5py.File,
 ) -> Iterator[str]:  # sentences
-    "Yield reasons not to read on: parts that lie in other files, claim more than this one can hold, or are of a kind that no data set has."
+    "Yield reasons not to read a file: parts in other files, sizes larger than the file, unexpected types."
     size = loose = os.path.getsize(file.filename)
     for item in _all_sets(file):
         if isinstance(item, str):
@@ -403,18 +403,18 @@ def unsafe_parts(
         loose -= item.id.get_storage_size()
         if problem := _why_unsafe(item, size):
             yield problem
-    if loose > _MOST_LOOSE + size // 16:
-        yield f"{loose:,} bytes of its {size:,} belong to none of its parts"
+    if loose > _MAX_OTHER_BYTES + size // 16:
+        yield f"{loose:,} of the {size:,} bytes of the file belong to no data set"
         return
     n = h5py.h5a.get_num_attrs(file.id)
     if n > _MOST_OBJECTS:
-        yield f"it has more than {_MOST_OBJECTS} attributes"
+        yield f"the file has more than {_MOST_OBJECTS} attributes"
         return
     longest = max((h5py.h5a.get_info(file.id, index=i).data_size for i in range(n)), default=0)
-    if longest <= _MOST_SAID:  # those of fixed length; the others are as long as they are read
+    if longest <= _MAX_ATTRIBUTE:  # those of fixed length; the others are as long as they are read
         for name in file.attrs:
             with suppress(OSError, TypeError, ValueError):
                 if isinstance(value := file.attrs[name], (str, bytes)):
                     longest = max(longest, len(value))
-    if longest > _MOST_SAID:
-        yield f"it has an attribute of more than {_MOST_SAID:,} letters"
+    if longest > _MAX_ATTRIBUTE:
+        yield f"an attribute of the file is longer than {_MAX_ATTRIBUTE:,} characters"

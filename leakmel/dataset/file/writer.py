@@ -7,10 +7,10 @@ __all__ = [
     "SPARE_BYTES",
     "output_error",
     "OutputLock",
-    "undisturbed",
+    "delayed_signals",
     "require_space",
     "reserve",
-    "bytes_there",
+    "allocated_bytes",
     "replacing",
     "sync_folder",
     "part_bytes",
@@ -29,7 +29,7 @@ import h5py
 import numpy as np
 
 from ...core.errors import OutputError, SpaceError
-from .chunks import create_packed, pack_rows, read_at, write_at
+from .chunks import create_compressed, compress_rows, read_at, write_at
 from .schema import PARTS, Metadata, create_parts, new_file, write_metadata
 
 
@@ -38,32 +38,32 @@ def output_error(
     error: OSError,  # what writing raised
     path: str | os.PathLike,
 ) -> OutputError:  # to be raised
-    "Turn an OSError of writing into an OutputError, or a SpaceError."
+    "Convert an OSError of writing into an OutputError or a SpaceError."
     reason = f"{errno.errorcode.get(error.errno or 0, 'unknown error')}: {os.strerror(error.errno or 0)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(
-            f"no room left while writing ({reason})",
+            f"there is no room left on the file system ({reason})",
             code="no-space",
             path=path,
-            remedy="free some space and build again",
+            remedy="free disk space and build again",
         )
     return OutputError(
-        f"cannot be written ({reason})",
+        f"the file cannot be written ({reason})",
         code="write-failed",
         path=path,
-        remedy="mend the target, or build to another folder",
+        remedy="check the permissions and the file system, or write to another folder",
     )
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #16590536
 class OutputLock:
-    "Exclusive right to write one output; a context manager."
+    "File lock for one output path; a context manager."
 
     def __init__(
         self,
         target: Path,
         *,
-        wait: Callable[[str], None] | None = None,  # told who holds the lock, before waiting; None: refuse
+        wait: Callable[[str], None] | None = None,  # called with the holder before waiting; None: do not wait
     ):
         self.target = target
         self.path = target.with_name(f".{target.name}.lock")
@@ -72,14 +72,14 @@ class OutputLock:
 
     def __enter__(self) -> Self:
         try:
-            while self.fd < 0:  # again where its last holder removed the name between open and lock
+            while self.fd < 0:  # repeat if the last holder removed the file between open and lock
                 self.fd = self._lock()
         except OSError as e:
             raise output_error(e, self.path) from e
         return self
 
     def _lock(self) -> int:
-        "Lock the file of that name; return -1 where the name is gone, or was another file's."
+        "Lock the lock file and return its descriptor; -1 if the file was removed or replaced."
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         locked = False
         try:
@@ -107,11 +107,11 @@ class OutputLock:
         holder = f"process {os.pread(fd, 64, 0).decode('ascii', 'replace').strip() or 'unknown'}"
         if self.wait is None:
             raise OutputError(
-                "another build is writing this data set",
+                "another process is writing this file",
                 code="output-locked",
                 path=self.target,
                 found=holder,
-                remedy="wait for it, or build to another file",
+                remedy="wait until it ends, or write to another file",
             )
         self.wait(holder)
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -123,8 +123,8 @@ class OutputLock:
 
 # %% ../../../nbs/dataset/file/writer.ipynb #f4492e33
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    "Delay SIGINT and SIGTERM until the body has ended; they reach the main thread only."
+def delayed_signals() -> Iterator[None]:
+    "Delay SIGINT and SIGTERM until the body has ended; effective in the main thread."
     came = list[tuple[int, Any]]()
     usual = dict[int, Any]()
 
@@ -150,22 +150,22 @@ def require_space(
     folder: Path,
     n_bytes: int,  # that will be written
 ) -> None:  # raises SpaceError
-    "Refuse to begin where the file system has not enough free space."
+    "Check that the file system has enough free space."
     st = os.statvfs(folder)
     free = st.f_bavail * st.f_frsize
     if free < n_bytes:
         raise SpaceError(
-            f"not enough room: {n_bytes - free:,} bytes are missing",
+            f"there is not enough free space: {n_bytes - free:,} bytes are missing",
             code="no-space",
             path=folder,
             found=f"{free:,} bytes free",
             expected=f"{n_bytes:,} bytes",
-            remedy="free some space or write to another file system",
+            remedy="free disk space, or write to another file system",
         )
 
 
 def reserve(fd: int, n_bytes: int, path: Path) -> None:
-    "Reserve bytes of a file, so that later writes cannot run out of space; raises OutputError, SpaceError."
+    "Reserve disk space for a file, so that later writes do not fail; raises OutputError, SpaceError."
     try:
         os.posix_fallocate(fd, 0, n_bytes)
     except OSError as e:
@@ -173,12 +173,12 @@ def reserve(fd: int, n_bytes: int, path: Path) -> None:
             os.ftruncate(fd, n_bytes)  # a file system that cannot reserve
             return
         if e.errno == errno.ENOSPC:
-            require_space(path.parent, n_bytes - bytes_there(path))  # says how many bytes are missing
+            require_space(path.parent, n_bytes - allocated_bytes(path))  # reports how many bytes are missing
         raise output_error(e, path) from e
 
 
-def bytes_there(path: Path) -> int:
-    "Return the bytes that a file takes on the disk; 0 where there is none."
+def allocated_bytes(path: Path) -> int:
+    "Return the disk space that a file occupies, in bytes; 0 if it does not exist."
     try:
         return os.lstat(path).st_blocks * 512
     except OSError:
@@ -188,7 +188,7 @@ def bytes_there(path: Path) -> int:
 # %% ../../../nbs/dataset/file/writer.ipynb #d145c70c
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    "Give the body a new name next to `path` to write, then rename that file to `path`; never write through a link."
+    "Yield a temporary path for the body to write, then rename that file to `path` (atomic); never write through a link."
     new = path.with_name(f".{path.name}.new")
     try:
         new.unlink(missing_ok=True)
@@ -202,7 +202,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    "Wait until the names in a folder are on the disk."
+    "Flush the directory entries of a folder to disk (fsync)."
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -211,12 +211,12 @@ def sync_folder(folder: Path) -> None:
 
 
 # %% ../../../nbs/dataset/file/writer.ipynb #0b893202
-SPARE_BYTES = 4096  # space asked for each candidate's metadata, at most
+SPARE_BYTES = 4096  # space reserved for the metadata of each candidate
 _COPIED_AT_ONCE = 1 << 20  # bytes
 
 
 def part_bytes(row_shape: tuple[int, ...], waveform_shape: tuple[int, ...] | None) -> tuple[int, int]:
-    "Return the bytes of one recording's row, and of its waveforms."
+    "Return the size of one row and of its waveforms, in bytes."
     return 2 * int(np.prod(row_shape)), 4 * int(np.prod(waveform_shape)) if waveform_shape is not None else 0
 
 
@@ -226,7 +226,7 @@ def part_offsets(
     row_shape: tuple[int, ...],  # L, S, M, T
     waveform_shape: tuple[int, ...] | None = None,  # L, S, short_window; None: no waveforms
 ) -> tuple[int, int]:
-    "Return where rows begin (the same for any number of rows), and where waveforms do, or would, behind them."
+    "Return the byte offsets of the rows (the same for any number of rows) and of the waveforms after them."
     probe = target.with_name(f".{target.name}.scratch")
     try:
         with new_file(probe) as f:
@@ -240,16 +240,16 @@ _LEAST_META = 64 << 10  # bytes of headers and attributes, generously
 
 
 class RowFile:
-    "A data set being written: rows by candidate number, then everything around them, then the final name."
+    "A data set file during a build: rows at fixed offsets by candidate number, then metadata, then the final name."
 
     def __init__(
         self,
-        target: Path,  # the final name; a data set there stays until the new one takes its place
+        target: Path,  # the final name; an existing data set is kept until it is replaced
         row_shape: tuple[int, ...],  # L, S, M, T
         n_candidates: int,  # rows it may hold at most
         waveform_shape: tuple[int, ...] | None = None,  # L, S, short_window; None: no waveforms
         *,
-        start: str = "anew",  # "again": continue with what an interrupted build left; "not": touch no file
+        start: str = "new",  # "resume": open the partial file of an interrupted build; "none": open no file
     ):
         self.target = target
         self.partial = target.with_name(f".{target.name}.partial")
@@ -259,19 +259,19 @@ class RowFile:
         self.n_candidates = n_candidates
         self.waveform_shape = waveform_shape
         self.row_bytes, self.waveform_bytes = part_bytes(row_shape, waveform_shape)
-        if start != "not":
-            self._open(start == "again")
+        if start != "none":
+            self._open(resume=start == "resume")
 
-    def _open(self, again: bool) -> None:
-        "Reserve space, and open the partial file: what an interrupted build left, or a new one; never through a link."
+    def _open(self, *, resume: bool) -> None:
+        "Reserve space and open the partial file, a new one or that of an interrupted build; never through a link."
         need = self.n_candidates * (self.row_bytes + self.waveform_bytes + SPARE_BYTES)
-        require_space(self.target.parent, need - bytes_there(self.partial))
+        require_space(self.target.parent, need - allocated_bytes(self.partial))
         try:
             self.offset, self.waveform_offset = part_offsets(
                 self.target, self.n_candidates, self.row_shape, self.waveform_shape
             )
             self.partial.with_name(self.partial.name + ".gz").unlink(missing_ok=True)
-            if again:
+            if resume:
                 with suppress(OSError):
                     self.fd = os.open(self.partial, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
                     st = os.fstat(self.fd)
@@ -304,8 +304,8 @@ class RowFile:
         write_at(self.fd, waveforms.data.cast("B"), self.waveform_offset + first * self.waveform_bytes)
         return waveforms.nbytes
 
-    def close_ranks(self, good: np.ndarray) -> None:
-        "Move good rows, then their waveforms, down over the others; `good` is [n_candidates] bool, `finish` comes next."
+    def compact_rows(self, good: np.ndarray) -> None:
+        "Move good rows and their waveforms together, so that no gaps remain; `good` is [n_candidates] bool. Call `finish` next."
         keep = np.flatnonzero(good)
         begin = self.waveform_offset
         self._move(keep, self.row_bytes, self.offset, self.offset)
@@ -314,7 +314,7 @@ class RowFile:
         self._move(keep, self.waveform_bytes, begin, self.waveform_offset)
 
     def _move(self, keep: np.ndarray, n_bytes: int, begin: int, goal: int) -> None:
-        "Move the items of these numbers, n_bytes each, from a place that begins at `begin` to one at `goal`, which lies no higher."
+        "Move items of n_bytes each from offset `begin` to offset `goal`, which is not larger."
         for run in np.split(keep, np.flatnonzero(np.diff(keep) != 1) + 1):
             source = begin + int(run[0]) * n_bytes
             for at in range(0, len(run) * n_bytes if source != goal else 0, _COPIED_AT_ONCE):
@@ -324,12 +324,12 @@ class RowFile:
             goal += len(run) * n_bytes
 
     def finish(self, meta: Metadata) -> str:
-        "Write everything around the rows; the partial file is a complete HDF5 file afterwards. Return the digest of the metadata."
+        "Write the metadata around the rows, which completes the HDF5 file; return the metadata digest."
         n_rows = len(meta.labels)
         digest, offsets = self._write_scratch(meta)
         if offsets != (self.offset, self.waveform_offset):
             raise OutputError(
-                "the HDF5 library moved the rows",
+                "this version of the HDF5 library places the rows at other offsets",
                 code="layout-changed",
                 path=self.partial,
                 found=offsets,
@@ -348,7 +348,7 @@ class RowFile:
         return digest
 
     def _write_scratch(self, meta: Metadata) -> tuple[str, tuple[int, int]]:
-        "Write a file with everything but the rows, where there is room for it; return the digest of the metadata, and where rows and waveforms begin."
+        "Write a scratch file with the metadata; return the metadata digest and the offsets of rows and waveforms."
         columns = (meta.labels, meta.row_digests, meta.row_digests, *meta.columns.values())
         n_bytes = _LEAST_META + sum(len(r.path) + len(r.message) for r in meta.rejected)
         for c in columns:
@@ -364,7 +364,7 @@ class RowFile:
             return write_metadata(file, meta), offsets
 
     def digest_of(self, meta: Metadata) -> str:
-        "Return the digest that a data set with these metadata would have."
+        "Return the metadata digest of a data set with these metadata."
         try:
             return self._write_scratch(meta)[0]
         finally:
@@ -372,11 +372,11 @@ class RowFile:
 
     def compress(
         self,
-        meta: Metadata,  # the same that is in the file
+        meta: Metadata,  # as written by `finish`
         *,
         stopped: Callable[[], bool] = lambda: False,  # asked before each chunk
     ) -> None:  # raises OutputError when stopped
-        "Rewrite the complete partial file with its rows, and waveforms, in gzip chunks."
+        "Rewrite the complete partial file with rows and waveforms in gzip chunks."
         packed = self.partial.with_name(self.partial.name + ".gz")
         try:
             with h5py.File(self.partial, "r") as whole:
@@ -386,11 +386,13 @@ class RowFile:
                 with new_file(packed) as f:
                     reserve(f.id.get_vfd_handle(), room, packed)
                     for part in parts:
-                        pack_rows(part, create_packed(f, part.name, part.shape, part.dtype), stopped=stopped)
+                        compress_rows(
+                            part, create_compressed(f, part.name, part.shape, part.dtype), stopped=stopped
+                        )
                     write_metadata(f, meta)
                     f.flush()
                     n_bytes = f.id.get_filesize()
-            os.truncate(packed, n_bytes)  # what was not needed goes back
+            os.truncate(packed, n_bytes)  # release the unused space
             os.replace(packed, self.partial)
         finally:
             packed.unlink(missing_ok=True)
@@ -398,7 +400,7 @@ class RowFile:
         self.fd = os.open(self.partial, os.O_RDWR | os.O_CLOEXEC)
 
     def sync(self) -> None:
-        "Wait until the file is on the disk."
+        "Flush the file to disk (fsync)."
         os.fsync(self.fd)
 
     def publish(self, *, sync: bool = True) -> None:
@@ -409,7 +411,7 @@ class RowFile:
             sync_folder(self.target.parent)
 
     def abort(self, *, keep: bool = False) -> None:
-        "Remove the working files, or all but the partial one, to continue with; what has the final name stays."
+        "Remove the temporary files; with `keep`, keep the partial file for a later build. The file with the final name stays."
         self._close()
         for path in (self.scratch,) if keep else (self.partial, self.scratch):
             path.unlink(missing_ok=True)

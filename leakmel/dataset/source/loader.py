@@ -16,9 +16,9 @@ __all__ = [
     "BadFilesError",
     "first_bad_file",
     "all_rejected",
-    "check_share",
+    "check_rejected_share",
     "Disagreement",
-    "Source",
+    "RecordingSource",
     "BatchReader",
 ]
 
@@ -52,7 +52,7 @@ from ..file.schema import Rejected
 from ...mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/source/loader.ipynb #9b5a6aa5
-# What reading teaches about one recording.
+# Facts about one recording, known after it is read.
 FACTS = np.dtype(
     [
         ("good", "?"),  # its row is filled; else it was rejected
@@ -71,7 +71,7 @@ PLAIN = ("pcm16", "ok")  # encoding and status of nearly all
 
 # %% ../../../nbs/dataset/source/loader.ipynb #caa92450
 class Slot:
-    "Buffers and results of one batch; reused, so a batch must be written out before its slot is given back."
+    "Reusable buffers for one batch; the rows must be written before the slot is returned."
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Slot:
         self.begin(None, 0, 0, 0)
 
     def begin(self, job: Any, batch: int, first: int, n: int) -> None:
-        "Begin with candidates first ... first + n of a job."
+        "Reset the slot for candidates first ... first + n of a job."
         self.job = job
         self.batch = batch
         self.first = first
@@ -104,17 +104,17 @@ class Slot:
 
     @property
     def facts(self) -> np.ndarray:
-        "What reading found, [n] FACTS."
+        "Facts about the recordings, [n] FACTS."
         return self._facts[: self.n]
 
     @property
     def input(self) -> np.ndarray:
-        "What the engine computes from: [n, N] int16, or float32 where one row needs it."
+        "Input of the engine: [n, N] int16, or float32 if one row needs it."
         return self._wide[: self.n] if self.wide_rows and self._wide is not None else self.samples[: self.n]
 
     @contextmanager
     def taking(self, stage: str, n_files: int) -> Iterator[None]:
-        "Count the seconds of the body for a stage, and recordings; also of one that is rejected in it."
+        "Add the run time of the body and a number of recordings to a stage, also if a recording is rejected in it."
         began = time.perf_counter()
         try:
             yield
@@ -139,7 +139,7 @@ class Slot:
 # %% ../../../nbs/dataset/source/loader.ipynb #65b30676
 @cache
 def decoders() -> dict[str, str]:
-    "Return the versions of the packages that turn bytes into samples."
+    "Return the versions of the packages that decode and resample."
     from importlib.metadata import PackageNotFoundError, version
 
     found = dict.fromkeys(("soundfile", "soxr", "numpy"), "")
@@ -151,7 +151,7 @@ def decoders() -> dict[str, str]:
 
 # %% ../../../nbs/dataset/source/loader.ipynb #0bae2906
 def rejected_dict(rejected: Rejected) -> dict[str, str]:
-    "A rejected file for JSON; a path that is not plain text is there in base64 too."
+    "Return a rejected file for JSON; a path that is not printable text is also given in base64."
     facts = {"path": show_path(rejected.path), "code": rejected.code, "message": rejected.message}
     if facts["path"].encode() != rejected.path:
         facts["path_base64"] = base64.b64encode(rejected.path).decode()
@@ -160,25 +160,25 @@ def rejected_dict(rejected: Rejected) -> dict[str, str]:
 
 # %% ../../../nbs/dataset/source/loader.ipynb #62cd1d1e
 def percent(share: float) -> str:  # share 0 to 1
-    "A share in words; one that is not quite all does not read as all."
+    "Format a share as a percentage; values just below 1 become 'nearly 100 %'."
     return f"{100 * share:.3g} %" if not 0.9995 <= share < 1 else "nearly 100 %"
 
 
 def share_sentence(
     n_rejected: int,
     n_found: int,
-    most: float | None,  # share that may be rejected; None: a report that does not say
+    most: float | None,  # allowed share; None: not in the report
 ) -> str:  # empty where none was rejected
-    "How much of what was found was rejected."
+    "Describe the share of rejected files."
     if not n_rejected:
         return ""
     return f"{percent(n_rejected / n_found)} of the files" + (
-        "" if most is None else f", up to {percent(most)} may be"
+        "" if most is None else f" (at most {percent(most)} allowed)"
     )
 
 
 def reasons(rejected: Sequence[Rejected]) -> str:
-    "How many files were rejected for what, and the first file of each of the three most frequent codes."
+    "Count rejected files by code, and name the first file of the three most frequent codes."
     counts = Counter(r.code for r in rejected).most_common()
     first: dict[str, Rejected] = {}
     for r in sorted(rejected, key=lambda r: r.path):
@@ -195,7 +195,7 @@ MOST_LISTED = 1000  # rejected files in the facts of an error
 
 
 class BadFilesError(DataError):
-    "Bad files that end a build: the first one where the policy is to stop, or more of them than may be."
+    "Bad files that end a build: the first one if on_bad_file is stop, or more than max_rejected allows."
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class BadFilesError(DataError):
 
     @property
     def facts(self) -> dict[str, Any]:
-        "For machines, with the keys of a report; at most MOST_LISTED files by name."
+        "The facts for JSON, with the keys of a report; at most MOST_LISTED files by name."
         return {
             "found": self.n_found,
             "rejected": len(self.rejections),
@@ -224,14 +224,14 @@ def first_bad_file(
     listing: Listing,
     rejected: Rejected,
 ) -> BadFilesError:  # to be raised
-    "The error for the first bad file of a build that stops at it."
+    "Return the error for a bad file in a build with on_bad_file='stop'."
     return BadFilesError(
-        f"a bad file ({rejected.code}): {rejected.message}, and the build was told to stop at the first",
+        f"the build stopped at a bad file ({rejected.code}), as on_bad_file='stop' requests: {rejected.message}",
         [rejected],
         len(listing),
         code="bad-file",
         path=listing.full_path(listing.paths.index(rejected.path)),
-        remedy="mend it, or take it out of the folder; or let bad files be rejected and listed (on_bad_file='reject', --on-bad-file reject)",
+        remedy="repair or remove the file, or let the build reject and list bad files (on_bad_file='reject', --on-bad-file reject)",
     )
 
 
@@ -239,37 +239,36 @@ def all_rejected(
     listing: Listing,
     rejected: Sequence[Rejected],
 ) -> BadFilesError:  # to be raised
-    "The error for a split in which no recording is good."
+    "Return the error for a split without valid recordings."
     return BadFilesError(
-        "all recordings were rejected, nothing was written",
+        "all recordings were rejected, so no data set was written",
         rejected,
         len(listing),
         code="all-rejected",
         path=listing.folder,
         found=reasons(rejected),
-        remedy="check the recordings (`leakmel scan --content`) and the spec's rules",
+        remedy="check the recordings (`leakmel scan --content`) and the settings channels, short, long and rate",
     )
 
 
-def check_share(
+def check_rejected_share(
     listing: Listing,
     rejected: Sequence[Rejected],  # of the whole split
     most: float,  # share of the files found that may be rejected, 0 to 1
 ) -> None:  # raises BadFilesError
-    "Refuse a split of which more was rejected than may be."
+    "Check the share of rejected files in a split."
     k = len(rejected)
     n = len(listing)
     if k / n <= most:
         return  # a quotient, which is the decimal it should be where that is exact; a product is not
     raise BadFilesError(
-        f"{k:,} of {n:,} files were rejected, {percent(k / n)}, and up to {percent(most)} may be: nothing was published",
+        f"{k:,} of {n:,} files ({percent(k / n)}) were rejected, but at most {percent(most)} are allowed, so nothing was published",
         rejected,
         n,
         code="too-many-rejected",
         path=listing.folder,
         found=reasons(rejected),
-        remedy="look at these files and at where they come from; if it is right that they are left out, build again with a higher "
-        "max_rejected (--max-rejected)",
+        remedy="check these files and their source; to build without them, raise max_rejected (--max-rejected)",
     )
 
 
@@ -282,22 +281,22 @@ _NO_LABEL = {
 
 
 class Disagreement(DataError):
-    "Recordings of different rate or length where the spec was to follow them."
+    "Recordings differ in rate or length, although the spec takes these from the data."
 
 
-class Source(Protocol):
-    "What fills slots with the recordings of one listing."
+class RecordingSource(Protocol):
+    "Interface of readers that fill slots with the recordings of one listing."
 
     listing: Listing
     stage: str  # of the timeline: "read" from files, "stage" from a cache
-    inflow: CacheUse  # what it asked of files, and what a device delivered
+    cache_use: CacheUse  # bytes requested from files, and bytes read from storage
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's candidates; return the bytes of their files."
 
 
 class BatchReader:
-    "Reads batches of one listing into slots; shared by all reader threads."
+    "Reader of batches from the WAV files of one listing; shared by all reader threads."
 
     stage = "read"
 
@@ -306,19 +305,19 @@ class BatchReader:
         listing: Listing,
         spec: MelSpec,
         *,
-        follows: Collection[str] = (),  # "sample_rate", "duration_s": taken from the data, all must agree
+        inferred: Collection[str] = (),  # "sample_rate", "duration_s": taken from the data, all must agree
         on_bad_file: str = "reject",  # "reject" or "stop"
     ):
         self.listing = listing
         self.spec = spec
-        self.follows = follows
+        self.inferred = inferred
         self.on_bad_file = on_bad_file
         self.header = canonical_header(spec.sample_rate, spec.n_samples)
         self.size = HEADER_BYTES + 2 * spec.n_samples
         self.base = os.fsencode(listing.folder) + b"/"
         self.no_label = _NO_LABEL["folders" if listing.naming.labels_by_folder else listing.naming.source]
-        self.inflow = CacheUse()
-        self.in_a_row = ReadFailureGuard()  # recordings that the system refuses one after another
+        self.cache_use = CacheUse()
+        self.read_failures = ReadFailureGuard()  # stops after too many consecutive I/O errors
         self._canonical_facts = np.zeros((), FACTS)
         known = ["good", "whole", "channels", "sample_rate", "n_samples"]
         self._canonical_facts[known] = (True, True, 1, spec.sample_rate, spec.n_samples)
@@ -328,16 +327,16 @@ class BatchReader:
         mine = slice(slot.first, slot.first + slot.n)
         sizes = self.listing.sizes[mine]
         labelled = self.listing.label_ids[mine] >= 0
-        with self.inflow.delivering():
+        with self.cache_use.delivering():
             done = self._fill_canonical(slot, (sizes == self.size) & labelled)
             for i in np.flatnonzero(~done).tolist():
                 self.fill_row(slot, i)
             slot.scale_whole_rows()
-        self.inflow.ask(int(sizes[labelled].clip(0).sum()))  # one without a label is not read
+        self.cache_use.ask(int(sizes[labelled].clip(0).sum()))  # one without a label is not read
         return int(sizes.clip(0).sum())
 
     def _fill_canonical(self, slot: Slot, wanted: np.ndarray) -> np.ndarray:
-        "Read the canonical recordings of a slot by compiled code; return which rows are filled, [n] bool."
+        "Read the canonical recordings of a slot with compiled code; return which rows are filled, [n] bool."
         module = native()
         if module is None or not wanted.any():
             return np.zeros(slot.n, bool)
@@ -352,7 +351,7 @@ class BatchReader:
                 raise fault
         good = outcomes == module.READ
         if good.any():
-            self.in_a_row.given()
+            self.read_failures.given()
         slot.facts[:] = self._canonical_facts
         slot.facts["digest"] = digests if module.can_digest(samples[0].nbytes) else digests_of(samples)
         slot.facts["ctime_ns"] = ctimes_ns
@@ -360,7 +359,7 @@ class BatchReader:
         return good
 
     def fill_row(self, slot: Slot, i: int) -> None:
-        "Read one of the slot's candidates, or reject it; raises MachineError where too many in a row cannot be had, BadFilesError where it is to."
+        "Read one candidate of the slot or reject it; raises MachineError after too many consecutive I/O errors, BadFilesError if on_bad_file is stop."
         listing = self.listing
         k = slot.first + i
         try:
@@ -369,16 +368,16 @@ class BatchReader:
             raise OutOfMemory(self.base + listing.paths[k]) from e
         except RecordingError as e:
             slot.samples[i] = 0
-            if listing.label_ids[k] >= 0 and listing.sizes[k] >= 0:  # else it was not asked for
-                self.in_a_row.refused(e, self.base + listing.paths[k])
+            if listing.label_ids[k] >= 0 and listing.sizes[k] >= 0:  # else the file was not read
+                self.read_failures.refused(e, self.base + listing.paths[k])
             slot.rejected.append(Rejected(listing.paths[k], e.reject_code, e.message))
             if self.on_bad_file == "stop":
                 raise first_bad_file(listing, slot.rejected[-1]) from e
         else:
-            self.in_a_row.given()
+            self.read_failures.given()
 
     def _read(self, slot: Slot, i: int, k: int) -> None:
-        "Read candidate k into row i; raises RecordingError, or Disagreement where it should have been like the others."
+        "Read candidate k into row i; raises RecordingError, or Disagreement if rate or length differ from the first recording."
         spec = self.spec
         path = self.base + self.listing.paths[k]
         size = int(self.listing.sizes[k])
@@ -403,10 +402,10 @@ class BatchReader:
             os.close(fd)
         n, channels = recording.samples.shape
         rate = recording.sample_rate
-        if "sample_rate" in self.follows and rate != spec.sample_rate:
-            raise Disagreement("recordings differ in rate", code="recordings-differ")
-        if "duration_s" in self.follows and resampled_length(n, rate, spec.sample_rate) != spec.n_samples:
-            raise Disagreement("recordings differ in length", code="recordings-differ")
+        if "sample_rate" in self.inferred and rate != spec.sample_rate:
+            raise Disagreement("the recordings differ in sample rate", code="recordings-differ")
+        if "duration_s" in self.inferred and resampled_length(n, rate, spec.sample_rate) != spec.n_samples:
+            raise Disagreement("the recordings differ in length", code="recordings-differ")
         other = rate != spec.sample_rate
         with slot.taking("resample" if other else "decode", int(other)):
             row, status = conform(recording.samples, rate, spec.rules)

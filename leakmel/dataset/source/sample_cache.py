@@ -11,7 +11,7 @@ __all__ = [
     "cache_key",
     "SampleRows",
     "SampleCache",
-    "check_follows",
+    "check_inferred",
     "CachedReader",
     "NoMemory",
     "load",
@@ -72,7 +72,7 @@ def cache_key(
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #f84904b3
 def _memory_file() -> int:
-    "Open an unnamed file in memory; where the system has none, one without a name in the temporary folder."
+    "Open an unnamed file in memory, or in the temporary folder if the system has no memory files."
     if hasattr(os, "memfd_create"):
         return os.memfd_create("leakmel-samples")
     with tempfile.TemporaryFile() as file:
@@ -124,7 +124,7 @@ class SampleRows:
             return
         with self._lock:
             if self.fd < 0:
-                raise OSError(errno.EBADF, "the recordings were given back")
+                raise OSError(errno.EBADF, "the preloaded recordings have been closed")
             if self._memory is None:
                 flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
                 whole = mmap.mmap(self.fd, 0, flags=flags, prot=mmap.PROT_READ)
@@ -140,7 +140,7 @@ class SampleRows:
         return row
 
     def close(self) -> None:
-        "Close the file, or give the memory back; a later read gets an error, not another file that is opened under the same number."
+        "Close the file or release the memory; later reads raise an error."
         with self._lock:
             fd = self.fd
             self.fd = -1
@@ -155,7 +155,7 @@ _MAGIC = b"leakmel held 1\n\0"
 
 
 class SampleCache:
-    "The samples of one listing, made to fit, and the facts of each recording."
+    "Decoded samples of one listing at the rate and length of the spec, and facts about each recording."
 
     def __init__(self, key: str, rows: SampleRows, n_files: int):
         self.key = key
@@ -163,13 +163,13 @@ class SampleCache:
         self.facts = np.zeros(n_files, FACTS)  # "good": cached
         self.row_digests = np.zeros(n_files, "S32")  # of cached rows
         self.unusual: dict[int, tuple[str, str]] = {}  # candidate -> encoding, status, where not PLAIN
-        self.about: dict[str, Any] = {}  # of a file: what it was made from
-        self.n_damaged = 0  # rows that were asked for and did not match their digest
-        self.n_outdated = 0  # the same, whose file changed since
+        self.about: dict[str, Any] = {}  # of a cache file: its folder, split and number of recordings
+        self.n_damaged = 0  # rows that did not match their digest
+        self.n_outdated = 0  # rows whose recordings have changed
 
     @property
-    def is_worn(self) -> bool:
-        "Whether so little can be used that a new cache is better: a damaged row, or more than one in fifty outdated."
+    def needs_rebuild(self) -> bool:
+        "Whether the cache should be rebuilt: a row is damaged, or more than 2 % of the rows are outdated."
         return self.n_damaged > 0 or self.n_outdated * 50 > len(self)
 
     def __len__(self) -> int:
@@ -188,7 +188,7 @@ class SampleCache:
             self.row_digests[slot.first + i] = digest_of(slot.input[i])
 
     def save(self, about: dict[str, Any]) -> None:
-        "Complete the file of a cache with its facts and its footer."
+        "Complete a cache file with facts and footer."
         rows = self.rows
         text = {
             "key": self.key,
@@ -211,7 +211,7 @@ class SampleCache:
         n_samples: int = 0,  # of a row; 0: rows are not read
         key: str | None = None,  # of the recordings wanted; None: any
     ) -> Self:  # its file is open
-        "Open a cache file, never through a link; raises DataError where it cannot be used, OSError where it cannot be read."
+        "Open a cache file, never through a link; raises DataError if it cannot be used, OSError if it cannot be read."
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             size = os.fstat(fd).st_size
@@ -227,10 +227,10 @@ class SampleCache:
                 facts = arrays["facts"]
                 row_digests = arrays["row_digests"]
             if key not in (None, text["key"]):
-                raise ValueError("it holds other recordings")
+                raise ValueError("the cache file holds other recordings")
             cache = cls(text["key"], SampleRows(0, n_samples, fd=fd), 0)
             if (facts.dtype, facts.shape, row_digests.dtype) != (FACTS, row_digests.shape, "S32"):
-                raise ValueError("its facts are laid out in another way")
+                raise ValueError("the facts have another layout")
             cache.facts = facts
             cache.row_digests = row_digests
             cache.about = dict(text["about"])
@@ -242,23 +242,23 @@ class SampleCache:
             if isinstance(e, OSError):
                 raise  # the file may be fine: it is not replaced
             raise DataError(
-                "this is no cache file that can be used", code="invalid-cache-file", path=path, found=str(e)
+                "the cache file cannot be used", code="invalid-cache-file", path=path, found=str(e)
             ) from e
 
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #443a7df1
-def check_follows(cache: SampleCache, spec: MelSpec, follows: Collection[str]) -> None:
-    "Raise Disagreement where a spec was to follow recordings that differ."
+def check_inferred(cache: SampleCache, spec: MelSpec, inferred: Collection[str]) -> None:
+    "Check that all recordings have the rate and length that were inferred from the data; raises Disagreement."
     good = cache.facts[cache.facts["good"]]
     for rate, n in np.unique(good[["sample_rate", "n_samples"]]).tolist():
-        if "sample_rate" in follows and rate != spec.sample_rate:
-            raise Disagreement("recordings differ in rate", code="recordings-differ")
-        if "duration_s" in follows and resampled_length(n, rate, spec.sample_rate) != spec.n_samples:
-            raise Disagreement("recordings differ in length", code="recordings-differ")
+        if "sample_rate" in inferred and rate != spec.sample_rate:
+            raise Disagreement("the recordings differ in sample rate", code="recordings-differ")
+        if "duration_s" in inferred and resampled_length(n, rate, spec.sample_rate) != spec.n_samples:
+            raise Disagreement("the recordings differ in length", code="recordings-differ")
 
 
 class CachedReader:
-    "Fills slots from a cache; shared by all threads."
+    "Reader that fills slots from a cache; shared by all threads."
 
     stage = "stage"
 
@@ -266,37 +266,37 @@ class CachedReader:
         self.cache = cache
         self.plain = plain
         self.listing = plain.listing
-        self.inflow = CacheUse()  # what is asked of a cache file; memory is asked for nothing
+        self.cache_use = CacheUse()  # bytes requested from a cache file; 0 for memory
         self._warned = False
         if not cache.rows.in_memory:
             with suppress(OSError):
-                self.inflow.tells = is_in_cache(cache.rows.fd, 0) is not None
-        check_follows(cache, plain.spec, plain.follows)
+                self.cache_use.tells = is_in_cache(cache.rows.fd, 0) is not None
+        check_inferred(cache, plain.spec, plain.inferred)
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's rows; return the bytes of their files."
         samples = slot.samples[: slot.n]
         try:
-            with self.inflow.delivering():
+            with self.cache_use.delivering():
                 self.cache.rows.read(slot.first, samples)
         except (OSError, VerifyError) as e:
             self._warn(f"the cache file cannot be read ({e})")
             return self.plain.fill(slot)
-        self.inflow.ask(0 if self.cache.rows.in_memory else samples.nbytes)
+        self.cache_use.ask(0 if self.cache.rows.in_memory else samples.nbytes)
         sizes = self.listing.sizes[slot.first : slot.first + slot.n].clip(0)
         for i, digest in enumerate(digests_of(samples)):
             if self._take_cached(slot, i, digest):
-                self.plain.in_a_row.given()
+                self.plain.read_failures.given()
                 continue
-            with self.plain.inflow.delivering():
+            with self.plain.cache_use.delivering():
                 self.plain.fill_row(slot, i)
             if self.listing.label_ids[slot.first + i] >= 0:
-                self.plain.inflow.ask(int(sizes[i]))
+                self.plain.cache_use.ask(int(sizes[i]))
         slot.scale_whole_rows()
         return int(sizes.sum())
 
     def _take_cached(self, slot: Slot, i: int, digest: bytes) -> bool:
-        "Complete one row from the cache; return False where its file has to be read. `digest` is that of its 16-bit samples."
+        "Complete one row from the cache; return False if its file must be read. `digest` is that of its 16-bit samples."
         k = slot.first + i
         facts = self.cache.facts[k]
         if self.listing.label_ids[k] < 0 or not facts["good"]:
@@ -327,9 +327,9 @@ class CachedReader:
         return True
 
     def _warn(self, what: str) -> None:
-        "Say once that something is read from the files again."
+        "Log once that recordings are read from their files."
         if not self._warned:
-            log.warning("%s; the recordings are read from their files instead", what)
+            log.warning("%s: the recordings are read from their files instead", what)
         self._warned = True
 
 
@@ -338,7 +338,7 @@ LOAD_FILES = 32  # recordings in a batch
 
 
 class NoMemory(MachineError):
-    "Recordings that take more memory than they may."
+    "The recordings need more memory than allowed."
 
 
 def load(
@@ -349,7 +349,7 @@ def load(
     n_threads: int,
     timeline: Timeline,
     watch: Callable[[int], None],  # called with the number of recordings read
-    ahead: ReadAhead | None = None,  # has recordings fetched before they are read
+    ahead: ReadAhead | None = None,  # prefetches recordings
 ) -> SampleCache:  # raises the first error of a thread
     "Read all recordings of a listing into a cache."
     n_files = len(reader.listing)
@@ -390,7 +390,9 @@ def load(
                     n_read += slot.n
         except (MemoryError, OutOfMemory) as e:
             raise NoMemory(
-                "the recordings take more memory than they may", code="no-memory", remedy="use mode='stream'"
+                "the recordings need more memory than ram_fraction allows",
+                code="no-memory",
+                remedy="use mode='stream'",
             ) from e
         if n_read == n_files:
             finished.set()
@@ -405,13 +407,13 @@ def load(
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #3fd35dab
 SUFFIX = ".samples"
-_OURS = re.compile(r"(all|training|validation|testing)-[0-9a-f]{32}\.samples")
+_CACHE_NAME = re.compile(r"(all|training|validation|testing)-[0-9a-f]{32}\.samples")
 
 
 def cache_folder(
     cache_dir: str | os.PathLike | None = None,  # the user's choice
 ) -> Path:
-    "Return the folder of cache files: the one named, LEAKMEL_CACHE_DIR, or leakmel's part of the user's cache folder."
+    "Return the folder of cache files: cache_dir, LEAKMEL_CACHE_DIR, or the folder leakmel in the user's cache folder."
     named = os.environ.get("LEAKMEL_CACHE_DIR") or None if cache_dir is None else cache_dir
     if named is not None:
         return Path(os.path.abspath(os.path.expanduser(named)))
@@ -434,12 +436,12 @@ def open_cache(
     reader: BatchReader,
     key: str,
     fill: Callable[[SampleRows], SampleCache],  # reads all recordings into rows
-    say: Callable[[str], None] = lambda line: None,  # told when another process is waited for
+    say: Callable[[str], None] = lambda line: None,  # called before waiting for another process
 ) -> tuple[SampleCache, bool]:  # the file is open; whether it was made now
-    "Open the cache file of a listing, or make it. Raises OutputError, SpaceError, and what `fill` raises."
+    "Open the cache file of a listing, or create it. Raises OutputError, SpaceError, and errors of `fill`."
 
     def wait(holder: str) -> None:
-        say(f"memmap: waiting for {holder}, which makes the cache file")
+        say(f"memmap: waiting for {holder}, which is writing the cache file")
 
     listing = reader.listing
     n_bytes = len(listing) * (2 * reader.spec.n_samples + 200)
@@ -469,7 +471,7 @@ def open_cache(
 
 
 def _open_complete(path: Path, reader: BatchReader, key: str) -> SampleCache | None:
-    "Open an existing cache file; it got its name when it was complete, so no lock is needed. Raises OSError where it may be fine but cannot be read."
+    "Open an existing cache file. It got its name when it was complete, so no lock is needed. Raises OSError if it cannot be read."
     try:
         cache = SampleCache.open(path, reader.spec.n_samples, key)
     except (DataError, FileNotFoundError):
@@ -508,7 +510,7 @@ def list_cache(
     for path in cache_folder(cache_dir).glob(f"*{SUFFIX}"):
         with suppress(FileNotFoundError):  # another process cleared it just now
             st = path.lstat()
-            if not _OURS.fullmatch(path.name) or not stat.S_ISREG(st.st_mode):
+            if not _CACHE_NAME.fullmatch(path.name) or not stat.S_ISREG(st.st_mode):
                 continue
             used = datetime.fromtimestamp(st.st_mtime, UTC).isoformat(timespec="seconds")
             try:
@@ -526,7 +528,7 @@ def clear_cache(
     *,
     unused_days: float = 0,  # only files that were not used for so long
 ) -> list[CacheFile]:  # that were removed; raises OutputError
-    "Remove cache files, and what a killed process left; a build that reads one continues from its files."
+    "Remove cache files, also incomplete ones; a build that uses a removed file continues with the recordings."
     if not unused_days >= 0:
         raise UsageError("unused_days must be 0 or more", code="usage", found=unused_days)
     folder = cache_folder(cache_dir)
@@ -540,7 +542,7 @@ def clear_cache(
                     removed.append(each)
         for partial in folder.glob(f".*{SUFFIX}.partial"):
             made = partial.with_name(partial.name[1:].removesuffix(".partial"))
-            if _OURS.fullmatch(made.name):
+            if _CACHE_NAME.fullmatch(made.name):
                 with suppress(OutputError), OutputLock(made):  # else it is being made
                     partial.unlink(missing_ok=True)
     except OSError as e:

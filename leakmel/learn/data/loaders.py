@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from ...core.errors import UsageError
 from ...core.monitor import free_memory, size_text
-from ...dataset.file.chunks import in_order
+from ...dataset.file.chunks import map_in_order
 from .segments import Batch, Segments, load_items
 
 
@@ -240,7 +240,7 @@ class StreamLoader(Loader):
             return buffer.pin_memory() if self.device.type == "cuda" else buffer
 
         with ThreadPoolExecutor(1, "leakmel-stream") as pool:
-            for buffer in in_order(pool, read, list(zip(cuts, cuts[1:])), 2):
+            for buffer in map_in_order(pool, read, list(zip(cuts, cuts[1:])), 2):
                 for at in range(0, len(buffer), size):
                     self.order.advance()
                     yield self.transfer(buffer[at : at + size])

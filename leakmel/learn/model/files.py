@@ -28,7 +28,7 @@ import torch
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, LeakmelError, OutputError, show_path
-from ...dataset.file.writer import output_error, replacing, sync_folder, undisturbed
+from ...dataset.file.writer import output_error, replacing, sync_folder, delayed_signals
 from .devices import room
 
 
@@ -43,7 +43,7 @@ def write_whole(
 ) -> None:  # raises OutputError, SpaceError where the disk is full
     "Write a file that is either there with all its bytes or as it was before; never through a link."
     try:
-        with undisturbed():
+        with delayed_signals():
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as new:
                 fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -281,9 +281,9 @@ class RecordingReaders:
                 raise read_error(e, path) from e
             recording = read_wav(path)
         except RecordingError as e:
-            self.reader.in_a_row.refused(e, path)
+            self.reader.read_failures.refused(e, path)
             raise
-        self.reader.in_a_row.given()
+        self.reader.read_failures.given()
         return recording
 
     def _pieces(self, k: int) -> Iterator[tuple[np.ndarray, int, int]]:
