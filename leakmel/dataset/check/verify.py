@@ -145,7 +145,7 @@ def _look(rows: h5py.Dataset, start: int, n: int) -> tuple[np.ndarray, np.ndarra
     if is_plain and module is not None and module.can_digest(n_bytes):
         fd = rows.file.id.get_vfd_handle()
         try:
-            digests, largest = module.look_at_rows(fd, begin + start * n_bytes, n, n_bytes)
+            digests, largest = module.digest_file_rows(fd, begin + start * n_bytes, n, n_bytes)
         except EOFError as e:
             raise VerifyError("the file ends too early", code="file-ends-early") from e
         return digests, largest >= _INFINITE

@@ -101,7 +101,7 @@ class ReadAhead:
     def run(self, lane: str) -> None:
         "Ask for files until the readers have taken all, or `stop`; raises nothing."
         try:
-            from leakmel.audio.native import will_need
+            from leakmel.audio.native import prefetch_files
 
             end = 0
             while (step := self._next(end)) is not None:
@@ -110,7 +110,7 @@ class ReadAhead:
                 wanted = [i for i in range(first, end) if 0 < self._sizes[i] <= self.n_bytes]
                 paths = [reader.base + reader.listing.paths[i - self._firsts[k]] for i in wanted]
                 with reader.inflow.delivering():
-                    n = will_need(paths, self._sizes[wanted])
+                    n = prefetch_files(paths, self._sizes[wanted])
                 reader.inflow.note_ahead(n)
         except Exception as e:
             log.debug("recordings are not fetched ahead: %s: %s", type(e).__name__, e)
