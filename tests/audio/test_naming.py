@@ -563,8 +563,14 @@ def test_odd_names_go_through_a_table_and_back(tmp_path):
         ("path,label\nx/,LEAK\n", ["empty part"]),
         ("path,label\na\0b.wav,LEAK\n", ["line 2"]),
         ("path,label\na.wav,LEAK\n\n\na.wav,NORMAL\n", ["line 5: the path is the same as in line 2"]),
-        ('path,label,x\n"a\n\n.wav",LEAK,1\n"a\n\n.wav",LEAK,1\n', ["line 5: the path is the same as in line 2"]),
-        ("path,label,split\na.wav,LEAK,train\nb.wav,LEAK,holdout\n", ["line 3: the split is unknown", "holdout"]),
+        (
+            'path,label,x\n"a\n\n.wav",LEAK,1\n"a\n\n.wav",LEAK,1\n',
+            ["line 5: the path is the same as in line 2"],
+        ),
+        (
+            "path,label,split\na.wav,LEAK,train\nb.wav,LEAK,holdout\n",
+            ["line 3: the split is unknown", "holdout"],
+        ),
         ("path,label,split\na.wav,LEAK,\n", ["line 2: the split is empty"]),
         ("path,label,start_time\na.wav,LEAK,noon\n", ["line 2: the start time", "noon"]),
         ("path,label,gain\na.wav,LEAK,loud\n", ["line 2: the gain is not a number"]),

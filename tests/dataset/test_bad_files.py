@@ -372,7 +372,8 @@ def test_a_folder_that_goes_away_stops_the_build(
     with monkeypatch.context() as m:
         m.setattr(loader.BatchReader, "fill", fill)
         with pytest.raises(
-            MachineError, match=rf"{MAX_READ_FAILURES} recordings in a row could not be opened or read.*ENOENT"
+            MachineError,
+            match=rf"{MAX_READ_FAILURES} recordings in a row could not be opened or read.*ENOENT",
         ) as raised:
             build(many, target, hands, mode=mode)
     assert str(many / "LEAK") in str(raised.value)
