@@ -138,7 +138,7 @@ def run_build(args: argparse.Namespace) -> Outcome:
 # %% ../nbs/cli.ipynb #37e6fbe2
 def _build_text(result: Any) -> str:
     "A built data set in a few lines."
-    from leakmel.audio.problems import in_words, wrapped
+    from leakmel.audio.problems import format_counts, wrap_list
     from leakmel.dataset.source.loader import share_sentence
     from leakmel.dataset.run.publish import kept_sentence
     from leakmel.insight.dashboard import cache_sentence
@@ -149,16 +149,16 @@ def _build_text(result: Any) -> str:
     problems = ", ".join(f"{n:,} x {kind}" for kind, n in s["problems_by_kind"].items())
     listed = f"{problems} (leakmel scan --content lists them; so does the report beside the data set)"
     lines = [
-        *([wrapped("  ", kept, width=line_width())] if kept else []),
+        *([wrap_list("  ", kept, width=line_width())] if kept else []),
         f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
         f"  {result.seconds:.2f} s to the published file (imports of {result.start_up_s:.2f} s apart){rate}",
         f"  engine {s['engine']}, page cache {cache_sentence(s)}",
         f"  {result.verified.verdict}",
     ]
     if s["status_counts"]:
-        lines.append(wrapped("  changed to fit: ", in_words(s["status_counts"]), width=line_width()))
+        lines.append(wrap_list("  changed to fit: ", format_counts(s["status_counts"]), width=line_width()))
     if problems:
-        lines.append(wrapped("  problems: ", listed, width=line_width()))
+        lines.append(wrap_list("  problems: ", listed, width=line_width()))
     if share := share_sentence(len(result.rejections), result.found, s["pipeline"]["max_rejected"]):
         lines.append(f"  rejected: {share}")
     lines += [f"  rejected: {n:,} x {code}" for code, n in counts.most_common()]

@@ -8,7 +8,7 @@ __all__ = [
     "Token",
     "pattern_tokens",
     "match_pattern",
-    "Named",
+    "ParsedPath",
     "Naming",
     "pattern_naming",
     "PatternPreview",
@@ -31,7 +31,7 @@ from ..core.parameters import answer_unknown
 # %% ../../nbs/audio/naming.ipynb #7b685296
 FIELDS = ("split", "label", "sensor", "recording", "session", "start_time", "gain", "folder")
 _TOKEN = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[{}]|[^{}]+")
-_MOST_LETTERS = 500  # of a pattern
+_MAX_LENGTH = 500  # of a pattern
 
 Token = tuple[str, str]  # "text", "field" or "folders", and the text or the field's name ("*": ignored)
 
@@ -40,7 +40,7 @@ def _pattern_error(pattern: str, message: str, remedy: str | None = None) -> Usa
     "Return the error for a pattern that cannot be used."
     known = ", ".join(f"{{{name}}}" for name in FIELDS)
     return UsageError(
-        f"the pattern {pattern[:_MOST_LETTERS]!r} {message}",
+        f"the pattern {pattern[:_MAX_LENGTH]!r} {message}",
         code="invalid-pattern",
         expected=f"text with {known}, {{*}} or {{**}}",
         remedy=remedy,
@@ -51,13 +51,13 @@ def _pattern_error(pattern: str, message: str, remedy: str | None = None) -> Usa
 def pattern_tokens(
     pattern: str,  # for example "{split}_{label}_{sensor}_{*}"
 ) -> tuple[Token, ...]:  # pieces of text joined; raises UsageError
-    "Cut a pattern into literal text and fields, and check it."
-    if len(pattern) > _MOST_LETTERS:
-        raise _pattern_error(pattern, f"has more than {_MOST_LETTERS} letters")
+    "Split a pattern into literal text and fields, and check it."
+    if len(pattern) > _MAX_LENGTH:
+        raise _pattern_error(pattern, f"has more than {_MAX_LENGTH} characters")
     tokens: list[Token] = []
     for word in _TOKEN.findall(pattern):
         if word in ("{", "}"):
-            raise _pattern_error(pattern, f"has a single {word}", f"write {word}{word} for the letter {word}")
+            raise _pattern_error(pattern, f"has a single {word}", f"write {word}{word} for a literal {word}")
         if word == "{**}":
             tokens.append(("folders", ""))
         elif word.startswith("{") and word != "{{":
@@ -70,30 +70,30 @@ def pattern_tokens(
             tokens.append(("text", last + text))
     named = [value for kind, value in tokens if kind == "field" and value != "*"]
     if doubled := next((name for name in named if named.count(name) > 1), None):
-        raise _pattern_error(pattern, f"has a field twice: {doubled} is there twice")
+        raise _pattern_error(pattern, f"has the field {{{doubled}}} twice", "remove one of the two")
     if not named:
-        raise _pattern_error(pattern, "names nothing", "name at least one field")
+        raise _pattern_error(pattern, "has no field", "add at least one field")
     if pattern.startswith("/"):
         raise _pattern_error(
-            pattern, "begins with /, but paths are relative to the data folder", "leave the first / away"
+            pattern, "begins with /, but paths are relative to the data folder", "remove the leading /"
         )
     if (end := os.path.splitext(pattern)[1]).lower() in (".wav", ".wave"):
-        raise _pattern_error(pattern, f"ends in {end}: leave the extension away")
+        raise _pattern_error(pattern, f"ends in {end}", "remove the extension")
     for k, (before, this, after) in enumerate(
         zip([("text", "/"), *tokens], list(tokens), [*tokens[1:], ("field", "")])
     ):
         if this[0] == after[0] == "field" and after[1]:
             raise _pattern_error(
                 pattern,
-                f"has fields side by side: nothing stands between {{{this[1]}}} and {{{after[1]}}}",
-                "separate them by text, or it is unknown where one ends",
+                f"has no text between the fields {{{this[1]}}} and {{{after[1]}}}",
+                "put text between them: without it the end of the first field is not defined",
             )
         if this[0] == "folders":
             if (before[0], after[0], before[1][-1:], after[1][:1]) != ("text", "text", "/", "/"):
                 raise _pattern_error(
                     pattern,
                     "has {**} next to text, but it stands for whole folders",
-                    "put it between slashes and a name behind it: {**}/{sensor}",
+                    "put it between slashes, followed by a name: {**}/{sensor}",
                 )
             # the slash behind it goes with the folders: there may be none
             tokens[k + 1] = ("text", after[1][1:])
@@ -101,15 +101,15 @@ def pattern_tokens(
 
 
 # %% ../../nbs/audio/naming.ipynb #598ac380
-_FORMS = frozenset({"split", "start_time", "gain"})  # fields that not every text can be
-# to fit one path, in all its attempts; names of 250 letters and ten fields take up to 22,000
-_MOST_STEPS = 30_000
-_LONGEST = {"split": 64, "start_time": 40, "gain": 64}  # letters that are looked at: no such value is longer
+_TYPED_FIELDS = frozenset({"split", "start_time", "gain"})  # fields that accept only some texts
+# of all attempts to match one path; names of 250 characters and ten fields take up to 22,000
+_MAX_STEPS = 30_000
+_MAX_VALUE_LENGTH = {"split": 64, "start_time": 40, "gain": 64}  # characters; no valid value is longer
 
 
-def _can_be(name: str, value: str) -> bool:
-    "Return whether a value can be that of a field with a form of its own."
-    if len(value) > _LONGEST[name]:
+def _is_valid(name: str, value: str) -> bool:
+    "Return whether a value is valid for a typed field."
+    if len(value) > _MAX_VALUE_LENGTH[name]:
         return False
     if name == "split":
         return split_name(value) is not None
@@ -120,11 +120,11 @@ def _can_be(name: str, value: str) -> bool:
 def _fit(
     tokens: tuple[Token, ...], path: str, strict: frozenset[str], steps: int
 ) -> tuple[list[tuple[str, str]] | None, int]:
-    "Fit a path to the tokens, `strict` fields by their forms; return fields and values, and the steps that are left."
+    "Match a path with the tokens; `strict` fields must have valid values. Return fields and values, and the remaining steps."
     failed: set[tuple[int, int]] = set()
 
     def ends(k: int, at: int) -> Iterator[int]:
-        "Places at which token k can end, the nearest first."
+        "Positions at which token k can end, the nearest first."
         kind, value = tokens[k]
         if kind == "text":
             if path.startswith(value, at):
@@ -148,7 +148,7 @@ def _fit(
                 end = path.find(text, end + 1)
 
     def rest(k: int, at: int) -> list[tuple[str, str]] | None:
-        "Fields and values from token k and place `at` on; None where it does not fit."
+        "Fields and values from token k and position `at`; None without a match."
         nonlocal steps
         if k == len(tokens):
             return [] if at == len(path) else None
@@ -159,7 +159,7 @@ def _fit(
             steps -= 1
             if steps < 0:
                 return None
-            if kind == "field" and value in strict and not _can_be(value, path[at:end]):
+            if kind == "field" and value in strict and not _is_valid(value, path[at:end]):
                 continue
             if (found := rest(k + 1, end)) is not None:
                 return [(value, path[at:end]), *found] if kind == "field" else found
@@ -173,12 +173,12 @@ def _fit(
 def match_pattern(
     pattern: str,
     path: str,  # relative, without its extension
-) -> dict[str, str] | None:  # values of the fields as they stand there; None where the path does not fit
-    "Fit a path to a pattern: so that time and gain can be read, or else as text."
+) -> dict[str, str] | None:  # field -> text; None if the path does not match
+    "Match a path with a pattern, if possible with a valid time and gain, otherwise with any text there."
     tokens = pattern_tokens(pattern)
     fields = [value for kind, value in tokens if kind == "field"]
-    forms = _FORMS.intersection(fields) - {"split"}
-    steps = _MOST_STEPS
+    forms = _TYPED_FIELDS.intersection(fields) - {"split"}
+    steps = _MAX_STEPS
     for given_up in (frozenset[str](), {"gain"}, {"start_time"}, {"start_time", "gain"}):
         if not given_up <= forms:
             continue
@@ -190,19 +190,19 @@ def match_pattern(
 
 # %% ../../nbs/audio/naming.ipynb #60bf21a9
 @dataclass(frozen=True, slots=True)
-class Named:
-    "What one path says."
+class ParsedPath:
+    "Split, label and parts of one path."
 
-    split: str | None = None  # where the naming tells splits by name
-    label: str | None = None  # None: it says no label
+    split: str | None = None  # if the pattern has {split}
+    label: str | None = None  # None: the path has no label
     parts: NameParts = NameParts()
-    fits: bool = True  # the path has the form that was asked for
+    fits: bool = True  # the path matches the pattern
 
 
 # %% ../../nbs/audio/naming.ipynb #5a6b3845
 @dataclass(frozen=True)
 class Naming:
-    "How the names of a set are to be read."
+    "Source of labels and metadata: folders, a pattern or a table."
 
     source: str = "folders"  # "folders", "pattern" or "table"
     pattern: str = ""
@@ -216,7 +216,7 @@ class Naming:
             or self.base != base
             or bool(self.pattern) != (self.source == "pattern")
         ):
-            raise DataError("a naming that contradicts itself", code="invalid-naming", found=repr(self))
+            raise DataError("the naming contradicts itself", code="invalid-naming", found=repr(self))
 
     @property
     def labels_by_folder(self) -> bool:
@@ -227,22 +227,22 @@ class Naming:
             and ("field", "label") not in pattern_tokens(self.pattern)
         )
 
-    def read(self, path: bytes) -> Named:
-        "What a path says; raises UsageError where names stand in a table."
+    def read(self, path: bytes) -> ParsedPath:
+        "Parse a path; raises UsageError if names come from a table."
         if self.source == "table":
             raise UsageError(
-                "the names of this set stand in a table", code="names-in-table", remedy="give the table"
+                "the names of this data set come from a table", code="names-in-table", remedy="give the table"
             )
         folder = os.fsdecode(path.split(b"/", 1)[0]) if b"/" in path else None
         if self.source == "folders":
-            return Named(label=folder, parts=parse_name(path))
+            return ParsedPath(label=folder, parts=parse_name(path))
         text = os.path.splitext(os.fsdecode(path))[0]
         found = match_pattern(self.pattern, text)
         below = "/".join(text.split("/")[1:-1]) if self.labels_by_folder else ""
-        if found is None:  # a folder is a label whatever the name below it says
+        if found is None:  # the folder is the label even if the name does not match
             if ("field", "folder") in pattern_tokens(self.pattern):
                 below = ""
-            return Named(
+            return ParsedPath(
                 label=folder if self.labels_by_folder else None, parts=NameParts(folder=below), fits=False
             )
         parts = NameParts(
@@ -254,53 +254,55 @@ class Naming:
             found.get("folder", below),
         )
         split = split_name(found["split"]) if "split" in found else None
-        return Named(split, folder if self.labels_by_folder else found["label"], parts)
+        return ParsedPath(split, folder if self.labels_by_folder else found["label"], parts)
 
     def parse(self, path: bytes) -> NameParts:
         "Return the parts of a name."
         return self.read(path).parts
 
     def label_of(self, path: bytes) -> str | None:
-        "Return the label that a path says."
+        "Return the label of a path."
         return self.read(path).label
 
     def split_of(self, path: bytes) -> str | None:
-        "Return the split that a path says, for a pattern with {split}."
+        "Return the split of a path, for a pattern with {split}."
         return self.read(path).split
 
     def to_json(self) -> str:
-        "For the data set."
+        "Return JSON for the data set."
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "Naming":
-        "As it was; raises DataError or UsageError for what is no naming."
+        "Read a naming from JSON; raises DataError or UsageError."
         try:
             return cls(**json.loads(text))
         except (TypeError, ValueError, AttributeError) as e:
-            raise DataError("no naming", code="invalid-naming", found=repr(text)[:200]) from e
+            raise DataError(
+                "the stored naming cannot be read", code="invalid-naming", found=repr(text)[:200]
+            ) from e
 
 
 # %% ../../nbs/audio/naming.ipynb #3433a20a
 def pattern_naming(
     pattern: str | None,  # None: folders
 ) -> Naming:  # raises UsageError
-    "The naming of a pattern."
+    "Return the naming of a pattern."
     if pattern is None:
         return Naming()
     if not isinstance(pattern, str):
-        raise UsageError("a pattern must be text", code="wrong-type", found=repr(pattern))
+        raise UsageError("the pattern must be text", code="wrong-type", found=repr(pattern))
     return Naming("pattern", pattern, "root" if ("field", "split") in pattern_tokens(pattern) else "split")
 
 
 # %% ../../nbs/audio/naming.ipynb #0900e597
-_MOST_SHOWN = 10  # rows, values of a field and names that do not fit
-_NOTHING = "(not read)"
+_MAX_SHOWN = 10  # rows, values of a field and names that do not fit
+_NOT_READ = "(not read)"
 
 
 @dataclass(frozen=True, repr=False)
 class PatternPreview:
-    "How a pattern fits the names of a data folder."
+    "Matches of a pattern with the names of a data folder."
 
     pattern: str
     n_fit: int
@@ -346,21 +348,21 @@ def preview_names(
     fit: list[dict[str, str]] = []
     misses: list[str] = []
     for place, path in names:
-        said = naming.read(path)
+        parsed = naming.read(path)
         shown = show_place(place, path)
-        gain = "" if math.isnan(said.parts.gain) else f"{said.parts.gain:g}"
-        found = said.parts._asdict() | {"split": said.split, "label": said.label, "gain": gain}
-        if not said.fits:
+        gain = "" if math.isnan(parsed.parts.gain) else f"{parsed.parts.gain:g}"
+        found = parsed.parts._asdict() | {"split": parsed.split, "label": parsed.label, "gain": gain}
+        if not parsed.fits:
             misses.append(shown)
             continue
-        fit.append({"path": shown} | {f: show_path(found[f]) if found[f] else _NOTHING for f in fields})
+        fit.append({"path": shown} | {f: show_path(found[f]) if found[f] else _NOT_READ for f in fields})
     counts = {f: Counter(row[f] for row in fit) for f in fields}
     return PatternPreview(
         naming.pattern,
         len(fit),
         len(misses),
-        tuple(fit[:: -(-len(fit) // _MOST_SHOWN) or 1]),
-        {f: dict(c.most_common(_MOST_SHOWN)) for f, c in counts.items()},
+        tuple(fit[:: -(-len(fit) // _MAX_SHOWN) or 1]),
+        {f: dict(c.most_common(_MAX_SHOWN)) for f, c in counts.items()},
         {f: len(c) for f, c in counts.items()},
-        tuple(misses[:: -(-len(misses) // _MOST_SHOWN) or 1]),
+        tuple(misses[:: -(-len(misses) // _MAX_SHOWN) or 1]),
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 # %% ../../nbs/audio/page_cache.ipynb #86437b00
 def thread_read_bytes() -> int | None:
-    "Bytes that storage has delivered for this thread; None where the system does not count them."
+    "Return the bytes that this thread has read from storage; None if the system does not count them."
     if not sys.platform.startswith("linux") or not os.path.exists("/proc/self/io"):
         return None
     import resource
@@ -28,8 +28,8 @@ def cached_share(
     fd: int,
     start: int = 0,  # where to begin, bytes
     end: int | None = None,  # None: the end of the file
-) -> float | None:  # 0 to 1; None where the system does not tell, or there is nothing
-    "Share of a file's pages that are in the page cache (mincore(2)); brings none of them in."
+) -> float | None:  # 0 to 1; None if not supported, or the range is empty
+    "Return the share of a file's pages in the page cache (mincore(2)), without reading any."
     import numpy as np
 
     end = os.fstat(fd).st_size if end is None else end
@@ -42,41 +42,43 @@ def cached_share(
         return None  # a file system that cannot map, or a file that became shorter
     try:
         seen = np.frombuffer(pages, np.uint8)
-        there = np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
+        resident = np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
         code = _libc().mincore(
-            ctypes.c_void_p(seen.ctypes.data), ctypes.c_size_t(len(pages)), ctypes.c_void_p(there.ctypes.data)
+            ctypes.c_void_p(seen.ctypes.data),
+            ctypes.c_size_t(len(pages)),
+            ctypes.c_void_p(resident.ctypes.data),
         )
         del seen  # or the mapping cannot be closed
     finally:
         with suppress(BufferError):
-            pages.close()  # a signal in between may leave it seen; it goes with what sees it
-    return float((there & 1).mean()) if code == 0 else None
+            pages.close()  # a signal may have kept the array alive; it is freed with it
+    return float((resident & 1).mean()) if code == 0 else None
 
 
 @cache
 def _libc() -> ctypes.CDLL:
-    "The C library of this process."
+    "Return the C library of this process."
     return ctypes.CDLL(None, use_errno=True)
 
 
 # %% ../../nbs/audio/page_cache.ipynb #2232f499
-_UNTOLD = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 def is_in_cache(
     fd: int,
-    at: int,  # offset of the byte that is asked for
-) -> bool | None:  # None: the file system does not tell
-    "Whether one byte of a file can be had without waiting; raises OSError."
+    at: int,  # offset of the byte
+) -> bool | None:  # None: the file system does not support it
+    "Whether one byte of a file is in the page cache; raises OSError."
     if not hasattr(os, "RWF_NOWAIT"):
         return None
-    there = cached_share(fd, at, at + 1)
+    share = cached_share(fd, at, at + 1)
     try:
-        return os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1 and there != 0
+        return os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1 and share != 0
     except BlockingIOError:
         return False
     except OSError as e:
-        if e.errno in _UNTOLD:
+        if e.errno in _UNSUPPORTED:
             return None
         raise
 
@@ -88,21 +90,21 @@ COLD_FROM = 0.9
 
 
 class CacheUse:
-    "Bytes requested from files, and those that a device delivered for them; threads may share one."
+    "Bytes requested from files and bytes read from storage; threads may share one object."
 
     def __init__(self) -> None:
         self.asked = 0
         self.delivered = 0
-        self.counted = True  # the system counts what devices deliver
-        # whether the file system tells what its page cache holds; None: not tried
+        self.counted = True  # the system counts bytes read from storage
+        # whether the file system reports the state of its page cache; None: not tried
         self.tells: bool | None = None
-        self.saw_cold = False  # a look before reading found that the page cache lacked files
-        self.n_ahead = 0  # files that were asked for ahead of their readers
+        self.saw_cold = False  # a check before reading found files that were not in the page cache
+        self.n_ahead = 0  # files that were prefetched
         self._lock = threading.Lock()
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        "Count what devices deliver for this thread in the body."
+        "Count the bytes that this thread reads from storage in the body."
         before = thread_read_bytes()
         try:
             yield
@@ -115,25 +117,25 @@ class CacheUse:
                     self.delivered += after - before
 
     def ask(self, n_bytes: int) -> None:
-        "Note bytes that were asked of files."
+        "Count bytes that are requested from files."
         with self._lock:
             self.asked += n_bytes
 
     def note_ahead(self, n_files: int) -> None:
-        "Note files that were asked for ahead."
+        "Count files that are prefetched."
         with self._lock:
             self.n_ahead += n_files
 
     @property
     def cache(self) -> str:
-        "State of the page cache by the share of the bytes asked for that a device delivered: cold from 90 %, warm below 1 %, else mixed; or unknown."
+        "State of the page cache by the share of requested bytes that came from storage: cold from 90 %, warm below 1 %, else mixed; or unknown."
         if not self.counted or (self.asked and not self.delivered and (self.saw_cold or not self.tells)):
             return "unknown"
         share = self.delivered / max(1, self.asked)
         return "warm" if share < WARM_BELOW else "cold" if share >= COLD_FROM else "mixed"
 
     def to_dict(self) -> dict[str, Any]:
-        "For the summary of a build."
+        "Return the counts for the summary of a build."
         return {
             "bytes_asked": self.asked,
             "bytes_from_device": self.delivered if self.cache != "unknown" or self.delivered else None,

@@ -7,16 +7,16 @@ __all__ = [
     "CANNOT_BE_USED",
     "WORTH_A_LOOK",
     "NAMES",
-    "GROUPS",
-    "ALL_SHOWN",
-    "MOST_OF_A_KIND",
+    "KIND_GROUPS",
+    "ALWAYS_SHOWN",
+    "MAX_PER_KIND",
     "Problem",
     "group_of",
     "meaning_of",
     "count_kinds",
     "how_many",
-    "in_words",
-    "wrapped",
+    "format_counts",
+    "wrap_list",
     "show_place",
     "name_problems",
     "label_problems",
@@ -39,15 +39,15 @@ from ..core.errors import show_path
 # %% ../../nbs/audio/problems.ipynb #3cc9b84f
 @dataclass(frozen=True, slots=True)
 class Problem:
-    "Something about the data that its owner should know."
+    "A fact about the data that its owner should know."
 
     kind: str  # short code, for example "gain_1"
-    path: str  # what it is about, printable
+    path: str  # file, folder, label or sensor, printable
     message: str  # one sentence
 
     @property
     def group(self) -> str:
-        "One of `GROUPS`; whatever says that a recording will be rejected cannot be used."
+        "One of `KIND_GROUPS`; a message that ends in 'will be rejected' belongs to CANNOT_BE_USED."
         return CANNOT_BE_USED if self.message.endswith("will be rejected") else group_of(self.kind)
 
 
@@ -56,95 +56,95 @@ WORTH_A_LOOK = "worth a look"
 NAMES = "names and folders"
 
 # %% ../../nbs/audio/problems.ipynb #4b4ebb11
-GROUPS = {
+KIND_GROUPS = {
     CANNOT_BE_USED: {
         "unreadable": "the file cannot be opened or read",
-        "not_wav": "the file is no WAV file",
-        "unsupported": "a format or content that is not computed from",
+        "not_wav": "the file is not a WAV file",
+        "unsupported": "the format or the content is not supported",
         "empty": "the file holds no samples",
-        "truncated": "the file ends before its samples do",
-        "too_short": "shorter than asked for",
-        "too_long": "longer than asked for",
-        "wrong_rate": "another sample rate than asked for",
+        "truncated": "the file ends before its last sample",
+        "too_short": "the recording is shorter than requested",
+        "too_long": "the recording is longer than requested",
+        "wrong_rate": "the sample rate differs from the requested one",
         "nonfinite": "a sample is not a finite number",
-        "channels": "a number of channels that is not read",
+        "channels": "the number of channels is not supported",
         "no_label": "the recording has no label",
         "changed": "the file changed after it was listed",
-        "missing_file": "named in the table, and not there",
-        "no_recordings": "a folder without a recording",
+        "missing_file": "the table names a file that does not exist",
+        "no_recordings": "the folder contains no recording",
     },
     WORTH_A_LOOK: {
-        "other_rate": "another sample rate than most: it has to be resampled, and its upper band is empty or cut off",
-        "other_length": "another length than most: it has to be cut, or padded with silence that was never recorded",
-        "stereo": "more than one channel; a row has one",
-        "opposite_phase": "the channels cancel each other, so their mean is nearly nothing: one sensor is wired the other way round",
-        "clipped": "too loud for the recorder: what is missing at the tops sounds like noise in all bands",
-        "silent": "nothing was recorded",
-        "dc_offset": "the recorder's zero is far off: it shows in the lowest bands and in the level",
-        "dead_sensor": "a sensor that never recorded anything: broken, unplugged or not in the water",
-        "duplicate": "the same sample bytes twice in a split: they count double (the same sound in another encoding is not found)",
-        "duplicate_across_splits": "the same samples in two splits: a score on one of them is no test of anything",
-        "duplicate_labels": "the same samples under two labels: one of the labels is wrong",
-        "label_tied": "something beside the sound gives the label away",
+        "other_rate": "the sample rate differs from that of most recordings: resampling is needed, and the upper band is empty or cut off",
+        "other_length": "the length differs from that of most recordings: the recording must be cut, or padded with silence that was never recorded",
+        "stereo": "the recording has more than one channel; a row has one",
+        "opposite_phase": "the channels cancel each other, so their mean is almost zero: one sensor is wired with reversed polarity",
+        "clipped": "the signal exceeds the range of the recorder: clipping adds noise in all bands",
+        "silent": "the recording contains no signal",
+        "dc_offset": "the mean of the samples is far from zero: this shows in the lowest bands and in the level",
+        "dead_sensor": "the sensor never recorded a signal: it is broken, unplugged or not in the water",
+        "duplicate": "the same samples occur twice in a split and count double (the same sound in another encoding is not found)",
+        "duplicate_across_splits": "the same samples occur in two splits: this leakage makes the score on one of them invalid",
+        "duplicate_labels": "the same samples have two labels: one of the labels is wrong",
+        "label_tied": "a property other than the sound reveals the label",
     },
     NAMES: {
-        "gain_1": "gain 1 in the name: the hydrophone hung dry",
-        "case_twins": "labels that differ only in case are two classes",
-        "empty_label": "a label without recordings in a split",
-        "missing_split": "a split that is not there",
-        "not_a_split": "beside the splits, so it is not read",
-        "link": "a link that is not followed",
-        "special": "not a regular file",
-        "no_match": "a name that does not fit the pattern",
-        "wrong_root": "no path of the table is there: they are relative to the data folder",
-        "not_in_table": "there, and not named in the table",
-        "ignored_column": "a column of the table that means nothing here",
+        "gain_1": "the name has gain 1: the hydrophone was not in the water",
+        "case_twins": "labels that differ only in case count as separate classes",
+        "empty_label": "a split has no recording of the label",
+        "missing_split": "the data folder has no folder for the split",
+        "not_a_split": "the entry lies outside the split folders and is not read",
+        "link": "the link is not followed",
+        "special": "the entry is not a regular file",
+        "no_match": "the name does not fit the pattern",
+        "wrong_root": "no file of the table exists: its paths must be relative to the data folder",
+        "not_in_table": "the recording is not named in the table",
+        "ignored_column": "the column of the table is not used",
     },
 }
 
 
 def group_of(kind: str) -> str:
-    "The group of a kind; an unknown one is about names."
-    return next((group for group, kinds in GROUPS.items() if kind in kinds), NAMES)
+    "Return the group of a kind; NAMES for an unknown kind."
+    return next((group for group, kinds in KIND_GROUPS.items() if kind in kinds), NAMES)
 
 
 def meaning_of(kind: str) -> str:
-    "What a kind means; empty for an unknown one."
-    return GROUPS[group_of(kind)].get(kind, "")
+    "Return the meaning of a kind; empty for an unknown kind."
+    return KIND_GROUPS[group_of(kind)].get(kind, "")
 
 
 # %% ../../nbs/audio/problems.ipynb #f4508556
 def count_kinds(
     kinds: Iterable[str] | Mapping[str, int],  # one by one, or counted already
 ) -> dict[str, int]:  # in the order of the groups, the most frequent first
-    "Problems by kind."
-    order = list(GROUPS)
+    "Count problems by kind."
+    order = list(KIND_GROUPS)
     return dict(
         sorted(Counter(kinds).items(), key=lambda item: (order.index(group_of(item[0])), -item[1], item[0]))
     )
 
 
 def how_many(n: int, what: str) -> str:
-    "A number and what it counts: 1 recording, 2 recordings."
+    "Format a number with its noun: 1 recording, 2 recordings."
     return f"{n:,} {what}{'s' * (n != 1)}"
 
 
-def in_words(
+def format_counts(
     counts: Mapping[str, int],
     most: int = 6,  # to be named
 ) -> str:
-    "Counts on one line, the largest first."
+    "Format counts on one line, the largest first."
     words = [f"{n:,} x {word}" for word, n in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
     return ", ".join(words[:most]) + (f" and {len(words) - most:,} more" if len(words) > most else "")
 
 
-def wrapped(
+def wrap_list(
     head: str,  # what the first line begins with
     text: str,
     indent: int = 4,  # of the lines below
     width: int = 100,
 ) -> str:
-    "A long list as lines of a readable length; a count stays with what it counts."
+    "Wrap a long list into lines; each count stays on the line of its noun."
     kept = text.replace(" x ", "\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}")
     lines = fill(
         kept,
@@ -161,22 +161,22 @@ def show_place(
     place: str,  # folder of a split below the root; empty where it is the root
     path: str | bytes | os.PathLike,  # relative to that folder
 ) -> str:
-    "A path for display, as it can be pasted behind the root."
+    "Return a path below the root for display."
     return "/".join(filter(None, [show_path(place), show_path(path)]))
 
 
 # %% ../../nbs/audio/problems.ipynb #019f4a4a
 def name_problems(
-    show: Callable[[int], str],  # a recording as displayed
+    show: Callable[[int], str],  # path of a recording for display
     label_ids: np.ndarray,  # [B]; -1: no label
-    gains: np.ndarray,  # [B] by their names
+    gains: np.ndarray,  # [B] from the names
 ) -> Iterator[Problem]:
-    "Recordings whose place or name is a problem."
+    "Find problems of the names and folders of recordings."
     for i in np.flatnonzero((label_ids < 0) | (gains == 1)).tolist():
         if label_ids[i] < 0:
-            yield Problem("no_label", show(i), "lies in no label folder and will be rejected")
+            yield Problem("no_label", show(i), "the recording lies in no label folder and will be rejected")
         if gains[i] == 1:
-            yield Problem("gain_1", show(i), "gain 1 in the name: the hydrophone hung dry")
+            yield Problem("gain_1", show(i), "the name has gain 1: the hydrophone was not in the water")
 
 
 def label_problems(
@@ -185,7 +185,7 @@ def label_problems(
         tuple[str, np.ndarray]
     ],  # of each split: its folder below the root, or its name, and [B] of its recordings
 ) -> Iterator[Problem]:
-    "Labels that differ only in case, and labels without recordings."
+    "Find labels that differ only in case, and labels without recordings."
     seen: dict[str, str] = {}
     for name in label_names:
         twin = seen.setdefault(name.casefold(), name)
@@ -193,20 +193,20 @@ def label_problems(
             yield Problem(
                 "case_twins",
                 f"{show_path(twin)}, {show_path(name)}",
-                "labels that differ only in case are two classes",
+                "the labels differ only in case and count as two classes",
             )
     for place, ids in label_ids:
         present = set(np.unique(ids).tolist())
         for i, name in enumerate(label_names):
             if i not in present:
                 yield Problem(
-                    "empty_label", show_place(place, name), "no recording of this label in this split"
+                    "empty_label", show_place(place, name), "the split has no recording of this label"
                 )
 
 
 # %% ../../nbs/audio/problems.ipynb #b1903c72
-ALL_SHOWN = ("label_tied", "dead_sensor", "duplicate_labels", "empty_label")
-MOST_OF_A_KIND = 100
+ALWAYS_SHOWN = ("label_tied", "dead_sensor", "duplicate_labels", "empty_label")
+MAX_PER_KIND = 100
 
 
 # %% ../../nbs/audio/problems.ipynb #4bd4b4cf
@@ -223,16 +223,16 @@ class ProblemReport:
         self.by_kind = {kind: found[kind] for kind in order}
         n_each = max(1, most // max(1, len(found)))
         self.given = {
-            kind: min(len(same), MOST_OF_A_KIND if kind in ALL_SHOWN else n_each) if most > 0 else 0
+            kind: min(len(same), MAX_PER_KIND if kind in ALWAYS_SHOWN else n_each) if most > 0 else 0
             for kind, same in self.by_kind.items()
         }
-        self.more = sum(map(len, found.values())) - sum(self.given.values())  # that are not shown
+        self.more = sum(map(len, found.values())) - sum(self.given.values())  # problems that are not shown
 
     def groups(self) -> dict[str, list[str]]:
-        "Kinds by group, those of each group that are there."
+        "Kinds by group, without empty groups."
         found = {
             group: [kind for kind, problems in self.by_kind.items() if problems[0].group == group]
-            for group in GROUPS
+            for group in KIND_GROUPS
         }
         return {group: kinds for group, kinds in found.items() if kinds}
 

@@ -14,7 +14,7 @@ __all__ = [
     "from_db",
     "resonance",
     "bump",
-    "unit",
+    "unit_power",
     "random_bins",
     "noise_bins",
     "Sensor",
@@ -50,15 +50,15 @@ _OCTAVES = np.log2(np.maximum(GRID_HZ, np.float32(1)))  # [G]
 def from_db(
     db: Any,  # dB, number or array
 ) -> Any:  # the same as a ratio of powers
-    "Power of a level in dB."
+    "Convert a level in dB to a ratio of powers."
     return 10 ** (db / 10)
 
 
 def resonance(
-    f_hz: float,  # where it rings
+    f_hz: float,  # resonance frequency, Hz
     q: float,  # quality: f_hz over the width at half power
 ) -> np.ndarray:  # float32 [G], 1 at the peak
-    "Power response of a resonator over the shape grid."
+    "Return the power response of a resonator over the shape grid."
     detune = GRID_HZ / np.float32(f_hz) - np.float32(f_hz) / np.maximum(GRID_HZ, np.float32(0.4))
     return 1 / (1 + np.float32(q * q) * detune * detune)
 
@@ -67,12 +67,12 @@ def bump(
     f_hz: float,  # centre
     octaves: float,  # half width
 ) -> np.ndarray:  # float32 [G], 1 at the centre
-    "A broad band of noise: a bell over the logarithm of the frequency."
+    "Return a broad band of noise: a bell curve over the logarithm of the frequency."
     z = (_OCTAVES - np.float32(np.log2(f_hz))) / np.float32(octaves)
     return np.exp(np.float32(-0.5) * z * z)
 
 
-def unit(
+def unit_power(
     shape: np.ndarray,  # power over the shape grid [G]
 ) -> np.ndarray:  # float32 [G], the bins together have power 1
     "Scale a shape so that noise of this colour has a mean square of 1."
@@ -84,7 +84,7 @@ def random_bins(
     amplitude: np.ndarray,  # root of the mean square of each bin's parts, float32 [K]
     rng: np.random.Generator,
 ) -> np.ndarray:  # complex64 [K]
-    "Independent random bins of mean zero."
+    "Draw independent random bins of mean zero."
     parts = rng.random(2 * len(amplitude), dtype=np.float32)
     parts -= np.float32(0.5)
     parts *= np.float32(np.sqrt(12))  # mean square 1
@@ -97,7 +97,7 @@ def noise_bins(
     power: np.ndarray,  # power over the shape grid [G], sum times 8 = mean square of the noise
     rng: np.random.Generator,
 ) -> np.ndarray:  # complex64 [F], to be given to irfft
-    "Spectrum of Gaussian noise of the given colour."
+    "Draw the spectrum of Gaussian noise with the given power spectrum."
     return random_bins(np.repeat(np.sqrt(power) * np.float32(N_SAMPLES / 2), _SPREAD)[:N_BINS], rng)
 
 
@@ -107,7 +107,7 @@ N_TONES = 8
 
 @dataclass(frozen=True)
 class Sensor:
-    "One logger at one place; everything that stays the same in its recordings."
+    "Properties of a logger and its place that are the same in all its recordings."
 
     name: str
     level_db: float  # typical level, dB re full scale
@@ -144,7 +144,7 @@ class Sensor:
     def background(self) -> tuple[np.ndarray, np.ndarray]:
         "Colours of the flow and of the electronics, float32 [G] each, power 1."
         flow = self.colour * from_db(-7 * np.maximum(_OCTAVES - 6, 0)) + np.float32(1e-4) * self.colour
-        return unit(flow), unit(np.ones_like(GRID_HZ))
+        return unit_power(flow), unit_power(np.ones_like(GRID_HZ))
 
 
 # %% ../../nbs/audio/scenes.ipynb #e1cb3582
@@ -155,12 +155,12 @@ def stream(
     seed: int,  # of the whole set
     *key: int,  # what the numbers are for: purpose, then index
 ) -> np.random.Generator:
-    "Random numbers of their own for each purpose and index, independent of any order of work."
+    "Return an independent random generator for each purpose and index, whatever the order of work."
     return np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed, spawn_key=key)))
 
 
 def _tones(rng: np.random.Generator) -> tuple[tuple[float, float], ...]:
-    "Lines of pumps: harmonics of the mains, and of a shaft that turns a little slower than half the mains."
+    "Draw the lines of pumps: harmonics of the mains, and of a shaft that turns slightly slower than half the mains."
     shaft_hz = rng.uniform(23.8, 24.9)
     blades = rng.integers(5, 8)
     f_hz = [50.0 * k for k in (1, 2, 3, 4, 6)] + [shaft_hz, shaft_hz * blades, 2 * shaft_hz * blades]
@@ -203,7 +203,7 @@ LABELS = ("LEAK", "NOLEAK")
 
 @dataclass(frozen=True)
 class Scene:
-    "What is to be heard in one recording; levels in dB re the sensor's typical level, None for what is absent."
+    "Events of one recording; levels in dB re the sensor's typical level, None for absent events."
 
     gain: int  # setting of the amplifier
     flow_db: float
@@ -227,10 +227,10 @@ def draw_scene(
     label: str,  # one of LABELS
     rng: np.random.Generator,
 ) -> Scene:  # with half the gain where flow, leak and tap together would overdrive the recorder
-    "Draw what happens during one recording."
+    "Draw the events of one recording."
     if label not in LABELS:
         raise UsageError(
-            "unknown label", code="unknown-label", found=repr(label), expected=" or ".join(LABELS)
+            "the label is unknown", code="unknown-label", found=repr(label), expected=" or ".join(LABELS)
         )
     step = rng.choice((0.5, 1.0, 2.0), p=(0.1, 0.8, 0.1))
     opened_s = rng.uniform(-1, 8)
@@ -265,19 +265,21 @@ def hiss_power(
     octaves: float,  # its half width
     place: float,  # of the source on the pipe, 0 to 0.5 of its length
 ) -> np.ndarray:  # float32 [G], power 1
-    "Return the spectrum of water that escapes through an opening, as this sensor records it."
+    "Return the power spectrum of water that escapes through an opening, as the sensor records it."
     weights = np.sin(np.pi * place * _MODE_NUMBERS).astype(np.float32) ** 2
     rings = np.einsum(
         "k,kg->g", weights, sensor.modes
     )  # not BLAS: its threads may change the order of the sum
-    return unit(bump(f_hz, octaves) * (np.float32(0.12) + rings) * sensor.colour)
+    return unit_power(bump(f_hz, octaves) * (np.float32(0.12) + rings) * sensor.colour)
 
 
 # %% ../../nbs/audio/scenes.ipynb #6462a32d
 _LOW = 16  # times slower than the recording
 _LOW_SAMPLES = N_SAMPLES // _LOW
 _LOW_S = np.arange(_LOW_SAMPLES, dtype=np.float32) * np.float32(_LOW / SAMPLE_RATE)
-_RUMBLE = np.sqrt(unit(bump(22, 0.8))).repeat(_SPREAD)[: _LOW_SAMPLES // 2 + 1] * np.float32(_LOW_SAMPLES / 2)
+_RUMBLE = np.sqrt(unit_power(bump(22, 0.8))).repeat(_SPREAD)[: _LOW_SAMPLES // 2 + 1] * np.float32(
+    _LOW_SAMPLES / 2
+)
 _KNOT = 1024  # samples between two points of the envelope of a tap
 _RAMP = np.arange(_KNOT, dtype=np.float32) / np.float32(_KNOT)
 

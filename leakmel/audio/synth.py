@@ -11,9 +11,9 @@ __all__ = [
     "write_wav",
     "split_counts",
     "split_sensors",
-    "Planned",
+    "PlannedRecording",
     "plan_set",
-    "make_planned",
+    "render_planned",
     "plan_faults",
     "DemoSummary",
     "write_demo",
@@ -54,7 +54,7 @@ def wav_bytes(
     samples: np.ndarray,  # int16 [N] or [N, C]
     sample_rate: int = SAMPLE_RATE,  # Hz
 ) -> bytes:  # header and samples
-    "A canonical 16-bit PCM WAV file in memory."
+    "Return the bytes of a canonical 16-bit PCM WAV file."
     if samples.dtype != np.int16 or samples.ndim not in (1, 2):
         raise UsageError(
             "these samples cannot be written as 16-bit PCM",
@@ -86,7 +86,7 @@ MIN_FILES = len(SPLIT_SIZES) * len(LABELS)
 def split_counts(
     n_files: int,  # in the set, at least 6
 ) -> dict[str, int]:  # recordings per split
-    "Share out recordings in the reference proportions, at least one per split and label."
+    "Distribute recordings over the splits in the reference proportions, at least one per split and label."
     if isinstance(n_files, bool) or not isinstance(n_files, int) or n_files < MIN_FILES:
         raise UsageError(
             "a demo set needs a recording for each split and label",
@@ -104,7 +104,7 @@ def split_counts(
 def split_sensors(
     n_files: int,  # in the set
 ) -> dict[str, range]:  # numbers of the sensors of each split, none in two
-    "Share out the sensors: the more is recorded, the more sensors a set has."
+    "Distribute the sensors over the splits; larger sets have more sensors."
     n = max(N_SENSORS, min(n_files // _PER_SENSOR, _MOST_SENSORS))
     ends = [0, round(0.6 * n), round(0.75 * n), n]
     return {split: range(*part) for split, part in zip(SPLIT_SIZES, zip(ends, ends[1:]))}
@@ -116,14 +116,14 @@ _PER_NIGHT = 12
 
 
 @dataclass(frozen=True)
-class Planned:
-    "A recording to be made."
+class PlannedRecording:
+    "A recording that is planned but not yet computed."
 
     index: int  # in the whole set, from 0
     split: str
     label: str
     sensor: Sensor
-    turn: int  # how many recordings the sensor has made before
+    turn: int  # number of earlier recordings of the sensor
 
     def path(self, gain: int, recording: str | None = None) -> str:
         "Path below the root of the set."
@@ -137,11 +137,11 @@ class Planned:
 def plan_set(
     n_files: int,  # in the set, at least 6
     seed: int = 0,
-) -> list[Planned]:  # by index
-    "Decide which sensor records what in which split."
+) -> list[PlannedRecording]:  # by index
+    "Plan the recordings of all sensors and splits."
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise UsageError(
-            "a seed is a whole number",
+            "the seed must be a whole number",
             code="wrong-value",
             found=repr(seed),
             expected="0 or more",
@@ -150,22 +150,24 @@ def plan_set(
     counts = split_counts(n_files)
     of_split = split_sensors(n_files)
     sensors = [make_sensor(i, seed) for numbers in of_split.values() for i in numbers]
-    plan: list[Planned] = []
+    plan: list[PlannedRecording] = []
     for split, n in counts.items():
         mine = [sensors[i] for i in of_split[split]]
         for i in range(n):
             pair, label = divmod(i, len(LABELS))
             turn, place = divmod(pair, len(mine))
-            plan.append(Planned(len(plan), split, LABELS[label], mine[place], len(LABELS) * turn + label))
+            plan.append(
+                PlannedRecording(len(plan), split, LABELS[label], mine[place], len(LABELS) * turn + label)
+            )
     return plan
 
 
 # %% ../../nbs/audio/synth.ipynb #2bb96851
-def make_planned(
-    planned: Planned,
+def render_planned(
+    planned: PlannedRecording,
     seed: int = 0,  # of the set
 ) -> tuple[str, np.ndarray]:  # path below the root, samples int16 [N]
-    "Name and samples of a planned recording; they follow from seed and index alone."
+    "Compute name and samples of a planned recording; they depend only on seed and index."
     rng = stream(seed, 1, planned.index)
     scene = draw_scene(planned.sensor, planned.label, rng)
     return planned.path(scene.gain), render(planned.sensor, scene, rng)
@@ -173,10 +175,10 @@ def make_planned(
 
 # %% ../../nbs/audio/synth.ipynb #d74c4367
 def plan_faults(
-    plan: list[Planned],  # the good recordings
+    plan: list[PlannedRecording],  # the good recordings
     seed: int = 0,  # of the set
 ) -> list[tuple[str, str, bytes]]:  # path below the root, what is wrong, content of the file
-    "Make the faulty files of a set."
+    "Compute the faulty files of a set."
     host = plan[0]
     gain = host.sensor.gain
 
@@ -205,14 +207,14 @@ def plan_faults(
         "silent": wav_bytes(np.zeros_like(samples)),
         "float samples with a NaN": head + floats,
     }
-    original, first = make_planned(host, seed)
+    original, first = render_planned(host, seed)
     in_testing = host.path(gain, "F12").replace("TRAINING", "TESTING", 1)
     split, _, name = host.path(gain, "F13").split("/")
     odd = host.path(gain, "F14").replace(host.sensor.name, "Schacht Süd 3 – Straße")
     dry = np.rint(fresh(10) * 0.01).astype(np.int16)
     return [
         *((host.path(gain, f"F{i:02d}"), what, body) for i, (what, body) in enumerate(contents.items())),
-        (host.path(1, "F10"), "gain 1: the hydrophone hung dry", wav_bytes(dry)),
+        (host.path(1, "F10"), "gain 1: the hydrophone was not in the water", wav_bytes(dry)),
         (host.path(gain, "F11"), f"same content as {original}", wav_bytes(first)),
         (in_testing, f"same content as {original}, in another split", wav_bytes(first)),
         (f"{split}/{name}", "directly under the split, without a label", wav_bytes(fresh(13))),
@@ -223,7 +225,7 @@ def plan_faults(
 # %% ../../nbs/audio/synth.ipynb #b8945d08
 @dataclass(frozen=True)
 class DemoSummary:
-    "What was written."
+    "Summary of a written demo data set."
 
     root: Path
     n_files: int  # all of them, planted faults included
@@ -243,11 +245,11 @@ class DemoSummary:
 
 # %% ../../nbs/audio/synth.ipynb #3d586d1d
 def _write_error(error: OSError, path: str | os.PathLike) -> LeakmelError:
-    "Turn an OSError of writing into the error it really is."
+    "Convert an OSError of writing to the matching leakmel error."
     name = f"{errno.errorcode.get(error.errno or 0, 'unknown error')}: {os.strerror(error.errno or 0)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(
-            f"no room left while writing ({name})",
+            f"the disk is full: the file could not be written ({name})",
             code="no-space",
             path=path,
             remedy="free some space or ask for fewer files",
@@ -257,21 +259,24 @@ def _write_error(error: OSError, path: str | os.PathLike) -> LeakmelError:
             f"the machine failed while writing ({name})",
             code="io-fault",
             path=path,
-            remedy="raise the limit or repair the device, then write again",
+            remedy="raise the limit or repair the device, then run again",
         )
     return OutputError(
-        f"cannot be written ({name})",
+        f"the path cannot be written ({name})",
         code="not-writable",
         path=path,
-        remedy="name a folder that you may write",
+        remedy="choose a folder with write permission",
     )
 
 
 def _check_target(root: Path, n_bytes: int) -> None:
-    "Refuse a target that is in use, cannot be renamed onto, or is too small, before any work."
+    "Refuse a target that is in use, not empty or too small, before any work."
     if os.path.lexists(root) and not root.is_dir():
         raise OutputError(
-            "is there and is no folder", code="not-a-folder", path=root, remedy="name a new folder"
+            "the path exists, but is not a folder",
+            code="not-a-folder",
+            path=root,
+            remedy="choose a new folder",
         )
     if root.is_dir() and any(root.iterdir()):
         raise OutputError(
@@ -279,12 +284,12 @@ def _check_target(root: Path, n_bytes: int) -> None:
             code="output-exists",
             path=root,
             expected="a new or an empty folder",
-            remedy="name another folder, or remove this one if nobody needs it",
+            remedy="choose another folder, or remove this one if it is no longer needed",
         )
     free = shutil.disk_usage(root.parent).free
     if free < n_bytes:
         raise SpaceError(
-            "too little room for the set",
+            "the disk has too little free space for the demo set",
             code="no-space",
             path=root,
             found=f"{free / 1e6:,.0f} MB",
@@ -310,10 +315,10 @@ def _partial_folder(root: Path, n_bytes: int) -> Iterator[Path]:
             is_mine = False  # another process holds the lock, or has just renamed the folder
         if not is_mine:
             raise OutputError(
-                "another process is writing this set",
+                "another process is writing this demo set",
                 code="output-busy",
                 path=partial,
-                remedy="wait for it, or name another folder",
+                remedy="wait until it has finished, or choose another folder",
             )
         try:
             for old in partial.iterdir():
@@ -334,7 +339,7 @@ _BATCH = 32  # recordings in a task
 
 def _write_recordings(
     folder: Path,
-    plan: list[Planned],
+    plan: list[PlannedRecording],
     seed: int,
     workers: int,
     progress: Callable[[int], object] | None,
@@ -343,11 +348,11 @@ def _write_recordings(
     stop = threading.Event()
     n_done = 0
 
-    def write_batch(batch: list[Planned]) -> int:
+    def write_batch(batch: list[PlannedRecording]) -> int:
         for planned in batch:
             if stop.is_set():
                 break
-            path, samples = make_planned(planned, seed)
+            path, samples = render_planned(planned, seed)
             write_wav(folder / path, samples)
         return len(batch)
 
@@ -385,7 +390,7 @@ def write_demo(
         and workers < 1
     ):
         raise UsageError(
-            "the number of workers is a whole number",
+            "the number of workers must be a whole number",
             code="wrong-value",
             found=repr(workers),
             expected="1 or more, or None for one per core",

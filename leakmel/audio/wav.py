@@ -12,7 +12,7 @@ __all__ = [
     "MAX_SAMPLE_BYTES",
     "STREAMED",
     "DIGEST_ALGORITHM",
-    "MANY_IN_A_ROW",
+    "MAX_READ_FAILURES",
     "read_error",
     "OutOfMemory",
     "open_regular",
@@ -49,17 +49,17 @@ _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 
 def read_error(
-    error: OSError,  # what the system call said
+    error: OSError,  # from the system call
     path: str | bytes,  # the file it was about
-) -> RecordingError | MachineError:  # to be raised
-    "Turn an OSError of reading a recording into the error it really is."
+) -> RecordingError | MachineError:  # not raised here
+    "Convert an OSError of reading a recording to a rejection or a fault of the machine."
     name = errno.errorcode.get(error.errno or 0, "unknown error")
     if error.errno in MACHINE_FAULTS:
         return MachineError(
             f"the machine failed while reading ({name}: {os.strerror(error.errno or 0)})",
             code="io-fault",
             path=path,
-            remedy="raise the limit or repair the device, then build again; no recording was rejected for this",
+            remedy="raise the limit or repair the device, then run again; no recording was rejected because of this fault",
         )
     if error.errno in _GONE:
         return RecordingError(
@@ -69,14 +69,14 @@ def read_error(
 
 
 class OutOfMemory(MachineError):
-    "Too little memory for one recording, named with its path."
+    "Too little memory for one recording; has its path."
 
     def __init__(self, path: str | bytes | os.PathLike):
         super().__init__(
             "out of memory while reading",
             code="out-of-memory",
             path=path,
-            remedy="free some memory, use fewer threads, or take the file away",
+            remedy="free some memory, use fewer threads, or move the file out of the data folder",
         )
 
 
@@ -108,7 +108,7 @@ def canonical_header(
     n_samples: int,  # per channel
     channels: int = 1,
 ) -> bytes:  # 44 bytes
-    "The header of a canonical 16-bit PCM WAV file (RIFF, `fmt ` of 16 bytes, `data`)."
+    "Return the header of a canonical 16-bit PCM WAV file (RIFF, `fmt ` of 16 bytes, `data`)."
     frame_bytes = 2 * channels
     n_bytes = n_samples * frame_bytes
     fmt = (b"fmt ", 16, 1, channels, sample_rate, sample_rate * frame_bytes, frame_bytes, 16)
@@ -128,7 +128,7 @@ _BITS = {"pcm": range(1, 33), "float": (32, 64)}  # that are decoded here
 
 @dataclass(frozen=True)
 class WavHeader:
-    "What the header of a WAV file says, with the data size clamped to the file."
+    "Header of a WAV file, with the data size clamped to the file."
 
     container: str  # "RIFF", "RIFX" (big-endian) or "RF64"
     encoding: str  # "pcm16", "pcm24", "float32", "alaw", ...; "tag<N>" for the rest
@@ -180,7 +180,7 @@ def _chunks(
     fd: int,
     container: str,
 ) -> Iterator[tuple[bytes, int, int]]:  # name, size as claimed, byte offset of the name
-    "The chunks of an open RIFF file."
+    "Yield the chunks of an open RIFF file."
     at = 12
     order = ">" if container == "RIFX" else "<"
     data64 = None
@@ -211,11 +211,11 @@ def _chunks(
 
 
 # %% ../../nbs/audio/wav.ipynb #ec85d988
-_ONCE = (b"fmt ", b"data", b"ds64")
+_UNIQUE_CHUNKS = (b"fmt ", b"data", b"ds64")
 
 
 def _data_size(claimed: int, start: int, n_file: int, may_stream: bool) -> int:
-    "Bytes of samples, by the header's claim and the file's size."
+    "Return the bytes of samples from the header's claim and the file's size."
     n_left = n_file - start
     if claimed == 0:
         raise RecordingError(
@@ -234,7 +234,7 @@ def parse_header(
     fd: int,  # open file descriptor
     n_file: int,  # bytes in the file
 ) -> WavHeader:
-    "Find format and samples of a RIFF, RIFX or RF64 file; raises RecordingError where they cannot be trusted."
+    "Find format and samples of a RIFF, RIFX or RF64 file; raises RecordingError if they are invalid."
     if n_file == 0:
         raise RecordingError("empty", "the file has no bytes", offset=0)
     head = os.pread(fd, 12, 0)
@@ -248,7 +248,7 @@ def parse_header(
         if name in seen:
             raise RecordingError("not_wav", f"a second {name.decode().strip()} chunk", offset=at)
         end = at + 8 + claimed + (claimed & 1)
-        if name in _ONCE:
+        if name in _UNIQUE_CHUNKS:
             body = os.pread(fd, min(claimed, 64), at + 8)
             seen[name] = at + 8, body
         if name == b"fmt " and len(body) < 16:
@@ -282,7 +282,7 @@ DIGEST_ALGORITHM = "xxh3-128"
 def digest_of(
     data: bytes | bytearray | memoryview | np.ndarray,  # contiguous
 ) -> str:  # 32 hexadecimal digits
-    "xxh3-128 of some bytes."
+    "Compute xxh3-128 of bytes."
     import xxhash
 
     return xxhash.xxh3_128_hexdigest(data.data if isinstance(data, np.ndarray) else data)
@@ -291,12 +291,12 @@ def digest_of(
 # %% ../../nbs/audio/wav.ipynb #4380126b
 @dataclass(frozen=True, repr=False)
 class Recording:
-    "The samples of one WAV file and what its header said."
+    "Samples of one WAV file and the format from its header."
 
     samples: np.ndarray  # [n, C] int16 for 16-bit PCM, else float32
     sample_rate: int  # Hz
     encoding: str  # "pcm16", "pcm24", "float32", "alaw", ...
-    digest: str  # xxh3-128 of the payload as it stands in the file, hex
+    digest: str  # xxh3-128 of the payload in the file, hex
 
     @property
     def duration_s(self) -> float:
@@ -310,7 +310,7 @@ class Recording:
 
 # %% ../../nbs/audio/wav.ipynb #0cdbecfd
 def read_payload(fd: int, header: WavHeader) -> bytearray:
-    "The bytes of the data chunk."
+    "Read the bytes of the data chunk."
     raw = bytearray(header.data_bytes)
     view = memoryview(raw)
     done = 0
@@ -328,7 +328,7 @@ def read_payload(fd: int, header: WavHeader) -> bytearray:
 
 # %% ../../nbs/audio/wav.ipynb #2cfcef99
 def _decode_plain(raw: bytearray, header: WavHeader) -> np.ndarray:
-    "Samples [n, C] of PCM or float bytes: int16 for 16-bit PCM, else float32."
+    "Decode PCM or float bytes to samples [n, C]: int16 for 16-bit PCM, else float32."
     order = ">" if header.container == "RIFX" else "<"
     width = -(-header.bits // 8)
     n = len(raw) // header.block_align * header.channels
@@ -359,7 +359,7 @@ def decode_payload(
     header: WavHeader,
     raw: bytearray,  # of the data chunk
 ) -> Recording:
-    "Samples of a WAV file whose payload was read; what is coded is read again, by libsndfile."
+    "Decode a payload that was read; compressed samples are read again by libsndfile."
     if header.encoding.startswith(("pcm", "float")):
         samples = _decode_plain(raw, header)
     else:
@@ -367,7 +367,7 @@ def decode_payload(
             import soundfile
         except (ImportError, OSError) as e:
             raise MachineError(
-                f"{header.encoding} needs the package soundfile, which does not load here ({e})",
+                f"decoding {header.encoding} needs the package soundfile, which could not be loaded ({e})",
                 code="missing-package",
                 remedy="pip install soundfile",
             ) from e
@@ -402,7 +402,7 @@ def read_open_wav(
     fd: int,  # open file descriptor; its position is not used
     n_file: int,  # bytes in the file
 ) -> Recording:
-    "Read a WAV file that is open already."
+    "Read a WAV file that is already open."
     header = parse_header(fd, n_file)
     return decode_payload(fd, n_file, header, read_payload(fd, header))
 
@@ -411,7 +411,7 @@ def read_open_wav(
 def read_wav(
     path: str | bytes | os.PathLike,
 ) -> Recording:  # samples [n, C]: int16 for 16-bit PCM, else float32
-    "Read one WAV file; raises RecordingError with path, code and offset where it cannot be trusted."
+    "Read one WAV file; raises RecordingError with path, code and offset if it is invalid."
     if not os.path.lexists(path):
         raise RecordingError("unreadable", "no such file", path=path)
     fd, n_file = open_regular(path)
@@ -430,29 +430,27 @@ def read_wav(
 
 
 # %% ../../nbs/audio/wav.ipynb #58c99bed
-MANY_IN_A_ROW = 100  # refused by the operating system, with none between them that it gave
+MAX_READ_FAILURES = 100  # consecutive failures of opening or reading
 
 
 class ReadFailureGuard:
-    "Counts recordings that the operating system refuses one after another; shared by all threads that read."
+    "Count consecutive recordings that cannot be opened or read; all reading threads share one object."
 
-    def __init__(
-        self, most: int = MANY_IN_A_ROW
-    ):  # refused in a row, before the machine is held to be at fault
+    def __init__(self, most: int = MAX_READ_FAILURES):  # consecutive failures that raise MachineError
         self.most = most
         self.n = 0
         self._lock = threading.Lock()
 
     def given(self) -> None:
-        "Note that a file could be opened and read, whatever it holds."
+        "Reset the count: a file could be opened and read, whatever it contains."
         self.n = 0
 
     def refused(
         self,
-        error: RecordingError,  # why a recording that was asked for is none
+        error: RecordingError,  # the rejection
         path: str | bytes | os.PathLike,
-    ) -> None:  # raises MachineError for one too many in a row
-        "Note a recording that was refused, by the operating system or for what it holds."
+    ) -> None:  # raises MachineError at the limit
+        "Count a rejected recording if the operating system refused it; any other rejection resets the count."
         if not isinstance(error.__cause__, OSError):
             self.given()
             return
@@ -461,10 +459,10 @@ class ReadFailureGuard:
             if self.n < self.most:
                 return
         raise MachineError(
-            f"{self.most:,} recordings in a row could not be opened or read, so not they are at fault",
+            f"{self.most:,} recordings in a row could not be opened or read: the fault is not in the recordings",
             code="read-failures",
             path=path,
             found=error.message,
-            remedy="look whether the disk or network folder is there and may be read, then start again; "
-            "files that nobody may read belong outside the data folder",
+            remedy="check that the disk or network folder is mounted and readable, then run again; "
+            "move files without read permission out of the data folder",
         ) from error

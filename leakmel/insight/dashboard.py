@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..audio.problems import how_many, in_words, show_place, wrapped
+from ..audio.problems import how_many, format_counts, show_place, wrap_list
 from ..core.errors import LeakmelError, show_path
 from ..core.monitor import mean, peak, size_text
 from ..core.parameters import Kinds
@@ -80,7 +80,7 @@ def _total(reports: Sequence[Mapping[str, Any]], key: str) -> str:
     counts = Counter[str]()
     for r in reports:
         counts.update(r.get(key) or {})
-    return in_words(counts, most=len(counts))
+    return format_counts(counts, most=len(counts))
 
 
 # %% ../../nbs/insight/dashboard.ipynb #9afbd144
@@ -174,7 +174,7 @@ class Card:
     def __repr__(self) -> str:
         lines = [self.title]
         for name, facts in self.blocks:
-            lines += [f"\n{name}", *(wrapped(f"  {k:>14}  ", v, 18) for k, v in facts)]
+            lines += [f"\n{name}", *(wrap_list(f"  {k:>14}  ", v, 18) for k, v in facts)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -239,7 +239,7 @@ def rejected_card(
     files = [(r.summary["folder"], x) for r in results for x in r.rejections]
     if not files:
         return Card("No recording was rejected.", [])
-    counts = in_words(Counter(x.code for _, x in files), most=len(files))
+    counts = format_counts(Counter(x.code for _, x in files), most=len(files))
     shown = [(x.code, f"{show_place(folder, x.path)}: {x.message}") for folder, x in files[:most]]
     more = f"{len(files) - most:,} more, in /rejected of the data sets"
     return Card(f"Rejected: {counts}", [("", shown + ([("and", more)] if len(files) > most else []))])

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..audio.content import pair_shares
+from ..audio.content import label_auc
 from ..core.errors import DataError, show_path
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def level_by_label(
         )
     title = f"{_plain(found[0])}: half of the recordings are louder than {np.median(level):.0f} dB"
     if len(found) > 1:
-        shares = pair_shares(level, label_id)
+        shares = label_auc(level, label_id)
         k = int(np.abs(shares - 0.5).argmax())  # the label that the level tells best
         others = _plain(found[1 - k]) if len(found) == 2 else "the others"
         word = "louder" if shares[k] >= 0.5 else "quieter"

@@ -249,10 +249,10 @@ def write_share(
     n_shares: int,
 ) -> None:
     "Write recording `first` and every `n_shares`-th one after it."
-    from leakmel.audio.synth import make_planned, plan_set, write_wav
+    from leakmel.audio.synth import render_planned, plan_set, write_wav
 
     for planned in plan_set(n_files)[first::n_shares]:
-        path, samples = make_planned(planned)
+        path, samples = render_planned(planned)
         (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
         write_wav(Path(folder) / path, samples)
 

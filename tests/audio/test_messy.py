@@ -32,7 +32,7 @@ SPEC = lm.MelSpec.preset("disjoint", sample_rate=RATE, duration_s=1.0)
 OPTIONS = ("--sample-rate", str(RATE), "--duration-s", "1")
 FATES = {"not_wav", "empty", "truncated", "unsupported", "channels", "nonfinite", "no_label"}
 
-Named = set[tuple[str, str]]  # kind and place of problems
+ParsedPath = set[tuple[str, str]]  # kind and place of problems
 
 
 # -- from outside -------------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def shown(split: str, path: bytes) -> str:
     return f"{SPLITS[split]}/{show_path(path)}"
 
 
-def named(problems: Any) -> Named:
+def named(problems: Any) -> ParsedPath:
     "Kind and place of problems, those of ties apart; fails for one that is said twice."
     found = [(p["kind"], p["path"]) for p in problems if p["kind"] != "label_tied"]
     assert len(set(found)) == len(found), [p for p, n in Counter(found).items() if n > 1]
@@ -230,7 +230,7 @@ def test_a_scan_names_every_problem_and_no_other(messy: Messy, scanned: list[dic
     )
 
 
-def expected_of(messy: Messy, split: str) -> Named:
+def expected_of(messy: Messy, split: str) -> ParsedPath:
     "What the report of a split has to name, rejected files apart."
     own = {(kind, shown(split, f.path)) for f in messy.of(split) if f.status for kind in f.kinds}
     folders = tuple(f"{folder}/" for other, folder in SPLITS.items() if other != split)

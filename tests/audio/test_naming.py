@@ -231,12 +231,12 @@ def test_times(text, expected):
     [
         ("{labl}/{sensor}", ["labl is unknown; did you mean label?", "{start_time}"]),
         ("{Label}/{*}", ["Label is written label"]),
-        ("{label}/{label}", ["label is there twice"]),
-        ("{*}/{**}/{*}", ["names nothing"]),
-        ("", ["names nothing"]),
-        ("TRAINING", ["names nothing"]),
-        ("{label}{sensor}", ["nothing stands between {label} and {sensor}"]),
-        ("{*}{sensor}", ["nothing stands between"]),
+        ("{label}/{label}", ["{label} twice"]),
+        ("{*}/{**}/{*}", ["has no field"]),
+        ("", ["has no field"]),
+        ("TRAINING", ["has no field"]),
+        ("{label}{sensor}", ["between the fields {label} and {sensor}"]),
+        ("{*}{sensor}", ["has no text between"]),
         ("{label}/{**}", ["whole folders"]),
         ("{label}_{**}/{sensor}", ["whole folders"]),
         ("{**}{label}", ["whole folders"]),
@@ -245,8 +245,8 @@ def test_times(text, expected):
         ("label}", ["a single }", "write }}"]),
         ("{}", ["is unknown"]),
         ("/{label}/{*}", ["relative"]),
-        ("{label}/{*}.wav", ["the pattern '{label}/{*}.wav' ends in .wav: leave the extension away"]),
-        ("{label}/{*}.WAVE", ["ends in .WAVE: leave"]),
+        ("{label}/{*}.wav", ["the pattern '{label}/{*}.wav' ends in .wav", "remove the extension"]),
+        ("{label}/{*}.WAVE", ["ends in .WAVE"]),
         ("{label}" + "x" * 500, ["more than 500"]),
     ],
 )
@@ -551,38 +551,44 @@ def test_odd_names_go_through_a_table_and_back(tmp_path):
         ("path,label\n,\n", ["names no recording"]),
         ("path,class\na.wav,LEAK\n", ["no column label", "found path, class"]),
         ("label,sensor\nLEAK,H1\n", ["no column path"]),
-        ("path,file,label\na.wav,a.wav,LEAK\n", ["the column path is there twice"]),
-        ("path,label,Label\na.wav,A,B\n", ["the column label is there twice"]),
+        ("path,file,label\na.wav,a.wav,LEAK\n", ["the column path twice"]),
+        ("path,label,Label\na.wav,A,B\n", ["the column label twice"]),
         ("path,label\na.wav,LEAK\nb.wav,\n", ["line 3: the label is empty"]),
         ("path,label\na.wav,  \n", ["line 2: the label is empty"]),
         ("path,label\n,LEAK\n", ["line 2: the path is empty"]),
-        ("path,label\n/data/a.wav,LEAK\n", ["line 2: an absolute path", "/data/a.wav"]),
-        ("path,label\nx/../../a.wav,LEAK\n", ["line 2: a path that leads up"]),
-        ("path,label\n./a.wav,LEAK\n", ["line 2: a path with an empty step"]),
-        ("path,label\nx//a.wav,LEAK\n", ["empty step"]),
-        ("path,label\nx/,LEAK\n", ["empty step"]),
+        ("path,label\n/data/a.wav,LEAK\n", ["line 2: the path is absolute", "/data/a.wav"]),
+        ("path,label\nx/../../a.wav,LEAK\n", ["line 2: the path contains .."]),
+        ("path,label\n./a.wav,LEAK\n", ["line 2: the path contains an empty part"]),
+        ("path,label\nx//a.wav,LEAK\n", ["empty part"]),
+        ("path,label\nx/,LEAK\n", ["empty part"]),
         ("path,label\na\0b.wav,LEAK\n", ["line 2"]),
-        ("path,label\na.wav,LEAK\n\n\na.wav,NORMAL\n", ["line 5: the same path as in line 2"]),
-        ('path,label,x\n"a\n\n.wav",LEAK,1\n"a\n\n.wav",LEAK,1\n', ["line 5: the same path as in line 2"]),
-        ("path,label,split\na.wav,LEAK,train\nb.wav,LEAK,holdout\n", ["line 3: unknown split", "holdout"]),
+        ("path,label\na.wav,LEAK\n\n\na.wav,NORMAL\n", ["line 5: the path is the same as in line 2"]),
+        (
+            'path,label,x\n"a\n\n.wav",LEAK,1\n"a\n\n.wav",LEAK,1\n',
+            ["line 5: the path is the same as in line 2"],
+        ),
+        (
+            "path,label,split\na.wav,LEAK,train\nb.wav,LEAK,holdout\n",
+            ["line 3: the split is unknown", "holdout"],
+        ),
         ("path,label,split\na.wav,LEAK,\n", ["line 2: the split is empty"]),
-        ("path,label,start_time\na.wav,LEAK,noon\n", ["line 2: no date and time", "noon"]),
-        ("path,label,gain\na.wav,LEAK,loud\n", ["line 2: no number"]),
-        ("path,label,gain\na.wav,LEAK," + "9" * 60 + "\n", ["no number"]),
-        ("path,label\na.wav\n", ["line 2: 1 cells, the header has 2"]),
-        ("path,label\na.wav,LEAK,more\n", ["line 2: 3 cells, the header has 2"]),
-        ('path,label\n"a.wav,LEAK\nb.wav,LEAK\n', ["line 2: no CSV"]),
-        ('path,label\nb.wav,LEAK\n"a"b.wav,LEAK\n', ["line 3: no CSV"]),
-        ("path_base64,label\n????,LEAK\n", ["line 2: not base64"]),
+        ("path,label,start_time\na.wav,LEAK,noon\n", ["line 2: the start time", "noon"]),
+        ("path,label,gain\na.wav,LEAK,loud\n", ["line 2: the gain is not a number"]),
+        ("path,label,gain\na.wav,LEAK," + "9" * 60 + "\n", ["not a number"]),
+        ("path,label\na.wav\n", ["line 2: the row has 1 cells, the header has 2"]),
+        ("path,label\na.wav,LEAK,more\n", ["line 2: the row has 3 cells, the header has 2"]),
+        ('path,label\n"a.wav,LEAK\nb.wav,LEAK\n', ["line 2: the text is not valid CSV"]),
+        ('path,label\nb.wav,LEAK\n"a"b.wav,LEAK\n', ["line 3: the text is not valid CSV"]),
+        ("path_base64,label\n????,LEAK\n", ["line 2: the path is not valid base64"]),
         ("path_base64,label\n" + base64.b64encode(b"/a.wav").decode() + ",LEAK\n", ["absolute"]),
-        ("path,label\n" + "x" * 140_000 + ".wav,LEAK\n", ["line 2: no CSV"]),
+        ("path,label\n" + "x" * 140_000 + ".wav,LEAK\n", ["line 2: the text is not valid CSV"]),
         (
             b"path,label\na.wav,LEAK\ncaf\xe9.wav,LEAK\n",
-            ["line 3: not UTF-8", "Save it as CSV UTF-8, or give path_base64"],
+            ["line 3: the text is not UTF-8", "path_base64"],
         ),
         (b"PK\x03\x04\x14\0\x06\0", ["an Excel workbook", "Save it as CSV UTF-8"]),
         ("name,label\na.wav,LEAK\n", ["path (or file, or filename)"]),
-        ('path,label,gain\na.wav,LEAK,"1,5"\n', ["line 2: no number"]),
+        ('path,label,gain\na.wav,LEAK,"1,5"\n', ["line 2: the gain is not a number"]),
         ("path,label\na.wav,LEAK\n".encode("utf-16"), ["UTF-16"]),
     ],
 )
@@ -677,7 +683,7 @@ def test_what_a_table_names_and_what_it_does_not(tmp_path):
     }
     assert found["not_in_table"] == ["c.wav"]
     assert "4 recordings" in m.problems["message"][m.problems["kind"] == "not_in_table"].iloc[0]
-    assert 'divided by "/"' in m.problems["message"][m.problems["path"] == "x\\b.wav"].iloc[0]
+    assert 'write "/" between folders' in m.problems["message"][m.problems["path"] == "x\\b.wav"].iloc[0]
     assert found["ignored_column"] == ["remark"]
 
 
@@ -1338,7 +1344,7 @@ def test_a_path_that_differs_only_in_case(tmp_path):
     put(tmp_path / "data", "LEAK/a.wav", "LEAK/b.wav")
     m = scan(tmp_path / "data", table=table(tmp_path, "path,label\nLEAK/a.wav,LEAK\nleak/B.WAV,LEAK\n"))
     (message,) = m.problems["message"][m.problems["kind"] == "missing_file"]
-    assert message.endswith("LEAK/b.wav is there, which differs only in case")
+    assert message.endswith("LEAK/b.wav exists, which differs only in case")
     assert "wrong_root" not in kinds(m), "a row is there, so the root is right"
 
 

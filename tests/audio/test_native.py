@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import leakmel as lm
 from leakmel.audio import conform, native
 from leakmel.audio.conform import digests_of, int16_moments
-from leakmel.audio.native import LOOK_CLOSER, READ, read_rows
+from leakmel.audio.native import USE_FALLBACK, READ, read_rows
 from leakmel.audio.conform import moments_of
 from leakmel.audio.wav import canonical_header
 from leakmel.core.errors import MachineError, VerifyError
@@ -126,7 +126,7 @@ def test_canonical_recordings_are_read_into_their_rows(tmp_path: Path) -> None:
     wanted = np.array([True, False, True, True, True])
     samples = np.full((5, N), 77, np.int16)
     outcomes, ctimes_ns, digests = read_rows(paths, wanted, mtimes(paths), HEADER, samples)
-    assert outcomes.tolist() == [READ, LOOK_CLOSER, READ, READ, READ]
+    assert outcomes.tolist() == [READ, USE_FALLBACK, READ, READ, READ]
     assert np.array_equal(samples[wanted], x[wanted])
     assert (samples[1] == 77).all(), "what was not asked for is left alone"
     assert ctimes_ns[wanted].tolist() == [os.stat(p).st_ctime_ns for p, w in zip(paths, wanted) if w]
@@ -176,9 +176,9 @@ def test_nothing_else_passes_for_a_recording(tmp_path: Path) -> None:
     assert found.pop("a link to itself") == errno.ELOOP
     assert found.pop("too long a name") == errno.ENAMETOOLONG
     assert found.pop("below a file") == errno.ENOTDIR
-    assert found.pop("a folder") in (errno.EISDIR, LOOK_CLOSER)
-    assert found.pop("a pipe") in (errno.ESPIPE, LOOK_CLOSER)
-    assert set(found.values()) == {LOOK_CLOSER}, found
+    assert found.pop("a folder") in (errno.EISDIR, USE_FALLBACK)
+    assert found.pop("a pipe") in (errno.ESPIPE, USE_FALLBACK)
+    assert set(found.values()) == {USE_FALLBACK}, found
     assert outcomes[-1] == READ, "and the next one is read all the same"
 
 
@@ -191,7 +191,7 @@ def test_a_path_with_a_zero_byte_shifts_no_other(tmp_path: Path) -> None:
         HEADER,
         samples := np.zeros((3, N), np.int16),
     )
-    assert outcomes.tolist() == [READ, LOOK_CLOSER, READ]
+    assert outcomes.tolist() == [READ, USE_FALLBACK, READ]
     assert np.array_equal(samples[2], noise(1, seed=1)[0])
 
 
@@ -266,7 +266,7 @@ def test_written_rows_are_looked_at_as_numpy_does(tmp_path: Path, n_values: int,
             file.seek(11)
             file.write(rows.tobytes())
             file.flush()
-            digests, largest = native.look_at_rows(file.fileno(), 11, n_rows, 2 * n_values)
+            digests, largest = native.digest_file_rows(file.fileno(), 11, n_rows, 2 * n_values)
         assert digests.tolist() == [xxhash.xxh3_128_hexdigest(row.tobytes()).encode() for row in rows]
         assert np.array_equal(largest, (rows.view(np.uint16) & 0x7FFF).max(axis=1))
         assert np.array_equal(largest < 0x7C00, np.isfinite(rows).all(axis=1))
@@ -275,14 +275,14 @@ def test_written_rows_are_looked_at_as_numpy_does(tmp_path: Path, n_values: int,
 def test_rows_that_cannot_be_looked_at(tmp_path: Path) -> None:
     (tmp_path / "rows").write_bytes(bytes(999))
     with open(tmp_path / "rows", "rb") as file:
-        assert len(native.look_at_rows(file.fileno(), 499, 2, 248)[0]) == 2
-        assert len(native.look_at_rows(file.fileno(), 0, 0, 248)[0]) == 0
+        assert len(native.digest_file_rows(file.fileno(), 499, 2, 248)[0]) == 2
+        assert len(native.digest_file_rows(file.fileno(), 0, 0, 248)[0]) == 0
         with pytest.raises(EOFError):
-            native.look_at_rows(file.fileno(), 504, 2, 248)
+            native.digest_file_rows(file.fileno(), 504, 2, 248)
         with pytest.raises(EOFError):
-            native.look_at_rows(file.fileno(), 5000, 2, 248)
+            native.digest_file_rows(file.fileno(), 5000, 2, 248)
     with open(tmp_path / "rows", "ab") as file, pytest.raises(OSError, match="Bad file descriptor"):
-        native.look_at_rows(file.fileno(), 0, 2, 248)
+        native.digest_file_rows(file.fileno(), 0, 2, 248)
 
 
 @pytest.mark.parametrize("damage", ["none", "bit", "infinite", "cut"])
@@ -451,7 +451,7 @@ def test_a_damaged_cache_is_said_with_what_to_do(
     monkeypatch.setattr(sys, "meta_path", [_Damaged(), *sys.meta_path])
     with caplog.at_level(logging.WARNING, "leakmel"):
         assert conform.native() is None
-    assert "EOFError: Ran out of input; if this stays, remove numba's cache" in caplog.text
+    assert "EOFError: Ran out of input; if this happens again, remove numba's cache" in caplog.text
 
 
 def test_numba_switched_off_is_numba_not_there() -> None:
@@ -468,7 +468,7 @@ def test_numba_switched_off_is_numba_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["digest_rows", "int16_moments", "look_at_rows: digests", "look_at_rows: largest"]
+    "part", ["digest_rows", "int16_moments", "digest_file_rows: digests", "digest_file_rows: largest"]
 )
 def test_wrong_machine_code_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     part, _, what = part.partition(": ")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import leakmel as lm
 from leakmel.audio import content as content_module
-from leakmel.audio.content import BLOCK, CONTENT, read_content
+from leakmel.audio.content import FILES_PER_TASK, CONTENT_COLUMNS, read_content
 from leakmel.audio.manifest import scan
 from leakmel.audio.content import (
     CLIPPED_SHARE,
@@ -28,12 +28,12 @@ from leakmel.audio.content import (
     DEAD_FILES,
     Columns,
     content_problems,
-    pair_shares,
+    label_auc,
     tied_values,
 )
 from leakmel.audio.problems import (
-    ALL_SHOWN,
-    GROUPS,
+    ALWAYS_SHOWN,
+    KIND_GROUPS,
     WORTH_A_LOOK,
     Problem,
     ProblemReport,
@@ -211,7 +211,7 @@ def test_copies_name_the_first_one() -> None:
         "duplicate_across_splits": {c.show(60), c.show(61)},
     }
     assert {p.message for p in content_problems(copies) if p.path != c.show(61)} == {
-        f"same samples as {c.show(0)}"
+        f"the samples are the same as those of {c.show(0)}"
     }
     noise = change(c, digest={3: c.digest[0]})
     assert found(noise) == {"duplicate": {c.show(3)}, "duplicate_labels": {c.show(3)}}
@@ -234,7 +234,7 @@ def test_copies_of_splits_that_were_built_before() -> None:
     )
     assert found(c, (earlier,)) == {"duplicate_across_splits": {c.show(4)}, "duplicate_labels": {c.show(4)}}
     assert {p.message.split(",")[0] for p in content_problems(c, before=(earlier,))} == {
-        f"same samples as {earlier.show(7)}"
+        f"the samples are the same as those of {earlier.show(7)}"
     }
 
 
@@ -274,11 +274,11 @@ def test_copies_are_those_of_a_dict(recordings: list[tuple[int, int, int, bool]]
         )
 
     def copies(c: Columns, before: Iterable[Columns] = ()) -> set[tuple[str, int, int]]:
-        from leakmel.audio.content import _copies
+        from leakmel.audio.content import _duplicates
 
         return {
             (p.kind, int(p.path), int(p.message.split(",")[0].rsplit(" ", 1)[1]))
-            for p in _copies(c, list(before))
+            for p in _duplicates(c, list(before))
         }
 
     numbered = list(enumerate(recordings))
@@ -360,7 +360,7 @@ def test_pairs_have_their_limits() -> None:
     c = replace(made(50, splits=1), labels=("LEAK", "NOLEAK", "BURST"), label_id=labels)
     for wrong, is_tied in ((20, True), (21, False)):
         level = np.concatenate([[39.5 - wrong], np.full(9, 50.0), np.arange(40)])
-        assert pair_shares(level, labels)[0] == pytest.approx(1 - wrong / 400)
+        assert label_auc(level, labels)[0] == pytest.approx(1 - wrong / 400)
         for sign in (1, -1):
             assert found(replace(c, rms_db=sign * level / 2 - 50)) == (
                 {"label_tied": {"LEAK"}} if is_tied else {}
@@ -370,7 +370,7 @@ def test_pairs_have_their_limits() -> None:
 @given(st.lists(st.tuples(st.integers(-4, 4), st.integers(0, 3)), min_size=1, max_size=40))
 def test_pair_shares_are_those_of_all_pairs(recordings: list[tuple[int, int]]) -> None:
     values, labels = (np.array(x) for x in zip(*recordings))
-    shares = pair_shares(values.astype(np.float32), labels)
+    shares = label_auc(values.astype(np.float32), labels)
     for k in range(len(shares)):
         mine, others = values[labels == k], values[labels != k]
         pairs = [(a > b) + (a == b) / 2 for a in mine for b in others]
@@ -569,7 +569,7 @@ def test_the_demo_set_s_planted_faults_are_named(tmp_path: Path) -> None:
         "truncated": "truncated",
         "git-lfs pointer": "not_wav",
         "float samples with a NaN": "nonfinite",
-        "gain 1: the hydrophone hung dry": "gain_1",
+        "gain 1: the hydrophone was not in the water": "gain_1",
         "directly under the split, without a label": "no_label",
     }
     for what, path in planted.items():
@@ -597,7 +597,7 @@ def test_the_table_of_what_was_read(messy) -> None:
     root, _ = messy
     m = scan(root, content=True, progress="none")
     assert m.content is not None
-    assert tuple(m.content.columns) == CONTENT
+    assert tuple(m.content.columns) == CONTENT_COLUMNS
     assert (
         m.table["path"].tolist()
         == m.content["path"].tolist()
@@ -619,7 +619,7 @@ def test_the_table_of_what_was_read(messy) -> None:
 def test_reading_reports_progress_and_holds_one_file_for_each_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    healthy(tmp_path, 5 * BLOCK)
+    healthy(tmp_path, 5 * FILES_PER_TASK)
     real, lock, running, most, counts = content_module.read_facts, threading.Lock(), [0], [0], []
 
     def watched(path: bytes) -> tuple:
@@ -641,7 +641,7 @@ def test_reading_reports_progress_and_holds_one_file_for_each_thread(
     monkeypatch.setattr(content_module, "Progress", Watched)
     monkeypatch.setattr(content_module, "usable_cores", lambda: 3)
     table, problems = read_content(scan(tmp_path).listings, progress="none")
-    assert len(table) == counts[-1] == 5 * BLOCK
+    assert len(table) == counts[-1] == 5 * FILES_PER_TASK
     assert counts == sorted(counts)
     assert not problems
     assert most[0] <= 3
@@ -651,7 +651,7 @@ def test_reading_reports_progress_and_holds_one_file_for_each_thread(
 def test_a_failing_machine_stops_the_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    healthy(tmp_path, 30 * BLOCK)
+    healthy(tmp_path, 30 * FILES_PER_TASK)
     calls = []
 
     def fail(path: bytes) -> tuple:
@@ -689,7 +689,7 @@ def test_samples_that_no_build_would_take_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_kind_has_a_meaning_and_one_group() -> None:
-    kinds = [kind for names in GROUPS.values() for kind in names]
+    kinds = [kind for names in KIND_GROUPS.values() for kind in names]
     assert len(kinds) == len(set(kinds))
     assert all(meaning_of(kind) for kind in kinds)
     assert meaning_of("never heard of") == ""
@@ -800,12 +800,12 @@ def test_the_card_counts_and_groups(messy) -> None:
     root, planted = messy
     m = scan(root, content=True, progress="none")
     text = Tags(m._repr_html_()).text
-    for group in GROUPS:
+    for group in KIND_GROUPS:
         assert group in text
     for kind in planted:
         assert meaning_of(kind) in text
-    assert "Only names were looked at" not in text
-    assert "Only names were looked at" in Tags(scan(root)._repr_html_()).text
+    assert "Only file names were checked" not in text
+    assert "Only file names were checked" in Tags(scan(root)._repr_html_()).text
     assert not any(word in m._repr_html_() for word in ("background", "color:#")), (
         "the colours of the page, light or dark"
     )
@@ -890,11 +890,11 @@ def test_the_text_of_scan_is_grouped(messy, say) -> None:
     _, text = say("scan", root, "--content", "--most", "3")
     for kind, paths in planted.items():
         assert f"  {len(paths)} x {kind}: {meaning_of(kind)}" in text
-    assert [line for line in text.splitlines() if line in {f"{g}:" for g in GROUPS}] == [
-        f"{g}:" for g in GROUPS
+    assert [line for line in text.splitlines() if line in {f"{g}:" for g in KIND_GROUPS}] == [
+        f"{g}:" for g in KIND_GROUPS
     ]
     kinds = {line.split(" x ")[1].split(":")[0] for line in text.splitlines() if re.match(r"  \d", line)}
-    everything = {kind for kind in kinds if kind in ALL_SHOWN}
+    everything = {kind for kind in kinds if kind in ALWAYS_SHOWN}
     assert sum(line.startswith("    ") for line in text.splitlines()) == len(kinds - everything) + sum(
         len(planted.get(k, "x")) for k in everything
     )

@@ -190,7 +190,7 @@ class Asked:
 def started(ahead: ReadAhead, monkeypatch: pytest.MonkeyPatch) -> tuple[Asked, threading.Thread]:
     "The thread of a read-ahead, with the system played."
     asked = Asked(ahead)
-    monkeypatch.setattr(native, "will_need", asked)
+    monkeypatch.setattr(native, "prefetch_files", asked)
     thread = threading.Thread(target=ahead.run, args=("read-ahead",), daemon=True)
     thread.start()
     return asked, thread
@@ -512,7 +512,7 @@ def test_a_fault_of_fetching_ahead_is_none_of_the_build(
     def fail(paths: list[bytes], sizes: np.ndarray) -> int:
         raise fault
 
-    monkeypatch.setattr(native, "will_need", fail)
+    monkeypatch.setattr(native, "prefetch_files", fail)
     result = built(data, tmp_path / "x.h5", mode=mode, read_ahead=8)
     assert result.rows == N_FILES
     assert result.summary["read_ahead_files"] == 0
@@ -563,9 +563,9 @@ def test_what_took_the_place_of_a_recording_is_not_waited_for(tmp_path: Path) ->
     os.mkfifo(pipe)
     os.mkdir(folder)
     before = len(os.listdir("/proc/self/fd"))
-    assert native.will_need([pipe, gone, folder, b"/" * 5000, b""], np.full(5, 100)) <= 1
+    assert native.prefetch_files([pipe, gone, folder, b"/" * 5000, b""], np.full(5, 100)) <= 1
     assert len(os.listdir("/proc/self/fd")) == before
-    assert native.will_need([], np.zeros(0)) == 0
+    assert native.prefetch_files([], np.zeros(0)) == 0
 
 
 def test_a_small_folder_or_a_scan_alone_imports_no_compiler(data: Path) -> None:
@@ -623,7 +623,7 @@ def test_both_ways_of_listing_say_the_same(tree: Path, monkeypatch: pytest.Monke
         calls.append(len(paths))
         return real(paths)
 
-    monkeypatch.setattr(listing_module, "_TOGETHER", 0)
+    monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
     monkeypatch.setattr(native, "stat_files", stat_files)
     assert seen(scan(tree)) == right
     assert sum(calls) >= 0.9 * sum(len(x[1]) for x in right[:3]), "nearly all were looked at together"
@@ -642,14 +642,14 @@ def test_what_changes_while_it_is_listed_is_looked_at_again(
         out[1::3, 0] = stat.S_IFIFO
         return out
 
-    monkeypatch.setattr(listing_module, "_TOGETHER", 0)
+    monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
     monkeypatch.setattr(native, "stat_files", stat_files)
     assert seen(scan(tree)) == right
 
 
 def test_listing_goes_on_without_compiled_code(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = seen(scan(tree))
-    monkeypatch.setattr(listing_module, "_TOGETHER", 0)
+    monkeypatch.setattr(listing_module, "_MIN_BATCH", 0)
     monkeypatch.setitem(sys.modules, "leakmel.audio.native", None)
     assert seen(scan(tree)) == right
 

@@ -74,9 +74,9 @@ def test_no_two_recordings_share_content(tmp_path: Path) -> None:
 
 def test_a_recording_depends_on_seed_and_index_only() -> None:
     small, large = plan_set(60, 3), plan_set(600, 3)
-    assert np.array_equal(synth.make_planned(small[5], 3)[1], synth.make_planned(small[5], 3)[1])
+    assert np.array_equal(synth.render_planned(small[5], 3)[1], synth.render_planned(small[5], 3)[1])
     assert small[5].sensor == large[5].sensor == make_sensor(2, 3)
-    assert synth.make_planned(small[5], 3)[0] == synth.make_planned(large[5], 3)[0]
+    assert synth.render_planned(small[5], 3)[0] == synth.render_planned(large[5], 3)[0]
 
 
 # -- layout and accounting ------------------------------------------------------------------------------------------

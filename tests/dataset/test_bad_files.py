@@ -20,7 +20,7 @@ import leakmel as lm
 from errors import raises
 from leakmel.audio import listing
 from leakmel.audio.content import read_content
-from leakmel.audio.wav import MANY_IN_A_ROW
+from leakmel.audio.wav import MAX_READ_FAILURES
 from leakmel.audio.wav import MACHINE_FAULTS
 from leakmel.cli import main
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
@@ -372,7 +372,8 @@ def test_a_folder_that_goes_away_stops_the_build(
     with monkeypatch.context() as m:
         m.setattr(loader.BatchReader, "fill", fill)
         with pytest.raises(
-            MachineError, match=rf"{MANY_IN_A_ROW} recordings in a row could not be opened or read.*ENOENT"
+            MachineError,
+            match=rf"{MAX_READ_FAILURES} recordings in a row could not be opened or read.*ENOENT",
         ) as raised:
             build(many, target, hands, mode=mode)
     assert str(many / "LEAK") in str(raised.value)
@@ -411,7 +412,7 @@ def test_refused_one_after_another(
         lambda: read_content(listings, progress="none"),
     ):
         with pytest.raises(
-            MachineError, match=f"{MANY_IN_A_ROW} recordings in a row.*{errno.errorcode[code]}"
+            MachineError, match=f"{MAX_READ_FAILURES} recordings in a row.*{errno.errorcode[code]}"
         ):
             work()
         tried("S7")
@@ -445,7 +446,7 @@ def test_some_that_go_away_are_rejected(many: Path, tmp_path: Path, monkeypatch:
     "Fewer than would be the machine's fault: somebody takes recordings away while a build runs."
     real, gone = (
         loader.BatchReader.fill,
-        [many / "LEAK" / f"{k:03d}.wav" for k in range(120, 120 + MANY_IN_A_ROW - 10)],
+        [many / "LEAK" / f"{k:03d}.wav" for k in range(120, 120 + MAX_READ_FAILURES - 10)],
     )
 
     def fill(self: loader.BatchReader, slot: loader.Slot) -> int:

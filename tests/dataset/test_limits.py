@@ -190,7 +190,7 @@ def test_only_a_data_set_is_replaced(tmp_path, data):
 
 def test_one_level_too_high_is_refused(tmp_path, make_wav):
     make_wav(tmp_path / "up" / "set" / "TRAINING" / "LEAK" / "a.wav")
-    with pytest.raises(DataError, match="a level deeper.*set/TRAINING"):
+    with pytest.raises(DataError, match="one level deeper.*set/TRAINING"):
         lm.scan(tmp_path / "up")
 
 

@@ -483,7 +483,7 @@ def test_scan_of_nothing_is_1(tmp_path, say):
     status, out, _ = say("scan", tmp_path / "empty")
     assert status == 1
     assert "  empty: none\ncannot be used:\n  1 x no_recordings" in out
-    assert "no file that ends in .wav or .wave below" in out
+    assert "no .wav or .wave file was found below" in out
     status, out, _ = say("scan", tmp_path / "empty", "--json")
     assert (only_json(out)["found"], only_json(out)["would_be_rejected"]) == (0, 0)
 
@@ -493,7 +493,7 @@ def test_scan_with_one_split_empty_is_0(tmp_path, make_wav, say):
     (tmp_path / "set" / "TESTING").mkdir()
     status, out, _ = say("scan", tmp_path / "set", "--split", "all")
     assert status == 0
-    assert "TESTING: no file that ends in .wav or .wave" in out
+    assert "TESTING: no .wav or .wave file was found" in out
     status, out, _ = say("scan", tmp_path / "set", "--split", "testing")
     assert status == 1, "nothing else was asked for"
 
@@ -505,7 +505,7 @@ def test_scan_of_a_label_folder_and_of_a_file(data, say):
     assert out.index("this looks like") < out.index("no_label")
     status, _, err = say("scan", data / "LEAK" / "1.wav")
     assert status == 1
-    assert "1.wav: is a file, a folder is needed" in err
+    assert "1.wav: the path is a file, but a folder is needed" in err
 
 
 def test_scan_tells_sensors_in_several_splits(tmp_path, make_wav, say):

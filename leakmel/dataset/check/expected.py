@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...audio.conform import FIGURES, figures_of, import_soxr
+from ...audio.conform import FIGURES, quality_figures, import_soxr
 from ...audio.wav import Recording, read_wav
 from ...core.errors import LeakmelError, MachineError, RecordingError
 from ...mel.reference import Reference, reference_features
@@ -93,7 +93,7 @@ def read_source(
         "sample_rate": recording.sample_rate,
         "n_samples": n,
         "channels": channels,
-    } | dict(zip(FIGURES.names or (), figures_of(recording.samples, recording.encoding)))
+    } | dict(zip(FIGURES.names or (), quality_figures(recording.samples, recording.encoding)))
     return Source(recording.digest.encode(), facts, x, None)
 
 

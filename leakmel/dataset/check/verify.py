@@ -147,7 +147,7 @@ def _read_digests(rows: h5py.Dataset, start: int, n: int) -> tuple[np.ndarray, n
     if is_plain and module is not None and module.can_digest(n_bytes):
         fd = rows.file.id.get_vfd_handle()
         try:
-            digests, largest = module.look_at_rows(fd, begin + start * n_bytes, n, n_bytes)
+            digests, largest = module.digest_file_rows(fd, begin + start * n_bytes, n, n_bytes)
         except EOFError as e:
             raise VerifyError("the file is shorter than its header says", code="file-ends-early") from e
         return digests, largest >= _FLOAT16_INFINITY

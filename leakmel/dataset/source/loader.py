@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...audio.conform import digests_of, native
-from ...audio.conform import FIGURES, conform, figures_of, resampled_length
+from ...audio.conform import FIGURES, conform, quality_figures, resampled_length
 from ...audio.listing import Listing
 from ...audio.page_cache import CacheUse
 from ...audio.wav import ReadFailureGuard
@@ -410,7 +410,7 @@ class BatchReader:
         with slot.taking("resample" if other else "decode", int(other)):
             row, status = conform(recording.samples, rate, spec.rules)
         with slot.taking("decode", 0):
-            figures = figures_of(recording.samples, recording.encoding)
+            figures = quality_figures(recording.samples, recording.encoding)
         whole = row.dtype == np.int16
         slot.facts[i] = (True, whole, True, rate, n, channels, *figures, recording.digest, st.st_ctime_ns)
         if (recording.encoding, status) != PLAIN:

@@ -101,7 +101,7 @@ class ReadAhead:
     def run(self, lane: str) -> None:
         "Prefetch files until the readers have taken all of them or `stop` is called; raises nothing."
         try:
-            from leakmel.audio.native import will_need
+            from leakmel.audio.native import prefetch_files
 
             end = 0
             while (step := self._next(end)) is not None:
@@ -109,9 +109,9 @@ class ReadAhead:
                 reader = self.readers[k]
                 wanted = [i for i in range(first, end) if 0 < self._sizes[i] <= self.n_bytes]
                 paths = [reader.base + reader.listing.paths[i - self._firsts[k]] for i in wanted]
-                with reader.cache_use.delivering():
-                    n = will_need(paths, self._sizes[wanted])
-                reader.cache_use.note_ahead(n)
+                with reader.inflow.delivering():
+                    n = prefetch_files(paths, self._sizes[wanted])
+                reader.inflow.note_ahead(n)
         except Exception as e:
             log.debug("recordings are not prefetched: %s: %s", type(e).__name__, e)
 

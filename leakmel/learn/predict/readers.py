@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ...audio.conform import figures_of
+from ...audio.conform import quality_figures
 from ...audio.file_names import NameParts, parse_name, split_name
-from ...audio.listing import Found as FoundFile, Listing, found_below, make_listing
+from ...audio.listing import FileEntry, Listing, found_below, make_listing
 from ...audio.manifest import Manifest, split_folders
 from ...audio.naming import Naming
 from ...audio.wav import HEADER_BYTES, Recording, read_error, read_wav
@@ -87,7 +87,7 @@ def find_recordings(
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #66658149
-def _walked(root: Path, split: str | None, count: Count) -> list[FoundFile]:
+def _walked(root: Path, split: str | None, count: Count) -> list[FileEntry]:
     "All recordings below a folder, or below that of its split."
     top = root
     prefix = b""
@@ -110,7 +110,7 @@ def _walked(root: Path, split: str | None, count: Count) -> list[FoundFile]:
 
 def _listed(
     root: Path, split: str | None, manifest: Manifest
-) -> tuple[list[FoundFile], list[str], list[NameParts]]:
+) -> tuple[list[FileEntry], list[str], list[NameParts]]:
     "What a manifest lists, all splits together, with labels and names."
     if os.path.realpath(root) != os.path.realpath(manifest.root):
         raise UsageError(
@@ -303,7 +303,7 @@ class RecordingReaders:
             recording.sample_rate,
             n,
             channels,
-            *figures_of(recording.samples, recording.encoding),
+            *quality_figures(recording.samples, recording.encoding),
             recording.digest,
             0,
         )
