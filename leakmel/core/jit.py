@@ -219,7 +219,7 @@ def emitted(
     @intrinsic
     def function(typing_context, numbers):
         if not all(isinstance(kind, types.Integer) and kind.bitwidth == 64 for kind in numbers):
-            raise TypeError(f"whole numbers of 64 bits, not {numbers}")
+            raise TypeError(f"all values must be 64-bit integers, got {numbers}")
 
         def codegen(context, builder, signature, args):
             body(builder, *cgutils.unpack_tuple(builder, args[0]))
@@ -286,8 +286,8 @@ def source_key(
 def _warn_once() -> None:
     "Say that compiled code cannot be kept; why is logged for each function."
     logging.getLogger("leakmel").warning(
-        "compiled code cannot be kept, so each start takes seconds longer; remove numba's cache (__pycache__ beside the "
-        "package, or NUMBA_CACHE_DIR), or set NUMBA_CACHE_DIR to a folder that can be written"
+        "compiled code cannot be kept on disk, so each start takes seconds longer: remove numba's cache (__pycache__ in the folder of the "
+        "package, or NUMBA_CACHE_DIR), or set NUMBA_CACHE_DIR to a writable folder"
     )
 
 
@@ -303,7 +303,10 @@ def compiled(
         except Exception as e:
             made = njit(signature, **options)(function)  # raises what is wrong with the function itself
             logging.getLogger("leakmel").info(
-                "the compiled %s cannot be kept: %s: %s", function.__qualname__, type(e).__name__, e
+                "numba cannot cache the compiled function %s: %s: %s",
+                function.__qualname__,
+                type(e).__name__,
+                e,
             )
             _warn_once()
             return made

@@ -95,7 +95,7 @@ def _gpu_handle():
     if first.startswith(("GPU-", "MIG-")):
         return pynvml.nvmlDeviceGetHandleByUUID(first)
     if not first.isdigit():
-        raise LookupError("CUDA_VISIBLE_DEVICES hides every GPU")
+        raise LookupError("CUDA_VISIBLE_DEVICES hides all GPUs")
     return pynvml.nvmlDeviceGetHandleByIndex(int(first))
 
 
@@ -205,7 +205,7 @@ class Monitor:
             self._sample()  # a thread that hangs in a driver is left to itself
         for key in SAMPLE_KEYS:
             if all(s[key] is None for s in self.timeline.samples):
-                self.sampler.missing.setdefault(key, "no value came")
+                self.sampler.missing.setdefault(key, "no sample has a value")
 
     def _sample(self) -> None:
         self.timeline.samples.append({"time_s": self.timeline.now_s()} | self.sampler.take())

@@ -35,14 +35,14 @@ EARLIER_NAMES: dict[str, str] = {
     "prefetch_depth": "slots",
     "ram_prefetch_depth": "slots",
     "ram_audio_q_size": "slots",
-    "warmup_queue_size": "nothing: the engine starts with the first batch that is filled",
-    "drive_buffersize": "nothing: a recording is read in one call",
-    "async_copies": "nothing: reading, computing and writing always overlap",
+    "warmup_queue_size": "not needed: the engine starts with the first filled batch",
+    "drive_buffersize": "not needed: one call reads a whole recording",
+    "async_copies": "not needed: reading, computing and writing always overlap",
     "use_async_pipeline": "mode='stream': reading, computing and writing always overlap",
     "use_ram_preload": "mode='preload'",
     "use_memmap_cache": "mode='memmap'",
     "memmap_cache_dir": "cache_dir",
-    "precision": "nothing: float32 inside, float16 in the file",
+    "precision": "not needed: leakmel computes in float32 and stores float16",
     "sample_length_sec": "duration_s",
     "duration_sec": "duration_s",
     "long_win": "long_window",
@@ -67,7 +67,7 @@ def answer_unknown(
 ) -> str:  # one sentence
     "What to say about an unknown setting."
     if ours := EARLIER_NAMES.get(name.casefold()):
-        return f"{name} was the earlier system's; here it is {ours}"
+        return f"{name} is a setting of the earlier system; here it is {ours}"
     known = list(known)
     if name.casefold() in known:
         return f"{name} is written {name.casefold()}"
@@ -156,7 +156,7 @@ class ParameterCheck:
             raise UsageError(
                 "; ".join(answer_unknown(n, kinds) for n in unknown),
                 code="unknown-parameter",
-                expected=f"some of {', '.join(kinds)}",
+                expected=f"names from {', '.join(kinds)}",
             )
         values = {n: namespace[n] for n in kinds}
         check_types(values, kinds)

@@ -229,7 +229,7 @@ class Progress:
                     self._front = _FRONT_ENDS[self._kind](self)
                 self._next_s = time.monotonic() + (self._front.every_s if self._front else _LINE_EVERY_S)
         except Exception as e:
-            log.debug("progress is not shown any more: %r", e)
+            log.debug("the progress display failed and is switched off: %r", e)
             self._front = None
             self._kind = "none"
         finally:

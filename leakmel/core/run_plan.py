@@ -88,6 +88,16 @@ def write_summary(
         new.unlink(missing_ok=True)
         reason = os.strerror(e.errno or 0)
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SpaceError(f"no room left while writing ({reason})", code="no-space", path=path) from e
-        raise OutputError(f"cannot be written ({reason})", code="output", path=path) from e
+            raise SpaceError(
+                f"the file cannot be written: no space is left ({reason})",
+                code="no-space",
+                path=path,
+                remedy="free some space, or choose another folder",
+            ) from e
+        raise OutputError(
+            f"the file cannot be written ({reason})",
+            code="output",
+            path=path,
+            remedy="choose another folder, or change its permissions",
+        ) from e
     return path

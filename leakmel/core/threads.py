@@ -21,14 +21,16 @@ def machine_error(
         return error
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return MachineError(
-            "out of memory", code="machine", remedy="lower files_per_batch, slots or max_bytes_in_flight"
+            "the process ran out of memory",
+            code="machine",
+            remedy="lower files_per_batch, slots or max_bytes_in_flight",
         )
     if isinstance(error, OSError):
         return MachineError(
-            f"the machine failed ({os.strerror(error.errno or 0)})",
+            f"the system reported an error ({os.strerror(error.errno or 0)})",
             code="machine",
             path=error.filename,
-            remedy="repair it, then build again",
+            remedy="repair the device or raise the limit, then start again",
         )
     return error
 
@@ -73,9 +75,9 @@ class Lanes:
                 thread.start()
         except RuntimeError as e:
             raise MachineError(
-                f"a thread could not be started ({e})",
+                f"the system could not start a thread ({e})",
                 code="machine",
-                remedy="lower read_workers and compute_workers, or raise the limit on processes",
+                remedy="lower read_workers and compute_workers, or raise the limit on the number of processes",
             ) from e
 
     def stop(self, error: BaseException | None = None) -> None:

@@ -37,19 +37,19 @@ from .monitor import mean, peak
 
 # %% ../../nbs/core/timeline.ipynb #4c10acda
 STAGE_MEANING = {
-    "start_up": "before the first recording: imports (lane imports), listing, planning, opening the engine",
-    "read": "from files into slots: opening, headers, bytes; with the digests of recordings that need no decoding",
-    "decode": "bytes of a file to samples of a row, for all but the usual recordings: other encodings, channels and lengths, digests, quality figures",
-    "resample": "samples to the data set's rate, where a recording has another one",
-    "stage": "samples from where they are held ready, in memory or a cache file, into a slot",
-    "copy_in": "samples from the machine's memory to a device",
-    "compute": "samples to mels; with the copies on an engine without a device",
-    "copy_out": "mels from a device to the machine's memory",
-    "write": "rows into the file, their facts and digests into columns",
-    "publish": "columns and attributes of the data set, compression, rename",
-    "sync": "waiting for the disk before the rename, and after it for the name",
-    "verify": "the check before publishing: the file, and a sample of rows worked out again; on a publisher's lane also ahead of the rows",
-    "wait": "a lane that says it has nothing to do",
+    "start_up": "work before the first recording: imports (lane imports), listing, planning, opening the engine",
+    "read": "copy files into slots: open, read headers and bytes; includes the digests of recordings that need no decoding",
+    "decode": "convert the bytes of a file to the samples of a row, for other encodings, channels and lengths; digests and quality figures of these recordings",
+    "resample": "resample recordings to the sample rate of the data set",
+    "stage": "copy cached samples from memory or a cache file into a slot",
+    "copy_in": "copy samples from host memory to a device",
+    "compute": "compute mels from samples; includes the copies if the engine has no device",
+    "copy_out": "copy mels from a device to host memory",
+    "write": "write rows into the file, and their properties and digests into columns",
+    "publish": "write columns and attributes of the data set, compress, rename",
+    "sync": "wait until the disk has stored the file, and its new name after the rename",
+    "verify": "check before publishing: the file, and a recomputed sample of its rows; a publisher's lane may do it before the rows are written",
+    "wait": "idle time that a lane reports",
 }
 STAGES = tuple(STAGE_MEANING)
 
@@ -246,15 +246,18 @@ META: dict[str, str] = {
     "engine": "identity of the engine",
     "device": "cpu, or the device that computed",
     "mode": "stream, preload or memmap",
-    "settings": "every field of PipelineConfig as it was given",
-    "workers": "threads, batch and slots that were really used",
+    "settings": "fields of PipelineConfig as given",
+    "workers": "threads, batch size and slots that were used",
     "spec": "fields of the MelSpec",
-    "check": "rows to be worked out again, null for all",
+    "check": "number of rows to recompute, null for all",
     "with_waveforms": "whether waveforms were stored",
-    "inflow": "by split: bytes asked of files, those a device delivered, state of the page cache, files fetched ahead",
-    "machine": "as core.monitor.machine_facts gives it",
-    "monitor": "seconds between samples, usable cores, and why which figures are missing",
-    **{f"joined_{what}": f"{what} that were thinned away" for what in ("spans", "gauges", "samples")},
+    "inflow": "by split: bytes requested from files, bytes read from storage, state of the page cache, prefetched files",
+    "machine": "result of core.monitor.machine_facts",
+    "monitor": "seconds between samples, usable cores, and the reasons for missing figures",
+    **{
+        f"joined_{what}": f"{what} that were removed to limit the size"
+        for what in ("spans", "gauges", "samples")
+    },
 }
 
 
@@ -311,12 +314,12 @@ def read_timeline(path: str | os.PathLike) -> Timeline:
         body = json.loads(Path(path).read_text(encoding="utf-8"))
         if body["schema"] not in (1, SCHEMA):
             raise DataError(
-                "timeline of another schema",
+                "this version of leakmel cannot read the schema of the timeline",
                 code="unknown-schema",
                 path=path,
                 found=body["schema"],
                 expected=SCHEMA,
-                remedy="use the version that wrote it",
+                remedy="use the version of leakmel that wrote it",
             )
         columns = [body["spans"][name] for name in Span.__dataclass_fields__]
         for stage, lane, start_s, end_s, split, *numbers in zip(*columns, strict=True):
@@ -334,5 +337,10 @@ def read_timeline(path: str | os.PathLike) -> Timeline:
             timeline.samples.append(dict.fromkeys(sample) | known | {"time_s": _number(sample["time_s"])})
         timeline.meta = dict(body["meta"])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
-        raise DataError("not a timeline of leakmel", code="not-a-timeline", path=path, found=repr(e)) from e
+        raise DataError(
+            "the file is not a timeline of leakmel, or it is damaged",
+            code="not-a-timeline",
+            path=path,
+            found=repr(e),
+        ) from e
     return timeline

@@ -78,15 +78,15 @@ class CpuEngine(Engine):
     def __init__(self, spec: MelSpec, *, device: str = "auto", options: DeviceOptions | None = None):
         if device not in ("auto", "cpu"):
             raise EngineError(
-                "the cpu engine computes on the CPU", code="not-on-device", found=f"device={device!r}"
+                "the cpu engine computes only on the CPU", code="not-on-device", found=f"device={device!r}"
             )
         if spec.n_fft // 2 not in RADICES or spec.n_fft % 2:
             raise NotSuited(
-                "the cpu engine has no FFT of this length",
+                "the cpu engine does not support this FFT length",
                 code="fft-length",
                 found=f"n_fft {spec.n_fft}",
                 expected="a power of two from 64 to 4,096",
-                remedy="use engine='torch', or such an n_fft",
+                remedy="use engine='torch', or another n_fft",
             )
         super().__init__(spec)
         self.workers = usable_cores()
@@ -103,11 +103,11 @@ class CpuEngine(Engine):
         kinds = samples.dtype in self._tables and out.dtype in (np.float16, np.float32)
         if not (shapes and kinds and out.flags.c_contiguous and out.flags.writeable):
             raise EngineError(
-                "arrays that the cpu engine cannot take",
+                "the arrays are not a batch",
                 code="not-a-batch",
                 found=f"{samples.dtype} {samples.shape}, {out.dtype} {out.shape}",
                 expected=f"int16 or float32 (n, {spec.n_samples}), float16 or float32 (n, {', '.join(map(str, spec.row_shape))})"
-                " in one piece",
+                ", contiguous",
             )
         # compiled for what may be written; a copy where it may not
         samples = np.require(samples, requirements=["C", "W"])

@@ -106,7 +106,7 @@ class Device:
             code = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), made.nbytes, 1))
             if code:
                 _LOG.warning(
-                    "%d MB of host memory could not be pinned (CUDA error %d): copies will be slower",
+                    "CUDA could not pin %d MB of host memory (error %d): copies will be slower",
                     made.nbytes >> 20,
                     code,
                 )
@@ -181,11 +181,14 @@ def open_devices(
     found = re.fullmatch(r"cuda(?::(\d{1,3}))?", name)
     if found is None:
         raise UsageError(
-            "unknown device", code="unknown-device", found=repr(device), expected="auto, cpu, cuda or cuda:0"
+            "no device has this name",
+            code="unknown-device",
+            found=repr(device),
+            expected="auto, cpu, cuda or cuda:0",
         )
     if not torch.cuda.is_available():
         raise NotHere(
-            "no CUDA device is usable",
+            "no CUDA device can be used",
             code="no-device",
             found=f"torch {torch.__version__}",
             remedy="use device='cpu', or install a CUDA build of torch and its driver",
@@ -195,6 +198,9 @@ def open_devices(
         return [Device(i) for i in range(n)]
     if int(found[1]) >= n:
         raise EngineError(
-            "no such CUDA device", code="no-device", found=device, expected=f"cuda:0 to cuda:{n - 1}"
+            "this machine has no CUDA device of this number",
+            code="no-device",
+            found=device,
+            expected=f"cuda:0 to cuda:{n - 1}",
         )
     return [Device(int(found[1]))]

@@ -193,7 +193,7 @@ class DeviceBlock:
             for k in p.start + np.flatnonzero(~np.isfinite(sums[p.in_block])):
                 if np.isfinite(p.ticket.samples[k]).all():
                     error = EngineError(
-                        f"{p.ticket.title} gave values that are no numbers",
+                        f"{p.ticket.title} returned NaN or infinity for finite samples",
                         code="not-a-number",
                         found=f"recording {k} of its batch",
                         remedy="build again; if it fails again, use another engine and report this",

@@ -123,13 +123,15 @@ class Runner:
         self.clear()
         if self.n_block <= self._granule:
             raise EngineError(
-                f"{self.title}: the device's memory does not hold a block of {self.n_block} recordings",
+                f"{self.title} ran out of memory with a block of {self.n_block} recordings",
                 code="device-memory",
                 found=str(why),
-                remedy="free memory of the device, set gpu_streams=1, or use another engine",
+                remedy="free device memory, set gpu_streams=1, or use another engine",
             ) from why
         self.n_block = max(self._granule, self.n_block // 2)
-        _LOG.warning("%s: out of memory, going on with blocks of %d recordings", self.title, self.n_block)
+        _LOG.warning(
+            "%s ran out of memory, continuing with blocks of %d recordings", self.title, self.n_block
+        )
 
     def submit(self, tickets: list[DeviceTicket]) -> None:
         "Queue batches; what goes wrong is noted with their tickets."
@@ -218,10 +220,10 @@ class Runner:
             if all(torch.equal(a, _bits(b)) for a, b in zip(right, buffers.results(n, dtype))):
                 buffers.graphs[key] = graph
                 return
-            why = "its first replay gave other bits"
+            why = "the first replay gave different results"
         except Exception as e:
             why = f"{type(e).__name__}: {e}"
-        _LOG.warning("%s: going on without a graph (%s)", self.title, why)
+        _LOG.warning("%s continues without a CUDA graph (%s)", self.title, why)
         self._graphs = False
         buffers.stream.do(work)  # again: what the trial left is of no use
 
@@ -256,7 +258,7 @@ class Runner:
             last.callback(self.free_events.clear)
             last.callback(self.clear)
             self.rest()
-            self.closed = self.closed or "it was closed by its owner"
+            self.closed = self.closed or "its owner closed it"
 
 
 # %% ../../nbs/mel/device_engine.ipynb #16459b8b
@@ -294,7 +296,7 @@ class DeviceLane(EngineLane):
             wanted = (len(samples), spec.n_samples), (len(samples), *spec.row_shape)
             if (samples.shape, out.shape) != wanted or samples.dtype not in (np.int16, np.float32):
                 raise UsageError(
-                    "arrays that are no batch",
+                    "the arrays are not a batch",
                     code="not-a-batch",
                     found=f"{samples.dtype} {samples.shape}, {out.shape}",
                     expected=f"int16 or float32 {wanted}",

@@ -105,7 +105,9 @@ class DeviceOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(
-                    f"{name} must be a whole number from 1", code="not-a-positive-integer", found=repr(value)
+                    f"{name} must be a whole number of at least 1",
+                    code="not-a-positive-integer",
+                    found=repr(value),
                 )
 
 
@@ -166,7 +168,9 @@ class ReferenceEngine(Engine):
     def __init__(self, spec: MelSpec, *, device: str = "auto", options: DeviceOptions | None = None):
         if device not in ("auto", "cpu"):
             raise EngineError(
-                "the reference engine computes on the CPU", code="not-on-device", found=f"device={device!r}"
+                "the reference engine computes only on the CPU",
+                code="not-on-device",
+                found=f"device={device!r}",
             )
         super().__init__(spec)
 
@@ -212,7 +216,7 @@ def self_check(engine: Engine) -> None:
             first = out if first is None else first
             if k and not np.array_equal(first, out):
                 raise EngineError(
-                    f"engine {engine.identity} gives other bits on its device {k}",
+                    f"engine {engine.identity} gives different results on its devices 0 and {k}",
                     code="devices-differ",
                     remedy="name one device, for example device='cuda:0'",
                 )
@@ -296,7 +300,7 @@ def load_class(
         return getattr(import_module(module), cls)
     except ImportError as e:
         raise NotHere(
-            f"engine {name} is not installed here ({e})",
+            f"engine {name} is not installed ({e})",
             code="engine-missing",
             remedy="install it, or use engine='auto'",
         ) from e
@@ -306,7 +310,7 @@ def load_class(
         raise EngineError(
             f"engine {name} cannot be loaded ({type(e).__name__}: {e})",
             code="engine-broken",
-            remedy="install leakmel again; where compiled code is at fault, remove numba's cache (__pycache__ beside the package)",
+            remedy="install leakmel again; if compiled code is the cause, remove numba's cache (__pycache__ in the folder of the package)",
         ) from e
 
 
@@ -320,7 +324,7 @@ def open_engine(
 ) -> Engine:  # checked; the caller closes it
     "Open an engine and check it against the reference; `auto` is the first that works."
     if name == "auto":
-        why = EngineError("no engine can be used here", code="engine-missing")
+        why = EngineError("no engine can be used on this machine", code="engine-missing")
         for each, where in _candidates(device):
             try:
                 return open_engine(each, spec, device=where, options=options)
@@ -330,7 +334,7 @@ def open_engine(
         raise why
     if name not in ENGINES:
         raise UsageError(
-            "unknown engine",
+            "no engine has this name",
             code="unknown-engine",
             found=repr(name),
             expected=f"auto or {', '.join(ENGINES)}",
@@ -348,7 +352,7 @@ def log_passed_over(engine: str, error: EngineError, *, is_expected: bool = True
     "Log why `auto` passed an engine over: as a warning, except where an engine is expectedly not installed."
     level = logging.INFO if isinstance(error, NotHere) and is_expected else logging.WARNING
     # as text: a log that keeps the error would keep the memory of its frames
-    logging.getLogger("leakmel").log(level, "engine %s passed over: %s", engine, str(error))
+    logging.getLogger("leakmel").log(level, "engine %s was skipped: %s", engine, str(error))
 
 
 # %% ../../nbs/mel/engines.ipynb #8c1f7bb8
@@ -363,11 +367,11 @@ def log_mel(
     is_int16 = samples.dtype.kind == "i" and samples.dtype.itemsize == 2
     if samples.dtype.kind != "f" and not is_int16:
         raise SpecError(
-            "samples of a type without a known full scale",
+            "the full scale of this sample type is unknown",
             code="sample-type",
             found=samples.dtype,
             expected="int16 or float with full scale 1.0",
-            remedy="convert them first",
+            remedy="convert the samples first",
         )
     if not is_int16:
         try:
@@ -379,11 +383,11 @@ def log_mel(
     samples = samples.astype(samples.dtype.newbyteorder("="), copy=False)
     if samples.ndim == 0 or samples.shape[-1] != spec.n_samples:
         raise SpecError(
-            "recordings of another length",
+            "the length of the recordings is not the length in the spec",
             code="other-length",
             found=f"shape {samples.shape}",
             expected=f"[..., {spec.n_samples}]",
-            remedy="conform them first",
+            remedy="cut or pad the recordings first",
         )
     if engine == "reference":
         return reference_log_mel(samples, spec)

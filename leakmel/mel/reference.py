@@ -70,11 +70,11 @@ def reference_features(samples: np.ndarray, spec: MelSpec) -> Reference:
     "`reference_log_mel`, and the strongest bin of each frame beside it."
     if samples.shape[-1] != spec.n_samples:
         raise SpecError(
-            "a recording of another length",
+            "the length of the recording is not the length in the spec",
             code="other-length",
             found=f"{samples.shape[-1]} samples",
             expected=spec.n_samples,
-            remedy="conform it first",
+            remedy="cut or pad the recording first",
         )
     window = hann_periodic(spec.n_fft) / (32768 if samples.dtype == np.int16 else 1)  # a power of two: exact
     n_long, n_short, n_frames = spec.grid.shape

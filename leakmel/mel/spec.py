@@ -128,18 +128,20 @@ class MelSpec:
         _check_types(self)
         if not 0 < self.duration_s * self.sample_rate <= MAX_SAMPLES:
             raise SpecError(
-                "duration_s must be above 0, and not too long",
+                "duration_s is out of range",
                 code="spec-range",
                 found=f"{self.duration_s:g} s",
-                expected=f"at most {MAX_SAMPLES:,} samples",
+                expected=f"more than 0 s and at most {MAX_SAMPLES:,} samples",
             )
         if not self.floor >= 1e-30:
             raise SpecError(
-                "floor must be at least 1e-30, or float32 would lose it", code="spec-range", found=self.floor
+                "floor must be at least 1e-30, because float32 cannot hold much smaller values",
+                code="spec-range",
+                found=self.floor,
             )
         if not 0 <= self.f_min_hz < self.top_hz <= self.sample_rate / 2:
             raise SpecError(
-                "the band limits do not fit",
+                "the frequency limits of the mel bands are invalid",
                 code="band-limits",
                 found=f"f_min_hz {self.f_min_hz:g}, f_max_hz {self.top_hz:g}",
                 expected=f"0 <= f_min_hz < f_max_hz <= {self.sample_rate / 2:g} (half the rate)",
@@ -155,10 +157,10 @@ class MelSpec:
             most = next(fits, 0)
             fewer = f"use n_mels={most} or fewer, " if most else ""
             raise SpecError(
-                f"mel band {empty[0]} holds no frequency bin",
+                f"mel band {empty[0]} contains no frequency bin",
                 code="empty-mel-band",
                 found=f"{self.n_mels} bands over {self.n_fft // 2 + 1} bins of {self.sample_rate / self.n_fft:g} Hz",
-                remedy=f"{fewer}raise n_fft with its windows, or raise f_min_hz",
+                remedy=f"{fewer}increase n_fft and the windows, or increase f_min_hz",
             )
 
     @property
@@ -243,14 +245,17 @@ class MelSpec:
         full = max(versions, key=lambda p: int(p.split("@")[1]), default=name)
         if full not in PRESETS:
             raise SpecError(
-                "unknown preset", code="unknown-preset", found=repr(name), expected=", ".join(PRESETS)
+                "no preset has this name",
+                code="unknown-preset",
+                found=repr(name),
+                expected=", ".join(PRESETS),
             )
         known = {f.name for f in fields(MelSpec)} - {"preset_name"}
         if wrong := sorted(set(changes) - known):
             raise SpecError(
-                f"unknown setting {', '.join(wrong)}",
+                f"MelSpec has no setting {', '.join(wrong)}",
                 code="unknown-spec-setting",
-                expected=f"some of {', '.join(sorted(known))}",
+                expected=f"names from {', '.join(sorted(known))}",
             )
         return MelSpec(**(PRESETS[full] | changes), preset_name=full)
 
@@ -297,7 +302,7 @@ def _check_types(spec: MelSpec) -> None:
     for name, allowed in _CHOICES.items():
         if getattr(spec, name) not in allowed:
             raise SpecError(
-                f"{name} is not known",
+                f"{name} has an unknown value",
                 code="spec-choice",
                 found=repr(getattr(spec, name)),
                 expected=" or ".join(map(repr, allowed)),
@@ -343,7 +348,7 @@ def spec_from_dict(
     known = {f.name for f in fields(MelSpec)}
     if wrong := sorted(set(values) - known):
         raise SpecError(
-            f"settings that this version of leakmel does not know: {', '.join(wrong)}",
+            f"this version of leakmel does not know the settings {', '.join(wrong)}",
             code="unknown-spec-setting",
         )
     return MelSpec(**values)

@@ -125,7 +125,7 @@ def launch_for(
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         raise EngineError(
-            "the card is too old for the triton engine",
+            "the GPU is too old for the triton engine",
             code="not-on-device",
             found=f"compute capability {major}.{minor}",
             expected="8.0 or higher",
@@ -146,7 +146,7 @@ def kernel_constants(
     "All constants of the feature kernel, by the names of its parameters; raises EngineError for a window that is too long for a matrix product."
     if spec.n_fft > MAX_KERNEL_FFT:
         raise EngineError(
-            "the window is too long for the triton engine",
+            "the FFT is too long for the triton engine",
             code="fft-length",
             found=f"n_fft={spec.n_fft:,}",
             expected=f"at most {MAX_KERNEL_FFT:,}",
@@ -398,7 +398,7 @@ class TritonChain:
             fits = tensor.shape == shape and tensor.dtype in dtypes and tensor.is_contiguous()
             if not fits or tensor.device.type != self.device.type:
                 raise EngineError(
-                    f"{what} the kernel cannot work on",
+                    f"the triton kernel cannot process the {what}",
                     code="not-a-batch",
                     found=f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}",
                     expected=f"contiguous {list(shape)} {' or '.join(map(str, dtypes))} on {self.device}",
@@ -455,7 +455,7 @@ class TritonEngine(DeviceEngine):
 def _not_on(device: str) -> NotHere:
     is_interpreted = triton.knobs.runtime.interpret
     return NotHere(
-        "the triton engine computes on CUDA devices",
+        "the triton engine computes only on CUDA devices",
         code="engine-missing",
         found=f"device={device!r}" + ", TRITON_INTERPRET" * is_interpreted,
         remedy="unset TRITON_INTERPRET" if is_interpreted else "use engine='torch'",

@@ -456,7 +456,7 @@ def test_a_graph_that_errs_is_found_out(
     x, rows, moments = storm(fleet(1, 0), DeviceOptions(max_block=4))
     assert np.array_equal(rows, right_rows(x))
     assert np.array_equal(moments, moments_of(x))
-    assert "going on without a graph" in caplog.text
+    assert "continues without a CUDA graph" in caplog.text
 
 
 # ---- memory that runs out --------------------------------------------------------------------------------------------------
@@ -473,7 +473,7 @@ def test_no_room_at_any_allocation(dtype: Any, caplog: pytest.LogCaptureFixture)
         x, rows, moments = in_time(partial(storm, [device], DeviceOptions(max_block=8), dtype=dtype))
         assert np.array_equal(rows, right_rows(x))
         assert np.array_equal(moments, moments_of(x))
-        assert "out of memory, going on with blocks of 4" in caplog.text
+        assert "out of memory, continuing with blocks of 4" in caplog.text
 
 
 def test_no_room_in_the_chain_and_while_launching(caplog: pytest.LogCaptureFixture) -> None:
@@ -1000,7 +1000,7 @@ def test_a_card_that_runs_out_of_memory(caplog: pytest.LogCaptureFixture) -> Non
     with TorchEngine(SHORT, device=[device], options=DeviceOptions(max_block=4096)) as engine:
         engine.run(x, out)
     assert (out == out[0]).all()
-    assert "out of memory, going on" in caplog.text
+    assert "out of memory, continuing" in caplog.text
     assert taken() == before
 
 
