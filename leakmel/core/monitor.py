@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = [
     "SAMPLE_KEYS",
-    "LEAST_S",
-    "GROUPS",
-    "OWN",
-    "Load",
+    "MIN_INTERVAL_S",
+    "CGROUP_ROOT",
+    "CGROUP_FILE",
+    "LoadMeter",
     "Sampler",
     "usable_cores",
     "Monitor",
@@ -16,10 +16,10 @@ __all__ = [
     "mean",
     "rate",
     "size_text",
-    "group_limits",
-    "small_text",
+    "cgroup_limits",
+    "read_small_file",
     "cpu_quota",
-    "group_room",
+    "cgroup_free_bytes",
     "free_memory",
     "machine_facts",
 ]
@@ -51,20 +51,20 @@ SAMPLE_KEYS = {
 }
 
 # %% ../../nbs/core/monitor.ipynb #68c7bf21
-LEAST_S = 0.02  # time since the last sample below which a load has no value, seconds
+MIN_INTERVAL_S = 0.02  # time since the last sample below which a load has no value, seconds
 
 
-class Load:
+class LoadMeter:
     "Growth of busy time in percent of the growth of all time, since the last call."
 
     def __init__(self, clocks: Callable[[], tuple[float, float]]):  # busy time and all time, seconds
         self.clocks = clocks
         self.before: tuple[float, float] | None = None
 
-    def __call__(self) -> float | None:  # None at first, and after less than LEAST_S
+    def __call__(self) -> float | None:  # None at first, and after less than MIN_INTERVAL_S
         now = self.clocks()
         before = self.before
-        if before is not None and now[1] - before[1] < LEAST_S:
+        if before is not None and now[1] - before[1] < MIN_INTERVAL_S:
             return None
         self.before = now
         return None if before is None else max(0.0, 100 * (now[0] - before[0]) / (now[1] - before[1]))
@@ -107,7 +107,7 @@ class Sampler:
         import psutil
 
         self.missing: dict[str, str] = {}  # key -> why there is no value
-        process, machine = Load(_process_clocks), Load(_machine_clocks)
+        process, machine = LoadMeter(_process_clocks), LoadMeter(_machine_clocks)
 
         def ram() -> tuple[int]:
             memory = psutil.virtual_memory()
@@ -126,7 +126,7 @@ class Sampler:
 
             gpu = _gpu_handle()
         except Exception as e:
-            self.miss(tuple(key for key in SAMPLE_KEYS if key.startswith(("gpu", "vram", "pcie"))), e)
+            self.add_missing(tuple(key for key in SAMPLE_KEYS if key.startswith(("gpu", "vram", "pcie"))), e)
             return
 
         def pcie(counter: int) -> tuple[int]:
@@ -139,7 +139,7 @@ class Sampler:
             (("pcie_tx_bytes_per_s",), lambda: pcie(pynvml.NVML_PCIE_UTIL_TX_BYTES)),
         ]
 
-    def miss(self, keys: tuple[str, ...], error: Exception) -> None:
+    def add_missing(self, keys: tuple[str, ...], error: Exception) -> None:
         "Keep the first reason why these figures are missing."
         for key in keys:
             self.missing.setdefault(key, f"{type(error).__name__}: {error}".strip(": "))
@@ -151,7 +151,7 @@ class Sampler:
             try:
                 sample.update(zip(keys, read()))
             except Exception as e:
-                self.miss(keys, e)
+                self.add_missing(keys, e)
         return sample
 
 
@@ -189,7 +189,7 @@ class Monitor:
         try:
             self._thread.start()
         except RuntimeError as e:
-            self.sampler.miss(("thread",), e)
+            self.sampler.add_missing(("thread",), e)
         except BaseException:  # a signal just now: nobody else would stop the thread
             self._stop.set()
             raise
@@ -257,11 +257,11 @@ def size_text(
 
 
 # %% ../../nbs/core/monitor.ipynb #0bcd402b
-GROUPS = "/sys/fs/cgroup"  # where groups have their files
-OWN = "/proc/self/cgroup"  # where a process finds its own
+CGROUP_ROOT = "/sys/fs/cgroup"  # where groups have their files
+CGROUP_FILE = "/proc/self/cgroup"  # where a process finds its own
 
 
-def _group_folders(controller: str, root: str | os.PathLike, own: str | os.PathLike) -> Iterator[Path]:
+def _cgroup_folders(controller: str, root: str | os.PathLike, own: str | os.PathLike) -> Iterator[Path]:
     "Folders of this process's control groups, innermost first; the roots come last."
     try:
         lines = Path(own).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -277,19 +277,21 @@ def _group_folders(controller: str, root: str | os.PathLike, own: str | os.PathL
             yield top / each.relative_to("/")
 
 
-def group_limits(
+def cgroup_limits(
     controller: str,  # "cpu", "memory" or "pids"
     names: Sequence[str],  # files of one number each, those of version 2 and 1
-    root: str | os.PathLike = GROUPS,
-    own: str | os.PathLike = OWN,
+    root: str | os.PathLike = CGROUP_ROOT,
+    own: str | os.PathLike = CGROUP_FILE,
 ) -> list[int]:  # none where there is no limit
     "Limits of the control groups around this process."
-    texts = [small_text(folder / name) for folder in _group_folders(controller, root, own) for name in names]
+    texts = [
+        read_small_file(folder / name) for folder in _cgroup_folders(controller, root, own) for name in names
+    ]
     # version 1 writes "no limit" as a huge number
     return [int(t) for t in texts if t.isdecimal() and int(t) < 1 << 60]
 
 
-def small_text(path: Path) -> str:
+def read_small_file(path: Path) -> str:
     "A small file, or nothing."
     try:
         return path.read_text(encoding="ascii").strip()
@@ -298,13 +300,13 @@ def small_text(path: Path) -> str:
 
 
 # %% ../../nbs/core/monitor.ipynb #f2752aa7
-def cpu_quota(root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> float | None:
+def cpu_quota(root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> float | None:
     "Cores' worth of time that the control groups allow; None where there is no limit."
     found = []
-    for folder in _group_folders("cpu", root, own):
-        pair = small_text(folder / "cpu.max").split() or [
-            small_text(folder / "cpu.cfs_quota_us"),
-            small_text(folder / "cpu.cfs_period_us"),
+    for folder in _cgroup_folders("cpu", root, own):
+        pair = read_small_file(folder / "cpu.max").split() or [
+            read_small_file(folder / "cpu.cfs_quota_us"),
+            read_small_file(folder / "cpu.cfs_period_us"),
         ]
         if len(pair) == 2 and pair[0].isdecimal() and pair[1].isdecimal() and int(pair[1]):
             found.append(int(pair[0]) / int(pair[1]))
@@ -312,20 +314,22 @@ def cpu_quota(root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) ->
 
 
 # %% ../../nbs/core/monitor.ipynb #f7335e73
-_ACCOUNTS = (
+_MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
-def group_room(root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> int | None:
+def cgroup_free_bytes(
+    root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE
+) -> int | None:
     "Bytes of memory that the control groups still allow; None where there is no limit."
     found = []
-    for folder in _group_folders("memory", root, own):
-        for limit_name, used_name, spare_name in _ACCOUNTS:
-            limit, used = small_text(folder / limit_name), small_text(folder / used_name)
+    for folder in _cgroup_folders("memory", root, own):
+        for limit_name, used_name, spare_name in _MEMORY_FILES:
+            limit, used = read_small_file(folder / limit_name), read_small_file(folder / used_name)
             if limit.isdecimal() and used.isdecimal():  # else no limit ("max"), or no such group
-                words = small_text(folder / "memory.stat").split()
+                words = read_small_file(folder / "memory.stat").split()
                 spare = int(words[words.index(spare_name) + 1]) if spare_name in words[:-1] else 0
                 found.append(max(0, int(limit) - int(used) + spare))
     return min(found, default=None)
@@ -333,8 +337,8 @@ def group_room(root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -
 
 # %% ../../nbs/core/monitor.ipynb #47bdc9f7
 def free_memory(
-    root: str | os.PathLike = GROUPS,  # where control groups have their files
-    own: str | os.PathLike = OWN,  # where this process finds its groups
+    root: str | os.PathLike = CGROUP_ROOT,  # where control groups have their files
+    own: str | os.PathLike = CGROUP_FILE,  # where this process finds its groups
 ) -> int:  # bytes
     "Memory that this process may still take."
     try:
@@ -343,7 +347,7 @@ def free_memory(
         free = int(psutil.virtual_memory().available)
     except ImportError:  # `leakmel doctor` works without it; the page cache is not counted as free here
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    room = group_room(root, own)
+    room = cgroup_free_bytes(root, own)
     return free if room is None else min(free, room)
 
 

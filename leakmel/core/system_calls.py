@@ -12,7 +12,7 @@ __all__ = [
     "errno_at",
     "HERE",
     "OPEN_FLAGS",
-    "declared",
+    "declare_function",
     "int32_at",
     "as_bytes",
 ]
@@ -35,7 +35,7 @@ if config.DISABLE_JIT:
 _LIBRARY = ctypes.CDLL(None)
 
 
-def declared(
+def declare_function(
     name: str,
     result: Any,  # numba's types
     *arguments: Any,
@@ -46,12 +46,12 @@ def declared(
     return types.ExternalFunction(name, result(*arguments))
 
 
-openat = declared("openat", types.int32, types.int32, types.intp, types.int32, types.int32)
-preadv = declared("preadv", types.intp, types.int32, types.intp, types.int32, types.int64)
-statx = declared("statx", types.int32, types.int32, types.intp, types.int32, types.uint32, types.intp)
-fadvise = declared("posix_fadvise", types.int32, types.int32, types.int64, types.int64, types.int32)
-close = declared("close", types.int32, types.int32)
-errno_at = declared(
+openat = declare_function("openat", types.int32, types.int32, types.intp, types.int32, types.int32)
+preadv = declare_function("preadv", types.intp, types.int32, types.intp, types.int32, types.int64)
+statx = declare_function("statx", types.int32, types.int32, types.intp, types.int32, types.uint32, types.intp)
+fadvise = declare_function("posix_fadvise", types.int32, types.int32, types.int64, types.int64, types.int32)
+close = declare_function("close", types.int32, types.int32)
+errno_at = declare_function(
     "__errno_location", types.intp
 )  # address of the number that says why the last call of this thread failed
 

@@ -13,10 +13,10 @@ __all__ = [
     "META",
     "Span",
     "Gauge",
-    "Counts",
+    "SpanCounts",
     "Timeline",
     "covered_s",
-    "stream_of",
+    "lane_key",
     "thin",
     "thin_samples",
     "write_timeline",
@@ -84,7 +84,7 @@ class Gauge:
 
 
 @dataclass(slots=True)
-class Counts:
+class SpanCounts:
     "What a running span has moved so far; the body of `Timeline.span` fills it in."
 
     n_files: int = 0
@@ -109,11 +109,11 @@ class Timeline:
         return (time.perf_counter_ns() - self.origin_ns) * 1e-9
 
     @contextmanager
-    def span(self, stage: str, lane: str, *, split: str = "", batch: int = -1) -> Iterator[Counts]:
+    def span(self, stage: str, lane: str, *, split: str = "", batch: int = -1) -> Iterator[SpanCounts]:
         "Record the body as one span; the body may fill in `n_files`, `n_bytes` and `parts`, which become spans behind it."
         if stage not in STAGES:
             raise ValueError(f"unknown stage {stage!r}, known: {', '.join(STAGES)}")
-        counts = Counts()
+        counts = SpanCounts()
         start_s = self.now_s()
         try:
             yield counts
@@ -143,7 +143,7 @@ def covered_s(
     return covered
 
 
-def stream_of(s: Span) -> str:
+def lane_key(s: Span) -> str:
     "The lane; on a device (a lane named as in `cuda:0`) the lane and the stage, since its copies and its computing run side by side."
     return f"{s.lane} {s.stage}" if ":" in s.lane else s.lane
 
@@ -162,25 +162,25 @@ def thin(
         return kept
     groups: dict[tuple[str, str], list[Span]] = {}
     for s in kept:
-        groups.setdefault((stream_of(s), s.split), []).append(s)
+        groups.setdefault((lane_key(s), s.split), []).append(s)
     # a slice has a span of each stage of each group
     n_slices = max(1, max_spans // sum(len({s.stage for s in group}) for group in groups.values()))
     first_s = kept[0].start_s
     seconds = max(s.end_s for s in kept) - first_s
     edges = [first_s + seconds * k / n_slices for k in range(n_slices + 1)]
     slices: list[list[Span]] = [[] for _ in range(n_slices)]
-    for s in (s for group in groups.values() for s in _apart(group)):
+    for s in (s for group in groups.values() for s in _cut_overlaps(group)):
         k = min(max(0, bisect_right(edges, s.start_s) - 1), n_slices - 1)
         while k + 1 < n_slices and s.end_s > edges[k + 1]:  # cut at the edge
             slices[k].append(replace(s, end_s=edges[k + 1]))
             k += 1
             s = replace(s, start_s=edges[k], n_files=0, n_bytes=0)
         slices[k].append(s)
-    laid_out = [s for part, start_s in zip(slices, edges) for s in _laid_out(part, start_s)]
-    return sorted(laid_out, key=lambda s: s.start_s)
+    kept = [s for part, start_s in zip(slices, edges) for s in _lay_out_slice(part, start_s)]
+    return sorted(kept, key=lambda s: s.start_s)
 
 
-def _apart(group: list[Span]) -> list[Span]:
+def _cut_overlaps(group: list[Span]) -> list[Span]:
     "Spans of one lane, by start, cut so that none overlaps the one before; where one lies in another, the inner one stays whole."
     found: list[Span] = []
     for s in group:
@@ -198,11 +198,11 @@ def _apart(group: list[Span]) -> list[Span]:
 
 
 # %% ../../nbs/core/timeline.ipynb #2ddb2232
-def _laid_out(part: list[Span], start_s: float) -> list[Span]:
+def _lay_out_slice(part: list[Span], start_s: float) -> list[Span]:
     "One span for each lane, split and stage of a slice, within the time in which a lane was busy."
     lanes: dict[tuple[str, str], dict[str, list[Span]]] = {}
     for s in part:
-        lanes.setdefault((stream_of(s), s.split), {}).setdefault(s.stage, []).append(s)
+        lanes.setdefault((lane_key(s), s.split), {}).setdefault(s.stage, []).append(s)
     lengths = {key: sum(s.seconds for same in stages.values() for s in same) for key, stages in lanes.items()}
     busy_s = covered_s(s for s in part if s.stage != "wait")
     found: list[Span] = []

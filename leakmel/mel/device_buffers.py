@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = [
-    "MakeChain",
-    "STAGES_OVER",
+    "ChainFactory",
+    "DEVICE_STAGES",
     "Chain",
     "EventSet",
     "SpanLog",
     "DeviceTicket",
-    "Piece",
+    "BatchPart",
     "next_block",
     "DeviceBlock",
     "DeviceBuffers",
@@ -44,17 +44,17 @@ class Chain(Protocol):
         "Launch: `x` [n, N] int16 or float32 -> `mels` [n, L, S, M, T] float16, and of int16 `moments` [n, 5] float64; never wait."
 
 
-MakeChain = Callable[[Device, int], Chain]  # device, and the recordings of the largest block
+ChainFactory = Callable[[Device, int], Chain]  # device, and the recordings of the largest block
 
 # %% ../../nbs/mel/device_buffers.ipynb #111af038
-STAGES_OVER = ("copy_in", "compute", "copy_out")
+DEVICE_STAGES = ("copy_in", "compute", "copy_out")
 
 
 class EventSet:
     "Events of one block, and its figures on the host."
 
     def __init__(self, device: Device, n_block: int):
-        self.stages = [(device.event(), device.event()) for _ in STAGES_OVER]  # begin and end of each
+        self.stages = [(device.event(), device.event()) for _ in DEVICE_STAGES]  # begin and end of each
         self.copied_in, self.computed, self.copied_out = (ended for _, ended in self.stages)
         self.figures = device.pinned((6 * n_block,), torch.float64)  # [5 n] moments, [n] sums
 
@@ -72,7 +72,7 @@ class SpanLog:
 
     def note(self, events: EventSet, label: Label, n_files: int, bytes_in: int, bytes_out: int) -> None:
         "Record the stages of a block that is through."
-        for stage, (began, ended) in zip(STAGES_OVER, events.stages):
+        for stage, (began, ended) in zip(DEVICE_STAGES, events.stages):
             start_s = self._base_s + 1e-3 * self._base.elapsed_time(began)
             end_s = start_s + 1e-3 * began.elapsed_time(ended)
             n_bytes = bytes_out if stage == "copy_out" else bytes_in
@@ -119,7 +119,7 @@ class DeviceTicket(Ticket):
 
 
 @dataclass(frozen=True)
-class Piece:
+class BatchPart:
     "Rows of a batch, and where they lie in a block."
 
     ticket: DeviceTicket
@@ -133,21 +133,21 @@ class Piece:
 
 
 def next_block(
-    rest: list[Piece],  # rows that are left to do, batch after batch
+    rest: list[BatchPart],  # rows that are left to do, batch after batch
     n_block: int,  # recordings of a block at the most
-) -> tuple[list[Piece], list[Piece]]:  # the block, and what is left then
+) -> tuple[list[BatchPart], list[BatchPart]]:  # the block, and what is left then
     "Take rows of one kind of samples for the next block."
-    block: list[Piece] = []
+    block: list[BatchPart] = []
     n = 0
     dtype = rest[0].ticket.samples.dtype
     rest = list(rest)
     while rest and n < n_block and rest[0].ticket.samples.dtype == dtype:
         p = rest.pop(0)
         stop = min(p.stop, p.start + n_block - n)
-        block.append(Piece(p.ticket, p.start, stop, n))
+        block.append(BatchPart(p.ticket, p.start, stop, n))
         n += stop - p.start
         if stop < p.stop:
-            rest.insert(0, Piece(p.ticket, stop, p.stop))
+            rest.insert(0, BatchPart(p.ticket, stop, p.stop))
     return block, rest
 
 
@@ -157,7 +157,7 @@ class DeviceBlock:
 
     def __init__(
         self,
-        pieces: list[Piece],
+        pieces: list[BatchPart],
         events: EventSet,
         give_back: Callable[["DeviceBlock"], None],
     ):
@@ -218,7 +218,7 @@ class DeviceBuffers:
         short = wide.view(torch.int16).view(-1)[: wide.numel()].view(wide.shape)
         self.samples = {torch.float32: wide, torch.int16: short}  # by kind, in the same memory
         self.graphs: dict[tuple[int, torch.dtype], Callable[[], None]] = {}
-        self.met: Counter[tuple[int, torch.dtype]] = Counter()  # blocks of a size, and so of a graph
+        self.n_blocks: Counter[tuple[int, torch.dtype]] = Counter()  # blocks of a size, and so of a graph
         self.last: DeviceBlock | None = None  # the one before, unless all is known to be through
 
     def work(self, n: int, dtype: torch.dtype) -> Callable[[], None]:

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = [
-    "MOST_RECORDINGS",
-    "MOST_BYTES",
-    "MAX_UNDER_WAY",
+    "MAX_BLOCK_RECORDINGS",
+    "MAX_BLOCK_BYTES",
+    "MAX_PENDING_BLOCKS",
     "MAX_GRAPHS",
     "block_size",
-    "Runner",
+    "DeviceRunner",
     "DeviceLane",
     "DeviceEngine",
     "CheckedChain",
@@ -30,17 +30,17 @@ import torch
 from ..core.errors import EngineError, LeakmelError, UsageError
 from ..core.timeline import Timeline
 from .device import Device
-from .device_buffers import Chain, DeviceBlock, DeviceBuffers, DeviceTicket, EventSet, MakeChain
-from .device_buffers import Piece, SpanLog, next_block
+from .device_buffers import Chain, DeviceBlock, DeviceBuffers, DeviceTicket, EventSet, ChainFactory
+from .device_buffers import BatchPart, SpanLog, next_block
 from .engines import DEVICE_ENGINES, Batch, DeviceOptions, Engine, EngineLane, Label, Ticket
-from .engines import check_recording, check_rows, load_class, log_passed_over
+from .engines import check_recording, check_rows, load_class, log_skipped_engine
 from .reference import reference_features
 from .spec import MelSpec
 
 # %% ../../nbs/mel/device_engine.ipynb #f3704894
-MOST_RECORDINGS = 1024  # of a block
-MOST_BYTES = 512 << 20  # of a block
-MAX_UNDER_WAY = 256  # blocks queued on a device before the host waits for the first
+MAX_BLOCK_RECORDINGS = 1024  # of a block
+MAX_BLOCK_BYTES = 512 << 20  # of a block
+MAX_PENDING_BLOCKS = 256  # blocks queued on a device before the host waits for the first
 MAX_GRAPHS = 4  # of one set of buffers
 
 
@@ -52,8 +52,8 @@ def block_size(
     "Recordings of a block: as many as half of the free memory holds for all buffers."
     per_recording = 4 * spec.n_samples + 2 * int(np.prod(spec.row_shape)) + 48
     streams = options.gpu_streams if options.async_copies else 1
-    fits = free_bytes // 2 // (streams * options.flights * per_recording)
-    return max(1, min(options.max_block or MOST_RECORDINGS, fits, MOST_BYTES // per_recording))
+    fits = free_bytes // 2 // (streams * options.buffers_per_stream * per_recording)
+    return max(1, min(options.max_block or MAX_BLOCK_RECORDINGS, fits, MAX_BLOCK_BYTES // per_recording))
 
 
 # %% ../../nbs/mel/device_engine.ipynb #2845cc05
@@ -66,17 +66,17 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 # %% ../../nbs/mel/device_engine.ipynb #d1167729
-class Runner:
+class DeviceRunner:
     "Takes batches for one device; any thread may call."
 
     def __init__(
-        self, device: Device, spec: MelSpec, make_chain: MakeChain, options: DeviceOptions, engine: str
+        self, device: Device, spec: MelSpec, make_chain: ChainFactory, options: DeviceOptions, engine: str
     ):
         self.device = device
         self.title = f"{engine} on {device.name}"
         self.buffers: list[DeviceBuffers] = []
         self.free_events: list[EventSet] = []
-        self.under_way: dict[int, DeviceBlock] = {}
+        self.pending: dict[int, DeviceBlock] = {}
         self.closed = ""  # why nothing can be sent any more
         self._spec = spec
         self._make_chain = make_chain
@@ -91,13 +91,13 @@ class Runner:
             self.copy_in = device.stream() if separate else self._compute[0]
             self.copy_out = device.stream() if separate else self._compute[0]
             self.n_block = block_size(spec, device.free_bytes(), options)
-            self._fill()
+            self._allocate()
         except BaseException:
-            self.clear()
+            self.release_buffers()
             device.close()
             raise
 
-    def _fill(self) -> None:
+    def _allocate(self) -> None:
         "Make chains and buffers, with smaller blocks where memory runs out."
         while True:
             try:
@@ -105,11 +105,11 @@ class Runner:
                     chain = self._make_chain(self.device, self.n_block)
                     self._granule = chain.granule
                     self.n_block = max(self.n_block, chain.granule)
-                    for _ in range(self._options.flights):
+                    for _ in range(self._options.buffers_per_stream):
                         self.buffers.append(
                             DeviceBuffers(self.device, self._spec, stream, chain, self.n_block)
                         )
-                n = self._options.flights
+                n = self._options.buffers_per_stream
                 self.buffers = [b for i in range(n) for b in self.buffers[i::n]]  # streams take turns
                 self.device.synchronize()  # new memory may have been in use until now
                 return
@@ -120,7 +120,7 @@ class Runner:
 
     def _shrink(self, why: Exception) -> None:
         "Give all buffers up and halve the block; raises EngineError where it cannot be halved."
-        self.clear()
+        self.release_buffers()
         if self.n_block <= self._granule:
             raise EngineError(
                 f"{self.title} ran out of memory with a block of {self.n_block} recordings",
@@ -136,7 +136,7 @@ class Runner:
     def submit(self, tickets: list[DeviceTicket]) -> None:
         "Queue batches; what goes wrong is noted with their tickets."
         with self._lock:
-            rest = [Piece(t, 0, len(t.samples)) for t in tickets if len(t.samples)]
+            rest = [BatchPart(t, 0, len(t.samples)) for t in tickets if len(t.samples)]
             while rest:
                 block, after = next_block(rest, self.n_block)
                 try:
@@ -144,15 +144,15 @@ class Runner:
                     rest = after
                     continue
                 except Exception as e:
-                    self.rest()
+                    self.drain()
                     error = e.with_traceback(None)
                 except BaseException:  # Ctrl-C between two launches
-                    self.rest()
+                    self.drain()
                     raise
                 if self.device.ran_out(error):
                     try:
                         self._shrink(error)
-                        self._fill()
+                        self._allocate()
                         continue  # the same rows again
                     except Exception as e:
                         self.closed = str(e)
@@ -162,7 +162,7 @@ class Runner:
                 failed = {id(p.ticket) for p in block}
                 rest = [p for p in after if id(p.ticket) not in failed]
 
-    def send(self, pieces: list[Piece]) -> None:
+    def send(self, pieces: list[BatchPart]) -> None:
         "Queue a block: copies in, computing, copies out."
         if self.closed:
             raise EngineError(f"{self.title} is closed", code="device-closed", found=self.closed)
@@ -171,7 +171,7 @@ class Runner:
         n = pieces[-1].in_block.stop
         last = buffers.last if buffers.last is not None and not buffers.last.done else None
         events = self.free_events.pop() if self.free_events else EventSet(self.device, self.n_block)
-        block = DeviceBlock(pieces, events, self._through)
+        block = DeviceBlock(pieces, events, self._reuse_events)
         copy_in, copy_out = self.copy_in, self.copy_out
         if last is not None:
             copy_in.wait(last.events.computed)
@@ -194,19 +194,19 @@ class Runner:
         copy_out.record(events.copied_out)
         self._n_sent += 1
         buffers.last = block
-        self.under_way[id(block)] = block
+        self.pending[id(block)] = block
         for p in pieces:
             p.ticket.blocks.append(block)
-        if len(self.under_way) > MAX_UNDER_WAY:  # more than anybody waited for
-            next(iter(self.under_way.values())).finish()
+        if len(self.pending) > MAX_PENDING_BLOCKS:  # more than anybody waited for
+            next(iter(self.pending.values())).finish()
 
     def _launch(self, buffers: DeviceBuffers, n: int, dtype: torch.dtype) -> None:
         "Launch what computes a block, one kernel at a time or by a graph; make a graph for what comes again."
         key = n, dtype
         work = buffers.work(n, dtype)
         buffers.stream.do(buffers.graphs.get(key, work))
-        buffers.met[key] += 1
-        if not self._graphs or buffers.met[key] != 2 or len(buffers.graphs) >= MAX_GRAPHS:
+        buffers.n_blocks[key] += 1
+        if not self._graphs or buffers.n_blocks[key] != 2 or len(buffers.graphs) >= MAX_GRAPHS:
             return
         try:
             self.device.synchronize()
@@ -227,15 +227,15 @@ class Runner:
         self._graphs = False
         buffers.stream.do(work)  # again: what the trial left is of no use
 
-    def _through(self, block: DeviceBlock) -> None:
+    def _reuse_events(self, block: DeviceBlock) -> None:
         "A block was waited for: its events can serve another one."
-        self.under_way.pop(id(block), None)
+        self.pending.pop(id(block), None)
         self.free_events.append(block.events)
 
-    def rest(self) -> None:
+    def drain(self) -> None:
         "Wait for all that is under way; a device that cannot come to rest is closed."
         with self._lock:
-            for block in list(self.under_way.values()):
+            for block in list(self.pending.values()):
                 block.finish()
             try:
                 self.device.synchronize()
@@ -244,7 +244,7 @@ class Runner:
             for buffers in self.buffers:
                 buffers.last = None
 
-    def clear(self) -> None:
+    def release_buffers(self) -> None:
         "Give up the buffers; a graph holds those it was made with."
         for buffers in self.buffers:
             buffers.graphs.clear()
@@ -256,8 +256,8 @@ class Runner:
         with self._lock, ExitStack() as last:  # each step, also when somebody interrupts
             last.callback(self.device.close)
             last.callback(self.free_events.clear)
-            last.callback(self.clear)
-            self.rest()
+            last.callback(self.release_buffers)
+            self.drain()
             self.closed = self.closed or "its owner closed it"
 
 
@@ -280,7 +280,7 @@ def _as_engine_error(what: str) -> Iterator[None]:
 class DeviceLane(EngineLane):
     "One thread's way to a device."
 
-    def __init__(self, engine: Engine, runner: Runner, timeline: Timeline | None):
+    def __init__(self, engine: Engine, runner: DeviceRunner, timeline: Timeline | None):
         super().__init__(engine)
         self._runner = runner
         self._log: SpanLog | None = None
@@ -308,7 +308,7 @@ class DeviceLane(EngineLane):
 
     def close(self) -> None:
         "Wait for what is under way."
-        self._runner.rest()
+        self._runner.drain()
 
 
 # %% ../../nbs/mel/device_engine.ipynb #7308d881
@@ -319,11 +319,11 @@ class DeviceEngine(Engine):
         self,
         spec: MelSpec,
         devices: list[Device],
-        make_chain: MakeChain,
+        make_chain: ChainFactory,
         options: DeviceOptions | None = None,
     ):
         super().__init__(spec)
-        self.runners: list[Runner] = []
+        self.runners: list[DeviceRunner] = []
         self._arrays: list[torch.Tensor] = []  # pinned
         self._turns = itertools.count()
         if not devices:
@@ -334,7 +334,9 @@ class DeviceEngine(Engine):
         try:
             with _as_engine_error(f"{title} could not be opened"):
                 for device in devices:
-                    self.runners.append(Runner(device, spec, make_chain, options or DeviceOptions(), title))
+                    self.runners.append(
+                        DeviceRunner(device, spec, make_chain, options or DeviceOptions(), title)
+                    )
         except BaseException:
             n_open = len(self.runners)
             self.close()
@@ -369,7 +371,7 @@ class DeviceEngine(Engine):
             for runner in self.runners:
                 last.callback(runner.close)
             for runner in self.runners:
-                runner.rest()
+                runner.drain()
 
 
 # %% ../../nbs/mel/device_engine.ipynb #c5bd1bf7
@@ -394,7 +396,7 @@ def open_chain(
         try:
             return _checked_chain(name, spec, device, stream, n_block)
         except EngineError as e:
-            log_passed_over(name, e)
+            log_skipped_engine(name, e)
     return _checked_chain(names[-1], spec, device, stream, n_block)
 
 

@@ -18,14 +18,14 @@ __all__ = [
     "check_recording",
     "check_rows",
     "self_check",
-    "computed_in_lane",
+    "compute_in_lane",
     "NotHere",
     "NotSuited",
     "may_have_cuda",
     "load_engine",
     "load_class",
     "open_engine",
-    "log_passed_over",
+    "log_skipped_engine",
     "log_mel",
 ]
 
@@ -92,14 +92,14 @@ class DeviceOptions:
     "How an engine uses its devices; rows do not depend on it."
 
     gpu_streams: int = 2  # streams per device that compute side by side
-    flights: int = 2  # blocks per compute stream that may be on the device at once
+    buffers_per_stream: int = 2  # blocks per compute stream that may be on the device at once
     # copies have streams of their own; False: every step on one stream, one after another
     async_copies: bool = True
     graph: bool = True  # replay launches that come again instead of issuing them one by one
     max_block: int | None = None  # recordings per launch at the most; None: as free memory allows
 
     def __post_init__(self):
-        for name in ("gpu_streams", "flights", "max_block"):
+        for name in ("gpu_streams", "buffers_per_stream", "max_block"):
             value = getattr(self, name)
             if name == "max_block" and value is None:
                 continue
@@ -211,18 +211,18 @@ def self_check(engine: Engine) -> None:
     first: np.ndarray | None = None
     for k in range(1 if engine.device == "cpu" else engine.n_lanes):
         for x in (samples, (samples / np.float32(32_768)).astype(np.float32)):
-            out = computed_in_lane(engine, k, x)
+            out = compute_in_lane(engine, k, x)
             check_rows(out, right, engine.spec, engine.identity, "this machine")
             first = out if first is None else first
             if k and not np.array_equal(first, out):
                 raise EngineError(
-                    f"engine {engine.identity} gives different results on its devices 0 and {k}",
+                    f"engine {engine.identity} gives different results on device 0 and device {k}",
                     code="devices-differ",
                     remedy="name one device, for example device='cuda:0'",
                 )
 
 
-def computed_in_lane(
+def compute_in_lane(
     engine: Engine,
     k: int,  # number of the lane
     samples: np.ndarray,  # [n, N] int16 or float32
@@ -329,7 +329,7 @@ def open_engine(
             try:
                 return open_engine(each, spec, device=where, options=options)
             except EngineError as e:
-                log_passed_over(each, e, is_expected=each != "cpu")
+                log_skipped_engine(each, e, is_expected=each != "cpu")
                 why = e
         raise why
     if name not in ENGINES:
@@ -348,7 +348,7 @@ def open_engine(
     return engine
 
 
-def log_passed_over(engine: str, error: EngineError, *, is_expected: bool = True) -> None:
+def log_skipped_engine(engine: str, error: EngineError, *, is_expected: bool = True) -> None:
     "Log why `auto` passed an engine over: as a warning, except where an engine is expectedly not installed."
     level = logging.INFO if isinstance(error, NotHere) and is_expected else logging.WARNING
     # as text: a log that keeps the error would keep the memory of its frames

@@ -340,17 +340,17 @@ def test_ctrl_c_while_a_device_is_busy(
     )
 
 
-@pytest.mark.parametrize("step", ["clear", "rest"])
+@pytest.mark.parametrize("step", ["release_buffers", "drain"])
 def test_ctrl_c_while_an_engine_is_closed(
     demo: Path, tmp_path: Path, devices: Callable, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     "Every device is given back all the same."
     devices(Faults(), Faults())
     build(demo, tmp_path)
-    from leakmel.mel.device_engine import Runner
+    from leakmel.mel.device_engine import DeviceRunner
 
     once = [True]
-    real = getattr(Runner, step)
+    real = getattr(DeviceRunner, step)
 
     def interrupted(self, *a):
         real(self, *a)
@@ -360,7 +360,7 @@ def test_ctrl_c_while_an_engine_is_closed(
 
     fresh = devices(Faults(), Faults())
     engine = torch_engine.TorchEngine(lm.MelSpec(), device="fake")
-    monkeypatch.setattr(Runner, step, interrupted)
+    monkeypatch.setattr(DeviceRunner, step, interrupted)
     if step == "rest":
         engine.runners[0].closed = "about to be"
     with pytest.raises(KeyboardInterrupt):
