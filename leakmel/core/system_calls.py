@@ -39,7 +39,7 @@ def declare_function(
     name: str,
     result: Any,  # numba's types
     *arguments: Any,
-) -> Any:  # for functions that numba compiles; raises ImportError where the C library lacks it
+) -> Any:  # for functions that numba compiles; raises ImportError if the C library lacks it
     "Declare a function of the C library."
     if not hasattr(_LIBRARY, name):
         raise ImportError(f"the C library has no {name}")

@@ -40,7 +40,7 @@ from .spec import MelSpec
 # %% ../../nbs/mel/device_engine.ipynb #f3704894
 MAX_BLOCK_RECORDINGS = 1024  # of a block
 MAX_BLOCK_BYTES = 512 << 20  # of a block
-MAX_PENDING_BLOCKS = 256  # blocks queued on a device before the host waits for the first
+MAX_PENDING_BLOCKS = 256  # blocks queued on a device before the host waits for the first one
 MAX_GRAPHS = 4  # of one set of buffers
 
 
@@ -49,7 +49,7 @@ def block_size(
     free_bytes: int,  # device memory
     options: DeviceOptions,
 ) -> int:  # recordings, at least 1
-    "Recordings of a block: as many as half of the free memory holds for all buffers."
+    "Number of recordings in a block: all buffers together use at most half of the free memory."
     per_recording = 4 * spec.n_samples + 2 * int(np.prod(spec.row_shape)) + 48
     streams = options.gpu_streams if options.async_copies else 1
     fits = free_bytes // 2 // (streams * options.buffers_per_stream * per_recording)
@@ -61,13 +61,13 @@ _LOG = logging.getLogger("leakmel")
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    "Floats as whole numbers of their size, so that NaN equals NaN."
+    "View floats as integers of the same size, so that NaN equals NaN."
     return x.view(torch.int16 if x.dtype == torch.float16 else torch.int64)
 
 
 # %% ../../nbs/mel/device_engine.ipynb #d1167729
 class DeviceRunner:
-    "Takes batches for one device; any thread may call."
+    "Run batches on one device; thread-safe."
 
     def __init__(
         self, device: Device, spec: MelSpec, make_chain: ChainFactory, options: DeviceOptions, engine: str
@@ -77,7 +77,7 @@ class DeviceRunner:
         self.buffers: list[DeviceBuffers] = []
         self.free_events: list[EventSet] = []
         self.pending: dict[int, DeviceBlock] = {}
-        self.closed = ""  # why nothing can be sent any more
+        self.closed = ""  # reason why the runner is closed, empty while it is open
         self._spec = spec
         self._make_chain = make_chain
         self._options = options
@@ -98,7 +98,7 @@ class DeviceRunner:
             raise
 
     def _allocate(self) -> None:
-        "Make chains and buffers, with smaller blocks where memory runs out."
+        "Create chains and buffers, with smaller blocks if memory runs out."
         while True:
             try:
                 for stream in self._compute:
@@ -110,8 +110,8 @@ class DeviceRunner:
                             DeviceBuffers(self.device, self._spec, stream, chain, self.n_block)
                         )
                 n = self._options.buffers_per_stream
-                self.buffers = [b for i in range(n) for b in self.buffers[i::n]]  # streams take turns
-                self.device.synchronize()  # new memory may have been in use until now
+                self.buffers = [b for i in range(n) for b in self.buffers[i::n]]  # streams alternate
+                self.device.synchronize()  # new memory may still be in use by earlier work
                 return
             except Exception as e:
                 if not self.device.ran_out(e):
@@ -119,7 +119,7 @@ class DeviceRunner:
                 self._shrink(e.with_traceback(None))
 
     def _shrink(self, why: Exception) -> None:
-        "Give all buffers up and halve the block; raises EngineError where it cannot be halved."
+        "Release all buffers and halve the block; raises EngineError if it cannot be halved."
         self.release_buffers()
         if self.n_block <= self._granule:
             raise EngineError(
@@ -134,7 +134,7 @@ class DeviceRunner:
         )
 
     def submit(self, tickets: list[DeviceTicket]) -> None:
-        "Queue batches; what goes wrong is noted with their tickets."
+        "Queue batches; errors are stored in their tickets."
         with self._lock:
             rest = [BatchPart(t, 0, len(t.samples)) for t in tickets if len(t.samples)]
             while rest:
@@ -163,7 +163,7 @@ class DeviceRunner:
                 rest = [p for p in after if id(p.ticket) not in failed]
 
     def send(self, pieces: list[BatchPart]) -> None:
-        "Queue a block: copies in, computing, copies out."
+        "Queue a block: copy in, compute, copy out."
         if self.closed:
             raise EngineError(f"{self.title} is closed", code="device-closed", found=self.closed)
         buffers = self.buffers[self._n_sent % len(self.buffers)]
@@ -197,11 +197,11 @@ class DeviceRunner:
         self.pending[id(block)] = block
         for p in pieces:
             p.ticket.blocks.append(block)
-        if len(self.pending) > MAX_PENDING_BLOCKS:  # more than anybody waited for
+        if len(self.pending) > MAX_PENDING_BLOCKS:  # many blocks that no caller has waited for
             next(iter(self.pending.values())).finish()
 
     def _launch(self, buffers: DeviceBuffers, n: int, dtype: torch.dtype) -> None:
-        "Launch what computes a block, one kernel at a time or by a graph; make a graph for what comes again."
+        "Launch the work of a block, by separate kernels or by a graph; capture a graph for repeated sizes."
         key = n, dtype
         work = buffers.work(n, dtype)
         buffers.stream.do(buffers.graphs.get(key, work))
@@ -225,15 +225,15 @@ class DeviceRunner:
             why = f"{type(e).__name__}: {e}"
         _LOG.warning("%s continues without a CUDA graph (%s)", self.title, why)
         self._graphs = False
-        buffers.stream.do(work)  # again: what the trial left is of no use
+        buffers.stream.do(work)  # again: the trial has overwritten the results
 
     def _reuse_events(self, block: DeviceBlock) -> None:
-        "A block was waited for: its events can serve another one."
+        "Reuse the events of a finished block."
         self.pending.pop(id(block), None)
         self.free_events.append(block.events)
 
     def drain(self) -> None:
-        "Wait for all that is under way; a device that cannot come to rest is closed."
+        "Wait for all pending blocks; if the device fails, close the runner."
         with self._lock:
             for block in list(self.pending.values()):
                 block.finish()
@@ -245,15 +245,15 @@ class DeviceRunner:
                 buffers.last = None
 
     def release_buffers(self) -> None:
-        "Give up the buffers; a graph holds those it was made with."
+        "Release the buffers, and the graphs that refer to them."
         for buffers in self.buffers:
             buffers.graphs.clear()
         self.buffers.clear()
         self.device.trim()
 
     def close(self) -> None:
-        "Wait for all that is under way and give everything back."
-        with self._lock, ExitStack() as last:  # each step, also when somebody interrupts
+        "Wait for all pending blocks and release everything."
+        with self._lock, ExitStack() as last:  # all steps run, also after an interrupt
             last.callback(self.device.close)
             last.callback(self.free_events.clear)
             last.callback(self.release_buffers)
@@ -264,7 +264,7 @@ class DeviceRunner:
 # %% ../../nbs/mel/device_engine.ipynb #16459b8b
 @contextmanager
 def _as_engine_error(what: str) -> Iterator[None]:
-    "Raise an error of the device in the body as EngineError."
+    "Raise errors of the device in the body as EngineError."
     try:
         yield
     except (LeakmelError, ImportError, MemoryError):
@@ -278,7 +278,7 @@ def _as_engine_error(what: str) -> Iterator[None]:
 
 
 class DeviceLane(EngineLane):
-    "One thread's way to a device."
+    "Connection of one thread to a device."
 
     def __init__(self, engine: Engine, runner: DeviceRunner, timeline: Timeline | None):
         super().__init__(engine)
@@ -289,7 +289,7 @@ class DeviceLane(EngineLane):
                 self._log = SpanLog(timeline, runner.device, runner.copy_in)
 
     def submit(self, batches: list[Batch], *, labels: list[Label] | None = None) -> list[Ticket]:
-        "Queue batches together; a ticket for each. Raises UsageError for arrays that are no batch."
+        "Queue batches; returns a ticket for each. Raises UsageError for arrays of the wrong shape or type."
         spec = self.engine.spec
         tickets = []
         for (samples, out), label in zip(batches, labels or [("", -1)] * len(batches), strict=True):
@@ -307,13 +307,13 @@ class DeviceLane(EngineLane):
         return list(tickets)
 
     def close(self) -> None:
-        "Wait for what is under way."
+        "Wait for all submitted batches."
         self._runner.drain()
 
 
 # %% ../../nbs/mel/device_engine.ipynb #7308d881
 class DeviceEngine(Engine):
-    "A chain of launches on some devices; without a device, an engine for the CPU that has its own `run`."
+    "Engine that runs a chain on devices; without a device, a subclass computes on the CPU in its own `run`."
 
     def __init__(
         self,
@@ -354,19 +354,19 @@ class DeviceEngine(Engine):
         return made.numpy()
 
     def open_lane(self, k: int = 0, timeline: Timeline | None = None) -> EngineLane:
-        "Open a lane to device `k`; numbers beyond the last device begin again."
+        "Open a lane to device `k`, modulo the number of devices."
         if not self.runners:
             return super().open_lane(k, timeline)
         return DeviceLane(self, self.runners[k % len(self.runners)], timeline)
 
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        "Compute a batch and wait for it; safe to call from several threads, devices take turns."
+        "Compute a batch and wait for it; thread-safe, devices alternate."
         return self.open_lane(next(self._turns)).submit([(samples, out)])[0].wait()
 
     def close(self) -> None:
-        "Wait for what is under way; give devices and pinned memory back."
+        "Wait for all pending blocks; release devices and pinned memory."
         self.host_bytes = 0
-        with ExitStack() as last:  # each of them, also when somebody interrupts
+        with ExitStack() as last:  # all of them, also after an interrupt
             last.callback(self._arrays.clear)
             for runner in self.runners:
                 last.callback(runner.close)
@@ -377,7 +377,7 @@ class DeviceEngine(Engine):
 # %% ../../nbs/mel/device_engine.ipynb #c5bd1bf7
 @dataclass(frozen=True)
 class CheckedChain:
-    "A chain that reproduces the reference."
+    "Chain that passed the self-check against the reference."
 
     chain: Chain
     identity: str  # of the engine
@@ -388,9 +388,9 @@ def open_chain(
     spec: MelSpec,
     device: Device,
     stream: Any,  # of the device
-    n_block: int,  # recordings in a launch at the most
+    n_block: int,  # most recordings in a launch
 ) -> CheckedChain:
-    "Make and check an engine's chain; `auto` is the first engine that works. Raises EngineError, or what the device says of its memory."
+    "Create and check the chain of an engine; `auto` takes the first engine that works. Raises EngineError, or the memory error of the device."
     names = DEVICE_ENGINES if engine == "auto" else (engine,)
     for name in names[:-1]:
         try:
@@ -401,7 +401,7 @@ def open_chain(
 
 
 def _checked_chain(name: str, spec: MelSpec, device: Device, stream: Any, n_block: int) -> CheckedChain:
-    "Make an engine's chain, and check it on `check_recording`, from int16 and from float32."
+    "Create the chain of an engine, and check it on `check_recording`, from int16 and from float32."
     cls: Any = load_class(name)
     identity = f"{cls.name}@{cls.version}/{device.kind}"
     samples = check_recording(spec)
@@ -412,7 +412,7 @@ def _checked_chain(name: str, spec: MelSpec, device: Device, stream: Any, n_bloc
             held = device.upload(torch.from_numpy(x))
             mels = device.empty((1, *spec.row_shape), torch.float16)
             done = device.event()
-            device.synchronize()  # the memory may have been in use until now
+            device.synchronize()  # the memory may still be in use by earlier work
             stream.do(partial(chain.features, held, mels, None))
             stream.record(done)
             done.synchronize()
