@@ -95,7 +95,7 @@ def _gpu_handle():
     if first.startswith(("GPU-", "MIG-")):
         return pynvml.nvmlDeviceGetHandleByUUID(first)
     if not first.isdigit():
-        raise LookupError("CUDA_VISIBLE_DEVICES hides all GPUs")
+        raise LookupError("CUDA_VISIBLE_DEVICES hides every GPU")
     return pynvml.nvmlDeviceGetHandleByIndex(int(first))
 
 

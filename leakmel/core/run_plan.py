@@ -89,7 +89,7 @@ def write_summary(
         reason = os.strerror(e.errno or 0)
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SpaceError(
-                f"the file cannot be written: no space is left ({reason})",
+                f"the file cannot be written: no room left on the file system ({reason})",
                 code="no-space",
                 path=path,
                 remedy="free some space, or choose another folder",

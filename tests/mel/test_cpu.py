@@ -423,7 +423,7 @@ def test_other_lengths_fall_back_and_say_so(demo: Path, tmp_path: Path) -> None:
         [sys.executable, "-m", "leakmel", *words, "--engine", "cpu"], capture_output=True, text=True
     )
     assert refused.returncode == 2
-    assert "no FFT of this length" in json.loads(refused.stdout)["error"]
+    assert "does not support this FFT length" in json.loads(refused.stdout)["error"]
 
 
 def test_it_computes_on_a_cpu_only() -> None:
