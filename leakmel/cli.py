@@ -27,7 +27,7 @@ import leakmel as lm
 from .cli_learn import COMMANDS, Options, add_options, progress_of, spoken_warnings
 from .core.errors import LeakmelError, UsageError, missing_package, show_path
 from .core.parameters import add_field_options, answer_unknown, given_fields
-from .core.progress import Progress, folded, front_end, line_width
+from .core.progress import Progress, front_end, line_width, wrap_text
 
 # %% ../nbs/cli.ipynb #5dee17f6
 Outcome = tuple[int, dict[str, Any], str]  # exit status, for machines, for people
@@ -638,7 +638,7 @@ def _print(args: argparse.Namespace, status: int, body: dict[str, Any], text: st
         if args.json:
             print(json.dumps({"ok": status == 0, "exit_status": status} | body, default=str))
         elif text:
-            print(folded(text) if sys.stdout.isatty() else text)
+            print(wrap_text(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -31,7 +31,7 @@ from typing import Any
 import leakmel as lm
 from .core.errors import UsageError, show_path
 from .core.parameters import add_field_options, given_fields
-from .core.progress import folded, line_width
+from .core.progress import line_width, wrap_text
 from .learn.model.settings import RESUME, CheckpointSettings, TrainSettings
 
 
@@ -153,7 +153,7 @@ def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if args.figures:
         save_figures(plan.out / "figures", result.epochs, result.best_epoch)
     judged = execute_evaluation(plan, result, progress=progress_of(args))
-    text = folded(
+    text = wrap_text(
         "\n".join([repr(result), *(["", judged.report(line_width())] if judged is not None else [])]),
         line_width(),
     )
@@ -278,7 +278,7 @@ def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         progress=progress_of(args),
         **how,
     )
-    return 0, result.summary, folded(repr(result), line_width())
+    return 0, result.summary, wrap_text(repr(result), line_width())
 
 
 # %% ../nbs/cli_learn.ipynb #76eaa97b
@@ -405,7 +405,7 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     return (
         0,
         found.summary | {"written": {name: show_path(path) for name, path in written.items()}},
-        folded(text, line_width()),
+        wrap_text(text, line_width()),
     )
 
 
@@ -537,7 +537,7 @@ def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         checkpoints=CheckpointSettings(**given_fields(args, CheckpointSettings)),
         progress=progress_of(args),
     )
-    return 0, done.record | {"folder": show_path(done.folder)}, folded(repr(done), line_width())
+    return 0, done.record | {"folder": show_path(done.folder)}, wrap_text(repr(done), line_width())
 
 
 # %% ../nbs/cli_learn.ipynb #41ce51dc

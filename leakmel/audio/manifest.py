@@ -43,7 +43,7 @@ from .wav import MACHINE_FAULTS
 from .tables import missing_files, read_table
 from ..core.errors import DataError, UsageError, show_path
 from ..core.parameters import answer_unknown
-from ..core.progress import Count
+from ..core.progress import DelayedProgress
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -452,7 +452,7 @@ def scan(
             path=root,
             remedy="give the folder that holds TRAINING, VALIDATION and TESTING, or label folders",
         )
-    with Count(f"listing {show_path(root.name)}", show=progress) as count:
+    with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
         if table is not None:
             manifest = _by_table(root, split, table, count.add)
         else:

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..core.timeline import STAGES, Gauge, Span, Timeline, covered_s, stream_of
+from ..core.timeline import STAGES, Gauge, Span, Timeline, covered_s, lane_key
 
 
 # %% ../../nbs/insight/diagnose.ipynb #967bc909
@@ -144,7 +144,7 @@ def stage_pieces(
     "Cut spans so that each lane is at one stage at any instant."
     lanes: dict[str, list[Span]] = {}
     for s in spans:
-        lanes.setdefault(stream_of(s), []).append(s)
+        lanes.setdefault(lane_key(s), []).append(s)
     return [p for same in lanes.values() for p in lane_pieces(same)]
 
 
@@ -328,7 +328,7 @@ def bounds(
     main = _spans_within([s for s in timeline.spans if s not in early], split, *within)
     streams: dict[str, list[Span]] = {}
     for s in main:
-        streams.setdefault(stream_of(s), []).append(s)
+        streams.setdefault(lane_key(s), []).append(s)
     groups = {stream: lane_pieces(same) for stream, same in streams.items()}
     pieces = [p for same in groups.values() for p in same]
     stages = [n for n in dict.fromkeys((*STAGES, *(p[2] for p in pieces))) if any(p[2] == n for p in pieces)]

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = [
-    "MOST_RECORDINGS",
-    "MOST_BYTES",
-    "MAX_UNDER_WAY",
+    "MAX_BLOCK_RECORDINGS",
+    "MAX_BLOCK_BYTES",
+    "MAX_PENDING_BLOCKS",
     "MAX_GRAPHS",
     "block_size",
-    "Runner",
+    "DeviceRunner",
     "DeviceLane",
     "DeviceEngine",
     "CheckedChain",
@@ -30,17 +30,17 @@ import torch
 from ..core.errors import EngineError, LeakmelError, UsageError
 from ..core.timeline import Timeline
 from .device import Device
-from .device_buffers import Chain, DeviceBlock, DeviceBuffers, DeviceTicket, EventSet, MakeChain
-from .device_buffers import Piece, SpanLog, next_block
+from .device_buffers import Chain, DeviceBlock, DeviceBuffers, DeviceTicket, EventSet, ChainFactory
+from .device_buffers import BatchPart, SpanLog, next_block
 from .engines import DEVICE_ENGINES, Batch, DeviceOptions, Engine, EngineLane, Label, Ticket
-from .engines import check_recording, check_rows, load_class, log_passed_over
+from .engines import check_recording, check_rows, load_class, log_skipped_engine
 from .reference import reference_features
 from .spec import MelSpec
 
 # %% ../../nbs/mel/device_engine.ipynb #f3704894
-MOST_RECORDINGS = 1024  # of a block
-MOST_BYTES = 512 << 20  # of a block
-MAX_UNDER_WAY = 256  # blocks queued on a device before the host waits for the first
+MAX_BLOCK_RECORDINGS = 1024  # of a block
+MAX_BLOCK_BYTES = 512 << 20  # of a block
+MAX_PENDING_BLOCKS = 256  # blocks queued on a device before the host waits for the first one
 MAX_GRAPHS = 4  # of one set of buffers
 
 
@@ -49,11 +49,11 @@ def block_size(
     free_bytes: int,  # device memory
     options: DeviceOptions,
 ) -> int:  # recordings, at least 1
-    "Recordings of a block: as many as half of the free memory holds for all buffers."
+    "Number of recordings in a block: all buffers together use at most half of the free memory."
     per_recording = 4 * spec.n_samples + 2 * int(np.prod(spec.row_shape)) + 48
     streams = options.gpu_streams if options.async_copies else 1
-    fits = free_bytes // 2 // (streams * options.flights * per_recording)
-    return max(1, min(options.max_block or MOST_RECORDINGS, fits, MOST_BYTES // per_recording))
+    fits = free_bytes // 2 // (streams * options.buffers_per_stream * per_recording)
+    return max(1, min(options.max_block or MAX_BLOCK_RECORDINGS, fits, MAX_BLOCK_BYTES // per_recording))
 
 
 # %% ../../nbs/mel/device_engine.ipynb #2845cc05
@@ -61,23 +61,23 @@ _LOG = logging.getLogger("leakmel")
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    "Floats as whole numbers of their size, so that NaN equals NaN."
+    "View floats as integers of the same size, so that NaN equals NaN."
     return x.view(torch.int16 if x.dtype == torch.float16 else torch.int64)
 
 
 # %% ../../nbs/mel/device_engine.ipynb #d1167729
-class Runner:
-    "Takes batches for one device; any thread may call."
+class DeviceRunner:
+    "Run batches on one device; thread-safe."
 
     def __init__(
-        self, device: Device, spec: MelSpec, make_chain: MakeChain, options: DeviceOptions, engine: str
+        self, device: Device, spec: MelSpec, make_chain: ChainFactory, options: DeviceOptions, engine: str
     ):
         self.device = device
         self.title = f"{engine} on {device.name}"
         self.buffers: list[DeviceBuffers] = []
         self.free_events: list[EventSet] = []
-        self.under_way: dict[int, DeviceBlock] = {}
-        self.closed = ""  # why nothing can be sent any more
+        self.pending: dict[int, DeviceBlock] = {}
+        self.closed = ""  # reason why the runner is closed, empty while it is open
         self._spec = spec
         self._make_chain = make_chain
         self._options = options
@@ -91,27 +91,27 @@ class Runner:
             self.copy_in = device.stream() if separate else self._compute[0]
             self.copy_out = device.stream() if separate else self._compute[0]
             self.n_block = block_size(spec, device.free_bytes(), options)
-            self._fill()
+            self._allocate()
         except BaseException:
-            self.clear()
+            self.release_buffers()
             device.close()
             raise
 
-    def _fill(self) -> None:
-        "Make chains and buffers, with smaller blocks where memory runs out."
+    def _allocate(self) -> None:
+        "Create chains and buffers, with smaller blocks if memory runs out."
         while True:
             try:
                 for stream in self._compute:
                     chain = self._make_chain(self.device, self.n_block)
                     self._granule = chain.granule
                     self.n_block = max(self.n_block, chain.granule)
-                    for _ in range(self._options.flights):
+                    for _ in range(self._options.buffers_per_stream):
                         self.buffers.append(
                             DeviceBuffers(self.device, self._spec, stream, chain, self.n_block)
                         )
-                n = self._options.flights
-                self.buffers = [b for i in range(n) for b in self.buffers[i::n]]  # streams take turns
-                self.device.synchronize()  # new memory may have been in use until now
+                n = self._options.buffers_per_stream
+                self.buffers = [b for i in range(n) for b in self.buffers[i::n]]  # streams alternate
+                self.device.synchronize()  # new memory may still be in use by earlier work
                 return
             except Exception as e:
                 if not self.device.ran_out(e):
@@ -119,22 +119,24 @@ class Runner:
                 self._shrink(e.with_traceback(None))
 
     def _shrink(self, why: Exception) -> None:
-        "Give all buffers up and halve the block; raises EngineError where it cannot be halved."
-        self.clear()
+        "Release all buffers and halve the block; raises EngineError if it cannot be halved."
+        self.release_buffers()
         if self.n_block <= self._granule:
             raise EngineError(
-                f"{self.title}: the device's memory does not hold a block of {self.n_block} recordings",
+                f"{self.title} ran out of memory with a block of {self.n_block} recordings",
                 code="device-memory",
                 found=str(why),
-                remedy="free memory of the device, set gpu_streams=1, or use another engine",
+                remedy="free device memory, set gpu_streams=1, or use another engine",
             ) from why
         self.n_block = max(self._granule, self.n_block // 2)
-        _LOG.warning("%s: out of memory, going on with blocks of %d recordings", self.title, self.n_block)
+        _LOG.warning(
+            "%s ran out of memory, continuing with blocks of %d recordings", self.title, self.n_block
+        )
 
     def submit(self, tickets: list[DeviceTicket]) -> None:
-        "Queue batches; what goes wrong is noted with their tickets."
+        "Queue batches; errors are stored in their tickets."
         with self._lock:
-            rest = [Piece(t, 0, len(t.samples)) for t in tickets if len(t.samples)]
+            rest = [BatchPart(t, 0, len(t.samples)) for t in tickets if len(t.samples)]
             while rest:
                 block, after = next_block(rest, self.n_block)
                 try:
@@ -142,15 +144,15 @@ class Runner:
                     rest = after
                     continue
                 except Exception as e:
-                    self.rest()
+                    self.drain()
                     error = e.with_traceback(None)
                 except BaseException:  # Ctrl-C between two launches
-                    self.rest()
+                    self.drain()
                     raise
                 if self.device.ran_out(error):
                     try:
                         self._shrink(error)
-                        self._fill()
+                        self._allocate()
                         continue  # the same rows again
                     except Exception as e:
                         self.closed = str(e)
@@ -160,8 +162,8 @@ class Runner:
                 failed = {id(p.ticket) for p in block}
                 rest = [p for p in after if id(p.ticket) not in failed]
 
-    def send(self, pieces: list[Piece]) -> None:
-        "Queue a block: copies in, computing, copies out."
+    def send(self, pieces: list[BatchPart]) -> None:
+        "Queue a block: copy in, compute, copy out."
         if self.closed:
             raise EngineError(f"{self.title} is closed", code="device-closed", found=self.closed)
         buffers = self.buffers[self._n_sent % len(self.buffers)]
@@ -169,7 +171,7 @@ class Runner:
         n = pieces[-1].in_block.stop
         last = buffers.last if buffers.last is not None and not buffers.last.done else None
         events = self.free_events.pop() if self.free_events else EventSet(self.device, self.n_block)
-        block = DeviceBlock(pieces, events, self._through)
+        block = DeviceBlock(pieces, events, self._reuse_events)
         copy_in, copy_out = self.copy_in, self.copy_out
         if last is not None:
             copy_in.wait(last.events.computed)
@@ -192,19 +194,19 @@ class Runner:
         copy_out.record(events.copied_out)
         self._n_sent += 1
         buffers.last = block
-        self.under_way[id(block)] = block
+        self.pending[id(block)] = block
         for p in pieces:
             p.ticket.blocks.append(block)
-        if len(self.under_way) > MAX_UNDER_WAY:  # more than anybody waited for
-            next(iter(self.under_way.values())).finish()
+        if len(self.pending) > MAX_PENDING_BLOCKS:  # many blocks that no caller has waited for
+            next(iter(self.pending.values())).finish()
 
     def _launch(self, buffers: DeviceBuffers, n: int, dtype: torch.dtype) -> None:
-        "Launch what computes a block, one kernel at a time or by a graph; make a graph for what comes again."
+        "Launch the work of a block, by separate kernels or by a graph; capture a graph for repeated sizes."
         key = n, dtype
         work = buffers.work(n, dtype)
         buffers.stream.do(buffers.graphs.get(key, work))
-        buffers.met[key] += 1
-        if not self._graphs or buffers.met[key] != 2 or len(buffers.graphs) >= MAX_GRAPHS:
+        buffers.n_blocks[key] += 1
+        if not self._graphs or buffers.n_blocks[key] != 2 or len(buffers.graphs) >= MAX_GRAPHS:
             return
         try:
             self.device.synchronize()
@@ -218,22 +220,22 @@ class Runner:
             if all(torch.equal(a, _bits(b)) for a, b in zip(right, buffers.results(n, dtype))):
                 buffers.graphs[key] = graph
                 return
-            why = "its first replay gave other bits"
+            why = "the first replay gave different results"
         except Exception as e:
             why = f"{type(e).__name__}: {e}"
-        _LOG.warning("%s: going on without a graph (%s)", self.title, why)
+        _LOG.warning("%s continues without a CUDA graph (%s)", self.title, why)
         self._graphs = False
-        buffers.stream.do(work)  # again: what the trial left is of no use
+        buffers.stream.do(work)  # again: the trial has overwritten the results
 
-    def _through(self, block: DeviceBlock) -> None:
-        "A block was waited for: its events can serve another one."
-        self.under_way.pop(id(block), None)
+    def _reuse_events(self, block: DeviceBlock) -> None:
+        "Reuse the events of a finished block."
+        self.pending.pop(id(block), None)
         self.free_events.append(block.events)
 
-    def rest(self) -> None:
-        "Wait for all that is under way; a device that cannot come to rest is closed."
+    def drain(self) -> None:
+        "Wait for all pending blocks; if the device fails, close the runner."
         with self._lock:
-            for block in list(self.under_way.values()):
+            for block in list(self.pending.values()):
                 block.finish()
             try:
                 self.device.synchronize()
@@ -242,27 +244,27 @@ class Runner:
             for buffers in self.buffers:
                 buffers.last = None
 
-    def clear(self) -> None:
-        "Give up the buffers; a graph holds those it was made with."
+    def release_buffers(self) -> None:
+        "Release the buffers, and the graphs that refer to them."
         for buffers in self.buffers:
             buffers.graphs.clear()
         self.buffers.clear()
         self.device.trim()
 
     def close(self) -> None:
-        "Wait for all that is under way and give everything back."
-        with self._lock, ExitStack() as last:  # each step, also when somebody interrupts
+        "Wait for all pending blocks and release everything."
+        with self._lock, ExitStack() as last:  # all steps run, also after an interrupt
             last.callback(self.device.close)
             last.callback(self.free_events.clear)
-            last.callback(self.clear)
-            self.rest()
-            self.closed = self.closed or "it was closed by its owner"
+            last.callback(self.release_buffers)
+            self.drain()
+            self.closed = self.closed or "its owner closed it"
 
 
 # %% ../../nbs/mel/device_engine.ipynb #16459b8b
 @contextmanager
 def _as_engine_error(what: str) -> Iterator[None]:
-    "Raise an error of the device in the body as EngineError."
+    "Raise errors of the device in the body as EngineError."
     try:
         yield
     except (LeakmelError, ImportError, MemoryError):
@@ -276,9 +278,9 @@ def _as_engine_error(what: str) -> Iterator[None]:
 
 
 class DeviceLane(EngineLane):
-    "One thread's way to a device."
+    "Connection of one thread to a device."
 
-    def __init__(self, engine: Engine, runner: Runner, timeline: Timeline | None):
+    def __init__(self, engine: Engine, runner: DeviceRunner, timeline: Timeline | None):
         super().__init__(engine)
         self._runner = runner
         self._log: SpanLog | None = None
@@ -287,14 +289,14 @@ class DeviceLane(EngineLane):
                 self._log = SpanLog(timeline, runner.device, runner.copy_in)
 
     def submit(self, batches: list[Batch], *, labels: list[Label] | None = None) -> list[Ticket]:
-        "Queue batches together; a ticket for each. Raises UsageError for arrays that are no batch."
+        "Queue batches; returns a ticket for each. Raises UsageError for arrays of the wrong shape or type."
         spec = self.engine.spec
         tickets = []
         for (samples, out), label in zip(batches, labels or [("", -1)] * len(batches), strict=True):
             wanted = (len(samples), spec.n_samples), (len(samples), *spec.row_shape)
             if (samples.shape, out.shape) != wanted or samples.dtype not in (np.int16, np.float32):
                 raise UsageError(
-                    "arrays that are no batch",
+                    "the arrays are not a batch",
                     code="not-a-batch",
                     found=f"{samples.dtype} {samples.shape}, {out.shape}",
                     expected=f"int16 or float32 {wanted}",
@@ -305,23 +307,23 @@ class DeviceLane(EngineLane):
         return list(tickets)
 
     def close(self) -> None:
-        "Wait for what is under way."
-        self._runner.rest()
+        "Wait for all submitted batches."
+        self._runner.drain()
 
 
 # %% ../../nbs/mel/device_engine.ipynb #7308d881
 class DeviceEngine(Engine):
-    "A chain of launches on some devices; without a device, an engine for the CPU that has its own `run`."
+    "Engine that runs a chain on devices; without a device, a subclass computes on the CPU in its own `run`."
 
     def __init__(
         self,
         spec: MelSpec,
         devices: list[Device],
-        make_chain: MakeChain,
+        make_chain: ChainFactory,
         options: DeviceOptions | None = None,
     ):
         super().__init__(spec)
-        self.runners: list[Runner] = []
+        self.runners: list[DeviceRunner] = []
         self._arrays: list[torch.Tensor] = []  # pinned
         self._turns = itertools.count()
         if not devices:
@@ -332,7 +334,9 @@ class DeviceEngine(Engine):
         try:
             with _as_engine_error(f"{title} could not be opened"):
                 for device in devices:
-                    self.runners.append(Runner(device, spec, make_chain, options or DeviceOptions(), title))
+                    self.runners.append(
+                        DeviceRunner(device, spec, make_chain, options or DeviceOptions(), title)
+                    )
         except BaseException:
             n_open = len(self.runners)
             self.close()
@@ -350,30 +354,30 @@ class DeviceEngine(Engine):
         return made.numpy()
 
     def open_lane(self, k: int = 0, timeline: Timeline | None = None) -> EngineLane:
-        "Open a lane to device `k`; numbers beyond the last device begin again."
+        "Open a lane to device `k`, modulo the number of devices."
         if not self.runners:
             return super().open_lane(k, timeline)
         return DeviceLane(self, self.runners[k % len(self.runners)], timeline)
 
     def run(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        "Compute a batch and wait for it; safe to call from several threads, devices take turns."
+        "Compute a batch and wait for it; thread-safe, devices alternate."
         return self.open_lane(next(self._turns)).submit([(samples, out)])[0].wait()
 
     def close(self) -> None:
-        "Wait for what is under way; give devices and pinned memory back."
+        "Wait for all pending blocks; release devices and pinned memory."
         self.host_bytes = 0
-        with ExitStack() as last:  # each of them, also when somebody interrupts
+        with ExitStack() as last:  # all of them, also after an interrupt
             last.callback(self._arrays.clear)
             for runner in self.runners:
                 last.callback(runner.close)
             for runner in self.runners:
-                runner.rest()
+                runner.drain()
 
 
 # %% ../../nbs/mel/device_engine.ipynb #c5bd1bf7
 @dataclass(frozen=True)
 class CheckedChain:
-    "A chain that reproduces the reference."
+    "Chain that passed the self-check against the reference."
 
     chain: Chain
     identity: str  # of the engine
@@ -384,20 +388,20 @@ def open_chain(
     spec: MelSpec,
     device: Device,
     stream: Any,  # of the device
-    n_block: int,  # recordings in a launch at the most
+    n_block: int,  # most recordings in a launch
 ) -> CheckedChain:
-    "Make and check an engine's chain; `auto` is the first engine that works. Raises EngineError, or what the device says of its memory."
+    "Create and check the chain of an engine; `auto` takes the first engine that works. Raises EngineError, or the memory error of the device."
     names = DEVICE_ENGINES if engine == "auto" else (engine,)
     for name in names[:-1]:
         try:
             return _checked_chain(name, spec, device, stream, n_block)
         except EngineError as e:
-            log_passed_over(name, e)
+            log_skipped_engine(name, e)
     return _checked_chain(names[-1], spec, device, stream, n_block)
 
 
 def _checked_chain(name: str, spec: MelSpec, device: Device, stream: Any, n_block: int) -> CheckedChain:
-    "Make an engine's chain, and check it on `check_recording`, from int16 and from float32."
+    "Create the chain of an engine, and check it on `check_recording`, from int16 and from float32."
     cls: Any = load_class(name)
     identity = f"{cls.name}@{cls.version}/{device.kind}"
     samples = check_recording(spec)
@@ -408,7 +412,7 @@ def _checked_chain(name: str, spec: MelSpec, device: Device, stream: Any, n_bloc
             held = device.upload(torch.from_numpy(x))
             mels = device.empty((1, *spec.row_shape), torch.float16)
             done = device.event()
-            device.synchronize()  # the memory may have been in use until now
+            device.synchronize()  # the memory may still be in use by earlier work
             stream.do(partial(chain.features, held, mels, None))
             stream.record(done)
             done.synchronize()

@@ -130,7 +130,7 @@ OPTIONS = {
     "copies on the same stream": DeviceOptions(async_copies=False),
     "blocks of 64": DeviceOptions(max_block=64),
     "blocks of 7": DeviceOptions(max_block=7),
-    "1 flight": DeviceOptions(flights=1),
+    "1 flight": DeviceOptions(buffers_per_stream=1),
 }
 
 
@@ -149,7 +149,7 @@ def check_bits(engine: str, device: str, spec: MelSpec, tiny: bool = False) -> d
             lane = opened.open_lane(0)
             # one by one and together, in turns
             for batches in [[[p] for p in pieces], [pieces]] * (
-                2 * options.gpu_streams * options.flights + 1
+                2 * options.gpu_streams * options.buffers_per_stream + 1
             ):
                 out[:] = np.nan
                 for ticket in [t for batch in batches for t in lane.submit(batch)]:

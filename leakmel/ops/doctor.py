@@ -170,7 +170,7 @@ def parity(
 ) -> list[Any]:  # a mel.reference comparison for each lane, kind of samples and call
     "Compare an engine with the float64 reference, twice from each kind of samples."
     import numpy as np
-    from leakmel.mel.engines import check_recording, computed_in_lane
+    from leakmel.mel.engines import check_recording, compute_in_lane
     from leakmel.mel.reference import compare, reference_features
 
     spec, samples = engine.spec, check_recording(engine.spec)
@@ -178,7 +178,7 @@ def parity(
     calls = [
         (k, x) for k in range(lanes) for x in [samples, samples.astype(np.float32) / np.float32(32_768)] * 2
     ]
-    return [compare(computed_in_lane(engine, k, x), right, spec) for k, x in calls]
+    return [compare(compute_in_lane(engine, k, x), right, spec) for k, x in calls]
 
 
 def examine_engine(

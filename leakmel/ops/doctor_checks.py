@@ -54,7 +54,7 @@ from typing import Any
 
 import leakmel
 from ..core.errors import LeakmelError, show_path
-from ..core.monitor import GROUPS, OWN, cpu_quota, group_limits, small_text
+from ..core.monitor import CGROUP_FILE, CGROUP_ROOT, cgroup_limits, cpu_quota, read_small_file
 from ..core.monitor import free_memory, size_text, usable_cores
 from .bench import evict, is_cached
 
@@ -207,7 +207,7 @@ LEAST_FREE = 1_500_000_000  # bytes: the slots of a build take 1 GiB at the most
 LEAST_FILES, LEAST_THREADS = 256, 256
 
 
-def examine_cores(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> Check:
+def examine_cores(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
     "Compare the cores of the machine, those this process may use, and the quota of its control group."
     cores, usable, quota = os.cpu_count() or 1, usable_cores(), cpu_quota(root, own)
     found, advice = f"{usable} of {cores} usable", ""
@@ -221,9 +221,9 @@ def examine_cores(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = 
     return advised("cores", found, {"cores": cores, "usable_cores": usable, "quota_cores": quota}, advice)
 
 
-def examine_memory(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> Check:
+def examine_memory(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
     "Look at the memory that is free, that the machine has, and that its control group may take."
-    limit = min(group_limits("memory", ["memory.max", "memory.limit_in_bytes"], root, own), default=None)
+    limit = min(cgroup_limits("memory", ["memory.max", "memory.limit_in_bytes"], root, own), default=None)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = min(free_memory(root, own), limit or 1 << 62)
     found = f"{size_text(free)} free of {size_text(total)}"
@@ -236,13 +236,13 @@ def examine_memory(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike =
     return advised("memory", found, {"free_bytes": free, "ram_bytes": total, "limit_bytes": limit}, advice)
 
 
-def examine_limits(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> Check:
+def examine_limits(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
     "Look at how many files and threads may be open at the same time."
     import resource
 
     soft = [resource.getrlimit(n)[0] for n in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)]
     files, processes = (None if n in (-1, resource.RLIM_INFINITY) else n for n in soft)
-    limits = [processes, *group_limits("pids", ["pids.max"], root, own)]
+    limits = [processes, *cgroup_limits("pids", ["pids.max"], root, own)]
     threads = min((n for n in limits if n is not None), default=None)
     words = ["any number of" if n is None else f"{n:,}" for n in (files, threads)]
     advice = []
@@ -278,7 +278,7 @@ def examine_wsl(
     folder: str | os.PathLike, *, mounts: str | os.PathLike = MOUNTS, release: str | os.PathLike = RELEASE
 ) -> Check:
     "Find out whether this is WSL, and whether the folder lies on a disk of Windows."
-    text, (at, kind) = small_text(Path(release)).lower(), mount_of(folder, mounts)
+    text, (at, kind) = read_small_file(Path(release)).lower(), mount_of(folder, mounts)
     version = 0 if "microsoft" not in text else 2 if "wsl2" in text or "microsoft-standard" in text else 1
     figures = {"wsl": version, "mount": show_path(at) if at else None, "file_system": kind or None}
     where = (

@@ -72,7 +72,7 @@ def test_the_rate_of_the_data(tmp_path: Path, rate: int, preset: str) -> None:
         put(tmp_path / "data" / "A" / f"{k}.wav", noise(seconds * rate, seed=k), rate)
     spec: dict[str, Any] = {"preset": preset}
     if rate in TOO_FAST[preset]:
-        with pytest.raises(SpecError, match="holds no frequency bin") as caught:
+        with pytest.raises(SpecError, match="contains no frequency bin") as caught:
             lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec=spec, **QUIET)
         assert leftovers(tmp_path, "data") == []
         spec = suited(spec, caught.value)

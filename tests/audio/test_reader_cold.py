@@ -551,8 +551,8 @@ def test_an_interrupt_in_the_main_thread_stops_it_too(
 
     from leakmel.dataset.run import pipeline
 
-    real = pipeline.run_lanes
-    monkeypatch.setattr(pipeline, "run_lanes", interrupt)
+    real = pipeline.run_threads
+    monkeypatch.setattr(pipeline, "run_threads", interrupt)
     with pytest.raises(KeyboardInterrupt):
         built(data, tmp_path / "x.h5", read_ahead=4)
     assert no_thread_is_left()

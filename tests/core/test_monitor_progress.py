@@ -16,7 +16,7 @@ from conftest import within
 
 from leakmel.core.monitor import (
     SAMPLE_KEYS,
-    Load,
+    LoadMeter,
     Monitor,
     Sampler,
     machine_facts,
@@ -25,7 +25,7 @@ from leakmel.core.monitor import (
     rate,
 )
 from leakmel.core import monitor as monitor_module
-from leakmel.core.progress import Count, Progress, _Terminal, front_end
+from leakmel.core.progress import DelayedProgress, Progress, _Terminal, front_end
 from leakmel.core.timeline import Timeline, read_timeline, write_timeline
 
 
@@ -248,7 +248,7 @@ def test_a_busy_thread_loads_about_a_core():
     while len(values) < 3 and not (
         values and values[-1] > 10
     ):  # in one of three tries: another program may have the core for seconds
-        load = Load(monitor_module._process_clocks)
+        load = LoadMeter(monitor_module._process_clocks)
         assert load() is None
         until = time.thread_time() + 0.1
         while time.thread_time() < until:
@@ -521,7 +521,7 @@ def test_long_notes_stand_below_the_bars_of_a_terminal(monkeypatch):
     assert "published" in screen.lines[0]
     assert screen.lines[2].strip() == note, "in the row that the first one left"
     for bar in (first, second):
-        bar.rest()
+        bar.stop_clock()
     assert len(screen.lines) == 2
     for bar in (first, second):
         bar.close("stopped")
@@ -537,7 +537,7 @@ def test_the_clock_of_a_bar_begins_and_rests(monkeypatch):
     clock.now_s = 112.0
     bar.update(20)
     assert repr(bar) == "TESTING: 20 of 40 files in 2.0 s, 10 files/s, about 2.0 s left"
-    bar.rest()
+    bar.stop_clock()
     clock.now_s = 200.0
     bar.close()
     assert repr(bar) == "TESTING: 20 of 40 files in 2.0 s, 10 files/s"
@@ -547,17 +547,17 @@ def test_a_count_without_an_end_is_shown_where_it_takes_its_time(caplog, monkeyp
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with caplog.at_level("INFO", logger="leakmel"):
-        with Count("listing", show="log") as count:
+        with DelayedProgress("listing", show="log") as count:
             for _ in range(9):
                 now[0] += 1.0
                 count.add(1000)
-        failing = Count("listing", show="log")
+        failing = DelayedProgress("listing", show="log")
         now[0] += 2.0
         failing.add(5)
         failing.__exit__(OSError, OSError(), None)
-        with Count("quick", show="log") as count:
+        with DelayedProgress("quick", show="log") as count:
             count.add(3)
-        with Count("silent", show="none") as count:
+        with DelayedProgress("silent", show="none") as count:
             now[0] += 9.0
             count.add(3)
     assert [r.getMessage() for r in caplog.records] == [

@@ -234,7 +234,7 @@ def test_no_space_is_said_before_work(tmp_path, data, old, monkeypatch):
 
 
 def test_empty_mel_band(tmp_path, data):
-    e = fails(data, tmp_path, SpecError, "holds no frequency bin", spec={"n_fft": 128, "n_mels": 64})
+    e = fails(data, tmp_path, SpecError, "contains no frequency bin", spec={"n_fft": 128, "n_mels": 64})
     assert "Use n_mels=60 or fewer" in str(e)
     e = fails(data, tmp_path, SpecError, "no long segment fits", spec={"long_window": 5000})
 

@@ -22,7 +22,7 @@ from leakmel.core.errors import (
 )
 from leakmel.dataset.check import verify as verify_module
 from leakmel.dataset.run.config import PipelineConfig
-from leakmel.core.threads import Lanes
+from leakmel.core.threads import ThreadGroup
 from leakmel.dataset.run.job import Job
 
 QUIET = {"progress": "none", "pipeline": PipelineConfig(monitor_interval_s=0.0, files_per_batch=4)}
@@ -153,7 +153,7 @@ def test_what_lies_beside_the_splits_is_said(tmp_path, make_wav):
 
 def test_a_second_interrupt_does_not_leave_threads(tmp_path, data, monkeypatch):
     "The first comes while the caller waits, the second while the threads are being stopped."
-    first, second, real = [True], [True], Lanes.stop
+    first, second, real = [True], [True], ThreadGroup.stop
 
     def wait(self, timeout=None):
         if first:
@@ -168,7 +168,7 @@ def test_a_second_interrupt_does_not_leave_threads(tmp_path, data, monkeypatch):
         real(self, error)
 
     monkeypatch.setattr(threading.Event, "wait", wait)
-    monkeypatch.setattr(Lanes, "stop", stop)
+    monkeypatch.setattr(ThreadGroup, "stop", stop)
     with pytest.raises(KeyboardInterrupt):
         lm.build(data, out=tmp_path / "x.h5", engine="reference", **QUIET)
     assert not [t.name for t in threading.enumerate() if t.name.startswith("leakmel-")]

@@ -148,8 +148,8 @@ def test_a_refused_setting_changes_nothing_and_says_what_to_do(state):
         ({"n_mels": 256}, "Use n_mels=239 or fewer"),
         ({"n_fft": 1024}, "Lower n_fft"),
         ({"f_min_hz": 2000.0, "f_max_hz": 1000.0}, "Change f_min_hz"),
-        ({"preset": "magic"}, "unknown preset"),
-        ({"num_mels": 3}, "unknown setting num_mels"),
+        ({"preset": "magic"}, "no preset has this name"),
+        ({"num_mels": 3}, "no setting num_mels"),
     ):
         assert not state.set(**change)
         assert said in state.refused

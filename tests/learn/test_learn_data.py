@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import leakmel as lm
 from leakmel.core.errors import DataError, LeakmelError, UsageError, VerifyError
-from leakmel.core.progress import Count
+from leakmel.core.progress import DelayedProgress
 from leakmel.dataset.file.reader import MelDataset
 from leakmel.dataset.file.reader import read_rows
 from leakmel.learn.data import segments as data
@@ -479,7 +479,7 @@ def test_other_rows_are_another_training(tmp_path):
 @pytest.fixture
 def log(monkeypatch, caplog) -> pytest.LogCaptureFixture:
     "The log, in which everything takes long enough to be told."
-    monkeypatch.setitem(Count.__init__.__kwdefaults__, "after_s", 0.0)
+    monkeypatch.setitem(DelayedProgress.__init__.__kwdefaults__, "after_s", 0.0)
     caplog.set_level("INFO", "leakmel")
     return caplog
 

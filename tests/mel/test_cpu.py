@@ -388,7 +388,7 @@ def test_wrong_machine_code_is_found_out(
         open_engine("cpu", spec)
     with caplog.at_level(logging.INFO, "leakmel"), open_engine("auto", spec, device="cpu") as engine:
         assert engine.name == "torch"
-    assert [r.levelname for r in caplog.records if "engine cpu passed over" in r.message] == ["WARNING"]
+    assert [r.levelname for r in caplog.records if "engine cpu was skipped" in r.message] == ["WARNING"]
 
 
 # -- what it cannot do ------------------------------------------------------------------------------------------------------------
@@ -417,13 +417,13 @@ def test_other_lengths_fall_back_and_say_so(demo: Path, tmp_path: Path) -> None:
         [sys.executable, "-m", "leakmel", *words], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout)["engine"].startswith("torch@")
-    assert "engine cpu passed over" in done.stderr
+    assert "engine cpu was skipped" in done.stderr
     assert "a power of two from 64 to 4,096" in done.stderr
     refused = subprocess.run(
         [sys.executable, "-m", "leakmel", *words, "--engine", "cpu"], capture_output=True, text=True
     )
     assert refused.returncode == 2
-    assert "no FFT of this length" in json.loads(refused.stdout)["error"]
+    assert "does not support this FFT length" in json.loads(refused.stdout)["error"]
 
 
 def test_it_computes_on_a_cpu_only() -> None:

@@ -27,7 +27,7 @@ from leakmel.core.timeline import Timeline
 from leakmel.mel import device as module
 from leakmel.mel import device_engine
 from leakmel.mel.device import Device, open_devices
-from leakmel.mel.device_engine import DeviceEngine, Runner
+from leakmel.mel.device_engine import DeviceEngine, DeviceRunner
 from leakmel.mel.engines import DeviceOptions, EngineLane, Ticket, check_recording, open_engine, self_check
 from leakmel.mel.reference import compare, reference_features, reference_log_mel
 
@@ -150,11 +150,11 @@ def fleet(n: int, seed: int, delay_s: float = 0.001) -> list[FakeDevice]:
 
 OPTIONS = [
     DeviceOptions(max_block=4),
-    DeviceOptions(max_block=4, gpu_streams=1, flights=1),
+    DeviceOptions(max_block=4, gpu_streams=1, buffers_per_stream=1),
     DeviceOptions(max_block=7, gpu_streams=3, graph=False),
     DeviceOptions(max_block=3, async_copies=False),
     DeviceOptions(max_block=3, async_copies=False, graph=False),
-    DeviceOptions(flights=3),
+    DeviceOptions(buffers_per_stream=3),
 ]
 
 
@@ -182,7 +182,7 @@ def orders() -> list[str]:
     "The lines of `send` that keep an order: every wait, and every record that somebody waits for."
     return [
         line
-        for line in inspect.getsource(Runner.send).splitlines()
+        for line in inspect.getsource(DeviceRunner.send).splitlines()
         if ".wait(" in line or ".record(events.c" in line
     ]
 
@@ -194,7 +194,7 @@ def test_every_wait_is_needed(line: str, monkeypatch: pytest.MonkeyPatch) -> Non
     def shows() -> bool:
         for seed in range(40):
             for options in (
-                DeviceOptions(max_block=3, gpu_streams=1, flights=1, graph=False),
+                DeviceOptions(max_block=3, gpu_streams=1, buffers_per_stream=1, graph=False),
                 DeviceOptions(max_block=3, graph=False),
             ):
                 try:
@@ -205,12 +205,12 @@ def test_every_wait_is_needed(line: str, monkeypatch: pytest.MonkeyPatch) -> Non
                     return True
         return False
 
-    source = textwrap.dedent(inspect.getsource(Runner.send))
+    source = textwrap.dedent(inspect.getsource(DeviceRunner.send))
     assert source.count(line.strip()) == 1
     space = vars(device_engine).copy()
     exec(source.replace(line.strip(), "pass"), space)
     with monkeypatch.context() as m:
-        m.setattr(Runner, "send", space["send"])
+        m.setattr(DeviceRunner, "send", space["send"])
         assert shows(), "nothing notices that this line is gone"
 
 
@@ -372,7 +372,7 @@ def test_thousands_of_batches_take_no_more_memory() -> None:
             held.append((device.counts["device_bytes"], device.counts["pinned_bytes"]))
         lane.close()
         assert held[-1] == held[1000]
-        assert not engine.runners[0].under_way
+        assert not engine.runners[0].pending
         assert sum(s.n_files for s in timeline.spans) == 3 * 4 * 3000
     nothing_is_held(devices)
 
@@ -422,7 +422,7 @@ def test_spans_of_a_block_follow_each_other() -> None:
 
 def test_graphs_are_made_for_what_comes_again() -> None:
     (device,) = devices = fleet(1, 0, 0.0)
-    storm(devices, DeviceOptions(max_block=4, gpu_streams=1, flights=1), size=4, n=43)
+    storm(devices, DeviceOptions(max_block=4, gpu_streams=1, buffers_per_stream=1), size=4, n=43)
     assert device.counts["captures"] == 1, "blocks of 4, and a tail of 3 that does not come again"
     assert device.counts["replays"] == 1 + 8, "checked once; the first two blocks went without"
     for quiet in (DeviceOptions(max_block=4, graph=False), DeviceOptions(max_block=64)):
@@ -456,7 +456,7 @@ def test_a_graph_that_errs_is_found_out(
     x, rows, moments = storm(fleet(1, 0), DeviceOptions(max_block=4))
     assert np.array_equal(rows, right_rows(x))
     assert np.array_equal(moments, moments_of(x))
-    assert "going on without a graph" in caplog.text
+    assert "continues without a CUDA graph" in caplog.text
 
 
 # ---- memory that runs out --------------------------------------------------------------------------------------------------
@@ -473,7 +473,7 @@ def test_no_room_at_any_allocation(dtype: Any, caplog: pytest.LogCaptureFixture)
         x, rows, moments = in_time(partial(storm, [device], DeviceOptions(max_block=8), dtype=dtype))
         assert np.array_equal(rows, right_rows(x))
         assert np.array_equal(moments, moments_of(x))
-        assert "out of memory, going on with blocks of 4" in caplog.text
+        assert "out of memory, continuing with blocks of 4" in caplog.text
 
 
 def test_no_room_in_the_chain_and_while_launching(caplog: pytest.LogCaptureFixture) -> None:
@@ -593,7 +593,7 @@ def survivors(device: FakeDevice, options: DeviceOptions, *, pinned: bool) -> li
 
 @pytest.mark.parametrize(
     "options",
-    [DeviceOptions(max_block=2, flights=1), DeviceOptions(max_block=32, async_copies=False)],
+    [DeviceOptions(max_block=2, buffers_per_stream=1), DeviceOptions(max_block=32, async_copies=False)],
     ids=["streams", "one stream"],
 )
 @pytest.mark.parametrize("how", ["fail_call", "fail_work"])
@@ -704,7 +704,7 @@ def test_devices_have_to_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"gpu_streams": 0}, {"flights": True}, {"max_block": -1}, {"max_block": 2.0}], ids=str
+    "bad", [{"gpu_streams": 0}, {"buffers_per_stream": True}, {"max_block": -1}, {"max_block": 2.0}], ids=str
 )
 def test_options_are_checked(bad: dict[str, Any]) -> None:
     with raises("not-a-positive-integer", UsageError):
@@ -717,7 +717,7 @@ SHORT = MelSpec.preset("overlap", duration_s=0.5)
 HARD = [
     DeviceOptions(),
     DeviceOptions(graph=False),
-    DeviceOptions(gpu_streams=1, flights=1),
+    DeviceOptions(gpu_streams=1, buffers_per_stream=1),
     DeviceOptions(async_copies=False),
     DeviceOptions(gpu_streams=4),
 ]
@@ -1000,7 +1000,7 @@ def test_a_card_that_runs_out_of_memory(caplog: pytest.LogCaptureFixture) -> Non
     with TorchEngine(SHORT, device=[device], options=DeviceOptions(max_block=4096)) as engine:
         engine.run(x, out)
     assert (out == out[0]).all()
-    assert "out of memory, going on" in caplog.text
+    assert "out of memory, continuing" in caplog.text
     assert taken() == before
 
 

@@ -281,7 +281,7 @@ def test_device_memory_that_runs_out_makes_blocks_smaller(
 ) -> None:
     devices(Faults(largest_bytes=2_000_000))
     assert contents(build(mixed, tmp_path, files_per_batch=32)) == right
-    assert "out of memory, going on with blocks of" in caplog.text
+    assert "out of memory, continuing with blocks of" in caplog.text
 
 
 def test_no_room_at_all_is_said(demo: Path, tmp_path: Path, devices: Callable) -> None:
@@ -340,17 +340,17 @@ def test_ctrl_c_while_a_device_is_busy(
     )
 
 
-@pytest.mark.parametrize("step", ["clear", "rest"])
+@pytest.mark.parametrize("step", ["release_buffers", "drain"])
 def test_ctrl_c_while_an_engine_is_closed(
     demo: Path, tmp_path: Path, devices: Callable, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     "Every device is given back all the same."
     devices(Faults(), Faults())
     build(demo, tmp_path)
-    from leakmel.mel.device_engine import Runner
+    from leakmel.mel.device_engine import DeviceRunner
 
     once = [True]
-    real = getattr(Runner, step)
+    real = getattr(DeviceRunner, step)
 
     def interrupted(self, *a):
         real(self, *a)
@@ -360,7 +360,7 @@ def test_ctrl_c_while_an_engine_is_closed(
 
     fresh = devices(Faults(), Faults())
     engine = torch_engine.TorchEngine(lm.MelSpec(), device="fake")
-    monkeypatch.setattr(Runner, step, interrupted)
+    monkeypatch.setattr(DeviceRunner, step, interrupted)
     if step == "rest":
         engine.runners[0].closed = "about to be"
     with pytest.raises(KeyboardInterrupt):
@@ -388,8 +388,8 @@ def test_an_unknown_device_is_an_error_of_use(
         )
         == 2
     )
-    assert "unknown device" in capsys.readouterr().err
-    assert "passed over" not in caplog.text
+    assert "no device has this name" in capsys.readouterr().err
+    assert "was skipped" not in caplog.text
 
 
 def test_auto_takes_the_first_engine_that_can(
@@ -404,4 +404,4 @@ def test_auto_takes_the_first_engine_that_can(
             pipeline=PipelineConfig(device="fake", monitor_interval_s=0.0),
         )
     assert r.summary["engine"] == "torch@2/fake"
-    assert "passed over" not in caplog.text
+    assert "was skipped" not in caplog.text

@@ -485,7 +485,7 @@ def test_auto_passes_over_what_fails_and_warns(
     spec = MelSpec.preset("disjoint", duration_s=1)
     with open_engine("auto", spec, device="cpu") as engine:
         assert engine.name == "reference"
-    assert [r.levelname for r in caplog.records if "engine torch passed over" in r.message] == ["WARNING"]
+    assert [r.levelname for r in caplog.records if "engine torch was skipped" in r.message] == ["WARNING"]
     with raises("self-check", EngineError):
         open_engine("auto", spec, device="fake")  # a device that was asked for is kept to
 

@@ -437,7 +437,7 @@ def test_nothing_beyond_the_samples_is_read(
 def test_tensors_that_do_not_fit_are_refused(interpreter: ProcessPoolExecutor) -> None:
     messages = interpreter.submit(refusals, MelSpec(duration_s=0.25).to_dict()).result()
     what = ["samples"] * 3 + ["features"] * 2 + ["moments"] * 2 + ["samples"] * 3
-    assert messages == [f"{w} the kernel cannot work on" for w in what]
+    assert messages == [f"the triton kernel cannot process the {w}" for w in what]
 
 
 # -- the engine ---------------------------------------------------------------------------------------------------------------

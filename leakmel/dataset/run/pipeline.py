@@ -19,7 +19,7 @@ from ...audio.manifest import Listing, Manifest, split_name
 from ...core.errors import UsageError
 from ...core.monitor import Monitor, machine_facts
 from ...core.progress import Progress
-from ...core.threads import run_lanes
+from ...core.threads import run_threads
 from ...core.timeline import Span, Timeline
 from ..check.expected import Sources
 from ..check.verify import check_sample
@@ -57,7 +57,7 @@ def _draw(run: BuildContext, jobs: list[Job], bars: dict[str, Progress]) -> None
         note = f"{len(job.rejected):,} rejected, {phase}" if job.rejected else phase
         bars[job.split].update(job.n_done, note)
         if phase == "published":
-            bars[job.split].rest(note)
+            bars[job.split].stop_clock(note)
 
 
 # %% ../../../nbs/dataset/run/pipeline.ipynb #22dfc7f1
@@ -109,11 +109,11 @@ def _run_ring(run: BuildContext, jobs: list[Job]) -> None:
             job.pinned = "allocated" if job is jobs[0] else "reused"
     bars, state = dict[str, Progress](), "stopped"
     try:
-        run_lanes(ring.lanes, ring.finished, partial(_draw, run, jobs, bars))
+        run_threads(ring.lanes, ring.finished, partial(_draw, run, jobs, bars))
         state = "done"
     finally:
         for bar in bars.values():
-            bar.rest()
+            bar.stop_clock()
         for bar in bars.values():
             bar.close(state)  # in the order of their rows
 

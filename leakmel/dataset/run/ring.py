@@ -20,8 +20,8 @@ import numpy as np
 from ...audio.conform import int16_moments
 from ...core.errors import EngineError, LeakmelError
 from ...core.monitor import usable_cores
-from ...core.threads import Lanes, machine_error
-from ...core.timeline import Counts
+from ...core.threads import ThreadGroup, machine_error
+from ...core.timeline import SpanCounts
 from ..file.writer import output_error
 from .job import BuildContext, Job
 from .publish import publish, read_ahead_for_check
@@ -79,7 +79,7 @@ class Ring:
         self.run = run
         self.jobs = jobs
         self.ahead = ahead
-        self.lanes = Lanes(self._wake)
+        self.lanes = ThreadGroup(self._wake)
         self.engine_lanes = list[EngineLane]()
         self.free, self.filled, self.computed, self.complete, self.entries = (
             SimpleQueue[Any]() for _ in range(5)
@@ -253,7 +253,7 @@ def _submit_batches(ring: Ring, k: int, lane: str) -> None:
 def _submit(ring: Ring, lane: str, engine_lane: EngineLane, slots: list[Slot]) -> None:
     "Submit filled slots of one job to the engine, and pass them to the writers."
     split, labels = slots[0].job.split, [(slot.job.split, slot.batch) for slot in slots]
-    span: AbstractContextManager[Counts] = nullcontext(Counts())  # a GPU records its own spans
+    span: AbstractContextManager[SpanCounts] = nullcontext(SpanCounts())  # a device keeps its own
     if ring.run.engine.device == "cpu":
         span = ring.run.timeline.span("compute", lane, split=split, batch=slots[0].batch)
     with span as moved:

@@ -40,7 +40,7 @@ from ...audio.listing import Listing
 from ...audio.page_cache import CacheUse, is_in_cache
 from ...audio.wav import OutOfMemory, digest_of
 from ...core.errors import DataError, MachineError, OutputError, UsageError, VerifyError, show_path
-from ...core.threads import Lanes, run_lanes
+from ...core.threads import ThreadGroup, run_threads
 from ...core.timeline import Timeline
 from ..file.chunks import read_at, write_at
 from ..file.writer import OutputLock, output_error, require_space, reserve
@@ -364,7 +364,7 @@ def load(
         if ahead is not None:
             ahead.stop()
 
-    lanes = Lanes(leave)
+    lanes = ThreadGroup(leave)
 
     def work(lane: str) -> None:
         nonlocal n_read
@@ -401,7 +401,7 @@ def load(
         lanes.add(f"loader-{i}", work)
     if ahead is not None:
         lanes.add("read-ahead", ahead.run)
-    run_lanes(lanes, finished, lambda: watch(n_read))
+    run_threads(lanes, finished, lambda: watch(n_read))
     return cache
 
 

@@ -36,7 +36,7 @@ from ...audio.conform import piece_count
 from ...audio.wav import Recording
 from ...core.errors import DataError, RecordingError, UsageError, show_path
 from ...core.monitor import free_memory, size_text
-from ...core.progress import Count
+from ...core.progress import DelayedProgress
 from ...dataset.file.reader import MelDataset, open_dataset, read_rows
 from .task import LEFT_OUT, Task, find_label
 from ...mel.spec import MelSpec
@@ -452,7 +452,7 @@ def load_items(
     out = torch.empty((len(ds), *ds.item_shape), dtype=kind, device=device)
     step = max(1, _PIECE_BYTES * len(ds) // max(1, ds.n_bytes))
     unit = "recordings" if ds.level == "recording" else "segments"
-    with Count("loading", total=len(ds), unit=unit, show=progress) as count:
+    with DelayedProgress("loading", total=len(ds), unit=unit, show=progress) as count:
         for start in range(0, len(ds), step):
             stop = min(start + step, len(ds))
             out[start:stop] = torch.from_numpy(ds.read(np.arange(start, stop)))

@@ -31,7 +31,7 @@ from ...audio.content import Columns, content_problems
 from ...audio.problems import Problem
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
-from ...core.progress import Count
+from ...core.progress import DelayedProgress
 from ...dataset.file.reader import MelDataset, read_rows
 from ...insight.data_plots import classes_by_split
 from .segments import DataSource, close_own, open_sources, source_list
@@ -66,7 +66,7 @@ def recordings_table(
 def _row_content(ds: MelDataset, progress: str) -> np.ndarray:
     "[B] digests of the rows."
     found = []
-    with Count("comparing", total=len(ds), unit="recordings", show=progress) as count:
+    with DelayedProgress("comparing", total=len(ds), unit="recordings", show=progress) as count:
         for start in range(0, len(ds), _PIECE):
             rows = read_rows(ds.mels, np.arange(start, min(start + _PIECE, len(ds))))
             found += [digest_of(np.ascontiguousarray(r)) if (r != r.flat[0]).any() else "" for r in rows]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.errors import DataError, UsageError, show_path
-from ...core.progress import Count, Progress
+from ...core.progress import DelayedProgress, Progress
 from ...dataset.file.reader import MelDataset, read_rows
 from ..data.groups import Group, recordings_of
 from ..data.segments import Segments, close_own, open_sources
@@ -94,7 +94,7 @@ def mean_mels(
 ) -> np.ndarray:  # [n, M] float64, dB: mean over the long segments that lie wholly in each chosen recording
     "The mean spectrum of every recording, read a piece at a time."
     out = np.empty((len(ds.rows), ds.row_shape[2]))
-    with Count("mean mels", total=len(ds.rows), unit="recordings", show=progress) as count:
+    with DelayedProgress("mean mels", total=len(ds.rows), unit="recordings", show=progress) as count:
         for source, places, rows in _by_source(ds):
             for at in range(0, len(rows), _PIECE):
                 some = places[at : at + _PIECE]

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from ...core.errors import OutputError, show_path
-from ...core.progress import folded
+from ...core.progress import wrap_text
 from ..data.task import Task
 from leakmel.learn.evaluate.plots import (
     Misjudged,
@@ -199,7 +199,7 @@ class Evaluation:
         width: int = 100,  # columns of a line, unless a name is longer
     ) -> str:
         "All of it as text."
-        return "\n".join(t if "\n" in t else folded(t, width) for t in _texts(self, width))
+        return "\n".join(t if "\n" in t else wrap_text(t, width) for t in _texts(self, width))
 
     def save(
         self,

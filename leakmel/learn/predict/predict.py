@@ -32,7 +32,7 @@ from ...audio.conform import native
 from ...audio.manifest import Manifest
 from ...core.errors import DataError, OutputError, UsageError, show_path
 from ...core.progress import Progress
-from ...core.threads import run_lanes
+from ...core.threads import run_threads
 from ...dataset.file.schema import Rejected
 from ...dataset.file.writer import output_error, replacing
 from ...dataset.source.loader import PLAIN
@@ -498,7 +498,9 @@ def predict(
     ):
         readers = RecordingReaders(found, spec, length, sizes.n_files, sizes.n_readers)
         scoring = ScoringThread(readers, scorer, sizes.n_blocks, sizes.n_files)
-        run_lanes(readers.lanes, scoring.finished, lambda: bar.update(scoring.n_done + len(readers.rejected)))
+        run_threads(
+            readers.lanes, scoring.finished, lambda: bar.update(scoring.n_done + len(readers.rejected))
+        )
     done = Predictions(
         folder=found.listing.folder,
         scored=_collect(found, scoring, detector.seen),

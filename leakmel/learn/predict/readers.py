@@ -22,8 +22,8 @@ from ...audio.manifest import Manifest, split_folders
 from ...audio.naming import Naming
 from ...audio.wav import HEADER_BYTES, Recording, read_error, read_wav
 from ...core.errors import DataError, RecordingError, UsageError, show_path
-from ...core.progress import Count
-from ...core.threads import Lanes
+from ...core.progress import DelayedProgress
+from ...core.threads import ThreadGroup
 from ...dataset.file.schema import Rejected
 from ...dataset.source.loader import FACTS, PLAIN, BatchReader, Slot
 from ...mel.spec import MelSpec
@@ -69,7 +69,7 @@ def find_recordings(
     if not root.is_dir():
         raise DataError("no such folder", code="no-such-folder", path=root)
     if manifest is None:
-        with Count(f"listing {show_path(root.name)}", show=progress) as count:
+        with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
             finds = _walked(root, split, count)
         labels = [label_in(path) for path, _, _ in finds]
         names = [parse_name(_below_split(path)) for path, _, _ in finds]
@@ -87,7 +87,7 @@ def find_recordings(
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #66658149
-def _walked(root: Path, split: str | None, count: Count) -> list[FileEntry]:
+def _walked(root: Path, split: str | None, count: DelayedProgress) -> list[FoundFile]:
     "All recordings below a folder, or below that of its split."
     top = root
     prefix = b""
@@ -207,7 +207,7 @@ class RecordingReaders:
             for first in range(0, len(files), files_per_batch)
         ]
         self._todo = enumerate(batches)
-        self.lanes = Lanes(self._wake)
+        self.lanes = ThreadGroup(self._wake)
         self._n_readers = n_readers
         for i in range(n_readers):
             self.lanes.add(f"reader-{i}", self._read_all)

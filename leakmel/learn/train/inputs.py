@@ -27,7 +27,7 @@ import numpy as np
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
-from ...core.progress import Count
+from ...core.progress import DelayedProgress
 from ...core.run_plan import RowTable
 from ...dataset.file.reader import MelDataset, read_rows
 from ..data.segments import DataSource, Segments, open_sources
@@ -233,7 +233,7 @@ def row_digests(
     if "digests/rows" in source.file:
         return np.ascontiguousarray(source.file["digests/rows"][:]).tobytes()
     found = []
-    with Count("digests", total=len(source), unit="recordings", show=progress) as count:
+    with DelayedProgress("digests", total=len(source), unit="recordings", show=progress) as count:
         for k in range(0, len(source), _PIECE):
             rows = np.arange(k, min(k + _PIECE, len(source)))
             found.append(digest_of(read_rows(source.mels, rows).tobytes()))
