@@ -402,7 +402,10 @@ def analysis_text(
     "Analyse a run and its splits, as text."
     if analysis not in ANALYSES:
         raise UsageError(
-            "analysis is unknown", code="out-of-range", found=repr(analysis), expected=", ".join(ANALYSES)
+            "the parameter analysis has an unknown value",
+            code="out-of-range",
+            found=repr(analysis),
+            expected=", ".join(ANALYSES),
         )
     if analysis == "none":
         return ""

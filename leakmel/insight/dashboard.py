@@ -97,7 +97,7 @@ def _time_facts(run: RunRecord) -> list[tuple[str, str]]:
     facts = [("created", _words(made)), ("speed", speed)]
     facts.append(
         (
-            "where it went",
+            "limiting stage",
             " ".join(limit_text(amdahl_bounds(t)) for t in run.distinct_timelines) or NOT_AVAILABLE,
         )
     )

@@ -42,7 +42,7 @@ class StatusLine:
         return f"<div style='{style}' role='status'>{shown}</div>"
 
 
-def _spec_words(state: Explorer) -> str:
+def _spec_text(state: Explorer) -> str:
     "Return the preset and the settings that differ from it, as text."
     own = ", ".join(
         f"{k} {'none' if v is None else f'{v:g}' if isinstance(v, float) else v}"
@@ -56,7 +56,7 @@ def _spec_line(state: Explorer, error: str) -> StatusLine:
     "Return the status line of recording, settings, row shape and last error."
     n_long, n_short, n_mels, n_frames = state.spec.row_shape
     text = (
-        f"Recording {state.position + 1:,} of {len(state.matching):,} ({state.filter!r}); {_spec_words(state)}: "
+        f"Recording {state.position + 1:,} of {len(state.matching):,} ({state.filter!r}); {_spec_text(state)}: "
         f"a row is {n_long} long x {n_short} short segments x {n_mels} mel bands x {n_frames} frame{'s' * (n_frames > 1)}; engine {state.identity}."
     )
     return StatusLine(f"{text} {state.note}".strip(), error)
@@ -78,8 +78,8 @@ def open_explorer(
         scan(root, content=True, progress=progress, table=p["table"], pattern=p["pattern"])
     )
     state = Explorer(recordings, spec_changes(p)[0], engine=p["engine"], device=p["device"])
-    words = {name: p[name] for name in ("split", "label", "sensor", "flag")}
-    if state.filter_recordings(**words | {"split": split_name(p["split"]) or p["split"]}):
+    values = {name: p[name] for name in ("split", "label", "sensor", "flag")}
+    if state.filter_recordings(**values | {"split": split_name(p["split"]) or p["split"]}):
         return state
     state.close()
     raise UsageError(state.error, code="no-matching-recording")
@@ -107,24 +107,26 @@ class Controls:
 
         self.view = view
         self.state = view.state
-        self.quiet = False
+        self.is_updating = False
         self.timer: asyncio.TimerHandle | None = None
 
         def common(name: str, width: str = "32%") -> dict[str, Any]:
             layout = w.Layout(width=width, min_width="250px")
             return {"description": name, "style": {"description_width": "106px"}, "layout": layout}
 
-        self.words = {}
+        self.filters = {}
         for name, counts in self.state.recordings.value_counts.items():
             if counts:
                 options = [(f"{show_path(word)} ({n:,})", word) for word, n in counts.items()]
-                self.value_counts[name] = w.Dropdown(
+                self.filters[name] = w.Dropdown(
                     options=[(f"any {name}", ""), *options], **common(name, "24%")
                 )
         self.position = w.IntSlider(min=1, max=2, continuous_update=False, **common("recording"))
         narrow = w.Layout(width="110px")
-        self.back = w.Button(description="\u25c0 previous", tooltip="the previous recording", layout=narrow)
-        self.on = w.Button(description="next \u25b6", tooltip="the next recording", layout=narrow)
+        self.previous_button = w.Button(
+            description="\u25c0 previous", tooltip="the previous recording", layout=narrow
+        )
+        self.next_button = w.Button(description="next \u25b6", tooltip="the next recording", layout=narrow)
         self.preset = w.Dropdown(options=MelSpec.preset_names(), **common("preset"))
         spec = self.state.spec
         fft, hops = sorted({*_FFT, spec.n_fft}), sorted({*_HOPS, spec.hop_length})
@@ -147,11 +149,11 @@ class Controls:
         self.louder = w.Checkbox(
             value=view.louder, description="amplified sound", indent=False, layout=w.Layout(width="170px")
         )
-        self.follow()
+        self.update_widgets()
         self._connect()
         rows = (
-            tuple(self.words.values()),
-            (self.position, self.back, self.on, self.louder),
+            tuple(self.filters.values()),
+            (self.position, self.previous_button, self.next_button, self.louder),
             (self.preset, self.n_fft, self.hop_length),
             (self.n_mels, self.range_hz, self.power),
             (self.long, self.short),
@@ -159,18 +161,18 @@ class Controls:
         layout = w.Layout(flex_flow="row wrap", width="100%", align_items="center")
         self.box = w.VBox([w.HBox(row, layout=layout) for row in rows])
 
-    def follow(self) -> None:
+    def update_widgets(self) -> None:
         "Set values and ranges of the widgets from the state."
         state, spec = self.state, self.state.spec
         chosen = state.selection.fitted(spec)
         n_long, n_short, _, _ = spec.row_shape
-        self.quiet = True
+        self.is_updating = True
         try:
-            for name, box in self.words.items():
+            for name, box in self.filters.items():
                 box.value = getattr(state.filter, name)
             self.position.max = max(2, len(state.matching))
             self.position.value = state.position + 1
-            for widget in (self.position, self.back, self.on):
+            for widget in (self.position, self.previous_button, self.next_button):
                 widget.disabled = len(state.matching) == 1
             self.preset.value = spec.preset_name
             for name, widget in self.settings.items():
@@ -182,9 +184,9 @@ class Controls:
             self.short.options = [("all", None), *((f"only {k}", k) for k in range(n_short))]
             self.short.value = chosen.short
         finally:
-            self.quiet = False
+            self.is_updating = False
 
-    def redraw(self, wait_s: float = 0.12) -> None:
+    def schedule_draw(self, wait_s: float = 0.12) -> None:
         "Draw after a delay; a further call restarts the delay."
         if self.timer is not None:
             self.timer.cancel()
@@ -198,11 +200,11 @@ class Controls:
 
         def on(widgets: Any, act: Callable[[Any], object], follows: bool = False) -> None:
             def moved(change: dict[str, Any]) -> None:
-                if not self.quiet:
+                if not self.is_updating:
                     act(change["new"])
                     if follows:
-                        self.follow()
-                    self.redraw()
+                        self.update_widgets()
+                    self.schedule_draw()
 
             for widget in widgets:
                 widget.observe(moved, "value")
@@ -225,18 +227,18 @@ class Controls:
 
         def step(by: int, _: Any) -> None:
             self.state.go_to(self.state.position + by)
-            self.follow()
-            self.redraw()
+            self.update_widgets()
+            self.schedule_draw()
 
-        for name, box in self.words.items():
+        for name, box in self.filters.items():
             on([box], partial(set_filter, name), follows=True)
         on([self.position], lambda n: self.state.go_to(n - 1))
         on([self.preset], lambda name: self.state.change_spec(preset=name), follows=True)
         on([*self.settings.values(), self.range_hz], set_all)
         on([self.long, self.short], select)
         on([self.louder], lambda value: setattr(self.view, "louder", value))
-        self.back.on_click(partial(step, -1))
-        self.on.on_click(partial(step, 1))
+        self.previous_button.on_click(partial(step, -1))
+        self.next_button.on_click(partial(step, 1))
 
 
 # %% ../../nbs/insight/explore_view.ipynb #5b7afa9f
@@ -427,5 +429,5 @@ class ExploreView:
         where = show_path(default_spec_path(self.state.spec) if self.write_to is None else self.write_to)
         how = "the button" if self.controls else "view.write()"
         self.outputs["written"].show(
-            StatusLine(f"Not written yet: {_spec_words(self.state)}; {how} writes it to {where}")
+            StatusLine(f"Not written yet: {_spec_text(self.state)}; {how} writes it to {where}")
         )

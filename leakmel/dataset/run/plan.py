@@ -192,7 +192,7 @@ def plan_run(
     p = parameters
     if p.get("analysis") not in (None, *ANALYSES):
         raise UsageError(
-            "analysis is unknown",
+            "the parameter analysis has an unknown value",
             code="out-of-range",
             found=repr(p["analysis"]),
             expected=", ".join(ANALYSES),
