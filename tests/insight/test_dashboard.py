@@ -81,7 +81,7 @@ def seconds_of(run: RunRecord) -> float:
 # ---- which folders -------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_runs_stands_for_its_newest(runs):
+def test_a_folder_of_runs_gives_its_newest(runs):
     assert [p.name for p in find_runs(str(runs))] == ["b", "a", "c"]
     assert [p.name for p in find_runs(str(runs), most=2)] == ["b", "a"]
 
@@ -356,7 +356,7 @@ def test_a_data_set_with_a_spoilt_part_breaks_no_picture(copied, part):
         assert mel_pictures(facts.largest).layout.title.text.replace("<br>", " ")
 
 
-def test_rows_that_were_there_before_are_told(copied, runs):
+def test_reused_rows_are_reported(copied, runs):
     body = json.loads((copied / R).read_text())
     (copied / R).write_text(json.dumps(body | {"kept_rows": 3, "cache": "cold"}))
     run, other = read_run(copied), read_run(runs / "a")
@@ -371,7 +371,7 @@ def test_names_from_a_disk_do_not_become_html(copied):
     assert "&lt;b&gt;x.H5" in run_card(read_run(copied))._repr_html_()
 
 
-def test_what_is_gone_is_said_to_be_gone(copied):
+def test_missing_files_are_reported(copied):
     for path in copied.glob("*.timeline.json"):
         path.unlink()
     run = read_run(copied)

@@ -215,7 +215,7 @@ def test_every_stage_can_be_the_limit(stage):
     )
 
 
-def test_waits_are_exposed_where_nobody_works():
+def test_a_wait_is_exposed_if_no_lane_is_busy():
     timeline = made(
         CPU,
         Span("read", "worker-0", 0, 1, "A"),
@@ -247,7 +247,7 @@ def with_work_ahead() -> Timeline:
     )
 
 
-def test_work_ahead_gets_only_the_time_that_nobody_else_needs():
+def test_background_checks_get_only_otherwise_idle_time():
     timeline = with_work_ahead()
     assert [s.split for s in background_checks(timeline)] == ["A", "B"]
     shares = attribute(timeline)
@@ -623,7 +623,7 @@ def test_advice_is_possible_on_the_machine_it_is_for():
 
 
 @pytest.mark.parametrize("timeline", [Timeline(), made(CPU), made(GPU, Span("read", "reader-0", 1, 1, "T"))])
-def test_hardly_anything_is_judged_as_that(timeline):
+def test_analysis_of_an_almost_empty_timeline(timeline):
     text = analysis_text(timeline)
     assert text.startswith("PERFORMANCE ANALYSIS")
     assert "BOTTLENECK" not in text
@@ -647,7 +647,7 @@ def shorter(timeline: Timeline, factor: float) -> Timeline:
         lambda: with_work_ahead(),
     ],
 )
-def test_of_milliseconds_no_share_is_told(make):
+def test_a_run_of_milliseconds_is_not_analysed(make):
     "A run of 10 s in which every figure means something, and the same in some milliseconds."
     told = analyse(make(), summary=summary_of())
     assert told.limiting is not None
@@ -663,7 +663,7 @@ def test_of_milliseconds_no_share_is_told(make):
     assert str(analyse(as_long, summary=summary_of())) == str(told)
 
 
-def test_an_engine_of_milliseconds_in_a_longer_run_is_not_said_to_have_stood_idle():
+def test_idle_time_of_an_engine_of_milliseconds_is_not_reported():
     timeline = shorter(starved(), 1000)
     timeline.spans.append(Span("publish", "publisher-0", 0.01, 3, "T"))
     assert engine_idle(timeline)[1] < MIN_ANALYSED_S
@@ -673,7 +673,7 @@ def test_an_engine_of_milliseconds_in_a_longer_run_is_not_said_to_have_stood_idl
     assert "slots" not in names(found)
 
 
-def test_the_run_and_each_split_are_judged():
+def test_the_run_and_each_split_are_analysed():
     timeline = with_work_ahead()
     found = analyse_run(timeline, [summary_of(span_name="B", with_waveforms=True)])
     assert [a.title for a in found] == ["the whole run", "A", "B"]
@@ -691,7 +691,7 @@ def longer(timeline: Timeline, factor: float) -> Timeline:
 
 
 def test_a_build_of_less_than_ten_seconds_gets_three_lines():
-    summaries = [summary_of(found=800, kept_files=0)]
+    summaries = [summary_of(found=800, kept_files=0, read_workers=2)]
     timeline = shorter(disk_bound(), 10)
     timeline.spans.append(Span("start_up", "imports", 0.0, 0.05, ""))
     assert is_short_run(timeline)
@@ -790,7 +790,7 @@ def test_a_slow_part_of_a_real_build_is_named(demo, tmp_path, monkeypatch, stage
 # ---- what a build writes down
 
 
-def test_the_timeline_alone_is_judged_as_with_the_report(demo, tmp_path):
+def test_the_timeline_alone_gives_the_same_analysis_as_with_the_report(demo, tmp_path):
     "Settings, spec, mode and engine stand beside the times."
     config = PipelineConfig(
         files_per_batch=8,

@@ -103,7 +103,7 @@ def test_recordings_are_found_by_what_they_are(recordings):
             recordings.matching(RecordingFilter(**{name: word}))
 
 
-def test_words_chosen_before_give_way_and_it_is_said(state):
+def test_a_new_filter_value_removes_older_ones_and_reports_it(state):
     assert state.filter_recordings(flag="silent")
     assert state.filter_recordings(label="NOLEAK")
     assert (state.filter, state.note) == (
@@ -512,7 +512,9 @@ def test_rows_that_are_built_with_a_data_set_are_like_its_rows(
     )
 
 
-def test_settings_beside_a_data_set_win_and_another_preset_is_refused(twelve, tmp_path, capsys):
+def test_given_settings_take_precedence_over_a_data_set_and_another_preset_is_an_error(
+    twelve, tmp_path, capsys
+):
     lm.build_all(
         twelve, out_dir=tmp_path, spec=lm.MelSpec.preset("disjoint", n_mels=32), progress="none", check=0
     )
@@ -549,7 +551,7 @@ def test_settings_beside_a_data_set_win_and_another_preset_is_refused(twelve, tm
         assert ds.spec.n_mels == 32
 
 
-def test_files_that_hold_no_spec_are_refused_in_one_line_and_nobody_waits_for_them(twelve, tmp_path, capsys):
+def test_a_file_without_a_spec_is_an_error_on_one_line(twelve, tmp_path, capsys):
     whole = lm.build(twelve, split="testing", out=tmp_path / "whole.h5", progress="none", check=0).path
     with h5py.File(tmp_path / "other.h5", "w") as f:
         f["x"] = np.arange(3)
@@ -630,7 +632,7 @@ def test_writing_takes_no_other_files_place(tmp_path):
     assert [(tmp_path / n).read_text() for n in ("mine.json", "aim.json")] == ['{"mine": 1}', "kept"]
 
 
-def test_a_file_that_was_asked_for_and_nothing_besides(tmp_path):
+def test_only_the_requested_file_is_written(tmp_path):
     write_spec(tmp_path / "a.json", {"preset": "overlap", "mel_norm": None})
     changes, said = asked_spec(tmp_path / "a.json", "overlap@1", {})
     assert changes == {"preset": "overlap@1", "mel_norm": None}
@@ -679,7 +681,7 @@ class Shown:
         self.values.append(value)
 
 
-def test_a_view_draws_what_changed_and_says_what_was_not_taken(data, tmp_path):
+def test_a_view_redraws_changes_and_reports_rejected_ones(data, tmp_path):
     view = ExploreView(
         open_explorer(given(data, split="training"), progress="none"),
         controls=False,
@@ -701,7 +703,7 @@ def test_a_view_draws_what_changed_and_says_what_was_not_taken(data, tmp_path):
     view.state.change_spec(n_mels=40)
     view.draw()
     assert counts() == [2, 1, 1]  # the sound stays
-    assert "another spec" in repr(shown["split_line"].values[-1])
+    assert "has changed since" in repr(shown["split_line"].values[-1])
     view.follows = True
     view.draw()
     assert counts() == [2, 1, 2]
@@ -713,11 +715,11 @@ def test_a_view_draws_what_changed_and_says_what_was_not_taken(data, tmp_path):
     assert "Written" in repr(shown["written"].values[-1])  # as long as it is true
     view.state.change_spec(n_mels=41)
     view.draw()
-    assert "Not written: preset disjoint@1 with n_mels 41" in repr(shown["written"].values[-1])
+    assert "Not written yet: preset disjoint@1 with n_mels 41" in repr(shown["written"].values[-1])
     view.close()
 
 
-def test_a_recording_that_is_gone_is_a_sentence(tmp_path):
+def test_a_removed_recording_is_reported(tmp_path):
     write_demo(tmp_path / "demo", n_files=12)
     view = ExploreView(open_explorer(given(tmp_path / "demo"), progress="none"), controls=False)
     view.outputs = shown = {name: Shown() for name in ("line", "figure", "sound")}  # type: ignore[assignment]

@@ -138,7 +138,7 @@ def test_other_splits_do_not_count_but_global_spans_do():
     assert attribute(timeline, "B") == pytest.approx({"compute": 7.0, "wait": 0.0})
 
 
-def test_nothing_recorded_is_nothing_said():
+def test_an_empty_timeline():
     assert attribute(Timeline()) == {}
     assert stage_table(Timeline()) == []
     assert limit_text(amdahl_bounds(Timeline())) == "No span was recorded."

@@ -112,7 +112,7 @@ def test_a_run_of_nothing_or_of_one_span_gives_a_figure_with_a_sentence(figure):
 @pytest.mark.parametrize(
     "figure", [f(Timeline()) for f in RUN_FIGURES] + [compare_runs([]), classes_by_split([], [])]
 )
-def test_a_sentence_stands_without_axes(figure):
+def test_a_title_alone_has_no_axes(figure):
     assert figure.layout.xaxis.visible is False
     assert figure.layout.yaxis.visible is False
     assert runs_table([]).startswith("run")
@@ -216,7 +216,7 @@ def test_sensors_that_give_the_label_away_are_counted(sensors, labels, said):
         ("TTT", "XXY", "X is 67 % of the recordings"),
     ],
 )
-def test_the_mix_of_classes_is_said(splits, labels, said):
+def test_the_title_reports_the_class_balance(splits, labels, said):
     assert classes_by_split(list(splits), list(labels)).layout.title.text.replace("<br>", " ") == said
 
 
@@ -239,7 +239,7 @@ def test_the_spread_holds_eight_in_ten():
     np.testing.assert_allclose(values(shade, "y"), [10, 10, 90, 90])
 
 
-def test_more_labels_than_lines_are_said():
+def test_hidden_labels_are_reported():
     n = MOST_LABELS + 4
     figure = spectrum_by_label(np.zeros((n, 2)), [f"L{i:02}" for i in range(n)], [1, 2])
     assert len(figure.data) == MOST_LABELS
