@@ -122,7 +122,10 @@ def run_build(args: argparse.Namespace) -> Outcome:
     else:
         results = [lm.build(args.root, split=args.split, out=args.out, **common)]
     done = [r.summary for r in results if not r.summary["nothing_to_do"]]
-    analysis = analysis_text(results[0].timeline, done, width=line_width()) if done else ""
+    analysis = ""
+    if done:
+        shown = dict(width=line_width(), analysis=args.analysis, switch="--analysis full")
+        analysis = analysis_text(results[0].timeline, done, **shown)
     stands_above = progress_of(args) == "auto" and front_end() == "terminal" and sys.stdout.isatty()
     text = "\n".join(
         [
@@ -400,6 +403,11 @@ def _add_build(p: argparse.ArgumentParser) -> Options:
                 "make every row anew; else an interrupted build goes on, and rows whose recordings have not changed "
                 "since the data set that stands are copied"
             ),
+        ),
+        "--analysis": dict(
+            default="auto",
+            choices=["auto", "full", "none"],
+            help="performance analysis after the build: auto (default) prints three lines for a build of less than 10 s",
         ),
         "--no-tuned": dict(
             action="store_true",

@@ -9,14 +9,17 @@ __all__ = [
     "ENGINE_IDLE_SHARE",
     "LOW_GPU_PERCENT",
     "BUSY_CPU_SHARE",
-    "MOST_SUGGESTIONS",
-    "MOST_READERS",
+    "MAX_SUGGESTIONS",
+    "MAX_READERS",
+    "SHORT_RUN_S",
+    "ANALYSES",
     "RULES",
     "Suggestion",
     "Evidence",
     "Analysis",
     "analyse",
     "analyse_run",
+    "is_short_run",
     "analysis_text",
 ]
 
@@ -26,44 +29,49 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.errors import UsageError
 from ..core.monitor import mean, size_text
 from ..core.timeline import Timeline, covered_s
 from leakmel.insight.diagnose import (
-    Bound,
+    AmdahlBound,
     attribute,
-    bounds,
+    amdahl_bounds,
     computing_s,
     engine_idle,
     exposed_wait_s,
     interval_s,
     limit_text,
-    percent,
+    percent_text,
     queue_stats,
     spans_of,
-    too_short,
+    too_short_text,
 )
 
 # %% ../../nbs/insight/advice.ipynb #8090a37e
-BOTTLENECK_SHARE = 0.25  # of the wall clock that must go without a stage for its BOTTLENECK line: below, the run would be at most 1.33 times as fast
-LOW_QUEUE_DEPTH = 1.0  # batches that wait for the engine, mean over time: with fewer than one, the next is not there when the engine is free
-# of the time from first to last batch: below, an empty queue costs the engine too little to be told
+BOTTLENECK_SHARE = (
+    0.25  # a BOTTLENECK finding needs this share of the wall time; below it the speed-up is at most 1.33
+)
+LOW_QUEUE_DEPTH = 1.0  # mean number of batches in the engine's input queue; with fewer than one, the engine waits for the next
+# share of the time from the first to the last batch; less idle time is not reported
 ENGINE_IDLE_SHARE = 0.1
-LOW_GPU_PERCENT = 50.0  # mean load of a GPU below which people ask what is wrong
-BUSY_CPU_SHARE = 0.9  # of the usable cores: above, more threads would only share them
-MOST_SUGGESTIONS = 3  # more is a list of all settings
-MOST_READERS = 16  # beyond, one disk gave no more files per second
+LOW_GPU_PERCENT = 50.0  # mean load of a GPU; below it the analysis explains the load
+BUSY_CPU_SHARE = 0.9  # of the usable cores; above it, more threads do not help
+MAX_SUGGESTIONS = 3  # of one analysis
+MAX_READERS = 16  # reader threads; more did not increase the files per second of one disk
+SHORT_RUN_S = 10.0  # a run of less wall time gets a short analysis
+ANALYSES = ("auto", "full", "none")  # how much `analysis_text` prints; "auto": three lines for a short run
 
 
 # %% ../../nbs/insight/advice.ipynb #34e8eecb
 @dataclass(frozen=True)
 class Suggestion:
-    "One setting to change, and why."
+    "A suggested change of one setting, with its evidence."
 
     parameter: str  # a field of PipelineConfig, or an argument of `build`
     present: Any
     new: Any
     evidence: str  # figures of this run
-    at_most_s: float | None  # seconds that it can save at the most; None: unknown
+    at_most_s: float | None  # upper bound of the time saved, s; None: unknown
 
     def __str__(self) -> str:
         most = "" if self.at_most_s is None else f" Saves at most {self.at_most_s:.2f} s."
@@ -97,27 +105,31 @@ class Evidence:
         }
         self.n_cores: int | None = machine.get("n_cores") or monitor.get("n_cores")
         self.is_device = self.summary.get("device", "cpu") != "cpu"
-        self.is_alone = not self.is_device and not self.settings.get("read_workers")  # one thread does it all
+        self.is_alone = not self.is_device and not self.settings.get(
+            "read_workers"
+        )  # each worker runs all stages
         first, last = interval_s(timeline, split) or (0.0, 0.0)
         self.wall_s = last - first
         self.spans = spans_of(timeline, split)
-        self.bounds = bounds(timeline, split)
-        self.limit = self.bounds[0] if self.bounds else Bound("wait", 0.0, 0.0)
-        self.limit_words = f"The limit is {self.limit.stage} ({self.limit.gain_s:.2f} of {self.wall_s:.2f} s)"
+        self.bounds = amdahl_bounds(timeline, split)
+        self.limit = self.bounds[0] if self.bounds else AmdahlBound("wait", 0.0, 0.0)
+        self.limit_clause = (
+            f"The limit is {self.limit.stage} ({self.limit.gain_s:.2f} of {self.wall_s:.2f} s)"
+        )
         self.compute_s = computing_s(timeline, first, last)  # for any split
         self.idle_s, self.engine_s = engine_idle(timeline, split)
         samples = [s for s in timeline.samples if first <= s["time_s"] <= last]
         self.gpu_percent = mean(samples, "gpu_percent")
         cpu = mean(samples, "cpu_percent")
         self.cores_used = None if cpu is None else cpu / 100
-        self.has_cores_left = (  # processor time for more threads, as far as it was measured
+        self.has_cores_left = (  # CPU time for more threads, if the CPU load was measured
             cpu is None or not self.n_cores or cpu / 100 < BUSY_CPU_SHARE * self.n_cores
         )
         queue = queue_stats(timeline, split).get("queue.compute")
         self.queue_depth = None if queue is None else queue.mean
-        self.is_starved = (  # the engine found too little to do: a low queue, and idle time that came of it
+        self.is_starved = (  # the engine waited for input: a low queue depth and idle time
             queue is not None
-            and not too_short(self.engine_s)
+            and not too_short_text(self.engine_s)
             and queue.mean < LOW_QUEUE_DEPTH
             and self.idle_s >= ENGINE_IDLE_SHARE * self.engine_s
         )
@@ -127,78 +139,80 @@ class Evidence:
         return sum(s.n_files for s in self.spans if s.stage == stage)
 
     def gain_s(self, stage: str) -> float:
-        "Return the most that a change of a stage can save, in seconds."
+        "Return the upper bound of the time that a change of a stage can save, in seconds."
         return next((b.gain_s for b in self.bounds if b.stage == stage), 0.0)
 
     def has_limit(self, *stages: str) -> bool:
-        "Return whether one of these stages limits by at least BOTTLENECK_SHARE."
+        "Return whether one of these stages is the bottleneck."
         return self.limit.stage in stages and self.limit.share >= BOTTLENECK_SHARE
 
 
 # %% ../../nbs/insight/advice.ipynb #a92e04dc
-_FILLING = ("read", "decode", "resample", "stage")  # what is done to fill a slot
+_READER_STAGES = ("read", "decode", "resample", "stage")  # stages that fill a slot
 
 
-def _more(e: Evidence, name: str, new: int) -> Suggestion | None:
-    "A higher number of threads for the stage that limits."
+def _more_threads(e: Evidence, name: str, new: int) -> Suggestion | None:
+    "Suggest more threads for the limiting stage."
     present = e.settings.get(name)
     if not present or new <= present:
         return None
     used = "" if e.cores_used is None else f", of which the process used {e.cores_used:.1f}"
-    why = f"{e.limit_words} with {present} thread{'s' * (present > 1)} on {e.n_cores} cores{used}."
+    why = f"{e.limit_clause} with {present} thread{'s' * (present > 1)} on {e.n_cores} cores{used}."
     return Suggestion(name, present, new, why, e.limit.gain_s * (1 - present / new))
 
 
 def _computing_threads(e: Evidence) -> Suggestion | None:
-    "As many threads as cores, where the engine computes on the CPU."
+    "Suggest one computing thread per core for an engine on the CPU."
     present = e.settings.get("compute_workers")
     if e.is_device or not present or not e.n_cores:
         return None
     if present > e.n_cores:
         why = f"{present} threads compute on {e.n_cores} usable core{'s' * (e.n_cores > 1)}."
         return Suggestion("compute_workers", present, e.n_cores, why, None)
-    stages = (*_FILLING, "compute", "write") if e.is_alone else ("compute",)
-    return _more(e, "compute_workers", e.n_cores) if e.has_limit(*stages) and e.has_cores_left else None
+    stages = (*_READER_STAGES, "compute", "write") if e.is_alone else ("compute",)
+    return (
+        _more_threads(e, "compute_workers", e.n_cores) if e.has_limit(*stages) and e.has_cores_left else None
+    )
 
 
 def _reading_threads(e: Evidence) -> Suggestion | None:
-    "More threads that read, where reading has threads of its own."
+    "Suggest more reader threads."
     present = e.settings.get("read_workers")
-    if not present or not e.n_cores or not e.has_limit(*_FILLING) or not e.has_cores_left:
+    if not present or not e.n_cores or not e.has_limit(*_READER_STAGES) or not e.has_cores_left:
         return None
     if e.limit.stage == "read" and e.summary.get("cache") in ("cold", "mixed"):
-        return _more(e, "read_workers", min(MOST_READERS, 2 * present))
-    return _more(e, "read_workers", min(MOST_READERS, e.n_cores))
+        return _more_threads(e, "read_workers", min(MAX_READERS, 2 * present))
+    return _more_threads(e, "read_workers", min(MAX_READERS, e.n_cores))
 
 
 def _writing_threads(e: Evidence) -> Suggestion | None:
-    "More threads that write."
+    "Suggest more writer threads."
     present = e.settings.get("write_workers")
     if e.is_alone or not present or not e.n_cores or not e.has_limit("write"):
         return None
-    return _more(e, "write_workers", min(8, e.n_cores, 2 * present))
+    return _more_threads(e, "write_workers", min(8, e.n_cores, 2 * present))
 
 
 # %% ../../nbs/insight/advice.ipynb #6b7cc1eb
-def _fetching_ahead(e: Evidence) -> Suggestion | None:
-    "Let the disk fetch files before they are read."
+def _read_ahead_files(e: Evidence) -> Suggestion | None:
+    "Suggest requesting files ahead of the readers."
     is_cold = e.summary.get("cache") in ("cold", "mixed")
     if not e.has_limit("read") or not is_cold or "read_ahead" not in e.settings:
         return None
     n_bytes = e.summary.get("bytes_from_device") or 0
     if e.summary.get("read_ahead_files") or n_bytes < e.summary.get("bytes_asked", 0) / 2:
-        return None  # files were fetched ahead, or memory delivered most of them
-    why = f"{e.limit_words}, the disk delivered {size_text(n_bytes)}, and no file was fetched ahead."
+        return None  # files were fetched ahead, or most bytes came from the page cache
+    why = f"{e.limit_clause}, the disk delivered {size_text(n_bytes)}, and no file was requested ahead."
     return Suggestion("read_ahead", e.settings["read_ahead"], 256, why, e.gain_s("read"))
 
 
 def _cache_mode(e: Evidence) -> Suggestion | None:
-    "A cache file of decoded and resampled recordings, for later builds."
+    "Suggest a cache file of decoded and resampled recordings, for later builds."
     if not e.has_limit("decode", "resample") or e.summary.get("mode") != "stream":
         return None
     why = (
-        f"{e.limit_words}: of {e.n_files('read'):,} recordings {e.n_files('decode'):,} were decoded and {e.n_files('resample'):,} "
-        "were resampled. A cache file keeps them as they go into the engine; it pays from the second build on."
+        f"{e.limit_clause}: of {e.n_files('read'):,} recordings {e.n_files('decode'):,} were decoded and {e.n_files('resample'):,} "
+        "were resampled. A cache file stores the engine's input; it saves time from the second build on."
     )
     return Suggestion(
         "mode", "stream", "memmap", why, min(e.wall_s, e.gain_s("decode") + e.gain_s("resample"))
@@ -207,19 +221,19 @@ def _cache_mode(e: Evidence) -> Suggestion | None:
 
 # %% ../../nbs/insight/advice.ipynb #fd21f0ff
 def _slots(e: Evidence) -> Suggestion | None:
-    "More batches in flight, where readers and engine took turns."
+    "Suggest more batches in flight if readers and engine waited for each other."
     present = e.settings.get("slots")
-    if e.is_alone or not present or not (e.is_starved or e.has_limit("wait")) or too_short(e.engine_s):
+    if e.is_alone or not present or not (e.is_starved or e.has_limit("wait")) or too_short_text(e.engine_s):
         return None
-    readers = [s for s in e.spans if s.stage in _FILLING and s.split]
+    readers = [s for s in e.spans if s.stage in _READER_STAGES and s.split]
     if len({(s.split, s.batch) for s in readers}) <= present:
-        return None  # all batches had a slot at once
+        return None  # every batch had its own slot
     busy = sum(s.seconds for s in readers) / len({s.lane for s in readers}) / e.engine_s
     if busy > BUSY_CPU_SHARE:
-        return None  # they never waited for a slot
+        return None  # the readers did not wait for a slot
     why = (
-        f"{present} slot{'s' * (present > 1)}: readers were busy for {100 * busy:.0f} % of the time from first to last batch, "
-        f"the engine for {100 * (1 - e.idle_s / e.engine_s):.0f} %: each waited for the other."
+        f"With {present} slot{'s' * (present > 1)} the readers were busy for {100 * busy:.0f} % of the time from first to last batch "
+        f"and the engine for {100 * (1 - e.idle_s / e.engine_s):.0f} %: each waited for the other."
     )
     return Suggestion("slots", present, max(3, 2 * present), why, min(e.wall_s, e.idle_s + e.gain_s("wait")))
 
@@ -228,7 +242,7 @@ RULES: tuple[Callable[[Evidence], Suggestion | None], ...] = (
     _computing_threads,
     _slots,
     _reading_threads,
-    _fetching_ahead,
+    _read_ahead_files,
     _cache_mode,
     _writing_threads,
 )
@@ -237,38 +251,38 @@ RULES: tuple[Callable[[Evidence], Suggestion | None], ...] = (
 # %% ../../nbs/insight/advice.ipynb #23e11db6
 @dataclass(frozen=True)
 class Analysis:
-    "What limited one split or a whole run, as plain data and as text."
+    "Bottleneck analysis of one split or of a whole run."
 
     title: str
     wall_s: float
-    shares: dict[str, float]  # stage -> exclusive seconds; adds up to wall_s
-    bounds: tuple[Bound, ...]  # the limiting stage first; of a run that was too short, without a meaning
+    shares: dict[str, float]  # stage -> exclusive seconds; the sum is wall_s
+    bounds: tuple[AmdahlBound, ...]  # the limiting stage first; not meaningful for a run that was too short
     exposed_wait_s: float  # no lane of any split was busy
-    findings: tuple[str, ...] = ()  # LOW QUEUE DEPTH and BOTTLENECK lines
-    gpu: str = ""  # a sentence on low GPU use; empty where there is nothing to say
-    suggestions: tuple[Suggestion, ...] = ()  # at most MOST_SUGGESTIONS
-    nothing: str = ""  # why there is no suggestion; empty where there is one
+    findings: tuple[str, ...] = ()  # LOW QUEUE DEPTH and BOTTLENECK sentences
+    gpu: str = ""  # a sentence on low GPU load, or empty
+    suggestions: tuple[Suggestion, ...] = ()  # at most MAX_SUGGESTIONS
+    no_suggestion: str = ""  # why there is no suggestion; empty if there is one
 
     @property
     def limiting(self) -> str | None:
-        "The stage that limits; None where nothing was recorded, or too little to say."
-        return self.bounds[0].stage if self.bounds and not too_short(self.wall_s) else None
+        "The limiting stage; None without a span and for a run that was too short."
+        return self.bounds[0].stage if self.bounds and not too_short_text(self.wall_s) else None
 
     def __str__(self) -> str:
         lines = [f"PERFORMANCE ANALYSIS: {self.title}"]
-        if not self.bounds or not too_short(self.wall_s):
+        if not self.bounds or not too_short_text(self.wall_s):
             shares = ", ".join(
-                f"{stage} {percent(s, self.wall_s)}"
+                f"{stage} {percent_text(s, self.wall_s)}"
                 for stage, s in sorted(self.shares.items(), key=lambda x: -x[1])
                 if s >= 0.005 * self.wall_s
             )
-            wait = f"{self.exposed_wait_s:.2f} s ({percent(self.exposed_wait_s, self.wall_s)})"
+            wait = f"{self.exposed_wait_s:.2f} s ({percent_text(self.exposed_wait_s, self.wall_s)})"
             lines += [
                 f"exclusive time: {shares or 'none'} of {self.wall_s:.2f} s",
                 limit_text(list(self.bounds)),
                 f"Exposed wait: no lane was busy for {wait}.",
             ]
-        advice = [f"{i}. {s}" for i, s in enumerate(self.suggestions, 1)] or [self.nothing]
+        advice = [f"{i}. {s}" for i, s in enumerate(self.suggestions, 1)] or [self.no_suggestion]
         return "\n  ".join(filter(None, [*lines, *self.findings, self.gpu, *advice]))
 
 
@@ -285,47 +299,47 @@ def analyse(
     title = split or "the whole run"
     shares = attribute(timeline, split)
     exposed_s = exposed_wait_s(timeline, split)
-    if e.bounds and (said := too_short(e.wall_s)):
-        return Analysis(title, e.wall_s, shares, tuple(e.bounds), exposed_s, nothing=said)
-    found = [s for rule in RULES if (s := rule(e)) is not None][:MOST_SUGGESTIONS]
+    if e.bounds and (reason := too_short_text(e.wall_s)):
+        return Analysis(title, e.wall_s, shares, tuple(e.bounds), exposed_s, no_suggestion=reason)
+    found = [s for rule in RULES if (s := rule(e)) is not None][:MAX_SUGGESTIONS]
     findings = []
     if e.limit.share >= BOTTLENECK_SHARE and e.limit.gain_s > 0:
         findings.append(
             f"{e.limit.stage.upper().replace('_', ' ')} BOTTLENECK: {e.limit.gain_s:.2f} of {e.wall_s:.2f} s "
-            f"({100 * e.limit.share:.0f} %) would go without it (limit {100 * BOTTLENECK_SHARE:.0f} %)."
+            f"({100 * e.limit.share:.0f} %) would be saved without it (threshold {100 * BOTTLENECK_SHARE:.0f} %)."
         )
     if e.is_starved:
         findings.append(
-            f"LOW QUEUE DEPTH: {e.queue_depth:.2f} batches waited for the engine on average (limit {LOW_QUEUE_DEPTH:g}), and it stood idle for "
-            f"{e.idle_s:.2f} of {e.engine_s:.2f} s ({percent(e.idle_s, e.engine_s)}; limit {100 * ENGINE_IDLE_SHARE:.0f} %)."
+            f"LOW QUEUE DEPTH: {e.queue_depth:.2f} batches waited for the engine on average (threshold {LOW_QUEUE_DEPTH:g}), and the engine was "
+            f"idle for {e.idle_s:.2f} of {e.engine_s:.2f} s ({percent_text(e.idle_s, e.engine_s)}; threshold {100 * ENGINE_IDLE_SHARE:.0f} %)."
         )
     gpu = ""
     load = 100 * e.compute_s / e.wall_s if e.gpu_percent is None and e.wall_s > 0 else e.gpu_percent
     if e.is_device and load is not None and load < LOW_GPU_PERCENT:
         gpu = (
-            f"GPU use of {load:.0f} %: computing took {e.compute_s:.2f} of {e.wall_s:.2f} s, {e.limit.stage} is the limit, "
-            f"and a GPU that took no time would save at most {e.gain_s('compute'):.2f} s."
+            f"GPU load of {load:.0f} %: computing took {e.compute_s:.2f} of {e.wall_s:.2f} s. The limiting stage is {e.limit.stage}; "
+            f"an infinitely fast GPU would save at most {e.gain_s('compute'):.2f} s."
         )
-    nothing = "" if found else _why_nothing(e)
+    reason = "" if found else _no_suggestion_reason(e)
     return Analysis(
-        title, e.wall_s, shares, tuple(e.bounds), exposed_s, tuple(findings), gpu, tuple(found), nothing
+        title, e.wall_s, shares, tuple(e.bounds), exposed_s, tuple(findings), gpu, tuple(found), reason
     )
 
 
-def _why_nothing(e: Evidence) -> str:
-    "Why there is no suggestion."
+def _no_suggestion_reason(e: Evidence) -> str:
+    "Return why there is no suggestion."
     if not e.bounds:
-        return "Nothing was recorded."
+        return "No span was recorded."
     if e.limit.share < BOTTLENECK_SHARE and not e.is_starved:
         return (
-            f"Nothing to change: no stage reaches {100 * BOTTLENECK_SHARE:.0f} %, so the best change would save at most "
+            f"Nothing to change: no stage reaches the threshold of {100 * BOTTLENECK_SHARE:.0f} %; the best change would save at most "
             f"{e.limit.gain_s:.2f} of {e.wall_s:.2f} s."
         )
     if e.limit.stage == "start_up":
         import_s = covered_s(s for s in e.timeline.spans if s.stage == "start_up" and s.lane == "imports")
-        return f"No setting to change: start-up ({import_s:.2f} s of it imports) is paid once in a run: it weighs less with more recordings."
+        return f"Nothing to change: start-up ({import_s:.2f} s of it imports) occurs once in a run, so its share falls with more recordings."
     used = "" if e.n_cores is None or e.is_device else f" on {e.n_cores} usable core{'s' * (e.n_cores > 1)}"
-    return f"No setting to change: the records show none that would shorten {e.limit.stage}{used}."
+    return f"Nothing to change: the measurements show no setting that would shorten {e.limit.stage}{used}."
 
 
 # %% ../../nbs/insight/advice.ipynb #b7cbd350
@@ -342,12 +356,60 @@ def analyse_run(
     return [whole, *(analyse(timeline, split, summary=of.get(split)) for split in splits)]
 
 
+def _without_imports(timeline: Timeline) -> Timeline:
+    "Return the timeline without the import spans: imports are not part of any rate."
+    rest = Timeline()
+    rest.spans = [s for s in timeline.spans if s.lane != "imports"]
+    rest.gauges, rest.samples, rest.meta = timeline.gauges, timeline.samples, timeline.meta
+    return rest
+
+
+def is_short_run(
+    timeline: Timeline,
+) -> bool:  # also for a timeline without a span
+    "Return whether a run took less than SHORT_RUN_S of wall time, without imports."
+    first, last = interval_s(_without_imports(timeline)) or (0.0, 0.0)
+    return last - first < SHORT_RUN_S
+
+
+def _short_text(timeline: Timeline, summaries: Sequence[Mapping[str, Any]], switch: str) -> str:
+    "Return at most three lines: time and rate, limiting stage, one suggestion."
+    found = analyse(_without_imports(timeline), summary=summaries[0] if summaries else None)
+    n_read = sum(s.get("found", 0) - s.get("kept_files", 0) for s in summaries)
+    rate = f", {n_read / found.wall_s:,.0f} files/s ({n_read:,} files)" if n_read and found.wall_s > 0 else ""
+    lines = [f"Performance: {found.wall_s:.2f} s{rate}. Full analysis: {switch}"]
+    if found.limiting is None:
+        return "\n".join([*lines, found.no_suggestion])
+    limit = found.bounds[0]
+    lines.append(
+        f"Limiting stage: {limit.stage}, {limit.gain_s:.2f} s ({100 * limit.share:.0f} %) would be saved without it."
+    )
+    if not found.suggestions:
+        return "\n".join([*lines, "Nothing to change."])
+    s = found.suggestions[0]
+    saved = "" if s.at_most_s is None else f", which saves at most {s.at_most_s:.2f} s"
+    return "\n".join([*lines, f"Suggestion: {s.parameter} {s.present} -> {s.new}{saved}."])
+
+
 def analysis_text(
     timeline: Timeline,
     summaries: Sequence[Mapping[str, Any]] = (),  # of the builds of the run, one per split
     *,
     width: int = 100,  # of a line, characters
-) -> str:
+    analysis: str = "full",  # one of ANALYSES; "auto": three lines for a run of less than SHORT_RUN_S, else all
+    switch: str = 'analysis="full"',  # how the user asks for the full text; three lines name it
+) -> str:  # "" for analysis="none"; raises UsageError for an unknown value of `analysis`
     "Analyse a run and its splits, as text."
+    if analysis not in ANALYSES:
+        raise UsageError(
+            "the parameter analysis has an unknown value",
+            code="out-of-range",
+            found=repr(analysis),
+            expected=", ".join(ANALYSES),
+        )
+    if analysis == "none":
+        return ""
+    if analysis == "auto" and is_short_run(timeline):
+        return _short_text(timeline, summaries, switch)
     lines = "\n\n".join(map(str, analyse_run(timeline, summaries))).splitlines()
     return "\n".join(textwrap.fill(line, width, subsequent_indent=4 * " ") for line in lines)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = [
-    "Piece",
-    "LEAST_TOLD_S",
-    "ahead_of_rows",
+    "LanePiece",
+    "MIN_ANALYSED_S",
+    "background_checks",
     "interval_s",
     "spans_of",
     "lane_pieces",
@@ -19,11 +19,11 @@ __all__ = [
     "exposed_wait_s",
     "engine_idle",
     "computing_s",
-    "Bound",
-    "bounds",
-    "too_short",
+    "AmdahlBound",
+    "amdahl_bounds",
+    "too_short_text",
     "limit_text",
-    "percent",
+    "percent_text",
     "aligned",
     "report_text",
 ]
@@ -39,10 +39,12 @@ from ..core.timeline import STAGES, Gauge, Span, Timeline, covered_s, lane_key
 
 
 # %% ../../nbs/insight/diagnose.ipynb #967bc909
-def ahead_of_rows(
+def background_checks(
     timeline: Timeline,
-) -> list[Span]:  # "verify" on the lanes of publishers that began before their split's first "publish"
-    "Return the spans of work that was done ahead of the rows."
+) -> list[
+    Span
+]:  # "verify" spans on publisher lanes that start before the first "publish" span of their split
+    "Return the spans of verification that runs in the background while rows are computed."
     checks = [s for s in timeline.spans if s.stage == "verify" and s.lane.startswith("publisher")]
     if not checks:
         return []
@@ -57,10 +59,10 @@ def interval_s(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
 ) -> tuple[float, float] | None:  # seconds since the timeline began; None without a span
-    "Return the start of the first and the end of the last span; work ahead opens no split."
+    "Return the start of the first and the end of the last span, without background checks."
     own = [s for s in timeline.spans if split is None or s.split == split]
     if split is not None:
-        ahead = set(ahead_of_rows(timeline))
+        ahead = set(background_checks(timeline))
         own = [s for s in own if s not in ahead] or own
     return (min(s.start_s for s in own), max(s.end_s for s in own)) if own else None
 
@@ -70,13 +72,13 @@ def spans_of(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
 ) -> list[Span]:  # by start time
-    "Return the spans that count for a split, cut to its time."
+    "Return the spans of a split and those without a split, cut to the interval of the split."
     within = interval_s(timeline, split)
     return [] if within is None else _spans_within(timeline.spans, split, *within)
 
 
 def _spans_within(spans: Iterable[Span], split: str | None, first: float, last: float) -> list[Span]:
-    "Those of a split and of none, cut to its time."
+    "Return the spans of a split and those without a split, cut to an interval."
     kept = [
         _cut(s, first, last)
         for s in spans
@@ -88,24 +90,24 @@ def _spans_within(spans: Iterable[Span], split: str | None, first: float, last: 
 
 
 def _cut(s: Span, first: float, last: float) -> Span:
-    "The part of a span that lies in [first, last)."
+    "Return the part of a span in [first, last)."
     if s.start_s >= first and s.end_s <= last:
         return s
     return replace(s, start_s=max(s.start_s, first), end_s=min(s.end_s, last))
 
 
 # %% ../../nbs/insight/diagnose.ipynb #88a9a207
-Piece = tuple[float, float, str]  # start_s, end_s, stage
+LanePiece = tuple[float, float, str]  # start_s, end_s, stage
 
 
 def lane_pieces(
     spans: Iterable[Span],  # of one lane, any order
-) -> list[Piece]:  # by time, without overlaps, without "wait"
-    "Cut the spans of one lane so that one stage is left at any instant: the one that started last."
+) -> list[LanePiece]:  # by time, without overlaps, without "wait"
+    "Cut the spans of one lane so that they do not overlap: the span that started last counts."
     ordered = sorted((s for s in spans if s.end_s > s.start_s), key=lambda s: (s.start_s, -s.end_s))
     times = sorted({t for s in ordered for t in (s.start_s, s.end_s)})
-    pieces: list[Piece] = []
-    running: list[tuple[int, float, str]] = []  # heap of (-rank, end_s, stage): the last to start is on top
+    pieces: list[LanePiece] = []
+    running: list[tuple[int, float, str]] = []  # heap of (-rank, end_s, stage): the latest start is on top
     n_begun = 0
     for now, following in zip(times, times[1:]):
         while n_begun < len(ordered) and ordered[n_begun].start_s <= now:
@@ -123,11 +125,11 @@ def attribute(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
 ) -> dict[str, float]:  # stage -> seconds, in the order of STAGES, "wait" always; empty without a span
-    "Divide the wall clock between the stages, so that the values add up to it."
+    "Divide the wall time between the stages; the values add up to it."
     within = interval_s(timeline, split)
     if within is None:
         return {}
-    early = set(ahead_of_rows(timeline))
+    early = set(background_checks(timeline))
     others = [s for s in timeline.spans if s not in early]
     main, ahead = (stage_pieces(_spans_within(spans, split, *within)) for spans in (others, early))
     pieces, names = main + ahead, list(dict.fromkeys((*STAGES, *(p[2] for p in main + ahead))))
@@ -140,8 +142,8 @@ def attribute(
 
 def stage_pieces(
     spans: Iterable[Span],  # of any lanes
-) -> list[Piece]:  # lane by lane, "wait" left out; a device has a stream for each stage
-    "Cut spans so that each lane is at one stage at any instant."
+) -> list[LanePiece]:  # lane by lane, "wait" left out; a device has a stream for each stage
+    "Cut the spans of each lane so that they do not overlap."
     lanes: dict[str, list[Span]] = {}
     for s in spans:
         lanes.setdefault(lane_key(s), []).append(s)
@@ -151,7 +153,7 @@ def stage_pieces(
 def _shares(
     starts: np.ndarray, ends: np.ndarray, is_ahead: np.ndarray, first: float, last: float
 ) -> tuple[np.ndarray, float]:
-    "Seconds of each piece when n pieces at once get 1/n each, those ahead only where there is no other; and the seconds without any."
+    "Return the seconds of each piece (n simultaneous pieces get 1/n each, background pieces only otherwise idle time), and the idle seconds."
     times = np.unique(np.concatenate([starts, ends, [first, last]]))
     at, until, length = np.searchsorted(times, starts), np.searchsorted(times, ends), np.diff(times)
 
@@ -161,11 +163,11 @@ def _shares(
         np.add.at(change, until[which], -1)
         return np.cumsum(change)[:-1]
 
-    def given(n: np.ndarray) -> np.ndarray:
+    def integral(n: np.ndarray) -> np.ndarray:
         return np.concatenate([[0.0], np.cumsum(np.where(n > 0, length / np.maximum(n, 1), 0.0))])
 
     n_main, n_ahead = count(~is_ahead), count(is_ahead)
-    main, ahead = given(n_main), given(np.where(n_main > 0, 0, n_ahead))
+    main, ahead = integral(n_main), integral(np.where(n_main > 0, 0, n_ahead))
     idle_s = float(length[(n_main == 0) & (n_ahead == 0)].sum())
     return np.where(is_ahead, ahead[until] - ahead[at], main[until] - main[at]), idle_s
 
@@ -173,19 +175,19 @@ def _shares(
 # %% ../../nbs/insight/diagnose.ipynb #2338f360
 @dataclass(frozen=True)
 class StageRow:
-    "What one stage took."
+    "Times, counts and throughput of one stage."
 
     stage: str
-    total_s: float  # of all spans, side by side or not
+    total_s: float  # sum over all spans, parallel ones too
     mean_s: float  # of a span
     max_s: float  # of a span
     count: int  # spans
     n_files: int  # recordings handled
     n_bytes: int  # bytes moved
-    busy_s: float  # while at least one lane was at it
+    busy_s: float  # time in which at least one lane ran the stage
     mb_per_s: float | None  # 10^6 bytes per second of busy_s; None where no bytes were counted
-    exclusive_s: float  # adds up to the wall clock over all stages
-    share: float  # exclusive_s of the wall clock, 0 to 1
+    exclusive_s: float  # the sum over all stages is the wall time
+    share: float  # exclusive_s as a share of the wall time, 0 to 1
 
 
 # %% ../../nbs/insight/diagnose.ipynb #e6dba12e
@@ -193,7 +195,7 @@ def stage_table(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
 ) -> list[StageRow]:  # in the order of STAGES, "wait" last
-    "Sum up each stage."
+    "Return a StageRow per stage."
     exclusive = attribute(timeline, split)
     groups: dict[str, list[Span]] = {}
     for s in spans_of(timeline, split):
@@ -227,7 +229,7 @@ def stage_table(
 # %% ../../nbs/insight/diagnose.ipynb #6ac61b89
 @dataclass(frozen=True)
 class QueueStat:
-    "How full a queue was."
+    "Mean and largest depth of a queue."
 
     mean: float  # over time
     max: float
@@ -259,7 +261,7 @@ def exposed_wait_s(
     timeline: Timeline,
     split: str | None = None,  # in the time of this split, None for the whole run
 ) -> float:  # seconds
-    "Return the time in which no lane was busy, for this split or for another one."
+    "Return the time in which no lane of any split was busy."
     within = interval_s(timeline, split)
     if within is None:
         return 0.0
@@ -273,8 +275,10 @@ def exposed_wait_s(
 def engine_idle(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
-) -> tuple[float, float]:  # seconds without computing, and seconds from the first to the last of it
-    "Return how long no engine computed, for this split or another one, between the split's first and last batch."
+) -> tuple[
+    float, float
+]:  # idle seconds, and seconds from the start of the first to the end of the last computation
+    "Return how long no engine computed for any split between the first and the last batch of a split."
     computing = [s for s in spans_of(timeline, split) if s.stage == "compute"]
     if not computing:
         return 0.0, 0.0
@@ -287,7 +291,7 @@ def computing_s(
     first_s: float,  # on the timeline's clock
     last_s: float,
 ) -> float:  # seconds
-    "Return how long an engine computed in some time, for any split."
+    "Return how long an engine computed for any split in an interval."
     return covered_s(
         _cut(s, first_s, last_s)
         for s in timeline.spans
@@ -297,16 +301,16 @@ def computing_s(
 
 # %% ../../nbs/insight/diagnose.ipynb #88db4d45
 @dataclass(frozen=True)
-class Bound:
-    "The most that a change of one stage can save, by Amdahl's law."
+class AmdahlBound:
+    "Upper bound of the time that a change of one stage can save, by Amdahl's law."
 
     stage: str  # one of STAGES; "wait": time in which no lane of any split was busy
-    gain_s: float  # seconds less, at the most
+    gain_s: float  # upper bound of the time saved, s
     wall_s: float  # seconds of the split or run
 
     @property
     def share(self) -> float:
-        "Part of the wall clock that can go, 0 to 1."
+        "Share of the wall time that can be saved, 0 to 1."
         return self.gain_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
@@ -315,16 +319,16 @@ _ROW_STAGES = ("read", "decode", "resample", "stage", "copy_in", "compute", "cop
 
 
 # %% ../../nbs/insight/diagnose.ipynb #3bb7a1d5
-def bounds(
+def amdahl_bounds(
     timeline: Timeline,
     split: str | None = None,  # one split, None for the whole run
-) -> list[Bound]:  # the limiting stage first; empty without a span
-    "Return what a change of each stage can save at the most; work ahead of the rows holds nobody up and is left out."
+) -> list[AmdahlBound]:  # the limiting stage first; empty without a span
+    "Return the Amdahl bound of each stage, without background checks."
     within = interval_s(timeline, split)
     if within is None or within[1] <= within[0]:
         return []
     wall_s, exclusive = within[1] - within[0], attribute(timeline, split)
-    early = set(ahead_of_rows(timeline))
+    early = set(background_checks(timeline))
     main = _spans_within([s for s in timeline.spans if s not in early], split, *within)
     streams: dict[str, list[Span]] = {}
     for s in main:
@@ -341,19 +345,23 @@ def bounds(
         begun = first
     rows = max((end for _, end, stage in pieces if stage in _ROW_STAGES), default=last)
     ends = (first, begun, max(begun, rows), last)
-    least_s = sum((_least_s(groups, stages, a, b) for a, b in zip(ends, ends[1:])), np.zeros(len(stages)))
+    least_s = sum(
+        (_min_duration_s(groups, stages, a, b) for a, b in zip(ends, ends[1:])), np.zeros(len(stages))
+    )
     found = []
     for stage, least in zip(stages, least_s):
         union_s = covered_s(Span(stage, "", a, b) for a, b, name in pieces if name == stage)
-        found.append(Bound(stage, max(0.0, min(union_s, wall_s - float(least))), wall_s))
+        found.append(AmdahlBound(stage, max(0.0, min(union_s, wall_s - float(least))), wall_s))
     return sorted(
-        [*found, Bound("wait", exposed_wait_s(timeline, split), wall_s)],
+        [*found, AmdahlBound("wait", exposed_wait_s(timeline, split), wall_s)],
         key=lambda b: (-round(b.gain_s, 9), -exclusive.get(b.stage, 0.0)),
     )
 
 
-def _least_s(groups: dict[str, list[Piece]], stages: list[str], first: float, last: float) -> np.ndarray:
-    "For each stage: how long a phase lasts at the least without it."
+def _min_duration_s(
+    groups: dict[str, list[LanePiece]], stages: list[str], first: float, last: float
+) -> np.ndarray:
+    "Return the shortest possible duration of a phase without each stage."
     kinds = {stream: m[1] if (m := _POOLS.fullmatch(stream)) else stream for stream in groups}
     names = list(dict.fromkeys(kinds.values()))
     work = np.zeros((len(names), len(stages)))
@@ -367,47 +375,49 @@ def _least_s(groups: dict[str, list[Piece]], stages: list[str], first: float, la
 
 
 # %% ../../nbs/insight/diagnose.ipynb #03114868
-LEAST_TOLD_S = 0.1  # below, shares of time are chance
+MIN_ANALYSED_S = 0.1  # the shares of a shorter run are not reproducible
 
 
-def too_short(
+def too_short_text(
     seconds: float,
-) -> str:  # one sentence; empty where there was time enough
-    "Say that a run was too short to be analysed."
+) -> str:  # one sentence; empty if the run was long enough
+    "Return a sentence on a run that was too short for an analysis."
     return (
         ""
-        if seconds >= LEAST_TOLD_S
-        else f"Too short to say where the time went: {seconds:.3f} s (shares of less than {LEAST_TOLD_S:g} s are chance)."
+        if seconds >= MIN_ANALYSED_S
+        else f"The run of {seconds:.3f} s is too short for an analysis: it needs at least {MIN_ANALYSED_S:g} s."
     )
 
 
 def limit_text(
-    found: list[Bound],  # as `bounds` gives them
+    found: list[AmdahlBound],  # as `amdahl_bounds` returns them
 ) -> str:  # one sentence
-    "Name the limiting stage and what its change can give at the most."
+    "Return the limiting stage and its bound as a sentence."
     if not found:
         return "No span was recorded."
     b = found[0]
-    if said := too_short(b.wall_s):
-        return said
-    named = "waiting, with no lane at work" if b.stage == "wait" else b.stage
-    rest_s = f"{b.wall_s - b.gain_s:.2f} s at the least ({100 * b.share:.0f} % less)"
-    return f"The limiting stage is {named}: if it took no time, {b.wall_s:.2f} s would be {rest_s}."
+    if reason := too_short_text(b.wall_s):
+        return reason
+    named = "waiting, with no busy lane" if b.stage == "wait" else b.stage
+    rest = f"at least {b.wall_s - b.gain_s:.2f} s ({100 * b.share:.0f} % less)"
+    return (
+        f"The limiting stage is {named}: if it took no time, the run of {b.wall_s:.2f} s would take {rest}."
+    )
 
 
 # %% ../../nbs/insight/diagnose.ipynb #faf37982
-def percent(
+def percent_text(
     part: float,
     whole: float,
 ) -> str:  # in whole per cent; 0 % of nothing
-    "A share as text."
+    "Return a share as text."
     return f"{100 * part / whole:.0f} %" if whole > 0 else "0 %"
 
 
 def aligned(
     rows: list[tuple[str, ...]],  # the first is the head
 ) -> str:  # the first column to the left, the others to the right
-    "Set rows as a plain text table."
+    "Format rows as a plain text table."
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))).rstrip()
@@ -417,7 +427,7 @@ def aligned(
 
 
 def _table_text(rows: list[StageRow]) -> str:
-    "The stages as text; a figure that does not apply is left blank."
+    "Format the stages as a table; values that do not apply are blank."
     table = [("stage", "spans", "total s", "mean ms", "max ms", "files", "MB/s", "exclusive s", "share")]
     for r in rows:
         spans = ("",) * 4
@@ -427,7 +437,7 @@ def _table_text(rows: list[StageRow]) -> str:
         rate = "" if r.mb_per_s is None else f"{r.mb_per_s:,.0f}" if r.mb_per_s >= 10 else f"{r.mb_per_s:.2g}"
         table.append((r.stage, *spans, files, rate, f"{r.exclusive_s:.3f}", f"{100 * r.share:.1f} %"))
     wall_s = sum(r.exclusive_s for r in rows)
-    return aligned([*table, ("sum", *[""] * 6, f"{wall_s:.3f}", percent(wall_s, wall_s))])
+    return aligned([*table, ("sum", *[""] * 6, f"{wall_s:.3f}", percent_text(wall_s, wall_s))])
 
 
 # %% ../../nbs/insight/diagnose.ipynb #8c5f39be
@@ -438,10 +448,10 @@ def report_text(
     found: int,  # files found
     rows: int,  # rows in the data set
     rejected: int,  # files rejected; rows + rejected = found
-    seconds: float,  # from listing to the published file; of a later split of the same run from its first read
+    seconds: float,  # from listing to the published file; for a later split of the same run from its first read
     split: str | None = None,  # spans of this split, None for all of the timeline
 ) -> str:  # lines of text
-    "Report one build: rate, stages, queues, and the limiting stage."
+    "Report the rate, stages, queues and limiting stage of one build."
     table = stage_table(timeline, split)
     outside_s = seconds - sum(r.exclusive_s for r in table)
     parts = [
@@ -451,11 +461,11 @@ def report_text(
         _table_text(table) if table else "no spans",
         "",
         *(f"{name}: mean {q.mean:.2f}, max {q.max:g}" for name, q in queue_stats(timeline, split).items()),
-        limit_text(bounds(timeline, split)),
-        f"Exposed wait, with no lane of any split busy: {exposed_wait_s(timeline, split):.2f} s.",
-        "Total adds up parallel lanes. Exclusive divides each instant between the busy lanes, so it adds up to the wall clock.",
-        "MB/s: 10^6 bytes moved per second in which the stage ran in any lane.",
+        limit_text(amdahl_bounds(timeline, split)),
+        f"Exposed wait (no lane of any split was busy): {exposed_wait_s(timeline, split):.2f} s.",
+        "Total is the sum over parallel lanes. Exclusive divides each instant between the busy lanes, so its sum is the wall time.",
+        "MB/s is 10^6 bytes per second of the time in which the stage ran in any lane.",
     ]
     if outside_s >= 0.005:
-        parts.append(f"{outside_s:.3f} s of the build lie outside of all spans.")
+        parts.append(f"{outside_s:.3f} s of the build lie outside all spans.")
     return "\n".join(parts)

@@ -823,7 +823,7 @@ def test_the_figure_of_levels() -> None:
     level[:2] = -200
     fig = level_by_label(level, labels)
     assert fig.layout.title.text.startswith("BURST is louder than the others in 9")
-    assert "2 silent ones" in fig.layout.title.subtitle.text
+    assert "2 silent recordings" in fig.layout.title.subtitle.text
     assert [t.name for t in fig.data] == ["&lt;b&gt;NO (1,665)", "BURST (1,666)", "LEAK (1,667)"]
     for trace in fig.data:
         assert sum(trace.y) == pytest.approx(100, abs=1e-3)

@@ -480,10 +480,10 @@ def test_the_command_line_says_it(data: Path, tmp_path: Path, capsys: pytest.Cap
         str(tmp_path / "x.h5"),
     ]
     assert main(words) == 0
-    assert "page cache cold: 2.0 MB asked of files" in capsys.readouterr().out
+    assert "page cache cold: 2.0 MB requested" in capsys.readouterr().out
     assert main([*words, "--read-ahead", "0"]) == 0
     assert (
-        "page cache warm: 2.0 MB asked of files, nothing delivered by the device\n" in capsys.readouterr().out
+        "page cache warm: 2.0 MB requested, nothing read from the device\n" in capsys.readouterr().out
     )
 
 

@@ -27,7 +27,7 @@ from leakmel.core.timeline import (
     thin_samples,
     write_timeline,
 )
-from leakmel.insight.diagnose import attribute, bounds, stage_table
+from leakmel.insight.diagnose import attribute, amdahl_bounds, stage_table
 
 
 def large_run(n_files: int = 200_000, *, device: bool, n_samples: int = 12_000) -> Timeline:
@@ -117,7 +117,7 @@ def test_the_stored_timeline_tells_the_same_story(tmp_path, device, near):
     wall_s = sum(attribute(timeline).values())
     for stage, seconds in attribute(timeline).items():
         assert attribute(back)[stage] == pytest.approx(seconds, abs=near * wall_s), stage
-    for a, b in zip(bounds(timeline), bounds(back)):
+    for a, b in zip(amdahl_bounds(timeline), amdahl_bounds(back)):
         assert (a.stage, a.gain_s) == (b.stage, pytest.approx(b.gain_s, abs=0.03 * wall_s))
     for old, new in zip(stage_table(timeline), stage_table(back)):
         assert (old.stage, old.n_files, old.n_bytes) == (new.stage, new.n_files, new.n_bytes)

@@ -88,7 +88,7 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
         says(page, "n_mels 56")
         page.wait_for_function(f"{N_MELS} === 56", timeout=60_000)
 
-        page.get_by_text("the whole split follows each change").click()
+        page.get_by_text("compute the split after each change").click()
         page.wait_for_function(f"{N_BANDS} === 56", timeout=60_000)  # it did not follow until now
         slider.focus()
         page.keyboard.press("ArrowRight")
@@ -97,13 +97,13 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
 
         slider.focus()
         page.keyboard.press("End")
-        says(page, "Not taken: mel band 0 contains no frequency bin")
+        says(page, "Rejected: mel band 0 holds no frequency bin")
         assert page.evaluate(N_MELS) == 57  # the last good picture stays
         watched.picture(tmp_path / "refused.png")
 
         widget(page, "preset").locator("select").select_option(label="overlap@1")
-        says(page, "preset overlap@1 as it is: a row is 79 long x 3 short segments x 32 mels")
-        page.get_by_text("write the spec for the build").click()
+        says(page, "preset overlap@1 unchanged: a row is 79 long x 3 short segments x 32 mel bands")
+        page.get_by_text("write the spec file").click()
         says(page, "Written:")
         page.wait_for_function(f"{N_BANDS} === 32", timeout=60_000)
         page.get_by_role("menuitem", name="File", exact=True).click()

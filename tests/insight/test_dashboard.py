@@ -28,12 +28,12 @@ from leakmel.insight.dashboard import (
 )
 from leakmel.insight.timeline_plots import batch_timeline, exclusive_bar, utilization
 from leakmel.insight.runs import (
-    runs_compared,
+    compare_runs,
     runs_table,
-    settings_that_differ,
-    short_names,
+    differing_settings,
+    numbered_names,
     RunRecord,
-    changed_since,
+    modified_data_sets,
     find_runs,
     joined_timelines,
     read_run,
@@ -81,7 +81,7 @@ def seconds_of(run: RunRecord) -> float:
 # ---- which folders -------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_runs_stands_for_its_newest(runs):
+def test_a_folder_of_runs_gives_its_newest(runs):
     assert [p.name for p in find_runs(str(runs))] == ["b", "a", "c"]
     assert [p.name for p in find_runs(str(runs), most=2)] == ["b", "a"]
 
@@ -98,9 +98,9 @@ def test_a_folder_may_have_a_comma_in_its_name(runs, tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("empty", "no run lies here"),
-        ("nowhere", "no such folder of a run"),
-        ("file", "no such folder of a run"),
+        ("empty", "the folder contains no run"),
+        ("nowhere", "the folder does not exist"),
+        ("file", "the folder does not exist"),
     ],
 )
 def test_a_folder_without_a_run_is_an_error_with_its_path_and_a_remedy(tmp_path, name, said):
@@ -113,7 +113,7 @@ def test_a_folder_without_a_run_is_an_error_with_its_path_and_a_remedy(tmp_path,
 
 
 def test_nonsense_is_refused(runs):
-    with pytest.raises(UsageError, match="names no folder"):
+    with pytest.raises(UsageError, match="contains no folder name"):
         find_runs(" , ")
     with pytest.raises(UsageError, match="compare must be at least 1"):
         find_runs(str(runs), most=0)
@@ -124,13 +124,13 @@ def test_nonsense_is_refused(runs):
 
 def test_a_run_is_read_as_it_was_built(runs):
     run = read_run(runs / "b")
-    assert (run.found, len(run.data_sets), len(run.clocks)) == (
+    assert (run.found, len(run.data_sets), len(run.distinct_timelines)) == (
         sum(r["found"] for r in run.reports.values()),
         3,
         1,
     )
     assert next(iter(run.reports)) == "TRAINING_DATASET.H5", "the largest comes first"
-    (clock,) = run.clocks
+    (clock,) = run.distinct_timelines
     assert {s.split for s in clock.spans if s.split} == {"TRAINING", "VALIDATION", "TESTING"}
     assert min(s.start_s for s in clock.spans) < 0.1, "imports are not on the clock"
     assert sum(run.exclusive.values()) == pytest.approx(run.seconds, abs=0.02)
@@ -160,7 +160,7 @@ def test_builds_one_after_the_other_have_clocks_of_their_own(copied, runs):
         progress="none",
     )
     run = read_run(copied)
-    assert len(run.clocks) == 2
+    assert len(run.distinct_timelines) == 2
     assert run.timelines["TRAINING_DATASET.H5"] is run.timelines["VALIDATION_DATASET.H5"]
     assert advice(run).index("VALIDATION") < advice(run).index("TESTING"), (
         "those that were built together come first"
@@ -235,7 +235,7 @@ def test_a_file_that_is_no_json_is_named(copied, name, content):
     assert str(copied / name) in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "most"), [(R, "_MOST_REPORT_BYTES"), (T, "_MOST_BYTES")])
+@pytest.mark.parametrize(("name", "most"), [(R, "_MAX_REPORT_BYTES"), (T, "_MAX_TIMELINE_BYTES")])
 def test_a_huge_file_is_not_read(copied, monkeypatch, name, most):
     (copied / name).write_bytes(b"[" * 500_000 + b"]" * 500_000)
     monkeypatch.setattr(run_records, most, 999_999)
@@ -272,9 +272,9 @@ def test_texts_of_strangers_stay_texts(copied):
     (copied / T).write_text(json.dumps(times))
     run = read_run(copied)
     card = run_card(run)
-    figures = [draw(t) for t in run.clocks for draw in (exclusive_bar, batch_timeline, utilization)] + [
-        runs_compared([run, run])
-    ]
+    figures = [
+        draw(t) for t in run.distinct_timelines for draw in (exclusive_bar, batch_timeline, utilization)
+    ] + [compare_runs([run, run])]
     said = [repr(card), advice(run), stage_reports(run), runs_table([run, run])]
     assert "<img" in repr(card), "text is shown as it is"
     assert "\x1b" not in "".join(said) + card._repr_html_()
@@ -283,10 +283,10 @@ def test_texts_of_strangers_stay_texts(copied):
 
 def test_a_spoilt_run_is_left_out_of_the_comparison(copied, runs):
     (copied / R).write_text("{")
-    found, left_out = read_runs([runs / "a", copied, runs / "b"])
+    found, skipped = read_runs([runs / "a", copied, runs / "b"])
     assert [r.folder.name for r in found] == ["a", "b"]
-    assert len(left_out) == 1
-    assert str(copied / R) in left_out[0]
+    assert len(skipped) == 1
+    assert str(copied / R) in skipped[0]
     with raises("damaged-record", path=copied / R):
         read_runs([copied, runs / "a"])
 
@@ -334,11 +334,11 @@ def test_a_data_set_that_changed_since_is_not_green(copied):
     path.write_bytes(path.read_bytes()[:-1000])
     run = read_run(copied)
     card = run_card(run)
-    assert changed_since(run) == ("TRAINING_DATASET.H5",)
-    assert (card.ok, card.title) == (False, "NOT as it was verified: TRAINING_DATASET.H5 changed since")
-    assert "it is not the file that was verified" in repr(card)
+    assert modified_data_sets(run) == ("TRAINING_DATASET.H5",)
+    assert (card.ok, card.title) == (False, "CHANGED after verification: TRAINING_DATASET.H5")
+    assert "changed after verification" in " ".join(repr(card).split())
     facts = data_facts(run)
-    assert "TRAINING_DATASET.H5 was left out" in repr(facts)
+    assert "TRAINING_DATASET.H5 was skipped" in repr(facts)
     assert facts.largest is not None
     assert facts.largest.name == "VALIDATION_DATASET.H5"
 
@@ -356,13 +356,13 @@ def test_a_data_set_with_a_spoilt_part_breaks_no_picture(copied, part):
         assert mel_pictures(facts.largest).layout.title.text.replace("<br>", " ")
 
 
-def test_rows_that_were_there_before_are_told(copied, runs):
+def test_reused_rows_are_reported(copied, runs):
     body = json.loads((copied / R).read_text())
     (copied / R).write_text(json.dumps(body | {"kept_rows": 3, "cache": "cold"}))
     run, other = read_run(copied), read_run(runs / "a")
-    assert "3 of them were there before" in " ".join(repr(run_card(run)).split())
-    assert len(runs_compared([run, other]).data[0].x) == 1, "its rate is not one of building"
-    assert "there before" not in repr(run_card(other))
+    assert "3 rows were reused" in " ".join(repr(run_card(run)).split())
+    assert len(compare_runs([run, other]).data[0].x) == 1, "its rate is not one of building"
+    assert "reused" not in repr(run_card(other))
 
 
 def test_names_from_a_disk_do_not_become_html(copied):
@@ -371,7 +371,7 @@ def test_names_from_a_disk_do_not_become_html(copied):
     assert "&lt;b&gt;x.H5" in run_card(read_run(copied))._repr_html_()
 
 
-def test_what_is_gone_is_said_to_be_gone(copied):
+def test_missing_files_are_reported(copied):
     for path in copied.glob("*.timeline.json"):
         path.unlink()
     run = read_run(copied)
@@ -381,8 +381,8 @@ def test_what_is_gone_is_said_to_be_gone(copied):
     for path in copied.glob("*.H5"):
         path.unlink()
     run = read_run(copied)
-    assert "no longer here" in repr(run_card(run))
-    assert "No data set with rows" in repr(data_facts(run))
+    assert "file missing" in repr(run_card(run))
+    assert "no data set with rows" in repr(data_facts(run))
     assert "No recording" in mel_pictures(data_facts(run).largest).layout.title.text.replace("<br>", " ")
 
 
@@ -392,12 +392,12 @@ def test_data_sets_alone_are_enough_for_the_pictures_of_the_data(copied):
     (copied / "foreign.h5").write_bytes(b"something else")
     run = read_run(copied)
     facts, card = data_facts(run), run_card(run)
-    assert (card.ok, run.files_per_s, run.clocks) == (None, None, [])
+    assert (card.ok, run.files_per_s, run.distinct_timelines) == (None, None, [])
     assert "without a report" in card.title
     assert len(facts.table) > 0
-    assert len(facts.left_out) == 1
-    assert "foreign.h5 was left out" in facts.left_out[0]
-    assert "No run to compare" in runs_compared([run]).layout.title.text.replace("<br>", " ")
+    assert len(facts.skipped) == 1
+    assert "foreign.h5 was skipped" in facts.skipped[0]
+    assert "No run to compare" in compare_runs([run]).layout.title.text.replace("<br>", " ")
     assert run.folder.name in runs_table([run])
 
 
@@ -425,7 +425,7 @@ def test_facts_are_those_of_the_data_sets(runs):
 
 def test_settings_that_differ_are_named_and_no_others(runs):
     both = [read_run(runs / n) for n in "ac"]
-    differing = settings_that_differ(both)
+    differing = differing_settings(both)
     assert differing["files_per_batch"] == [3, 2]
     assert set(differing) <= {"files_per_batch", "slots", "compute_workers"}, "what follows from it"
     assert "files_per_batch: 3, 2" in runs_table(both)
@@ -434,7 +434,7 @@ def test_settings_that_differ_are_named_and_no_others(runs):
 
 def test_compared_runs_show_their_rates_and_their_seconds(runs):
     three = [read_run(p) for p in find_runs(str(runs))]
-    figure = runs_compared(three)
+    figure = compare_runs(three)
     np.testing.assert_allclose(figure.data[0].x, [r.found / seconds_of(r) for r in three], rtol=1e-6)
     np.testing.assert_allclose(
         sum(np.asarray(t.x, float) for t in figure.data[1:]), [seconds_of(r) for r in three], atol=0.02
@@ -443,7 +443,7 @@ def test_compared_runs_show_their_rates_and_their_seconds(runs):
 
 
 def test_short_names_differ():
-    assert len(set(short_names(["x" * 40 + "a", "x" * 40 + "b", "20260101-000000-all-0123456789ab"]))) == 3
+    assert len(set(numbered_names(["x" * 40 + "a", "x" * 40 + "b", "20260101-000000-all-0123456789ab"]))) == 3
 
 
 # ---- the notebook --------------------------------------------------------------------------------------------------
@@ -494,7 +494,7 @@ def test_every_figure_of_the_notebook_has_axes_with_units(executed):
 def test_the_notebook_finds_the_newest_run_of_the_project_by_itself(tmp_path, runs, monkeypatch):
     project = copy_project(tmp_path)
     monkeypatch.chdir(project / "nbs")
-    assert "no such folder of a run" in error_of("dashboard.ipynb")
+    assert "the folder does not exist" in error_of("dashboard.ipynb")
     assert not (project / "runs").exists()
     shutil.copytree(runs / "a", project / "runs" / "20260101-000000-all-0123456789ab")
     run = dashboard(project)

@@ -23,22 +23,26 @@ from leakmel.core.timeline import (
     read_timeline,
     write_timeline,
 )
+from leakmel.core.errors import UsageError
+from leakmel.dataset.run import plan
 from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.file.writer import RowFile
 from leakmel.insight.advice import (
+    ANALYSES,
     BOTTLENECK_SHARE,
-    MOST_SUGGESTIONS,
+    MAX_SUGGESTIONS,
     Analysis,
     analyse,
     analyse_run,
     analysis_text,
+    is_short_run,
 )
 from leakmel.insight.diagnose import (
-    LEAST_TOLD_S,
-    ahead_of_rows,
+    MIN_ANALYSED_S,
+    background_checks,
     attribute,
-    bounds,
+    amdahl_bounds,
     engine_idle,
     exposed_wait_s,
     interval_s,
@@ -69,6 +73,7 @@ CPU: dict[str, Any] = {
         "slots": 4,
     },
 }
+FEATURES = {f.name for f in fields(lm.MelSpec)} | {"spec", "preset", "with_waveforms", "compression"}
 GPU_SETTINGS = ("async_copies", "gpu_streams", "cuda_graph", "batch_accumulation", "warmup_slots", "device")
 
 
@@ -148,7 +153,7 @@ def test_no_change_of_a_stage_saves_more_than_its_bound(seed):
             rng.choice([0, 1, 5]),
         )
         timeline, wall_s = pipeline(times, *shape)
-        gains = {b.stage: b.gain_s for b in bounds(timeline)}
+        gains = {b.stage: b.gain_s for b in amdahl_bounds(timeline)}
         for i, stage in enumerate(("read", "compute", "write")):
             saved = (
                 wall_s
@@ -163,7 +168,7 @@ def test_the_largest_share_need_not_be_the_limit():
     timeline = made(GPU, Span("compute", "cuda:0", 0, 10, "T"), *spans)
     shares = attribute(timeline)
     assert shares["read"] > 4
-    found = bounds(timeline)
+    found = amdahl_bounds(timeline)
     assert (found[0].stage, found[0].gain_s) == ("compute", pytest.approx(5.0))
     assert next(b for b in found if b.stage == "read").gain_s == 0
 
@@ -182,7 +187,7 @@ def test_copies_and_computing_of_a_device_run_side_by_side():
     assert attribute(timeline) == pytest.approx(
         {"copy_in": 0.5 + 9.5 / 2, "compute": 0.5 + 9.5 / 2, "wait": 0}
     )
-    assert bounds(timeline)[0].gain_s == pytest.approx(0.5)  # each hides the other
+    assert amdahl_bounds(timeline)[0].gain_s == pytest.approx(0.5)  # each hides the other
 
 
 @pytest.mark.parametrize("stage", [s for s in STAGES if s != "wait"])
@@ -210,7 +215,7 @@ def test_every_stage_can_be_the_limit(stage):
     )
 
 
-def test_waits_are_exposed_where_nobody_works():
+def test_a_wait_is_exposed_if_no_lane_is_busy():
     timeline = made(
         CPU,
         Span("read", "worker-0", 0, 1, "A"),
@@ -242,9 +247,9 @@ def with_work_ahead() -> Timeline:
     )
 
 
-def test_work_ahead_gets_only_the_time_that_nobody_else_needs():
+def test_background_checks_get_only_otherwise_idle_time():
     timeline = with_work_ahead()
-    assert [s.split for s in ahead_of_rows(timeline)] == ["A", "B"]
+    assert [s.split for s in background_checks(timeline)] == ["A", "B"]
     shares = attribute(timeline)
     assert shares == pytest.approx(
         {
@@ -256,7 +261,7 @@ def test_work_ahead_gets_only_the_time_that_nobody_else_needs():
         }
     )
     assert sum(shares.values()) == pytest.approx(9)
-    assert bounds(timeline)[0].stage == "read"
+    assert amdahl_bounds(timeline)[0].stage == "read"
 
 
 def test_work_ahead_opens_no_split():
@@ -306,13 +311,13 @@ def test_disk_bound():
     assert found.limiting == "read"
     assert found.findings[0].startswith("READ BOTTLENECK: ")
     assert found.findings[1].startswith(
-        "LOW QUEUE DEPTH: 0.00 batches waited for the engine on average (limit 1), and it stood idle for 8.55 of 9.05 s"
+        "LOW QUEUE DEPTH: 0.00 batches waited for the engine on average (threshold 1), and the engine was idle for 8.55 of 9.05 s"
     )
     assert names(found) == ["read_workers", "read_ahead"]
     assert (found.suggestions[0].present, found.suggestions[0].new) == (2, 4)
     assert "with 2 threads on 8 cores" in found.suggestions[0].evidence
     assert found.suggestions[0].at_most_s == pytest.approx(found.bounds[0].gain_s / 2)
-    assert "GPU use of 5 %: computing took " in str(found)
+    assert "GPU load of 5 %: computing took " in str(found)
 
 
 def test_low_gpu_use_is_right_where_the_disk_gives_no_more():
@@ -327,9 +332,11 @@ def test_low_gpu_use_is_right_where_the_disk_gives_no_more():
     found = analyse(disk_bound(16), summary=cold)
     assert (found.limiting, found.suggestions) == ("read", ())
     assert found.gpu.startswith(
-        "GPU use of 5 %: computing took 0.50 of 10.12 s, read is the limit, and a GPU that took no time would save at most "
+        "GPU load of 5 %: computing took 0.50 of 10.12 s. The limiting stage is read; an infinitely fast GPU would save at most "
     )
-    assert found.nothing.startswith("No setting to change: the records show none that would shorten read")
+    assert found.no_suggestion.startswith(
+        "Nothing to change: the measurements show no setting that would shorten read"
+    )
 
 
 def cpu_bound(n_workers: int) -> Timeline:
@@ -358,7 +365,7 @@ def test_cpu_bound():
 def test_cpu_bound_with_all_cores_at_work_has_nothing_to_change():
     found = analyse(cpu_bound(4))
     assert (found.limiting, found.suggestions) == ("compute", ())
-    assert "shorten compute on 4 usable cores" in found.nothing
+    assert "shorten compute on 4 usable cores" in found.no_suggestion
 
 
 def test_no_more_threads_where_the_cores_are_busy_or_too_many_already():
@@ -382,7 +389,7 @@ def bus_bound() -> Timeline:
 def test_bus_bound():
     found = analyse(bus_bound(), summary=summary_of())
     assert (found.limiting, found.suggestions) == ("copy_in", ())
-    assert "GPU use of 10 %" in found.gpu
+    assert "GPU load of 10 %" in found.gpu
 
 
 def test_write_bound():
@@ -413,7 +420,7 @@ def test_start_up_bound():
     assert (found.limiting, found.bounds[0].gain_s) == ("start_up", pytest.approx(8))
     assert any(line.startswith("START UP BOTTLENECK: ") for line in found.findings)
     assert found.suggestions == ()
-    assert "start-up (3.00 s of it imports) is paid once in a run" in found.nothing
+    assert "start-up (3.00 s of it imports) occurs once in a run" in found.no_suggestion
 
 
 def starved() -> Timeline:
@@ -482,7 +489,7 @@ def test_resampling_and_decoding_are_limits_of_their_own(tmp_path):
             ("mode", "stream", "memmap"),
         ]
         assert (
-            "of 1,280 recordings 1,280 were decoded and 1,280 were resampled. A cache file keeps them"
+            "of 1,280 recordings 1,280 were decoded and 1,280 were resampled. A cache file stores the engine"
             in found.suggestions[1].evidence
         )
     assert names(analyse(mixed_rates("resample", n_resampled=60))) == [
@@ -494,7 +501,7 @@ def test_resampling_and_decoding_are_limits_of_their_own(tmp_path):
     assert names(found) == ["mode"]
     held = mixed_rates("decode", 8)
     held.meta["mode"] = "memmap"
-    assert analyse(held).nothing.startswith("No setting to change: ")
+    assert analyse(held).no_suggestion.startswith("Nothing to change: ")
 
 
 def test_copying_from_memory_is_no_fault_of_the_bus():
@@ -515,7 +522,9 @@ def test_publishing_and_checking():
     after = [Span("read", "worker-0", 0, 1, "T"), Span("publish", "publisher-0", 1, 5, "T")]
     assert analyse(made(CPU, *after), summary=summary_of()).findings[0].startswith("PUBLISH BOTTLENECK")
     found = analyse(made(CPU, *after, Span("sync", "publisher-0", 5, 15, "T")), summary=summary_of())
-    assert found.findings == ("SYNC BOTTLENECK: 10.00 of 15.00 s (67 %) would go without it (limit 25 %).",)
+    assert found.findings == (
+        "SYNC BOTTLENECK: 10.00 of 15.00 s (67 %) would be saved without it (threshold 25 %).",
+    )
     assert found.suggestions == ()
 
 
@@ -528,7 +537,7 @@ def test_a_balanced_run_has_nothing_to_change():
     found = analyse(made(CPU, *spans))
     assert found.bounds[0].share < BOTTLENECK_SHARE
     assert (found.findings, found.suggestions) == ((), ())
-    assert found.nothing.startswith("Nothing to change: no stage reaches 25 %")
+    assert found.no_suggestion.startswith("Nothing to change: no stage reaches the threshold of 25 %")
 
 
 # ---- what is never said
@@ -587,11 +596,12 @@ def test_advice_is_possible_on_the_machine_it_is_for():
                         **{k: v for k, v in workers.items() if v},
                     )
                     found = analyse(timeline, summary=body)
-                    assert len(found.suggestions) <= MOST_SUGGESTIONS
+                    assert len(found.suggestions) <= MAX_SUGGESTIONS
                     assert len(set(names(found))) == len(found.suggestions)
-                    assert bool(found.nothing) is not bool(found.suggestions)
+                    assert bool(found.no_suggestion) is not bool(found.suggestions)
                     for s in found.suggestions:
                         seen.add(s.parameter)
+                        assert s.parameter not in FEATURES, "features decide the content of a data set"
                         assert s.present != s.new
                         assert s.evidence[0].isupper() or s.evidence[0].isdigit()
                         assert any(c.isdigit() for c in s.evidence)
@@ -613,7 +623,7 @@ def test_advice_is_possible_on_the_machine_it_is_for():
 
 
 @pytest.mark.parametrize("timeline", [Timeline(), made(CPU), made(GPU, Span("read", "reader-0", 1, 1, "T"))])
-def test_hardly_anything_is_judged_as_that(timeline):
+def test_analysis_of_an_almost_empty_timeline(timeline):
     text = analysis_text(timeline)
     assert text.startswith("PERFORMANCE ANALYSIS")
     assert "BOTTLENECK" not in text
@@ -637,39 +647,88 @@ def shorter(timeline: Timeline, factor: float) -> Timeline:
         lambda: with_work_ahead(),
     ],
 )
-def test_of_milliseconds_no_share_is_told(make):
+def test_a_run_of_milliseconds_is_not_analysed(make):
     "A run of 10 s in which every figure means something, and the same in some milliseconds."
     told = analyse(make(), summary=summary_of())
     assert told.limiting is not None
     for found in analyse_run(shorter(make(), 1000), [summary_of()]):
-        assert 0 < found.wall_s < LEAST_TOLD_S
+        assert 0 < found.wall_s < MIN_ANALYSED_S
         assert (found.limiting, found.findings, found.suggestions, found.gpu) == (None, (), (), "")
         assert str(found).splitlines()[1:] == [
-            f"  Too short to say where the time went: {found.wall_s:.3f} s (shares of less than 0.1 s are chance)."
+            f"  The run of {found.wall_s:.3f} s is too short for an analysis: it needs at least 0.1 s."
         ]
     text = report_text(shorter(make(), 1000), title="T", found=1, rows=1, rejected=0, seconds=0.02)
-    assert text.count("Too short to say where the time went") == 1
+    assert text.count("is too short for an analysis") == 1
     as_long = shorter(shorter(make(), 1000), 0.001)
     assert str(analyse(as_long, summary=summary_of())) == str(told)
 
 
-def test_an_engine_of_milliseconds_in_a_longer_run_is_not_said_to_have_stood_idle():
+def test_idle_time_of_an_engine_of_milliseconds_is_not_reported():
     timeline = shorter(starved(), 1000)
     timeline.spans.append(Span("publish", "publisher-0", 0.01, 3, "T"))
-    assert engine_idle(timeline)[1] < LEAST_TOLD_S
+    assert engine_idle(timeline)[1] < MIN_ANALYSED_S
     found = analyse(timeline)
     assert [line.split(":")[0] for line in found.findings] == ["PUBLISH BOTTLENECK"]
     assert "idle" not in str(found)
     assert "slots" not in names(found)
 
 
-def test_the_run_and_each_split_are_judged():
+def test_the_run_and_each_split_are_analysed():
     timeline = with_work_ahead()
     found = analyse_run(timeline, [summary_of(span_name="B", with_waveforms=True)])
     assert [a.title for a in found] == ["the whole run", "A", "B"]
     text = analysis_text(timeline)
     assert text.count("PERFORMANCE ANALYSIS") == 3
     assert text.count("exclusive time: ") == 3
+
+
+# ---- how much of it is printed
+
+
+def longer(timeline: Timeline, factor: float) -> Timeline:
+    "The same run, so many times as long."
+    return shorter(timeline, 1 / factor)
+
+
+def test_a_build_of_less_than_ten_seconds_gets_three_lines():
+    summaries = [summary_of(found=800, kept_files=0, read_workers=2)]
+    timeline = shorter(disk_bound(), 10)
+    timeline.spans.append(Span("start_up", "imports", 0.0, 0.05, ""))
+    assert is_short_run(timeline)
+    lines = analysis_text(timeline, summaries, analysis="auto", switch="--analysis full").splitlines()
+    assert len(lines) == 3
+    assert [line.split(":")[0] for line in lines] == ["Performance", "Limiting stage", "Suggestion"]
+    assert "(800 files)" in lines[0]
+    assert lines[0].endswith("--analysis full")
+    full = analysis_text(timeline, summaries, analysis="full")
+    assert full.count("PERFORMANCE ANALYSIS") == 2
+    assert analysis_text(timeline, summaries) == full
+    assert analysis_text(timeline, summaries, analysis="none") == ""
+    long = longer(disk_bound(), 2)
+    assert not is_short_run(long)
+    assert analysis_text(long, summaries, analysis="auto") == analysis_text(long, summaries)
+
+
+def test_imports_are_no_part_of_the_ten_seconds():
+    timeline = made(CPU, Span("start_up", "imports", 0, 9), Span("read", "worker-0", 9, 12, "T"))
+    assert is_short_run(timeline)
+    assert analysis_text(timeline, analysis="auto").startswith("Performance: 3.00 s.")
+
+
+def test_a_short_analysis_without_a_suggestion_or_without_time():
+    even = made(CPU, *(Span(s, f"{s}-0", 0, 4, "T") for s in ("read", "compute", "write")))
+    assert analysis_text(even, analysis="auto").splitlines()[-1] == "Nothing to change."
+    brief = analysis_text(shorter(disk_bound(), 1000), analysis="auto").splitlines()
+    assert len(brief) == 2
+    assert "is too short for an analysis" in brief[1]
+    assert analysis_text(Timeline(), analysis="auto").splitlines()[1:] == ["No span was recorded."]
+
+
+def test_an_unknown_analysis_is_an_error():
+    assert ANALYSES == plan.ANALYSES
+    with pytest.raises(UsageError) as caught:
+        analysis_text(disk_bound(), analysis="much")
+    assert caught.value.code == "out-of-range"
 
 
 # ---- real builds with a slow part
@@ -731,7 +790,7 @@ def test_a_slow_part_of_a_real_build_is_named(demo, tmp_path, monkeypatch, stage
 # ---- what a build writes down
 
 
-def test_the_timeline_alone_is_judged_as_with_the_report(demo, tmp_path):
+def test_the_timeline_alone_gives_the_same_analysis_as_with_the_report(demo, tmp_path):
     "Settings, spec, mode and engine stand beside the times."
     config = PipelineConfig(
         files_per_batch=8,

@@ -27,7 +27,7 @@ from leakmel.dataset.file.spec_file import MOST_BYTES, requested_spec, read_spec
 from leakmel.insight.data_plots import recording_spectra
 from leakmel.insight.explore import (
     Explorer,
-    Selection,
+    SegmentSelection,
     explore_kinds,
     as_float,
     bin_levels_db,
@@ -35,10 +35,10 @@ from leakmel.insight.explore import (
     envelope,
     mel_columns,
     recording_figure,
-    sound_of,
+    playback_wav,
 )
-from leakmel.insight.explore_data import Choice, SplitAudio, recordings_of_scan
-from leakmel.insight.explore_view import ExploreView, Line, is_watched, open_explorer
+from leakmel.insight.explore_data import RecordingFilter, SplitAudio, recordings_of_scan
+from leakmel.insight.explore_view import ExploreView, StatusLine, shows_controls, open_explorer
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXED = {"sample_rate": 4096, "duration_s": 10.0}
@@ -81,13 +81,13 @@ def built(data, tmp_path_factory) -> Path:
 
 def test_recordings_are_found_by_what_they_are(recordings):
     for choice, n in (
-        (Choice(), len(recordings)),
-        (Choice(flag="clipped"), 1),
-        (Choice(split="TRAINING", flag="silent"), 1),
+        (RecordingFilter(), len(recordings)),
+        (RecordingFilter(flag="clipped"), 1),
+        (RecordingFilter(split="TRAINING", flag="silent"), 1),
     ):
         assert len(recordings.matching(choice)) == n
     table = recordings.table
-    assert set(table["label"].iloc[recordings.matching(Choice(label="LEAK"))]) == {"LEAK"}
+    assert set(table["label"].iloc[recordings.matching(RecordingFilter(label="LEAK"))]) == {"LEAK"}
     assert recordings.n_left_out == 6  # five that cannot be read, one without a label
     assert {
         "clipped",
@@ -97,32 +97,32 @@ def test_recordings_are_found_by_what_they_are(recordings):
         "identical_channels",
         "other_length",
         "duplicate",
-    } <= set(recordings.words["flag"])
+    } <= set(recordings.value_counts["flag"])
     for name, word in (("label", "LEEK"), ("flag", "loud"), ("split", "training")):
         with pytest.raises(UsageError, match=f"no recording has this {name}"):
-            recordings.matching(Choice(**{name: word}))
+            recordings.matching(RecordingFilter(**{name: word}))
 
 
-def test_words_chosen_before_give_way_and_it_is_said(state):
-    assert state.choose(flag="silent")
-    assert state.choose(label="NOLEAK")
-    assert (state.choice, state.note) == (
-        Choice(label="NOLEAK"),
-        "None of them has flag silent, which was dropped.",
+def test_a_new_filter_value_removes_older_ones_and_reports_it(state):
+    assert state.filter_recordings(flag="silent")
+    assert state.filter_recordings(label="NOLEAK")
+    assert (state.filter, state.note) == (
+        RecordingFilter(label="NOLEAK"),
+        "No matching recording has flag silent: this filter was removed.",
     )
-    assert not state.choose(sensor="none")
-    assert "no recording has this sensor" in state.refused
-    assert state.choice == Choice(label="NOLEAK")
+    assert not state.filter_recordings(sensor="none")
+    assert "no recording has this sensor" in state.error
+    assert state.filter == RecordingFilter(label="NOLEAK")
 
 
 def test_the_next_after_the_last_is_the_first_and_a_choice_keeps_the_recording(state):
-    state.go(-1)
-    assert state.place == len(state.matching) - 1
+    state.go_to(-1)
+    assert state.position == len(state.matching) - 1
     row = state.row
-    state.go(state.place + 1)
-    assert state.place == 0
-    state.go(len(state.matching) - 1)
-    assert state.choose(label=state.recording.label)
+    state.go_to(state.position + 1)
+    assert state.position == 0
+    state.go_to(len(state.matching) - 1)
+    assert state.filter_recordings(label=state.recording.label)
     assert state.row == row
 
 
@@ -130,11 +130,11 @@ def test_the_next_after_the_last_is_the_first_and_a_choice_keeps_the_recording(s
 
 
 def test_mels_are_those_of_log_mel_and_of_a_build(state, built):
-    state.set(preset="overlap", n_mels=24)
+    state.change_spec(preset="overlap", n_mels=24)
     with lm.open_dataset(built) as ds:
         for row in (0, 7, len(ds) - 1):
             shown = "TRAINING/" + ds.files["path"][row]
-            state.go(int(np.flatnonzero(state.recordings.table["shown"].iloc[state.matching] == shown)[0]))
+            state.go_to(int(np.flatnonzero(state.recordings.table["shown"].iloc[state.matching] == shown)[0]))
             assert np.array_equal(state.mels, ds[row][0])
             assert state.recording.status == ds.files["status"][row]
     assert np.array_equal(
@@ -151,15 +151,15 @@ def test_a_refused_setting_changes_nothing_and_says_what_to_do(state):
         ({"preset": "magic"}, "no preset has this name"),
         ({"num_mels": 3}, "no setting num_mels"),
     ):
-        assert not state.set(**change)
-        assert said in state.refused
+        assert not state.change_spec(**change)
+        assert said in state.error
         assert (state.spec, state.changes) == (
             lm.MelSpec.preset("disjoint", **FIXED),
             {"preset": "disjoint@1"},
         )
         assert state.mels is before
-    assert state.set(n_mels=40)
-    assert state.refused == ""
+    assert state.change_spec(n_mels=40)
+    assert state.error == ""
 
 
 def test_only_what_changed_is_computed_again(state):
@@ -168,18 +168,18 @@ def test_only_what_changed_is_computed_again(state):
     state.select(3, 5, 1)
     recording_figure(state)
     assert (state.recording is recording, state.mels is mels) == (True, True)
-    state.set(n_mels=40)
+    state.change_spec(n_mels=40)
     assert (state.recording is recording, state.mels is mels) == (True, False)
-    state.go(state.place + 1)
+    state.go_to(state.position + 1)
     assert state.recording is not recording
 
 
 def test_changes_are_what_differs_from_the_preset(state):
-    state.set(n_fft=256, n_mels=20, power=1.0, f_max_hz=None)
+    state.change_spec(n_fft=256, n_mels=20, power=1.0, f_max_hz=None)
     assert state.changes == {"preset": "disjoint@1", "n_fft": 256, "n_mels": 20}
-    state.set(n_fft=512)
+    state.change_spec(n_fft=512)
     assert state.changes == {"preset": "disjoint@1", "n_mels": 20}
-    state.set(preset="overlap")
+    state.change_spec(preset="overlap")
     assert state.changes == {"preset": "overlap@1"}
 
 
@@ -192,7 +192,12 @@ def test_frames_of_chosen_segments_come_once_and_in_time():
     mels = (
         spec.grid.frame_starts[:, :, None, :].repeat(spec.n_mels, 2).astype(np.float32)
     )  # each frame says where it begins
-    for selection in (Selection(), Selection(5, 9), Selection(5, 6, 2), Selection(n_long - 1, None, 0)):
+    for selection in (
+        SegmentSelection(),
+        SegmentSelection(5, 9),
+        SegmentSelection(5, 6, 2),
+        SegmentSelection(n_long - 1, None, 0),
+    ):
         times, picture, each = mel_columns(mels, spec, selection)
         s = selection.fitted(spec)
         own = {
@@ -212,7 +217,7 @@ def test_frames_of_chosen_segments_come_once_and_in_time():
 
 def test_borders_and_envelope():
     spec = lm.MelSpec.preset("overlap")
-    long, short = borders(spec, Selection(2, 4))
+    long, short = borders(spec, SegmentSelection(2, 4))
     assert long.tolist() == [1024, 1536, 2048, 2560]
     assert short.tolist() == [1280, 1792, 2304]
     rng = np.random.default_rng(0)
@@ -224,32 +229,32 @@ def test_borders_and_envelope():
 
 
 def test_the_figure_has_units_a_finding_and_few_points(state):
-    state.choose(split="TRAINING", flag="clipped")
-    state.set(n_fft=64, hop_length=16, n_mels=8)
+    state.filter_recordings(split="TRAINING", flag="clipped")
+    state.change_spec(n_fft=64, hop_length=16, n_mels=8)
     figure = recording_figure(state)
     assert "re full scale, loudest at" in figure.layout.title.text
     assert "clipped" in figure.layout.title.subtitle.text
-    assert "a column is the loudest of" in figure.layout.title.subtitle.text.replace("<br>", " ")
+    assert "each column is the maximum of" in figure.layout.title.subtitle.text.replace("<br>", " ")
     assert [
         a.title.text
         for a in (figure.layout.xaxis2, figure.layout.yaxis2, figure.layout.xaxis3, figure.layout.yaxis)
     ] == ["time (s)", "frequency (Hz)", "mean level (dB)", "amplitude"]
     assert max(len(t.x) for t in figure.data) <= 1900
-    levels = bin_levels_db(state.recording.samples, state.spec, Selection())
+    levels = bin_levels_db(state.recording.samples, state.spec, SegmentSelection())
     assert levels.shape == (33,)
-    state.choose(flag="silent")
-    assert recording_figure(state).layout.title.text.endswith(": silent")
+    state.filter_recordings(flag="silent")
+    assert recording_figure(state).layout.title.text.endswith(": the recording is silent")
 
 
 def test_sound_is_the_chosen_part_and_says_when_it_was_raised(state):
-    state.choose(split="TRAINING", label="NOLEAK")
+    state.filter_recordings(split="TRAINING", label="NOLEAK")
     state.select(4, 8)
-    (plain, said), (loud, raised) = (sound_of(state, louder) for louder in (False, True))
+    (plain, said), (loud, raised) = (playback_wav(state, louder) for louder in (False, True))
     for wav in (plain, loud):
         with wave.open(io.BytesIO(wav)) as f:
             assert (f.getframerate(), f.getnframes(), f.getsampwidth()) == (4096, 4096, 2)
-    assert said == "1 s of sound, as loud as recorded"
-    assert "raised by" in raised
+    assert said == "1 s of sound, at the recorded level"
+    assert "amplified by" in raised
     as_recorded = np.frombuffer(plain[44:], np.int16)
     assert np.array_equal(
         as_recorded, np.round(as_float(state.recording.samples[4096:8192]) * 32_767).astype(np.int16)
@@ -284,14 +289,14 @@ def test_a_sample_is_stated_and_even(recordings):
     audio = SplitAudio(recordings, "TRAINING", spec, most=10, engine="cpu")
     whole = list(table["shown"][(table["split"] == "TRAINING") & ~table["silent"]])
     assert [whole.index(r.shown) for r in audio.recordings] == [0, 5, 11, 17, 23, 28, 34, 40, 46, 52]
-    assert "TRAINING: 10 of 53 recordings, evenly spread" in repr(audio.spectra(spec))
+    assert "TRAINING: an even sample of 10 of 53 recordings" in repr(audio.spectra(spec))
 
 
 # ---- spec files ----------------------------------------------------------------------------------------------------
 
 
 def test_a_spec_goes_from_the_page_to_the_build(state, data, tmp_path, capsys):
-    state.set(preset="overlap", n_mels=24, n_fft=256)
+    state.change_spec(preset="overlap", n_mels=24, n_fft=256)
     path = tmp_path / "spec.json"
     assert state.write(path) == read_spec(path)
     body = json.loads(path.read_text())
@@ -507,7 +512,9 @@ def test_rows_that_are_built_with_a_data_set_are_like_its_rows(
     )
 
 
-def test_settings_beside_a_data_set_win_and_another_preset_is_refused(twelve, tmp_path, capsys):
+def test_given_settings_take_precedence_over_a_data_set_and_another_preset_is_an_error(
+    twelve, tmp_path, capsys
+):
     lm.build_all(
         twelve, out_dir=tmp_path, spec=lm.MelSpec.preset("disjoint", n_mels=32), progress="none", check=0
     )
@@ -544,7 +551,7 @@ def test_settings_beside_a_data_set_win_and_another_preset_is_refused(twelve, tm
         assert ds.spec.n_mels == 32
 
 
-def test_files_that_hold_no_spec_are_refused_in_one_line_and_nobody_waits_for_them(twelve, tmp_path, capsys):
+def test_a_file_without_a_spec_is_an_error_on_one_line(twelve, tmp_path, capsys):
     whole = lm.build(twelve, split="testing", out=tmp_path / "whole.h5", progress="none", check=0).path
     with h5py.File(tmp_path / "other.h5", "w") as f:
         f["x"] = np.arange(3)
@@ -625,7 +632,7 @@ def test_writing_takes_no_other_files_place(tmp_path):
     assert [(tmp_path / n).read_text() for n in ("mine.json", "aim.json")] == ['{"mine": 1}', "kept"]
 
 
-def test_a_file_that_was_asked_for_and_nothing_besides(tmp_path):
+def test_only_the_requested_file_is_written(tmp_path):
     write_spec(tmp_path / "a.json", {"preset": "overlap", "mel_norm": None})
     changes, said = requested_spec(tmp_path / "a.json", "overlap@1", {})
     assert changes == {"preset": "overlap@1", "mel_norm": None}
@@ -660,7 +667,7 @@ def test_the_first_choice_and_spec_come_from_parameters(data, built, tmp_path):
         assert state.spec == lm.MelSpec.preset("overlap", n_mels=24, **FIXED)
     with pytest.raises(UsageError, match="expected LEAK, NOLEAK"):
         open_explorer(given(data, label="LEEK"), progress="none")
-    with pytest.raises(UsageError, match="no recording is label NOLEAK, flag clipped"):
+    with pytest.raises(UsageError, match="no recording matches the filter; found label NOLEAK, flag clipped"):
         open_explorer(given(data, label="NOLEAK", flag="clipped"), progress="none")
 
 
@@ -674,14 +681,14 @@ class Shown:
         self.values.append(value)
 
 
-def test_a_view_draws_what_changed_and_says_what_was_not_taken(data, tmp_path):
+def test_a_view_redraws_changes_and_reports_rejected_ones(data, tmp_path):
     view = ExploreView(
         open_explorer(given(data, split="training"), progress="none"),
         controls=False,
         write_to=str(tmp_path / "spec.json"),
     )
     names = ("line", "figure", "sound", "split_line", "split_figure", "written")
-    view.places = shown = {name: Shown() for name in names}  # type: ignore[assignment]
+    view.outputs = shown = {name: Shown() for name in names}  # type: ignore[assignment]
 
     def counts() -> list[int]:
         return [len(shown[n].values) for n in ("figure", "sound", "split_figure")]
@@ -689,14 +696,14 @@ def test_a_view_draws_what_changed_and_says_what_was_not_taken(data, tmp_path):
     view.draw()
     view.recompute()
     assert counts() == [1, 1, 1]
-    view.state.set(n_mels=256)
+    view.state.change_spec(n_mels=256)
     view.draw()
     assert counts() == [1, 1, 1]
-    assert "Not taken:</b> mel band 0" in shown["line"].values[-1]._repr_html_()
-    view.state.set(n_mels=40)
+    assert "Rejected:</b> mel band 0" in shown["line"].values[-1]._repr_html_()
+    view.state.change_spec(n_mels=40)
     view.draw()
     assert counts() == [2, 1, 1]  # the sound stays
-    assert "another spec" in repr(shown["split_line"].values[-1])
+    assert "has changed since" in repr(shown["split_line"].values[-1])
     view.follows = True
     view.draw()
     assert counts() == [2, 1, 2]
@@ -706,36 +713,36 @@ def test_a_view_draws_what_changed_and_says_what_was_not_taken(data, tmp_path):
     assert "--spec" in repr(shown["written"].values[-1])
     view.draw()
     assert "Written" in repr(shown["written"].values[-1])  # as long as it is true
-    view.state.set(n_mels=41)
+    view.state.change_spec(n_mels=41)
     view.draw()
-    assert "Not written: preset disjoint@1 with n_mels 41" in repr(shown["written"].values[-1])
+    assert "Not written yet: preset disjoint@1 with n_mels 41" in repr(shown["written"].values[-1])
     view.close()
 
 
-def test_a_recording_that_is_gone_is_a_sentence(tmp_path):
+def test_a_removed_recording_is_reported(tmp_path):
     write_demo(tmp_path / "demo", n_files=12)
     view = ExploreView(open_explorer(given(tmp_path / "demo"), progress="none"), controls=False)
-    view.places = shown = {name: Shown() for name in ("line", "figure", "sound")}  # type: ignore[assignment]
+    view.outputs = shown = {name: Shown() for name in ("line", "figure", "sound")}  # type: ignore[assignment]
     for path in (tmp_path / "demo").rglob("*.wav"):
         path.unlink()
     view.draw()
-    assert (shown["figure"].values, "Not taken:" in shown["line"].values[-1]._repr_html_()) == ([], True)
+    assert (shown["figure"].values, "Rejected:" in shown["line"].values[-1]._repr_html_()) == ([], True)
     view.close()
 
 
 def test_lines_are_plain_text_and_safe_html():
-    line = Line("a <b> & c", "no <script>")
+    line = StatusLine("a <b> & c", "no <script>")
     assert "<script>" not in line._repr_html_()
     assert "<b> &" not in line._repr_html_()
-    assert repr(line) == "not taken: no <script> (still: a <b> & c)"
+    assert repr(line) == "Rejected: no <script> (unchanged: a <b> & c)"
 
 
 def test_sliders_are_for_those_who_watch(monkeypatch):
     for name in ("JPY_SESSION_NAME", "VSCODE_PID"):
         monkeypatch.delenv(name, raising=False)
-    assert not is_watched(None)
+    assert not shows_controls(None)
     monkeypatch.setenv("JPY_SESSION_NAME", "x.ipynb")
-    assert (is_watched(None), is_watched(False)) == (True, False)
+    assert (shows_controls(None), shows_controls(False)) == (True, False)
 
 
 # ---- the notebook --------------------------------------------------------------------------------------------------
@@ -767,7 +774,7 @@ def test_under_papermill_the_first_state_is_complete(data, tmp_path):
     assert recording.startswith("LEAK, sensor H101: ")
     assert "louder than" in split
     assert "Recording 1 of 1 (split TRAINING, flag clipped)" in run.text
-    assert "TRAINING: 20 of 53 recordings, evenly spread" in run.text
+    assert "TRAINING: an even sample of 20 of 53 recordings" in run.text
     assert "<audio" in run.text
     assert not any("widget" in kind for o in run.outputs for kind in o.get("data", {}))
     assert "widgets" not in nbformat.read(run.notebook, as_version=4).metadata

@@ -8,7 +8,7 @@ import pytest
 from leakmel.core.errors import DataError
 from leakmel.core.timeline import STAGES, Gauge, Span, Timeline
 from leakmel.insight.diagnose import (
-    bounds,
+    amdahl_bounds,
     limit_text,
     QueueStat,
     attribute,
@@ -91,7 +91,7 @@ def test_read_bound_run():
     ]
     shares = attribute(timeline_of(*spans), "T")
     assert shares == pytest.approx({"read": 9.0, "compute": 1.0, "wait": 0.0})
-    assert limit_text(bounds(timeline_of(*spans), "T")).startswith("The limiting stage is read: ")
+    assert limit_text(amdahl_bounds(timeline_of(*spans), "T")).startswith("The limiting stage is read: ")
 
 
 def test_compute_bound_run_with_reads_hidden_behind_it():
@@ -112,7 +112,9 @@ def test_all_lanes_parallel_share_equally():
 def test_gaps_are_wait():
     timeline = timeline_of(Span("read", "a", 1, 2), Span("write", "a", 5, 6))
     assert attribute(timeline) == pytest.approx({"read": 1.0, "write": 1.0, "wait": 3.0})
-    assert limit_text(bounds(timeline)).startswith("The limiting stage is waiting, with no lane at work: ")
+    assert limit_text(amdahl_bounds(timeline)).startswith(
+        "The limiting stage is waiting, with no busy lane: "
+    )
 
 
 def test_a_lane_that_waits_is_not_busy():
@@ -136,10 +138,10 @@ def test_other_splits_do_not_count_but_global_spans_do():
     assert attribute(timeline, "B") == pytest.approx({"compute": 7.0, "wait": 0.0})
 
 
-def test_nothing_recorded_is_nothing_said():
+def test_an_empty_timeline():
     assert attribute(Timeline()) == {}
     assert stage_table(Timeline()) == []
-    assert limit_text(bounds(Timeline())) == "No span was recorded."
+    assert limit_text(amdahl_bounds(Timeline())) == "No span was recorded."
     assert attribute(timeline_of(Span("read", "a", 1, 1))) == {"wait": 0.0}
 
 
@@ -191,7 +193,7 @@ def test_report_names_numbers_and_limiting_stage():
     assert lines[1].startswith("20 files found per second")
     assert any(line.startswith("The limiting stage is compute: ") for line in lines)
     assert "queue.compute: mean 1.00, max 1" in lines
-    assert "1.000 s of the build lie outside of all spans." in lines
+    assert "1.000 s of the build lie outside all spans." in lines
     rows = [line for line in lines if line.startswith(("stage", "read", "compute", "sum"))]
     assert len({len(r) for r in rows}) == 1
     assert text.isprintable() or set(text) - set("\n") <= {c for c in text if c.isprintable()}

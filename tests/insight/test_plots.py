@@ -18,7 +18,7 @@ from leakmel.insight.data_plots import (
     spectrum_by_label,
 )
 from leakmel.insight.plots import level_by_label, mels_by_label
-from leakmel.insight.runs import runs_compared, runs_table
+from leakmel.insight.runs import compare_runs, runs_table
 from leakmel.insight.timeline_plots import batch_timeline, exclusive_bar, utilization
 
 MANY = 100_000
@@ -110,9 +110,9 @@ def test_a_run_of_nothing_or_of_one_span_gives_a_figure_with_a_sentence(figure):
 
 
 @pytest.mark.parametrize(
-    "figure", [f(Timeline()) for f in RUN_FIGURES] + [runs_compared([]), classes_by_split([], [])]
+    "figure", [f(Timeline()) for f in RUN_FIGURES] + [compare_runs([]), classes_by_split([], [])]
 )
-def test_a_sentence_stands_without_axes(figure):
+def test_a_title_alone_has_no_axes(figure):
     assert figure.layout.xaxis.visible is False
     assert figure.layout.yaxis.visible is False
     assert runs_table([]).startswith("run")
@@ -191,11 +191,11 @@ def test_no_recording_is_lost_where_sensors_are_many():
 @pytest.mark.parametrize(
     ("sensors", "labels", "said"),
     [
-        ("aabb", "XYXY", "2 sensors, none with one label only or in more than one split"),
+        ("aabb", "XYXY", "Each of the 2 sensors has several labels and is in one split"),
         ("aabb", "AAAB", "1 of 2 sensors have one label only"),
         ("abab", "XYYX", "2 of 2 sensors are in more than one split"),
         ("abab", "XYXY", "2 of 2 sensors have one label only and 2 of 2 sensors are in more than one split"),
-        ("aaaa", "XYXY", "All 4 recordings are of one sensor, a"),
+        ("aaaa", "XYXY", "All 4 recordings come from one sensor, a"),
     ],
 )
 def test_sensors_that_give_the_label_away_are_counted(sensors, labels, said):
@@ -212,11 +212,11 @@ def test_sensors_that_give_the_label_away_are_counted(sensors, labels, said):
     [
         ("TTUU", "XYXY", "X is 50 % of every split"),
         ("TTUU", "AAAB", "A is 50 % of U and 100 % of T"),
-        ("TT", "XX", "All 2 recordings are X: there is nothing to tell apart"),
+        ("TT", "XX", "All 2 recordings have the label X"),
         ("TTT", "XXY", "X is 67 % of the recordings"),
     ],
 )
-def test_the_mix_of_classes_is_said(splits, labels, said):
+def test_the_title_reports_the_class_balance(splits, labels, said):
     assert classes_by_split(list(splits), list(labels)).layout.title.text.replace("<br>", " ") == said
 
 
@@ -239,12 +239,12 @@ def test_the_spread_holds_eight_in_ten():
     np.testing.assert_allclose(values(shade, "y"), [10, 10, 90, 90])
 
 
-def test_more_labels_than_lines_are_said():
+def test_hidden_labels_are_reported():
     n = MOST_LABELS + 4
     figure = spectrum_by_label(np.zeros((n, 2)), [f"L{i:02}" for i in range(n)], [1, 2])
     assert len(figure.data) == MOST_LABELS
     assert f"{MOST_LABELS} largest of {n} labels" in figure.layout.title.subtitle.text.replace("<br>", " ")
-    with pytest.raises(DataError, match="spectra of another shape"):
+    with pytest.raises(DataError, match="spectra do not match"):
         spectrum_by_label(np.zeros((2, 2)), ["A"], [1, 2])
 
 

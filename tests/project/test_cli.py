@@ -632,4 +632,7 @@ def test_a_terminal_of_80_columns(data, tmp_path):
     words = " ".join(said.split())
     assert "one build reads each recording once" in words, "no word is cut"
     assert "9 rows + 1 rejected = 10 files found" in words
-    assert "PERFORMANCE ANALYSIS" in words
+    assert "Performance: " in words
+    assert "PERFORMANCE ANALYSIS" not in words
+    status, full = on_terminal(80, "build", data, "--out", tmp_path / "y.h5", "--analysis", "full")
+    assert (status, "PERFORMANCE ANALYSIS" in full) == (0, True)

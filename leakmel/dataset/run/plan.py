@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "ANALYSES",
     "DEMO_FILES",
     "build_kinds",
     "spec_changes",
@@ -38,8 +39,10 @@ from ..source.loader import percent
 from ...mel.engines import open_engine
 from ...mel.spec import MelSpec
 
-
 # %% ../../../nbs/dataset/run/plan.ipynb #229c48d3
+ANALYSES = ("auto", "full", "none")  # values of the parameter `analysis` of build.ipynb
+
+
 def build_kinds() -> Kinds:
     "Return the names and types of the parameters of build.ipynb."
     own: Kinds = {
@@ -56,6 +59,7 @@ def build_kinds() -> Kinds:
         "with_waveforms": (bool,),
         "tuned": (bool,),
         "fresh": (bool,),
+        "analysis": (str,),
     }
     spec = {name: (*kinds, None) for name, kinds in field_kinds(MelSpec).items() if name != "preset_name"}
     return own | spec | field_kinds(PipelineConfig)
@@ -193,6 +197,13 @@ def plan_run(
 ) -> RunPlan:  # raises LeakmelError for all that is wrong before the work
     "Find the data, resolve the spec, open the engine once, and choose the results folder."
     p = parameters
+    if p.get("analysis") not in (None, *ANALYSES):
+        raise UsageError(
+            "the parameter analysis has an unknown value",
+            code="out-of-range",
+            found=repr(p["analysis"]),
+            expected=", ".join(ANALYSES),
+        )
     root, note = find_data(p["data_root"], progress=progress)
     named_by = {"table": p["table"], "pattern": p["pattern"]}
     note += "".join(f"; names by {what} {show_path(v)}" for what, v in named_by.items() if v is not None)
