@@ -598,6 +598,7 @@ def test_help_has_every_field_that_it_should(say: Say, monkeypatch: pytest.Monke
 
     own = {
         "help",
+        "help-all",
         "json",
         "quiet",
         "out",
@@ -608,7 +609,7 @@ def test_help_has_every_field_that_it_should(say: Say, monkeypatch: pytest.Monke
         "judged-by",
         "validation",
     }
-    status, text, _ = say("retrain", "--help")
+    status, text, _ = say("retrain", "--help-all")
     assert status == 0
     of_round = {"champion", "replay", "testing", "also", "human-labels", "resume"}
     assert options_in(text) == own | of_round | names(RoundRules) | names(CheckpointSettings) | (
@@ -623,7 +624,7 @@ def test_help_has_every_field_that_it_should(say: Say, monkeypatch: pytest.Monke
     assert not any(defaults[name] for name in names(TrainSettings) - OF_NET - {"seed"}), (
         "they are the champion's"
     )
-    status, text, _ = say("evaluate", "--help")
+    status, text, _ = say("evaluate", "--help-all")
     assert status == 0
     assert options_in(text) == own | {
         "model",

@@ -435,7 +435,7 @@ def test_what_changes_the_work_of_a_build_can_be_given_to_tune(capsys):
     }
     for command in ("build", "tune"):
         with pytest.raises(SystemExit):
-            main([command, "--help"])
+            main([command, "--help-all"])
         assert {
             name.replace("-", "_")
             for name in re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.MULTILINE)
