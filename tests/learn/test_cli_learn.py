@@ -657,7 +657,7 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
 @pytest.mark.parametrize(
     ("status", "said", "words"),
     [
-        (2, "--figures needs a folder; expected --out DIR", "SETS --model RUN --figures"),
+        (2, "The option --figures needs a folder for the page; expected --out DIR", "SETS --model RUN --figures"),
         (
             2,
             "no such rule for the vote; found 'best'; expected mean, long_vote",
@@ -727,11 +727,11 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
         (2, "no champion to begin with", ""),
         (
             2,
-            "a further test set needs a name; found '/.*'; expected --also NAME=FILE",
+            "The option --also needs the name of the test set; found '/.*'; expected --also NAME=FILE",
             "--champion RUN --also FAR",
         ),
-        (2, "a further test set needs a name; found 'far='", "--champion RUN --also far="),
-        (2, "a further test set needs a name; found '=/", "--champion RUN --also =FAR"),
+        (2, "The option --also needs the name of the test set; found 'far='", "--champion RUN --also far="),
+        (2, "The option --also needs the name of the test set; found '=/", "--champion RUN --also =FAR"),
         (2, "a test set has two names; found 'testing'", "--champion RUN --also testing=FAR"),
         (2, "epochs is out of range; found 0", "--champion RUN --epochs 0"),
         (2, "unknown option --channels", "--champion RUN --channels 4,8"),

@@ -173,7 +173,7 @@ def test_only_who_is_right_gets_figures(tmp_path):
     assert "labels" in entries["labels"]["why"]
     assert "segments_mel is float16" in entries["shape"]["why"]
     assert "no HDF5 file" in entries["nothing"]["why"]
-    assert "ended with status 1" in entries["crash"]["why"]
+    assert "failed with exit status 1" in entries["crash"]["why"]
     assert "ValueError: it broke in the middle" in entries["crash"]["why"]
     assert "frobnicate" in entries["missing"]["why"]
     right = entries["right"]

@@ -347,11 +347,11 @@ def test_what_matters_least_is_left_out_and_named(tmp_path):
         f"{p.group}: {p.name}" for p in parts[len(asked) :]
     }
     reasons = {x["what"]: x["why"] for x in figures["not_measured"]}
-    assert reasons["builds: B, torch"] == "no time was left for more than 1 of its rounds"
-    assert reasons["varied: cold"] == "no time was left"
+    assert reasons["builds: B, torch"] == "the time budget was used up after 1 of its rounds"
+    assert reasons["varied: cold"] == "the time budget was used up"
     assert figures["builds"]["B, torch"]["rounds"] == 1
     assert figures["finished"]
-    assert "not measured: varied: cold (no time was left)" in gpu_table(figures)
+    assert "not measured: varied: cold (the time budget was used up)" in gpu_table(figures)
     assert figures["seconds"] <= 14
 
 

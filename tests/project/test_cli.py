@@ -600,7 +600,7 @@ def test_bench_asks_for_its_folders_before_it_measures(tmp_path, say, where):
             "6",
         )
         assert status == 1
-        assert f"{wrong}: no folder to write to (Not a directory). Name another one" in err
+        assert f"{wrong}: the folder cannot be written to (Not a directory). Choose another folder" in err
     assert (tmp_path / "file").read_text() == "mine"
     assert not list(tmp_path.rglob("*.wav"))
 
