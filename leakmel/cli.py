@@ -254,31 +254,31 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "demo": (None, "leakmel demo recordings --files 1200"),
     "scan": (None, "leakmel scan recordings --content"),
     "build": (
-        "out split table pattern preset spec sample-rate duration-s n-mels engine device mode check on-bad-file max-rejected fresh",
-        "leakmel build recordings --split all --out mels",
+        "out,split,table,pattern,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,max-rejected,fresh",
+        "leakmel,build,recordings,--split,all,--out,mels",
     ),
     "verify": (None, "leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all"),
     "train": (
-        "out validation testing group leak-label kind epochs batch-size learning-rate early-stop-epochs seed resume device figures",
+        "out,validation,testing,group,leak-label,kind,epochs,batch-size,learning-rate,early-stop-epochs,seed,resume,device,figures",
         "leakmel train mels --out model --epochs 12",
     ),
     "search": (
-        "out validation space trials hours group leak-label kind epochs seed resume device",
+        "out,validation,space,trials,hours,group,leak-label,kind,epochs,seed,resume,device",
         "leakmel search mels --out search --trials 30 --hours 8",
     ),
     "evaluate": (
-        "model out figures training validation votes group judged-by draws seed allow-leaky-split device",
-        "leakmel evaluate mels --model model --out report --figures",
+        "model,out,figures,training,validation,votes,group,judged-by,draws,seed,allow-leaky-split,device",
+        "leakmel,evaluate,mels,--model,model,--out,report,--figures",
     ),
     "predict": (None, "leakmel predict new-recordings --model model --out scores.csv"),
     "retrain": (
-        "out champion replay testing validation also human-labels judged-by replay-share epochs learning-rate resume device",
+        "out,champion,replay,testing,validation,also,human-labels,judged-by,replay-share,epochs,learning-rate,resume,device",
         "leakmel retrain new/TRAINING_DATASET.H5 --out rounds --champion model --replay mels --testing mels",
     ),
     "cache": (None, "leakmel cache clear --unused-days 30"),
     "bench": (None, "leakmel bench work --suite build --files 8000"),
     "tune": (
-        "budget-s work-dir table pattern preset spec sample-rate duration-s engine device",
+        "budget-s,work-dir,table,pattern,preset,spec,sample-rate,duration-s,engine,device",
         "leakmel tune recordings --budget-s 60",
     ),
     "doctor": (None, "leakmel doctor recordings"),
@@ -298,7 +298,7 @@ def placeholder(
     name: str,  # of a setting
     kind: str = "text",  # of its values, as in messages: "whole number", "number", "true or false", "text" ...
 ) -> str:  # "HZ", "SECONDS", "N" ...
-    "Return what stands for the value of an option in the help."
+    "Return the placeholder of an option's value in the help."
     for pattern, word in _PLACEHOLDERS.items():
         if re.search(pattern, name):
             return word
@@ -328,7 +328,7 @@ class CommandParser(argparse.ArgumentParser):
         if self.short is None:
             return self.format_help_all()
         named = {a.option_strings[-1]: a for a in self._actions if a.option_strings}
-        words = ["help", *self.short.split(), "json", "quiet", "help-all"]
+        words = ["help", *self.short.split(","), "json", "quiet", "help-all"]
         options = [named[f"--{word}"] for word in words]
         positional = [a for a in self._actions if not a.option_strings]
         rest = argparse.Action(["options"], "options", nargs=0)  # shown as [options]

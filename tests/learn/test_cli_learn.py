@@ -657,7 +657,11 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
 @pytest.mark.parametrize(
     ("status", "said", "words"),
     [
-        (2, "The option --figures needs a folder for the page; expected --out DIR", "SETS --model RUN --figures"),
+        (
+            2,
+            "The option --figures needs a folder for the page; expected --out DIR",
+            "SETS --model RUN --figures",
+        ),
         (
             2,
             "no such rule for the vote; found 'best'; expected mean, long_vote",
