@@ -216,7 +216,7 @@ def run_bench(args: argparse.Namespace) -> Outcome:
         budget_s=args.budget_s,
         rehearse=args.rehearse,
         commit_id=args.commit,
-        say=_print_error,
+        log=_print_error,
     )
     text = f"{suite_text(args.suite, record)}\nstored as {show_path(path)}"
     return (0 if is_right(record) else 1), record | {"path": show_path(path)}, text
@@ -255,7 +255,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "scan": (None, "leakmel scan recordings --content"),
     "build": (
         "out,split,table,pattern,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,max-rejected,fresh",
-        "leakmel,build,recordings,--split,all,--out,mels",
+        "leakmel build recordings --split all --out mels",
     ),
     "verify": (None, "leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all"),
     "train": (
@@ -268,7 +268,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     ),
     "evaluate": (
         "model,out,figures,training,validation,votes,group,judged-by,draws,seed,allow-leaky-split,device",
-        "leakmel,evaluate,mels,--model,model,--out,report,--figures",
+        "leakmel evaluate mels --model model --out report --figures",
     ),
     "predict": (None, "leakmel predict new-recordings --model model --out scores.csv"),
     "retrain": (

@@ -4,30 +4,30 @@
 
 # %% auto #0
 __all__ = [
-    "Say",
-    "TRIES",
-    "PAUSE_S",
+    "LogLine",
+    "EVICT_TRIES",
+    "EVICT_PAUSE_S",
     "SETTINGS",
     "SUITES",
-    "say_nothing",
+    "log_nothing",
     "ProcessRun",
     "run_leakmel",
     "spread",
     "spreads",
-    "range_words",
+    "range_text",
     "aligned",
-    "rounds_words",
+    "rounds_text",
     "require_rounds",
     "commit",
     "record_head",
     "evict",
     "is_cached",
-    "bring_in",
+    "read_into_cache",
     "work_folder",
-    "total_for",
+    "total_for_training",
     "write_share",
-    "whole_set",
-    "made_set",
+    "synthetic_set_of_size",
+    "synthetic_set",
     "verify_all",
     "bench_build",
     "build_table",
@@ -37,7 +37,7 @@ __all__ = [
     "suite_text",
     "find_records",
     "is_right",
-    "require_right",
+    "require_valid",
 ]
 
 # %% ../../nbs/ops/bench.ipynb #537adf4e
@@ -59,10 +59,10 @@ from ..core.monitor import machine_facts, usable_cores
 from ..core.parameters import answer_unknown
 from ..core.run_plan import runs_folder
 
-Say = Callable[[str], None]  # called with a line of text before and after each step
+LogLine = Callable[[str], None]  # called with a line of text before and after each step
 
 
-def say_nothing(text: str) -> None:
+def log_nothing(text: str) -> None:
     "Ignore a line of text."
 
 
@@ -115,7 +115,7 @@ def spreads(
     return {key: spread([r[key] for r in rounds]) for key in rounds[0]}
 
 
-def range_words(
+def range_text(
     figure: Mapping[str, float],  # of `spread`
 ) -> str:
     "Return the range of a figure as text."
@@ -130,7 +130,7 @@ def aligned(
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
-def rounds_words(
+def rounds_text(
     figures: Mapping[str, Any],  # of a suite
 ) -> str:
     "Return the number of rounds as text."
@@ -170,7 +170,7 @@ def record_head(
 
 
 # %% ../../nbs/ops/bench.ipynb #bf3e13f2
-TRIES, PAUSE_S = 20, 0.02
+EVICT_TRIES, EVICT_PAUSE_S = 20, 0.02
 
 
 def evict(
@@ -186,8 +186,8 @@ def evict(
             remedy="measure with a warm cache only",
         )
     left = list(paths)
-    for i in range(TRIES):
-        time.sleep(PAUSE_S if i and left else 0)
+    for i in range(EVICT_TRIES):
+        time.sleep(EVICT_PAUSE_S if i and left else 0)
         left = [path for path in left if not _is_dropped(path)]
     return len(left)
 
@@ -206,7 +206,7 @@ def is_cached(path: str | os.PathLike) -> bool | None:
         return is_in_cache(f.fileno(), max(0, os.fstat(f.fileno()).st_size - 1))
 
 
-def bring_in(
+def read_into_cache(
     paths: Iterable[str | os.PathLike],
 ) -> None:
     "Read files into the page cache."
@@ -235,7 +235,7 @@ def work_folder(
     return path
 
 
-def total_for(
+def total_for_training(
     n_training: int,  # recordings in the training split
 ) -> int:  # recordings of the smallest synthetic set that has as many
     "Return the size of a synthetic data set by the size of its training split."
@@ -259,10 +259,10 @@ def write_share(
         write_wav(Path(folder) / path, samples)
 
 
-def whole_set(
+def synthetic_set_of_size(
     folder: str | os.PathLike,  # work folder
     n_files: int,  # recordings of all splits
-    say: Say = say_nothing,
+    log: LogLine = log_nothing,
 ) -> Path:  # raises SpaceError
     "Return a synthetic data set in the work folder; an existing one is reused."
     from leakmel.audio.synth import WAV_BYTES
@@ -273,7 +273,7 @@ def whole_set(
         return root
     require_space(root.parent, n_files * WAV_BYTES)
     n_shares = max(1, min(usable_cores(), n_files // 16))
-    say(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB) with {n_shares} processes")
+    log(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB) with {n_shares} processes")
     unfinished = root.with_name(f".{root.name}.{os.getpid()}.partial")
     try:
         with ProcessPoolExecutor(n_shares, get_context("spawn")) as pool:
@@ -287,13 +287,13 @@ def whole_set(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def made_set(
+def synthetic_set(
     folder: str | os.PathLike,  # work folder
     n_files: int,  # recordings of the training split
-    say: Say = say_nothing,
+    log: LogLine = log_nothing,
 ) -> Path:
     "Return a synthetic data set whose training split has at least so many recordings."
-    return whole_set(folder, total_for(n_files), say)
+    return synthetic_set_of_size(folder, total_for_training(n_files), log)
 
 
 # %% ../../nbs/ops/bench.ipynb #435090ce
@@ -346,11 +346,11 @@ def bench_build(
     *,
     n_files: int = 8000,  # recordings of the training split; the set has a third more
     rounds: int = 5,  # counted rounds of each setting
-    say: Say = say_nothing,
+    log: LogLine = log_nothing,
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Measure builds of a synthetic data set with interleaved settings, then verify all rows."
     require_rounds(rounds)
-    root, out = made_set(folder, n_files, say), Path(folder) / "built"
+    root, out = synthetic_set(folder, n_files, log), Path(folder) / "built"
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SETTINGS}
     for i in range(-1, rounds):
         for name, kept in runs.items():
@@ -359,8 +359,8 @@ def bench_build(
                 kept.append(figures)
             when = "warm-up" if i < 0 else f"round {i + 1} of {rounds}"
             rate, cpu_s = figures["files_per_s"], figures["cpu_s"]
-            say(f"{when}: {name}: {rate:,.0f} files/s, {cpu_s:.2f} s of CPU")
-    say("verify: recomputing every row")
+            log(f"{when}: {name}: {rate:,.0f} files/s, {cpu_s:.2f} s of CPU")
+    log("verify: recomputing every row")
     return record_head("build") | {
         "n_files": n_files,
         "rounds": rounds,
@@ -381,9 +381,9 @@ def build_table(
     rows = [["setting", "files/s", "range", "CPU s", "peak MB"]]
     for name, f in figures["figures"].items():
         rate, cpu_s, peak = f["files_per_s"], f["cpu_s"]["median"], f["peak_rss_bytes"]["median"] / 1e6
-        rows.append([name, f"{rate['median']:,.0f}", range_words(rate), f"{cpu_s:.2f}", f"{peak:,.0f}"])
+        rows.append([name, f"{rate['median']:,.0f}", range_text(rate), f"{cpu_s:.2f}", f"{peak:,.0f}"])
     v, m = figures["verified"], figures["machine"]
-    files = f"{figures['n_files']:,} recordings in the training split, {rounds_words(figures)}"
+    files = f"{figures['n_files']:,} recordings in the training split, {rounds_text(figures)}"
     lines = [*aligned(rows), f"{files}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']})"]
     verdict = "all right" if v["all_ok"] else "NOT ALL RIGHT"
     checked = f"{v['checked']:,} of {v['rows']:,} rows recomputed in float64: {verdict}"
@@ -452,7 +452,7 @@ def measure(
     budget_s: float = 420,  # of the suite gpu
     rehearse: bool = False,  # the suite train on a CPU, tiny
     commit_id: str | None = None,  # stored if git is not available
-    say: Say = say_nothing,
+    log: LogLine = log_nothing,
 ) -> tuple[dict[str, Any], Path]:  # the record and its file
     "Run a suite and store its record; raises UsageError for a suite that does not exist."
     _require_suite(suite)
@@ -462,10 +462,10 @@ def measure(
         )
     for place in (folder, out):
         work_folder(place, make=False)
-    given: dict[str, Any] = {"n_files": n_files, "rounds": rounds, "say": say}
+    given: dict[str, Any] = {"n_files": n_files, "rounds": rounds, "log": log}
     if suite == "gpu":
         given |= {"budget_s": budget_s, "commit_id": commit_id, "keep": partial(store, folder=out)}
-        given["n_files"] = n_files and total_for(n_files)
+        given["n_files"] = n_files and total_for_training(n_files)
     elif suite == "train":
         given |= {"rehearse": rehearse, "commit_id": commit_id}
     module, function, _ = SUITES[suite]
@@ -491,7 +491,7 @@ def find_records(
     folder: str | None = None,  # for synthetic recordings and data sets; None: a temporary one
     out: str
     | None = None,  # of the records; None: a new one below runs/, or runs/benchmarks where nothing is run
-    say: Say = say_nothing,
+    log: LogLine = log_nothing,
     n_files: int | None = None,  # this and the next two: as of `measure`
     rounds: int | None = None,
     budget_s: float = 420,
@@ -504,7 +504,7 @@ def find_records(
     records_folder = Path(out or runs_folder() / default).expanduser()
     if not run:
         return {name: newest(name, records_folder) for name in names}
-    effort: dict[str, Any] = {"n_files": n_files, "rounds": rounds, "budget_s": budget_s, "say": say}
+    effort: dict[str, Any] = {"n_files": n_files, "rounds": rounds, "budget_s": budget_s, "log": log}
     temporary = tempfile.TemporaryDirectory(prefix="leakmel-bench-")
     with temporary if folder is None else nullcontext(folder) as work:
         return {name: measure(name, os.path.expanduser(work), records_folder, **effort)[0] for name in names}
@@ -516,7 +516,7 @@ def is_right(record: Mapping[str, Any]) -> bool:
     return bool(record["ok"] if "ok" in record else record.get("verified", {}).get("all_ok", False))
 
 
-def require_right(
+def require_valid(
     records: Mapping[str, Mapping[str, Any] | None],  # suite -> record
 ) -> str:  # a sentence; raises LeakmelError
     "Return which suites were measured; raise an error if a result is wrong."

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = [
-    "COPIES",
-    "UNKNOWN_S",
+    "COPY_SIZES",
+    "EXPECTED_S",
     "GRACE_S",
     "LONGEST_S",
-    "ENGINES_ASKED",
+    "MEASURED_ENGINES",
     "Part",
     "plan_parts",
     "gather",
@@ -26,8 +26,16 @@ from typing import Any
 
 from ..core.errors import LeakmelError, UsageError
 from ..core.monitor import _version
-from .bench import Say, aligned, range_words, record_head, say_nothing, spread, whole_set
-from .bench_gpu_parts import CONTEST, Worker
+from leakmel.ops.bench import (
+    LogLine,
+    aligned,
+    range_text,
+    record_head,
+    log_nothing,
+    spread,
+    synthetic_set_of_size,
+)
+from .bench_gpu_parts import GEOMETRIES, Worker
 from .doctor_checks import mount_of
 
 
@@ -43,7 +51,7 @@ class Part:
     counted: bool = True  # False: warm-up
 
 
-COPIES = (1 << 20, 8 << 20, 42 << 20, 256 << 20)  # bytes
+COPY_SIZES = (1 << 20, 8 << 20, 42 << 20, 256 << 20)  # bytes
 
 
 def plan_parts(
@@ -52,13 +60,13 @@ def plan_parts(
     tiny: bool = False,  # sizes for tests on a CPU
 ) -> list[Part]:
     "Return all measurements in the order in which they run."
-    pairs = [(name, engine) for name in CONTEST for engine in engines]
+    pairs = [(name, engine) for name in GEOMETRIES for engine in engines]
 
     def each(group: str, counted: bool = True, **request: Any) -> list[Part]:
         return [Part(group, f"{n}, {e}", e, request | {"name": n}, counted) for n, e in pairs]
 
     first, one = engines[0], {"what": "one_build", "name": "A"}
-    copies, window_s, rows = ([1 << 16], 0.005, 4) if tiny else ([*COPIES], 0.1, 400)
+    copies, window_s, rows = ([1 << 16], 0.005, 4) if tiny else ([*COPY_SIZES], 0.1, 400)
     bus = {"what": "copy_alone", "sizes": copies, "window_s": window_s}
     verified = {"what": "verify_built", "sample": rows}
     return [
@@ -73,20 +81,20 @@ def plan_parts(
 
 
 # %% ../../nbs/ops/bench_gpu.ipynb #b29a33b1
-UNKNOWN_S = 12.0  # expected duration of the first measurement of a group
+EXPECTED_S = 12.0  # expected duration of the first measurement of a group
 GRACE_S = 40.0  # time that one measurement may take beyond the budget
 LONGEST_S = 100.0  # time limit of one measurement
 
 
 @dataclass(eq=False)
-class _Run:
+class _SuiteState:
     "State of a run of the suite: workers by engine, and the figures so far."
 
     device: str
     budget_s: float
     clock: Callable[[], float]
-    hire: Callable[[], Any]  # starts a worker
-    say: Say
+    start_worker: Callable[[], Any]  # starts a worker
+    log: LogLine
     figures: dict[str, Any]
     root: str = ""  # of the recordings
     scratch: Path = Path()  # for data sets
@@ -106,7 +114,7 @@ class _Run:
     ) -> dict[str, Any]:
         "Send a request to the worker of an engine."
         limit_s = limit_s or min(LONGEST_S, max(5.0, self.budget_s - self.spent_s + GRACE_S))
-        worker = self.workers.get(engine) or self.workers.setdefault(engine, self.hire())
+        worker = self.workers.get(engine) or self.workers.setdefault(engine, self.start_worker())
         given = {"engine": engine, "device": self.device, "root": self.root, "out": str(self.scratch / out)}
         got = worker.ask(given | request, limit_s)
         if "error" in got:
@@ -115,7 +123,7 @@ class _Run:
 
     def fail(self, what: str, error: str) -> None:
         self.figures["errors"].append({"what": what, "error": error})
-        self.say(f"{self.spent_s:5.0f} s  {what}: {error}")
+        self.log(f"{self.spent_s:5.0f} s  {what}: {error}")
 
     def miss(self, what: str, why: str) -> None:
         self.figures["not_measured"].append({"what": what, "why": why})
@@ -147,7 +155,7 @@ class _Run:
             return
         figures = got["figures"] | {"warnings": got["warnings"]}
         done = f"{figures['files_per_s']:,.0f} files/s" if "files_per_s" in figures else "done"
-        self.say(f"{self.spent_s:5.0f} s  {what}: {done}{'' if part.counted else ' (warm-up)'}")
+        self.log(f"{self.spent_s:5.0f} s  {what}: {done}{'' if part.counted else ' (warm-up)'}")
         n_bytes, n_read = self.figures["set"]["n_bytes"], figures.get("disk_read_bytes") or 0
         if cold and n_read < n_bytes / 2:
             read = f"{n_read / 1e6:,.0f} of {n_bytes / 1e6:,.0f} MB"
@@ -188,10 +196,10 @@ def gather(
 
 
 # %% ../../nbs/ops/bench_gpu.ipynb #9b053c90
-ENGINES_ASKED = ("triton", "torch")  # the most important first
+MEASURED_ENGINES = ("triton", "torch")  # the most important first
 
 
-def _prepare(run: _Run, work: Path, n_files: int, engines: tuple[str, ...], tiny: bool) -> list[str]:
+def _prepare(run: _SuiteState, work: Path, n_files: int, engines: tuple[str, ...], tiny: bool) -> list[str]:
     "Find the device; create the recordings and check the engines at the same time; return the engines that passed."
     got = run.ask("torch", {"what": "card"})
     card = got.get("figures", {"usable": False, "torch": got.get("error")})
@@ -205,12 +213,12 @@ def _prepare(run: _Run, work: Path, n_files: int, engines: tuple[str, ...], tiny
     work.mkdir(parents=True, exist_ok=True)
     run.scratch = Path(tempfile.mkdtemp(prefix="built-", dir=work))
     what = f"parity check of {' and '.join(engines)}, and synthetic recordings (up to a minute)"
-    run.say(f"measuring {card.get('name') or run.device}; {what}")
+    run.log(f"measuring {card.get('name') or run.device}; {what}")
     request, limit_s = {"what": "parity", "tiny": tiny}, 0.6 * run.budget_s + 20
     began = time.perf_counter()
     with ThreadPoolExecutor(1 + len(engines)) as pool:
         asked = {e: pool.submit(run.ask, e, request, limit_s=limit_s) for e in engines}
-        root = pool.submit(whole_set, work, n_files, run.say).result()
+        root = pool.submit(synthetic_set_of_size, work, n_files, run.log).result()
         made_s = time.perf_counter() - began
     run.root = str(root)
     made = {"root": str(root), "n_files": n_files, "seconds": made_s, "filesystem": mount_of(root)[1] or None}
@@ -226,16 +234,16 @@ def bench_gpu(
     rounds: int = 3,  # counted rounds
     budget_s: float = 420,  # time for all of it
     device: str = "cuda:0",  # figures of a device that is no CUDA device count as a rehearsal
-    engines: tuple[str, ...] = ENGINES_ASKED,
+    engines: tuple[str, ...] = MEASURED_ENGINES,
     tiny: bool = False,  # for tests: sizes that a CPU gets through
     plan: Callable[[list[str], int, bool], list[Part]] = plan_parts,
     commit_id: str | None = None,  # where there is no git
-    hire: Callable[[], Any] = Worker,  # starts a worker process
+    start_worker: Callable[[], Any] = Worker,  # starts a worker process
     clock: Callable[[], float] = time.monotonic,
     keep: Callable[[dict[str, Any]], object] = lambda figures: (
         None
     ),  # called with the record after each answer
-    say: Say = say_nothing,
+    log: LogLine = log_nothing,
 ) -> dict[str, Any]:  # the figures, as they are stored; raises UsageError where there is no device
     "Check the parity of the engines on a machine with a GPU, then measure them."
     if rounds < 1 or budget_s <= 0:
@@ -261,13 +269,13 @@ def bench_gpu(
     }
     figures["commit"] = figures["commit"] or commit_id
     figures["machine"] |= {name: _version(name) for name in ("triton", "numba", "nvidia-ml-py")}
-    run = _Run(device, budget_s, clock, hire, say, figures)
+    run = _SuiteState(device, budget_s, clock, start_worker, log, figures)
     try:
         right = _prepare(run, Path(os.path.realpath(folder)), n_files, engines, tiny)
         keep(figures)
         parts = plan(right, rounds, tiny) if right else []
         figures["order"] = list(dict.fromkeys(f"{p.group}: {p.name}" for p in parts))
-        unknown_s = min(UNKNOWN_S, budget_s / 20)
+        unknown_s = min(EXPECTED_S, budget_s / 20)
         while parts and run.spent_s + run.took.get(parts[0].group, unknown_s) <= budget_s:
             run.part(parts.pop(0))
             gather(figures, run.answers)
@@ -318,7 +326,7 @@ def gpu_table(
         with_start = f"{f['files_per_s_with_listing_and_opening']['median']:,.0f}"
         bus = [f"{f['bus']['copying_gb_per_s']:.1f}", "-" if share is None else f"{share:.0%}"]
         cpu_s = f"{f['cpu_s']['median']:.1f}"
-        rows.append([name, f"{rate['median']:,.0f}", range_words(rate), with_start, cpu_s, *bus])
+        rows.append([name, f"{rate['median']:,.0f}", range_text(rate), with_start, cpu_s, *bus])
     lines += aligned(rows)
     for size, f in figures.get("alone", {}).get("bus", {}).items():
         if size.isdecimal():
@@ -327,7 +335,7 @@ def gpu_table(
     others = [(f"process, {name}", f) for name, f in figures.get("processes", {}).items()]
     for name, f in [*others, *figures.get("varied", {}).items()]:
         rate, warned = f["files_per_s"], "; ".join(["", *f["warnings"]])
-        lines.append(f"{name}: {rate['median']:,.0f} files/s ({range_words(rate)}){warned}")
+        lines.append(f"{name}: {rate['median']:,.0f} files/s ({range_text(rate)}){warned}")
     for name, f in figures.get("verified", {}).items():
         checked = f"{f['checked']['median']:,.0f} of {f['rows']['median']:,.0f} rows recomputed"
         lines.append(f"{name}: {checked}, all digests compared: {'ok' if f['ok'] else 'NOT OK'}")

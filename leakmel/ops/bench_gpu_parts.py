@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = [
-    "CONTEST",
+    "GEOMETRIES",
     "OPTIONS",
     "STAGES_OF_DEVICE",
     "QUESTIONS",
     "COMMON",
-    "contest_spec",
+    "geometry_spec",
     "parity_specs",
     "check_spec",
     "check_block",
@@ -52,15 +52,15 @@ from ..mel.spec import MelSpec
 from .bench import evict, run_leakmel
 
 # %% ../../nbs/ops/bench_gpu_parts.ipynb #6ccaba5d
-CONTEST: dict[str, dict[str, Any]] = {
+GEOMETRIES: dict[str, dict[str, Any]] = {
     "A": {"preset": "disjoint", "power": 2.0},
     "B": {"preset": "overlap", "power": 2.0, "n_mels": 64, "mel_norm": None},
 }
 
 
-def contest_spec(name: str) -> MelSpec:
+def geometry_spec(name: str) -> MelSpec:
     "Return the settings of geometry A or B."
-    changes = dict(CONTEST[name])
+    changes = dict(GEOMETRIES[name])
     return MelSpec.preset(changes.pop("preset"), **changes)
 
 
@@ -75,7 +75,7 @@ def parity_specs(
         for preset in ("disjoint", "overlap")
         for n in (32, 64, 128)
     }
-    return specs | {name: replace(contest_spec(name), **short) for name in CONTEST}
+    return specs | {name: replace(geometry_spec(name), **short) for name in GEOMETRIES}
 
 
 def _verdict(rows: np.ndarray, recordings: np.ndarray, spec: MelSpec) -> dict[str, Any]:
@@ -166,14 +166,14 @@ def parity(engine: str, device: str, tiny: bool = False) -> dict[str, Any]:
     "Run the parity check of an engine; `missing` tells why it cannot run on this machine."
     try:
         import_module(ENGINES[engine][0])
-        open_engine(engine, contest_spec("A"), device=device).close()
+        open_engine(engine, geometry_spec("A"), device=device).close()
     except (ImportError, NotHere) as e:
         return {"ok": False, "missing": str(e)}
     except LeakmelError:
         pass  # the checks report the fault
     specs = parity_specs(tiny)
     work = {name: partial(check_spec, engine, device, spec) for name, spec in specs.items()}
-    for name in CONTEST:
+    for name in GEOMETRIES:
         work[f"{name}, a full block"] = partial(check_block, engine, device, specs[name], tiny)
         work[f"{name}, same bits"] = partial(check_bits, engine, device, specs[name], tiny)
     checks = dict[str, dict[str, Any]]()
@@ -363,7 +363,7 @@ def one_build(
     results = lm.build_all(
         root,
         out_dir=out,
-        spec=contest_spec(name),
+        spec=geometry_spec(name),
         engine=engine,
         mode=mode,
         pipeline=lm.PipelineConfig(**changes),
@@ -396,7 +396,7 @@ def own_process(root: str, out: str, engine: str, device: str, name: str) -> dic
 
     shutil.rmtree(out, ignore_errors=True)
     words = ["--split", "all", "--out", out, "--engine", engine, "--device", device]
-    for key, value in CONTEST[name].items():
+    for key, value in GEOMETRIES[name].items():
         words += [f"--{key.replace('_', '-')}", "none" if value is None else str(value)]
     done = run_leakmel("build", root, *words, "--no-fsync", "--mode", "stream")
     spans = read_timeline(done.body["splits"][0]["timeline_path"]).spans  # of the first split

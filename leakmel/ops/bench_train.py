@@ -8,9 +8,9 @@ __all__ = [
     "ON_CPU",
     "TINY",
     "N_FILES",
-    "MOST_APART",
+    "MAX_SCORE_DIFFERENCE",
     "TrainPlan",
-    "joined_times",
+    "merged_times",
     "agreement",
     "bench_train",
     "train_table",
@@ -36,16 +36,16 @@ from ..learn.train.timing import StepTimes
 from ..learn.model.settings import TrainSettings
 from ..learn.train.state import TrainingState, detector_of
 from leakmel.ops.bench import (
-    Say,
+    LogLine,
     aligned,
-    range_words,
+    range_text,
     record_head,
     require_rounds,
-    rounds_words,
-    say_nothing,
+    rounds_text,
+    log_nothing,
     spread,
-    total_for,
-    whole_set,
+    total_for_training,
+    synthetic_set_of_size,
 )
 from .bench_gpu_parts import card_facts
 
@@ -85,7 +85,7 @@ N_FILES = {"cuda": 39_563, "cpu": 400}
 
 
 # %% ../../nbs/ops/bench_train.ipynb #e3c2add1
-def joined_times(
+def merged_times(
     epochs: list[StepTimes],  # of a round
 ) -> dict[str, float | None]:  # None: not measured
     "Merge the times of the epochs of a round."
@@ -118,7 +118,7 @@ class _Bench:
     root: Path  # of the recordings
     device: str
     rounds: int
-    say: Say
+    log: LogLine
 
 
 def _train_epoch(state: TrainingState) -> StepTimes:
@@ -144,9 +144,9 @@ def _train(bench: _Bench, name: str) -> tuple[dict[str, Any], Detector]:
             warm_s, timeline, found = time.perf_counter() - began, Timeline(), []
             with Monitor(timeline, 0.1):
                 for k in range(bench.rounds):
-                    found.append(joined_times([_train_epoch(state) for _ in range(per_round)]))
+                    found.append(merged_times([_train_epoch(state) for _ in range(per_round)]))
                     rate = found[-1]["batches_per_s"]
-                    bench.say(f"{name}: round {k + 1} of {bench.rounds}: {rate:,.1f} batches/s")
+                    bench.log(f"{name}: round {k + 1} of {bench.rounds}: {rate:,.1f} batches/s")
             if not math.isfinite(loss := state.sums.mean_loss()):
                 raise LeakmelError(
                     "the loss of the training is not a finite number", code="benchmark-not-right", found=loss
@@ -180,12 +180,14 @@ def _rates(bench: _Bench, group: str, detector: Detector, n: int) -> dict[str, A
                 n_files, seconds = p.found, p.seconds
             found.append(n_files / seconds)
             when = "warm-up" if k < 0 else f"round {k + 1} of {bench.rounds}"
-            bench.say(f"{group}, batches of {n} recordings: {when}: {found[-1]:,.0f} files/s")
+            bench.log(f"{group}, batches of {n} recordings: {when}: {found[-1]:,.0f} files/s")
         figures = {"files_per_s": spread(found[1:])}
         return figures | ({"rows": repr(rows)} if group == "evaluation" else {})
 
 
-MOST_APART = 0.02  # of a score: engines agree to half a step of float16, and a score follows its features
+MAX_SCORE_DIFFERENCE = (
+    0.02  # of a score: engines agree to half a step of float16, and a score follows its features
+)
 
 
 def agreement(
@@ -204,7 +206,7 @@ def agreement(
     if {n: len(s) for n, s in found.items()} != {n: len(s) for n, s in expected.items()}:
         return {"n": len(p), "max_abs": None, "all_ok": False}
     most = max((float(np.abs(s - expected[n]).max()) for n, s in found.items()), default=None)
-    return {"n": len(p), "max_abs": most, "all_ok": most is not None and most <= MOST_APART}
+    return {"n": len(p), "max_abs": most, "all_ok": most is not None and most <= MAX_SCORE_DIFFERENCE}
 
 
 # %% ../../nbs/ops/bench_train.ipynb #5b2342d0
@@ -215,7 +217,7 @@ def bench_train(
     rounds: int = 5,  # counted rounds of each setting
     rehearse: bool = False,  # on a CPU, tiny
     commit_id: str | None = None,  # stored if git is not available
-    say: Say = say_nothing,
+    log: LogLine = log_nothing,
 ) -> dict[str, Any]:  # the figures, as they are stored; "device" says of what
     "Measure training, evaluation and prediction on a synthetic data set."
     require_rounds(rounds)
@@ -223,9 +225,9 @@ def bench_train(
     kind = device.partition(":")[0]
     plan = TINY if rehearse else ON_GPU if kind == "cuda" else ON_CPU
     n_files = n_files or N_FILES[kind]
-    n_all = total_for(min(n_files, 12) if rehearse else n_files)
-    root, path = whole_set(folder, n_all, say), Path(folder) / "train" / f"TRAINING-{n_all}.h5"
-    say("building the data set")
+    n_all = total_for_training(min(n_files, 12) if rehearse else n_files)
+    root, path = synthetic_set_of_size(folder, n_all, log), Path(folder) / "train" / f"TRAINING-{n_all}.h5"
+    log("building the data set")
     lm.build(root, split="training", out=path, progress="none", pipeline=lm.PipelineConfig(device=device))
     figures: dict[str, Any] = record_head("train") | {
         "rehearsal": rehearse,
@@ -245,11 +247,11 @@ def bench_train(
         "errors": [],
     }
     figures["commit"] = commit_id or figures["commit"]
-    bench, detectors = _Bench(plan, path, root, device, rounds, say), list[Detector]()
+    bench, detectors = _Bench(plan, path, root, device, rounds, log), list[Detector]()
 
     def note(what: str, error: Exception) -> None:
         figures["errors"].append({"what": what, "error": str(error)})
-        say(f"{what}: {error}")
+        log(f"{what}: {error}")
 
     for name in plan.changes:
         try:
@@ -290,7 +292,7 @@ def train_table(
     lines += aligned(rows)
     for group in ("evaluation", "prediction"):
         rates = {name: f["files_per_s"] for name, f in figures[group].items()}
-        rows = [[f"  {name}", f"{r['median']:,.0f}", range_words(r)] for name, r in rates.items()]
+        rows = [[f"  {name}", f"{r['median']:,.0f}", range_text(r)] for name, r in rates.items()]
         lines += aligned([[f"{group}, recordings at once", "files/s", "range"], *rows])
     v = figures["verified"]
     verdict = "prediction and evaluation DO NOT AGREE: they differ in the recordings or in their segments"
@@ -302,4 +304,4 @@ def train_table(
     lines += [verdict, *(f"not measured: {e['what']}: {e['error']}"[:100] for e in figures["errors"])]
     on_cpu = f"{figures['machine']['n_cores']} cores of a CPU ({figures['machine']['cpu']})"
     place = on_cpu if figures["device"] == "cpu" else figures["card"].get("name") or figures["device"]
-    return "\n".join([*lines, f"{rounds_words(figures)} on {place}"[:100]])
+    return "\n".join([*lines, f"{rounds_text(figures)} on {place}"[:100]])

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = [
-    "SLOW_BUS",
+    "MIN_BUS_RATE",
     "REPORT_KEYS",
     "FIGURES",
     "NEEDED",
@@ -33,7 +33,7 @@ from typing import Any
 from ..core.errors import DataError, show_path
 from ..core.monitor import size_text
 from . import doctor_checks as checks
-from .doctor_checks import LINES, NOT_MEASURED, STATUSES, TITLES, Check, advised, package_check
+from .doctor_checks import LINES, NOT_MEASURED, STATUSES, TITLES, Check, make_check, package_check
 
 
 # %% ../../nbs/ops/doctor.ipynb #48b4e2fd
@@ -71,7 +71,7 @@ def examine_compiled() -> Check:
     else:
         found += f"; stored in {', '.join(shown)}"
     figures = {"lanes": LANES, "vectors": vectors, "cache_folders": [show_path(p) for p in folders]}
-    return advised("compiled", found, {**package.figures, **figures}, advice)
+    return make_check("compiled", found, {**package.figures, **figures}, advice)
 
 
 # %% ../../nbs/ops/doctor.ipynb #1e488b0e
@@ -88,7 +88,7 @@ def examine_torch() -> Check:
     if may_have_cuda() and cuda is None:
         advice = "This machine has a CUDA driver: install a CUDA build of torch, as pytorch.org describes"
     found = f"{package.found}; built {f'for CUDA {cuda}' if cuda else 'without CUDA'}"
-    return advised("torch", found, {**package.figures, "cuda_build": cuda}, advice)
+    return make_check("torch", found, {**package.figures, "cuda_build": cuda}, advice)
 
 
 def examine_gpu() -> Check:
@@ -124,10 +124,10 @@ def examine_gpu() -> Check:
     figures = {"driver": facts.get("driver"), "driver_cuda": cuda, "gpu_name": facts.get("name")}
     figures |= {"vram_bytes": vram, "usable_by_torch": bool(names)}
     advice = "" if names else "Install a CUDA build of torch that fits the driver, or update the driver"
-    return advised("gpu", ", ".join(words), figures, advice)
+    return make_check("gpu", ", ".join(words), figures, advice)
 
 
-SLOW_BUS = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtual bus
+MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtual bus
 
 
 def examine_bus(device: str = "cuda") -> Check:
@@ -144,7 +144,7 @@ def examine_bus(device: str = "cuda") -> Check:
     figures = {"pinned": True, "to_device_bytes_per_s": into, "from_device_bytes_per_s": out}
     found = f"pinned memory works; {size_text(into)}/s to the device, {size_text(out)}/s from the device"
     slow = "Check that the GPU is in a slot of full width: nvidia-smi -q shows its link"
-    return advised("bus", found, figures, slow if min(into, out) < SLOW_BUS else "")
+    return make_check("bus", found, figures, slow if min(into, out) < MIN_BUS_RATE else "")
 
 
 # %% ../../nbs/ops/doctor.ipynb #db0c9d58
@@ -221,9 +221,9 @@ def examine_engine(
         f"{figures['with_loading_s']:.2f} s including start and comparison"
     )
     if all(c.ok for c in compared):
-        return advised(key, text, figures)
+        return make_check(key, text, figures)
     text = f"WRONG: {wrong:,} values are outside the tolerance; {text}"
-    return advised(key, text, figures, "Use another engine and report this error", blocks=True)
+    return make_check(key, text, figures, "Use another engine and report this error", blocks=True)
 
 
 # %% ../../nbs/ops/doctor.ipynb #4a16a871

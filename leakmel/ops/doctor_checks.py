@@ -10,23 +10,23 @@ __all__ = [
     "OPTIONAL",
     "NEEDED",
     "LINES",
-    "LEAST_FREE",
-    "LEAST_FILES",
-    "LEAST_THREADS",
+    "MIN_FREE_BYTES",
+    "MIN_OPEN_FILES",
+    "MIN_THREADS",
     "MOUNTS",
-    "RELEASE",
-    "OF_WINDOWS",
-    "IN_MEMORY",
-    "NETWORK",
+    "OS_RELEASE",
+    "WINDOWS_FILE_SYSTEMS",
+    "MEMORY_FILE_SYSTEMS",
+    "NETWORK_FILE_SYSTEMS",
     "COLD_BYTES",
     "COLD_S",
-    "LOOKED_AT",
-    "READERS",
-    "SLOW_DISK",
+    "MAX_ENTRIES",
+    "READ_THREADS",
+    "MIN_DISK_RATE",
     "Check",
-    "advised",
+    "make_check",
     "requirements",
-    "fits",
+    "in_version_range",
     "package_check",
     "examine_python",
     "examine_cores",
@@ -100,7 +100,7 @@ class Check:
         return TITLES[self.key]
 
 
-def advised(
+def make_check(
     key: str, found: str, figures: Mapping[str, Any], advice: str = "", blocks: bool = False
 ) -> Check:
     "Return a check: a warning if it has advice, otherwise ok."
@@ -130,7 +130,7 @@ def requirements() -> Mapping[str, str]:
     return {m[1]: m[2] for m in pairs if m and m[1] != "leakmel"}  # an extra may name other extras
 
 
-def fits(
+def in_version_range(
     version: str,
     wanted: str,  # ">=2.9,<2.14"; empty: any
 ) -> bool:
@@ -176,7 +176,7 @@ def package_check(
             versions[name] = metadata.version(name)
             if load:
                 import_module(name)
-            if not fits(metadata.version(name), needed):
+            if not in_version_range(metadata.version(name), needed):
                 trouble = f" ({needed} is needed)"
         except metadata.PackageNotFoundError:
             trouble = " is not installed"
@@ -198,13 +198,13 @@ def examine_python() -> Check:
     "Compare the version of Python with the minimum version."
     wanted, version = requirements()["python"], platform.python_version()
     found = f"{platform.python_implementation()} {version} on {platform.system()}, {platform.machine()}"
-    advice = "" if fits(version, wanted) else f"Use Python {wanted}"
-    return advised("python", found, {"versions": {"python": version}}, advice, blocks=bool(advice))
+    advice = "" if in_version_range(version, wanted) else f"Use Python {wanted}"
+    return make_check("python", found, {"versions": {"python": version}}, advice, blocks=bool(advice))
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #31ffdabc
-LEAST_FREE = 1_500_000_000  # bytes: by default the slots of a build take at most 1 GiB
-LEAST_FILES, LEAST_THREADS = 256, 256
+MIN_FREE_BYTES = 1_500_000_000  # bytes: by default the slots of a build take at most 1 GiB
+MIN_OPEN_FILES, MIN_THREADS = 256, 256
 
 
 def examine_cores(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> Check:
@@ -218,7 +218,7 @@ def examine_cores(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = 
         advice = f"Raise the CPU quota of the container, or use {workers}: by default a build starts a thread for each of {usable} cores"
     elif usable < cores:
         advice = "Let the process use all cores (taskset, or an option of the batch system)"
-    return advised("cores", found, {"cores": cores, "usable_cores": usable, "quota_cores": quota}, advice)
+    return make_check("cores", found, {"cores": cores, "usable_cores": usable, "quota_cores": quota}, advice)
 
 
 def examine_memory(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> Check:
@@ -230,10 +230,10 @@ def examine_memory(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike =
     if limit:
         found += f", limit of the control group {size_text(limit)}"
     advice = ""
-    if free < LEAST_FREE:
+    if free < MIN_FREE_BYTES:
         slots = f"--max-bytes-in-flight {max(50_000_000, free // 4)} to a build"
         advice = f"Close programs that use memory, or give {slots}"
-    return advised("memory", found, {"free_bytes": free, "ram_bytes": total, "limit_bytes": limit}, advice)
+    return make_check("memory", found, {"free_bytes": free, "ram_bytes": total, "limit_bytes": limit}, advice)
 
 
 def examine_limits(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> Check:
@@ -246,17 +246,17 @@ def examine_limits(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike =
     threads = min((n for n in limits if n is not None), default=None)
     words = ["any number of" if n is None else f"{n:,}" for n in (files, threads)]
     advice = []
-    if files is not None and files < LEAST_FILES:
+    if files is not None and files < MIN_OPEN_FILES:
         advice.append("ulimit -n 4096 for more open files")
-    if threads is not None and threads < LEAST_THREADS:
+    if threads is not None and threads < MIN_THREADS:
         advice.append("ulimit -u 4096, or a larger pids limit of the container, for more threads")
     found, figures = f"{words[0]} open files, {words[1]} threads", {"open_files": files, "threads": threads}
-    return advised("limits", found, figures, f"Set {' and '.join(advice)}" if advice else "")
+    return make_check("limits", found, figures, f"Set {' and '.join(advice)}" if advice else "")
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #efceb173
-MOUNTS, RELEASE = "/proc/self/mounts", "/proc/sys/kernel/osrelease"
-OF_WINDOWS = ("9p", "drvfs", "v9fs", "virtiofs")
+MOUNTS, OS_RELEASE = "/proc/self/mounts", "/proc/sys/kernel/osrelease"
+WINDOWS_FILE_SYSTEMS = ("9p", "drvfs", "v9fs", "virtiofs")
 
 
 def mount_of(
@@ -275,7 +275,7 @@ def mount_of(
 
 
 def examine_wsl(
-    folder: str | os.PathLike, *, mounts: str | os.PathLike = MOUNTS, release: str | os.PathLike = RELEASE
+    folder: str | os.PathLike, *, mounts: str | os.PathLike = MOUNTS, release: str | os.PathLike = OS_RELEASE
 ) -> Check:
     "Check whether this is WSL, and whether the folder is on a disk of Windows."
     text, (at, kind) = small_text(Path(release)).lower(), mount_of(folder, mounts)
@@ -289,19 +289,19 @@ def examine_wsl(
         found = "this is not WSL"
     elif version == 1:
         advice = "Change to WSL2 (wsl --set-version NAME 2): WSL1 translates each system call"
-    elif kind in OF_WINDOWS:
+    elif kind in WINDOWS_FILE_SYSTEMS:
         found += ", a disk of Windows"
         advice = (
             "Move the recordings into the Linux file system, because opening a file on a Windows disk is slow, or build with "
             "--mode memmap, which reads the recordings only once"
         )
-    return advised("wsl", found, figures, advice)
+    return make_check("wsl", found, figures, advice)
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #4a811d5e
-IN_MEMORY = ("tmpfs", "ramfs")
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 # fmt: off
-NETWORK = (
+NETWORK_FILE_SYSTEMS = (
     "nfs", "nfs4", "cifs", "smb3", "9p", "drvfs", "virtiofs", "fuse.sshfs", "ceph", "lustre", "glusterfs", "afs", "beegfs",
 )
 # fmt: on
@@ -310,7 +310,13 @@ NETWORK = (
 def disk_kind(folder: str | os.PathLike) -> str:
     "Return the kind of disk by the type of its file system: memory, network or local disk."
     kind = mount_of(folder)[1]
-    return "memory" if kind in IN_MEMORY else "network" if kind in NETWORK else "local disk"
+    return (
+        "memory"
+        if kind in MEMORY_FILE_SYSTEMS
+        else "network"
+        if kind in NETWORK_FILE_SYSTEMS
+        else "local disk"
+    )
 
 
 @contextlib.contextmanager
@@ -326,13 +332,13 @@ def scratch(folder: str | os.PathLike) -> Iterator[Path]:
 
 # %% ../../nbs/ops/doctor_checks.ipynb #831e4edf
 COLD_BYTES, COLD_S = 8_000_000, 2.0  # limits of the measurement
-LOOKED_AT = 5000  # folder entries that are searched for recordings
-READERS = 8  # threads
-SLOW_DISK = 40e6  # bytes/s: less than 500 recordings of 10 s at 4,096 Hz each second
+MAX_ENTRIES = 5000  # folder entries that are searched for recordings
+READ_THREADS = 8  # threads
+MIN_DISK_RATE = 40e6  # bytes/s: less than 500 recordings of 10 s at 4,096 Hz each second
 
 
 def some_recordings(folder: str | os.PathLike[str], n_bytes: int = COLD_BYTES) -> list[Path]:
-    "Return recordings below a folder, up to n_bytes or LOOKED_AT entries."
+    "Return recordings below a folder, up to n_bytes or MAX_ENTRIES entries."
     found, size, seen = list[Path](), 0, 0
     for place, folders, names in os.walk(os.fspath(folder)):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -347,7 +353,7 @@ def some_recordings(folder: str | os.PathLike[str], n_bytes: int = COLD_BYTES) -
                 size += info.st_size
             if size >= n_bytes:
                 return found
-        if seen >= LOOKED_AT:
+        if seen >= MAX_ENTRIES:
             break
     return found
 
@@ -364,7 +370,7 @@ def cold_rate(
     def read(path: Path) -> int:
         return len(path.read_bytes()) if time.perf_counter() < start + COLD_S else 0
 
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(READ_THREADS) as pool:
         sizes = [n for n in pool.map(read, cold) if n]
     took = time.perf_counter() - start
     return {
@@ -394,18 +400,18 @@ def examine_disk(folder: str | os.PathLike) -> Check:
             if figures["cold"] is None
             else "cold"
         )
-        what = f"{size_text(figures['cold_n_bytes'])} in {figures['cold_n_files']} files, {READERS} at a time"
+        what = f"{size_text(figures['cold_n_bytes'])} in {figures['cold_n_files']} files, {READ_THREADS} at a time"
         found = f"{kind}; {size_text(rate)}/s, {cold}; {what}"
     if not rate or figures["cold"] is None:
         advice = (
             "Use the summary of a first build instead: it reports the rate and the state of the page cache"
         )
-    elif kind == "network" or rate < SLOW_DISK:
+    elif kind == "network" or rate < MIN_DISK_RATE:
         advice = (
             "Copy the recordings to a local SSD, or build with --mode memmap: "
             "only its first build reads them one by one"
         )
-    return advised("disk", found, figures, advice)
+    return make_check("disk", found, figures, advice)
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #ac8c14b9
@@ -444,4 +450,4 @@ def examine_hdf5(folder: str | os.PathLike) -> Check:
         result += " in the system's temporary folder, because the folder is not writable"
     figures = {"hdf5_version": h5py.version.hdf5_version, "hdf5_locking": setting}
     figures |= {"hdf5_same": same, "kernel_locks": locks}
-    return advised("hdf5", f"{found}; {result}", figures, advice, blocks=not same)
+    return make_check("hdf5", f"{found}; {result}", figures, advice, blocks=not same)

@@ -4,17 +4,17 @@
 
 # %% auto #0
 __all__ = [
-    "STRETCHES",
+    "SAMPLE_RUNS",
     "CACHES",
-    "STAYED",
+    "MAX_WRONG_SHARE",
     "DEFAULT",
     "Key",
-    "LEAST_ROUNDS",
-    "LEAST_GAIN",
+    "MIN_ROUNDS",
+    "MIN_GAIN",
     "Score",
-    "MOST_FILES",
-    "LEAST_FILES",
-    "MOST_ROUNDS",
+    "MAX_FILES",
+    "MIN_FILES",
+    "MAX_ROUNDS",
     "take_sample",
     "paths_of",
     "StateError",
@@ -22,7 +22,7 @@ __all__ = [
     "Candidate",
     "candidates",
     "BuildTrials",
-    "Runs",
+    "TrialTimes",
     "sweep",
     "scores_of",
     "gain",
@@ -63,10 +63,10 @@ from ..dataset.run.inputs import SpecLike, resolve_spec
 from ..dataset.run.publish import BuildResult
 from ..dataset.run.config import SCHEMA, this_machine, write_tuned
 from ..mel.engines import open_engine
-from .bench import aligned, bring_in, evict, is_cached, range_words, record_head
+from .bench import aligned, read_into_cache, evict, is_cached, range_text, record_head
 
 # %% ../../nbs/ops/tune.ipynb #7e922b11
-STRETCHES = 8
+SAMPLE_RUNS = 8
 
 
 def take_sample(
@@ -84,8 +84,8 @@ def take_sample(
             remedy="check the folder with leakmel scan",
         )
     if n < len(usable):
-        lengths = [len(part) for part in np.array_split(np.arange(n), STRETCHES)]
-        starts = np.arange(STRETCHES) * len(usable) // STRETCHES
+        lengths = [len(part) for part in np.array_split(np.arange(n), SAMPLE_RUNS)]
+        starts = np.arange(SAMPLE_RUNS) * len(usable) // SAMPLE_RUNS
         usable = usable[np.concatenate([start + np.arange(k) for start, k in zip(starts, lengths)])]
     present, numbers = np.unique(x.label_ids[usable], return_inverse=True)
     part = replace(
@@ -109,7 +109,7 @@ def paths_of(sample: Manifest) -> list[str]:
 
 # %% ../../nbs/ops/tune.ipynb #e6660e37
 CACHES = ("cold", "warm")
-STAYED = 0.02  # share of the files that may be in the wrong state
+MAX_WRONG_SHARE = 0.02  # share of the files that may be in the wrong state
 
 
 class StateError(MachineError):
@@ -121,7 +121,7 @@ def make_cache_state(
     cache: str,  # "cold" or "warm"
 ) -> None:  # raises StateError if the state cannot be reached or checked
     "Evict files from the page cache or read them into it, and check some of them."
-    (bring_in if cache == "warm" else evict)(files)
+    (read_into_cache if cache == "warm" else evict)(files)
     some = files[:: max(16, len(files) // 64)]
     told = [is_cached(path) for path in some]
     if cache == "cold":
@@ -131,7 +131,7 @@ def make_cache_state(
     if None in told:
         raise StateError("the file system does not report what its page cache holds", code="cache-state")
     share = sum(map(bool, told)) / len(told)
-    if (share if cache == "cold" else 1 - share) > STAYED:
+    if (share if cache == "cold" else 1 - share) > MAX_WRONG_SHARE:
         raise StateError(
             f"the page cache could not be made {cache}",
             code="cache-state",
@@ -238,7 +238,7 @@ class BuildTrials:
 
 # %% ../../nbs/ops/tune.ipynb #72b41bea
 @dataclass
-class Runs:
+class TrialTimes:
     "Durations of the trials of one setting."
 
     seconds: list[float] = field(default_factory=list)
@@ -255,9 +255,9 @@ def sweep(
     ends_s: float,  # end of the sweep, on the clock
     clock: Callable[[], float] = time.monotonic,
     tell: Callable[[int, str], None] = lambda n_done, what: None,
-) -> dict[Key, Runs]:
+) -> dict[Key, TrialTimes]:
     "Run trials in interleaved rounds; store the failures of leakmel and the system, raise other errors."
-    found, lasted, n_done = {key: Runs() for key in trials}, dict[Key, float](), 0
+    found, lasted, n_done = {key: TrialTimes() for key in trials}, dict[Key, float](), 0
     for i in range(rounds):
         for key in sorted(trials, key=lambda key: digest_of(f"{i} {key}".encode())):
             runs, began, usual = found[key], clock(), max(lasted.values(), default=0.0)
@@ -278,15 +278,15 @@ def sweep(
 
 
 # %% ../../nbs/ops/tune.ipynb #a38a33f2
-LEAST_ROUNDS = 5  # for a comparison
-LEAST_GAIN = 0.03  # of the median rate
+MIN_ROUNDS = 5  # for a comparison
+MIN_GAIN = 0.03  # of the median rate
 
 
 Score = dict[str, Any]  # of one setting, from one state of the page cache
 
 
 def scores_of(
-    found: Mapping[Key, Runs],
+    found: Mapping[Key, TrialTimes],
     cache: str,
     n_files: int,
 ) -> list[Score]:  # fastest first, those without a round last
@@ -315,8 +315,8 @@ def gain(
         if it is None or default["least"] > it["most"]:
             return 0.0
         factor = it["files_per_s"] / default["files_per_s"]
-        enough = min(it["rounds"], default["rounds"]) >= LEAST_ROUNDS
-        clear |= enough and it["least"] > default["most"] and factor >= 1 + LEAST_GAIN
+        enough = min(it["rounds"], default["rounds"]) >= MIN_ROUNDS
+        clear |= enough and it["least"] > default["most"] and factor >= 1 + MIN_GAIN
         product *= factor
     return product if clear else 0.0
 
@@ -331,11 +331,13 @@ def best_candidate(
 
 
 # %% ../../nbs/ops/tune.ipynb #20217cbd
-MOST_FILES, LEAST_FILES, MOST_ROUNDS = 8000, 64, 9
+MAX_FILES, MIN_FILES, MAX_ROUNDS = 8000, 64, 9
 # end of each phase as a share of the time; the rest is for the check
 _START, _BUILDS = 0.12, 0.9
 _SPARE = 0.8  # share of a phase that is planned
-_TELLING = 0.015  # share of the time after which builds are long enough to estimate the seconds per recording
+_LONG_ENOUGH = (
+    0.015  # share of the time after which builds are long enough to estimate the seconds per recording
+)
 
 
 def plan_sweep(
@@ -347,17 +349,17 @@ def plan_sweep(
 ) -> tuple[int, int, int]:  # recordings, settings and rounds
     "Return the size of the sweep that fits into the time."
     room = _SPARE * seconds / (n_states * seconds_per_file)  # files, over all trials
-    least = min(LEAST_FILES, n_there)
-    n_files = max(least, min(MOST_FILES, n_there, int(room / (LEAST_ROUNDS * n_tried))))
-    n_tried = max(min(3, n_tried), min(n_tried, int(room / (LEAST_ROUNDS * n_files))))
-    return n_files, n_tried, max(LEAST_ROUNDS, min(MOST_ROUNDS, int(room / (n_tried * n_files))))
+    least = min(MIN_FILES, n_there)
+    n_files = max(least, min(MAX_FILES, n_there, int(room / (MIN_ROUNDS * n_tried))))
+    n_tried = max(min(3, n_tried), min(n_tried, int(room / (MIN_ROUNDS * n_files))))
+    return n_files, n_tried, max(MIN_ROUNDS, min(MAX_ROUNDS, int(room / (n_tried * n_files))))
 
 
 def _seconds_per_file(trials: BuildTrials, states: list[str], notes: list[str], ends: float) -> float:
     "Estimate the seconds per recording with builds of increasing size; remove states of the page cache that cannot be reached."
     seconds, n_all = max(0.0, ends - time.monotonic()), len(trials.sample)
     over = ends - (1 - _START) * seconds
-    for n in [n for n in (LEAST_FILES, 256, 1024, 4096) if n < n_all] + [n_all]:
+    for n in [n for n in (MIN_FILES, 256, 1024, 4096) if n < n_all] + [n_all]:
         began, some = time.monotonic(), replace(trials, sample=take_sample(trials.sample, n))
         for cache in list(states):
             try:
@@ -371,7 +373,7 @@ def _seconds_per_file(trials: BuildTrials, states: list[str], notes: list[str], 
                 "the page cache could be made neither cold nor warm", code="cache-state", found=why
             )
         took = time.monotonic() - began
-        if took > _TELLING * seconds or time.monotonic() + 4 * took > over:
+        if took > _LONG_ENOUGH * seconds or time.monotonic() + 4 * took > over:
             break
     return took / n / len(states)
 
@@ -382,7 +384,7 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends: float, progress: str
     pool, states, notes = trials.sample, [*CACHES] if hasattr(os, "posix_fadvise") else ["warm"], list[str]()
     config, n_all = PipelineConfig(device=trials.device), max(map(len, manifest.listings))
     # compiles the kernels, and raises the errors of the recordings
-    some = replace(trials, sample=take_sample(pool, LEAST_FILES))
+    some = replace(trials, sample=take_sample(pool, MIN_FILES))
     some.build("trial", PipelineConfig(device=trials.device, fsync=False))
     ready = min(time.monotonic(), ends)
     per_file_s = _seconds_per_file(trials, states, notes, ends)
@@ -434,7 +436,7 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends: float, progress: str
         "mode": "preload" if chosen.mode == "preload" else "auto",
         "advice": _advice(best),
         "notes": notes,
-        "verified": _prove(trials, chosen),
+        "verified": _verify_settings(trials, chosen),
     }
 
 
@@ -447,7 +449,7 @@ def _advice(best: Candidate | None) -> str:
     return f"{best.name} is clearly faster: leakmel build ... {' '.join(given)}"
 
 
-def _prove(trials: BuildTrials, chosen: Candidate) -> dict[str, Any]:
+def _verify_settings(trials: BuildTrials, chosen: Candidate) -> dict[str, Any]:
     "Compare verified builds with the defaults and with the chosen settings; raises VerifyError if they differ."
     right = trials.build("default", PipelineConfig(device=trials.device), check=64)
     config = PipelineConfig(**dict(chosen.changes), device=trials.device)  # type: ignore[arg-type]
@@ -502,7 +504,7 @@ def tune(
         text = "budget_s must be a number of seconds above 0"
         raise UsageError(text, code="invalid-effort", found=budget_s)
     began, manifest = time.monotonic(), lm.scan(root) if manifest is None else manifest
-    pool = take_sample(manifest, MOST_FILES)
+    pool = take_sample(manifest, MAX_FILES)
     try:
         folder = tempfile.TemporaryDirectory(prefix="leakmel-tune-", dir=work_dir, ignore_cleanup_errors=True)
     except OSError as e:
@@ -536,7 +538,7 @@ def tune_table(
     for cache, scores in f["builds"].items():
         rows = [[f"builds, {cache} cache", "files/s", "range", "rounds"]]
         for s in scores:
-            rows.append([f"  {s['name']}", f"{s['files_per_s']:,.0f}", range_words(s), f"{s['rounds']}"])
+            rows.append([f"  {s['name']}", f"{s['files_per_s']:,.0f}", range_text(s), f"{s['rounds']}"])
         lines += ["", *aligned(rows), *(f"{s['name']}: {s['failure'][:90]}" for s in scores if s["failure"])]
     verified = f"{f['verified']['verdict']}, with the same bytes as the defaults"
     lines += ["", *f["notes"], f"sample built with the recommended settings: {verified}"]

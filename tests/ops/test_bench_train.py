@@ -28,7 +28,7 @@ from leakmel.ops.bench_train import (
     TINY,
     agreement,
     bench_train,
-    joined_times,
+    merged_times,
     train_table,
 )
 
@@ -109,7 +109,7 @@ def test_rounds_are_whole_epochs_put_together():
     def epoch(n: int, seconds: float, wait: float | None, compute: float | None) -> StepTimes:
         return StepTimes(n, 1, seconds, 0.0, wait, wait, None, compute, None, None)
 
-    got = joined_times([epoch(100, 1.0, 1.0, 5.0), epoch(300, 1.0, 3.0, 5.0)])
+    got = merged_times([epoch(100, 1.0, 1.0, 5.0), epoch(300, 1.0, 3.0, 5.0)])
     assert (
         got["batches_per_s"],
         got["wait_ms"],
@@ -117,7 +117,7 @@ def test_rounds_are_whole_epochs_put_together():
         got["compute_ms"],
         got["busy_share"],
     ) == (200, 2.5, 3.0, 5.0, 1.0)
-    assert joined_times([epoch(10, 1.0, None, None)])["busy_share"] is None
+    assert merged_times([epoch(10, 1.0, None, None)])["busy_share"] is None
 
 
 def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
@@ -222,7 +222,7 @@ def test_a_cpu_is_measured_as_what_it_is(tmp_path, monkeypatch):
         "cpu",
         False,
         True,
-        suite.total_for(6),
+        suite.total_for_training(6),
     )
     text = train_table(found)
     assert "rehearsal" not in text

@@ -44,7 +44,7 @@ from leakmel.ops.tune import (
     Candidate,
     Key,
     NotKeptError,
-    Runs,
+    TrialTimes,
     Score,
     StateError,
     best_candidate,
@@ -220,7 +220,7 @@ def test_a_trial_that_fails_is_named_and_the_others_go_on():
     assert "not allowed" in scores[-1]["failure"]
     assert scores[-1]["rounds"] == 0
     assert best_candidate({"warm": scores}, TRIED) is TRIED[2]
-    only = {("a", "warm"): Runs([], "no"), (DEFAULT, "warm"): Runs([])}
+    only = {("a", "warm"): TrialTimes([], "no"), (DEFAULT, "warm"): TrialTimes([])}
     assert best_candidate({"warm": scores_of(only, "warm", N_FILES)}, TRIED) is None
 
 
