@@ -100,7 +100,7 @@ def mel_filterbank(
 class MelSpec:
     "Settings that define log-mel features; two equal specs give the same features from the same engine."
 
-    sample_rate: int = 4096  # Hz
+    sample_rate: int = 4096  # sample rate of the rows, Hz
     duration_s: float = 10.0  # length of a row's recording, seconds
     long_window: int = 1024  # long segment, samples
     long_hop: int = 1024  # distance of long segments, samples

@@ -4,30 +4,30 @@
 
 # %% auto #0
 __all__ = [
-    "Say",
-    "TRIES",
-    "PAUSE_S",
+    "LogLine",
+    "EVICT_TRIES",
+    "EVICT_PAUSE_S",
     "SETTINGS",
     "SUITES",
-    "say_nothing",
+    "log_nothing",
     "ProcessRun",
     "run_leakmel",
     "spread",
     "spreads",
-    "range_words",
+    "range_text",
     "aligned",
-    "rounds_words",
+    "rounds_text",
     "require_rounds",
     "commit",
     "record_head",
     "evict",
     "is_cached",
-    "bring_in",
+    "read_into_cache",
     "work_folder",
-    "total_for",
+    "total_for_training",
     "write_share",
-    "whole_set",
-    "made_set",
+    "synthetic_set_of_size",
+    "synthetic_set",
     "verify_all",
     "bench_build",
     "build_table",
@@ -37,7 +37,7 @@ __all__ = [
     "suite_text",
     "find_records",
     "is_right",
-    "require_right",
+    "require_valid",
 ]
 
 # %% ../../nbs/ops/bench.ipynb #537adf4e
@@ -59,17 +59,17 @@ from ..core.monitor import machine_facts, usable_cores
 from ..core.parameters import answer_unknown
 from ..core.run_plan import runs_folder
 
-Say = Callable[[str], None]  # is told what happens next
+LogLine = Callable[[str], None]  # called with a line of text before and after each step
 
 
-def say_nothing(text: str) -> None:
-    "Report nothing."
+def log_nothing(text: str) -> None:
+    "Ignore a line of text."
 
 
 # %% ../../nbs/ops/bench.ipynb #87c1bc31
 @dataclass(frozen=True)
 class ProcessRun:
-    "A command that ended."
+    "Resources and output of a completed command."
 
     wall_s: float  # from start to end of the process
     cpu_s: float  # user and system time
@@ -80,7 +80,7 @@ class ProcessRun:
 def run_leakmel(
     *argv: str,  # arguments of the command line; --json is added
 ) -> ProcessRun:  # raises LeakmelError where the command fails
-    "Run `python -m leakmel` and account for it; a build never resumes."
+    "Run `python -m leakmel` in a process and measure it; a build never resumes."
     words = [*argv, "--json", *(["--fresh"] if argv[0] == "build" else [])]
     started = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "leakmel", *words], stdout=subprocess.PIPE, text=True)
@@ -93,7 +93,7 @@ def run_leakmel(
     body = json.loads(text) if text.strip() else {}
     if process.returncode:
         raise LeakmelError(
-            f"leakmel {argv[0]} ended with status {process.returncode}",
+            f"the command leakmel {argv[0]} failed with exit status {process.returncode}",
             code="command-failed",
             found=body.get("error", "no message"),
         )
@@ -115,7 +115,7 @@ def spreads(
     return {key: spread([r[key] for r in rounds]) for key in rounds[0]}
 
 
-def range_words(
+def range_text(
     figure: Mapping[str, float],  # of `spread`
 ) -> str:
     "Return the range of a figure as text."
@@ -130,7 +130,7 @@ def aligned(
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
-def rounds_words(
+def rounds_text(
     figures: Mapping[str, Any],  # of a suite
 ) -> str:
     "Return the number of rounds as text."
@@ -140,7 +140,7 @@ def rounds_words(
 def require_rounds(rounds: int) -> None:
     "Raise UsageError for less than one round."
     if rounds < 1:
-        raise UsageError("rounds must be at least 1", code="invalid-effort", found=rounds)
+        raise UsageError("the number of rounds must be at least 1", code="invalid-effort", found=rounds)
 
 
 def commit() -> dict[str, Any]:
@@ -170,28 +170,30 @@ def record_head(
 
 
 # %% ../../nbs/ops/bench.ipynb #bf3e13f2
-TRIES, PAUSE_S = 20, 0.02
+EVICT_TRIES, EVICT_PAUSE_S = 20, 0.02
 
 
 def evict(
     paths: Iterable[str | os.PathLike],
-) -> int:  # files of which something stayed; raises UsageError where the system cannot drop files
-    "Drop files from the page cache and check that they are gone."
+) -> (
+    int
+):  # number of files that are still cached in part; raises UsageError where the system cannot drop files
+    "Drop files from the page cache and check that they were dropped."
     if not hasattr(os, "posix_fadvise"):
         raise UsageError(
-            "this system cannot drop files from its page cache",
+            "the operating system cannot drop files from its page cache",
             code="page-cache-fixed",
             remedy="measure with a warm cache only",
         )
     left = list(paths)
-    for i in range(TRIES):
-        time.sleep(PAUSE_S if i and left else 0)
+    for i in range(EVICT_TRIES):
+        time.sleep(EVICT_PAUSE_S if i and left else 0)
         left = [path for path in left if not _is_dropped(path)]
     return len(left)
 
 
 def _is_dropped(path: str | os.PathLike) -> bool:
-    "Drop a file; return whether nothing of it is known to have stayed."
+    "Drop a file; return whether no page of it is known to be cached."
     with open(path, "rb", buffering=0) as f:
         os.fsync(f.fileno())
         os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -199,15 +201,15 @@ def _is_dropped(path: str | os.PathLike) -> bool:
 
 
 def is_cached(path: str | os.PathLike) -> bool | None:
-    "Return whether the page cache holds the last byte of a file; None where the file system does not tell."
+    "Return whether the page cache holds the last byte of a file; None if the file system does not report it."
     with open(path, "rb", buffering=0) as f:
         return is_in_cache(f.fileno(), max(0, os.fstat(f.fileno()).st_size - 1))
 
 
-def bring_in(
+def read_into_cache(
     paths: Iterable[str | os.PathLike],
 ) -> None:
-    "Read files once, so that the page cache has them."
+    "Read files into the page cache."
     for path in paths:
         Path(path).read_bytes()
 
@@ -217,26 +219,26 @@ def work_folder(
     path: str | os.PathLike,
     make: bool = True,  # False: only check that it could be made
 ) -> Path:  # raises OutputError
-    "Return a folder to write to, which is made where it is missing."
+    "Return a folder to write to; create it if it is missing."
     path = Path(path)
     nearest = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        why = "no right to" if nearest.is_dir() else "Not a directory"
+        why = "no permission" if nearest.is_dir() else "Not a directory"
         raise OutputError(
-            f"no folder to write to ({why})",
+            f"the folder cannot be written to ({why})",
             code="folder-not-writable",
             path=path,
-            remedy="name another one",
+            remedy="choose another folder",
         )
     if make:
         path.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def total_for(
+def total_for_training(
     n_training: int,  # recordings in the training split
 ) -> int:  # recordings of the smallest synthetic set that has as many
-    "Return the size of a synthetic set by its training split."
+    "Return the size of a synthetic data set by the size of its training split."
     from leakmel.audio.synth import split_counts
 
     return next(n for n in itertools.count(n_training) if split_counts(n)["TRAINING"] >= n_training)
@@ -257,12 +259,12 @@ def write_share(
         write_wav(Path(folder) / path, samples)
 
 
-def whole_set(
+def synthetic_set_of_size(
     folder: str | os.PathLike,  # work folder
     n_files: int,  # recordings of all splits
-    say: Say = say_nothing,
+    log: LogLine = log_nothing,
 ) -> Path:  # raises SpaceError
-    "Return a synthetic data set in the work folder; an existing one is used again."
+    "Return a synthetic data set in the work folder; an existing one is reused."
     from leakmel.audio.synth import WAV_BYTES
     from leakmel.dataset.file.writer import require_space
 
@@ -271,7 +273,7 @@ def whole_set(
         return root
     require_space(root.parent, n_files * WAV_BYTES)
     n_shares = max(1, min(usable_cores(), n_files // 16))
-    say(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB) with {n_shares} processes")
+    log(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB) with {n_shares} processes")
     unfinished = root.with_name(f".{root.name}.{os.getpid()}.partial")
     try:
         with ProcessPoolExecutor(n_shares, get_context("spawn")) as pool:
@@ -285,13 +287,13 @@ def whole_set(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def made_set(
+def synthetic_set(
     folder: str | os.PathLike,  # work folder
     n_files: int,  # recordings of the training split
-    say: Say = say_nothing,
+    log: LogLine = log_nothing,
 ) -> Path:
     "Return a synthetic data set whose training split has at least so many recordings."
-    return whole_set(folder, total_for(n_files), say)
+    return synthetic_set_of_size(folder, total_for_training(n_files), log)
 
 
 # %% ../../nbs/ops/bench.ipynb #435090ce
@@ -305,7 +307,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 
 
 def _build_once(root: Path, out: Path, name: str) -> dict[str, Any]:
-    "Return the figures of one build, into a new data set, as nearly all are."
+    "Return the figures of one build of a new data set."
     folder = out / name.replace(", ", "-").replace(" ", "-")
     for old in folder.glob("*.H5"):
         old.unlink()
@@ -344,26 +346,26 @@ def bench_build(
     *,
     n_files: int = 8000,  # recordings of the training split; the set has a third more
     rounds: int = 5,  # counted rounds of each setting
-    say: Say = say_nothing,
+    log: LogLine = log_nothing,
 ) -> dict[str, Any]:  # the figures, as they are stored
-    "Measure builds of a synthetic set, settings in turn, then verify all rows."
+    "Measure builds of a synthetic data set with interleaved settings, then verify all rows."
     require_rounds(rounds)
-    root, out = made_set(folder, n_files, say), Path(folder) / "built"
+    root, out = synthetic_set(folder, n_files, log), Path(folder) / "built"
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SETTINGS}
     for i in range(-1, rounds):
         for name, kept in runs.items():
             figures = _build_once(root, out, name)
             if i >= 0:
                 kept.append(figures)
-            when = "warming" if i < 0 else f"round {i + 1} of {rounds}"
+            when = "warm-up" if i < 0 else f"round {i + 1} of {rounds}"
             rate, cpu_s = figures["files_per_s"], figures["cpu_s"]
-            say(f"{when}: {name}: {rate:,.0f} files/s, {cpu_s:.2f} s of CPU")
-    say("recomputing every row")
+            log(f"{when}: {name}: {rate:,.0f} files/s, {cpu_s:.2f} s of CPU")
+    log("verify: recomputing every row")
     return record_head("build") | {
         "n_files": n_files,
         "rounds": rounds,
         "cache": "warm",
-        "interval": "listing to published file, imports left out; each build in a process of its own",
+        "interval": "listing to published file, without imports; each build in its own process",
         "settings": {name: list(words) for name, words in SETTINGS.items()},
         "verified": verify_all(root, out),
         "figures": {name: spreads(kept) for name, kept in runs.items()},
@@ -379,12 +381,12 @@ def build_table(
     rows = [["setting", "files/s", "range", "CPU s", "peak MB"]]
     for name, f in figures["figures"].items():
         rate, cpu_s, peak = f["files_per_s"], f["cpu_s"]["median"], f["peak_rss_bytes"]["median"] / 1e6
-        rows.append([name, f"{rate['median']:,.0f}", range_words(rate), f"{cpu_s:.2f}", f"{peak:,.0f}"])
+        rows.append([name, f"{rate['median']:,.0f}", range_text(rate), f"{cpu_s:.2f}", f"{peak:,.0f}"])
     v, m = figures["verified"], figures["machine"]
-    files = f"{figures['n_files']:,} recordings in the training split, {rounds_words(figures)}"
+    files = f"{figures['n_files']:,} recordings in the training split, {rounds_text(figures)}"
     lines = [*aligned(rows), f"{files}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']})"]
-    said = "all right" if v["all_ok"] else "NOT ALL RIGHT"
-    checked = f"{v['checked']:,} of {v['rows']:,} rows recomputed in float64: {said}"
+    verdict = "all right" if v["all_ok"] else "NOT ALL RIGHT"
+    checked = f"{v['checked']:,} of {v['rows']:,} rows recomputed in float64: {verdict}"
     lines.append(f"{checked}, largest difference {v['max_abs_db']:.4f} dB")
     return "\n".join(lines)
 
@@ -394,7 +396,7 @@ def store(
     figures: dict[str, Any],
     folder: str | os.PathLike,  # usually runs/benchmarks
 ) -> Path:
-    "Write figures under suite, date and commit; a second run of that day and commit has a number too."
+    "Write a record named by suite, date and commit, and by a number if that name exists."
     folder = work_folder(folder)
     date, short = figures["made_utc"][:10].replace("-", ""), (figures["commit"] or "unknown")[:8]
     stem = f"{figures['suite']}-{date}-{short}"
@@ -416,7 +418,7 @@ def newest(
     folder: str | os.PathLike,
     device: str = "",  # "cuda" or "cpu": figures of such a device only, where a suite notes one
 ) -> dict[str, Any] | None:  # None: not measured
-    "Return the newest figures of a suite; a rehearsal's do not count."
+    "Return the newest record of a suite, without rehearsals."
     found = [
         f
         for f in map(_read, Path(folder).glob(f"{suite}-*.json"))
@@ -436,8 +438,8 @@ SUITES = {
 def _require_suite(name: str) -> None:
     "Raise UsageError for a suite that does not exist."
     if name not in SUITES:
-        said = f"suite {answer_unknown(name, SUITES)}"
-        raise UsageError(said, code="unknown-suite", expected=" or ".join(SUITES))
+        text = f"suite {answer_unknown(name, SUITES)}"
+        raise UsageError(text, code="unknown-suite", expected=" or ".join(SUITES))
 
 
 def measure(
@@ -445,23 +447,25 @@ def measure(
     folder: str | os.PathLike,  # work folder
     out: str | os.PathLike,  # of the records
     *,
-    n_files: int | None = None,  # recordings of the training split; None: as many as are usual
+    n_files: int | None = None,  # recordings of the training split; None: the default of the suite
     rounds: int | None = None,  # counted rounds; None: 3 for gpu, else 5
     budget_s: float = 420,  # of the suite gpu
     rehearse: bool = False,  # the suite train on a CPU, tiny
-    commit_id: str | None = None,  # to note where there is no git
-    say: Say = say_nothing,
+    commit_id: str | None = None,  # stored if git is not available
+    log: LogLine = log_nothing,
 ) -> tuple[dict[str, Any], Path]:  # the record and its file
     "Run a suite and store its record; raises UsageError for a suite that does not exist."
     _require_suite(suite)
     if rehearse and suite != "train":
-        raise UsageError("only the suite train can be rehearsed", code="unknown-suite", found=suite)
+        raise UsageError(
+            "the option rehearse works with the suite train only", code="unknown-suite", found=suite
+        )
     for place in (folder, out):
         work_folder(place, make=False)
-    given: dict[str, Any] = {"n_files": n_files, "rounds": rounds, "say": say}
+    given: dict[str, Any] = {"n_files": n_files, "rounds": rounds, "log": log}
     if suite == "gpu":
         given |= {"budget_s": budget_s, "commit_id": commit_id, "keep": partial(store, folder=out)}
-        given["n_files"] = n_files and total_for(n_files)
+        given["n_files"] = n_files and total_for_training(n_files)
     elif suite == "train":
         given |= {"rehearse": rehearse, "commit_id": commit_id}
     module, function, _ = SUITES[suite]
@@ -487,7 +491,7 @@ def find_records(
     folder: str | None = None,  # for synthetic recordings and data sets; None: a temporary one
     out: str
     | None = None,  # of the records; None: a new one below runs/, or runs/benchmarks where nothing is run
-    say: Say = say_nothing,
+    log: LogLine = log_nothing,
     n_files: int | None = None,  # this and the next two: as of `measure`
     rounds: int | None = None,
     budget_s: float = 420,
@@ -500,7 +504,7 @@ def find_records(
     records_folder = Path(out or runs_folder() / default).expanduser()
     if not run:
         return {name: newest(name, records_folder) for name in names}
-    effort: dict[str, Any] = {"n_files": n_files, "rounds": rounds, "budget_s": budget_s, "say": say}
+    effort: dict[str, Any] = {"n_files": n_files, "rounds": rounds, "budget_s": budget_s, "log": log}
     temporary = tempfile.TemporaryDirectory(prefix="leakmel-bench-")
     with temporary if folder is None else nullcontext(folder) as work:
         return {name: measure(name, os.path.expanduser(work), records_folder, **effort)[0] for name in names}
@@ -508,22 +512,22 @@ def find_records(
 
 # %% ../../nbs/ops/bench.ipynb #481f7307
 def is_right(record: Mapping[str, Any]) -> bool:
-    "Return whether all that a record has figures for was right."
+    "Return whether all results that a record has figures for are right."
     return bool(record["ok"] if "ok" in record else record.get("verified", {}).get("all_ok", False))
 
 
-def require_right(
+def require_valid(
     records: Mapping[str, Mapping[str, Any] | None],  # suite -> record
 ) -> str:  # a sentence; raises LeakmelError
-    "Say what was measured, unless something was not right."
+    "Return which suites were measured; raise an error if a result is wrong."
     measured = {suite: record for suite, record in records.items() if record is not None}
     if wrong := [suite for suite, record in measured.items() if not is_right(record)]:
         raise LeakmelError(
-            "what was measured is not all right",
+            "the benchmark found wrong results, so its figures are not valid",
             code="benchmark-not-right",
             found=", ".join(wrong),
-            remedy="look at `verified`, `errors` or `contestants` in the records",
+            remedy="read `verified`, `errors` or `contestants` in the records",
         )
     absent = [suite for suite in records if suite not in measured]
-    parts = (("right, then measured", measured), ("not measured", absent))
+    parts = (("verified and measured", measured), ("not measured", absent))
     return "; ".join(f"{words}: {', '.join(names)}" for words, names in parts if names)

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = [
-    "CONTEST",
+    "GEOMETRIES",
     "OPTIONS",
     "STAGES_OF_DEVICE",
     "QUESTIONS",
     "COMMON",
-    "contest_spec",
+    "geometry_spec",
     "parity_specs",
     "check_spec",
     "check_block",
@@ -52,15 +52,15 @@ from ..mel.spec import MelSpec
 from .bench import evict, run_leakmel
 
 # %% ../../nbs/ops/bench_gpu_parts.ipynb #6ccaba5d
-CONTEST: dict[str, dict[str, Any]] = {
+GEOMETRIES: dict[str, dict[str, Any]] = {
     "A": {"preset": "disjoint", "power": 2.0},
     "B": {"preset": "overlap", "power": 2.0, "n_mels": 64, "mel_norm": None},
 }
 
 
-def contest_spec(name: str) -> MelSpec:
+def geometry_spec(name: str) -> MelSpec:
     "Return the settings of geometry A or B."
-    changes = dict(CONTEST[name])
+    changes = dict(GEOMETRIES[name])
     return MelSpec.preset(changes.pop("preset"), **changes)
 
 
@@ -68,14 +68,14 @@ def contest_spec(name: str) -> MelSpec:
 def parity_specs(
     tiny: bool = False,  # shorter recordings
 ) -> dict[str, MelSpec]:
-    "Return the settings that an engine has to be right with."
+    "Return the settings of the parity check."
     short: dict[str, Any] = {"duration_s": 2.5} if tiny else {}
     specs = {
         f"{preset}, {n} bands": MelSpec.preset(preset, n_mels=n, f_min_hz=60.0 if n == 128 else 0.0, **short)
         for preset in ("disjoint", "overlap")
         for n in (32, 64, 128)
     }
-    return specs | {name: replace(contest_spec(name), **short) for name in CONTEST}
+    return specs | {name: replace(geometry_spec(name), **short) for name in GEOMETRIES}
 
 
 def _verdict(rows: np.ndarray, recordings: np.ndarray, spec: MelSpec) -> dict[str, Any]:
@@ -135,7 +135,7 @@ OPTIONS = {
 
 
 def check_bits(engine: str, device: str, spec: MelSpec, tiny: bool = False) -> dict[str, Any]:
-    "Check that streams, graphs, copies, block and batch sizes leave every bit as it is."
+    "Check that streams, graphs, copies, block and batch sizes do not change a bit."
     n = 20 if tiny else 150
     x = np.random.default_rng(12).normal(0, 3000, (n, spec.n_samples)).astype(np.int16)
     edges = (0, n // 2, n // 2 + 1, n)
@@ -163,17 +163,17 @@ def check_bits(engine: str, device: str, spec: MelSpec, tiny: bool = False) -> d
 
 
 def parity(engine: str, device: str, tiny: bool = False) -> dict[str, Any]:
-    "Run all checks of an engine; `missing` says why it cannot run here at all."
+    "Run the parity check of an engine; `missing` tells why it cannot run on this machine."
     try:
         import_module(ENGINES[engine][0])
-        open_engine(engine, contest_spec("A"), device=device).close()
+        open_engine(engine, geometry_spec("A"), device=device).close()
     except (ImportError, NotHere) as e:
         return {"ok": False, "missing": str(e)}
     except LeakmelError:
-        pass  # the checks name the fault
+        pass  # the checks report the fault
     specs = parity_specs(tiny)
     work = {name: partial(check_spec, engine, device, spec) for name, spec in specs.items()}
-    for name in CONTEST:
+    for name in GEOMETRIES:
         work[f"{name}, a full block"] = partial(check_block, engine, device, specs[name], tiny)
         work[f"{name}, same bits"] = partial(check_bits, engine, device, specs[name], tiny)
     checks = dict[str, dict[str, Any]]()
@@ -194,7 +194,7 @@ def timed(
     window_s: float = 0.1,
     windows: int = 5,
 ) -> list[float]:  # seconds per launch, one value per window
-    "Time work on a device by its own clock."
+    "Measure the duration of work on a device with its own events."
     begin, end = device.event(), device.event()
 
     def window(n: int) -> float:
@@ -233,7 +233,7 @@ def copy_alone(device: str, sizes: list[int], window_s: float) -> dict[str, Any]
 
 
 # %% ../../nbs/ops/bench_gpu_parts.ipynb #30142e2e
-def card_facts() -> dict[str, Any]:  # None for what is not told; "nvml": why there is nothing at all
+def card_facts() -> dict[str, Any]:  # None: not reported by the driver; "nvml": why NVML cannot be used
     "Return driver, clocks, power and bus of the first GPU."
     from leakmel.core.monitor import _gpu_handle
 
@@ -261,14 +261,14 @@ def card_facts() -> dict[str, Any]:  # None for what is not told; "nvml": why th
     }
     facts = dict[str, Any].fromkeys(questions)
     for name, question in questions.items():
-        with suppress(Exception):  # this driver or card does not tell
+        with suppress(Exception):  # not reported by this driver or GPU
             value = question()
             facts[name] = value.decode() if isinstance(value, bytes) else value
     return facts
 
 
 def card(device: str) -> dict[str, Any]:
-    "Return whether there is a device, and what it and its software are."
+    "Return whether a device can be used, its properties and the versions of its software."
     import torch
 
     has_cuda = torch.cuda.is_available()
@@ -287,7 +287,7 @@ def card(device: str) -> dict[str, Any]:
 
 # %% ../../nbs/ops/bench_gpu_parts.ipynb #ba8919f0
 def busy_s(spans: list[Span]) -> float:
-    "Return the seconds in which at least one of some spans ran."
+    "Return the duration of the union of some spans, in seconds."
     total, until = 0.0, 0.0
     for s in sorted(spans, key=lambda s: s.start_s):
         total += max(0.0, s.end_s - max(s.start_s, until))
@@ -349,12 +349,12 @@ def one_build(
     mode: str = "stream",
     check: int = 64,
     settings: dict[str, Any] | None = None,  # fields of PipelineConfig
-) -> dict[str, Any]:  # raises LeakmelError where rows are not right
+) -> dict[str, Any]:  # raises LeakmelError if a data set fails verification
     "Build all splits once in this process, into a new folder."
     import torch
 
     changes: dict[str, Any] = {"device": device, "fsync": False} | (settings or {})
-    shutil.rmtree(out, ignore_errors=True)  # a new data set, as nearly all are
+    shutil.rmtree(out, ignore_errors=True)  # start with an empty folder
     os.makedirs(out)
     has_cuda = torch.cuda.is_available()
     if has_cuda:
@@ -363,7 +363,7 @@ def one_build(
     results = lm.build_all(
         root,
         out_dir=out,
-        spec=contest_spec(name),
+        spec=geometry_spec(name),
         engine=engine,
         mode=mode,
         pipeline=lm.PipelineConfig(**changes),
@@ -374,7 +374,7 @@ def one_build(
     )
     if not all(r.verified.ok for r in results):
         raise LeakmelError(
-            "rows do not stand up to the check",
+            "the data set failed verification",
             code="benchmark-not-right",
             path=out,
             found=results[0].verified.verdict,
@@ -384,19 +384,19 @@ def one_build(
         "workers": results[0].timeline.meta["workers"],
         "engine": results[0].summary["engine"],
         "mode": results[0].summary["mode"],
-        # what torch held at the most; CUDA's own memory is not in it
+        # peak memory reserved by torch, without the CUDA context
         "torch_vram_bytes": torch.cuda.max_memory_reserved() if has_cuda else None,
     }
 
 
 # %% ../../nbs/ops/bench_gpu_parts.ipynb #a417c0fe
 def own_process(root: str, out: str, engine: str, device: str, name: str) -> dict[str, Any]:
-    "Build all splits by the command line."
+    "Build all splits with the command line, in a new process."
     from leakmel.core.timeline import read_timeline
 
     shutil.rmtree(out, ignore_errors=True)
     words = ["--split", "all", "--out", out, "--engine", engine, "--device", device]
-    for key, value in CONTEST[name].items():
+    for key, value in GEOMETRIES[name].items():
         words += [f"--{key.replace('_', '-')}", "none" if value is None else str(value)]
     done = run_leakmel("build", root, *words, "--no-fsync", "--mode", "stream")
     spans = read_timeline(done.body["splits"][0]["timeline_path"]).spans  # of the first split
@@ -416,7 +416,7 @@ def own_process(root: str, out: str, engine: str, device: str, name: str) -> dic
 
 
 def evict_all(root: str) -> dict[str, Any]:
-    "Drop all recordings of a set from the page cache."
+    "Drop all recordings of a data set from the page cache."
     paths = sorted(Path(root).rglob("*.wav"))
     os.sync()  # at once, not file by file
     evict(paths)
@@ -424,7 +424,7 @@ def evict_all(root: str) -> dict[str, Any]:
 
 
 def verify_built(out: str, root: str, sample: int) -> dict[str, Any]:
-    "Check the digests of all rows that were built, and compare a sample with the reference."
+    "Verify the digests of all rows of the builds, and compare a sample with the reference."
     reports = [lm.verify(path, root=root, sample=sample) for path in sorted(Path(out).glob("*.H5"))]
     return {
         "ok": bool(reports) and all(r.ok for r in reports),
@@ -440,13 +440,13 @@ def verify_built(out: str, root: str, sample: int) -> dict[str, Any]:
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     f.__name__: f for f in (card, parity, copy_alone, one_build, own_process, evict_all, verify_built)
 }
-COMMON = {"engine", "device", "root", "out"}  # these come with every request
+COMMON = {"engine", "device", "root", "out"}  # arguments that are part of every request
 
 
 def answer(
     request: dict[str, Any],  # "what", and the arguments
 ) -> dict[str, Any]:  # "figures" or "error", "seconds", "warnings"
-    "Measure one thing; what goes wrong is in the answer."
+    "Run the function that a request names; an error is part of the answer."
     began, warned = time.perf_counter(), set[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.add(record.getMessage())  # type: ignore[method-assign]
@@ -466,17 +466,17 @@ def answer(
 def serve(
     pipe: Any,  # multiprocessing.connection.Connection
 ) -> None:
-    "Answer questions from a pipe until it is closed."
-    os.setsid()  # what is run here ends with this process
-    os.dup2(2, 1)  # what is printed does not disturb the output of the process that asks
-    with suppress(EOFError, OSError, KeyboardInterrupt):  # the process that asked has ended
+    "Answer requests from a pipe until it is closed."
+    os.setsid()  # child processes end with this process
+    os.dup2(2, 1)  # printed text does not mix with the output of the parent process
+    with suppress(EOFError, OSError, KeyboardInterrupt):  # the parent process has ended
         while True:
             pipe.send_bytes(json.dumps(answer(pipe.recv()), default=str).encode())
 
 
 # %% ../../nbs/ops/bench_gpu_parts.ipynb #4833f5a4
 class Worker:
-    "A process that answers questions."
+    "Worker process that answers requests."
 
     def __init__(self):
         self._pipe, theirs = Pipe()
@@ -485,21 +485,21 @@ class Worker:
         theirs.close()
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        "Ask, and wait for the answer; a process that died or was too slow is an error in the answer."
-        began, why = time.perf_counter(), f"no answer within {limit_s:.0f} s"
+        "Send a request and wait for the answer; the end of the process or a timeout is an error in the answer."
+        began, why = time.perf_counter(), f"the worker process did not answer within {limit_s:.0f} s"
         try:
             self._pipe.send(request)
             if self._pipe.poll(limit_s):
                 return json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
             self._process.join()
-            why = f"the process ended with status {self._process.exitcode}"
+            why = f"the worker process ended with status {self._process.exitcode}"
         return {"error": why, "seconds": time.perf_counter() - began, "warnings": []}
 
     def close(self) -> None:
-        "End the process, and the commands that it runs."
+        "End the process and its child processes."
         for kill in (partial(os.killpg, self._process.pid, signal.SIGKILL), self._process.kill):
-            with suppress(ProcessLookupError):  # it has ended, or has no group of its own yet
+            with suppress(ProcessLookupError):  # it has ended, or has not set its process group yet
                 kill()
         self._process.join()
         self._pipe.close()

@@ -8,9 +8,9 @@ __all__ = [
     "ON_CPU",
     "TINY",
     "N_FILES",
-    "MOST_APART",
+    "MAX_SCORE_DIFFERENCE",
     "TrainPlan",
-    "joined_times",
+    "merged_times",
     "agreement",
     "bench_train",
     "train_table",
@@ -36,16 +36,16 @@ from ..learn.train.timing import StepTimes
 from ..learn.model.settings import TrainSettings
 from ..learn.train.state import TrainingState, detector_of
 from leakmel.ops.bench import (
-    Say,
+    LogLine,
     aligned,
-    range_words,
+    range_text,
     record_head,
     require_rounds,
-    rounds_words,
-    say_nothing,
+    rounds_text,
+    log_nothing,
     spread,
-    total_for,
-    whole_set,
+    total_for_training,
+    synthetic_set_of_size,
 )
 from .bench_gpu_parts import card_facts
 
@@ -53,17 +53,17 @@ from .bench_gpu_parts import card_facts
 # %% ../../nbs/ops/bench_train.ipynb #4a7fc276
 @dataclass(frozen=True)
 class TrainPlan:
-    "How much is done, and with which settings."
+    "Number of batches and settings of a benchmark run."
 
     batch_size: int  # long segments
-    warmup: int  # batches before anything is timed
-    batches: int  # of a round, at the least: whole epochs
+    warmup: int  # batches before the measurement
+    batches: int  # minimum of a round, which consists of whole epochs
     base: TrainSettings
     changes: dict[str, dict[str, Any]]  # name of a setting -> what it changes
     files_per_batch: tuple[int, ...]  # of evaluation and prediction
 
     def settings(self, name: str, n_epochs: int) -> TrainSettings:
-        "Return the settings of a training that is long enough."
+        "Return the settings of a training with this number of epochs."
         given: dict[str, Any] = {"channels": self.base.channels, "dropout": self.base.dropout}
         given |= {"batch_size": self.batch_size, "epochs": n_epochs, "epoch_share": 1.0, "profile_every": 10}
         return TrainSettings(**(given | self.changes[name]))
@@ -85,10 +85,10 @@ N_FILES = {"cuda": 39_563, "cpu": 400}
 
 
 # %% ../../nbs/ops/bench_train.ipynb #e3c2add1
-def joined_times(
+def merged_times(
     epochs: list[StepTimes],  # of a round
-) -> dict[str, float | None]:  # None: not seen
-    "Return the figures of a round."
+) -> dict[str, float | None]:  # None: not measured
+    "Merge the times of the epochs of a round."
     n, seconds = sum(t.n_batches for t in epochs), sum(t.seconds for t in epochs)
     figures: dict[str, float | None] = {"batches_per_s": n / seconds}
     for name in ("wait_ms", "h2d_ms", "compute_ms", "wait_max_ms", "allocated_bytes"):
@@ -103,7 +103,7 @@ def joined_times(
 
 
 def _spreads(rounds: list[dict[str, float | None]]) -> dict[str, Any]:
-    "Return median and range of each figure; None where it was not seen."
+    "Return median and range of each figure; None if it was not measured."
     found = {name: [v for r in rounds if (v := r[name]) is not None] for name in rounds[0]}
     return {name: spread(values) if values else None for name, values in found.items()}
 
@@ -118,11 +118,11 @@ class _Bench:
     root: Path  # of the recordings
     device: str
     rounds: int
-    say: Say
+    log: LogLine
 
 
 def _train_epoch(state: TrainingState) -> StepTimes:
-    "Learn from every batch once, as a training does."
+    "Train on every batch once."
     for batch in state.timer.batches(state.loader):
         with state.timer.step():
             state.take(state.stepper.step(batch))
@@ -130,7 +130,7 @@ def _train_epoch(state: TrainingState) -> StepTimes:
 
 
 def _train(bench: _Bench, name: str) -> tuple[dict[str, Any], Detector]:
-    "Time the steps of one setting; returns the figures and what was trained."
+    "Measure the training steps of one setting; return the figures and the detector."
     settings = bench.plan.settings(name, 1)
     with open_training(str(bench.path), settings=settings) as data:
         per_epoch = math.ceil(len(data.training) / settings.batch_size)
@@ -144,11 +144,13 @@ def _train(bench: _Bench, name: str) -> tuple[dict[str, Any], Detector]:
             warm_s, timeline, found = time.perf_counter() - began, Timeline(), []
             with Monitor(timeline, 0.1):
                 for k in range(bench.rounds):
-                    found.append(joined_times([_train_epoch(state) for _ in range(per_round)]))
+                    found.append(merged_times([_train_epoch(state) for _ in range(per_round)]))
                     rate = found[-1]["batches_per_s"]
-                    bench.say(f"{name}: round {k + 1} of {bench.rounds}: {rate:,.1f} batches/s")
+                    bench.log(f"{name}: round {k + 1} of {bench.rounds}: {rate:,.1f} batches/s")
             if not math.isfinite(loss := state.sums.mean_loss()):
-                raise LeakmelError("the loss is no number", code="benchmark-not-right", found=loss)
+                raise LeakmelError(
+                    "the loss of the training is not a finite number", code="benchmark-not-right", found=loss
+                )
             figures = {
                 "first_step_s": state.stepper.first_step_s,
                 "warmup_s": warm_s,
@@ -177,13 +179,15 @@ def _rates(bench: _Bench, group: str, detector: Detector, n: int) -> dict[str, A
                 p = lm.predict(bench.root, detector, split="training", progress="none", **options)
                 n_files, seconds = p.found, p.seconds
             found.append(n_files / seconds)
-            when = "warming" if k < 0 else f"round {k + 1} of {bench.rounds}"
-            bench.say(f"{group}, {n} recordings at once: {when}: {found[-1]:,.0f} files/s")
+            when = "warm-up" if k < 0 else f"round {k + 1} of {bench.rounds}"
+            bench.log(f"{group}, batches of {n} recordings: {when}: {found[-1]:,.0f} files/s")
         figures = {"files_per_s": spread(found[1:])}
         return figures | ({"rows": repr(rows)} if group == "evaluation" else {})
 
 
-MOST_APART = 0.02  # of a score: engines agree to half a step of float16, and a score follows its features
+MAX_SCORE_DIFFERENCE = (
+    0.02  # of a score: engines agree to half a step of float16, and a score follows its features
+)
 
 
 def agreement(
@@ -202,28 +206,28 @@ def agreement(
     if {n: len(s) for n, s in found.items()} != {n: len(s) for n, s in expected.items()}:
         return {"n": len(p), "max_abs": None, "all_ok": False}
     most = max((float(np.abs(s - expected[n]).max()) for n, s in found.items()), default=None)
-    return {"n": len(p), "max_abs": most, "all_ok": most is not None and most <= MOST_APART}
+    return {"n": len(p), "max_abs": most, "all_ok": most is not None and most <= MAX_SCORE_DIFFERENCE}
 
 
 # %% ../../nbs/ops/bench_train.ipynb #5b2342d0
 def bench_train(
-    folder: str | os.PathLike,  # work folder: recordings and data set are kept there and used again
+    folder: str | os.PathLike,  # work folder: recordings and data set are kept there and reused
     *,
     n_files: int | None = None,  # recordings of the training split; None: N_FILES
     rounds: int = 5,  # counted rounds of each setting
     rehearse: bool = False,  # on a CPU, tiny
-    commit_id: str | None = None,  # to note where there is no git
-    say: Say = say_nothing,
+    commit_id: str | None = None,  # stored if git is not available
+    log: LogLine = log_nothing,
 ) -> dict[str, Any]:  # the figures, as they are stored; "device" says of what
-    "Measure training, evaluation and prediction on a synthetic set."
+    "Measure training, evaluation and prediction on a synthetic data set."
     require_rounds(rounds)
     device = "cuda:0" if torch.cuda.is_available() and not rehearse else "cpu"
     kind = device.partition(":")[0]
     plan = TINY if rehearse else ON_GPU if kind == "cuda" else ON_CPU
     n_files = n_files or N_FILES[kind]
-    n_all = total_for(min(n_files, 12) if rehearse else n_files)
-    root, path = whole_set(folder, n_all, say), Path(folder) / "train" / f"TRAINING-{n_all}.h5"
-    say("building the data set")
+    n_all = total_for_training(min(n_files, 12) if rehearse else n_files)
+    root, path = synthetic_set_of_size(folder, n_all, log), Path(folder) / "train" / f"TRAINING-{n_all}.h5"
+    log("building the data set")
     lm.build(root, split="training", out=path, progress="none", pipeline=lm.PipelineConfig(device=device))
     figures: dict[str, Any] = record_head("train") | {
         "rehearsal": rehearse,
@@ -243,11 +247,11 @@ def bench_train(
         "errors": [],
     }
     figures["commit"] = commit_id or figures["commit"]
-    bench, detectors = _Bench(plan, path, root, device, rounds, say), list[Detector]()
+    bench, detectors = _Bench(plan, path, root, device, rounds, log), list[Detector]()
 
     def note(what: str, error: Exception) -> None:
         figures["errors"].append({"what": what, "error": str(error)})
-        say(f"{what}: {error}")
+        log(f"{what}: {error}")
 
     for name in plan.changes:
         try:
@@ -257,7 +261,7 @@ def bench_train(
             note(f"training: {name}", e)
     if not detectors:
         why = figures["errors"][0]["error"]
-        raise LeakmelError("no setting could be trained", code="benchmark-not-right", found=why)
+        raise LeakmelError("the training failed with every setting", code="benchmark-not-right", found=why)
     try:
         figures["verified"] = agreement(path, root, detectors[0], device)
     except (LeakmelError, RuntimeError) as e:
@@ -277,29 +281,27 @@ def train_table(
     "Return the figures of the suite as a text table."
     if figures is None:
         return "not measured"
-    lines = ["a rehearsal: the figures mean nothing"] if figures["rehearsal"] else []
+    lines = ["REHEARSAL: the figures below are not meaningful"] if figures["rehearsal"] else []
     rows = [[f"training, batches of {figures['batch_size']:,}", "batches/s", "range"]]
     rows[0] += ["wait ms", "step ms", "busy", "first s"]
     for name, f in figures["training"].items():
         rate, seen = f["batches_per_s"], [f[key] for key in ("wait_ms", "compute_ms", "busy_share")]
-        said = ["-" if each is None else f"{each['median']:.2f}" for each in seen]
+        texts = ["-" if each is None else f"{each['median']:.2f}" for each in seen]
         span = f"{rate['least']:,.2f}-{rate['most']:,.2f}"
-        rows.append([f"  {name}", f"{rate['median']:,.2f}", span, *said, f"{f['first_step_s']:.1f}"])
+        rows.append([f"  {name}", f"{rate['median']:,.2f}", span, *texts, f"{f['first_step_s']:.1f}"])
     lines += aligned(rows)
     for group in ("evaluation", "prediction"):
         rates = {name: f["files_per_s"] for name, f in figures[group].items()}
-        rows = [[f"  {name}", f"{r['median']:,.0f}", range_words(r)] for name, r in rates.items()]
+        rows = [[f"  {name}", f"{r['median']:,.0f}", range_text(r)] for name, r in rates.items()]
         lines += aligned([[f"{group}, recordings at once", "files/s", "range"], *rows])
     v = figures["verified"]
-    verdict = "prediction and evaluation DO NOT AGREE on which recordings there are, or on their length"
+    verdict = "prediction and evaluation DO NOT AGREE: they differ in the recordings or in their segments"
     if v["max_abs"] is not None:
         agree = "agree" if v["all_ok"] else "DO NOT AGREE"
-        verdict = (
-            f"prediction and evaluation {agree} on {v['n']:,} recordings: at most {v['max_abs']:.2g} apart"
-        )
+        verdict = f"prediction and evaluation {agree} on {v['n']:,} recordings: largest difference {v['max_abs']:.2g}"
     elif not v["n"]:
-        verdict = "whether prediction and evaluation AGREE IS NOT KNOWN"
+        verdict = "prediction and evaluation were NOT COMPARED"
     lines += [verdict, *(f"not measured: {e['what']}: {e['error']}"[:100] for e in figures["errors"])]
     on_cpu = f"{figures['machine']['n_cores']} cores of a CPU ({figures['machine']['cpu']})"
     place = on_cpu if figures["device"] == "cpu" else figures["card"].get("name") or figures["device"]
-    return "\n".join([*lines, f"{rounds_words(figures)} on {place}"[:100]])
+    return "\n".join([*lines, f"{rounds_text(figures)} on {place}"[:100]])

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = [
-    "SLOW_BUS",
+    "MIN_BUS_RATE",
     "REPORT_KEYS",
     "FIGURES",
     "NEEDED",
@@ -33,12 +33,12 @@ from typing import Any
 from ..core.errors import DataError, show_path
 from ..core.monitor import size_text
 from . import doctor_checks as checks
-from .doctor_checks import LINES, NOT_MEASURED, STATUSES, TITLES, Check, advised, package_check
+from .doctor_checks import LINES, NOT_MEASURED, STATUSES, TITLES, Check, make_check, package_check
 
 
 # %% ../../nbs/ops/doctor.ipynb #48b4e2fd
 def _can_write(folder: str | os.PathLike) -> bool:
-    "Return whether a file can be made in a folder, or in the nearest existing one above."
+    "Return whether a file can be created in a folder, or in its nearest existing parent."
     try:
         tempfile.TemporaryFile(
             dir=next(p for p in [Path(folder), *Path(folder).parents] if p.exists())
@@ -49,7 +49,7 @@ def _can_write(folder: str | os.PathLike) -> bool:
 
 
 def examine_compiled() -> Check:
-    "Look at numba, the vector instructions of its code, and the folders where compiled code is kept."
+    "Check numba, its vector instructions, and the folders of its compiled code."
     package = package_check("compiled", LINES["compiled"])
     if package.status == "missing":
         return package
@@ -66,17 +66,17 @@ def examine_compiled() -> Check:
     shown = [show_path(p) for p in shut or folders]
     found, advice = f"{package.found}; {vectors}, {LANES} lanes", package.advice
     if shut or not folders:
-        found += f"; compiled code cannot be kept{' in ' if shut else ''}{', '.join(shown)}"
-        advice = "Set NUMBA_CACHE_DIR to a folder that can be written: each start compiles again, which takes seconds"
+        found += f"; compiled code cannot be stored{' in ' if shut else ''}{', '.join(shown)}"
+        advice = "Set NUMBA_CACHE_DIR to a writable folder: without it each start compiles again, which takes seconds"
     else:
-        found += f"; kept in {', '.join(shown)}"
+        found += f"; stored in {', '.join(shown)}"
     figures = {"lanes": LANES, "vectors": vectors, "cache_folders": [show_path(p) for p in folders]}
-    return advised("compiled", found, {**package.figures, **figures}, advice)
+    return make_check("compiled", found, {**package.figures, **figures}, advice)
 
 
 # %% ../../nbs/ops/doctor.ipynb #1e488b0e
 def examine_torch() -> Check:
-    "Look at torch, and whether it was built for CUDA where a driver is installed."
+    "Check torch, and whether it was built for CUDA if a driver is installed."
     from leakmel.mel.engines import may_have_cuda
 
     package = package_check("torch", LINES["torch"])
@@ -86,13 +86,13 @@ def examine_torch() -> Check:
 
     cuda, advice = torch.version.cuda, package.advice
     if may_have_cuda() and cuda is None:
-        advice = "There is a CUDA driver: install a CUDA build of torch, as pytorch.org describes"
+        advice = "This machine has a CUDA driver: install a CUDA build of torch, as pytorch.org describes"
     found = f"{package.found}; built {f'for CUDA {cuda}' if cuda else 'without CUDA'}"
-    return advised("torch", found, {**package.figures, "cuda_build": cuda}, advice)
+    return make_check("torch", found, {**package.figures, "cuda_build": cuda}, advice)
 
 
 def examine_gpu() -> Check:
-    "Look at GPU and driver, and at what torch sees of them."
+    "Check GPU and driver, and whether torch can use them."
     from leakmel.mel.engines import may_have_cuda
 
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
@@ -101,7 +101,10 @@ def examine_gpu() -> Check:
     if not may_have_cuda():
         found = "no CUDA driver (libcuda.so.1)"
         return Check(
-            "gpu", "missing", found, "Nothing to do without an NVIDIA GPU; with one, install its driver"
+            "gpu",
+            "missing",
+            found,
+            "If this machine has an NVIDIA GPU, install its driver; otherwise nothing is wrong",
         )
     from leakmel.ops.bench_gpu_parts import card_facts
 
@@ -117,18 +120,18 @@ def examine_gpu() -> Check:
         words = [f"driver {NOT_MEASURED}: {facts['nvml']}"]
     words += [f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"] if cuda else []
     words += [size_text(vram)] if vram else []
-    words.append(f"torch sees {', '.join(names)}" if names else "torch can use none")
+    words.append(f"torch sees {', '.join(names)}" if names else "torch cannot use a GPU")
     figures = {"driver": facts.get("driver"), "driver_cuda": cuda, "gpu_name": facts.get("name")}
     figures |= {"vram_bytes": vram, "usable_by_torch": bool(names)}
     advice = "" if names else "Install a CUDA build of torch that fits the driver, or update the driver"
-    return advised("gpu", ", ".join(words), figures, advice)
+    return make_check("gpu", ", ".join(words), figures, advice)
 
 
-SLOW_BUS = 3e9  # bytes/s: less is a card in a narrow slot, or one behind a slow virtual bus
+MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtual bus
 
 
 def examine_bus(device: str = "cuda") -> Check:
-    "Measure the rates of copies from pinned memory to the device and back."
+    "Measure the rates of copies from pinned memory to the device and from the device."
     from leakmel.mel.engines import NotHere
     from leakmel.ops.bench_gpu_parts import copy_alone
 
@@ -136,17 +139,17 @@ def examine_bus(device: str = "cuda") -> Check:
     try:
         done = copy_alone(device, [size], 0.1)[str(size)]
     except (NotHere, ImportError) as e:
-        return Check("bus", "missing", f"{NOT_MEASURED}: {e}", "Nothing to do where there is no GPU")
+        return Check("bus", "missing", f"{NOT_MEASURED}: {e}", "If this machine has no GPU, nothing is wrong")
     into, out = (1e9 * statistics.median(done[key]) for key in ("in", "out"))
     figures = {"pinned": True, "to_device_bytes_per_s": into, "from_device_bytes_per_s": out}
-    found = f"pinned memory works; {size_text(into)}/s to the device, {size_text(out)}/s back"
-    slow = "Look whether the card sits in a slot of full width: nvidia-smi -q shows its link"
-    return advised("bus", found, figures, slow if min(into, out) < SLOW_BUS else "")
+    found = f"pinned memory works; {size_text(into)}/s to the device, {size_text(out)}/s from the device"
+    slow = "Check that the GPU is in a slot of full width: nvidia-smi -q shows its link"
+    return make_check("bus", found, figures, slow if min(into, out) < MIN_BUS_RATE else "")
 
 
 # %% ../../nbs/ops/doctor.ipynb #db0c9d58
 def parity_specs() -> list[Any]:
-    "Return the settings that engines are compared by: both presets, two seconds."
+    "Return the settings of the parity check: both presets, recordings of 2 s."
     from leakmel.mel.spec import MelSpec
 
     return [MelSpec.preset(name, duration_s=2) for name in ("disjoint", "overlap")]
@@ -185,7 +188,7 @@ def examine_engine(
     name: str,  # one of ENGINES
     device: str = "cpu",  # as for `build`
 ) -> Check:
-    "Find out whether an engine runs here and is right, with its largest difference in dB."
+    "Check whether an engine runs on this machine and computes right values; report its largest difference in dB."
     from leakmel.mel.engines import NotHere
 
     key, began = f"engine_{name}{'_cuda' if name == 'torch' and device != 'cpu' else ''}", time.perf_counter()
@@ -196,14 +199,14 @@ def examine_engine(
                 compared += parity(engine)
                 identity = engine.identity
     except (NotHere, ImportError) as e:
-        found, advice = str(e), "Nothing to do unless you want this engine"
+        found, advice = str(e), "Nothing is wrong unless you want this engine"
         package = package_check(key, LINES.get(key, ()))
         if package.status == "missing":
             found, advice = package.found, package.advice
-        return Check(key, "missing", f"cannot run here: {found}", advice, name == "reference")
+        return Check(key, "missing", f"cannot run on this machine: {found}", advice, name == "reference")
     except Exception as e:
-        advice = "Install leakmel again; numba's cache (__pycache__) may be damaged: remove it"
-        return Check(key, "warn", f"broken: {type(e).__name__}: {e}", advice, name == "reference")
+        advice = "Remove numba's cache (__pycache__), which may be damaged; if that does not help, install leakmel again"
+        return Check(key, "warn", f"failed: {type(e).__name__}: {e}", advice, name == "reference")
     wrong, n_values = sum(c.n_wrong for c in compared), sum(c.n_values for c in compared)
     figures = {
         "identity": identity,
@@ -215,20 +218,20 @@ def examine_engine(
     }
     text = (
         f"{identity}: largest difference {figures['max_abs_db']:.3f} dB in {n_values:,} values, "
-        f"{figures['with_loading_s']:.2f} s with loading and comparing"
+        f"{figures['with_loading_s']:.2f} s including start and comparison"
     )
     if all(c.ok for c in compared):
-        return advised(key, text, figures)
-    text = f"WRONG: {wrong:,} values are out of tolerance; {text}"
-    return advised(key, text, figures, "Use another engine, and report this", blocks=True)
+        return make_check(key, text, figures)
+    text = f"WRONG: {wrong:,} values are outside the tolerance; {text}"
+    return make_check(key, text, figures, "Use another engine and report this error", blocks=True)
 
 
 # %% ../../nbs/ops/doctor.ipynb #4a16a871
 REPORT_KEYS = {
     "ready": "whether nothing that a build needs is missing or wrong",
-    "folder": "the folder that was asked about, as text",
-    "seconds": "how long all of it took, imports included",
-    "counts": "how many checks are ok, warn and missing",
+    "folder": "the folder that was examined, as text",
+    "seconds": "duration, imports included",
+    "counts": "number of checks that are ok, warn and missing",
     "checks": "the lines, each with key, title, status (ok, warn or missing), found, advice, "
     "blocks (a build needs this, and it is missing or wrong), figures",
 }
@@ -236,8 +239,8 @@ FIGURES = {
     "versions": "version of each package of this line; None where it is not installed",
     "cores": "cores of the machine",
     "usable_cores": "cores that this process may use",
-    "quota_cores": "cores' worth of time that its control groups allow",
-    "free_bytes": "memory that can be had",
+    "quota_cores": "CPU quota of its control groups, in cores",
+    "free_bytes": "free memory",
     "ram_bytes": "memory of the machine",
     "limit_bytes": "limit of the control groups",
     "open_files": "files that may be open at once",
@@ -246,17 +249,17 @@ FIGURES = {
     "mount": "where the folder's file system is mounted",
     "file_system": "its type",
     "kind": "kind of disk: memory, network or local disk",
-    "cold": "true: what was read was seen to be out of the page cache; None: the file system does not tell",
+    "cold": "true: the files were not in the page cache; None: the file system does not report it",
     "cold_n_files": "files read",
     "cold_n_bytes": "bytes read",
-    "cold_bytes_per_s": "rate of reading them, a few at a time",
+    "cold_bytes_per_s": "rate of reading them, a few files at a time",
     "hdf5_version": "version of the HDF5 library",
     "hdf5_locking": "HDF5_USE_FILE_LOCKING",
-    "hdf5_same": "what was read back is what was written",
+    "hdf5_same": "the values that were read are those that were written",
     "kernel_locks": "files can be locked by the kernel",
     "lanes": "float32 numbers in a vector of the compiled code",
-    "vectors": "instructions it uses",
-    "cache_folders": "where compiled code is kept",
+    "vectors": "vector instructions of the compiled code",
+    "cache_folders": "folders of compiled code",
     "cuda_build": "version of CUDA that torch was built for",
     "driver": "version of the GPU's driver",
     "driver_cuda": "newest CUDA of the driver, 1000 x major + 10 x minor",
@@ -265,20 +268,20 @@ FIGURES = {
     "usable_by_torch": "torch can use a GPU",
     "pinned": "memory can be pinned",
     "to_device_bytes_per_s": "rate of copies from pinned memory to the GPU",
-    "from_device_bytes_per_s": "rate of copies back",
+    "from_device_bytes_per_s": "rate of copies from the GPU",
     "identity": "name, version and device of an engine",
     "max_abs_db": "largest difference from the float64 reference in the upper 90 dB",
     "mean_db": "largest mean difference of a recording",
     "n_values": "values compared",
-    "n_wrong": "values out of tolerance",
-    "with_loading_s": "seconds with loading and first calls",
+    "n_wrong": "values outside the tolerance",
+    "with_loading_s": "seconds including start and first calls",
 }
 
 
 # %% ../../nbs/ops/doctor.ipynb #b9d9d2f4
 @dataclass(frozen=True)
 class Report:
-    "What `examine` found."
+    "Results of all checks."
 
     checks: tuple[Check, ...]
     folder: Path
@@ -286,24 +289,24 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        "Whether nothing that a build needs is missing or wrong."
+        "Whether this machine can build: no check blocks."
         return not any(c.blocks for c in self.checks)
 
     @property
     def counts(self) -> dict[str, int]:
-        "How many checks there are of each status."
+        "Number of checks of each status."
         return {s: sum(c.status == s for c in self.checks) for s in STATUSES}
 
     @property
     def title(self) -> str:
-        "The verdict in a sentence."
+        "Verdict and counts in a line."
         bad = ", ".join(c.title for c in self.checks if c.blocks)
         counts = ", ".join(f"{n} {s}" for s, n in self.counts.items() if n)
         verdict = "ready to build" if self.ok else f"NOT ready to build: {bad}"
         return f"{verdict} ({counts}; {self.seconds:.1f} s)"
 
     def to_dict(self) -> dict[str, Any]:
-        "For machines; the keys are those of REPORT_KEYS and FIGURES."
+        "Return a dictionary for JSON, with the keys of REPORT_KEYS and FIGURES."
         return {
             "ready": self.ok,
             "folder": show_path(self.folder),
@@ -319,13 +322,13 @@ class Report:
         self,
         columns: int = 100,  # of a line, characters
     ) -> str:
-        "The checks as lines; the advice stands below what was found."
+        "Return the checks as lines, each followed by its advice."
         width, lines = max((len(c.title) for c in self.checks), default=0), []
         indent = " " * (width + 11)
         for check in self.checks:
-            said = [(f"{check.status:>7}  {check.title:<{width}}  ", check.found)]
-            said += [(f"{indent}-> ", f"{check.advice}.")] if check.advice else []
-            for head, words in said:
+            parts = [(f"{check.status:>7}  {check.title:<{width}}  ", check.found)]
+            parts += [(f"{indent}-> ", f"{check.advice}.")] if check.advice else []
+            for head, words in parts:
                 options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
                 lines.append(fill(words, columns, initial_indent=head, subsequent_indent=indent, **options))
         return "\n".join([*lines, self.title])
@@ -336,7 +339,7 @@ NEEDED = ("python", "packages", "hdf5", "engine_reference")  # lines that a buil
 
 
 def probes() -> dict[str, Callable[[Path], Check]]:
-    "Return what is looked at, by key."
+    "Return the checks by key, in the order of the report."
     return {
         "python": lambda folder: checks.examine_python(),
         "packages": lambda folder: package_check("packages", LINES["packages"], load=True),
@@ -360,20 +363,20 @@ def probes() -> dict[str, Callable[[Path], Check]]:
 
 
 def examine(
-    folder: str | os.PathLike | None = None,  # what the disk's lines are about; None: the current folder
+    folder: str | os.PathLike | None = None,  # folder whose disk is examined; None: the current folder
     *,
     progress: Callable[[int, str], object] = lambda done, title: (
         None
-    ),  # told before each check, and at the end
+    ),  # called before each check, and at the end
 ) -> Report:
-    "Look at this machine and try its parts; raises DataError where there is no such folder."
+    "Examine this machine; raises DataError if the folder does not exist."
     place, began, found = Path(folder or Path.cwd()), time.perf_counter(), list[Check]()
     if not place.is_dir():
         raise DataError(
-            "no such folder",
+            "the folder does not exist",
             code="no-folder-to-examine",
             path=place,
-            remedy="give a folder of recordings, or any on the disk in question",
+            remedy="name a folder of recordings, or any folder on the disk to examine",
         )
     for key, probe in probes().items():
         progress(len(found), TITLES[key])
@@ -381,6 +384,14 @@ def examine(
             found.append(probe(place))
         except Exception as e:
             what = f"{NOT_MEASURED}: " + f"{type(e).__name__}: {e}".rstrip(": ")
-            found.append(Check(key, "warn", what, "Mend what the error names, and look again", key in NEEDED))
+            found.append(
+                Check(
+                    key,
+                    "warn",
+                    what,
+                    "Correct the cause that the error names, then run leakmel doctor again",
+                    key in NEEDED,
+                )
+            )
     progress(len(found), "")
     return Report(tuple(found), place, time.perf_counter() - began)

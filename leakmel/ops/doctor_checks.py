@@ -10,23 +10,23 @@ __all__ = [
     "OPTIONAL",
     "NEEDED",
     "LINES",
-    "LEAST_FREE",
-    "LEAST_FILES",
-    "LEAST_THREADS",
+    "MIN_FREE_BYTES",
+    "MIN_OPEN_FILES",
+    "MIN_THREADS",
     "MOUNTS",
-    "RELEASE",
-    "OF_WINDOWS",
-    "IN_MEMORY",
-    "NETWORK",
+    "OS_RELEASE",
+    "WINDOWS_FILE_SYSTEMS",
+    "MEMORY_FILE_SYSTEMS",
+    "NETWORK_FILE_SYSTEMS",
     "COLD_BYTES",
     "COLD_S",
-    "LOOKED_AT",
-    "READERS",
-    "SLOW_DISK",
+    "MAX_ENTRIES",
+    "READ_THREADS",
+    "MIN_DISK_RATE",
     "Check",
-    "advised",
+    "make_check",
     "requirements",
-    "fits",
+    "in_version_range",
     "package_check",
     "examine_python",
     "examine_cores",
@@ -85,30 +85,30 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Check:
-    "What was found in one place, and what to do about it."
+    "Result of one check, and advice."
 
     key: str  # one of TITLES
     status: str  # one of STATUSES
-    found: str  # in words; what was not measured says so
-    advice: str = ""  # one sentence; empty where all is well
+    found: str  # text; "not measured" if it could not be measured
+    advice: str = ""  # one sentence; empty if the status is ok
     blocks: bool = False  # a build needs this, and it is missing or wrong
     figures: Mapping[str, Any] = field(default_factory=dict)  # keys as in FIGURES
 
     @property
     def title(self) -> str:
-        "The name for people."
+        "Title of the line in the report."
         return TITLES[self.key]
 
 
-def advised(
+def make_check(
     key: str, found: str, figures: Mapping[str, Any], advice: str = "", blocks: bool = False
 ) -> Check:
-    "Return a check that is ok without advice, and a warning with it."
+    "Return a check: a warning if it has advice, otherwise ok."
     return Check(key, "warn" if advice else "ok", found, advice, blocks, figures)
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #1d8eb475
-OPTIONAL = ("dev", "search")  # extras that no check looks at
+OPTIONAL = ("dev", "search")  # extras that are not checked
 
 
 @cache
@@ -130,11 +130,11 @@ def requirements() -> Mapping[str, str]:
     return {m[1]: m[2] for m in pairs if m and m[1] != "leakmel"}  # an extra may name other extras
 
 
-def fits(
+def in_version_range(
     version: str,
     wanted: str,  # ">=2.9,<2.14"; empty: any
 ) -> bool:
-    "Return whether a version lies in a range (PEP 440); raises ValueError for what is no version or no range."
+    "Return whether a version lies in a range (PEP 440); raises ValueError for an invalid version or range."
     from packaging.specifiers import SpecifierSet
 
     return SpecifierSet(wanted).contains(version, prereleases=True)
@@ -151,11 +151,11 @@ LINES = {
     "engine_triton": ("triton",),
 }
 _WITHOUT = {
-    "packages": "without pandas there are no tables, without soundfile no rare encodings, without soxr no resampling, "
-    "without psutil and tqdm no figures of load and no progress bars",
-    "front_end": "builds from the command line need none of these, the notebooks do",
-    "torch": "the compiled engine needs no torch; training, and engines on a GPU, do",
-    "compiled": "without numba a build reads and computes several times slower",
+    "packages": "pandas is needed for tables, soundfile for rare encodings, soxr for resampling, "
+    "psutil and tqdm for monitoring and progress bars",
+    "front_end": "the notebooks need these packages, the command line does not",
+    "torch": "training and engines on a GPU need torch, the compiled engine does not",
+    "compiled": "without numba a build is several times slower",
 }
 
 
@@ -176,7 +176,7 @@ def package_check(
             versions[name] = metadata.version(name)
             if load:
                 import_module(name)
-            if not fits(metadata.version(name), needed):
+            if not in_version_range(metadata.version(name), needed):
                 trouble = f" ({needed} is needed)"
         except metadata.PackageNotFoundError:
             trouble = " is not installed"
@@ -189,22 +189,22 @@ def package_check(
     if not bad:
         return Check(key, "ok", found, figures=figures)
     pip = " ".join(f"'{name}{ranges.get(name, '')}'" for name in bad)
-    advice = "; ".join(filter(None, [f"Install what fits: pip install {pip}", _WITHOUT.get(key)]))
+    advice = "; ".join(filter(None, [f"Install the required versions: pip install {pip}", _WITHOUT.get(key)]))
     status = "missing" if None in versions.values() else "warn"
     return Check(key, status, found, advice, any(name in NEEDED for name in bad), figures)
 
 
 def examine_python() -> Check:
-    "Compare the version of Python with the least that is needed."
+    "Compare the version of Python with the minimum version."
     wanted, version = requirements()["python"], platform.python_version()
     found = f"{platform.python_implementation()} {version} on {platform.system()}, {platform.machine()}"
-    advice = "" if fits(version, wanted) else f"Use Python {wanted}"
-    return advised("python", found, {"versions": {"python": version}}, advice, blocks=bool(advice))
+    advice = "" if in_version_range(version, wanted) else f"Use Python {wanted}"
+    return make_check("python", found, {"versions": {"python": version}}, advice, blocks=bool(advice))
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #31ffdabc
-LEAST_FREE = 1_500_000_000  # bytes: the slots of a build take 1 GiB at the most unless told otherwise
-LEAST_FILES, LEAST_THREADS = 256, 256
+MIN_FREE_BYTES = 1_500_000_000  # bytes: by default the slots of a build take at most 1 GiB
+MIN_OPEN_FILES, MIN_THREADS = 256, 256
 
 
 def examine_cores(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
@@ -215,29 +215,29 @@ def examine_cores(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLi
         found += f", with a quota of {quota:g} cores' time"
     if quota is not None and quota < usable:
         workers = f"--compute-workers {max(1, int(quota))}"
-        advice = f"Raise the quota of the container, or give {workers}: a build starts a thread for each of {usable} cores"
+        advice = f"Raise the CPU quota of the container, or use {workers}: by default a build starts a thread for each of {usable} cores"
     elif usable < cores:
-        advice = "Start from a process that may use all cores (taskset, a batch system's option)"
-    return advised("cores", found, {"cores": cores, "usable_cores": usable, "quota_cores": quota}, advice)
+        advice = "Let the process use all cores (taskset, or an option of the batch system)"
+    return make_check("cores", found, {"cores": cores, "usable_cores": usable, "quota_cores": quota}, advice)
 
 
-def examine_memory(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
-    "Look at the memory that is free, that the machine has, and that its control group may take."
-    limit = min(cgroup_limits("memory", ["memory.max", "memory.limit_in_bytes"], root, own), default=None)
+def examine_memory(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> Check:
+    "Check the free memory, the memory of the machine, and the limit of its control group."
+    limit = min(group_limits("memory", ["memory.max", "memory.limit_in_bytes"], root, own), default=None)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = min(free_memory(root, own), limit or 1 << 62)
     found = f"{size_text(free)} free of {size_text(total)}"
     if limit:
         found += f", limit of the control group {size_text(limit)}"
     advice = ""
-    if free < LEAST_FREE:
+    if free < MIN_FREE_BYTES:
         slots = f"--max-bytes-in-flight {max(50_000_000, free // 4)} to a build"
-        advice = f"Close what holds memory, or give {slots}"
-    return advised("memory", found, {"free_bytes": free, "ram_bytes": total, "limit_bytes": limit}, advice)
+        advice = f"Close programs that use memory, or give {slots}"
+    return make_check("memory", found, {"free_bytes": free, "ram_bytes": total, "limit_bytes": limit}, advice)
 
 
-def examine_limits(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
-    "Look at how many files and threads may be open at the same time."
+def examine_limits(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> Check:
+    "Check the limits of open files and threads."
     import resource
 
     soft = [resource.getrlimit(n)[0] for n in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)]
@@ -246,23 +246,23 @@ def examine_limits(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathL
     threads = min((n for n in limits if n is not None), default=None)
     words = ["any number of" if n is None else f"{n:,}" for n in (files, threads)]
     advice = []
-    if files is not None and files < LEAST_FILES:
+    if files is not None and files < MIN_OPEN_FILES:
         advice.append("ulimit -n 4096 for more open files")
-    if threads is not None and threads < LEAST_THREADS:
+    if threads is not None and threads < MIN_THREADS:
         advice.append("ulimit -u 4096, or a larger pids limit of the container, for more threads")
     found, figures = f"{words[0]} open files, {words[1]} threads", {"open_files": files, "threads": threads}
-    return advised("limits", found, figures, f"Set {' and '.join(advice)}" if advice else "")
+    return make_check("limits", found, figures, f"Set {' and '.join(advice)}" if advice else "")
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #efceb173
-MOUNTS, RELEASE = "/proc/self/mounts", "/proc/sys/kernel/osrelease"
-OF_WINDOWS = ("9p", "drvfs", "v9fs", "virtiofs")
+MOUNTS, OS_RELEASE = "/proc/self/mounts", "/proc/sys/kernel/osrelease"
+WINDOWS_FILE_SYSTEMS = ("9p", "drvfs", "v9fs", "virtiofs")
 
 
 def mount_of(
     folder: str | os.PathLike,
     mounts: str | os.PathLike = MOUNTS,
-) -> tuple[str, str]:  # where it is mounted, and the type; empty where nothing tells
+) -> tuple[str, str]:  # mount point and type; empty if unknown
     "Return the file system that a folder lies on."
     place, best, lines = os.fsencode(os.path.realpath(folder)), (b"", b""), list[bytes]()
     with contextlib.suppress(OSError):
@@ -275,10 +275,10 @@ def mount_of(
 
 
 def examine_wsl(
-    folder: str | os.PathLike, *, mounts: str | os.PathLike = MOUNTS, release: str | os.PathLike = RELEASE
+    folder: str | os.PathLike, *, mounts: str | os.PathLike = MOUNTS, release: str | os.PathLike = OS_RELEASE
 ) -> Check:
-    "Find out whether this is WSL, and whether the folder lies on a disk of Windows."
-    text, (at, kind) = read_small_file(Path(release)).lower(), mount_of(folder, mounts)
+    "Check whether this is WSL, and whether the folder is on a disk of Windows."
+    text, (at, kind) = small_text(Path(release)).lower(), mount_of(folder, mounts)
     version = 0 if "microsoft" not in text else 2 if "wsl2" in text or "microsoft-standard" in text else 1
     figures = {"wsl": version, "mount": show_path(at) if at else None, "file_system": kind or None}
     where = (
@@ -288,34 +288,40 @@ def examine_wsl(
     if not version:
         found = "this is not WSL"
     elif version == 1:
-        advice = "Change to WSL2 (wsl --set-version NAME 2): WSL1 translates each call to Windows"
-    elif kind in OF_WINDOWS:
+        advice = "Change to WSL2 (wsl --set-version NAME 2): WSL1 translates each system call"
+    elif kind in WINDOWS_FILE_SYSTEMS:
         found += ", a disk of Windows"
         advice = (
-            "Move the recordings into the Linux file system, or build with --mode memmap, whose later builds do not "
-            "read there: each file that is opened on such a disk asks Windows"
+            "Move the recordings into the Linux file system, because opening a file on a Windows disk is slow, or build with "
+            "--mode memmap, which reads the recordings only once"
         )
-    return advised("wsl", found, figures, advice)
+    return make_check("wsl", found, figures, advice)
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #4a811d5e
-IN_MEMORY = ("tmpfs", "ramfs")
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 # fmt: off
-NETWORK = (
+NETWORK_FILE_SYSTEMS = (
     "nfs", "nfs4", "cifs", "smb3", "9p", "drvfs", "virtiofs", "fuse.sshfs", "ceph", "lustre", "glusterfs", "afs", "beegfs",
 )
 # fmt: on
 
 
 def disk_kind(folder: str | os.PathLike) -> str:
-    "Return memory, network, or local disk, by the type of the file system."
+    "Return the kind of disk by the type of its file system: memory, network or local disk."
     kind = mount_of(folder)[1]
-    return "memory" if kind in IN_MEMORY else "network" if kind in NETWORK else "local disk"
+    return (
+        "memory"
+        if kind in MEMORY_FILE_SYSTEMS
+        else "network"
+        if kind in NETWORK_FILE_SYSTEMS
+        else "local disk"
+    )
 
 
 @contextlib.contextmanager
 def scratch(folder: str | os.PathLike) -> Iterator[Path]:
-    "Make a temporary folder inside a folder, or in the place for temporary files where that cannot be written."
+    "Create a temporary folder in a folder, or in the system's temporary folder if that folder is not writable."
     try:
         made = tempfile.TemporaryDirectory(prefix=".leakmel-doctor-", dir=folder)
     except OSError:
@@ -325,14 +331,14 @@ def scratch(folder: str | os.PathLike) -> Iterator[Path]:
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #831e4edf
-COLD_BYTES, COLD_S = 8_000_000, 2.0  # to read, and seconds at the most
-LOOKED_AT = 5000  # folder entries to look at for recordings
-READERS = 8  # threads
-SLOW_DISK = 40e6  # bytes/s: less than 500 recordings of 10 s at 4,096 Hz each second
+COLD_BYTES, COLD_S = 8_000_000, 2.0  # limits of the measurement
+MAX_ENTRIES = 5000  # folder entries that are searched for recordings
+READ_THREADS = 8  # threads
+MIN_DISK_RATE = 40e6  # bytes/s: less than 500 recordings of 10 s at 4,096 Hz each second
 
 
 def some_recordings(folder: str | os.PathLike[str], n_bytes: int = COLD_BYTES) -> list[Path]:
-    "Return recordings below a folder until there are enough bytes, or LOOKED_AT entries were seen."
+    "Return recordings below a folder, up to n_bytes or MAX_ENTRIES entries."
     found, size, seen = list[Path](), 0, 0
     for place, folders, names in os.walk(os.fspath(folder)):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -347,15 +353,15 @@ def some_recordings(folder: str | os.PathLike[str], n_bytes: int = COLD_BYTES) -
                 size += info.st_size
             if size >= n_bytes:
                 return found
-        if seen >= LOOKED_AT:
+        if seen >= MAX_ENTRIES:
             break
     return found
 
 
 def cold_rate(
     files: Sequence[Path],
-) -> dict[str, Any]:  # keys of FIGURES; raises OSError, or UsageError where nothing can be dropped from it
-    "Read those of some files that are not in the page cache after they were dropped from it."
+) -> dict[str, Any]:  # keys of FIGURES; raises OSError, or UsageError if the system cannot drop files
+    "Drop files from the page cache and measure the rate of reading those that were dropped."
     evict(files)
     states = {path: is_cached(path) for path in files}
     cold = [path for path, state in states.items() if not state]
@@ -364,7 +370,7 @@ def cold_rate(
     def read(path: Path) -> int:
         return len(path.read_bytes()) if time.perf_counter() < start + COLD_S else 0
 
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(READ_THREADS) as pool:
         sizes = [n for n in pool.map(read, cold) if n]
     took = time.perf_counter() - start
     return {
@@ -376,11 +382,11 @@ def cold_rate(
 
 
 def examine_disk(folder: str | os.PathLike) -> Check:
-    "Measure how fast recordings come from the disk below a folder when the page cache lacks them."
+    "Measure the rate of reading recordings that are not in the page cache."
     kind, files = disk_kind(folder), some_recordings(folder)
-    figures, why = dict[str, Any](kind=kind), "nothing could be put out of the page cache"
+    figures, why = dict[str, Any](kind=kind), "the files could not be dropped from the page cache"
     if kind == "memory" or not files:
-        why = "it is always warm" if kind == "memory" else "the folder holds no recordings"
+        why = "its files are always in memory" if kind == "memory" else "the folder has no recordings"
         return Check("disk", "ok", f"{kind}; cold rate {NOT_MEASURED}: {why}", figures=figures)
     try:
         figures |= cold_rate(files)
@@ -389,51 +395,59 @@ def examine_disk(folder: str | os.PathLike) -> Check:
     rate, advice = figures.get("cold_bytes_per_s"), ""
     found = f"{kind}; cold rate {NOT_MEASURED}: {why}"
     if rate:
-        cold = "whether that was cold the file system does not tell" if figures["cold"] is None else "cold"
-        what = f"{size_text(figures['cold_n_bytes'])} in {figures['cold_n_files']} files, {READERS} at a time"
+        cold = (
+            "the file system does not report whether the files were cached"
+            if figures["cold"] is None
+            else "cold"
+        )
+        what = f"{size_text(figures['cold_n_bytes'])} in {figures['cold_n_files']} files, {READ_THREADS} at a time"
         found = f"{kind}; {size_text(rate)}/s, {cold}; {what}"
     if not rate or figures["cold"] is None:
-        advice = "Judge the disk by a first build, whose summary tells cold from warm"
-    elif kind == "network" or rate < SLOW_DISK:
         advice = (
-            "Keep recordings that are read often on a local SSD, or build with --mode memmap: "
+            "Use the summary of a first build instead: it reports the rate and the state of the page cache"
+        )
+    elif kind == "network" or rate < MIN_DISK_RATE:
+        advice = (
+            "Copy the recordings to a local SSD, or build with --mode memmap: "
             "only its first build reads them one by one"
         )
-    return advised("disk", found, figures, advice)
+    return make_check("disk", found, figures, advice)
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #ac8c14b9
 def examine_hdf5(folder: str | os.PathLike) -> Check:
-    "Try the HDF5 library: its version, its locking, and a file there and back."
+    "Check the HDF5 library: version, locking, and a file that is written and read."
     import fcntl, h5py
     import numpy as np
 
     setting = os.environ.get("HDF5_USE_FILE_LOCKING")
     values = np.arange(3000, dtype=np.float16).reshape(3, -1)
     same, locks, advice = False, False, ""
-    found = f"HDF5 {h5py.version.hdf5_version}, file locking {setting or 'as the library has it'}"
+    found = f"HDF5 {h5py.version.hdf5_version}, file locking {setting or 'by default of the library'}"
     with scratch(folder) as place:
         try:
             with h5py.File(place / "x.h5", "w", libver=("v108", "v108")) as f:
                 f["segments_mel"] = values
             with h5py.File(place / "x.h5", "r") as f:
                 same = np.array_equal(f["segments_mel"][:], values)
-            said = "written and read back" if same else "what was read back is not what was written"
+            result = (
+                "a file was written and read"
+                if same
+                else "the values that were read differ from those that were written"
+            )
         except Exception as e:
-            said = f"a file cannot be written and read back: {type(e).__name__}: {e}"
+            result = f"a file cannot be written and read: {type(e).__name__}: {e}"
         with open(place / "lock", "wb") as f, contextlib.suppress(OSError):
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
             locks = True
         elsewhere = not os.path.samefile(place.parent, folder)
     if not same:
-        advice = (
-            "Free some space and check the disk, or install h5py anew (pip install --force-reinstall h5py)"
-        )
+        advice = "Free some space and check the disk, or reinstall h5py (pip install --force-reinstall h5py)"
     elif not locks:
-        said = "the file system does not lock files"
-        advice = "Write data sets to another disk: builds need locks"
+        result = "the file system does not lock files"
+        advice = "Write data sets to another disk: a build needs file locks"
     elif elsewhere:
-        said += " in the place for temporary files, since the folder cannot be written"
+        result += " in the system's temporary folder, because the folder is not writable"
     figures = {"hdf5_version": h5py.version.hdf5_version, "hdf5_locking": setting}
     figures |= {"hdf5_same": same, "kernel_locks": locks}
-    return advised("hdf5", f"{found}; {said}", figures, advice, blocks=not same)
+    return make_check("hdf5", f"{found}; {result}", figures, advice, blocks=not same)

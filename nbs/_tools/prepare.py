@@ -525,24 +525,26 @@ def sentence(path: Path) -> str:
 
 
 def commands_text() -> str:
-    "The `--help` texts of the command line, as Markdown."
+    "The `--help-all` texts of the command line, as Markdown."
     from leakmel.cli import main
 
     os.environ["COLUMNS"] = "110"
 
-    def said(*args: str) -> str:
+    def help_text(*args: str) -> str:
         with redirect_stdout(io.StringIO()) as text, suppress(SystemExit):
-            main([*args, "--help"])
+            main([*args])
         return text.getvalue().strip("\n")
 
-    names = re.findall(r"^    (\w+) +\S", said(), re.M)
+    general = help_text("--help")
+    names = re.findall(r"^    (\w+) +\S", general, re.M)
     parts = [
         "# Command line",
-        "The same functions from a shell. Every command has `--json`, which prints one object and nothing else.",
+        "The same functions from a shell. Every command has `--json`, which prints one object and nothing else. "
+        "`leakmel COMMAND --help` shows the options that are changed most; this page shows every option (`--help-all`).",
     ]
-    parts.append(f"```text\n{said()}\n```")
+    parts.append(f"```text\n{general}\n```")
     for name in names:
-        parts += [f"## leakmel {name}", f"```text\n{said(name)}\n```"]
+        parts += [f"## leakmel {name}", f"```text\n{help_text(name, '--help-all')}\n```"]
     return "\n\n".join(parts)
 
 

@@ -13,8 +13,8 @@ from leakmel.core.errors import LeakmelError, UsageError
 from leakmel.mel.engines import CPU_ENGINES, NotHere
 from leakmel.mel.reference import compare, reference_features
 from leakmel.mel.spec import MelSpec, spec_from_dict
-from leakmel.ops.bench import bring_in, evict, made_set, record_head, rounds_words, spread
-from leakmel.ops.bench_gpu_parts import CONTEST, contest_spec
+from leakmel.ops.bench import read_into_cache, evict, synthetic_set, record_head, rounds_text, spread
+from leakmel.ops.bench_gpu_parts import GEOMETRIES, geometry_spec
 from contestants import TOOLS, list_split
 from process_tree import Took, run_command
 
@@ -22,7 +22,7 @@ from process_tree import Took, run_command
 def preset_spec(
     changes: Mapping[str, Any],  # "preset", and settings that differ from it
 ) -> MelSpec:
-    "Return the settings of an entry like those of CONTEST."
+    "Return the settings of an entry like those of GEOMETRIES."
     return MelSpec.preset(changes["preset"], **{k: v for k, v in changes.items() if k != "preset"})
 
 
@@ -53,7 +53,7 @@ def build_command(engine: str, root: Path, out: Path, geometry: str) -> list[str
     "The words of a build by an engine on the CPU."
     changes = [
         w
-        for key, value in CONTEST[geometry].items()
+        for key, value in GEOMETRIES[geometry].items()
         for w in (f"--{key.replace('_', '-')}", "none" if value is None else str(value))
     ]
     return [
@@ -203,7 +203,7 @@ def run_once(
     "Run a contestant; what it and the machine say of it."
     out.unlink(missing_ok=True)
     paths, _ = list_split(root)
-    {"warm": bring_in, "cold": evict}[cache](paths)
+    {"warm": read_into_cache, "cold": evict}[cache](paths)
     took = run_command(
         contestant.command(root, out, geometry), env=contestant.env, watch=watch, limit_s=limit_s
     )
@@ -270,7 +270,7 @@ def admit(
     while True:
         root = ground.part(n)
         done = run_once(contestant, root, out, geometry, watch=True)
-        checks.append(check_file(out, root, contest_spec(geometry), None if n <= _CHECKED else _SAMPLED))
+        checks.append(check_file(out, root, geometry_spec(geometry), None if n <= _CHECKED else _SAMPLED))
         out.unlink(missing_ok=True)
         if not checks[-1]["ok"]:
             raise NotRight(checks[-1]["why"], found=f"{checks[-1]['n_wrong']:,} values outside the tolerance")
@@ -302,7 +302,7 @@ def in_turn(names: list[str], i: int) -> list[str]:
 
 
 def _admit_all(
-    ground: Ground, who: Mapping[str, Contestant], say: Callable[[str], None]
+    ground: Ground, who: Mapping[str, Contestant], log: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     "What is known of each contestant before the rounds."
     every: dict[str, dict[str, Any]] = {}
@@ -315,18 +315,18 @@ def _admit_all(
             "versions": {},
             **{key: {} for key in ("n_files", "check", "peak_bytes", "rounds")},
         }
-        with _held_against(every[name], name, say):
-            for geometry in CONTEST:
+        with _held_against(every[name], name, log):
+            for geometry in GEOMETRIES:
                 known = admit(ground, name, contestant, geometry)
                 every[name]["versions"] = known.pop("versions")
                 for key, value in known.items():
                     every[name][key][geometry] = value
-                say(f"{name}: right in {geometry}, {known['n_files']:,} recordings a run")
+                log(f"{name}: right in {geometry}, {known['n_files']:,} recordings a run")
     return every
 
 
 @contextmanager
-def _held_against(entry: dict[str, Any], name: str, say: Callable[[str], None]) -> Iterator[None]:
+def _held_against(entry: dict[str, Any], name: str, log: Callable[[str], None]) -> Iterator[None]:
     "Note what keeps a contestant out; the others go on."
     try:
         yield
@@ -339,7 +339,7 @@ def _held_against(entry: dict[str, Any], name: str, say: Callable[[str], None]) 
             else "failed"
         )
         entry.update(status=status, why=str(e), rounds={})
-        say(f"{name}: {status}: {e}")
+        log(f"{name}: {status}: {e}")
 
 
 def _run_rounds(
@@ -348,14 +348,14 @@ def _run_rounds(
     every: dict[str, dict[str, Any]],
     rounds: int,
     caches: Iterable[str],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     "All rounds; what each run took is added to `every`."
-    settings = [(geometry, cache) for cache in caches for geometry in CONTEST]
+    settings = [(geometry, cache) for cache in caches for geometry in GEOMETRIES]
     for i in range(rounds):
         for geometry, cache in settings:
             for name in in_turn([n for n, e in every.items() if e["status"] == "ok"], i):
-                with _held_against(every[name], name, say):
+                with _held_against(every[name], name, log):
                     out = ground.out(name)
                     took = run_once(
                         who[name], ground.part(every[name]["n_files"][geometry]), out, geometry, cache=cache
@@ -364,7 +364,7 @@ def _run_rounds(
                     every[name]["rounds"].setdefault(f"{geometry}, {cache}", []).append(
                         {k: v for k, v in took.items() if k not in ("versions", "peak_bytes")}
                     )
-                    say(
+                    log(
                         f"round {i + 1} of {rounds}: {geometry}, {cache}: {name}: {took['files_per_s']:,.0f} files/s, {took['cpu_s']:.1f} s of CPU"
                     )
 
@@ -413,7 +413,7 @@ def bench_compare(
     copies: int = 1,  # names (hard links) of each recording: long runs without as many files on the disk
     only: str | None = None,  # names of contestants, with commas between; None: all
     who: Mapping[str, Contestant] | None = None,  # others than `all_contestants`
-    say: Callable[[str], None] = lambda text: None,  # told what is going on
+    log: Callable[[str], None] = lambda text: None,  # told what is going on
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Check every contestant, then run them in turn."
     if min(rounds, n_files, copies) < 1:
@@ -426,7 +426,7 @@ def bench_compare(
     work = Path(folder) / "compare"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    root = made_set(folder, -(-n_files // copies), say)
+    root = synthetic_set(folder, -(-n_files // copies), log)
     if copies > 1:
         from bench_growth import linked_set  # which imports this module
 
@@ -437,8 +437,8 @@ def bench_compare(
     ground = Ground(root, work, n_files, run_s)
     caches = ("warm", "cold") if cold else ("warm",)
     try:
-        every = _admit_all(ground, chosen, say)
-        _run_rounds(ground, chosen, every, rounds, caches, say)
+        every = _admit_all(ground, chosen, log)
+        _run_rounds(ground, chosen, every, rounds, caches, log)
     finally:
         shutil.rmtree(ground.work, ignore_errors=True)
     return {
@@ -451,7 +451,7 @@ def bench_compare(
         "ok": all(e["status"] in ("ok", "not installed") for e in every.values()),
         "interval": "listing to closed file, imports left out; cpu_s is that of the whole process and its children, imports included",
         "memory": "largest sum over the process tree (RSS of one process, PSS of several), looked at 50 times a second in a run that is not counted",
-        "settings": {name: contest_spec(name).to_dict() for name in CONTEST},
+        "settings": {name: geometry_spec(name).to_dict() for name in GEOMETRIES},
         "ratio_to": add_figures(every),
         "contestants": every,
     }
@@ -594,7 +594,7 @@ def _below(figures: dict[str, Any]) -> list[str]:
     m, commit = figures["machine"], (figures["commit"] or "unknown")[:8]
     return [
         *lines,
-        f"{figures['n_files']:,} recordings, {rounds_words(figures)}, {m['n_cores']} cores ({m['cpu']}), commit {commit}",
+        f"{figures['n_files']:,} recordings, {rounds_text(figures)}, {m['n_cores']} cores ({m['cpu']}), commit {commit}",
     ]
 
 

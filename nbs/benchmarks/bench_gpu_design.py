@@ -16,14 +16,14 @@ import numpy as np
 from leakmel.mel.engines import ENGINES, DeviceOptions
 from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench import spread, store
-from leakmel.ops.bench_gpu import COPIES, Part, bench_gpu, gpu_table, plan_parts
-from leakmel.ops.bench_gpu_parts import CONTEST, contest_spec, timed
+from leakmel.ops.bench_gpu import COPY_SIZES, Part, bench_gpu, gpu_table, plan_parts
+from leakmel.ops.bench_gpu_parts import GEOMETRIES, geometry_spec, timed
 
 
 def kernel_alone(engine: str, device: str, name: str, n_block: int, window_s: float) -> dict[str, Any]:
     "Return recordings per second of the chain of launches on a block that lies on the device."
-    spec, (module, kind) = contest_spec(name), ENGINES[engine]
-    options = DeviceOptions(gpu_streams=1, buffers_per_stream=1, max_block=n_block)
+    spec, (module, kind) = geometry_spec(name), ENGINES[engine]
+    options = DeviceOptions(gpu_streams=1, flights=1, max_block=n_block)
     with getattr(import_module(module), kind)(spec, device=device, options=options) as opened:
         runner = opened.runners[0]
         buffers, on, n = runner.buffers[0], runner.device, runner.n_block
@@ -143,7 +143,7 @@ def launches(device: str, name: str, n_block: int, window_s: float) -> dict[str,
     from leakmel.mel.device import open_devices
     from leakmel.mel.triton_kernel import TritonChain, launch_for
 
-    spec, on, found = contest_spec(name), open_devices(device)[0], dict[str, Any]()
+    spec, on, found = geometry_spec(name), open_devices(device)[0], dict[str, Any]()
     try:
         x, mels, moments = block_on_device(on, spec, n_block)
         stream, right = on.stream(), None
@@ -173,7 +173,7 @@ def launches(device: str, name: str, n_block: int, window_s: float) -> dict[str,
 def reuse(engine: str, device: str, name: str, n: int, batches: int) -> dict[str, list[float]]:
     "Seconds per batch of `n` recordings with an engine that is kept, and with one made for each batch."
     module, kind = ENGINES[engine]
-    make, spec = getattr(import_module(module), kind), contest_spec(name)
+    make, spec = getattr(import_module(module), kind), geometry_spec(name)
     x = np.random.default_rng(14).normal(0, 3000, (n, spec.n_samples)).astype(np.int16)
 
     def batch(opened: Any, samples: np.ndarray, out: np.ndarray) -> None:
@@ -240,7 +240,7 @@ MODES_ASKED: dict[str, dict[str, Any]] = {
 
 def design_parts(engines: list[str], rounds: int, tiny: bool = False) -> list[Part]:
     "Return the questions of the suite `gpu` and then what each part of the design is worth, the most important first."
-    first, window, copies = engines[0], 0.005 if tiny else 0.1, (1 << 16,) if tiny else COPIES
+    first, window, copies = engines[0], 0.005 if tiny else 0.1, (1 << 16,) if tiny else COPY_SIZES
     n = (4,) if tiny else (1024, 256, 2048)
     matrix = {"n_bytes": 1 << 16, "n_matrix": 32} if tiny else {"n_bytes": 1 << 30, "n_matrix": 8192}
 
@@ -251,7 +251,7 @@ def design_parts(engines: list[str], rounds: int, tiny: bool = False) -> list[Pa
         build = {"what": "one_build", "name": "A"}
         return [Part("varied", name, first, build | change) for name, change in changes.items()]
 
-    pairs = [(name, engine) for name in CONTEST for engine in engines]
+    pairs = [(name, engine) for name in GEOMETRIES for engine in engines]
     both = [part("both ways", str(s), first, "both_ways", n_bytes=s, window_s=window) for s in copies]
     parts = [*both, part("alone", "card", first, "card_alone", **matrix, window_s=window)]
     for block in n:
@@ -290,7 +290,7 @@ def design_table(figures: dict[str, Any] | None) -> str:
     for name, f in figures.get("kernel", {}).items():
         rate, floor = max(spread(f[way])["median"] for way in ("one_by_one", "by_graph") if f[way]), ""
         if card:
-            n_bytes, n_operations = block_work(contest_spec(name[0]))
+            n_bytes, n_operations = block_work(geometry_spec(name[0]))
             memory, products = (
                 spread(card[key])["median"] for key in ("memory_bytes_per_s", "float16_per_s")
             )
@@ -323,5 +323,5 @@ if __name__ == "__main__":
     parser.add_argument("--budget-s", type=float, default=900)
     args = parser.parse_args()
     keep = partial(store, folder=args.out)
-    record = bench_gpu_design(args.work, budget_s=args.budget_s, keep=keep, say=print)
+    record = bench_gpu_design(args.work, budget_s=args.budget_s, keep=keep, log=print)
     print(design_table(record), store(record, args.out), sep="\n")

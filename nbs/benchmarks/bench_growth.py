@@ -12,8 +12,8 @@ from leakmel.core.errors import OutputError, UsageError
 from leakmel.dataset.file.writer import SPARE_BYTES, output_error, part_bytes, require_space
 from leakmel.dataset.run.existing import state_path
 from leakmel.insight.plots import STAGE_COLORS, _dress
-from leakmel.ops.bench import bring_in, made_set, record_head, rounds_words, run_leakmel, spread
-from leakmel.ops.bench_gpu_parts import contest_spec
+from leakmel.ops.bench import read_into_cache, synthetic_set, record_head, rounds_text, run_leakmel, spread
+from leakmel.ops.bench_gpu_parts import geometry_spec
 from bench_parts import geometry_words
 
 
@@ -143,25 +143,25 @@ def bench_growth(
     n_files: int = 200_000,  # of the largest build
     rounds: int = 3,  # counted rounds
     geometry: str = "A",
-    say: Callable[[str], None] = lambda text: None,  # told what is going on
+    log: Callable[[str], None] = lambda text: None,  # told what is going on
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Measure builds of ever more files, sizes in turn."
     if rounds < 1:
         raise UsageError("rounds must be at least 1", found=rounds)
     sizes, folder = growth_sizes(n_files), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    require_space(folder, n_files * (part_bytes(contest_spec(geometry).row_shape, None)[0] + SPARE_BYTES))
-    root = made_set(folder, min(ORIGINALS, n_files), say)
+    require_space(folder, n_files * (part_bytes(geometry_spec(geometry).row_shape, None)[0] + SPARE_BYTES))
+    root = synthetic_set(folder, min(ORIGINALS, n_files), log)
     data = {n: linked_set(root, folder / "growth", n) for n in sizes}
     target = folder / "growth" / "GROWTH.H5"
-    bring_in((root / "TRAINING").rglob("*.wav"))
-    say(f"recomputing every row of {sizes[0]:,}")
+    read_into_cache((root / "TRAINING").rglob("*.wav"))
+    log(f"recomputing every row of {sizes[0]:,}")
     verified = _verify_one(data[sizes[0]], target, geometry)
     runs: dict[int, list[dict[str, Any]]] = {n: [] for n in sizes}
     for i in range(rounds):
         for n, kept in runs.items():
             kept.append(_build(data[n], target, geometry))
-            say(
+            log(
                 f"round {i + 1} of {rounds}: {n:,} files: {kept[-1]['files_per_s']:,.0f} files/s, {kept[-1]['build_rss_bytes'] / 1e6:,.0f} MB"
             )
     return _record(runs, len(list((root / "TRAINING").glob("*/*.wav"))), rounds, geometry, verified)
@@ -226,7 +226,7 @@ def growth_table(
         )
     lines.append(_memory_words(figures))
     lines.append(
-        f"{figures['originals']:,} recordings under many names, geometry {figures['geometry']}, {rounds_words(figures)}, {figures['cache']} cache, "
+        f"{figures['originals']:,} recordings under many names, geometry {figures['geometry']}, {rounds_text(figures)}, {figures['cache']} cache, "
         f"{m['n_cores']} cores ({m['cpu']})"
     )
     lines.append(
@@ -260,7 +260,7 @@ def growth_figure(
         fig.update_yaxes(title=dict(text=title), rangemode="tozero", row=row, col=1)
     fig.update_xaxes(type="log", tickvals=sizes, ticktext=[f"{n:,}" for n in sizes])
     fig.update_xaxes(title=dict(text="files"), row=2, col=1)
-    about = f"Median and range of {rounds_words(figures)}; files are hard links of {figures['originals']:,} recordings"
+    about = f"Median and range of {rounds_text(figures)}; files are hard links of {figures['originals']:,} recordings"
     return _dress(fig, _growth_title(figures), about, 420)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from leakmel.core.errors import UsageError
 from leakmel.learn.data.loaders import Loader, open_loader
 from leakmel.learn.data.segments import Segments
-from leakmel.ops.bench import made_set, record_head, rounds_words, run_leakmel
+from leakmel.ops.bench import synthetic_set, record_head, rounds_text, run_leakmel
 
 
 if TYPE_CHECKING:
@@ -131,20 +131,20 @@ def bench_loaders(
     *,
     n_files: int = 8000,  # recordings of the training split
     rounds: int = 3,  # counted rounds
-    say: Callable[[str], None] = lambda text: None,  # told what is going on
+    log: Callable[[str], None] = lambda text: None,  # told what is going on
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Measure ways of loading, in turn, on a made set."
     if rounds < 1:
         raise UsageError("rounds must be at least 1", found=rounds)
-    root, figures, right = made_set(folder, n_files, say), {}, True
+    root, figures, right = synthetic_set(folder, n_files, log), {}, True
     for form, words in _FORMS.items():
         out = Path(folder) / "loaders" / form / "TRAINING_DATASET.H5"
         done = run_leakmel("build", str(root), "--split", "training", "--out", str(out), "--no-fsync", *words)
         right &= bool(done.body["verified"]["ok"])
-        say(f"{form}: {rounds_words({'rounds': rounds})} of each way")
+        log(f"{form}: {rounds_text({'rounds': rounds})} of each way")
         for name, found in _measured(out, form, rounds).items():
             figures[f"{form}, {name}"] = found
-            say(
+            log(
                 f"{form}: {name}: {found['batches_per_s']:,.1f} batches/s, the first one after {found['first_batch_s']:.2f} s"
             )
     return {
@@ -172,5 +172,5 @@ def loaders_table(figures: dict[str, Any]) -> str:
     lines.append(
         f"W x P: W processes that read P batches ahead each; batches of {figures['batch']:,} long segments of {figures['n_files']:,} recordings,"
     )
-    lines.append(f"{rounds_words(figures)}, {m['n_cores']} cores ({m['cpu']})")
+    lines.append(f"{rounds_text(figures)}, {m['n_cores']} cores ({m['cpu']})")
     return "\n".join(lines)

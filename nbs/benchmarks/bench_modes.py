@@ -7,7 +7,15 @@ from typing import Any
 
 
 from leakmel.core.errors import UsageError
-from leakmel.ops.bench import bring_in, evict, made_set, record_head, run_leakmel, spread, verify_all
+from leakmel.ops.bench import (
+    read_into_cache,
+    evict,
+    synthetic_set,
+    record_head,
+    run_leakmel,
+    spread,
+    verify_all,
+)
 
 
 _ONE_BUILD = ("stream", "preload", "memmap, first", "memmap, later")
@@ -23,7 +31,7 @@ def _build_once(root: Path, work: Path, name: str, cold: bool) -> dict[str, Any]
     out.unlink(missing_ok=True)
     if name == "memmap, first":
         shutil.rmtree(cache, ignore_errors=True)
-    (evict if cold else bring_in)([*(root / "TRAINING").rglob("*.wav"), *cache.glob("*")])
+    (evict if cold else read_into_cache)([*(root / "TRAINING").rglob("*.wav"), *cache.glob("*")])
     words = [
         "--split",
         "training",
@@ -72,12 +80,12 @@ def bench_modes(
     *,
     n_files: int = 8000,  # recordings of the training split
     rounds: int = 3,  # counted rounds
-    say: Callable[[str], None] = lambda text: None,  # told what is going on
+    log: Callable[[str], None] = lambda text: None,  # told what is going on
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Measure every mode on a made set, warm and cold in turn, then verify all rows."
     if rounds < 1:
         raise UsageError("rounds must be at least 1", found=rounds)
-    root, work = made_set(folder, n_files, say), Path(folder) / "modes"
+    root, work = synthetic_set(folder, n_files, log), Path(folder) / "modes"
     runs: dict[str, list[dict[str, Any]]] = {
         f"{name}, {cache}": [] for cache in ("warm", "cold") for name in _ONE_BUILD
     }
@@ -87,11 +95,11 @@ def bench_modes(
             figures = _build_once(root, work, plain, cache == "cold")
             if i >= 0:
                 kept.append(figures)
-            say(
+            log(
                 f"{'warming' if i < 0 else f'round {i + 1} of {rounds}'}: {name}: {figures['seconds']:.2f} s, {figures['files_per_s']:,.0f} files/s"
             )
     runs["preload, later, warm"] = _build_preloaded(root, work, rounds)
-    say("recomputing every row")
+    log("recomputing every row")
     bytes_of = {p.read_bytes() for p in sorted(work.glob("*/TRAINING_DATASET.H5"))}
     return {
         **record_head("modes"),

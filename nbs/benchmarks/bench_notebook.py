@@ -14,7 +14,7 @@ from leakmel.ops.bench import newest, store
 
 def find_record(
     suite: str,
-    bench: Callable[..., dict[str, Any]],  # takes a work folder, `say` and options
+    bench: Callable[..., dict[str, Any]],  # takes a work folder, `log` and options
     *,
     run: bool,  # False: the newest record
     folder: str | None,  # work folder, which stays; None: a temporary one
@@ -28,7 +28,7 @@ def find_record(
     shown = display(Markdown("starting"), display_id=True)
     work = folder or tempfile.mkdtemp(prefix="leakmel-bench-")
     try:
-        record = bench(work, say=lambda text: shown.update(Markdown(text)), **options)
+        record = bench(work, log=lambda text: shown.update(Markdown(text)), **options)
     finally:
         if folder is None:
             shutil.rmtree(work, ignore_errors=True)

@@ -23,8 +23,8 @@ from leakmel.dataset.run.journal import Journal, journal_identity, journal_path
 from leakmel.dataset.run.existing import stamps_at_build, state_path, write_state
 from leakmel.dataset.source.loader import BatchReader, Slot
 from leakmel.mel.engines import CPU_ENGINES, Engine, NotHere, open_engine
-from leakmel.ops.bench import made_set, record_head, rounds_words, run_leakmel, spread, verify_all
-from leakmel.ops.bench_gpu_parts import CONTEST, contest_spec
+from leakmel.ops.bench import synthetic_set, record_head, rounds_text, run_leakmel, spread, verify_all
+from leakmel.ops.bench_gpu_parts import GEOMETRIES, geometry_spec
 from bench_compare import geometry_line, preset_spec
 
 
@@ -53,7 +53,7 @@ class Ground:
     "One made set under one geometry, and the numbers of a build of it on the cores this process may use."
 
     def __init__(self, root: Path, geometry: str, work: Path):
-        self.root, self.geometry, self.work, self.spec = root, geometry, work, contest_spec(geometry)
+        self.root, self.geometry, self.work, self.spec = root, geometry, work, geometry_spec(geometry)
         self.manifest = scan(root, split="training")
         self.listing = self.manifest.listings[0]
         self.n = len(self.listing)
@@ -273,7 +273,7 @@ def geometry_words(
     "A geometry as options."
     return [
         word
-        for name, value in CONTEST[geometry].items()
+        for name, value in GEOMETRIES[geometry].items()
         for word in ("--" + name.replace("_", "-"), "none" if value is None else str(value))
     ]
 
@@ -324,7 +324,7 @@ def _round(
     keep: Callable[[str, dict[str, Any]], None],
 ) -> None:
     "Measure everything once."
-    for geometry in CONTEST:
+    for geometry in GEOMETRIES:
         for n, worker in workers.items():
             with on_cores(n):
                 for name in BUILDS:
@@ -350,12 +350,12 @@ def bench_parts(
     *,
     n_files: int = 8000,  # recordings of the training split
     rounds: int = 5,  # counted rounds
-    say: Callable[[str], None] = lambda text: None,  # told what is going on
+    log: Callable[[str], None] = lambda text: None,  # told what is going on
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Measure the parts of a build, builds with and without extras, and the price of trust; then verify all rows."
     if rounds < 1:
         raise UsageError("rounds must be at least 1", found=rounds)
-    root, work = made_set(folder, n_files, say), Path(folder) / "parts"
+    root, work = synthetic_set(folder, n_files, log), Path(folder) / "parts"
     runs: dict[str, list[dict[str, Any]]] = {}
     wrong: dict[str, str] = {}
     with _hired(core_counts()) as workers:
@@ -371,10 +371,10 @@ def bench_parts(
                     wrong[name] = why
                 elif counted:
                     runs.setdefault(name, []).append(figures)
-                say(f"{where}: {name}: {why or format(figures['files_per_s'], ',.0f') + ' files/s'}")
+                log(f"{where}: {name}: {why or format(figures['files_per_s'], ',.0f') + ' files/s'}")
 
             _round(root, work, workers, keep)
-    say("recomputing every row")
+    log("recomputing every row")
     return _record(runs, wrong, n_files, rounds, verify_all(root, work / "built"))
 
 
@@ -400,13 +400,15 @@ def _record(
         "cores": core_counts(),
         "interval": "builds: listing to published file, each in a process of its own; "
         "parts: alone in a process that may use so many cores, imports and self-check left out",
-        "geometries": CONTEST,
+        "geometries": GEOMETRIES,
         "builds": {name: list(words) for name, words in BUILDS.items()},
         "verified": verified,
         "not_measured": wrong,
         "figures": figures,
         "trust": {
-            f"{g}, {_words(n)}": price_of_trust(figures, g, _words(n)) for g in CONTEST for n in core_counts()
+            f"{g}, {_words(n)}": price_of_trust(figures, g, _words(n))
+            for g in GEOMETRIES
+            for n in core_counts()
         }
         if verified["all_ok"]
         else {},
@@ -491,7 +493,7 @@ def parts_table(
     lines += [f"not measured: {name} ({why})" for name, why in figures["not_measured"].items()]
     lines.append(geometry_line({g: preset_spec(changes) for g, changes in figures["geometries"].items()}))
     lines.append(
-        f"{figures['n_files']:,} recordings, {rounds_words(figures)}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']}); "
+        f"{figures['n_files']:,} recordings, {rounds_text(figures)}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']}); "
         "the CPU time of builds has the start of their process in it"
     )
     lines.append(

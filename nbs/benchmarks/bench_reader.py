@@ -22,7 +22,7 @@ from leakmel.dataset.run.config import BATCH_FILES
 from leakmel.dataset.source.loader import BatchReader, Slot
 from leakmel.dataset.source.read_ahead import ReadAhead, plan_read_ahead
 from leakmel.mel.spec import MelSpec
-from leakmel.ops.bench import bring_in, evict, made_set, record_head, rounds_words, spread
+from leakmel.ops.bench import read_into_cache, evict, synthetic_set, record_head, rounds_text, spread
 
 
 NO_ADVICE = -1
@@ -246,12 +246,12 @@ def bench_reader(
     n_files: int = 8000,  # recordings of the training split
     rounds: int = 5,  # counted rounds
     listed: int = LISTED,  # empty files to list
-    say: Callable[[str], None] = lambda text: None,  # told what is going on
+    log: Callable[[str], None] = lambda text: None,  # told what is going on
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Measure ways of reading and listing, in turn, warm and cold; in the round that warms up, the digests of what is read are compared with the files'."
     if rounds < 1:
         raise UsageError("rounds must be at least 1", found=rounds)
-    root, empty = made_set(folder, n_files, say), listing_set(folder, listed)
+    root, empty = synthetic_set(folder, n_files, log), listing_set(folder, listed)
     listing = scan(root, split="training").listings[0]
     reading, ways = Reading(listing, MelSpec.preset("disjoint")), ways_of_reading(usable_cores())
     right, same = (
@@ -271,13 +271,13 @@ def bench_reader(
             if way == "listing":
                 figures = list_once(empty, cache, listed)
             else:
-                (evict if cache == "cold" else bring_in)(map(os.fsdecode, reading.files))
+                (evict if cache == "cold" else read_into_cache)(map(os.fsdecode, reading.files))
                 figures = reading.run(ways[way], seen)
                 if seen is not None:
                     same.append(np.array_equal(seen, right))
             if i >= 0:
                 runs[name].append(figures)
-            say(
+            log(
                 f"{'warming' if i < 0 else f'round {i + 1} of {rounds}'}: {name}: {figures['files_per_s']:,.0f} files/s, {figures['cpu_s']:.2f} s of CPU"
             )
     return {
@@ -295,7 +295,7 @@ def bench_reader(
     }
 
 
-LEAST_ROUNDS = 3  # from which a way is judged
+MIN_ROUNDS = 3  # from which a way is judged
 
 
 def effect(
@@ -304,7 +304,7 @@ def effect(
     cache: str,  # "cold" or "warm"
 ) -> str:  # "helps", "harms", "no difference seen", or "too few rounds"
     "What a way does against the plain one, by the ranges of their rates."
-    if figures["rounds"] < LEAST_ROUNDS:
+    if figures["rounds"] < MIN_ROUNDS:
         return "too few rounds"
     it, plain = (figures["figures"][f"{n}, {cache}"]["files_per_s"] for n in (name, "plain"))
     return (
@@ -342,7 +342,7 @@ def reader_table(
     checked = figures["verified"]
     lines += [
         "",
-        f"{rounds_words(figures)}; {checked['runs']} readings compared with the files by digests: "
+        f"{rounds_text(figures)}; {checked['runs']} readings compared with the files by digests: "
         + ("all the same" if checked["all_ok"] else "NOT ALL THE SAME"),
         *(
             f"listing {figures['listed']:,} files, {how}: {s['median']:.3f} s ({s['least']:.3f} to {s['most']:.3f})"

@@ -8,7 +8,7 @@ from typing import Any
 
 
 from leakmel.core.errors import UsageError
-from leakmel.ops.bench import made_set, record_head, rounds_words, run_leakmel, spread
+from leakmel.ops.bench import synthetic_set, record_head, rounds_text, run_leakmel, spread
 
 
 WAYS = {"code in the cache": "cpu", "empty cache": "cpu", "engine torch": "torch"}  # and the engine of each
@@ -59,12 +59,12 @@ def bench_start(
     *,
     n_files: int = 100,  # recordings of the training split
     rounds: int = 5,  # counted rounds
-    say: Callable[[str], None] = lambda text: None,  # told what is going on
+    log: Callable[[str], None] = lambda text: None,  # told what is going on
 ) -> dict[str, Any]:  # the figures, as they are stored
     "Measure commands that build a few recordings, ways in turn."
     if rounds < 1:
         raise UsageError("rounds must be at least 1", found=rounds)
-    root = made_set(folder, n_files, say)
+    root = synthetic_set(folder, n_files, log)
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as warm, tempfile.TemporaryDirectory() as out:
         for i in range(-1, rounds):  # a round before the first one fills the cache
@@ -72,7 +72,7 @@ def bench_start(
                 figures = _once(root, Path(out) / "D.H5", way, warm)
                 if i >= 0:
                     kept.append(figures)
-                say(
+                log(
                     f"{'warming' if i < 0 else f'round {i + 1} of {rounds}'}: {way}: {figures['process_s']:.2f} s"
                 )
     return {
@@ -101,7 +101,7 @@ def start_table(figures: dict[str, Any]) -> str:
         )
     m = figures["machine"]
     lines.append(
-        f"{figures['n_files']:,} recordings, {rounds_words(figures)}, {m['n_cores']} cores ({m['cpu']}), every build verified: "
+        f"{figures['n_files']:,} recordings, {rounds_text(figures)}, {m['n_cores']} cores ({m['cpu']}), every build verified: "
         f"{'yes' if figures['verified']['all_ok'] else 'NO'}"
     )
     return "\n".join(lines)

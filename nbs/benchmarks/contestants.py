@@ -18,7 +18,7 @@ from leakmel.core.monitor import usable_cores
 from leakmel.mel.engines import NotHere
 from leakmel.mel.reference import hann_periodic
 from leakmel.mel.spec import MelSpec
-from leakmel.ops.bench_gpu_parts import contest_spec
+from leakmel.ops.bench_gpu_parts import geometry_spec
 
 
 def list_split(
@@ -343,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--geometry", default="A", choices=["A", "B"])
     args = parser.parse_args(argv)
     try:
-        print(json.dumps(run_tool(TOOLS[args.name], args.root, args.out, contest_spec(args.geometry))))
+        print(json.dumps(run_tool(TOOLS[args.name], args.root, args.out, geometry_spec(args.geometry))))
     except NotHere as e:
         print(json.dumps({"missing": str(e)}))
     return 0

@@ -29,8 +29,7 @@ from leakmel.dataset.source.loader import BatchReader
 from leakmel.dataset.run.pipeline import PipelineConfig
 from leakmel.dataset.source.read_ahead import ReadAhead, cold_share, plan_read_ahead
 from leakmel.mel.spec import MelSpec
-from leakmel.ops.bench import bring_in, evict
-from errors import raises
+from leakmel.ops.bench import read_into_cache, evict
 from messy import write_messy
 
 QUIET: dict[str, Any] = dict(engine="reference", check=2, progress="none", fresh=True)
@@ -94,9 +93,9 @@ def test_the_probe_sees_what_memory_lacks(data: Path) -> None:
     paths = waves(data / "TRAINING")
     drop(paths)
     assert cold_share(reader.listing, CacheUse()) == 1.0
-    bring_in(paths)
-    assert cold_share(reader.listing, reader.cache_use) == 0.0
-    assert reader.cache_use.tells
+    read_into_cache(paths)
+    assert cold_share(reader.listing, reader.inflow) == 0.0
+    assert reader.inflow.tells
     drop(paths[: len(paths) // 2])
     assert cold_share(reader.listing, CacheUse()) == 0.5
 
@@ -446,15 +445,15 @@ def test_what_is_read_again_from_files_is_counted_once(
 def test_only_what_the_own_thread_asked_for_is_counted(data: Path) -> None:
     paths, cache_use = waves(data), CacheUse()
     drop(paths)
-    other = threading.Thread(target=bring_in, args=(paths[:32],))
+    other = threading.Thread(target=read_into_cache, args=(paths[:32],))
     before = thread_read_bytes()
     with cache_use.delivering():
         other.start()
         other.join()
     assert cache_use.delivered == 0
     assert (thread_read_bytes() or 0) == before
-    with cache_use.delivering():
-        bring_in(paths[32:])
+    with inflow.delivering():
+        read_into_cache(paths[32:])
     assert (
         cache_use.delivered
         == (thread_read_bytes() or 0) - (before or 0)
@@ -668,7 +667,7 @@ def test_the_suite_compares_all_ways_and_reads_the_same_by_each(tmp_path: Path) 
     from bench_reader import bench_reader, effect, reader_table, ways_of_reading
 
     said: list[str] = []
-    figures = bench_reader(tmp_path, n_files=8, rounds=1, listed=60, say=said.append)
+    figures = bench_reader(tmp_path, n_files=8, rounds=1, listed=60, log=said.append)
     ways = ways_of_reading(usable_cores())
     assert figures["verified"] == {"runs": 2 * len(ways), "all_ok": True}
     assert set(figures["figures"]) == {f"{way}, {cache}" for way in ways for cache in ("cold", "warm")} | {

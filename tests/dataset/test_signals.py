@@ -108,7 +108,7 @@ def test_a_signal_at_any_moment(
                 continue
             assert took[-1] < 5, (took, about)
             assert "Traceback" not in done.err, about
-            assert f"ended by signal {number}" in done.err, about
+            assert f"stopped by signal {number}" in done.err, about
             there = target.read_bytes() if target.exists() else None
             assert there in (stood, (right / "x.h5").read_bytes()), about
             assert leftovers(target.parent, *BESIDE) in ([], [".x.h5.journal", ".x.h5.partial"]), about

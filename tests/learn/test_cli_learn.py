@@ -598,6 +598,7 @@ def test_help_has_every_field_that_it_should(say: Say, monkeypatch: pytest.Monke
 
     own = {
         "help",
+        "help-all",
         "json",
         "quiet",
         "out",
@@ -608,7 +609,7 @@ def test_help_has_every_field_that_it_should(say: Say, monkeypatch: pytest.Monke
         "judged-by",
         "validation",
     }
-    status, text, _ = say("retrain", "--help")
+    status, text, _ = say("retrain", "--help-all")
     assert status == 0
     of_round = {"champion", "replay", "testing", "also", "human-labels", "resume"}
     assert options_in(text) == own | of_round | names(RoundRules) | names(CheckpointSettings) | (
@@ -623,7 +624,7 @@ def test_help_has_every_field_that_it_should(say: Say, monkeypatch: pytest.Monke
     assert not any(defaults[name] for name in names(TrainSettings) - OF_NET - {"seed"}), (
         "they are the champion's"
     )
-    status, text, _ = say("evaluate", "--help")
+    status, text, _ = say("evaluate", "--help-all")
     assert status == 0
     assert options_in(text) == own | {
         "model",
@@ -656,7 +657,11 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
 @pytest.mark.parametrize(
     ("status", "said", "words"),
     [
-        (2, "--figures needs a folder; expected --out DIR", "SETS --model RUN --figures"),
+        (
+            2,
+            "The option --figures needs a folder for the page; expected --out DIR",
+            "SETS --model RUN --figures",
+        ),
         (
             2,
             "no such rule for the vote; found 'best'; expected mean, long_vote",
@@ -726,11 +731,11 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
         (2, "no champion to begin with", ""),
         (
             2,
-            "a further test set needs a name; found '/.*'; expected --also NAME=FILE",
+            "The option --also needs the name of the test set; found '/.*'; expected --also NAME=FILE",
             "--champion RUN --also FAR",
         ),
-        (2, "a further test set needs a name; found 'far='", "--champion RUN --also far="),
-        (2, "a further test set needs a name; found '=/", "--champion RUN --also =FAR"),
+        (2, "The option --also needs the name of the test set; found 'far='", "--champion RUN --also far="),
+        (2, "The option --also needs the name of the test set; found '=/", "--champion RUN --also =FAR"),
         (2, "a test set has two names; found 'testing'", "--champion RUN --also testing=FAR"),
         (2, "epochs is out of range; found 0", "--champion RUN --epochs 0"),
         (2, "unknown option --channels", "--champion RUN --channels 4,8"),

@@ -166,7 +166,7 @@ def test_a_signal_waits_for_a_checkpoint_and_says_how_to_go_on(
     done = going(children, sets, out, at_a_step(number, at))
     assert done.status == 128 + number, done.err
     assert "Traceback" not in done.err
-    assert f"ended by signal {number}" in done.err
+    assert f"stopped by signal {number}" in done.err
     assert "the same command goes on from there" in done.err
     newest = latest_checkpoint(out / "checkpoints")
     assert newest is not None

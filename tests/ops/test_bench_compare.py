@@ -26,7 +26,7 @@ from process_tree import run_command
 
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
 from leakmel.mel.engines import NotHere
-from leakmel.ops.bench_gpu_parts import contest_spec
+from leakmel.ops.bench_gpu_parts import geometry_spec
 
 HELPERS = str(Path(suite.__file__).parent)
 
@@ -40,11 +40,11 @@ if wrong == "crash": raise ValueError("it broke in the middle")
 import h5py, numpy as np
 from leakmel.audio.wav import read_wav
 from leakmel.mel.reference import reference_log_mel
-from leakmel.ops.bench_gpu_parts import contest_spec
+from leakmel.ops.bench_gpu_parts import geometry_spec
 from contestants import list_split
 began = time.perf_counter()
 paths, ids = list_split(root)
-rows = np.stack([reference_log_mel(read_wav(p).samples[:, 0], contest_spec(geometry)) for p in paths]).astype(np.float16)
+rows = np.stack([reference_log_mel(read_wav(p).samples[:, 0], geometry_spec(geometry)) for p in paths]).astype(np.float16)
 if wrong == "buffer": rows[40:] = rows[:len(rows) - 40]      # as a shared buffer does: right as long as there are few
 if wrong == "labels": ids = ids[::-1]
 if wrong == "shape": rows = rows[..., 0]
@@ -162,7 +162,7 @@ def test_only_who_is_right_gets_figures(tmp_path):
         rounds=2,
         run_s=60,
         who={"right": planted(), **{w: planted(w) for w in wrong}},
-        say=said.append,
+        log=said.append,
     )
     entries = figures["contestants"]
     assert {name: entries[name]["status"] for name in wrong} == wrong
@@ -257,7 +257,7 @@ def test_each_tool_is_right_where_segments_overlap(name, demo, tmp_path):
     assert len(list_split(demo)[0]) % 16
     assert done["n_files"] == len(list_split(demo)[0])
     assert TOOLS[name].modules[0].split(".")[0] in {m.split(".")[0] for m in done["versions"]}
-    verdict = check_file(out, demo, contest_spec("B"))
+    verdict = check_file(out, demo, geometry_spec("B"))
     assert verdict["ok"], verdict
     assert verdict["checked"] == done["n_files"]
 
@@ -300,7 +300,7 @@ def test_each_round_begins_with_another_contestant():
 @pytest.mark.parametrize("cache", ["warm", "cold"])
 def test_the_cache_is_what_it_is_called(cache, demo, tmp_path, monkeypatch):
     prepared: dict[str, list[str]] = {}
-    monkeypatch.setattr(suite, "bring_in", lambda paths: prepared.update(warm=list(paths)))
+    monkeypatch.setattr(suite, "read_into_cache", lambda paths: prepared.update(warm=list(paths)))
     monkeypatch.setattr(suite, "evict", lambda paths: prepared.update(cold=list(paths)))
     quick = Contestant("quick", lambda *where: [sys.executable, "-c", "print('{\"seconds\": 2.0}')"])
     done = run_once(quick, demo, tmp_path / "T.H5", "A", cache=cache)

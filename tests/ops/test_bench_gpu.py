@@ -23,7 +23,7 @@ from leakmel.core.errors import SpaceError
 from leakmel.mel.engines import ENGINES
 from leakmel.mel.torch_engine import TorchEngine
 from leakmel.ops import bench, bench_gpu_parts
-from leakmel.ops.bench import newest, store, whole_set
+from leakmel.ops.bench import newest, store, synthetic_set_of_size
 from leakmel.ops.bench_gpu import bench_gpu, gather, gpu_table, plan_parts
 from leakmel.ops.bench_gpu_parts import Worker, answer, build_figures
 
@@ -86,7 +86,7 @@ class Here:
 
 def plan(*given): return [p for p in plan_parts(*given) if p.group != "processes"]
 
-figures = bench_gpu(sys.argv[1], n_files=48, rounds=1, device=sys.argv[3], engines=("torch",), tiny=True, plan=plan, hire=Here, commit_id="0123abcd")
+figures = bench_gpu(sys.argv[1], n_files=48, rounds=1, device=sys.argv[3], engines=("torch",), tiny=True, plan=plan, start_worker=Here, commit_id="0123abcd")
 print(gpu_table(figures))
 store(figures, sys.argv[2])
 """
@@ -151,7 +151,7 @@ def test_gpu_tests_can_be_collected_on_a_bare_image(bare):
 
 def test_without_a_device_the_remedy_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setitem(bench_gpu.__kwdefaults__, "hire", InThisProcess)
+    monkeypatch.setitem(bench_gpu.__kwdefaults__, "start_worker", InThisProcess)
     assert main(["bench", str(tmp_path / "work"), "--suite", "gpu", "--out", str(tmp_path / "store")]) == 2
     said = capsys.readouterr().err
     assert "needs a CUDA device" in said
@@ -236,12 +236,12 @@ def canned(**changes: Any) -> type[Canned]:
     return type("Someone", (Canned,), {"clock": Clock(), "asked": [], "hired": 0} | changes)
 
 
-def suite(folder: Path, hire: type, **options: Any) -> dict[str, Any]:
+def suite(folder: Path, start_worker: type, **options: Any) -> dict[str, Any]:
     "The suite on 12 recordings."
     settings: dict[str, Any] = {
         "n_files": 12,
-        "hire": hire,
-        "clock": getattr(hire, "clock", time.monotonic),
+        "start_worker": start_worker,
+        "clock": getattr(start_worker, "clock", time.monotonic),
     } | options
     return bench_gpu(folder, **settings)
 
@@ -313,14 +313,16 @@ def test_an_engine_that_is_wrong_gets_no_figure(tmp_path, monkeypatch, quick_par
 
 
 def test_the_other_engine_goes_on(tmp_path):
-    hire = canned(
+    start_worker = canned(
         fails=staticmethod(
             lambda r: "it is wrong" if r["what"] == "parity" and r["engine"] == "triton" else None
         )
     )
-    figures = suite(tmp_path, hire)
+    figures = suite(tmp_path, start_worker)
     assert set(figures["builds"]) == {"A, torch", "B, torch"}
-    assert not [r for r in hire.asked if r["engine"] == "triton" and r["what"] not in ("card", "parity")]
+    assert not [
+        r for r in start_worker.asked if r["engine"] == "triton" and r["what"] not in ("card", "parity")
+    ]
     assert not figures["ok"]
 
 
@@ -347,11 +349,11 @@ def test_what_matters_least_is_left_out_and_named(tmp_path):
         f"{p.group}: {p.name}" for p in parts[len(asked) :]
     }
     reasons = {x["what"]: x["why"] for x in figures["not_measured"]}
-    assert reasons["builds: B, torch"] == "no time was left for more than 1 of its rounds"
-    assert reasons["varied: cold"] == "no time was left"
+    assert reasons["builds: B, torch"] == "the time budget was used up after 1 of its rounds"
+    assert reasons["varied: cold"] == "the time budget was used up"
     assert figures["builds"]["B, torch"]["rounds"] == 1
     assert figures["finished"]
-    assert "not measured: varied: cold (no time was left)" in gpu_table(figures)
+    assert "not measured: varied: cold (the time budget was used up)" in gpu_table(figures)
     assert figures["seconds"] <= 14
 
 
@@ -381,7 +383,7 @@ def test_every_part_of_the_design_answers(tmp_path, quick_parity):
         device=DEVICE,
         tiny=True,
         engines=("torch",),
-        hire=InThisProcess,
+        start_worker=InThisProcess,
         plan=lambda *given: [p for p in bench_gpu_design.design_parts(*given) if p.group != "processes"],
     )
     assert figures["errors"] == []
@@ -409,17 +411,17 @@ def test_a_group_of_slow_questions_ends_the_run(tmp_path):
 
 def test_an_error_loses_only_its_own_figure(tmp_path):
     kept: list[dict[str, Any]] = []
-    hire = canned(
+    start_worker = canned(
         fails=staticmethod(lambda r: "CUDA error" if r.get("settings") and r["name"] == "A" else None)
     )
     (tmp_path / "cache").mkdir()
-    figures = suite(tmp_path, hire, keep=lambda f: kept.append(json.loads(json.dumps(f))))
+    figures = suite(tmp_path, start_worker, keep=lambda f: kept.append(json.loads(json.dumps(f))))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "demo-12"], "only what it made is removed"
     assert "fsync on" not in figures["varied"]
     assert "cold" in figures["varied"]
     assert figures["errors"] == [{"what": "varied: fsync on", "error": "CUDA error"}]
     assert (figures["ok"], figures["finished"]) == (False, True)
-    assert hire.hired == 2 + 1, "one for each engine, and a new one after each error"
+    assert start_worker.hired == 2 + 1, "one for each engine, and a new one after each error"
     assert kept[5]["finished"] is False
     assert len(kept) == 1 + len(plan_parts(["triton", "torch"], 3)), "stored after each answer"
     assert "ERROR in varied: fsync on: CUDA error" in gpu_table(figures)
@@ -565,13 +567,13 @@ def test_the_table_has_the_figures_that_matter(tmp_path):
 def test_the_set_is_the_demo_set_byte_for_byte(tmp_path):
     write_demo(tmp_path / "demo", n_files=40)
     said: list[str] = []
-    root = whole_set(tmp_path / "work", 40, said.append)
+    root = synthetic_set_of_size(tmp_path / "work", 40, said.append)
 
     def content(root: Path) -> dict[str, bytes]:
         return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*.wav")}
 
     assert content(root) == content(tmp_path / "demo")
-    assert whole_set(tmp_path / "work", 40, said.append) == root
+    assert synthetic_set_of_size(tmp_path / "work", 40, said.append) == root
     assert len(said) == 1, "one that exists is used again"
 
 
@@ -583,10 +585,10 @@ def test_a_set_without_room_or_with_a_share_that_fails_leaves_nothing(tmp_path, 
     monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda n, context: ThreadPoolExecutor(n))
     monkeypatch.setattr(bench, "write_share", fail_share)
     with pytest.raises(OSError, match="no room"):
-        whole_set(tmp_path, 40)
+        synthetic_set_of_size(tmp_path, 40)
     assert not list(tmp_path.iterdir())
     with pytest.raises(SpaceError):
-        whole_set(tmp_path, 10**10)
+        synthetic_set_of_size(tmp_path, 10**10)
 
 
 def test_a_card_that_answers_little_is_still_described(monkeypatch):

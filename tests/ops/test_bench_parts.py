@@ -98,7 +98,7 @@ def test_the_suite_parts_end_to_end(tmp_path, monkeypatch, in_this_process):
 def test_builds_that_differ_are_no_figures(tmp_path, monkeypatch, in_this_process):
     "One bit more or less by --check 0 or fsync would be a defect; then nothing is all right."
     monkeypatch.setattr(bench_parts, "core_counts", lambda: [1])
-    monkeypatch.setattr(bench_parts, "CONTEST", {"A": bench_parts.CONTEST["A"]})
+    monkeypatch.setattr(bench_parts, "GEOMETRIES", {"A": bench_parts.GEOMETRIES["A"]})
     monkeypatch.setattr(bench_parts, "PARTS", {})
     monkeypatch.setitem(
         bench_parts.BUILDS, "build, fsync", ("--channels", "first")

@@ -44,7 +44,7 @@ from leakmel.ops.tune import (
     Candidate,
     Key,
     NotKeptError,
-    Runs,
+    TrialTimes,
     Score,
     StateError,
     best_candidate,
@@ -220,7 +220,7 @@ def test_a_trial_that_fails_is_named_and_the_others_go_on():
     assert "not allowed" in scores[-1]["failure"]
     assert scores[-1]["rounds"] == 0
     assert best_candidate({"warm": scores}, TRIED) is TRIED[2]
-    only = {("a", "warm"): Runs([], "no"), (DEFAULT, "warm"): Runs([])}
+    only = {("a", "warm"): TrialTimes([], "no"), (DEFAULT, "warm"): TrialTimes([])}
     assert best_candidate({"warm": scores_of(only, "warm", N_FILES)}, TRIED) is None
 
 
@@ -370,10 +370,10 @@ def test_what_was_measured_is_shown_where_it_cannot_be_kept(
     words = ["tune", str(data), "--budget-s", "20", "--work-dir", str(tmp_path)]
     assert main(words) == status
     out, err = capsys.readouterr()
-    assert "not kept for later builds" in err
+    assert "could not be stored for later builds" in err
     assert str(tuned_path(data)) in err
     assert said in err
-    assert "kept for later builds in" not in out + err
+    assert "\nstored for later builds in" not in out + err
     assert "builds, warm cache" in err, "the tables"
     assert main([*words, "--json"]) == status
     body = json.loads(capsys.readouterr().out)
@@ -385,7 +385,7 @@ def test_what_was_measured_is_shown_where_it_cannot_be_kept(
     if faster:
         assert f"leakmel build ... --files-per-batch {body['settings']['files_per_batch']}" in body["error"]
     else:
-        assert "builds need no settings" in body["error"]
+        assert "builds need no options" in body["error"]
     with pytest.raises(NotKeptError) as e:
         tune(data, budget_s=20, progress="none", work_dir=tmp_path)
     assert e.value.facts["settings"] == body["settings"]
@@ -435,7 +435,7 @@ def test_what_changes_the_work_of_a_build_can_be_given_to_tune(capsys):
     }
     for command in ("build", "tune"):
         with pytest.raises(SystemExit):
-            main([command, "--help"])
+            main([command, "--help-all"])
         assert {
             name.replace("-", "_")
             for name in re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.MULTILINE)

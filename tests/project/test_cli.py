@@ -1,10 +1,13 @@
 "The command line: exit codes, one JSON object, errors on stderr, no traceback; and a light import."
 
+import argparse
 import ast
 import fcntl
 import json
 import os
 import pty
+import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -20,9 +23,11 @@ import pytest
 
 from conftest import need, within
 import leakmel as lm
+from leakmel import cli
 from leakmel.cli import main
 from leakmel.dataset.run.pipeline import PipelineConfig
 from outsider import check, leftovers, walk
+from prose import words_in
 
 
 def shell(
@@ -295,7 +300,7 @@ def test_options_reach_the_build(data, tmp_path, say):
 
 
 def test_help_has_one_option_per_field(say):
-    status, out, err = say("build", "--help")
+    status, out, err = say("build", "--help-all")
     assert (status, err) == (0, "")
     words = out.replace(",", " ").split()
     for cls in (lm.MelSpec, PipelineConfig):
@@ -310,6 +315,30 @@ def test_help_has_one_option_per_field(say):
     status, out, _ = say("--help")
     assert all(command in out for command in ("demo", "scan", "build", "verify"))
     assert "exit status" in out
+
+
+@pytest.mark.parametrize("command", cli.SHORT_HELP)
+def test_help_fits_on_two_screens_and_help_all_has_every_option(command, say, monkeypatch):
+    "60 lines of 100 columns; each option has a placeholder and a help text in plain words."
+    monkeypatch.setenv("COLUMNS", "102")  # argparse leaves two columns free
+    status, short, err = say(command, "--help")
+    assert (status, err) == (0, "")
+    assert len(short.splitlines()) <= 60
+    assert max(map(len, short.splitlines())) <= 100
+    assert "--help-all" in short
+    assert f"\nexample: leakmel {command} " in short
+    status, whole, err = say(command, "--help-all")
+    assert (status, err) == (0, "")
+    commands = next(a for a in cli._parser(command)._actions if isinstance(a, argparse._SubParsersAction))
+    actions = commands.choices[command]._actions
+    for action in actions:
+        name = action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
+        assert re.search(rf"(?m)^  .*{re.escape(name)}(?!\w)", whole), name
+        assert action.help, name
+        assert not words_in(action.help), f"{name}: {action.help}"
+        assert action.nargs == 0 or action.metavar != "X", name
+    example = shlex.split(cli.SHORT_HELP[command][1])
+    assert cli._parse(example[1:]).command == command, "the example is accepted"
 
 
 def test_quiet_and_progress(data, tmp_path, say):
@@ -571,7 +600,7 @@ def test_bench_asks_for_its_folders_before_it_measures(tmp_path, say, where):
             "6",
         )
         assert status == 1
-        assert f"{wrong}: no folder to write to (Not a directory). Name another one" in err
+        assert f"{wrong}: the folder cannot be written to (Not a directory). Choose another folder" in err
     assert (tmp_path / "file").read_text() == "mine"
     assert not list(tmp_path.rglob("*.wav"))
 

@@ -325,7 +325,7 @@ def test_benchmark_measures_keeps_and_draws(measured):
     (build,) = titles_of(measured)
     assert re.search(r"files/s, from listing to published file", build)
     assert re.search(r"^disjoint, fsync +[\d,]+ ", measured.text, re.M)
-    assert "right, then measured: build" in measured.text
+    assert "verified and measured: build" in measured.text
     (folder,) = (measured.project / "runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-benchmark", folder.name), (
         "a small set is not taken for the project's own figures"
@@ -360,7 +360,7 @@ def test_benchmark_fails_where_rows_were_wrong_and_still_draws(measured, tmp_pat
     assert run.status != 0
     assert len(titles_of(run)) == 1
     (error,) = run.errors
-    assert "what was measured is not all right; found build" in error
+    assert "the benchmark found wrong results, so its figures are not valid; found build" in error
 
 
 def test_a_notebook_of_comparisons_measures_keeps_and_draws(tmp_path):
@@ -369,7 +369,7 @@ def test_a_notebook_of_comparisons_measures_keeps_and_draws(tmp_path):
     run = papermill(project, *few, notebook="benchmarks/growth.ipynb")
     assert run.status == 0, run.log
     assert "8 files at" in titles_of(run)[0]
-    assert "right, then measured: growth" in run.text
+    assert "verified and measured: growth" in run.text
     (folder,) = (project / "runs").iterdir()
     assert [p.name.split("-")[0] for p in folder.iterdir()] == ["growth"]
 
@@ -381,7 +381,7 @@ def test_notebooks_of_comparisons_draw_the_stored_records(path, tmp_path):
     words = ("-p", "run", "False", "-r", "out", records)
     run = papermill(copy_project(tmp_path), *words, notebook=f"benchmarks/{path.name}")
     assert run.status == 0, run.log
-    assert re.search(r"right, then measured|not measured: gpu", run.text)
+    assert re.search(r"verified and measured|not measured: gpu", run.text)
 
 
 @pytest.mark.parametrize(

@@ -262,8 +262,8 @@ COMMANDS = ("demo", "scan", "build", "verify", *LEARNING, "cache", "bench", "tun
 
 
 def options() -> dict[str, dict[str, None]]:
-    """Return the options that the help of each command names."""
-    texts = {command: run(f"{command} --help", Path(tempfile.gettempdir()))[1] for command in COMMANDS}
+    """Return the options that the complete help of each command names."""
+    texts = {command: run(f"{command} --help-all", Path(tempfile.gettempdir()))[1] for command in COMMANDS}
     return {
         command: dict.fromkeys(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE))
         for command, text in texts.items()

@@ -132,11 +132,11 @@ class LoaderSettings(_Checked):
 class TrainSettings(AugmentSettings, LoaderSettings):
     "Everything that decides how a detector is trained."
 
-    epochs: int = 12  # at most
+    epochs: int = 12  # maximum number of epochs
     epoch_share: float = 0.2  # of the items that an epoch draws: those of one recording are much alike
     batch_size: int = 256  # items of one optimiser step
     accumulation: int = 1  # micro-batches into which a batch is cut
-    learning_rate: float = 2e-3  # the highest, at the end of the warm-up
+    learning_rate: float = 2e-3  # highest learning rate, at the end of the warm-up
     warmup_share: float = 0.05  # of all steps, over which the learning rate rises
     min_lr_share: float = 0.01  # of the highest learning rate, at the end
     weight_decay: float = 0.02  # of AdamW; norms and biases have none
@@ -156,7 +156,7 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     vote: Literal["auto", "mean", "long_vote", "any_long", "frac_vote"] = "auto"
     vote_share: float = 0.5  # of the long segments that must agree, where vote is "frac_vote"
     early_stop_epochs: int = 8  # epochs without a better F1 on validation after which to stop; 0: never
-    seed: int = 0  # of order, augmentation, dropout and first weights
+    seed: int = 0  # seed of order, augmentation, dropout and first weights
     profile_every: int = 50  # every so many batches one is timed
     channels: tuple[int, ...] = (48, 96, 192, 384)  # of the net's layers
     dropout: float = 0.3  # share of features that a step leaves out

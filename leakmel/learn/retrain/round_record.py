@@ -51,7 +51,9 @@ class RoundRules:
     keep_share: float = 0.5
     # of the long segments of a recording whose class a person gave; 1: all of them
     keep_share_human: float = 1.0
-    replay_share: float = 0.5  # of the old recordings, drawn anew in each round
+    replay_share: float = (
+        0.5  # share of the old training recordings that is replayed, drawn again in each round
+    )
     # recordings of earlier rounds that are learned again, for each new one; 0: none
     earlier_share: float = 0.5
     judged_by: str = "auc"  # figure that decides: accuracy, balanced_accuracy, precision, sensitivity, specificity, f1 or auc
