@@ -234,7 +234,7 @@ def test_portions_are_halved_and_it_is_said_once(caplog):
     portions.each(9, work)
     assert tried == [32, 18, 9, 4, 4, 1]
     assert [r.getMessage() for r in caplog.records] == [
-        "memory ran out: 4 recordings are judged at once from here on"
+        "memory ran out: 4 recordings at once"
     ]
     assert (portions.n_ran_out, portions.most, trimmed) == (1, 4, [3])
 
@@ -281,7 +281,7 @@ def test_a_single_row_too_many_and_other_errors():
         raise RuntimeError("an illegal address")
 
     with pytest.raises(
-        MachineError, match="too small to judge a single recording; found out of memory: 2 GB. Free some"
+        MachineError, match="too small to score a single recording; found out of memory: 2 GB. Free some"
     ):
         Portions(8).each(3, too_much)
     with raises("out-of-memory", MachineError):
@@ -342,7 +342,7 @@ def test_rows_that_do_not_fit_at_once_are_judged_a_few_at_a_time(town, caplog, j
     assert told == [*range(8, len(found), 8), len(found)]
     assert (
         caplog.records[-1].getMessage()
-        == f"memory ran out: {most} recordings are judged at once from here on"
+        == f"memory ran out: {most} recordings at once"
     )
 
 
@@ -431,7 +431,7 @@ def test_an_evaluation_goes_on_with_less(town, caplog):
     Tight(detector, 40 * 3)
     found = evaluate(detector, town, n_draws=100, progress="none")
     assert found.table["score_mean"].tolist() == pytest.approx(right.table["score_mean"].tolist(), abs=1e-6)
-    assert any("recordings are judged at once from here on" in r.getMessage() for r in caplog.records)
+    assert any("recordings at once" in r.getMessage() for r in caplog.records)
     Tight(detector, 1)
     with raises("out-of-memory", MachineError):
         evaluate(detector, town, n_draws=100, progress="none")
@@ -500,10 +500,10 @@ def test_a_prediction_goes_on_with_less_at_once(wavs, right, caplog, device, eng
     )
     assert np.abs(found - right).max() < 1e-3
     assert max(tight.given) == 4 * 8
-    assert caplog.records[-1].getMessage() == "memory ran out: 2 recordings are judged at once from here on"
+    assert caplog.records[-1].getMessage() == "memory ran out: 2 recordings at once"
     Tight(detector, 1)
     with pytest.raises(
-        MachineError, match="too small to judge a single recording; found out of memory: 2 GB"
+        MachineError, match="too small to score a single recording; found out of memory: 2 GB"
     ):
         lm.predict(wavs, detector, files_per_batch=8, **QUIET | {"device": device, "engine": engine})
 

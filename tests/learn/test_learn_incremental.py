@@ -280,7 +280,7 @@ def test_tables_of_people_are_checked_by_name(towns, tmp_path):
             LEFT_OUT,
         ]
         cases: list[tuple[list[str], str]] = [
-            ([f"{paths[0]},LEAKY"], "unknown label for"),
+            ([f"{paths[0]},LEAKY"], "the label of"),
             ([f"{paths[0]},LEAK", "a/b.wav,LEAK"], "a/b.wav"),
             ([], "names no recording"),
             ([f"{paths[0]},LEAK", f"{paths[0]},LEAK"], "same path as in line 2"),
@@ -359,14 +359,14 @@ def test_only_a_paired_interval_above_0_replaces_the_champion():
     assert decide(duel(fair, good), [kept])[0]
     wins, why = decide(duel(fair, good), [kept, lost])
     assert not wins
-    assert "worse elsewhere" in why
+    assert "worse on other test sets" in why
     few = duel(good, 1 - good, n_groups=3, name="three sensors")
     assert decide(duel(fair, good), [kept, few])[0]
     assert (
-        "Lower elsewhere, which is not shown: AUC -1.000 on three sensors (only 3 sensors"
+        "Lower on other test sets, but not significantly: AUC -1.000 on three sensors (only 3 sensors"
         in decide(duel(fair, good), [kept, few])[1]
     )
-    assert "Lower elsewhere" not in decide(duel(fair, good), [kept])[1]
+    assert "Lower on other test sets" not in decide(duel(fair, good), [kept])[1]
     assert "the old town" in why
     with raises("class-missing"):
         compare_models(
@@ -674,7 +674,7 @@ def test_data_sets_that_have_gone_are_said(towns, tmp_path, monkeypatch):
     kept.write_text(kept.read_text().replace("prediction", "human", 1))
     with pytest.warns(ReplayWarning, match="round [123]: "):
         done = retrain(**other | {"new_data": towns[1]["training"]})
-    assert ["not what was written" in gone for gone in done.record["earlier"]["missing"]] == [False, True]
+    assert ["has changed since" in gone for gone in done.record["earlier"]["missing"]] == [False, True]
 
 
 def heard_table(path: Path, choice: Choice, label: Callable[[int], str], n: int | None = None) -> Path:
@@ -737,7 +737,7 @@ def test_new_recordings_that_replay_holds_are_learned_there(towns, tmp_path, mon
         retrain(**given_ | {"new_data": path})
     first = retrain(**given_)
     assert first.record["new"]["left_to_replay"] == n
-    assert f"{n} held by replay, learned there" in repr(first)
+    assert f"{n} in the replay data and learned from there" in repr(first)
     assert taught_classes(seen[-1], n_long, [], n) == {}, "as new ones"
     again = taught_classes(seen[-1], n_long, [path, towns[1]["validation"]], n)
     assert again == {k: {int(labels[k])} for k in again} != {}, "from replay"
@@ -796,7 +796,7 @@ def test_a_champions_folder_is_never_taken_for_another_round(towns, tmp_path, mo
     won = retrain(**given_)
     (won.folder / RECORD).write_bytes(b"{")
     by_rule(monkeypatch, False)
-    with pytest.warns(ReplayWarning, match="not the record of a round; found [^.]*$"):
+    with pytest.warns(ReplayWarning, match="the file is not the record of a round; found [^.]*$"):
         assert retrain(**given_ | {"resume": "never"}).number == 2
     (won.folder / RECORD).unlink()
     (round_folder(tmp_path, 2) / RECORD).unlink()
@@ -811,10 +811,10 @@ def test_rounds_without_the_file_that_names_the_champion_are_no_new_folder(towns
     retrain(**given_)
     (tmp_path / POINTER).unlink()
     with pytest.raises(
-        DataError, match=r"not there any more; found 1 finished rounds beside it.*Put it back"
+        DataError, match=r"missing; found 1 finished rounds beside it.*Put it back"
     ):
         retrain(**given_)
-    with pytest.raises(DataError, match="not there any more"):
+    with pytest.raises(DataError, match="missing"):
         load_champion(tmp_path)
     os.mkfifo(tmp_path / POINTER)
     with pytest.raises(DataError, match="no regular file"):
@@ -847,7 +847,7 @@ def test_files_of_the_earlier_system_are_told_apart_by_their_rows(tmp_path):
 
 def test_new_recordings_without_names_are_refused_before_anything_is_learned(tmp_path):
     new, old, testing = (earlier_system(tmp_path / name, 20, k) for k, name in enumerate("not"))
-    with new, old, testing, pytest.raises(DataError, match="does not say which recordings are in it"):
+    with new, old, testing, pytest.raises(DataError, match="does not store the paths"):
         retrain(
             fresh(), new, replay=old, testing=testing, out=tmp_path / "rounds", device="cpu", progress=False
         )
@@ -1016,7 +1016,7 @@ def test_a_killed_round_leaves_the_champion_and_goes_on_bit_for_bit(towns, tmp_p
     assert weights_digest(load_champion(tmp_path / "torn")) == weights_digest(given_["champion"])
     assert not (tmp_path / "torn/round-0001" / RECORD).exists()
     done = retrain(**given_)
-    assert "Goes on after step 6" in json.loads((done.folder / "summary.json").read_text())["begin"]
+    assert "Resumes after step 6" in json.loads((done.folder / "summary.json").read_text())["begin"]
     retrain(**given_ | {"out": tmp_path / "whole"})
     assert files_of(tmp_path / "torn") == files_of(tmp_path / "whole")
 
@@ -1052,11 +1052,11 @@ def test_a_damaged_folder_is_said(towns, tmp_path):
         pointer.replace(b'"round": 0', b'"round": 1' + b"0" * 300),
     ):
         write_whole(tmp_path / POINTER, wrong, sync=False)
-        with pytest.raises(DataError, match="names a champion"):
+        with pytest.raises(DataError, match="name a champion"):
             load_champion(tmp_path)
     write_whole(tmp_path / POINTER, pointer, sync=False)
     write_whole(model, model.read_bytes()[:-1], sync=False)
-    with pytest.raises(DataError, match="digest is another"):
+    with pytest.raises(DataError, match="digest does not match"):
         load_champion(tmp_path)
 
 

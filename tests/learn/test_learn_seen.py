@@ -177,7 +177,7 @@ def test_its_own_part_for_testing_is_clean(small_sets, tmp_path):
     split = group_split(files, "sensor", allow_leaky_split=True)
     done = lm.train(files, split=split, out=tmp_path / "run", **HOW)
     found, said = warned(done.detector, *files, split=split)
-    assert not [s for s in (*found.stamps, *said) if "learned from" in s]
+    assert not [s for s in (*found.stamps, *said) if "trained on" in s]
 
 
 def test_validation_chose(small_sets, trained):
@@ -217,10 +217,10 @@ def test_predictions_of_known_recordings_are_marked(small_sets, trained, tmp_pat
     assert table["in_training"].tolist() == [not p.startswith("TESTING") for p in table["path"]]
     n = int(table["in_training"].sum())
     assert done.summary["in_training"] == n > 10
-    assert f"{n} of the recordings were in the detector's training" in done.text()
+    assert f"{n} of the recordings were used to train the detector" in done.text()
     whole = lm.predict(demo / "TESTING", trained / "model.pt", device="cpu", progress="none")
     assert whole.summary["in_training"] == 0
-    assert "in the detector's training" not in whole.text()
+    assert "used to train the detector" not in whole.text()
 
 
 def test_recordings_of_two_channels_are_known_too(trained, tmp_path):
@@ -249,13 +249,13 @@ def test_a_model_that_does_not_say_marks_nothing(small_sets, trained, tmp_path):
     )
     assert done.table["in_training"].isna().all()
     assert done.summary["in_training"] is None
-    assert "does not say what it was trained with" in done.text()
+    assert "does not store its training recordings" in done.text()
     column = (tmp_path / "scores.csv").read_text().splitlines()[0].split(",").index("in_training")
     assert {line.split(",")[column] for line in (tmp_path / "scores.csv").read_text().splitlines()[1:]} == {
         ""
     }
     assert (
-        "does not say"
+        "does not store"
         not in lm.predict(
             small_sets.parent / "demo" / "TESTING", trained, device="cpu", progress="none"
         ).text()
@@ -335,7 +335,7 @@ def test_a_model_that_does_not_say(small_sets, trained, tmp_path):
     assert repr(old.seen) == "Seen(0 recordings, and perhaps others)"
     found, _ = warned(tmp_path / "old.pt", small_sets / NAMES[0])
     assert not found.leaky
-    assert any("the model does not say" in c for c in found.cautions)
+    assert any("the model does not store" in c for c in found.cautions)
     assert np.array_equal(load_detector(old.save(tmp_path / "again.pt")).seen.recordings, old.seen.recordings)
 
 
@@ -389,7 +389,7 @@ def test_rounds_remember_and_look(small_sets, trained, tmp_path):
         checkpoints=CheckpointSettings(fsync=False),
     )
     done = lm.retrain(trained, new, testing=test, **given)
-    assert not [s for s in done.record["stamps"] if "learned from" in s]
+    assert not [s for s in done.record["stamps"] if "trained on" in s]
     before, after = (
         load_detector(trained / "model.pt").seen,
         load_detector(round_folder(tmp_path / "rounds", 1) / "model.pt").seen,
@@ -447,7 +447,7 @@ def test_a_round_that_is_not_over_remembers_too(small_sets, trained, tmp_path, m
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_a_refused_call_leaves_no_folder(small_sets, trained, tmp_path):
     for champion, how, said in (
-        (tmp_path / "nowhere.pt", {}, "no such file"),
+        (tmp_path / "nowhere.pt", {}, "does not exist"),
         (trained, {"device": "cuda:99"}, "no such"),
     ):
         with pytest.raises(LeakmelError, match=said):

@@ -81,11 +81,13 @@ class Detector:
     def __post_init__(self):
         if self.vote not in VOTES:
             raise UsageError(
-                "no such rule for the vote", code="usage", found=repr(self.vote), expected=", ".join(VOTES)
+                "the voting rule is unknown", code="usage", found=repr(self.vote), expected=", ".join(VOTES)
             )
         if set(self.thresholds) != set(VOTES) or not all(0 <= t <= 1 for t in self.thresholds.values()):
             raise UsageError(
-                "each rule has a threshold from 0 to 1", code="invalid-detector", found=self.thresholds
+                "each voting rule needs a threshold from 0 to 1",
+                code="invalid-detector",
+                found=self.thresholds,
             )
         if isinstance(self.share, bool) or not isinstance(self.share, Real) or not 0 < self.share <= 1:
             raise UsageError(
@@ -96,7 +98,7 @@ class Detector:
         needed = (s.n_mels, s.width) if self.spec is None else picture_shape(self.spec.row_shape)
         if (s.n_mels, s.width, s.n_classes) != (*needed, len(self.task.model_names)):
             raise UsageError(
-                "the net was made for other features or classes",
+                "the network does not fit the features or the classes",
                 code="invalid-detector",
                 found=f"{s.n_mels} bands, {s.width} columns, {s.n_classes} classes",
                 expected=f"those of {self.spec} and {self.task}",
@@ -115,7 +117,10 @@ class Detector:
         if rows.ndim != 5:
             found = f"shape {tuple(rows.shape)}"
             raise UsageError(
-                "not rows of a data set", code="wrong-shape", found=found, expected="[B, L, S, M, T]"
+                "the tensor does not have the shape of data set rows",
+                code="wrong-shape",
+                found=found,
+                expected="[B, L, S, M, T]",
             )
         if not len(rows):
             return torch.empty(rows.shape[:2], device=rows.device)
@@ -166,7 +171,7 @@ def spec_of(
     if detector.spec is not None:
         return detector.spec
     raise UsageError(
-        "this detector was trained on files of the earlier system, which do not say how their features are made",
+        "this detector was trained on files of the earlier system, which do not store how their features were computed",
         code="no-spec",
         remedy="build data sets from the recordings, and train on those",
     )
@@ -185,7 +190,7 @@ def load_detector(
             "this is a checkpoint; use the training's model.pt, or checkpoints/best.pt before it is finished"
         )
         raise DataError(
-            "not a detector that this version reads",
+            "this version cannot read the file as a detector",
             code="not-a-detector",
             path=path,
             found=said,
@@ -193,7 +198,7 @@ def load_detector(
             remedy=of_training if "training" in said else None,
         )
     try:
-        with room("the model does not fit into the memory that is free", "free some of it"):
+        with room("the model does not fit into the free memory", "free some memory"):
             head = json.loads(values["detector"])
             net = LeakNet(_made(NetSettings, current_names(head["net"], path)))
             net.load_state_dict(values["weights"])
@@ -217,12 +222,12 @@ def load_detector(
         ArithmeticError,
         LeakmelError,
     ) as e:
-        said = (str(e) or type(e).__name__).splitlines()[0][:200]
+        text = (str(e) or type(e).__name__).splitlines()[0][:200]
         raise DataError(
-            f"the parts of a detector are missing or damaged ({said})",
+            f"parts of the detector are missing or damaged ({text})",
             code="not-a-detector",
             path=path,
-            remedy="train it again",
+            remedy="train the detector again",
         ) from e
 
 
@@ -245,14 +250,14 @@ def check_features(
         if detector.spec is None or source.legacy:
             if picture_shape(ds.row_shape) != (s.n_mels, s.width):
                 raise DataError(
-                    "rows of another shape than the detector knows",
+                    "the rows do not have the shape that the detector expects",
                     code="features-differ",
                     path=source.path,
                     found=ds.row_shape,
                 )
         elif wrong := differing(detector.spec, source.spec):
             raise DataError(
-                "features of other settings than the detector knows",
+                "the features were computed with other settings than the detector expects",
                 code="features-differ",
                 path=source.path,
                 found=", ".join(wrong),
@@ -305,7 +310,7 @@ def score_rows(
 ) -> np.ndarray:  # [n, L] float32, in the order of `ds.rows`; NaN after the end of a recording; raises DataError, MachineError
     "Compute the probability of a leak in each long segment of each recording."
     check_features(detector, ds)
-    with room("the model does not fit into memory", "free some of it, or use device='cpu'"):
+    with room("the model does not fit into memory", "free some memory, or use device='cpu'"):
         detector.net.to(device)
     found = np.empty((len(ds), ds.row_shape[0]), np.float32)
     done = 0
@@ -320,10 +325,10 @@ def score_rows(
             progress(done)
     if not np.isfinite(found[ds.is_heard]).all():
         raise DataError(
-            "the model gives scores that are no numbers",
+            "the model returns NaN or infinite scores",
             code="invalid-scores",
             path=ds.sources[0].path,
-            remedy="run leakmel verify; if the rows are right, train it again",
+            remedy="run leakmel verify on the data set; if its rows are valid, train the model again",
         )
     return found
 
@@ -366,8 +371,8 @@ def scores_by_batch(
     portions = Portions(files_per_batch)
     start = 0
     last = list[Callable[[], np.ndarray]]()
-    too_small = "memory is too small to read recordings for judging"
-    with room(too_small, "lower files_per_batch, or free some of it"):
+    too_small = "memory is too small to read the recordings for scoring"
+    with room(too_small, "lower files_per_batch, or free some memory"):
         for x in _batches(ds, files_per_batch, on):
 
             def judged(part: slice, x: Tensor = x, start: int = start) -> Callable[[], np.ndarray]:

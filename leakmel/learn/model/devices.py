@@ -33,7 +33,10 @@ def pick_device(
     found = re.fullmatch(rf"(?:cpu|({kinds})(?::(\d{{1,3}}))?)", name)
     if not found:
         raise UsageError(
-            "no such device", code="unknown-device", found=repr(name), expected="auto, cpu, cuda or cuda:1"
+            "there is no such device",
+            code="unknown-device",
+            found=repr(name),
+            expected="auto, cpu, cuda or cuda:1",
         )
     if found[1] is None:
         return name
@@ -41,7 +44,7 @@ def pick_device(
     n = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found[1] == "cuda" and number >= n:
         raise UsageError(
-            "there is no such GPU here",
+            "there is no such GPU on this machine",
             code="no-device",
             found=f"{name!r}, {n} GPUs",
             remedy="use device='cpu'",
@@ -155,14 +158,14 @@ class Portions:
         self._trim()  # outside of the handler, which holds what the failed attempt made
         if n == 1:
             raise MachineError(
-                "memory is too small to judge a single recording",
+                "memory is too small to score a single recording",
                 code="out-of-memory",
                 found=why,
-                remedy="free some of it, use a model with a smaller net, or device='cpu'",
+                remedy="free some memory, use a model with a smaller network, or device='cpu'",
             )
         self.most = n // 2
         self.n_ran_out += 1
-        _LOG.warning("memory ran out: %d recordings are judged at once from here on", self.most)
+        _LOG.warning("memory ran out: continuing with %d recordings at once", self.most)
         return None
 
     def each(

@@ -118,7 +118,7 @@ def export_detector(
     compared = compare(features, reference_features(samples, spec), spec)
     if not compared.ok:
         raise DataError(
-            "the program's features are not those of the detector, and it was not written",
+            "the exported program computes other features than the detector, so it was not written",
             code="program-differs",
             found=repr(compared),
         )
@@ -129,7 +129,7 @@ def export_detector(
         scores = exported.module()(torch.from_numpy(some))
         if not torch.allclose(scores, right, rtol=0, atol=_LARGEST_DIFFERENCE):
             raise DataError(
-                "the program's scores are not those of the detector, and it was not written",
+                "the exported program computes other scores than the detector, so it was not written",
                 code="program-differs",
                 found=f"{float((scores - right).abs().max()):.2g} apart",
                 expected=f"at most {_LARGEST_DIFFERENCE:g} apart",

@@ -116,15 +116,15 @@ def load_plain(
 ) -> dict[str, Any]:  # raises DataError where the file is damaged, holds anything else, or would run code
     "Read a file that `plain_bytes` made; never runs code."
     if not Path(path).is_file():
-        said = "no such file" if not os.path.lexists(path) else "this is no file"
-        raise DataError(said, code="file-missing", path=path)
+        text = "the file does not exist" if not os.path.lexists(path) else "this is not a regular file"
+        raise DataError(text, code="file-missing", path=path)
     try:
-        with room("the file does not fit into the memory that is free", "free some of it"):
+        with room("the file does not fit into the free memory", "free some memory"):
             with open(path, "rb") as f:
                 content = f.read(len(_BEGIN))
                 if content != _BEGIN:
                     raise DataError(
-                        "no file that torch wrote, or cut short",
+                        "the file is truncated or is not a torch archive",
                         code="damaged-file",
                         path=path,
                         found=f"{os.fstat(f.fileno()).st_size:,} bytes",
@@ -132,7 +132,7 @@ def load_plain(
                 content += f.read()
             if digest is not None and digest_of(content) != digest:
                 raise DataError(
-                    "the file is damaged: its digest is another one", code="damaged-file", path=path
+                    "the file is damaged: its digest does not match", code="damaged-file", path=path
                 )
             values = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
     except LeakmelError:
@@ -140,7 +140,7 @@ def load_plain(
     except pickle.UnpicklingError as e:
         named = re.search(r"GLOBAL ([\w.]+)", str(e))
         raise DataError(
-            "the file would run code when it is read, and is refused",
+            "the file would run code when it is read, so it is refused",
             code="unsafe-pickle",
             path=path,
             found=named[1] if named else "a pickle of other things",
@@ -148,11 +148,11 @@ def load_plain(
             remedy="use it only if you made it yourself, and then write it again with this version",
         ) from e
     except Exception as e:
-        said = (str(e) or type(e).__name__).splitlines()[0][:120]
-        raise DataError(f"the file cannot be read ({said})", code="damaged-file", path=path) from e
+        text = (str(e) or type(e).__name__).splitlines()[0][:120]
+        raise DataError(f"the file cannot be read ({text})", code="damaged-file", path=path) from e
     if not isinstance(values, dict):
         raise DataError(
-            "not what was expected in this file",
+            "the file holds a value of the wrong type",
             code="not-a-detector",
             path=path,
             found=type(values).__name__,
@@ -232,5 +232,5 @@ def latest_checkpoint(
         except DataError as e:
             if e.code == "unsafe-pickle":
                 raise
-            warnings.warn(f"passed over: {e}", CheckpointWarning, stacklevel=2)
+            warnings.warn(f"checkpoint skipped: {e}", CheckpointWarning, stacklevel=2)
     return None

@@ -122,11 +122,11 @@ def read_lineage(
         if not (over := finished_rounds(folder)):
             return None
         raise DataError(
-            "the file that names the champion is not there any more",
+            "the file that names the champion is missing",
             code="lost-champion",
             path=path,
             found=f"{len(over):,} finished rounds next to it",
-            remedy="put it back from a copy, or start in another folder",
+            remedy="restore it from a copy, or start in another folder",
         )
     try:
         if not path.is_file():
@@ -137,7 +137,7 @@ def read_lineage(
             raise ValueError(f"format {values['format']}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise DataError(
-            "not a file that names a champion",
+            "the file does not name a champion",
             code="lost-champion",
             path=path,
             found=f"{type(e).__name__}: {show_path(str(e)[:100])}",
@@ -150,10 +150,10 @@ def read_lineage(
 def require_digest(path: Path, digest: str) -> None:
     "Refuse a model file that is not the one that was written."
     if not path.is_file():
-        raise DataError("the model is not there any more", code="file-missing", path=path)
+        raise DataError("the model file is missing", code="file-missing", path=path)
     if digest_of(path.read_bytes()) != digest:
         raise DataError(
-            "the model is not the one that was written: its digest is another one",
+            "the model file has changed: its digest does not match",
             code="digest-differs",
             path=path,
         )
@@ -168,10 +168,10 @@ def champion_file(
         lineage = read_lineage(folder)
         if lineage is None:
             raise DataError(
-                "there is no champion yet",
+                "the folder has no champion yet",
                 code="no-champion",
                 path=folder / POINTER,
-                remedy="begin with lm.retrain(champion, ...)",
+                remedy="start with lm.retrain(champion, ...)",
             )
         champion = lineage.current
     path = folder / champion.model
@@ -208,11 +208,11 @@ def model_file(
         return where / MODEL
     early = Path("checkpoints", "best.pt")
     raise DataError(
-        "no detector is in this folder",
+        "the folder holds no detector",
         code="no-detector",
         path=where,
         expected=f"{MODEL} of a training, or {POINTER} of rounds",
-        remedy=f"the training is not over: go on with it, or name {early}"
+        remedy=f"the training is not finished: resume it, or name {early}"
         if (where / early).is_file()
         else None,
     )

@@ -47,7 +47,7 @@ def matrices(
     "Return the image of each item: bands from bottom to top, time from left to right."
     if items.ndim != 4:
         raise UsageError(
-            "items of another level",
+            "the items have the wrong number of dimensions",
             code="wrong-shape",
             found=f"shape {tuple(items.shape)}",
             expected="[n, S, M, T]",
@@ -75,7 +75,9 @@ class NetSettings:
             least = 2 if name == "n_classes" else 1
             if any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
                 raise UsageError(
-                    f"{name} must be a whole number from {least}", code="invalid-net", found=repr(values)
+                    f"{name} must be a whole number of at least {least}",
+                    code="invalid-net",
+                    found=repr(values),
                 )
         if not 0 <= self.dropout < 1:
             raise UsageError("dropout must be at least 0 and below 1", code="usage", found=self.dropout)
@@ -84,7 +86,7 @@ class NetSettings:
         n += self.channels[-1] * (2 * self.channels[-1] + self.n_classes) + 2 * self.n_mels
         if n > MOST_WEIGHTS:
             raise UsageError(
-                "the net is too large",
+                "the network is too large",
                 code="invalid-net",
                 found=f"{n:,} weights",
                 expected=f"at most {MOST_WEIGHTS:,}",
@@ -148,7 +150,7 @@ class LeakNet(nn.Module):
         s = self.settings
         if images.shape[1:] != (s.n_mels, s.width):
             raise UsageError(
-                "the net was made for images of another size",
+                "the images do not have the size that the network expects",
                 code="wrong-shape",
                 found=f"[n, {', '.join(map(str, images.shape[1:]))}]",
                 expected=f"[n, {s.n_mels}, {s.width}]",
@@ -178,7 +180,7 @@ def band_statistics(
 ) -> tuple[np.ndarray, np.ndarray]:  # [M] float64 each, dB; raises DataError for values that are no numbers
     "Return mean and standard deviation of the bands of a data set."
     if not len(ds.rows):
-        raise DataError("no recordings to learn from", code="no-recordings")
+        raise DataError("the data set holds no training recordings", code="no-recordings")
     at = np.unique(np.linspace(0, len(ds.rows) - 1, min(most, len(ds.rows))).astype(np.int64))
     rows = ds.rows[at]
     is_heard = np.arange(ds.row_shape[0]) < ds.heard[at][:, None]
@@ -195,10 +197,10 @@ def band_statistics(
             n += x.shape[1]
     if not np.isfinite(mean := total / n).all():
         raise DataError(
-            "values that are no numbers in the training rows",
+            "the training rows hold NaN or infinite values",
             code="invalid-features",
             path=ds.sources[0].path,
-            remedy="check it with leakmel verify",
+            remedy="check the data set with leakmel verify",
         )
     return mean, np.maximum(np.sqrt(np.maximum(squares / n - mean**2, 0)), _LEAST_DB)
 
@@ -307,7 +309,9 @@ def balanced_weights(
 ) -> list[float]:  # [K]; raises UsageError where nothing is counted
     "Return weights that make classes count the same: n / (classes that occur * n of the class)."
     if any(n < 0 for n in counts) or not sum(counts):
-        raise UsageError("numbers of items that cannot be", code="usage", found=list(counts))
+        raise UsageError(
+            "the item counts must be at least 0, and one of them above 0", code="usage", found=list(counts)
+        )
     present = sum(n > 0 for n in counts)
     return [sum(counts) / (present * n) if n else 1.0 for n in counts]
 

@@ -85,12 +85,12 @@ class Known:
         "How many are known; empty where none is."
         if not self.n_known:
             return ""
-        return f"{self.n_known:,} of {self.n:,} recordings that judge are among those that the detector learned from, or that chose its epoch and threshold"
+        return f"{self.n_known:,} of {self.n:,} test recordings are among those that the detector was trained on, or that chose its epoch and threshold"
 
     @property
     def stamp(self) -> str:
         "A sentence that belongs next to every figure; empty where no recording is known."
-        return f"LEAKY SPLIT: scores say more than they should. {self.found}" if self.n_known else ""
+        return f"LEAKY SPLIT: the scores are too optimistic. {self.found}" if self.n_known else ""
 
 
 # %% ../../../nbs/learn/model/provenance.ipynb #5cd511c6

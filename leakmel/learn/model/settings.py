@@ -38,15 +38,15 @@ class _Checked:
         for name, allowed in field_choices(type(self)).items():
             if isinstance(found[name], str) and found[name] not in allowed:
                 raise UsageError(
-                    f"{name} is not known",
+                    f"{name} has an unknown value",
                     code="usage",
                     found=repr(found[name]),
                     expected=", ".join(map(repr, allowed)),
                 )
         for name, (least, most) in self.RANGES.items():
             if not least <= found[name] <= most:
-                said = " to ".join(f"{v:,}" if isinstance(v, int) else f"{v:g}" for v in (least, most))
-                raise UsageError(f"{name} is out of range", code="usage", found=found[name], expected=said)
+                text = " to ".join(f"{v:,}" if isinstance(v, int) else f"{v:g}" for v in (least, most))
+                raise UsageError(f"{name} is out of range", code="usage", found=found[name], expected=text)
 
 
 # %% ../../../nbs/learn/model/settings.ipynb #0d014d1e
@@ -192,20 +192,20 @@ class TrainSettings(AugmentSettings, LoaderSettings):
         c = self.channels
         if not isinstance(c, tuple) or not c or any(type(n) is not int or n < 1 for n in c):
             raise UsageError(
-                "channels are not whole numbers from 1",
+                "channels must be whole numbers of at least 1",
                 code="usage",
                 found=repr(c),
                 expected="one for each layer of the net",
             )
         if self.accumulation > self.batch_size:
             raise UsageError(
-                "more micro-batches than items",
+                "accumulation must not exceed batch_size",
                 code="usage",
                 found=f"accumulation {self.accumulation:,}, batch_size {self.batch_size:,}",
             )
         if self.label_smoothing and self.loss == "focal":
             raise UsageError(
-                "label smoothing and focal loss do not go together",
+                "label smoothing and focal loss cannot be combined",
                 code="usage",
                 found=self.label_smoothing,
                 remedy="use loss='ce' or label_smoothing=0",
@@ -220,11 +220,11 @@ def current_names(
     "Return stored settings without the names that earlier versions had."
     if (form := values.get("form", "matrix")) != "matrix":
         raise DataError(
-            "this version has nets for long segments only",
+            "this version supports networks for long segments only",
             code="removed-setting",
             path=path,
             found=f"form={form!r}",
-            remedy="train again",
+            remedy="train the detector again",
         )
     return {name: value for name, value in values.items() if name not in ("form", "compile_mode")}
 
@@ -237,7 +237,7 @@ def settings_from(
     names = [f.name for f in fields(TrainSettings)]
     if unknown := sorted(set(values) - set(names)):
         raise UsageError(
-            "no such setting",
+            "the setting is unknown",
             code="usage",
             found=", ".join(unknown),
             expected=f"some of {', '.join(names)}",

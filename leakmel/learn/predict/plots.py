@@ -138,7 +138,7 @@ def segments_of_recording(
     spec = predictions.spec
     read = read_wav(os.path.join(os.fsencode(predictions.folder), recording.path))
     if read.digest.encode() != bytes(recording.facts["digest"]):
-        raise RecordingError("changed", "not the file that was scored")
+        raise RecordingError("changed", "the file has changed since it was scored")
     row = whole_row(read, spec, predictions.length)[0]
     part = row[some.start * spec.long_hop :][: heard_samples(some.stop - some.start, spec)]
     rows, counts = cut_row(part, spec)
@@ -169,7 +169,7 @@ def suspicious_mels(
     "Draw the most suspicious recordings, each with the scores of its segments below."
     if not 0 <= most <= MOST_RECORDINGS:
         raise UsageError(
-            "so many recordings cannot be drawn",
+            "the figure cannot show this number of recordings",
             code="out-of-range",
             found=most,
             expected=f"0 to {MOST_RECORDINGS}",
@@ -189,7 +189,7 @@ def suspicious_mels(
     colorbar = dict(title=dict(text="dB"), thickness=12, outlinewidth=0)
     fig.update_layout(coloraxis=dict(colorscale="Viridis", cmin=low, cmax=high, colorbar=colorbar))
     title = "The most suspicious recording" if n == 1 else f"The {n} most suspicious recordings"
-    note = f"Mels, and the score of each long segment; colours shared; {_plain(str(predictions.rule))}"
+    note = f"Mel spectrogram and score of each long segment; shared colour scale; {_plain(str(predictions.rule))}"
     return _dress(fig, title, note, 90 + 290 * n)
 
 

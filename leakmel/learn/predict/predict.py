@@ -64,17 +64,18 @@ class Rule:
     def __post_init__(self):
         if self.vote not in VOTES:
             raise UsageError(
-                "no such rule for the vote",
+                "the voting rule is unknown",
                 code="unknown-choice",
                 found=repr(self.vote),
                 expected=", ".join(VOTES),
             )
-        for name, value, least in (("threshold", self.threshold, "from 0"), ("frac", self.frac, "above 0")):
+        for name, value, least in (
+            ("threshold", self.threshold, "from 0 to 1"),
+            ("frac", self.frac, "above 0 and at most 1"),
+        ):
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not 0 <= value <= 1 or name == "frac" and value == 0:
-                raise UsageError(
-                    f"{name} must be a number {least} to 1", code="out-of-range", found=repr(value)
-                )
+                raise UsageError(f"{name} must be a number {least}", code="out-of-range", found=repr(value))
 
     def score(self, segment_scores: np.ndarray) -> float:  # [L] of one recording, 0 to 1
         "Compute the score of a recording."
@@ -96,10 +97,10 @@ def rule_of(
     vote = detector.vote if vote is None else vote
     if frac is not None and vote in VOTES and vote != "frac_vote":
         raise UsageError(
-            "frac is for the vote frac_vote only",
+            "frac applies to the vote frac_vote only",
             code="unused-option",
             found=f"frac {frac!r} with {vote}",
-            remedy="ask for vote frac_vote too, or leave frac out",
+            remedy="set the vote to frac_vote, or leave frac out",
         )
     frac = detector.share if frac is None else frac
     if threshold is not None:
@@ -237,14 +238,14 @@ def check_out(
     "Refuse a target that cannot be written, or where another file is in the way."
     if out.suffix.lower() != ".csv":
         raise OutputError(
-            "the scores are a CSV file", code="not-csv", path=out, expected="a name that ends in .csv"
+            "scores are written to a CSV file", code="not-csv", path=out, expected="a name that ends in .csv"
         )
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
         raise OutputError(
             "the output lies inside the folder of the recordings",
             code="output-in-source",
             path=out,
-            remedy="choose a folder next to it",
+            remedy="choose a path outside that folder",
         )
     for path, columns in ((out, COLUMNS), (rejected_path(out), REJECTED_COLUMNS)):
         begins = ",".join(columns[:3]).encode()
@@ -376,7 +377,7 @@ class Predictions:
         s = self.summary
         lines = []
         share = f" ({100 * s['leaks'] / len(self):.0f} %)" if len(self) else ""
-        lines.append(f"{s['leaks']:,} of {len(self):,} recordings are called leaks{share}")
+        lines.append(f"{s['leaks']:,} of {len(self):,} recordings are classified as leaks{share}")
         lines.append(f"  {len(self):,} scored + {s['rejected']:,} rejected = {self.found:,} files found")
         lines.append(f"  {self.rule}")
         lines.append(
@@ -384,15 +385,15 @@ class Predictions:
         )
         if self.learned_by not in ("", self.engine):
             lines.append(
-                f"  the model learned from features by {self.learned_by}: scores may differ from those in the last digits"
+                f"  the model was trained on features computed by {self.learned_by}: scores may differ in the last digits"
             )
         if s["in_training"] is None:
             lines.append(
-                "  the model does not say what it was trained with: some of these may have been in its training"
+                "  the model does not store its training recordings: some of these recordings may be among them"
             )
         if n := s["in_training"]:
             lines.append(
-                f"  {n:,} of the recordings {'was' if n == 1 else 'were'} in the detector's training: such scores say nothing of others"
+                f"  {n:,} of the recordings {'was' if n == 1 else 'were'} used to train the detector: such scores do not show how it works on other recordings"
             )
         if s["most_suspicious"]:
             lines.append("  most suspicious:")
@@ -404,7 +405,7 @@ class Predictions:
             )
         flagged = [f"{n:,} {name.replace('_', ' ')}" for name, n in s["flags"].items() if n]
         if flagged:
-            lines.append(f"  worth a look: {', '.join(flagged)}")
+            lines.append(f"  to check: {', '.join(flagged)}")
         for code, n in s["rejected_by_code"].items():
             lines.append(f"  rejected: {n:,} x {code}")
         if self.out is not None:
@@ -415,7 +416,7 @@ class Predictions:
 
     def __repr__(self) -> str:
         return (
-            f"Predictions({self.summary['leaks']:,} of {len(self):,} recordings called leaks, {len(self.rejections):,} rejected; {self.rule}; "
+            f"Predictions({self.summary['leaks']:,} of {len(self):,} recordings classified as leaks, {len(self.rejections):,} rejected; {self.rule}; "
             f"{self.seconds:.2f} s, {self.files_per_s:,.0f} files/s)"
         )
 
@@ -431,10 +432,10 @@ def _collect(found: Found, scoring: ScoringThread, seen: Seen) -> tuple[Scored, 
         scores = scoring.segment_scores[k]
         if not len(scores) or not np.isfinite(scores).all():
             raise DataError(
-                "the model gives scores that are no numbers",
+                "the model returns NaN or infinite scores",
                 code="scores-not-finite",
                 path=found.listing.full_path(k),
-                remedy="train it again; its weights are broken",
+                remedy="train the model again: its weights are damaged",
             )
         scored.append(
             Scored(
@@ -474,7 +475,9 @@ def predict(
     "Score the recordings of a folder with a detector."
     if length not in LENGTHS:
         expected = " or ".join(map(repr, LENGTHS))
-        raise UsageError("no such length", code="unknown-choice", found=repr(length), expected=expected)
+        raise UsageError(
+            "the length is unknown", code="unknown-choice", found=repr(length), expected=expected
+        )
     target = None if out is None else Path(os.path.abspath(out))
     named = "a detector in memory"
     if not isinstance(model, Detector):

@@ -65,9 +65,9 @@ def find_recordings(
     "List the recordings below a folder, whatever its folders are called."
     root = Path(os.path.abspath(folder))
     if root.is_file():
-        raise DataError("is a file, a folder is needed", code="not-a-folder", path=root)
+        raise DataError("this is a file, but a folder is needed", code="not-a-folder", path=root)
     if not root.is_dir():
-        raise DataError("no such folder", code="no-such-folder", path=root)
+        raise DataError("the folder does not exist", code="no-such-folder", path=root)
     if manifest is None:
         with Count(f"listing {show_path(root.name)}", show=progress) as count:
             finds = _walked(root, split, count)
@@ -77,7 +77,7 @@ def find_recordings(
         finds, labels, names = _listed(root, split, manifest)
     if not finds:
         raise DataError(
-            "no recordings",
+            "the folder holds no recordings",
             code="no-recordings",
             path=root,
             found="no file that ends in .wav or .wave",
@@ -96,11 +96,11 @@ def _walked(root: Path, split: str | None, count: Count) -> list[FoundFile]:
         wanted = split_name(split)
         if wanted not in folders:
             raise DataError(
-                f"no folder for the split {split}",
+                f"the folder has no subfolder for the split {split}",
                 code="no-such-split",
                 path=root,
                 found=", ".join(folders) or "no split folder at all",
-                remedy="name no split: then all recordings below the folder are scored",
+                remedy="leave split out to score all recordings below the folder",
             )
         top = folders[wanted]
         prefix = os.fsencode(top.name) + b"/"
@@ -114,7 +114,7 @@ def _listed(
     "What a manifest lists, all splits together, with labels and names."
     if os.path.realpath(root) != os.path.realpath(manifest.root):
         raise UsageError(
-            "the manifest is of another folder",
+            "the manifest describes another folder",
             code="other-folder",
             path=root,
             found=show_path(manifest.root),
@@ -272,7 +272,7 @@ class RecordingReaders:
     def _read_one(self, k: int) -> Recording:
         "Read a recording; raises RecordingError, and MachineError after too many failures in a row."
         if self.listing.sizes[k] < 0:
-            raise RecordingError("unreadable", "named in the table, but there is no such file")
+            raise RecordingError("unreadable", "the table names this file, but it does not exist")
         path = self.listing.full_path(k)
         try:
             try:

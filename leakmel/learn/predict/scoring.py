@@ -252,7 +252,7 @@ def open_scorer(
     "Open the scorer of a device."
     if engine != "auto" and engine not in ENGINES:
         raise UsageError(
-            "unknown engine",
+            "the engine is unknown",
             code="unknown-choice",
             found=repr(engine),
             expected=f"auto or {', '.join(ENGINES)}",
@@ -261,7 +261,7 @@ def open_scorer(
     on = torch.device("cpu") if opened is None else opened.torch_device
     no_room = f"the model does not fit into the memory of {device}"
     try:
-        with room(no_room, "free some of it, or use device='cpu'"):
+        with room(no_room, "free some memory, or use device='cpu'"):
             detector.net.to(on).eval()
     except BaseException:
         if opened is not None:
@@ -351,7 +351,9 @@ def block_sizes(
     "Choose blocks within a gigabyte, of at least one row each."
     for name, value in (("files_per_batch", files_per_batch), ("read_workers", read_workers)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(f"{name} must be a whole number from 1", code="out-of-range", found=repr(value))
+            raise UsageError(
+                f"{name} must be a whole number of at least 1", code="out-of-range", found=repr(value)
+            )
     kind = device.split(":")[0]
     readers = read_workers or min(2 if kind == "cpu" else 16, usable_cores())
     n_blocks = readers + 3

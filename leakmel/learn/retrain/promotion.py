@@ -111,7 +111,7 @@ def read_record(
 
 def _damaged(path: Path, why: Exception, remedy: str | None) -> DataError:
     return DataError(
-        "not the record of a round",
+        "the file is not the record of a round",
         code="not-a-round",
         path=path,
         found=f"{type(why).__name__}: {show_path(str(why)[:100])}",
@@ -129,7 +129,7 @@ def settle(
     number = max(finished_rounds(folder), default=0)
     if lineage is None or number <= lineage.current.round:
         return lineage
-    remedy = "move the folder of this round away: the champion before it goes on"
+    remedy = "move the folder of this round away; the champion before this round stays champion"
     record = read_record(folder, number, remedy)
     if not record.get("replaced") or record.get("champion") != asdict(lineage.current):
         return lineage
@@ -200,7 +200,7 @@ def require_both(
     if 0 < truth.sum() < len(truth):
         return
     raise DataError(
-        f"{name} cannot tell good from bad",
+        f"all recordings of {name} belong to one class",
         code="class-missing",
         found=f"{int(truth.sum()):,} leaks in {len(truth):,} recordings",
         expected="leaks and others",
@@ -260,7 +260,7 @@ def decide(
         f"{name} {d.value:+.3f}, but there is no interval ({d.interval.note})": not d.interval.known,
         f"the challenger is worse, {name} {d} on {testing.name}": d.is_worse,
         f"the challenger is not shown to be better, {name} {d} on {testing.name}": not d.is_better,
-        f"the challenger is better ({name} {d} on {testing.name}) but worse elsewhere, {', '.join(worse)}": worse,
+        f"the challenger is better ({name} {d} on {testing.name}) but worse on other test sets, {', '.join(worse)}": worse,
         f"the challenger is better ({name} {d} on {testing.name}) but worse than the first champion, {', '.join(sunk)}": sunk,
     }
     for reason, holds in reasons.items():
@@ -273,9 +273,9 @@ def decide(
         if (e := o.differences[figure]).value < 0
     ]
     if lower:
-        text += f" Lower elsewhere, which is not shown: {', '.join(lower)}."
+        text += f" Lower on other test sets, but not significantly: {', '.join(lower)}."
     if sinking := told(since, lambda e: e.value < 0):
-        text += f" Below the first champion, which is not shown but may add up: {', '.join(sinking)}."
+        text += f" Below the first champion, not significantly, but losses may add up: {', '.join(sinking)}."
     return True, text
 
 
@@ -284,8 +284,8 @@ def test_set_reuse_note(
 ) -> str:
     "How far a test set can still be believed, a sentence."
     return (
-        f"In this folder these test recordings have judged {n:,} challenger{'s' * (n > 1)}: "
-        f"were none better, the chance that {'it' if n == 1 else 'one of them'} is called so would be about {1 - 0.975**n:.1%}."
+        f"These test recordings have evaluated {n:,} challenger{'s' * (n > 1)} in this folder. "
+        f"If none were better, the probability that {'it' if n == 1 else 'at least one of them'} is called better by chance would be about {1 - 0.975**n:.1%}."
     )
 
 
@@ -313,10 +313,10 @@ def shared_with(
     names = (f"what is learned ({', '.join(learned)})", name)
     if twice := shared_values(column("content"), part, names, "content", column("path")):
         raise DataError(
-            f"recordings of {name} are learned from",
+            f"{name} holds recordings that are also used for training",
             code="test-set-learned",
             found=str(twice),
-            remedy="take them out of one of the two: a detector cannot be judged by what it has learned",
+            remedy="remove them from one of the two: a detector must not be evaluated on its training recordings",
         )
     found = [
         shared_values(values, part, names, kind)

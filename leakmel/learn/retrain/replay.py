@@ -67,11 +67,11 @@ def with_copies(
     for i in np.flatnonzero(said != UNHEARD).tolist():
         if content[i] and told.setdefault(content[i], said[i]) != said[i]:
             raise DataError(
-                "people say different things of recordings with the same samples",
+                "the table gives different labels to recordings with the same samples",
                 code="labels-contradict",
                 path=recordings.sources[0].path,
                 found=show_path(recording_paths(recordings)[i]),
-                remedy="take it, or its copies, out of the table",
+                remedy="remove it, or its copies, from the table",
             )
     return relabelled(recordings, said, told, said == UNHEARD)
 
@@ -101,7 +101,7 @@ KEPT = "kept.csv"
 
 
 class ReplayWarning(UserWarning):
-    "What an earlier round learned cannot be learned again."
+    "The segments of an earlier round cannot be replayed."
 
 
 def learned_in(
@@ -118,7 +118,7 @@ def learned_in(
     path = round_folder(folder, number) / KEPT
     text = path.read_bytes()
     if digest_of(text) != record.get("kept_digest"):
-        raise DataError("what it kept is not what was written", code="file-changed", path=path)
+        raise DataError("the file has changed since the round was finished", code="file-changed", path=path)
     table = pd.read_csv(io.BytesIO(text), keep_default_na=False, dtype={"class": str, "segments": str})
     table = table[(table["class"] != "") & (table["segments"] != "")]
     own = record["new"]["sources"]
@@ -127,7 +127,9 @@ def learned_in(
         for ds, source in zip(opened, own):
             stack.callback(ds.close)
             if source_digest(ds) != source["digest"]:
-                raise DataError("a data set that is not the one of then", code="file-changed", path=ds.path)
+                raise DataError(
+                    "the data set has changed since the round was finished", code="file-changed", path=ds.path
+                )
         recordings = Segments(
             opened,
             level="recording",

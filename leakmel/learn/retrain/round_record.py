@@ -72,7 +72,7 @@ class RoundRules:
                 )
         if self.judged_by not in FIGURES:
             raise UsageError(
-                "no such figure",
+                "the figure is unknown",
                 code="unknown-value",
                 found=repr(self.judged_by),
                 expected=", ".join(FIGURES),
@@ -94,7 +94,12 @@ def round_settings(
     net = champion.net.settings
     if not isinstance(settings, TrainSettings):
         if wrong := sorted(set(_OF_NET) & set(settings or {})):
-            raise UsageError("the net is the champion's", code="net-is-fixed", found=", ".join(wrong))
+            raise UsageError(
+                "a round cannot change the network of the champion",
+                code="net-is-fixed",
+                found=", ".join(wrong),
+                remedy="leave these settings out",
+            )
         try:
             before = settings_from(champion.record.get("settings", {}))
         except (UsageError, TypeError):
@@ -160,7 +165,7 @@ def open_parts(
             check_features(champion, found)
             if not len(found.rows):
                 raise DataError(
-                    "no recordings",
+                    "the data set holds no recordings",
                     code="no-recordings",
                     path=found.sources[0].path,
                     found=too_short(found) or None,
@@ -282,7 +287,10 @@ def round_rows(found: Round) -> Iterator[tuple[str, str]]:
         f"{show_path(k)} {c['recordings']:,} recordings, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
         for k, c in r["kept"].items()
     ]
-    words = {"too_short": "too short, left out", "left_to_replay": "held by replay, learned there"}
+    words = {
+        "too_short": "too short, left out",
+        "left_to_replay": "in the replay data and learned from there",
+    }
     left = [f"{r['new'][n]:,} {said}" for n, said in words.items() if r["new"][n]]
     yield "new", "; ".join([*kept, *left])
     yield "replayed", f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments"
@@ -291,7 +299,7 @@ def round_rows(found: Round) -> Iterator[tuple[str, str]]:
         counts = (
             f"{earlier['recordings']:,} recordings of round {', '.join(of)}, {earlier['segments']:,} segments"
         )
-        yield "again", counts
+        yield "earlier", counts
     if earlier["missing"]:
         yield "missing", missing_text(earlier["missing"])
     for name, c in found.duels.items():

@@ -154,7 +154,7 @@ class _RoundInProgress:
         "Decide what is learned: predict, apply labels by people, choose, draw."
         parts, rules = self.parts, self.rules
         stamps = [
-            f"LEAKY SPLIT: figures say more than they should. {n}: {shared}"
+            f"LEAKY SPLIT: the figures are too optimistic. {n}: {shared}"
             for n, ds in parts.testing.items()
             for shared in shared_with(parts.learned, ds, n, seen=self.champion.seen)
         ]
@@ -170,7 +170,7 @@ class _RoundInProgress:
         n_most = int(rules.earlier_share * len(parts.new.rows))
         earlier = parts.earlier.drawn(n_most, known, [rules.seed, self.number])
         if parts.earlier.missing:
-            text = f"not learned again: {missing_text(parts.earlier.missing)}"
+            text = f"earlier rounds that are not replayed: {missing_text(parts.earlier.missing)}"
             warnings.warn(text, ReplayWarning, stacklevel=3)
         told = {**parts.earlier.told, **told_by(parts.new, selection.choice.classes, selection.by_human)}
         replay = replayed(parts.old, rules.replay_share, rules.seed, self.number)
@@ -187,10 +187,12 @@ class _RoundInProgress:
         kept = found.choice.kept & ~left[:, None]
         if not kept.any():
             raise DataError(
-                "nothing of the new recordings is left to learn from",
+                "no new recording is left to train on",
                 code="nothing-to-learn",
                 path=new.sources[0].path,
-                found=f"{left.sum():,} of {len(left):,} are in replay, with labels" if left.any() else None,
+                found=f"{left.sum():,} of {len(left):,} are in the replay data, with labels"
+                if left.any()
+                else None,
             )
         return replace(found, choice=Choice(new, kept, classes)), int(left.sum())
 
@@ -286,19 +288,20 @@ def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.
     if lineage is None:
         if first is None:
             raise UsageError(
-                "no champion to begin with",
+                "the folder has no champion yet",
                 code="champion-missing",
                 path=folder,
                 expected="a detector, or the file of one",
+                remedy="name the first champion (champion=, --champion)",
             )
         return first
     if first is not None and weights_digest(first) not in [c.weights for c in lineage.champions]:
         raise UsageError(
-            "this folder has another champion",
+            "the given detector is not the champion of this folder",
             code="another-champion",
             path=folder,
             found=repr(lineage),
-            remedy="leave the champion out to go on with it (None), or name another folder",
+            remedy="use champion=None to continue with the champion of the folder, or name another folder",
         )
     return load_champion(folder)
 
@@ -311,10 +314,10 @@ def _testing_digest(folder: Path, lineage: Lineage | None, champion: Detector, p
     digest = digest_of(" ".join(part_digest(ds) for ds in parts.testing.values()).encode())
     if lineage is not None and lineage.testing != digest:
         raise UsageError(
-            "the champion was judged by other test recordings",
+            "the champion was evaluated on other test recordings",
             code="another-test-set",
             path=folder,
-            remedy="give the same in all rounds, or begin in another folder",
+            remedy="use the same test recordings in all rounds, or start in another folder",
         )
     return digest
 
@@ -352,11 +355,17 @@ def retrain(
     How often the test recordings have decided is counted in `out` only: whoever uses them elsewhere has to count that too."""
     if resume not in RESUME:
         raise UsageError(
-            "resume is not known", code="unknown-value", found=repr(resume), expected=", ".join(RESUME)
+            "resume has an unknown value",
+            code="unknown-value",
+            found=repr(resume),
+            expected=", ".join(RESUME),
         )
     if also and "testing" in also:
         raise UsageError(
-            "a test set has two names", code="invalid-name", found="'testing'", expected="other names in also"
+            "the name of a further test set is reserved for the first one",
+            code="invalid-name",
+            found="'testing'",
+            expected="other names in also",
         )
     rules = rules or RoundRules()
     show = progress if isinstance(progress, str) else "auto" if progress else "none"

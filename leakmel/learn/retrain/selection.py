@@ -58,7 +58,7 @@ def human_classes(
     places = {path: i for i, path in enumerate(paths)}
     if unknown := [show_path(p) for p in said.paths if p not in places]:
         raise DataError(
-            "paths that are not among the new recordings, or of recordings shorter than one long segment",
+            "the table names paths that are not new recordings, or recordings that are shorter than one long segment",
             code="unknown-recording",
             path=said.file,
             found=", ".join(unknown[:3]) + (f" and {len(unknown) - 3:,} more" if len(unknown) > 3 else ""),
@@ -69,17 +69,17 @@ def human_classes(
     for path, label in zip(said.paths, said.labels):
         if n[path] > 1:
             raise DataError(
-                "a path that several recordings have",
+                "several recordings have the same path",
                 code="ambiguous-recording",
                 path=said.file,
                 found=show_path(path),
-                remedy="give data sets with the same paths in rounds of their own",
+                remedy="use data sets with equal paths in separate rounds",
             )
         try:
             number = find_label(label, task.class_names)
         except UsageError as e:
             raise DataError(
-                f"unknown label for {show_path(path)}",
+                f"the label of {show_path(path)} is unknown",
                 code="unknown-label",
                 path=said.file,
                 found=repr(label),
@@ -98,7 +98,9 @@ def recording_paths(
         files = source.files
         if "path" not in files:
             raise DataError(
-                "the data set does not say which recordings are in it", code="paths-missing", path=source.path
+                "the data set does not store the paths of its recordings",
+                code="paths-missing",
+                path=source.path,
             )
         found += [os.fsencode(p) for p in files["path"]]
     return [found[k] for k in recordings.rows]
@@ -221,7 +223,7 @@ def class_scores(
 ) -> np.ndarray:  # [n, L, K] float32, of sum 1 over the classes; NaN behind the end of a recording; raises DataError, MachineError
     "Return the probability of each class in each long segment of each recording."
     check_features(detector, ds)
-    with room("the model does not fit into memory", "free some of it, or use device='cpu'"):
+    with room("the model does not fit into memory", "free some memory, or use device='cpu'"):
         detector.net.to(device).eval()
     is_heard = ds.is_heard
 
@@ -315,10 +317,10 @@ def select_segments(
     leak = detector.task.leak_in_model
     if not np.isfinite(scores[heard]).all():
         raise DataError(
-            "scores that are no numbers",
+            "the scores are NaN or infinite",
             code="scores-not-finite",
             path=recordings.sources[0].path,
-            remedy="run leakmel verify",
+            remedy="run leakmel verify on the data set",
         )
     of_leak = np.where(heard, scores[..., leak], np.nan)
     score = detector.recording_scores(of_leak)
@@ -349,7 +351,7 @@ def replayed(
         mine = np.flatnonzero(old.labels == k)
         if not len(mine):
             raise DataError(
-                f"no old recording of {show_path(name)}",
+                f"the replay data hold no recording of the class {show_path(name)}",
                 code="class-missing",
                 path=old.sources[0].path,
                 remedy="replay the data set that the detector was trained on",

@@ -145,7 +145,7 @@ def epochs_from(
         return [EpochFigures(**v) for v in values]
     except TypeError as e:
         raise DataError(
-            "the history is not one of this version's trainings",
+            "this version cannot read the history in the checkpoint",
             code="not-a-checkpoint",
             found=str(e),
             remedy="start a new training",
@@ -170,7 +170,7 @@ def learning_curves(
     import plotly.graph_objects as go
 
     if not epochs:
-        return _figure([], "No epoch is over", "A training has figures after its first epoch", height=120)
+        return _figure([], "No epoch is finished", "Figures appear after the first epoch", height=120)
     x = [e.epoch for e in epochs]
     traces = [
         go.Scatter(
@@ -195,7 +195,7 @@ def learning_curves(
         "the same figure as the log loss"
     )
     if all(math.isnan(e.f1) for e in epochs):
-        note = "No validation: nothing tells whether other recordings would be classified as well"
+        note = "No validation data: the curves do not show how well other recordings are classified"
     fig = _figure(
         traces,
         _curves_title(epochs, best),

@@ -73,7 +73,7 @@ class TrainingData(RowTable):
         yield "task", repr(self.task)
         for name, ds in (("training", self.training), ("validation", self.validation)):
             if ds is None:
-                yield name, "none: all epochs are learned, the last one counts, and the threshold stays 0.5"
+                yield name, "none: all epochs are trained, the last one is kept, and the threshold stays 0.5"
                 continue
             counts = np.bincount(ds.labels, minlength=len(self.task.model_names)).tolist()
             by_class = (f"{show_path(n)} {k:,}" for n, k in zip(self.task.model_names, counts))
@@ -98,7 +98,7 @@ def too_short(
     found = next((s.spec for s in ds.sources if not s.legacy), None)
     length = "" if found is None else f" of {found.long_window / found.sample_rate:g} s"
     n = ds.n_too_short + len(ds.rows)
-    return f"{ds.n_too_short:,} of {n:,} recordings are shorter than one long segment{length} and left out, as a prediction rejects them"
+    return f"{ds.n_too_short:,} of {n:,} recordings are shorter than one long segment{length} and are left out; a prediction rejects them, too"
 
 
 def silence_behind(
@@ -150,7 +150,7 @@ def open_training(
             if len(split.labels) != n:
                 found = f"{len(split.labels):,} rows"
                 raise UsageError(
-                    "the split is of other data sets", code="other-split", found=found, expected=f"{n:,}"
+                    "the split belongs to other data sets", code="other-split", found=found, expected=f"{n:,}"
                 )
             if "training" not in split.parts:
                 raise UsageError(
@@ -193,21 +193,21 @@ def _require_classes(learned: Segments, judged: Segments | None, task: Task) -> 
     lacking = [show_path(n) for k, n in enumerate(task.model_names) if not (learned.labels == k).any()]
     if lacking:
         raise DataError(
-            "classes without a training recording",
+            "some classes have no training recording",
             code="empty-class",
             path=learned.sources[0].path,
             found=", ".join(lacking),
-            remedy="add recordings, or leave the labels out (leave_out)",
+            remedy="add recordings, or exclude the labels (leave_out)",
         )
     n_leaks = 0 if judged is None else int((judged.labels == task.leak_in_model).sum())
     if judged is not None and not 0 < n_leaks < len(judged.labels):
         raise DataError(
-            "validation cannot tell good from bad",
+            "all validation recordings belong to one class",
             code="one-class",
             path=judged.sources[0].path,
             found=f"{n_leaks:,} leaks in {len(judged.labels):,} recordings",
             expected="leaks and others",
-            remedy="divide the recordings again (leakmel.learn.data.splits.group_split), or train without validation",
+            remedy="split the recordings again (leakmel.learn.data.splits.group_split), or train without validation",
         )
 
 

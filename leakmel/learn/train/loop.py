@@ -107,7 +107,7 @@ def sole_writer(
 ) -> Iterator[None]:  # raises OutputError where another one is at work
     "Hold the exclusive right to write a model into a folder."
     if out.exists() and not out.is_dir():
-        raise OutputError("is a file, a folder is needed", code="not-a-folder", path=out)
+        raise OutputError("this is a file, but a folder is needed", code="not-a-folder", path=out)
     with ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -118,11 +118,11 @@ def sole_writer(
             if e.code != "output-locked":
                 raise
             raise OutputError(
-                f"another {who} writes into this folder",
+                f"another {who} is writing into this folder",
                 code="folder-in-use",
                 path=out,
                 found=e.found,
-                remedy="wait for it, or name another folder",
+                remedy="wait until it ends, or name another folder",
             ) from None
         yield
 
@@ -152,21 +152,21 @@ def begin(
         return _resumed(run, *found)
     if resume == "always":
         raise DataError(
-            "there is no training to resume",
+            "the folder holds no training to resume",
             code="nothing-to-resume",
             path=run.folder,
-            remedy="leave resume='always' out",
+            remedy="leave out resume='always'",
         )
     if resume == "auto" and (run.out / "model.pt").exists():
         raise UsageError(
-            "a model is in this folder, and no checkpoint of its training",
+            "the folder holds a model, but no checkpoint of its training",
             code="model-exists",
             path=run.out,
             remedy="name another folder, or use resume='never', which replaces it",
         )
     for old in (*(c.path for c in list_checkpoints(run.folder)), run.folder / "best.pt"):
         remove_file(old)
-    return f"Begins with epoch 1 of {state.settings.epochs}, {len(state.loader):,} batches each."
+    return f"Starts with epoch 1 of {state.settings.epochs}, {len(state.loader):,} batches each."
 
 
 def _resumed(run: Run, checkpoint: Checkpoint, values: dict[str, Any]) -> str:
@@ -176,26 +176,26 @@ def _resumed(run: Run, checkpoint: Checkpoint, values: dict[str, Any]) -> str:
         then = dict(json.loads(values["identity"]))
     except (KeyError, TypeError, ValueError) as e:
         raise DataError(
-            "no checkpoint of a training",
+            "the file is not a checkpoint of a training",
             code="not-a-checkpoint",
             path=checkpoint.path,
-            remedy="use resume='never'",
+            remedy="start over with resume='never'",
         ) from e
     if said := differences(then, training_identity(state.data, state.settings)):
         was = "finished" if values.get("is_over") is True else "interrupted"
         raise UsageError(
-            f"another training was {was} in this folder",
+            f"the folder holds another training, which was {was}",
             code="other-training",
             path=run.out,
             found="; ".join(said),
-            remedy="use its settings and data to resume it, another folder, or resume='never', which throws it away",
+            remedy="use its settings and data to resume it, name another folder, or delete it with resume='never'",
         )
     take_up(state, values)
     if state.best is not None and (run.folder / "best.pt").is_file():
         run.kept_best = state.best.epoch
     if state.is_over:
-        return f"The training was over after {len(state.epochs)} epochs: there was nothing to do."
-    return f"Goes on after step {state.stepper.n_done:,}, in epoch {len(state.epochs) + 1} of {state.settings.epochs}."
+        return f"The training was already finished after {len(state.epochs)} epochs: nothing to do."
+    return f"Resumes after step {state.stepper.n_done:,}, in epoch {len(state.epochs) + 1} of {state.settings.epochs}."
 
 
 def how_to_go_on(
@@ -207,7 +207,7 @@ def how_to_go_on(
     if not n:
         return "no checkpoint was written yet: the same command starts again"
     same = "the same command" + (" without resume='never'" if resume == "never" else "")
-    return f"a checkpoint was written after step {n[-1].step:,}: {same} goes on from there ({show_path(run.folder)})"
+    return f"a checkpoint was written after step {n[-1].step:,}: {same} resumes from there ({show_path(run.folder)})"
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #8bc5bcc5
@@ -278,7 +278,7 @@ def learn(
 
     def evaluated(n_done: int) -> None:
         between()
-        watch.update(", judging validation")
+        watch.update(", evaluating validation")
 
     while not state.is_over:
         if not state.is_learned:
@@ -325,7 +325,7 @@ class TrainResult(RowTable):
         planned = s["settings"]["epochs"]
         yield "epochs", f"{len(self.epochs)} of {planned}{stopped}; the best is {self.best_epoch}"
         if math.isnan(best.f1):
-            yield "F1", "not known: there was no validation, so the last epoch counts"
+            yield "F1", "not known: there was no validation, so the last epoch was kept"
         else:
             n = s["validation"]["recordings"]
             chose = f"{n:,} recordings of validation, which chose epoch and threshold (AUC {best.auc:.4f})"
@@ -350,7 +350,7 @@ def finish(
     state = run.state
     figures = state.best_figures
     if figures is None:
-        raise DataError("nothing was learned", code="nothing-learned", path=run.out)
+        raise DataError("the training has no finished epoch", code="nothing-learned", path=run.out)
     detector = detector_of(state, best=True)
     path = detector.save(run.out / "model.pt")
     write_history(
@@ -401,7 +401,10 @@ def train(
     "Train a leak detector; an interrupted training is resumed, step by step as if it had not been interrupted."
     if resume not in RESUME:
         raise UsageError(
-            "resume is not known", code="unknown-choice", found=repr(resume), expected=", ".join(RESUME)
+            "resume has an unknown value",
+            code="unknown-choice",
+            found=repr(resume),
+            expected=", ".join(RESUME),
         )
     settings = settings or TrainSettings()
     show = progress if isinstance(progress, str) else "auto" if progress else "none"

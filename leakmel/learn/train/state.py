@@ -163,7 +163,7 @@ class TrainingState:
         self.rate = math.nan  # learning rate of the last step
         self.first = 0  # steps that were done when this run began
         self.seconds = 0.0  # that runs before this one took
-        with room("the items do not fit into memory", "use loader='stream', which holds a few of them"):
+        with room("the items do not fit into memory", "use loader='stream', which holds only a few items"):
             self.loader = self._opened(settings.loader)
         n_steps = settings.epochs * len(self.loader)
         self.stepper = Stepper(
@@ -184,8 +184,8 @@ class TrainingState:
             return
         self.loader.close()
         with room(
-            "the items fitted into memory when the training began, and do not fit now",
-            "free memory, or start again with resume='never'",
+            "the items fitted into memory when the training started, but do not fit now",
+            "free memory, or start over with resume='never'",
         ):
             self.loader = self._opened(kind)
 
@@ -230,17 +230,17 @@ def end_epoch(
     loss = state.sums.mean_loss()
     if not math.isfinite(loss) and state.sums.n:
         raise DataError(
-            "the training diverged: its loss is no number any more",
+            "the training diverged: the loss is NaN or infinite",
             code="training-diverged",
             found=f"loss {loss} in epoch {len(state.epochs) + 1}",
-            remedy="start again with a lower learning_rate or with amp='off', and check the data set with leakmel verify",
+            remedy="start over with a lower learning_rate or with amp='off', and check the data set with leakmel verify",
         )
     chosen = DecisionRule() if s.vote == "auto" else DecisionRule(s.vote, s.vote_share)
     names = ("val_loss", "val_segment_accuracy", "f1", "auc", "balanced_accuracy")
     found: dict[str, Any] = dict.fromkeys(names, math.nan)
     if data.validation is not None:
         with room(
-            "memory is too small to judge validation while the training holds its own",
+            "memory is too small to score the validation recordings during the training",
             "free memory, use loader='stream', or device='cpu'",
         ):
             scores = score_rows(
@@ -404,9 +404,9 @@ def take_up(
         state.sums.load_state_dict(values["sums"])
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as e:
         raise DataError(
-            "the checkpoint is not one of this version's trainings",
+            "this version cannot read the checkpoint",
             code="not-a-checkpoint",
             found=f"{type(e).__name__}: {str(e).partition(chr(10))[0]}",
-            remedy="start again with resume='never'",
+            remedy="start over with resume='never'",
         ) from e
     state.first = state.stepper.n_done

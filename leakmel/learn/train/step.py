@@ -173,7 +173,7 @@ class Stepper:
                     if not ran_out(e):
                         if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
                             raise MachineError(
-                                "the net could not be compiled",
+                                "the network could not be compiled",
                                 code="not-compiled",
                                 found=why.partition("\n")[0],
                                 remedy="train with use_compile=False",
@@ -225,11 +225,11 @@ class Stepper:
                 "memory is too small for a single item",
                 code="out-of-memory",
                 found=why,
-                remedy="use a smaller net or batch_size, or device='cpu'",
+                remedy="use a smaller network or batch_size, or device='cpu'",
             )
         self.micro_batch = now // 2
         self.n_ran_out += 1
-        _LOG.warning("memory ran out: micro-batches of %d items from here on", self.micro_batch)
+        _LOG.warning("memory ran out: continuing with micro-batches of %d items", self.micro_batch)
 
     def _write(self, rate: float) -> None:
         "Change the weights by the gradients."
@@ -242,7 +242,7 @@ class Stepper:
             if not ran_out(e):
                 raise
             raise MachineError(
-                "memory ran out while weights were written",
+                "memory ran out while the weights were updated",
                 code="out-of-memory",
                 found=str(e),
                 remedy="resume from the last checkpoint",

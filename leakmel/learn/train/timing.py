@@ -64,7 +64,7 @@ def loader_advice(
     if times.wait_ms is None or times.wait_ms < GOAL_MS:
         return None
     slow = "is too slow" if times.wait_ms > SLOW_MS else "could be faster"
-    ratio = "" if times.io_ratio is None else f", {times.io_ratio:.1f} times what it computes"
+    ratio = "" if times.io_ratio is None else f", {times.io_ratio:.1f} times the computing time"
     return (
         f"the loader {slow}: {times.wait_ms:.0f} ms of waiting for a batch{ratio} (goal: under {GOAL_MS:.0f} ms); "
         "hold the rows in memory or on the device, or use more workers"
