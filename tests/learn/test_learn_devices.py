@@ -21,7 +21,7 @@ from leakmel.learn.model import detector as detector_module
 from leakmel.learn.predict import scoring
 from leakmel.learn.data.segments import Batch, Segments
 from leakmel.learn.model.detector import Detector, score_rows
-from leakmel.learn.model.devices import Portions, exactly_float32, pick_device
+from leakmel.learn.model.devices import AdaptiveBatches, exactly_float32, pick_device
 from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.retrain.selection import class_scores
 from leakmel.learn.model.net import LeakNet, NetSettings
@@ -228,7 +228,7 @@ def test_portions_are_halved_and_it_is_said_once(caplog):
             raise full()
         return list(range(100)[part])
 
-    portions = Portions(32, lambda: trimmed.append(len(tried)))
+    portions = AdaptiveBatches(32, lambda: trimmed.append(len(tried)))
     assert sum(portions.each(50, work), []) == list(range(50))
     assert portions.each(0, work) == []
     portions.each(9, work)
@@ -252,7 +252,7 @@ def test_portions_miss_nothing(n, most, fits, caplog):
             raise MemoryError
         return np.arange(n)[part]
 
-    portions = Portions(most)
+    portions = AdaptiveBatches(most)
     assert np.concatenate(portions.each(n, work)).tolist() == list(range(n))
     assert portions.n_ran_out == sum(k > fits for k in tried) == len(tried) - sum(k <= fits for k in tried)
     assert len(caplog.records) == portions.n_ran_out
@@ -269,7 +269,7 @@ def test_what_failed_is_let_go_before_less_is_tried():
             raise full()
         return 1
 
-    assert Portions(8).each(2, work) == [1, 1]
+    assert AdaptiveBatches(8).each(2, work) == [1, 1]
     assert len(held) == 3
 
 
@@ -283,10 +283,10 @@ def test_a_single_row_too_many_and_other_errors():
     with pytest.raises(
         MachineError, match="too small to score a single recording; found out of memory: 2 GB. Free some"
     ):
-        Portions(8).each(3, too_much)
+        AdaptiveBatches(8).each(3, too_much)
     with raises("out-of-memory", MachineError):
-        Portions(8).fit(too_much)
-    for work in (Portions(8).fit, lambda w: Portions(8).each(3, w)):
+        AdaptiveBatches(8).fit(too_much)
+    for work in (AdaptiveBatches(8).fit, lambda w: AdaptiveBatches(8).each(3, w)):
         with pytest.raises(RuntimeError, match="illegal"):
             work(broken)
 
@@ -295,7 +295,7 @@ def test_a_single_row_too_many_and_other_errors():
             raise full()
         return n
 
-    assert Portions(64).fit(five) == 4
+    assert AdaptiveBatches(64).fit(five) == 4
 
 
 # ---- rows of data sets

@@ -412,13 +412,13 @@ def test_a_loss_that_is_no_number_ends_the_training(
 ) -> None:
     from leakmel.learn.train import state as training_state
 
-    real = training_state.Sums.add
+    real = training_state.EpochSums.add
 
     def spoilt(self: Any, figures: Any) -> None:
         real(self, replace(figures, loss=figures.loss * (math.nan if spoil else 1)))
 
     spoil = False
-    monkeypatch.setattr(training_state.Sums, "add", spoilt)
+    monkeypatch.setattr(training_state.EpochSums, "add", spoilt)
     trained(sets, tmp_path / "good", settings=replace(TINY, epochs=1))
     spoil = True
     with raises("training-diverged", DataError, says="lower learning_rate"):
@@ -451,8 +451,8 @@ def test_a_training_that_ran_out_of_memory_says_how_it_went_on(
 ) -> None:
     from leakmel.learn.train import step
 
-    real, batches = step.piece_loss, iter([no_room])
-    monkeypatch.setattr(step, "piece_loss", lambda *args: next(batches, real)(*args))
+    real, batches = step.micro_batch_loss, iter([no_room])
+    monkeypatch.setattr(step, "micro_batch_loss", lambda *args: next(batches, real)(*args))
     result = trained(sets, tmp_path, settings=replace(TINY, epochs=1))
     assert (result.summary["n_ran_out"], result.summary["micro_batch"]) == (1, TINY.batch_size // 2)
     assert (
@@ -501,7 +501,7 @@ def test_lengths_of_gradients_are_told(sets: Path, tmp_path: Path, monkeypatch: 
     "Of all steps, before clipping; those that half precision left out do not count."
     from leakmel.learn.train import state as training_state
 
-    real, norms = training_state.Sums.add, list[float]()
+    real, norms = training_state.EpochSums.add, list[float]()
 
     def noting(self: Any, figures: Any) -> None:
         if len(norms) == 2:
@@ -509,8 +509,8 @@ def test_lengths_of_gradients_are_told(sets: Path, tmp_path: Path, monkeypatch: 
         norms.append(float(figures.grad_norm))
         real(self, figures)
 
-    monkeypatch.setattr(training_state.Sums, "add", noting)
-    monkeypatch.setattr(training_state, "_MOST_APART", 2)
+    monkeypatch.setattr(training_state.EpochSums, "add", noting)
+    monkeypatch.setattr(training_state, "_MAX_SEPARATE_NORMS", 2)
     (epoch,) = trained(sets, tmp_path / "a", settings=replace(TINY, epochs=1, clip_norm=0.6)).epochs
     counted = [n for n in norms if math.isfinite(n)]
     n = len(counted)

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = [
     "FORMAT",
-    "picture_shape",
+    "image_shape",
     "Detector",
-    "spec_of",
+    "required_spec",
     "load_detector",
     "check_features",
-    "differing",
+    "spec_differences",
     "score_segments",
     "score_rows",
     "scores_by_batch",
@@ -36,20 +36,22 @@ from ..data.loaders import open_loader
 from ..data.segments import Segments
 from ..data.task import Task
 from ..metrics.voting import UNCHOSEN, VOTES, vote_scores
-from .devices import Portions, exactly_float32, ran_out, room
+from .devices import AdaptiveBatches, exactly_float32, is_out_of_memory, memory_guard
 from .files import load_plain, plain_bytes, require_kind, write_whole
-from .net import LeakNet, NetSettings, matrices
-from .provenance import Seen, from_plain, to_plain
+from .net import LeakNet, NetSettings, segment_images
+from .provenance import Provenance, from_plain, to_plain
 from .settings import current_names
 
 # %% ../../../nbs/learn/model/detector.ipynb #2ba797d7
 FORMAT = "leakmel detector 1"
-_ITEMS_ON_CPU = 640  # that a net is given at once: what its layers hand on stays in the caches of a core
-_PLAIN = ("engine", "thresholds", "threshold_from", "vote", "share", "record")  # parts of a detector
-_BEGINS = re.compile(rb"PK\x03\x04.{26,128}/data\.pkl.{0,128}format.{1,16}leakmel detector \d", re.DOTALL)
+_MAX_ITEMS_ON_CPU = 640  # that a net is given at once: what its layers hand on stays in the caches of a core
+_PLAIN_FIELDS = ("engine", "thresholds", "threshold_from", "vote", "share", "record")  # parts of a detector
+_DETECTOR_HEADER = re.compile(
+    rb"PK\x03\x04.{26,128}/data\.pkl.{0,128}format.{1,16}leakmel detector \d", re.DOTALL
+)
 
 
-def picture_shape(
+def image_shape(
     row_shape: tuple[int, ...],  # L, S, M, T
 ) -> tuple[int, int]:  # M, W
     "Return bands and columns of a net's input."
@@ -58,7 +60,7 @@ def picture_shape(
 
 def _is_detector(f: BinaryIO) -> bool:
     "By its beginning: one of another version counts too, and one that is damaged."
-    return _BEGINS.match(f.read(512)) is not None
+    return _DETECTOR_HEADER.match(f.read(512)) is not None
 
 
 @dataclass(eq=False, repr=False)
@@ -76,7 +78,7 @@ class Detector:
     vote: str = "mean"  # the rule that is used unless another is asked for
     share: float = 0.5  # of the long segments, for "frac_vote"
     record: dict[str, Any] = field(default_factory=dict)  # plain values: data, split, settings, versions
-    seen: Seen = field(default_factory=Seen)  # what it was trained with
+    provenance: Provenance = field(default_factory=Provenance)  # what it was trained with
 
     def __post_init__(self):
         if self.vote not in VOTES:
@@ -95,7 +97,7 @@ class Detector:
             )
         self.share = float(self.share)
         s = self.net.settings
-        needed = (s.n_mels, s.width) if self.spec is None else picture_shape(self.spec.row_shape)
+        needed = (s.n_mels, s.width) if self.spec is None else image_shape(self.spec.row_shape)
         if (s.n_mels, s.width, s.n_classes) != (*needed, len(self.task.model_names)):
             raise UsageError(
                 "the network does not fit the features or the classes",
@@ -127,9 +129,9 @@ class Detector:
         self.net.eval()
         items = rows.flatten(0, 1)
         n_long = rows.shape[1]
-        at_once = max(1, _ITEMS_ON_CPU // n_long) * n_long if rows.device.type == "cpu" else len(items)
+        at_once = max(1, _MAX_ITEMS_ON_CPU // n_long) * n_long if rows.device.type == "cpu" else len(items)
         with torch.inference_mode(), exactly_float32():
-            logits = torch.cat([self.net(matrices(some))[0] for some in items.split(at_once)])
+            logits = torch.cat([self.net(segment_images(some))[0] for some in items.split(at_once)])
             return logits.float().softmax(1)[:, self.task.leak_in_model].reshape(rows.shape[:2])
 
     def recording_scores(
@@ -143,14 +145,14 @@ class Detector:
 
     def save(self, path: str | os.PathLike, *, sync: bool = True) -> Path:  # sync: wait for the disk
         "Write the detector to a file, as a whole or not at all; replaces another detector, and raises OutputError for anything else."
-        head: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
+        head: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN_FIELDS}
         head |= {"net": asdict(self.net.settings), "task": asdict(self.task)}
         head["spec"] = self.spec and self.spec.to_dict()
         values = {
             "format": FORMAT,
             "detector": json.dumps(head, allow_nan=False),
             "weights": {name: v.detach().cpu().contiguous() for name, v in self.net.state_dict().items()},
-            "seen": to_plain(self.seen),
+            "seen": to_plain(self.provenance),
         }
         target = Path(path)
         look = partial(require_kind, target, "detector", _is_detector)
@@ -164,7 +166,7 @@ class Detector:
         return f"Detector({self.task}; {features}; {self.net.n_parameters:,} parameters; {self.vote} >= {self.threshold:.3f} ({self.threshold_from}))"
 
 
-def spec_of(
+def required_spec(
     detector: Detector,
 ) -> MelSpec:  # raises UsageError where it has none
     "Return the features that a detector needs."
@@ -185,7 +187,7 @@ def load_detector(
     "Read a detector; never runs code."
     values = load_plain(path)
     if values.get("format") != FORMAT:
-        said = show_path(str(values.get("format")))[:60]
+        found = show_path(str(values.get("format")))[:60]
         of_training = (
             "this is a checkpoint; use the training's model.pt, or checkpoints/best.pt before it is finished"
         )
@@ -193,23 +195,23 @@ def load_detector(
             "this version cannot read the file as a detector",
             code="not-a-detector",
             path=path,
-            found=said,
+            found=found,
             expected=FORMAT,
-            remedy=of_training if "training" in said else None,
+            remedy=of_training if "training" in found else None,
         )
     try:
-        with room("the model does not fit into the free memory", "free some memory"):
+        with memory_guard("the model does not fit into the free memory", "free some memory"):
             head = json.loads(values["detector"])
-            net = LeakNet(_made(NetSettings, current_names(head["net"], path)))
+            net = LeakNet(_settings_from_plain(NetSettings, current_names(head["net"], path)))
             net.load_state_dict(values["weights"])
             if not all(torch.isfinite(w).all() for w in net.state_dict().values()):
                 raise ValueError("weights that are no numbers")
             return Detector(
                 net=net.to(device).eval(),
-                task=_made(Task, head["task"]),
-                spec=None if head["spec"] is None else _made(MelSpec, head["spec"]),
-                seen=from_plain(values.get("seen")),
-                **{name: head[name] for name in _PLAIN},
+                task=_settings_from_plain(Task, head["task"]),
+                spec=None if head["spec"] is None else _settings_from_plain(MelSpec, head["spec"]),
+                provenance=from_plain(values.get("seen")),
+                **{name: head[name] for name in _PLAIN_FIELDS},
             )
     except (DataError, MachineError):
         raise
@@ -231,7 +233,7 @@ def load_detector(
         ) from e
 
 
-def _made(kind: type, values: dict[str, Any]) -> Any:
+def _settings_from_plain(kind: type, values: dict[str, Any]) -> Any:
     "A settings object of plain values; lists become tuples."
     known = {f.name for f in fields(kind)}
     if set(values) != known:
@@ -248,14 +250,14 @@ def check_features(
     s = detector.net.settings
     for source in ds.sources:
         if detector.spec is None or source.legacy:
-            if picture_shape(ds.row_shape) != (s.n_mels, s.width):
+            if image_shape(ds.row_shape) != (s.n_mels, s.width):
                 raise DataError(
                     "the rows do not have the shape that the detector expects",
                     code="features-differ",
                     path=source.path,
                     found=ds.row_shape,
                 )
-        elif wrong := differing(detector.spec, source.spec):
+        elif wrong := spec_differences(detector.spec, source.spec):
             raise DataError(
                 "the features were computed with other settings than the detector expects",
                 code="features-differ",
@@ -266,17 +268,17 @@ def check_features(
 
 
 # a segment's features do not depend on them
-_NOT_OF_SEGMENTS = ("preset_name", "duration_s", "channels", "short", "long", "rate")
+_NOT_IN_SEGMENT_FEATURES = ("preset_name", "duration_s", "channels", "short", "long", "rate")
 
 
-def differing(
+def spec_differences(
     mine: MelSpec,
     theirs: MelSpec,
 ) -> list[str]:  # "sample_rate 8000, not 4096"
     "List the settings that decide the features of a segment, and differ."
     a = mine.to_dict() | {"f_max_hz": mine.top_hz}
     b = theirs.to_dict() | {"f_max_hz": theirs.top_hz}
-    return [f"{n} {b[n]}, not {a[n]}" for n in a if n not in _NOT_OF_SEGMENTS and a[n] != b[n]]
+    return [f"{n} {b[n]}, not {a[n]}" for n in a if n not in _NOT_IN_SEGMENT_FEATURES and a[n] != b[n]]
 
 
 # %% ../../../nbs/learn/model/detector.ipynb #ed5ee2dc
@@ -291,11 +293,11 @@ def score_segments(
     if counted.all():
         return detector.segment_scores(mels)
     out = torch.full((n * n_long,), torch.nan, dtype=torch.float32, device=mels.device)
-    picked = torch.from_numpy(np.flatnonzero(counted))
+    indices = torch.from_numpy(np.flatnonzero(counted))
     if mels.device.type == "cuda":  # from memory that is not page-locked it would wait for all that is queued
-        picked = picked.pin_memory().to(mels.device, non_blocking=True)
-    if len(picked):
-        out[picked] = detector.segment_scores(mels.flatten(0, 1)[picked].unsqueeze(1))[:, 0]
+        indices = indices.pin_memory().to(mels.device, non_blocking=True)
+    if len(indices):
+        out[indices] = detector.segment_scores(mels.flatten(0, 1)[indices].unsqueeze(1))[:, 0]
     return out.view(n, n_long)
 
 
@@ -310,15 +312,15 @@ def score_rows(
 ) -> np.ndarray:  # [n, L] float32, in the order of `ds.rows`; NaN after the end of a recording; raises DataError, MachineError
     "Compute the probability of a leak in each long segment of each recording."
     check_features(detector, ds)
-    with room("the model does not fit into memory", "free some memory, or use device='cpu'"):
+    with memory_guard("the model does not fit into memory", "free some memory, or use device='cpu'"):
         detector.net.to(device)
     found = np.empty((len(ds), ds.row_shape[0]), np.float32)
     done = 0
 
-    def judge(mels: Tensor, rows: slice) -> Tensor:
+    def score(mels: Tensor, rows: slice) -> Tensor:
         return score_segments(detector, mels, ds.heard[rows])
 
-    for scores in scores_by_batch(ds, judge, device=device, files_per_batch=files_per_batch):
+    for scores in scores_by_batch(ds, score, device=device, files_per_batch=files_per_batch):
         found[done : done + len(scores)] = scores
         done += len(scores)
         if progress is not None:
@@ -349,13 +351,13 @@ def _batches(ds: Segments, size: int, device: torch.device) -> Iterator[Tensor]:
                     n_done += 1
                     yield batch.x
         except (RuntimeError, MemoryError) as e:
-            if kind == "stream" or not ran_out(e):
+            if kind == "stream" or not is_out_of_memory(e):
                 raise
 
 
 def scores_by_batch(
     ds: Segments,  # recordings, level "recording"
-    judge: Callable[
+    score: Callable[
         [Tensor, slice], Tensor
     ],  # rows [n, L, S, M, T] on the device, and which of `ds` they are -> scores [n, ...] there
     *,
@@ -368,18 +370,18 @@ def scores_by_batch(
     if not len(ds):
         return
     on = torch.device(device)
-    portions = Portions(files_per_batch)
+    portions = AdaptiveBatches(files_per_batch)
     start = 0
     last = list[Callable[[], np.ndarray]]()
     too_small = "memory is too small to read the recordings for scoring"
-    with room(too_small, "lower files_per_batch, or free some memory"):
+    with memory_guard(too_small, "lower files_per_batch, or free some memory"):
         for x in _batches(ds, files_per_batch, on):
 
-            def judged(part: slice, x: Tensor = x, start: int = start) -> Callable[[], np.ndarray]:
+            def score_part(part: slice, x: Tensor = x, start: int = start) -> Callable[[], np.ndarray]:
                 rows = slice(start + part.start, start + part.stop)
-                return send_to_host(judge(x[part].to(on, non_blocking=True), rows))
+                return send_to_host(score(x[part].to(on, non_blocking=True), rows))
 
-            coming = portions.each(len(x), judged)
+            coming = portions.each(len(x), score_part)
             if last:
                 yield np.concatenate([arrived() for arrived in last])
             last = coming

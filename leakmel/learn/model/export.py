@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ...core.errors import DataError
 from ...mel.reference import compare, hann_periodic, reference_features, reference_log_mel
 from ...mel.spec import MelSpec
-from .detector import Detector, spec_of
+from .detector import Detector, required_spec
 from .files import require_kind, write_whole
-from .net import matrices
+from .net import segment_images
 
 
 # %% ../../../nbs/learn/model/export.ipynb #46c0a2d5
@@ -64,7 +64,7 @@ class SamplesToScores(nn.Module):
         detector: Detector,
     ):  # raises UsageError for one without a spec
         super().__init__()
-        self.features = MelFeatures(spec_of(detector))
+        self.features = MelFeatures(required_spec(detector))
         self.leak = detector.task.leak_in_model
         self.net = deepcopy(detector.net).cpu().eval().requires_grad_(False)
 
@@ -74,7 +74,7 @@ class SamplesToScores(nn.Module):
     ) -> Tensor:  # [B, L] float32, probability of a leak in each long segment
         "Score recordings."
         rows = self.features(samples)
-        logits, _ = self.net(matrices(rows.flatten(0, 1)))
+        logits, _ = self.net(segment_images(rows.flatten(0, 1)))
         return logits.softmax(1)[:, self.leak].reshape(-1, rows.shape[1])
 
 
@@ -89,7 +89,7 @@ def _test_recordings(spec: MelSpec) -> np.ndarray:
 
 
 # %% ../../../nbs/learn/model/export.ipynb #cdf61992
-_LARGEST_DIFFERENCE = 1e-3  # of scores: features that round to another float16 here and there
+_SCORE_TOLERANCE = 1e-3  # of scores: features that round to another float16 here and there
 
 
 def _is_program(f: BinaryIO) -> bool:
@@ -108,7 +108,7 @@ def export_detector(
     look = partial(require_kind, Path(path), "exported detector", _is_program)
     look()
     program = SamplesToScores(detector).eval()
-    spec = spec_of(detector)
+    spec = required_spec(detector)
     samples = _test_recordings(spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about itself
@@ -127,12 +127,12 @@ def export_detector(
         rows = torch.from_numpy(reference_log_mel(some, spec).astype(np.float16))
         right = detector.segment_scores(rows.to(device)).cpu()
         scores = exported.module()(torch.from_numpy(some))
-        if not torch.allclose(scores, right, rtol=0, atol=_LARGEST_DIFFERENCE):
+        if not torch.allclose(scores, right, rtol=0, atol=_SCORE_TOLERANCE):
             raise DataError(
                 "the exported program computes other scores than the detector, so it was not written",
                 code="program-differs",
                 found=f"{float((scores - right).abs().max()):.2g} apart",
-                expected=f"at most {_LARGEST_DIFFERENCE:g} apart",
+                expected=f"at most {_SCORE_TOLERANCE:g} apart",
             )
     about = {
         "spec": spec.to_dict(),

@@ -29,7 +29,7 @@ import torch
 from ...audio.wav import digest_of
 from ...core.errors import DataError, LeakmelError, OutputError, show_path
 from ...dataset.file.writer import output_error, replacing, sync_folder, undisturbed
-from .devices import room
+from .devices import memory_guard
 
 
 # %% ../../../nbs/learn/model/files.ipynb #ea979ae7
@@ -96,7 +96,9 @@ def remove_file(path: Path) -> None:
 
 
 # %% ../../../nbs/learn/model/files.ipynb #0925432f
-_BEGIN = b"PK\x03\x04"  # of torch's archive: a data set that was taken for a model is not read to its end
+_ARCHIVE_MAGIC = (
+    b"PK\x03\x04"  # of torch's archive: a data set that was taken for a model is not read to its end
+)
 
 
 def plain_bytes(
@@ -119,10 +121,10 @@ def load_plain(
         text = "the file does not exist" if not os.path.lexists(path) else "this is not a regular file"
         raise DataError(text, code="file-missing", path=path)
     try:
-        with room("the file does not fit into the free memory", "free some memory"):
+        with memory_guard("the file does not fit into the free memory", "free some memory"):
             with open(path, "rb") as f:
-                content = f.read(len(_BEGIN))
-                if content != _BEGIN:
+                content = f.read(len(_ARCHIVE_MAGIC))
+                if content != _ARCHIVE_MAGIC:
                     raise DataError(
                         "the file is truncated or is not a torch archive",
                         code="damaged-file",

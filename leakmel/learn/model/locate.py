@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = [
     "FORMAT",
-    "POINTER",
+    "CHAMPION_FILE",
     "RECORD",
     "MODEL",
     "round_folder",
@@ -18,7 +18,7 @@ __all__ = [
     "require_digest",
     "champion_file",
     "load_champion",
-    "load_first",
+    "load_first_champion",
     "model_file",
 ]
 
@@ -35,7 +35,7 @@ from .files import write_whole
 
 # %% ../../../nbs/learn/model/locate.ipynb #7dcc9db1
 FORMAT = "leakmel champions 1"
-POINTER = "champion.json"
+CHAMPION_FILE = "champion.json"
 RECORD = "record.json"
 MODEL = "model.pt"
 
@@ -102,7 +102,7 @@ def write_lineage(
         "testing": lineage.testing,
         "champions": [asdict(c) for c in lineage.champions],
     }
-    write_whole(folder / POINTER, (json.dumps(values, indent=1) + "\n").encode())
+    write_whole(folder / CHAMPION_FILE, (json.dumps(values, indent=1) + "\n").encode())
 
 
 def champion_from(values: dict[str, Any]) -> Champion:
@@ -117,15 +117,15 @@ def read_lineage(
     folder: Path,
 ) -> Lineage | None:  # None: no round was begun; raises DataError for a file that is something else
     "Read who is the champion."
-    path = folder / POINTER
+    path = folder / CHAMPION_FILE
     if not os.path.lexists(path):
-        if not (over := finished_rounds(folder)):
+        if not (finished := finished_rounds(folder)):
             return None
         raise DataError(
             "the file that names the champion is missing",
             code="lost-champion",
             path=path,
-            found=f"{len(over):,} finished rounds next to it",
+            found=f"{len(finished):,} finished rounds next to it",
             remedy="restore it from a copy, or start in another folder",
         )
     try:
@@ -170,7 +170,7 @@ def champion_file(
             raise DataError(
                 "the folder has no champion yet",
                 code="no-champion",
-                path=folder / POINTER,
+                path=folder / CHAMPION_FILE,
                 remedy="start with lm.retrain(champion, ...)",
             )
         champion = lineage.current
@@ -186,7 +186,7 @@ def load_champion(
     return load_detector(champion_file(Path(folder)))
 
 
-def load_first(
+def load_first_champion(
     folder: Path,  # of the rounds
     lineage: Lineage,
 ) -> Detector:  # raises DataError as `champion_file` does
@@ -202,7 +202,7 @@ def model_file(
     where = Path(path)
     if not where.is_dir():
         return where
-    if os.path.lexists(where / POINTER) or finished_rounds(where):
+    if os.path.lexists(where / CHAMPION_FILE) or finished_rounds(where):
         return champion_file(where)
     if (where / MODEL).is_file():
         return where / MODEL
@@ -211,7 +211,7 @@ def model_file(
         "the folder holds no detector",
         code="no-detector",
         path=where,
-        expected=f"{MODEL} of a training, or {POINTER} of rounds",
+        expected=f"{MODEL} of a training, or {CHAMPION_FILE} of rounds",
         remedy=f"the training is not finished: resume it, or name {early}"
         if (where / early).is_file()
         else None,

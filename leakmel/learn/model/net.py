@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = [
-    "MOST_WEIGHTS",
-    "matrices",
+    "MAX_WEIGHTS",
+    "segment_images",
     "NetSettings",
     "LeakNet",
     "band_statistics",
@@ -20,7 +20,7 @@ __all__ = [
     "loss_weights",
     "item_losses",
     "batch_totals",
-    "piece_loss",
+    "micro_batch_loss",
 ]
 
 # %% ../../../nbs/learn/model/net.ipynb #39bc8abf
@@ -41,7 +41,7 @@ from .settings import AugmentSettings, TrainSettings
 
 
 # %% ../../../nbs/learn/model/net.ipynb #f36eee85
-def matrices(
+def segment_images(
     items: Tensor,  # [n, S, M, T] dB, float16 or float32
 ) -> Tensor:  # [n, M, S*T] float32; raises UsageError for another number of dimensions
     "Return the image of each item: bands from bottom to top, time from left to right."
@@ -56,7 +56,7 @@ def matrices(
 
 
 # %% ../../../nbs/learn/model/net.ipynb #926bf2a9
-MOST_WEIGHTS = 500_000_000  # 2 GB, and four times that while it is trained
+MAX_WEIGHTS = 500_000_000  # 2 GB, and four times that while it is trained
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class NetSettings:
         pairs = zip((1, *self.channels), self.channels, self.kernels())
         n = sum(a * b * bands * columns for a, b, (bands, columns) in pairs)
         n += self.channels[-1] * (2 * self.channels[-1] + self.n_classes) + 2 * self.n_mels
-        if n > MOST_WEIGHTS:
+        if n > MAX_WEIGHTS:
             raise UsageError(
                 "the network is too large",
                 code="invalid-net",
                 found=f"{n:,} weights",
-                expected=f"at most {MOST_WEIGHTS:,}",
+                expected=f"at most {MAX_WEIGHTS:,}",
                 remedy="use fewer channels",
             )
 
@@ -144,7 +144,7 @@ class LeakNet(nn.Module):
 
     def forward(
         self,
-        images: Tensor,  # [n, M, W] dB, of `matrices`
+        images: Tensor,  # [n, M, W] dB, of `segment_images`
     ) -> tuple[Tensor, Tensor]:  # [n, K] logits of the classes, [n] logit of the leak head; raises UsageError
         "Classify items."
         s = self.settings
@@ -170,7 +170,7 @@ class LeakNet(nn.Module):
 
 
 # %% ../../../nbs/learn/model/net.ipynb #22a9924a
-_LEAST_DB = 1e-3  # a band that never changes must not be blown up
+_MIN_DEVIATION_DB = 1e-3  # a band that never changes must not be blown up
 
 
 def band_statistics(
@@ -202,7 +202,7 @@ def band_statistics(
             path=ds.sources[0].path,
             remedy="check the data set with leakmel verify",
         )
-    return mean, np.maximum(np.sqrt(np.maximum(squares / n - mean**2, 0)), _LEAST_DB)
+    return mean, np.maximum(np.sqrt(np.maximum(squares / n - mean**2, 0)), _MIN_DEVIATION_DB)
 
 
 # %% ../../../nbs/learn/model/net.ipynb #99000669
@@ -344,7 +344,9 @@ def loss_weights(
 
 
 # %% ../../../nbs/learn/model/net.ipynb #dfb33310
-_EASIEST = 1e-8  # of 1 - p: at 0 the root has no gradient, and one sure item would make all weights NaN
+_MIN_ERROR_PROBABILITY = (
+    1e-8  # of 1 - p: at 0 the root has no gradient, and one sure item would make all weights NaN
+)
 
 
 def item_losses(
@@ -360,8 +362,8 @@ def item_losses(
     of_leak = F.binary_cross_entropy_with_logits(leak_logit.float(), is_leak, reduction="none")
     gamma = settings.focal_gamma if settings.loss == "focal" else 0.0
     if gamma:
-        of_class = (-torch.expm1(-of_class)).clamp_min(_EASIEST) ** gamma * of_class
-        of_leak = (-torch.expm1(-of_leak)).clamp_min(_EASIEST) ** gamma * of_leak
+        of_class = (-torch.expm1(-of_class)).clamp_min(_MIN_ERROR_PROBABILITY) ** gamma * of_class
+        of_leak = (-torch.expm1(-of_leak)).clamp_min(_MIN_ERROR_PROBABILITY) ** gamma * of_leak
     return of_class, of_leak
 
 
@@ -374,7 +376,7 @@ def batch_totals(
     return weights.classes[y].sum(), weights.leak[y].sum()
 
 
-def piece_loss(
+def micro_batch_loss(
     logits: Tensor,  # [n, K] of a piece
     leak_logit: Tensor,  # [n]
     y: Tensor,  # [n] int64

@@ -25,7 +25,7 @@ from ...core.parameters import check_types, field_choices, field_kinds
 
 
 # %% ../../../nbs/learn/model/settings.ipynb #379528b5
-class _Checked:
+class _CheckedSettings:
     "A dataclass whose fields keep to their types, choices and ranges."
 
     RANGES: ClassVar[dict[str, tuple[float, float]]] = {}  # field -> smallest and largest value
@@ -51,7 +51,7 @@ class _Checked:
 
 # %% ../../../nbs/learn/model/settings.ipynb #0d014d1e
 @dataclass(frozen=True)
-class CheckpointSettings(_Checked):
+class CheckpointSettings(_CheckedSettings):
     "When checkpoints are written, and how many are kept."
 
     checkpoint_steps: int = 0  # also after every so many steps; 0: after epochs only
@@ -72,7 +72,7 @@ RESUME = ("auto", "always", "never")
 
 # %% ../../../nbs/learn/model/settings.ipynb #3382fcc4
 @dataclass(frozen=True)
-class AugmentSettings(_Checked):
+class AugmentSettings(_CheckedSettings):
     "What is changed at random in the pictures of a training."
 
     level_db: float = 3.0  # standard deviation of an item's level shift, dB; 0: none
@@ -100,7 +100,7 @@ class AugmentSettings(_Checked):
 
 # %% ../../../nbs/learn/model/settings.ipynb #48862ab5
 @dataclass(frozen=True)
-class LoaderSettings(_Checked):
+class LoaderSettings(_CheckedSettings):
     "How items get to the device."
 
     # "auto": on the device where the items fit, else a stream

@@ -8,7 +8,7 @@ __all__ = [
     "MOST_RECORDINGS",
     "score_histogram",
     "score_by_level",
-    "segments_of_recording",
+    "segment_features",
     "suspicious_mels",
 ]
 
@@ -35,14 +35,14 @@ from leakmel.insight.plots import (
 )
 from ...mel.engines import log_mel
 from ..data.segments import cut_row, heard_samples, whole_row
-from .predict import Predictions, Scored
+from .predict import Predictions, ScoredRecording
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 # %% ../../../nbs/learn/predict/plots.ipynb #b36576f0
-_STEPS = 40  # of the histogram
-_CLOSE = 0.05  # of a score to the threshold
+_N_BINS = 40  # of the histogram
+_NEAR_THRESHOLD = 0.05  # of a score to the threshold
 
 
 def score_histogram(
@@ -55,21 +55,21 @@ def score_histogram(
         return _figure([], "No recording was scored", height=120)
     table = predictions.table
     threshold = predictions.rule.threshold
-    edges = np.linspace(0, 1, _STEPS + 1)
+    edges = np.linspace(0, 1, _N_BINS + 1)
     parts = (("no leak", table["score"][~table["leak"]]), ("leak", table["score"][table["leak"]]))
     traces = [
         go.Bar(
             name=f"{name} ({len(mine):,})",
             x=_f32(edges[:-1] + np.diff(edges) / 2),
             y=np.histogram(mine, edges)[0],
-            width=1 / _STEPS,
+            width=1 / _N_BINS,
             marker=dict(color=_LABEL_COLORS[k], line=dict(width=0)),
             hovertemplate="%{y:,} recordings around %{x:.3f}",
         )
         for k, (name, mine) in enumerate(parts)
     ]
-    close = int((np.abs(table["score"] - threshold) < _CLOSE).sum())
-    title = f"{int(table['leak'].sum()):,} of {len(table):,} recordings reach the threshold of {threshold:.3g}; {close:,} lie within {_CLOSE:g} of it"
+    close = int((np.abs(table["score"] - threshold) < _NEAR_THRESHOLD).sum())
+    title = f"{int(table['leak'].sum()):,} of {len(table):,} recordings reach the threshold of {threshold:.3g}; {close:,} lie within {_NEAR_THRESHOLD:g} of it"
     fig = _figure(
         traces,
         title,
@@ -94,9 +94,9 @@ def score_by_level(
     heard = table[np.isfinite(table["rms_db"]) & (table["rms_db"] > SILENT_DB)]
     if not len(heard):
         return _figure([], "No level to show", height=120)
-    said = ""
+    title = ""
     if len(heard) > 2 and heard["rms_db"].nunique() > 1 and heard["score"].nunique() > 1:
-        said = (
+        title = (
             f"Rank correlation of score and level: {heard['rms_db'].rank().corr(heard['score'].rank()):.2f}"
         )
     shown = heard.iloc[:: -(-len(heard) // (MAX_POINTS // 2))]
@@ -115,7 +115,7 @@ def score_by_level(
     fewer = f", {len(shown):,} of them drawn" if len(shown) < len(heard) else ""
     fig = _figure(
         traces,
-        said or "Too few recordings to compare score and level",
+        title or "Too few recordings to compare score and level",
         f"{len(heard):,} recordings that are not silent{fewer}",
         height=320,
         xaxis=dict(title=dict(text="level (dB re full scale)")),
@@ -129,9 +129,9 @@ MOST_SEGMENTS = 160  # of a recording in a picture
 MOST_RECORDINGS = 24  # in a picture, which is some seven screens long then
 
 
-def segments_of_recording(
+def segment_features(
     predictions: Predictions,
-    recording: Scored,
+    recording: ScoredRecording,
     some: slice,  # of its long segments
 ) -> np.ndarray:  # [L, S, M, T] dB; raises RecordingError, also where the file is not what it was
     "Compute the features of some long segments of a recording again."
@@ -147,14 +147,16 @@ def segments_of_recording(
 
 
 # %% ../../../nbs/learn/predict/plots.ipynb #eebb5adf
-def _picture(predictions: Predictions, recording: Scored) -> "tuple[slice, np.ndarray, np.ndarray]":
+def _spectrogram(
+    predictions: Predictions, recording: ScoredRecording
+) -> "tuple[slice, np.ndarray, np.ndarray]":
     "Segments with the highest scores together, times of the frames, and the spectrogram [M, frames] of a recording."
     spec = predictions.spec
     n = min(MOST_SEGMENTS, len(recording.segment_scores))
     sums = np.concatenate([[0.0], np.cumsum(recording.segment_scores, dtype=np.float64)])
     first = int((sums[n:] - sums[:-n]).argmax())
     some = slice(first, first + n)
-    mels = segments_of_recording(predictions, recording, some)
+    mels = segment_features(predictions, recording, some)
     long_s = np.arange(some.start, some.stop) * spec.long_hop / spec.sample_rate
     short_s = np.arange(mels.shape[1]) * spec.short_hop / spec.sample_rate
     times, index = frame_starts_s(long_s, short_s, mels.shape[3], spec.hop_length / spec.sample_rate)
@@ -180,7 +182,7 @@ def suspicious_mels(
     if not chosen:
         return _figure([], "No recording was scored" if most else "No recording is to be shown", height=120)
     n = len(chosen)
-    pictures = [_picture(predictions, s) for s in chosen]
+    pictures = [_spectrogram(predictions, s) for s in chosen]
     low, high = _colour_range(np.concatenate([p[2] for p in pictures], axis=1), 80.0)
     fig = make_subplots(rows=2 * n, cols=1)
     fig.layout.template = {}
@@ -198,7 +200,7 @@ def _add_recording(
     predictions: Predictions,
     i: int,  # of `n` recordings
     n: int,
-    recording: Scored,
+    recording: ScoredRecording,
     some: slice,
     times: np.ndarray,
     picture: np.ndarray,

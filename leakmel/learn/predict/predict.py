@@ -7,12 +7,12 @@ __all__ = [
     "COLUMNS",
     "REJECTED_COLUMNS",
     "FLAGS",
-    "MOST_SHOWN",
+    "MAX_SHOWN",
     "Rule",
     "rule_of",
-    "Scored",
+    "ScoredRecording",
     "rejected_path",
-    "check_out",
+    "check_output",
     "Predictions",
     "predict",
 ]
@@ -39,12 +39,12 @@ from ...dataset.source.loader import PLAIN
 from ...mel.spec import MelSpec
 from ..data.segments import LENGTHS, heard_samples
 from ..metrics.voting import VOTES, vote_scores
-from ..model.detector import Detector, load_detector, spec_of
+from ..model.detector import Detector, load_detector, required_spec
 from ..model.devices import pick_device
 from ..model.files import require_kind
 from ..model.locate import model_file
-from ..model.provenance import Seen
-from .readers import Found, RecordingReaders, find_recordings
+from ..model.provenance import Provenance
+from .readers import RecordingList, RecordingReaders, find_recordings
 from .scoring import ScoringThread, block_sizes, open_scorer
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ FLAGS = ("silent", "opposite_phase", "hung_dry")
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
+class ScoredRecording:
     "One recording that was scored."
 
     path: bytes  # relative to the folder
@@ -186,11 +186,11 @@ class Scored:
             "sensor": show_path(self.sensor),
             "gain": float(self.gain),
             "segment_scores": self.segment_scores,
-            "path_base64": _exact(self.path),
+            "path_base64": _path_base64(self.path),
         }
 
 
-def _exact(path: bytes) -> str:
+def _path_base64(path: bytes) -> str:
     "A path in base64, where `show_path` loses something."
     return "" if show_path(path).encode() == path else base64.b64encode(path).decode()
 
@@ -231,7 +231,7 @@ def rejected_path(
 
 
 # %% ../../../nbs/learn/predict/predict.ipynb #123f76d9
-def check_out(
+def check_output(
     out: Path,
     folder: Path,  # of the recordings
 ) -> None:  # raises OutputError
@@ -266,8 +266,8 @@ def _short(text: str, most: int) -> str:
 
 
 # %% ../../../nbs/learn/predict/predict.ipynb #64d96ce6
-MOST_SHOWN = 10
-_LEAST_ROOM = 12  # characters of a path that are shown at the least
+MAX_SHOWN = 10
+_MIN_PATH_WIDTH = 12  # characters of a path that are shown at the least
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -275,7 +275,7 @@ class Predictions:
     "Scores of the recordings of a folder, in the order of the bytes of their paths."
 
     folder: Path
-    scored: tuple[Scored, ...]
+    scored: tuple[ScoredRecording, ...]
     rejections: tuple[Rejected, ...]  # files that were found and not scored
     rule: Rule
     spec: MelSpec  # of the model
@@ -318,7 +318,7 @@ class Predictions:
                 "path": show_path(r.path),
                 "code": r.code,
                 "message": r.message,
-                "path_base64": _exact(r.path),
+                "path_base64": _path_base64(r.path),
             }
 
     @cached_property
@@ -331,7 +331,7 @@ class Predictions:
     def write(self, out: str | os.PathLike) -> None:  # name of the CSV file; raises OutputError
         "Write the table and the list of files that were not scored; both are whole before one of them has its name."
         target = Path(os.path.abspath(out))
-        check_out(target, self.folder)
+        check_output(target, self.folder)
         with replacing(target) as scores, replacing(rejected_path(target)) as rejected:
             target.parent.mkdir(parents=True, exist_ok=True)
             _write_csv(rejected, REJECTED_COLUMNS, self._rejected_rows())
@@ -341,7 +341,7 @@ class Predictions:
     def summary(self) -> dict[str, Any]:
         "Counts, settings and the most suspicious recordings as plain values, for machines."
         rows = list(self.rows())
-        most = sorted(rows, key=lambda r: -r["score"])[:MOST_SHOWN]
+        most = sorted(rows, key=lambda r: -r["score"])[:MAX_SHOWN]
         shown = ("path", "score", "leak", "leak_share", "n_segments", "segment_scores")
         known = [r["in_training"] for r in rows]
         flags = {name: sum(r[name] for r in rows) for name in FLAGS}
@@ -397,7 +397,7 @@ class Predictions:
             )
         if s["most_suspicious"]:
             lines.append("  most suspicious:")
-        room = max(_LEAST_ROOM, width - 45)
+        room = max(_MIN_PATH_WIDTH, width - 45)
         for r in s["most_suspicious"]:
             segments = f"{round(r['leak_share'] * r['n_segments'])} of {r['n_segments']} segments"
             lines.append(
@@ -422,11 +422,13 @@ class Predictions:
 
 
 # %% ../../../nbs/learn/predict/predict.ipynb #60dd2170
-def _collect(found: Found, scoring: ScoringThread, seen: Seen) -> tuple[Scored, ...]:
+def _collect(
+    found: RecordingList, scoring: ScoringThread, provenance: Provenance
+) -> tuple[ScoredRecording, ...]:
     "The recordings that were scored, in order."
     readers = scoring.readers
     good = np.flatnonzero(readers.facts["good"])
-    known = seen.knows(d.decode() for d in readers.facts["digest"][good].tolist()).tolist()
+    known = provenance.contains(d.decode() for d in readers.facts["digest"][good].tolist()).tolist()
     scored = []
     for k, is_known in zip(good.tolist(), known):
         scores = scoring.segment_scores[k]
@@ -438,7 +440,7 @@ def _collect(found: Found, scoring: ScoringThread, seen: Seen) -> tuple[Scored, 
                 remedy="train the model again: its weights are damaged",
             )
         scored.append(
-            Scored(
+            ScoredRecording(
                 found.listing.paths[k],
                 scores,
                 readers.facts[k],
@@ -446,7 +448,7 @@ def _collect(found: Found, scoring: ScoringThread, seen: Seen) -> tuple[Scored, 
                 label=found.labels[k],
                 sensor=found.names[k].sensor,
                 gain=found.names[k].gain,
-                in_training=is_known if seen.is_all else is_known or None,
+                in_training=is_known if provenance.is_complete else is_known or None,
             )
         )
     return tuple(scored)
@@ -485,9 +487,9 @@ def predict(
         named = show_path(os.path.abspath(model))
     on = pick_device(device, registered=True)
     if target is not None:
-        check_out(target, Path(os.path.abspath(folder)))
+        check_output(target, Path(os.path.abspath(folder)))
     detector = model if isinstance(model, Detector) else load_detector(model)
-    spec = spec_of(detector)
+    spec = required_spec(detector)
     rule = rule_of(detector, vote, threshold, frac)
     native()  # an import; not part of the time
     began = time.perf_counter()
@@ -504,7 +506,7 @@ def predict(
         run_lanes(readers.lanes, scoring.finished, lambda: bar.update(scoring.n_done + len(readers.rejected)))
     done = Predictions(
         folder=found.listing.folder,
-        scored=_collect(found, scoring, detector.seen),
+        scored=_collect(found, scoring, detector.provenance),
         rejections=tuple(sorted(readers.rejected, key=lambda r: r.path)),
         rule=rule,
         spec=spec,

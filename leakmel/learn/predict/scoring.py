@@ -33,9 +33,9 @@ from ...mel.device import Device, open_devices
 from ...mel.device_engine import open_chain
 from ...mel.engines import DEVICE_ENGINES, ENGINES, open_engine
 from ...mel.spec import MelSpec
-from ..model.detector import Detector, score_segments, spec_of
-from ..model.devices import Portions, room
-from .readers import Block, RecordingReaders
+from ..model.detector import Detector, score_segments, required_spec
+from ..model.devices import AdaptiveBatches, memory_guard
+from .readers import RowBlock, RecordingReaders
 
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #65480c2b
@@ -48,13 +48,13 @@ class HostScorer:
         self.detector = detector
         self.on = on
         self.device = str(on)  # of the model
-        self.portions = Portions(n_files)
-        self.engine = open_engine(engine, spec_of(detector), device="cpu")
+        self.portions = AdaptiveBatches(n_files)
+        self.engine = open_engine(engine, required_spec(detector), device="cpu")
         self.identity = self.engine.identity
         self.host_array = self.engine.host_array
-        self._done = deque[Block]()
+        self._done = deque[RowBlock]()
 
-    def start(self, block: Block) -> None:
+    def start(self, block: RowBlock) -> None:
         "Compute a block."
         n = block.n
         mels = torch.from_numpy(block.mels)
@@ -67,7 +67,7 @@ class HostScorer:
             block.scores[:n] = np.concatenate(self.portions.each(n, scored))
         self._done.append(block)
 
-    def finish(self) -> Block:
+    def finish(self) -> RowBlock:
         "Return the block that was computed first."
         return self._done.popleft()
 
@@ -120,7 +120,7 @@ class DeviceScorer:
             raise
 
     def _open(self, engine: str, n_files: int) -> None:
-        spec = spec_of(self.detector)
+        spec = required_spec(self.detector)
         self.stream = self.on.stream()
         self.copies = self.on.stream()
 
@@ -129,10 +129,10 @@ class DeviceScorer:
             self.buffers += [_Buffers(self.on, n, n_files, spec) for _ in range(self.depth)]
             return n
 
-        n = Portions(n_files, self._let_go).fit(opened)
+        n = AdaptiveBatches(n_files, self._let_go).fit(opened)
         self.identity = self.ready.identity
-        self.launches = Portions(min(n, MOST_RECORDINGS), self.on.trim)
-        self.portions = Portions(n, self.on.trim)
+        self.launches = AdaptiveBatches(min(n, MOST_RECORDINGS), self.on.trim)
+        self.portions = AdaptiveBatches(n, self.on.trim)
         self.on.synchronize()  # the memory may have been in use until now
 
     def _let_go(self) -> None:
@@ -172,7 +172,7 @@ class DeviceScorer:
         self.arrays.append(self.on.pinned(shape, torch.from_numpy(np.empty(0, dtype)).dtype))
         return self.arrays[-1].numpy()
 
-    def start(self, block: Block) -> None:
+    def start(self, block: RowBlock) -> None:
         "Queue a block."
         buffers = self.buffers[self.n_started % self.depth]
         self.n_started += 1
@@ -180,16 +180,16 @@ class DeviceScorer:
         self._tried(partial(self._send, block, buffers))
         self.under_way.append(buffers)
 
-    def finish(self) -> Block:
+    def finish(self) -> RowBlock:
         "Wait for the block that was started first."
         buffers = self.under_way.popleft()
         self._tried(buffers.done.synchronize)
-        block: Block = buffers.block
+        block: RowBlock = buffers.block
         block.scores[: block.n] = buffers.scores_out[: block.n].numpy()
         block.moments[: block.n] = buffers.moments_out[: block.n].numpy()
         return block
 
-    def _send(self, block: Block, buffers: _Buffers) -> None:
+    def _send(self, block: RowBlock, buffers: _Buffers) -> None:
         "Copy, compute, score, copy back; nothing waits."
         held = torch.from_numpy(block.input)
         counts = block.counts[: block.n].copy()
@@ -212,7 +212,7 @@ class DeviceScorer:
         "The buffer for samples of a type."
         if dtype not in buffers.samples:
             most, n_samples = buffers.samples[torch.int16].shape
-            made = Portions(most, self.on.trim).fit(lambda n: self.on.empty((n, n_samples), dtype))
+            made = AdaptiveBatches(most, self.on.trim).fit(lambda n: self.on.empty((n, n_samples), dtype))
             buffers.samples[dtype] = made
             self.on.synchronize()  # the memory may have been in use until now
         return buffers.samples[dtype]
@@ -261,7 +261,7 @@ def open_scorer(
     on = torch.device("cpu") if opened is None else opened.torch_device
     no_room = f"the model does not fit into the memory of {device}"
     try:
-        with room(no_room, "free some memory, or use device='cpu'"):
+        with memory_guard(no_room, "free some memory, or use device='cpu'"):
             detector.net.to(on).eval()
     except BaseException:
         if opened is not None:
@@ -288,7 +288,7 @@ class ScoringThread:
         self.n_done = 0  # recordings
         self.segment_scores: list[np.ndarray] = [np.zeros(0, np.float32)] * len(readers.listing)
         for _ in range(n_blocks):
-            readers.free.put(Block(n_files, readers.spec, scorer.host_array))
+            readers.free.put(RowBlock(n_files, readers.spec, scorer.host_array))
         readers.lanes.add("scorer", self._score)
 
     def _score(self, lane: str) -> None:
@@ -306,7 +306,7 @@ class ScoringThread:
         finally:
             self.finished.set()
 
-    def _keep(self, block: Block) -> None:
+    def _keep(self, block: RowBlock) -> None:
         "Keep the scores of a block, work out quality figures of recordings that are their rows, and give the block back."
         facts = self.readers.facts
         files = block.files[: block.n]
@@ -328,8 +328,8 @@ class ScoringThread:
 
 
 # %% ../../../nbs/learn/predict/scoring.ipynb #a323ca83
-_MOST_BYTES = 1 << 30  # of all blocks
-_MOST_SEGMENTS = {"cpu": 2560, "cuda": 40_960}  # that the net scores at once
+_MAX_BYTES = 1 << 30  # of all blocks
+_MAX_SEGMENTS = {"cpu": 2560, "cuda": 40_960}  # that the net scores at once
 
 
 @dataclass(frozen=True)
@@ -358,13 +358,13 @@ def block_sizes(
     readers = read_workers or min(2 if kind == "cpu" else 16, usable_cores())
     n_blocks = readers + 3
     needed = n_blocks * slot_bytes(spec)
-    if needed > max(_MOST_BYTES, free_memory() // 2):
+    if needed > max(_MAX_BYTES, free_memory() // 2):
         raise MachineError(
             "recordings as long as the model's rows do not fit into memory",
             code="out-of-memory",
             found=f"{size_text(needed)} for {n_blocks} rows",
             remedy="lower read_workers, or train on shorter rows",
         )
-    most = _MOST_SEGMENTS["cuda" if kind == "cuda" else "cpu"] // spec.row_shape[0]
-    usual = max(1, min(BATCH_FILES.get(kind, 64), most, _MOST_BYTES // needed))
+    most = _MAX_SEGMENTS["cuda" if kind == "cuda" else "cpu"] // spec.row_shape[0]
+    usual = max(1, min(BATCH_FILES.get(kind, 64), most, _MAX_BYTES // needed))
     return BlockSizes(max(1, min(files_per_batch or usual, n_files)), readers, n_blocks)

@@ -7,15 +7,15 @@ __all__ = [
     "weights_digest",
     "next_round",
     "begin_lineage",
-    "champion_of",
+    "champion_entry",
     "read_record",
-    "settle",
+    "finish_interrupted_round",
     "Comparison",
-    "require_both",
+    "require_both_classes",
     "compare_models",
     "decide",
     "test_set_reuse_note",
-    "shared_with",
+    "check_overlap",
     "leak_truth",
 ]
 
@@ -49,7 +49,7 @@ from leakmel.learn.model.locate import (
     round_folder,
     write_lineage,
 )
-from ..model.provenance import Seen, known_of
+from ..model.provenance import Provenance, find_overlap
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,12 +81,12 @@ def begin_lineage(
 ) -> Lineage:
     "Make a detector the first champion."
     champion.save(round_folder(folder, 0) / MODEL)
-    lineage = Lineage((champion_of(folder, 0, champion),), testing)
+    lineage = Lineage((champion_entry(folder, 0, champion),), testing)
     write_lineage(folder, lineage)
     return lineage
 
 
-def champion_of(folder: Path, number: int, detector: Detector) -> Champion:
+def champion_entry(folder: Path, number: int, detector: Detector) -> Champion:
     "The champion that the model of a round would be."
     return Champion(
         number, digest_of((round_folder(folder, number) / MODEL).read_bytes()), weights_digest(detector)
@@ -106,10 +106,10 @@ def read_record(
             raise TypeError(f"{type(values).__name__} in place of names and values")
         return values
     except (OSError, ValueError, TypeError, RecursionError) as e:
-        raise _damaged(path, e, remedy) from e
+        raise _record_error(path, e, remedy) from e
 
 
-def _damaged(path: Path, why: Exception, remedy: str | None) -> DataError:
+def _record_error(path: Path, why: Exception, remedy: str | None) -> DataError:
     return DataError(
         "the file is not the record of a round",
         code="not-a-round",
@@ -119,7 +119,7 @@ def _damaged(path: Path, why: Exception, remedy: str | None) -> DataError:
     )
 
 
-def settle(
+def finish_interrupted_round(
     folder: Path,
 ) -> (
     Lineage | None
@@ -138,7 +138,7 @@ def settle(
         if winner.round != number:
             raise ValueError(f"a challenger of round {winner.round}")
     except (KeyError, ValueError, TypeError) as e:
-        raise _damaged(round_folder(folder, number) / RECORD, e, remedy) from e
+        raise _record_error(round_folder(folder, number) / RECORD, e, remedy) from e
     require_digest(folder / winner.model, winner.digest)
     lineage = lineage.follow(winner)
     write_lineage(folder, lineage)
@@ -192,7 +192,7 @@ class Comparison:
 
 
 # %% ../../../nbs/learn/retrain/promotion.ipynb #bddbb1a9
-def require_both(
+def require_both_classes(
     name: str,  # of the recordings
     truth: np.ndarray,  # [n] bool
 ) -> None:  # raises DataError
@@ -219,7 +219,7 @@ def compare_models(
     seed: int = 0,
 ) -> Comparison:  # raises DataError where one class is missing
     "Compare two detectors on the same recordings, each with its own vote and threshold."
-    require_both(name, truth)
+    require_both_classes(name, truth)
     boot = Bootstrap(truth, groups, n_draws=n_draws, seed=seed)
     one, other = (
         score_model(
@@ -250,18 +250,18 @@ def decide(
     name = figure_title(figure)
     d = testing.differences[figure]
 
-    def told(found: Iterable[Comparison], counts: Callable[[Difference], bool]) -> list[str]:
+    def listed(found: Iterable[Comparison], counts: Callable[[Difference], bool]) -> list[str]:
         return [f"{name} {e} on {o.name}" for o in found if counts(e := o.differences[figure])]
 
-    worse = told(others, lambda e: e.is_worse)
-    sunk = told(since, lambda e: e.is_worse)
+    worse = listed(others, lambda e: e.is_worse)
+    below_first = listed(since, lambda e: e.is_worse)
     reasons = {
         f"{name} is undefined on {testing.name}": not np.isfinite(d.value),
         f"{name} {d.value:+.3f}, but there is no interval ({d.interval.note})": not d.interval.known,
         f"the challenger is worse, {name} {d} on {testing.name}": d.is_worse,
         f"the challenger is not shown to be better, {name} {d} on {testing.name}": not d.is_better,
         f"the challenger is better ({name} {d} on {testing.name}) but worse on other test sets, {', '.join(worse)}": worse,
-        f"the challenger is better ({name} {d} on {testing.name}) but worse than the first champion, {', '.join(sunk)}": sunk,
+        f"the challenger is better ({name} {d} on {testing.name}) but worse than the first champion, {', '.join(below_first)}": below_first,
     }
     for reason, holds in reasons.items():
         if holds:
@@ -274,8 +274,8 @@ def decide(
     ]
     if lower:
         text += f" Lower on other test sets, but not significantly: {', '.join(lower)}."
-    if sinking := told(since, lambda e: e.value < 0):
-        text += f" Below the first champion, not significantly, but losses may add up: {', '.join(sinking)}."
+    if maybe_below_first := listed(since, lambda e: e.value < 0):
+        text += f" Below the first champion, not significantly, but losses may add up: {', '.join(maybe_below_first)}."
     return True, text
 
 
@@ -290,19 +290,19 @@ def test_set_reuse_note(
 
 
 # %% ../../../nbs/learn/retrain/promotion.ipynb #a8bda1d5
-def shared_with(
-    learned: Mapping[
+def check_overlap(
+    trained_on: Mapping[
         str, Segments
     ],  # name of each part that is learned from, or that thresholds are chosen on
-    judging: Segments,
+    evaluated: Segments,
     name: str = "testing",
-    seen: Seen | None = None,  # what the champion was trained with
+    provenance: Provenance | None = None,  # what the champion was trained with
 ) -> list[str]:  # what is on both sides, a sentence each; raises DataError for recordings that are
     "See whether what judges was learned from."
     import pandas as pd
 
-    tables = {n: recordings_table(ds.sources, progress="none").iloc[ds.rows] for n, ds in learned.items()}
-    mine = recordings_table(judging.sources, progress="none").iloc[judging.rows]
+    tables = {n: recordings_table(ds.sources, progress="none").iloc[ds.rows] for n, ds in trained_on.items()}
+    mine = recordings_table(evaluated.sources, progress="none").iloc[evaluated.rows]
     both = pd.concat([*tables.values(), mine], ignore_index=True)
     part = np.repeat([0, 1], [len(both) - len(mine), len(mine)])
 
@@ -310,7 +310,7 @@ def shared_with(
         return both[of].fillna("").to_numpy(object) if of in both else np.full(len(both), "", object)
 
     stems = np.array([os.path.splitext(os.path.basename(p))[0].casefold() for p in column("path")], object)
-    names = (f"what is learned ({', '.join(learned)})", name)
+    names = (f"training data ({', '.join(trained_on)})", name)
     if twice := shared_values(column("content"), part, names, "content", column("path")):
         raise DataError(
             f"{name} holds recordings that are also used for training",
@@ -322,8 +322,11 @@ def shared_with(
         shared_values(values, part, names, kind)
         for kind, values in (("sensor", column("sensor")), ("recording", stems))
     ]
-    known = known_of(seen or Seen(), judging)
-    return [*(str(s) for s in found if s), *([known.found] if known is not None and known.n_known else [])]
+    overlap = find_overlap(provenance or Provenance(), evaluated)
+    return [
+        *(str(s) for s in found if s),
+        *([overlap.text] if overlap is not None and overlap.n_in_training else []),
+    ]
 
 
 def leak_truth(

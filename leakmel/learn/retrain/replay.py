@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = [
-    "KEPT",
-    "contents",
-    "relabelled",
-    "with_copies",
-    "told_by",
-    "corrected",
+    "SELECTION_FILE",
+    "content_digests",
+    "relabel",
+    "label_copies",
+    "labels_by_content",
+    "apply_human_labels",
     "ReplayWarning",
-    "learned_in",
+    "open_round_segments",
     "EarlierRounds",
-    "open_earlier",
+    "open_earlier_rounds",
     "missing_text",
 ]
 
@@ -33,39 +33,39 @@ from ..data.splits import recordings_table
 from ..data.task import LEFT_OUT, Task
 from ..model.locate import Lineage, round_folder
 from .promotion import read_record
-from .selection import UNHEARD, Choice, recording_paths, source_digest
+from .selection import UNLABELLED, LabelledSegments, recording_paths, source_digest
 
 
 # %% ../../../nbs/learn/retrain/replay.ipynb #93083364
-def contents(
+def content_digests(
     ds: Segments,
 ) -> list[str]:  # [n], equal where the samples are; empty where that is not known
     "Return what tells the recordings from others."
     return recordings_table(ds.sources, progress="none")["content"].to_numpy(object)[ds.rows].tolist()
 
 
-def relabelled(
+def relabel(
     recordings: Segments,
     classes: np.ndarray,  # [n] int
-    told: Mapping[str, int],  # content -> class, as of `told_by`
+    labels: Mapping[str, int],  # content digest -> class, as of `labels_by_content`
     where: np.ndarray | bool = True,  # [n] bool: which may change
 ) -> np.ndarray:  # [n] int64
     "Return classes in which recordings of known content have the class that people gave it."
-    if not told:
+    if not labels:
         return classes
-    new = [told.get(c, k) for c, k in zip(contents(recordings), classes.tolist())]
+    new = [labels.get(c, k) for c, k in zip(content_digests(recordings), classes.tolist())]
     return np.where(where, np.array(new, np.int64), classes)
 
 
-def with_copies(
+def label_copies(
     recordings: Segments,
-    said: np.ndarray,  # [n] classes of `human_classes`
+    labels: np.ndarray,  # [n] classes of `read_human_labels`
 ) -> np.ndarray:  # [n] likewise; raises DataError where people say two things of the same samples
     "Return what people say of recordings, and so of copies of them."
-    content = contents(recordings)
-    told: dict[str, int] = {}
-    for i in np.flatnonzero(said != UNHEARD).tolist():
-        if content[i] and told.setdefault(content[i], said[i]) != said[i]:
+    content = content_digests(recordings)
+    by_content: dict[str, int] = {}
+    for i in np.flatnonzero(labels != UNLABELLED).tolist():
+        if content[i] and by_content.setdefault(content[i], labels[i]) != labels[i]:
             raise DataError(
                 "the table gives different labels to recordings with the same samples",
                 code="labels-contradict",
@@ -73,10 +73,10 @@ def with_copies(
                 found=show_path(recording_paths(recordings)[i]),
                 remedy="remove it, or its copies, from the table",
             )
-    return relabelled(recordings, said, told, said == UNHEARD)
+    return relabel(recordings, labels, by_content, labels == UNLABELLED)
 
 
-def told_by(
+def labels_by_content(
     recordings: Segments,
     classes: np.ndarray,  # [n] int, classes of the model; -1: left out
     by_human: np.ndarray,  # [n] bool, whose class a person gave
@@ -84,38 +84,40 @@ def told_by(
     "Return what people say of recordings, whatever data set they lie in."
     if not by_human.any():
         return {}
-    return {c: k for c, k, human in zip(contents(recordings), classes.tolist(), by_human) if human and c}
+    return {
+        c: k for c, k, human in zip(content_digests(recordings), classes.tolist(), by_human) if human and c
+    }
 
 
-def corrected(
-    choice: Choice,
-    told: Mapping[str, int],  # of `told_by`
-) -> Choice:
+def apply_human_labels(
+    choice: LabelledSegments,
+    labels: Mapping[str, int],  # of `labels_by_content`
+) -> LabelledSegments:
     "Return a choice with the classes that people gave; nothing of what they leave out."
-    classes = relabelled(choice.recordings, choice.classes, told)
+    classes = relabel(choice.recordings, choice.classes, labels)
     return replace(choice, classes=classes, kept=choice.kept & (classes != LEFT_OUT)[:, None])
 
 
 # %% ../../../nbs/learn/retrain/replay.ipynb #86cabb0e
-KEPT = "kept.csv"
+SELECTION_FILE = "kept.csv"
 
 
 class ReplayWarning(UserWarning):
     "The segments of an earlier round cannot be replayed."
 
 
-def learned_in(
+def open_round_segments(
     folder: Path,  # of all rounds
     number: int,  # of a round that is over
     task: Task,  # of its champion
 ) -> (
-    Choice
+    LabelledSegments
 ):  # of recordings that were learned; raises DataError for what is missing; its data sets are to be closed
     "Open what a round learned of its new recordings."
     import pandas as pd
 
     record = read_record(folder, number)
-    path = round_folder(folder, number) / KEPT
+    path = round_folder(folder, number) / SELECTION_FILE
     text = path.read_bytes()
     if digest_of(text) != record.get("kept_digest"):
         raise DataError("the file has changed since the round was finished", code="file-changed", path=path)
@@ -140,10 +142,10 @@ def learned_in(
         table = table[np.isin(table["row"], recordings.rows)]
         classes = table["class"].map({show_path(name): k for k, name in enumerate(task.model_names)})
         kept = np.zeros((len(table), recordings.row_shape[0]), bool)
-        for k, said in enumerate(table["segments"]):
-            kept[k, [int(n) for n in said.split()]] = True
+        for k, numbers in enumerate(table["segments"]):
+            kept[k, [int(n) for n in numbers.split()]] = True
         stack.pop_all()
-        return Choice(recordings, kept & recordings.is_heard, classes.to_numpy(np.int64))
+        return LabelledSegments(recordings, kept & recordings.is_heard, classes.to_numpy(np.int64))
 
 
 # %% ../../../nbs/learn/retrain/replay.ipynb #1d46882b
@@ -151,30 +153,34 @@ def learned_in(
 class EarlierRounds:
     "What earlier rounds learned."
 
-    of: Mapping[int, Choice] = field(default_factory=dict)  # number of each round -> what it learned
+    segments: Mapping[int, LabelledSegments] = field(
+        default_factory=dict
+    )  # round number -> its training segments
     missing: tuple[str, ...] = ()  # a sentence for each round whose recordings cannot be opened
-    told: Mapping[str, int] = field(default_factory=dict)  # what people said in these rounds, as of `told_by`
+    human_labels: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of these rounds, as of `labels_by_content`
 
-    def drawn(
+    def draw(
         self,
         n_most: int,  # recordings
         known: Iterable[Segments],  # recordings that are learned anyway
         seed: list[int],
-    ) -> dict[int, Choice]:  # rounds of which something was drawn
+    ) -> dict[int, LabelledSegments]:  # rounds of which something was drawn
         "Draw some of it: each recording with its newest class, none that is learned anyway."
-        seen = {c for ds in known for c in contents(ds)}
+        used = {c for ds in known for c in content_digests(ds)}
         pool: list[tuple[int, int]] = []
-        for number, choice in sorted(self.of.items(), reverse=True):
-            own = contents(choice.recordings)
-            fresh = (np.array([c == "" or c not in seen for c in own], bool)) & (choice.classes != LEFT_OUT)
+        for number, choice in sorted(self.segments.items(), reverse=True):
+            own = content_digests(choice.recordings)
+            fresh = (np.array([c == "" or c not in used for c in own], bool)) & (choice.classes != LEFT_OUT)
             pool += [(number, k) for k in np.flatnonzero(fresh).tolist()]
-            seen.update(own)
-        found: dict[int, Choice] = {}
+            used.update(own)
+        found: dict[int, LabelledSegments] = {}
         for at in sorted(
             np.random.default_rng(seed).permutation(len(pool))[:n_most].tolist(), key=pool.__getitem__
         ):
             number, k = pool[at]
-            choice = self.of[number]
+            choice = self.segments[number]
             if number not in found:
                 found[number] = replace(choice, kept=np.zeros_like(choice.kept))
             found[number].kept[k] = choice.kept[k]
@@ -182,33 +188,35 @@ class EarlierRounds:
 
 
 @contextmanager
-def open_earlier(
+def open_earlier_rounds(
     folder: Path,  # of all rounds
     lineage: Lineage | None,  # None: no round was begun
     task: Task,
     *,
-    again: bool = True,  # False: what people said, and nothing else
+    with_segments: bool = True,  # False: the labels by people only
 ) -> Iterator[EarlierRounds]:
     "Open what the champions of a folder have learned in their rounds."
-    found: dict[int, Choice] = {}
+    found: dict[int, LabelledSegments] = {}
     missing: list[str] = []
-    told: dict[str, int] = {}
+    labels: dict[str, int] = {}
     known = {"": LEFT_OUT} | {show_path(name): k for k, name in enumerate(task.model_names)}
     with ExitStack() as stack:
         for number in [c.round for c in lineage.champions if c.round] if lineage else []:
             try:
                 people = read_record(folder, number).get("human_labels", [])
-                told |= {
+                labels |= {
                     p["content"]: known[p["class"]]
                     for p in people
                     if p.get("content") and p["class"] in known
                 }
-                if again:
-                    found[number] = learned_in(folder, number, task)
+                if with_segments:
+                    found[number] = open_round_segments(folder, number, task)
                     stack.callback(found[number].recordings.close)
             except (LeakmelError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
                 missing.append(f"round {number}: {show_path(str(e))}")
-        yield EarlierRounds({n: corrected(c, told) for n, c in found.items()}, tuple(missing), told)
+        yield EarlierRounds(
+            {n: apply_human_labels(c, labels) for n, c in found.items()}, tuple(missing), labels
+        )
 
 
 def missing_text(

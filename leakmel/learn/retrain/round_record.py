@@ -9,10 +9,10 @@ __all__ = [
     "round_settings",
     "Parts",
     "open_parts",
-    "Lesson",
-    "lesson_record",
+    "RoundItems",
+    "round_items_record",
     "Round",
-    "round_rows",
+    "round_table_rows",
 ]
 
 # %% ../../../nbs/learn/retrain/round_record.ipynb #be8aa3e7
@@ -34,8 +34,14 @@ from ..model.detector import Detector, check_features
 from ..model.locate import RECORD
 from ..model.settings import TrainSettings, settings_from
 from .promotion import Comparison
-from .replay import EarlierRounds, contents, missing_text
-from .selection import Choice, Selection, part_digest, recording_paths, source_digest
+from .replay import EarlierRounds, content_digests, missing_text
+from leakmel.learn.retrain.selection import (
+    LabelledSegments,
+    Selection,
+    part_digest,
+    recording_paths,
+    source_digest,
+)
 from ..train.inputs import TooShortWarning, too_short
 
 if TYPE_CHECKING:
@@ -79,7 +85,7 @@ class RoundRules:
             )
 
 
-_OF_NET = ("channels", "dropout")
+_NETWORK_SETTINGS = ("channels", "dropout")
 
 
 def round_settings(
@@ -93,7 +99,7 @@ def round_settings(
     "Settings of a training that goes on from a champion."
     net = champion.net.settings
     if not isinstance(settings, TrainSettings):
-        if wrong := sorted(set(_OF_NET) & set(settings or {})):
+        if wrong := sorted(set(_NETWORK_SETTINGS) & set(settings or {})):
             raise UsageError(
                 "a round cannot change the network of the champion",
                 code="net-is-fixed",
@@ -109,7 +115,7 @@ def round_settings(
             "learning_rate": max(before.learning_rate / 4, 1e-9),
         }
         settings = settings_from(asdict(before) | usual | dict(settings or {}))
-    return settings_from(asdict(settings) | {name: getattr(net, name) for name in _OF_NET})
+    return settings_from(asdict(settings) | {name: getattr(net, name) for name in _NETWORK_SETTINGS})
 
 
 # %% ../../../nbs/learn/retrain/round_record.ipynb #f4cbb9e5
@@ -130,7 +136,7 @@ class Parts:
     def learned(self) -> dict[str, Segments]:
         "What is learned from, or was, or decides which epoch is the best."
         found = {"new recordings": self.new, "replay": self.old}
-        found |= {f"round {number}": choice.recordings for number, choice in self.earlier.of.items()}
+        found |= {f"round {number}": choice.recordings for number, choice in self.earlier.segments.items()}
         return found if self.validation is None else found | {"validation": self.validation}
 
 
@@ -182,48 +188,48 @@ def open_parts(
         )
         recording_paths(parts.new)  # the record names them: what has no names is refused before the training
         for name, ds in (*parts.learned.items(), *parts.testing.items()):
-            if said := too_short(ds):
-                warnings.warn(f"{name}: {said}", TooShortWarning, stacklevel=4)
+            if note := too_short(ds):
+                warnings.warn(f"{name}: {note}", TooShortWarning, stacklevel=4)
         yield parts
 
 
 # %% ../../../nbs/learn/retrain/round_record.ipynb #1027e280
 @dataclass(frozen=True, eq=False)
-class Lesson:
+class RoundItems:
     "What a challenger learns."
 
     selection: Selection  # of the new recordings
-    replay: Choice
-    earlier: dict[int, Choice]  # of each round of which something is learned again
+    replay: LabelledSegments
+    earlier: dict[int, LabelledSegments]  # of each round of which something is learned again
     n_left: int  # new recordings that are left to replay
     stamps: list[str]  # warnings that belong to every figure
 
 
-def lesson_record(
-    lesson: Lesson,
+def round_items_record(
+    items: RoundItems,
     parts: Parts,
     task: Task,
     kept_digest: str,  # of the table of what was kept
 ) -> dict[str, Any]:
     "Return what a challenger learns, and from which recordings, as plain values."
     sources = [{"path": os.path.abspath(s.path), "digest": source_digest(s)} for s in parts.new.sources]
-    kept = lesson.replay.kept
-    selection = lesson.selection
-    again = lesson.earlier  # round -> what of it is learned again
+    kept = items.replay.kept
+    selection = items.selection
+    again = items.earlier  # round number -> its replayed segments
     of_rounds = {str(number): int(choice.kept.any(1).sum()) for number, choice in again.items()}
     people = []  # what they said, and what the detector would have said
     if selection.by_human.any():
         names = [show_path(name) for name in ("", *task.model_names)]
         paths = recording_paths(parts.new)
-        content = contents(parts.new)  # which samples that is about, empty where that is not known
+        content = content_digests(parts.new)  # which samples that is about, empty where that is not known
         for k in np.flatnonzero(selection.by_human).tolist():
-            said = {
+            label = {
                 "class": names[selection.choice.classes[k] + 1],
                 "predicted": names[selection.predicted[k] + 1],
             }
-            people.append({"path": show_path(paths[k])} | said | {"content": content[k]})
+            people.append({"path": show_path(paths[k])} | label | {"content": content[k]})
     return {
-        "new": _part_record(parts.new) | {"sources": sources, "left_to_replay": lesson.n_left},
+        "new": _part_record(parts.new) | {"sources": sources, "left_to_replay": items.n_left},
         "old": _part_record(parts.old),
         "validation": None if parts.validation is None else _part_record(parts.validation),
         "testing": {n: _part_record(ds) for n, ds in parts.testing.items()},
@@ -274,10 +280,10 @@ class Round:
         return next(iter(self.duels.values())).table()
 
     def __repr__(self) -> str:
-        return "\n".join(f"{k:>10}  {v}" for k, v in round_rows(self))
+        return "\n".join(f"{k:>10}  {v}" for k, v in round_table_rows(self))
 
 
-def round_rows(found: Round) -> Iterator[tuple[str, str]]:
+def round_table_rows(found: Round) -> Iterator[tuple[str, str]]:
     "Pairs of a word and what it stands for."
     r = found.record
     figure = r["rules"]["judged_by"]
@@ -291,7 +297,7 @@ def round_rows(found: Round) -> Iterator[tuple[str, str]]:
         "too_short": "too short, left out",
         "left_to_replay": "in the replay data and learned from there",
     }
-    left = [f"{r['new'][n]:,} {said}" for n, said in words.items() if r["new"][n]]
+    left = [f"{r['new'][n]:,} {text}" for n, text in words.items() if r["new"][n]]
     yield "new", "; ".join([*kept, *left])
     yield "replayed", f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments"
     earlier = r["earlier"]

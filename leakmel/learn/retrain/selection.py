@@ -4,20 +4,20 @@
 
 # %% auto #0
 __all__ = [
-    "UNHEARD",
-    "human_classes",
+    "UNLABELLED",
+    "read_human_labels",
     "recording_paths",
-    "Choice",
+    "LabelledSegments",
     "whole_recordings",
     "SegmentSubset",
     "source_digest",
     "part_digest",
     "items_digest",
     "class_scores",
-    "trusted_segments",
+    "confident_segments",
     "Selection",
     "select_segments",
-    "replayed",
+    "draw_replay",
     "selection_csv",
 ]
 
@@ -39,39 +39,39 @@ from ..data.segments import LEVELS, Segments, load_items
 from ..data.task import LEFT_OUT, Task, find_label
 from ..metrics.voting import segments_needed
 from ..model.detector import Detector, check_features, scores_by_batch
-from ..model.devices import exactly_float32, room
-from ..model.net import matrices
+from ..model.devices import exactly_float32, memory_guard
+from ..model.net import segment_images
 from ..train.inputs import row_digests
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #80f9b7a7
-UNHEARD = -2  # no person gave a label
+UNLABELLED = -2  # no person gave a label
 
 
-def human_classes(
+def read_human_labels(
     table: str | os.PathLike,  # CSV with columns path and label, paths as in the data sets
     recordings: Segments,  # at any level
     task: Task,  # whose labels may be given, upper and lower case aside
 ) -> np.ndarray:  # [n] int64 class of each recording; -1: of a label that the task leaves out, -2: not in the table; raises DataError
     "Read the classes that people gave recordings."
-    said = read_table(table)
+    labels = read_table(table)
     paths = recording_paths(recordings)
     places = {path: i for i, path in enumerate(paths)}
-    if unknown := [show_path(p) for p in said.paths if p not in places]:
+    if unknown := [show_path(p) for p in labels.paths if p not in places]:
         raise DataError(
             "the table names paths that are not new recordings, or recordings that are shorter than one long segment",
             code="unknown-recording",
-            path=said.file,
+            path=labels.file,
             found=", ".join(unknown[:3]) + (f" and {len(unknown) - 3:,} more" if len(unknown) > 3 else ""),
             remedy=f"write paths as the data sets have them, for example {show_path(paths[0])}",
         )
     n = Counter(paths)
-    classes = np.full(len(paths), UNHEARD, np.int64)
-    for path, label in zip(said.paths, said.labels):
+    classes = np.full(len(paths), UNLABELLED, np.int64)
+    for path, label in zip(labels.paths, labels.labels):
         if n[path] > 1:
             raise DataError(
                 "several recordings have the same path",
                 code="ambiguous-recording",
-                path=said.file,
+                path=labels.file,
                 found=show_path(path),
                 remedy="use data sets with equal paths in separate rounds",
             )
@@ -81,7 +81,7 @@ def human_classes(
             raise DataError(
                 f"the label of {show_path(path)} is unknown",
                 code="unknown-label",
-                path=said.file,
+                path=labels.file,
                 found=repr(label),
                 expected=e.expected,
             ) from e
@@ -108,7 +108,7 @@ def recording_paths(
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #8ff51637
 @dataclass(frozen=True, eq=False)
-class Choice:
+class LabelledSegments:
     "Long segments of some recordings, and the class of each recording."
 
     recordings: Segments  # level "recording"
@@ -116,17 +116,17 @@ class Choice:
     classes: np.ndarray  # [n] int64, classes of the model; -1: left out
 
     def __repr__(self) -> str:
-        return f"Choice({int(self.kept[self.classes != LEFT_OUT].sum()):,} long segments of {len(self.classes):,} recordings)"
+        return f"LabelledSegments({int(self.kept[self.classes != LEFT_OUT].sum()):,} long segments of {len(self.classes):,} recordings)"
 
 
 def whole_recordings(
     recordings: Segments,  # level "recording", with a task
     rows: np.ndarray,  # [n] int, places in `recordings.rows`
-) -> Choice:
+) -> LabelledSegments:
     "Choose all segments of some recordings that lie wholly in them, with the classes of their labels."
     kept = np.zeros((len(recordings.rows), recordings.row_shape[0]), bool)
     kept[rows] = recordings.is_heard[rows]
-    return Choice(recordings, kept, recordings.labels)
+    return LabelledSegments(recordings, kept, recordings.labels)
 
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #871dc7a3
@@ -135,7 +135,7 @@ class SegmentSubset(Segments):
 
     def __init__(
         self,
-        choices: Sequence[Choice],  # one at least
+        choices: Sequence[LabelledSegments],  # one at least
         task: Task,
         *,
         level: str = "long",  # "long" or "short": all short segments of the chosen long ones
@@ -175,7 +175,7 @@ class SegmentSubset(Segments):
         return f"SegmentSubset({len(self):,} x {self.level} {self.item_shape} of {len(np.unique(self.rows)):,} recordings, {size_text(self.n_bytes)})"
 
 
-def _items_of(choices: Sequence[Choice], n_short: int) -> np.ndarray:
+def _items_of(choices: Sequence[LabelledSegments], n_short: int) -> np.ndarray:
     "[3, n] int64 row, number and class of each item, counted through the data sets of all choices."
     found = []
     before = 0
@@ -223,7 +223,7 @@ def class_scores(
 ) -> np.ndarray:  # [n, L, K] float32, of sum 1 over the classes; NaN behind the end of a recording; raises DataError, MachineError
     "Return the probability of each class in each long segment of each recording."
     check_features(detector, ds)
-    with room("the model does not fit into memory", "free some memory, or use device='cpu'"):
+    with memory_guard("the model does not fit into memory", "free some memory, or use device='cpu'"):
         detector.net.to(device).eval()
     is_heard = ds.is_heard
 
@@ -240,7 +240,7 @@ def class_scores(
                 )  # else it waits for all that is queued
         segments = rows.flatten(0, 1)[at]
         with exactly_float32():
-            p = detector.net(matrices(segments))[0].float().softmax(1)
+            p = detector.net(segment_images(segments))[0].float().softmax(1)
         out = torch.full((heard.size, p.shape[1]), torch.nan, device=rows.device)
         out[at] = p
         return out.unflatten(0, heard.shape)
@@ -256,7 +256,7 @@ def class_scores(
 
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #86a57910
-def trusted_segments(
+def confident_segments(
     scores: np.ndarray,  # [n, L] of the leak; NaN: a segment that the recording does not have
     is_leak: np.ndarray,  # [n] bool, what each recording is held for
     share: np.ndarray,  # [n] of the segments that are kept, above 0 to 1
@@ -275,7 +275,7 @@ def trusted_segments(
 class Selection:
     "What is learned of new recordings."
 
-    choice: Choice
+    choice: LabelledSegments
     score: np.ndarray  # [n] of each recording, by the detector's vote
     by_human: np.ndarray  # [n] bool, whose class a person gave
     predicted: np.ndarray  # [n] int64, class that the detector alone would have given
@@ -307,7 +307,7 @@ def select_segments(
     detector: Detector,
     recordings: Segments,  # level "recording"
     scores: np.ndarray,  # [n, L, K] of `class_scores`; what lies behind the end of a recording is not looked at
-    human: np.ndarray | None = None,  # [n] classes of `human_classes`; -2: nobody has said anything
+    human: np.ndarray | None = None,  # [n] classes of `read_human_labels`; -2: nobody has said anything
     *,
     keep_share: float = 0.5,  # of the long segments of a recording whose class was predicted, above 0 to 1
     keep_share_human: float = 1.0,  # of the long segments of a recording whose class a person gave; 1: all of them
@@ -325,25 +325,25 @@ def select_segments(
     of_leak = np.where(heard, scores[..., leak], np.nan)
     score = detector.recording_scores(of_leak)
     is_leak = score >= detector.threshold
-    human = np.full(len(score), UNHEARD, np.int64) if human is None else human
-    by_human = human != UNHEARD
-    trusted = trusted_segments(of_leak, is_leak, np.full(len(score), keep_share))
+    human = np.full(len(score), UNLABELLED, np.int64) if human is None else human
+    by_human = human != UNLABELLED
+    trusted = confident_segments(of_leak, is_leak, np.full(len(score), keep_share))
     mean = np.where(trusted[..., None], scores, 0).sum(1)
     mean[:, leak] = -np.inf
     predicted = np.where(is_leak, leak, mean.argmax(1))  # else the likeliest other class
     classes = np.where(by_human, human, predicted)
-    kept = trusted_segments(of_leak, classes == leak, np.where(by_human, keep_share_human, keep_share))
+    kept = confident_segments(of_leak, classes == leak, np.where(by_human, keep_share_human, keep_share))
     kept[classes == LEFT_OUT] = False
-    return Selection(Choice(recordings, kept, classes), score, by_human, predicted)
+    return Selection(LabelledSegments(recordings, kept, classes), score, by_human, predicted)
 
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #e89c0e48
-def replayed(
+def draw_replay(
     old: Segments,  # recordings, with a task
     share: float = 0.5,  # of them, above 0 to 1
     seed: int = 0,
     round_number: int = 1,  # another one draws others
-) -> Choice:  # raises DataError where a class has no recording
+) -> LabelledSegments:  # raises DataError where a class has no recording
     "Draw old recordings, whole ones."
     rng = np.random.default_rng([seed, round_number])
     chosen = []

@@ -17,7 +17,7 @@ __all__ = [
     "learning_curves",
     "save_figures",
     "CurveView",
-    "Watch",
+    "TrainingDisplay",
 ]
 
 # %% ../../../nbs/learn/train/history.ipynb #4dac8c2a
@@ -248,7 +248,7 @@ def save_figures(
 def _panel(title: str, epochs: Sequence[EpochFigures], lines: dict[str, tuple[str, str]], end: float) -> str:
     "SVG of lines (name: figure, colour) in a common scale that includes `end`; empty where no value is a number."
     drawn = ""
-    said = []
+    labels = []
     known = [v for figure, _ in lines.values() for e in epochs if math.isfinite(v := getattr(e, figure))]
     low = min([end, *known])
     span = max([end, *known]) - low or 1.0
@@ -261,11 +261,11 @@ def _panel(title: str, epochs: Sequence[EpochFigures], lines: dict[str, tuple[st
             drawn += (
                 f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
             )
-            said.append(f'<span style="color:{colour}">{name} {last:.4g}</span>')
-    if not said:
+            labels.append(f'<span style="color:{colour}">{name} {last:.4g}</span>')
+    if not labels:
         return ""
     return (
-        f'<div style="display:inline-block;margin-right:16px"><div style="font-size:0.85em">{title}: {", ".join(said)}</div>'
+        f'<div style="display:inline-block;margin-right:16px"><div style="font-size:0.85em">{title}: {", ".join(labels)}</div>'
         f'<svg width="300" height="90" role="img" aria-label="{title}">'
         f'<rect width="300" height="90" fill="none" stroke="rgba(128,128,128,0.3)"/>{drawn}</svg></div>'
     )
@@ -293,7 +293,7 @@ class CurveView:
 
 
 # %% ../../../nbs/learn/train/history.ipynb #dc006e43
-class Watch:
+class TrainingDisplay:
     "Shows how far a training is: a bar, and curves in a notebook; a context manager."
 
     every_s = 0.25

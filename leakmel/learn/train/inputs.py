@@ -33,7 +33,7 @@ from ...dataset.file.reader import MelDataset, read_rows
 from ..data.segments import DataSource, Segments, open_sources
 from ..data.splits import Split, existing_split
 from ..data.task import Task, make_task
-from ..model.provenance import Seen, seen_in
+from ..model.provenance import Provenance, provenance_of
 from ..model.settings import SPEED_ONLY, TrainSettings, current_names
 
 # %% ../../../nbs/learn/train/inputs.ipynb #7f5a4da2
@@ -49,7 +49,9 @@ class TrainingData(RowTable):
     task: Task
     split: Split | None  # None: there is no validation
     identity: dict[str, str]  # what tells these data from others
-    before: Seen = Seen(is_all=True)  # what the net that is begun with was trained with
+    initial_provenance: Provenance = Provenance(
+        is_complete=True
+    )  # what the net that is begun with was trained with
 
     @property
     def class_counts(self) -> list[int]:
@@ -64,9 +66,11 @@ class TrainingData(RowTable):
         return labels == self.task.leak_in_model
 
     @cached_property
-    def seen(self) -> Seen:
+    def provenance(self) -> Provenance:
         "Digests of the recordings, as a detector stores them."
-        return self.before | seen_in(ds for ds in (self.training, self.validation) if ds is not None)
+        return self.initial_provenance | provenance_of(
+            ds for ds in (self.training, self.validation) if ds is not None
+        )
 
     def rows(self) -> Iterator[tuple[str, str]]:
         "Pairs of a name and a text."
@@ -78,8 +82,8 @@ class TrainingData(RowTable):
             counts = np.bincount(ds.labels, minlength=len(self.task.model_names)).tolist()
             by_class = (f"{show_path(n)} {k:,}" for n, k in zip(self.task.model_names, counts))
             yield name, f"{len(ds.rows):,} recordings: {', '.join(by_class)}"
-            for said in filter(None, (too_short(ds), silence_behind(ds))):
-                yield "", said
+            for note in filter(None, (too_short(ds), silence_behind(ds))):
+                yield "", note
         if self.split is not None:
             yield "split", self.split.stamp or f"{self.split.method} Nothing lies in more than one part."
 
@@ -159,19 +163,19 @@ def open_training(
             rows = split.parts["training"]
             validation_rows = split.parts.get("validation")
         learned = Segments(opened, level="long", rows=rows, **some)
-        judged = None
+        evaluated = None
         if held or validation_rows is not None:
-            judged = Segments(held or opened, level="recording", rows=validation_rows, **some)
-        for name, part in (("training", learned), ("validation", judged)):
-            if part is not None and (said := too_short(part)):
-                warnings.warn(f"{name}: {said}", TooShortWarning, stacklevel=4)
-        _require_classes(learned, judged, task)
+            evaluated = Segments(held or opened, level="recording", rows=validation_rows, **some)
+        for name, part in (("training", learned), ("validation", evaluated)):
+            if part is not None and (note := too_short(part)):
+                warnings.warn(f"{name}: {note}", TooShortWarning, stacklevel=4)
+        _check_classes(learned, evaluated, task)
         identity = {
             "task": json.dumps(asdict(task)),
-            "training": _content(learned, progress),
-            "validation": "" if judged is None else _content(judged, progress),
+            "training": _part_digest(learned, progress),
+            "validation": "" if evaluated is None else _part_digest(evaluated, progress),
         }
-        yield TrainingData(learned, judged, task, split, identity)
+        yield TrainingData(learned, evaluated, task, split, identity)
 
 
 @contextmanager
@@ -188,7 +192,7 @@ def _closing(given: Sources, legacy: bool) -> Iterator[list[MelDataset]]:
 
 
 # %% ../../../nbs/learn/train/inputs.ipynb #4fa9deb7
-def _require_classes(learned: Segments, judged: Segments | None, task: Task) -> None:
+def _check_classes(learned: Segments, validation: Segments | None, task: Task) -> None:
     "Refuse parts that lack what they are for."
     lacking = [show_path(n) for k, n in enumerate(task.model_names) if not (learned.labels == k).any()]
     if lacking:
@@ -199,20 +203,20 @@ def _require_classes(learned: Segments, judged: Segments | None, task: Task) -> 
             found=", ".join(lacking),
             remedy="add recordings, or exclude the labels (leave_out)",
         )
-    n_leaks = 0 if judged is None else int((judged.labels == task.leak_in_model).sum())
-    if judged is not None and not 0 < n_leaks < len(judged.labels):
+    n_leaks = 0 if validation is None else int((validation.labels == task.leak_in_model).sum())
+    if validation is not None and not 0 < n_leaks < len(validation.labels):
         raise DataError(
             "all validation recordings belong to one class",
             code="one-class",
-            path=judged.sources[0].path,
-            found=f"{n_leaks:,} leaks in {len(judged.labels):,} recordings",
+            path=validation.sources[0].path,
+            found=f"{n_leaks:,} leaks in {len(validation.labels):,} recordings",
             expected="leaks and others",
             remedy="split the recordings again (leakmel.learn.data.splits.group_split), or train without validation",
         )
 
 
 # %% ../../../nbs/learn/train/inputs.ipynb #bf2090ee
-def _content(ds: Segments, progress: str) -> str:
+def _part_digest(ds: Segments, progress: str) -> str:
     "A digest of the rows of a part."
     parts: list[bytes] = [np.ascontiguousarray(ds.rows).tobytes(), np.ascontiguousarray(ds.labels).tobytes()]
     for source in ds.sources:
@@ -222,7 +226,7 @@ def _content(ds: Segments, progress: str) -> str:
     return digest_of(b"\0".join(parts))
 
 
-_PIECE = 512  # rows
+_ROWS_PER_READ = 512  # rows
 
 
 def row_digests(
@@ -234,8 +238,8 @@ def row_digests(
         return np.ascontiguousarray(source.file["digests/rows"][:]).tobytes()
     found = []
     with Count("digests", total=len(source), unit="recordings", show=progress) as count:
-        for k in range(0, len(source), _PIECE):
-            rows = np.arange(k, min(k + _PIECE, len(source)))
+        for k in range(0, len(source), _ROWS_PER_READ):
+            rows = np.arange(k, min(k + _ROWS_PER_READ, len(source)))
             found.append(digest_of(read_rows(source.mels, rows).tobytes()))
             count.add(len(rows))
     return "".join(found).encode()
@@ -248,9 +252,9 @@ def differences(
 ) -> list[str]:  # empty: a training can be resumed; raises DataError for a net that reads short segments
     "List the differences of two trainings, a few words each."
     then = current_names(before.get("settings", {}))
-    said = [f"{n}={then.get(n)!r} then, {v!r} now" for n, v in now["settings"].items() if then.get(n) != v]
+    changes = [f"{n}={then.get(n)!r} then, {v!r} now" for n, v in now["settings"].items() if then.get(n) != v]
     words = {"task": "another task", "training": "other training data", "validation": "other validation data"}
-    return said + [text for name, text in words.items() if before.get(name) != now[name]]
+    return changes + [text for name, text in words.items() if before.get(name) != now[name]]
 
 
 def training_identity(

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = [
-    "Run",
+    "TrainingRun",
     "sole_writer",
-    "begin",
-    "how_to_go_on",
-    "StopSignals",
-    "learn",
+    "begin_training",
+    "resume_hint",
+    "DeferredSignals",
+    "train_epochs",
     "TrainResult",
-    "finish",
+    "finish_training",
     "train",
 ]
 
@@ -40,13 +40,13 @@ from leakmel.learn.model.files import (
     save_checkpoint,
 )
 from ..model.settings import RESUME, CheckpointSettings, TrainSettings
-from .history import EpochFigures, Watch, history_table, write_history
+from .history import EpochFigures, TrainingDisplay, history_table, write_history
 from .inputs import Sources, differences, open_training, training_identity
 from leakmel.learn.train.state import (
     TrainingState,
     detector_of,
     end_epoch,
-    take_up,
+    restore_checkpoint,
     to_checkpoint,
     training_record,
 )
@@ -60,7 +60,7 @@ _LOG = logging.getLogger("leakmel")
 
 # %% ../../../nbs/learn/train/loop.ipynb #0f1c037b
 @dataclass(eq=False, repr=False)
-class Run:
+class TrainingRun:
     "A training in its folder."
 
     state: TrainingState
@@ -133,7 +133,7 @@ def _is_summary(f: BinaryIO) -> bool:
     return isinstance(summary, dict) and "best_epoch" in summary
 
 
-_OURS: dict[str, Callable[[BinaryIO], bool]] = {
+_RESULT_FILES: dict[str, Callable[[BinaryIO], bool]] = {
     "model.pt": lambda f: b"leakmel detector " in f.read(512),
     "summary.json": _is_summary,
     "history.csv": lambda f: f.read(16) == b"epoch,step,loss,",
@@ -141,15 +141,15 @@ _OURS: dict[str, Callable[[BinaryIO], bool]] = {
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #6ec3212b
-def begin(
-    run: Run,
+def begin_training(
+    run: TrainingRun,
     resume: str,  # "auto": resume where there is a checkpoint; "always": fail where there is none; "never": start over
 ) -> str:  # a sentence on where it begins; raises UsageError, DataError
     "Resume an interrupted training, or begin a new one."
     state = run.state
     found = latest_checkpoint(run.folder) if resume != "never" else None
     if found is not None:
-        return _resumed(run, *found)
+        return _resume_from(run, *found)
     if resume == "always":
         raise DataError(
             "the folder holds no training to resume",
@@ -169,7 +169,7 @@ def begin(
     return f"Starts with epoch 1 of {state.settings.epochs}, {len(state.loader):,} batches each."
 
 
-def _resumed(run: Run, checkpoint: Checkpoint, values: dict[str, Any]) -> str:
+def _resume_from(run: TrainingRun, checkpoint: Checkpoint, values: dict[str, Any]) -> str:
     "Restore the state of a checkpoint of the same training."
     state = run.state
     try:
@@ -181,16 +181,16 @@ def _resumed(run: Run, checkpoint: Checkpoint, values: dict[str, Any]) -> str:
             path=checkpoint.path,
             remedy="start over with resume='never'",
         ) from e
-    if said := differences(then, training_identity(state.data, state.settings)):
+    if changes := differences(then, training_identity(state.data, state.settings)):
         was = "finished" if values.get("is_over") is True else "interrupted"
         raise UsageError(
             f"the folder holds another training, which was {was}",
             code="other-training",
             path=run.out,
-            found="; ".join(said),
+            found="; ".join(changes),
             remedy="use its settings and data to resume it, name another folder, or delete it with resume='never'",
         )
-    take_up(state, values)
+    restore_checkpoint(state, values)
     if state.best is not None and (run.folder / "best.pt").is_file():
         run.kept_best = state.best.epoch
     if state.is_over:
@@ -198,9 +198,9 @@ def _resumed(run: Run, checkpoint: Checkpoint, values: dict[str, Any]) -> str:
     return f"Resumes after step {state.stepper.n_done:,}, in epoch {len(state.epochs) + 1} of {state.settings.epochs}."
 
 
-def how_to_go_on(
-    run: Run,
-    resume: str,  # as `begin` was told
+def resume_hint(
+    run: TrainingRun,
+    resume: str,  # as given to `begin_training`
 ) -> str:
     "Say after an interruption how the training is resumed."
     n = list_checkpoints(run.folder)
@@ -211,7 +211,7 @@ def how_to_go_on(
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #8bc5bcc5
-class StopSignals:
+class DeferredSignals:
     "Holds back SIGINT and SIGTERM; a context manager. Only in the main thread; elsewhere none arrives."
 
     def __init__(self, note: Callable[[], str] = str):  # what to say when a signal is let through
@@ -261,10 +261,10 @@ class StopSignals:
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #a83e8f9f
-def learn(
-    run: Run,
-    watch: Watch,
-    stop: StopSignals,
+def train_epochs(
+    run: TrainingRun,
+    watch: TrainingDisplay,
+    stop: DeferredSignals,
     after_epoch: Callable[[EpochFigures], object] | None = None,
 ) -> None:  # raises what a signal raises, after a checkpoint
     "Learn epoch after epoch, until none is left or F1 no longer rises."
@@ -342,9 +342,9 @@ class TrainResult(RowTable):
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #78e2e85c
-def finish(
-    run: Run,
-    said: str,  # of `begin`
+def finish_training(
+    run: TrainingRun,
+    start_text: str,  # of `begin_training`
 ) -> TrainResult:
     "Write the model, its history and its summary."
     state = run.state
@@ -359,7 +359,7 @@ def finish(
     summary = training_record(state) | {
         "ok": True,
         "model": show_path(path),
-        "begin": said,
+        "begin": start_text,
         "stamp": "" if state.data.split is None else state.data.split.stamp,
         "stopped_early": len(state.epochs) < state.settings.epochs,
         "vote": detector.vote,
@@ -423,14 +423,16 @@ def train(
         progress=show,
     )
     with opened as data, sole_writer(folder):
-        for name, is_one in _OURS.items():
+        for name, is_one in _RESULT_FILES.items():
             require_kind(folder / name, "result of a training", is_one)
-        run = Run(TrainingState(data, settings, on, show=show), folder, checkpoints or CheckpointSettings())
+        run = TrainingRun(
+            TrainingState(data, settings, on, show=show), folder, checkpoints or CheckpointSettings()
+        )
         with closing(run.state):
-            said = begin(run, resume)
+            start_text = begin_training(run, resume)
             if data.split is not None and data.split.leaky:
                 announce(data.split.stamp, show=show)
-            with StopSignals(lambda: how_to_go_on(run, resume)) as stop:
-                with Watch(run.state, show) as watch:
-                    learn(run, watch, stop, after_epoch)
-                return finish(run, said)
+            with DeferredSignals(lambda: resume_hint(run, resume)) as stop:
+                with TrainingDisplay(run.state, show) as watch:
+                    train_epochs(run, watch, stop, after_epoch)
+                return finish_training(run, start_text)

@@ -6,15 +6,15 @@
 __all__ = [
     "FORMAT",
     "new_net",
-    "Sums",
-    "Best",
+    "EpochSums",
+    "BestEpoch",
     "validation_figures",
     "TrainingState",
     "end_epoch",
     "training_record",
     "detector_of",
     "to_checkpoint",
-    "take_up",
+    "restore_checkpoint",
 ]
 
 # %% ../../../nbs/learn/train/state.ipynb #ea37141d
@@ -33,13 +33,13 @@ from ..data.loaders import Loader, open_loader
 from ..data.segments import Segments
 from ..metrics.metrics import leak_metrics
 from ..metrics.voting import DecisionRule, choose_rule, vote_scores
-from ..model.detector import Detector, picture_shape, score_rows
-from ..model.devices import room
+from ..model.detector import Detector, image_shape, score_rows
+from ..model.devices import memory_guard
 from ..model.net import LeakNet, NetSettings, band_statistics
 from ..model.settings import TrainSettings
 from .history import EpochFigures, epochs_from, is_better, should_stop
 from .inputs import TrainingData, training_identity
-from .step import StepFigures, Stepper, known_random, step_seed
+from .step import StepFigures, Stepper, seeded_random, step_seed
 from .timing import StepTimer, StepTimes
 
 
@@ -49,17 +49,17 @@ def new_net(
     settings: TrainSettings,
 ) -> LeakNet:
     "Make a net for some data, with weights from the seed."
-    shape = picture_shape(data.training.row_shape)
+    shape = image_shape(data.training.row_shape)
     made = NetSettings(*shape, len(data.task.model_names), settings.channels, settings.dropout)
-    with known_random(step_seed(settings.seed, 0, 2), torch.device("cpu")):
+    with seeded_random(step_seed(settings.seed, 0, 2), torch.device("cpu")):
         return LeakNet(made, *band_statistics(data.training))
 
 
 # %% ../../../nbs/learn/train/state.ipynb #83187d4e
-_MOST_APART = 512  # small tensors: each takes a block of the device's memory
+_MAX_SEPARATE_NORMS = 512  # small tensors: each takes a block of the device's memory
 
 
-class Sums:
+class EpochSums:
     "Sums over the items of an epoch; all tensors on the device."
 
     def __init__(self, device: str | torch.device):
@@ -74,7 +74,7 @@ class Sums:
         self.n_correct = self.n_correct + figures.n_correct
         self.n += figures.n
         self.norms.append(figures.grad_norm.reshape(1))
-        if len(self.norms) > _MOST_APART:
+        if len(self.norms) > _MAX_SEPARATE_NORMS:
             self.norms = [self.all_norms()]
 
     def all_norms(self) -> Tensor:
@@ -112,7 +112,7 @@ class Sums:
 
 # %% ../../../nbs/learn/train/state.ipynb #97d6a339
 @dataclass(frozen=True)
-class Best:
+class BestEpoch:
     "The best epoch so far; plain values and tensors, as checkpoints hold them."
 
     epoch: int
@@ -120,7 +120,7 @@ class Best:
     chosen: DecisionRule  # vote and thresholds
 
 
-_LEAST_P = 1e-7  # of a probability whose logarithm is taken
+_MIN_PROBABILITY = 1e-7  # of a probability whose logarithm is taken
 
 
 def validation_figures(
@@ -131,7 +131,7 @@ def validation_figures(
     "Compute the figures of validation from its scores."
     heard = ~np.isnan(scores)
     truth = np.broadcast_to(is_leak[:, None], scores.shape)[heard]
-    p = np.clip(scores[heard].astype(np.float64), _LEAST_P, 1 - _LEAST_P)
+    p = np.clip(scores[heard].astype(np.float64), _MIN_PROBABILITY, 1 - _MIN_PROBABILITY)
     figures = leak_metrics(is_leak, vote_scores(scores, chosen.vote, chosen.share), chosen.threshold)
     return {
         "val_loss": float(-np.log(np.where(truth, p, 1 - p)).mean()),
@@ -159,18 +159,20 @@ class TrainingState:
         self.device = device
         self.show = show
         self.epochs: list[EpochFigures] = []  # that are over
-        self.best: Best | None = None
+        self.best: BestEpoch | None = None
         self.rate = math.nan  # learning rate of the last step
         self.first = 0  # steps that were done when this run began
         self.seconds = 0.0  # that runs before this one took
-        with room("the items do not fit into memory", "use loader='stream', which holds only a few items"):
+        with memory_guard(
+            "the items do not fit into memory", "use loader='stream', which holds only a few items"
+        ):
             self.loader = self._opened(settings.loader)
         n_steps = settings.epochs * len(self.loader)
         self.stepper = Stepper(
             new_net(data, settings), data.task, settings, device, data.class_counts, n_steps
         )
         self.timer = StepTimer(self.stepper.device, settings.profile_every)
-        self.sums = Sums(self.stepper.device)  # of the epoch that is learned
+        self.sums = EpochSums(self.stepper.device)  # of the epoch that is learned
 
     def _opened(self, kind: str) -> Loader:
         s = self.settings
@@ -183,7 +185,7 @@ class TrainingState:
         if kind == self.loader.kind:
             return
         self.loader.close()
-        with room(
+        with memory_guard(
             "the items fitted into memory when the training started, but do not fit now",
             "free memory, or start over with resume='never'",
         ):
@@ -239,7 +241,7 @@ def end_epoch(
     names = ("val_loss", "val_segment_accuracy", "f1", "auc", "balanced_accuracy")
     found: dict[str, Any] = dict.fromkeys(names, math.nan)
     if data.validation is not None:
-        with room(
+        with memory_guard(
             "memory is too small to score the validation recordings during the training",
             "free memory, use loader='stream', or device='cpu'",
         ):
@@ -268,9 +270,9 @@ def end_epoch(
     best = state.best_figures
     if data.validation is None or is_better(figures, best, highest, int(data.is_leak.sum())):
         kept = {name: t.detach().to("cpu", copy=True) for name, t in state.stepper.net.state_dict().items()}
-        state.best = Best(figures.epoch, kept, chosen)
+        state.best = BestEpoch(figures.epoch, kept, chosen)
     state.epochs.append(figures)
-    state.sums = Sums(state.stepper.device)
+    state.sums = EpochSums(state.stepper.device)
     return figures
 
 
@@ -360,7 +362,7 @@ def detector_of(
     net = LeakNet(state.stepper.net.settings)
     net.load_state_dict(state.best.net)
     given |= state.best.chosen.options()
-    return Detector(net=net, **given, record=training_record(state), seen=state.data.seen)
+    return Detector(net=net, **given, record=training_record(state), provenance=state.data.provenance)
 
 
 # %% ../../../nbs/learn/train/state.ipynb #6da80f68
@@ -385,7 +387,7 @@ def to_checkpoint(
     }
 
 
-def take_up(
+def restore_checkpoint(
     state: TrainingState,  # new
     values: dict[str, Any],  # of `to_checkpoint`
 ) -> None:  # raises DataError for those of another version
@@ -395,7 +397,7 @@ def take_up(
         state.rate = float(values["rate"])
         state.seconds = float(values["seconds"])
         if (best := values["best"]) is not None:
-            state.best = Best(int(best["epoch"]), best["net"], DecisionRule(**best["chosen"]))
+            state.best = BestEpoch(int(best["epoch"]), best["net"], DecisionRule(**best["chosen"]))
         state.stepper.net.load_state_dict(values["net"])
         state.stepper.load_state_dict(values["stepper"])
         if state.settings.loader == "auto":
