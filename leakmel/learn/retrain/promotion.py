@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 def weights_digest(
     detector: Detector,
 ) -> str:
-    "Tells nets apart, whatever file they are in."
+    "Return the digest of the weights of a detector."
     state = detector.net.state_dict()
     values = {name: t.detach().cpu().float().contiguous().numpy() for name, t in sorted(state.items())}
     return digest_of(b"\0".join(f"{name} {v.shape}".encode() + v.tobytes() for name, v in values.items()))
@@ -70,7 +70,7 @@ def next_round(
     folder: Path,
     lineage: Lineage | None,  # None: no round was begun
 ) -> int:  # above each that is over, and each that a champion comes from, whether its record exists or not
-    "Return the number of the round that comes, or that was interrupted."
+    "Return the number of the next round, or of the interrupted one."
     return max([0, *finished_rounds(folder), *(c.round for c in (lineage.champions if lineage else ()))]) + 1
 
 
@@ -87,7 +87,7 @@ def begin_lineage(
 
 
 def champion_entry(folder: Path, number: int, detector: Detector) -> Champion:
-    "The champion that the model of a round would be."
+    "Return the champion entry of the model of a round."
     return Champion(
         number, digest_of((round_folder(folder, number) / MODEL).read_bytes()), weights_digest(detector)
     )
@@ -98,7 +98,7 @@ def read_record(
     number: int,
     remedy: str | None = None,  # what to do where it is damaged
 ) -> dict[str, Any]:  # raises DataError
-    "Read the record of a round that is over."
+    "Read the record of a finished round."
     path = round_folder(folder, number) / RECORD
     try:
         values = json.loads(path.read_bytes())
@@ -124,7 +124,7 @@ def finish_interrupted_round(
 ) -> (
     Lineage | None
 ):  # None: no round was begun; raises DataError where the record or the challenger's file is not what it was
-    "Read who is champion, and carry out what an interrupted round decided."
+    "Read the champion, and carry out the decision of an interrupted round."
     lineage = read_lineage(folder)
     number = max(finished_rounds(folder), default=0)
     if lineage is None or number <= lineage.current.round:
@@ -148,7 +148,7 @@ def finish_interrupted_round(
 # %% ../../../nbs/learn/retrain/promotion.ipynb #8910e3f1
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    "Champion and challenger on the same recordings."
+    "Comparison of champion and challenger on the same recordings."
 
     name: str  # of the recordings
     groups: Groups
@@ -246,7 +246,7 @@ def decide(
         Comparison
     ] = (),  # with the first champion in place of the last, on all test sets; nothing where they are the same
 ) -> tuple[bool, str]:  # whether the challenger wins, and why, a sentence
-    "Decide who is to be the champion."
+    "Decide whether the challenger replaces the champion."
     name = figure_title(figure)
     d = testing.differences[figure]
 
@@ -280,9 +280,9 @@ def decide(
 
 
 def test_set_reuse_note(
-    n: int,  # challengers that a test set has judged in one folder of rounds, 1 or more; what else it decided is not known
+    n: int,  # challengers compared on the test set in one folder of rounds, at least 1
 ) -> str:
-    "How far a test set can still be believed, a sentence."
+    "Return a note on the number of comparisons on a test set."
     return (
         f"These test recordings have evaluated {n:,} challenger{'s' * (n > 1)} in this folder. "
         f"If none were better, the probability that {'it' if n == 1 else 'at least one of them'} is called better by chance would be about {1 - 0.975**n:.1%}."
@@ -291,14 +291,12 @@ def test_set_reuse_note(
 
 # %% ../../../nbs/learn/retrain/promotion.ipynb #a8bda1d5
 def check_overlap(
-    trained_on: Mapping[
-        str, Segments
-    ],  # name of each part that is learned from, or that thresholds are chosen on
+    trained_on: Mapping[str, Segments],  # name of each part that is learned from, or that chose thresholds
     evaluated: Segments,
     name: str = "testing",
     provenance: Provenance | None = None,  # what the champion was trained with
 ) -> list[str]:  # what is on both sides, a sentence each; raises DataError for recordings that are
-    "See whether what judges was learned from."
+    "Find training recordings, sensors and file names in the test data."
     import pandas as pd
 
     tables = {n: recordings_table(ds.sources, progress="none").iloc[ds.rows] for n, ds in trained_on.items()}
@@ -333,5 +331,5 @@ def leak_truth(
     ds: Segments,
     task: Task,
 ) -> np.ndarray:  # [n] bool
-    "Which recordings are leaks."
+    "Return which recordings are leaks."
     return ds.labels == task.leak_in_model

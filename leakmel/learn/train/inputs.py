@@ -73,7 +73,7 @@ class TrainingData(RowTable):
         )
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        "Pairs of a name and a text."
+        "Yield pairs of a name and a text."
         yield "task", repr(self.task)
         for name, ds in (("training", self.training), ("validation", self.validation)):
             if ds is None:
@@ -96,7 +96,7 @@ class TooShortWarning(UserWarning):
 def too_short(
     ds: Segments,  # at any level
 ) -> str:  # a sentence; empty where there is none
-    "Say how many recordings are left out because they hold no long segment."
+    "Return a note on recordings that are shorter than one long segment."
     if not ds.n_too_short:
         return ""
     found = next((s.spec for s in ds.sources if not s.legacy), None)
@@ -108,7 +108,7 @@ def too_short(
 def silence_behind(
     ds: Segments,  # at any level
 ) -> str:  # a sentence; empty where there is none
-    "Say how much of the rows lies after the end of the recordings, and is left out."
+    "Return a note on the share of padding behind the recordings."
     n_long = ds.row_shape[0]
     n_short = int((ds.heard < n_long).sum())
     if not n_short:
@@ -193,7 +193,7 @@ def _closing(given: Sources, legacy: bool) -> Iterator[list[MelDataset]]:
 
 # %% ../../../nbs/learn/train/inputs.ipynb #4fa9deb7
 def _check_classes(learned: Segments, validation: Segments | None, task: Task) -> None:
-    "Refuse parts that lack what they are for."
+    "Check that each class has training recordings and that validation has leaks and others."
     lacking = [show_path(n) for k, n in enumerate(task.model_names) if not (learned.labels == k).any()]
     if lacking:
         raise DataError(
@@ -233,7 +233,7 @@ def row_digests(
     source: MelDataset,
     progress: str = "auto",  # where reading is shown, if it takes its time: as for `core.progress.Progress`
 ) -> bytes:  # of all rows: those in the file; of files of the earlier system, of rows that are read for it
-    "Return the digests that tell rows from others."
+    "Return the digests of the rows of a data set."
     if "digests/rows" in source.file:
         return np.ascontiguousarray(source.file["digests/rows"][:]).tobytes()
     found = []

@@ -202,7 +202,7 @@ def resume_hint(
     run: TrainingRun,
     resume: str,  # as given to `begin_training`
 ) -> str:
-    "Say after an interruption how the training is resumed."
+    "Return a hint on how to resume the training after an interruption."
     n = list_checkpoints(run.folder)
     if not n:
         return "no checkpoint was written yet: the same command starts again"
@@ -212,7 +212,7 @@ def resume_hint(
 
 # %% ../../../nbs/learn/train/loop.ipynb #8bc5bcc5
 class DeferredSignals:
-    "Holds back SIGINT and SIGTERM; a context manager. Only in the main thread; elsewhere none arrives."
+    "Delay SIGINT and SIGTERM; a context manager for the main thread."
 
     def __init__(self, note: Callable[[], str] = str):  # what to say when a signal is let through
         self.note = note
@@ -267,7 +267,7 @@ def train_epochs(
     stop: DeferredSignals,
     after_epoch: Callable[[EpochFigures], object] | None = None,
 ) -> None:  # raises what a signal raises, after a checkpoint
-    "Learn epoch after epoch, until none is left or F1 no longer rises."
+    "Train epochs until none is left or F1 no longer rises."
     state = run.state
     keep = run.keep
 
@@ -315,7 +315,7 @@ class TrainResult(RowTable):
         return history_table(self.epochs)
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        "Pairs of a name and a text."
+        "Yield pairs of a name and a text."
         s = self.summary
         best = self.epochs[self.best_epoch - 1]
         if stamp := s["stamp"]:
@@ -396,7 +396,7 @@ def train(
     checkpoints: CheckpointSettings | None = None,  # None: after each epoch
     progress: bool | str = True,  # or as for Progress: "auto", "notebook", "terminal", "log", "none"
     after_epoch: Callable[[EpochFigures], object]
-    | None = None,  # told each epoch once its checkpoint stands; what it raises ends the training there
+    | None = None,  # called with each epoch after its checkpoint; an exception ends the training
 ) -> TrainResult:  # raises UsageError, DataError, OutputError
     "Train a leak detector; an interrupted training is resumed, step by step as if it had not been interrupted."
     if resume not in RESUME:

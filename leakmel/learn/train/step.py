@@ -166,7 +166,7 @@ class Stepper:
         self,
         batch: Batch,  # not empty
     ) -> StepFigures:  # raises MachineError where one item needs too much memory, or a net cannot be compiled
-        "Learn a batch."
+        "Train on a batch."
         start = time.perf_counter()
         rate = learning_rate(self.n_done, self.n_steps, self.settings)
         self.net.train()

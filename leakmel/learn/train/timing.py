@@ -60,7 +60,7 @@ class StepTimes:
 def loader_advice(
     times: StepTimes,
 ) -> str | None:  # None: the loader keeps up
-    "Say what to do where the training waits for its batches."
+    "Return advice if the training waits for its batches."
     if times.wait_ms is None or times.wait_ms < GOAL_MS:
         return None
     slow = "is too slow" if times.wait_ms > SLOW_MS else "could be faster"
@@ -132,7 +132,7 @@ class StepTimer:
 
     @contextmanager
     def _marked(self, i: int, marks: dict[int, tuple[Any, Any]]) -> Iterator[None]:
-        "Note a mark before and after the body, where batch `i` is in the sample and the body succeeds."
+        "Record the times before and after the body, if batch `i` is sampled."
         is_sampled = i == 0 or i % self.every == 1 % self.every
         first = self._mark() if is_sampled else None
         yield
