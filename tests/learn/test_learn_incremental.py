@@ -404,9 +404,9 @@ def test_losses_that_no_round_shows_are_seen_from_the_first_champion():
 
 
 def test_a_test_set_says_how_worn_it_is():
-    assert "have judged 1 challenger:" in promotion.test_set_reuse_note(1)
+    assert "1 challenger has been compared" in promotion.test_set_reuse_note(1)
     assert "about 2.5%" in promotion.test_set_reuse_note(1)
-    assert "have judged 40 challengers:" in promotion.test_set_reuse_note(40)
+    assert "40 challengers have been compared" in promotion.test_set_reuse_note(40)
     assert "about 63.7%" in promotion.test_set_reuse_note(40)
 
 
@@ -504,7 +504,7 @@ def test_the_record_is_complete(one_round, towns):
     assert record["replay"] == {"recordings": n_again, "segments": n_again * n_long}
     assert sum(c["segments_by_human"] for c in record["kept"].values()) == 2 * n_long
     assert record["challengers_judged"] == 1
-    assert "have judged 1 challenger:" in record["reason"]
+    assert "1 challenger has been compared" in record["reason"]
     assert [h["class"] for h in record["human_labels"]] == ["NOLEAK", "LEAK"]
     assert set(record["metrics"]) == {"testing", "old town"}
     assert record["metrics"]["testing"]["differences"]["auc"]["low"] is not None
@@ -660,7 +660,7 @@ def test_data_sets_that_have_gone_are_said(towns, tmp_path, monkeypatch):
     retrain(**given_ | {"new_data": moved})
     other = given_ | {"new_data": towns[1]["validation"]}
     shutil.copy(towns[0]["validation"], moved)
-    with pytest.warns(ReplayWarning, match="round 1: .*not the one of then"):
+    with pytest.warns(ReplayWarning, match="round 1: .*has changed since"):
         done = retrain(**other)
     assert done.record["earlier"]["recordings"] == 0
     assert "missing" in repr(done)
@@ -811,7 +811,7 @@ def test_rounds_without_the_file_that_names_the_champion_are_no_new_folder(towns
     retrain(**given_)
     (tmp_path / CHAMPION_FILE).unlink()
     with pytest.raises(
-        DataError, match=r"missing; found 1 finished rounds beside it.*Put it back"
+        DataError, match=r"missing; found 1 finished rounds next to it.*Restore it"
     ):
         retrain(**given_)
     with pytest.raises(DataError, match="missing"):
@@ -877,7 +877,7 @@ def test_challengers_meet_the_first_champion_too(towns, tmp_path, monkeypatch):
     two = retrain(**given_)
     assert [d.name for d in given_to[0][3]] == ["testing", "old town"]
     assert two.record["challengers_judged"] == 2
-    assert "have judged 2 challengers" in two.reason
+    assert "2 challengers have been compared" in two.reason
     assert "since 0" in repr(two)
     first = load_detector(round_folder(tmp_path, 0) / "model.pt")
     for name, path in (("testing", towns[1]["testing"]), ("old town", towns[0]["testing"])):

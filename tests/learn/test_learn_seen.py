@@ -89,7 +89,7 @@ def test_eight_bytes_for_each(trained):
     with_it = load_detector(trained / "model.pt")
     seen, n = with_it.provenance, 40_000
     small, large = (
-        replace(with_it, seen=s).save(trained.parent / f"{len(s.recordings)}.pt", sync=False).stat().st_size
+        replace(with_it, provenance=s).save(trained.parent / f"{len(s.recordings)}.pt", sync=False).stat().st_size
         for s in (seen, Provenance(np.arange(n), True))
     )
     assert abs(large - small - 8 * (n - len(seen.recordings))) < 1000
@@ -335,7 +335,7 @@ def test_a_model_that_does_not_say(small_sets, trained, tmp_path):
     assert repr(old.provenance) == "Provenance(0 recordings, and perhaps others)"
     found, _ = warned(tmp_path / "old.pt", small_sets / NAMES[0])
     assert not found.leaky
-    assert any("the model does not store" in c for c in found.cautions)
+    assert any("the model does not say" in c for c in found.cautions)
     assert np.array_equal(load_detector(old.save(tmp_path / "again.pt")).provenance.recordings, old.provenance.recordings)
 
 
@@ -409,7 +409,7 @@ def test_rounds_remember_and_look(small_sets, trained, tmp_path):
     assert [
         s
         for s in chosen_by.record["stamps"]
-        if s.startswith("LEAKY SPLIT") and f"testing: {n} of {n} recordings" in s
+        if s.startswith("LEAKY SPLIT") and f"testing: {n} of {n} test recordings" in s
     ]
     assert "BEWARE" in repr(chosen_by)
     assert any("comes out of rounds" in c for c in judged(done.challenger, test).cautions)

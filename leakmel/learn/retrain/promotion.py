@@ -284,7 +284,7 @@ def test_set_reuse_note(
 ) -> str:
     "Return a note on the number of comparisons on a test set."
     return (
-        f"These test recordings have evaluated {n:,} challenger{'s' * (n > 1)} in this folder. "
+        f"In this folder, {n:,} challenger{' has' if n == 1 else 's have'} been compared on these test recordings. "
         f"If none were better, the probability that {'it' if n == 1 else 'at least one of them'} is called better by chance would be about {1 - 0.975**n:.1%}."
     )
 
