@@ -91,15 +91,13 @@ def score_by_level(
     import plotly.graph_objects as go
 
     table = predictions.table
-    heard = table[np.isfinite(table["rms_db"]) & (table["rms_db"] > SILENT_DB)]
-    if not len(heard):
+    audible = table[np.isfinite(table["rms_db"]) & (table["rms_db"] > SILENT_DB)]
+    if not len(audible):
         return _figure([], "No level to show", height=120)
     title = ""
-    if len(heard) > 2 and heard["rms_db"].nunique() > 1 and heard["score"].nunique() > 1:
-        title = (
-            f"Rank correlation of score and level: {heard['rms_db'].rank().corr(heard['score'].rank()):.2f}"
-        )
-    shown = heard.iloc[:: -(-len(heard) // (MAX_POINTS // 2))]
+    if len(audible) > 2 and audible["rms_db"].nunique() > 1 and audible["score"].nunique() > 1:
+        title = f"Rank correlation of score and level: {audible['rms_db'].rank().corr(audible['score'].rank()):.2f}"
+    shown = audible.iloc[:: -(-len(audible) // (MAX_POINTS // 2))]
     traces = [
         go.Scatter(
             name=name,
@@ -112,11 +110,11 @@ def score_by_level(
         )
         for k, (name, mine) in enumerate((("no leak", shown[~shown["leak"]]), ("leak", shown[shown["leak"]])))
     ]
-    fewer = f", {len(shown):,} of them drawn" if len(shown) < len(heard) else ""
+    fewer = f", {len(shown):,} of them drawn" if len(shown) < len(audible) else ""
     fig = _figure(
         traces,
         title or "Too few recordings to compare score and level",
-        f"{len(heard):,} recordings that are not silent{fewer}",
+        f"{len(audible):,} recordings that are not silent{fewer}",
         height=320,
         xaxis=dict(title=dict(text="level (dB re full scale)")),
         yaxis=dict(title=dict(text="score"), range=[-0.02, 1.02]),

@@ -265,8 +265,8 @@ def confident_segments(
     place = np.argsort(
         np.argsort(np.where(is_leak[:, None], -scores, scores), axis=1, kind="stable"), axis=1, kind="stable"
     )  # 0: the clearest
-    n_heard = np.count_nonzero(~np.isnan(scores), axis=1)  # those that are not there have the last places
-    most = np.array([segments_needed(n, s) for n, s in zip(n_heard.tolist(), share.tolist())], np.int64)
+    n_segments = np.count_nonzero(~np.isnan(scores), axis=1)  # missing segments are sorted last
+    most = np.array([segments_needed(n, s) for n, s in zip(n_segments.tolist(), share.tolist())], np.int64)
     return place < most[:, None]
 
 

@@ -129,13 +129,13 @@ def validation_figures(
     chosen: DecisionRule,  # vote and threshold
 ) -> dict[str, float]:  # val_loss, val_segment_accuracy, f1, auc, balanced_accuracy
     "Compute the figures of validation from its scores."
-    heard = ~np.isnan(scores)
-    truth = np.broadcast_to(is_leak[:, None], scores.shape)[heard]
-    p = np.clip(scores[heard].astype(np.float64), _MIN_PROBABILITY, 1 - _MIN_PROBABILITY)
+    is_valid = ~np.isnan(scores)
+    truth = np.broadcast_to(is_leak[:, None], scores.shape)[is_valid]
+    p = np.clip(scores[is_valid].astype(np.float64), _MIN_PROBABILITY, 1 - _MIN_PROBABILITY)
     figures = leak_metrics(is_leak, vote_scores(scores, chosen.vote, chosen.share), chosen.threshold)
     return {
         "val_loss": float(-np.log(np.where(truth, p, 1 - p)).mean()),
-        "val_segment_accuracy": float(((scores[heard] >= 0.5) == truth).mean()),
+        "val_segment_accuracy": float(((scores[is_valid] >= 0.5) == truth).mean()),
         **{name: figures[name] for name in ("f1", "auc", "balanced_accuracy")},
     }
 
