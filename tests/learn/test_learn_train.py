@@ -217,7 +217,7 @@ def test_ctrl_c_in_a_notebook_is_an_ordinary_interrupt(
         with pytest.raises(KeyboardInterrupt) as said:
             trained(sets, tmp_path / "run")
     (note,) = said.value.__notes__
-    assert "after step 8: the same command goes on" in note
+    assert "after step 8: the same command resumes" in note
     trained(sets, tmp_path / "run")
     assert_same(tmp_path / "run", right)
 
