@@ -250,12 +250,12 @@ def test_a_champion_that_was_changed_is_refused(
         status, out, err = say(*words, *QUICK)
         assert (status, out) == (1, "")
         assert err.endswith(
-            "round-0002/model.pt: the model is not the one that was written: its digest is another one\n"
+            "round-0002/model.pt: the model file has changed: its digest does not match\n"
         )
         assert len(err.splitlines()) == 1
     (folder / "round-0002" / "model.pt").unlink()
     status, _, err = say("predict", place / "one", "--model", folder, *QUICK)
-    assert (status, "the model is not there any more" in err) == (1, True)
+    assert (status, "the model file is missing" in err) == (1, True)
 
 
 def test_a_judgement_is_that_of_the_library_and_is_written(
@@ -682,11 +682,11 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
         (1, "nowhere: no such data set", "nowhere --model RUN"),
         (
             1,
-            "no detector is in this folder; expected model.pt of a training, or champion.json of rounds$",
+            "the folder holds no detector; expected model.pt of a training, or champion.json of rounds$",
             "SETS --model SETS",
         ),
-        (1, r"The training is not over: go on with it, or name checkpoints/best\.pt", "SETS --model EARLY"),
-        (1, "nowhere: no such file", "SETS --model nowhere"),
+        (1, r"The training is not finished: resume it, or name checkpoints/best\.pt", "SETS --model EARLY"),
+        (1, "nowhere: the file does not exist", "SETS --model nowhere"),
         (
             1,
             "a label that the task does not know; found 2026-11-01; expected labels of LEAK, NOLEAK",
@@ -728,15 +728,15 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("status", "said", "words"),
     [
-        (2, "no champion to begin with", ""),
+        (2, "the folder has no champion yet", ""),
         (
             2,
             "The option --also needs the name of the test set; found '/.*'; expected --also NAME=FILE",
             "--champion RUN --also FAR",
         ),
-        (2, "The option --also needs the name of the test set; found 'far='", "--champion RUN --also far="),
-        (2, "The option --also needs the name of the test set; found '=/", "--champion RUN --also =FAR"),
-        (2, "a test set has two names; found 'testing'", "--champion RUN --also testing=FAR"),
+        (2, "a further test set needs a name; found 'far='", "--champion RUN --also far="),
+        (2, "a further test set needs a name; found '=/", "--champion RUN --also =FAR"),
+        (2, "the name of a further test set is reserved for the first one; found 'testing'", "--champion RUN --also testing=FAR"),
         (2, "epochs is out of range; found 0", "--champion RUN --epochs 0"),
         (2, "unknown option --channels", "--champion RUN --channels 4,8"),
         (2, "unknown option --dropout", "--champion RUN --dropout 0.2"),
@@ -744,10 +744,10 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
         (2, "keep_share must be above 0 and at most 1; found 2.0", "--champion RUN --keep-share 2"),
         (2, "n_draws must be at least 100; found 7", "--champion RUN --n-draws 7"),
         (2, "seed must be at least 0; found -1$", "--champion RUN --seed -1"),
-        (2, "no such figure; found 'best'; expected accuracy", "--champion RUN --judged-by best"),
+        (2, "the figure is unknown; found 'best'; expected accuracy", "--champion RUN --judged-by best"),
         (2, "no such column to group by; found 'colour'", "--champion RUN --group colour"),
         (2, "invalid choice: 'perhaps'", "--champion RUN --resume perhaps"),
-        (1, "no detector is in this folder", "--champion SETS"),
+        (1, "the folder holds no detector", "--champion SETS"),
         (1, r"name checkpoints/best\.pt", "--champion EARLY"),
         (
             1,
@@ -830,7 +830,7 @@ def test_a_folder_of_rounds_goes_on_with_its_champion_only(
     refused(
         say,
         2,
-        "this folder has another champion",
+        "the given detector is not the champion of this folder",
         "retrain",
         place / "one.h5",
         "--champion",

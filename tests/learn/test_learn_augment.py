@@ -266,7 +266,7 @@ def test_settings_are_plain_and_come_back():
     file.seek(0)
     assert settings_from(torch.load(file, weights_only=True)) == mine
     assert hash(mine) == hash(TrainSettings(**asdict(mine)))
-    with pytest.raises(UsageError, match="no such setting; found batchsize"):
+    with pytest.raises(UsageError, match="the setting is unknown; found batchsize"):
         settings_from({"batchsize": 3})
 
 

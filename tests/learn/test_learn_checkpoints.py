@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, tried: Callable, da
         if bytes(new) == bytes(state_bytes := plain_bytes(state(2))):
             continue  # zeros where zeros were
         assert digest_of(bytes(new)) != digest_of(state_bytes)
-        with pytest.warns(CheckpointWarning, match="passed over: .*step-000000002.*(digest|cut short)"):
+        with pytest.warns(CheckpointWarning, match="checkpoint skipped: .*step-000000002.*(digest|truncated)"):
             found = latest_checkpoint(folder)
         assert found is not None
         assert_whole(found[1], 1)
@@ -170,7 +170,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, tried: Callable, cal
     path = tmp_path / f"step-000000005.{digest_of(content)}.pt"
     path.write_bytes(content)
     with pytest.raises(
-        DataError, match="no file that torch wrote" if legacy else "would run code"
+        DataError, match="not a torch archive" if legacy else "would run code"
     ) as refused:
         load_plain(path)
     assert str(path) in str(refused.value)
@@ -204,7 +204,7 @@ def test_a_large_file_of_something_else_is_not_read(tmp_path: Path) -> None:
         f.write(b"\x89HDF")
         f.truncate(1 << 40)
     with pytest.raises(
-        DataError, match="no file that torch wrote, or cut short; found 1,099,511,627,776 bytes"
+        DataError, match="the file is truncated or is not a torch archive; found 1,099,511,627,776 bytes"
     ):
         load_plain(tmp_path / "rows.h5")
 
@@ -214,11 +214,11 @@ def test_what_is_no_file_of_ours(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no archive")
     torch.save([1, 2], tmp_path / "list")
     for name, said in (
-        ("pipe", "no file"),
-        ("text", "no file that torch wrote"),
+        ("pipe", "not a regular file"),
+        ("text", "not a torch archive"),
         ("list", "dictionary"),
-        ("none", "no such file"),
-        (".", "no file"),
+        ("none", "does not exist"),
+        (".", "not a regular file"),
     ):
         with pytest.raises(DataError, match=said):
             load_plain(tmp_path / name)

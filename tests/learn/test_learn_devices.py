@@ -21,7 +21,7 @@ from leakmel.learn.model import detector as detector_module
 from leakmel.learn.predict import scoring
 from leakmel.learn.data.segments import Batch, Segments
 from leakmel.learn.model.detector import Detector, score_rows
-from leakmel.learn.model.devices import Portions, exactly_float32, pick_device
+from leakmel.learn.model.devices import AdaptiveBatches, exactly_float32, pick_device
 from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.retrain.selection import class_scores
 from leakmel.learn.model.net import LeakNet, NetSettings
@@ -228,13 +228,13 @@ def test_portions_are_halved_and_it_is_said_once(caplog):
             raise full()
         return list(range(100)[part])
 
-    portions = Portions(32, lambda: trimmed.append(len(tried)))
+    portions = AdaptiveBatches(32, lambda: trimmed.append(len(tried)))
     assert sum(portions.each(50, work), []) == list(range(50))
     assert portions.each(0, work) == []
     portions.each(9, work)
     assert tried == [32, 18, 9, 4, 4, 1]
     assert [r.getMessage() for r in caplog.records] == [
-        "memory ran out: 4 recordings are judged at once from here on"
+        "memory ran out: 4 recordings at once"
     ]
     assert (portions.n_ran_out, portions.most, trimmed) == (1, 4, [3])
 
@@ -252,7 +252,7 @@ def test_portions_miss_nothing(n, most, fits, caplog):
             raise MemoryError
         return np.arange(n)[part]
 
-    portions = Portions(most)
+    portions = AdaptiveBatches(most)
     assert np.concatenate(portions.each(n, work)).tolist() == list(range(n))
     assert portions.n_ran_out == sum(k > fits for k in tried) == len(tried) - sum(k <= fits for k in tried)
     assert len(caplog.records) == portions.n_ran_out
@@ -269,7 +269,7 @@ def test_what_failed_is_let_go_before_less_is_tried():
             raise full()
         return 1
 
-    assert Portions(8).each(2, work) == [1, 1]
+    assert AdaptiveBatches(8).each(2, work) == [1, 1]
     assert len(held) == 3
 
 
@@ -281,12 +281,12 @@ def test_a_single_row_too_many_and_other_errors():
         raise RuntimeError("an illegal address")
 
     with pytest.raises(
-        MachineError, match="too small to judge a single recording; found out of memory: 2 GB. Free some"
+        MachineError, match="too small to score a single recording; found out of memory: 2 GB. Free some"
     ):
-        Portions(8).each(3, too_much)
+        AdaptiveBatches(8).each(3, too_much)
     with raises("out-of-memory", MachineError):
-        Portions(8).fit(too_much)
-    for work in (Portions(8).fit, lambda w: Portions(8).each(3, w)):
+        AdaptiveBatches(8).fit(too_much)
+    for work in (AdaptiveBatches(8).fit, lambda w: AdaptiveBatches(8).each(3, w)):
         with pytest.raises(RuntimeError, match="illegal"):
             work(broken)
 
@@ -295,7 +295,7 @@ def test_a_single_row_too_many_and_other_errors():
             raise full()
         return n
 
-    assert Portions(64).fit(five) == 4
+    assert AdaptiveBatches(64).fit(five) == 4
 
 
 # ---- rows of data sets
@@ -342,7 +342,7 @@ def test_rows_that_do_not_fit_at_once_are_judged_a_few_at_a_time(town, caplog, j
     assert told == [*range(8, len(found), 8), len(found)]
     assert (
         caplog.records[-1].getMessage()
-        == f"memory ran out: {most} recordings are judged at once from here on"
+        == f"memory ran out: {most} recordings at once"
     )
 
 
@@ -431,7 +431,7 @@ def test_an_evaluation_goes_on_with_less(town, caplog):
     Tight(detector, 40 * 3)
     found = evaluate(detector, town, n_draws=100, progress="none")
     assert found.table["score_mean"].tolist() == pytest.approx(right.table["score_mean"].tolist(), abs=1e-6)
-    assert any("recordings are judged at once from here on" in r.getMessage() for r in caplog.records)
+    assert any("recordings at once" in r.getMessage() for r in caplog.records)
     Tight(detector, 1)
     with raises("out-of-memory", MachineError):
         evaluate(detector, town, n_draws=100, progress="none")
@@ -500,10 +500,10 @@ def test_a_prediction_goes_on_with_less_at_once(wavs, right, caplog, device, eng
     )
     assert np.abs(found - right).max() < 1e-3
     assert max(tight.given) == 4 * 8
-    assert caplog.records[-1].getMessage() == "memory ran out: 2 recordings are judged at once from here on"
+    assert caplog.records[-1].getMessage() == "memory ran out: 2 recordings at once"
     Tight(detector, 1)
     with pytest.raises(
-        MachineError, match="too small to judge a single recording; found out of memory: 2 GB"
+        MachineError, match="too small to score a single recording; found out of memory: 2 GB"
     ):
         lm.predict(wavs, detector, files_per_batch=8, **QUIET | {"device": device, "engine": engine})
 

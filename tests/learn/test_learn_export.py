@@ -19,7 +19,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.learn.model import files
 from leakmel.learn.model import export
 from leakmel.learn.model.files import plain_bytes
-from leakmel.learn.model.detector import Detector, load_detector, picture_shape
+from leakmel.learn.model.detector import Detector, load_detector, image_shape
 from leakmel.learn.model.export import MelFeatures, export_detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.data.task import make_task
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def made(preset: str, **changes: Any) -> Detector:
     "An untrained detector; its classes are told apart by large weights, so that a small error shows."
     spec = lm.MelSpec.preset(preset, duration_s=1, **changes)
-    n_mels, width = picture_shape(spec.row_shape)
+    n_mels, width = image_shape(spec.row_shape)
     torch.manual_seed(1)
     net = LeakNet(
         NetSettings(n_mels=n_mels, width=width, n_classes=3, channels=(8, 8)),

@@ -503,7 +503,7 @@ def test_scores_that_are_no_numbers_are_no_silence(rows):
         detector.net.classes.bias[0] = torch.nan
     with (
         Segments(rows, level="recording") as ds,
-        pytest.raises(DataError, match="scores that are no numbers"),
+        pytest.raises(DataError, match="NaN or infinite"),
     ):
         score_rows(detector, ds)
 

@@ -19,9 +19,9 @@ from leakmel.learn.retrain.promotion import weights_digest
 from leakmel.learn.model.files import write_whole
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, score_rows
-from leakmel.learn.retrain.selection import UNHEARD, human_classes, recording_paths
-from leakmel.learn.retrain.selection import class_scores, replayed, select_segments, trusted_segments
-from leakmel.learn.retrain.replay import learned_in
+from leakmel.learn.retrain.selection import UNLABELLED, read_human_labels, recording_paths
+from leakmel.learn.retrain.selection import class_scores, draw_replay, select_segments, confident_segments
+from leakmel.learn.retrain.replay import open_round_segments
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.retrain.selection import SegmentSubset, source_digest
 from leakmel.learn.train.inputs import TooShortWarning
@@ -103,13 +103,13 @@ def opened(town: dict[float, dict[str, Path]], part: str = "new", task: Any = No
 def test_half_of_what_is_there_is_trusted(share):
     rng = np.random.default_rng(0)
     scores, leaks, n_heard = rng.integers(0, 4, (60, 7)) / 3, rng.random(60) < 0.5, rng.integers(1, 8, 60)
-    found = trusted_segments(
+    found = confident_segments(
         np.where(np.arange(7) < n_heard[:, None], scores, np.nan), leaks, np.full(60, share)
     )
     for row, mask, leak, n in zip(scores, found, leaks, n_heard):
         assert (
             mask[:n].tolist()
-            == trusted_segments(row[None, :n], np.array([leak]), np.array([share]))[0].tolist()
+            == confident_segments(row[None, :n], np.array([leak]), np.array([share]))[0].tolist()
         )
         assert not mask[n:].any()
 
@@ -123,7 +123,7 @@ def test_longer_rows_give_the_same_picks(town):
         assert np.array_equal(
             scores[..., TASK.leak_in_model], score_rows(detector, ds, files_per_batch=5), equal_nan=True
         )
-        said = np.where(np.arange(len(ds)) < 3, [1, 0, 1] + [UNHEARD] * (len(ds) - 3), UNHEARD)
+        said = np.where(np.arange(len(ds)) < 3, [1, 0, 1] + [UNLABELLED] * (len(ds) - 3), UNLABELLED)
         chosen = select_segments(detector, ds, scores, said)
         assert not (chosen.choice.kept & ~ds.is_heard).any()
         assert chosen.choice.kept[3:].sum(1).tolist() == (-(-ds.heard[3:] // 2)).tolist(), (
@@ -153,7 +153,7 @@ def test_longer_rows_give_the_same_picks(town):
 def test_longer_rows_are_replayed_the_same(town):
     found = []
     for ds in opened(town, "old", TASK):
-        again = replayed(ds, 0.5, seed=3)
+        again = draw_replay(ds, 0.5, seed=3)
         drawn = again.kept.any(1)
         assert np.array_equal(again.kept[drawn], ds.is_heard[drawn]), "whole recordings, and no silence"
         found.append(again.kept[:, :4])
@@ -179,12 +179,12 @@ def test_a_label_of_a_recording_that_is_too_short_is_said(town, tmp_path):
 
     def heard(*paths: str) -> np.ndarray:
         table.write_text("\n".join(["path,label", *(f"{p},LEAK" for p in paths)]))
-        return human_classes(table, ds, TASK)
+        return read_human_labels(table, ds, TASK)
 
     assert len(short) == 2
     with raises("unknown-recording", path=table, found=", ".join(short)):
         heard(*kept, *short)
-    assert (heard(*kept) != UNHEARD).all()
+    assert (heard(*kept) != UNLABELLED).all()
     ds.close()
 
 
@@ -222,7 +222,7 @@ def test_longer_rows_teach_a_round_the_same(town, tmp_path):
         2,
     ]
     assert "; 2 too short, left out" in repr(done[1])
-    again = learned_in(tmp_path / "2", 1, TASK)
+    again = open_round_segments(tmp_path / "2", 1, TASK)
     assert np.array_equal(again.kept, done[1].selection.choice.kept)
     again.recordings.close()
 
@@ -251,7 +251,7 @@ def test_silence_that_an_earlier_round_learned_is_not_learned_again(town, tmp_pa
     write_whole(
         here / RECORD, json.dumps({"new": {"sources": sources}, "kept_digest": digest_of(said)}).encode()
     )
-    again = learned_in(tmp_path, 1, TASK)
+    again = open_round_segments(tmp_path, 1, TASK)
     assert len(again.kept) == 14
     assert np.array_equal(again.kept, np.isin(np.arange(8), [0, 3, 7]) & again.recordings.is_heard)
     again.recordings.close()

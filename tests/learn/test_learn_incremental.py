@@ -22,8 +22,8 @@ import leakmel as lm
 from errors import raises
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.retrain import promotion, rounds
-from leakmel.learn.model.locate import POINTER, RECORD, Champion, load_champion, read_lineage, round_folder
-from leakmel.learn.retrain.promotion import begin_lineage, champion_of, settle, weights_digest
+from leakmel.learn.model.locate import CHAMPION_FILE, RECORD, Champion, load_champion, read_lineage, round_folder
+from leakmel.learn.retrain.promotion import begin_lineage, champion_entry, finish_interrupted_round, weights_digest
 from leakmel.learn.model.files import write_whole
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
@@ -31,16 +31,16 @@ from leakmel.learn.retrain.promotion import (
     compare_models,
     decide,
     leak_truth,
-    shared_with,
+    check_overlap,
 )
 from leakmel.learn.data.groups import recordings_of
-from leakmel.learn.retrain.selection import UNHEARD, human_classes, recording_paths
-from leakmel.learn.retrain.selection import class_scores, replayed, select_segments, trusted_segments
+from leakmel.learn.retrain.selection import UNLABELLED, read_human_labels, recording_paths
+from leakmel.learn.retrain.selection import class_scores, draw_replay, select_segments, confident_segments
 from leakmel.learn.metrics.bootstrap import Groups, recording_groups
-from leakmel.learn.retrain.replay import ReplayWarning, learned_in, with_copies
+from leakmel.learn.retrain.replay import ReplayWarning, open_round_segments, label_copies
 from leakmel.learn.data.loaders import open_loader
 from leakmel.learn.model.net import LeakNet, NetSettings
-from leakmel.learn.retrain.selection import Choice, SegmentSubset, part_digest, whole_recordings
+from leakmel.learn.retrain.selection import LabelledSegments, SegmentSubset, part_digest, whole_recordings
 from leakmel.learn.retrain.rounds import RoundRules, retrain
 from leakmel.learn.data.splits import LeakySplitWarning
 from leakmel.learn.data.task import LEFT_OUT, make_task
@@ -97,7 +97,7 @@ def recordings(path: Path, task: Any = None, **how: Any) -> Segments:
 def test_the_clearest_half_is_kept(scores, data):
     table = np.array(scores)
     leaks = np.array(data.draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores))))
-    kept = trusted_segments(table, leaks, np.full(len(scores), 0.5))
+    kept = confident_segments(table, leaks, np.full(len(scores), 0.5))
     assert kept.sum(1).tolist() == [3] * len(scores)  # half of 5, rounded up
     for row, mask, leak in zip(table, kept, leaks):
         if leak:
@@ -140,12 +140,12 @@ def test_classes_come_from_the_vote_and_the_likeliest_other():
 
 def test_a_person_wins_over_the_detector():
     scores = three([0.9, 0.8, 0.7, 0.6], [0.1, 0.2, 0.3, 0.0], [0.9, 0.9, 0.9, 0.9], [0.9, 0.1, 0.9, 0.9])
-    found = select(scores, [2, 1, LEFT_OUT, UNHEARD])
+    found = select(scores, [2, 1, LEFT_OUT, UNLABELLED])
     assert found.choice.classes.tolist() == [2, 1, LEFT_OUT, 1]
     assert found.choice.kept.sum(1).tolist() == [4, 4, 0, 2], "a labelled recording counts as a whole"
     assert found.n_overruled == 3
     assert found.by_human.tolist() == [True, True, True, False]
-    half = select(scores, [2, 1, LEFT_OUT, UNHEARD], keep_share_human=0.5)
+    half = select(scores, [2, 1, LEFT_OUT, UNLABELLED], keep_share_human=0.5)
     assert half.choice.kept[0].tolist() == [False, False, True, True], (
         "of what a person calls normal, the bottom half"
     )
@@ -190,22 +190,22 @@ def test_replay_is_a_share_of_each_class(towns):
     with recordings(towns[0]["training"], TASK) as old:
         n = [int((old.labels == k).sum()) for k in (0, 1)]
         for share in (0.25, 0.5, 1.0):
-            again = replayed(old, share, seed=3)
+            again = draw_replay(old, share, seed=3)
             drawn = again.kept.any(1)
             assert again.kept[drawn].all(), "whole recordings"
             assert [int((drawn & (old.labels == k)).sum()) for k in (0, 1)] == [round(share * m) for m in n]
-        assert np.array_equal(replayed(old, 0.5, 3, 1).kept, replayed(old, 0.5, 3, 1).kept)
-        assert not np.array_equal(replayed(old, 0.5, 3, 1).kept, replayed(old, 0.5, 3, 2).kept), (
+        assert np.array_equal(draw_replay(old, 0.5, 3, 1).kept, draw_replay(old, 0.5, 3, 1).kept)
+        assert not np.array_equal(draw_replay(old, 0.5, 3, 1).kept, draw_replay(old, 0.5, 3, 2).kept), (
             "another round, other recordings"
         )
-        assert [int((replayed(old, 1e-6).kept.any(1) & (old.labels == k)).sum()) for k in (0, 1)] == [1, 1], (
+        assert [int((draw_replay(old, 1e-6).kept.any(1) & (old.labels == k)).sum()) for k in (0, 1)] == [1, 1], (
             "no class is left out"
         )
     with (
         recordings(towns[0]["training"], TASK, rows=np.flatnonzero(old.labels == 0)) as leaks,
         raises("class-missing", says="NOLEAK"),
     ):
-        replayed(leaks)
+        draw_replay(leaks)
 
 
 # Items
@@ -218,7 +218,7 @@ def test_picked_items_come_through_loaders_and_can_be_taken_up_again(towns, kind
         rng = np.random.default_rng(0)
         kept, classes = rng.random((len(new), new.row_shape[0])) < 0.3, rng.integers(-1, 2, len(new))
         picked = SegmentSubset(
-            [Choice(new, kept, classes), whole_recordings(old, np.array([1, 5]))],
+            [LabelledSegments(new, kept, classes), whole_recordings(old, np.array([1, 5]))],
             TASK,
             level=level,
             preload_to_ram=kind == "device",
@@ -268,19 +268,19 @@ def test_tables_of_people_are_checked_by_name(towns, tmp_path):
 
         def heard(*lines: str, columns: str = "path,label") -> list[int]:
             table.write_text("\n".join([columns, *lines]))
-            return human_classes(
+            return read_human_labels(
                 table, new, make_task(["LEAK", "NOLEAK", "PUMP"], leave_out=["PUMP"])
             ).tolist()
 
         assert heard(f"{paths[2]},noleak", f"{paths[0]},Leak", f"{paths[4]},PUMP")[:5] == [
             0,
-            UNHEARD,
+            UNLABELLED,
             1,
-            UNHEARD,
+            UNLABELLED,
             LEFT_OUT,
         ]
         cases: list[tuple[list[str], str]] = [
-            ([f"{paths[0]},LEAKY"], "unknown label for"),
+            ([f"{paths[0]},LEAKY"], "the label of"),
             ([f"{paths[0]},LEAK", "a/b.wav,LEAK"], "a/b.wav"),
             ([], "names no recording"),
             ([f"{paths[0]},LEAK", f"{paths[0]},LEAK"], "same path as in line 2"),
@@ -297,28 +297,28 @@ def test_tables_of_people_are_checked_by_name(towns, tmp_path):
         with recordings(towns[1]["testing"], rows=np.array([1, 2])) as some:
             table.write_text(f"path,label\n{paths[0]},LEAK\na.wav,LEAK\n")
             with raises("unknown-recording", path=table, found=f"{paths[0]}, a.wav"):
-                human_classes(table, some, TASK)
+                read_human_labels(table, some, TASK)
     table.write_text(f"path,label\n{paths[0]},LEAK\n")
     with (
         Segments([towns[1]["testing"]] * 2, level="recording") as twice,
         raises("ambiguous-recording", path=table),
     ):
-        human_classes(table, twice, TASK)
+        read_human_labels(table, twice, TASK)
 
 
 def test_what_people_say_is_said_of_copies(towns):
     with Segments([towns[1]["testing"]] * 2, level="recording") as twice:
         n = len(twice) // 2
-        said = np.full(2 * n, UNHEARD)
+        said = np.full(2 * n, UNLABELLED)
         said[[0, n + 1, 2]] = 1, 0, LEFT_OUT
-        wanted = np.full(2 * n, UNHEARD)
+        wanted = np.full(2 * n, UNLABELLED)
         wanted[[0, n, 1, n + 1, 2, n + 2]] = 1, 1, 0, 0, LEFT_OUT, LEFT_OUT
-        assert with_copies(twice, said).tolist() == wanted.tolist()
-        assert with_copies(twice, wanted).tolist() == wanted.tolist()
+        assert label_copies(twice, said).tolist() == wanted.tolist()
+        assert label_copies(twice, wanted).tolist() == wanted.tolist()
         said[n] = 0
         path = os.fsdecode(recording_paths(twice)[0])
         with raises("labels-contradict", path=towns[1]["testing"], found=path):
-            with_copies(twice, said)
+            label_copies(twice, said)
 
 
 # Who wins
@@ -359,14 +359,14 @@ def test_only_a_paired_interval_above_0_replaces_the_champion():
     assert decide(duel(fair, good), [kept])[0]
     wins, why = decide(duel(fair, good), [kept, lost])
     assert not wins
-    assert "worse elsewhere" in why
+    assert "worse on other test sets" in why
     few = duel(good, 1 - good, n_groups=3, name="three sensors")
     assert decide(duel(fair, good), [kept, few])[0]
     assert (
-        "Lower elsewhere, which is not shown: AUC -1.000 on three sensors (only 3 sensors"
+        "Lower on other test sets, but not significantly: AUC -1.000 on three sensors (only 3 sensors"
         in decide(duel(fair, good), [kept, few])[1]
     )
-    assert "Lower elsewhere" not in decide(duel(fair, good), [kept])[1]
+    assert "Lower on other test sets" not in decide(duel(fair, good), [kept])[1]
     assert "the old town" in why
     with raises("class-missing"):
         compare_models(
@@ -404,9 +404,9 @@ def test_losses_that_no_round_shows_are_seen_from_the_first_champion():
 
 
 def test_a_test_set_says_how_worn_it_is():
-    assert "have judged 1 challenger:" in promotion.test_set_reuse_note(1)
+    assert "1 challenger has been compared" in promotion.test_set_reuse_note(1)
     assert "about 2.5%" in promotion.test_set_reuse_note(1)
-    assert "have judged 40 challengers:" in promotion.test_set_reuse_note(40)
+    assert "40 challengers have been compared" in promotion.test_set_reuse_note(40)
     assert "about 63.7%" in promotion.test_set_reuse_note(40)
 
 
@@ -504,7 +504,7 @@ def test_the_record_is_complete(one_round, towns):
     assert record["replay"] == {"recordings": n_again, "segments": n_again * n_long}
     assert sum(c["segments_by_human"] for c in record["kept"].values()) == 2 * n_long
     assert record["challengers_judged"] == 1
-    assert "have judged 1 challenger:" in record["reason"]
+    assert "1 challenger has been compared" in record["reason"]
     assert [h["class"] for h in record["human_labels"]] == ["NOLEAK", "LEAK"]
     assert set(record["metrics"]) == {"testing", "old town"}
     assert record["metrics"]["testing"]["differences"]["auc"]["low"] is not None
@@ -586,13 +586,13 @@ def halves(path: Path) -> list[Segments]:
 
 def learned_by(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     "The items of each training to come."
-    seen, real = list[Any](), rounds.learn_on
+    seen, real = list[Any](), rounds.fine_tune
 
-    def learn_on(champion: Detector, items: SegmentSubset, *a: Any, **k: Any) -> Detector:
+    def fine_tune(champion: Detector, items: SegmentSubset, *a: Any, **k: Any) -> Detector:
         seen.append((len(items), items.numbers.copy(), items.labels.copy(), [len(s) for s in items.sources]))
         return real(champion, items, *a, **k)
 
-    monkeypatch.setattr(rounds, "learn_on", learn_on)
+    monkeypatch.setattr(rounds, "fine_tune", fine_tune)
     return seen
 
 
@@ -608,10 +608,10 @@ def test_what_earlier_rounds_learned_is_learned_again(towns, tmp_path, monkeypat
     assert first.record["earlier"] == {"recordings": 0, "segments": 0, "of_rounds": {}, "missing": []}
     (source,) = first.record["new"]["sources"]
     assert source["path"] == str(towns[1]["training"])
-    with recordings(towns[1]["training"]) as every, learned_in(tmp_path, 1, TASK).recordings as again:
+    with recordings(towns[1]["training"]) as every, open_round_segments(tmp_path, 1, TASK).recordings as again:
         assert np.array_equal(again.rows, one.rows)
-        assert np.array_equal(learned_in(tmp_path, 1, TASK).kept, first.selection.choice.kept)
-        assert np.array_equal(learned_in(tmp_path, 1, TASK).classes, first.selection.choice.classes)
+        assert np.array_equal(open_round_segments(tmp_path, 1, TASK).kept, first.selection.choice.kept)
+        assert np.array_equal(open_round_segments(tmp_path, 1, TASK).classes, first.selection.choice.classes)
         n_long = every.row_shape[0]
 
     second = next_round(other)
@@ -660,7 +660,7 @@ def test_data_sets_that_have_gone_are_said(towns, tmp_path, monkeypatch):
     retrain(**given_ | {"new_data": moved})
     other = given_ | {"new_data": towns[1]["validation"]}
     shutil.copy(towns[0]["validation"], moved)
-    with pytest.warns(ReplayWarning, match="round 1: .*not the one of then"):
+    with pytest.warns(ReplayWarning, match="round 1: .*has changed since"):
         done = retrain(**other)
     assert done.record["earlier"]["recordings"] == 0
     assert "missing" in repr(done)
@@ -674,10 +674,10 @@ def test_data_sets_that_have_gone_are_said(towns, tmp_path, monkeypatch):
     kept.write_text(kept.read_text().replace("prediction", "human", 1))
     with pytest.warns(ReplayWarning, match="round [123]: "):
         done = retrain(**other | {"new_data": towns[1]["training"]})
-    assert ["not what was written" in gone for gone in done.record["earlier"]["missing"]] == [False, True]
+    assert ["has changed since" in gone for gone in done.record["earlier"]["missing"]] == [False, True]
 
 
-def heard_table(path: Path, choice: Choice, label: Callable[[int], str], n: int | None = None) -> Path:
+def heard_table(path: Path, choice: LabelledSegments, label: Callable[[int], str], n: int | None = None) -> Path:
     "A table in which people label the first recordings, by the class that each was held for."
     lines = [
         f"{os.fsdecode(p)},{label(k)}\n"
@@ -737,7 +737,7 @@ def test_new_recordings_that_replay_holds_are_learned_there(towns, tmp_path, mon
         retrain(**given_ | {"new_data": path})
     first = retrain(**given_)
     assert first.record["new"]["left_to_replay"] == n
-    assert f"{n} held by replay, learned there" in repr(first)
+    assert f"{n} in the replay data and learned from there" in repr(first)
     assert taught_classes(seen[-1], n_long, [], n) == {}, "as new ones"
     again = taught_classes(seen[-1], n_long, [path, towns[1]["validation"]], n)
     assert again == {k: {int(labels[k])} for k in again} != {}, "from replay"
@@ -770,7 +770,7 @@ def test_what_people_say_later_counts_of_what_was_learned_before(towns, tmp_path
     def said(label: Callable[[int], str], n: int | None = None) -> Path:
         with recordings(towns[1]["training"]) as every:
             return heard_table(
-                tmp_path / "heard.csv", Choice(every, first.kept & every.is_heard, first.classes), label, n
+                tmp_path / "heard.csv", LabelledSegments(every, first.kept & every.is_heard, first.classes), label, n
             )
 
     first = next_round(True).selection.choice
@@ -796,7 +796,7 @@ def test_a_champions_folder_is_never_taken_for_another_round(towns, tmp_path, mo
     won = retrain(**given_)
     (won.folder / RECORD).write_bytes(b"{")
     by_rule(monkeypatch, False)
-    with pytest.warns(ReplayWarning, match="not the record of a round; found [^.]*$"):
+    with pytest.warns(ReplayWarning, match="the file is not the record of a round; found [^.]*$"):
         assert retrain(**given_ | {"resume": "never"}).number == 2
     (won.folder / RECORD).unlink()
     (round_folder(tmp_path, 2) / RECORD).unlink()
@@ -809,14 +809,14 @@ def test_rounds_without_the_file_that_names_the_champion_are_no_new_folder(towns
     given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1))
     by_rule(monkeypatch, True)
     retrain(**given_)
-    (tmp_path / POINTER).unlink()
+    (tmp_path / CHAMPION_FILE).unlink()
     with pytest.raises(
-        DataError, match=r"not there any more; found 1 finished rounds beside it.*Put it back"
+        DataError, match=r"missing; found 1 finished rounds next to it.*Restore it"
     ):
         retrain(**given_)
-    with pytest.raises(DataError, match="not there any more"):
+    with pytest.raises(DataError, match="missing"):
         load_champion(tmp_path)
-    os.mkfifo(tmp_path / POINTER)
+    os.mkfifo(tmp_path / CHAMPION_FILE)
     with pytest.raises(DataError, match="no regular file"):
         load_champion(tmp_path)
 
@@ -847,7 +847,7 @@ def test_files_of_the_earlier_system_are_told_apart_by_their_rows(tmp_path):
 
 def test_new_recordings_without_names_are_refused_before_anything_is_learned(tmp_path):
     new, old, testing = (earlier_system(tmp_path / name, 20, k) for k, name in enumerate("not"))
-    with new, old, testing, pytest.raises(DataError, match="does not say which recordings are in it"):
+    with new, old, testing, pytest.raises(DataError, match="does not store the paths"):
         retrain(
             fresh(), new, replay=old, testing=testing, out=tmp_path / "rounds", device="cpu", progress=False
         )
@@ -877,7 +877,7 @@ def test_challengers_meet_the_first_champion_too(towns, tmp_path, monkeypatch):
     two = retrain(**given_)
     assert [d.name for d in given_to[0][3]] == ["testing", "old town"]
     assert two.record["challengers_judged"] == 2
-    assert "have judged 2 challengers" in two.reason
+    assert "2 challengers have been compared" in two.reason
     assert "since 0" in repr(two)
     first = load_detector(round_folder(tmp_path, 0) / "model.pt")
     for name, path in (("testing", towns[1]["testing"]), ("old town", towns[0]["testing"])):
@@ -903,7 +903,7 @@ def test_what_judges_is_never_learned(towns, tmp_path):
     for part in ("new_data", "replay", "validation"):
         with raises("test-set-learned", says="testing"):
             retrain(**given_ | {part: towns[1]["testing"]})
-    assert not (tmp_path / POINTER).exists(), "what cannot be is refused before a champion is named"
+    assert not (tmp_path / CHAMPION_FILE).exists(), "what cannot be is refused before a champion is named"
     with raises("test-set-learned", says="old town"):
         retrain(**given_ | {"also": {"old town": towns[0]["training"]}})
     with recordings(towns[1]["testing"]) as every:
@@ -914,7 +914,7 @@ def test_what_judges_is_never_learned(towns, tmp_path):
             Segments(every.sources, level="recording", rows=np.flatnonzero(m), preload_to_ram=False)
             for m in (inside, ~inside)
         ]
-        assert any("sensor" in s for s in shared_with({"new recordings": parts[0]}, parts[1]))
+        assert any("sensor" in s for s in check_overlap({"new recordings": parts[0]}, parts[1]))
         given_ |= {"new_data": parts[0], "testing": parts[1], "settings": replace(SMALL, epochs=1)}
         with pytest.warns(LeakySplitWarning, match="LEAKY SPLIT"):
             stamped = retrain(**given_)
@@ -939,7 +939,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(
     "where",
-    ["class_scores", "learn", "finish", "compare_models", "selection_csv", "write_whole", "write_lineage"],
+    ["class_scores", "train_epochs", "finish_training", "compare_models", "selection_csv", "write_whole", "write_lineage"],
 )
 def test_an_interrupted_round_leaves_the_champion_and_goes_on(towns, tmp_path, monkeypatch, where):
     given_ = begin_with(towns, tmp_path / "torn")
@@ -976,13 +976,13 @@ from leakmel.learn.train import loop as training
 from leakmel.learn.retrain.rounds import RoundRules, retrain
 from leakmel.learn.model.settings import settings_from
 from leakmel.learn.train.loop import CheckpointSettings
-save, n = training.Run.save, 0
+save, n = training.TrainingRun.save, 0
 def dying(self):
     global n
     save(self)
     n += 1
     if n == 2: os.kill(os.getpid(), signal.SIGKILL)
-training.Run.save = dying
+training.TrainingRun.save = dying
 model, new, old, testing, out = sys.argv[1:]
 retrain(model, new, replay=old, testing=testing, out=out, rules=RoundRules(n_draws=200), device="cpu", progress=False,
         settings=settings_from({"epochs": 2, "batch_size": 128, "channels": [4, 8], "seed": 1, "learning_rate": 1e-3}),
@@ -1016,24 +1016,24 @@ def test_a_killed_round_leaves_the_champion_and_goes_on_bit_for_bit(towns, tmp_p
     assert weights_digest(load_champion(tmp_path / "torn")) == weights_digest(given_["champion"])
     assert not (tmp_path / "torn/round-0001" / RECORD).exists()
     done = retrain(**given_)
-    assert "Goes on after step 6" in json.loads((done.folder / "summary.json").read_text())["begin"]
+    assert "Resumes after step 6" in json.loads((done.folder / "summary.json").read_text())["begin"]
     retrain(**given_ | {"out": tmp_path / "whole"})
     assert files_of(tmp_path / "torn") == files_of(tmp_path / "whole")
 
 
 def test_another_round_does_not_take_up_what_was_interrupted(towns, tmp_path, monkeypatch):
     given_ = begin_with(towns, tmp_path)
-    real = rounds.learn
+    real = rounds.train_epochs
 
     def half(run: Any, *a: Any) -> None:
         run.save()
         raise Killed
 
-    monkeypatch.setattr(rounds, "learn", half)
+    monkeypatch.setattr(rounds, "train_epochs", half)
     with pytest.raises(Killed):
         retrain(**given_)
-    monkeypatch.setattr(rounds, "learn", real)
-    with pytest.raises(UsageError, match="another training was interrupted"):
+    monkeypatch.setattr(rounds, "train_epochs", real)
+    with pytest.raises(UsageError, match="another training, which was interrupted"):
         retrain(**given_ | {"rules": RoundRules(keep_share=0.25, n_draws=200)})
     done = retrain(**given_ | {"rules": RoundRules(keep_share=0.25, n_draws=200), "resume": "never"})
     assert done.number == 1
@@ -1042,7 +1042,7 @@ def test_another_round_does_not_take_up_what_was_interrupted(towns, tmp_path, mo
 def test_a_damaged_folder_is_said(towns, tmp_path):
     given_ = begin_with(towns, tmp_path)
     retrain(**given_)
-    pointer, model = (tmp_path / POINTER).read_bytes(), round_folder(tmp_path, 0) / "model.pt"
+    pointer, model = (tmp_path / CHAMPION_FILE).read_bytes(), round_folder(tmp_path, 0) / "model.pt"
     for wrong in (
         b"",
         b"[]",
@@ -1051,12 +1051,12 @@ def test_a_damaged_folder_is_said(towns, tmp_path):
         pointer.replace(b'"round": 0', b'"round": "../x"'),
         pointer.replace(b'"round": 0', b'"round": 1' + b"0" * 300),
     ):
-        write_whole(tmp_path / POINTER, wrong, sync=False)
-        with pytest.raises(DataError, match="names a champion"):
+        write_whole(tmp_path / CHAMPION_FILE, wrong, sync=False)
+        with pytest.raises(DataError, match="name a champion"):
             load_champion(tmp_path)
-    write_whole(tmp_path / POINTER, pointer, sync=False)
+    write_whole(tmp_path / CHAMPION_FILE, pointer, sync=False)
     write_whole(model, model.read_bytes()[:-1], sync=False)
-    with pytest.raises(DataError, match="digest is another"):
+    with pytest.raises(DataError, match="digest does not match"):
         load_champion(tmp_path)
 
 
@@ -1081,28 +1081,28 @@ def test_a_damaged_record_is_said(tmp_path, wrong):
     "A round decided, and was interrupted before the champion was named."
     lineage = begin_lineage(tmp_path, fresh(), "the test set")
     fresh(1).save(round_folder(tmp_path, 1) / "model.pt")
-    own = asdict(champion_of(tmp_path, 1, fresh(1)))
+    own = asdict(champion_entry(tmp_path, 1, fresh(1)))
     record = {"replaced": True, "champion": asdict(lineage.current)} | (
         wrong if not wrong or "challenger" in wrong else {"challenger": own | wrong}
     )
     path = round_folder(tmp_path, 1) / RECORD
     write_whole(path, json.dumps(record).encode(), sync=False)
     with raises("not-a-round", path=path):
-        settle(tmp_path)
+        finish_interrupted_round(tmp_path)
     for content in (b"", b"{", b"[]", b"\xff", b"[" * 100_000):
         write_whole(path, content, sync=False)
         with raises("not-a-round", path=path):
-            settle(tmp_path)
+            finish_interrupted_round(tmp_path)
     assert read_lineage(tmp_path) == lineage
     write_whole(path, json.dumps(record | {"challenger": own}).encode(), sync=False)
-    settled = settle(tmp_path)
+    settled = finish_interrupted_round(tmp_path)
     assert settled is not None
     assert settled.current == Champion(**own)
 
 
 def test_a_loader_that_was_opened_in_place_of_another_is_closed(towns, tmp_path, monkeypatch):
     "As where a checkpoint comes from a machine with less memory."
-    closed, real = list[str](), rounds.begin
+    closed, real = list[str](), rounds.begin_training
 
     def begin(run: Any, resume: str) -> str:
         said = real(run, resume)
@@ -1119,8 +1119,8 @@ def test_a_loader_that_was_opened_in_place_of_another_is_closed(towns, tmp_path,
     def stop(*a: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr(rounds, "begin", begin)
-    monkeypatch.setattr(rounds, "learn", stop)
+    monkeypatch.setattr(rounds, "begin_training", begin)
+    monkeypatch.setattr(rounds, "train_epochs", stop)
     with pytest.raises(Killed):
         retrain(**begin_with(towns, tmp_path))
     assert closed == ["stream"]

@@ -31,7 +31,7 @@ from leakmel.learn.predict import predict as prediction
 from leakmel.learn.predict import scoring
 from leakmel.learn.predict.predict import rule_of
 from leakmel.learn.predict.predict import COLUMNS, Predictions, rejected_path
-from leakmel.learn.predict.readers import Block
+from leakmel.learn.predict.readers import RowBlock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 4096
@@ -444,10 +444,10 @@ def test_a_model_that_fails_ends_it_cleanly(mixed, monkeypatch, tmp_path, device
 
 
 def test_a_reader_that_fails_ends_it_cleanly(mixed, detector, monkeypatch):
-    def fail(self: Block, *args: Any) -> bool:
+    def fail(self: RowBlock, *args: Any) -> bool:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Block, "put", fail)
+    monkeypatch.setattr(RowBlock, "put", fail)
     with pytest.raises(LeakmelError, match="Input/output error"):
         lm.predict(mixed, detector, **QUIET)
 

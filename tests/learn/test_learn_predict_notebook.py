@@ -65,7 +65,7 @@ def test_notebook(tmp_path, mixed, model):
         ({"threshold": "high"}, "threshold must be a number or None"),
         ({"vote": "half"}, "half"),
         ({"model": "none.pt"}, "none.pt"),
-        ({"length": "all"}, "no such length"),
+        ({"length": "all"}, "the length is unknown"),
     ],
 )
 def test_a_parameter_that_cannot_be_stops_the_notebook(tmp_path, monkeypatch, mixed, model, given, said):

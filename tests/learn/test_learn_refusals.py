@@ -162,7 +162,7 @@ def test_what_a_training_wrote_is_replaced_and_a_file_is_no_folder(town: Path, t
     assert (
         trained(town, tmp_path / "run", settings=replace(TINY, seed=1), resume="never")
         .summary["begin"]
-        .startswith("Begins with epoch 1")
+        .startswith("Starts with epoch 1")
     )
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["settings"]["seed"] == 1
     with raises("not-a-folder", OutputError):
@@ -200,7 +200,7 @@ def test_a_training_goes_on_with_the_loader_it_began_with(
         assert (
             trained(town, tmp_path / "run", settings=settings, resume="always")
             .summary["begin"]
-            .startswith("Goes on after step 4")
+            .startswith("Resumes after step 4")
         )
     with monkeypatch.context() as m:
         m.setattr(loaders, "free_memory", lambda: then)

@@ -603,7 +603,7 @@ def test_a_search_that_began_anew_says_one_thing_when_it_is_interrupted(
 
     def dying(*given: Any, **named: Any) -> None:
         e = KeyboardInterrupt()
-        e.add_note("the same command goes on from there")
+        e.add_note("the same command resumes from there")
         raise e
 
     monkeypatch.setattr(module, "train", dying)

@@ -23,7 +23,7 @@ from leakmel.learn.model.files import load_plain, plain_bytes
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.retrain.rounds import RoundRules
-from leakmel.learn.model.provenance import Known, Seen, known_of, seen_in
+from leakmel.learn.model.provenance import Overlap, Provenance, find_overlap, provenance_of
 from leakmel.learn.data.splits import LeakySplitWarning, group_split
 
 NAMES = [f"{part}_DATASET.H5" for part in ("TRAINING", "VALIDATION", "TESTING")]
@@ -57,8 +57,8 @@ def recordings(*paths: Path) -> Segments:
     return Segments(paths, level="recording")
 
 
-def known(seen: Seen, ds: Segments) -> Known:
-    found = known_of(seen, ds)
+def known(seen: Provenance, ds: Segments) -> Overlap:
+    found = find_overlap(seen, ds)
     assert found is not None
     return found
 
@@ -71,26 +71,26 @@ def warned(model: Any, *names: Path, **how: Any) -> tuple[lm.Evaluation, list[st
 
 
 def test_what_was_learned_and_what_chose_is_in_the_model(small_sets, trained):
-    seen = load_detector(trained / "model.pt").seen
+    seen = load_detector(trained / "model.pt").provenance
     with (
         recordings(small_sets / NAMES[0], small_sets / NAMES[1]) as both,
         recordings(small_sets / NAMES[2]) as others,
     ):
         right = {d for ds in both.sources for d in ds.files["digest"]}
         assert len(seen.recordings) == len(right)
-        assert seen.is_all
-        assert known(seen, both).n_known == len(both.rows)
-        assert known(seen, others).n_known == 0
-    best = load_detector(trained / "checkpoints" / "best.pt").seen
+        assert seen.is_complete
+        assert known(seen, both).n_in_training == len(both.rows)
+        assert known(seen, others).n_in_training == 0
+    best = load_detector(trained / "checkpoints" / "best.pt").provenance
     assert np.array_equal(best.recordings, seen.recordings)
 
 
 def test_eight_bytes_for_each(trained):
     with_it = load_detector(trained / "model.pt")
-    seen, n = with_it.seen, 40_000
+    seen, n = with_it.provenance, 40_000
     small, large = (
-        replace(with_it, seen=s).save(trained.parent / f"{len(s.recordings)}.pt", sync=False).stat().st_size
-        for s in (seen, Seen(np.arange(n), True))
+        replace(with_it, provenance=s).save(trained.parent / f"{len(s.recordings)}.pt", sync=False).stat().st_size
+        for s in (seen, Provenance(np.arange(n), True))
     )
     assert abs(large - small - 8 * (n - len(seen.recordings))) < 1000
 
@@ -127,8 +127,8 @@ def test_a_split_of_its_own_is_noticed(small_sets, tmp_path, capsys):
         == 0
     )
     with recordings(small_sets / NAMES[2]) as testing:
-        found = known(load_detector(tmp_path / "run" / "model.pt").seen, testing)
-    assert 0 < found.n_known <= found.n
+        found = known(load_detector(tmp_path / "run" / "model.pt").provenance, testing)
+    assert 0 < found.n_in_training <= found.n
     capsys.readouterr()
     assert (
         main(
@@ -149,7 +149,7 @@ def test_a_split_of_its_own_is_noticed(small_sets, tmp_path, capsys):
     printed = capsys.readouterr()
     body = json.loads(printed.out)
     assert body["leaky_split"] is True
-    assert any(f"{found.n_known:,} of {found.n:,} recordings that judge" in s for s in body["stamps"])
+    assert any(f"{found.n_in_training:,} of {found.n:,} test recordings" in s for s in body["stamps"])
     assert "LeakySplitWarning: LEAKY SPLIT" in printed.err
     assert (
         main(
@@ -177,7 +177,7 @@ def test_its_own_part_for_testing_is_clean(small_sets, tmp_path):
     split = group_split(files, "sensor", allow_leaky_split=True)
     done = lm.train(files, split=split, out=tmp_path / "run", **HOW)
     found, said = warned(done.detector, *files, split=split)
-    assert not [s for s in (*found.stamps, *said) if "learned from" in s]
+    assert not [s for s in (*found.stamps, *said) if "trained on" in s]
 
 
 def test_validation_chose(small_sets, trained):
@@ -185,7 +185,7 @@ def test_validation_chose(small_sets, trained):
     with recordings(small_sets / NAMES[1]) as one, recordings(small_sets / NAMES[2]) as other:
         n, n_all = len(one.rows), len(one.rows) + len(other.rows)
     assert found.stamps == tuple(said)
-    assert f"{n} of {n_all} recordings that judge" in said[0]
+    assert f"{n} of {n_all} test recordings" in said[0]
     assert "LEAKY SPLIT" in found.report()
     assert "LEAKY SPLIT" in found._repr_html_()
 
@@ -196,7 +196,7 @@ def test_copies_under_other_names_are_known(small_sets, trained, tmp_path):
         os.link(wav, tmp_path / "wavs" / "LEAK" / f"copy{k}.wav")
     lm.build(tmp_path / "wavs", out=tmp_path / "copies.h5", progress="none", check=0)
     found, said = warned(trained / "model.pt", tmp_path / "copies.h5")
-    assert "3 of 3 recordings that judge" in found.stamps[0]
+    assert "3 of 3 test recordings" in found.stamps[0]
     assert said
 
 
@@ -217,10 +217,10 @@ def test_predictions_of_known_recordings_are_marked(small_sets, trained, tmp_pat
     assert table["in_training"].tolist() == [not p.startswith("TESTING") for p in table["path"]]
     n = int(table["in_training"].sum())
     assert done.summary["in_training"] == n > 10
-    assert f"{n} of the recordings were in the detector's training" in done.text()
+    assert f"{n} of the recordings were used to train the detector" in done.text()
     whole = lm.predict(demo / "TESTING", trained / "model.pt", device="cpu", progress="none")
     assert whole.summary["in_training"] == 0
-    assert "in the detector's training" not in whole.text()
+    assert "used to train the detector" not in whole.text()
 
 
 def test_recordings_of_two_channels_are_known_too(trained, tmp_path):
@@ -239,7 +239,7 @@ def test_recordings_of_two_channels_are_known_too(trained, tmp_path):
 
 
 def test_a_model_that_does_not_say_marks_nothing(small_sets, trained, tmp_path):
-    old = replace(load_detector(trained / "model.pt"), seen=Seen())
+    old = replace(load_detector(trained / "model.pt"), provenance=Provenance())
     done = lm.predict(
         small_sets.parent / "demo" / "TRAINING",
         old,
@@ -249,13 +249,13 @@ def test_a_model_that_does_not_say_marks_nothing(small_sets, trained, tmp_path):
     )
     assert done.table["in_training"].isna().all()
     assert done.summary["in_training"] is None
-    assert "does not say what it was trained with" in done.text()
+    assert "does not store its training recordings" in done.text()
     column = (tmp_path / "scores.csv").read_text().splitlines()[0].split(",").index("in_training")
     assert {line.split(",")[column] for line in (tmp_path / "scores.csv").read_text().splitlines()[1:]} == {
         ""
     }
     assert (
-        "does not say"
+        "does not store"
         not in lm.predict(
             small_sets.parent / "demo" / "TESTING", trained, device="cpu", progress="none"
         ).text()
@@ -296,7 +296,7 @@ def test_silence_is_nobodys(tmp_path):
         },
     )
     done = lm.train(first, out=tmp_path / "run", **HOW)
-    assert len(done.detector.seen.recordings) == 2
+    assert len(done.detector.provenance.recordings) == 2
     found, said = warned(done.detector, second)
     assert not found.leaky
     assert not said
@@ -332,11 +332,11 @@ def test_a_model_that_does_not_say(small_sets, trained, tmp_path):
     del values["seen"]
     (tmp_path / "old.pt").write_bytes(plain_bytes(values))
     old = load_detector(tmp_path / "old.pt")
-    assert repr(old.seen) == "Seen(0 recordings, and perhaps others)"
+    assert repr(old.provenance) == "Provenance(0 recordings, and perhaps others)"
     found, _ = warned(tmp_path / "old.pt", small_sets / NAMES[0])
     assert not found.leaky
     assert any("the model does not say" in c for c in found.cautions)
-    assert np.array_equal(load_detector(old.save(tmp_path / "again.pt")).seen.recordings, old.seen.recordings)
+    assert np.array_equal(load_detector(old.save(tmp_path / "again.pt")).provenance.recordings, old.provenance.recordings)
 
 
 WRONG: dict[str, Any] = {
@@ -363,8 +363,8 @@ def test_a_model_that_also_has_names_of_recordings_is_read(trained, tmp_path):
     values = load_plain(trained / "model.pt")
     values["seen"] |= {"names": torch.arange(3)}
     (tmp_path / "model.pt").write_bytes(plain_bytes(values))
-    seen = load_detector(tmp_path / "model.pt").seen
-    assert np.array_equal(seen.recordings, load_detector(trained / "model.pt").seen.recordings)
+    seen = load_detector(tmp_path / "model.pt").provenance
+    assert np.array_equal(seen.recordings, load_detector(trained / "model.pt").provenance.recordings)
 
 
 def town(folder: Path, seed: int) -> list[Path]:
@@ -389,18 +389,18 @@ def test_rounds_remember_and_look(small_sets, trained, tmp_path):
         checkpoints=CheckpointSettings(fsync=False),
     )
     done = lm.retrain(trained, new, testing=test, **given)
-    assert not [s for s in done.record["stamps"] if "learned from" in s]
+    assert not [s for s in done.record["stamps"] if "trained on" in s]
     before, after = (
-        load_detector(trained / "model.pt").seen,
-        load_detector(round_folder(tmp_path / "rounds", 1) / "model.pt").seen,
+        load_detector(trained / "model.pt").provenance,
+        load_detector(round_folder(tmp_path / "rounds", 1) / "model.pt").provenance,
     )
     with recordings(new) as ds:
-        learned = seen_in([ds]).recordings
+        learned = provenance_of([ds]).recordings
     assert set(before.recordings) < set(after.recordings)
     assert set(after.recordings) & set(learned)
     assert set(after.recordings) <= set(before.recordings) | set(learned)
-    assert after.is_all
-    assert load_champion(tmp_path / "rounds").seen.is_all
+    assert after.is_complete
+    assert load_champion(tmp_path / "rounds").provenance.is_complete
     chosen_by = lm.retrain(
         trained, new, testing=small_sets / NAMES[1], **given | {"out": tmp_path / "others"}
     )
@@ -409,7 +409,7 @@ def test_rounds_remember_and_look(small_sets, trained, tmp_path):
     assert [
         s
         for s in chosen_by.record["stamps"]
-        if s.startswith("LEAKY SPLIT") and f"testing: {n} of {n} recordings" in s
+        if s.startswith("LEAKY SPLIT") and f"testing: {n} of {n} test recordings" in s
     ]
     assert "BEWARE" in repr(chosen_by)
     assert any("comes out of rounds" in c for c in judged(done.challenger, test).cautions)
@@ -424,7 +424,7 @@ def test_a_round_that_is_not_over_remembers_too(small_sets, trained, tmp_path, m
     def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rounds._RoundInProgress, "concluded", interrupted)
+    monkeypatch.setattr(rounds._RoundInProgress, "conclude", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lm.retrain(
             trained,
@@ -438,16 +438,16 @@ def test_a_round_that_is_not_over_remembers_too(small_sets, trained, tmp_path, m
             rules=RoundRules(n_draws=100, replay_share=0.2),
             checkpoints=CheckpointSettings(fsync=False),
         )
-    before, here = load_detector(trained / "model.pt").seen, round_folder(tmp_path / "rounds", 1)
+    before, here = load_detector(trained / "model.pt").provenance, round_folder(tmp_path / "rounds", 1)
     for path in (here / "model.pt", here / "checkpoints" / "best.pt"):
-        seen = load_detector(path).seen
+        seen = load_detector(path).provenance
         assert set(before.recordings) < set(seen.recordings)
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
 def test_a_refused_call_leaves_no_folder(small_sets, trained, tmp_path):
     for champion, how, said in (
-        (tmp_path / "nowhere.pt", {}, "no such file"),
+        (tmp_path / "nowhere.pt", {}, "does not exist"),
         (trained, {"device": "cuda:99"}, "no such"),
     ):
         with pytest.raises(LeakmelError, match=said):
@@ -467,8 +467,8 @@ def test_files_of_the_earlier_system_say_nothing(tmp_path):
     from test_learn_incremental import earlier_system
 
     ds = earlier_system(tmp_path / "old.h5", 4, 0)
-    assert known_of(Seen(is_all=True), ds) is None
-    assert not seen_in([ds]).is_all
+    assert find_overlap(Provenance(is_complete=True), ds) is None
+    assert not provenance_of([ds]).is_complete
     ds.close()
 
 

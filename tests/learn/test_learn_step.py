@@ -25,12 +25,12 @@ from leakmel.learn.model.net import (
     batch_totals,
     item_losses,
     loss_weights,
-    piece_loss,
+    micro_batch_loss,
 )
 from leakmel.learn.model.settings import SPEED_ONLY, TrainSettings
 from leakmel.learn.train import timing
 from leakmel.learn.train.inputs import differences, training_identity
-from leakmel.learn.train.step import StepFigures, Stepper, half_type, learning_rate, piece_bounds, ran_out
+from leakmel.learn.train.step import StepFigures, Stepper, half_type, learning_rate, micro_batch_slices, is_out_of_memory
 from leakmel.learn.train.timing import StepTimer, StepTimes, loader_advice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,7 +119,7 @@ def test_losses_are_the_textbooks():
     expected = (w * (1 - p) ** 1.5 * -p.log()).sum() / w.sum() + 0.7 * (
         v * (1 - q) ** 1.5 * -q.log()
     ).sum() / v.sum()
-    assert float(piece_loss(logits, leak_logit, y, s, weights, batch_totals(y, weights))) == pytest.approx(
+    assert float(micro_batch_loss(logits, leak_logit, y, s, weights, batch_totals(y, weights))) == pytest.approx(
         float(expected), rel=1e-5
     )
     plain = item_losses(logits, leak_logit, y, TrainSettings(label_smoothing=0.2), 0)[0]
@@ -158,7 +158,7 @@ def test_learning_rate_rises_then_falls(n_steps, warmup_share, min_lr_share):
 @quick
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_pieces_are_even_and_whole(n, most):
-    bounds = piece_bounds(n, most)
+    bounds = micro_batch_slices(n, most)
     sizes = [p.stop - p.start for p in bounds]
     assert [i for p in bounds for i in range(n)[p]] == list(range(n))
     assert max(sizes) <= most
@@ -198,7 +198,7 @@ def test_pieces_give_the_gradients_of_the_batch(n, accumulation, changes):
     assert float(one.loss) == pytest.approx(float(other.loss), rel=1e-5)
     assert int(one.n_correct) == int(other.n_correct)
     assert float(one.grad_norm) == pytest.approx(float(other.grad_norm), rel=1e-4)
-    assert given == [p.stop - p.start for p in piece_bounds(n, -(-24 // accumulation))]
+    assert given == [p.stop - p.start for p in micro_batch_slices(n, -(-24 // accumulation))]
     assert one.n == other.n == n
 
 
@@ -363,7 +363,7 @@ def test_memory_that_runs_out_while_weights_are_written(starved, n_before_writin
     ],
 )
 def test_memory_runs_out_in_many_words(error, starved):
-    assert ran_out(error())
+    assert is_out_of_memory(error())
     assert starved.step({30}, error)[0].n_ran_out == 1
 
 

@@ -138,7 +138,7 @@ def test_killed_at_any_moment_it_comes_to_the_same_weights(
         done = going(children, sets, out, "", *words)
         assert done.status == 0, f"killed at step {at} of {n_steps}: {done.err}"
         said = json.loads((out / "summary.json").read_text())["begin"]
-        assert ("Goes on" in said or "nothing to do" in said) == bool(left)
+        assert ("Resumes" in said or "nothing to do" in said) == bool(left)
         assert_same(out, right)
         shutil.rmtree(out)
         tried("S16")
@@ -166,8 +166,8 @@ def test_a_signal_waits_for_a_checkpoint_and_says_how_to_go_on(
     done = going(children, sets, out, at_a_step(number, at))
     assert done.status == 128 + number, done.err
     assert "Traceback" not in done.err
-    assert f"stopped by signal {number}" in done.err
-    assert "the same command goes on from there" in done.err
+    assert f"ended by signal {number}" in done.err
+    assert "the same command resumes from there" in done.err
     newest = latest_checkpoint(out / "checkpoints")
     assert newest is not None
     assert f"step {newest[0].step:,}" in done.err
@@ -198,7 +198,7 @@ def test_any_loader_goes_on_in_the_middle_of_an_epoch(
             )
     assert [c.step for c in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == 8
     again = trained(sets, tmp_path / "run", settings=settings, resume="always")
-    assert "Goes on after step 8, in epoch 2" in again.summary["begin"]
+    assert "Resumes after step 8, in epoch 2" in again.summary["begin"]
     assert_same(tmp_path / "run", whole)
 
 
@@ -217,7 +217,7 @@ def test_ctrl_c_in_a_notebook_is_an_ordinary_interrupt(
         with pytest.raises(KeyboardInterrupt) as said:
             trained(sets, tmp_path / "run")
     (note,) = said.value.__notes__
-    assert "after step 8: the same command goes on" in note
+    assert "after step 8: the same command resumes" in note
     trained(sets, tmp_path / "run")
     assert_same(tmp_path / "run", right)
 
@@ -236,7 +236,7 @@ def test_what_began_anew_goes_on_without_that_word(
     with pytest.raises(KeyboardInterrupt) as said:
         trained(sets, tmp_path / "run", resume="never")
     (note,) = said.value.__notes__
-    assert "after step 2: the same command without resume='never' goes on from there" in note
+    assert "after step 2: the same command without resume='never' resumes from there" in note
 
 
 def test_a_damaged_checkpoint_costs_an_epoch_and_not_the_training(
@@ -246,7 +246,7 @@ def test_a_damaged_checkpoint_costs_an_epoch_and_not_the_training(
     folder = tmp_path / "run" / "checkpoints"
     newest = list_checkpoints(folder)[-1].path
     newest.write_bytes(newest.read_bytes()[:-100])
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="checkpoint skipped"):
         again = trained(sets, tmp_path / "run")
     assert "in epoch 3" in again.summary["begin"]
     assert_same(tmp_path / "run", right)
@@ -288,7 +288,7 @@ def test_another_training_is_refused_by_name_or_begun_anew(
     )  # what changes no weight changes nothing
     shutil.copy(right.model_path, out / "model.pt")
     anew = trained(sets, out, settings=replace(TINY, epochs=1), resume="never")
-    assert anew.summary["begin"].startswith("Begins with epoch 1")
+    assert anew.summary["begin"].startswith("Starts with epoch 1")
     with raises("nothing-to-resume", DataError):
         trained(sets, tmp_path / "new", resume="always")
 
@@ -332,7 +332,7 @@ def test_a_finished_model_is_replaced_only_where_that_is_asked_for(
         trained(sets, out, settings=fewer)
     assert_same(out, right)
     assert (
-        trained(sets, out, settings=fewer, resume="never").summary["begin"].startswith("Begins with epoch 1")
+        trained(sets, out, settings=fewer, resume="never").summary["begin"].startswith("Starts with epoch 1")
     )
 
 
@@ -412,13 +412,13 @@ def test_a_loss_that_is_no_number_ends_the_training(
 ) -> None:
     from leakmel.learn.train import state as training_state
 
-    real = training_state.Sums.add
+    real = training_state.EpochSums.add
 
     def spoilt(self: Any, figures: Any) -> None:
         real(self, replace(figures, loss=figures.loss * (math.nan if spoil else 1)))
 
     spoil = False
-    monkeypatch.setattr(training_state.Sums, "add", spoilt)
+    monkeypatch.setattr(training_state.EpochSums, "add", spoilt)
     trained(sets, tmp_path / "good", settings=replace(TINY, epochs=1))
     spoil = True
     with raises("training-diverged", DataError, says="lower learning_rate"):
@@ -442,7 +442,7 @@ def test_memory_that_is_too_small_for_items_or_judging_is_said(
         with pytest.raises(MachineError, match="do not fit into memory.*loader='stream'"):
             trained(sets, tmp_path / "a", settings=on_device)
     monkeypatch.setattr(training_state, "score_rows", no_room)
-    with pytest.raises(MachineError, match="too small to judge validation"):
+    with pytest.raises(MachineError, match="too small to score the validation recordings"):
         trained(sets, tmp_path / "b")
 
 
@@ -451,8 +451,8 @@ def test_a_training_that_ran_out_of_memory_says_how_it_went_on(
 ) -> None:
     from leakmel.learn.train import step
 
-    real, batches = step.piece_loss, iter([no_room])
-    monkeypatch.setattr(step, "piece_loss", lambda *args: next(batches, real)(*args))
+    real, batches = step.micro_batch_loss, iter([no_room])
+    monkeypatch.setattr(step, "micro_batch_loss", lambda *args: next(batches, real)(*args))
     result = trained(sets, tmp_path, settings=replace(TINY, epochs=1))
     assert (result.summary["n_ran_out"], result.summary["micro_batch"]) == (1, TINY.batch_size // 2)
     assert (
@@ -489,7 +489,7 @@ def test_settings_that_may_change_change_no_bit(
         with pytest.raises(KeyError):
             trained(sets, tmp_path, checkpoints=CheckpointSettings(checkpoint_steps=1, fsync=False))
     found = trained(sets, tmp_path, settings=replace(TINY, **changed), resume="always")
-    assert found.summary["begin"].startswith("Goes on after step 9")
+    assert found.summary["begin"].startswith("Resumes after step 9")
     a, b = (r.detector.net.state_dict() for r in (found, right))
     assert all(torch.equal(a[name], b[name]) for name in b)
     assert [(e.loss, e.grad_norm, e.clipped_share, e.f1) for e in found.epochs] == [
@@ -501,7 +501,7 @@ def test_lengths_of_gradients_are_told(sets: Path, tmp_path: Path, monkeypatch: 
     "Of all steps, before clipping; those that half precision left out do not count."
     from leakmel.learn.train import state as training_state
 
-    real, norms = training_state.Sums.add, list[float]()
+    real, norms = training_state.EpochSums.add, list[float]()
 
     def noting(self: Any, figures: Any) -> None:
         if len(norms) == 2:
@@ -509,8 +509,8 @@ def test_lengths_of_gradients_are_told(sets: Path, tmp_path: Path, monkeypatch: 
         norms.append(float(figures.grad_norm))
         real(self, figures)
 
-    monkeypatch.setattr(training_state.Sums, "add", noting)
-    monkeypatch.setattr(training_state, "_MOST_APART", 2)
+    monkeypatch.setattr(training_state.EpochSums, "add", noting)
+    monkeypatch.setattr(training_state, "_MAX_SEPARATE_NORMS", 2)
     (epoch,) = trained(sets, tmp_path / "a", settings=replace(TINY, epochs=1, clip_norm=0.6)).epochs
     counted = [n for n in norms if math.isfinite(n)]
     n = len(counted)

@@ -46,7 +46,7 @@ from ..metrics.voting import UNCHOSEN, VOTES, segments_needed, vote_scores
 from ..model.detector import Detector, load_detector, score_rows
 from ..model.devices import pick_device
 from ..model.locate import model_file
-from ..model.provenance import Known, known_of
+from ..model.provenance import Overlap, find_overlap
 from ..train.inputs import Sources, silence_behind, too_short
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _open_parts(
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #1d21fc1a
 def _stamps(
-    detector: Detector, known: Known | None, split: Split | None, parts: Mapping[str, Segments], part: str
+    detector: Detector, known: Overlap | None, split: Split | None, parts: Mapping[str, Segments], part: str
 ) -> tuple[str, ...]:
     "What belongs next to every figure, each once."
     trained = detector.record.get("split")
@@ -215,7 +215,7 @@ def _stamps(
 
 
 def _notes(
-    detector: Detector, known: Known | None, split: Split | None, parts: Mapping[str, Segments]
+    detector: Detector, known: Overlap | None, split: Split | None, parts: Mapping[str, Segments]
 ) -> Iterator[str]:
     "What else was found in a split, what the detector remembers of its training, and what cannot be compared."
     if split is not None:
@@ -223,11 +223,11 @@ def _notes(
         for kind in split.unchecked:
             yield f"Not looked at: the {kind} of some recordings is not known, so it may be on both sides."
     training = parts.get("training")
-    if known is None or not detector.seen.is_all:
+    if known is None or not detector.provenance.is_complete:
         if training is None:
             yield "Training was not given, and the model does not say what it was: whether a sensor or a recording is on both sides was not looked at."
     else:
-        learned = None if training is None else known_of(detector.seen, training)
+        learned = None if training is None else find_overlap(detector.provenance, training)
         if learned is not None and learned.n_new:
             yield (
                 f"{learned.n_new:,} of {learned.n:,} recordings that were given as training are not among those that the detector was trained with: "
@@ -410,7 +410,7 @@ def evaluate(
             found = too_short(ds) or None
             path = ds.sources[0].path
             raise DataError("no recording to judge by", code="no-recordings", path=path, found=found)
-        known = known_of(detector.seen, ds)
+        known = find_overlap(detector.provenance, ds)
         if known and known.stamp and not allow_leaky_split:
             warnings.warn(known.stamp, LeakySplitWarning, stacklevel=2)
 

@@ -7,15 +7,15 @@ __all__ = [
     "weights_digest",
     "next_round",
     "begin_lineage",
-    "champion_of",
+    "champion_entry",
     "read_record",
-    "settle",
+    "finish_interrupted_round",
     "Comparison",
-    "require_both",
+    "require_both_classes",
     "compare_models",
     "decide",
     "test_set_reuse_note",
-    "shared_with",
+    "check_overlap",
     "leak_truth",
 ]
 
@@ -49,7 +49,7 @@ from leakmel.learn.model.locate import (
     round_folder,
     write_lineage,
 )
-from ..model.provenance import Seen, known_of
+from ..model.provenance import Provenance, find_overlap
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 def weights_digest(
     detector: Detector,
 ) -> str:
-    "Tells nets apart, whatever file they are in."
+    "Return the digest of the weights of a detector."
     state = detector.net.state_dict()
     values = {name: t.detach().cpu().float().contiguous().numpy() for name, t in sorted(state.items())}
     return digest_of(b"\0".join(f"{name} {v.shape}".encode() + v.tobytes() for name, v in values.items()))
@@ -70,7 +70,7 @@ def next_round(
     folder: Path,
     lineage: Lineage | None,  # None: no round was begun
 ) -> int:  # above each that is over, and each that a champion comes from, whether its record exists or not
-    "Return the number of the round that comes, or that was interrupted."
+    "Return the number of the next round, or of the interrupted one."
     return max([0, *finished_rounds(folder), *(c.round for c in (lineage.champions if lineage else ()))]) + 1
 
 
@@ -81,13 +81,13 @@ def begin_lineage(
 ) -> Lineage:
     "Make a detector the first champion."
     champion.save(round_folder(folder, 0) / MODEL)
-    lineage = Lineage((champion_of(folder, 0, champion),), testing)
+    lineage = Lineage((champion_entry(folder, 0, champion),), testing)
     write_lineage(folder, lineage)
     return lineage
 
 
-def champion_of(folder: Path, number: int, detector: Detector) -> Champion:
-    "The champion that the model of a round would be."
+def champion_entry(folder: Path, number: int, detector: Detector) -> Champion:
+    "Return the champion entry of the model of a round."
     return Champion(
         number, digest_of((round_folder(folder, number) / MODEL).read_bytes()), weights_digest(detector)
     )
@@ -98,7 +98,7 @@ def read_record(
     number: int,
     remedy: str | None = None,  # what to do where it is damaged
 ) -> dict[str, Any]:  # raises DataError
-    "Read the record of a round that is over."
+    "Read the record of a finished round."
     path = round_folder(folder, number) / RECORD
     try:
         values = json.loads(path.read_bytes())
@@ -106,12 +106,12 @@ def read_record(
             raise TypeError(f"{type(values).__name__} in place of names and values")
         return values
     except (OSError, ValueError, TypeError, RecursionError) as e:
-        raise _damaged(path, e, remedy) from e
+        raise _record_error(path, e, remedy) from e
 
 
-def _damaged(path: Path, why: Exception, remedy: str | None) -> DataError:
+def _record_error(path: Path, why: Exception, remedy: str | None) -> DataError:
     return DataError(
-        "not the record of a round",
+        "the file is not the record of a round",
         code="not-a-round",
         path=path,
         found=f"{type(why).__name__}: {show_path(str(why)[:100])}",
@@ -119,17 +119,17 @@ def _damaged(path: Path, why: Exception, remedy: str | None) -> DataError:
     )
 
 
-def settle(
+def finish_interrupted_round(
     folder: Path,
 ) -> (
     Lineage | None
 ):  # None: no round was begun; raises DataError where the record or the challenger's file is not what it was
-    "Read who is champion, and carry out what an interrupted round decided."
+    "Read the champion, and carry out the decision of an interrupted round."
     lineage = read_lineage(folder)
     number = max(finished_rounds(folder), default=0)
     if lineage is None or number <= lineage.current.round:
         return lineage
-    remedy = "move the folder of this round away: the champion before it goes on"
+    remedy = "move the folder of this round away; the champion before this round stays champion"
     record = read_record(folder, number, remedy)
     if not record.get("replaced") or record.get("champion") != asdict(lineage.current):
         return lineage
@@ -138,7 +138,7 @@ def settle(
         if winner.round != number:
             raise ValueError(f"a challenger of round {winner.round}")
     except (KeyError, ValueError, TypeError) as e:
-        raise _damaged(round_folder(folder, number) / RECORD, e, remedy) from e
+        raise _record_error(round_folder(folder, number) / RECORD, e, remedy) from e
     require_digest(folder / winner.model, winner.digest)
     lineage = lineage.follow(winner)
     write_lineage(folder, lineage)
@@ -148,7 +148,7 @@ def settle(
 # %% ../../../nbs/learn/retrain/promotion.ipynb #8910e3f1
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    "Champion and challenger on the same recordings."
+    "Comparison of champion and challenger on the same recordings."
 
     name: str  # of the recordings
     groups: Groups
@@ -192,7 +192,7 @@ class Comparison:
 
 
 # %% ../../../nbs/learn/retrain/promotion.ipynb #bddbb1a9
-def require_both(
+def require_both_classes(
     name: str,  # of the recordings
     truth: np.ndarray,  # [n] bool
 ) -> None:  # raises DataError
@@ -200,7 +200,7 @@ def require_both(
     if 0 < truth.sum() < len(truth):
         return
     raise DataError(
-        f"{name} cannot tell good from bad",
+        f"all recordings of {name} belong to one class",
         code="class-missing",
         found=f"{int(truth.sum()):,} leaks in {len(truth):,} recordings",
         expected="leaks and others",
@@ -219,7 +219,7 @@ def compare_models(
     seed: int = 0,
 ) -> Comparison:  # raises DataError where one class is missing
     "Compare two detectors on the same recordings, each with its own vote and threshold."
-    require_both(name, truth)
+    require_both_classes(name, truth)
     boot = Bootstrap(truth, groups, n_draws=n_draws, seed=seed)
     one, other = (
         score_model(
@@ -246,22 +246,22 @@ def decide(
         Comparison
     ] = (),  # with the first champion in place of the last, on all test sets; nothing where they are the same
 ) -> tuple[bool, str]:  # whether the challenger wins, and why, a sentence
-    "Decide who is to be the champion."
+    "Decide whether the challenger replaces the champion."
     name = figure_title(figure)
     d = testing.differences[figure]
 
-    def told(found: Iterable[Comparison], counts: Callable[[Difference], bool]) -> list[str]:
+    def listed(found: Iterable[Comparison], counts: Callable[[Difference], bool]) -> list[str]:
         return [f"{name} {e} on {o.name}" for o in found if counts(e := o.differences[figure])]
 
-    worse = told(others, lambda e: e.is_worse)
-    sunk = told(since, lambda e: e.is_worse)
+    worse = listed(others, lambda e: e.is_worse)
+    below_first = listed(since, lambda e: e.is_worse)
     reasons = {
         f"{name} is undefined on {testing.name}": not np.isfinite(d.value),
         f"{name} {d.value:+.3f}, but there is no interval ({d.interval.note})": not d.interval.known,
         f"the challenger is worse, {name} {d} on {testing.name}": d.is_worse,
         f"the challenger is not shown to be better, {name} {d} on {testing.name}": not d.is_better,
-        f"the challenger is better ({name} {d} on {testing.name}) but worse elsewhere, {', '.join(worse)}": worse,
-        f"the challenger is better ({name} {d} on {testing.name}) but worse than the first champion, {', '.join(sunk)}": sunk,
+        f"the challenger is better ({name} {d} on {testing.name}) but worse on other test sets, {', '.join(worse)}": worse,
+        f"the challenger is better ({name} {d} on {testing.name}) but worse than the first champion, {', '.join(below_first)}": below_first,
     }
     for reason, holds in reasons.items():
         if holds:
@@ -273,36 +273,34 @@ def decide(
         if (e := o.differences[figure]).value < 0
     ]
     if lower:
-        text += f" Lower elsewhere, which is not shown: {', '.join(lower)}."
-    if sinking := told(since, lambda e: e.value < 0):
-        text += f" Below the first champion, which is not shown but may add up: {', '.join(sinking)}."
+        text += f" Lower on other test sets, but not significantly: {', '.join(lower)}."
+    if maybe_below_first := listed(since, lambda e: e.value < 0):
+        text += f" Below the first champion, not significantly, but losses may add up: {', '.join(maybe_below_first)}."
     return True, text
 
 
 def test_set_reuse_note(
-    n: int,  # challengers that a test set has judged in one folder of rounds, 1 or more; what else it decided is not known
+    n: int,  # challengers compared on the test set in one folder of rounds, at least 1
 ) -> str:
-    "How far a test set can still be believed, a sentence."
+    "Return a note on the number of comparisons on a test set."
     return (
-        f"In this folder these test recordings have judged {n:,} challenger{'s' * (n > 1)}: "
-        f"were none better, the chance that {'it' if n == 1 else 'one of them'} is called so would be about {1 - 0.975**n:.1%}."
+        f"In this folder, {n:,} challenger{' has' if n == 1 else 's have'} been compared on these test recordings. "
+        f"If none were better, the probability that {'it' if n == 1 else 'at least one of them'} is called better by chance would be about {1 - 0.975**n:.1%}."
     )
 
 
 # %% ../../../nbs/learn/retrain/promotion.ipynb #a8bda1d5
-def shared_with(
-    learned: Mapping[
-        str, Segments
-    ],  # name of each part that is learned from, or that thresholds are chosen on
-    judging: Segments,
+def check_overlap(
+    trained_on: Mapping[str, Segments],  # name of each part that is learned from, or that chose thresholds
+    evaluated: Segments,
     name: str = "testing",
-    seen: Seen | None = None,  # what the champion was trained with
+    provenance: Provenance | None = None,  # what the champion was trained with
 ) -> list[str]:  # what is on both sides, a sentence each; raises DataError for recordings that are
-    "See whether what judges was learned from."
+    "Find training recordings, sensors and file names in the test data."
     import pandas as pd
 
-    tables = {n: recordings_table(ds.sources, progress="none").iloc[ds.rows] for n, ds in learned.items()}
-    mine = recordings_table(judging.sources, progress="none").iloc[judging.rows]
+    tables = {n: recordings_table(ds.sources, progress="none").iloc[ds.rows] for n, ds in trained_on.items()}
+    mine = recordings_table(evaluated.sources, progress="none").iloc[evaluated.rows]
     both = pd.concat([*tables.values(), mine], ignore_index=True)
     part = np.repeat([0, 1], [len(both) - len(mine), len(mine)])
 
@@ -310,25 +308,28 @@ def shared_with(
         return both[of].fillna("").to_numpy(object) if of in both else np.full(len(both), "", object)
 
     stems = np.array([os.path.splitext(os.path.basename(p))[0].casefold() for p in column("path")], object)
-    names = (f"what is learned ({', '.join(learned)})", name)
+    names = (f"training data ({', '.join(trained_on)})", name)
     if twice := shared_values(column("content"), part, names, "content", column("path")):
         raise DataError(
-            f"recordings of {name} are learned from",
+            f"{name} holds recordings that are also used for training",
             code="test-set-learned",
             found=str(twice),
-            remedy="take them out of one of the two: a detector cannot be judged by what it has learned",
+            remedy="remove them from one of the two: a detector must not be evaluated on its training recordings",
         )
     found = [
         shared_values(values, part, names, kind)
         for kind, values in (("sensor", column("sensor")), ("recording", stems))
     ]
-    known = known_of(seen or Seen(), judging)
-    return [*(str(s) for s in found if s), *([known.found] if known is not None and known.n_known else [])]
+    overlap = find_overlap(provenance or Provenance(), evaluated)
+    return [
+        *(str(s) for s in found if s),
+        *([overlap.text] if overlap is not None and overlap.n_in_training else []),
+    ]
 
 
 def leak_truth(
     ds: Segments,
     task: Task,
 ) -> np.ndarray:  # [n] bool
-    "Which recordings are leaks."
+    "Return which recordings are leaks."
     return ds.labels == task.leak_in_model

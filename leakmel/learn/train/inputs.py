@@ -33,7 +33,7 @@ from ...dataset.file.reader import MelDataset, read_rows
 from ..data.segments import DataSource, Segments, open_sources
 from ..data.splits import Split, existing_split
 from ..data.task import Task, make_task
-from ..model.provenance import Seen, seen_in
+from ..model.provenance import Provenance, provenance_of
 from ..model.settings import SPEED_ONLY, TrainSettings, current_names
 
 # %% ../../../nbs/learn/train/inputs.ipynb #7f5a4da2
@@ -49,7 +49,9 @@ class TrainingData(RowTable):
     task: Task
     split: Split | None  # None: there is no validation
     identity: dict[str, str]  # what tells these data from others
-    before: Seen = Seen(is_all=True)  # what the net that is begun with was trained with
+    initial_provenance: Provenance = Provenance(
+        is_complete=True
+    )  # what the net that is begun with was trained with
 
     @property
     def class_counts(self) -> list[int]:
@@ -64,22 +66,24 @@ class TrainingData(RowTable):
         return labels == self.task.leak_in_model
 
     @cached_property
-    def seen(self) -> Seen:
+    def provenance(self) -> Provenance:
         "Digests of the recordings, as a detector stores them."
-        return self.before | seen_in(ds for ds in (self.training, self.validation) if ds is not None)
+        return self.initial_provenance | provenance_of(
+            ds for ds in (self.training, self.validation) if ds is not None
+        )
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        "Pairs of a name and a text."
+        "Yield pairs of a name and a text."
         yield "task", repr(self.task)
         for name, ds in (("training", self.training), ("validation", self.validation)):
             if ds is None:
-                yield name, "none: all epochs are learned, the last one counts, and the threshold stays 0.5"
+                yield name, "none: all epochs are trained, the last one is kept, and the threshold stays 0.5"
                 continue
             counts = np.bincount(ds.labels, minlength=len(self.task.model_names)).tolist()
             by_class = (f"{show_path(n)} {k:,}" for n, k in zip(self.task.model_names, counts))
             yield name, f"{len(ds.rows):,} recordings: {', '.join(by_class)}"
-            for said in filter(None, (too_short(ds), silence_behind(ds))):
-                yield "", said
+            for note in filter(None, (too_short(ds), silence_behind(ds))):
+                yield "", note
         if self.split is not None:
             yield "split", self.split.stamp or f"{self.split.method} Nothing lies in more than one part."
 
@@ -92,19 +96,19 @@ class TooShortWarning(UserWarning):
 def too_short(
     ds: Segments,  # at any level
 ) -> str:  # a sentence; empty where there is none
-    "Say how many recordings are left out because they hold no long segment."
+    "Return a note on recordings that are shorter than one long segment."
     if not ds.n_too_short:
         return ""
     found = next((s.spec for s in ds.sources if not s.legacy), None)
     length = "" if found is None else f" of {found.long_window / found.sample_rate:g} s"
     n = ds.n_too_short + len(ds.rows)
-    return f"{ds.n_too_short:,} of {n:,} recordings are shorter than one long segment{length} and left out, as a prediction rejects them"
+    return f"{ds.n_too_short:,} of {n:,} recordings are shorter than one long segment{length} and are left out; a prediction rejects them, too"
 
 
 def silence_behind(
     ds: Segments,  # at any level
 ) -> str:  # a sentence; empty where there is none
-    "Say how much of the rows lies after the end of the recordings, and is left out."
+    "Return a note on the share of padding behind the recordings."
     n_long = ds.row_shape[0]
     n_short = int((ds.heard < n_long).sum())
     if not n_short:
@@ -150,7 +154,7 @@ def open_training(
             if len(split.labels) != n:
                 found = f"{len(split.labels):,} rows"
                 raise UsageError(
-                    "the split is of other data sets", code="other-split", found=found, expected=f"{n:,}"
+                    "the split belongs to other data sets", code="other-split", found=found, expected=f"{n:,}"
                 )
             if "training" not in split.parts:
                 raise UsageError(
@@ -159,19 +163,19 @@ def open_training(
             rows = split.parts["training"]
             validation_rows = split.parts.get("validation")
         learned = Segments(opened, level="long", rows=rows, **some)
-        judged = None
+        evaluated = None
         if held or validation_rows is not None:
-            judged = Segments(held or opened, level="recording", rows=validation_rows, **some)
-        for name, part in (("training", learned), ("validation", judged)):
-            if part is not None and (said := too_short(part)):
-                warnings.warn(f"{name}: {said}", TooShortWarning, stacklevel=4)
-        _require_classes(learned, judged, task)
+            evaluated = Segments(held or opened, level="recording", rows=validation_rows, **some)
+        for name, part in (("training", learned), ("validation", evaluated)):
+            if part is not None and (note := too_short(part)):
+                warnings.warn(f"{name}: {note}", TooShortWarning, stacklevel=4)
+        _check_classes(learned, evaluated, task)
         identity = {
             "task": json.dumps(asdict(task)),
-            "training": _content(learned, progress),
-            "validation": "" if judged is None else _content(judged, progress),
+            "training": _part_digest(learned, progress),
+            "validation": "" if evaluated is None else _part_digest(evaluated, progress),
         }
-        yield TrainingData(learned, judged, task, split, identity)
+        yield TrainingData(learned, evaluated, task, split, identity)
 
 
 @contextmanager
@@ -188,31 +192,31 @@ def _closing(given: Sources, legacy: bool) -> Iterator[list[MelDataset]]:
 
 
 # %% ../../../nbs/learn/train/inputs.ipynb #4fa9deb7
-def _require_classes(learned: Segments, judged: Segments | None, task: Task) -> None:
-    "Refuse parts that lack what they are for."
+def _check_classes(learned: Segments, validation: Segments | None, task: Task) -> None:
+    "Check that each class has training recordings and that validation has leaks and others."
     lacking = [show_path(n) for k, n in enumerate(task.model_names) if not (learned.labels == k).any()]
     if lacking:
         raise DataError(
-            "classes without a training recording",
+            "some classes have no training recording",
             code="empty-class",
             path=learned.sources[0].path,
             found=", ".join(lacking),
-            remedy="add recordings, or leave the labels out (leave_out)",
+            remedy="add recordings, or exclude the labels (leave_out)",
         )
-    n_leaks = 0 if judged is None else int((judged.labels == task.leak_in_model).sum())
-    if judged is not None and not 0 < n_leaks < len(judged.labels):
+    n_leaks = 0 if validation is None else int((validation.labels == task.leak_in_model).sum())
+    if validation is not None and not 0 < n_leaks < len(validation.labels):
         raise DataError(
-            "validation cannot tell good from bad",
+            "all validation recordings belong to one class",
             code="one-class",
-            path=judged.sources[0].path,
-            found=f"{n_leaks:,} leaks in {len(judged.labels):,} recordings",
+            path=validation.sources[0].path,
+            found=f"{n_leaks:,} leaks in {len(validation.labels):,} recordings",
             expected="leaks and others",
-            remedy="divide the recordings again (leakmel.learn.data.splits.group_split), or train without validation",
+            remedy="split the recordings again (leakmel.learn.data.splits.group_split), or train without validation",
         )
 
 
 # %% ../../../nbs/learn/train/inputs.ipynb #bf2090ee
-def _content(ds: Segments, progress: str) -> str:
+def _part_digest(ds: Segments, progress: str) -> str:
     "A digest of the rows of a part."
     parts: list[bytes] = [np.ascontiguousarray(ds.rows).tobytes(), np.ascontiguousarray(ds.labels).tobytes()]
     for source in ds.sources:
@@ -222,20 +226,20 @@ def _content(ds: Segments, progress: str) -> str:
     return digest_of(b"\0".join(parts))
 
 
-_PIECE = 512  # rows
+_ROWS_PER_READ = 512  # rows
 
 
 def row_digests(
     source: MelDataset,
     progress: str = "auto",  # where reading is shown, if it takes its time: as for `core.progress.Progress`
 ) -> bytes:  # of all rows: those in the file; of files of the earlier system, of rows that are read for it
-    "Return the digests that tell rows from others."
+    "Return the digests of the rows of a data set."
     if "digests/rows" in source.file:
         return np.ascontiguousarray(source.file["digests/rows"][:]).tobytes()
     found = []
-    with DelayedProgress("digests", total=len(source), unit="recordings", show=progress) as count:
-        for k in range(0, len(source), _PIECE):
-            rows = np.arange(k, min(k + _PIECE, len(source)))
+    with Count("digests", total=len(source), unit="recordings", show=progress) as count:
+        for k in range(0, len(source), _ROWS_PER_READ):
+            rows = np.arange(k, min(k + _ROWS_PER_READ, len(source)))
             found.append(digest_of(read_rows(source.mels, rows).tobytes()))
             count.add(len(rows))
     return "".join(found).encode()
@@ -248,9 +252,9 @@ def differences(
 ) -> list[str]:  # empty: a training can be resumed; raises DataError for a net that reads short segments
     "List the differences of two trainings, a few words each."
     then = current_names(before.get("settings", {}))
-    said = [f"{n}={then.get(n)!r} then, {v!r} now" for n, v in now["settings"].items() if then.get(n) != v]
+    changes = [f"{n}={then.get(n)!r} then, {v!r} now" for n, v in now["settings"].items() if then.get(n) != v]
     words = {"task": "another task", "training": "other training data", "validation": "other validation data"}
-    return said + [text for name, text in words.items() if before.get(name) != now[name]]
+    return changes + [text for name, text in words.items() if before.get(name) != now[name]]
 
 
 def training_identity(

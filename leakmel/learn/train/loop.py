@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = [
-    "Run",
+    "TrainingRun",
     "sole_writer",
-    "begin",
-    "how_to_go_on",
-    "StopSignals",
-    "learn",
+    "begin_training",
+    "resume_hint",
+    "DeferredSignals",
+    "train_epochs",
     "TrainResult",
-    "finish",
+    "finish_training",
     "train",
 ]
 
@@ -40,13 +40,13 @@ from leakmel.learn.model.files import (
     save_checkpoint,
 )
 from ..model.settings import RESUME, CheckpointSettings, TrainSettings
-from .history import EpochFigures, Watch, history_table, write_history
+from .history import EpochFigures, TrainingDisplay, history_table, write_history
 from .inputs import Sources, differences, open_training, training_identity
 from leakmel.learn.train.state import (
     TrainingState,
     detector_of,
     end_epoch,
-    take_up,
+    restore_checkpoint,
     to_checkpoint,
     training_record,
 )
@@ -60,7 +60,7 @@ _LOG = logging.getLogger("leakmel")
 
 # %% ../../../nbs/learn/train/loop.ipynb #0f1c037b
 @dataclass(eq=False, repr=False)
-class Run:
+class TrainingRun:
     "A training in its folder."
 
     state: TrainingState
@@ -107,7 +107,7 @@ def sole_writer(
 ) -> Iterator[None]:  # raises OutputError where another one is at work
     "Hold the exclusive right to write a model into a folder."
     if out.exists() and not out.is_dir():
-        raise OutputError("is a file, a folder is needed", code="not-a-folder", path=out)
+        raise OutputError("this is a file, but a folder is needed", code="not-a-folder", path=out)
     with ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -118,11 +118,11 @@ def sole_writer(
             if e.code != "output-locked":
                 raise
             raise OutputError(
-                f"another {who} writes into this folder",
+                f"another {who} is writing into this folder",
                 code="folder-in-use",
                 path=out,
                 found=e.found,
-                remedy="wait for it, or name another folder",
+                remedy="wait until it ends, or name another folder",
             ) from None
         yield
 
@@ -133,7 +133,7 @@ def _is_summary(f: BinaryIO) -> bool:
     return isinstance(summary, dict) and "best_epoch" in summary
 
 
-_OURS: dict[str, Callable[[BinaryIO], bool]] = {
+_RESULT_FILES: dict[str, Callable[[BinaryIO], bool]] = {
     "model.pt": lambda f: b"leakmel detector " in f.read(512),
     "summary.json": _is_summary,
     "history.csv": lambda f: f.read(16) == b"epoch,step,loss,",
@@ -141,78 +141,78 @@ _OURS: dict[str, Callable[[BinaryIO], bool]] = {
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #6ec3212b
-def begin(
-    run: Run,
+def begin_training(
+    run: TrainingRun,
     resume: str,  # "auto": resume where there is a checkpoint; "always": fail where there is none; "never": start over
 ) -> str:  # a sentence on where it begins; raises UsageError, DataError
     "Resume an interrupted training, or begin a new one."
     state = run.state
     found = latest_checkpoint(run.folder) if resume != "never" else None
     if found is not None:
-        return _resumed(run, *found)
+        return _resume_from(run, *found)
     if resume == "always":
         raise DataError(
-            "there is no training to resume",
+            "the folder holds no training to resume",
             code="nothing-to-resume",
             path=run.folder,
-            remedy="leave resume='always' out",
+            remedy="leave out resume='always'",
         )
     if resume == "auto" and (run.out / "model.pt").exists():
         raise UsageError(
-            "a model is in this folder, and no checkpoint of its training",
+            "the folder holds a model, but no checkpoint of its training",
             code="model-exists",
             path=run.out,
             remedy="name another folder, or use resume='never', which replaces it",
         )
     for old in (*(c.path for c in list_checkpoints(run.folder)), run.folder / "best.pt"):
         remove_file(old)
-    return f"Begins with epoch 1 of {state.settings.epochs}, {len(state.loader):,} batches each."
+    return f"Starts with epoch 1 of {state.settings.epochs}, {len(state.loader):,} batches each."
 
 
-def _resumed(run: Run, checkpoint: Checkpoint, values: dict[str, Any]) -> str:
+def _resume_from(run: TrainingRun, checkpoint: Checkpoint, values: dict[str, Any]) -> str:
     "Restore the state of a checkpoint of the same training."
     state = run.state
     try:
         then = dict(json.loads(values["identity"]))
     except (KeyError, TypeError, ValueError) as e:
         raise DataError(
-            "no checkpoint of a training",
+            "the file is not a checkpoint of a training",
             code="not-a-checkpoint",
             path=checkpoint.path,
-            remedy="use resume='never'",
+            remedy="start over with resume='never'",
         ) from e
-    if said := differences(then, training_identity(state.data, state.settings)):
+    if changes := differences(then, training_identity(state.data, state.settings)):
         was = "finished" if values.get("is_over") is True else "interrupted"
         raise UsageError(
-            f"another training was {was} in this folder",
+            f"the folder holds another training, which was {was}",
             code="other-training",
             path=run.out,
-            found="; ".join(said),
-            remedy="use its settings and data to resume it, another folder, or resume='never', which throws it away",
+            found="; ".join(changes),
+            remedy="use its settings and data to resume it, name another folder, or delete it with resume='never'",
         )
-    take_up(state, values)
+    restore_checkpoint(state, values)
     if state.best is not None and (run.folder / "best.pt").is_file():
         run.kept_best = state.best.epoch
     if state.is_over:
-        return f"The training was over after {len(state.epochs)} epochs: there was nothing to do."
-    return f"Goes on after step {state.stepper.n_done:,}, in epoch {len(state.epochs) + 1} of {state.settings.epochs}."
+        return f"The training was already finished after {len(state.epochs)} epochs: nothing to do."
+    return f"Resumes after step {state.stepper.n_done:,}, in epoch {len(state.epochs) + 1} of {state.settings.epochs}."
 
 
-def how_to_go_on(
-    run: Run,
-    resume: str,  # as `begin` was told
+def resume_hint(
+    run: TrainingRun,
+    resume: str,  # as given to `begin_training`
 ) -> str:
-    "Say after an interruption how the training is resumed."
+    "Return a hint on how to resume the training after an interruption."
     n = list_checkpoints(run.folder)
     if not n:
         return "no checkpoint was written yet: the same command starts again"
     same = "the same command" + (" without resume='never'" if resume == "never" else "")
-    return f"a checkpoint was written after step {n[-1].step:,}: {same} goes on from there ({show_path(run.folder)})"
+    return f"a checkpoint was written after step {n[-1].step:,}: {same} resumes from there ({show_path(run.folder)})"
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #8bc5bcc5
-class StopSignals:
-    "Holds back SIGINT and SIGTERM; a context manager. Only in the main thread; elsewhere none arrives."
+class DeferredSignals:
+    "Delay SIGINT and SIGTERM; a context manager for the main thread."
 
     def __init__(self, note: Callable[[], str] = str):  # what to say when a signal is let through
         self.note = note
@@ -261,13 +261,13 @@ class StopSignals:
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #a83e8f9f
-def learn(
-    run: Run,
-    watch: Watch,
-    stop: StopSignals,
+def train_epochs(
+    run: TrainingRun,
+    watch: TrainingDisplay,
+    stop: DeferredSignals,
     after_epoch: Callable[[EpochFigures], object] | None = None,
 ) -> None:  # raises what a signal raises, after a checkpoint
-    "Learn epoch after epoch, until none is left or F1 no longer rises."
+    "Train epochs until none is left or F1 no longer rises."
     state = run.state
     keep = run.keep
 
@@ -278,7 +278,7 @@ def learn(
 
     def evaluated(n_done: int) -> None:
         between()
-        watch.update(", judging validation")
+        watch.update(", evaluating validation")
 
     while not state.is_over:
         if not state.is_learned:
@@ -315,7 +315,7 @@ class TrainResult(RowTable):
         return history_table(self.epochs)
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        "Pairs of a name and a text."
+        "Yield pairs of a name and a text."
         s = self.summary
         best = self.epochs[self.best_epoch - 1]
         if stamp := s["stamp"]:
@@ -325,7 +325,7 @@ class TrainResult(RowTable):
         planned = s["settings"]["epochs"]
         yield "epochs", f"{len(self.epochs)} of {planned}{stopped}; the best is {self.best_epoch}"
         if math.isnan(best.f1):
-            yield "F1", "not known: there was no validation, so the last epoch counts"
+            yield "F1", "not known: there was no validation, so the last epoch was kept"
         else:
             n = s["validation"]["recordings"]
             chose = f"{n:,} recordings of validation, which chose epoch and threshold (AUC {best.auc:.4f})"
@@ -342,15 +342,15 @@ class TrainResult(RowTable):
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #78e2e85c
-def finish(
-    run: Run,
-    said: str,  # of `begin`
+def finish_training(
+    run: TrainingRun,
+    start_text: str,  # of `begin_training`
 ) -> TrainResult:
     "Write the model, its history and its summary."
     state = run.state
     figures = state.best_figures
     if figures is None:
-        raise DataError("nothing was learned", code="nothing-learned", path=run.out)
+        raise DataError("the training has no finished epoch", code="nothing-learned", path=run.out)
     detector = detector_of(state, best=True)
     path = detector.save(run.out / "model.pt")
     write_history(
@@ -359,7 +359,7 @@ def finish(
     summary = training_record(state) | {
         "ok": True,
         "model": show_path(path),
-        "begin": said,
+        "begin": start_text,
         "stamp": "" if state.data.split is None else state.data.split.stamp,
         "stopped_early": len(state.epochs) < state.settings.epochs,
         "vote": detector.vote,
@@ -396,12 +396,15 @@ def train(
     checkpoints: CheckpointSettings | None = None,  # None: after each epoch
     progress: bool | str = True,  # or as for Progress: "auto", "notebook", "terminal", "log", "none"
     after_epoch: Callable[[EpochFigures], object]
-    | None = None,  # told each epoch once its checkpoint stands; what it raises ends the training there
+    | None = None,  # called with each epoch after its checkpoint; an exception ends the training
 ) -> TrainResult:  # raises UsageError, DataError, OutputError
     "Train a leak detector; an interrupted training is resumed, step by step as if it had not been interrupted."
     if resume not in RESUME:
         raise UsageError(
-            "resume is not known", code="unknown-choice", found=repr(resume), expected=", ".join(RESUME)
+            "resume has an unknown value",
+            code="unknown-choice",
+            found=repr(resume),
+            expected=", ".join(RESUME),
         )
     settings = settings or TrainSettings()
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
@@ -420,14 +423,16 @@ def train(
         progress=show,
     )
     with opened as data, sole_writer(folder):
-        for name, is_one in _OURS.items():
+        for name, is_one in _RESULT_FILES.items():
             require_kind(folder / name, "result of a training", is_one)
-        run = Run(TrainingState(data, settings, on, show=show), folder, checkpoints or CheckpointSettings())
+        run = TrainingRun(
+            TrainingState(data, settings, on, show=show), folder, checkpoints or CheckpointSettings()
+        )
         with closing(run.state):
-            said = begin(run, resume)
+            start_text = begin_training(run, resume)
             if data.split is not None and data.split.leaky:
                 announce(data.split.stamp, show=show)
-            with StopSignals(lambda: how_to_go_on(run, resume)) as stop:
-                with Watch(run.state, show) as watch:
-                    learn(run, watch, stop, after_epoch)
-                return finish(run, said)
+            with DeferredSignals(lambda: resume_hint(run, resume)) as stop:
+                with TrainingDisplay(run.state, show) as watch:
+                    train_epochs(run, watch, stop, after_epoch)
+                return finish_training(run, start_text)

@@ -6,9 +6,9 @@
 __all__ = [
     "learning_rate",
     "step_seed",
-    "known_random",
+    "seeded_random",
     "half_type",
-    "piece_bounds",
+    "micro_batch_slices",
     "StepFigures",
     "Stepper",
 ]
@@ -28,8 +28,15 @@ from torch import Tensor, nn
 from ...core.errors import MachineError
 from ..data.segments import Batch
 from ..data.task import Task
-from ..model.devices import exactly_float32, ran_out
-from ..model.net import LeakNet, augment, batch_totals, loss_weights, matrices, piece_loss
+from ..model.devices import exactly_float32, is_out_of_memory
+from leakmel.learn.model.net import (
+    LeakNet,
+    augment,
+    batch_totals,
+    loss_weights,
+    segment_images,
+    micro_batch_loss,
+)
 from ..model.settings import TrainSettings
 
 _LOG = logging.getLogger("leakmel")
@@ -62,7 +69,7 @@ def step_seed(
 
 
 @contextmanager
-def known_random(
+def seeded_random(
     seed: int,
     device: torch.device,
 ) -> Iterator[None]:
@@ -89,7 +96,7 @@ def half_type(
 
 
 # %% ../../../nbs/learn/train/step.ipynb #217ee6e2
-def piece_bounds(
+def micro_batch_slices(
     n: int,  # items of the batch
     most: int,  # items of a micro-batch at most
 ) -> list[slice]:  # as even as can be
@@ -159,7 +166,7 @@ class Stepper:
         self,
         batch: Batch,  # not empty
     ) -> StepFigures:  # raises MachineError where one item needs too much memory, or a net cannot be compiled
-        "Learn a batch."
+        "Train on a batch."
         start = time.perf_counter()
         rate = learning_rate(self.n_done, self.n_steps, self.settings)
         self.net.train()
@@ -170,10 +177,10 @@ class Stepper:
                     break
                 except (RuntimeError, MemoryError) as e:
                     why = str(e) or type(e).__name__
-                    if not ran_out(e):
+                    if not is_out_of_memory(e):
                         if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
                             raise MachineError(
-                                "the net could not be compiled",
+                                "the network could not be compiled",
                                 code="not-compiled",
                                 found=why.partition("\n")[0],
                                 remedy="train with use_compile=False",
@@ -194,17 +201,17 @@ class Stepper:
         s = self.settings
         batch = batch.to(self.device)
         self.generator.manual_seed(step_seed(s.seed, self.n_done, 0))
-        x = augment(matrices(batch.x), self.net.mean, s, self.generator)
+        x = augment(segment_images(batch.x), self.net.mean, s, self.generator)
         totals = batch_totals(batch.y, self.weights)
         loss = torch.zeros((), device=self.device)
         n_correct = torch.zeros((), dtype=torch.int64, device=self.device)
         half = nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
-        with known_random(step_seed(s.seed, self.n_done, 1), self.device):
-            for piece in piece_bounds(len(batch), self.micro_batch):
+        with seeded_random(step_seed(s.seed, self.n_done, 1), self.device):
+            for piece in micro_batch_slices(len(batch), self.micro_batch):
                 y = batch.y[piece]
                 with half:
                     logits, leak_logit = self.forward(x[piece])
-                part = piece_loss(logits, leak_logit, y, s, self.weights, totals)
+                part = micro_batch_loss(logits, leak_logit, y, s, self.weights, totals)
                 self.scaler.scale(part).backward()
                 loss = loss + part.detach()
                 n_correct = n_correct + (logits.detach().argmax(1) == y).sum()
@@ -225,11 +232,11 @@ class Stepper:
                 "memory is too small for a single item",
                 code="out-of-memory",
                 found=why,
-                remedy="use a smaller net or batch_size, or device='cpu'",
+                remedy="use a smaller network or batch_size, or device='cpu'",
             )
         self.micro_batch = now // 2
         self.n_ran_out += 1
-        _LOG.warning("memory ran out: micro-batches of %d items from here on", self.micro_batch)
+        _LOG.warning("memory ran out: continuing with micro-batches of %d items", self.micro_batch)
 
     def _write(self, rate: float) -> None:
         "Change the weights by the gradients."
@@ -239,10 +246,10 @@ class Stepper:
             self.scaler.step(self.optimiser)
             self.scaler.update()
         except (RuntimeError, MemoryError) as e:
-            if not ran_out(e):
+            if not is_out_of_memory(e):
                 raise
             raise MachineError(
-                "memory ran out while weights were written",
+                "memory ran out while the weights were updated",
                 code="out-of-memory",
                 found=str(e),
                 remedy="resume from the last checkpoint",

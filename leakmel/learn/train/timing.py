@@ -60,11 +60,11 @@ class StepTimes:
 def loader_advice(
     times: StepTimes,
 ) -> str | None:  # None: the loader keeps up
-    "Say what to do where the training waits for its batches."
+    "Return advice if the training waits for its batches."
     if times.wait_ms is None or times.wait_ms < GOAL_MS:
         return None
     slow = "is too slow" if times.wait_ms > SLOW_MS else "could be faster"
-    ratio = "" if times.io_ratio is None else f", {times.io_ratio:.1f} times what it computes"
+    ratio = "" if times.io_ratio is None else f", {times.io_ratio:.1f} times the computing time"
     return (
         f"the loader {slow}: {times.wait_ms:.0f} ms of waiting for a batch{ratio} (goal: under {GOAL_MS:.0f} ms); "
         "hold the rows in memory or on the device, or use more workers"
@@ -132,7 +132,7 @@ class StepTimer:
 
     @contextmanager
     def _marked(self, i: int, marks: dict[int, tuple[Any, Any]]) -> Iterator[None]:
-        "Note a mark before and after the body, where batch `i` is in the sample and the body succeeds."
+        "Record the times before and after the body, if batch `i` is sampled."
         is_sampled = i == 0 or i % self.every == 1 % self.every
         first = self._mark() if is_sampled else None
         yield
