@@ -666,7 +666,7 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
         (2, "n_draws must be at least 100; found 0", "SETS --model RUN --draws 0"),
         (2, "seed must be at least 0; found -1", "SETS --model RUN --seed -1"),
         (2, "files_per_batch must be at least 1; found 0", "SETS --model RUN --files-per-batch 0"),
-        (2, "no such column to group by; found 'colour'", "SETS --model RUN --group colour"),
+        (2, "the column to group by does not exist; found 'colour'", "SETS --model RUN --group colour"),
         (1, "no data set for testing in this folder; expected TESTING_DATASET.H5", "RUN --model RUN"),
         (
             1,
@@ -684,7 +684,7 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
         (1, "nowhere: no such file", "SETS --model nowhere"),
         (
             1,
-            "a label that the task does not know; found 2026-11-01; expected labels of LEAK, NOLEAK",
+            "has a label that the task does not include; found 2026-11-01; expected labels of LEAK, NOLEAK",
             "NEW --model RUN",
         ),
         (
@@ -740,7 +740,7 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
         (2, "n_draws must be at least 100; found 7", "--champion RUN --n-draws 7"),
         (2, "seed must be at least 0; found -1$", "--champion RUN --seed -1"),
         (2, "no such figure; found 'best'; expected accuracy", "--champion RUN --judged-by best"),
-        (2, "no such column to group by; found 'colour'", "--champion RUN --group colour"),
+        (2, "the column to group by does not exist; found 'colour'", "--champion RUN --group colour"),
         (2, "invalid choice: 'perhaps'", "--champion RUN --resume perhaps"),
         (1, "no detector is in this folder", "--champion SETS"),
         (1, r"name checkpoints/best\.pt", "--champion EARLY"),

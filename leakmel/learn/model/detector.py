@@ -311,14 +311,14 @@ def score_rows(
     done = 0
 
     def judge(mels: Tensor, rows: slice) -> Tensor:
-        return score_segments(detector, mels, ds.heard[rows])
+        return score_segments(detector, mels, ds.segment_counts[rows])
 
     for scores in scores_by_batch(ds, judge, device=device, files_per_batch=files_per_batch):
         found[done : done + len(scores)] = scores
         done += len(scores)
         if progress is not None:
             progress(done)
-    if not np.isfinite(found[ds.is_heard]).all():
+    if not np.isfinite(found[ds.segment_mask]).all():
         raise DataError(
             "the model gives scores that are no numbers",
             code="invalid-scores",

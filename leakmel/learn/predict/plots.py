@@ -34,7 +34,7 @@ from leakmel.insight.plots import (
     frame_starts_s,
 )
 from ...mel.engines import log_mel
-from ..data.segments import cut_row, heard_samples, whole_row
+from ..data.segments import cut_into_rows, covered_samples, conform_recording
 from .predict import Predictions, Scored
 
 if TYPE_CHECKING:
@@ -139,9 +139,9 @@ def segments_of_recording(
     read = read_wav(os.path.join(os.fsencode(predictions.folder), recording.path))
     if read.digest.encode() != bytes(recording.facts["digest"]):
         raise RecordingError("changed", "not the file that was scored")
-    row = whole_row(read, spec, predictions.length)[0]
-    part = row[some.start * spec.long_hop :][: heard_samples(some.stop - some.start, spec)]
-    rows, counts = cut_row(part, spec)
+    row = conform_recording(read, spec, predictions.length)[0]
+    part = row[some.start * spec.long_hop :][: covered_samples(some.stop - some.start, spec)]
+    rows, counts = cut_into_rows(part, spec)
     mels = log_mel(rows, spec, engine="reference")
     return np.concatenate([x[:n] for x, n in zip(mels, counts)])
 

@@ -141,7 +141,7 @@ def learned_in(
         for k, said in enumerate(table["segments"]):
             kept[k, [int(n) for n in said.split()]] = True
         stack.pop_all()
-        return Choice(recordings, kept & recordings.is_heard, classes.to_numpy(np.int64))
+        return Choice(recordings, kept & recordings.segment_mask, classes.to_numpy(np.int64))
 
 
 # %% ../../../nbs/learn/retrain/replay.ipynb #1d46882b

@@ -106,12 +106,12 @@ def silence_behind(
 ) -> str:  # a sentence; empty where there is none
     "Say how much of the rows lies after the end of the recordings, and is left out."
     n_long = ds.row_shape[0]
-    n_short = int((ds.heard < n_long).sum())
+    n_short = int((ds.segment_counts < n_long).sum())
     if not n_short:
         return ""
     return (
         f"{n_short:,} of {len(ds.rows):,} recordings end before their rows do: "
-        f"{1 - ds.heard.mean() / n_long:.1%} of the long segments are silence behind them and left out"
+        f"{1 - ds.segment_counts.mean() / n_long:.1%} of the long segments are silence behind them and left out"
     )
 
 
