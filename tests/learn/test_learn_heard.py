@@ -217,7 +217,7 @@ def test_lengths_that_are_none_are_refused(rows, tmp_path, column):
             f.create_group("files/n_samples")
         else:
             f["files/n_samples"] = column
-    with pytest.raises(DataError, match=r"x\.h5: n_samples does not hold one whole number for each row"):
+    with pytest.raises(DataError, match=r"x\.h5: the column n_samples does not hold one whole number for each row"):
         Segments(path)
 
 
