@@ -377,15 +377,15 @@ def add_evaluate(p: argparse.ArgumentParser) -> Options:
 
 
 def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    "Evaluate a detector on test sets and compare it with two baselines."
-    from leakmel.learn.plans import find_judges
+    "Judge a detector by data sets, beside two baselines."
+    from leakmel.learn.plans import find_test_sets
 
     if args.figures and not args.out:
         raise UsageError(
             "The option --figures needs a folder for the page", code="invalid-arguments", expected="--out DIR"
         )
     votes = [word.strip() for word in args.votes.split(",")]
-    parts = find_judges(args.data, args.training, args.validation)
+    parts = find_test_sets(args.data, args.training, args.validation)
     found = lm.evaluate(
         args.model,
         parts["testing"],
@@ -517,7 +517,7 @@ def add_retrain(p: argparse.ArgumentParser) -> Options:
 def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Retrain the champion on new recordings; the challenger replaces it only if the test sets show that it is better."
     from leakmel.learn.retrain.round_record import RoundRules
-    from leakmel.learn.plans import set_of
+    from leakmel.learn.plans import find_data_set
 
     also: dict[str, list[Any]] = {}
     for word in args.also:
@@ -530,13 +530,13 @@ def run_retrain(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
                 found=found,
                 expected=expected,
             )
-        also.setdefault(name, []).append(set_of(path, "testing"))
+        also.setdefault(name, []).append(find_data_set(path, "testing"))
     done = lm.retrain(
         args.champion,
-        [set_of(path, "training") for path in args.data],
-        replay=[set_of(path, "training") for path in args.replay],
-        testing=[set_of(path, "testing") for path in args.testing],
-        validation=[set_of(path, "validation") for path in args.validation or []] or None,
+        [find_data_set(path, "training") for path in args.data],
+        replay=[find_data_set(path, "training") for path in args.replay],
+        testing=[find_data_set(path, "testing") for path in args.testing],
+        validation=[find_data_set(path, "validation") for path in args.validation or []] or None,
         also=also,
         out=args.out,
         human_labels=args.human_labels,

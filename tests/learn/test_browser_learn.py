@@ -75,7 +75,7 @@ def assert_sound(watched: Watched, lab: str, n_figures: int) -> list[str]:
         f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length >= {n_figures}", timeout=60_000
     )
     assert_quiet(watched, lab)
-    seen = assert_drawn(page, lambda f: f["title"] == "No recording was called what it is not")
+    seen = assert_drawn(page, lambda f: f["title"] == "No recording was misclassified")
     assert len(seen) == n_figures
     return [f["title"] for f in seen]
 

@@ -671,7 +671,7 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
         (2, "n_draws must be at least 100; found 0", "SETS --model RUN --draws 0"),
         (2, "seed must be at least 0; found -1", "SETS --model RUN --seed -1"),
         (2, "files_per_batch must be at least 1; found 0", "SETS --model RUN --files-per-batch 0"),
-        (2, "no such column to group by; found 'colour'", "SETS --model RUN --group colour"),
+        (2, "the column to group by does not exist; found 'colour'", "SETS --model RUN --group colour"),
         (1, "no data set for testing in this folder; expected TESTING_DATASET.H5", "RUN --model RUN"),
         (
             1,
@@ -689,7 +689,7 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
         (1, "nowhere: the file does not exist", "SETS --model nowhere"),
         (
             1,
-            "a label that the task does not know; found 2026-11-01; expected labels of LEAK, NOLEAK",
+            "has a label that the task does not include; found 2026-11-01; expected labels of LEAK, NOLEAK",
             "NEW --model RUN",
         ),
         (
@@ -744,8 +744,8 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
         (2, "keep_share must be above 0 and at most 1; found 2.0", "--champion RUN --keep-share 2"),
         (2, "n_draws must be at least 100; found 7", "--champion RUN --n-draws 7"),
         (2, "seed must be at least 0; found -1$", "--champion RUN --seed -1"),
-        (2, "the figure is unknown; found 'best'; expected accuracy", "--champion RUN --judged-by best"),
-        (2, "no such column to group by; found 'colour'", "--champion RUN --group colour"),
+        (2, "no such figure; found 'best'; expected accuracy", "--champion RUN --judged-by best"),
+        (2, "the column to group by does not exist; found 'colour'", "--champion RUN --group colour"),
         (2, "invalid choice: 'perhaps'", "--champion RUN --resume perhaps"),
         (1, "the folder holds no detector", "--champion SETS"),
         (1, r"name checkpoints/best\.pt", "--champion EARLY"),

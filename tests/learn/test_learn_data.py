@@ -29,7 +29,7 @@ from leakmel.learn.data import segments as data
 from leakmel.learn.data import loaders
 from leakmel.learn.evaluate.evaluation import mean_mels
 from leakmel.learn.data.segments import LEVELS, Batch, Segments
-from leakmel.learn.data.loaders import Loader, Order, WorkerLoader, open_loader
+from leakmel.learn.data.loaders import Loader, BatchOrder, WorkerLoader, open_loader
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.data.splits import recordings_table
 from leakmel.learn.data.task import LEFT_OUT, Task, find_label, make_task
@@ -246,7 +246,7 @@ def test_levels(built, level, preload):
 
 def test_items_beyond_the_end(small):
     for i in (len(small), -len(small) - 1):
-        with pytest.raises(IndexError, match=f"item {i} of 36"):
+        with pytest.raises(IndexError, match=f"item {i} does not exist"):
             small[i]
     assert sum(1 for _ in small) == len(small)  # by IndexError, as sequences do
 
@@ -304,10 +304,10 @@ def test_memory_decides(tmp_path, monkeypatch):
     for free, held in ((2 * n_bytes, True), (2 * n_bytes - 2, False)):
         monkeypatch.setattr(data, "free_memory", lambda free=free: free)
         with Segments(path, legacy=True) as ds:
-            assert (ds.held is not None) is held
+            assert (ds.preloaded is not None) is held
     with Segments(path, legacy=True, preload_to_ram=True) as ds:
-        assert ds.held is not None
-        assert pickle.loads(pickle.dumps(ds)).held is None  # a new process gets no copy
+        assert ds.preloaded is not None
+        assert pickle.loads(pickle.dumps(ds)).preloaded is None  # a new process gets no copy
 
 
 def test_loading_in_pieces(tmp_path, monkeypatch):
@@ -591,8 +591,8 @@ def test_task_that_contradicts_itself():
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
-def order_of(n_rows: int, per_row: int = 1, **options: Any) -> Order:
-    return Order(per_row * np.arange(n_rows + 1), **options)
+def order_of(n_rows: int, per_row: int = 1, **options: Any) -> BatchOrder:
+    return BatchOrder(per_row * np.arange(n_rows + 1), **options)
 
 
 orders = st.fixed_dictionaries(
@@ -608,7 +608,7 @@ orders = st.fixed_dictionaries(
 )
 
 
-def run(order: Order, n: int) -> list[list[int]]:
+def run(order: BatchOrder, n: int) -> list[list[int]]:
     "The next n batches."
     found = []
     for _ in range(n):
@@ -844,9 +844,9 @@ def test_which_loader(small, monkeypatch):
         assert said in repr(loader)
     with Segments(small.sources[0], preload_to_ram=True) as held:
         loader = open_loader(held, 4)
-        assert "in memory already" in loader.why
+        assert "already in memory" in loader.why
         assert isinstance(loader, loaders.DeviceLoader)
-        assert loader.x.data_ptr() == held.held.data_ptr()  # type: ignore[union-attr]
+        assert loader.x.data_ptr() == held.preloaded.data_ptr()  # type: ignore[union-attr]
 
 
 def test_workers_get_their_settings(small):

@@ -21,15 +21,15 @@ from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import LeakySplitWarning, Split, SplitWarning, group_split
 from leakmel.learn.data.task import make_task
 from leakmel.learn.evaluate import evaluation
-from leakmel.learn.evaluate.evaluation import fit_logistic, leaks, levels, mean_mels, score_baselines
+from leakmel.learn.evaluate.evaluation import fit_logistic, leak_mask, levels, mean_mels, score_baselines
 from leakmel.learn.evaluate.plots import roc_figure
 from leakmel.learn.metrics.bootstrap import (
-    LEAST_GROUPS,
+    MIN_GROUPS,
     Bootstrap,
     Difference,
     Groups,
     Interval,
-    interval_of,
+    interval_from_draws,
     recording_groups,
     source_names,
 )
@@ -146,16 +146,16 @@ def test_draws_with_one_class_count_for_nothing():
 
 def test_a_figure_that_is_often_undefined_has_no_interval():
     draws = np.where(np.arange(1000) < 60, np.nan, 0.5 + np.arange(1000) / 5000)
-    assert interval_of(draws, 30).note == "undefined in 6% of the draws"
-    assert interval_of(draws[20:], 30).known
+    assert interval_from_draws(draws, 30).note == "the figure is undefined in 6% of the draws"
+    assert interval_from_draws(draws[20:], 30).known
 
 
-@pytest.mark.parametrize("n", range(1, LEAST_GROUPS + 1))
+@pytest.mark.parametrize("n", range(1, MIN_GROUPS + 1))
 def test_too_few_groups_give_a_sentence(n):
     truth, score, of = town(np.random.default_rng(0), n, 40)
     boot = Bootstrap(truth, groups_of(of))
     for name, i in boot.intervals(boot.draws(score, 0.5)).items():
-        assert i.known == (n >= LEAST_GROUPS), name
+        assert i.known == (n >= MIN_GROUPS), name
         assert i.known or (i.note.startswith(f"only {n} sensor") and str(i) == "no interval")
 
 
@@ -166,7 +166,7 @@ def test_figures_rest_upon_the_groups_that_hold_what_they_count():
     boot = Bootstrap(truth, groups_of(of))
     found = boot.intervals(boot.draws(np.random.default_rng(0).random(200), 0.5))
     assert {n for n, i in found.items() if i.known} == {"accuracy", "specificity"}
-    assert found["auc"].note == "only 2 sensors with a leak: too few for an interval, which takes 5"
+    assert found["auc"].note == "only 2 sensors with a leak: an interval needs at least 5"
 
 
 def test_too_few_draws_are_refused():
@@ -213,7 +213,7 @@ def test_groups_that_are_asked_for():
     table = frame(path=["L/p1_a.wav", "L/p2_a.wav", "N/p1_b.wav"], sensor=["x", "y", "z"])
     assert recording_groups(table, r"re:(p\d)").code.tolist() == [0, 1, 0]
     assert recording_groups(table, ["u", "u", "v"]).code.tolist() == [0, 0, 1]
-    with pytest.raises(UsageError, match="no such column"):
+    with pytest.raises(UsageError, match="column to group by"):
         recording_groups(table, "pipe")
 
 
@@ -221,7 +221,7 @@ def test_recordings_without_a_group_are_said():
     table = frame(path=["L/p1_a.wav", "L/b.wav", "N/c.wav"])
     found = recording_groups(table, r"re:p\d")
     assert (found.code.tolist(), found.names) == ([1, 0, 0], ("(none)", "p1"))
-    assert found.note == "2 of 3 recordings have no match of the pattern and were taken for one group"
+    assert found.note == "2 of 3 recordings have no match of the pattern and form one group"
     assert cautions(np.array([True, False, True]), found)[-1].startswith("2 of 3 recordings have no match")
     assert recording_groups(table, ["u", "u", "v"]).note == ""
 
@@ -255,10 +255,10 @@ def ways(gaps: dict[str, float], n_sensors: int = 12, seed: int = 0) -> tuple[Bo
 @pytest.mark.parametrize(
     ("gaps", "beats", "said"),
     [
-        ({"cnn": 3, "level": 1, "mels": 1.5}, True, "Beats all baselines in AUC"),
+        ({"cnn": 3, "level": 1, "mels": 1.5}, True, "The detector beats all baselines in AUC"),
         ({"cnn": 1.5, "level": 1, "mels": 3}, False, "worse than mels"),
         ({"cnn": 1.5, "level": 0.3, "mels": 1.5}, False, "does not beat mels"),
-        ({"cnn": 3}, None, "Not compared with any baseline"),
+        ({"cnn": 3}, None, "The detector was not compared with a baseline"),
     ],
 )
 def test_the_verdict_goes_all_ways(gaps, beats, said):
@@ -266,7 +266,7 @@ def test_the_verdict_goes_all_ways(gaps, beats, said):
     verdict = give_verdict(boot, found.pop("cnn"), list(found.values()))
     assert verdict.beats is beats
     assert said in verdict.text
-    assert (beats is False) == verdict.text.startswith("Useless")
+    assert (beats is False) == verdict.text.startswith("The detector is not useful")
 
 
 def test_with_few_sensors_the_best_detector_beats_nothing():
@@ -317,17 +317,17 @@ def test_one_class_gives_no_verdict():
 @pytest.mark.parametrize(
     ("truth", "code", "said"),
     [
-        ([], [], "No recording: this proves nothing"),
-        ([1, 0], [0, 1], "Only 1 recording with a leak"),
-        ([1] * 20, [*range(20)], "there is nothing to tell apart"),
-        ([1] * 20 + [0] * 6, [*range(20), *[20] * 6], "All recordings with no leak are of 1 sensor"),
-        ([1, 0] * 20, [0] * 40, "All recordings are of 1 sensor: this proves nothing"),
-        ([1, 0] * 20, [k // 10 for k in range(40)], "Only 4 sensors"),
-        ([1] * 20 + [0] * 20, [k // 2 for k in range(40)], "holds one label only"),
+        ([], [], "The test set is empty, so the evaluation proves nothing"),
+        ([1, 0], [0, 1], "only 1 recording with a leak"),
+        ([1] * 20, [*range(20)], "The test set has no recording with no leak"),
+        ([1] * 20 + [0] * 6, [*range(20), *[20] * 6], "All recordings with no leak come from 1 sensor"),
+        ([1, 0] * 20, [0] * 40, "All recordings come from 1 sensor, so the evaluation proves nothing"),
+        ([1, 0] * 20, [k // 10 for k in range(40)], "only 4 sensors"),
+        ([1] * 20 + [0] * 20, [k // 2 for k in range(40)], "has one label only"),
         (
             [1, 0] * 30,
             [0] * 40 + [*range(1, 6)] * 4,
-            "One of 6 sensors holds 67% of the recordings with a leak",
+            "One of 6 sensors has 67% of the recordings with a leak",
         ),
     ],
 )
@@ -349,11 +349,11 @@ def test_with_dealt_labels_the_interval_holds_a_half(gap):
     truth, score, of = town(np.random.default_rng(2), 12, 20, gap)
     control = permutation_test(truth, score, groups_of(of))
     assert control.holds
-    assert control.n_known == control.n_deals == 100
-    assert control.middle == pytest.approx(0.5, abs=0.02)
-    assert control.spread[0] < 0.5 < control.spread[1]
-    assert (control.n_as_high == 0) == (gap == 2.0)
-    assert "holds 0.5 in" in str(control)
+    assert control.n_with_interval == control.n_permutations == 100
+    assert control.mean_auc == pytest.approx(0.5, abs=0.02)
+    assert control.auc_range[0] < 0.5 < control.auc_range[1]
+    assert (control.n_at_least == 0) == (gap == 2.0)
+    assert "contains 0.5 in" in str(control)
 
 
 def sensors_only(
@@ -369,10 +369,10 @@ def sensors_only(
     return rng.random(len(of)) < share[of], rng.normal(0, 1, n_sensors)[of] + rng.normal(0, 0.7, len(of)), of
 
 
-def deals_over_recordings(truth: np.ndarray, score: np.ndarray, n_deals: int) -> np.ndarray:
+def deals_over_recordings(truth: np.ndarray, score: np.ndarray, n_permutations: int) -> np.ndarray:
     "AUCs with labels that are dealt out over single recordings."
     rng = np.random.default_rng(0)
-    return np.array([roc(rng.permutation(truth), score).auc for _ in range(n_deals)])
+    return np.array([roc(rng.permutation(truth), score).auc for _ in range(n_permutations)])
 
 
 @pytest.mark.slow
@@ -384,14 +384,14 @@ def test_the_control_is_not_kinder_than_chance(n_sensors, labels, even):
     called, called_by_recordings, held, areas, spreads, by_recordings = 0, 0, [], [], [], []
     sets = [sensors_only(np.random.default_rng(seed), n_sensors, labels, even) for seed in range(60)]
     for seed, (truth, score, of) in enumerate(sets):
-        control = permutation_test(truth, score, groups_of(of), n_deals=40, seed=seed)
+        control = permutation_test(truth, score, groups_of(of), n_permutations=40, seed=seed)
         plain = deals_over_recordings(truth, score, 40)
         own = roc(truth, score).auc
-        called += control.n_as_high <= 2
+        called += control.n_at_least <= 2
         called_by_recordings += int((plain >= own).sum()) <= 2
-        held.append(control.n_held / control.n_known)
+        held.append(control.n_covering / control.n_with_interval)
         areas.append(own)
-        spreads.append(control.spread[1] - control.spread[0])
+        spreads.append(control.auc_range[1] - control.auc_range[0])
         by_recordings.append(np.ptp(np.quantile(plain, (0.025, 0.975))))
     assert called_by_recordings >= 15, (
         "dealt over recordings, a quarter of them would be called good and more"
@@ -448,15 +448,15 @@ def test_where_each_recording_is_alone_labels_are_dealt_over_recordings():
     assert (dealt.sum(1) == 20).all()
     assert np.allclose(dealt.mean(0), 1 / 3, atol=0.1)
     control = permutation_test(
-        truth, np.random.default_rng(0).random(60), groups_of(np.arange(60), "recording"), n_deals=20
+        truth, np.random.default_rng(0).random(60), groups_of(np.arange(60), "recording"), n_permutations=20
     )
-    assert str(control).startswith("Labels permuted: AUC")
+    assert str(control).startswith("Labels permuted: mean AUC")
 
 
 def test_the_control_says_what_changed_places():
     truth, score, of = town(np.random.default_rng(2), 12, 20)
     assert str(permutation_test(truth, score, groups_of(of))).startswith(
-        "Labels permuted, whole groups at a time (12 sensors): AUC"
+        "Labels permuted by whole groups (12 sensors): mean AUC"
     )
 
 
@@ -474,9 +474,9 @@ def test_baselines_learned_from_dealt_labels_know_nothing_on_average(parts):
     rng = np.random.default_rng(0)
     x, y, test, truth = (
         mean_mels(parts["training"]),
-        leaks(parts["training"]),
+        leak_mask(parts["training"]),
         mean_mels(parts["testing"]),
-        leaks(parts["testing"]),
+        leak_mask(parts["testing"]),
     )
     areas = [
         roc_auc_score(truth, fit_logistic(x, rng.permutation(y)).predict_proba(test)[:, 1]) for _ in range(40)
@@ -561,11 +561,11 @@ def test_baselines_read_what_they_say(parts):
     level = levels(ds)
     assert level is not None
     np.testing.assert_array_equal(level[:, 0], table["rms_db"])
-    assert np.array_equal(leaks(ds), table["label"] == "LEAK")
+    assert np.array_equal(leak_mask(ds), table["label"] == "LEAK")
 
 
 def test_baselines_choose_on_validation_only(parts):
-    boots = {name: Bootstrap(leaks(ds), groups_of(np.arange(len(ds)))) for name, ds in parts.items()}
+    boots = {name: Bootstrap(leak_mask(ds), groups_of(np.arange(len(ds)))) for name, ds in parts.items()}
 
     def scored(name: str, *validation: Segments) -> dict[str, Any]:
         return score_baselines(boots[name], parts[name], parts["training"], *validation)
@@ -574,7 +574,7 @@ def test_baselines_choose_on_validation_only(parts):
     for (name, a), b in zip(scored("testing", parts["validation"]).items(), scored("testing").values()):
         assert np.array_equal(a.score, b.score)
         assert (a.threshold_from, b.threshold_from, b.threshold) == ("validation", UNCHOSEN, 0.5)
-        score, truth = own[name].score, leaks(parts["validation"])
+        score, truth = own[name].score, leak_mask(parts["validation"])
         best = max(leak_metrics(truth, score, t)["f1"] for t in score)
         assert leak_metrics(truth, score, a.threshold)["f1"] == best
     assert [j.title for j in own.values()] == ["Level only", "Mean mels, logistic"]
@@ -598,7 +598,7 @@ def knowing(monkeypatch: pytest.MonkeyPatch, noise: float) -> None:
     def scores(detector: Detector, ds: Segments, **how: Any) -> np.ndarray:
         rng = np.random.default_rng(5)
         logit = (
-            4.0 * (leaks(ds) - 0.5)[:, None]
+            4.0 * (leak_mask(ds) - 0.5)[:, None]
             + rng.normal(0, noise, (len(ds.rows), 1))
             + rng.normal(0, 0.5, (len(ds.rows), ds.row_shape[0]))
         )
@@ -614,7 +614,7 @@ def test_a_detector_that_has_learned_nothing(sets, split, tmp_path):
     e = lm.evaluate(model, sets, split=split, progress="none", n_draws=500)
     assert isinstance(e, lm.Evaluation)
     assert e.beats is False
-    assert "Useless" in e.report()
+    assert "The detector is not useful" in e.report()
     assert not e.leaky
     assert e.cautions == ()
     assert len(e.table) == len(split.parts["testing"]) == len(e.segment_scores)
@@ -635,10 +635,10 @@ def test_a_detector_that_knows(sets, split, monkeypatch):
     knowing(monkeypatch, 0.5)
     e = lm.evaluate(detector(sets), sets, split=split, progress="none", n_draws=500)
     assert e.beats is True
-    assert "Beats all baselines" in e.report()
+    assert "The detector beats all baselines" in e.report()
     assert "beats the baselines" in repr(e)
     assert e.control.holds
-    assert e.control.n_as_high == 0
+    assert e.control.n_at_least == 0
     assert e.summary["control"]["between"] == e.control.between != ""
     assert all(d["auc"].is_better for own in e.differences.values() for d in own.values())
 
@@ -662,8 +662,8 @@ def test_thresholds_are_never_chosen_on_the_recordings_that_judge(sets, split, m
     assert {j.threshold for j in alone.votes.values()} == {0.5}
     assert alone.judged.threshold_from == UNCHOSEN
     assert lm.evaluate(chosen, sets, split=split, progress="none", n_draws=100).judged.threshold == 0.875
-    assert "Not compared with any baseline" in alone.report()
-    assert any("Training was not given" in c for c in alone.cautions)
+    assert "The detector was not compared with a baseline" in alone.report()
+    assert any("Leakage was not checked" in c for c in alone.cautions)
 
 
 def test_all_forms_of_a_result(sets, split, tmp_path):
@@ -717,10 +717,10 @@ def test_one_kind_of_recordings_alone(sets, tmp_path):
         e = lm.evaluate(detector(sets), alone, votes="any_long", progress="none", n_draws=100)
         assert set(e.votes) == {"mean", "any_long"}, "a rule may be given alone, too"
         assert e.table["leak"].tolist() == [label == "LEAK"] * 3
-        assert any("there is nothing to tell apart" in c for c in e.cautions)
+        assert any("The test set has no recording with" in c for c in e.cautions)
         with pytest.warns(
             SplitWarning,
-            match=f"{'NOLEAK' if label == 'LEAK' else 'LEAK'}: no recording with this label in testing",
+            match=f"{'NOLEAK' if label == 'LEAK' else 'LEAK'}: the label has no recording in testing",
         ):
             beside = lm.evaluate(
                 detector(sets), alone, training=sets[0], progress="none", n_draws=100, allow_leaky_split=True
@@ -729,7 +729,7 @@ def test_one_kind_of_recordings_alone(sets, tmp_path):
         rest = "specificity" if label == "LEAK" else "sensitivity"
         for text in (
             f"AUC, {rest} and a comparison with baselines need both labels",
-            "Nothing can be said about the baselines",
+            "The detector cannot be compared with the baselines",
         ):
             assert text in " ".join(beside.report().split())
         known = {n for n, v in beside.judged.figures.items() if not np.isnan(v)}
@@ -767,7 +767,7 @@ def test_the_title_names_what_was_not_beaten():
     against = (("level", same), ("mels", better))
     assert title(Verdict(False, "", "auc", against)).endswith("not shown to be better than level")
     assert title(Verdict(True, "", "auc", against)).endswith("better than all baselines")
-    assert title(Verdict(None, "", "auc", against)).endswith("is not known")
+    assert title(Verdict(None, "", "auc", against)).endswith("not possible")
     assert "not compared" in title(None)
 
 
@@ -836,9 +836,9 @@ def test_one_recording_of_a_class_proves_nothing(tmp_path):
         )
     assert e.groups.by == "source"
     assert e.beats is None
-    assert any("this proves nothing" in c for c in e.cautions)
+    assert any("the evaluation proves nothing" in c for c in e.cautions)
     assert any("Pieces of one recording" in s for s in e.stamps)
-    assert "proves nothing" in repr(e)
+    assert "not comparable" in repr(e)
 
 
 def test_real_pieces_of_five_recordings_prove_nothing(tmp_path):
@@ -862,7 +862,7 @@ def test_real_pieces_of_five_recordings_prove_nothing(tmp_path):
     assert len(e.groups) == 5
     assert e.beats is None
     assert any(
-        c.startswith("All recordings with no leak are of 1 source recording") and "proves nothing" in c
+        c.startswith("All recordings with no leak come from 1 source recording") and "proves nothing" in c
         for c in e.cautions
     )
     assert not any(
@@ -889,7 +889,7 @@ def test_files_of_the_earlier_system(tmp_path):
     assert e.baselines["level"].figures["auc"] == 1
     assert e.beats is False
     assert len(e.plots()["errors"].data) == 2 * len(e.worst) > 0
-    assert "stands alone" in e.report()
+    assert "each recording is a group" in e.report()
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ import leakmel as lm
 from leakmel.audio.synth import write_wav
 from leakmel.audio.wav import Recording
 from leakmel.core.errors import DataError, RecordingError, UsageError
-from leakmel.learn.data.loaders import Order, open_loader
-from leakmel.learn.data.segments import LEVELS, Segments, cut_row, segments_in_rows, whole_row
+from leakmel.learn.data.loaders import BatchOrder, open_loader
+from leakmel.learn.data.segments import LEVELS, Segments, cut_into_rows, segments_per_row, conform_recording
 from leakmel.learn.data.task import make_task
-from leakmel.learn.evaluate.evaluation import fit_logistic, leaks, levels, mean_mels
+from leakmel.learn.evaluate.evaluation import fit_logistic, leak_mask, levels, mean_mels
 from leakmel.learn.metrics.voting import VOTES, vote_scores
 from leakmel.learn.model import detector as detector_module
 from leakmel.learn.model.detector import Detector, score_rows
@@ -127,7 +127,7 @@ def test_a_recording_has_the_score_that_it_would_have_alone(n_long, n, seed, sha
 
 
 def test_a_recording_without_a_score_is_refused():
-    with pytest.raises(UsageError, match="a recording without a score; found 1 of 2"):
+    with pytest.raises(UsageError, match="some recordings have no score; found 1 of 2"):
         vote_scores(np.array([[0.5, np.nan], [np.nan, np.nan]]))
 
 
@@ -147,18 +147,18 @@ def test_segments_are_counted_as_for_a_prediction(preset, rate, k, off):
     n = max(1, (spec.long_window + (k - 1) * spec.long_hop) * rate // spec.sample_rate + off)
     recording = Recording(np.zeros((n, 1), np.int16), rate, "pcm16", "")
     try:
-        right = int(cut_row(whole_row(recording, spec, "spec")[0], spec)[1].sum())
+        right = int(cut_into_rows(conform_recording(recording, spec, "spec")[0], spec)[1].sum())
     except RecordingError as e:
         right = {"too_short": 0}[e.reject_code]
-    found = segments_in_rows(np.array([n, n]), np.array([rate, rate]), spec)
+    found = segments_per_row(np.array([n, n]), np.array([rate, rate]), spec)
     assert found.tolist() == [right, right]
     assert found.dtype == np.int64
     if right:
-        assert right == min(spec.row_shape[0], int(cut_row(whole_row(recording, spec)[0], spec)[1].sum()))
+        assert right == min(spec.row_shape[0], int(cut_into_rows(conform_recording(recording, spec)[0], spec)[1].sum()))
 
 
 def test_no_row_has_no_segments():
-    assert segments_in_rows(np.zeros(0, np.int64), np.zeros(0, np.int64), SPEC).shape == (0,)
+    assert segments_per_row(np.zeros(0, np.int64), np.zeros(0, np.int64), SPEC).shape == (0,)
 
 
 @pytest.mark.parametrize("preset", ["disjoint", "overlap"])
@@ -167,9 +167,9 @@ def test_scores_of_short_recordings_are_those_of_a_prediction(uneven, tmp_path, 
     spec = lm.MelSpec.preset(preset, duration_s=1.0)
     detector = made_detector(spec)
     with Segments(built(uneven, tmp_path / "x.h5", spec), level="recording") as ds:
-        right, heard, paths = score_rows(detector, ds), ds.heard, ds.sources[0].files["path"].to_numpy()
+        right, heard, paths = score_rows(detector, ds), ds.segment_counts, ds.sources[0].files["path"].to_numpy()
         assert ds.n_too_short == 4
-        assert np.array_equal(~np.isnan(right), ds.is_heard)
+        assert np.array_equal(~np.isnan(right), ds.segment_mask)
         left_out = set(paths) - set(paths[ds.rows])
         paths = paths[ds.rows]
     for length in ("spec", "whole"):
@@ -192,7 +192,7 @@ def test_rows_that_do_not_say_how_long_they_are_count_as_a_whole(rows, tmp_path)
     with h5py.File(path, "r+") as f:
         del f["files/n_samples"]
     with Segments(path) as ds:
-        assert ds.heard.tolist() == [4] * len(LENGTHS)
+        assert ds.segment_counts.tolist() == [4] * len(LENGTHS)
         assert (len(ds), ds.n_too_short) == (4 * len(LENGTHS), 0)
 
 
@@ -217,7 +217,7 @@ def test_lengths_that_are_none_are_refused(rows, tmp_path, column):
             f.create_group("files/n_samples")
         else:
             f["files/n_samples"] = column
-    with pytest.raises(DataError, match=r"x\.h5: n_samples is not a whole number for each row"):
+    with pytest.raises(DataError, match=r"x\.h5: the column n_samples does not hold one whole number for each row"):
         Segments(path)
 
 
@@ -247,7 +247,7 @@ def test_items_are_what_was_recorded(rows, level, preload):
             np.concatenate([s.labels for s in ds.sources]),
         )
         assert ds.n_too_short == 2
-        kept = ds.is_heard if level != "recording" else np.ones((len(ds.rows), 1), bool)
+        kept = ds.segment_mask if level != "recording" else np.ones((len(ds.rows), 1), bool)
         expected = every[ds.rows][kept if level != "recording" else slice(None)].reshape(-1, *ds.item_shape)
         of = np.repeat(np.arange(len(ds.rows)), kept.sum(1))
         assert len(ds) == len(expected) == len(of) == ds.counts.sum()
@@ -274,7 +274,7 @@ WAYS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_loaders_hand_out_what_was_recorded(rows, options):
     with Segments(rows, preload_to_ram=False) as ds:
-        n = int(ds.heard.sum())
+        n = int(ds.segment_counts.sum())
         whole = len(LENGTHS) * ds.per_row
         assert n < whole
         with open_loader(ds, 5, seed=3, **options) as loader:
@@ -309,7 +309,7 @@ def test_loaders_hand_out_what_was_recorded(rows, options):
 )
 def test_an_epoch_of_uneven_rows_has_each_item_once(counts, block_rows, buffer_blocks, shuffle, epoch):
     starts = np.cumsum([0, *counts])
-    s = Order(starts, 4, seed=1, shuffle=shuffle, block_rows=block_rows, buffer_blocks=buffer_blocks)
+    s = BatchOrder(starts, 4, seed=1, shuffle=shuffle, block_rows=block_rows, buffer_blocks=buffer_blocks)
     items, ends = s.items(epoch)
     assert sorted(items.tolist()) == list(range(sum(counts))) == list(range(s.n_items))
     if not shuffle:
@@ -333,7 +333,7 @@ def test_an_epoch_of_uneven_rows_has_each_item_once(counts, block_rows, buffer_b
 )
 def test_checkpoints_of_even_rows_are_still_taken_up(change, check, n_batches):
     "Check sums that were noted before rows could be uneven."
-    order = Order(4 * np.arange(31), 7, seed=5, **change)
+    order = BatchOrder(4 * np.arange(31), 7, seed=5, **change)
     order.set_epoch(2)
     assert (order.state_dict()["check"], len(order)) == (check, n_batches)
 
@@ -471,7 +471,7 @@ def test_recordings_too_short_are_said_before_a_training(rows, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TooShortWarning)
         with open_training(rows, settings=given) as data:
-            assert sum(data.class_counts) == len(data.training) == data.training.heard.sum()
+            assert sum(data.class_counts) == len(data.training) == data.training.segment_counts.sum()
             assert "end before their rows do" in repr(data)
 
 
@@ -582,7 +582,7 @@ def test_no_files_in_a_batch(rows):
 def test_mean_mels_are_of_what_was_recorded(rows):
     with Segments(rows, level="recording") as ds:
         every = ds.sources[0].mels[:].astype(np.float64)
-        for k, (row, n) in enumerate(zip(ds.rows, ds.heard)):
+        for k, (row, n) in enumerate(zip(ds.rows, ds.segment_counts)):
             assert np.allclose(mean_mels(ds)[k], every[row, :n].mean((0, 1, 3)), atol=1e-9)
 
 
@@ -601,7 +601,7 @@ def test_the_level_has_one_scale_in_all_parts(town, tmp_path, part):
         for name, own in sets.items()
     }
     right = {name: mean_mels(ds).mean(1, keepdims=True) for name, ds in parts.items()}
-    line = fit_logistic(right["training"], leaks(parts["training"]))
+    line = fit_logistic(right["training"], leak_mask(parts["training"]))
     e = lm.evaluate(
         made_detector(parts["testing"].sources[0].spec),
         parts["testing"].sources[0],
@@ -612,6 +612,6 @@ def test_the_level_has_one_scale_in_all_parts(town, tmp_path, part):
     )
     assert np.allclose(e.table["score_level"], line.predict_proba(right["testing"])[:, 1], atol=1e-9)
     assert levels(parts[part]) is None
-    assert leaks(parts["testing"]).any()
+    assert leak_mask(parts["testing"]).any()
     for ds in parts.values():
         ds.close()

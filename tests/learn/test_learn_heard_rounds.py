@@ -119,17 +119,17 @@ def test_longer_rows_give_the_same_picks(town):
     for ds in opened(town):
         assert ds.n_too_short == 2
         scores = class_scores(detector, ds, files_per_batch=5)
-        assert np.array_equal(~np.isnan(scores), np.repeat(ds.is_heard[..., None], 2, axis=2))
+        assert np.array_equal(~np.isnan(scores), np.repeat(ds.segment_mask[..., None], 2, axis=2))
         assert np.array_equal(
             scores[..., TASK.leak_in_model], score_rows(detector, ds, files_per_batch=5), equal_nan=True
         )
         said = np.where(np.arange(len(ds)) < 3, [1, 0, 1] + [UNLABELLED] * (len(ds) - 3), UNLABELLED)
         chosen = select_segments(detector, ds, scores, said)
-        assert not (chosen.choice.kept & ~ds.is_heard).any()
-        assert chosen.choice.kept[3:].sum(1).tolist() == (-(-ds.heard[3:] // 2)).tolist(), (
+        assert not (chosen.choice.kept & ~ds.segment_mask).any()
+        assert chosen.choice.kept[3:].sum(1).tolist() == (-(-ds.segment_counts[3:] // 2)).tolist(), (
             "half of what was recorded, rounded up"
         )
-        assert chosen.choice.kept[:3].sum(1).tolist() == ds.heard[:3].tolist(), (
+        assert chosen.choice.kept[:3].sum(1).tolist() == ds.segment_counts[:3].tolist(), (
             "all of what a person labelled"
         )
         items = SegmentSubset([chosen.choice], TASK)
@@ -155,7 +155,7 @@ def test_longer_rows_are_replayed_the_same(town):
     for ds in opened(town, "old", TASK):
         again = draw_replay(ds, 0.5, seed=3)
         drawn = again.kept.any(1)
-        assert np.array_equal(again.kept[drawn], ds.is_heard[drawn]), "whole recordings, and no silence"
+        assert np.array_equal(again.kept[drawn], ds.segment_mask[drawn]), "whole recordings, and no silence"
         found.append(again.kept[:, :4])
         ds.close()
     assert np.array_equal(found[0], found[1])
@@ -253,5 +253,5 @@ def test_silence_that_an_earlier_round_learned_is_not_learned_again(town, tmp_pa
     )
     again = open_round_segments(tmp_path, 1, TASK)
     assert len(again.kept) == 14
-    assert np.array_equal(again.kept, np.isin(np.arange(8), [0, 3, 7]) & again.recordings.is_heard)
+    assert np.array_equal(again.kept, np.isin(np.arange(8), [0, 3, 7]) & again.recordings.segment_mask)
     again.recordings.close()

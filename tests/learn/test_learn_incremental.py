@@ -116,7 +116,7 @@ def select(scores: np.ndarray, human: list[int] | None = None, task: Any = THREE
             (scores.shape[1], 2, 64, 1),
             [type("S", (), {"path": "x"})],
         )
-        is_heard = np.ones(scores.shape[:2], bool)
+        segment_mask = np.ones(scores.shape[:2], bool)
 
     said = None if human is None else np.array(human)
     return select_segments(fresh(task=task), Rows(), scores, said, **how)  # type: ignore[arg-type]
@@ -770,7 +770,7 @@ def test_what_people_say_later_counts_of_what_was_learned_before(towns, tmp_path
     def said(label: Callable[[int], str], n: int | None = None) -> Path:
         with recordings(towns[1]["training"]) as every:
             return heard_table(
-                tmp_path / "heard.csv", LabelledSegments(every, first.kept & every.is_heard, first.classes), label, n
+                tmp_path / "heard.csv", Choice(every, first.kept & every.segment_mask, first.classes), label, n
             )
 
     first = next_round(True).selection.choice
@@ -855,7 +855,7 @@ def test_new_recordings_without_names_are_refused_before_anything_is_learned(tmp
 
 
 def test_groups_that_are_not_there_are_said_before_anything_is_learned(towns, tmp_path):
-    with pytest.raises(UsageError, match="no such column to group by; found 'colour'"):
+    with pytest.raises(UsageError, match="the column to group by does not exist; found 'colour'"):
         retrain(**begin_with(towns, tmp_path, group="colour"))
     assert os.listdir(tmp_path) == []
 

@@ -22,7 +22,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, EngineError, LeakmelError, OutputError, RecordingError, UsageError
 from leakmel.core.progress import Progress
-from leakmel.learn.data.segments import Segments, cut_row, heard_samples, segments_of, whole_row
+from leakmel.learn.data.segments import Segments, cut_into_rows, covered_samples, segment_count, conform_recording
 from leakmel.learn.data.task import make_task
 from leakmel.learn.metrics.voting import VOTES, vote_scores
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
@@ -128,7 +128,7 @@ def test_lengths_and_rates_as_a_data_set_has_them(mixed, tmp_path, preset):
     )
     detector = made_detector(spec)
     with Segments(built.path, level="recording") as rows:
-        right, heard, files = score_rows(detector, rows), rows.heard, rows.sources[0].files
+        right, heard, files = score_rows(detector, rows), rows.segment_counts, rows.sources[0].files
         kept, left_out = files.iloc[rows.rows], files.drop(index=rows.rows.tolist())
     p = lm.predict(mixed, detector, length="spec", **QUIET)
     assert [f"A/{os.fsdecode(s.path)}" for s in p.scored] == kept["path"].tolist()
@@ -149,12 +149,12 @@ def test_a_long_recording_is_scored_to_its_end(mixed, preset):
     detector = made_detector(spec)
     found = all_scores(lm.predict(mixed, detector, **QUIET))
     for name in (b"long.wav", b"short.wav", b"fast.wav", b"same size.wav", b"stereo.wav"):
-        row = whole_row(lm.read_wav(os.fsencode(mixed) + b"/" + name), spec)[0]
+        row = conform_recording(lm.read_wav(os.fsencode(mixed) + b"/" + name), spec)[0]
         own = lm.MelSpec.preset(preset, duration_s=len(row) / RATE)
         right = detector.segment_scores(torch.from_numpy(lm.log_mel(row, own, engine="torch")[None]).half())[
             0
         ].numpy()
-        assert len(found[name]) == own.row_shape[0] == segments_of(len(row), spec)
+        assert len(found[name]) == own.row_shape[0] == segment_count(len(row), spec)
         assert np.abs(found[name] - right).max() < 1e-5, name
 
 
@@ -219,12 +219,12 @@ def test_cut_rows_hold_every_segment_once():
         hop = int(rng.choice([512, 700, 1024, 1500]))
         spec = lm.MelSpec.preset("disjoint", duration_s=float(rng.integers(1, 4)), long_hop=hop)
         x = np.arange(rng.integers(1024, 30_000)).astype(np.float32)
-        rows, counts = cut_row(x, spec)
+        rows, counts = cut_into_rows(x, spec)
         starts = [row[j * hop : j * hop + 1024] for row, n in zip(rows, counts) for j in range(n)]
-        assert len(starts) == segments_of(len(x), spec)
+        assert len(starts) == segment_count(len(x), spec)
         for j, piece in enumerate(starts):
             assert np.array_equal(piece, x[j * hop : j * hop + 1024])
-        assert heard_samples(len(starts), spec) <= len(x) < heard_samples(len(starts) + 1, spec)
+        assert covered_samples(len(starts), spec) <= len(x) < covered_samples(len(starts) + 1, spec)
 
 
 # ---- which recordings

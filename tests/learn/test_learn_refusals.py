@@ -15,7 +15,7 @@ from leakmel.cli import main
 from leakmel.core.errors import MachineError, OutputError, UsageError
 from leakmel.learn.data import loaders
 from leakmel.learn.evaluate.evaluation import evaluate
-from leakmel.learn.metrics.bootstrap import Difference, interval_of
+from leakmel.learn.metrics.bootstrap import Difference, interval_from_draws
 from leakmel.learn.model.devices import pick_device
 from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
 from leakmel.learn.train.inputs import open_training
@@ -109,7 +109,7 @@ def test_recordings_for_testing_may_have_been_built_alone(
         lm.build(tmp_path / label, out=tmp_path / f"{label}.h5", progress="none", check=0)
     words = ["train", str(town / "sets"), "--device", "cpu", *WORDS]
     assert main([*words, "--testing", str(tmp_path / "HISS.h5"), "--out", str(tmp_path / "none")]) == 1
-    assert "a label that the task does not know" in capsys.readouterr().err
+    assert "has a label that the task does not include" in capsys.readouterr().err
     assert not (tmp_path / "none").exists(), "before the training, not after it"
     assert (
         main([*words, "--testing", str(tmp_path / "LEAK.h5"), "--out", str(tmp_path / "run"), "--json"]) == 0
@@ -226,7 +226,7 @@ def test_items_that_do_not_fit_any_more_are_said(
 
 def test_a_difference_of_what_is_undefined_is_undefined() -> None:
     nan = float("nan")
-    assert str(Difference("precision", nan, interval_of(torch.full((100,), nan).numpy(), 9))) == "undefined"
+    assert str(Difference("precision", nan, interval_from_draws(torch.full((100,), nan).numpy(), 9))) == "undefined"
 
 
 # ---- silence behind recordings

@@ -31,13 +31,13 @@ from leakmel.learn.model.settings import CheckpointSettings
 from leakmel.learn.model.detector import load_detector
 from leakmel.learn.search.search import SearchResult, search, verdict
 from leakmel.learn.search.trials import (
-    USUAL,
-    OtherSeed,
+    DEFAULT_SPACE,
+    SeedTrial,
     SearchState,
     Trial,
     read_space,
     read_state,
-    settings_with,
+    trial_settings,
 )
 from leakmel.learn.data.splits import LeakySplitWarning, group_split
 from leakmel.learn.model.settings import TrainSettings
@@ -164,7 +164,7 @@ def test_train_with_the_settings_that_were_found_makes_the_model(
     assert (found.thresholds, found.vote) == (again.detector.thresholds, again.detector.vote)
     assert found.record["search"]["trials"] == LAST
     assert found.record["search"]["trial"] == right.best.number
-    assert "too good" in found.record["search"]["note"]
+    assert "too optimistic" in found.record["search"]["note"]
     assert found.record["best_epoch"] == right.best.best_epoch
 
 
@@ -197,7 +197,7 @@ def test_what_lies_in_the_folder(right: SearchResult) -> None:
     summary = json.loads((out / "summary.json").read_bytes())
     assert summary["ok"] is True
     assert (summary["f1"], summary["f1_of_base"]) == (right.best.f1, right.base.f1)
-    assert settings_with(TINY, summary["changes"]) == right.settings
+    assert trial_settings(TINY, summary["changes"]) == right.settings
 
 
 def test_the_result_says_base_beside_best(right: SearchResult) -> None:
@@ -235,13 +235,13 @@ def test_verdict(before: list[float], after: list[float], better: bool | None) -
     best = Trial(3, "complete", {}, (0.95,), (0.1,), 1.0)
     told, text = verdict(
         best,
-        [OtherSeed(0, k, f, 1.0) for k, f in enumerate(before)],
-        [OtherSeed(3, k, f, 1.0) for k, f in enumerate(after)],
+        [SeedTrial(0, k, f, 1.0) for k, f in enumerate(before)],
+        [SeedTrial(3, k, f, 1.0) for k, f in enumerate(after)],
     )
     assert told is better
     assert ("not shown to be better" in text) == (better is False)
     if better:
-        assert "6 times" in text
+        assert "once in 6 searches" in text
     assert verdict(replace(best, number=0), [], [])[0] is False
 
 
@@ -274,7 +274,7 @@ def test_trials_that_lag_are_ended_early(sets: Path, tmp_path: Path, monkeypatch
         assert sorted(p.name for p in (tmp_path / "run" / "trials" / f"{t.number:04d}").iterdir()) == [
             "history.csv"
         ]
-    assert "ended early" in repr(result)
+    assert "3 pruned" in repr(result)
     whole = searched(
         sets,
         tmp_path / "whole",
@@ -352,7 +352,7 @@ def test_calls_that_are_shorter_than_other_seeds_make_trials_all_the_same(
     def slow(s: Any, deadline: float) -> Any:
         begun.append(s)
         if len(begun) == 3:
-            raise module._TimeIsOver
+            raise module._OutOfTime
         return right(s, deadline)
 
     with monkeypatch.context() as m:
@@ -364,7 +364,7 @@ def test_calls_that_are_shorter_than_other_seeds_make_trials_all_the_same(
     assert (len(done.trials), len(done.again)) == (6, 4)
     memory = read_state(tmp_path / "run")
     assert memory is not None
-    assert module.seconds_of_seeds(memory, 2) == 0, "what is there need not be waited for"
+    assert module.seconds_for_seeds(memory, 2) == 0, "what is there need not be waited for"
 
 
 def test_more_trials_are_the_same_search(sets: Path, right: SearchResult, tmp_path: Path) -> None:
@@ -458,7 +458,7 @@ def test_ctrl_c_says_how_to_go_on(sets: Path, right: SearchResult, tmp_path: Pat
     out = tmp_path / "run"
     done = going(children, sets, out, at_that_moment(signal.SIGINT, 40))
     assert done.status == 128 + signal.SIGINT, done.err
-    assert re.search(r"\d trials of the search are over: the same command goes on", done.err)
+    assert re.search(r"The search was interrupted after \d trials: run the same command", done.err)
     assert "Traceback" not in done.err
     assert going(children, sets, out).status == 0
     assert_same(out, right)
@@ -753,7 +753,7 @@ ODD = TrainSettings(learning_rate=0.5, dropout=0.9, batch_size=7, weight_decay=0
 
 @pytest.mark.parametrize("base", [TrainSettings(), TINY, ODD], ids=["usual", "tiny", "odd"])
 def test_without_a_space_the_usual_one_is_searched(base: TrainSettings) -> None:
-    assert set(USUAL) - set(read_space(None, base)) == (set() if base.n_band_masks else {"band_mask_width"})
+    assert set(DEFAULT_SPACE) - set(read_space(None, base)) == (set() if base.n_band_masks else {"band_mask_width"})
 
 
 def test_a_space_from_a_file(sets: Path, tmp_path: Path) -> None:
@@ -784,7 +784,7 @@ def test_of_equal_trials_the_earlier_one_and_of_equal_f1_the_lower_loss() -> Non
 def test_an_undefined_figure_is_null_in_the_file(tmp_path: Path) -> None:
     "JSON has no NaN: other programs could not read the file."
     memory = SearchState({}, [Trial(0, "complete", {}, (math.nan, 0.5), (math.nan, 0.1), 1.0)])
-    memory.again.append(OtherSeed(0, 1, math.nan, 1.0))
+    memory.again.append(SeedTrial(0, 1, math.nan, 1.0))
     memory.write(tmp_path)
     assert b"NaN" not in (tmp_path / "search.json").read_bytes()
     found = read_state(tmp_path)
@@ -819,4 +819,4 @@ def test_command(sets: Path, right: SearchResult, tmp_path: Path, capsys: pytest
     assert body["ok"] is True
     assert body["trial"] == right.best.number
     assert main(["search", str(sets), "--out", str(tmp_path / "x"), "--space", "{dropout}"]) == 2
-    assert "not JSON" in capsys.readouterr().err
+    assert "not valid JSON" in capsys.readouterr().err

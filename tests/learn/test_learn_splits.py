@@ -20,7 +20,7 @@ from leakmel.audio.synth import write_wav
 from leakmel.core.errors import DataError, UsageError
 from leakmel.dataset.file.reader import MelDataset
 from leakmel.learn.data.segments import Segments
-from leakmel.learn.data.groups import ALL_TRIED, group_values, joined_groups, share_out
+from leakmel.learn.data.groups import MAX_EXHAUSTIVE, group_values, join_groups, divide_groups
 from leakmel.learn.data.splits import split_figure
 from leakmel.learn.data.splits import (
     KINDS,
@@ -161,11 +161,11 @@ def test_a_label_on_one_side(tmp_path):
     made = pair(tmp_path, {"LEAK/a": 1, "NO/b": 0}, {"NO/d": 3})
     with h5py.File(made["testing"], "r+") as f:  # as a build of both splits numbers labels
         f["labels"][:], f.attrs["labels_json"] = 1, '["LEAK", "NO"]'
-    with pytest.warns(SplitWarning, match="LEAK: no recording with this label in testing"):
+    with pytest.warns(SplitWarning, match="LEAK: the label has no recording in testing"):
         split = existing_split(made)
     assert not split.leaky
     assert [p.kind for p in split.problems] == ["empty_label"]
-    assert split_figure(split).layout.title.text == "LEAK: no recording with this label in testing"
+    assert split_figure(split).layout.title.text == "LEAK: the label has no recording in testing"
 
 
 def test_earlier_systems_files(tmp_path):
@@ -179,13 +179,14 @@ def test_earlier_systems_files(tmp_path):
     split = existing_split({"training": tmp_path / "a", "testing": tmp_path / "b"}, legacy=True)
     assert not split.leaky
     assert split.unchecked == ("sensor", "recording")
-    assert "not checked: the sensor of some recordings is not known" in split.report()
-    assert "not looked at: sensor, recording" in split_figure(split).layout.title.subtitle.text
+    assert "The sensor was not checked" in split.report()
+    note = split_figure(split).layout.title.subtitle.text
+    assert note == "Not checked, because unknown for some recordings: sensor, recording"
     with pytest.warns(LeakySplitWarning, match="1 recording with the same samples"):
         assert existing_split({"training": tmp_path / "a", "testing": tmp_path / "c"}, legacy=True).leaky
     with pytest.raises(
         UsageError,
-        match="files of the earlier system hold no names|Files of the earlier system hold no names",
+        match="files of the earlier system store no names|Files of the earlier system store no names",
     ):
         group_split(tmp_path / "a", legacy=True)
     split = group_split([tmp_path / "a", tmp_path / "b"], [1, 1, 1, 2, 2, 2], shares=HALVES, legacy=True)
@@ -280,21 +281,21 @@ def test_groups_are_never_divided(plain, draw, seed, shares):
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=6), st.integers(2, 3))
 def test_small_divisions_are_refused_only_when_there_is_none(pairs, n_parts):
     counts = np.array(pairs)
-    assert n_parts ** len(counts) <= ALL_TRIED
+    assert n_parts ** len(counts) <= MAX_EXHAUSTIVE
     present = counts[:, counts.sum(0) > 0]
 
     def whole(parts: np.ndarray) -> bool:
         return all((present[parts == p].sum(0) > 0).all() for p in range(n_parts))
 
     possible = any(whole(np.array(parts)) for parts in np.ndindex(*(n_parts,) * len(counts)))
-    assert whole(share_out(counts, np.full(n_parts, 1 / n_parts))) is possible
+    assert whole(divide_groups(counts, np.full(n_parts, 1 / n_parts))) is possible
 
 
 @pytest.mark.parametrize("n_groups", [8, 40])
 def test_a_small_share_has_all_labels_too(n_groups):
     "One group is far more than was asked for, and still better than none."
     counts = np.random.default_rng(0).integers(1, 9, (n_groups, 2))
-    parts = share_out(counts, np.array([0.9989, 0.001, 0.0001]))
+    parts = divide_groups(counts, np.array([0.9989, 0.001, 0.0001]))
     assert sorted(np.unique(parts)) == [0, 1, 2]
 
 
@@ -302,14 +303,14 @@ def test_a_small_share_has_all_labels_too(n_groups):
 def test_many_groups_come_close_to_the_shares(seed):
     counts = np.random.default_rng(seed).integers(0, 40, (60, 3))
     wanted = np.array([0.7, 0.15, 0.15])
-    parts = share_out(counts, wanted, seed)
+    parts = divide_groups(counts, wanted, seed)
     got = np.stack([counts[parts == p].sum(0) for p in range(3)]) / counts.sum(0)
     assert abs(got - wanted[:, None]).max() < 0.02
 
 
 def test_seeds_differ(plain):
     counts = np.ones((40, 2), int)
-    assert len({share_out(counts, np.array([0.5, 0.5]), seed).tobytes() for seed in range(4)}) > 1
+    assert len({divide_groups(counts, np.array([0.5, 0.5]), seed).tobytes() for seed in range(4)}) > 1
 
 
 def test_one_recording_in_two_groups_joins_them(tmp_path):
@@ -340,7 +341,7 @@ def test_a_label_on_one_side_is_refused(tmp_path):
     assert split.leaky
     assert (
         split.stamp
-        == "LEAKY SPLIT: scores say more than they should. 1 sensor in more than one of training, testing (5 recordings): H0"
+        == "LEAKY SPLIT: the scores are too optimistic. 1 sensor in more than one of training, testing (5 recordings): H0"
     )
     assert "were divided" in split.method
     assert all(set(split.labels[rows].tolist()) == {0, 1} for rows in split.parts.values())
@@ -359,7 +360,7 @@ def test_grouping_by_something_else_tells_of_sensors(plain):
     assert [s.kind for s in split.shared] == ["sensor"]
     split = group_split(plain, r"re:/(H\d)~", shares=HALVES)
     assert not split.leaky
-    assert split.method.startswith("By match of the pattern")
+    assert split.method.startswith("Grouped split by match of the pattern")
 
 
 def test_recordings_of_no_known_sensor_were_not_looked_at(tmp_path):
@@ -381,7 +382,7 @@ def test_recordings_of_no_known_sensor_were_not_looked_at(tmp_path):
     )
     split = group_split(tmp_path / "x.h5", missing="one", shares={"training": 0.5, "testing": 0.5})
     assert split.unchecked == ("sensor",)
-    assert "not checked: the sensor of some recordings is not known" in split.report()
+    assert "The sensor was not checked" in split.report()
 
 
 def test_labels_left_out(plain):
@@ -391,7 +392,7 @@ def test_labels_left_out(plain):
         f"{label}/{label}{k}": 10 * i + k for i, label in enumerate(("LEAK", "NO", "QUIET")) for k in range(3)
     }
     with pytest.MonkeyPatch.context() as m:
-        m.setattr("leakmel.learn.data.splits._tied", lambda *a: ())
+        m.setattr("leakmel.learn.data.splits._tied_labels", lambda *a: ())
         path = make_set(Path(plain.path).parent / "three.h5", files)
         with lm.open_dataset(path) as ds:
             split = group_split(
@@ -465,7 +466,7 @@ def test_what_is_no_way_to_group_is_refused(group):
 )
 def test_joined_groups(pairs):
     groups, content = (np.array(x, dtype=object) for x in zip(*pairs))
-    code = joined_groups(groups.astype(str), content)
+    code = join_groups(groups.astype(str), content)
     assert sorted(set(code.tolist())) == list(range(code.max() + 1))
     for i in range(len(pairs)):
         for j in range(i):

@@ -13,7 +13,7 @@ import leakmel as lm
 from leakmel.learn.model.settings import CheckpointSettings
 from leakmel.learn.model.detector import load_detector
 from leakmel.learn.model.settings import TrainSettings
-from leakmel.learn.plans import settings_of, training_kinds
+from leakmel.learn.plans import settings_from, training_kinds
 from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill
 
 TINY = ("-p", "epochs", "2", "-p", "batch_size", "200", "-p", "channels", "4,8", "-p", "device", "cpu")
@@ -101,5 +101,5 @@ def test_what_is_usual_in_the_notebook_is_usual_everywhere() -> None:
     given: dict[str, object] = {}
     exec(cell.source, {}, given)
     assert set(given) == set(training_kinds())
-    assert settings_of(given) == (TrainSettings(), CheckpointSettings())
+    assert settings_from(given) == (TrainSettings(), CheckpointSettings())
     assert {f.name for f in fields(TrainSettings)} <= set(given)

@@ -6,7 +6,7 @@
 __all__ = [
     "KINDS",
     "BLOCK_BYTES",
-    "Order",
+    "BatchOrder",
     "Loader",
     "DeviceLoader",
     "StreamLoader",
@@ -34,8 +34,8 @@ from .segments import Batch, Segments, load_items
 
 # %% ../../../nbs/learn/data/loaders.ipynb #86317618
 @dataclass(eq=False)
-class Order:
-    "The order of items, and the place that has been reached; iterating gives what is left of the epoch."
+class BatchOrder:
+    "Seeded order of items and the current position; iterating gives the rest of the epoch."
 
     row_starts: np.ndarray  # [n_rows + 1] int64, first item of each row, and the number of all
     batch_size: int = 256  # items
@@ -45,7 +45,7 @@ class Order:
     buffer_blocks: int = 64  # blocks whose items are shuffled together
     epoch_share: float = 1.0  # of all items that an epoch draws: the first ones of its order
     epoch: int = field(default=0, init=False)
-    batch: int = field(default=0, init=False)  # batches of this epoch that were handed out
+    batch: int = field(default=0, init=False)  # batches of this epoch that were returned
 
     def __post_init__(self):
         self._made = -1, np.zeros(0, np.int64), np.zeros(0, np.int64)  # an epoch, its items, ends of buffers
@@ -85,37 +85,37 @@ class Order:
         return self._made[1:]
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        "The batches of the epoch that have not been handed out: [n] items each. Moves nothing."
+        "Iterate over the remaining batches of the epoch, [n] items each, without advancing the position."
         items = self.items()[0]
         for k in range(self.batch, len(self)):
             yield items[k * self.batch_size : (k + 1) * self.batch_size]
 
     def advance(self) -> None:
-        "Note that a batch was handed out; after the last one the next epoch begins."
+        "Count a returned batch; after the last one the next epoch begins."
         self.batch += 1
         if self.batch >= len(self):
             self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        "Go to the beginning of an epoch."
+        "Move to the start of an epoch."
         self.epoch = epoch
         self.batch = 0
 
     def _check(self, epoch: int) -> int:
-        "Check sum of the order of an epoch and of its division into batches."
+        "Checksum of the order of an epoch and of its division into batches."
         items = np.ascontiguousarray(self.items(epoch)[0])
         return zlib.crc32(b"%d 0" % self.batch_size, zlib.crc32(items.data))
 
     def state_dict(self) -> dict[str, Any]:
-        "The place, as plain numbers for a checkpoint."
+        "Return the position as plain numbers for a checkpoint."
         place = {"epoch": self.epoch, "batch": self.batch, "seed": self.seed}
         return place | {"check": self._check(self.epoch)}
 
     def load_state_dict(
         self,
         state: dict[str, Any],  # of `state_dict`
-    ) -> None:  # raises UsageError where the order from there on would be another one
-        "Go to a place that was noted before."
+    ) -> None:  # raises UsageError if the remaining order would differ
+        "Restore a stored position."
         try:
             epoch, batch, check = (int(state[name]) for name in ("epoch", "batch", "check"))
             fits = epoch >= 0 and 0 <= batch < len(self) and self._check(epoch) == check
@@ -123,27 +123,29 @@ class Order:
             fits = False
         if not fits:
             raise UsageError(
-                "the order is another one than that of the checkpoint",
+                "the order of the batches differs from that of the checkpoint",
                 code="order-differs",
                 found=self,
-                expected=f"the settings of then, seed {state.get('seed')}",
-                remedy="use the same rows, batch size, seed and way of shuffling, or begin a new training",
+                expected=f"the settings of the checkpoint, seed {state.get('seed')}",
+                remedy="use the same rows, batch size, seed and shuffling, or start a new training",
             )
         self.epoch = epoch
         self.batch = batch
 
     def __repr__(self) -> str:
         how = f"blocks of {self.block_rows:,} rows" if self.block_rows else "all items"
-        return f"Order({how}{' shuffled' * self.shuffle}, batches of {self.batch_size:,}, seed {self.seed})"
+        return (
+            f"BatchOrder({how}{' shuffled' * self.shuffle}, batches of {self.batch_size:,}, seed {self.seed})"
+        )
 
 
 # %% ../../../nbs/learn/data/loaders.ipynb #0a1ab8ce
 class Loader(ABC):
-    "Batches of one epoch after another, in an order that can be taken up again; a context manager."
+    "Batches of successive epochs in an order that can be resumed; a context manager."
 
     kind = ""
 
-    def __init__(self, ds: Segments, order: Order, device: torch.device, why: str):
+    def __init__(self, ds: Segments, order: BatchOrder, device: torch.device, why: str):
         self.ds = ds
         self.order = order
         self.device = device
@@ -158,17 +160,17 @@ class Loader(ABC):
     def __iter__(self) -> Iterator[Batch]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        "The place in the order, as plain values for a checkpoint."
+        "Return the position in the order as plain values for a checkpoint."
         return {"kind": self.kind, **self.order.state_dict()}
 
     def load_state_dict(
         self,
         state: dict[str, Any],  # of `state_dict`
-    ) -> None:  # raises UsageError where the batches from there on would be others
-        "Go on from a place that was noted before."
+    ) -> None:  # raises UsageError if the remaining batches would differ
+        "Resume from a stored position."
         if state.get("kind") != self.kind:
             raise UsageError(
-                "the place was noted by another loader",
+                "the checkpoint was written with another kind of loader",
                 code="order-differs",
                 found=repr(state.get("kind")),
                 expected=repr(self.kind),
@@ -179,12 +181,12 @@ class Loader(ABC):
     def transfer(
         self,
         batch: Batch,  # on the host
-    ) -> Batch:  # on the device; a timer may stand in for this, to see how long it takes
-        "Bring a batch to where batches are wanted."
+    ) -> Batch:  # on the device; a timer may replace this method
+        "Transfer a batch to the device of the loader."
         return batch.to(self.device)
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
-        "Release what the loader holds; the data set stays open."
+        "Release the resources of the loader; the data set stays open."
 
     def __enter__(self) -> Self:
         return self
@@ -198,11 +200,13 @@ class Loader(ABC):
 
 # %% ../../../nbs/learn/data/loaders.ipynb #40f31879
 class DeviceLoader(Loader):
-    "All items in the memory of the device; a batch is drawn there by index."
+    "Loader with all items in device memory; a batch is an indexed copy."
 
     kind = "device"
 
-    def __init__(self, ds: Segments, order: Order, device: torch.device, why: str, progress: str = "auto"):
+    def __init__(
+        self, ds: Segments, order: BatchOrder, device: torch.device, why: str, progress: str = "auto"
+    ):
         super().__init__(ds, order, device, why)
         self.x = load_items(ds, self.device, progress=progress)  # [n, ...]
         self.y = torch.from_numpy(np.repeat(ds.labels, ds.counts)).to(self.device)  # [n]
@@ -224,7 +228,7 @@ class DeviceLoader(Loader):
 
 # %% ../../../nbs/learn/data/loaders.ipynb #ece4e8b3
 class StreamLoader(Loader):
-    "Buffers of blocks, read one ahead by a thread."
+    "Loader that streams buffers of blocks, prefetched by a thread."
 
     kind = "stream"
 
@@ -248,7 +252,7 @@ class StreamLoader(Loader):
 
 # %% ../../../nbs/learn/data/loaders.ipynb #0c4d6991
 class _Fetch:
-    "A data set of whole batches for worker processes."
+    "Data set whose items are whole batches, for worker processes."
 
     def __init__(self, ds: Segments):
         self.ds = ds
@@ -258,11 +262,11 @@ class _Fetch:
 
 
 class WorkerLoader(Loader):
-    "A torch DataLoader with worker processes."
+    "Loader with the worker processes of a torch DataLoader."
 
     kind = "workers"
 
-    def __init__(self, ds: Segments, order: Order, device: torch.device, why: str, **options: Any):
+    def __init__(self, ds: Segments, order: BatchOrder, device: torch.device, why: str, **options: Any):
         super().__init__(ds, order, device, why)
         self.torch_loader: DataLoader = DataLoader(
             _Fetch(ds),  # type: ignore[arg-type]
@@ -295,31 +299,34 @@ def open_loader(
     batch_size: int,  # items
     *,
     kind: str = "auto",  # of KINDS; "auto": on the device where the items fit, else a stream
-    device: str | torch.device = "cpu",  # where batches are wanted
+    device: str | torch.device = "cpu",  # of the batches
     device_fraction: float = 0.5,  # of the device's free memory that the items may take
     seed: int = 0,
     shuffle: bool = True,
     epoch_share: float = 1.0,  # of the items that an epoch draws
     block_rows: int | None = None,  # rows of a block, for streams; None: about a megabyte
     buffer_blocks: int = 64,  # blocks whose items are shuffled together
-    num_workers: int = 4,  # processes; 0: none, batches are read when they are asked for
+    num_workers: int = 4,  # processes; 0: batches are read in this process on request
     prefetch_factor: int = 4,  # batches that each worker reads ahead
-    persistent_workers: bool = True,  # keep them from epoch to epoch
+    persistent_workers: bool = True,  # keep the workers between epochs
     pin_memory: bool | None = None,  # of workers' batches; None: where they go to a GPU
     start_method: str = "spawn",  # of workers: "fork", "spawn" or "forkserver"
     progress: str = "auto",  # where loading into the device is shown: as for `core.progress.Progress`
-) -> Loader:  # raises UsageError for settings that cannot be, and for a data set without rows
-    "Open the loader that suits the data set and the device."
+) -> Loader:  # raises UsageError for invalid settings and for a data set without rows
+    "Open the fastest loader for a data set and a device."
     if kind not in (*KINDS, "auto"):
         raise UsageError(
-            "no such loader", code="usage", found=repr(kind), expected=f"auto, {', '.join(KINDS)}"
+            "the kind of loader is unknown",
+            code="usage",
+            found=repr(kind),
+            expected=f"auto, {', '.join(KINDS)}",
         )
     if not len(ds.rows):
-        raise UsageError("no recordings to load", code="no-recordings", found=repr(ds))
+        raise UsageError("the data set has no recordings to load", code="no-recordings", found=repr(ds))
     on = torch.device(device)
-    why = "as asked for"
-    if kind == "auto" and ds.held is not None and on.type == "cpu":
-        kind, why = "device", f"{size_text(ds.n_bytes)} are in memory already"
+    why = "as requested"
+    if kind == "auto" and ds.preloaded is not None and on.type == "cpu":
+        kind, why = "device", f"{size_text(ds.n_bytes)} are already in memory"
     elif kind == "auto":
         free = torch.cuda.mem_get_info(on)[0] if on.type == "cuda" else free_memory()
         fits = ds.n_bytes <= device_fraction * free
@@ -327,7 +334,7 @@ def open_loader(
         why = f"{size_text(ds.n_bytes)} {'fit' if fits else 'do not fit'} into {100 * device_fraction:.0f} % of the free memory of {on.type}"
     if block_rows is None:
         block_rows = max(1, BLOCK_BYTES * len(ds.rows) // ds.n_bytes) if kind == "stream" else 0
-    order = Order(ds.row_starts, batch_size, seed, shuffle, block_rows, buffer_blocks, epoch_share)
+    order = BatchOrder(ds.row_starts, batch_size, seed, shuffle, block_rows, buffer_blocks, epoch_share)
     if kind == "device":
         return DeviceLoader(ds, order, on, why, progress)
     if kind == "stream":

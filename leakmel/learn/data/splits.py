@@ -34,8 +34,15 @@ from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import DelayedProgress
 from ...dataset.file.reader import MelDataset, read_rows
 from ...insight.data_plots import classes_by_split
-from .segments import DataSource, close_own, open_sources, source_list
-from .groups import ALL_TRIED, Group, group_name, group_values, joined_groups, share_out
+from .segments import DataSource, close_opened, open_sources, source_list
+from leakmel.learn.data.groups import (
+    MAX_EXHAUSTIVE,
+    Group,
+    group_name,
+    group_values,
+    join_groups,
+    divide_groups,
+)
 from .task import LEFT_OUT, Task
 
 if TYPE_CHECKING:
@@ -50,8 +57,10 @@ def recordings_table(
     sources: Sequence[MelDataset],
     *,
     progress: str = "auto",  # where reading of rows without digests is shown: as for `core.progress.Progress`
-) -> "pd.DataFrame":  # label, path, sensor, ... as far as known; content: equal where the samples (or rows) are, empty where they say nothing
-    "What is known of all recordings, counted through the data sets."
+) -> (
+    "pd.DataFrame"
+):  # label, path, sensor, ... as far as known; content: digest of the samples (or row), empty for silence
+    "Return the metadata of all recordings, in the order of the data sets."
     import pandas as pd
 
     tables = []
@@ -77,7 +86,7 @@ def _row_content(ds: MelDataset, progress: str) -> np.ndarray:
 def _labels(
     sources: Sequence[MelDataset], table: "pd.DataFrame"
 ) -> tuple[np.ndarray, tuple[str, ...]]:  # [n] int64 label of each row, and the names of all labels
-    "Labels by their names, upper and lower case aside."
+    "Number labels by their names, ignoring case."
     names: dict[str, str] = {}
     for name in (name for ds in sources for name in ds.class_names):
         names.setdefault(name.casefold(), name)
@@ -86,7 +95,7 @@ def _labels(
     return np.array(labels, np.int64), tuple(names.values())
 
 
-_TELLING = [
+_METADATA_COLUMNS = [
     "sensor",
     "status",
     "sample_rate",
@@ -100,11 +109,13 @@ _TELLING = [
 ]
 
 
-def _tied(table: "pd.DataFrame", labels: np.ndarray, class_names: Sequence[str]) -> list[Problem]:
-    "Labels that something other than the sound gives away, by the rules of `audio.problems`."
-    if not len(table) or any(n not in table or table[n].isna().any() for n in (*_TELLING, "path", "silent")):
+def _tied_labels(table: "pd.DataFrame", labels: np.ndarray, class_names: Sequence[str]) -> list[Problem]:
+    "Find labels that metadata predict, by the rules of `audio.problems`."
+    if not len(table) or any(
+        n not in table or table[n].isna().any() for n in (*_METADATA_COLUMNS, "path", "silent")
+    ):
         return []
-    columns = {name: table[name].to_numpy() for name in _TELLING}
+    columns = {name: table[name].to_numpy() for name in _METADATA_COLUMNS}
     for name, values in columns.items():
         if values.dtype.kind not in "iufb":
             columns[name] = np.array([os.fsencode(v) for v in values], dtype=np.bytes_)
@@ -126,7 +137,7 @@ KINDS = ("sensor", "recording", "content")
 
 @dataclass(frozen=True)
 class Shared:
-    "Something that is in more than one part of a split."
+    "Values of a property that occur in more than one part of a split."
 
     kind: str  # "sensor", "recording" (name of the file), "content", or what was grouped by
     parts: tuple[str, ...]  # in which parts
@@ -151,7 +162,7 @@ def shared_values(
     kind: str,
     show: np.ndarray | None = None,  # [n] str, to name examples by; None: the values
 ) -> Shared | None:
-    "What of some property lies in more than one part."
+    "Find the values of a property that occur in more than one part."
     known = np.flatnonzero((part >= 0) & (values != ""))
     _, code = np.unique(values[known].astype(np.str_), return_inverse=True)
     there = np.zeros((int(code.max(initial=-1)) + 1, len(names)), bool)
@@ -161,18 +172,18 @@ def shared_values(
         return None
     rows = known[several[code]]
     first = rows[np.unique(code[several[code]], return_index=True)[1]][:3]
-    said = values if show is None else show
+    labels = values if show is None else show
     parts = tuple(n for n, is_in in zip(names, there[several].any(0)) if is_in)
-    return Shared(kind, parts, int(several.sum()), len(rows), tuple(show_path(str(said[k])) for k in first))
+    return Shared(kind, parts, int(several.sum()), len(rows), tuple(show_path(str(labels[k])) for k in first))
 
 
 # %% ../../../nbs/learn/data/splits.ipynb #13184b12
 class SplitWarning(UserWarning):
-    "Something about a split that its users should know."
+    "Warning about a split."
 
 
 class LeakySplitWarning(SplitWarning):
-    "Scores made with this split are too good."
+    "Warning that scores of this split are too optimistic."
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -184,27 +195,25 @@ class Split:
     class_names: tuple[str, ...]
     method: str  # how it was made, a sentence
     shared: tuple[Shared, ...]  # what lies in more than one part
-    problems: tuple[
-        Problem, ...
-    ]  # labels that something other than the sound gives away, or that a part lacks
+    problems: tuple[Problem, ...]  # labels that metadata predict, or that a part lacks
     unchecked: tuple[str, ...]  # of KINDS, what is not known and could not be checked
     groups: np.ndarray | None = None  # [n] int, group of each row, where it was made by groups
     allowed_leaky: bool = False  # whether allow_leaky_split was given
 
     @property
     def leaky(self) -> bool:
-        "Whether something lies in more than one part."
+        "Whether a sensor, name or content occurs in more than one part."
         return bool(self.shared)
 
     @property
     def stamp(self) -> str:
-        "What belongs next to every result that this split leads to; empty where nothing was found."
+        "Warning text for every result of this split; empty if it is not leaky."
         if not self.leaky:
             return ""
-        return "LEAKY SPLIT: scores say more than they should. " + "; ".join(map(str, self.shared))
+        return "LEAKY SPLIT: the scores are too optimistic. " + "; ".join(map(str, self.shared))
 
     def table(self) -> "pd.DataFrame":
-        "Recordings of each label in each part, and its groups."
+        "Count the recordings of each label, and the groups, in each part."
         import pandas as pd
 
         table = {}
@@ -216,17 +225,20 @@ class Split:
         return pd.DataFrame(table).T
 
     def _findings(self) -> list[str]:
-        "What was found, a sentence each."
-        found = ["LEAKY SPLIT: scores say more than they should."] if self.leaky else []
+        "List the findings, one sentence each."
+        found = ["LEAKY SPLIT: the scores are too optimistic."] if self.leaky else []
         found += map(str, self.shared)
         found += [f"{p.path}: {p.message}" for p in self.problems]
-        found += [f"not checked: the {kind} of some recordings is not known" for kind in self.unchecked]
+        found += [
+            f"The {kind} was not checked, because it is unknown for some recordings."
+            for kind in self.unchecked
+        ]
         if not self.leaky and not self.unchecked:
             found.append(f"No {', '.join(KINDS[:-1])} or {KINDS[-1]} is in more than one part.")
         return found
 
     def report(self) -> str:
-        "All of it as text, a finding on a line."
+        "Return the split and its findings as text, one finding per line."
         return "\n".join([self.method, self.table().to_string(), *self._findings()])
 
     def __repr__(self) -> str:
@@ -238,7 +250,7 @@ class Split:
 
 
 # %% ../../../nbs/learn/data/splits.ipynb #a2c5729d
-def _checked(
+def _check_split(
     table: "pd.DataFrame",  # of `recordings_table`
     labels: np.ndarray,  # [n] int
     class_names: Sequence[str],
@@ -248,7 +260,7 @@ def _checked(
     groups: np.ndarray | None = None,
     grouped_by: Mapping[str, np.ndarray] | None = None,
 ) -> Split:
-    "A split with what is found in it; warns of it."
+    "Create a split, check it, and warn of findings."
     part = np.full(len(labels), -1)
     for k, rows in enumerate(parts.values()):
         part[rows] = k
@@ -268,9 +280,9 @@ def _checked(
     for k, label in enumerate(class_names):
         missing = [name for name, rows in parts.items() if not (labels[rows] == k).any()]
         if 0 < len(missing) < len(parts):
-            said = f"no recording with this label in {', '.join(missing)}"
-            problems.append(Problem("empty_label", show_path(label), said))
-    problems += _tied(table.iloc[inside], labels[inside], class_names)
+            text = f"the label has no recording in {', '.join(missing)}"
+            problems.append(Problem("empty_label", show_path(label), text))
+    problems += _tied_labels(table.iloc[inside], labels[inside], class_names)
     unchecked = [k for k in KINDS[:2] if k not in columns or (columns[k][inside] == "").any()]
     found = tuple(s for s in shared if s)
     names = tuple(class_names)
@@ -288,14 +300,14 @@ def existing_split(
         str, DataSource | Sequence[DataSource]
     ],  # name of each part -> its data set, or several: {"training": "TRAINING_DATASET.H5", ...}
     *,
-    allow_leaky_split: bool = False,  # no warning of what lies on both sides; the stamp stays
+    allow_leaky_split: bool = False,  # no warning of leakage; the stamp stays
     legacy: bool = False,  # files of the earlier system
-    same_labels: bool = True,  # False: a part may have been built alone, with other labels; they are told by their names, upper and lower case aside
+    same_labels: bool = True,  # False: a part may have been built alone, with other labels; they are matched by name, ignoring case
     progress: str = "auto",  # as for `recordings_table`
 ) -> Split:  # its rows are counted through the data sets in the order of `parts`
-    "Take a split as it is, and check whether a sensor, a recording name or a content is on both sides; warns of what it finds."
+    "Take a split as it is, and warn if a sensor, recording name or content is in more than one part."
     if len(parts) < 2:
-        raise UsageError("a split has at least two parts", code="usage", found=", ".join(parts) or "none")
+        raise UsageError("a split needs at least two parts", code="usage", found=", ".join(parts) or "none")
     given = {name: source_list(sources) for name, sources in parts.items()}
     every = [s for own in given.values() for s in own]
     opened = open_sources(every, legacy=legacy, same_labels=same_labels)
@@ -304,10 +316,10 @@ def existing_split(
         labels, names = _labels(opened, table)
         of_source = np.cumsum([0, *map(len, opened)])
     finally:
-        close_own(opened, every)
+        close_opened(opened, every)
     ends = of_source[np.cumsum([0, *map(len, given.values())])].tolist()
     rows = {name: np.arange(a, b) for name, a, b in zip(parts, ends, ends[1:])}
-    return _checked(table, labels, names, rows, "The split as it was found.", allow_leaky_split)
+    return _check_split(table, labels, names, rows, "Existing split of the data sets.", allow_leaky_split)
 
 
 # %% ../../../nbs/learn/data/splits.ipynb #c93206ed
@@ -331,7 +343,7 @@ def group_split(
     shares = dict(DEFAULT_SHARES if shares is None else shares)
     if len(shares) < 2 or any(not s > 0 for s in shares.values()) or abs(sum(shares.values()) - 1) > 1e-6:
         raise UsageError(
-            "shares must be of two parts or more, above 0 and of sum 1",
+            "the shares must be at least two positive numbers that add up to 1",
             code="usage",
             found=", ".join(f"{n} {s:g}" for n, s in shares.items()) or "none",
         )
@@ -340,50 +352,50 @@ def group_split(
         table = recordings_table(opened, progress=progress)
         labels, class_names = _labels(opened, table)
     finally:
-        close_own(opened, sources)
+        close_opened(opened, sources)
     values = group_values(table, group, missing=missing)
     inside = np.flatnonzero(task.classes(labels) != LEFT_OUT) if task else np.arange(len(table))
     if not len(inside):
-        raise DataError("no recordings to divide", code="no-recordings")
+        raise DataError("the data sets have no recordings to divide", code="no-recordings")
     content = table["content"].to_numpy(object)
-    groups = joined_groups(values, np.where(np.isin(np.arange(len(table)), inside), content, ""))
+    groups = join_groups(values, np.where(np.isin(np.arange(len(table)), inside), content, ""))
     units, name = groups[inside], group_name(group)
-    method = f"By {name}, seed {seed}: no group is in two parts."
-    part, lacking = _divided(units, labels[inside], shares, seed)
-    if lacking and allow_leaky_split:  # recordings of the groups that hold such a label stand for themselves
+    method = f"Grouped split by {name}, seed {seed}: no group is in two parts."
+    part, lacking = _divide(units, labels[inside], shares, seed)
+    if lacking and allow_leaky_split:  # recordings of groups with such a label become groups of their own
         apart = np.isin(units, units[np.isin(labels[inside], lacking)])
         single = [f"{k}" if alone else f"group {u}" for k, (u, alone) in enumerate(zip(units, apart))]
-        units, name = joined_groups(np.array(single), content[inside]), "recording"
-        part, lacking = _divided(units, labels[inside], shares, seed)
+        units, name = join_groups(np.array(single), content[inside]), "recording"
+        part, lacking = _divide(units, labels[inside], shares, seed)
         names = ", ".join(show_path(class_names[k]) for k in np.unique(labels[inside][apart]))
-        method = f"By {group_name(group)}, seed {seed}; groups with {names} were divided, because a label would have been on one side only."
+        method = f"Grouped split by {group_name(group)}, seed {seed}; groups with {names} were divided between parts, because a part would have lacked a label."
     if lacking:
         n = len(np.unique(units))
         held = {k: len(np.unique(units[labels[inside] == k])) for k in lacking}
-        said = [f"{show_path(class_names[k])} is in {held[k]:,} of {n:,} groups by {name}" for k in lacking]
+        counts = [f"{show_path(class_names[k])} is in {held[k]:,} of {n:,} groups by {name}" for k in lacking]
         how = "none of the divisions tried has all labels in all parts"
-        if len(shares) ** n <= ALL_TRIED:
+        if len(shares) ** n <= MAX_EXHAUSTIVE:
             how = "all divisions were tried"
         raise DataError(
-            "a label would be missing in a part of the split",
+            "a part of the split would lack a label",
             code="label-in-one-part",
-            found=", ".join(said),
+            found=", ".join(counts),
             expected=f"each label in all {len(shares)} parts ({how})",
-            remedy="ask for fewer parts, group by something finer, leave the label out, or say allow_leaky_split=True, which marks all results",
+            remedy="use fewer parts, use smaller groups, leave the label out, or set allow_leaky_split=True, which marks all results as leaky",
         )
     parts = {name: inside[part == k] for k, name in enumerate(shares)}
     by = {group_name(group): np.where(values == "", "(none)", values).astype(object)}
-    return _checked(table, labels, class_names, parts, method, allow_leaky_split, groups, by)
+    return _check_split(table, labels, class_names, parts, method, allow_leaky_split, groups, by)
 
 
-def _divided(
+def _divide(
     units: np.ndarray, labels: np.ndarray, shares: Mapping[str, float], seed: int
 ) -> tuple[np.ndarray, list[int]]:
-    "[n] part of each recording, and the labels that a part lacks."
+    "Return [n] part of each recording, and the labels that a part lacks."
     _, code = np.unique(units, return_inverse=True)
     counts = np.zeros((int(code.max()) + 1, int(labels.max()) + 1), np.int64)
     np.add.at(counts, (code, labels), 1)
-    part = share_out(counts, np.array(list(shares.values())), seed)[code]
+    part = divide_groups(counts, np.array(list(shares.values())), seed)[code]
     lacking = [k for k in np.unique(labels).tolist() if len(np.unique(part[labels == k])) < len(shares)]
     return part, lacking
 
@@ -392,7 +404,7 @@ def _divided(
 def split_figure(
     split: Split,
 ) -> "go.Figure":
-    "Draw the parts of a split, with what was found as the title."
+    "Draw the parts of a split, with the worst finding as the title."
     names: list[str] = []
     for name, rows in split.parts.items():
         if split.groups is not None:
@@ -402,11 +414,11 @@ def split_figure(
     fig = classes_by_split(names, [split.class_names[k] for k in split.labels[rows].tolist()])
     title, note = fig.layout.title.text, "No sensor, recording name or content is in two parts"
     if split.unchecked:
-        note = f"Not known of all recordings, so not looked at: {', '.join(split.unchecked)}"
+        note = f"Not checked, because unknown for some recordings: {', '.join(split.unchecked)}"
     if split.problems:
         title = f"{show_path(split.problems[0].path)[:30]}: {split.problems[0].message}"
     if split.leaky:
         worst = max(split.shared, key=lambda s: s.n_recordings)
         title = f"Leaky: {worst.n_values:,} {worst.kind}{'s' * (worst.n_values != 1)} in more than one part"
-        note = "Scores made with this split say more than they should"
+        note = "Scores of this split are too optimistic"
     return fig.update_layout(title=dict(text=title, subtitle=dict(text=note)))

@@ -19,19 +19,19 @@ def find_label(
     wanted: str,  # "LEAK", in any case
     class_names: Sequence[str],  # of the data set, in id order
 ) -> int:  # its number in the data set; raises UsageError where there is none, or more than one
-    "The one label of a name, upper and lower case aside."
+    "Find the label of a name, ignoring case."
     found = [i for i, name in enumerate(class_names) if name.casefold() == wanted.casefold()]
     if not found:
         raise UsageError(
-            "no such label",
+            "the label does not exist in the data set",
             code="unknown-label",
             found=repr(wanted),
             expected=f"one of {', '.join(map(show_path, class_names)) or 'no labels'}",
-            remedy="a label is matched by its whole name",
+            remedy="give the whole name of a label",
         )
     if len(found) > 1:
         raise UsageError(
-            "labels that differ only in case",
+            "some labels differ only in upper and lower case",
             code="ambiguous-label",
             found=", ".join(show_path(class_names[i]) for i in found),
             expected="one label",
@@ -48,7 +48,7 @@ LEFT_OUT = -1
 
 @dataclass(frozen=True)
 class Task:
-    "What is to be told apart: labels of the data set, classes of the model, and which of each is the leak."
+    "Classification task: labels of the data set, classes of the model, and which of each is the leak."
 
     kind: str  # "binary" or "multiclass"
     class_names: tuple[str, ...]  # labels of the data set, in id order
@@ -60,7 +60,7 @@ class Task:
     def __post_init__(self):
         if self.kind not in (BINARY, MULTICLASS):
             raise UsageError(
-                "no such kind of task",
+                "the kind of task is unknown",
                 code="usage",
                 found=repr(self.kind),
                 expected=f"{BINARY!r} or {MULTICLASS!r}",
@@ -68,31 +68,31 @@ class Task:
         classes = set(range(len(self.model_names)))
         if len(self.to_model) != len(self.class_names) or set(self.to_model) - {LEFT_OUT} != classes:
             raise UsageError(
-                "labels and classes do not fit together",
+                "the labels of the data set do not map onto the classes of the model",
                 code="invalid-task",
                 found=self.to_model,
-                expected=f"{len(self.class_names)} numbers that name each class",
+                expected=f"{len(self.class_names)} class numbers that cover every class",
             )
         if (
             not 0 <= self.leak_in_data < len(self.to_model)
             or self.to_model[self.leak_in_data] != self.leak_in_model
         ):
             raise UsageError(
-                "the leak is not the same label in data set and model",
+                "the leak label of the data set does not map to the leak class of the model",
                 code="invalid-task",
                 found=(self.leak_in_data, self.leak_in_model),
             )
 
     @property
     def leak_label(self) -> str:
-        "The leak's label as the data set spells it."
+        "Name of the leak label in the data set."
         return self.class_names[self.leak_in_data]
 
     def classes(
         self,
         labels: np.ndarray,  # [n] int, numbers in the data set
     ) -> np.ndarray:  # [n] int64, numbers in the model; -1: left out
-        "Labels of the data set as classes of the model."
+        "Convert labels of the data set to classes of the model."
         return np.array(self.to_model, np.int64)[np.asarray(labels, np.int64)]
 
     def __repr__(self) -> str:
@@ -107,9 +107,9 @@ def make_task(
     leak_label: str = "LEAK",  # matched by the whole name, upper and lower case aside
     *,
     kind: str = MULTICLASS,  # "binary": all other labels are one class
-    leave_out: Sequence[str] = (),  # labels whose recordings are neither learned nor counted
-) -> Task:  # raises UsageError for labels that are not there, and where less than two classes are left
-    "The task of telling a data set's labels apart."
+    leave_out: Sequence[str] = (),  # labels whose recordings are not used
+) -> Task:  # raises UsageError for unknown labels, and if fewer than two classes are left
+    "Create the task of classifying the labels of a data set."
     leak = find_label(leak_label, class_names)
     names = tuple(class_names)
     out = {find_label(name, class_names) for name in leave_out}
@@ -120,7 +120,7 @@ def make_task(
     kept = [i for i in range(len(names)) if i not in out]
     if len(kept) < 2:
         raise UsageError(
-            "nothing to tell apart",
+            "the task has fewer than two labels",
             code="invalid-task",
             found=f"only {', '.join(show_path(names[i]) for i in kept)}",
             expected="at least two labels",

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = [
-    "LEAST_GROUPS",
+    "MIN_GROUPS",
     "Groups",
     "source_names",
     "recording_groups",
-    "tail_share",
+    "tail_probability",
     "Interval",
-    "interval_of",
+    "interval_from_draws",
     "Bootstrap",
     "counts_by_group",
     "Difference",
@@ -28,7 +28,7 @@ import pandas as pd
 
 from ...core.errors import UsageError
 from ..data.groups import Group, group_name, group_values
-from .metrics import FIGURES, checked, figures_of_counts
+from .metrics import FIGURES, check_scores, figures_of_counts
 
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #45683b22
 _WORDS = {"sensor": "sensor", "night": "night", "source": "source recording", "recording": "recording"}
@@ -36,18 +36,18 @@ _WORDS = {"sensor": "sensor", "night": "night", "source": "source recording", "r
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    "Recordings that are drawn together."
+    "Groups of recordings that are resampled together."
 
     by: str  # "sensor", "night", "source" (of pieces), "recording", or what was asked for
     code: np.ndarray  # [B] int, number of each recording's group
     names: tuple[str, ...]  # [G] of the groups
-    note: str = ""  # what a reader of an interval should know of them
+    note: str = ""  # remark for the reader of an interval
 
     def __len__(self) -> int:
         return len(self.names)
 
     def counted(self, n: int) -> str:
-        "A number of such groups, as words."
+        "Format a number of groups with their noun."
         return f"{n:,} {_WORDS.get(self.by, 'group')}{'s' * (n != 1)}"
 
 
@@ -65,7 +65,7 @@ def source_names(
 ) -> (
     np.ndarray
 ):  # [B] str: the name that pieces of one recording share; empty for a name without a mark of a piece
-    "Which recording a piece was cut from, by its name."
+    "Recognise by its name the recording that a piece was cut from."
     stems = [os.path.splitext(os.path.basename(p))[0] for p in paths]
     return np.array([_PIECE_MARK.sub("", s) if _PIECE_MARK.search(s) else "" for s in stems], dtype=object)
 
@@ -76,11 +76,11 @@ def recording_groups(
 ) -> (
     Groups
 ):  # by night, else by what pieces were cut from, else each alone, where the sensor of some is not known
-    "Which recordings are drawn together."
+    "Group the recordings that are resampled together."
     if not (isinstance(group, str) and group == "sensor"):
         values = group_values(table, group, missing="one")
         n, name = int(np.count_nonzero(values == "")), group_name(group)
-        note = f"{n:,} of {len(values):,} recordings have no {name} and were taken for one group"
+        note = f"{n:,} of {len(values):,} recordings have no {name} and form one group"
         return _coded(name, values, note if n else "")
 
     def known(name: str) -> bool:
@@ -93,32 +93,32 @@ def recording_groups(
         return _coded(
             "night",
             nights.dt.strftime("%Y-%m-%d").to_numpy(object),
-            "not all sensors are known, so recordings of one night were taken together; a sensor heard in several nights makes intervals too narrow",
+            "the sensor of some recordings is unknown, so recordings are grouped by night; intervals are too narrow if a sensor recorded in several nights",
         )
     paths = table["path"] if "path" in table else [f"recording {k}" for k in range(len(table))]
     if "path" in table and (cut := source_names(paths)).astype(bool).any():
         return _coded(
             "source",
             np.where(cut != "", cut, paths),
-            "neither all sensors nor all times are known; pieces were taken together by their names",
+            "sensor and time of some recordings are unknown, so pieces of one recording are grouped by their file names",
         )
     return Groups(
         "recording",
         np.arange(len(table)),
         tuple(paths),
-        "neither all sensors nor all times are known, so each recording stands alone: too narrow where a sensor has several recordings",
+        "sensor and time of some recordings are unknown, so each recording is a group of its own; intervals are too narrow if a sensor has several recordings",
     )
 
 
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #92cfd21b
-LEAST_GROUPS = 5  # with fewer there is no interval
+MIN_GROUPS = 5  # with fewer there is no interval
 
 
-def tail_share(
-    n_groups: int,  # LEAST_GROUPS or more
+def tail_probability(
+    n_groups: int,  # MIN_GROUPS or more
     confidence: float = 0.95,
 ) -> float:  # of draws that are cut off on either side
-    "How much of the draws lies outside an interval, on each side."
+    "Probability outside of the expanded percentile interval, on each side."
     from scipy.stats import norm, t
 
     return norm.cdf(-np.sqrt(n_groups / (n_groups - 1)) * t.ppf((1 + confidence) / 2, n_groups - 1))
@@ -127,39 +127,39 @@ def tail_share(
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #e5eb33dc
 @dataclass(frozen=True)
 class Interval:
-    "Where a figure lies, with a confidence of 95 %."
+    "95 % confidence interval of a figure."
 
-    low: float  # NaN: nobody can say
+    low: float  # NaN: there is no interval
     high: float
-    note: str = ""  # why there is none, or what is to be known of it
+    note: str = ""  # why there is no interval, or a remark
 
     @property
     def known(self) -> bool:
-        "Whether there is one."
+        "Whether there is an interval."
         return self.low == self.low
 
     def __str__(self) -> str:
         return f"{self.low:.3f} to {self.high:.3f}" if self.known else "no interval"
 
 
-def interval_of(
-    draws: np.ndarray,  # [D] a figure, or a difference of two, in each draw; NaN where it means nothing
-    n_groups: int,  # that the figure rests upon
+def interval_from_draws(
+    draws: np.ndarray,  # [D] a figure, or a difference of two, in each draw; NaN where it is undefined
+    n_groups: int,  # that the figure depends on
     what: str = "groups",  # the groups in words, "12 sensors with leaks"
 ) -> Interval:
-    "The interval that draws give."
+    "Compute the expanded percentile interval of draws."
     note = ""
     defined = draws[np.isfinite(draws)]
-    if n_groups < LEAST_GROUPS:
-        note = f"only {what}: too few for an interval, which takes {LEAST_GROUPS}"
+    if n_groups < MIN_GROUPS:
+        note = f"only {what}: an interval needs at least {MIN_GROUPS}"
     elif len(defined) < 0.95 * len(draws):
-        note = f"undefined in {1 - len(defined) / len(draws):.0%} of the draws"
+        note = f"the figure is undefined in {1 - len(defined) / len(draws):.0%} of the draws"
     if note:
         return Interval(np.nan, np.nan, note)
-    tail = tail_share(n_groups)
+    tail = tail_probability(n_groups)
     low, high = np.quantile(defined, (tail, 1 - tail)).tolist()
     if low == high:
-        note = f"the same in all draws of {what}; up to {1 - 0.05 ** (1 / n_groups):.0%} of such groups may still differ"
+        note = f"the value is the same in all draws of {what}; up to {1 - 0.05 ** (1 / n_groups):.0%} of such groups may still differ"
     return Interval(low, high, note)
 
 
@@ -168,7 +168,7 @@ _PIECE = 1 << 20  # numbers held at once
 
 
 class Bootstrap:
-    "Draws of groups, the same ones for every detector."
+    "Bootstrap draws of whole groups, the same ones for every model."
 
     def __init__(
         self,
@@ -189,12 +189,12 @@ class Bootstrap:
         drawn = (np.bincount(rng.integers(0, n, n), minlength=n) for _ in range(n_draws))
         self.times = np.stack([times.astype(np.uint16) for times in drawn])  # [D, G] of each group
 
-    def areas(
+    def auc_draws(
         self,
         score: np.ndarray,  # [B]
     ) -> np.ndarray:  # [D], NaN where a draw holds one class only
-        "The area under the ROC curve in every draw."
-        truth, scores = checked(self.truth, score)
+        "Compute the area under the ROC curve in every draw."
+        truth, scores = check_scores(self.truth, score)
         order = np.argsort(scores, kind="stable")
         first = np.flatnonzero(np.diff(scores[order], prepend=-np.inf))  # of equal scores
         code, is_leak = self.groups.code[order], truth[order]
@@ -214,17 +214,17 @@ class Bootstrap:
         score: np.ndarray,  # [B]
         threshold: float,
     ) -> dict[str, np.ndarray]:  # each of FIGURES, [D]
-        "Every figure of a detector in every draw."
-        truth, scores = checked(self.truth, score)
+        "Compute every figure of a model in every draw."
+        truth, scores = check_scores(self.truth, score)
         by_group = counts_by_group(truth, scores >= threshold, self.groups.code, self.times.shape[1])
         figures = figures_of_counts(np.stack([times @ by_group for times in self.times]))
-        return figures | {"auc": self.areas(scores)}
+        return figures | {"auc": self.auc_draws(scores)}
 
-    def rests_upon(
+    def group_support(
         self,
         figure: str,  # of FIGURES
     ) -> tuple[int, str]:
-        "How many groups a figure rests upon: those that hold what it counts; and the same in words."
+        "Count the groups with recordings that a figure depends on; also as text."
         others = "without a leak" if self.groups.by == "recording" else "with others"
         either = {"with a leak": self.truth, others: ~self.truth}
         numbers = {word: len(np.unique(self.groups.code[own])) for word, own in either.items()}
@@ -241,25 +241,25 @@ class Bootstrap:
         self,
         draws: Mapping[str, np.ndarray],  # as `draws` gives them, or a difference of two
     ) -> dict[str, Interval]:
-        "The interval of each figure."
-        return {name: interval_of(draws[name], *self.rests_upon(name)) for name in FIGURES}
+        "Compute the interval of each figure."
+        return {name: interval_from_draws(draws[name], *self.group_support(name)) for name in FIGURES}
 
 
 def counts_by_group(
     truth: np.ndarray,  # [B] bool
-    said: np.ndarray,  # [B] bool, called a leak
+    predicted: np.ndarray,  # [B] bool, classified as a leak
     code: np.ndarray,  # [B] int, group of each recording
     n: int,  # G
-) -> np.ndarray:  # [G, 4] float64: leaks called so and not, others called leaks and not
-    "Count what was called what in each group."
-    cells = (truth & said, truth & ~said, ~truth & said, ~truth & ~said)
+) -> np.ndarray:  # [G, 4] float64: true leaks, missed leaks, false alarms, true normals
+    "Count the confusion matrix of each group."
+    cells = (truth & predicted, truth & ~predicted, ~truth & predicted, ~truth & ~predicted)
     return np.stack([np.bincount(code[c], minlength=n) for c in cells], axis=1).astype(np.float64)
 
 
 # %% ../../../nbs/learn/metrics/bootstrap.ipynb #7bda957d
 @dataclass(frozen=True)
 class Difference:
-    "By how much one detector is above another, on the same recordings."
+    "Paired difference of a figure between two models on the same recordings."
 
     figure: str
     value: float  # NaN where a figure is
@@ -267,17 +267,17 @@ class Difference:
 
     @property
     def is_better(self) -> bool:
-        "Whether it is above with a confidence of 95 %."
+        "Whether the whole interval is above 0."
         return self.interval.known and self.interval.low > 0
 
     @property
     def is_worse(self) -> bool:
-        "Whether it is below with that confidence."
+        "Whether the whole interval is below 0."
         return self.interval.known and self.interval.high < 0
 
     @property
     def summary(self) -> dict[str, Any]:
-        "Plain values."
+        "Return plain values."
         i = self.interval
         ends = {"value": self.value, "low": i.low, "high": i.high}
         return {n: float(v) if np.isfinite(v) else None for n, v in ends.items()} | {
@@ -297,6 +297,6 @@ def differences(
     one: tuple[Mapping[str, float], Mapping[str, np.ndarray]],  # figures, and their draws
     other: tuple[Mapping[str, float], Mapping[str, np.ndarray]],
 ) -> dict[str, Difference]:
-    "One detector against another, figure by figure."
+    "Compare two models figure by figure."
     intervals = boot.intervals({name: one[1][name] - other[1][name] for name in FIGURES})
     return {name: Difference(name, one[0][name] - other[0][name], intervals[name]) for name in FIGURES}

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = [
-    "LEAST_RECORDINGS",
+    "MIN_RECORDINGS",
     "ScoredModel",
     "plain",
     "score_model",
@@ -27,14 +27,14 @@ import numpy as np
 
 from ...core.errors import show_path
 from leakmel.learn.metrics.bootstrap import (
-    LEAST_GROUPS,
+    MIN_GROUPS,
     Bootstrap,
     Difference,
     Groups,
     Interval,
     counts_by_group,
     differences,
-    interval_of,
+    interval_from_draws,
 )
 from leakmel.learn.metrics.metrics import (
     FIGURES,
@@ -50,13 +50,13 @@ from leakmel.learn.metrics.metrics import (
 # %% ../../../nbs/learn/metrics/significance.ipynb #34efd8cf
 @dataclass(frozen=True, eq=False)
 class ScoredModel:
-    "How right one way to judge recordings is."
+    "A detector with one voting rule, or a baseline: scores, threshold and figures with intervals."
 
     name: str
     title: str
     score: np.ndarray  # [B]
     threshold: float  # a leak from here on
-    threshold_from: str  # where it was chosen
+    threshold_from: str  # origin of the threshold
     figures: dict[str, float]  # each of FIGURES, NaN where undefined
     intervals: dict[str, Interval]
     undefined: dict[str, str]  # figure -> why it is NaN
@@ -65,7 +65,7 @@ class ScoredModel:
 
     @property
     def summary(self) -> dict:
-        "Plain values."
+        "Return plain values."
         figures = {
             n: {
                 "value": plain(v),
@@ -86,8 +86,8 @@ class ScoredModel:
 
 def plain(
     value: float,
-) -> float | None:  # None for what is not finite, which JSON does not know
-    "A number as JSON knows it."
+) -> float | None:  # None for values that are not finite
+    "Convert a number for JSON."
     return float(value) if np.isfinite(value) else None
 
 
@@ -100,7 +100,7 @@ def score_model(
     threshold: float = 0.5,
     threshold_from: str = "not chosen: 0.5",
 ) -> ScoredModel:
-    "Judge scores by what is true."
+    "Compute figures and intervals of scores."
     truth, draws = boot.truth, boot.draws(score, threshold)
     return ScoredModel(
         name,
@@ -119,11 +119,11 @@ def score_model(
 # %% ../../../nbs/learn/metrics/significance.ipynb #6174186e
 @dataclass(frozen=True)
 class Verdict:
-    "Whether a detector is worth having."
+    "Result of the comparison of a detector with the baselines."
 
-    beats: bool | None  # None: nobody can say
+    beats: bool | None  # None: no comparison is possible
     text: str  # a sentence or two
-    figure: str  # by which it was judged
+    figure: str  # that was compared
     against: tuple[tuple[str, Difference], ...] = ()  # title of each baseline, and the difference
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ def give_verdict(
     baselines: Sequence[ScoredModel],
     figure: str = "auc",  # of FIGURES
 ) -> Verdict:
-    "Say whether a detector beats all baselines."
+    "Decide whether a detector beats all baselines."
     name = figure_title(figure)
     own = (detector.figures, detector.draws)
     found = tuple((b.title, differences(boot, own, (b.figures, b.draws))[figure]) for b in baselines)
@@ -147,19 +147,23 @@ def give_verdict(
     if not found:
         return verdict(
             None,
-            "Not compared with any baseline: whether this detector is better than a level meter is not known.",
+            "The detector was not compared with a baseline: whether it is better than a level meter is unknown.",
         )
     if boot.truth.all() or not boot.truth.any():
         only = "every recording is a leak" if boot.truth.any() else "no recording is a leak"
         return verdict(
-            None, f"Nothing can be said about the baselines: {only}, and a comparison needs both labels."
+            None,
+            f"The detector cannot be compared with the baselines: {only}, and a comparison needs both labels.",
         )
     for _, d in found:
         if not np.isfinite(d.value):
             why = next((m.undefined[figure] for m in (detector, *baselines) if figure in m.undefined), "")
-            return verdict(None, f"Nothing can be said: {name} is undefined, because {why}.")
+            return verdict(
+                None,
+                f"The detector cannot be compared with the baselines: {name} is undefined, because {why}.",
+            )
         if not d.interval.known:
-            return verdict(None, f"Nothing can be said about the baselines: {d.interval.note}.")
+            return verdict(None, f"The detector cannot be compared with the baselines: {d.interval.note}.")
     standing = [
         f"{'worse than' if d.is_worse else 'does not beat'} {title}: {d}"
         for title, d in found
@@ -168,25 +172,26 @@ def give_verdict(
     if standing:
         return verdict(
             False,
-            f"Useless as it is: in {name} it is not shown to be better than something far simpler ({'; '.join(standing)}).",
+            f"The detector is not useful yet: in {name} it is not shown to be better than a simple baseline ({'; '.join(standing)}).",
         )
     return verdict(
-        True, f"Beats all baselines in {name}: {'; '.join(f'{title} by {d}' for title, d in found)}."
+        True,
+        f"The detector beats all baselines in {name}: {'; '.join(f'{title} by {d}' for title, d in found)}.",
     )
 
 
 def figure_title(figure: str) -> str:
-    "A figure as a sentence names it."
+    "Name a figure in a sentence."
     return {"auc": "AUC", "f1": "F1"}.get(figure, figure.replace("_", " "))
 
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #b356a4b6
-LEAST_RECORDINGS = 5  # of a class
-_WHAT_IS_LEFT = {
-    "a leak": "AUC, sensitivity and a comparison with baselines need both labels; specificity says how often there is no false alarm, "
-    "and nothing says how many leaks would be found.",
-    "no leak": "AUC, specificity and a comparison with baselines need both labels; sensitivity says how many of the leaks are found "
-    "(precision is 1 in any case), and nothing says how many alarms would be false.",
+MIN_RECORDINGS = 5  # of a class
+_REMAINING_FIGURES = {
+    "a leak": "AUC, sensitivity and a comparison with baselines need both labels; specificity is the share of recordings without a false alarm, "
+    "and the share of leaks that would be found is unknown.",
+    "no leak": "AUC, specificity and a comparison with baselines need both labels; sensitivity is the share of leaks that are found "
+    "(precision is 1 in any case), and the share of false alarms is unknown.",
 }
 
 
@@ -194,9 +199,9 @@ def cautions(
     truth: np.ndarray,  # [B] bool
     groups: Groups,
 ) -> tuple[str, ...]:
-    "What a data set is too small, or too lopsided, to show; the worst first."
+    "List what a data set is too small or too unbalanced to prove, the worst first."
     if not len(truth):
-        return ("No recording: this proves nothing.",)
+        return ("The test set is empty, so the evaluation proves nothing.",)
     found, weak = [], []
     n_all, code = len(groups), groups.code
     sizes = np.bincount(code, minlength=n_all)
@@ -207,31 +212,35 @@ def cautions(
         n_groups = int(np.count_nonzero(counts))
         if not n:
             found.append(
-                f"No recording with {own}: there is nothing to tell apart, and this proves nothing. {_WHAT_IS_LEFT[own]}"
+                f"The test set has no recording with {own}, so the evaluation proves nothing. {_REMAINING_FIGURES[own]}"
             )
-        elif n < LEAST_RECORDINGS:
-            found.append(f"Only {n} recording{'s' * (n > 1)} with {own}: it runs, but this proves nothing.")
+        elif n < MIN_RECORDINGS:
+            found.append(
+                f"The test set has only {n} recording{'s' * (n > 1)} with {own}, so the evaluation proves nothing."
+            )
         elif n_groups == 1 < n_all:
             found.append(
-                f"All recordings with {own} are of {groups.counted(1)}: whatever is peculiar to it tells the label, so this proves nothing."
+                f"All recordings with {own} come from {groups.counted(1)}: any property of it predicts the label, so the evaluation proves nothing."
             )
-        elif n_groups < LEAST_GROUPS < n_all:
+        elif n_groups < MIN_GROUPS < n_all:
             found.append(
-                f"Recordings with {own} are of {groups.counted(n_groups)} only: too few to conclude from."
+                f"The recordings with {own} come from only {groups.counted(n_groups)}: too few for a conclusion."
             )
-        if n_groups >= LEAST_GROUPS and counts.max() > 0.5 * n and n_all < len(truth):
+        if n_groups >= MIN_GROUPS and counts.max() > 0.5 * n and n_all < len(truth):
             weak.append(
-                f"One of {groups.counted(n_all)} holds {counts.max() / n:.0%} of the recordings with {own}: figures say mostly how that one does."
+                f"One of {groups.counted(n_all)} has {counts.max() / n:.0%} of the recordings with {own}, so the figures mostly describe that one."
             )
     if n_all == 1:
-        found.append(f"All recordings are of {groups.counted(1)}: this proves nothing about another one.")
-    elif n_all < LEAST_GROUPS:
         found.append(
-            f"Only {groups.counted(n_all)}: too few for intervals, so this proves nothing about others."
+            f"All recordings come from {groups.counted(1)}, so the evaluation proves nothing about others."
+        )
+    elif n_all < MIN_GROUPS:
+        found.append(
+            f"The recordings come from only {groups.counted(n_all)}: too few for intervals, so the evaluation proves nothing about others."
         )
     if n_all < len(truth) and truth.any() and not truth.all() and np.isin(shares, (0, 1)).all():
         weak.append(
-            f"Each of {groups.counted(n_all)} holds one label only: a detector that tells them apart needs to know nothing of leaks."
+            f"Each of {groups.counted(n_all)} has one label only: a detector can separate the labels by recognising the groups, without detecting leaks."
         )
     note = [groups.note[0].upper() + groups.note[1:] + "."] if groups.note else []
     return (*found, *weak, *note)
@@ -242,8 +251,8 @@ def permute_group_labels(
     truth: np.ndarray,  # [B] bool
     groups: Groups,
     rng: np.random.Generator,
-) -> np.ndarray:  # [B] bool; both classes are there where they were
-    "Give each group the share of leaks that another one has, on recordings that are drawn."
+) -> np.ndarray:  # [B] bool; both classes occur if they occurred before
+    "Permute the shares of leaks between groups, and draw which recordings are leaks."
     code, size = groups.code, np.bincount(groups.code, minlength=len(groups))
     wanted = (
         rng.permutation(np.bincount(code, weights=truth, minlength=len(groups)) / size) * size
@@ -263,38 +272,38 @@ def permute_group_labels(
 # %% ../../../nbs/learn/metrics/significance.ipynb #bd6ad6d9
 @dataclass(frozen=True)
 class PermutationTest:
-    "What the same scores do with permuted labels."
+    "Figures of the same scores with permuted labels."
 
-    n_deals: int  # permutations
-    n_held: int  # permutations whose interval of the AUC holds 0.5
-    n_known: int  # permutations that have one
-    middle: float  # mean AUC of all permutations
-    spread: tuple[float, float]  # in which 95 % of their AUCs lie
-    first: Interval  # of the first permutation
-    n_as_high: int  # permutations with an AUC as high as the detector's
-    between: str = ""  # groups that changed places, in words; empty: single recordings
+    n_permutations: int  # permutations
+    n_covering: int  # permutations whose interval of the AUC contains 0.5
+    n_with_interval: int  # permutations with an interval
+    mean_auc: float  # mean AUC of all permutations
+    auc_range: tuple[float, float]  # in which 95 % of their AUCs lie
+    first_interval: Interval  # of the first permutation
+    n_at_least: int  # permutations with an AUC as high as the detector's
+    between: str = ""  # the permuted groups, as text; empty: single recordings
 
     @property
     def holds(self) -> bool | None:
-        "Whether intervals hold 0.5 as often as they should, in 85 % of the permutations at least; None: there are none."
-        return self.n_held >= 0.85 * self.n_known if self.n_known else None
+        "Whether at least 85 % of the intervals contain 0.5; None: there are no intervals."
+        return self.n_covering >= 0.85 * self.n_with_interval if self.n_with_interval else None
 
     def __str__(self) -> str:
-        if not self.n_deals:
-            return "No control: one class only."
-        held = f"no interval: {self.first.note}"
-        if self.n_known:
-            held = f"the interval holds 0.5 in {self.n_held} of {self.n_known} permutations"
-        how = f", whole groups at a time ({self.between})" if self.between else ""
+        if not self.n_permutations:
+            return "No permutation test: all recordings have the same label."
+        held = f"no interval: {self.first_interval.note}"
+        if self.n_with_interval:
+            held = f"the interval contains 0.5 in {self.n_covering} of {self.n_with_interval} permutations"
+        how = f" by whole groups ({self.between})" if self.between else ""
         return (
-            f"Labels permuted{how}: AUC {self.middle:.3f} on average (95 % from {self.spread[0]:.3f} to {self.spread[1]:.3f}); {held}; "
-            f"{self.n_as_high} of them have an AUC as high as this detector's."
-            + ("" if self.holds is not False else " THE CONTROL FAILS: do not trust these figures.")
+            f"Labels permuted{how}: mean AUC {self.mean_auc:.3f} (95 % of the permutations from {self.auc_range[0]:.3f} to {self.auc_range[1]:.3f}); {held}; "
+            f"{self.n_at_least} permutations reach the AUC of the detector."
+            + ("" if self.holds is not False else " THE PERMUTATION TEST FAILS: do not trust these figures.")
         )
 
 
 # %% ../../../nbs/learn/metrics/significance.ipynb #3fa69e92
-_MOST_WORK = 2e8  # numbers that are gone through
+_MAX_WORK = 2e8  # operations
 
 
 def permutation_test(
@@ -302,7 +311,7 @@ def permutation_test(
     score: np.ndarray,  # [B]
     groups: Groups,
     *,
-    n_deals: int = 100,  # fewer, 20 at least, where each of many thousand recordings is its own group
+    n_permutations: int = 100,  # reduced to as few as 20 for many thousand recordings
     seed: int = 0,
 ) -> PermutationTest:
     "Evaluate the same scores on permuted labels."
@@ -313,24 +322,26 @@ def permutation_test(
         )
     own, areas, intervals = leak_metrics(truth, score)["auc"], [], []
     boot = Bootstrap(truth, groups, n_draws=400, seed=seed)
-    n_deals = max(min(n_deals, 20), min(n_deals, int(_MOST_WORK // (len(boot.times) * len(truth)))))
-    for _ in range(n_deals):
+    n_permutations = max(
+        min(n_permutations, 20), min(n_permutations, int(_MAX_WORK // (len(boot.times) * len(truth))))
+    )
+    for _ in range(n_permutations):
         other = copy.copy(boot)
         other.truth = permute_group_labels(truth, groups, rng)
         areas.append(roc(other.truth, score).auc)
-        intervals.append(interval_of(other.areas(score), *other.rests_upon("auc")))
+        intervals.append(interval_from_draws(other.auc_draws(score), *other.group_support("auc")))
     known, low_high = [i for i in intervals if i.known], np.quantile(areas, (0.025, 0.975)).tolist()
-    n_as_high = int(np.count_nonzero(np.array(areas) >= own - 1e-12))
-    n_held = sum(i.low <= 0.5 <= i.high for i in known)
+    n_at_least = int(np.count_nonzero(np.array(areas) >= own - 1e-12))
+    n_covering = sum(i.low <= 0.5 <= i.high for i in known)
     between = groups.counted(len(groups)) if len(groups) < len(truth) else ""
     return PermutationTest(
-        n_deals,
-        n_held,
+        n_permutations,
+        n_covering,
         len(known),
         float(np.mean(areas)),
         (low_high[0], low_high[1]),
         intervals[0],
-        n_as_high,
+        n_at_least,
         between,
     )
 
@@ -338,17 +349,17 @@ def permutation_test(
 # %% ../../../nbs/learn/metrics/significance.ipynb #7a5b2081
 def group_rows(
     truth: np.ndarray,  # [B] bool
-    judged: ScoredModel,
+    model: ScoredModel,
     groups: Groups,
 ) -> list[dict]:  # group, recordings, leaks, and each of FIGURES (None where undefined), the worst first
-    "How right a detector is for each group."
+    "Compute the figures of each group."
     code = groups.code
-    counts = counts_by_group(truth, judged.score >= judged.threshold, code, len(groups)).astype(np.int64)
+    counts = counts_by_group(truth, model.score >= model.threshold, code, len(groups)).astype(np.int64)
     figures = figures_of_counts(counts)
     order = np.argsort(code, kind="stable")
     ends = np.cumsum(counts.sum(1))
     areas = [
-        roc(truth[mine], judged.score[mine]).auc if 0 < c[:2].sum() < c.sum() else np.nan
+        roc(truth[mine], model.score[mine]).auc if 0 < c[:2].sum() < c.sum() else np.nan
         for c, mine in zip(counts, np.split(order, ends[:-1]))
     ]
     rows = [

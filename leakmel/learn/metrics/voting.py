@@ -17,14 +17,14 @@ from .metrics import best_threshold, roc
 
 # %% ../../../nbs/learn/metrics/voting.ipynb #a3a9fa64
 VOTES = ("mean", "long_vote", "any_long", "frac_vote")
-UNCHOSEN = "not chosen: 0.5"  # where a threshold comes from that nobody chose
+UNCHOSEN = "not chosen: 0.5"  # origin of a threshold that was not chosen
 
 
 def segments_needed(
     n_long: int,  # L, of the recording
     share: float = 0.5,  # of them that must be leaks, above 0 to 1
 ) -> int:  # 1 to L
-    "How many long segments make a recording a leak: the share of them, rounded up, for 'at least half' of 79 is 40."
+    "Count the long segments that must be leaks: the share, rounded up (at least half of 79 is 40)."
     if not 0 < share <= 1:
         raise UsageError("the share must be above 0 and at most 1", code="usage", found=share)
     return max(1, math.ceil(round(share * n_long, 9)))  # 0.07 * 100 is a little above 7
@@ -35,23 +35,25 @@ def vote_scores(
     rule: str = "mean",  # "mean"; "long_vote": at least half of the long segments (Ma et al. 2025); "any_long": one is enough; "frac_vote": `share`
     share: float = 0.5,  # of the long segments, for "frac_vote"
 ) -> np.ndarray:  # [...] float64
-    "The score of each recording: it is a leak where this is at least the threshold."
+    "Compute the score of each recording; it is a leak if this is at least the threshold."
     scores = np.asarray(segment_scores, np.float64)
     if rule not in VOTES:
         raise UsageError(
-            "no such rule for the vote", code="usage", found=repr(rule), expected=", ".join(VOTES)
+            "the voting rule is unknown", code="usage", found=repr(rule), expected=", ".join(VOTES)
         )
     if scores.ndim < 1 or not scores.shape[-1]:
-        raise UsageError("scores of no segments", code="invalid-scores", found=f"shape {scores.shape}")
+        raise UsageError(
+            "the array of segment scores is empty", code="invalid-scores", found=f"shape {scores.shape}"
+        )
     n = (~np.isnan(scores)).sum(-1)
     if not n.all():
         raise UsageError(
-            "a recording without a score",
+            "some recordings have no score",
             code="invalid-scores",
             found=f"{int((n == 0).sum()):,} of {n.size:,} recordings with NaN only",
         )
     out = np.empty(scores.shape[:-1])
-    for k in np.unique(n).tolist():  # [.., k] scores that are all there
+    for k in np.unique(n).tolist():  # recordings with k segments: [.., k]
         mine = n == k
         own = scores[mine]
         own = own[~np.isnan(own)].reshape(-1, k)
@@ -77,23 +79,23 @@ CANDIDATES = (
 # %% ../../../nbs/learn/metrics/voting.ipynb #6eac2297
 @dataclass(frozen=True)
 class DecisionRule:
-    "How recordings are judged by their segments; plain values."
+    "Rule that classifies recordings by the scores of their segments; plain values."
 
     vote: str = "mean"  # of `VOTES`
     share: float = 0.5  # of the segments, for "frac_vote"
     thresholds: tuple[float, ...] = (0.5,) * len(VOTES)  # of each of VOTES
-    threshold_from: str = UNCHOSEN  # where vote and thresholds come from, as people read it
+    threshold_from: str = UNCHOSEN  # origin of vote and thresholds, as text
 
     def __post_init__(self):
         object.__setattr__(self, "share", float(self.share))  # 1 is a share, too
 
     @property
     def threshold(self) -> float:
-        "Of the vote that is used."
+        "Threshold of the voting rule in use."
         return self.thresholds[VOTES.index(self.vote)]
 
     def options(self) -> dict[str, Any]:
-        "As `Detector` takes them."
+        "Return the options of `Detector`."
         return {
             "vote": self.vote,
             "share": self.share,
@@ -105,14 +107,14 @@ class DecisionRule:
 def choose_rule(
     is_leak: np.ndarray,  # [B] bool, of validation, both kinds
     segment_scores: np.ndarray,  # [B, L]
-    vote: str = "auto",  # "auto", or a rule that is asked for
-    share: float = 0.5,  # for "frac_vote", where that is asked for
-) -> DecisionRule:  # raises DataError where a class is missing
-    "Rule and thresholds by the scores of validation."
+    vote: str = "auto",  # "auto", or a fixed rule
+    share: float = 0.5,  # for a fixed "frac_vote"
+) -> DecisionRule:  # raises DataError if a class is missing
+    "Choose voting rule and thresholds on validation."
     rule, needed = vote, share
-    if vote == "auto":  # the largest area under the ROC curve; of equals the one that stands first
+    if vote == "auto":  # the largest area under the ROC curve; the first one of equals
         areas = [roc(is_leak, vote_scores(segment_scores, *candidate)).auc for candidate in CANDIDATES]
         rule, needed = CANDIDATES[int(np.argmax(np.round(areas, 6)))]
     thresholds = tuple(best_threshold(is_leak, vote_scores(segment_scores, r, needed)) for r in VOTES)
-    said = f"highest F1 of {len(segment_scores):,} recordings of validation"
-    return DecisionRule(rule, needed, thresholds, said)
+    source = f"highest F1 on {len(segment_scores):,} validation recordings"
+    return DecisionRule(rule, needed, thresholds, source)

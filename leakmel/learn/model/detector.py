@@ -317,15 +317,15 @@ def score_rows(
     found = np.empty((len(ds), ds.row_shape[0]), np.float32)
     done = 0
 
-    def score(mels: Tensor, rows: slice) -> Tensor:
-        return score_segments(detector, mels, ds.heard[rows])
+    def judge(mels: Tensor, rows: slice) -> Tensor:
+        return score_segments(detector, mels, ds.segment_counts[rows])
 
     for scores in scores_by_batch(ds, score, device=device, files_per_batch=files_per_batch):
         found[done : done + len(scores)] = scores
         done += len(scores)
         if progress is not None:
             progress(done)
-    if not np.isfinite(found[ds.is_heard]).all():
+    if not np.isfinite(found[ds.segment_mask]).all():
         raise DataError(
             "the model returns NaN or infinite scores",
             code="invalid-scores",

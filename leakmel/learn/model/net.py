@@ -183,14 +183,14 @@ def band_statistics(
         raise DataError("the data set holds no training recordings", code="no-recordings")
     at = np.unique(np.linspace(0, len(ds.rows) - 1, min(most, len(ds.rows))).astype(np.int64))
     rows = ds.rows[at]
-    is_heard = np.arange(ds.row_shape[0]) < ds.heard[at][:, None]
+    segment_mask = np.arange(ds.row_shape[0]) < ds.segment_counts[at][:, None]
     total = np.zeros(ds.row_shape[2])
     squares = np.zeros(ds.row_shape[2])
     n = 0
     for source, start, end in zip(ds.sources, ds.starts, ds.starts[1:]):
         mine = np.flatnonzero((rows >= start) & (rows < end))
         for some in np.split(mine, range(64, len(mine), 64)):
-            read = read_rows(source.mels, rows[some] - start)[is_heard[some]].astype(np.float64)
+            read = read_rows(source.mels, rows[some] - start)[segment_mask[some]].astype(np.float64)
             x = np.moveaxis(read, -2, 0).reshape(len(total), -1)
             total += x.sum(1)
             squares += (x * x).sum(1)

@@ -34,8 +34,8 @@ from leakmel.insight.plots import (
     frame_starts_s,
 )
 from ...mel.engines import log_mel
-from ..data.segments import cut_row, heard_samples, whole_row
-from .predict import Predictions, ScoredRecording
+from ..data.segments import cut_into_rows, covered_samples, conform_recording
+from .predict import Predictions, Scored
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -136,10 +136,10 @@ def segment_features(
     spec = predictions.spec
     read = read_wav(os.path.join(os.fsencode(predictions.folder), recording.path))
     if read.digest.encode() != bytes(recording.facts["digest"]):
-        raise RecordingError("changed", "the file has changed since it was scored")
-    row = whole_row(read, spec, predictions.length)[0]
-    part = row[some.start * spec.long_hop :][: heard_samples(some.stop - some.start, spec)]
-    rows, counts = cut_row(part, spec)
+        raise RecordingError("changed", "not the file that was scored")
+    row = conform_recording(read, spec, predictions.length)[0]
+    part = row[some.start * spec.long_hop :][: covered_samples(some.stop - some.start, spec)]
+    rows, counts = cut_into_rows(part, spec)
     mels = log_mel(rows, spec, engine="reference")
     return np.concatenate([x[:n] for x, n in zip(mels, counts)])
 

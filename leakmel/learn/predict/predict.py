@@ -37,7 +37,7 @@ from ...dataset.file.schema import Rejected
 from ...dataset.file.writer import output_error, replacing
 from ...dataset.source.loader import PLAIN
 from ...mel.spec import MelSpec
-from ..data.segments import LENGTHS, heard_samples
+from ..data.segments import LENGTHS, covered_samples
 from ..metrics.voting import VOTES, vote_scores
 from ..model.detector import Detector, load_detector, required_spec
 from ..model.devices import pick_device
@@ -171,7 +171,7 @@ class ScoredRecording:
             "threshold": float(rule.threshold),
             "leak_share": float((self.segment_scores >= rule.threshold).mean()),
             "n_segments": n,
-            "heard_s": heard_samples(n, spec) / spec.sample_rate,
+            "heard_s": covered_samples(n, spec) / spec.sample_rate,
             "duration_s": int(f["n_samples"]) / int(f["sample_rate"]),
             "sample_rate": int(f["sample_rate"]),
             "channels": int(f["channels"]),

@@ -27,7 +27,7 @@ from ...core.threads import ThreadGroup
 from ...dataset.file.schema import Rejected
 from ...dataset.source.loader import FACTS, PLAIN, BatchReader, Slot
 from ...mel.spec import MelSpec
-from ..data.segments import cut_row, whole_row
+from ..data.segments import cut_into_rows, conform_recording
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #7e6c76f1
@@ -292,7 +292,7 @@ class RecordingReaders:
         "Rows of a recording with their first segments and how many count; nothing where it is rejected, which is noted."
         try:
             recording = self._read_one(k)
-            row, status = whole_row(recording, self.spec, self.length)
+            row, status = conform_recording(recording, self.spec, self.length)
         except RecordingError as e:
             with self.lanes.lock:
                 self.rejected.append(Rejected(self.listing.paths[k], e.reject_code, e.message))
@@ -312,6 +312,6 @@ class RecordingReaders:
         if (recording.encoding, status) != PLAIN:
             with self.lanes.lock:
                 self.unusual[k] = (recording.encoding, status)
-        rows, counts = cut_row(row, self.spec)
+        rows, counts = cut_into_rows(row, self.spec)
         self.n_long[k] = counts.sum()
         yield from zip(rows, self.spec.row_shape[0] * np.arange(len(rows)), counts.tolist())

@@ -125,8 +125,8 @@ def whole_recordings(
 ) -> LabelledSegments:
     "Select all existing segments of recordings, with the classes of their labels."
     kept = np.zeros((len(recordings.rows), recordings.row_shape[0]), bool)
-    kept[rows] = recordings.is_heard[rows]
-    return LabelledSegments(recordings, kept, recordings.labels)
+    kept[rows] = recordings.segment_mask[rows]
+    return Choice(recordings, kept, recordings.labels)
 
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #871dc7a3
@@ -145,13 +145,13 @@ class SegmentSubset(Segments):
         self.level = level
         self.task = task
         self.row_shape = choices[0].recordings.row_shape
-        self.held = None
+        self.preloaded = None
         self.sources = [source for c in choices for source in c.recordings.sources]
         self.starts = np.cumsum([0, *map(len, self.sources)])
         n_short = int(np.prod(self.row_shape[1 : LEVELS[level]]))
         self.rows, self.numbers, self.labels = _items_of(choices, n_short)
         if preload_to_ram is True or preload_to_ram == "auto" and self.n_bytes <= free_memory() // 2:
-            self.held = load_items(self, torch.device("cpu"), progress=progress)
+            self.preloaded = load_items(self, torch.device("cpu"), progress=progress)
 
     @property
     def counts(self) -> np.ndarray:
@@ -169,7 +169,7 @@ class SegmentSubset(Segments):
 
     def close(self) -> None:
         "Release the memory; the data sets stay open."
-        self.held = None
+        self.preloaded = None
 
     def __repr__(self) -> str:
         return f"SegmentSubset({len(self):,} x {self.level} {self.item_shape} of {len(np.unique(self.rows)):,} recordings, {size_text(self.n_bytes)})"
@@ -225,12 +225,12 @@ def class_scores(
     check_features(detector, ds)
     with memory_guard("the model does not fit into memory", "free some memory, or use device='cpu'"):
         detector.net.to(device).eval()
-    is_heard = ds.is_heard
+    segment_mask = ds.segment_mask
 
     @torch.inference_mode()
     def score(rows: torch.Tensor, which: slice) -> torch.Tensor:
         "[B, L, S, M, T] -> [B, L, K]"
-        heard = is_heard[which]
+        heard = segment_mask[which]
         at: torch.Tensor | slice = slice(None)
         if not heard.all():
             at = torch.from_numpy(np.flatnonzero(heard))
@@ -312,8 +312,8 @@ def select_segments(
     keep_share: float = 0.5,  # of the long segments of a recording whose class was predicted, above 0 to 1
     keep_share_human: float = 1.0,  # of the long segments of a recording whose class a person gave; 1: all of them
 ) -> Selection:  # raises DataError for scores that are no numbers
-    "Choose the class of each new recording and its training segments."
-    heard = recordings.is_heard
+    "Decide what each new recording is held for, and which of its segments are learned."
+    heard = recordings.segment_mask
     leak = detector.task.leak_in_model
     if not np.isfinite(scores[heard]).all():
         raise DataError(

@@ -110,12 +110,12 @@ def silence_behind(
 ) -> str:  # a sentence; empty where there is none
     "Return a note on the share of padding behind the recordings."
     n_long = ds.row_shape[0]
-    n_short = int((ds.heard < n_long).sum())
+    n_short = int((ds.segment_counts < n_long).sum())
     if not n_short:
         return ""
     return (
         f"{n_short:,} of {len(ds.rows):,} recordings end before their rows do: "
-        f"{1 - ds.heard.mean() / n_long:.1%} of the long segments are silence behind them and left out"
+        f"{1 - ds.segment_counts.mean() / n_long:.1%} of the long segments are silence behind them and left out"
     )
 
 
