@@ -103,7 +103,7 @@ def run_build(args: argparse.Namespace) -> Outcome:
     from leakmel.dataset.file.spec_file import requested_spec
     from leakmel.insight.advice import analysis_text
 
-    spec, spec_note = asked_spec(args.spec, args.preset, given_fields(args, lm.MelSpec))
+    spec, spec_note = requested_spec(args.spec, args.preset, given_fields(args, lm.MelSpec))
     given = given_fields(args, lm.PipelineConfig)
     config, mode, tuned_note = lm.PipelineConfig(**given), args.mode, ""
     if not args.no_tuned:
@@ -141,7 +141,7 @@ def run_build(args: argparse.Namespace) -> Outcome:
 # %% ../nbs/cli.ipynb #37e6fbe2
 def _build_text(result: Any) -> str:
     "Return a text on a built data set in a few lines."
-    from leakmel.audio.problems import in_words, wrapped
+    from leakmel.audio.problems import format_counts, wrap_list
     from leakmel.dataset.source.loader import share_sentence
     from leakmel.dataset.run.publish import kept_sentence
     from leakmel.insight.dashboard import cache_sentence
@@ -680,10 +680,10 @@ def _add_tune(p: argparse.ArgumentParser) -> Options:
 
 def run_tune(args: argparse.Namespace) -> Outcome:
     "Measure the fastest settings for these recordings on this machine; later builds use them."
-    from leakmel.dataset.file.spec_file import asked_spec
+    from leakmel.dataset.file.spec_file import requested_spec
     from leakmel.ops.tune import tune, tune_table
 
-    spec, spec_note = asked_spec(args.spec, args.preset, given_fields(args, lm.MelSpec))
+    spec, spec_note = requested_spec(args.spec, args.preset, given_fields(args, lm.MelSpec))
     figures = tune(
         args.root,
         spec=spec,

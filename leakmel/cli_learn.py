@@ -157,7 +157,7 @@ def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if args.figures:
         save_figures(plan.out / "figures", result.epochs, result.best_epoch)
     evaluation = execute_evaluation(plan, result, progress=progress_mode(args))
-    text = folded(
+    text = wrap_text(
         "\n".join([repr(result), *(["", evaluation.report(line_width())] if evaluation is not None else [])]),
         line_width(),
     )

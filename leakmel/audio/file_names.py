@@ -30,7 +30,7 @@ _ALIASES = {
 def split_name(
     folder: str,  # name of a folder, or what a user typed
 ) -> str | None:  # "TRAINING", "VALIDATION" or "TESTING"; None if it names no split
-    "Return the split that a folder name means."
+    "The split a folder name stands for."
     return _ALIASES.get(re.sub(r"^dataset[_ -]", "", folder.casefold()))
 
 
@@ -81,7 +81,7 @@ def _iso_day(text: str) -> str:
 def number_in(
     text: str,
 ) -> float:  # the first number; NaN where there is none, or none that float32 can hold
-    "Return the first number in a part of a name."
+    "The number in the part of a name."
     found = _NUMBER.search(text)
     value = float(found.group()) if found else math.nan
     return value if abs(value) < 3e38 else math.nan
@@ -89,7 +89,7 @@ def number_in(
 
 # %% ../../nbs/audio/file_names.ipynb #f16ddcf7
 class NameParts(NamedTuple):
-    "Parts of a recording's name; empty if the name does not contain them."
+    "What the name of a recording says; empty where it does not."
 
     sensor: str = ""
     recording: str = ""
@@ -102,7 +102,7 @@ class NameParts(NamedTuple):
 def parse_name(
     path: bytes,  # of a recording, relative to the folder of its split
 ) -> NameParts:
-    "Parse a logger's file name and its folders."
+    "The parts of a logger's file name, and the folders it lies in."
     *folders, name = os.fsdecode(path).split("/")
     parts = (name.rpartition(".")[0] or name).split("~")
     folder = "/".join(folders[1:])

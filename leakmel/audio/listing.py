@@ -156,12 +156,47 @@ def _entry_stat(entry: os.DirEntry, root: bytes) -> os.stat_result | None:
 
 # %% ../../nbs/audio/listing.ipynb #5effbbc7
 FileEntry = tuple[bytes, int, int]  # path relative to the folder, bytes, mtime in ns
+
+
+class FoundFiles:
+    "Recordings below a folder, as one list and two arrays: a tuple and two numbers for each would take as much memory as its path."
+
+    def __init__(self, found: Iterable[FileEntry] = ()):
+        self.paths: list[bytes] = []
+        self.sizes = array("q")  # bytes
+        self.mtimes_ns = array("q")
+        for path, size, mtime_ns in found:
+            self.add(path, size, mtime_ns)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __iter__(self) -> Iterator[FileEntry]:
+        return zip(self.paths, self.sizes, self.mtimes_ns)
+
+    def __getitem__(self, i: int) -> FileEntry:
+        return self.paths[i], self.sizes[i], self.mtimes_ns[i]
+
+    def add(self, path: bytes, size: int, mtime_ns: int) -> None:
+        "Append a recording."
+        self.paths.append(path)
+        self.sizes.append(size)
+        self.mtimes_ns.append(mtime_ns)
+
+    def sort(self) -> None:
+        "Sort by the bytes of the paths."
+        order = np.array(sorted(range(len(self)), key=self.paths.__getitem__), np.int64)
+        self.paths = [self.paths[i] for i in order]
+        self.sizes = array("q", np.array(self.sizes, np.int64)[order].tobytes())
+        self.mtimes_ns = array("q", np.array(self.mtimes_ns, np.int64)[order].tobytes())
+
+
 _MIN_BATCH = 1000  # entries of a folder; for fewer, compiled code does not pay
 _MAX_BATCH = 8 * _MIN_BATCH  # an entry takes several times the memory of its result
 _NOT_FOLLOWED = "the link was not followed: it is broken, circular or leads out of the data folder"
 
 
-def _stat_batch(entries: list[os.DirEntry], cut: int, found: list[FileEntry]) -> list[os.DirEntry]:
+def _stat_batch(entries: list[os.DirEntry], cut: int, found: FoundFiles) -> list[os.DirEntry]:
     "Add the regular recordings among many entries to `found`; return the other entries."
     if len(entries) < _MIN_BATCH or sys.modules.get("leakmel.audio.native") is None:
         return entries
@@ -169,32 +204,29 @@ def _stat_batch(entries: list[os.DirEntry], cut: int, found: list[FileEntry]) ->
         from leakmel.audio.native import stat_files
     except Exception:
         return entries  # compiled code is optional
-    left: list[os.DirEntry] = []
-    plain: list[os.DirEntry] = []
-    for entry in entries:
-        is_plain = is_recording_name(entry.name) and entry.is_file(follow_symlinks=False)
-        (plain if is_plain else left).append(entry)
-    kinds, sizes, mtimes_ns, _ = stat_files([entry.path for entry in plain]).T.tolist()
-    for entry, kind, size, mtime_ns in zip(plain, kinds, sizes, mtimes_ns):
-        if kind == stat.S_IFREG:
-            found.append((entry.path[cut:], size, mtime_ns))
-        else:
-            left.append(entry)
-    return left
+    plain = [is_recording_name(e.name) and e.is_file(follow_symlinks=False) for e in entries]
+    status = stat_files([e.path for e in compress(entries, plain)])
+    regular = np.array(plain, bool)
+    regular[regular] = status[:, 0] == stat.S_IFREG
+    status = status[status[:, 0] == stat.S_IFREG]
+    found.paths += [e.path[cut:] for e in compress(entries, regular)]
+    found.sizes.frombytes(status[:, 1].tobytes())
+    found.mtimes_ns.frombytes(status[:, 2].tobytes())
+    return list(compress(entries, ~regular))
 
 
 def found_below(
     root: str | os.PathLike,  # links are followed inside it
     folder: str | os.PathLike,  # the root, or a folder in it
     on_found: Callable[[int], None] = lambda n: None,  # called with the number of new recordings
-) -> tuple[list[FileEntry], list[Problem]]:  # in the order of the bytes of the paths
+) -> tuple[FoundFiles, list[Problem]]:  # in the order of the bytes of the paths
     "Find the recordings below a folder, and entries that are not read; raises DataError, MachineError."
     top = os.fsencode(root)
     real_root = os.path.realpath(top)
     waiting = [os.fsencode(folder)]
     cut = len(waiting[0].rstrip(b"/")) + 1
     links: list[bytes] = []  # to folders, a heap
-    found: list[FileEntry] = []
+    found = FoundFiles()
     left_out: dict[tuple[int, int], tuple[bytes, str, str]] = {}  # identity -> path, kind, message
     listed: set[tuple[int, int]] = set()
     by_link = False
@@ -217,7 +249,7 @@ def found_below(
         if st is None:
             leave_out("link", entry.path, _NOT_FOLLOWED)
         elif wanted and stat.S_ISREG(st.st_mode):
-            found.append((entry.path[cut:], st.st_size, st.st_mtime_ns))
+            found.add(entry.path[cut:], st.st_size, st.st_mtime_ns)
             on_found(1)
         elif stat.S_ISDIR(st.st_mode):
             if entry.is_symlink():
@@ -308,7 +340,7 @@ MAX_LABELS = 32_767  # a label is an int16
 def make_listing(
     split: str,
     folder: Path,
-    found: Sequence[FileEntry],
+    found: FoundFiles | Iterable[FileEntry],
     labels: Iterable[str | None],  # one for each; None, or one that label_names lacks: no label
     label_names: tuple[str, ...],  # all labels, in id order
     naming: Naming,

@@ -20,6 +20,7 @@ from .content import content_columns, content_problems, read_content
 from .file_names import SPLITS, split_name
 from leakmel.audio.listing import (
     FileEntry,
+    FoundFiles,
     Listing,
     folders_in,
     found_below,
@@ -286,7 +287,7 @@ def _by_folders(root: Path, split: str | None, naming: Naming, on_found: Callabl
     splits = split_folders(root)
     targets = _target_folders(root, split, splits, naming)
     notes = list(_entries_next_to_splits(root, splits)) if splits else []
-    found: dict[str, list[FileEntry]] = {}
+    found: dict[str, FoundFiles] = {}
     labels: dict[str, list[str | None]] = {}
     misfits: dict[str, list[int]] = {}
     # a pattern's label map needs the names of all splits

@@ -283,7 +283,7 @@ def level_by_label(
         )
     title = f"{_plain(found[0])}: half of the recordings are louder than {np.median(level):.0f} dB"
     if len(found) > 1:
-        shares = pair_shares(level, label_id)
+        shares = label_auc(level, label_id)
         k = int(np.abs(shares - 0.5).argmax())  # the label that the level separates best
         others = _plain(found[1 - k]) if len(found) == 2 else "the others"
         word = "louder" if shares[k] >= 0.5 else "quieter"

@@ -221,9 +221,9 @@ def examine_cores(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLi
     return make_check("cores", found, {"cores": cores, "usable_cores": usable, "quota_cores": quota}, advice)
 
 
-def examine_memory(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> Check:
+def examine_memory(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
     "Check the free memory, the memory of the machine, and the limit of its control group."
-    limit = min(group_limits("memory", ["memory.max", "memory.limit_in_bytes"], root, own), default=None)
+    limit = min(cgroup_limits("memory", ["memory.max", "memory.limit_in_bytes"], root, own), default=None)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = min(free_memory(root, own), limit or 1 << 62)
     found = f"{size_text(free)} free of {size_text(total)}"
@@ -236,7 +236,7 @@ def examine_memory(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike =
     return make_check("memory", found, {"free_bytes": free, "ram_bytes": total, "limit_bytes": limit}, advice)
 
 
-def examine_limits(*, root: str | os.PathLike = GROUPS, own: str | os.PathLike = OWN) -> Check:
+def examine_limits(*, root: str | os.PathLike = CGROUP_ROOT, own: str | os.PathLike = CGROUP_FILE) -> Check:
     "Check the limits of open files and threads."
     import resource
 
@@ -278,7 +278,7 @@ def examine_wsl(
     folder: str | os.PathLike, *, mounts: str | os.PathLike = MOUNTS, release: str | os.PathLike = OS_RELEASE
 ) -> Check:
     "Check whether this is WSL, and whether the folder is on a disk of Windows."
-    text, (at, kind) = small_text(Path(release)).lower(), mount_of(folder, mounts)
+    text, (at, kind) = read_small_file(Path(release)).lower(), mount_of(folder, mounts)
     version = 0 if "microsoft" not in text else 2 if "wsl2" in text or "microsoft-standard" in text else 1
     figures = {"wsl": version, "mount": show_path(at) if at else None, "file_system": kind or None}
     where = (

@@ -23,7 +23,7 @@ from leakmel.ops.bench_gpu_parts import GEOMETRIES, geometry_spec, timed
 def kernel_alone(engine: str, device: str, name: str, n_block: int, window_s: float) -> dict[str, Any]:
     "Return recordings per second of the chain of launches on a block that lies on the device."
     spec, (module, kind) = geometry_spec(name), ENGINES[engine]
-    options = DeviceOptions(gpu_streams=1, flights=1, max_block=n_block)
+    options = DeviceOptions(gpu_streams=1, buffers_per_stream=1, max_block=n_block)
     with getattr(import_module(module), kind)(spec, device=device, options=options) as opened:
         runner = opened.runners[0]
         buffers, on, n = runner.buffers[0], runner.device, runner.n_block

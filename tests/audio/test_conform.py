@@ -232,7 +232,7 @@ def test_what_the_lower_rate_cannot_hold_is_gone(source: int) -> None:
     t = np.arange(2 * source) / source
     for hz in (2200, 2600, 3900):
         got = to_rate((0.5 * np.sin(2 * np.pi * hz * t)).astype(np.float32), source, RATE)
-        assert np.abs(got[1000:-1000]).max() < 1e-6, "120 dB down: nothing is folded back"
+        assert np.abs(got[1000:-1000]).max() < 1e-6, "120 dB down: nothing is wrap_text back"
 
 
 @pytest.mark.parametrize(("source", "target"), [(8000, 4096), (12_288, 4096), (2048, 4096)])

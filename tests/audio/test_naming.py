@@ -1010,9 +1010,7 @@ def test_sources_of_a_table_that_went_away(by_table, copy, tmp_path):
 def test_a_table_for_a_data_set_that_has_none_and_a_table_that_is_none(by_table, tmp_path):
     put(tmp_path / "data", "LEAK/a.wav", "NORMAL/b.wav")
     r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", progress="none", pipeline=QUIET)
-    with pytest.raises(
-        UsageError, match="the labels of this data set come from folders: omit the table"
-    ):
+    with pytest.raises(UsageError, match="the labels of this data set come from folders: omit the table"):
         lm.verify(r.path, root=tmp_path / "data", table=by_table[1])
     with h5py.File(r.path, "r+") as f:
         f["labels"][0] = 1

@@ -94,8 +94,8 @@ def test_the_probe_sees_what_memory_lacks(data: Path) -> None:
     drop(paths)
     assert cold_share(reader.listing, CacheUse()) == 1.0
     read_into_cache(paths)
-    assert cold_share(reader.listing, reader.inflow) == 0.0
-    assert reader.inflow.tells
+    assert cold_share(reader.listing, reader.cache_use) == 0.0
+    assert reader.cache_use.tells
     drop(paths[: len(paths) // 2])
     assert cold_share(reader.listing, CacheUse()) == 0.5
 
@@ -452,7 +452,7 @@ def test_only_what_the_own_thread_asked_for_is_counted(data: Path) -> None:
         other.join()
     assert cache_use.delivered == 0
     assert (thread_read_bytes() or 0) == before
-    with inflow.delivering():
+    with cache_use.delivering():
         read_into_cache(paths[32:])
     assert (
         cache_use.delivered
@@ -481,9 +481,7 @@ def test_the_command_line_says_it(data: Path, tmp_path: Path, capsys: pytest.Cap
     assert main(words) == 0
     assert "page cache cold: 2.0 MB requested" in capsys.readouterr().out
     assert main([*words, "--read-ahead", "0"]) == 0
-    assert (
-        "page cache warm: 2.0 MB requested, nothing read from the device\n" in capsys.readouterr().out
-    )
+    assert "page cache warm: 2.0 MB requested, nothing read from the device\n" in capsys.readouterr().out
 
 
 def test_the_setting_is_checked() -> None:

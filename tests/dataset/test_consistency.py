@@ -153,7 +153,11 @@ def test_a_rejected_file_that_was_mended_or_went_away(data, tmp_path):
     assert ["repaired later" in p for p in lm.verify(path, root=data).problems] == [True]
     (data / "DRY" / "empty.wav").unlink()
     report = lm.verify(path, root=data, accounting=False)
-    assert report.problems == report.moved == ["DRY/empty.wav: the file was rejected as empty and no longer exists"]
+    assert (
+        report.problems
+        == report.moved
+        == ["DRY/empty.wav: the file was rejected as empty and no longer exists"]
+    )
 
 
 def test_a_rejected_file_outside_the_root_is_not_read(data, tmp_path, make_wav):

@@ -249,9 +249,7 @@ def test_a_champion_that_was_changed_is_refused(
     ):
         status, out, err = say(*words, *QUICK)
         assert (status, out) == (1, "")
-        assert err.endswith(
-            "round-0002/model.pt: the model file has changed: its digest does not match\n"
-        )
+        assert err.endswith("round-0002/model.pt: the model file has changed: its digest does not match\n")
         assert len(err.splitlines()) == 1
     (folder / "round-0002" / "model.pt").unlink()
     status, _, err = say("predict", place / "one", "--model", folder, *QUICK)
@@ -318,7 +316,7 @@ def test_a_judgement_is_that_of_the_library_and_is_written(
 def test_a_report_fits_into_a_narrow_terminal(
     place: Path, small_sets: Path, say: Say, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    "Tables are cut between columns: folded like sentences, their last column would stand below the first."
+    "Tables are cut between columns: wrap_text like sentences, their last column would stand below the first."
     monkeypatch.setattr(cli_learn, "line_width", lambda: width)
     status, out, err = say("evaluate", small_sets, "--model", place / "run", *QUICK)
     assert status == 0, err
@@ -736,7 +734,11 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
         ),
         (2, "a further test set needs a name; found 'far='", "--champion RUN --also far="),
         (2, "a further test set needs a name; found '=/", "--champion RUN --also =FAR"),
-        (2, "the name of a further test set is reserved for the first one; found 'testing'", "--champion RUN --also testing=FAR"),
+        (
+            2,
+            "the name of a further test set is reserved for the first one; found 'testing'",
+            "--champion RUN --also testing=FAR",
+        ),
         (2, "epochs is out of range; found 0", "--champion RUN --epochs 0"),
         (2, "unknown option --channels", "--champion RUN --channels 4,8"),
         (2, "unknown option --dropout", "--champion RUN --dropout 0.2"),

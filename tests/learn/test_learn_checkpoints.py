@@ -125,7 +125,9 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, tried: Callable, da
         if bytes(new) == bytes(state_bytes := plain_bytes(state(2))):
             continue  # zeros where zeros were
         assert digest_of(bytes(new)) != digest_of(state_bytes)
-        with pytest.warns(CheckpointWarning, match="checkpoint skipped: .*step-000000002.*(digest|truncated)"):
+        with pytest.warns(
+            CheckpointWarning, match="checkpoint skipped: .*step-000000002.*(digest|truncated)"
+        ):
             found = latest_checkpoint(folder)
         assert found is not None
         assert_whole(found[1], 1)
@@ -169,9 +171,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, tried: Callable, cal
     save_checkpoint(tmp_path, state(1), 1, sync=False)
     path = tmp_path / f"step-000000005.{digest_of(content)}.pt"
     path.write_bytes(content)
-    with pytest.raises(
-        DataError, match="not a torch archive" if legacy else "would run code"
-    ) as refused:
+    with pytest.raises(DataError, match="not a torch archive" if legacy else "would run code") as refused:
         load_plain(path)
     assert str(path) in str(refused.value)
     if not legacy:

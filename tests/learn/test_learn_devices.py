@@ -234,7 +234,7 @@ def test_portions_are_halved_and_it_is_said_once(caplog):
     portions.each(9, work)
     assert tried == [32, 18, 9, 4, 4, 1]
     assert [r.getMessage() for r in caplog.records] == [
-        "memory ran out: 4 recordings at once"
+        "memory ran out: continuing with 4 recordings at once"
     ]
     assert (portions.n_ran_out, portions.most, trimmed) == (1, 4, [3])
 
@@ -340,10 +340,7 @@ def test_rows_that_do_not_fit_at_once_are_judged_a_few_at_a_time(town, caplog, j
         assert np.allclose(found, right, atol=1e-6)
     assert max(tight.given[tight.given.index(most * n_long) :]) == most * n_long, "and stays so"
     assert told == [*range(8, len(found), 8), len(found)]
-    assert (
-        caplog.records[-1].getMessage()
-        == f"memory ran out: {most} recordings at once"
-    )
+    assert caplog.records[-1].getMessage() == f"memory ran out: continuing with {most} recordings at once"
 
 
 @pytest.mark.parametrize("judge", [score_rows, class_scores])
@@ -500,7 +497,7 @@ def test_a_prediction_goes_on_with_less_at_once(wavs, right, caplog, device, eng
     )
     assert np.abs(found - right).max() < 1e-3
     assert max(tight.given) == 4 * 8
-    assert caplog.records[-1].getMessage() == "memory ran out: 2 recordings at once"
+    assert caplog.records[-1].getMessage() == "memory ran out: continuing with 2 recordings at once"
     Tight(detector, 1)
     with pytest.raises(
         MachineError, match="too small to score a single recording; found out of memory: 2 GB"

@@ -154,7 +154,9 @@ def test_segments_are_counted_as_for_a_prediction(preset, rate, k, off):
     assert found.tolist() == [right, right]
     assert found.dtype == np.int64
     if right:
-        assert right == min(spec.row_shape[0], int(cut_into_rows(conform_recording(recording, spec)[0], spec)[1].sum()))
+        assert right == min(
+            spec.row_shape[0], int(cut_into_rows(conform_recording(recording, spec)[0], spec)[1].sum())
+        )
 
 
 def test_no_row_has_no_segments():
@@ -167,7 +169,11 @@ def test_scores_of_short_recordings_are_those_of_a_prediction(uneven, tmp_path, 
     spec = lm.MelSpec.preset(preset, duration_s=1.0)
     detector = made_detector(spec)
     with Segments(built(uneven, tmp_path / "x.h5", spec), level="recording") as ds:
-        right, heard, paths = score_rows(detector, ds), ds.segment_counts, ds.sources[0].files["path"].to_numpy()
+        right, heard, paths = (
+            score_rows(detector, ds),
+            ds.segment_counts,
+            ds.sources[0].files["path"].to_numpy(),
+        )
         assert ds.n_too_short == 4
         assert np.array_equal(~np.isnan(right), ds.segment_mask)
         left_out = set(paths) - set(paths[ds.rows])
@@ -217,7 +223,9 @@ def test_lengths_that_are_none_are_refused(rows, tmp_path, column):
             f.create_group("files/n_samples")
         else:
             f["files/n_samples"] = column
-    with pytest.raises(DataError, match=r"x\.h5: the column n_samples does not hold one whole number for each row"):
+    with pytest.raises(
+        DataError, match=r"x\.h5: the column n_samples does not hold one whole number for each row"
+    ):
         Segments(path)
 
 

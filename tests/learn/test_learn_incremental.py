@@ -22,8 +22,20 @@ import leakmel as lm
 from errors import raises
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.retrain import promotion, rounds
-from leakmel.learn.model.locate import CHAMPION_FILE, RECORD, Champion, load_champion, read_lineage, round_folder
-from leakmel.learn.retrain.promotion import begin_lineage, champion_entry, finish_interrupted_round, weights_digest
+from leakmel.learn.model.locate import (
+    CHAMPION_FILE,
+    RECORD,
+    Champion,
+    load_champion,
+    read_lineage,
+    round_folder,
+)
+from leakmel.learn.retrain.promotion import (
+    begin_lineage,
+    champion_entry,
+    finish_interrupted_round,
+    weights_digest,
+)
 from leakmel.learn.model.files import write_whole
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
@@ -198,9 +210,10 @@ def test_replay_is_a_share_of_each_class(towns):
         assert not np.array_equal(draw_replay(old, 0.5, 3, 1).kept, draw_replay(old, 0.5, 3, 2).kept), (
             "another round, other recordings"
         )
-        assert [int((draw_replay(old, 1e-6).kept.any(1) & (old.labels == k)).sum()) for k in (0, 1)] == [1, 1], (
-            "no class is left out"
-        )
+        assert [int((draw_replay(old, 1e-6).kept.any(1) & (old.labels == k)).sum()) for k in (0, 1)] == [
+            1,
+            1,
+        ], "no class is left out"
     with (
         recordings(towns[0]["training"], TASK, rows=np.flatnonzero(old.labels == 0)) as leaks,
         raises("class-missing", says="NOLEAK"),
@@ -608,7 +621,10 @@ def test_what_earlier_rounds_learned_is_learned_again(towns, tmp_path, monkeypat
     assert first.record["earlier"] == {"recordings": 0, "segments": 0, "of_rounds": {}, "missing": []}
     (source,) = first.record["new"]["sources"]
     assert source["path"] == str(towns[1]["training"])
-    with recordings(towns[1]["training"]) as every, open_round_segments(tmp_path, 1, TASK).recordings as again:
+    with (
+        recordings(towns[1]["training"]) as every,
+        open_round_segments(tmp_path, 1, TASK).recordings as again,
+    ):
         assert np.array_equal(again.rows, one.rows)
         assert np.array_equal(open_round_segments(tmp_path, 1, TASK).kept, first.selection.choice.kept)
         assert np.array_equal(open_round_segments(tmp_path, 1, TASK).classes, first.selection.choice.classes)
@@ -677,7 +693,9 @@ def test_data_sets_that_have_gone_are_said(towns, tmp_path, monkeypatch):
     assert ["has changed since" in gone for gone in done.record["earlier"]["missing"]] == [False, True]
 
 
-def heard_table(path: Path, choice: LabelledSegments, label: Callable[[int], str], n: int | None = None) -> Path:
+def heard_table(
+    path: Path, choice: LabelledSegments, label: Callable[[int], str], n: int | None = None
+) -> Path:
     "A table in which people label the first recordings, by the class that each was held for."
     lines = [
         f"{os.fsdecode(p)},{label(k)}\n"
@@ -770,7 +788,10 @@ def test_what_people_say_later_counts_of_what_was_learned_before(towns, tmp_path
     def said(label: Callable[[int], str], n: int | None = None) -> Path:
         with recordings(towns[1]["training"]) as every:
             return heard_table(
-                tmp_path / "heard.csv", Choice(every, first.kept & every.segment_mask, first.classes), label, n
+                tmp_path / "heard.csv",
+                LabelledSegments(every, first.kept & every.segment_mask, first.classes),
+                label,
+                n,
             )
 
     first = next_round(True).selection.choice
@@ -810,9 +831,7 @@ def test_rounds_without_the_file_that_names_the_champion_are_no_new_folder(towns
     by_rule(monkeypatch, True)
     retrain(**given_)
     (tmp_path / CHAMPION_FILE).unlink()
-    with pytest.raises(
-        DataError, match=r"missing; found 1 finished rounds next to it.*Restore it"
-    ):
+    with pytest.raises(DataError, match=r"missing; found 1 finished rounds next to it.*Restore it"):
         retrain(**given_)
     with pytest.raises(DataError, match="missing"):
         load_champion(tmp_path)
@@ -939,7 +958,15 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(
     "where",
-    ["class_scores", "train_epochs", "finish_training", "compare_models", "selection_csv", "write_whole", "write_lineage"],
+    [
+        "class_scores",
+        "train_epochs",
+        "finish_training",
+        "compare_models",
+        "selection_csv",
+        "write_whole",
+        "write_lineage",
+    ],
 )
 def test_an_interrupted_round_leaves_the_champion_and_goes_on(towns, tmp_path, monkeypatch, where):
     given_ = begin_with(towns, tmp_path / "torn")

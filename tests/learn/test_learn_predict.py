@@ -22,7 +22,13 @@ from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, EngineError, LeakmelError, OutputError, RecordingError, UsageError
 from leakmel.core.progress import Progress
-from leakmel.learn.data.segments import Segments, cut_into_rows, covered_samples, segment_count, conform_recording
+from leakmel.learn.data.segments import (
+    Segments,
+    cut_into_rows,
+    covered_samples,
+    segment_count,
+    conform_recording,
+)
 from leakmel.learn.data.task import make_task
 from leakmel.learn.metrics.voting import VOTES, vote_scores
 from leakmel.learn.model.detector import Detector, load_detector, score_rows

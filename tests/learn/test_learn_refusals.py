@@ -226,7 +226,10 @@ def test_items_that_do_not_fit_any_more_are_said(
 
 def test_a_difference_of_what_is_undefined_is_undefined() -> None:
     nan = float("nan")
-    assert str(Difference("precision", nan, interval_from_draws(torch.full((100,), nan).numpy(), 9))) == "undefined"
+    assert (
+        str(Difference("precision", nan, interval_from_draws(torch.full((100,), nan).numpy(), 9)))
+        == "undefined"
+    )
 
 
 # ---- silence behind recordings

@@ -52,7 +52,7 @@ SPACE = {
     "band_mask_width": [0, 4],
 }
 WORDS = [*tiny_words(2), "--space", json.dumps(SPACE), "--again", "1", "--no-fsync"]
-LAST = 4  # trials of the undisturbed search
+LAST = 4  # trials of the delayed_signals search
 STAGED = replace(TINY, epochs=1, epoch_share=0.1, channels=(1,))  # where figures are staged, a step is enough
 
 
@@ -86,7 +86,7 @@ def searched(sets: Path, out: Path, **options: Any) -> SearchResult:
 
 @pytest.fixture(scope="module")
 def right(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
-    "An undisturbed search."
+    "An delayed_signals search."
     return searched(sets, tmp_path_factory.mktemp("right") / "run")
 
 
@@ -753,7 +753,9 @@ ODD = TrainSettings(learning_rate=0.5, dropout=0.9, batch_size=7, weight_decay=0
 
 @pytest.mark.parametrize("base", [TrainSettings(), TINY, ODD], ids=["usual", "tiny", "odd"])
 def test_without_a_space_the_usual_one_is_searched(base: TrainSettings) -> None:
-    assert set(DEFAULT_SPACE) - set(read_space(None, base)) == (set() if base.n_band_masks else {"band_mask_width"})
+    assert set(DEFAULT_SPACE) - set(read_space(None, base)) == (
+        set() if base.n_band_masks else {"band_mask_width"}
+    )
 
 
 def test_a_space_from_a_file(sets: Path, tmp_path: Path) -> None:

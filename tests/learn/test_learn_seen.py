@@ -89,7 +89,10 @@ def test_eight_bytes_for_each(trained):
     with_it = load_detector(trained / "model.pt")
     seen, n = with_it.provenance, 40_000
     small, large = (
-        replace(with_it, provenance=s).save(trained.parent / f"{len(s.recordings)}.pt", sync=False).stat().st_size
+        replace(with_it, provenance=s)
+        .save(trained.parent / f"{len(s.recordings)}.pt", sync=False)
+        .stat()
+        .st_size
         for s in (seen, Provenance(np.arange(n), True))
     )
     assert abs(large - small - 8 * (n - len(seen.recordings))) < 1000
@@ -336,7 +339,9 @@ def test_a_model_that_does_not_say(small_sets, trained, tmp_path):
     found, _ = warned(tmp_path / "old.pt", small_sets / NAMES[0])
     assert not found.leaky
     assert any("the model does not say" in c for c in found.cautions)
-    assert np.array_equal(load_detector(old.save(tmp_path / "again.pt")).provenance.recordings, old.provenance.recordings)
+    assert np.array_equal(
+        load_detector(old.save(tmp_path / "again.pt")).provenance.recordings, old.provenance.recordings
+    )
 
 
 WRONG: dict[str, Any] = {

@@ -58,7 +58,7 @@ def trained(sets: Path, out: Path, **options: Any) -> TrainResult:
 
 @pytest.fixture(scope="module")
 def right(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
-    "An undisturbed training."
+    "An delayed_signals training."
     return trained(sets, tmp_path_factory.mktemp("right") / "run")
 
 

@@ -37,6 +37,7 @@ from .expected import expected_row
 from ..file.schema import ROWS, SCHEMA_VERSION, name_columns, read_column
 from ...mel.spec import MelSpec
 
+
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde
 def label_mismatches(
     paths: Sequence[bytes],  # B, of the rows

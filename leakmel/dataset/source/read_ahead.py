@@ -109,9 +109,9 @@ class ReadAhead:
                 reader = self.readers[k]
                 wanted = [i for i in range(first, end) if 0 < self._sizes[i] <= self.n_bytes]
                 paths = [reader.base + reader.listing.paths[i - self._firsts[k]] for i in wanted]
-                with reader.inflow.delivering():
+                with reader.cache_use.delivering():
                     n = prefetch_files(paths, self._sizes[wanted])
-                reader.inflow.note_ahead(n)
+                reader.cache_use.note_ahead(n)
         except Exception as e:
             log.debug("recordings are not prefetched: %s: %s", type(e).__name__, e)
 

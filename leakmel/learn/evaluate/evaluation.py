@@ -198,7 +198,7 @@ def _open_parts(
 
 # %% ../../../nbs/learn/evaluate/evaluation.ipynb #1d21fc1a
 def _leakage_warnings(
-    detector: Detector, known: Known | None, split: Split | None, parts: Mapping[str, Segments], part: str
+    detector: Detector, known: Overlap | None, split: Split | None, parts: Mapping[str, Segments], part: str
 ) -> tuple[str, ...]:
     "Collect the warnings of leakage for every figure, each once."
     trained = detector.record.get("split")
@@ -219,7 +219,7 @@ def _leakage_warnings(
 
 
 def _other_findings(
-    detector: Detector, known: Known | None, split: Split | None, parts: Mapping[str, Segments]
+    detector: Detector, known: Overlap | None, split: Split | None, parts: Mapping[str, Segments]
 ) -> Iterator[str]:
     "Collect other findings: on the split, on the training recordings of the detector, and on thresholds."
     if split is not None:
@@ -418,7 +418,7 @@ def evaluate(
             raise DataError(
                 "the test set has no recording to score", code="no-recordings", path=path, found=found
             )
-        known = known_of(detector.seen, ds)
+        known = find_overlap(detector.provenance, ds)
         if known and known.stamp and not allow_leaky_split:
             warnings.warn(known.stamp, LeakySplitWarning, stacklevel=2)
 

@@ -199,7 +199,7 @@ class Evaluation:
         width: int = 100,  # columns of a line, unless a name is longer
     ) -> str:
         "Return the evaluation as text."
-        return "\n".join(t if "\n" in t else folded(t, width) for t in _texts(self, width))
+        return "\n".join(t if "\n" in t else wrap_text(t, width) for t in _texts(self, width))
 
     def save(
         self,
@@ -250,7 +250,7 @@ _MAX_ROWS = 30
 
 
 def _texts(e: Evaluation, width: int) -> Iterator[str]:
-    "Yield sentences, which are folded, and tables, which have more than one line."
+    "Yield sentences, which are wrap_text, and tables, which have more than one line."
     yield f"Evaluation of {show_path(e.model)}: {show_path(e.task.leak_label)} or not"
     yield from ("", *e.stamps, *e.cautions, str(e.verdict), "")
     yield e.figures().to_string(line_width=width)

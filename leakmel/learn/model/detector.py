@@ -317,7 +317,7 @@ def score_rows(
     found = np.empty((len(ds), ds.row_shape[0]), np.float32)
     done = 0
 
-    def judge(mels: Tensor, rows: slice) -> Tensor:
+    def score(mels: Tensor, rows: slice) -> Tensor:
         return score_segments(detector, mels, ds.segment_counts[rows])
 
     for scores in scores_by_batch(ds, score, device=device, files_per_batch=files_per_batch):

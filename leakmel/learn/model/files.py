@@ -28,7 +28,7 @@ import torch
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, LeakmelError, OutputError, show_path
-from ...dataset.file.writer import output_error, replacing, sync_folder, undisturbed
+from ...dataset.file.writer import output_error, replacing, sync_folder, delayed_signals
 from .devices import memory_guard
 
 

@@ -35,7 +35,7 @@ from leakmel.insight.plots import (
 )
 from ...mel.engines import log_mel
 from ..data.segments import cut_into_rows, covered_samples, conform_recording
-from .predict import Predictions, Scored
+from .predict import Predictions, ScoredRecording
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -69,7 +69,7 @@ def find_recordings(
     if not root.is_dir():
         raise DataError("the folder does not exist", code="no-such-folder", path=root)
     if manifest is None:
-        with Count(f"listing {show_path(root.name)}", show=progress) as count:
+        with DelayedProgress(f"listing {show_path(root.name)}", show=progress) as count:
             finds = _walk_folder(root, split, count)
         labels = [label_in(path) for path, _, _ in finds]
         names = [parse_name(_below_split(path)) for path, _, _ in finds]
@@ -87,7 +87,7 @@ def find_recordings(
 
 
 # %% ../../../nbs/learn/predict/readers.ipynb #66658149
-def _walk_folder(root: Path, split: str | None, count: Count) -> list[FoundFile]:
+def _walk_folder(root: Path, split: str | None, count: DelayedProgress) -> list[FileEntry]:
     "List all recordings below a folder, or below the folder of its split."
     top = root
     prefix = b""
@@ -110,7 +110,7 @@ def _walk_folder(root: Path, split: str | None, count: Count) -> list[FoundFile]
 
 def _manifest_recordings(
     root: Path, split: str | None, manifest: Manifest
-) -> tuple[list[FoundFile], list[str], list[NameParts]]:
+) -> tuple[list[FileEntry], list[str], list[NameParts]]:
     "List the recordings of a manifest, all splits together, with labels and names."
     if os.path.realpath(root) != os.path.realpath(manifest.root):
         raise UsageError(

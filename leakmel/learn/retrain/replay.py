@@ -145,7 +145,7 @@ def open_round_segments(
         for k, numbers in enumerate(table["segments"]):
             kept[k, [int(n) for n in numbers.split()]] = True
         stack.pop_all()
-        return Choice(recordings, kept & recordings.segment_mask, classes.to_numpy(np.int64))
+        return LabelledSegments(recordings, kept & recordings.segment_mask, classes.to_numpy(np.int64))
 
 
 # %% ../../../nbs/learn/retrain/replay.ipynb #1d46882b

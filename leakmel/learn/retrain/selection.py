@@ -126,7 +126,7 @@ def whole_recordings(
     "Select all existing segments of recordings, with the classes of their labels."
     kept = np.zeros((len(recordings.rows), recordings.row_shape[0]), bool)
     kept[rows] = recordings.segment_mask[rows]
-    return Choice(recordings, kept, recordings.labels)
+    return LabelledSegments(recordings, kept, recordings.labels)
 
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #871dc7a3

@@ -237,7 +237,7 @@ def row_digests(
     if "digests/rows" in source.file:
         return np.ascontiguousarray(source.file["digests/rows"][:]).tobytes()
     found = []
-    with Count("digests", total=len(source), unit="recordings", show=progress) as count:
+    with DelayedProgress("digests", total=len(source), unit="recordings", show=progress) as count:
         for k in range(0, len(source), _ROWS_PER_READ):
             rows = np.arange(k, min(k + _ROWS_PER_READ, len(source)))
             found.append(digest_of(read_rows(source.mels, rows).tobytes()))
