@@ -194,9 +194,13 @@ class FoundFiles:
 _MIN_BATCH = 1000  # entries of a folder; for fewer, compiled code does not pay
 _MAX_BATCH = 8 * _MIN_BATCH  # an entry takes several times the memory of its result
 _NOT_FOLLOWED = "the link was not followed: it is broken, circular or leads out of the data folder"
+_LISTED_LINK = "the link was not followed: its folder is already listed under another path"
+_LISTED_BELOW_LINK = "the folder below a link was not listed again: it is already listed under another path"
 
 
-def _stat_batch(entries: list[os.DirEntry], cut: int, found: FoundFiles) -> list[os.DirEntry]:
+def _stat_batch(
+    entries: list[os.DirEntry], cut: int, found: FoundFiles, on_found: Callable[[int], None]
+) -> list[os.DirEntry]:
     "Add the regular recordings among many entries to `found`; return the other entries."
     if len(entries) < _MIN_BATCH or sys.modules.get("leakmel.audio.native") is None:
         return entries
@@ -212,6 +216,7 @@ def _stat_batch(entries: list[os.DirEntry], cut: int, found: FoundFiles) -> list
     found.paths += [e.path[cut:] for e in compress(entries, regular)]
     found.sizes.frombytes(status[:, 1].tobytes())
     found.mtimes_ns.frombytes(status[:, 2].tobytes())
+    on_found(len(status))
     return list(compress(entries, ~regular))
 
 
@@ -265,20 +270,12 @@ def found_below(
         try:
             here = os.stat(path)
             if (here.st_dev, here.st_ino) in listed and by_link:
-                message = (
-                    "the folder below a link was not listed again: it is already listed under another path"
-                )
-                if os.path.islink(path):
-                    message = "the link was not followed: its folder is already listed under another path"
-                leave_out("link", path, message)
+                leave_out("link", path, _LISTED_LINK if os.path.islink(path) else _LISTED_BELOW_LINK)
                 continue
             listed.add((here.st_dev, here.st_ino))
             with os.scandir(path) as entries:
                 while some := list(islice(entries, _MAX_BATCH)):
-                    before = len(found)
-                    left = _stat_batch(some, cut, found)
-                    on_found(len(found) - before)
-                    for entry in left:
+                    for entry in _stat_batch(some, cut, found, on_found):
                         take(entry)
             if not os.path.samestat(here, os.stat(path)):
                 raise OSError(errno.ESTALE, "the folder was replaced")  # so its files seem to be missing

@@ -369,19 +369,13 @@ def retrain(
 
     Comparisons on the test recordings are counted in `out` only; other uses of them are not known."""
     if resume not in RESUME:
+        known = ", ".join(RESUME)
         raise UsageError(
-            "resume has an unknown value",
-            code="unknown-value",
-            found=repr(resume),
-            expected=", ".join(RESUME),
+            "resume has an unknown value", code="unknown-value", found=repr(resume), expected=known
         )
     if also and "testing" in also:
-        raise UsageError(
-            "the name of a further test set is reserved for the first one",
-            code="invalid-name",
-            found="'testing'",
-            expected="other names in also",
-        )
+        message = "the name of a further test set is reserved for the first one"
+        raise UsageError(message, code="invalid-name", found="'testing'", expected="other names in also")
     rules = rules or RoundRules()
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = Path(os.path.abspath(os.path.expanduser(out)))
@@ -391,10 +385,9 @@ def retrain(
         lineage = finish_interrupted_round(folder)
         holder = _champion(folder, lineage, champion)
         first = load_first_champion(folder, lineage) if lineage and len(lineage.champions) > 1 else None
+        with_segments = rules.earlier_share > 0
         with (
-            open_earlier_rounds(
-                folder, lineage, holder.task, with_segments=rules.earlier_share > 0
-            ) as earlier,
+            open_earlier_rounds(folder, lineage, holder.task, with_segments=with_segments) as earlier,
             open_parts(holder, new_data, replay, tests, validation, earlier) as parts,
         ):
             digest = _check_test_sets(folder, lineage, holder, parts)

@@ -472,10 +472,8 @@ def search(
                 code="validation-missing",
                 remedy="pass validation=, or a split with a validation part",
             )
-        identity = training_identity(data, base) | {
-            "space": space_to_json(found),
-            "pruning": list(pruning.values()),
-        }
+        own = {"space": space_to_json(found), "pruning": list(pruning.values())}
+        identity = training_identity(data, base) | own
         stamp = "" if data.split is None else data.split.stamp
     how |= dict(device=pick_device(device), checkpoints=checkpoints)
     with (
@@ -495,7 +493,6 @@ def search(
             if resume == "never":
                 e.__notes__ = []  # the interrupted training advises to run the same command
             option = f" without resume={resume!r}" if resume == "never" else ""
-            e.add_note(
-                f"The search was interrupted after {len(s.state.trials):,} trials: run the same command{option} to resume it ({show_path(folder)})"
-            )
+            done = f"The search was interrupted after {len(s.state.trials):,} trials"
+            e.add_note(f"{done}: run the same command{option} to resume it ({show_path(folder)})")
             raise
