@@ -105,7 +105,7 @@ def test_literal_command_writes_a_demo_set(tmp_path):
     "`papermill build.ipynb out.ipynb -p split training`, with no data anywhere."
     run = papermill(copy_project(tmp_path), "-p", "split", "training")
     assert_looks_right(run)
-    assert "a demo set was written" in run.text
+    assert "a new demo data set" in run.text
     assert (tmp_path / "runs" / "demo" / "TRAINING").is_dir()
     assert [p.name for p in run.data_sets] == ["TRAINING_DATASET.H5"]
     assert re.search(r"-training-[0-9a-f]+$", run.data_sets[0].parent.name)
