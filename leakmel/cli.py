@@ -125,7 +125,10 @@ def run_build(args: argparse.Namespace) -> Outcome:
     else:
         results = [lm.build(args.root, split=args.split, out=args.out, **common)]
     done = [r.summary for r in results if not r.summary["nothing_to_do"]]
-    analysis = analysis_text(results[0].timeline, done, width=line_width()) if done else ""
+    analysis = ""
+    if done:
+        shown = dict(width=line_width(), analysis=args.analysis, switch="--analysis full")
+        analysis = analysis_text(results[0].timeline, done, **shown)
     already_shown = progress_mode(args) == "auto" and front_end() == "terminal" and sys.stdout.isatty()
     text = "\n".join(
         [
@@ -254,7 +257,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "demo": (None, "leakmel demo recordings --files 1200"),
     "scan": (None, "leakmel scan recordings --content"),
     "build": (
-        "out,split,table,pattern,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,max-rejected,fresh",
+        "out,split,table,pattern,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,max-rejected,fresh,analysis",
         "leakmel build recordings --split all --out mels",
     ),
     "verify": (None, "leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all"),

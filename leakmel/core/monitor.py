@@ -359,13 +359,11 @@ def free_memory(
 # %% ../../nbs/core/monitor.ipynb #a966f08e
 def machine_facts() -> dict[str, Any]:
     "Describe the machine and the versions of important packages; unknown values are None."
-    import psutil
-
     facts: dict[str, Any] = {
         "cpu": platform.processor() or platform.machine() or None,
         "n_cores": usable_cores(),
         "n_cores_machine": os.cpu_count(),
-        "ram_bytes": psutil.virtual_memory().total,
+        "ram_bytes": None,
         "gpu": None,
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -373,6 +371,10 @@ def machine_facts() -> dict[str, Any]:
     }
     with suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as f:
         facts["cpu"] = next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
+    with suppress(Exception):
+        import psutil
+
+        facts["ram_bytes"] = psutil.virtual_memory().total
     with suppress(Exception):  # no NVML, no driver, no GPU: all the same here
         import pynvml
 

@@ -726,7 +726,7 @@ def test_engine_that_leaves_rows_out_is_found(tmp_path, data, old, monkeypatch):
         return moments
 
     monkeypatch.setattr(ReferenceEngine, "run", run)
-    fails(data, tmp_path, VerifyError, r"row 3 .*the source says", check=None)
+    fails(data, tmp_path, VerifyError, r"row 3 .*but the recording has", check=None)
 
 
 # ---- signals

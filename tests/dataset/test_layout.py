@@ -493,8 +493,8 @@ def test_waveforms_are_asked_for_on_the_command_line_and_in_a_run(recordings, wa
         "check": 4,
     }
     for wanted, said in (
-        (True, r"float32, 0\.000655 GB more"),
-        (False, r"not stored \(with_waveforms; 0\.000655 GB more\)"),
+        (True, r"float32, 0\.000655 GB in addition"),
+        (False, r"not stored \(with_waveforms; 0\.000655 GB"),
     ):
         plan = plan_run(
             asked | {"out": str(tmp_path / f"run {wanted}"), "with_waveforms": wanted}, progress="none"

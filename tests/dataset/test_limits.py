@@ -84,7 +84,7 @@ def test_wrong_facts_are_found_before_publishing(tmp_path, data, monkeypatch, co
         return done
 
     monkeypatch.setattr(Job, "take", take)
-    with raises("wrong-rows", VerifyError, says="the source says"):
+    with raises("wrong-rows", VerifyError, says="but the recording has"):
         lm.build(data, out=tmp_path / "x.h5", **QUIET)
     assert not (tmp_path / "x.h5").exists()
 

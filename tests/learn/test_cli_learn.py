@@ -677,7 +677,7 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
             "SETS --model RUN --training RUN",
         ),
         (1, "no data set for validation in this folder", "SETS --model RUN --validation RUN"),
-        (1, "nowhere: no such data set", "nowhere --model RUN"),
+        (1, "nowhere: the data set does not exist", "nowhere --model RUN"),
         (
             1,
             "the folder holds no detector; expected model.pt of a training, or champion.json of rounds$",
@@ -767,7 +767,7 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
             "--champion RUN --validation MINE",
         ),
         (1, "no data set for testing in this folder", "--champion RUN --also far=MINE"),
-        (1, "nowhere: no such data set", "--champion RUN --also far=nowhere"),
+        (1, "nowhere: the data set does not exist", "--champion RUN --also far=nowhere"),
         (1, "nowhere.csv: the table cannot be read", "--champion RUN --human-labels nowhere.csv"),
     ],
 )
@@ -800,7 +800,7 @@ def test_new_recordings_that_are_not_there(place: Path, small_sets: Path, tmp_pa
         *ROUND,
     ]
     refused(say, 1, "no data set for training in this folder", "retrain", place / "new", *common)
-    refused(say, 1, "nowhere.h5: no such data set", "retrain", "nowhere.h5", *common)
+    refused(say, 1, "nowhere.h5: the data set does not exist", "retrain", "nowhere.h5", *common)
     (tmp_path / "heard.csv").write_text("path,label\n2026-11-01/nobody.wav,LEAK\n")
     for new in ([place / "new.h5"], [place / "one.h5", place / "two.h5"]):
         refused(

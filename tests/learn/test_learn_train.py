@@ -166,7 +166,7 @@ def test_a_signal_waits_for_a_checkpoint_and_says_how_to_go_on(
     done = going(children, sets, out, at_a_step(number, at))
     assert done.status == 128 + number, done.err
     assert "Traceback" not in done.err
-    assert f"ended by signal {number}" in done.err
+    assert f"by signal {number}" in done.err
     assert "the same command resumes from there" in done.err
     newest = latest_checkpoint(out / "checkpoints")
     assert newest is not None
@@ -664,7 +664,7 @@ def test_a_split_by_sensors_takes_the_place_of_folders(sets: Path, tmp_path: Pat
     )
     assert result.summary["training"]["recordings"] == len(split.parts["training"])
     assert result.summary["validation"]["recordings"] == len(split.parts["validation"])
-    assert "By sensor" in result.summary["split"]["method"]
+    assert "by sensor" in result.summary["split"]["method"]
 
 
 def test_every_figure_of_an_epoch_is_filled(right: TrainResult) -> None:
@@ -716,11 +716,11 @@ def test_command_judges_by_the_recordings_for_testing(
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["--leak-label", "EAK"], 2, "no such label"),
+        (["--leak-label", "EAK"], 2, "the label does not exist"),
         (["--epochs", "0"], 2, "epochs"),
         (["--channels", "a,b"], 2, "whole numbers"),
         (["--epoch", "3"], 2, "epochs"),
-        (["--validation", "nowhere.h5"], 1, "no such data set"),
+        (["--validation", "nowhere.h5"], 1, "the data set does not exist"),
         (["--resume", "always"], 1, "no training to resume"),
     ],
     ids=str,

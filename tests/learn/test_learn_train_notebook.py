@@ -69,7 +69,7 @@ def test_a_failed_training_is_a_failed_notebook(sets: Path, tmp_path: Path) -> N
     )
     assert run.status != 0
     (error,) = run.errors
-    assert "no such label" in error
+    assert "the label does not exist" in error
     assert not (tmp_path / "run" / "model.pt").exists()
 
 
@@ -82,7 +82,7 @@ def test_a_failed_training_is_a_failed_notebook(sets: Path, tmp_path: Path) -> N
         ({"data_dir": "x"}, "here it is"),
         ({"loss": "hinge"}, "loss is not known"),
         ({"keep_checkpoints": 0}, "keep_checkpoints"),
-        ({"data": "/nowhere"}, "no such data set"),
+        ({"data": "/nowhere"}, "the data set does not exist"),
         ({"resume": "perhaps"}, "resume"),
     ],
     ids=str,

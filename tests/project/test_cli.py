@@ -83,7 +83,7 @@ def test_recordings_that_differ_are_counted_and_the_remedy_is_said_in_every_lang
     assert status == 1
     assert "found 3 of 1 s at 4096 Hz; 1 of " in err
     assert err.count(" s at 4096 Hz") == 6
-    assert "; and 4 more kinds. " in err
+    assert "and 4 more" in err
     for words in (
         "spec={'sample_rate': 4096, 'duration_s': 1} in Python",
         "--sample-rate 4096 --duration-s 1 to leakmel",
@@ -611,12 +611,10 @@ def test_recordings_without_a_label_folder_and_a_spec_file_that_is_missing_say_w
     make_wav(tmp_path / "flat" / "x.wav")
     status, _, err = say("build", tmp_path / "flat", "--out", tmp_path / "x.h5")
     assert status == 1
-    assert (
-        "found 1 recording side by side; expected one folder per label. Give the parent of a label folder, or name the labels with --table"
-        in err
-    )
+    assert "expected one folder per label. Give the parent of the label folders" in err
     said = say("build", tmp_path / "flat", "--out", tmp_path / "x.h5", "--spec", tmp_path / "none.json")[2]
-    assert "no such spec file. Give a spec file, which explore.ipynb writes, or a leakmel data set" in said
+    assert "none.json" in said
+    assert "explore.ipynb" in said
 
 
 def test_cache_is_listed_in_columns(tmp_path, capsys):
@@ -661,7 +659,7 @@ def test_a_terminal_of_80_columns(data, tmp_path):
     words = " ".join(said.split())
     assert "one build reads each recording once" in words, "no word is cut"
     assert "9 rows + 1 rejected = 10 files found" in words
-    assert "Performance: " in words
+    assert "files/s" in words
     assert "PERFORMANCE ANALYSIS" not in words
     status, full = on_terminal(80, "build", data, "--out", tmp_path / "y.h5", "--analysis", "full")
     assert (status, "PERFORMANCE ANALYSIS" in full) == (0, True)

@@ -37,10 +37,12 @@ from .expected import expected_row
 from ..file.schema import ROWS, SCHEMA_VERSION, name_columns, read_column
 from ...mel.spec import MelSpec
 
-
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde
+_BLOCK = 4096  # paths that are objects at the same time
+
+
 def label_mismatches(
-    paths: Sequence[bytes],  # B, of the rows
+    paths: Sequence[bytes] | np.ndarray,  # B, of the rows
     ids: np.ndarray,  # [B], numbers of their labels
     labels: Sequence[str],  # names as stored, in id order
     naming: Naming,
@@ -49,18 +51,27 @@ def label_mismatches(
     "Yield rows whose label or split differs from their path."
     if naming.source == "table":
         return
-    by_path: list[Any]
-    if naming.source == "folders":
-        by_path = [path.split(b"/", 1)[0] for path in paths]
-    else:
-        found = [naming.read(path) for path in paths]
-        by_path = [f.label for f in found]
-        if naming.base == "root" and (wrong := [p for p, f in zip(paths, found) if f.split != split]):
-            yield f"{len(wrong)} rows belong to another split according to the pattern, first {show_path(wrong[0])}"
-    shown = {label: None if label is None else show_path(label) for label in set(by_path)}
-    if wrong := [p for p, label, k in zip(paths, by_path, ids) if shown[label] != labels[k]]:
+    mislabelled: list[bytes] = []
+    of_other_split: list[bytes] = []
+    for start in range(0, len(paths), _BLOCK):
+        block = np.asarray(paths[start : start + _BLOCK]).tolist()
+        if naming.source == "folders":
+            by_path: list[Any] = [path.split(b"/", 1)[0] for path in block]
+        else:
+            found = [naming.read(path) for path in block]
+            by_path = [f.label for f in found]
+            if naming.base == "root":
+                of_other_split += [p for p, f in zip(block, found) if f.split != split]
+        shown = {label: None if label is None else show_path(label) for label in set(by_path)}
+        stored = ids[start : start + _BLOCK]
+        mislabelled += [p for p, label, k in zip(block, by_path, stored) if shown[label] != labels[k]]
+    if of_other_split:
+        first = show_path(of_other_split[0])
+        yield f"{len(of_other_split)} rows belong to another split according to the pattern, first {first}"
+    if mislabelled:
         source = "folder" if naming.labels_by_folder else "file name (pattern)"
-        yield f"{len(wrong)} rows have a label that differs from their {source}, first {show_path(wrong[0])}"
+        first = show_path(mislabelled[0])
+        yield f"{len(mislabelled)} rows have a label that differs from their {source}, first {first}"
 
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #8e606a58

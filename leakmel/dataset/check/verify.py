@@ -134,7 +134,7 @@ def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
         yield f"the label numbers are {ids.min()} to {ids.max()}, but there are {len(labels)} label names"
     else:
         naming = Naming.from_json(f.attrs["naming_json"])
-        yield from consistency.label_mismatches(paths.tolist(), ids, labels, naming, f.attrs["split"])
+        yield from consistency.label_mismatches(paths, ids, labels, naming, f.attrs["split"])
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
@@ -378,7 +378,7 @@ def _check_origin(
     lacks_samples = sources is not None and WAVEFORMS in f and not sources.keep_samples
     if sources is None or (sources.folder, sources.spec) != (folder, spec) or lacks_samples:
         sources = Sources(folder, spec)
-    preferred = [i for i, path in enumerate(paths) if path in sources.known]
+    preferred = [i for i, path in enumerate(paths) if path in sources.known] if sources.known else []
     picked = pick_rows(report.n_rows, sample, f[LABELS][:], f["files/rms_db"][:], edges, preferred)
     if len(picked):
         report.scope = "against the sources"
