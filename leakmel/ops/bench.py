@@ -505,8 +505,8 @@ def find_records(
     if not run:
         return {name: newest(name, records_folder) for name in names}
     effort: dict[str, Any] = {"n_files": n_files, "rounds": rounds, "budget_s": budget_s, "log": log}
-    temporary = tempfile.TemporaryDirectory(prefix="leakmel-bench-")
-    with temporary if folder is None else nullcontext(folder) as work:
+    made = tempfile.TemporaryDirectory(prefix="leakmel-bench-") if folder is None else nullcontext(folder)
+    with made as work:
         return {name: measure(name, os.path.expanduser(work), records_folder, **effort)[0] for name in names}
 
 

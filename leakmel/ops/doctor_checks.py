@@ -145,7 +145,7 @@ NEEDED = ("numpy", "h5py", "xxhash")  # a build cannot do without them
 LINES = {
     "packages": (*NEEDED, "pandas", "psutil", "soundfile", "soxr", "tqdm", "packaging"),
     "front_end": ("jupyterlab", "ipykernel", "ipywidgets", "plotly", "papermill"),
-    "torch": ("torch", "torchaudio"),
+    "torch": ("torch", "torchaudio", "scikit-learn", "scipy"),
     "compiled": ("numba",),
     "gpu": ("nvidia-ml-py",),
     "engine_triton": ("triton",),

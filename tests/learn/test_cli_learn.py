@@ -662,21 +662,21 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
         ),
         (
             2,
-            "no such rule for the vote; found 'best'; expected mean, long_vote",
+            "the voting rule is unknown; found 'best'; expected mean, long_vote",
             "SETS --model RUN --votes best",
         ),
-        (2, "no such rule for the vote; found ''", "SETS --model RUN --votes mean,"),
+        (2, "the voting rule is unknown; found ''", "SETS --model RUN --votes mean,"),
         (2, "n_draws must be at least 100; found 0", "SETS --model RUN --draws 0"),
         (2, "seed must be at least 0; found -1", "SETS --model RUN --seed -1"),
         (2, "files_per_batch must be at least 1; found 0", "SETS --model RUN --files-per-batch 0"),
         (2, "the column to group by does not exist; found 'colour'", "SETS --model RUN --group colour"),
-        (1, "no data set for testing in this folder; expected TESTING_DATASET.H5", "RUN --model RUN"),
+        (1, "the folder has no testing data set; expected TESTING_DATASET.H5", "RUN --model RUN"),
         (
             1,
-            "no data set for training in this folder; expected TRAINING_DATASET.H5",
+            "the folder has no training data set; expected TRAINING_DATASET.H5",
             "SETS --model RUN --training RUN",
         ),
-        (1, "no data set for validation in this folder", "SETS --model RUN --validation RUN"),
+        (1, "the folder has no validation data set", "SETS --model RUN --validation RUN"),
         (1, "nowhere: the data set does not exist", "nowhere --model RUN"),
         (
             1,
@@ -695,7 +695,7 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
             "report.txt: something that is no result of an evaluation is in the way",
             "SETS --model RUN --out MINE",
         ),
-        (1, "report.txt: is a file, a folder is needed", "SETS --model RUN --out MINE/report.txt"),
+        (1, "report.txt: the target is a file", "SETS --model RUN --out MINE/report.txt"),
     ],
 )
 def test_wrong_words_to_evaluate(
@@ -732,8 +732,8 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
             "The option --also needs the name of the test set; found '/.*'; expected --also NAME=FILE",
             "--champion RUN --also FAR",
         ),
-        (2, "a further test set needs a name; found 'far='", "--champion RUN --also far="),
-        (2, "a further test set needs a name; found '=/", "--champion RUN --also =FAR"),
+        (2, "needs the name of the test set; found 'far='", "--champion RUN --also far="),
+        (2, "needs the name of the test set; found '=/", "--champion RUN --also =FAR"),
         (
             2,
             "the name of a further test set is reserved for the first one; found 'testing'",
@@ -746,27 +746,27 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
         (2, "keep_share must be above 0 and at most 1; found 2.0", "--champion RUN --keep-share 2"),
         (2, "n_draws must be at least 100; found 7", "--champion RUN --n-draws 7"),
         (2, "seed must be at least 0; found -1$", "--champion RUN --seed -1"),
-        (2, "no such figure; found 'best'; expected accuracy", "--champion RUN --judged-by best"),
+        (2, "the figure is unknown; found 'best'; expected accuracy", "--champion RUN --judged-by best"),
         (2, "the column to group by does not exist; found 'colour'", "--champion RUN --group colour"),
         (2, "invalid choice: 'perhaps'", "--champion RUN --resume perhaps"),
         (1, "the folder holds no detector", "--champion SETS"),
         (1, r"name checkpoints/best\.pt", "--champion EARLY"),
         (
             1,
-            "no data set for training in this folder; expected TRAINING_DATASET.H5",
+            "the folder has no training data set; expected TRAINING_DATASET.H5",
             "--champion RUN --replay RUN",
         ),
         (
             1,
-            "no data set for testing in this folder; expected TESTING_DATASET.H5",
+            "the folder has no testing data set; expected TESTING_DATASET.H5",
             "--champion RUN --testing MINE",
         ),
         (
             1,
-            "no data set for validation in this folder; expected VALIDATION_DATASET.H5",
+            "the folder has no validation data set; expected VALIDATION_DATASET.H5",
             "--champion RUN --validation MINE",
         ),
-        (1, "no data set for testing in this folder", "--champion RUN --also far=MINE"),
+        (1, "the folder has no testing data set", "--champion RUN --also far=MINE"),
         (1, "nowhere: the data set does not exist", "--champion RUN --also far=nowhere"),
         (1, "nowhere.csv: the table cannot be read", "--champion RUN --human-labels nowhere.csv"),
     ],
@@ -799,7 +799,7 @@ def test_new_recordings_that_are_not_there(place: Path, small_sets: Path, tmp_pa
         tmp_path / "rounds",
         *ROUND,
     ]
-    refused(say, 1, "no data set for training in this folder", "retrain", place / "new", *common)
+    refused(say, 1, "the folder has no training data set", "retrain", place / "new", *common)
     refused(say, 1, "nowhere.h5: the data set does not exist", "retrain", "nowhere.h5", *common)
     (tmp_path / "heard.csv").write_text("path,label\n2026-11-01/nobody.wav,LEAK\n")
     for new in ([place / "new.h5"], [place / "one.h5", place / "two.h5"]):

@@ -93,7 +93,7 @@ def test_testing_recordings_of_other_features_are_refused_before_the_training(
         *WORDS,
     ]
     assert main(words) == 1
-    assert "do not belong together: features" in capsys.readouterr().err
+    assert "the data sets cannot be combined" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert main([*words, "--no-evaluation"]) == 0
 
@@ -129,7 +129,7 @@ def test_recordings_for_testing_may_have_been_built_alone(
         )
         == 1
     )
-    assert "do not belong together: labels" in capsys.readouterr().err
+    assert "the data sets cannot be combined" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def test_silence_is_nobodys(tmp_path):
         == 0
     )
     whole = judged(done.detector, second, training=[first])
-    assert not [c for c in whole.cautions if "given as training are not among" in c], (
+    assert not [c for c in whole.cautions if "given as training were not used" in c], (
         "the silent one is no stranger"
     )
 
@@ -321,12 +321,10 @@ def test_training_that_is_not_its_own_is_said(small_sets, trained, tmp_path):
     with recordings(theirs[0]) as ds:
         n = len(ds.rows)
     assert [
-        c
-        for c in found.cautions
-        if c.startswith(f"{n} of {n} recordings that were given as training are not among")
+        c for c in found.cautions if c.startswith(f"{n} of {n} recordings given as training were not used")
     ]
     own = judged(trained, small_sets / NAMES[2], training=[small_sets / NAMES[0]])
-    assert not [c for c in own.cautions if "given as training are not among" in c]
+    assert not [c for c in own.cautions if "given as training were not used" in c]
 
 
 def test_a_model_that_does_not_say(small_sets, trained, tmp_path):
@@ -338,7 +336,7 @@ def test_a_model_that_does_not_say(small_sets, trained, tmp_path):
     assert repr(old.provenance) == "Provenance(0 recordings, and perhaps others)"
     found, _ = warned(tmp_path / "old.pt", small_sets / NAMES[0])
     assert not found.leaky
-    assert any("the model does not say" in c for c in found.cautions)
+    assert any("the model does not store" in c for c in found.cautions)
     assert np.array_equal(
         load_detector(old.save(tmp_path / "again.pt")).provenance.recordings, old.provenance.recordings
     )
@@ -417,8 +415,8 @@ def test_rounds_remember_and_look(small_sets, trained, tmp_path):
         if s.startswith("LEAKY SPLIT") and f"testing: {n} of {n} test recordings" in s
     ]
     assert "BEWARE" in repr(chosen_by)
-    assert any("comes out of rounds" in c for c in judged(done.challenger, test).cautions)
-    assert not any("comes out of rounds" in c for c in judged(trained, test).cautions)
+    assert any("selected in retraining rounds" in c for c in judged(done.challenger, test).cautions)
+    assert not any("selected in retraining rounds" in c for c in judged(trained, test).cautions)
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")

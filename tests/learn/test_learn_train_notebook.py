@@ -78,9 +78,9 @@ def test_a_failed_training_is_a_failed_notebook(sets: Path, tmp_path: Path) -> N
     [
         ({"epoch": 3}, "did you mean epochs"),
         ({"epochs": "many"}, "epochs must be a whole number"),
-        ({"channels": "4,x"}, "whole numbers with commas"),
+        ({"channels": "4,x"}, "whole numbers separated by commas"),
         ({"data_dir": "x"}, "here it is"),
-        ({"loss": "hinge"}, "loss is not known"),
+        ({"loss": "hinge"}, "loss has an unknown value"),
         ({"keep_checkpoints": 0}, "keep_checkpoints"),
         ({"data": "/nowhere"}, "the data set does not exist"),
         ({"resume": "perhaps"}, "resume"),

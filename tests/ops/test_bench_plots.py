@@ -83,7 +83,7 @@ def test_a_long_subtitle_is_folded():
     figure = bench_figures.ladder_figure({"first": [10.0]}, "; ".join(parts))
     lines = figure.layout.title.subtitle.text.split("<br>")
     assert max(map(len, lines)) <= SUBTITLE_LETTERS
-    assert " ".join(lines) == "; ".join(parts)
+    assert " ".join(lines) == "; ".join(parts).strip()
     assert figure.layout.margin.t > bench_figures.ladder_figure({"first": [10.0]}, "here").layout.margin.t
 
 

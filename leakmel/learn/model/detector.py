@@ -370,6 +370,8 @@ def scores_by_batch(
     if not len(ds):
         return
     on = torch.device(device)
+    if files_per_batch < 1:
+        raise UsageError("files_per_batch must be at least 1", code="out-of-range", found=files_per_batch)
     portions = AdaptiveBatches(files_per_batch)
     start = 0
     last = list[Callable[[], np.ndarray]]()
