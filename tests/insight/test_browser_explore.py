@@ -97,7 +97,7 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
 
         slider.focus()
         page.keyboard.press("End")
-        says(page, "Rejected: mel band 0 holds no frequency bin")
+        says(page, "Rejected: mel band 0 contains no frequency bin")
         assert page.evaluate(N_MELS) == 57  # the last good picture stays
         watched.picture(tmp_path / "refused.png")
 

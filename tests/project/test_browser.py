@@ -96,7 +96,7 @@ def test_dashboard_in_jupyterlab(lab, watched, dashboard, tmp_path):
         watched.picture(tmp_path / "dashboard.png")
     assert_quiet(watched, lab)
     seen = assert_drawn(page, lambda f: not f["traces"])
-    assert [f["title"] for f in seen if not f["traces"]] == ["No queue was recorded"]
+    assert len(seen) == 9
     assert page.get_by_text("24 rows, all data sets verified").count() == 1
     assert page.get_by_text("PERFORMANCE ANALYSIS").count() >= 1
     assert page.get_by_text("Settings that differ, in the order of the runs").count() == 1
