@@ -377,7 +377,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> Options:
 
 
 def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    "Judge a detector by data sets, beside two baselines."
+    "Evaluate a detector on data sets and compare it with two baselines."
     from leakmel.learn.plans import find_test_sets
 
     if args.figures and not args.out:
