@@ -53,7 +53,7 @@ def _load_scripts(app, page, template, context, doctree):
     if 'class="plotly-figure"' in context.get("body", ""):
         app.add_js_file("plotly.min.js")
     if page == "search":
-        app.add_js_file("search_pages.js", loading_method="defer", priority=900)
+        app.add_js_file("page_index.js", loading_method="defer", priority=900)
         app.add_js_file("search.js", loading_method="defer", priority=901)
 
 

@@ -591,7 +591,7 @@ def plain_text(path: Path, with_code: bool) -> str:
     return " ".join(text.split())
 
 
-def search_pages(library: list[Path], guides: list[Path]) -> list[list[object]]:
+def page_index(library: list[Path], guides: list[Path]) -> list[list[object]]:
     "Name, title, weight and words of each page that the search finds."
     pages: list[list[object]] = []
     for path in guides:
@@ -636,8 +636,8 @@ def write_site(library: list[Path], guides: list[Path]) -> None:
     write_lists(library)
     write_text("commands", commands_text())
     write_text("errors", errors_text())
-    script = f"const LEAKMEL_PAGES = {json.dumps(search_pages(library, guides), ensure_ascii=False)};\n"
-    put("static/search_pages.js", script.encode())
+    script = f"const LEAKMEL_PAGES = {json.dumps(page_index(library, guides), ensure_ascii=False)};\n"
+    put("static/page_index.js", script.encode())
     write_text("changelog", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](nbs/", "]("))
     if not (NOTEBOOKS / "index.ipynb").exists():
         write_text("index", f"# leakmel\n\n{contents(guides)}")

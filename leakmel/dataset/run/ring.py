@@ -89,7 +89,7 @@ class Ring:
         self.warm = threading.Event()  # engines may start
         self.finished = threading.Event()  # also set after an error
         self.n_filled = 0  # filled slots, until engines may start
-        self._todo = _batches(jobs, workers.files_per_batch, ahead)
+        self._waiting = _batches(jobs, workers.files_per_batch, ahead)
         try:
             for _ in range(workers.slots):
                 self.free.put(Slot(workers.files_per_batch, run.spec, run.engine.host_array))
@@ -122,7 +122,7 @@ class Ring:
     def next_batch(self) -> Batch | None:
         "Return the next batch to read; None at the end or when the pipeline stops."
         with self.lanes.lock:
-            return None if self.lanes.stopping.is_set() else next(self._todo, None)
+            return None if self.lanes.stopping.is_set() else next(self._waiting, None)
 
     def leave(self, role: str) -> bool:
         "Record that a thread of a role ends; return whether it was the last one."

@@ -208,7 +208,7 @@ class RecordingReaders:
             for is_quick, files in ((True, quick), (False, np.flatnonzero(~canonical)))
             for first in range(0, len(files), files_per_batch)
         ]
-        self._todo = enumerate(batches)
+        self._waiting = enumerate(batches)
         self.lanes = ThreadGroup(self._wake)
         self._n_readers = n_readers
         for i in range(n_readers):
@@ -223,7 +223,7 @@ class RecordingReaders:
         "Fill blocks until all recordings are read; the last reader notifies the scorer."
         while True:
             with self.lanes.lock:
-                item = None if self.lanes.stopping.is_set() else next(self._todo, None)
+                item = None if self.lanes.stopping.is_set() else next(self._waiting, None)
             if item is None:
                 break
             batch, (is_quick, first, files) = item

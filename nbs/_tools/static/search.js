@@ -1,5 +1,5 @@
 // Ranking of the site's search, in place of Sphinx's: guides before reference pages, numbers are words, excerpts without a network.
-// search_pages.js sets LEAKMEL_PAGES: [docname, title, weight, text] of each page.
+// page_index.js sets LEAKMEL_PAGES: [docname, title, weight, text] of each page.
 "use strict";
 
 const searchWords = (text) => (text.toLowerCase().match(/[\p{L}\p{N}_]+/gu) || []).map((word) => word.replace(/(?<=\p{L}{3,})(?:s|ing|ed)$/u, ""));
