@@ -13,7 +13,6 @@ __all__ = [
     "run_cache",
     "run_bench",
     "run_doctor",
-    "placeholder",
     "CommandParser",
     "run_tune",
     "Signal",
@@ -286,27 +285,6 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     ),
     "doctor": (None, "leakmel doctor recordings"),
 }
-_PLACEHOLDERS = {
-    r"_hz$|^sample_rate$": "HZ",
-    r"_s$": "SECONDS",
-    r"_db$": "DB",
-    r"_dir$": "DIR",
-    r"bytes": "BYTES",
-    r"share|fraction|max_rejected|dropout|label_smoothing": "SHARE",
-    r"^device$": "DEVICE",
-}
-
-
-def placeholder(
-    name: str,  # of a setting
-    kind: str = "text",  # of its values, as in messages: "whole number", "number", "true or false", "text" ...
-) -> str:  # "HZ", "SECONDS", "N" ...
-    "Return the placeholder of an option's value in the help."
-    for pattern, word in _PLACEHOLDERS.items():
-        if re.search(pattern, name):
-            return word
-    words = {"whole number": "N", "number": "NUMBER", "true or false": "true|false", "text": "NAME"}
-    return words.get(kind, "N,N,...")
 
 
 class _ShowAllOptions(argparse.Action):
@@ -393,9 +371,6 @@ def _parser(
         p.set_defaults(run=run)
         if first == name or first not in known:
             add_options(p, options(p) if callable(options) else options)
-        for action in p._actions:
-            if action.metavar == "X":  # made from the field of a settings class
-                action.metavar = placeholder(action.dest, getattr(action.type, "__name__", "text"))
     return parser
 
 

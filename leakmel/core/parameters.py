@@ -11,6 +11,8 @@ __all__ = [
     "field_kinds",
     "check_types",
     "ParameterCheck",
+    "field_comments",
+    "placeholder",
     "add_field_options",
     "given_fields",
 ]
@@ -149,7 +151,7 @@ class ParameterCheck:
         self,
         namespace: dict[str, Any],  # globals() after the parameters cell and the cell injected by papermill
         kinds: Kinds,  # name -> allowed types
-    ) -> dict[str, Any]:  # name -> value
+    ) -> dict[str, Any]:  # name -> value, without parameters that were not set
         "Return the parameters; raises UsageError for unknown names and wrong types."
         came = {n for n in set(namespace) - self.before if not n.startswith("_") and namespace[n] is not self}
         if unknown := sorted(came - set(kinds)):
@@ -158,14 +160,16 @@ class ParameterCheck:
                 code="unknown-parameter",
                 expected=f"names from {', '.join(kinds)}",
             )
-        values = {n: namespace[n] for n in kinds}
+        values = {n: namespace[n] for n in kinds if n in namespace}
         check_types(values, kinds)
         return values
 
 
 # %% ../../nbs/core/parameters.ipynb #597ea047
-def _field_comments(cls: type) -> dict[str, str]:
-    "Source comments of the fields of a dataclass: on the line of the field, or on the lines above it."
+def field_comments(
+    cls: type,  # a dataclass
+) -> dict[str, str]:  # field name -> comment
+    "Return the source comments of the fields of a dataclass: on the line of the field, or on the lines above it."
     comments: dict[str, str] = {}
     for c in reversed(cls.__mro__):
         if not hasattr(c, "__dataclass_fields__"):
@@ -177,6 +181,33 @@ def _field_comments(cls: type) -> dict[str, str]:
             note = re.match(r"    #\s*(.+)$", line)
             above = [*above, note[1]] if note else []
     return comments
+
+
+_PLACEHOLDERS = {
+    r"_hz$|^sample_rate$": "HZ",
+    r"_s$": "SECONDS",
+    r"_db$": "DB",
+    r"_dir$": "DIR",
+    r"bytes": "BYTES",
+    r"share|fraction|max_rejected|dropout|label_smoothing": "SHARE",
+    r"^device$": "DEVICE",
+}
+
+
+def placeholder(
+    name: str,  # of a setting
+    kinds: tuple[type | None, ...],  # its types, as in `field_kinds`
+    choices: tuple = (),  # its allowed texts, as in `field_choices`
+) -> str:  # "HZ", "SECONDS", "N", "htk|slaney" ...
+    "Return the placeholder of an option's value in the help."
+    plain = [k for k in kinds if k is not None]
+    if choices:
+        return "|".join([*choices, *["true", "false"] * (bool in kinds), *["none"] * (None in kinds)])
+    for pattern, word in _PLACEHOLDERS.items():
+        if re.search(pattern, name):
+            return word
+    words = {int: "N", float: "NUMBER", bool: "true|false", str: "NAME"}
+    return words.get(plain[0], "N,N,...")
 
 
 _YES_NO = {"true": True, "yes": True, "false": False, "no": False}
@@ -213,7 +244,7 @@ def add_field_options(
 ) -> None:
     "Add one option per field of a dataclass; an option that is not given is absent from the result."
     group = parser.add_argument_group(title)
-    comments = _field_comments(cls)
+    comments = field_comments(cls)
     choices = field_choices(cls)
     for name, kinds in field_kinds(cls).items():
         if name in ("preset_name", *leave_out):
@@ -223,14 +254,10 @@ def add_field_options(
         if show_defaults and default is not None:
             shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
             text += f" (default {shown})"
-        words = [
-            *map(str, choices.get(name, ())),
-            *["true", "false"] * (bool in kinds),
-            *["none"] * (None in kinds),
-        ]
-        if name in choices or len(words) > 2:
-            text += f" [{', '.join(words)}]"
-        how: dict[str, Any] = {"type": _converter(kinds), "metavar": "X"}
+        how: dict[str, Any] = {
+            "type": _converter(kinds),
+            "metavar": placeholder(name, kinds, choices.get(name, ())),
+        }
         if kinds == (bool,):
             how = {"action": argparse.BooleanOptionalAction}
         group.add_argument(

@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "PARTS",
+    "TRAINING_DEFAULTS",
     "DataSets",
     "find_data_sets",
     "find_data_set",
@@ -153,6 +154,22 @@ def find_model(
 
 
 # %% ../../nbs/learn/plans.ipynb #a6e5816e
+TRAINING_DEFAULTS: dict[str, Any] = {
+    "data": None,
+    "validation": None,
+    "testing": None,
+    "out": None,
+    "group": None,
+    "leak_label": "LEAK",
+    "kind": "multiclass",
+    "leave_out": "",
+    "allow_leaky_split": False,
+    "resume": "auto",
+    "device": "auto",
+    "evaluation": True,
+}
+
+
 def training_kinds() -> Kinds:
     "Return names and types of the parameters of train.ipynb."
     own: Kinds = {
@@ -231,13 +248,13 @@ class TrainingPlan(RowTable):
 
 # %% ../../nbs/learn/plans.ipynb #3c7ebfe0
 def plan_training(
-    parameters: dict[str, Any],  # as training_kinds lists them
+    parameters: dict[str, Any],  # of those that training_kinds lists; the others have their defaults
     *,
     progress: str = "auto",
 ) -> TrainingPlan:  # raises LeakmelError for invalid parameters
     "Find the data sets, split them by groups if requested, and choose the folder."
-    p = parameters
-    settings, checkpoints = settings_from(p)
+    p = TRAINING_DEFAULTS | parameters
+    settings, checkpoints = settings_from(parameters)
     pick_device(p["device"])
     sets = find_data_sets(p["data"], p["validation"], p["testing"], progress=progress)
     given = {

@@ -112,7 +112,7 @@ class MelSpec:
     f_min_hz: float = 0.0  # lower corner of the lowest band
     f_max_hz: float | None = None  # upper corner of the highest band; None: half the rate
     mel_scale: Literal["htk", "slaney"] = "htk"  # formula of the mel scale
-    mel_norm: Literal["slaney"] | None = None  # None: triangles of height 1
+    mel_norm: Literal["slaney"] | None = None  # slaney: bands of equal area; None: of equal height
     power: float = 1.0  # 1 magnitude (20 log10), 2 power (10 log10)
     floor: float = 1e-10  # smaller values are replaced by it before the logarithm
     channels: Literal["mean", "first"] = "mean"  # rule that reduces several channels to one

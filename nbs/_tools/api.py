@@ -8,7 +8,7 @@ from typing import Any
 
 from fastcore.docments import docments
 
-from leakmel.core.parameters import _field_comments
+from leakmel.core.parameters import field_comments
 
 
 def public_page() -> str:
@@ -103,7 +103,7 @@ def _class(cls: type) -> str:
 def _fields(cls: type) -> list[tuple[str, Any]]:
     "The fields of a dataclass, inherited ones too, with the comments beside them."
     try:
-        comments = _field_comments(cls)
+        comments = field_comments(cls)
     except (OSError, TypeError):
         comments = {}
     known = _docments(cls)

@@ -64,6 +64,11 @@ def export(root: Path) -> None:
         check=True,
     )
     subprocess.run(
+        [sys.executable, Path(__file__).with_name("parameter_tables.py"), root],
+        env=env | {"PYTHONPATH": str(root)},
+        check=True,
+    )
+    subprocess.run(
         [Path(sys.executable).parent / "ruff", "format", "--quiet", *FORMATTED], cwd=root, check=True
     )
     subprocess.run([sys.executable, "-c", CLEAN, *notebooks], cwd=root, env=env, check=True)

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -1222,25 +1222,16 @@ def test_tables_from_the_shell(by_table, tmp_path, capsys):
 
 
 def test_a_run_is_planned_from_a_table(by_table, tmp_path):
-    from leakmel.dataset.run.plan import build_kinds, execute, plan_run
+    from leakmel.dataset.run.plan import execute, plan_run
 
     data, file, _ = by_table
-    given = (
-        dict.fromkeys(build_kinds())
-        | {f.name: f.default for f in fields(PipelineConfig)}
-        | {
-            "data_root": str(data),
-            "split": "train",
-            "table": str(file),
-            "out": str(tmp_path / "run"),
-            "preset": "disjoint",
-            "engine": "auto",
-            "mode": "auto",
-            "check": 4,
-            "with_waveforms": False,
-            "fresh": False,
-        }
-    )
+    given = {
+        "data_root": str(data),
+        "split": "train",
+        "table": str(file),
+        "out": str(tmp_path / "run"),
+        "check": 4,
+    }
     plan = plan_run(given, progress="none")
     (result,) = execute(plan, progress="none")
     assert (result.rows, len(result.rejections)) == (4, 1)

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import wave
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, SpecError, UsageError
 from leakmel.core.parameters import check_types
-from leakmel.dataset.run.config import PipelineConfig
 from leakmel.dataset.run.plan import build_kinds, plan_run
 from leakmel.dataset.file.spec_file import MOST_BYTES, requested_spec, read_spec, spec_of_data_set, write_spec
 from leakmel.insight.data_plots import recording_spectra
@@ -382,7 +380,7 @@ def build_parameters(**given: Any) -> dict[str, Any]:
     nb = nbformat.read(ROOT / "nbs" / "build.ipynb", as_version=4)
     values: dict[str, Any] = {}
     exec(next(c.source for c in nb.cells if "parameters" in c.metadata.get("tags", [])), values)
-    return asdict(PipelineConfig()) | {name: values[name] for name in build_kinds() if name in values} | given
+    return {name: values[name] for name in build_kinds() if name in values} | given
 
 
 def test_the_build_notebook_takes_a_spec_file(data, tmp_path):

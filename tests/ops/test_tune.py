@@ -683,7 +683,9 @@ def planned(data: Path, out: Path, **more: Any) -> RunPlan:
     parameters: dict[str, Any] = {}
     exec("".join(cell["source"]), parameters)
     return plan_run(
-        {name: parameters[name] for name in build_kinds()} | {"data_root": str(data), "out": str(out)} | more,
+        {name: parameters[name] for name in build_kinds() if name in parameters}
+        | {"data_root": str(data), "out": str(out)}
+        | more,
         progress="none",
     )
 

@@ -69,33 +69,32 @@ _BOUNDS = dict.fromkeys(_COUNTS, (1, float("inf"))) | {
 class PipelineConfig:
     "Settings of a build that do not change rows: threads, batches, memory, device, and the handling of bad files."
 
-    # threads that only read; none given on a CPU: each engine thread reads for itself
+    # number of threads that only read; None on a CPU: the engine threads read too
     read_workers: int | None = None
-    compute_workers: int | None = None  # threads that call the engine
-    write_workers: int | None = None  # threads that only write; on a CPU only where read_workers are given
-    files_per_batch: int | None = None  # recordings in a slot
-    slots: int | None = None  # batches that may be under way at once
-    # bound on the bytes of all slots (16-bit recordings); lowers slots, then files_per_batch
+    compute_workers: int | None = None  # number of threads that call the engine; None: one for each core
+    write_workers: int | None = None  # number of threads that only write; on a CPU only with read_workers
+    files_per_batch: int | None = None  # number of recordings in a batch
+    slots: int | None = None  # number of batches in flight
+    # largest number of bytes in all slots; reduces slots, then files_per_batch
     max_bytes_in_flight: int = 1 << 30
-    device: str = "auto"  # "auto", "cpu", "cuda" (every GPU), "cuda:0"; part of the engine's identity
-    gpu_streams: int = 2  # concurrent streams on each GPU
-    batch_accumulation: int = 1  # batches that a GPU computes in one launch
-    warmup_slots: int = 1  # batches that are read before a GPU begins
-    async_copies: bool = True  # copies to and from a GPU have streams of their own
-    cuda_graph: bool = True  # replay launches that come again instead of issuing them one by one
+    device: str = "auto"  # auto, cpu, cuda (all GPUs) or cuda:0; part of the engine's identity
+    gpu_streams: int = 2  # number of concurrent streams on each GPU
+    batch_accumulation: int = 1  # number of batches that a GPU computes in one launch
+    warmup_slots: int = 1  # number of batches that are read before a GPU starts
+    async_copies: bool = True  # use separate CUDA streams for copies to and from the GPU
+    cuda_graph: bool = True  # replay recorded kernel launches (CUDA graphs)
     fsync: bool = True  # wait for the disk before publishing
-    compression: Literal["none", "gzip"] = "none"  # applied when publishing: the same rows in other bytes
-    monitor_interval_s: float = 0.1  # seconds between samples of CPU, memory, disk and GPU; 0: none
-    # folder of the cache files of mode memmap; none given: the user's cache folder
-    cache_dir: str | None = None
-    ram_fraction: float = 0.5  # part of the free memory that mode preload may fill
-    # of rows, between two entries of the journal from which an interrupted build is resumed; 0: no journal
+    compression: Literal["none", "gzip"] = "none"  # compression of the published file; the rows are the same
+    monitor_interval_s: float = 0.1  # time between samples of CPU, memory, disk and GPU use, seconds; 0: none
+    cache_dir: str | None = None  # mode memmap: folder of the cache files; None: the user's cache folder
+    ram_fraction: float = 0.5  # mode preload: largest share of the free memory, 0 to 1
+    # bytes of rows between two journal entries, from which a build is resumed; 0: no journal
     journal_bytes: int = 32 << 20
-    # files that the disk fetches ahead of the readers; none given: 256 where memory lacks them; 0: none
+    # number of files that are prefetched from disk; None: 256 if they are not in memory; 0: none
     read_ahead: int | None = None
-    # a bad file is rejected and listed, or the first one stops the build
+    # reject and list bad files, or stop the build at the first one
     on_bad_file: Literal["reject", "stop"] = "reject"
-    # share of the files found, 0 to 1, that may be rejected; above it nothing is published
+    # largest share of the files that may be rejected, 0 to 1; above it the build fails
     max_rejected: float = 0.9
 
     def __post_init__(self):

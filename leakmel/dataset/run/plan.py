@@ -7,6 +7,7 @@ __all__ = [
     "ANALYSES",
     "DEMO_FILES",
     "build_kinds",
+    "build_defaults",
     "spec_changes",
     "find_data",
     "RunPlan",
@@ -65,6 +66,22 @@ def build_kinds() -> Kinds:
     return own | spec | field_kinds(PipelineConfig)
 
 
+def build_defaults() -> dict[str, Any]:
+    "Return the default of each parameter of build.ipynb; None: chosen from preset, data and machine."
+    own = {
+        "split": "all",
+        "preset": "disjoint",
+        "engine": "auto",
+        "mode": "auto",
+        "check": 64,
+        "with_waveforms": False,
+        "tuned": True,
+        "fresh": False,
+        "analysis": "auto",
+    }
+    return dict.fromkeys(build_kinds()) | own | {f.name: f.default for f in fields(PipelineConfig)}
+
+
 def spec_changes(
     parameters: dict[str, Any],  # as build_kinds lists them
 ) -> tuple[dict[str, Any], str]:  # for `build`, and a line on the spec file; "" without one
@@ -119,7 +136,7 @@ def find_data(
 class RunPlan(RowTable):
     "Settings and inputs of a build before it starts."
 
-    parameters: dict[str, Any]  # as build_kinds lists them
+    parameters: dict[str, Any]  # all that build_kinds lists
     data_root: Path
     data_note: str  # where the data folder comes from
     manifest: Manifest
@@ -191,13 +208,13 @@ class RunPlan(RowTable):
 
 # %% ../../../nbs/dataset/run/plan.ipynb #46b26ecc
 def plan_run(
-    parameters: dict[str, Any],  # as build_kinds lists them
+    parameters: dict[str, Any],  # of those that build_kinds lists; the others have their defaults
     *,
     progress: str = "auto",  # where progress of writing a demo set is drawn
 ) -> RunPlan:  # raises LeakmelError for all that is wrong before the work
     "Find the data, resolve the spec, open the engine once, and choose the results folder."
-    p = parameters
-    if p.get("analysis") not in (None, *ANALYSES):
+    p = build_defaults() | parameters
+    if p["analysis"] not in ANALYSES:
         raise UsageError(
             "the parameter analysis has an unknown value",
             code="out-of-range",
@@ -223,7 +240,7 @@ def plan_run(
         manifest = scan(root, split=split, **named_by)
     given = {f.name: p[f.name] for f in fields(PipelineConfig) if p[f.name] != f.default}
     config, mode, tuned_note = PipelineConfig(**given), p["mode"], ""
-    if p.get("tuned"):
+    if p["tuned"]:
         config, mode, tuned_note = with_tuned(
             root, given, engine=p["engine"], mode=mode, switch="tuned=False"
         )

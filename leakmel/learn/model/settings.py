@@ -54,10 +54,10 @@ class _CheckedSettings:
 class CheckpointSettings(_CheckedSettings):
     "When checkpoints are written, and how many are kept."
 
-    checkpoint_steps: int = 0  # also after every so many steps; 0: after epochs only
-    checkpoint_s: float = 0.0  # also after so many seconds; 0: after epochs only
-    keep_checkpoints: int = 3  # how many of the newest stay
-    fsync: bool = True  # wait for the disk, at checkpoints and best.pt; always at model.pt
+    checkpoint_steps: int = 0  # steps between checkpoints, in addition to those after each epoch; 0: none
+    checkpoint_s: float = 0.0  # seconds between checkpoints, in addition to those after each epoch; 0: none
+    keep_checkpoints: int = 3  # number of checkpoints to keep, the newest ones
+    fsync: bool = True  # wait for the disk after each checkpoint and best.pt; always done for model.pt
 
     RANGES = {
         "checkpoint_steps": (0, 1 << 62),
@@ -75,15 +75,16 @@ RESUME = ("auto", "always", "never")
 class AugmentSettings(_CheckedSettings):
     "Settings of the augmentation."
 
-    level_db: float = 3.0  # standard deviation of an item's level shift, dB; 0: none
-    colour_db: float = 1.0  # standard deviation of an item's smooth curve over the bands, dB; 0: none
-    noise_share: float = 0.1  # share of the items to which stationary noise is added
-    noise_snr_db: float = 0.0  # mean power of an item over that of its noise, dB: the loudest noise
-    noise_snr_range_db: float = 20.0  # noise is up to so much quieter than the loudest, dB
-    n_band_masks: int = 1  # masks over neighbouring bands; 0: none
-    band_mask_width: int = 6  # bands that one hides at most
-    n_time_masks: int = 0  # masks over neighbouring columns; 0: none
-    time_mask_width: int = 1  # columns that one hides at most
+    level_db: float = 3.0  # standard deviation of a random level shift of each item, dB; 0: none
+    # standard deviation of a random smooth curve over the mel bands of each item, dB; 0: none
+    colour_db: float = 1.0
+    noise_share: float = 0.1  # share of the items to which stationary noise is added, 0 to 1
+    noise_snr_db: float = 0.0  # lowest signal-to-noise ratio of the added noise, dB
+    noise_snr_range_db: float = 20.0  # highest signal-to-noise ratio minus the lowest, dB
+    n_band_masks: int = 1  # number of masks over neighbouring mel bands in each item; 0: none
+    band_mask_width: int = 6  # largest width of such a mask, mel bands
+    n_time_masks: int = 0  # number of masks over neighbouring time columns in each item; 0: none
+    time_mask_width: int = 1  # largest width of such a mask, columns
 
     RANGES = {
         "level_db": (0, 60),
@@ -103,16 +104,19 @@ class AugmentSettings(_CheckedSettings):
 class LoaderSettings(_CheckedSettings):
     "Settings of the loader: how items get to the device."
 
-    # "auto": on the device where the items fit, else a stream
+    # items all on the device, streamed in blocks, or from worker processes; auto: device if they fit
     loader: Literal["auto", "device", "stream", "workers"] = "auto"
-    preload_to_ram: bool | Literal["auto"] = "auto"  # hold the rows in memory; "auto": where they fit
-    device_fraction: float = 0.5  # of the device's free memory that the items may take
-    buffer_blocks: int = 64  # stream: blocks whose items are shuffled together
-    num_workers: int = 4  # workers: processes; 0: none
-    prefetch_factor: int = 4  # workers: batches that each reads ahead
-    persistent_workers: bool = True  # workers: keep them from epoch to epoch
-    pin_memory: bool | None = None  # workers: page-locked memory; None: where batches go to a GPU
-    start_method: Literal["spawn", "fork", "forkserver"] = "spawn"  # workers: how processes are started
+    # keep all rows in memory; auto: if they take at most half of the free memory
+    preload_to_ram: bool | Literal["auto"] = "auto"
+    device_fraction: float = 0.5  # largest share of the device's free memory that the items may take, 0 to 1
+    buffer_blocks: int = 64  # loader stream: number of blocks whose items are shuffled together
+    num_workers: int = 4  # loader workers: number of processes; 0: none
+    prefetch_factor: int = 4  # loader workers: number of batches that each process reads ahead
+    persistent_workers: bool = True  # loader workers: keep the processes between epochs
+    # loader workers: use page-locked memory; None: only if the device is a GPU
+    pin_memory: bool | None = None
+    # loader workers: start method of the processes
+    start_method: Literal["spawn", "fork", "forkserver"] = "spawn"
 
     RANGES = {
         "device_fraction": (1e-6, 1),
@@ -133,33 +137,36 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     "Settings of a training."
 
     epochs: int = 12  # maximum number of epochs
-    epoch_share: float = 0.2  # of the items that an epoch draws: those of one recording are much alike
-    batch_size: int = 256  # items of one optimiser step
-    accumulation: int = 1  # micro-batches into which a batch is cut
+    epoch_share: float = 0.2  # share of the items that each epoch draws at random, 0 to 1
+    batch_size: int = 256  # number of items in each optimiser step
+    accumulation: int = 1  # number of micro-batches into which each batch is cut, to save memory
     learning_rate: float = 2e-3  # highest learning rate, at the end of the warm-up
-    warmup_share: float = 0.05  # of all steps, over which the learning rate rises
-    min_lr_share: float = 0.01  # of the highest learning rate, at the end
-    weight_decay: float = 0.02  # of AdamW; norms and biases have none
-    clip_norm: float = 5.0  # gradients are shortened to this length; 0: never
+    warmup_share: float = 0.05  # share of all steps during which the learning rate rises, 0 to 1
+    min_lr_share: float = 0.01  # final learning rate as a share of the highest one, 0 to 1
+    weight_decay: float = 0.02  # weight decay of AdamW; none for norms and biases
+    clip_norm: float = 5.0  # largest norm of the gradients; 0: no clipping
     loss: Literal["ce", "focal"] = "ce"  # cross-entropy, or focal loss
-    focal_gamma: float = 2.0  # how little the focal loss looks at what is easy
-    # every class counts the same; None: every item does
+    focal_gamma: float = 2.0  # focal loss: exponent that reduces the weight of well classified items
+    # balanced: classes have equal weight; None: items have equal weight
     class_weights: Literal["balanced"] | None = "balanced"
-    label_smoothing: float = 0.0  # share of a label that is spread over all classes
-    aux_weight: float = 0.5  # of the leak head's cross-entropy, next to the classes'; 0: none
-    # half precision; "auto": bf16 or fp16 on a GPU, off on a CPU; "off": float32 (no TF32)
+    label_smoothing: float = 0.0  # share of each label that is spread over all classes, 0 to 0.9
+    # weight of the auxiliary loss, the binary cross-entropy of the leak head; 0: none
+    aux_weight: float = 0.5
+    # half precision; auto: bf16 or fp16 on a GPU, off on a CPU; off: float32 without TF32
     amp: Literal["auto", "off", "bf16", "fp16"] = "auto"
-    use_compile: bool = False  # torch.compile: a slow first step, then faster ones
-    # order of a layer's numbers; "auto": on a GPU with half precision
+    use_compile: bool = False  # compile the net with torch.compile: slow first step, faster later ones
+    # memory layout channels_last; auto: on a GPU with half precision
     channels_last: bool | Literal["auto"] = "auto"
-    # "auto": chosen on validation
+    # rule that joins the scores of the segments; auto: chosen on the validation set
     vote: Literal["auto", "mean", "long_vote", "any_long", "frac_vote"] = "auto"
-    vote_share: float = 0.5  # of the long segments that must agree, where vote is "frac_vote"
-    early_stop_epochs: int = 8  # epochs without a better F1 on validation after which to stop; 0: never
-    seed: int = 0  # seed of order, augmentation, dropout and first weights
-    profile_every: int = 50  # every so many batches one is timed
-    channels: tuple[int, ...] = (48, 96, 192, 384)  # of the net's layers
-    dropout: float = 0.3  # share of features that a step leaves out
+    vote_share: float = 0.5  # vote frac_vote: share of the long segments that must agree, 0 to 1
+    # stop after this number of epochs without a better F1 on the validation set; 0: never
+    early_stop_epochs: int = 8
+    seed: int = 0  # random seed of order, augmentation, dropout and first weights
+    profile_every: int = 50  # number of batches of which one is timed
+    # channels of the layers of the net, one number for each layer
+    channels: tuple[int, ...] = (48, 96, 192, 384)
+    dropout: float = 0.3  # share of the features that dropout sets to zero, 0 to 0.95
 
     RANGES = (
         AugmentSettings.RANGES

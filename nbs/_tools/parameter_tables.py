@@ -1,0 +1,70 @@
+"""Write the section "Other parameters" of build.ipynb and train.ipynb from the settings classes of the package."""
+
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+HEADING = "## Other parameters"
+INTRODUCTION = (
+    "Set them by `-p NAME VALUE` too, or add them to the parameters cell. "
+    "Papermill prints `Passed unknown parameter` for them; the notebook checks their names and types."
+)
+
+
+def own_rows(notebook: str) -> list[tuple[str, object, str]]:
+    "Parameters that are no field of a settings class: name, default, meaning."
+    if notebook == "build":
+        return [
+            ("mode", "auto", "how recordings are read: auto, stream, preload or memmap"),
+            ("tuned", True, "use the settings that `leakmel tune` measured for this folder on this machine"),
+        ]
+    leaky = "no warning about sensors on both sides of the split; all results stay marked"
+    return [("allow_leaky_split", False, leaky)]
+
+
+def other_rows(notebook: str, shown: set[str]) -> list[tuple[str, object, str]]:
+    "All parameters of a run notebook that its parameters cell does not list."
+    from leakmel.core.parameters import field_choices, field_comments
+    from leakmel.dataset.run.config import PipelineConfig
+    from leakmel.learn.model.settings import CheckpointSettings, TrainSettings
+    from leakmel.mel.spec import MelSpec
+
+    rows = own_rows(notebook)
+    for cls in (MelSpec, PipelineConfig) if notebook == "build" else (TrainSettings, CheckpointSettings):
+        comments, choices = field_comments(cls), field_choices(cls)
+        for f in fields(cls):
+            if f.name in shown or f.name == "preset_name" or f.name in {name for name, *_ in rows}:
+                continue
+            default = "as in the preset" if cls is MelSpec else f.default
+            if isinstance(default, tuple):
+                default = ",".join(map(str, default))
+            meaning = comments[f.name]
+            if f.name in choices:
+                meaning += f" ({', '.join(map(str, choices[f.name]))})"
+            rows.append((f.name, default, meaning))
+    return rows
+
+
+def write_tables(root: Path) -> None:
+    "Rewrite the section in both notebooks."
+    for name in ("build", "train"):
+        path = root / "nbs" / f"{name}.ipynb"
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        cells = notebook["cells"]
+        (parameters,) = [c for c in cells if "parameters" in c["metadata"].get("tags", [])]
+        shown: dict[str, object] = {}
+        exec("".join(parameters["source"]), {}, shown)
+        (section,) = [c for c in cells if "".join(c["source"]).startswith(HEADING)]
+        table = [
+            f"| `{name}` | {default} | {meaning} |" for name, default, meaning in other_rows(name, set(shown))
+        ]
+        text = "\n".join(
+            [HEADING, "", INTRODUCTION, "", "| parameter | default | meaning |", "|---|---|---|", *table]
+        )
+        section["source"] = text.splitlines(keepends=True)
+        path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_tables(Path(sys.argv[1]))
