@@ -48,7 +48,7 @@ from leakmel.insight.plots import (
 )
 from ..mel.engines import Engine, open_engine
 from ..mel.reference import hann_periodic
-from ..mel.spec import MelSpec
+from ..mel.spec import MelSpec, preset_values
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -248,10 +248,8 @@ class Explorer:
         self.spec = spec
         self.error = ""
         # a setting with the value of the preset is no change
-        plain = MelSpec.preset(spec.preset_name, **held)
-        differing = {
-            k: v for k, v in settings.items() if k in _INPUT_FIELDS or getattr(spec, k) != getattr(plain, k)
-        }
+        plain = preset_values(spec.preset_name, spec.sample_rate)
+        differing = {k: v for k, v in settings.items() if k in _INPUT_FIELDS or getattr(spec, k) != plain[k]}
         self.changes = {"preset": spec.preset_name} | differing
         if self.selection.stop is not None:
             self.selection = self.selection.fitted(spec)

@@ -127,7 +127,9 @@ class Controls:
             description="\u25c0 previous", tooltip="the previous recording", layout=narrow
         )
         self.next_button = w.Button(description="next \u25b6", tooltip="the next recording", layout=narrow)
-        self.preset = w.Dropdown(options=MelSpec.preset_names(), **common("preset"))
+        self.preset = w.Dropdown(
+            options=sorted({*MelSpec.preset_names(), self.state.spec.preset_name}), **common("preset")
+        )
         spec = self.state.spec
         fft, hops = sorted({*_FFT, spec.n_fft}), sorted({*_HOPS, spec.hop_length})
         self.n_fft = w.SelectionSlider(options=fft, **common("n_fft"))

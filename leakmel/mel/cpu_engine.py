@@ -19,8 +19,11 @@ from .engines import DeviceOptions, Engine, NotSuited
 from .reference import hann_periodic
 from .spec import MelSpec, frame_places
 
+
 # %% ../../nbs/mel/cpu_engine.ipynb #ea904c1e
-_LIFT = 2.0**31
+def _lift(n_points: int) -> float:
+    "Factor of the magnitudes in the kernel."
+    return 2.0**31 if n_points <= 4096 else 2.0**30
 
 
 def make_tables(
@@ -29,7 +32,7 @@ def make_tables(
 ) -> tuple[np.ndarray, ...]:  # in the order of the kernel's parameters
     "Tables of the kernel for a spec."
     n_points = spec.n_fft // 2
-    lift = _LIFT if spec.power == 1 else 1.0
+    lift = _lift(n_points) if spec.power == 1 else 1.0
     radices = RADICES[n_points]
     order = np.arange(n_points).reshape(radices).T.ravel()  # number of the point at each place
     where = places_of(n_points)  # [n_fft / 2] place of each result in the work space, bytes
@@ -85,7 +88,7 @@ class CpuEngine(Engine):
                 "the cpu engine does not support this FFT length",
                 code="fft-length",
                 found=f"n_fft {spec.n_fft}",
-                expected="a power of two from 64 to 4,096",
+                expected=f"a power of two from 64 to {2 * max(RADICES):,}",
                 remedy="use engine='torch', or another n_fft",
             )
         super().__init__(spec)

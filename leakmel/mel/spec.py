@@ -7,12 +7,16 @@ __all__ = [
     "MAX_FFT",
     "MAX_SAMPLES",
     "PRESETS",
+    "PRESET_RATE",
+    "WINDOW_FIELDS",
     "hz_to_mel",
     "mel_to_hz",
     "mel_corners_hz",
     "mel_filterbank",
     "MelSpec",
     "frame_places",
+    "window_scale",
+    "preset_values",
     "spec_from_dict",
 ]
 
@@ -224,6 +228,19 @@ class MelSpec:
             f"{self.n_mels} {self.mel_scale} mels x {n_frames} frames, {self.f_min_hz:g}-{self.top_hz:g} Hz, power {self.power:g}, {self.fingerprint()})"
         )
 
+    @property
+    def windows_text(self) -> str:
+        "Windows and hops in samples, milliseconds and Hz."
+
+        def ms(n: int) -> str:
+            return f"{n:,} samples ({1000 * n / self.sample_rate:.4g} ms)"
+
+        return (
+            f"long {ms(self.long_window)} every {1000 * self.long_hop / self.sample_rate:.4g} ms, "
+            f"short {ms(self.short_window)} every {1000 * self.short_hop / self.sample_rate:.4g} ms, "
+            f"FFT {ms(self.n_fft)}, {self.sample_rate / self.n_fft:.4g} Hz per bin, hop {ms(self.hop_length)}"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         "All fields as plain values."
         return asdict(self)
@@ -235,20 +252,21 @@ class MelSpec:
 
     @staticmethod
     def preset_names() -> tuple[str, ...]:
-        "Names of the presets, each with its version."
-        return tuple(PRESETS)
+        "Names of the presets, each with its newest version."
+        newest = {p.split("@")[0]: p for p in sorted(PRESETS, key=_preset_version)}
+        return tuple(sorted(newest.values()))
 
     @staticmethod
     def preset(name: str, **changes: Any) -> "MelSpec":
-        'A preset by name ("disjoint" is the newest version of "disjoint@1"), with some fields changed.'
+        'A preset by name ("disjoint" is the newest version), with some fields changed; windows follow sample_rate (`window_scale`).'
         versions = [p for p in PRESETS if p.split("@")[0] == name]
-        full = max(versions, key=lambda p: int(p.split("@")[1]), default=name)
+        full = max(versions, key=_preset_version, default=name)
         if full not in PRESETS:
             raise SpecError(
                 "no preset has this name",
                 code="unknown-preset",
                 found=repr(name),
-                expected=", ".join(PRESETS),
+                expected=", ".join(MelSpec.preset_names()),
             )
         known = {f.name for f in fields(MelSpec)} - {"preset_name"}
         if wrong := sorted(set(changes) - known):
@@ -257,7 +275,7 @@ class MelSpec:
                 code="unknown-spec-setting",
                 expected=f"names from {', '.join(sorted(known))}",
             )
-        return MelSpec(**(PRESETS[full] | changes), preset_name=full)
+        return MelSpec(**(preset_values(full, changes.get("sample_rate")) | changes), preset_name=full)
 
 
 # %% ../../nbs/mel/spec.ipynb #c88c3f55
@@ -332,10 +350,37 @@ def frame_places(
 
 
 # %% ../../nbs/mel/spec.ipynb #b7c14e24
+_OVERLAP = {"long_hop": 512, "short_hop": 256, "n_mels": 32, "mel_norm": "slaney", "power": 2.0}
 PRESETS: dict[str, dict[str, Any]] = {
     "disjoint@1": {},
-    "overlap@1": {"long_hop": 512, "short_hop": 256, "n_mels": 32, "mel_norm": "slaney", "power": 2.0},
+    "overlap@1": _OVERLAP,
+    "disjoint@2": {},
+    "overlap@2": _OVERLAP,
 }
+PRESET_RATE = 4096  # Hz, the rate at which a preset has the windows listed here
+WINDOW_FIELDS = ("long_window", "long_hop", "short_window", "short_hop", "n_fft", "hop_length")  # in samples
+
+
+def _preset_version(name: str) -> int:
+    return int(name.split("@")[1])
+
+
+def window_scale(
+    sample_rate: int,  # Hz
+) -> float:  # a power of two
+    "Return the factor by which a preset's windows in samples change with the sample rate: the power of two nearest on a log scale."
+    return 2.0 ** round(math.log2(sample_rate / PRESET_RATE))
+
+
+def preset_values(
+    name: str,  # name and version, from PRESETS
+    sample_rate: Any = None,  # Hz; None or not a rate: that of the presets
+) -> dict[str, Any]:  # field -> value
+    "Return all fields of a preset at a sample rate, which are not checked together."
+    values = {f.name: f.default for f in fields(MelSpec) if f.name != "preset_name"} | PRESETS[name]
+    if _preset_version(name) > 1 and isinstance(sample_rate, int | np.integer) and sample_rate > 0:
+        values |= {n: max(1, int(values[n] * window_scale(int(sample_rate)))) for n in WINDOW_FIELDS}
+    return values
 
 
 # %% ../../nbs/mel/spec.ipynb #745c57aa

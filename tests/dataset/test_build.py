@@ -84,7 +84,7 @@ def test_all_rows_of_all_splits(demo, tmp_path, preset):
         assert r.verified.ok
         assert r.verified.checked == min(64, r.rows)
         assert got["segments_mel"].shape[1:] == ((40, 2, 64, 1) if preset == "disjoint" else (79, 3, 32, 1))
-        assert json.loads(got["@config_json"])["preset_name"] == f"{preset}@1"
+        assert json.loads(got["@config_json"])["preset_name"] == f"{preset}@2"
         assert lm.verify(r.path, root=demo, sample=None).checked == r.rows
 
 

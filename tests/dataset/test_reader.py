@@ -105,7 +105,7 @@ def test_files_table(built):
 def test_spec_comes_back(built):
     with lm.open_dataset(built) as ds:
         assert ds.spec == lm.MelSpec(duration_s=1.0)
-        assert ds.spec.preset_name == "disjoint@1"
+        assert ds.spec.preset_name == "disjoint@2"
         assert ds.config["center"] is False
         row, _ = ds[0]
         assert row.shape == ds.spec.row_shape

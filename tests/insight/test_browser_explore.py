@@ -101,8 +101,8 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
         assert page.evaluate(N_MELS) == 57  # the last good picture stays
         watched.picture(tmp_path / "refused.png")
 
-        widget(page, "preset").locator("select").select_option(label="overlap@1")
-        says(page, "preset overlap@1 unchanged: a row is 79 long x 3 short segments x 32 mel bands")
+        widget(page, "preset").locator("select").select_option(label="overlap@2")
+        says(page, "preset overlap@2 unchanged: a row is 79 long x 3 short segments x 32 mel bands")
         page.get_by_text("write the spec file").click()
         says(page, "Written:")
         page.wait_for_function(f"{N_BANDS} === 32", timeout=60_000)
@@ -113,7 +113,7 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
         watched.picture(tmp_path / "end.png")
     assert drawn_in(project / "nbs" / "explore.ipynb") == [32, 32]  # the saved file is as the page was last
     (path,) = project.glob("runs/specs/*.json")
-    assert read_spec(path).changes == {"preset": "overlap@1"}
+    assert read_spec(path).changes == {"preset": "overlap@2"}
     assert page.locator(ERRORS).all_text_contents() == []
     assert watched.serious == []
     assert watched.outside(lab, lab.replace("http", "ws")) == []

@@ -153,7 +153,7 @@ def test_a_refused_setting_changes_nothing_and_says_what_to_do(state):
         assert said in state.error
         assert (state.spec, state.changes) == (
             lm.MelSpec.preset("disjoint", **FIXED),
-            {"preset": "disjoint@1"},
+            {"preset": "disjoint@2"},
         )
         assert state.mels is before
     assert state.change_spec(n_mels=40)
@@ -174,11 +174,11 @@ def test_only_what_changed_is_computed_again(state):
 
 def test_changes_are_what_differs_from_the_preset(state):
     state.change_spec(n_fft=256, n_mels=20, power=1.0, f_max_hz=None)
-    assert state.changes == {"preset": "disjoint@1", "n_fft": 256, "n_mels": 20}
+    assert state.changes == {"preset": "disjoint@2", "n_fft": 256, "n_mels": 20}
     state.change_spec(n_fft=512)
-    assert state.changes == {"preset": "disjoint@1", "n_mels": 20}
+    assert state.changes == {"preset": "disjoint@2", "n_mels": 20}
     state.change_spec(preset="overlap")
-    assert state.changes == {"preset": "overlap@1"}
+    assert state.changes == {"preset": "overlap@2"}
 
 
 # ---- pictures and sound --------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_a_spec_goes_from_the_page_to_the_build(state, data, tmp_path, capsys):
         "kind": "leakmel spec",
         "schema": 1,
         "leakmel_version": lm.__version__,
-        "preset": "overlap@1",
+        "preset": "overlap@2",
         "settings": {"n_mels": 24, "n_fft": 256},
     }
     assert (
@@ -331,7 +331,7 @@ def test_a_spec_goes_from_the_page_to_the_build(state, data, tmp_path, capsys):
         == 0
     )
     assert (
-        f"spec of {path}: preset overlap@1, n_mels 24, n_fft 256; n_mels 20 was asked for instead of 24"
+        f"spec of {path}: preset overlap@2, n_mels 24, n_fft 256; n_mels 20 was asked for instead of 24"
         in capsys.readouterr().out
     )
     with lm.open_dataset(tmp_path / "x.h5") as ds:
@@ -394,7 +394,7 @@ def test_the_build_notebook_takes_a_spec_file(data, tmp_path):
     }
     plan = plan_run(build_parameters(**common))
     assert plan.spec == lm.MelSpec.preset("overlap", n_mels=24, **FIXED)
-    assert f"{tmp_path}/spec.json: preset overlap@1, n_mels 24" in repr(plan)
+    assert f"{tmp_path}/spec.json: preset overlap@2, n_mels 24" in repr(plan)
     assert plan_run(build_parameters(**common, n_mels=20)).spec.n_mels == 20
     assert "n_mels 20 was asked for instead of 24" in repr(plan_run(build_parameters(**common, n_mels=20)))
     write_spec(tmp_path / "spec.json", {"n_mels": 24})
@@ -408,7 +408,7 @@ def test_the_build_notebook_takes_a_spec_file(data, tmp_path):
 
 def body(**changes: Any) -> str:
     return json.dumps(
-        {"kind": "leakmel spec", "schema": 1, "preset": "disjoint@1", "settings": {"n_mels": 40}} | changes
+        {"kind": "leakmel spec", "schema": 1, "preset": "disjoint@2", "settings": {"n_mels": 40}} | changes
     )
 
 
@@ -518,10 +518,10 @@ def test_given_settings_take_precedence_over_a_data_set_and_another_preset_is_an
     )
     old = tmp_path / "TRAINING_DATASET.H5"
     changes, said = requested_spec(old, None, {"n_mels": 24})
-    assert changes == {"preset": "disjoint@1", "sample_rate": 4096, "duration_s": 10.0, "n_mels": 24}
+    assert changes == {"preset": "disjoint@2", "sample_rate": 4096, "duration_s": 10.0, "n_mels": 24}
     assert (
         said
-        == f"spec of {old}: preset disjoint@1, sample_rate 4096, duration_s 10.0, n_mels 32; n_mels 24 was asked for instead of 32"
+        == f"spec of {old}: preset disjoint@2, sample_rate 4096, duration_s 10.0, n_mels 32; n_mels 24 was asked for instead of 32"
     )
     with raises("presets-differ", UsageError, path=old, found="overlap"):
         requested_spec(old, "overlap", {})
@@ -544,7 +544,7 @@ def test_given_settings_take_precedence_over_a_data_set_and_another_preset_is_an
         )
         == 0
     )
-    assert f"spec of {old}: preset disjoint@1" in "".join(capsys.readouterr())
+    assert f"spec of {old}: preset disjoint@2" in "".join(capsys.readouterr())
     with lm.open_dataset(tmp_path / "x.h5") as ds:
         assert ds.spec.n_mels == 32
 
@@ -632,9 +632,9 @@ def test_writing_takes_no_other_files_place(tmp_path):
 
 def test_only_the_requested_file_is_written(tmp_path):
     write_spec(tmp_path / "a.json", {"preset": "overlap", "mel_norm": None})
-    changes, said = requested_spec(tmp_path / "a.json", "overlap@1", {})
-    assert changes == {"preset": "overlap@1", "mel_norm": None}
-    assert said == f"spec of {tmp_path}/a.json: preset overlap@1, mel_norm none"
+    changes, said = requested_spec(tmp_path / "a.json", "overlap@2", {})
+    assert changes == {"preset": "overlap@2", "mel_norm": None}
+    assert said == f"spec of {tmp_path}/a.json: preset overlap@2, mel_norm none"
     assert requested_spec("", None, {}) == ({"preset": "disjoint"}, "")
 
 
@@ -658,7 +658,7 @@ def test_the_first_choice_and_spec_come_from_parameters(data, built, tmp_path):
     ) as state:
         assert (len(state.matching), state.changes, state.spec.n_mels) == (
             1,
-            {"preset": "disjoint@1", "n_mels": 20},
+            {"preset": "disjoint@2", "n_mels": 20},
             20,
         )
     with open_explorer(given(data, spec_file=str(built), preset=None), progress="none") as state:
@@ -713,7 +713,7 @@ def test_a_view_redraws_changes_and_reports_rejected_ones(data, tmp_path):
     assert "Written" in repr(shown["written"].values[-1])  # as long as it is true
     view.state.change_spec(n_mels=41)
     view.draw()
-    assert "Not written yet: preset disjoint@1 with n_mels 41" in repr(shown["written"].values[-1])
+    assert "Not written yet: preset disjoint@2 with n_mels 41" in repr(shown["written"].values[-1])
     view.close()
 
 

@@ -412,7 +412,7 @@ def test_what_will_be_built_is_what_is_tuned(data, tmp_path, monkeypatch, capsys
     assert main(["tune", str(data), "--budget-s", "1", *words, "--quiet"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(
-        f"spec of {tmp_path / 'spec.json'}: preset overlap@1, n_mels 24, n_fft 256; n_mels 20 was asked for instead of 24\n"
+        f"spec of {tmp_path / 'spec.json'}: preset overlap@2, n_mels 24, n_fft 256; n_mels 20 was asked for instead of 24\n"
     )
     with lm.open_dataset(tmp_path / "x.h5") as ds:
         assert set(built) == {(ds.spec, True)}

@@ -43,7 +43,7 @@ from tiny_training import tiny_words
 pytestmark = pytest.mark.filterwarnings("default::UserWarning")  # of splits of a few sensors
 
 STORED = Path(__file__).resolve().parents[1] / "stored"
-SMALL = {"sample_rate": 4096, "duration_s": 1.0, "n_mels": 16}
+SMALL = {"preset": "disjoint@1", "sample_rate": 4096, "duration_s": 1.0, "n_mels": 16}
 
 
 def stored(name: str) -> Any:
@@ -65,14 +65,14 @@ def as_json(value: Any) -> Any:
 
 # name -> recordings, and arguments of `build` beside those that all have
 DATA_SETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "disjoint": ("town", {"spec": {"preset": "disjoint"}, "engine": "cpu"}),
-    "overlap": ("town", {"spec": {"preset": "overlap"}, "engine": "cpu"}),
-    "reference": ("town", {"spec": {"preset": "disjoint"}, "engine": "reference"}),
-    "gzip": ("town", {"spec": {"preset": "disjoint"}, "engine": "cpu", "pipeline": {"compression": "gzip"}}),
+    "disjoint": ("town", {"spec": {"preset": "disjoint@1"}, "engine": "cpu"}),
+    "overlap": ("town", {"spec": {"preset": "overlap@1"}, "engine": "cpu"}),
+    "reference": ("town", {"spec": {"preset": "disjoint@1"}, "engine": "reference"}),
+    "gzip": ("town", {"spec": {"preset": "disjoint@1"}, "engine": "cpu", "pipeline": {"compression": "gzip"}}),
     "waveforms": ("town", {"spec": SMALL, "engine": "cpu", "with_waveforms": True}),
     "demo": (
         "demo",
-        {"spec": {"preset": "disjoint", "sample_rate": 4096, "duration_s": 10.0}, "engine": "cpu"},
+        {"spec": {"preset": "disjoint@1", "sample_rate": 4096, "duration_s": 10.0}, "engine": "cpu"},
     ),
     "faulty": ("faulty", {"spec": SMALL, "engine": "cpu", "pipeline": {"max_rejected": 1.0}}),
     "faulty_reference": ("faulty", {"spec": SMALL, "engine": "reference", "pipeline": {"max_rejected": 1.0}}),

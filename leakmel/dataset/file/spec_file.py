@@ -29,7 +29,7 @@ from ...core.parameters import answer_unknown, check_types, field_choices, field
 from .reader import open_dataset
 from .schema import data_set_name
 from .writer import replacing
-from ...mel.spec import MelSpec
+from ...mel.spec import MelSpec, preset_values
 
 # %% ../../../nbs/dataset/file/spec_file.ipynb #e3f5f1c2
 KIND = "leakmel spec"
@@ -227,7 +227,7 @@ def spec_of_data_set(
             remedy="give another data set, or give the settings as options",
         ) from e
     preset = _preset_name(spec.preset_name or "disjoint", Path(path))
-    usual = asdict(MelSpec.preset(preset)) | {"sample_rate": None, "duration_s": None}
+    usual = preset_values(preset, spec.sample_rate) | {"sample_rate": None, "duration_s": None}
     settings = {n: v for n, v in asdict(spec).items() if n != "preset_name" and v != usual[n]}
     return SpecFile(Path(path), preset, settings)
 
@@ -251,7 +251,8 @@ def requested_spec(
         there = spec_of_data_set(path)
     else:
         there = read_spec(path)
-    if preset is not None and _preset_name(preset, there.path) != there.preset:
+    same = (there.preset, there.preset.split("@")[0])  # with and without its version
+    if preset is not None and _preset_name(preset, there.path) not in same and preset not in same:
         raise UsageError(
             "the requested preset differs from the preset of the spec file",
             code="presets-differ",

@@ -189,6 +189,7 @@ class RunPlan(RowTable):
             if problems
             else "none found in names and folders",
             "spec": repr(spec) + note,
+            "windows": spec.windows_text,
             "from": self.spec_note.removeprefix("spec of "),
             "rows": f"{n_long} long x {n_short} short segments x {n_mels} mels x {n_frames} frame{'s' * (n_frames > 1)}, "
             f"float16 dB, about {n * 2 * math.prod(spec.row_shape) / 1e6:,.1f} MB in all",
