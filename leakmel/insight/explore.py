@@ -32,7 +32,7 @@ from ..core.errors import LeakmelError, UsageError, show_path
 from ..core.parameters import Kinds
 from ..core.run_plan import runs_folder
 from ..dataset.file.spec_file import SpecFile, write_spec
-from ..dataset.run.inputs import resolve_spec
+from ..dataset.run.inputs import decide_spec
 from .explore_data import RecordingFilter, FittedRecording, Recordings, read_row
 from leakmel.insight.plots import (
     _TEXT,
@@ -137,7 +137,8 @@ class Explorer:
         self.recordings = recordings
         self.engine = engine
         self.device = device
-        self.spec, _ = resolve_spec(changes, list(recordings.manifest.listings))
+        self.decision = decide_spec(changes, recordings.manifest.listings, count=True)
+        self.spec = self.decision.spec
         self.changes = dict(changes or {}) | {"preset": self.spec.preset_name}
         self.error = ""  # why the last change was rejected
         self.note = ""

@@ -377,7 +377,8 @@ def preset_values(
     sample_rate: Any = None,  # Hz; None or not a rate: that of the presets
 ) -> dict[str, Any]:  # field -> value
     "Return all fields of a preset at a sample rate, which are not checked together."
-    values = {f.name: f.default for f in fields(MelSpec) if f.name != "preset_name"} | PRESETS[name]
+    values: dict[str, Any] = {f.name: f.default for f in fields(MelSpec) if f.name != "preset_name"}
+    values |= PRESETS[name]
     if _preset_version(name) > 1 and isinstance(sample_rate, int | np.integer) and sample_rate > 0:
         values |= {n: max(1, int(values[n] * window_scale(int(sample_rate)))) for n in WINDOW_FIELDS}
     return values

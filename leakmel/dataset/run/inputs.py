@@ -4,32 +4,43 @@
 
 # %% auto #0
 __all__ = [
+    "READ_HEADERS",
     "SpecLike",
-    "infer_spec",
-    "disagreement",
+    "SpecDecision",
+    "count_changes",
+    "propose_specs",
     "list_recordings",
-    "resolve_spec",
+    "decide_spec",
     "check_target",
     "check_listing",
     "checked_inputs",
 ]
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #979435d9
-import os
+import math, os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...audio.conform import resampled_length
 from ...audio.listing import Listing
 from ...audio.manifest import Manifest, scan
 from ...audio.wav import OutOfMemory, open_regular, parse_header, read_error, read_open_wav
-from ...core.errors import DataError, MachineError, OutputError, RecordingError, UsageError, show_path
-from ..source.loader import Disagreement
-from ...mel.spec import MelSpec
+from leakmel.core.errors import (
+    DataError,
+    MachineError,
+    OutputError,
+    RecordingError,
+    SpecError,
+    UsageError,
+    show_path,
+)
+from ...mel.spec import PRESET_RATE, MelSpec, preset_values
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #bedc96a6
@@ -54,53 +65,175 @@ def _rate_and_length(path: bytes) -> tuple[int, int] | None:
         return None
 
 
-def _kinds(listings: Iterable[Listing]) -> Iterator[tuple[int, int]]:
-    "Yield the rate and length of each labelled recording that can be read and is not empty."
-    for x in listings:
-        for k in np.flatnonzero((x.label_ids >= 0) & (x.sizes >= 0)).tolist():
-            found = _rate_and_length(x.full_path(k))
-            if found is not None and found[1]:
-                yield found
+READ_HEADERS = (
+    64  # recordings whose headers are read; of more recordings a sample, or all where the sample is not clear
+)
 
 
-def infer_spec(
-    listings: Sequence[Listing],
-) -> tuple[int, int]:  # Hz, samples
-    "Return the rate and length of the first recording that can be read."
-    kind = next(_kinds(listings), None)
-    if kind is None:
-        raise DataError(
-            "none of the recordings can be read",
-            code="nothing-readable",
-            path=listings[0].folder,
-            remedy="run `leakmel scan --content`, which lists the problems of each recording",
+def _read_kinds(listings: Sequence[Listing]) -> tuple[Counter[tuple[int, int]], int]:
+    "Count rates and lengths in the headers of labelled recordings; return the counts and the number of labelled recordings."
+    places = [(x, k) for x in listings for k in np.flatnonzero((x.label_ids >= 0) & (x.sizes >= 0)).tolist()]
+
+    def count(some: Iterable[int]) -> Counter[tuple[int, int]]:
+        found = (_rate_and_length(places[i][0].full_path(places[i][1])) for i in some)
+        return Counter(kind for kind in found if kind is not None and kind[1])
+
+    n = len(places)
+    if n > READ_HEADERS:
+        sample = count(np.sort(np.random.default_rng(0).choice(n, READ_HEADERS, replace=False)).tolist())
+        share = max(sample.values(), default=0) / max(1, sample.total())
+        if sample and not 0.25 < share < 0.75:
+            return sample, n
+    return count(range(n)), n
+
+
+# %% ../../../nbs/dataset/run/inputs.ipynb #c11b1d93
+@dataclass(frozen=True)
+class SpecDecision:
+    "Spec of a build, and how the recordings fit it."
+
+    spec: MelSpec
+    inferred: tuple[str, ...]  # "sample_rate", "duration_s": inferred from the recordings
+    kinds: tuple[
+        tuple[int, int, int], ...
+    ]  # rate in Hz, samples, number of recordings; () if no headers were read
+    n_recordings: int  # labelled recordings
+
+    @property
+    def n_read(self) -> int:
+        "Number of recordings whose headers were read."
+        return sum(n for *_, n in self.kinds)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        "Number of recordings that the rules of the spec change or reject, of those whose headers were read."
+        return count_changes(self.kinds, self.spec)
+
+    @property
+    def reason(self) -> str:
+        "Where rate and length come from."
+        if not self.inferred:
+            return "as given"
+        what = " and ".join({"sample_rate": "rate", "duration_s": "length"}[name] for name in self.inferred)
+        same = sum(n for rate, length, n in self.kinds if self._fits(rate, length))
+        return f"{what} of {same:,} of {self.n_read:,} recordings"
+
+    def _fits(self, rate: int, length: int) -> bool:
+        spec = self.spec
+        fits_rate = "sample_rate" not in self.inferred or rate == spec.sample_rate
+        return fits_rate and (
+            "duration_s" not in self.inferred
+            or resampled_length(length, rate, spec.sample_rate) == spec.n_samples
         )
-    return kind
+
+    @property
+    def changes_text(self) -> str:
+        "What happens to recordings of another rate or length."
+        of = f" of {self.n_read:,} headers read" if self.n_read < self.n_recordings else ""
+        changed = [f"{n:,} {name}" for name, n in self.counts.items() if n]
+        return (", ".join(changed) or "none is resampled, padded, cut or rejected") + of
 
 
-# %% ../../../nbs/dataset/run/inputs.ipynb #3f5a7e05
+def count_changes(
+    kinds: Iterable[tuple[int, int, int]],  # rate in Hz, samples, number of recordings
+    spec: MelSpec,
+) -> dict[str, int]:
+    "Count the recordings that a spec resamples, pads, cuts or rejects."
+    counts = dict.fromkeys(("resampled", "padded", "cut", "rejected"), 0)
+    for rate, length, n in kinds:
+        n_samples = resampled_length(length, rate, spec.sample_rate)
+        is_rejected = (
+            (rate != spec.sample_rate and spec.rate == "reject")
+            or (n_samples < spec.n_samples and spec.short == "reject")
+            or (n_samples > spec.n_samples and spec.long == "reject")
+        )
+        counts["rejected"] += n * is_rejected
+        if not is_rejected:
+            counts["resampled"] += n * (rate != spec.sample_rate)
+            counts["padded"] += n * (n_samples < spec.n_samples)
+            counts["cut"] += n * (n_samples > spec.n_samples)
+    return counts
+
+
+def propose_specs(
+    kinds: Sequence[tuple[int, int, int]],  # rate in Hz, samples, number of recordings
+    given: dict[str, Any],  # settings of the user, "preset" included
+) -> list[tuple[dict[str, Any], MelSpec]]:  # sample_rate and duration_s, and the spec that they give
+    "Propose up to three rates and lengths for recordings that differ; each gives a valid spec."
+    rates = Counter[int]()
+    for rate, _, n in kinds:
+        rates[rate] += n
+    common, lowest = rates.most_common(1)[0][0], min(rates)
+    seconds = sorted(length / rate for rate, length, n in kinds for _ in range(n))
+    shortest, typical = seconds[0], seconds[len(seconds) // 2]
+    if shortest < typical / 2:  # single short recordings are padded
+        shortest = seconds[len(seconds) // 20]
+    no_padding = math.floor(shortest * 100) / 100 or shortest
+    wanted = [(common, no_padding), (lowest, no_padding), (common, round(typical, 2))]
+    if lowest >= PRESET_RATE and typical >= 10:
+        wanted.insert(1, (PRESET_RATE, 10.0))
+    found: list[tuple[dict[str, Any], MelSpec]] = []
+    for rate, duration_s in wanted:
+        proposal = {"sample_rate": rate, "duration_s": duration_s} | {
+            k: v for k, v in given.items() if k in ("sample_rate", "duration_s")
+        }
+        with suppress(SpecError):
+            spec = _as_spec(given | proposal)
+            if all(proposal != other for other, _ in found):
+                found.append((proposal, spec))
+    return found[:3]
+
+
+def _long_enough(
+    kinds: Sequence[tuple[int, int, int]], given: dict[str, Any]
+) -> Sequence[tuple[int, int, int]]:
+    "Return the rates and lengths of recordings that hold a long segment; all if none does."
+    try:
+        preset = MelSpec.preset(given.get("preset", "disjoint")).preset_name
+        windows = {
+            rate: given.get("long_window") or preset_values(preset, rate)["long_window"] for rate, *_ in kinds
+        }
+        return [kind for kind in kinds if kind[1] >= windows[kind[0]]] or kinds
+    except (SpecError, TypeError):  # raised with its reason where the spec is made
+        return kinds
+
+
+def _as_spec(settings: dict[str, Any]) -> MelSpec:
+    changes = {k: v for k, v in settings.items() if k != "preset"}
+    return MelSpec.preset(settings.get("preset", "disjoint"), **changes)
+
+
 _KINDS_SHOWN = 6  # of rate and length, in an error
 
 
-def disagreement(
-    listings: Sequence[Listing],
-) -> Disagreement:  # to be raised
-    "Return the error for recordings of different rate or length, with counts."
-    kinds = Counter(_kinds(listings)).most_common()
-    shown = [f"{n:,} of {length / rate:g} s at {rate} Hz" for (rate, length), n in kinds[:_KINDS_SHOWN]]
+def _differ(kinds: Sequence[tuple[int, int, int]], given: dict[str, Any], folder: Path) -> DataError:
+    "Return the error for recordings without a majority, with proposals."
+    shown = [f"{n:,} of {length / rate:g} s at {rate} Hz" for rate, length, n in kinds[:_KINDS_SHOWN]]
     if len(kinds) > _KINDS_SHOWN:
         shown.append(f"and {len(kinds) - _KINDS_SHOWN:,} more combinations")
-    (rate, length), _ = kinds[0]
-    seconds = f"{length / rate:g}"
-    return Disagreement(
-        "the recordings differ in sample rate or length, so these settings cannot be taken from the data",
+    proposals = propose_specs(kinds, given)
+    lines = []
+    for proposal, spec in proposals:
+        changed = ", ".join(f"{n:,} {what}" for what, n in count_changes(kinds, spec).items() if n)
+        options = [
+            f"--{name.replace('_', '-')} {value:g}" for name, value in proposal.items() if name not in given
+        ]
+        lines.append(f"{' '.join(options)} ({changed or 'all fit'})")
+    first = {
+        name: value for name, value in (proposals[0][0] if proposals else {}).items() if name not in given
+    }
+    python = ", ".join(f"'{name}': {value:g}" for name, value in first.items())
+    words = " ".join(f"{name}={value:g}" for name, value in first.items())
+    notebook = " ".join(f"-p {name} {value:g}" for name, value in first.items())
+    return DataError(
+        "the recordings differ in sample rate or length, and no combination has a majority",
         code="recordings-differ",
-        path=listings[0].folder,
+        path=folder,
         found="; ".join(shown),
-        remedy=f"give them, for example spec={{'sample_rate': {rate}, 'duration_s': {seconds}}} in Python, "
-        f"--sample-rate {rate} --duration-s {seconds} to leakmel, -p sample_rate {rate} -p duration_s {seconds} to "
-        f'papermill or SETTINGS="sample_rate={rate} duration_s={seconds}" to make build; recordings that differ '
-        "are then resampled, cut or padded",
+        remedy=f"choose one of: {'; '.join(lines)}. In Python spec={{{python}}}, for papermill {notebook}, "
+        f'for make build SETTINGS="{words}"'
+        if proposals
+        else "give sample_rate and duration_s, and windows that fit",
     )
 
 
@@ -129,28 +262,50 @@ def list_recordings(
 SpecLike = MelSpec | dict[str, Any] | None
 
 
-def resolve_spec(
+def decide_spec(
     spec: SpecLike,  # a spec, or fields to change in a preset ("preset": name, default disjoint)
-    listings: list[Listing],
-) -> tuple[
-    MelSpec, tuple[str, ...]
-]:  # the spec, and which of sample_rate and duration_s were inferred from the data
-    "Return the spec of a build; infer rate and length from the recordings if they are not given."
-    if isinstance(spec, MelSpec):
-        return spec, ()
-    if spec is not None and not isinstance(spec, dict):
+    listings: Sequence[Listing],
+    *,
+    count: bool = False,  # read headers also if rate and length are given, to count what the rules change
+) -> SpecDecision:  # raises DataError if the recordings have no majority, SpecError for invalid settings
+    "Return the spec of a build; rate and length that are not given are those of more than half of the recordings."
+    if spec is not None and not isinstance(spec, MelSpec | dict):
         raise UsageError(
             "spec must be a MelSpec, or a dict of fields to change in a preset",
             code="wrong-type",
             found=repr(spec),
             remedy="write, for example, spec={'preset': 'overlap'}",
         )
-    changes = {k: v for k, v in (spec or {}).items() if k != "preset"}
-    inferred = tuple(k for k in ("sample_rate", "duration_s") if k not in changes)
+    given = {} if spec is None or isinstance(spec, MelSpec) else dict(spec)
+    names = () if isinstance(spec, MelSpec) else ("sample_rate", "duration_s")
+    inferred = tuple(name for name in names if given.get(name) is None)
+    read, n_recordings = (
+        _read_kinds(listings)
+        if inferred or count
+        else (Counter(), sum(int((x.label_ids >= 0).sum()) for x in listings))
+    )
+    kinds = tuple((rate, length, n) for (rate, length), n in read.most_common())
     if inferred:
-        rate, n_samples = infer_spec(listings)
-        changes = {"sample_rate": rate, "duration_s": n_samples / rate} | changes
-    return MelSpec.preset((spec or {}).get("preset", "disjoint"), **changes), inferred
+        if not kinds:
+            raise DataError(
+                "none of the recordings can be read",
+                code="nothing-readable",
+                path=listings[0].folder,
+                remedy="run `leakmel scan --content`, which lists the problems of each recording",
+            )
+        totals = Counter[tuple]()
+        for rate, length, n in _long_enough(kinds, given):
+            values = {"sample_rate": rate, "duration_s": length / rate}
+            totals[tuple(values[name] for name in inferred)] += n
+        most, n_most = totals.most_common(1)[0]
+        if 2 * n_most <= totals.total():
+            raise _differ(
+                _long_enough(kinds, given),
+                {k: v for k, v in given.items() if v is not None},
+                listings[0].folder,
+            )
+        given |= dict(zip(inferred, most))
+    return SpecDecision(spec if isinstance(spec, MelSpec) else _as_spec(given), inferred, kinds, n_recordings)
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #1ea1fb4b
@@ -270,7 +425,7 @@ def checked_inputs(
     manifest: Manifest,
     targets: Sequence[tuple[Listing, Path]],  # splits and the final names of their data sets
     spec: SpecLike,
-) -> Iterator[tuple[MelSpec, tuple[str, ...]]]:  # as of `resolve_spec`
+) -> Iterator[SpecDecision]:
     "Check the inputs of a build and create the folders of its targets; if the build fails, remove empty folders."
     made = [target.parent for _, target in targets if not target.parent.exists()]
     listings = [listing for listing, _ in targets]
@@ -278,11 +433,9 @@ def checked_inputs(
         for listing, target in targets:
             check_target(target, manifest.root)
             check_listing(listing, manifest)
-        yield resolve_spec(spec, listings)
-    except BaseException as e:
+        yield decide_spec(spec, listings)
+    except BaseException:
         for folder in made:
             with suppress(OSError):
                 folder.rmdir()
-        if isinstance(e, Disagreement):
-            raise disagreement(listings) from None
         raise

@@ -15,7 +15,7 @@ __all__ = [
 
 # %% ../../../nbs/dataset/run/job.ipynb #b33870a8
 import os, threading, time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from ..check.expected import Sources
 from ..file.schema import Metadata, Rejected, mapped_zeros, root_attributes, parsed_columns
 from ..file.writer import RowFile
 from .config import PipelineConfig, Workers
-from .inputs import SpecLike
+from .inputs import SpecDecision, SpecLike
 from .journal import KNOWN, Entry, Journal
 from .modes import MODES, Preloaded
 from ..source.loader import FACTS, PLAIN, BatchReader, RecordingSource, Slot
@@ -130,13 +130,17 @@ class BuildContext:
 
     request: BuildRequest
     manifest: Manifest
-    spec: MelSpec
-    inferred: tuple[str, ...]  # "sample_rate", "duration_s": taken from the data
+    decision: SpecDecision  # spec, and how the recordings fit it
     engine: Engine
     workers: Workers
     timeline: Timeline
     listed_s: float  # when listing began, on the timeline's clock
     began_ns: int = field(default_factory=time.time_ns)  # when the build began, by the clock of the files
+
+    @property
+    def spec(self) -> MelSpec:
+        "Settings of the features."
+        return self.decision.spec
 
     @property
     def fingerprint(self) -> str:
@@ -154,7 +158,6 @@ class Job:
         spec: MelSpec,
         file: RowFile,
         *,
-        inferred: Collection[str] = (),  # "sample_rate", "duration_s": taken from the data
         on_bad_file: str = "reject",  # "reject" or "stop"
     ):
         n = len(listing)
@@ -162,7 +165,7 @@ class Job:
         self.spec = spec
         self.file = file
         self.split = listing.split or listing.folder.name
-        self.plain = BatchReader(listing, spec, inferred=inferred, on_bad_file=on_bad_file)
+        self.plain = BatchReader(listing, spec, on_bad_file=on_bad_file)
         self.reader: RecordingSource = self.plain  # or a reader of preloaded recordings
         self.cache_use = self.plain.cache_use  # what this build read from files
         # how the recordings are read, for the summary

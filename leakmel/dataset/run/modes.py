@@ -31,17 +31,16 @@ from ...core.progress import Progress, announce
 from ...core.timeline import Timeline
 from ..source.sample_cache import cache_folder, cache_path, open_cache
 from .config import PipelineConfig
-from .inputs import SpecLike, disagreement, list_recordings, resolve_spec
+from .inputs import SpecLike, decide_spec, list_recordings
 from leakmel.dataset.source.sample_cache import (
     CachedReader,
     SampleRows,
     NoMemory,
     SampleCache,
     cache_key,
-    check_inferred,
     load,
 )
-from ..source.loader import BatchReader, Disagreement, RecordingSource
+from ..source.loader import BatchReader, RecordingSource
 from ..source.read_ahead import plan_read_ahead
 from ...mel.spec import MelSpec
 
@@ -187,7 +186,6 @@ class _Loader:
     "Loader of recordings into memory or cache files."
 
     ready: Preloaded
-    inferred: tuple[str, ...]  # which of rate and length follow the data
     config: PipelineConfig
     timeline: Timeline
     progress: str
@@ -212,7 +210,7 @@ class _Loader:
     def load_listing(self, listing: Listing) -> str:
         "Load one listing; return a log line."
         ready, config, began_s = self.ready, self.config, self.timeline.now_s()
-        reader = BatchReader(listing, ready.spec, inferred=self.inferred, on_bad_file=config.on_bad_file)
+        reader = BatchReader(listing, ready.spec, on_bad_file=config.on_bad_file)
         key = cache_key(listing, ready.spec)
         what = "preload: read into memory"
         if ready.choice.used == "preload":
@@ -227,7 +225,6 @@ class _Loader:
             path = cache_path(cache_folder(config.cache_dir), listing.split, key)
             say = partial(announce, show=self.progress)
             cache, is_new = open_cache(path, reader, key, partial(self.fill, reader, key), say)
-            check_inferred(cache, ready.spec, self.inferred)
             what = f"memmap: cache file {'created' if is_new else 'loaded'}"
         ready.held[listing.split] = cache
         seconds = self.timeline.now_s() - began_s
@@ -260,7 +257,6 @@ def prepare(
     manifest: Manifest,
     listings: list[Listing],
     spec: MelSpec,
-    inferred: tuple[str, ...],  # which of rate and length follow the data
     asked: str,  # mode
     config: PipelineConfig,
     timeline: Timeline,
@@ -279,7 +275,7 @@ def prepare(
             remedy="choose a cache_dir outside the data folder",
         )
     ready, began_s = Preloaded(manifest, spec, choice, config.cache_dir), timeline.now_s()
-    loader = _Loader(ready, inferred, config, timeline, progress)
+    loader = _Loader(ready, config, timeline, progress)
 
     def say(line: str) -> None:
         ready.lines.append(line)
@@ -348,9 +344,5 @@ def preload(
             "the manifest does not contain this split", code="split-not-found", found=repr(split)
         )
     listings = list(found.listings)
-    resolved, inferred = resolve_spec(spec, listings)
     config = pipeline or PipelineConfig()
-    try:
-        return prepare(found, listings, resolved, inferred, mode, config, Timeline(), progress)
-    except Disagreement:
-        raise disagreement(listings) from None
+    return prepare(found, listings, decide_spec(spec, listings).spec, mode, config, Timeline(), progress)

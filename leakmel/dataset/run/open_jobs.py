@@ -15,7 +15,6 @@ import h5py
 import numpy as np
 
 from ...audio.conform import digests_of
-from ...audio.conform import resampled_length
 from ...audio.listing import Listing
 from ...core.errors import MachineError, OutputError, show_path
 from ...core.timeline import Span
@@ -49,18 +48,6 @@ def may_resume(
 
 
 # %% ../../../nbs/dataset/run/open_jobs.ipynb #3983a21f
-def _matches_inferred(job: Job, facts: np.ndarray) -> np.ndarray:
-    "Return whether recordings have the rate and length that were inferred from the data, [k] bool."
-    fine, spec, inferred = np.ones(len(facts), bool), job.spec, job.plain.inferred
-    if "sample_rate" in inferred:
-        fine &= facts["sample_rate"] == spec.sample_rate
-    if "duration_s" in inferred and len(facts):
-        kinds, which = np.unique(facts[["n_samples", "sample_rate"]], return_inverse=True)
-        lengths = [resampled_length(int(n), int(rate), spec.sample_rate) for n, rate in kinds]
-        fine &= (np.array(lengths) == spec.n_samples)[which]
-    return fine
-
-
 _READ_TOGETHER = 8 << 20  # bytes of rows
 
 
@@ -95,7 +82,7 @@ def _resume_rows(
         good = facts["good"] & ~kept[k] & (stamps["ctime_ns"] == facts["ctime_ns"])
         good &= is_settled(stamps["ctime_ns"], journal.past.began_ns) & (listing.label_ids[k] >= 0)
         good &= (stamps["size"] == listing.sizes[k]) & (stamps["mtime_ns"] == listing.mtimes_ns[k])
-        known = known[good & _matches_inferred(job, facts)]
+        known = known[good]
         for name, offset, item_bytes in parts:
             numbers = known["number"]
             fine = np.zeros(len(known), bool)
@@ -120,7 +107,7 @@ def _copy_rows(
     "Copy the rows of unchanged recordings from the existing data set."
     file, left = job.file, ~kept[existing.known["number"]]
     known, places = existing.known[left], existing.places[left]
-    fine = _matches_inferred(job, known["facts"])
+    fine = np.ones(len(known), bool)
     parts: list[tuple[str, str, int, Callable[[int, np.ndarray], int]]] = [
         (ROWS, "digest", file.row_bytes, file.write)
     ]
@@ -152,7 +139,7 @@ def _new_job(run: BuildContext, listing: Listing, target: Path, start: str) -> J
     "Return a new job with its row file."
     shape = waveform_shape(run.spec) if run.request.with_waveforms else None
     file = RowFile(target, run.spec.row_shape, len(listing), shape, start=start)
-    return Job(listing, run.spec, file, inferred=run.inferred, on_bad_file=run.request.config.on_bad_file)
+    return Job(listing, run.spec, file, on_bad_file=run.request.config.on_bad_file)
 
 
 def finished_job(
@@ -167,8 +154,7 @@ def finished_job(
     if len(existing.known) + len(existing.rejected) < len(listing) or existing.changes["removed"]:
         return None
     job = _new_job(run, listing, target, "none")
-    known = existing.known[_matches_inferred(job, existing.known["facts"])]
-    job.keep(Entry(known, existing.unusual), existing.rejected, existing.numbers)
+    job.keep(Entry(existing.known, existing.unusual), existing.rejected, existing.numbers)
     if not job.is_complete():
         return None
     try:
@@ -266,9 +252,7 @@ def open_jobs(
             for _, target in targets:
                 stack.enter_context(OutputLock(target))
         existing = [
-            None
-            if fresh
-            else open_existing(target, listing, run.fingerprint, with_waveforms, inferred=run.inferred)
+            None if fresh else open_existing(target, listing, run.fingerprint, with_waveforms)
             for listing, target in targets
         ]
         # all checks before the first change of a file are done

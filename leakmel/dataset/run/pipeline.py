@@ -72,7 +72,6 @@ def _open_readers(run: BuildContext, jobs: list[Job]) -> Iterator[None]:
             run.manifest,
             [job.listing for job in to_do],
             run.spec,
-            run.inferred,
             request.mode,
             request.config,
             run.timeline,
@@ -133,11 +132,12 @@ def _build_targets(
         gpu_streams=config.gpu_streams, async_copies=config.async_copies, graph=config.cuda_graph
     )
     with (
-        checked_inputs(manifest, targets, with_rules_of(request.preloaded, request.spec)) as (spec, inferred),
-        open_engine(request.engine, spec, device=config.device, options=options) as engine,
+        checked_inputs(manifest, targets, with_rules_of(request.preloaded, request.spec)) as decision,
+        open_engine(request.engine, decision.spec, device=config.device, options=options) as engine,
     ):
+        spec = decision.spec
         workers = plan_workers(config, spec, engine, max(len(listing) for listing, _ in targets))
-        run = BuildContext(request, manifest, spec, inferred, engine, workers, timeline, listed_s)
+        run = BuildContext(request, manifest, decision, engine, workers, timeline, listed_s)
         timeline.meta |= {
             "engine": engine.identity,
             "device": engine.device,
@@ -211,7 +211,7 @@ def build(
     out: str
     | os.PathLike
     | None = None,  # the data set's file; default {SPLIT}_DATASET.H5 in the working folder
-    spec: SpecLike = None,  # MelSpec; or fields to change in a preset, rate and length then follow the data
+    spec: SpecLike = None,  # MelSpec; or fields to change in a preset, rate and length are then those of most recordings
     engine: str = "auto",  # "auto", "triton", "torch", "cpu" or "reference"
     mode: str = "auto",  # "auto", "stream", "preload" or "memmap": how recordings are read
     preloaded: Preloaded | None = None,  # recordings loaded by `leakmel.preload`
@@ -247,7 +247,7 @@ def build_all(
     root: str | os.PathLike,  # folder of splits, or one folder of label folders
     *,
     out_dir: str | os.PathLike | None = None,  # folder of the data sets; default the working folder
-    spec: SpecLike = None,  # MelSpec; or fields to change in a preset, rate and length then follow the data
+    spec: SpecLike = None,  # MelSpec; or fields to change in a preset, rate and length are then those of most recordings
     engine: str = "auto",  # "auto", "triton", "torch", "cpu" or "reference"
     mode: str = "auto",  # "auto", "stream", "preload" or "memmap": how recordings are read
     preloaded: Preloaded | None = None,  # recordings loaded by `leakmel.preload`

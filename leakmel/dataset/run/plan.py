@@ -31,7 +31,7 @@ from ...core.run_plan import RowTable, run_folder, runs_folder, user_path, write
 from ..file.schema import data_set_name
 from ..file.spec_file import requested_spec
 from .config import PipelineConfig, Workers, plan_workers, slot_bytes, with_tuned
-from .inputs import resolve_spec
+from .inputs import SpecDecision, decide_spec
 from .job import waveform_shape
 from .modes import ModeChoice, pick_mode
 from .pipeline import build, build_all
@@ -141,8 +141,7 @@ class RunPlan(RowTable):
     data_note: str  # where the data folder comes from
     manifest: Manifest
     split: str  # "all", a split, or "" for one folder of label folders
-    spec: MelSpec
-    inferred: tuple[str, ...]  # which of rate and length follow the data
+    decision: SpecDecision  # spec, and how the recordings fit it
     changes: dict[str, Any]  # what `build` gets as spec
     identity: str  # of the engine that was opened to look
     workers: Workers
@@ -152,6 +151,11 @@ class RunPlan(RowTable):
     out: Path  # the run's folder
     spec_note: str = ""  # the spec file, and settings given in addition
     tuned_note: str = ""  # the file of tuned settings, or why it is not used
+
+    @property
+    def spec(self) -> MelSpec:
+        "Settings of the features."
+        return self.decision.spec
 
     @property
     def targets(self) -> list[Path]:
@@ -165,13 +169,6 @@ class RunPlan(RowTable):
         counts = self.manifest.counts().values()
         labels = [(name, sum(c.get(name, 0) for c in counts)) for name in self.manifest.label_names]
         problems = [f"{k:,} {kind}" for kind, k in count_kinds(self.manifest.problems["kind"]).items()]
-        names = {"sample_rate": "rate", "duration_s": "length"}
-        inferred = " and ".join(names[f] for f in self.inferred)
-        note = (
-            f" ({inferred} of the first recording; the build stops if another recording differs)"
-            if inferred
-            else ""
-        )
         more = f"{4 * n * math.prod(waveform_shape(spec)) / 1e9:.3g} GB in addition"
         stored = f"short segments of {spec.short_window} samples, float32, {more}"
         most = percent(self.config.max_rejected)
@@ -188,7 +185,8 @@ class RunPlan(RowTable):
             "problems": ", ".join([*problems, "(listed in plan.manifest.problems)"])
             if problems
             else "none found in names and folders",
-            "spec": repr(spec) + note,
+            "spec": repr(spec),
+            "rate and length": f"{self.decision.reason}; {self.decision.changes_text}",
             "windows": spec.windows_text,
             "from": self.spec_note.removeprefix("spec of "),
             "rows": f"{n_long} long x {n_short} short segments x {n_mels} mels x {n_frames} frame{'s' * (n_frames > 1)}, "
@@ -247,7 +245,8 @@ def plan_run(
         )
     changes, spec_note = spec_changes(p)
     listings = list(manifest.listings)
-    spec, inferred = resolve_spec(changes, listings)
+    decision = decide_spec(changes, listings, count=True)
+    spec = decision.spec
     with open_engine(p["engine"], spec, device=config.device) as engine:
         workers = plan_workers(config, spec, engine, max(map(len, listings)))
         identity = engine.identity
@@ -257,8 +256,7 @@ def plan_run(
         data_note=note,
         manifest=manifest,
         split=split,
-        spec=spec,
-        inferred=inferred,
+        decision=decision,
         changes=changes,
         identity=identity,
         workers=workers,

@@ -219,7 +219,7 @@ def publish(
             with suppress(IsADirectoryError):  # that fails when the report is written
                 old.unlink(missing_ok=True)
         try:
-            write_state(target, job.file.partial, digest, stamps, inferred=run.inferred)
+            write_state(target, job.file.partial, digest, stamps)
         except OutputError as e:
             log.warning(
                 "the state file of %s cannot be written, so the next build reads all recordings again: %s",
@@ -347,6 +347,7 @@ def split_summary(
         "device": engine.device,
         "fingerprint": run.fingerprint,
         "spec": job.spec.to_dict(),
+        "spec_reason": run.decision.reason,
         "pipeline": asdict(run.request.config) | asdict(run.workers),
         "verified": verified.to_dict(),
         "machine": run.timeline.meta.get("machine"),

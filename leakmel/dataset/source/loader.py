@@ -17,7 +17,6 @@ __all__ = [
     "first_bad_file",
     "all_rejected",
     "check_rejected_share",
-    "Disagreement",
     "RecordingSource",
     "BatchReader",
 ]
@@ -25,7 +24,7 @@ __all__ = [
 # %% ../../../nbs/dataset/source/loader.ipynb #9e51574a
 import base64, os, sys, time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Protocol
@@ -33,7 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...audio.conform import digests_of, native
-from ...audio.conform import FIGURES, conform, quality_figures, resampled_length
+from ...audio.conform import FIGURES, conform, quality_figures
 from ...audio.listing import Listing
 from ...audio.page_cache import CacheUse
 from ...audio.wav import ReadFailureGuard
@@ -280,10 +279,6 @@ _NO_LABEL = {
 }
 
 
-class Disagreement(DataError):
-    "Recordings differ in rate or length, although the spec takes these from the data."
-
-
 class RecordingSource(Protocol):
     "Interface of readers that fill slots with the recordings of one listing."
 
@@ -305,12 +300,10 @@ class BatchReader:
         listing: Listing,
         spec: MelSpec,
         *,
-        inferred: Collection[str] = (),  # "sample_rate", "duration_s": taken from the data, all must agree
         on_bad_file: str = "reject",  # "reject" or "stop"
     ):
         self.listing = listing
         self.spec = spec
-        self.inferred = inferred
         self.on_bad_file = on_bad_file
         self.header = canonical_header(spec.sample_rate, spec.n_samples)
         self.size = HEADER_BYTES + 2 * spec.n_samples
@@ -377,7 +370,7 @@ class BatchReader:
             self.read_failures.given()
 
     def _read(self, slot: Slot, i: int, k: int) -> None:
-        "Read candidate k into row i; raises RecordingError, or Disagreement if rate or length differ from the first recording."
+        "Read candidate k into row i; raises RecordingError."
         spec = self.spec
         path = self.base + self.listing.paths[k]
         size = int(self.listing.sizes[k])
@@ -402,10 +395,6 @@ class BatchReader:
             os.close(fd)
         n, channels = recording.samples.shape
         rate = recording.sample_rate
-        if "sample_rate" in self.inferred and rate != spec.sample_rate:
-            raise Disagreement("the recordings differ in sample rate", code="recordings-differ")
-        if "duration_s" in self.inferred and resampled_length(n, rate, spec.sample_rate) != spec.n_samples:
-            raise Disagreement("the recordings differ in length", code="recordings-differ")
         other = rate != spec.sample_rate
         with slot.taking("resample" if other else "decode", int(other)):
             row, status = conform(recording.samples, rate, spec.rules)

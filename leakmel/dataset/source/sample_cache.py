@@ -11,7 +11,6 @@ __all__ = [
     "cache_key",
     "SampleRows",
     "SampleCache",
-    "check_inferred",
     "CachedReader",
     "NoMemory",
     "load",
@@ -25,7 +24,7 @@ __all__ = [
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #5b7f1269
 import errno, io, json, logging, math, mmap, os, re, stat, struct, tempfile, threading, time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -35,7 +34,6 @@ from typing import Any, Self
 import numpy as np
 
 from ...audio.conform import digests_of
-from ...audio.conform import resampled_length
 from ...audio.listing import Listing
 from ...audio.page_cache import CacheUse, is_in_cache
 from ...audio.wav import OutOfMemory, digest_of
@@ -44,7 +42,7 @@ from ...core.threads import ThreadGroup, run_threads
 from ...core.timeline import Timeline
 from ..file.chunks import read_at, write_at
 from ..file.writer import OutputLock, output_error, require_space, reserve
-from .loader import FACTS, BatchReader, Disagreement, Slot, decoders
+from .loader import FACTS, BatchReader, Slot, decoders
 from .read_ahead import ReadAhead
 from ...mel.spec import MelSpec
 
@@ -247,16 +245,6 @@ class SampleCache:
 
 
 # %% ../../../nbs/dataset/source/sample_cache.ipynb #443a7df1
-def check_inferred(cache: SampleCache, spec: MelSpec, inferred: Collection[str]) -> None:
-    "Check that all recordings have the rate and length that were inferred from the data; raises Disagreement."
-    good = cache.facts[cache.facts["good"]]
-    for rate, n in np.unique(good[["sample_rate", "n_samples"]]).tolist():
-        if "sample_rate" in inferred and rate != spec.sample_rate:
-            raise Disagreement("the recordings differ in sample rate", code="recordings-differ")
-        if "duration_s" in inferred and resampled_length(n, rate, spec.sample_rate) != spec.n_samples:
-            raise Disagreement("the recordings differ in length", code="recordings-differ")
-
-
 class CachedReader:
     "Reader that fills slots from a cache; shared by all threads."
 
@@ -271,7 +259,6 @@ class CachedReader:
         if not cache.rows.in_memory:
             with suppress(OSError):
                 self.cache_use.tells = is_in_cache(cache.rows.fd, 0) is not None
-        check_inferred(cache, plain.spec, plain.inferred)
 
     def fill(self, slot: Slot) -> int:
         "Fill the slot's rows; return the bytes of their files."
