@@ -56,6 +56,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
     "List the recordings of a folder, their labels and their problems."
     from leakmel.audio.manifest import hints, shared_groups
     from leakmel.audio.problems import CANNOT_BE_USED, count_kinds, group_of
+    from leakmel.dataset.run.proposal import propose_build
 
     manifest = _scan(args, content=args.content)
     problems = manifest.problems.to_dict("records")
@@ -79,6 +80,10 @@ def run_scan(args: argparse.Namespace) -> Outcome:
         if problems
         else f"No problems found{'' if args.content else ' in names and folders (--content also reads the recordings)'}."
     )
+    named = [("--table", args.table), ("--pattern", args.pattern)]
+    options = [word for name, value in named if value is not None for word in (name, os.fspath(value))]
+    proposal = propose_build(manifest, os.fspath(args.root), options=options) if len(manifest) else None
+    lines += [] if proposal is None else proposal.lines()
     body = {
         "root": show_path(manifest.root),
         "found": len(manifest),
@@ -90,6 +95,7 @@ def run_scan(args: argparse.Namespace) -> Outcome:
         "hints": whole,
         "groups": shared_groups(manifest),
         "preview": None if manifest.preview is None else manifest.preview.to_dict(),
+        "proposal": None if proposal is None else proposal.to_dict(),
     }
     return (1 if lost or not len(manifest) or args.strict and problems else 0), body, "\n".join(lines)
 
@@ -336,8 +342,10 @@ class CommandParser(argparse.ArgumentParser):
         "Raise UsageError with one line that says what is wrong."
         known = [o.removeprefix("--") for o in self._option_string_actions]
         for word in re.findall(r"--([\w-]+)", message) if message.startswith("unrecognized") else []:
-            message = f"unknown option --{word}: " + answer_unknown(
-                word.replace("-", "_"), [k.replace("-", "_") for k in known]
+            message = f"unknown option --{word}: " + (
+                "options follow the command"
+                if word in known
+                else answer_unknown(word.replace("-", "_"), [k.replace("-", "_") for k in known])
             )
         text = f"{self.prog}: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help"
         raise UsageError(text, code="invalid-arguments")
@@ -369,7 +377,7 @@ def _parser(
         p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         p.add_argument("--quiet", action="store_true", help="show no progress")
         p.set_defaults(run=run)
-        if first == name or first not in known:
+        if first in ("", name):
             add_options(p, options(p) if callable(options) else options)
     return parser
 
@@ -743,7 +751,7 @@ def _start_streams() -> None:
 # %% ../nbs/cli.ipynb #20f2b3aa
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     "Parse the command line; the parser of the command reports unknown options, because it can suggest a similar one."
-    parser = _parser(next(iter(words), ""))
+    parser = _parser(next(iter(words), "-"))
     args, unknown = parser.parse_known_args(words)
     if unknown:
         commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))

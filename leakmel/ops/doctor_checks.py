@@ -39,6 +39,7 @@ __all__ = [
     "some_recordings",
     "cold_rate",
     "examine_disk",
+    "examine_recordings",
     "examine_hdf5",
 ]
 
@@ -68,6 +69,7 @@ TITLES = {
     "limits": "limits",
     "wsl": "WSL",
     "disk": "disk",
+    "recordings": "recordings",
     "hdf5": "HDF5",
     "compiled": "compiled code",
     "torch": "torch",
@@ -412,6 +414,27 @@ def examine_disk(folder: str | os.PathLike) -> Check:
             "only its first build reads them one by one"
         )
     return make_check("disk", found, figures, advice)
+
+
+# %% ../../nbs/ops/doctor_checks.ipynb #b034cb5f
+def examine_recordings(folder: str | os.PathLike) -> Check:
+    "Check whether the recordings of a folder can be built with inferred settings."
+    from leakmel.audio.manifest import scan
+    from leakmel.dataset.run.proposal import propose_build
+
+    if not some_recordings(folder):
+        return Check("recordings", "ok", "the folder has no recordings")
+    proposal = propose_build(scan(folder, progress="none"), os.fspath(folder))
+    advice = (
+        proposal.command
+        if proposal.alternatives
+        else ""
+        if proposal.command
+        else "Run leakmel scan for the whole report"
+    )
+    return make_check(
+        "recordings", proposal.reason, {"command": proposal.command, "groups": proposal.groups}, advice
+    )
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #ac8c14b9

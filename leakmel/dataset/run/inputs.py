@@ -7,6 +7,7 @@ __all__ = [
     "READ_HEADERS",
     "SpecLike",
     "SpecDecision",
+    "count_kinds",
     "count_changes",
     "propose_specs",
     "list_recordings",
@@ -65,49 +66,47 @@ def _rate_and_length(path: bytes) -> tuple[int, int] | None:
         return None
 
 
-READ_HEADERS = (
-    64  # recordings whose headers are read; of more recordings a sample, or all where the sample is not clear
-)
+# recordings whose headers are read; of more recordings this is a sample, or all of them if the sample is not clear
+READ_HEADERS = 64
 
 
-def _read_kinds(listings: Sequence[Listing]) -> tuple[Counter[tuple[int, int]], int]:
-    "Count rates and lengths in the headers of labelled recordings; return the counts and the number of labelled recordings."
+def _read_headers(listings: Sequence[Listing]) -> tuple[np.ndarray, int]:
+    "Read rate, length and label of labelled recordings; return [k, 3] int64 and the number of labelled recordings."
     places = [(x, k) for x in listings for k in np.flatnonzero((x.label_ids >= 0) & (x.sizes >= 0)).tolist()]
 
-    def count(some: Iterable[int]) -> Counter[tuple[int, int]]:
-        found = (_rate_and_length(places[i][0].full_path(places[i][1])) for i in some)
-        return Counter(kind for kind in found if kind is not None and kind[1])
+    def read(some: Iterable[int]) -> np.ndarray:
+        found = ((*places[i], _rate_and_length(places[i][0].full_path(places[i][1]))) for i in some)
+        known = [(*kind, x.label_ids[k]) for x, k, kind in found if kind is not None and kind[1]]
+        return np.array(known, np.int64).reshape(-1, 3)
 
     n = len(places)
     if n > READ_HEADERS:
-        sample = count(np.sort(np.random.default_rng(0).choice(n, READ_HEADERS, replace=False)).tolist())
-        share = max(sample.values(), default=0) / max(1, sample.total())
-        if sample and not 0.25 < share < 0.75:
+        sample = read(np.sort(np.random.default_rng(0).choice(n, READ_HEADERS, replace=False)).tolist())
+        counts = np.unique(sample[:, :2], axis=0, return_counts=True)[1]
+        if len(sample) and not 0.25 < counts.max() / len(sample) < 0.75:
             return sample, n
-    return count(range(n)), n
+    return read(range(n)), n
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #c11b1d93
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SpecDecision:
     "Spec of a build, and how the recordings fit it."
 
     spec: MelSpec
     inferred: tuple[str, ...]  # "sample_rate", "duration_s": inferred from the recordings
-    kinds: tuple[
-        tuple[int, int, int], ...
-    ]  # rate in Hz, samples, number of recordings; () if no headers were read
+    headers: np.ndarray  # [k, 3] int64: rate in Hz, samples, label number of each header that was read
     n_recordings: int  # labelled recordings
 
     @property
     def n_read(self) -> int:
         "Number of recordings whose headers were read."
-        return sum(n for *_, n in self.kinds)
+        return len(self.headers)
 
     @property
     def counts(self) -> dict[str, int]:
         "Number of recordings that the rules of the spec change or reject, of those whose headers were read."
-        return count_changes(self.kinds, self.spec)
+        return count_changes(count_kinds(self.headers), self.spec)
 
     @property
     def reason(self) -> str:
@@ -115,7 +114,7 @@ class SpecDecision:
         if not self.inferred:
             return "as given"
         what = " and ".join({"sample_rate": "rate", "duration_s": "length"}[name] for name in self.inferred)
-        same = sum(n for rate, length, n in self.kinds if self._fits(rate, length))
+        same = sum(n for rate, length, n in count_kinds(self.headers) if self._fits(rate, length))
         return f"{what} of {same:,} of {self.n_read:,} recordings"
 
     def _fits(self, rate: int, length: int) -> bool:
@@ -132,6 +131,14 @@ class SpecDecision:
         of = f" of {self.n_read:,} headers read" if self.n_read < self.n_recordings else ""
         changed = [f"{n:,} {name}" for name, n in self.counts.items() if n]
         return (", ".join(changed) or "none is resampled, padded, cut or rejected") + of
+
+
+def count_kinds(
+    headers: np.ndarray,  # [k, 3] int64: rate in Hz, samples, label number
+) -> list[tuple[int, int, int]]:  # rate in Hz, samples, number of recordings; most frequent first
+    "Count the recordings of each rate and length."
+    counts = Counter((rate, length) for rate, length, _ in headers.tolist())
+    return [(rate, length, n) for (rate, length), n in counts.most_common()]
 
 
 def count_changes(
@@ -279,12 +286,12 @@ def decide_spec(
     given = {} if spec is None or isinstance(spec, MelSpec) else dict(spec)
     names = () if isinstance(spec, MelSpec) else ("sample_rate", "duration_s")
     inferred = tuple(name for name in names if given.get(name) is None)
-    read, n_recordings = (
-        _read_kinds(listings)
+    headers, n_recordings = (
+        _read_headers(listings)
         if inferred or count
-        else (Counter(), sum(int((x.label_ids >= 0).sum()) for x in listings))
+        else (np.zeros((0, 3), np.int64), sum(int((x.label_ids >= 0).sum()) for x in listings))
     )
-    kinds = tuple((rate, length, n) for (rate, length), n in read.most_common())
+    kinds = count_kinds(headers)
     if inferred:
         if not kinds:
             raise DataError(
@@ -305,7 +312,9 @@ def decide_spec(
                 listings[0].folder,
             )
         given |= dict(zip(inferred, most))
-    return SpecDecision(spec if isinstance(spec, MelSpec) else _as_spec(given), inferred, kinds, n_recordings)
+    return SpecDecision(
+        spec if isinstance(spec, MelSpec) else _as_spec(given), inferred, headers, n_recordings
+    )
 
 
 # %% ../../../nbs/dataset/run/inputs.ipynb #1ea1fb4b
