@@ -160,8 +160,8 @@ def proposals_in(text: str) -> list[list[str]]:
 
 
 NO_MAJORITY = {
-    "two rates": ((40_000, 15.3, 1, 3), (48_000, 15.3, 1, 3)),
-    "all lengths": tuple((40_000 if k % 2 else 48_000, 15 + k / 3, 1, 1) for k in range(8)),
+    "two rates": ((40_000, 5.3, 1, 2), (48_000, 5.3, 1, 2)),
+    "all lengths": tuple((40_000 if k % 2 else 48_000, 3 + k / 3, 1, 1) for k in range(8)),
     "slow and short": ((2000, 1.5, 1, 2), (1000, 3.0, 1, 2)),
     "one click": ((8000, 0.3, 1, 1), (8000, 4.0, 1, 2), (8000, 5.0, 1, 2), (8000, 6.0, 1, 2)),
 }

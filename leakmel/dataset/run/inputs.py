@@ -72,14 +72,20 @@ READ_HEADERS = 64
 
 def _read_headers(listings: Sequence[Listing]) -> tuple[np.ndarray, int]:
     "Read rate, length and label of labelled recordings; return [k, 3] int64 and the number of labelled recordings."
-    places = [(x, k) for x in listings for k in np.flatnonzero((x.label_ids >= 0) & (x.sizes >= 0)).tolist()]
+    labelled = [np.flatnonzero((x.label_ids >= 0) & (x.sizes >= 0)) for x in listings]
+    ends = np.cumsum([len(numbers) for numbers in labelled])
+    n = int(ends[-1])
 
     def read(some: Iterable[int]) -> np.ndarray:
-        found = ((*places[i], _rate_and_length(places[i][0].full_path(places[i][1]))) for i in some)
-        known = [(*kind, x.label_ids[k]) for x, k, kind in found if kind is not None and kind[1]]
+        known = list[tuple[int, int, int]]()
+        for i in some:
+            j = int(np.searchsorted(ends, i, side="right"))
+            x, k = listings[j], int(labelled[j][i - ends[j]])  # counted from the end of its own listing
+            kind = _rate_and_length(x.full_path(k))
+            if kind is not None and kind[1]:
+                known.append((*kind, int(x.label_ids[k])))
         return np.array(known, np.int64).reshape(-1, 3)
 
-    n = len(places)
     if n > READ_HEADERS:
         sample = read(np.sort(np.random.default_rng(0).choice(n, READ_HEADERS, replace=False)).tolist())
         counts = np.unique(sample[:, :2], axis=0, return_counts=True)[1]
