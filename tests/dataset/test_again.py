@@ -576,7 +576,7 @@ def test_an_interruption_before_rows_are_looked_at_keeps_them(
     def stop(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(open_jobs, "keep_rows", stop)
+    monkeypatch.setattr(open_jobs, "_keep_rows", stop)
     with pytest.raises(KeyboardInterrupt):
         build(data, interrupted)
     monkeypatch.undo()
