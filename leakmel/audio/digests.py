@@ -122,7 +122,6 @@ def write_digest(builder: ir.IRBuilder, data: ir.Value, n_bytes: ir.Value, out: 
         builder.store(word, builder.inttoptr(moved(builder, out, 8 * i), WORD.as_pointer()))
 
 
-# %% ../../nbs/audio/digests.ipynb #067cdb55
 MIN_BYTES = 241  # shorter inputs use another algorithm of XXH3
 _HEX = np.frombuffer(b"".join(b"%02x" % i for i in range(256)), np.uint16)
 

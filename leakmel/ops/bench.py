@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = [
-    "LogLine",
     "EVICT_TRIES",
     "EVICT_PAUSE_S",
+    "LogLine",
     "SETTINGS",
     "SUITES",
-    "log_nothing",
     "ProcessRun",
     "run_leakmel",
     "spread",
@@ -23,6 +22,7 @@ __all__ = [
     "evict",
     "is_cached",
     "read_into_cache",
+    "log_nothing",
     "work_folder",
     "total_for_training",
     "write_share",
@@ -58,12 +58,6 @@ from ..core.errors import LeakmelError, OutputError, UsageError
 from ..core.monitor import machine_facts, usable_cores
 from ..core.parameters import answer_unknown
 from ..core.run_plan import runs_folder
-
-LogLine = Callable[[str], None]  # called with a line of text before and after each step
-
-
-def log_nothing(text: str) -> None:
-    "Ignore a line of text."
 
 
 # %% ../../nbs/ops/bench.ipynb #87c1bc31
@@ -215,6 +209,13 @@ def read_into_cache(
 
 
 # %% ../../nbs/ops/bench.ipynb #b0b187c5
+LogLine = Callable[[str], None]  # called with a line of text before and after each step
+
+
+def log_nothing(text: str) -> None:
+    "Ignore a line of text."
+
+
 def work_folder(
     path: str | os.PathLike,
     make: bool = True,  # False: only check that it could be made
@@ -340,7 +341,6 @@ def verify_all(root: Path, out: Path) -> dict[str, Any]:
     }
 
 
-# %% ../../nbs/ops/bench.ipynb #c514f2ed
 def bench_build(
     folder: str | os.PathLike,  # work folder: the synthetic set is kept there and used again
     *,

@@ -12,8 +12,6 @@ __all__ = [
     "geometry_spec",
     "parity_specs",
     "check_spec",
-    "check_block",
-    "check_bits",
     "parity",
     "timed",
     "copy_alone",
@@ -104,7 +102,7 @@ def check_spec(engine: str, device: str, spec: MelSpec) -> dict[str, Any]:
 
 
 # %% ../../nbs/ops/bench_gpu_parts.ipynb #c25894ea
-def check_block(engine: str, device: str, spec: MelSpec, tiny: bool = False) -> dict[str, Any]:
+def _check_block(engine: str, device: str, spec: MelSpec, tiny: bool = False) -> dict[str, Any]:
     "Compare rows at the edges of a batch that is larger than a block with the reference."
     options = DeviceOptions(max_block=16) if tiny else None
     with open_engine(engine, spec, device=device, options=options) as opened:
@@ -134,7 +132,7 @@ OPTIONS = {
 }
 
 
-def check_bits(engine: str, device: str, spec: MelSpec, tiny: bool = False) -> dict[str, Any]:
+def _check_bits(engine: str, device: str, spec: MelSpec, tiny: bool = False) -> dict[str, Any]:
     "Check that streams, graphs, copies, block and batch sizes do not change a bit."
     n = 20 if tiny else 150
     x = np.random.default_rng(12).normal(0, 3000, (n, spec.n_samples)).astype(np.int16)
@@ -174,8 +172,8 @@ def parity(engine: str, device: str, tiny: bool = False) -> dict[str, Any]:
     specs = parity_specs(tiny)
     work = {name: partial(check_spec, engine, device, spec) for name, spec in specs.items()}
     for name in GEOMETRIES:
-        work[f"{name}, a full block"] = partial(check_block, engine, device, specs[name], tiny)
-        work[f"{name}, same bits"] = partial(check_bits, engine, device, specs[name], tiny)
+        work[f"{name}, a full block"] = partial(_check_block, engine, device, specs[name], tiny)
+        work[f"{name}, same bits"] = partial(_check_bits, engine, device, specs[name], tiny)
     checks = dict[str, dict[str, Any]]()
     for name, check in work.items():
         try:

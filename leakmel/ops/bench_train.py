@@ -209,7 +209,6 @@ def agreement(
     return {"n": len(p), "max_abs": most, "all_ok": most is not None and most <= MAX_SCORE_DIFFERENCE}
 
 
-# %% ../../nbs/ops/bench_train.ipynb #5b2342d0
 def bench_train(
     folder: str | os.PathLike,  # work folder: recordings and data set are kept there and reused
     *,

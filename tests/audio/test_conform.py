@@ -271,7 +271,7 @@ def test_cutting_before_resampling_changes_no_bit(source: int) -> None:
 
 
 @pytest.mark.parametrize("long", ["cut", "reject"])
-def test_a_rate_that_lies_costs_no_memory(long: Literal["cut", "reject"]) -> None:
+def test_wrong_rate_in_the_header_takes_no_memory(long: Literal["cut", "reject"]) -> None:
     x = noise(40_960)
     tracemalloc.start()
     if long == "cut":

@@ -408,7 +408,7 @@ def test_a_folder_outside_the_split_is_followed_once_by_the_first_link(
     }
 
 
-def test_what_is_no_file_is_left_out_and_said(tmp_path: Path) -> None:
+def test_non_regular_files_are_left_out_and_reported(tmp_path: Path) -> None:
     put(tmp_path, "LEAK/a.wav", "LEAK/folder.wav/b.wav")
     os.mkfifo(tmp_path / "LEAK" / "fifo.wav")
     os.mkfifo(tmp_path / "LEAK" / "fifo")
@@ -708,7 +708,7 @@ def test_a_split_without_recordings_is_named(tmp_path: Path) -> None:
     assert repr(scan(tmp_path, split="train")).startswith("Manifest(1 recording: TRAINING 1; labels A; ")
 
 
-def test_one_label_folder_is_told_from_a_set(tmp_path: Path) -> None:
+def test_single_label_folder_is_distinguished_from_a_data_set(tmp_path: Path) -> None:
     put(tmp_path, "TRAINING/A/1.wav", "TRAINING/A/2.wav", "TRAINING/B/3.wav")
     assert list(hints(scan(tmp_path / "TRAINING" / "A"))) == [
         f"no recording lies in a label folder; this looks like one label folder: give its parent {tmp_path / 'TRAINING'}"
@@ -721,7 +721,7 @@ def test_one_label_folder_is_told_from_a_set(tmp_path: Path) -> None:
     )
 
 
-def test_groups_in_several_splits_are_told(tmp_path: Path) -> None:
+def test_groups_in_several_splits_are_reported(tmp_path: Path) -> None:
     put(
         tmp_path,
         *(

@@ -444,7 +444,7 @@ def test_a_pattern_gives_the_same_rows_for_names_that_have_the_fields(
             assert got[name].tolist() == before[name][keep].tolist(), name
 
 
-def test_a_misfit_of_a_pattern_is_said_once(messy: Messy, tmp_path: Path, say) -> None:
+def test_pattern_mismatch_is_reported_once(messy: Messy, tmp_path: Path, say) -> None:
     pattern = "{label}/{**}/{sensor}~{recording}~{start_time}~{gain}"
     misfits = {shown(f.split, f.path) for f in messy.files if not (f.fields and all(f.fields))}
     status, text = say("scan", messy.root, "--pattern", pattern, "--json", "--quiet")
@@ -571,7 +571,7 @@ def test_build_on_the_command_line_counts_everything(
 # -- recordings, not rows ------------------------------------------------------------------------------------------------------
 
 
-def test_a_build_says_of_recordings_what_a_scan_says_of_them(tmp_path: Path) -> None:
+def test_build_and_scan_report_the_same_problems(tmp_path: Path) -> None:
     "Clipping is gone after resampling, opposite channels are silent after the mean: the report is about what was recorded."
     root = tmp_path / "set"
 

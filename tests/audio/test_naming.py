@@ -1299,7 +1299,7 @@ def test_a_name_that_does_not_fit_cannot_be_used_where_it_is_the_label(tmp_path,
     capsys.readouterr()
 
 
-def test_a_pattern_that_fits_nothing_says_so_once(tmp_path):
+def test_pattern_without_match_is_reported_once(tmp_path):
     put(tmp_path, "LEAK/H1_5.wav", "NORMAL/H2_5.wav")
     m = scan(tmp_path, pattern="{label}-*_{sensor}")
     assert "labels none; " in repr(m)

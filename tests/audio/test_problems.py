@@ -221,7 +221,7 @@ def test_copies_name_the_first_one() -> None:
     }
 
 
-def test_nothing_looks_like_nothing() -> None:
+def test_silent_recordings_are_no_copies() -> None:
     c = made()
     silent = change(c, digest={i: b"0" * 32 for i in range(6)}, silent={i: True for i in range(6)})
     assert set(found(silent)) == {"silent"}
@@ -331,7 +331,7 @@ def test_a_tie_has_its_limits() -> None:
     assert not tied(100, 100, 100, 100), "one label"
 
 
-def test_chance_ties_nothing() -> None:
+def test_random_values_are_not_tied_to_a_label() -> None:
     rng = np.random.default_rng(1)
     for _ in range(300):
         n, n_values, share = int(rng.integers(20, 400)), int(rng.integers(1, 12)), rng.uniform(0.3, 0.97)
@@ -473,7 +473,7 @@ def test_each_fault_of_a_messy_set_is_named_and_no_other(messy) -> None:
     assert all(problems["message"].str.len() > 10)
 
 
-def test_a_build_says_what_a_scan_says(messy, tmp_path: Path) -> None:
+def test_build_reports_the_problems_of_a_scan(messy, tmp_path: Path) -> None:
     root, planted = messy
     said: dict[str, set[str]] = {}
     results = lm.build_all(root, out_dir=tmp_path, spec=SPEC, engine="reference", check=4, progress="none")
@@ -512,7 +512,7 @@ def test_a_manifest_that_was_read_adds_no_rejected_file_to_the_problems(messy, t
     assert not any(p.startswith("TRAINING/") for p in results[1].problems["path"])
 
 
-def test_notes_are_told_with_their_split(tmp_path: Path) -> None:
+def test_notes_are_reported_with_their_split(tmp_path: Path) -> None:
     healthy(tmp_path / "set", 8)
     link = tmp_path / "set" / "TESTING" / "LEAK" / "nowhere.wav"
     link.symlink_to("nothing.wav")
@@ -952,7 +952,7 @@ def test_a_level_that_tells_the_label_says_what_to_check() -> None:
     )
 
 
-def test_one_is_not_many() -> None:
+def test_how_many_uses_the_singular_for_one() -> None:
     assert [how_many(n, "problem") for n in (0, 1, 2, 1000)] == [
         "0 problems",
         "1 problem",

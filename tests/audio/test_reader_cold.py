@@ -348,7 +348,7 @@ def test_rows_do_not_depend_on_it(data: Path, tmp_path: Path, monkeypatch: pytes
         assert result.summary["read_ahead_files"] > 0
 
 
-def test_a_build_calls_itself_cold_warm_or_mixed(data: Path, tmp_path: Path) -> None:
+def test_build_reports_a_cold_warm_or_mixed_cache(data: Path, tmp_path: Path) -> None:
     drop(waves(data))
     cold = built(data, tmp_path / "x.h5").summary
     assert cold["cache"] == "cold"

@@ -321,7 +321,7 @@ def test_an_empty_target_and_a_link_to_one_are_filled(tmp_path: Path) -> None:
     assert len(contents(tmp_path / "real")) == 6
 
 
-def test_too_little_room_is_said_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_space_is_reported_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 6 * WAV_BYTES - 1})
     monkeypatch.setattr(synth.shutil, "disk_usage", lambda path: usage)
     with raises("no-space", SpaceError, path=tmp_path / "demo") as e:

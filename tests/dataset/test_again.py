@@ -425,7 +425,7 @@ def keeping_time(path: Path, do: Callable[[], None]) -> None:
     ],
     ids=lambda f: f.__name__,
 )
-def test_a_data_set_that_is_not_what_its_state_says_is_built_anew(
+def test_data_set_that_differs_from_its_state_is_rebuilt(
     data: Path, tmp_path: Path, read: list[bytes], fault: Callable
 ) -> None:
     target = tmp_path / "out" / "x.h5"
@@ -442,7 +442,7 @@ def test_a_data_set_that_is_not_what_its_state_says_is_built_anew(
     assert target.read_bytes() == right
 
 
-def test_rows_that_rotted_are_mended(
+def test_damaged_rows_are_repaired(
     data: Path, tmp_path: Path, read: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     target = tmp_path / "out" / "x.h5"
@@ -562,7 +562,7 @@ def interrupted(data: Path, tmp_path: Path) -> Iterator[Path]:
     assert leftovers(target.parent, *BESIDE) == []
 
 
-def test_a_killed_build_goes_on(data: Path, tmp_path: Path, interrupted: Path, read: list[bytes]) -> None:
+def test_killed_build_is_resumed(data: Path, tmp_path: Path, interrupted: Path, read: list[bytes]) -> None:
     result = build(data, interrupted)
     assert result.summary["resumed_rows"] >= 4
     assert len(read) == 32 - result.summary["resumed_rows"]
@@ -576,7 +576,7 @@ def test_an_interruption_before_rows_are_looked_at_keeps_them(
     def stop(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(open_jobs, "keep_rows", stop)
+    monkeypatch.setattr(open_jobs, "_keep_rows", stop)
     with pytest.raises(KeyboardInterrupt):
         build(data, interrupted)
     monkeypatch.undo()
@@ -936,7 +936,7 @@ def test_a_preload_reads_no_recording_whose_row_is_kept(
     assert target.read_bytes() == fresh_bytes(data, tmp_path)
 
 
-def test_a_recording_that_a_table_names_and_nobody_has_is_no_work(data: Path, tmp_path: Path) -> None:
+def test_missing_recording_of_a_table_is_no_work(data: Path, tmp_path: Path) -> None:
     table, target = tmp_path / "t.csv", tmp_path / "out" / "x.h5"
     paths = sorted(p.relative_to(data) for p in data.rglob("*.wav"))
     table.write_text(
@@ -1018,7 +1018,7 @@ def test_copies_in_a_split_that_changed_are_reported_for_one_that_stands(demo: P
     assert report["seconds"] == before.summary["seconds"]
 
 
-def test_no_rate_is_said_of_rows_that_were_there(data: Path, tmp_path: Path) -> None:
+def test_no_rate_is_reported_for_reused_rows(data: Path, tmp_path: Path) -> None:
     from leakmel.insight.dashboard import build_card
 
     target = tmp_path / "out" / "x.h5"
@@ -1029,7 +1029,7 @@ def test_no_rate_is_said_of_rows_that_were_there(data: Path, tmp_path: Path) -> 
     assert result.summary["kept_files"] == 32
 
 
-def test_the_rate_of_a_build_that_goes_on_is_that_of_what_it_reads(tmp_path: Path) -> None:
+def test_rate_of_a_resumed_build_counts_the_recordings_it_reads(tmp_path: Path) -> None:
     from leakmel.core.progress import Progress
 
     bar = Progress(1000, show="none", n_before=800)

@@ -100,7 +100,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     ],
 )
 @pytest.mark.parametrize("old", [False, True], ids=["alone", "beside an old one"])
-def test_too_many_rejected_publish_nothing_and_are_gone_on_from(
+def test_too_many_rejected_files_prevent_publication_and_allow_resume(
     data: Path, tmp_path: Path, read: list[bytes], hands: str, mode: str, old: bool
 ) -> None:
     target, named = tmp_path / "out" / "x.h5", {"mode": mode}
@@ -192,7 +192,7 @@ def test_files_that_were_rejected_before_count_without_being_read(
     assert target.read_bytes() == (tmp_path / "y.h5").read_bytes()
 
 
-def test_each_data_set_is_judged_by_itself(data: Path, tmp_path: Path) -> None:
+def test_max_rejected_applies_to_each_data_set(data: Path, tmp_path: Path) -> None:
     for split in ("TRAINING", "TESTING"):
         shutil.copytree(data, tmp_path / "town" / split)
     for path in (tmp_path / "town" / "TRAINING").rglob("[yz]*.wav"):
@@ -266,7 +266,7 @@ def test_stop_changes_nothing_where_all_are_good(data: Path, tmp_path: Path) -> 
     ],
     ids=str,
 )
-def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         PipelineConfig(**wrong)
 

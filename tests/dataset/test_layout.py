@@ -158,7 +158,7 @@ def test_any_way_of_opening_shows_the_same(waved, how):
         np.testing.assert_array_equal(got[name], right[name], strict=isinstance(right[name], np.ndarray))
 
 
-def test_a_file_nobody_may_write_is_read_and_not_changed(waved, tmp_path):
+def test_read_only_file_is_read_and_not_changed(waved, tmp_path):
     path = tmp_path / "x.h5"
     path.write_bytes(before := (waved / "TRAINING_DATASET.H5").read_bytes())
     path.chmod(0o400)

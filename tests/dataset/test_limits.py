@@ -144,7 +144,7 @@ def test_labels_that_are_written_alike_are_refused(tmp_path, make_wav):
         lm.build(tmp_path / "data", out=tmp_path / "x.h5", **QUIET)
 
 
-def test_what_lies_beside_the_splits_is_said(tmp_path, make_wav):
+def test_files_next_to_the_splits_are_reported(tmp_path, make_wav):
     for place in ("TRAINING/A", "TRAINING_OLD/A", "."):
         make_wav(tmp_path / place / "a.wav")
     problems = lm.scan(tmp_path).problems

@@ -790,7 +790,7 @@ def test_a_forged_cache_file_is_made_anew(tmp_path, mixed, own_cache, forged):
 
 
 @pytest.mark.parametrize("change", ["one fewer", "wider digests", "other facts"])
-def test_facts_of_another_layout_are_made_anew(tmp_path, mixed, own_cache, change):
+def test_facts_of_another_layout_are_rebuilt(tmp_path, mixed, own_cache, change):
     plain = build(mixed, tmp_path / "x.h5", "memmap").path.read_bytes()
     (path,) = own_cache.iterdir()
     cache = SampleCache.open(path, SPEC.n_samples)

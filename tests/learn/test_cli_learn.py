@@ -125,7 +125,7 @@ def by_rule(monkeypatch: pytest.MonkeyPatch, wins: bool) -> None:
 # ---- the loop
 
 
-def test_new_recordings_become_a_detector_that_counts(
+def test_new_recordings_become_a_champion(
     place: Path, small_sets: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lm.open_dataset(small_sets / "TRAINING_DATASET.H5") as old, lm.open_dataset(place / "new.h5") as new:
@@ -211,7 +211,7 @@ def scored(say: Say, place: Path, model: Path, out: Path) -> list[list[str]]:
         return [[row["path"], row["score"], row["threshold"]] for row in csv.DictReader(f)]
 
 
-def test_a_folder_of_rounds_is_its_champion(
+def test_folder_of_rounds_stands_for_its_champion(
     two_rounds: Path, place: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "rounds"
@@ -256,7 +256,7 @@ def test_a_champion_that_was_changed_is_refused(
     assert (status, "the model file is missing" in err) == (1, True)
 
 
-def test_a_judgement_is_that_of_the_library_and_is_written(
+def test_evaluate_command_equals_the_library_and_writes_files(
     two_rounds: Path, small_sets: Path, tmp_path: Path, say: Say
 ) -> None:
     body = told(
@@ -458,7 +458,7 @@ def test_options_of_evaluate_reach_the_call(
     assert left == {"split", "part"}, "what the command line has no option for"
 
 
-def test_a_folder_of_splits_tells_what_it_was_trained_with(
+def test_folder_of_splits_gives_training_and_validation_sets(
     call: dict[str, Any], small_sets: Path, say: Say
 ) -> None:
     assert say("evaluate", small_sets, "--model", "m.pt")[0] == 2
@@ -563,7 +563,7 @@ def test_options_of_retrain_reach_the_call(
     assert set(call) == set(inspect.signature(retrain).parameters)
 
 
-def test_what_is_not_given_to_retrain_is_as_usual(
+def test_retrain_defaults_are_used(
     call: dict[str, Any], two_rounds: Path, small_sets: Path, place: Path, say: Say
 ) -> None:
     assert (
@@ -698,7 +698,7 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
         (1, "report.txt: the target is a file", "SETS --model RUN --out MINE/report.txt"),
     ],
 )
-def test_wrong_words_to_evaluate(
+def test_usage_errors_of_evaluate(
     place: Path, small_sets: Path, tmp_path: Path, say: Say, status: int, said: str, words: str
 ) -> None:
     refused(say, status, said, "evaluate", *meant(words, place, small_sets, tmp_path), *QUICK)
@@ -771,7 +771,7 @@ def meant(words: str, place: Path, sets: Path, folder: Path) -> list[str]:
         (1, "nowhere.csv: the table cannot be read", "--champion RUN --human-labels nowhere.csv"),
     ],
 )
-def test_wrong_words_to_retrain(
+def test_usage_errors_of_retrain(
     place: Path, small_sets: Path, tmp_path: Path, say: Say, status: int, said: str, words: str
 ) -> None:
     given = ["--replay", "SETS", "--testing", "SETS", "--out", str(tmp_path / "rounds"), *ROUND]
@@ -787,7 +787,7 @@ def test_wrong_words_to_retrain(
     assert not (tmp_path / "rounds" / "champion.json").exists()
 
 
-def test_new_recordings_that_are_not_there(place: Path, small_sets: Path, tmp_path: Path, say: Say) -> None:
+def test_missing_new_recordings_are_refused(place: Path, small_sets: Path, tmp_path: Path, say: Say) -> None:
     common: list[str | os.PathLike] = [
         "--champion",
         place / "run",
@@ -823,7 +823,7 @@ def test_new_recordings_that_are_not_there(place: Path, small_sets: Path, tmp_pa
     refused(say, 1, "n_mels", "retrain", tmp_path / "coarse.h5", *common)
 
 
-def test_a_folder_of_rounds_goes_on_with_its_champion_only(
+def test_folder_of_rounds_continues_with_its_champion_only(
     two_rounds: Path, place: Path, small_sets: Path, tmp_path: Path, say: Say
 ) -> None:
     told(

@@ -189,7 +189,7 @@ def test_silence_stays_a_number():
 # Randomness
 
 
-def test_the_generator_decides():
+def test_augmentation_depends_only_on_the_generator():
     x, s = pictures(), AugmentSettings(noise_share=0.5)
     torch.manual_seed(1)
     first = augment(x, torch.zeros(16), s, generator(5))
@@ -252,7 +252,7 @@ def test_items_differ_and_the_batch_stays_as_it_was():
         {"pin_memory": "auto"},
     ],
 )
-def test_settings_that_cannot_be(wrong):
+def test_invalid_settings_are_refused(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong)).split("_")[0]):
         TrainSettings(**wrong)
 

@@ -209,7 +209,7 @@ def test_a_large_file_of_something_else_is_not_read(tmp_path: Path) -> None:
         load_plain(tmp_path / "rows.h5")
 
 
-def test_what_is_no_file_of_ours(tmp_path: Path) -> None:
+def test_files_of_other_programs_are_no_checkpoints(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "text").write_text("no archive")
     torch.save([1, 2], tmp_path / "list")
@@ -224,7 +224,7 @@ def test_what_is_no_file_of_ours(tmp_path: Path) -> None:
             load_plain(tmp_path / name)
 
 
-def test_the_newest_stay_and_a_later_line_goes(tmp_path: Path) -> None:
+def test_newest_checkpoints_are_kept_and_abandoned_ones_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 5):
         save_checkpoint(tmp_path, {"step": step}, step, keep=3, sync=False)
     assert [c.step for c in list_checkpoints(tmp_path)] == [3, 4, 5]
@@ -253,7 +253,7 @@ def test_links_and_other_names_are_no_checkpoints(tmp_path: Path) -> None:
     ids=["ENOSPC", "EIO", "EACCES"],
 )
 @pytest.mark.parametrize("name", ["write", "fsync", "replace", "open"])
-def test_a_disk_that_refuses(
+def test_disk_errors_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int, error: type[Exception]
 ) -> None:
     save_checkpoint(tmp_path, state(1), 1)

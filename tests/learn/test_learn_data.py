@@ -298,7 +298,7 @@ def test_files_that_do_not_belong_together(tmp_path, built):
         ds[0]  # what was open stays open
 
 
-def test_memory_decides(tmp_path, monkeypatch):
+def test_segments_are_preloaded_only_if_memory_suffices(tmp_path, monkeypatch):
     path = legacy_file(tmp_path / "x.h5")
     n_bytes = mels(9).nbytes
     for free, held in ((2 * n_bytes, True), (2 * n_bytes - 2, False)):
@@ -406,7 +406,7 @@ def test_data_sets_that_number_their_labels_differently_get_the_classes_of_the_t
         assert ds.labels.tolist() == [1, 2, 2, 0]
 
 
-def test_labels_that_nobody_looks_at(tmp_path):
+def test_labels_may_differ_without_a_task(tmp_path):
     "New recordings lie in folders by date, which no task knows."
     paths = [
         legacy_file(tmp_path / f"{k}.h5", 6, seed=k, names=json.dumps([f"2026-11-0{k}", "same", f"{k}"]))
@@ -484,7 +484,7 @@ def log(monkeypatch, caplog) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def test_what_may_take_long_tells_how_far_it_is(tmp_path, log, monkeypatch):
+def test_slow_loading_shows_progress(tmp_path, log, monkeypatch):
     path = legacy_file(tmp_path / "x.h5")
     monkeypatch.setattr(data, "_PIECE_BYTES", 500)
 
@@ -516,7 +516,7 @@ def test_what_may_take_long_tells_how_far_it_is(tmp_path, log, monkeypatch):
     streamed.close()
 
 
-def test_a_training_and_an_evaluation_hand_it_on(small_sets, tmp_path, log):
+def test_training_and_evaluation_pass_progress_on(small_sets, tmp_path, log):
     training, validation, testing = (
         small_sets / f"{n}_DATASET.H5" for n in ("TRAINING", "VALIDATION", "TESTING")
     )
@@ -539,7 +539,7 @@ def test_a_training_and_an_evaluation_hand_it_on(small_sets, tmp_path, log):
         assert any(line.startswith(f"{word}: ") for line in log.messages), word
 
 
-def test_what_is_quick_tells_nothing(tmp_path, caplog):
+def test_quick_loading_shows_no_progress(tmp_path, caplog):
     caplog.set_level("INFO", "leakmel")
     Segments(legacy_file(tmp_path / "x.h5"), legacy=True, preload_to_ram=True, progress="log").close()
     assert caplog.messages == []
@@ -619,7 +619,7 @@ def run(order: BatchOrder, n: int) -> list[list[int]]:
 
 @quick
 @given(orders, st.integers(0, 200))
-def test_order_goes_on_as_if_never_interrupted(s, stop):
+def test_resumed_order_equals_uninterrupted_order(s, stop):
     n = 2 * len(order_of(**s)) + 3
     stop = min(stop, n)
     whole, first, second = run(order_of(**s), n), order_of(**s), order_of(**s)
@@ -710,7 +710,7 @@ def check_batches(ds: Segments, batches: list[Batch], *, size: int) -> None:
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
 @pytest.mark.parametrize("size", [1, 7, 36, 100])
-def test_loaders_hand_out_everything(small, options, size):
+def test_loaders_yield_every_item(small, options, size):
     with open_loader(small, size, seed=4, **options) as loader:
         epochs = [list(loader), list(loader)]
         for found in epochs:
@@ -724,7 +724,7 @@ def test_loaders_hand_out_everything(small, options, size):
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_loaders_go_on_where_they_stopped(small, options):
+def test_loaders_resume_at_their_position(small, options):
     def batches(loader: Loader) -> Iterator[tuple[list[int], dict]]:
         for _ in range(3):
             for b in loader:
@@ -766,7 +766,7 @@ def test_what_is_streamed_to_a_gpu_is_locked_once(small, monkeypatch, size):
         assert any(k.items.data_ptr() <= b.items.data_ptr() < end for k, end in zip(locked, ends))
 
 
-def test_a_loop_that_is_left_is_gone_on_with(small):
+def test_abandoned_epoch_is_resumed(small):
     for options in KINDS:
         loader = open_loader(small, 7, **options)
         for _ in loader:

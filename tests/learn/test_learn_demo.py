@@ -49,7 +49,7 @@ def assert_honest(e: lm.Evaluation) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_town_is_judged_honestly(tmp_path):
+def test_small_detector_beats_the_level_baseline_on_a_small_synthetic_set(tmp_path):
     e = judged(tmp_path, 1200, SMALL)
     assert_honest(e)
     auc, level = e.judged.figures["auc"], next(iter(e.baselines.values())).figures["auc"]
@@ -59,7 +59,7 @@ def test_a_small_town_is_judged_honestly(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_usual_training_on_the_usual_town_beats_both_baselines(tmp_path, seed):
+def test_default_training_on_the_demo_set_beats_both_baselines(tmp_path, seed):
     "As `leakmel demo`, `leakmel build` and `leakmel train` do it where nothing else is said."
     e = judged(tmp_path, 1200, TrainSettings(), seed)
     assert_honest(e)
@@ -68,7 +68,7 @@ def test_the_usual_training_on_the_usual_town_beats_both_baselines(tmp_path, see
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1])
-def test_larger_towns_show_that_both_baselines_are_beaten(tmp_path, seed):
+def test_larger_synthetic_sets_show_that_both_baselines_are_beaten(tmp_path, seed):
     "Fifty sensors that no training has heard are enough to tell."
     e = judged(tmp_path, 6000, SMALL, seed)
     assert_honest(e)

@@ -218,7 +218,7 @@ def test_scores_are_of_float32(own_switches, town, wavs):
 # ---- portions
 
 
-def test_portions_are_halved_and_it_is_said_once(caplog):
+def test_portions_are_halved_with_one_warning(caplog):
     caplog.set_level(logging.WARNING)
     trimmed, tried = [], []
 
@@ -323,7 +323,7 @@ class Tight:
 
 @pytest.mark.parametrize("judge", [score_rows, class_scores])
 @pytest.mark.parametrize("rows_that_fit", [1, 3, 7])
-def test_rows_that_do_not_fit_at_once_are_judged_a_few_at_a_time(town, caplog, judge, rows_that_fit):
+def test_rows_that_do_not_fit_at_once_are_scored_in_portions(town, caplog, judge, rows_that_fit):
     caplog.set_level(logging.WARNING)
     with Segments(town, level="recording") as ds:
         n_long, detector = ds.row_shape[0], made_detector(spec=ds.sources[0].spec)
@@ -392,7 +392,7 @@ def test_memory_may_run_out_at_any_operation(town):
             )
 
 
-def test_rows_that_a_device_can_no_longer_hand_out_are_streamed(town, monkeypatch):
+def test_rows_lost_by_a_device_are_streamed(town, monkeypatch):
     from leakmel.learn.data.loaders import DeviceLoader
 
     with Segments(town, level="recording") as ds:
@@ -418,7 +418,7 @@ def test_rows_that_a_device_can_no_longer_hand_out_are_streamed(town, monkeypatc
             score_rows(detector, ds)
 
 
-def test_an_evaluation_goes_on_with_less(town, caplog):
+def test_evaluation_continues_with_smaller_batches(town, caplog):
     caplog.set_level(logging.WARNING)
     with lm.open_dataset(town) as ds:
         spec, names = ds.spec, ds.class_names
@@ -486,7 +486,7 @@ def right(wavs: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 @pytest.mark.parametrize("engine", ["torch", "reference"])
-def test_a_prediction_goes_on_with_less_at_once(wavs, right, caplog, device, engine):
+def test_prediction_continues_with_smaller_batches(wavs, right, caplog, device, engine):
     caplog.set_level(logging.WARNING)
     detector = made_detector()
     tight = Tight(detector, 4 * 3)

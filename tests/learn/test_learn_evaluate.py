@@ -132,7 +132,7 @@ def test_draws_are_the_same_for_the_same_seed():
     assert not np.array_equal(a, c)
 
 
-def test_draws_with_one_class_count_for_nothing():
+def test_bootstrap_draws_with_one_class_are_ignored():
     truth = np.array([True] * 5 + [False] * 5)
     boot = Bootstrap(truth, groups_of(np.arange(10), "recording"), n_draws=2000, seed=0)
     draws = boot.draws(truth * 0.8, 0.5)
@@ -159,7 +159,7 @@ def test_too_few_groups_give_a_sentence(n):
         assert i.known or (i.note.startswith(f"only {n} sensor") and str(i) == "no interval")
 
 
-def test_figures_rest_upon_the_groups_that_hold_what_they_count():
+def test_intervals_count_only_groups_that_contribute_to_the_figure():
     "Twenty sensors, of which two heard leaks: nothing can be said of the leaks."
     of = np.repeat(np.arange(20), 10)
     truth = (of < 2) & (np.arange(200) % 2 == 0)
@@ -217,7 +217,7 @@ def test_groups_that_are_asked_for():
         recording_groups(table, "pipe")
 
 
-def test_recordings_without_a_group_are_said():
+def test_recordings_without_a_group_are_reported():
     table = frame(path=["L/p1_a.wav", "L/b.wav", "N/c.wav"])
     found = recording_groups(table, r"re:p\d")
     assert (found.code.tolist(), found.names) == ([1, 0, 0], ("(none)", "p1"))
@@ -261,7 +261,7 @@ def ways(gaps: dict[str, float], n_sensors: int = 12, seed: int = 0) -> tuple[Bo
         ({"cnn": 3}, None, "The detector was not compared with a baseline"),
     ],
 )
-def test_the_verdict_goes_all_ways(gaps, beats, said):
+def test_verdict_is_better_worse_or_undecided(gaps, beats, said):
     boot, found = ways(gaps)
     verdict = give_verdict(boot, found.pop("cnn"), list(found.values()))
     assert verdict.beats is beats
@@ -276,7 +276,7 @@ def test_with_few_sensors_the_best_detector_beats_nothing():
     assert "only 4 sensors" in verdict.text
 
 
-def test_equals_beat_each_other_rarely():
+def test_equally_good_detectors_are_rarely_called_better():
     "Two detectors that are equally good: each is called better in about 2.5 % of the sets."
     called = 0
     for seed in range(80):
@@ -331,12 +331,12 @@ def test_one_class_gives_no_verdict():
         ),
     ],
 )
-def test_what_recordings_cannot_show(truth, code, said):
+def test_cautions_for_insufficient_data_sets(truth, code, said):
     found = cautions(np.array(truth, bool), groups_of(np.array(code, int)))
     assert any(said in c for c in found), found
 
 
-def test_nothing_is_said_of_a_sound_data_set():
+def test_no_cautions_for_a_sufficient_data_set():
     truth, _, of = town(np.random.default_rng(0), 12, 20)
     assert cautions(truth, groups_of(of)) == ()
 
@@ -345,7 +345,7 @@ def test_nothing_is_said_of_a_sound_data_set():
 
 
 @pytest.mark.parametrize("gap", [0.0, 2.0])
-def test_with_dealt_labels_the_interval_holds_a_half(gap):
+def test_interval_of_permuted_labels_contains_auc_of_one_half(gap):
     truth, score, of = town(np.random.default_rng(2), 12, 20, gap)
     control = permutation_test(truth, score, groups_of(of))
     assert control.holds
@@ -379,7 +379,7 @@ def deals_over_recordings(truth: np.ndarray, score: np.ndarray, n_permutations: 
 @pytest.mark.parametrize(
     ("n_sensors", "labels", "even"), [(12, "one each", True), (12, "one each", False), (20, "mixed", False)]
 )
-def test_the_control_is_not_kinder_than_chance(n_sensors, labels, even):
+def test_permutation_test_keeps_its_error_rate_under_chance(n_sensors, labels, even):
     "Detectors that know sensors and no leaks: how often the control says that chance would hardly do as well, and whether intervals hold a half."
     called, called_by_recordings, held, areas, spreads, by_recordings = 0, 0, [], [], [], []
     sets = [sensors_only(np.random.default_rng(seed), n_sensors, labels, even) for seed in range(60)]
@@ -403,7 +403,7 @@ def test_the_control_is_not_kinder_than_chance(n_sensors, labels, even):
     assert np.mean(by_recordings) < 0.5 * apart
 
 
-def test_dealt_labels_keep_what_groups_are():
+def test_permuted_labels_keep_group_sizes_and_purity():
     rng = np.random.default_rng(0)
     of = rng.permutation(np.repeat(np.arange(9), [1, 2, 3, 5, 8, 13, 21, 34, 55]))
     pure = np.isin(of, [0, 3, 5, 8])
@@ -429,7 +429,7 @@ def test_dealt_labels_keep_what_groups_are():
 
 
 @pytest.mark.parametrize("truth", [[1] + [0] * 99, [0] + [1] * 99])
-def test_no_class_is_lost_in_a_deal(truth):
+def test_permutation_keeps_both_classes(truth):
     "One recording of a class, in a large group; small groups get a hundredth of it."
     of = np.r_[np.zeros(70, int), 1 + np.arange(30)]
     for seed in range(200):
@@ -437,7 +437,7 @@ def test_no_class_is_lost_in_a_deal(truth):
         assert 0 < dealt.sum() < 100
 
 
-def test_where_each_recording_is_alone_labels_are_dealt_over_recordings():
+def test_permutation_by_recording_without_groups():
     truth = np.arange(60) < 20
     dealt = np.array(
         [
@@ -453,14 +453,14 @@ def test_where_each_recording_is_alone_labels_are_dealt_over_recordings():
     assert str(control).startswith("Labels permuted: mean AUC")
 
 
-def test_the_control_says_what_changed_places():
+def test_permutation_test_text_names_the_permuted_units():
     truth, score, of = town(np.random.default_rng(2), 12, 20)
     assert str(permutation_test(truth, score, groups_of(of))).startswith(
         "Labels permuted by whole groups (12 sensors): mean AUC"
     )
 
 
-def test_controls_that_cannot_be_made():
+def test_permutation_test_without_an_interval_reports_the_reason():
     assert permutation_test(np.ones(9, bool), np.arange(9) / 9, groups_of(range(9))).holds is None
     few = permutation_test(
         np.arange(40) % 2 == 0, np.random.default_rng(0).random(40), groups_of(np.arange(40) // 20)
@@ -469,7 +469,7 @@ def test_controls_that_cannot_be_made():
     assert "no interval: only 2 sensors" in str(few)
 
 
-def test_baselines_learned_from_dealt_labels_know_nothing_on_average(parts):
+def test_baselines_trained_on_permuted_labels_have_auc_of_one_half(parts):
     "A single one leans one way or the other; the mean over many is 0.5."
     rng = np.random.default_rng(0)
     x, y, test, truth = (
@@ -523,7 +523,7 @@ def test_logistic_regression_is_the_same_each_time_and_survives_odd_features():
         (np.full((2, 1), np.nan), [1, 0]),
     ],
 )
-def test_what_cannot_be_learned_is_refused(x, y):
+def test_logistic_fit_refuses_unusable_input(x, y):
     with pytest.raises(DataError):
         fit_logistic(x, np.array(y, bool))
 
@@ -553,7 +553,7 @@ def parts(sets, split):
         ds.close()
 
 
-def test_baselines_read_what_they_say(parts):
+def test_baseline_features_equal_mean_mels_and_levels(parts):
     ds = parts["testing"]
     rows = [ds[i][0].astype(np.float64) for i in range(0, len(ds), 17)]
     np.testing.assert_allclose(mean_mels(ds)[::17], [r.mean((0, 1, 3)) for r in rows], atol=1e-9)
@@ -609,7 +609,7 @@ def knowing(monkeypatch: pytest.MonkeyPatch, noise: float) -> None:
     monkeypatch.setattr(evaluation, "score_rows", scores)
 
 
-def test_a_detector_that_has_learned_nothing(sets, split, tmp_path):
+def test_untrained_detector_does_not_beat_the_baselines(sets, split, tmp_path):
     model = detector(sets).save(tmp_path / "model.pt")
     e = lm.evaluate(model, sets, split=split, progress="none", n_draws=500)
     assert isinstance(e, lm.Evaluation)
@@ -631,7 +631,7 @@ def test_a_detector_that_has_learned_nothing(sets, split, tmp_path):
     assert e.files_per_s > 0
 
 
-def test_a_detector_that_knows(sets, split, monkeypatch):
+def test_perfect_detector_beats_all_baselines(sets, split, monkeypatch):
     knowing(monkeypatch, 0.5)
     e = lm.evaluate(detector(sets), sets, split=split, progress="none", n_draws=500)
     assert e.beats is True
@@ -654,7 +654,7 @@ def test_batches_do_not_matter(sets, split):
     np.testing.assert_allclose(scores[0], scores[2], atol=2e-6)
 
 
-def test_thresholds_are_never_chosen_on_the_recordings_that_judge(sets, split, monkeypatch):
+def test_thresholds_are_never_chosen_on_test_recordings(sets, split, monkeypatch):
     knowing(monkeypatch, 0.5)
     d, chosen = detector(sets), detector(sets, threshold_from="validation (f1)")
     chosen.thresholds["mean"] = 0.875
@@ -666,7 +666,7 @@ def test_thresholds_are_never_chosen_on_the_recordings_that_judge(sets, split, m
     assert any("Leakage was not checked" in c for c in alone.cautions)
 
 
-def test_all_forms_of_a_result(sets, split, tmp_path):
+def test_evaluation_summary_report_table_and_files(sets, split, tmp_path):
     e = lm.evaluate(
         detector(sets), sets, split=split, progress="none", n_draws=200, votes=("long_vote", "any_long")
     )
@@ -753,7 +753,7 @@ def test_without_both_labels_no_figure_compares(sets):
         assert "a comparison needs both labels" in verdict.text
 
 
-def test_the_title_names_what_was_not_beaten():
+def test_figure_title_names_the_baselines_that_were_not_beaten():
     "The baseline with the highest AUC may be one that is beaten."
     boot, found = ways({"cnn": 3, "level": 1, "mels": 1.5})
     own = found.pop("cnn")
@@ -771,7 +771,7 @@ def test_the_title_names_what_was_not_beaten():
     assert "not compared" in title(None)
 
 
-def test_a_leaky_split_is_on_everything(sets, tmp_path):
+def test_leaky_split_stamp_is_on_all_outputs(sets, tmp_path):
     with pytest.warns(LeakySplitWarning):
         e = lm.evaluate(detector(sets), sets[1], training=sets, progress="none", n_draws=200)
     assert e.leaky
@@ -812,7 +812,7 @@ def clips(folder: Path, names: dict[str, int]) -> Path:
     ).path
 
 
-def test_one_recording_of_a_class_proves_nothing(tmp_path):
+def test_one_recording_per_class_gives_no_verdict(tmp_path):
     "Pieces of one recording of each class, as people who start out have them."
     made = {
         part: clips(
@@ -841,7 +841,7 @@ def test_one_recording_of_a_class_proves_nothing(tmp_path):
     assert "not comparable" in repr(e)
 
 
-def test_real_pieces_of_five_recordings_prove_nothing(tmp_path):
+def test_pieces_of_five_real_recordings_give_no_verdict(tmp_path):
     "One recording without a leak, cut into pieces: it runs, and says that nothing follows."
     where = os.environ.get("LEAKMEL_REAL_WAVS")
     if not where:
@@ -913,7 +913,7 @@ def test_options_that_do_not_exist_are_refused(sets, options, code):
         (dict(device="tpu9x"), UsageError, "no such device"),
     ],
 )
-def test_what_cannot_be_judged(sets, options, error, said):
+def test_evaluate_refuses_invalid_arguments(sets, options, error, said):
     with pytest.raises(error, match=said):
         lm.evaluate(detector(sets), sets[2], progress="none", **options)
 

@@ -56,7 +56,7 @@ def loaded(path: Path) -> tuple[Any, dict[str, Any]]:
         ("overlap", {"sample_rate": 8000, "n_fft": 256, "n_mels": 20, "mel_norm": None}),
     ],
 )
-def test_a_program_says_what_the_detector_says(tmp_path, preset, changes):
+def test_exported_program_has_the_scores_of_the_detector(tmp_path, preset, changes):
     detector = made(preset, **changes)
     assert detector.spec is not None
     program, about = loaded(export_detector(detector, tmp_path / "model.pt2"))

@@ -112,7 +112,7 @@ def rows(uneven, tmp_path_factory) -> Path:
     st.integers(0, 1 << 30),
     st.sampled_from([0.02, 0.2, 1 / 3, 0.5, 0.9, 1.0]),
 )
-def test_a_recording_has_the_score_that_it_would_have_alone(n_long, n, seed, share):
+def test_score_does_not_depend_on_other_recordings(n_long, n, seed, share):
     rng = np.random.default_rng(seed)
     scores, counts = rng.random((n, n_long)).astype(np.float32), rng.integers(1, n_long + 1, n)
     table = np.where(np.arange(n_long) < counts[:, None], scores, np.nan)
@@ -244,7 +244,7 @@ def test_lengths_beyond_all_measure_count_as_a_whole_row(rows, tmp_path, length)
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("preload", [True, False])
-def test_items_are_what_was_recorded(rows, level, preload):
+def test_items_exclude_padding_after_the_recording(rows, level, preload):
     "Values, classes, rows and places, in the order of the file."
     chosen = np.array([7, 2, 5, 12, 0, 19])
     with Segments(
@@ -280,7 +280,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_loaders_hand_out_what_was_recorded(rows, options):
+def test_loaders_exclude_padding_after_the_recording(rows, options):
     with Segments(rows, preload_to_ram=False) as ds:
         n = int(ds.segment_counts.sum())
         whole = len(LENGTHS) * ds.per_row
@@ -339,7 +339,7 @@ def test_an_epoch_of_uneven_rows_has_each_item_once(counts, block_rows, buffer_b
         ({"epoch_share": 0.3}, 2847262128, 6),
     ],
 )
-def test_checkpoints_of_even_rows_are_still_taken_up(change, check, n_batches):
+def test_checkpoints_of_equal_rows_are_resumed(change, check, n_batches):
     "Check sums that were noted before rows could be uneven."
     order = BatchOrder(4 * np.arange(31), 7, seed=5, **change)
     order.set_epoch(2)
@@ -368,7 +368,7 @@ def town(tmp_path_factory) -> dict[float, list[Path]]:
 
 
 @pytest.mark.parametrize("loader", ["device", "stream", "workers"])
-def test_rows_of_twice_the_length_teach_the_same(town, tmp_path, loader):
+def test_rows_of_twice_the_length_train_the_same_weights(town, tmp_path, loader):
     "Classes, bands and every weight; epochs and thresholds too."
     learned = TrainSettings(epochs=2, batch_size=64, channels=(4, 8), loader=loader, num_workers=0, seed=2)
     found = []
@@ -393,7 +393,7 @@ def test_rows_of_twice_the_length_teach_the_same(town, tmp_path, loader):
     assert found[0] == found[1]
 
 
-def test_rows_of_twice_the_length_are_judged_the_same(town):
+def test_rows_of_twice_the_length_have_the_same_evaluation(town):
     "Figures, thresholds, baselines and the pictures of errors."
     judged = []
     for sets in town.values():
@@ -427,7 +427,7 @@ def test_rows_of_twice_the_length_are_judged_the_same(town):
         assert len(a.x) == len(b.x)
 
 
-def test_errors_are_drawn_to_the_end_of_rows_longer_than_those_that_were_learned(town):
+def test_error_plot_covers_rows_longer_than_training_rows(town):
     with lm.open_dataset(town[10.0][0]) as ds:
         detector = made_detector(replace(ds.spec, duration_s=5.0), names=tuple(ds.class_names))
     drawn = lm.evaluate(detector, town[20.0][2], n_draws=100, **QUIET).plots()["errors"].data
@@ -438,7 +438,7 @@ def test_errors_are_drawn_to_the_end_of_rows_longer_than_those_that_were_learned
             assert len(trace.x) == len(trace.y) == 41
 
 
-def test_recordings_of_different_lengths_are_judged_as_a_prediction_judges_them(uneven, rows, tmp_path):
+def test_evaluation_equals_prediction_for_recordings_of_different_lengths(uneven, rows, tmp_path):
     detector = made_detector()
     e = lm.evaluate(detector, rows, n_draws=100, votes=VOTES, **QUIET)
     p = lm.predict(uneven, detector, length="spec", engine="torch", **QUIET)
@@ -466,7 +466,7 @@ def test_recordings_of_different_lengths_are_judged_as_a_prediction_judges_them(
         assert np.isfinite(np.asarray(trace.x, float)).all()
 
 
-def test_recordings_too_short_are_said_before_a_training(rows, tmp_path):
+def test_too_short_recordings_are_reported_before_training(rows, tmp_path):
     given = TrainSettings(epochs=1, batch_size=16, channels=(4, 8))
     with pytest.warns(
         TooShortWarning,
@@ -539,7 +539,7 @@ class Pinned:
         return self.got.values.numpy()
 
 
-def test_scores_of_a_gpu_are_waited_for_one_batch_late(rows, monkeypatch):
+def test_gpu_scores_are_read_one_batch_later(rows, monkeypatch):
     "A copy is queued right behind what it copies, and its own event is waited for when the next batch is queued."
     said: list[str] = []
     real, empty = detector_module.score_segments, torch.empty
@@ -585,7 +585,7 @@ def test_no_files_in_a_batch(rows):
 # ---- baselines
 
 
-def test_mean_mels_are_of_what_was_recorded(rows):
+def test_mean_mels_exclude_padding_after_the_recording(rows):
     with Segments(rows, level="recording") as ds:
         every = ds.sources[0].mels[:].astype(np.float64)
         for k, (row, n) in enumerate(zip(ds.rows, ds.segment_counts)):

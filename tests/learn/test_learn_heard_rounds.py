@@ -100,7 +100,7 @@ def opened(town: dict[float, dict[str, Path]], part: str = "new", task: Any = No
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 1.0])
-def test_half_of_what_is_there_is_trusted(share):
+def test_half_of_the_existing_segments_are_selected(share):
     rng = np.random.default_rng(0)
     scores, leaks, n_heard = rng.integers(0, 4, (60, 7)) / 3, rng.random(60) < 0.5, rng.integers(1, 8, 60)
     found = confident_segments(
@@ -170,7 +170,7 @@ def test_scores_that_are_no_numbers_are_refused(town):
     ds.close()
 
 
-def test_a_label_of_a_recording_that_is_too_short_is_said(town, tmp_path):
+def test_label_of_a_too_short_recording_is_reported(town, tmp_path):
     table = tmp_path / "heard.csv"
     _, ds = opened(town)
     every = [os.fsdecode(p) for p in ds.sources[0].files["path"]]
@@ -203,7 +203,7 @@ def a_round(sets: dict[str, Any], out: Path) -> Any:
     )
 
 
-def test_longer_rows_teach_a_round_the_same(town, tmp_path):
+def test_longer_rows_give_the_same_round(town, tmp_path):
     done = []
     for duration_s, sets in town.items():
         with pytest.warns(TooShortWarning) as said:
@@ -227,7 +227,7 @@ def test_longer_rows_teach_a_round_the_same(town, tmp_path):
     again.recordings.close()
 
 
-def test_chosen_rows_say_how_many_were_too_short(town, tmp_path):
+def test_selected_rows_report_the_number_of_too_short_recordings(town, tmp_path):
     "A part that is given as Segments holds the others only."
     new = Segments(town[2.0]["new"], level="recording", preload_to_ram=False)
     with pytest.warns(TooShortWarning) as said:

@@ -82,7 +82,7 @@ def test_a_hostile_detector_is_refused(honest, tmp_path, name):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
 
 
-def test_an_honest_one_is_read(honest, tmp_path):
+def test_valid_detector_is_loaded(honest, tmp_path):
     assert load_detector(changed(honest, tmp_path / "model.pt", lambda head, weights: None)).spec == SPEC
 
 
@@ -95,7 +95,7 @@ def test_settings_of_earlier_versions_are_read_or_refused(honest, tmp_path):
         load_detector(path)
 
 
-def test_a_whole_share_is_a_share(honest, tmp_path):
+def test_integer_share_is_accepted_as_float(honest, tmp_path):
     "1 is 1.0: a detector that was made with it can be read again, also from a file that holds it as a whole number."
     detector = load_detector(honest)
     made = Detector(detector.net, detector.task, SPEC, **DecisionRule("frac_vote", 1).options())
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_was_taken_for_a_model(tmp_path):
     ("error", "kind", "code"),
     [(MemoryError(), MachineError, "out-of-memory"), (RuntimeError(), DataError, "not-a-detector")],
 )
-def test_errors_without_a_word_are_told_apart(honest, monkeypatch, error, kind, code):
+def test_errors_without_message_are_distinguished(honest, monkeypatch, error, kind, code):
     "No memory is no fault of the file."
 
     def failing(*args: Any) -> Any:

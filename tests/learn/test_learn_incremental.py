@@ -150,7 +150,7 @@ def test_classes_come_from_the_vote_and_the_likeliest_other():
     assert select(mixed).choice.classes.tolist() == [2]
 
 
-def test_a_person_wins_over_the_detector():
+def test_human_labels_override_predictions():
     scores = three([0.9, 0.8, 0.7, 0.6], [0.1, 0.2, 0.3, 0.0], [0.9, 0.9, 0.9, 0.9], [0.9, 0.1, 0.9, 0.9])
     found = select(scores, [2, 1, LEFT_OUT, UNLABELLED])
     assert found.choice.classes.tolist() == [2, 1, LEFT_OUT, 1]
@@ -172,7 +172,7 @@ def test_a_person_wins_over_the_detector():
     }
 
 
-def test_a_label_by_a_person_teaches_what_the_detector_had_wrong():
+def test_human_label_corrects_the_training_class():
     "A pump that starts halfway, which the detector takes for a leak: half of the segments would leave the pump out."
     pump = three([0.05, 0.1, 0.9, 0.95], hum=0.5)
     assert select(pump, [0]).choice.kept[0].all()
@@ -226,7 +226,7 @@ def test_replay_is_a_share_of_each_class(towns):
 
 @pytest.mark.parametrize("level", ["long"])
 @pytest.mark.parametrize("kind", ["device", "stream", "workers"])
-def test_picked_items_come_through_loaders_and_can_be_taken_up_again(towns, kind, level):
+def test_selected_items_can_be_loaded_and_resumed(towns, kind, level):
     with recordings(towns[0]["training"], TASK) as old, recordings(towns[1]["training"]) as new:
         rng = np.random.default_rng(0)
         kept, classes = rng.random((len(new), new.row_shape[0])) < 0.3, rng.integers(-1, 2, len(new))
@@ -274,7 +274,7 @@ def test_picked_items_come_through_loaders_and_can_be_taken_up_again(towns, kind
 # People
 
 
-def test_tables_of_people_are_checked_by_name(towns, tmp_path):
+def test_human_label_tables_are_checked(towns, tmp_path):
     table = tmp_path / "heard.csv"
     with recordings(towns[1]["testing"]) as new:
         paths = [os.fsdecode(p) for p in recording_paths(new)]
@@ -319,7 +319,7 @@ def test_tables_of_people_are_checked_by_name(towns, tmp_path):
         read_human_labels(table, twice, TASK)
 
 
-def test_what_people_say_is_said_of_copies(towns):
+def test_human_labels_apply_to_copies(towns):
     with Segments([towns[1]["testing"]] * 2, level="recording") as twice:
         n = len(twice) // 2
         said = np.full(2 * n, UNLABELLED)
@@ -392,7 +392,7 @@ def test_only_a_paired_interval_above_0_replaces_the_champion():
         )
 
 
-def test_losses_that_no_round_shows_are_seen_from_the_first_champion():
+def test_accumulated_losses_are_found_against_the_first_champion():
     "Three steps, each a little better here and a little worse in the old town: none shows a loss there, their sum does."
     rng = np.random.default_rng(16)
     truth = np.arange(480) % 2 == 0
@@ -416,7 +416,7 @@ def test_losses_that_no_round_shows_are_seen_from_the_first_champion():
     assert "may add up" not in decide(better, [lost], "auc", [duel(here[0], here[1])])[1]
 
 
-def test_a_test_set_says_how_worn_it_is():
+def test_test_set_reuse_is_reported():
     assert "1 challenger has been compared" in promotion.test_set_reuse_note(1)
     assert "about 2.5%" in promotion.test_set_reuse_note(1)
     assert "40 challengers have been compared" in promotion.test_set_reuse_note(40)
@@ -609,7 +609,7 @@ def learned_by(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def test_what_earlier_rounds_learned_is_learned_again(towns, tmp_path, monkeypatch):
+def test_earlier_rounds_are_replayed(towns, tmp_path, monkeypatch):
     (one, other), seen = halves(towns[1]["training"]), learned_by(monkeypatch)
     given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1))
 
@@ -667,7 +667,7 @@ def test_what_earlier_rounds_learned_is_learned_again(towns, tmp_path, monkeypat
         part.close()
 
 
-def test_data_sets_that_have_gone_are_said(towns, tmp_path, monkeypatch):
+def test_missing_data_sets_of_earlier_rounds_are_reported(towns, tmp_path, monkeypatch):
     import shutil
 
     by_rule(monkeypatch, True)
@@ -715,7 +715,7 @@ def taught_classes(seen: Any, n_long: int, before: list[Path], n: int) -> dict[i
     return {k: set(seen[2][rows == k].tolist()) for k in range(n) if (rows == k).any()}
 
 
-def test_replay_says_what_people_say(towns, tmp_path, monkeypatch):
+def test_human_labels_apply_to_replayed_recordings(towns, tmp_path, monkeypatch):
     "Recordings that are replayed too are labelled anew: nobody teaches both classes of one."
     path, seen = towns[0]["training"], learned_by(monkeypatch)
     given_ = begin_with(towns, tmp_path, settings=replace(SMALL, epochs=1), new_data=path)
@@ -739,7 +739,7 @@ def test_replay_says_what_people_say(towns, tmp_path, monkeypatch):
     assert later == {k: wanted[k] for k in later} != {}, "and in later rounds"
 
 
-def test_new_recordings_that_replay_holds_are_learned_there(towns, tmp_path, monkeypatch):
+def test_new_recordings_in_replay_data_are_trained_from_replay(towns, tmp_path, monkeypatch):
     "Their labels are known: a prediction is not taught beside them, unless a person says something."
     path, seen = towns[0]["training"], learned_by(monkeypatch)
     given_ = begin_with(
@@ -769,7 +769,7 @@ def test_new_recordings_that_replay_holds_are_learned_there(towns, tmp_path, mon
     assert third.selection.by_human.sum() == 3
 
 
-def test_what_people_say_later_counts_of_what_was_learned_before(towns, tmp_path, monkeypatch):
+def test_later_human_labels_apply_to_earlier_rounds(towns, tmp_path, monkeypatch):
     task, seen = make_task(["LEAK", "NOLEAK", "PUMP"], leave_out=["PUMP"]), learned_by(monkeypatch)
     with recordings(towns[1]["training"]) as every:
         spec, n, n_long = every.sources[0].spec, len(every), every.row_shape[0]
@@ -873,13 +873,13 @@ def test_new_recordings_without_names_are_refused_before_anything_is_learned(tmp
     assert not (tmp_path / "rounds").exists()
 
 
-def test_groups_that_are_not_there_are_said_before_anything_is_learned(towns, tmp_path):
+def test_missing_groups_are_reported_before_training(towns, tmp_path):
     with pytest.raises(UsageError, match="the column to group by does not exist; found 'colour'"):
         retrain(**begin_with(towns, tmp_path, group="colour"))
     assert os.listdir(tmp_path) == []
 
 
-def test_challengers_meet_the_first_champion_too(towns, tmp_path, monkeypatch):
+def test_challengers_are_compared_with_the_first_champion(towns, tmp_path, monkeypatch):
     given_ = begin_with(towns, tmp_path, also={"old town": towns[0]["testing"]})
     real = rounds.decide
     by_rule(monkeypatch, True)
@@ -917,7 +917,7 @@ def test_challengers_meet_the_first_champion_too(towns, tmp_path, monkeypatch):
         assert two.record["since_first_champion"][name] == right.summary["differences"]
 
 
-def test_what_judges_is_never_learned(towns, tmp_path):
+def test_test_recordings_are_never_trained_on(towns, tmp_path):
     given_ = begin_with(towns, tmp_path)
     for part in ("new_data", "replay", "validation"):
         with raises("test-set-learned", says="testing"):
@@ -968,7 +968,7 @@ class Killed(BaseException):
         "write_lineage",
     ],
 )
-def test_an_interrupted_round_leaves_the_champion_and_goes_on(towns, tmp_path, monkeypatch, where):
+def test_interrupted_round_keeps_the_champion_and_is_resumed(towns, tmp_path, monkeypatch, where):
     given_ = begin_with(towns, tmp_path / "torn")
     with monkeypatch.context() as m:
         by_rule(m, True)
@@ -1017,7 +1017,7 @@ retrain(model, new, replay=old, testing=testing, out=out, rules=RoundRules(n_dra
 """
 
 
-def test_a_killed_round_leaves_the_champion_and_goes_on_bit_for_bit(towns, tmp_path):
+def test_killed_round_keeps_the_champion_and_resumes_bit_for_bit(towns, tmp_path):
     given_ = begin_with(
         towns, tmp_path / "torn", checkpoints=CheckpointSettings(fsync=False, checkpoint_steps=3)
     )
@@ -1048,7 +1048,7 @@ def test_a_killed_round_leaves_the_champion_and_goes_on_bit_for_bit(towns, tmp_p
     assert files_of(tmp_path / "torn") == files_of(tmp_path / "whole")
 
 
-def test_another_round_does_not_take_up_what_was_interrupted(towns, tmp_path, monkeypatch):
+def test_other_round_does_not_resume_an_interrupted_one(towns, tmp_path, monkeypatch):
     given_ = begin_with(towns, tmp_path)
     real = rounds.train_epochs
 
@@ -1066,7 +1066,7 @@ def test_another_round_does_not_take_up_what_was_interrupted(towns, tmp_path, mo
     assert done.number == 1
 
 
-def test_a_damaged_folder_is_said(towns, tmp_path):
+def test_damaged_folder_is_reported(towns, tmp_path):
     given_ = begin_with(towns, tmp_path)
     retrain(**given_)
     pointer, model = (tmp_path / CHAMPION_FILE).read_bytes(), round_folder(tmp_path, 0) / "model.pt"
@@ -1104,7 +1104,7 @@ def test_a_damaged_folder_is_said(towns, tmp_path):
     ],
     ids=str,
 )
-def test_a_damaged_record_is_said(tmp_path, wrong):
+def test_damaged_record_is_reported(tmp_path, wrong):
     "A round decided, and was interrupted before the champion was named."
     lineage = begin_lineage(tmp_path, fresh(), "the test set")
     fresh(1).save(round_folder(tmp_path, 1) / "model.pt")

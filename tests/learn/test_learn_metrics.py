@@ -116,7 +116,7 @@ def test_many_confusions_at_once():
         ([], [], dict.fromkeys(FIGURES, "no recording")),
     ],
 )
-def test_what_is_undefined_has_a_word(y, score, named):
+def test_undefined_figures_have_a_note(y, score, named):
     assert why_undefined(y, score) == named
 
 

@@ -164,7 +164,7 @@ def test_a_long_recording_is_scored_to_its_end(mixed, preset):
         assert np.abs(found[name] - right).max() < 1e-5, name
 
 
-def test_what_is_heard_is_said(mixed, detector):
+def test_scored_segments_and_seconds_are_reported(mixed, detector):
     table = lm.predict(mixed, detector, **QUIET).table.set_index("path")
     assert table.loc["long.wav", ["n_segments", "heard_s"]].tolist() == [160, 40.0]
     assert table.loc["short.wav", ["n_segments", "heard_s"]].tolist() == [2, 0.5]
@@ -326,7 +326,7 @@ def test_names_that_are_no_text(tmp_path, detector):
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == 5
 
 
-def test_what_is_wrong_with_a_recording_is_said(tmp_path, detector):
+def test_problems_of_recordings_are_reported(tmp_path, detector):
     folder = tmp_path / "wav"
     put(folder, "S1~7~20240101_000000~1.wav", noise(1))
     put(folder, "S1~8~20240101_000000~24.wav", noise(1))
@@ -476,7 +476,7 @@ def test_other_rates_where_the_model_wants_none(mixed):
     assert [r.path for r in p.rejections if r.code == "wrong_rate"] == [b"fast.wav", b"same size.wav"]
 
 
-def test_scores_that_are_no_numbers_are_not_handed_out(mixed):
+def test_nan_scores_are_not_returned(mixed):
     broken = made_detector()
     with torch.no_grad():
         broken.net.classes.weight.fill_(torch.nan)
@@ -510,7 +510,7 @@ def test_a_file_is_whole_or_not_there(mixed, detector, tmp_path, monkeypatch):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-def test_what_is_somebodys_is_left_alone(mixed, detector, tmp_path):
+def test_foreign_files_are_not_overwritten(mixed, detector, tmp_path):
     mine = tmp_path / "mine.csv"
     mine.write_text("date,depth\n")
     (tmp_path / "folder.csv").mkdir()
@@ -594,7 +594,7 @@ def test_the_command_line_stays_light():
 # ---- which model
 
 
-def test_without_a_model_the_newest_is_taken(tmp_path, monkeypatch, detector):
+def test_newest_model_is_the_default(tmp_path, monkeypatch, detector):
     from leakmel.learn.plans import find_model
 
     monkeypatch.chdir(tmp_path)

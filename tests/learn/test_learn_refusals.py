@@ -73,7 +73,7 @@ def test_a_device_that_is_not_there_is_named(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_nobody_has(town: Path, tmp_path: Path) -> None:
+def test_missing_gpu_is_refused(town: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such GPU"):
         trained(town, tmp_path / "run", device="cuda")
 
@@ -144,7 +144,9 @@ def test_recordings_for_testing_may_have_been_built_alone(
         ("model.pt", None),
     ],
 )
-def test_what_no_training_wrote_stays(town: Path, tmp_path: Path, name: str, content: bytes | None) -> None:
+def test_files_of_other_programs_are_not_replaced(
+    town: Path, tmp_path: Path, name: str, content: bytes | None
+) -> None:
     "Such a folder may be one of a build, or of another program."
     if content is None:
         torch.save({"format": "theirs"}, tmp_path / name)
@@ -189,7 +191,7 @@ def interrupted(town: Path, out: Path, monkeypatch: pytest.MonkeyPatch, free: in
 
 
 @pytest.mark.parametrize(("then", "now"), [(1 << 40, 1), (1, 1 << 40)])
-def test_a_training_goes_on_with_the_loader_it_began_with(
+def test_resumed_training_keeps_its_loader(
     town: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: int, now: int
 ) -> None:
     "Which one suits depends on free memory, and the order of the items on which one it is."
@@ -208,7 +210,7 @@ def test_a_training_goes_on_with_the_loader_it_began_with(
     assert (tmp_path / "run" / "model.pt").read_bytes() == (tmp_path / "whole" / "model.pt").read_bytes()
 
 
-def test_items_that_do_not_fit_any_more_are_said(
+def test_items_that_no_longer_fit_into_memory_are_reported(
     town: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted(town, tmp_path / "run", monkeypatch, 1 << 40)
@@ -235,7 +237,7 @@ def test_a_difference_of_what_is_undefined_is_undefined() -> None:
 # ---- silence behind recordings
 
 
-def test_silence_behind_recordings_is_left_out_and_said(town: Path, tmp_path: Path) -> None:
+def test_trailing_silence_is_excluded_and_reported(town: Path, tmp_path: Path) -> None:
     "Rows of 40 s that hold 10 s of sound: it stands beside the numbers, and nowhere where rows are as long as recordings."
     spec = lm.MelSpec.preset("disjoint", duration_s=40.0)
     built = [

@@ -129,7 +129,7 @@ class Staged:
 # ---- what it does --------------------------------------------------------------------------------------------------
 
 
-def test_the_first_trial_is_what_it_began_with(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+def test_first_trial_has_the_base_settings(sets: Path, right: SearchResult, tmp_path: Path) -> None:
     assert right.base.changes == {
         "learning_rate": 0.01,
         "dropout": 0.3,
@@ -168,7 +168,7 @@ def test_train_with_the_settings_that_were_found_makes_the_model(
     assert found.record["best_epoch"] == right.best.best_epoch
 
 
-def test_what_lies_in_the_folder(right: SearchResult) -> None:
+def test_search_folder_contents(right: SearchResult) -> None:
     out = right.folder
     assert sorted(p.name for p in out.iterdir()) == [
         "figures",
@@ -200,7 +200,7 @@ def test_what_lies_in_the_folder(right: SearchResult) -> None:
     assert trial_settings(TINY, summary["changes"]) == right.settings
 
 
-def test_the_result_says_base_beside_best(right: SearchResult) -> None:
+def test_result_shows_base_and_best_settings(right: SearchResult) -> None:
     text = repr(right)
     assert f"F1 {right.base.f1:.4f}: learning_rate 0.01" in text
     assert f"{LAST} of {LAST}" in text
@@ -248,7 +248,7 @@ def test_verdict(before: list[float], after: list[float], better: bool | None) -
 # ---- pruning, failing, time ----------------------------------------------------------------------------------------
 
 
-def test_trials_that_lag_are_ended_early(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worse_trials_are_pruned(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staged = Staged(monkeypatch, lambda s, n: 0.9 - abs(s.dropout - 0.3) + 0.01 * n)
     settings = replace(STAGED, epochs=4)
     result = searched(
@@ -287,7 +287,7 @@ def test_trials_that_lag_are_ended_early(sets: Path, tmp_path: Path, monkeypatch
     assert {t.state for t in whole.trials} == {"complete"}
 
 
-def test_what_mattered_is_told_where_there_are_trials_enough(
+def test_importance_is_reported_with_enough_trials(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Staged(monkeypatch, lambda s, n: 0.9 - abs(s.dropout - 0.3))
@@ -301,7 +301,7 @@ def test_what_mattered_is_told_where_there_are_trials_enough(
     assert "dropout" in more.plots()["importance"].layout.title.text
 
 
-def test_a_trial_that_goes_astray_is_noted_and_the_search_goes_on(
+def test_failed_trial_is_recorded_and_the_search_continues(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def astray(s: TrainSettings, n: int) -> float:
@@ -454,7 +454,9 @@ def test_whatever_a_kill_leaves_it_makes_the_same_trials(
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_how_to_go_on(sets: Path, right: SearchResult, tmp_path: Path, children: Server) -> None:
+def test_ctrl_c_reports_how_to_resume(
+    sets: Path, right: SearchResult, tmp_path: Path, children: Server
+) -> None:
     out = tmp_path / "run"
     done = going(children, sets, out, at_that_moment(signal.SIGINT, 40))
     assert done.status == 128 + signal.SIGINT, done.err
@@ -464,7 +466,7 @@ def test_ctrl_c_says_how_to_go_on(sets: Path, right: SearchResult, tmp_path: Pat
     assert_same(out, right)
 
 
-def test_a_trial_that_was_over_before_it_was_noted_is_not_learned_again(
+def test_finished_trial_without_record_is_not_trained_again(
     sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dying(self: Any, done: Trial) -> None:
@@ -524,7 +526,7 @@ def test_a_trial_that_was_over_before_it_was_noted_is_not_learned_again(
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said_before_anything_is_trained(
+def test_search_reports_usage_errors_before_training(
     sets: Path, tmp_path: Path, options: dict[str, Any], code: str | None, says: str
 ) -> None:
     "Without a code here: a refusal of the settings, or of the data, that a training makes too."
@@ -558,7 +560,7 @@ def test_another_search_in_the_folder_is_refused_by_name(sets: Path, right: Sear
     assert {p: p.read_bytes() for p in right.folder.rglob("*") if p.is_file()} == before
 
 
-def test_it_begins_anew_where_that_is_said(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+def test_search_starts_over_with_resume_never(sets: Path, right: SearchResult, tmp_path: Path) -> None:
     "The same trials as in a new folder, and nothing is left of the other search."
     out = tmp_path / "run"
     with raises("nothing-to-resume", path=out):
@@ -578,7 +580,7 @@ def test_it_begins_anew_where_that_is_said(sets: Path, right: SearchResult, tmp_
     assert (out / "search.json").read_bytes() == before
 
 
-def test_ended_while_it_begins_anew_it_is_the_new_search(
+def test_search_interrupted_while_starting_over_is_the_new_one(
     sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "After the other search is forgotten, before its trials are removed."
@@ -596,7 +598,7 @@ def test_ended_while_it_begins_anew_it_is_the_new_search(
     assert_same(tmp_path / "run", right)
 
 
-def test_a_search_that_began_anew_says_one_thing_when_it_is_interrupted(
+def test_restarted_search_gives_one_hint_when_interrupted(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "The training under way says that the same command goes on, which would begin anew."
@@ -614,7 +616,7 @@ def test_a_search_that_began_anew_says_one_thing_when_it_is_interrupted(
         assert ("without resume='never'" in raised.value.__notes__[-1]) == (resume == "never")
 
 
-def test_the_folder_of_something_else_is_left_alone(sets: Path, right: SearchResult, tmp_path: Path) -> None:
+def test_folder_of_another_program_is_not_changed(sets: Path, right: SearchResult, tmp_path: Path) -> None:
     trained = train(
         *files(sets), out=tmp_path / "model", settings=replace(TINY, epochs=1), device="cpu", progress=False
     )
@@ -644,7 +646,7 @@ def test_one_search_at_a_time(sets: Path, tmp_path: Path) -> None:
         searched(sets, tmp_path / "run")
 
 
-def test_without_optuna_it_says_what_to_install(
+def test_missing_optuna_names_the_package_to_install(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
@@ -728,7 +730,7 @@ def test_validation_is_needed(sets: Path, tmp_path: Path, capsys: pytest.Capture
     assert "needs recordings for validation" in capsys.readouterr().err
 
 
-def test_a_leaky_split_is_said_first(sets: Path, tmp_path: Path) -> None:
+def test_leaky_split_is_reported_before_the_search(sets: Path, tmp_path: Path) -> None:
     path = files(sets)[0]
     with pytest.warns(LeakySplitWarning, match="LEAKY SPLIT") as said:
         result = search(

@@ -70,7 +70,7 @@ def warned(model: Any, *names: Path, **how: Any) -> tuple[lm.Evaluation, list[st
     return found, [str(w.message) for w in came if issubclass(w.category, LeakySplitWarning)]
 
 
-def test_what_was_learned_and_what_chose_is_in_the_model(small_sets, trained):
+def test_model_stores_training_and_validation_digests(small_sets, trained):
     seen = load_detector(trained / "model.pt").provenance
     with (
         recordings(small_sets / NAMES[0], small_sets / NAMES[1]) as both,
@@ -85,7 +85,7 @@ def test_what_was_learned_and_what_chose_is_in_the_model(small_sets, trained):
     assert np.array_equal(best.recordings, seen.recordings)
 
 
-def test_eight_bytes_for_each(trained):
+def test_provenance_takes_eight_bytes_per_recording(trained):
     with_it = load_detector(trained / "model.pt")
     seen, n = with_it.provenance, 40_000
     small, large = (
@@ -98,7 +98,7 @@ def test_eight_bytes_for_each(trained):
     assert abs(large - small - 8 * (n - len(seen.recordings))) < 1000
 
 
-def test_recordings_that_nobody_has_trained_with_get_no_stamp(small_sets, trained):
+def test_unknown_recordings_get_no_stamp(small_sets, trained):
     found, said = warned(trained / "model.pt", small_sets / NAMES[2])
     assert not found.leaky
     assert not said
@@ -183,7 +183,7 @@ def test_its_own_part_for_testing_is_clean(small_sets, tmp_path):
     assert not [s for s in (*found.stamps, *said) if "trained on" in s]
 
 
-def test_validation_chose(small_sets, trained):
+def test_validation_recordings_are_reported(small_sets, trained):
     found, said = warned(trained / "model.pt", small_sets / NAMES[1], small_sets / NAMES[2])
     with recordings(small_sets / NAMES[1]) as one, recordings(small_sets / NAMES[2]) as other:
         n, n_all = len(one.rows), len(one.rows) + len(other.rows)
@@ -241,7 +241,7 @@ def test_recordings_of_two_channels_are_known_too(trained, tmp_path):
     )
 
 
-def test_a_model_that_does_not_say_marks_nothing(small_sets, trained, tmp_path):
+def test_model_without_provenance_marks_no_recording(small_sets, trained, tmp_path):
     old = replace(load_detector(trained / "model.pt"), provenance=Provenance())
     done = lm.predict(
         small_sets.parent / "demo" / "TRAINING",
@@ -279,7 +279,7 @@ def noise(seed: int) -> np.ndarray:
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
-def test_silence_is_nobodys(tmp_path):
+def test_silent_recordings_are_not_matched(tmp_path):
     "Silent recordings are alike: one in the training says nothing of another."
     quiet = np.zeros(40_960, np.int16)
     first = built(
@@ -314,7 +314,7 @@ def test_silence_is_nobodys(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
-def test_training_that_is_not_its_own_is_said(small_sets, trained, tmp_path):
+def test_foreign_training_set_is_reported(small_sets, trained, tmp_path):
     "What lies beside the recordings that judge need not be what the detector learned from."
     theirs = town(tmp_path, 7)
     found = judged(trained, theirs[2], training=[theirs[0]])
@@ -352,7 +352,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_hostile_memory_is_refused(trained, tmp_path, name):
+def test_hostile_provenance_is_refused(trained, tmp_path, name):
     values = load_plain(trained / "model.pt")
     wrong = WRONG[name]
     values["seen"] = wrong if not isinstance(wrong, dict) or not wrong else values["seen"] | wrong
@@ -379,7 +379,7 @@ def town(folder: Path, seed: int) -> list[Path]:
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
-def test_rounds_remember_and_look(small_sets, trained, tmp_path):
+def test_rounds_store_and_check_provenance(small_sets, trained, tmp_path):
     "A challenger knows what its champion knew; a champion that knows what judges is said to, round after round."
     new, test = (town(tmp_path, seed)[k] for seed, k in ((5, 0), (6, 2)))
     given: dict[str, Any] = dict(
@@ -420,7 +420,7 @@ def test_rounds_remember_and_look(small_sets, trained, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
-def test_a_round_that_is_not_over_remembers_too(small_sets, trained, tmp_path, monkeypatch):
+def test_interrupted_round_keeps_its_provenance(small_sets, trained, tmp_path, monkeypatch):
     "Its model and its best one so far were begun from the champion."
     new, test = (town(tmp_path, seed)[k] for seed, k in ((5, 0), (6, 2)))
 
@@ -475,7 +475,7 @@ def test_files_of_the_earlier_system_say_nothing(tmp_path):
     ds.close()
 
 
-def test_a_detector_in_memory_says_it_too(small_sets, trained):
+def test_detector_in_memory_reports_known_recordings(small_sets, trained):
     found, said = warned(load_detector(trained / "model.pt"), small_sets / NAMES[0])
     assert found.leaky
     assert len(said) == 1

@@ -238,7 +238,7 @@ def test_gradients_are_clipped():
     assert float(left) == pytest.approx(0.01, rel=1e-3)
 
 
-def test_what_a_step_tells():
+def test_step_figures_are_correct():
     stepper, batch = stepper_of(10, learning_rate=0.01), batch_of(24)
     figures = stepper.step(batch)
     assert isinstance(figures, StepFigures)
@@ -369,12 +369,12 @@ def test_memory_that_runs_out_while_weights_are_written(starved, n_before_writin
         lambda: RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_memory_runs_out_in_many_words(error, starved):
+def test_out_of_memory_messages_are_recognised(error, starved):
     assert is_out_of_memory(error())
     assert starved.step({30}, error)[0].n_ran_out == 1
 
 
-def test_other_errors_are_not_taken_for_it(starved):
+def test_other_errors_are_not_treated_as_out_of_memory(starved):
     with pytest.raises(RuntimeError, match="an illegal address"):
         starved.step({30}, lambda: RuntimeError("an illegal address"))
     with pytest.raises(ValueError, match="no such thing"):
@@ -456,7 +456,7 @@ def test_memory_that_runs_out_keeps_the_scale():
 
 
 @pytest.mark.parametrize("last", [True, False, "auto"])
-def test_order_of_numbers_does_not_matter(last):
+def test_memory_layout_does_not_change_gradients(last):
     usual, other = stepper_of(dropout=0.0), stepper_of(dropout=0.0, channels_last=last)
     weight = next(p for p in other.net.parameters() if p.ndim == 4 and p.shape[1] > 1)
     assert weight.is_contiguous(memory_format=torch.channels_last) == (last is True)
@@ -469,7 +469,7 @@ def test_order_of_numbers_does_not_matter(last):
 # Compiling
 
 
-def test_compiled_nets_are_asked_as_wished(monkeypatch):
+def test_use_compile_compiles_the_net(monkeypatch):
     asked = []
 
     def note(net):
@@ -511,7 +511,7 @@ def run(stepper: Stepper, steps: range) -> list[float]:
     [{"accumulation": 3}, {"amp": "bf16"}, {"amp": "fp16"}, {"loss": "focal", "noise_share": 1.0}],
     ids=str,
 )
-def test_a_resumed_training_goes_on_bit_for_bit(changes):
+def test_resumed_training_continues_bit_for_bit(changes):
     whole = stepper_of(7, **changes)
     losses = run(whole, range(7))
     part, file = stepper_of(7, **changes), BytesIO()
@@ -531,7 +531,7 @@ def test_a_resumed_training_goes_on_bit_for_bit(changes):
     assert whole.scaler.state_dict() == resumed.scaler.state_dict()
 
 
-def test_dropout_and_augmentation_are_in_it():
+def test_resumed_training_repeats_dropout_and_augmentation():
     "Or bit for bit would mean nothing."
     usual = run(stepper_of(7), range(4))
     assert usual != run(stepper_of(7, dropout=0.0), range(4))
@@ -554,7 +554,7 @@ def test_what_was_noted_stays_as_it_is():
     )
 
 
-def test_smaller_pieces_stay():
+def test_smaller_micro_batches_stay_after_resume():
     stepper, batch = stepper_of(7), batch_of(24)
     with RunsOut({40}):
         stepper.step(batch)
@@ -566,7 +566,7 @@ def test_smaller_pieces_stay():
 
 
 @pytest.mark.parametrize("orders", [(False, True), (True, False)])
-def test_what_is_remembered_of_weights_follows_their_order_of_numbers(orders):
+def test_optimiser_state_follows_the_memory_layout_of_weights(orders):
     "A training that began on a CPU goes on on a GPU, channels last: a fused kernel takes both as they lie in memory."
     then, now, same_as_then = (stepper_of(7, channels_last=last) for last in (*orders, orders[0]))
     run(then, range(2))
@@ -732,7 +732,7 @@ def test_a_copy_that_the_host_waits_for_is_no_waiting_for_the_loader(monkeypatch
     assert times.wait_ms == pytest.approx(0)
 
 
-def test_a_timer_begins_anew_with_each_epoch():
+def test_timer_restarts_each_epoch():
     timer = StepTimer("cpu", 2)
     for n in (5, 3):
         for _ in timer.batches(Loads(n)):
@@ -871,7 +871,7 @@ def test_a_gpu_learns_what_a_cpu_learns(amp):
 
 
 @pytest.mark.gpu
-def test_a_gpu_goes_on_where_it_was():
+def test_training_resumes_on_a_gpu():
     need_gpu()
     whole, part = stepper_of(7, device="cuda"), stepper_of(7, device="cuda")
     run(whole, range(7))

@@ -158,7 +158,7 @@ def test_killed_at_any_moment_it_comes_to_the_same_weights(
         ),
     ],
 )
-def test_a_signal_waits_for_a_checkpoint_and_says_how_to_go_on(
+def test_signal_is_delivered_after_a_checkpoint_with_a_resume_hint(
     sets: Path, tmp_path: Path, right: TrainResult, children: Server, n_steps: int, number: int, share: float
 ) -> None:
     out = tmp_path / "run"
@@ -178,7 +178,7 @@ def test_a_signal_waits_for_a_checkpoint_and_says_how_to_go_on(
 
 
 @pytest.mark.parametrize("kind", ["device", "stream", "workers"])
-def test_any_loader_goes_on_in_the_middle_of_an_epoch(
+def test_any_loader_resumes_within_an_epoch(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     settings = replace(TINY, loader=kind, num_workers=0)
@@ -222,7 +222,7 @@ def test_ctrl_c_in_a_notebook_is_an_ordinary_interrupt(
     assert_same(tmp_path / "run", right)
 
 
-def test_what_began_anew_goes_on_without_that_word(
+def test_restarted_training_resumes_without_resume_never(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Stepper.step
@@ -270,7 +270,7 @@ def interrupted_after_an_epoch(sets: Path, out: Path, monkeypatch: pytest.Monkey
             trained(sets, out)
 
 
-def test_another_training_is_refused_by_name_or_begun_anew(
+def test_other_training_is_refused_or_started_over(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: TrainResult
 ) -> None:
     out = tmp_path / "run"
@@ -336,9 +336,7 @@ def test_a_finished_model_is_replaced_only_where_that_is_asked_for(
     )
 
 
-def test_each_epoch_is_told_once_its_checkpoint_stands(
-    sets: Path, tmp_path: Path, right: TrainResult
-) -> None:
+def test_after_epoch_is_called_after_the_checkpoint(sets: Path, tmp_path: Path, right: TrainResult) -> None:
     told: list[EpochFigures] = []
 
     def after(figures: EpochFigures) -> None:
@@ -376,7 +374,7 @@ def test_one_training_at_a_time(sets: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said_before_the_work(
+def test_training_reports_usage_errors_before_work(
     sets: Path, tmp_path: Path, options: dict[str, Any], code: str
 ) -> None:
     with raises(code, UsageError):
@@ -430,7 +428,7 @@ def no_room(*args: Any, **named: Any) -> None:
     raise torch.OutOfMemoryError("out of memory")
 
 
-def test_memory_that_is_too_small_for_items_or_judging_is_said(
+def test_insufficient_memory_for_items_or_evaluation_is_reported(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from leakmel.learn.data import loaders
@@ -446,7 +444,7 @@ def test_memory_that_is_too_small_for_items_or_judging_is_said(
         trained(sets, tmp_path / "b")
 
 
-def test_a_training_that_ran_out_of_memory_says_how_it_went_on(
+def test_out_of_memory_recovery_is_reported(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from leakmel.learn.train import step
@@ -497,7 +495,7 @@ def test_settings_that_may_change_change_no_bit(
     ]
 
 
-def test_lengths_of_gradients_are_told(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_norms_are_recorded(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Of all steps, before clipping; those that half precision left out do not count."
     from leakmel.learn.train import state as training_state
 
@@ -522,7 +520,7 @@ def test_lengths_of_gradients_are_told(sets: Path, tmp_path: Path, monkeypatch: 
     assert never.clipped_share == 0
 
 
-def test_who_does_not_wait_for_the_disk_waits_for_the_model_only(
+def test_without_fsync_only_the_model_is_synced(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "`fsync=False` is for best.pt too."
@@ -597,9 +595,7 @@ def test_the_record_says_what_was_done(right: TrainResult) -> None:
     assert "F1" in repr(right)
 
 
-def test_without_validation_the_last_epoch_counts_and_nobody_chose_a_threshold(
-    sets: Path, tmp_path: Path
-) -> None:
+def test_without_validation_the_last_epoch_and_default_threshold_are_used(sets: Path, tmp_path: Path) -> None:
     result = train(
         files(sets)[0],
         out=tmp_path,
@@ -615,7 +611,7 @@ def test_without_validation_the_last_epoch_counts_and_nobody_chose_a_threshold(
     assert "not known" in repr(result)
 
 
-def test_a_leaky_split_is_said_loudly_and_stays_on_the_model(sets: Path, tmp_path: Path) -> None:
+def test_leaky_split_is_warned_of_and_stored_in_the_model(sets: Path, tmp_path: Path) -> None:
     path = files(sets)[0]
     with pytest.warns(LeakySplitWarning, match="LEAKY SPLIT"):
         result = train(
@@ -637,7 +633,7 @@ def test_a_leaky_split_is_said_loudly_and_stays_on_the_model(sets: Path, tmp_pat
     assert load_detector(allowed.model_path).record["split"]["stamp"] == split["stamp"]
 
 
-def test_early_stopping_waits_as_long_as_it_was_told(
+def test_early_stopping_waits_for_early_stop_epochs(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     f1 = iter([0.5, 0.7, 0.7, 0.6, 0.7, 0.9])
@@ -700,9 +696,7 @@ def test_command(sets: Path, tmp_path: Path, right: TrainResult, capsys: pytest.
 
 
 @pytest.mark.filterwarnings("ignore::leakmel.learn.data.splits.SplitWarning")
-def test_command_judges_by_the_recordings_for_testing(
-    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_command_evaluates_on_the_test_set(sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = [w for w in WORDS if w != "--no-evaluation"]
     assert main(["train", str(sets), "--out", str(tmp_path / "run"), *words, "--epochs", "1", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)

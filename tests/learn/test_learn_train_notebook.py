@@ -34,7 +34,7 @@ def train(project: Path, *args: str) -> Run:
 
 
 @pytest.mark.slow
-def test_trains_judges_and_draws(sets: Path, tmp_path: Path) -> None:
+def test_train_notebook_trains_evaluates_and_plots(sets: Path, tmp_path: Path) -> None:
     run = train(tmp_path, *TINY, "-r", "data", str(sets), "-r", "out", str(tmp_path / "run"))
     assert run.status == 0, run.log
     assert run.errors == []
@@ -52,7 +52,7 @@ def test_trains_judges_and_draws(sets: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_training_is_a_failed_notebook(sets: Path, tmp_path: Path) -> None:
+def test_failed_training_fails_the_notebook(sets: Path, tmp_path: Path) -> None:
     run = train(
         tmp_path,
         *TINY,
@@ -94,7 +94,7 @@ def test_a_wrong_parameter_stops_the_run(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_usual_in_the_notebook_is_usual_everywhere() -> None:
+def test_notebook_defaults_equal_library_defaults() -> None:
     cells = nbformat.read(ROOT / "nbs" / "train.ipynb", as_version=4).cells
     (cell,) = [c for c in cells if "parameters" in c.metadata.get("tags", [])]
     given: dict[str, object] = {}

@@ -149,7 +149,7 @@ def test_gpu_tests_can_be_collected_on_a_bare_image(bare):
     assert "tests/audio/test_wav.py" not in files
 
 
-def test_without_a_device_the_remedy_is_said(tmp_path, capsys, monkeypatch):
+def test_missing_device_reports_a_remedy(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setitem(bench_gpu.__kwdefaults__, "start_worker", InThisProcess)
     assert main(["bench", str(tmp_path / "work"), "--suite", "gpu", "--out", str(tmp_path / "store")]) == 2

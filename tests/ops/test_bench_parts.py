@@ -111,7 +111,7 @@ def test_builds_that_differ_are_no_figures(tmp_path, monkeypatch, in_this_proces
     assert "other bytes" in parts_table(figures)
 
 
-def test_an_engine_that_is_not_installed_is_told(tmp_path, monkeypatch):
+def test_missing_engine_is_reported(tmp_path, monkeypatch):
     def absent(g: Any) -> dict[str, Any]:
         raise NotHere("engine torch is not installed here")
 
@@ -122,7 +122,7 @@ def test_an_engine_that_is_not_installed_is_told(tmp_path, monkeypatch):
     }
 
 
-def test_a_check_that_fails_is_told(tmp_path):
+def test_failed_check_is_reported(tmp_path):
     "The pass over all rows must not be timed over a damaged data set in silence."
     root = write_demo(tmp_path / "demo", n_files=12).root
     target = tmp_path / "built" / "A-build" / "TRAINING_DATASET.H5"
@@ -246,7 +246,7 @@ def test_every_name_is_a_recording_of_its_own(tmp_path, in_this_process):
         (errno.ENOSPC, "no room left"),
     ],
 )
-def test_links_that_cannot_be_made_are_told(tmp_path, monkeypatch, code, says):
+def test_links_that_cannot_be_created_are_reported(tmp_path, monkeypatch, code, says):
     root = write_demo(tmp_path / "demo", n_files=12).root
     real, calls = os.link, iter(range(100))
 

@@ -68,7 +68,7 @@ def test_a_rehearsal_goes_through_all_of_it(figures):
     assert json.loads(json.dumps(figures)) == figures
 
 
-def test_as_many_batches_are_learned_as_are_said(tmp_path, monkeypatch):
+def test_number_of_trained_batches_equals_the_record(tmp_path, monkeypatch):
     learned, right = [], Stepper.step
 
     def step(self: Any, batch: Any) -> Any:
@@ -82,7 +82,7 @@ def test_as_many_batches_are_learned_as_are_said(tmp_path, monkeypatch):
     assert learned[0] == 128
 
 
-def test_the_table_fits_and_says_that_it_was_a_rehearsal(figures):
+def test_table_fits_and_marks_a_rehearsal(figures):
     text = train_table(figures)
     assert text.startswith("REHEARSAL")
     assert max(map(len, text.splitlines())) <= 100

@@ -69,7 +69,7 @@ def test_all_splits(whole, tiny):
         assert re.search(rf"{name}: (\d+) of \1 files", whole.text)
 
 
-def test_leakmel_data_is_used_and_said(whole, tiny):
+def test_leakmel_data_is_used_and_reported(whole, tiny):
     assert str(tiny) in whole.text
     assert "from the environment variable LEAKMEL_DATA" in whole.text
     (folder,) = {p.parent for p in whole.data_sets}

@@ -546,7 +546,7 @@ def test_notebooks_are_plain_json():
 # ---- make ----------------------------------------------------------------------------------------------------------
 
 
-def test_make_says_what_there_is():
+def test_make_lists_its_targets():
     done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
     for target in ("build", "test", "lab", "docs", "clean", "help"):

@@ -12,7 +12,6 @@ __all__ = [
     "report_paths",
     "publish",
     "read_ahead_for_check",
-    "split_summary",
     "result_of",
 ]
 
@@ -297,7 +296,7 @@ def read_ahead_for_check(
 
 
 # %% ../../../nbs/dataset/run/publish.ipynb #0ad42349
-def split_summary(
+def _split_summary(
     run: BuildContext,
     job: Job,  # published
     verified: VerifyReport,
@@ -358,7 +357,6 @@ def split_summary(
     return summary | measured | job.cache_use.to_dict() | job.mode
 
 
-# %% ../../../nbs/dataset/run/publish.ipynb #723e5972
 def _write_report(body: dict[str, Any], path: Path) -> None:  # raises OutputError
     "Write a report as JSON in a stream, because it can have as many problems as recordings."
 
@@ -381,7 +379,6 @@ def _update_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises Ou
     _write_report(body | {"problems": now, "problems_by_kind": count_kinds(p.kind for p in noted)}, path)
 
 
-# %% ../../../nbs/dataset/run/publish.ipynb #110b3cba
 def result_of(
     run: BuildContext,
     job: Job,  # published
@@ -402,7 +399,7 @@ def result_of(
     imports = [s.end_s for s in timeline.spans if s.stage == "start_up" and s.lane == "imports"]
     import_s = max(imports, default=0.0)
     noted = split_problems(run.manifest, job, jobs)
-    summary = split_summary(run, job, report, seconds, import_s, samples, noted)
+    summary = _split_summary(run, job, report, seconds, import_s, samples, noted)
     timeline.meta["inflow"] = timeline.meta.get("inflow", {}) | {job.split: job.cache_use.to_dict()}
     rejected = tuple(sorted(job.rejected, key=lambda r: r.path))
     timeline_path, report_path = report_paths(target)

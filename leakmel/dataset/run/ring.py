@@ -137,7 +137,6 @@ class Ring:
         self.entries.put(None)
 
 
-# %% ../../../nbs/dataset/run/ring.ipynb #a5d7e48c
 def _batches(jobs: list[Job], step: int, ahead: ReadAhead | None) -> Iterator[Batch]:
     "Yield all batches in order, and report each to the prefetcher."
     for job in jobs:

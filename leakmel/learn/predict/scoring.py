@@ -242,7 +242,6 @@ class DeviceScorer:
         self.on.close()
 
 
-# %% ../../../nbs/learn/predict/scoring.ipynb #6912311a
 def open_scorer(
     detector: Detector,  # its net is moved to the device
     engine: str = "auto",  # or one of ENGINES

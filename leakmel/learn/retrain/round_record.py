@@ -140,7 +140,6 @@ class Parts:
         return found if self.validation is None else found | {"validation": self.validation}
 
 
-# %% ../../../nbs/learn/retrain/round_record.ipynb #3ed0b0df
 @contextmanager
 def open_parts(
     champion: Detector,

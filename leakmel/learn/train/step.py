@@ -106,7 +106,7 @@ def micro_batch_slices(
     return [slice(a, b) for a, b in zip(ends, ends[1:])]
 
 
-# %% ../../../nbs/learn/train/step.ipynb #3cfca083
+# %% ../../../nbs/learn/train/step.ipynb #1d11eee7
 @dataclass(frozen=True, eq=False)
 class StepFigures:
     "Figures of one step; `float()` of a tensor waits for the device."
@@ -118,7 +118,6 @@ class StepFigures:
     rate: float  # learning rate
 
 
-# %% ../../../nbs/learn/train/step.ipynb #1d11eee7
 class Stepper:
     "Trains a net batch by batch."
 
