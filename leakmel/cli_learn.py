@@ -59,7 +59,7 @@ _DEVICE: Options = {
 _LEAKY: Options = {
     "--allow-leaky-split": dict(
         action="store_true",
-        help="do not warn of sensors, recordings or copies in more than one split; results are still marked as leaky",
+        help="do not warn of sensors, recordings, copies, sessions ... in more than one split; results are still marked as leaky",
     )
 }
 _TASK: Options = {
@@ -115,7 +115,10 @@ def add_train(p: argparse.ArgumentParser) -> Options:
         ),
         "--validation": dict(
             metavar="FILE",
-            help="validation set, which selects the best epoch and the decision threshold (default: the one in the folder)",
+            help=(
+                "validation set, which selects the best epoch and the decision threshold (default: the one in the folder); "
+                "none: train all epochs and keep the threshold 0.5"
+            ),
         ),
         "--testing": dict(
             metavar="FILE",
@@ -123,7 +126,7 @@ def add_train(p: argparse.ArgumentParser) -> Options:
         ),
         "--group": dict(
             metavar="NAME",
-            help="split all recordings again by this column (sensor, recording ...), so that no group is in two splits",
+            help="split all recordings again by this column (sensor, session, date ...), so that no group is in two splits",
         ),
         **_LEAKY,
         **_TASK,

@@ -42,7 +42,7 @@ class Faults:
 
     delay_s: float = 0.0  # each operation may come as much as this late
     seed: int = 0  # of the delays
-    limit_bytes: int = 1 << 30  # device memory
+    limit_bytes: int = 1 << 28  # device memory; it is filled with NaN, so more of it takes time
     fail_alloc: int | None = None  # allocation of device memory for which there is no room
     fail_call: int | None = None  # operation that is refused when it is queued
     fail_work: int | None = None  # operation that fails when its turn comes

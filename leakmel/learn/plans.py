@@ -39,7 +39,7 @@ from ..dataset.file.schema import data_set_name
 from ..dataset.run.pipeline import build_all
 from ..dataset.run.plan import find_data
 from .data.segments import Segments, close_opened, open_sources
-from .data.splits import Split, group_split
+from .data.splits import DEFAULT_SHARES, Split, group_split, without_validation
 from .data.task import make_task
 from .evaluate.evaluation import evaluate
 from .evaluate.report import Evaluation
@@ -256,7 +256,11 @@ def plan_training(
     p = TRAINING_DEFAULTS | parameters
     settings, checkpoints = settings_from(parameters)
     pick_device(p["device"])
-    sets = find_data_sets(p["data"], p["validation"], p["testing"], progress=progress)
+    no_validation = p["validation"] == "none"
+    named = None if no_validation else p["validation"]
+    sets = find_data_sets(p["data"], named, p["testing"], progress=progress)
+    if no_validation and p["group"] is None:
+        sets = replace(sets, files={part: path for part, path in sets.files.items() if part != "validation"})
     given = {
         "leak_label": p["leak_label"],
         "kind": p["kind"],
@@ -280,6 +284,7 @@ def plan_training(
         split = group_split(
             list(sets.files.values()),
             p["group"],
+            shares=without_validation(DEFAULT_SHARES) if no_validation else None,
             seed=settings.seed,
             task=task,
             allow_leaky_split=p["allow_leaky_split"],

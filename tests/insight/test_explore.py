@@ -778,9 +778,20 @@ def test_under_papermill_the_first_state_is_complete(data, tmp_path):
     assert "widgets" not in nbformat.read(run.notebook, as_version=4).metadata
     assert sum(PLOTLY in o.get("data", {}) for o in run.outputs) == 2
     assert not list(run.project.rglob("specs"))
-    wrong = explore(run.project, "-p", "n_mels", "40", data=data, out="out2.ipynb")
-    assert wrong.status != 0
-    assert "n_mels is unknown" in wrong.log
+
+
+def test_a_wrong_parameter_stops_the_notebook():
+    "Its own cells, with one that papermill puts behind the parameters."
+    imports, parameters, first = [
+        c.source
+        for c in nbformat.read(ROOT / "nbs" / "explore.ipynb", as_version=4).cells
+        if c.cell_type == "code"
+    ][:3]
+    names: dict[str, Any] = {}
+    for cell in (imports, parameters, "n_mels = 40"):
+        exec(cell, names)
+    with raises("unknown-parameter", UsageError, says="n_mels is unknown"):
+        exec(first, names)
 
 
 def test_parameters_are_those_of_the_notebook():

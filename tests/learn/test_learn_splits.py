@@ -17,19 +17,20 @@ from hypothesis import strategies as st
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
+from leakmel.cli import main
 from leakmel.core.errors import DataError, UsageError
 from leakmel.dataset.file.reader import MelDataset
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.groups import MAX_EXHAUSTIVE, group_values, join_groups, divide_groups
-from leakmel.learn.data.splits import split_figure
+from leakmel.learn.data.leakage import KINDS, find_shared, shared_values
 from leakmel.learn.data.splits import (
-    KINDS,
     LeakySplitWarning,
     Split,
     SplitWarning,
     existing_split,
     group_split,
-    shared_values,
+    leave_one_group_out,
+    split_figure,
 )
 from leakmel.learn.data.task import make_task
 
@@ -352,6 +353,14 @@ def test_a_label_on_one_side_is_refused(tmp_path):
     few = make_set(tmp_path / "few.h5", {"LEAK/a": 1, "LEAK/b": 2, "NO/c": 3, "NO/d": 4, "NO/e": 5})
     with raises("label-in-one-part", DataError, found="LEAK is in 2 of 5 groups by recording"):
         group_split(few, "path", shares=three, allow_leaky_split=True)
+    half = {"training": 0.5714, "testing": 0.4286}
+    with raises(
+        "label-in-one-part",
+        DataError,
+        says=f"--validation none (no validation part; in Python shares={half})",
+    ):
+        group_split(few, "path", shares=three)
+    assert len(group_split(few, "path", shares=half).parts) == 2
 
 
 def test_grouping_by_something_else_tells_of_sensors(plain):
@@ -489,6 +498,179 @@ def test_joined_groups(pairs):
 def test_bad_shares(plain, shares):
     with raises("usage", UsageError):
         group_split(plain, shares=shares)
+
+
+# ---- sessions, dates, recorders, sites -------------------------------------------------------------------------------
+
+
+def recordings(**columns: list) -> pd.DataFrame:
+    n = len(next(iter(columns.values())))
+    return pd.DataFrame({"label": (["LEAK", "NO"] * n)[:n], "content": [""] * n} | columns)
+
+
+def kinds(table: pd.DataFrame, part: list[int], **more: Any) -> list[str]:
+    names = ["training", "validation", "testing"][: max(part) + 1]
+    return [s.kind for s in find_shared(table, np.array(part), names, **more)]
+
+
+FOUR = np.repeat(["A", "B", "C", "D"], 4).tolist()
+HALF = [0] * 8 + [1] * 8
+
+
+@pytest.mark.parametrize("kind", ["session", "recorder", "site"])
+def test_a_group_in_two_parts_counts_where_a_split_could_keep_it_apart(kind):
+    crossing = recordings(sensor=FOUR, **{kind: ["x", "x", "x", "x", "y", "y", "y", "y"] * 2})
+    assert kinds(crossing, HALF) == [kind]
+    apart = recordings(sensor=FOUR, **{kind: ["x"] * 8 + ["y"] * 8})
+    assert kinds(apart, HALF) == []
+    (found,) = find_shared(crossing, np.array(HALF), ["training", "testing"])
+    assert str(found) == f"2 {kind}s in more than one of training, testing (16 recordings): x, y"
+
+
+def test_dates_are_those_of_the_start_times():
+    times = [f"2024-03-{1 + k // 4 % 2:02d}T{k:02d}:00:00" for k in range(16)]
+    assert kinds(recordings(sensor=FOUR, start_time=times), HALF) == ["date"]
+    assert kinds(recordings(start_time=times), [0, 0, 1, 1] * 4) == ["date"]  # no sensor is known
+    assert kinds(recordings(start_time=times, date=["1"] * 8 + ["2"] * 8), HALF) == []  # the table's own
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (["2024"] * 16, "one night"),
+        (["x", "x", "y", "y"] * 4, "loggers that record every night have all of them"),
+        ([""] * 16, "not known"),
+        (["x"] * 4 + ["y"] * 4 + [""] * 4 + ["z"] * 4, "none in two parts"),
+        (["x"] * 4 + ["x"] * 4 + ["x"] * 4 + ["z"] * 4, "what belongs together is larger than a part"),
+    ],
+)
+def test_what_no_split_could_keep_apart_is_no_finding(values, why):
+    assert kinds(recordings(sensor=FOUR, session=values), HALF) == [], why
+
+
+def test_each_label_needs_as_many_groups_as_parts():
+    table = recordings(sensor=FOUR, site=["x", "x", "x", "x", "y", "y", "y", "y"] * 2)
+    table["label"] = ["LEAK" if site == "x" else "NO" for site in table["site"]]
+    assert kinds(table, HALF) == []  # both labels in both parts would need two sites of each
+
+
+def test_a_site_of_a_shared_sensor_adds_nothing():
+    table = recordings(sensor=FOUR, site=["x"] * 8 + ["y"] * 8)
+    assert kinds(table, [0, 1] * 8) == ["sensor"]
+    one = (
+        [0, 1, 0, 1] + [0] * 4 + [1] * 8
+    )  # sensor A and site x are in two parts, by the same recordings or more
+    assert kinds(table, one)[0] == "sensor"
+    assert kinds(table, HALF, grouped_by={"site": np.array(["x", "y"] * 8)}) == ["site"]  # always counts
+
+
+def test_sets_with_two_sessions_are_stamped(tmp_path):
+    paths = {
+        f"{label}/{s}/{label}{s}{k}": 20 * i + 10 * j + k
+        for i, label in enumerate(("LEAK", "NO"))
+        for j, s in enumerate("ab")
+        for k in range(4)
+    }
+    for name, seed in paths.items():
+        path = tmp_path / "wavs" / f"{name}.wav"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_wav(path, sound(seed), 4096)
+    out = tmp_path / "x.h5"
+    spec = lm.MelSpec(duration_s=1.0)
+    found = lm.scan(tmp_path / "wavs", pattern="{label}/{session}/{recording}")
+    lm.build(tmp_path / "wavs", manifest=found, out=out, progress="none", check=0, spec=spec)
+    with pytest.warns(LeakySplitWarning, match="2 sessions in more than one of training, testing"):
+        split = group_split(out, "path", shares=HALVES)
+    assert split.stamp.startswith("LEAKY SPLIT: the scores are too optimistic. 2 sessions")
+    assert not group_split(out, "session", shares=HALVES).leaky
+
+
+# ---- remedies --------------------------------------------------------------------------------------------------------
+
+
+def six_pipes(out: Path) -> Path:
+    "Two of six pipes have leaks; every session has both labels."
+    spec = lm.MelSpec(duration_s=1.0)
+    root = out.parent / "pipes"
+    for pipe in range(6):
+        for k in range(3):
+            label = "LEAK" if pipe < 2 else "NO"
+            name = f"{label}/p{pipe}_s{k}_x.wav"
+            (root / label).mkdir(parents=True, exist_ok=True)
+            write_wav(root / name, sound(10 * pipe + k), 4096)
+    found = lm.scan(root, pattern="{label}/{sensor}_{session}_{*}")
+    return lm.build(root, manifest=found, out=out, progress="none", check=0, spec=spec).path
+
+
+def test_the_error_proposes_what_works(tmp_path):
+    path = six_pipes(tmp_path / "x.h5")
+    with raises("label-in-one-part", DataError, found="LEAK is in 2 of 6 groups by sensor") as caught:
+        group_split(path)
+    remedy = caught.value.remedy
+    assert (
+        "--validation none (no validation part; in Python shares={'training': 0.8235, 'testing': 0.1765})"
+        in remedy
+    )
+    assert (
+        "--group session (3 groups; in Python group='session'; results are marked as leaky: 6 sensors"
+        in remedy
+    )
+    assert (
+        "leave_one_group_out in Python (6 of 6 groups can be left out with all labels in the others)"
+        in remedy
+    )
+    assert not group_split(path, shares={"training": 0.8235, "testing": 0.1765}).leaky
+    with pytest.warns(LeakySplitWarning, match="6 sensors"):
+        assert len(group_split(path, group="session").parts) == 3
+    folds = leave_one_group_out(path)
+    assert [len(fold.parts["testing"]) for fold in folds] == [3] * 6
+    assert not any(fold.leaky for fold in folds)
+    for fold in folds:
+        assert set(fold.labels[fold.parts["training"]].tolist()) == {0, 1}
+
+
+@pytest.mark.filterwarnings("default::leakmel.learn.data.splits.LeakySplitWarning")
+def test_the_remedies_of_the_command_line_work(tmp_path, capsys):
+    path = six_pipes(tmp_path / "x.h5")
+    words = ["train", str(path), "--kind", "binary", "--epochs", "1", "--channels", "4,8", "--device", "cpu"]
+    assert main([*words, "--out", str(tmp_path / "a"), "--group", "sensor"]) == 1
+    said = capsys.readouterr().err
+    options = re.findall(r"(--(?:group|validation) [\w ]*?) \(", said)
+    assert options == ["--validation none", "--group session"]
+    for k, option in enumerate(options):
+        by = [] if "--group" in option else ["--group", "sensor"]
+        assert main([*words, "--out", str(tmp_path / str(k)), *by, *option.split(), "--no-evaluation"]) == 0
+
+
+def test_a_label_to_leave_out_is_proposed(tmp_path):
+    files = {
+        logger(label, f"H{s}", 10 * s + i): 100 * s + i
+        for s in range(3)
+        for i, label in enumerate(("LEAK", "NO"))
+    }
+    path = make_set(tmp_path / "x.h5", files | {logger("HUM", "H0", 99): 7, logger("POP", "H1", 99): 8})
+    names = ("HUM", "LEAK", "NO", "POP")
+    with raises("label-in-one-part", DataError, says="--leave-out POP,HUM"):
+        group_split(path, task=make_task(names, leave_out=["POP"]))
+    assert len(group_split(path, task=make_task(names, leave_out=["HUM", "POP"])).parts) == 3
+    folds = leave_one_group_out(path, task=make_task(names, leave_out=["POP"]))
+    assert [sum(map(len, fold.parts.values())) for fold in folds] == [
+        7,
+        7,
+    ]  # neither POP nor the sensor with HUM
+    with raises("label-in-one-part", DataError) as caught:  # a detector without leaks is none
+        group_split(path, task=make_task(names, "HUM", leave_out=["POP"]))
+    assert "--leave-out" not in caught.value.remedy
+
+
+def test_no_group_can_be_left_out(tmp_path):
+    files = {logger("LEAK", "H0", k): k for k in range(2)} | {
+        logger("NO", f"H{k}", 9): 50 + k for k in (1, 2)
+    }
+    path = make_set(tmp_path / "x.h5", files)
+    assert len(leave_one_group_out(path)) == 2
+    with raises("label-in-one-part", DataError, found="2 groups by label"):
+        leave_one_group_out(path, "label")
 
 
 # ---- shown -----------------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def n_steps(children: Server, sets: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [5, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [3, pytest.param(10_000, marks=pytest.mark.long)])
 def test_killed_at_any_moment_it_comes_to_the_same_weights(
     sets: Path, tmp_path: Path, right: TrainResult, children: Server, tried: Callable, n: int
 ) -> None:

@@ -495,7 +495,11 @@ def compile_ahead(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "which"), [(90, "all"), (120, "presets"), pytest.param(120, "all", marks=pytest.mark.long)]
+    ("capability", "which"),
+    [
+        *((capability, "presets") for capability in (90, 120)),
+        *(pytest.param(capability, "all", marks=pytest.mark.long) for capability in (90, 120)),
+    ],
 )
 def test_machine_code_for_cards_that_are_not_here(capability: int, which: str) -> None:
     "Fits a block's shared memory, multiplies on tensor cores, loads tables ahead, and keeps 16-bit samples' values in registers."

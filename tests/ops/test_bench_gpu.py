@@ -375,7 +375,15 @@ def test_the_parts_of_the_design_are_asked_for_in_their_order():
 
 
 @pytest.mark.slow
-def test_every_part_of_the_design_answers(tmp_path, quick_parity):
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_every_part_of_the_design_answers(tmp_path, quick_parity, is_whole):
+    "In the short run, one value of each setting that is varied."
+
+    def plan(*given: Any) -> list[Any]:
+        parts = [p for p in bench_gpu_design.design_parts(*given) if p.group != "processes"]
+        first = {p.name.split()[0]: p for p in reversed(parts) if p.group == "varied"}
+        return [p for p in parts if is_whole or p.group != "varied" or first[p.name.split()[0]] is p]
+
     figures = bench_gpu_design.bench_gpu_design(
         tmp_path,
         n_files=24,
@@ -384,7 +392,7 @@ def test_every_part_of_the_design_answers(tmp_path, quick_parity):
         tiny=True,
         engines=("torch",),
         start_worker=InThisProcess,
-        plan=lambda *given: [p for p in bench_gpu_design.design_parts(*given) if p.group != "processes"],
+        plan=plan,
     )
     assert figures["errors"] == []
     text = bench_gpu_design.design_table(figures)

@@ -6,6 +6,7 @@
 __all__ = [
     "Group",
     "MAX_EXHAUSTIVE",
+    "with_date",
     "group_values",
     "group_name",
     "recordings_of",
@@ -32,9 +33,18 @@ Group = str | re.Pattern | Sequence | np.ndarray
 _UNORDERED = (Mapping, Set, bytes)  # not values in the order of the recordings
 
 
+def with_date(
+    table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
+) -> "pd.DataFrame":
+    "Add the column date, the first ten characters of start_time, where the table has none of its own."
+    if "date" in table or "start_time" not in table:
+        return table
+    return table.assign(date=table["start_time"].fillna("").astype(str).str.slice(0, 10))
+
+
 def group_values(
     table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
-    group: Group = "sensor",  # a column; "re:..." or a compiled pattern, searched for in the path: its first group, or all of it; or [n] values
+    group: Group = "sensor",  # a column, or "date"; "re:..." or a compiled pattern, searched for in the path: its first group, or all of it; or [n] values
     *,
     missing: str = "refuse",  # "one": recordings without a group are one group
 ) -> np.ndarray:  # [n] str; raises UsageError or DataError where there are none
@@ -54,6 +64,8 @@ def group_values(
             expected="a pattern of text",
         ) from e
     name = "path" if pattern else group
+    if isinstance(name, str) and name == "date":
+        table = with_date(table)
     if isinstance(name, str) and name not in table:
         names = "files of the earlier system store no names: pass a list of groups"
         raise UsageError(

@@ -4,23 +4,23 @@
 
 # %% auto #0
 __all__ = [
-    "KINDS",
     "DEFAULT_SHARES",
     "recordings_table",
-    "Shared",
-    "shared_values",
     "SplitWarning",
     "LeakySplitWarning",
     "Split",
     "existing_split",
     "group_split",
+    "without_validation",
+    "leave_one_group_out",
     "split_figure",
 ]
 
 # %% ../../../nbs/learn/data/splits.ipynb #03530b3a
 import os
+import shlex
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import DelayedProgress
 from ...dataset.file.reader import MelDataset, read_rows
+from ...dataset.file.schema import FILE_COLUMNS
 from ...insight.data_plots import classes_by_split
 from .segments import DataSource, close_opened, open_sources, source_list
 from leakmel.learn.data.groups import (
@@ -42,7 +43,9 @@ from leakmel.learn.data.groups import (
     group_values,
     join_groups,
     divide_groups,
+    with_date,
 )
+from .leakage import GROUP_KINDS, KINDS, LEAKY_SPLIT, Shared, find_shared
 from .task import LEFT_OUT, Task
 
 if TYPE_CHECKING:
@@ -131,52 +134,6 @@ def _tied_labels(table: "pd.DataFrame", labels: np.ndarray, class_names: Sequenc
     return [p for p in content_problems(facts) if p.kind == "label_tied"]
 
 
-# %% ../../../nbs/learn/data/splits.ipynb #1b791fd0
-KINDS = ("sensor", "recording", "content")
-
-
-@dataclass(frozen=True)
-class Shared:
-    "Values of a property that occur in more than one part of a split."
-
-    kind: str  # "sensor", "recording" (name of the file), "content", or what was grouped by
-    parts: tuple[str, ...]  # in which parts
-    n_values: int  # how many sensors, names, ...
-    n_recordings: int  # that have one of them
-    examples: tuple[str, ...]
-
-    def __str__(self) -> str:
-        words = {"recording": "recording name", "content": "recording with the same samples"}
-        word = words.get(self.kind, self.kind) + "s" * (self.n_values != 1 and self.kind != "content")
-        more = " ..." if self.n_values > len(self.examples) else ""
-        return (
-            f"{self.n_values:,} {word} in more than one of {', '.join(self.parts)} "
-            f"({self.n_recordings:,} recordings): {', '.join(self.examples)}{more}"
-        )
-
-
-def shared_values(
-    values: np.ndarray,  # [n] str; empty: not known
-    part: np.ndarray,  # [n] int, number of the part; -1: in none
-    names: Sequence[str],  # of the parts
-    kind: str,
-    show: np.ndarray | None = None,  # [n] str, to name examples by; None: the values
-) -> Shared | None:
-    "Find the values of a property that occur in more than one part."
-    known = np.flatnonzero((part >= 0) & (values != ""))
-    _, code = np.unique(values[known].astype(np.str_), return_inverse=True)
-    there = np.zeros((int(code.max(initial=-1)) + 1, len(names)), bool)
-    there[code, part[known]] = True
-    several = there.sum(1) > 1
-    if not several.any():
-        return None
-    rows = known[several[code]]
-    first = rows[np.unique(code[several[code]], return_index=True)[1]][:3]
-    labels = values if show is None else show
-    parts = tuple(n for n, is_in in zip(names, there[several].any(0)) if is_in)
-    return Shared(kind, parts, int(several.sum()), len(rows), tuple(show_path(str(labels[k])) for k in first))
-
-
 # %% ../../../nbs/learn/data/splits.ipynb #13184b12
 class SplitWarning(UserWarning):
     "Warning about a split."
@@ -202,7 +159,7 @@ class Split:
 
     @property
     def leaky(self) -> bool:
-        "Whether a sensor, name or content occurs in more than one part."
+        "Whether something that identifies recordings occurs in more than one part."
         return bool(self.shared)
 
     @property
@@ -210,7 +167,7 @@ class Split:
         "Warning text for every result of this split; empty if it is not leaky."
         if not self.leaky:
             return ""
-        return "LEAKY SPLIT: the scores are too optimistic. " + "; ".join(map(str, self.shared))
+        return f"{LEAKY_SPLIT} {'; '.join(map(str, self.shared))}"
 
     def table(self) -> "pd.DataFrame":
         "Count the recordings of each label, and the groups, in each part."
@@ -226,7 +183,7 @@ class Split:
 
     def _findings(self) -> list[str]:
         "List the findings, one sentence each."
-        found = ["LEAKY SPLIT: the scores are too optimistic."] if self.leaky else []
+        found = [LEAKY_SPLIT] if self.leaky else []
         found += map(str, self.shared)
         found += [f"{p.path}: {p.message}" for p in self.problems]
         found += [
@@ -264,17 +221,7 @@ def _check_split(
     part = np.full(len(labels), -1)
     for k, rows in enumerate(parts.values()):
         part[rows] = k
-    columns = {"content": table["content"].to_numpy(object)}
-    if "path" in table:
-        stems = [os.path.splitext(os.path.basename(p))[0].casefold() for p in table["path"].fillna("")]
-        columns = {"recording": np.array(stems, dtype=object)} | columns
-    if "sensor" in table:
-        columns = {"sensor": table["sensor"].fillna("").to_numpy(object)} | columns
-    shown = {"content": table["path"].to_numpy(object)} if "path" in table else {}
-    shared = [
-        shared_values(values, part, list(parts), kind, shown.get(kind))
-        for kind, values in (columns | dict(grouped_by or {})).items()
-    ]
+    found = tuple(find_shared(table, part, list(parts), groups, grouped_by))
     inside = np.flatnonzero(part >= 0)
     problems = []
     for k, label in enumerate(class_names):
@@ -283,8 +230,12 @@ def _check_split(
             text = f"the label has no recording in {', '.join(missing)}"
             problems.append(Problem("empty_label", show_path(label), text))
     problems += _tied_labels(table.iloc[inside], labels[inside], class_names)
-    unchecked = [k for k in KINDS[:2] if k not in columns or (columns[k][inside] == "").any()]
-    found = tuple(s for s in shared if s)
+    columns = {"sensor": "sensor", "recording": "path"}
+    unchecked = [
+        kind
+        for kind, name in columns.items()
+        if name not in table or (table[name].iloc[inside].fillna("") == "").any()
+    ]
     names = tuple(class_names)
     split = Split(parts, labels, names, method, found, tuple(problems), tuple(unchecked), groups, allowed)
     if split.leaky and not allowed:
@@ -305,7 +256,7 @@ def existing_split(
     same_labels: bool = True,  # False: a part may have been built alone, with other labels; they are matched by name, ignoring case
     progress: str = "auto",  # as for `recordings_table`
 ) -> Split:  # its rows are counted through the data sets in the order of `parts`
-    "Take a split as it is, and warn if a sensor, recording name or content is in more than one part."
+    "Take a split as it is, and warn of leakage between its parts."
     if len(parts) < 2:
         raise UsageError("a split needs at least two parts", code="usage", found=", ".join(parts) or "none")
     given = {name: source_list(sources) for name, sources in parts.items()}
@@ -347,25 +298,18 @@ def group_split(
             code="usage",
             found=", ".join(f"{n} {s:g}" for n, s in shares.items()) or "none",
         )
-    opened = open_sources(sources, legacy=legacy)
-    try:
-        table = recordings_table(opened, progress=progress)
-        labels, class_names = _labels(opened, table)
-    finally:
-        close_opened(opened, sources)
+    table, labels, class_names = _labelled_table(sources, legacy, progress)
     values = group_values(table, group, missing=missing)
     inside = np.flatnonzero(task.classes(labels) != LEFT_OUT) if task else np.arange(len(table))
     if not len(inside):
         raise DataError("the data sets have no recordings to divide", code="no-recordings")
-    content = table["content"].to_numpy(object)
-    groups = join_groups(values, np.where(np.isin(np.arange(len(table)), inside), content, ""))
+    groups = _joined_groups(table, values, inside)
     units, name = groups[inside], group_name(group)
     method = f"Grouped split by {name}, seed {seed}: no group is in two parts."
     part, lacking = _divide(units, labels[inside], shares, seed)
     if lacking and allow_leaky_split:  # recordings of groups with such a label become groups of their own
         apart = np.isin(units, units[np.isin(labels[inside], lacking)])
-        single = [f"{k}" if alone else f"group {u}" for k, (u, alone) in enumerate(zip(units, apart))]
-        units, name = join_groups(np.array(single), content[inside]), "recording"
+        units, name = _divided_groups(units, apart, table["content"].to_numpy(object)[inside]), "recording"
         part, lacking = _divide(units, labels[inside], shares, seed)
         names = ", ".join(show_path(class_names[k]) for k in np.unique(labels[inside][apart]))
         method = f"Grouped split by {group_name(group)}, seed {seed}; groups with {names} were divided between parts, because a part would have lacked a label."
@@ -376,28 +320,207 @@ def group_split(
         how = "none of the divisions tried has all labels in all parts"
         if len(shares) ** n <= MAX_EXHAUSTIVE:
             how = "all divisions were tried"
+        asked = _Division(table, labels, class_names, inside, group, shares, seed, missing)
         raise DataError(
             "a part of the split would lack a label",
             code="label-in-one-part",
             found=", ".join(counts),
             expected=f"each label in all {len(shares)} parts ({how})",
-            remedy="use fewer parts, use smaller groups, leave the label out, or set allow_leaky_split=True, which marks all results as leaky",
+            remedy=_remedy(asked, groups[inside], lacking, task, allow_leaky_split),
         )
     parts = {name: inside[part == k] for k, name in enumerate(shares)}
     by = {group_name(group): np.where(values == "", "(none)", values).astype(object)}
     return _check_split(table, labels, class_names, parts, method, allow_leaky_split, groups, by)
 
 
+def _labelled_table(
+    sources: DataSource | Sequence[DataSource], legacy: bool, progress: str
+) -> tuple["pd.DataFrame", np.ndarray, tuple[str, ...]]:
+    "Read the table of recordings, their labels and the names of the labels."
+    opened = open_sources(sources, legacy=legacy)
+    try:
+        table = recordings_table(opened, progress=progress)
+        return table, *_labels(opened, table)
+    finally:
+        close_opened(opened, sources)
+
+
+def _joined_groups(table: "pd.DataFrame", values: np.ndarray, inside: np.ndarray) -> np.ndarray:
+    "[n] int, group of each recording; groups that share content are one."
+    content = table["content"].to_numpy(object)
+    return join_groups(values, np.where(np.isin(np.arange(len(table)), inside), content, ""))
+
+
+def _divided_groups(units: np.ndarray, apart: np.ndarray, content: np.ndarray) -> np.ndarray:
+    "[n] int: recordings that are marked are groups of their own."
+    single = [f"{k}" if alone else f"group {u}" for k, (u, alone) in enumerate(zip(units, apart))]
+    return join_groups(np.array(single), content)
+
+
 def _divide(
     units: np.ndarray, labels: np.ndarray, shares: Mapping[str, float], seed: int
 ) -> tuple[np.ndarray, list[int]]:
     "Return [n] part of each recording, and the labels that a part lacks."
-    _, code = np.unique(units, return_inverse=True)
-    counts = np.zeros((int(code.max()) + 1, int(labels.max()) + 1), np.int64)
-    np.add.at(counts, (code, labels), 1)
+    counts = _label_counts(units, labels)
+    code = np.unique(units, return_inverse=True)[1]
     part = divide_groups(counts, np.array(list(shares.values())), seed)[code]
     lacking = [k for k in np.unique(labels).tolist() if len(np.unique(part[labels == k])) < len(shares)]
     return part, lacking
+
+
+def _label_counts(units: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    "[G, K] recordings of each label in each group."
+    _, code = np.unique(units, return_inverse=True)
+    counts = np.zeros((int(code.max()) + 1, int(labels.max()) + 1), np.int64)
+    np.add.at(counts, (code, labels), 1)
+    return counts
+
+
+# %% ../../../nbs/learn/data/splits.ipynb #dc6cee7f
+def without_validation(
+    shares: Mapping[
+        str, float
+    ],  # name of each part -> its share, of sum 1; at least one part besides validation
+) -> dict[str, float]:  # of sum 1, in 4 decimal places
+    "Return the shares of the parts without a validation part."
+    kept = {name: share for name, share in shares.items() if name != "validation"}
+    *names, last = kept
+    found = {name: round(kept[name] / sum(kept.values()), 4) for name in names}
+    return found | {last: round(1 - sum(found.values()), 4)}
+
+
+@dataclass(frozen=True, eq=False)
+class _Division:
+    "A division that was asked for."
+
+    table: "pd.DataFrame"  # of `recordings_table`
+    labels: np.ndarray  # [n] int
+    class_names: tuple[str, ...]
+    inside: np.ndarray  # rows to divide
+    group: Group
+    shares: Mapping[str, float]
+    seed: int
+    missing: str
+
+    def columns(self) -> Iterator[tuple[str, np.ndarray]]:
+        "Yield other columns that group the recordings, and their values."
+        table = with_date(self.table)
+        known = {*FILE_COLUMNS, *GROUP_KINDS, "label", "content"}
+        extra = sorted({str(name) for name in table} - known)
+        for name in ("sensor", *GROUP_KINDS, "folder", *extra):
+            if name not in table or isinstance(self.group, str) and name == self.group:
+                continue
+            values = group_values(table, name, missing="one")
+            n_groups = len(np.unique(values))
+            is_known = self.missing != "refuse" or not (values == "").any()
+            if is_known and 1 < n_groups <= len(values) // 2:
+                yield name, values
+
+    def try_group(self, values: np.ndarray) -> tuple[str, int, list[Shared]] | None:
+        "Return the option for fewer parts, the number of groups and what is shared; None: there is no division."
+        groups = _joined_groups(self.table, values, self.inside)
+        fewer = without_validation(self.shares)
+        options = {"": self.shares}
+        if 1 < len(fewer) < len(self.shares) and min(fewer.values()) > 0:
+            options["--validation none"] = fewer
+        for option, shares in options.items():
+            part, lacking = _divide(groups[self.inside], self.labels[self.inside], shares, self.seed)
+            if not lacking:
+                part_of = np.full(len(self.table), -1)
+                part_of[self.inside] = part
+                shared = find_shared(self.table, part_of, list(shares), groups)
+                return option, len(np.unique(groups[self.inside])), shared
+        return None
+
+
+def _proposals(asked: _Division) -> Iterator[str]:
+    "Yield divisions that were tried and have all labels in all parts, those without leakage first."
+    in_python = {"": "", "--validation none": f", shares={without_validation(asked.shares)}"}
+    same = asked.try_group(group_values(asked.table, asked.group, missing=asked.missing))
+    if same is not None:
+        yield f"{same[0]} (no validation part; in Python {in_python[same[0]][2:]})"
+    tried = [(name, asked.try_group(values)) for name, values in asked.columns()]
+    works = [(name, *result) for name, result in tried if result is not None]
+    for name, option, n_groups, shared in sorted(works, key=lambda w: (len(w[3]) > 0, w[1]))[:3]:
+        words = " ".join(filter(None, [f"--group {shlex.quote(name)}", option]))
+        leaky = f"; results are marked as leaky: {shared[0]}" if shared else ""
+        yield f"{words} ({n_groups:,} groups; in Python group={name!r}{in_python[option]}{leaky})"
+
+
+def _remedy(
+    asked: _Division,
+    units: np.ndarray,  # [m] int, groups of the rows to divide
+    lacking: Sequence[int],  # labels that a part would lack
+    task: Task | None,
+    is_allowed: bool,  # whether allow_leaky_split was given
+) -> str:
+    "Return what to do where a part would lack a label: only what was tried and works."
+    labels = asked.labels[asked.inside]
+    ways = list(_proposals(asked))
+    counts = _label_counts(units, labels)
+    n_left_out = int(_can_be_left_out(counts).sum())
+    if n_left_out > 1:
+        how = f"{n_left_out:,} of {len(counts):,} groups can be left out with all labels in the others"
+        ways.append(f"leave_one_group_out in Python ({how})")
+    kept = ~np.isin(labels, lacking)
+    works = (
+        len(np.unique(labels[kept])) > 1
+        and not _divide(units[kept], labels[kept], asked.shares, asked.seed)[1]
+    )
+    if works and task is not None and task.leak_in_data not in lacking:
+        out = [n for n, k in zip(task.class_names, task.to_model) if k == LEFT_OUT]
+        out += [asked.class_names[k] for k in lacking]
+        ways.append(f"--leave-out {shlex.quote(','.join(out))}")
+    apart = np.isin(units, units[~kept])
+    single = _divided_groups(units, apart, asked.table["content"].to_numpy(object)[asked.inside])
+    if not is_allowed and not _divide(single, labels, asked.shares, asked.seed)[1]:
+        ways.append("--allow-leaky-split (allow_leaky_split=True), which marks all results as leaky")
+    return "use one of: " + "; ".join(ways) if ways else "add recordings of other groups with these labels"
+
+
+def _can_be_left_out(
+    counts: np.ndarray,  # [G, K] recordings of each label in each group
+) -> np.ndarray:  # [G] bool
+    "Find groups without which all labels still have recordings."
+    present = counts[:, counts.sum(0) > 0]
+    return ((present.sum(0) - present) > 0).all(1)
+
+
+def leave_one_group_out(
+    sources: DataSource | Sequence[DataSource],  # data sets; rows of several are counted through
+    group: Group = "sensor",  # as in `group_values`
+    *,
+    task: Task | None = None,  # whose left-out labels are in no part
+    missing: str = "refuse",  # "one": recordings without a group are one group
+    legacy: bool = False,  # files of the earlier system
+    progress: str = "auto",  # as for `recordings_table`
+) -> list[
+    Split
+]:  # a part "training", and one group as "testing"; raises DataError where there is no such split
+    "Return a split for each group without which all labels still have recordings."
+    table, labels, class_names = _labelled_table(sources, legacy, progress)
+    values = group_values(table, group, missing=missing)
+    is_used = task.classes(labels) != LEFT_OUT if task else np.ones(len(table), bool)
+    groups = _joined_groups(table, values, np.flatnonzero(is_used))
+    numbers = np.unique(groups[is_used])
+    left_out = numbers[_can_be_left_out(_label_counts(groups[is_used], labels[is_used]))]
+    if not len(left_out):
+        raise DataError(
+            "no group can be left out: the others would lack a label",
+            code="label-in-one-part",
+            found=f"{len(numbers):,} groups by {group_name(group)}",
+            remedy="use smaller groups",
+        )
+    splits = []
+    for k in left_out:
+        is_in = is_used & (groups == k)
+        parts = {"training": np.flatnonzero(is_used & ~is_in), "testing": np.flatnonzero(is_in)}
+        names = ", ".join(show_path(v) or "(none)" for v in np.unique(values[is_in])[:3].tolist())
+        method = f"One group by {group_name(group)} left out: {names}."
+        with warnings.catch_warnings():  # a group of one label is what is left out
+            warnings.simplefilter("ignore", SplitWarning)
+            splits.append(_check_split(table, labels, class_names, parts, method, False, groups))
+    return splits
 
 
 # %% ../../../nbs/learn/data/splits.ipynb #49459550
@@ -420,5 +543,5 @@ def split_figure(
     if split.leaky:
         worst = max(split.shared, key=lambda s: s.n_recordings)
         title = f"Leaky: {worst.n_values:,} {worst.kind}{'s' * (worst.n_values != 1)} in more than one part"
-        note = "Scores of this split are too optimistic"
+        note = LEAKY_SPLIT
     return fig.update_layout(title=dict(text=title, subtitle=dict(text=note)))

@@ -28,8 +28,9 @@ from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import DelayedProgress, Progress
 from ...dataset.file.reader import MelDataset, read_rows
 from ..data.groups import Group, recordings_of
+from ..data.leakage import LEAKY_SPLIT, shared_values
 from ..data.segments import Segments, close_opened, open_sources
-from ..data.splits import LeakySplitWarning, Split, existing_split, shared_values
+from ..data.splits import LeakySplitWarning, Split, existing_split
 from ..data.task import Task
 from .plots import worst_errors
 from .report import Evaluation
@@ -214,7 +215,7 @@ def _leakage_warnings(
         of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
         shared = shared_values(names, of, list(parts), "source recording")
         if shared and part in shared.parts:
-            stamps.append(f"LEAKY SPLIT: the scores are too optimistic. Pieces of one recording: {shared}")
+            stamps.append(f"{LEAKY_SPLIT} Pieces of one recording: {shared}")
     return tuple(dict.fromkeys(filter(None, stamps)))
 
 

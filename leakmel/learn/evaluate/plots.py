@@ -41,6 +41,7 @@ from leakmel.insight.plots import (
     _smallest,
     frame_starts_s,
 )
+from ..data.leakage import LEAKY_SPLIT
 from ..data.segments import Segments
 from ..metrics.metrics import Reliability, roc
 from ..metrics.significance import ScoredModel, Verdict
@@ -60,7 +61,7 @@ def leaky_note(
     text: str,
 ) -> str:
     "Prefix a subtitle with the warning of leakage."
-    return f"LEAKY SPLIT: too optimistic. {text}" if stamped else text
+    return f"{LEAKY_SPLIT} {text}" if stamped else text
 
 
 def counted(

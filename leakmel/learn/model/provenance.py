@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..data.leakage import LEAKY_SPLIT
 from ..data.segments import Segments
 from ..data.splits import recordings_table
 
@@ -94,7 +95,7 @@ class Overlap:
     @property
     def stamp(self) -> str:
         "Warning shown with every result; empty if there is no overlap."
-        return f"LEAKY SPLIT: the scores are too optimistic. {self.text}" if self.n_in_training else ""
+        return f"{LEAKY_SPLIT} {self.text}" if self.n_in_training else ""
 
 
 # %% ../../../nbs/learn/model/provenance.ipynb #5cd511c6

@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/retrain/promotion.ipynb #9b56a1bf
-import json, os
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,8 +30,9 @@ import numpy as np
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, show_path
+from ..data.leakage import find_shared
 from ..data.segments import Segments
-from ..data.splits import recordings_table, shared_values
+from ..data.splits import recordings_table
 from ..data.task import Task
 from ..metrics.bootstrap import Bootstrap, Difference, Groups, differences
 from ..metrics.metrics import FIGURES
@@ -296,33 +297,24 @@ def check_overlap(
     name: str = "testing",
     provenance: Provenance | None = None,  # what the champion was trained with
 ) -> list[str]:  # what is on both sides, a sentence each; raises DataError for recordings that are
-    "Find training recordings, sensors and file names in the test data."
+    "Find what identifies training recordings in the test data: contents, sensors, file names, sessions ..."
     import pandas as pd
 
     tables = {n: recordings_table(ds.sources, progress="none").iloc[ds.rows] for n, ds in trained_on.items()}
     mine = recordings_table(evaluated.sources, progress="none").iloc[evaluated.rows]
     both = pd.concat([*tables.values(), mine], ignore_index=True)
     part = np.repeat([0, 1], [len(both) - len(mine), len(mine)])
-
-    def column(of: str) -> np.ndarray:
-        return both[of].fillna("").to_numpy(object) if of in both else np.full(len(both), "", object)
-
-    stems = np.array([os.path.splitext(os.path.basename(p))[0].casefold() for p in column("path")], object)
-    names = (f"training data ({', '.join(trained_on)})", name)
-    if twice := shared_values(column("content"), part, names, "content", column("path")):
+    found = find_shared(both, part, (f"training data ({', '.join(trained_on)})", name))
+    if twice := [s for s in found if s.kind == "content"]:
         raise DataError(
             f"{name} holds recordings that are also used for training",
             code="test-set-learned",
-            found=str(twice),
+            found=str(twice[0]),
             remedy="remove them from one of the two: a detector must not be evaluated on its training recordings",
         )
-    found = [
-        shared_values(values, part, names, kind)
-        for kind, values in (("sensor", column("sensor")), ("recording", stems))
-    ]
     overlap = find_overlap(provenance or Provenance(), evaluated)
     return [
-        *(str(s) for s in found if s),
+        *map(str, found),
         *([overlap.text] if overlap is not None and overlap.n_in_training else []),
     ]
 

@@ -21,6 +21,7 @@ from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError
 from ...core.progress import Progress, announce
 from ..data.groups import Group, recordings_of
+from ..data.leakage import LEAKY_SPLIT
 from ..data.segments import Segments
 from ..data.splits import LeakySplitWarning
 from ..data.task import LEFT_OUT
@@ -166,7 +167,7 @@ class _RoundInProgress:
         "Choose the training items: predict, apply labels by people, select, draw."
         parts, rules = self.parts, self.rules
         stamps = [
-            f"LEAKY SPLIT: the figures are too optimistic. {n}: {shared}"
+            f"{LEAKY_SPLIT} {n}: {shared}"
             for n, ds in parts.testing.items()
             for shared in check_overlap(parts.learned, ds, n, provenance=self.champion.provenance)
         ]
