@@ -1,5 +1,6 @@
 "Pages that a browser shows without a network: figures, widgets, executed notebooks, reports."
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import nbformat
 import pytest
 from errors import raises
 
+from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError
 from leakmel.insight.notebook_page import STATE, VIEW, html_figures, notebook_page, still_widgets
@@ -129,6 +131,7 @@ def test_a_page_needs_nbconvert(tmp_path):
     code = f"""
 import sys
 sys.modules["nbconvert"] = None
+from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 raise SystemExit(main(["page", {str(tmp_path / "x.ipynb")!r}]))
 """
@@ -147,6 +150,29 @@ def test_text_of_a_report_is_escaped(tmp_path):
         "'verdict failed'>g &lt; h<",
     ):
         assert part in text
+
+
+def figures_of(path: str) -> int:
+    return Path(path).read_text(encoding="utf-8").count('class="plotly-figure"')
+
+
+def test_a_build_writes_its_report_next_to_the_data_sets(tmp_path, capsys):
+    write_demo(tmp_path / "demo", n_files=24)
+    common = ["build", str(tmp_path / "demo"), "--report", "--json", "--check", "1"]
+    for words, path in (
+        (["--split", "training", "--out", "x.h5"], "x.h5.report.html"),
+        (["--split", "all", "--out", "mels"], "mels/report.html"),
+    ):
+        words[-1] = str(tmp_path / words[-1])
+        assert main([*common, *words]) == 0
+        report = json.loads(capsys.readouterr().out)["report"]
+        assert report == str(tmp_path / path)
+        assert figures_of(report) == 5
+
+
+def test_a_report_of_scores_needs_a_file(tmp_path, capsys):
+    assert main(["predict", str(tmp_path), "--model", "model.pt", "--report", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["code"] == "invalid-arguments"
 
 
 @pytest.mark.parametrize("name", ["build", "train", "predict", "dashboard", "benchmark", "explore"])
