@@ -89,7 +89,7 @@ def write_run_file(
     "Write a text file of a run."
     new = path.with_name(f".{path.name}.new")
     try:
-        new.write_text(text, encoding="utf-8")
+        new.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
         os.replace(new, path)
     except OSError as e:
         new.unlink(missing_ok=True)

@@ -45,9 +45,14 @@ class Section:
 
 
 def _content_html(content: Any) -> str:
-    "Return a figure, an object or text as HTML."
+    "Return a figure, a table, an object or text as HTML."
     if hasattr(content, "to_plotly_json"):
         return figure_html(json.loads(content.to_json()))
+    if hasattr(content, "to_html"):  # a table of pandas
+        import pandas as pd
+
+        with pd.option_context("display.max_colwidth", None):
+            return content.to_html(max_rows=200, border=0)
     if hasattr(content, "_repr_html_"):
         return content._repr_html_() or f"<pre>{escape(repr(content))}</pre>"
     return f"<pre>{escape(str(content))}</pre>"

@@ -46,7 +46,18 @@ def training_report(
 
 
 # %% ../../nbs/learn/reports.ipynb #9f544efb
-_SCORES = ["path", "leak", "score", "leak_share", "n_segments", "heard_s", "status", "rms_db", "in_training"]
+_SCORES = [
+    "path",
+    "label",
+    "leak",
+    "score",
+    "leak_share",
+    "n_segments",
+    "heard_s",
+    "status",
+    "rms_db",
+    "in_training",
+]
 _MOST = 100  # recordings in the table of the report
 
 
@@ -63,7 +74,9 @@ def prediction_report(
         Section("Recordings with the highest scores", [highest.reset_index(drop=True)]),
         Section("Spectrograms", [suspicious_mels(predictions, n_shown)]),
         Section("Score distribution", [score_histogram(predictions), score_by_level(predictions)]),
-        Section("Rejected files", [predictions.rejected]),
+        Section(
+            "Rejected files", [predictions.rejected if predictions.rejections else "No file was rejected."]
+        ),
     ]
     title = f"Prediction for {show_path(predictions.folder)}"
     return write_report(path, title, text.partition("\n")[0], sections)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
 import pytest
 from errors import raises
 
@@ -180,3 +181,12 @@ def test_run_notebooks_embed_the_script(name):
     cells = nbformat.read(Path(__file__).resolve().parents[2] / "nbs" / f"{name}.ipynb", as_version=4).cells
     first = next(c.source for c in cells if c.cell_type == "code")
     assert "embed_plotly()" in first
+
+
+def test_tables_and_names_are_whole(tmp_path):
+    path = "LEAK/" + 30 * "long " + "\udcff.wav"
+    table = pd.DataFrame({"path": [path]})
+    text = write_report(tmp_path / "r.html", "t", "v", [Section("s", [table, path])]).read_text(
+        encoding="utf-8"
+    )
+    assert text.count(path[:-5] + "\\udcff.wav") == 2
