@@ -11,6 +11,7 @@ __all__ = [
     "run_build",
     "run_verify",
     "run_cache",
+    "run_page",
     "run_bench",
     "run_doctor",
     "CommandParser",
@@ -113,6 +114,8 @@ def run_build(args: argparse.Namespace) -> Outcome:
     config, mode, tuned_note = lm.PipelineConfig(**given), args.mode, ""
     if not args.no_tuned:
         config, mode, tuned_note = with_tuned(args.root, given, engine=args.engine, mode=mode)
+    if args.report:
+        import plotly  # noqa: F401  # a missing package is an error now, not after the build
     common = dict(
         spec=spec,
         engine=args.engine,
@@ -134,16 +137,27 @@ def run_build(args: argparse.Namespace) -> Outcome:
     if done:
         shown = dict(width=line_width(), analysis=args.analysis, switch="--analysis full")
         analysis = analysis_text(results[0].timeline, done, **shown)
+    report = _report_of(results, args) if args.report else {}
     already_shown = progress_mode(args) == "auto" and front_end() == "terminal" and sys.stdout.isatty()
     text = "\n".join(
         [
             *filter(None, [spec_note, tuned_note]),
             *([] if already_shown else results[0].summary["mode_lines"]),
             *map(_build_text, results),
+            *(f"report: {path}" for path in report.values()),
             *(["", analysis] if analysis else []),
         ]
     )
-    return 0, run_summary(results) if args.split == "all" else results[0].summary, text
+    return 0, (run_summary(results) if args.split == "all" else results[0].summary) | report, text
+
+
+def _report_of(results: Sequence[Any], args: argparse.Namespace) -> dict[str, str]:
+    "Write the report of a build, and return its path for `--json`."
+    from leakmel.insight.report import build_report
+
+    one = results[0].path
+    path = one.parent / "report.html" if args.split == "all" else one.with_name(f"{one.name}.report.html")
+    return {"report": show_path(build_report(results, path))}
 
 
 # %% ../nbs/cli.ipynb #37e6fbe2
@@ -210,6 +224,15 @@ def run_cache(args: argparse.Namespace) -> Outcome:
     return 0, body, "\n".join(lines)
 
 
+# %% ../nbs/cli.ipynb #d5db9454
+def run_page(args: argparse.Namespace) -> Outcome:
+    "Write an executed notebook as one HTML file with interactive figures that needs no network."
+    from leakmel.insight.notebook_page import notebook_page
+
+    path, n_figures = notebook_page(args.notebook, args.out)
+    return 0, {"path": show_path(path), "figures": n_figures}, show_path(path)
+
+
 # %% ../nbs/cli.ipynb #e90a0f32
 def run_bench(args: argparse.Namespace) -> Outcome:
     "Run a benchmark on this machine: builds, a GPU, or training."
@@ -262,12 +285,12 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "demo": (None, "leakmel demo recordings --files 1200"),
     "scan": (None, "leakmel scan recordings --content"),
     "build": (
-        "out,split,table,pattern,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,max-rejected,fresh,analysis",
+        "out,split,table,pattern,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,max-rejected,fresh,analysis,report",
         "leakmel build recordings --split all --out mels",
     ),
     "verify": (None, "leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all"),
     "train": (
-        "out,validation,testing,group,leak-label,kind,epochs,batch-size,learning-rate,early-stop-epochs,seed,resume,device,figures",
+        "out,validation,testing,group,leak-label,kind,epochs,batch-size,learning-rate,early-stop-epochs,seed,resume,device,report",
         "leakmel train mels --out model --epochs 12",
     ),
     "search": (
@@ -283,6 +306,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
         "out,champion,replay,testing,validation,also,human-labels,judged-by,replay-share,epochs,learning-rate,resume,device",
         "leakmel retrain new/TRAINING_DATASET.H5 --out rounds --champion model --replay mels --testing mels",
     ),
+    "page": (None, "leakmel page out.ipynb"),
     "cache": (None, "leakmel cache clear --unused-days 30"),
     "bench": (None, "leakmel bench work --suite build --files 8000"),
     "tune": (
@@ -397,6 +421,7 @@ def _commands() -> dict[str, tuple[Any, Any, str | None]]:
         "build": (run_build, _add_build, None),
         "verify": (run_verify, _VERIFY, None),
         **COMMANDS,
+        "page": (run_page, _PAGE, None),
         "cache": (run_cache, _CACHE, None),
         "bench": (run_bench, _BENCH, None),
         "tune": (run_tune, _add_tune, None),
@@ -516,6 +541,10 @@ def _add_build(p: argparse.ArgumentParser) -> Options:
             choices=["auto", "full", "none"],
             help="performance analysis after the build: auto (default) prints three lines for a build of less than 10 s",
         ),
+        "--report": dict(
+            action="store_true",
+            help="also write results and figures as one HTML file: FILE.report.html, with --split all report.html in the folder",
+        ),
         "--no-tuned": dict(
             action="store_true",
             help="ignore the speed settings that `leakmel tune` measured on this machine",
@@ -589,6 +618,17 @@ _CACHE: Options = {
         default=0,
         metavar="N",
         help="clear only files that were not used for N days (default 0: all)",
+    ),
+}
+
+
+_PAGE: Options = {
+    "notebook": dict(
+        help="executed notebook",
+    ),
+    "--out": dict(
+        metavar="FILE",
+        help="HTML file (default: next to the notebook, with its name)",
     ),
 }
 

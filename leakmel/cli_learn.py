@@ -32,6 +32,7 @@ import leakmel as lm
 from .core.errors import UsageError, show_path
 from .core.parameters import add_field_options, given_fields
 from .core.progress import line_width, wrap_text
+from .core.run_plan import user_path
 from .learn.model.settings import RESUME, CheckpointSettings, TrainSettings
 
 
@@ -145,6 +146,10 @@ def add_train(p: argparse.ArgumentParser) -> Options:
             action="store_true",
             help="also save plots of loss, metrics and times (figures/*.html)",
         ),
+        "--report": dict(
+            action="store_true",
+            help="also write results and figures as one HTML file (report.html)",
+        ),
     }
 
 
@@ -155,16 +160,21 @@ def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
     given = {n: getattr(args, n) for n in (*_PLAN, "testing")} | {"evaluation": not args.no_evaluation}
     given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
+    if args.report:
+        import plotly  # noqa: F401  # a missing package is an error now, not after the training
     plan = plan_training(given, progress=progress_mode(args))
     result = execute_training(plan, progress=progress_mode(args))
     if args.figures:
         save_figures(plan.out / "figures", result.epochs, result.best_epoch)
     evaluation = execute_evaluation(plan, result, progress=progress_mode(args))
-    text = wrap_text(
-        "\n".join([repr(result), *(["", evaluation.report(line_width())] if evaluation is not None else [])]),
-        line_width(),
-    )
-    return 0, run_summary(result, evaluation), text
+    lines = [repr(result), *(["", evaluation.report(line_width())] if evaluation is not None else [])]
+    report: dict[str, str] = {}
+    if args.report:
+        from leakmel.learn.reports import training_report
+
+        report["report"] = show_path(training_report(result, evaluation, plan.out / "report.html"))
+        lines.append(f"report: {report['report']}")
+    return 0, run_summary(result, evaluation) | report, wrap_text("\n".join(lines), line_width())
 
 
 # %% ../nbs/cli_learn.ipynb #6fa45ff2
@@ -569,6 +579,10 @@ PREDICT: Options = {
         metavar="FILE",
         help="CSV file of the scores; rejected recordings are listed in FILE.rejected.csv",
     ),
+    "--report": dict(
+        action="store_true",
+        help="also write results and figures as one HTML file (scores.report.html for scores.csv); requires --out",
+    ),
     "--split": dict(
         metavar="NAME",
         help="score one split only: training, validation or testing",
@@ -625,7 +639,15 @@ PREDICT: Options = {
 
 def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Score the recordings of a folder with a detector and write a CSV file."
+    if args.report:
+        import plotly  # noqa: F401  # a missing package is an error now, not after the prediction
 
+        if not args.out:
+            raise UsageError(
+                "The option --report needs a file for the scores",
+                code="invalid-arguments",
+                expected="--out FILE",
+            )
     manifest = (
         None if args.table is None else lm.scan(args.folder, table=args.table, progress=progress_mode(args))
     )
@@ -645,7 +667,15 @@ def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         read_workers=args.read_workers,
         progress=progress_mode(args),
     )
-    return (0 if len(done) else 1), done.summary, f"{show_path(done.folder)}: {done.text(line_width())}"
+    body = done.summary
+    text = f"{show_path(done.folder)}: {done.text(line_width())}"
+    if args.report and len(done):
+        from leakmel.learn.reports import prediction_report
+
+        path = user_path(args.out).with_suffix(".report.html")
+        body = body | {"report": show_path(prediction_report(done, path))}
+        text += f"\n  report: {body['report']}"
+    return (0 if len(done) else 1), body, text
 
 
 # %% ../nbs/cli_learn.ipynb #1b5f387f

@@ -172,10 +172,8 @@ def with_parameters(project: Path, name: str, **given: object) -> str:
     notebook = nbformat.read(ROOT / "nbs" / name, as_version=4)
     (cell,) = (c for c in notebook.cells if "parameters" in c.metadata.get("tags", []))
     lines = cell.source.splitlines()
-    for parameter, value in given.items():
-        (k,) = (k for k, line in enumerate(lines) if line.startswith(f"{parameter} = "))
-        lines[k] = f"{parameter} = {value!r}"
-    cell.source = "\n".join(lines)
+    kept = [line for line in lines if line.partition(" = ")[0] not in given]
+    cell.source = "\n".join([*kept, *(f"{parameter} = {value!r}" for parameter, value in given.items())])
     nbformat.write(notebook, project / "nbs" / name)
     return name
 

@@ -158,6 +158,8 @@ EXTRAS = {
     "ipywidgets": "notebook",
     "IPython": "notebook",
     "papermill": "notebook",
+    "nbconvert": "notebook",
+    "nbformat": "notebook",
     "triton": "gpu",
     "pynvml": "gpu",
     "optuna": "search",

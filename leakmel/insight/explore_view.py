@@ -253,8 +253,12 @@ class _Picture:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         import plotly.io as pio
 
-        bundle = pio.renderers["plotly_mimetype"].to_mimebundle(self.figure.to_plotly_json())
-        return {"text/plain": str(self.figure.layout.title.text)} | bundle
+        figure = self.figure.to_plotly_json()
+        bundle = {"text/plain": str(self.figure.layout.title.text)}
+        bundle |= pio.renderers["plotly_mimetype"].to_mimebundle(figure)
+        if "leakmel" in pio.renderers:  # after embed_plotly: HTML for pages
+            bundle |= pio.renderers["leakmel"].to_mimebundle(figure)
+        return bundle
 
 
 class _Output:

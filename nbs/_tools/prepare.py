@@ -22,10 +22,11 @@ from pathlib import Path
 
 import nbformat
 from api import module_page, public_page
-from figures import plotly_file, show_figures
 from messages import messages
 from nbclient import NotebookClient
-from widgets import still_widgets
+
+from leakmel.insight.notebook_page import html_figures, still_widgets
+from leakmel.insight.page_figures import plotly_file
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS, PACKAGE = ROOT / "nbs", ROOT / "leakmel"
@@ -131,7 +132,7 @@ def dress(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             cell.source = formulas(cards(cell.source))
     notebook.cells = [c for c in cells if c.cell_type != "code" or c.source.strip()]
     still_widgets(notebook)
-    show_figures(notebook)
+    html_figures(notebook)
     notebook.metadata = nbformat.from_dict(
         {
             "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},

@@ -39,6 +39,7 @@ def describe_run(folder: Path) -> str:
         rows = f"{s['rows']:,} rows, {s['rejected']:,} rejected"
         lines.append(f"{s['path']}\n    {rows}; {speed}; {s['verified']['verdict']}")
     lines += [f"executed notebook: {show_path(p)}" for p in sorted(folder.glob("*.ipynb"))]
+    lines.append(f"report: {show_path(folder / 'report.html')}")
     checked = sum(s["verified"]["checked"] for s in body["splits"])
     verdict = "NOT OK"
     if body["ok"]:

@@ -48,7 +48,10 @@ def test_train_notebook_trains_evaluates_and_plots(sets: Path, tmp_path: Path) -
     assert summary["ok"] is True
     assert summary["evaluation"]
     assert load_detector(tmp_path / "run" / "model.pt").record["settings"]["epochs"] == 2
-    assert run.notebook.stat().st_size < 2_000_000
+    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert report.count('class="plotly-figure"') == len(titles)
+    assert summary["evaluation"]["verdict"] in report
+    assert run.notebook.stat().st_size < 4_000_000
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import nbformat
 import pytest
 from lab import (
     ERRORS,
@@ -25,6 +24,7 @@ from watched import Watched, assert_figures
 import leakmel as lm
 from leakmel.audio.synth import write_demo
 from leakmel.dataset.run.config import PipelineConfig
+from leakmel.insight.notebook_page import notebook_page
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -124,23 +124,30 @@ def test_saved_notebook_in_jupyterlab(lab, watched, executed, tmp_path):
     watched.picture(tmp_path / "saved.png")
 
 
-def test_executed_notebook_as_a_page(executed, watched, tmp_path):
-    "The site's way to show figures: HTML, one local script, no network."
-    from figures import plotly_file, show_figures
-    from nbconvert import HTMLExporter
-
-    notebook = nbformat.read(executed, as_version=4)
-    assert show_figures(notebook) == 5
-    body, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
-    (tmp_path / "plotly.min.js").write_bytes(plotly_file())
-    (tmp_path / "page.html").write_text(
-        f"<!doctype html><meta charset='utf-8'><script src='plotly.min.js'></script><body>{body}</body>",
-        encoding="utf-8",
-    )
+def test_pages_of_a_run_without_a_network(executed, watched, tmp_path):
+    "The notebook by nbconvert and by `leakmel page`, and the report of the run: five drawn figures each, nothing fetched."
+    nbconvert = [
+        str(Path(sys.executable).parent / "jupyter-nbconvert"),
+        "--to",
+        "html",
+        "--output-dir",
+        str(tmp_path),
+    ]
+    subprocess.run([*nbconvert, str(executed)], capture_output=True, check=True, timeout=120)
+    own, n_figures = notebook_page(executed, tmp_path / "page.html")
+    report = max(executed.parents[1].glob("runs/*/report.html"), key=lambda p: p.stat().st_mtime_ns)
+    assert n_figures == 5
     page = watched.page
-    page.goto((tmp_path / "page.html").as_uri())
-    page.wait_for_selector(".plotly-figure .main-svg", timeout=60_000)
-    watched.picture(tmp_path / "page.png", full_page=True)
-    assert_figures(page, 5)
-    assert watched.complaints == []
-    assert watched.outside("file:") == []
+    page.context.set_offline(True)
+    for path in (tmp_path / "out.html", own, report):
+        assert path.stat().st_size < 3_500_000
+        watched.requests.clear()
+        page.goto(path.as_uri(), wait_until="domcontentloaded")
+        assert_figures(page, 5)
+        watched.picture(tmp_path / f"{path.stem}.png", full_page=True)
+        assert page.get_by_text("24 rows, all data sets verified").count() >= 1
+        assert watched.serious == []
+        links = {
+            "out.html": ("https://cdnjs.cloudflare.com/",)
+        }  # of nbconvert: to scripts that are not needed
+        assert watched.outside("file:", *links.get(path.name, ())) == []

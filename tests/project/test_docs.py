@@ -16,10 +16,7 @@ import nbformat
 import prepare
 import pytest
 from api import module_page, public_page
-from figures import PLOTLY, figure_html
-from page import main as write_page
 from watched import CUT_TITLES, FONTS, Watched, assert_figures, chromium
-from widgets import STATE, VIEW, still_widgets
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ["core/errors", "audio/conform", "mel/spec"]
@@ -362,84 +359,6 @@ def test_a_list_of_bold_links_becomes_cards():
     assert page.endswith("- plain\n- [link](c.ipynb): said")
 
 
-def model(kind: str, **state: Any) -> dict[str, Any]:
-    return {"model_name": f"{kind}Model", "state": state}
-
-
-def test_widgets_keep_their_state_without_a_kernel():
-    "Controls with their values, figures and pictures that widgets hold; what a layout hides stays hidden, text is escaped."
-    figure = {"data": [{"type": "bar", "y": [1, 2]}], "layout": {"title": {"text": "t"}}}
-    said = {"output_type": "stream", "name": "stdout", "text": "a < b"}
-    state = {
-        "box": model(
-            "VBox",
-            children=["IPY_MODEL_" + n for n in ("drop", "slider", "out", "html", "gone", "image", "nobody")],
-        ),
-        "drop": model("Dropdown", description="label", _options_labels=["LEAK", "<NO>"], index=1),
-        "slider": model("IntRangeSlider", description="f", value=[1, 9]),
-        "out": model(
-            "Output",
-            outputs=[{"output_type": "display_data", "data": {PLOTLY: figure, "text/html": "twice"}}, said],
-        ),
-        "html": model("HTML", value="<b>bold</b>"),
-        "hidden": model("Layout", display="none"),
-        "gone": model("Label", value="secret", layout="IPY_MODEL_hidden"),
-        "image": model("Image", format="png")
-        | {"buffers": [{"path": ["value"], "data": "AAAA", "encoding": "base64"}]},
-    }
-    v4 = nbformat.v4
-    shown = [
-        v4.new_output("display_data", {VIEW: {"model_id": name}, "text/plain": "VBox()"})
-        for name in ("box", "nobody")
-    ]
-    notebook = v4.new_notebook(
-        cells=[v4.new_code_cell("x", outputs=shown)], metadata={"widgets": {STATE: {"state": state}}}
-    )
-    assert still_widgets(notebook) == 2
-    html = notebook.cells[0].outputs[0].data["text/html"]
-    for part in (
-        "label <b>&lt;NO&gt;</b>",
-        "f <b>1 to 9</b>",
-        "plotly-figure",
-        "<pre>a &lt; b</pre>",
-        "<b>bold</b>",
-        "data:image/png;base64,AAAA",
-    ):
-        assert part in html
-    assert "secret" not in html
-    assert "twice" not in html
-    assert notebook.cells[0].outputs[1].data == {"text/plain": "VBox()"}
-
-
-@pytest.mark.slow
-def test_a_notebook_becomes_one_page_with_live_figures(page, tmp_path, capsys):
-    import plotly.graph_objects as go
-
-    v4 = nbformat.v4
-    figure = go.Figure(go.Bar(y=[1, 2, 3]), {"title": {"text": "three bars"}}).to_plotly_json()
-    outputs = [
-        v4.new_output("display_data", {PLOTLY: nbformat.from_dict(figure)}),
-        v4.new_output("stream", text="said"),
-    ]
-    nbformat.write(
-        v4.new_notebook(cells=[v4.new_markdown_cell("# Title"), v4.new_code_cell("x", outputs=outputs)]),
-        tmp_path / "name with blanks.ipynb",
-    )
-    assert write_page([str(tmp_path / "name with blanks.ipynb")]) == 0
-    alone = tmp_path / "alone" / "page.html"
-    alone.parent.mkdir()
-    (tmp_path / "name with blanks.html").rename(alone)
-    watched = Watched(page)
-    page.goto(alone.as_uri())
-    assert_figures(page, 1)
-    assert page.get_by_text("said").count() == 1
-    assert (watched.complaints, watched.outside("file:")) == ([], [])
-    assert watched.requests == [alone.as_uri()]
-    assert write_page([]) == 2
-    assert write_page([str(tmp_path / "none.ipynb")]) == 1
-    assert "none.ipynb" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_guides_are_in_the_table_of_contents(site):
     front, listed, page = (
@@ -482,12 +401,6 @@ def test_directives_become_tags():
     ]
     assert [c.metadata.get("tags") for c in page.cells] == [["hide-input"], ["remove-input"], [], None]
     assert page.cells[0].metadata["mystnb"]["code_prompt_show"] == "Source of one, TWO"
-
-
-def test_a_figure_cannot_end_its_script():
-    html = figure_html({"data": [{"name": "</script><b>"}], "layout": {"height": 300}})
-    assert html.count("</script>") == 1
-    assert "height:300px" in html
 
 
 def test_api_page_shows_units_and_types():

@@ -95,32 +95,34 @@ CONDA_NAMES = {
     "soundfile": "pysoundfile",
     "xxhash": "python-xxhash",
     "soxr": "soxr-python",
-    "kaleido": "python-kaleido",
-    "playwright": "playwright-python",
 }
 EXTRAS = {"learn", "notebook", "gpu", "search", "all", "dev"}
 
 
-def conda_packages() -> dict[str, str]:
-    "The packages of environment.yml: a flat list, read without a YAML library."
-    lines = (ROOT / "environment.yml").read_text(encoding="utf-8").splitlines()
-    items = [m.group(1) for line in lines if (m := re.match(r"\s+- ([^#]+?)\s*(#.*)?$", line))]
-    return dict(
-        requirement(item)
-        for item in items
-        if item not in ("conda-forge", "nodefaults", "pip:", "-e .") and not item.startswith("--")
-    )
+def conda_lists() -> dict[str, list[str]]:
+    "The lists of environment.yml by their names, read without a YAML library."
+    lists: dict[str, list[str]] = {}
+    for line in (ROOT / "environment.yml").read_text(encoding="utf-8").splitlines():
+        if m := re.fullmatch(r"\s*(?:- )?(\w+):", line):
+            items = lists.setdefault(m[1], [])
+        elif m := re.fullmatch(r"\s+- ([^#]+?)\s*(#.*)?", line):
+            items.append(m[1])
+    return lists
 
 
 def test_environment_yml_says_what_settings_ini_says():
-    "A conda environment is for development: the base, all extras that need no GPU, and the tools."
-    s, packages = settings(), conda_packages()
-    parts = ("requirements", *(f"{extra}_requirements" for extra in ("learn", "notebook", "search", "dev")))
-    wanted = dict(requirement(r) for part in parts for r in s[part].split() if not r.startswith("leakmel["))
-    expected = {CONDA_NAMES.get(name, name): bounds for name, bounds in wanted.items()}
+    "Conda brings the base and the extras with compiled packages; pip installs leakmel and the rest with the bounds of settings.ini."
+    s, lists = settings(), conda_lists()
+    assert lists["channels"] == ["conda-forge", "nodefaults"]
+    assert lists["pip"] == ["-e .[dev]"]
+    packages = dict(map(requirement, lists["dependencies"]))
+    assert len(packages) == len(lists["dependencies"])
+    parts = ("requirements", *(f"{extra}_requirements" for extra in ("learn", "notebook", "gpu")))
+    wanted = dict(requirement(r) for part in parts for r in s[part].split())
     assert packages.pop("python") == ">=" + s["min_python"]
-    packages.pop("pip")
-    assert packages == expected
+    assert packages.pop("pip") == ""
+    assert packages == {CONDA_NAMES.get(name, name): bounds for name, bounds in wanted.items()}
+    assert "leakmel[all]" in s["dev_requirements"].split()
 
 
 def test_package_metadata_come_from_settings_ini():

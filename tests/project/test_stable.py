@@ -29,6 +29,7 @@ from typing import Any
 from unittest import mock
 
 import h5py
+import nbformat
 import numpy as np
 import pytest
 import soundfile
@@ -261,7 +262,7 @@ def error_classes(kind: Any = lm.LeakmelError) -> dict[str, list[Any]]:
 
 
 LEARNING = ("train", "search", "evaluate", "predict", "retrain")
-COMMANDS = ("demo", "scan", "build", "verify", *LEARNING, "cache", "bench", "tune", "doctor")
+COMMANDS = ("demo", "scan", "build", "verify", *LEARNING, "page", "cache", "bench", "tune", "doctor")
 
 
 def options() -> dict[str, dict[str, None]]:
@@ -294,13 +295,14 @@ OF_JSON = {
     "demo --faults": "demo {bad} --files 24 --faults",
     "scan": "scan {made}",
     "scan --content": "scan {bad} --content",
-    "build": "build {bad} --split training --out {one} --sample-rate 4096 --duration-s 1",
-    "build --split all": "build {made} --split all --out {sets} --check 2",
+    "build": "build {bad} --split training --out {one} --sample-rate 4096 --duration-s 1 --report",
+    "build --split all": "build {made} --split all --out {sets} --check 2 --report",
     "verify": "verify {one} --root {bad} --sample 2",
     "doctor": "doctor {made}",
-    "train": " ".join(["train {sets} --out {run}", *tiny_words(1)]),
+    "train": " ".join(["train {sets} --out {run} --report", *tiny_words(1)]),
     "evaluate": "evaluate {sets} --model {run} --draws 100 --out {judged} --device cpu",
-    "predict": "predict {bad} --split training --model {run} --out {scores}.csv --device cpu",
+    "predict": "predict {bad} --split training --model {run} --out {scores}.csv --device cpu --report",
+    "page": "page {run}.ipynb",
     "cache list": "cache list",
     "error": "build {missing} --out {x}",
     "usage error": "build {made} --out {x} --no-such-option",
@@ -354,8 +356,16 @@ def missing(wanted: Any, found: Any, at: str = "") -> list[str]:
     ]
 
 
+def write_notebook(path: Path) -> None:
+    """Write a notebook with one output."""
+    v4 = nbformat.v4
+    cell = v4.new_code_cell("x", outputs=[v4.new_output("stream", text="x")])
+    nbformat.write(v4.new_notebook(cells=[cell]), path)
+
+
 def json_keys(folder: Path) -> dict[str, Any]:
     """Return the keys of what commands say to machines, and of the files beside a data set."""
+    write_notebook(folder / "run.ipynb")
     found = {name: json.loads(run(f"{command} --json", folder)[1]) for name, command in OF_JSON.items()}
     assert [name for name, body in found.items() if "error" in body] == ["error", "usage error"]
     for part in ("report", "timeline"):
@@ -377,6 +387,7 @@ def test_no_key_of_json_is_missing(name: str, keys: dict[str, Any]) -> None:
 def write_places(folder: Path) -> None:
     """Write what the commands of the table are given: recordings, a good data set, and bad ones."""
     write_recordings(folder)
+    write_notebook(folder / "run.ipynb")
     (folder / "empty").mkdir()
     lm.build(folder / "town", split="training", out=folder / "good", progress="none", check=2)
     content = (folder / "good").read_bytes()
