@@ -553,6 +553,9 @@ def test_report_and_timeline_say_what_happened(faulty, tmp_path):
         assert report["verified"]["ok"] is True
         assert report["file_bytes"] == r.path.stat().st_size
         assert report["files_per_s"] == pytest.approx(r.found / r.seconds)
+        n_segments = content(r.path)["segments_mel"].shape[0:3]
+        assert r.segments_per_s == report["segments_per_s"] == pytest.approx(np.prod(n_segments) / r.seconds)
+        assert f"({r.segments_per_s:,.0f} segments/s)" in repr(r)
         timeline = read_timeline(r.timeline_path)
         stages = {s.stage for s in timeline.spans if s.split == r.split}
         assert {"read", "compute", "write", "publish", "verify"} <= stages
