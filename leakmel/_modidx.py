@@ -3395,8 +3395,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'leakmel/mel/torchaudio_engine.py'),
                                                'leakmel.mel.torchaudio_engine.TorchaudioLogMel._to_db': ( 'mel/torchaudio_engine.html#torchaudiologmel._to_db',
                                                                                                           'leakmel/mel/torchaudio_engine.py'),
-                                               'leakmel.mel.torchaudio_engine._needs_extension': ( 'mel/torchaudio_engine.html#_needs_extension',
-                                                                                                   'leakmel/mel/torchaudio_engine.py'),
                                                'leakmel.mel.torchaudio_engine.import_torchaudio': ( 'mel/torchaudio_engine.html#import_torchaudio',
                                                                                                     'leakmel/mel/torchaudio_engine.py')},
             'leakmel.mel.triton_kernel': { 'leakmel.mel.triton_kernel.Launch': ( 'mel/triton_kernel.html#launch',

@@ -23,23 +23,8 @@ from .engines import DeviceOptions, NotHere, NotSuited
 from .spec import MelSpec
 from .torch_engine import DeviceMoments, block_files, one_thread
 
+
 # %% ../../nbs/mel/torchaudio_engine.ipynb #e04babf4
-_EXTENSION = "torchaudio._extension"
-
-
-def _needs_extension(function: object = None) -> object:
-    "Replacement of a torchaudio function that needs the compiled part."
-
-    def fail(*args: object, **options: object) -> None:
-        raise EngineError(
-            "this function of torchaudio needs its compiled part",
-            code="engine-broken",
-            remedy="install a torchaudio that was built for the installed torch",
-        )
-
-    return fail
-
-
 def import_torchaudio() -> ModuleType:  # raises NotHere if it is not installed
     "Import torchaudio; without its compiled part if that does not fit the installed torch."
     try:
@@ -53,14 +38,14 @@ def import_torchaudio() -> ModuleType:  # raises NotHere if it is not installed
     except (OSError, RuntimeError):  # the compiled part does not load
         for name in [n for n in sys.modules if n.split(".")[0] == "torchaudio"]:
             del sys.modules[name]
-    extension = ModuleType(_EXTENSION)
-    vars(extension).update(
+    extension = ModuleType("torchaudio._extension")
+    extension.__dict__.update(
         _IS_TORCHAUDIO_EXT_AVAILABLE=False,
         _IS_ALIGN_AVAILABLE=False,
-        fail_if_no_align=_needs_extension,
+        fail_if_no_align=lambda function: function,  # alignment, unused here, fails when it is called
         _check_cuda_version=lambda: None,
     )
-    sys.modules[_EXTENSION] = extension
+    sys.modules[extension.__name__] = extension
     return import_module("torchaudio")
 
 
