@@ -150,13 +150,13 @@ def _build_text(result: Any) -> str:
 
     s = result.summary
     kept, counts = kept_sentence(s), Counter(r.code for r in result.rejections)
-    rate = "" if kept else f", {rate_text(s)}"
     problems = ", ".join(f"{n:,} x {kind}" for kind, n in s["problems_by_kind"].items())
     listed = f"{problems} (leakmel scan --content lists them, the report next to the data set lists them too)"
     lines = [
         *([wrap_list("  ", kept, width=line_width())] if kept else []),
         f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
-        f"  {result.seconds:.2f} s to the published file (without {result.start_up_s:.2f} s of imports){rate}",
+        f"  {result.seconds:.2f} s to the published file (without {result.start_up_s:.2f} s of imports)",
+        *([] if kept else [f"  {rate_text(s)}"]),
         f"  engine {s['engine']}, page cache {cache_sentence(s)}",
         f"  {result.verified.verdict}",
     ]
