@@ -165,18 +165,18 @@ def _build_text(result: Any) -> str:
     "Return a text on a built data set in a few lines."
     from leakmel.audio.problems import format_counts, wrap_list
     from leakmel.dataset.source.loader import share_sentence
-    from leakmel.dataset.run.publish import kept_sentence
+    from leakmel.dataset.run.publish import kept_sentence, rate_text
     from leakmel.insight.dashboard import cache_sentence
 
     s = result.summary
     kept, counts = kept_sentence(s), Counter(r.code for r in result.rejections)
-    rate = "" if kept else f", {result.files_per_s:,.0f} files/s end to end"
     problems = ", ".join(f"{n:,} x {kind}" for kind, n in s["problems_by_kind"].items())
     listed = f"{problems} (leakmel scan --content lists them, the report next to the data set lists them too)"
     lines = [
         *([wrap_list("  ", kept, width=line_width())] if kept else []),
         f"  {result.rows:,} rows + {len(result.rejections):,} rejected = {result.found:,} files found",
-        f"  {result.seconds:.2f} s to the published file (without {result.start_up_s:.2f} s of imports){rate}",
+        f"  {result.seconds:.2f} s to the published file (without {result.start_up_s:.2f} s of imports)",
+        *([] if kept else [f"  {rate_text(s)}"]),
         f"  engine {s['engine']}, page cache {cache_sentence(s)}",
         f"  {result.verified.verdict}",
     ]

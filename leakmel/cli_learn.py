@@ -617,7 +617,7 @@ PREDICT: Options = {
     "--engine": dict(
         default="auto",
         metavar="NAME",
-        help="engine that computes the log-mel spectrograms: auto, triton, torch, cpu or reference (default auto)",
+        help="engine that computes the log-mel spectrograms: auto, triton, torch, torchaudio, cpu or reference (default auto)",
     ),
     "--device": dict(
         default="auto",

@@ -100,6 +100,8 @@ MEL = {
     "engine-broken": "The module of an engine is installed, but cannot be loaded.",
     "not-on-device": "The engine does not compute on that device.",
     "fft-length": "The engine does not support that FFT length.",
+    "not-stock": "The stock transform of torchaudio cannot compute the settings.",
+    "float32-precision": "The process allows float32 matrix products of a lower precision.",
     "not-a-positive-integer": "A setting must be a whole number of at least 1.",
     "self-check": "The engine does not reproduce the float64 reference.",
     "devices-differ": "Two devices of an engine give different results for the same recording.",

@@ -14,6 +14,7 @@ __all__ = [
     "Span",
     "Gauge",
     "SpanCounts",
+    "nvtx_range",
     "Timeline",
     "covered_s",
     "lane_key",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/core/timeline.ipynb #74e2f8d0
-import json, math, os, time
+import json, math, os, sys, time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -93,6 +94,24 @@ class SpanCounts:
     parts: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
+# %% ../../nbs/core/timeline.ipynb #a4c7d211
+@contextmanager
+def nvtx_range(
+    name: str,  # as the profiler shows it
+) -> Iterator[None]:
+    "Mark the body as an NVTX range if torch already uses a GPU in this process."
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    uses_gpu = getattr(cuda, "is_initialized", None)  # another thread may be importing torch
+    if uses_gpu is None or not uses_gpu():
+        yield
+        return
+    cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        cuda.nvtx.range_pop()
+
+
 # %% ../../nbs/core/timeline.ipynb #c2581800
 class Timeline:
     "Spans, gauges and machine samples of one run, on one clock."
@@ -116,7 +135,8 @@ class Timeline:
         counts = SpanCounts()
         start_s = self.now_s()
         try:
-            yield counts
+            with nvtx_range(f"{stage} {split} {batch}" if batch >= 0 else stage):
+                yield counts
         finally:
             end_s = self.now_s()
             for part, (seconds, n_files) in reversed(list(counts.parts.items())):

@@ -35,7 +35,7 @@ from ..core.errors import LeakmelError, show_path
 from ..core.monitor import mean, peak, size_text
 from ..core.parameters import Kinds
 from ..dataset.run.publish import BuildResult
-from ..dataset.run.publish import kept_sentence
+from ..dataset.run.publish import kept_sentence, rate_text
 from ..dataset.source.loader import share_sentence
 from .advice import analysis_text
 from .diagnose import amdahl_bounds, limit_text, report_text
@@ -162,7 +162,7 @@ def _file_fact(run: RunRecord, name: str) -> str:
         return f"{size}; no report next to it"
     if name in modified_data_sets(run):
         return f"{size}, but the report says {size_text(report['file_bytes'])}: the file was changed after verification (run `leakmel verify`)"
-    speed = f"{report['files_per_s']:,.0f} files/s"
+    speed = rate_text(report)
     if kept := report.get("kept_rows"):
         speed = f"{kept:,} rows reused"
     return f"{report['rows']:,} rows, {size}; {speed}; {report['verified'].get('verdict', NOT_AVAILABLE)}"

@@ -131,7 +131,7 @@ class Explorer:
         # differences from a preset ("preset": name), as for `build`; rate and length follow the data by default
         changes: dict[str, Any] | None = None,
         *,
-        engine: str = "auto",  # "auto", "triton", "torch", "cpu" or "reference"
+        engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
         device: str = "auto",  # as for `build`
     ):
         self.recordings = recordings

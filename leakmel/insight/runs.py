@@ -256,7 +256,7 @@ _REPORT_KINDS: Kinds = {
     **dict.fromkeys(
         ("found", "rows", "rejected", "source_bytes", "file_bytes", "kept_rows", "kept_files"), (int,)
     ),
-    **dict.fromkeys(("seconds", "files_per_s"), (float,)),
+    **dict.fromkeys(("seconds", "files_per_s", "segments_per_s"), (float,)),
     **dict.fromkeys(("span_name", "root", "engine", "device", "mode", "fingerprint"), (str,)),
     **dict.fromkeys(("created_at_utc", "leakmel_version"), (str,)),
     "start_up_s": (float, None),

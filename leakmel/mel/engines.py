@@ -9,6 +9,7 @@ __all__ = [
     "ENGINES",
     "DEVICE_ENGINES",
     "CPU_ENGINES",
+    "YARDSTICK_ENGINES",
     "DEVICES",
     "Ticket",
     "EngineLane",
@@ -251,11 +252,13 @@ class NotSuited(EngineError):
 ENGINES = {
     "triton": ("leakmel.mel.triton_kernel", "TritonEngine"),
     "torch": ("leakmel.mel.torch_engine", "TorchEngine"),
+    "torchaudio": ("leakmel.mel.torchaudio_engine", "TorchaudioEngine"),
     "cpu": ("leakmel.mel.cpu_engine", "CpuEngine"),
     "reference": ("leakmel.mel.engines", "ReferenceEngine"),
 }
 DEVICE_ENGINES = ("triton", "torch")  # compute on devices, in the order in which `auto` tries them
 CPU_ENGINES = ("cpu", "torch", "reference")  # compute on a CPU, in the order in which `auto` tries them
+YARDSTICK_ENGINES = ("torchaudio",)  # compute on a CPU or on devices, only if requested by name
 DEVICES: dict[
     str, tuple[str, str]
 ] = {}  # kind of device other than "cuda" -> module and function that open it

@@ -8,6 +8,7 @@ __all__ = [
     "CPU_BLOCK_BYTES",
     "CUDA_BLOCK_BYTES",
     "block_files",
+    "DeviceMoments",
     "TorchChain",
     "one_thread",
     "TorchEngine",
@@ -110,6 +111,23 @@ class _HostChain:
 
 
 # %% ../../nbs/mel/torch_engine.ipynb #b79c82a3
+class DeviceMoments:
+    "Moments of int16 recordings on a device, by integer arithmetic."
+
+    def __init__(self, spec: MelSpec, device: Device, n: int):  # most recordings of a launch
+        self.wide = device.empty((n, spec.n_samples), torch.int32)
+        self.loud = device.empty((n, spec.n_samples), torch.bool)
+
+    def launch(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        "Launch: `x` [n, N] int16 -> `out` [n, 5] float64."
+        for i, value in enumerate(torch.aminmax(x, dim=1)):
+            out[:, i].copy_(value)
+        out[:, 2].copy_(x.sum(dim=1))
+        squares = self.wide[: len(x)].copy_(x).square_()  # at most 2**30
+        out[:, 3].copy_(squares.sum(dim=1))
+        out[:, 4].copy_(torch.ge(squares, FULL_SCALE**2, out=self.loud[: len(x)]).sum(dim=1))
+
+
 class TorchChain:
     "Chain for a device; it computes G recordings (a granule) at a time."
 
@@ -124,8 +142,7 @@ class TorchChain:
         self.products = device.empty((n, n_padded, spec.n_mels), torch.float64)
         self.mels = device.empty((n, n_padded, spec.n_mels), torch.float32)
         self.rows = device.empty((n_repeated, spec.grid.frame_starts.size, spec.n_mels), torch.float32)
-        self.wide = device.empty((n, spec.n_samples), torch.int32)
-        self.loud = device.empty((n, spec.n_samples), torch.bool)
+        self.moments = DeviceMoments(spec, device, n)
         bank = device.upload(torch.tensor(spec.filterbank, dtype=torch.float64))
         self.bank = bank.expand(n, *bank.shape)
 
@@ -150,14 +167,8 @@ class TorchChain:
             if self.frames.index is not None:
                 rows = torch.index_select(self.mels[:n], 1, self.frames.index, out=self.rows[:n])
             mels[part].copy_(rows.view(n, n_long, n_short, n_frames, n_mels).transpose(3, 4))
-            if moments is not None:  # integer arithmetic only
-                out = moments[part]
-                for i, value in enumerate(torch.aminmax(some, dim=1)):
-                    out[:, i].copy_(value)
-                out[:, 2].copy_(some.sum(dim=1))
-                squares = self.wide[:n].copy_(some).square_()  # at most 2**30
-                out[:, 3].copy_(squares.sum(dim=1))
-                out[:, 4].copy_(torch.ge(squares, FULL_SCALE**2, out=self.loud[:n]).sum(dim=1))
+            if moments is not None:
+                self.moments.launch(some, moments[part])
 
 
 # %% ../../nbs/mel/torch_engine.ipynb #0b7e0b13

@@ -361,6 +361,7 @@ def probes() -> dict[str, Callable[[Path], Check]]:
         "engine_cpu": lambda folder: examine_engine("cpu"),
         "engine_torch": lambda folder: examine_engine("torch"),
         "engine_torch_cuda": lambda folder: examine_engine("torch", "cuda"),
+        "engine_torchaudio": lambda folder: examine_engine("torchaudio"),
         "engine_triton": lambda folder: examine_engine("triton", "cuda"),
     }
 

@@ -79,6 +79,7 @@ TITLES = {
     "engine_cpu": "engine cpu",
     "engine_torch": "engine torch",
     "engine_torch_cuda": "engine torch, GPU",
+    "engine_torchaudio": "engine torchaudio",
     "engine_triton": "engine triton",
 }
 STATUSES = ("ok", "warn", "missing")

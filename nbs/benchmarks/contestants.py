@@ -1,6 +1,6 @@
 """What people would otherwise use: the same log-mel file by torchaudio, librosa, SciPy, DALI, and by reading all first."""
 
-import argparse, importlib, json, os, sys, time
+import argparse, json, os, sys, time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from leakmel.core.errors import EngineError, SpecError
+from leakmel.core.errors import SpecError
 from leakmel.core.monitor import usable_cores
 from leakmel.mel.engines import NotHere
 from leakmel.mel.reference import hann_periodic
@@ -75,46 +75,32 @@ def _soundfile(path: str) -> np.ndarray:
     return import_module("soundfile").read(path, dtype="float32")[0]
 
 
-class TorchLogMel:
-    "Whole recordings to decibels of distinct frames, by torchaudio."
+def stock_log_mel(
+    job: Job,
+) -> Callable[[Any], Any]:  # torch tensors [n, N] float32 -> [n, L, S, M, T] float16
+    "Return the transform of leakmel's engine torchaudio, without the engine."
+    from leakmel.mel.torchaudio_engine import TorchaudioLogMel
 
-    def __init__(self, job: Job):
-
-        spec = job.spec
-        self.floor, self.factor = spec.floor, 20 / spec.power
-        self.mels = import_torchaudio().transforms.MelSpectrogram(
-            spec.sample_rate,
-            n_fft=spec.n_fft,
-            hop_length=job.step,
-            f_min=spec.f_min_hz,
-            f_max=spec.top_hz,
-            n_mels=spec.n_mels,
-            power=spec.power,
-            center=False,
-            norm=spec.mel_norm,
-            mel_scale=spec.mel_scale,
-        )
-
-    def __call__(self, x: Any) -> Any:  # torch tensors [..., N] float32 -> [..., D, M] float16
-        return self.mels(x).clamp_(min=self.floor).log10_().mul_(self.factor).half().transpose(-1, -2)
+    log_mel = TorchaudioLogMel(job.spec)
+    return lambda x: log_mel(x).half()
 
 
 def fill_batched(job: Job, rows: h5py.Dataset) -> None:
     "soundfile and torchaudio, batch after batch in one process."
     import torch
 
-    log_mel = TorchLogMel(job)
+    log_mel = stock_log_mel(job)
     with torch.inference_mode():
         for i, paths in job.batches(64):
             x = torch.from_numpy(np.stack([_soundfile(p) for p in paths]))
-            rows[i : i + len(paths)] = job.laid_out(log_mel(x).numpy())
+            rows[i : i + len(paths)] = log_mel(x).numpy()
 
 
 class _Recordings:
     "What a DataLoader's workers take recordings from."
 
     def __init__(self, job: Job):
-        self.paths, self.log_mel = job.paths, TorchLogMel(job)
+        self.paths, self.log_mel = job.paths, stock_log_mel(job)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -123,7 +109,7 @@ class _Recordings:
         import torch
 
         with torch.inference_mode():
-            return self.log_mel(torch.from_numpy(_soundfile(self.paths[i])))
+            return self.log_mel(torch.from_numpy(_soundfile(self.paths[i]))[None])[0]
 
 
 def fill_loader(job: Job, rows: h5py.Dataset) -> None:
@@ -132,7 +118,7 @@ def fill_loader(job: Job, rows: h5py.Dataset) -> None:
 
     i, source = 0, _Recordings(job)
     for mels in DataLoader(source, batch_size=64, num_workers=job.cores):  # type: ignore[arg-type]
-        rows[i : i + len(mels)] = job.laid_out(mels.numpy())
+        rows[i : i + len(mels)] = mels.numpy()
         i += len(mels)
 
 
@@ -143,7 +129,7 @@ def fill_read_first(job: Job, rows: h5py.Dataset) -> None:
     samples, done, log_mel = (
         np.empty((len(job.paths), job.spec.n_samples), np.float32),
         np.empty(rows.shape, np.float16),
-        TorchLogMel(job),
+        stock_log_mel(job),
     )
 
     def read(i: int) -> None:
@@ -153,9 +139,7 @@ def fill_read_first(job: Job, rows: h5py.Dataset) -> None:
         list(pool.map(read, range(len(job.paths))))
     with torch.inference_mode():
         for i, paths in job.batches(1024):
-            done[i : i + len(paths)] = job.laid_out(
-                log_mel(torch.from_numpy(samples[i : i + len(paths)])).numpy()
-            )
+            done[i : i + len(paths)] = log_mel(torch.from_numpy(samples[i : i + len(paths)])).numpy()
     rows[...] = done
 
 
@@ -298,11 +282,16 @@ def import_modules(
 ) -> dict[str, str]:  # versions by name; raises NotHere for what is not installed
     "Import the modules of a tool."
 
+    def load(name: str) -> ModuleType:
+        if name != "torchaudio":
+            return import_module(name)
+        from leakmel.mel.torchaudio_engine import import_torchaudio
+
+        return import_torchaudio()
+
     try:
-        loaded = {
-            name: import_torchaudio() if name == "torchaudio" else import_module(name) for name in names
-        }
-    except (ModuleNotFoundError, EngineError) as e:
+        loaded = {name: load(name) for name in names}
+    except ModuleNotFoundError as e:
         raise NotHere(str(e)) from e
     return {
         name: str(module.__version__) for name, module in loaded.items() if hasattr(module, "__version__")
@@ -347,45 +336,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NotHere as e:
         print(json.dumps({"missing": str(e)}))
     return 0
-
-
-def _missing_part(function: object = None) -> object:
-    "What a function that needs the compiled part is replaced by."
-
-    def fail(*args: object, **options: object) -> None:
-        raise EngineError(
-            "this function of torchaudio needs its compiled part",
-            remedy="install a torchaudio that fits the torch that is installed",
-        )
-
-    return fail
-
-
-def _extension_stand_in() -> ModuleType:
-    "A `torchaudio._extension` that says that there is no compiled part."
-    module = ModuleType("torchaudio._extension")
-    vars(module).update(
-        _IS_TORCHAUDIO_EXT_AVAILABLE=False,
-        _IS_ALIGN_AVAILABLE=False,
-        fail_if_no_align=_missing_part,
-        _check_cuda_version=lambda: None,
-    )
-    return module
-
-
-def import_torchaudio() -> ModuleType:
-    "torchaudio, also beside a torch that its compiled part does not fit; raises EngineError where it is not installed."
-    try:
-        return importlib.import_module("torchaudio")
-    except (OSError, RuntimeError):  # the compiled part does not load
-        for name in [n for n in sys.modules if n.split(".")[0] == "torchaudio"]:
-            del sys.modules[name]
-    except ImportError as e:
-        raise EngineError(
-            f"torchaudio is not installed here ({e})", remedy="pip install torchaudio==2.11.0"
-        ) from e
-    sys.modules["torchaudio._extension"] = _extension_stand_in()
-    return importlib.import_module("torchaudio")
 
 
 if __name__ == "__main__":

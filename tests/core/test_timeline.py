@@ -22,6 +22,7 @@ from leakmel.core.timeline import (
     Span,
     Timeline,
     covered_s,
+    nvtx_range,
     read_timeline,
     thin,
     thin_samples,
@@ -347,3 +348,33 @@ def monitor_cost(n_samples: int, interval_s: float = 0.1) -> float:
 def test_the_monitor_takes_less_than_a_hundredth_of_a_core():
     "Processor time, so who else is at work hardly matters; the best of some tries, since caches are shared too."
     assert min(monitor_cost(5) for _ in range(5)) < 0.01
+
+
+@pytest.mark.parametrize("uses_gpu", [True, False])
+def test_spans_are_nvtx_ranges_where_torch_uses_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, uses_gpu: bool
+) -> None:
+    "Also where the body fails; no package is imported for it."
+    told = list[str]()
+    nvtx = types.SimpleNamespace(range_push=told.append, range_pop=lambda: told.append("end"))
+    cuda = types.SimpleNamespace(is_initialized=lambda: uses_gpu, nvtx=nvtx)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    timeline = Timeline()
+    with timeline.span("read", "reader-0", split="TRAINING", batch=3):
+        pass
+    with pytest.raises(OSError, match="full"), timeline.span("sync", "main"):
+        raise OSError("disk full")
+    assert told == (["read TRAINING 3", "end", "sync", "end"] if uses_gpu else [])
+    assert [s.stage for s in timeline.spans] == ["read", "sync"]
+
+
+@pytest.mark.parametrize(
+    "torch", [None, types.SimpleNamespace(), types.SimpleNamespace(cuda=types.SimpleNamespace())]
+)
+def test_a_torch_that_is_still_being_imported_marks_nothing(
+    monkeypatch: pytest.MonkeyPatch, torch: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with nvtx_range("step"):
+        pass

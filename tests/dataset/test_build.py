@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import threading
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,10 @@ def test_all_rows_of_all_splits(demo, tmp_path, preset):
         assert lm.verify(r.path, root=demo, sample=None).checked == r.rows
 
 
-@pytest.mark.parametrize("engine", ["torch", "reference"])
+@pytest.mark.parametrize("engine", ["torch", "torchaudio", "reference"])
 def test_faulty_set_with_a_stated_spec(faulty, tmp_path, engine):
+    if engine == "torchaudio" and find_spec("torchaudio") is None:
+        pytest.skip("torchaudio is not installed here")
     results = lm.build_all(faulty, out_dir=tmp_path, spec=STATED, engine=engine, **QUIET)
     for r in results:
         got = check(r.path, faulty / r.split)
@@ -550,6 +553,9 @@ def test_report_and_timeline_say_what_happened(faulty, tmp_path):
         assert report["verified"]["ok"] is True
         assert report["file_bytes"] == r.path.stat().st_size
         assert report["files_per_s"] == pytest.approx(r.found / r.seconds)
+        n_segments = content(r.path)["segments_mel"].shape[0:3]
+        assert r.segments_per_s == report["segments_per_s"] == pytest.approx(np.prod(n_segments) / r.seconds)
+        assert f"({r.segments_per_s:,.0f} segments/s)" in repr(r)
         timeline = read_timeline(r.timeline_path)
         stages = {s.stage for s in timeline.spans if s.split == r.split}
         assert {"read", "compute", "write", "publish", "verify"} <= stages

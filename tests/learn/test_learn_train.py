@@ -9,6 +9,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from tiny_training import at_a_moment, files, loaded, n_moments, tiny, tiny_word
 import leakmel as lm
 from leakmel.cli import main
 from leakmel.core.errors import DataError, MachineError, OutputError, UsageError
+from leakmel.core.monitor import SAMPLE_KEYS, Sampler
 from leakmel.dataset.file.writer import OutputLock
 from leakmel.learn.data.splits import LeakySplitWarning, SplitWarning, group_split
 from leakmel.learn.metrics.voting import UNCHOSEN, VOTES, DecisionRule, vote_scores
 from leakmel.learn.model.detector import load_detector, score_rows
 from leakmel.learn.model.settings import SPEED_ONLY, CheckpointSettings
 from leakmel.learn.model.files import latest_checkpoint, list_checkpoints
+from leakmel.learn.train import loop
 from leakmel.learn.train.history import EpochFigures, is_better
 from leakmel.learn.train.inputs import open_training
 from leakmel.learn.train.loop import TrainResult, train
@@ -674,7 +677,40 @@ def test_every_figure_of_an_epoch_is_filled(right: TrainResult) -> None:
         assert e.loader_mean_ms <= e.loader_max_ms
         assert (e.warm_up_s > 0) == (e.epoch == 1)
         assert math.isnan(e.allocated_bytes), "a CPU has no memory of a device"
+        assert 1e7 < e.mean_rss_bytes <= e.peak_rss_bytes < 1e12
+        assert math.isnan(e.mean_gpu_percent) == math.isnan(e.peak_vram_bytes)
+    assert {"mean_rss_bytes", "peak_rss_bytes", "mean_gpu_percent", "peak_vram_bytes"} <= set(right.history)
     assert isinstance(right.epochs[0], EpochFigures)
+
+
+def test_use_of_the_machine_is_that_of_each_epoch(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Samples are dropped after each epoch, so a long training does not keep them; a sensor without a value is no figure."
+    n_held = list[int]()
+    n_taken = count(1)
+
+    def take(sampler: Sampler) -> dict[str, float | None]:
+        return dict.fromkeys(SAMPLE_KEYS) | {"rss_bytes": 1e6 * next(n_taken), "vram_bytes": 5e9}
+
+    monkeypatch.setattr(Sampler, "take", take)
+    monkeypatch.setattr(loop, "SAMPLE_S", 0.005)
+    real = loop.end_epoch
+
+    def counted(state: Any, *rest: Any) -> Any:
+        figures = real(state, *rest)
+        n_held.append(len(state.timeline.samples))
+        return figures
+
+    monkeypatch.setattr(loop, "end_epoch", counted)
+    result = trained(sets, tmp_path)
+    assert len(n_held) == 3
+    assert max(n_held) <= 3, "the last one, and what came while it was counted"
+    peaks = [e.peak_rss_bytes for e in result.epochs]
+    assert peaks == sorted(set(peaks)), "each epoch has its own"
+    assert all(e.mean_rss_bytes < e.peak_rss_bytes for e in result.epochs)
+    assert {e.peak_vram_bytes for e in result.epochs} == {5e9}
+    assert all(math.isnan(e.mean_gpu_percent) for e in result.epochs)
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -775,6 +776,42 @@ def test_torch_rows_depend_on_nothing_else(device: str, changes: dict[str, Any])
             check_batches(engine, x, alone, size, accumulation)
             check_batches(engine, (x / np.float32(32_768)).astype(np.float32), alone, size, accumulation)
         nothing_is_held([d for d in devices if isinstance(d, FakeDevice)])
+
+
+@on_each
+@pytest.mark.parametrize("long_hop", [512, 700], ids=["even", "uneven"])
+def test_stock_rows_depend_on_nothing_else(device: str, long_hop: int) -> None:
+    "The transform of torchaudio in blocks, batches of several sizes, int16 and float32."
+    if find_spec("torchaudio") is None:
+        pytest.skip("torchaudio is not installed here")
+    spec = MelSpec.preset("overlap", duration_s=0.5, long_hop=long_hop)
+    rng = np.random.default_rng(2)
+    noise = rng.integers(-32_768, 32_767, (20, spec.n_samples), dtype=np.int16)
+    x = np.concatenate([check_recording(spec), noise])
+    alone: np.ndarray = np.full((len(x), *spec.row_shape), np.nan, np.float16)
+    from leakmel.mel.torchaudio_engine import TorchaudioEngine
+
+    with TorchaudioEngine(spec, device=on_device(device)) as engine:
+        self_check(engine)
+        assert engine.identity == f"torchaudio@1/{device}"
+        for i in range(len(x)):
+            engine.run(x[i : i + 1], alone[i : i + 1])
+        check_batches(engine, x, alone, 7, 2)
+        check_batches(engine, (x / np.float32(32_768)).astype(np.float32), alone, 20, 1)
+
+
+def test_stock_rows_need_whole_float32_products() -> None:
+    "The transform multiplies float32 matrices, which a setting of the process may make less precise."
+    if find_spec("torchaudio") is None:
+        pytest.skip("torchaudio is not installed here")
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        with raises("float32-precision", EngineError, found="'high'"):
+            open_engine("torchaudio", SHORT, device="fake")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    open_engine("torchaudio", SHORT, device="fake").close()
 
 
 def test_torch_engine_without_room(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ import json, logging, threading
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,10 @@ from leakmel.mel.engines import (
     CPU_ENGINES,
     DEVICE_ENGINES,
     ENGINES,
+    YARDSTICK_ENGINES,
     Engine,
     NotHere,
+    NotSuited,
     check_recording,
     log_mel,
     open_engine,
@@ -32,13 +35,18 @@ from leakmel.mel.reference import compare, hann_periodic, reference_features, re
 from leakmel.mel.spec import PRESETS, MelSpec, mel_filterbank, spec_from_dict
 
 # Every engine that knows a CPU there, and on a GPU those that know one. (Triton's kernels are interpreted in tests of their own.)
-ON_CPU = [pytest.param(name, "cpu", id=f"{name}-cpu") for name in CPU_ENGINES]
-ON_GPU = [pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu) for name in DEVICE_ENGINES]
+ON_CPU = [pytest.param(name, "cpu", id=f"{name}-cpu") for name in (*CPU_ENGINES, *YARDSTICK_ENGINES)]
+ON_GPU = [
+    pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu)
+    for name in (*DEVICE_ENGINES, *YARDSTICK_ENGINES)
+]
 every_engine = pytest.mark.parametrize(("name", "device"), ON_CPU + ON_GPU)
 
 
 def opened(name: str, device: str, spec: MelSpec) -> Engine:
-    "An engine that passed its self-check; skips where there is no GPU."
+    "An engine that passed its self-check; skips where there is no GPU, or no torchaudio."
+    if name == "torchaudio" and find_spec("torchaudio") is None:
+        pytest.skip("torchaudio is not installed here")
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     return open_engine(name, spec, device=device)
@@ -95,7 +103,11 @@ def signals(spec: MelSpec) -> dict[str, np.ndarray]:
 
 
 def is_refused(name: str, device: str, spec: MelSpec) -> bool:
-    "Whether an engine has no FFT of the spec's length; it says so then, and `auto` takes another one and says so."
+    "Whether an engine cannot compute a spec; it says so then, and `auto` takes another one and says so."
+    if name == "torchaudio" and (spec.n_fft % 2 or spec.sample_rate % 2):
+        with raises("not-stock", NotSuited):
+            opened(name, device, spec)
+        return True
     if name != "cpu" or (spec.n_fft & (spec.n_fft - 1) == 0 and 64 <= spec.n_fft <= 16_384):
         return False
     with raises("fft-length", EngineError):
@@ -518,7 +530,7 @@ def test_unknown_engines_and_devices() -> None:
 # -- log_mel --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["auto", *CPU_ENGINES])
+@pytest.mark.parametrize("engine", ["auto", *CPU_ENGINES, *YARDSTICK_ENGINES])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (0,), (2, 0)])
 def test_log_mel_keeps_leading_axes(engine: str, shape: tuple[int, ...]) -> None:
     spec = MelSpec.preset("disjoint", duration_s=0.5)
@@ -614,7 +626,9 @@ def test_filterbank_of_librosa(
 def test_filterbank_of_torchaudio(
     rate: int, n_fft: int, n_mels: int, low: float, high: float, scale: Any, norm: Any
 ) -> None:
-    from contestants import import_torchaudio
+    if find_spec("torchaudio") is None:
+        pytest.skip("torchaudio is not installed here")
+    from leakmel.mel.torchaudio_engine import import_torchaudio
 
     melscale_fbanks = import_torchaudio().functional.melscale_fbanks
     theirs = melscale_fbanks(n_fft // 2 + 1, low, high, n_mels, rate, norm, scale).numpy()

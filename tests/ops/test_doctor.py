@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +54,7 @@ def failing(error: Exception):
 def test_this_machine_is_ready_and_every_engine_is_right(whole):
     assert whole.ok, whole
     assert [c.key for c in whole.checks] == list(TITLES)
-    for name in ("reference", "cpu", "torch"):
+    for name in ("reference", "cpu", "torch", *(["torchaudio"] if find_spec("torchaudio") else [])):
         check = line(whole, f"engine_{name}")
         assert check.status == "ok", check
         assert check.figures["identity"].startswith(f"{name}@")

@@ -225,7 +225,7 @@ def build(
     | os.PathLike
     | None = None,  # the data set's file; default {SPLIT}_DATASET.H5 in the working folder
     spec: SpecLike = None,  # MelSpec; or fields to change in a preset, rate and length are then those of most recordings
-    engine: str = "auto",  # "auto", "triton", "torch", "cpu" or "reference"
+    engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
     mode: str = "auto",  # "auto", "stream", "preload" or "memmap": how recordings are read
     preloaded: Preloaded | None = None,  # recordings loaded by `leakmel.preload`
     pipeline: PipelineConfig
@@ -261,7 +261,7 @@ def build_all(
     *,
     out_dir: str | os.PathLike | None = None,  # folder of the data sets; default the working folder
     spec: SpecLike = None,  # MelSpec; or fields to change in a preset, rate and length are then those of most recordings
-    engine: str = "auto",  # "auto", "triton", "torch", "cpu" or "reference"
+    engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
     mode: str = "auto",  # "auto", "stream", "preload" or "memmap": how recordings are read
     preloaded: Preloaded | None = None,  # recordings loaded by `leakmel.preload`
     pipeline: PipelineConfig

@@ -307,6 +307,7 @@ def run_summary(results: list[BuildResult]) -> dict[str, Any]:
         "rejected": sum(len(r.rejections) for r in results),
         "seconds": seconds,
         "files_per_s": (found - kept) / seconds,
+        "segments_per_s": sum(r.segments_per_s * r.seconds for r in results) / seconds,
         "kept_files": kept,
         "splits": [r.summary for r in results],
     }

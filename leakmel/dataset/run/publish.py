@@ -6,6 +6,7 @@
 __all__ = [
     "log",
     "kept_sentence",
+    "rate_text",
     "BuildResult",
     "note_columns",
     "split_problems",
@@ -67,6 +68,14 @@ def kept_sentence(
     return "; ".join(parts)
 
 
+def rate_text(
+    summary: dict[str, Any],  # of a split or a run; an earlier version wrote no segments
+) -> str:
+    "Describe the rate of a build, in recordings and in short segments."
+    segments = f" ({summary['segments_per_s']:,.0f} segments/s)" if "segments_per_s" in summary else ""
+    return f"{summary['files_per_s']:,.0f} files/s{segments} end to end"
+
+
 @dataclass(frozen=True, repr=False)
 class BuildResult:
     "A published data set and facts about its build."
@@ -90,6 +99,11 @@ class BuildResult:
         "Recordings read per second, from start to published file; 0 if nothing had to be done."
         return float(self.summary["files_per_s"])
 
+    @property
+    def segments_per_s(self) -> float:
+        "Short segments computed per second, from start to published file; 0 if nothing had to be done."
+        return float(self.summary["segments_per_s"])
+
     @cached_property
     def rejected(self) -> "pd.DataFrame":
         "Table of rejected files: path, code, message."
@@ -107,7 +121,7 @@ class BuildResult:
         return pd.DataFrame(rows, columns=["kind", "path", "message"])
 
     def __repr__(self) -> str:
-        what = kept_sentence(self.summary) or f"{self.files_per_s:,.0f} files/s end to end"
+        what = kept_sentence(self.summary) or rate_text(self.summary)
         return (
             f"BuildResult({self.path.name}: {self.rows:,} rows + {len(self.rejections):,} rejected = {self.found:,} files, "
             f"{self.seconds:.2f} s, {what}; {self.verified.verdict})"
@@ -338,6 +352,7 @@ def _split_summary(
         "label_names": [show_path(x) for x in run.manifest.label_names],
         "seconds": seconds,
         "files_per_s": int((~job.kept).sum()) / seconds,
+        "segments_per_s": int((job.good & ~job.kept).sum()) * int(np.prod(job.spec.row_shape[:2])) / seconds,
         "start_up_s": import_s,
         "source_bytes": job.listing.n_bytes,
         "with_waveforms": job.file.waveform_shape is not None,

@@ -468,7 +468,7 @@ def predict(
     threshold: float | None = None,  # from 0 to 1; None: the model's for this vote
     frac: float | None = None,  # share of the long segments, for "frac_vote" only; None: the model's
     length: str = "whole",  # "whole": every long segment of a recording; "spec": at most as many as a data set's row has
-    engine: str = "auto",  # "auto", "triton", "torch", "cpu" or "reference"
+    engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
     device: str = "auto",  # "auto", "cpu", "cuda" or "cuda:1"
     files_per_batch: int | None = None,  # recordings that are scored together
     read_workers: int | None = None,  # threads that read

@@ -31,7 +31,7 @@ from ...core.monitor import free_memory, size_text, usable_cores
 from ...dataset.run.config import BATCH_FILES, slot_bytes
 from ...mel.device import Device, open_devices
 from ...mel.device_engine import open_chain
-from ...mel.engines import DEVICE_ENGINES, ENGINES, open_engine
+from ...mel.engines import DEVICE_ENGINES, ENGINES, YARDSTICK_ENGINES, open_engine
 from ...mel.spec import MelSpec
 from ..model.detector import Detector, score_segments, required_spec
 from ..model.devices import AdaptiveBatches, memory_guard
@@ -268,7 +268,7 @@ def open_scorer(
         raise
     if opened is None:
         return HostScorer(detector, engine, on, n_files)
-    if engine in ("auto", *DEVICE_ENGINES):
+    if engine in ("auto", *DEVICE_ENGINES, *YARDSTICK_ENGINES):
         return DeviceScorer(detector, engine, opened, n_files)
     opened.close()
     return HostScorer(detector, engine, on, n_files)

@@ -76,6 +76,11 @@ class EpochFigures:
     reserved_bytes: float
     grad_norm: float = math.nan  # length of the gradients before clipping, mean over the steps
     clipped_share: float = math.nan  # of the steps whose gradients were longer than clip_norm, 0 to 1
+    # sampled while learning and evaluating
+    mean_rss_bytes: float = math.nan  # memory of the process
+    peak_rss_bytes: float = math.nan
+    mean_gpu_percent: float = math.nan  # share of time in which the GPU ran a kernel, 0 to 100
+    peak_vram_bytes: float = math.nan  # GPU memory in use on the machine
 
     def __repr__(self) -> str:
         f1 = "" if math.isnan(self.f1) else f", F1 {self.f1:.4f}"

@@ -4,6 +4,7 @@
 
 # %% auto #0
 __all__ = [
+    "SAMPLE_S",
     "TrainingRun",
     "sole_writer",
     "begin_training",
@@ -25,6 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self
 
 from ...core.errors import DataError, OutputError, UsageError, show_path
+from ...core.monitor import Monitor
 from ...core.progress import announce
 from ...core.run_plan import RowTable, user_path, write_summary
 from ...dataset.file.writer import OutputLock, output_error
@@ -377,6 +379,9 @@ def finish_training(
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #d1180cd6
+SAMPLE_S = 1.0  # between samples of memory and GPU use, which take less than a thousandth of it
+
+
 def train(
     training: Sources,  # data set to learn from, or several; with `split` those that it divides
     validation: Sources
@@ -433,6 +438,7 @@ def train(
             if data.split is not None and data.split.leaky:
                 announce(data.split.stamp, show=show)
             with DeferredSignals(lambda: resume_hint(run, resume)) as stop:
-                with TrainingDisplay(run.state, show) as watch:
+                monitor = Monitor(run.state.timeline, interval_s=SAMPLE_S)
+                with TrainingDisplay(run.state, show) as watch, monitor:
                     train_epochs(run, watch, stop, after_epoch)
                 return finish_training(run, start_text)

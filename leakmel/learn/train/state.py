@@ -29,6 +29,8 @@ from torch import Tensor
 
 from ... import __version__
 from ...core.errors import DataError
+from ...core.monitor import mean, peak
+from ...core.timeline import Timeline
 from ..data.loaders import Loader, open_loader
 from ..data.segments import Segments
 from ..metrics.metrics import leak_metrics
@@ -173,6 +175,7 @@ class TrainingState:
         )
         self.timer = StepTimer(self.stepper.device, settings.profile_every)
         self.sums = EpochSums(self.stepper.device)  # of the epoch that is learned
+        self.timeline = Timeline()  # with the samples of the machine since the last epoch
 
     def _opened(self, kind: str) -> Loader:
         s = self.settings
@@ -265,6 +268,7 @@ def end_epoch(
         **_speed(state, times),
         grad_norm=grad_norm,
         clipped_share=clipped_share,
+        **_machine_use(state.timeline.samples),
     )
     highest = max((e.f1 for e in (*state.epochs, figures) if not math.isnan(e.f1)), default=math.nan)
     best = state.best_figures
@@ -274,6 +278,19 @@ def end_epoch(
     state.epochs.append(figures)
     state.sums = EpochSums(state.stepper.device)
     return figures
+
+
+def _machine_use(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    "Memory and GPU use of an epoch; only the last sample is kept, for the next epoch."
+    seen = samples.copy()  # another thread appends to it
+    del samples[: len(seen) - 1]
+    found = {
+        "mean_rss_bytes": mean(seen, "rss_bytes"),
+        "peak_rss_bytes": peak(seen, "rss_bytes"),
+        "mean_gpu_percent": mean(seen, "gpu_percent"),
+        "peak_vram_bytes": peak(seen, "vram_bytes"),
+    }
+    return {name: math.nan if value is None else float(value) for name, value in found.items()}
 
 
 def _speed(state: TrainingState, times: StepTimes) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...core.timeline import nvtx_range
 from ..data.segments import Batch
 
 # %% ../../../nbs/learn/train/timing.ipynb #5174a65a
@@ -121,21 +122,22 @@ class StepTimer:
     def transfer(self, batch: Batch) -> Batch:
         "Copy a batch to the device."
         began = time.perf_counter()
-        with self._marked(len(self.waits), self.moved):
+        with self._marked(len(self.waits), self.moved, "copy batch"):
             moved = batch.to(self.device)
         self.moving_s += time.perf_counter() - began
         return moved
 
     def step(self) -> AbstractContextManager[None]:
         "Time the work on a batch."
-        return self._marked(len(self.waits) - 1, self.computed)
+        return self._marked(len(self.waits) - 1, self.computed, "step")
 
     @contextmanager
-    def _marked(self, i: int, marks: dict[int, tuple[Any, Any]]) -> Iterator[None]:
-        "Record the times before and after the body, if batch `i` is sampled."
+    def _marked(self, i: int, marks: dict[int, tuple[Any, Any]], name: str) -> Iterator[None]:
+        "Record the times before and after the body, if batch `i` is sampled; `name` is that of its NVTX range."
         is_sampled = i == 0 or i % self.every == 1 % self.every
         first = self._mark() if is_sampled else None
-        yield
+        with nvtx_range(name):
+            yield
         if is_sampled:
             marks[i] = (first, self._mark())
 
