@@ -68,7 +68,10 @@ DATA_SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "disjoint": ("town", {"spec": {"preset": "disjoint@1"}, "engine": "cpu"}),
     "overlap": ("town", {"spec": {"preset": "overlap@1"}, "engine": "cpu"}),
     "reference": ("town", {"spec": {"preset": "disjoint@1"}, "engine": "reference"}),
-    "gzip": ("town", {"spec": {"preset": "disjoint@1"}, "engine": "cpu", "pipeline": {"compression": "gzip"}}),
+    "gzip": (
+        "town",
+        {"spec": {"preset": "disjoint@1"}, "engine": "cpu", "pipeline": {"compression": "gzip"}},
+    ),
     "waveforms": ("town", {"spec": SMALL, "engine": "cpu", "with_waveforms": True}),
     "demo": (
         "demo",
@@ -258,7 +261,7 @@ def error_classes(kind: Any = lm.LeakmelError) -> dict[str, list[Any]]:
 
 
 LEARNING = ("train", "search", "evaluate", "predict", "retrain")
-COMMANDS = ("demo", "scan", "build", "verify", *LEARNING, "cache", "bench", "tune", "doctor")
+COMMANDS = ("init", "demo", "scan", "build", "verify", *LEARNING, "cache", "bench", "tune", "doctor")
 
 
 def options() -> dict[str, dict[str, None]]:
@@ -287,6 +290,7 @@ def test_no_error_class_and_no_option_is_missing() -> None:
 
 # name -> command whose JSON is looked at, run in this order; {name} is a file or folder of that name
 OF_JSON = {
+    "init": "init {work}",
     "demo": "demo {made} --files 40",
     "demo --faults": "demo {bad} --files 24 --faults",
     "scan": "scan {made}",
