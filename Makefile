@@ -6,14 +6,14 @@ SETUP  := settings.ini setup.py pyproject.toml
 INSTALLED := .venv/.installed
 
 # Notebooks that people and papermill run; pytest runs them on small data, nbdev_test leaves them out.
-RUN_NOTEBOOKS := build train predict benchmark explore dashboard
+RUN_NOTEBOOKS := start build train evaluate predict retrain search tune doctor benchmark explore dashboard
 empty :=
 SKIP  := ^([_.]|out.*\.ipynb|($(subst $(empty) $(empty),|,$(RUN_NOTEBOOKS)))\.ipynb)
 # A library notebook that needs more than the requirements is left out where that is not installed. It runs in a process of its own:
 # Triton's interpreter has to be asked for before anything imports triton, and torch's optimisers do.
 UNMET  = $(shell $(BIN)/python -c "import importlib.util as u; print('' if u.find_spec('triton') else '|^triton_kernel')" 2>/dev/null)
 # A library notebook may share its name with a run notebook (nbs/learn/train.ipynb): these are named one by one.
-NAMESAKES := $(wildcard $(foreach name,$(RUN_NOTEBOOKS),nbs/*/$(name).ipynb nbs/*/*/$(name).ipynb))
+NAMESAKES := $(filter-out nbs/benchmarks/%,$(wildcard $(foreach name,$(RUN_NOTEBOOKS),nbs/*/$(name).ipynb nbs/*/*/$(name).ipynb)))
 WORKERS ?= 2
 
 # Folders and settings are handed on through the environment as they were typed: blanks and dollars included.

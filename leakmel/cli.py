@@ -6,6 +6,7 @@
 __all__ = [
     "Outcome",
     "SHORT_HELP",
+    "run_init",
     "run_demo",
     "run_scan",
     "run_build",
@@ -41,6 +42,14 @@ def _scan(args: argparse.Namespace, **more: Any) -> Any:
     split = None if getattr(args, "split", None) == "all" else getattr(args, "split", None)
     given = {"split": split, "table": args.table, "pattern": args.pattern, "progress": progress_mode(args)}
     return lm.scan(args.root, **given, **more)
+
+
+def run_init(args: argparse.Namespace) -> Outcome:
+    "Make a working folder for JupyterLab: run notebooks, start.ipynb, and a folder of runs."
+    from leakmel.ops.working_folder import make_working_folder
+
+    made = make_working_folder(args.dir)
+    return 0, made.summary, repr(made)
 
 
 def run_demo(args: argparse.Namespace) -> Outcome:
@@ -282,6 +291,7 @@ _count.__name__ = "number (0 or more, or all):"  # argparse puts it into its mes
 
 # command -> options of the short help (None: all of them), and an example
 SHORT_HELP: dict[str, tuple[str | None, str]] = {
+    "init": (None, "leakmel init leak-detection"),
     "demo": (None, "leakmel demo recordings --files 1200"),
     "scan": (None, "leakmel scan recordings --content"),
     "build": (
@@ -409,6 +419,7 @@ def _parser(
 def _commands() -> dict[str, tuple[Any, Any, str | None]]:
     "Return the commands: what each runs, its options or the function that adds them, and the meaning of its exit status."
     return {
+        "init": (run_init, _INIT, None),
         "demo": (run_demo, _DEMO, None),
         "scan": (
             run_scan,
@@ -434,6 +445,11 @@ def _commands() -> dict[str, tuple[Any, Any, str | None]]:
 
 
 # %% ../nbs/cli.ipynb #0d8a7e6c
+_INIT: Options = {
+    "dir": dict(
+        help="folder to create, or to which missing notebooks are added; existing files are not changed",
+    ),
+}
 _DEMO: Options = {
     "dir": dict(
         help="folder to create; it must not exist, or be empty",

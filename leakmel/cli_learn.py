@@ -271,31 +271,12 @@ def add_search(p: argparse.ArgumentParser) -> Options:
 # %% ../nbs/cli_learn.ipynb #93ca7616
 def run_search(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Search training settings (hyperparameters) by the score on the validation set."
-    from leakmel.learn.plans import plan_training
+    from leakmel.learn.run_plans import SEARCH_DEFAULTS, plan_search, run_search_plan
 
-    given = {n: getattr(args, n) for n in _PLAN} | {"testing": None, "evaluation": False}
+    given = {name: getattr(args, name) for name in SEARCH_DEFAULTS}
     given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
-    plan = plan_training(given, progress=progress_mode(args))
-    files = plan.sets.files
-    how = dict(plan.given)
-    if plan.split is None:
-        how |= {"training": files["training"], "validation": files.get("validation")}
-    else:
-        how |= {"training": list(files.values()), "split": plan.split}
-    result = lm.search(
-        out=plan.out,
-        space=args.space,
-        settings=plan.settings,
-        trials=args.trials,
-        hours=args.hours,
-        again=args.again,
-        prune_after=args.prune_after,
-        prune_epochs=args.prune_epochs,
-        device=args.device,
-        checkpoints=plan.checkpoints,
-        progress=progress_mode(args),
-        **how,
-    )
+    plan = plan_search(given, progress=progress_mode(args))
+    result = run_search_plan(plan, progress=progress_mode(args))
     return 0, result.summary, wrap_text(repr(result), line_width())
 
 

@@ -48,6 +48,8 @@ def runs_folder() -> Path:
     "The folder of runs."
     here = Path.cwd()
     for folder in (here, *here.parents):
+        if (folder / "runs").is_dir() and (folder / "start.ipynb").is_file():
+            return folder / "runs"  # a working folder, which may lie in a checkout
         settings = folder / "settings.ini"
         if settings.is_file() and "lib_name = leakmel" in settings.read_text("utf-8", errors="replace"):
             return folder / "runs"

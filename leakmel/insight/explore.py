@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ..audio.problems import how_many
+from ..audio.wav import read_wav
 from ..core.errors import LeakmelError, UsageError, show_path
 from ..core.parameters import Kinds
 from ..core.run_plan import runs_folder
@@ -389,7 +390,7 @@ def _wave_traces(samples: np.ndarray, spec: MelSpec, chosen: SegmentSelection) -
     ):
         if 0 < len(where) <= MAX_BORDERS:
             x, y = np.repeat(where / spec.sample_rate, 3), np.tile([-reach, reach, np.nan], len(where))
-            traces.append(_curve(name, x, y, colour))
+            traces.append(_curve(name, x, y, colour) | {"zorder": -1})  # behind the waveform
     return traces
 
 
@@ -463,7 +464,10 @@ def _subtitle(recording: FittedRecording, spec: MelSpec, chosen: SegmentSelectio
     "Return path, segments, frames, status and flags of a recording."
     n_long, n_short, _, _ = spec.row_shape
     stop = chosen.stop or n_long
-    part = f"long segments {chosen.first} to {stop - 1} of 0 to {n_long - 1}"
+    begin_s, end_s = (n / spec.sample_rate for n in SegmentSelection(chosen.first, stop).samples(spec))
+    part = (
+        f"long segments {chosen.first} to {stop - 1} of 0 to {n_long - 1} ({begin_s:.4g} s to {end_s:.4g} s)"
+    )
     if stop - chosen.first == n_long:
         part = f"all {n_long} long segments"
     short = (
@@ -490,12 +494,19 @@ def playback_wav(
     state: Explorer,
     louder: bool = False,  # amplify to a peak near full scale
 ) -> tuple[bytes, str]:  # 16-bit WAV file and a description; raises LeakmelError
-    "Return the selected segments as a WAV file for playback."
+    "Return the selected segments as a WAV file for playback, at the rate of the recording."
     from leakmel.audio.synth import wav_bytes
 
-    rate = state.spec.sample_rate
-    start, stop = SegmentSelection(state.selection.first, state.selection.stop).samples(state.spec)
-    x, gain = as_float(state.recording.samples[start:stop]), "at the recorded level"
+    facts, spec = state.recordings.table.iloc[state.row], state.spec
+    listing = state.recordings.manifest.listings[int(facts["listing"])]
+    original = read_wav(listing.full_path(int(facts["k"])))
+    rate, samples = original.sample_rate, as_float(original.samples)
+    mono = samples.mean(axis=1, dtype=np.float32) if spec.channels == "mean" else samples[:, 0]
+    chosen = SegmentSelection(state.selection.first, state.selection.stop).samples(spec)
+    start, stop = (round(n * rate / spec.sample_rate) for n in chosen)
+    x, gain = np.nan_to_num(mono[start:stop]), "at the recorded level"
+    if rate != spec.sample_rate:
+        gain = f"at the recorded rate of {rate:,} Hz and the recorded level"
     peak = float(np.abs(x).max(initial=0.0))
     if louder and peak > 0:
         x = x * np.float32(_PEAK / peak)
@@ -503,4 +514,4 @@ def playback_wav(
             f"amplified by {20 * np.log10(_PEAK / peak):.0f} dB for playback; the features are not amplified"
         )
     pcm = np.clip(np.round(x * 32_767), -32_768, 32_767).astype(np.int16)
-    return wav_bytes(pcm, rate), f"{(stop - start) / rate:.3g} s of sound, {gain}"
+    return wav_bytes(pcm, rate), f"{len(pcm) / rate:.3g} s of sound, {gain}"

@@ -6,6 +6,7 @@
 __all__ = [
     "PARTS",
     "TRAINING_DEFAULTS",
+    "PREDICTION_DEFAULTS",
     "DataSets",
     "find_data_sets",
     "find_data_set",
@@ -348,6 +349,24 @@ def run_summary(
 
 
 # %% ../../nbs/learn/plans.ipynb #aa08e87a
+PREDICTION_DEFAULTS: dict[str, Any] = {
+    "data_root": None,
+    "model": None,
+    "out": None,
+    "split": None,
+    "table": None,
+    "vote": None,
+    "threshold": None,
+    "frac": None,
+    "length": "whole",
+    "engine": "auto",
+    "device": "auto",
+    "files_per_batch": None,
+    "read_workers": None,
+    "n_shown": 4,
+}
+
+
 def prediction_kinds() -> Kinds:
     "Return names and types of the parameters of predict.ipynb."
     return {
@@ -409,12 +428,12 @@ _PREDICT_OPTIONS = (
 
 
 def plan_prediction(
-    parameters: dict[str, Any],  # as prediction_kinds lists them
+    parameters: dict[str, Any],  # of those that prediction_kinds lists; the others have their defaults
     *,
     progress: str = "auto",  # where progress of writing a demo set is drawn
 ) -> PredictionPlan:  # raises LeakmelError for invalid parameters
     "Find the recordings and the model, choose the rule and the folder."
-    p = parameters
+    p = PREDICTION_DEFAULTS | parameters
     if not 0 <= p["n_shown"] <= MOST_RECORDINGS:
         raise UsageError(
             "n_shown is out of range",

@@ -50,13 +50,20 @@ GUIDES = {  # folder of notebooks that export nothing -> title and sentence of i
     "benchmarks": ("Benchmarks", "Comparisons and measurements, drawn from the newest records."),
 }
 EXAMPLES = (
+    "start",
     "build",
     "train",
+    "evaluate",
     "predict",
+    "retrain",
+    "search",
     "explore",
     "dashboard",
+    "tune",
+    "doctor",
     "benchmark",
 )  # run notebooks in the order of their work; those that are there get a page
+PAGES = {"search": "search-settings"}  # Sphinx has a page of its own that is named search
 # Guides in the order of their lists.
 FIRST = (
     "different_rates",
@@ -357,6 +364,11 @@ def make_build() -> None:
     shutil.rmtree(DOCS / "run", ignore_errors=True)
 
 
+def make_start() -> None:
+    make_demo()
+    shutil.rmtree(DOCS / "start", ignore_errors=True)
+
+
 def make_runs() -> None:
     "Two runs, of which the dashboard shows the second beside the first."
     import leakmel as lm
@@ -386,6 +398,17 @@ def make_detector() -> None:
     )
 
 
+@cache
+def make_new_recordings() -> None:
+    "A data set of another synthetic network, for a round of retraining."
+    import leakmel as lm
+
+    make_detector()
+    shutil.rmtree(DOCS / "new", ignore_errors=True)
+    lm.write_demo(DOCS / "new", n_files=DEMO_FILES, seed=1)
+    lm.build(DOCS / "new", split="training", out=learning_folder() / "new.H5", progress="none")
+
+
 SMALL = {"epochs": 6, "epoch_share": 1.0, "profile_every": 5}
 
 
@@ -396,6 +419,10 @@ def as_assignments(values: Mapping[str, object]) -> str:
 def run_notebooks() -> dict[str, tuple[Mapping[str, object], Callable[[], None] | None]]:
     "Run notebooks, their parameters for the site, and what makes the files that these name."
     return {
+        "start": (
+            {"data_root": str(demo_folder()), "out": str(DOCS / "start"), "epochs": 3, "device": "cpu"},
+            make_start,
+        ),
         "build": ({"data_root": str(demo_folder()), "out": str(DOCS / "run")}, make_build),
         "train": (
             {"data": str(learning_folder() / "mels"), "out": str(learning_folder() / "train"), **SMALL}
@@ -410,6 +437,24 @@ def run_notebooks() -> dict[str, tuple[Mapping[str, object], Callable[[], None] 
             | {"out": str(learning_folder() / "scores"), "device": "cpu"},
             make_detector,
         ),
+        "evaluate": (
+            {"data": str(learning_folder() / "mels"), "model": str(learning_folder() / "model")}
+            | {"out": str(learning_folder() / "report"), "device": "cpu"},
+            make_detector,
+        ),
+        "retrain": (
+            {"data": str(learning_folder() / "new.H5"), "replay": str(learning_folder() / "mels")}
+            | {"champion": str(learning_folder() / "model"), "out": str(learning_folder() / "rounds")}
+            | {"device": "cpu"},
+            make_new_recordings,
+        ),
+        "search": (
+            {"data": str(learning_folder() / "mels"), "out": str(learning_folder() / "search"), **SMALL}
+            | {"epochs": 2, "trials": 4, "again": 0, "channels": "16,32", "device": "cpu"},
+            make_detector,
+        ),
+        "tune": ({"data_root": str(demo_folder()), "out": str(DOCS / "tune"), "budget_s": 10.0}, make_demo),
+        "doctor": ({"data_root": str(demo_folder()), "out": str(DOCS / "doctor")}, make_demo),
         "explore": ({"data_root": str(demo_folder())}, make_demo),
         "dashboard": ({"run": str(DOCS / "runs")}, make_runs),
         "benchmark": ({"run": False, "suites": "all"}, None),
@@ -429,7 +474,7 @@ def write_notebooks(library: list[Path], guides: list[Path]) -> None:
         for path, future in done.items():
             name = str(path.relative_to(NOTEBOOKS).with_suffix(""))
             if path in in_place:
-                write_page(future.result(), name, contents(guides) if path == front else "")
+                write_page(future.result(), PAGES.get(name, name), contents(guides) if path == front else "")
             else:
                 write_page(future.result(), f"reference/{name}", reference_link(name))
 
@@ -470,13 +515,12 @@ measured is of the machine that made the site."""
 
 def write_examples() -> None:
     "The page that lists the executed run notebooks."
-    here = [
-        p for name in EXAMPLES if (p := NOTEBOOKS / f"{name}.ipynb").exists() and (SOURCE / p.name).exists()
-    ]
-    listed = "\n".join(f"- [{title_of(p)}]({p.name}): {sentence(p)}" for p in here)
+    here = {PAGES.get(name, name): NOTEBOOKS / f"{name}.ipynb" for name in EXAMPLES}
+    here = {page: p for page, p in here.items() if p.exists() and (SOURCE / f"{page}.ipynb").exists()}
+    listed = "\n".join(f"- [{title_of(p)}]({page}.ipynb): {sentence(p)}" for page, p in here.items())
     write_text(
         "examples",
-        "\n\n".join(["# Examples", EXAMPLES_TEXT, listed, toctree([p.stem for p in here], "hidden:")]),
+        "\n\n".join(["# Examples", EXAMPLES_TEXT, listed, toctree(list(here), "hidden:")]),
     )
 
 
@@ -600,7 +644,7 @@ def page_index(library: list[Path], guides: list[Path]) -> list[list[object]]:
         pages.append([f"{path.parent.name}/{path.stem}", title_of(path), weight, plain_text(path, True)])
     for name in EXAMPLES:
         path = NOTEBOOKS / f"{name}.ipynb"
-        pages.append([name, f"{title_of(path)} (run notebook)", 1.5, plain_text(path, True)])
+        pages.append([PAGES.get(name, name), f"{title_of(path)} (run notebook)", 1.5, plain_text(path, True)])
     front = NOTEBOOKS / "index.ipynb"
     if front.exists():
         pages.append(["index", title_of(front), 2.0, plain_text(front, True)])

@@ -24,6 +24,20 @@ KEPT = (
 )  # what an export reads or writes
 # Results of runs stay as papermill left them: cleaning would take its record away.
 RESULTS = "out*.ipynb"
+# Run notebooks that `leakmel init` copies into a working folder: they need the package only. Their copies are installed with it.
+SHIPPED = (
+    "start",
+    "build",
+    "train",
+    "evaluate",
+    "predict",
+    "retrain",
+    "search",
+    "tune",
+    "doctor",
+    "explore",
+    "dashboard",
+)
 # nbdev writes one blank line between cells and its own `__all__`; the formatter has the last word.
 FORMATTED = ("leakmel", "nbs")
 
@@ -72,7 +86,17 @@ def export(root: Path) -> None:
         [Path(sys.executable).parent / "ruff", "format", "--quiet", *FORMATTED], cwd=root, check=True
     )
     subprocess.run([sys.executable, "-c", CLEAN, *notebooks], cwd=root, env=env, check=True)
+    ship_notebooks(root)
     write_readme(root)
+
+
+def ship_notebooks(root: Path) -> None:
+    "Copy the run notebooks into the package."
+    target = root / "leakmel" / "notebooks"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    for name in SHIPPED:
+        shutil.copyfile(root / "nbs" / f"{name}.ipynb", target / f"{name}.ipynb")
 
 
 def notebooks_of(root: Path) -> list[Path]:

@@ -36,7 +36,7 @@ from leakmel.insight.explore import (
     playback_wav,
 )
 from leakmel.insight.explore_data import RecordingFilter, SplitAudio, recordings_of_scan
-from leakmel.insight.explore_view import ExploreView, StatusLine, shows_controls, open_explorer
+from leakmel.insight.explore_view import Controls, ExploreView, StatusLine, shows_controls, open_explorer
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXED = {"sample_rate": 4096, "duration_s": 10.0}
@@ -258,6 +258,31 @@ def test_sound_is_the_chosen_part_and_says_when_it_was_raised(state):
         as_recorded, np.round(as_float(state.recording.samples[4096:8192]) * 32_767).astype(np.int16)
     )
     assert np.abs(np.frombuffer(loud[44:], np.int16)).max() == round(0.9 * 32_767)
+
+
+def test_the_sound_has_the_rate_of_the_recording_even_if_the_spec_rejects_it(recordings):
+    changes = {"preset": "disjoint", "sample_rate": 8192, "duration_s": 10.0, "rate": "reject"}
+    with Explorer(recordings, changes, engine="cpu") as state:
+        state.select(4, 8)
+        with pytest.raises(lm.LeakmelError):
+            recording_figure(state)
+        wav, said = playback_wav(state)
+    with wave.open(io.BytesIO(wav)) as f:
+        assert (f.getframerate(), f.getnframes()) == (4096, 4096)
+    assert said == "1 s of sound, at the recorded rate of 4,096 Hz and the recorded level"
+
+
+def test_windows_that_do_not_fit_are_not_offered_and_all_segments_can_be_chosen_again(recordings):
+    "The list of short segments is not blank after a change of the preset."
+    view = ExploreView(Explorer(recordings, {"preset": "overlap"}, engine="cpu"), controls=True)
+    view.draw = lambda: None  # type: ignore[method-assign]
+    controls = Controls(view)
+    assert max(value for _, value in controls.n_fft.options) == view.state.spec.short_window
+    controls.short.value = 2
+    assert view.state.selection.short == 2
+    controls.preset.value = "disjoint@2"  # two short segments instead of three
+    assert (controls.short.label, view.state.selection.fitted(view.state.spec).short) == ("all", None)
+    view.close()
 
 
 # ---- the whole split -----------------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def error_classes(kind: Any = lm.LeakmelError) -> dict[str, list[Any]]:
 
 
 LEARNING = ("train", "search", "evaluate", "predict", "retrain")
-COMMANDS = ("demo", "scan", "build", "verify", *LEARNING, "page", "cache", "bench", "tune", "doctor")
+COMMANDS = ("init", "demo", "scan", "build", "verify", *LEARNING, "page", "cache", "bench", "tune", "doctor")
 
 
 def options() -> dict[str, dict[str, None]]:
@@ -291,6 +291,7 @@ def test_no_error_class_and_no_option_is_missing() -> None:
 
 # name -> command whose JSON is looked at, run in this order; {name} is a file or folder of that name
 OF_JSON = {
+    "init": "init {work}",
     "demo": "demo {made} --files 40",
     "demo --faults": "demo {bad} --files 24 --faults",
     "scan": "scan {made}",

@@ -1,0 +1,156 @@
+"Run notebooks for evaluate, retrain, search, tune and doctor: each runs once by papermill on tiny data; a wrong parameter stops it."
+
+import json
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+from notebook_runs import ROOT, Run, copy_project, error_of, papermill, titles_of
+
+import leakmel as lm
+from leakmel.learn.run_plans import (
+    EVALUATION_DEFAULTS,
+    RETRAINING_DEFAULTS,
+    SEARCH_DEFAULTS,
+    evaluation_kinds,
+    plan_retraining,
+    retraining_kinds,
+    search_kinds,
+)
+from leakmel.learn.retrain.round_record import RoundRules
+from leakmel.ops.machine_plans import tune_kinds
+from leakmel.ops.working_folder import NOTEBOOKS, start_kinds
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of splits of a few sensors
+TINY = {"epochs": 1, "device": "cpu"}
+KINDS = {
+    "start": start_kinds,
+    "evaluate": evaluation_kinds,
+    "search": search_kinds,
+    "retrain": retraining_kinds,
+    "tune": tune_kinds,
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    "A project with data sets of two networks, and a detector."
+    project = copy_project(tmp_path_factory.mktemp("runs") / "p")
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        shutil.copy(path, project / "nbs")
+    lm.write_demo(project / "demo", n_files=60)
+    lm.build_all(project / "demo", out_dir=project / "sets", progress="none", check=2)
+    lm.write_demo(project / "other", n_files=40, seed=1)
+    lm.build(project / "other", split="training", out=project / "new.H5", progress="none", check=2)
+    sets = [project / "sets" / f"{part}_DATASET.H5" for part in ("TRAINING", "VALIDATION")]
+    settings = lm.TrainSettings(epochs=1, channels=(4, 8))
+    lm.train(*sets, out=project / "model", settings=settings, device="cpu", progress=False)
+    return project
+
+
+def run(project: Path, name: str, **given: object) -> tuple[Run, dict]:
+    "Run a notebook with parameters; gives also its summary.json."
+    words = [str(w) for key, value in given.items() for w in ("-p", key, value)]
+    done = papermill(project, *words, notebook=f"{name}.ipynb", out=f"out-{name}.ipynb")
+    assert done.status == 0, done.log
+    assert done.errors == []
+    assert '"ok": true' in done.text
+    folder = project / name
+    if name == "retrain":
+        folder = folder / "round-0001"
+    return done, json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.slow
+def test_evaluate(made: Path) -> None:
+    given = {"data": made / "sets", "model": made / "model", "out": made / "evaluate", "n_draws": 100}
+    done, summary = run(made, "evaluate", **given, device="cpu")
+    assert summary["recordings"] == 5
+    assert len(titles_of(done)) == 5
+    assert {"report.txt", "recordings.csv", "evaluation.html"} <= {
+        p.name for p in (made / "evaluate").iterdir()
+    }
+
+
+@pytest.mark.slow
+def test_retrain(made: Path) -> None:
+    given = {"data": made / "new.H5", "replay": made / "sets", "champion": made / "model"}
+    done, summary = run(made, "retrain", **given, **TINY, out=made / "retrain", n_draws=100)
+    assert summary["ok"] is True
+    assert summary["rules"]["n_draws"] == 100
+    assert titles_of(done)[0] in ("The champion stays", "The challenger is the new champion")
+
+
+@pytest.mark.slow
+def test_search(made: Path) -> None:
+    pytest.importorskip("optuna")
+    given = {"data": made / "sets", "out": made / "search", "trials": 2, "again": 0, "channels": "4,8"}
+    space = {"space": '{"learning_rate": [0.001, 0.01]}'}
+    done, summary = run(made, "search", **given, **space, **TINY)
+    assert summary["trials_wanted"] == 2
+    assert len(titles_of(done)) >= 1
+
+
+@pytest.mark.slow
+def test_tune_and_doctor(made: Path) -> None:
+    given = {"data_root": made / "demo", "out": made / "tune", "budget_s": 3.0}
+    done, summary = run(made, "tune", **given)
+    assert summary["builds"]["warm"]
+    measured = ("files/s with", "No setting was measured")  # the latter on a machine that is very busy
+    assert titles_of(done)
+    assert all(any(words in title for words in measured) for title in titles_of(done))
+    done, summary = run(made, "doctor", data_root=made / "demo", out=made / "doctor")
+    assert summary["ready"] is True
+    assert titles_of(done)[0].startswith("Engines differ from the reference by at most")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
+    cells = nbformat.read(ROOT / "nbs" / f"{name}.ipynb", as_version=4).cells
+    (cell,) = [c for c in cells if "parameters" in c.metadata.get("tags", [])]
+    given: dict[str, object] = {}
+    exec(cell.source, {}, given)
+    assert len(given) <= 15
+    assert set(given) <= set(KINDS[name]())
+    defaults = {
+        "evaluate": EVALUATION_DEFAULTS,
+        "search": SEARCH_DEFAULTS,
+        "retrain": RETRAINING_DEFAULTS | vars(RoundRules()) | {"seed": None},
+    }.get(name, {})
+    assert {n: given[n] for n in given if n in defaults} == {n: defaults[n] for n in given if n in defaults}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("start", {"epoch": 3}, "did you mean epochs"),
+        ("evaluate", {"vote": "mean"}, "did you mean votes"),
+        ("evaluate", {"model": "/nowhere"}, "/nowhere"),
+        ("search", {"trial": 3}, "did you mean trials"),
+        ("search", {"trials": "many"}, "trials must be a whole number"),
+        ("retrain", {}, "no data set of the new recordings was given"),
+        ("retrain", {"data": "/nowhere"}, "no data set of the champion's training recordings was given"),
+        ("retrain", {"dropout": 0.5}, "dropout is unknown"),
+        ("tune", {"budget": 3}, "did you mean budget_s"),
+        ("tune", {"slots": 3}, "slots is unknown"),
+        ("doctor", {"folder": "."}, "folder is unknown"),
+        ("doctor", {"data_root": "/nowhere"}, "the folder does not exist"),
+    ],
+    ids=str,
+)
+def test_a_wrong_parameter_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, given: dict[str, object], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in error_of(f"{name}.ipynb", **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_champion_of_the_folder_is_retrained(made: Path, tmp_path: Path) -> None:
+    "Only before the first round a model is searched."
+    asked = {"data": str(made / "new.H5"), "replay": str(made / "sets"), "device": "cpu"}
+    (tmp_path / "champion.json").write_text("{}")
+    plan = plan_retraining(asked | {"out": str(tmp_path)})
+    assert plan.given["champion"] is None
+    assert plan.inputs["champion"] == f"the champion of {tmp_path}"

@@ -1,0 +1,86 @@
+"`leakmel init`: the working folder, and its notebook start.ipynb as a new user sees it in JupyterLab."
+
+import json
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from lab import FIGURES, OVER, assert_drawn, assert_quiet, jupyter_lab, open_notebook, run_all
+
+import leakmel as lm
+from leakmel.cli import main
+from leakmel.ops.working_folder import NOTEBOOKS
+
+ROOT = Path(__file__).resolve().parents[2]
+VIEWPORT = {"width": 1400, "height": 12800}  # tall, so that a picture shows a whole notebook
+
+
+def test_init_makes_the_folder_and_names_the_next_command(tmp_path, capsys):
+    assert main(["init", str(tmp_path / "my work"), "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["next"] == f"jupyter lab '{tmp_path / 'my work'}'"
+    assert body["kept"] == []
+    assert set(os.listdir(tmp_path / "my work")) == {*body["created"], "runs"}
+    assert body["created"] == sorted(p.name for p in NOTEBOOKS.iterdir())
+
+
+def test_init_changes_no_existing_file(tmp_path, capsys):
+    (tmp_path / "start.ipynb").write_text("mine")
+    (tmp_path / "build.ipynb").symlink_to("nowhere")
+    assert main(["init", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "existing notebooks were not changed: build.ipynb, start.ipynb" in out
+    assert (tmp_path / "start.ipynb").read_text() == "mine"
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "runs is a file"])
+def test_init_refuses_what_is_no_folder(tmp_path, capsys, kind):
+    target = tmp_path / "work"
+    if kind == "file":
+        target.write_text("mine")
+    else:
+        target.mkdir()
+        (target / "runs").write_text("mine")
+    assert main(["init", str(target), "--json"]) == 1
+    body = json.loads(capsys.readouterr().out)
+    assert body["code"] == ("not-a-folder" if kind == "file" else "output-not-writable")
+    assert str(target) in body["error"]
+
+
+def test_installed_notebooks_need_nothing_but_the_package():
+    "No path of the repository, and only links to notebooks that are installed too."
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        text = "\n".join(c.source for c in nbformat.read(path, as_version=4).cells)
+        assert "../" not in text, path.name
+        assert "make lab" not in text, path.name
+        assert path.read_bytes() == (ROOT / "nbs" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.slow
+def test_start_in_jupyterlab(browser, watched, tmp_path):
+    "All steps with small recordings: figures, sound, no error, results below runs/, which the file browser shows."
+    lm.write_demo(tmp_path / "tiny", n_files=60)
+    assert main(["init", str(tmp_path / "nbs")]) == 0
+    path = tmp_path / "nbs" / "start.ipynb"
+    path.write_text(path.read_text().replace("epochs = 8 ", "epochs = 1 "))
+    with jupyter_lab(tmp_path, browser, LEAKMEL_DATA=str(tmp_path / "tiny")) as lab:
+        page = open_notebook(watched, f"{lab}/lab/tree/start.ipynb?reset")
+        run_all(page)
+        try:
+            page.wait_for_function(OVER, timeout=120_000)
+            page.wait_for_function(
+                f"{FIGURES}.filter(e => e.querySelector('.gtitle')).length >= 11", timeout=60_000
+            )
+        finally:
+            watched.picture(tmp_path / "start.png")
+        assert_quiet(watched, lab)
+        assert_drawn(page, lambda f: not f["traces"])
+        assert page.locator("audio").count() >= 2
+        page.locator(".jp-DirListing-item[title*='runs']").first.wait_for(timeout=10_000)
+    assert {p.name.split("-")[2] for p in (tmp_path / "nbs" / "runs").iterdir()} == {
+        "all",
+        "train",
+        "predict",
+    }
