@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "Options",
+    "COLUMNS",
     "PREDICT",
     "COMMANDS",
     "progress_mode",
@@ -53,6 +54,12 @@ def add_options(
         p.add_argument(name, **given)
 
 
+COLUMNS: Options = {
+    "--columns": dict(
+        metavar="NAME=COLUMN,...",
+        help="columns of the table that have other names, for example sensor=pipe,recording=file",
+    )
+}
 _DEVICE: Options = {
     "--device": dict(default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:1 (default auto)")
 }
@@ -572,8 +579,9 @@ PREDICT: Options = {
     ),
     "--table": dict(
         metavar="FILE",
-        help="CSV file (columns path and label): score only the recordings it lists",
+        help="CSV file (columns path and label; a label can be empty): score only the recordings it lists",
     ),
+    **COLUMNS,
     "--vote": dict(
         metavar="NAME",
         help=(
@@ -624,7 +632,9 @@ def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Score the recordings of a folder with a detector and write a CSV file."
 
     manifest = (
-        None if args.table is None else lm.scan(args.folder, table=args.table, progress=progress_mode(args))
+        None
+        if (args.table, args.columns) == (None, None)
+        else lm.scan(args.folder, table=args.table, columns=args.columns, progress=progress_mode(args))
     )
     done = lm.predict(
         args.folder,

@@ -21,9 +21,9 @@ __all__ = [
 # %% ../../nbs/audio/listing.ipynb #433a12cf
 import errno, os, stat, sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import compress, islice
 from pathlib import Path
@@ -299,6 +299,9 @@ class Listing:
     label_ids: np.ndarray  # [n] int16; -1 for a file that has no label
     naming: Naming = Naming()
     parts: tuple[NameParts, ...] | None = None  # of the names, where a table has them
+    extra: Mapping[str, Sequence[str]] = field(
+        default_factory=dict
+    )  # other columns of a table: name -> texts, one for each
 
     def __len__(self) -> int:
         return len(self.paths)

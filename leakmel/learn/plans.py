@@ -351,6 +351,7 @@ def prediction_kinds() -> Kinds:
         "out": (str, None),
         "split": (str, None),
         "table": (str, None),
+        "columns": (str,),
         "vote": (str, None),
         "threshold": (float, None),
         "frac": (float, None),
@@ -422,7 +423,7 @@ def plan_prediction(
     folder, data_note = find_data(p["data_root"], progress=progress)
     manifest = None
     if p["table"] is not None:
-        manifest = scan(folder, table=p["table"])
+        manifest = scan(folder, table=p["table"], columns=p.get("columns"))
         data_note += f"; only the recordings listed in {show_path(p['table'])}"
     return PredictionPlan(
         folder=folder,

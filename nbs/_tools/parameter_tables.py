@@ -16,6 +16,11 @@ def own_rows(notebook: str) -> list[tuple[str, object, str]]:
     "Parameters that are no field of a settings class: name, default, meaning."
     if notebook == "build":
         return [
+            (
+                "columns",
+                "",
+                "columns of the table that have other names, for example `sensor=pipe,recording=file`",
+            ),
             ("mode", "auto", "how recordings are read: auto, stream, preload or memmap"),
             ("tuned", True, "use the settings that `leakmel tune` measured for this folder on this machine"),
         ]

@@ -68,7 +68,10 @@ DATA_SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "disjoint": ("town", {"spec": {"preset": "disjoint@1"}, "engine": "cpu"}),
     "overlap": ("town", {"spec": {"preset": "overlap@1"}, "engine": "cpu"}),
     "reference": ("town", {"spec": {"preset": "disjoint@1"}, "engine": "reference"}),
-    "gzip": ("town", {"spec": {"preset": "disjoint@1"}, "engine": "cpu", "pipeline": {"compression": "gzip"}}),
+    "gzip": (
+        "town",
+        {"spec": {"preset": "disjoint@1"}, "engine": "cpu", "pipeline": {"compression": "gzip"}},
+    ),
     "waveforms": ("town", {"spec": SMALL, "engine": "cpu", "with_waveforms": True}),
     "demo": (
         "demo",

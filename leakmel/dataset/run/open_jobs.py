@@ -164,10 +164,16 @@ def finished_job(
         raise output_error(e, e.filename or target) from e
     if not job.is_up_to_date or not all(path.is_file() for path in report_paths(target)):
         return None
-    root, table = run.manifest.root, run.manifest.table_path
     with run.timeline.span("verify", "main", split=job.split) as moved:
         sample = run.request.check
-        job.report = check_data_set(target, root=root, sample=sample, accounting=False, table=table)
+        job.report = check_data_set(
+            target,
+            root=run.manifest.root,
+            sample=sample,
+            accounting=False,
+            table=run.manifest.table_path,
+            columns=run.manifest.table_columns,
+        )
         moved.n_files = job.report.checked
     if not job.report.ok:
         problems = "; ".join(job.report.problems[:3])

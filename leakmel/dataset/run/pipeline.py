@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ...audio.conform import native
-from ...audio.manifest import Listing, Manifest, split_name
+from ...audio.manifest import Listing, Manifest, check_manifest, split_name
 from ...core.errors import UsageError
 from ...core.monitor import Monitor, machine_facts
 from ...core.progress import Progress
@@ -167,6 +167,7 @@ def _list(
     request: BuildRequest, split: str | None, manifest: Manifest | None
 ) -> tuple[Timeline, float, Manifest]:
     "Import the packages of the engine, then list the recordings; return timeline, start time of the listing, and manifest."
+    check_manifest(manifest)
     timeline, spec = Timeline(), request.spec
     native()
     for name in ("leakmel.audio.native", "psutil", "pynvml"):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ...audio.manifest import Manifest, scan
+from ...audio.manifest import Manifest, scan, unlabelled_hint
 from ...audio.problems import count_kinds
 from ...core.errors import DataError, UsageError, show_path
 from ...core.parameters import Kinds, field_kinds
@@ -50,6 +50,7 @@ def build_kinds() -> Kinds:
         "data_root": (str, None),
         "split": (str,),
         "table": (str, None),
+        "columns": (str,),
         "pattern": (str, None),
         "out": (str, None),
         "spec_file": (str, None),
@@ -70,6 +71,7 @@ def build_defaults() -> dict[str, Any]:
     "Return the default of each parameter of build.ipynb; None: chosen from preset, data and machine."
     own = {
         "split": "all",
+        "columns": "",
         "preset": "disjoint",
         "engine": "auto",
         "mode": "auto",
@@ -185,6 +187,7 @@ class RunPlan(RowTable):
             "problems": ", ".join([*problems, "(listed in plan.manifest.problems)"])
             if problems
             else "none found in names and folders",
+            "not labelled": unlabelled_hint(self.manifest),
             "spec": repr(spec),
             "rate and length": f"{self.decision.reason}; {self.decision.changes_text}",
             "windows": spec.windows_text,
@@ -221,7 +224,7 @@ def plan_run(
             expected=", ".join(ANALYSES),
         )
     root, note = find_data(p["data_root"], progress=progress)
-    named_by = {"table": p["table"], "pattern": p["pattern"]}
+    named_by = {"table": p["table"], "columns": p["columns"] or None, "pattern": p["pattern"]}
     note += "".join(f"; names by {what} {show_path(v)}" for what, v in named_by.items() if v is not None)
     manifest = scan(root, **named_by)
     split = p["split"]

@@ -34,7 +34,7 @@ _UNORDERED = (Mapping, Set, bytes)  # not values in the order of the recordings
 
 def group_values(
     table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
-    group: Group = "sensor",  # a column; "re:..." or a compiled pattern, searched for in the path: its first group, or all of it; or [n] values
+    group: Group = "sensor",  # a column, also one of extra/; "re:..." or a pattern, searched for in the path: its first group, or all of it; or [n] values
     *,
     missing: str = "refuse",  # "one": recordings without a group are one group
 ) -> np.ndarray:  # [n] str; raises UsageError or DataError where there are none
@@ -54,6 +54,8 @@ def group_values(
             expected="a pattern of text",
         ) from e
     name = "path" if pattern else group
+    if isinstance(name, str) and name not in table and f"extra/{name}" in table:
+        name = f"extra/{name}"  # a column of the table that the data set was built from
     if isinstance(name, str) and name not in table:
         names = "files of the earlier system store no names: pass a list of groups"
         raise UsageError(
