@@ -69,6 +69,12 @@ _LEAKY: Options = {
         help="do not warn of sensors, recordings or copies in more than one split; results are still marked as leaky",
     )
 }
+_LEGACY: Options = {
+    "--legacy": dict(
+        action="store_true",
+        help="the data sets were written by the earlier system; their rows are not verified",
+    )
+}
 _TASK: Options = {
     "--leak-label": dict(
         default="LEAK", metavar="NAME", help="exact name of the label of leaks (default LEAK)"
@@ -91,6 +97,7 @@ _PLAN = (
     "validation",
     "group",
     "allow_leaky_split",
+    "legacy",
     "leak_label",
     "kind",
     "leave_out",
@@ -133,6 +140,7 @@ def add_train(p: argparse.ArgumentParser) -> Options:
             help="split all recordings again by this column (sensor, recording ...), so that no group is in two splits",
         ),
         **_LEAKY,
+        **_LEGACY,
         **_TASK,
         "--resume": dict(
             default="auto",
@@ -251,6 +259,7 @@ def add_search(p: argparse.ArgumentParser) -> Options:
             help="as for leakmel train: split all recordings again by this column; the test split is not read",
         ),
         **_LEAKY,
+        **_LEGACY,
         **_TASK,
         "--resume": dict(
             default="auto",
@@ -374,10 +383,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> Options:
             metavar="N",
             help="recordings in a batch (default 64)",
         ),
-        "--legacy": dict(
-            action="store_true",
-            help="the data sets were written by the earlier system",
-        ),
+        **_LEGACY,
         **_LEAKY,
         **_DEVICE,
     }

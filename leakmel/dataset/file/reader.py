@@ -99,7 +99,7 @@ def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
             "the file is not a leakmel data set",
             code="not-a-data-set",
             path=path,
-            remedy="open a file of the earlier system with legacy=True; its rows are unverified",
+            remedy="open a file of the earlier system with legacy=True (--legacy); its rows are unverified",
         )
     if not legacy and (schema := file.attrs["schema_version"]) != SCHEMA_VERSION:
         raise VerifyError(
