@@ -258,7 +258,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "demo": (None, "leakmel demo recordings --files 1200"),
     "scan": (None, "leakmel scan recordings --content"),
     "build": (
-        "out,split,table,columns,pattern,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,max-rejected,fresh,analysis",
+        "out,split,table,columns,pattern,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,on-dry-file,max-rejected,fresh,analysis",
         "leakmel build recordings --split all --out mels",
     ),
     "verify": (None, "leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all"),

@@ -100,6 +100,12 @@ def table_mismatches(
         p for p, code in zip(rejected, codes) if (code == b"no_label") != (p in unlabelled) and p in entry
     ]:
         yield f"{len(odd)} recordings have no label in either the data set or the table, but not in both, first {show_path(odd[0])}"
+    if wet := [
+        p
+        for p, code in zip(rejected, codes)
+        if code == b"dry" and p in entry and table.parts[entry[p]].gain != 1
+    ]:
+        yield f"{len(wet)} recordings were rejected as dry, but have another gain in the table, first {show_path(wet[0])}"
     right = name_columns([paths[k] for k in rows], [table.parts[entry[paths[k]]] for k in rows])
     extra = extra_columns({n: [texts[entry[paths[k]]] for k in rows] for n, texts in table.extra.items()})
     if (names := {n for n in file_columns(file) if n.startswith(f"{EXTRA}/")}) != extra.keys():
@@ -265,8 +271,10 @@ def rejected_problems(
             continue
         gives = "is valid"
         try:
-            if naming.source == "table" and code == "no_label":
+            if naming.source == "table" and code in ("no_label", "dry"):
                 continue  # the table was compared
+            if code == "dry" and naming.parse(path).gain == 1:
+                continue  # it was not read
             if naming.source != "table":
                 label = naming.label_of(path)
                 if label is None or show_path(label) not in labels:

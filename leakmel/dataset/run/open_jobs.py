@@ -238,8 +238,9 @@ def keep_rows(
         if entries:
             text = "%s: of %d rows, %d are resumed from an interrupted build and %d are copied from the existing data set"
             log.info(text, job.split, n, job.n_resumed, job.n_copied)
-    if job.rejected and config.on_bad_file == "stop":
-        raise first_bad_file(job.listing, min(job.rejected, key=lambda r: r.path))
+    bad = [r for r in job.rejected if r.code != "dry"]
+    if bad and config.on_bad_file == "stop":
+        raise first_bad_file(job.listing, min(bad, key=lambda r: r.path))
     if job.is_up_to_date:
         check_rejected_share(job.listing, job.rejected, config.max_rejected)
 

@@ -9,7 +9,7 @@ __all__ = ["build", "build_all"]
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -177,7 +177,10 @@ def _list(
     load_engine(request.engine, request.config.device, n_fft)
     timeline.spans.append(Span("start_up", "imports", 0.0, timeline.now_s()))
     listed_s = timeline.now_s() - (0.0 if manifest is None else manifest.seconds)
-    return timeline, listed_s, list_recordings(request.root, split, manifest, request.progress)
+    manifest = list_recordings(request.root, split, manifest, request.progress)
+    if request.config.on_dry_file == "reject":
+        manifest = replace(manifest, listings=tuple(x.without_dry() for x in manifest.listings))
+    return timeline, listed_s, manifest
 
 
 def _pick_listing(manifest: Manifest, split: str | None, root: str | os.PathLike) -> Listing:

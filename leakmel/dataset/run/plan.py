@@ -164,6 +164,17 @@ class RunPlan(RowTable):
         "The data sets that will be written."
         return [self.out / data_set_name(x.split) for x in self.manifest.listings]
 
+    def _dry_text(self) -> str:
+        "Count the recordings with gain 1, and say what the build does with them."
+        n = sum(int(x.is_dry.sum()) for x in self.manifest.listings)
+        rule = self.config.on_dry_file
+        does = "rejected as dry" if rule == "reject" else "kept and reported as gain_1"
+        return (
+            f"{n:,} of {len(self.manifest):,} recordings have gain 1: {does} (on_dry_file={rule!r})"
+            if n
+            else ""
+        )
+
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text, for display."
         spec, w, n = self.spec, self.workers, len(self.manifest)
@@ -202,6 +213,7 @@ class RunPlan(RowTable):
             if self.parameters["with_waveforms"]
             else f"not stored (with_waveforms; {more})",
             "bad files": "the first one stops the build" if stops else listed,
+            "dry": self._dry_text(),
             "check": f"{checked} are recomputed in float64 before the data set gets its name",
             "to": show_path(self.out),
         }
@@ -247,7 +259,8 @@ def plan_run(
             root, given, engine=p["engine"], mode=mode, switch="tuned=False"
         )
     changes, spec_note = spec_changes(p)
-    listings = list(manifest.listings)
+    reject_dry = config.on_dry_file == "reject"
+    listings = [x.without_dry() if reject_dry else x for x in manifest.listings]
     decision = decide_spec(changes, listings, count=True)
     spec = decision.spec
     with open_engine(p["engine"], spec, device=config.device) as engine:
