@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import leakmel as lm
-from .cli_learn import COMMANDS, Options, add_options, progress_mode, warnings_to_stderr
+from .cli_learn import COLUMNS, COMMANDS, Options, add_options, progress_mode, warnings_to_stderr
 from .core.errors import LeakmelError, UsageError, missing_package, show_path
 from .core.parameters import add_field_options, answer_unknown, given_fields
 from .core.progress import Progress, front_end, line_width, wrap_text
@@ -40,8 +40,8 @@ Outcome = tuple[int, dict[str, Any], str]  # exit status, body of --json, text
 def _scan(args: argparse.Namespace, **more: Any) -> Any:
     "List the recordings that the options of a command name."
     split = None if getattr(args, "split", None) == "all" else getattr(args, "split", None)
-    given = {"split": split, "table": args.table, "pattern": args.pattern, "progress": progress_mode(args)}
-    return lm.scan(args.root, **given, **more)
+    given = {n: getattr(args, n) for n in ("table", "columns", "pattern")} | {"progress": progress_mode(args)}
+    return lm.scan(args.root, split=split, **given, **more)
 
 
 def run_init(args: argparse.Namespace) -> Outcome:
@@ -135,7 +135,7 @@ def run_build(args: argparse.Namespace) -> Outcome:
         with_waveforms=args.with_waveforms,
         fresh=args.fresh,
     )
-    if args.table is not None or args.pattern is not None:
+    if (args.table, args.columns, args.pattern) != (None, None, None):
         common["manifest"] = _scan(args)
     if args.split == "all":
         results = lm.build_all(args.root, out_dir=args.out, **common)
@@ -196,12 +196,14 @@ def _build_text(result: Any) -> str:
     if share := share_sentence(len(result.rejections), result.found, s["pipeline"]["max_rejected"]):
         lines.append(f"  rejected: {share}")
     lines += [f"  rejected: {n:,} x {code}" for code, n in counts.most_common()]
+    if s["unlabelled"] and counts["no_label"]:
+        lines.append(f"  not labelled: {s['unlabelled']}")  # with a command to paste
     return "\n".join([show_path(result.path), *lines])
 
 
 def run_verify(args: argparse.Namespace) -> Outcome:
     "Verify a data set: digests of all rows, and a sample recomputed from the recordings."
-    report = lm.verify(args.file, root=args.root, sample=args.sample, table=args.table)
+    report = lm.verify(args.file, root=args.root, sample=args.sample, table=args.table, columns=args.columns)
     lines = [f"{show_path(args.file)}: {report.verdict}"]
     lines += [f"  {p}" for p in report.problems[1:20]]  # the verdict has the first
     if len(report.problems) > 20:
@@ -295,7 +297,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "demo": (None, "leakmel demo recordings --files 1200"),
     "scan": (None, "leakmel scan recordings --content"),
     "build": (
-        "out,split,table,pattern,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,max-rejected,fresh,analysis,report",
+        "out,split,table,columns,pattern,preset,spec,sample-rate,duration-s,n-mels,engine,device,mode,check,on-bad-file,on-dry-file,max-rejected,fresh,analysis,report",
         "leakmel build recordings --split all --out mels",
     ),
     "verify": (None, "leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all"),
@@ -320,7 +322,7 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     "cache": (None, "leakmel cache clear --unused-days 30"),
     "bench": (None, "leakmel bench work --suite build --files 8000"),
     "tune": (
-        "budget-s,work-dir,table,pattern,preset,spec,sample-rate,duration-s,engine,device",
+        "budget-s,work-dir,table,columns,pattern,preset,spec,sample-rate,duration-s,engine,device",
         "leakmel tune recordings --budget-s 60",
     ),
     "doctor": (None, "leakmel doctor recordings"),
@@ -500,8 +502,9 @@ _NAMES: Options = {
     "--table": dict(
         metavar="FILE",
         help="CSV file that lists the recordings: columns path (or file, filename) and label; optional columns "
-        "split, sensor, recording, session, start_time, gain, folder",
+        "split, sensor, recording, session, start_time, gain, folder; other columns stay in the data set",
     ),
+    **COLUMNS,
     "--pattern": dict(
         metavar="TEXT",
         help="pattern of the paths without extension, for example '{label}/{session}/{sensor}~{*}~{start_time}': "
@@ -616,6 +619,7 @@ _VERIFY: Options = {
         metavar="FILE",
         help="CSV file that the labels were read from; without it labels from a table are not compared",
     ),
+    **COLUMNS,
 }
 
 

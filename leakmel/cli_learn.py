@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "Options",
+    "COLUMNS",
     "PREDICT",
     "COMMANDS",
     "progress_mode",
@@ -54,6 +55,12 @@ def add_options(
         p.add_argument(name, **given)
 
 
+COLUMNS: Options = {
+    "--columns": dict(
+        metavar="NAME=COLUMN,...",
+        help="columns of the table that have other names, for example sensor=pipe,recording=file",
+    )
+}
 _DEVICE: Options = {
     "--device": dict(default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:1 (default auto)")
 }
@@ -61,6 +68,12 @@ _LEAKY: Options = {
     "--allow-leaky-split": dict(
         action="store_true",
         help="do not warn of sensors, recordings, copies, sessions ... in more than one split; results are still marked as leaky",
+    )
+}
+_LEGACY: Options = {
+    "--legacy": dict(
+        action="store_true",
+        help="the data sets were written by the earlier system; their rows are not verified",
     )
 }
 _TASK: Options = {
@@ -85,6 +98,7 @@ _PLAN = (
     "validation",
     "group",
     "allow_leaky_split",
+    "legacy",
     "leak_label",
     "kind",
     "leave_out",
@@ -130,6 +144,7 @@ def add_train(p: argparse.ArgumentParser) -> Options:
             help="split all recordings again by this column (sensor, session, date ...), so that no group is in two splits",
         ),
         **_LEAKY,
+        **_LEGACY,
         **_TASK,
         "--resume": dict(
             default="auto",
@@ -257,6 +272,7 @@ def add_search(p: argparse.ArgumentParser) -> Options:
             help="as for leakmel train: split all recordings again by this column; the test split is not read",
         ),
         **_LEAKY,
+        **_LEGACY,
         **_TASK,
         "--resume": dict(
             default="auto",
@@ -361,10 +377,7 @@ def add_evaluate(p: argparse.ArgumentParser) -> Options:
             metavar="N",
             help="recordings in a batch (default 64)",
         ),
-        "--legacy": dict(
-            action="store_true",
-            help="the data sets were written by the earlier system",
-        ),
+        **_LEGACY,
         **_LEAKY,
         **_DEVICE,
     }
@@ -570,8 +583,9 @@ PREDICT: Options = {
     ),
     "--table": dict(
         metavar="FILE",
-        help="CSV file (columns path and label): score only the recordings it lists",
+        help="CSV file (columns path and label; a label can be empty): score only the recordings it lists",
     ),
+    **COLUMNS,
     "--vote": dict(
         metavar="NAME",
         help=(
@@ -630,7 +644,9 @@ def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
                 expected="--out FILE",
             )
     manifest = (
-        None if args.table is None else lm.scan(args.folder, table=args.table, progress=progress_mode(args))
+        None
+        if (args.table, args.columns) == (None, None)
+        else lm.scan(args.folder, table=args.table, columns=args.columns, progress=progress_mode(args))
     )
     done = lm.predict(
         args.folder,

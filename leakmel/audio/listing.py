@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "FileEntry",
+    "DRY",
     "MAX_LABELS",
     "is_recording_name",
     "list_error",
@@ -21,16 +22,16 @@ __all__ = [
 # %% ../../nbs/audio/listing.ipynb #433a12cf
 import errno, os, stat, sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import compress, islice
 from pathlib import Path
 
 import numpy as np
 
-from .file_names import SPLITS, NameParts, parse_name, split_name
+from .file_names import SPLITS, NameParts, columns_of_names, parse_name, split_name
 from .naming import Naming
 from .problems import Problem, show_place
 from .wav import MACHINE_FAULTS
@@ -287,6 +288,9 @@ def found_below(
 
 
 # %% ../../nbs/audio/listing.ipynb #7ce234a3
+DRY = -2  # in place of a label
+
+
 @dataclass(frozen=True, eq=False)
 class Listing:
     "The recordings of one split, in the order of the bytes of their paths."
@@ -296,9 +300,12 @@ class Listing:
     paths: list[bytes]  # relative to the folder
     sizes: np.ndarray  # [n] int64, bytes; -1 for a file of the table that does not exist
     mtimes_ns: np.ndarray  # [n] int64
-    label_ids: np.ndarray  # [n] int16; -1 for a file that has no label
+    label_ids: np.ndarray  # [n] int16; -1 for a file that has no label, DRY for one of `without_dry`
     naming: Naming = Naming()
     parts: tuple[NameParts, ...] | None = None  # of the names, where a table has them
+    extra: Mapping[str, Sequence[str]] = field(
+        default_factory=dict
+    )  # other columns of a table: name -> texts, one for each
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -320,6 +327,18 @@ class Listing:
     def show(self, i: int) -> str:
         "Recording `i` for display: its path below the root."
         return show_place(self.place, self.paths[i])
+
+    @property
+    def is_dry(self) -> np.ndarray:  # [n] bool
+        "Whether the name has gain 1: the hydrophone was not in the water."
+        if self.parts is None and self.naming.source == "folders":
+            return columns_of_names(self.paths)["gain"] == 1
+        return np.array([parts.gain == 1 for parts in self.names], bool)
+
+    def without_dry(self) -> "Listing":
+        "Mark dry recordings as recordings that a build rejects."
+        dry = self.is_dry & (self.label_ids >= 0)
+        return replace(self, label_ids=np.where(dry, DRY, self.label_ids).astype(np.int16))
 
     @property
     def names(self) -> list[NameParts]:

@@ -70,6 +70,7 @@ KIND_GROUPS = {
         "channels": "the number of channels is not supported",
         "no_label": "the recording has no label",
         "changed": "the file changed after it was listed",
+        "dry": "the name has gain 1: the hydrophone was not in the water",
         "missing_file": "the table names a file that does not exist",
         "no_recordings": "the folder contains no recording",
     },

@@ -33,6 +33,7 @@ RECORDING = {
     "channels": "The channels cannot be reduced to one.",
     "no-label": "The file is not in a label folder, or the table has no label for it.",
     "changed": "The file changed while the build was running.",
+    "dry": "The name has gain 1 (the hydrophone was not in the water), and on_dry_file is reject.",
 }
 
 # %% ../../nbs/core/error_codes.ipynb #6e23f592

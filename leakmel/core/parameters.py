@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = [
-    "EARLIER_NAMES",
+    "EARLIER_SETTINGS",
     "Kinds",
+    "EarlierSetting",
     "answer_unknown",
     "field_choices",
     "field_kinds",
@@ -20,47 +21,152 @@ __all__ = [
 # %% ../../nbs/core/parameters.ipynb #580d0d02
 import argparse, difflib, inspect, re, types, typing
 from collections.abc import Collection, Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 
 from .errors import UsageError
 
+
 # %% ../../nbs/core/parameters.ipynb #601d0b5c
-EARLIER_NAMES: dict[str, str] = {
-    "cpu_max_workers": "read_workers and compute_workers",
-    "prefetch_threads": "read_workers",
-    "disk_files_per_task": "files_per_batch",
-    "files_per_task": "files_per_batch",
-    "disk_max_inflight": "slots",
-    "disk_submit_window": "slots",
-    "prefetch_depth": "slots",
-    "ram_prefetch_depth": "slots",
-    "ram_audio_q_size": "slots",
-    "warmup_queue_size": "not needed: the engine starts with the first filled batch",
-    "drive_buffersize": "not needed: one call reads a whole recording",
-    "async_copies": "not needed: reading, computing and writing always overlap",
-    "use_async_pipeline": "mode='stream': reading, computing and writing always overlap",
-    "use_ram_preload": "mode='preload'",
-    "use_memmap_cache": "mode='memmap'",
-    "memmap_cache_dir": "cache_dir",
-    "precision": "not needed: leakmel computes in float32 and stores float16",
-    "sample_length_sec": "duration_s",
-    "duration_sec": "duration_s",
-    "long_win": "long_window",
-    "short_win": "short_window",
-    "hop": "hop_length",
-    "num_mels": "n_mels",
-    "f_min": "f_min_hz",
-    "f_max": "f_max_hz",
-    "fmin": "f_min_hz",
-    "fmax": "f_max_hz",
-    "stage_dir": "data_root",
-    "dataset_dir": "data_root",
-    "data_dir": "data_root",
-    "output_dir": "out",
-    "out_dir": "out",
-}
+@dataclass(frozen=True)
+class EarlierSetting:
+    "Settings of the earlier system with the same replacement."
+
+    area: str  # "features", "speed", "modes", "data" or "training"
+    names: tuple[str, ...]  # as the earlier system wrote them
+    ours: tuple[str, ...]  # settings of leakmel; (): not needed
+    note: str = ""
+
+    @property
+    def command(self) -> str:
+        "Command that has the replacement."
+        return "train" if self.area == "training" else "build"
+
+    def answer(
+        self,
+        known: Collection[str],  # names that the caller accepts
+    ) -> str:  # the end of a sentence
+        "Name the replacement, and the command that has it if the caller does not accept it."
+        here = [name for name in self.ours if name in known] or self.ours
+        note = f" ({self.note})" if self.note else ""
+        if not here:
+            return f"leakmel does not need it{note}"
+        of = "" if not known or set(here) <= set(known) else f", a setting of leakmel {self.command}"
+        return f"here it is {' and '.join(here)}{of}{note}"
+
+
+EARLIER_SETTINGS = (
+    EarlierSetting("features", ("SAMPLE_RATE",), ("sample_rate",), "default: the rate of most recordings"),
+    EarlierSetting(
+        "features",
+        ("SAMPLE_LENGTH_SEC", "duration_sec"),
+        ("duration_s",),
+        "default: the length of most recordings",
+    ),
+    EarlierSetting(
+        "features", ("long_win",), ("long_window",), "samples; the hop, a constant before, is long_hop"
+    ),
+    EarlierSetting(
+        "features", ("short_win",), ("short_window",), "samples; the hop, a constant before, is short_hop"
+    ),
+    EarlierSetting("features", ("num_mels",), ("n_mels",), ""),
+    EarlierSetting("features", ("hop",), ("hop_length",), "samples"),
+    EarlierSetting("features", ("f_min", "fmin"), ("f_min_hz",), "Hz"),
+    EarlierSetting("features", ("f_max", "fmax"), ("f_max_hz",), "Hz"),
+    EarlierSetting("features", ("center",), (), "frames are never padded"),
+    EarlierSetting(
+        "features", ("PRECISION",), (), "each engine chooses its precision, and rows are stored as float16"
+    ),
+    EarlierSetting(
+        "speed", ("PREFETCH_THREADS",), ("read_workers",), "default: one thread per core reads and computes"
+    ),
+    EarlierSetting(
+        "speed",
+        ("cpu_max_workers", "max_workers"),
+        ("read_workers", "compute_workers"),
+        "default: one thread per core reads and computes",
+    ),
+    EarlierSetting(
+        "speed", ("FILES_PER_TASK", "disk_files_per_task"), ("files_per_batch",), "recordings in a slot"
+    ),
+    EarlierSetting(
+        "speed", ("DRIVE_BUFFERSIZE",), (), "one call reads a whole recording into its slot, without a buffer"
+    ),
+    EarlierSetting(
+        "speed",
+        ("PREFETCH_DEPTH", "disk_max_inflight", "disk_submit_window"),
+        ("read_ahead",),
+        "files that are prefetched from the disk",
+    ),
+    EarlierSetting(
+        "speed",
+        ("RAM_PREFETCH_DEPTH", "RAM_AUDIO_Q_SIZE", "Q_SIZE"),
+        ("slots",),
+        "slots for batches; max_bytes_in_flight limits their memory",
+    ),
+    EarlierSetting(
+        "speed", ("WARMUP_QUEUE_SIZE",), ("warmup_slots",), "batches that are read before the GPU starts"
+    ),
+    EarlierSetting(
+        "speed",
+        ("BATCH_ACCUMULATION",),
+        ("batch_accumulation",),
+        "batches in one kernel launch, always of one split",
+    ),
+    EarlierSetting(
+        "speed", ("CUDA_STREAMS", "num_streams"), ("gpu_streams",), "concurrent streams on each GPU"
+    ),
+    EarlierSetting("speed", ("ASYNC_COPIES",), ("async_copies",), "copies have streams of their own"),
+    EarlierSetting("speed", ("USE_TENSORRT",), (), "the engines torch and triton compute on the GPU"),
+    EarlierSetting(
+        "speed", ("memmap_cache_dir",), ("cache_dir",), "folder of the cache files of mode memmap"
+    ),
+    EarlierSetting("modes", ("use_ram_preload",), ("mode",), "'preload': all samples in memory"),
+    EarlierSetting(
+        "modes",
+        ("use_memmap_cache",),
+        ("mode",),
+        "'memmap': one cache file, shared by processes and sessions",
+    ),
+    EarlierSetting(
+        "modes",
+        ("use_async_pipeline",),
+        ("mode",),
+        "'stream': reading, computing and writing always run concurrently",
+    ),
+    EarlierSetting(
+        "data",
+        ("stage_dir", "dataset_dir", "data_dir"),
+        ("data_root", "data"),
+        "data_root is a folder of recordings, data a folder of data sets",
+    ),
+    EarlierSetting("data", ("output_dir", "out_dir"), ("out",), ""),
+    EarlierSetting("training", ("num_workers",), ("num_workers",), ""),
+    EarlierSetting("training", ("prefetch_factor",), ("prefetch_factor",), ""),
+    EarlierSetting("training", ("persistent_workers",), ("persistent_workers",), ""),
+    EarlierSetting("training", ("pin_memory",), ("pin_memory",), ""),
+    EarlierSetting("training", ("batch_size",), ("batch_size",), ""),
+    EarlierSetting(
+        "training",
+        ("gradient_accumulation_steps",),
+        ("accumulation",),
+        "batches whose gradients are added before a step",
+    ),
+    EarlierSetting("training", ("use_compile",), ("use_compile",), ""),
+    EarlierSetting("training", ("compile_mode",), (), "torch compiles in its default mode"),
+    EarlierSetting("training", ("use_channels_last",), ("channels_last",), ""),
+    EarlierSetting("training", ("use_mmap_cache",), ("preload_to_ram",), ""),
+    EarlierSetting("training", ("time_mask",), ("n_time_masks", "time_mask_width"), ""),
+    EarlierSetting("training", ("freq_mask",), ("n_band_masks", "band_mask_width"), ""),
+    EarlierSetting(
+        "training", ("rdcc_nbytes", "rdcc_nslots"), (), "rows are contiguous and need no cache of chunks"
+    ),
+    EarlierSetting(
+        "training", ("TRAINER_LOG_LEVEL",), (), "the environment variable LEAKMEL_LOG_LEVEL sets the level"
+    ),
+)
+_EARLIER = {name.casefold(): setting for setting in EARLIER_SETTINGS for name in setting.names}
 
 
 def answer_unknown(
@@ -68,11 +174,14 @@ def answer_unknown(
     known: Iterable[str],  # known names
 ) -> str:  # one sentence
     "Explain an unknown setting, with a suggestion."
-    if ours := EARLIER_NAMES.get(name.casefold()):
-        return f"{name} is a setting of the earlier system; here it is {ours}"
     known = list(known)
     if name.casefold() in known:
         return f"{name} is written {name.casefold()}"
+    earlier = _EARLIER.get(name.casefold())
+    if earlier and earlier.ours == (name,):  # the name has not changed
+        return f"{name} is a setting of leakmel {earlier.command}"
+    if earlier:
+        return f"{name} is a setting of the earlier system; {earlier.answer(known)}"
     close = difflib.get_close_matches(name, known, 1, 0.7)
     return f"{name} is unknown" + (f"; did you mean {close[0]}?" if close else "")
 

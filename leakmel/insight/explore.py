@@ -62,6 +62,7 @@ def explore_kinds() -> Kinds:
     return {
         "data_root": maybe,
         "table": maybe,
+        "columns": text,
         "pattern": maybe,
         "split": text,
         "label": text,

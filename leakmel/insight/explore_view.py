@@ -75,9 +75,8 @@ def open_explorer(
 
     p = parameters
     root, _ = find_data(p["data_root"], progress=progress)
-    recordings = recordings_of_scan(
-        scan(root, content=True, progress=progress, table=p["table"], pattern=p["pattern"])
-    )
+    names = {"table": p["table"], "columns": p["columns"] or None, "pattern": p["pattern"]}
+    recordings = recordings_of_scan(scan(root, content=True, progress=progress, **names))
     state = Explorer(recordings, spec_changes(p)[0], engine=p["engine"], device=p["device"])
     values = {name: p[name] for name in ("split", "label", "sensor", "flag")}
     if state.filter_recordings(**values | {"split": split_name(p["split"]) or p["split"]}):

@@ -165,6 +165,7 @@ TRAINING_DEFAULTS: dict[str, Any] = {
     "kind": "multiclass",
     "leave_out": "",
     "allow_leaky_split": False,
+    "legacy": False,
     "resume": "auto",
     "device": "auto",
     "evaluation": True,
@@ -180,6 +181,7 @@ def training_kinds() -> Kinds:
         "out": (str, None),
         "group": (str, None),
         "allow_leaky_split": (bool,),
+        "legacy": (bool,),
         "leak_label": (str,),
         "kind": (str,),
         "leave_out": (str,),
@@ -267,13 +269,15 @@ def plan_training(
         "kind": p["kind"],
         "leave_out": tuple(word.strip() for word in p["leave_out"].split(",") if word.strip()),
         "allow_leaky_split": p["allow_leaky_split"],
+        "legacy": p["legacy"],
         "resume": p["resume"],
     }
     split = None
     files = [path for part, path in sets.files.items() if part != "testing" or p["evaluation"]]
     # by label names: recordings for testing may have been built alone
     by_name = p["evaluation"] and p["group"] is None and "testing" in sets.files
-    opened = open_sources(files, same_labels=not by_name)  # errors are raised now, not after the training
+    # errors are raised now, not after the training
+    opened = open_sources(files, legacy=p["legacy"], same_labels=not by_name)
     try:
         some = {name: given[name] for name in ("kind", "leave_out")}
         task = make_task(opened[0].class_names, given["leak_label"], **some)
@@ -289,6 +293,7 @@ def plan_training(
             seed=settings.seed,
             task=task,
             allow_leaky_split=p["allow_leaky_split"],
+            legacy=p["legacy"],
             progress=progress,
         )
     out = run_folder(p["out"], "train")
@@ -334,6 +339,7 @@ def execute_evaluation(
         **(parts if plan.split is None else {}),
         device=pick_device(plan.device),
         allow_leaky_split=plan.given["allow_leaky_split"],
+        legacy=plan.given["legacy"],
         progress=progress,
     )
     write_summary(plan.out, run_summary(result, found))
@@ -375,6 +381,7 @@ def prediction_kinds() -> Kinds:
         "out": (str, None),
         "split": (str, None),
         "table": (str, None),
+        "columns": (str,),
         "vote": (str, None),
         "threshold": (float, None),
         "frac": (float, None),
@@ -446,7 +453,7 @@ def plan_prediction(
     folder, data_note = find_data(p["data_root"], progress=progress)
     manifest = None
     if p["table"] is not None:
-        manifest = scan(folder, table=p["table"])
+        manifest = scan(folder, table=p["table"], columns=p.get("columns"))
         data_note += f"; only the recordings listed in {show_path(p['table'])}"
     return PredictionPlan(
         folder=folder,

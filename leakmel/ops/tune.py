@@ -45,7 +45,7 @@ from typing import Any
 import numpy as np
 
 import leakmel as lm
-from ..audio.manifest import Manifest
+from ..audio.manifest import Manifest, check_manifest
 from ..audio.wav import digest_of
 from leakmel.core.errors import (
     DataError,
@@ -95,6 +95,7 @@ def take_sample(
         mtimes_ns=x.mtimes_ns[usable],
         label_ids=numbers.astype(np.int16),
         parts=None if x.parts is None else tuple(x.parts[i] for i in usable),
+        extra={},
     )
     names = tuple(manifest.label_names[i] for i in present)
     given = {"notes": (), "unmatched": (), "seconds": 0.0, "content": None, "table_path": None}
@@ -503,6 +504,7 @@ def tune(
     if not (isinstance(budget_s, int | float) and 0 < budget_s < math.inf):
         text = "budget_s must be a number of seconds above 0"
         raise UsageError(text, code="invalid-effort", found=budget_s)
+    check_manifest(manifest)
     began, manifest = time.monotonic(), lm.scan(root) if manifest is None else manifest
     pool = take_sample(manifest, MAX_FILES)
     try:

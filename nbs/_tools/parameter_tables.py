@@ -16,11 +16,17 @@ def own_rows(notebook: str) -> list[tuple[str, object, str]]:
     "Parameters that are no field of a settings class: name, default, meaning."
     if notebook == "build":
         return [
+            (
+                "columns",
+                "",
+                "columns of the table that have other names, for example `sensor=pipe,recording=file`",
+            ),
             ("mode", "auto", "how recordings are read: auto, stream, preload or memmap"),
             ("tuned", True, "use the settings that `leakmel tune` measured for this folder on this machine"),
         ]
     leaky = "no warning about sensors on both sides of the split; all results stay marked"
-    return [("allow_leaky_split", False, leaky)]
+    legacy = "the data sets were written by the earlier system; their rows are not verified, and the model cannot predict from recordings"
+    return [("allow_leaky_split", False, leaky), ("legacy", False, legacy)]
 
 
 def other_rows(notebook: str, shown: set[str]) -> list[tuple[str, object, str]]:

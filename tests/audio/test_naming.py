@@ -471,7 +471,7 @@ def test_spellings_of_a_table(tmp_path, name, text):
 @pytest.mark.parametrize("above", ["\n", "\r\n\r\n", ";;\n", " \n\t\n", "\ufeff\n"])
 def test_blank_lines_above_the_header(tmp_path, above):
     (tmp_path / "t.csv").write_text(
-        above + "path;label;sensor\n\na.wav;LEAK;H1\nb.wav;;\n", encoding="utf-8", newline=""
+        above + "path;label;sensor\n\na.wav;LEAK;H1\n;LEAK;\n", encoding="utf-8", newline=""
     )
     line = above.count("\n") + 4
     with raises("table-row", DataError, says=f"line {line}"):
@@ -506,7 +506,8 @@ def test_all_columns_of_a_table(tmp_path):
         )
     )
     assert t.parts == [NameParts("H1", "7", "2025-03-14T02:00:00", -2.5, "night 3", "pit/2")]
-    assert (t.splits, t.ignored) == (["VALIDATION"], ("remark", "who"))
+    assert (t.splits, t.ignored) == (["VALIDATION"], ())
+    assert t.extra == {"remark": ["loud"], "who": ["me"]}
 
 
 ODD = [
@@ -553,8 +554,6 @@ def test_odd_names_go_through_a_table_and_back(tmp_path):
         ("label,sensor\nLEAK,H1\n", ["no column path"]),
         ("path,file,label\na.wav,a.wav,LEAK\n", ["the column path twice"]),
         ("path,label,Label\na.wav,A,B\n", ["the column label twice"]),
-        ("path,label\na.wav,LEAK\nb.wav,\n", ["line 3: the label is empty"]),
-        ("path,label\na.wav,  \n", ["line 2: the label is empty"]),
         ("path,label\n,LEAK\n", ["line 2: the path is empty"]),
         ("path,label\n/data/a.wav,LEAK\n", ["line 2: the path is absolute", "/data/a.wav"]),
         ("path,label\nx/../../a.wav,LEAK\n", ["line 2: the path contains .."]),
@@ -571,7 +570,7 @@ def test_odd_names_go_through_a_table_and_back(tmp_path):
             "path,label,split\na.wav,LEAK,train\nb.wav,LEAK,holdout\n",
             ["line 3: the split is unknown", "holdout"],
         ),
-        ("path,label,split\na.wav,LEAK,\n", ["line 2: the split is empty"]),
+        ("path,label,split\na.wav,LEAK,val\n\nb.wav,LEAK,\n", ["line 4: the split is empty"]),
         ("path,label,start_time\na.wav,LEAK,noon\n", ["line 2: the start time", "noon"]),
         ("path,label,gain\na.wav,LEAK,loud\n", ["line 2: the gain is not a number"]),
         ("path,label,gain\na.wav,LEAK," + "9" * 60 + "\n", ["not a number"]),
@@ -667,7 +666,7 @@ def test_what_a_table_names_and_what_it_does_not(tmp_path):
     m = scan(
         root,
         table=table(
-            tmp_path, "path,label,remark\n" + "".join(f"{n},{'B' if n[0] == 'i' else 'A'},\n" for n in names)
+            tmp_path, "path,label,size\n" + "".join(f"{n},{'B' if n[0] == 'i' else 'A'},\n" for n in names)
         ),
     )
     x = m.listings[0]
@@ -684,7 +683,7 @@ def test_what_a_table_names_and_what_it_does_not(tmp_path):
     assert found["not_in_table"] == ["c.wav"]
     assert "4 recordings" in m.problems["message"][m.problems["kind"] == "not_in_table"].iloc[0]
     assert 'write "/" between folders' in m.problems["message"][m.problems["path"] == "x\\b.wav"].iloc[0]
-    assert found["ignored_column"] == ["remark"]
+    assert found["ignored_column"] == ["size"]
 
 
 def test_splits_of_a_table(tmp_path):

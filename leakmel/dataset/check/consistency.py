@@ -30,11 +30,12 @@ from ...audio.conform import check_range
 from ...audio.listing import is_inside, is_recording_name
 from ...audio.file_names import SPLITS
 from ...audio.naming import Naming
-from ...audio.tables import NameTable
+from ...audio.tables import NameTable, paths_below_root
 from ...audio.wav import DIGEST_ALGORITHM, read_wav
 from ...core.errors import RecordingError, show_path
 from .expected import expected_row
-from ..file.schema import ROWS, SCHEMA_VERSION, name_columns, read_column
+from ..file.schema import EXTRA, ROWS, SCHEMA_VERSION, read_column
+from ..file.schema import extra_columns, file_columns, name_columns
 from ...mel.spec import MelSpec
 
 # %% ../../../nbs/dataset/check/consistency.ipynb #584fbbde
@@ -81,10 +82,11 @@ def table_mismatches(
     table: NameTable,
 ) -> Iterator[str]:  # sentences
     "Yield labels, splits and parsed names that differ from the table."
-    entry = {table.paths[i]: i for i in table.rows_of(file.attrs["split"])}
     paths = file["files/path"][:].tolist()
     ids = file["labels"][:]
     rejected = file["rejected/path"][:].tolist()
+    table = paths_below_root(table, {*paths, *rejected})
+    entry = {table.paths[i]: i for i in table.rows_of(file.attrs["split"])}
     if stray := [p for p in [*paths, *rejected] if p not in entry]:
         yield f"{len(stray)} recordings of the data set are not in the table for this split, first {show_path(stray[0])}"
     if lost := sorted(entry.keys() - set(paths) - set(rejected)):
@@ -92,8 +94,24 @@ def table_mismatches(
     rows = [k for k, p in enumerate(paths) if p in entry]
     if wrong := [k for k in rows if show_path(table.labels[entry[paths[k]]]) != labels[ids[k]]]:
         yield f"{len(wrong)} rows have a label that differs from the table, first {show_path(paths[wrong[0]])}"
+    unlabelled = {p for p in entry if not table.labels[entry[p]]}
+    codes = file["rejected/code"][:].tolist()
+    if odd := [
+        p for p, code in zip(rejected, codes) if (code == b"no_label") != (p in unlabelled) and p in entry
+    ]:
+        yield f"{len(odd)} recordings have no label in either the data set or the table, but not in both, first {show_path(odd[0])}"
+    if wet := [
+        p
+        for p, code in zip(rejected, codes)
+        if code == b"dry" and p in entry and table.parts[entry[p]].gain != 1
+    ]:
+        yield f"{len(wet)} recordings were rejected as dry, but have another gain in the table, first {show_path(wet[0])}"
     right = name_columns([paths[k] for k in rows], [table.parts[entry[paths[k]]] for k in rows])
-    for name, values in right.items():
+    extra = extra_columns({n: [texts[entry[paths[k]]] for k in rows] for n, texts in table.extra.items()})
+    if (names := {n for n in file_columns(file) if n.startswith(f"{EXTRA}/")}) != extra.keys():
+        yield f"the other columns of the data set ({', '.join(sorted(names)) or 'none'}) differ from those of the table ({', '.join(extra) or 'none'})"
+        extra = {}
+    for name, values in (right | extra).items():
         stored = file[f"files/{name}"][:][rows]
         bad = np.flatnonzero((stored != values) & ((stored == stored) | (values == values)))  # NaN is NaN
         if len(bad):
@@ -253,6 +271,10 @@ def rejected_problems(
             continue
         gives = "is valid"
         try:
+            if naming.source == "table" and code in ("no_label", "dry"):
+                continue  # the table was compared
+            if code == "dry" and naming.parse(path).gain == 1:
+                continue  # it was not read
             if naming.source != "table":
                 label = naming.label_of(path)
                 if label is None or show_path(label) not in labels:

@@ -7,7 +7,7 @@ __all__ = ["VerifyReport", "pick_rows", "check_sample", "check_data_set", "verif
 
 # %% ../../../nbs/dataset/check/verify.ipynb #959a3b84
 import json, os, stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +36,7 @@ from . import consistency
 from .expected import Source, Sources, references_of
 from ..file.reader import read_rows
 from leakmel.dataset.file.schema import (
+    file_columns,
     DIGEST_ATTRIBUTE,
     FILE_COLUMNS,
     LABELS,
@@ -117,7 +118,7 @@ def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
     for name, wanted in right.items():
         if (found := (str(f[name].dtype), f[name].shape)) != wanted:
             yield f"{name} is {found}, but its settings require {wanted}"
-    for name in (LABELS, *(f"digests/{d}" for d in f["digests"]), *(f"files/{c}" for c in f["files"])):
+    for name in (LABELS, *(f"digests/{d}" for d in f["digests"]), *(f"files/{c}" for c in file_columns(f))):
         if (shape := f[name].shape) != (n,):
             yield f"{name} has shape {shape}, but the data set has {n} rows"
     yield from consistency.attribute_problems(f.attrs, spec, n)
@@ -399,12 +400,13 @@ def check_data_set(
     accounting: bool = True,
     edges: Sequence[int] = (),  # rows to recompute in any case
     table: str | os.PathLike | None = None,  # that the labels come from
+    columns: Mapping[str, str] | str | None = None,  # columns of the table, as for `scan`
     sources: Sources | None = None,  # expected rows, computed in advance
     progress: Callable[[int, int], None] = lambda checked, wanted: None,  # called while rows are compared
 ) -> VerifyReport:
     "Verify a data set during a build; raises MachineError, MemoryError, UsageError, and DataError of the table instead of reporting bad rows."
     check_sample(sample)
-    names = None if table is None else read_table(table)
+    names = None if table is None else read_table(table, columns)
     report = VerifyReport(os.fspath(path), labels_compared=False)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would block
@@ -436,10 +438,13 @@ def verify(
     sample: int | None = 64,  # rows to recompute; None: all
     accounting: bool = True,  # walk the folder and compare the names too
     table: str | os.PathLike | None = None,  # that the labels come from, where they come from one
+    columns: Mapping[str, str] | str | None = None,  # columns of the table, as for `scan`
 ) -> VerifyReport:  # .ok, .checked, .max_abs_db, .problems; never raises for a bad data set
     "Check a data set against its own digests and, with `root`, against its recordings."
     try:
-        return check_data_set(path, root=root, sample=sample, accounting=accounting, table=table)
+        return check_data_set(
+            path, root=root, sample=sample, accounting=accounting, table=table, columns=columns
+        )
     except (MachineError, MemoryError) as e:
         problem = f"the check could not be completed: {type(e).__name__}: {e}"
         return VerifyReport(os.fspath(path), labels_compared=False, problems=[problem])

@@ -17,7 +17,16 @@ import numpy as np
 
 from ...core.errors import DataError, VerifyError, show_path
 from .chunks import read_at
-from .schema import LABELS, ROWS, SCHEMA_VERSION, WAVEFORMS, stored_spec, unsafe_parts
+from leakmel.dataset.file.schema import (
+    EXTRA,
+    LABELS,
+    ROWS,
+    SCHEMA_VERSION,
+    WAVEFORMS,
+    file_columns,
+    stored_spec,
+    unsafe_parts,
+)
 from ...mel.spec import MelSpec
 
 if TYPE_CHECKING:
@@ -90,7 +99,7 @@ def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
             "the file is not a leakmel data set",
             code="not-a-data-set",
             path=path,
-            remedy="open a file of the earlier system with legacy=True; its rows are unverified",
+            remedy="open a file of the earlier system with legacy=True (--legacy); its rows are unverified",
         )
     if not legacy and (schema := file.attrs["schema_version"]) != SCHEMA_VERSION:
         raise VerifyError(
@@ -245,11 +254,13 @@ class MelDataset:
 
     @cached_property
     def files(self) -> "pd.DataFrame":
-        "One row per recording: path, label, sensor, level, status ..."
+        "One row per recording: path, label, sensor, level, status ..., and other columns of the table as extra/NAME."
         import pandas as pd
 
         table: dict[str, Any] = {"label": np.array(self.class_names, dtype=object)[self.labels]}
-        names = sorted(self.file.get("files", ()), key=lambda name: name != "path")
+        names = sorted(
+            file_columns(self.file), key=lambda name: (name != "path", name.startswith(f"{EXTRA}/"))
+        )
         for name in names:
             values = self.file[f"files/{name}"][:]
             table[name] = [os.fsdecode(v) for v in values.tolist()] if values.dtype.kind == "S" else values

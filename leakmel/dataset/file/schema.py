@@ -11,6 +11,7 @@ __all__ = [
     "PARTS",
     "DIGEST_ATTRIBUTE",
     "EARLIER_KEYS",
+    "EXTRA",
     "LIBVER",
     "FILE_COLUMNS",
     "MAX_COMPRESSION",
@@ -18,6 +19,8 @@ __all__ = [
     "byte_column",
     "Rejected",
     "parsed_columns",
+    "extra_columns",
+    "file_columns",
     "name_columns",
     "mapped_zeros",
     "read_column",
@@ -58,6 +61,7 @@ WAVEFORMS = "segments_waveform"  # [B, L, S, short_window] float32, full scale 1
 PARTS = (ROWS, WAVEFORMS)  # what is large and has a digest for each row
 DIGEST_ATTRIBUTE = "metadata_digest"
 EARLIER_KEYS = ("duration_sec", "center")  # in config_json, for the earlier system's trainer
+EXTRA = "extra"  # group of the other columns of a table, in the group of files
 LIBVER = ("v108", "v108")  # fixed format version, independent of the HDF5 library
 FILE_COLUMNS = (
     "path",
@@ -116,6 +120,20 @@ def parsed_columns(
     for field in ("sensor", "recording", "start_time", "session", "folder"):
         columns[field] = byte_column([os.fsencode(getattr(n, field)) for n in names])
     return columns
+
+
+def extra_columns(extra: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
+    "Return the other columns of a table, by their names in the group of files."
+    return {
+        f"{EXTRA}/{name}": byte_column([text.encode() for text in texts]) for name, texts in extra.items()
+    }
+
+
+def file_columns(file: h5py.File) -> list[str]:
+    "Return the names of the columns in the group of files; other columns of a table as extra/NAME."
+    group = file.get("files", {})
+    names = [name for name in group if not isinstance(group[name], h5py.Group)]
+    return names + [f"{EXTRA}/{name}" for name in (group[EXTRA] if EXTRA in set(group) - set(names) else ())]
 
 
 def name_columns(paths: Sequence[bytes], names: Sequence[NameParts] | None = None) -> dict[str, np.ndarray]:
@@ -236,7 +254,7 @@ class Metadata:
     spec: MelSpec
     attributes: dict[str, Any]  # of the root
     labels: np.ndarray  # [B] int16
-    columns: Mapping[str, np.ndarray | Sequence[bytes]]  # FILE_COLUMNS, [B] each
+    columns: Mapping[str, np.ndarray | Sequence[bytes]]  # FILE_COLUMNS and those of `extra_columns`, [B] each
     row_digests: np.ndarray  # [B] S32
     rejected: tuple[Rejected, ...]
     waveform_digests: np.ndarray | None = None  # [B] S32, where the file has waveforms
@@ -289,7 +307,7 @@ def write_metadata(file: h5py.File, meta: Metadata) -> str:
             column[i : i + _TEXTS] = np.array(values[i : i + _TEXTS], f"S{width}")
 
     put(LABELS, meta.labels)
-    for name in FILE_COLUMNS:
+    for name in (*FILE_COLUMNS, *sorted(meta.columns.keys() - set(FILE_COLUMNS))):
         put(f"files/{name}", meta.columns[name])
     put("digests/rows", meta.row_digests)
     if meta.waveform_digests is not None:

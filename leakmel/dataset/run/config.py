@@ -94,6 +94,8 @@ class PipelineConfig:
     read_ahead: int | None = None
     # reject and list bad files, or stop the build at the first one
     on_bad_file: Literal["reject", "stop"] = "reject"
+    # keep or reject recordings with gain 1 in the name: the hydrophone was not in the water
+    on_dry_file: Literal["keep", "reject"] = "keep"
     # largest share of the files that may be rejected, 0 to 1; above it the build fails
     max_rejected: float = 0.9
 

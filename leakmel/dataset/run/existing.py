@@ -30,7 +30,7 @@ import numpy as np
 
 from ...audio.conform import native
 from ...audio.conform import FIGURES
-from ...audio.listing import Listing
+from ...audio.listing import DRY, Listing
 from leakmel.dataset.file.schema import (
     DIGEST_ATTRIBUTE,
     ROWS,
@@ -242,10 +242,11 @@ def open_existing(
     places = np.array([place.get(path, -1) for path in listing.paths], np.int64)
     met = np.flatnonzero(places >= 0)
     of, stamps = places[met], stamps_of(listing, met)
-    had_label = np.array([True] * n_rows + [r.code != "no_label" for r in rejected], bool)
+    codes = {"no_label": -1, "dry": DRY}
+    unread = np.array([0] * n_rows + [codes.get(r.code, 0) for r in rejected])
     same = (state.stamps[of] == stamps) & (stamps["size"] == listing.sizes[met])
     same &= (stamps["mtime_ns"] == listing.mtimes_ns[met]) | (stamps["size"] < 0)
-    same &= (listing.label_ids[met] >= 0) == had_label[of]
+    same &= listing.label_ids[met].clip(max=0) == unread[of]
     is_row = same & (of < n_rows)
     is_lost = same & (of >= n_rows)
     known = known[of[is_row]]

@@ -30,7 +30,7 @@ import numpy as np
 
 from ...audio.conform import resampled_length
 from ...audio.listing import Listing
-from ...audio.manifest import Manifest, scan
+from ...audio.manifest import Manifest, check_manifest, predict_command, scan
 from ...audio.wav import OutOfMemory, open_regular, parse_header, read_error, read_open_wav
 from leakmel.core.errors import (
     DataError,
@@ -258,6 +258,7 @@ def list_recordings(
     progress: str = "auto",
 ) -> Manifest:  # raises UsageError where the manifest is of another root
     "List the recordings, or check a given manifest."
+    check_manifest(manifest)
     if manifest is None:
         return scan(root, split=split, progress=progress)
     if os.path.realpath(root) != os.path.realpath(manifest.root):
@@ -395,6 +396,14 @@ def check_listing(
             remedy="check the path of the folder",
         )
     by_folder = manifest.naming.labels_by_folder
+    if not manifest.label_names and manifest.table_path is not None:
+        raise DataError(
+            "the table has no label for any recording",
+            code="no-label",
+            path=manifest.table_path,
+            found=f"{len(listing):,} recordings without a label",
+            remedy=f"fill in the column label, or score the recordings with a detector ({predict_command(manifest)})",
+        )
     if not manifest.label_names and not by_folder:
         raise DataError(
             "the pattern matches no recording",

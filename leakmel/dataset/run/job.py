@@ -31,7 +31,14 @@ from ...audio.wav import digest_of
 from ...core.errors import LeakmelError, UsageError
 from ...core.timeline import Timeline
 from ..check.expected import Sources
-from ..file.schema import Metadata, Rejected, mapped_zeros, root_attributes, parsed_columns
+from leakmel.dataset.file.schema import (
+    Metadata,
+    Rejected,
+    extra_columns,
+    mapped_zeros,
+    parsed_columns,
+    root_attributes,
+)
 from ..file.writer import RowFile
 from .config import PipelineConfig, Workers
 from .inputs import SpecDecision, SpecLike
@@ -320,6 +327,7 @@ def job_metadata(
         names = [every_name[k] for k in keep]
     columns: dict[str, np.ndarray | Sequence[bytes]] = {"path": paths}
     columns |= parsed_columns(paths, names)
+    columns |= extra_columns({n: [texts[k] for k in keep.tolist()] for n, texts in listing.extra.items()})
     columns |= {"encoding": _words(job, keep, 0), "status": _words(job, keep, 1)}
     columns |= {name: rows(job.facts[name]) for name in _FACT_COLUMNS}
     columns["silent"] = rows(job.facts["silent"]).astype(np.uint8)

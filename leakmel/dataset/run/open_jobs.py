@@ -164,10 +164,16 @@ def _finished_job(
         raise output_error(e, e.filename or target) from e
     if not job.is_up_to_date or not all(path.is_file() for path in report_paths(target)):
         return None
-    root, table = run.manifest.root, run.manifest.table_path
     with run.timeline.span("verify", "main", split=job.split) as moved:
         sample = run.request.check
-        job.report = check_data_set(target, root=root, sample=sample, accounting=False, table=table)
+        job.report = check_data_set(
+            target,
+            root=run.manifest.root,
+            sample=sample,
+            accounting=False,
+            table=run.manifest.table_path,
+            columns=run.manifest.table_columns,
+        )
         moved.n_files = job.report.checked
     if not job.report.ok:
         problems = "; ".join(job.report.problems[:3])
@@ -232,8 +238,9 @@ def _keep_rows(
         if entries:
             text = "%s: of %d rows, %d are resumed from an interrupted build and %d are copied from the existing data set"
             log.info(text, job.split, n, job.n_resumed, job.n_copied)
-    if job.rejected and config.on_bad_file == "stop":
-        raise first_bad_file(job.listing, min(job.rejected, key=lambda r: r.path))
+    bad = [r for r in job.rejected if r.code != "dry"]
+    if bad and config.on_bad_file == "stop":
+        raise first_bad_file(job.listing, min(bad, key=lambda r: r.path))
     if job.is_up_to_date:
         check_rejected_share(job.listing, job.rejected, config.max_rejected)
 

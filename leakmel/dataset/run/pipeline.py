@@ -9,13 +9,13 @@ __all__ = ["open_context", "build", "build_all"]
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from ...audio.conform import native
-from ...audio.manifest import Listing, Manifest, split_name
+from ...audio.manifest import Listing, Manifest, check_manifest, split_name
 from ...core.errors import UsageError
 from ...core.monitor import Monitor, machine_facts
 from ...core.progress import Progress
@@ -180,6 +180,7 @@ def _list(
     request: BuildRequest, split: str | None, manifest: Manifest | None
 ) -> tuple[Timeline, float, Manifest]:
     "Import the packages of the engine, then list the recordings; return timeline, start time of the listing, and manifest."
+    check_manifest(manifest)
     timeline, spec = Timeline(), request.spec
     native()
     for name in ("leakmel.audio.native", "psutil", "pynvml"):
@@ -189,7 +190,10 @@ def _list(
     load_engine(request.engine, request.config.device, n_fft)
     timeline.spans.append(Span("start_up", "imports", 0.0, timeline.now_s()))
     listed_s = timeline.now_s() - (0.0 if manifest is None else manifest.seconds)
-    return timeline, listed_s, list_recordings(request.root, split, manifest, request.progress)
+    manifest = list_recordings(request.root, split, manifest, request.progress)
+    if request.config.on_dry_file == "reject":
+        manifest = replace(manifest, listings=tuple(x.without_dry() for x in manifest.listings))
+    return timeline, listed_s, manifest
 
 
 def _pick_listing(manifest: Manifest, split: str | None, root: str | os.PathLike) -> Listing:

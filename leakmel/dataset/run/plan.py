@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ...audio.manifest import Manifest, scan
+from ...audio.manifest import Manifest, scan, unlabelled_hint
 from ...audio.problems import count_kinds
 from ...core.errors import DataError, UsageError, show_path
 from ...core.parameters import Kinds, field_kinds
@@ -50,6 +50,7 @@ def build_kinds() -> Kinds:
         "data_root": (str, None),
         "split": (str,),
         "table": (str, None),
+        "columns": (str,),
         "pattern": (str, None),
         "out": (str, None),
         "spec_file": (str, None),
@@ -70,6 +71,7 @@ def build_defaults() -> dict[str, Any]:
     "Return the default of each parameter of build.ipynb; None: chosen from preset, data and machine."
     own = {
         "split": "all",
+        "columns": "",
         "preset": "disjoint",
         "engine": "auto",
         "mode": "auto",
@@ -162,6 +164,17 @@ class RunPlan(RowTable):
         "The data sets that will be written."
         return [self.out / data_set_name(x.split) for x in self.manifest.listings]
 
+    def _dry_text(self) -> str:
+        "Count the recordings with gain 1, and say what the build does with them."
+        n = sum(int(x.is_dry.sum()) for x in self.manifest.listings)
+        rule = self.config.on_dry_file
+        does = "rejected as dry" if rule == "reject" else "kept and reported as gain_1"
+        return (
+            f"{n:,} of {len(self.manifest):,} recordings have gain 1: {does} (on_dry_file={rule!r})"
+            if n
+            else ""
+        )
+
     def rows(self) -> list[tuple[str, str]]:
         "Return pairs of a name and a text, for display."
         spec, w, n = self.spec, self.workers, len(self.manifest)
@@ -185,6 +198,7 @@ class RunPlan(RowTable):
             "problems": ", ".join([*problems, "(listed in plan.manifest.problems)"])
             if problems
             else "none found in names and folders",
+            "not labelled": unlabelled_hint(self.manifest),
             "spec": repr(spec),
             "rate and length": f"{self.decision.reason}; {self.decision.changes_text}",
             "windows": spec.windows_text,
@@ -199,6 +213,7 @@ class RunPlan(RowTable):
             if self.parameters["with_waveforms"]
             else f"not stored (with_waveforms; {more})",
             "bad files": "the first one stops the build" if stops else listed,
+            "dry": self._dry_text(),
             "check": f"{checked} are recomputed in float64 before the data set gets its name",
             "to": show_path(self.out),
         }
@@ -221,7 +236,7 @@ def plan_run(
             expected=", ".join(ANALYSES),
         )
     root, note = find_data(p["data_root"], progress=progress)
-    named_by = {"table": p["table"], "pattern": p["pattern"]}
+    named_by = {"table": p["table"], "columns": p["columns"] or None, "pattern": p["pattern"]}
     note += "".join(f"; names by {what} {show_path(v)}" for what, v in named_by.items() if v is not None)
     manifest = scan(root, **named_by)
     split = p["split"]
@@ -244,7 +259,8 @@ def plan_run(
             root, given, engine=p["engine"], mode=mode, switch="tuned=False"
         )
     changes, spec_note = spec_changes(p)
-    listings = list(manifest.listings)
+    reject_dry = config.on_dry_file == "reject"
+    listings = [x.without_dry() if reject_dry else x for x in manifest.listings]
     decision = decide_spec(changes, listings, count=True)
     spec = decision.spec
     with open_engine(p["engine"], spec, device=config.device) as engine:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...audio.content import Columns, content_problems
-from ...audio.manifest import Manifest
+from ...audio.manifest import Manifest, unlabelled_hint
 from ...audio.problems import CANNOT_BE_USED, Problem, count_kinds, label_problems, name_problems
 from ...core.errors import DataError, OutputError, VerifyError, show_path
 from ...core.monitor import mean, peak
@@ -263,6 +263,7 @@ def _check(run: BuildContext, job: Job) -> VerifyReport:
         accounting=False,
         edges=np.searchsorted(np.flatnonzero(job.good), _batch_edges(run)).tolist(),  # as rows
         table=run.manifest.table_path,
+        columns=run.manifest.table_columns,
         sources=sources,
         progress=note,
     )
@@ -336,6 +337,7 @@ def _split_summary(
         "span_name": job.split,
         "path": show_path(job.file.target),
         "root": show_path(run.manifest.root),
+        "unlabelled": unlabelled_hint(run.manifest),
         "found": n,
         "rows": int(job.good.sum()),
         "rejected": len(job.rejected),

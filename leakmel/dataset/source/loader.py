@@ -33,7 +33,7 @@ import numpy as np
 
 from ...audio.conform import digests_of, native
 from ...audio.conform import FIGURES, conform, quality_figures
-from ...audio.listing import Listing
+from ...audio.listing import DRY, Listing
 from ...audio.page_cache import CacheUse
 from ...audio.wav import ReadFailureGuard
 from leakmel.audio.wav import (
@@ -364,7 +364,7 @@ class BatchReader:
             if listing.label_ids[k] >= 0 and listing.sizes[k] >= 0:  # else the file was not read
                 self.read_failures.refused(e, self.base + listing.paths[k])
             slot.rejected.append(Rejected(listing.paths[k], e.reject_code, e.message))
-            if self.on_bad_file == "stop":
+            if self.on_bad_file == "stop" and e.reject_code != "dry":
                 raise first_bad_file(listing, slot.rejected[-1]) from e
         else:
             self.read_failures.given()
@@ -374,6 +374,8 @@ class BatchReader:
         spec = self.spec
         path = self.base + self.listing.paths[k]
         size = int(self.listing.sizes[k])
+        if self.listing.label_ids[k] == DRY:
+            raise RecordingError("dry", "the name has gain 1: the hydrophone was not in the water")
         if self.listing.label_ids[k] < 0:
             raise RecordingError("no_label", self.no_label)
         if size < 0:

@@ -44,7 +44,7 @@ def with_date(
 
 def group_values(
     table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
-    group: Group = "sensor",  # a column, or "date"; "re:..." or a compiled pattern, searched for in the path: its first group, or all of it; or [n] values
+    group: Group = "sensor",  # a column, also one of extra/, or "date"; "re:..." or a pattern, searched for in the path: its first group, or all of it; or [n] values
     *,
     missing: str = "refuse",  # "one": recordings without a group are one group
 ) -> np.ndarray:  # [n] str; raises UsageError or DataError where there are none
@@ -66,6 +66,8 @@ def group_values(
     name = "path" if pattern else group
     if isinstance(name, str) and name == "date":
         table = with_date(table)
+    if isinstance(name, str) and name not in table and f"extra/{name}" in table:
+        name = f"extra/{name}"  # a column of the table that the data set was built from
     if isinstance(name, str) and name not in table:
         names = "files of the earlier system store no names: pass a list of groups"
         raise UsageError(

@@ -18,7 +18,7 @@ import numpy as np
 from ...audio.conform import quality_figures
 from ...audio.file_names import NameParts, parse_name, split_name
 from ...audio.listing import FileEntry, Listing, found_below, make_listing
-from ...audio.manifest import Manifest, split_folders
+from ...audio.manifest import Manifest, check_manifest, split_folders
 from ...audio.naming import Naming
 from ...audio.wav import HEADER_BYTES, Recording, read_error, read_wav
 from ...core.errors import DataError, RecordingError, UsageError, show_path
@@ -112,6 +112,7 @@ def _manifest_recordings(
     root: Path, split: str | None, manifest: Manifest
 ) -> tuple[list[FileEntry], list[str], list[NameParts]]:
     "List the recordings of a manifest, all splits together, with labels and names."
+    check_manifest(manifest)
     if os.path.realpath(root) != os.path.realpath(manifest.root):
         raise UsageError(
             "the manifest describes another folder",

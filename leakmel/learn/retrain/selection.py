@@ -67,6 +67,8 @@ def read_human_labels(
     n = Counter(paths)
     classes = np.full(len(paths), UNLABELLED, np.int64)
     for path, label in zip(labels.paths, labels.labels):
+        if not label:
+            continue  # the table names the recording without a label
         if n[path] > 1:
             raise DataError(
                 "several recordings have the same path",

@@ -1,0 +1,54 @@
+"Settings of the earlier system: each is recognised by build and train, and each hint names settings that exist."
+
+import pytest
+
+import leakmel as lm
+from leakmel.cli import main
+from leakmel.core.parameters import EARLIER_SETTINGS, answer_unknown
+from leakmel.dataset.run.plan import build_kinds
+from leakmel.learn.plans import training_kinds
+
+BUILD, TRAIN = list(build_kinds()), list(training_kinds())
+NAMES = [name for setting in EARLIER_SETTINGS for name in setting.names]
+
+
+def test_replacements_exist_and_no_hint_contradicts_a_setting():
+    assert len({n.casefold() for n in NAMES}) == len(NAMES)
+    for setting in EARLIER_SETTINGS:
+        assert set(setting.ours) <= set(BUILD) | set(TRAIN), setting
+        for name in setting.names:
+            if name.casefold() in {*BUILD, *TRAIN}:
+                assert setting.ours == (name.casefold(),), "a setting of this name exists"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_recognised(name):
+    for known in (BUILD, TRAIN):
+        text = answer_unknown(name, known)
+        assert "is unknown" not in text
+        assert "did you mean" not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "here"),
+    [
+        ("build", "ASYNC_COPIES", "async_copies"),
+        ("build", "WARMUP_QUEUE_SIZE", "warmup_slots"),
+        ("build", "PREFETCH_DEPTH", "read_ahead"),
+        ("build", "disk_max_inflight", "read_ahead"),
+        ("build", "CUDA_STREAMS", "gpu_streams"),
+        ("build", "gradient_accumulation_steps", "accumulation, a setting of leakmel train"),
+        ("train", "gradient_accumulation_steps", "accumulation (batches"),
+        ("train", "CUDA_STREAMS", "gpu_streams, a setting of leakmel build"),
+        ("train", "ASYNC_COPIES", "async_copies, a setting of leakmel build"),
+        ("train", "use_mmap_cache", "preload_to_ram"),
+    ],
+)
+def test_hints_of_the_command_line(command, name, here, capsys, tmp_path):
+    assert main([command, str(tmp_path), "--out", str(tmp_path / "out"), f"--{name}", "8"]) == 2
+    assert here in capsys.readouterr().err.replace("is written ", "")
+
+
+def test_the_configuration_has_the_settings_of_speed():
+    speed = {n for s in EARLIER_SETTINGS if s.area == "speed" for n in s.ours}
+    assert speed <= set(lm.PipelineConfig.__dataclass_fields__)
