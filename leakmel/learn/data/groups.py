@@ -44,7 +44,7 @@ def with_date(
 
 def group_values(
     table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
-    group: Group = "sensor",  # a column, also one of extra/, or "date"; "re:..." or a pattern, searched for in the path: its first group, or all of it; or [n] values
+    group: Group = "sensor",  # a column (also of extra/), or "date"; "re:..." or a pattern for the path (first group or whole); or [n] values
     *,
     missing: str = "refuse",  # "one": recordings without a group are one group
 ) -> np.ndarray:  # [n] str; raises UsageError or DataError where there are none
