@@ -73,8 +73,7 @@ def data(tmp_path, make_wav) -> Path:
     return tmp_path / "data"
 
 
-def test_recordings_that_differ_are_counted_and_the_remedy_is_said_in_every_language(tmp_path, make_wav, say):
-    "Ten kinds, of which six are named; what is said to leakmel is then right as it stands."
+def test_error_without_a_majority_counts_six_kinds_of_recordings(tmp_path, make_wav, say):
     for k in range(9):
         make_wav(tmp_path / "set" / "A" / f"odd{k}.wav", n=4000 - k, seed=k)
     for k in range(3):
@@ -84,15 +83,6 @@ def test_recordings_that_differ_are_counted_and_the_remedy_is_said_in_every_lang
     assert "found 3 of 1 s at 4096 Hz; 1 of " in err
     assert err.count(" s at 4096 Hz") == 6
     assert "and 4 more" in err
-    for words in (
-        "spec={'sample_rate': 4096, 'duration_s': 1} in Python",
-        "--sample-rate 4096 --duration-s 1 to leakmel",
-        "-p sample_rate 4096 -p duration_s 1 to papermill",
-        'SETTINGS="sample_rate=4096 duration_s=1" to make build',
-    ):
-        assert words in err, words
-    options = err.split("in Python, ")[1].split(" to leakmel")[0].split()
-    assert say("build", tmp_path / "set", "--out", tmp_path / "x.h5", "--quiet", *options)[0] == 0
 
 
 def only_json(text: str) -> dict:

@@ -99,7 +99,7 @@ def table_mismatches(
     if odd := [
         p for p, code in zip(rejected, codes) if (code == b"no_label") != (p in unlabelled) and p in entry
     ]:
-        yield f"{len(odd)} recordings have no label in either the data set or the table, but not in both, first {show_path(odd[0])}"
+        yield f"{len(odd)} recordings have a label in only one of the data set and the table, first {show_path(odd[0])}"
     if wet := [
         p
         for p, code in zip(rejected, codes)
