@@ -1188,6 +1188,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'leakmel/dataset/run/proposal.py'),
                                               'leakmel.dataset.run.proposal.BuildProposal.to_dict': ( 'dataset/run/proposal.html#buildproposal.to_dict',
                                                                                                       'leakmel/dataset/run/proposal.py'),
+                                              'leakmel.dataset.run.proposal._group_columns': ( 'dataset/run/proposal.html#_group_columns',
+                                                                                               'leakmel/dataset/run/proposal.py'),
                                               'leakmel.dataset.run.proposal._single_label_groups': ( 'dataset/run/proposal.html#_single_label_groups',
                                                                                                      'leakmel/dataset/run/proposal.py'),
                                               'leakmel.dataset.run.proposal._tied_headers': ( 'dataset/run/proposal.html#_tied_headers',

@@ -90,7 +90,8 @@ def run_scan(args: argparse.Namespace) -> Outcome:
         if problems
         else f"No problems found{'' if args.content else ' in names and folders (--content also reads the recordings)'}."
     )
-    named = [("--table", args.table), ("--pattern", args.pattern)]
+    columns = ",".join(f"{name}={given}" for name, given in manifest.table_columns.items()) or None
+    named = [("--table", args.table), ("--columns", columns), ("--pattern", args.pattern)]
     options = [word for name, value in named if value is not None for word in (name, os.fspath(value))]
     proposal = propose_build(manifest, os.fspath(args.root), options=options) if len(manifest) else None
     lines += [] if proposal is None else proposal.lines()

@@ -227,7 +227,7 @@ def predict_command(manifest: Manifest) -> str:
 
 def unlabelled_hint(manifest: Manifest) -> str:  # "" without a table, or if it has all labels
     "Count the recordings for which the table has no label, and give the command that scores them."
-    n = sum(int((x.label_ids < 0).sum()) for x in manifest.listings)
+    n = sum(int((x.label_ids == -1).sum()) for x in manifest.listings)
     if manifest.table_path is None or not n:
         return ""
     return f"the table has no label for {n:,} of {how_many(len(manifest), 'recording')}; a detector can score them: {predict_command(manifest)}"

@@ -173,8 +173,8 @@ def name_problems(
     gains: np.ndarray,  # [B] from the names
 ) -> Iterator[Problem]:
     "Find problems of the names and folders of recordings."
-    for i in np.flatnonzero((label_ids < 0) | (gains == 1)).tolist():
-        if label_ids[i] < 0:
+    for i in np.flatnonzero((label_ids == -1) | (gains == 1)).tolist():
+        if label_ids[i] == -1:
             yield Problem("no_label", show(i), "the recording lies in no label folder and will be rejected")
         if gains[i] == 1:
             yield Problem("gain_1", show(i), "the name has gain 1: the hydrophone was not in the water")

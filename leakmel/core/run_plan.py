@@ -17,6 +17,7 @@ __all__ = [
 import errno, json, os
 from collections.abc import Iterable
 from datetime import datetime
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,8 @@ def write_run_file(
         new.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
         os.replace(new, path)
     except OSError as e:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):
+            new.unlink()
         reason = os.strerror(e.errno or 0)
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SpaceError(

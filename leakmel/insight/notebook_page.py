@@ -7,11 +7,12 @@ __all__ = ["VIEW", "STATE", "NOTE", "CONTROLS", "still_widgets", "html_figures",
 
 # %% ../../nbs/insight/notebook_page.ipynb #0a41e6da
 import os
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import DataError
+from ..core.errors import DataError, OutputError
 from ..core.run_plan import write_run_file
 from .page_figures import PLOTLY, figure_html, plotly_script
 
@@ -57,7 +58,7 @@ def _shown(name: str, state: dict[str, Any]) -> str:
     model = state.get(name.removeprefix("IPY_MODEL_"))
     if model is None:
         return ""
-    kind, values = model["model_name"].removesuffix("Model"), model["state"]
+    kind, values = re.sub(r"\W", "", model["model_name"].removesuffix("Model")), model["state"]
     if values.get("layout") and _hidden(values["layout"], state):
         return ""
     if "children" in values:
@@ -69,7 +70,7 @@ def _shown(name: str, state: dict[str, Any]) -> str:
     if kind in ("Image", "Audio"):
         return _media(kind, model)
     if any(word in kind for word in CONTROLS):
-        return f"<span class='still-control'>{escape(values.get('description', ''))} <b>{escape(_value(values))}</b></span>"
+        return f"<span class='still-control'>{escape(str(values.get('description') or ''))} <b>{escape(_value(values))}</b></span>"
     return f"<span>{escape(str(values['value']))}</span>" if isinstance(values.get("value"), str) else ""
 
 
@@ -98,8 +99,9 @@ def _value(values: dict[str, Any]) -> str:
 
 def _media(kind: str, model: dict[str, Any]) -> str:
     "Return a picture or a sound, stored in the page."
-    data = next((b["data"] for b in model.get("buffers", []) if b["path"] == ["value"]), "")
-    source = f"data:{kind.lower()}/{model['state'].get('format', 'png')};base64,{data}"
+    data = next((b["data"] for b in model.get("buffers", []) if b.get("path") == ["value"]), "")
+    form = re.sub(r"[^\w+.-]", "", str(model["state"].get("format") or "png"))
+    source = f"data:{kind.lower()}/{form};base64,{escape(str(data))}"
     if not data:
         return ""
     return f"<img alt='' src='{source}'>" if kind == "Image" else f"<audio controls src='{source}'></audio>"
@@ -155,15 +157,32 @@ def notebook_page(
     from nbconvert import HTMLExporter
 
     source = Path(path)
+    target = source.with_suffix(".html") if out is None else Path(out)
+    if target.suffix == ".ipynb" or os.path.realpath(target) == os.path.realpath(source):
+        raise OutputError(
+            "the page would replace a notebook",
+            code="output-exists",
+            path=target,
+            remedy="give a name that ends in .html",
+        )
     notebook = _read_executed(source)
-    still_widgets(notebook)
-    n_figures = html_figures(notebook)
+    try:
+        still_widgets(notebook)
+        html_figures(notebook)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as e:
+        raise DataError(
+            "the widgets or figures of the notebook cannot be read",
+            code="not-a-notebook",
+            path=path,
+            found=f"{type(e).__name__}: {e}",
+            remedy="run the notebook again",
+        ) from e
     notebook.metadata.pop("widgets", None)
     exporter = HTMLExporter(embed_images=True, **dict.fromkeys(_SCRIPTS, ""))
     resources = {"metadata": {"name": source.stem, "path": str(source.parent)}}
     body, _ = exporter.from_notebook_node(notebook, resources)
+    n_figures = body.count('<div data-figure="')  # also those in widgets
     head = f"{_STYLE}\n{plotly_script() if n_figures else ''}\n</head>"
-    target = source.with_suffix(".html") if out is None else Path(out)
     return write_run_file(target, body.replace("</head>", head, 1)), n_figures
 
 

@@ -33,10 +33,11 @@ def figure_html(
     figure: dict[str, Any],  # plotly's data and layout, as plain values
 ) -> str:
     "Return a figure as HTML; the page must hold `plotly_script`, or load plotly's script."
-    kept = {"data": figure["data"], "layout": figure["layout"]}
+    layout = figure.get("layout") or {}
+    kept = {"data": figure["data"], "layout": layout}
     text = json.dumps(kept, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")
     name = hashlib.sha1(text.encode()).hexdigest()[:12]
-    return _FIGURE.format(name=name, figure=text, height=figure["layout"].get("height", 450))
+    return _FIGURE.format(name=name, figure=text, height=int(layout.get("height") or 450))
 
 
 # %% ../../nbs/insight/page_figures.ipynb #80cf2a34

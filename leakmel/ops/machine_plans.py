@@ -65,7 +65,7 @@ def plan_tune(
     "Find the recordings, resolve the spec, and choose the folder."
     p = build_defaults() | {"budget_s": 60.0, "work_dir": None} | parameters
     root, note = find_data(p["data_root"], progress=progress)
-    manifest = scan(root, table=p["table"], pattern=p["pattern"])
+    manifest = scan(root, table=p["table"], columns=p["columns"] or None, pattern=p["pattern"])
     spec, _ = spec_changes(p)
     windows = decide_spec(spec, list(manifest.listings)).spec.windows_text
     same = ("engine", "device", "with_waveforms", "budget_s", "work_dir")

@@ -9,12 +9,13 @@ __all__ = ["NOTEBOOKS", "START", "start_kinds", "WorkingFolder", "make_working_f
 import importlib.util
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import leakmel
-from ..core.errors import OutputError, show_path
+from ..core.errors import OutputError, UsageError, show_path
 from ..core.parameters import Kinds
 from ..core.run_plan import user_path
 
@@ -74,8 +75,12 @@ def make_working_folder(
     folder: str | os.PathLike,  # created if it does not exist
 ) -> WorkingFolder:  # raises OutputError
     "Copy the run notebooks into a folder and create runs/ in it; existing files are not changed."
+    if not os.fspath(folder):
+        raise UsageError(
+            "the name of the folder is empty", code="usage", remedy="name a folder: leakmel init DIR"
+        )
     target = user_path(folder)
-    if target.exists() and not target.is_dir():
+    if os.path.lexists(target) and not target.is_dir():
         raise OutputError(
             "this is a file, but a folder is needed",
             code="not-a-folder",
@@ -88,12 +93,13 @@ def make_working_folder(
         for source in sorted(NOTEBOOKS.glob("*.ipynb")):
             try:
                 with (target / source.name).open("xb") as f:
+                    created.append(source.name)
                     f.write(source.read_bytes())
             except FileExistsError:
                 kept.append(source.name)
-            else:
-                created.append(source.name)
     except OSError as e:
+        with suppress(IndexError, OSError):  # the last one may be incomplete
+            (target / created[-1]).unlink()
         raise OutputError(
             f"the working folder cannot be written ({e.strerror})",
             code="output-not-writable",

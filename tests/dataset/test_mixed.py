@@ -251,3 +251,48 @@ def test_parent_of_a_label_folder_is_named(tmp_path: Path) -> None:
     assert e.value.code == "no-label-folders"
     assert "parent" in str(e.value)
     assert lm.build(root, out=tmp_path / "x.h5", engine="reference", check=1, **QUIET).verified.ok
+
+
+# ---- what a scan proposes ------------------------------------------------------------------------------------------------
+
+
+def test_proposal_names_groups_of_the_table_and_keeps_its_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    root = tmp_path / "data"
+    label_folders(root)
+    rows = [
+        f"{p.relative_to(root)},{p.parent.name},pipe {k % 3}"
+        for k, p in enumerate(sorted(root.rglob("*.wav")))
+    ]
+    (tmp_path / "t.csv").write_text("\n".join(["Datei,Klasse,pipe", *rows]) + "\n")
+    words = [str(root), "--table", "t.csv", "--columns", "path=Datei,label=Klasse"]
+    assert main(["scan", *words, "--json"]) == 0
+    proposal = json.loads(capsys.readouterr().out)["proposal"]
+    assert proposal["groups"] == {"pipe": 3}
+    assert main([*shlex.split(proposal["command"])[1:], "--quiet", "--check", "1"]) == 0
+
+
+def test_proposed_file_is_not_among_the_recordings(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "data"
+    label_folders(root)
+    monkeypatch.chdir(root)
+    assert main(["scan", ".", "--json"]) == 0
+    command = shlex.split(json.loads(capsys.readouterr().out)["proposal"]["command"])
+    assert main([*command[1:], "--quiet", "--check", "1"]) == 0
+    assert (tmp_path / "data.h5").is_file()
+
+
+def test_no_command_where_a_build_would_fail(tmp_path: Path) -> None:
+    write_mixed(lambda label, i: tmp_path / "flat" / f"{label}{i}.wav")
+    write_mixed(lambda label, i: tmp_path / "one empty" / label / f"{i}.wav")
+    (tmp_path / "one empty" / "OTHER").mkdir()
+    for name in ("flat", "one empty"):
+        proposal = propose_build(scan(tmp_path / name, **QUIET), name)
+        assert proposal.command == ""
+        assert next(proposal.lines()).startswith("No build can be proposed: ")
+        with pytest.raises(LeakmelError) as e:
+            lm.build(tmp_path / name, out=tmp_path / "x.h5", **QUIET)
+        assert str(e.value) == proposal.reason

@@ -120,6 +120,15 @@ def test_what_is_no_executed_notebook_is_refused(tmp_path):
     assert sorted(tmp_path.glob("*.html")) == []
 
 
+def test_a_page_never_replaces_a_notebook(tmp_path):
+    path = tmp_path / "a.ipynb"
+    path.write_text("{}")
+    for target in (path, tmp_path / "other.ipynb"):
+        with raises("output-exists", OutputError, path=target):
+            notebook_page(path, target)
+    assert path.read_text() == "{}"
+
+
 def test_the_command_says_where_the_page_is(tmp_path, capsys):
     path = executed(tmp_path / "name with blanks.ipynb", {PLOTLY: BARS})
     assert main(["page", str(path)]) == 0

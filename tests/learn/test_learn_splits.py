@@ -697,3 +697,25 @@ def test_shown_as_text_table_and_figure(plain):
     twice = existing_split({"training": plain, "testing": plain}, allow_leaky_split=True)
     assert [s.kind for s in twice.shared] == list(KINDS)
     assert split_figure(twice).layout.title.text == "Leaky: 6 sensors in more than one part"
+
+
+def test_sites_of_a_table_are_compared_between_data_sets(tmp_path: Path) -> None:
+    "From the table of a build to the stamp of a split, and to a split by site or date."
+    rng = np.random.default_rng(2)
+    rows = ["path,label,split,site,date"]
+    for k in range(24):
+        part, label = ("training", "testing")[k % 2], ("LEAK", "NOLEAK")[k // 2 % 2]
+        (tmp_path / "data").mkdir(exist_ok=True)
+        write_wav(tmp_path / "data" / f"{k}.wav", rng.integers(-999, 999, 4096).astype(np.int16), 4096)
+        rows.append(f"{k}.wav,{label},{part},site {k // 4 % 3},2025-01-0{k // 4 % 3 + 1}")
+    (tmp_path / "t.csv").write_text("\n".join(rows) + "\n")
+    manifest = lm.scan(tmp_path / "data", table=tmp_path / "t.csv", progress="none")
+    lm.build_all(tmp_path / "data", out_dir=tmp_path / "sets", manifest=manifest, check=1, progress="none")
+    files = {part: tmp_path / "sets" / f"{part.upper()}_DATASET.H5" for part in ("training", "testing")}
+    with pytest.warns(LeakySplitWarning, match="3 dates in more than one of"):
+        assert existing_split(files).leaky
+    for group in ("site", "date"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", LeakySplitWarning)
+            split = group_split(list(files.values()), group, shares={"training": 0.5, "testing": 0.5}, seed=1)
+        assert not split.leaky

@@ -183,8 +183,8 @@ def propose_specs(
         shortest = seconds[len(seconds) // 20]
     no_padding = math.floor(shortest * 100) / 100 or shortest
     wanted = [(common, no_padding), (lowest, no_padding), (common, round(typical, 2))]
-    if lowest >= PRESET_RATE and typical >= 10:
-        wanted.insert(1, (PRESET_RATE, 10.0))
+    if lowest > PRESET_RATE:
+        wanted.insert(1, (PRESET_RATE, min(10.0, no_padding)))
     found: list[tuple[dict[str, Any], MelSpec]] = []
     for rate, duration_s in wanted:
         proposal = {"sample_rate": rate, "duration_s": duration_s} | {

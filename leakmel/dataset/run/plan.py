@@ -31,7 +31,7 @@ from ...core.run_plan import RowTable, run_folder, runs_folder, user_path, write
 from ..file.schema import data_set_name
 from ..file.spec_file import requested_spec
 from .config import PipelineConfig, Workers, plan_workers, slot_bytes, with_tuned
-from .inputs import SpecDecision, decide_spec
+from .inputs import SpecDecision, check_listing, decide_spec
 from .job import waveform_shape
 from .modes import ModeChoice, pick_mode
 from .pipeline import build, build_all
@@ -261,6 +261,8 @@ def plan_run(
     changes, spec_note = spec_changes(p)
     reject_dry = config.on_dry_file == "reject"
     listings = [x.without_dry() if reject_dry else x for x in manifest.listings]
+    for listing in listings:
+        check_listing(listing, manifest)
     decision = decide_spec(changes, listings, count=True)
     spec = decision.spec
     with open_engine(p["engine"], spec, device=config.device) as engine:

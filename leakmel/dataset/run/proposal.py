@@ -6,7 +6,7 @@
 __all__ = ["BuildProposal", "propose_build"]
 
 # %% ../../../nbs/dataset/run/proposal.ipynb #44f8e043
-import re, shlex
+import os, re, shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 from ...audio.content import tied_values
 from ...audio.manifest import Manifest
 from ...core.errors import DataError, LeakmelError, show_path
-from .inputs import SpecDecision, SpecLike, decide_spec
+from .inputs import SpecDecision, SpecLike, check_listing, decide_spec
 
 
 # %% ../../../nbs/dataset/run/proposal.ipynb #7de89604
@@ -33,7 +33,8 @@ class BuildProposal:
 
     def lines(self) -> Iterator[str]:
         "Yield lines for a terminal."
-        yield f"Proposed build: {self.reason}."
+        what = "Proposed build" if self.command else "No build can be proposed"
+        yield f"{what}: {self.reason.rstrip('.')}."
         if self.groups:
             yield "  groups: " + ", ".join(f"{n:,} {by}{'s' * (n != 1)}" for by, n in self.groups.items())
         else:
@@ -65,17 +66,25 @@ def propose_build(
     "Propose the first build of a folder."
     has_splits = bool(manifest.listings) and bool(manifest.listings[0].split)
     stem = re.sub(r"\W+", "-", Path(root).resolve().name).strip("-") or "data"
-    out = ["--split", "all", "--out", f"{stem}-mels"] if has_splits else ["--out", f"{stem}.h5"]
-    command = shlex.join(["leakmel", "build", root, *options, *out])
+    target = f"{stem}-mels" if has_splits else f"{stem}.h5"
+    folder = os.path.realpath(root)
+    if os.path.realpath(target).startswith(os.path.join(folder, "")):  # not among the recordings
+        target = os.path.join(os.path.relpath(os.path.dirname(folder)), target)
+    out = ["--split", "all", "--out", target] if has_splits else ["--out", target]
+    shown = os.path.join(".", root) if root.startswith("-") else root
+    command = shlex.join(["leakmel", "build", shown, *options, *out])
     table = manifest.table
-    groups = {
-        by: n
-        for by in ("sensor", "session", "folder")
-        if (n := int(table[table[by] != ""][by].nunique())) > 1
-    }
+    counts = {name: table[name][table[name] != ""].nunique() for name in _group_columns(table)}
+    groups = {name.removeprefix("extra/"): int(n) for name, n in counts.items() if n > 1}
     cautions = tuple(_single_label_groups(manifest, groups))
     try:
+        os.fsencode(root).decode()  # a name that is no text cannot be pasted
+        for listing in manifest.listings:
+            check_listing(listing, manifest)
         decision = decide_spec(spec, manifest.listings, count=True)
+    except UnicodeDecodeError:
+        reason = "the name of the folder is not valid UTF-8, so no command can be shown"
+        return BuildProposal("", (), reason, groups, cautions)
     except DataError as e:
         if e.code != "recordings-differ":
             return BuildProposal("", (), str(e), groups, cautions)
@@ -92,14 +101,21 @@ def propose_build(
     return BuildProposal(command, (), reason, groups, cautions)
 
 
+def _group_columns(table: Any) -> list[str]:
+    "Return the columns that may name groups: sensor, session, folder, and columns of a table in which values repeat."
+    extra = [c for c in table.columns if c.startswith("extra/") and 2 * table[c].nunique() <= len(table)]
+    return ["sensor", "session", "folder", *extra]
+
+
 def _single_label_groups(manifest: Manifest, groups: dict[str, int]) -> Iterator[str]:
     "Yield a caution for each kind of group of which no group has recordings of two labels."
     for by, n in groups.items():
-        table = manifest.table[(manifest.table[by] != "") & (manifest.table["label"] != "")]
+        column = by if by in manifest.table else f"extra/{by}"
+        table = manifest.table[(manifest.table[column] != "") & (manifest.table["label"] != "")]
         if (
             by != "folder"
             and len(manifest.label_names) > 1
-            and (table.groupby(by)["label"].nunique() == 1).all()
+            and (table.groupby(column)["label"].nunique() == 1).all()
         ):
             yield (
                 f"each of the {n:,} {by}s has recordings of one label only, so a detector can learn the {by} "

@@ -36,7 +36,9 @@ _UNORDERED = (Mapping, Set, bytes)  # not values in the order of the recordings
 def with_date(
     table: "pd.DataFrame",  # a row for each recording, as `MelDataset.files` gives it
 ) -> "pd.DataFrame":
-    "Add the column date, the first ten characters of start_time, where the table has none of its own."
+    "Add the column date where the table has none of its own: extra/date, else the first ten characters of start_time."
+    if "extra/date" in table:
+        return table.assign(date=table["extra/date"])
     if "date" in table or "start_time" not in table:
         return table
     return table.assign(date=table["start_time"].fillna("").astype(str).str.slice(0, 10))

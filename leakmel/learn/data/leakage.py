@@ -77,6 +77,8 @@ def _in_several(values: np.ndarray, part: np.ndarray) -> np.ndarray:
 def _texts(table: "pd.DataFrame", name: str) -> np.ndarray:
     "[n] str of a column; empty: not known."
     if name not in table:
+        name = f"extra/{name}"  # a column of the table that the data set was built from
+    if name not in table:
         return np.full(len(table), "", object)
     values = table[name]
     return np.where(values.isna(), "", values.astype(str)).astype(object)
