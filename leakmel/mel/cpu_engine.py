@@ -15,7 +15,7 @@ from ..audio.conform import moments_of
 from ..core.errors import EngineError
 from ..core.monitor import usable_cores
 from .cpu_kernel import BINS_AT_ONCE, RADICES, kernel, places_of, work_space
-from .engines import DeviceOptions, Engine, NotSuited
+from .engines import DeviceOptions, Engine, UnsupportedSpec
 from .reference import hann_periodic
 from .spec import MelSpec, frame_places
 
@@ -84,7 +84,7 @@ class CpuEngine(Engine):
                 "the cpu engine computes only on the CPU", code="not-on-device", found=f"device={device!r}"
             )
         if spec.n_fft // 2 not in RADICES or spec.n_fft % 2:
-            raise NotSuited(
+            raise UnsupportedSpec(
                 "the cpu engine does not support this FFT length",
                 code="fft-length",
                 found=f"n_fft {spec.n_fft}",

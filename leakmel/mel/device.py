@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..core.errors import EngineError, UsageError
-from .engines import DEVICES, NotHere
+from .engines import DEVICES, EngineUnavailable
 
 
 # %% ../../nbs/mel/device.ipynb #8affa553
@@ -187,7 +187,7 @@ def open_devices(
             expected="auto, cpu, cuda or cuda:0",
         )
     if not torch.cuda.is_available():
-        raise NotHere(
+        raise EngineUnavailable(
             "no CUDA device can be used",
             code="no-device",
             found=f"torch {torch.__version__}",

@@ -20,8 +20,8 @@ __all__ = [
     "check_rows",
     "self_check",
     "compute_in_lane",
-    "NotHere",
-    "NotSuited",
+    "EngineUnavailable",
+    "UnsupportedSpec",
     "may_have_cuda",
     "load_engine",
     "load_class",
@@ -239,11 +239,11 @@ def compute_in_lane(
 
 
 # %% ../../nbs/mel/engines.ipynb #2f1eba6d
-class NotHere(EngineError):
+class EngineUnavailable(EngineError):
     "An engine that is not installed, or a device that does not exist; nothing is broken."
 
 
-class NotSuited(EngineError):
+class UnsupportedSpec(EngineError):
     "Settings that an engine does not support."
 
     exit_code = UsageError.exit_code
@@ -298,13 +298,13 @@ def load_engine(
 
 def load_class(
     name: str,  # one of ENGINES
-) -> type[Engine]:  # raises NotHere if it is not installed, EngineError if its module is broken
+) -> type[Engine]:  # raises EngineUnavailable if it is not installed, EngineError if its module is broken
     "Import the class of an engine."
     module, cls = ENGINES[name]
     try:
         return getattr(import_module(module), cls)
     except ImportError as e:
-        raise NotHere(
+        raise EngineUnavailable(
             f"engine {name} is not installed ({e})",
             code="engine-missing",
             remedy="install it, or use engine='auto'",
@@ -355,7 +355,7 @@ def open_engine(
 
 def log_skipped_engine(engine: str, error: EngineError, *, is_expected: bool = True) -> None:
     "Log why `auto` skipped an engine: as a warning, unless the engine may be missing."
-    level = logging.INFO if isinstance(error, NotHere) and is_expected else logging.WARNING
+    level = logging.INFO if isinstance(error, EngineUnavailable) and is_expected else logging.WARNING
     # as text: a log that keeps the error would keep the memory of its frames
     logging.getLogger("leakmel").log(level, "engine %s was skipped: %s", engine, str(error))
 

@@ -19,18 +19,18 @@ from ..core.errors import EngineError
 from ..core.monitor import usable_cores
 from .device import Device, open_devices
 from .device_engine import DeviceEngine
-from .engines import DeviceOptions, NotHere, NotSuited
+from .engines import DeviceOptions, EngineUnavailable, UnsupportedSpec
 from .spec import MelSpec
 from .torch_engine import DeviceMoments, block_files, one_thread
 
 
 # %% ../../nbs/mel/torchaudio_engine.ipynb #e04babf4
-def import_torchaudio() -> ModuleType:  # raises NotHere if it is not installed
+def import_torchaudio() -> ModuleType:  # raises EngineUnavailable if it is not installed
     "Import torchaudio; without its compiled part if that does not fit the installed torch."
     try:
         return import_module("torchaudio")
     except ImportError as e:
-        raise NotHere(
+        raise EngineUnavailable(
             f"engine torchaudio is not installed ({e})",
             code="engine-missing",
             remedy="pip install 'leakmel[learn]', or use engine='auto'",
@@ -57,10 +57,10 @@ class TorchaudioLogMel:
         self,
         spec: MelSpec,
         device: torch.device | str = "cpu",
-    ):  # raises NotSuited if the transform cannot compute the spec, NotHere without torchaudio
+    ):  # raises UnsupportedSpec if the transform cannot compute the spec, EngineUnavailable without torchaudio
         for name, what in (("n_fft", "an odd FFT length"), ("sample_rate", "an odd sample rate")):
             if getattr(spec, name) % 2:
-                raise NotSuited(
+                raise UnsupportedSpec(
                     f"the filter bank of torchaudio is wrong for {what}",
                     code="not-stock",
                     found=f"{name}={getattr(spec, name)}",

@@ -36,7 +36,7 @@ from ..audio.conform import FULL_SCALE, MOMENTS
 from ..core.errors import EngineError
 from .device import Device, open_devices
 from .device_engine import DeviceEngine
-from .engines import DeviceOptions, NotHere
+from .engines import DeviceOptions, EngineUnavailable
 from .reference import hann_periodic
 from .spec import MelSpec, frame_places
 
@@ -446,15 +446,15 @@ class TritonEngine(DeviceEngine):
 
     @staticmethod
     def make_chain(spec: MelSpec, device: Device, n_block: int) -> TritonChain:
-        "Create the chain on a device; raises NotHere if the kernels cannot run there."
+        "Create the chain on a device; raises EngineUnavailable if the kernels cannot run there."
         if (device.kind == "cuda") == triton.knobs.runtime.interpret:
             raise _not_on(device.name)
         return TritonChain(spec, device.torch_device, n_block)
 
 
-def _not_on(device: str) -> NotHere:
+def _not_on(device: str) -> EngineUnavailable:
     is_interpreted = triton.knobs.runtime.interpret
-    return NotHere(
+    return EngineUnavailable(
         "the triton engine computes only on CUDA devices",
         code="engine-missing",
         found=f"device={device!r}" + ", TRITON_INTERPRET" * is_interpreted,

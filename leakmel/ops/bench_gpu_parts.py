@@ -44,7 +44,7 @@ import numpy as np
 import leakmel as lm
 from ..core.errors import LeakmelError
 from ..core.timeline import Span
-from ..mel.engines import ENGINES, DeviceOptions, NotHere, check_recording, open_engine
+from ..mel.engines import ENGINES, DeviceOptions, EngineUnavailable, check_recording, open_engine
 from ..mel.reference import compare, reference_features
 from ..mel.spec import MelSpec
 from .bench import evict, run_leakmel
@@ -165,7 +165,7 @@ def parity(engine: str, device: str, tiny: bool = False) -> dict[str, Any]:
     try:
         import_module(ENGINES[engine][0])
         open_engine(engine, geometry_spec("A"), device=device).close()
-    except (ImportError, NotHere) as e:
+    except (ImportError, EngineUnavailable) as e:
         return {"ok": False, "missing": str(e)}
     except LeakmelError:
         pass  # the checks report the fault

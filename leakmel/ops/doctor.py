@@ -132,13 +132,13 @@ MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtua
 
 def examine_bus(device: str = "cuda") -> Check:
     "Measure the rates of copies from pinned memory to the device and from the device."
-    from leakmel.mel.engines import NotHere
+    from leakmel.mel.engines import EngineUnavailable
     from leakmel.ops.bench_gpu_parts import copy_alone
 
     size = 16 << 20
     try:
         done = copy_alone(device, [size], 0.1)[str(size)]
-    except (NotHere, ImportError) as e:
+    except (EngineUnavailable, ImportError) as e:
         return Check("bus", "missing", f"{NOT_MEASURED}: {e}", "If this machine has no GPU, nothing is wrong")
     into, out = (1e9 * statistics.median(done[key]) for key in ("in", "out"))
     figures = {"pinned": True, "to_device_bytes_per_s": into, "from_device_bytes_per_s": out}
@@ -189,7 +189,7 @@ def examine_engine(
     device: str = "cpu",  # as for `build`
 ) -> Check:
     "Check whether an engine runs on this machine and computes right values; report its largest difference in dB."
-    from leakmel.mel.engines import NotHere
+    from leakmel.mel.engines import EngineUnavailable
 
     key, began = f"engine_{name}{'_cuda' if name == 'torch' and device != 'cpu' else ''}", time.perf_counter()
     compared, identity = list[Any](), ""
@@ -198,7 +198,7 @@ def examine_engine(
             with make_engine(name, spec, device) as engine:
                 compared += parity(engine)
                 identity = engine.identity
-    except (NotHere, ImportError) as e:
+    except (EngineUnavailable, ImportError) as e:
         found, advice = str(e), "Nothing is wrong unless you want this engine"
         package = package_check(key, LINES.get(key, ()))
         if package.status == "missing":

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from leakmel.core.errors import LeakmelError, UsageError
-from leakmel.mel.engines import CPU_ENGINES, YARDSTICK_ENGINES, NotHere
+from leakmel.mel.engines import CPU_ENGINES, YARDSTICK_ENGINES, EngineUnavailable
 from leakmel.mel.reference import compare, reference_features
 from leakmel.mel.spec import MelSpec, spec_from_dict
 from leakmel.ops.bench import read_into_cache, evict, synthetic_set, record_head, rounds_text, spread
@@ -199,7 +199,7 @@ def run_once(
     limit_s: float = 600,
 ) -> dict[
     str, Any
-]:  # raises NotHere for a package that is not installed, LeakmelError for a command that failed
+]:  # raises EngineUnavailable for a package that is not installed, LeakmelError for a command that failed
     "Run a contestant; what it and the machine say of it."
     out.unlink(missing_ok=True)
     paths, _ = list_split(root)
@@ -209,7 +209,7 @@ def run_once(
     )
     body = _printed(took)
     if "missing" in body:
-        raise NotHere(body["missing"])
+        raise EngineUnavailable(body["missing"])
     if took.status or "seconds" not in body:
         said = body.get("error") or next(
             (line for line in reversed(took.said.splitlines()) if line.strip()), "nothing"
@@ -264,7 +264,7 @@ def admit(
     geometry: str,
 ) -> dict[
     str, Any
-]:  # n_files, check, peak_bytes, versions; raises NotHere, or LeakmelError for what failed or is not right
+]:  # n_files, check, peak_bytes, versions; raises EngineUnavailable, or LeakmelError for what failed or is not right
     "Find whether a contestant is right, and how many recordings it gets."
     n, out, checks = min(_CHECKED, ground.n_files), ground.out(name), []
     while True:
@@ -333,7 +333,7 @@ def _held_against(entry: dict[str, Any], name: str, log: Callable[[str], None]) 
     except LeakmelError as e:
         status = (
             "not installed"
-            if isinstance(e, NotHere)
+            if isinstance(e, EngineUnavailable)
             else "not right"
             if isinstance(e, NotRight)
             else "failed"

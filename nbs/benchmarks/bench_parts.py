@@ -22,7 +22,7 @@ from leakmel.dataset.run.job import Job
 from leakmel.dataset.run.journal import Journal, journal_identity, journal_path
 from leakmel.dataset.run.existing import stamps_at_build, state_path, write_state
 from leakmel.dataset.source.loader import BatchReader, Slot
-from leakmel.mel.engines import CPU_ENGINES, YARDSTICK_ENGINES, Engine, NotHere, open_engine
+from leakmel.mel.engines import CPU_ENGINES, YARDSTICK_ENGINES, Engine, EngineUnavailable, open_engine
 from leakmel.ops.bench import synthetic_set, record_head, rounds_text, run_leakmel, spread, verify_all
 from leakmel.ops.bench_gpu_parts import GEOMETRIES, geometry_spec
 from bench_compare import geometry_line, preset_spec
@@ -225,7 +225,7 @@ def one_part(
     "Measure a part once."
     try:
         figures = PARTS[part](_ground(root, geometry, work))
-    except NotHere as e:
+    except EngineUnavailable as e:
         return {"missing": str(e)}
     return figures | {
         "files_per_s": figures["files"] / figures["seconds"],

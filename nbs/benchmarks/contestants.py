@@ -15,7 +15,7 @@ import numpy as np
 
 from leakmel.core.errors import SpecError
 from leakmel.core.monitor import usable_cores
-from leakmel.mel.engines import NotHere
+from leakmel.mel.engines import EngineUnavailable
 from leakmel.mel.reference import hann_periodic
 from leakmel.mel.spec import MelSpec
 from leakmel.ops.bench_gpu_parts import geometry_spec
@@ -279,7 +279,7 @@ TOOLS = {
 
 def import_modules(
     names: Sequence[str],
-) -> dict[str, str]:  # versions by name; raises NotHere for what is not installed
+) -> dict[str, str]:  # versions by name; raises EngineUnavailable for what is not installed
     "Import the modules of a tool."
 
     def load(name: str) -> ModuleType:
@@ -292,7 +292,7 @@ def import_modules(
     try:
         loaded = {name: load(name) for name in names}
     except ModuleNotFoundError as e:
-        raise NotHere(str(e)) from e
+        raise EngineUnavailable(str(e)) from e
     return {
         name: str(module.__version__) for name, module in loaded.items() if hasattr(module, "__version__")
     }
@@ -303,7 +303,7 @@ def run_tool(
     root: str | os.PathLike,  # folder of splits
     out: str | os.PathLike,  # file to write
     spec: MelSpec,
-) -> dict[str, Any]:  # seconds, n_files, versions; raises NotHere where something is not installed
+) -> dict[str, Any]:  # seconds, n_files, versions; raises EngineUnavailable where something is not installed
     "Make the file of the training split."
     versions = import_modules(tool.modules)
     if tool.first is not None:
@@ -333,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         print(json.dumps(run_tool(TOOLS[args.name], args.root, args.out, geometry_spec(args.geometry))))
-    except NotHere as e:
+    except EngineUnavailable as e:
         print(json.dumps({"missing": str(e)}))
     return 0
 

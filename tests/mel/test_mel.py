@@ -24,8 +24,8 @@ from leakmel.mel.engines import (
     ENGINES,
     YARDSTICK_ENGINES,
     Engine,
-    NotHere,
-    NotSuited,
+    EngineUnavailable,
+    UnsupportedSpec,
     check_recording,
     log_mel,
     open_engine,
@@ -105,7 +105,7 @@ def signals(spec: MelSpec) -> dict[str, np.ndarray]:
 def is_refused(name: str, device: str, spec: MelSpec) -> bool:
     "Whether an engine cannot compute a spec; it says so then, and `auto` takes another one and says so."
     if name == "torchaudio" and (spec.n_fft % 2 or spec.sample_rate % 2):
-        with raises("not-stock", NotSuited):
+        with raises("not-stock", UnsupportedSpec):
             opened(name, device, spec)
         return True
     if name != "cpu" or (spec.n_fft & (spec.n_fft - 1) == 0 and 64 <= spec.n_fft <= 16_384):
@@ -482,7 +482,7 @@ def test_auto_passes_over_what_is_not_there(
     assert warned == ["cpu"], (
         "a GPU or torch may be missing, but what the compiled engine needs is required: slower rows must not come without a word"
     )
-    with raises("engine-missing", NotHere):
+    with raises("engine-missing", EngineUnavailable):
         open_engine("cpu", spec)
 
 
@@ -523,7 +523,7 @@ def test_unknown_engines_and_devices() -> None:
         open_engine("torch", spec, device="toaster")
     if not torch.cuda.is_available():
         for name in ("torch", "triton"):
-            with raises("no-device", NotHere):
+            with raises("no-device", EngineUnavailable):
                 open_engine(name, spec, device="cuda")
 
 

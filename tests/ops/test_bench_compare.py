@@ -25,7 +25,7 @@ from contestants import TOOLS, list_split
 from process_tree import run_command
 
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
-from leakmel.mel.engines import NotHere
+from leakmel.mel.engines import EngineUnavailable
 from leakmel.ops.bench_gpu_parts import geometry_spec
 
 HELPERS = str(Path(suite.__file__).parent)
@@ -250,7 +250,7 @@ def test_each_tool_is_right_where_segments_overlap(name, demo, tmp_path):
     "On a number of recordings that fills no whole batch; what is not installed says so."
     out = tmp_path / "T.H5"
     if not all(map(is_there, TOOLS[name].modules)):
-        with pytest.raises(NotHere, match=TOOLS[name].modules[0].split(".")[0]):
+        with pytest.raises(EngineUnavailable, match=TOOLS[name].modules[0].split(".")[0]):
             run_once(all_contestants()[name], demo, out, "B")
         return
     done = run_once(all_contestants()[name], demo, out, "B")

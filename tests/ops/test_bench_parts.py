@@ -29,7 +29,7 @@ from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import OutputError, SpaceError, UsageError
 from leakmel.core.monitor import usable_cores
-from leakmel.mel.engines import CPU_ENGINES, NotHere
+from leakmel.mel.engines import CPU_ENGINES, EngineUnavailable
 from leakmel.ops import bench
 from leakmel.ops.bench import ProcessRun, spread
 
@@ -113,7 +113,7 @@ def test_builds_that_differ_are_no_figures(tmp_path, monkeypatch, in_this_proces
 
 def test_missing_engine_is_reported(tmp_path, monkeypatch):
     def absent(g: Any) -> dict[str, Any]:
-        raise NotHere("engine torch is not installed here")
+        raise EngineUnavailable("engine torch is not installed here")
 
     monkeypatch.setitem(PARTS, "compute, torch", absent)
     root = write_demo(tmp_path / "demo", n_files=12).root

@@ -579,7 +579,7 @@ def test_a_wrong_fft_is_seen(monkeypatch):
     ("error", "status", "said"),
     [
         (ImportError("no torch"), "missing", "no torch"),
-        (engines.NotHere("no card", remedy="buy one"), "missing", "no card"),
+        (engines.EngineUnavailable("no card", remedy="buy one"), "missing", "no card"),
         (RuntimeError("illegal instruction"), "warn", "failed: RuntimeError: illegal instruction"),
     ],
 )
