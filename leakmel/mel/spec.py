@@ -367,9 +367,9 @@ def _preset_version(name: str) -> int:
 
 def window_scale(
     sample_rate: int,  # Hz
-) -> float:  # a power of two
+) -> float:  # a power of two, at least 1/4: shorter windows have too few bins for the bands
     "Return the factor by which a preset's windows in samples change with the sample rate: the power of two nearest on a log scale."
-    return 2.0 ** round(math.log2(sample_rate / PRESET_RATE))
+    return max(0.25, 2.0 ** round(math.log2(sample_rate / PRESET_RATE)))
 
 
 def preset_values(

@@ -54,28 +54,15 @@ def counted(result: lm.BuildResult) -> None:
 
 # -- rates --------------------------------------------------------------------------------------------------------------
 
-TOO_FAST = {"disjoint": {44_100, 48_000, 51_200}, "overlap": set()}  # for the bands of a preset
-
-
-def suited(spec: dict[str, Any], error: SpecError) -> dict[str, Any]:
-    "Settings changed as the error's remedy says."
-    remedy = (error.remedy or "").replace(",", "").split()
-    return spec | {word.split("=")[0]: int(word.split("=")[1]) for word in remedy if "=" in word}
-
 
 @pytest.mark.parametrize("preset", ["disjoint", "overlap"])
 @pytest.mark.parametrize("rate", RATES)
 def test_the_rate_of_the_data(tmp_path: Path, rate: int, preset: str) -> None:
-    "A preset that does not fit the rate is refused with a remedy, and the remedy works."
+    "Windows of a preset fit each rate."
     seconds = 1 if rate > 2000 else math.ceil(2048 / rate)
     for k in range(2):
         put(tmp_path / "data" / "A" / f"{k}.wav", noise(seconds * rate, seed=k), rate)
     spec: dict[str, Any] = {"preset": preset}
-    if rate in TOO_FAST[preset]:
-        with pytest.raises(SpecError, match="contains no frequency bin") as caught:
-            lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec=spec, **QUIET)
-        assert leftovers(tmp_path, "data") == []
-        spec = suited(spec, caught.value)
     r = lm.build(tmp_path / "data", out=tmp_path / "x.h5", spec=spec, **QUIET)
     config = json.loads(check(r.path, tmp_path / "data")["@config_json"])
     assert (config["sample_rate"], config["duration_s"], r.rows) == (rate, seconds, 2)
@@ -84,7 +71,7 @@ def test_the_rate_of_the_data(tmp_path: Path, rate: int, preset: str) -> None:
 
 
 def test_a_recording_that_holds_no_window_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    put(tmp_path / "data" / "A" / "a.wav", noise(292), 292)
+    put(tmp_path / "data" / "A" / "a.wav", noise(200), 292)
     with raises("window-too-long", SpecError) as e:
         lm.build(tmp_path / "data", out=tmp_path / "x.h5", **QUIET)
     assert e.value.remedy == "lower long_window, or raise duration_s"
