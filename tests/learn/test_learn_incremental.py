@@ -301,7 +301,7 @@ def test_human_label_tables_are_checked(towns, tmp_path):
         for lines, said in cases:
             with pytest.raises(DataError, match=said):
                 heard(*lines)
-        assert heard(f"{paths[0]},", f"{paths[1]},LEAK")[:2] == [UNLABELLED, 1]  # not labelled yet
+        assert heard(f"{paths[0]},", f"{paths[1]},LEAK")[:2] == [UNLABELLED, 0]  # not labelled yet
         with pytest.raises(DataError, match="no column label"):
             heard(f"{paths[0]},LEAK", columns="path,verdict")
         for wrong in (paths[0].upper(), f"{paths[0]} "):
