@@ -181,7 +181,7 @@ def notebook_page(
     exporter = HTMLExporter(embed_images=True, **dict.fromkeys(_SCRIPTS, ""))
     resources = {"metadata": {"name": source.stem, "path": str(source.parent)}}
     body, _ = exporter.from_notebook_node(notebook, resources)
-    n_figures = body.count('<div data-figure="')  # also those in widgets
+    n_figures = len(re.findall(r'<div[^>]* data-figure="', body))  # also those in widgets
     head = f"{_STYLE}\n{plotly_script() if n_figures else ''}\n</head>"
     return write_run_file(target, body.replace("</head>", head, 1)), n_figures
 
