@@ -13,7 +13,7 @@ __all__ = [
     "check_types",
     "ParameterCheck",
     "field_comments",
-    "placeholder",
+    "option_metavar",
     "add_field_options",
     "given_fields",
 ]
@@ -292,7 +292,7 @@ def field_comments(
     return comments
 
 
-_PLACEHOLDERS = {
+_METAVARS = {
     r"_hz$|^sample_rate$": "HZ",
     r"_s$": "SECONDS",
     r"_db$": "DB",
@@ -303,16 +303,16 @@ _PLACEHOLDERS = {
 }
 
 
-def placeholder(
+def option_metavar(
     name: str,  # of a setting
     kinds: tuple[type | None, ...],  # its types, as in `field_kinds`
     choices: tuple = (),  # its allowed texts, as in `field_choices`
 ) -> str:  # "HZ", "SECONDS", "N", "htk|slaney" ...
-    "Return the placeholder of an option's value in the help."
+    "Return the metavar of an option's value in the help."
     plain = [k for k in kinds if k is not None]
     if choices:
         return "|".join([*choices, *["true", "false"] * (bool in kinds), *["none"] * (None in kinds)])
-    for pattern, word in _PLACEHOLDERS.items():
+    for pattern, word in _METAVARS.items():
         if re.search(pattern, name):
             return word
     words = {int: "N", float: "NUMBER", bool: "true|false", str: "NAME"}
@@ -365,7 +365,7 @@ def add_field_options(
             text += f" (default {shown})"
         how: dict[str, Any] = {
             "type": _converter(kinds),
-            "metavar": placeholder(name, kinds, choices.get(name, ())),
+            "metavar": option_metavar(name, kinds, choices.get(name, ())),
         }
         if kinds == (bool,):
             how = {"action": argparse.BooleanOptionalAction}

@@ -311,7 +311,7 @@ def write_text(name: str, text: str) -> None:
     put(f"{name}.md", (text.rstrip("\n") + "\n").encode())
 
 
-def library_notebooks() -> list[Path]:
+def module_notebooks() -> list[Path]:
     "Notebooks that export a module."
     found = [
         p
@@ -690,4 +690,4 @@ def write_site(library: list[Path], guides: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    write_site(library_notebooks(), guide_notebooks())
+    write_site(module_notebooks(), guide_notebooks())

@@ -309,7 +309,7 @@ def test_help_has_one_option_per_field(say):
 
 @pytest.mark.parametrize("command", cli.SHORT_HELP)
 def test_help_fits_on_two_screens_and_help_all_has_every_option(command, say, monkeypatch):
-    "60 lines of 100 columns; each option has a placeholder and a help text in plain words."
+    "60 lines of 100 columns; each option has a metavar and a help text in plain words."
     monkeypatch.setenv("COLUMNS", "102")  # argparse leaves two columns free
     status, short, err = say(command, "--help")
     assert (status, err) == (0, "")

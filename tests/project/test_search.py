@@ -29,7 +29,7 @@ QUESTIONS = {
 @pytest.fixture(scope="module")
 def ranked():
     "The names of the first three pages for each question, as the browser ranks them."
-    pages = prepare.page_index(prepare.library_notebooks(), prepare.guide_notebooks())
+    pages = prepare.page_index(prepare.module_notebooks(), prepare.guide_notebooks())
     with chromium() as browser:
         page = browser.new_page()
         page.evaluate(
