@@ -139,33 +139,46 @@ def _structure(f: h5py.File, spec: MelSpec) -> Iterator[str]:
 
 
 # %% ../../../nbs/dataset/check/verify.ipynb #3eaa029b
-def _read_digests(rows: h5py.Dataset, start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    "Return the digests of n rows from row `start`, and which of them contain values that are not finite."
+def _digest_reader(rows: h5py.Dataset) -> Callable[[int, int], tuple[np.ndarray, np.ndarray]]:
+    "Return a function (first row, n) -> digests of the rows, and which of them contain values that are not finite."
     module = native()
-    begin = rows.id.get_offset()
+    # asked once: threads that call HDF5 for every block wait for its lock
+    begin, path = rows.id.get_offset(), rows.file.filename
     n_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:]))  # of a row
     is_plain = begin is not None and rows.dtype == np.dtype("<f2")
     if is_plain and module is not None and module.can_digest(n_bytes):
         fd = rows.file.id.get_vfd_handle()
-        try:
-            digests, largest = module.digest_file_rows(fd, begin + start * n_bytes, n, n_bytes)
-        except EOFError as e:
-            raise VerifyError("the file is shorter than its header says", code="file-ends-early") from e
-        return digests, largest >= _FLOAT16_INFINITY
-    block = read_rows(rows, np.arange(start, start + n))
-    return digests_of(block), ~np.isfinite(block.reshape(n, -1)).all(axis=1)
+
+        def read_plain(start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+            try:
+                digests, largest = module.digest_file_rows(fd, begin + start * n_bytes, n, n_bytes)
+            except EOFError as e:
+                raise VerifyError(
+                    "the file is shorter than its header says", code="file-ends-early", path=path
+                ) from e
+            return digests, largest >= _FLOAT16_INFINITY
+
+        return read_plain
+
+    def read(start: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        block = read_rows(rows, np.arange(start, start + n))
+        return digests_of(block), ~np.isfinite(block.reshape(n, -1)).all(axis=1)
+
+    return read
 
 
 def _row_problems(pool: ThreadPoolExecutor, f: h5py.File, name: str, digests: str) -> Iterator[list[str]]:
     "Check digests and finite values of rows in threads; yield the problems of each block."
     rows = f[name]
+    n_rows = len(rows)
     right = read_column(f[digests])
-    step = max(1, min(len(rows), _BLOCK_BYTES // max(1, rows.nbytes // max(1, len(rows)))))
+    step = max(1, min(n_rows, _BLOCK_BYTES // max(1, rows.nbytes // max(1, n_rows))))
     what = "the waveforms of " if name == WAVEFORMS else ""
+    read = _digest_reader(rows)
 
     def check(start: int) -> list[str]:
         problems = []
-        found, not_finite = _read_digests(rows, start, min(step, len(rows) - start))
+        found, not_finite = read(start, min(step, n_rows - start))
         if not_finite.any():
             problems.append(f"values of {what}row {start + not_finite.argmax()} are not finite")
         wrong = start + np.flatnonzero(found != right[start : start + len(found)])
@@ -173,7 +186,7 @@ def _row_problems(pool: ThreadPoolExecutor, f: h5py.File, name: str, digests: st
             problems.append(f"{what}{len(wrong)} rows do not match their digest, first row {wrong[0]}")
         return problems
 
-    return pool.map(check, range(0, len(rows), step))
+    return pool.map(check, range(0, n_rows, step))
 
 
 def _check_integrity(f: h5py.File, report: VerifyReport) -> None:

@@ -281,7 +281,8 @@ def metadata_digest(file: h5py.File) -> str:
         step = max(1, _LARGE // item.dtype.itemsize)
         starts = range(0, len(item), step) if item.ndim == 1 and len(item) > step else ()
         for values in (item[i : i + step] for i in starts) if starts else (item[()],):
-            total.update(np.ascontiguousarray(values).tobytes())
+            values = np.ascontiguousarray(values)
+            total.update(values.tobytes() if values.dtype.hasobject else values.reshape(-1).view(np.uint8))
     attributes = file.attrs  # each access opens the root group
     for name in sorted(set(attributes) - {DIGEST_ATTRIBUTE}):
         value = attributes[name]
