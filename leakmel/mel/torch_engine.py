@@ -10,6 +10,7 @@ __all__ = [
     "block_files",
     "DeviceMoments",
     "TorchChain",
+    "exactly_float32",
     "one_thread",
     "TorchEngine",
     "precision_recordings",
@@ -17,8 +18,10 @@ __all__ = [
 
 # %% ../../nbs/mel/torch_engine.ipynb #cd0edbb2
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,6 +174,57 @@ class TorchChain:
                 self.moments.launch(some, moments[part])
 
 
+# %% ../../nbs/mel/torch_engine.ipynb #3e38a646
+_BACKENDS: Any = torch.backends
+_SWITCHES = (
+    _BACKENDS.cudnn.conv,
+    _BACKENDS.cudnn.rnn,
+    _BACKENDS.cuda.matmul,
+    _BACKENDS.mkldnn.conv,
+    _BACKENDS.mkldnn.matmul,
+)
+
+
+def _precisions() -> tuple[Any, ...]:
+    try:
+        tf32 = torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        tf32 = None  # old and new switches contradict each other, and torch does not say
+    return torch.get_float32_matmul_precision(), tf32, [s.fp32_precision for s in _SWITCHES]
+
+
+def _set_precisions(matmul: str, tf32: bool | None, each: list[str]) -> None:
+    torch.set_float32_matmul_precision(matmul)
+    if tf32 is not None:
+        torch.backends.cudnn.allow_tf32 = tf32
+    for s, precision in zip(_SWITCHES, each):
+        s.fp32_precision = precision
+
+
+# %% ../../nbs/mel/torch_engine.ipynb #77b88534
+_EXACT_LOCK = threading.Lock()
+_EXACT = list[
+    tuple[Any, ...]
+]()  # what was allowed before the first one came, once for each that computes now
+
+
+@contextmanager
+def exactly_float32() -> Iterator[None]:
+    "Compute float32 as float32 in the body: no TF32 on a GPU, no bfloat16 on a CPU. Autocast stays as it is."
+    with _EXACT_LOCK:
+        before = _EXACT[0] if _EXACT else _precisions()
+        if not _EXACT:
+            _set_precisions("highest", None if before[1] is None else False, ["ieee"] * len(_SWITCHES))
+        _EXACT.append(before)
+    try:
+        yield
+    finally:
+        with _EXACT_LOCK:
+            before = _EXACT.pop()
+            if not _EXACT:
+                _set_precisions(*before)
+
+
 # %% ../../nbs/mel/torch_engine.ipynb #0b7e0b13
 class one_thread:
     "Context manager: limit torch to one thread in the body."
@@ -212,7 +266,7 @@ class TorchEngine(DeviceEngine):
             return super().run(samples, out)
         moments = np.empty((len(samples), 5))
         # also for buffers: torch's own threads do not survive a fork
-        with torch.inference_mode(), one_thread():
+        with torch.inference_mode(), exactly_float32(), one_thread():
             if not hasattr(self._local, "chain"):
                 self._local.chain = _HostChain(self.spec)
             chain = self._local.chain

@@ -21,7 +21,8 @@ from leakmel.learn.model import detector as detector_module
 from leakmel.learn.predict import scoring
 from leakmel.learn.data.segments import Batch, Segments
 from leakmel.learn.model.detector import Detector, score_rows
-from leakmel.learn.model.devices import AdaptiveBatches, exactly_float32, pick_device
+from leakmel.learn.model.devices import AdaptiveBatches, pick_device
+from leakmel.mel.torch_engine import exactly_float32
 from leakmel.learn.evaluate.evaluation import evaluate
 from leakmel.learn.retrain.selection import class_scores
 from leakmel.learn.model.net import LeakNet, NetSettings
@@ -174,8 +175,8 @@ class Watching(LeakNet):
 
 
 def seen_by(detector: Detector) -> list[list[str]]:
-    assert isinstance(detector.net, Watching)
-    return detector.net.seen
+    assert isinstance(detector.classifier, Watching)
+    return detector.classifier.seen
 
 
 def made_detector(kind: type[LeakNet] = LeakNet, spec: lm.MelSpec | None = None) -> Detector:
@@ -194,7 +195,8 @@ def test_a_step_computes_in_float32(own_switches, amp):
     matrices_rounded()
     before, detector = switches(), made_detector(Watching)
     settings = TrainSettings(batch_size=4, channels=(8, 8), amp=amp)
-    stepper = Stepper(detector.net, detector.task, settings, "cpu", [2, 2], 3)
+    assert isinstance(detector.classifier, LeakNet)
+    stepper = Stepper(detector.classifier, detector.task, settings, "cpu", [2, 2], 3)
     stepper.step(Batch(torch.randn(4, 2, 64, 1).half(), torch.tensor([0, 1, 0, 1]), torch.arange(4)))
     assert seen_by(detector) == [EXACT, EXACT]
     assert switches() == before
@@ -310,7 +312,7 @@ class Tight:
     "A net with room for so many items at once; notes how many it was given."
 
     def __init__(self, detector: Detector, items: int, error: Callable[[], Exception] = full):
-        self.given, self.most, real = list[int](), items, detector.net.forward
+        self.given, self.most, real = list[int](), items, detector.classifier.forward
 
         def forward(x: torch.Tensor) -> Any:
             self.given.append(len(x))
@@ -318,7 +320,7 @@ class Tight:
                 raise error()
             return real(x)
 
-        detector.net.forward = forward  # type: ignore[method-assign, assignment]
+        detector.classifier.forward = forward  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("judge", [score_rows, class_scores])
@@ -357,7 +359,7 @@ def test_a_recording_that_does_not_fit_alone(town, judge):
         def refuse(*args: Any) -> None:
             raise full()
 
-        detector.net.to = refuse  # type: ignore[method-assign, assignment]
+        detector.classifier.to = refuse  # type: ignore[method-assign, assignment]
         with raises("out-of-memory", MachineError):
             judge(detector, ds)
 

@@ -385,7 +385,7 @@ def test_rows_of_twice_the_length_train_the_same_weights(town, tmp_path, loader)
             progress=False,
         )
         found[-1] += (
-            {n: w.tolist() for n, w in done.detector.net.state_dict().items()},
+            {n: w.tolist() for n, w in done.detector.classifier.state_dict().items()},
             done.detector.thresholds,
             done.detector.vote,
             done.history[["loss", "val_loss", "val_segment_accuracy", "f1", "auc"]].to_numpy().tolist(),
@@ -506,7 +506,7 @@ def write_wav_in(path: Path, samples: np.ndarray) -> None:
 def test_scores_that_are_no_numbers_are_no_silence(rows):
     detector = made_detector()
     with torch.no_grad():
-        detector.net.classes.bias[0] = torch.nan
+        detector.classifier.get_parameter("classes.bias")[0] = torch.nan
     with (
         Segments(rows, level="recording") as ds,
         pytest.raises(DataError, match="NaN or infinite"),
@@ -542,7 +542,7 @@ class Pinned:
 def test_gpu_scores_are_read_one_batch_later(rows, monkeypatch):
     "A copy is queued right behind what it copies, and its own event is waited for when the next batch is queued."
     said: list[str] = []
-    real, empty = detector_module.score_segments, torch.empty
+    real, empty = detector_module.Detector.segment_scores, torch.empty
 
     def scored(*args: Any) -> OnGpu:
         said.append(f"compute {(k := sum(s.startswith('compute') for s in said))}")
@@ -559,7 +559,7 @@ def test_gpu_scores_are_read_one_batch_later(rows, monkeypatch):
     with Segments(rows, level="recording", rows=np.arange(8)) as ds:
         right = score_rows(made_detector(), ds, files_per_batch=3)
         n = -(-len(ds) // 3)
-        monkeypatch.setattr(detector_module, "score_segments", scored)
+        monkeypatch.setattr(detector_module.Detector, "segment_scores", scored)
         monkeypatch.setattr(
             torch, "empty", lambda *a, **k: Pinned() if k.get("pin_memory") else empty(*a, **k)
         )

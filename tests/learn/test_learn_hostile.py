@@ -15,7 +15,7 @@ import leakmel as lm
 from leakmel.core.errors import DataError, MachineError, UsageError
 from leakmel.learn.data.task import make_task
 from leakmel.learn.metrics.voting import DecisionRule
-from leakmel.learn.model import detector as detector_module
+from leakmel.learn.model import classifiers
 from leakmel.learn.model.detector import Detector, load_detector
 from leakmel.learn.model.files import load_plain, plain_bytes
 from leakmel.learn.model.net import LeakNet, NetSettings
@@ -43,12 +43,12 @@ def changed(honest: Path, path: Path, change: Callable[[dict, dict], Any]) -> Pa
 
 
 HOSTILE: dict[str, Callable[[dict, dict], Any]] = {
-    "channels": lambda head, weights: head["net"].update(channels=[8, 2_000_000_000]),
-    "many layers": lambda head, weights: head["net"].update(channels=[3000] * 5000),
-    "bands": lambda head, weights: head["net"].update(n_mels=4_000_000_000),
-    "classes": lambda head, weights: head["net"].update(n_classes=2_000_000_000),
+    "channels": lambda head, weights: head["classifier"]["settings"].update(channels=[8, 2_000_000_000]),
+    "many layers": lambda head, weights: head["classifier"]["settings"].update(channels=[3000] * 5000),
+    "bands": lambda head, weights: head["classifier"]["settings"].update(n_mels=4_000_000_000),
+    "classes": lambda head, weights: head["classifier"]["settings"].update(n_classes=2_000_000_000),
     "a wide view of one number": lambda head, weights: (
-        head["net"].update(channels=[8, 50_000]),
+        head["classifier"]["settings"].update(channels=[8, 50_000]),
         weights.update(
             {
                 "layers.1.0.weight": torch.zeros(1).expand(50_000, 8, 3, 2),
@@ -88,9 +88,9 @@ def test_valid_detector_is_loaded(honest, tmp_path):
 
 def test_settings_of_earlier_versions_are_read_or_refused(honest, tmp_path):
     "All nets read matrices now; one for vectors would take other items."
-    old = changed(honest, tmp_path / "model.pt", lambda head, weights: head["net"].update(form="matrix"))
-    assert load_detector(old).net.settings == load_detector(honest).net.settings
-    path = changed(honest, tmp_path / "model.pt", lambda head, weights: head["net"].update(form="vector"))
+    old = changed(honest, tmp_path / "model.pt", lambda head, weights: head["classifier"]["settings"].update(form="matrix"))
+    assert load_detector(old).classifier.settings == load_detector(honest).classifier.settings
+    path = changed(honest, tmp_path / "model.pt", lambda head, weights: head["classifier"]["settings"].update(form="vector"))
     with raises("removed-setting", DataError, path=path, found="form='vector'"):
         load_detector(path)
 
@@ -98,7 +98,7 @@ def test_settings_of_earlier_versions_are_read_or_refused(honest, tmp_path):
 def test_integer_share_is_accepted_as_float(honest, tmp_path):
     "1 is 1.0: a detector that was made with it can be read again, also from a file that holds it as a whole number."
     detector = load_detector(honest)
-    made = Detector(detector.net, detector.task, SPEC, **DecisionRule("frac_vote", 1).options())
+    made = Detector(detector.classifier, detector.task, SPEC, **DecisionRule("frac_vote", 1).options())
     for path in (
         made.save(tmp_path / "made.pt"),
         changed(honest, tmp_path / "whole.pt", lambda head, weights: head.update(share=1)),
@@ -108,7 +108,7 @@ def test_integer_share_is_accepted_as_float(honest, tmp_path):
     bad: list[Any] = [0, True, 1.5, float("nan"), "1"]
     for wrong in bad:
         with raises("usage", UsageError, found=repr(wrong)):
-            Detector(detector.net, detector.task, SPEC, share=wrong)
+            Detector(detector.classifier, detector.task, SPEC, share=wrong)
 
 
 def test_a_checkpoint_that_was_taken_for_a_model(tmp_path):
@@ -127,7 +127,7 @@ def test_errors_without_message_are_distinguished(honest, monkeypatch, error, ki
     def failing(*args: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(detector_module, "LeakNet", failing)
+    monkeypatch.setattr(classifiers, "LeakNet", failing)
     with raises(code, kind):
         load_detector(honest)
 

@@ -552,8 +552,8 @@ def test_a_challenger_starts_from_the_champion(towns, tmp_path):
     still = replace(SMALL, epochs=1, learning_rate=1e-9)
     done = retrain(**begin_with(towns, tmp_path, settings=still))
     first = load_detector(round_folder(tmp_path, 0) / "model.pt")
-    for name, w in done.challenger.net.state_dict().items():
-        assert torch.allclose(w, first.net.state_dict()[name], atol=1e-6), name
+    for name, w in done.challenger.classifier.state_dict().items():
+        assert torch.allclose(w, first.classifier.state_dict()[name], atol=1e-6), name
     assert not done.replaced
     assert "not shown to be better" in done.reason
 

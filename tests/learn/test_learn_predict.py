@@ -34,7 +34,6 @@ from leakmel.learn.metrics.voting import VOTES, vote_scores
 from leakmel.learn.model.detector import Detector, load_detector, score_rows
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.predict import predict as prediction
-from leakmel.learn.predict import scoring
 from leakmel.learn.predict.predict import rule_of
 from leakmel.learn.predict.predict import COLUMNS, Predictions, rejected_path
 from leakmel.learn.predict.readers import RowBlock
@@ -215,7 +214,7 @@ def test_a_gpu_gives_the_same(mixed, detector):
         assert found.device == "cuda:0"
         for a, b in zip(all_scores(right).values(), all_scores(found).values(), strict=True):
             assert np.abs(a - b).max() < 2e-2
-    detector.net.to("cpu")
+    detector.classifier.to("cpu")
 
 
 def test_cut_rows_hold_every_segment_once():
@@ -441,7 +440,7 @@ def test_a_model_that_fails_ends_it_cleanly(mixed, monkeypatch, tmp_path, device
             raise RuntimeError("no such kernel")
         return torch.zeros(args[1].shape[:2])
 
-    monkeypatch.setattr(scoring, "score_segments", fail)
+    monkeypatch.setattr(Detector, "segment_scores", fail)
     with pytest.raises((RuntimeError, EngineError), match="no such kernel"):
         lm.predict(
             mixed, made_detector(), out=tmp_path / "x.csv", **(QUIET | {"device": device}), files_per_batch=2
@@ -479,7 +478,7 @@ def test_other_rates_where_the_model_wants_none(mixed):
 def test_nan_scores_are_not_returned(mixed):
     broken = made_detector()
     with torch.no_grad():
-        broken.net.classes.weight.fill_(torch.nan)
+        broken.classifier.get_parameter("classes.weight").fill_(torch.nan)
     with raises("scores-not-finite", DataError):
         lm.predict(mixed, broken, **QUIET)
 

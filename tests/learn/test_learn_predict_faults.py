@@ -85,7 +85,7 @@ def test_a_model_for_which_a_device_has_no_room(tmp_path, detector, monkeypatch)
     def refuse(*args: Any) -> None:
         raise torch.OutOfMemoryError("out of memory: 2 MB")
 
-    monkeypatch.setattr(detector.net, "to", refuse)
+    monkeypatch.setattr(detector.classifier, "to", refuse)
     with pytest.raises(
         MachineError, match="does not fit into the memory of fake:0; found out of memory: 2 MB"
     ):

@@ -491,7 +491,7 @@ def test_settings_that_may_change_change_no_bit(
             trained(sets, tmp_path, checkpoints=CheckpointSettings(checkpoint_steps=1, fsync=False))
     found = trained(sets, tmp_path, settings=replace(TINY, **changed), resume="always")
     assert found.summary["begin"].startswith("Resumes after step 9")
-    a, b = (r.detector.net.state_dict() for r in (found, right))
+    a, b = (r.detector.classifier.state_dict() for r in (found, right))
     assert all(torch.equal(a[name], b[name]) for name in b)
     assert [(e.loss, e.grad_norm, e.clipped_share, e.f1) for e in found.epochs] == [
         (e.loss, e.grad_norm, e.clipped_share, e.f1) for e in right.epochs

@@ -54,17 +54,17 @@ def label_mismatches(
         return
     mislabelled: list[bytes] = []
     of_other_split: list[bytes] = []
-    paths = np.asarray(paths)
+    array = np.asarray(paths)
     if (
-        naming.source == "folders" and paths.dtype.kind == "S"
+        naming.source == "folders" and len(array) and array.dtype.kind == "S"
     ):  # nearly all agree, and are passed over at once
         names = [name.encode(errors="surrogatepass") for name in labels]
         starts = np.array([name + b"/" for name in names])
         is_plain = np.array([b"/" not in n and show_path(n) == name for n, name in zip(names, labels)])
-        agree = is_plain[ids] & np.strings.startswith(paths, starts[ids])
-        paths, ids = paths[~agree], ids[~agree]
-    for start in range(0, len(paths), _BLOCK):
-        block = paths[start : start + _BLOCK].tolist()
+        agree = is_plain[ids] & np.strings.startswith(array, starts[ids])
+        array, ids = array[~agree], ids[~agree]
+    for start in range(0, len(array), _BLOCK):
+        block = array[start : start + _BLOCK].tolist()
         if naming.source == "folders":
             by_path: list[Any] = [path.split(b"/", 1)[0] for path in block]
         else:

@@ -282,7 +282,9 @@ def metadata_digest(file: h5py.File) -> str:
         starts = range(0, len(item), step) if item.ndim == 1 and len(item) > step else ()
         for values in (item[i : i + step] for i in starts) if starts else (item[()],):
             values = np.ascontiguousarray(values)
-            total.update(values.tobytes() if values.dtype.hasobject else values.reshape(-1).view(np.uint8))
+            total.update(
+                values.tobytes() if values.dtype.hasobject else values.reshape(-1).view(np.uint8).data
+            )
     attributes = file.attrs  # each access opens the root group
     for name in sorted(set(attributes) - {DIGEST_ATTRIBUTE}):
         value = attributes[name]

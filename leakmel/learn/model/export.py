@@ -22,7 +22,6 @@ from ...mel.reference import compare, hann_periodic, reference_features, referen
 from ...mel.spec import MelSpec
 from .detector import Detector, required_spec
 from .files import require_kind, write_whole
-from .net import segment_images
 
 
 # %% ../../../nbs/learn/model/export.ipynb #46c0a2d5
@@ -66,7 +65,7 @@ class SamplesToScores(nn.Module):
         super().__init__()
         self.features = MelFeatures(required_spec(detector))
         self.leak = detector.task.leak_in_model
-        self.net = deepcopy(detector.net).cpu().eval().requires_grad_(False)
+        self.classifier = deepcopy(detector.classifier).cpu().eval().requires_grad_(False)
 
     def forward(
         self,
@@ -74,8 +73,7 @@ class SamplesToScores(nn.Module):
     ) -> Tensor:  # [B, L] float32, probability of a leak in each long segment
         "Score recordings."
         rows = self.features(samples)
-        logits, _ = self.net(segment_images(rows.flatten(0, 1)))
-        return logits.softmax(1)[:, self.leak].reshape(-1, rows.shape[1])
+        return self.classifier.class_probabilities(rows)[..., self.leak]
 
 
 # %% ../../../nbs/learn/model/export.ipynb #43b81b43
@@ -122,7 +120,7 @@ def export_detector(
             code="program-differs",
             found=repr(compared),
         )
-    device = next(detector.net.parameters()).device
+    device = next(iter(detector.classifier.state_dict().values())).device
     for some in (samples[:1], samples):
         rows = torch.from_numpy(reference_log_mel(some, spec).astype(np.float16))
         right = detector.segment_scores(rows.to(device)).cpu()

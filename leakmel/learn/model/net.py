@@ -109,6 +109,8 @@ class NetSettings:
 class LeakNet(nn.Module):
     "Convolutional network from mel images to classes and leak; normalises its input."
 
+    kind = "cnn"
+
     mean: Tensor  # [M, 1] dB
     deviation: Tensor  # [M, 1] dB
 
@@ -159,6 +161,15 @@ class LeakNet(nn.Module):
         pooled = torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1)
         features = self.dropout(self.hidden(self.dropout(pooled)))
         return self.classes(features), self.leak(features)[:, 0]
+
+    def class_probabilities(
+        self,
+        rows: Tensor,  # [B, L, S, M, T] dB
+        mask: Tensor | None = None,  # not used: a segment's probability depends on this segment only
+    ) -> Tensor:  # [B, L, K] float32
+        "Return the probability of each class in each long segment."
+        logits, _ = self(segment_images(rows.flatten(0, 1)))
+        return logits.float().softmax(1).unflatten(0, rows.shape[:2])
 
     @property
     def n_parameters(self) -> int:

@@ -33,7 +33,7 @@ from ...mel.device import Device, open_devices
 from ...mel.device_engine import open_chain
 from ...mel.engines import DEVICE_ENGINES, ENGINES, YARDSTICK_ENGINES, open_engine
 from ...mel.spec import MelSpec
-from ..model.detector import Detector, score_segments, required_spec
+from ..model.detector import Detector, required_spec
 from ..model.devices import AdaptiveBatches, memory_guard
 from .readers import RowBlock, RecordingReaders
 
@@ -61,7 +61,7 @@ class HostScorer:
         block.moments[:n] = self.engine.run(block.input, block.mels[:n])
 
         def scored(part: slice) -> np.ndarray:
-            return score_segments(self.detector, mels[part].to(self.on), block.counts[part]).cpu().numpy()
+            return self.detector.segment_scores(mels[part].to(self.on), block.counts[part]).cpu().numpy()
 
         with torch.inference_mode():
             block.scores[:n] = np.concatenate(self.portions.each(n, scored))
@@ -225,7 +225,7 @@ class DeviceScorer:
             self.ready.chain.features(samples[part], buffers.mels[part], moments)
 
         def scores(part: slice) -> None:
-            buffers.scores[part].copy_(score_segments(self.detector, buffers.mels[part], counts[part]))
+            buffers.scores[part].copy_(self.detector.segment_scores(buffers.mels[part], counts[part]))
 
         try:
             self.launches.each(len(samples), features)
@@ -243,7 +243,7 @@ class DeviceScorer:
 
 
 def open_scorer(
-    detector: Detector,  # its net is moved to the device
+    detector: Detector,  # its classifier is moved to the device
     engine: str = "auto",  # or one of ENGINES
     device: str = "cpu",  # of `devices.pick_device`
     n_files: int = 32,  # rows of a block at the most
@@ -261,7 +261,7 @@ def open_scorer(
     no_room = f"the model does not fit into the memory of {device}"
     try:
         with memory_guard(no_room, "free some memory, or use device='cpu'"):
-            detector.net.to(on).eval()
+            detector.classifier.to(on).eval()
     except BaseException:
         if opened is not None:
             opened.close()

@@ -61,7 +61,7 @@ def weights_digest(
     detector: Detector,
 ) -> str:
     "Return the digest of the weights of a detector."
-    state = detector.net.state_dict()
+    state = detector.classifier.state_dict()
     values = {name: t.detach().cpu().float().contiguous().numpy() for name, t in sorted(state.items())}
     return digest_of(b"\0".join(f"{name} {v.shape}".encode() + v.tobytes() for name, v in values.items()))
 

@@ -97,7 +97,7 @@ def round_settings(
     TrainSettings
 ):  # the net is the champion's in any case; names and values change what None gives; raises UsageError
     "Return the settings of a training that starts from a champion."
-    net = champion.net.settings
+    net = champion.classifier.settings
     if not isinstance(settings, TrainSettings):
         if wrong := sorted(set(_NETWORK_SETTINGS) & set(settings or {})):
             raise UsageError(

@@ -131,7 +131,7 @@ def fine_tune(
         folder,
         checkpoints or CheckpointSettings(),
     )
-    run.state.stepper.net.load_state_dict(champion.net.state_dict())
+    run.state.stepper.net.load_state_dict(champion.classifier.state_dict())
     with closing(run.state):
         start_text = begin_training(run, resume)
         with (

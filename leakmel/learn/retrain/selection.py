@@ -39,8 +39,7 @@ from ..data.segments import LEVELS, Segments, load_items
 from ..data.task import LEFT_OUT, Task, find_label
 from ..metrics.voting import segments_needed
 from ..model.detector import Detector, check_features, scores_by_batch
-from ..model.devices import exactly_float32, memory_guard
-from ..model.net import segment_images
+from ..model.devices import memory_guard
 from ..train.inputs import row_digests
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #80f9b7a7
@@ -226,26 +225,11 @@ def class_scores(
     "Return the probability of each class in each long segment of each recording."
     check_features(detector, ds)
     with memory_guard("the model does not fit into memory", "free some memory, or use device='cpu'"):
-        detector.net.to(device).eval()
-    segment_mask = ds.segment_mask
+        detector.classifier.to(device)
 
-    @torch.inference_mode()
     def score(rows: torch.Tensor, which: slice) -> torch.Tensor:
         "[B, L, S, M, T] -> [B, L, K]"
-        heard = segment_mask[which]
-        at: torch.Tensor | slice = slice(None)
-        if not heard.all():
-            at = torch.from_numpy(np.flatnonzero(heard))
-            if rows.device.type == "cuda":
-                at = at.pin_memory().to(
-                    rows.device, non_blocking=True
-                )  # else it waits for all that is queued
-        segments = rows.flatten(0, 1)[at]
-        with exactly_float32():
-            p = detector.net(segment_images(segments))[0].float().softmax(1)
-        out = torch.full((heard.size, p.shape[1]), torch.nan, device=rows.device)
-        out[at] = p
-        return out.unflatten(0, heard.shape)
+        return detector.class_scores(rows, ds.segment_counts[which])
 
     found = np.empty((len(ds), ds.row_shape[0], len(detector.task.model_names)), np.float32)
     done = 0

@@ -375,11 +375,11 @@ def detector_of(
         "engine": str(source.file.attrs.get("engine", "")),
     }
     if not best or state.best is None:
-        return Detector(net=state.stepper.net, **given)
+        return Detector(classifier=state.stepper.net, **given)
     net = LeakNet(state.stepper.net.settings)
     net.load_state_dict(state.best.net)
     given |= state.best.chosen.options()
-    return Detector(net=net, **given, record=training_record(state), provenance=state.data.provenance)
+    return Detector(classifier=net, **given, record=training_record(state), provenance=state.data.provenance)
 
 
 # %% ../../../nbs/learn/train/state.ipynb #6da80f68

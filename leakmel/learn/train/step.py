@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ...core.errors import MachineError
 from ..data.segments import Batch
 from ..data.task import Task
-from ..model.devices import exactly_float32, is_out_of_memory
+from ..model.devices import is_out_of_memory
 from leakmel.learn.model.net import (
     LeakNet,
     augment,
@@ -38,6 +38,7 @@ from leakmel.learn.model.net import (
     micro_batch_loss,
 )
 from ..model.settings import TrainSettings
+from ...mel.torch_engine import exactly_float32
 
 _LOG = logging.getLogger("leakmel")
 
