@@ -15,7 +15,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/data/loaders.ipynb #244ef61e
-import zlib
+import math, zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +43,9 @@ class BatchOrder:
     shuffle: bool = True  # False: as they lie in the file
     block_rows: int = 0  # 0: all items are shuffled together; else the rows of a block
     buffer_blocks: int = 64  # blocks whose items are shuffled together
-    epoch_share: float = 1.0  # of all items that an epoch draws: the first ones of its order
+    epoch_share: float = (
+        1.0  # of all items that an epoch draws: the first ones of its order; above 1: items are drawn again
+    )
     epoch: int = field(default=0, init=False)
     batch: int = field(default=0, init=False)  # batches of this epoch that were returned
 
@@ -59,8 +61,12 @@ class BatchOrder:
         return -(-self.n_items // self.batch_size)
 
     def _buffers(self, epoch: int) -> Iterator[np.ndarray]:
-        "All items in order: one array, or one for each buffer of a block shuffle."
+        "All items in order, again and again for a share above 1: one array, or one for each buffer of a block shuffle."
         rng = np.random.default_rng([self.seed, epoch])
+        for _ in range(max(1, math.ceil(self.epoch_share))):
+            yield from self._all_items(rng)
+
+    def _all_items(self, rng: np.random.Generator) -> Iterator[np.ndarray]:
         n_rows = len(self.row_starts) - 1
         if self.shuffle and not self.block_rows:
             yield rng.permutation(int(self.row_starts[-1]))
@@ -303,7 +309,7 @@ def open_loader(
     device_fraction: float = 0.5,  # of the device's free memory that the items may take
     seed: int = 0,
     shuffle: bool = True,
-    epoch_share: float = 1.0,  # of the items that an epoch draws
+    epoch_share: float = 1.0,  # of the items that an epoch draws; above 1: items are drawn again
     block_rows: int | None = None,  # rows of a block, for streams; None: about a megabyte
     buffer_blocks: int = 64,  # blocks whose items are shuffled together
     num_workers: int = 4,  # processes; 0: batches are read in this process on request

@@ -5,11 +5,14 @@
 # %% auto #0
 __all__ = [
     "RESUME",
+    "SMALL_SET",
+    "MIN_STEPS",
     "SPEED_ONLY",
     "CheckpointSettings",
     "AugmentSettings",
     "LoaderSettings",
     "TrainSettings",
+    "with_length",
     "current_names",
     "settings_from",
 ]
@@ -17,7 +20,7 @@ __all__ = [
 # %% ../../../nbs/learn/model/settings.ipynb #0ef5a820
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from ...core.errors import DataError, UsageError
@@ -136,9 +139,13 @@ class LoaderSettings(_CheckedSettings):
 class TrainSettings(AugmentSettings, LoaderSettings):
     "Settings of a training."
 
-    epochs: int = 12  # maximum number of epochs
-    epoch_share: float = 0.2  # share of the items that each epoch draws at random, 0 to 1
-    batch_size: int = 256  # number of items in each optimiser step
+    # kind of detector: spectral (band statistics), cnn, blend (mean of both); auto: chosen by cross-validation
+    detector: Literal["auto", "spectral", "cnn", "blend"] = "auto"
+    keep_level: bool = False  # spectral: use the level of a recording as a feature
+    epochs: int = 12  # cnn: maximum number of epochs
+    # cnn: share of the items that each epoch draws at random; above 1: drawn again; 0: by the number of items
+    epoch_share: float = 0.0
+    batch_size: int = 0  # cnn: number of items in each optimiser step; 0: by the number of items
     accumulation: int = 1  # number of micro-batches into which each batch is cut, to save memory
     learning_rate: float = 2e-3  # highest learning rate, at the end of the warm-up
     warmup_share: float = 0.05  # share of all steps during which the learning rate rises, 0 to 1
@@ -164,8 +171,8 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     early_stop_epochs: int = 8
     seed: int = 0  # random seed of order, augmentation, dropout and first weights
     profile_every: int = 50  # number of batches of which one is timed
-    # channels of the layers of the net, one number for each layer
-    channels: tuple[int, ...] = (48, 96, 192, 384)
+    # channels of the layers of the net, one number for each layer; (): by the number of items
+    channels: tuple[int, ...] = ()
     dropout: float = 0.3  # share of the features that dropout sets to zero, 0 to 0.95
 
     RANGES = (
@@ -173,8 +180,8 @@ class TrainSettings(AugmentSettings, LoaderSettings):
         | LoaderSettings.RANGES
         | {
             "epochs": (1, 100_000),
-            "epoch_share": (1e-9, 1),
-            "batch_size": (1, 1 << 24),
+            "epoch_share": (0, 1e6),
+            "batch_size": (0, 1 << 24),
             "accumulation": (1, 1 << 16),
             "learning_rate": (1e-9, 10),
             "warmup_share": (0, 1),
@@ -197,14 +204,14 @@ class TrainSettings(AugmentSettings, LoaderSettings):
             object.__setattr__(self, "channels", tuple(self.channels))
         super().__post_init__()
         c = self.channels
-        if not isinstance(c, tuple) or not c or any(type(n) is not int or n < 1 for n in c):
+        if not isinstance(c, tuple) or any(type(n) is not int or n < 1 for n in c):
             raise UsageError(
                 "channels must be whole numbers of at least 1",
                 code="usage",
                 found=repr(c),
                 expected="one for each layer of the net",
             )
-        if self.accumulation > self.batch_size:
+        if 0 < self.batch_size < self.accumulation:
             raise UsageError(
                 "accumulation must not exceed batch_size",
                 code="usage",
@@ -217,6 +224,27 @@ class TrainSettings(AugmentSettings, LoaderSettings):
                 found=self.label_smoothing,
                 remedy="use loss='ce' or label_smoothing=0",
             )
+
+
+# %% ../../../nbs/learn/model/settings.ipynb #len00001
+SMALL_SET = 20_000  # items; about 500 recordings of 10 s
+MIN_STEPS = 300  # optimiser steps of a training
+
+
+def with_length(
+    settings: TrainSettings,
+    n_items: int,  # long segments to learn from
+) -> TrainSettings:
+    "Fill in batch size, channels and share of an epoch, where they are not given, by the number of items."
+    is_small = n_items < SMALL_SET
+    batch = settings.batch_size or (64 if is_small else 256)
+    channels = settings.channels or ((24, 48, 64) if is_small else (48, 96, 192, 384))
+    share = settings.epoch_share
+    if not share:
+        share = max(0.0 if is_small else 0.2, MIN_STEPS * batch / (settings.epochs * max(1, n_items)))
+    return replace(
+        settings, batch_size=max(batch, settings.accumulation), channels=channels, epoch_share=share
+    )
 
 
 # %% ../../../nbs/learn/model/settings.ipynb #cede3bbf

@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000003
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -156,7 +156,7 @@ class SpectralClassifier(nn.Module):
         feature, threshold, left, right, share, root = map(
             self.get_buffer, ("feature", "threshold", "left", "right", "share", "root")
         )
-        node = root.expand(len(features), -1)
+        node = root.expand(features.shape[0], -1)  # len() would fix the number for torch.export
         for _ in range(self.settings.depth):
             goes_left = features.gather(1, feature[node]).double() <= threshold[node]
             node = torch.where(goes_left, left[node], right[node])

@@ -13,6 +13,8 @@ __all__ = [
     "train_epochs",
     "TrainResult",
     "finish_training",
+    "step_seconds",
+    "with_rule",
     "train",
 ]
 
@@ -20,18 +22,26 @@ __all__ = [
 import json, logging, math, os, signal, threading, time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self
 
+import numpy as np
+import torch
+
+from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, show_path
 from ...core.monitor import Monitor
 from ...core.progress import announce
 from ...core.run_plan import RowTable, user_path, write_summary
 from ...dataset.file.writer import OutputLock, output_error
+from ..data.groups import recordings_of
+from ..data.segments import Batch
 from ..data.splits import Split
-from ..model.detector import Detector
+from ..metrics.bootstrap import recording_groups
+from ..metrics.voting import choose_rule
+from ..model.detector import Detector, load_detector, score_rows
 from ..model.devices import pick_device
 from leakmel.learn.model.files import (
     Checkpoint,
@@ -41,17 +51,21 @@ from leakmel.learn.model.files import (
     require_kind,
     save_checkpoint,
 )
-from ..model.settings import RESUME, CheckpointSettings, TrainSettings
+from ..model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
+from .folds import MOST_FOR_FOLDS, Choice, FoldTrainer, blend_of, choose_kind
 from .history import EpochFigures, TrainingDisplay, history_table, write_history
-from .inputs import Sources, differences, open_training, training_identity
+from .inputs import Sources, TrainingData, differences, open_training, training_identity
 from leakmel.learn.train.state import (
     TrainingState,
+    data_record,
     detector_of,
     end_epoch,
+    new_net,
     restore_checkpoint,
     to_checkpoint,
     training_record,
 )
+from .step import Stepper
 from .timing import SLOW_MS, loader_advice
 
 if TYPE_CHECKING:
@@ -306,8 +320,8 @@ class TrainResult(RowTable):
 
     detector: Detector  # with the weights of the best epoch, in the memory of the host
     model_path: Path  # its file
-    epochs: tuple[EpochFigures, ...]
-    best_epoch: int  # from 1
+    epochs: tuple[EpochFigures, ...]  # of the network; empty where none was trained
+    best_epoch: int  # from 1; 0: no network was trained
     summary: dict[str, Any]  # plain values
     seconds: float  # of all runs that it took
 
@@ -319,19 +333,24 @@ class TrainResult(RowTable):
     def rows(self) -> Iterator[tuple[str, str]]:
         "Yield pairs of a name and a text."
         s = self.summary
-        best = self.epochs[self.best_epoch - 1]
         if stamp := s["stamp"]:
             yield "BEWARE", stamp
         yield "model", show_path(self.model_path)
-        stopped = ", stopped early" if s["stopped_early"] else ""
-        planned = s["settings"]["epochs"]
-        yield "epochs", f"{len(self.epochs)} of {planned}{stopped}; the best is {self.best_epoch}"
-        if math.isnan(best.f1):
-            yield "F1", "not known: there was no validation, so the last epoch was kept"
-        else:
-            n = s["validation"]["recordings"]
-            chose = f"{n:,} recordings of validation, which chose epoch and threshold (AUC {best.auc:.4f})"
-            yield "F1", f"{best.f1:.4f} of {chose}"
+        yield "kind", self.detector.kind
+        if choice := s.get("choice"):
+            groups = f"{choice['folds']} folds" if choice["folds"] > 1 else "a fifth held out"
+            yield (
+                "",
+                f"{choice['reason']} {groups[0].upper()}{groups[1:]} of {choice['recordings']:,} recordings, by {choice['by']}:",
+            )
+            for tried in choice["tried"]:
+                figures = f"AUC {tried['auc']:.3f} (standard error {tried['error']:.3f})"
+                yield (
+                    "",
+                    f"{tried['kind']}: {figures}, balanced accuracy {tried['balanced_accuracy']:.3f}, {tried['seconds']:.1f} s",
+                )
+        if self.epochs:
+            yield from self._epoch_rows()
         yield "threshold", f"{s['threshold']:.4f} for the vote {s['vote']!r} ({s['threshold_from']})"
         if n := s["n_ran_out"]:
             pieces = f"a step takes its batch in pieces of {s['micro_batch']:,} items at most"
@@ -342,11 +361,27 @@ class TrainResult(RowTable):
         )
         yield "time", f"{self.seconds:,.1f} s{rate}, {s['device']}"
 
+    def _epoch_rows(self) -> Iterator[tuple[str, str]]:
+        "Yield the rows on epochs."
+        s = self.summary
+        best = self.epochs[self.best_epoch - 1]
+        stopped = ", stopped early" if s["stopped_early"] else ""
+        planned = s["settings"]["epochs"]
+        yield "epochs", f"{len(self.epochs)} of {planned}{stopped}; the best is {self.best_epoch}"
+        if math.isnan(best.f1):
+            yield "F1", "not known: there was no validation, so the last epoch was kept"
+        else:
+            n = s["validation"]["recordings"]
+            chose = f"{n:,} recordings of validation, which chose epoch and threshold (AUC {best.auc:.4f})"
+            yield "F1", f"{best.f1:.4f} of {chose}"
+
 
 # %% ../../../nbs/learn/train/loop.ipynb #78e2e85c
 def finish_training(
     run: TrainingRun,
     start_text: str,  # of `begin_training`
+    choice: Choice | None = None,  # of the kind; None: a network was asked for
+    trainer: FoldTrainer | None = None,  # of the choice
 ) -> TrainResult:
     "Write the model, its history and its summary."
     state = run.state
@@ -354,28 +389,175 @@ def finish_training(
     if figures is None:
         raise DataError("the training has no finished epoch", code="nothing-learned", path=run.out)
     detector = detector_of(state, best=True)
-    path = detector.save(run.out / "model.pt")
+    if choice is not None and trainer is not None:
+        if choice.kind == "blend":
+            spectral = trainer.fit("spectral", np.arange(len(trainer.rows)))
+            detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
+        detector = with_rule(detector, state.data, state.settings, choice, trainer)
     write_history(
         run.out / "history.csv", state.epochs
     )  # after a kill it may be older than the last checkpoint
-    summary = training_record(state) | {
+    more = {
+        "begin": start_text,
+        "stopped_early": len(state.epochs) < state.settings.epochs,
+        "f1": None if math.isnan(figures.f1) else figures.f1,
+        "micro_batch": state.stepper.micro_batch,
+        "n_ran_out": state.stepper.n_ran_out,
+    }
+    return _write_result(run.out, detector, state.data, tuple(state.epochs), figures.epoch, run.seconds, more)
+
+
+def _write_result(
+    out: Path,
+    detector: Detector,
+    data: TrainingData,
+    epochs: tuple[EpochFigures, ...],
+    best_epoch: int,
+    seconds: float,
+    more: dict[str, Any],
+) -> TrainResult:
+    "Write the model and the summary."
+    path = detector.save(out / "model.pt")
+    summary = detector.record | {
         "ok": True,
         "model": show_path(path),
-        "begin": start_text,
-        "stamp": "" if state.data.split is None else state.data.split.stamp,
-        "stopped_early": len(state.epochs) < state.settings.epochs,
+        "kind": detector.kind,
+        "stamp": "" if data.split is None else data.split.stamp,
         "vote": detector.vote,
         "threshold": detector.thresholds[detector.vote],
         "thresholds": dict(detector.thresholds),
         "threshold_from": detector.threshold_from,
-        "seconds": run.seconds,
-        "f1": None if math.isnan(figures.f1) else figures.f1,
-        "n_parameters": state.stepper.net.n_parameters,
-        "micro_batch": state.stepper.micro_batch,
-        "n_ran_out": state.stepper.n_ran_out,
+        "seconds": seconds,
+        "n_parameters": detector.classifier.n_parameters,
+        **more,
     }
-    write_summary(run.out, summary)
-    return TrainResult(detector, path, tuple(state.epochs), figures.epoch, summary, run.seconds)
+    write_summary(out, summary)
+    return TrainResult(detector, path, epochs, best_epoch, summary, seconds)
+
+
+# %% ../../../nbs/learn/train/loop.ipynb #kind0001
+def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, folder: Path) -> FoldTrainer:
+    "Make the trainer of the cross-validation inside the training set."
+    table = recordings_of(data.training)
+    groups = recording_groups(table) if "path" in table else recording_groups(table, list(range(len(table))))
+    return FoldTrainer(
+        data.training.sources,
+        data.training.rows,
+        data.task,
+        settings,
+        groups,
+        device,
+        folder / "cross-validation",
+        data.identity["training"],
+    )
+
+
+def step_seconds(
+    settings: TrainSettings,  # of `with_length`
+    data: TrainingData,
+    device: str,
+) -> float:
+    "Measure the seconds of an optimiser step of a network on this machine."
+    shape = data.training.item_shape
+    stepper = Stepper(new_net(data, settings), data.task, settings, device, data.class_counts, 3)
+    x = torch.zeros((settings.batch_size, *shape), dtype=torch.float16)
+    batch = Batch(x, torch.zeros(len(x), dtype=torch.int64), torch.arange(len(x)))
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        float(stepper.step(batch).loss)  # waits for the device
+        took.append(time.perf_counter() - began)
+    return min(took)
+
+
+def _announce_time(trainer: FoldTrainer, data: TrainingData, lengths: TrainSettings, show: str) -> None:
+    "Announce how long cross-validation and training take on this machine."
+    if trainer.settings.detector == "spectral" or show == "none":
+        return
+    steps = math.ceil(lengths.epoch_share * len(data.training) / lengths.batch_size) * lengths.epochs
+    n_fits = (5 if len(trainer.rows) <= MOST_FOR_FOLDS else 1) + 1
+    seconds = n_fits * steps * step_seconds(lengths, data, trainer.device)
+    text = f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
+    announce(f"{n_fits} networks of about {steps:,} steps each: about {text} on this machine", show=show)
+
+
+def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, resume: str, show: str) -> Choice | None:
+    "Choose the kind by cross-validation; None: it is not possible, and a spectral detector is fitted without."
+    if resume == "never":
+        for old in trainer.folder.glob("*.npy") if trainer.folder is not None else ():
+            remove_file(old)
+    try:
+        return choose_kind(trainer, detector=settings.detector, seed=settings.seed, progress=show)
+    except DataError as e:
+        if e.code != "label-in-one-part" or settings.detector == "blend":
+            raise
+        _LOG.warning(
+            "%s. A spectral detector is fitted on all recordings, with the threshold of validation or 0.5",
+            e,
+        )
+        return None
+
+
+def with_rule(
+    detector: Detector,
+    data: TrainingData,
+    settings: TrainSettings,
+    choice: Choice | None,
+    trainer: FoldTrainer,
+) -> Detector:
+    "Choose vote and threshold on scores of recordings that were not trained on, and add the choice of the kind to the record."
+    scores, truth, names = [], [], []
+    if choice is not None:
+        scores.append(choice.segment_scores)
+        truth.append(trainer.truth[choice.scored])
+        names.append(f"{len(choice.scored):,} recordings in cross-validation")
+    if data.validation is not None:
+        scores.append(score_rows(detector, data.validation, device=trainer.device))
+        truth.append(data.is_leak)
+        names.append(f"{len(data.is_leak):,} validation recordings")
+    record = detector.record | {"choice": None if choice is None else choice.summary}
+    if not scores:
+        return replace(detector, record=record)
+    rule = choose_rule(np.concatenate(truth), np.concatenate(scores), settings.vote, settings.vote_share)
+    source = f"highest F1 on {' and '.join(names)}"
+    return replace(detector, record=record, **rule.options() | {"threshold_from": source})
+
+
+def _train_spectral(
+    data: TrainingData,
+    settings: TrainSettings,
+    trainer: FoldTrainer,
+    choice: Choice | None,
+    out: Path,
+) -> TrainResult:
+    "Fit a spectral detector on all training recordings, and write its files."
+    began = time.perf_counter()
+    fitted = trainer.fit("spectral", np.arange(len(trainer.rows)))
+    record = data_record(data, settings) | {
+        "device": "cpu",
+        "identity": digest_of(json.dumps(training_identity(data, settings), sort_keys=True).encode()),
+        "epochs": 0,
+        "best_epoch": 0,
+    }
+    fitted = replace(fitted, record=record, provenance=data.provenance)
+    detector = with_rule(fitted, data, settings, choice, trainer)
+    seconds = time.perf_counter() - began
+    if choice is not None:
+        seconds += sum(t.seconds for t in choice.tried if t.kind != "blend")
+    more = {"begin": "Fitted.", "stopped_early": False, "f1": None, "micro_batch": 0, "n_ran_out": 0}
+    return _write_result(out, detector, data, (), 0, seconds, more)
+
+
+def _finished_result(out: Path, data: TrainingData, settings: TrainSettings) -> TrainResult | None:
+    "Return the result of the same training, if a spectral detector ended it."
+    if not (out / "model.pt").is_file() or list_checkpoints(out / "checkpoints"):
+        return None
+    detector = load_detector(out / "model.pt")
+    now = digest_of(json.dumps(training_identity(data, settings), sort_keys=True).encode())
+    if detector.record.get("identity") != now:
+        return None
+    summary = json.loads((out / "summary.json").read_bytes())
+    return TrainResult(detector, out / "model.pt", (), 0, summary, float(summary["seconds"]))
 
 
 # %% ../../../nbs/learn/train/loop.ipynb #d1180cd6
@@ -430,8 +612,18 @@ def train(
     with opened as data, sole_writer(folder):
         for name, is_one in _RESULT_FILES.items():
             require_kind(folder / name, "result of a training", is_one)
+        lengths = with_length(settings, len(data.training))
+        trainer = choice = None
+        if settings.detector != "cnn":
+            if resume != "never" and (done := _finished_result(folder, data, lengths)) is not None:
+                return done
+            trainer = _fold_trainer(data, settings, on, folder)
+            _announce_time(trainer, data, lengths, show)
+            choice = _chosen_kind(trainer, settings, resume, show)
+            if choice is None or choice.kind == "spectral":
+                return _train_spectral(data, lengths, trainer, choice, folder)
         run = TrainingRun(
-            TrainingState(data, settings, on, show=show), folder, checkpoints or CheckpointSettings()
+            TrainingState(data, lengths, on, show=show), folder, checkpoints or CheckpointSettings()
         )
         with closing(run.state):
             start_text = begin_training(run, resume)
@@ -441,4 +633,4 @@ def train(
                 monitor = Monitor(run.state.timeline, interval_s=SAMPLE_S)
                 with TrainingDisplay(run.state, show) as watch, monitor:
                     train_epochs(run, watch, stop, after_epoch)
-                return finish_training(run, start_text)
+                return finish_training(run, start_text, choice, trainer)

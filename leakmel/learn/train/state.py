@@ -11,6 +11,7 @@ __all__ = [
     "validation_figures",
     "TrainingState",
     "end_epoch",
+    "data_record",
     "training_record",
     "detector_of",
     "to_checkpoint",
@@ -321,15 +322,11 @@ def _speed(state: TrainingState, times: StepTimes) -> dict[str, Any]:
 
 
 # %% ../../../nbs/learn/train/state.ipynb #87cb4bc0
-def training_record(
-    state: TrainingState,
+def data_record(
+    data: TrainingData,
+    settings: TrainSettings,
 ) -> dict[str, Any]:  # plain values
-    "Return the training record that is stored in the model file."
-    data = state.data
-    at_best = None
-    if (figures := state.best_figures) is not None:
-        kept = {n: getattr(figures, n) for n in ("loss", "val_loss", "f1", "auc", "balanced_accuracy")}
-        at_best = {n: None if math.isnan(v) else float(v) for n, v in kept.items()}
+    "Return what is recorded of any training: versions, settings, data and split."
     split = None
     if data.split is not None:
         names = ("method", "leaky", "stamp", "allowed_leaky")
@@ -337,15 +334,27 @@ def training_record(
             "problems": [f"{p.path}: {p.message}" for p in data.split.problems],
             "unchecked": list(data.split.unchecked),
         }
-    settings = asdict(state.settings)
+    values = asdict(settings)
     return {
         "leakmel_version": __version__,
         "torch_version": str(torch.__version__),
-        "device": state.stepper.device.type,
-        "settings": settings | {"channels": list(settings["channels"])},
+        "settings": values | {"channels": list(values["channels"])},
         "training": _part_record(data.training, data.task.model_names),
         "validation": data.validation and _part_record(data.validation, data.task.model_names),
         "split": split,
+    }
+
+
+def training_record(
+    state: TrainingState,
+) -> dict[str, Any]:  # plain values
+    "Return the training record of a network that is stored in the model file."
+    at_best = None
+    if (figures := state.best_figures) is not None:
+        kept = {n: getattr(figures, n) for n in ("loss", "val_loss", "f1", "auc", "balanced_accuracy")}
+        at_best = {n: None if math.isnan(v) else float(v) for n, v in kept.items()}
+    return data_record(state.data, state.settings) | {
+        "device": state.stepper.device.type,
         "epochs": len(state.epochs),
         "best_epoch": None if state.best is None else state.best.epoch,
         "steps": state.stepper.n_done,
