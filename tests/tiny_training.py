@@ -8,6 +8,7 @@ from leakmel.learn.model.settings import TrainSettings
 def tiny(epochs: int) -> TrainSettings:
     "Settings of a training of seconds on `small_sets`: six steps in an epoch."
     return TrainSettings(
+        detector="cnn",
         epochs=epochs,
         epoch_share=1.0,
         batch_size=200,
@@ -21,6 +22,8 @@ def tiny(epochs: int) -> TrainSettings:
 def tiny_words(epochs: int) -> list[str]:
     "The same on the command line."
     return [
+        "--detector",
+        "cnn",
         "--epochs",
         str(epochs),
         "--epoch-share",
@@ -56,7 +59,7 @@ import leakmel.learn.plans
 with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
     lm.write_demo(place + "/town", n_files=40)
     lm.build_all(place + "/town", out_dir=place + "/sets", progress="none", check=0)
-    words = {words} + [place + "/sets", "--out", place + "/run", "--epochs", "1", "--channels", "2", "--device", "cpu", "--quiet"]
+    words = {words} + [place + "/sets", "--out", place + "/run", "--detector", "cnn", "--epochs", "1", "--channels", "2", "--device", "cpu", "--quiet"]
     assert main(words) == 0
 """
 _AT_A_MOMENT = """

@@ -363,6 +363,8 @@ def test_a_seed_reaches_rules_and_training(place: Path, small_sets: Path, tmp_pa
         *words_of(place, small_sets, tmp_path / "other"),
         "--seed",
         "7",
+        "--detector",
+        "cnn",
         "--epochs",
         "2",
         "--judged-by",

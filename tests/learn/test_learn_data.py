@@ -520,7 +520,7 @@ def test_training_and_evaluation_pass_progress_on(small_sets, tmp_path, log):
     training, validation, testing = (
         small_sets / f"{n}_DATASET.H5" for n in ("TRAINING", "VALIDATION", "TESTING")
     )
-    given = TrainSettings(epochs=1, epoch_share=0.05, batch_size=64, channels=(1,))
+    given = TrainSettings(detector="cnn", epochs=1, epoch_share=0.05, batch_size=64, channels=(1,))
     for show in ("none", "log"):
         done = lm.train(
             training, validation, out=tmp_path / show, settings=given, device="cpu", progress=show

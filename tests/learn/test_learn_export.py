@@ -95,7 +95,9 @@ def test_wrong_features_are_no_program(tmp_path, monkeypatch):
 def test_another_output_is_no_program(tmp_path, monkeypatch):
     detector = made("disjoint")
     right = Detector.segment_scores
-    monkeypatch.setattr(Detector, "segment_scores", lambda self, rows, counts=None: right(self, rows, counts) + 0.01)
+    monkeypatch.setattr(
+        Detector, "segment_scores", lambda self, rows, counts=None: right(self, rows, counts) + 0.01
+    )
     with raises("program-differs", DataError):
         export_detector(detector, tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())

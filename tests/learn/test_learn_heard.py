@@ -370,7 +370,9 @@ def town(tmp_path_factory) -> dict[float, list[Path]]:
 @pytest.mark.parametrize("loader", ["device", "stream", "workers"])
 def test_rows_of_twice_the_length_train_the_same_weights(town, tmp_path, loader):
     "Classes, bands and every weight; epochs and thresholds too."
-    learned = TrainSettings(epochs=2, batch_size=64, channels=(4, 8), loader=loader, num_workers=0, seed=2)
+    learned = TrainSettings(
+        detector="cnn", epochs=2, batch_size=64, channels=(4, 8), loader=loader, num_workers=0, seed=2
+    )
     found = []
     for duration_s, sets in town.items():
         training, validation = sets[:2]
@@ -467,7 +469,7 @@ def test_evaluation_equals_prediction_for_recordings_of_different_lengths(uneven
 
 
 def test_too_short_recordings_are_reported_before_training(rows, tmp_path):
-    given = TrainSettings(epochs=1, batch_size=16, channels=(4, 8))
+    given = TrainSettings(detector="cnn", epochs=1, batch_size=16, channels=(4, 8))
     with pytest.warns(
         TooShortWarning,
         match="training: 4 of 20 recordings are shorter than one long segment of 0.25 s",
@@ -492,7 +494,11 @@ def test_nothing_but_recordings_too_short(tmp_path):
         raises("empty-class", DataError),
     ):
         lm.train(
-            path, out=tmp_path / "run", settings=TrainSettings(channels=(4, 8)), device="cpu", progress=False
+            path,
+            out=tmp_path / "run",
+            settings=TrainSettings(detector="cnn", channels=(4, 8)),
+            device="cpu",
+            progress=False,
         )
     with raises("no-recordings", DataError, says="6 of 6 recordings"):
         lm.evaluate(made_detector(), path, **QUIET)

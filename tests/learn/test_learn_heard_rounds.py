@@ -189,7 +189,9 @@ def test_label_of_a_too_short_recording_is_reported(town, tmp_path):
 
 
 def a_round(sets: dict[str, Any], out: Path) -> Any:
-    settings = TrainSettings(epochs=2, batch_size=8, channels=(4, 4), seed=1, learning_rate=1e-3)
+    settings = TrainSettings(
+        detector="cnn", epochs=2, batch_size=8, channels=(4, 4), seed=1, learning_rate=1e-3
+    )
     return retrain(
         made_detector(),
         sets["new"],

@@ -88,9 +88,17 @@ def test_valid_detector_is_loaded(honest, tmp_path):
 
 def test_settings_of_earlier_versions_are_read_or_refused(honest, tmp_path):
     "All nets read matrices now; one for vectors would take other items."
-    old = changed(honest, tmp_path / "model.pt", lambda head, weights: head["classifier"]["settings"].update(form="matrix"))
+    old = changed(
+        honest,
+        tmp_path / "model.pt",
+        lambda head, weights: head["classifier"]["settings"].update(form="matrix"),
+    )
     assert load_detector(old).classifier.settings == load_detector(honest).classifier.settings
-    path = changed(honest, tmp_path / "model.pt", lambda head, weights: head["classifier"]["settings"].update(form="vector"))
+    path = changed(
+        honest,
+        tmp_path / "model.pt",
+        lambda head, weights: head["classifier"]["settings"].update(form="vector"),
+    )
     with raises("removed-setting", DataError, path=path, found="form='vector'"):
         load_detector(path)
 

@@ -26,6 +26,7 @@ from leakmel.learn.model.locate import (
     CHAMPION_FILE,
     RECORD,
     Champion,
+    champion_file,
     load_champion,
     read_lineage,
     round_folder,
@@ -61,7 +62,7 @@ from leakmel.learn.train.loop import CheckpointSettings
 
 TASK = make_task(["LEAK", "NOLEAK"])
 THREE = make_task(["HUM", "LEAK", "QUIET"])
-SMALL = TrainSettings(epochs=2, batch_size=128, channels=(4, 8), seed=1, learning_rate=1e-3)
+SMALL = TrainSettings(detector="cnn", epochs=2, batch_size=128, channels=(4, 8), seed=1, learning_rate=1e-3)
 
 
 def town(folder: Path, seed: int, n_files: int) -> dict[str, Path]:
@@ -1069,7 +1070,7 @@ def test_other_round_does_not_resume_an_interrupted_one(towns, tmp_path, monkeyp
 def test_damaged_folder_is_reported(towns, tmp_path):
     given_ = begin_with(towns, tmp_path)
     retrain(**given_)
-    pointer, model = (tmp_path / CHAMPION_FILE).read_bytes(), round_folder(tmp_path, 0) / "model.pt"
+    pointer, model = (tmp_path / CHAMPION_FILE).read_bytes(), champion_file(tmp_path)
     for wrong in (
         b"",
         b"[]",

@@ -677,7 +677,9 @@ def test_real_recordings_end_to_end(tmp_path):
         pipeline=lm.PipelineConfig(device="cpu"),
     )
     leak = sorted(p.name for p in clips.iterdir() if p.is_dir())[0]
-    settings = lm.TrainSettings(epochs=1, batch_size=256, channels=(8, 16), early_stop_epochs=0)
+    settings = lm.TrainSettings(
+        detector="cnn", epochs=1, batch_size=256, channels=(8, 16), early_stop_epochs=0
+    )
     done = lm.train(
         built.path, out=tmp_path / "trained", leak_label=leak, settings=settings, device="cpu", progress=False
     )

@@ -23,8 +23,10 @@ from leakmel.learn.train.loop import TrainResult, train
 from leakmel.learn.train.state import TrainingState
 from leakmel.learn.train.step import Stepper
 
-TINY = TrainSettings(epochs=2, epoch_share=1.0, batch_size=200, channels=(4, 8), early_stop_epochs=0)
-WORDS = ["--epochs", "1", "--channels", "4,8", "--quiet"]
+TINY = TrainSettings(
+    detector="cnn", epochs=2, epoch_share=1.0, batch_size=200, channels=(4, 8), early_stop_epochs=0
+)
+WORDS = ["--detector", "cnn", "--epochs", "1", "--channels", "4,8", "--quiet"]
 NAMES = [f"{part}_DATASET.H5" for part in ("TRAINING", "VALIDATION", "TESTING")]
 
 

@@ -101,7 +101,10 @@ def assert_same(out: Path, right: SearchResult) -> None:
     "The same trials, seeds and weights."
     assert plain(out) == plain(right.folder)
     a, b = (load_detector(p / "model.pt") for p in (out, right.folder))
-    assert all(np.array_equal(x, y) for x, y in zip(a.classifier.state_dict().values(), b.classifier.state_dict().values()))
+    assert all(
+        np.array_equal(x, y)
+        for x, y in zip(a.classifier.state_dict().values(), b.classifier.state_dict().values())
+    )
     told = [json.loads((p / "summary.json").read_bytes()) for p in (out, right.folder)]
     for name in ("trial", "f1", "f1_of_base", "other_seeds", "verdict", "changes"):
         assert told[0][name] == told[1][name], name
@@ -159,7 +162,9 @@ def test_train_with_the_settings_that_were_found_makes_the_model(
     found = load_detector(right.model_path)
     assert all(
         np.array_equal(x, y)
-        for x, y in zip(again.detector.classifier.state_dict().values(), found.classifier.state_dict().values())
+        for x, y in zip(
+            again.detector.classifier.state_dict().values(), found.classifier.state_dict().values()
+        )
     )
     assert (found.thresholds, found.vote) == (again.detector.thresholds, again.detector.vote)
     assert found.record["search"]["trials"] == LAST

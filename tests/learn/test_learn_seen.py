@@ -27,7 +27,7 @@ from leakmel.learn.model.provenance import Overlap, Provenance, find_overlap, pr
 from leakmel.learn.data.splits import LeakySplitWarning, group_split
 
 NAMES = [f"{part}_DATASET.H5" for part in ("TRAINING", "VALIDATION", "TESTING")]
-TINY = lm.TrainSettings(epochs=1, epoch_share=1.0, batch_size=200, channels=(4, 8))
+TINY = lm.TrainSettings(detector="cnn", epochs=1, epoch_share=1.0, batch_size=200, channels=(4, 8))
 HOW: dict[str, Any] = {
     "settings": TINY,
     "device": "cpu",
@@ -117,6 +117,8 @@ def test_a_split_of_its_own_is_noticed(small_sets, tmp_path, capsys):
                 str(tmp_path / "run"),
                 "--group",
                 "sensor",
+                "--detector",
+                "cnn",
                 "--epochs",
                 "1",
                 "--channels",

@@ -632,7 +632,20 @@ def test_the_error_proposes_what_works(tmp_path):
 @pytest.mark.filterwarnings("default::leakmel.learn.data.splits.LeakySplitWarning")
 def test_the_remedies_of_the_command_line_work(tmp_path, capsys):
     path = six_pipes(tmp_path / "x.h5")
-    words = ["train", str(path), "--kind", "binary", "--epochs", "1", "--channels", "4,8", "--device", "cpu"]
+    words = [
+        "train",
+        str(path),
+        "--kind",
+        "binary",
+        "--detector",
+        "cnn",
+        "--epochs",
+        "1",
+        "--channels",
+        "4,8",
+        "--device",
+        "cpu",
+    ]
     assert main([*words, "--out", str(tmp_path / "a"), "--group", "sensor"]) == 1
     said = capsys.readouterr().err
     options = re.findall(r"(--(?:group|validation) [\w ]*?) \(", said)

@@ -604,6 +604,8 @@ OTHERS: dict[str, Any] = {
     "persistent_workers": False,
     "pin_memory": False,
     "start_method": "fork",
+    "detector": "spectral",
+    "keep_level": True,
     "epochs": 3,
     "epoch_share": 0.5,
     "batch_size": 48,

@@ -15,7 +15,23 @@ from leakmel.learn.model.settings import TrainSettings
 from leakmel.learn.plans import TRAINING_DEFAULTS, settings_from, training_kinds
 from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill
 
-TINY = ("-p", "epochs", "2", "-p", "batch_size", "200", "-p", "channels", "4,8", "-p", "device", "cpu")
+TINY = (
+    "-p",
+    "detector",
+    "cnn",
+    "-p",
+    "epochs",
+    "2",
+    "-p",
+    "batch_size",
+    "200",
+    "-p",
+    "channels",
+    "4,8",
+    "-p",
+    "device",
+    "cpu",
+)
 
 
 @pytest.fixture(scope="module")

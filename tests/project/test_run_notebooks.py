@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lm.write_demo(project / "other", n_files=40, seed=1)
     lm.build(project / "other", split="training", out=project / "new.H5", progress="none", check=2)
     sets = [project / "sets" / f"{part}_DATASET.H5" for part in ("TRAINING", "VALIDATION")]
-    settings = lm.TrainSettings(epochs=1, channels=(4, 8))
+    settings = lm.TrainSettings(detector="cnn", epochs=1, channels=(4, 8))
     lm.train(*sets, out=project / "model", settings=settings, device="cpu", progress=False)
     return project
 

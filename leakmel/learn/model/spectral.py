@@ -44,13 +44,13 @@ def segment_statistics(
 
 
 def window_numbers(
-    mask: Tensor,  # [B, L] bool, segments that the recording has: the first ones of each row
+    mask: Tensor,  # [B, L] bool, segments that count
     window: int,  # long segments of a window; 0: the whole recording
 ) -> Tensor:  # [B, L] int64, number of each segment's window in its recording
     "Divide the segments of each recording into windows of equal length."
     n = mask.sum(1, keepdim=True).clamp_min(1)
     n_windows = torch.ones_like(n) if window == 0 else (n / window).round().long().clamp_min(1)
-    at = torch.arange(mask.shape[1], device=mask.device)
+    at = (mask.cumsum(1) - 1).clamp_min(0)
     return torch.minimum(at * n_windows // n, n_windows - 1)
 
 
@@ -222,27 +222,31 @@ def segments_per_window(spec: MelSpec | None) -> int:
 
 
 def spectral_features(
-    ds: Segments,  # level "recording"
+    ds: Segments,  # recordings
     *,
+    rows: np.ndarray | None = None,  # [n] int, recordings, counted through the data sets; None: those of `ds`
+    mask: np.ndarray | None = None,  # [n, L] bool, segments of them that count; None: all that they have
     keep_level: bool = False,
 ) -> SpectralFeatures:  # raises DataError for values that are not finite
     "Read the rows of recordings, and compute the features of each and of its windows."
     source = ds.sources[0]
+    rows = ds.rows if rows is None else rows
+    mask = ds.segment_mask if mask is None else mask
     window = segments_per_window(None if source.legacy else source.spec)
     n_windows = max(1, -(-ds.row_shape[0] // window))
     whole, windows, recording = [], [], []
     for source, start, end in zip(ds.sources, ds.starts, ds.starts[1:]):
-        mine = np.flatnonzero((ds.rows >= start) & (ds.rows < end))
+        mine = np.flatnonzero((rows >= start) & (rows < end))
         for at in range(0, len(mine), _PIECE):
             some = mine[at : at + _PIECE]
-            rows = torch.from_numpy(read_rows(source.mels, ds.rows[some] - start))
-            mask = torch.from_numpy(ds.segment_mask[some])
-            mean, variance = segment_statistics(rows)
+            mels = torch.from_numpy(read_rows(source.mels, rows[some] - start))
+            has = torch.from_numpy(mask[some])
+            mean, variance = segment_statistics(mels)
             one, _ = window_features(
-                mean, variance, mask, torch.zeros_like(mask, dtype=torch.long), 1, keep_level
+                mean, variance, has, torch.zeros_like(has, dtype=torch.long), 1, keep_level
             )
             many, counts = window_features(
-                mean, variance, mask, window_numbers(mask, window), n_windows, keep_level
+                mean, variance, has, window_numbers(has, window), n_windows, keep_level
             )
             whole.append((some, one[:, 0].numpy()))
             windows.append(many[counts > 0].numpy())

@@ -32,6 +32,7 @@ from ..data.task import Task
 from ..metrics.metrics import FIGURES
 from ..model.detector import Detector, check_features
 from ..model.locate import RECORD
+from ..model.net import LeakNet
 from ..model.settings import TrainSettings, settings_from
 from .promotion import Comparison
 from .replay import EarlierRounds, content_digests, missing_text
@@ -97,7 +98,7 @@ def round_settings(
     TrainSettings
 ):  # the net is the champion's in any case; names and values change what None gives; raises UsageError
     "Return the settings of a training that starts from a champion."
-    net = champion.classifier.settings
+    nets = [m.settings for m in champion.members if isinstance(m, LeakNet)]
     if not isinstance(settings, TrainSettings):
         if wrong := sorted(set(_NETWORK_SETTINGS) & set(settings or {})):
             raise UsageError(
@@ -115,7 +116,8 @@ def round_settings(
             "learning_rate": max(before.learning_rate / 4, 1e-9),
         }
         settings = settings_from(asdict(before) | usual | dict(settings or {}))
-    return settings_from(asdict(settings) | {name: getattr(net, name) for name in _NETWORK_SETTINGS})
+    fixed = {name: getattr(net, name) for net in nets for name in _NETWORK_SETTINGS}
+    return settings_from(asdict(settings) | fixed | {"detector": "cnn"})
 
 
 # %% ../../../nbs/learn/retrain/round_record.ipynb #f4cbb9e5

@@ -26,6 +26,8 @@ from ..data.segments import Segments
 from ..data.splits import LeakySplitWarning
 from ..data.task import LEFT_OUT
 from ..metrics.bootstrap import Groups, recording_groups
+from ..metrics.voting import choose_rule
+from ..model.classifiers import BlendClassifier, Classifier
 from ..model.detector import Detector, load_detector, score_rows
 from ..model.devices import pick_device
 from ..model.files import write_whole
@@ -40,7 +42,10 @@ from leakmel.learn.model.locate import (
     round_folder,
     write_lineage,
 )
+from ..model.net import LeakNet
+from ..model.provenance import provenance_of
 from ..model.settings import RESUME, CheckpointSettings, TrainSettings
+from ..model.spectral import SpectralClassifier, fit_spectral, spectral_features
 from leakmel.learn.retrain.promotion import (
     Comparison,
     begin_lineage,
@@ -105,7 +110,7 @@ from ..train.state import TrainingState
 
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #1ebacb2a
-def fine_tune(
+def _fine_tune_net(
     champion: Detector,
     items: SegmentSubset,
     validation: Segments
@@ -118,7 +123,7 @@ def fine_tune(
     checkpoints: CheckpointSettings | None = None,
     show: str = "auto",  # as for Progress
 ) -> Detector:  # also in the folder, as model.pt; raises what `train` raises
-    "Train a challenger, starting from the weights of the champion."
+    "Train a network, starting from the weights of the champion."
     learned = " ".join([weights_digest(champion), items_digest(items), *map(source_digest, items.sources)])
     identity = {
         "task": json.dumps(asdict(champion.task)),
@@ -140,6 +145,56 @@ def fine_tune(
         ):
             train_epochs(run, watch, stop)
         return finish_training(run, start_text).detector
+
+
+def _refit_spectral(champion: Detector, items: SegmentSubset, seed: int) -> SpectralClassifier:
+    "Fit a spectral classifier on the selected segments."
+    old = next(m for m in champion.members if isinstance(m, SpectralClassifier)).settings
+    rows, first, code = np.unique(items.rows, return_index=True, return_inverse=True)
+    n_long = items.row_shape[0]
+    mask = np.zeros((len(rows), n_long), bool)
+    mask[code, items.numbers % n_long] = True
+    features = spectral_features(items, rows=rows, mask=mask, keep_level=old.keep_level)
+    return fit_spectral(features, items.labels[first], old.n_classes, seed=seed % (1 << 32))
+
+
+def fine_tune(
+    champion: Detector,
+    items: SegmentSubset,
+    validation: Segments
+    | None,  # level "recording": decides which epoch is the best, and the thresholds; None: the last epoch, thresholds 0.5
+    settings: TrainSettings,  # of `round_settings`
+    folder: Path,
+    *,
+    resume: str = "auto",  # as for `train`
+    device: str = "auto",
+    checkpoints: CheckpointSettings | None = None,
+    show: str = "auto",  # as for Progress
+) -> Detector:  # also in the folder, as model.pt; raises what `train` raises
+    "Train a challenger: a network starts from the weights of the champion, a spectral classifier is fitted again."
+    how: dict[str, Any] = {"resume": resume, "device": device, "checkpoints": checkpoints, "show": show}
+    if champion.kind == "cnn":
+        return _fine_tune_net(champion, items, validation, settings, folder, **how)
+    spectral = _refit_spectral(champion, items, settings.seed)
+    record = champion.record
+    classifier: Classifier = spectral
+    if isinstance(champion.classifier, BlendClassifier):
+        net = next(m for m in champion.members if isinstance(m, LeakNet))
+        tuned = _fine_tune_net(replace(champion, classifier=net), items, validation, settings, folder, **how)
+        record = tuned.record
+        classifier = BlendClassifier(
+            champion.classifier.settings, [spectral, next(m for m in tuned.members if isinstance(m, LeakNet))]
+        )
+    provenance = champion.provenance | provenance_of(ds for ds in (items, validation) if ds is not None)
+    challenger = replace(champion, classifier=classifier, record=record, provenance=provenance)
+    if validation is not None:
+        scores = score_rows(challenger, validation, device=pick_device(device))
+        is_leak = validation.labels == champion.task.leak_in_model
+        rule = choose_rule(is_leak, scores, settings.vote, settings.vote_share)
+        challenger = replace(challenger, **rule.options())
+    folder.mkdir(parents=True, exist_ok=True)
+    challenger.save(folder / MODEL)
+    return challenger
 
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #3d1b41a7

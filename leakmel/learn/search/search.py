@@ -33,7 +33,7 @@ from ..metrics.significance import plain
 from ..model.detector import Detector, load_detector
 from ..model.devices import pick_device
 from ..model.files import remove_file, write_whole
-from ..model.settings import RESUME, CheckpointSettings, TrainSettings
+from ..model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
 from leakmel.learn.search.trials import (
     MODEL,
     SeedTrial,
@@ -451,7 +451,7 @@ def search(
         if type(value) not in kinds or not int(name == "trials") <= value < math.inf:
             raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
     began = time.monotonic()
-    base = settings or TrainSettings()
+    base = replace(settings or TrainSettings(), detector="cnn")  # the settings of a network are searched
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     found = read_space(space, base)
     folder = Path(os.path.abspath(os.path.expanduser(out)))
@@ -472,6 +472,7 @@ def search(
                 code="validation-missing",
                 remedy="pass validation=, or a split with a validation part",
             )
+        base = with_length(base, len(data.training))
         own = {"space": space_to_json(found), "pruning": list(pruning.values())}
         identity = training_identity(data, base) | own
         stamp = "" if data.split is None else data.split.stamp

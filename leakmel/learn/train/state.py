@@ -39,7 +39,7 @@ from ..metrics.voting import DecisionRule, choose_rule, vote_scores
 from ..model.detector import Detector, image_shape, score_rows
 from ..model.devices import memory_guard
 from ..model.net import LeakNet, NetSettings, band_statistics
-from ..model.settings import TrainSettings
+from ..model.settings import TrainSettings, with_length
 from .history import EpochFigures, epochs_from, is_better, should_stop
 from .inputs import TrainingData, training_identity
 from .step import StepFigures, Stepper, seeded_random, step_seed
@@ -158,7 +158,7 @@ class TrainingState:
         show: str = "none",  # where loading is shown, if it takes its time: as for Progress
     ):
         self.data = data
-        self.settings = settings
+        self.settings = settings = with_length(settings, len(data.training))
         self.device = device
         self.show = show
         self.epochs: list[EpochFigures] = []  # that are over
