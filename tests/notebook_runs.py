@@ -1,14 +1,18 @@
 "Run notebooks through papermill in a copy of the project, and what their outputs show."
 
+import ast
+import io
 import logging
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+import plotly.graph_objects as go
 
 import leakmel as lm
 
@@ -78,23 +82,59 @@ def papermill(
     return Run(done.returncode, done.stdout + done.stderr, project / "nbs" / out, project)
 
 
-def error_of(notebook: str, **given: object) -> str:
-    "What stops a run notebook in which parameters stand as papermill sets them: its cells in order, in this process, up to the first error."
+@dataclass(frozen=True)
+class RunHere:
+    "A run notebook that was executed in this process: what its cells print and show, and the error that ended it."
+
+    text: str
+    figures: list[go.Figure]
+    error: str  # empty: none
+
+    @property
+    def titles(self) -> list[str]:
+        return [figure.layout.title.text for figure in self.figures]
+
+
+def run_here(notebook: str, **given: object) -> RunHere:
+    "Execute a run notebook's cells in this process, with parameters as papermill sets them, up to the first error."
     namespace: dict[str, object] = {"__name__": "__main__"}
+    printed, error = io.StringIO(), ""
+    figures: list[go.Figure] = []
     log = logging.getLogger("leakmel")
-    level = log.level
+    level, path = log.level, list(sys.path)
     try:
-        for cell in nbformat.read(ROOT / "nbs" / notebook, as_version=4).cells:
-            if cell.cell_type != "code":
-                continue
-            exec(compile(cell.source, notebook, "exec"), namespace)
-            if "parameters" in cell.metadata.get("tags", []):
-                namespace |= given
+        with redirect_stdout(printed):
+            for cell in nbformat.read(ROOT / "nbs" / notebook, as_version=4).cells:
+                if cell.cell_type != "code":
+                    continue
+                value = execute_cell(cell.source, namespace, notebook)
+                if isinstance(value, go.Figure):
+                    figures.append(value)
+                elif value is not None:
+                    print(value)
+                if "parameters" in cell.metadata.get("tags", []):
+                    namespace |= given
     except lm.LeakmelError as e:
-        return str(e)
+        error = str(e)
     finally:
         log.setLevel(level)
-    raise AssertionError(f"nothing stopped {notebook}")
+        sys.path[:] = path
+    return RunHere(printed.getvalue(), figures, error)
+
+
+def execute_cell(source: str, namespace: dict[str, object], notebook: str) -> object:
+    "Execute a cell; gives the value of its last line where that is an expression."
+    tree = ast.parse(source, notebook)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, notebook, "exec"), namespace)
+    return eval(compile(ast.Expression(last.value), notebook, "eval"), namespace) if last else None
+
+
+def error_of(notebook: str, **given: object) -> str:
+    "What stops a run notebook: see run_here."
+    error = run_here(notebook, **given).error
+    assert error, f"nothing stopped {notebook}"
+    return error
 
 
 def titles_of(run: Run) -> list[str]:
