@@ -1,18 +1,20 @@
 "Run notebooks through papermill in a copy of the project, and what their outputs show."
 
 import ast
+import atexit
 import io
 import logging
 import os
 import shutil
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import nbformat
 import plotly.graph_objects as go
+from children import Server, server
 
 import leakmel as lm
 
@@ -77,9 +79,29 @@ def papermill(
     } | {"HOME": str(project)}
     if data:
         env["LEAKMEL_DATA"] = str(data)
-    command = [str(Path(sys.executable).parent / "papermill"), notebook, out, "--no-progress-bar", *args]
-    done = subprocess.run(command, cwd=project / "nbs", env=env, capture_output=True, text=True, timeout=240)
-    return Run(done.returncode, done.stdout + done.stderr, project / "nbs" / out, project)
+    argv = ["papermill", notebook, out, "--no-progress-bar", *args]
+    done = forks().run(code=AS_TYPED.format(env=env, cwd=str(project / "nbs"), argv=argv), seconds=240)
+    assert not done.hung, done.err
+    return Run(done.status, done.out + done.err, project / "nbs" / out, project)
+
+
+# The command papermill, in a fork of a process that imported it once: that takes as long as many a notebook.
+IMPORTED = "from papermill.__main__ import papermill\n"
+AS_TYPED = """
+os.environ.clear()
+os.environ.update({env!r})
+os.chdir({cwd!r})
+sys.argv = {argv!r}
+papermill()
+"""
+
+
+@cache
+def forks() -> Server:
+    "The process that forks, which ends with this one."
+    opened = server(IMPORTED)
+    atexit.register(opened.__exit__, None, None, None)
+    return opened.__enter__()
 
 
 @dataclass(frozen=True)
