@@ -147,9 +147,12 @@ def run_here(notebook: str, **given: object) -> RunHere:
 def execute_cell(source: str, namespace: dict[str, object], notebook: str) -> object:
     "Execute a cell; gives the value of its last line where that is an expression."
     tree = ast.parse(source, notebook)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    value = None
+    if tree.body and isinstance(last := tree.body[-1], ast.Expr):
+        tree.body.pop()
+        value = ast.Expression(last.value)
     exec(compile(tree, notebook, "exec"), namespace)
-    return eval(compile(ast.Expression(last.value), notebook, "eval"), namespace) if last else None
+    return eval(compile(value, notebook, "eval"), namespace) if value else None
 
 
 def error_of(notebook: str, **given: object) -> str:
