@@ -23,7 +23,7 @@ override SETTINGS := $(value SETTINGS)
 export DATA OUT SETTINGS
 
 .DEFAULT_GOAL := help
-.PHONY: help build check test house lab docs export clean setup
+.PHONY: help build check test static notebooks house lab docs export clean setup
 .PRECIOUS: $(INSTALLED)-%
 .SUFFIXES:
 
@@ -54,16 +54,22 @@ build: $(INSTALLED)-notebook ## build verified data sets, from DATA or a made de
 
 # One thread of torch for a worker: threads of several workers that wait for each other take a few cores twice as long.
 test: export OMP_NUM_THREADS := 1
-test: $(INSTALLED)-dev ## check that notebooks and package agree, then run notebook tests, ruff, mypy and pytest
+test: $(INSTALLED)-dev ## check that notebooks and package agree; run notebook tests, ruff, mypy and pytest
+	@$(MAKE) --no-print-directory -j 2 static notebooks
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Two parts of `make test`, side by side: much of them keeps one core busy.
+static:
+	$(BIN)/ruff format --check leakmel nbs tests setup.py
+	$(BIN)/ruff check leakmel tests nbs/_tools nbs/benchmarks/*.py
 	$(BIN)/python nbs/_tools/sync.py --check
+	$(BIN)/mypy
+
+notebooks:
 	@[ -z '$(UNMET)' ] || echo "not run, for want of triton: nbs/mel/triton_kernel.ipynb ($(BIN)/pip install -e '.[gpu]' brings it)"
 	$(BIN)/nbdev_test --n_workers $(WORKERS) --skip_file_re '$(SKIP)|^triton_kernel'
 	@[ -n '$(UNMET)' ] || $(BIN)/nbdev_test --path nbs/mel/triton_kernel.ipynb
 	@for nb in $(NAMESAKES); do $(BIN)/nbdev_test --path "$$nb" || exit 1; done
-	$(BIN)/ruff format --check leakmel nbs tests setup.py
-	$(BIN)/ruff check leakmel tests nbs/_tools nbs/benchmarks/*.py
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The edit loop: what finds most mistakes in little time. QUICK: every test that is not marked slow, in files that take seconds.
 check: export OMP_NUM_THREADS := 1

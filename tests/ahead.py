@@ -88,7 +88,7 @@ class NoDriver:
         self.capability = capability
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability  # compiled kernels are kept by this number
 
     def get_current_stream(self, device: int) -> int:
         return 0

@@ -64,19 +64,32 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 LONGEST_FIRST = (
+    "test_triton",
     "test_notebooks",
     "test_docs",
+    "test_run_notebooks",
+    "test_again",
+    "test_faults",
+    "test_browser",
+    "test_modes",
+    "test_learn_train",
     "test_bench_gpu",
     "test_bench_compare",
-    "test_learn_train",
-    "test_browser",
+    "test_verify",
+    "test_learn_search",
+    "test_browser_learn",
+    "test_working_folder",
+    "test_install",
+    "test_counted",
+    "test_browser_explore",
+    "test_project",
     "test_cli",
     "test_dashboard",
 )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    "Files that take minutes come first: begun last, one of them would keep a single core busy at the end."
+    "Files that take half a minute or more come first: begun last, one of them would keep a single core busy at the end."
     rank = {name: k for k, name in enumerate(LONGEST_FIRST)}
     if config.option.quick:
         slow = [item for item in items if item.get_closest_marker("slow")]

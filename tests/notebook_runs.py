@@ -1,14 +1,20 @@
 "Run notebooks through papermill in a copy of the project, and what their outputs show."
 
+import ast
+import atexit
+import io
 import logging
 import os
 import shutil
-import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import nbformat
+import plotly.graph_objects as go
+from children import Server, server
 
 import leakmel as lm
 
@@ -73,28 +79,87 @@ def papermill(
     } | {"HOME": str(project)}
     if data:
         env["LEAKMEL_DATA"] = str(data)
-    command = [str(Path(sys.executable).parent / "papermill"), notebook, out, "--no-progress-bar", *args]
-    done = subprocess.run(command, cwd=project / "nbs", env=env, capture_output=True, text=True, timeout=240)
-    return Run(done.returncode, done.stdout + done.stderr, project / "nbs" / out, project)
+    argv = ["papermill", notebook, out, "--no-progress-bar", *args]
+    done = forks().run(code=AS_TYPED.format(env=env, cwd=str(project / "nbs"), argv=argv), seconds=240)
+    assert not done.hung, done.err
+    return Run(done.status, done.out + done.err, project / "nbs" / out, project)
+
+
+# The command papermill, in a fork of a process that imported it once: that takes as long as many a notebook.
+IMPORTED = "from papermill.__main__ import papermill\n"
+AS_TYPED = """
+os.environ.clear()
+os.environ.update({env!r})
+os.chdir({cwd!r})
+sys.argv = {argv!r}
+papermill()
+"""
+
+
+@cache
+def forks() -> Server:
+    "The process that forks, which ends with this one."
+    opened = server(IMPORTED)
+    atexit.register(opened.__exit__, None, None, None)
+    return opened.__enter__()
+
+
+@dataclass(frozen=True)
+class RunHere:
+    "A run notebook that was executed in this process: what its cells print and show, and the error that ended it."
+
+    text: str
+    figures: list[go.Figure]
+    error: str  # empty: none
+
+    @property
+    def titles(self) -> list[str]:
+        return [figure.layout.title.text for figure in self.figures]
+
+
+def run_here(notebook: str, **given: object) -> RunHere:
+    "Execute a run notebook's cells in this process, with parameters as papermill sets them, up to the first error."
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    printed, error = io.StringIO(), ""
+    figures: list[go.Figure] = []
+    log = logging.getLogger("leakmel")
+    level, path = log.level, list(sys.path)
+    try:
+        with redirect_stdout(printed):
+            for cell in nbformat.read(ROOT / "nbs" / notebook, as_version=4).cells:
+                if cell.cell_type != "code":
+                    continue
+                value = execute_cell(cell.source, namespace, notebook)
+                if isinstance(value, go.Figure):
+                    figures.append(value)
+                elif value is not None:
+                    print(value)
+                if "parameters" in cell.metadata.get("tags", []):
+                    namespace |= given
+    except lm.LeakmelError as e:
+        error = str(e)
+    finally:
+        log.setLevel(level)
+        sys.path[:] = path
+    return RunHere(printed.getvalue(), figures, error)
+
+
+def execute_cell(source: str, namespace: dict[str, object], notebook: str) -> object:
+    "Execute a cell; gives the value of its last line where that is an expression."
+    tree = ast.parse(source, notebook)
+    value = None
+    if tree.body and isinstance(last := tree.body[-1], ast.Expr):
+        tree.body.pop()
+        value = ast.Expression(last.value)
+    exec(compile(tree, notebook, "exec"), namespace)
+    return eval(compile(value, notebook, "eval"), namespace) if value else None
 
 
 def error_of(notebook: str, **given: object) -> str:
-    "What stops a run notebook in which parameters stand as papermill sets them: its cells in order, in this process, up to the first error."
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    log = logging.getLogger("leakmel")
-    level = log.level
-    try:
-        for cell in nbformat.read(ROOT / "nbs" / notebook, as_version=4).cells:
-            if cell.cell_type != "code":
-                continue
-            exec(compile(cell.source, notebook, "exec"), namespace)
-            if "parameters" in cell.metadata.get("tags", []):
-                namespace |= given
-    except lm.LeakmelError as e:
-        return str(e)
-    finally:
-        log.setLevel(level)
-    raise AssertionError(f"nothing stopped {notebook}")
+    "What stops a run notebook: see run_here."
+    error = run_here(notebook, **given).error
+    assert error, f"nothing stopped {notebook}"
+    return error
 
 
 def titles_of(run: Run) -> list[str]:

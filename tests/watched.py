@@ -82,12 +82,10 @@ class Watched:
         page.on("console", lambda m: self.complaints.append(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda e: self.complaints.append(str(e)))
 
-    def picture(self, path: Path, **options: Any) -> None:
-        "Keep a screenshot, and another one in the folder LEAKMEL_SCREENSHOTS, where that is set."
-        self.page.screenshot(path=path, **options)
+    def picture(self, name: str, **options: Any) -> None:
+        "Keep a screenshot in the folder LEAKMEL_SCREENSHOTS, where that is set: one of a tall page takes a second."
         if folder := os.environ.get("LEAKMEL_SCREENSHOTS"):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, Path(folder) / path.name)
+            self.page.screenshot(path=Path(folder) / name, **options)  # makes the folder
 
     @property
     def serious(self) -> list[str]:

@@ -313,7 +313,7 @@ def test_on_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_in_the_notebook(data: Path, tmp_path: Path) -> None:
-    from test_notebooks import error_of
+    from notebook_runs import error_of
 
     given: dict[str, Any] = dict(
         data_root=str(data), out=str(tmp_path / "out"), duration_s=1.0, sample_rate=4096, engine="reference"

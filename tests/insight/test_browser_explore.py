@@ -65,7 +65,7 @@ def drawn_in(notebook: Path) -> list[int]:
     return [len(base64.b64decode(a["bdata"])) // 4 for a in arrays]
 
 
-def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
+def test_explore_in_jupyterlab(lab, watched, project):
     page = open_notebook(watched, f"{lab}/lab/tree/explore.ipynb?reset")
     run_all(page)
     try:
@@ -73,7 +73,7 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
         page.wait_for_function(
             f"{FIGURES}.length === 2 && {FIGURES}.every(e => e.querySelector('.gtitle'))", timeout=60_000
         )
-        watched.picture(tmp_path / "explore.png")
+        watched.picture("explore.png")
         assert page.locator(ERRORS).all_text_contents() == []
         assert page.locator("audio").count() == 1
 
@@ -99,7 +99,7 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
         page.keyboard.press("End")
         says(page, "Rejected: mel band 0 contains no frequency bin")
         assert page.evaluate(N_MELS) == 57  # the last good picture stays
-        watched.picture(tmp_path / "refused.png")
+        watched.picture("refused.png")
 
         widget(page, "preset").locator("select").select_option(label="overlap@2")
         says(page, "preset overlap@2 unchanged: a row is 79 long x 3 short segments x 32 mel bands")
@@ -110,7 +110,7 @@ def test_explore_in_jupyterlab(lab, watched, project, tmp_path):
         page.get_by_text("Save Notebook", exact=True).click()
         page.wait_for_function("!document.querySelector('.jp-mod-dirty')", timeout=60_000)
     finally:
-        watched.picture(tmp_path / "end.png")
+        watched.picture("end.png")
     assert drawn_in(project / "nbs" / "explore.ipynb") == [32, 32]  # the saved file is as the page was last
     (path,) = project.glob("runs/specs/*.json")
     assert read_spec(path).changes == {"preset": "overlap@2"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from notebook_runs import PLOTLY, Run, copy_project, error_of, papermill, titles_of
+from notebook_runs import PLOTLY, Run, copy_project, error_of, papermill, run_here, titles_of
 
 import leakmel as lm
 from errors import raises
@@ -490,16 +490,15 @@ def test_every_figure_of_the_notebook_has_axes_with_units(executed):
         assert any(a.get("title", {}).get("text") for a in axes), figure["layout"]["title"]["text"]
 
 
-@pytest.mark.slow
 def test_the_notebook_finds_the_newest_run_of_the_project_by_itself(tmp_path, runs, monkeypatch):
     project = copy_project(tmp_path)
     monkeypatch.chdir(project / "nbs")
     assert "the folder does not exist" in error_of("dashboard.ipynb")
     assert not (project / "runs").exists()
     shutil.copytree(runs / "a", project / "runs" / "20260101-000000-all-0123456789ab")
-    run = dashboard(project)
-    assert run.status == 0, run.log
-    assert "One run: " in titles_of(run)[0]
+    run = run_here("dashboard.ipynb")
+    assert run.error == ""
+    assert "One run: " in run.titles[0]
     assert "20260101-000000-all-0123456789ab" in run.text
 
 

@@ -80,17 +80,17 @@ def assert_sound(watched: Watched, lab: str, n_figures: int) -> list[str]:
     return [f["title"] for f in seen]
 
 
-def test_train_in_jupyterlab(lab, watched, project, tmp_path):
+def test_train_in_jupyterlab(lab, watched, project):
     page = open_notebook(watched, f"{lab}/lab/tree/train.ipynb?reset")
     run_all(page)
     try:
         page.wait_for_selector(CURVES, state="attached", timeout=120_000)
         early = page.locator(f"{CURVES} polyline").first.get_attribute("points") or ""
         assert not page.evaluate(SAYS_OK), "the curves are there while it trains"
-        watched.picture(tmp_path / "train while it trains.png")
+        watched.picture("train while it trains.png")
         page.wait_for_function(OVER, timeout=180_000)
     finally:
-        watched.picture(tmp_path / "train.png")
+        watched.picture("train.png")
     assert page.locator(ERRORS).all_text_contents() == []
     points = page.locator(f"{CURVES} polyline").first.get_attribute("points") or ""
     n_epochs = load_detector(project / "run" / "model.pt").record["settings"]["epochs"]
@@ -100,16 +100,16 @@ def test_train_in_jupyterlab(lab, watched, project, tmp_path):
     assert titles[0].startswith("F1 of ")
     tables = page.locator(".jp-Notebook .jp-OutputArea-output table.dataframe")
     assert tables.first.locator("tbody tr").count() == n_epochs
-    watched.picture(tmp_path / "train.png")
+    watched.picture("train.png")
 
 
-def test_predict_in_jupyterlab(lab, watched, project, tmp_path):
+def test_predict_in_jupyterlab(lab, watched, project):
     page = open_notebook(watched, f"{lab}/lab/tree/predict.ipynb?reset")
     run_all(page)
     try:
         page.wait_for_function(OVER, timeout=120_000)
     finally:
-        watched.picture(tmp_path / "predict.png")
+        watched.picture("predict.png")
     assert page.locator(ERRORS).all_text_contents() == []
     titles = assert_sound(watched, lab, 3)
     assert titles[0] == "The 2 most suspicious recordings"
@@ -118,7 +118,7 @@ def test_predict_in_jupyterlab(lab, watched, project, tmp_path):
     scored, refused = page.locator(".jp-Notebook .jp-OutputArea-output table.dataframe").all()
     assert [t.locator("tbody tr").count() for t in (scored, refused)] == [13, 2]
     assert len((project / "scores" / "predictions.csv").read_text().splitlines()) == 14
-    watched.picture(tmp_path / "predict.png")
+    watched.picture("predict.png")
 
 
 def test_without_a_browser_no_server_is_started(tmp_path):

@@ -483,6 +483,32 @@ AHEAD: dict[str, dict[str, Any]] = {
 }
 
 
+def cases_of(which: str) -> list[tuple[str, str]]:
+    "Names in AHEAD and types of samples."
+    return [
+        (name, samples)
+        for samples in ("int16", "float32")
+        for name in (AHEAD if samples == "int16" else ["disjoint", "overlap", "4,096 points"])
+        if which == "all" or (name in ("disjoint", "overlap") and samples == "int16")
+    ]
+
+
+def asked_of(capability: int, which: str) -> list[dict[str, Any]]:
+    "What tests/ahead.py is asked for: the kernel of the moments, then the cases."
+    return [
+        {"capability": capability, "spec": asdict(MelSpec(**AHEAD[name])), "samples": samples}
+        for name, samples in [("disjoint", "moments"), *cases_of(which)]
+    ]
+
+
+@pytest.fixture(scope="module")
+def presets_ahead() -> dict[int, list[dict[str, Any]]]:
+    "What was compiled of the presets for each card, and what launches of all sizes came down to, by one process."
+    asked = {c: [*asked_of(c, "presets"), {"capability": c, "samples": "launches"}] for c in SHARED}
+    found = iter(compile_ahead([case for cases in asked.values() for case in cases]))
+    return {c: [next(found) for _ in cases] for c, cases in asked.items()}
+
+
 def compile_ahead(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     "What tests/ahead.py found."
     need(importlib.util.find_spec("triton"), "triton")
@@ -501,22 +527,16 @@ def compile_ahead(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         *(pytest.param(capability, "all", marks=pytest.mark.long) for capability in (90, 120)),
     ],
 )
-def test_machine_code_for_cards_that_are_not_here(capability: int, which: str) -> None:
+def test_machine_code_for_cards_that_are_not_here(
+    capability: int, which: str, request: pytest.FixtureRequest
+) -> None:
     "Fits a block's shared memory, multiplies on tensor cores, loads tables ahead, and keeps 16-bit samples' values in registers."
-    cases = [
-        (name, samples)
-        for samples in ("int16", "float32")
-        for name in (AHEAD if samples == "int16" else ["disjoint", "overlap", "4,096 points"])
-        if which == "all" or (name in ("disjoint", "overlap") and samples == "int16")
-    ]
+    cases = cases_of(which)
     assert len(cases) == (len(AHEAD) + 3 if which == "all" else 2)
-    moments = ("disjoint", "moments")
-    found = compile_ahead(
-        [
-            {"capability": capability, "spec": asdict(MelSpec(**AHEAD[name])), "samples": s}
-            for name, s in [moments, *cases]
-        ]
-    )
+    if which == "all":
+        found = compile_ahead(asked_of(capability, which))
+    else:
+        found = request.getfixturevalue("presets_ahead")[capability]
     assert found[0]["shared"] < 1024
     assert found[0]["stack"] == 0
     for (name, samples), one in zip(cases, found[1:]):
@@ -529,9 +549,11 @@ def test_machine_code_for_cards_that_are_not_here(capability: int, which: str) -
 
 
 @pytest.mark.parametrize("capability", SHARED)
-def test_calls_of_all_sizes_launch_the_same_two_kernels(capability: int) -> None:
+def test_calls_of_all_sizes_launch_the_same_two_kernels(
+    capability: int, presets_ahead: dict[int, list[dict[str, Any]]]
+) -> None:
     "Nothing is compiled again for another number of recordings or another address, which would stop a stream or break a capture."
-    (found,) = compile_ahead([{"capability": capability, "samples": "launches"}])
+    found = presets_ahead[capability][-1]
     stages = [3, 2] if capability == 90 else [3]
     assert found == {"features": 2, "moments": 1, "options": sorted([8, s, False] for s in stages)}
 

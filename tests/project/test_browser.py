@@ -63,16 +63,16 @@ def assert_shows_results(watched: Watched, lab: str) -> None:
     assert_quiet(watched, lab)
 
 
-def test_build_in_jupyterlab(lab, watched, project, tmp_path):
+def test_build_in_jupyterlab(lab, watched, project):
     page = open_notebook(watched, f"{lab}/lab/tree/build.ipynb?reset")
     run_all(page)
     try:
         page.wait_for_function(OVER, timeout=120_000)
     finally:
-        watched.picture(tmp_path / "lab.png")
+        watched.picture("lab.png")
     assert page.locator(ERRORS).all_text_contents() == []
     assert_shows_results(watched, lab)
-    watched.picture(tmp_path / "lab.png")
+    watched.picture("lab.png")
     assert len(list(project.glob("runs/*/*.H5"))) == 3
 
 
@@ -84,7 +84,7 @@ def dashboard(project, browser) -> str:
     return with_parameters(project, "dashboard.ipynb", run=f"{project}/kept/first, {project}/kept/second")
 
 
-def test_dashboard_in_jupyterlab(lab, watched, dashboard, tmp_path):
+def test_dashboard_in_jupyterlab(lab, watched, dashboard):
     "The card, the comparison, the advice and nine figures, of which one is a sentence."
     watched.page.set_viewport_size({"width": 1400, "height": 9600})
     page = open_notebook(watched, f"{lab}/lab/tree/{dashboard}?reset")
@@ -93,7 +93,7 @@ def test_dashboard_in_jupyterlab(lab, watched, dashboard, tmp_path):
     try:
         page.wait_for_function(f"""document.querySelector("{ERRORS}") || {drawn}""", timeout=120_000)
     finally:
-        watched.picture(tmp_path / "dashboard.png")
+        watched.picture("dashboard.png")
     assert_quiet(watched, lab)
     seen = assert_drawn(page, lambda f: not f["traces"])
     assert len(seen) == 9
@@ -117,11 +117,11 @@ def executed(project, browser) -> Path:
     return project / "nbs" / "out.ipynb"
 
 
-def test_saved_notebook_in_jupyterlab(lab, watched, executed, tmp_path):
+def test_saved_notebook_in_jupyterlab(lab, watched, executed):
     "What papermill saved shows its figures when it is opened, without being run or trusted."
     open_notebook(watched, f"{lab}/lab/tree/{executed.name}?reset")
     assert_shows_results(watched, lab)
-    watched.picture(tmp_path / "saved.png")
+    watched.picture("saved.png")
 
 
 def test_pages_of_a_run_without_a_network(executed, watched, tmp_path):
@@ -144,7 +144,7 @@ def test_pages_of_a_run_without_a_network(executed, watched, tmp_path):
         watched.requests.clear()
         page.goto(path.as_uri(), wait_until="domcontentloaded")
         assert_figures(page, 5)
-        watched.picture(tmp_path / f"{path.stem}.png", full_page=True)
+        watched.picture(f"{path.stem}.png", full_page=True)
         assert page.get_by_text("24 rows, all data sets verified").count() >= 1
         assert watched.serious == []
         links = {

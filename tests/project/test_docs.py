@@ -19,19 +19,23 @@ from api import module_page, public_page
 from watched import CUT_TITLES, FONTS, Watched, assert_figures, chromium
 
 ROOT = Path(__file__).resolve().parents[2]
+VIEWPORT = {"width": 1200, "height": 1000}
 LIBRARY = ["core/errors", "audio/conform", "mel/spec"]
 GUIDES = [str(p.relative_to(ROOT / "nbs").with_suffix("")) for p in prepare.guide_notebooks()]
 # Of the guides; nbdev_test executes them all, here the others are pages without outputs.
 EXECUTED = ("rejected_files", "gpu_limits", "promises")
+# Of the library notebooks; nbdev_test executes them too.
+EXECUTED_OF_LIBRARY = "mel/spec"
 # Run notebooks that tests of their own execute.
 RUN_ELSEWHERE = ("start", "evaluate", "retrain", "search", "tune", "doctor")
 
 
 def executed_or_not(path: Path, *given: Any, execute=prepare.execute) -> nbformat.NotebookNode:
-    "Execute a notebook as the site does, except guides and run notebooks whose outputs no test of the site needs."
+    "Execute a notebook as the site does, except those whose outputs no test of the site needs."
+    name = str(path.relative_to(ROOT / "nbs").with_suffix(""))
     is_guide = path.parent.name in prepare.GUIDES and path.stem not in EXECUTED
-    is_run = path.parent == ROOT / "nbs" and path.stem in RUN_ELSEWHERE
-    return nbformat.read(path, as_version=4) if is_guide or is_run else execute(path, *given)
+    is_left_out = is_guide or name in RUN_ELSEWHERE or (name in LIBRARY and name != EXECUTED_OF_LIBRARY)
+    return nbformat.read(path, as_version=4) if is_left_out else execute(path, *given)
 
 
 def write_pages() -> None:
@@ -79,15 +83,17 @@ def site(written) -> Path:
 
 @pytest.fixture(scope="module")
 def page(site) -> Iterator[Any]:
-    with chromium() as browser:
-        yield browser.new_page(viewport={"width": 1400, "height": 1000})
+    "A page in the first of the usual fonts."
+    with chromium(FONTS[0]) as browser:
+        yield browser.new_page(viewport=VIEWPORT)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("font", FONTS)
+@pytest.mark.parametrize("font", FONTS[1:])
 def test_titles_of_figures_are_not_cut_in_any_usual_font(site, font):
+    "In the first one: see test_pages_in_a_browser."
     with chromium(font) as browser:
-        page = browser.new_page(viewport={"width": 1200, "height": 1000})
+        page = browser.new_page(viewport=VIEWPORT)
         for name in ("build", "train", "predict", "dashboard", "explore"):
             page.goto((site / f"{name}.html").as_uri())
             page.wait_for_function(
@@ -212,7 +218,7 @@ def test_links_of_notebooks_name_existing_files():
 
 
 @pytest.mark.slow
-def test_pages_in_a_browser(site, page, tmp_path):
+def test_pages_in_a_browser(site, page):
     watched = Watched(page)
     n_figures_of = {
         "index": 0,
@@ -220,6 +226,7 @@ def test_pages_in_a_browser(site, page, tmp_path):
         "train": 6,
         "predict": 3,
         "dashboard": 9,
+        "explore": 2,
         "benchmark": 1,
         "reference/mel/spec": 0,
         "api/mel/spec": 0,
@@ -236,7 +243,8 @@ def test_pages_in_a_browser(site, page, tmp_path):
         assert page.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)"), (
             f"a picture of {name} is missing"
         )
-        page.screenshot(path=tmp_path / f"{name.replace('/', '-')}.png", full_page=True)
+        assert page.evaluate(CUT_TITLES) == [], name
+        watched.picture(f"{name.replace('/', '-')}.png", full_page=True)
     assert page.locator("text=undefined").count() == 0
     page.set_viewport_size({"width": 420, "height": 900})
     page.emulate_media(color_scheme="dark")
@@ -246,7 +254,7 @@ def test_pages_in_a_browser(site, page, tmp_path):
             f"{name} is wider than a telephone"
         )
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-    page.set_viewport_size({"width": 1400, "height": 1000})
+    page.set_viewport_size(VIEWPORT)
     page.emulate_media(color_scheme="light")
     assert watched.complaints == []
     assert watched.outside("file:") == []

@@ -12,7 +12,7 @@ import nbformat
 import numpy as np
 import pytest
 
-from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill, titles_of
+from notebook_runs import PLOTLY, ROOT, Run, copy_project, error_of, papermill, run_here, titles_of
 
 import leakmel as lm
 from leakmel.audio.synth import wav_bytes
@@ -116,15 +116,11 @@ def test_literal_command_writes_a_demo_set(tmp_path):
 
 def test_one_folder_of_label_folders_in_the_other_preset(tmp_path, tiny):
     results = tmp_path / "my results"
-    given = {"data_root": str(tiny / "TRAINING"), "out": str(results), "preset": "overlap"}
-    run = papermill(
-        copy_project(tmp_path / "p"),
-        *(word for name, value in given.items() for word in ("-r", name, value)),
-        "-p",
-        "n_mels",
-        "24",
-    )
-    assert_looks_right(run)
+    given = {"data_root": str(tiny / "TRAINING"), "out": str(results), "preset": "overlap", "n_mels": 24}
+    run = run_here("build.ipynb", **given)
+    assert run.error == ""
+    assert len(run.figures) == 5
+    assert '"ok": true' in run.text
     (data_set,) = results.glob("*.H5")
     with lm.open_dataset(data_set) as ds:
         assert ds[0][0].shape[:3] == (79, 3, 24)
@@ -331,33 +327,33 @@ def test_benchmark_measures_keeps_and_draws(measured):
     assert measured.notebook.stat().st_size < 3_500_000
 
 
-def test_benchmark_shows_records_that_are_there(measured, tmp_path):
+def test_benchmark_shows_records_that_are_there(measured, tmp_path, monkeypatch):
+    monkeypatch.chdir(copy_project(tmp_path) / "nbs")
     (folder,) = (measured.project / "runs").iterdir()
-    run = benchmark(copy_project(tmp_path), "-p", "run", "False", "-r", "out", str(folder))
-    assert run.status == 0, run.log
-    assert titles_of(run) == titles_of(measured)
+    run = run_here("benchmark.ipynb", run=False, out=str(folder))
+    assert run.error == ""
+    assert run.titles == titles_of(measured)
     assert not (tmp_path / "runs").exists(), "nothing is measured"
 
 
-def test_benchmark_without_records_says_so(tmp_path):
-    run = benchmark(copy_project(tmp_path), "-p", "run", "False", "-p", "suites", "all")
-    assert run.status == 0, run.log
-    assert [title.endswith("not measured") for title in titles_of(run)] == [True]
+def test_benchmark_without_records_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(copy_project(tmp_path) / "nbs")
+    run = run_here("benchmark.ipynb", run=False, suites="all")
+    assert run.error == ""
+    assert [title.endswith("not measured") for title in run.titles] == [True]
     assert "not measured: build, gpu, train" in run.text
     assert not (tmp_path / "runs").exists()
 
 
-def test_benchmark_fails_where_rows_were_wrong_and_still_draws(measured, tmp_path):
-    project = copy_project(tmp_path)
+def test_benchmark_fails_where_rows_were_wrong_and_still_draws(measured, tmp_path, monkeypatch):
+    monkeypatch.chdir(copy_project(tmp_path / "project") / "nbs")
     (folder,) = (measured.project / "runs").iterdir()
     shutil.copytree(folder, tmp_path / "records")
     (path,) = (tmp_path / "records").glob("build-*.json")
     path.write_text(path.read_text().replace('"all_ok": true', '"all_ok": false'))
-    run = benchmark(project, "-p", "run", "False", "-r", "out", str(tmp_path / "records"))
-    assert run.status != 0
-    assert len(titles_of(run)) == 1
-    (error,) = run.errors
-    assert "the benchmark found wrong results, so its figures are not valid; found build" in error
+    run = run_here("benchmark.ipynb", run=False, out=str(tmp_path / "records"))
+    assert len(run.titles) == 1
+    assert "the benchmark found wrong results, so its figures are not valid; found build" in run.error
 
 
 def test_a_notebook_of_comparisons_measures_keeps_and_draws(tmp_path):
@@ -373,11 +369,10 @@ def test_a_notebook_of_comparisons_measures_keeps_and_draws(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "nbs" / "benchmarks").glob("*.ipynb")), ids=lambda p: p.stem)
-def test_notebooks_of_comparisons_draw_the_stored_records(path, tmp_path):
-    records = str(ROOT / "runs" / "benchmarks")
-    words = ("-p", "run", "False", "-r", "out", records)
-    run = papermill(copy_project(tmp_path), *words, notebook=f"benchmarks/{path.name}")
-    assert run.status == 0, run.log
+def test_notebooks_of_comparisons_draw_the_stored_records(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(copy_project(tmp_path) / "nbs" / "benchmarks")
+    run = run_here(f"benchmarks/{path.name}", run=False, out=str(ROOT / "runs" / "benchmarks"))
+    assert run.error == ""
     assert re.search(r"verified and measured|not measured: gpu", run.text)
 
 

@@ -1,4 +1,4 @@
-"Silence behind short recordings is learned in no round: the same recordings in longer rows teach the same."
+"Retraining rounds with recordings shorter than a row: the padding after them changes neither selection nor training."
 
 import json
 import os
@@ -114,7 +114,7 @@ def test_half_of_the_existing_segments_are_selected(share):
         assert not mask[n:].any()
 
 
-def test_longer_rows_give_the_same_picks(town):
+def test_longer_rows_give_the_same_selection(town):
     detector, found = made_detector(), []
     for ds in opened(town):
         assert ds.n_too_short == 2
@@ -161,7 +161,7 @@ def test_longer_rows_are_replayed_the_same(town):
     assert np.array_equal(found[0], found[1])
 
 
-def test_scores_that_are_no_numbers_are_refused(town):
+def test_nan_scores_are_refused(town):
     _, ds = opened(town, "old", TASK)
     scores = class_scores(made_detector(), ds)
     scores[0, 0] = np.nan
@@ -213,7 +213,7 @@ def test_longer_rows_give_the_same_round(town, tmp_path):
         assert [str(w.message).split(" are ")[0] for w in said] == [
             f"{n}: 2 of 16 recordings" for n in ("new recordings", "replay", "testing")
         ]
-        assert all(w.filename.endswith("test_learn_heard_rounds.py") for w in said)
+        assert all(w.filename.endswith("test_learn_short_recordings_rounds.py") for w in said)
     one, other = (r.record for r in done)
     assert weights_digest(done[0].challenger) == weights_digest(done[1].challenger)
     for same in ("kept", "kept_digest", "replay", "metrics", "reason"):
@@ -239,7 +239,7 @@ def test_selected_rows_report_the_number_of_too_short_recordings(town, tmp_path)
     new.close()
 
 
-def test_silence_that_an_earlier_round_learned_is_not_learned_again(town, tmp_path):
+def test_padding_in_an_earlier_round_is_not_replayed(town, tmp_path):
     here = round_folder(tmp_path, 1)
     here.mkdir()
     with lm.open_dataset(town[2.0]["new"]) as ds:

@@ -1,4 +1,4 @@
-"A detector remembers what it was trained with, and says so where it is judged by that."
+"Provenance: a model stores digests of its training recordings, and evaluation and prediction report recordings among them."
 
 import json
 import os
@@ -98,7 +98,7 @@ def test_provenance_takes_eight_bytes_per_recording(trained):
     assert abs(large - small - 8 * (n - len(seen.recordings))) < 1000
 
 
-def test_unknown_recordings_get_no_stamp(small_sets, trained):
+def test_unknown_recordings_give_no_warning(small_sets, trained):
     found, said = warned(trained / "model.pt", small_sets / NAMES[2])
     assert not found.leaky
     assert not said
@@ -106,7 +106,7 @@ def test_unknown_recordings_get_no_stamp(small_sets, trained):
 
 
 @pytest.mark.filterwarnings("always")
-def test_a_split_of_its_own_is_noticed(small_sets, tmp_path, capsys):
+def test_evaluation_on_a_regrouped_training_split_is_reported(small_sets, tmp_path, capsys):
     "The folder was divided anew before the training; whoever judges names the folder, and the part in it that is called testing."
     assert (
         main(
@@ -177,7 +177,7 @@ def test_a_split_of_its_own_is_noticed(small_sets, tmp_path, capsys):
     assert "LeakySplitWarning" not in printed.err
 
 
-def test_its_own_part_for_testing_is_clean(small_sets, tmp_path):
+def test_the_test_part_of_the_same_split_gives_no_warning(small_sets, tmp_path):
     files = [small_sets / n for n in NAMES]
     split = group_split(files, "sensor", allow_leaky_split=True)
     done = lm.train(files, split=split, out=tmp_path / "run", **HOW)
@@ -329,7 +329,7 @@ def test_foreign_training_set_is_reported(small_sets, trained, tmp_path):
     assert not [c for c in own.cautions if "given as training were not used" in c]
 
 
-def test_a_model_that_does_not_say(small_sets, trained, tmp_path):
+def test_models_without_provenance_are_read(small_sets, trained, tmp_path):
     "Models of before this was kept are read as ever; that nobody knows is said."
     values = load_plain(trained / "model.pt")
     del values["seen"]
@@ -468,7 +468,7 @@ def test_a_refused_call_leaves_no_folder(small_sets, trained, tmp_path):
         assert not (tmp_path / "rounds").exists()
 
 
-def test_files_of_the_earlier_system_say_nothing(tmp_path):
+def test_files_of_the_earlier_system_have_no_provenance(tmp_path):
     from test_learn_incremental import earlier_system
 
     ds = earlier_system(tmp_path / "old.h5", 4, 0)

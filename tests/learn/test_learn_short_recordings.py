@@ -1,4 +1,4 @@
-"Silence behind short recordings is neither learned nor judged: a recording has the same scores by whichever way it goes."
+"Recordings shorter than a row: training, evaluation and prediction exclude the padding after them, and give the same scores."
 
 import json
 import os
@@ -159,7 +159,7 @@ def test_segments_are_counted_as_for_a_prediction(preset, rate, k, off):
         )
 
 
-def test_no_row_has_no_segments():
+def test_segments_per_row_of_an_empty_list():
     assert segments_per_row(np.zeros(0, np.int64), np.zeros(0, np.int64), SPEC).shape == (0,)
 
 
@@ -192,7 +192,7 @@ def test_scores_of_short_recordings_are_those_of_a_prediction(uneven, tmp_path, 
             ]
 
 
-def test_rows_that_do_not_say_how_long_they_are_count_as_a_whole(rows, tmp_path):
+def test_rows_of_unknown_length_count_as_whole_rows(rows, tmp_path):
     path = tmp_path / "x.h5"
     path.write_bytes(rows.read_bytes())
     with h5py.File(path, "r+") as f:
@@ -214,7 +214,7 @@ def test_rows_that_do_not_say_how_long_they_are_count_as_a_whole(rows, tmp_path)
     ],
     ids=["short", "fractions", "text", "wide", "one", "folder"],
 )
-def test_lengths_that_are_none_are_refused(rows, tmp_path, column):
+def test_invalid_length_columns_are_refused(rows, tmp_path, column):
     path = tmp_path / "x.h5"
     path.write_bytes(rows.read_bytes())
     with h5py.File(path, "r+") as f:
@@ -230,7 +230,7 @@ def test_lengths_that_are_none_are_refused(rows, tmp_path, column):
 
 
 @pytest.mark.parametrize("length", [-5, 0, 2**63 - 1])
-def test_lengths_beyond_all_measure_count_as_a_whole_row(rows, tmp_path, length):
+def test_impossible_lengths_count_as_a_whole_row(rows, tmp_path, length):
     path = tmp_path / "x.h5"
     path.write_bytes(rows.read_bytes())
     with h5py.File(path, "r+") as f:
@@ -483,7 +483,7 @@ def test_too_short_recordings_are_reported_before_training(rows, tmp_path):
             assert "end before their rows do" in repr(data)
 
 
-def test_nothing_but_recordings_too_short(tmp_path):
+def test_a_data_set_of_too_short_recordings_is_refused(tmp_path):
     for k in range(6):
         write_wav_in(tmp_path / "wavs" / ("LEAK", "NOLEAK")[k % 2] / f"{k}.wav", noise(k, 500))
     path = built(tmp_path / "wavs", tmp_path / "x.h5")
@@ -509,7 +509,7 @@ def write_wav_in(path: Path, samples: np.ndarray) -> None:
     write_wav(path, samples, RATE)
 
 
-def test_scores_that_are_no_numbers_are_no_silence(rows):
+def test_nan_scores_are_refused(rows):
     detector = made_detector()
     with torch.no_grad():
         detector.classifier.get_parameter("classes.bias")[0] = torch.nan
@@ -580,7 +580,7 @@ def test_gpu_scores_are_read_one_batch_later(rows, monkeypatch):
     assert said == [*sum(steps, []), f"wait {n - 1}"]
 
 
-def test_no_files_in_a_batch(rows):
+def test_batches_of_zero_files_are_refused(rows):
     with (
         Segments(rows, level="recording") as ds,
         pytest.raises(UsageError, match="must be at least 1"),
@@ -599,7 +599,7 @@ def test_mean_mels_exclude_padding_after_the_recording(rows):
 
 
 @pytest.mark.parametrize("part", ["training", "validation", "testing"])
-def test_the_level_has_one_scale_in_all_parts(town, tmp_path, part):
+def test_the_level_baseline_has_one_scale_in_all_splits(town, tmp_path, part):
     "A part of which no level is known is judged by what was learned of the mels, not of decibels of samples."
     sets = dict(zip(("training", "validation", "testing"), town[10.0]))
     path = tmp_path / "x.h5"
