@@ -3132,6 +3132,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'leakmel/learn/train/history.py'),
                                              'leakmel.learn.train.history._rank': ( 'learn/train/history.html#_rank',
                                                                                     'leakmel/learn/train/history.py'),
+                                             'leakmel.learn.train.history.choice_figure': ( 'learn/train/history.html#choice_figure',
+                                                                                            'leakmel/learn/train/history.py'),
                                              'leakmel.learn.train.history.epochs_from': ( 'learn/train/history.html#epochs_from',
                                                                                           'leakmel/learn/train/history.py'),
                                              'leakmel.learn.train.history.f1_error': ( 'learn/train/history.html#f1_error',

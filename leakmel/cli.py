@@ -303,8 +303,8 @@ SHORT_HELP: dict[str, tuple[str | None, str]] = {
     ),
     "verify": (None, "leakmel verify mels/TRAINING_DATASET.H5 --root recordings --sample all"),
     "train": (
-        "out,validation,testing,group,leak-label,kind,epochs,batch-size,learning-rate,early-stop-epochs,seed,resume,device,report",
-        "leakmel train mels --out model --epochs 12",
+        "out,validation,testing,group,leak-label,kind,detector,epochs,learning-rate,seed,resume,device,report",
+        "leakmel train mels --out model --group sensor",
     ),
     "search": (
         "out,validation,space,trials,hours,group,leak-label,kind,epochs,seed,resume,device",

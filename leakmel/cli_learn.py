@@ -132,7 +132,7 @@ def add_train(p: argparse.ArgumentParser) -> Options:
             metavar="FILE",
             help=(
                 "validation set, which selects the best epoch and the decision threshold (default: the one in the folder); "
-                "none: train all epochs and keep the threshold 0.5"
+                "none: train all epochs; the threshold is chosen in cross-validation"
             ),
         ),
         "--testing": dict(

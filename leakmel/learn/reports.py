@@ -13,7 +13,7 @@ from ..insight.report import Section, write_report
 from .evaluate.report import Evaluation
 from .predict.plots import score_by_level, score_histogram, suspicious_mels
 from .predict.predict import Predictions
-from .train.history import learning_curves
+from .train.history import choice_figure, learning_curves
 from .train.loop import TrainResult
 
 # %% ../../nbs/learn/reports.ipynb #153f7e2a
@@ -28,13 +28,12 @@ def training_report(
     "Write the report of a training."
     verdict = "The detector was not evaluated on test recordings."
     ok = None
-    sections = [
-        Section("Summary", [result]),
-        Section(
-            "Learning curves",
-            [learning_curves(result.epochs, result.best_epoch), result.history[_CURVES].round(4)],
-        ),
-    ]
+    sections = [Section("Summary", [result])]
+    if choice := result.summary.get("choice"):
+        sections.append(Section("Kinds of detectors", [choice_figure(choice)]))
+    if result.epochs:
+        curves = learning_curves(result.epochs, result.best_epoch)
+        sections.append(Section("Learning curves", [curves, result.history[_CURVES].round(4)]))
     if evaluation is not None:
         verdict = str(evaluation.verdict)
         ok = evaluation.beats

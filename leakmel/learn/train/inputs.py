@@ -77,7 +77,7 @@ class TrainingData(RowTable):
         yield "task", repr(self.task)
         for name, ds in (("training", self.training), ("validation", self.validation)):
             if ds is None:
-                yield name, "none: all epochs are trained, the last one is kept, and the threshold stays 0.5"
+                yield name, "none: all epochs are trained, and the last one is kept"
                 continue
             counts = np.bincount(ds.labels, minlength=len(self.task.model_names)).tolist()
             by_class = (f"{show_path(n)} {k:,}" for n, k in zip(self.task.model_names, counts))
