@@ -1,0 +1,261 @@
+"Kinds of detectors: spectral, network and blend through training, files, scores, export, resume and retraining."
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from errors import raises
+
+import leakmel as lm
+from leakmel.core.errors import DataError
+from leakmel.learn.data.segments import Segments
+from leakmel.learn.data.splits import Split
+from leakmel.learn.model.classifiers import BlendClassifier
+from leakmel.learn.model.detector import Detector, load_detector, score_rows
+from leakmel.learn.model.export import export_detector
+from leakmel.learn.model.files import load_plain
+from leakmel.learn.model.spectral import (
+    SpectralClassifier,
+    fit_spectral,
+    spectral_features,
+    window_numbers,
+)
+from leakmel.learn.train import folds as folds_module
+from leakmel.learn.train.folds import make_folds
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = {"epochs": 1, "epoch_share": 0.3, "batch_size": 64, "channels": (4, 8)}
+QUIET: dict[str, Any] = {"device": "cpu", "progress": False}
+KINDS = ("spectral", "cnn", "blend")
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("kinds")
+    lm.write_demo(folder / "demo", n_files=60, seed=1)
+    results = lm.build_all(folder / "demo", out_dir=folder / "sets", progress="none", check=0)
+    found = {r.split.lower(): r.path for r in results}
+    assert set(found) == {"training", "validation", "testing"}
+    return found | {"recordings": folder / "demo" / "TESTING"}
+
+
+@pytest.fixture(scope="module")
+def trained(sets, tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("models")
+    found = {}
+    for kind in KINDS:
+        settings = lm.TrainSettings(detector=kind, **SMALL)
+        found[kind] = lm.train(
+            sets["training"], sets["validation"], out=folder / kind, settings=settings, **QUIET
+        )
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_file_gives_the_same_scores(sets, trained, kind):
+    detector = trained[kind].detector
+    again = load_detector(trained[kind].model_path)
+    assert (again.kind, again.threshold, again.record) == (kind, detector.threshold, detector.record)
+    with Segments(sets["testing"], level="recording", task=detector.task) as ds:
+        scores = score_rows(detector, ds)
+        assert np.array_equal(score_rows(again, ds), scores, equal_nan=True)
+        assert np.allclose(score_rows(again, ds, files_per_batch=1), scores, atol=1e-6, equal_nan=True)
+    assert 0 <= np.nanmin(scores) <= np.nanmax(scores) <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prediction_scores_recordings_as_the_data_set_does(sets, trained, kind):
+    detector = trained[kind].detector
+    with Segments(sets["testing"], level="recording", task=detector.task) as ds:
+        right = detector.recording_scores(score_rows(detector, ds))
+    found = lm.predict(sets["recordings"], detector, device="cpu", engine="torch", progress="none")
+    scores = [detector.recording_scores(s.segment_scores) for s in found.scored]
+    assert np.allclose(scores, right, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_evaluated_and_exported(sets, trained, kind, tmp_path):
+    result = trained[kind]
+    e = lm.evaluate(result.detector, sets["testing"], training=sets["training"], progress="none", n_draws=100)
+    assert len(e.table) == 5
+    assert export_detector(result.detector, tmp_path / "model.pt2").is_file()  # compares scores itself
+
+
+def test_a_model_file_holds_no_pickled_objects(trained):
+    for result in trained.values():
+        values = load_plain(result.model_path)  # refuses everything that is not a tensor or a plain value
+        assert all(isinstance(w, torch.Tensor) for w in values["weights"].values())
+
+
+def test_the_level_is_removed_unless_it_is_asked_for(sets):
+    with Segments(sets["training"], level="recording") as ds:
+        for keep in (False, True):
+            features = spectral_features(ds, keep_level=keep)
+            classifier = fit_spectral(features, ds.labels, 2, n_threads=1)
+            rows = torch.from_numpy(ds.sources[0].mels[:8])
+            quiet, loud = (classifier.class_probabilities(rows.float() + db) for db in (0.0, 12.0))
+            assert torch.allclose(quiet, loud, atol=1e-4) is not keep
+
+
+def test_a_spectral_detector_scores_short_recordings_without_the_silence_behind_them(sets):
+    with Segments(sets["training"], level="recording") as ds:
+        classifier = fit_spectral(spectral_features(ds), ds.labels, 2, n_threads=1)
+        rows = torch.from_numpy(ds.sources[0].mels[:4]).float()
+        n_long = rows.shape[1]
+        silent = rows.clone()
+        silent[:, 17:] = -200.0
+        mask = (torch.arange(n_long) < 17).expand(4, -1)
+        found = classifier.class_probabilities(silent, mask)[:, :17]
+        assert torch.allclose(found, classifier.class_probabilities(rows[:, :17]), atol=1e-5)
+
+
+def test_windows_have_equal_lengths():
+    for n in range(1, 50):
+        mask = torch.arange(60)[None] < n
+        numbers = window_numbers(mask, 4)[0, :n]
+        lengths = torch.bincount(numbers)
+        assert lengths.min() >= lengths.max() - 1
+        assert abs(len(lengths) - n / 4) <= 0.5 or len(lengths) == 1
+
+
+def test_choice_and_thresholds_come_from_recordings_that_were_not_trained_on(sets, tmp_path):
+    settings = lm.TrainSettings(detector="auto", **SMALL)
+    result = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
+    choice = result.summary["choice"]
+    assert {t["kind"] for t in choice["tried"]} == set(KINDS)
+    assert (choice["recordings"], choice["by"], choice["folds"]) == (46, "sensor", 5)
+    best = max(choice["tried"], key=lambda t: t["auc"])
+    within = [t["kind"] for t in choice["tried"] if t["auc"] >= best["auc"] - best["error"]]
+    assert choice["kind"] == next(kind for kind in KINDS if kind in within)
+    assert "46 recordings in cross-validation" in result.detector.threshold_from
+    assert result.detector.kind == choice["kind"]
+
+
+def test_the_same_training_is_not_repeated(sets, tmp_path, monkeypatch):
+    settings = lm.TrainSettings(detector="spectral")
+    first = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
+
+    def fitted(*args: Any, **more: Any) -> Any:
+        raise AssertionError("fitted again")
+
+    monkeypatch.setattr(folds_module, "fit_spectral", fitted)
+    again = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
+    assert again.summary == first.summary
+    assert again.detector.record == first.detector.record
+
+
+def test_an_interrupted_cross_validation_continues_with_the_missing_fit(sets, tmp_path, monkeypatch):
+    settings = lm.TrainSettings(detector="auto", **SMALL)
+    fit, done = folds_module.FoldTrainer.fit, list[str]()
+
+    def interrupted(self: Any, kind: str, *args: Any) -> Any:
+        done.append(kind)
+        if len(done) == 8:
+            raise KeyboardInterrupt
+        return fit(self, kind, *args)
+
+    monkeypatch.setattr(folds_module.FoldTrainer, "fit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
+    assert done == ["spectral"] * 5 + ["cnn"] * 3
+    resumed = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
+    assert done[8:][:3] == ["cnn"] * 3  # the interrupted fold and the two after it
+    monkeypatch.setattr(folds_module.FoldTrainer, "fit", fit)
+    whole = lm.train(sets["training"], out=tmp_path / "whole", settings=settings, **QUIET)
+    tried = [[(t["kind"], t["auc"]) for t in r.summary["choice"]["tried"]] for r in (resumed, whole)]
+    assert tried[0] == tried[1]
+    assert resumed.detector.thresholds == whole.detector.thresholds
+
+
+def test_a_damaged_score_file_is_computed_again(sets, tmp_path):
+    settings = lm.TrainSettings(detector="spectral")
+    first = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
+    scores = sorted((tmp_path / "run" / "cross-validation").glob("*.npy"))
+    assert len(scores) == 5
+    os.truncate(scores[0], 60)
+    os.remove(tmp_path / "run" / "model.pt")
+    again = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
+    assert again.detector.thresholds == first.detector.thresholds
+
+
+def test_groups_stay_together_and_labels_are_in_every_training_part():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        code = rng.integers(0, rng.integers(2, 12), 40)
+        classes = rng.integers(0, 2, 40)
+        groups_of = [len(np.unique(code[classes == k])) for k in (0, 1)]
+        if min(groups_of) < 2:
+            with raises("label-in-one-part", DataError):
+                make_folds(classes, code, 5)
+            continue
+        fold = make_folds(classes, code, 5)
+        for k in np.unique(fold):
+            assert not set(code[fold == k]) & set(code[fold != k])
+            assert set(classes[fold != k]) == set(classes)
+
+
+def test_a_label_of_one_group_only_gives_a_spectral_detector_without_a_choice(sets, tmp_path, caplog):
+    with raises("label-in-one-part", DataError):
+        make_folds(np.array([0, 0, 1, 1]), np.array([0, 1, 2, 2]), 5)
+    with lm.open_dataset(sets["training"]) as ds:
+        sensors = ds.files["sensor"].to_numpy()
+        leaks = np.array(ds.class_names)[ds.labels] == "LEAK"
+        one = next(s for s in np.unique(sensors[leaks]))
+        rows = np.flatnonzero(~leaks | (sensors == one))
+        labels = ds.labels.astype(np.int64)
+        split = Split({"training": rows}, labels, tuple(ds.class_names), "one sensor with leaks", (), (), ())
+        result = lm.train(ds, split=split, out=tmp_path / "run", **QUIET)
+    assert result.detector.kind == "spectral"
+    assert result.summary["choice"] is None
+    assert "cross-validation is not possible" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["spectral", "blend"])
+def test_a_champion_of_each_kind_is_retrained(sets, trained, kind, tmp_path):
+    round_ = lm.retrain(
+        trained[kind].detector,
+        sets["validation"],
+        replay=sets["training"],
+        testing=sets["testing"],
+        out=tmp_path / "rounds",
+        **QUIET,
+    )
+    challenger = load_detector(round_.folder / "model.pt")
+    assert challenger.kind == kind
+    old = next(m for m in trained[kind].detector.members if isinstance(m, SpectralClassifier))
+    new = next(m for m in challenger.members if isinstance(m, SpectralClassifier))
+    assert not torch.equal(old.get_buffer("weight"), new.get_buffer("weight"))
+
+
+HOSTILE = {
+    "a node that does not exist": lambda head, weights: weights["left"].fill_(1 << 40),
+    "a feature that does not exist": lambda head, weights: weights["feature"].fill_(-1),
+    "more nodes than tensors": lambda head, weights: head["classifier"]["settings"].update(n_nodes=1 << 30),
+    "another kind": lambda head, weights: head["classifier"].update(kind="forest"),
+    "a weight that is no number": lambda head, weights: weights["weight"].fill_(float("nan")),
+    "text as a setting": lambda head, weights: head["classifier"]["settings"].update(depth="9"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_spectral_detector_is_refused(trained, tmp_path, name):
+    from leakmel.learn.model.files import plain_bytes
+
+    values = load_plain(trained["spectral"].model_path)
+    head = json.loads(values["detector"])
+    HOSTILE[name](head, values["weights"])
+    path = tmp_path / "model.pt"
+    path.write_bytes(plain_bytes(values | {"detector": json.dumps(head)}))
+    with raises("not-a-detector", DataError, path=path):
+        load_detector(path)
+
+
+def test_a_blend_is_the_mean_of_its_calibrated_members(trained):
+    blend: Detector = trained["blend"].detector
+    assert isinstance(blend.classifier, BlendClassifier)
+    assert [type(m).__name__ for m in blend.members] == ["SpectralClassifier", "LeakNet"]
+    assert blend.record["choice"]["kind"] == "blend"
