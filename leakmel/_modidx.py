@@ -998,6 +998,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'leakmel/dataset/run/inputs.py'),
                                             'leakmel.dataset.run.inputs._read_headers': ( 'dataset/run/inputs.html#_read_headers',
                                                                                           'leakmel/dataset/run/inputs.py'),
+                                            'leakmel.dataset.run.inputs._similar_length': ( 'dataset/run/inputs.html#_similar_length',
+                                                                                            'leakmel/dataset/run/inputs.py'),
                                             'leakmel.dataset.run.inputs._without_recordings': ( 'dataset/run/inputs.html#_without_recordings',
                                                                                                 'leakmel/dataset/run/inputs.py'),
                                             'leakmel.dataset.run.inputs.check_listing': ( 'dataset/run/inputs.html#check_listing',

@@ -296,3 +296,16 @@ def test_no_command_where_a_build_would_fail(tmp_path: Path) -> None:
         with pytest.raises(LeakmelError) as e:
             lm.build(tmp_path / name, out=tmp_path / "x.h5", **QUIET)
         assert str(e.value) == proposal.reason
+
+
+def test_lengths_that_differ_by_a_little_are_cut_to_the_shortest(tmp_path: Path) -> None:
+    "Recorders stop within a few hundred milliseconds: no length has a majority, yet nobody has to choose one."
+    lengths = tuple((8000, 6.64 + 0.03 * k, 1, 2) for k in range(12))
+    write_mixed(lambda label, i: tmp_path / "in" / label / f"{i}.wav", lengths + ((8000, 30.0, 1, 1),))
+    result = lm.build(tmp_path / "in", out=tmp_path / "x.h5", progress="none")
+    assert (result.rows, len(result.rejected)) == (50, 0)
+    with lm.open_dataset(result.path) as ds:
+        assert (ds.spec.sample_rate, ds.spec.duration_s) == (8000, 6.64)
+    decision = decide_spec(None, [lm.scan(tmp_path / "in").listings[0]])
+    assert (decision.n_similar, decision.counts["cut"]) == (48, 46)
+    assert "shortest of 48 of 50" in decision.reason

@@ -103,6 +103,9 @@ class SpecDecision:
     inferred: tuple[str, ...]  # "sample_rate", "duration_s": inferred from the recordings
     headers: np.ndarray  # [k, 3] int64: rate in Hz, samples, label number of each header that was read
     n_recordings: int  # labelled recordings
+    n_similar: int = (
+        0  # recordings of similar length, of which the shortest gives the length; 0: most have one length
+    )
 
     @property
     def n_read(self) -> int:
@@ -119,6 +122,8 @@ class SpecDecision:
         "Where rate and length come from."
         if not self.inferred:
             return "as given"
+        if self.n_similar:
+            return f"the shortest of {self.n_similar:,} of {self.n_read:,} recordings with lengths within 10 % of the median"
         what = " and ".join({"sample_rate": "rate", "duration_s": "length"}[name] for name in self.inferred)
         same = sum(n for rate, length, n in count_kinds(self.headers) if self._fits(rate, length))
         return f"{what} of {same:,} of {self.n_read:,} recordings"
@@ -211,6 +216,28 @@ def _long_enough(
         return kinds
 
 
+def _similar_length(
+    kinds: Sequence[tuple[int, int, int]], inferred: tuple[str, ...]
+) -> tuple[int, float, int] | None:  # Hz, s, recordings; None: rate or length differ too much
+    "Return rate and shortest length of recordings of one rate with lengths within 10 % of the median, if they are the majority."
+    if "duration_s" not in inferred:
+        return None
+    rates = Counter[int]()
+    for rate, _, n in kinds:
+        rates[rate] += n
+    common = rates.most_common(1)[0][0]
+    seconds = np.repeat([length / rate for rate, length, _ in kinds], [n for *_, n in kinds])
+    of_rate = np.repeat([rate == common for rate, *_ in kinds], [n for *_, n in kinds])
+    median = np.median(seconds)
+    near = of_rate & (np.abs(seconds - median) <= _SIMILAR * median)
+    if 2 * near.sum() <= len(seconds):
+        return None
+    return common, math.floor(seconds[near].min() * 100) / 100, int(near.sum())
+
+
+_SIMILAR = 0.1  # of the median length
+
+
 def _as_spec(settings: dict[str, Any]) -> MelSpec:
     changes = {k: v for k, v in settings.items() if k != "preset"}
     return MelSpec.preset(settings.get("preset", "disjoint"), **changes)
@@ -293,6 +320,7 @@ def decide_spec(
     given = {} if spec is None or isinstance(spec, MelSpec) else dict(spec)
     names = () if isinstance(spec, MelSpec) else ("sample_rate", "duration_s")
     inferred = tuple(name for name in names if given.get(name) is None)
+    n_similar = 0
     headers, n_recordings = (
         _read_headers(listings)
         if inferred or count
@@ -312,15 +340,19 @@ def decide_spec(
             values = {"sample_rate": rate, "duration_s": length / rate}
             totals[tuple(values[name] for name in inferred)] += n
         most, n_most = totals.most_common(1)[0]
-        if 2 * n_most <= totals.total():
+        if 2 * n_most > totals.total():
+            given |= dict(zip(inferred, most))
+        elif similar := _similar_length(_long_enough(kinds, given), inferred):
+            rate, duration_s, n_similar = similar
+            given |= {"duration_s": duration_s} | ({"sample_rate": rate} if "sample_rate" in inferred else {})
+        else:
             raise _differ(
                 _long_enough(kinds, given),
                 {k: v for k, v in given.items() if v is not None},
                 listings[0].folder,
             )
-        given |= dict(zip(inferred, most))
     return SpecDecision(
-        spec if isinstance(spec, MelSpec) else _as_spec(given), inferred, headers, n_recordings
+        spec if isinstance(spec, MelSpec) else _as_spec(given), inferred, headers, n_recordings, n_similar
     )
 
 
