@@ -75,7 +75,7 @@ def data(tmp_path, make_wav) -> Path:
 
 def test_error_without_a_majority_counts_six_kinds_of_recordings(tmp_path, make_wav, say):
     for k in range(9):
-        make_wav(tmp_path / "set" / "A" / f"odd{k}.wav", n=4000 - k, seed=k)
+        make_wav(tmp_path / "set" / "A" / f"odd{k}.wav", n=4000 - 300 * k, seed=k)
     for k in range(3):
         make_wav(tmp_path / "set" / "A" / f"plain{k}.wav", n=4096, seed=20 + k)
     status, _, err = say("build", tmp_path / "set", "--out", tmp_path / "x.h5", "--quiet")

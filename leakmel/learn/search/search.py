@@ -451,7 +451,7 @@ def search(
         if type(value) not in kinds or not int(name == "trials") <= value < math.inf:
             raise UsageError(f"{name} is out of range", code="out-of-range", found=repr(value))
     began = time.monotonic()
-    base = replace(settings or TrainSettings(), detector="cnn")  # the settings of a network are searched
+    base = replace(settings or TrainSettings(), detector="cnn")
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     found = read_space(space, base)
     folder = Path(os.path.abspath(os.path.expanduser(out)))
@@ -472,9 +472,8 @@ def search(
                 code="validation-missing",
                 remedy="pass validation=, or a split with a validation part",
             )
-        base = with_length(base, len(data.training))
-        own = {"space": space_to_json(found), "pruning": list(pruning.values())}
-        identity = training_identity(data, base) | own
+        identity = training_identity(data, base := with_length(base, len(data.training)))
+        identity |= {"space": space_to_json(found), "pruning": list(pruning.values())}
         stamp = "" if data.split is None else data.split.stamp
     how |= dict(device=pick_device(device), checkpoints=checkpoints)
     with (
