@@ -258,7 +258,10 @@ class Explorer:
             self.selection = self.selection.fitted(spec)
         return True
 
-    def change_rate(self, sample_rate: int) -> bool:  # Hz
+    def change_rate(
+        self,
+        sample_rate: int,  # Hz
+    ) -> bool:
         "Change the sample rate; windows that differ from the preset change by the same factor as those of the preset."
         old, new = (
             preset_values(self.spec.preset_name, rate) for rate in (self.spec.sample_rate, sample_rate)

@@ -383,12 +383,12 @@ def make_start() -> None:
 
 
 def make_runs() -> None:
-    "Two runs, of which the dashboard shows the second beside the first."
+    "Two runs, of which the dashboard compares the second with the first."
     import leakmel as lm
 
     make_demo()
     shutil.rmtree(DOCS / "runs", ignore_errors=True)
-    for name, readers in (("each-thread-for-itself", None), ("hand-to-hand", 1)):
+    for name, readers in (("combined-threads", None), ("separate-reader", 1)):
         pipeline = lm.PipelineConfig(read_workers=readers)
         lm.build_all(demo_folder(), out_dir=DOCS / "runs" / name, pipeline=pipeline, progress="none")
 
