@@ -55,7 +55,7 @@ def module_page(name: str) -> str:
     parts = [
         f"# {short}",
         f"```{{py:module}} {name}\n:no-index-entry:\n```",
-        f"{inspect.getdoc(module)} The [notebook]({up}reference/{short.replace('.', '/')}.ipynb) tells why it is as it is.",
+        f"{(inspect.getdoc(module) or '').rstrip('.')}. The [notebook]({up}reference/{short.replace('.', '/')}.ipynb) tells why it is as it is.",
     ]
     for public in getattr(module, "__all__", []):
         value = getattr(module, public)
@@ -179,10 +179,8 @@ def comments_of(
     said = {line: text for line, text in said.items() if not text.startswith("noqa")}
     a = tree.args
     plain = [*a.posonlyargs, *a.args]
-    pairs = [
-        *zip(plain, [None] * (len(plain) - len(a.defaults)) + a.defaults),
-        *zip(a.kwonlyargs, a.kw_defaults),
-    ]
+    absent: list[ast.expr | None] = [None] * (len(plain) - len(a.defaults))
+    pairs = [*zip(plain, [*absent, *a.defaults]), *zip(a.kwonlyargs, a.kw_defaults)]
     ends = {arg.arg: (default or arg).end_lineno or 0 for arg, default in pairs}
     ends |= {arg.arg: arg.end_lineno or 0 for arg in (a.vararg, a.kwarg) if arg}
     last = tree.body[0].lineno - 1
