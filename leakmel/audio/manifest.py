@@ -144,7 +144,10 @@ class Manifest:
         rows = [(p.kind, p.path, p.message) for p in found]
         return pd.DataFrame(rows, columns=["kind", "path", "message"])
 
-    def report(self, most: int = 20) -> ProblemReport:  # examples to show
+    def report(
+        self,
+        most: int = 20,  # examples to show
+    ) -> ProblemReport:
         "The problems by group and kind, for a notebook or a terminal."
         return ProblemReport((Problem(*row) for row in self.problems.itertuples(index=False)), most)
 
@@ -157,7 +160,10 @@ class Manifest:
         names += [("", path) for path in self.unmatched]
         return preview_names(self.naming, names)
 
-    def groups(self, by: str) -> "pd.DataFrame":  # "sensor", "session" or "folder"
+    def groups(
+        self,
+        by: str,  # "sensor", "session" or "folder"
+    ) -> "pd.DataFrame":
         "Count the recordings of each sensor, session or folder: in all, per split and label, and its splits."
         import pandas as pd
 

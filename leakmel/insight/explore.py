@@ -49,7 +49,7 @@ from leakmel.insight.plots import (
 )
 from ..mel.engines import Engine, open_engine
 from ..mel.reference import hann_periodic
-from ..mel.spec import MelSpec, preset_values
+from ..mel.spec import WINDOW_FIELDS, MelSpec, preset_values
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -257,6 +257,29 @@ class Explorer:
         if self.selection.stop is not None:
             self.selection = self.selection.fitted(spec)
         return True
+
+    def change_rate(
+        self,
+        sample_rate: int,  # Hz
+    ) -> bool:
+        "Change the sample rate; windows that differ from the preset change by the same factor as those of the preset."
+        old, new = (
+            preset_values(self.spec.preset_name, rate) for rate in (self.spec.sample_rate, sample_rate)
+        )
+        own = {k: max(1, n * new[k] // old[k]) for k, n in self.changes.items() if k in WINDOW_FIELDS}
+        return self.change_spec(sample_rate=sample_rate, **own)
+
+    def segment_hops(
+        self,
+        long_window: int,  # samples
+        short_window: int,  # samples
+    ) -> dict[str, int]:  # long_hop and short_hop, samples
+        "Return the hops by which segments of other lengths overlap as much as now."
+        spec = self.spec
+        return {
+            "long_hop": max(1, long_window * spec.long_hop // spec.long_window),
+            "short_hop": max(1, short_window * spec.short_hop // spec.short_window),
+        }
 
     def select(self, first: int = 0, stop: int | None = None, short: int | None = None) -> None:
         "Select segments."

@@ -99,7 +99,7 @@ def place_table(
 
 
 # %% ../../nbs/mel/triton_kernel.ipynb #e447831c
-STEP = 16  # wrap_text samples taken at a time
+STEP = 16  # folded samples taken at a time
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def kernel_constants(
         "n_distinct": n_distinct,
         "row_size": row_size,  # values in a row
         "n_fft": spec.n_fft,
-        "half": half,  # wrap_text samples of a frame
+        "half": half,  # folded samples of a frame
         "half_padded": -(-half // STEP) * STEP,
         "n_bins": int((tiles @ [ROUND_BINS, launch.bins]).max()),  # columns of the tables
         "n_mels": spec.n_mels,

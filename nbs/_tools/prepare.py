@@ -138,6 +138,7 @@ def dress(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         if cell.cell_type == "markdown":
             cell.source = formulas(cards(cell.source))
     notebook.cells = [c for c in cells if c.cell_type != "code" or c.source.strip()]
+    drop_progress(notebook)
     still_widgets(notebook)
     html_figures(notebook)
     notebook.metadata = nbformat.from_dict(
@@ -147,6 +148,18 @@ def dress(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         }
     )
     return notebook
+
+
+def drop_progress(notebook: nbformat.NotebookNode) -> None:
+    "Remove the lines of progress that a log gets and a page does not need: `build: 20 of 30 files in 5 s, ...`."
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if output.get("name") == "stderr":
+                output["text"] = re.sub(
+                    r"^[^:\n]+: [\d,]+ of [\d,]+ \S+ in .*\n", "", output["text"], flags=re.M
+                )
+        if "outputs" in cell:
+            cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr" or o["text"]]
 
 
 def cards(text: str) -> str:
@@ -370,12 +383,12 @@ def make_start() -> None:
 
 
 def make_runs() -> None:
-    "Two runs, of which the dashboard shows the second beside the first."
+    "Two runs, of which the dashboard compares the second with the first."
     import leakmel as lm
 
     make_demo()
     shutil.rmtree(DOCS / "runs", ignore_errors=True)
-    for name, readers in (("each-thread-for-itself", None), ("hand-to-hand", 1)):
+    for name, readers in (("combined-threads", None), ("separate-reader", 1)):
         pipeline = lm.PipelineConfig(read_workers=readers)
         lm.build_all(demo_folder(), out_dir=DOCS / "runs" / name, pipeline=pipeline, progress="none")
 

@@ -114,7 +114,8 @@ def _axis(series: Sequence[Bars], title: str, is_log: bool) -> dict[str, Any]:
     if not positive:
         return axis | dict(range=[0, 1], showticklabels=False, showgrid=False)
     if not is_log:
-        return axis | dict(range=[0, 1.4 * max(positive)], nticks=5, tickformat=",")
+        room = max(1.4, 1 + 0.06 * max(len(t) for bars in series for t in bars.texts))
+        return axis | dict(range=[0, room * max(positive)], nticks=5, tickformat=",")
     low, high = np.log10(min(positive)) - 0.4, np.log10(max(positive))
     step = 1 if high - low > 2.2 else "D2"  # one, two and five of a decade where there is room
     return axis | dict(type="log", range=[low, high + 0.22 * (high - low)], dtick=step, tickformat=",")
@@ -273,7 +274,7 @@ def compare_figure(
 ) -> "go.Figure":
     "Draw rates, processor time and memory of all contestants in all geometries."
     if figures is None or cache not in figures.get("caches", ["warm"]):
-        return missing_figure(f"other tools beside leakmel, {cache} cache")
+        return missing_figure(f"comparison with other tools, {cache} cache")
     names = _ranked(figures, cache)
     pale, rates, cpu, peaks = [not _is_ours(n) for n in names], [], [], []
     for g in figures["settings"]:
@@ -305,8 +306,8 @@ def compare_figure(
         names,
         [
             Panel("files/s", rates, "files/s", width=0.54),
-            Panel("CPU (ms a file, with imports)", cpu, "ms", width=0.23),
-            Panel("peak memory (MB)", peaks, "MB", width=0.23),
+            Panel("CPU (ms/file)", cpu, "ms", width=0.23),
+            Panel("peak RAM (MB)", peaks, "MB", width=0.23),
         ],
         finding(figures, cache),
         about,
@@ -367,7 +368,7 @@ def rate_figure(
 ) -> "go.Figure":
     "Draw the rates of all contestants, a panel for each geometry, with a warm cache."
     if figures is None:
-        return missing_figure("other tools beside leakmel")
+        return missing_figure("comparison with other tools")
     names = _ranked(figures, "warm")
     pale, panels = [not _is_ours(n) for n in names], list[Panel]()
     for g in figures["settings"]:
@@ -453,16 +454,16 @@ def _slowest_part(
 def trust_figure(
     figures: Mapping[str, Any] | None,  # of `bench_parts`; None: not measured
 ) -> "go.Figure":
-    "Draw what being sure costs, as a part of the whole build."
+    "Draw the cost of verification as a part of the whole build."
     import plotly.graph_objects as go
 
     trust = (figures or {}).get("trust") or {}
     if figures is None or not trust:
-        return missing_figure("the price of trust")
+        return missing_figure("cost of verification")
     pieces = {"everything else": [t["without_s"] for t in trust.values()]}
     for what in next(iter(trust.values()))["pieces_s"]:
         pieces[what] = [t["pieces_s"].get(what, 0.0) for t in trust.values()]
-    pieces["fsync, on top"] = [
+    pieces["fsync, in addition"] = [
         t["fsync_s"] if fsync_words(t).startswith("+") else 0.0 for t in trust.values()
     ]
     colours = [
@@ -486,7 +487,10 @@ def trust_figure(
     shares = [t["share"] for t in trust.values()]
     span = f"{min(shares):.0%}" if len(shares) == 1 else f"{min(shares):.0%} to {max(shares):.0%}"
     _dress(
-        fig, f"Being sure takes {span} of a build", about_words(figures, "warm cache"), 180 + 40 * len(names)
+        fig,
+        f"Verification takes {span} of a build",
+        about_words(figures, "warm cache"),
+        180 + 40 * len(names),
     )
     fig.update_xaxes(title=dict(text="build (s)"))
     return fig.update_layout(
@@ -568,7 +572,7 @@ def reader_figure(
         return f"{ours['median'] / plain['median']:.2f} times as fast {cache}" if ours and plain else ""
 
     said = ", ".join(filter(None, map(against_plain, ("cold", "warm"))))
-    about = about_words(figures, "as many threads as cores where not said")
+    about = about_words(figures, "as many threads as cores by default")
     return bar_figure(
         names, panels, f"leakmel's reader against plain reads: {said}" if said else "Ways of reading", about
     )
@@ -610,8 +614,8 @@ def build_figure(
 
     panels = [
         panel("files/s", "files_per_s", lambda f: 1.0, "compute", "files/s", 0.5),
-        panel("CPU (ms a file, with imports)", "cpu_s", a_file, "read", "ms", 0.25),
-        panel("peak memory (MB)", "peak_rss_bytes", lambda f: 1e-6, "verify", "MB", 0.25),
+        panel("CPU (ms/file)", "cpu_s", a_file, "read", "ms", 0.25),
+        panel("peak RAM (MB)", "peak_rss_bytes", lambda f: 1e-6, "verify", "MB", 0.25),
     ]
     rates = [f["files_per_s"]["median"] for f in every if "files_per_s" in f]
     title = (

@@ -95,6 +95,10 @@ def test_explore_in_jupyterlab(lab, watched, project):
         page.wait_for_function(f"{N_MELS} === 57", timeout=60_000)
         page.wait_for_function(f"{N_BANDS} === 57", timeout=60_000)
 
+        longer = widget(page, "long_window").locator("select")
+        longer.select_option(label="500 ms, 2,048 samples, 2 Hz")
+        says(page, "Windows: long 2,048 samples (500 ms) every 500 ms")
+
         slider.focus()
         page.keyboard.press("End")
         says(page, "Rejected: mel band 0 contains no frequency bin")

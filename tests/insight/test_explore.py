@@ -16,7 +16,7 @@ from notebook_runs import PLOTLY, Run, copy_project, papermill, titles_of
 
 import leakmel as lm
 from errors import raises
-from leakmel.audio.synth import write_demo
+from leakmel.audio.synth import wav_bytes, write_demo
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, SpecError, UsageError
 from leakmel.core.parameters import check_types
@@ -36,7 +36,14 @@ from leakmel.insight.explore import (
     playback_wav,
 )
 from leakmel.insight.explore_data import RecordingFilter, SplitAudio, recordings_of_scan
-from leakmel.insight.explore_view import Controls, ExploreView, StatusLine, shows_controls, open_explorer
+from leakmel.insight.explore_view import (
+    Controls,
+    ExploreView,
+    StatusLine,
+    open_explorer,
+    rate_options,
+    shows_controls,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXED = {"sample_rate": 4096, "duration_s": 10.0}
@@ -277,12 +284,85 @@ def test_windows_that_do_not_fit_are_not_offered_and_all_segments_can_be_chosen_
     view = ExploreView(Explorer(recordings, {"preset": "overlap"}, engine="cpu"), controls=True)
     view.draw = lambda: None  # type: ignore[method-assign]
     controls = Controls(view)
-    assert max(value for _, value in controls.n_fft.options) == view.state.spec.short_window
+    assert max(value for _, value in controls.windows["n_fft"].options) == view.state.spec.short_window
     controls.short.value = 2
     assert view.state.selection.short == 2
     controls.preset.value = "disjoint@2"  # two short segments instead of three
     assert (controls.short.label, view.state.selection.fitted(view.state.spec).short) == ("all", None)
     view.close()
+
+
+@pytest.fixture
+def controls(recordings):
+    view = ExploreView(Explorer(recordings, {"preset": "overlap"}, engine="cpu"), controls=True)
+    view.draw = lambda: None  # type: ignore[method-assign]
+    yield Controls(view)
+    view.close()
+
+
+def test_lengths_of_segments_show_ms_samples_and_hz_and_keep_the_overlap(controls):
+    spec, windows = controls.state.spec, controls.windows
+    assert dict(windows["long_window"].options)["250 ms, 1,024 samples, 4 Hz"] == 1024
+    assert dict(windows["short_window"].options)["62 ms, 256 samples, 16 Hz"] == 256
+    assert max(value for _, value in windows["long_window"].options) == 32_768  # of 40,960 samples
+    windows["long_window"].value = 4096
+    windows["short_window"].value = 2048
+    spec = controls.state.spec
+    assert (spec.long_window, spec.long_hop, spec.short_window, spec.short_hop) == (4096, 2048, 2048, 1024)
+    assert (controls.long.max, len(controls.short.options)) == (18, 4)
+    assert max(value for _, value in windows["n_fft"].options) == 2048
+    assert controls.state.changes == {
+        "preset": "overlap@2",
+        "long_window": 4096,
+        "long_hop": 2048,
+        "short_window": 2048,
+        "short_hop": 1024,
+    }
+
+
+def test_a_refused_length_stays_on_the_list_until_another_change_makes_it_valid(controls):
+    before, windows = controls.state.spec, controls.windows
+    windows["short_window"].value = 2048  # the long segment has 1024 samples
+    assert "short segment" in controls.state.error
+    assert (controls.state.spec, windows["short_window"].value) == (before, 2048)
+    windows["long_window"].value = 2048
+    assert (controls.state.error, controls.state.spec.row_shape[:2]) == ("", (39, 1))
+    windows["short_window"].value = 256
+    assert "n_fft" in controls.state.error
+    assert controls.state.spec.short_window == 2048
+
+
+def test_sample_rates_are_those_of_the_folder_and_lower_common_ones(tmp_path, recordings):
+    # 8,000 Hz: the demo data set has one recording of that rate
+    assert rate_options(recordings, 4096) == [("4,096 Hz (68)", 4096), ("8,000 Hz (1)", 8000)]
+    for name, rate, n in (("a", 4096, 1), ("b", 4096, 1), ("c", 4096, 1), ("d", 9000, 2)):
+        for label in ("LEAK", "NOLEAK"):
+            path = tmp_path / "demo" / label / f"2024-01-01~H{name}~{label}.wav"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            noise = np.random.default_rng(n).normal(size=2 * rate) * 3000
+            path.write_bytes(wav_bytes(noise.astype(np.int16), rate))
+    mixed = recordings_of_scan(lm.scan(tmp_path / "demo", content=True, progress="none"))
+    with Explorer(mixed, engine="cpu") as state:
+        view = ExploreView(state, controls=True)
+        view.draw = lambda: None  # type: ignore[method-assign]
+        controls = Controls(view)
+        shown = [text for text, _ in controls.sample_rate.options]
+        assert shown == ["4,096 Hz (6)", "8,000 Hz (0)", "9,000 Hz (2)"]
+        controls.windows["long_window"].value = 2048
+        controls.sample_rate.value = 8000
+        assert (state.error, state.spec.long_window, state.spec.n_fft) == ("", 4096, 1024)
+        assert controls.range_hz.max == controls.range_hz.value[1] == 4000
+        assert (state.changes["sample_rate"], len(state.recording.samples)) == (8000, 16_000)
+        assert np.array_equal(
+            state.mels, lm.log_mel(state.recording.samples, state.spec, engine="cpu").astype(np.float16)
+        )
+        written = read_spec(state.write(tmp_path / "spec.json").path)
+        assert lm.MelSpec.preset(written.preset, **written.settings, duration_s=2.0) == state.spec
+        assert state.change_spec(f_max_hz=3000.0)
+        controls.update_widgets()
+        controls.sample_rate.value = 4096  # half of it is below f_max_hz
+        assert "frequency limits" in state.error
+        assert (state.spec.sample_rate, controls.sample_rate.value) == (8000, 8000)
 
 
 # ---- the whole split -----------------------------------------------------------------------------------------------

@@ -417,6 +417,16 @@ def test_directives_become_tags():
     assert page.cells[0].metadata["mystnb"]["code_prompt_show"] == "Source of one, TWO"
 
 
+def test_lines_of_progress_are_left_out():
+    v4 = nbformat.v4
+    lines = "search: 1 of 4 trials in 8.4 s, 0.12 trials/s, about 25.3 s left, trial 1, epoch 1, F1 1.000\n"
+    warning = "memory ran out: continuing with 4 recordings at once\n"
+    outputs = [v4.new_output("stream", name="stderr", text=text) for text in (lines, warning + lines)]
+    notebook = v4.new_notebook(cells=[v4.new_code_cell("run()", outputs=outputs)])
+    prepare.drop_progress(notebook)
+    assert [o.text for o in notebook.cells[0].outputs] == [warning]
+
+
 def test_api_page_shows_units_and_types():
     page = module_page("leakmel.audio.conform")
     assert page.startswith("# audio.conform\n")

@@ -250,7 +250,7 @@ _MAX_ROWS = 30
 
 
 def _texts(e: Evaluation, width: int) -> Iterator[str]:
-    "Yield sentences, which are wrap_text, and tables, which have more than one line."
+    "Yield sentences, whose lines are wrapped, and tables, which have more than one line."
     yield f"Evaluation of {show_path(e.model)}: {show_path(e.task.leak_label)} or not"
     yield from ("", *e.stamps, *e.cautions, str(e.verdict), "")
     yield e.figures().to_string(line_width=width)

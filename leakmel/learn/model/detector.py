@@ -185,7 +185,12 @@ class Detector:
         "Compute the scores of recordings."
         return vote_scores(segment_scores, vote or self.vote, self.share if share is None else share)
 
-    def save(self, path: str | os.PathLike, *, sync: bool = True) -> Path:  # sync: wait for the disk
+    def save(
+        self,
+        path: str | os.PathLike,
+        *,
+        sync: bool = True,  # wait for the disk
+    ) -> Path:
         "Write the detector to a file, as a whole or not at all; replaces another detector, and raises OutputError for anything else."
         head: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN_FIELDS}
         about, weights = classifiers.to_plain(self.classifier)
