@@ -2131,6 +2131,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                   'leakmel/learn/evaluate/cross_validation.py'),
                                                          'leakmel.learn.evaluate.cross_validation._repeat': ( 'learn/evaluate/cross_validation.html#_repeat',
                                                                                                               'leakmel/learn/evaluate/cross_validation.py'),
+                                                         'leakmel.learn.evaluate.cross_validation._result': ( 'learn/evaluate/cross_validation.html#_result',
+                                                                                                              'leakmel/learn/evaluate/cross_validation.py'),
                                                          'leakmel.learn.evaluate.cross_validation._result_table': ( 'learn/evaluate/cross_validation.html#_result_table',
                                                                                                                     'leakmel/learn/evaluate/cross_validation.py'),
                                                          'leakmel.learn.evaluate.cross_validation._trainer_of': ( 'learn/evaluate/cross_validation.html#_trainer_of',

@@ -157,10 +157,7 @@ def add_train(p: argparse.ArgumentParser) -> Options:
             action="store_true",
             help="train no detector, but evaluate one by cross-validation over all recordings, by --group (default sensor)",
         ),
-        "--no-evaluation": dict(
-            action="store_true",
-            help="do not evaluate on the test set",
-        ),
+        "--no-evaluation": dict(action="store_true", help="do not evaluate on the test set"),
         "--figures": dict(
             action="store_true",
             help="also save plots of loss, metrics and times (figures/*.html)",

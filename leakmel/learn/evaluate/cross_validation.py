@@ -274,12 +274,11 @@ class CrossValidation(RowTable):
 
     def rows(self) -> Iterator[tuple[str, str]]:
         "Yield pairs of a name and a text."
+        compared = {title for title, _ in self.verdict.against}
         yield "method", self.method
         for model in (self.detector, *self.baselines.values()):
-            yield (
-                ("detector" if model is self.detector else "baseline"),
-                f"{model.title}: {_figures_text(model)}",
-            )
+            name = "baseline" if model.title in compared else "reference"
+            yield "detector" if model is self.detector else name, f"{model.title}: {_figures_text(model)}"
         yield "verdict", str(self.verdict)
         for text in self.cautions:
             yield "caution", text
@@ -414,6 +413,37 @@ def _result_table(trainer: FoldTrainer, repetitions: Sequence[Repetition]) -> pd
     return table
 
 
+def _result(
+    trainer: FoldTrainer, repetitions: tuple[Repetition, ...], n_draws: int, began: float, folder: Path | None
+) -> CrossValidation:
+    "Compute pooled figures, and compare them with those of the baselines."
+    table, asked = _result_table(trainer, repetitions), trainer.settings.detector
+    boot = Bootstrap(trainer.truth, trainer.groups, n_draws=n_draws, seed=trainer.settings.seed)
+    detector = score_model(boot, table["score"].to_numpy(), name="detector", title=asked)
+    simple = {
+        n: score_model(boot, table[f"score_{n}"].to_numpy(), name=n, title=t) for n, t in TITLES.items()
+    }
+    notes = cautions(trainer.truth, trainer.groups)
+    against = dict(simple)
+    if all(f.kind == "spectral" for r in repetitions for f in r.folds):
+        del against["trees"]
+        notes += (_NO_TREES,)
+    return CrossValidation(
+        task=trainer.task,
+        asked=asked,
+        table=table,
+        groups=trainer.groups,
+        detector=detector,
+        baselines=simple,
+        verdict=give_verdict(boot, detector, list(against.values())),
+        cautions=notes,
+        repetitions=repetitions,
+        n_done=trainer.n_done,
+        seconds=time.perf_counter() - began,
+        out=folder,
+    )
+
+
 def _write_files(found: CrossValidation, folder: Path) -> None:
     "Write the table of recordings and the summary."
     table = found.table
@@ -478,32 +508,7 @@ def cross_validate(
         total = seeds * len(trainer.rows)
         with Progress(total, unit="recordings", label="cross-validation", show=show) as bar:
             repetitions = tuple(_repeat(trainer, features, n_folds, k, bar) for k in range(seeds))
-        table = _result_table(trainer, repetitions)
-        truth, groups = trainer.truth, trainer.groups
-    boot = Bootstrap(truth, groups, n_draws=n_draws, seed=settings.seed)
-    detector = score_model(boot, table["score"].to_numpy(), name="detector", title=settings.detector)
-    simple = {
-        n: score_model(boot, table[f"score_{n}"].to_numpy(), name=n, title=t) for n, t in TITLES.items()
-    }
-    notes = cautions(truth, groups)
-    against = dict(simple)
-    if all(f.kind == "spectral" for r in repetitions for f in r.folds):
-        del against["trees"]
-        notes += (_NO_TREES,)
-    found = CrossValidation(
-        task=opened.task,
-        asked=settings.detector,
-        table=table,
-        groups=groups,
-        detector=detector,
-        baselines=simple,
-        verdict=give_verdict(boot, detector, list(against.values())),
-        cautions=notes,
-        repetitions=repetitions,
-        n_done=trainer.n_done,
-        seconds=time.perf_counter() - began,
-        out=folder,
-    )
-    if folder is not None:
-        _write_files(found, folder)
+        found = _result(trainer, repetitions, n_draws, began, folder)
+        if folder is not None:
+            _write_files(found, folder)
     return found
