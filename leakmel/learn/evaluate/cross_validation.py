@@ -326,7 +326,12 @@ class CrossValidation(RowTable):
             "cautions": list(self.cautions),
             "pooled": self.detector.summary,
             "baselines": {n: m.summary for n, m in self.baselines.items()},
-            "differences": {title: d.summary for title, d in self.verdict.against},
+            "differences": {
+                n: d.summary
+                for n, m in self.baselines.items()
+                for t, d in self.verdict.against
+                if t == m.title
+            },
             "spread": self.spread,
             "kinds": self.kinds,
             "folds": folds,
