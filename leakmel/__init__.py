@@ -36,6 +36,8 @@ _PUBLIC = {
     "Predictions": "learn.predict.predict",
     "evaluate": "learn.evaluate.evaluation",
     "Evaluation": "learn.evaluate.report",
+    "cross_validate": "learn.evaluate.cross_validation",
+    "CrossValidation": "learn.evaluate.cross_validation",
     "retrain": "learn.retrain.rounds",
     "Round": "learn.retrain.round_record",
 }

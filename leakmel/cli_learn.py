@@ -153,10 +153,11 @@ def add_train(p: argparse.ArgumentParser) -> Options:
             help="resume an interrupted training: auto (if its settings are the same), always or never (default auto)",
         ),
         **_DEVICE,
-        "--no-evaluation": dict(
+        "--cross-validate": dict(
             action="store_true",
-            help="do not evaluate on the test set",
+            help="train no detector, but evaluate one by cross-validation over all recordings, by --group (default sensor)",
         ),
+        "--no-evaluation": dict(action="store_true", help="do not evaluate on the test set"),
         "--figures": dict(
             action="store_true",
             help="also save plots of loss, metrics and times (figures/*.html)",
@@ -168,8 +169,37 @@ def add_train(p: argparse.ArgumentParser) -> Options:
     }
 
 
+def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    "Evaluate a detector by cross-validation over the recordings of all data sets."
+    from leakmel.learn.plans import find_data_sets, settings_from
+
+    if args.figures or args.report:
+        raise UsageError(
+            "The options --figures and --report belong to a trained detector",
+            code="invalid-arguments",
+            remedy="leave them out with --cross-validate",
+        )
+    validation = None if args.validation == "none" else args.validation
+    sets = find_data_sets(args.data, validation, args.testing)
+    found = lm.cross_validate(
+        list(sets.files.values()),
+        out=args.out,
+        group=args.group or "sensor",
+        settings=settings_from(given_fields(args, TrainSettings))[0],
+        leak_label=args.leak_label,
+        kind=args.kind,
+        leave_out=tuple(word.strip() for word in args.leave_out.split(",") if word.strip()),
+        device=args.device,
+        legacy=args.legacy,
+        progress=progress_mode(args),
+    )
+    return 0, found.to_dict(), wrap_text(repr(found), line_width())
+
+
 def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    "Train a leak detector on data sets, and evaluate it on the test set."
+    "Train a leak detector on data sets and evaluate it on the test set, or cross-validate one."
+    if args.cross_validate:
+        return _run_cross_validation(args)
     from leakmel.learn.train.history import save_figures
     from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary
 

@@ -301,6 +301,7 @@ OF_JSON = {
     "verify": "verify {one} --root {bad} --sample 2",
     "doctor": "doctor {made}",
     "train": " ".join(["train {sets} --out {run} --report", *tiny_words(1)]),
+    "train --cross-validate": "train {sets} --out {folds} --cross-validate --detector spectral --device cpu",
     "evaluate": "evaluate {sets} --model {run} --draws 100 --out {judged} --device cpu",
     "predict": "predict {bad} --split training --model {run} --out {scores}.csv --device cpu --report",
     "page": "page {run}.ipynb",

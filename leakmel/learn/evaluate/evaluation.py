@@ -113,6 +113,8 @@ def mean_mels(
 def fit_logistic(
     features: np.ndarray,  # [B, M]
     y_true: np.ndarray,  # [B] bool
+    *,
+    balanced: bool = False,  # classes have equal weight, however many recordings they have
 ) -> "Pipeline":  # `predict_proba(features)[:, 1]` is the probability of a leak; raises DataError
     "Fit a logistic regression on standardised features."
     from sklearn.linear_model import LogisticRegression
@@ -125,7 +127,9 @@ def fit_logistic(
         raise DataError("a baseline needs recordings of both labels", code="one-class", found=counts)
     if not np.isfinite(x).all():
         raise DataError("some features of the baseline are not finite", code="scores-not-finite")
-    line = LogisticRegression(solver="newton-cholesky", tol=1e-9)
+    line = LogisticRegression(
+        solver="newton-cholesky", tol=1e-9, class_weight="balanced" if balanced else None
+    )
     return make_pipeline(StandardScaler(), line).fit(x, y)
 
 

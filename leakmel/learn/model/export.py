@@ -22,7 +22,6 @@ from ...mel.reference import compare, hann_periodic, reference_features, referen
 from ...mel.spec import MelSpec
 from .detector import Detector, required_spec
 from .files import require_kind, write_whole
-from .net import segment_images
 
 
 # %% ../../../nbs/learn/model/export.ipynb #46c0a2d5

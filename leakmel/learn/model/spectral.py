@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000003
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np

@@ -63,7 +63,6 @@ from leakmel.learn.train.state import (
     new_net,
     restore_checkpoint,
     to_checkpoint,
-    training_record,
 )
 from .step import Stepper
 from .timing import SLOW_MS, loader_advice
