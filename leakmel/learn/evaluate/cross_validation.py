@@ -7,7 +7,6 @@ __all__ = [
     "MOST_LEFT_OUT",
     "TITLES",
     "TABLE_NAME",
-    "joined_groups",
     "outer_folds",
     "fold_baselines",
     "FoldFigures",
@@ -35,12 +34,12 @@ from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable, user_path, write_summary
-from ..data.groups import Group, group_values, join_groups, recordings_of
+from ..data.groups import Group, group_values, recordings_of
 from ..data.splits import _can_be_left_out, _label_counts, recordings_table
 from ..data.task import Task
 from .evaluation import BASELINE_TITLES, fit_logistic, levels, mean_mels
 from .plots import roc_figure
-from ..metrics.bootstrap import Bootstrap, Groups, recording_groups
+from ..metrics.bootstrap import Bootstrap, Groups
 from ..metrics.metrics import leak_metrics
 from leakmel.learn.metrics.significance import (
     ScoredModel,
@@ -55,7 +54,14 @@ from ..model.devices import pick_device
 from ..model.files import require_kind, write_whole
 from ..model.settings import TrainSettings, with_length
 from ..model.spectral import N_TREES
-from ..train.folds import MOST_FOR_FOLDS, FoldTrainer, _blend, choose_kind, make_folds
+from leakmel.learn.train.folds import (
+    MOST_FOR_FOLDS,
+    FoldTrainer,
+    _blend,
+    choose_kind,
+    joined_groups,
+    make_folds,
+)
 from ..train.inputs import Sources, TrainingData, open_training
 from ..train.loop import sole_writer, step_seconds
 
@@ -64,25 +70,6 @@ if TYPE_CHECKING:
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000005
 MOST_LEFT_OUT = 10  # groups: with more, a fold holds several
-
-
-def joined_groups(
-    table: pd.DataFrame,  # of `recordings_table`, a row for each recording
-    group: Group = "sensor",  # as in `recording_groups`
-) -> Groups:
-    "Group recordings; groups that share content are one."
-    found = recording_groups(table, group)
-    code = join_groups(found.code, table["content"].to_numpy(object))
-    of = np.zeros(len(found), np.int64)
-    of[found.code] = code
-    names = [" + ".join(found.names[k] for k in np.flatnonzero(of == j)) for j in range(int(code.max()) + 1)]
-    note = found.note
-    if n_joined := len(found) - len(names):
-        text = (
-            f"some of {found.counted(len(found))} hold the same recordings, so {n_joined:,} fewer are counted"
-        )
-        note = "; ".join(filter(None, [note, text]))
-    return Groups(found.by, code, tuple(names), note)
 
 
 def outer_folds(
@@ -170,7 +157,7 @@ def _fold_scores(
         return trainer.scores("spectral", learned, held_out, seed), "spectral", reason, 1
     members = ("spectral", "cnn") if choice.kind == "blend" else (choice.kind,)
     found = [trainer.scores(kind, learned, held_out, seed) for kind in members]
-    scores = _blend(found, choice.lines) if choice.kind == "blend" else found[0]
+    scores = blend_scores(found, choice.lines) if choice.kind == "blend" else found[0]
     return scores, choice.kind, choice.reason, 2 * choice.n_folds + len(members)
 
 

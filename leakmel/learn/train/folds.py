@@ -7,11 +7,13 @@ __all__ = [
     "MIN_MEMBER_SLOPE",
     "KINDS",
     "MOST_FOR_FOLDS",
+    "joined_groups",
     "make_folds",
     "calibration_line",
     "FoldTrainer",
     "Tried",
     "Choice",
+    "blend_scores",
     "choose_kind",
     "blend_of",
 ]
@@ -24,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,10 +34,10 @@ from ...audio.wav import digest_of
 from ...core.errors import DataError
 from ...core.progress import Progress
 from ...dataset.file.reader import MelDataset
-from ..data.groups import divide_groups
+from ..data.groups import Group, divide_groups, join_groups
 from ..data.segments import Segments
 from ..data.task import Task
-from ..metrics.bootstrap import Bootstrap, Groups
+from ..metrics.bootstrap import Bootstrap, Groups, recording_groups
 from ..metrics.metrics import leak_metrics
 from ..metrics.voting import vote_scores
 from ..model.classifiers import BlendClassifier, BlendSettings
@@ -45,8 +47,30 @@ from ..model.spectral import SpectralFeatures, fit_spectral, spectral_features
 from .inputs import TrainingData
 from .state import TrainingState, detector_of
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 
 # %% ../../../nbs/learn/train/folds.ipynb #fo000005
+def joined_groups(
+    table: "pd.DataFrame",  # of `recordings_table`, a row for each recording
+    group: Group = "sensor",  # as in `recording_groups`
+) -> Groups:
+    "Group recordings; groups that share content are one."
+    found = recording_groups(table, group)
+    code = join_groups(found.code, table["content"].to_numpy(object))
+    of = np.zeros(len(found), np.int64)
+    of[found.code] = code
+    names = [" + ".join(found.names[k] for k in np.flatnonzero(of == j)) for j in range(int(code.max()) + 1)]
+    note = found.note
+    if n_joined := len(found) - len(names):
+        text = (
+            f"some of {found.counted(len(found))} hold the same recordings, so {n_joined:,} fewer are counted"
+        )
+        note = "; ".join(filter(None, [note, text]))
+    return Groups(found.by, code, tuple(names), note)
+
+
 def make_folds(
     classes: np.ndarray,  # [n] int, class of each recording
     code: np.ndarray,  # [n] int, group of each recording
@@ -241,7 +265,7 @@ class Choice:
         }
 
 
-def _blend(members: Sequence[np.ndarray], lines: Sequence[tuple[float, float]]) -> np.ndarray:
+def blend_scores(members: Sequence[np.ndarray], lines: Sequence[tuple[float, float]]) -> np.ndarray:
     "Mean of calibrated segment scores, as `BlendClassifier` computes it."
     total = np.zeros_like(members[0], dtype=np.float64)
     for scores, (slope, offset) in zip(members, lines):
@@ -283,7 +307,7 @@ def choose_kind(
     lines: list[tuple[float, float]] = []
     if detector in ("auto", "blend"):
         lines = [calibration_line(vote_scores(found[kind]), truth) for kind in wanted]
-        found["blend"] = _blend([found[kind] for kind in wanted], lines)
+        found["blend"] = blend_scores([found[kind] for kind in wanted], lines)
         seconds["blend"] = sum(seconds.values())
     groups = trainer.groups
     own = Groups(

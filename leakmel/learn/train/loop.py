@@ -36,10 +36,9 @@ from ...core.monitor import Monitor
 from ...core.progress import announce
 from ...core.run_plan import RowTable, user_path, write_summary
 from ...dataset.file.writer import OutputLock, output_error
-from ..data.groups import recordings_of
+from ..data.groups import Group
 from ..data.segments import Batch
-from ..data.splits import Split
-from ..metrics.bootstrap import recording_groups
+from ..data.splits import Split, recordings_table
 from ..metrics.voting import choose_rule
 from ..model.detector import Detector, load_detector, score_rows
 from ..model.devices import pick_device
@@ -52,7 +51,14 @@ from leakmel.learn.model.files import (
     save_checkpoint,
 )
 from ..model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
-from .folds import MOST_FOR_FOLDS, Choice, FoldTrainer, blend_of, choose_kind
+from leakmel.learn.train.folds import (
+    MOST_FOR_FOLDS,
+    Choice,
+    FoldTrainer,
+    blend_of,
+    choose_kind,
+    joined_groups,
+)
 from .history import EpochFigures, TrainingDisplay, history_table, write_history
 from .inputs import Sources, TrainingData, differences, open_training, training_identity
 from leakmel.learn.train.state import (
@@ -437,8 +443,13 @@ def _write_result(
 # %% ../../../nbs/learn/train/loop.ipynb #kind0001
 def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, folder: Path) -> FoldTrainer:
     "Make the trainer of the cross-validation inside the training set."
-    table = recordings_of(data.training)
-    groups = recording_groups(table) if "path" in table else recording_groups(table, list(range(len(table))))
+    table = recordings_table(data.training.sources, progress="none").iloc[data.training.rows]
+    group: Group = "sensor" if "path" in table else list(range(len(table)))
+    if data.split is not None and data.split.groups is not None:
+        group = data.split.groups[
+            data.training.rows
+        ]  # what the split keeps together, cross-validation does too
+    groups = joined_groups(table.reset_index(drop=True), group)
     return FoldTrainer(
         data.training.sources,
         data.training.rows,
