@@ -57,7 +57,7 @@ from ..model.spectral import N_TREES
 from leakmel.learn.train.folds import (
     MOST_FOR_FOLDS,
     FoldTrainer,
-    _blend,
+    blend_scores,
     choose_kind,
     joined_groups,
     make_folds,
