@@ -162,6 +162,16 @@ def test_network_and_choice_inside_each_fold(
     assert np.isfinite(chosen.table["score"]).all()
 
 
+def test_kind_is_spectral_where_training_recordings_are_one_group(
+    small_sets: Path, found: CrossValidation
+) -> None:
+    group = [f"pipe {k % 2}" for k in range(len(found))]
+    halves = cross_validated(small_sets, lm.TrainSettings(detector="auto", **TINY), group=group)
+    assert halves.kinds == {"spectral": 2}
+    assert "too few groups to choose a kind" in repr(halves)
+    assert halves.verdict.beats is None
+
+
 def test_wrong_arguments_and_folders_of_others(small_sets: Path, tmp_path: Path) -> None:
     for given in ({"n_folds": 1}, {"seeds": 0}):
         with pytest.raises(UsageError):

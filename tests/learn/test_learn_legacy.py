@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 from errors import raises
 from tiny_training import tiny_words
@@ -39,6 +40,19 @@ def test_train_on_files_of_the_earlier_system(earlier, small_sets, tmp_path, cap
     assert detector.spec is None, "the files do not say how their rows were computed"
     with raises("no-spec", UsageError):
         lm.predict(small_sets.parent / "demo", detector, out=tmp_path / "s.csv", progress="none")
+
+
+def test_cross_validation_of_files_of_the_earlier_system(earlier):
+    found = lm.cross_validate(
+        sorted(earlier.glob("*.H5")),
+        settings=lm.TrainSettings(detector="spectral"),
+        legacy=True,
+        n_draws=100,
+        progress="none",
+    )
+    assert found.groups.by == "recording"
+    assert np.isfinite(found.table["score"]).all()
+    assert "each recording is a group of its own" in " ".join(found.cautions)
 
 
 def test_the_parameter_of_the_notebook(earlier, tmp_path):
