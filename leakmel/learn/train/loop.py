@@ -458,7 +458,7 @@ def _fold_trainer(data: TrainingData, settings: TrainSettings, device: str, fold
         groups,
         device,
         folder / "cross-validation",
-        data.identity["training"],
+        data.identity["task"] + data.identity["training"],
     )
 
 
