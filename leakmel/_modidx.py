@@ -3274,6 +3274,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'leakmel/learn/train/loop.py'),
                                           'leakmel.learn.train.loop._announce_time': ( 'learn/train/loop.html#_announce_time',
                                                                                        'leakmel/learn/train/loop.py'),
+                                          'leakmel.learn.train.loop._check_folder': ( 'learn/train/loop.html#_check_folder',
+                                                                                      'leakmel/learn/train/loop.py'),
                                           'leakmel.learn.train.loop._chosen_kind': ( 'learn/train/loop.html#_chosen_kind',
                                                                                      'leakmel/learn/train/loop.py'),
                                           'leakmel.learn.train.loop._finished_result': ( 'learn/train/loop.html#_finished_result',

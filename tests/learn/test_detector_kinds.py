@@ -11,7 +11,7 @@ import torch
 from errors import raises
 
 import leakmel as lm
-from leakmel.core.errors import DataError
+from leakmel.core.errors import DataError, UsageError
 from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import Split
 from leakmel.learn.model.classifiers import BlendClassifier
@@ -146,6 +146,33 @@ def test_the_same_training_is_not_repeated(sets, tmp_path, monkeypatch):
     again = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
     assert again.summary == first.summary
     assert again.detector.record == first.detector.record
+
+
+def test_no_other_training_is_replaced(sets, tmp_path):
+    spectral = lm.TrainSettings(detector="spectral")
+    with raises("nothing-to-resume", DataError):
+        lm.train(sets["training"], out=tmp_path / "a", settings=spectral, resume="always", **QUIET)
+    lm.train(sets["training"], out=tmp_path / "a", settings=spectral, **QUIET)
+    before = (tmp_path / "a" / "model.pt").read_bytes()
+    other = lm.TrainSettings(detector="spectral", seed=1)
+    with raises("model-exists", UsageError, path=tmp_path / "a"):
+        lm.train(sets["training"], out=tmp_path / "a", settings=other, **QUIET)
+    assert (tmp_path / "a" / "model.pt").read_bytes() == before
+    lm.train(sets["training"], out=tmp_path / "a", settings=other, resume="never", **QUIET)
+    assert (tmp_path / "a" / "model.pt").read_bytes() != before
+
+    net = lm.TrainSettings(detector="cnn", **SMALL)
+    lm.train(sets["training"], out=tmp_path / "b", settings=net, **QUIET)
+    with raises("other-training", UsageError, path=tmp_path / "b"):
+        lm.train(sets["training"], out=tmp_path / "b", settings=spectral, **QUIET)
+    lm.train(sets["training"], out=tmp_path / "b", settings=spectral, resume="never", **QUIET)
+    assert sorted(os.listdir(tmp_path / "b")) == [
+        "checkpoints",
+        "cross-validation",
+        "model.pt",
+        "summary.json",
+    ]
+    assert os.listdir(tmp_path / "b" / "checkpoints") == []
 
 
 def test_an_interrupted_cross_validation_continues_with_the_missing_fit(sets, tmp_path, monkeypatch):

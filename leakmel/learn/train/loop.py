@@ -539,9 +539,20 @@ def _train_spectral(
     trainer: FoldTrainer,
     choice: Choice | None,
     out: Path,
+    resume: str,
 ) -> TrainResult:
     "Fit a spectral detector on all training recordings, and write its files."
     began = time.perf_counter()
+    old = [c.path for c in list_checkpoints(out / "checkpoints")]
+    if old and resume != "never":
+        raise UsageError(
+            "the folder holds the training of a network, but the kind of detector is now spectral",
+            code="other-training",
+            path=out,
+            remedy="name another folder, or delete it with resume='never'",
+        )
+    for path in (*old, out / "checkpoints" / "best.pt", out / "history.csv"):
+        remove_file(path)
     fitted = trainer.fit("spectral", np.arange(len(trainer.rows)))
     record = data_record(data, settings) | {
         "device": "cpu",
@@ -556,6 +567,25 @@ def _train_spectral(
         seconds += sum(t.seconds for t in choice.tried if t.kind != "blend")
     more = {"begin": "Fitted.", "stopped_early": False, "f1": None, "micro_batch": 0, "n_ran_out": 0}
     return _write_result(out, detector, data, (), 0, seconds, more)
+
+
+def _check_folder(out: Path, resume: str) -> None:
+    "Refuse to replace the model of another training, and to resume where nothing was begun."
+    has_network = bool(list_checkpoints(out / "checkpoints"))
+    if resume == "auto" and (out / "model.pt").exists() and not has_network:
+        raise UsageError(
+            "the folder holds a model of another training",
+            code="model-exists",
+            path=out,
+            remedy="name another folder, or use resume='never', which replaces it",
+        )
+    if resume == "always" and not has_network and not (out / "cross-validation").is_dir():
+        raise DataError(
+            "the folder holds no training to resume",
+            code="nothing-to-resume",
+            path=out,
+            remedy="leave out resume='always'",
+        )
 
 
 def _finished_result(out: Path, data: TrainingData, settings: TrainSettings) -> TrainResult | None:
@@ -627,11 +657,12 @@ def train(
         if settings.detector != "cnn":
             if resume != "never" and (done := _finished_result(folder, data, lengths)) is not None:
                 return done
+            _check_folder(folder, resume)
             trainer = _fold_trainer(data, settings, on, folder)
             _announce_time(trainer, data, lengths, show)
             choice = _chosen_kind(trainer, settings, resume, show)
             if choice is None or choice.kind == "spectral":
-                return _train_spectral(data, lengths, trainer, choice, folder)
+                return _train_spectral(data, lengths, trainer, choice, folder, resume)
         run = TrainingRun(
             TrainingState(data, lengths, on, show=show), folder, checkpoints or CheckpointSettings()
         )
