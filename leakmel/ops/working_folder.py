@@ -35,7 +35,7 @@ def start_kinds() -> Kinds:
         "group": (str, None),
         "new_recordings": (str, None),
         "out": (str, None),
-        "epochs": (int,),
+        "detector": (str,),
         "device": (str,),
     }
 

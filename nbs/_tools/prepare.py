@@ -422,7 +422,7 @@ def make_new_recordings() -> None:
     lm.build(DOCS / "new", split="training", out=learning_folder() / "new.H5", progress="none")
 
 
-SMALL = {"epochs": 6, "epoch_share": 1.0, "profile_every": 5}
+SMALL = {"detector": "cnn", "batch_size": 256, "epochs": 6, "epoch_share": 1.0, "profile_every": 5}
 
 
 def as_assignments(values: Mapping[str, object]) -> str:
@@ -433,7 +433,12 @@ def run_notebooks() -> dict[str, tuple[Mapping[str, object], Callable[[], None] 
     "Run notebooks, their parameters for the site, and what makes the files that these name."
     return {
         "start": (
-            {"data_root": str(demo_folder()), "out": str(DOCS / "start"), "epochs": 3, "device": "cpu"},
+            {
+                "data_root": str(demo_folder()),
+                "out": str(DOCS / "start"),
+                "detector": "spectral",
+                "device": "cpu",
+            },
             make_start,
         ),
         "build": ({"data_root": str(demo_folder()), "out": str(DOCS / "run")}, make_build),

@@ -124,7 +124,7 @@ def test_parameters_are_few_and_have_the_defaults(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
-        ("start", {"epoch": 3}, "did you mean epochs"),
+        ("start", {"detecter": "cnn"}, "did you mean detector"),
         ("evaluate", {"vote": "mean"}, "did you mean votes"),
         ("evaluate", {"model": "/nowhere"}, "/nowhere"),
         ("search", {"trial": 3}, "did you mean trials"),

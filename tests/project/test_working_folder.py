@@ -64,7 +64,7 @@ def test_start_in_jupyterlab(browser, watched, tmp_path):
     lm.write_demo(tmp_path / "tiny", n_files=60)
     assert main(["init", str(tmp_path / "nbs")]) == 0
     path = tmp_path / "nbs" / "start.ipynb"
-    path.write_text(path.read_text().replace("epochs = 8 ", "epochs = 1 "))
+    path.write_text(path.read_text().replace('detector = "auto"', 'detector = "spectral"'))
     with jupyter_lab(tmp_path, browser, LEAKMEL_DATA=str(tmp_path / "tiny")) as lab:
         page = open_notebook(watched, f"{lab}/lab/tree/start.ipynb?reset")
         run_all(page)
