@@ -113,16 +113,15 @@ from ..train.state import TrainingState
 def _fine_tune_net(
     champion: Detector,
     items: SegmentSubset,
-    validation: Segments
-    | None,  # level "recording": decides which epoch is the best, and the thresholds; None: the last epoch, thresholds 0.5
-    settings: TrainSettings,  # of `round_settings`
+    validation: Segments | None,
+    settings: TrainSettings,
     folder: Path,
     *,
-    resume: str = "auto",  # as for `train`
-    device: str = "auto",
-    checkpoints: CheckpointSettings | None = None,
-    show: str = "auto",  # as for Progress
-) -> Detector:  # also in the folder, as model.pt; raises what `train` raises
+    resume: str,
+    device: str,
+    checkpoints: CheckpointSettings | None,
+    show: str,
+) -> Detector:
     "Train a network, starting from the weights of the champion."
     learned = " ".join([weights_digest(champion), items_digest(items), *map(source_digest, items.sources)])
     identity = {
