@@ -24,13 +24,14 @@ __all__ = [
 
 # %% ../nbs/cli_learn.ipynb #0eb1f6f9
 import argparse, sys, warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import leakmel as lm
-from .core.errors import UsageError, show_path
+from .core.errors import OutputError, UsageError, show_path
 from .core.parameters import add_field_options, given_fields
 from .core.progress import line_width, wrap_text
 from .core.run_plan import user_path
@@ -90,6 +91,24 @@ _TASK: Options = {
         default="",
         metavar="NAME,NAME",
         help="labels to exclude from training and evaluation, separated by commas",
+    ),
+}
+_CROSS_VALIDATION: Options = {
+    "--cross-validate": dict(
+        action="store_true",
+        help="train no detector, but evaluate one by cross-validation over all recordings, by --group (default sensor)",
+    ),
+    "--folds": dict(
+        type=int,
+        default=5,
+        metavar="N",
+        help="--cross-validate: number of folds; with at most 10 groups each group is a fold (default 5)",
+    ),
+    "--seeds": dict(
+        type=int,
+        default=1,
+        metavar="N",
+        help="--cross-validate: repetitions with other folds and other seeds; scores are means over them (default 1)",
     ),
 }
 _PLAN = (
@@ -153,10 +172,7 @@ def add_train(p: argparse.ArgumentParser) -> Options:
             help="resume an interrupted training: auto (if its settings are the same), always or never (default auto)",
         ),
         **_DEVICE,
-        "--cross-validate": dict(
-            action="store_true",
-            help="train no detector, but evaluate one by cross-validation over all recordings, by --group (default sensor)",
-        ),
+        **_CROSS_VALIDATION,
         "--no-evaluation": dict(action="store_true", help="do not evaluate on the test set"),
         "--figures": dict(
             action="store_true",
@@ -185,6 +201,8 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
         list(sets.files.values()),
         out=args.out,
         group=args.group or "sensor",
+        n_folds=args.folds,
+        seeds=args.seeds,
         settings=settings_from(given_fields(args, TrainSettings))[0],
         leak_label=args.leak_label,
         kind=args.kind,
@@ -413,8 +431,22 @@ def add_evaluate(p: argparse.ArgumentParser) -> Options:
     }
 
 
+def _record(model: str, found: Any, testing: Sequence[Path]) -> str:  # a sentence
+    "Record the evaluation in the model file; a file that cannot be written does not spoil the evaluation."
+    from leakmel.learn.evaluate.record import record_evaluation
+
+    name = ", ".join(show_path(path.name) for path in testing)
+    try:
+        recorded = record_evaluation(model, found, name)
+    except OutputError as e:
+        return f"The evaluation is not recorded in the model file: {e}"
+    if recorded is None:
+        return "The evaluation is not recorded in the model file, because models of retraining rounds are never changed."
+    return "The evaluation is recorded in the model file and in the model card next to it."
+
+
 def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
-    "Evaluate a detector on data sets and compare it with two baselines."
+    "Evaluate a detector on data sets and compare it with three baselines."
     from leakmel.learn.plans import find_test_sets
 
     if args.figures and not args.out:
@@ -440,9 +472,12 @@ def run_evaluate(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         progress=progress_mode(args),
     )
     written = found.save(args.out, plots=args.figures) if args.out else {}
+    recorded = _record(args.model, found, parts["testing"])
     text = "\n".join(
         [
             found.report(line_width()),
+            "",
+            recorded,
             *(["", f"written: {', '.join(map(show_path, written.values()))}"] if written else []),
         ]
     )
@@ -633,6 +668,11 @@ PREDICT: Options = {
         metavar="SCORE",
         help="decision threshold: a recording with this score or more is a leak, 0 to 1 (default: the threshold of the model for the voting rule)",
     ),
+    "--false-alarms": dict(
+        type=float,
+        metavar="N",
+        help="choose the threshold so that at most N of 100 recordings without a leak are false alarms (in place of --threshold)",
+    ),
     "--length": dict(
         default="whole",
         choices=["whole", "spec"],
@@ -686,6 +726,7 @@ def run_predict(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         manifest=manifest,
         vote=args.vote,
         threshold=args.threshold,
+        false_alarms=args.false_alarms,
         frac=args.frac,
         length=args.length,
         engine=args.engine,

@@ -351,7 +351,7 @@ def _names(m: _Maker) -> None:
 
 
 def _sound_faults(m: _Maker) -> None:
-    "Clipped, silent, off centre, hung dry; a sensor that never recorded anything."
+    "Clipped, silent, off centre, dry; a sensor that never recorded anything."
     sine = np.round(np.sin(0.1 * np.arange(RATE))[:, None] * 1.5 * 32_768).clip(-32_768, 32_767) / 32_768
     m.row("TRAINING", "LEAK/clipped.wav", sine, kinds=("clipped",))
     m.row("TESTING", "LEAK/clipped.wav", sine[::-1], kinds=("clipped",))

@@ -169,6 +169,7 @@ DATASET_FILES = {
     "incomplete-data-set": "A data set is not complete.",
     "data-set-changed": "A data set changed since it was opened.",
     "no-spec": "The file does not contain a complete spec.",
+    "no-held-out-scores": "The model file holds no held-out scores, from which thresholds for a number of false alarms are chosen.",
     "not-a-spec-file": "The file is not a spec file.",
     "not-json-name": "The name of a spec file does not end in .json.",
     "unknown-setting": "A spec file has a key or setting that does not exist.",

@@ -43,6 +43,7 @@ from .data.segments import Segments, close_opened, open_sources
 from .data.splits import DEFAULT_SHARES, Split, group_split, without_validation
 from .data.task import make_task
 from .evaluate.evaluation import evaluate
+from .evaluate.record import record_evaluation
 from .evaluate.report import Evaluation
 from .model.detector import Detector, load_detector
 from .model.devices import pick_device
@@ -342,6 +343,8 @@ def execute_evaluation(
         legacy=plan.given["legacy"],
         progress=progress,
     )
+    name = "testing" if plan.split is not None else files["testing"].name
+    record_evaluation(result.model_path, found, name)
     write_summary(plan.out, run_summary(result, found))
     return found
 
@@ -363,6 +366,7 @@ PREDICTION_DEFAULTS: dict[str, Any] = {
     "table": None,
     "vote": None,
     "threshold": None,
+    "false_alarms": None,
     "frac": None,
     "length": "whole",
     "engine": "auto",
@@ -384,6 +388,7 @@ def prediction_kinds() -> Kinds:
         "columns": (str,),
         "vote": (str, None),
         "threshold": (float, None),
+        "false_alarms": (float, None),
         "frac": (float, None),
         "length": (str,),
         "engine": (str,),
@@ -426,6 +431,7 @@ _PREDICT_OPTIONS = (
     "split",
     "vote",
     "threshold",
+    "false_alarms",
     "frac",
     "length",
     "engine",
@@ -461,7 +467,7 @@ def plan_prediction(
         model=model,
         model_note=model_note,
         detector=detector,
-        rule=rule_of(detector, p["vote"], p["threshold"], p["frac"]),
+        rule=rule_of(detector, p["vote"], p["threshold"], p["frac"], p["false_alarms"]),
         manifest=manifest,
         device=pick_device(p["device"], registered=True),
         out=run_folder(p["out"], "predict"),

@@ -52,7 +52,7 @@ _SCORES = [
     "score",
     "leak_share",
     "n_segments",
-    "heard_s",
+    "scored_s",
     "status",
     "rms_db",
     "in_training",

@@ -431,7 +431,7 @@ def price_of_trust(
     n, whole = int(cores.split()[0]), median("build")
     pieces = {name: median(name, "cpu_s") / n for name in ("digests of recordings", "digests of rows")}
     pieces["pass over all rows"] = median("pass over all rows")
-    pieces["sample worked out again"] = max(0.0, median("pass and sample") - median("pass over all rows"))
+    pieces["rows recomputed"] = max(0.0, median("pass and sample") - median("pass over all rows"))
     pieces["journal and state"] = median("journal and state")
     price = sum(pieces.values())
     return {

@@ -560,7 +560,7 @@ def test_parts_of_names() -> None:
         assert np.isnan(parse_name(name).gain)
 
 
-def test_a_hydrophone_that_hung_dry_is_flagged(tmp_path: Path) -> None:
+def test_a_dry_hydrophone_is_flagged(tmp_path: Path) -> None:
     put(
         tmp_path,
         "TRAINING/LEAK/a~1~20250101_000000~1.wav",

@@ -194,6 +194,9 @@ def test_command_line(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert body["groups"]["by"] == "sensor"
     assert body["pooled"]["figures"]["auc"]["value"] > 0.5
     assert sorted(p.name for p in (tmp_path / "out").glob("*.*")) == ["cross_validation.csv", "summary.json"]
+    assert main([*words, "--folds", "2", "--seeds", "2", "--group", "path", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert (len(body["folds"]), len(body["seeds"])) == (4, 2)
     assert main([*words, "--group", "path", "--quiet"]) == 0
     assert "verdict" in capsys.readouterr().out
     assert main([*words, "--report"]) == 2

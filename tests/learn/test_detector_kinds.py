@@ -170,6 +170,7 @@ def test_no_other_training_is_replaced(sets, tmp_path):
         "checkpoints",
         "cross-validation",
         "model.pt",
+        "model_card.md",
         "summary.json",
     ]
     assert os.listdir(tmp_path / "b" / "checkpoints") == []

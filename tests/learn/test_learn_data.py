@@ -27,7 +27,7 @@ from leakmel.dataset.file.reader import MelDataset
 from leakmel.dataset.file.reader import read_rows
 from leakmel.learn.data import segments as data
 from leakmel.learn.data import loaders
-from leakmel.learn.evaluate.evaluation import mean_mels
+from leakmel.learn.model.baselines import baseline_features
 from leakmel.learn.data.segments import LEVELS, Batch, Segments
 from leakmel.learn.data.loaders import Loader, BatchOrder, WorkerLoader, open_loader
 from leakmel.learn.train.inputs import open_training
@@ -503,7 +503,9 @@ def test_slow_loading_shows_progress(tmp_path, log, monkeypatch):
     assert told(lambda show: open_loader(streamed, 4, kind="device", progress=show)) == [
         "loading: 9 of 9 recordings"
     ]
-    assert told(lambda show: mean_mels(streamed, progress=show)) == ["mean mels: 9 of 9 recordings"]
+    assert told(lambda show: baseline_features(streamed, progress=show)) == [
+        "baseline features: 9 of 9 recordings"
+    ]
     assert told(lambda show: recordings_table(streamed.sources, progress=show)) == [
         "comparing: 9 of 9 recordings"
     ]
@@ -535,7 +537,7 @@ def test_training_and_evaluation_pass_progress_on(small_sets, tmp_path, log):
             allow_leaky_split=True,
         )
         assert bool(log.messages) == (show == "log")
-    for word in ("loading", "mean mels"):
+    for word in ("loading", "baseline features"):
         assert any(line.startswith(f"{word}: ") for line in log.messages), word
 
 

@@ -1,4 +1,4 @@
-"The whole way on a made town whose testing sensors were never heard: a detector beats both baselines, or its evaluation says that it does not."
+"The whole way on a made town whose testing sensors were never heard: a detector beats the baselines, or its evaluation says that it does not."
 
 from pathlib import Path
 
@@ -43,8 +43,14 @@ def assert_honest(e: lm.Evaluation) -> None:
     "No sensor on both sides, dealt labels mean nothing, and the verdict is what the intervals say."
     assert not e.stamps, "a sensor on both sides"
     assert e.control.holds
-    beaten = {name: d["auc"].interval.low > 0 for name, d in e.differences[e.vote].items()}
-    assert len(beaten) == 2
+    compared = dict(e.verdict.against)
+    beaten = {
+        name: d["auc"].interval.low > 0
+        for name, d in e.differences[e.vote].items()
+        if e.baselines[name].title in compared
+    }
+    assert len(e.differences[e.vote]) == 3
+    assert len(beaten) == len(compared) >= 2, "a spectral detector is not compared with trees"
     assert e.beats == all(beaten.values())
 
 

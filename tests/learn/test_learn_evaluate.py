@@ -21,7 +21,7 @@ from leakmel.learn.data.segments import Segments
 from leakmel.learn.data.splits import LeakySplitWarning, Split, SplitWarning, group_split
 from leakmel.learn.data.task import make_task
 from leakmel.learn.evaluate import evaluation
-from leakmel.learn.evaluate.evaluation import fit_logistic, leak_mask, levels, mean_mels, score_baselines
+from leakmel.learn.evaluate.evaluation import leak_mask, score_baselines
 from leakmel.learn.evaluate.plots import roc_figure
 from leakmel.learn.metrics.bootstrap import (
     MIN_GROUPS,
@@ -43,8 +43,10 @@ from leakmel.learn.metrics.significance import (
     score_model,
 )
 from leakmel.learn.metrics.voting import UNCHOSEN
+from leakmel.learn.model.baselines import baseline_features, fit_logistic, levels
 from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
+from leakmel.learn.model.spectral import spectral_features
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -484,9 +486,9 @@ def test_baselines_trained_on_permuted_labels_have_auc_of_one_half(parts):
     "A single one leans one way or the other; the mean over many is 0.5."
     rng = np.random.default_rng(0)
     x, y, test, truth = (
-        mean_mels(parts["training"]),
+        baseline_features(parts["training"])["mean_mels"],
         leak_mask(parts["training"]),
-        mean_mels(parts["testing"]),
+        baseline_features(parts["testing"])["mean_mels"],
         leak_mask(parts["testing"]),
     )
     areas = [
@@ -500,15 +502,16 @@ def test_baselines_trained_on_permuted_labels_have_auc_of_one_half(parts):
 
 
 def test_the_logistic_regression_is_at_the_minimum_of_its_loss():
-    "Half the squared weights of standardised features and the log loss; the bias is free."
+    "Half the squared weights of standardised features and the log loss, classes of equal weight; the bias is free."
     rng = np.random.default_rng(0)
     x = rng.normal(-40, 8, (300, 12)) @ rng.normal(0, 1, (12, 12))
     y = rng.random(300) < 1 / (1 + np.exp(-(x[:, 0] - x[:, 0].mean()) / 20))
     line = fit_logistic(x, y)
     p = line.predict_proba(x)[:, 1]
     z = (x - x.mean(0)) / x.std(0)
-    np.testing.assert_allclose((p - y) @ z + line[-1].coef_[0], 0, atol=1e-5)
-    assert abs((p - y).sum()) < 1e-5
+    weight = np.where(y, len(y) / y.sum(), len(y) / (~y).sum()) / 2
+    np.testing.assert_allclose((weight * (p - y)) @ z + line[-1].coef_[0], 0, atol=1e-5)
+    assert abs((weight * (p - y)).sum()) < 1e-5
 
 
 def test_logistic_regression_is_the_same_each_time_and_survives_odd_features():
@@ -564,10 +567,12 @@ def parts(sets, split):
         ds.close()
 
 
-def test_baseline_features_equal_mean_mels_and_levels(parts):
+def test_baseline_features_equal_mean_mels_levels_and_band_statistics(parts):
     ds = parts["testing"]
     rows = [ds[i][0].astype(np.float64) for i in range(0, len(ds), 17)]
-    np.testing.assert_allclose(mean_mels(ds)[::17], [r.mean((0, 1, 3)) for r in rows], atol=1e-9)
+    features = baseline_features(ds)
+    np.testing.assert_allclose(features["mean_mels"][::17], [r.mean((0, 1, 3)) for r in rows], atol=1e-9)
+    np.testing.assert_array_equal(features["trees"], spectral_features(ds).whole)
     table = pd.concat([s.files for s in ds.sources], ignore_index=True).iloc[ds.rows]
     level = levels(ds)
     assert level is not None
@@ -588,7 +593,11 @@ def test_baselines_choose_on_validation_only(parts):
         score, truth = own[name].score, leak_mask(parts["validation"])
         best = max(leak_metrics(truth, score, t)["f1"] for t in score)
         assert leak_metrics(truth, score, a.threshold)["f1"] == best
-    assert [j.title for j in own.values()] == ["Level only", "Mean mels, logistic"]
+    assert [j.title for j in own.values()] == [
+        "Level only",
+        "Mean mels, logistic",
+        "Trees on band statistics",
+    ]
 
 
 # ---- all of it -------------------------------------------------------------------------------------------------------
@@ -736,7 +745,7 @@ def test_one_kind_of_recordings_alone(sets, tmp_path):
             beside = lm.evaluate(
                 detector(sets), alone, training=sets[0], progress="none", n_draws=100, allow_leaky_split=True
             )
-        assert set(beside.baselines) == {"level", "mean_mels"}
+        assert set(beside.baselines) == {"level", "mean_mels", "trees"}
         rest = "specificity" if label == "LEAK" else "sensitivity"
         for text in (
             f"AUC, {rest} and a comparison with baselines need both labels",

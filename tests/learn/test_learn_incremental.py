@@ -486,7 +486,8 @@ def test_the_record_is_complete(one_round, towns):
     here = folder / "rounds" / "round-0001"
     record = json.loads((here / RECORD).read_text())
     assert record == done.record
-    assert set(os.listdir(here)) == {"history.csv", "kept.csv", "model.pt", "record.json", "summary.json"}
+    written = {"history.csv", "kept.csv", "model.pt", "model_card.md", "record.json", "summary.json"}
+    assert set(os.listdir(here)) == written
     assert {
         "number",
         "replaced",

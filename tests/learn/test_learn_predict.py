@@ -165,15 +165,15 @@ def test_a_long_recording_is_scored_to_its_end(mixed, preset):
 
 def test_scored_segments_and_seconds_are_reported(mixed, detector):
     table = lm.predict(mixed, detector, **QUIET).table.set_index("path")
-    assert table.loc["long.wav", ["n_segments", "heard_s"]].tolist() == [160, 40.0]
-    assert table.loc["short.wav", ["n_segments", "heard_s"]].tolist() == [2, 0.5]
+    assert table.loc["long.wav", ["n_segments", "scored_s"]].tolist() == [160, 40.0]
+    assert table.loc["short.wav", ["n_segments", "scored_s"]].tolist() == [2, 0.5]
     assert table.loc[
-        "fast.wav", ["n_segments", "heard_s", "duration_s", "sample_rate", "status"]
+        "fast.wav", ["n_segments", "scored_s", "duration_s", "sample_rate", "status"]
     ].tolist() == [24, 6.0, 6.0, 8000, "resampled"]
     assert table.loc["same size.wav", ["n_segments", "duration_s"]].tolist() == [2, 0.5], (
         "told by its header and not by its size"
     )
-    assert table.loc["plain3.wav", ["n_segments", "heard_s", "status"]].tolist() == [4, 1.0, "ok"]
+    assert table.loc["plain3.wav", ["n_segments", "scored_s", "status"]].tolist() == [4, 1.0, "ok"]
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_problems_of_recordings_are_reported(tmp_path, detector):
     )
     put(folder, "opposite.wav", np.stack([noise(3), -noise(3)], 1))
     table = lm.predict(folder, detector, **QUIET).table.set_index("path")
-    assert table.index[table["hung_dry"]].tolist() == ["S1~7~20240101_000000~1.wav"]
+    assert table.index[table["dry"]].tolist() == ["S1~7~20240101_000000~1.wav"]
     assert table.index[table["silent"]].tolist() == ["silent.wav"]
     assert table.index[table["opposite_phase"]].tolist() == ["opposite.wav"]
     assert table.index[table["clipped_share"] > 0.1].tolist() == ["clipped.wav"]
@@ -693,7 +693,7 @@ def test_real_recordings_end_to_end(tmp_path):
     table = q.table
     assert (table["duration_s"] > 5).any()
     long_window_s = 2048 / 8000  # of the preset at 8,000 Hz
-    assert ((table["duration_s"] - table["heard_s"]).abs() < long_window_s).all(), (
+    assert ((table["duration_s"] - table["scored_s"]).abs() < long_window_s).all(), (
         "all of each recording was heard"
     )
 

@@ -22,7 +22,8 @@ from leakmel.core.errors import DataError, RecordingError, UsageError
 from leakmel.learn.data.loaders import BatchOrder, open_loader
 from leakmel.learn.data.segments import LEVELS, Segments, cut_into_rows, segments_per_row, conform_recording
 from leakmel.learn.data.task import make_task
-from leakmel.learn.evaluate.evaluation import fit_logistic, leak_mask, levels, mean_mels
+from leakmel.learn.evaluate.evaluation import leak_mask
+from leakmel.learn.model.baselines import baseline_features, fit_logistic, levels
 from leakmel.learn.metrics.voting import VOTES, vote_scores
 from leakmel.learn.model import detector as detector_module
 from leakmel.learn.model.detector import Detector, score_rows
@@ -594,8 +595,9 @@ def test_batches_of_zero_files_are_refused(rows):
 def test_mean_mels_exclude_padding_after_the_recording(rows):
     with Segments(rows, level="recording") as ds:
         every = ds.sources[0].mels[:].astype(np.float64)
+        means = baseline_features(ds)["mean_mels"]
         for k, (row, n) in enumerate(zip(ds.rows, ds.segment_counts)):
-            assert np.allclose(mean_mels(ds)[k], every[row, :n].mean((0, 1, 3)), atol=1e-9)
+            assert np.allclose(means[k], every[row, :n].mean((0, 1, 3)), atol=1e-9)
 
 
 @pytest.mark.parametrize("part", ["training", "validation", "testing"])
@@ -612,7 +614,7 @@ def test_the_level_baseline_has_one_scale_in_all_splits(town, tmp_path, part):
         name: Segments(path if name == part else own, level="recording", task=task)
         for name, own in sets.items()
     }
-    right = {name: mean_mels(ds).mean(1, keepdims=True) for name, ds in parts.items()}
+    right = {name: baseline_features(ds)["mean_mels"].mean(1, keepdims=True) for name, ds in parts.items()}
     line = fit_logistic(right["training"], leak_mask(parts["training"]))
     e = lm.evaluate(
         made_detector(parts["testing"].sources[0].spec),

@@ -157,7 +157,7 @@ def test_price_of_trust_adds_up():
             "digests of recordings": 0.2,
             "digests of rows": 0.1,
             "pass over all rows": 0.5,
-            "sample worked out again": 0.2,
+            "rows recomputed": 0.2,
             "journal and state": 0.08,
         }
     )

@@ -5,10 +5,8 @@
 # %% auto #0
 __all__ = [
     "MOST_LEFT_OUT",
-    "TITLES",
     "TABLE_NAME",
     "outer_folds",
-    "fold_baselines",
     "FoldFigures",
     "Repetition",
     "CrossValidation",
@@ -37,7 +35,6 @@ from ...core.run_plan import RowTable, user_path, write_summary
 from ..data.groups import Group, group_values, recordings_of
 from ..data.splits import _can_be_left_out, _label_counts, recordings_table
 from ..data.task import Task
-from .evaluation import BASELINE_TITLES, fit_logistic, levels, mean_mels
 from .plots import roc_figure
 from ..metrics.bootstrap import Bootstrap, Groups
 from ..metrics.metrics import leak_metrics
@@ -50,10 +47,10 @@ from leakmel.learn.metrics.significance import (
     score_model,
 )
 from ..metrics.voting import vote_scores
+from ..model.baselines import BASELINE_TITLES, NO_TREES, baseline_features, fold_baselines
 from ..model.devices import pick_device
 from ..model.files import require_kind, write_whole
 from ..model.settings import TrainSettings, with_length
-from ..model.spectral import N_TREES
 from leakmel.learn.train.folds import (
     MOST_FOR_FOLDS,
     FoldTrainer,
@@ -83,42 +80,6 @@ def outer_folds(
     if 1 < len(numbers) <= MOST_LEFT_OUT and _can_be_left_out(_label_counts(each, classes)).all():
         return each, True
     return make_folds(classes, code, n_folds, seed), False
-
-
-# %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000008
-TITLES = BASELINE_TITLES | {"trees": "Trees on band statistics"}
-
-
-def _baseline_features(trainer: FoldTrainer) -> dict[str, np.ndarray]:
-    "Compute [n, F] features of all recordings for each baseline."
-    mels = mean_mels(trainer.ds, progress="none")
-    level = levels(trainer.ds)
-    return {
-        "level": mels.mean(1, keepdims=True) if level is None else level,
-        "mean_mels": mels,
-        "trees": trainer.features.whole,
-    }
-
-
-def fold_baselines(
-    features: Mapping[str, np.ndarray],  # [n, F] of each of TITLES
-    truth: np.ndarray,  # [n] bool
-    learned: np.ndarray,  # [k] int, recordings to fit on
-    held_out: np.ndarray,  # [m] int, recordings to score
-    seed: int = 0,  # of the trees
-) -> dict[str, np.ndarray]:  # [m] probability of a leak, for each baseline
-    "Fit the baselines on some recordings, and score others."
-    from sklearn.ensemble import ExtraTreesClassifier
-
-    found = {}
-    for name, values in features.items():
-        if name == "trees":
-            trees = ExtraTreesClassifier(N_TREES, class_weight="balanced", random_state=seed % (1 << 32))
-            model = trees.fit(values[learned], truth[learned])
-        else:
-            model = fit_logistic(values[learned], truth[learned], balanced=True)
-        found[name] = model.predict_proba(values[held_out])[:, 1]
-    return found
 
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000011
@@ -159,7 +120,9 @@ def _fold_scores(
         return trainer.scores("spectral", learned, held_out, seed), "spectral", _NO_CHOICE, 1
     members = ("spectral", "cnn") if choice.kind == "blend" else (choice.kind,)
     found = [trainer.scores(kind, learned, held_out, seed) for kind in members]
-    scores = blend_scores(found, choice.lines) if choice.kind == "blend" else found[0]
+    # calibrated: scores of folds with different kinds are pooled
+    lines = dict(zip(("spectral", "cnn"), choice.lines))
+    scores = blend_scores(found, [lines[kind] for kind in members])
     return scores, choice.kind, choice.reason, 2 * choice.n_folds + len(members)
 
 
@@ -354,9 +317,6 @@ def _figures_text(model: ScoredModel) -> str:
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000015
 TABLE_NAME = "cross_validation.csv"
-_NO_TREES = (
-    "The spectral detector contains trees on band statistics, so the verdict does not compare it with them."
-)
 
 
 def _is_summary(f: BinaryIO) -> bool:
@@ -402,7 +362,7 @@ def _result_table(trainer: FoldTrainer, repetitions: Sequence[Repetition]) -> pd
         leak=trainer.truth,
         fold=repetitions[0].fold,
         score=np.mean([r.score for r in repetitions], 0),
-        **{f"score_{n}": np.mean([r.baselines[n] for r in repetitions], 0) for n in TITLES},
+        **{f"score_{n}": np.mean([r.baselines[n] for r in repetitions], 0) for n in BASELINE_TITLES},
     )
     if len(repetitions) > 1:
         for k, r in enumerate(repetitions):
@@ -418,13 +378,14 @@ def _result(
     boot = Bootstrap(trainer.truth, trainer.groups, n_draws=n_draws, seed=trainer.settings.seed)
     detector = score_model(boot, table["score"].to_numpy(), name="detector", title=asked)
     simple = {
-        n: score_model(boot, table[f"score_{n}"].to_numpy(), name=n, title=t) for n, t in TITLES.items()
+        n: score_model(boot, table[f"score_{n}"].to_numpy(), name=n, title=t)
+        for n, t in BASELINE_TITLES.items()
     }
     notes = cautions(trainer.truth, trainer.groups)
     against = dict(simple)
     if all(f.kind == "spectral" for r in repetitions for f in r.folds):
         del against["trees"]
-        notes += (_NO_TREES,)
+        notes += (NO_TREES,)
     return CrossValidation(
         task=trainer.task,
         asked=asked,
@@ -500,7 +461,7 @@ def cross_validate(
                 require_kind(folder / name, "result of a cross-validation", is_one)
         trainer = _trainer_of(opened, settings, group, on, folder)
         first, _ = outer_folds(trainer.ds.labels, trainer.groups.code, n_folds, settings.seed)
-        features = _baseline_features(trainer)
+        features = baseline_features(trainer.ds, progress="none")
         _announce_fits(trainer, opened, seeds * (int(first.max()) + 1), show)
         total = seeds * len(trainer.rows)
         with Progress(total, unit="recordings", label="cross-validation", show=show) as bar:

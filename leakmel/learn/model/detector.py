@@ -35,7 +35,14 @@ from ...mel.torch_engine import exactly_float32
 from ..data.loaders import open_loader
 from ..data.segments import Segments
 from ..data.task import Task
+from ..metrics.decisions import HeldOutScores
 from ..metrics.voting import UNCHOSEN, VOTES, vote_scores
+from leakmel.learn.model.card import (
+    EvaluationRecord,
+    held_out_from_plain,
+    held_out_to_plain,
+    record_from_plain,
+)
 from .devices import AdaptiveBatches, is_out_of_memory, memory_guard
 from .files import load_plain, plain_bytes, require_kind, write_whole
 from . import classifiers
@@ -82,6 +89,10 @@ class Detector:
     share: float = 0.5  # of the long segments, for "frac_vote"
     record: dict[str, Any] = field(default_factory=dict)  # plain values: data, split, settings, versions
     provenance: Provenance = field(default_factory=Provenance)  # what it was trained with
+    held_out: HeldOutScores | None = (
+        None  # of its vote, on recordings that were not trained on; None: not known
+    )
+    evaluations: tuple[EvaluationRecord, ...] = ()  # of this classifier
 
     def __post_init__(self):
         if self.vote not in VOTES:
@@ -196,12 +207,15 @@ class Detector:
         about, weights = classifiers.to_plain(self.classifier)
         head |= {"classifier": about, "task": asdict(self.task)}
         head["spec"] = self.spec and self.spec.to_dict()
+        head["evaluations"] = [asdict(e) for e in self.evaluations]
         values = {
             "format": FORMAT,
             "detector": json.dumps(head, allow_nan=False),
             "weights": weights,
             "seen": to_plain(self.provenance),
         }
+        if self.held_out is not None:
+            values["held_out"] = held_out_to_plain(self.held_out)
         target = Path(path)
         look = partial(require_kind, target, "detector", _is_detector)
         write_whole(target, plain_bytes(values), sync=sync, look=look)
@@ -265,6 +279,8 @@ def load_detector(
                 task=_settings_from_plain(Task, head["task"]),
                 spec=None if head["spec"] is None else _settings_from_plain(MelSpec, head["spec"]),
                 provenance=from_plain(values.get("seen")),
+                held_out=held_out_from_plain(values.get("held_out")),
+                evaluations=tuple(map(record_from_plain, head.get("evaluations", ()))),
                 **{name: head[name] for name in _PLAIN_FIELDS},
             )
     except (DataError, MachineError):

@@ -100,7 +100,7 @@ def _is_program(f: BinaryIO) -> bool:
 def export_detector(
     detector: Detector,
     path: str | os.PathLike,  # of the program, "model.pt2" for example; written as a whole or not at all
-) -> Path:  # raises UsageError; OutputError, also where a file of another kind is in the way;
+) -> Path:  # raises UsageError; OutputError, also where a file of another kind has this name;
     # DataError where the program's scores differ from the detector's
     "Write a detector as a program of torch.export, with its features inside; another such program there is replaced."
     look = partial(require_kind, Path(path), "exported detector", _is_program)

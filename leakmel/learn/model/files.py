@@ -79,8 +79,9 @@ def require_kind(
     with suppress(Exception), open(os.open(path, flags), "rb") as f:
         ours = stat.S_ISREG(os.fstat(f.fileno()).st_mode) and is_one(f)
     if not ours:
+        article = "an" if kind[0] in "aeiou" else "a"
         raise OutputError(
-            f"something that is no {kind} is in the way",
+            f"this path already exists and is not {article} {kind}, so it is not replaced",
             code="other-file-in-the-way",
             path=path,
             remedy="choose another name, or remove it yourself",

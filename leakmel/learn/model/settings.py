@@ -167,7 +167,7 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     # rule that joins the scores of the segments; auto: chosen on the validation set
     vote: Literal["auto", "mean", "long_vote", "any_long", "frac_vote"] = "auto"
     vote_share: float = 0.5  # vote frac_vote: share of the long segments that must agree, 0 to 1
-    # stop after this number of epochs without a better F1 on the validation set; 0: never
+    # stop after this number of epochs without a lower mean validation loss of three epochs; 0: never
     early_stop_epochs: int = 8
     seed: int = 0  # random seed of order, augmentation, dropout and first weights
     profile_every: int = 50  # number of batches of which one is timed

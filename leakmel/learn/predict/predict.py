@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/learn/predict/predict.ipynb #cf09156b
-import base64, csv, errno, os, time
+import base64, csv, errno, math, os, time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -38,7 +38,9 @@ from ...dataset.file.writer import output_error, replacing
 from ...dataset.source.loader import PLAIN
 from ...mel.spec import MelSpec
 from ..data.segments import LENGTHS, covered_samples
+from ..metrics.decisions import Calibration, alarm_threshold, fit_calibration
 from ..metrics.voting import VOTES, vote_scores
+from ..model.card import EvaluationRecord, evaluation_result, evaluation_text
 from ..model.detector import Detector, load_detector, required_spec
 from ..model.devices import pick_device
 from ..model.files import require_kind
@@ -87,13 +89,43 @@ class Rule:
 
 
 # %% ../../../nbs/learn/predict/predict.ipynb #11e7b3c5
+def _alarm_rule(
+    detector: Detector, vote: str | None, threshold: float | None, frac: float | None, false_alarms: float
+) -> Rule:
+    "Choose the threshold by the number of false alarms, on the held-out scores that the model file holds."
+    if threshold is not None:
+        raise UsageError(
+            "a threshold and a number of false alarms are both given",
+            code="unused-option",
+            remedy="leave one of them out",
+        )
+    if vote not in (None, detector.vote) or frac not in (None, detector.share):
+        raise UsageError(
+            "thresholds for a number of false alarms are known for the model's own vote only",
+            code="unused-option",
+            found=repr(vote or frac),
+            expected=repr(detector.vote),
+        )
+    if detector.held_out is None:
+        raise DataError(
+            "the model file holds no held-out scores, from which a threshold for a number of false alarms is chosen",
+            code="no-held-out-scores",
+            remedy="train the detector again, or set the threshold",
+        )
+    found = alarm_threshold(detector.held_out, false_alarms)
+    return Rule(detector.vote, found.threshold, detector.share, str(found))
+
+
 def rule_of(
     detector: Detector,
     vote: str | None = None,  # None: the model's
     threshold: float | None = None,  # None: the model's for that vote
     frac: float | None = None,  # of the long segments, for "frac_vote"; None: the model's
-) -> Rule:  # raises UsageError
+    false_alarms: float | None = None,  # per 100 recordings without a leak: chooses the threshold
+) -> Rule:  # raises UsageError, DataError
     "Return the decision rule for recordings."
+    if false_alarms is not None:
+        return _alarm_rule(detector, vote, threshold, frac, false_alarms)
     vote = detector.vote if vote is None else vote
     if frac is not None and vote in VOTES and vote != "frac_vote":
         raise UsageError(
@@ -117,11 +149,12 @@ COLUMNS = (
     "label",
     "leak",
     "score",
+    "probability",
     "vote",
     "threshold",
     "leak_share",
     "n_segments",
-    "heard_s",
+    "scored_s",
     "duration_s",
     "sample_rate",
     "channels",
@@ -131,15 +164,16 @@ COLUMNS = (
     "clipped_share",
     "silent",
     "opposite_phase",
-    "hung_dry",
+    "dry",
     "in_training",
     "sensor",
     "gain",
     "segment_scores",
+    "evaluation",
     "path_base64",
 )
 REJECTED_COLUMNS = ("path", "code", "message", "path_base64")
-FLAGS = ("silent", "opposite_phase", "hung_dry")
+FLAGS = ("silent", "opposite_phase", "dry")
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +191,13 @@ class ScoredRecording:
     # whether the detector learned from it, or was chosen by it; None: not known
     in_training: bool | None = None
 
-    def row(self, rule: Rule, spec: MelSpec) -> dict[str, Any]:
+    def row(
+        self,
+        rule: Rule,
+        spec: MelSpec,
+        calibration: Calibration | None = None,  # of the rule's vote; None: the probability is NaN
+        evaluation: str = "",  # of the detector
+    ) -> dict[str, Any]:
         "Return the columns."
         score = rule.score(self.segment_scores)
         f = self.facts
@@ -167,11 +207,12 @@ class ScoredRecording:
             "label": show_path(self.label),
             "leak": score >= rule.threshold,
             "score": score,
+            "probability": float("nan") if calibration is None else float(calibration.probability(score)),
             "vote": rule.vote,
             "threshold": float(rule.threshold),
             "leak_share": float((self.segment_scores >= rule.threshold).mean()),
             "n_segments": n,
-            "heard_s": covered_samples(n, spec) / spec.sample_rate,
+            "scored_s": covered_samples(n, spec) / spec.sample_rate,
             "duration_s": int(f["n_samples"]) / int(f["sample_rate"]),
             "sample_rate": int(f["sample_rate"]),
             "channels": int(f["channels"]),
@@ -181,11 +222,12 @@ class ScoredRecording:
             "clipped_share": float(f["clipped_share"]),
             "silent": bool(f["silent"]),
             "opposite_phase": "opposite_phase" in self.status,
-            "hung_dry": self.gain == 1,
+            "dry": self.gain == 1,
             "in_training": self.in_training,
             "sensor": show_path(self.sensor),
             "gain": float(self.gain),
             "segment_scores": self.segment_scores,
+            "evaluation": evaluation,
             "path_base64": _path_base64(self.path),
         }
 
@@ -286,6 +328,8 @@ class Predictions:
     seconds: float  # listing to the last score; imports and loading the model left out
     out: Path | None = None  # of the CSV file
     learned_by: str = ""  # identity of the engine that made what the model learned from
+    calibration: Calibration | None = None  # of scores of the rule's vote
+    evaluations: tuple[EvaluationRecord, ...] = ()  # of the detector
 
     def __len__(self) -> int:
         return len(self.scored)
@@ -302,8 +346,9 @@ class Predictions:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         "Yield the table, row by row."
+        result = evaluation_result(self.evaluations)
         for s in self.scored:
-            yield s.row(self.rule, self.spec)
+            yield s.row(self.rule, self.spec, self.calibration, result)
 
     @cached_property
     def table(self) -> "pd.DataFrame":
@@ -342,14 +387,17 @@ class Predictions:
         "Counts, settings and the most suspicious recordings as plain values, for machines."
         rows = list(self.rows())
         most = sorted(rows, key=lambda r: -r["score"])[:MAX_SHOWN]
-        shown = ("path", "score", "leak", "leak_share", "n_segments", "segment_scores")
+        shown = ("path", "score", "probability", "leak", "leak_share", "n_segments", "segment_scores")
         known = [r["in_training"] for r in rows]
         flags = {name: sum(r[name] for r in rows) for name in FLAGS}
         for r in most:
             r["segment_scores"] = [round(x, 3) for x in r["segment_scores"].tolist()]
+            r["probability"] = None if math.isnan(r["probability"]) else r["probability"]
         return {
             "folder": show_path(self.folder),
             "model": self.model,
+            "evaluation": evaluation_text(self.evaluations),
+            "evaluation_result": evaluation_result(self.evaluations),
             "found": self.found,
             "scored": len(self),
             "rejected": len(self.rejections),
@@ -357,6 +405,9 @@ class Predictions:
             "rejected_by_code": dict(Counter(r.code for r in self.rejections).most_common()),
             "flags": flags | {"clipped": sum(r["clipped_share"] > 0 for r in rows)},
             "rule": asdict(self.rule),
+            "calibration": None
+            if (c := self.calibration) is None
+            else {"method": c.method, "n": c.n, "leak_share": c.share},
             "length": self.length,
             "spec": self.spec.to_dict(),
             "engine": self.engine,
@@ -365,7 +416,7 @@ class Predictions:
             "seconds": self.seconds,
             "files_per_s": self.files_per_s,
             "in_training": None if None in known else sum(known),
-            "heard_s": sum(r["heard_s"] for r in rows),
+            "scored_s": sum(r["scored_s"] for r in rows),
             "duration_s": sum(r["duration_s"] for r in rows),
             "most_suspicious": [{name: r[name] for name in shown} for r in most],
             "out": None if self.out is None else show_path(self.out),
@@ -375,7 +426,7 @@ class Predictions:
     def text(self, width: int = 100) -> str:
         "Return the summary as text."
         s = self.summary
-        lines = []
+        lines = [f"Detector: {s['evaluation']}"]
         share = f" ({100 * s['leaks'] / len(self):.0f} %)" if len(self) else ""
         lines.append(f"{s['leaks']:,} of {len(self):,} recordings are classified as leaks{share}")
         lines.append(f"  {len(self):,} scored + {s['rejected']:,} rejected = {self.found:,} files found")
@@ -467,6 +518,8 @@ def predict(
     vote: str | None = None,  # "mean", "long_vote", "any_long" or "frac_vote"; None: the model's
     threshold: float | None = None,  # from 0 to 1; None: the model's for this vote
     frac: float | None = None,  # share of the long segments, for "frac_vote" only; None: the model's
+    false_alarms: float
+    | None = None,  # per 100 recordings without a leak: chooses the threshold, in place of `threshold`
     length: str = "whole",  # "whole": every long segment of a recording; "spec": at most as many as a data set's row has
     engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
     device: str = "auto",  # "auto", "cpu", "cuda" or "cuda:1"
@@ -490,7 +543,8 @@ def predict(
         check_output(target, Path(os.path.abspath(folder)))
     detector = model if isinstance(model, Detector) else load_detector(model)
     spec = required_spec(detector)
-    rule = rule_of(detector, vote, threshold, frac)
+    rule = rule_of(detector, vote, threshold, frac, false_alarms)
+    own = detector.held_out if (rule.vote, rule.frac) == (detector.vote, detector.share) else None
     native()  # an import; not part of the time
     began = time.perf_counter()
     found = find_recordings(folder, split=split, manifest=manifest, progress=progress)
@@ -519,6 +573,8 @@ def predict(
         seconds=time.perf_counter() - began,
         out=target,
         learned_by=detector.engine,
+        calibration=None if own is None else fit_calibration(own),
+        evaluations=detector.evaluations,
     )
     if target is not None:
         done.write(target)

@@ -27,6 +27,7 @@ from ..data.splits import LeakySplitWarning
 from ..data.task import LEFT_OUT
 from ..metrics.bootstrap import Groups, recording_groups
 from ..metrics.voting import choose_rule
+from ..model.card import write_card
 from ..model.classifiers import BlendClassifier, Classifier
 from ..model.detector import Detector, load_detector, score_rows
 from ..model.devices import pick_device
@@ -185,14 +186,15 @@ def fine_tune(
             champion.classifier.settings, [spectral, next(m for m in tuned.members if isinstance(m, LeakNet))]
         )
     provenance = champion.provenance | provenance_of(ds for ds in (items, validation) if ds is not None)
-    challenger = replace(champion, classifier=classifier, record=record, provenance=provenance)
+    fitted: dict[str, Any] = {"classifier": classifier, "record": record, "provenance": provenance}
+    challenger = replace(champion, **fitted, held_out=None, evaluations=())  # those are of the champion
     if validation is not None:
         scores = score_rows(challenger, validation, device=pick_device(device))
         is_leak = validation.labels == champion.task.leak_in_model
         rule = choose_rule(is_leak, scores, settings.vote, settings.vote_share)
         challenger = replace(challenger, **rule.options())
     folder.mkdir(parents=True, exist_ok=True)
-    challenger.save(folder / MODEL)
+    write_card(challenger, challenger.save(folder / MODEL))
     return challenger
 
 
@@ -293,7 +295,7 @@ class _RoundInProgress:
             "training": {"new": learned["kept"], "replayed_segments": learned["replay"]["segments"]},
             "round": {"number": self.number, "champion": before},
         }
-        challenger.save(here / MODEL)
+        write_card(challenger, challenger.save(here / MODEL))
         found = self.compare(challenger)
         (testing, *others), since = found["champion"].values(), found["first champion"]
         replaced, reason = decide(testing, others, self.rules.judged_by, list(since.values()))

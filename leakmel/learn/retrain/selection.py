@@ -299,16 +299,16 @@ def select_segments(
     keep_share_human: float = 1.0,  # of the long segments of a recording whose class a person gave; 1: all of them
 ) -> Selection:  # raises DataError for scores that are no numbers
     "Decide what each new recording is held for, and which of its segments are learned."
-    heard = recordings.segment_mask
+    mask = recordings.segment_mask
     leak = detector.task.leak_in_model
-    if not np.isfinite(scores[heard]).all():
+    if not np.isfinite(scores[mask]).all():
         raise DataError(
             "the scores are NaN or infinite",
             code="scores-not-finite",
             path=recordings.sources[0].path,
             remedy="run leakmel verify on the data set",
         )
-    of_leak = np.where(heard, scores[..., leak], np.nan)
+    of_leak = np.where(mask, scores[..., leak], np.nan)
     score = detector.recording_scores(of_leak)
     is_leak = score >= detector.threshold
     human = np.full(len(score), UNLABELLED, np.int64) if human is None else human

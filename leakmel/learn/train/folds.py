@@ -199,7 +199,8 @@ class FoldTrainer:
         np.ndarray
     ):  # [m, L] float32, probability of a leak in each long segment; NaN after the end of a recording
         "Fit a detector on recordings and score others; the scores of a fit that was finished before are read."
-        about = {"kind": kind, "seed": seed, "identity": self.identity, "settings": asdict(self.settings)}
+        settings = asdict(replace(self.settings, detector="auto"))  # kinds share their fits
+        about = {"kind": kind, "seed": seed, "identity": self.identity, "settings": settings}
         facts = json.dumps(about, sort_keys=True).encode()
         digest = digest_of(b"\0".join([facts, self.rows[learned].tobytes(), self.rows[held_out].tobytes()]))
         path = None if self.folder is None else self.folder / f"{kind}-{digest}.npy"
@@ -248,6 +249,7 @@ class Choice:
     n_folds: int  # 1: one part was held out
     by: str  # groups that were kept together
     scored: np.ndarray  # [m] int, recordings with out-of-fold scores
+    fold: np.ndarray  # [m] int, fold in which each was held out
     segment_scores: np.ndarray  # [m, L] of the chosen kind
     lines: tuple[tuple[float, float], ...]  # calibration of the members of a blend
     reason: str  # a sentence
@@ -326,7 +328,15 @@ def choose_kind(
             )
         )
     return Choice(
-        kind, tuple(tried), len(parts), groups.by, chosen[scored], found[kind], tuple(lines), reason
+        kind=kind,
+        tried=tuple(tried),
+        n_folds=len(parts),
+        by=groups.by,
+        scored=chosen[scored],
+        fold=fold[scored],
+        segment_scores=found[kind],
+        lines=tuple(lines),
+        reason=reason,
     )
 
 

@@ -122,12 +122,13 @@ def _rank(e: EpochFigures) -> tuple[float, float]:
 
 def should_stop(
     epochs: Sequence[EpochFigures],
-    patience: int,  # epochs without a better F1; 0: never stop
+    patience: int,  # epochs without a lower loss; 0: never stop
 ) -> bool:
-    "Return whether F1 has not risen above all before for as many epochs as patience allows."
-    f1 = [_rank(e)[0] for e in epochs]
-    highest = max(f1, default=-math.inf)
-    since = len(f1) if highest == -math.inf else len(f1) - 1 - f1.index(highest)
+    "Return whether the mean validation loss of three epochs has not fallen for as many epochs as patience allows."
+    losses = [math.inf if math.isnan(e.val_loss) else e.val_loss for e in epochs]
+    means = [sum(part := losses[max(0, k - 2) : k + 1]) / len(part) for k in range(len(losses))]
+    lowest = min(means, default=math.inf)
+    since = len(means) if lowest == math.inf else len(means) - 1 - means.index(lowest)
     return bool(patience) and since >= patience
 
 

@@ -14,7 +14,6 @@ __all__ = [
     "TrainResult",
     "finish_training",
     "step_seconds",
-    "with_rule",
     "train",
 ]
 
@@ -39,8 +38,8 @@ from ...dataset.file.writer import OutputLock, output_error
 from ..data.groups import Group
 from ..data.segments import Batch
 from ..data.splits import Split, recordings_table
-from ..metrics.voting import choose_rule
-from ..model.detector import Detector, load_detector, score_rows
+from ..model.card import evaluation_result, evaluation_text, is_card, next_steps, write_card
+from ..model.detector import Detector, load_detector
 from ..model.devices import pick_device
 from leakmel.learn.model.files import (
     Checkpoint,
@@ -51,6 +50,7 @@ from leakmel.learn.model.files import (
     save_checkpoint,
 )
 from ..model.settings import RESUME, CheckpointSettings, TrainSettings, with_length
+from .decision import with_decision
 from leakmel.learn.train.folds import (
     MOST_FOR_FOLDS,
     Choice,
@@ -158,6 +158,7 @@ _RESULT_FILES: dict[str, Callable[[BinaryIO], bool]] = {
     "model.pt": lambda f: b"leakmel detector " in f.read(512),
     "summary.json": _is_summary,
     "history.csv": lambda f: f.read(16) == b"epoch,step,loss,",
+    "model_card.md": is_card,
 }
 
 
@@ -288,7 +289,7 @@ def train_epochs(
     stop: DeferredSignals,
     after_epoch: Callable[[EpochFigures], object] | None = None,
 ) -> None:  # raises what a signal raises, after a checkpoint
-    "Train epochs until none is left or F1 no longer rises."
+    "Train epochs until none is left or the validation loss no longer falls."
     state = run.state
     keep = run.keep
 
@@ -357,6 +358,9 @@ class TrainResult(RowTable):
         if self.epochs:
             yield from self._epoch_rows()
         yield "threshold", f"{s['threshold']:.4f} for the vote {s['vote']!r} ({s['threshold_from']})"
+        yield "evaluation", evaluation_text(self.detector.evaluations)
+        for k, step in enumerate(next_steps(self.detector.evaluations)):
+            yield ("" if k else "next"), step
         if n := s["n_ran_out"]:
             pieces = f"a step takes its batch in pieces of {s['micro_batch']:,} items at most"
             yield "memory", f"ran out {n} time{'s' * (n > 1)}, so {pieces}"
@@ -394,11 +398,10 @@ def finish_training(
     if figures is None:
         raise DataError("the training has no finished epoch", code="nothing-learned", path=run.out)
     detector = detector_of(state, best=True)
-    if choice is not None and trainer is not None:
-        if choice.kind == "blend":
-            spectral = trainer.fit("spectral", np.arange(len(trainer.rows)))
-            detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
-        detector = with_rule(detector, state.data, state.settings, choice, trainer)
+    if choice is not None and trainer is not None and choice.kind == "blend":
+        spectral = trainer.fit("spectral", np.arange(len(trainer.rows)))
+        detector = replace(detector, classifier=blend_of(spectral, detector, choice.lines))
+    detector = with_decision(detector, state.data, state.settings, choice, trainer, state.stepper.device.type)
     write_history(
         run.out / "history.csv", state.epochs
     )  # after a kill it may be older than the last checkpoint
@@ -423,6 +426,7 @@ def _write_result(
 ) -> TrainResult:
     "Write the model and the summary."
     path = detector.save(out / "model.pt")
+    write_card(detector, path)
     summary = detector.record | {
         "ok": True,
         "model": show_path(path),
@@ -432,6 +436,9 @@ def _write_result(
         "threshold": detector.thresholds[detector.vote],
         "thresholds": dict(detector.thresholds),
         "threshold_from": detector.threshold_from,
+        "evaluation": evaluation_text(detector.evaluations),
+        "evaluation_result": evaluation_result(detector.evaluations),
+        "next_steps": next_steps(detector.evaluations),
         "seconds": seconds,
         "n_parameters": detector.classifier.n_parameters,
         **more,
@@ -508,31 +515,6 @@ def _chosen_kind(trainer: FoldTrainer, settings: TrainSettings, resume: str, sho
         return None
 
 
-def with_rule(
-    detector: Detector,
-    data: TrainingData,
-    settings: TrainSettings,
-    choice: Choice | None,
-    trainer: FoldTrainer,
-) -> Detector:
-    "Choose vote and threshold on scores of recordings that were not trained on, and add the choice of the kind to the record."
-    scores, truth, names = [], [], []
-    if choice is not None:
-        scores.append(choice.segment_scores)
-        truth.append(trainer.truth[choice.scored])
-        names.append(f"{len(choice.scored):,} recordings in cross-validation")
-    if data.validation is not None:
-        scores.append(score_rows(detector, data.validation, device=trainer.device))
-        truth.append(data.is_leak)
-        names.append(f"{len(data.is_leak):,} validation recordings")
-    record = detector.record | {"choice": None if choice is None else choice.summary}
-    if not scores:
-        return replace(detector, record=record)
-    rule = choose_rule(np.concatenate(truth), np.concatenate(scores), settings.vote, settings.vote_share)
-    source = f"highest F1 on {' and '.join(names)}"
-    return replace(detector, record=record, **rule.options() | {"threshold_from": source})
-
-
 def _train_spectral(
     data: TrainingData,
     settings: TrainSettings,
@@ -561,7 +543,7 @@ def _train_spectral(
         "best_epoch": 0,
     }
     fitted = replace(fitted, record=record, provenance=data.provenance)
-    detector = with_rule(fitted, data, settings, choice, trainer)
+    detector = with_decision(fitted, data, settings, choice, trainer, trainer.device)
     seconds = time.perf_counter() - began
     if choice is not None:
         seconds += sum(t.seconds for t in choice.tried if t.kind != "blend")

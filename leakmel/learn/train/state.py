@@ -206,7 +206,7 @@ class TrainingState:
 
     @property
     def is_over(self) -> bool:
-        "Whether no epoch is left, or F1 has not risen for as many epochs as patience allows."
+        "Whether no epoch is left, or the validation loss has not fallen for as many epochs as patience allows."
         if len(self.epochs) >= self.settings.epochs:
             return True
         patience = self.settings.early_stop_epochs if self.data.validation is not None else 0

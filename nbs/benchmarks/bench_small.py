@@ -1,0 +1,239 @@
+"""Detectors and baselines on many small tasks of real recordings, by cross-validation with groups."""
+
+import csv
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import leakmel as lm
+from leakmel.ops.bench import record_head
+
+Row = tuple[str, str, str]  # path below the root, label, group
+
+
+@dataclass(frozen=True)
+class SmallSet:
+    "Public set of recordings that is cut into small tasks; nothing of it is part of the project."
+
+    source: str  # folder below `sources`, as its repository is called
+    leak: str  # what stands for a leak
+    group: str  # what is held out together
+    read: Callable[[Path, Path], tuple[Path, list[Row]]]  # source, work folder -> root, rows
+    spec: dict[str, Any] = field(default_factory=dict)  # of the features
+
+
+def _cries(source: Path, work: Path) -> tuple[Path, list[Row]]:
+    root = source / "donateacry_corpus_cleaned_and_updated_data"
+    paths = sorted(root.glob("*/*.wav"))
+    return root, [
+        (str(p.relative_to(root)), "OTHER" if "hungry" in str(p) else "LEAK", p.name[:36]) for p in paths
+    ]
+
+
+def _instruments(source: Path, work: Path) -> tuple[Path, list[Row]]:
+    root = source / "wavfiles"
+    winds = ("Flute", "Saxophone", "Clarinet")
+    paths = sorted(root.glob("*/*.wav"))
+    return root, [
+        (str(p.relative_to(root)), "LEAK" if p.parent.name in winds else "OTHER", p.name) for p in paths
+    ]
+
+
+def _digits(source: Path, work: Path) -> tuple[Path, list[Row]]:
+    root, rows = source / "recordings", []
+    for p in sorted(root.glob("*.wav")):
+        digit, speaker, _ = p.stem.split("_")
+        rows.append((p.name, "LEAK" if digit in "367" else "OTHER", speaker))
+    return root, rows
+
+
+def _gas(source: Path, work: Path) -> tuple[Path, list[Row]]:
+    import soundfile
+
+    root, rows = work / "gpla12", []
+    root.mkdir(parents=True, exist_ok=True)
+    tables = [
+        (source / "data" / "data_v1" / name).read_text().splitlines() for name in ("data.csv", "label.csv")
+    ]
+    for k, (line, label) in enumerate(zip(*tables)):
+        x = np.array(line.split(","), np.float64)
+        soundfile.write(root / f"{k:04d}.wav", (x - x.mean()) / 1500, 4096, subtype="PCM_16")
+        condition = int(label)
+        rows.append((f"{k:04d}.wav", "LEAK" if condition % 2 else "OTHER", f"c{condition}b{k % 57 // 10}"))
+    return root, rows
+
+
+SETS = {
+    "cries": SmallSet("donateacry-corpus", "not hungry", "recorder", _cries, {"sample_rate": 8000}),
+    "instruments": SmallSet(
+        "Audio-Classification",
+        "wind instrument",
+        "recording",
+        _instruments,
+        {"sample_rate": 8000, "duration_s": 4.0},
+    ),
+    "digits": SmallSet("free-spoken-digit-dataset", "3, 6 or 7", "speaker", _digits, {"duration_s": 0.5}),
+    "gas": SmallSet("acoustic-leakage-dataset-GPLA-12", "odd condition", "block of a condition", _gas),
+}
+
+
+def cut_rows(
+    rows: Sequence[Row],
+    n: int,  # recordings
+    seed: int = 0,
+) -> list[Row]:  # n, or a few less
+    "Choose whole groups at random with both labels; of a group that is larger than 15 % of the task, some recordings."
+    rng = np.random.default_rng([seed, n])
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[2], []).append(row)
+    counts, chosen = {"LEAK": 0, "OTHER": 0}, []
+    for name in rng.permutation(sorted(groups)).tolist():
+        own = groups[name]
+        most = max(2, round(0.15 * n))
+        if len(own) > most:
+            own = [own[k] for k in np.sort(rng.choice(len(own), most, replace=False))]
+        added = {label: sum(row[1] == label for row in own) for label in counts}
+        if any(counts[label] + added[label] > 0.7 * n for label in counts):
+            continue
+        counts = {label: counts[label] + added[label] for label in counts}
+        chosen += own
+        if sum(counts.values()) >= n:
+            break
+    return sorted(chosen)
+
+
+def _figures(model: Any) -> dict[str, Any]:
+    i = model.intervals["auc"]
+    known = bool(i.known)
+    figures = {name: float(model.figures[name]) for name in ("auc", "balanced_accuracy")}
+    return figures | {
+        "auc_low": float(i.low) if known else None,
+        "auc_high": float(i.high) if known else None,
+    }
+
+
+def measure_task(
+    path: Path,  # data set
+    work: Path,  # finished fits are kept here
+    kinds: Sequence[str],  # of detectors
+) -> dict[str, Any]:
+    "Cross-validate each kind of detector on a task, with the baselines in the same folds."
+    found: dict[str, Any] = {"detectors": {}}
+    for kind in kinds:
+        began = time.perf_counter()
+        out = lm.cross_validate(
+            path, out=work, settings=lm.TrainSettings(detector=kind), progress="none", n_draws=1000
+        )
+        is_whole = out.n_done == sum(f.n_fits for f in out.folds)  # no fit was read from an earlier run
+        found["detectors"][kind] = _figures(out.detector) | {
+            "seconds": time.perf_counter() - began if is_whole else None,
+            "kinds": out.kinds,
+        }
+        found |= {
+            "recordings": len(out),
+            "leaks": int(out.table["leak"].sum()),
+            "groups": len(out.groups),
+            "baselines": {name: _figures(model) for name, model in out.baselines.items()},
+        }
+    return found
+
+
+def bench_small(
+    folder: str | os.PathLike,  # work folder: tasks and finished fits are kept there and used again
+    *,
+    sources: str = "",  # folder with the repositories of SETS; sets that are not there are left out
+    sizes: Sequence[int] = (24, 48, 100),  # recordings of a task
+    kinds: Sequence[str] = ("spectral", "cnn", "auto"),
+    synthetic: bool = True,  # also tasks from the demo generator
+    log: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:  # the record
+    "Measure detectors and baselines on small tasks."
+    work, tasks, right = Path(folder), [], True
+    work.mkdir(parents=True, exist_ok=True)
+    present = {name: s for name, s in SETS.items() if sources and (Path(sources) / s.source).is_dir()}
+    for n in sizes:
+        for name, s in present.items():
+            log(f"{name}, {n} recordings")
+            root, rows = s.read(Path(sources) / s.source, work)
+            table = work / f"{name}-{n}.csv"
+            with table.open("w", newline="") as f:
+                csv.writer(f).writerows([("path", "label", "sensor"), *cut_rows(rows, n)])
+            path = work / f"{name}-{n}.h5"
+            manifest = lm.scan(root, table=table, progress="none")
+            built = lm.build(root, out=path, manifest=manifest, spec=s.spec, progress="none")
+            right &= built.verified.ok
+            tasks.append(
+                {"set": name, "leak": s.leak, "group": s.group, "size": n}
+                | measure_task(path, work / f"{name}-{n}", kinds)
+            )
+            (work / "tasks.json").write_text(json.dumps(tasks, indent=1))
+        if synthetic:
+            log(f"synthetic, {n} recordings")
+            demo = work / f"synthetic-{n}"
+            lm.write_demo(demo, n_files=n)
+            path = work / f"synthetic-{n}.h5"
+            built = lm.build(demo / "TRAINING", out=path, progress="none")
+            right &= built.verified.ok
+            tasks.append(
+                {"set": "synthetic", "leak": "leak", "group": "sensor", "size": n}
+                | measure_task(path, work / f"synthetic-{n}-fits", kinds)
+            )
+            (work / "tasks.json").write_text(json.dumps(tasks, indent=1))
+    return {**record_head("small-sets"), "verified": {"all_ok": right}, "kinds": list(kinds), "tasks": tasks}
+
+
+def small_table(record: dict[str, Any]) -> str:
+    "AUC of each task as a text table, with the distance of auto from the best baseline."
+    kinds = record["kinds"]
+    names = ["level", "mean_mels", "trees", *kinds]
+    lines = [
+        f"{'task':16s} {'n':>4s} {'groups':>6s} "
+        + " ".join(f"{n:>9s}" for n in names)
+        + "  last - best baseline"
+    ]
+    gaps = []
+    for t in record["tasks"]:
+        of = t["baselines"] | t["detectors"]
+        best = max(v["auc"] for v in t["baselines"].values())
+        gaps.append(of[kinds[-1]]["auc"] - best)
+        cells = " ".join(f"{of[n]['auc']:9.3f}" for n in names)
+        lines.append(f"{t['set']:16s} {t['recordings']:4d} {t['groups']:6d} {cells}  {gaps[-1]:+.3f}")
+    if gaps:
+        lines.append(
+            f"{kinds[-1]} against the best of three baselines: mean {np.mean(gaps):+.3f}, worst {min(gaps):+.3f}"
+        )
+    return "\n".join(lines)
+
+
+def small_figure(record: dict[str, Any]) -> Any:
+    "Draw AUC by task: the best baseline against each kind of detector."
+    import plotly.graph_objects as go
+
+    tasks, kinds = record["tasks"], record["kinds"]
+    names = [f"{t['set']}, {t['recordings']}" for t in tasks]
+    fig = go.Figure()
+    best = [max(v["auc"] for v in t["baselines"].values()) for t in tasks]
+    fig.add_scatter(
+        x=best,
+        y=names,
+        mode="markers",
+        name="best of three baselines",
+        marker={"symbol": "line-ns-open", "size": 14},
+    )
+    for kind in kinds:
+        own = [t["detectors"][kind]["auc"] for t in tasks]
+        fig.add_scatter(x=own, y=names, mode="markers", name=kind, marker={"size": 9})
+    gap = np.mean([t["detectors"][kinds[-1]]["auc"] - b for t, b in zip(tasks, best)])
+    title = f"AUC of {kinds[-1]} minus the best baseline: {gap:+.3f} on average over {len(tasks)} small tasks"
+    fig.update_layout(
+        title=title, xaxis_title="AUC, cross-validation with whole groups", height=160 + 26 * len(tasks)
+    )
+    fig.update_yaxes(autorange="reversed")
+    return fig

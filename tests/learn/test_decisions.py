@@ -1,0 +1,227 @@
+"""Decisions: calibration, alarm budgets, conformal thresholds, and the evaluation that a model file carries."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import leakmel as lm
+from leakmel.core.errors import DataError, UsageError
+from leakmel.learn.evaluate.record import record_evaluation
+from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
+from leakmel.learn.metrics.decisions import (
+    MIN_ISOTONIC,
+    HeldOutScores,
+    alarm_threshold,
+    conformal_threshold,
+    cross_calibrated,
+    fit_calibration,
+)
+from leakmel.learn.metrics.metrics import reliability
+from leakmel.learn.metrics.significance import give_verdict, score_model
+from leakmel.learn.model.card import (
+    CROSS_VALIDATION,
+    NEVER_EVALUATED,
+    TEST_SET,
+    best_evaluation,
+    evaluation_record,
+    model_card,
+    next_steps,
+    record_from_plain,
+)
+from leakmel.learn.model.detector import load_detector
+
+
+def network(rng: np.random.Generator, n_groups: int, n_each: int, sure: float = 1.0) -> HeldOutScores:
+    "Scores of sensors that differ."
+    group = np.repeat(np.arange(n_groups), n_each)
+    z = rng.normal(0, 1, len(group)) + rng.normal(0, 0.7, n_groups)[group]
+    truth = rng.random(len(group)) < 1 / (1 + np.exp(-2 * z))
+    return HeldOutScores(1 / (1 + np.exp(-2 * sure * z)), truth, group, "sensor", "simulated")
+
+
+@pytest.mark.parametrize(("n_groups", "share"), [(19, 0.2), (49, 0.1), (99, 0.05), (199, 0.1)])
+def test_conformal_coverage_of_1000_deployments_is_within_two_percent(n_groups: int, share: float) -> None:
+    rng = np.random.default_rng(7)
+    rates = []
+    for _ in range(1000):
+        sizes = rng.integers(1, 10, n_groups + 1)
+        sizes[-1] = 40  # recordings of the new sensor
+        group = np.repeat(np.arange(n_groups + 1), sizes)
+        score = rng.normal(0, 1, len(group)) + rng.normal(0, 1, n_groups + 1)[group]
+        known = group < n_groups
+        threshold = conformal_threshold(score[known], group[known], share)
+        assert threshold is not None
+        rates.append((score[~known] >= threshold).mean())
+    error = np.std(rates) / np.sqrt(1000)
+    assert error < 0.01
+    assert np.mean(rates) < share + 2 * error, "never more false alarms than promised"
+    if n_groups >= 49:  # with fewer sensors the threshold is higher than it has to be
+        assert np.mean(rates) > share - 0.02 - 2 * error
+
+
+def test_a_quantile_over_recordings_breaks_the_promise_that_conformal_keeps() -> None:
+    rng, naive, kept = np.random.default_rng(1), [], []
+    for _ in range(500):
+        sizes = rng.choice([1, 60], 20, p=[0.8, 0.2])  # few sensors have nearly all recordings
+        place = rng.normal(0, 2, 20)
+        group = np.repeat(np.arange(20), sizes)
+        score = rng.normal(0, 0.3, len(group)) + place[group]
+        known = group < 19
+        threshold = conformal_threshold(score[known], group[known], 0.1)
+        assert threshold is not None
+        kept.append((score[~known] >= threshold).mean())
+        naive.append((score[~known] > np.quantile(score[known], 0.9)).mean())
+    assert np.mean(kept) < 0.12 < np.mean(naive)
+
+
+def test_conformal_needs_enough_groups_and_counts_each_group_once() -> None:
+    assert conformal_threshold(np.zeros(8), np.arange(8), 0.1) is None
+    assert conformal_threshold(np.zeros(900), np.arange(900) % 8, 0.1) is None, "not more for more recordings"
+    assert conformal_threshold(np.zeros(9), np.arange(9), 0.1) == np.nextafter(0, 1)
+    for wrong in (0, 1, -0.1):
+        with pytest.raises(UsageError):
+            conformal_threshold(np.zeros(9), np.arange(9), wrong)
+
+
+def test_alarm_threshold_keeps_the_budget_on_the_held_out_recordings() -> None:
+    rng = np.random.default_rng(3)
+    for n_groups, per_100 in ((6, 10), (6, 1), (120, 5)):
+        scores = network(rng, n_groups, 12)
+        found = alarm_threshold(scores, per_100)
+        assert 100 * (scores.normal[0] >= found.threshold).mean() <= per_100 + 1e-9
+        assert found.is_guaranteed == (n_groups >= 100 / per_100 - 1)
+        assert found.low <= found.expected <= found.high
+    assert not alarm_threshold(network(rng, 6, 4), 1).is_resolved
+
+
+def test_alarm_threshold_of_one_sensor_or_without_normal_recordings() -> None:
+    rng = np.random.default_rng(3)
+    one = alarm_threshold(network(rng, 1, 30), 10)
+    assert np.isnan(one.expected)
+    assert one.summary["expected"] is None
+    assert "no sensor" in str(one)
+    scores = network(rng, 3, 4)
+    with pytest.raises(DataError) as e:
+        alarm_threshold(replace(scores, truth=np.ones(12, bool)), 5)
+    assert e.value.code == "one-class"
+    for wrong in (0, 100, -1, True):
+        with pytest.raises(UsageError):
+            alarm_threshold(scores, wrong)
+
+
+@pytest.mark.parametrize(("n_each", "method"), [(5, "Platt"), (60, "isotonic")])
+def test_calibration_brings_scores_near_the_share_of_leaks(n_each: int, method: str) -> None:
+    scores = network(np.random.default_rng(5), 20, n_each, sure=4)
+    calibration = fit_calibration(scores)
+    assert calibration is not None
+    assert calibration.method == method
+    assert (len(scores) >= MIN_ISOTONIC) == (method == "isotonic")
+    p = calibration.probability(np.linspace(0, 1, 101))
+    assert (np.diff(p) >= 0).all()
+    assert 0 <= p[0] <= p[-1] <= 1
+    held_out = cross_calibrated(scores)
+    assert reliability(scores.truth, held_out).error < reliability(scores.truth, scores.score).error
+    assert fit_calibration(replace(scores, truth=np.zeros(len(scores), bool))) is None
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("decisions")
+    lm.write_demo(folder / "demo", n_files=80)
+    for split in ("training", "testing"):
+        lm.build(folder / "demo", split=split, out=folder / f"{split}.h5", progress="none", check=0)
+    settings = lm.TrainSettings(detector="spectral")
+    lm.train(folder / "training.h5", out=folder / "model", settings=settings, progress=False)
+    return folder
+
+
+def test_training_stores_held_out_scores_and_a_cross_validated_verdict(trained: Path) -> None:
+    detector = load_detector(trained / "model" / "model.pt")
+    n = detector.record["training"]["recordings"]
+    assert detector.held_out is not None
+    assert len(detector.held_out) == n
+    assert [e.kind for e in detector.evaluations] == [CROSS_VALIDATION]
+    assert detector.evaluations[0].recordings == n
+    assert detector.evaluations[0].beats is not None
+    card = (trained / "model" / "model_card.md").read_text()
+    assert str(detector.evaluations[0].groups) in card
+    assert "## Next steps" in card
+
+
+def test_prediction_shows_evaluation_probability_and_alarm_threshold(trained: Path, tmp_path: Path) -> None:
+    model = trained / "model"
+    detector = load_detector(model / "model.pt")
+    assert detector.held_out is not None
+    found = lm.predict(trained / "demo", model, false_alarms=10, out=tmp_path / "s.csv", progress="none")
+    assert found.rule.threshold == alarm_threshold(detector.held_out, 10).threshold
+    assert found.text().splitlines()[0] == f"Detector: {detector.evaluations[0]}"
+    p = found.table["probability"].to_numpy()
+    order = found.table["score"].to_numpy().argsort(kind="stable")
+    assert (np.diff(p[order]) >= 0).all()
+    assert ((p >= 0) & (p <= 1)).all()
+    assert found.summary["evaluation_result"] in (tmp_path / "s.csv").read_text()
+    other = next(v for v in ("mean", "long_vote") if v != detector.vote)
+    assert lm.predict(trained / "demo", model, vote=other, progress="none").table["probability"].isna().all()
+    for wrong in ({"threshold": 0.5}, {"vote": other}):
+        with pytest.raises(UsageError) as e:
+            lm.predict(trained / "demo", model, false_alarms=10, progress="none", **wrong)
+        assert e.value.code == "unused-option"
+
+
+def test_a_detector_without_evaluation_says_so(trained: Path, tmp_path: Path) -> None:
+    plain = replace(load_detector(trained / "model" / "model.pt"), held_out=None, evaluations=())
+    plain.save(tmp_path / "model.pt")
+    loaded = load_detector(tmp_path / "model.pt")
+    assert loaded.held_out is None
+    assert loaded.evaluations == ()
+    found = lm.predict(trained / "demo", loaded, progress="none")
+    assert found.text().splitlines()[0] == f"Detector: {NEVER_EVALUATED}"
+    assert found.summary["evaluation_result"] == "never evaluated"
+    assert found.table["probability"].isna().all()
+    with pytest.raises(DataError) as e:
+        lm.predict(trained / "demo", loaded, false_alarms=5, progress="none")
+    assert e.value.code == "no-held-out-scores"
+    assert NEVER_EVALUATED in model_card(loaded)
+    assert next_steps(())[0].startswith("Evaluate")
+
+
+def test_an_evaluation_is_recorded_once_in_the_model_file(trained: Path, tmp_path: Path) -> None:
+    load_detector(trained / "model" / "model.pt").save(tmp_path / "model.pt")
+    sets = {"training": trained / "training.h5", "allow_leaky_split": True, "progress": "none"}
+    found = lm.evaluate(tmp_path / "model.pt", trained / "testing.h5", **sets)
+    for _ in range(2):
+        record_evaluation(tmp_path, found, "testing.h5")
+    kinds = [e.kind for e in load_detector(tmp_path / "model.pt").evaluations]
+    assert kinds == [CROSS_VALIDATION, TEST_SET]
+    (tmp_path / "model_card.md").write_text("notes of a person")
+    with pytest.raises(lm.LeakmelError) as e:
+        record_evaluation(tmp_path, found, "testing.h5")
+    assert e.value.code == "other-file-in-the-way"
+    (tmp_path / "champion.json").write_text("{}")
+    rounds = tmp_path / "round-0001"
+    load_detector(tmp_path / "model.pt").save(rounds / "model.pt")
+    before = (rounds / "model.pt").read_bytes()
+    assert record_evaluation(rounds / "model.pt", found, "testing.h5") is None
+    assert (rounds / "model.pt").read_bytes() == before
+
+
+def test_records_of_a_hostile_model_file_are_refused_or_escaped() -> None:
+    truth = np.repeat([True, False], 30)
+    groups = Groups("sensor", np.arange(60) % 12, tuple(f"S{k}" for k in range(12)))
+    boot = Bootstrap(truth, groups, n_draws=100)
+    own = score_model(boot, truth * 0.5, name="own", title="own")
+    record = evaluation_record(TEST_SET, "x", truth, groups, own, give_verdict(boot, own, []))
+    assert record_from_plain(asdict(record)) == record
+    hostile = asdict(record) | {"method": "\x1b[2J| <b>", "cautions": ["\x07"]}
+    found = record_from_plain(hostile)
+    assert "\x1b" not in str(found)
+    assert "\x07" not in "".join(found.cautions)
+    for wrong in ({"auc": "high"}, {"recordings": None}, {"beats": "yes"}):
+        with pytest.raises(UsageError):
+            record_from_plain(asdict(record) | wrong)
+    with pytest.raises((TypeError, LookupError)):
+        record_from_plain({"kind": TEST_SET})
+    small = replace(record, kind=CROSS_VALIDATION), replace(record, auc_low=None, auc_high=None)
+    assert best_evaluation(small) is small[0], "a test set without an interval says less"
