@@ -21,6 +21,8 @@ import pytest
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.evaluate.cross_validation import CrossValidation, joined_groups, outer_folds
+from leakmel.learn.plans import execute_cross_validation, execute_training, plan_training
+from leakmel.learn.reports import training_report
 from leakmel.learn.train.folds import FoldTrainer
 from leakmel.cli import main
 
@@ -268,4 +270,31 @@ def test_command_line(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert (len(body["folds"]), len(body["seeds"])) == (4, 2)
     assert main([*words, "--group", "path", "--quiet"]) == 0
     assert "verdict" in capsys.readouterr().out
-    assert main([*words, "--report"]) == 2
+    assert main([*words, "--report", "--figures", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert [Path(p).stem for p in body["figures"]] == ["roc", "reliability"]
+    page = Path(body["report"]).read_text()
+    assert page.count('class="plotly-figure"') == 2
+    assert main([*words[:-5], "--seeds", "2", "--detector", "spectral", "--json"]) == 2
+    body = json.loads(capsys.readouterr().out)
+    assert body["code"] == "invalid-arguments"
+
+
+def test_notebook_evaluates_by_cross_validation_before_the_training(small_sets: Path, tmp_path: Path) -> None:
+    given = {"data": str(small_sets), "out": str(tmp_path), "detector": "spectral", "device": "cpu"}
+    assert execute_cross_validation(plan_training(given)) is None
+    plan = plan_training(given | {"cross_validate": True, "n_folds": 3})
+    assert "cross-validation" in repr(plan)
+    found = execute_cross_validation(plan, progress="none")
+    assert found is not None
+    assert len(found.folds) == 3
+    assert (tmp_path / "cross-validation" / "cross_validation.csv").is_file()
+    result = execute_training(plan, progress="none")
+    page = training_report(result, None, tmp_path / "report.html", found).read_text()
+    assert "Cross-validation" in page
+
+
+def test_reliability_of_calibrated_probabilities_is_drawn(small_sets: Path, found: CrossValidation) -> None:
+    figure = found.plots()["reliability"]
+    assert [trace.name for trace in figure.data][1:] == ["score", "probability"]
+    assert figure.layout.title.text.startswith("Calibrated probability")

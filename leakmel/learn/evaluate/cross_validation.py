@@ -41,9 +41,10 @@ from ...core.run_plan import RowTable, user_path, write_summary
 from ..data.groups import Group, group_values, recordings_of
 from ..data.splits import _can_be_left_out, _label_counts, recordings_table
 from ..data.task import Task
-from .plots import roc_figure
+from .plots import reliability_figure, roc_figure
 from ..metrics.bootstrap import Bootstrap, Groups
-from ..metrics.metrics import leak_metrics
+from ..metrics.decisions import HeldOutScores, cross_calibrated
+from ..metrics.metrics import leak_metrics, reliability
 from leakmel.learn.metrics.significance import (
     ScoredModel,
     Verdict,
@@ -341,13 +342,16 @@ class CrossValidation(RowTable):
             "seconds": self.seconds,
         }
 
-    def plots(self) -> "dict[str, go.Figure]":  # roc
-        "Draw the ROC curves of detector and baselines, by name."
+    def plots(self) -> "dict[str, go.Figure]":  # roc, reliability
+        "Draw the ROC curves of detector and baselines, and the reliability of scores and probabilities, by name."
+        truth, score = self.table["leak"].to_numpy(bool), self.table["score"].to_numpy()
         models = list(self.baselines.values())
+        p = cross_calibrated(HeldOutScores(score, truth, self.groups.code, self.groups.by, self.method))
+        known = np.isfinite(p)
+        calibrated = reliability(truth[known], p[known]) if known.any() else None
         return {
-            "roc": roc_figure(
-                self.table["leak"].to_numpy(bool), [self.detector], models, verdict=self.verdict
-            )
+            "roc": roc_figure(truth, [self.detector], models, verdict=self.verdict),
+            "reliability": reliability_figure(reliability(truth, score), calibrated),
         }
 
 
