@@ -195,6 +195,15 @@ def test_groups_with_equal_content_are_one() -> None:
     assert "hold the same recordings" in groups.note
 
 
+def test_pieces_of_one_recording_are_in_one_group() -> None:
+    paths = [f"LEAK/{name}__t{k:03d}.wav" for name in ("a", "b") for k in (0, 5, 10, 15)]
+    table = pd.DataFrame({"path": paths, "content": "", "label": "LEAK"})
+    groups = joined_groups(table, "path")
+    assert groups.code.tolist() == [0] * 4 + [1] * 4
+    assert groups.names[0] == "LEAK/a__t000.wav and 3 others"
+    assert "6 fewer are counted" in groups.note
+
+
 def test_group_that_alone_has_a_label_is_not_left_out() -> None:
     classes, code = np.array([0, 0, 0, 0, 1, 1]), np.array([0, 1, 2, 3, 4, 4])
     with pytest.raises(DataError) as error:

@@ -37,7 +37,7 @@ from ...dataset.file.reader import MelDataset
 from ..data.groups import Group, divide_groups, join_groups
 from ..data.segments import Segments
 from ..data.task import Task
-from ..metrics.bootstrap import Bootstrap, Groups, recording_groups
+from ..metrics.bootstrap import Bootstrap, Groups, recording_groups, source_names
 from ..metrics.metrics import leak_metrics
 from ..metrics.voting import vote_scores
 from ..model.classifiers import BlendClassifier, BlendSettings
@@ -56,17 +56,22 @@ def joined_groups(
     table: "pd.DataFrame",  # of `recordings_table`, a row for each recording
     group: Group = "sensor",  # as in `recording_groups`
 ) -> Groups:
-    "Group recordings; groups that share content are one."
+    "Group recordings; groups that share content, or pieces of one recording, are one."
     found = recording_groups(table, group)
     code = join_groups(found.code, table["content"].to_numpy(object))
+    if "path" in table:
+        code = join_groups(code, source_names(table["path"]))
     of = np.zeros(len(found), np.int64)
     of[found.code] = code
-    names = [" + ".join(found.names[k] for k in np.flatnonzero(of == j)) for j in range(int(code.max()) + 1)]
+    names = []
+    for j in range(int(code.max()) + 1):
+        joined = [found.names[k] for k in np.flatnonzero(of == j)]
+        names.append(
+            " + ".join(joined) if len(joined) <= 3 else f"{joined[0]} and {len(joined) - 1:,} others"
+        )
     note = found.note
     if n_joined := len(found) - len(names):
-        text = (
-            f"some of {found.counted(len(found))} hold the same recordings, so {n_joined:,} fewer are counted"
-        )
+        text = f"some of {found.counted(len(found))} hold the same recordings or pieces of one recording, so {n_joined:,} fewer are counted"
         note = "; ".join(filter(None, [note, text]))
     return Groups(found.by, code, tuple(names), note)
 
@@ -95,7 +100,7 @@ def make_folds(
         code="label-in-one-part",
         found=f"{len(numbers):,} groups, {most:,} with the rarest label",
         expected="at least two groups with each label",
-        remedy="use smaller groups, or add recordings of other groups with this label",
+        remedy="add recordings of other groups with this label: those of one group prove nothing about others",
     )
 
 
