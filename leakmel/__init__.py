@@ -38,6 +38,8 @@ _PUBLIC = {
     "Evaluation": "learn.evaluate.report",
     "cross_validate": "learn.evaluate.cross_validation",
     "CrossValidation": "learn.evaluate.cross_validation",
+    "generalisation": "learn.evaluate.generalisation",
+    "Generalisation": "learn.evaluate.generalisation",
     "retrain": "learn.retrain.rounds",
     "Round": "learn.retrain.round_record",
 }

@@ -370,10 +370,18 @@ def _result_table(trainer: FoldTrainer, repetitions: Sequence[Repetition]) -> pd
     return table
 
 
-def _result(
-    trainer: FoldTrainer, repetitions: tuple[Repetition, ...], n_draws: int, began: float, folder: Path | None
+def _folds_result(
+    trainer: FoldTrainer,
+    features: Mapping[str, np.ndarray],
+    n_folds: int,
+    seeds: int,
+    n_draws: int,
+    bar: Progress,
+    began: float,
+    folder: Path | None,
 ) -> CrossValidation:
-    "Compute pooled figures, and compare them with those of the baselines."
+    "Score all recordings with each seed, compute pooled figures, and compare them with those of the baselines."
+    repetitions = tuple(_repeat(trainer, features, n_folds, k, bar) for k in range(seeds))
     table, asked = _result_table(trainer, repetitions), trainer.settings.detector
     boot = Bootstrap(trainer.truth, trainer.groups, n_draws=n_draws, seed=trainer.settings.seed)
     detector = score_model(boot, table["score"].to_numpy(), name="detector", title=asked)
@@ -411,14 +419,18 @@ def _write_files(found: CrossValidation, folder: Path) -> None:
     write_summary(folder, found.to_dict())
 
 
+def _groups_of(data: TrainingData, group: Group) -> Groups:
+    "Group the recordings of a training; groups that share content are one."
+    table, rows = recordings_table(data.training.sources, progress="none"), data.training.rows
+    own = group if isinstance(group, str) else group_values(table, group, missing="one")[rows]
+    return joined_groups(table.iloc[rows].reset_index(drop=True), own)
+
+
 def _trainer_of(
-    data: TrainingData, settings: TrainSettings, group: Group, device: str, folder: Path | None
+    data: TrainingData, settings: TrainSettings, groups: Groups, device: str, folder: Path | None
 ) -> FoldTrainer:
     "Make the trainer of all folds."
     sources, rows = data.training.sources, data.training.rows
-    table = recordings_table(sources, progress="none")
-    own = group if isinstance(group, str) else group_values(table, group, missing="one")[rows]
-    groups = joined_groups(table.iloc[rows].reset_index(drop=True), own)
     identity = digest_of("\0".join([data.identity["training"], data.identity["task"]]).encode())
     keep = None if folder is None else folder / "cross-validation"
     return FoldTrainer(sources, rows, data.task, settings, groups, device, keep, identity)
@@ -459,14 +471,13 @@ def cross_validate(
         for name, is_one in _FILES.items():
             if folder is not None:
                 require_kind(folder / name, "result of a cross-validation", is_one)
-        trainer = _trainer_of(opened, settings, group, on, folder)
+        trainer = _trainer_of(opened, settings, _groups_of(opened, group), on, folder)
         first, _ = outer_folds(trainer.ds.labels, trainer.groups.code, n_folds, settings.seed)
         features = baseline_features(trainer.ds, progress="none")
         _announce_fits(trainer, opened, seeds * (int(first.max()) + 1), show)
         total = seeds * len(trainer.rows)
         with Progress(total, unit="recordings", label="cross-validation", show=show) as bar:
-            repetitions = tuple(_repeat(trainer, features, n_folds, k, bar) for k in range(seeds))
-        found = _result(trainer, repetitions, n_draws, began, folder)
+            found = _folds_result(trainer, features, n_folds, seeds, n_draws, bar, began, folder)
         if folder is not None:
             _write_files(found, folder)
     return found
