@@ -96,7 +96,10 @@ _TASK: Options = {
 _CROSS_VALIDATION: Options = {
     "--cross-validate": dict(
         action="store_true",
-        help="train no detector, but evaluate one by cross-validation over all recordings, by --group (default sensor)",
+        help=(
+            "train no detector, but evaluate one by cross-validation over all recordings, by --group (default sensor); several groups "
+            "separated by commas (recording,session,sensor,site) show what happens on a new pipe"
+        ),
     ),
     "--folds": dict(
         type=int,
@@ -196,21 +199,26 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
             remedy="leave them out with --cross-validate",
         )
     validation = None if args.validation == "none" else args.validation
-    sets = find_data_sets(args.data, validation, args.testing)
-    found = lm.cross_validate(
-        list(sets.files.values()),
-        out=args.out,
-        group=args.group or "sensor",
-        n_folds=args.folds,
-        seeds=args.seeds,
-        settings=settings_from(given_fields(args, TrainSettings))[0],
-        leak_label=args.leak_label,
-        kind=args.kind,
-        leave_out=tuple(word.strip() for word in args.leave_out.split(",") if word.strip()),
-        device=args.device,
-        legacy=args.legacy,
-        progress=progress_mode(args),
-    )
+    sets = list(find_data_sets(args.data, validation, args.testing).files.values())
+    given: dict[str, Any] = {
+        "out": args.out,
+        "n_folds": args.folds,
+        "seeds": args.seeds,
+        "settings": settings_from(given_fields(args, TrainSettings))[0],
+        "leak_label": args.leak_label,
+        "kind": args.kind,
+        "leave_out": tuple(word.strip() for word in args.leave_out.split(",") if word.strip()),
+        "device": args.device,
+        "legacy": args.legacy,
+        "progress": progress_mode(args),
+    }
+    group = args.group or "sensor"
+    found: lm.CrossValidation | lm.Generalisation
+    if "," in group and not group.startswith("re:"):
+        groups = [word.strip() for word in group.split(",") if word.strip()]
+        found = lm.generalisation(sets, groups=groups, **given)
+    else:
+        found = lm.cross_validate(sets, group=group, **given)
     return 0, found.to_dict(), wrap_text(repr(found), line_width())
 
 

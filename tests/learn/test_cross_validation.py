@@ -1,14 +1,21 @@
 "Cross-validation of detectors: folds by groups, resume, permuted labels, errors, and the command line."
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 
 import leakmel as lm
@@ -32,7 +39,7 @@ def paths_of(sets: Path) -> list[Path]:
 
 def cross_validated(sets: Path, settings: lm.TrainSettings = SPECTRAL, **given: Any) -> CrossValidation:
     "Cross-validate on all recordings of a folder."
-    some = {"settings": settings, "n_draws": 200, "progress": "none", "device": "cpu"}
+    some = {"settings": settings, "n_draws": 200, "progress": "none", "device": "cpu", "jobs": 1}
     return lm.cross_validate(paths_of(sets), **(some | given))
 
 
@@ -86,6 +93,68 @@ def test_report_plot_and_plain_values(found: CrossValidation) -> None:
     assert list(plain["baselines"]) == ["level", "mean_mels", "trees"]
     assert list(plain["differences"]) == ["level", "mean_mels"], "a spectral detector contains them"
     assert found.plots()["roc"].layout.title.text.startswith("AUC")
+
+
+@pytest.mark.parametrize("kind", ["cnn", "blend"])
+def test_interrupted_run_of_a_kind_is_resumed(
+    small_sets: Path, tmp_path: Path, count_fits: Callable[..., list[str]], kind: str
+) -> None:
+    settings = lm.TrainSettings(detector=kind, **TINY)
+    first = count_fits(interrupted=2)
+    with pytest.raises(KeyboardInterrupt):
+        cross_validated(small_sets, settings, n_folds=2, out=tmp_path)
+    second = count_fits()
+    resumed = cross_validated(small_sets, settings, n_folds=2, out=tmp_path)
+    assert len(first) + len(second) == sum(f.n_fits for f in resumed.folds)
+    assert resumed.table.equals(cross_validated(small_sets, settings, n_folds=2).table)
+
+
+def test_scores_do_not_depend_on_the_number_of_processes(small_sets: Path, tmp_path: Path) -> None:
+    settings = lm.TrainSettings(detector="blend", **TINY)
+    one = cross_validated(small_sets, settings, n_folds=2)
+    two = cross_validated(small_sets, settings, n_folds=2, jobs=2, out=tmp_path)
+    assert two.table.equals(one.table)
+    assert two.n_done == sum(f.n_fits for f in two.folds), "fits of other processes are counted"
+    again = cross_validated(small_sets, settings, n_folds=2, jobs=2, out=tmp_path)
+    assert again.n_done == 0
+    assert again.table.equals(one.table)
+
+
+INTERRUPTED = """
+import sys
+import leakmel as lm
+settings = lm.TrainSettings(detector="cnn", epochs=40, channels=(16, 32))
+lm.cross_validate(sys.argv[2:], out=sys.argv[1], settings=settings, jobs=2, device="cpu", progress="none")
+"""
+
+
+@pytest.mark.slow
+def test_interrupted_processes_end_and_keep_their_fits(small_sets: Path, tmp_path: Path) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    command = [sys.executable, "-c", INTERRUPTED, str(out), *map(str, paths_of(small_sets))]
+    with log.open("w") as f:
+        run = subprocess.Popen(command, stdout=f, stderr=f, start_new_session=True)
+    for _ in range(1200):
+        if list(out.glob("cross-validation/*.npy")) or run.poll() is not None:
+            break
+        time.sleep(0.1)
+    kept = len(list(out.glob("cross-validation/*.npy")))
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait(60) != 0, log.read_text()
+    assert kept >= 1, log.read_text()
+    left = [p for p in psutil.process_iter() if group_of(p.pid) == run.pid]
+    psutil.wait_procs(left, 20)
+    assert [p.pid for p in left if p.is_running()] == []
+    settings = lm.TrainSettings(detector="cnn", epochs=40, channels=(16, 32))
+    resumed = cross_validated(small_sets, settings, out=out, jobs=2)
+    assert resumed.n_done <= len(resumed.folds) - kept
+
+
+def group_of(pid: int) -> int | None:
+    "Number of the process group; None: the process has ended."
+    with suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return None
 
 
 def test_interrupted_run_is_resumed_and_fits_nothing_twice(

@@ -11,6 +11,7 @@ import pytest
 
 import leakmel as lm
 from leakmel.audio.synth import write_wav
+from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.evaluate.generalisation import Generalisation, find_grouping, new_group_answer
 from leakmel.learn.metrics.bootstrap import Groups
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 SPECTRAL = lm.TrainSettings(detector="spectral")
-QUIET: dict[str, Any] = {"settings": SPECTRAL, "n_draws": 200, "progress": "none", "device": "cpu"}
+QUIET: dict[str, Any] = {"settings": SPECTRAL, "n_draws": 200, "progress": "none", "device": "cpu", "jobs": 1}
 FIT = FoldTrainer.fit
 
 
@@ -140,7 +141,7 @@ def test_interrupted_run_is_resumed(
 
 
 def test_wrong_arguments(noises: Path) -> None:
-    for given in ({"groups": ()}, {"n_folds": 1}, {"seeds": 0}):
+    for given in ({"groups": ()}, {"n_folds": 1}, {"seeds": 0}, {"jobs": 0}):
         with pytest.raises(UsageError):
             lm.generalisation(noises, **(QUIET | given))
     with pytest.raises(DataError) as error:
@@ -152,10 +153,8 @@ def test_wrong_arguments(noises: Path) -> None:
 def test_recordings_with_equal_content_are_one_group() -> None:
     table = pd.DataFrame({"path": list("abcd"), "content": ["1", "1", "", ""], "sensor": ["x", "", "y", ""]})
     alone = find_grouping(table, "recording").groups
-    assert alone is not None
     assert alone.names == ("a + b", "c", "d")
     sensors = find_grouping(table, "sensor").groups
-    assert sensors is not None
     assert "2 of 4 recordings have no sensor" in sensors.note
 
 
@@ -202,3 +201,17 @@ def test_answer_is_that_it_cannot_be_told() -> None:
     assert none.hardest == ""
     assert none.summary["auc"] is None
     assert none.text.startswith("What happens on a new pipe cannot be told")
+
+
+def test_command_line_with_several_groups(
+    noises: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["train", str(noises), "--out", str(tmp_path / "out"), "--cross-validate", "--folds", "2"]
+    words += ["--detector", "spectral", "--device", "cpu", "--group", "sensor,recording,town"]
+    assert main([*words, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["ok"]
+    assert [row["by"] for row in body["generalisation"]] == ["recording", "sensor", "town"]
+    assert body["answer"]["hardest"] == "sensor"
+    assert main([*words, "--quiet"]) == 0
+    assert "On a new sensor" in capsys.readouterr().out

@@ -5,6 +5,7 @@
 # %% auto #0
 __all__ = [
     "GROUPINGS",
+    "NO_GROUPS",
     "Grouping",
     "find_grouping",
     "Answer",
@@ -41,11 +42,13 @@ from ..data.splits import recordings_table
 from ..data.task import Task
 from leakmel.learn.evaluate.cross_validation import (
     CrossValidation,
-    _announce_fits,
     _figures_text,
-    _folds_result,
+    _plan_fits,
+    _repetitions,
+    _result,
     _trainer_of,
     outer_folds,
+    single_thread,
 )
 from leakmel.learn.metrics.bootstrap import (
     MIN_GROUPS,
@@ -72,12 +75,15 @@ if TYPE_CHECKING:
 GROUPINGS = ("recording", "session", "sensor", "site")
 
 
+NO_GROUPS = Groups("", np.zeros(0, np.int64), ())
+
+
 @dataclass(frozen=True, eq=False)
 class Grouping:
     "A way to group recordings, with the result of the cross-validation by it."
 
     name: str  # "recording", a column, or "re:..."
-    groups: Groups | None = None  # None: no recording has a value
+    groups: Groups = NO_GROUPS  # of no recordings: none has a value
     result: CrossValidation | None = None  # None: left out
     code: str = ""  # why it was left out, in kebab-case
     reason: str = ""  # why it was left out, a sentence
@@ -265,7 +271,6 @@ class Generalisation(RowTable):
         Grouping, ...
     ]  # from the easiest (most groups) to the hardest; those left out at the end
     answer: Answer
-    n_done: int  # fits of this call; those of an interrupted call are not repeated
     seconds: float  # of this call
     out: Path | None = None  # folder of the files
 
@@ -276,6 +281,11 @@ class Generalisation(RowTable):
     def tested(self) -> dict[str, CrossValidation]:
         "Result of each grouping that was not left out, the easiest first."
         return {g.name: g.result for g in self.groupings if g.result is not None}
+
+    @property
+    def n_done(self) -> int:
+        "Number of fits of this call; those of an interrupted call are not repeated."
+        return sum(r.n_done for r in self.tested.values())
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -289,7 +299,7 @@ class Generalisation(RowTable):
         for g in self.groupings:
             row: dict[str, Any] = {"grouping": show_path(g.name), "same_groups": show_path(" ".join(g.also))}
             row |= {
-                "groups": len(g.groups) if g.groups else 0,
+                "groups": len(g.groups),
                 "left_out": show_path(g.reason),
                 "code": g.code,
             }
@@ -311,7 +321,7 @@ class Generalisation(RowTable):
             f"{self.asked}, {len(first):,} recordings ({int(first.table['leak'].sum()):,} leaks)",
         )
         for g in self.groupings:
-            if g.result is None or g.groups is None:
+            if g.result is None:
                 yield "left out", f"{show_path(g.name)}: {g.reason}"
                 continue
             name = " = ".join((g.name, *g.also))
@@ -334,7 +344,7 @@ class Generalisation(RowTable):
         found = []
         for g in self.groupings:
             row: dict[str, Any] = {"by": g.name, "same_groups": list(g.also)}
-            row |= {"groups": len(g.groups) if g.groups else 0, "note": g.groups.note if g.groups else ""}
+            row |= {"groups": len(g.groups), "note": g.groups.note}
             if g.result is None:
                 found.append(row | {"left_out": {"code": g.code, "reason": g.reason}})
                 continue
@@ -416,11 +426,11 @@ def _planned(
     groupings: Sequence[Grouping], classes: np.ndarray, n_folds: int, seeds: Sequence[int]
 ) -> list[Grouping]:
     "Sort groupings by their number of groups, and leave out those with the groups of another and those without folds."
-    known = [(g, g.groups) for g in groupings if g.groups is not None]
+    known = [g for g in groupings if len(g.groups)]
     planned: list[tuple[Grouping, np.ndarray]] = []  # with the groups, numbered by their first recordings
-    left_out = [g for g in groupings if g.groups is None]
-    for g, groups in sorted(known, key=lambda own: -len(own[1])):
-        code = pd.factorize(groups.code)[0]
+    left_out = [g for g in groupings if not len(g.groups)]
+    for g in sorted(known, key=lambda g: -len(g.groups)):
+        code = pd.factorize(g.groups.code)[0]
         same = next((k for k, (_, other) in enumerate(planned) if np.array_equal(code, other)), None)
         if same is not None:
             first = planned[same][0]
@@ -430,7 +440,7 @@ def _planned(
             continue
         try:
             for seed in seeds:
-                outer_folds(classes, groups.code, n_folds, seed)
+                outer_folds(classes, g.groups.code, n_folds, seed)
         except DataError as e:
             left_out.append(_without_folds(g, e))
         else:
@@ -446,25 +456,22 @@ def _without_folds(g: Grouping, e: DataError) -> Grouping:
 
 
 def _evaluated(
-    trainer: FoldTrainer, planned: Sequence[Grouping], n_folds: int, seeds: int, n_draws: int, bar: Progress
-) -> tuple[list[Grouping], int]:  # with results; number of fits
-    "Cross-validate by each grouping that was not left out."
-    baselines = baseline_features(trainer.ds, progress="none")
-    if trainer.settings.detector != "cnn":
-        len(trainer.features.recording)  # computed once, for all copies
-    found, n_done = [], 0
-    for g in planned:
-        if g.groups is not None and not g.code:
-            own, began = copy.copy(trainer), time.perf_counter()
-            own.groups, own.n_done = g.groups, 0
-            try:
-                result = _folds_result(own, baselines, n_folds, seeds, n_draws, bar, began, None)
-                g = replace(g, result=result)
-            except DataError as e:  # no folds inside a fold, for the kind "blend"
-                g = _without_folds(g, e)
-            n_done += own.n_done
-        found.append(g)
-    return found, n_done
+    trainer: FoldTrainer,
+    grouping: Grouping,
+    folds: Sequence[tuple[np.ndarray, bool]],  # of `outer_folds`, for each seed
+    baselines: Mapping[str, np.ndarray],
+    jobs: int,
+    n_draws: int,
+    bar: Progress,
+) -> Grouping:
+    "Cross-validate by a grouping."
+    own, began = copy.copy(trainer), time.perf_counter()  # a copy shares the features
+    own.groups = grouping.groups
+    try:
+        repetitions, n_done = _repetitions(own, baselines, folds, jobs, bar)
+    except DataError as e:  # no folds inside a fold, for the kind "blend"
+        return _without_folds(grouping, e)
+    return replace(grouping, result=_result(own, repetitions, n_done, n_draws, began, None))
 
 
 def _none_usable(groupings: Sequence[Grouping]) -> DataError:
@@ -493,13 +500,20 @@ def generalisation(
     device: str = "auto",  # "cpu", "cuda", ...; "auto": the first GPU, if there is one
     n_draws: int = 2000,  # of groups, for intervals
     legacy: bool = False,  # files of the earlier system
+    jobs: int | None = None,  # processes; as for `cross_validate`
     progress: bool | str = True,  # or as for `core.progress.Progress`
 ) -> Generalisation:  # raises UsageError, DataError where every grouping is left out, OutputError
     "Cross-validate a detector by several groupings, from the easiest test to the hardest."
     names = [groups] if isinstance(groups, str) else list(dict.fromkeys(groups))
-    for name, value, least in (("groups", len(names), 1), ("n_folds", n_folds, 2), ("seeds", seeds, 1)):
-        if value < least:
-            raise UsageError(f"{name} must be at least {least}", code="usage", found=value)
+    least = {
+        "groups": (len(names), 1),
+        "n_folds": (n_folds, 2),
+        "seeds": (seeds, 1),
+        "jobs": (1 if jobs is None else jobs, 1),
+    }
+    for name, (value, lowest) in least.items():
+        if value < lowest:
+            raise UsageError(f"{name} must be at least {lowest}", code="usage", found=value)
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
     settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)
@@ -516,15 +530,27 @@ def generalisation(
         planned = _planned(
             [find_grouping(table, name) for name in names], opened.training.labels, n_folds, own_seeds
         )
-        usable = [g.groups for g in planned if g.groups is not None and not g.code]
+        usable = [g for g in planned if not g.code]
         if not usable:
             raise _none_usable(planned)
-        trainer = _trainer_of(opened, settings, usable[0], on, folder)
-        first = [outer_folds(trainer.ds.labels, g.code, n_folds, settings.seed)[0] for g in usable]
-        _announce_fits(trainer, opened, seeds * sum(int(fold.max()) + 1 for fold in first), show)
+        trainer = _trainer_of(opened, settings, usable[0].groups, on, folder)
+        folds = [
+            [outer_folds(trainer.ds.labels, g.groups.code, n_folds, s) for s in own_seeds] for g in usable
+        ]
+        baselines = baseline_features(trainer.ds, progress="none")
+        if settings.detector != "cnn":
+            _ = trainer.features  # read once, for all groupings
+        n_outer = sum(int(fold.max()) + 1 for own in folds for fold, _ in own)
+        with single_thread():
+            processes = _plan_fits(trainer, opened, n_outer, jobs, show)
         total = len(usable) * seeds * len(trainer.rows)
         with Progress(total, unit="recordings", label="cross-validation", show=show) as bar:
-            groupings, n_done = _evaluated(trainer, planned, n_folds, seeds, n_draws, bar)
+            done = [
+                _evaluated(trainer, g, own, baselines, processes, n_draws, bar)
+                for g, own in zip(usable, folds)
+            ]
+        groupings = [g for g in done if g.result is not None]
+        groupings += [g for g in (*done, *planned) if g.code]
         tested = [
             (g.hardest_name, g.result.groups, g.result.detector.score)
             for g in groupings
@@ -534,9 +560,7 @@ def generalisation(
             raise _none_usable(groupings)
         answer = new_group_answer(trainer.truth, tested, n_draws=n_draws, seed=settings.seed)
         seconds = time.perf_counter() - began
-        done = Generalisation(
-            trainer.task, settings.detector, tuple(groupings), answer, n_done, seconds, folder
-        )
+        found = Generalisation(trainer.task, settings.detector, tuple(groupings), answer, seconds, folder)
         if folder is not None:
-            write_result(folder, "generalisation", done)
-    return done
+            write_result(folder, "generalisation", found)
+    return found

@@ -42,7 +42,7 @@ from ..metrics.metrics import leak_metrics
 from ..metrics.voting import vote_scores
 from ..model.classifiers import BlendClassifier, BlendSettings
 from ..model.detector import Detector, score_rows
-from ..model.settings import TrainSettings, with_length
+from ..model.settings import SPEED_ONLY, TrainSettings, with_length
 from ..model.spectral import SpectralFeatures, fit_spectral, spectral_features
 from .inputs import TrainingData
 from .state import TrainingState, detector_of
@@ -127,6 +127,7 @@ class FoldTrainer:
     device: str = "cpu"
     folder: Path | None = None  # where scores of finished fits are kept; None: nowhere
     identity: str = ""  # digest of recordings and labels, for the names of these files
+    n_threads: int | None = None  # of a fit of trees; None: as many as there are cores
     n_done: int = field(default=0, init=False)  # fits of this object
 
     @cached_property
@@ -172,7 +173,11 @@ class FoldTrainer:
             n_classes = len(self.task.model_names)
             return self._detector(
                 fit_spectral(
-                    self.features.of(chosen), self.ds.labels[chosen], n_classes, seed=seed % (1 << 32)
+                    self.features.of(chosen),
+                    self.ds.labels[chosen],
+                    n_classes,
+                    seed=seed % (1 << 32),
+                    n_threads=self.n_threads,
                 )
             )
         learned = self._segments(chosen, "long")
@@ -200,6 +205,7 @@ class FoldTrainer:
     ):  # [m, L] float32, probability of a leak in each long segment; NaN after the end of a recording
         "Fit a detector on recordings and score others; the scores of a fit that was finished before are read."
         settings = asdict(replace(self.settings, detector="auto"))  # kinds share their fits
+        settings = {n: v for n, v in settings.items() if n not in SPEED_ONLY}
         about = {"kind": kind, "seed": seed, "identity": self.identity, "settings": settings}
         facts = json.dumps(about, sort_keys=True).encode()
         digest = digest_of(b"\0".join([facts, self.rows[learned].tobytes(), self.rows[held_out].tobytes()]))
