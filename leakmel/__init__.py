@@ -40,6 +40,8 @@ _PUBLIC = {
     "CrossValidation": "learn.evaluate.cross_validation",
     "generalisation": "learn.evaluate.generalisation",
     "Generalisation": "learn.evaluate.generalisation",
+    "learning_curve": "learn.evaluate.learning_curve",
+    "LearningCurve": "learn.evaluate.learning_curve",
     "retrain": "learn.retrain.rounds",
     "Round": "learn.retrain.round_record",
 }

@@ -101,17 +101,23 @@ _CROSS_VALIDATION: Options = {
             "separated by commas (recording,session,sensor,site) show what happens on a new pipe"
         ),
     ),
+    "--learning-curve": dict(
+        action="store_true",
+        help=(
+            "train no detector, but evaluate one by cross-validation with 1/4 to all of the training recordings and of the groups: "
+            "would more labels or more sensors help?"
+        ),
+    ),
     "--folds": dict(
         type=int,
         default=5,
         metavar="N",
-        help="--cross-validate: number of folds; with at most 10 groups each group is a fold (default 5)",
+        help="--cross-validate, --learning-curve: number of folds; with at most 10 groups each group is a fold (default 5)",
     ),
     "--seeds": dict(
         type=int,
-        default=1,
         metavar="N",
-        help="--cross-validate: repetitions with other folds and other seeds; scores are means over them (default 1)",
+        help="--cross-validate, --learning-curve: repetitions with other folds and other seeds (default 1, with --learning-curve 3)",
     ),
 }
 _PLAN = (
@@ -196,14 +202,21 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
         raise UsageError(
             "The options --figures and --report belong to a trained detector",
             code="invalid-arguments",
-            remedy="leave them out with --cross-validate",
+            remedy="leave them out with --cross-validate and --learning-curve",
+        )
+    group = args.group or "sensor"
+    is_several = "," in group and not group.startswith("re:")
+    if args.learning_curve and (args.cross_validate or is_several):
+        raise UsageError(
+            "A learning curve is made alone, with one group",
+            code="invalid-arguments",
+            remedy="leave out --cross-validate, and name one column in --group",
         )
     validation = None if args.validation == "none" else args.validation
     sets = list(find_data_sets(args.data, validation, args.testing).files.values())
     given: dict[str, Any] = {
         "out": args.out,
         "n_folds": args.folds,
-        "seeds": args.seeds,
         "settings": settings_from(given_fields(args, TrainSettings))[0],
         "leak_label": args.leak_label,
         "kind": args.kind,
@@ -212,9 +225,12 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
         "legacy": args.legacy,
         "progress": progress_mode(args),
     }
-    group = args.group or "sensor"
-    found: lm.CrossValidation | lm.Generalisation
-    if "," in group and not group.startswith("re:"):
+    if args.seeds is not None:
+        given["seeds"] = args.seeds
+    found: lm.CrossValidation | lm.Generalisation | lm.LearningCurve
+    if args.learning_curve:
+        found = lm.learning_curve(sets, group=group, **given)
+    elif is_several:
         groups = [word.strip() for word in group.split(",") if word.strip()]
         found = lm.generalisation(sets, groups=groups, **given)
     else:
@@ -224,7 +240,7 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
 
 def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Train a leak detector on data sets and evaluate it on the test set, or cross-validate one."
-    if args.cross_validate:
+    if args.cross_validate or args.learning_curve:
         return _run_cross_validation(args)
     from leakmel.learn.train.history import save_figures
     from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary

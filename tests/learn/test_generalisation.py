@@ -14,7 +14,8 @@ from leakmel.audio.synth import write_wav
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.evaluate.generalisation import Generalisation, find_grouping, new_group_answer
-from leakmel.learn.metrics.bootstrap import Groups
+from leakmel.learn.evaluate.learning_curve import CURVES, Gain, find_gain, gain_text, smaller_part
+from leakmel.learn.metrics.bootstrap import Bootstrap, Groups
 from leakmel.learn.train.folds import FoldTrainer
 
 pytestmark = [
@@ -215,3 +216,110 @@ def test_command_line_with_several_groups(
     assert body["answer"]["hardest"] == "sensor"
     assert main([*words, "--quiet"]) == 0
     assert "On a new sensor" in capsys.readouterr().out
+
+
+CURVE: dict[str, Any] = {"sizes": (0.5,), "seeds": 2, "n_folds": 2}
+
+
+def test_curve_ends_at_the_figure_of_cross_validation(noises: Path, tmp_path: Path) -> None:
+    some = QUIET | CURVE | {"out": tmp_path}
+    found = lm.learning_curve(noises, **some)
+    whole = lm.cross_validate(noises, n_folds=2, seeds=2, **QUIET)
+    ends = [p for p in found.points if p.share == 1]
+    assert [p.curve for p in ends] == ["recordings", "groups"]
+    for p in ends:
+        assert list(p.auc) == pytest.approx([r.auc for r in whole.repetitions])
+    halves = {p.curve: p for p in found.points if p.share == 0.5}
+    assert halves["recordings"].groups == ends[0].groups
+    assert halves["groups"].groups == pytest.approx(ends[0].groups / 2)
+    assert found.n_fits == found.n_done == 2 * 2 * 3
+    assert json.loads((tmp_path / "summary.json").read_text())["gains"].keys() == {"recordings", "groups"}
+    again = lm.learning_curve(noises, **some)
+    assert again.n_done == 0
+    assert again.table.equals(found.table)
+    assert pd.read_csv(tmp_path / "learning_curve.csv")["share"].tolist() == [0.5, 1, 0.5, 1]
+
+
+def test_interrupted_curve_is_resumed(
+    noises: Path, tmp_path: Path, count_fits: Callable[..., list[str]]
+) -> None:
+    some = QUIET | CURVE | {"out": tmp_path, "seeds": 1}
+    count_fits(interrupted=3)
+    with pytest.raises(KeyboardInterrupt):
+        lm.learning_curve(noises, **some)
+    rest = count_fits()
+    assert lm.learning_curve(noises, **some).n_done == len(rest) == 4
+
+
+@pytest.mark.parametrize("curve", list(CURVES))
+def test_smaller_parts_are_nested_and_keep_all_classes(curve: str) -> None:
+    rng = np.random.default_rng(5)
+    for seed in range(20):
+        code = np.sort(rng.integers(0, 15, 90))
+        classes = np.where(code < 3, 1, 0)  # three groups have all leaks
+        before: set[int] = set()
+        for share in (0.1, 0.25, 0.5, 0.75, 1.0):
+            part = smaller_part(classes, code, curve, share, seed)
+            assert set(classes[part]) == {0, 1}
+            assert before <= set(part.tolist())
+            before = set(part.tolist())
+            if curve == "recordings":
+                assert set(code[part]) == set(code)
+            else:
+                assert np.isin(code, code[part]).sum() == len(part), "whole groups"
+        assert len(before) == 90
+
+
+def gain_of(smaller: float, whole: float, n_sensors: int = 20) -> Gain:
+    "Gain for 80 recordings whose scores have noise of two sizes."
+    rng = np.random.default_rng(0)
+    truth, noise = np.tile([True, False], 40), rng.standard_normal((2, 3, 80))
+    boot = Bootstrap(truth, numbered("sensor", np.arange(80) // 4 % n_sensors), n_draws=300)
+    return find_gain(boot, "groups", 0.5, truth + smaller * noise[0], truth + whole * noise[1])
+
+
+def test_gain_is_stated_only_where_its_interval_shows_it() -> None:
+    assert gain_of(3, 0.3).finding == "helps"
+    assert "More sensors would probably help" in gain_text(gain_of(3, 0.3))
+    assert gain_of(0.01, 0.01).finding == "hardly"
+    assert gain_of(1, 1).finding == "unknown"
+    few = gain_of(3, 0.3, n_sensors=4)
+    assert few.finding == "unknown"
+    assert "at least 5" in gain_text(few)
+
+
+def test_groups_of_one_recording_have_one_curve(noises: Path) -> None:
+    found = lm.learning_curve(noises, group="path", **(QUIET | CURVE | {"seeds": 1}))
+    assert [g.curve for g in found.gains] == ["groups"]
+    assert "too few recordings to leave some of them out" in found.text
+    assert [len(trace.x) for trace in found.plots()["learning_curve"].data] == [1, 2]
+
+
+def test_wrong_arguments_of_a_curve(noises: Path) -> None:
+    for given in (
+        {"sizes": ()},
+        {"sizes": (0, 0.5)},
+        {"sizes": (2,)},
+        {"seeds": 0},
+        {"n_folds": 1},
+        {"jobs": 0},
+    ):
+        with pytest.raises(UsageError):
+            lm.learning_curve(noises, **(QUIET | given))
+    with pytest.raises(UsageError):
+        lm.learning_curve(noises, **(QUIET | {"settings": lm.TrainSettings(detector="blend")}))
+
+
+def test_command_line_of_a_curve(noises: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["train", str(noises), "--out", str(tmp_path / "out"), "--learning-curve", "--folds", "2"]
+    words += ["--seeds", "1", "--device", "cpu"]
+    assert main([*words, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["detector"] == "spectral"
+    assert "ten times as many fits" in body["note"]
+    shares = [p["share"] for p in body["learning_curve"] if p["curve"] == "groups"]
+    assert shares == [0.25, 0.5, 0.75, 1.0]
+    assert main([*words, "--quiet"]) == 0
+    assert "sensors" in capsys.readouterr().out
+    assert main([*words, "--cross-validate"]) == 2
+    assert main([*words, "--group", "sensor,path"]) == 2
