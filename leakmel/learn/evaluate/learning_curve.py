@@ -74,7 +74,7 @@ def smaller_part(
     if curve == "recordings":
         cell = pd.DataFrame({"group": code[order], "class": classes[order]}).groupby(["group", "class"])
         rank, size = cell.cumcount().to_numpy(), cell["group"].transform("size").to_numpy()
-        return np.sort(order[rank < np.maximum(1, np.round(share * size))])
+        return np.sort(order[rank < np.maximum(1, np.floor(share * size + 0.5))])
     numbers, each = np.unique(code, return_inverse=True)
     held = np.zeros((len(numbers), int(classes.max()) + 1), bool)
     held[each, classes] = True
