@@ -38,6 +38,10 @@ _PUBLIC = {
     "Evaluation": "learn.evaluate.report",
     "cross_validate": "learn.evaluate.cross_validation",
     "CrossValidation": "learn.evaluate.cross_validation",
+    "generalisation": "learn.evaluate.generalisation",
+    "Generalisation": "learn.evaluate.generalisation",
+    "learning_curve": "learn.evaluate.learning_curve",
+    "LearningCurve": "learn.evaluate.learning_curve",
     "retrain": "learn.retrain.rounds",
     "Round": "learn.retrain.round_record",
 }

@@ -96,17 +96,27 @@ _TASK: Options = {
 _CROSS_VALIDATION: Options = {
     "--cross-validate": dict(
         action="store_true",
-        help="train no detector, but evaluate one by cross-validation over all recordings, by --group (default sensor)",
+        help=(
+            "train no detector, but evaluate one by cross-validation over all recordings, by --group (default sensor); several groups "
+            "separated by commas (recording,session,sensor,site) show what happens on a new pipe"
+        ),
+    ),
+    "--learning-curve": dict(
+        action="store_true",
+        help=(
+            "train no detector, but evaluate one by cross-validation with 1/4 to all of the training recordings and of the groups: "
+            "would more labels or more sensors help?"
+        ),
     ),
     "--folds": dict(
         type=int,
         metavar="N",
-        help="--cross-validate: number of folds; with at most 10 groups each group is a fold (default 5)",
+        help="--cross-validate, --learning-curve: number of folds; with at most 10 groups each group is a fold (default 5)",
     ),
     "--seeds": dict(
         type=int,
         metavar="N",
-        help="--cross-validate: repetitions with other folds and other seeds; scores are means over them (default 1)",
+        help="--cross-validate, --learning-curve: repetitions with other folds and other seeds (default 1, with --learning-curve 3)",
     ),
 }
 _PLAN = (
@@ -187,31 +197,52 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
     "Evaluate a detector by cross-validation over the recordings of all data sets."
     from leakmel.learn.plans import find_data_sets, settings_from
 
+    group = args.group or "sensor"
+    is_several = "," in group and not group.startswith("re:")
+    if args.learning_curve and (args.cross_validate or is_several):
+        raise UsageError(
+            "The option --learning-curve cannot be combined with --cross-validate or several groups",
+            code="invalid-arguments",
+            remedy="leave out --cross-validate, and name one column in --group",
+        )
+    if args.report and (args.learning_curve or is_several):
+        raise UsageError(
+            "The option --report belongs to a cross-validation by one group",
+            code="invalid-arguments",
+            remedy="leave it out: the figure is written as a page anyway",
+        )
     validation = None if args.validation == "none" else args.validation
-    sets = find_data_sets(args.data, validation, args.testing)
-    found = lm.cross_validate(
-        list(sets.files.values()),
-        out=args.out,
-        group=args.group or "sensor",
-        n_folds=5 if args.folds is None else args.folds,
-        seeds=1 if args.seeds is None else args.seeds,
-        settings=settings_from(given_fields(args, TrainSettings))[0],
-        leak_label=args.leak_label,
-        kind=args.kind,
-        leave_out=tuple(word.strip() for word in args.leave_out.split(",") if word.strip()),
-        device=args.device,
-        legacy=args.legacy,
-        progress=progress_mode(args),
-    )
+    sets = list(find_data_sets(args.data, validation, args.testing).files.values())
+    given: dict[str, Any] = {
+        "out": args.out,
+        "settings": settings_from(given_fields(args, TrainSettings))[0],
+        "leak_label": args.leak_label,
+        "kind": args.kind,
+        "leave_out": tuple(word.strip() for word in args.leave_out.split(",") if word.strip()),
+        "device": args.device,
+        "legacy": args.legacy,
+        "progress": progress_mode(args),
+    }
+    given |= {n: v for n, v in (("n_folds", args.folds), ("seeds", args.seeds)) if v is not None}
+    found: lm.CrossValidation | lm.Generalisation | lm.LearningCurve
+    if args.learning_curve:
+        found = lm.learning_curve(sets, group=group, **given)
+    elif is_several:
+        groups = [word.strip() for word in group.split(",") if word.strip()]
+        found = lm.generalisation(sets, groups=groups, **given)
+    else:
+        found = lm.cross_validate(sets, group=group, **given)
     pages: dict[str, Any] = {}
     if args.figures:
         from leakmel.learn.train.history import save_figures
 
-        pages["figures"] = [show_path(p) for p in save_figures(found.out / "figures", found.plots())]
-    if args.report:
+        pages["figures"] = [
+            show_path(p) for p in save_figures(user_path(args.out) / "figures", found.plots())
+        ]
+    if args.report and isinstance(found, lm.CrossValidation):
         from leakmel.learn.reports import cross_validation_report
 
-        pages["report"] = show_path(cross_validation_report(found, found.out / "report.html"))
+        pages["report"] = show_path(cross_validation_report(found, user_path(args.out) / "report.html"))
     return 0, found.to_dict() | pages, wrap_text(repr(found), line_width())
 
 
@@ -219,14 +250,14 @@ def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Train a leak detector on data sets and evaluate it on the test set, or cross-validate one."
     if args.report or args.figures:
         import plotly  # noqa: F401  # a missing package is an error now, not after the training
-    if args.cross_validate:
+    if args.cross_validate or args.learning_curve:
         return _run_cross_validation(args)
     for name in ("folds", "seeds"):
         if getattr(args, name) is not None:
             raise UsageError(
-                f"The option --{name} belongs to --cross-validate",
+                f"The option --{name} belongs to --cross-validate and --learning-curve",
                 code="invalid-arguments",
-                remedy="add --cross-validate, or leave the option out",
+                remedy="add one of them, or leave the option out",
             )
     from leakmel.learn.train.history import learning_curves, save_figures
     from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary

@@ -302,6 +302,8 @@ OF_JSON = {
     "doctor": "doctor {made}",
     "train": " ".join(["train {sets} --out {run} --report", *tiny_words(1)]),
     "train --cross-validate": "train {sets} --out {folds} --cross-validate --detector spectral --device cpu",
+    "train --group": "train {sets} --out {groups} --cross-validate --group recording,sensor --detector spectral --device cpu",
+    "train --learning-curve": "train {sets} --out {curve} --learning-curve --seeds 1 --folds 2 --device cpu",
     "evaluate": "evaluate {sets} --model {run} --draws 100 --out {judged} --device cpu",
     "predict": "predict {bad} --split training --model {run} --out {scores}.csv --device cpu --report",
     "page": "page {run}.ipynb",

@@ -481,14 +481,18 @@ def _write_files(found: CrossValidation, folder: Path) -> None:
     write_summary(folder, found.to_dict())
 
 
+def _groups_of(data: TrainingData, group: Group) -> Groups:
+    "Group the recordings of a training; groups that share content are one."
+    table, rows = recordings_table(data.training.sources, progress="none"), data.training.rows
+    own = group if isinstance(group, str) else group_values(table, group, missing="one")[rows]
+    return joined_groups(table.iloc[rows].reset_index(drop=True), own)
+
+
 def _trainer_of(
-    data: TrainingData, settings: TrainSettings, group: Group, device: str, folder: Path | None
+    data: TrainingData, settings: TrainSettings, groups: Groups, device: str, folder: Path | None
 ) -> FoldTrainer:
     "Make the trainer of all folds."
     sources, rows = data.training.sources, data.training.rows
-    table = recordings_table(sources, progress="none")
-    own = group if isinstance(group, str) else group_values(table, group, missing="one")[rows]
-    groups = joined_groups(table.iloc[rows].reset_index(drop=True), own)
     identity = digest_of("\0".join([data.identity["training"], data.identity["task"]]).encode())
     keep = None if folder is None else folder / "cross-validation"
     return FoldTrainer(sources, rows, data.task, settings, groups, device, keep, identity, n_threads=1)
@@ -535,7 +539,7 @@ def cross_validate(
         for name, is_one in _FILES.items():
             if folder is not None:
                 require_kind(folder / name, "result of a cross-validation", is_one)
-        trainer = _trainer_of(opened, settings, group, on, folder)
+        trainer = _trainer_of(opened, settings, _groups_of(opened, group), on, folder)
         labels_of, code = trainer.ds.labels, trainer.groups.code
         folds = [outer_folds(labels_of, code, n_folds, settings.seed + seed) for seed in range(seeds)]
         features = baseline_features(trainer.ds, progress="none")

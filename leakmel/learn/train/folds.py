@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 # %% ../../../nbs/learn/train/folds.ipynb #fo000005
 def joined_groups(
     table: "pd.DataFrame",  # of `recordings_table`, a row for each recording
-    group: Group = "sensor",  # as in `recording_groups`
+    group: Group | Groups = "sensor",  # as in `recording_groups`, or its result
 ) -> Groups:
     "Group recordings; groups that share content, or pieces of one recording, are one."
-    found = recording_groups(table, group)
+    found = group if isinstance(group, Groups) else recording_groups(table, group)
     code = join_groups(found.code, table["content"].to_numpy(object))
     if "path" in table:
         code = join_groups(code, source_names(table["path"]))
