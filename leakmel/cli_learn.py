@@ -499,7 +499,7 @@ def add_retrain(p: argparse.ArgumentParser) -> Options:
     add_field_options(
         p,
         TrainSettings,
-        "training (default: as the champion; 1/3 of epochs, 1/4 of learning rate)",
+        "training (default: settings of the champion, 1/3 of its epochs, 1/4 of its learning rate)",
         show_defaults=False,
         leave_out=["seed", "channels", "dropout"],
     )

@@ -449,8 +449,8 @@ def verify(
     *,
     root: str | os.PathLike | None = None,  # the data folder it was built from
     sample: int | None = 64,  # rows to recompute; None: all
-    accounting: bool = True,  # walk the folder and compare the names too
-    table: str | os.PathLike | None = None,  # that the labels come from, where they come from one
+    accounting: bool = True,  # also list the folder and compare the names of the files
+    table: str | os.PathLike | None = None,  # table of the labels, for a data set that was built with a table
     columns: Mapping[str, str] | str | None = None,  # columns of the table, as for `scan`
 ) -> VerifyReport:  # .ok, .checked, .max_abs_db, .problems; never raises for a bad data set
     "Check a data set against its own digests and, with `root`, against its recordings."

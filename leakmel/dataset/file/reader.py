@@ -136,7 +136,8 @@ class MelDataset:
         path: str | os.PathLike,
         *,
         legacy: bool = False,  # a file of the earlier system: no schema, no digests
-        chunk_cache_bytes: int | None = None,  # of HDF5's cache of unpacked chunks; contiguous rows ignore it
+        chunk_cache_bytes: int
+        | None = None,  # size of HDF5's cache of decompressed chunks; unused for contiguous rows
     ):
         self.path = Path(path)
         self.legacy = legacy
@@ -310,7 +311,7 @@ def open_dataset(
     path: str | os.PathLike,
     *,
     legacy: bool = False,  # open a file of the earlier system, unverified
-    chunk_cache_bytes: int | None = None,  # of HDF5's cache of unpacked chunks (None: the library's default)
+    chunk_cache_bytes: int | None = None,  # size of HDF5's cache of decompressed chunks; None: HDF5's default
 ) -> MelDataset:  # close it, or use it in a `with`
     "Open a data set for reading; raises VerifyError if it is not a complete data set."
     return MelDataset(path, legacy=legacy, chunk_cache_bytes=chunk_cache_bytes)

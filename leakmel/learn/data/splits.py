@@ -251,7 +251,7 @@ def existing_split(
         str, DataSource | Sequence[DataSource]
     ],  # name of each part -> its data set, or several: {"training": "TRAINING_DATASET.H5", ...}
     *,
-    allow_leaky_split: bool = False,  # no warning of leakage; the stamp stays
+    allow_leaky_split: bool = False,  # no warning of leakage; the result keeps the note
     legacy: bool = False,  # files of the earlier system
     same_labels: bool = True,  # False: a part may have been built alone, with other labels; they are matched by name, ignoring case
     progress: str = "auto",  # as for `recordings_table`

@@ -292,13 +292,13 @@ class Selection:
 def select_segments(
     detector: Detector,
     recordings: Segments,  # level "recording"
-    scores: np.ndarray,  # [n, L, K] of `class_scores`; what lies behind the end of a recording is not looked at
+    scores: np.ndarray,  # [n, L, K] of `class_scores`; segments after the end of a recording are ignored
     human: np.ndarray | None = None,  # [n] classes of `read_human_labels`; -2: not labelled
     *,
-    keep_share: float = 0.5,  # of the long segments of a recording whose class was predicted, above 0 to 1
-    keep_share_human: float = 1.0,  # of the long segments of a recording whose class a person gave; 1: all of them
-) -> Selection:  # raises DataError for scores that are no numbers
-    "Decide what each new recording is held for, and which of its segments are learned."
+    keep_share: float = 0.5,  # share of the long segments of a pseudo-labelled recording to keep, above 0 to 1
+    keep_share_human: float = 1.0,  # share of the long segments of a recording with a human label to keep; 1: all
+) -> Selection:  # raises DataError for scores that are NaN or infinite
+    "Assign a class to each new recording, and select the segments to train on."
     mask = recordings.segment_mask
     leak = detector.task.leak_in_model
     if not np.isfinite(scores[mask]).all():

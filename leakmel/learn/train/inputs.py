@@ -126,11 +126,11 @@ def open_training(
     validation: Sources | None = None,
     *,
     settings: TrainSettings,
-    leak_label: str = "LEAK",  # matched by the whole name, upper and lower case aside
+    leak_label: str = "LEAK",  # whole name of the leak label, ignoring case
     kind: str = "multiclass",  # or "binary"
-    leave_out: Sequence[str] = (),  # labels whose recordings are neither learned nor counted
+    leave_out: Sequence[str] = (),  # labels whose recordings are excluded from training and evaluation
     split: Split | None = None,  # of `training`, with a part "training" and perhaps one "validation"
-    allow_leaky_split: bool = False,  # no warning of what lies on both sides; the stamp stays
+    allow_leaky_split: bool = False,  # no warning of recordings in more than one split; the note stays
     legacy: bool = False,  # files of the earlier system
     progress: str = "auto",  # where reading is shown, if it takes its time: as for `core.progress.Progress`
 ) -> Iterator[TrainingData]:  # raises UsageError, DataError
