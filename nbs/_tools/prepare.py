@@ -612,7 +612,8 @@ def commands_text() -> str:
 
 
 ERRORS_TEXT = """Every error of leakmel has a code, which stays when the message changes: `error.code` in Python, `"code"` in the output of
-`--json`. The message names the file and the remedy. In the list, `{...}` stands for a value that the message shows."""
+`--json`. A message begins with the file or folder, then says what happened, what was found and what was expected, and ends
+with the remedy. The list shows what happened and the remedy; `{...}` stands for a value that the message shows."""
 
 
 def errors_text() -> str:
@@ -622,6 +623,8 @@ def errors_text() -> str:
     texts: dict[str, list[str]] = {}
     for m in messages():
         text = f"{m.text}: {m.remedy}" if m.remedy else m.text
+        if not re.search("[a-z]", re.sub(r"\{[^{}]*\}", "", text)):
+            continue  # all of it is put in
         texts.setdefault(m.code, []).append(re.sub(r"([|<>*_`])", r"\\\1", " ".join(text.split())))
     parts = ["# Error codes", ERRORS_TEXT]
     for name, table in vars(error_codes).items():
