@@ -259,7 +259,7 @@ def _write_error(error: OSError, path: str | os.PathLike) -> LeakmelError:
             f"the machine failed while writing ({name})",
             code="io-fault",
             path=path,
-            remedy="raise the limit or repair the device, then run again",
+            remedy="raise the limit that was reached (see ulimit -a) or repair the device, then run again",
         )
     return OutputError(
         f"the path cannot be written ({name})",

@@ -694,7 +694,7 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
         ),
         (
             1,
-            "report.txt: this path already exists and is not a result of an evaluation, so it is not replaced",
+            "report.txt: the path exists and is not a result of an evaluation, so it is not replaced",
             "SETS --model RUN --out MINE",
         ),
         (1, "report.txt: the target is a file", "SETS --model RUN --out MINE/report.txt"),

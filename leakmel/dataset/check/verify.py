@@ -154,7 +154,10 @@ def _digest_reader(rows: h5py.Dataset) -> Callable[[int, int], tuple[np.ndarray,
                 digests, largest = module.digest_file_rows(fd, begin + start * n_bytes, n, n_bytes)
             except EOFError as e:
                 raise VerifyError(
-                    "the file is shorter than its header says", code="file-ends-early", path=path
+                    "the file is shorter than its header says",
+                    code="file-ends-early",
+                    path=path,
+                    remedy="copy the file again, or build the data set again",
                 ) from e
             return digests, largest >= _FLOAT16_INFINITY
 

@@ -118,7 +118,7 @@ def find_data(
                 code="no-such-folder",
                 path=folder,
                 found="its path in the environment variable LEAKMEL_DATA",
-                remedy="correct or unset the variable",
+                remedy="correct or unset LEAKMEL_DATA",
             )
         return folder, "from the environment variable LEAKMEL_DATA"
     demo, hint = runs_folder() / "demo", "for your own recordings, set data_root or LEAKMEL_DATA"

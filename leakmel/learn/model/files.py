@@ -81,7 +81,7 @@ def require_kind(
     if not ours:
         article = "an" if kind[0] in "aeiou" else "a"
         raise OutputError(
-            f"this path already exists and is not {article} {kind}, so it is not replaced",
+            f"the path exists and is not {article} {kind}, so it is not replaced",
             code="other-file-in-the-way",
             path=path,
             remedy="choose another name, or remove it yourself",
@@ -131,6 +131,7 @@ def load_plain(
                         code="damaged-file",
                         path=path,
                         found=f"{os.fstat(f.fileno()).st_size:,} bytes",
+                        remedy="copy the file again, or train again",
                     )
                 content += f.read()
             if digest is not None and digest_of(content) != digest:

@@ -150,12 +150,15 @@ def read_lineage(
 def require_digest(path: Path, digest: str) -> None:
     "Check the digest of a model file."
     if not path.is_file():
-        raise DataError("the model file is missing", code="file-missing", path=path)
+        raise DataError(
+            "the model file is missing", code="file-missing", path=path, remedy="restore it from a copy"
+        )
     if digest_of(path.read_bytes()) != digest:
         raise DataError(
             "the model file has changed: its digest does not match",
             code="digest-differs",
             path=path,
+            remedy="restore the file from a copy",
         )
 
 

@@ -136,7 +136,7 @@ def segment_features(
     spec = predictions.spec
     read = read_wav(os.path.join(os.fsencode(predictions.folder), recording.path))
     if read.digest.encode() != bytes(recording.facts["digest"]):
-        raise RecordingError("changed", "not the file that was scored")
+        raise RecordingError("changed", "the file has changed since it was scored")
     row = conform_recording(read, spec, predictions.length)[0]
     part = row[some.start * spec.long_hop :][: covered_samples(some.stop - some.start, spec)]
     rows, counts = cut_into_rows(part, spec)
