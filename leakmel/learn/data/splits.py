@@ -151,7 +151,7 @@ class Split:
     labels: np.ndarray  # [n] int, label of each row
     class_names: tuple[str, ...]
     method: str  # how it was made, a sentence
-    shared: tuple[Shared, ...]  # what lies in more than one part
+    shared: tuple[Shared, ...]  # sensors, sessions, copies ... that are in more than one part
     problems: tuple[Problem, ...]  # labels that metadata predict, or that a part lacks
     unchecked: tuple[str, ...]  # of KINDS, what is not known and could not be checked
     groups: np.ndarray | None = None  # [n] int, group of each row, where it was made by groups

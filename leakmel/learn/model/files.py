@@ -70,7 +70,7 @@ def require_kind(
     is_one: Callable[
         [BinaryIO], bool
     ],  # asked of a regular file that is open for reading; what it raises means no
-) -> None:  # raises OutputError where something else is at the path
+) -> None:  # raises OutputError if the path exists and is another kind of file
     "Refuse to replace a file of another kind."
     if not os.path.lexists(path):
         return
@@ -228,7 +228,7 @@ def latest_checkpoint(
     device: str | torch.device = "cpu",
 ) -> (
     tuple[Checkpoint, dict[str, Any]] | None
-):  # None: there is none; raises DataError for one that would run code
+):  # None: there is none; raises DataError for a file that would run code
     "Read the newest valid checkpoint; warn about skipped ones."
     for c in reversed(list_checkpoints(folder)):
         try:

@@ -165,7 +165,7 @@ def require_digest(path: Path, digest: str) -> None:
 def champion_file(
     folder: Path,  # of the rounds
     champion: Champion | None = None,  # None: the current one
-) -> Path:  # raises DataError where there is none, or its file is not what it was
+) -> Path:  # raises DataError if there is no champion, or its file has changed
     "Return the file of a champion."
     if champion is None:
         lineage = read_lineage(folder)

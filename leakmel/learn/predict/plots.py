@@ -131,7 +131,7 @@ def segment_features(
     predictions: Predictions,
     recording: ScoredRecording,
     some: slice,  # of its long segments
-) -> np.ndarray:  # [L, S, M, T] dB; raises RecordingError, also where the file is not what it was
+) -> np.ndarray:  # [L, S, M, T] dB; raises RecordingError, also if the file has changed
     "Compute the features of some long segments of a recording again."
     spec = predictions.spec
     read = read_wav(os.path.join(os.fsencode(predictions.folder), recording.path))

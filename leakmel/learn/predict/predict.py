@@ -185,7 +185,7 @@ class ScoredRecording:
     facts: Any  # of FACTS
     encoding: str
     status: str  # "ok", or what was done to it
-    label: str = ""  # as folders or a table say
+    label: str = ""  # from folders or a table
     sensor: str = ""
     gain: float = float("nan")  # number in the name
     # whether the detector learned from it, or was chosen by it; None: not known

@@ -60,7 +60,7 @@ def relabel(
 def label_copies(
     recordings: Segments,
     labels: np.ndarray,  # [n] classes of `read_human_labels`
-) -> np.ndarray:  # [n] likewise; raises DataError where people say two things of the same samples
+) -> np.ndarray:  # [n] likewise; raises DataError if copies of a recording have different labels
     "Copy labels by people to all copies of the recordings."
     content = content_digests(recordings)
     by_content: dict[str, int] = {}

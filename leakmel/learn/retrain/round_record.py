@@ -202,7 +202,7 @@ class RoundItems:
 
     selection: Selection  # of the new recordings
     replay: LabelledSegments
-    earlier: dict[int, LabelledSegments]  # of each round of which something is learned again
+    earlier: dict[int, LabelledSegments]  # replayed segments of each earlier round
     n_left: int  # new recordings that are left to replay
     stamps: list[str]  # warnings that belong to every figure
 
@@ -211,7 +211,7 @@ def round_items_record(
     items: RoundItems,
     parts: Parts,
     task: Task,
-    kept_digest: str,  # of the table of what was kept
+    kept_digest: str,  # digest of the table of selected segments
 ) -> dict[str, Any]:
     "Return the training items of a challenger and their recordings as plain values."
     sources = [{"path": os.path.abspath(s.path), "digest": source_digest(s)} for s in parts.new.sources]

@@ -92,7 +92,7 @@ def read_human_labels(
 
 def recording_paths(
     recordings: Segments,
-) -> list[bytes]:  # [n] of the chosen rows; raises DataError for data sets that hold none
+) -> list[bytes]:  # [n] of the chosen rows; raises DataError for data sets without recordings
     "Return the path of each recording."
     found: list[bytes] = []
     for source in recordings.sources:
@@ -141,7 +141,7 @@ class SegmentSubset(Segments):
         *,
         level: str = "long",  # "long" or "short": all short segments of the chosen long ones
         preload_to_ram: bool | str = "auto",  # "auto": where they take at most half of the free memory
-        progress: str = "auto",  # where loading is shown, if it takes its time: as for `core.progress.Progress`
+        progress: str = "auto",  # progress display of loading: as for `core.progress.Progress`
     ):
         self.level = level
         self.task = task
@@ -200,7 +200,7 @@ def source_digest(
 
 def part_digest(
     ds: Segments,
-) -> str:  # of rows, labels, and what the data sets hold
+) -> str:  # digest of rows, labels and content of the data sets
     "Return the digest of the recordings of a part."
     chosen = (np.ascontiguousarray(a).tobytes() for a in (ds.rows, ds.labels))
     return digest_of(b"\0".join([*chosen, *(source_digest(s).encode() for s in ds.sources)]))
@@ -208,7 +208,7 @@ def part_digest(
 
 def items_digest(
     items: SegmentSubset,
-) -> str:  # of which were chosen, and of their classes
+) -> str:  # digest of the chosen segments and their classes
     "Return the digest of a subset."
     return digest_of(b"".join(np.ascontiguousarray(a).tobytes() for a in (items.numbers, items.labels)))
 

@@ -53,18 +53,18 @@ class EpochFigures:
 
     epoch: int  # from 1
     step: int  # optimiser steps since the beginning of the training
-    loss: float  # what training makes smaller, mean over the items
+    loss: float  # training loss, mean over the items
     segment_accuracy: float  # share of the training items whose class was found, 0 to 1
     learning_rate: float  # of the last step
     val_loss: float  # log loss of leak or not, mean over the long segments of validation
     val_segment_accuracy: float  # share of those called right, leak or not, at 0.5
-    f1: float  # of the recordings of validation, by the vote and at the threshold that suit this epoch best
-    auc: float  # of the same
-    balanced_accuracy: float  # of the same, at that threshold
+    f1: float  # F1 of the validation recordings, with the vote and threshold that are best in this epoch
+    auc: float  # AUC of the validation recordings
+    balanced_accuracy: float  # balanced accuracy of the validation recordings, at the same threshold
     seconds: float  # learning and evaluating
     learn_s: float
     evaluate_s: float
-    warm_up_s: float  # of learn_s: the first step of a run, with what is compiled or allocated then
+    warm_up_s: float  # part of learn_s: the first step of a run, with compilation and allocation
     n_batches: int  # learned from in this run
     batches_per_s: float  # while learning, warm-up apart
     items_per_s: float
@@ -73,7 +73,7 @@ class EpochFigures:
     h2d_ms: float  # copy of a batch to the device; this and what follows sampled
     compute_ms: float  # a step
     io_to_compute: float  # loader and copy over compute
-    allocated_bytes: float  # of the device's memory, at most
+    allocated_bytes: float  # largest allocated memory of the device
     reserved_bytes: float
     grad_norm: float = math.nan  # length of the gradients before clipping, mean over the steps
     clipped_share: float = math.nan  # of the steps whose gradients were longer than clip_norm, 0 to 1
@@ -146,7 +146,7 @@ def history_table(
 
 def epochs_from(
     values: Sequence[dict[str, Any]],  # of `asdict`, from a checkpoint
-) -> list[EpochFigures]:  # raises DataError for what is no history
+) -> list[EpochFigures]:  # raises DataError if the values are not a history
     "Make epochs from plain values."
     try:
         return [EpochFigures(**v) for v in values]

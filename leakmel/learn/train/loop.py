@@ -124,8 +124,8 @@ class TrainingRun:
 @contextmanager
 def sole_writer(
     out: Path,  # folder, made where it does not exist
-    who: str = "training",  # that others would be
-) -> Iterator[None]:  # raises OutputError where another one is at work
+    who: str = "training",  # name of the other process, for the message
+) -> Iterator[None]:  # raises OutputError if another process trains in this folder
     "Hold the exclusive right to write a model into a folder."
     if out.exists() and not out.is_dir():
         raise OutputError("this is a file, but a folder is needed", code="not-a-folder", path=out)
@@ -324,7 +324,7 @@ def train_epochs(
 class TrainResult(RowTable):
     "A finished training."
 
-    detector: Detector  # with the weights of the best epoch, in the memory of the host
+    detector: Detector  # with the weights of the best epoch, in host memory
     model_path: Path  # file of the detector
     epochs: tuple[EpochFigures, ...]  # figures of each epoch of the network; empty if none was trained
     best_epoch: int  # from 1; 0: no network was trained
