@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -257,12 +258,18 @@ def execute(
     )
     asyncio.run(client.async_execute())  # a loop of this thread's own, closed at the end
     notebook.cells = every
-    text = re.sub(
-        rf"{re.escape(str(ROOT))}/?", "", nbformat.writes(notebook)
-    )  # a site does not tell where it was made
+    text = without_places(nbformat.writes(notebook))
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(text, encoding="utf-8")
     return nbformat.reads(text, as_version=4)
+
+
+def without_places(text: str) -> str:
+    "Shorten paths below this checkout, temporary folders and the home folder: a site does not tell where it was made."
+    temporary = re.escape(tempfile.gettempdir()) + r"/tmp\w{8}"
+    text = re.sub(rf"(?:{re.escape(str(ROOT))}|{temporary})/(?=\w)", "", text)
+    text = re.sub(rf"{re.escape(str(ROOT))}|{temporary}", ".", text)
+    return re.sub(rf"(?<![\w/.]){re.escape(str(Path.home()))}(?=/)", "~", text)
 
 
 def _digest(notebook: nbformat.NotebookNode) -> str:
@@ -632,7 +639,8 @@ def errors_text() -> str:
             title = name.replace("_", " ").capitalize()
             rows = []
             for code, meaning in sorted(table.items()):
-                said = "<br>".join(dict.fromkeys(texts.get(code, [])))
+                own = list(dict.fromkeys(texts.get(code, [])))
+                said = "<br>".join(f"• {text}" for text in own) if len(own) > 1 else "".join(own)
                 rows.append(f"| `{code}` | {meaning} | {said} |")
             parts += [f"## {title}", "\n".join(["| code | meaning | messages |", "|---|---|---|", *rows])]
     return "\n\n".join(parts)
