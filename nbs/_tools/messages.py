@@ -34,8 +34,9 @@ def placeholder(node: ast.AST) -> str:
         function = placeholder(node.func)
         if function in ("show_path", "percent", "join", "str", "repr", "len") and node.args:
             return placeholder(node.args[0])
-        is_method = isinstance(node.func, ast.Attribute) and function in ("get", "strip", "decode")
-        return placeholder(node.func.value) if is_method else function
+        if isinstance(node.func, ast.Attribute) and function in ("get", "strip", "decode"):
+            return placeholder(node.func.value)
+        return function
     if isinstance(node, ast.GeneratorExp):
         return placeholder(node.generators[0].iter)
     if isinstance(node, ast.Subscript):
@@ -78,10 +79,9 @@ def messages(root: Path = ROOT) -> Iterator[Message]:
             ):
                 continue
             words = {word.arg: word.value for word in node.keywords if word.arg}
-            rejects = node.func.id == "RecordingError"  # its code comes first
-            code, text = (
-                (node.args + [None])[:2] if rejects else (words.get("code"), (node.args or [None])[0])
-            )
+            arguments = iter(node.args)
+            code = next(arguments, None) if node.func.id == "RecordingError" else words.get("code")
+            text = next(arguments, None)
             if isinstance(code, ast.Constant) and text is not None:
                 yield Message(
                     str(code.value).replace("_", "-"),

@@ -34,15 +34,15 @@ NOTEBOOKS, PACKAGE = ROOT / "nbs", ROOT / "leakmel"
 DOCS = ROOT / "_docs"
 SOURCE, CACHE = DOCS / "source", DOCS / "cache"
 ROOMS = {
-    "core": "errors, time, progress: what everything else uses",
-    "audio": "from files to numbers",
-    "mel": "from numbers to mels",
-    "dataset": "from a folder to a verified file",
-    "insight": "where the time went, and what was learned",
-    "learn": "from mels to a detector",
-    "ops": "measuring and setting up",
-    "cli_learn": "the commands of the detector",
-    "cli": "the command line",
+    "core": "errors, timeline, progress and threads, used by all other modules",
+    "audio": "WAV reader, listing of recordings, names, tables and quality checks",
+    "mel": "log-mel spectrograms: settings, reference and engines",
+    "dataset": "build, file format, verification and resume of data sets",
+    "insight": "bottleneck analysis, figures, reports and the dashboard",
+    "learn": "training, evaluation, prediction and retraining of leak detectors",
+    "ops": "benchmarks, tuning, doctor and the working folder",
+    "cli_learn": "commands of the detector",
+    "cli": "command line and commands of data sets",
 }
 GUIDES = {  # folder of notebooks that export nothing -> title and sentence of its page
     "guides": ("How to", "One page for one task."),
@@ -504,8 +504,8 @@ def write_notebooks(library: list[Path], guides: list[Path]) -> None:
                 write_page(future.result(), f"reference/{name}", reference_link(name))
 
 
-LIBRARY_TEXT = """The library is written in these notebooks, room by room, and each was executed to make its page. A module uses only
-what stands before it: core, audio, mel, dataset, insight and so on."""
+LIBRARY_TEXT = """The library is written in these notebooks, one for each module, and each was executed to make its page. A module imports
+only from its own package and from packages above it in this list."""
 
 
 def contents(guides: list[Path]) -> str:
@@ -534,8 +534,8 @@ def write_guides(guides: list[Path]) -> None:
             )
 
 
-EXAMPLES_TEXT = """The notebooks that people and papermill run, executed for these pages on a small made set: figures are live, and what is
-measured is of the machine that made the site."""
+EXAMPLES_TEXT = """Notebooks that run in JupyterLab or with papermill, executed here on a small synthetic data set: figures are interactive, and
+measured values are those of the machine that built the site."""
 
 
 def write_examples() -> None:
@@ -571,7 +571,7 @@ def write_lists(library: list[Path]) -> None:
             )
         for page, kind in ((notebooks, "ipynb"), (api, "md")):
             listed = "\n".join(
-                f"- [{name.split('/')[-1]}]({name}.{kind}): {text}" for name, text in here.items()
+                f"- [{name.split('/', 1)[-1]}]({name}.{kind}): {text}" for name, text in here.items()
             )
             page += [
                 f"## {room}",
@@ -584,14 +584,14 @@ def write_lists(library: list[Path]) -> None:
     write_text("api/index", "\n\n".join(api))
 
 
-API_TEXT = """Signatures, parameters with their units, and results. What scripts rely on is on one page: [public names](names.md), `lm.build` and the
-others. Below it every module; {ref}`all names by the alphabet <genindex>`."""
+API_TEXT = """Signatures, parameters with units, and results. [Public names](names.md) lists the functions and classes of `import leakmel as lm`, on
+which scripts can rely. Below are all modules; the {ref}`index <genindex>` lists all names alphabetically."""
 
 
 def sentence(path: Path) -> str:
     "What a notebook is for: the line under its title."
     lines = nbformat.read(path, as_version=4).cells[0].source.splitlines()
-    return next((line[1:].strip() for line in lines if line.startswith(">")), "")
+    return next((line[1:].strip().rstrip(".") for line in lines if line.startswith(">")), "")
 
 
 def commands_text() -> str:
