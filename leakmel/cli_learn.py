@@ -499,7 +499,7 @@ def add_retrain(p: argparse.ArgumentParser) -> Options:
     add_field_options(
         p,
         TrainSettings,
-        "training (default: settings of the champion, 1/3 of its epochs, 1/4 of its learning rate)",
+        "training (defaults: the champion's, with 1/3 of epochs and learning rate / 4)",
         show_defaults=False,
         leave_out=["seed", "channels", "dropout"],
     )

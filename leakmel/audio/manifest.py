@@ -74,9 +74,7 @@ class Manifest:
     listings: tuple[Listing, ...]  # one per split that was listed
     notes: tuple[Problem, ...] = ()  # problems found while listing
     seconds: float = 0.0  # seconds of listing, without reading the files
-    content: "pd.DataFrame | None" = (
-        None  # rate, length, level and digest of each file, with `scan(content=True)`
-    )
+    content: "pd.DataFrame | None" = None  # facts of each file, from `scan(content=True)`
     naming: Naming = Naming()  # where labels and parts of names come from
     table_path: Path | None = None  # of the table that names the recordings
     unmatched: tuple[bytes, ...] = ()  # paths below the root that do not match a pattern with {split}

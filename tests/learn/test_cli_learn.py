@@ -249,7 +249,9 @@ def test_a_champion_that_was_changed_is_refused(
     ):
         status, out, err = say(*words, *QUICK)
         assert (status, out) == (1, "")
-        assert err.endswith("round-0002/model.pt: the model file has changed: its digest does not match\n")
+        assert err.endswith(
+            "round-0002/model.pt: the model file has changed: its digest does not match. Restore the file from a copy\n"
+        )
         assert len(err.splitlines()) == 1
     (folder / "round-0002" / "model.pt").unlink()
     status, _, err = say("predict", place / "one", "--model", folder, *QUICK)

@@ -57,9 +57,7 @@ class EpochFigures:
     segment_accuracy: float  # share of the training items that are classified correctly, 0 to 1
     learning_rate: float  # learning rate of the last step
     val_loss: float  # log loss of leak or not, mean over the long segments of validation
-    val_segment_accuracy: (
-        float  # share of these segments that are classified correctly as leak or not, threshold 0.5
-    )
+    val_segment_accuracy: float  # share of these segments that are classified correctly, threshold 0.5
     f1: float  # F1 of the validation recordings, with the vote and threshold that are best in this epoch
     auc: float  # AUC of the validation recordings
     balanced_accuracy: float  # balanced accuracy of the validation recordings, at the same threshold
