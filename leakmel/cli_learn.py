@@ -100,13 +100,11 @@ _CROSS_VALIDATION: Options = {
     ),
     "--folds": dict(
         type=int,
-        default=5,
         metavar="N",
         help="--cross-validate: number of folds; with at most 10 groups each group is a fold (default 5)",
     ),
     "--seeds": dict(
         type=int,
-        default=1,
         metavar="N",
         help="--cross-validate: repetitions with other folds and other seeds; scores are means over them (default 1)",
     ),
@@ -189,20 +187,14 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
     "Evaluate a detector by cross-validation over the recordings of all data sets."
     from leakmel.learn.plans import find_data_sets, settings_from
 
-    if args.figures or args.report:
-        raise UsageError(
-            "The options --figures and --report belong to a trained detector",
-            code="invalid-arguments",
-            remedy="leave them out with --cross-validate",
-        )
     validation = None if args.validation == "none" else args.validation
     sets = find_data_sets(args.data, validation, args.testing)
     found = lm.cross_validate(
         list(sets.files.values()),
         out=args.out,
         group=args.group or "sensor",
-        n_folds=args.folds,
-        seeds=args.seeds,
+        n_folds=5 if args.folds is None else args.folds,
+        seeds=1 if args.seeds is None else args.seeds,
         settings=settings_from(given_fields(args, TrainSettings))[0],
         leak_label=args.leak_label,
         kind=args.kind,
@@ -211,24 +203,41 @@ def _run_cross_validation(args: argparse.Namespace) -> tuple[int, dict[str, Any]
         legacy=args.legacy,
         progress=progress_mode(args),
     )
-    return 0, found.to_dict(), wrap_text(repr(found), line_width())
+    pages: dict[str, Any] = {}
+    if args.figures:
+        from leakmel.learn.train.history import save_figures
+
+        pages["figures"] = [show_path(p) for p in save_figures(found.out / "figures", found.plots())]
+    if args.report:
+        from leakmel.learn.reports import cross_validation_report
+
+        pages["report"] = show_path(cross_validation_report(found, found.out / "report.html"))
+    return 0, found.to_dict() | pages, wrap_text(repr(found), line_width())
 
 
 def run_train(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     "Train a leak detector on data sets and evaluate it on the test set, or cross-validate one."
+    if args.report or args.figures:
+        import plotly  # noqa: F401  # a missing package is an error now, not after the training
     if args.cross_validate:
         return _run_cross_validation(args)
-    from leakmel.learn.train.history import save_figures
+    for name in ("folds", "seeds"):
+        if getattr(args, name) is not None:
+            raise UsageError(
+                f"The option --{name} belongs to --cross-validate",
+                code="invalid-arguments",
+                remedy="add --cross-validate, or leave the option out",
+            )
+    from leakmel.learn.train.history import learning_curves, save_figures
     from leakmel.learn.plans import execute_evaluation, execute_training, plan_training, run_summary
 
     given = {n: getattr(args, n) for n in (*_PLAN, "testing")} | {"evaluation": not args.no_evaluation}
     given |= given_fields(args, TrainSettings) | given_fields(args, CheckpointSettings)
-    if args.report:
-        import plotly  # noqa: F401  # a missing package is an error now, not after the training
     plan = plan_training(given, progress=progress_mode(args))
     result = execute_training(plan, progress=progress_mode(args))
     if args.figures:
-        save_figures(plan.out / "figures", result.epochs, result.best_epoch)
+        curves = learning_curves(result.epochs, result.best_epoch)
+        save_figures(plan.out / "figures", {"learning_curves": curves})
     evaluation = execute_evaluation(plan, result, progress=progress_mode(args))
     lines = [repr(result), *(["", evaluation.report(line_width())] if evaluation is not None else [])]
     report: dict[str, str] = {}

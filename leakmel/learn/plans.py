@@ -17,6 +17,7 @@ __all__ = [
     "TrainingPlan",
     "plan_training",
     "execute_training",
+    "execute_cross_validation",
     "execute_evaluation",
     "run_summary",
     "prediction_kinds",
@@ -42,6 +43,7 @@ from ..dataset.run.plan import find_data
 from .data.segments import Segments, close_opened, open_sources
 from .data.splits import DEFAULT_SHARES, Split, group_split, without_validation
 from .data.task import make_task
+from .evaluate.cross_validation import CrossValidation, cross_validate
 from .evaluate.evaluation import evaluate
 from .evaluate.record import record_evaluation
 from .evaluate.report import Evaluation
@@ -169,6 +171,9 @@ TRAINING_DEFAULTS: dict[str, Any] = {
     "legacy": False,
     "resume": "auto",
     "device": "auto",
+    "cross_validate": False,
+    "n_folds": 5,
+    "seeds": 1,
     "evaluation": True,
 }
 
@@ -188,6 +193,9 @@ def training_kinds() -> Kinds:
         "leave_out": (str,),
         "resume": (str,),
         "device": (str,),
+        "cross_validate": (bool,),
+        "n_folds": (int,),
+        "seeds": (int,),
         "evaluation": (bool,),
     }
     return own | field_kinds(TrainSettings) | field_kinds(CheckpointSettings) | {"channels": (str,)}
@@ -227,6 +235,7 @@ class TrainingPlan(RowTable):
     device: str
     given: dict[str, Any]  # other arguments of `train`
     evaluation: bool  # evaluate on the testing recordings, where there are any
+    folds: dict[str, Any] | None  # options of `cross_validate`; None: no cross-validation
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -243,6 +252,9 @@ class TrainingPlan(RowTable):
             yield "split", f"{self.split!r}. {self.split.method}"
         yield "leak", f"{self.given['leak_label']} ({self.given['kind']})"
         yield "settings", ", ".join(f"{n} {v}" for n, v in self.changes.items()) or "defaults"
+        if self.folds is not None:
+            group, n, seeds = (self.folds[name] for name in ("group", "n_folds", "seeds"))
+            yield "cross-validation", f"of all recordings by {group}, folds {n}, seeds {seeds}"
         yield "device", pick_device(self.device)
         to = show_path(self.out)
         if left := list_checkpoints(self.out / "checkpoints"):
@@ -298,7 +310,10 @@ def plan_training(
             progress=progress,
         )
     out = run_folder(p["out"], "train")
-    return TrainingPlan(sets, split, settings, checkpoints, out, p["device"], given, p["evaluation"])
+    folds = None
+    if p["cross_validate"]:
+        folds = {"group": p["group"] or "sensor", "n_folds": p["n_folds"], "seeds": p["seeds"]}
+    return TrainingPlan(sets, split, settings, checkpoints, out, p["device"], given, p["evaluation"], folds)
 
 
 # %% ../../nbs/learn/plans.ipynb #2b7985ae
@@ -319,6 +334,26 @@ def execute_training(
         checkpoints=plan.checkpoints,
         progress=progress,
         **plan.given,
+    )
+
+
+def execute_cross_validation(
+    plan: TrainingPlan,
+    *,
+    progress: str = "auto",
+) -> CrossValidation | None:  # None: not requested
+    "Evaluate by cross-validation over the recordings of all data sets; files go to the folder cross-validation."
+    if plan.folds is None:
+        return None
+    given = {name: plan.given[name] for name in ("leak_label", "kind", "leave_out", "legacy")}
+    return cross_validate(
+        list(plan.sets.files.values()),
+        out=plan.out / "cross-validation",
+        settings=plan.settings,
+        device=plan.device,
+        progress=progress,
+        **plan.folds,
+        **given,
     )
 
 

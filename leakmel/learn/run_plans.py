@@ -143,8 +143,9 @@ def run_evaluation(
 
 
 # %% ../../nbs/learn/run_plans.ipynb #40d1e1fd
+_EVALUATION = ("testing", "evaluation", "cross_validate", "n_folds", "seeds")  # of a training alone
 SEARCH_DEFAULTS: dict[str, Any] = {
-    **{name: v for name, v in TRAINING_DEFAULTS.items() if name not in ("testing", "evaluation")},
+    **{name: v for name, v in TRAINING_DEFAULTS.items() if name not in _EVALUATION},
     "space": None,
     "trials": 30,
     "hours": None,
@@ -156,7 +157,7 @@ SEARCH_DEFAULTS: dict[str, Any] = {
 
 def search_kinds() -> Kinds:
     "Return names and types of the parameters of search.ipynb."
-    trained = {n: k for n, k in training_kinds().items() if n not in ("testing", "evaluation")}
+    trained = {n: k for n, k in training_kinds().items() if n not in _EVALUATION}
     numbers = dict.fromkeys(("trials", "again", "prune_after", "prune_epochs"), (int,))
     return trained | numbers | {"space": (str, None), "hours": (float, None)}
 

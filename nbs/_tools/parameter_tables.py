@@ -26,7 +26,12 @@ def own_rows(notebook: str) -> list[tuple[str, object, str]]:
         ]
     leaky = "no warning about sensors on both sides of the split; all results stay marked"
     legacy = "the data sets were written by the earlier system; their rows are not verified, and the model cannot predict from recordings"
-    return [("allow_leaky_split", False, leaky), ("legacy", False, legacy)]
+    return [
+        ("n_folds", 5, "cross_validate: number of folds; with at most 10 groups each group is a fold"),
+        ("seeds", 1, "cross_validate: number of repetitions with other folds and other seeds"),
+        ("allow_leaky_split", False, leaky),
+        ("legacy", False, legacy),
+    ]
 
 
 def other_rows(notebook: str, shown: set[str]) -> list[tuple[str, object, str]]:

@@ -1,19 +1,28 @@
 "Cross-validation of detectors: folds by groups, resume, permuted labels, errors, and the command line."
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 
 import leakmel as lm
 from leakmel.core.errors import DataError, OutputError, UsageError
 from leakmel.learn.evaluate.cross_validation import CrossValidation, joined_groups, outer_folds
+from leakmel.learn.plans import execute_cross_validation, execute_training, plan_training
+from leakmel.learn.reports import training_report
 from leakmel.learn.train.folds import FoldTrainer
 from leakmel.cli import main
 
@@ -32,7 +41,7 @@ def paths_of(sets: Path) -> list[Path]:
 
 def cross_validated(sets: Path, settings: lm.TrainSettings = SPECTRAL, **given: Any) -> CrossValidation:
     "Cross-validate on all recordings of a folder."
-    some = {"settings": settings, "n_draws": 200, "progress": "none", "device": "cpu"}
+    some = {"settings": settings, "n_draws": 200, "progress": "none", "device": "cpu", "jobs": 1}
     return lm.cross_validate(paths_of(sets), **(some | given))
 
 
@@ -88,6 +97,68 @@ def test_report_plot_and_plain_values(found: CrossValidation) -> None:
     assert found.plots()["roc"].layout.title.text.startswith("AUC")
 
 
+@pytest.mark.parametrize("kind", ["cnn", "blend"])
+def test_interrupted_run_of_a_kind_is_resumed(
+    small_sets: Path, tmp_path: Path, count_fits: Callable[..., list[str]], kind: str
+) -> None:
+    settings = lm.TrainSettings(detector=kind, **TINY)
+    first = count_fits(interrupted=2)
+    with pytest.raises(KeyboardInterrupt):
+        cross_validated(small_sets, settings, n_folds=2, out=tmp_path)
+    second = count_fits()
+    resumed = cross_validated(small_sets, settings, n_folds=2, out=tmp_path)
+    assert len(first) + len(second) == sum(f.n_fits for f in resumed.folds)
+    assert resumed.table.equals(cross_validated(small_sets, settings, n_folds=2).table)
+
+
+def test_scores_do_not_depend_on_the_number_of_processes(small_sets: Path, tmp_path: Path) -> None:
+    settings = lm.TrainSettings(detector="blend", **TINY)
+    one = cross_validated(small_sets, settings, n_folds=2)
+    two = cross_validated(small_sets, settings, n_folds=2, jobs=2, out=tmp_path)
+    assert two.table.equals(one.table)
+    assert two.n_done == sum(f.n_fits for f in two.folds), "fits of other processes are counted"
+    again = cross_validated(small_sets, settings, n_folds=2, jobs=2, out=tmp_path)
+    assert again.n_done == 0
+    assert again.table.equals(one.table)
+
+
+INTERRUPTED = """
+import sys
+import leakmel as lm
+settings = lm.TrainSettings(detector="cnn", epochs=40, channels=(16, 32))
+lm.cross_validate(sys.argv[2:], out=sys.argv[1], settings=settings, jobs=2, device="cpu", progress="none")
+"""
+
+
+@pytest.mark.slow
+def test_interrupted_processes_end_and_keep_their_fits(small_sets: Path, tmp_path: Path) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    command = [sys.executable, "-c", INTERRUPTED, str(out), *map(str, paths_of(small_sets))]
+    with log.open("w") as f:
+        run = subprocess.Popen(command, stdout=f, stderr=f, start_new_session=True)
+    for _ in range(1200):
+        if list(out.glob("cross-validation/*.npy")) or run.poll() is not None:
+            break
+        time.sleep(0.1)
+    kept = len(list(out.glob("cross-validation/*.npy")))
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait(60) != 0, log.read_text()
+    assert kept >= 1, log.read_text()
+    left = [p for p in psutil.process_iter() if group_of(p.pid) == run.pid]
+    psutil.wait_procs(left, 20)
+    assert [p.pid for p in left if p.is_running()] == []
+    settings = lm.TrainSettings(detector="cnn", epochs=40, channels=(16, 32))
+    resumed = cross_validated(small_sets, settings, out=out, jobs=2)
+    assert resumed.n_done <= len(resumed.folds) - kept
+
+
+def group_of(pid: int) -> int | None:
+    "Number of the process group; None: the process has ended."
+    with suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return None
+
+
 def test_interrupted_run_is_resumed_and_fits_nothing_twice(
     small_sets: Path, tmp_path: Path, count_fits: Callable[..., list[str]]
 ) -> None:
@@ -122,6 +193,15 @@ def test_groups_with_equal_content_are_one() -> None:
     assert groups.names == ("a + b", "c")
     assert groups.code.tolist() == [0, 0, 0, 0, 1, 1]
     assert "hold the same recordings" in groups.note
+
+
+def test_pieces_of_one_recording_are_in_one_group() -> None:
+    paths = [f"LEAK/{name}__t{k:03d}.wav" for name in ("a", "b") for k in (0, 5, 10, 15)]
+    table = pd.DataFrame({"path": paths, "content": "", "label": "LEAK"})
+    groups = joined_groups(table, "path")
+    assert groups.code.tolist() == [0] * 4 + [1] * 4
+    assert groups.names[0] == "LEAK/a__t000.wav and 3 others"
+    assert "6 fewer are counted" in groups.note
 
 
 def test_group_that_alone_has_a_label_is_not_left_out() -> None:
@@ -199,4 +279,31 @@ def test_command_line(small_sets: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert (len(body["folds"]), len(body["seeds"])) == (4, 2)
     assert main([*words, "--group", "path", "--quiet"]) == 0
     assert "verdict" in capsys.readouterr().out
-    assert main([*words, "--report"]) == 2
+    assert main([*words, "--report", "--figures", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert [Path(p).stem for p in body["figures"]] == ["roc", "reliability"]
+    page = Path(body["report"]).read_text()
+    assert page.count('class="plotly-figure"') == 2
+    assert main([*words[:-5], "--seeds", "2", "--detector", "spectral", "--json"]) == 2
+    body = json.loads(capsys.readouterr().out)
+    assert body["code"] == "invalid-arguments"
+
+
+def test_notebook_evaluates_by_cross_validation_before_the_training(small_sets: Path, tmp_path: Path) -> None:
+    given = {"data": str(small_sets), "out": str(tmp_path), "detector": "spectral", "device": "cpu"}
+    assert execute_cross_validation(plan_training(given)) is None
+    plan = plan_training(given | {"cross_validate": True, "n_folds": 3})
+    assert "cross-validation" in repr(plan)
+    found = execute_cross_validation(plan, progress="none")
+    assert found is not None
+    assert len(found.folds) == 3
+    assert (tmp_path / "cross-validation" / "cross_validation.csv").is_file()
+    result = execute_training(plan, progress="none")
+    page = training_report(result, None, tmp_path / "report.html", found).read_text()
+    assert "Cross-validation" in page
+
+
+def test_reliability_of_calibrated_probabilities_is_drawn(small_sets: Path, found: CrossValidation) -> None:
+    figure = found.plots()["reliability"]
+    assert [trace.name for trace in figure.data][1:] == ["score", "probability"]
+    assert figure.layout.title.text.startswith("Calibrated probability")

@@ -170,6 +170,16 @@ def test_prediction_shows_evaluation_probability_and_alarm_threshold(trained: Pa
         assert e.value.code == "unused-option"
 
 
+def test_evaluation_checks_the_calibrated_probability_on_test_recordings(trained: Path) -> None:
+    found = lm.evaluate(trained / "model", trained / "testing.h5", n_draws=100, progress="none")
+    assert found.calibrated is not None
+    assert found.calibrated.n.sum() == len(found)
+    assert found.summary["calibration"]["error_calibrated"] == found.calibrated.error
+    assert "calibrated probability" in found.report()
+    names = [trace.name for trace in found.plots()["reliability"].data]
+    assert names[1:] == ["score", "probability"]
+
+
 def test_a_detector_without_evaluation_says_so(trained: Path, tmp_path: Path) -> None:
     plain = replace(load_detector(trained / "model" / "model.pt"), held_out=None, evaluations=())
     plain.save(tmp_path / "model.pt")

@@ -878,6 +878,11 @@ def test_pieces_of_five_real_recordings_give_no_verdict(tmp_path):
             spec,
         )
         e = lm.evaluate(d, made, progress="none", n_draws=100)
+        for group in ("sensor", "path"):  # pieces of one recording are never in two folds
+            with pytest.raises(DataError) as refused:
+                lm.cross_validate(made, group=group, leak_label="leak", progress="none")
+            assert refused.value.code == "label-in-one-part"
+            assert "5 groups, 1 with the rarest label" in str(refused.value)
     assert e.groups.by == "source"
     assert len(e.groups) == 5
     assert e.beats is None

@@ -6,9 +6,11 @@
 __all__ = [
     "MOST_LEFT_OUT",
     "TABLE_NAME",
+    "WORTH_PROCESSES",
     "outer_folds",
     "FoldFigures",
     "Repetition",
+    "single_thread",
     "CrossValidation",
     "cross_validate",
 ]
@@ -20,24 +22,29 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pandas as pd
+import torch
+from joblib import Parallel, delayed
+from threadpoolctl import threadpool_limits
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
+from ...core.monitor import free_memory, usable_cores
 from ...core.progress import Progress, announce
 from ...core.run_plan import RowTable, user_path, write_summary
 from ..data.groups import Group, group_values, recordings_of
 from ..data.splits import _can_be_left_out, _label_counts, recordings_table
 from ..data.task import Task
-from .plots import roc_figure
+from .plots import reliability_figure, roc_figure
 from ..metrics.bootstrap import Bootstrap, Groups
-from ..metrics.metrics import leak_metrics
+from ..metrics.decisions import HeldOutScores, cross_calibrated
+from ..metrics.metrics import leak_metrics, reliability
 from leakmel.learn.metrics.significance import (
     ScoredModel,
     Verdict,
@@ -139,32 +146,71 @@ class Repetition:
     balanced_accuracy: float
 
 
-def _repeat(
-    trainer: FoldTrainer, features: Mapping[str, np.ndarray], n_folds: int, seed: int, bar: Progress
-) -> Repetition:
-    "Score every recording once."
-    own = trainer.settings.seed + seed
-    truth = trainer.truth
-    fold, is_one_out = outer_folds(trainer.ds.labels, trainer.groups.code, n_folds, own)
-    score = np.full(len(truth), np.nan)
-    simple = {name: np.full(len(truth), np.nan) for name in features}
-    folds = []
-    for k in range(int(fold.max()) + 1):
-        began = time.perf_counter()
-        learned, held_out = np.flatnonzero(fold != k), np.flatnonzero(fold == k)
+@contextmanager
+def single_thread() -> Iterator[None]:
+    "Run numeric libraries with one thread, so that scores do not depend on the number of processes."
+    before = torch.get_num_threads()
+    with threadpool_limits(1):
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def _score_fold(
+    trainer: FoldTrainer, features: Mapping[str, np.ndarray], fold: np.ndarray, k: int, seed: int
+) -> tuple[
+    FoldFigures, np.ndarray, dict[str, np.ndarray], int
+]:  # [m] of detector and baselines; fits of this call
+    "Train without the recordings of a fold, and score them; runs in any process."
+    began, n_before, truth = time.perf_counter(), trainer.n_done, trainer.truth
+    learned, held_out = np.flatnonzero(fold != k), np.flatnonzero(fold == k)
+    with single_thread():
         segments, kind, reason, n_fits = _fold_scores(trainer, learned, held_out, seed)
-        score[held_out] = vote_scores(segments)
-        for name, values in fold_baselines(features, truth, learned, held_out, own).items():
-            simple[name][held_out] = values
-        figures = leak_metrics(truth[held_out], score[held_out])
-        facts = (seed, k, len(held_out), int(truth[held_out].sum()), kind, reason)
-        quality = (figures["auc"], figures["balanced_accuracy"])
-        folds.append(FoldFigures(*facts, *quality, n_fits, time.perf_counter() - began))
-        bar.update(bar.n_done + len(held_out), f"seed {seed + 1}, fold {k + 1} of {int(fold.max()) + 1}")
-    all_of = leak_metrics(truth, score)
-    return Repetition(
-        fold, is_one_out, score, simple, tuple(folds), all_of["auc"], all_of["balanced_accuracy"]
-    )
+        own = trainer.settings.seed + seed
+        simple = fold_baselines(features, truth, learned, held_out, own, n_threads=1)
+    score = vote_scores(segments)
+    figures = leak_metrics(truth[held_out], score)
+    facts = (seed, k, len(held_out), int(truth[held_out].sum()), kind, reason)
+    quality = (figures["auc"], figures["balanced_accuracy"])
+    found = FoldFigures(*facts, *quality, n_fits, time.perf_counter() - began)
+    return found, score, simple, trainer.n_done - n_before
+
+
+def _repetitions(
+    trainer: FoldTrainer,
+    features: Mapping[str, np.ndarray],
+    folds: Sequence[tuple[np.ndarray, bool]],  # of `outer_folds`, for each seed
+    jobs: int,  # processes; 1: this one
+    bar: Progress,
+) -> tuple[tuple[Repetition, ...], int]:  # fits of this call
+    "Score every recording once with each seed."
+    truth = trainer.truth
+    if jobs > 1 and trainer.settings.detector != "cnn":
+        _ = trainer.features  # read once, not in each process
+    score = np.full((len(folds), len(truth)), np.nan)
+    simple = {name: score.copy() for name in features}
+    figures: list[FoldFigures] = []
+    n_done = 0
+    tasks = [(fold, k, seed) for seed, (fold, _) in enumerate(folds) for k in range(int(fold.max()) + 1)]
+    run = Parallel(n_jobs=jobs, return_as="generator_unordered", pre_dispatch="all")
+    for own, scores, baselines, n in run(delayed(_score_fold)(trainer, features, *task) for task in tasks):
+        held_out = folds[own.seed][0] == own.fold
+        score[own.seed, held_out] = scores
+        for name, values in baselines.items():
+            simple[name][own.seed, held_out] = values
+        figures.append(own)
+        n_done += n
+        bar.update(bar.n_done + len(scores), f"{len(figures)} of {len(tasks)} folds")
+    found = []
+    for seed, (fold, is_one_out) in enumerate(folds):
+        all_of = leak_metrics(truth, score[seed])
+        mine = tuple(sorted((f for f in figures if f.seed == seed), key=lambda f: f.fold))
+        quality = (all_of["auc"], all_of["balanced_accuracy"])
+        baselines = {name: values[seed] for name, values in simple.items()}
+        found.append(Repetition(fold, is_one_out, score[seed], baselines, mine, *quality))
+    return tuple(found), n_done
 
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000013
@@ -296,13 +342,16 @@ class CrossValidation(RowTable):
             "seconds": self.seconds,
         }
 
-    def plots(self) -> "dict[str, go.Figure]":  # roc
-        "Draw the ROC curves of detector and baselines, by name."
+    def plots(self) -> "dict[str, go.Figure]":  # roc, reliability
+        "Draw the ROC curves of detector and baselines, and the reliability of scores and probabilities, by name."
+        truth, score = self.table["leak"].to_numpy(bool), self.table["score"].to_numpy()
         models = list(self.baselines.values())
+        p = cross_calibrated(HeldOutScores(score, truth, self.groups.code, self.groups.by, self.method))
+        known = np.isfinite(p)
+        calibrated = reliability(truth[known], p[known]) if known.any() else None
         return {
-            "roc": roc_figure(
-                self.table["leak"].to_numpy(bool), [self.detector], models, verdict=self.verdict
-            )
+            "roc": roc_figure(truth, [self.detector], models, verdict=self.verdict),
+            "reliability": reliability_figure(reliability(truth, score), calibrated),
         }
 
 
@@ -326,10 +375,21 @@ def _is_summary(f: BinaryIO) -> bool:
 _FILES = {"summary.json": _is_summary, TABLE_NAME: lambda f: b",leak,fold,score" in f.readline()}
 
 
-def _announce_fits(trainer: FoldTrainer, data: TrainingData, n_outer: int, show: str) -> None:
-    "Announce the number of fits, and how long they take on this machine."
-    if show == "none":
-        return
+WORTH_PROCESSES = 30.0  # seconds of all fits; each process takes a few to start
+_PROCESS_BYTES = 1 << 30  # of a process without the rows
+
+
+def _plan_fits(
+    trainer: FoldTrainer, data: TrainingData, n_outer: int, jobs: int | None, show: str
+) -> int:  # processes
+    "Choose the number of processes; announce the number of fits, and how long they take on this machine."
+    most = min(n_outer, usable_cores()) if jobs is None else jobs
+    if trainer.device != "cpu":
+        most = 1
+    if most > 1:  # each process may hold all rows
+        most = max(1, min(most, free_memory() // 2 // (data.training.n_bytes + _PROCESS_BYTES)))
+    if show == "none" and (jobs is not None or most == 1):
+        return most
     settings, asked = trainer.settings, trainer.settings.detector
     n = n_outer
     if asked in ("auto", "blend"):
@@ -348,9 +408,14 @@ def _announce_fits(trainer: FoldTrainer, data: TrainingData, n_outer: int, show:
         steps = math.ceil(lengths.epoch_share * len(data.training) / lengths.batch_size) * lengths.epochs
         seconds += n * steps * step_seconds(lengths, data, trainer.device)
         parts.append(f"{n} networks of about {steps:,} steps")
+    if jobs is None and seconds < WORTH_PROCESSES:
+        most = 1
+    seconds /= most
     text = f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
     note = "" if trainer.folder is None else "; fits of an interrupted run are not repeated"
-    announce(f"at most {' and '.join(parts)}: about {text} on this machine{note}", show=show)
+    on = "this machine" if most == 1 else f"{most} processes of this machine"
+    announce(f"at most {' and '.join(parts)}: about {text} on {on}{note}", show=show)
+    return most
 
 
 def _result_table(trainer: FoldTrainer, repetitions: Sequence[Repetition]) -> pd.DataFrame:
@@ -371,7 +436,12 @@ def _result_table(trainer: FoldTrainer, repetitions: Sequence[Repetition]) -> pd
 
 
 def _result(
-    trainer: FoldTrainer, repetitions: tuple[Repetition, ...], n_draws: int, began: float, folder: Path | None
+    trainer: FoldTrainer,
+    repetitions: tuple[Repetition, ...],
+    n_done: int,
+    n_draws: int,
+    began: float,
+    folder: Path | None,
 ) -> CrossValidation:
     "Compute pooled figures, and compare them with those of the baselines."
     table, asked = _result_table(trainer, repetitions), trainer.settings.detector
@@ -396,7 +466,7 @@ def _result(
         verdict=give_verdict(boot, detector, list(against.values())),
         cautions=notes,
         repetitions=repetitions,
-        n_done=trainer.n_done,
+        n_done=n_done,
         seconds=time.perf_counter() - began,
         out=folder,
     )
@@ -421,7 +491,7 @@ def _trainer_of(
     groups = joined_groups(table.iloc[rows].reset_index(drop=True), own)
     identity = digest_of("\0".join([data.identity["training"], data.identity["task"]]).encode())
     keep = None if folder is None else folder / "cross-validation"
-    return FoldTrainer(sources, rows, data.task, settings, groups, device, keep, identity)
+    return FoldTrainer(sources, rows, data.task, settings, groups, device, keep, identity, n_threads=1)
 
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000016
@@ -440,12 +510,17 @@ def cross_validate(
     kind: str = "multiclass",  # or "binary": all labels but the leak are one class
     leave_out: Sequence[str] = (),  # labels whose recordings are not used
     device: str = "auto",  # "cpu", "cuda", ...; "auto": the first GPU, if there is one
+    jobs: int | None = None,  # number of processes, at least 1; None: one per core if fits take long
     n_draws: int = 2000,  # number of bootstrap draws of groups
     legacy: bool = False,  # files of the earlier system
     progress: bool | str = True,  # or as for `core.progress.Progress`
 ) -> CrossValidation:  # raises UsageError, DataError, OutputError
     "Evaluate a detector by cross-validation: each recording is scored by a detector that was trained without its group."
-    for name, value, least in (("n_folds", n_folds, 2), ("seeds", seeds, 1)):
+    for name, value, least in (
+        ("n_folds", n_folds, 2),
+        ("seeds", seeds, 1),
+        ("jobs", 1 if jobs is None else jobs, 1),
+    ):
         if value < least:
             raise UsageError(f"{name} must be at least {least}", code="usage", found=value)
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
@@ -460,13 +535,16 @@ def cross_validate(
             if folder is not None:
                 require_kind(folder / name, "result of a cross-validation", is_one)
         trainer = _trainer_of(opened, settings, group, on, folder)
-        first, _ = outer_folds(trainer.ds.labels, trainer.groups.code, n_folds, settings.seed)
+        labels_of, code = trainer.ds.labels, trainer.groups.code
+        folds = [outer_folds(labels_of, code, n_folds, settings.seed + seed) for seed in range(seeds)]
         features = baseline_features(trainer.ds, progress="none")
-        _announce_fits(trainer, opened, seeds * (int(first.max()) + 1), show)
+        n_outer = sum(int(fold.max()) + 1 for fold, _ in folds)
+        with single_thread():
+            processes = _plan_fits(trainer, opened, n_outer, jobs, show)
         total = seeds * len(trainer.rows)
         with Progress(total, unit="recordings", label="cross-validation", show=show) as bar:
-            repetitions = tuple(_repeat(trainer, features, n_folds, k, bar) for k in range(seeds))
-        found = _result(trainer, repetitions, n_draws, began, folder)
+            repetitions, n_done = _repetitions(trainer, features, folds, processes, bar)
+        found = _result(trainer, repetitions, n_done, n_draws, began, folder)
         if folder is not None:
             _write_files(found, folder)
     return found

@@ -26,6 +26,7 @@ from ..data.task import Task
 from .plots import worst_errors
 from .report import Evaluation
 from ..metrics.bootstrap import Bootstrap, differences, recording_groups, source_names
+from ..metrics.decisions import fit_calibration
 from ..metrics.metrics import FIGURES, best_threshold, reliability
 from leakmel.learn.metrics.significance import (
     ScoredModel,
@@ -259,6 +260,7 @@ def _evaluation(
     if simple and detector.kind == "spectral":
         del against["trees"]
         cautions += (NO_TREES,)
+    calibration = None if detector.held_out is None else fit_calibration(detector.held_out)
     table = recordings_of(ds).assign(
         group=[boot.groups.names[k] for k in boot.groups.code],
         leak=boot.truth,
@@ -281,6 +283,9 @@ def _evaluation(
         verdict=give_verdict(boot, own, list(against.values()), judged_by),
         control=permutation_test(boot.truth, own.score, boot.groups, seed=seed),
         calibration=reliability(boot.truth, np.clip(vote_scores(segments, "mean"), 0, 1)),
+        calibrated=None
+        if calibration is None
+        else reliability(boot.truth, calibration.probability(np.clip(own.score, 0, 1))),
         worst=worst_errors(ds, table, own, segments),
         seconds=seconds,
         details={"part": part, **how, "draws": len(boot.times), "seed": seed}

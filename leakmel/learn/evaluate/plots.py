@@ -190,32 +190,46 @@ def confusion_figure(
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #eca1f50e
 def reliability_figure(
-    found: Reliability,
+    found: Reliability,  # of the scores
+    calibrated: Reliability | None = None,  # of the calibrated probabilities
     *,
     stamped: bool = False,
 ) -> "go.Figure":
-    "Draw the reliability diagram: share of leaks against score."
+    "Draw the reliability diagram: share of leaks against score, and against calibrated probability."
     import plotly.graph_objects as go
 
-    there = found.n > 0
-    n = found.n[there]
-    points = go.Scatter(
-        x=_f32(found.mean_score[there]),
-        y=_f32(found.leak_share[there]),
-        mode="lines+markers",
-        line=dict(color=OTHER_COLOR, width=1.4),
-        marker=dict(size=_f32(7 + 23 * np.sqrt(n / n.max(initial=1))), color=OTHER_COLOR, opacity=0.8),
-        customdata=n,
-        showlegend=False,
-        hovertemplate="score %{x:.2f}: %{y:.1%} leaks of %{customdata:,} recordings<extra></extra>",
-    )
-    note = "Mean segment score in bins of 0.1; on the diagonal, scores are calibrated probabilities"
+    lines = []
+    for name, own, colour in (("score", found, OTHER_COLOR), ("probability", calibrated, LEAK_COLOR)):
+        if own is None:
+            continue
+        there = own.n > 0
+        n = own.n[there]
+        lines.append(
+            go.Scatter(
+                name=name,
+                x=_f32(own.mean_score[there]),
+                y=_f32(own.leak_share[there]),
+                mode="lines+markers",
+                line=dict(color=colour, width=1.4),
+                marker=dict(size=_f32(7 + 23 * np.sqrt(n / n.max(initial=1))), color=colour, opacity=0.8),
+                customdata=n,
+                showlegend=calibrated is not None,
+                hovertemplate=f"{name} %{{x:.2f}}: %{{y:.1%}} leaks of %{{customdata:,}} recordings<extra></extra>",
+            )
+        )
+    note = "Bins of 0.1; on the diagonal, values are probabilities of a leak"
+    title = f"Score and share of leaks differ by {found.error:.2f} on average"
+    if calibrated is not None:
+        title = f"Calibrated probability and share of leaks differ by {calibrated.error:.2f} on average"
+        note += f". Scores differ by {found.error:.2f}"
     return _figure(
-        [_diagonal(), points],
-        f"Score and share of leaks differ by {found.error:.2f} on average",
+        [_diagonal(), *lines],
+        title,
         leaky_note(stamped, note),
         height=420,
-        xaxis=dict(title=dict(text="score"), range=[-0.03, 1.03]),
+        xaxis=dict(
+            title=dict(text="score" if calibrated is None else "score or probability"), range=[-0.03, 1.03]
+        ),
         yaxis=dict(title=dict(text="share of leaks"), range=[-0.06, 1.06], tickformat=".0%"),
     )
 

@@ -67,6 +67,7 @@ class Evaluation:
     cautions: tuple[str, ...]  # what the recordings cannot prove
     control: PermutationTest
     calibration: Reliability  # reliability of the mean score of the segments
+    calibrated: Reliability | None  # reliability of the probabilities; None: the model has no held-out scores
     worst: tuple[Misclassified, ...]  # misclassified recordings, the worst first
     seconds: float  # duration of scoring
     details: Mapping[str, Any] = field(default_factory=dict)  # device, files per batch, draws, seed ...
@@ -134,7 +135,7 @@ class Evaluation:
         found = {
             "roc": roc_figure(truth, rules, baselines, verdict=verdict, stamped=stamped),
             "confusion": confusion_figure(own, self.task.leak_label, stamped=stamped),
-            "reliability": reliability_figure(self.calibration, stamped=stamped),
+            "reliability": reliability_figure(self.calibration, self.calibrated, stamped=stamped),
         }
         if self.has_groups:
             by = self.groups.by if self.groups.by.isalpha() else "group"
@@ -183,6 +184,7 @@ class Evaluation:
             },
             "calibration": {
                 "error": plain(self.calibration.error),
+                "error_calibrated": None if self.calibrated is None else plain(self.calibrated.error),
                 "recordings": self.calibration.n.tolist(),
                 "mean_score": [plain(v) for v in self.calibration.mean_score],
                 "leak_share": [plain(v) for v in self.calibration.leak_share],
@@ -277,7 +279,10 @@ def _texts(e: Evaluation, width: int) -> Iterator[str]:
         yield f"{j.title}: decision threshold {j.threshold:.3f} ({j.threshold_from})."
     yield str(e.control)
     if np.isfinite(e.calibration.error):
-        yield f"Calibration error: score and share of leaks differ by {e.calibration.error:.3f} on average."
+        text = f"Calibration error: score and share of leaks differ by {e.calibration.error:.3f} on average"
+        if e.calibrated is not None:
+            text += f"; calibrated probability and share of leaks by {e.calibrated.error:.3f}"
+        yield f"{text}."
     yield f"Scored {e.files_per_s:,.0f} files/s on {e.details.get('device', 'the CPU')}."
     if e.has_groups:
         table = e.by_group()[["recordings", "leaks", "accuracy", "sensitivity", "specificity", "auc"]]

@@ -84,7 +84,7 @@ class SpectralSettings:
 
     n_mels: int  # M
     n_classes: int  # K
-    window: int  # long segments of a window of the trees, about a second
+    window: int  # long segments of a window, about a second
     keep_level: bool = False  # use the level as a feature
     n_nodes: int = 1  # of all trees together
     n_trees: int = 1
@@ -114,7 +114,7 @@ class SpectralSettings:
 
 
 class SpectralClassifier(nn.Module):
-    "Mean of a logistic regression on whole recordings and of trees on windows."
+    "Mean of a logistic regression on whole recordings and of trees on windows and whole recordings."
 
     kind = "spectral"
 
@@ -182,7 +182,8 @@ class SpectralClassifier(nn.Module):
         windows, _ = window_features(mean, variance, mask, numbers, n_windows, s.keep_level)
         trees = self.tree_probabilities(windows.flatten(0, 1)).unflatten(0, windows.shape[:2])  # [B, W, K]
         of_segment = trees.gather(1, numbers[:, :, None].expand(-1, -1, s.n_classes))
-        return (of_segment + linear) / 2
+        of_whole = self.tree_probabilities(whole[:, 0])[:, None]  # [B, 1, K]
+        return ((of_segment + of_whole) / 2 + linear) / 2
 
     def extra_repr(self) -> str:
         return f"{self.settings.n_trees} trees, {self.settings.n_features} features"
@@ -286,17 +287,18 @@ def fit_spectral(
     line = LogisticRegression(C=REGULARISATION, class_weight="balanced", max_iter=5000)
     linear = make_pipeline(StandardScaler(), line).fit(features.whole, classes)
     counts = np.bincount(features.recording, minlength=len(classes))
+    values, number, weight = features.windows, features.recording, 1 / counts[features.recording]
+    if len(values) > len(classes):  # a recording of one window would be there twice
+        values = np.concatenate([values, features.whole])
+        number = np.concatenate([number, np.arange(len(classes))])
+        weight = np.concatenate([weight, np.ones(len(classes))])  # as much as all of its windows
     trees = ExtraTreesClassifier(
         N_TREES,
         class_weight="balanced",
-        min_samples_leaf=max(1, len(features.windows) // 1000),
+        min_samples_leaf=max(1, len(values) // 1000),
         random_state=seed,
         n_jobs=n_threads or usable_cores(),
-    ).fit(
-        features.windows,
-        classes[features.recording],
-        sample_weight=counts.mean() / counts[features.recording],
-    )
+    ).fit(values, classes[number], sample_weight=weight / weight.mean())
     return _from_fitted(linear, trees, features, n_classes)
 
 

@@ -37,12 +37,12 @@ from ...dataset.file.reader import MelDataset
 from ..data.groups import Group, divide_groups, join_groups
 from ..data.segments import Segments
 from ..data.task import Task
-from ..metrics.bootstrap import Bootstrap, Groups, recording_groups
+from ..metrics.bootstrap import Bootstrap, Groups, recording_groups, source_names
 from ..metrics.metrics import leak_metrics
 from ..metrics.voting import vote_scores
 from ..model.classifiers import BlendClassifier, BlendSettings
 from ..model.detector import Detector, score_rows
-from ..model.settings import TrainSettings, with_length
+from ..model.settings import SPEED_ONLY, TrainSettings, with_length
 from ..model.spectral import SpectralFeatures, fit_spectral, spectral_features
 from .inputs import TrainingData
 from .state import TrainingState, detector_of
@@ -56,17 +56,22 @@ def joined_groups(
     table: "pd.DataFrame",  # of `recordings_table`, a row for each recording
     group: Group = "sensor",  # as in `recording_groups`
 ) -> Groups:
-    "Group recordings; groups that share content are one."
+    "Group recordings; groups that share content, or pieces of one recording, are one."
     found = recording_groups(table, group)
     code = join_groups(found.code, table["content"].to_numpy(object))
+    if "path" in table:
+        code = join_groups(code, source_names(table["path"]))
     of = np.zeros(len(found), np.int64)
     of[found.code] = code
-    names = [" + ".join(found.names[k] for k in np.flatnonzero(of == j)) for j in range(int(code.max()) + 1)]
+    names = []
+    for j in range(int(code.max()) + 1):
+        joined = [found.names[k] for k in np.flatnonzero(of == j)]
+        names.append(
+            " + ".join(joined) if len(joined) <= 3 else f"{joined[0]} and {len(joined) - 1:,} others"
+        )
     note = found.note
     if n_joined := len(found) - len(names):
-        text = (
-            f"some of {found.counted(len(found))} hold the same recordings, so {n_joined:,} fewer are counted"
-        )
+        text = f"some of {found.counted(len(found))} hold the same recordings or pieces of one recording, so {n_joined:,} fewer are counted"
         note = "; ".join(filter(None, [note, text]))
     return Groups(found.by, code, tuple(names), note)
 
@@ -97,7 +102,7 @@ def make_folds(
         code="label-in-one-part",
         found=f"{len(numbers):,} groups, {most:,} with the rarest label",
         expected="at least two groups with each label",
-        remedy="use smaller groups, or add recordings of other groups with this label",
+        remedy="add recordings of other groups with this label: those of one group prove nothing about others",
     )
 
 
@@ -129,6 +134,7 @@ class FoldTrainer:
     device: str = "cpu"
     folder: Path | None = None  # where scores of finished fits are kept; None: nowhere
     identity: str = ""  # digest of recordings and labels, for the names of these files
+    n_threads: int | None = None  # of a fit of trees; None: as many as there are cores
     n_done: int = field(default=0, init=False)  # fits of this object
 
     @cached_property
@@ -174,7 +180,11 @@ class FoldTrainer:
             n_classes = len(self.task.model_names)
             return self._detector(
                 fit_spectral(
-                    self.features.of(chosen), self.ds.labels[chosen], n_classes, seed=seed % (1 << 32)
+                    self.features.of(chosen),
+                    self.ds.labels[chosen],
+                    n_classes,
+                    seed=seed % (1 << 32),
+                    n_threads=self.n_threads,
                 )
             )
         learned = self._segments(chosen, "long")
@@ -202,6 +212,7 @@ class FoldTrainer:
     ):  # [m, L] float32, probability of a leak in each long segment; NaN after the end of a recording
         "Fit a detector on recordings and score others; the scores of a fit that was finished before are read."
         settings = asdict(replace(self.settings, detector="auto"))  # kinds share their fits
+        settings = {n: v for n, v in settings.items() if n not in SPEED_ONLY}
         about = {"kind": kind, "seed": seed, "identity": self.identity, "settings": settings}
         facts = json.dumps(about, sort_keys=True).encode()
         digest = digest_of(b"\0".join([facts, self.rows[learned].tobytes(), self.rows[held_out].tobytes()]))

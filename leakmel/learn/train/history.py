@@ -266,17 +266,17 @@ def choice_figure(
 # %% ../../../nbs/learn/train/history.ipynb #d8daa30e
 def save_figures(
     folder: str | os.PathLike,
-    epochs: Sequence[EpochFigures],
-    best: int = 0,  # number of the best epoch; 0: none
-) -> Path:  # raises OutputError
-    "Write the plot of a training as a page."
-    path = Path(folder) / "learning_curves.html"
+    figures: Mapping[str, "go.Figure"],  # by file name without ".html"
+) -> list[Path]:  # raises OutputError
+    "Write each figure as a page."
+    paths = [Path(folder) / f"{name}.html" for name in figures]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        learning_curves(epochs, best).write_html(path, include_plotlyjs="directory")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for path, figure in zip(paths, figures.values()):
+            figure.write_html(path, include_plotlyjs="directory")
     except OSError as e:
         raise output_error(e, e.filename or folder) from e
-    return path
+    return paths
 
 
 # %% ../../../nbs/learn/train/history.ipynb #4c32428f
