@@ -428,7 +428,7 @@ def _commands() -> dict[str, tuple[Any, Any, str | None]]:
             run_scan,
             _SCAN | _NAMES,
             (
-                "exit status: 0 no recording would be rejected; 1 one would be, because it has no label or, with --content, because "
+                "exit status: 0 no recording would be rejected; 1 a recording would be rejected, because it has no label or, with --content, because "
                 "it cannot be read, or the folder has no recordings (with --strict: any problem); 2 usage; 128+n on signal n"
             ),
         ),
@@ -442,7 +442,7 @@ def _commands() -> dict[str, tuple[Any, Any, str | None]]:
         "doctor": (
             run_doctor,
             _DOCTOR,
-            "exit status: 0 nothing that a build needs is missing or wrong; 1 something is; 2 usage; 128+n on signal n",
+            "exit status: 0 this machine can build data sets; 1 something that a build needs is missing or wrong; 2 usage; 128+n on signal n",
         ),
     }
 

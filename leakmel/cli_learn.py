@@ -539,7 +539,7 @@ def add_retrain(p: argparse.ArgumentParser) -> Options:
     add_field_options(
         p,
         TrainSettings,
-        "training (default: as the champion; 1/3 of epochs, 1/4 of learning rate)",
+        "training (defaults: the champion's, with 1/3 of epochs and learning rate / 4)",
         show_defaults=False,
         leave_out=["seed", "channels", "dropout"],
     )

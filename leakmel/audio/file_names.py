@@ -45,7 +45,7 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?", re.ASCII)
 
 def iso_time(
     text: str,  # YYYYMMDD_HHMMSS, YYYYMMDDTHHMMSS, YYYY-MM-DD_HH-MM-SS or ISO 8601 with date and time
-) -> str:  # ISO 8601, with a zone where the text has one; empty for what is no date and time
+) -> str:  # ISO 8601, with a zone where the text has one; empty if the text is not a date and time
     "A time as loggers and tables write it, in ISO 8601."
     if (
         len(text) == 15 and text[8] == "_" and text.isascii() and text[:8].isdigit() and text[9:].isdigit()
@@ -80,7 +80,7 @@ def _iso_day(text: str) -> str:
 @lru_cache(4096)
 def number_in(
     text: str,
-) -> float:  # the first number; NaN where there is none, or none that float32 can hold
+) -> float:  # the first number; NaN if there is none, or float32 cannot hold it
     "The number in the part of a name."
     found = _NUMBER.search(text)
     value = float(found.group()) if found else math.nan

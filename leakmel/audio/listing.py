@@ -55,7 +55,7 @@ def list_error(error: OSError, folder: str | bytes | os.PathLike) -> LeakmelErro
             f"the machine failed while listing a folder ({name})",
             code="io-fault",
             path=folder,
-            remedy="raise the limit or repair the device, then run again",
+            remedy="raise the limit that was reached (see ulimit -a) or repair the device, then run again",
         )
     return DataError(
         f"the folder cannot be listed ({name})",

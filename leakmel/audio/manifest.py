@@ -72,12 +72,12 @@ class Manifest:
     root: Path
     label_names: tuple[str, ...]  # in id order
     listings: tuple[Listing, ...]  # one per split that was listed
-    notes: tuple[Problem, ...] = ()  # problems seen while listing
-    seconds: float = 0.0  # duration of listing, without reading of content
-    content: "pd.DataFrame | None" = None  # facts from reading the files: `scan(content=True)`
+    notes: tuple[Problem, ...] = ()  # problems found while listing
+    seconds: float = 0.0  # seconds of listing, without reading the files
+    content: "pd.DataFrame | None" = None  # facts of each file, from `scan(content=True)`
     naming: Naming = Naming()  # where labels and parts of names come from
     table_path: Path | None = None  # of the table that names the recordings
-    unmatched: tuple[bytes, ...] = ()  # below the root: paths that do not fit a pattern with {split}
+    unmatched: tuple[bytes, ...] = ()  # paths below the root that do not match a pattern with {split}
     table_columns: Mapping[str, str] = field(
         default_factory=dict
     )  # which of its columns are used, as for `scan`
@@ -484,7 +484,7 @@ def scan(
     content: bool = False,  # also read every file: rate, length, level, digest; unreadable files become problems
     table: str
     | os.PathLike
-    | None = None,  # CSV file with the columns path, label and, if wanted, split, sensor, session ...
+    | None = None,  # CSV file with the columns path and label, and optionally split, sensor, session ...
     columns: Mapping[str, str]
     | str
     | None = None,  # columns of the table that have other names: {"sensor": "pipe"}, or "sensor=pipe"

@@ -132,7 +132,7 @@ def how_many(n: int, what: str) -> str:
 
 def format_counts(
     counts: Mapping[str, int],
-    most: int = 6,  # to be named
+    most: int = 6,  # largest number of names
 ) -> str:
     "Format counts on one line, the largest first."
     words = [f"{n:,} x {word}" for word, n in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
@@ -140,7 +140,7 @@ def format_counts(
 
 
 def wrap_list(
-    head: str,  # what the first line begins with
+    head: str,  # beginning of the first line
     text: str,
     indent: int = 4,  # of the lines below
     width: int = 100,

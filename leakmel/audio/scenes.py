@@ -153,7 +153,7 @@ N_SENSORS = 40
 
 def stream(
     seed: int,  # of the whole set
-    *key: int,  # what the numbers are for: purpose, then index
+    *key: int,  # purpose of the random numbers, then index
 ) -> np.random.Generator:
     "Return an independent random generator for each purpose and index, whatever the order of work."
     return np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed, spawn_key=key)))

@@ -259,7 +259,7 @@ def _write_error(error: OSError, path: str | os.PathLike) -> LeakmelError:
             f"the machine failed while writing ({name})",
             code="io-fault",
             path=path,
-            remedy="raise the limit or repair the device, then run again",
+            remedy="raise the limit that was reached (see ulimit -a) or repair the device, then run again",
         )
     return OutputError(
         f"the path cannot be written ({name})",
@@ -373,14 +373,14 @@ def _write_recordings(
 def write_demo(
     root: str | os.PathLike,  # new or empty folder
     *,
-    n_files: int = 1200,  # good recordings, at least 6
+    n_files: int = 1200,  # valid recordings, at least 6
     seed: int = 0,  # another seed is another synthetic network
-    faults: bool = False,  # plant faulty files on top of the good ones
-    workers: int | None = None,  # threads; never changes a byte
+    faults: bool = False,  # add faulty files
+    workers: int | None = None,  # number of threads; has no effect on the files
     progress: Callable[[int], object]
-    | None = None,  # called with the number of good recordings written so far
+    | None = None,  # called with the number of valid recordings written so far
 ) -> DemoSummary:
-    "Write a seeded set of recordings below `root`; raises OutputError, SpaceError or UsageError before any work."
+    "Write synthetic recordings below `root`; raises OutputError, SpaceError or UsageError before it writes."
     start_s = time.perf_counter()
     root = Path(os.path.realpath(root))
     if (

@@ -59,7 +59,7 @@ def read_error(
             f"the machine failed while reading ({name}: {os.strerror(error.errno or 0)})",
             code="io-fault",
             path=path,
-            remedy="raise the limit or repair the device, then run again; no recording was rejected because of this fault",
+            remedy="raise the limit that was reached (see ulimit -a) or repair the device, then run again; no recording was rejected because of this fault",
         )
     if error.errno in _GONE:
         return RecordingError(

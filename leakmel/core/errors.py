@@ -50,11 +50,11 @@ class LeakmelError(Exception):
         self,
         message: str,  # what is wrong, one sentence without a full stop
         *,
-        code: str | None = None,  # key of ERROR_CODES; not given: that of the class
-        path: str | bytes | os.PathLike | None = None,  # the file or folder it is about
-        found: object = None,  # what was there
-        expected: object = None,  # what should have been there
-        remedy: str | None = None,  # what to do about it
+        code: str | None = None,  # key of ERROR_CODES; None: the code of the class
+        path: str | bytes | os.PathLike | None = None,  # file or folder that caused the error
+        found: object = None,  # value that was found
+        expected: object = None,  # value that was expected
+        remedy: str | None = None,  # what the user can do
     ):
         self.code = code or self.default_code
         if self.code not in ERROR_CODES:

@@ -360,7 +360,7 @@ def add_field_options(
             continue
         text = comments[name]
         default = cls.__dataclass_fields__[name].default  # type: ignore[attr-defined]
-        if show_defaults and default is not None:
+        if show_defaults and default not in (None, ()):
             shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
             text += f" (default {shown})"
         how: dict[str, Any] = {

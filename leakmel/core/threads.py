@@ -30,7 +30,7 @@ def machine_error(
             f"the system reported an error ({os.strerror(error.errno or 0)})",
             code="machine",
             path=error.filename,
-            remedy="repair the device or raise the limit, then start again",
+            remedy="raise the limit that was reached (see ulimit -a) or repair the device, then run again",
         )
     return error
 

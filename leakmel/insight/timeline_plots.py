@@ -206,7 +206,7 @@ _CURVES = (
     _Curve("GPU (%)", "gpu_percent", "GPU busy", 1, "#D55E00"),
     _Curve("VRAM (MB)", "vram_bytes", "VRAM, machine", 1e-6, "#CC79A7"),
 )
-_QUEUES = "queue depth (batches)"
+_QUEUES = "queue (batches)"
 
 
 def _measured(samples: list[dict], curve: _Curve) -> tuple[np.ndarray, np.ndarray]:

@@ -478,7 +478,7 @@ _PREDICT_OPTIONS = (
 def plan_prediction(
     parameters: dict[str, Any],  # of those that prediction_kinds lists; the others have their defaults
     *,
-    progress: str = "auto",  # where progress of writing a demo set is drawn
+    progress: str = "auto",  # progress display of writing a demo set
 ) -> PredictionPlan:  # raises LeakmelError for invalid parameters
     "Find the recordings and the model, choose the rule and the folder."
     p = PREDICTION_DEFAULTS | parameters

@@ -362,7 +362,7 @@ def log_skipped_engine(engine: str, error: EngineError, *, is_expected: bool = T
 
 # %% ../../nbs/mel/engines.ipynb #8c1f7bb8
 def log_mel(
-    samples: np.ndarray,  # [..., N] int16 (means / 32768) or float, N as the spec has it
+    samples: np.ndarray,  # [..., N] int16 (divided by 32768) or float; N is the number of samples in the spec
     spec: MelSpec,
     *,
     engine: str = "auto",

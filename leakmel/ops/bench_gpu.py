@@ -55,7 +55,7 @@ COPY_SIZES = (1 << 20, 8 << 20, 42 << 20, 256 << 20)  # bytes
 
 
 def plan_parts(
-    engines: list[str],  # that passed the parity check, the most important first
+    engines: list[str],  # engines that passed the parity check, the most important first
     rounds: int,
     tiny: bool = False,  # sizes for tests on a CPU
 ) -> list[Part]:
@@ -233,9 +233,9 @@ def bench_gpu(
     n_files: int | None = None,  # recordings of all splits; None: the reference set's 51,434
     rounds: int = 3,  # counted rounds
     budget_s: float = 420,  # time for all of it
-    device: str = "cuda:0",  # figures of a device that is no CUDA device count as a rehearsal
+    device: str = "cuda:0",  # figures of a device other than CUDA count as a rehearsal
     engines: tuple[str, ...] = MEASURED_ENGINES,
-    tiny: bool = False,  # for tests: sizes that a CPU gets through
+    tiny: bool = False,  # sizes for tests on a CPU
     plan: Callable[[list[str], int, bool], list[Part]] = plan_parts,
     commit_id: str | None = None,  # where there is no git
     start_worker: Callable[[], Any] = Worker,  # starts a worker process

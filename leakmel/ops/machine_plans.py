@@ -60,7 +60,7 @@ class TunePlan(RowTable):
 def plan_tune(
     parameters: dict[str, Any],  # of those that tune_kinds lists; the others have their defaults
     *,
-    progress: str = "auto",  # where progress of writing a demo set is drawn
+    progress: str = "auto",  # progress display of writing a demo set
 ) -> TunePlan:  # raises LeakmelError for invalid parameters
     "Find the recordings, resolve the spec, and choose the folder."
     p = build_defaults() | {"budget_s": 60.0, "work_dir": None} | parameters

@@ -130,7 +130,9 @@ def make_cache_state(
     if None in told and cache == "warm":
         return  # not reported by the file system, but the files have just been read
     if None in told:
-        raise StateError("the file system does not report what its page cache holds", code="cache-state")
+        raise StateError(
+            "the file system does not report which files are in the page cache", code="cache-state"
+        )
     share = sum(map(bool, told)) / len(told)
     if (share if cache == "cold" else 1 - share) > MAX_WRONG_SHARE:
         raise StateError(

@@ -11,6 +11,7 @@ import tokenize
 from typing import Any
 
 from fastcore.docments import docments
+from numpy.typing import ArrayLike
 
 from leakmel.core.parameters import field_comments
 
@@ -55,7 +56,7 @@ def module_page(name: str) -> str:
     parts = [
         f"# {short}",
         f"```{{py:module}} {name}\n:no-index-entry:\n```",
-        f"{(inspect.getdoc(module) or '').rstrip('.')}. The [notebook]({up}reference/{short.replace('.', '/')}.ipynb) tells why it is as it is.",
+        f"{(inspect.getdoc(module) or '').rstrip('.')}. The [notebook]({up}reference/{short.replace('.', '/')}.ipynb) explains the design.",
     ]
     for public in getattr(module, "__all__", []):
         value = getattr(module, public)
@@ -225,6 +226,7 @@ def _type(anno: Any) -> str:
     if anno is None or anno is inspect.Parameter.empty:
         return ""
     text = anno if isinstance(anno, str) else inspect.formatannotation(anno)
+    text = text.replace(inspect.formatannotation(ArrayLike), "ArrayLike")  # a union of ten types
     short = re.sub(r"(?:[A-Za-z_]\w*[.])+(?=[A-Za-z_])", "", text)  # the last part of a name says enough
     return f"`{_cell(short)}`"
 

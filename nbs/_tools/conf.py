@@ -31,7 +31,7 @@ html_copy_source = False
 # it would fetch every page that was found, which a browser forbids for pages from a disk
 html_show_search_summary = False
 html_sidebars: dict[str, list[str]] = {
-    name: [] for name in ("index", "commands", "changelog", "search", "genindex", "py-modindex")
+    name: [] for name in ("index", "commands", "errors", "changelog", "search", "genindex", "py-modindex")
 }
 html_theme_options = {
     "show_nav_level": 2,

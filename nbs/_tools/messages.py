@@ -23,6 +23,27 @@ class Message:
     place: str  # file and line
 
 
+def placeholder(node: ast.AST) -> str:
+    "A word for a value that is put into a message: its name, without the code around it."
+    if isinstance(node, ast.Name):
+        return "reason" if node.id == "e" else node.id.strip("_").lower()
+    if isinstance(node, ast.Attribute):
+        known = {"__name__": "error", "strerror": "reason", "returncode": "exit status"}
+        return known.get(node.attr, node.attr)
+    if isinstance(node, ast.Call):
+        function = placeholder(node.func)
+        if function in ("show_path", "percent", "join", "str", "repr", "len") and node.args:
+            return placeholder(node.args[0])
+        if isinstance(node.func, ast.Attribute) and function in ("get", "strip", "decode"):
+            return placeholder(node.func.value)
+        return function
+    if isinstance(node, ast.GeneratorExp):
+        return placeholder(node.generators[0].iter)
+    if isinstance(node, ast.Subscript):
+        return placeholder(node.value)
+    return "number" if isinstance(node, ast.BinOp) else "value"
+
+
 def template(node: ast.expr | None) -> str:
     "The text of a string expression, with what is put in as {name}."
     if node is None:
@@ -34,14 +55,16 @@ def template(node: ast.expr | None) -> str:
         for value in node.values:
             if isinstance(value, ast.Constant):
                 parts.append(str(value.value))
+            elif isinstance(value, ast.FormattedValue) and isinstance(value.value, ast.IfExp):
+                parts.append(template(value.value))
             elif isinstance(value, ast.FormattedValue):
-                parts.append("{" + ast.unparse(value.value) + "}")
+                parts.append("{" + placeholder(value.value) + "}")
         return "".join(parts)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return template(node.left) + template(node.right)
     if isinstance(node, ast.IfExp):
         return " / ".join(filter(None, (template(node.body), template(node.orelse))))
-    return "{" + ast.unparse(node) + "}"
+    return "{" + placeholder(node) + "}"
 
 
 def messages(root: Path = ROOT) -> Iterator[Message]:
@@ -56,12 +79,14 @@ def messages(root: Path = ROOT) -> Iterator[Message]:
             ):
                 continue
             words = {word.arg: word.value for word in node.keywords if word.arg}
-            code = words.get("code") or words.get("reject_code")
-            if isinstance(code, ast.Constant) and node.args:
+            arguments = iter(node.args)
+            code = next(arguments, None) if node.func.id == "RecordingError" else words.get("code")
+            text = next(arguments, None)
+            if isinstance(code, ast.Constant) and text is not None:
                 yield Message(
-                    str(code.value),
+                    str(code.value).replace("_", "-"),
                     node.func.id,
-                    template(node.args[0]),
+                    template(text),
                     template(words.get("remedy")),
                     f"{path.relative_to(root)}:{node.lineno}",
                 )

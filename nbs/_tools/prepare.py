@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,15 +34,15 @@ NOTEBOOKS, PACKAGE = ROOT / "nbs", ROOT / "leakmel"
 DOCS = ROOT / "_docs"
 SOURCE, CACHE = DOCS / "source", DOCS / "cache"
 ROOMS = {
-    "core": "errors, time, progress: what everything else uses",
-    "audio": "from files to numbers",
-    "mel": "from numbers to mels",
-    "dataset": "from a folder to a verified file",
-    "insight": "where the time went, and what was learned",
-    "learn": "from mels to a detector",
-    "ops": "measuring and setting up",
-    "cli_learn": "the commands of the detector",
-    "cli": "the command line",
+    "core": "errors, timeline, progress and threads, used by all other modules",
+    "audio": "WAV reader, listing of recordings, names, tables and quality checks",
+    "mel": "log-mel spectrograms: settings, reference and engines",
+    "dataset": "build, file format, verification and resume of data sets",
+    "insight": "bottleneck analysis, figures, reports and the dashboard",
+    "learn": "training, evaluation, prediction and retraining of leak detectors",
+    "ops": "benchmarks, tuning, doctor and the working folder",
+    "cli_learn": "commands of the detector",
+    "cli": "command line and commands of data sets",
 }
 GUIDES = {  # folder of notebooks that export nothing -> title and sentence of its page
     "guides": ("How to", "One page for one task."),
@@ -257,12 +258,18 @@ def execute(
     )
     asyncio.run(client.async_execute())  # a loop of this thread's own, closed at the end
     notebook.cells = every
-    text = re.sub(
-        rf"{re.escape(str(ROOT))}/?", "", nbformat.writes(notebook)
-    )  # a site does not tell where it was made
+    text = without_places(nbformat.writes(notebook))
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(text, encoding="utf-8")
     return nbformat.reads(text, as_version=4)
+
+
+def without_places(text: str) -> str:
+    "Shorten paths below this checkout, temporary folders and the home folder: a site does not tell where it was made."
+    temporary = re.escape(tempfile.gettempdir()) + r"/tmp\w{8}"
+    text = re.sub(rf"(?:{re.escape(str(ROOT))}|{temporary})/(?=\w)", "", text)
+    text = re.sub(rf"{re.escape(str(ROOT))}|{temporary}", ".", text)
+    return re.sub(rf"(?<![\w/.]){re.escape(str(Path.home()))}(?=/)", "~", text)
 
 
 def _digest(notebook: nbformat.NotebookNode) -> str:
@@ -497,8 +504,8 @@ def write_notebooks(library: list[Path], guides: list[Path]) -> None:
                 write_page(future.result(), f"reference/{name}", reference_link(name))
 
 
-LIBRARY_TEXT = """The library is written in these notebooks, room by room, and each was executed to make its page. A module uses only
-what stands before it: core, audio, mel, dataset, insight and so on."""
+LIBRARY_TEXT = """The library is written in these notebooks, one for each module, and each was executed to make its page. A module imports
+only from its own package and from packages above it in this list."""
 
 
 def contents(guides: list[Path]) -> str:
@@ -527,8 +534,8 @@ def write_guides(guides: list[Path]) -> None:
             )
 
 
-EXAMPLES_TEXT = """The notebooks that people and papermill run, executed for these pages on a small made set: figures are live, and what is
-measured is of the machine that made the site."""
+EXAMPLES_TEXT = """Notebooks that run in JupyterLab or with papermill, executed here on a small synthetic data set: figures are interactive, and
+measured values are those of the machine that built the site."""
 
 
 def write_examples() -> None:
@@ -564,7 +571,7 @@ def write_lists(library: list[Path]) -> None:
             )
         for page, kind in ((notebooks, "ipynb"), (api, "md")):
             listed = "\n".join(
-                f"- [{name.split('/')[-1]}]({name}.{kind}): {text}" for name, text in here.items()
+                f"- [{name.split('/', 1)[-1]}]({name}.{kind}): {text}" for name, text in here.items()
             )
             page += [
                 f"## {room}",
@@ -577,14 +584,14 @@ def write_lists(library: list[Path]) -> None:
     write_text("api/index", "\n\n".join(api))
 
 
-API_TEXT = """Signatures, parameters with their units, and results. What scripts rely on is on one page: [public names](names.md), `lm.build` and the
-others. Below it every module; {ref}`all names by the alphabet <genindex>`."""
+API_TEXT = """Signatures, parameters with units, and results. [Public names](names.md) lists the functions and classes of `import leakmel as lm`, on
+which scripts can rely. Below are all modules; the {ref}`index <genindex>` lists all names alphabetically."""
 
 
 def sentence(path: Path) -> str:
     "What a notebook is for: the line under its title."
     lines = nbformat.read(path, as_version=4).cells[0].source.splitlines()
-    return next((line[1:].strip() for line in lines if line.startswith(">")), "")
+    return next((line[1:].strip().rstrip(".") for line in lines if line.startswith(">")), "")
 
 
 def commands_text() -> str:
@@ -612,7 +619,8 @@ def commands_text() -> str:
 
 
 ERRORS_TEXT = """Every error of leakmel has a code, which stays when the message changes: `error.code` in Python, `"code"` in the output of
-`--json`. The message names the file and the remedy. In the list, `{...}` stands for a value that the message shows."""
+`--json`. A message begins with the file or folder, then says what happened, what was found and what was expected, and ends
+with the remedy. The list shows what happened and the remedy; `{...}` stands for a value that the message shows."""
 
 
 def errors_text() -> str:
@@ -622,6 +630,8 @@ def errors_text() -> str:
     texts: dict[str, list[str]] = {}
     for m in messages():
         text = f"{m.text}: {m.remedy}" if m.remedy else m.text
+        if not re.search("[a-z]", re.sub(r"\{[^{}]*\}", "", text)):
+            continue  # all of it is put in
         texts.setdefault(m.code, []).append(re.sub(r"([|<>*_`])", r"\\\1", " ".join(text.split())))
     parts = ["# Error codes", ERRORS_TEXT]
     for name, table in vars(error_codes).items():
@@ -629,7 +639,8 @@ def errors_text() -> str:
             title = name.replace("_", " ").capitalize()
             rows = []
             for code, meaning in sorted(table.items()):
-                said = "<br>".join(dict.fromkeys(texts.get(code, [])))
+                own = list(dict.fromkeys(texts.get(code, [])))
+                said = "<br>".join(f"• {text}" for text in own) if len(own) > 1 else "".join(own)
                 rows.append(f"| `{code}` | {meaning} | {said} |")
             parts += [f"## {title}", "\n".join(["| code | meaning | messages |", "|---|---|---|", *rows])]
     return "\n\n".join(parts)

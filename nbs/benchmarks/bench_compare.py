@@ -1,4 +1,4 @@
-"""leakmel's engines and what people would otherwise use, on the same recordings: right first, then timed in turn."""
+"""leakmel's engines and other tools on the same recordings: verified first, then timed in turn."""
 
 import json, os, shutil, sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -589,7 +589,7 @@ def _below(figures: dict[str, Any]) -> list[str]:
     right = [c for e in figures["contestants"].values() for c in e["check"].values()]
     most = max((c["max_abs_db"] for c in right), default=0.0)
     lines.append(
-        f"every contestant with figures was right first: {sum(c['checked'] for c in right):,} rows compared with float64, at most {most:.4f} dB off"
+        f"the rows of every tool were verified before it was timed: {sum(c['checked'] for c in right):,} rows compared with float64, at most {most:.4f} dB off"
     )
     m, commit = figures["machine"], (figures["commit"] or "unknown")[:8]
     return [

@@ -60,7 +60,7 @@ def time_loaders(
     trials: Sequence[LoaderTrial] | None = None,  # None: `usual_trials`
     device: str = "cpu",
 ) -> "pd.DataFrame":  # a row for each trial; rates are of the epochs after the first
-    "Measure ways to load a data set; nothing is looked at but the loader."
+    "Measure ways to load a data set: the loader alone, without training."
     import pandas as pd
 
     if epochs < 1 or rounds < 1:

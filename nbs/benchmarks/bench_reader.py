@@ -342,10 +342,10 @@ def reader_table(
     checked = figures["verified"]
     lines += [
         "",
-        f"{rounds_text(figures)}; {checked['runs']} readings compared with the files by digests: "
-        + ("all the same" if checked["all_ok"] else "NOT ALL THE SAME"),
+        f"- {rounds_text(figures)}; {checked['runs']} reads compared with the files by digests: "
+        + ("all equal" if checked["all_ok"] else "NOT ALL EQUAL"),
         *(
-            f"listing {figures['listed']:,} files, {how}: {s['median']:.3f} s ({s['least']:.3f} to {s['most']:.3f})"
+            f"- listing {figures['listed']:,} files, {how}: {s['median']:.3f} s ({s['least']:.3f} to {s['most']:.3f})"
             for how in ("python", "compiled")
             for s in [f[f"listing, {how}"]["seconds"]]
         ),

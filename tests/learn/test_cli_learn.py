@@ -249,7 +249,9 @@ def test_a_champion_that_was_changed_is_refused(
     ):
         status, out, err = say(*words, *QUICK)
         assert (status, out) == (1, "")
-        assert err.endswith("round-0002/model.pt: the model file has changed: its digest does not match\n")
+        assert err.endswith(
+            "round-0002/model.pt: the model file has changed: its digest does not match. Restore the file from a copy\n"
+        )
         assert len(err.splitlines()) == 1
     (folder / "round-0002" / "model.pt").unlink()
     status, _, err = say("predict", place / "one", "--model", folder, *QUICK)
@@ -694,7 +696,7 @@ def refused(say: Say, status: int, said: str, *words: str | os.PathLike) -> None
         ),
         (
             1,
-            "report.txt: this path already exists and is not a result of an evaluation, so it is not replaced",
+            "report.txt: the path exists and is not a result of an evaluation, so it is not replaced",
             "SETS --model RUN --out MINE",
         ),
         (1, "report.txt: the target is a file", "SETS --model RUN --out MINE/report.txt"),

@@ -180,7 +180,7 @@ def test_what_is_of_another_kind_is_not_replaced(tmp_path, foreign, kind):
     before = seen(tmp_path)
     with pytest.raises(
         OutputError,
-        match=f"model: this path already exists and is not an? {kind}, so it is not replaced\\. Choose another name, or remove it yourself",
+        match=f"model: the path exists and is not an? {kind}, so it is not replaced\\. Choose another name, or remove it yourself",
     ):
         WRITERS[kind](made("disjoint"), target)
     assert seen(tmp_path) == before

@@ -331,7 +331,7 @@ def test_public_names_and_their_index(site):
 def test_public_names_show_parameters_of_functions_classes_and_dataclasses():
     page = public_page()
     assert "\n| `with_waveforms` | `bool` | `False` |" in page
-    assert "\n| `remedy` | `str \\| None` | `None` | what to do about it |\n" in page
+    assert "\n| `remedy` | `str \\| None` | `None` | what the user can do |\n" in page
     assert "\n| `n_fft` | `int` | `512` | FFT and Hann window length, samples |\n" in page
 
 

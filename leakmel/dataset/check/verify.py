@@ -154,7 +154,10 @@ def _digest_reader(rows: h5py.Dataset) -> Callable[[int, int], tuple[np.ndarray,
                 digests, largest = module.digest_file_rows(fd, begin + start * n_bytes, n, n_bytes)
             except EOFError as e:
                 raise VerifyError(
-                    "the file is shorter than its header says", code="file-ends-early", path=path
+                    "the file is shorter than its header says",
+                    code="file-ends-early",
+                    path=path,
+                    remedy="copy the file again, or build the data set again",
                 ) from e
             return digests, largest >= _FLOAT16_INFINITY
 
@@ -449,8 +452,8 @@ def verify(
     *,
     root: str | os.PathLike | None = None,  # the data folder it was built from
     sample: int | None = 64,  # rows to recompute; None: all
-    accounting: bool = True,  # walk the folder and compare the names too
-    table: str | os.PathLike | None = None,  # that the labels come from, where they come from one
+    accounting: bool = True,  # also list the folder and compare the names of the files
+    table: str | os.PathLike | None = None,  # table of the labels, for a data set that was built with a table
     columns: Mapping[str, str] | str | None = None,  # columns of the table, as for `scan`
 ) -> VerifyReport:  # .ok, .checked, .max_abs_db, .problems; never raises for a bad data set
     "Check a data set against its own digests and, with `root`, against its recordings."

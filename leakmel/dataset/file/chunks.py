@@ -43,6 +43,7 @@ def read_at(
                 "the file is shorter than its header says",
                 code="file-ends-early",
                 found=f"{len(data):,} bytes missing",
+                remedy="copy the file again, or build the data set again",
             )
         data = data[n:]
         offset += n

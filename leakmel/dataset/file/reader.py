@@ -81,7 +81,11 @@ def _as_verify_error(path: Path) -> Iterator[None]:
         yield
     except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as e:
         raise VerifyError(
-            "a part of the data set is missing or damaged", code="damaged-data-set", path=path, found=str(e)
+            "a part of the data set is missing or damaged",
+            code="damaged-data-set",
+            path=path,
+            found=str(e),
+            remedy="copy the file again, or build the data set again",
         ) from e
 
 
@@ -93,6 +97,7 @@ def _require_data_set(file: h5py.File, path: Path, legacy: bool) -> None:
             code="unsafe-file",
             path=path,
             found=problem,
+            remedy="build the data set again from the recordings",
         )
     if not legacy and "schema_version" not in file.attrs:
         raise VerifyError(
@@ -136,7 +141,8 @@ class MelDataset:
         path: str | os.PathLike,
         *,
         legacy: bool = False,  # a file of the earlier system: no schema, no digests
-        chunk_cache_bytes: int | None = None,  # of HDF5's cache of unpacked chunks; contiguous rows ignore it
+        chunk_cache_bytes: int
+        | None = None,  # size of HDF5's cache of decompressed chunks; unused for contiguous rows
     ):
         self.path = Path(path)
         self.legacy = legacy
@@ -164,7 +170,11 @@ class MelDataset:
             raise DataError("there is no such data set", code="no-such-file", path=self.path) from e
         except OSError as e:
             raise VerifyError(
-                "the file cannot be read as HDF5", code="not-hdf5", path=self.path, found=str(e)
+                "the file cannot be read as HDF5",
+                code="not-hdf5",
+                path=self.path,
+                found=str(e),
+                remedy="give a leakmel data set",
             ) from e
         try:
             with _as_verify_error(self.path):
@@ -310,7 +320,7 @@ def open_dataset(
     path: str | os.PathLike,
     *,
     legacy: bool = False,  # open a file of the earlier system, unverified
-    chunk_cache_bytes: int | None = None,  # of HDF5's cache of unpacked chunks (None: the library's default)
+    chunk_cache_bytes: int | None = None,  # size of HDF5's cache of decompressed chunks; None: HDF5's default
 ) -> MelDataset:  # close it, or use it in a `with`
     "Open a data set for reading; raises VerifyError if it is not a complete data set."
     return MelDataset(path, legacy=legacy, chunk_cache_bytes=chunk_cache_bytes)

@@ -172,7 +172,7 @@ def stored_spec(file: h5py.File) -> MelSpec:
 def root_attributes(
     spec: MelSpec,
     engine: str,  # identity of the engine
-    fingerprint: str,  # of spec and engine
+    fingerprint: str,  # fingerprint of spec and engine
     label_names: Sequence[str],  # in id order
     split: str,
     n_rows: int,

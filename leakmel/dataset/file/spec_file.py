@@ -193,7 +193,7 @@ def write_spec(
             is_ours = bool(_load(path))  # of any schema, also with a mistake in it
         if not is_ours:
             raise OutputError(
-                "another kind of file has this name, and it was not replaced",
+                "the path exists and is not a spec file, so it is not replaced",
                 code="output-exists",
                 path=path,
                 remedy="choose another name",

@@ -208,7 +208,7 @@ class ExistingDataset:
 def open_existing(
     target: Path,
     listing: Listing,
-    fingerprint: str,  # of spec and engine
+    fingerprint: str,  # fingerprint of spec and engine
     with_waveforms: bool,
 ) -> ExistingDataset | None:  # None if no valid data set with the same settings exists
     "Read the existing data set and compare it with a listing; raises nothing."

@@ -388,7 +388,7 @@ def check_target(
         )
     if target.exists() and not _is_data_set(target):
         raise OutputError(
-            "a file with this name exists and is not a data set, so it was not replaced",
+            "the path exists and is not a data set, so it is not replaced",
             code="output-exists",
             path=target,
             remedy="choose another name, or remove the file",

@@ -110,7 +110,7 @@ def folder_inodes(
 
 def journal_identity(
     listing: Listing,
-    fingerprint: str,  # of spec and engine
+    fingerprint: str,  # fingerprint of spec and engine
     row_shape: tuple[int, ...],
     with_waveforms: bool,
 ) -> dict[str, Any]:

@@ -114,14 +114,16 @@ class Preloaded:
     "Preloaded recordings for several builds; a context manager that releases memory and files."
 
     manifest: Manifest
-    spec: MelSpec  # its rate, length and rules were applied to the recordings
+    spec: MelSpec  # spec whose rate, length and rules were applied to the recordings
     choice: ModeChoice
-    cache_dir: str | None = None  # where cache files lie, as the settings have it
+    cache_dir: str | None = None  # folder of the cache files in the settings
     held: dict[str, SampleCache] = field(default_factory=dict)  # by split
-    lines: list[str] = field(default_factory=list)  # log lines: files, GB, seconds, files/s
+    lines: list[str] = field(default_factory=list)  # lines for the log: files, GB, seconds, files/s
     seconds: float = 0.0  # that preparing took
-    inflows: dict[str, CacheUse] = field(default_factory=dict)  # by split: what was read from files
-    closed: bool = False  # released: no build can use it any more
+    inflows: dict[str, CacheUse] = field(
+        default_factory=dict
+    )  # by split: bytes requested and bytes read from storage
+    closed: bool = False  # True after `close`; no build can use it
 
     @property
     def n_bytes(self) -> int:
@@ -322,12 +324,12 @@ def preload(
     root: str | os.PathLike,  # folder of splits, or one folder of label folders
     *,
     split: str | None = None,  # "training", "validation", "testing"; None: all
-    spec: SpecLike = None,  # as for `build`: what rate, length and rules come from
+    spec: SpecLike = None,  # as for `build`; only rate, length and rules are used
     mode: str = "preload",  # "preload" or "memmap"
     pipeline: PipelineConfig | None = None,
-    manifest: Manifest | None = None,  # what `scan` gave, to save listing again
+    manifest: Manifest | None = None,  # result of `scan`; the folder is not listed again
     progress: str = "auto",
-) -> Preloaded:  # a context manager; close it to give the memory back
+) -> Preloaded:  # a context manager; closing it frees the memory
     "Read recordings once, for several builds of one rate, length and rules: `build(..., preloaded=...)`."
     if mode not in ("preload", "memmap"):
         raise UsageError(

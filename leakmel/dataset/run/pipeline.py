@@ -228,18 +228,18 @@ def build(
     out: str
     | os.PathLike
     | None = None,  # the data set's file; default {SPLIT}_DATASET.H5 in the working folder
-    spec: SpecLike = None,  # MelSpec; or fields to change in a preset, rate and length are then those of most recordings
+    spec: SpecLike = None,  # MelSpec, or fields to change in a preset: rate and length are then those of most recordings
     engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
     mode: str = "auto",  # "auto", "stream", "preload" or "memmap": how recordings are read
     preloaded: Preloaded | None = None,  # recordings loaded by `leakmel.preload`
     pipeline: PipelineConfig
-    | None = None,  # settings of speed; None: the defaults, also where `leakmel tune` has measured others
-    manifest: Manifest | None = None,  # what `scan` gave, to save listing again
-    check: int | None = 64,  # rows recomputed in float64 before publishing; None: all
+    | None = None,  # speed settings; None: the defaults, not the settings that `leakmel tune` measured
+    manifest: Manifest | None = None,  # result of `scan`; the folder is not listed again
+    check: int | None = 64,  # rows to recompute in float64 before publishing; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
     with_waveforms: bool = False,  # store the short segments too, as float32 from -1 to 1: many times the bytes of the mels
     fresh: bool = False,  # compute every row; ignore interrupted builds and existing data sets
-) -> BuildResult:  # raises LeakmelError; then the final name is as it was before
+) -> BuildResult:  # raises LeakmelError; an existing file is then unchanged
     "Build and verify one data set from a folder of recordings."
     request = BuildRequest(
         root=root,
@@ -264,20 +264,20 @@ def build_all(
     root: str | os.PathLike,  # folder of splits, or one folder of label folders
     *,
     out_dir: str | os.PathLike | None = None,  # folder of the data sets; default the working folder
-    spec: SpecLike = None,  # MelSpec; or fields to change in a preset, rate and length are then those of most recordings
+    spec: SpecLike = None,  # MelSpec, or fields to change in a preset: rate and length are then those of most recordings
     engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
     mode: str = "auto",  # "auto", "stream", "preload" or "memmap": how recordings are read
     preloaded: Preloaded | None = None,  # recordings loaded by `leakmel.preload`
     pipeline: PipelineConfig
-    | None = None,  # settings of speed; None: the defaults, also where `leakmel tune` has measured others
-    manifest: Manifest | None = None,  # what `scan` gave, to save listing again
-    check: int | None = 64,  # rows of each data set recomputed in float64 before publishing; None: all
+    | None = None,  # speed settings; None: the defaults, not the settings that `leakmel tune` measured
+    manifest: Manifest | None = None,  # result of `scan`; the folder is not listed again
+    check: int | None = 64,  # rows of each data set to recompute in float64 before publishing; None: all
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
-    with_waveforms: bool = False,  # /segments_waveform too
+    with_waveforms: bool = False,  # also store the short segments in /segments_waveform
     fresh: bool = False,  # as for `build`
 ) -> list[
     BuildResult
-]:  # one per split folder, in the order TRAINING, VALIDATION, TESTING; an empty one is an error
+]:  # one per split folder, in the order TRAINING, VALIDATION, TESTING; an empty split is an error
     "Build and verify the data sets of all splits in one pipeline: the next split is read while the last one is written."
     request = BuildRequest(
         root=root,

@@ -103,7 +103,7 @@ DEMO_FILES = 1200
 def find_data(
     data_root: str | None,  # as the user gave it
     *,
-    progress: str = "auto",  # where progress of writing a demo set is drawn
+    progress: str = "auto",  # progress display of writing a demo set
 ) -> tuple[Path, str]:  # folder, and a text on its origin
     "Return the data folder: data_root, LEAKMEL_DATA, or the demo data set, which is written if it does not exist."
     from leakmel.audio.synth import write_demo
@@ -118,7 +118,7 @@ def find_data(
                 code="no-such-folder",
                 path=folder,
                 found="its path in the environment variable LEAKMEL_DATA",
-                remedy="correct or unset the variable",
+                remedy="correct or unset LEAKMEL_DATA",
             )
         return folder, "from the environment variable LEAKMEL_DATA"
     demo, hint = runs_folder() / "demo", "for your own recordings, set data_root or LEAKMEL_DATA"
@@ -144,8 +144,8 @@ class RunPlan(RowTable):
     manifest: Manifest
     split: str  # "all", a split, or "" for one folder of label folders
     decision: SpecDecision  # spec, and how the recordings fit it
-    changes: dict[str, Any]  # what `build` gets as spec
-    identity: str  # of the engine that was opened to look
+    changes: dict[str, Any]  # spec for `build`
+    identity: str  # identity of the engine
     workers: Workers
     config: PipelineConfig
     mode: str
@@ -224,7 +224,7 @@ class RunPlan(RowTable):
 def plan_run(
     parameters: dict[str, Any],  # of those that build_kinds lists; the others have their defaults
     *,
-    progress: str = "auto",  # where progress of writing a demo set is drawn
+    progress: str = "auto",  # progress display of writing a demo set
 ) -> RunPlan:  # raises LeakmelError for all that is wrong before the work
     "Find the data, resolve the spec, open the engine once, and choose the results folder."
     p = build_defaults() | parameters

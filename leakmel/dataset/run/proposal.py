@@ -29,7 +29,7 @@ class BuildProposal:
     alternatives: tuple[str, ...]  # other options for the command
     reason: str  # rate and length, or why they cannot be proposed
     groups: dict[str, int]  # "sensor", "session", "folder": number of groups
-    cautions: tuple[str, ...]  # what can spoil a detector
+    cautions: tuple[str, ...]  # problems of the data that can mislead a detector
 
     def lines(self) -> Iterator[str]:
         "Yield lines for a terminal."
@@ -78,7 +78,7 @@ def propose_build(
     groups = {name.removeprefix("extra/"): int(n) for name, n in counts.items() if n > 1}
     cautions = tuple(_single_label_groups(manifest, groups))
     try:
-        os.fsencode(root).decode()  # a name that is no text cannot be pasted
+        os.fsencode(root).decode()  # a name that is not UTF-8 cannot be pasted
         for listing in manifest.listings:
             check_listing(listing, manifest)
         decision = decide_spec(spec, manifest.listings, count=True)

@@ -83,16 +83,16 @@ class BuildResult:
     path: Path  # the data set
     split: str
     rows: int
-    found: int  # files found in the split; rows + rejected
+    found: int  # files found in the split: rows and rejected files
     rejections: tuple[Rejected, ...]
-    seconds: float  # listing to published file; for a later split of the same run: its first read to published file
-    start_up_s: float  # imports, which are left out of `seconds`
+    seconds: float  # from listing to the published file; later splits of a run: from their first read
+    start_up_s: float  # seconds of imports, which `seconds` does not contain
     verified: VerifyReport
     timeline_path: Path
-    summary: dict[str, Any]  # for machines: what FILE.report.json holds
-    timeline: Timeline  # of the whole run, all splits built together
-    run_s: float  # listing to the last published file of the run
-    noted: tuple[Problem, ...] = ()  # what the owner of the recordings should know
+    summary: dict[str, Any]  # plain values, as in FILE.report.json
+    timeline: Timeline  # timeline of the whole run with all splits
+    run_s: float  # seconds from listing to the last published file of the run
+    noted: tuple[Problem, ...] = ()  # remarks on the recordings, for example copies in two splits
 
     @property
     def files_per_s(self) -> float:

@@ -304,7 +304,7 @@ class Segments(Dataset):
         with_labels: bool = True,  # False, without a task: labels may differ between data sets; all are -1
         legacy: bool = False,  # files of the earlier system
         preload_to_ram: bool | str = "auto",  # "auto": where it takes at most half of the free memory
-        progress: str = "auto",  # where loading is shown, if it takes its time: as for `core.progress.Progress`
+        progress: str = "auto",  # progress display of loading: as for `core.progress.Progress`
     ):
         self.sources = open_sources(sources, legacy=legacy, same_labels=task is None and with_labels)
         self.level = level

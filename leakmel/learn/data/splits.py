@@ -151,7 +151,7 @@ class Split:
     labels: np.ndarray  # [n] int, label of each row
     class_names: tuple[str, ...]
     method: str  # how it was made, a sentence
-    shared: tuple[Shared, ...]  # what lies in more than one part
+    shared: tuple[Shared, ...]  # sensors, sessions, copies ... that are in more than one part
     problems: tuple[Problem, ...]  # labels that metadata predict, or that a part lacks
     unchecked: tuple[str, ...]  # of KINDS, what is not known and could not be checked
     groups: np.ndarray | None = None  # [n] int, group of each row, where it was made by groups
@@ -251,7 +251,7 @@ def existing_split(
         str, DataSource | Sequence[DataSource]
     ],  # name of each part -> its data set, or several: {"training": "TRAINING_DATASET.H5", ...}
     *,
-    allow_leaky_split: bool = False,  # no warning of leakage; the stamp stays
+    allow_leaky_split: bool = False,  # no warning of leakage; the result keeps the note
     legacy: bool = False,  # files of the earlier system
     same_labels: bool = True,  # False: a part may have been built alone, with other labels; they are matched by name, ignoring case
     progress: str = "auto",  # as for `recordings_table`

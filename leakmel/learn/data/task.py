@@ -104,7 +104,7 @@ class Task:
 # %% ../../../nbs/learn/data/task.ipynb #46965131
 def make_task(
     class_names: Sequence[str],  # of the data set, in id order
-    leak_label: str = "LEAK",  # matched by the whole name, upper and lower case aside
+    leak_label: str = "LEAK",  # whole name of the leak label, ignoring case
     *,
     kind: str = MULTICLASS,  # "binary": all other labels are one class
     leave_out: Sequence[str] = (),  # labels whose recordings are not used

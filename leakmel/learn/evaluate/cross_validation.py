@@ -222,14 +222,14 @@ class CrossValidation(RowTable):
     asked: str  # kind of detector in the settings
     # a row per recording: path, label, sensor, group, leak, fold, score and a score of each baseline (means over seeds)
     table: pd.DataFrame
-    groups: Groups  # kept together in folds, and resampled for intervals
+    groups: Groups  # groups that are kept together in folds and resampled as a whole
     detector: ScoredModel
     baselines: Mapping[str, ScoredModel]
     verdict: Verdict
     cautions: tuple[str, ...]  # what the recordings cannot prove
     repetitions: tuple[Repetition, ...]  # one for each seed
-    n_done: int  # fits of this call; those of an interrupted call are not repeated
-    seconds: float  # of this call
+    n_done: int  # fits in this call; finished fits of an interrupted call are not repeated
+    seconds: float  # duration of this call
     out: Path | None = None  # folder of the files
 
     def __len__(self) -> int:
@@ -505,18 +505,17 @@ def cross_validate(
     out: str
     | os.PathLike
     | None = None,  # folder of cross_validation.csv, summary.json and finished fits; None: none is written
-    group: Group = "sensor",  # kept together in folds and intervals; by night, or each recording alone, if sensors are unknown
+    group: Group = "sensor",  # groups that are kept together in folds and resampled as a whole; night or recording if the sensors are unknown
     n_folds: int = 5,  # at least 2; with at most 10 groups each of them is a fold, where labels allow it
     seeds: int = 1,  # repetitions with other folds and fits, at least 1
     settings: TrainSettings
     | None = None,  # None: the defaults; `detector` is the kind, "auto": chosen inside each fold
-    leak_label: str = "LEAK",  # matched by the whole name, ignoring case
+    leak_label: str = "LEAK",  # whole name of the leak label, ignoring case
     kind: str = "multiclass",  # or "binary": all labels but the leak are one class
     leave_out: Sequence[str] = (),  # labels whose recordings are not used
     device: str = "auto",  # "cpu", "cuda", ...; "auto": the first GPU, if there is one
-    jobs: int
-    | None = None,  # processes, at least 1; None: one for each core where fits take long; the result is the same
-    n_draws: int = 2000,  # of groups, for intervals
+    jobs: int | None = None,  # number of processes, at least 1; None: one per core if fits take long
+    n_draws: int = 2000,  # number of bootstrap draws of groups
     legacy: bool = False,  # files of the earlier system
     progress: bool | str = True,  # or as for `core.progress.Progress`
 ) -> CrossValidation:  # raises UsageError, DataError, OutputError

@@ -303,21 +303,21 @@ def evaluate(
     *,
     training: Sources
     | None = None,  # training recordings: to fit the baselines, and to check the split for leakage
-    validation: Sources | None = None,  # to choose the baselines' thresholds on
+    validation: Sources | None = None,  # validation recordings, for the thresholds of the baselines
     split: Split | None = None,  # parts of `data`, in place of `training` and `validation`
-    part: str = "testing",  # of the split: the test set
+    part: str = "testing",  # part of the split that is the test set
     votes: str | Sequence[str] = (
         "mean",
         "long_vote",
-    ),  # of `votes.VOTES`, in addition to the model's own; one or several
-    group: Group = "sensor",  # resampled together; by night, or each recording alone, if sensors are unknown
-    judged_by: str = "auc",  # of `metrics.FIGURES`: figure that is compared with the baselines
+    ),  # voting rules of `votes.VOTES`, in addition to the rule of the model
+    group: Group = "sensor",  # groups that are resampled as a whole; night or recording if the sensors are unknown
+    judged_by: str = "auc",  # metric of `metrics.FIGURES` for the comparison with the baselines
     files_per_batch: int = 64,  # recordings scored at once; fewer if memory runs out
     device: str = "auto",  # "cpu", "cuda", ...; "auto": the first GPU, if there is one
-    n_draws: int = 2000,  # of groups, for intervals
-    seed: int = 0,  # of draws and permutations
+    n_draws: int = 2000,  # number of bootstrap draws of groups
+    seed: int = 0,  # seed of bootstrap draws and permutations
     legacy: bool = False,  # files of the earlier system
-    allow_leaky_split: bool = False,  # no warning of leakage; the stamp stays
+    allow_leaky_split: bool = False,  # no warning of leakage; the result keeps the note
     progress: str = "auto",  # as for `core.progress.Progress`
 ) -> Evaluation:  # raises UsageError, DataError
     "Evaluate a detector on a test set, in comparison with three baselines."

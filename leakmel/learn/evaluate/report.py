@@ -59,17 +59,17 @@ class Evaluation:
     segment_scores: np.ndarray  # [B, L]; NaN after the end of a recording
     groups: Groups
     vote: str  # voting rule of the verdict
-    votes: Mapping[str, ScoredModel]  # the detector, by rule
+    votes: Mapping[str, ScoredModel]  # the detector with each voting rule
     baselines: Mapping[str, ScoredModel]
     differences: Mapping[str, Mapping[str, Mapping[str, Difference]]]  # rule -> baseline -> figure
     verdict: Verdict
     stamps: tuple[str, ...]  # leakage of the split; shown with every figure
     cautions: tuple[str, ...]  # what the recordings cannot prove
     control: PermutationTest
-    calibration: Reliability  # of the mean of the segments
-    calibrated: Reliability | None  # of the calibrated probabilities; None: the model has no held-out scores
-    worst: tuple[Misclassified, ...]  # the worst first
-    seconds: float  # of scoring
+    calibration: Reliability  # reliability of the mean score of the segments
+    calibrated: Reliability | None  # reliability of the probabilities; None: the model has no held-out scores
+    worst: tuple[Misclassified, ...]  # misclassified recordings, the worst first
+    seconds: float  # duration of scoring
     details: Mapping[str, Any] = field(default_factory=dict)  # device, files per batch, draws, seed ...
 
     def __len__(self) -> int:

@@ -206,7 +206,9 @@ def alarm_threshold(
     normal, group = scores.normal
     if not len(normal):
         raise DataError(
-            "a threshold for an alarm budget needs held-out recordings without a leak", code="one-class"
+            "a threshold for a number of false alarms needs held-out recordings without a leak",
+            code="one-class",
+            remedy="train with recordings without a leak, or set the threshold",
         )
     share = per_100 / 100
     conformal = conformal_threshold(normal, group, share)

@@ -154,7 +154,7 @@ def held_out_from_plain(
     ):
         raise ValueError("held-out scores of another type or shape")
     if not ((score >= 0) & (score <= 1)).all():
-        raise ValueError("held-out scores that are no probabilities")
+        raise ValueError("held-out scores that are not probabilities")
     return HeldOutScores(score, truth, group, show_path(str(values["by"])), show_path(str(values["method"])))
 
 

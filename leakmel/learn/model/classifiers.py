@@ -137,7 +137,7 @@ def from_plain(
     head: Mapping[str, Any],  # of `to_plain`
     weights: Mapping[str, Tensor],
     path: str | os.PathLike | None = None,  # of the file, for messages
-) -> Classifier:  # raises DataError for settings of an earlier version; ValueError, TypeError, LookupError, RuntimeError for what is no classifier
+) -> Classifier:  # raises DataError for settings of an earlier version; ValueError, TypeError, LookupError, RuntimeError for values of another kind
     "Make the classifier that a model file stores."
     n_bytes = sum(w.untyped_storage().nbytes() for w in weights.values())
     classifier = _unfitted(head, n_bytes, path)
@@ -147,5 +147,5 @@ def from_plain(
             part.check()
     for value in classifier.state_dict().values():
         if value.is_floating_point() and not torch.isfinite(value).all():
-            raise ValueError("weights that are no numbers")
+            raise ValueError("weights that are not finite")
     return classifier.eval()

@@ -252,7 +252,7 @@ def required_spec(
 def load_detector(
     path: str | os.PathLike,
     device: str | torch.device = "cpu",
-) -> Detector:  # raises DataError for what is no detector, is damaged or would run code
+) -> Detector:  # raises DataError if the file is not a detector, is damaged or would run code
     "Read a detector; never runs code."
     values = load_plain(path)
     if values.get("format") not in (FORMAT, _EARLIER_FORMAT):
@@ -417,7 +417,7 @@ def scores_by_batch(
     files_per_batch: int = 64,  # recordings that are scored at once; less where memory runs out
 ) -> Iterator[
     np.ndarray
-]:  # scores of one batch after the other; raises MachineError where one recording is too much
+]:  # scores of one batch after the other; raises MachineError if a single recording does not fit
     "Score recordings; a batch's scores are yielded after the next one is queued, so that a GPU always has work."
     if not len(ds):
         return

@@ -25,7 +25,7 @@ def pick_device(
     name: str = "auto",  # "auto", "cpu", "cuda", "cuda:1", ...
     *,
     registered: bool = False,  # other kinds that `mel.engines.DEVICES` knows are devices too
-) -> str:  # "cpu", "cuda:0"; raises UsageError for one that is not there
+) -> str:  # "cpu", "cuda:0"; raises UsageError for a device that does not exist
     "Return the device of a name; auto: the first GPU, if there is one."
     if name == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -123,7 +123,7 @@ class AdaptiveBatches:
         work: Callable[
             [slice], T
         ],  # for portions of them, in order; again in smaller ones after memory ran out
-    ) -> list[T]:  # of each portion; raises MachineError where there is no room for a single row
+    ) -> list[T]:  # of each portion; raises MachineError if a single row does not fit into memory
         "Process rows batch by batch."
         found = list[T]()
         start = 0
@@ -137,7 +137,7 @@ class AdaptiveBatches:
     def fit(
         self,
         make: Callable[[int], T],  # from a number of rows
-    ) -> T:  # raises MachineError where there is no room for a single row
+    ) -> T:  # raises MachineError if a single row does not fit into memory
         "Call a function with the largest number of rows that fits into memory."
         while (done := self._tried(self.most, partial(make, self.most))) is None:
             pass

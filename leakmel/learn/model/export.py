@@ -61,7 +61,7 @@ class SamplesToScores(nn.Module):
     def __init__(
         self,
         detector: Detector,
-    ):  # raises UsageError for one without a spec
+    ):  # raises UsageError for a data set without a spec
         super().__init__()
         self.features = MelFeatures(required_spec(detector))
         self.leak = detector.task.leak_in_model

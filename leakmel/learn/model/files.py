@@ -70,7 +70,7 @@ def require_kind(
     is_one: Callable[
         [BinaryIO], bool
     ],  # asked of a regular file that is open for reading; what it raises means no
-) -> None:  # raises OutputError where something else is at the path
+) -> None:  # raises OutputError if the path exists and is another kind of file
     "Refuse to replace a file of another kind."
     if not os.path.lexists(path):
         return
@@ -81,7 +81,7 @@ def require_kind(
     if not ours:
         article = "an" if kind[0] in "aeiou" else "a"
         raise OutputError(
-            f"this path already exists and is not {article} {kind}, so it is not replaced",
+            f"the path exists and is not {article} {kind}, so it is not replaced",
             code="other-file-in-the-way",
             path=path,
             remedy="choose another name, or remove it yourself",
@@ -131,6 +131,7 @@ def load_plain(
                         code="damaged-file",
                         path=path,
                         found=f"{os.fstat(f.fileno()).st_size:,} bytes",
+                        remedy="copy the file again, or train again",
                     )
                 content += f.read()
             if digest is not None and digest_of(content) != digest:
@@ -227,7 +228,7 @@ def latest_checkpoint(
     device: str | torch.device = "cpu",
 ) -> (
     tuple[Checkpoint, dict[str, Any]] | None
-):  # None: there is none; raises DataError for one that would run code
+):  # None: there is none; raises DataError for a file that would run code
     "Read the newest valid checkpoint; warn about skipped ones."
     for c in reversed(list_checkpoints(folder)):
         try:

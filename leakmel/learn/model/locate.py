@@ -150,19 +150,22 @@ def read_lineage(
 def require_digest(path: Path, digest: str) -> None:
     "Check the digest of a model file."
     if not path.is_file():
-        raise DataError("the model file is missing", code="file-missing", path=path)
+        raise DataError(
+            "the model file is missing", code="file-missing", path=path, remedy="restore it from a copy"
+        )
     if digest_of(path.read_bytes()) != digest:
         raise DataError(
             "the model file has changed: its digest does not match",
             code="digest-differs",
             path=path,
+            remedy="restore the file from a copy",
         )
 
 
 def champion_file(
     folder: Path,  # of the rounds
     champion: Champion | None = None,  # None: the current one
-) -> Path:  # raises DataError where there is none, or its file is not what it was
+) -> Path:  # raises DataError if there is no champion, or its file has changed
     "Return the file of a champion."
     if champion is None:
         lineage = read_lineage(folder)

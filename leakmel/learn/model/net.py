@@ -188,7 +188,7 @@ def band_statistics(
     ds: Segments,  # the training recordings, at any level
     *,
     most: int = 1000,  # recordings that are read
-) -> tuple[np.ndarray, np.ndarray]:  # [M] float64 each, dB; raises DataError for values that are no numbers
+) -> tuple[np.ndarray, np.ndarray]:  # [M] float64 each, dB; raises DataError for NaN or infinite values
     "Return mean and standard deviation of the bands of a data set."
     if not len(ds.rows):
         raise DataError("the data set holds no training recordings", code="no-recordings")

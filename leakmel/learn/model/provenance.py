@@ -119,7 +119,7 @@ def to_plain(provenance: Provenance) -> dict[str, Any]:
 
 def from_plain(
     values: Mapping[str, Any] | None,  # as `to_plain` made them; None: a file without them
-) -> Provenance:  # raises what Python does for anything else
+) -> Provenance:  # other values raise what Python raises
     "Read the values of a detector's file."
     if values is None:
         return Provenance()

@@ -164,14 +164,14 @@ class TrainSettings(AugmentSettings, LoaderSettings):
     use_compile: bool = False  # compile the net with torch.compile: slow first step, faster later ones
     # memory layout channels_last; auto: on a GPU with half precision
     channels_last: bool | Literal["auto"] = "auto"
-    # rule that joins the scores of the segments; auto: chosen on the validation set
+    # voting rule that combines the scores of the segments; auto: chosen on the validation set
     vote: Literal["auto", "mean", "long_vote", "any_long", "frac_vote"] = "auto"
     vote_share: float = 0.5  # vote frac_vote: share of the long segments that must agree, 0 to 1
     # stop after this number of epochs without a lower mean validation loss of three epochs; 0: never
     early_stop_epochs: int = 8
     seed: int = 0  # random seed of order, augmentation, dropout and first weights
     profile_every: int = 50  # number of batches of which one is timed
-    # channels of the layers of the net, one number for each layer; (): by the number of items
+    # channels of the layers of the net, one number for each layer; empty: by the number of items
     channels: tuple[int, ...] = ()
     dropout: float = 0.3  # share of the features that dropout sets to zero, 0 to 0.95
 

@@ -131,12 +131,12 @@ def segment_features(
     predictions: Predictions,
     recording: ScoredRecording,
     some: slice,  # of its long segments
-) -> np.ndarray:  # [L, S, M, T] dB; raises RecordingError, also where the file is not what it was
+) -> np.ndarray:  # [L, S, M, T] dB; raises RecordingError, also if the file has changed
     "Compute the features of some long segments of a recording again."
     spec = predictions.spec
     read = read_wav(os.path.join(os.fsencode(predictions.folder), recording.path))
     if read.digest.encode() != bytes(recording.facts["digest"]):
-        raise RecordingError("changed", "not the file that was scored")
+        raise RecordingError("changed", "the file has changed since it was scored")
     row = conform_recording(read, spec, predictions.length)[0]
     part = row[some.start * spec.long_hop :][: covered_samples(some.stop - some.start, spec)]
     rows, counts = cut_into_rows(part, spec)

@@ -185,7 +185,7 @@ class ScoredRecording:
     facts: Any  # of FACTS
     encoding: str
     status: str  # "ok", or what was done to it
-    label: str = ""  # as folders or a table say
+    label: str = ""  # from folders or a table
     sensor: str = ""
     gain: float = float("nan")  # number in the name
     # whether the detector learned from it, or was chosen by it; None: not known
@@ -320,16 +320,16 @@ class Predictions:
     scored: tuple[ScoredRecording, ...]
     rejections: tuple[Rejected, ...]  # files that were found and not scored
     rule: Rule
-    spec: MelSpec  # of the model
+    spec: MelSpec  # features of the model
     length: str  # "whole": all long segments were scored; "spec": as many as a data set's row has
     model: str  # where the detector came from
-    engine: str  # identity of what made the features
+    engine: str  # identity of the engine that computed the features
     device: str
-    seconds: float  # listing to the last score; imports and loading the model left out
-    out: Path | None = None  # of the CSV file
-    learned_by: str = ""  # identity of the engine that made what the model learned from
-    calibration: Calibration | None = None  # of scores of the rule's vote
-    evaluations: tuple[EvaluationRecord, ...] = ()  # of the detector
+    seconds: float  # from listing to the last score, without imports and loading the model
+    out: Path | None = None  # the CSV file
+    learned_by: str = ""  # identity of the engine that computed the training data
+    calibration: Calibration | None = None  # calibration of the scores of the voting rule
+    evaluations: tuple[EvaluationRecord, ...] = ()  # evaluations that the model file stores
 
     def __len__(self) -> int:
         return len(self.scored)
@@ -374,7 +374,7 @@ class Predictions:
         return pd.DataFrame(list(self._rejected_rows()), columns=list(REJECTED_COLUMNS[:3]))
 
     def write(self, out: str | os.PathLike) -> None:  # name of the CSV file; raises OutputError
-        "Write the table and the list of files that were not scored; both are whole before one of them has its name."
+        "Write the table and the list of rejected files; both files are complete before either of them is renamed."
         target = Path(os.path.abspath(out))
         check_output(target, self.folder)
         with replacing(target) as scores, replacing(rejected_path(target)) as rejected:
@@ -507,20 +507,20 @@ def _collect(
 
 # %% ../../../nbs/learn/predict/predict.ipynb #eefd6075
 def predict(
-    folder: str | os.PathLike,  # of recordings, any shape; labels are not needed
+    folder: str | os.PathLike,  # folder of recordings in any subfolders; labels are not needed
     model: str
     | os.PathLike
-    | Detector,  # what `train` left, its file, or a folder: of a training, or of rounds, whose champion it is then
+    | Detector,  # result of `train`, its file, or the folder of a training or of retraining rounds (their champion)
     *,
     out: str | os.PathLike | None = None,  # CSV file to write
-    split: str | None = None,  # only this one of a folder of splits
-    manifest: Manifest | None = None,  # of `scan`: only what it lists
+    split: str | None = None,  # score this split only
+    manifest: Manifest | None = None,  # result of `scan`: score the listed recordings only
     vote: str | None = None,  # "mean", "long_vote", "any_long" or "frac_vote"; None: the model's
     threshold: float | None = None,  # from 0 to 1; None: the model's for this vote
     frac: float | None = None,  # share of the long segments, for "frac_vote" only; None: the model's
     false_alarms: float
-    | None = None,  # per 100 recordings without a leak: chooses the threshold, in place of `threshold`
-    length: str = "whole",  # "whole": every long segment of a recording; "spec": at most as many as a data set's row has
+    | None = None,  # allowed false alarms per 100 recordings without a leak, in place of `threshold`
+    length: str = "whole",  # "whole": every long segment of a recording; "spec": at most as many as in a row of a data set
     engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
     device: str = "auto",  # "auto", "cpu", "cuda" or "cuda:1"
     files_per_batch: int | None = None,  # recordings that are scored together

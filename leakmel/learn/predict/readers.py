@@ -58,8 +58,8 @@ class RecordingList:
 def find_recordings(
     folder: str | os.PathLike,
     *,
-    split: str | None = None,  # only this one of a folder of splits; paths stay relative to the folder
-    manifest: Manifest | None = None,  # of `scan`: only what it lists, with its labels
+    split: str | None = None,  # score this split only; paths stay relative to the folder
+    manifest: Manifest | None = None,  # result of `scan`: score the listed recordings only, with its labels
     progress: str = "auto",
 ) -> RecordingList:  # raises DataError where there is none
     "List the recordings below a folder, whatever its folders are called."

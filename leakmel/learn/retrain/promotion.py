@@ -97,7 +97,7 @@ def champion_entry(folder: Path, number: int, detector: Detector) -> Champion:
 def read_record(
     folder: Path,
     number: int,
-    remedy: str | None = None,  # what to do where it is damaged
+    remedy: str | None = None,  # remedy of a damaged record
 ) -> dict[str, Any]:  # raises DataError
     "Read the record of a finished round."
     path = round_folder(folder, number) / RECORD
@@ -124,7 +124,7 @@ def finish_interrupted_round(
     folder: Path,
 ) -> (
     Lineage | None
-):  # None: no round was begun; raises DataError where the record or the challenger's file is not what it was
+):  # None: no round was begun; raises DataError if the record or the challenger's file has changed
     "Read the champion, and carry out the decision of an interrupted round."
     lineage = read_lineage(folder)
     number = max(finished_rounds(folder), default=0)
@@ -295,8 +295,8 @@ def check_overlap(
     trained_on: Mapping[str, Segments],  # name of each part that is learned from, or that chose thresholds
     evaluated: Segments,
     name: str = "testing",
-    provenance: Provenance | None = None,  # what the champion was trained with
-) -> list[str]:  # what is on both sides, a sentence each; raises DataError for recordings that are
+    provenance: Provenance | None = None,  # training recordings of the champion
+) -> list[str]:  # sentences on what training and test share; raises DataError for shared recordings
     "Find what identifies training recordings in the test data: contents, sensors, file names, sessions ..."
     import pandas as pd
 

@@ -60,7 +60,7 @@ def relabel(
 def label_copies(
     recordings: Segments,
     labels: np.ndarray,  # [n] classes of `read_human_labels`
-) -> np.ndarray:  # [n] likewise; raises DataError where people say two things of the same samples
+) -> np.ndarray:  # [n] likewise; raises DataError if copies of a recording have different labels
     "Copy labels by people to all copies of the recordings."
     content = content_digests(recordings)
     by_content: dict[str, int] = {}
@@ -120,7 +120,12 @@ def open_round_segments(
     path = round_folder(folder, number) / SELECTION_FILE
     text = path.read_bytes()
     if digest_of(text) != record.get("kept_digest"):
-        raise DataError("the file has changed since the round was finished", code="file-changed", path=path)
+        raise DataError(
+            "the file has changed since the round was finished",
+            code="file-changed",
+            path=path,
+            remedy="restore it from a copy, or start in another folder",
+        )
     table = pd.read_csv(io.BytesIO(text), keep_default_na=False, dtype={"class": str, "segments": str})
     table = table[(table["class"] != "") & (table["segments"] != "")]
     own = record["new"]["sources"]
@@ -130,7 +135,10 @@ def open_round_segments(
             stack.callback(ds.close)
             if source_digest(ds) != source["digest"]:
                 raise DataError(
-                    "the data set has changed since the round was finished", code="file-changed", path=ds.path
+                    "the data set has changed since the round was finished",
+                    code="file-changed",
+                    path=ds.path,
+                    remedy="restore it from a copy, or start in another folder",
                 )
         recordings = Segments(
             opened,

@@ -52,18 +52,19 @@ if TYPE_CHECKING:
 # %% ../../../nbs/learn/retrain/round_record.ipynb #48b06e55
 @dataclass(frozen=True)
 class RoundRules:
-    "Rules of a round: shares of the training data, and the figure that decides."
+    "Rules of a round: shares of the training data, and the metric that decides on the champion."
 
-    # of the long segments of a recording whose class was predicted, those that say it most clearly
+    # share of the long segments of a pseudo-labelled recording that are trained on, those with the clearest scores
     keep_share: float = 0.5
-    # of the long segments of a recording whose class a person gave; 1: all of them
+    # share of the long segments of a recording with a human label that are trained on; 1: all of them
     keep_share_human: float = 1.0
-    replay_share: float = 0.5  # of the old recordings, drawn again in each round
-    # recordings of earlier rounds that are learned again, for each new one; 0: none
+    replay_share: float = 0.5  # share of the old recordings that are replayed, drawn at random in each round
+    # number of recordings of earlier rounds that are replayed for each new one; 0: none
     earlier_share: float = 0.5
-    judged_by: str = "auc"  # figure that decides: accuracy, balanced_accuracy, precision, sensitivity, specificity, f1 or auc
-    n_draws: int = 2000  # of groups, for intervals
-    seed: int = 0  # of the draws
+    # metric that decides on the champion: accuracy, balanced_accuracy, precision, sensitivity, specificity, f1 or auc
+    judged_by: str = "auc"
+    n_draws: int = 2000  # number of bootstrap draws of groups for confidence intervals
+    seed: int = 0  # seed of the random draws
 
     def __post_init__(self):
         check_types(vars(self), field_kinds(type(self)))
@@ -201,7 +202,7 @@ class RoundItems:
 
     selection: Selection  # of the new recordings
     replay: LabelledSegments
-    earlier: dict[int, LabelledSegments]  # of each round of which something is learned again
+    earlier: dict[int, LabelledSegments]  # replayed segments of each earlier round
     n_left: int  # new recordings that are left to replay
     stamps: list[str]  # warnings that belong to every figure
 
@@ -210,7 +211,7 @@ def round_items_record(
     items: RoundItems,
     parts: Parts,
     task: Task,
-    kept_digest: str,  # of the table of what was kept
+    kept_digest: str,  # digest of the table of selected segments
 ) -> dict[str, Any]:
     "Return the training items of a challenger and their recordings as plain values."
     sources = [{"path": os.path.abspath(s.path), "digest": source_digest(s)} for s in parts.new.sources]
@@ -265,12 +266,12 @@ class Round:
 
     number: int
     folder: Path
-    replaced: bool  # whether the challenger is the champion now
+    replaced: bool  # whether the challenger replaced the champion
     reason: str  # a sentence
-    champion: Detector  # that counts now
+    champion: Detector  # champion after the round
     challenger: Detector
     selection: Selection
-    duels: dict[str, Comparison]  # the first one decided
+    duels: dict[str, Comparison]  # test set -> challenger against champion; the first test set decides
     since: dict[
         str, Comparison
     ]  # the same with the first champion in place of the last; empty where they are the same

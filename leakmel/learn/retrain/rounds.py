@@ -162,7 +162,7 @@ def fine_tune(
     champion: Detector,
     items: SegmentSubset,
     validation: Segments
-    | None,  # level "recording": decides which epoch is the best, and the thresholds; None: the last epoch, thresholds 0.5
+    | None,  # level "recording": selects the best epoch and the thresholds; None: the last epoch, thresholds 0.5
     settings: TrainSettings,  # of `round_settings`
     folder: Path,
     *,
@@ -398,29 +398,29 @@ def retrain(
     champion: Detector
     | str
     | os.PathLike
-    | None,  # the first one, its file or folder; later None, or any champion of `out`: the last one goes on
-    new_data: Part,  # recordings to learn from; their labels are not looked at
+    | None,  # first champion, its file or folder; in later rounds None: the current champion of `out`
+    new_data: Part,  # recordings to train on; their labels are not read
     *,
-    replay: Part,  # old training recordings, of which a share is learned again
-    testing: Part,  # recordings that decide, the same in all rounds; never learned from
+    replay: Part,  # old training recordings, of which a share is replayed
+    testing: Part,  # test recordings that decide, the same in all rounds; never trained on
     out: str | os.PathLike,  # folder of all rounds
     human_labels: str
     | os.PathLike
-    | None = None,  # table with path and label of new recordings: they win over predictions
+    | None = None,  # table with path and label of new recordings; these labels override predicted ones
     validation: Part
-    | None = None,  # decides which epoch is the best, and the thresholds; None: the last epoch, thresholds 0.5
+    | None = None,  # selects the best epoch and the thresholds; None: the last epoch, thresholds 0.5
     also: Mapping[str, Part]
-    | None = None,  # further test sets by name, on none of which the challenger may be worse
+    | None = None,  # additional test sets by name, on which the challenger must not be worse
     settings: TrainSettings
     | Mapping[str, Any]
-    | None = None,  # as for `round_settings`: changes to what is usual may be given by name
+    | None = None,  # as for `round_settings`: settings, or changes to the default settings by name
     rules: RoundRules | None = None,  # None: the defaults
-    group: Group = "sensor",  # of the test recordings: what is drawn together
-    resume: str = "auto",  # go on with an interrupted round: "auto", "always" or "never"
-    allow_leaky_split: bool = False,  # no warning of sensors on both sides; the stamp stays in the record
+    group: Group = "sensor",  # groups of the test recordings that are resampled as a whole
+    resume: str = "auto",  # resume an interrupted round: "auto", "always" or "never"
+    allow_leaky_split: bool = False,  # no warning of sensors in training and test; the record keeps the note
     device: str = "auto",  # "auto", "cpu", "cuda", "cuda:1"
     checkpoints: CheckpointSettings | None = None,  # None: after each epoch
-    progress: bool | str = True,  # or as for Progress: "auto", "notebook", "terminal", "log", "none"
+    progress: bool | str = True,  # True, False, or "auto", "notebook", "terminal", "log", "none"
 ) -> Round:  # raises UsageError, DataError, OutputError
     """Train a challenger on new recordings; it replaces the champion only if it is significantly better.
 

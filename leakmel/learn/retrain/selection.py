@@ -92,7 +92,7 @@ def read_human_labels(
 
 def recording_paths(
     recordings: Segments,
-) -> list[bytes]:  # [n] of the chosen rows; raises DataError for data sets that hold none
+) -> list[bytes]:  # [n] of the chosen rows; raises DataError for data sets without recordings
     "Return the path of each recording."
     found: list[bytes] = []
     for source in recordings.sources:
@@ -141,7 +141,7 @@ class SegmentSubset(Segments):
         *,
         level: str = "long",  # "long" or "short": all short segments of the chosen long ones
         preload_to_ram: bool | str = "auto",  # "auto": where they take at most half of the free memory
-        progress: str = "auto",  # where loading is shown, if it takes its time: as for `core.progress.Progress`
+        progress: str = "auto",  # progress display of loading: as for `core.progress.Progress`
     ):
         self.level = level
         self.task = task
@@ -200,7 +200,7 @@ def source_digest(
 
 def part_digest(
     ds: Segments,
-) -> str:  # of rows, labels, and what the data sets hold
+) -> str:  # digest of rows, labels and content of the data sets
     "Return the digest of the recordings of a part."
     chosen = (np.ascontiguousarray(a).tobytes() for a in (ds.rows, ds.labels))
     return digest_of(b"\0".join([*chosen, *(source_digest(s).encode() for s in ds.sources)]))
@@ -208,7 +208,7 @@ def part_digest(
 
 def items_digest(
     items: SegmentSubset,
-) -> str:  # of which were chosen, and of their classes
+) -> str:  # digest of the chosen segments and their classes
     "Return the digest of a subset."
     return digest_of(b"".join(np.ascontiguousarray(a).tobytes() for a in (items.numbers, items.labels)))
 
@@ -292,13 +292,13 @@ class Selection:
 def select_segments(
     detector: Detector,
     recordings: Segments,  # level "recording"
-    scores: np.ndarray,  # [n, L, K] of `class_scores`; what lies behind the end of a recording is not looked at
+    scores: np.ndarray,  # [n, L, K] of `class_scores`; segments after the end of a recording are ignored
     human: np.ndarray | None = None,  # [n] classes of `read_human_labels`; -2: not labelled
     *,
-    keep_share: float = 0.5,  # of the long segments of a recording whose class was predicted, above 0 to 1
-    keep_share_human: float = 1.0,  # of the long segments of a recording whose class a person gave; 1: all of them
-) -> Selection:  # raises DataError for scores that are no numbers
-    "Decide what each new recording is held for, and which of its segments are learned."
+    keep_share: float = 0.5,  # share of the long segments of a pseudo-labelled recording to keep, above 0 to 1
+    keep_share_human: float = 1.0,  # share of the long segments of a recording with a human label to keep; 1: all
+) -> Selection:  # raises DataError for scores that are NaN or infinite
+    "Assign a class to each new recording, and select the segments to train on."
     mask = recordings.segment_mask
     leak = detector.task.leak_in_model
     if not np.isfinite(scores[mask]).all():

@@ -163,16 +163,16 @@ def save_plots(
 # %% ../../../nbs/learn/search/search.ipynb #d4f37636
 @dataclass(frozen=True, eq=False, repr=False)
 class SearchResult(RowTable):
-    "Result of a search that is finished, or whose time is over."
+    "Result of a search that is finished or reached its time limit."
 
     folder: Path
     trials: tuple[Trial, ...]  # by number; 0: the initial settings
     best: Trial
-    settings: TrainSettings  # of the best trial
-    detector: Detector  # of the best trial; its record stores the search
-    model_path: Path  # its file
+    settings: TrainSettings  # settings of the best trial
+    detector: Detector  # detector of the best trial; its record stores the search
+    model_path: Path  # file of the detector
     again: tuple[SeedTrial, ...]  # trainings with other seeds
-    importances: dict[str, float]  # searched setting -> share; empty: too few trials
+    importances: dict[str, float]  # searched setting -> share of the variance; empty: too few trials
     summary: dict[str, Any]  # plain values, as in summary.json
 
     @property
@@ -410,7 +410,7 @@ def seconds_for_seeds(
 
 # %% ../../../nbs/learn/search/search.ipynb #e7e1055d
 def search(
-    training: Sources,  # training data sets; with `split` those that it divides
+    training: Sources,  # training data sets; with `split` all data sets that the split divides
     validation: Sources | None = None,  # data sets that evaluate the trials
     *,
     out: str | os.PathLike,  # folder of the search; an interrupted search there is resumed
@@ -420,9 +420,9 @@ def search(
     | None = None,  # setting -> [low, high] or a list of choices, JSON text or a JSON file of that; None: the default space
     settings: TrainSettings
     | None = None,  # initial settings, and settings that are not searched; None: the defaults
-    trials: int = 30,  # in all, including the initial settings
-    hours: float | None = None,  # for this call, including other seeds; None: no limit
-    again: int = 2,  # other seeds for the best and the initial settings; 0: none
+    trials: int = 30,  # number of trials, including the initial settings
+    hours: float | None = None,  # time limit of this call; None: no limit
+    again: int = 2,  # number of other seeds with which the best and the initial settings are trained; 0: none
     prune_after: int = 5,  # complete trials before pruning starts; 0: no pruning
     prune_epochs: int = 2,  # epochs of each trial before pruning
     leak_label: str = "LEAK",  # this and the following as for `train`

@@ -81,7 +81,9 @@ def make_folds(
     code: np.ndarray,  # [n] int, group of each recording
     n_folds: int,  # wanted, at least 2
     seed: int = 0,
-) -> np.ndarray:  # [n] int, fold of each recording from 0; raises DataError where there are no two folds
+) -> (
+    np.ndarray
+):  # [n] int, fold of each recording from 0; raises DataError if fewer than two folds are possible
     "Divide recordings into folds, whole groups each, with all classes in the training recordings of every fold."
     numbers, group = np.unique(code, return_inverse=True)
     counts = np.zeros((len(numbers), int(classes.max()) + 1), np.int64)

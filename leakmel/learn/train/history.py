@@ -51,35 +51,34 @@ F1_COLOR = "#009E73"
 class EpochFigures:
     "Figures of an epoch; NaN for values that were not measured or are undefined."
 
-    epoch: int  # from 1
+    epoch: int  # number of the epoch, from 1
     step: int  # optimiser steps since the beginning of the training
-    loss: float  # what training makes smaller, mean over the items
-    segment_accuracy: float  # share of the training items whose class was found, 0 to 1
-    learning_rate: float  # of the last step
+    loss: float  # training loss, mean over the items
+    segment_accuracy: float  # share of the training items that are classified correctly, 0 to 1
+    learning_rate: float  # learning rate of the last step
     val_loss: float  # log loss of leak or not, mean over the long segments of validation
-    val_segment_accuracy: float  # share of those called right, leak or not, at 0.5
-    f1: float  # of the recordings of validation, by the vote and at the threshold that suit this epoch best
-    auc: float  # of the same
-    balanced_accuracy: float  # of the same, at that threshold
-    seconds: float  # learning and evaluating
-    learn_s: float
-    evaluate_s: float
-    warm_up_s: float  # of learn_s: the first step of a run, with what is compiled or allocated then
-    n_batches: int  # learned from in this run
-    batches_per_s: float  # while learning, warm-up apart
-    items_per_s: float
-    loader_mean_ms: float  # waiting for a batch, mean over the epoch
-    loader_max_ms: float
-    h2d_ms: float  # copy of a batch to the device; this and what follows sampled
-    compute_ms: float  # a step
-    io_to_compute: float  # loader and copy over compute
-    allocated_bytes: float  # of the device's memory, at most
-    reserved_bytes: float
-    grad_norm: float = math.nan  # length of the gradients before clipping, mean over the steps
-    clipped_share: float = math.nan  # of the steps whose gradients were longer than clip_norm, 0 to 1
-    # sampled while learning and evaluating
-    mean_rss_bytes: float = math.nan  # memory of the process
-    peak_rss_bytes: float = math.nan
+    val_segment_accuracy: float  # share of these segments that are classified correctly, threshold 0.5
+    f1: float  # F1 of the validation recordings, with the vote and threshold that are best in this epoch
+    auc: float  # AUC of the validation recordings
+    balanced_accuracy: float  # balanced accuracy of the validation recordings, at the same threshold
+    seconds: float  # duration of the epoch: learn_s and evaluate_s
+    learn_s: float  # duration of the training steps
+    evaluate_s: float  # duration of the evaluation on validation
+    warm_up_s: float  # part of learn_s: the first step of a run, with compilation and allocation
+    n_batches: int  # number of batches in this run
+    batches_per_s: float  # batches per second of training, without the warm-up
+    items_per_s: float  # items per second of training, without the warm-up
+    loader_mean_ms: float  # wait for a batch, mean over the epoch
+    loader_max_ms: float  # longest wait for a batch
+    h2d_ms: float  # copy of a batch to the device, in one of profile_every batches
+    compute_ms: float  # computation of a step, in one of profile_every batches
+    io_to_compute: float  # (wait + copy) / computation
+    allocated_bytes: float  # largest allocated memory of the device
+    reserved_bytes: float  # memory reserved by torch's allocator
+    grad_norm: float = math.nan  # norm of the gradients before clipping, mean over the steps
+    clipped_share: float = math.nan  # share of the steps whose gradients were clipped, 0 to 1
+    mean_rss_bytes: float = math.nan  # mean memory of the process (RSS)
+    peak_rss_bytes: float = math.nan  # largest memory of the process (RSS)
     mean_gpu_percent: float = math.nan  # share of time in which the GPU ran a kernel, 0 to 100
     peak_vram_bytes: float = math.nan  # GPU memory in use on the machine
 
@@ -146,7 +145,7 @@ def history_table(
 
 def epochs_from(
     values: Sequence[dict[str, Any]],  # of `asdict`, from a checkpoint
-) -> list[EpochFigures]:  # raises DataError for what is no history
+) -> list[EpochFigures]:  # raises DataError if the values are not a history
     "Make epochs from plain values."
     try:
         return [EpochFigures(**v) for v in values]

@@ -48,7 +48,7 @@ class TrainingData(RowTable):
     validation: Segments | None  # recordings
     task: Task
     split: Split | None  # None: there is no validation
-    identity: dict[str, str]  # what tells these data from others
+    identity: dict[str, str]  # digests that identify the data
     initial_provenance: Provenance = Provenance(
         is_complete=True
     )  # what the net that is begun with was trained with
@@ -126,13 +126,13 @@ def open_training(
     validation: Sources | None = None,
     *,
     settings: TrainSettings,
-    leak_label: str = "LEAK",  # matched by the whole name, upper and lower case aside
+    leak_label: str = "LEAK",  # whole name of the leak label, ignoring case
     kind: str = "multiclass",  # or "binary"
-    leave_out: Sequence[str] = (),  # labels whose recordings are neither learned nor counted
+    leave_out: Sequence[str] = (),  # labels whose recordings are excluded from training and evaluation
     split: Split | None = None,  # of `training`, with a part "training" and perhaps one "validation"
-    allow_leaky_split: bool = False,  # no warning of what lies on both sides; the stamp stays
+    allow_leaky_split: bool = False,  # no warning of recordings in more than one split; the note stays
     legacy: bool = False,  # files of the earlier system
-    progress: str = "auto",  # where reading is shown, if it takes its time: as for `core.progress.Progress`
+    progress: str = "auto",  # progress display of reading: as for `core.progress.Progress`
 ) -> Iterator[TrainingData]:  # raises UsageError, DataError
     "Open the data of a training and check them; they are closed with the block."
     if split is not None and validation is not None:
@@ -231,7 +231,7 @@ _ROWS_PER_READ = 512  # rows
 
 def row_digests(
     source: MelDataset,
-    progress: str = "auto",  # where reading is shown, if it takes its time: as for `core.progress.Progress`
+    progress: str = "auto",  # progress display of reading: as for `core.progress.Progress`
 ) -> bytes:  # of all rows: those in the file; of files of the earlier system, of rows that are read for it
     "Return the digests of the rows of a data set."
     if "digests/rows" in source.file:

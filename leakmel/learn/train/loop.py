@@ -124,8 +124,8 @@ class TrainingRun:
 @contextmanager
 def sole_writer(
     out: Path,  # folder, made where it does not exist
-    who: str = "training",  # that others would be
-) -> Iterator[None]:  # raises OutputError where another one is at work
+    who: str = "training",  # name of the other process, for the message
+) -> Iterator[None]:  # raises OutputError if another process trains in this folder
     "Hold the exclusive right to write a model into a folder."
     if out.exists() and not out.is_dir():
         raise OutputError("this is a file, but a folder is needed", code="not-a-folder", path=out)
@@ -324,12 +324,12 @@ def train_epochs(
 class TrainResult(RowTable):
     "A finished training."
 
-    detector: Detector  # with the weights of the best epoch, in the memory of the host
-    model_path: Path  # its file
-    epochs: tuple[EpochFigures, ...]  # of the network; empty where none was trained
+    detector: Detector  # with the weights of the best epoch, in host memory
+    model_path: Path  # file of the detector
+    epochs: tuple[EpochFigures, ...]  # figures of each epoch of the network; empty if none was trained
     best_epoch: int  # from 1; 0: no network was trained
     summary: dict[str, Any]  # plain values
-    seconds: float  # of all runs that it took
+    seconds: float  # duration of the training, with interrupted runs
 
     @property
     def history(self) -> "pd.DataFrame":
@@ -587,23 +587,23 @@ SAMPLE_S = 1.0  # between samples of memory and GPU use, which take less than a 
 
 
 def train(
-    training: Sources,  # data set to learn from, or several; with `split` those that it divides
+    training: Sources,  # training data set, or several; with `split` all data sets that the split divides
     validation: Sources
-    | None = None,  # data set that decides which epoch is the best, and the threshold; None: nothing decides
+    | None = None,  # data set that selects the best epoch and the threshold; None: the last epoch, threshold from cross-validation
     *,
     out: str | os.PathLike,  # folder of the model, its history and its checkpoints
-    leak_label: str = "LEAK",  # matched by the whole name, upper and lower case aside
+    leak_label: str = "LEAK",  # whole name of the leak label, ignoring case
     kind: Literal["multiclass", "binary"] = "multiclass",  # binary: all labels but the leak are one class
-    leave_out: Sequence[str] = (),  # labels whose recordings are neither learned nor counted
+    leave_out: Sequence[str] = (),  # labels whose recordings are excluded from training and evaluation
     settings: TrainSettings | None = None,  # None: the defaults
     split: Split
-    | None = None,  # of `group_split`, with parts "training" and "validation", in place of `validation`
-    allow_leaky_split: bool = False,  # no warning of what lies on both sides; the stamp stays on the model
-    legacy: bool = False,  # files of the earlier system: trained on and judged, but not for predicting from recordings
-    resume: str = "auto",  # go on with an interrupted training: "auto", "always" or "never"
+    | None = None,  # result of `group_split` with parts "training" and "validation", in place of `validation`
+    allow_leaky_split: bool = False,  # no warning of recordings in more than one split; the model keeps the note
+    legacy: bool = False,  # files of the earlier system: usable for training and evaluation, but not for predicting from recordings
+    resume: str = "auto",  # resume an interrupted training: "auto", "always" or "never"
     device: str = "auto",  # "auto", "cpu", "cuda", "cuda:1"
     checkpoints: CheckpointSettings | None = None,  # None: after each epoch
-    progress: bool | str = True,  # or as for Progress: "auto", "notebook", "terminal", "log", "none"
+    progress: bool | str = True,  # True, False, or "auto", "notebook", "terminal", "log", "none"
     after_epoch: Callable[[EpochFigures], object]
     | None = None,  # called with each epoch after its checkpoint; an exception ends the training
 ) -> TrainResult:  # raises UsageError, DataError, OutputError

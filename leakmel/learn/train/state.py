@@ -155,7 +155,7 @@ class TrainingState:
         data: TrainingData,
         settings: TrainSettings,
         device: str | torch.device,
-        show: str = "none",  # where loading is shown, if it takes its time: as for Progress
+        show: str = "none",  # progress display of loading: as for Progress
     ):
         self.data = data
         self.settings = settings = with_length(settings, len(data.training))
@@ -228,7 +228,7 @@ def end_epoch(
     state: TrainingState,
     times: StepTimes,  # of the learning
     progress: Callable[[int], object] | None = None,  # called with the number of validation recordings scored
-) -> EpochFigures:  # raises DataError where the loss is no number
+) -> EpochFigures:  # raises DataError if the loss is NaN or infinite
     "Evaluate validation, and keep the best epoch."
     began = time.perf_counter()
     data = state.data
@@ -374,7 +374,7 @@ def _part_record(ds: Segments, names: Sequence[str]) -> dict[str, Any]:
 def detector_of(
     state: TrainingState,
     *,
-    best: bool = False,  # with the weights of the best epoch, in the memory of the host, instead of those of now
+    best: bool = False,  # True: weights of the best epoch, in host memory; False: current weights
 ) -> Detector:
     "Make a detector of the state of a training."
     source = state.data.training.sources[0]
@@ -394,7 +394,7 @@ def detector_of(
 # %% ../../../nbs/learn/train/state.ipynb #6da80f68
 def to_checkpoint(
     state: TrainingState,
-    seconds: float,  # that all runs took until now
+    seconds: float,  # duration of all runs until now
 ) -> dict[str, Any]:  # tensors and plain values
     "Return a state as a checkpoint holds it."
     best = state.best
@@ -416,7 +416,7 @@ def to_checkpoint(
 def restore_checkpoint(
     state: TrainingState,  # new
     values: dict[str, Any],  # of `to_checkpoint`
-) -> None:  # raises DataError for those of another version
+) -> None:  # raises DataError for a checkpoint of another version
     "Restore the state of a checkpoint."
     try:
         state.epochs = epochs_from(values["epochs"])

@@ -100,7 +100,7 @@ def half_type(
 def micro_batch_slices(
     n: int,  # items of the batch
     most: int,  # items of a micro-batch at most
-) -> list[slice]:  # as even as can be
+) -> list[slice]:  # of equal length, as far as possible
     "Cut a batch into micro-batches, none of them a small rest."
     k = -(-n // most)
     ends = [n * i // k for i in range(k + 1)]

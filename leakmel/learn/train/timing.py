@@ -30,7 +30,7 @@ class StepTimes:
     n_batches: int
     n_sampled: int  # batches whose transfer and computing were timed
     seconds: float  # of the whole epoch
-    first_wait_ms: float | None  # until the first batch was there
+    first_wait_ms: float | None  # time until the first batch was ready
     wait_ms: float | None  # mean over the batches after the first
     wait_max_ms: float | None
     h2d_ms: float | None  # mean of the sample: from host to device
@@ -79,7 +79,7 @@ class StepTimer:
     def __init__(
         self,
         device: str | torch.device,
-        every: int = 50,  # of so many batches one is sampled
+        every: int = 50,  # number of batches of which one is sampled
     ):
         self.device = torch.device(device)
         self.on_gpu = self.device.type == "cuda"
