@@ -2154,6 +2154,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                      'leakmel/learn/evaluate/cross_validation.py'),
                                                          'leakmel.learn.evaluate.cross_validation.outer_folds': ( 'learn/evaluate/cross_validation.html#outer_folds',
                                                                                                                   'leakmel/learn/evaluate/cross_validation.py'),
+                                                         'leakmel.learn.evaluate.cross_validation.require_at_least': ( 'learn/evaluate/cross_validation.html#require_at_least',
+                                                                                                                       'leakmel/learn/evaluate/cross_validation.py'),
                                                          'leakmel.learn.evaluate.cross_validation.single_thread': ( 'learn/evaluate/cross_validation.html#single_thread',
                                                                                                                     'leakmel/learn/evaluate/cross_validation.py')},
             'leakmel.learn.evaluate.evaluation': { 'leakmel.learn.evaluate.evaluation._evaluation': ( 'learn/evaluate/evaluation.html#_evaluation',

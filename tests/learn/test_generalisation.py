@@ -77,7 +77,7 @@ def count_fits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 def test_groupings_that_are_left_out_have_a_reason(found: Generalisation) -> None:
     assert list(found.tested) == ["recording", "session", "site"]
     codes = {g.name: g.code for g in found.groupings if g.result is None}
-    assert codes == {"sensor": "same-groups", "street": "label-in-one-part", "town": "unknown-column"}
+    assert codes == {"sensor": "given-twice", "street": "label-in-one-part", "town": "unknown-column"}
     assert found.left_out["sensor"] == "Its groups are those of session."
     assert found.groupings[1].also == ("sensor",)
     text = repr(found)

@@ -12,6 +12,7 @@ __all__ = [
     "Repetition",
     "single_thread",
     "CrossValidation",
+    "require_at_least",
     "cross_validate",
 ]
 
@@ -499,6 +500,15 @@ def _trainer_of(
 
 
 # %% ../../../nbs/learn/evaluate/cross_validation.ipynb #cv000016
+def require_at_least(
+    **given: tuple[int | None, int],
+) -> None:  # value, or None, and least value of each; raises UsageError
+    "Refuse values that are too small."
+    for name, (value, least) in given.items():
+        if value is not None and value < least:
+            raise UsageError(f"{name} must be at least {least}", code="usage", found=value)
+
+
 def cross_validate(
     data: Sources,  # data set, or several: all of their recordings are used
     *,
@@ -520,13 +530,7 @@ def cross_validate(
     progress: bool | str = True,  # or as for `core.progress.Progress`
 ) -> CrossValidation:  # raises UsageError, DataError, OutputError
     "Evaluate a detector by cross-validation: each recording is scored by a detector that was trained without its group."
-    for name, value, least in (
-        ("n_folds", n_folds, 2),
-        ("seeds", seeds, 1),
-        ("jobs", 1 if jobs is None else jobs, 1),
-    ):
-        if value < least:
-            raise UsageError(f"{name} must be at least {least}", code="usage", found=value)
+    require_at_least(n_folds=(n_folds, 2), seeds=(seeds, 1), jobs=(jobs, 1))
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
     settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)

@@ -48,6 +48,7 @@ from leakmel.learn.evaluate.cross_validation import (
     _result,
     _trainer_of,
     outer_folds,
+    require_at_least,
     single_thread,
 )
 from leakmel.learn.metrics.bootstrap import (
@@ -436,7 +437,7 @@ def _planned(
             first = planned[same][0]
             planned[same] = (replace(first, also=(*first.also, g.name)), code)
             reason = f"Its groups are those of {show_path(first.name)}."
-            left_out.append(replace(g, code="same-groups", reason=reason))
+            left_out.append(replace(g, code="given-twice", reason=reason))
             continue
         try:
             for seed in seeds:
@@ -505,15 +506,7 @@ def generalisation(
 ) -> Generalisation:  # raises UsageError, DataError where every grouping is left out, OutputError
     "Cross-validate a detector by several groupings, from the easiest test to the hardest."
     names = [groups] if isinstance(groups, str) else list(dict.fromkeys(groups))
-    least = {
-        "groups": (len(names), 1),
-        "n_folds": (n_folds, 2),
-        "seeds": (seeds, 1),
-        "jobs": (1 if jobs is None else jobs, 1),
-    }
-    for name, (value, lowest) in least.items():
-        if value < lowest:
-            raise UsageError(f"{name} must be at least {lowest}", code="usage", found=value)
+    require_at_least(groups=(len(names), 1), n_folds=(n_folds, 2), seeds=(seeds, 1), jobs=(jobs, 1))
     show = progress if isinstance(progress, str) else "auto" if progress else "none"
     folder = None if out is None else user_path(out)
     settings, began, on = settings or TrainSettings(), time.perf_counter(), pick_device(device)

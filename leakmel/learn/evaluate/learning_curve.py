@@ -40,6 +40,7 @@ from leakmel.learn.evaluate.cross_validation import (
     _plan_fits,
     _trainer_of,
     outer_folds,
+    require_at_least,
     single_thread,
 )
 from .generalisation import require_result, result_files, write_result
@@ -364,13 +365,7 @@ def _checked(
     sizes: Sequence[float] | None, n_folds: int, seeds: int, jobs: int | None, detector: str
 ) -> list[float]:
     "Check the arguments; return the shares, ascending, with 1."
-    for name, value, least in (
-        ("n_folds", n_folds, 2),
-        ("seeds", seeds, 1),
-        ("jobs", 1 if jobs is None else jobs, 1),
-    ):
-        if value < least:
-            raise UsageError(f"{name} must be at least {least}", code="usage", found=value)
+    require_at_least(n_folds=(n_folds, 2), seeds=(seeds, 1), jobs=(jobs, 1))
     shares = sorted({*(float(s) for s in (SHARES if sizes is None else sizes)), 1.0})
     if len(shares) < 2 or shares[0] <= 0 or shares[-1] > 1:
         raise UsageError(
