@@ -122,7 +122,8 @@ def test_windows_have_equal_lengths():
         assert abs(len(lengths) - n / 4) <= 0.5 or len(lengths) == 1
 
 
-def test_choice_and_thresholds_come_from_recordings_that_were_not_trained_on(sets, tmp_path):
+def test_choice_and_thresholds_come_from_recordings_that_were_not_trained_on(sets, tmp_path, monkeypatch):
+    monkeypatch.setattr(folds_module, "MIN_FOR_NETWORK", 40)
     settings = lm.TrainSettings(detector="auto", **SMALL)
     result = lm.train(sets["training"], out=tmp_path / "run", settings=settings, **QUIET)
     choice = result.summary["choice"]
@@ -133,6 +134,21 @@ def test_choice_and_thresholds_come_from_recordings_that_were_not_trained_on(set
     assert choice["kind"] == next(kind for kind in KINDS if kind in within)
     assert "46 recordings in cross-validation" in result.detector.threshold_from
     assert result.detector.kind == choice["kind"]
+
+
+def test_no_network_is_tried_with_few_recordings(sets, tmp_path):
+    result = lm.train(sets["training"], out=tmp_path / "run", settings=lm.TrainSettings(), **QUIET)
+    choice = result.summary["choice"]
+    assert [t["kind"] for t in choice["tried"]] == ["spectral"] and result.detector.kind == "spectral"
+    assert str(folds_module.MIN_FOR_NETWORK) in choice["reason"]
+
+
+def test_offset_of_a_calibration_line_does_not_follow_the_share_of_leaks():
+    rng = np.random.default_rng(0)
+    truth = np.r_[np.ones(40, bool), np.zeros(160, bool)]
+    score = 1 / (1 + np.exp(-(2 * truth - 1 + rng.normal(0, 1, 200))))
+    slope, offset = folds_module.calibration_line(score, truth)
+    assert abs(offset / slope) < 0.3, "the middle between the labels is not moved by a 20 % share of leaks"
 
 
 def test_the_same_training_is_not_repeated(sets, tmp_path, monkeypatch):
@@ -177,6 +193,7 @@ def test_no_other_training_is_replaced(sets, tmp_path):
 
 
 def test_an_interrupted_cross_validation_continues_with_the_missing_fit(sets, tmp_path, monkeypatch):
+    monkeypatch.setattr(folds_module, "MIN_FOR_NETWORK", 40)
     settings = lm.TrainSettings(detector="auto", **SMALL)
     fit, done = folds_module.FoldTrainer.fit, list[str]()
 

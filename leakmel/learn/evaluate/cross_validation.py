@@ -65,6 +65,7 @@ from leakmel.learn.train.folds import (
     blend_scores,
     choose_kind,
     joined_groups,
+    kinds_to_fit,
     make_folds,
 )
 from ..train.inputs import Sources, TrainingData, open_training
@@ -128,10 +129,12 @@ def _fold_scores(
         return trainer.scores("spectral", learned, held_out, seed), "spectral", _NO_CHOICE, 1
     members = ("spectral", "cnn") if choice.kind == "blend" else (choice.kind,)
     found = [trainer.scores(kind, learned, held_out, seed) for kind in members]
-    # calibrated: scores of folds with different kinds are pooled
+    n_fits = len(kinds_to_fit(asked, len(learned))) * choice.n_folds + len(members)
+    if choice.kind == "spectral":
+        return found[0], choice.kind, choice.reason, n_fits
+    # calibrated: scores of folds with different kinds are pooled, and those of networks are too near to 0 and 1
     lines = dict(zip(("spectral", "cnn"), choice.lines))
-    scores = blend_scores(found, [lines[kind] for kind in members])
-    return scores, choice.kind, choice.reason, 2 * choice.n_folds + len(members)
+    return blend_scores(found, [lines[kind] for kind in members]), choice.kind, choice.reason, n_fits
 
 
 @dataclass(frozen=True, eq=False)
@@ -392,11 +395,11 @@ def _plan_fits(
     if show == "none" and (jobs is not None or most == 1):
         return most
     settings, asked = trainer.settings, trainer.settings.detector
-    n = n_outer
+    n, kinds = n_outer, kinds_to_fit(asked, len(trainer.rows))
     if asked in ("auto", "blend"):
         n *= 1 + (5 if len(trainer.rows) <= MOST_FOR_FOLDS else 1)
     seconds, parts = 0.0, []
-    if asked != "cnn":
+    if "spectral" in kinds:
         took = []
         for _ in range(2):  # the first fit also loads scikit-learn
             began = time.perf_counter()
@@ -404,7 +407,7 @@ def _plan_fits(
             took.append(time.perf_counter() - began)
         seconds += n * min(took)
         parts.append(f"{n} spectral detectors")
-    if asked != "spectral":
+    if "cnn" in kinds:
         lengths = with_length(settings, len(data.training))
         steps = math.ceil(lengths.epoch_share * len(data.training) / lengths.batch_size) * lengths.epochs
         seconds += n * steps * step_seconds(lengths, data, trainer.device)

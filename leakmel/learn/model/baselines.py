@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from ...core.errors import DataError
-from ...core.monitor import usable_cores
 from ...core.progress import DelayedProgress
 from ...dataset.file.reader import MelDataset, read_rows
 from ..data.segments import Segments
-from .spectral import N_TREES, segment_statistics, window_features
+from .spectral import fit_trees, segment_statistics, window_features
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
@@ -123,19 +122,10 @@ def fold_baselines(
     n_threads: int | None = None,  # None: as many as there are cores; the result is the same
 ) -> dict[str, np.ndarray]:  # [m] probability of a leak, for each baseline; raises DataError
     "Fit the baselines on some recordings, and score others."
-    from sklearn.ensemble import ExtraTreesClassifier
-
     found = {}
     for name, values in features.items():
         if name == "trees":
-            trees = ExtraTreesClassifier(
-                N_TREES,
-                class_weight="balanced",
-                min_samples_leaf=max(1, len(learned) // 1000),
-                random_state=seed % (1 << 32),
-                n_jobs=n_threads or usable_cores(),
-            ).fit(values[learned], truth[learned])
-            model = trees.set_params(n_jobs=1)  # threads would add the scores of the trees in any order
+            model = fit_trees(values[learned], truth[learned], seed=seed, n_threads=n_threads)
         else:
             model = fit_logistic(values[learned], truth[learned])
         found[name] = model.predict_proba(values[held_out])[:, 1]

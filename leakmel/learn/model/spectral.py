@@ -14,12 +14,13 @@ __all__ = [
     "SpectralFeatures",
     "segments_per_window",
     "spectral_features",
+    "fit_trees",
     "fit_spectral",
 ]
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000003
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +31,9 @@ from ...core.monitor import usable_cores
 from ...dataset.file.reader import read_rows
 from ..data.segments import Segments
 from ...mel.spec import MelSpec
+
+if TYPE_CHECKING:
+    from sklearn.ensemble import ExtraTreesClassifier
 
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000005
@@ -87,7 +91,7 @@ class SpectralSettings:
     window: int  # long segments of a window, about a second
     keep_level: bool = False  # use the level as a feature
     n_nodes: int = 1  # of all trees together
-    n_trees: int = 1
+    n_trees: int = 1  # of each of the two forests
     depth: int = 0  # decisions on the longest way from a root to a leaf
 
     def __post_init__(self):
@@ -105,7 +109,7 @@ class SpectralSettings:
     def n_bytes(self) -> int:
         "Bytes of all tensors."
         of_nodes = self.n_nodes * (4 * 8 + 4 * self.n_classes)
-        return of_nodes + 8 * (self.n_trees + self.n_classes * (self.n_features + 1))
+        return of_nodes + 8 * (2 * self.n_trees + self.n_classes * (self.n_features + 1))
 
     @property
     def n_features(self) -> int:
@@ -114,7 +118,7 @@ class SpectralSettings:
 
 
 class SpectralClassifier(nn.Module):
-    "Mean of a logistic regression on whole recordings and of trees on windows and whole recordings."
+    "Mean of a logistic regression on whole recordings, of trees on whole recordings and of trees on windows."
 
     kind = "spectral"
 
@@ -129,7 +133,7 @@ class SpectralClassifier(nn.Module):
             "left": ((s.n_nodes,), torch.int64),  # number of the next node; a leaf has its own
             "right": ((s.n_nodes,), torch.int64),
             "share": ((s.n_nodes, s.n_classes), torch.float32),  # of each class in a leaf
-            "root": ((s.n_trees,), torch.int64),
+            "root": ((2, s.n_trees), torch.int64),  # of the trees on whole recordings, and on windows
         }
         for name, (shape, kind) in shapes.items():
             self.register_buffer(name, torch.zeros(shape, dtype=kind))
@@ -151,12 +155,13 @@ class SpectralClassifier(nn.Module):
     def tree_probabilities(
         self,
         features: Tensor,  # [n, F] float32
+        forest: int,  # 0: trees on whole recordings; 1: trees on windows
     ) -> Tensor:  # [n, K] float32
         "Return the mean over the trees of the shares in the leaves that the features lead to."
         feature, threshold, left, right, share, root = map(
             self.get_buffer, ("feature", "threshold", "left", "right", "share", "root")
         )
-        node = root.expand(features.shape[0], -1)  # len() would fix the number for torch.export
+        node = root[forest].expand(features.shape[0], -1)  # len() would fix the number for torch.export
         for _ in range(self.settings.depth):
             goes_left = features.gather(1, feature[node]).double() <= threshold[node]
             node = torch.where(goes_left, left[node], right[node])
@@ -180,18 +185,18 @@ class SpectralClassifier(nn.Module):
         numbers = window_numbers(mask, s.window)
         n_windows = max(1, -(-rows.shape[1] // s.window))
         windows, _ = window_features(mean, variance, mask, numbers, n_windows, s.keep_level)
-        trees = self.tree_probabilities(windows.flatten(0, 1)).unflatten(0, windows.shape[:2])  # [B, W, K]
+        trees = self.tree_probabilities(windows.flatten(0, 1), 1).unflatten(0, windows.shape[:2])  # [B, W, K]
         of_segment = trees.gather(1, numbers[:, :, None].expand(-1, -1, s.n_classes))
-        of_whole = self.tree_probabilities(whole[:, 0])[:, None]  # [B, 1, K]
-        return ((of_segment + of_whole) / 2 + linear) / 2
+        of_whole = self.tree_probabilities(whole[:, 0], 0)[:, None]  # [B, 1, K]
+        return (linear + of_whole + of_segment) / 3
 
     def extra_repr(self) -> str:
-        return f"{self.settings.n_trees} trees, {self.settings.n_features} features"
+        return f"2 x {self.settings.n_trees} trees, {self.settings.n_features} features"
 
 
 # %% ../../../nbs/learn/model/spectral.ipynb #sp000010
 _PIECE = 256  # recordings that are read at once
-N_TREES = 200
+N_TREES = 200  # of each forest
 REGULARISATION = 0.1  # C of scikit-learn: inverse strength, for standardised features
 
 
@@ -264,6 +269,27 @@ def spectral_features(
     return SpectralFeatures(features, np.concatenate(windows), np.concatenate(recording), window, keep_level)
 
 
+def fit_trees(
+    features: np.ndarray,  # [n, F]
+    classes: np.ndarray,  # [n] int
+    weight: np.ndarray | None = None,  # [n], mean 1; None: equal weights
+    *,
+    seed: int = 0,
+    n_threads: int | None = None,  # None: as many as there are cores; the result is the same
+) -> "ExtraTreesClassifier":
+    "Fit extremely randomised trees; classes have equal weight, and a leaf holds at least a thousandth of the rows."
+    from sklearn.ensemble import ExtraTreesClassifier
+
+    trees = ExtraTreesClassifier(
+        N_TREES,
+        class_weight="balanced",
+        min_samples_leaf=max(1, len(features) // 1000),
+        random_state=seed % (1 << 32),
+        n_jobs=n_threads or usable_cores(),
+    ).fit(features, classes, sample_weight=weight)
+    return trees.set_params(n_jobs=1)  # several threads would add the shares of the trees in any order
+
+
 def fit_spectral(
     features: SpectralFeatures,
     classes: np.ndarray,  # [n] int, class of each recording, 0 to K - 1
@@ -273,7 +299,6 @@ def fit_spectral(
     n_threads: int | None = None,  # None: as many as there are cores; the result is the same
 ) -> SpectralClassifier:  # raises DataError where a class has no recording
     "Fit a spectral classifier."
-    from sklearn.ensemble import ExtraTreesClassifier
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -286,25 +311,25 @@ def fit_spectral(
         )
     line = LogisticRegression(C=REGULARISATION, class_weight="balanced", max_iter=5000)
     linear = make_pipeline(StandardScaler(), line).fit(features.whole, classes)
-    counts = np.bincount(features.recording, minlength=len(classes))
-    values, number, weight = features.windows, features.recording, 1 / counts[features.recording]
-    if len(values) > len(classes):  # a recording of one window would be there twice
-        values = np.concatenate([values, features.whole])
-        number = np.concatenate([number, np.arange(len(classes))])
-        weight = np.concatenate([weight, np.ones(len(classes))])  # as much as all of its windows
-    trees = ExtraTreesClassifier(
-        N_TREES,
-        class_weight="balanced",
-        min_samples_leaf=max(1, len(values) // 1000),
-        random_state=seed,
-        n_jobs=n_threads or usable_cores(),
-    ).fit(values, classes[number], sample_weight=weight / weight.mean())
-    return _from_fitted(linear, trees, features, n_classes)
+    weight = 1 / np.bincount(features.recording, minlength=len(classes))[features.recording]
+    forests = [
+        fit_trees(features.whole, classes, seed=seed, n_threads=n_threads),
+        fit_trees(
+            features.windows,
+            classes[features.recording],
+            weight / weight.mean(),
+            seed=seed,
+            n_threads=n_threads,
+        ),
+    ]
+    return _from_fitted(linear, forests, features, n_classes)
 
 
-def _from_fitted(linear: Any, trees: Any, features: SpectralFeatures, n_classes: int) -> SpectralClassifier:
+def _from_fitted(
+    linear: Any, forests: list["ExtraTreesClassifier"], features: SpectralFeatures, n_classes: int
+) -> SpectralClassifier:
     "Copy what scikit-learn fitted into a classifier."
-    parts = [tree.tree_ for tree in trees.estimators_]
+    parts = [tree.tree_ for forest in forests for tree in forest.estimators_]
     starts = np.cumsum([0, *(p.node_count for p in parts)])
     own = np.arange(starts[-1])
     children = {}
@@ -325,7 +350,7 @@ def _from_fitted(linear: Any, trees: Any, features: SpectralFeatures, n_classes:
         window=features.window,
         keep_level=features.keep_level,
         n_nodes=int(starts[-1]),
-        n_trees=len(parts),
+        n_trees=N_TREES,
         depth=max(int(p.max_depth) for p in parts),
     )
     classifier = SpectralClassifier(settings)
@@ -335,7 +360,7 @@ def _from_fitted(linear: Any, trees: Any, features: SpectralFeatures, n_classes:
         "feature": np.where(feature < 0, 0, feature),
         "threshold": np.concatenate([p.threshold for p in parts]),
         "share": values / values.sum(1, keepdims=True),
-        "root": starts[:-1],
+        "root": starts[:-1].reshape(2, N_TREES),
     }
     for name, values in arrays.items():
         classifier.get_buffer(name).copy_(torch.from_numpy(np.asarray(values)))

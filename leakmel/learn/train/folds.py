@@ -7,10 +7,12 @@ __all__ = [
     "MIN_MEMBER_SLOPE",
     "KINDS",
     "MOST_FOR_FOLDS",
+    "MIN_FOR_NETWORK",
     "joined_groups",
     "make_folds",
     "calibration_line",
     "FoldTrainer",
+    "kinds_to_fit",
     "Tried",
     "Choice",
     "blend_scores",
@@ -114,11 +116,12 @@ def calibration_line(
     score: np.ndarray,  # [B] probability of a leak, of recordings that were not trained on
     truth: np.ndarray,  # [B] bool
 ) -> tuple[float, float]:  # slope and offset on the logit
-    "Fit a logistic regression on the logit of scores (Platt 1999)."
+    "Fit a logistic regression on the logit of scores (Platt 1999); classes have equal weight."
     from sklearn.linear_model import LogisticRegression
 
     p = np.clip(np.asarray(score, np.float64), 1e-6, 1 - 1e-6)
-    line = LogisticRegression(max_iter=1000).fit(np.log(p / (1 - p))[:, None], truth)
+    # without equal weights the offset follows the labels of the training recordings, and lowers a pooled AUC
+    line = LogisticRegression(class_weight="balanced", max_iter=1000).fit(np.log(p / (1 - p))[:, None], truth)
     return max(MIN_MEMBER_SLOPE, float(line.coef_[0, 0])), float(line.intercept_[0])
 
 
@@ -183,7 +186,7 @@ class FoldTrainer:
                     self.features.of(chosen),
                     self.ds.labels[chosen],
                     n_classes,
-                    seed=seed % (1 << 32),
+                    seed=seed,
                     n_threads=self.n_threads,
                 )
             )
@@ -240,6 +243,19 @@ class FoldTrainer:
 # %% ../../../nbs/learn/train/folds.ipynb #fo000010
 KINDS = ("spectral", "cnn", "blend")  # the simplest first
 MOST_FOR_FOLDS = 500  # recordings
+MIN_FOR_NETWORK = 300  # recordings; with fewer, "auto" tries no network
+
+
+def kinds_to_fit(
+    detector: str,  # "auto", or a kind
+    n_recordings: int,  # of the training
+) -> tuple[str, ...]:
+    "Return the kinds of detectors that a choice fits: a network only where it can be better."
+    if detector in ("spectral", "cnn"):
+        return (detector,)
+    if detector == "auto" and n_recordings < MIN_FOR_NETWORK:
+        return ("spectral",)
+    return ("spectral", "cnn")
 
 
 @dataclass(frozen=True)
@@ -304,7 +320,7 @@ def choose_kind(
     n_folds = int(fold.max()) + 1
     parts = list(range(n_folds)) if len(chosen) <= MOST_FOR_FOLDS else [0]
     scored = np.flatnonzero(np.isin(fold, parts))
-    wanted = [detector] if detector in ("spectral", "cnn") else ["spectral", "cnn"]
+    wanted = kinds_to_fit(detector, len(chosen))
     found: dict[str, np.ndarray] = {}
     seconds: dict[str, float] = {}
     with Progress(len(wanted) * len(parts), label="cross-validation", show=progress) as bar:
@@ -320,7 +336,7 @@ def choose_kind(
             seconds[kind] = time.perf_counter() - began
     truth = trainer.truth[chosen][scored]
     lines: list[tuple[float, float]] = []
-    if detector in ("auto", "blend"):
+    if len(wanted) > 1:
         lines = [calibration_line(vote_scores(found[kind]), truth) for kind in wanted]
         found["blend"] = blend_scores([found[kind] for kind in wanted], lines)
         seconds["blend"] = sum(seconds.values())
@@ -330,7 +346,9 @@ def choose_kind(
     )
     tried = [_tried(kind, found[kind], truth, own, seconds[kind]) for kind in KINDS if kind in found]
     kind, reason = detector, f"{detector} was asked for."
-    if detector == "auto":
+    if detector == "auto" and len(wanted) == 1:
+        kind, reason = "spectral", f"Below {MIN_FOR_NETWORK} recordings only spectral is tried."
+    elif detector == "auto":
         best = max(tried, key=lambda t: t.auc)
         kind = next(t.kind for t in tried if t.auc >= best.auc - best.error)
         reason = (

@@ -58,6 +58,7 @@ from leakmel.learn.train.folds import (
     blend_of,
     choose_kind,
     joined_groups,
+    kinds_to_fit,
 )
 from .history import EpochFigures, TrainingDisplay, history_table, write_history
 from .inputs import Sources, TrainingData, differences, open_training, training_identity
@@ -489,7 +490,7 @@ def step_seconds(
 
 def _announce_time(trainer: FoldTrainer, data: TrainingData, lengths: TrainSettings, show: str) -> None:
     "Announce how long cross-validation and training take on this machine."
-    if trainer.settings.detector == "spectral" or show == "none":
+    if "cnn" not in kinds_to_fit(trainer.settings.detector, len(trainer.rows)) or show == "none":
         return
     steps = math.ceil(lengths.epoch_share * len(data.training) / lengths.batch_size) * lengths.epochs
     n_fits = (5 if len(trainer.rows) <= MOST_FOR_FOLDS else 1) + 1
