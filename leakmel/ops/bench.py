@@ -8,6 +8,7 @@ __all__ = [
     "EVICT_PAUSE_S",
     "LogLine",
     "SETTINGS",
+    "STAGES",
     "SUITES",
     "ProcessRun",
     "run_leakmel",
@@ -25,9 +26,9 @@ __all__ = [
     "log_nothing",
     "work_folder",
     "total_for_training",
-    "write_share",
     "synthetic_set_of_size",
     "synthetic_set",
+    "build_once",
     "verify_all",
     "bench_build",
     "build_table",
@@ -41,23 +42,22 @@ __all__ = [
 ]
 
 # %% ../../nbs/ops/bench.ipynb #537adf4e
-import itertools, json, os, shutil, statistics, subprocess, sys, tempfile, time
+import itertools, json, os, statistics, subprocess, sys, tempfile, time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from ..audio.page_cache import cached_share, is_in_cache
 from ..core.errors import LeakmelError, OutputError, UsageError
-from ..core.monitor import machine_facts, usable_cores
+from ..core.monitor import machine_facts
 from ..core.parameters import answer_unknown
 from ..core.run_plan import runs_folder
+from ..core.timeline import covered_s, read_timeline
 
 
 # %% ../../nbs/ops/bench.ipynb #87c1bc31
@@ -245,47 +245,21 @@ def total_for_training(
     return next(n for n in itertools.count(n_training) if split_counts(n)["TRAINING"] >= n_training)
 
 
-def write_share(
-    folder: str,
-    n_files: int,  # of the whole set
-    first: int,  # number of the share, from 0
-    n_shares: int,
-) -> None:
-    "Write recording `first` and every `n_shares`-th one after it."
-    from leakmel.audio.synth import render_planned, plan_set, write_wav
-
-    for planned in plan_set(n_files)[first::n_shares]:
-        path, samples = render_planned(planned)
-        (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
-        write_wav(Path(folder) / path, samples)
-
-
 def synthetic_set_of_size(
     folder: str | os.PathLike,  # work folder
     n_files: int,  # recordings of all splits
     log: LogLine = log_nothing,
 ) -> Path:  # raises SpaceError
     "Return a synthetic data set in the work folder; an existing one is reused."
-    from leakmel.audio.synth import WAV_BYTES
+    from leakmel.audio.synth import WAV_BYTES, write_demo
     from leakmel.dataset.file.writer import require_space
 
     root = Path(os.path.realpath(work_folder(folder))) / f"demo-{n_files}"
-    if root.is_dir():
-        return root
-    require_space(root.parent, n_files * WAV_BYTES)
-    n_shares = max(1, min(usable_cores(), n_files // 16))
-    log(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB) with {n_shares} processes")
-    unfinished = root.with_name(f".{root.name}.{os.getpid()}.partial")
-    try:
-        with ProcessPoolExecutor(n_shares, get_context("spawn")) as pool:
-            shares = [
-                pool.submit(write_share, str(unfinished), n_files, k, n_shares) for k in range(n_shares)
-            ]
-            for share in shares:
-                share.result()
-        return unfinished.rename(root)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    if not root.is_dir():
+        require_space(root.parent, n_files * WAV_BYTES)
+        log(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB)")
+        write_demo(root, n_files=n_files)
+    return root
 
 
 def synthetic_set(
@@ -307,29 +281,50 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _build_once(root: Path, out: Path, name: str) -> dict[str, Any]:
-    "Return the figures of one build of a new data set."
-    folder = out / name.replace(", ", "-").replace(" ", "-")
+STAGES = ("read", "copy_in", "compute", "copy_out", "write", "publish", "verify")
+
+
+def build_once(
+    root: Path,  # data folder
+    folder: Path,  # of the data sets; older ones in it are removed
+    words: Iterable[str],  # options of `leakmel build`
+) -> dict[str, float]:  # seconds, bytes and files/s; those of a stage are of the first split
+    "Build new data sets with the command line, and return the figures of the build."
     for old in folder.glob("*.H5"):
         old.unlink()
-    target = folder if "all" in SETTINGS[name] else folder / "TRAINING_DATASET.H5"
-    done = run_leakmel("build", str(root), "--out", str(target), *SETTINGS[name])
+    target = folder if "all" in words else folder / "TRAINING_DATASET.H5"
+    done = run_leakmel("build", str(root), "--out", str(target), *words)
     splits = done.body.get("splits", [done.body])
-    return {
+    spans = read_timeline(splits[0]["timeline_path"]).spans
+    listed_s = next(s.start_s for s in spans if s.stage == "start_up" and s.lane == "main")
+    first_s = min(s.start_s for s in spans if s.stage in ("read", "stage"))
+    found, work_s = sum(s["found"] for s in splits), done.body["seconds"] - (first_s - listed_s)
+    figures = {
         "seconds": done.body["seconds"],
         "files_per_s": done.body["files_per_s"],
+        "work_s": work_s,
+        "work_files_per_s": found / work_s,
         "process_s": done.wall_s,
         "cpu_s": done.cpu_s,
         "peak_rss_bytes": done.peak_rss_bytes,
         "start_up_s": splits[0]["start_up_s"],
-        "found": sum(s["found"] for s in splits),
+        "to_first_batch_s": min(s.end_s for s in spans if s.stage == "compute"),
+        "found": found,
     }
+    for stage in STAGES:
+        some = [s for s in spans if s.stage == stage]
+        figures |= {f"{stage}_s": covered_s(some), f"{stage}_bytes": sum(s.n_bytes for s in some)}
+    return figures
 
 
-def verify_all(root: Path, out: Path) -> dict[str, Any]:
-    "Recompute every row of every data set that was built."
+def verify_all(
+    root: Path,  # data folder
+    out: Path,  # folder of the folders of data sets
+    sample: str = "all",  # rows of each data set to recompute
+) -> dict[str, Any]:
+    "Compare the digests of every data set that was built, and recompute its rows."
     reports = [
-        run_leakmel("verify", str(path), "--root", str(root), "--sample", "all").body
+        run_leakmel("verify", str(path), "--root", str(root), "--sample", sample).body
         for path in sorted(out.glob("*/*.H5"))
     ]
     return {
@@ -354,7 +349,7 @@ def bench_build(
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SETTINGS}
     for i in range(-1, rounds):
         for name, kept in runs.items():
-            figures = _build_once(root, out, name)
+            figures = build_once(root, out / name.replace(", ", "-").replace(" ", "-"), SETTINGS[name])
             if i >= 0:
                 kept.append(figures)
             when = "warm-up" if i < 0 else f"round {i + 1} of {rounds}"

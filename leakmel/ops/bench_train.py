@@ -47,7 +47,7 @@ from leakmel.ops.bench import (
     total_for_training,
     synthetic_set_of_size,
 )
-from .bench_gpu_parts import card_facts
+from .doctor import card_facts
 
 
 # %% ../../nbs/ops/bench_train.ipynb #4a7fc276

@@ -9,8 +9,11 @@ __all__ = [
     "FIGURES",
     "NEEDED",
     "examine_compiled",
+    "card_facts",
     "examine_torch",
     "examine_gpu",
+    "timed",
+    "copy_alone",
     "examine_bus",
     "parity_specs",
     "make_engine",
@@ -25,6 +28,7 @@ __all__ = [
 import contextlib, os, statistics, tempfile, time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
@@ -74,6 +78,41 @@ def examine_compiled() -> Check:
     return make_check("compiled", found, {**package.figures, **figures}, advice)
 
 
+# %% ../../nbs/ops/doctor.ipynb #30142e2e
+def card_facts() -> dict[str, Any]:  # None: not reported by the driver; "nvml": why NVML cannot be used
+    "Return driver, clocks, power and bus of the first GPU."
+    from leakmel.core.monitor import _gpu_handle
+
+    try:
+        import pynvml as nv
+
+        gpu = _gpu_handle()
+    except Exception as e:
+        return {"nvml": f"{type(e).__name__}: {e}"}
+    questions: dict[str, Callable[[], Any]] = {
+        "name": lambda: nv.nvmlDeviceGetName(gpu),
+        "driver": lambda: nv.nvmlSystemGetDriverVersion(),
+        "cuda_driver": lambda: nv.nvmlSystemGetCudaDriverVersion_v2(),
+        "vram_bytes": lambda: nv.nvmlDeviceGetMemoryInfo(gpu).total,
+        "sm_mhz": lambda: nv.nvmlDeviceGetClockInfo(gpu, nv.NVML_CLOCK_SM),
+        "sm_max_mhz": lambda: nv.nvmlDeviceGetMaxClockInfo(gpu, nv.NVML_CLOCK_SM),
+        "memory_mhz": lambda: nv.nvmlDeviceGetClockInfo(gpu, nv.NVML_CLOCK_MEM),
+        "power_limit_w": lambda: nv.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+        "power_w": lambda: nv.nvmlDeviceGetPowerUsage(gpu) / 1000,
+        "temperature_c": lambda: nv.nvmlDeviceGetTemperature(gpu, nv.NVML_TEMPERATURE_GPU),
+        "throttled_for": lambda: nv.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+        "pcie_generation": lambda: nv.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
+        "pcie_lanes": lambda: nv.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+        "ecc": lambda: bool(nv.nvmlDeviceGetEccMode(gpu)[0]),
+    }
+    facts = dict[str, Any].fromkeys(questions)
+    for name, question in questions.items():
+        with contextlib.suppress(Exception):  # not reported by this driver or GPU
+            value = question()
+            facts[name] = value.decode() if isinstance(value, bytes) else value
+    return facts
+
+
 # %% ../../nbs/ops/doctor.ipynb #1e488b0e
 def examine_torch() -> Check:
     "Check torch, and whether it was built for CUDA if a driver is installed."
@@ -106,8 +145,6 @@ def examine_gpu() -> Check:
             found,
             "If this machine has an NVIDIA GPU, install its driver; otherwise nothing is wrong",
         )
-    from leakmel.ops.bench_gpu_parts import card_facts
-
     facts, names = card_facts(), list[str]()
     cuda, vram = facts.get("cuda_driver"), facts.get("vram_bytes")
     with contextlib.suppress(ImportError):
@@ -127,13 +164,60 @@ def examine_gpu() -> Check:
     return make_check("gpu", ", ".join(words), figures, advice)
 
 
+# %% ../../nbs/ops/doctor.ipynb #e53c0130
+def timed(
+    device: Any,  # a mel.device.Device
+    stream: Any,
+    work: Callable[[], object],  # launches something
+    *,
+    window_s: float = 0.1,
+    windows: int = 5,
+) -> list[float]:  # seconds per launch, one value per window
+    "Measure the duration of work on a device with its own events."
+    begin, end = device.event(), device.event()
+
+    def window(n: int) -> float:
+        stream.record(begin)
+        for _ in range(n):
+            stream.do(work)
+        stream.record(end)
+        end.synchronize()
+        return max(1e-3 * begin.elapsed_time(end), 1e-9) / n
+
+    window(3)  # the first time compiles and warms
+    n = max(1, min(10_000, round(window_s / window(3))))
+    return [window(n) for _ in range(windows)]
+
+
+def copy_alone(device: str, sizes: list[int], window_s: float) -> dict[str, Any]:
+    "Return GB/s of plain pinned copies by size: to the device (`in`), and from it (`out`)."
+    import torch
+    from leakmel.mel.device import open_devices
+
+    on, found = open_devices(device)[0], dict[str, Any]()
+    try:
+        for n_bytes in sizes:
+            host, there = on.pinned((n_bytes,), torch.uint8), on.empty((n_bytes,), torch.uint8)
+            on.synchronize()
+            rates = {}
+            for way, target, source in (("in", there, host), ("out", host, there)):
+                copy = partial(target.copy_, source, non_blocking=True)
+                times = timed(on, on.stream(), copy, window_s=window_s)
+                rates[way] = [n_bytes / s / 1e9 for s in times]
+            on.unpin(host)
+            found[str(n_bytes)] = rates
+        return found
+    finally:
+        on.close()
+
+
+# %% ../../nbs/ops/doctor.ipynb #38f9bcd2
 MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtual bus
 
 
 def examine_bus(device: str = "cuda") -> Check:
     "Measure the rates of copies from pinned memory to the device and from the device."
     from leakmel.mel.engines import EngineUnavailable
-    from leakmel.ops.bench_gpu_parts import copy_alone
 
     size = 16 << 20
     try:
