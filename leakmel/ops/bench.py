@@ -43,7 +43,7 @@ __all__ = [
 
 # %% ../../nbs/ops/bench.ipynb #537adf4e
 import itertools, json, os, statistics, subprocess, sys, tempfile, time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -103,10 +103,11 @@ def spread(
 
 
 def spreads(
-    rounds: list[dict[str, float]],  # figures of each round
-) -> dict[str, dict[str, float]]:
+    rounds: Sequence[Mapping[str, float | None]],  # figures of each round; None: not measured
+) -> dict[str, Any]:  # None for a figure that was never measured
     "Return median and range of each figure over the rounds."
-    return {key: spread([r[key] for r in rounds]) for key in rounds[0]}
+    found = {key: [value for r in rounds if (value := r[key]) is not None] for key in rounds[0]}
+    return {key: spread(values) if values else None for key, values in found.items()}
 
 
 def range_text(

@@ -148,7 +148,7 @@ NEEDED = ("numpy", "h5py", "xxhash")  # a build cannot do without them
 LINES = {
     "packages": (*NEEDED, "pandas", "psutil", "soundfile", "soxr", "tqdm", "packaging"),
     "front_end": ("jupyterlab", "ipykernel", "ipywidgets", "plotly", "papermill"),
-    "torch": ("torch", "torchaudio", "scikit-learn", "scipy"),
+    "torch": ("torch", "torchaudio", "scikit-learn", "scipy", "joblib", "threadpoolctl"),
     "compiled": ("numba",),
     "gpu": ("nvidia-ml-py",),
     "engine_triton": ("triton",),
