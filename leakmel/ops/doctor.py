@@ -16,7 +16,6 @@ __all__ = [
     "copy_alone",
     "examine_bus",
     "parity_specs",
-    "make_engine",
     "parity",
     "examine_engine",
     "Report",
@@ -29,7 +28,6 @@ import contextlib, os, statistics, tempfile, time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -239,19 +237,6 @@ def parity_specs() -> list[Any]:
     return [MelSpec.preset(name, duration_s=2) for name in ("disjoint", "overlap")]
 
 
-def make_engine(
-    name: str,  # one of ENGINES
-    spec: Any,  # MelSpec
-    device: str,  # as for `build`
-) -> Any:  # mel.engines.Engine
-    "Open an engine without its self-check; raises what its packages raise."
-    from leakmel.mel.engines import ENGINES
-
-    module, cls = ENGINES[name]
-    make = getattr(import_module(module), cls)
-    return make(spec) if name == "reference" else make(spec, device=device)
-
-
 def parity(
     engine: Any,  # mel.engines.Engine
 ) -> list[Any]:  # a mel.reference comparison for each lane, kind of samples and call
@@ -273,13 +258,13 @@ def examine_engine(
     device: str = "cpu",  # as for `build`
 ) -> Check:
     "Check whether an engine runs on this machine and computes right values; report its largest difference in dB."
-    from leakmel.mel.engines import EngineUnavailable
+    from leakmel.mel.engines import EngineUnavailable, load_class
 
     key, began = f"engine_{name}{'_cuda' if name == 'torch' and device != 'cpu' else ''}", time.perf_counter()
     compared, identity = list[Any](), ""
     try:
         for spec in parity_specs():
-            with make_engine(name, spec, device) as engine:
+            with load_class(name)(spec, device=device) as engine:  # without its self-check
                 compared += parity(engine)
                 identity = engine.identity
     except (EngineUnavailable, ImportError) as e:
@@ -333,10 +318,6 @@ FIGURES = {
     "mount": "where the folder's file system is mounted",
     "file_system": "its type",
     "kind": "kind of disk: memory, network or local disk",
-    "cold": "true: the files were not in the page cache; None: the file system does not report it",
-    "cold_n_files": "files read",
-    "cold_n_bytes": "bytes read",
-    "cold_bytes_per_s": "rate of reading them, a few files at a time",
     "command": "leakmel build command for the folder's recordings",
     "groups": "number of sensors, sessions and folders in their names",
     "hdf5_version": "version of the HDF5 library",
