@@ -15,7 +15,6 @@ __all__ = [
     "spread",
     "spreads",
     "range_text",
-    "aligned",
     "rounds_text",
     "require_rounds",
     "commit",
@@ -58,6 +57,7 @@ from ..core.monitor import machine_facts
 from ..core.parameters import answer_unknown
 from ..core.run_plan import runs_folder
 from ..core.timeline import covered_s, read_timeline
+from ..insight.diagnose import aligned
 
 
 # %% ../../nbs/ops/bench.ipynb #87c1bc31
@@ -115,14 +115,6 @@ def range_text(
 ) -> str:
     "Return the range of a figure as text."
     return f"{figure['least']:,.0f}-{figure['most']:,.0f}"
-
-
-def aligned(
-    rows: list[list[str]],  # the first one is the head
-) -> list[str]:  # lines
-    "Return rows of a table as lines: the first column to the left, the others to the right."
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
 def rounds_text(
@@ -374,13 +366,13 @@ def build_table(
     "Return the figures of the suite as a text table."
     if figures is None:
         return "not measured"
-    rows = [["setting", "files/s", "range", "CPU s", "peak MB"]]
+    rows: list[tuple[str, ...]] = [("setting", "files/s", "range", "CPU s", "peak MB")]
     for name, f in figures["figures"].items():
         rate, cpu_s, peak = f["files_per_s"], f["cpu_s"]["median"], f["peak_rss_bytes"]["median"] / 1e6
-        rows.append([name, f"{rate['median']:,.0f}", range_text(rate), f"{cpu_s:.2f}", f"{peak:,.0f}"])
+        rows.append((name, f"{rate['median']:,.0f}", range_text(rate), f"{cpu_s:.2f}", f"{peak:,.0f}"))
     v, m = figures["verified"], figures["machine"]
     files = f"{figures['n_files']:,} recordings in the training split, {rounds_text(figures)}"
-    lines = [*aligned(rows), f"{files}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']})"]
+    lines = [aligned(rows), f"{files}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']})"]
     verdict = "all right" if v["all_ok"] else "NOT ALL RIGHT"
     checked = f"{v['checked']:,} of {v['rows']:,} rows recomputed in float64: {verdict}"
     lines.append(f"{checked}, largest difference {v['max_abs_db']:.4f} dB")

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LeakmelError, UsageError
+from ..insight.diagnose import aligned
 from ..mel.engines import may_have_cuda
 from ..mel.spec import MelSpec
 from leakmel.ops.bench import (
     LogLine,
-    aligned,
     build_once,
     log_nothing,
     range_text,
@@ -191,12 +191,14 @@ def gpu_table(
     lines = ["REHEARSAL: the figures below are not meaningful"] if figures["rehearsal"] else []
     shown = [c for c in figures["checks"] if c["key"] in ("gpu", "bus") or c["key"].startswith("engine_")]
     lines += [f"{c['title']}: {c['found']}" for c in shown if c["status"] != "missing"]
-    rows = [["build", "files/s", "range", "work only", "first batch s", "CPU s", "GB/s in"]]
+    rows: list[tuple[str, ...]] = [
+        ("build", "files/s", "range", "work only", "first batch s", "CPU s", "GB/s in")
+    ]
     for name, f in figures["builds"].items():
         mid = {key: value["median"] for key, value in f.items() if key != "rounds"}
         into = mid["copy_in_bytes"] / 1e9 / mid["copy_in_s"] if mid["copy_in_s"] else 0.0
         rows.append(
-            [
+            (
                 name,
                 f"{mid['files_per_s']:,.0f}",
                 range_text(f["files_per_s"]),
@@ -204,9 +206,9 @@ def gpu_table(
                 f"{mid['to_first_batch_s']:.2f}",
                 f"{mid['cpu_s']:.1f}",
                 f"{into:.1f}" if into else "-",
-            ]
+            )
         )
-    lines += aligned(rows)
+    lines.append(aligned(rows))
     if v := figures["verified"]:
         lines.append(f"all digests compared, {v['checked']:,} of {v['rows']:,} rows recomputed: all right")
     machine = f"{figures['machine']['n_cores']} cores ({figures['machine']['cpu']})"

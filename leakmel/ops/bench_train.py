@@ -28,6 +28,7 @@ import leakmel as lm
 from ..core.errors import LeakmelError, show_path
 from ..core.monitor import Monitor, mean
 from ..core.timeline import Timeline
+from ..insight.diagnose import aligned
 from ..learn.data.segments import Segments
 from ..learn.model.detector import Detector, score_rows
 from ..learn.train.inputs import open_training
@@ -36,7 +37,6 @@ from ..learn.model.settings import TrainSettings
 from ..learn.train.state import TrainingState, detector_of
 from leakmel.ops.bench import (
     LogLine,
-    aligned,
     range_text,
     record_head,
     require_rounds,
@@ -252,18 +252,18 @@ def train_table(
     if figures is None:
         return "not measured"
     lines = ["REHEARSAL: the figures below are not meaningful"] if figures["rehearsal"] else []
-    rows = [[f"training, batches of {figures['batch_size']:,}", "batches/s", "range"]]
-    rows[0] += ["wait ms", "step ms", "busy", "first s"]
+    head = (f"training, batches of {figures['batch_size']:,}", "batches/s", "range", "wait ms", "step ms")
+    rows: list[tuple[str, ...]] = [(*head, "busy", "first s")]
     for name, f in figures["training"].items():
         rate, seen = f["batches_per_s"], [f[key] for key in ("wait_ms", "compute_ms", "busy_share")]
         texts = ["-" if each is None else f"{each['median']:.2f}" for each in seen]
         span = f"{rate['least']:,.2f}-{rate['most']:,.2f}"
-        rows.append([f"  {name}", f"{rate['median']:,.2f}", span, *texts, f"{f['first_step_s']:.1f}"])
-    lines += aligned(rows)
+        rows.append((f"  {name}", f"{rate['median']:,.2f}", span, *texts, f"{f['first_step_s']:.1f}"))
+    lines.append(aligned(rows))
     for group in ("evaluation", "prediction"):
         rates = {name: f["files_per_s"] for name, f in figures[group].items()}
-        rows = [[f"  {name}", f"{r['median']:,.0f}", range_text(r)] for name, r in rates.items()]
-        lines += aligned([[f"{group}, recordings at once", "files/s", "range"], *rows])
+        rows = [(f"  {name}", f"{r['median']:,.0f}", range_text(r)) for name, r in rates.items()]
+        lines.append(aligned([(f"{group}, recordings at once", "files/s", "range"), *rows]))
     v = figures["verified"]
     verdict = "prediction and evaluation DO NOT AGREE: they differ in the recordings or in their segments"
     if v["max_abs"] is not None:

@@ -61,8 +61,9 @@ from ..dataset.run.config import PipelineConfig, Workers, plan_workers
 from ..dataset.run.inputs import SpecLike, decide_spec
 from ..dataset.run.publish import BuildResult
 from ..dataset.run.config import SCHEMA, this_machine, write_tuned
+from ..insight.diagnose import aligned
 from ..mel.engines import open_engine
-from .bench import aligned, read_into_cache, evict, is_cached, range_text, record_head
+from .bench import read_into_cache, evict, is_cached, range_text, record_head
 
 # %% ../../nbs/ops/tune.ipynb #7e922b11
 SAMPLE_RUNS = 8
@@ -467,10 +468,10 @@ def tune_table(
     sample = f"{f['n_files']:,} of {f['n_files_there']:,} recordings, {f['n_bytes'] / 1e6:,.1f} MB"
     lines = [f"{sample}; engine {f['engine']}, {machine['n_cores']} cores ({machine['cpu']})"]
     for cache, scores in f["builds"].items():
-        rows = [[f"builds, {cache} cache", "files/s", "range", "rounds"]]
-        for s in scores:
-            rows.append([f"  {s['name']}", f"{s['files_per_s']:,.0f}", range_text(s), f"{s['rounds']}"])
-        lines += ["", *aligned(rows), *(f"{s['name']}: {s['failure'][:90]}" for s in scores if s["failure"])]
+        rows: list[tuple[str, ...]] = [(f"builds, {cache} cache", "files/s", "range", "rounds")]
+        for x in scores:
+            rows.append((f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), f"{x['rounds']}"))
+        lines += ["", aligned(rows), *(f"{x['name']}: {x['failure'][:90]}" for x in scores if x["failure"])]
     verified = f"{f['verified']['verdict']}, with the same bytes as the defaults"
     lines += ["", *f["notes"], f"sample built with the recommended settings: {verified}"]
     lines.append(f"{f['seconds']:.1f} s; {f['advice']}")

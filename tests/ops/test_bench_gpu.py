@@ -241,9 +241,10 @@ def test_rows_that_are_not_right_fail_the_suite(tmp_path, machine, monkeypatch):
 
 
 def test_wrong_words_are_usage_errors(tmp_path):
-    for options in ({"rounds": 0}, {"budget_s": 0}):
-        with raises("invalid-effort"):
-            bench_gpu(tmp_path, **options)
+    with raises("invalid-effort"):
+        bench_gpu(tmp_path, rounds=0)
+    with raises("invalid-effort"):
+        bench_gpu(tmp_path, budget_s=0)
 
 
 def test_the_table_has_the_figures_that_matter(tmp_path, machine):

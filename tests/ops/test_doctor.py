@@ -20,6 +20,7 @@ from errors import raises
 
 from leakmel.cli import main
 from leakmel.mel import cpu_engine, engines
+from leakmel.mel.torch_engine import TorchEngine
 from leakmel.ops import doctor, doctor_checks
 from leakmel.ops.doctor import FIGURES, REPORT_KEYS, Report, examine
 from leakmel.ops.doctor_checks import NOT_MEASURED, TITLES, Check
@@ -541,7 +542,7 @@ def test_engines_that_cannot_run(error, status, said, monkeypatch):
 def test_parity_asks_every_device():
     "Two rehearsed devices, each from 16-bit samples and from float32, twice."
     (spec, *_) = doctor.parity_specs()
-    with engines.load_class("torch")(spec, device=f"{DEVICE}*2") as engine:
+    with TorchEngine(spec, device=f"{DEVICE}*2") as engine:
         found = doctor.parity(engine)
     assert len(found) == 8
     assert all(c.ok for c in found)

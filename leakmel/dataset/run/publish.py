@@ -385,6 +385,17 @@ def _write_report(body: dict[str, Any], path: Path) -> None:  # raises OutputErr
         file.write("\n")
 
 
+def _update_problems(path: Path, noted: Sequence[Problem]) -> None:  # raises OutputError
+    "Update the problems in a report: copies of recordings in other splits may have changed."
+    try:
+        body, now = json.loads(path.read_bytes()), [asdict(p) for p in noted]
+        if body["problems"] == now:
+            return
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # not a report of leakmel
+    _write_report(body | {"problems": now, "problems_by_kind": count_kinds(p.kind for p in noted)}, path)
+
+
 def result_of(
     run: BuildContext,
     job: Job,  # published
@@ -419,6 +430,10 @@ def result_of(
             with replacing(timeline_path) as new:
                 write_timeline(timeline, new, split=job.split)
             _write_report(body, report_path)
+        elif (
+            sum(x.columns is not None for x in jobs) > 1
+        ):  # otherwise there are no new facts about other splits
+            _update_problems(report_path, noted)
     except OutputError as e:
         raise type(e)(
             "the data set is complete, but its report or timeline could not be written",
