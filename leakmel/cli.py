@@ -121,15 +121,15 @@ def run_build(args: argparse.Namespace) -> Outcome:
 
     spec, spec_note = requested_spec(args.spec, args.preset, given_fields(args, lm.MelSpec))
     given = given_fields(args, lm.PipelineConfig)
-    config, mode, tuned_note = lm.PipelineConfig(**given), args.mode, ""
+    config, tuned_note = lm.PipelineConfig(**given), ""
     if not args.no_tuned:
-        config, mode, tuned_note = with_tuned(args.root, given, engine=args.engine, mode=mode)
+        config, tuned_note = with_tuned(args.root, given, engine=args.engine)
     if args.report:
         import plotly  # noqa: F401  # a missing package is an error now, not after the build
     common = dict(
         spec=spec,
         engine=args.engine,
-        mode=mode,
+        mode=args.mode,
         pipeline=config,
         check=args.check,
         progress=progress_mode(args),

@@ -2,7 +2,7 @@
 
 `leakmel.mel.engines.DEVICES` is where kinds of devices are registered. tests/conftest.py adds this one:
 `DEVICES["fake"] = ("fake_device", "open_fake")`. Then `device="fake"`, `"fake:1"` and `"fake*3"` (three devices) work wherever a
-device has a name, also in `lm.build`. Only numpy, torch and leakmel are imported here, so that the GPU benchmark can use it too.
+device has a name, also in `lm.build`. Only numpy, torch and leakmel are imported here.
 """
 
 import gc

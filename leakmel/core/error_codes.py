@@ -297,7 +297,6 @@ OPS = {
     "no-work-folder": "No temporary folder for trials can be created.",
     "nothing-to-tune-with": "No split contains a labelled recording that is not empty.",
     "tuned-bytes-differ": "A build with other speed settings gave different bytes.",
-    "settings-not-kept": "The speed settings were measured, but their file cannot be written.",
     "no-folder-to-examine": "The folder that the doctor is to examine does not exist.",
 }
 

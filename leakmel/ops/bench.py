@@ -8,13 +8,13 @@ __all__ = [
     "EVICT_PAUSE_S",
     "LogLine",
     "SETTINGS",
+    "STAGES",
     "SUITES",
     "ProcessRun",
     "run_leakmel",
     "spread",
     "spreads",
     "range_text",
-    "aligned",
     "rounds_text",
     "require_rounds",
     "commit",
@@ -25,9 +25,9 @@ __all__ = [
     "log_nothing",
     "work_folder",
     "total_for_training",
-    "write_share",
     "synthetic_set_of_size",
     "synthetic_set",
+    "build_once",
     "verify_all",
     "bench_build",
     "build_table",
@@ -41,23 +41,23 @@ __all__ = [
 ]
 
 # %% ../../nbs/ops/bench.ipynb #537adf4e
-import itertools, json, os, shutil, statistics, subprocess, sys, tempfile, time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+import itertools, json, os, statistics, subprocess, sys, tempfile, time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from ..audio.page_cache import cached_share, is_in_cache
 from ..core.errors import LeakmelError, OutputError, UsageError
-from ..core.monitor import machine_facts, usable_cores
+from ..core.monitor import machine_facts
 from ..core.parameters import answer_unknown
 from ..core.run_plan import runs_folder
+from ..core.timeline import covered_s, read_timeline
+from ..insight.diagnose import aligned
 
 
 # %% ../../nbs/ops/bench.ipynb #87c1bc31
@@ -103,10 +103,11 @@ def spread(
 
 
 def spreads(
-    rounds: list[dict[str, float]],  # figures of each round
-) -> dict[str, dict[str, float]]:
+    rounds: Sequence[Mapping[str, float | None]],  # figures of each round; None: not measured
+) -> dict[str, Any]:  # None for a figure that was never measured
     "Return median and range of each figure over the rounds."
-    return {key: spread([r[key] for r in rounds]) for key in rounds[0]}
+    found = {key: [value for r in rounds if (value := r[key]) is not None] for key in rounds[0]}
+    return {key: spread(values) if values else None for key, values in found.items()}
 
 
 def range_text(
@@ -114,14 +115,6 @@ def range_text(
 ) -> str:
     "Return the range of a figure as text."
     return f"{figure['least']:,.0f}-{figure['most']:,.0f}"
-
-
-def aligned(
-    rows: list[list[str]],  # the first one is the head
-) -> list[str]:  # lines
-    "Return rows of a table as lines: the first column to the left, the others to the right."
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
 def rounds_text(
@@ -245,47 +238,21 @@ def total_for_training(
     return next(n for n in itertools.count(n_training) if split_counts(n)["TRAINING"] >= n_training)
 
 
-def write_share(
-    folder: str,
-    n_files: int,  # of the whole set
-    first: int,  # number of the share, from 0
-    n_shares: int,
-) -> None:
-    "Write recording `first` and every `n_shares`-th one after it."
-    from leakmel.audio.synth import render_planned, plan_set, write_wav
-
-    for planned in plan_set(n_files)[first::n_shares]:
-        path, samples = render_planned(planned)
-        (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
-        write_wav(Path(folder) / path, samples)
-
-
 def synthetic_set_of_size(
     folder: str | os.PathLike,  # work folder
     n_files: int,  # recordings of all splits
     log: LogLine = log_nothing,
 ) -> Path:  # raises SpaceError
     "Return a synthetic data set in the work folder; an existing one is reused."
-    from leakmel.audio.synth import WAV_BYTES
+    from leakmel.audio.synth import WAV_BYTES, write_demo
     from leakmel.dataset.file.writer import require_space
 
     root = Path(os.path.realpath(work_folder(folder))) / f"demo-{n_files}"
-    if root.is_dir():
-        return root
-    require_space(root.parent, n_files * WAV_BYTES)
-    n_shares = max(1, min(usable_cores(), n_files // 16))
-    log(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB) with {n_shares} processes")
-    unfinished = root.with_name(f".{root.name}.{os.getpid()}.partial")
-    try:
-        with ProcessPoolExecutor(n_shares, get_context("spawn")) as pool:
-            shares = [
-                pool.submit(write_share, str(unfinished), n_files, k, n_shares) for k in range(n_shares)
-            ]
-            for share in shares:
-                share.result()
-        return unfinished.rename(root)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    if not root.is_dir():
+        require_space(root.parent, n_files * WAV_BYTES)
+        log(f"writing {n_files:,} recordings ({n_files * WAV_BYTES / 1e9:.2f} GB)")
+        write_demo(root, n_files=n_files)
+    return root
 
 
 def synthetic_set(
@@ -307,29 +274,50 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _build_once(root: Path, out: Path, name: str) -> dict[str, Any]:
-    "Return the figures of one build of a new data set."
-    folder = out / name.replace(", ", "-").replace(" ", "-")
+STAGES = ("read", "copy_in", "compute", "copy_out", "write", "publish", "verify")
+
+
+def build_once(
+    root: Path,  # data folder
+    folder: Path,  # of the data sets; older ones in it are removed
+    words: Iterable[str],  # options of `leakmel build`
+) -> dict[str, float]:  # seconds, bytes and files/s; those of a stage are of the first split
+    "Build new data sets with the command line, and return the figures of the build."
     for old in folder.glob("*.H5"):
         old.unlink()
-    target = folder if "all" in SETTINGS[name] else folder / "TRAINING_DATASET.H5"
-    done = run_leakmel("build", str(root), "--out", str(target), *SETTINGS[name])
+    target = folder if "all" in words else folder / "TRAINING_DATASET.H5"
+    done = run_leakmel("build", str(root), "--out", str(target), *words)
     splits = done.body.get("splits", [done.body])
-    return {
+    spans = read_timeline(splits[0]["timeline_path"]).spans
+    listed_s = next(s.start_s for s in spans if s.stage == "start_up" and s.lane == "main")
+    first_s = min(s.start_s for s in spans if s.stage in ("read", "stage"))
+    found, work_s = sum(s["found"] for s in splits), done.body["seconds"] - (first_s - listed_s)
+    figures = {
         "seconds": done.body["seconds"],
         "files_per_s": done.body["files_per_s"],
+        "work_s": work_s,
+        "work_files_per_s": found / work_s,
         "process_s": done.wall_s,
         "cpu_s": done.cpu_s,
         "peak_rss_bytes": done.peak_rss_bytes,
         "start_up_s": splits[0]["start_up_s"],
-        "found": sum(s["found"] for s in splits),
+        "to_first_batch_s": min(s.end_s for s in spans if s.stage == "compute"),
+        "found": found,
     }
+    for stage in STAGES:
+        some = [s for s in spans if s.stage == stage]
+        figures |= {f"{stage}_s": covered_s(some), f"{stage}_bytes": sum(s.n_bytes for s in some)}
+    return figures
 
 
-def verify_all(root: Path, out: Path) -> dict[str, Any]:
-    "Recompute every row of every data set that was built."
+def verify_all(
+    root: Path,  # data folder
+    out: Path,  # folder of the folders of data sets
+    sample: str = "all",  # rows of each data set to recompute
+) -> dict[str, Any]:
+    "Compare the digests of every data set that was built, and recompute its rows."
     reports = [
-        run_leakmel("verify", str(path), "--root", str(root), "--sample", "all").body
+        run_leakmel("verify", str(path), "--root", str(root), "--sample", sample).body
         for path in sorted(out.glob("*/*.H5"))
     ]
     return {
@@ -354,7 +342,7 @@ def bench_build(
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SETTINGS}
     for i in range(-1, rounds):
         for name, kept in runs.items():
-            figures = _build_once(root, out, name)
+            figures = build_once(root, out / name.replace(", ", "-").replace(" ", "-"), SETTINGS[name])
             if i >= 0:
                 kept.append(figures)
             when = "warm-up" if i < 0 else f"round {i + 1} of {rounds}"
@@ -378,13 +366,13 @@ def build_table(
     "Return the figures of the suite as a text table."
     if figures is None:
         return "not measured"
-    rows = [["setting", "files/s", "range", "CPU s", "peak MB"]]
+    rows: list[tuple[str, ...]] = [("setting", "files/s", "range", "CPU s", "peak MB")]
     for name, f in figures["figures"].items():
         rate, cpu_s, peak = f["files_per_s"], f["cpu_s"]["median"], f["peak_rss_bytes"]["median"] / 1e6
-        rows.append([name, f"{rate['median']:,.0f}", range_text(rate), f"{cpu_s:.2f}", f"{peak:,.0f}"])
+        rows.append((name, f"{rate['median']:,.0f}", range_text(rate), f"{cpu_s:.2f}", f"{peak:,.0f}"))
     v, m = figures["verified"], figures["machine"]
     files = f"{figures['n_files']:,} recordings in the training split, {rounds_text(figures)}"
-    lines = [*aligned(rows), f"{files}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']})"]
+    lines = [aligned(rows), f"{files}, {figures['cache']} cache, {m['n_cores']} cores ({m['cpu']})"]
     verdict = "all right" if v["all_ok"] else "NOT ALL RIGHT"
     checked = f"{v['checked']:,} of {v['rows']:,} rows recomputed in float64: {verdict}"
     lines.append(f"{checked}, largest difference {v['max_abs_db']:.4f} dB")

@@ -10,7 +10,6 @@ __all__ = [
     "N_FILES",
     "MAX_SCORE_DIFFERENCE",
     "TrainPlan",
-    "merged_times",
     "agreement",
     "bench_train",
     "train_table",
@@ -18,7 +17,7 @@ __all__ = [
 
 # %% ../../nbs/ops/bench_train.ipynb #4cedfc65
 import itertools, math, os, time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import leakmel as lm
 from ..core.errors import LeakmelError, show_path
 from ..core.monitor import Monitor, mean
 from ..core.timeline import Timeline
+from ..insight.diagnose import aligned
 from ..learn.data.segments import Segments
 from ..learn.model.detector import Detector, score_rows
 from ..learn.train.inputs import open_training
@@ -37,17 +37,17 @@ from ..learn.model.settings import TrainSettings
 from ..learn.train.state import TrainingState, detector_of
 from leakmel.ops.bench import (
     LogLine,
-    aligned,
     range_text,
     record_head,
     require_rounds,
     rounds_text,
     log_nothing,
     spread,
+    spreads,
     total_for_training,
     synthetic_set_of_size,
 )
-from .bench_gpu_parts import card_facts
+from .doctor import card_facts
 
 
 # %% ../../nbs/ops/bench_train.ipynb #4a7fc276
@@ -56,8 +56,6 @@ class TrainPlan:
     "Number of batches and settings of a benchmark run."
 
     batch_size: int  # long segments
-    warmup: int  # batches before the measurement
-    batches: int  # minimum of a round, which consists of whole epochs
     base: TrainSettings
     changes: dict[str, dict[str, Any]]  # name of a setting -> what it changes
     files_per_batch: tuple[int, ...]  # of evaluation and prediction
@@ -77,35 +75,11 @@ _CPU = _FIRST | {
     "small net": {"channels": (24, 48, 64)},
     "streamed": {"loader": "stream"},
 }
-ON_GPU = TrainPlan(5632, 60, 300, TrainSettings(), _GPU, (64, 256, 512))
-ON_CPU = TrainPlan(5632, 2, 3, TrainSettings(), _CPU, (32, 128))
-TINY = TrainPlan(128, 2, 3, TrainSettings(channels=(4, 8)), _FIRST | _LAST, (8,))
-# usual recordings of the training split: the reference set's, or five batches of an epoch and more
+ON_GPU = TrainPlan(5632, TrainSettings(), _GPU, (64, 256, 512))
+ON_CPU = TrainPlan(5632, TrainSettings(), _CPU, (32, 128))
+TINY = TrainPlan(128, TrainSettings(channels=(4, 8)), _FIRST | _LAST, (8,))
+# usual recordings of the training split: the reference set's, or some batches an epoch
 N_FILES = {"cuda": 39_563, "cpu": 400}
-
-
-# %% ../../nbs/ops/bench_train.ipynb #e3c2add1
-def merged_times(
-    epochs: list[StepTimes],  # of a round
-) -> dict[str, float | None]:  # None: not measured
-    "Merge the times of the epochs of a round."
-    n, seconds = sum(t.n_batches for t in epochs), sum(t.seconds for t in epochs)
-    figures: dict[str, float | None] = {"batches_per_s": n / seconds}
-    for name in ("wait_ms", "h2d_ms", "compute_ms", "wait_max_ms", "allocated_bytes"):
-        seen = [(value, t.n_batches) for t in epochs if (value := getattr(t, name)) is not None]
-        if name in ("wait_max_ms", "allocated_bytes"):
-            figures[name] = max((value for value, _ in seen), default=None)
-        else:
-            figures[name] = sum(value * k for value, k in seen) / sum(k for _, k in seen) if seen else None
-    compute_ms = figures["compute_ms"]
-    share = None if compute_ms is None else min(1.0, compute_ms * n / (1000 * seconds))
-    return figures | {"busy_share": share}
-
-
-def _spreads(rounds: list[dict[str, float | None]]) -> dict[str, Any]:
-    "Return median and range of each figure; None if it was not measured."
-    found = {name: [v for r in rounds if (v := r[name]) is not None] for name in rounds[0]}
-    return {name: spread(values) if values else None for name, values in found.items()}
 
 
 # %% ../../nbs/ops/bench_train.ipynb #4722f897
@@ -131,22 +105,20 @@ def _train_epoch(state: TrainingState) -> StepTimes:
 
 def _train(bench: _Bench, name: str) -> tuple[dict[str, Any], Detector]:
     "Measure the training steps of one setting; return the figures and the detector."
-    settings = bench.plan.settings(name, 1)
+    settings = bench.plan.settings(name, 1 + bench.rounds)
     with open_training(str(bench.path), settings=settings) as data:
-        per_epoch = math.ceil(len(data.training) / settings.batch_size)
-        per_round = math.ceil(bench.plan.batches / per_epoch)
-        to_warm = math.ceil(bench.plan.warmup / per_epoch)
-        settings, began = bench.plan.settings(name, to_warm + bench.rounds * per_round), time.perf_counter()
+        began, timeline, found = time.perf_counter(), Timeline(), list[dict[str, Any]]()
         state = TrainingState(data, settings, torch.device(bench.device))
         with state.loader:
-            for _ in range(to_warm):
-                _train_epoch(state)
-            warm_s, timeline, found = time.perf_counter() - began, Timeline(), []
+            warm, warm_s = _train_epoch(state), time.perf_counter() - began
             with Monitor(timeline, 0.1):
                 for k in range(bench.rounds):
-                    found.append(merged_times([_train_epoch(state) for _ in range(per_round)]))
-                    rate = found[-1]["batches_per_s"]
-                    bench.log(f"{name}: round {k + 1} of {bench.rounds}: {rate:,.1f} batches/s")
+                    times = _train_epoch(state)
+                    speed = {"batches_per_s": times.batches_per_s, "busy_share": times.busy_share}
+                    found.append(asdict(times) | speed)
+                    bench.log(
+                        f"{name}: round {k + 1} of {bench.rounds}: {times.batches_per_s:,.1f} batches/s"
+                    )
             if not math.isfinite(loss := state.sums.mean_loss()):
                 raise LeakmelError(
                     "the loss of the training is not a finite number", code="benchmark-not-right", found=loss
@@ -154,14 +126,13 @@ def _train(bench: _Bench, name: str) -> tuple[dict[str, Any], Detector]:
             figures = {
                 "first_step_s": state.stepper.first_step_s,
                 "warmup_s": warm_s,
-                "warmup_batches": to_warm * per_epoch,
-                "batches_per_round": per_round * per_epoch,
+                "warmup_batches": warm.n_batches,
                 "loader": repr(state.loader),
                 "half": str(state.stepper.half),
                 "gpu_percent": mean(timeline.samples, "gpu_percent"),
                 "last_loss": loss,
             }
-            return _spreads(found) | figures, detector_of(state)
+            return spreads(found) | figures, detector_of(state)
 
 
 # %% ../../nbs/ops/bench_train.ipynb #318c40dd
@@ -281,18 +252,18 @@ def train_table(
     if figures is None:
         return "not measured"
     lines = ["REHEARSAL: the figures below are not meaningful"] if figures["rehearsal"] else []
-    rows = [[f"training, batches of {figures['batch_size']:,}", "batches/s", "range"]]
-    rows[0] += ["wait ms", "step ms", "busy", "first s"]
+    head = (f"training, batches of {figures['batch_size']:,}", "batches/s", "range", "wait ms", "step ms")
+    rows: list[tuple[str, ...]] = [(*head, "busy", "first s")]
     for name, f in figures["training"].items():
         rate, seen = f["batches_per_s"], [f[key] for key in ("wait_ms", "compute_ms", "busy_share")]
         texts = ["-" if each is None else f"{each['median']:.2f}" for each in seen]
         span = f"{rate['least']:,.2f}-{rate['most']:,.2f}"
-        rows.append([f"  {name}", f"{rate['median']:,.2f}", span, *texts, f"{f['first_step_s']:.1f}"])
-    lines += aligned(rows)
+        rows.append((f"  {name}", f"{rate['median']:,.2f}", span, *texts, f"{f['first_step_s']:.1f}"))
+    lines.append(aligned(rows))
     for group in ("evaluation", "prediction"):
         rates = {name: f["files_per_s"] for name, f in figures[group].items()}
-        rows = [[f"  {name}", f"{r['median']:,.0f}", range_text(r)] for name, r in rates.items()]
-        lines += aligned([[f"{group}, recordings at once", "files/s", "range"], *rows])
+        rows = [(f"  {name}", f"{r['median']:,.0f}", range_text(r)) for name, r in rates.items()]
+        lines.append(aligned([(f"{group}, recordings at once", "files/s", "range"), *rows]))
     v = figures["verified"]
     verdict = "prediction and evaluation DO NOT AGREE: they differ in the recordings or in their segments"
     if v["max_abs"] is not None:

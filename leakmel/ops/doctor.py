@@ -9,11 +9,13 @@ __all__ = [
     "FIGURES",
     "NEEDED",
     "examine_compiled",
+    "card_facts",
     "examine_torch",
     "examine_gpu",
+    "timed",
+    "copy_alone",
     "examine_bus",
     "parity_specs",
-    "make_engine",
     "parity",
     "examine_engine",
     "Report",
@@ -25,7 +27,7 @@ __all__ = [
 import contextlib, os, statistics, tempfile, time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -74,6 +76,41 @@ def examine_compiled() -> Check:
     return make_check("compiled", found, {**package.figures, **figures}, advice)
 
 
+# %% ../../nbs/ops/doctor.ipynb #30142e2e
+def card_facts() -> dict[str, Any]:  # None: not reported by the driver; "nvml": why NVML cannot be used
+    "Return driver, clocks, power and bus of the first GPU."
+    from leakmel.core.monitor import _gpu_handle
+
+    try:
+        import pynvml as nv
+
+        gpu = _gpu_handle()
+    except Exception as e:
+        return {"nvml": f"{type(e).__name__}: {e}"}
+    questions: dict[str, Callable[[], Any]] = {
+        "name": lambda: nv.nvmlDeviceGetName(gpu),
+        "driver": lambda: nv.nvmlSystemGetDriverVersion(),
+        "cuda_driver": lambda: nv.nvmlSystemGetCudaDriverVersion_v2(),
+        "vram_bytes": lambda: nv.nvmlDeviceGetMemoryInfo(gpu).total,
+        "sm_mhz": lambda: nv.nvmlDeviceGetClockInfo(gpu, nv.NVML_CLOCK_SM),
+        "sm_max_mhz": lambda: nv.nvmlDeviceGetMaxClockInfo(gpu, nv.NVML_CLOCK_SM),
+        "memory_mhz": lambda: nv.nvmlDeviceGetClockInfo(gpu, nv.NVML_CLOCK_MEM),
+        "power_limit_w": lambda: nv.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+        "power_w": lambda: nv.nvmlDeviceGetPowerUsage(gpu) / 1000,
+        "temperature_c": lambda: nv.nvmlDeviceGetTemperature(gpu, nv.NVML_TEMPERATURE_GPU),
+        "throttled_for": lambda: nv.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+        "pcie_generation": lambda: nv.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
+        "pcie_lanes": lambda: nv.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+        "ecc": lambda: bool(nv.nvmlDeviceGetEccMode(gpu)[0]),
+    }
+    facts = dict[str, Any].fromkeys(questions)
+    for name, question in questions.items():
+        with contextlib.suppress(Exception):  # not reported by this driver or GPU
+            value = question()
+            facts[name] = value.decode() if isinstance(value, bytes) else value
+    return facts
+
+
 # %% ../../nbs/ops/doctor.ipynb #1e488b0e
 def examine_torch() -> Check:
     "Check torch, and whether it was built for CUDA if a driver is installed."
@@ -106,8 +143,6 @@ def examine_gpu() -> Check:
             found,
             "If this machine has an NVIDIA GPU, install its driver; otherwise nothing is wrong",
         )
-    from leakmel.ops.bench_gpu_parts import card_facts
-
     facts, names = card_facts(), list[str]()
     cuda, vram = facts.get("cuda_driver"), facts.get("vram_bytes")
     with contextlib.suppress(ImportError):
@@ -127,13 +162,60 @@ def examine_gpu() -> Check:
     return make_check("gpu", ", ".join(words), figures, advice)
 
 
+# %% ../../nbs/ops/doctor.ipynb #e53c0130
+def timed(
+    device: Any,  # a mel.device.Device
+    stream: Any,
+    work: Callable[[], object],  # launches something
+    *,
+    window_s: float = 0.1,
+    windows: int = 5,
+) -> list[float]:  # seconds per launch, one value per window
+    "Measure the duration of work on a device with its own events."
+    begin, end = device.event(), device.event()
+
+    def window(n: int) -> float:
+        stream.record(begin)
+        for _ in range(n):
+            stream.do(work)
+        stream.record(end)
+        end.synchronize()
+        return max(1e-3 * begin.elapsed_time(end), 1e-9) / n
+
+    window(3)  # the first time compiles and warms
+    n = max(1, min(10_000, round(window_s / window(3))))
+    return [window(n) for _ in range(windows)]
+
+
+def copy_alone(device: str, sizes: list[int], window_s: float) -> dict[str, Any]:
+    "Return GB/s of plain pinned copies by size: to the device (`in`), and from it (`out`)."
+    import torch
+    from leakmel.mel.device import open_devices
+
+    on, found = open_devices(device)[0], dict[str, Any]()
+    try:
+        for n_bytes in sizes:
+            host, there = on.pinned((n_bytes,), torch.uint8), on.empty((n_bytes,), torch.uint8)
+            on.synchronize()
+            rates = {}
+            for way, target, source in (("in", there, host), ("out", host, there)):
+                copy = partial(target.copy_, source, non_blocking=True)
+                times = timed(on, on.stream(), copy, window_s=window_s)
+                rates[way] = [n_bytes / s / 1e9 for s in times]
+            on.unpin(host)
+            found[str(n_bytes)] = rates
+        return found
+    finally:
+        on.close()
+
+
+# %% ../../nbs/ops/doctor.ipynb #38f9bcd2
 MIN_BUS_RATE = 3e9  # bytes/s: a lower rate means a narrow slot or a slow virtual bus
 
 
 def examine_bus(device: str = "cuda") -> Check:
     "Measure the rates of copies from pinned memory to the device and from the device."
     from leakmel.mel.engines import EngineUnavailable
-    from leakmel.ops.bench_gpu_parts import copy_alone
 
     size = 16 << 20
     try:
@@ -153,19 +235,6 @@ def parity_specs() -> list[Any]:
     from leakmel.mel.spec import MelSpec
 
     return [MelSpec.preset(name, duration_s=2) for name in ("disjoint", "overlap")]
-
-
-def make_engine(
-    name: str,  # one of ENGINES
-    spec: Any,  # MelSpec
-    device: str,  # as for `build`
-) -> Any:  # mel.engines.Engine
-    "Open an engine without its self-check; raises what its packages raise."
-    from leakmel.mel.engines import ENGINES
-
-    module, cls = ENGINES[name]
-    make = getattr(import_module(module), cls)
-    return make(spec) if name == "reference" else make(spec, device=device)
 
 
 def parity(
@@ -189,13 +258,13 @@ def examine_engine(
     device: str = "cpu",  # as for `build`
 ) -> Check:
     "Check whether an engine runs on this machine and computes right values; report its largest difference in dB."
-    from leakmel.mel.engines import EngineUnavailable
+    from leakmel.mel.engines import EngineUnavailable, load_class
 
     key, began = f"engine_{name}{'_cuda' if name == 'torch' and device != 'cpu' else ''}", time.perf_counter()
     compared, identity = list[Any](), ""
     try:
         for spec in parity_specs():
-            with make_engine(name, spec, device) as engine:
+            with load_class(name)(spec, device=device) as engine:  # type: ignore[call-arg]
                 compared += parity(engine)
                 identity = engine.identity
     except (EngineUnavailable, ImportError) as e:
@@ -249,10 +318,6 @@ FIGURES = {
     "mount": "where the folder's file system is mounted",
     "file_system": "its type",
     "kind": "kind of disk: memory, network or local disk",
-    "cold": "true: the files were not in the page cache; None: the file system does not report it",
-    "cold_n_files": "files read",
-    "cold_n_bytes": "bytes read",
-    "cold_bytes_per_s": "rate of reading them, a few files at a time",
     "command": "leakmel build command for the folder's recordings",
     "groups": "number of sensors, sessions and folders in their names",
     "hdf5_version": "version of the HDF5 library",

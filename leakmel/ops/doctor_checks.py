@@ -18,11 +18,7 @@ __all__ = [
     "WINDOWS_FILE_SYSTEMS",
     "MEMORY_FILE_SYSTEMS",
     "NETWORK_FILE_SYSTEMS",
-    "COLD_BYTES",
-    "COLD_S",
     "MAX_ENTRIES",
-    "READ_THREADS",
-    "MIN_DISK_RATE",
     "Check",
     "make_check",
     "requirements",
@@ -36,17 +32,15 @@ __all__ = [
     "examine_wsl",
     "disk_kind",
     "scratch",
-    "some_recordings",
-    "cold_rate",
+    "has_recordings",
     "examine_disk",
     "examine_recordings",
     "examine_hdf5",
 ]
 
 # %% ../../nbs/ops/doctor_checks.ipynb #51439791
-import configparser, contextlib, os, platform, re, stat, tempfile, time
+import configparser, contextlib, os, platform, re, tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module, metadata
@@ -54,10 +48,9 @@ from pathlib import Path
 from typing import Any
 
 import leakmel
-from ..core.errors import LeakmelError, show_path
+from ..core.errors import show_path
 from ..core.monitor import CGROUP_FILE, CGROUP_ROOT, cgroup_limits, cpu_quota, read_small_file
 from ..core.monitor import free_memory, size_text, usable_cores
-from .bench import evict, is_cached
 
 # %% ../../nbs/ops/doctor_checks.ipynb #dfead063
 TITLES = {
@@ -148,7 +141,7 @@ NEEDED = ("numpy", "h5py", "xxhash")  # a build cannot do without them
 LINES = {
     "packages": (*NEEDED, "pandas", "psutil", "soundfile", "soxr", "tqdm", "packaging"),
     "front_end": ("jupyterlab", "ipykernel", "ipywidgets", "plotly", "papermill"),
-    "torch": ("torch", "torchaudio", "scikit-learn", "scipy"),
+    "torch": ("torch", "torchaudio", "scikit-learn", "scipy", "joblib", "threadpoolctl"),
     "compiled": ("numba",),
     "gpu": ("nvidia-ml-py",),
     "engine_triton": ("triton",),
@@ -334,87 +327,29 @@ def scratch(folder: str | os.PathLike) -> Iterator[Path]:
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #831e4edf
-COLD_BYTES, COLD_S = 8_000_000, 2.0  # limits of the measurement
 MAX_ENTRIES = 5000  # folder entries that are searched for recordings
-READ_THREADS = 8  # threads
-MIN_DISK_RATE = 40e6  # bytes/s: less than 500 recordings of 10 s at 4,096 Hz each second
 
 
-def some_recordings(folder: str | os.PathLike[str], n_bytes: int = COLD_BYTES) -> list[Path]:
-    "Return recordings below a folder, up to n_bytes or MAX_ENTRIES entries."
-    found, size, seen = list[Path](), 0, 0
+def has_recordings(folder: str | os.PathLike[str]) -> bool:
+    "Return whether a recording lies below a folder, among its first MAX_ENTRIES entries."
+    from leakmel.audio.listing import is_recording_name
+
+    n_seen = 0
     for place, folders, names in os.walk(os.fspath(folder)):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        seen += len(folders) + len(names)
-        for name in names:
-            path = Path(place, name)
-            if name.startswith(".") or path.suffix.lower() not in (".wav", ".wave"):
-                continue
-            info = path.lstat()
-            if stat.S_ISREG(info.st_mode) and 0 < info.st_size <= n_bytes:
-                found.append(path)
-                size += info.st_size
-            if size >= n_bytes:
-                return found
-        if seen >= MAX_ENTRIES:
+        n_seen += len(folders) + len(names)
+        if any(is_recording_name(os.fsencode(name)) and Path(place, name).is_file() for name in names):
+            return True
+        if n_seen >= MAX_ENTRIES:
             break
-    return found
-
-
-def cold_rate(
-    files: Sequence[Path],
-) -> dict[str, Any]:  # keys of FIGURES; raises OSError, or UsageError if the system cannot drop files
-    "Drop files from the page cache and measure the rate of reading those that were dropped."
-    evict(files)
-    states = {path: is_cached(path) for path in files}
-    cold = [path for path, state in states.items() if not state]
-    start = time.perf_counter()
-
-    def read(path: Path) -> int:
-        return len(path.read_bytes()) if time.perf_counter() < start + COLD_S else 0
-
-    with ThreadPoolExecutor(READ_THREADS) as pool:
-        sizes = [n for n in pool.map(read, cold) if n]
-    took = time.perf_counter() - start
-    return {
-        "cold": None if None in states.values() else bool(cold),
-        "cold_n_files": len(sizes),
-        "cold_n_bytes": sum(sizes),
-        "cold_bytes_per_s": sum(sizes) / took if sizes else None,
-    }
+    return False
 
 
 def examine_disk(folder: str | os.PathLike) -> Check:
-    "Measure the rate of reading recordings that are not in the page cache."
-    kind, files = disk_kind(folder), some_recordings(folder)
-    figures, why = dict[str, Any](kind=kind), "the files could not be dropped from the page cache"
-    if kind == "memory" or not files:
-        why = "its files are always in memory" if kind == "memory" else "the folder has no recordings"
-        return Check("disk", "ok", f"{kind}; cold rate {NOT_MEASURED}: {why}", figures=figures)
-    try:
-        figures |= cold_rate(files)
-    except (OSError, LeakmelError) as e:
-        why = f"{type(e).__name__}: {e}"
-    rate, advice = figures.get("cold_bytes_per_s"), ""
-    found = f"{kind}; cold rate {NOT_MEASURED}: {why}"
-    if rate:
-        cold = (
-            "the file system does not report whether the files were cached"
-            if figures["cold"] is None
-            else "cold"
-        )
-        what = f"{size_text(figures['cold_n_bytes'])} in {figures['cold_n_files']} files, {READ_THREADS} at a time"
-        found = f"{kind}; {size_text(rate)}/s, {cold}; {what}"
-    if not rate or figures["cold"] is None:
-        advice = (
-            "Use the summary of a first build instead: it reports the rate and the state of the page cache"
-        )
-    elif kind == "network" or rate < MIN_DISK_RATE:
-        advice = (
-            "Copy the recordings to a local SSD, or build with --mode memmap: "
-            "only its first build reads them one by one"
-        )
-    return make_check("disk", found, figures, advice)
+    "Check the kind of disk that a folder lies on."
+    kind = disk_kind(folder)
+    advice = "Copy the recordings to a local SSD, or build with --mode memmap: only its first build reads them one by one"
+    return make_check("disk", kind, {"kind": kind}, advice if kind == "network" else "")
 
 
 # %% ../../nbs/ops/doctor_checks.ipynb #b034cb5f
@@ -423,7 +358,7 @@ def examine_recordings(folder: str | os.PathLike) -> Check:
     from leakmel.audio.manifest import scan
     from leakmel.dataset.run.proposal import propose_build
 
-    if not some_recordings(folder):
+    if not has_recordings(folder):
         return Check("recordings", "ok", "the folder has no recordings")
     proposal = propose_build(scan(folder, progress="none"), os.fspath(folder))
     advice = (

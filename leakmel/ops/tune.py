@@ -15,11 +15,11 @@ __all__ = [
     "MAX_FILES",
     "MIN_FILES",
     "MAX_ROUNDS",
+    "FIRST_FILES",
     "take_sample",
     "paths_of",
     "StateError",
     "make_cache_state",
-    "Candidate",
     "candidates",
     "BuildTrials",
     "TrialTimes",
@@ -27,15 +27,14 @@ __all__ = [
     "scores_of",
     "gain",
     "best_candidate",
-    "plan_sweep",
-    "NotKeptError",
+    "sample_size",
     "tune",
     "tune_table",
 ]
 
 # %% ../../nbs/ops/tune.ipynb #37782420
 import math, os, tempfile, time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -56,14 +55,15 @@ from leakmel.core.errors import (
     VerifyError,
     show_path,
 )
-from ..core.monitor import free_memory, usable_cores
+from ..core.monitor import usable_cores
 from ..core.progress import Progress
 from ..dataset.run.config import PipelineConfig, Workers, plan_workers
 from ..dataset.run.inputs import SpecLike, decide_spec
 from ..dataset.run.publish import BuildResult
 from ..dataset.run.config import SCHEMA, this_machine, write_tuned
+from ..insight.diagnose import aligned
 from ..mel.engines import open_engine
-from .bench import aligned, read_into_cache, evict, is_cached, range_text, record_head
+from .bench import read_into_cache, evict, is_cached, range_text, record_head
 
 # %% ../../nbs/ops/tune.ipynb #7e922b11
 SAMPLE_RUNS = 8
@@ -147,46 +147,32 @@ def make_cache_state(
 DEFAULT = "default"
 
 
-@dataclass(frozen=True)
-class Candidate:
-    "Build settings to try."
-
-    name: str
-    changes: Mapping[str, int] = field(default_factory=dict)  # fields of PipelineConfig
-    mode: str = "stream"
-
-
 def candidates(
     workers: Workers,  # default of a build of the sample
     full: Workers,  # default of a build of all recordings
     on_device: bool,  # a GPU computes
     n_files: int,  # of the sample
     cores: int | None = None,
-) -> list[Candidate]:  # the defaults first, then by expected effect
+) -> dict[str, dict[str, int]]:  # name -> fields of PipelineConfig; the defaults first
     "Return the settings to try on this machine."
     cores = cores or usable_cores()
-    others: list[dict[str, int]]
+    others: list[dict[str, int]] = [{"read_ahead": n} for n in (256, 0, 1024)]
     if on_device:
         sizes = (256, 1024, 128, 2048)
-        others = [{"read_workers": max(1, n)} for n in (cores // 2, 2 * cores)]
+        others += [{"read_workers": max(1, n)} for n in (cores // 2, 2 * cores)]
         others += [{"gpu_streams": 1}, {"gpu_streams": 4}, {"slots": 2 * workers.slots}]
         others += [{"batch_accumulation": 2}, {"write_workers": max(1, cores // 2)}]
     else:
         sizes = (64, 16, 128, 8)
-        others = [{"compute_workers": 2 * cores}, {"read_workers": cores}]
+        others += [{"compute_workers": 2 * cores}, {"read_workers": cores}]
         others += [{"read_workers": 2 * cores, "slots": 8 * cores}]
         others += [{"compute_workers": cores // 2}] if cores > 2 else []
-    same = workers.files_per_batch == full.files_per_batch  # a small sample cannot tell about large batches
-    large = [n for n in sizes if same and 2 * workers.compute_workers * n <= n_files]
-    batches = [{"files_per_batch": n} for n in large]
-    ahead = [{"read_ahead": n} for n in (256, 0, 1024)]
-    found = [Candidate(DEFAULT)]
-    for changes in [*batches[:2], *others, *ahead[:2], {}, *batches[2:], ahead[2]]:
-        name = ", ".join(f"{key} {value}" for key, value in changes.items())
-        if not changes:
-            found.append(Candidate("mode preload", mode="preload"))
-        elif any(getattr(workers, key, None) != value for key, value in changes.items()):
-            found.append(Candidate(name, changes))
+    if workers.files_per_batch == full.files_per_batch:  # a small sample cannot tell about large batches
+        others += [{"files_per_batch": n} for n in sizes if 2 * workers.compute_workers * n <= n_files]
+    found: dict[str, dict[str, int]] = {DEFAULT: {}}
+    for changes in others:
+        if any(getattr(workers, key, None) != value for key, value in changes.items()):
+            found[", ".join(f"{key} {value}" for key, value in changes.items())] = changes
     return found
 
 
@@ -206,8 +192,6 @@ class BuildTrials:
         self,
         name: str,  # of the data set in the temporary folder, without extension
         config: PipelineConfig,
-        *,
-        mode: str = "stream",
         check: int | None = 0,
     ) -> BuildResult:  # raises LeakmelError
         "Build the sample."
@@ -217,7 +201,7 @@ class BuildTrials:
             out=self.work / f"{name}.h5",
             spec=self.spec,
             engine=self.engine,
-            mode=mode,
+            mode="stream",
             pipeline=config,
             manifest=self.sample,
             check=check,
@@ -226,11 +210,11 @@ class BuildTrials:
             fresh=True,
         )
 
-    def run(self, candidate: Candidate, cache: str) -> float:  # seconds; raises LeakmelError, OSError
+    def run(self, changes: Mapping[str, int], cache: str) -> float:  # seconds; raises LeakmelError, OSError
         "Build the sample once, from a cold or a warm page cache."
-        config = PipelineConfig(**candidate.changes, device=self.device, fsync=False, monitor_interval_s=0.0)  # type: ignore[arg-type]
+        config = PipelineConfig(**changes, device=self.device, fsync=False, monitor_interval_s=0.0)  # type: ignore[arg-type]
         make_cache_state(paths_of(self.sample), cache)
-        done = self.build("trial", config, mode=candidate.mode)
+        done = self.build("trial", config)
         if cache == "cold" and done.summary["cache"] == "warm":
             raise StateError(
                 "the trial did not count: evicted recordings were read from the page cache",
@@ -326,143 +310,105 @@ def gain(
 
 def best_candidate(
     states: Mapping[str, Sequence[Score]],  # "cold", "warm" -> scores
-    tried: Sequence[Candidate],
-) -> Candidate | None:  # None: no setting is clearly faster
+    names: Iterable[str],  # of the settings
+) -> str:  # DEFAULT: no setting is clearly faster
     "Return the setting with the largest clear speed-up over the defaults."
-    best = max(tried, key=lambda c: gain(states, c.name))
-    return best if gain(states, best.name) else None
+    best = max(names, key=lambda name: gain(states, name))
+    return best if gain(states, best) else DEFAULT
 
 
 # %% ../../nbs/ops/tune.ipynb #20217cbd
 MAX_FILES, MIN_FILES, MAX_ROUNDS = 8000, 64, 9
-# end of each phase as a share of the time; the rest is for the check
-_START, _BUILDS = 0.12, 0.9
-_SPARE = 0.8  # share of a phase that is planned
-_LONG_ENOUGH = (
-    0.015  # share of the time after which builds are long enough to estimate the seconds per recording
-)
+FIRST_FILES = 1024  # recordings of the build that measures the duration
+_BUILDS = 0.9  # share of the time for the builds; the rest is for the check
+_SPARE = 0.8  # share of that which is planned
 
 
-def plan_sweep(
-    n_there: int,  # recordings in the sample
-    n_tried: int,  # settings
-    n_states: int,  # of the page cache
+def sample_size(
+    n_there: int,  # recordings
+    n_trials: int,  # settings, times states of the page cache
     seconds_per_file: float,  # of a trial and its preparation
     seconds: float,  # available time
-) -> tuple[int, int, int]:  # recordings, settings and rounds
-    "Return the size of the sweep that fits into the time."
-    room = _SPARE * seconds / (n_states * seconds_per_file)  # files, over all trials
-    least = min(MIN_FILES, n_there)
-    n_files = max(least, min(MAX_FILES, n_there, int(room / (MIN_ROUNDS * n_tried))))
-    n_tried = max(min(3, n_tried), min(n_tried, int(room / (MIN_ROUNDS * n_files))))
-    return n_files, n_tried, max(MIN_ROUNDS, min(MAX_ROUNDS, int(room / (n_tried * n_files))))
-
-
-def _seconds_per_file(trials: BuildTrials, states: list[str], notes: list[str], ends: float) -> float:
-    "Estimate the seconds per recording with builds of increasing size; remove states of the page cache that cannot be reached."
-    seconds, n_all = max(0.0, ends - time.monotonic()), len(trials.sample)
-    over = ends - (1 - _START) * seconds
-    for n in [n for n in (MIN_FILES, 256, 1024, 4096) if n < n_all] + [n_all]:
-        began, some = time.monotonic(), replace(trials, sample=take_sample(trials.sample, n))
-        for cache in list(states):
-            try:
-                some.run(Candidate(DEFAULT), cache)
-            except StateError as e:
-                states.remove(cache)
-                notes.append(f"{cache}: not measured, {e}")
-        if not states:
-            why = "; ".join(notes)
-            raise LeakmelError(
-                "the page cache could be made neither cold nor warm", code="cache-state", found=why
-            )
-        took = time.monotonic() - began
-        if took > _LONG_ENOUGH * seconds or time.monotonic() + 4 * took > over:
-            break
-    return took / n / len(states)
+) -> int:
+    "Return the number of recordings with which MIN_ROUNDS rounds fit into the time."
+    fitting = int(_SPARE * seconds / (MIN_ROUNDS * n_trials * seconds_per_file))
+    return min(n_there, max(MIN_FILES, min(MAX_FILES, fitting)))
 
 
 # %% ../../nbs/ops/tune.ipynb #74100e7e
-def _measure(trials: BuildTrials, manifest: Manifest, ends: float, progress: str) -> dict[str, Any]:
+def _measure(trials: BuildTrials, manifest: Manifest, ends_s: float, progress: str) -> dict[str, Any]:
     "Run all phases and return the figures."
-    pool, states, notes = trials.sample, [*CACHES] if hasattr(os, "posix_fadvise") else ["warm"], list[str]()
-    config, n_all = PipelineConfig(device=trials.device), max(map(len, manifest.listings))
-    # compiles the kernels, and raises the errors of the recordings
-    some = replace(trials, sample=take_sample(pool, MIN_FILES))
-    some.build("trial", PipelineConfig(device=trials.device, fsync=False))
-    ready = min(time.monotonic(), ends)
-    per_file_s = _seconds_per_file(trials, states, notes, ends)
+    pool, notes, config = trials.sample, list[str](), PipelineConfig(device=trials.device)
+    small = replace(trials, sample=take_sample(pool, MIN_FILES))
+    small.build("trial", replace(config, fsync=False))  # compiles, and raises the errors of the recordings
+    first = replace(trials, sample=take_sample(pool, FIRST_FILES))
+    for states in (list(CACHES), ["warm"]):
+        began_s = time.monotonic()
+        try:
+            first.run({}, states[0])
+            break
+        except (StateError, UsageError) as e:
+            notes.append(f"{states[0]}: not measured, {e}")
+    now_s = time.monotonic()
+    over_s = now_s + _BUILDS * max(0.0, ends_s - now_s)
     spec = decide_spec(trials.spec, [pool.listings[0]]).spec
-    need = 2 * spec.n_samples * len(manifest)
-    fits = need <= config.ram_fraction * free_memory()
-    if not fits:
-        notes.append("mode preload was not tried: the recordings do not fit into memory")
     with open_engine(trials.engine, spec, device=trials.device) as engine:
         on_device = engine.device.split(":")[0] != "cpu"
-    full = plan_workers(config, spec, engine, n_all)
+    full = plan_workers(config, spec, engine, max(map(len, manifest.listings)))
 
-    def offer(n: int) -> list[Candidate]:
-        every = candidates(plan_workers(config, spec, engine, n), full, on_device, n)
-        return [c for c in every if fits or c.mode != "preload"]
+    def offer(n: int) -> dict[str, dict[str, int]]:
+        return candidates(plan_workers(config, spec, engine, n), full, on_device, n)
 
-    over = ready + _BUILDS * (ends - ready)
-    seconds = max(0.01, over - time.monotonic())
-    n_files, _, _ = plan_sweep(len(pool), len(offer(len(pool))), len(states), per_file_s, seconds)
-    tried = offer(n_files)
-    _, n_tried, rounds = plan_sweep(n_files, len(tried), len(states), per_file_s, seconds)
-    if left := [c.name for c in tried[n_tried:]]:
-        notes.append(f"not tried because the time was too short: {'; '.join(left)}")
-    tried, trials = tried[:n_tried], replace(trials, sample=take_sample(pool, n_files))
-    small = replace(trials, sample=take_sample(pool, 16))
-    sweep({(c.name, "warm"): partial(small.run, c, "warm") for c in tried}, rounds=1, ends_s=over)
-    work = {(c.name, cache): partial(trials.run, c, cache) for c in tried for cache in states}
-    with Progress(rounds * len(work), unit="trials", label="tune", show=progress) as bar:
-        found = sweep(work, rounds=rounds, ends_s=over, tell=bar.update)
+    per_file_s = max((now_s - began_s) / len(first.sample), 1e-6)
+    n_files = sample_size(len(pool), len(states) * len(offer(len(pool))), per_file_s, over_s - now_s)
+    tried, trials = offer(n_files), replace(trials, sample=take_sample(pool, n_files))
+    sweep({(n, "warm"): partial(small.run, c, "warm") for n, c in tried.items()}, rounds=1, ends_s=over_s)
+    work = {(n, cache): partial(trials.run, c, cache) for n, c in tried.items() for cache in states}
+    with Progress(MAX_ROUNDS * len(work), unit="trials", label="tune", show=progress) as bar:
+        found = sweep(work, rounds=MAX_ROUNDS, ends_s=over_s, tell=bar.update)
     builds = {cache: scores_of(found, cache, n_files) for cache in states}
-    best = best_candidate(builds, tried)
-    chosen, listing = best or Candidate(DEFAULT), trials.sample.listings[0]
+    if (rounds := min(len(found[DEFAULT, cache].seconds) for cache in states)) < MIN_ROUNDS:
+        notes.append(f"only {rounds} of the {MIN_ROUNDS} rounds of a comparison fit into the time: give more")
+    best, listing = best_candidate(builds, tried), trials.sample.listings[0]
     return record_head("tune") | {
         "leakmel_version": lm.__version__,
         "engine": engine.identity,
         "device": engine.device,
         "default": asdict(full),
-        "need_bytes": need,
         "n_files": len(listing),
         "n_files_there": len(manifest),
         "n_bytes": listing.n_bytes,
         "split": listing.split,
         "spec": spec.to_dict(),
         "with_waveforms": trials.with_waveforms,
-        "rounds": rounds,
         "interval": "listing to published file, without fsync and check",
         "builds": builds,
-        "settings": dict(chosen.changes),
-        "mode": "preload" if chosen.mode == "preload" else "auto",
-        "advice": _advice(best),
+        "settings": tried[best],
+        "advice": _advice(best, tried[best]),
         "notes": notes,
-        "verified": _verify_settings(trials, chosen),
+        "verified": _verify_settings(trials, tried[best]),
     }
 
 
-def _advice(best: Candidate | None) -> str:
+def _advice(best: str, changes: Mapping[str, int]) -> str:
     "Return the recommendation as a sentence."
-    if best is None:
+    if best == DEFAULT:
         return "no setting is clearly faster than the defaults, so builds need no options"
-    given = [f"--{name.replace('_', '-')} {value}" for name, value in best.changes.items()]
-    given += ["--mode preload"] if best.mode == "preload" else []
-    return f"{best.name} is clearly faster: leakmel build ... {' '.join(given)}"
+    given = [f"--{name.replace('_', '-')} {value}" for name, value in changes.items()]
+    return f"{best} is clearly faster: leakmel build ... {' '.join(given)}"
 
 
-def _verify_settings(trials: BuildTrials, chosen: Candidate) -> dict[str, Any]:
+def _verify_settings(trials: BuildTrials, changes: Mapping[str, int]) -> dict[str, Any]:
     "Compare verified builds with the defaults and with the chosen settings; raises VerifyError if they differ."
     right = trials.build("default", PipelineConfig(device=trials.device), check=64)
-    config = PipelineConfig(**dict(chosen.changes), device=trials.device)  # type: ignore[arg-type]
-    done = trials.build("chosen", config, mode=chosen.mode, check=64)
+    config = PipelineConfig(**changes, device=trials.device)  # type: ignore[arg-type]
+    done = trials.build("chosen", config, check=64)
     if right.path.read_bytes() != done.path.read_bytes():
         raise VerifyError(
             "a build with other speed settings gave other bytes, so no settings were stored",
             code="tuned-bytes-differ",
             path=trials.sample.listings[0].folder,
-            found=chosen.name,
+            found=", ".join(f"{name} {value}" for name, value in changes.items()),
             remedy="build with the defaults and report this error",
         )
     report = done.verified
@@ -471,20 +417,6 @@ def _verify_settings(trials: BuildTrials, chosen: Candidate) -> dict[str, Any]:
 
 
 # %% ../../nbs/ops/tune.ipynb #018b0a73
-class NotKeptError(OutputError):
-    "The measurement is complete, but the settings file for later builds cannot be written."
-
-    def __init__(
-        self,
-        why: OutputError,  # error of writing the file
-        figures: Mapping[str, Any],  # result of `tune`
-    ):
-        text = f"the measured settings could not be stored for later builds: {why}"
-        super().__init__(text, code="settings-not-kept", remedy=figures["advice"])
-        self.exit_code, self.facts = why.exit_code, dict(figures)
-        self.add_note(f"the measurement:\n{tune_table(figures)}")
-
-
 def tune(
     root: str | os.PathLike,  # folder of splits, or one folder of label folders
     *,
@@ -499,9 +431,7 @@ def tune(
     | None = None,  # for temporary data sets, best on the disk of the real data sets
     keep: bool = True,  # write the settings file for later builds
     progress: str = "auto",  # "auto", "notebook", "terminal", "log" or "none"
-) -> dict[
-    str, Any
-]:  # figures and settings; raises LeakmelError, NotKeptError if only the file cannot be written
+) -> dict[str, Any]:  # figures and settings; raises LeakmelError
     "Measure the speed of build settings on a sample of the user's recordings, and store the best for later builds."
     if not (isinstance(budget_s, int | float) and 0 < budget_s < math.inf):
         text = "budget_s must be a number of seconds above 0"
@@ -520,15 +450,13 @@ def tune(
         figures = _measure(trials, manifest, began + budget_s, progress)
     figures |= {"root": show_path(manifest.root), "budget_s": budget_s, "seconds": time.monotonic() - began}
     if keep:
-        keys = ("leakmel_version", "made_utc", "root", "need_bytes", "mode", "settings")
         asked = {"schema": SCHEMA, "machine": this_machine(), "engine": engine, "device": device}
+        facts = {key: figures[key] for key in ("leakmel_version", "made_utc", "root", "settings")}
         try:
-            path = write_tuned(
-                manifest.root, {key: figures[key] for key in keys} | asked | {"measured": figures}
-            )
+            figures["path"] = show_path(write_tuned(manifest.root, facts | asked | {"measured": figures}))
         except OutputError as e:
-            raise NotKeptError(e, figures) from e
-        figures["path"] = show_path(path)
+            e.add_note(f"the settings were measured, but not stored for later builds:\n{tune_table(figures)}")
+            raise
     return figures
 
 
@@ -540,10 +468,10 @@ def tune_table(
     sample = f"{f['n_files']:,} of {f['n_files_there']:,} recordings, {f['n_bytes'] / 1e6:,.1f} MB"
     lines = [f"{sample}; engine {f['engine']}, {machine['n_cores']} cores ({machine['cpu']})"]
     for cache, scores in f["builds"].items():
-        rows = [[f"builds, {cache} cache", "files/s", "range", "rounds"]]
-        for s in scores:
-            rows.append([f"  {s['name']}", f"{s['files_per_s']:,.0f}", range_text(s), f"{s['rounds']}"])
-        lines += ["", *aligned(rows), *(f"{s['name']}: {s['failure'][:90]}" for s in scores if s["failure"])]
+        rows: list[tuple[str, ...]] = [(f"builds, {cache} cache", "files/s", "range", "rounds")]
+        for x in scores:
+            rows.append((f"  {x['name']}", f"{x['files_per_s']:,.0f}", range_text(x), f"{x['rounds']}"))
+        lines += ["", aligned(rows), *(f"{x['name']}: {x['failure'][:90]}" for x in scores if x["failure"])]
     verified = f"{f['verified']['verdict']}, with the same bytes as the defaults"
     lines += ["", *f["notes"], f"sample built with the recommended settings: {verified}"]
     lines.append(f"{f['seconds']:.1f} s; {f['advice']}")

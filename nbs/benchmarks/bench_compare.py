@@ -14,7 +14,7 @@ from leakmel.mel.engines import CPU_ENGINES, YARDSTICK_ENGINES, EngineUnavailabl
 from leakmel.mel.reference import compare, reference_features
 from leakmel.mel.spec import MelSpec, spec_from_dict
 from leakmel.ops.bench import read_into_cache, evict, synthetic_set, record_head, rounds_text, spread
-from leakmel.ops.bench_gpu_parts import GEOMETRIES, geometry_spec
+from leakmel.ops.bench_gpu import GEOMETRIES, geometry_spec
 from contestants import TOOLS, list_split
 from process_tree import Took, run_command
 

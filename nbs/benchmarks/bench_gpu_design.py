@@ -3,7 +3,7 @@
 python nbs/benchmarks/bench_gpu_design.py WORK [--out FOLDER] [--budget-s S]    on a machine with a GPU; without Jupyter
 """
 
-import argparse, os, sys, time
+import argparse, os, time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,9 +15,10 @@ import numpy as np
 
 from leakmel.mel.engines import ENGINES, DeviceOptions
 from leakmel.mel.spec import MelSpec
-from leakmel.ops.bench import spread, store
-from leakmel.ops.bench_gpu import COPY_SIZES, Part, bench_gpu, gpu_table, plan_parts
-from leakmel.ops.bench_gpu_parts import GEOMETRIES, geometry_spec, timed
+from leakmel.core.errors import LeakmelError
+from leakmel.ops.bench import LogLine, build_once, log_nothing, spread, spreads, store, synthetic_set_of_size
+from leakmel.ops.bench_gpu import GEOMETRIES, bench_gpu, geometry_spec, geometry_words, gpu_table
+from leakmel.ops.doctor import copy_alone, timed
 
 
 def kernel_alone(engine: str, device: str, name: str, n_block: int, window_s: float) -> dict[str, Any]:
@@ -208,74 +209,122 @@ def reuse(engine: str, device: str, name: str, n: int, batches: int) -> dict[str
     }
 
 
-OFF: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "graph off": {"settings": {"cuda_graph": False}},
-    "async copies off": {"settings": {"async_copies": False}},
-    "accumulation 4": {"settings": {"batch_accumulation": 4}},
-    "streams 1": {"settings": {"gpu_streams": 1}},
-    "fsync on": {"settings": {"fsync": True}},
-    "check off": {"check": 0},
-    "monitor off": {"settings": {"monitor_interval_s": 0.0}},
-}
+COPY_SIZES = (1 << 20, 8 << 20, 42 << 20, 256 << 20)  # bytes
+_ROOM = ("--max-bytes-in-flight", str(4 << 30))
+VARIED: dict[str, tuple[str, ...]] = {
+    "as it is": (),
+    "graph off": ("--no-cuda-graph",),
+    "async copies off": ("--no-async-copies",),
+    "accumulation 4": ("--batch-accumulation", "4"),
+    "streams 1": ("--gpu-streams", "1"),
+    "fsync on": ("--fsync",),
+    "check off": ("--check", "0"),
+    "monitor off": ("--monitor-interval-s", "0"),
+    "streams 4": ("--gpu-streams", "4"),
+    "streams 8": ("--gpu-streams", "8"),
+    **{f"batch {n}": ("--files-per-batch", str(n), *_ROOM) for n in (128, 256, 1024, 2048)},
+    **{f"readers {n}": ("--read-workers", str(n)) for n in (4, 8, 32)},
+    **{f"writers {n}": ("--write-workers", str(n)) for n in (1, 2, 8)},
+    **{f"slots {n}": ("--slots", str(n), *_ROOM) for n in (6, 12, 40)},
+    "warm-up 8": ("--warmup-slots", "8"),
+    "4 GB in flight": _ROOM,
+    "mode preload": ("--mode", "preload"),
+    "mode memmap, first": ("--mode", "memmap"),
+    "mode memmap, later": ("--mode", "memmap"),
+}  # options of `leakmel build`
+
+Part = tuple[str, str, Callable[[], dict[str, Any]]]  # key of the record, key in it, what measures
 
 
-_ROOM = {"max_bytes_in_flight": 4 << 30}
-SWEEPS: dict[str, dict[str, Any]] = {
-    "streams 4": {"settings": {"gpu_streams": 4}},
-    "streams 8": {"settings": {"gpu_streams": 8}},
-    **{f"batch {n}": {"settings": {"files_per_batch": n} | _ROOM} for n in (128, 256, 1024, 2048)},
-    **{f"readers {n}": {"settings": {"read_workers": n}} for n in (4, 8, 32)},
-    **{f"writers {n}": {"settings": {"write_workers": n}} for n in (1, 2, 8)},
-    **{f"slots {n}": {"settings": {"slots": n} | _ROOM} for n in (6, 12, 40)},
-    "warm-up 8": {"settings": {"warmup_slots": 8}},
-    "4 GB in flight": {"settings": dict(_ROOM)},
-}
-MODES_ASKED: dict[str, dict[str, Any]] = {
-    "mode preload": {"mode": "preload"},
-    "mode memmap, first": {"mode": "memmap"},
-    "mode memmap, later": {"mode": "memmap"},
-}
-
-
-def design_parts(engines: list[str], rounds: int, tiny: bool = False) -> list[Part]:
-    "Return the questions of the suite `gpu` and then what each part of the design is worth, the most important first."
-    first, window, copies = engines[0], 0.005 if tiny else 0.1, (1 << 16,) if tiny else COPY_SIZES
+def device_parts(engines: list[str], device: str, tiny: bool = False) -> list[Part]:
+    "Return the measurements in this process, the most important first."
+    first, window_s, copies = engines[0], 0.005 if tiny else 0.1, [1 << 16] if tiny else [*COPY_SIZES]
     n = (4,) if tiny else (1024, 256, 2048)
-    matrix = {"n_bytes": 1 << 16, "n_matrix": 32} if tiny else {"n_bytes": 1 << 30, "n_matrix": 8192}
-
-    def part(group: str, key: str, engine: str, what: str, **more: Any) -> Part:
-        return Part(group, key, engine, {"what": f"bench_gpu_design:{what}"} | more)
-
-    def varied(changes: dict[str, dict[str, Any]]) -> list[Part]:
-        build = {"what": "one_build", "name": "A"}
-        return [Part("varied", name, first, build | change) for name, change in changes.items()]
-
-    pairs = [(name, engine) for name in GEOMETRIES for engine in engines]
-    both = [part("both ways", str(s), first, "both_ways", n_bytes=s, window_s=window) for s in copies]
-    parts = [*both, part("alone", "card", first, "card_alone", **matrix, window_s=window)]
+    parts: list[Part] = [("alone", "bus", partial(copy_alone, device, copies, window_s))]
+    parts += [("both ways", str(size), partial(both_ways, device, size, window_s)) for size in copies]
+    card = (1 << 16, 32) if tiny else (1 << 30, 8192)
+    parts.append(("alone", "card", partial(card_alone, device, *card, window_s)))
     for block in n:
-        for name, engine in pairs:
-            options = {"name": name, "n_block": block, "window_s": window}
-            parts.append(
-                part("kernel", f"{name}, {engine}, block {block}", engine, "kernel_alone", **options)
-            )
-    parts += plan_parts(engines, rounds, tiny) + varied(OFF)
-    some = {"name": "A", "n_block": n[-1], "window_s": window}
-    kept = {"name": "A", "n": 4, "batches": 1} if tiny else {"name": "A", "n": 512, "batches": 5}
-    parts.append(part("reuse", f"A, {first}", first, "reuse", **kept))
-    parts += [part("launches", "A", "triton", "launches", **some)] if "triton" in engines else []
-    return parts + varied(SWEEPS) + varied(MODES_ASKED) + (varied(OFF) + varied(SWEEPS)) * (rounds - 1)
+        for name in GEOMETRIES:
+            for engine in engines:
+                work = partial(kernel_alone, engine, device, name, block, window_s)
+                parts.append(("kernel", f"{name}, {engine}, block {block}", work))
+    parts.append(
+        ("reuse", f"A, {first}", partial(reuse, first, device, "A", *((4, 1) if tiny else (512, 5))))
+    )
+    if "triton" in engines:
+        parts.append(("launches", "A", partial(launches, device, "A", n[-1], window_s)))
+    return parts
 
 
-def bench_gpu_design(folder: str | os.PathLike, **options: Any) -> dict[str, Any]:
-    "Measure all of it; options of `bench_gpu`."
-    here = str(Path(__file__).resolve().parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+def varied_builds(
+    root: Path,  # of the recordings
+    folder: Path,  # of the data sets
+    engine: str,
+    device: str,
+    varied: dict[str, tuple[str, ...]],
+) -> list[Part]:
+    "Return builds of geometry A with the settings, each in its own process."
+    usual = ["--split", "all", *geometry_words("A"), "--engine", engine, "--device", device]
+    parts = list[Part]()
+    for name, words in varied.items():
+        options = [*usual, *(() if "--mode" in words else ("--mode", "stream"))]
+        options += [*(() if "--fsync" in words else ("--no-fsync",)), *words]
+        parts.append(("varied", name, partial(build_once, root, folder, options)))
+    return parts
+
+
+def measure_parts(
+    figures: dict[str, Any],  # gets the figures, errors, and what was not measured
+    parts: list[Part],
+    ends_s: float,
+    keep: Callable[[dict[str, Any]], object],
+    log: LogLine,
+) -> None:
+    "Run measurements until the time is over; builds of the same settings are rounds."
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for group, name, work in parts:
+        what = f"{group}: {name}"
+        if time.monotonic() > ends_s:
+            figures["not_measured"].append({"what": what, "why": "the time budget was used up"})
+            continue
+        try:
+            done = work()
+        except (LeakmelError, RuntimeError) as e:  # RuntimeError: of torch and its device
+            figures["errors"].append({"what": what, "error": str(e)})
+            continue
+        runs.setdefault((group, name), []).append(done)
+        figures.setdefault(group, {})[name] = spreads(runs[group, name]) if group == "varied" else done
+        log(f"{what}: done")
+        keep(figures)
+
+
+def bench_gpu_design(
+    folder: str | os.PathLike,
+    *,
+    n_files: int | None = None,
+    rounds: int = 3,
+    budget_s: float = 900,
+    device: str = "cuda:0",
+    engines: tuple[str, ...] = ("triton", "torch"),
+    varied: dict[str, tuple[str, ...]] = VARIED,
+    tiny: bool = False,  # sizes for tests on a CPU
+    suite: Callable[..., dict[str, Any]] = bench_gpu,
+    keep: Callable[[dict[str, Any]], object] = lambda figures: None,
+    log: LogLine = log_nothing,
+) -> dict[str, Any]:
+    "Run the suite `gpu`, then measure what each part of the design is worth."
+    ends_s = time.monotonic() + budget_s
     os.environ.setdefault("LEAKMEL_CACHE_DIR", str(Path(folder) / "cache"))
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    return bench_gpu(folder, **{"plan": design_parts} | options)
+    figures = suite(
+        folder, n_files=n_files, rounds=rounds, budget_s=budget_s / 2, device=device, keep=keep, log=log
+    )
+    right = [e for e in engines if any(name.endswith(e) for name in figures["builds"])]
+    if right:
+        root = synthetic_set_of_size(folder, figures["n_files"], log)
+        builds = varied_builds(root, root.with_name("varied"), right[0], device, varied)
+        measure_parts(figures, device_parts(right, device, tiny) + builds * rounds, ends_s, keep, log)
+    return figures | {"ok": figures["ok"] and not figures["errors"]}
 
 
 def design_table(figures: dict[str, Any] | None) -> str:
@@ -283,6 +332,9 @@ def design_table(figures: dict[str, Any] | None) -> str:
     if figures is None:
         return "not measured"
     lines = [gpu_table(figures)]
+    for size, f in figures.get("alone", {}).get("bus", {}).items():
+        rates = f"in {spread(f['in'])['median']:.1f}, out {spread(f['out'])['median']:.1f} GB/s"
+        lines.append(f"plain copy of {int(size) / 1e6:,.1f} MB: {rates}")
     for size, f in figures.get("both ways", {}).items():
         rate = spread(f["both_each_way"])["median"]
         lines.append(f"copies of {int(size) / 1e6:,.1f} MB both ways at once: {rate:.1f} GB/s each way")
@@ -307,11 +359,7 @@ def design_table(figures: dict[str, Any] | None) -> str:
                 f"triton launched with {launch}: {said}{'' if f.get('same_bits', True) else ', OTHER BITS'}"
             )
     for name, f in figures.get("reuse", {}).items():
-        kept = [
-            f"{k} {spread(s)['median'] * 1e3:,.1f} ms"
-            for k, s in f.items()
-            if isinstance(s, list) and s and k != "warnings"
-        ]
+        kept = [f"{k} {spread(s)['median'] * 1e3:,.1f} ms" for k, s in f.items() if s]
         lines.append(f"a batch with an engine that is, {name}: {', '.join(kept)}")
     return "\n".join(lines)
 

@@ -13,8 +13,7 @@ from leakmel.dataset.file.writer import SPARE_BYTES, output_error, part_bytes, r
 from leakmel.dataset.run.existing import state_path
 from leakmel.insight.plots import STAGE_COLORS, _dress
 from leakmel.ops.bench import read_into_cache, synthetic_set, record_head, rounds_text, run_leakmel, spread
-from leakmel.ops.bench_gpu_parts import geometry_spec
-from bench_parts import geometry_words
+from leakmel.ops.bench_gpu import geometry_spec, geometry_words
 
 
 if TYPE_CHECKING:

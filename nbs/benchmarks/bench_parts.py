@@ -24,7 +24,7 @@ from leakmel.dataset.run.existing import stamps_at_build, state_path, write_stat
 from leakmel.dataset.source.loader import BatchReader, Slot
 from leakmel.mel.engines import CPU_ENGINES, YARDSTICK_ENGINES, Engine, EngineUnavailable, open_engine
 from leakmel.ops.bench import synthetic_set, record_head, rounds_text, run_leakmel, spread, verify_all
-from leakmel.ops.bench_gpu_parts import GEOMETRIES, geometry_spec
+from leakmel.ops.bench_gpu import GEOMETRIES, geometry_spec, geometry_words
 from bench_compare import geometry_line, preset_spec
 
 
@@ -265,17 +265,6 @@ BUILDS: dict[str, tuple[str, ...]] = {
     "build, gzip": ("--no-fsync", "--compression", "gzip"),
 }
 _VERIFIED = ("build", "build, gzip")
-
-
-def geometry_words(
-    geometry: str,  # "A" or "B"
-) -> list[str]:  # options of `leakmel build`
-    "A geometry as options."
-    return [
-        word
-        for name, value in GEOMETRIES[geometry].items()
-        for word in ("--" + name.replace("_", "-"), "none" if value is None else str(value))
-    ]
 
 
 def _target(work: Path, geometry: str, name: str) -> Path:

@@ -26,7 +26,7 @@ from process_tree import run_command
 
 from leakmel.core.errors import LeakmelError, MachineError, UsageError
 from leakmel.mel.engines import EngineUnavailable
-from leakmel.ops.bench_gpu_parts import geometry_spec
+from leakmel.ops.bench_gpu import geometry_spec
 
 HELPERS = str(Path(suite.__file__).parent)
 
@@ -40,7 +40,7 @@ if wrong == "crash": raise ValueError("it broke in the middle")
 import h5py, numpy as np
 from leakmel.audio.wav import read_wav
 from leakmel.mel.reference import reference_log_mel
-from leakmel.ops.bench_gpu_parts import geometry_spec
+from leakmel.ops.bench_gpu import geometry_spec
 from contestants import list_split
 began = time.perf_counter()
 paths, ids = list_split(root)

@@ -19,7 +19,6 @@ from leakmel.learn.model.detector import Detector
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.train.step import Stepper
 from leakmel.learn.data.task import make_task
-from leakmel.learn.train.timing import StepTimes
 from leakmel.ops import bench_train as suite
 from leakmel.ops.bench import newest, store
 from leakmel.ops.bench_train import (
@@ -28,7 +27,6 @@ from leakmel.ops.bench_train import (
     TINY,
     agreement,
     bench_train,
-    merged_times,
     train_table,
 )
 
@@ -55,8 +53,7 @@ def test_a_rehearsal_goes_through_all_of_it(figures):
     for f in figures["training"].values():
         assert f["batches_per_s"]["median"] > 0
         assert 0 < f["busy_share"]["median"] <= 1
-        assert f["warmup_batches"] >= TINY.warmup
-        assert f["batches_per_round"] >= TINY.batches
+        assert f["warmup_batches"] == f["n_batches"]["median"] > 0
         assert f["first_step_s"] < f["warmup_s"]
         assert np.isfinite(f["last_loss"])
     assert "DeviceLoader" in figures["training"]["as trained"]["loader"]
@@ -76,9 +73,9 @@ def test_number_of_trained_batches_equals_the_record(tmp_path, monkeypatch):
         return right(self, batch)
 
     monkeypatch.setattr(Stepper, "step", step)
-    monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, 2, 3, TINY.base, {"as trained": {}}, ()))
+    monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, TINY.base, {"as trained": {}}, ()))
     f = bench_train(tmp_path, n_files=12, rounds=2, rehearse=True)["training"]["as trained"]
-    assert len(learned) == f["warmup_batches"] + 2 * f["batches_per_round"]
+    assert len(learned) == f["warmup_batches"] + 2 * f["n_batches"]["median"]
     assert learned[0] == 128
 
 
@@ -105,21 +102,6 @@ def test_real_plans_can_be_held_beside_each_other():
             assert plan.settings(name, 7).epochs == 7
 
 
-def test_rounds_are_whole_epochs_put_together():
-    def epoch(n: int, seconds: float, wait: float | None, compute: float | None) -> StepTimes:
-        return StepTimes(n, 1, seconds, 0.0, wait, wait, None, compute, None, None)
-
-    got = merged_times([epoch(100, 1.0, 1.0, 5.0), epoch(300, 1.0, 3.0, 5.0)])
-    assert (
-        got["batches_per_s"],
-        got["wait_ms"],
-        got["wait_max_ms"],
-        got["compute_ms"],
-        got["busy_share"],
-    ) == (200, 2.5, 3.0, 5.0, 1.0)
-    assert merged_times([epoch(10, 1.0, None, None)])["busy_share"] is None
-
-
 def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
     right = suite._train
 
@@ -132,9 +114,7 @@ def test_one_setting_that_fails_leaves_the_others(folder, monkeypatch):
     monkeypatch.setattr(
         suite,
         "TINY",
-        suite.TrainPlan(
-            128, 1, 1, TINY.base, {n: TINY.changes[n] for n in ("as trained", "full precision")}, ()
-        ),
+        suite.TrainPlan(128, TINY.base, {n: TINY.changes[n] for n in ("as trained", "full precision")}, ()),
     )
     found = bench_train(folder, n_files=6, rounds=1, rehearse=True)
     assert list(found["training"]) == ["as trained"]
@@ -149,7 +129,7 @@ def test_an_agreement_that_fails_is_no_figure(folder, monkeypatch):
         raise RuntimeError("CUDA error: an illegal address")
 
     monkeypatch.setattr(suite, "agreement", fail)
-    monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, 1, 1, TINY.base, {"as trained": {}}, (8,)))
+    monkeypatch.setattr(suite, "TINY", suite.TrainPlan(128, TINY.base, {"as trained": {}}, (8,)))
     found = bench_train(folder, n_files=6, rounds=1, rehearse=True)
     assert found["errors"] == [{"what": "agreement", "error": "CUDA error: an illegal address"}]
     assert found["verified"] == {"n": 0, "max_abs": None, "all_ok": False}
@@ -216,7 +196,7 @@ def test_a_cpu_is_measured_as_what_it_is(tmp_path, monkeypatch):
     "No record of a CPU hides that of a GPU."
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(suite, "N_FILES", {"cuda": 10**9, "cpu": 6})
-    monkeypatch.setattr(suite, "ON_CPU", suite.TrainPlan(128, 1, 1, TINY.base, {"as trained": {}}, (8,)))
+    monkeypatch.setattr(suite, "ON_CPU", suite.TrainPlan(128, TINY.base, {"as trained": {}}, (8,)))
     found = bench_train(tmp_path / "x", rounds=1, commit_id="abc")
     assert (found["device"], found["rehearsal"], found["ok"], found["set"]["n_files"]) == (
         "cpu",

@@ -9,7 +9,6 @@ __all__ = [
     "BATCHES_ON_DEVICE",
     "SCHEMA",
     "LIMITS",
-    "TUNED_MODES",
     "PipelineConfig",
     "Workers",
     "slot_bytes",
@@ -35,7 +34,7 @@ import numpy as np
 
 from ...audio.wav import digest_of
 from ...core.errors import DataError, OutputError, UsageError, show_path
-from ...core.monitor import free_memory, machine_facts, usable_cores
+from ...core.monitor import machine_facts, usable_cores
 from ...core.parameters import check_types, field_choices, field_kinds
 from ..file.writer import output_error, replacing
 from ...mel.engines import Engine
@@ -198,7 +197,6 @@ LIMITS = {
     "batch_accumulation": (1, 64),
     "read_ahead": (0, 65_536),
 }  # least and most of what a file may set
-TUNED_MODES = ("auto", "preload")  # "auto": the mode is left to the build
 
 
 @dataclass(frozen=True)
@@ -228,7 +226,7 @@ def tuned_path(
 def read_tuned(
     path: str | os.PathLike,
 ) -> dict[str, Any]:  # raises DataError if the file cannot be used, FileNotFoundError if it does not exist
-    "Read tuned settings of this version and machine: `settings`, `mode`, `engine`, `device`, `need_bytes`, `made_utc`."
+    "Read tuned settings of this version and machine: `settings`, `engine`, `device`, `made_utc`."
     from leakmel import __version__
 
     try:
@@ -241,12 +239,7 @@ def read_tuned(
             least, most = LIMITS[name]
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(f"{name} must be a whole number from {least} to {most}, not {value!r:.80}")
-        if body["mode"] not in TUNED_MODES:
-            raise ValueError(f"the mode {body['mode']!r:.80} is unknown")
-        texts = [body[key] for key in ("engine", "device", "made_utc")]
-        if not all(isinstance(text, str) for text in texts) or type(body["need_bytes"]) is not int:
-            raise ValueError("engine, device, made_utc or need_bytes has a wrong type")
-        return {key: body[key] for key in ("settings", "mode", "engine", "device", "need_bytes", "made_utc")}
+        return {key: body[key] for key in ("settings", "engine", "device", "made_utc")}
     except FileNotFoundError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -301,33 +294,20 @@ def with_tuned(
     root: str | os.PathLike,  # data folder
     given: Mapping[str, Any],  # fields of PipelineConfig that the user set
     *,
-    engine: str = "auto",  # engine and mode that the user requested
-    mode: str = "auto",
+    engine: str = "auto",  # engine that the user requested
     switch: str = "--no-tuned",  # option that disables tuned settings, for the line
-) -> tuple[PipelineConfig, str, str]:  # settings, mode, and a line on their origin; "" without tuned settings
+) -> tuple[PipelineConfig, str]:  # settings, and a line on their origin; "" without tuned settings
     "Return the settings for a build: the tuned ones, unless they contradict the user's settings."
     own = PipelineConfig(**given)
     tuned = find_tuned(root)
-    if tuned is None or not tuned["settings"] and tuned["mode"] == "auto":
-        return own, mode, ""
+    if tuned is None or not tuned["settings"]:
+        return own, ""
     where, settings = show_path(tuned_path(root)), tuned["settings"]
-    modes = ("auto", "stream" if tuned["mode"] == "auto" else tuned["mode"])
     other = [f"{k} {given[k]} was asked for" for k, v in settings.items() if given.get(k, v) != v]
     if (engine, own.device) != (tuned["engine"], tuned["device"]):
         other.append(f"the settings were measured with engine {tuned['engine']} and device {tuned['device']}")
-    if own.cache_dir is not None or mode not in modes:
-        other.append(f"mode {mode} and cache_dir {own.cache_dir} were asked for")
     if other:
-        return own, mode, f"the tuned settings of {where} are not used: {other[0]}"
-    texts = [f"{name} {value}" for name, value in settings.items()]
-    if tuned["mode"] == "preload" and tuned["need_bytes"] <= own.ram_fraction * free_memory():
-        mode = "preload"
-        texts.append("mode preload")
-    elif tuned["mode"] == "preload":
-        texts.append("mode preload is not used, because too little memory is free")
-    config = TunedConfig(**{**settings, **given}, tuned_from=where)
-    return (
-        config,
-        mode,
-        f"tuned settings of {where}: {', '.join(texts)} (measured {tuned['made_utc']:.10}; {switch} ignores them)",
-    )
+        return own, f"the tuned settings of {where} are not used: {other[0]}"
+    texts = ", ".join(f"{name} {value}" for name, value in settings.items())
+    line = f"tuned settings of {where}: {texts} (measured {tuned['made_utc']!s:.10}; {switch} ignores them)"
+    return TunedConfig(**{**settings, **given}, tuned_from=where), line

@@ -148,7 +148,6 @@ class RunPlan(RowTable):
     identity: str  # identity of the engine
     workers: Workers
     config: PipelineConfig
-    mode: str
     choice: ModeChoice  # the mode that will be used
     out: Path  # the run's folder
     spec_note: str = ""  # the spec file, and settings given in addition
@@ -253,11 +252,9 @@ def plan_run(
     elif split != "all":
         manifest = scan(root, split=split, **named_by)
     given = {f.name: p[f.name] for f in fields(PipelineConfig) if p[f.name] != f.default}
-    config, mode, tuned_note = PipelineConfig(**given), p["mode"], ""
+    config, tuned_note = PipelineConfig(**given), ""
     if p["tuned"]:
-        config, mode, tuned_note = with_tuned(
-            root, given, engine=p["engine"], mode=mode, switch="tuned=False"
-        )
+        config, tuned_note = with_tuned(root, given, engine=p["engine"], switch="tuned=False")
     changes, spec_note = spec_changes(p)
     reject_dry = config.on_dry_file == "reject"
     listings = [x.without_dry() if reject_dry else x for x in manifest.listings]
@@ -279,8 +276,7 @@ def plan_run(
         identity=identity,
         workers=workers,
         config=config,
-        mode=mode,
-        choice=pick_mode(listings, spec, mode, config),
+        choice=pick_mode(listings, spec, p["mode"], config),
         out=run_folder(p["out"], f"{(split or 'all').lower()}-{spec.fingerprint(identity)}"),
         spec_note=spec_note,
         tuned_note=tuned_note,
@@ -297,7 +293,7 @@ def execute(
     common: dict[str, Any] = dict(
         spec=plan.changes,
         engine=plan.parameters["engine"],
-        mode=plan.mode,
+        mode=plan.parameters["mode"],
         pipeline=plan.config,
         check=plan.parameters["check"],
         manifest=plan.manifest,
