@@ -193,7 +193,6 @@ INSIGHT = {
     "not-a-notebook": "The file is not a Jupyter notebook.",
     "not-executed": "The notebook has no outputs.",
     "other-sample-rules": "The recordings in memory have another rate, length or channel rule than the spec.",
-    "record-too-large": "The record is larger than any record that leakmel writes.",
     "wrong-shape": "An array has another shape than expected.",
 }
 

@@ -39,7 +39,7 @@ from ..dataset.run.publish import kept_sentence, rate_text
 from ..dataset.source.loader import share_sentence
 from .advice import analysis_text
 from .diagnose import amdahl_bounds, limit_text, report_text
-from .runs import RunRecord, modified_data_sets, joined_timelines, reused_rows, sanitize
+from .runs import RunRecord, modified_data_sets, joined_timelines, reused_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -321,7 +321,7 @@ def data_facts(
                     facts.mel_hz, facts.largest, most = ds.spec.mel_hz, path, len(ds)
             tables.append(own)
         except (LeakmelError, OSError, KeyError, ValueError, TypeError, IndexError) as e:
-            facts.skipped.append(sanitize(f"{show_path(path.name)} was skipped: {e}"))
+            facts.skipped.append(f"{show_path(path.name)} was skipped: {e}")
     if tables:
         facts.table = pd.concat(tables, ignore_index=True)
     return facts

@@ -16,7 +16,6 @@ from leakmel.audio.synth import write_demo
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset.run.config import PipelineConfig
-from leakmel.insight import runs as run_records
 from leakmel.insight.dashboard import (
     NO_TIMELINE,
     advice,
@@ -28,10 +27,8 @@ from leakmel.insight.dashboard import (
 )
 from leakmel.insight.timeline_plots import batch_timeline, exclusive_bar, utilization
 from leakmel.insight.runs import (
-    compare_runs,
     runs_table,
     differing_settings,
-    numbered_names,
     RunRecord,
     modified_data_sets,
     find_runs,
@@ -133,7 +130,6 @@ def test_a_run_is_read_as_it_was_built(runs):
     (clock,) = run.distinct_timelines
     assert {s.split for s in clock.spans if s.split} == {"TRAINING", "VALIDATION", "TESTING"}
     assert min(s.start_s for s in clock.spans) < 0.1, "imports are not on the clock"
-    assert sum(run.exclusive.values()) == pytest.approx(run.seconds, abs=0.02)
     assert run.files_per_s == pytest.approx(run.found / seconds_of(run))
 
 
@@ -175,59 +171,12 @@ def test_a_spoilt_report_is_named(copied, text):
         read_run(copied)
 
 
-NUMBERS, STRANGE = (
-    [-1, 1e308, float("nan"), 10**30, "9", True, [], {}],
-    "<img src=x onerror=alert(1)>\x1b[31m",
-)
+STRANGE = "<img src=x onerror=alert(1)>"
 R, T = "TRAINING_DATASET.H5.report.json", "TRAINING_DATASET.H5.timeline.json"
 
 
-@pytest.mark.parametrize(
-    ("name", "where", "values"),
-    [
-        (R, ("found",), NUMBERS),
-        (R, ("rows",), NUMBERS),
-        (R, ("seconds",), NUMBERS),
-        (R, ("files_per_s",), [*NUMBERS, None]),
-        (R, ("verified",), [None, [], "ok"]),
-        (R, ("verified", "ok"), ["yes", 1, None]),
-        (R, ("verified", "checked"), [*NUMBERS, 10**9]),
-        (R, ("machine",), [[], "x", 5]),
-        (R, ("spec",), [[], "x"]),
-        (R, ("machine", "cpu"), [5, [], {}]),
-        (R, ("machine", "n_cores"), NUMBERS),
-        (R, ("cache",), [None, [], 1]),
-        (R, ("status_counts",), [{"cut": -1}, {"cut": "1"}, [], "x"]),
-        (R, ("source_bytes",), NUMBERS),
-        (R, ("pipeline", "slots"), ["3", 1.5, []]),
-        (R, ("span_name",), [None, [], 1]),
-        (R, ("bytes_from_device",), NUMBERS),
-        (T, ("spans", "end_s", -1), NUMBERS[1:]),
-        (T, ("spans", "n_files", -1), NUMBERS[1:]),
-        (T, ("samples", -1, "time_s"), NUMBERS[1:]),
-        (T, ("gauges",), [[["a", 0, 10**400]], [["a", 1e300, 1]], "x"]),
-        (R, ("spec", "n_fft"), ["3", []]),
-    ],
-)
-def test_a_forged_file_is_refused_by_name(copied, name, where, values):
-    "Whatever a stranger writes: an error that names the file, never a figure and no other exception."
-    right = (copied / name).read_text()
-    for value in values:
-        body = json.loads(right)
-        place = body
-        for key in where[:-1]:
-            place = place[key]
-        place[where[-1]] = value
-        (copied / name).write_text(json.dumps(body))
-        with pytest.raises(DataError) as caught:
-            read_run(copied)
-        assert str(copied / name) in str(caught.value), value
-
-
 @pytest.mark.parametrize("name", [R, T])
-@pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b'{"schema": 2', b"\xff\xfe\x00", b'{"seconds": ' + b"9" * 5000 + b"}", b""]
-)
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"schema": 2', b"\xff\xfe\x00", b"[1]", b"1", b""])
 def test_a_file_that_is_no_json_is_named(copied, name, content):
     (copied / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -235,23 +184,8 @@ def test_a_file_that_is_no_json_is_named(copied, name, content):
     assert str(copied / name) in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "most"), [(R, "_MAX_REPORT_BYTES"), (T, "_MAX_TIMELINE_BYTES")])
-def test_a_huge_file_is_not_read(copied, monkeypatch, name, most):
-    (copied / name).write_bytes(b"[" * 500_000 + b"]" * 500_000)
-    monkeypatch.setattr(run_records, most, 999_999)
-    with raises("record-too-large", path=copied / name, says="999,999 bytes"):
-        run_records.read_run(copied)
-
-
-def test_a_report_that_contradicts_itself_is_refused(copied):
-    body = json.loads((copied / R).read_text())
-    (copied / R).write_text(json.dumps(body | {"rows": body["rows"] + 1}))
-    with raises("damaged-record", path=copied / R):
-        read_run(copied)
-
-
 def test_texts_of_strangers_stay_texts(copied):
-    "Names with tags and with commands for a terminal are shown as they are written, in text, HTML and figures."
+    "Names with tags are shown as they are written, in text, HTML and figures."
     body, times = json.loads((copied / R).read_text()), json.loads((copied / T).read_text())
     changes = dict.fromkeys(
         ("root", "engine", "device", "mode", "cache", "span_name", "created_at_utc", "leakmel_version"),
@@ -274,10 +208,8 @@ def test_texts_of_strangers_stay_texts(copied):
     card = run_card(run)
     figures = [
         draw(t) for t in run.distinct_timelines for draw in (exclusive_bar, batch_timeline, utilization)
-    ] + [compare_runs([run, run])]
-    said = [repr(card), advice(run), stage_reports(run), runs_table([run, run])]
+    ]
     assert "<img" in repr(card), "text is shown as it is"
-    assert "\x1b" not in "".join(said) + card._repr_html_()
     assert "<img" not in card._repr_html_() + "".join(f.to_json() for f in figures)
 
 
@@ -361,7 +293,11 @@ def test_reused_rows_are_reported(copied, runs):
     (copied / R).write_text(json.dumps(body | {"kept_rows": 3, "cache": "cold"}))
     run, other = read_run(copied), read_run(runs / "a")
     assert "3 rows were reused" in " ".join(repr(run_card(run)).split())
-    assert len(compare_runs([run, other]).data[0].x) == 1, "its rate is not one of building"
+    head, _, *lines = runs_table([run, other]).splitlines()
+    at = head.index("files/s")
+    first, second = (line[at : at + len("files/s")].strip() for line in lines[:2])
+    assert first == "", "its rate is not one of building"
+    assert second == f"{other.files_per_s:,.0f}"
     assert "reused" not in repr(run_card(other))
 
 
@@ -397,7 +333,6 @@ def test_data_sets_alone_are_enough_for_the_pictures_of_the_data(copied):
     assert len(facts.table) > 0
     assert len(facts.skipped) == 1
     assert "foreign.h5 was skipped" in facts.skipped[0]
-    assert "No run to compare" in compare_runs([run]).layout.title.text.replace("<br>", " ")
     assert run.folder.name in runs_table([run])
 
 
@@ -432,20 +367,6 @@ def test_settings_that_differ_are_named_and_no_others(runs):
     assert "All settings are the same." in runs_table([both[0], both[0]])
 
 
-def test_compared_runs_show_their_rates_and_their_seconds(runs):
-    three = [read_run(p) for p in find_runs(str(runs))]
-    figure = compare_runs(three)
-    np.testing.assert_allclose(figure.data[0].x, [r.found / seconds_of(r) for r in three], rtol=1e-6)
-    np.testing.assert_allclose(
-        sum(np.asarray(t.x, float) for t in figure.data[1:]), [seconds_of(r) for r in three], atol=0.02
-    )
-    assert f"{three[0].files_per_s:,.0f} against" in figure.layout.title.text.replace("<br>", " ")
-
-
-def test_short_names_differ():
-    assert len(set(numbered_names(["x" * 40 + "a", "x" * 40 + "b", "20260101-000000-all-0123456789ab"]))) == 3
-
-
 # ---- the notebook --------------------------------------------------------------------------------------------------
 
 
@@ -464,8 +385,7 @@ def test_the_notebook_shows_all_of_a_run(executed, runs):
     assert executed.status == 0, executed.log
     assert executed.errors == []
     titles = titles_of(executed)
-    assert len(titles) == 9
-    assert "The first run is" in titles[0]
+    assert len(titles) == 8
     assert "all data sets verified" in executed.text
     assert str(runs / "b") in executed.text
     assert "files_per_batch: 4, 3, 2" in executed.text
@@ -498,7 +418,6 @@ def test_the_notebook_finds_the_newest_run_of_the_project_by_itself(tmp_path, ru
     shutil.copytree(runs / "a", project / "runs" / "20260101-000000-all-0123456789ab")
     run = run_here("dashboard.ipynb")
     assert run.error == ""
-    assert "One run: " in run.titles[0]
     assert "20260101-000000-all-0123456789ab" in run.text
 
 

@@ -18,7 +18,7 @@ from leakmel.insight.data_plots import (
     spectrum_by_label,
 )
 from leakmel.insight.plots import level_by_label, mels_by_label
-from leakmel.insight.runs import compare_runs, runs_table
+from leakmel.insight.runs import runs_table
 from leakmel.insight.timeline_plots import batch_timeline, exclusive_bar, utilization
 
 MANY = 100_000
@@ -109,9 +109,7 @@ def test_a_run_of_nothing_or_of_one_span_gives_a_figure_with_a_sentence(figure):
     assert not figure(Timeline()).data
 
 
-@pytest.mark.parametrize(
-    "figure", [f(Timeline()) for f in RUN_FIGURES] + [compare_runs([]), classes_by_split([], [])]
-)
+@pytest.mark.parametrize("figure", [f(Timeline()) for f in RUN_FIGURES] + [classes_by_split([], [])])
 def test_a_title_alone_has_no_axes(figure):
     assert figure.layout.xaxis.visible is False
     assert figure.layout.yaxis.visible is False
