@@ -192,7 +192,6 @@ INSIGHT = {
     "no-usable-recording": "None of the recordings can be read.",
     "not-a-notebook": "The file is not a Jupyter notebook.",
     "not-executed": "The notebook has no outputs.",
-    "other-sample-rules": "The recordings in memory have another rate, length or channel rule than the spec.",
     "wrong-shape": "An array has another shape than expected.",
 }
 
