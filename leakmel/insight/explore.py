@@ -23,7 +23,7 @@ __all__ = [
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,7 +47,7 @@ from leakmel.insight.plots import (
     _subplots,
     _whole_db,
 )
-from ..mel.engines import Engine, open_engine
+from ..mel.engines import open_engine
 from ..mel.reference import hann_periodic
 from ..mel.spec import MelSpec, preset_values
 
@@ -115,7 +115,7 @@ _INPUT_FIELDS = ("sample_rate", "duration_s", "channels", "short", "long", "rate
 
 
 class Explorer:
-    "State of the page: filtered recordings, spec, selected segments; a context manager that closes its engine."
+    "State of the page: filtered recordings, spec, selected segments."
 
     def __init__(
         self,
@@ -137,28 +137,12 @@ class Explorer:
         self.filter = RecordingFilter()
         self.matching = recordings.matching(self.filter)  # rows of the table that match the filter
         self.position = 0  # index into `matching` of the recording that is shown
-        self._engine: Engine | None = None
-        self._open(self.spec)
+        self.identity = self._identity_of(self.spec)  # name, version and kind of device of the engine
 
-    def _open(self, spec: MelSpec) -> Engine:
-        "Return the engine for a spec and close the previous one; raises EngineError."
-        if self._engine is None or self._engine.spec != spec:
-            opened = open_engine(self.engine, spec, device=self.device)
-            self.close()
-            self._engine = opened
-        return self._engine
-
-    def close(self) -> None:
-        "Close the engine."
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def _identity_of(self, spec: MelSpec) -> str:
+        "Return the identity of the engine for a spec; raises EngineError."
+        with open_engine(self.engine, spec, device=self.device) as engine:
+            return engine.identity
 
     @property
     def row(self) -> int:
@@ -174,13 +158,9 @@ class Explorer:
     def mels(self) -> np.ndarray:
         "Log-mel features of the recording [L, S, M, T] float16, dB, as in a data set."
         out = np.full((1, *self.spec.row_shape), np.nan, np.float16)
-        self._open(self.spec).run(np.ascontiguousarray(self.recording.samples[None]), out)
+        with open_engine(self.engine, self.spec, device=self.device) as engine:
+            engine.run(np.ascontiguousarray(self.recording.samples[None]), out)
         return out[0]
-
-    @property
-    def identity(self) -> str:
-        "Name, version and kind of device of the engine."
-        return self._open(self.spec).identity
 
     def go_to(self, position: int) -> None:
         "Show another matching recording; the position wraps around."
@@ -213,7 +193,7 @@ class Explorer:
         held = {"sample_rate": self.spec.sample_rate, "duration_s": self.spec.duration_s}
         try:
             spec = MelSpec.preset(wanted["preset"], **held | settings)
-            self._open(spec)
+            self.identity = self._identity_of(spec)
         except LeakmelError as e:
             self.error = str(e)
             return False

@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/insight/explore_view.ipynb #61122c5e
-import asyncio, os, shlex
+import os, shlex
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -77,7 +77,7 @@ def open_explorer(
     parameters: dict[str, Any],  # as explore_kinds lists them
     *,
     progress: str = "auto",
-) -> Explorer:  # to be closed; raises LeakmelError for invalid parameters
+) -> Explorer:  # raises LeakmelError for invalid parameters
     "Scan the recordings, apply the filter and resolve the spec."
     from leakmel.audio.manifest import scan, split_name
     from leakmel.dataset.run.plan import find_data, spec_changes
@@ -90,7 +90,6 @@ def open_explorer(
     values = {name: p[name] for name in ("split", "label", "sensor", "flag")}
     if state.filter_recordings(**values | {"split": split_name(p["split"]) or p["split"]}):
         return state
-    state.close()
     raise UsageError(state.error, code="no-matching-recording")
 
 
@@ -154,7 +153,6 @@ class Controls:
         self.view = view
         self.state = view.state
         self.is_updating = False
-        self.timer: asyncio.TimerHandle | None = None
 
         def common(name: str, width: str = "32%") -> dict[str, Any]:
             layout = w.Layout(width=width, min_width="250px")
@@ -167,7 +165,8 @@ class Controls:
                 self.filters[name] = w.Dropdown(
                     options=[(f"any {name}", ""), *options], **common(name, "24%")
                 )
-        self.position = w.IntSlider(min=1, max=2, continuous_update=False, **common("recording"))
+        still = {"continuous_update": False}  # an event when a slider is released, not while it moves
+        self.position = w.IntSlider(min=1, max=2, **still, **common("recording"))
         narrow = w.Layout(width="110px")
         self.previous_button = w.Button(
             description="\u25c0 previous", tooltip="the previous recording", layout=narrow
@@ -183,11 +182,11 @@ class Controls:
             name: w.Dropdown(options=options, **common(name, "48%"))
             for name, options in window_options(spec).items()
         }
-        self.n_mels = w.IntSlider(min=1, max=max(256, spec.n_mels), **common("n_mels"))
+        self.n_mels = w.IntSlider(min=1, max=max(256, spec.n_mels), **still, **common("n_mels"))
         self.power = w.Dropdown(options=[("1: magnitude", 1.0), ("2: power", 2.0)], **common("power"))
         self.settings = {**self.windows, "n_mels": self.n_mels, "power": self.power}
-        self.range_hz = w.FloatRangeSlider(min=0.0, readout_format=".0f", **common("range (Hz)"))
-        self.long = w.IntRangeSlider(min=0, max=1, **common("long segments"))
+        self.range_hz = w.FloatRangeSlider(min=0.0, readout_format=".0f", **still, **common("range (Hz)"))
+        self.long = w.IntRangeSlider(min=0, max=1, **still, **common("long segments"))
         self.louder = w.Checkbox(
             value=view.louder, description="amplified sound", indent=False, layout=w.Layout(width="170px")
         )
@@ -232,15 +231,6 @@ class Controls:
         finally:
             self.is_updating = False
 
-    def schedule_draw(self, wait_s: float = 0.12) -> None:
-        "Draw after a delay; a further call restarts the delay."
-        if self.timer is not None:
-            self.timer.cancel()
-        try:
-            self.timer = asyncio.get_running_loop().call_later(wait_s, self.view.draw)
-        except RuntimeError:
-            self.view.draw()
-
     def _connect(self) -> None:
         "Connect the events of the widgets to the state."
 
@@ -250,7 +240,7 @@ class Controls:
                     act(change["new"])
                     if follows:
                         self.update_widgets()
-                    self.schedule_draw()
+                    self.view.draw()
 
             for widget in widgets:
                 widget.observe(moved, "value")
@@ -276,7 +266,7 @@ class Controls:
         def step(by: int, _: Any) -> None:
             self.state.go_to(self.state.position + by)
             self.update_widgets()
-            self.schedule_draw()
+            self.view.draw()
 
         for name, box in self.filters.items():
             on([box], partial(set_filter, name), follows=True)
@@ -348,10 +338,6 @@ class ExploreView:
         self.spectra: SplitSpectra | None = None
         self._figure_key: Any = None  # state that the figure shows
         self._sound_key: Any = None
-
-    def close(self) -> None:
-        "Close the engine."
-        self.state.close()
 
     def show_recording(self) -> None:
         "Show the controls and the recording."

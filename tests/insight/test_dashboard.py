@@ -20,9 +20,10 @@ from leakmel.insight.dashboard import (
     NO_TIMELINE,
     advice,
     build_card,
-    data_facts,
+    data_table,
     mel_pictures,
     run_card,
+    spectra_figure,
     stage_reports,
 )
 from leakmel.insight.timeline_plots import batch_timeline, exclusive_bar, utilization
@@ -269,10 +270,11 @@ def test_a_data_set_that_changed_since_is_not_green(copied):
     assert modified_data_sets(run) == ("TRAINING_DATASET.H5",)
     assert (card.ok, card.title) == (False, "CHANGED after verification: TRAINING_DATASET.H5")
     assert "changed after verification" in " ".join(repr(card).split())
-    facts = data_facts(run)
-    assert "TRAINING_DATASET.H5 was skipped" in repr(facts)
-    assert facts.largest is not None
-    assert facts.largest.name == "VALIDATION_DATASET.H5"
+    table, skipped = data_table(run)
+    assert "TRAINING_DATASET.H5 was skipped" in skipped[0]
+    assert set(table["split"]) == {"VALIDATION", "TESTING"}
+    for draw in (spectra_figure, mel_pictures):
+        assert "No recording can be shown" in draw(path).layout.title.text
 
 
 @pytest.mark.parametrize("part", ["mel_hz", "long_start_s", "files/rms_db", "files/sensor", "files/silent"])
@@ -283,9 +285,10 @@ def test_a_data_set_with_a_spoilt_part_breaks_no_picture(copied, part):
                 del f[part]
             if value is not None:
                 f[part] = value
-        facts = data_facts(read_run(copied))
-        assert len(facts.table) > 0
-        assert mel_pictures(facts.largest).layout.title.text.replace("<br>", " ")
+        run = read_run(copied)
+        assert len(data_table(run)[0]) > 0
+        for draw in (spectra_figure, mel_pictures):
+            assert draw(run.data_sets[0]).layout.title.text.replace("<br>", " ")
 
 
 def test_reused_rows_are_reported(copied, runs):
@@ -318,8 +321,9 @@ def test_missing_files_are_reported(copied):
         path.unlink()
     run = read_run(copied)
     assert "file missing" in repr(run_card(run))
-    assert "no data set with rows" in repr(data_facts(run))
-    assert "No recording" in mel_pictures(data_facts(run).largest).layout.title.text.replace("<br>", " ")
+    assert len(data_table(run)[0]) == 0
+    for draw in (spectra_figure, mel_pictures):
+        assert "No recording" in draw(None).layout.title.text
 
 
 def test_data_sets_alone_are_enough_for_the_pictures_of_the_data(copied):
@@ -327,32 +331,32 @@ def test_data_sets_alone_are_enough_for_the_pictures_of_the_data(copied):
         path.unlink()
     (copied / "foreign.h5").write_bytes(b"something else")
     run = read_run(copied)
-    facts, card = data_facts(run), run_card(run)
+    (table, skipped), card = data_table(run), run_card(run)
     assert (card.ok, run.files_per_s, run.distinct_timelines) == (None, None, [])
     assert "without a report" in card.title
-    assert len(facts.table) > 0
-    assert len(facts.skipped) == 1
-    assert "foreign.h5 was skipped" in facts.skipped[0]
+    assert len(table) > 0
+    assert len(skipped) == 1
+    assert "foreign.h5 was skipped" in skipped[0]
     assert run.folder.name in runs_table([run])
 
 
 def test_facts_are_those_of_the_data_sets(runs):
-    facts = data_facts(read_run(runs / "b"), spectra=5)
+    table, skipped = data_table(read_run(runs / "b"))
+    assert skipped == []
     n = 0
     for name in ("TRAINING", "VALIDATION", "TESTING"):
         with lm.open_dataset(runs / "b" / f"{name}_DATASET.H5") as ds:
             mine = slice(n, n + len(ds))
-            own = facts.table.iloc[mine]
+            own = table.iloc[mine]
             assert list(own["split"]) == [name] * len(ds)
             assert list(own["label"]) == list(ds.files["label"])
-            assert list(own["sensor"]) == list(ds.files["sensor"])
             np.testing.assert_allclose(own["rms_db"], ds.files["rms_db"])
             n += len(ds)
-    assert n == len(facts.table)
-    assert len(facts.spectra) <= 5
-    with lm.open_dataset(runs / "b" / "TRAINING_DATASET.H5") as ds:
+    assert n == len(table)
+    path = runs / "b" / "TRAINING_DATASET.H5"
+    with lm.open_dataset(path) as ds:
         expected = ds[0][0].astype(np.float64).mean(axis=(0, 1, 3))
-    np.testing.assert_allclose(facts.spectra[0], expected, rtol=1e-4)
+    np.testing.assert_allclose(spectra_figure(path, most=1).data[0].y, expected, rtol=1e-4)
 
 
 # ---- comparison ----------------------------------------------------------------------------------------------------
@@ -385,7 +389,7 @@ def test_the_notebook_shows_all_of_a_run(executed, runs):
     assert executed.status == 0, executed.log
     assert executed.errors == []
     titles = titles_of(executed)
-    assert len(titles) == 8
+    assert len(titles) == 7
     assert "all data sets verified" in executed.text
     assert str(runs / "b") in executed.text
     assert "files_per_batch: 4, 3, 2" in executed.text

@@ -63,8 +63,7 @@ def recordings(data):
 
 @pytest.fixture
 def state(recordings):
-    with Explorer(recordings, engine="cpu") as opened:
-        yield opened
+    return Explorer(recordings, engine="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -251,11 +250,11 @@ def test_sound_is_the_chosen_part_and_says_when_it_was_raised(state):
 
 def test_the_sound_has_the_rate_of_the_recording_even_if_the_spec_rejects_it(recordings):
     changes = {"preset": "disjoint", "sample_rate": 8192, "duration_s": 10.0, "rate": "reject"}
-    with Explorer(recordings, changes, engine="cpu") as state:
-        state.select(4, 8)
-        with pytest.raises(lm.LeakmelError):
-            recording_figure(state)
-        wav, said = playback_wav(state)
+    state = Explorer(recordings, changes, engine="cpu")
+    state.select(4, 8)
+    with pytest.raises(lm.LeakmelError):
+        recording_figure(state)
+    wav, said = playback_wav(state)
     with wave.open(io.BytesIO(wav)) as f:
         assert (f.getframerate(), f.getnframes()) == (4096, 4096)
     assert said == "1 s of sound, at the recorded rate of 4,096 Hz and the recorded level"
@@ -270,15 +269,13 @@ def test_windows_that_do_not_fit_are_not_offered(recordings):
     assert view.state.selection == SegmentSelection(70, 76)
     controls.preset.value = "disjoint@2"  # 40 long segments instead of 79
     assert controls.long.value == (39, 39)
-    view.close()
 
 
 @pytest.fixture
 def controls(recordings):
     view = ExploreView(Explorer(recordings, {"preset": "overlap"}, engine="cpu"), controls=True)
     view.draw = lambda: None  # type: ignore[method-assign]
-    yield Controls(view)
-    view.close()
+    return Controls(view)
 
 
 def test_lengths_of_segments_show_ms_samples_and_hz_and_keep_the_overlap(controls):
@@ -323,27 +320,27 @@ def test_sample_rates_are_those_of_the_folder_and_lower_common_ones(tmp_path, re
             noise = np.random.default_rng(n).normal(size=2 * rate) * 3000
             path.write_bytes(wav_bytes(noise.astype(np.int16), rate))
     mixed = recordings_of_scan(lm.scan(tmp_path / "demo", content=True, progress="none"))
-    with Explorer(mixed, engine="cpu") as state:
-        view = ExploreView(state, controls=True)
-        view.draw = lambda: None  # type: ignore[method-assign]
-        controls = Controls(view)
-        shown = [text for text, _ in controls.sample_rate.options]
-        assert shown == ["4,096 Hz (6)", "8,000 Hz (0)", "9,000 Hz (2)"]
-        controls.windows["long_window"].value = 2048
-        controls.sample_rate.value = 8000
-        assert (state.error, state.spec.long_window, state.spec.n_fft) == ("", 2048, 1024)
-        assert controls.range_hz.max == controls.range_hz.value[1] == 4000
-        assert (state.changes["sample_rate"], len(state.recording.samples)) == (8000, 16_000)
-        assert np.array_equal(
-            state.mels, lm.log_mel(state.recording.samples, state.spec, engine="cpu").astype(np.float16)
-        )
-        written = read_spec(state.write(tmp_path / "spec.json").path)
-        assert lm.MelSpec.preset(written.preset, **written.settings, duration_s=2.0) == state.spec
-        assert state.change_spec(f_max_hz=3000.0)
-        controls.update_widgets()
-        controls.sample_rate.value = 4096  # half of it is below f_max_hz
-        assert "frequency limits" in state.error
-        assert (state.spec.sample_rate, controls.sample_rate.value) == (8000, 8000)
+    state = Explorer(mixed, engine="cpu")
+    view = ExploreView(state, controls=True)
+    view.draw = lambda: None  # type: ignore[method-assign]
+    controls = Controls(view)
+    shown = [text for text, _ in controls.sample_rate.options]
+    assert shown == ["4,096 Hz (6)", "8,000 Hz (0)", "9,000 Hz (2)"]
+    controls.windows["long_window"].value = 2048
+    controls.sample_rate.value = 8000
+    assert (state.error, state.spec.long_window, state.spec.n_fft) == ("", 2048, 1024)
+    assert controls.range_hz.max == controls.range_hz.value[1] == 4000
+    assert (state.changes["sample_rate"], len(state.recording.samples)) == (8000, 16_000)
+    assert np.array_equal(
+        state.mels, lm.log_mel(state.recording.samples, state.spec, engine="cpu").astype(np.float16)
+    )
+    written = read_spec(state.write(tmp_path / "spec.json").path)
+    assert lm.MelSpec.preset(written.preset, **written.settings, duration_s=2.0) == state.spec
+    assert state.change_spec(f_max_hz=3000.0)
+    controls.update_widgets()
+    controls.sample_rate.value = 4096  # half of it is below f_max_hz
+    assert "frequency limits" in state.error
+    assert (state.spec.sample_rate, controls.sample_rate.value) == (8000, 8000)
 
 
 # ---- the whole split -----------------------------------------------------------------------------------------------
@@ -737,16 +734,16 @@ def given(data: Path, **more: Any) -> dict[str, Any]:
 
 def test_the_first_choice_and_spec_come_from_parameters(data, built, tmp_path):
     write_spec(tmp_path / "spec.json", {"n_mels": 20})
-    with open_explorer(
+    state = open_explorer(
         given(data, split="training", flag="clipped", spec_file=str(tmp_path / "spec.json")), progress="none"
-    ) as state:
-        assert (len(state.matching), state.changes, state.spec.n_mels) == (
-            1,
-            {"preset": "disjoint@2", "n_mels": 20},
-            20,
-        )
-    with open_explorer(given(data, spec_file=str(built), preset=None), progress="none") as state:
-        assert state.spec == lm.MelSpec.preset("overlap", n_mels=24, **FIXED)
+    )
+    assert (len(state.matching), state.changes, state.spec.n_mels) == (
+        1,
+        {"preset": "disjoint@2", "n_mels": 20},
+        20,
+    )
+    state = open_explorer(given(data, spec_file=str(built), preset=None), progress="none")
+    assert state.spec == lm.MelSpec.preset("overlap", n_mels=24, **FIXED)
     with pytest.raises(UsageError, match="expected LEAK, NOLEAK"):
         open_explorer(given(data, label="LEEK"), progress="none")
     with pytest.raises(UsageError, match="no recording matches the filter; found label NOLEAK, flag clipped"):
@@ -793,7 +790,6 @@ def test_a_view_redraws_changes_and_reports_rejected_ones(data, tmp_path):
     view.write()
     assert "--spec" in repr(shown["written"].values[-1])
     view.draw()
-    view.close()
 
 
 def test_a_removed_recording_is_reported(tmp_path):
@@ -804,7 +800,6 @@ def test_a_removed_recording_is_reported(tmp_path):
         path.unlink()
     view.draw()
     assert (shown["figure"].values, "Rejected:" in shown["line"].values[-1]._repr_html_()) == ([], True)
-    view.close()
 
 
 def test_lines_are_plain_text_and_safe_html():

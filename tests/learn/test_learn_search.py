@@ -585,21 +585,22 @@ def test_search_starts_over_with_resume_never(sets: Path, right: SearchResult, t
     assert (out / "search.json").read_bytes() == before
 
 
-def test_search_interrupted_while_starting_over_is_the_new_one(
+def test_search_interrupted_while_starting_over_can_start_over_again(
     sets: Path, right: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    "After the other search is forgotten, before its trials are removed."
+    "While the trials of the other search are removed."
     searched(sets, tmp_path / "run", space={"dropout": [0.1, 0.5]}, trials=2, again=0)
 
-    def dying(folder: Path) -> None:
+    def dying(folder: Path, ignore_errors: bool) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
-        m.setattr(trials_module, "clear_trials", dying)
+        m.setattr(trials_module, "rmtree", dying)
         with pytest.raises(KeyboardInterrupt):
             searched(sets, tmp_path / "run", resume="never")
-    assert (tmp_path / "run" / "trials" / "0001").is_dir()
-    searched(sets, tmp_path / "run")
+    with raises("another-run-in-folder", path=tmp_path / "run"):
+        searched(sets, tmp_path / "run")
+    searched(sets, tmp_path / "run", resume="never")
     assert_same(tmp_path / "run", right)
 
 
