@@ -319,7 +319,7 @@ def spectra_figure(
     most: int = 600,  # rows whose spectrum is read, spread evenly
 ) -> "go.Figure":
     "Draw the mean spectrum of each label of a data set."
-    from leakmel.insight.data_plots import recording_spectra, spectrum_by_label
+    from leakmel.insight.plots import recording_spectra, spectrum_by_label
 
     return _drawn(path, lambda ds: spectrum_by_label(*recording_spectra(ds, most), ds.spec.mel_hz))
 

@@ -72,8 +72,6 @@ def explore_kinds() -> Kinds:
         "preset": text,
         "sample_rate": (int, None),
         "duration_s": (float, None),
-        "engine": text,
-        "device": text,
         "most": (int,),
         "louder": (bool,),
         "write_to": maybe,
@@ -122,13 +120,8 @@ class Explorer:
         recordings: Recordings,
         # differences from a preset ("preset": name), as for `build`; rate and length follow the data by default
         changes: dict[str, Any] | None = None,
-        *,
-        engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
-        device: str = "auto",  # as for `build`
     ):
         self.recordings = recordings
-        self.engine = engine
-        self.device = device
         self.decision = decide_spec(changes, recordings.manifest.listings, count=True)
         self.spec = self.decision.spec
         self.changes = dict(changes or {}) | {"preset": self.spec.preset_name}
@@ -137,12 +130,6 @@ class Explorer:
         self.filter = RecordingFilter()
         self.matching = recordings.matching(self.filter)  # rows of the table that match the filter
         self.position = 0  # index into `matching` of the recording that is shown
-        self.identity = self._identity_of(self.spec)  # name, version and kind of device of the engine
-
-    def _identity_of(self, spec: MelSpec) -> str:
-        "Return the identity of the engine for a spec; raises EngineError."
-        with open_engine(self.engine, spec, device=self.device) as engine:
-            return engine.identity
 
     @property
     def row(self) -> int:
@@ -158,7 +145,7 @@ class Explorer:
     def mels(self) -> np.ndarray:
         "Log-mel features of the recording [L, S, M, T] float16, dB, as in a data set."
         out = np.full((1, *self.spec.row_shape), np.nan, np.float16)
-        with open_engine(self.engine, self.spec, device=self.device) as engine:
+        with open_engine("auto", self.spec, device="cpu") as engine:
             engine.run(np.ascontiguousarray(self.recording.samples[None]), out)
         return out[0]
 
@@ -193,7 +180,6 @@ class Explorer:
         held = {"sample_rate": self.spec.sample_rate, "duration_s": self.spec.duration_s}
         try:
             spec = MelSpec.preset(wanted["preset"], **held | settings)
-            self.identity = self._identity_of(spec)
         except LeakmelError as e:
             self.error = str(e)
             return False

@@ -169,7 +169,6 @@ class SplitSpectra:
     spectra_db: np.ndarray  # [n, M] float32, each the mean over a row's segments and frames, dB
     labels: list[str]  # [n]
     spec: MelSpec
-    engine: str  # identity of the engine
     n_found: int  # recordings of the split that are not silent
     seconds: float  # of reading and computing
 
@@ -182,7 +181,7 @@ class SplitSpectra:
         )
         return (
             f"{show_path(self.split) or 'one folder'}: {some} that are not silent, read and computed in {self.seconds:.2f} s "
-            f"({n / self.seconds:,.0f} recordings/s) by {self.engine}"
+            f"({n / self.seconds:,.0f} recordings/s)"
         )
 
 
@@ -192,31 +191,26 @@ def split_spectra(
     spec: MelSpec,
     *,
     most: int = 1000,  # recordings; from more, an even sample
-    device: str = "auto",  # of the engine: "auto" (the CPU), "cpu", "cuda", "cuda:1"
-    engine: str = "auto",
 ) -> SplitSpectra:  # raises RecordingError for a recording that was changed or removed after the scan
     "Read the recordings of a split and compute their mean spectra."
     table = recordings.table
     rows = np.flatnonzero((table["split"] == split) & ~table["silent"].astype(bool))
     even = rows[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64))]
-    # initializing a GPU takes longer than a few thousand recordings on the CPU
-    device = "cpu" if (engine, device) == ("auto", "auto") else device
     began = time.perf_counter()
-    with open_engine(engine, spec, device=device) as opened:
+    with open_engine("auto", spec, device="cpu") as engine:
 
         def mean_spectrum(row: int) -> np.ndarray:
             mels = np.empty((1, *spec.row_shape), np.float16)
-            opened.run(read_row(recordings, row, spec).samples[None], mels)
+            engine.run(read_row(recordings, row, spec).samples[None], mels)
             return mels.mean(axis=(0, 1, 2, 4), dtype=np.float32)
 
-        with ThreadPoolExecutor(opened.workers) as pool:
+        with ThreadPoolExecutor(engine.workers) as pool:
             found = np.array(list(pool.map(mean_spectrum, even.tolist())), np.float32)
         return SplitSpectra(
             split=split,
             spectra_db=found.reshape(-1, spec.n_mels),
             labels=[show_path(label) for label in table["label"].iloc[even]],
             spec=spec,
-            engine=opened.identity,
             n_found=len(rows),
             seconds=time.perf_counter() - began,
         )

@@ -23,9 +23,9 @@ from typing import Any
 
 from ..core.errors import LeakmelError, UsageError, show_path
 from ..core.progress import _ATTENDED
-from .data_plots import spectrum_by_label
 from .explore import Explorer, default_spec_path, recording_figure, playback_wav
 from .explore_data import Recordings, SplitSpectra, recordings_of_scan, split_spectra
+from .plots import spectrum_by_label
 from ..mel.spec import MelSpec
 
 
@@ -66,7 +66,7 @@ def _spec_line(state: Explorer, error: str) -> StatusLine:
     n_long, n_short, n_mels, n_frames = state.spec.row_shape
     text = (
         f"Recording {state.position + 1:,} of {len(state.matching):,} ({state.filter!r}); {_spec_text(state)}: "
-        f"a row is {n_long} long x {n_short} short segments x {n_mels} mel bands x {n_frames} frame{'s' * (n_frames > 1)}; engine {state.identity}. "
+        f"a row is {n_long} long x {n_short} short segments x {n_mels} mel bands x {n_frames} frame{'s' * (n_frames > 1)}. "
         f"Windows: {state.spec.windows_text}."
     )
     return StatusLine(text, error)
@@ -86,7 +86,7 @@ def open_explorer(
     root, _ = find_data(p["data_root"], progress=progress)
     names = {"table": p["table"], "columns": p["columns"] or None, "pattern": p["pattern"]}
     recordings = recordings_of_scan(scan(root, content=True, progress=progress, **names))
-    state = Explorer(recordings, spec_changes(p)[0], engine=p["engine"], device=p["device"])
+    state = Explorer(recordings, spec_changes(p)[0])
     values = {name: p[name] for name in ("split", "label", "sensor", "flag")}
     if state.filter_recordings(**values | {"split": split_name(p["split"]) or p["split"]}):
         return state
@@ -415,14 +415,7 @@ class ExploreView:
         "Compute the mean spectra of the split; on an error the last figure stays."
         state, split, place = self.state, self._split_name(), self.outputs["split_line"]
         try:
-            found = split_spectra(
-                state.recordings,
-                split,
-                state.spec,
-                most=self.most,
-                device=state.device,
-                engine=state.engine,
-            )
+            found = split_spectra(state.recordings, split, state.spec, most=self.most)
             figure = spectrum_by_label(found.spectra_db, found.labels, state.spec.mel_hz)
         except LeakmelError as e:
             place.show(StatusLine("the figure shows the previous spec", str(e)))

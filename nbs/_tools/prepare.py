@@ -26,7 +26,7 @@ from api import module_page, public_page
 from messages import messages
 from nbclient import NotebookClient
 
-from leakmel.insight.notebook_page import html_figures
+from leakmel.insight.page_figures import html_figures
 from leakmel.insight.page_figures import plotly_file
 
 ROOT = Path(__file__).resolve().parents[2]

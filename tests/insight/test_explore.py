@@ -22,7 +22,7 @@ from leakmel.core.errors import DataError, OutputError, SpecError, UsageError
 from leakmel.core.parameters import check_types
 from leakmel.dataset.run.plan import build_kinds, plan_run
 from leakmel.dataset.file.spec_file import MOST_BYTES, requested_spec, read_spec, spec_of_data_set, write_spec
-from leakmel.insight.data_plots import recording_spectra
+from leakmel.insight.plots import recording_spectra
 from leakmel.insight.explore import (
     Explorer,
     SegmentSelection,
@@ -63,7 +63,7 @@ def recordings(data):
 
 @pytest.fixture
 def state(recordings):
-    return Explorer(recordings, engine="cpu")
+    return Explorer(recordings)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def test_sound_is_the_chosen_part_and_says_when_it_was_raised(state):
 
 def test_the_sound_has_the_rate_of_the_recording_even_if_the_spec_rejects_it(recordings):
     changes = {"preset": "disjoint", "sample_rate": 8192, "duration_s": 10.0, "rate": "reject"}
-    state = Explorer(recordings, changes, engine="cpu")
+    state = Explorer(recordings, changes)
     state.select(4, 8)
     with pytest.raises(lm.LeakmelError):
         recording_figure(state)
@@ -261,7 +261,7 @@ def test_the_sound_has_the_rate_of_the_recording_even_if_the_spec_rejects_it(rec
 
 
 def test_windows_that_do_not_fit_are_not_offered(recordings):
-    view = ExploreView(Explorer(recordings, {"preset": "overlap"}, engine="cpu"), controls=True)
+    view = ExploreView(Explorer(recordings, {"preset": "overlap"}), controls=True)
     view.draw = lambda: None  # type: ignore[method-assign]
     controls = Controls(view)
     assert max(value for _, value in controls.windows["n_fft"].options) == view.state.spec.short_window
@@ -273,7 +273,7 @@ def test_windows_that_do_not_fit_are_not_offered(recordings):
 
 @pytest.fixture
 def controls(recordings):
-    view = ExploreView(Explorer(recordings, {"preset": "overlap"}, engine="cpu"), controls=True)
+    view = ExploreView(Explorer(recordings, {"preset": "overlap"}), controls=True)
     view.draw = lambda: None  # type: ignore[method-assign]
     return Controls(view)
 
@@ -320,7 +320,7 @@ def test_sample_rates_are_those_of_the_folder_and_lower_common_ones(tmp_path, re
             noise = np.random.default_rng(n).normal(size=2 * rate) * 3000
             path.write_bytes(wav_bytes(noise.astype(np.int16), rate))
     mixed = recordings_of_scan(lm.scan(tmp_path / "demo", content=True, progress="none"))
-    state = Explorer(mixed, engine="cpu")
+    state = Explorer(mixed)
     view = ExploreView(state, controls=True)
     view.draw = lambda: None  # type: ignore[method-assign]
     controls = Controls(view)
@@ -346,25 +346,19 @@ def test_sample_rates_are_those_of_the_folder_and_lower_common_ones(tmp_path, re
 # ---- the whole split -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", "fake"])
-def test_the_whole_split_is_as_in_a_build(recordings, built, device):
+def test_the_whole_split_is_as_in_a_build(recordings, built):
     with lm.open_dataset(built) as ds:
         right, labels, spec = *recording_spectra(ds), ds.spec
-    engine = "cpu" if device == "cpu" else "torch"
-    found = split_spectra(recordings, "TRAINING", spec, device=device, engine=engine)
+    found = split_spectra(recordings, "TRAINING", spec)
     assert found.labels == labels
-    assert (
-        np.array_equal(found.spectra_db, right)
-        if device == "cpu"
-        else np.allclose(found.spectra_db, right, atol=0.01)
-    )
+    assert np.array_equal(found.spectra_db, right)
     assert (found.n_found, len(found.labels), found.seconds > 0) == (53, 53, True)
 
 
 def test_a_sample_is_stated_and_even(recordings):
     spec = lm.MelSpec.preset("disjoint")
-    found = split_spectra(recordings, "TRAINING", spec, most=10, engine="cpu")
-    whole = split_spectra(recordings, "TRAINING", spec, engine="cpu")
+    found = split_spectra(recordings, "TRAINING", spec, most=10)
+    whole = split_spectra(recordings, "TRAINING", spec)
     even = [0, 5, 11, 17, 23, 28, 34, 40, 46, 52]
     assert np.array_equal(found.spectra_db, whole.spectra_db[even])
     assert found.labels == [whole.labels[k] for k in even]
@@ -729,7 +723,7 @@ def given(data: Path, **more: Any) -> dict[str, Any]:
     exec(next(c.source for c in nb.cells if "parameters" in c.metadata.get("tags", [])), values)
     values = {name: values[name] for name in explore_kinds()}
     check_types(values, explore_kinds())
-    return values | {"data_root": str(data), "engine": "cpu", "device": "cpu"} | more
+    return values | {"data_root": str(data)} | more
 
 
 def test_the_first_choice_and_spec_come_from_parameters(data, built, tmp_path):

@@ -14,8 +14,7 @@ from errors import raises
 from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError
-from leakmel.insight.notebook_page import html_figures, notebook_page
-from leakmel.insight.page_figures import PLOTLY, figure_html, plotly_script
+from leakmel.insight.page_figures import PLOTLY, figure_html, html_figures, notebook_page, plotly_script
 from leakmel.insight.report import Section, write_report
 
 v4 = nbformat.v4

@@ -9,12 +9,13 @@ import pytest
 
 from leakmel.core.errors import DataError
 from leakmel.core.timeline import Gauge, Span, Timeline
-from leakmel.insight.data_plots import (
+from leakmel.insight.plots import (
     MOST_LABELS,
     classes_by_split,
+    level_by_label,
+    mels_by_label,
     spectrum_by_label,
 )
-from leakmel.insight.plots import level_by_label, mels_by_label
 from leakmel.insight.runs import runs_table
 from leakmel.insight.timeline_plots import batch_timeline, exclusive_bar, utilization
 

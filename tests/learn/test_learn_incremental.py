@@ -43,7 +43,6 @@ from leakmel.learn.model.detector import Detector, class_scores, load_detector, 
 from leakmel.learn.retrain.promotion import (
     compare_models,
     decide,
-    leak_truth,
     check_overlap,
 )
 from leakmel.learn.data.groups import recordings_of
@@ -904,7 +903,7 @@ def test_challengers_are_compared_with_the_first_champion(towns, tmp_path, monke
             scores = score_rows(first, ds), score_rows(two.challenger, ds)
             right = compare_models(
                 name,
-                leak_truth(ds, TASK),
+                ds.labels == TASK.leak_in_model,
                 recording_groups(recordings_of(ds)),
                 first,
                 two.challenger,

@@ -53,7 +53,6 @@ from leakmel.learn.retrain.promotion import (
     champion_entry,
     compare_models,
     decide,
-    leak_truth,
     next_round,
     require_both_classes,
     finish_interrupted_round,
@@ -270,7 +269,7 @@ class _RoundInProgress:
         found: dict[str, dict[str, Comparison]] = {"champion": {}, "first champion": {}}
         draws = {"n_draws": self.rules.n_draws, "seed": self.rules.seed}
         for name, ds in self.parts.testing.items():
-            truth = leak_truth(ds, self.champion.task)
+            truth = ds.labels == self.champion.task.leak_in_model
             mine = self.scores(score_rows, challenger, ds, f"{name}, challenger")
             for who, detector in before.items():
                 theirs = self.scores(score_rows, detector, ds, f"{name}, {who}")
@@ -365,7 +364,7 @@ def _check_test_sets(folder: Path, lineage: Lineage | None, champion: Detector, 
     "Check the test recordings and return their digest."
     for name, ds in {**parts.testing, "validation": parts.validation}.items():
         if ds is not None:
-            require_both_classes(name, leak_truth(ds, champion.task))
+            require_both_classes(name, ds.labels == champion.task.leak_in_model)
     digest = digest_of(" ".join(part_digest(ds) for ds in parts.testing.values()).encode())
     if lineage is not None and lineage.testing != digest:
         raise UsageError(
