@@ -77,9 +77,7 @@ def _words(values: Sequence[Any]) -> str:
 
 def _total(reports: Sequence[Mapping[str, Any]], key: str) -> str:
     "Sum counts by name over reports and format them."
-    counts = Counter[str]()
-    for r in reports:
-        counts.update(r.get(key) or {})
+    counts = sum((Counter(r.get(key) or {}) for r in reports), Counter[str]())
     return format_counts(counts, most=len(counts))
 
 

@@ -43,26 +43,14 @@ def _run_files(folder: Path) -> list[Path]:
 
 
 def find_runs(
-    text: str
-    | None = None,  # folder of a run or of runs, or several separated by commas; None: the project's runs/
+    path: str | os.PathLike | None = None,  # folder of a run, or of runs; None: the project's runs/
     *,
     most: int = 8,  # largest number of runs read from a folder of runs
-) -> list[Path]:  # named folders in their order, those of a folder of runs newest first
+) -> list[Path]:  # the folder itself, or the newest runs in it
     "Find the folders of runs; raises DataError for a folder without a run."
     if most < 1:
         raise UsageError("the parameter compare must be at least 1", code="out-of-range", found=most)
-    if text is None:
-        return _runs_at(runs_folder(), most)
-    whole = Path(os.path.abspath(os.path.expanduser(text)))
-    names = [text] if whole.exists() else [word.strip() for word in text.split(",") if word.strip()]
-    if not names:
-        raise UsageError("the parameter run contains no folder name", code="no-run-named", found=repr(text))
-    found = [run for name in names for run in _runs_at(Path(os.path.abspath(os.path.expanduser(name))), most)]
-    return list(dict.fromkeys(found))
-
-
-def _runs_at(folder: Path, most: int) -> list[Path]:
-    "Return the folder itself, or the newest runs in it."
+    folder = runs_folder() if path is None else Path(os.path.abspath(os.path.expanduser(path)))
     if _run_files(folder):
         return [folder]
     inside = [p for p in folder.iterdir() if p.name[:1] != "."] if folder.is_dir() else []

@@ -408,9 +408,11 @@ def retrain(
 
     Comparisons on the test recordings are counted in `out` only; other uses of them are not known."""
     if resume not in RESUME:
-        known = ", ".join(RESUME)
         raise UsageError(
-            "resume has an unknown value", code="unknown-value", found=repr(resume), expected=known
+            "the value of resume is unknown",
+            code="unknown-value",
+            found=repr(resume),
+            expected=", ".join(RESUME),
         )
     if also and "testing" in also:
         message = "the name of a further test set is reserved for the first one"
