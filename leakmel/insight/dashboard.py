@@ -33,17 +33,17 @@ from ..audio.problems import how_many, format_counts, show_place, wrap_list
 from ..core.errors import LeakmelError, show_path
 from ..core.monitor import mean, peak, size_text
 from ..core.parameters import Kinds
-from ..dataset.run.publish import BuildResult
-from ..dataset.run.publish import kept_sentence, rate_text
+from ..dataset.file.reader import MelDataset, open_dataset
+from ..dataset.run.publish import BuildResult, kept_sentence, rate_text
 from ..dataset.source.loader import share_sentence
 from .advice import analysis_text
 from .diagnose import amdahl_bounds, limit_text, report_text
+from .plots import _figure, _plain, mels_by_label, recording_spectra, spectrum_by_label
 from .runs import RunRecord, modified_data_sets, joined_timelines, reused_rows
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
-    from leakmel.dataset.file.reader import MelDataset
 
 
 # %% ../../nbs/insight/dashboard.ipynb #187edc2d
@@ -282,7 +282,6 @@ def data_table(
 ):  # split, label and rms_db (dB re full scale) of each row; a sentence per file that was skipped
     "Read the columns for the figures of the data."
     import pandas as pd
-    from leakmel.dataset.file.reader import open_dataset
 
     tables: list[pd.DataFrame] = []
     skipped: list[str] = []
@@ -299,9 +298,6 @@ def data_table(
 
 def _drawn(path: Path | None, draw: "Callable[[MelDataset], go.Figure]") -> "go.Figure":
     "Draw a data set, or a sentence where it cannot be read."
-    from leakmel.dataset.file.reader import open_dataset
-    from leakmel.insight.plots import _figure, _plain
-
     if path is None:
         return _figure([], "No recording to show", height=120)
     try:
@@ -317,16 +313,12 @@ def spectra_figure(
     most: int = 600,  # rows whose spectrum is read, spread evenly
 ) -> "go.Figure":
     "Draw the mean spectrum of each label of a data set."
-    from leakmel.insight.plots import recording_spectra, spectrum_by_label
-
     return _drawn(path, lambda ds: spectrum_by_label(*recording_spectra(ds, most), ds.spec.mel_hz))
 
 
 # %% ../../nbs/insight/dashboard.ipynb #ed88ba21
-def _typical_mels(ds: "MelDataset") -> "go.Figure":
+def _typical_mels(ds: MelDataset) -> "go.Figure":
     "Draw the recording with the median level of each label."
-    from leakmel.insight.plots import mels_by_label
-
     typical = ds.typical_rows()
     scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
     rows = np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:])

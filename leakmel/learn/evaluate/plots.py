@@ -256,7 +256,7 @@ def group_figure(
     n = np.bincount(code, minlength=len(names))
     rows = np.lexsort((n, -wrong / np.maximum(n, 1)))[:MOST_SENSORS]
     by_kind = pd.Series(np.asarray(score, np.float64)).groupby(code * 2 + truth)
-    found = by_kind.quantile([0.1, 0.5, 0.9], interpolation="nearest").unstack()
+    found = by_kind.quantile(np.array([0.1, 0.5, 0.9]), interpolation="nearest").unstack()
     low, middle, high = found.reindex(range(2 * len(names))).to_numpy().T.reshape(3, len(names), 2)
     traces = []
     for k, (name, colour, symbol) in enumerate(
