@@ -239,7 +239,7 @@ def run_cache(args: argparse.Namespace) -> Outcome:
 # %% ../nbs/cli.ipynb #d5db9454
 def run_page(args: argparse.Namespace) -> Outcome:
     "Write an executed notebook as one HTML file with interactive figures that needs no network."
-    from leakmel.insight.notebook_page import notebook_page
+    from leakmel.insight.page_figures import notebook_page
 
     path, n_figures = notebook_page(args.notebook, args.out)
     return 0, {"path": show_path(path), "figures": n_figures}, show_path(path)

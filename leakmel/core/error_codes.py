@@ -188,12 +188,9 @@ INSIGHT = {
     "damaged-record": "A report, timeline or summary of a run is damaged, or leakmel did not write it.",
     "no-matching-recording": "No recording has the chosen split, label, sensor or flag.",
     "no-run-found": "The folder contains neither a report nor a data set.",
-    "no-run-named": "The parameter `run` does not name a folder.",
     "no-usable-recording": "None of the recordings can be read.",
     "not-a-notebook": "The file is not a Jupyter notebook.",
     "not-executed": "The notebook has no outputs.",
-    "other-sample-rules": "The recordings in memory have another rate, length or channel rule than the spec.",
-    "record-too-large": "The record is larger than any record that leakmel writes.",
     "wrong-shape": "An array has another shape than expected.",
 }
 

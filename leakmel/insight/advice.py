@@ -177,20 +177,19 @@ def _computing_threads(e: Evidence) -> Suggestion | None:
 
 def _reading_threads(e: Evidence) -> Suggestion | None:
     "Suggest more reader threads."
-    present = e.settings.get("read_workers")
-    if not present or not e.n_cores or not e.has_limit(*_READER_STAGES) or not e.has_cores_left:
+    if not e.n_cores or not e.has_limit(*_READER_STAGES) or not e.has_cores_left:
         return None
-    if e.limit.stage == "read" and e.summary.get("cache") in ("cold", "mixed"):
-        return _more_threads(e, "read_workers", min(MAX_READERS, 2 * present))
-    return _more_threads(e, "read_workers", min(MAX_READERS, e.n_cores))
+    is_cold = e.limit.stage == "read" and e.summary.get("cache") in ("cold", "mixed")
+    new = 2 * (e.settings.get("read_workers") or 0) if is_cold else e.n_cores
+    return _more_threads(e, "read_workers", min(MAX_READERS, new))
 
 
 def _writing_threads(e: Evidence) -> Suggestion | None:
     "Suggest more writer threads."
-    present = e.settings.get("write_workers")
-    if e.is_alone or not present or not e.n_cores or not e.has_limit("write"):
+    if e.is_alone or not e.n_cores or not e.has_limit("write"):
         return None
-    return _more_threads(e, "write_workers", min(8, e.n_cores, 2 * present))
+    twice = 2 * (e.settings.get("write_workers") or 0)
+    return _more_threads(e, "write_workers", min(8, e.n_cores, twice))
 
 
 # %% ../../nbs/insight/advice.ipynb #6b7cc1eb

@@ -14,15 +14,14 @@ __all__ = [
     "rejected_card",
     "advice",
     "stage_reports",
-    "DataFacts",
-    "data_facts",
+    "data_table",
+    "spectra_figure",
     "mel_pictures",
 ]
 
 # %% ../../nbs/insight/dashboard.ipynb #b81d7a84
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -34,12 +33,13 @@ from ..audio.problems import how_many, format_counts, show_place, wrap_list
 from ..core.errors import LeakmelError, show_path
 from ..core.monitor import mean, peak, size_text
 from ..core.parameters import Kinds
-from ..dataset.run.publish import BuildResult
-from ..dataset.run.publish import kept_sentence, rate_text
+from ..dataset.file.reader import MelDataset, open_dataset
+from ..dataset.run.publish import BuildResult, kept_sentence, rate_text
 from ..dataset.source.loader import share_sentence
 from .advice import analysis_text
 from .diagnose import amdahl_bounds, limit_text, report_text
-from .runs import RunRecord, modified_data_sets, joined_timelines, reused_rows, sanitize
+from .plots import _figure, _plain, mels_by_label, recording_spectra, spectrum_by_label
+from .runs import RunRecord, modified_data_sets, joined_timelines, reused_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,9 +77,7 @@ def _words(values: Sequence[Any]) -> str:
 
 def _total(reports: Sequence[Mapping[str, Any]], key: str) -> str:
     "Sum counts by name over reports and format them."
-    counts = Counter[str]()
-    for r in reports:
-        counts.update(r.get(key) or {})
+    counts = sum((Counter(r.get(key) or {}) for r in reports), Counter[str]())
     return format_counts(counts, most=len(counts))
 
 
@@ -188,13 +186,9 @@ class Card:
         for name, facts in self.blocks:
             rows += f"<tr><th colspan='2' style='text-align:left;padding-top:8px'>{escape(name)}</th></tr>"
             for k, v in facts:
-                # no line break between a count and its unit
-                value = re.sub(
-                    r"(\d) x (\w[\w+]*)", r"<span style='white-space:nowrap'>\1 x \2</span>", escape(v)
-                )
                 rows += (
                     "<tr><td style='text-align:right;opacity:.7;white-space:nowrap;vertical-align:top;padding-right:10px'>"
-                    f"{escape(k)}</td><td style='text-align:left'>{value}</td></tr>"
+                    f"{escape(k)}</td><td style='text-align:left'>{escape(v)}</td></tr>"
                 )
         return (
             f"<div style='border-left:6px solid {colour};padding:2px 12px'><div style='font-size:120%;font-weight:bold'>{escape(self.title)}</div>"
@@ -277,73 +271,63 @@ def stage_reports(
 
 
 # %% ../../nbs/insight/dashboard.ipynb #b1b615a2
-@dataclass(eq=False, repr=False)
-class DataFacts:
-    "Columns and mean spectra of the data sets of a run."
-
-    table: "pd.DataFrame"  # split, sensor, label and rms_db (dB re full scale) of each row
-    spectra: np.ndarray  # [K, M] dB, of the largest data set
-    spectra_labels: list[str]  # [K]
-    mel_hz: np.ndarray  # [M]
-    largest: Path | None  # the data set of the spectra
-    skipped: list[str]  # one sentence per file that could not be read
-
-    def __repr__(self) -> str:
-        counts = f"{len(self.table):,} recordings, {len(self.spectra):,} spectra"
-        return "\n".join(
-            [counts if self.largest else "The folder holds no data set with rows.", *self.skipped]
-        )
+_COLUMNS = ["split", "label", "rms_db"]
+_UNREADABLE = (LeakmelError, OSError, KeyError, ValueError, TypeError, IndexError)
 
 
-def data_facts(
+def data_table(
     run: RunRecord,
-    *,
-    spectra: int = 600,  # rows whose spectrum is read, spread evenly over the largest data set
-) -> DataFacts:
-    "Read the columns and spectra for the figures of the data."
+) -> (
+    "tuple[pd.DataFrame, list[str]]"
+):  # split, label and rms_db (dB re full scale) of each row; a sentence per file that was skipped
+    "Read the columns for the figures of the data."
     import pandas as pd
-    from leakmel.dataset.file.reader import open_dataset
-    from leakmel.insight.data_plots import recording_spectra
 
-    columns = ["split", "sensor", "label", "rms_db"]
-    facts, tables, most = (
-        DataFacts(pd.DataFrame(columns=columns), np.zeros((0, 0)), [], np.zeros(0), None, []),
-        [],
-        0,
-    )
+    tables: list[pd.DataFrame] = []
+    skipped: list[str] = []
     for path in run.data_sets:
         try:
             with open_dataset(path) as ds:
                 split = str(ds.file.attrs.get("split", "")) or "one folder"
-                own = ds.files.assign(split=split)[columns].astype({"rms_db": np.float64})
-                if len(ds) > most:
-                    facts.spectra, facts.spectra_labels = recording_spectra(ds, spectra)
-                    facts.mel_hz, facts.largest, most = ds.spec.mel_hz, path, len(ds)
-            tables.append(own)
-        except (LeakmelError, OSError, KeyError, ValueError, TypeError, IndexError) as e:
-            facts.skipped.append(sanitize(f"{show_path(path.name)} was skipped: {e}"))
-    if tables:
-        facts.table = pd.concat(tables, ignore_index=True)
-    return facts
+                tables.append(ds.files.assign(split=split)[_COLUMNS].astype({"rms_db": np.float64}))
+        except _UNREADABLE as e:
+            skipped.append(f"{show_path(path.name)} was skipped: {e}")
+    table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=_COLUMNS)
+    return table, skipped
 
 
-# %% ../../nbs/insight/dashboard.ipynb #ed88ba21
-def mel_pictures(
-    path: Path | None,  # data set; None: none exists
-) -> "go.Figure":
-    "Draw the log-mel spectrogram of the recording with the median level of each label."
-    from leakmel.dataset.file.reader import open_dataset
-    from leakmel.insight.plots import _figure, _plain, mels_by_label
-
+def _drawn(path: Path | None, draw: "Callable[[MelDataset], go.Figure]") -> "go.Figure":
+    "Draw a data set, or a sentence where it cannot be read."
     if path is None:
         return _figure([], "No recording to show", height=120)
     try:
         with open_dataset(path) as ds:
-            typical = ds.typical_rows()
-            scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
-            rows = np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:])
-            hop_s = ds.spec.hop_length / ds.spec.sample_rate
-            return mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales, hop_s=hop_s)
-    except (LeakmelError, OSError, KeyError, ValueError, TypeError) as e:
+            return draw(ds)
+    except _UNREADABLE as e:
         note = f"{_plain(path.name)}: {_plain(str(e)[:100])}"
         return _figure([], "No recording can be shown", note, height=120)
+
+
+def spectra_figure(
+    path: Path | None,  # data set; None: none exists
+    most: int = 600,  # rows whose spectrum is read, spread evenly
+) -> "go.Figure":
+    "Draw the mean spectrum of each label of a data set."
+    return _drawn(path, lambda ds: spectrum_by_label(*recording_spectra(ds, most), ds.spec.mel_hz))
+
+
+# %% ../../nbs/insight/dashboard.ipynb #ed88ba21
+def _typical_mels(ds: MelDataset) -> "go.Figure":
+    "Draw the recording with the median level of each label."
+    typical = ds.typical_rows()
+    scales = {name: ds.file[name][:] for name in ("long_start_s", "short_start_s")}
+    rows = np.array([ds[row][0] for row in typical.values()]).reshape(-1, *ds.mels.shape[1:])
+    hop_s = ds.spec.hop_length / ds.spec.sample_rate
+    return mels_by_label(rows, list(typical), ds.spec.mel_hz, **scales, hop_s=hop_s)
+
+
+def mel_pictures(
+    path: Path | None,  # data set; None: none exists
+) -> "go.Figure":
+    "Draw the log-mel spectrogram of the recording with the median level of each label."
+    return _drawn(path, _typical_mels)

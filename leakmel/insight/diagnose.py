@@ -11,6 +11,7 @@ __all__ = [
     "spans_of",
     "lane_pieces",
     "attribute",
+    "pieces_by_lane",
     "stage_pieces",
     "StageRow",
     "stage_table",
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/insight/diagnose.ipynb #143e688c
-import heapq, math, re
+import math, re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -105,19 +106,13 @@ def lane_pieces(
 ) -> list[LanePiece]:  # by time, without overlaps, without "wait"
     "Cut the spans of one lane so that they do not overlap: the span that started last counts."
     ordered = sorted((s for s in spans if s.end_s > s.start_s), key=lambda s: (s.start_s, -s.end_s))
-    times = sorted({t for s in ordered for t in (s.start_s, s.end_s)})
-    pieces: list[LanePiece] = []
-    running: list[tuple[int, float, str]] = []  # heap of (-rank, end_s, stage): the latest start is on top
-    n_begun = 0
-    for now, following in zip(times, times[1:]):
-        while n_begun < len(ordered) and ordered[n_begun].start_s <= now:
-            heapq.heappush(running, (-n_begun, ordered[n_begun].end_s, ordered[n_begun].stage))
-            n_begun += 1
-        while running and running[0][1] <= now:
-            heapq.heappop(running)
-        if running and running[0][2] != "wait":
-            pieces.append((now, following, running[0][2]))
-    return pieces
+    times = np.unique([t for s in ordered for t in (s.start_s, s.end_s)])
+    upper = np.full(max(0, len(times) - 1), -1)  # the span that counts between two times
+    for k, s in enumerate(ordered):
+        first, last = np.searchsorted(times, (s.start_s, s.end_s))
+        upper[first:last] = k
+    between = zip(times.tolist(), times[1:].tolist(), upper.tolist())
+    return [(a, b, ordered[k].stage) for a, b, k in between if k >= 0 and ordered[k].stage != "wait"]
 
 
 # %% ../../nbs/insight/diagnose.ipynb #63f99e52
@@ -140,14 +135,21 @@ def attribute(
     return {n: float(v) for n, v in zip(names, sums) if v > 0 and n != "wait"} | {"wait": idle_s}
 
 
-def stage_pieces(
+def pieces_by_lane(
     spans: Iterable[Span],  # of any lanes
-) -> list[LanePiece]:  # lane by lane, "wait" left out; a device has a stream for each stage
+) -> dict[str, list[LanePiece]]:  # "wait" left out; a device has a stream for each stage
     "Cut the spans of each lane so that they do not overlap."
     lanes: dict[str, list[Span]] = {}
     for s in spans:
         lanes.setdefault(lane_key(s), []).append(s)
-    return [p for same in lanes.values() for p in lane_pieces(same)]
+    return {lane: lane_pieces(same) for lane, same in lanes.items()}
+
+
+def stage_pieces(
+    spans: Iterable[Span],  # of any lanes
+) -> list[LanePiece]:  # lane by lane
+    "Cut the spans of each lane so that they do not overlap."
+    return [p for same in pieces_by_lane(spans).values() for p in same]
 
 
 def _shares(
@@ -330,10 +332,7 @@ def amdahl_bounds(
     wall_s, exclusive = within[1] - within[0], attribute(timeline, split)
     early = set(background_checks(timeline))
     main = _spans_within([s for s in timeline.spans if s not in early], split, *within)
-    streams: dict[str, list[Span]] = {}
-    for s in main:
-        streams.setdefault(lane_key(s), []).append(s)
-    groups = {stream: lane_pieces(same) for stream, same in streams.items()}
+    groups = pieces_by_lane(main)
     pieces = [p for same in groups.values() for p in same]
     stages = [n for n in dict.fromkeys((*STAGES, *(p[2] for p in pieces))) if any(p[2] == n for p in pieces)]
     first, last = (

@@ -21,15 +21,15 @@ __all__ = [
 
 # %% ../../nbs/insight/explore.ipynb #f6feb4ca
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..audio.problems import how_many
 from ..audio.wav import read_wav
-from ..core.errors import LeakmelError, UsageError, show_path
+from ..core.errors import LeakmelError, UsageError
 from ..core.parameters import Kinds
 from ..core.run_plan import runs_folder
 from ..dataset.file.spec_file import SpecFile, write_spec
@@ -47,9 +47,9 @@ from leakmel.insight.plots import (
     _subplots,
     _whole_db,
 )
-from ..mel.engines import Engine, open_engine
+from ..mel.engines import open_engine
 from ..mel.reference import hann_periodic
-from ..mel.spec import WINDOW_FIELDS, MelSpec, preset_values
+from ..mel.spec import MelSpec, preset_values
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -72,8 +72,6 @@ def explore_kinds() -> Kinds:
         "preset": text,
         "sample_rate": (int, None),
         "duration_s": (float, None),
-        "engine": text,
-        "device": text,
         "most": (int,),
         "louder": (bool,),
         "write_to": maybe,
@@ -84,39 +82,29 @@ def explore_kinds() -> Kinds:
 # %% ../../nbs/insight/explore.ipynb #6ef03ac5
 @dataclass(frozen=True)
 class SegmentSelection:
-    "Long segments from `first` to before `stop`, with all short segments or one of each."
+    "Long segments from `first` to before `stop`."
 
     first: int = 0
     stop: int | None = None  # None: to the end
-    short: int | None = None  # None: all
 
     def fitted(self, spec: MelSpec) -> "SegmentSelection":
         "Limit the selection to the segments of a spec; `stop` is a number."
-        n_long, n_short, _, _ = spec.row_shape
+        n_long = spec.row_shape[0]
         first = min(max(0, self.first), n_long - 1)
         stop = n_long if self.stop is None else min(max(first + 1, self.stop), n_long)
-        return SegmentSelection(
-            first, stop, None if self.short is None or self.short >= n_short else max(0, self.short)
-        )
+        return SegmentSelection(first, stop)
 
     def samples(self, spec: MelSpec) -> tuple[int, int]:  # half-open
         "Return the sample range of the selected segments."
         s = self.fitted(spec)
-        inner = (
-            (0, spec.long_window)
-            if s.short is None
-            else (s.short * spec.short_hop, s.short * spec.short_hop + spec.short_window)
-        )
-        return s.first * spec.long_hop + inner[0], ((s.stop or 1) - 1) * spec.long_hop + inner[1]
+        return s.first * spec.long_hop, ((s.stop or 1) - 1) * spec.long_hop + spec.long_window
 
     def frames(self, spec: MelSpec) -> tuple[np.ndarray, np.ndarray]:
         "Return the distinct frame starts [D] of the selection, in samples, and the first index of each in [L * S * T]."
         s = self.fitted(spec)
-        chosen = np.zeros(spec.grid.shape, bool)
-        chosen[s.first : s.stop, slice(None) if s.short is None else s.short] = True
-        at = np.flatnonzero(chosen)
-        starts, where = np.unique(spec.grid.frame_starts.ravel()[at], return_index=True)
-        return starts, at[where]
+        starts = spec.grid.frame_starts
+        found, where = np.unique(starts[s.first : s.stop].ravel(), return_index=True)
+        return found, where + s.first * starts[0].size
 
 
 # %% ../../nbs/insight/explore.ipynb #bb294ce3
@@ -125,53 +113,23 @@ _INPUT_FIELDS = ("sample_rate", "duration_s", "channels", "short", "long", "rate
 
 
 class Explorer:
-    "State of the page: filtered recordings, spec, selected segments; a context manager that closes its engine."
+    "State of the page: filtered recordings, spec, selected segments."
 
     def __init__(
         self,
         recordings: Recordings,
         # differences from a preset ("preset": name), as for `build`; rate and length follow the data by default
         changes: dict[str, Any] | None = None,
-        *,
-        engine: str = "auto",  # "auto", "triton", "torch", "torchaudio", "cpu" or "reference"
-        device: str = "auto",  # as for `build`
     ):
         self.recordings = recordings
-        self.engine = engine
-        self.device = device
         self.decision = decide_spec(changes, recordings.manifest.listings, count=True)
         self.spec = self.decision.spec
         self.changes = dict(changes or {}) | {"preset": self.spec.preset_name}
         self.error = ""  # why the last change was rejected
-        self.note = ""
         self.selection = SegmentSelection()
         self.filter = RecordingFilter()
         self.matching = recordings.matching(self.filter)  # rows of the table that match the filter
         self.position = 0  # index into `matching` of the recording that is shown
-        self._recording: tuple[Any, FittedRecording] | None = None
-        self._mels: tuple[Any, np.ndarray] | None = None
-        self._engine: Engine | None = None
-        self._open(self.spec)
-
-    def _open(self, spec: MelSpec) -> Engine:
-        "Return the engine for a spec and close the previous one; raises EngineError."
-        if self._engine is None or self._engine.spec != spec:
-            opened = open_engine(self.engine, spec, device=self.device)
-            self.close()
-            self._engine = opened
-        return self._engine
-
-    def close(self) -> None:
-        "Close the engine."
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     @property
     def row(self) -> int:
@@ -181,45 +139,26 @@ class Explorer:
     @property
     def recording(self) -> FittedRecording:
         "The recording that is shown; raises RecordingError."
-        key = (self.row, self.spec.rules)
-        if self._recording is None or self._recording[0] != key:
-            self._recording = key, read_row(self.recordings, self.row, self.spec)
-        return self._recording[1]
+        return read_row(self.recordings, self.row, self.spec)
 
     @property
     def mels(self) -> np.ndarray:
         "Log-mel features of the recording [L, S, M, T] float16, dB, as in a data set."
-        key = (self.row, self.spec)
-        if self._mels is None or self._mels[0] != key:
-            out = np.full((1, *self.spec.row_shape), np.nan, np.float16)
-            self._open(self.spec).run(np.ascontiguousarray(self.recording.samples[None]), out)
-            self._mels = key, out[0]
-        return self._mels[1]
-
-    @property
-    def identity(self) -> str:
-        "Name, version and kind of device of the engine."
-        return self._open(self.spec).identity
+        out = np.full((1, *self.spec.row_shape), np.nan, np.float16)
+        with open_engine("auto", self.spec, device="cpu") as engine:
+            engine.run(np.ascontiguousarray(self.recording.samples[None]), out)
+        return out[0]
 
     def go_to(self, position: int) -> None:
         "Show another matching recording; the position wraps around."
         self.position = position % len(self.matching)
-        self.error = self.note = ""
+        self.error = ""
 
     def filter_recordings(self, **values: str) -> bool:
-        "Filter by split, label, sensor and flag, without older values that no longer match; return whether a recording matches."
+        "Filter by split, label, sensor and flag; return whether a recording matches (else the filter is not changed)."
         wanted = replace(self.filter, **values)
-        older = [name for name, value in asdict(wanted).items() if value and name not in values]
-        dropped = []
         try:
-            while not len(found := self.recordings.matching(wanted)):
-                if not older:
-                    raise UsageError(
-                        "no recording matches the filter", code="no-matching-recording", found=repr(wanted)
-                    )
-                name = older.pop()
-                dropped.append(f"{name} {show_path(getattr(wanted, name))}")
-                wanted = replace(wanted, **{name: ""})
+            found = self.recordings.matching(wanted)
         except UsageError as e:
             self.error = str(e)
             return False
@@ -229,9 +168,6 @@ class Explorer:
         self.filter = wanted
         self.matching = found
         self.error = ""
-        self.note = (
-            f"No matching recording has {' and '.join(dropped)}: this filter was removed." if dropped else ""
-        )
         return True
 
     def change_spec(self, **changes: Any) -> bool:
@@ -244,7 +180,6 @@ class Explorer:
         held = {"sample_rate": self.spec.sample_rate, "duration_s": self.spec.duration_s}
         try:
             spec = MelSpec.preset(wanted["preset"], **held | settings)
-            self._open(spec)
         except LeakmelError as e:
             self.error = str(e)
             return False
@@ -258,17 +193,6 @@ class Explorer:
             self.selection = self.selection.fitted(spec)
         return True
 
-    def change_rate(
-        self,
-        sample_rate: int,  # Hz
-    ) -> bool:
-        "Change the sample rate; windows that differ from the preset change by the same factor as those of the preset."
-        old, new = (
-            preset_values(self.spec.preset_name, rate) for rate in (self.spec.sample_rate, sample_rate)
-        )
-        own = {k: max(1, n * new[k] // old[k]) for k, n in self.changes.items() if k in WINDOW_FIELDS}
-        return self.change_spec(sample_rate=sample_rate, **own)
-
     def segment_hops(
         self,
         long_window: int,  # samples
@@ -281,9 +205,9 @@ class Explorer:
             "short_hop": max(1, short_window * spec.short_hop // spec.short_window),
         }
 
-    def select(self, first: int = 0, stop: int | None = None, short: int | None = None) -> None:
-        "Select segments."
-        chosen = SegmentSelection(first, stop, short).fitted(self.spec)
+    def select(self, first: int = 0, stop: int | None = None) -> None:
+        "Select long segments."
+        chosen = SegmentSelection(first, stop).fitted(self.spec)
         is_all = (chosen.first, chosen.stop) == (0, self.spec.row_shape[0])
         self.selection = replace(chosen, stop=None) if is_all else chosen
 
@@ -342,8 +266,10 @@ def borders(
     "Return the borders of the selected segments."
     s = selection.fitted(spec)
     long = np.arange(s.first, s.stop) * spec.long_hop
-    short = np.arange(spec.grid.shape[1]) if s.short is None else np.array([s.short])
-    inner = (long[:, None] + short * spec.short_hop)[..., None] + [0, spec.short_window]
+    inner = (long[:, None] + np.arange(spec.grid.shape[1]) * spec.short_hop)[..., None] + [
+        0,
+        spec.short_window,
+    ]
     outer = np.unique([long, long + spec.long_window])
     return outer, np.setdiff1d(inner, outer)
 
@@ -402,7 +328,7 @@ def _curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, hover: str = ""
 
 def _wave_traces(samples: np.ndarray, spec: MelSpec, chosen: SegmentSelection) -> list[Trace]:
     "Return traces of the waveform and the segment borders."
-    start, stop = SegmentSelection(chosen.first, chosen.stop).samples(spec)
+    start, stop = chosen.samples(spec)
     at, values = envelope(as_float(samples[start:stop]))
     top = max(float(np.abs(values).max(initial=0.0)), 1 / 32_768)
     hover = "%{y:.4f} at %{x:.3f} s<extra></extra>"
@@ -420,7 +346,7 @@ def _wave_traces(samples: np.ndarray, spec: MelSpec, chosen: SegmentSelection) -
 
 def _set_axes(fig: "go.Figure", spec: MelSpec, chosen: SegmentSelection) -> None:
     "Set ranges and units of the axes."
-    start, stop = (n / spec.sample_rate for n in SegmentSelection(chosen.first, chosen.stop).samples(spec))
+    start, stop = (n / spec.sample_rate for n in chosen.samples(spec))
     room = 0.004 * (stop - start)
     band = [spec.f_min_hz, spec.top_hz]
     fig.update_xaxes(range=[start - room, stop + room], col=1)
@@ -488,21 +414,16 @@ def _subtitle(recording: FittedRecording, spec: MelSpec, chosen: SegmentSelectio
     "Return path, segments, frames, status and flags of a recording."
     n_long, n_short, _, _ = spec.row_shape
     stop = chosen.stop or n_long
-    begin_s, end_s = (n / spec.sample_rate for n in SegmentSelection(chosen.first, stop).samples(spec))
+    begin_s, end_s = (n / spec.sample_rate for n in chosen.samples(spec))
     part = (
         f"long segments {chosen.first} to {stop - 1} of 0 to {n_long - 1} ({begin_s:.4g} s to {end_s:.4g} s)"
     )
     if stop - chosen.first == n_long:
         part = f"all {n_long} long segments"
-    short = (
-        f"{n_short} short segments in each"
-        if chosen.short is None
-        else f"short segment {chosen.short} of each"
-    )
     noted = dict.fromkeys([*recording.status.split("+"), *recording.flags])
     parts = [
         _plain(recording.shown),
-        f"{part}, {short}",
+        f"{part}, {n_short} short segments in each",
         how_many(len(chosen.frames(spec)[0]), "frame"),
         f"each column is the maximum of {each} frames" if each > 1 else "",
         ", ".join(_plain(word) for word in noted if word != "ok"),
@@ -526,7 +447,7 @@ def playback_wav(
     original = read_wav(listing.full_path(int(facts["k"])))
     rate, samples = original.sample_rate, as_float(original.samples)
     mono = samples.mean(axis=1, dtype=np.float32) if spec.channels == "mean" else samples[:, 0]
-    chosen = SegmentSelection(state.selection.first, state.selection.stop).samples(spec)
+    chosen = state.selection.samples(spec)
     start, stop = (round(n * rate / spec.sample_rate) for n in chosen)
     x, gain = np.nan_to_num(mono[start:stop]), "at the recorded level"
     if rate != spec.sample_rate:

@@ -10,7 +10,7 @@ __all__ = [
     "FittedRecording",
     "read_row",
     "SplitSpectra",
-    "SplitAudio",
+    "split_spectra",
 ]
 
 # %% ../../nbs/insight/explore_data.ipynb #46f5f395
@@ -83,7 +83,7 @@ class Recordings:
 
     def matching(
         self, wanted: RecordingFilter
-    ) -> np.ndarray:  # [n] row numbers; raises UsageError for a value that no recording has
+    ) -> np.ndarray:  # [n] row numbers, at least one; raises UsageError if no recording matches
         "Return the rows that match a filter."
         fits = np.ones(len(self), bool)
         for name, word in asdict(wanted).items():
@@ -100,6 +100,10 @@ class Recordings:
                 fits &= [word in flags for flags in self.table["flags"]]
             else:
                 fits &= (self.table[name] == word).to_numpy()
+        if not fits.any():
+            raise UsageError(
+                "no recording matches the filter", code="no-matching-recording", found=repr(wanted)
+            )
         return np.flatnonzero(fits)
 
 
@@ -165,9 +169,8 @@ class SplitSpectra:
     spectra_db: np.ndarray  # [n, M] float32, each the mean over a row's segments and frames, dB
     labels: list[str]  # [n]
     spec: MelSpec
-    engine: str  # identity of the engine
     n_found: int  # recordings of the split that are not silent
-    seconds: float  # computing time, without reading
+    seconds: float  # of reading and computing
 
     def __repr__(self) -> str:
         n = len(self.labels)
@@ -177,60 +180,37 @@ class SplitSpectra:
             else f"all {n:,} recordings"
         )
         return (
-            f"{show_path(self.split) or 'one folder'}: {some} that are not silent, computed in {self.seconds:.2f} s "
-            f"({n / self.seconds:,.0f} recordings/s) by {self.engine}"
+            f"{show_path(self.split) or 'one folder'}: {some} that are not silent, read and computed in {self.seconds:.2f} s "
+            f"({n / self.seconds:,.0f} recordings/s)"
         )
 
 
-class SplitAudio:
-    "Cached recordings of a split, for spectra by different specs."
+def split_spectra(
+    recordings: Recordings,  # silent recordings are excluded
+    split: str,  # "TRAINING", ...; "" for a folder of label folders
+    spec: MelSpec,
+    *,
+    most: int = 1000,  # recordings; from more, an even sample
+) -> SplitSpectra:  # raises RecordingError for a recording that was changed or removed after the scan
+    "Read the recordings of a split and compute their mean spectra."
+    table = recordings.table
+    rows = np.flatnonzero((table["split"] == split) & ~table["silent"].astype(bool))
+    even = rows[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64))]
+    began = time.perf_counter()
+    with open_engine("auto", spec, device="cpu") as engine:
 
-    def __init__(
-        self,
-        recordings: Recordings,  # silent recordings are excluded
-        split: str,  # "TRAINING", ...; "" for a folder of label folders
-        spec: MelSpec,  # its sample rate, length and conversion rules apply
-        *,
-        most: int = 1000,  # recordings; from more, an even sample
-        device: str = "auto",  # of the engine: "auto" (the CPU), "cpu", "cuda", "cuda:1"
-        engine: str = "auto",
-    ):  # raises RecordingError for a recording that was changed or removed after the scan
-        table = recordings.table
-        rows = np.flatnonzero((table["split"] == split) & ~table["silent"].astype(bool))
-        self.split = split
-        self.n_found = len(rows)
-        self.rules = spec.rules
-        self.engine = engine
-        # initializing a GPU takes longer than a few thousand recordings on the CPU
-        self.device = "cpu" if (engine, device) == ("auto", "auto") else device
-        even = np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64))
-        self.recordings = [read_row(recordings, int(row), spec) for row in rows[even]]
+        def mean_spectrum(row: int) -> np.ndarray:
+            mels = np.empty((1, *spec.row_shape), np.float16)
+            engine.run(read_row(recordings, row, spec).samples[None], mels)
+            return mels.mean(axis=(0, 1, 2, 4), dtype=np.float32)
 
-    def spectra(self, spec: MelSpec) -> SplitSpectra:
-        "Compute mean spectra by a spec of the same rate, length and conversion rules; raises LeakmelError."
-        if spec.rules != self.rules:
-            raise UsageError(
-                "the cached recordings have another sample rate or length",
-                code="other-sample-rules",
-                found=spec.rules,
-                expected=self.rules,
-            )
-        began = time.perf_counter()
-        with open_engine(self.engine, spec, device=self.device) as engine:
-
-            def mean_spectrum(r: FittedRecording) -> np.ndarray:
-                mels = np.empty((1, *spec.row_shape), np.float16)
-                engine.run(r.samples[None], mels)
-                return mels.mean(axis=(0, 1, 2, 4), dtype=np.float32)
-
-            with ThreadPoolExecutor(engine.workers) as pool:
-                found = np.array(list(pool.map(mean_spectrum, self.recordings)), np.float32)
-            return SplitSpectra(
-                split=self.split,
-                spectra_db=found.reshape(-1, spec.n_mels),
-                labels=[show_path(r.label) for r in self.recordings],
-                spec=spec,
-                engine=engine.identity,
-                n_found=self.n_found,
-                seconds=time.perf_counter() - began,
-            )
+        with ThreadPoolExecutor(engine.workers) as pool:
+            found = np.array(list(pool.map(mean_spectrum, even.tolist())), np.float32)
+        return SplitSpectra(
+            split=split,
+            spectra_db=found.reshape(-1, spec.n_mels),
+            labels=[show_path(label) for label in table["label"].iloc[even]],
+            spec=spec,
+            n_found=len(rows),
+            seconds=time.perf_counter() - began,
+        )

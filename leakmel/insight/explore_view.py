@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/insight/explore_view.ipynb #61122c5e
-import asyncio, os, shlex
+import os, shlex
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -23,9 +23,9 @@ from typing import Any
 
 from ..core.errors import LeakmelError, UsageError, show_path
 from ..core.progress import _ATTENDED
-from .data_plots import spectrum_by_label
 from .explore import Explorer, default_spec_path, recording_figure, playback_wav
-from .explore_data import Recordings, SplitAudio, SplitSpectra, recordings_of_scan
+from .explore_data import Recordings, SplitSpectra, recordings_of_scan, split_spectra
+from .plots import spectrum_by_label
 from ..mel.spec import MelSpec
 
 
@@ -66,10 +66,10 @@ def _spec_line(state: Explorer, error: str) -> StatusLine:
     n_long, n_short, n_mels, n_frames = state.spec.row_shape
     text = (
         f"Recording {state.position + 1:,} of {len(state.matching):,} ({state.filter!r}); {_spec_text(state)}: "
-        f"a row is {n_long} long x {n_short} short segments x {n_mels} mel bands x {n_frames} frame{'s' * (n_frames > 1)}; engine {state.identity}. "
+        f"a row is {n_long} long x {n_short} short segments x {n_mels} mel bands x {n_frames} frame{'s' * (n_frames > 1)}. "
         f"Windows: {state.spec.windows_text}."
     )
-    return StatusLine(f"{text} {state.note}".strip(), error)
+    return StatusLine(text, error)
 
 
 # %% ../../nbs/insight/explore_view.ipynb #90782102
@@ -77,7 +77,7 @@ def open_explorer(
     parameters: dict[str, Any],  # as explore_kinds lists them
     *,
     progress: str = "auto",
-) -> Explorer:  # to be closed; raises LeakmelError for invalid parameters
+) -> Explorer:  # raises LeakmelError for invalid parameters
     "Scan the recordings, apply the filter and resolve the spec."
     from leakmel.audio.manifest import scan, split_name
     from leakmel.dataset.run.plan import find_data, spec_changes
@@ -86,11 +86,10 @@ def open_explorer(
     root, _ = find_data(p["data_root"], progress=progress)
     names = {"table": p["table"], "columns": p["columns"] or None, "pattern": p["pattern"]}
     recordings = recordings_of_scan(scan(root, content=True, progress=progress, **names))
-    state = Explorer(recordings, spec_changes(p)[0], engine=p["engine"], device=p["device"])
+    state = Explorer(recordings, spec_changes(p)[0])
     values = {name: p[name] for name in ("split", "label", "sensor", "flag")}
     if state.filter_recordings(**values | {"split": split_name(p["split"]) or p["split"]}):
         return state
-    state.close()
     raise UsageError(state.error, code="no-matching-recording")
 
 
@@ -142,9 +141,6 @@ def rate_options(
     return [(f"{rate:,} Hz ({counts[rate]:,})", rate) for rate in rates]
 
 
-_ALL = -1  # all short segments; a list shows nothing for None
-
-
 class Controls:
     "Widgets for recording, spec and segments."
 
@@ -157,7 +153,6 @@ class Controls:
         self.view = view
         self.state = view.state
         self.is_updating = False
-        self.timer: asyncio.TimerHandle | None = None
 
         def common(name: str, width: str = "32%") -> dict[str, Any]:
             layout = w.Layout(width=width, min_width="250px")
@@ -170,7 +165,8 @@ class Controls:
                 self.filters[name] = w.Dropdown(
                     options=[(f"any {name}", ""), *options], **common(name, "24%")
                 )
-        self.position = w.IntSlider(min=1, max=2, continuous_update=False, **common("recording"))
+        still = {"continuous_update": False}  # an event when a slider is released, not while it moves
+        self.position = w.IntSlider(min=1, max=2, **still, **common("recording"))
         narrow = w.Layout(width="110px")
         self.previous_button = w.Button(
             description="\u25c0 previous", tooltip="the previous recording", layout=narrow
@@ -186,12 +182,11 @@ class Controls:
             name: w.Dropdown(options=options, **common(name, "48%"))
             for name, options in window_options(spec).items()
         }
-        self.n_mels = w.IntSlider(min=1, max=max(256, spec.n_mels), **common("n_mels"))
+        self.n_mels = w.IntSlider(min=1, max=max(256, spec.n_mels), **still, **common("n_mels"))
         self.power = w.Dropdown(options=[("1: magnitude", 1.0), ("2: power", 2.0)], **common("power"))
         self.settings = {**self.windows, "n_mels": self.n_mels, "power": self.power}
-        self.range_hz = w.FloatRangeSlider(min=0.0, readout_format=".0f", **common("range (Hz)"))
-        self.long = w.IntRangeSlider(min=0, max=1, **common("long segments"))
-        self.short = w.Dropdown(options=[("all", _ALL)], **common("short segments"))
+        self.range_hz = w.FloatRangeSlider(min=0.0, readout_format=".0f", **still, **common("range (Hz)"))
+        self.long = w.IntRangeSlider(min=0, max=1, **still, **common("long segments"))
         self.louder = w.Checkbox(
             value=view.louder, description="amplified sound", indent=False, layout=w.Layout(width="170px")
         )
@@ -203,7 +198,7 @@ class Controls:
             (self.preset, self.sample_rate, self.power),
             tuple(self.windows.values()),
             (self.n_mels, self.range_hz),
-            (self.long, self.short),
+            (self.long,),
         )
         layout = w.Layout(flex_flow="row wrap", width="100%", align_items="center")
         self.box = w.VBox([w.HBox(row, layout=layout) for row in rows])
@@ -212,7 +207,7 @@ class Controls:
         "Set values and ranges of the widgets from the state."
         state, spec = self.state, self.state.spec
         chosen = state.selection.fitted(spec)
-        n_long, n_short, _, _ = spec.row_shape
+        n_long = spec.row_shape[0]
         self.is_updating = True
         try:
             for name, box in self.filters.items():
@@ -233,27 +228,8 @@ class Controls:
             self.long.max = max(1, n_long - 1)
             self.long.value = (chosen.first, (chosen.stop or n_long) - 1)
             self.long.disabled = n_long == 1
-            self.short.options = [("all", _ALL), *((self._short_label(k), k) for k in range(n_short))]
-            self.short.value = _ALL if chosen.short is None else chosen.short
         finally:
             self.is_updating = False
-
-    def _short_label(self, k: int) -> str:
-        "Return the label of a short segment: its number, and its place in the long segment."
-        spec = self.state.spec
-        first, last = (
-            1000 * n / spec.sample_rate for n in (k * spec.short_hop, k * spec.short_hop + spec.short_window)
-        )
-        return f"only {k}: {first:.4g} to {last:.4g} ms"
-
-    def schedule_draw(self, wait_s: float = 0.12) -> None:
-        "Draw after a delay; a further call restarts the delay."
-        if self.timer is not None:
-            self.timer.cancel()
-        try:
-            self.timer = asyncio.get_running_loop().call_later(wait_s, self.view.draw)
-        except RuntimeError:
-            self.view.draw()
 
     def _connect(self) -> None:
         "Connect the events of the widgets to the state."
@@ -264,7 +240,7 @@ class Controls:
                     act(change["new"])
                     if follows:
                         self.update_widgets()
-                    self.schedule_draw()
+                    self.view.draw()
 
             for widget in widgets:
                 widget.observe(moved, "value")
@@ -285,21 +261,20 @@ class Controls:
 
         def select(_: Any) -> None:
             first, last = self.long.value
-            short = self.short.value
-            self.state.select(first, last + 1, None if short == _ALL else short)
+            self.state.select(first, last + 1)
 
         def step(by: int, _: Any) -> None:
             self.state.go_to(self.state.position + by)
             self.update_widgets()
-            self.schedule_draw()
+            self.view.draw()
 
         for name, box in self.filters.items():
             on([box], partial(set_filter, name), follows=True)
         on([self.position], lambda n: self.state.go_to(n - 1))
         on([self.preset], lambda name: self.state.change_spec(preset=name), follows=True)
-        on([self.sample_rate], self.state.change_rate, follows=True)
+        on([self.sample_rate], lambda rate: self.state.change_spec(sample_rate=rate), follows=True)
         on([*self.settings.values(), self.range_hz], set_all)
-        on([self.long, self.short], select)
+        on([self.long], select)
         on([self.louder], lambda value: setattr(self.view, "louder", value))
         self.previous_button.on_click(partial(step, -1))
         self.next_button.on_click(partial(step, 1))
@@ -360,17 +335,9 @@ class ExploreView:
         self.most = most
         self.write_to = write_to
         self.outputs: dict[str, _Output] = {}
-        self.audio: SplitAudio | None = None
         self.spectra: SplitSpectra | None = None
-        self.follows = False  # whether the split is computed after each change
-        self.saved: dict[str, Any] = {}  # settings of the last written spec file
         self._figure_key: Any = None  # state that the figure shows
         self._sound_key: Any = None
-
-    def close(self) -> None:
-        "Close the engine and release the samples."
-        self.state.close()
-        self.audio = None
 
     def show_recording(self) -> None:
         "Show the controls and the recording."
@@ -383,24 +350,15 @@ class ExploreView:
         self.draw()
 
     def show_split(self) -> None:
-        "Show the mean spectra of the split, with a checkbox and a button."
+        "Show the mean spectra of the split, with a button that computes them again."
         import ipywidgets as w
         from IPython.display import display
 
         self.outputs |= {name: _Output() for name in ("split_line", "split_figure")}
         if self.controls:
-            wide, narrow = w.Layout(width="280px"), w.Layout(width="190px")
-            label = "compute the split after each change"
-            box = w.Checkbox(value=self.follows, description=label, indent=False, layout=wide)
-            button = w.Button(description="compute the split", layout=narrow)
-
-            def switched(change: dict[str, Any]) -> None:
-                self.follows = change["new"]
-                self.draw()
-
-            box.observe(switched, "value")
+            button = w.Button(description="compute the split", layout=w.Layout(width="190px"))
             button.on_click(lambda _: self.recompute())
-            display(w.HBox([box, button]))
+            display(button)
         self.recompute()
 
     def show_spec(self) -> None:
@@ -408,14 +366,15 @@ class ExploreView:
         import ipywidgets as w
         from IPython.display import display
 
-        self.saved = {}
         self.outputs["written"] = _Output()
         if self.controls:
             label, wide = "write the spec file", w.Layout(width="230px")
             button = w.Button(description=label, button_style="primary", layout=wide)
             button.on_click(lambda _: self.write())
             display(button)
-        self._show_unwritten()
+        where = show_path(default_spec_path(self.state.spec) if self.write_to is None else self.write_to)
+        how = "the button" if self.controls else "view.write()"
+        self.outputs["written"].show(StatusLine(f"Not written yet; {how} writes the settings to {where}"))
 
     def draw(self) -> None:
         "Replace the outputs that differ from the state."
@@ -443,14 +402,8 @@ class ExploreView:
             self._sound_key = sound_key
         if failed:
             return
-        if "written" in self.outputs:
-            self._show_unwritten()
         shown = self.spectra
-        if shown is None or (shown.spec, shown.split) == (spec, self._split_name()):
-            return
-        if self.follows:
-            self.recompute()
-        else:
+        if shown is not None and (shown.spec, shown.split) != (spec, self._split_name()):
             self.outputs["split_line"].show(
                 StatusLine(f"{shown!r}. The spec or the split has changed since.")
             )
@@ -462,16 +415,7 @@ class ExploreView:
         "Compute the mean spectra of the split; on an error the last figure stays."
         state, split, place = self.state, self._split_name(), self.outputs["split_line"]
         try:
-            if self.audio is None or (self.audio.split, self.audio.rules) != (split, state.spec.rules):
-                self.audio = SplitAudio(
-                    state.recordings,
-                    split,
-                    state.spec,
-                    most=self.most,
-                    device=state.device,
-                    engine=state.engine,
-                )
-            found = self.audio.spectra(state.spec)
+            found = split_spectra(state.recordings, split, state.spec, most=self.most)
             figure = spectrum_by_label(found.spectra_db, found.labels, state.spec.mel_hz)
         except LeakmelError as e:
             place.show(StatusLine("the figure shows the previous spec", str(e)))
@@ -488,17 +432,6 @@ class ExploreView:
         except LeakmelError as e:
             place.show(StatusLine("no file was written", str(e)))
             return
-        self.saved = dict(self.state.changes)
         command = f"leakmel build ROOT --out FILE --spec {shlex.quote(show_path(done.path))}"
         usage = "Set spec_file in build.ipynb, or run"
         place.show(StatusLine(f"Written: {done!r}. {usage} {command}"))
-
-    def _show_unwritten(self) -> None:
-        "Show the settings that are not written yet, and the path."
-        if self.saved == self.state.changes:
-            return
-        where = show_path(default_spec_path(self.state.spec) if self.write_to is None else self.write_to)
-        how = "the button" if self.controls else "view.write()"
-        self.outputs["written"].show(
-            StatusLine(f"Not written yet: {_spec_text(self.state)}; {how} writes it to {where}")
-        )

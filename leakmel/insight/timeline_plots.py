@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from ..core.monitor import mean, peak
-from ..core.timeline import STAGES, Gauge, Span, Timeline
+from ..core.timeline import STAGES, Span, Timeline
 from .diagnose import attribute, interval_s, lane_pieces, spans_of
 from leakmel.insight.plots import (
-    _TEXT,
     MAX_POINTS,
     STAGE_COLORS,
     Trace,
@@ -206,7 +204,6 @@ _CURVES = (
     _Curve("GPU (%)", "gpu_percent", "GPU busy", 1, "#D55E00"),
     _Curve("VRAM (MB)", "vram_bytes", "VRAM, machine", 1e-6, "#CC79A7"),
 )
-_QUEUES = "queue (batches)"
 
 
 def _measured(samples: list[dict], curve: _Curve) -> tuple[np.ndarray, np.ndarray]:
@@ -219,44 +216,28 @@ def _measured(samples: list[dict], curve: _Curve) -> tuple[np.ndarray, np.ndarra
     return t[::step], curve.factor * v[::step]
 
 
-def _line(name: str, t: ArrayLike, v: ArrayLike, colour: str, shape: str = "linear") -> Trace:
+def _line(name: str, t: np.ndarray, v: np.ndarray, colour: str) -> Trace:
     return dict(
         type="scatter",
         name=name,
         x=_f32(t),
         y=_f32(v),
         mode="lines" if np.size(t) > 2 else "lines+markers",
-        line=dict(color=colour, width=1.6, shape=shape),
+        line=dict(color=colour, width=1.6),
         hovertemplate="%{y:,.4~g} at %{x:.2f} s<extra>%{fullData.name}</extra>",
     )
-
-
-def _queue_lines(timeline: Timeline, last_s: float) -> list[Trace]:
-    "Return the depth of each queue as a step curve."
-    series: dict[str, list[Gauge]] = {}
-    for g in sorted(timeline.gauges, key=lambda g: g.time_s):
-        series.setdefault(g.name, []).append(g)
-    lines = []
-    for name, gauges in sorted(series.items()):
-        kept = gauges[:: max(1, -(-len(gauges) // MAX_POINTS))]
-        times = [*(g.time_s for g in kept), max(last_s, gauges[-1].time_s)]
-        depths = [*(g.value for g in kept), gauges[-1].value]
-        colour = STAGE_COLORS.get(name.split(".")[-1], _TEXT)
-        lines.append(_line(_plain(name), times, depths, colour, "hv"))
-    return lines
 
 
 def utilization(
     timeline: Timeline,
 ) -> "go.Figure":
-    "Draw the measured load of CPU, memory, disk, queues and GPU over time."
+    "Draw the measured load of CPU, memory, disk and GPU over time."
     last_s = max([(interval_s(timeline) or (0, 0))[1], *(sample["time_s"] for sample in timeline.samples)])
     rows: dict[str, list[Trace]] = {curve.row: [] for curve in _CURVES}
     for curve in _CURVES:
         t, v = _measured(timeline.samples, curve)
         if len(t):
             rows[curve.row].append(_line(curve.name, t, v, curve.colour))
-    rows[_QUEUES] = _queue_lines(timeline, last_s)
     missing = ", ".join(row.split(" (")[0] for row, lines in rows.items() if not lines)
     subtitle = f"Not measured: {missing}" if missing else "A rate is the mean between two samples"
     rows = {row: lines for row, lines in rows.items() if lines}

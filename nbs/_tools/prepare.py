@@ -26,7 +26,7 @@ from api import module_page, public_page
 from messages import messages
 from nbclient import NotebookClient
 
-from leakmel.insight.notebook_page import html_figures, still_widgets
+from leakmel.insight.page_figures import html_figures
 from leakmel.insight.page_figures import plotly_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,7 +140,6 @@ def dress(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             cell.source = formulas(cards(cell.source))
     notebook.cells = [c for c in cells if c.cell_type != "code" or c.source.strip()]
     drop_progress(notebook)
-    still_widgets(notebook)
     html_figures(notebook)
     notebook.metadata = nbformat.from_dict(
         {

@@ -123,8 +123,7 @@ def test_plan_report_and_explore_agree_with_the_build(tmp_path: Path) -> None:
     assert result.summary["spec"] == plan.spec.to_dict()
     report = json.loads((tmp_path / "x.h5.report.json").read_text())
     assert report["status_counts"] == result.summary["status_counts"]
-    with Explorer(recordings_of_scan(scan(root, content=True, **QUIET))) as explorer:
-        assert explorer.spec == plan.spec
+    assert Explorer(recordings_of_scan(scan(root, content=True, **QUIET))).spec == plan.spec
 
 
 def test_recordings_too_short_for_a_segment_do_not_decide(tmp_path: Path) -> None:

@@ -16,22 +16,20 @@ from leakmel.audio.synth import write_demo
 from leakmel.core.errors import DataError, UsageError
 from leakmel.core.timeline import Span, Timeline
 from leakmel.dataset.run.config import PipelineConfig
-from leakmel.insight import runs as run_records
 from leakmel.insight.dashboard import (
     NO_TIMELINE,
     advice,
     build_card,
-    data_facts,
+    data_table,
     mel_pictures,
     run_card,
+    spectra_figure,
     stage_reports,
 )
 from leakmel.insight.timeline_plots import batch_timeline, exclusive_bar, utilization
 from leakmel.insight.runs import (
-    compare_runs,
     runs_table,
     differing_settings,
-    numbered_names,
     RunRecord,
     modified_data_sets,
     find_runs,
@@ -86,13 +84,8 @@ def test_a_folder_of_runs_gives_its_newest(runs):
     assert [p.name for p in find_runs(str(runs), most=2)] == ["b", "a"]
 
 
-def test_named_runs_keep_their_order_and_come_once(runs):
-    assert [p.name for p in find_runs(f"{runs}/c, {runs}/b,{runs}")] == ["c", "b", "a"]
-
-
-def test_a_folder_may_have_a_comma_in_its_name(runs, tmp_path):
-    shutil.copytree(runs / "a", tmp_path / "mine, yours")
-    assert find_runs(str(tmp_path / "mine, yours")) == [tmp_path / "mine, yours"]
+def test_a_named_run_is_that_run(runs, tmp_path):
+    assert find_runs(f"{runs}/c") == [runs / "c"]
 
 
 @pytest.mark.parametrize(
@@ -113,8 +106,6 @@ def test_a_folder_without_a_run_is_an_error_with_its_path_and_a_remedy(tmp_path,
 
 
 def test_nonsense_is_refused(runs):
-    with pytest.raises(UsageError, match="contains no folder name"):
-        find_runs(" , ")
     with pytest.raises(UsageError, match="compare must be at least 1"):
         find_runs(str(runs), most=0)
 
@@ -133,7 +124,6 @@ def test_a_run_is_read_as_it_was_built(runs):
     (clock,) = run.distinct_timelines
     assert {s.split for s in clock.spans if s.split} == {"TRAINING", "VALIDATION", "TESTING"}
     assert min(s.start_s for s in clock.spans) < 0.1, "imports are not on the clock"
-    assert sum(run.exclusive.values()) == pytest.approx(run.seconds, abs=0.02)
     assert run.files_per_s == pytest.approx(run.found / seconds_of(run))
 
 
@@ -175,59 +165,12 @@ def test_a_spoilt_report_is_named(copied, text):
         read_run(copied)
 
 
-NUMBERS, STRANGE = (
-    [-1, 1e308, float("nan"), 10**30, "9", True, [], {}],
-    "<img src=x onerror=alert(1)>\x1b[31m",
-)
+STRANGE = "<img src=x onerror=alert(1)>"
 R, T = "TRAINING_DATASET.H5.report.json", "TRAINING_DATASET.H5.timeline.json"
 
 
-@pytest.mark.parametrize(
-    ("name", "where", "values"),
-    [
-        (R, ("found",), NUMBERS),
-        (R, ("rows",), NUMBERS),
-        (R, ("seconds",), NUMBERS),
-        (R, ("files_per_s",), [*NUMBERS, None]),
-        (R, ("verified",), [None, [], "ok"]),
-        (R, ("verified", "ok"), ["yes", 1, None]),
-        (R, ("verified", "checked"), [*NUMBERS, 10**9]),
-        (R, ("machine",), [[], "x", 5]),
-        (R, ("spec",), [[], "x"]),
-        (R, ("machine", "cpu"), [5, [], {}]),
-        (R, ("machine", "n_cores"), NUMBERS),
-        (R, ("cache",), [None, [], 1]),
-        (R, ("status_counts",), [{"cut": -1}, {"cut": "1"}, [], "x"]),
-        (R, ("source_bytes",), NUMBERS),
-        (R, ("pipeline", "slots"), ["3", 1.5, []]),
-        (R, ("span_name",), [None, [], 1]),
-        (R, ("bytes_from_device",), NUMBERS),
-        (T, ("spans", "end_s", -1), NUMBERS[1:]),
-        (T, ("spans", "n_files", -1), NUMBERS[1:]),
-        (T, ("samples", -1, "time_s"), NUMBERS[1:]),
-        (T, ("gauges",), [[["a", 0, 10**400]], [["a", 1e300, 1]], "x"]),
-        (R, ("spec", "n_fft"), ["3", []]),
-    ],
-)
-def test_a_forged_file_is_refused_by_name(copied, name, where, values):
-    "Whatever a stranger writes: an error that names the file, never a figure and no other exception."
-    right = (copied / name).read_text()
-    for value in values:
-        body = json.loads(right)
-        place = body
-        for key in where[:-1]:
-            place = place[key]
-        place[where[-1]] = value
-        (copied / name).write_text(json.dumps(body))
-        with pytest.raises(DataError) as caught:
-            read_run(copied)
-        assert str(copied / name) in str(caught.value), value
-
-
 @pytest.mark.parametrize("name", [R, T])
-@pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b'{"schema": 2', b"\xff\xfe\x00", b'{"seconds": ' + b"9" * 5000 + b"}", b""]
-)
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"schema": 2', b"\xff\xfe\x00", b"[1]", b"1", b""])
 def test_a_file_that_is_no_json_is_named(copied, name, content):
     (copied / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -235,23 +178,8 @@ def test_a_file_that_is_no_json_is_named(copied, name, content):
     assert str(copied / name) in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "most"), [(R, "_MAX_REPORT_BYTES"), (T, "_MAX_TIMELINE_BYTES")])
-def test_a_huge_file_is_not_read(copied, monkeypatch, name, most):
-    (copied / name).write_bytes(b"[" * 500_000 + b"]" * 500_000)
-    monkeypatch.setattr(run_records, most, 999_999)
-    with raises("record-too-large", path=copied / name, says="999,999 bytes"):
-        run_records.read_run(copied)
-
-
-def test_a_report_that_contradicts_itself_is_refused(copied):
-    body = json.loads((copied / R).read_text())
-    (copied / R).write_text(json.dumps(body | {"rows": body["rows"] + 1}))
-    with raises("damaged-record", path=copied / R):
-        read_run(copied)
-
-
 def test_texts_of_strangers_stay_texts(copied):
-    "Names with tags and with commands for a terminal are shown as they are written, in text, HTML and figures."
+    "Names with tags are shown as they are written, in text, HTML and figures."
     body, times = json.loads((copied / R).read_text()), json.loads((copied / T).read_text())
     changes = dict.fromkeys(
         ("root", "engine", "device", "mode", "cache", "span_name", "created_at_utc", "leakmel_version"),
@@ -274,10 +202,8 @@ def test_texts_of_strangers_stay_texts(copied):
     card = run_card(run)
     figures = [
         draw(t) for t in run.distinct_timelines for draw in (exclusive_bar, batch_timeline, utilization)
-    ] + [compare_runs([run, run])]
-    said = [repr(card), advice(run), stage_reports(run), runs_table([run, run])]
+    ]
     assert "<img" in repr(card), "text is shown as it is"
-    assert "\x1b" not in "".join(said) + card._repr_html_()
     assert "<img" not in card._repr_html_() + "".join(f.to_json() for f in figures)
 
 
@@ -337,10 +263,11 @@ def test_a_data_set_that_changed_since_is_not_green(copied):
     assert modified_data_sets(run) == ("TRAINING_DATASET.H5",)
     assert (card.ok, card.title) == (False, "CHANGED after verification: TRAINING_DATASET.H5")
     assert "changed after verification" in " ".join(repr(card).split())
-    facts = data_facts(run)
-    assert "TRAINING_DATASET.H5 was skipped" in repr(facts)
-    assert facts.largest is not None
-    assert facts.largest.name == "VALIDATION_DATASET.H5"
+    table, skipped = data_table(run)
+    assert "TRAINING_DATASET.H5 was skipped" in skipped[0]
+    assert set(table["split"]) == {"VALIDATION", "TESTING"}
+    for draw in (spectra_figure, mel_pictures):
+        assert "No recording can be shown" in draw(path).layout.title.text
 
 
 @pytest.mark.parametrize("part", ["mel_hz", "long_start_s", "files/rms_db", "files/sensor", "files/silent"])
@@ -351,9 +278,10 @@ def test_a_data_set_with_a_spoilt_part_breaks_no_picture(copied, part):
                 del f[part]
             if value is not None:
                 f[part] = value
-        facts = data_facts(read_run(copied))
-        assert len(facts.table) > 0
-        assert mel_pictures(facts.largest).layout.title.text.replace("<br>", " ")
+        run = read_run(copied)
+        assert len(data_table(run)[0]) > 0
+        for draw in (spectra_figure, mel_pictures):
+            assert draw(run.data_sets[0]).layout.title.text.replace("<br>", " ")
 
 
 def test_reused_rows_are_reported(copied, runs):
@@ -361,7 +289,11 @@ def test_reused_rows_are_reported(copied, runs):
     (copied / R).write_text(json.dumps(body | {"kept_rows": 3, "cache": "cold"}))
     run, other = read_run(copied), read_run(runs / "a")
     assert "3 rows were reused" in " ".join(repr(run_card(run)).split())
-    assert len(compare_runs([run, other]).data[0].x) == 1, "its rate is not one of building"
+    head, _, *lines = runs_table([run, other]).splitlines()
+    at = head.index("files/s")
+    first, second = (line[at : at + len("files/s")].strip() for line in lines[:2])
+    assert first == "", "its rate is not one of building"
+    assert second == f"{other.files_per_s:,.0f}"
     assert "reused" not in repr(run_card(other))
 
 
@@ -382,8 +314,9 @@ def test_missing_files_are_reported(copied):
         path.unlink()
     run = read_run(copied)
     assert "file missing" in repr(run_card(run))
-    assert "no data set with rows" in repr(data_facts(run))
-    assert "No recording" in mel_pictures(data_facts(run).largest).layout.title.text.replace("<br>", " ")
+    assert len(data_table(run)[0]) == 0
+    for draw in (spectra_figure, mel_pictures):
+        assert "No recording" in draw(None).layout.title.text
 
 
 def test_data_sets_alone_are_enough_for_the_pictures_of_the_data(copied):
@@ -391,33 +324,32 @@ def test_data_sets_alone_are_enough_for_the_pictures_of_the_data(copied):
         path.unlink()
     (copied / "foreign.h5").write_bytes(b"something else")
     run = read_run(copied)
-    facts, card = data_facts(run), run_card(run)
+    (table, skipped), card = data_table(run), run_card(run)
     assert (card.ok, run.files_per_s, run.distinct_timelines) == (None, None, [])
     assert "without a report" in card.title
-    assert len(facts.table) > 0
-    assert len(facts.skipped) == 1
-    assert "foreign.h5 was skipped" in facts.skipped[0]
-    assert "No run to compare" in compare_runs([run]).layout.title.text.replace("<br>", " ")
+    assert len(table) > 0
+    assert len(skipped) == 1
+    assert "foreign.h5 was skipped" in skipped[0]
     assert run.folder.name in runs_table([run])
 
 
 def test_facts_are_those_of_the_data_sets(runs):
-    facts = data_facts(read_run(runs / "b"), spectra=5)
+    table, skipped = data_table(read_run(runs / "b"))
+    assert skipped == []
     n = 0
     for name in ("TRAINING", "VALIDATION", "TESTING"):
         with lm.open_dataset(runs / "b" / f"{name}_DATASET.H5") as ds:
             mine = slice(n, n + len(ds))
-            own = facts.table.iloc[mine]
+            own = table.iloc[mine]
             assert list(own["split"]) == [name] * len(ds)
             assert list(own["label"]) == list(ds.files["label"])
-            assert list(own["sensor"]) == list(ds.files["sensor"])
             np.testing.assert_allclose(own["rms_db"], ds.files["rms_db"])
             n += len(ds)
-    assert n == len(facts.table)
-    assert len(facts.spectra) <= 5
-    with lm.open_dataset(runs / "b" / "TRAINING_DATASET.H5") as ds:
+    assert n == len(table)
+    path = runs / "b" / "TRAINING_DATASET.H5"
+    with lm.open_dataset(path) as ds:
         expected = ds[0][0].astype(np.float64).mean(axis=(0, 1, 3))
-    np.testing.assert_allclose(facts.spectra[0], expected, rtol=1e-4)
+    np.testing.assert_allclose(spectra_figure(path, most=1).data[0].y, expected, rtol=1e-4)
 
 
 # ---- comparison ----------------------------------------------------------------------------------------------------
@@ -430,20 +362,6 @@ def test_settings_that_differ_are_named_and_no_others(runs):
     assert set(differing) <= {"files_per_batch", "slots", "compute_workers"}, "what follows from it"
     assert "files_per_batch: 3, 2" in runs_table(both)
     assert "All settings are the same." in runs_table([both[0], both[0]])
-
-
-def test_compared_runs_show_their_rates_and_their_seconds(runs):
-    three = [read_run(p) for p in find_runs(str(runs))]
-    figure = compare_runs(three)
-    np.testing.assert_allclose(figure.data[0].x, [r.found / seconds_of(r) for r in three], rtol=1e-6)
-    np.testing.assert_allclose(
-        sum(np.asarray(t.x, float) for t in figure.data[1:]), [seconds_of(r) for r in three], atol=0.02
-    )
-    assert f"{three[0].files_per_s:,.0f} against" in figure.layout.title.text.replace("<br>", " ")
-
-
-def test_short_names_differ():
-    assert len(set(numbered_names(["x" * 40 + "a", "x" * 40 + "b", "20260101-000000-all-0123456789ab"]))) == 3
 
 
 # ---- the notebook --------------------------------------------------------------------------------------------------
@@ -464,8 +382,7 @@ def test_the_notebook_shows_all_of_a_run(executed, runs):
     assert executed.status == 0, executed.log
     assert executed.errors == []
     titles = titles_of(executed)
-    assert len(titles) == 9
-    assert "The first run is" in titles[0]
+    assert len(titles) == 7
     assert "all data sets verified" in executed.text
     assert str(runs / "b") in executed.text
     assert "files_per_batch: 4, 3, 2" in executed.text
@@ -498,7 +415,6 @@ def test_the_notebook_finds_the_newest_run_of_the_project_by_itself(tmp_path, ru
     shutil.copytree(runs / "a", project / "runs" / "20260101-000000-all-0123456789ab")
     run = run_here("dashboard.ipynb")
     assert run.error == ""
-    assert "One run: " in run.titles[0]
     assert "20260101-000000-all-0123456789ab" in run.text
 
 

@@ -312,11 +312,9 @@ def test_utilization_draws_what_was_measured_and_names_the_rest():
         "CPU, this process",
         "RAM, this process",
         "read from disk",
-        "queue.compute",
     ]
     assert list(values(fig, "CPU, this process", "y")) == [101 + i for i in range(9)]
     assert values(fig, "read from disk", "y") == pytest.approx(2.0)
-    assert list(values(fig, "queue.compute", "y")) == [1, 3, 3]
     assert fig.layout.title.text == "1.1 of 2 cores busy on average, 10 MB of RAM at most"
 
 

@@ -14,8 +14,7 @@ from errors import raises
 from leakmel.audio.synth import write_demo
 from leakmel.cli import main
 from leakmel.core.errors import DataError, OutputError
-from leakmel.insight.notebook_page import STATE, VIEW, html_figures, notebook_page, still_widgets
-from leakmel.insight.page_figures import PLOTLY, figure_html, plotly_script
+from leakmel.insight.page_figures import PLOTLY, figure_html, html_figures, notebook_page, plotly_script
 from leakmel.insight.report import Section, write_report
 
 v4 = nbformat.v4
@@ -35,52 +34,21 @@ def test_a_figure_cannot_end_its_script():
     assert "height:300px" in html
 
 
-def model(kind: str, **state: Any) -> dict[str, Any]:
-    return {"model_name": f"{kind}Model", "state": state}
-
-
-def test_widgets_keep_their_state_without_a_kernel():
-    "Controls with their values, figures and pictures that widgets hold; what a layout hides stays hidden, text is escaped."
-    figure = {"data": [{"type": "bar", "y": [1, 2]}], "layout": {"title": {"text": "t"}}}
-    said = {"output_type": "stream", "name": "stdout", "text": "a < b"}
-    state = {
-        "box": model(
-            "VBox",
-            children=["IPY_MODEL_" + n for n in ("drop", "slider", "out", "html", "gone", "image", "nobody")],
-        ),
-        "drop": model("Dropdown", description="label", _options_labels=["LEAK", "<NO>"], index=1),
-        "slider": model("IntRangeSlider", description="f", value=[1, 9]),
-        "out": model(
-            "Output",
-            outputs=[{"output_type": "display_data", "data": {PLOTLY: figure, "text/html": "twice"}}, said],
-        ),
-        "html": model("HTML", value="<b>bold</b>"),
-        "hidden": model("Layout", display="none"),
-        "gone": model("Label", value="secret", layout="IPY_MODEL_hidden"),
-        "image": model("Image", format="png")
-        | {"buffers": [{"path": ["value"], "data": "AAAA", "encoding": "base64"}]},
-    }
-    shown = [
-        v4.new_output("display_data", {VIEW: {"model_id": name}, "text/plain": "VBox()"})
-        for name in ("box", "nobody")
-    ]
-    notebook = v4.new_notebook(
-        cells=[v4.new_code_cell("x", outputs=shown)], metadata={"widgets": {STATE: {"state": state}}}
+def test_a_page_has_no_widgets(tmp_path):
+    "The text that Jupyter stores with a widget stays; figures next to it too."
+    path = executed(
+        tmp_path / "run.ipynb",
+        {"application/vnd.jupyter.widget-view+json": {"model_id": "box"}, "text/plain": "the box"},
+        {PLOTLY: BARS},
     )
-    assert still_widgets(notebook) == 2
-    html = notebook.cells[0].outputs[0].data["text/html"]
-    for part in (
-        "label <b>&lt;NO&gt;</b>",
-        "f <b>1 to 9</b>",
-        "plotly-figure",
-        "<pre>a &lt; b</pre>",
-        "<b>bold</b>",
-        "data:image/png;base64,AAAA",
-    ):
-        assert part in html
-    assert "secret" not in html
-    assert "twice" not in html
-    assert notebook.cells[0].outputs[1].data == {"text/plain": "VBox()"}
+    notebook = nbformat.read(path, as_version=4)
+    notebook.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": {}}}
+    nbformat.write(notebook, path)
+    page, n_figures = notebook_page(path)
+    text = page.read_text(encoding="utf-8")
+    assert n_figures == 1
+    assert "the box" in text
+    assert "widget-view" not in text
 
 
 def test_the_copy_of_the_script_in_a_notebook_is_not_repeated(tmp_path):

@@ -9,29 +9,26 @@ import pytest
 
 from leakmel.core.errors import DataError
 from leakmel.core.timeline import Gauge, Span, Timeline
-from leakmel.insight.data_plots import (
+from leakmel.insight.plots import (
     MOST_LABELS,
-    MOST_SENSORS,
-    classes_by_sensor,
     classes_by_split,
-    quantiles,
+    level_by_label,
+    mels_by_label,
     spectrum_by_label,
 )
-from leakmel.insight.plots import level_by_label, mels_by_label
-from leakmel.insight.runs import compare_runs, runs_table
+from leakmel.insight.runs import runs_table
 from leakmel.insight.timeline_plots import batch_timeline, exclusive_bar, utilization
 
 MANY = 100_000
 LAYOUT_COLOURS = ("white", "black", "#fff", "#000")
 
 
-def made(n: int, n_labels: int, n_sensors: int, seed: int = 0) -> dict[str, Any]:
-    "Columns of n recordings, as many of them as there are labels and sensors at the least."
+def made(n: int, n_labels: int, seed: int = 0) -> dict[str, Any]:
+    "Columns of n recordings, as many of them as there are labels at the least."
     rng = np.random.default_rng(seed)
     labels = [f"L{i}" for i in np.arange(n) % n_labels]
     return {
         "splits": [("TRAINING", "TESTING")[int(i > 0.8 * n)] for i in range(n)],
-        "sensors": [f"S{i:05}" for i in rng.integers(0, n_sensors, n)],
         "labels": labels,
         "level": rng.normal(-30, 5, n),
         "spectra": rng.normal(-30, 5, (min(n, 600), 64)),
@@ -44,7 +41,6 @@ def pictures_of(c: dict[str, Any]) -> dict[str, Any]:
     k = min(len(c["labels"]), 2)
     return {
         "classes_by_split": classes_by_split(c["splits"], c["labels"]),
-        "classes_by_sensor": classes_by_sensor(c["splits"], c["sensors"], c["labels"]),
         "level_by_label": level_by_label(c["level"], c["labels"]),
         "spectrum_by_label": spectrum_by_label(c["spectra"], c["labels"][: len(c["spectra"])], c["hz"]),
         "mels_by_label": mels_by_label(
@@ -89,7 +85,7 @@ def values(trace: Any, axis: str) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "columns",
-    [made(0, 1, 1), made(1, 1, 1), made(7, 1, 1), made(60, 2, 12), made(40, 20, 1)],
+    [made(0, 1), made(1, 1), made(7, 1), made(60, 2), made(40, 20)],
     ids=["nothing", "one row", "one label", "two labels", "twenty labels"],
 )
 def test_any_data_give_a_figure_with_a_sentence(columns):
@@ -109,18 +105,15 @@ def test_a_run_of_nothing_or_of_one_span_gives_a_figure_with_a_sentence(figure):
     assert not figure(Timeline()).data
 
 
-@pytest.mark.parametrize(
-    "figure", [f(Timeline()) for f in RUN_FIGURES] + [compare_runs([]), classes_by_split([], [])]
-)
+@pytest.mark.parametrize("figure", [f(Timeline()) for f in RUN_FIGURES] + [classes_by_split([], [])])
 def test_a_title_alone_has_no_axes(figure):
     assert figure.layout.xaxis.visible is False
     assert figure.layout.yaxis.visible is False
     assert runs_table([]).startswith("run")
 
 
-@pytest.mark.parametrize("n_sensors", [3, 5000])
-def test_a_hundred_thousand_recordings_make_small_figures(n_sensors):
-    for name, figure in pictures_of(made(MANY, 3, n_sensors)).items():
+def test_a_hundred_thousand_recordings_make_small_figures():
+    for name, figure in pictures_of(made(MANY, 3)).items():
         assert len(figure.to_json()) < 200_000, name
         for trace in figure.data:
             if trace.type != "heatmap":
@@ -136,7 +129,7 @@ def test_a_long_run_makes_small_figures(figure):
 
 @pytest.mark.parametrize(
     "figure",
-    [*(f(made_run(30)) for f in RUN_FIGURES), *pictures_of(made(60, 2, 12)).values()],
+    [*(f(made_run(30)) for f in RUN_FIGURES), *pictures_of(made(60, 2)).values()],
     ids=lambda f: f.layout.title.text.replace("<br>", " ")[:20],
 )
 def test_figures_fit_light_and_dark_and_their_axes_have_units(figure):
@@ -158,7 +151,6 @@ def test_names_from_a_disk_do_not_become_html():
     names = ["<b>x</b>", "a\udcffb", "line\nbreak"]
     for figure in (
         classes_by_split(names, names),
-        classes_by_sensor(names, names, names),
         spectrum_by_label(np.zeros((3, 2)), names, [1, 2]),
     ):
         text = figure.to_json()
@@ -167,44 +159,6 @@ def test_names_from_a_disk_do_not_become_html():
 
 
 # ---- right numbers -------------------------------------------------------------------------------------------------
-
-
-def test_quantiles_are_values_that_are_there():
-    rng = np.random.default_rng(2)
-    level, group = rng.normal(size=500), rng.integers(0, 9, 500)
-    found = quantiles(level, group, 10, (0.0, 0.5, 1.0))
-    for g in range(9):
-        own = np.sort(level[group == g])
-        assert (found[g, 0], found[g, 2]) == (own[0], own[-1])
-        assert found[g, 1] == own[round(0.5 * (len(own) - 1))]
-    assert np.isnan(found[9]).all()
-
-
-def test_no_recording_is_lost_where_sensors_are_many():
-    c = made(5000, 2, 400)
-    figure = classes_by_sensor(c["splits"], c["sensors"], c["labels"])
-    assert sum(values(t, "x").sum() for t in figure.data) == 5000
-    assert len(figure.data[0].y) == MOST_SENSORS
-    assert figure.data[0].y[-1] == f"{len(set(c['sensors'])) - MOST_SENSORS + 1} others"
-
-
-@pytest.mark.parametrize(
-    ("sensors", "labels", "said"),
-    [
-        ("aabb", "XYXY", "Each of the 2 sensors has several labels and is in one split"),
-        ("aabb", "AAAB", "1 of 2 sensors have one label only"),
-        ("abab", "XYYX", "2 of 2 sensors are in more than one split"),
-        ("abab", "XYXY", "2 of 2 sensors have one label only and 2 of 2 sensors are in more than one split"),
-        ("aaaa", "XYXY", "All 4 recordings come from one sensor, a"),
-    ],
-)
-def test_sensors_that_give_the_label_away_are_counted(sensors, labels, said):
-    assert (
-        classes_by_sensor(["T", "T", "U", "U"], list(sensors), list(labels)).layout.title.text.replace(
-            "<br>", " "
-        )
-        == said
-    )
 
 
 @pytest.mark.parametrize(

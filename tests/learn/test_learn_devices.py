@@ -20,11 +20,10 @@ from leakmel.core.errors import EngineError, MachineError, UsageError
 from leakmel.learn.model import detector as detector_module
 from leakmel.learn.predict import scoring
 from leakmel.learn.data.segments import Batch, Segments
-from leakmel.learn.model.detector import Detector, score_rows
+from leakmel.learn.model.detector import Detector, class_scores, score_rows
 from leakmel.learn.model.devices import AdaptiveBatches, pick_device
 from leakmel.mel.torch_engine import exactly_float32
 from leakmel.learn.evaluate.evaluation import evaluate
-from leakmel.learn.retrain.selection import class_scores
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.train.step import Stepper
 from leakmel.learn.data.task import make_task

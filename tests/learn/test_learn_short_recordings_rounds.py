@@ -18,9 +18,9 @@ from leakmel.learn.model.locate import RECORD, round_folder
 from leakmel.learn.retrain.promotion import weights_digest
 from leakmel.learn.model.files import write_whole
 from leakmel.learn.data.segments import Segments
-from leakmel.learn.model.detector import Detector, score_rows
+from leakmel.learn.model.detector import Detector, class_scores, score_rows
 from leakmel.learn.retrain.selection import UNLABELLED, read_human_labels, recording_paths
-from leakmel.learn.retrain.selection import class_scores, draw_replay, select_segments, confident_segments
+from leakmel.learn.retrain.selection import draw_replay, select_segments, confident_segments
 from leakmel.learn.retrain.replay import open_round_segments
 from leakmel.learn.model.net import LeakNet, NetSettings
 from leakmel.learn.retrain.selection import SegmentSubset, source_digest
@@ -159,15 +159,6 @@ def test_longer_rows_are_replayed_the_same(town):
         found.append(again.kept[:, :4])
         ds.close()
     assert np.array_equal(found[0], found[1])
-
-
-def test_nan_scores_are_refused(town):
-    _, ds = opened(town, "old", TASK)
-    scores = class_scores(made_detector(), ds)
-    scores[0, 0] = np.nan
-    with raises("scores-not-finite"):
-        select_segments(made_detector(), ds, scores)
-    ds.close()
 
 
 def test_label_of_a_too_short_recording_is_reported(town, tmp_path):

@@ -24,7 +24,7 @@ from watched import Watched, assert_figures
 import leakmel as lm
 from leakmel.audio.synth import write_demo
 from leakmel.dataset.run.config import PipelineConfig
-from leakmel.insight.notebook_page import notebook_page
+from leakmel.insight.page_figures import notebook_page
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow

@@ -34,7 +34,7 @@ from ...core.errors import DataError, UsageError, show_path
 from ...core.progress import DelayedProgress
 from ...dataset.file.reader import MelDataset, read_rows
 from ...dataset.file.schema import FILE_COLUMNS
-from ...insight.data_plots import classes_by_split
+from ...insight.plots import classes_by_split
 from .segments import DataSource, close_opened, open_sources, source_list
 from leakmel.learn.data.groups import (
     MAX_EXHAUSTIVE,

@@ -6,6 +6,7 @@
 __all__ = [
     "LEAK_COLOR",
     "OTHER_COLOR",
+    "MOST_SENSORS",
     "MAX_ERRORS",
     "leaky_note",
     "counted",
@@ -27,7 +28,6 @@ import numpy as np
 
 from ...core.errors import show_path
 from ...dataset.file.reader import read_rows
-from ...insight.data_plots import MOST_SENSORS, quantiles
 from leakmel.insight.plots import (
     _LABEL_COLORS,
     _LINE,
@@ -235,6 +235,9 @@ def reliability_figure(
 
 
 # %% ../../../nbs/learn/evaluate/plots.ipynb #fcea6aeb
+MOST_SENSORS = 30  # rows of a figure; more are not legible
+
+
 def group_figure(
     truth: np.ndarray,  # [B] bool
     score: np.ndarray,  # [B]
@@ -246,14 +249,15 @@ def group_figure(
     stamped: bool = False,
 ) -> "go.Figure":
     "Draw the scores of leaks and other recordings by sensor."
+    import pandas as pd
     import plotly.graph_objects as go
 
     wrong = np.bincount(code, weights=(score >= threshold) != truth, minlength=len(names))
     n = np.bincount(code, minlength=len(names))
     rows = np.lexsort((n, -wrong / np.maximum(n, 1)))[:MOST_SENSORS]
-    low, middle, high = quantiles(
-        np.asarray(score, np.float64), code * 2 + truth, 2 * len(names), (0.1, 0.5, 0.9)
-    ).T.reshape(3, len(names), 2)
+    by_kind = pd.Series(np.asarray(score, np.float64)).groupby(code * 2 + truth)
+    found = by_kind.quantile(np.array([0.1, 0.5, 0.9]), interpolation="nearest").unstack()
+    low, middle, high = found.reindex(range(2 * len(names))).to_numpy().T.reshape(3, len(names), 2)
     traces = []
     for k, (name, colour, symbol) in enumerate(
         (("others", OTHER_COLOR, "circle"), ("leaks", LEAK_COLOR, "diamond"))

@@ -11,6 +11,7 @@ __all__ = [
     "load_detector",
     "check_features",
     "spec_differences",
+    "class_scores",
     "score_rows",
     "scores_by_batch",
     "send_to_host",
@@ -354,23 +355,24 @@ def spec_differences(
 
 
 # %% ../../../nbs/learn/model/detector.ipynb #11cf6d53
-def score_rows(
+def class_scores(
     detector: Detector,
     ds: Segments,  # recordings, level "recording"
     *,
     device: str | torch.device = "cpu",
     files_per_batch: int = 64,  # recordings that are scored at once
     progress: Callable[[int], object] | None = None,  # called with the number of recordings scored so far
-) -> np.ndarray:  # [n, L] float32, in the order of `ds.rows`; NaN after the end of a recording; raises DataError, MachineError
-    "Compute the probability of a leak in each long segment of each recording."
+) -> np.ndarray:  # [n, L, K] float32, of sum 1 over the classes, in the order of `ds.rows`; NaN after the end of a recording;
+    # raises DataError, MachineError
+    "Compute the probability of each class in each long segment of each recording."
     check_features(detector, ds)
     with memory_guard("the model does not fit into memory", "free some memory, or use device='cpu'"):
         detector.classifier.to(device)
-    found = np.empty((len(ds), ds.row_shape[0]), np.float32)
+    found = np.empty((len(ds), ds.row_shape[0], len(detector.task.model_names)), np.float32)
     done = 0
 
     def score(mels: Tensor, rows: slice) -> Tensor:
-        return detector.segment_scores(mels, ds.segment_counts[rows])
+        return detector.class_scores(mels, ds.segment_counts[rows])
 
     for scores in scores_by_batch(ds, score, device=device, files_per_batch=files_per_batch):
         found[done : done + len(scores)] = scores
@@ -385,6 +387,19 @@ def score_rows(
             remedy="run leakmel verify on the data set; if its rows are valid, train the model again",
         )
     return found
+
+
+def score_rows(
+    detector: Detector,
+    ds: Segments,  # recordings, level "recording"
+    *,
+    device: str | torch.device = "cpu",  # this and the following as for `class_scores`
+    files_per_batch: int = 64,
+    progress: Callable[[int], object] | None = None,
+) -> np.ndarray:  # [n, L] float32, in the order of `ds.rows`; NaN after the end of a recording; raises DataError, MachineError
+    "Compute the probability of a leak in each long segment of each recording."
+    found = class_scores(detector, ds, device=device, files_per_batch=files_per_batch, progress=progress)
+    return found[..., detector.task.leak_in_model]
 
 
 # %% ../../../nbs/learn/model/detector.ipynb #ad121041

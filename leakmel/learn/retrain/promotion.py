@@ -16,7 +16,6 @@ __all__ = [
     "decide",
     "test_set_reuse_note",
     "check_overlap",
-    "leak_truth",
 ]
 
 # %% ../../../nbs/learn/retrain/promotion.ipynb #9b56a1bf
@@ -33,7 +32,6 @@ from ...core.errors import DataError, show_path
 from ..data.leakage import find_shared
 from ..data.segments import Segments
 from ..data.splits import recordings_table
-from ..data.task import Task
 from ..metrics.bootstrap import Bootstrap, Difference, Groups, differences
 from ..metrics.metrics import FIGURES
 from ..metrics.significance import ScoredModel, figure_title, plain, score_model
@@ -317,11 +315,3 @@ def check_overlap(
         *map(str, found),
         *([overlap.text] if overlap is not None and overlap.n_in_training else []),
     ]
-
-
-def leak_truth(
-    ds: Segments,
-    task: Task,
-) -> np.ndarray:  # [n] bool
-    "Return which recordings are leaks."
-    return ds.labels == task.leak_in_model

@@ -7,7 +7,6 @@ __all__ = [
     "SELECTION_FILE",
     "content_digests",
     "relabel",
-    "label_copies",
     "labels_by_content",
     "apply_human_labels",
     "ReplayWarning",
@@ -33,7 +32,7 @@ from ..data.splits import recordings_table
 from ..data.task import LEFT_OUT, Task
 from ..model.locate import Lineage, round_folder
 from .promotion import read_record
-from .selection import UNLABELLED, LabelledSegments, recording_paths, source_digest
+from .selection import LabelledSegments, recording_paths, source_digest
 
 
 # %% ../../../nbs/learn/retrain/replay.ipynb #93083364
@@ -57,15 +56,18 @@ def relabel(
     return np.where(where, np.array(new, np.int64), classes)
 
 
-def label_copies(
+def labels_by_content(
     recordings: Segments,
-    labels: np.ndarray,  # [n] classes of `read_human_labels`
-) -> np.ndarray:  # [n] likewise; raises DataError if copies of a recording have different labels
-    "Copy labels by people to all copies of the recordings."
+    classes: np.ndarray,  # [n] int, classes of the model; -1: left out
+    by_human: np.ndarray,  # [n] bool, whose class a person gave
+) -> dict[str, int]:  # content -> class; raises DataError if copies of a recording have different labels
+    "Return labels by people, by content digest."
+    found: dict[str, int] = {}
+    if not by_human.any():
+        return found
     content = content_digests(recordings)
-    by_content: dict[str, int] = {}
-    for i in np.flatnonzero(labels != UNLABELLED).tolist():
-        if content[i] and by_content.setdefault(content[i], labels[i]) != labels[i]:
+    for i in np.flatnonzero(by_human).tolist():
+        if content[i] and found.setdefault(content[i], int(classes[i])) != classes[i]:
             raise DataError(
                 "the table gives different labels to recordings with the same samples",
                 code="labels-contradict",
@@ -73,20 +75,7 @@ def label_copies(
                 found=show_path(recording_paths(recordings)[i]),
                 remedy="remove it, or its copies, from the table",
             )
-    return relabel(recordings, labels, by_content, labels == UNLABELLED)
-
-
-def labels_by_content(
-    recordings: Segments,
-    classes: np.ndarray,  # [n] int, classes of the model; -1: left out
-    by_human: np.ndarray,  # [n] bool, whose class a person gave
-) -> dict[str, int]:  # content -> class
-    "Return labels by people, by content digest."
-    if not by_human.any():
-        return {}
-    return {
-        c: k for c, k, human in zip(content_digests(recordings), classes.tolist(), by_human) if human and c
-    }
+    return found
 
 
 def apply_human_labels(

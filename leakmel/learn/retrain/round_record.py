@@ -12,7 +12,6 @@ __all__ = [
     "RoundItems",
     "round_items_record",
     "Round",
-    "round_table_rows",
 ]
 
 # %% ../../../nbs/learn/retrain/round_record.ipynb #be8aa3e7
@@ -27,6 +26,7 @@ import numpy as np
 
 from ...core.errors import DataError, UsageError, show_path
 from ...core.parameters import check_types, field_kinds
+from ...core.run_plan import RowTable
 from ..data.segments import DataSource, Segments, source_list
 from ..data.task import Task
 from ..metrics.metrics import FIGURES
@@ -261,7 +261,7 @@ def _part_record(ds: Segments) -> dict[str, Any]:
 
 # %% ../../../nbs/learn/retrain/round_record.ipynb #b8f41ede
 @dataclass(frozen=True, eq=False, repr=False)
-class Round:
+class Round(RowTable):
     "A finished round."
 
     number: int
@@ -281,39 +281,36 @@ class Round:
         "Figures of both on the test set that decides, as a table."
         return next(iter(self.duels.values())).table()
 
-    def __repr__(self) -> str:
-        return "\n".join(f"{k:>10}  {v}" for k, v in round_table_rows(self))
-
-
-def round_table_rows(found: Round) -> Iterator[tuple[str, str]]:
-    "Yield pairs of a name and a text."
-    r = found.record
-    figure = r["rules"]["judged_by"]
-    yield from (("BEWARE", stamp) for stamp in r["stamps"])
-    yield "decision", found.reason
-    kept = [
-        f"{show_path(k)} {c['recordings']:,} recordings, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
-        for k, c in r["kept"].items()
-    ]
-    words = {
-        "too_short": "too short, left out",
-        "left_to_replay": "in the replay data and learned from there",
-    }
-    left = [f"{r['new'][n]:,} {text}" for n, text in words.items() if r["new"][n]]
-    yield "new", "; ".join([*kept, *left])
-    yield "replayed", f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments"
-    earlier = r["earlier"]
-    if of := earlier["of_rounds"]:
-        counts = (
-            f"{earlier['recordings']:,} recordings of round {', '.join(of)}, {earlier['segments']:,} segments"
+    def rows(self) -> Iterator[tuple[str, str]]:
+        "Yield pairs of a name and a text."
+        r = self.record
+        figure = r["rules"]["judged_by"]
+        yield from (("BEWARE", stamp) for stamp in r["stamps"])
+        yield "decision", self.reason
+        kept = [
+            f"{show_path(k)} {c['recordings']:,} recordings, {c['segments']:,} segments (by people {c['by_human']:,}, {c['segments_by_human']:,})"
+            for k, c in r["kept"].items()
+        ]
+        words = {
+            "too_short": "too short, left out",
+            "left_to_replay": "in the replay data and learned from there",
+        }
+        left = [f"{r['new'][n]:,} {text}" for n, text in words.items() if r["new"][n]]
+        yield "new", "; ".join([*kept, *left])
+        yield (
+            "replayed",
+            f"{r['replay']['recordings']:,} old recordings, {r['replay']['segments']:,} segments",
         )
-        yield "earlier", counts
-    if earlier["missing"]:
-        yield "missing", missing_text(earlier["missing"])
-    for name, c in found.duels.items():
-        both = f"{c.champion.figures[figure]:.3f} -> {c.challenger.figures[figure]:.3f}"
-        yield name, f"{figure} {both}, difference {c.differences[figure]}"
-    for name, c in found.since.items():
-        first = f"{name}: {figure} {c.champion.figures[figure]:.3f}"
-        yield "since 0", f"{first}, difference {c.differences[figure]}"
-    yield "record", show_path(found.folder / RECORD)
+        earlier = r["earlier"]
+        if of := earlier["of_rounds"]:
+            counts = f"{earlier['recordings']:,} recordings of round {', '.join(of)}, {earlier['segments']:,} segments"
+            yield "earlier", counts
+        if earlier["missing"]:
+            yield "missing", missing_text(earlier["missing"])
+        for name, c in self.duels.items():
+            both = f"{c.champion.figures[figure]:.3f} -> {c.challenger.figures[figure]:.3f}"
+            yield name, f"{figure} {both}, difference {c.differences[figure]}"
+        for name, c in self.since.items():
+            first = f"{name}: {figure} {c.champion.figures[figure]:.3f}"
+            yield "since 0", f"{first}, difference {c.differences[figure]}"
+        yield "record", show_path(self.folder / RECORD)

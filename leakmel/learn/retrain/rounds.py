@@ -7,8 +7,8 @@ __all__ = ["fine_tune", "retrain"]
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #e65a399a
 import json, os, warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
@@ -29,7 +29,7 @@ from ..metrics.bootstrap import Groups, recording_groups
 from ..metrics.voting import choose_rule
 from ..model.card import write_card
 from ..model.classifiers import BlendClassifier, Classifier
-from ..model.detector import Detector, load_detector, score_rows
+from ..model.detector import Detector, class_scores, load_detector, score_rows
 from ..model.devices import pick_device
 from ..model.files import write_whole
 from leakmel.learn.model.locate import (
@@ -53,7 +53,6 @@ from leakmel.learn.retrain.promotion import (
     champion_entry,
     compare_models,
     decide,
-    leak_truth,
     next_round,
     require_both_classes,
     finish_interrupted_round,
@@ -70,7 +69,6 @@ from leakmel.learn.retrain.replay import (
     open_earlier_rounds,
     relabel,
     labels_by_content,
-    label_copies,
 )
 from leakmel.learn.retrain.round_record import (
     RoundItems,
@@ -87,7 +85,6 @@ from leakmel.learn.retrain.selection import (
     LabelledSegments,
     SegmentSubset,
     Selection,
-    class_scores,
     read_human_labels,
     items_digest,
     part_digest,
@@ -231,9 +228,11 @@ class _RoundInProgress:
             warnings.warn("; ".join(stamps), LeakySplitWarning, stacklevel=3)
         labels = np.full(len(parts.new.rows), UNLABELLED)
         if human is not None:
-            labels = label_copies(parts.new, read_human_labels(human, parts.new, self.champion.task))
+            labels = read_human_labels(human, parts.new, self.champion.task)
+        people = labels_by_content(parts.new, labels, labels != UNLABELLED)
+        known_labels = {**parts.earlier.human_labels, **people}
         scores = self.scores(class_scores, self.champion, parts.new, "predicting")
-        labels = relabel(parts.new, labels, parts.earlier.human_labels, labels == UNLABELLED)
+        labels = relabel(parts.new, labels, known_labels, labels == UNLABELLED)
         selection, n_left = self.select_new(scores, labels)
         known = [parts.new, parts.old]
         n_most = int(rules.earlier_share * len(parts.new.rows))
@@ -241,10 +240,6 @@ class _RoundInProgress:
         if parts.earlier.missing:
             text = f"earlier rounds that are not replayed: {missing_text(parts.earlier.missing)}"
             warnings.warn(text, ReplayWarning, stacklevel=3)
-        known_labels = {
-            **parts.earlier.human_labels,
-            **labels_by_content(parts.new, selection.choice.classes, selection.by_human),
-        }
         replay = draw_replay(parts.old, rules.replay_share, rules.seed, self.number)
         return RoundItems(selection, apply_human_labels(replay, known_labels), earlier, n_left, stamps)
 
@@ -274,7 +269,7 @@ class _RoundInProgress:
         found: dict[str, dict[str, Comparison]] = {"champion": {}, "first champion": {}}
         draws = {"n_draws": self.rules.n_draws, "seed": self.rules.seed}
         for name, ds in self.parts.testing.items():
-            truth = leak_truth(ds, self.champion.task)
+            truth = ds.labels == self.champion.task.leak_in_model
             mine = self.scores(score_rows, challenger, ds, f"{name}, challenger")
             for who, detector in before.items():
                 theirs = self.scores(score_rows, detector, ds, f"{name}, {who}")
@@ -341,19 +336,6 @@ class _RoundInProgress:
 
 
 # %% ../../../nbs/learn/retrain/rounds.ipynb #7068179a
-@contextmanager
-def _exclusive_round(folder: Path) -> Iterator[None]:
-    "Hold the exclusive right to make rounds in a folder; an empty new folder is removed at the end."
-    is_new = not folder.exists()
-    try:
-        with sole_writer(folder, "round"):
-            yield
-    finally:
-        if is_new:
-            with suppress(OSError):
-                folder.rmdir()  # if it is empty
-
-
 def _champion(folder: Path, lineage: Lineage | None, given: Detector | str | os.PathLike | None) -> Detector:
     "Return the champion of a folder, or the given detector before the first round."
     first = load_detector(model_file(given)) if isinstance(given, (str, os.PathLike)) else given
@@ -382,7 +364,7 @@ def _check_test_sets(folder: Path, lineage: Lineage | None, champion: Detector, 
     "Check the test recordings and return their digest."
     for name, ds in {**parts.testing, "validation": parts.validation}.items():
         if ds is not None:
-            require_both_classes(name, leak_truth(ds, champion.task))
+            require_both_classes(name, ds.labels == champion.task.leak_in_model)
     digest = digest_of(" ".join(part_digest(ds) for ds in parts.testing.values()).encode())
     if lineage is not None and lineage.testing != digest:
         raise UsageError(
@@ -426,9 +408,11 @@ def retrain(
 
     Comparisons on the test recordings are counted in `out` only; other uses of them are not known."""
     if resume not in RESUME:
-        known = ", ".join(RESUME)
         raise UsageError(
-            "resume has an unknown value", code="unknown-value", found=repr(resume), expected=known
+            "the value of resume is unknown",
+            code="unknown-value",
+            found=repr(resume),
+            expected=", ".join(RESUME),
         )
     if also and "testing" in also:
         message = "the name of a further test set is reserved for the first one"
@@ -438,7 +422,7 @@ def retrain(
     folder = Path(os.path.abspath(os.path.expanduser(out)))
     device = pick_device(device)
     tests = {"testing": testing, **(also or {})}
-    with _exclusive_round(folder):
+    with sole_writer(folder, "round"):
         lineage = finish_interrupted_round(folder)
         holder = _champion(folder, lineage, champion)
         first = load_first_champion(folder, lineage) if lineage and len(lineage.champions) > 1 else None
@@ -465,7 +449,6 @@ def retrain(
             items = SegmentSubset(
                 [chosen.selection.choice, chosen.replay, *chosen.earlier.values()],
                 holder.task,
-                level="long",
                 preload_to_ram=r.settings.preload_to_ram,
                 progress=show,
             )

@@ -13,7 +13,6 @@ __all__ = [
     "source_digest",
     "part_digest",
     "items_digest",
-    "class_scores",
     "confident_segments",
     "Selection",
     "select_segments",
@@ -24,7 +23,7 @@ __all__ = [
 # %% ../../../nbs/learn/retrain/selection.ipynb #d4d585c9
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,11 +34,10 @@ from ...audio.wav import digest_of
 from ...core.errors import DataError, UsageError, show_path
 from ...core.monitor import free_memory, size_text
 from ...dataset.file.reader import MelDataset
-from ..data.segments import LEVELS, Segments, load_items
+from ..data.segments import Segments, load_items
 from ..data.task import LEFT_OUT, Task, find_label
 from ..metrics.voting import segments_needed
-from ..model.detector import Detector, check_features, scores_by_batch
-from ..model.devices import memory_guard
+from ..model.detector import Detector
 from ..train.inputs import row_digests
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #80f9b7a7
@@ -139,18 +137,16 @@ class SegmentSubset(Segments):
         choices: Sequence[LabelledSegments],  # one at least
         task: Task,
         *,
-        level: str = "long",  # "long" or "short": all short segments of the chosen long ones
         preload_to_ram: bool | str = "auto",  # "auto": where they take at most half of the free memory
         progress: str = "auto",  # progress display of loading: as for `core.progress.Progress`
     ):
-        self.level = level
+        self.level = "long"
         self.task = task
         self.row_shape = choices[0].recordings.row_shape
         self.preloaded = None
         self.sources = [source for c in choices for source in c.recordings.sources]
         self.starts = np.cumsum([0, *map(len, self.sources)])
-        n_short = int(np.prod(self.row_shape[1 : LEVELS[level]]))
-        self.rows, self.numbers, self.labels = _items_of(choices, n_short)
+        self.rows, self.numbers, self.labels = _items_of(choices)
         if preload_to_ram is True or preload_to_ram == "auto" and self.n_bytes <= free_memory() // 2:
             self.preloaded = load_items(self, torch.device("cpu"), progress=progress)
 
@@ -176,15 +172,15 @@ class SegmentSubset(Segments):
         return f"SegmentSubset({len(self):,} x {self.level} {self.item_shape} of {len(np.unique(self.rows)):,} recordings, {size_text(self.n_bytes)})"
 
 
-def _items_of(choices: Sequence[LabelledSegments], n_short: int) -> np.ndarray:
+def _items_of(choices: Sequence[LabelledSegments]) -> np.ndarray:
     "[3, n] int64 row, number and class of each item, counted through the data sets of all choices."
     found = []
     before = 0
     for c in choices:
         at, segment = np.nonzero(c.kept & (c.classes != LEFT_OUT)[:, None])
         row = before + c.recordings.rows[at]
-        number = ((row * c.kept.shape[1] + segment)[:, None] * n_short + np.arange(n_short)).reshape(-1)
-        items = np.stack([np.repeat(row, n_short), number, np.repeat(c.classes[at], n_short)])
+        number = row * c.kept.shape[1] + segment
+        items = np.stack([row, number, c.classes[at]])
         found.append(items[:, np.argsort(number, kind="stable")].astype(np.int64))
         before += int(c.recordings.starts[-1])
     return np.concatenate(found, axis=1)
@@ -211,34 +207,6 @@ def items_digest(
 ) -> str:  # digest of the chosen segments and their classes
     "Return the digest of a subset."
     return digest_of(b"".join(np.ascontiguousarray(a).tobytes() for a in (items.numbers, items.labels)))
-
-
-# %% ../../../nbs/learn/retrain/selection.ipynb #36ca78a5
-def class_scores(
-    detector: Detector,
-    ds: Segments,  # recordings, level "recording"; labels are not used
-    *,
-    device: str | torch.device = "cpu",
-    files_per_batch: int = 64,  # recordings that are scored at once
-    progress: Callable[[int], object] | None = None,  # called with the number of recordings scored so far
-) -> np.ndarray:  # [n, L, K] float32, of sum 1 over the classes; NaN behind the end of a recording; raises DataError, MachineError
-    "Return the probability of each class in each long segment of each recording."
-    check_features(detector, ds)
-    with memory_guard("the model does not fit into memory", "free some memory, or use device='cpu'"):
-        detector.classifier.to(device)
-
-    def score(rows: torch.Tensor, which: slice) -> torch.Tensor:
-        "[B, L, S, M, T] -> [B, L, K]"
-        return detector.class_scores(rows, ds.segment_counts[which])
-
-    found = np.empty((len(ds), ds.row_shape[0], len(detector.task.model_names)), np.float32)
-    done = 0
-    for scores in scores_by_batch(ds, score, device=device, files_per_batch=files_per_batch):
-        found[done : done + len(scores)] = scores
-        done += len(scores)
-        if progress is not None:
-            progress(done)
-    return found
 
 
 # %% ../../../nbs/learn/retrain/selection.ipynb #86a57910
@@ -297,18 +265,10 @@ def select_segments(
     *,
     keep_share: float = 0.5,  # share of the long segments of a pseudo-labelled recording to keep, above 0 to 1
     keep_share_human: float = 1.0,  # share of the long segments of a recording with a human label to keep; 1: all
-) -> Selection:  # raises DataError for scores that are NaN or infinite
+) -> Selection:
     "Assign a class to each new recording, and select the segments to train on."
-    mask = recordings.segment_mask
     leak = detector.task.leak_in_model
-    if not np.isfinite(scores[mask]).all():
-        raise DataError(
-            "the scores are NaN or infinite",
-            code="scores-not-finite",
-            path=recordings.sources[0].path,
-            remedy="run leakmel verify on the data set",
-        )
-    of_leak = np.where(mask, scores[..., leak], np.nan)
+    of_leak = np.where(recordings.segment_mask, scores[..., leak], np.nan)
     score = detector.recording_scores(of_leak)
     is_leak = score >= detector.threshold
     human = np.full(len(score), UNLABELLED, np.int64) if human is None else human

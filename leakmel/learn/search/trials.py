@@ -31,7 +31,6 @@ __all__ = [
     "SearchState",
     "read_state",
     "resume_state",
-    "clear_trials",
     "trial_table",
     "trial_folder",
     "remove_leftovers",
@@ -364,7 +363,6 @@ class SearchState:
     identity: dict[str, Any]  # data, settings and space, which identify the search
     trials: list[Trial] = field(default_factory=list)  # finished, by number
     again: list[SeedTrial] = field(default_factory=list)
-    begun: bool = True  # False: the folder may still hold trials of another search
 
     @property
     def best(self) -> Trial:
@@ -393,11 +391,9 @@ def read_state(
         return None
     try:
         values = json.loads(path.read_bytes())
-        values.pop("under_way", None)  # of an earlier version, as is "kept"
         if values.pop("format") != FORMAT:
             raise ValueError("another format")
         for t in values["trials"]:
-            t.pop("kept", None)
             t |= {"f1s": _numbers(t["f1s"]), "val_losses": _numbers(t["val_losses"])}
         values["trials"] = [Trial(**t) for t in values["trials"]]
         values["again"] = [SeedTrial(**a | {"f1": _numbers([a["f1"]])[0]}) for a in values["again"]]
@@ -437,7 +433,9 @@ def resume_state(
             remedy="choose another folder, or delete it yourself",
         )
     if found is None or resume == "never":
-        found = SearchState(now, begun=False)
+        for path in (folder / TRIALS).glob("[0-9]*"):
+            rmtree(path, ignore_errors=True)
+        found = SearchState(now)
         found.write(folder)
     own = [n for n in ("space", "pruning") if found.identity.get(n) != now[n]]
     changed = [f"{n} was {found.identity.get(n)}, is now {now[n]}" for n in own]
@@ -449,19 +447,7 @@ def resume_state(
             found="; ".join(changed),
             remedy="use its data, settings and space to resume it, choose another folder, or set resume='never', which deletes it",
         )
-    if not found.begun:
-        clear_trials(folder)
-        found.begun = True
-        found.write(folder)
     return found
-
-
-def clear_trials(
-    folder: Path,  # of a search that begins
-) -> None:
-    "Remove the trials of an earlier search."
-    for path in (folder / TRIALS).glob("[0-9]*"):
-        rmtree(path, ignore_errors=True)
 
 
 # %% ../../../nbs/learn/search/trials.ipynb #bb280e4c
