@@ -186,7 +186,7 @@ def modified_data_sets(run: RunRecord) -> tuple[str, ...]:
 
 # %% ../../nbs/insight/runs.ipynb #fcdf3c5b
 _MAX_TIMELINE_BYTES, _MAX_REPORT_BYTES = (
-    16 << 20,
+    256 << 20,
     256 << 20,
 )  # a report has one line per rejected file
 _MAX_TEXT_LENGTH, _MAX_NUMBER = 4000, 10**18
