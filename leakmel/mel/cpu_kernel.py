@@ -10,9 +10,9 @@ __all__ = [
     "Making",
     "RADICES",
     "BINS_AT_ONCE",
-    "kernel",
     "places_of",
     "work_space",
+    "kernel",
 ]
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #f8469067
@@ -41,7 +41,6 @@ from leakmel.core.jit import (
     load_for_all,
     load_word,
     moved,
-    source_key,
 )
 from ..core.jit import store, transposed
 
@@ -370,83 +369,75 @@ def work_space(
 
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #4ff20925
-def _make_kernel(key: str) -> Any:
-    "Compile the pass; numba compares `key` with that of its cache."
-
-    @compiled(
-        f"void(u1[:, ::1], u2[:, ::1], u1[::1], i8[:, ::1], u2[:, ::1], {'i8[::1], ' * 7}{'f4[::1], ' * 3}i8[:, ::1], f4[::1], f4[::1])"
-    )
-    def kernel(
-        samples,
-        rows,
-        space,
-        lanes,
-        tile,
-        numbers,
-        starts,
-        first_place,
-        places,
-        radices,
-        inputs,
-        where,
-        window,
-        twiddles,
-        turns,
-        filters,
-        weights,
-        levels,
-    ):
-        key  # noqa: B018 (taken from outside, so that it is compared)
-        n_bytes, n_words, n_mels, n_frames, power = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
-        n_points, n_distinct, n_bands = len(window) // 2, len(starts), (n_mels + LANES - 1) // LANES * LANES
-        work = (address(space) + VECTOR - 1) // VECTOR * VECTOR
-        bins = work + where[n_points - 1] + POINT
-        bands = bins + VECTOR * (n_points + 1 + BINS_AT_ONCE)
-        frames, targets = lanes[0], lanes[1]
-        n, is_direct = len(samples) * n_distinct, n_frames == 1 and n_bands == n_mels
-        for begin in range(0, n, LANES):
-            for i in range(LANES):
-                row, frame = divmod(min(begin + i, n - 1), n_distinct)
-                frames[i] = address(samples[row]) + n_bytes * starts[frame]
-                targets[i] = (
-                    address(rows[row]) + 2 * n_words * places[first_place[frame]]
-                    if is_direct
-                    else address(tile[i])
+@compiled(
+    f"void(u1[:, ::1], u2[:, ::1], u1[::1], i8[:, ::1], u2[:, ::1], {'i8[::1], ' * 7}{'f4[::1], ' * 3}i8[:, ::1], f4[::1], f4[::1])"
+)
+def kernel(
+    samples,
+    rows,
+    space,
+    lanes,
+    tile,
+    numbers,
+    starts,
+    first_place,
+    places,
+    radices,
+    inputs,
+    where,
+    window,
+    twiddles,
+    turns,
+    filters,
+    weights,
+    levels,
+):
+    "Compute the rows of recordings, LANES frames at a time: samples, FFT, magnitudes, mel bands in decibels, places in the row."
+    n_bytes, n_words, n_mels, n_frames, power = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
+    n_points, n_distinct, n_bands = len(window) // 2, len(starts), (n_mels + LANES - 1) // LANES * LANES
+    work = (address(space) + VECTOR - 1) // VECTOR * VECTOR
+    bins = work + where[n_points - 1] + POINT
+    bands = bins + VECTOR * (n_points + 1 + BINS_AT_ONCE)
+    frames, targets = lanes[0], lanes[1]
+    n, is_direct = len(samples) * n_distinct, n_frames == 1 and n_bands == n_mels
+    for begin in range(0, n, LANES):
+        for i in range(LANES):
+            row, frame = divmod(min(begin + i, n - 1), n_distinct)
+            frames[i] = address(samples[row]) + n_bytes * starts[frame]
+            targets[i] = (
+                address(rows[row]) + 2 * n_words * places[first_place[frame]]
+                if is_direct
+                else address(tile[i])
+            )
+        _take(frames, n_bytes, n_points, inputs, work)
+        _first_pass(work, n_points, radices[0], where, n_bytes, address(window))
+        _later_passes(work, n_points, radices, where, address(twiddles))
+        _to_bins(work, bins, n_points, where, address(turns), power)
+        for m in range(n_mels):
+            _band(
+                (
+                    bins + VECTOR * filters[m, 0],
+                    address(weights) + 4 * filters[m, 1],
+                    filters[m, 2],
+                    address(levels),
+                    bands + VECTOR * m,
                 )
-            _take(frames, n_bytes, n_points, inputs, work)
-            _first_pass(work, n_points, radices[0], where, n_bytes, address(window))
-            _later_passes(work, n_points, radices, where, address(twiddles))
-            _to_bins(work, bins, n_points, where, address(turns), power)
-            for m in range(n_mels):
-                _band(
-                    (
-                        bins + VECTOR * filters[m, 0],
-                        address(weights) + 4 * filters[m, 1],
-                        filters[m, 2],
-                        address(levels),
-                        bands + VECTOR * m,
-                    )
-                )
-            for m in range(0, n_bands, LANES):
-                if n_words == 1:
-                    _write_halves((bands + VECTOR * m, address(targets), 2 * m))
-                else:
-                    _write_floats((bands + VECTOR * m, address(targets), 4 * m))
-            for i in range(min(LANES, n - begin)):
-                row, frame = divmod(begin + i, n_distinct)
-                _place(
-                    rows[row],
-                    tile[i],
-                    places,
-                    first_place[frame],
-                    first_place[frame + 1],
-                    n_mels,
-                    n_frames,
-                    n_words,
-                    is_direct,
-                )
-
-    return kernel
-
-
-kernel = _make_kernel(source_key(globals().get("__file__")))
+            )
+        for m in range(0, n_bands, LANES):
+            if n_words == 1:
+                _write_halves((bands + VECTOR * m, address(targets), 2 * m))
+            else:
+                _write_floats((bands + VECTOR * m, address(targets), 4 * m))
+        for i in range(min(LANES, n - begin)):
+            row, frame = divmod(begin + i, n_distinct)
+            _place(
+                rows[row],
+                tile[i],
+                places,
+                first_place[frame],
+                first_place[frame + 1],
+                n_mels,
+                n_frames,
+                n_words,
+                is_direct,
+            )

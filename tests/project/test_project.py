@@ -301,7 +301,7 @@ def test_the_registry_holds_the_codes_that_are_used_and_no_others():
 
 # what may be longer: one kernel in one function, because it is compiled as one, and tables of command-line options
 LONG = {
-    "leakmel/mel/cpu_kernel.py: _make_kernel",
+    "leakmel/mel/cpu_kernel.py: kernel",
     "leakmel/mel/triton_kernel.py: _mel_kernel",
     *(f"leakmel/cli_learn.py: add_{command}" for command in ("search", "evaluate", "retrain")),
 }
