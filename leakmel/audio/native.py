@@ -4,8 +4,18 @@
 
 # %% auto #0
 __all__ = [
+    "openat",
+    "preadv",
+    "statx",
+    "fadvise",
+    "close",
+    "errno_at",
+    "HERE",
     "READ",
     "USE_FALLBACK",
+    "declare_function",
+    "int32_at",
+    "as_bytes",
     "digest_file_rows",
     "read_rows",
     "stat_files",
@@ -14,21 +24,78 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/native.ipynb #fdef530b
-import os, stat
+import ctypes, os, stat, sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import config, njit, types
+from numba.extending import intrinsic
 
 from . import digests
 from .digests import MIN_BYTES, to_hex, digest_rows, int16_moments, write_digest
 from .digests import can_digest as can_digest
-from ..core import system_calls as calls
+from .wav import OPEN_FLAGS
 from ..core.jit import address, compiled
 from ..core.monitor import usable_cores
 
+if not sys.platform.startswith("linux"):
+    raise ImportError("compiled system calls are for Linux")
+if config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set, and system calls exist only in compiled code")
+
+# %% ../../nbs/audio/native.ipynb #cdcf1ee3
+_LIBRARY = ctypes.CDLL(None)
+
+
+def declare_function(
+    name: str,
+    result: Any,  # numba's types
+    *arguments: Any,
+) -> Any:  # for functions that numba compiles; raises ImportError if the C library lacks it
+    "Declare a function of the C library."
+    if not hasattr(_LIBRARY, name):
+        raise ImportError(f"the C library has no {name}")
+    return types.ExternalFunction(name, result(*arguments))
+
+
+openat = declare_function("openat", types.int32, types.int32, types.intp, types.int32, types.int32)
+preadv = declare_function("preadv", types.intp, types.int32, types.intp, types.int32, types.int64)
+statx = declare_function("statx", types.int32, types.int32, types.intp, types.int32, types.uint32, types.intp)
+fadvise = declare_function("posix_fadvise", types.int32, types.int32, types.int64, types.int64, types.int32)
+close = declare_function("close", types.int32, types.int32)
+errno_at = declare_function(
+    "__errno_location", types.intp
+)  # address of the error number of this thread's last failed call
+
+HERE = -100  # AT_FDCWD: paths are relative to the working folder of the process
+
+
+# %% ../../nbs/audio/native.ipynb #e963a9ed
+@intrinsic
+def int32_at(typing_context: Any, place: Any) -> Any:
+    "32-bit integer at an address."
+
+    def codegen(context, builder, signature, args):
+        return builder.load(builder.inttoptr(args[0], ir.PointerType(ir.IntType(32))))
+
+    return types.int32(place), codegen
+
+
+def as_bytes(
+    paths: list[bytes],  # at least one
+) -> tuple[np.ndarray, np.ndarray]:  # uint8 and int64
+    "Concatenated zero-terminated paths, and the offset of each."
+    starts = np.zeros(len(paths), np.int64)
+    np.cumsum([len(path) + 1 for path in paths[:-1]], out=starts[1:])
+    return np.frombuffer(
+        b"\0".join(paths) + b"\0", np.uint8
+    ).copy(), starts  # a copy: the compiled function expects a writable array
+
+
 # %% ../../nbs/audio/native.ipynb #e8b94302
-_FILES = (digests.__file__, calls.__file__)  # modules whose code is part of the functions
+_FILES = (digests.__file__,)  # modules whose code is part of the functions
 
 
 # %% ../../nbs/audio/native.ipynb #90934970
@@ -106,18 +173,18 @@ def _read_rows(
     for i in range(len(wanted)):
         if not wanted[i]:
             continue
-        fd = calls.openat(calls.HERE, address(paths) + starts[i], calls.OPEN_FLAGS, 0)
+        fd = openat(HERE, address(paths) + starts[i], OPEN_FLAGS, 0)
         if fd < 0:
-            outcomes[i] = calls.int32_at(calls.errno_at())  # why the last call of this thread failed
+            outcomes[i] = int32_at(errno_at())  # why the last call of this thread failed
             continue
         pieces[2] = address(samples[i])
         outcomes[i] = READ
-        got = calls.preadv(fd, address(pieces), 3, 0)
+        got = preadv(fd, address(pieces), 3, 0)
         if got < 0:
-            outcomes[i] = calls.int32_at(calls.errno_at())
-        elif got != n_head + n_row or calls.statx(fd, nothing, _OF_DESCRIPTOR, _TIMES, address(stat)) != 0:
+            outcomes[i] = int32_at(errno_at())
+        elif got != n_head + n_row or statx(fd, nothing, _OF_DESCRIPTOR, _TIMES, address(stat)) != 0:
             outcomes[i] = USE_FALLBACK
-        calls.close(fd)
+        close(fd)
         if outcomes[i] == READ:
             ctimes_ns[i] = _time_ns(stat, _CTIME)
             if _time_ns(stat, _MTIME) != mtimes_ns[i]:
@@ -149,7 +216,7 @@ def read_rows(
     ctimes_ns = np.zeros(n, np.int64)
     words = np.zeros((n, 2), np.uint64)
     if n:
-        names, starts = calls.as_bytes(paths)
+        names, starts = as_bytes(paths)
         head = np.zeros(len(header) + 2, np.uint8)  # the header that is read; a byte too many; an empty name
         _read_rows(
             wanted.view(np.uint8),
@@ -179,10 +246,7 @@ _SIZE = 40 // 8
 @compiled("void(u1[::1], i8[::1], i8[::1], i8[:, ::1])", *_FILES)
 def _stat_files(paths, starts, words, out):
     for i in range(len(starts)):
-        if (
-            calls.statx(calls.HERE, address(paths) + starts[i], _NO_FOLLOW, _KIND_SIZE_TIMES, address(words))
-            == 0
-        ):
+        if statx(HERE, address(paths) + starts[i], _NO_FOLLOW, _KIND_SIZE_TIMES, address(words)) == 0:
             out[i, 0] = (words[_MODE] >> 32) & 0o170000
             out[i, 1] = words[_SIZE]
             out[i, 2] = _time_ns(words, _MTIME)
@@ -202,9 +266,7 @@ def stat_files(
     step = max(_FILES_PER_THREAD, -(-len(paths) // usable_cores()))
 
     def look(start: int) -> None:
-        _stat_files(
-            *calls.as_bytes(paths[start : start + step]), np.zeros(32, np.int64), out[start : start + step]
-        )
+        _stat_files(*as_bytes(paths[start : start + step]), np.zeros(32, np.int64), out[start : start + step])
 
     if 0 < len(paths) <= step:
         look(0)
@@ -222,10 +284,10 @@ _WILL_NEED = 3  # POSIX_FADV_WILLNEED
 def _prefetch_files(paths, starts, sizes):
     n_accepted = 0
     for i in range(len(starts)):
-        fd = calls.openat(calls.HERE, address(paths) + starts[i], calls.OPEN_FLAGS, 0)
+        fd = openat(HERE, address(paths) + starts[i], OPEN_FLAGS, 0)
         if fd >= 0:
-            n_accepted += calls.fadvise(fd, 0, sizes[i], _WILL_NEED) == 0
-            calls.close(fd)
+            n_accepted += fadvise(fd, 0, sizes[i], _WILL_NEED) == 0
+            close(fd)
     return n_accepted
 
 
@@ -234,7 +296,7 @@ def prefetch_files(
     sizes: np.ndarray,  # [n] bytes from the beginning of each file
 ) -> int:  # files that the system accepted
     "Ask the system to prefetch files, without waiting; never raises."
-    return int(_prefetch_files(*calls.as_bytes(paths), np.ascontiguousarray(sizes, np.int64))) if paths else 0
+    return int(_prefetch_files(*as_bytes(paths), np.ascontiguousarray(sizes, np.int64))) if paths else 0
 
 
 # %% ../../nbs/audio/native.ipynb #970d467b

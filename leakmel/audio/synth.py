@@ -20,9 +20,9 @@ __all__ = [
 ]
 
 # %% ../../nbs/audio/synth.ipynb #10f7ac08
-import os, shutil, struct, threading, time
+import os, shutil, struct, time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -284,29 +284,19 @@ def _write_recordings(
     workers: int,
     progress: Callable[[int], object] | None,
 ) -> None:
-    "Make and write all recordings of a plan; the first error stops the work."
-    stop = threading.Event()
-    n_done = 0
+    "Make and write all recordings of a plan; the first error cancels the batches that have not begun."
 
-    def write_batch(batch: list[PlannedRecording]) -> int:
+    def write_batch(start: int) -> int:
+        batch = plan[start : start + _BATCH]
         for planned in batch:
-            if stop.is_set():
-                break
             path, samples = render_planned(planned, seed)
             write_wav(folder / path, samples)
-        return len(batch)
+        return start + len(batch)
 
     with ThreadPoolExecutor(workers, thread_name_prefix="demo") as pool:
-        try:
-            tasks = [pool.submit(write_batch, plan[i : i + _BATCH]) for i in range(0, len(plan), _BATCH)]
-            for task in as_completed(tasks):
-                n_done += task.result()
-                if progress is not None:
-                    progress(n_done)
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+        for n_done in pool.map(write_batch, range(0, len(plan), _BATCH)):
+            if progress is not None:
+                progress(n_done)
 
 
 # %% ../../nbs/audio/synth.ipynb #3815de37
