@@ -147,9 +147,7 @@ class Vector:
 # %% ../../nbs/core/jit.ipynb #eca6d685
 def moved(builder: ir.IRBuilder, place: ir.Value, n_bytes: int | ir.Value) -> ir.Value:
     "Add a byte offset to an address."
-    if isinstance(n_bytes, int):
-        return builder.add(place, WORD(n_bytes)) if n_bytes else place
-    return builder.add(place, n_bytes)
+    return builder.add(place, WORD(n_bytes) if isinstance(n_bytes, int) else n_bytes)
 
 
 def _load(builder: ir.IRBuilder, place: ir.Value, kind: ir.Type, align: int) -> ir.Value:

@@ -16,7 +16,6 @@ __all__ = [
     "Timeline",
     "covered_s",
     "lane_key",
-    "thin_samples",
     "write_timeline",
     "read_timeline",
 ]
@@ -30,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DataError
-from .monitor import mean, peak
 
 # %% ../../nbs/core/timeline.ipynb #4c10acda
 STAGE_MEANING = {
@@ -164,28 +162,9 @@ def lane_key(s: Span) -> str:
     return f"{s.lane} {s.stage}" if ":" in s.lane else s.lane
 
 
-# %% ../../nbs/core/timeline.ipynb #6650215e
-MAX_SAMPLES = 1000
-
-
-def thin_samples(
-    samples: list[dict[str, Any]],  # by time
-    most: int = MAX_SAMPLES,
-) -> list[dict[str, Any]]:  # the first is kept as it is: counters start there
-    "Join neighbouring samples of the machine until at most `most` are left."
-    if len(samples) <= most:
-        return samples
-    step = -(-(len(samples) - 1) // max(1, most - 1))
-    found = [samples[0]]
-    for i in range(1, len(samples), step):
-        group = samples[i : i + step]
-        means = {key: mean(samples[i - 1 : i + step], key) for key in group[-1] if key.endswith("_percent")}
-        found.append({key: peak(group, key) for key in group[-1]} | means)
-    return found
-
-
 # %% ../../nbs/core/timeline.ipynb #0426a282
 SCHEMA = 2
+MAX_SAMPLES = 10_000
 META: dict[str, str] = {
     "engine": "identity of the engine",
     "device": "cpu, or the device that computed",
@@ -200,7 +179,7 @@ META: dict[str, str] = {
     "monitor": "seconds between samples, usable cores, and the reasons for missing figures",
     "joined_spans": "0: all spans are stored",
     "joined_gauges": "0: all values of gauges are stored",
-    "joined_samples": "samples of the machine that were joined with others to limit the size",
+    "joined_samples": "samples of the machine that were left out to limit the size",
 }
 
 
@@ -211,10 +190,10 @@ def write_timeline(
     *,
     split: str | None = None,  # only spans of this split and spans without a split
 ) -> Path:
-    "Write a timeline as JSON; samples of the machine are thinned where they are many."
+    "Write a timeline as JSON, with at most MAX_SAMPLES samples of the machine."
     spans = [s for s in timeline.spans if split is None or s.split in ("", split)]
     spans.sort(key=lambda s: s.start_s)
-    samples = thin_samples(timeline.samples)
+    samples = timeline.samples[:: -(-len(timeline.samples) // MAX_SAMPLES) or 1]
     joined = {
         "joined_spans": 0,
         "joined_gauges": 0,

@@ -22,7 +22,6 @@ from leakmel.core.timeline import (
     Timeline,
     nvtx_range,
     read_timeline,
-    thin_samples,
     write_timeline,
 )
 
@@ -54,45 +53,16 @@ def test_parts_stand_behind_the_body_and_last_as_long_together():
 
 def test_all_spans_are_stored_and_samples_are_limited(tmp_path):
     timeline = Timeline()
-    timeline.spans = [Span("read", f"reader-{i % 4}", i / 8, i / 8 + 0.1, "T", i, 32, 99) for i in range(20_000)]
+    timeline.spans = [
+        Span("read", f"reader-{i % 4}", i / 8, i / 8 + 0.1, "T", i, 32, 99) for i in range(20_000)
+    ]
     timeline.gauges = [Gauge("queue.compute", i / 8, i % 7) for i in range(20_000)]
-    timeline.samples = [{"time_s": i / 8} | dict.fromkeys(SAMPLE_KEYS, float(i)) for i in range(20_000)]
+    timeline.samples = [{"time_s": i / 8} | dict.fromkeys(SAMPLE_KEYS, float(i)) for i in range(25_000)]
     back = read_timeline(write_timeline(timeline, tmp_path / "t.json"))
     assert (back.spans, back.gauges) == (timeline.spans, timeline.gauges)
     assert len(back.samples) <= MAX_SAMPLES
     assert back.meta["joined_samples"] == len(timeline.samples) - len(back.samples)
-    assert back.samples[0] == timeline.samples[0]
-    assert back.samples[-1]["time_s"] == timeline.samples[-1]["time_s"]
-
-
-def test_samples_are_joined_by_what_they_are():
-    made: list[dict[str, Any]] = [
-        dict(
-            time_s=float(t),
-            cpu_percent=None if t < 2 else 10.0 * t,
-            rss_bytes=[9, 1, 5, 2, 3][t],
-            disk_read_bytes=t,
-            gpu_percent=None,
-        )
-        for t in range(5)
-    ]
-    first, a, b = thin_samples(made, 3)
-    assert first == made[0]
-    assert a == dict(
-        time_s=2.0,
-        cpu_percent=20.0,
-        rss_bytes=5,
-        disk_read_bytes=2,
-        gpu_percent=None,
-    )
-    assert b == dict(
-        time_s=4.0,
-        cpu_percent=35.0,
-        rss_bytes=3,
-        disk_read_bytes=4,
-        gpu_percent=None,
-    )
-    assert thin_samples(made, 5) == made
+    assert back.samples == timeline.samples[::3]
 
 
 # ---- schema
