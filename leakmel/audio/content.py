@@ -38,8 +38,7 @@ import numpy as np
 from .conform import FIGURES, LSB, check_range, quality_figures, to_mono
 from .listing import Listing
 from .problems import Problem, show_place
-from .wav import OutOfMemory, ReadFailureGuard
-from .wav import read_wav
+from .wav import OutOfMemory, ReadFailureGuard, read_wav
 from ..core.errors import RecordingError, show_path
 from ..core.monitor import usable_cores
 from ..core.progress import Progress
@@ -382,8 +381,7 @@ def read_content(
             table[name] = column.str.decode("ascii").astype(object)
         else:
             table[name] = column.astype(kinds[kind]).mask(code != "")
-    shown = ((i, *files[i]) for i in numbers)
-    return table, [Problem(code[i], x.show(k), message[i]) for i, x, k in shown]
+    return table, [Problem(code[i], files[i][0].show(files[i][1]), message[i]) for i in numbers]
 
 
 # %% ../../nbs/audio/content.ipynb #33a28c36

@@ -6,8 +6,8 @@
 __all__ = [
     "STAGE_MEANING",
     "STAGES",
-    "MAX_SAMPLES",
     "SCHEMA",
+    "MAX_SAMPLES",
     "META",
     "Span",
     "Gauge",

@@ -19,7 +19,6 @@ __all__ = [
 import math, sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -41,8 +40,9 @@ from leakmel.core.jit import (
     load_for_all,
     load_word,
     moved,
+    store,
+    transposed,
 )
-from ..core.jit import store, transposed
 
 if sys.byteorder != "little":
     raise ImportError("the compiled kernel needs a little-endian machine")
@@ -56,30 +56,25 @@ POINT = (
 )  # bytes of a complex point for each lane: a vector of real parts, then one of imaginary parts
 
 
-def _take_vectors(vectors_of_point: int) -> Any:
+def _take_vectors(vectors_of_point: int, builder, frames, offset, places, work) -> None:
     "Load a vector of samples of each frame from a byte offset, and store it at the places of their points."
-
-    @emitted
-    def written(builder, frames, offset, places, work):
-        rows = [
-            load(builder, moved(builder, load_word(builder, moved(builder, frames, 8 * i)), offset), INTS, 2)
-            for i in range(LANES)
-        ]
-        for k, samples in enumerate(transposed(rows)):
-            point, part = divmod(k, vectors_of_point)
-            store(
-                samples,
-                moved(
-                    builder,
-                    builder.add(work, load_word(builder, moved(builder, places, 8 * point))),
-                    VECTOR * part,
-                ),
-            )
-
-    return written
+    rows = [
+        load(builder, moved(builder, load_word(builder, moved(builder, frames, 8 * i)), offset), INTS, 2)
+        for i in range(LANES)
+    ]
+    for k, samples in enumerate(transposed(rows)):
+        point, part = divmod(k, vectors_of_point)
+        store(
+            samples,
+            moved(
+                builder,
+                builder.add(work, load_word(builder, moved(builder, places, 8 * point))),
+                VECTOR * part,
+            ),
+        )
 
 
-_take_words, _take_floats = _take_vectors(1), _take_vectors(2)
+_take_words, _take_floats = (emitted(partial(_take_vectors, n)) for n in (1, 2))
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #fafce1bf
 Complex = tuple[Vector, Vector]
@@ -188,46 +183,41 @@ def _windowed_words(builder: ir.IRBuilder, place: ir.Value, window: ir.Value, q:
 
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #97490071
-def _pass(r: int, loaded: Callable[[ir.IRBuilder, ir.Value, ir.Value, int], Complex]) -> Any:
+def _pass(
+    r: int,
+    loaded: Callable[[ir.IRBuilder, ir.Value, ir.Value, int], Complex],
+    builder,
+    first,
+    stride,
+    factors,
+) -> None:
     "A DFT of r points in place."
-
-    @emitted
-    def written(builder, first, stride, factors):
-        places = [first]
-        for _ in range(r - 1):
-            places.append(moved(builder, places[-1], stride))
-        for j, result in _dft(
-            [partial(loaded, builder, place, factors, q) for q, place in enumerate(places)]
-        ):
-            for i, part in enumerate(result):
-                store(part, moved(builder, places[j], VECTOR * i))
-
-    return written
+    places = [first]
+    for _ in range(r - 1):
+        places.append(moved(builder, places[-1], stride))
+    for j, result in _dft([partial(loaded, builder, place, factors, q) for q, place in enumerate(places)]):
+        for i, part in enumerate(result):
+            store(part, moved(builder, places[j], VECTOR * i))
 
 
 _first_8_of_words, _first_16_of_words, _first_8_of_floats, _first_16_of_floats = (
-    _pass(r, how) for how in (_windowed_words, _windowed_floats) for r in (8, 16)
+    emitted(partial(_pass, r, how)) for how in (_windowed_words, _windowed_floats) for r in (8, 16)
 )
-_pass_4, _pass_8, _pass_16 = (_pass(r, _turned_point) for r in (4, 8, 16))
+_pass_4, _pass_8, _pass_16 = (emitted(partial(_pass, r, _turned_point)) for r in (4, 8, 16))
 
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #6d694f4c
-def _bins(power: int) -> Any:
+def _bins(power: int, builder, here, there, turn, bin_here, bin_there) -> None:
     "Two bins of the spectrum, k and m - k: magnitudes, or their squares."
-
-    @emitted
-    def written(builder, here, there, turn, bin_here, bin_there):
-        (a, b), (c, d) = _loaded(builder, here), _loaded(builder, there)
-        even, odd = (a + c, b - d), (b + d, c - a)
-        odd = _times(odd, _factors(builder, turn))
-        for (re, im), place in ((_sum(even, odd), bin_here), (_difference(even, odd), bin_there)):
-            square = re.fma(re, im * im)
-            store(square.sqrt() if power == 1 else square, place)
-
-    return written
+    (a, b), (c, d) = _loaded(builder, here), _loaded(builder, there)
+    even, odd = (a + c, b - d), (b + d, c - a)
+    odd = _times(odd, _factors(builder, turn))
+    for (re, im), place in ((_sum(even, odd), bin_here), (_difference(even, odd), bin_there)):
+        square = re.fma(re, im * im)
+        store(square.sqrt() if power == 1 else square, place)
 
 
-_magnitudes, _squares = _bins(1), _bins(2)
+_magnitudes, _squares = (emitted(partial(_bins, power)) for power in (1, 2))
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #10250670
 # bins in one step of a filter's loop; filters are padded to a multiple of this with zero weights
@@ -267,20 +257,15 @@ def _band(builder, bins, weights, n_steps, levels, band):
 
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #0261d350
-def _write_bands(is_half: bool) -> Any:
+def _write_bands(is_half: bool, builder, bands, targets, offset) -> None:
     "Store LANES bands of all lanes in the rows of their frames, from a byte offset."
-
-    @emitted
-    def written(builder, bands, targets, offset):
-        rows = transposed([load(builder, moved(builder, bands, VECTOR * i)) for i in range(LANES)])
-        for i, row in enumerate(rows):
-            target = moved(builder, load_word(builder, moved(builder, targets, 8 * i)), offset)
-            store(half_bits(row) if is_half else row, target, 2)
-
-    return written
+    rows = transposed([load(builder, moved(builder, bands, VECTOR * i)) for i in range(LANES)])
+    for i, row in enumerate(rows):
+        target = moved(builder, load_word(builder, moved(builder, targets, 8 * i)), offset)
+        store(half_bits(row) if is_half else row, target, 2)
 
 
-_write_halves, _write_floats = _write_bands(True), _write_bands(False)
+_write_halves, _write_floats = (emitted(partial(_write_bands, is_half)) for is_half in (True, False))
 
 
 # %% ../../nbs/mel/cpu_kernel.ipynb #b20820e6

@@ -28,8 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..audio.conform import ConformRules
-from ..audio.conform import SegmentGrid
+from ..audio.conform import ConformRules, SegmentGrid
 from ..core.errors import SpecError
 
 # %% ../../nbs/mel/spec.ipynb #f5133487
