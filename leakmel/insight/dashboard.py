@@ -188,7 +188,7 @@ class Card:
                         100,
                         initial_indent=f"  {k:>14}  ",
                         subsequent_indent=" " * 18,
-                        break_on_hyphens=False,
+                        break_long_words=False,
                     )
                     for k, v in facts
                 ),

@@ -358,25 +358,25 @@ def work_space(
     f"void(u1[:, ::1], u2[:, ::1], u1[::1], i8[:, ::1], u2[:, ::1], {'i8[::1], ' * 7}{'f4[::1], ' * 3}i8[:, ::1], f4[::1], f4[::1])"
 )
 def kernel(
-    samples,
-    rows,
-    space,
-    lanes,
-    tile,
-    numbers,
-    starts,
-    first_place,
-    places,
-    radices,
-    inputs,
-    where,
-    window,
-    twiddles,
-    turns,
-    filters,
-    weights,
-    levels,
-):
+    samples: np.ndarray,  # [n, bytes] uint8: recordings of int16 or float32
+    rows: np.ndarray,  # [n, words] uint16: rows of float16 or float32, which are filled
+    space: np.ndarray,  # as `work_space` allocates it, like `lanes` and `tile`
+    lanes: np.ndarray,
+    tile: np.ndarray,
+    numbers: np.ndarray,  # bytes of a sample, words of a value, M, T, power
+    starts: np.ndarray,  # tables of a spec, as `cpu_engine.make_tables` returns them, like all below
+    first_place: np.ndarray,
+    places: np.ndarray,
+    radices: np.ndarray,
+    inputs: np.ndarray,
+    where: np.ndarray,
+    window: np.ndarray,
+    twiddles: np.ndarray,
+    turns: np.ndarray,
+    filters: np.ndarray,
+    weights: np.ndarray,
+    levels: np.ndarray,
+) -> None:
     "Compute the rows of recordings, LANES frames at a time: samples, FFT, magnitudes, mel bands in decibels, places in the row."
     n_bytes, n_words, n_mels, n_frames, power = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
     n_points, n_distinct, n_bands = len(window) // 2, len(starts), (n_mels + LANES - 1) // LANES * LANES
