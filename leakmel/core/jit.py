@@ -250,7 +250,7 @@ def source_key(
     *files: str | None,  # modules whose code is part of the function; None in a notebook, which has no file
 ) -> str:
     "Digest that changes when one of these files or this module changes."
-    contents = [Path(name).read_bytes() for name in (*files, __file__) if name is not None]
+    contents = [Path(name).read_bytes() for name in (*files, globals().get("__file__")) if name is not None]
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
